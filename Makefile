@@ -1,0 +1,76 @@
+# `make train` and `make test` need g++ and Python; all else goes into a virtual environment here.
+#   make test TORCH=2.11.0    in .venv-2.11.0, with that torch
+#   make train ARGS="--steps 100"
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+PINNED := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt | head -n 1)
+TORCH ?= $(PINNED)
+ARGS ?=
+
+ifeq ($(TORCH),$(PINNED))
+VENV := .venv
+CONSTRAIN := cat constraints.txt
+else
+VENV := .venv-$(TORCH)
+CONSTRAIN := sed -e '/^torch==/d' -e '$$a torch==$(TORCH)' constraints.txt
+endif
+BIN := $(VENV)/bin
+PACKAGES := $(VENV)/.packages-installed
+BUILT := $(VENV)/.extension-built
+SOURCES := $(shell find csrc cmake tools CMakeLists.txt setup.py pyproject.toml \
+    -not -name '__pycache__' -not -name '*.pyc')
+CPP := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
+
+.PHONY: test train bench build lint format sanitize clean FORCE
+
+test: build
+	$(BIN)/python tools/cmake_build.py
+	$(BIN)/python -m pytest -q tests $(ARGS)
+
+train: build
+	$(BIN)/python examples/train_lm.py $(ARGS)
+
+bench: build
+	$(BIN)/python benchmarks/call_cost.py $(ARGS)
+
+build: $(BUILT)
+
+$(PACKAGES): constraints.txt
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "make: no Python >= 3.10 found, name one: make PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(CONSTRAIN) > $(VENV)/packages.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -r $(VENV)/packages.txt
+	@touch $@
+
+# Every environment of this checkout shares the built files in transformer_ops/: build again after
+# a `make` with another TORCH. The build folder of each is kept, so that takes seconds.
+built_for := $(shell sed -n 's/^TORCH_VERSION = "\(.*\)"/\1/p' transformer_ops/_build_info.py 2>/dev/null)
+installed := $(shell sed -n "s/^__version__ = '\(.*\)'/\1/p" \
+    $(VENV)/lib/python3*/site-packages/torch/version.py 2>/dev/null)
+ifneq ($(built_for),$(installed))
+$(BUILT): FORCE
+endif
+
+$(BUILT): $(PACKAGES) $(SOURCES)
+	@echo "Building the C++ extension: minutes the first time, seconds later."
+	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+# What .ci/run checks besides the tests.
+lint: build
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy transformer_ops
+
+format: $(PACKAGES)
+	$(BIN)/clang-format -i $(CPP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+sanitize: $(PACKAGES)
+	$(BIN)/python tools/cmake_build.py --sanitize
+
+clean:
+	rm -rf build transformer_ops/*.so transformer_ops/_build_info.py $(BUILT)

@@ -1,0 +1,93 @@
+// transformer_ops._C: the fuser for Python.
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "executor/program.h"
+#include "executor/unfused.h"
+#include "fuser/declaration.h"
+#include "fuser/registry.h"
+#include "kernels/cpu/kernels.h"
+#include "python/group.h"
+
+
+namespace transformer_ops::python {
+namespace {
+
+Pass pass_from(const std::string& name) {
+  for (const Pass pass : {Pass::Joint, Pass::Forward, Pass::Backward}) {
+    if (name == to_text(pass)) return pass;
+  }
+  throw py::value_error("[fusion] pass must be forward, backward or forward_backward, got " + name);
+}
+
+py::list list_fusions() {
+  py::list rows;
+  for (const Fusion& fusion : fusions()) {
+    rows.append(py::make_tuple(fusion.id, fusion.name, to_text(fusion.pass), fusion.origin,
+                               fusion.rule != nullptr));
+  }
+  return rows;
+}
+
+py::list list_declarations() {
+  py::list rows;
+  for (const auto& [kind, row] : declarations()) {
+    py::list slots;
+    for (const Slot& slot : row.slots) slots.append(slot.name);
+    py::dict entry;
+    entry["kind"] = kind;
+    entry["summary"] = row.summary;
+    entry["parameters"] = row.parameters;
+    entry["attributes"] = row.attributes;
+    entry["extra_inputs"] = row.extra_inputs;
+    entry["extra_outputs"] = row.extra_outputs;
+    entry["slots"] = slots;
+    entry["forward"] = row.forward;
+    entry["backward"] = row.backward;
+    rows.append(entry);
+  }
+  return rows;
+}
+
+py::list list_typed_op_pairs() {
+  py::list rows;
+  for (const auto& pair : typed_op_pairs()) rows.append(py::make_tuple(pair.forward, pair.backward));
+  return rows;
+}
+
+// The unfused meaning of a typed op; arguments in schema order.
+std::vector<std::optional<at::Tensor>> unfused(const std::string& name, const py::tuple& arguments) {
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
+      ("transformer_ops::" + name).c_str(), "");
+  const auto& fields = handle.schema().arguments();
+  std::vector<c10::IValue> stack;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    stack.push_back(torch::jit::toIValue(arguments[i], fields[i].type()));
+  }
+  std::vector<std::optional<at::Tensor>> results;
+  for (at::Tensor& result : call_unfused(name, stack)) {
+    results.push_back(result.defined() ? std::optional(std::move(result)) : std::nullopt);
+  }
+  return results;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  bind_group(module);
+  module.def("add_user_fusion", [](const std::string& name, const std::string& pass,
+                                   const std::string& origin, bool prepend) {
+    return add_user_fusion(name, pass_from(pass), origin, prepend);
+  });
+  module.def("remove_fusion", &remove_fusion);
+  module.def("fusions", &list_fusions);
+  module.def("registry_version", &registry_version);
+  module.def("declarations", &list_declarations);
+  module.def("typed_op_pairs", &list_typed_op_pairs);
+  module.def("unfused", torch::wrap_pybind_function(&unfused));
+  module.def("isa_name", &cpu::isa_name);
+}
+
+}  // namespace transformer_ops::python

@@ -1,0 +1,159 @@
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+
+#include "executor/plan_function.h"
+#include "executor/unfused.h"
+#include "ops/op.h"
+
+namespace transformer_ops {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::CppNode;
+using torch::autograd::variable_list;
+using Kind = Value::Kind;
+
+// The values of one tensor with the history of another.
+class Substitute : public torch::autograd::Function<Substitute> {
+ public:
+  static Tensor forward(AutogradContext*, const Tensor&, const Tensor& values) {
+    return values.detach().clone();
+  }
+  static variable_list backward(AutogradContext*, const variable_list& grads) {
+    return {grads[0], Tensor()};
+  }
+};
+
+class Replay {
+ public:
+  Replay(const Program& program, const Tensors& saved) : program_(program), saved_(saved) {
+    const auto current = torch::autograd::get_current_node();
+    node_ = dynamic_cast<CppNode<PlanFunction>*>(current.get());
+    TORCH_CHECK(node_ != nullptr, "[double_backward] must run in the plan's own autograd node");
+    plan_ = unfused_plan(program.plan, connect_inputs());
+  }
+
+  // The outputs as a differentiable function of `inputs()`.
+  Tensors run() {
+    for (const Step& step : plan_.forward) run_step(step);
+    Tensors outputs = {values_.at({Kind::Main, plan_.size()})};
+    for (const Value& output : plan_.extra_outputs) outputs.push_back(values_.at(output));
+    return outputs;
+  }
+
+  const Tensors& inputs() const { return inputs_; }
+
+ private:
+  std::vector<TensorFacts> connect_inputs() {
+    std::vector<Value> names = {{Kind::Main, 0}};
+    std::ranges::copy(program_.plan.extra_inputs, std::back_inserter(names));
+    std::ranges::copy(program_.plan.parameters, std::back_inserter(names));
+    std::vector<TensorFacts> facts;
+    for (size_t i = 0; i < names.size(); ++i) {
+      inputs_.push_back(connect(saved_input(names[i]), i));
+      values_[names[i]] = inputs_.back();
+      facts.push_back({to_dtype(inputs_[i].scalar_type()), inputs_[i].requires_grad()});
+    }
+    return facts;
+  }
+
+  // The tensor itself where it was saved, else undefined.
+  Tensor saved_input(const Value& input) const {
+    const int index = program_.inputs[input.kind == Kind::Main ? 0 : position(input)];
+    const auto row = std::ranges::find(program_.saved, index);
+    return row == program_.saved.end() ? Tensor() : saved_[row - program_.saved.begin()];
+  }
+
+  int position(const Value& input) const {
+    const auto& extras = program_.plan.extra_inputs;
+    const auto& parameters = program_.plan.parameters;
+    if (input.kind == Kind::ExtraInput) {
+      return 1 + static_cast<int>(std::ranges::find(extras, input) - extras.begin());
+    }
+    return 1 + static_cast<int>(extras.size() + (std::ranges::find(parameters, input) -
+                                                 parameters.begin()));
+  }
+
+  // A view of the input, so that the inner gradient stops here; where it was not saved, zeros of
+  // its shape in its place in the graph.
+  Tensor connect(Tensor tensor, size_t i) const {
+    if (!tensor.defined()) {
+      const auto& info = node_->input_info_[i];
+      tensor = at::zeros_symint(info.size, at::TensorOptions(info.scalar_type).device(info.device));
+      const auto& edge = node_->next_edge(static_cast<uint32_t>(i));
+      if (edge.is_valid()) torch::autograd::impl::set_gradient_edge(tensor, edge);
+    }
+    return tensor.view_as(tensor);
+  }
+
+  Tensor saved_slot(int op, const std::string& name) const {
+    const auto row = program_.saved_slots.find({Kind::Slot, op, name});
+    return row == program_.saved_slots.end() ? Tensor() : saved_[row->second];
+  }
+
+  void run_step(const Step& step) {
+    const int op = step.first();
+    const PlannedOp& planned = plan_.ops[op];
+    Tensor& input = values_.at({Kind::Main, op});
+    const Tensor known = saved_slot(op, "input");
+    if (known.defined()) {
+      if (op > 0) input = Substitute::apply(input.to(known.scalar_type()), known);
+    } else if (const auto& replay = find_replay(planned.kind)) {
+      const ReplayCall call{input, [&](const std::string& name) { return saved_slot(op, name); },
+                            op + 1 < plan_.size() ? saved_slot(op + 1, "input") : Tensor(),
+                            planned.attributes};
+      if (const Tensor output = replay(call); output.defined()) {
+        values_[{Kind::Main, op + 1}] = output;
+        return;
+      }
+    } else if (op >= program_.plan.first_backward) {
+      check_linear(planned);
+    }
+    run_unfused_step(step, values_);
+  }
+
+  // Zeros may stand in only where the derivative does not depend on the input.
+  static void check_linear(const PlannedOp& planned) {
+    for (const Slot& slot : declaration(planned.kind).slots) {
+      const bool depends = slot.name == "input" && slot.needed_for.empty();
+      TORCH_CHECK_NOT_IMPLEMENTED(!depends, "[", planned.kind,
+                                  "] double backward must have its input, which this plan did not save");
+    }
+  }
+
+  const Program& program_;
+  const Tensors& saved_;
+  CppNode<PlanFunction>* node_;
+  Plan plan_;
+  Tensors inputs_;
+  std::map<Value, Tensor> values_;
+};
+
+}  // namespace
+
+Tensors double_backward(const Program& program, const Tensors& saved, const Tensors& grads) {
+  Replay replay(program, saved);
+  const Tensors outputs = replay.run();
+  Tensors wanted, differentiable, given;
+  for (const Tensor& input : replay.inputs()) {
+    if (input.requires_grad()) wanted.push_back(input);
+  }
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (!outputs[i].requires_grad()) continue;
+    differentiable.push_back(outputs[i]);
+    given.push_back(grads[i]);
+  }
+  const Tensors found =
+      torch::autograd::grad(differentiable, wanted, given, /*retain_graph=*/true,
+                            /*create_graph=*/true, /*allow_unused=*/true);
+  Tensors results;
+  auto next = found.begin();
+  for (const Tensor& input : replay.inputs()) {
+    results.push_back(input.requires_grad() ? *next++ : Tensor());
+  }
+  return results;
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "executor/program.h"
+#include "fuser/facts.h"
+
+namespace transformer_ops {
+
+// What a typed op means in plain differentiable ATen calls. Throws NotImplementedError without one.
+Tensors call_unfused(const std::string& name, c10::ArrayRef<c10::IValue> arguments);
+
+// The plan of the same ops without fusions. `facts` are those of the plan's tensors, in order.
+Plan unfused_plan(const Plan& plan, const std::vector<TensorFacts>& facts);
+
+// Runs a forward step through unfused bodies. `values` holds what it reads and takes its results.
+void run_unfused_step(const Step& step, std::map<Value, Tensor>& values);
+
+}  // namespace transformer_ops

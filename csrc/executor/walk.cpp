@@ -1,0 +1,43 @@
+#include "executor/walk.h"
+
+namespace transformer_ops {
+namespace {
+
+void run_call(const Program::Call& call, const Shapes& shapes, Tensors& values,
+              torch::jit::Stack& stack) {
+  stack.clear();
+  for (const auto& operand : call.operands) {
+    if (const auto* load = std::get_if<Program::Load>(&operand)) {
+      stack.emplace_back(values[load->value]);
+    } else if (const auto* constant = std::get_if<Program::Constant>(&operand)) {
+      stack.push_back(constant->value);
+    } else {
+      stack.emplace_back(shapes[std::get<Program::ShapeOf>(operand).index]);
+    }
+  }
+  call.op.callBoxed(stack);
+  for (size_t i = 0; i < call.results.size(); ++i) {
+    values[call.results[i]] = std::move(stack[i]).toTensor();
+  }
+}
+
+}  // namespace
+
+void walk(const Program::Code& code, const Shapes& shapes, Tensors& values) {
+  torch::jit::Stack stack;
+  stack.reserve(12);
+  for (const auto& line : code.lines) {
+    if (const auto* call = std::get_if<Program::Call>(&line.what)) {
+      run_call(*call, shapes, values, stack);
+    } else if (const auto* cast = std::get_if<Program::Cast>(&line.what)) {
+      if (values[cast->from].defined()) values[cast->to] = values[cast->from].to(cast->dtype);
+    } else {
+      const auto& copy = std::get<Program::Copy>(line.what);
+      Tensor& to = values[copy.to];
+      to = to.defined() ? to + values[copy.from] : values[copy.from];
+    }
+    for (const int value : line.dead) values[value].reset();
+  }
+}
+
+}  // namespace transformer_ops

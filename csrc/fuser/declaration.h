@@ -1,0 +1,69 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "fuser/attribute.h"
+#include "fuser/schema.h"
+
+namespace transformer_ops {
+
+// Which dtype an op computes and returns (ops.md, "Dtypes and shapes").
+enum class DTypeRule {
+  Keep,       // its input's, also under autocast
+  Autocast,   // its input's, or the autocast dtype
+  Parameter,  // its first parameter's, or the autocast dtype; parameters are cast too
+  Promote,    // as an addition with the extra input
+};
+
+// A tensor that backward reads, by name; `needed_for` lists the gradients ("input" or a parameter)
+// that read it, empty for all of them.
+struct Slot {
+  std::string name;
+  std::vector<std::string> needed_for = {};
+};
+
+// The planner's half of an op's one declaration. Schema fields are bound by name:
+//   forward   input, a parameter, an attribute, extra_input, save_<slot> (is it needed?)
+//             -> output, extra_output, or a slot
+//   backward  grad_output, grad_extra_output, a slot, a parameter, an attribute, output_mask,
+//             input_shape -> grad_input, grad_<parameter>, grad_extra_input
+// An absent forward, or an absent grad_input, hands the tensor on.
+struct OpDeclaration {
+  std::string kind;
+  std::string summary;
+  std::vector<std::string> parameters = {};
+  std::vector<std::string> attributes = {};
+  int extra_inputs = 0;
+  int extra_outputs = 0;
+  std::vector<Slot> slots = {};
+  std::string forward = {};
+  std::string backward = {};
+  DTypeRule dtype = DTypeRule::Keep;
+  // Does nothing in this mode: planned as a plain hand-over.
+  std::function<bool(const Attributes&, bool training)> inactive = {};
+  // Width of the last dimension after the op; -1 where it cannot be known.
+  std::function<int64_t(const Attributes&, int64_t width)> width = {};
+  // Where slot_bits() is wrong for one of its slots.
+  std::function<int64_t(const std::string& slot, int64_t width, int64_t element_bits)> slot_bits = {};
+
+  Schema forward_schema = {};
+  Schema backward_schema = {};
+};
+
+// All declarations by kind; a row stays where it is.
+const std::map<std::string, OpDeclaration>& declarations();
+const OpDeclaration& declaration(const std::string& kind);
+bool is_declared(const std::string& kind);
+// Parses the schemas and adds the row. Throws PlanError for a kind declared twice.
+void add_declaration(OpDeclaration row);
+
+// Bits a saved slot takes per row of the op's input, `width` elements of `element_bits` each: all
+// of it for an input or output, one an element for a mask, none for a parameter (it is kept
+// anyway), else one statistic. -1 where the width is unknown (-1) and matters.
+int64_t slot_bits(const OpDeclaration& row, const std::string& slot, int64_t width,
+                  int64_t element_bits);
+
+}  // namespace transformer_ops

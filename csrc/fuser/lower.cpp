@@ -1,0 +1,465 @@
+// Groups of ops -> steps with instructions. Backward is lowered first: what it reads is what
+// forward saves.
+#include <algorithm>
+#include <set>
+
+#include "fuser/declaration.h"
+#include "fuser/error.h"
+#include "fuser/planner.h"
+
+namespace transformer_ops {
+namespace {
+
+using Kind = Value::Kind;
+
+const Schema kHandOver;
+
+class Lowering {
+ public:
+  Lowering(const std::vector<OpNode>& ops, const Facts& facts) : ops_(ops), facts_(facts) {
+    plan_.autocast = facts.autocast;
+    list_values();
+    propagate_requires_grad();
+    propagate_dtypes();
+  }
+
+  Plan run(const Rewritten& groups) {
+    for (const Group& group : groups.backward) plan_.backward.push_back(lower_backward(group));
+    for (const Group& group : groups.forward) plan_.forward.push_back(lower_forward(group));
+    return std::move(plan_);
+  }
+
+ private:
+  // ---- what is known before any group
+
+  void list_values() {
+    for (int i = 0; i < size(); ++i) {
+      const OpNode& op = ops_[i];
+      plan_.ops.push_back({op.kind, op.attributes, op.native, facts_.training[i]});
+      for (int k = 0; k < op.extra_inputs; ++k) {
+        const Value input{Kind::ExtraInput, i, std::to_string(k)};
+        if (const auto& source = op.sources[k]) {
+          plan_.routes.push_back({input, extra_output(source->op, source->output)});
+        } else {
+          plan_.extra_inputs.push_back(input);
+        }
+      }
+      for (int k = 0; k < op.extra_outputs; ++k) {
+        if (op.visible[k]) plan_.extra_outputs.push_back(extra_output(i, k));
+      }
+      for (int k = 0; k < op.parameters; ++k) plan_.parameters.push_back(parameter(i, k));
+    }
+  }
+
+  void propagate_requires_grad() {
+    needs_grad_.assign(size() + 1, false);
+    needs_grad_[0] = facts_.grad_enabled && facts_.input.requires_grad;
+    plan_.first_backward = needs_grad_[0] ? 0 : size();
+    for (int i = 0; i < size(); ++i) {
+      bool needs = needs_grad_[i];
+      for (int k = 0; k < ops_[i].parameters; ++k) needs |= parameter_requires_grad(i, k);
+      for (int k = 0; k < ops_[i].extra_inputs; ++k) needs |= extra_input_requires_grad(i, k);
+      needs_grad_[i + 1] = needs;
+      if (needs) plan_.first_backward = std::min(plan_.first_backward, i);
+    }
+  }
+
+  void propagate_dtypes() {
+    dtypes_.push_back(facts_.input.dtype);
+    for (int i = 0; i < size(); ++i) {
+      const auto compute = compute_dtype(i);
+      DType next = compute ? *compute : dtypes_[i];
+      if (!ops_[i].native) {
+        next = DType::Unknown;
+      } else if (declaration(ops_[i].kind).dtype == DTypeRule::Promote) {
+        for (int k = 0; k < ops_[i].extra_inputs; ++k) next = promote(next, extra_dtype(i, k));
+      }
+      dtypes_.push_back(next);
+    }
+  }
+
+  // The dtype an op insists on, or none.
+  std::optional<DType> compute_dtype(int i) const {
+    if (!ops_[i].native) return std::nullopt;
+    switch (declaration(ops_[i].kind).dtype) {
+      case DTypeRule::Parameter:
+        return facts_.autocast.value_or(facts_.parameters[i][0].dtype);
+      case DTypeRule::Autocast:
+        return dtypes_[i] == DType::Float64 ? std::nullopt : facts_.autocast;
+      default:
+        return std::nullopt;
+    }
+  }
+
+  DType extra_dtype(int op, int k) const {
+    if (const auto& source = ops_[op].sources[k]) return dtypes_[source->op];
+    return facts_.extra_inputs[external_index(op, k)].dtype;
+  }
+
+  bool extra_input_requires_grad(int op, int k) const {
+    if (!facts_.grad_enabled) return false;
+    if (const auto& source = ops_[op].sources[k]) return needs_grad_[source->op + 1];
+    return facts_.extra_inputs[external_index(op, k)].requires_grad;
+  }
+
+  size_t external_index(int op, int k) const {
+    const Value input{Kind::ExtraInput, op, std::to_string(k)};
+    return std::ranges::find(plan_.extra_inputs, input) - plan_.extra_inputs.begin();
+  }
+
+  bool parameter_requires_grad(int op, int k) const {
+    return facts_.grad_enabled && facts_.parameters[op][k].requires_grad;
+  }
+
+  bool parameter_requires_grad(int op, const std::string& name) const {
+    const auto& names = declaration(ops_[op].kind).parameters;
+    return parameter_requires_grad(
+        op, static_cast<int>(std::ranges::find(names, name) - names.begin()));
+  }
+
+  // Does anybody want the gradient of this op's "input" or parameter?
+  bool wants(int op, const std::string& target) const {
+    return target == "input" ? needs_grad_[op] : parameter_requires_grad(op, target);
+  }
+
+  int size() const { return static_cast<int>(ops_.size()); }
+
+  static Value extra_output(int op, int k) { return {Kind::ExtraOutput, op, std::to_string(k)}; }
+
+  Value parameter(int op, int k) const {
+    const bool native = ops_[op].native;
+    return {Kind::Parameter, op,
+            native ? declaration(ops_[op].kind).parameters[k] : std::to_string(k)};
+  }
+
+  Value extra_input(int op, int k) const {
+    if (const auto& source = ops_[op].sources[k]) return extra_output(source->op, source->output);
+    return {Kind::ExtraInput, op, std::to_string(k)};
+  }
+
+  Value extra_input_grad(int op, int k) const {
+    Value grad = extra_input(op, k);
+    grad.kind =
+        grad.kind == Kind::ExtraOutput ? Kind::ExtraOutputGrad : Kind::ExtraInputGrad;
+    return grad;
+  }
+
+  bool has_reader(int op, int output) const {
+    const Value value = extra_output(op, output);
+    return std::ranges::find(plan_.extra_outputs, value) != plan_.extra_outputs.end() ||
+           std::ranges::find(plan_.routes, value, &Route::output) != plan_.routes.end();
+  }
+
+  // ---- binding schema fields by name
+
+  struct Span {
+    const Group& group;
+    Bindings bindings;
+    int first;
+    int last;
+  };
+
+  Span make_span(const Group& group) const {
+    Span span{group, {}, group.first, group.first + group.count - 1};
+    if (group.rule && group.rule->bind) span.bindings = group.rule->bind({ops_, facts_, group.first});
+    return span;
+  }
+
+  // The first covered op whose declaration lists `name`, or -1.
+  template <typename Has>
+  int find_op(const Span& span, Has&& has) const {
+    for (int i = span.first; i <= span.last; ++i) {
+      if (has(declaration(ops_[i].kind))) return i;
+    }
+    return -1;
+  }
+
+  int op_with_slot(const Span& span, const std::string& name) const {
+    return find_op(span, [&](const OpDeclaration& row) {
+      return std::ranges::find(row.slots, name, &Slot::name) != row.slots.end();
+    });
+  }
+
+  int op_with_parameter(const Span& span, const std::string& name) const {
+    return find_op(span, [&](const OpDeclaration& row) {
+      return std::ranges::find(row.parameters, name) != row.parameters.end();
+    });
+  }
+
+  int op_with_attribute(const Span& span, const std::string& name) const {
+    return find_op(span, [&](const OpDeclaration& row) {
+      return std::ranges::find(row.attributes, name) != row.attributes.end();
+    });
+  }
+
+  int op_with_extra(const Span& span, int OpNode::*count) const {
+    for (int i = span.first; i <= span.last; ++i) {
+      if (ops_[i].*count > 0) return i;
+    }
+    fail("[plan] '", span.group.name, "' must cover an op with an extra tensor");
+  }
+
+  Value bound_value(const Span& span, const Field& field) const {
+    const int op = span.first + field.op;
+    const auto& row = declaration(ops_[op].kind);
+    const bool is_slot = std::ranges::find(row.slots, field.name, &Slot::name) != row.slots.end();
+    return {is_slot ? Kind::Slot : Kind::Parameter, op, field.name};
+  }
+
+  Argument forward_argument(const Span& span, const std::string& name) const {
+    if (const auto bound = span.bindings.find(name); bound != span.bindings.end()) {
+      if (const auto* constant = std::get_if<Attribute>(&bound->second)) return *constant;
+      return bound_value(span, std::get<Field>(bound->second));
+    }
+    if (name == "input") return Value{Kind::Main, span.first};
+    if (name == "extra_input") return extra_input(op_with_extra(span, &OpNode::extra_inputs), 0);
+    if (name.starts_with("save_")) {
+      return Attribute(needed_slots_.contains(result_value(span, name.substr(5))));
+    }
+    if (const int op = op_with_parameter(span, name); op >= 0) {
+      return Value{Kind::Parameter, op, name};
+    }
+    const int op = op_with_attribute(span, name);
+    check(op >= 0, "[plan] '", span.group.name, "' must bind argument '", name, "'");
+    return ops_[op].attributes.at(name);
+  }
+
+  Value result_value(const Span& span, const std::string& name) const {
+    if (const auto bound = span.bindings.find(name); bound != span.bindings.end()) {
+      return bound_value(span, std::get<Field>(bound->second));
+    }
+    if (name == "output") return {Kind::Main, span.last + 1};
+    if (name == "extra_output") return extra_output(op_with_extra(span, &OpNode::extra_outputs), 0);
+    return {Kind::Slot, span.first, name};
+  }
+
+  Argument backward_argument(const Span& span, const Schema& schema, const std::string& name) {
+    if (name == "grad_output") return Value{Kind::Grad, span.last + 1};
+    if (name == "grad_extra_output") {
+      const int op = op_with_extra(span, &OpNode::extra_outputs);
+      return Value{Kind::ExtraOutputGrad, op, "0"};
+    }
+    if (name == "output_mask") return Attribute(output_mask(span, schema));
+    if (name == "input_shape") return Value{Kind::Shape, span.first};
+    if (const auto bound = span.bindings.find(name); bound != span.bindings.end()) {
+      if (const auto* constant = std::get_if<Attribute>(&bound->second)) return *constant;
+      return need(bound_value(span, std::get<Field>(bound->second)));
+    }
+    if (const int op = op_with_slot(span, name); op >= 0) return need({Kind::Slot, op, name});
+    if (const int op = op_with_parameter(span, name); op >= 0) {
+      return Value{Kind::Parameter, op, name};
+    }
+    if (const int op = op_with_attribute(span, name); op >= 0) return ops_[op].attributes.at(name);
+    check(span.group.joint, "[plan] '", span.group.name, "' must bind argument '", name, "'");
+    return need({Kind::Slot, span.first, name});
+  }
+
+  // Notes that forward has to save the slot; none where no wanted gradient reads it.
+  Argument need(const Value& slot) {
+    if (slot.kind != Kind::Slot) return slot;
+    const auto& slots = declaration(ops_[slot.op].kind).slots;
+    const auto row = std::ranges::find(slots, slot.name, &Slot::name);
+    if (row != slots.end() && !row->needed_for.empty() &&
+        std::ranges::none_of(row->needed_for, [&](auto& name) { return wants(slot.op, name); })) {
+      return None{};
+    }
+    needed_slots_.insert(slot);
+    return slot;
+  }
+
+  // grad_input, grad_extra_input or grad_<parameter> -> the value and whether anybody wants it.
+  std::pair<Value, bool> backward_result(const Span& span, const std::string& name) const {
+    if (name == "grad_input") return {{Kind::Grad, span.first}, needs_grad_[span.first]};
+    if (name == "grad_extra_input") {
+      const int op = op_with_extra(span, &OpNode::extra_inputs);
+      return {extra_input_grad(op, 0), extra_input_requires_grad(op, 0)};
+    }
+    std::string target = name.substr(std::string("grad_").size());
+    int op = op_with_parameter(span, target);
+    if (const auto bound = span.bindings.find(target); bound != span.bindings.end()) {
+      const auto& field = std::get<Field>(bound->second);
+      op = span.first + field.op;
+      target = field.name;
+    }
+    check(op >= 0, "[plan] '", span.group.name, "' must name results grad_<parameter>, got '", name,
+          "'");
+    return {{Kind::ParameterGrad, op, target}, parameter_requires_grad(op, target)};
+  }
+
+  std::vector<bool> output_mask(const Span& span, const Schema& schema) const {
+    std::vector<bool> mask;
+    for (const auto& field : schema.results) {
+      mask.push_back(backward_result(span, field.name).second);
+    }
+    return mask;
+  }
+
+  // ---- steps
+
+  Step make_step(const Group& group) const {
+    Step step{.name = group.name, .python = group.python, .joint = group.joint};
+    for (int k = 0; k < group.count; ++k) step.ops.push_back(group.first + k);
+    return step;
+  }
+
+  bool is_inactive(const Group& group) const {
+    if (group.rule || group.count > 1) return false;
+    const auto& row = declaration(ops_[group.first].kind);
+    return row.inactive && row.inactive(ops_[group.first].attributes, facts_.training[group.first]);
+  }
+
+  const Schema& forward_schema(const Group& group) const {
+    if (group.rule) return group.rule->forward_schema;
+    return is_inactive(group) ? kHandOver : declaration(ops_[group.first].kind).forward_schema;
+  }
+
+  const Schema& backward_schema(const Group& group) const {
+    if (group.rule) return group.rule->backward_schema;
+    const bool unread = ops_[group.first].extra_outputs > 0 && !has_reader(group.first, 0);
+    if (is_inactive(group) || unread) return kHandOver;
+    return declaration(ops_[group.first].kind).backward_schema;
+  }
+
+  // The dtype the covered ops insist on; a Linear anywhere among them decides.
+  std::optional<DType> compute_dtype(const Step& step) const {
+    std::optional<DType> compute;
+    for (const int op : step.ops) {
+      if (const auto wanted = compute_dtype(op)) compute = wanted;
+    }
+    return compute;
+  }
+
+  bool must_cast_parameters(const Step& step, DType compute) const {
+    return std::ranges::any_of(step.ops, [&](int op) {
+      if (!ops_[op].native || declaration(ops_[op].kind).dtype != DTypeRule::Parameter) return false;
+      return std::ranges::any_of(step.ops, [&](int other) {
+        return std::ranges::any_of(facts_.parameters[other],
+                                   [&](const auto& row) { return row.dtype != compute; });
+      });
+    });
+  }
+
+  void add_forward_casts(Step& step) const {
+    const auto compute = compute_dtype(step);
+    if (!compute) return;
+    step.cast_parameters = must_cast_parameters(step, *compute);
+    if (step.cast_parameters || dtypes_[step.first()] != *compute) step.compute = compute;
+  }
+
+  void add_backward_casts(Step& step) const {
+    const auto compute = compute_dtype(step);
+    step.cast_parameters = compute && must_cast_parameters(step, *compute);
+    if (step.cast_parameters) step.compute = compute;
+    const DType produced = compute.value_or(dtypes_[step.last() + 1]);
+    const DType wanted = dtypes_[step.first()];
+    if (wanted != DType::Unknown && produced != wanted) step.result = wanted;
+  }
+
+  Step lower_backward(const Group& group) {
+    Step step = make_step(group);
+    step.skipped = step.last() < plan_.first_backward;
+    if (step.skipped) return step;
+    if (step.python) {
+      need_all_slots(step);
+      return step;
+    }
+    add_backward_casts(step);
+    const Span span = make_span(group);
+    const Schema& schema = backward_schema(group);
+    if (!schema.has_result("grad_input")) step.instructions.push_back(backward_hand_over(step));
+    if (schema.empty()) return step;
+    Instruction call{.target = schema.name};
+    bool wanted = false;
+    for (const auto& field : schema.results) {
+      const auto [value, is_wanted] = backward_result(span, field.name);
+      call.results.push_back(is_wanted ? value : Value{Kind::Slot, span.first, "unused"});
+      wanted |= is_wanted;
+    }
+    if (!wanted) return step;
+    for (const auto& field : schema.arguments) {
+      call.arguments.push_back(backward_argument(span, schema, field.name));
+    }
+    step.instructions.push_back(std::move(call));
+    return step;
+  }
+
+  Instruction backward_hand_over(const Step& step) const {
+    Instruction instruction{.arguments = {Value{Kind::Grad, step.last() + 1}},
+                            .results = {{Kind::Grad, step.first()}}};
+    for (const int op : step.ops) {
+      for (int k = 0; k < ops_[op].extra_inputs; ++k) {
+        instruction.results.push_back(extra_input_grad(op, k));
+      }
+    }
+    return instruction;
+  }
+
+  // A Python step may read every slot of the native ops it covers.
+  void need_all_slots(const Step& step) {
+    for (const int op : step.ops) {
+      if (!ops_[op].native) continue;
+      for (const Slot& slot : declaration(ops_[op].kind).slots) need({Kind::Slot, op, slot.name});
+    }
+  }
+
+  Step lower_forward(const Group& group) {
+    Step step = make_step(group);
+    if (step.python) return step;
+    add_forward_casts(step);
+    const Span span = make_span(group);
+    const Schema& schema = forward_schema(group);
+    Instruction call{.target = schema.name};
+    if (schema.empty()) {
+      call.arguments = {Value{Kind::Main, span.first}};
+      call.results = {{Kind::Main, span.last + 1}};
+      for (int k = 0; k < ops_[span.first].extra_outputs; ++k) {
+        call.results.push_back(extra_output(span.first, k));
+      }
+    } else {
+      for (const auto& field : schema.arguments) {
+        call.arguments.push_back(forward_argument(span, field.name));
+      }
+      for (const auto& field : schema.results) {
+        call.results.push_back(result_value(span, field.name));
+      }
+    }
+    add_saves(span, call, step);
+    step.instructions.push_back(std::move(call));
+    return step;
+  }
+
+  void add_saves(const Span& span, const Instruction& call, Step& step) const {
+    for (const Value& slot : needed_slots_) {
+      if (slot.op < span.first || slot.op > span.last) continue;
+      if (const auto source = slot_source(span, call, slot)) step.saves.push_back({slot, *source});
+    }
+  }
+
+  // Where forward finds a slot; none leaves the slot unsaved, which verify() reports.
+  std::optional<Value> slot_source(const Span& span, const Instruction& call,
+                                   const Value& slot) const {
+    if (std::ranges::find(call.results, slot) != call.results.end()) return slot;
+    const auto& parameters = declaration(ops_[slot.op].kind).parameters;
+    if (std::ranges::find(parameters, slot.name) != parameters.end()) {
+      return Value{Kind::Parameter, slot.op, slot.name};
+    }
+    if (slot.name == "input" && slot.op == span.first) return Value{Kind::Main, span.first};
+    if (slot.name == "output" && slot.op == span.last) return Value{Kind::Main, span.last + 1};
+    return std::nullopt;
+  }
+
+  const std::vector<OpNode>& ops_;
+  const Facts& facts_;
+  Plan plan_;
+  std::vector<bool> needs_grad_;  // per boundary
+  std::vector<DType> dtypes_;     // per boundary
+  std::set<Value> needed_slots_;
+};
+
+}  // namespace
+
+Plan lower(const std::vector<OpNode>& ops, const Facts& facts, const Rewritten& groups) {
+  return Lowering(ops, facts).run(groups);
+}
+
+}  // namespace transformer_ops

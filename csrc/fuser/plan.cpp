@@ -1,0 +1,195 @@
+#include "fuser/plan.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <set>
+#include <utility>
+
+#include "fuser/error.h"
+
+namespace transformer_ops {
+namespace {
+
+using Kind = Value::Kind;
+
+// Longer prefixes first, so that "dp1.weight" is not read as a "d...".
+constexpr std::array<std::pair<Kind, const char*>, 10> kPrefixes = {{
+    {Kind::ParameterGrad, "dp"},
+    {Kind::ExtraInputGrad, "de"},
+    {Kind::ExtraOutputGrad, "do"},
+    {Kind::Main, "x"},
+    {Kind::Grad, "g"},
+    {Kind::Parameter, "p"},
+    {Kind::ExtraInput, "e"},
+    {Kind::ExtraOutput, "o"},
+    {Kind::Slot, "s"},
+    {Kind::Shape, "n"},
+}};
+
+bool is_boundary(Kind kind) {
+  return kind == Kind::Main || kind == Kind::Grad || kind == Kind::Shape;
+}
+
+void verify_coverage(const std::vector<Step>& steps, int ops, const char* direction) {
+  int next = 0;
+  for (const Step& step : steps) {
+    check(!step.ops.empty(), "[plan] ", direction, " step '", step.name, "' must cover an op");
+    for (const int op : step.ops) {
+      check(op == next, "[plan] ", direction, " steps must cover op ", next, " next, got op ", op,
+            " in step '", step.name, "'");
+      ++next;
+    }
+  }
+  check(next == ops, "[plan] ", direction, " steps must cover all ", ops, " ops, got ", next);
+}
+
+// Walks instructions in the order they run and checks that nothing is read before it is written.
+class DataFlow {
+ public:
+  explicit DataFlow(std::set<Value> known) : known_(std::move(known)) {}
+
+  void add(const Value& value) { known_.insert(value); }
+  bool has(const Value& value) const { return known_.contains(value); }
+
+  void run(const Step& step) {
+    for (const Instruction& instruction : step.instructions) {
+      for (const Argument& argument : instruction.arguments) {
+        if (const auto* value = std::get_if<Value>(&argument)) require(*value, step);
+      }
+      for (const Value& result : instruction.results) add(result);
+    }
+  }
+
+  void require(const Value& value, const Step& step) const {
+    check(has(value), "[plan] step '", step.name, "' must read what was written before, got ",
+          to_text(value));
+  }
+
+ private:
+  std::set<Value> known_;
+};
+
+void add_python_results(const Step& step, const Plan& plan, bool forward, DataFlow& flow) {
+  const Kind main = forward ? Kind::Main : Kind::Grad;
+  flow.add({main, forward ? step.last() + 1 : step.first()});
+  if (!forward) return;
+  for (const int op : step.ops) {
+    for (const Value& output : plan.extra_outputs) {
+      if (output.op == op) flow.add(output);
+    }
+    for (const Route& route : plan.routes) {
+      if (route.output.op == op) flow.add(route.output);
+    }
+  }
+}
+
+bool covers(const Step& step, int op) { return step.first() <= op && op <= step.last(); }
+
+void verify_joint_pairs(const std::vector<Step>& steps, const std::vector<Step>& others) {
+  for (const Step& step : steps) {
+    if (!step.joint) continue;
+    const bool paired = std::ranges::any_of(others, [&](const Step& other) {
+      return other.joint && other.name == step.name && other.ops == step.ops;
+    });
+    check(paired, "[plan] joint step '", step.name, "' must be in both passes; ",
+          "another fusion took its ops in one of them");
+  }
+}
+
+DataFlow verify_forward(const Plan& plan) {
+  DataFlow flow({{Kind::Main, 0}});
+  for (const Value& value : plan.parameters) flow.add(value);
+  for (const Value& value : plan.extra_inputs) flow.add(value);
+  for (const Step& step : plan.forward) {
+    flow.require({Kind::Main, step.first()}, step);
+    flow.run(step);
+    if (step.python) add_python_results(step, plan, /*forward=*/true, flow);
+    for (const Save& save : step.saves) {
+      if (!step.python) flow.require(save.source, step);
+      flow.add(save.slot);
+    }
+  }
+  const Step end{.name = "outputs"};
+  flow.require({Kind::Main, plan.size()}, end);
+  for (const Value& output : plan.extra_outputs) flow.require(output, end);
+  return flow;
+}
+
+void verify_backward(const Plan& plan, const DataFlow& forward) {
+  std::set<Value> known = {{Kind::Grad, plan.size()}};
+  for (const Value& parameter : plan.parameters) known.insert(parameter);
+  for (const Value& output : plan.extra_outputs) {
+    known.insert({Kind::ExtraOutputGrad, output.op, output.name});
+  }
+  DataFlow flow(std::move(known));
+  for (auto step = plan.backward.rbegin(); step != plan.backward.rend(); ++step) {
+    if (step->skipped) continue;
+    for (const Instruction& instruction : step->instructions) {
+      for (const Argument& argument : instruction.arguments) {
+        const auto* value = std::get_if<Value>(&argument);
+        if (value == nullptr) continue;
+        if (value->kind == Kind::Slot) {
+          // A Python forward step fills the slots of the ops it covers when it runs.
+          const bool filled_in_python = std::ranges::any_of(plan.forward, [&](const Step& other) {
+            return other.python && covers(other, value->op);
+          });
+          check(forward.has(*value) || filled_in_python, "[plan] backward step '", step->name,
+                "' must read a slot that forward saves, got ", to_text(*value));
+          flow.add(*value);
+        } else if (value->kind == Kind::Shape) {
+          flow.add(*value);
+        }
+      }
+    }
+    flow.run(*step);
+    if (step->python) {
+      add_python_results(*step, plan, /*forward=*/false, flow);
+      for (const Route& route : plan.routes) {
+        if (covers(*step, route.input.op)) {
+          flow.add({Kind::ExtraOutputGrad, route.output.op, route.output.name});
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+std::string to_text(const Value& value) {
+  const auto prefix = std::ranges::find(kPrefixes, value.kind, [](auto& row) { return row.first; });
+  const std::string text = prefix->second + std::to_string(value.op);
+  return is_boundary(value.kind) ? text : text + "." + value.name;
+}
+
+Value parse_value(const std::string& text) {
+  for (const auto& [kind, prefix] : kPrefixes) {
+    if (!text.starts_with(prefix)) continue;
+    const char* begin = text.data() + std::string(prefix).size();
+    const char* end = text.data() + text.size();
+    Value value{kind};
+    const auto [rest, error] = std::from_chars(begin, end, value.op);
+    if (error != std::errc()) continue;
+    if (is_boundary(kind) && rest == end) return value;
+    if (is_boundary(kind) || rest == end || *rest != '.' || rest + 1 == end) continue;
+    value.name = std::string(rest + 1, end);
+    return value;
+  }
+  fail("[plan] a value must read like x1, g1, p1.weight or s1.input, got '", text, "'");
+}
+
+bool Plan::has_python_steps() const {
+  const auto is_python = [](const Step& step) { return step.python.has_value(); };
+  return std::ranges::any_of(forward, is_python) || std::ranges::any_of(backward, is_python);
+}
+
+void verify(const Plan& plan) {
+  verify_coverage(plan.forward, plan.size(), "forward");
+  verify_coverage(plan.backward, plan.size(), "backward");
+  verify_joint_pairs(plan.forward, plan.backward);
+  verify_joint_pairs(plan.backward, plan.forward);
+  const DataFlow forward = verify_forward(plan);
+  if (plan.needs_backward()) verify_backward(plan, forward);
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,129 @@
+#pragma once
+
+#include <compare>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "fuser/attribute.h"
+#include "fuser/dtype.h"
+
+namespace transformer_ops {
+
+// One tensor of a plan. Boundary i lies before op i; boundary n after the last.
+//   x1 g1            main tensor and its gradient at a boundary
+//   p1.weight        parameter                 dp1.weight  its gradient
+//   e1.0 o1.0        extra input and output    de1.0 do1.0 their gradients
+//   s1.input         saved slot                n1          the shape of x1
+struct Value {
+  enum class Kind : uint8_t {
+    Main,
+    Grad,
+    Parameter,
+    ParameterGrad,
+    ExtraInput,
+    ExtraInputGrad,
+    ExtraOutput,
+    ExtraOutputGrad,
+    Slot,
+    Shape,
+  };
+  Kind kind = Kind::Main;
+  int op = 0;
+  std::string name = {};
+
+  auto operator<=>(const Value&) const = default;
+};
+
+std::string to_text(const Value& value);
+Value parse_value(const std::string& text);
+
+struct None {
+  bool operator==(const None&) const = default;
+};
+using Argument = std::variant<Value, Attribute, None>;
+
+// results = target(arguments); without a target every result is the one argument itself.
+struct Instruction {
+  std::string target = {};
+  std::vector<Argument> arguments = {};
+  std::vector<Value> results = {};
+
+  bool operator==(const Instruction&) const = default;
+};
+
+// A slot and the forward tensor it holds.
+struct Save {
+  Value slot;
+  Value source;
+
+  bool operator==(const Save&) const = default;
+};
+
+struct Step {
+  std::string name = {};
+  std::vector<int> ops = {};
+  std::vector<Instruction> instructions = {};
+  std::vector<Save> saves = {};
+  // The main tensor (and the parameters, for a Linear) are cast to `compute` before, the main
+  // result to `result` after.
+  std::optional<DType> compute = {};
+  bool cast_parameters = false;
+  std::optional<DType> result = {};
+  // Runs this Python object of the planning call instead of instructions.
+  std::optional<int> python = {};
+  // A joint step has its partner, with the same ops, in the other list.
+  bool joint = false;
+  // Nothing before it needs a gradient.
+  bool skipped = false;
+
+  int first() const { return ops.front(); }
+  int last() const { return ops.back(); }
+  bool operator==(const Step&) const = default;
+};
+
+struct PlannedOp {
+  std::string kind;
+  Attributes attributes = {};
+  bool native = true;
+  bool training = false;
+
+  bool operator==(const PlannedOp&) const = default;
+};
+
+// An extra input that another op of the group feeds.
+struct Route {
+  Value input;
+  Value output;
+
+  bool operator==(const Route&) const = default;
+};
+
+struct Plan {
+  std::vector<PlannedOp> ops = {};
+  std::vector<Route> routes = {};
+  std::vector<Value> extra_inputs = {};   // from the caller, in order
+  std::vector<Value> parameters = {};     // in the order the executor takes them
+  std::vector<Value> extra_outputs = {};  // to the caller, in order
+  int first_backward = 0;                 // ops before it need no gradient
+  std::optional<DType> autocast = {};
+  std::vector<Step> forward = {};         // both lists in op order; backward runs from its end
+  std::vector<Step> backward = {};
+
+  bool operator==(const Plan&) const = default;
+
+  int size() const { return static_cast<int>(ops.size()); }
+  bool needs_backward() const { return first_backward < size(); }
+  bool has_python_steps() const;
+};
+
+std::string to_text(const Plan& plan);
+// Throws PlanError that names the line; the result is verified.
+Plan parse_plan(const std::string& text);
+
+// The planner's postcondition: each list covers every op once, in order; every value is written
+// before it is read; every slot that backward reads was saved. Throws PlanError.
+void verify(const Plan& plan);
+
+}  // namespace transformer_ops

@@ -1,0 +1,287 @@
+// The text of a plan and its parser. One line a fact:
+//   plan 1
+//   op 0 LayerNorm eps=1e-05 normalized_shape=[16] zero_centered_gamma=false
+//   inputs e2.0 | parameters p0.weight p0.bias | outputs o3.0 | route e4.0=o3.0
+//   first_backward 0
+//   forward layer_norm ops=[0]
+//     x1, s0.mean, s0.rstd = layer_norm(x0, p0.weight, p0.bias, 1e-05, false)
+//     save s0.input=x0, s0.mean=s0.mean
+#include <algorithm>
+#include <sstream>
+
+#include "fuser/error.h"
+#include "fuser/plan.h"
+
+namespace transformer_ops {
+namespace {
+
+constexpr const char* kHeader = "plan 1";
+
+std::string argument_text(const Argument& argument) {
+  if (const auto* value = std::get_if<Value>(&argument)) return to_text(*value);
+  if (const auto* constant = std::get_if<Attribute>(&argument)) return to_text(*constant);
+  return "none";
+}
+
+template <typename List, typename Function>
+std::string join(const List& list, const char* separator, Function&& item_text) {
+  std::string text;
+  for (const auto& item : list) text += (text.empty() ? "" : separator) + item_text(item);
+  return text;
+}
+
+std::string value_text(const Value& value) { return to_text(value); }
+
+std::string instruction_text(const Instruction& instruction) {
+  const std::string arguments =
+      join(instruction.arguments, ", ", argument_text);
+  const std::string results = join(instruction.results, ", ", value_text);
+  if (instruction.target.empty()) return "  " + results + " = " + arguments + "\n";
+  return "  " + results + " = " + instruction.target + "(" + arguments + ")\n";
+}
+
+std::string step_text(const Step& step, const char* direction) {
+  std::string text = std::string(direction) + " " + step.name + " ops=" +
+                     to_text(Attribute(std::vector<int64_t>(step.ops.begin(), step.ops.end())));
+  if (step.compute) text += " compute=" + to_text(*step.compute);
+  if (step.cast_parameters) text += " cast_parameters=true";
+  if (step.result) text += " result=" + to_text(*step.result);
+  if (step.python) text += " python=" + std::to_string(*step.python);
+  if (step.joint) text += " joint=true";
+  if (step.skipped) text += " skipped=true";
+  text += "\n";
+  for (const Instruction& instruction : step.instructions) text += instruction_text(instruction);
+  if (!step.saves.empty()) {
+    text += "  save " + join(step.saves, ", ", [](const Save& save) {
+              return to_text(save.slot) + "=" + to_text(save.source);
+            }) + "\n";
+  }
+  return text;
+}
+
+// Splits at a separator that stands outside quotes and brackets.
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts(1);
+  bool quoted = false;
+  int depth = 0;
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    if (quoted && c == '\\' && i + 1 < text.size()) {
+      parts.back() += c;
+      parts.back() += text[++i];
+      continue;
+    }
+    if (c == '"') quoted = !quoted;
+    if (!quoted) depth += (c == '[' || c == '(') - (c == ']' || c == ')');
+    if (c == separator && !quoted && depth == 0) {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  for (std::string& part : parts) {
+    part.erase(0, part.find_first_not_of(' '));
+    part.erase(part.find_last_not_of(' ') + 1);
+  }
+  std::erase(parts, "");
+  return parts;
+}
+
+std::pair<std::string, std::string> split_once(const std::string& text, char separator) {
+  const size_t at = text.find(separator);
+  check(at != std::string::npos, "[plan] '", text, "' must hold a '", separator, "'");
+  return {text.substr(0, at), text.substr(at + 1)};
+}
+
+Argument parse_argument(const std::string& text) {
+  if (text == "none") return None{};
+  const bool is_constant = text == "true" || text == "false" ||
+                           std::string("\"[-0123456789").find(text.front()) != std::string::npos ||
+                           text == "inf" || text == "nan";
+  if (is_constant) return parse_attribute(text);
+  return parse_value(text);
+}
+
+int parse_int(const std::string& text) {
+  const Attribute attribute = parse_attribute(text);
+  const auto* integer = std::get_if<int64_t>(&attribute);
+  check(integer != nullptr, "[plan] an integer must stand here, got '", text, "'");
+  return static_cast<int>(*integer);
+}
+
+bool parse_bool(const std::string& text) {
+  check(text == "true" || text == "false", "[plan] a flag must be true or false, got '", text, "'");
+  return text == "true";
+}
+
+class Parser {
+ public:
+  Plan parse(const std::string& text) {
+    std::istringstream lines(text);
+    std::string line;
+    std::getline(lines, line);
+    check(line == kHeader, "[plan] text must begin with '", kHeader, "', got '", line, "'");
+    for (int number = 2; std::getline(lines, line); ++number) {
+      try {
+        if (!line.empty()) parse_line(line);
+      } catch (const std::exception& error) {
+        fail(error.what(), " (line ", number, ")");
+      }
+    }
+    verify(plan_);
+    return std::move(plan_);
+  }
+
+ private:
+  void parse_line(const std::string& line) {
+    if (line.starts_with("  save ")) return parse_saves(line.substr(7));
+    if (line.starts_with("  ")) return parse_instruction(line.substr(2));
+    std::vector<std::string> words = split(line, ' ');
+    check(!words.empty(), "[plan] a line must not be blank");
+    const std::string head = words.front();
+    words.erase(words.begin());
+    if (head == "op") return parse_op(words);
+    if (head == "forward") return parse_step(words, plan_.forward);
+    if (head == "backward") return parse_step(words, plan_.backward);
+    if (head == "inputs") return parse_values(words, plan_.extra_inputs);
+    if (head == "parameters") return parse_values(words, plan_.parameters);
+    if (head == "outputs") return parse_values(words, plan_.extra_outputs);
+    if (head == "route") {
+      for (const auto& word : words) {
+        const auto [input, output] = split_once(word, '=');
+        plan_.routes.push_back({parse_value(input), parse_value(output)});
+      }
+      return;
+    }
+    check(words.size() == 1 && (head == "first_backward" || head == "autocast"),
+          "[plan] a line must begin with a known word, got '", head, "'");
+    if (head == "autocast") {
+      plan_.autocast = parse_dtype(words[0]);
+      return;
+    }
+    plan_.first_backward = parse_int(words[0]);
+    check(plan_.first_backward >= 0, "[plan] first_backward must not be negative");
+  }
+
+  void parse_op(const std::vector<std::string>& words) {
+    check(words.size() >= 2 && parse_int(words[0]) == plan_.size(), "[plan] op ", plan_.size(),
+          " must come next, got '", words.empty() ? "" : words[0], "'");
+    PlannedOp op{.kind = words[1]};
+    for (size_t i = 2; i < words.size(); ++i) {
+      const auto [name, value] = split_once(words[i], '=');
+      if (name == "native") {
+        op.native = parse_bool(value);
+      } else if (name == "training") {
+        op.training = parse_bool(value);
+      } else {
+        op.attributes[name] = parse_attribute(value);
+      }
+    }
+    plan_.ops.push_back(std::move(op));
+  }
+
+  void parse_step(const std::vector<std::string>& words, std::vector<Step>& steps) {
+    check(words.size() >= 2, "[plan] a step must have a name and ops");
+    Step step{.name = words[0]};
+    for (size_t i = 1; i < words.size(); ++i) parse_step_field(words[i], step);
+    check(!step.ops.empty(), "[plan] step '", step.name, "' must have ops");
+    steps.push_back(std::move(step));
+    step_ = &steps.back();
+  }
+
+  static void parse_step_field(const std::string& word, Step& step) {
+    const auto [name, value] = split_once(word, '=');
+    if (name == "ops") {
+      const Attribute ops = parse_attribute(value);
+      const auto* list = std::get_if<std::vector<int64_t>>(&ops);
+      check(list != nullptr, "[plan] ops must be a list, got '", value, "'");
+      step.ops.assign(list->begin(), list->end());
+    } else if (name == "compute") {
+      step.compute = parse_dtype(value);
+    } else if (name == "cast_parameters") {
+      step.cast_parameters = parse_bool(value);
+    } else if (name == "result") {
+      step.result = parse_dtype(value);
+    } else if (name == "python") {
+      step.python = parse_int(value);
+    } else if (name == "joint") {
+      step.joint = parse_bool(value);
+    } else if (name == "skipped") {
+      step.skipped = parse_bool(value);
+    } else {
+      fail("[plan] a step field must be known, got '", name, "'");
+    }
+  }
+
+  static void parse_values(const std::vector<std::string>& words, std::vector<Value>& values) {
+    for (const auto& word : words) values.push_back(parse_value(word));
+  }
+
+  void parse_instruction(const std::string& text) {
+    check(step_ != nullptr, "[plan] an instruction must follow a step");
+    const size_t equals = text.find(" = ");
+    check(equals != std::string::npos, "[plan] an instruction must read 'results = ...'");
+    Instruction instruction;
+    for (const auto& word : split(text.substr(0, equals), ',')) {
+      instruction.results.push_back(parse_value(word));
+    }
+    std::string call = text.substr(equals + 3);
+    if (call.ends_with(")")) {
+      const auto [target, arguments] = split_once(call.substr(0, call.size() - 1), '(');
+      instruction.target = target;
+      call = arguments;
+    }
+    for (const auto& word : split(call, ',')) {
+      instruction.arguments.push_back(parse_argument(word));
+    }
+    check(!instruction.target.empty() || instruction.arguments.size() == 1,
+          "[plan] a hand-over must have one argument, got '", text, "'");
+    step_->instructions.push_back(std::move(instruction));
+  }
+
+  void parse_saves(const std::string& text) {
+    check(step_ != nullptr, "[plan] a save must follow a step");
+    for (const auto& word : split(text, ',')) {
+      const auto [slot, source] = split_once(word, '=');
+      step_->saves.push_back({parse_value(slot), parse_value(source)});
+    }
+  }
+
+  Plan plan_;
+  Step* step_ = nullptr;
+};
+
+std::string values_line(const char* head, const std::vector<Value>& values) {
+  return values.empty() ? "" : std::string(head) + " " + join(values, " ", value_text) + "\n";
+}
+
+}  // namespace
+
+std::string to_text(const Plan& plan) {
+  std::string text = std::string(kHeader) + "\n";
+  for (int i = 0; i < plan.size(); ++i) {
+    const PlannedOp& op = plan.ops[i];
+    text += "op " + std::to_string(i) + " " + op.kind;
+    if (!op.native) text += " native=false";
+    if (op.training) text += " training=true";
+    for (const auto& [name, value] : op.attributes) text += " " + name + "=" + to_text(value);
+    text += "\n";
+  }
+  text += values_line("inputs", plan.extra_inputs);
+  text += values_line("parameters", plan.parameters);
+  text += values_line("outputs", plan.extra_outputs);
+  if (!plan.routes.empty()) {
+    text += "route " + join(plan.routes, " ", [](const Route& route) {
+              return to_text(route.input) + "=" + to_text(route.output);
+            }) + "\n";
+  }
+  text += "first_backward " + std::to_string(plan.first_backward) + "\n";
+  if (plan.autocast) text += "autocast " + to_text(*plan.autocast) + "\n";
+  for (const Step& step : plan.forward) text += step_text(step, "forward");
+  for (const Step& step : plan.backward) text += step_text(step, "backward");
+  return text;
+}
+
+Plan parse_plan(const std::string& text) { return Parser().parse(text); }
+
+}  // namespace transformer_ops

@@ -1,0 +1,19 @@
+#pragma once
+
+#include "fuser/plan.h"
+#include "fuser/rewrite.h"
+
+namespace transformer_ops {
+
+struct Planned {
+  Plan plan;
+  std::vector<NearMiss> near_misses;
+};
+
+// The whole pipeline: rewrite, lower to steps, verify. Throws PlanError where the result is wrong.
+Planned make_plan(const std::vector<OpNode>& ops, const Facts& facts, const UserRewrite& user = {});
+
+// Lowers groups of ops to steps with instructions and saved slots (lower.cpp).
+Plan lower(const std::vector<OpNode>& ops, const Facts& facts, const Rewritten& groups);
+
+}  // namespace transformer_ops

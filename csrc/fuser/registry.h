@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "fuser/rule.h"
+
+namespace transformer_ops {
+
+// One fusion: a built-in or C++ rule, or a user's function that rewrites the list of ops itself.
+struct Fusion {
+  int64_t id = 0;
+  std::string name = {};
+  Pass pass = Pass::Joint;
+  std::string origin = {};     // "built-in" or where the user's function was defined
+  int64_t order = 0;          // among users' fusions; they run before the rules
+  const Rule* rule = nullptr;  // null for a user's function
+};
+
+// All fusions in the order they run: by pass, users' by order, rules by (benefit descending, name).
+std::vector<Fusion> fusions();
+std::vector<Fusion> fusions(Pass pass);
+
+// Throws PlanError for a name used twice in a pass.
+int64_t add_rule(Rule rule, std::string origin = "built-in");
+int64_t add_user_fusion(std::string name, Pass pass, std::string origin, bool prepend);
+// False if it was gone already.
+bool remove_fusion(int64_t id);
+
+// Grows with every change; a plan made under another version is stale.
+int64_t registry_version();
+
+}  // namespace transformer_ops

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "fuser/attribute.h"
+#include "fuser/declaration.h"
+#include "fuser/facts.h"
+#include "fuser/plan.h"
+
+namespace transformer_ops {
+
+// In the order they run; forward and backward both start from the result of joint.
+enum class Pass { Joint, Forward, Backward };
+const char* to_text(Pass pass);
+
+// A run of basic ops that a rule may take.
+struct Match {
+  const std::vector<OpNode>& ops;
+  const Facts& facts;
+  int first;
+
+  const OpNode& op(int k) const { return ops[first + k]; }
+  const std::string& kind(int k) const { return op(k).kind; }
+  bool training(int k) const { return facts.training[first + k]; }
+  // Does parameter i of op k want a gradient?
+  bool parameter_requires_grad(int k, int i) const {
+    return facts.grad_enabled && facts.parameters[first + k][i].requires_grad;
+  }
+};
+
+// Where a schema field of a fused op comes from when its name alone does not say.
+struct Field {
+  int op;  // counted from the first op of the match
+  std::string name;
+};
+using Bindings = std::map<std::string, std::variant<Field, Attribute>>;
+
+// One fused op: what, when not and why, with what. The driver scans; matching never mutates.
+struct Rule {
+  std::string name;
+  Pass pass;
+  int benefit;
+  std::vector<std::vector<std::string>> pattern;  // per op: the kinds it may have
+  // The reason why not, or none.
+  std::function<std::optional<std::string>(const Match&)> why_not = {};
+  std::string forward = {};
+  std::string backward = {};
+  std::function<Bindings(const Match&)> bind = {};
+
+  Schema forward_schema = {};
+  Schema backward_schema = {};
+};
+
+}  // namespace transformer_ops

@@ -1,0 +1,102 @@
+// CPU kernels on raw, contiguous memory. Each is single threaded and works on the range it is
+// given.
+//
+// "acc" is the compute type: float, or double for Float64. Statistics, gamma, beta, bias and
+// column sums are acc arrays. Pointers need no alignment beyond that of their elements. An output
+// may be exactly one of the inputs of the same shape; any other overlap is not allowed.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace transformer_ops::cpu {
+
+enum class DType : uint8_t { Float32, Float64, Float16, BFloat16 };
+
+enum class Activation : uint8_t { GELU, QGELU, ReLU, SReLU, SiLU };
+
+enum class GluKind : uint8_t { GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, SiTUGLU, ClampedSwiGLU };
+
+struct Glu {
+  GluKind kind = GluKind::GLU;
+  // Size of the alternating blocks of gate and linear half; it divides h. 0: two halves.
+  int64_t interleave = 0;
+  double beta1 = 4.0, beta2 = 25.0;                 // SiTUGLU
+  double limit = 7.0, alpha = 1.702, offset = 1.0;  // ClampedSwiGLU
+};
+
+struct Kernels {
+  const char* isa;  // "default", "avx2" or "avx512"
+
+  // ---- elementwise ----
+  void (*activation_forward)(Activation, DType, const void* x, void* y, int64_t n);
+  void (*activation_backward)(Activation, DType, const void* grad_y, const void* x, void* grad_x,
+                              int64_t n);
+  // ReLU and SReLU only: the gradient from the output.
+  void (*activation_backward_from_output)(Activation, DType, const void* grad_y, const void* y,
+                                          void* grad_x, int64_t n);
+  // Bit i % 8 of mask[i / 8] tells whether the gradient passes: !(x[i] <= 0), as in torch, so
+  // that NaN passes. A range starts at a multiple of 8 elements; the last byte is zero padded.
+  void (*relu_forward)(DType, const void* x, void* y, uint8_t* mask, int64_t n);
+  void (*relu_backward)(DType, const void* grad_y, const uint8_t* mask, void* grad_x, int64_t n);
+  void (*convert_from_acc)(DType, const void* acc, void* out, int64_t n);
+  void (*convert_to_acc)(DType, const void* in, void* acc, double add, int64_t n);  // in + add
+
+  // ---- gated linear units: x is rows x 2h, y is rows x h ----
+  void (*glu_forward)(const Glu&, DType, const void* x, void* y, int64_t rows, int64_t h);
+  void (*glu_backward)(const Glu&, DType, const void* grad_y, const void* x, void* grad_x,
+                       int64_t rows, int64_t h);
+
+  // ---- norms over rows of h ----
+  // gamma[h] and beta[h] may be null (absent). grad_gamma[h] and grad_beta[h] are added to and may
+  // be null (not wanted). mean and rstd hold one number a row.
+  void (*layer_norm_forward)(DType, const void* x, const void* gamma, const void* beta, double eps,
+                             void* y, void* mean, void* rstd, int64_t rows, int64_t h);
+  void (*layer_norm_backward)(DType, const void* grad_y, const void* x, const void* mean,
+                              const void* rstd, const void* gamma, void* grad_x, void* grad_gamma,
+                              void* grad_beta, int64_t rows, int64_t h);
+  // rstd = 1 / sqrt(mean(x^2) + eps)
+  void (*rms_norm_forward)(DType, const void* x, const void* gamma, double eps, void* y, void* rstd,
+                           int64_t rows, int64_t h);
+  void (*rms_norm_backward)(DType, const void* grad_y, const void* x, const void* rstd,
+                            const void* gamma, void* grad_x, void* grad_gamma, int64_t rows,
+                            int64_t h);
+  // rstd = 1 / sqrt(sum(x^2) + eps)
+  void (*l2_norm_forward)(DType, const void* x, double eps, void* y, void* rstd, int64_t rows,
+                          int64_t h);
+  void (*l2_norm_backward)(DType, const void* grad_y, const void* x, const void* rstd, void* grad_x,
+                           int64_t rows, int64_t h);
+
+  // ---- bias: acc arrays of h; column sums are added to, and sum values not yet rounded ----
+  void (*column_sum)(DType, const void* x, void* out, int64_t rows, int64_t h);
+  void (*bias_add)(DType, const void* x, const void* bias, void* y, int64_t rows, int64_t h);
+  void (*activation_bias_backward)(Activation, DType, const void* grad_y, const void* x,
+                                   void* grad_x, void* grad_bias, int64_t rows, int64_t h);
+  // first_element is the index in mask of the first element's bit; any value.
+  void (*relu_bias_backward)(DType, const void* grad_y, const uint8_t* mask, int64_t first_element,
+                             void* grad_x, void* grad_bias, int64_t rows, int64_t h);
+
+  // ---- dropout ----
+  // Element i of the tensor is kept where Philox4x32-10(key = seed, counter = i / 4)[i % 4] >= p *
+  // 2^32, so that a mask depends on neither the split into ranges nor the instruction set.
+  // `first` is the index of the range's first element, a multiple of 8; mask points at its byte.
+  // y = x / (1 - p) where kept, else 0. A null mask is not written.
+  void (*dropout_forward)(DType, const void* x, void* y, uint8_t* mask, uint64_t seed, double p,
+                          int64_t first, int64_t n);
+  void (*dropout_backward)(DType, const void* grad_y, const uint8_t* mask, void* grad_x, double p,
+                           int64_t n);
+  // The same from seed instead of mask.
+  void (*dropout_backward_from_seed)(DType, const void* grad_y, void* grad_x, uint64_t seed,
+                                     double p, int64_t first, int64_t n);
+};
+
+// The kernels for the widest instruction set of this machine. The environment variable
+// TRANSFORMER_OPS_ISA=default|avx2|avx512, read on the first call, lowers the choice.
+const Kernels& kernels();
+
+// The kernels for one instruction set by name; null where the build or the machine lacks it.
+const Kernels* kernels_for(std::string_view isa);
+
+const char* isa_name();
+
+}  // namespace transformer_ops::cpu

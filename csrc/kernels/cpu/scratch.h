@@ -1,0 +1,93 @@
+// Work memory of one kernel call, and sums over rows.
+#pragma once
+
+#include "dtype.h"
+
+namespace transformer_ops::cpu {
+namespace {
+
+// An uninitialized array that lives as long as the call. Not std::vector: see dtype.h.
+template <class A>
+class Scratch {
+ public:
+  explicit Scratch(int64_t n) : data_(new A[static_cast<size_t>(n)]) {}
+  ~Scratch() { delete[] data_; }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  A* data() { return data_; }
+
+ private:
+  A* data_;
+};
+
+// A row of T as acc values; a copy only where T is not acc.
+template <class T>
+class Row {
+ public:
+  explicit Row(int64_t h) : h_(h), buffer_(kIsAcc<T> ? 0 : h) {}
+  const Acc<T>* load(const T* row) {
+    row_ = row;
+    return cpu::load(row, buffer_.data(), h_);
+  }
+
+  // Asks for elements of the row after the loaded one; past the last row it does nothing useful.
+  void prefetch_next(int64_t start, int64_t count) const {
+    const auto* next = reinterpret_cast<const char*>(row_ + h_ + start);
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
+  }
+
+ private:
+  int64_t h_;
+  const T* row_ = nullptr;
+  Scratch<Acc<T>> buffer_;
+};
+
+// total[i] += sum over rows. Short groups of rows are summed in A, groups in double, so that many
+// rows stay accurate. A null total means that nobody wants the sums.
+template <class A>
+class ColumnSums {
+ public:
+  ColumnSums(void* total, int64_t h) : total_(as<A>(total)), h_(h), group_(h), sum_(h) {
+    memset(group_.data(), 0, static_cast<size_t>(h) * sizeof(A));
+    memset(sum_.data(), 0, static_cast<size_t>(h) * sizeof(double));
+  }
+  ~ColumnSums() {
+    if (total_ == nullptr) return;
+    end_group();
+    const double* sum = sum_.data();
+    for (int64_t i = 0; i < h_; ++i) total_[i] = static_cast<A>(total_[i] + sum[i]);
+  }
+  ColumnSums(const ColumnSums&) = delete;
+  ColumnSums& operator=(const ColumnSums&) = delete;
+
+  // The caller adds one row to this array, then calls end_row.
+  A* group() { return group_.data(); }
+
+  void end_row() {
+    if (++rows_ == kGroup) end_group();
+  }
+
+ private:
+  static constexpr int kGroup = 16;
+
+  void end_group() {
+    A* group = group_.data();
+    double* sum = sum_.data();
+#pragma omp simd
+    for (int64_t i = 0; i < h_; ++i) {
+      sum[i] += group[i];
+      group[i] = 0;
+    }
+    rows_ = 0;
+  }
+
+  A* total_;
+  int64_t h_;
+  Scratch<A> group_;
+  Scratch<double> sum_;
+  int rows_ = 0;
+};
+
+}  // namespace
+}  // namespace transformer_ops::cpu

@@ -1,0 +1,43 @@
+// The table of one instruction set: included by one kernels_<isa>.cpp each.
+#pragma once
+
+#include "bias.h"
+#include "dropout.h"
+#include "elementwise.h"
+#include "glu.h"
+#include "norm.h"
+#include "tables.h"
+
+namespace transformer_ops::cpu {
+namespace {
+
+constexpr Kernels make_table(const char* isa) {
+  return {
+      .isa = isa,
+      .activation_forward = activation_forward,
+      .activation_backward = activation_backward,
+      .activation_backward_from_output = activation_backward_from_output,
+      .relu_forward = relu_forward,
+      .relu_backward = relu_backward,
+      .convert_from_acc = convert_from_acc,
+      .convert_to_acc = convert_to_acc,
+      .glu_forward = glu_forward,
+      .glu_backward = glu_backward,
+      .layer_norm_forward = layer_norm_forward,
+      .layer_norm_backward = layer_norm_backward,
+      .rms_norm_forward = rms_norm_forward,
+      .rms_norm_backward = rms_norm_backward,
+      .l2_norm_forward = l2_norm_forward,
+      .l2_norm_backward = l2_norm_backward,
+      .column_sum = column_sum,
+      .bias_add = bias_add,
+      .activation_bias_backward = activation_bias_backward,
+      .relu_bias_backward = relu_bias_backward,
+      .dropout_forward = dropout_forward,
+      .dropout_backward = dropout_backward,
+      .dropout_backward_from_seed = dropout_backward_from_seed,
+  };
+}
+
+}  // namespace
+}  // namespace transformer_ops::cpu

@@ -1,0 +1,28 @@
+// The entry that torch.compile, torch.export and C++ programs call; eager mode calls run() itself.
+#include <torch/library.h>
+
+#include "executor/run.h"
+
+namespace transformer_ops {
+namespace {
+
+using at::Tensor;
+
+// plan: its text. Tensors in the order of the plan. Composite, so that tracing records the typed ops.
+std::vector<Tensor> run_plan(c10::string_view plan, const Tensor& input,
+                             at::TensorList extra_inputs, at::TensorList parameters) {
+  std::vector<Tensor> tensors = {input};
+  tensors.insert(tensors.end(), extra_inputs.begin(), extra_inputs.end());
+  tensors.insert(tensors.end(), parameters.begin(), parameters.end());
+  return run(program_for(std::string(plan)), tensors);
+}
+
+TORCH_LIBRARY_FRAGMENT(transformer_ops, library) {
+  library.def(
+      "run_plan(str plan, Tensor input, Tensor[] extra_inputs, Tensor[] parameters) -> Tensor[]",
+      {at::Tag::pt2_compliant_tag});
+  library.impl("run_plan", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(run_plan));
+}
+
+}  // namespace
+}  // namespace transformer_ops

@@ -1,0 +1,62 @@
+// BasicLinear: y = x W^T. The product itself is PyTorch's (MKL or oneDNN).
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
+
+#include "ops/linear.h"
+#include "ops/op.h"
+
+namespace transformer_ops {
+namespace {
+
+TensorSpecs forward_shape(const Args& args) { return {linear_output(args)}; }
+
+void forward_cpu(const Args& args, Tensors& results) {
+  results = {linear_cpu(args.tensor(0), args.tensor(1))};
+}
+
+Tensors forward_unfused(const Args& args) {
+  return {at::linear(args.tensor(0), args.tensor(1))};
+}
+
+TensorSpecs backward_shape(const Args& args) { return linear_backward_outputs(args, 0, 1, 2, 3); }
+
+void backward_cpu(const Args& args, Tensors& results) {
+  results = linear_backward_cpu(args.tensor(0), args.flag(3, 1) ? args.tensor(1) : Tensor(),
+                                args.flag(3, 0) ? args.tensor(2) : Tensor());
+}
+
+Tensors backward_unfused(const Args& args) {
+  Tensors results(2);
+  if (args.flag(3, 0)) results[0] = at::matmul(args.tensor(0), args.tensor(2));
+  if (args.flag(3, 1)) {
+    results[1] = as_matrix(args.tensor(0)).t().mm(as_matrix(args.tensor(1)));
+  }
+  return results;
+}
+
+[[maybe_unused]] const bool registered = register_op({
+    .declaration = {.kind = "BasicLinear",
+                    .summary = "x W^T over the last dimension",
+                    .parameters = {"weight"},
+                    .attributes = {"in_features", "out_features", "accumulate_into_main_grad"},
+                    .slots = {{"input", {"weight"}}, {"weight", {"input"}}},
+                    .dtype = DTypeRule::Parameter,
+                    .width = [](const Attributes& attributes, int64_t) {
+                      return std::get<int64_t>(attributes.at("out_features"));
+                    }},
+    .forward = {.schema = "linear(Tensor input, Tensor weight) -> Tensor output",
+                .shape = forward_shape,
+                .cpu = forward_cpu,
+                .unfused = forward_unfused,
+                .allocates = false},
+    .backward = {.schema = "linear_backward(Tensor grad_output, Tensor? input, Tensor? weight, "
+                           "bool[2] output_mask) -> (Tensor grad_input, Tensor grad_weight)",
+                 .shape = backward_shape,
+                 .cpu = backward_cpu,
+                 .unfused = backward_unfused,
+                 .allocates = false},
+});
+
+}  // namespace
+}  // namespace transformer_ops

@@ -1,0 +1,78 @@
+// Bias: y = x + b over the last dimension.
+#include <ATen/ops/add.h>
+
+#include "ops/bias.h"
+
+#include "ops/cpu.h"
+#include "ops/op.h"
+
+namespace transformer_ops {
+namespace {
+
+TensorSpecs forward_shape(const Args& args) {
+  const Tensor& bias = args.tensor(1);
+  check_compute_dtype(args, "input", args.tensor(0));
+  check_compute_dtype(args, "bias", bias);
+  TORCH_CHECK(bias.dim() == 1, "[", args.op(), "] bias must have 1 dimension, got shape ",
+              bias.sym_sizes());
+  check_trailing(args, "input", args.tensor(0), bias);
+  return {like(args.tensor(0))};
+}
+
+void forward_cpu(const Args& args, Tensors& results) {
+  const cpu::Rows x{args.tensor(0), args.tensor(1).numel()}, y{results[0], x.width};
+  const Tensor bias = cpu::to_accumulate(args.tensor(1), x.tensor);
+  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+    cpu::kernels().bias_add(cpu::kernel_dtype(x.tensor), x.read(begin), bias.const_data_ptr(),
+                            y.write(begin), end - begin, x.width);
+  });
+}
+
+Tensors forward_unfused(const Args& args) {
+  const Tensor x = to_accumulate(args.tensor(0));
+  return {(x + args.tensor(1).to(x.scalar_type())).to(args.tensor(0).scalar_type())};
+}
+
+TensorSpecs backward_shape(const Args& args) {
+  check_compute_dtype(args, "grad_output", args.tensor(0));
+  check_has_rows(args, "grad_output", args.tensor(0));
+  return {bias_gradient(args.tensor(0))};
+}
+
+void backward_cpu(const Args& args, Tensors& results) {
+  const cpu::Rows grad{args.tensor(0), args.tensor(0).size(-1)};
+  results = cpu::sum_rows(grad.count(), grad.width, grad.tensor, {grad.tensor.scalar_type()},
+                          [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+                            cpu::kernels().column_sum(cpu::kernel_dtype(grad.tensor),
+                                                      grad.read(begin), sums[0], end - begin,
+                                                      grad.width);
+                          });
+}
+
+Tensors backward_unfused(const Args& args) {
+  const Tensor& grad = args.tensor(0);
+  return {grad.sum_to_size_symint({grad.sym_size(-1)})};
+}
+
+[[maybe_unused]] const bool registered = register_op({
+    .declaration = {.kind = "Bias",
+                    .summary = "x + b over the last dimension",
+                    .parameters = {"bias"},
+                    .attributes = {"size"}},
+    .forward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor output",
+                .shape = forward_shape,
+                .cpu = forward_cpu,
+                .unfused = forward_unfused},
+    .backward = {.schema = "bias_backward(Tensor grad_output) -> Tensor grad_bias",
+                 .shape = backward_shape,
+                 .cpu = backward_cpu,
+                 .unfused = backward_unfused},
+});
+
+}  // namespace
+
+TensorSpec bias_gradient(const Tensor& grad_output) {
+  return {{grad_output.sym_size(-1)}, grad_output.scalar_type()};
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,38 @@
+// ConstantScale: y = x * scale, in both passes.
+#include <ATen/ops/mul.h>
+
+#include "ops/op.h"
+
+namespace transformer_ops {
+namespace {
+
+TensorSpecs shape(const Args& args) {
+  check_compute_dtype(args, "tensor", args.tensor(0));
+  return {like(args.tensor(0))};
+}
+
+void multiply_cpu(const Args& args, Tensors& results) {
+  results = {at::mul(args.tensor(0).contiguous(), args.number(1))};
+}
+
+Tensors multiply_unfused(const Args& args) { return {args.tensor(0) * args.number(1)}; }
+
+[[maybe_unused]] const bool registered = register_op({
+    .declaration = {.kind = "ConstantScale",
+                    .summary = "x * scale",
+                    .attributes = {"scale"}},
+    .forward = {.schema = "constant_scale(Tensor input, float scale) -> Tensor output",
+                .shape = shape,
+                .cpu = multiply_cpu,
+                .unfused = multiply_unfused,
+                .allocates = false},
+    .backward = {.schema = "constant_scale_backward(Tensor grad_output, float scale) -> "
+                           "Tensor grad_input",
+                 .shape = shape,
+                 .cpu = multiply_cpu,
+                 .unfused = multiply_unfused,
+                 .allocates = false},
+});
+
+}  // namespace
+}  // namespace transformer_ops

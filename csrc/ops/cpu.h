@@ -1,0 +1,61 @@
+// What the CPU bodies of ops share: dtypes, pointers, threads, and sums over rows.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <functional>
+#include <vector>
+
+#include "kernels/cpu/kernels.h"
+
+namespace transformer_ops::cpu {
+
+DType kernel_dtype(const at::Tensor& tensor);
+
+// A contiguous tensor as rows of `width` elements.
+struct Rows {
+  const at::Tensor& tensor;
+  int64_t width;
+
+  int64_t count() const { return width == 0 ? 0 : tensor.numel() / width; }
+  // The first element of a row.
+  const void* read(int64_t row) const { return offset(tensor.const_data_ptr(), row * width); }
+  void* write(int64_t row) const {
+    return const_cast<void*>(offset(tensor.mutable_data_ptr(), row * width));
+  }
+
+ private:
+  const void* offset(const void* data, int64_t elements) const {
+    return static_cast<const char*>(data) + elements * tensor.element_size();
+  }
+};
+
+// Splits [0, count) of items that cost `work` elements each; the ranges start at multiples of
+// `align`.
+template <typename Function>
+void parallel(int64_t count, int64_t work, int64_t align, const Function& function) {
+  constexpr int64_t kGrain = 32768;
+  const int64_t units = (count + align - 1) / align;
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work * align));
+  if (units <= grain) {
+    if (count > 0) function(0, count);
+    return;
+  }
+  at::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
+    function(begin * align, std::min(end * align, count));
+  });
+}
+
+// A parameter in the accumulate dtype of `like`, plus `add`. No copy where none is needed.
+at::Tensor to_accumulate(const at::Tensor& parameter, const at::Tensor& like, double add = 0.0);
+
+// Sums over rows, deterministic for any number of threads: a fixed split into parts, each with
+// zeroed sums of its own, added in order. `function(first, last, sums)` has one pointer per result.
+// Returns tensors of `width` in the given dtypes.
+std::vector<at::Tensor> sum_rows(
+    int64_t rows, int64_t width, const at::Tensor& like, const std::vector<at::ScalarType>& dtypes,
+    const std::function<void(int64_t, int64_t, const std::vector<void*>&)>& function);
+
+}  // namespace transformer_ops::cpu

@@ -1,0 +1,72 @@
+// L2Normalization: y = x * rstd over the last dimension, rstd = 1 / sqrt(sum(x^2) + eps).
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/sum.h>
+
+#include "ops/cpu.h"
+#include "ops/op.h"
+
+namespace transformer_ops {
+namespace {
+
+TensorSpecs forward_shape(const Args& args) {
+  const Tensor& input = args.tensor(0);
+  check_compute_dtype(args, "input", input);
+  check_has_rows(args, "input", input);
+  return {like(input), row_statistics(input)};
+}
+
+void forward_cpu(const Args& args, Tensors& results) {
+  const cpu::Rows x{args.tensor(0), args.tensor(0).size(-1)};
+  const cpu::Rows y{results[0], x.width}, rstd{results[1], 1};
+  // Rows without elements have a rstd too.
+  cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+    cpu::kernels().l2_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin), args.number(1),
+                                   y.write(begin), rstd.write(begin), end - begin, x.width);
+  });
+}
+
+Tensors forward_unfused(const Args& args) {
+  const Tensor x = to_accumulate(args.tensor(0));
+  const Tensor rstd = at::rsqrt(at::sum(x.square(), -1, /*keepdim=*/true) + args.number(1));
+  return {(x * rstd).to(args.tensor(0).scalar_type())};
+}
+
+TensorSpecs backward_shape(const Args& args) {
+  const Tensor& input = args.tensor(1);
+  check_compute_dtype(args, "input", input);
+  check_has_rows(args, "input", input);
+  check_spec(args, "grad_output", args.tensor(0), like(input));
+  check_spec(args, "rstd", args.tensor(2), row_statistics(input));
+  return {like(input)};
+}
+
+void backward_cpu(const Args& args, Tensors& results) {
+  const cpu::Rows x{args.tensor(1), args.tensor(1).size(-1)};
+  const cpu::Rows grad{args.tensor(0), x.width}, rstd{args.tensor(2), 1};
+  const cpu::Rows grad_x{results[0], x.width};
+  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+    cpu::kernels().l2_norm_backward(cpu::kernel_dtype(x.tensor), grad.read(begin), x.read(begin),
+                                    rstd.read(begin), grad_x.write(begin), end - begin, x.width);
+  });
+}
+
+[[maybe_unused]] const bool registered = register_op({
+    .declaration = {.kind = "L2Normalization",
+                    .summary = "x / sqrt(sum(x^2) + eps) over the last dimension",
+                    .attributes = {"eps"},
+                    .slots = {{"input"}, {"rstd"}},
+                    .dtype = DTypeRule::Autocast},
+    .forward = {.schema = "l2_normalization(Tensor input, float eps) -> "
+                          "(Tensor output, Tensor rstd)",
+                .shape = forward_shape,
+                .cpu = forward_cpu,
+                .unfused = forward_unfused},
+    // eps serves only the unfused meaning.
+    .backward = {.schema = "l2_normalization_backward(Tensor grad_output, Tensor input, "
+                           "Tensor rstd, float eps) -> Tensor grad_input",
+                 .shape = backward_shape,
+                 .cpu = backward_cpu},
+});
+
+}  // namespace
+}  // namespace transformer_ops

@@ -1,0 +1,89 @@
+#include "ops/linear.h"
+
+#include <ATen/ops/addmm_cpu_dispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+
+namespace transformer_ops {
+namespace {
+
+Tensor with_last_size(const Tensor& matrix, const Tensor& like, int64_t size) {
+  if (like.dim() == 2) return matrix;
+  auto sizes = like.sizes().vec();
+  sizes.back() = size;
+  return matrix.view(sizes);
+}
+
+TensorSpec last_size(const Tensor& tensor, const c10::SymInt& size) {
+  TensorSpec spec = like(tensor);
+  spec.sizes.back() = size;
+  return spec;
+}
+
+}  // namespace
+
+TensorSpec linear_output(const Args& args) {
+  const Tensor& input = args.tensor(0);
+  const Tensor& weight = args.tensor(1);
+  check_compute_dtype(args, "input", input);
+  TORCH_CHECK(weight.dim() == 2, "[", args.op(), "] weight must have 2 dimensions, got shape ",
+              weight.sym_sizes());
+  TORCH_CHECK(input.dim() >= 1, "[", args.op(), "] input must have at least 1 dimension, got 0");
+  TORCH_CHECK(input.sym_size(-1) == weight.sym_size(1), "[", args.op(),
+              "] input must have last dimension ", weight.sym_size(1), ", got shape ",
+              input.sym_sizes());
+  TORCH_CHECK(input.scalar_type() == weight.scalar_type(), "[", args.op(),
+              "] input must have the weight's dtype ", weight.scalar_type(), ", got ",
+              input.scalar_type());
+  return last_size(input, weight.sym_size(0));
+}
+
+TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t input,
+                                    size_t weight, size_t mask) {
+  const Tensor& grad = args.tensor(grad_output);
+  const TensorSpec absent{{0}, grad.scalar_type()};
+  TensorSpecs specs = {absent, absent};
+  if (args.flag(mask, 0)) {
+    TORCH_CHECK(args.has(weight), "[", args.op(), "] weight must be given for grad_input, got none");
+    specs[0] = last_size(grad, args.tensor(weight).sym_size(1));
+  }
+  if (args.flag(mask, 1)) {
+    TORCH_CHECK(args.has(input), "[", args.op(), "] input must be given for grad_weight, got none");
+    specs[1] = {{grad.sym_size(-1), args.tensor(input).sym_size(-1)}, grad.scalar_type()};
+  }
+  return specs;
+}
+
+Tensor as_matrix(const Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor : tensor.reshape_symint({-1, tensor.sym_size(-1)});
+}
+
+Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  const Tensor matrix = input.numel() == 0 && input.dim() != 2
+                            ? input.reshape({input.numel() / weight.size(1), weight.size(1)})
+                            : as_matrix(input);
+  const Tensor output = bias.defined() ? at::cpu::addmm(bias, matrix, weight.t())
+                                       : at::cpu::mm(matrix, weight.t());
+  return with_last_size(output, input, weight.size(0));
+}
+
+Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& weight) {
+  const int64_t width = grad_output.size(-1);
+  const Tensor grad = grad_output.dim() == 2
+                          ? grad_output
+                          : grad_output.reshape({grad_output.numel() / width, width});
+  Tensors grads(2, Tensor());
+  if (weight.defined()) {
+    grads[0] = with_last_size(at::cpu::mm(grad, weight), grad_output, weight.size(1));
+  }
+  if (input.defined()) {
+    const Tensor matrix = input.dim() == 2 ? input : input.reshape({grad.size(0), input.size(-1)});
+    grads[1] = at::cpu::mm(grad.t(), matrix);
+  }
+  for (Tensor& result : grads) {
+    if (!result.defined()) result = at::detail::empty_cpu({0}, grad_output.scalar_type());
+  }
+  return grads;
+}
+
+}  // namespace transformer_ops

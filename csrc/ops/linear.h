@@ -1,0 +1,25 @@
+// Products and their checks, shared by BasicLinear and the fused ops that contain one.
+#pragma once
+
+#include "ops/typed_op.h"
+
+namespace transformer_ops {
+
+// The result of arguments (input, weight, ...). Raises where they do not fit.
+TensorSpec linear_output(const Args& args);
+
+// (grad_input, grad_weight) for a bool[2] mask; a masked result is empty. `input` and `weight` may
+// be absent where the mask does not ask for what they serve.
+TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t input,
+                                    size_t weight, size_t mask);
+
+// All leading dimensions as one.
+Tensor as_matrix(const Tensor& tensor);
+
+// x W^T [+ b] for any number of leading dimensions.
+Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias = {});
+
+// An undefined input or weight gives an empty gradient for the other.
+Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& weight);
+
+}  // namespace transformer_ops

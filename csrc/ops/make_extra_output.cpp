@@ -1,0 +1,40 @@
+// MakeExtraOutput: hands its input out a second time; backward adds the two gradients.
+#include <ATen/ops/add.h>
+
+#include "ops/op.h"
+
+namespace transformer_ops {
+namespace {
+
+TensorSpecs backward_shape(const Args& args) {
+  check_compute_dtype(args, "grad_output", args.tensor(0));
+  check_compute_dtype(args, "grad_extra_output", args.tensor(1));
+  check_same_sizes(args, "grad_extra_output", args.tensor(1), args.tensor(0));
+  return {like(args.tensor(0))};
+}
+
+Tensors backward_unfused(const Args& args) {
+  // A channel may lead to an op that computes in another dtype.
+  return {(args.tensor(0) + args.tensor(1)).to(args.tensor(0).scalar_type())};
+}
+
+void backward_cpu(const Args& args, Tensors& results) {
+  const Tensor sum = at::add(args.tensor(0).contiguous(), args.tensor(1).contiguous());
+  results = {sum.to(args.tensor(0).scalar_type())};
+}
+
+[[maybe_unused]] const bool registered = register_op({
+    .declaration = {.kind = "MakeExtraOutput",
+                    .summary = "x, twice",
+                    .attributes = {"in_place"},
+                    .extra_outputs = 1},
+    .backward = {.schema = "make_extra_output_backward(Tensor grad_output, "
+                           "Tensor grad_extra_output) -> Tensor grad_input",
+                 .shape = backward_shape,
+                 .cpu = backward_cpu,
+                 .unfused = backward_unfused,
+                 .allocates = false},
+});
+
+}  // namespace
+}  // namespace transformer_ops

@@ -1,0 +1,258 @@
+#include "ops/typed_op.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/library.h>
+
+#include <map>
+#include <memory>
+#include <span>
+
+#include "fuser/schema.h"
+
+namespace transformer_ops {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+std::map<std::string, TypedOp>& typed_ops() {
+  static std::map<std::string, TypedOp> ops;
+  return ops;
+}
+
+const Tensor& first_tensor(c10::ArrayRef<c10::IValue> values) {
+  for (const auto& value : values) {
+    if (value.isTensor()) return value.toTensor();
+  }
+  TORCH_INTERNAL_ASSERT(false, "a typed op has a tensor argument");
+}
+
+void push_results(Stack* stack, size_t arguments, Tensors results) {
+  stack->erase(stack->end() - static_cast<std::ptrdiff_t>(arguments), stack->end());
+  for (Tensor& result : results) stack->emplace_back(std::move(result));
+}
+
+// What every kernel of a typed op starts from.
+class Kernel : public c10::OperatorKernel {
+ public:
+  Kernel(const TypedOp& op, std::string name) : op_(op), name_(std::move(name)) {}
+
+ protected:
+  std::span<c10::IValue> arguments(const OperatorHandle& handle, Stack* stack) const {
+    const size_t count = handle.schema().arguments().size();
+    return {stack->data() + stack->size() - count, count};
+  }
+
+  void check_devices(c10::ArrayRef<c10::IValue> values) const {
+    const auto device = first_tensor(values).device();
+    for (const auto& value : values) {
+      if (!value.isTensor() || !value.toTensor().defined()) continue;
+      TORCH_CHECK(value.toTensor().device() == device, "[", name_,
+                  "] tensors must be on one device, got ", device, " and ",
+                  value.toTensor().device());
+    }
+  }
+
+  Tensors allocate(const Args& args, const Tensor& first) const {
+    const auto specs = op_.shape(args);
+    Tensors results;
+    results.reserve(specs.size());
+    for (const auto& spec : specs) {
+      results.push_back(at::empty_symint(spec.sizes, first.options().dtype(spec.dtype)));
+    }
+    return results;
+  }
+
+  const TypedOp& op_;
+  const std::string name_;
+};
+
+class MetaKernel final : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+  void operator()(const OperatorHandle& handle, DispatchKeySet, Stack* stack) const {
+    const auto values = arguments(handle, stack);
+    const Args args(name_.c_str(), c10::ArrayRef<c10::IValue>(values.data(), values.size()));
+    push_results(stack, values.size(), allocate(args, first_tensor(args.values())));
+  }
+};
+
+class CpuKernel final : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+  void operator()(const OperatorHandle& handle, DispatchKeySet, Stack* stack) const {
+    // Inner ATen calls go straight to their kernels.
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const auto values = arguments(handle, stack);
+    if (op_.allocates) make_contiguous(values);
+    const Args args(name_.c_str(), c10::ArrayRef<c10::IValue>(values.data(), values.size()));
+    check_devices(args.values());
+    Tensors results;
+    if (op_.allocates) {
+      results = allocate_cpu(args);
+    } else {
+      op_.shape(args);
+    }
+    op_.cpu(args, results);
+    push_results(stack, values.size(), std::move(results));
+  }
+
+ private:
+  static void make_contiguous(std::span<c10::IValue> values) {
+    for (auto& value : values) {
+      if (value.isTensor() && !value.toTensor().is_contiguous()) {
+        value = value.toTensor().contiguous();
+      }
+    }
+  }
+
+  // Without the dispatcher: sizes are plain integers here.
+  Tensors allocate_cpu(const Args& args) const {
+    const auto specs = op_.shape(args);
+    Tensors results;
+    results.reserve(specs.size());
+    for (const auto& spec : specs) {
+      results.emplace_back(at::detail::empty_cpu(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype));
+    }
+    return results;
+  }
+};
+
+class MissingBackend final : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+  void operator()(const OperatorHandle&, DispatchKeySet, Stack*) const {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, "[", name_,
+        "] tensors must be on the CPU in this build, got a CUDA tensor; the CUDA backend is built "
+        "with TRANSFORMER_OPS_CUDA=ON where the CUDA toolkit is installed");
+  }
+};
+
+template <typename KernelType>
+torch::CppFunction make_kernel(const TypedOp& op, const std::string& name, DispatchKey key) {
+  return torch::dispatch(key, torch::CppFunction::makeFromBoxedFunctor(
+                                  std::make_unique<KernelType>(op, name)));
+}
+
+std::vector<TypedOpPair>& pairs() {
+  static std::vector<TypedOpPair> pairs;
+  return pairs;
+}
+
+}  // namespace
+
+void register_typed_op(TypedOp op) {
+  // Registrations live as long as the library.
+  static torch::Library library(torch::Library::FRAGMENT, "transformer_ops", std::nullopt, __FILE__,
+                                __LINE__);
+  const std::string name = parse_schema(op.schema).name;
+  const auto [row, inserted] = typed_ops().emplace(name, std::move(op));
+  TORCH_CHECK(inserted, "[typed op] name must be new, got '", name, "'");
+  const TypedOp& kept = row->second;
+  const std::vector<at::Tag> random_tags = {at::Tag::pt2_compliant_tag,
+                                            at::Tag::nondeterministic_seeded};
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  library.def(kept.schema.c_str(), kept.random ? random_tags : tags);
+  library.impl(name.c_str(), make_kernel<CpuKernel>(kept, name, DispatchKey::CPU));
+  library.impl(name.c_str(), make_kernel<MetaKernel>(kept, name, DispatchKey::Meta));
+  library.impl(name.c_str(), make_kernel<MissingBackend>(kept, name, DispatchKey::CUDA));
+}
+
+const TypedOp* find_typed_op(const std::string& name) {
+  const auto row = typed_ops().find(name);
+  return row == typed_ops().end() ? nullptr : &row->second;
+}
+
+const std::vector<TypedOpPair>& typed_op_pairs() { return pairs(); }
+
+void add_typed_op_pair(TypedOpPair pair) { pairs().push_back(std::move(pair)); }
+
+Tensors differentiate(const std::function<Tensors(const Args&)>& unfused, const char* op,
+                      std::vector<c10::IValue> arguments, const Tensor& grad_output) {
+  const at::AutoGradMode grad_mode(true);
+  Tensors inputs;
+  for (auto& value : arguments) {
+    if (!value.isTensor()) continue;
+    const Tensor& tensor = value.toTensor();
+    // A view, so that the inner gradient stops at it.
+    inputs.push_back(tensor.requires_grad() ? tensor.view_as(tensor)
+                                            : tensor.detach().requires_grad_());
+    value = inputs.back();
+  }
+  const Tensors outputs = unfused(Args(op, arguments));
+  const Tensors grads =
+      torch::autograd::grad({outputs[0]}, inputs, {grad_output}, /*retain_graph=*/true,
+                            /*create_graph=*/true, /*allow_unused=*/true);
+  Tensors results;
+  auto next = grads.begin();
+  for (const auto& value : arguments) results.push_back(value.isTensor() ? *next++ : Tensor());
+  return results;
+}
+
+TensorSpec like(const Tensor& tensor) {
+  return {c10::SymDimVector(tensor.sym_sizes()), tensor.scalar_type()};
+}
+
+TensorSpec row_statistics(const Tensor& tensor, int64_t dims) {
+  const auto sizes = tensor.sym_sizes();
+  return {c10::SymDimVector(sizes.slice(0, sizes.size() - dims)),
+          accumulate_dtype(tensor.scalar_type())};
+}
+
+TensorSpec bit_mask(const Tensor& tensor) {
+  return {{(tensor.sym_numel() + 7) / 8}, at::kByte};
+}
+
+Tensor to_accumulate(const Tensor& tensor) {
+  return tensor.to(accumulate_dtype(tensor.scalar_type()));
+}
+
+at::ScalarType accumulate_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+void check_compute_dtype(const Args& args, const char* name, const Tensor& tensor) {
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK(
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
+      "[", args.op(), "] ", name, " must be float16, bfloat16, float32 or float64, got ", dtype);
+}
+
+void check_same_sizes(const Args& args, const char* name, const Tensor& tensor,
+                      const Tensor& like) {
+  TORCH_CHECK(tensor.sym_sizes().equals(like.sym_sizes()), "[", args.op(), "] ", name,
+              " must have shape ", like.sym_sizes(), ", got ", tensor.sym_sizes());
+}
+
+void check_spec(const Args& args, const char* name, const Tensor& tensor, const TensorSpec& spec) {
+  TORCH_CHECK(tensor.sym_sizes().equals(spec.sizes), "[", args.op(), "] ", name,
+              " must have shape ", c10::SymIntArrayRef(spec.sizes), ", got ", tensor.sym_sizes());
+  TORCH_CHECK(tensor.scalar_type() == spec.dtype, "[", args.op(), "] ", name, " must have dtype ",
+              spec.dtype, ", got ", tensor.scalar_type());
+}
+
+void check_has_rows(const Args& args, const char* name, const Tensor& tensor) {
+  TORCH_CHECK(tensor.dim() >= 1, "[", args.op(), "] ", name,
+              " must have at least 1 dimension, got 0");
+}
+
+void check_trailing(const Args& args, const char* name, const Tensor& tensor,
+                    const Tensor& trailing) {
+  const auto sizes = tensor.sym_sizes();
+  const auto wanted = trailing.sym_sizes();
+  TORCH_CHECK(sizes.size() >= wanted.size() &&
+                  sizes.slice(sizes.size() - wanted.size()).equals(wanted),
+              "[", args.op(), "] ", name, " must end in dimensions ", wanted, ", got shape ", sizes);
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,106 @@
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/SymIntArrayRef.h>
+#include <c10/util/SmallVector.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace transformer_ops {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+
+// The arguments of one call of a typed op, in schema order.
+class Args {
+ public:
+  Args(const char* op, c10::ArrayRef<c10::IValue> values) : op_(op), values_(values) {}
+
+  // Names the op in an error text.
+  const char* op() const { return op_; }
+  c10::ArrayRef<c10::IValue> values() const { return values_; }
+  const c10::IValue& operator[](size_t i) const { return values_[i]; }
+
+  const Tensor& tensor(size_t i) const { return values_[i].toTensor(); }
+  bool has(size_t i) const { return !values_[i].isNone(); }
+  double number(size_t i) const { return values_[i].toDouble(); }
+  int64_t integer(size_t i) const { return values_[i].toInt(); }
+  bool flag(size_t i) const { return values_[i].toBool(); }
+  std::string_view text(size_t i) const { return values_[i].toStringView(); }
+  // Element k of a bool[] argument.
+  bool flag(size_t i, size_t k) const { return values_[i].toListRef()[k].toBool(); }
+
+ private:
+  const char* op_;
+  c10::ArrayRef<c10::IValue> values_;
+};
+
+// Size and dtype of one result; the device is that of the first tensor argument.
+struct TensorSpec {
+  c10::SymDimVector sizes;
+  at::ScalarType dtype;
+};
+using TensorSpecs = c10::SmallVector<TensorSpec, 4>;
+
+// One torch.ops.transformer_ops.<name>: functional, no result aliases an argument.
+struct TypedOp {
+  std::string schema = {};
+  // Checks the arguments ([op] what RULE, got VALUE), then gives the results. Sizes may be symbolic.
+  std::function<TensorSpecs(const Args&)> shape = {};
+  // Fills results allocated by `shape`, or replaces them. Arguments are contiguous.
+  std::function<void(const Args&, Tensors&)> cpu = {};
+  // The same as plain differentiable ATen calls: oracle, double backward, torch.func. The results
+  // that only serve backward may stay undefined. Absent where the op is the backward of another.
+  std::function<Tensors(const Args&)> unfused = {};
+  bool random = false;         // draws from torch's generator
+  bool allocates = true;       // false: `cpu` makes its results itself and takes any strides
+};
+
+// Registers schema, CPU kernel, shape rule as Meta kernel, and the clear error for other devices.
+void register_typed_op(TypedOp op);
+
+// By unqualified name; null where there is none.
+const TypedOp* find_typed_op(const std::string& name);
+
+// A forward typed op and the typed op that is its backward, by name; backward empty where none.
+struct TypedOpPair {
+  std::string forward;
+  std::string backward;
+};
+const std::vector<TypedOpPair>& typed_op_pairs();
+void add_typed_op_pair(TypedOpPair pair);
+
+// Gradients of the first result of `unfused` for its tensor arguments, themselves differentiable;
+// the other arguments get an undefined tensor.
+Tensors differentiate(const std::function<Tensors(const Args&)>& unfused, const char* op,
+                      std::vector<c10::IValue> arguments, const Tensor& grad_output);
+
+// What kernels compute in, for unfused meanings: float32, or float64 for float64.
+Tensor to_accumulate(const Tensor& tensor);
+
+// ---- for shape rules
+
+TensorSpec like(const Tensor& tensor);
+// One number per row over the last `dims` dimensions: float32, or float64 for float64.
+TensorSpec row_statistics(const Tensor& tensor, int64_t dims = 1);
+// One bit an element.
+TensorSpec bit_mask(const Tensor& tensor);
+at::ScalarType accumulate_dtype(at::ScalarType dtype);
+
+// Raise where the argument is no float16, bfloat16, float32 or float64 tensor.
+void check_compute_dtype(const Args& args, const char* name, const Tensor& tensor);
+void check_same_sizes(const Args& args, const char* name, const Tensor& tensor, const Tensor& like);
+// Raise where the argument has another size or dtype: gradients and saved tensors.
+void check_spec(const Args& args, const char* name, const Tensor& tensor, const TensorSpec& spec);
+void check_has_rows(const Args& args, const char* name, const Tensor& tensor);
+// The trailing dimensions of `tensor` must be those of `trailing`.
+void check_trailing(const Args& args, const char* name, const Tensor& tensor,
+                    const Tensor& trailing);
+
+}  // namespace transformer_ops

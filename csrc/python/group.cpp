@@ -1,0 +1,382 @@
+#include "python/group.h"
+
+#include <ATen/autocast_mode.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "executor/run.h"
+#include "fuser/declaration.h"
+
+namespace transformer_ops::python {
+namespace {
+
+// The key: grad, device, autocast dtype, then one byte a tensor, then one a training flag. A
+// tensor's byte holds its dtype and, where gradients are on, whether it requires one.
+constexpr size_t kHeader = 3;
+constexpr char kRequiresGrad = 64;
+constexpr char kNoAutocast = 63;
+
+char tensor_code(at::ScalarType dtype, bool requires_grad) {
+  return static_cast<char>(static_cast<char>(dtype) | (requires_grad ? kRequiresGrad : 0));
+}
+
+TensorFacts facts_from(char code) {
+  const auto dtype = static_cast<at::ScalarType>(code & ~kRequiresGrad);
+  return {to_dtype(dtype), (code & kRequiresGrad) != 0};
+}
+
+Attribute attribute_from(const py::handle& value) {
+  if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
+  if (py::isinstance<py::int_>(value)) return value.cast<int64_t>();
+  if (py::isinstance<py::float_>(value)) return value.cast<double>();
+  if (py::isinstance<py::str>(value)) return value.cast<std::string>();
+  return value.cast<std::vector<int64_t>>();
+}
+
+Attributes attributes_from(const py::handle& values) {
+  Attributes attributes;
+  for (const auto& [name, value] : py::cast<py::dict>(values)) {
+    attributes[name.cast<std::string>()] = attribute_from(value);
+  }
+  return attributes;
+}
+
+OpNode node_from(const py::handle& row) {
+  const auto tuple = py::cast<py::tuple>(row);
+  OpNode op{.kind = tuple[0].cast<std::string>()};
+  op.attributes = attributes_from(tuple[1]);
+  op.native = tuple[2].cast<bool>();
+  for (const auto& source : py::cast<py::list>(tuple[3])) {
+    op.sources.emplace_back();
+    if (source.is_none()) continue;
+    const auto pair = py::cast<py::tuple>(source);
+    op.sources.back() = {pair[0].cast<int>(), pair[1].cast<int>()};
+  }
+  op.visible = tuple[4].cast<std::vector<bool>>();
+  op.extra_inputs = static_cast<int>(op.sources.size());
+  op.extra_outputs = static_cast<int>(op.visible.size());
+  return op;
+}
+
+// Groups travel to Python and back as (first, count, Python object number or None, name).
+py::list rewrite_groups_to_python(const std::vector<transformer_ops::Group>& groups) {
+  py::list list;
+  for (const auto& group : groups) {
+    list.append(py::make_tuple(group.first, group.count,
+                               group.python ? py::object(py::int_(*group.python)) : py::none(),
+                               group.name, group.rule != nullptr));
+  }
+  return list;
+}
+
+// `before` supplies what only C++ knows of a group that the function left as it was.
+std::vector<transformer_ops::Group> rewrite_groups_from_python(
+    const py::list& list, const std::vector<transformer_ops::Group>& before) {
+  std::vector<transformer_ops::Group> groups;
+  for (const auto& row : list) {
+    const auto tuple = py::cast<py::tuple>(row);
+    const int first = tuple[0].cast<int>();
+    if (first < 0) {
+      groups.push_back(before[tuple[1].cast<size_t>()]);
+    } else {
+      groups.push_back({.first = first,
+                        .count = tuple[1].cast<int>(),
+                        .python = tuple[2].cast<std::optional<int>>(),
+                        .name = tuple[3].cast<std::string>()});
+    }
+  }
+  return groups;
+}
+
+PyObject* wrap(const Tensors& outputs) {
+  if (outputs.size() == 1) return THPVariable_Wrap(outputs[0]);
+  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), THPVariable_Wrap(outputs[i]));
+  }
+  return tuple;
+}
+
+}  // namespace
+
+Group::Group(const py::list& ops, const py::list& places, const py::list& modules,
+             const py::list& hooked, py::object new_session)
+    : new_session_(std::move(new_session)) {
+  for (size_t i = 0; i < ops.size(); ++i) {
+    OpNode op = node_from(ops[i]);
+    const auto rows = py::cast<py::list>(places[i]);
+    op.parameters = static_cast<int>(rows.size());
+    for (const auto& row : rows) {
+      const auto pair = py::cast<py::tuple>(row);
+      if (pair[0].is_none()) continue;  // a Python op: Python passes its parameters
+      places_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
+    }
+    for (const auto& source : op.sources) extra_inputs_ += source ? 0 : 1;
+    if (op.native && declaration(op.kind).inactive) asks_training_.push_back(static_cast<int>(i));
+    ops_.push_back(std::move(op));
+  }
+  for (const auto& module : modules) modules_.push_back(module.attr("__dict__"));
+  for (const auto& module : hooked) {
+    for (const char* name :
+         {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}) {
+      hook_dicts_.push_back(module.attr(name));
+    }
+  }
+}
+
+bool Group::has_hooks() const {
+  for (const auto& dict : hook_dicts_) {
+    if (PyDict_Size(dict.ptr()) > 0) return true;
+  }
+  return false;
+}
+
+bool Group::gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensors) const {
+  if (count != static_cast<Py_ssize_t>(1 + extra_inputs_)) return false;
+  tensors.reserve(count + places_.size());
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!THPVariable_Check(arguments[i])) return false;
+    tensors.push_back(THPVariable_Unpack(arguments[i]));
+  }
+  for (const auto& place : places_) {
+    PyObject* found = PyDict_GetItem(place.parameters.ptr(), place.name.ptr());
+    py::object attribute;
+    if (found == nullptr) {
+      // A parametrized parameter, or a plain tensor set in its place.
+      attribute = place.owner.attr(place.name);
+      found = attribute.ptr();
+    }
+    if (!THPVariable_Check(found)) return false;
+    tensors.push_back(THPVariable_Unpack(found));
+  }
+  return true;
+}
+
+void Group::write_key(const Tensors& tensors) {
+  const bool grad = at::GradMode::is_enabled();
+  const auto device = tensors[0].device().type();
+  const bool autocast = at::autocast::is_autocast_enabled(device);
+  scratch_key_.clear();
+  scratch_key_ += static_cast<char>(grad);
+  scratch_key_ += static_cast<char>(device);
+  scratch_key_ += autocast ? static_cast<char>(at::autocast::get_autocast_dtype(device)) : kNoAutocast;
+  for (const Tensor& tensor : tensors) {
+    scratch_key_ += tensor_code(tensor.scalar_type(), grad && tensor.requires_grad());
+  }
+  static PyObject* const training = PyUnicode_InternFromString("training");
+  for (const int op : asks_training_) {
+    scratch_key_ += static_cast<char>(PyDict_GetItem(modules_[op].ptr(), training) == Py_True);
+  }
+}
+
+Facts Group::facts_of(const std::string& key) const {
+  Facts facts{.grad_enabled = key[0] != 0};
+  if (key[2] != kNoAutocast) facts.autocast = to_dtype(static_cast<at::ScalarType>(key[2]));
+  size_t next = kHeader;
+  facts.input = facts_from(key[next++]);
+  for (size_t i = 0; i < extra_inputs_; ++i) facts.extra_inputs.push_back(facts_from(key[next++]));
+  for (const OpNode& op : ops_) {
+    facts.parameters.emplace_back();
+    for (int k = 0; k < op.parameters; ++k) {
+      facts.parameters.back().push_back(facts_from(key[next++]));
+    }
+  }
+  facts.training.assign(ops_.size(), false);
+  for (const int op : asks_training_) facts.training[op] = key[next++] != 0;
+  return facts;
+}
+
+std::shared_ptr<PlanEntry> Group::find_or_make(const std::string& key) {
+  const int64_t version = registry_version();
+  if (version != version_) {
+    entries_.clear();
+    version_ = version;
+  }
+  for (const auto& entry : entries_) {
+    if (entry->key == key) return entry;
+  }
+  py::object session = new_session_();
+  const auto attributes = py::cast<py::list>(session.attr("attributes")());
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    if (ops_[i].native) ops_[i].attributes = attributes_from(attributes[i]);
+  }
+  const auto rewrite = [&](const Fusion& fusion, const std::vector<transformer_ops::Group>& groups) {
+    const py::list answer = session.attr("rewrite")(fusion.id, to_text(fusion.pass),
+                                                    rewrite_groups_to_python(groups));
+    return rewrite_groups_from_python(answer, groups);
+  };
+  Planned planned = make_plan(ops_, facts_of(key), rewrite);
+  auto entry = std::make_shared<PlanEntry>();
+  entry->key = key;
+  entry->plan = std::move(planned.plan);
+  entry->near_misses = std::move(planned.near_misses);
+  if (!entry->plan.has_python_steps()) entry->program = &program_for(entry->plan);
+  entry->session = std::move(session);
+  entries_.push_back(entry);
+  return entry;
+}
+
+std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> autocast,
+                                       const std::string& device,
+                                       const std::vector<std::pair<at::ScalarType, bool>>& tensors,
+                                       const std::vector<bool>& training) {
+  std::string key;
+  key += static_cast<char>(grad);
+  key += static_cast<char>(c10::Device(device).type());
+  key += autocast ? static_cast<char>(*autocast) : kNoAutocast;
+  for (const auto& [dtype, requires_grad] : tensors) {
+    key += tensor_code(dtype, grad && requires_grad);
+  }
+  for (const int op : asks_training_) key += static_cast<char>(training[op]);
+  last_ = find_or_make(key);
+  return last_;
+}
+
+PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  Tensors tensors;
+  if (has_hooks() || !gather(arguments, count, tensors)) Py_RETURN_NONE;
+  write_key(tensors);
+  if (!last_ || version_ != registry_version() || last_->key != scratch_key_) {
+    last_ = find_or_make(scratch_key_);
+  }
+  const Program* program = last_->program;
+  if (program == nullptr) Py_RETURN_NONE;
+  Tensors outputs;
+  {
+    const py::gil_scoped_release no_gil;
+    outputs = run(*program, tensors);
+  }
+  return wrap(outputs);
+  END_HANDLE_TH_ERRORS
+}
+
+namespace {
+
+constexpr const char* kCapsule = "transformer_ops.Group";
+
+PyObject* call_group(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
+  auto* group = static_cast<Group*>(PyCapsule_GetPointer(capsule, kCapsule));
+  return group == nullptr ? nullptr : group->call(arguments, count);
+}
+
+PyMethodDef call_method = {"call", reinterpret_cast<PyCFunction>(
+                                       reinterpret_cast<void (*)()>(call_group)),
+                           METH_FASTCALL, nullptr};
+
+// A built-in function bound to the group: a fifth of the cost of a pybind11 call.
+py::object make_call(const std::shared_ptr<Group>& group) {
+  const py::capsule capsule(group.get(), kCapsule);
+  auto call = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, capsule.ptr()));
+  if (!call) throw py::error_already_set();
+  return call;
+}
+
+py::object value_to_python(const Argument& argument) {
+  if (const auto* value = std::get_if<Value>(&argument)) return py::str(to_text(*value));
+  if (const auto* constant = std::get_if<Attribute>(&argument)) {
+    return py::make_tuple(std::visit([](const auto& item) { return py::cast(item); }, *constant));
+  }
+  return py::none();
+}
+
+py::object dtype_to_python(const std::optional<DType>& dtype) {
+  return dtype ? py::object(py::str(to_text(*dtype))) : py::none();
+}
+
+py::dict step_to_python(const Step& step) {
+  py::list instructions, saves;
+  for (const Instruction& instruction : step.instructions) {
+    py::list arguments, results;
+    for (const Argument& argument : instruction.arguments) {
+      arguments.append(value_to_python(argument));
+    }
+    for (const Value& result : instruction.results) results.append(to_text(result));
+    instructions.append(py::make_tuple(instruction.target, arguments, results));
+  }
+  for (const Save& save : step.saves) {
+    saves.append(py::make_tuple(to_text(save.slot), to_text(save.source)));
+  }
+  py::dict row;
+  row["name"] = step.name;
+  row["ops"] = step.ops;
+  row["instructions"] = instructions;
+  row["saves"] = saves;
+  row["compute"] = dtype_to_python(step.compute);
+  row["cast_parameters"] = step.cast_parameters;
+  row["result"] = dtype_to_python(step.result);
+  row["python"] = step.python ? py::object(py::int_(*step.python)) : py::none();
+  row["joint"] = step.joint;
+  row["skipped"] = step.skipped;
+  return row;
+}
+
+py::list values_to_python(const std::vector<Value>& values) {
+  py::list list;
+  for (const Value& value : values) list.append(to_text(value));
+  return list;
+}
+
+// A plan as plain Python data: what the Python walker and explain() read.
+py::dict plan_to_python(const Plan& plan) {
+  py::dict data;
+  py::list ops, forward, backward, routes;
+  for (const PlannedOp& op : plan.ops) {
+    py::dict attributes;
+    for (const auto& [name, value] : op.attributes) {
+      attributes[py::str(name)] = std::visit([](const auto& item) { return py::cast(item); }, value);
+    }
+    ops.append(py::make_tuple(op.kind, attributes, op.native));
+  }
+  for (const Step& step : plan.forward) forward.append(step_to_python(step));
+  for (const Step& step : plan.backward) backward.append(step_to_python(step));
+  for (const Route& route : plan.routes) {
+    routes.append(py::make_tuple(to_text(route.input), to_text(route.output)));
+  }
+  data["ops"] = ops;
+  data["extra_inputs"] = values_to_python(plan.extra_inputs);
+  data["parameters"] = values_to_python(plan.parameters);
+  data["extra_outputs"] = values_to_python(plan.extra_outputs);
+  data["routes"] = routes;
+  data["first_backward"] = plan.first_backward;
+  data["autocast"] = dtype_to_python(plan.autocast);
+  data["forward"] = forward;
+  data["backward"] = backward;
+  return data;
+}
+
+py::list near_misses_to_python(const std::vector<NearMiss>& near_misses) {
+  py::list list;
+  for (const NearMiss& miss : near_misses) {
+    list.append(py::make_tuple(miss.fusion, to_text(miss.pass), miss.ops, miss.reason));
+  }
+  return list;
+}
+
+}  // namespace
+
+void bind_group(py::module_& module) {
+  py::class_<PlanEntry, std::shared_ptr<PlanEntry>>(module, "PlanEntry", py::dynamic_attr())
+      .def_property_readonly("text", [](const PlanEntry& entry) { return to_text(entry.plan); })
+      .def_property_readonly("data", [](const PlanEntry& entry) { return plan_to_python(entry.plan); })
+      .def_property_readonly(
+          "near_misses",
+          [](const PlanEntry& entry) { return near_misses_to_python(entry.near_misses); })
+      .def_property_readonly("native",
+                             [](const PlanEntry& entry) { return entry.program != nullptr; })
+      .def_readonly("session", &PlanEntry::session);
+  py::class_<Group, std::shared_ptr<Group>>(module, "Group")
+      .def(py::init<py::list, py::list, py::list, py::list, py::object>())
+      .def("make_call", &make_call, "The eager call; the group must outlive it.")
+      .def("plan", torch::wrap_pybind_function(&Group::plan))
+      .def_property_readonly("last", &Group::last)
+      .def_property_readonly("cached_plans", &Group::cached_plans);
+  module.def("parse_plan", torch::wrap_pybind_function([](const std::string& text) {
+    const Plan plan = parse_plan(text);
+    return py::make_tuple(to_text(plan), plan_to_python(plan));
+  }));
+}
+
+}  // namespace transformer_ops::python

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "executor/program.h"
+#include "fuser/planner.h"
+
+namespace transformer_ops::python {
+
+namespace py = pybind11;
+
+// A plan with what Python needs to run or explain it.
+struct PlanEntry {
+  std::string key;
+  Plan plan;
+  std::vector<NearMiss> near_misses;
+  const Program* program = nullptr;  // null where a step is Python
+  py::object session;                // holds the Python objects that steps refer to by number
+};
+
+// Where a parameter is looked up at every call: `_parameters` of its owner, or a property.
+struct ParameterPlace {
+  py::object owner;
+  py::object parameters;  // the owner's dict
+  py::str name;
+};
+
+// The ops of one group, their plan cache, and the eager call.
+class Group {
+ public:
+  // ops: (kind, attributes, native, sources, visible) each; places: one list per op;
+  // modules: whose `training` counts; hooked: whose hooks forbid this grouping;
+  // new_session(): an object with rewrite(fusion id, pass, groups) for one planning call.
+  Group(const py::list& ops, const py::list& places, const py::list& modules,
+        const py::list& hooked, py::object new_session);
+
+  // METH_FASTCALL: (input, *extra_inputs) -> tensor, tuple of tensors, or None where Python has to
+  // take over (hooks, Python steps, wrong arguments).
+  PyObject* call(PyObject* const* arguments, Py_ssize_t count);
+
+  // The plan for explicit facts: (grad, autocast dtype, device type, tensor facts, training).
+  std::shared_ptr<PlanEntry> plan(bool grad, std::optional<at::ScalarType> autocast,
+                                  const std::string& device,
+                                  const std::vector<std::pair<at::ScalarType, bool>>& tensors,
+                                  const std::vector<bool>& training);
+
+  std::shared_ptr<PlanEntry> last() const { return last_; }
+  size_t cached_plans() const { return entries_.size(); }
+
+ private:
+  bool has_hooks() const;
+  bool gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensors) const;
+  void write_key(const Tensors& tensors);
+  std::shared_ptr<PlanEntry> find_or_make(const std::string& key);
+  Facts facts_of(const std::string& key) const;
+
+  std::vector<OpNode> ops_;
+  std::vector<ParameterPlace> places_;
+  std::vector<int> asks_training_;     // ops whose plan depends on the training flag
+  std::vector<py::object> modules_;    // __dict__ of the module of each op
+  std::vector<py::object> hook_dicts_;
+  py::object new_session_;
+  size_t extra_inputs_ = 0;
+  std::string scratch_key_;
+  int64_t version_ = -1;
+  std::vector<std::shared_ptr<PlanEntry>> entries_;
+  std::shared_ptr<PlanEntry> last_;
+};
+
+void bind_group(py::module_& module);
+
+}  // namespace transformer_ops::python

@@ -1,0 +1,92 @@
+#include "kernel_test.h"
+
+namespace transformer_ops::cpu {
+namespace {
+
+struct Words {
+  uint32_t word[4];
+  bool operator==(const Words&) const = default;
+};
+
+Words philox(Words counter, uint32_t key0, uint32_t key1) {
+  uint32_t* c = counter.word;
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = uint64_t{0xD2511F53} * c[0], p1 = uint64_t{0xCD9E8D57} * c[2];
+    counter = {{static_cast<uint32_t>(p1 >> 32) ^ c[1] ^ key0, static_cast<uint32_t>(p1),
+                static_cast<uint32_t>(p0 >> 32) ^ c[3] ^ key1, static_cast<uint32_t>(p0)}};
+    key0 += 0x9E3779B9;
+    key1 += 0xBB67AE85;
+  }
+  return counter;
+}
+
+// Known answers of the Random123 distribution.
+TEST(Philox, ReferenceGivesKnownAnswers) {
+  EXPECT_EQ(philox({{0, 0, 0, 0}}, 0, 0),
+            (Words{{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}}));
+  const uint32_t ones = 0xffffffff;
+  EXPECT_EQ(philox({{ones, ones, ones, ones}}, ones, ones),
+            (Words{{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}}));
+}
+
+bool kept(uint64_t seed, double p, int64_t element) {
+  const auto counter = static_cast<uint64_t>(element) / 4;
+  const Words words =
+      philox({{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0}},
+             static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+  return words.word[element % 4] >= p * 4294967296.0;
+}
+
+TEST_P(KernelTest, Dropout) {
+  const uint64_t seed = 0x123456789abcdef0u;
+  for (double p : {0.0, 0.1, 0.5, 0.999, 1.0}) {
+    for (int64_t first : {int64_t{0}, int64_t{8}, int64_t{1} << 35, (int64_t{1} << 34) - 64}) {
+      for (int64_t n : kSizes) {
+        Array x = random(n), y(dtype, n), grad(dtype, n), again(dtype, n), without_mask(dtype, n);
+        std::vector<uint8_t> mask((n + 7) / 8, 0xff);
+        k.dropout_forward(dtype, x.data(), y.data(), mask.data(), seed, p, first, n);
+        k.dropout_forward(dtype, x.data(), without_mask.data(), nullptr, seed, p, first, n);
+        k.dropout_backward(dtype, x.data(), mask.data(), grad.data(), p, n);
+        k.dropout_backward_from_seed(dtype, x.data(), again.data(), seed, p, first, n);
+        const double scale = p < 1 ? 1 / (1 - p) : 0.0;
+        for (int64_t i = 0; i < n; ++i) {
+          const bool keep = kept(seed, p, first + i);
+          ASSERT_EQ((mask[i / 8] >> (i % 8)) & 1, keep) << i;
+          const double expected = keep ? x[i] * scale : 0.0;
+          expect_near(y[i], expected, 4 * std::abs(expected), "forward", i);
+          ASSERT_EQ(y[i], grad[i]);
+          ASSERT_EQ(y[i], again[i]);
+          ASSERT_EQ(y[i], without_mask[i]);
+        }
+        if (n % 8 != 0) {
+          EXPECT_EQ(mask.back() >> (n % 8), 0);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(KernelTest, DropoutDoesNotDependOnTheSplit) {
+  const int64_t n = 4000;
+  Array x = random(n), whole(dtype, n), parts(dtype, n);
+  std::vector<uint8_t> mask(n / 8), mask_of_parts(n / 8);
+  k.dropout_forward(dtype, x.data(), whole.data(), mask.data(), 7, 0.3, 0, n);
+  const int64_t bytes = format(dtype).bytes;
+  for (int64_t start = 0; start < n; start += 1240) {
+    const int64_t count = std::min<int64_t>(1240, n - start);
+    k.dropout_forward(dtype, static_cast<char*>(x.data()) + start * bytes,
+                      static_cast<char*>(parts.data()) + start * bytes,
+                      mask_of_parts.data() + start / 8, 7, 0.3, start, count);
+  }
+  EXPECT_EQ(mask, mask_of_parts);
+  for (int64_t i = 0; i < n; ++i) EXPECT_EQ(whole[i], parts[i]);
+}
+
+TEST_P(KernelTest, DropoutIsZeroWhereDroppedWhateverTheInput) {
+  Array x(dtype, 100, kNan), y(dtype, 100);
+  k.dropout_forward(dtype, x.data(), y.data(), nullptr, 7, 0.5, 0, 100);
+  for (int64_t i = 0; i < 100; ++i) EXPECT_EQ(std::isnan(y[i]), kept(7, 0.5, i)) << i;
+}
+
+}  // namespace
+}  // namespace transformer_ops::cpu

@@ -1,0 +1,97 @@
+"""Runs CMake for setup.py and, to build and run the C++ tests, for the Makefile."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent.parent
+WHEEL_FOLDER = Path("build/wheel")
+OLDEST_TORCH = "2.11"
+
+
+def torch_version() -> str | None:
+    """The version of the torch that this interpreter imports, without its "+cu130"."""
+    try:
+        return metadata.version("torch").partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def runtime_requirement() -> str:
+    """The C++ ABI of torch holds within a minor version, so the wheel asks for that one."""
+    version = torch_version()
+    if version is None:
+        return f"torch>={OLDEST_TORCH}"
+    major, minor = version.split(".")[:2]
+    return f"torch=={major}.{minor}.*"
+
+
+def build_folder(*, sanitize: bool = False) -> Path:
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return ROOT / "build" / f"{tag}-torch{torch_version()}{'-san' if sanitize else ''}"
+
+
+def tool(name: str) -> str:
+    """The tool that pip installed beside this interpreter, else the one on PATH."""
+    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    found = shutil.which(name, path=places)
+    if found is None:
+        raise SystemExit(f"transformer_ops needs {name} to build: pip install {name}")
+    return found
+
+
+def cmake_build(folder: Path, options: dict[str, str], targets: tuple[str, ...]) -> None:
+    options = {
+        # The tools of an isolated build are gone at the next one: never trust the cached paths.
+        "CMAKE_MAKE_PROGRAM": tool("ninja"),
+        "Python_EXECUTABLE": sys.executable,
+        **options,
+    }
+    defines = [f"-D{name}={value}" for name, value in options.items()]
+    cmake = tool("cmake")
+    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+    run([cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *defines])
+    run([cmake, "--build", str(folder), "--parallel", jobs, "--target", *targets])
+
+
+def run(command: list[str], *, folder: Path = ROOT) -> None:
+    print("+", " ".join(command), flush=True)
+    if subprocess.run(command, cwd=folder, check=False).returncode != 0:
+        raise SystemExit(f"transformer_ops: {Path(command[0]).name} failed, see above")
+
+
+class CMakeBuild(build_ext):
+    """Builds and installs into the source folder (editable) or into the wheel."""
+
+    def run(self) -> None:
+        if self.inplace or self.editable_mode:
+            folder, destination = build_folder(), ROOT
+            options = {"TRANSFORMER_OPS_WERROR": "ON"}
+        else:
+            folder, destination = ROOT / WHEEL_FOLDER / "cmake", Path(self.build_lib).resolve()
+            # A compiler newer than ours may warn of more; that must not stop a user's install.
+            options = {"TRANSFORMER_OPS_WERROR": "OFF"}
+        cmake_build(folder, options, targets=("transformer_ops", "_C"))
+        run([tool("cmake"), "--install", str(folder), "--prefix", str(destination)])
+
+
+def build_and_run_tests(*, sanitize: bool) -> None:
+    folder = build_folder(sanitize=sanitize)
+    on_off = "ON" if sanitize else "OFF"
+    options = {"TRANSFORMER_OPS_TESTS": "ON", "TRANSFORMER_OPS_SANITIZE": on_off}
+    cmake_build(folder, options, targets=("cpp_tests",))
+    run([tool("ctest"), "--output-on-failure"], folder=folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Builds and runs the C++ tests.")
+    parser.add_argument("--sanitize", action="store_true", help="with ASan and UBSan")
+    build_and_run_tests(sanitize=parser.parse_args().sanitize)

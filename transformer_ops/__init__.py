@@ -1,0 +1,49 @@
+"""transformer_ops: transformer blocks as lists of small ops, fused by a C++ op fuser."""
+
+from importlib import import_module as _import_module
+
+from ._loader import load as _load
+
+_load()
+
+from . import library as _library  # noqa: E402
+from . import ops as _ops  # noqa: E402
+from .fuser import OperationFuser  # noqa: E402
+from .op import (  # noqa: E402
+    BasicOperation,
+    FusedOperation,
+    FusibleOperation,
+    OperationContext,
+)
+from .ops import *  # noqa: E402, F403
+from .plan import Plan  # noqa: E402
+from .registry import (  # noqa: E402
+    FusionHandle,
+    fusions,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
+from .sequential import Sequential  # noqa: E402
+
+_library.register()
+testing = _import_module(".testing", __name__)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BasicOperation",
+    "FusedOperation",
+    "FusibleOperation",
+    "FusionHandle",
+    "OperationContext",
+    "OperationFuser",
+    "Plan",
+    "Sequential",
+    "fusions",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+    "testing",
+]
+__all__ += _ops.__all__

@@ -1,0 +1,177 @@
+"""Named channels: extra outputs of one op routed to extra inputs of later ops of a Sequential."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+OpT = TypeVar("OpT", bound="ChannelMixin")
+
+
+class ChannelMixin:
+    """Binds extra inputs and outputs of an op to channel names."""
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+
+    # The group that captures the op sets this: from then on the routing is baked into plans.
+    _channels_captured: bool = False
+    _bound_inputs: tuple[str | None, ...] | None = None
+    _bound_outputs: tuple[tuple[str | None, bool], ...] | None = None
+
+    @property
+    def _input_channels(self) -> tuple[str | None, ...]:
+        """For each extra input the channel it reads, None where the caller passes it."""
+        if self._bound_inputs is None:
+            return (None,) * self.num_extra_inputs
+        return self._bound_inputs
+
+    @property
+    def _output_channels(self) -> tuple[tuple[str | None, bool], ...]:
+        """For each extra output the channel it feeds, and whether the caller gets it."""
+        if self._bound_outputs is None:
+            return ((None, True),) * self.num_extra_outputs
+        return self._bound_outputs
+
+    def set_extra_input_channel(self: OpT, index: int, name: str | None) -> OpT:
+        """Read extra input `index` from channel `name`; None: the caller passes it again.
+
+        Returns the op itself. Raises TypeError for an index that is no int or a name that is no
+        str, ValueError for an empty name, IndexError for an index outside
+        `[0, num_extra_inputs)`, RuntimeError once a group has captured the op.
+        """
+        index = self._check_channel("extra input", index, self.num_extra_inputs, name)
+        channels = list(self._input_channels)
+        channels[index] = name
+        self._bound_inputs = tuple(channels)
+        return self
+
+    def set_extra_output_channel(
+        self: OpT, index: int, name: str | None, output_to_caller: bool = True
+    ) -> OpT:
+        """Feed extra output `index` into channel `name`; None: into no channel.
+
+        With `output_to_caller=False` the output is not returned to the caller. Returns the op
+        itself. Raises as `set_extra_input_channel` does, and TypeError for a flag that is no bool.
+        """
+        index = self._check_channel("extra output", index, self.num_extra_outputs, name)
+        if not isinstance(output_to_caller, bool):
+            raise TypeError(
+                f"[{type(self).__name__}] output_to_caller must be a bool, got {output_to_caller!r}"
+            )
+        channels = list(self._output_channels)
+        channels[index] = (name, output_to_caller)
+        self._bound_outputs = tuple(channels)
+        return self
+
+    def _check_channel(self, what: str, index: object, count: int, name: object) -> int:
+        op = type(self).__name__
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise TypeError(f"[{op}] index of an {what} must be an int, got {index!r}")
+        if not 0 <= index < count:
+            raise IndexError(f"[{op}] index of an {what} must be in [0, {count}), got {index}")
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"[{op}] channel name must be a str or None, got {name!r}")
+        if name == "":
+            raise ValueError(f"[{op}] channel name must not be empty, got {name!r}")
+        if self._channels_captured:
+            raise RuntimeError(
+                f"[{op}] channels must be set before a group captures the op, "
+                f"got {name!r} for {what} {index} afterwards"
+            )
+        return index
+
+
+class ChannelOp(Protocol):
+    """What the resolver reads of an op."""
+
+    @property
+    def _input_channels(self) -> tuple[str | None, ...]: ...
+
+    @property
+    def _output_channels(self) -> tuple[tuple[str | None, bool], ...]: ...
+
+
+class External(NamedTuple):
+    """An extra input that the caller passes, by its place in the caller's order."""
+
+    place: int
+
+
+class Routed(NamedTuple):
+    """An extra input that an earlier op of the list produces."""
+
+    position: int
+    output: int
+
+
+class Routing(NamedTuple):
+    """Where every extra tensor of a list of ops comes from and goes to."""
+
+    inputs: tuple[tuple[External | Routed, ...], ...]
+    """For each op, for each of its extra inputs, the source."""
+
+    visible_outputs: tuple[tuple[int, int], ...]
+    """(op position, output index) of the extra outputs that the caller gets, in order."""
+
+    num_external_inputs: int
+    """Extra inputs that the caller must pass."""
+
+
+def resolve_channels(ops: Sequence[ChannelOp]) -> Routing:
+    """Connect the channels of the basic ops of one Sequential; an op may appear twice.
+
+    Raises ValueError where a channel has two producers, or a consumer has no producer strictly
+    before it.
+    """
+    producers = _find_producers(ops)
+    inputs: list[tuple[External | Routed, ...]] = []
+    external = 0
+    for position, op in enumerate(ops):
+        sources: list[External | Routed] = []
+        for index, name in enumerate(op._input_channels):
+            if name is None:
+                sources.append(External(external))
+                external += 1
+            else:
+                sources.append(_find_source(ops, producers, position, index, name))
+        inputs.append(tuple(sources))
+    visible = tuple(
+        (position, index)
+        for position, op in enumerate(ops)
+        for index, (_, to_caller) in enumerate(op._output_channels)
+        if to_caller
+    )
+    return Routing(tuple(inputs), visible, external)
+
+
+def _describe(ops: Sequence[ChannelOp], position: int) -> str:
+    return f"op {position} ({type(ops[position]).__name__})"
+
+
+def _find_producers(ops: Sequence[ChannelOp]) -> dict[str, Routed]:
+    producers: dict[str, Routed] = {}
+    for position, op in enumerate(ops):
+        for index, (name, _) in enumerate(op._output_channels):
+            if name is None:
+                continue
+            if name in producers:
+                raise ValueError(
+                    f"[Sequential] channel {name!r} must have one producer, got "
+                    f"{_describe(ops, producers[name].position)} and {_describe(ops, position)}"
+                )
+            producers[name] = Routed(position, index)
+    return producers
+
+
+def _find_source(
+    ops: Sequence[ChannelOp], producers: dict[str, Routed], position: int, index: int, name: str
+) -> Routed:
+    source = producers.get(name)
+    if source is None or source.position >= position:
+        got = "none" if source is None else _describe(ops, source.position)
+        raise ValueError(
+            f"[Sequential] channel {name!r} must have a producer before extra input {index} of "
+            f"{_describe(ops, position)}, got {got}"
+        )
+    return source

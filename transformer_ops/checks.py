@@ -1,0 +1,88 @@
+"""Checks of constructor arguments: each returns the value or raises ValueError."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Iterable
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def check_int(op: str, name: str, value: object, *, minimum: int) -> int:
+    """An int (no bool) that is at least `minimum`."""
+    rule = f"must be an int >= {minimum}"
+    if isinstance(value, (bool, torch.Tensor)) or not hasattr(value, "__index__"):
+        raise ValueError(f"[{op}] {name} {rule}, got {value!r}")
+    number = operator.index(value)
+    if number < minimum:
+        raise ValueError(f"[{op}] {name} {rule}, got {value!r}")
+    return number
+
+
+def check_optional_int(op: str, name: str, value: object, *, minimum: int) -> int | None:
+    """None, or an int (no bool) that is at least `minimum`."""
+    return None if value is None else check_int(op, name, value, minimum=minimum)
+
+
+def check_sizes(op: str, name: str, value: object) -> tuple[int, ...]:
+    """An int >= 1, or at least one of them, as a tuple."""
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, torch.Tensor)):
+        sizes = tuple(check_int(op, f"each size of {name}", size, minimum=1) for size in value)
+        if not sizes:
+            raise ValueError(f"[{op}] {name} must have at least one size, got {value!r}")
+        return sizes
+    return (check_int(op, name, value, minimum=1),)
+
+
+def check_bool(op: str, name: str, value: object) -> bool:
+    """A bool, nothing that merely counts as one."""
+    if not isinstance(value, bool):
+        raise ValueError(f"[{op}] {name} must be a bool, got {value!r}")
+    return value
+
+
+def check_float(op: str, name: str, value: object) -> float:
+    """A finite number."""
+    return _check_number(op, name, value, "must be a finite number", -math.inf, math.inf)
+
+
+def check_not_negative(op: str, name: str, value: object) -> float:
+    """A finite number >= 0."""
+    return _check_number(op, name, value, "must be a finite number >= 0", 0.0, math.inf)
+
+
+def check_positive(op: str, name: str, value: object) -> float:
+    """A finite number > 0."""
+    smallest = math.ulp(0.0)
+    return _check_number(op, name, value, "must be a finite number > 0", smallest, math.inf)
+
+
+def check_probability(op: str, name: str, value: object) -> float:
+    """A number in [0, 1]."""
+    return _check_number(op, name, value, "must be a number in [0, 1]", 0.0, 1.0)
+
+
+def _check_number(
+    op: str, name: str, value: object, rule: str, lowest: float, highest: float
+) -> float:
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+    if not (math.isfinite(number) and lowest <= number <= highest):
+        raise ValueError(f"[{op}] {name} {rule}, got {value!r}")
+    return number
+
+
+def check_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    """None, or one of the dtypes that have kernels."""
+    if dtype is not None and dtype not in DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise ValueError(f"[{op}] dtype must be one of {names} or None, got {dtype!r}")
+    return dtype

@@ -1,0 +1,334 @@
+"""OperationFuser: one group of ops, its plans, and how it is called."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import explain as _explain
+from . import main_grad, registry
+from .channels import Routed, resolve_channels
+from .op import BasicOperation, FusibleOperation
+from .plan import Plan
+from .planning import PlanningSession
+from .walker import Walker
+
+_C = registry._C
+_SLOTS: dict[str, list[str]] = {row["kind"]: row["slots"] for row in _C.declarations()}
+
+
+class Numbered:
+    """Objects by number, which is how Dynamo finds them again while it traces."""
+
+    def __init__(self) -> None:
+        self._next = itertools.count()
+        self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def add(self, found: Any) -> int:
+        """A new number for the object."""
+        number = next(self._next)
+        self._objects[number] = found
+        return number
+
+    def find(self, number: int) -> Any:
+        """The object of a number."""
+        return self._objects[number]
+
+
+numbered = Numbered()
+
+# (grad enabled, autocast dtype, device type, (dtype, requires_grad) of each tensor, training flags)
+Facts = tuple[
+    bool, torch.dtype | None, str, tuple[tuple[torch.dtype, bool], ...], tuple[bool, ...]
+]
+# For each op, for each extra input: the (op, extra output) of this group that feeds it, or None.
+Sources = Sequence[Sequence[tuple[int, int] | None]]
+
+
+class OperationFuser:
+    """A group of ops that run as one plan.
+
+    `ops` are `FusibleOperation`s; containers are expanded. Calling it takes the main input and the
+    extra inputs in order and returns the main output, or a flat tuple with the extra outputs.
+    Plans are made on the first call for each kind of input and kept.
+    """
+
+    def __init__(
+        self,
+        ops: Iterable[FusibleOperation],
+        *,
+        _sources: Sources | None = None,
+        _visible: Sequence[Sequence[bool]] | None = None,
+    ) -> None:
+        self._ops = _check_ops(ops)
+        self._basic_ops: list[BasicOperation] = [b for op in self._ops for b in op.basic_ops]
+        if _sources is None or _visible is None:
+            _sources, _visible = _route(self._ops, self._basic_ops)
+        self._sources, self._visible = _sources, _visible
+        self.num_extra_inputs = sum(s is None for sources in self._sources for s in sources)
+        # Python decides at once where C++ could only hand back.
+        self._walks_in_python = any(op.is_python for op in self._basic_ops)
+        self._accumulates = [
+            op for op in self._basic_ops if op._attributes().get("accumulate_into_main_grad")
+        ]
+        for op in self._basic_ops:
+            op._channels_captured = True
+        self._group = _C.Group(
+            [self._describe(i) for i in range(len(self._basic_ops))],
+            [_places(op) for op in self._basic_ops],
+            self._basic_ops,
+            self._hooked_modules(),
+            lambda: PlanningSession(self._basic_ops),
+        )
+        self._call = self._group.make_call()
+        self._number = numbered.add(self)
+
+    def _describe(self, i: int) -> tuple[Any, ...]:
+        op = self._basic_ops[i]
+        kind = type(op).__name__ if op.is_python or op._kind is None else op._kind
+        native = not op.is_python
+        return kind, op._attributes() if native else {}, native, self._sources[i], self._visible[i]
+
+    def _hooked_modules(self) -> list[FusibleOperation]:
+        # The hooks of a lone op fire around the group itself.
+        if len(self._ops) == 1:
+            return [op for op in self._basic_ops if op is not self._ops[0] and not _is_view(op)]
+        seen = {id(op): op for op in (*self._ops, *self._basic_ops)}
+        return list(seen.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_ops": self._ops, "_sources": self._sources, "_visible": self._visible}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(  # type: ignore[misc]
+            state["_ops"], _sources=state["_sources"], _visible=state["_visible"]
+        )
+
+    def __call__(
+        self,
+        input: Tensor,
+        *extra_inputs: Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Run the group. `basic_op_kwargs`: keyword arguments for each basic op.
+
+        Raises:
+            ValueError: a wrong number of extra inputs.
+            TypeError: an input that is no tensor; keyword arguments for a native op.
+            RuntimeError: a tensor that does not fit an op, a fusion function that misbehaves.
+        """
+        if not torch.compiler.is_compiling():
+            if basic_op_kwargs is None and not self._walks_in_python and not self._accumulates:
+                output = self._call(input, *extra_inputs)
+                if output is not None:
+                    return output
+            self._check_inputs(input, extra_inputs)
+            if has_hooks(self._ops) and len(self._ops) > 1:
+                from .sequential import Sequential
+
+                return Sequential(*self._ops)(input, *extra_inputs)
+            return self._walk(input, extra_inputs, basic_op_kwargs)
+        self._check_inputs(input, extra_inputs)
+        return self._traced(input, extra_inputs, basic_op_kwargs)
+
+    # ---- eager, where C++ hands back
+
+    def _walk(
+        self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: list[dict[str, Any]] | None
+    ) -> Any:
+        tensors = [input, *extra_inputs, *self._parameters()]
+        entry = self._entry(_facts(tensors, self._basic_ops))
+        return _unpack(self._walker(entry).run(tensors, self._kwargs(kwargs)))
+
+    def _entry(self, facts: Facts) -> Any:
+        grad, autocast, device, tensors, training = facts
+        return self._group.plan(grad, autocast, device, list(tensors), list(training))
+
+    def _walker(self, entry: Any) -> Walker:
+        if not hasattr(entry, "walker"):
+            plan = self._plan_of(entry)
+            _check_walkable(self._basic_ops)
+            entry.walker = Walker(plan, self._basic_ops, entry.session.python_ops, _SLOTS)
+        walker: Walker = entry.walker
+        return walker
+
+    def _parameters(self) -> list[Tensor]:
+        if torch.is_grad_enabled():
+            for op in self._accumulates:
+                weight = op._parameter_tensors()[0]
+                if weight.requires_grad:
+                    main_grad.check(weight)
+        return [tensor for op in self._basic_ops for tensor in op._parameter_tensors()]
+
+    def _kwargs(self, kwargs: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        if kwargs is None:
+            return [{} for _ in self._basic_ops]
+        if len(kwargs) != len(self._basic_ops):
+            raise ValueError(
+                f"[OperationFuser] basic_op_kwargs must have {len(self._basic_ops)} entries, "
+                f"got {len(kwargs)}"
+            )
+        for op, given in zip(self._basic_ops, kwargs, strict=True):
+            if given and not op.is_python:
+                raise TypeError(
+                    f"[{type(op).__name__}] a native op takes no keyword arguments, "
+                    f"got {sorted(given)}"
+                )
+        return kwargs
+
+    def _check_inputs(self, input: Tensor, extra_inputs: tuple[Tensor, ...]) -> None:
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise ValueError(
+                f"[OperationFuser] extra inputs must be {self.num_extra_inputs}, "
+                f"got {len(extra_inputs)}"
+            )
+        for tensor in (input, *extra_inputs):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"[OperationFuser] inputs must be tensors, got {type(tensor).__name__}"
+                )
+
+    # ---- under torch.compile and torch.export
+
+    def _traced(
+        self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: list[dict[str, Any]] | None
+    ) -> Any:
+        return traced_call(self._number, self._basic_ops, input, extra_inputs, kwargs)
+
+    # ---- looking at plans
+
+    def plan(self) -> Plan:
+        """The plan of the last call. RuntimeError before any call."""
+        if self._group.last is None:
+            raise RuntimeError("[OperationFuser] plan() must follow a call, got none so far")
+        return self._plan_of(self._group.last)
+
+    def _plan_of(self, entry: Any) -> Plan:
+        if not hasattr(entry, "parsed"):
+            entry.parsed = Plan(
+                entry.text, entry.data, entry.near_misses, entry.session.python_ops
+            )
+        plan: Plan = entry.parsed
+        return plan
+
+    def explain(self) -> _explain.Explanation:
+        """The plan of the last call for reading: text, a table in a notebook, or an SVG."""
+        return _explain.Explanation([self.plan()])
+
+
+def traced_call(
+    number: int,
+    basic_ops: Sequence[BasicOperation],
+    input: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    kwargs: list[dict[str, Any]] | None,
+) -> Any:
+    """What Dynamo sees of a group: plain tensors, and one op or the walker."""
+    parameters = [tensor for op in basic_ops for tensor in op._parameter_tensors()]
+    tensors = [input, *extra_inputs, *parameters]
+    facts = _facts(tensors, basic_ops)
+    text = _native_plan(number, registry.VERSION, facts)
+    if text and not kwargs:
+        return _unpack(
+            tuple(torch.ops.transformer_ops.run_plan(text, input, list(extra_inputs), parameters))
+        )
+    walker = _python_plan(number, registry.VERSION, facts)
+    given = kwargs if kwargs is not None else [{} for _ in basic_ops]
+    return _unpack(walker.run(tensors, given))
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+def _native_plan(number: int, version: int, facts: Facts) -> str:
+    group: OperationFuser = numbered.find(number)
+    entry = group._entry(facts)
+    native = entry.native and not group._accumulates
+    return str(entry.text) if native else ""
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+def _python_plan(number: int, version: int, facts: Facts) -> Walker:
+    group: OperationFuser = numbered.find(number)
+    return group._walker(group._entry(facts))
+
+
+def _facts(tensors: Sequence[Tensor], basic_ops: Sequence[BasicOperation]) -> Facts:
+    device = tensors[0].device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return (
+        torch.is_grad_enabled(),
+        autocast,
+        device,
+        tuple((tensor.dtype, tensor.requires_grad) for tensor in tensors),
+        tuple(op.training for op in basic_ops),
+    )
+
+
+def has_hooks(ops: Iterable[torch.nn.Module]) -> bool:
+    """Whether any of the modules carries forward, pre-forward or backward hooks."""
+    return any(
+        op._forward_hooks or op._forward_pre_hooks or op._backward_hooks or op._backward_pre_hooks
+        for op in ops
+    )
+
+
+def _check_ops(ops: Iterable[FusibleOperation]) -> list[FusibleOperation]:
+    found = list(ops)
+    for op in found:
+        if not isinstance(op, FusibleOperation):
+            raise TypeError(
+                f"[OperationFuser] ops must be FusibleOperations, got {type(op).__name__}"
+            )
+    if not found:
+        raise ValueError("[OperationFuser] ops must not be empty, got []")
+    return found
+
+
+def _check_walkable(ops: Iterable[BasicOperation]) -> None:
+    for op in ops:
+        if op.is_python and (op._python_forward is None or op._python_backward is None):
+            missing = "forward" if op._python_forward is None else "backward"
+            raise RuntimeError(
+                f"[{type(op).__name__}] a Python op must define its forward and its backward, "
+                f"got no {missing}"
+            )
+
+
+def _route(
+    ops: list[FusibleOperation], basic_ops: list[BasicOperation]
+) -> tuple[Sources, list[list[bool]]]:
+    if len(ops) == 1 and len(basic_ops) == 1:
+        # A lone op: its channels lead out of the group.
+        op = basic_ops[0]
+        return [[None] * op.num_extra_inputs], [[True] * op.num_extra_outputs]
+    routing = resolve_channels(basic_ops)
+    sources = [
+        [(s.position, s.output) if isinstance(s, Routed) else None for s in row]
+        for row in routing.inputs
+    ]
+    visible = [
+        [(position, k) in routing.visible_outputs for k in range(op.num_extra_outputs)]
+        for position, op in enumerate(basic_ops)
+    ]
+    return sources, visible
+
+
+def _is_view(op: BasicOperation) -> bool:
+    return op._parameter_owner is not op
+
+
+def _places(op: BasicOperation) -> list[tuple[Any, str]]:
+    if op.is_python:
+        return [(None, "") for _ in op._parameter_tensors()]
+    return [(op._parameter_owner, name) for name in op._parameter_names]
+
+
+def _unpack(outputs: tuple[Tensor, ...]) -> Any:
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+__all__ = ["OperationFuser"]

@@ -1,0 +1,137 @@
+"""Which forward and backward methods a Python op class defines, decided when the class is defined.
+
+Two families, `op_*` and `fuser_*`, each with two forward styles:
+
+    single   {family}_forward
+    split    {family}_forward_compute + {family}_forward_save_ctx
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Literal, NamedTuple
+
+Family = Literal["op", "fuser"]
+Style = Literal["single", "split"]
+
+FAMILIES: tuple[Family, ...] = ("fuser", "op")
+
+# What the walker offers; quantizers and the rest also go to a method that takes **kwargs.
+KEYWORDS = (
+    "basic_op_extra_inputs",
+    "basic_op_kwargs",
+    "next_op_input_quantizer",
+    "prev_op_grad_output_quantizer",
+)
+# Only for a method that names it: it is not part of the documented signature.
+EXPLICIT_KEYWORDS = ("requires_grad",)
+
+
+class Implementation(NamedTuple):
+    """Where the Python forward of a class comes from."""
+
+    family: Family
+    style: Style
+
+
+def single_name(family: Family) -> str:
+    """Name of the method that computes and saves at once."""
+    return f"{family}_forward"
+
+
+def split_names(family: Family) -> tuple[str, str]:
+    """Names of the pair: compute, save-ctx."""
+    return f"{family}_forward_compute", f"{family}_forward_save_ctx"
+
+
+def _user_classes(cls: type) -> list[type]:
+    """The part of the MRO that belongs to the user: before the native class, without our bases."""
+    found: list[type] = []
+    for klass in cls.__mro__:
+        if vars(klass).get("_kind") is not None:
+            break
+        if "_is_contract" not in vars(klass):
+            found.append(klass)
+    return found
+
+
+def _body_style(klass: type, family: Family) -> Style | None:
+    if single_name(family) in vars(klass):
+        return "single"
+    if any(name in vars(klass) for name in split_names(family)):
+        return "split"
+    return None
+
+
+def forward_style(cls: type, family: Family) -> Style | None:
+    """Style of the most derived definition in one family, None where the user defined none."""
+    for klass in _user_classes(cls):
+        style = _body_style(klass, family)
+        if style is not None:
+            return style
+    return None
+
+
+def forward_implementation(
+    cls: type, families: tuple[Family, ...] = FAMILIES
+) -> Implementation | None:
+    """The most derived forward of any of `families`; in one class body the first family wins."""
+    for klass in _user_classes(cls):
+        for family in families:
+            style = _body_style(klass, family)
+            if style is not None:
+                return Implementation(family, style)
+    return None
+
+
+def backward_family(cls: type, families: tuple[Family, ...] = FAMILIES) -> Family | None:
+    """The family of the most derived Python backward, None where the user defined none."""
+    for klass in _user_classes(cls):
+        for family in families:
+            if f"{family}_backward" in vars(klass):
+                return family
+    return None
+
+
+def check_methods(cls: type) -> None:
+    """Raise TypeError for half a split pair, or both styles in one class body."""
+    classes = _user_classes(cls)
+    for family in FAMILIES:
+        single, pair = single_name(family), split_names(family)
+        for klass in classes:
+            halves = [name for name in pair if name in vars(klass)]
+            if single in vars(klass) and halves:
+                raise TypeError(
+                    f"[{klass.__name__}] class body must define {single} or the pair "
+                    f"{pair[0]} and {pair[1]}, got {single} and {' and '.join(halves)}"
+                )
+        if forward_style(cls, family) != "split":
+            continue
+        defined = [name for name in pair if any(name in vars(klass) for klass in classes)]
+        if len(defined) < len(pair):
+            raise TypeError(
+                f"[{cls.__name__}] a split forward must have both {pair[0]} and {pair[1]}, "
+                f"got only {defined[0]}"
+            )
+
+
+def accepted_keywords(cls: type) -> dict[str, tuple[str, ...]]:
+    """For each forward method of `cls`, the keywords of the walker that its signature takes."""
+    accepted = {}
+    for family in FAMILIES:
+        for name in (single_name(family), *split_names(family)):
+            method = getattr(cls, name, None)
+            if method is not None:
+                accepted[name] = _keywords_of(method)
+    return accepted
+
+
+def _keywords_of(method: object) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(method).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return KEYWORDS
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return tuple(name for name in KEYWORDS if takes_any or name in parameters) + tuple(
+        name for name in EXPLICIT_KEYWORDS if name in parameters
+    )

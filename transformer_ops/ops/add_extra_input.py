@@ -1,0 +1,31 @@
+"""Addition of an extra input, as in a residual connection."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..checks import check_bool
+from ..op import Attribute, BasicOperation
+
+__all__ = ["AddExtraInput"]
+
+
+class AddExtraInput(BasicOperation):
+    """`x + extra`, both of one shape; the gradient goes to both.
+
+    `in_place=True` permits, and never requires, to overwrite the extra tensor. ValueError unless
+    the flag is a bool.
+    """
+
+    _kind: ClassVar[str | None] = "AddExtraInput"
+    num_extra_inputs: int = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = check_bool(type(self).__name__, "in_place", in_place)
+
+    def _attributes(self) -> dict[str, Attribute]:
+        return {"in_place": self.in_place}
+
+    def extra_repr(self) -> str:
+        return "in_place=True" * self.in_place

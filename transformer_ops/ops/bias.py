@@ -1,0 +1,51 @@
+"""Addition of a bias vector."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ..checks import check_int
+from ..op import Attribute, BasicOperation
+from ..parameters import new_parameter
+
+__all__ = ["Bias"]
+
+
+class Bias(BasicOperation):
+    """`x + bias` over the last dimension.
+
+    `x[..., size]`, `bias[size]` (zeros at start) → `[..., size]` in the input's dtype. The
+    gradient of `bias` is the sum over the leading dimensions. ValueError unless `size` >= 1.
+    """
+
+    _kind: ClassVar[str | None] = "Bias"
+    _parameter_names: ClassVar[tuple[str, ...]] = ("bias",)
+
+    size: int
+    bias: nn.Parameter
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        op = type(self).__name__
+        self.size = check_int(op, "size", size, minimum=1)
+        self.bias = new_parameter(op, (self.size,), device, dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set `bias` to zeros."""
+        nn.init.zeros_(self.bias)
+
+    def _attributes(self) -> dict[str, Attribute]:
+        return {"size": self.size}
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}"

@@ -1,0 +1,29 @@
+"""Multiplication by a constant."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..checks import check_float
+from ..op import Attribute, BasicOperation
+
+__all__ = ["ConstantScale"]
+
+
+class ConstantScale(BasicOperation):
+    """`x * scale`, elementwise, in the input's dtype; backward scales the gradient too.
+
+    ValueError unless `scale` is a finite number.
+    """
+
+    _kind: ClassVar[str | None] = "ConstantScale"
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = check_float(type(self).__name__, "scale", scale)
+
+    def _attributes(self) -> dict[str, Attribute]:
+        return {"scale": self.scale}
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}"

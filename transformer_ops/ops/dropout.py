@@ -1,0 +1,31 @@
+"""Dropout."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..checks import check_probability
+from ..op import Attribute, BasicOperation
+
+__all__ = ["Dropout"]
+
+
+class Dropout(BasicOperation):
+    """Zeroes elements with probability `p` and scales the rest by `1 / (1 - p)`, when training.
+
+    Any shape, the input's dtype (Srivastava et al. 2014). Random bits are Philox counters (Salmon
+    et al. 2011) seeded by torch's generator of the device. `p = 1` gives zeros; `p = 0`, and eval
+    mode, draw no random number. ValueError unless `p` lies in [0, 1].
+    """
+
+    _kind: ClassVar[str | None] = "Dropout"
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = check_probability(type(self).__name__, "p", p)
+
+    def _attributes(self) -> dict[str, Attribute]:
+        return {"p": self.p}
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"

@@ -1,0 +1,31 @@
+"""A second copy of the input, for a branch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..checks import check_bool
+from ..op import Attribute, BasicOperation
+
+__all__ = ["MakeExtraOutput"]
+
+
+class MakeExtraOutput(BasicOperation):
+    """Hands its input out a second time, as an extra output on the same memory.
+
+    Backward adds the gradients of both; a missing one is zero. `in_place=True` permits, and never
+    requires, to overwrite the extra gradient. ValueError unless the flag is a bool.
+    """
+
+    _kind: ClassVar[str | None] = "MakeExtraOutput"
+    num_extra_outputs: int = 1
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = check_bool(type(self).__name__, "in_place", in_place)
+
+    def _attributes(self) -> dict[str, Attribute]:
+        return {"in_place": self.in_place}
+
+    def extra_repr(self) -> str:
+        return "in_place=True" * self.in_place

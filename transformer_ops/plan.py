@@ -1,0 +1,134 @@
+"""A plan, as Python sees it: which step runs which ops, by which rule, and what it saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import registry
+from .op import FusedOperation
+
+# A tensor of the plan by its name ("x1", "s0.mean"), a constant in a 1-tuple, or None.
+Argument = str | tuple[Any] | None
+_C = registry._C
+
+
+@dataclass(frozen=True, eq=False)
+class Instruction:
+    """results = target(arguments); without a target the argument itself is handed on."""
+
+    target: str
+    arguments: tuple[Argument, ...]
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step of a pass.
+
+    Attributes: `name` of the op, rule or fused op; `ops`, the indices of the basic ops it covers;
+    `saves`, the slots it saves for backward as "op.slot"; `fused_op`, the user's `FusedOperation`,
+    None for native steps and single ops.
+    """
+
+    name: str
+    ops: tuple[int, ...]
+    saves: tuple[str, ...]
+    fused_op: FusedOperation | None
+    joint: bool
+    skipped: bool
+    instructions: tuple[Instruction, ...] = field(repr=False)
+    sources: tuple[tuple[str, str], ...] = field(repr=False)
+    compute: str | None = field(repr=False)
+    cast_parameters: bool = field(repr=False)
+    result: str | None = field(repr=False)
+    python: int | None = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class NearMiss:
+    """A fusion that did not take a place it nearly matched, and why."""
+
+    fusion: str
+    pass_name: str
+    ops: tuple[int, ...]
+    reason: str
+
+
+class Plan:
+    """Forward and backward steps of one group, both in op order.
+
+    `str(plan)` is its text, `Plan.parse(text)` the way back. `ops` holds (kind, attributes) of
+    each basic op.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        data: dict[str, Any],
+        near_misses: list[tuple[str, str, list[int], str]] | None = None,
+        python_ops: list[Any] | None = None,
+    ) -> None:
+        self.text = text
+        self.ops = tuple((kind, attributes) for kind, attributes, _ in data["ops"])
+        self.native_ops = tuple(native for _, _, native in data["ops"])
+        self.extra_inputs = tuple(data["extra_inputs"])
+        self.parameters = tuple(data["parameters"])
+        self.extra_outputs = tuple(data["extra_outputs"])
+        self.routes = dict(data["routes"])
+        self.first_backward: int = data["first_backward"]
+        self.autocast: str | None = data["autocast"]
+        self.forward = [_step(row, python_ops) for row in data["forward"]]
+        self.backward = [_step(row, python_ops) for row in data["backward"]]
+        self.near_misses = [NearMiss(name, p, tuple(ops), why) for name, p, ops, why in near_misses or []]
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """The plan of a text. RuntimeError, with the line, where it does not parse."""
+        return cls(*_C.parse_plan(text))
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether any op needs a backward."""
+        return self.first_backward < len(self.ops)
+
+    @property
+    def has_python_steps(self) -> bool:
+        """Whether a step runs Python methods of the user."""
+        return any(step.python is not None for step in self.forward + self.backward)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        forward = ", ".join(step.name for step in self.forward)
+        backward = ", ".join(step.name for step in self.backward)
+        return f"Plan(forward=[{forward}], backward=[{backward}])"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+def _step(row: dict[str, Any], python_ops: list[Any] | None) -> Step:
+    number = row["python"]
+    op = python_ops[number] if python_ops is not None and number is not None else None
+    return Step(
+        name=row["name"],
+        ops=tuple(row["ops"]),
+        saves=tuple(slot[1:] for slot, _ in row["saves"]),
+        fused_op=op if isinstance(op, FusedOperation) else None,
+        joint=row["joint"],
+        skipped=row["skipped"],
+        instructions=tuple(
+            Instruction(target, tuple(arguments), tuple(results))
+            for target, arguments, results in row["instructions"]
+        ),
+        sources=tuple(row["saves"]),
+        compute=row["compute"],
+        cast_parameters=row["cast_parameters"],
+        result=row["result"],
+        python=number,
+    )

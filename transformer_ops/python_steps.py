@@ -1,0 +1,161 @@
+"""How the walker calls the Python methods of an op: the definition that counts, with the keywords
+that its signature takes. Lists have one entry for each basic op of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from torch import Tensor
+
+from .op import BasicOperation, FusibleOperation, OperationContext
+
+Tensors = tuple[Tensor | None, ...]
+
+
+def forward(
+    op: FusibleOperation,
+    ctxs: list[OperationContext],
+    input_: Tensor,
+    *,
+    extra_inputs: list[Tensors],
+    kwargs: list[dict[str, Any]],
+) -> tuple[Tensor, list[Tensors]]:
+    """Single style: (output, extra outputs of each basic op); saves into `ctxs`."""
+    keywords = _offer(op, "fuser_forward", extra_inputs, kwargs)
+    if _delegates(op):
+        basic = cast(BasicOperation, op)
+        output, extra = BasicOperation.fuser_forward(basic, ctxs, input_, **keywords)
+    else:
+        output, extra = op.fuser_forward(ctxs, input_, **keywords)
+    return output, _extra_outputs(op, "fuser_forward", extra)
+
+
+def forward_compute(
+    op: FusibleOperation,
+    input_: Tensor,
+    *,
+    requires_grad: list[bool],
+    extra_inputs: list[Tensors],
+    kwargs: list[dict[str, Any]],
+) -> tuple[Tensor, list[Tensors], Any]:
+    """Split style, first half: (output, extra outputs of each basic op, tensors to save)."""
+    name = "fuser_forward_compute"
+    keywords = _offer(op, name, extra_inputs, kwargs, requires_grad)
+    if _delegates(op):
+        basic = cast(BasicOperation, op)
+        output, extra, to_save = BasicOperation.fuser_forward_compute(basic, input_, **keywords)
+    else:
+        output, extra, to_save = op.fuser_forward_compute(input_, **keywords)
+    return output, _extra_outputs(op, name, extra), to_save
+
+
+def forward_save_ctx(
+    op: FusibleOperation,
+    ctxs: list[OperationContext],
+    input_: Tensor,
+    tensors_to_save: Any,
+    *,
+    requires_grad: list[bool],
+    extra_inputs: list[Tensors],
+    kwargs: list[dict[str, Any]],
+) -> None:
+    """Split style, second half: saves into `ctxs`."""
+    keywords = _offer(op, "fuser_forward_save_ctx", extra_inputs, kwargs, requires_grad)
+    if _delegates(op):
+        basic = cast(BasicOperation, op)
+        BasicOperation.fuser_forward_save_ctx(basic, ctxs, input_, tensors_to_save, **keywords)
+    else:
+        op.fuser_forward_save_ctx(ctxs, input_, tensors_to_save, **keywords)
+
+
+def backward(
+    op: FusibleOperation,
+    ctxs: list[OperationContext],
+    grad_output: Tensor,
+    *,
+    grad_extra_outputs: list[Tensors],
+) -> tuple[Tensor | None, list[Tensors], list[Tensors]]:
+    """Gradients of (input, parameters of each basic op, extra inputs of each basic op)."""
+    if op._python_backward == "op":
+        basic = cast(BasicOperation, op)
+        grads = BasicOperation.fuser_backward(
+            basic, ctxs, grad_output, basic_op_grad_extra_outputs=grad_extra_outputs
+        )
+    else:
+        grads = op.fuser_backward(ctxs, grad_output, basic_op_grad_extra_outputs=grad_extra_outputs)
+    grad_input, grad_parameters, grad_extra_inputs = grads
+    extra = _per_basic_op(op, "fuser_backward", "lists of extra gradients", grad_extra_inputs)
+    for basic, tensors in zip(op.basic_ops, extra, strict=True):
+        _check_count(op, basic, "fuser_backward", "gradients", tensors, basic.num_extra_inputs)
+    return (
+        grad_input,
+        _per_basic_op(op, "fuser_backward", "lists of parameter gradients", grad_parameters),
+        extra,
+    )
+
+
+def _delegates(op: FusibleOperation) -> bool:
+    # A subclass may override op_* over an inherited fuser_*: the most derived definition wins.
+    return op._python_forward is not None and op._python_forward.family == "op"
+
+
+def _offer(
+    op: FusibleOperation,
+    method: str,
+    extra_inputs: list[Tensors],
+    kwargs: list[dict[str, Any]],
+    requires_grad: list[bool] | None = None,
+) -> dict[str, Any]:
+    offered = {
+        "basic_op_extra_inputs": extra_inputs,
+        "basic_op_kwargs": kwargs,
+        "next_op_input_quantizer": None,
+        "prev_op_grad_output_quantizer": None,
+        "requires_grad": requires_grad,
+    }
+    if _delegates(op):
+        if requires_grad is None:
+            del offered["requires_grad"]
+        return offered
+    accepted = op._accepted_keywords[method]
+    return {name: value for name, value in offered.items() if name in accepted}
+
+
+def _extra_outputs(
+    op: FusibleOperation, method: str, extra: Iterable[Iterable[Tensor | None]]
+) -> list[Tensors]:
+    outputs = _per_basic_op(op, method, "lists of extra outputs", extra)
+    for basic, tensors in zip(op.basic_ops, outputs, strict=True):
+        _check_count(op, basic, method, "outputs", tensors, basic.num_extra_outputs)
+    return outputs
+
+
+def _check_count(
+    op: FusibleOperation,
+    basic: BasicOperation,
+    method: str,
+    what: str,
+    tensors: Tensors,
+    count: int,
+) -> None:
+    if len(tensors) != count:
+        raise RuntimeError(
+            f"[{type(op).__name__}] {method} must return {count} extra {what} for "
+            f"{type(basic).__name__}, got {len(tensors)}"
+        )
+
+
+def _per_basic_op(
+    op: FusibleOperation, method: str, what: str, lists: Iterable[Iterable[Tensor | None]]
+) -> list[Tensors]:
+    found = [tuple(entry) for entry in lists]
+    count = len(op.basic_ops)
+    if not found:
+        return [()] * count
+    if len(found) != count:
+        raise RuntimeError(
+            f"[{type(op).__name__}] {method} must return {count} {what}, one for each basic op, "
+            f"got {len(found)}"
+        )
+    return found

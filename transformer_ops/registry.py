@@ -1,0 +1,138 @@
+"""Fusions: register, list and remove them. Users' functions and built-in rules share one registry."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+from ._loader import load
+
+_C = load()
+
+Pass = Literal["forward", "backward", "forward_backward"]
+FusionFunction = Callable[..., Any]
+
+# Compiled graphs guard on it: any change of the registry makes them stale.
+VERSION: int = _C.registry_version()
+
+_handles: dict[int, FusionHandle] = {}
+
+
+class FusionHandle:
+    """One registered fusion. Calling it calls the function; as a context manager it unregisters
+    on exit.
+
+    Attributes: `name`, `pass_name` ("forward", "backward" or "forward_backward"), `origin`
+    ("built-in", or the module of the function), `func` (None for a native rule).
+    """
+
+    def __init__(
+        self, identity: int, name: str, pass_name: str, origin: str, func: FusionFunction | None
+    ) -> None:
+        self._identity = identity
+        self.name = name
+        self.pass_name = pass_name
+        self.origin = origin
+        self.func = func
+        if func is not None:
+            functools.update_wrapper(self, func, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.func is None:
+            raise TypeError(f"[{self.name}] a native rule must not be called, got {self!r}")
+        return self.func(*args, **kwargs)
+
+    @property
+    def registered(self) -> bool:
+        """Whether the fuser still applies it."""
+        return any(row[0] == self._identity for row in _C.fusions())
+
+    def remove(self) -> None:
+        """Unregister the fusion; plans made with it are dropped. A second time does nothing."""
+        if _C.remove_fusion(self._identity):
+            _handles.pop(self._identity, None)
+            invalidate_plans()
+
+    def __enter__(self) -> FusionHandle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"FusionHandle({self.name!r}, pass={self.pass_name!r}, origin={self.origin!r})"
+
+
+def invalidate_plans() -> None:
+    """Tell compiled graphs that plans may have changed."""
+    global VERSION
+    VERSION += 1
+
+
+def fusions() -> list[FusionHandle]:
+    """All registered fusions in the order they run, built-in ones too."""
+    return [
+        _handles.get(identity) or FusionHandle(identity, name, pass_name, origin, None)
+        for identity, name, pass_name, origin, _ in _C.fusions()
+    ]
+
+
+def handle_of(identity: int) -> FusionHandle:
+    """The handle of a user's fusion."""
+    return _handles[identity]
+
+
+def register_forward_fusion(
+    func: FusionFunction, prepend: bool = False, *, name: str | None = None
+) -> FusionHandle:
+    """Register a function that may replace ops in the forward pass.
+
+    `func(ops, *, recipe=None, **unused)` gets the ops of a group as a plain list and returns the
+    list with runs of ops replaced by `FusedOperation`s. It may run any number of times. Users'
+    functions run before built-in rules, in registration order, `prepend=True` first.
+
+    Raises:
+        TypeError: `func` cannot be called.
+        ValueError: `func` is registered in this pass already.
+    """
+    return _register(func, "forward", prepend, name)
+
+
+def register_backward_fusion(
+    func: FusionFunction, prepend: bool = False, *, name: str | None = None
+) -> FusionHandle:
+    """As `register_forward_fusion`, for the backward pass. The list is in forward order."""
+    return _register(func, "backward", prepend, name)
+
+
+def register_forward_backward_fusion(
+    func: FusionFunction, prepend: bool = False, *, name: str | None = None
+) -> FusionHandle:
+    """As `register_forward_fusion`, for both passes at once, before either.
+
+    The `FusedOperation`s it returns implement forward and backward and may save what they like.
+    """
+    return _register(func, "forward_backward", prepend, name)
+
+
+def _register(
+    func: FusionFunction, pass_name: Pass, prepend: bool, name: str | None
+) -> FusionHandle:
+    if not callable(func):
+        raise TypeError(f"[fusion] func must be callable, got {func!r}")
+    if isinstance(func, FusionHandle):
+        func = func.func if func.func is not None else func
+    for handle in _handles.values():
+        if handle.func is func and handle.pass_name == pass_name:
+            raise ValueError(
+                f"[fusion] func must be registered once in the {pass_name} pass, "
+                f"got {handle.name!r} again"
+            )
+    label = name if name is not None else getattr(func, "__name__", type(func).__name__)
+    origin = getattr(func, "__module__", None) or "user"
+    identity = _C.add_user_fusion(label, pass_name, origin, bool(prepend))
+    handle = FusionHandle(identity, label, pass_name, origin, func)
+    _handles[identity] = handle
+    invalidate_plans()
+    return handle

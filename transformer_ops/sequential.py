@@ -1,0 +1,416 @@
+"""Sequential: a list of modules whose runs of fusible ops become planned groups."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import explain as _explain
+from .channels import External, Routed, resolve_channels
+from .fuser import OperationFuser, has_hooks, numbered, traced_call
+from .op import BasicOperation, FusibleOperation
+from .plan import Plan
+
+OpKwargs = Mapping[Any, dict[str, Any]]
+
+
+class Segment(NamedTuple):
+    """A run of modules: a group of fusible ops, a fusible op with hooks, or any other module."""
+
+    modules: tuple[int, ...]  # indices in the Sequential
+    ops: tuple[int, ...]  # positions of its basic ops among all basic ops
+    group: OperationFuser | None
+    inputs: tuple[External | Routed, ...]  # where its extra inputs come from
+    outputs: tuple[Routed, ...]  # its extra outputs that somebody outside it reads
+
+
+class Layout(NamedTuple):
+    """The segments of a Sequential, and what travels between them and the caller."""
+
+    modules: tuple[nn.Module, ...]
+    hooked: tuple[bool, ...]
+    segments: tuple[Segment, ...]
+    outputs: tuple[Routed, ...]
+    num_extra_inputs: int
+    # The only segment, if it is a group that takes and gives just what the caller does.
+    whole: OperationFuser | None
+
+
+class Sequential(nn.Module):
+    """Modules in order; maximal runs of fusible ops form one group each.
+
+    Takes modules, or one dict of named modules. Modules that are no `FusibleOperation` stand
+    between groups and are called with the main tensor only.
+
+    Raises:
+        TypeError: an argument that is no module.
+        ValueError: channels of the ops that do not fit together (at the first call).
+    """
+
+    def __init__(self, *modules: Any) -> None:
+        super().__init__()
+        self._layout: Layout | None = None
+        self._edits = 0
+        self._number = numbered.add(self)
+        if len(modules) == 1 and isinstance(modules[0], Mapping):
+            for name, module in modules[0].items():
+                self.add_module(name, _check_module(module))
+        else:
+            for i, module in enumerate(modules):
+                self.add_module(str(i), _check_module(module))
+
+    # ---- container
+
+    def _get(self) -> list[nn.Module]:
+        return [module for module in self._modules.values() if module is not None]
+
+    def _set(self, modules: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
+        found = [_check_module(module) for module in modules]
+        labels = list(names) if names is not None else [str(i) for i in range(len(found))]
+        self._modules = dict(zip(labels, found, strict=True))
+        self._layout = None
+        self._edits += 1
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._get())
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return type(self)(dict(list(self._modules.items())[index]))
+        return self._get()[self._index(index)]
+
+    def __setitem__(self, index: int, module: nn.Module) -> None:
+        names = list(self._modules)
+        modules = self._get()
+        modules[self._index(index)] = module
+        self._set(modules, names)
+
+    def __delitem__(self, index: int | slice) -> None:
+        names = list(self._modules)
+        modules = self._get()
+        places = range(len(modules))[index] if isinstance(index, slice) else [self._index(index)]
+        gone = set(places)
+        kept = [(n, m) for i, (n, m) in enumerate(zip(names, modules, strict=True)) if i not in gone]
+        numbered = names == [str(i) for i in range(len(names))]
+        self._set([m for _, m in kept], None if numbered else [n for n, _ in kept])
+
+    def _index(self, index: int) -> int:
+        place = operator.index(index)
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"[Sequential] index must be in [-{len(self)}, {len(self)}), got {place}")
+        return place % len(self)
+
+    def append(self, module: nn.Module) -> Sequential:
+        """Add a module at the end."""
+        return self.insert(len(self), module)
+
+    def extend(self, modules: Iterable[nn.Module]) -> Sequential:
+        """Add modules at the end."""
+        found = [_check_module(module) for module in modules]
+        for module in found:
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: nn.Module) -> Sequential:
+        """Add a module before `index`, as `list.insert` does."""
+        _check_module(module)
+        names, modules = list(self._modules), self._get()
+        place = slice(operator.index(index), None).indices(len(modules))[0]
+        modules.insert(place, module)
+        if names == [str(i) for i in range(len(names))]:
+            self._set(modules)
+        else:
+            names.insert(place, _free_name(names))
+            self._set(modules, names)
+        return self
+
+    def pop(self, index: int = -1) -> nn.Module:
+        """Remove and return a module."""
+        module: nn.Module = self[self._index(index)]
+        del self[index]
+        return module
+
+    def __add__(self, other: Iterable[nn.Module]) -> Sequential:
+        if not isinstance(other, Iterable):
+            return NotImplemented
+        return type(self)(*self, *other)
+
+    def __iadd__(self, other: Iterable[nn.Module]) -> Sequential:
+        return self.extend(list(other))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_layout": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = numbered.add(self)
+
+    # ---- call
+
+    def forward(
+        self, input: Tensor, *extra_inputs: Tensor, op_kwargs: OpKwargs | None = None
+    ) -> Any:
+        """Run the modules. Extra inputs go to the ops that take them, in order; extra outputs come
+        back in order: a tensor, or a flat tuple (output, extra outputs...).
+
+        Args:
+            op_kwargs: keyword arguments for Python ops, by module or by index in the Sequential.
+
+        Raises:
+            ValueError: missing or surplus extra inputs; an unknown key of `op_kwargs`.
+            RuntimeError: a tensor that does not fit an op.
+        """
+        if torch.compiler.is_compiling():
+            return self._run(self._traced_layout(), input, extra_inputs, op_kwargs)
+        layout = self._current_layout()
+        if layout.whole is not None and op_kwargs is None:
+            # The shortest way: C++ returns None where Python has to take over.
+            output = layout.whole._call(input, *extra_inputs)
+            if output is not None:
+                return output
+        return self._run(layout, input, extra_inputs, op_kwargs)
+
+    def _run(
+        self,
+        layout: Layout,
+        input: Tensor,
+        extra_inputs: tuple[Tensor, ...],
+        op_kwargs: OpKwargs | None,
+    ) -> Any:
+        if len(extra_inputs) != layout.num_extra_inputs:
+            raise ValueError(
+                f"[Sequential] extra inputs must be {layout.num_extra_inputs}, "
+                f"got {len(extra_inputs)}"
+            )
+        modules = self._get()
+        kwargs = self._kwargs_by_op(modules, op_kwargs)
+        if not layout.segments:
+            return input
+        hidden: dict[tuple[int, int], Tensor] = {}
+        for segment in layout.segments:
+            extra = [
+                extra_inputs[source.place]
+                if isinstance(source, External)
+                else hidden[(source.position, source.output)]
+                for source in segment.inputs
+            ]
+            output = _run_segment(segment, modules, input, extra, kwargs)
+            if segment.outputs:
+                input, *found = output
+                for key, tensor in zip(segment.outputs, found, strict=True):
+                    hidden[(key.position, key.output)] = tensor
+            else:
+                input = output
+        if not layout.outputs:
+            return input
+        return (input, *(hidden[(key.position, key.output)] for key in layout.outputs))
+
+    def _kwargs_by_op(
+        self, modules: list[nn.Module], op_kwargs: OpKwargs | None
+    ) -> dict[int, dict[str, Any]]:
+        if not op_kwargs:
+            return {}
+        by_module: dict[int, dict[str, Any]] = {}
+        for key, given in op_kwargs.items():
+            if isinstance(key, int) and not isinstance(key, bool) and 0 <= key < len(modules):
+                places = [key]
+            else:
+                places = [i for i, module in enumerate(modules) if module is key]
+            if not places or not isinstance(modules[places[0]], FusibleOperation):
+                raise ValueError(
+                    "[Sequential] op_kwargs keys must be fusible ops of the Sequential or their "
+                    f"indices, got {key!r}"
+                )
+            for place in places:
+                by_module[place] = given
+        by_op: dict[int, dict[str, Any]] = {}
+        position = 0
+        for i, module in enumerate(modules):
+            if not isinstance(module, FusibleOperation):
+                continue
+            for _ in module.basic_ops:
+                if i in by_module:
+                    by_op[position] = by_module[i]
+                position += 1
+        return by_op
+
+    # ---- layout
+
+    def _current_layout(self) -> Layout:
+        layout = self._layout
+        if layout is None or not _is_current(layout, self._modules):
+            layout = _make_layout(self._get())
+            self._layout = layout
+        return layout
+
+    def _traced_layout(self) -> Layout:
+        modules = self._get()
+        # Guards on the modules and their hooks; the layout itself is a constant.
+        return _layout_constant(self._number, self._edits, hook_flags(modules))
+
+    # ---- looking at plans
+
+    def plans(self) -> list[Plan]:
+        """One `Plan` for each group, of the last call. RuntimeError before any call."""
+        if self._layout is None:
+            raise RuntimeError("[Sequential] plans() must follow a call, got none so far")
+        return [group.plan() for group in self._groups()]
+
+    def _groups(self) -> list[OperationFuser]:
+        found = []
+        for segment in self._current_layout().segments:
+            if segment.group is not None:
+                found.append(segment.group)
+            elif segment.ops:
+                found.append(self._get()[segment.modules[0]]._own_group)  # type: ignore[arg-type]
+        return found
+
+    def explain(self) -> _explain.Explanation:
+        """The plans of the last call for reading: text, a table in a notebook, or an SVG."""
+        return _explain.Explanation(self.plans())
+
+
+def _run_segment(
+    segment: Segment,
+    modules: list[nn.Module],
+    input: Tensor,
+    extra: list[Tensor],
+    kwargs: dict[int, dict[str, Any]],
+) -> Any:
+    if segment.group is None:
+        given = kwargs.get(segment.ops[0], {}) if segment.ops else {}
+        return modules[segment.modules[0]](input, *extra, **given)
+    basic_op_kwargs = None
+    if any(op in kwargs for op in segment.ops):
+        basic_op_kwargs = [kwargs.get(op, {}) for op in segment.ops]
+    if torch.compiler.is_compiling():
+        ops = [basic for i in segment.modules for basic in modules[i].basic_ops]  # type: ignore[union-attr, operator]
+        return traced_call(segment.group._number, ops, input, tuple(extra), basic_op_kwargs)
+    return segment.group(input, *extra, basic_op_kwargs=basic_op_kwargs)
+
+
+def hook_flags(modules: list[nn.Module]) -> tuple[bool, ...]:
+    """For each module, whether hooks keep it out of a larger group."""
+    return tuple(
+        isinstance(module, FusibleOperation) and has_hooks([module, *module.basic_ops])
+        for module in modules
+    )
+
+
+def _is_current(layout: Layout, modules: Mapping[str, nn.Module | None]) -> bool:
+    found = tuple(modules.values())
+    return found == layout.modules and _same_hooks(layout)
+
+
+def _same_hooks(layout: Layout) -> bool:
+    # Without hooks, C++ looks at every call.
+    if layout.whole is not None:
+        return True
+    return hook_flags(list(layout.modules)) == layout.hooked
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+def _layout_constant(number: int, edits: int, hooked: tuple[bool, ...]) -> Layout:
+    sequential: Sequential = numbered.find(number)
+    return sequential._current_layout()
+
+
+def _check_module(module: Any) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"[Sequential] modules must be nn.Modules, got {type(module).__name__}")
+    return module
+
+
+def _free_name(names: list[str]) -> str:
+    return next(str(i) for i in range(len(names) + 1) if str(i) not in names)
+
+
+def _make_layout(modules: list[nn.Module]) -> Layout:
+    hooked = hook_flags(modules)
+    basic_ops: list[BasicOperation] = []
+    runs: list[tuple[list[int], list[int]]] = []  # (modules, basic ops)
+    open_run = False
+    for i, module in enumerate(modules):
+        if not isinstance(module, FusibleOperation):
+            runs.append(([i], []))
+            open_run = False
+            continue
+        positions = list(range(len(basic_ops), len(basic_ops) + len(module.basic_ops)))
+        basic_ops += module.basic_ops
+        if open_run and not hooked[i]:
+            runs[-1][0].append(i)
+            runs[-1][1].extend(positions)
+        else:
+            runs.append(([i], positions))
+        open_run = not hooked[i]
+    routing = resolve_channels(basic_ops)
+    visible = [Routed(*pair) for pair in routing.visible_outputs]
+    read = {source for row in routing.inputs for source in row if isinstance(source, Routed)}
+    segments = tuple(
+        _make_segment(modules, basic_ops, run, hooked, routing.inputs, visible, read)
+        for run in runs
+    )
+    whole = segments[0].group if len(segments) == 1 else None
+    return Layout(
+        tuple(modules), hooked, segments, tuple(visible), routing.num_external_inputs, whole
+    )
+
+
+def _make_segment(
+    modules: list[nn.Module],
+    basic_ops: list[BasicOperation],
+    run: tuple[list[int], list[int]],
+    hooked: tuple[bool, ...],
+    inputs: tuple[tuple[External | Routed, ...], ...],
+    visible: list[Routed],
+    read: set[Routed],
+) -> Segment:
+    places, positions = run
+    mine = set(positions)
+    if not positions:
+        return Segment(tuple(places), (), None, (), ())
+    outside: list[External | Routed] = []
+    sources: list[list[tuple[int, int] | None]] = []
+    for position in positions:
+        row: list[tuple[int, int] | None] = []
+        for source in inputs[position]:
+            local = isinstance(source, Routed) and source.position in mine
+            if local:
+                assert isinstance(source, Routed)
+                row.append((source.position - positions[0], source.output))
+            else:
+                row.append(None)
+                outside.append(source)
+        sources.append(row)
+    read_outside = {
+        source
+        for position, row in enumerate(inputs)
+        if position not in mine
+        for source in row
+        if isinstance(source, Routed)
+    }
+    outputs: list[Routed] = []
+    flags: list[list[bool]] = []
+    for position in positions:
+        flags.append([])
+        for k in range(basic_ops[position].num_extra_outputs):
+            key = Routed(position, k)
+            seen = hooked[places[0]] or key in visible or key in read_outside
+            flags[-1].append(seen)
+            if seen:
+                outputs.append(key)
+    group = None
+    if not hooked[places[0]]:
+        group = OperationFuser(
+            [modules[i] for i in places],  # type: ignore[misc]
+            _sources=sources,
+            _visible=flags,
+        )
+    return Segment(tuple(places), tuple(positions), group, tuple(outside), tuple(outputs))
