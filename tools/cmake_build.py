@@ -48,6 +48,10 @@ def tool(name: str) -> str:
     return found
 
 
+def jobs() -> str:
+    return os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+
+
 def cmake_build(folder: Path, options: dict[str, str], targets: tuple[str, ...]) -> None:
     options = {
         # The tools of an isolated build are gone at the next one: never trust the cached paths.
@@ -57,9 +61,8 @@ def cmake_build(folder: Path, options: dict[str, str], targets: tuple[str, ...])
     }
     defines = [f"-D{name}={value}" for name, value in options.items()]
     cmake = tool("cmake")
-    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
     run([cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *defines])
-    run([cmake, "--build", str(folder), "--parallel", jobs, "--target", *targets])
+    run([cmake, "--build", str(folder), "--parallel", jobs(), "--target", *targets])
 
 
 def run(command: list[str], *, folder: Path = ROOT) -> None:
@@ -88,7 +91,7 @@ def build_and_run_tests(*, sanitize: bool) -> None:
     on_off = "ON" if sanitize else "OFF"
     options = {"TRANSFORMER_OPS_TESTS": "ON", "TRANSFORMER_OPS_SANITIZE": on_off}
     cmake_build(folder, options, targets=("cpp_tests",))
-    run([tool("ctest"), "--output-on-failure"], folder=folder)
+    run([tool("ctest"), "--output-on-failure", "--parallel", jobs()], folder=folder)
 
 
 if __name__ == "__main__":

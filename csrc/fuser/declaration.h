@@ -47,7 +47,8 @@ struct OpDeclaration {
   // Width of the last dimension after the op; -1 where it cannot be known.
   std::function<int64_t(const Attributes&, int64_t width)> width = {};
   // Where slot_bits() is wrong for one of its slots.
-  std::function<int64_t(const std::string& slot, int64_t width, int64_t element_bits)> slot_bits = {};
+  std::function<int64_t(const std::string& slot, int64_t width, int64_t element_bits)> slot_bits =
+      {};
 
   Schema forward_schema = {};
   Schema backward_schema = {};

@@ -209,7 +209,8 @@ class Lowering {
   Argument forward_argument(const Span& span, const std::string& name) const {
     if (const auto bound = span.bindings.find(name); bound != span.bindings.end()) {
       if (const auto* constant = std::get_if<Attribute>(&bound->second)) return *constant;
-      return bound_value(span, std::get<Field>(bound->second));
+      const auto& field = std::get<Field>(bound->second);
+      return Value{Kind::Parameter, span.first + field.op, field.name};
     }
     if (name == "input") return Value{Kind::Main, span.first};
     if (name == "extra_input") return extra_input(op_with_extra(span, &OpNode::extra_inputs), 0);

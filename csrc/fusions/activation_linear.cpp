@@ -65,8 +65,7 @@ std::optional<std::string> why_not(const Match& match) {
 
 Bindings bind(const Match& match) {
   return {{"activation", Attribute(activation_of_kind(match.kind(0)).name)},
-          {"activated", Field{1, "input"}},
-          {"weight", Field{1, "weight"}}};
+          {"activated", Field{1, "input"}}};
 }
 
 [[maybe_unused]] const bool registered = register_fused_op({

@@ -64,8 +64,8 @@ void masked_backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad{args.tensor(0), 1}, grad_x{results[0], 1};
   const auto* mask = args.tensor(1).const_data_ptr<uint8_t>();
   cpu::parallel(grad.count(), 1, 8, [&](int64_t begin, int64_t end) {
-    cpu::kernels().relu_backward(cpu::kernel_dtype(grad.tensor), grad.read(begin),
-                                 mask + begin / 8, grad_x.write(begin), end - begin);
+    cpu::kernels().relu_backward(cpu::kernel_dtype(grad.tensor), grad.read(begin), mask + begin / 8,
+                                 grad_x.write(begin), end - begin);
   });
 }
 
@@ -88,8 +88,9 @@ Tensor replay_srelu(const ReplayCall& call) {
 TypedOp make_forward(const ActivationRow& row) {
   const std::string name = row.name;
   const bool keeps_mask = row.keeps_mask;
-  return {.schema = keeps_mask ? name + "(Tensor input, bool save_mask) -> (Tensor output, "
-                                        "Tensor mask)"
+  return {.schema = keeps_mask ? name +
+                                     "(Tensor input, bool save_mask) -> (Tensor output, "
+                                     "Tensor mask)"
                                : name + "(Tensor input) -> Tensor output",
           .shape = keeps_mask ? masked_forward_shape : forward_shape,
           .cpu =

@@ -15,9 +15,7 @@ void forward_cpu(const Args& args, Tensors& results) {
   results = {linear_cpu(args.tensor(0), args.tensor(1))};
 }
 
-Tensors forward_unfused(const Args& args) {
-  return {at::linear(args.tensor(0), args.tensor(1))};
-}
+Tensors forward_unfused(const Args& args) { return {at::linear(args.tensor(0), args.tensor(1))}; }
 
 TensorSpecs backward_shape(const Args& args) { return linear_backward_outputs(args, 0, 1, 2, 3); }
 
@@ -42,9 +40,10 @@ Tensors backward_unfused(const Args& args) {
                     .attributes = {"in_features", "out_features", "accumulate_into_main_grad"},
                     .slots = {{"input", {"weight"}}, {"weight", {"input"}}},
                     .dtype = DTypeRule::Parameter,
-                    .width = [](const Attributes& attributes, int64_t) {
-                      return std::get<int64_t>(attributes.at("out_features"));
-                    }},
+                    .width =
+                        [](const Attributes& attributes, int64_t) {
+                          return std::get<int64_t>(attributes.at("out_features"));
+                        }},
     .forward = {.schema = "linear(Tensor input, Tensor weight) -> Tensor output",
                 .shape = forward_shape,
                 .cpu = forward_cpu,

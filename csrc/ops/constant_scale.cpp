@@ -18,9 +18,7 @@ void multiply_cpu(const Args& args, Tensors& results) {
 Tensors multiply_unfused(const Args& args) { return {args.tensor(0) * args.number(1)}; }
 
 [[maybe_unused]] const bool registered = register_op({
-    .declaration = {.kind = "ConstantScale",
-                    .summary = "x * scale",
-                    .attributes = {"scale"}},
+    .declaration = {.kind = "ConstantScale", .summary = "x * scale", .attributes = {"scale"}},
     .forward = {.schema = "constant_scale(Tensor input, float scale) -> Tensor output",
                 .shape = shape,
                 .cpu = multiply_cpu,

@@ -2,13 +2,12 @@
 // glu_interleave_size elements that alternate along it.
 #include "ops/glu.h"
 
-#include <ATen/ops/clamp.h>
-#include <ATen/ops/clamp_max.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/tanh.h>
+#include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <cmath>
@@ -39,8 +38,10 @@ Tensor situglu(const Tensor& a, const Tensor& b, const Glu& glu) {
 }
 
 Tensor clamped_swiglu(const Tensor& a, const Tensor& b, const Glu& glu) {
-  const Tensor gate = at::clamp_max(a, glu.limit);
-  const Tensor linear = at::clamp(b, -glu.limit, glu.limit);
+  // Not at::clamp: whether its gradient passes at the limit depends on torch's version.
+  const Tensor gate = at::where(a > glu.limit, glu.limit, a);
+  const Tensor below = at::where(b > glu.limit, glu.limit, b);
+  const Tensor linear = at::where(below < -glu.limit, -glu.limit, below);
   return gate * at::sigmoid(glu.alpha * gate) * (linear + glu.offset);
 }
 
@@ -101,9 +102,8 @@ bool register_glus() {
                                  .attributes = row.attributes,
                                  .slots = {{"input"}},
                                  .dtype = DTypeRule::Autocast,
-                                 .width = [](const Attributes&, int64_t width) {
-                                   return width < 0 ? -1 : width / 2;
-                                 }},
+                                 .width = [](const Attributes&,
+                                             int64_t width) { return width < 0 ? -1 : width / 2; }},
                  .forward = make_forward(row),
                  .backward = make_backward(row)});
   }
@@ -170,8 +170,7 @@ cpu::Glu read_glu(const GluRow& row, const Args& args, size_t first) {
   return glu;
 }
 
-TensorSpec glu_output(const Args& args, const char* name, const TensorSpec& input,
-                      const Glu& glu) {
+TensorSpec glu_output(const Args& args, const char* name, const TensorSpec& input, const Glu& glu) {
   check_positive(args, "beta1", glu.beta1);
   check_positive(args, "beta2", glu.beta2);
   check_positive(args, "limit", glu.limit);
@@ -193,8 +192,8 @@ Tensor glu_unfused(const GluRow& row, const Tensor& input, const Glu& glu) {
     const auto half = x.sym_size(-1) / 2;
     output = row.unfused(x.narrow_symint(-1, 0, half), x.narrow_symint(-1, half, half), glu);
   } else {
-    const auto blocks = x.unflatten_symint(-1, {x.sym_size(-1) / (2 * glu.interleave), 2,
-                                                glu.interleave});
+    const auto blocks =
+        x.unflatten_symint(-1, {x.sym_size(-1) / (2 * glu.interleave), 2, glu.interleave});
     output = row.unfused(blocks.select(-2, 0), blocks.select(-2, 1), glu).flatten(-2);
   }
   return output.to(input.scalar_type());

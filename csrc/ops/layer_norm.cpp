@@ -25,10 +25,9 @@ void forward_cpu(const Args& args, Tensors& results) {
   const Tensor beta = cpu::to_accumulate(args.tensor(2), x.tensor);
   const cpu::Rows y{results[0], x.width}, mean{results[1], 1}, rstd{results[2], 1};
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().layer_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin),
-                                      gamma.const_data_ptr(), beta.const_data_ptr(), args.number(3),
-                                      y.write(begin), mean.write(begin), rstd.write(begin),
-                                      end - begin, x.width);
+    cpu::kernels().layer_norm_forward(
+        cpu::kernel_dtype(x.tensor), x.read(begin), gamma.const_data_ptr(), beta.const_data_ptr(),
+        args.number(3), y.write(begin), mean.write(begin), rstd.write(begin), end - begin, x.width);
   });
 }
 
@@ -67,14 +66,14 @@ void backward_cpu(const Args& args, Tensors& results) {
   const Tensor gamma = cpu::to_accumulate(args.tensor(4), x.tensor, args.flag(6) ? 1.0 : 0.0);
   const cpu::Rows grad_x{results[0], x.width};
   const auto dtype = args.tensor(4).scalar_type();
-  const Tensors sums = cpu::sum_rows(
-      x.count(), x.width, x.tensor, {dtype, dtype},
-      [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-        cpu::kernels().layer_norm_backward(
-            cpu::kernel_dtype(x.tensor), grad.read(begin), x.read(begin), mean.read(begin),
-            rstd.read(begin), gamma.const_data_ptr(), grad_x.write(begin), sums[0], sums[1],
-            end - begin, x.width);
-      });
+  const Tensors sums =
+      cpu::sum_rows(x.count(), x.width, x.tensor, {dtype, dtype},
+                    [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+                      cpu::kernels().layer_norm_backward(
+                          cpu::kernel_dtype(x.tensor), grad.read(begin), x.read(begin),
+                          mean.read(begin), rstd.read(begin), gamma.const_data_ptr(),
+                          grad_x.write(begin), sums[0], sums[1], end - begin, x.width);
+                    });
   results[1] = sums[0].view(args.tensor(4).sizes());
   results[2] = sums[1].view(args.tensor(4).sizes());
 }

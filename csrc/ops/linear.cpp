@@ -44,7 +44,8 @@ TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t
   const TensorSpec absent{{0}, grad.scalar_type()};
   TensorSpecs specs = {absent, absent};
   if (args.flag(mask, 0)) {
-    TORCH_CHECK(args.has(weight), "[", args.op(), "] weight must be given for grad_input, got none");
+    TORCH_CHECK(args.has(weight), "[", args.op(),
+                "] weight must be given for grad_input, got none");
     specs[0] = last_size(grad, args.tensor(weight).sym_size(1));
   }
   if (args.flag(mask, 1)) {
@@ -62,8 +63,8 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
   const Tensor matrix = input.numel() == 0 && input.dim() != 2
                             ? input.reshape({input.numel() / weight.size(1), weight.size(1)})
                             : as_matrix(input);
-  const Tensor output = bias.defined() ? at::cpu::addmm(bias, matrix, weight.t())
-                                       : at::cpu::mm(matrix, weight.t());
+  const Tensor output =
+      bias.defined() ? at::cpu::addmm(bias, matrix, weight.t()) : at::cpu::mm(matrix, weight.t());
   return with_last_size(output, input, weight.size(0));
 }
 

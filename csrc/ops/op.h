@@ -8,9 +8,9 @@ namespace transformer_ops {
 
 // What double backward knows of an op whose input was not saved.
 struct ReplayCall {
-  Tensor input;    // right derivatives, but its values are a stand-in
+  Tensor input;  // right derivatives, but its values are a stand-in
   std::function<Tensor(const std::string&)> slot;  // undefined where not saved
-  Tensor output;   // undefined where not saved
+  Tensor output;                                   // undefined where not saved
   const Attributes& attributes;
 };
 

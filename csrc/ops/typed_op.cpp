@@ -140,8 +140,8 @@ class MissingBackend final : public Kernel {
 
 template <typename KernelType>
 torch::CppFunction make_kernel(const TypedOp& op, const std::string& name, DispatchKey key) {
-  return torch::dispatch(key, torch::CppFunction::makeFromBoxedFunctor(
-                                  std::make_unique<KernelType>(op, name)));
+  return torch::dispatch(
+      key, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<KernelType>(op, name)));
 }
 
 std::vector<TypedOpPair>& pairs() {
@@ -209,9 +209,7 @@ TensorSpec row_statistics(const Tensor& tensor, int64_t dims) {
           accumulate_dtype(tensor.scalar_type())};
 }
 
-TensorSpec bit_mask(const Tensor& tensor) {
-  return {{(tensor.sym_numel() + 7) / 8}, at::kByte};
-}
+TensorSpec bit_mask(const Tensor& tensor) { return {{(tensor.sym_numel() + 7) / 8}, at::kByte}; }
 
 Tensor to_accumulate(const Tensor& tensor) {
   return tensor.to(accumulate_dtype(tensor.scalar_type()));
@@ -250,9 +248,9 @@ void check_trailing(const Args& args, const char* name, const Tensor& tensor,
                     const Tensor& trailing) {
   const auto sizes = tensor.sym_sizes();
   const auto wanted = trailing.sym_sizes();
-  TORCH_CHECK(sizes.size() >= wanted.size() &&
-                  sizes.slice(sizes.size() - wanted.size()).equals(wanted),
-              "[", args.op(), "] ", name, " must end in dimensions ", wanted, ", got shape ", sizes);
+  TORCH_CHECK(
+      sizes.size() >= wanted.size() && sizes.slice(sizes.size() - wanted.size()).equals(wanted),
+      "[", args.op(), "] ", name, " must end in dimensions ", wanted, ", got shape ", sizes);
 }
 
 }  // namespace transformer_ops

@@ -51,15 +51,16 @@ using TensorSpecs = c10::SmallVector<TensorSpec, 4>;
 // One torch.ops.transformer_ops.<name>: functional, no result aliases an argument.
 struct TypedOp {
   std::string schema = {};
-  // Checks the arguments ([op] what RULE, got VALUE), then gives the results. Sizes may be symbolic.
+  // Checks the arguments ([op] what RULE, got VALUE), then gives the results. Sizes may be
+  // symbolic.
   std::function<TensorSpecs(const Args&)> shape = {};
   // Fills results allocated by `shape`, or replaces them. Arguments are contiguous.
   std::function<void(const Args&, Tensors&)> cpu = {};
   // The same as plain differentiable ATen calls: oracle, double backward, torch.func. The results
   // that only serve backward may stay undefined. Absent where the op is the backward of another.
   std::function<Tensors(const Args&)> unfused = {};
-  bool random = false;         // draws from torch's generator
-  bool allocates = true;       // false: `cpu` makes its results itself and takes any strides
+  bool random = false;    // draws from torch's generator
+  bool allocates = true;  // false: `cpu` makes its results itself and takes any strides
 };
 
 // Registers schema, CPU kernel, shape rule as Meta kernel, and the clear error for other devices.
