@@ -84,6 +84,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("remove_fusion", &remove_fusion);
   module.def("fusions", &list_fusions);
   module.def("registry_version", &registry_version);
+  module.def("touch_registry", &touch_registry);
   module.def("declarations", &list_declarations);
   module.def("typed_op_pairs", &list_typed_op_pairs);
   module.def("unfused", torch::wrap_pybind_function(&unfused));

@@ -76,8 +76,8 @@ class OperationFuser:
         self._accumulates = [
             op for op in self._basic_ops if op._attributes().get("accumulate_into_main_grad")
         ]
-        for op in self._basic_ops:
-            op._channels_captured = True
+        for op in (*self._ops, *self._basic_ops):
+            op.__dict__["_channels_captured"] = True
         self._group = _C.Group(
             [self._describe(i) for i in range(len(self._basic_ops))],
             [_places(op) for op in self._basic_ops],

@@ -176,6 +176,16 @@ class FusibleOperation(nn.Module):
         """Gradients of (input, parameters of each basic op, extra inputs of each basic op)."""
         raise NotImplementedError(f"[{type(self).__name__}] fuser_backward must be defined")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # Constructor state of a native op is part of the plans of the groups that hold it.
+        captured = self.__dict__.get("_channels_captured", False)
+        if captured and name != "training" and name[0] != "_" and not self.is_python:
+            from . import registry
+
+            if not isinstance(value, Tensor | nn.Module):
+                registry.invalidate_plans()
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
 

@@ -65,8 +65,9 @@ class FusionHandle:
 
 
 def invalidate_plans() -> None:
-    """Tell compiled graphs that plans may have changed."""
+    """Make plans and compiled graphs stale: something they depend on has changed."""
     global VERSION
+    _C.touch_registry()
     VERSION += 1
 
 

@@ -186,7 +186,10 @@ class Compiler {
     }
     const Value& value = std::get<Value>(argument);
     if (value.kind == Kind::Shape) {
-      program_.shapes.push_back(forward_.find({Kind::Main, value.op}));
+      const int index = forward_.find({Kind::Main, value.op});
+      TORCH_CHECK(index >= 0, "[plan] shape must be of a value that forward writes, got ",
+                  to_text(value));
+      program_.shapes.push_back(index);
       return Program::ShapeOf{static_cast<int>(program_.shapes.size()) - 1};
     }
     const bool from_forward = value.kind == Kind::Slot || value.kind == Kind::Parameter;

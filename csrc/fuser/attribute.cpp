@@ -32,13 +32,20 @@ bool parse_number(const std::string& text, Number& value) {
 
 std::string quote(const std::string& raw) {
   std::string text = "\"";
-  for (const char c : raw) text += (c == '"' || c == '\\') ? std::string{'\\', c} : std::string{c};
+  for (const char c : raw) {
+    if (c == '"' || c == '\\' || c == '\n') text += '\\';
+    text += c == '\n' ? 'n' : c;
+  }
   return text + "\"";
 }
 
 std::string unquote(const std::string& text) {
   std::string raw;
-  for (size_t i = 1; i + 1 < text.size(); ++i) raw += text[i] == '\\' ? text[++i] : text[i];
+  for (size_t i = 1; i + 1 < text.size(); ++i) {
+    const bool escaped = text[i] == '\\';
+    if (escaped) ++i;
+    raw += escaped && text[i] == 'n' ? '\n' : text[i];
+  }
   return raw;
 }
 
@@ -50,7 +57,7 @@ Attribute parse_list(const std::string& text) {
     size_t end = body.find(',', begin);
     end = end == std::string::npos ? body.size() : end;
     const size_t first = body.find_first_not_of(' ', begin);
-    const std::string item = body.substr(first, end - first);
+    const std::string item = first < end ? body.substr(first, end - first) : "";
     int64_t integer = 0;
     if (item == "true" || item == "false") {
       booleans.push_back(item == "true");

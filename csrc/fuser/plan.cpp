@@ -6,6 +6,7 @@
 #include <set>
 #include <utility>
 
+#include "fuser/declaration.h"
 #include "fuser/error.h"
 
 namespace transformer_ops {
@@ -29,6 +30,80 @@ constexpr std::array<std::pair<Kind, const char*>, 10> kPrefixes = {{
 
 bool is_boundary(Kind kind) {
   return kind == Kind::Main || kind == Kind::Grad || kind == Kind::Shape;
+}
+
+void verify_value(const Value& value, const Plan& plan) {
+  const int count = plan.size() + (is_boundary(value.kind) ? 1 : 0);
+  check(value.op >= 0 && value.op < count, "[plan] a value must name an op of the plan, got ",
+        to_text(value), " with ", plan.size(), " ops");
+}
+
+void verify_values(const std::vector<Step>& steps, const Plan& plan) {
+  for (const Step& step : steps) {
+    for (const Instruction& instruction : step.instructions) {
+      for (const Argument& argument : instruction.arguments) {
+        if (const auto* value = std::get_if<Value>(&argument)) verify_value(*value, plan);
+      }
+      for (const Value& result : instruction.results) verify_value(result, plan);
+    }
+  }
+}
+
+void verify_routes(const Plan& plan) {
+  for (const auto& [input, output] : plan.routes) {
+    verify_value(input, plan);
+    verify_value(output, plan);
+    check(input.kind == Kind::ExtraInput && output.kind == Kind::ExtraOutput &&
+              output.op < input.op,
+          "[plan] a route must lead from an extra output to an extra input of a later op, got ",
+          to_text(input), "=", to_text(output));
+  }
+}
+
+// The names of `values` that belong to op i and are of this kind.
+std::vector<std::string> names_of(const std::vector<Value>& values, Kind kind, int i) {
+  std::vector<std::string> names;
+  for (const Value& value : values) {
+    if (value.kind == kind && value.op == i) names.push_back(value.name);
+  }
+  return names;
+}
+
+// A native op has the attributes and tensors that its kind declares, and no others.
+void verify_native_op(const Plan& plan, int i) {
+  const PlannedOp& op = plan.ops[i];
+  const OpDeclaration& row = declaration(op.kind);
+  const std::string place = "[plan] op " + std::to_string(i) + " (" + op.kind + ")";
+  for (const auto& name : row.attributes) {
+    check(op.attributes.contains(name), place, " must have attribute '", name, "', got none");
+  }
+  const auto parameters = names_of(plan.parameters, Kind::Parameter, i);
+  check(parameters == row.parameters, place, " must have ", row.parameters.size(),
+        " parameters by their names, got ", parameters.size());
+  std::vector<Value> inputs = plan.extra_inputs;
+  for (const Route& route : plan.routes) inputs.push_back(route.input);
+  auto names = names_of(inputs, Kind::ExtraInput, i);
+  std::ranges::sort(names);
+  check(static_cast<int>(names.size()) == row.extra_inputs, place, " must have ", row.extra_inputs,
+        " extra inputs, got ", names.size());
+  for (int k = 0; k < row.extra_inputs; ++k) {
+    check(names[k] == std::to_string(k), place, " must have extra input ", k, ", got '", names[k],
+          "'");
+  }
+}
+
+void verify_ops(const Plan& plan) {
+  verify_routes(plan);
+  for (const auto* values : {&plan.parameters, &plan.extra_inputs, &plan.extra_outputs}) {
+    for (const Value& value : *values) verify_value(value, plan);
+    check(std::ranges::is_sorted(*values, {}, &Value::op), "[plan] inputs, parameters and outputs ",
+          "must be in the order of their ops");
+  }
+  for (int i = 0; i < plan.size(); ++i) {
+    if (plan.ops[i].native) verify_native_op(plan, i);
+  }
+  verify_values(plan.forward, plan);
+  verify_values(plan.backward, plan);
 }
 
 void verify_coverage(const std::vector<Step>& steps, int ops, const char* direction) {
@@ -86,6 +161,11 @@ void add_python_results(const Step& step, const Plan& plan, bool forward, DataFl
 
 bool covers(const Step& step, int op) { return step.first() <= op && op <= step.last(); }
 
+bool inside_python_step(const Plan& plan, int op) {
+  return std::ranges::any_of(plan.forward,
+                             [&](const Step& step) { return step.python && covers(step, op); });
+}
+
 void verify_joint_pairs(const std::vector<Step>& steps, const std::vector<Step>& others) {
   for (const Step& step : steps) {
     if (!step.joint) continue;
@@ -131,13 +211,13 @@ void verify_backward(const Plan& plan, const DataFlow& forward) {
         if (value == nullptr) continue;
         if (value->kind == Kind::Slot) {
           // A Python forward step fills the slots of the ops it covers when it runs.
-          const bool filled_in_python = std::ranges::any_of(plan.forward, [&](const Step& other) {
-            return other.python && covers(other, value->op);
-          });
-          check(forward.has(*value) || filled_in_python, "[plan] backward step '", step->name,
+          check(forward.has(*value) || inside_python_step(plan, value->op), "[plan] backward step '", step->name,
                 "' must read a slot that forward saves, got ", to_text(*value));
           flow.add(*value);
         } else if (value->kind == Kind::Shape) {
+          check(forward.has({Kind::Main, value->op}) || inside_python_step(plan, value->op),
+                "[plan] backward step '", step->name,
+                "' must read the shape of what forward writes, got ", to_text(*value));
           flow.add(*value);
         }
       }
@@ -184,6 +264,7 @@ bool Plan::has_python_steps() const {
 }
 
 void verify(const Plan& plan) {
+  verify_ops(plan);
   verify_coverage(plan.forward, plan.size(), "forward");
   verify_coverage(plan.backward, plan.size(), "backward");
   verify_joint_pairs(plan.forward, plan.backward);

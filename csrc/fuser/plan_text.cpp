@@ -32,6 +32,18 @@ std::string join(const List& list, const char* separator, Function&& item_text) 
 
 std::string value_text(const Value& value) { return to_text(value); }
 
+// A user's name of any text; quoted where it is not one plain word.
+std::string name_text(const std::string& name) {
+  constexpr const char* kPlain =
+      "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.:<>-";
+  const bool is_plain = !name.empty() && name.find_first_not_of(kPlain) == std::string::npos;
+  return is_plain ? name : to_text(Attribute(name));
+}
+
+std::string parse_name(const std::string& text) {
+  return text.starts_with('"') ? std::get<std::string>(parse_attribute(text)) : text;
+}
+
 std::string instruction_text(const Instruction& instruction) {
   const std::string arguments =
       join(instruction.arguments, ", ", argument_text);
@@ -41,7 +53,7 @@ std::string instruction_text(const Instruction& instruction) {
 }
 
 std::string step_text(const Step& step, const char* direction) {
-  std::string text = std::string(direction) + " " + step.name + " ops=" +
+  std::string text = std::string(direction) + " " + name_text(step.name) + " ops=" +
                      to_text(Attribute(std::vector<int64_t>(step.ops.begin(), step.ops.end())));
   if (step.compute) text += " compute=" + to_text(*step.compute);
   if (step.cast_parameters) text += " cast_parameters=true";
@@ -166,7 +178,7 @@ class Parser {
   void parse_op(const std::vector<std::string>& words) {
     check(words.size() >= 2 && parse_int(words[0]) == plan_.size(), "[plan] op ", plan_.size(),
           " must come next, got '", words.empty() ? "" : words[0], "'");
-    PlannedOp op{.kind = words[1]};
+    PlannedOp op{.kind = parse_name(words[1])};
     for (size_t i = 2; i < words.size(); ++i) {
       const auto [name, value] = split_once(words[i], '=');
       if (name == "native") {
@@ -182,7 +194,7 @@ class Parser {
 
   void parse_step(const std::vector<std::string>& words, std::vector<Step>& steps) {
     check(words.size() >= 2, "[plan] a step must have a name and ops");
-    Step step{.name = words[0]};
+    Step step{.name = parse_name(words[0])};
     for (size_t i = 1; i < words.size(); ++i) parse_step_field(words[i], step);
     check(!step.ops.empty(), "[plan] step '", step.name, "' must have ops");
     steps.push_back(std::move(step));
@@ -261,7 +273,7 @@ std::string to_text(const Plan& plan) {
   std::string text = std::string(kHeader) + "\n";
   for (int i = 0; i < plan.size(); ++i) {
     const PlannedOp& op = plan.ops[i];
-    text += "op " + std::to_string(i) + " " + op.kind;
+    text += "op " + std::to_string(i) + " " + name_text(op.kind);
     if (!op.native) text += " native=false";
     if (op.training) text += " training=true";
     for (const auto& [name, value] : op.attributes) text += " " + name + "=" + to_text(value);

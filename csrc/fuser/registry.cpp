@@ -99,4 +99,6 @@ bool remove_fusion(int64_t id) {
 
 int64_t registry_version() { return registry().version; }
 
+void touch_registry() { ++registry().version; }
+
 }  // namespace transformer_ops

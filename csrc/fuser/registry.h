@@ -31,5 +31,7 @@ bool remove_fusion(int64_t id);
 
 // Grows with every change; a plan made under another version is stale.
 int64_t registry_version();
+// Makes all plans stale: something they depend on has changed.
+void touch_registry();
 
 }  // namespace transformer_ops

@@ -14,11 +14,7 @@ const ActivationRow& row_of(const Args& args) { return activation_named(args.tex
 
 TensorSpecs shape(const Args& args) {
   const TensorSpec output = linear_output(args);
-  const Tensor& bias = args.tensor(2);
-  TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == output.sizes.back(), "[", args.op(),
-              "] bias must have shape [", output.sizes.back(), "], got ", bias.sym_sizes());
-  TORCH_CHECK(bias.scalar_type() == output.dtype, "[", args.op(), "] bias must have dtype ",
-              output.dtype, ", got ", bias.scalar_type());
+  check_linear_bias(args, args.tensor(2), output);
   const bool mask = row_of(args).keeps_mask;
   if (!args.flag(4)) return {output, {{0}, mask ? at::kByte : output.dtype}};
   if (!mask) return {output, output};
@@ -51,15 +47,6 @@ Tensors forward_unfused(const Args& args) {
   return {row_of(args).unfused(at::linear(args.tensor(0), args.tensor(1), args.tensor(2)))};
 }
 
-std::optional<std::string> why_not(const Match& match) {
-  if (match.facts.parameters[match.first][0].dtype ==
-      match.facts.parameters[match.first + 1][0].dtype) {
-    return std::nullopt;
-  }
-  if (match.facts.autocast) return std::nullopt;
-  return "weight and bias have different dtypes";
-}
-
 Bindings bind(const Match& match) {
   const ActivationRow& row = activation_of_kind(match.kind(2));
   return {{"activation", Attribute(row.name)},
@@ -71,7 +58,7 @@ Bindings bind(const Match& match) {
              .pass = Pass::Forward,
              .benefit = 30,
              .pattern = {{"BasicLinear"}, {"Bias"}, activation_kinds()},
-             .why_not = why_not,
+             .why_not = different_linear_dtypes,
              .bind = bind},
     .forward = {.schema = "linear_bias_activation(Tensor input, Tensor weight, Tensor bias, "
                           "str activation, bool save_kept) -> (Tensor output, Tensor kept)",

@@ -38,6 +38,22 @@ TensorSpec linear_output(const Args& args) {
   return last_size(input, weight.sym_size(0));
 }
 
+void check_linear_bias(const Args& args, const Tensor& bias, const TensorSpec& output) {
+  TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == output.sizes.back(), "[", args.op(),
+              "] bias must have shape [", output.sizes.back(), "], got ", bias.sym_sizes());
+  TORCH_CHECK(bias.scalar_type() == output.dtype, "[", args.op(), "] bias must have dtype ",
+              output.dtype, ", got ", bias.scalar_type());
+}
+
+std::optional<std::string> different_linear_dtypes(const Match& match) {
+  // Under autocast both are cast.
+  if (match.facts.autocast) return std::nullopt;
+  const auto& weight = match.facts.parameters[match.first][0];
+  const auto& bias = match.facts.parameters[match.first + 1][0];
+  if (weight.dtype == bias.dtype) return std::nullopt;
+  return "weight and bias have different dtypes";
+}
+
 TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t input,
                                     size_t weight, size_t mask) {
   const Tensor& grad = args.tensor(grad_output);

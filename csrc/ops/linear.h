@@ -1,12 +1,19 @@
 // Products and their checks, shared by BasicLinear and the fused ops that contain one.
 #pragma once
 
+#include "fuser/rule.h"
 #include "ops/typed_op.h"
 
 namespace transformer_ops {
 
 // The result of arguments (input, weight, ...). Raises where they do not fit.
 TensorSpec linear_output(const Args& args);
+
+// The bias of a fused Linear + Bias: one number an output feature, in the output's dtype.
+void check_linear_bias(const Args& args, const Tensor& bias, const TensorSpec& output);
+
+// Why a rule that starts with BasicLinear + Bias does not fire, or none.
+std::optional<std::string> different_linear_dtypes(const Match& match);
 
 // (grad_input, grad_weight) for a bool[2] mask; a masked result is empty. `input` and `weight` may
 // be absent where the mask does not ask for what they serve.
