@@ -51,6 +51,23 @@ py::list list_declarations() {
   return rows;
 }
 
+py::list list_rules() {
+  py::list rows;
+  for (const Fusion& fusion : fusions()) {
+    if (fusion.rule == nullptr) continue;
+    py::dict entry;
+    entry["name"] = fusion.name;
+    entry["pass"] = to_text(fusion.pass);
+    entry["origin"] = fusion.origin;
+    entry["benefit"] = fusion.rule->benefit;
+    entry["pattern"] = fusion.rule->pattern;
+    entry["forward"] = fusion.rule->forward;
+    entry["backward"] = fusion.rule->backward;
+    rows.append(entry);
+  }
+  return rows;
+}
+
 py::list list_typed_op_pairs() {
   py::list rows;
   for (const auto& pair : typed_op_pairs()) rows.append(py::make_tuple(pair.forward, pair.backward));
@@ -86,6 +103,11 @@ PYBIND11_MODULE(_C, module) {
   module.def("registry_version", &registry_version);
   module.def("touch_registry", &touch_registry);
   module.def("declarations", &list_declarations);
+  module.def("rules", &list_rules);
+  module.def("slot_bits", [](const std::string& kind, const std::string& slot, int64_t width,
+                             int64_t element_bits) {
+    return slot_bits(declaration(kind), slot, width, element_bits);
+  });
   module.def("typed_op_pairs", &list_typed_op_pairs);
   module.def("unfused", torch::wrap_pybind_function(&unfused));
   module.def("isa_name", &cpu::isa_name);

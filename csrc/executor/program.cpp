@@ -147,6 +147,7 @@ class Compiler {
     for (const Argument& argument : instruction.arguments) {
       call.operands.push_back(operand(argument, values));
     }
+    if (call.typed && call.typed->random) program_.random = true;
     std::vector<Line> sums;
     for (const Value& value : instruction.results) {
       const int previous = values.find(value);

@@ -52,6 +52,7 @@ struct Program {
 
   Plan plan;
   std::string text;
+  bool random = false;  // draws from torch's generator
 
   Code forward;
   std::vector<int> inputs;   // main, extra inputs, parameters

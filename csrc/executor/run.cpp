@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "executor/plan_function.h"
+#include "executor/preflight.h"
 #include "executor/unfused.h"
 #include "executor/walk.h"
 
@@ -49,6 +50,7 @@ Tensors run_unfused(const Plan& fused, at::TensorList tensors) {
 Tensors run(const Program& program, at::TensorList tensors) {
   check_count(program, tensors);
   if (under_functorch()) return run_unfused(program.plan, tensors);
+  if (program.random) preflight(program, tensors);
   const bool wants_grad =
       at::GradMode::is_enabled() &&
       std::ranges::any_of(tensors, [](const Tensor& tensor) { return tensor.requires_grad(); });

@@ -154,6 +154,27 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensor
   return true;
 }
 
+void Group::note_inputs(const Tensors& tensors) {
+  last_inputs_.resize(1 + extra_inputs_);
+  for (size_t i = 0; i < last_inputs_.size(); ++i) {
+    if (tensors[i].unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+      last_inputs_.clear();
+      return;
+    }
+    const at::IntArrayRef sizes = tensors[i].sizes();
+    last_inputs_[i].sizes.assign(sizes.begin(), sizes.end());
+    last_inputs_[i].dtype = tensors[i].scalar_type();
+  }
+}
+
+py::list Group::last_inputs() const {
+  py::list list;
+  for (const auto& [sizes, dtype] : last_inputs_) {
+    list.append(py::make_tuple(std::vector<int64_t>(sizes.begin(), sizes.end()), dtype));
+  }
+  return list;
+}
+
 void Group::write_key(const Tensors& tensors) {
   const bool grad = at::GradMode::is_enabled();
   const auto device = tensors[0].device().type();
@@ -244,6 +265,7 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count) {
   }
   const Program* program = last_->program;
   if (program == nullptr) Py_RETURN_NONE;
+  note_inputs(tensors);
   Tensors outputs;
   {
     const py::gil_scoped_release no_gil;
@@ -372,6 +394,7 @@ void bind_group(py::module_& module) {
       .def("make_call", &make_call, "The eager call; the group must outlive it.")
       .def("plan", torch::wrap_pybind_function(&Group::plan))
       .def_property_readonly("last", &Group::last)
+      .def_property_readonly("last_inputs", &Group::last_inputs)
       .def_property_readonly("cached_plans", &Group::cached_plans);
   module.def("parse_plan", torch::wrap_pybind_function([](const std::string& text) {
     const Plan plan = parse_plan(text);

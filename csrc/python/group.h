@@ -30,6 +30,11 @@ struct ParameterPlace {
   py::str name;
 };
 
+struct TensorShape {
+  c10::SmallVector<int64_t, 5> sizes;
+  at::ScalarType dtype;
+};
+
 // The ops of one group, their plan cache, and the eager call.
 class Group {
  public:
@@ -50,10 +55,13 @@ class Group {
                                   const std::vector<bool>& training);
 
   std::shared_ptr<PlanEntry> last() const { return last_; }
+  // The main input and the extra inputs of the last call() that ran here, for explain().
+  py::list last_inputs() const;
   size_t cached_plans() const { return entries_.size(); }
 
  private:
   bool has_hooks() const;
+  void note_inputs(const Tensors& tensors);
   bool gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensors) const;
   void write_key(const Tensors& tensors);
   std::shared_ptr<PlanEntry> find_or_make(const std::string& key);
@@ -70,6 +78,7 @@ class Group {
   int64_t version_ = -1;
   std::vector<std::shared_ptr<PlanEntry>> entries_;
   std::shared_ptr<PlanEntry> last_;
+  std::vector<TensorShape> last_inputs_;
 };
 
 void bind_group(py::module_& module);

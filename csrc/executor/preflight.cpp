@@ -1,0 +1,47 @@
+#include "executor/preflight.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <unordered_map>
+
+#include "executor/walk.h"
+
+namespace transformer_ops {
+namespace {
+
+// Fakes and proxies check while they trace, and draw nothing.
+bool is_plain(const Tensor& tensor) {
+  return !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_meta() &&
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+void append_sizes(const Tensor& tensor, std::vector<int64_t>& signature) {
+  signature.push_back(tensor.dim());
+  signature.insert(signature.end(), tensor.sizes().begin(), tensor.sizes().end());
+}
+
+void run_on_meta(const Program& program, at::TensorList tensors) {
+  const BelowAutograd below_autograd;
+  Tensors values(program.forward.values);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto options = at::TensorOptions(tensors[i].scalar_type()).device(at::kMeta);
+    values[program.inputs[i]] = at::empty(tensors[i].sizes(), options);
+  }
+  walk(program.forward, {}, values);
+}
+
+}  // namespace
+
+void preflight(const Program& program, at::TensorList tensors) {
+  static thread_local std::unordered_map<const Program*, std::vector<int64_t>> passed;
+  if (!std::ranges::all_of(tensors, is_plain)) return;
+  std::vector<int64_t> signature;
+  for (const Tensor& tensor : tensors) append_sizes(tensor, signature);
+  std::vector<int64_t>& last = passed[&program];
+  if (last == signature) return;
+  run_on_meta(program, tensors);
+  last = std::move(signature);
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,125 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+from . import checkpoint
+from .failure import Failure
+
+# A checkpoint fits only the run that has these in common with it.
+FIXED = ("layers", "width", "context", "seed", "batch")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is made of; a checkpoint keeps it."""
+
+    data: str | None
+    steps: int
+    batch: int
+    context: int
+    layers: int
+    width: int
+    dropout: float
+    lr: float
+    decay_steps: int
+    dtype: str
+    device: str
+    backend: str
+    compile: bool
+    seed: int
+    checkpoint_every: int
+    out: str
+    resume: str | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What goes into a checkpoint."""
+        state = asdict(self)
+        del state["resume"]
+        return state
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Failure(message)
+
+
+def parse(arguments: list[str]) -> tuple[Options, dict[str, Any] | None]:
+    """Options, and the checkpoint to go on from, whose options are the defaults then."""
+    parser = _make_parser()
+    options = Options(**vars(parser.parse_args(arguments)))
+    if options.resume is None:
+        return options, None
+    state = checkpoint.load(options.resume)
+    saved = Options(**state["options"])
+    parser.set_defaults(**saved.state())
+    options = Options(**vars(parser.parse_args(arguments)))
+    for name in FIXED:
+        want, got = getattr(saved, name), getattr(options, name)
+        if got != want:
+            raise Failure(f"--{name} must be that of the checkpoint, {want}, got {got}")
+    return options, state
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train_lm.py",
+        description="Train a small byte-level GPT on text.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--data", metavar="FILE_OR_FOLDER", help="text (default: Python's reference manual)")
+    add("--steps", type=_size, default=1000, help="steps to reach, those before --resume included")
+    add("--batch", type=_size, default=8, help="windows a step")
+    add("--context", type=_size, default=256, help="bytes a window")
+    add("--layers", type=_size, default=4, help="blocks")
+    add("--width", type=_size, default=192, help="hidden size; heads have gcd(width, 32) elements")
+    add("--dropout", type=_probability, default=0.0, help="in both branches of a block")
+    add("--lr", type=_positive, default=3e-3, help="peak learning rate of AdamW")
+    # Not --steps: a run of more steps then goes on exactly where a shorter one ended.
+    add("--decay-steps", type=_size, default=1000, help="step at which the cosine ends, at lr / 20")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="bfloat16: autocast, with float32 parameters")  # fmt: skip
+    add("--device", default="cpu", help="as torch names it")
+    add("--backend", choices=("tops", "torch"), default="tops",
+        help="torch: the same model in plain torch.nn, with the same initial weights")  # fmt: skip
+    add("--compile", action=argparse.BooleanOptionalAction, default=False,
+        help="train through torch.compile(fullgraph=True)")  # fmt: skip
+    add("--seed", type=_seed, default=0, help="of weights, data order and dropout")
+    add("--checkpoint-every", type=_size, default=200, help="steps between checkpoints")
+    add("--out", default="out", help="folder for checkpoint, losses and loss curve")
+    add("--resume", metavar="FILE", help="go on from a checkpoint, with its options as defaults")
+    return parser
+
+
+def _size(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be in [0, 2**63), got {value}")
+    return value
+
+
+def _probability(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be in [0, 1), got {value}")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be finite and above 0, got {value}")
+    return value

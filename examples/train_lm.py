@@ -1,0 +1,77 @@
+"""Train a small byte-level GPT whose blocks are transformer_ops Sequentials.
+
+    python examples/train_lm.py                       Python's reference manual, on CPU
+    python examples/train_lm.py --backend torch       the same in plain torch.nn
+    python examples/train_lm.py --resume out/checkpoint.pt --steps 2000
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lm.failure import Failure, reason
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    try:
+        return run(sys.argv[1:] if arguments is None else arguments)
+    except Failure as failure:
+        print(f"train_lm.py: {failure}", file=sys.stderr)
+        return 2
+
+
+def run(arguments: list[str]) -> int:
+    """Train and report, or raise Failure."""
+    check_packages()
+    from lm.options import parse
+    from lm.report import describe, report
+    from lm.training import Run
+
+    options, state = parse(arguments)
+    training = Run(options, state)
+    make_folder(Path(options.out))
+    parameters = sum(p.numel() for p in training.model.parameters())
+    text = len(training.corpus.training)
+    print(f"{parameters:,} parameters, {text:,} bytes of text, {describe(training)}")
+    if state is not None:
+        print(f"resumed {options.resume} after step {training.step}")
+    if not training.train():
+        print(
+            f"interrupted after step {training.step} of {options.steps}; "
+            f"to go on: --resume {training.checkpoint}"
+        )
+        return 130
+    try:
+        print(f"\n{report(training)}")
+    except OSError as error:
+        raise Failure(
+            f"the loss curve could not be written to {options.out!r}: {reason(error)}"
+        ) from error
+    return 0
+
+
+def check_packages() -> None:
+    """Before minutes of training, not after them."""
+    try:
+        import matplotlib  # noqa: F401
+        import tqdm  # noqa: F401
+    except ImportError as error:
+        raise Failure(
+            f"needs {error.name}: pip install matplotlib tqdm, the [examples] extra"
+        ) from error
+
+
+def make_folder(path: Path) -> None:
+    """The --out folder."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Failure(
+            f"--out must be a folder that can be written, got {str(path)!r}: {reason(error)}"
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
