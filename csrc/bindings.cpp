@@ -34,8 +34,11 @@ py::list list_fusions() {
 py::list list_declarations() {
   py::list rows;
   for (const auto& [kind, row] : declarations()) {
-    py::list slots;
-    for (const Slot& slot : row.slots) slots.append(slot.name);
+    py::list slots, needed_for;
+    for (const Slot& slot : row.slots) {
+      slots.append(slot.name);
+      needed_for.append(slot.needed_for);
+    }
     py::dict entry;
     entry["kind"] = kind;
     entry["summary"] = row.summary;
@@ -44,6 +47,8 @@ py::list list_declarations() {
     entry["extra_inputs"] = row.extra_inputs;
     entry["extra_outputs"] = row.extra_outputs;
     entry["slots"] = slots;
+    entry["needed_for"] = needed_for;
+    entry["keeps_width"] = !row.width;
     entry["forward"] = row.forward;
     entry["backward"] = row.backward;
     rows.append(entry);
@@ -84,7 +89,13 @@ std::vector<std::optional<at::Tensor>> unfused(const std::string& name, const py
     stack.push_back(torch::jit::toIValue(arguments[i], fields[i].type()));
   }
   std::vector<std::optional<at::Tensor>> results;
-  for (at::Tensor& result : call_unfused(name, stack)) {
+  Tensors found;
+  {
+    // It may run the autograd engine.
+    const py::gil_scoped_release no_gil;
+    found = call_unfused(name, stack);
+  }
+  for (at::Tensor& result : found) {
     results.push_back(result.defined() ? std::optional(std::move(result)) : std::nullopt);
   }
   return results;
@@ -99,6 +110,7 @@ PYBIND11_MODULE(_C, module) {
     return add_user_fusion(name, pass_from(pass), origin, prepend);
   });
   module.def("remove_fusion", &remove_fusion);
+  module.def("suspend_fusion", &suspend_fusion);
   module.def("fusions", &list_fusions);
   module.def("registry_version", &registry_version);
   module.def("touch_registry", &touch_registry);

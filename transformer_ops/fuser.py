@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,31 +14,14 @@ from .channels import Routed, resolve_channels
 from .op import BasicOperation, FusibleOperation
 from .plan import Plan
 from .planning import PlanningSession
+from .saved_bytes import SavedBytes, likely_shape
+from .traced import number_of, numbered, state_places, state_tensors, walk_in_graph
 from .walker import Walker
 
 _C = registry._C
 _SLOTS: dict[str, list[str]] = {row["kind"]: row["slots"] for row in _C.declarations()}
+_CHANGE_WIDTH: set[str] = {row["kind"] for row in _C.declarations() if not row["keeps_width"]}
 
-
-class Numbered:
-    """Objects by number, which is how Dynamo finds them again while it traces."""
-
-    def __init__(self) -> None:
-        self._next = itertools.count()
-        self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-    def add(self, found: Any) -> int:
-        """A new number for the object."""
-        number = next(self._next)
-        self._objects[number] = found
-        return number
-
-    def find(self, number: int) -> Any:
-        """The object of a number."""
-        return self._objects[number]
-
-
-numbered = Numbered()
 
 # (grad enabled, autocast dtype, device type, (dtype, requires_grad) of each tensor, training flags)
 Facts = tuple[
@@ -71,8 +52,6 @@ class OperationFuser:
             _sources, _visible = _route(self._ops, self._basic_ops)
         self._sources, self._visible = _sources, _visible
         self.num_extra_inputs = sum(s is None for sources in self._sources for s in sources)
-        # Python decides at once where C++ could only hand back.
-        self._walks_in_python = any(op.is_python for op in self._basic_ops)
         self._accumulates = [
             op for op in self._basic_ops if op._attributes().get("accumulate_into_main_grad")
         ]
@@ -86,7 +65,12 @@ class OperationFuser:
             lambda: PlanningSession(self._basic_ops),
         )
         self._call = self._group.make_call()
+        if self._accumulates or any(op.is_python for op in self._basic_ops):
+            # Python decides at once where C++ could only hand back.
+            self._call = _hand_back
         self._number = numbered.add(self)
+        self._traced_dtypes: list[torch.dtype] = []
+        self._split: Any = None
 
     def _describe(self, i: int) -> tuple[Any, ...]:
         op = self._basic_ops[i]
@@ -123,15 +107,13 @@ class OperationFuser:
             RuntimeError: a tensor that does not fit an op, a fusion function that misbehaves.
         """
         if not torch.compiler.is_compiling():
-            if basic_op_kwargs is None and not self._walks_in_python and not self._accumulates:
+            if basic_op_kwargs is None:
                 output = self._call(input, *extra_inputs)
                 if output is not None:
                     return output
             self._check_inputs(input, extra_inputs)
             if has_hooks(self._ops) and len(self._ops) > 1:
-                from .sequential import Sequential
-
-                return Sequential(*self._ops)(input, *extra_inputs)
+                return self._split_at_hooks()(input, *extra_inputs)
             return self._walk(input, extra_inputs, basic_op_kwargs)
         self._check_inputs(input, extra_inputs)
         return self._traced(input, extra_inputs, basic_op_kwargs)
@@ -147,15 +129,19 @@ class OperationFuser:
 
     def _entry(self, facts: Facts) -> Any:
         grad, autocast, device, tensors, training = facts
+        self._traced_dtypes = [dtype for dtype, _ in tensors[: 1 + self.num_extra_inputs]]
         return self._group.plan(grad, autocast, device, list(tensors), list(training))
 
     def _walker(self, entry: Any) -> Walker:
-        if not hasattr(entry, "walker"):
+        session: PlanningSession = entry.session
+        if session.walker is None:
             plan = self._plan_of(entry)
-            _check_walkable(self._basic_ops)
-            entry.walker = Walker(plan, self._basic_ops, entry.session.python_ops, _SLOTS)
-        walker: Walker = entry.walker
-        return walker
+            session.walker = Walker(plan, self._basic_ops, session.python_ops, _SLOTS)
+        return session.walker
+
+    def _last_walker(self) -> Walker:
+        self.plan()
+        return self._walker(self._group.last)
 
     def _parameters(self) -> list[Tensor]:
         if torch.is_grad_enabled():
@@ -181,17 +167,15 @@ class OperationFuser:
                 )
         return kwargs
 
+    def _split_at_hooks(self) -> Any:
+        if self._split is None:
+            from .sequential import Sequential
+
+            self._split = Sequential(*self._ops)
+        return self._split
+
     def _check_inputs(self, input: Tensor, extra_inputs: tuple[Tensor, ...]) -> None:
-        if len(extra_inputs) != self.num_extra_inputs:
-            raise ValueError(
-                f"[OperationFuser] extra inputs must be {self.num_extra_inputs}, "
-                f"got {len(extra_inputs)}"
-            )
-        for tensor in (input, *extra_inputs):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(
-                    f"[OperationFuser] inputs must be tensors, got {type(tensor).__name__}"
-                )
+        _check_call(self.num_extra_inputs, input, extra_inputs)
 
     # ---- under torch.compile and torch.export
 
@@ -209,16 +193,38 @@ class OperationFuser:
         return self._plan_of(self._group.last)
 
     def _plan_of(self, entry: Any) -> Plan:
-        if not hasattr(entry, "parsed"):
-            entry.parsed = Plan(
-                entry.text, entry.data, entry.near_misses, entry.session.python_ops
-            )
-        plan: Plan = entry.parsed
-        return plan
+        session: PlanningSession = entry.session
+        if session.plan is None:
+            session.plan = Plan(entry.text, entry.data, entry.near_misses, session.python_ops)
+        return session.plan
 
     def explain(self) -> _explain.Explanation:
         """The plan of the last call for reading: text, a table in a notebook, or an SVG."""
-        return _explain.Explanation([self.plan()])
+        if self._split is not None and has_hooks(self._ops):
+            explanation: _explain.Explanation = self._split.explain()
+            return explanation
+        return _explain.Explanation([self._explained()])
+
+    def _explained(self, note: str = "") -> _explain.Group:
+        plan = self.plan()
+        session = self._group.last.session
+        return _explain.describe(plan, self._basic_ops, session.made_by, self._saved_bytes(), note)
+
+    def _saved_bytes(self) -> SavedBytes | None:
+        """What the last call saved; None where a Python step decides and no call ran eagerly."""
+        entry = self._group.last
+        walker = self._walker(entry)
+        if not entry.native or self._accumulates:
+            return walker.last_saved
+        inputs = self._group.last_inputs
+        if not inputs:
+            shape = likely_shape(walker.plan.ops, _CHANGE_WIDTH)
+            inputs = [(shape, dtype) for dtype in self._traced_dtypes]
+        try:
+            return walker.rehearse(inputs)
+        except RuntimeError:
+            # Sizes that do not fit: the module has changed since, or its shapes cannot be guessed.
+            return None
 
 
 def traced_call(
@@ -233,13 +239,44 @@ def traced_call(
     tensors = [input, *extra_inputs, *parameters]
     facts = _facts(tensors, basic_ops)
     text = _native_plan(number, registry.VERSION, facts)
-    if text and not kwargs:
+    if text and not (kwargs and any(kwargs)):
         return _unpack(
             tuple(torch.ops.transformer_ops.run_plan(text, input, list(extra_inputs), parameters))
         )
     walker = _python_plan(number, registry.VERSION, facts)
+    if walker < 0:
+        return _walk_outside(number, input, extra_inputs, kwargs)
+    state = state_tensors(basic_ops, state_places(walker))
     given = kwargs if kwargs is not None else [{} for _ in basic_ops]
-    return _unpack(walker.run(tensors, given))
+    return _unpack(walk_in_graph(walker, tensors, state, given))
+
+
+def traced_alone(
+    op: FusibleOperation, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What Dynamo sees of an op that is called on its own."""
+    number, count = _own_group(op._number)
+    _check_call(count, input, extra_inputs)
+    given = [kwargs] if kwargs else None
+    return traced_call(number, op.basic_ops, input, extra_inputs, given)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+def _own_group(number: int) -> tuple[int, int]:
+    op: FusibleOperation = numbered.find(number)
+    group: OperationFuser = op._make_own_group()
+    return group._number, group.num_extra_inputs
+
+
+@torch.compiler.disable
+def _walk_outside(
+    number: int,
+    input: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    kwargs: list[dict[str, Any]] | None,
+) -> Any:
+    group: OperationFuser = numbered.find(number)
+    return group._walk(input, extra_inputs, kwargs)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
@@ -251,14 +288,17 @@ def _native_plan(number: int, version: int, facts: Facts) -> str:
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
-def _python_plan(number: int, version: int, facts: Facts) -> Walker:
+def _python_plan(number: int, version: int, facts: Facts) -> int:
     group: OperationFuser = numbered.find(number)
-    return group._walker(group._entry(facts))
+    return number_of(group._walker(group._entry(facts)))
 
 
 def _facts(tensors: Sequence[Tensor], basic_ops: Sequence[BasicOperation]) -> Facts:
     device = tensors[0].device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = None
+    # The meta device, for one, has none.
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
     return (
         torch.is_grad_enabled(),
         autocast,
@@ -268,12 +308,26 @@ def _facts(tensors: Sequence[Tensor], basic_ops: Sequence[BasicOperation]) -> Fa
     )
 
 
+def _hand_back(input: Tensor, *extra_inputs: Tensor) -> Any:
+    return None
+
+
 def has_hooks(ops: Iterable[torch.nn.Module]) -> bool:
     """Whether any of the modules carries forward, pre-forward or backward hooks."""
     return any(
         op._forward_hooks or op._forward_pre_hooks or op._backward_hooks or op._backward_pre_hooks
         for op in ops
     )
+
+
+def _check_call(num_extra_inputs: int, input: Tensor, extra_inputs: tuple[Tensor, ...]) -> None:
+    if len(extra_inputs) != num_extra_inputs:
+        raise ValueError(
+            f"[OperationFuser] extra inputs must be {num_extra_inputs}, got {len(extra_inputs)}"
+        )
+    for tensor in (input, *extra_inputs):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"[OperationFuser] inputs must be tensors, got {type(tensor).__name__}")
 
 
 def _check_ops(ops: Iterable[FusibleOperation]) -> list[FusibleOperation]:
@@ -286,16 +340,6 @@ def _check_ops(ops: Iterable[FusibleOperation]) -> list[FusibleOperation]:
     if not found:
         raise ValueError("[OperationFuser] ops must not be empty, got []")
     return found
-
-
-def _check_walkable(ops: Iterable[BasicOperation]) -> None:
-    for op in ops:
-        if op.is_python and (op._python_forward is None or op._python_backward is None):
-            missing = "forward" if op._python_forward is None else "backward"
-            raise RuntimeError(
-                f"[{type(op).__name__}] a Python op must define its forward and its backward, "
-                f"got no {missing}"
-            )
 
 
 def _route(

@@ -62,11 +62,15 @@ def _register_pair(forward: str, backward: str) -> None:
 
 def _register_unfused(name: str) -> None:
     """Gradients through the unfused meaning: fused ops without a backward, and backward ops."""
+    is_forward = _overload(name)._schema.returns[0].name == "output"
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         ctx.constants = [None if isinstance(value, Tensor) else value for value in inputs]
         ctx.save_for_backward(*[inputs[i] for i in ctx.places])
+        if is_forward and isinstance(output, tuple):
+            # The other results serve a backward only.
+            ctx.mark_non_differentiable(*output[1:])
 
     def backward_function(ctx: Any, *grads: Tensor | None) -> Any:
         values = list(ctx.constants)

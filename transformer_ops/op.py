@@ -15,7 +15,7 @@ from .state_dict import drop_if_empty, shape_mismatches
 Attribute = bool | int | float | str | list[int]
 
 # Attributes that belong to one process and one set of groups, never to a copy.
-_TRANSIENT = ("_own_group", "_channels_captured")
+_TRANSIENT = ("_own_group", "_channels_captured", "_number")
 
 
 class OperationContext:
@@ -107,17 +107,35 @@ class FusibleOperation(nn.Module):
         """The basic ops it stands for, in order."""
         raise NotImplementedError(f"[{type(self).__name__}] basic_ops must be defined, got none")
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._add_number()
+
+    def _add_number(self) -> None:
+        from .traced import numbered
+
+        # Past __setattr__: no part of the plans.
+        self.__dict__["_number"] = numbered.add(self)
+
+    def _make_own_group(self) -> Any:
+        from .fuser import OperationFuser
+
+        if self._own_group is None:
+            self.__dict__["_own_group"] = OperationFuser([self])
+        return self._own_group
+
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Run this op alone: `input`, its extra inputs in order, keyword arguments for the op.
 
         Returns a tensor, or a flat tuple (output, extra outputs...).
         """
+        if torch.compiler.is_compiling():
+            from .fuser import traced_alone
+
+            return traced_alone(self, input, extra_inputs, kwargs)
         group = self._own_group
         if group is None:
-            from .fuser import OperationFuser
-
-            group = OperationFuser([self])
-            self.__dict__["_own_group"] = group
+            group = self._make_own_group()
         if kwargs:
             return group(input, *extra_inputs, basic_op_kwargs=[kwargs])
         return group(input, *extra_inputs)
@@ -188,6 +206,10 @@ class FusibleOperation(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._add_number()
 
     def _load_from_state_dict(
         self,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import registry
 from .op import BasicOperation, FusedOperation, FusibleOperation
 
-# (first op, count, number of the Python object or None, name, made by a native rule?)
-Group = tuple[int, int, int | None, str, bool]
+if TYPE_CHECKING:
+    from .plan import Plan
+    from .walker import Walker
+
+# (first op, count, number of the Python object or None, name, made by a native rule?, joint?)
+Group = tuple[int, int, int | None, str, bool, bool]
 Answer = tuple[int, int, int | None, str]
 
 
@@ -32,6 +36,11 @@ class PlanningSession:
     def __init__(self, basic_ops: list[BasicOperation]) -> None:
         self.basic_ops = basic_ops
         self.python_ops: list[FusibleOperation] = list(basic_ops)
+        # Made of the finished plan, when first asked for; C++ keeps no Python object but this one.
+        self.plan: Plan | None = None
+        self.walker: Walker | None = None
+        # The fusion that made a fused op, by its number.
+        self.made_by: dict[int, registry.FusionHandle] = {}
 
     def attributes(self) -> list[dict[str, Any]]:
         """The constructor state of every op as it is now."""
@@ -40,6 +49,8 @@ class PlanningSession:
     def rewrite(self, fusion: int, pass_name: str, groups: list[Group]) -> list[Answer]:
         """Run a user's function in one pass; RuntimeError where its answer does not fit."""
         handle = registry.handle_of(fusion)
+        if handle is None:
+            return [(-1, index, None, "") for index in range(len(groups))]
         given = [self._module_of(group) for group in groups]
         try:
             returned = handle(list(given), recipe=None)
@@ -53,11 +64,14 @@ class PlanningSession:
                 f"[{handle.name}] a {pass_name} fusion must return a list of ops, got "
                 f"{returned!r} (ops: {_names(given)})"
             )
-        self._check(handle, pass_name, given, returned)
-        return self._answer(groups, given, returned)
+        self._check(handle, pass_name, groups, given, returned)
+        answer = self._answer(groups, given, returned)
+        for number in range(len(self.basic_ops), len(self.python_ops)):
+            self.made_by.setdefault(number, handle)
+        return answer
 
     def _module_of(self, group: Group) -> FusibleOperation:
-        first, count, number, name, is_rule = group
+        first, count, number, name, is_rule, _ = group
         if is_rule:
             return NativeFusedOperation(self.basic_ops[first : first + count], name)
         return self.python_ops[number] if number is not None else self.basic_ops[first]
@@ -66,12 +80,15 @@ class PlanningSession:
         self,
         handle: registry.FusionHandle,
         pass_name: str,
+        groups: list[Group],
         given: list[FusibleOperation],
         returned: Iterable[Any],
     ) -> None:
         flat: list[Any] = []
         for op in returned:
-            flat += op.basic_ops if isinstance(op, FusibleOperation) else [op]
+            # A container such as Linear is no step: its basic ops were given.
+            is_step = isinstance(op, BasicOperation | FusedOperation)
+            flat += op.basic_ops if is_step else [op]
         same = len(flat) == len(self.basic_ops) and all(
             a is b for a, b in zip(flat, self.basic_ops, strict=True)
         )
@@ -84,6 +101,13 @@ class PlanningSession:
         for op in returned:
             if id(op) not in known and isinstance(op, FusedOperation):
                 _check_direction(handle, pass_name, op)
+        kept = {id(op) for op in returned}
+        for op, (*_, is_joint) in zip(given, groups, strict=True):
+            if is_joint and id(op) not in kept:
+                raise RuntimeError(
+                    f"[{handle.name}] a {pass_name} fusion must keep joint fused ops, whose forward "
+                    f"and backward belong together, got {_names(returned)} (ops: {_names(given)})"
+                )
 
     def _answer(
         self, groups: list[Group], given: list[FusibleOperation], returned: Iterable[Any]

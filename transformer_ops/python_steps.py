@@ -85,6 +85,11 @@ def backward(
     else:
         grads = op.fuser_backward(ctxs, grad_output, basic_op_grad_extra_outputs=grad_extra_outputs)
     grad_input, grad_parameters, grad_extra_inputs = grads
+    if grad_input is not None and not isinstance(grad_input, Tensor):
+        raise RuntimeError(
+            f"[{type(op).__name__}] the gradient of the input must be a tensor or None, "
+            f"got {grad_input!r}"
+        )
     extra = _per_basic_op(op, "fuser_backward", "lists of extra gradients", grad_extra_inputs)
     for basic, tensors in zip(op.basic_ops, extra, strict=True):
         _check_count(op, basic, "fuser_backward", "gradients", tensors, basic.num_extra_inputs)
@@ -93,6 +98,15 @@ def backward(
         _per_basic_op(op, "fuser_backward", "lists of parameter gradients", grad_parameters),
         extra,
     )
+
+
+def check_output(op: FusibleOperation, output: Any) -> Tensor:
+    """The main or an extra output of a Python forward; RuntimeError unless it is a tensor."""
+    if not isinstance(output, Tensor):
+        raise RuntimeError(
+            f"[{type(op).__name__}] forward must return tensors, got {type(output).__name__}"
+        )
+    return output
 
 
 def _delegates(op: FusibleOperation) -> bool:
@@ -147,9 +161,9 @@ def _check_count(
 
 
 def _per_basic_op(
-    op: FusibleOperation, method: str, what: str, lists: Iterable[Iterable[Tensor | None]]
+    op: FusibleOperation, method: str, what: str, lists: Iterable[Iterable[Tensor | None] | None] | None
 ) -> list[Tensors]:
-    found = [tuple(entry) for entry in lists]
+    found = [tuple(entry) if entry is not None else () for entry in lists or ()]
     count = len(op.basic_ops)
     if not found:
         return [()] * count

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any, Literal
 
 from ._loader import load
@@ -17,6 +20,9 @@ FusionFunction = Callable[..., Any]
 VERSION: int = _C.registry_version()
 
 _handles: dict[int, FusionHandle] = {}
+_rules: dict[int, FusionHandle] = {}
+# A fusion is in C++ before its handle is here.
+_lock = threading.Lock()
 
 
 class FusionHandle:
@@ -45,13 +51,31 @@ class FusionHandle:
 
     @property
     def registered(self) -> bool:
-        """Whether the fuser still applies it."""
+        """Whether it was not removed."""
         return any(row[0] == self._identity for row in _C.fusions())
 
     def remove(self) -> None:
         """Unregister the fusion; plans made with it are dropped. A second time does nothing."""
-        if _C.remove_fusion(self._identity):
+        with _lock:
+            removed = _C.remove_fusion(self._identity)
             _handles.pop(self._identity, None)
+        if removed:
+            invalidate_plans()
+
+    @contextmanager
+    def disabled(self) -> Iterator[FusionHandle]:
+        """In this scope, in all threads, no plan uses the fusion: to compare with and without.
+
+        Works for built-in rules too, and unlike `remove()` it keeps the fusion's place in the order.
+        """
+        self._suspend(1)
+        try:
+            yield self
+        finally:
+            self._suspend(-1)
+
+    def _suspend(self, by: int) -> None:
+        if _C.suspend_fusion(self._identity, by):
             invalidate_plans()
 
     def __enter__(self) -> FusionHandle:
@@ -73,15 +97,24 @@ def invalidate_plans() -> None:
 
 def fusions() -> list[FusionHandle]:
     """All registered fusions in the order they run, built-in ones too."""
-    return [
-        _handles.get(identity) or FusionHandle(identity, name, pass_name, origin, None)
-        for identity, name, pass_name, origin, _ in _C.fusions()
-    ]
+    with _lock:
+        return [_handle(*row) for row in _C.fusions()]
 
 
-def handle_of(identity: int) -> FusionHandle:
-    """The handle of a user's fusion."""
-    return _handles[identity]
+def _handle(
+    identity: int, name: str, pass_name: str, origin: str, is_rule: bool
+) -> FusionHandle:
+    if not is_rule:
+        return _handles[identity]
+    if identity not in _rules:
+        _rules[identity] = FusionHandle(identity, name, pass_name, origin, None)
+    return _rules[identity]
+
+
+def handle_of(identity: int) -> FusionHandle | None:
+    """The handle of a user's fusion; None where it was removed meanwhile."""
+    with _lock:
+        return _handles.get(identity)
 
 
 def register_forward_fusion(
@@ -120,20 +153,28 @@ def register_forward_backward_fusion(
 def _register(
     func: FusionFunction, pass_name: Pass, prepend: bool, name: str | None
 ) -> FusionHandle:
-    if not callable(func):
+    if isinstance(func, FusionHandle) and func.func is not None:
+        func = func.func
+    if not callable(func) or isinstance(func, FusionHandle):
         raise TypeError(f"[fusion] func must be callable, got {func!r}")
-    if isinstance(func, FusionHandle):
-        func = func.func if func.func is not None else func
-    for handle in _handles.values():
-        if handle.func is func and handle.pass_name == pass_name:
-            raise ValueError(
-                f"[fusion] func must be registered once in the {pass_name} pass, "
-                f"got {handle.name!r} again"
-            )
-    label = name if name is not None else getattr(func, "__name__", type(func).__name__)
-    origin = getattr(func, "__module__", None) or "user"
-    identity = _C.add_user_fusion(label, pass_name, origin, bool(prepend))
-    handle = FusionHandle(identity, label, pass_name, origin, func)
-    _handles[identity] = handle
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"[fusion] name must be a str or None, got {name!r}")
+    with _lock:
+        for handle in _handles.values():
+            if handle.pass_name == pass_name and _is_same(handle.func, func):
+                raise ValueError(
+                    f"[fusion] func must be registered once in the {pass_name} pass, "
+                    f"got {handle.name!r} again"
+                )
+        label = name if name is not None else getattr(func, "__name__", type(func).__name__)
+        origin = getattr(func, "__module__", None) or "user"
+        identity = _C.add_user_fusion(label, pass_name, origin, bool(prepend))
+        handle = FusionHandle(identity, label, pass_name, origin, func)
+        _handles[identity] = handle
     invalidate_plans()
     return handle
+
+
+def _is_same(func: object, other: object) -> bool:
+    # Each access of a bound method makes a new object.
+    return func is other or (isinstance(func, MethodType) and func == other)

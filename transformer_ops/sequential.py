@@ -14,6 +14,7 @@ from .channels import External, Routed, resolve_channels
 from .fuser import OperationFuser, has_hooks, numbered, traced_call
 from .op import BasicOperation, FusibleOperation
 from .plan import Plan
+from .state_dict import shape_mismatches
 
 OpKwargs = Mapping[Any, dict[str, Any]]
 
@@ -152,6 +153,22 @@ class Sequential(nn.Module):
         super().__setstate__(state)
         self._number = numbered.add(self)
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As `nn.Module.load_state_dict`, but where a shape does not fit nothing is loaded at all."""
+        mismatches = [
+            message
+            for name, module in self.named_modules()
+            for message in shape_mismatches(module, state_dict, name + "." if name else "")
+        ]
+        if mismatches:
+            lines = "\n\t".join(mismatches)
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self).__name__}:\n\t{lines}"
+            )
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
     # ---- call
 
     def forward(
@@ -259,22 +276,35 @@ class Sequential(nn.Module):
 
     def plans(self) -> list[Plan]:
         """One `Plan` for each group, of the last call. RuntimeError before any call."""
-        if self._layout is None:
-            raise RuntimeError("[Sequential] plans() must follow a call, got none so far")
         return [group.plan() for group in self._groups()]
 
     def _groups(self) -> list[OperationFuser]:
-        found = []
+        if self._layout is None:
+            raise RuntimeError("[Sequential] plans() must follow a call, got none so far")
+        found: list[OperationFuser] = []
         for segment in self._current_layout().segments:
-            if segment.group is not None:
-                found.append(segment.group)
-            elif segment.ops:
-                found.append(self._get()[segment.modules[0]]._own_group)  # type: ignore[arg-type]
+            group = segment.group
+            if group is None and segment.ops:
+                group = self._get()[segment.modules[0]]._own_group  # type: ignore[assignment]
+                if group is None:
+                    raise RuntimeError("[Sequential] plans() must follow a call, got new hooks")
+            if group is not None:
+                found.append(group)
         return found
 
     def explain(self) -> _explain.Explanation:
         """The plans of the last call for reading: text, a table in a notebook, or an SVG."""
-        return _explain.Explanation(self.plans())
+        groups = iter(self._groups())
+        parts: list[_explain.Group | _explain.Plain] = []
+        for segment in self._current_layout().segments:
+            place = segment.modules[0]
+            module = self._get()[place]
+            if segment.ops:
+                note = _explain.hooks_note(module) if segment.group is None else ""
+                parts.append(next(groups)._explained(note))
+            else:
+                parts.append(_explain.Plain(place, type(module).__name__))
+        return _explain.Explanation(parts)
 
 
 def _run_segment(

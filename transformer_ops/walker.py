@@ -8,16 +8,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import main_grad, python_steps
+from . import instructions, main_grad, python_steps, saved_bytes
+from .instructions import Like, Values, add, arguments_of, names_at, op_of, place
 from .op import BasicOperation, FusibleOperation, OperationContext
-from .plan import Argument, Instruction, Plan, Step
+from .plan import Plan, Step
+from .saved_bytes import SavedBytes
+from .stand_ins import StandIns
 
 Kwargs = list[dict[str, Any]]
-Values = dict[str, Any]
+
+
+class Tape:
+    """What the forward of one call leaves for its backward."""
+
+    def __init__(self, values: Values, contexts: list[OperationContext], stand_ins: StandIns) -> None:
+        self.values = values
+        self.contexts = contexts
+        self.stand_ins = stand_ins
+        self.saved: Values = {}
+        # Of main tensors at boundaries and extra outputs: what their gradients look like.
+        self.likes: dict[str, Like] = {}
+        # id -> (tensor handed to a Python step in its place, the tensor itself)
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def original(self, tensor: Tensor | None) -> Tensor | None:
+        """The tensor that is saved for one that a Python step had in its hands."""
+        tensor = self.stand_ins.replace(tensor)
+        return self.copies[id(tensor)][1] if id(tensor) in self.copies else tensor
 
 
 class Walker:
-    """Runs one plan over the ops it was made for."""
+    """Runs one plan over the ops it was made for. It has no state that a call changes, but for
+    `last_saved`."""
 
     def __init__(
         self,
@@ -36,135 +58,199 @@ class Walker:
         self.output_grads = (f"g{count}", *("d" + name for name in plan.extra_outputs))
         self.input_grads = ("g0", *("d" + name for name in (*plan.extra_inputs, *plan.parameters)))
         self.live_backward = [step for step in reversed(plan.backward) if not step.skipped]
-        self.kept = _read_in_backward(self.live_backward)
-        self.routed = frozenset(plan.routes.values())
+        self._check_methods()
+        # Ops whose contexts keep what they like; the others keep the slots of their declaration.
+        joint = {i for step in plan.forward if step.joint and step.fused_op for i in step.ops}
+        self.is_free = [i in joint or not native for i, native in enumerate(plan.native_ops)]
+        self.kept = self._read_in_backward()
+        # Under torch.compile it is found by number.
+        self.number: int | None = None
+        # Of the last call that saved anything.
+        self.last_saved: SavedBytes | None = None
 
-    def run(self, tensors: Sequence[Tensor], kwargs: Kwargs) -> tuple[Tensor, ...]:
+    def _check_methods(self) -> None:
+        runs = [(s, "forward") for s in self.plan.forward]
+        runs += [(s, "backward") for s in self.live_backward]
+        for step, direction in runs:
+            if step.python is None:
+                continue
+            op = self.python_ops[step.python]
+            found = op._python_forward if direction == "forward" else op._python_backward
+            if found is None:
+                raise RuntimeError(
+                    f"[{type(op).__name__}] a Python op must define its {direction} or be covered by "
+                    f"a fusion that does, got no {direction}"
+                )
+
+    def _read_in_backward(self) -> list[str]:
+        """The slots and parameters that backward reads by name."""
+        names = [n for n in arguments_of(self.live_backward) if n.startswith(("s", "p"))]
+        for step in self.live_backward:
+            for i in step.ops if step.python is not None else ():
+                if not self.is_free[i]:
+                    names += [f"s{i}.{slot}" for slot in self.slots[self.plan.ops[i][0]]]
+        return list(dict.fromkeys(names))
+
+    @property
+    def python_steps(self) -> list[Step]:
+        """The steps of both passes that run Python methods."""
+        return [s for s in (*self.plan.forward, *self.live_backward) if s.python is not None]
+
+    def run(
+        self, tensors: Sequence[Tensor], kwargs: Kwargs, stand_ins: StandIns | None = None
+    ) -> tuple[Tensor, ...]:
         """The main output, then the visible extra outputs; tensors in plan order."""
+        stand_ins = stand_ins or StandIns()
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "[Sequential] torch.func transforms must run over native ops only, "
+                f"got the Python steps {self._python_names()}"
+            )
         if self.plan.needs_backward and torch.is_grad_enabled():
-            outputs: tuple[Tensor, ...] = _Walk.apply(self, kwargs, *tensors)
+            outputs: tuple[Tensor, ...] = _Walk.apply(self, kwargs, stand_ins, *tensors)
             return outputs
-        values, _, _ = self._forward(tensors, kwargs)
-        return self._outputs(values)
+        return self._outputs(self._forward(tensors, kwargs, stand_ins).values)
+
+    def _python_names(self) -> str:
+        return ", ".join(dict.fromkeys(step.name for step in self.python_steps)) or "none"
 
     # ---- forward
 
-    def _forward(
-        self, tensors: Sequence[Tensor], kwargs: Kwargs
-    ) -> tuple[Values, Values, list[OperationContext]]:
+    def _forward(self, tensors: Sequence[Tensor], kwargs: Kwargs, stand_ins: StandIns) -> Tape:
         values: Values = dict(zip(self.inputs, tensors, strict=True))
-        saved: Values = {}
-        contexts = [
-            OperationContext(requires_grad=self._needs_backward(i)) for i in range(len(self.basic_ops))
-        ]
+        first = self.plan.first_backward
+        contexts = [OperationContext(requires_grad=i >= first) for i in range(len(self.basic_ops))]
+        tape = Tape(values, contexts, stand_ins)
         for step in self.plan.forward:
+            name = f"x{step.ops[0]}"
+            tape.likes[name] = Like.of(values[name])
             if step.python is None:
-                self._native_forward(step, values, saved, contexts)
+                self._native_forward(step, tape)
             else:
-                self._python_forward(step, values, saved, contexts, kwargs)
-        return values, saved, contexts
+                self._python_forward(step, tape, kwargs)
+            if name != self.outputs[0]:
+                # Who needs it later has it in `saved`.
+                del values[name]
+        tape.likes[self.outputs[0]] = Like.of(values[self.outputs[0]])
+        return tape
 
-    def _needs_backward(self, op: int) -> bool:
-        return op >= self.plan.first_backward
-
-    def _native_forward(
-        self, step: Step, values: Values, saved: Values, contexts: list[OperationContext]
-    ) -> None:
-        cast = _cast_step(step, values, f"x{step.ops[0]}")
+    def _native_forward(self, step: Step, tape: Tape) -> None:
+        first = f"x{step.ops[0]}"
+        cast = instructions.cast_for(step, tape.values, first)
         for instruction in step.instructions:
-            _run(instruction, cast)
+            instructions.run(instruction, cast)
         for slot, source in step.sources:
             # A parameter is saved as it is, and cast again in backward.
-            saved[slot] = values[source] if source.startswith("p") else cast[source]
+            tape.saved[slot] = tape.values[source] if source.startswith("p") else cast[source]
         for op in step.ops:
-            contexts[op].dtype = values["x0"].dtype if step.compute is None else _dtype(step.compute)
-        for name, value in cast.items():
-            if not name.startswith("p"):
-                values[name] = value
+            tape.contexts[op].dtype = cast[first].dtype
+        for name in (name for instruction in step.instructions for name in instruction.results):
+            if name.startswith(("x", "o")):
+                tape.values[name] = cast[name]
+            if name.startswith("o"):
+                tape.likes[name] = Like.of(cast[name])
 
-    def _python_forward(
-        self,
-        step: Step,
-        values: Values,
-        saved: Values,
-        contexts: list[OperationContext],
-        kwargs: Kwargs,
-    ) -> None:
+    def _python_forward(self, step: Step, tape: Tape, kwargs: Kwargs) -> None:
         op = self._python_op(step)
         first, last = step.ops[0], step.ops[-1]
-        input_ = values[f"x{first}"]
-        mine = contexts[first : last + 1]
-        for ctx in mine:
-            ctx.dtype = _compute_dtype(input_)
+        input_ = tape.values[f"x{first}"]
+        mine = tape.contexts[first : last + 1]
+        self._set_dtypes(step, input_.dtype, tape)
         arguments: dict[str, Any] = {
-            "extra_inputs": [self._extra_inputs(step, i, values) for i in step.ops],
+            "extra_inputs": [self._extra_inputs(step, i, tape) for i in step.ops],
             "kwargs": [kwargs[i] for i in step.ops],
         }
-        if op._forward_style() == "single":
-            output, extra = python_steps.forward(op, mine, input_, **arguments)
-        else:
-            arguments["requires_grad"] = [ctx.requires_grad for ctx in mine]
-            output, extra, to_save = python_steps.forward_compute(op, input_, **arguments)
-            python_steps.forward_save_ctx(op, mine, input_, to_save, **arguments)
-        values[f"x{last + 1}"] = _check_output(op, "forward", output)
+        with tape.stand_ins:
+            if op._forward_style() == "single":
+                output, extra = python_steps.forward(op, mine, input_, **arguments)
+            else:
+                arguments["requires_grad"] = [ctx.requires_grad for ctx in mine]
+                output, extra, to_save = python_steps.forward_compute(op, input_, **arguments)
+                python_steps.forward_save_ctx(op, mine, input_, to_save, **arguments)
+        tape.values[f"x{last + 1}"] = tape.original(python_steps.check_output(op, output))
         for i, tensors in zip(step.ops, extra, strict=True):
-            self._put_extra_outputs(step, op, i, tensors, values)
+            self._put_extra_outputs(step, op, i, tensors, tape)
         for i in step.ops:
-            if i < self.plan.first_backward or not self.plan.needs_backward:
-                contexts[i].to_save = ()
-            elif self.plan.native_ops[i]:
-                names = self.slots[self.plan.ops[i][0]]
-                for name, tensor in zip(names, contexts[i].to_save, strict=False):
-                    saved[f"s{i}.{name}"] = tensor
-                contexts[i].to_save = ()
+            self._take_saved(op, i, tape)
 
     def _python_op(self, step: Step) -> FusibleOperation:
         assert step.python is not None
         return self.python_ops[step.python]
 
-    def _extra_inputs(self, step: Step, op: int, values: Values) -> tuple[Tensor | None, ...]:
+    def _set_dtypes(self, step: Step, running: torch.dtype, tape: Tape) -> None:
+        like = tape.likes[f"x{step.ops[0]}"]
+        autocast = None if self.plan.autocast is None else instructions.dtype(self.plan.autocast)
+        for i in step.ops:
+            names = names_at(self.plan.parameters, i)
+            if autocast is not None and running != torch.float64 and like.dtype.is_floating_point:
+                running = autocast
+            elif self.plan.native_ops[i] and self.plan.ops[i][0] == "BasicLinear":
+                running = tape.values[names[0]].dtype
+            tape.contexts[i].dtype = running
+
+    def _extra_inputs(self, step: Step, op: int, tape: Tape) -> tuple[Tensor | None, ...]:
         tensors: list[Tensor | None] = []
         for k in range(self.basic_ops[op].num_extra_inputs):
             name = f"e{op}.{k}"
             source = self.plan.routes.get(name, name)
-            inside = source.startswith("o") and _op_of(source) in step.ops
-            tensors.append(None if inside else self._with_requires_grad(source, values))
+            inside = source.startswith("o") and op_of(source) in step.ops
+            tensors.append(None if inside else self._with_requires_grad(source, tape))
         return tuple(tensors)
 
-    def _with_requires_grad(self, name: str, values: Values) -> Tensor:
-        tensor: Tensor = values[name]
-        routed = name.startswith("o")
-        wanted = routed and self.plan.needs_backward and _op_of(name) >= self.plan.first_backward
-        if not wanted or torch.compiler.is_compiling():
+    def _with_requires_grad(self, name: str, tape: Tape) -> Tensor:
+        tensor: Tensor = tape.values[name]
+        wanted = self.plan.needs_backward and op_of(name) >= self.plan.first_backward
+        if not (name.startswith("o") and wanted and torch.is_floating_point(tensor)):
             return tensor
-        return tensor.detach().requires_grad_()
+        # Inside the node no tensor has a history: a copy of the handle says what the step asks.
+        copy = tensor.detach().requires_grad_()
+        tape.copies[id(copy)] = (copy, tensor)
+        return copy
 
     def _put_extra_outputs(
-        self,
-        step: Step,
-        fused: FusibleOperation,
-        op: int,
-        tensors: Sequence[Tensor | None],
-        values: Values,
+        self, step: Step, fused: FusibleOperation, op: int, tensors: Sequence[Any], tape: Tape
     ) -> None:
         for k, tensor in enumerate(tensors):
             name = f"o{op}.{k}"
-            if tensor is None:
-                if self._read_outside(step, name):
-                    raise RuntimeError(
-                        f"[{type(fused).__name__}] extra output {k} of op {op} must be a tensor: "
-                        "it is read outside the step, got None"
-                    )
-                continue
-            values[name] = _check_output(fused, "forward", tensor)
+            if tensor is not None:
+                found = tape.original(python_steps.check_output(fused, tensor))
+                assert found is not None
+                tape.values[name], tape.likes[name] = found, Like.of(found)
+            elif self._read_outside(step, name):
+                raise RuntimeError(
+                    f"[{type(fused).__name__}] extra output {k} of op {op} must be a tensor: "
+                    "it is read outside the step, got None"
+                )
 
     def _read_outside(self, step: Step, output: str) -> bool:
         if output in self.plan.extra_outputs:
             return True
         return any(
-            source == output and _op_of(target) not in step.ops
+            source == output and op_of(target) not in step.ops
             for target, source in self.plan.routes.items()
         )
+
+    def _take_saved(self, fused: FusibleOperation, op: int, tape: Tape) -> None:
+        """From the context of an op to where backward finds it."""
+        context = tape.contexts[op]
+        kept, context.to_save = [tape.original(tensor) for tensor in context.to_save], ()
+        if op < self.plan.first_backward:
+            return
+        if self.is_free[op]:
+            context.to_save = tuple(kept)
+            return
+        kind = self.plan.ops[op][0]
+        names = [f"s{op}.{slot}" for slot in self.slots[kind]]
+        missing = [name for name, tensor in zip(names, kept, strict=False) if tensor is None]
+        if len(kept) != len(names):
+            missing = names
+        if any(name in self.kept for name in missing) or len(kept) not in (0, len(names)):
+            raise RuntimeError(
+                f"[{type(fused).__name__}] forward must save the slots "
+                f"({', '.join(self.slots[kind])}) of op {op} ({kind}) in its context, "
+                f"got {len(kept)} tensors, {sum(tensor is None for tensor in kept)} of them None"
+            )
+        tape.saved.update(zip(names, kept, strict=False))
 
     def _outputs(self, values: Values) -> tuple[Tensor, ...]:
         outputs: list[Tensor] = []
@@ -177,75 +263,104 @@ class Walker:
 
     # ---- saving
 
-    def keep(
-        self, ctx: Any, values: Values, saved: Values, contexts: list[OperationContext]
-    ) -> None:
+    def keep(self, ctx: Any, tape: Tape) -> None:
         """Saves on `ctx` what backward reads: slots and parameters, then each Python op's own."""
         tensors: list[Tensor] = []
         places: dict[str, int | None] = {}
         for name in self.kept:
-            source = saved if name.startswith("s") else values
-            places[name] = _place(tensors, source.get(name))
+            source = tape.saved if name.startswith("s") else tape.values
+            places[name] = place(tensors, source.get(name))
         own: list[tuple[int | None, ...]] = []
-        for context in contexts:
-            own.append(tuple(_place(tensors, tensor) for tensor in context.to_save))
+        for context in tape.contexts:
+            own.append(tuple(place(tensors, tensor) for tensor in context.to_save))
             context.to_save = ()
-        ctx.places, ctx.own, ctx.contexts, ctx.walker = places, own, contexts, self
-        ctx.shapes = {name: tuple(values["x" + name[1:]].shape) for name in self.shape_names()}
+        standing = [place(tensors, tensor) for tensor in tape.stand_ins.given]
+        ctx.places, ctx.own, ctx.standing, ctx.walker = places, own, standing, self
+        ctx.contexts, ctx.likes = tape.contexts, tape.likes
+        ctx.real, ctx.tracing = tape.stand_ins.real, tape.stand_ins.tracing
         ctx.save_for_backward(*tensors)
+        if not tape.stand_ins.tracing:
+            self._note_bytes(tape.likes["x0"], tape.values, tensors, places, own)
 
-    def shape_names(self) -> list[str]:
-        return [name for name in _arguments(self.live_backward) if name.startswith("n")]
+    def _note_bytes(
+        self,
+        input: Like,
+        values: Values,
+        tensors: Sequence[Tensor],
+        places: dict[str, int | None],
+        own: Sequence[tuple[int | None, ...]],
+    ) -> None:
+        slots = {n: None if k is None else tensors[k] for n, k in places.items() if n[0] == "s"}
+        for op, kept in enumerate(own):
+            slots |= {f"s{op}.saved{i}": tensors[k] for i, k in enumerate(kept) if k is not None}
+        parameters = [values[name] for name in self.plan.parameters]
+        self.last_saved = saved_bytes.measure(input, slots, parameters)
+
+    def rehearse(self, inputs: Sequence[tuple[Sequence[int], torch.dtype]]) -> SavedBytes:
+        """What a call of a native plan saves, from the sizes and dtypes of its inputs."""
+        shapes = [torch.empty(list(sizes), dtype=dtype, device="meta") for sizes, dtype in inputs]
+        for op in self.basic_ops:
+            shapes += [torch.empty_like(p, device="meta") for p in op._parameter_tensors()]
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            tape = self._forward(shapes, [{} for _ in self.basic_ops], StandIns())
+        slots = {name: tape.saved.get(name) for name in self.kept if name[0] == "s"}
+        parameters = [tape.values[name] for name in self.plan.parameters]
+        return saved_bytes.measure(tape.likes["x0"], slots, parameters)
 
     # ---- backward
 
     def backward(self, ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            names = [step.name for step in self.plan.forward if step.python is not None]
+        if torch.is_grad_enabled():
             raise RuntimeError(
                 "[Sequential] create_graph=True must have native ops only: Python steps have no "
-                f"second derivative, got {', '.join(names) or 'accumulate_into_main_grad'}"
+                f"second derivative, got the steps {self._python_names()}"
             )
         saved = ctx.saved_tensors
         values: Values = dict(zip(self.output_grads, grads, strict=True))
-        for name, place in ctx.places.items():
-            if place is not None:
-                values[name] = saved[place]
-        values.update(ctx.shapes)
+        for name, position in ctx.places.items():
+            if position is not None:
+                values[name] = saved[position]
+        for name, like in ctx.likes.items():
+            values["n" + name[1:] if name[0] == "x" else "n" + name] = like.shape
         for step in self.live_backward:
             if step.python is None:
-                self._native_backward(step, values)
+                self._native_backward(ctx.likes, step, values)
             else:
                 self._python_backward(ctx, saved, step, values)
+            values.pop(f"g{step.ops[-1] + 1}")
         return [values.get(name) for name in self.input_grads]
 
-    def _native_backward(self, step: Step, values: Values) -> None:
+    def _native_backward(self, likes: dict[str, Like], step: Step, values: Values) -> None:
+        written: set[str] = set()
         for instruction in step.instructions:
             for argument in instruction.arguments:
-                if isinstance(argument, str) and argument not in values:
-                    self._raise_missing(step, argument)
-        cast = _cast_step(step, values, None)
+                if not isinstance(argument, str) or argument in written:
+                    continue
+                if argument.startswith(("g", "do")):
+                    values[argument] = _gradient(likes, values, argument)
+                elif argument not in values:
+                    raise RuntimeError(
+                        f"[{step.name}] backward must find {argument[1:]!r} of op {op_of(argument)}, "
+                        "got nothing: the forward that covers the op did not save it"
+                    )
+            written.update(instruction.results)
+        cast = instructions.cast_for(step, values, None)
         for instruction in step.instructions:
-            _run(instruction, cast)
+            instructions.run(instruction, cast)
         for name, value in cast.items():
             if name.startswith(("g", "d")):
                 values[name] = value
-        if step.result is not None:
-            name = f"g{step.ops[0]}"
-            values[name] = values[name].to(_dtype(step.result))
+        # The dtype of a Python step's output is known only now.
+        _fit(likes, values, step.ops[0])
         for op in step.ops:
-            if self.basic_ops[op]._attributes().get("accumulate_into_main_grad"):
-                name = f"dp{op}.weight"
-                weight = self.basic_ops[op]._parameter_tensors()[0]
-                if values.get(name) is not None:
-                    values[name] = main_grad.accumulate(weight, values[name])
+            self._accumulate(op, values)
 
-    def _raise_missing(self, step: Step, name: str) -> None:
-        op = _op_of(name)
-        raise RuntimeError(
-            f"[{step.name}] backward of op {op} ({self.plan.ops[op][0]}) must find {name[1:]!r}, got "
-            "nothing: the Python forward that covers the op must save its slots in its context"
-        )
+    def _accumulate(self, op: int, values: Values) -> None:
+        name = f"dp{op}.weight"
+        if not self.plan.ops[op][1].get("accumulate_into_main_grad") or values.get(name) is None:
+            return
+        weight = self.basic_ops[op]._parameter_tensors()[0]
+        values[name] = main_grad.accumulate(weight, values[name])
 
     def _python_backward(
         self, ctx: Any, saved: Sequence[Tensor], step: Step, values: Values
@@ -254,31 +369,43 @@ class Walker:
         first, last = step.ops[0], step.ops[-1]
         contexts = []
         for i in step.ops:
-            if self.plan.native_ops[i] and not ctx.own[i]:
+            if self.is_free[i]:
+                tensors = tuple(None if k is None else saved[k] for k in ctx.own[i])
+            else:
                 names = self.slots[self.plan.ops[i][0]]
                 tensors = tuple(values.get(f"s{i}.{name}") for name in names)
-            else:
-                tensors = tuple(None if k is None else saved[k] for k in ctx.own[i])
             contexts.append(ctx.contexts[i]._bind(tensors))
         grad_extra_outputs = [
-            tuple(values.get(f"do{i}.{k}") for k in range(self.basic_ops[i].num_extra_outputs))
+            tuple(
+                _gradient(ctx.likes, values, f"do{i}.{k}")
+                for k in range(self.basic_ops[i].num_extra_outputs)
+            )
             for i in step.ops
         ]
-        grad_input, grad_parameters, grad_extra_inputs = python_steps.backward(
-            op, contexts, values[f"g{last + 1}"], grad_extra_outputs=grad_extra_outputs
-        )
+        grad_output = _gradient(ctx.likes, values, f"g{last + 1}")
+        given = [saved[k] for k in ctx.standing]
+        with StandIns(ctx.real, given):
+            grad_input, grad_parameters, grad_extra_inputs = python_steps.backward(
+                op, contexts, grad_output, grad_extra_outputs=grad_extra_outputs
+            )
+        if grad_input is None and first > self.plan.first_backward:
+            if f"x{first}" not in ctx.likes:
+                raise RuntimeError(
+                    f"[{type(op).__name__}] the gradient of its input must be a tensor, got None"
+                )
         values[f"g{first}"] = grad_input
+        _fit(ctx.likes, values, first)
         for i, grads in zip(step.ops, grad_parameters, strict=True):
             self._put_parameter_grads(op, i, grads, values)
         for i, grads in zip(step.ops, grad_extra_inputs, strict=True):
             for k, grad in enumerate(grads):
                 name = self.plan.routes.get(f"e{i}.{k}", f"e{i}.{k}")
-                _add(values, "d" + name, grad)
+                add(values, "d" + name, grad)
 
     def _put_parameter_grads(
         self, op: FusibleOperation, i: int, grads: Sequence[Tensor | None], values: Values
     ) -> None:
-        names = [name for name in self.plan.parameters if _op_of(name) == i]
+        names = names_at(self.plan.parameters, i)
         if grads and len(grads) != len(names):
             raise RuntimeError(
                 f"[{type(op).__name__}] backward must return {len(names)} parameter gradients for op "
@@ -286,111 +413,35 @@ class Walker:
             )
         for name, grad in zip(names, grads, strict=False):
             values["d" + name] = grad
+        self._accumulate(i, values)
 
 
 class _Walk(torch.autograd.Function):
     """The autograd node of a plan that Python walks."""
 
     @staticmethod
-    def forward(ctx: Any, walker: Walker, kwargs: Kwargs, *tensors: Tensor) -> tuple[Tensor, ...]:
-        values, saved, contexts = walker._forward(tensors, kwargs)
-        walker.keep(ctx, values, saved, contexts)
-        return walker._outputs(values)
+    def forward(
+        ctx: Any, walker: Walker, kwargs: Kwargs, stand_ins: StandIns, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        tape = walker._forward(tensors, kwargs, stand_ins)
+        walker.keep(ctx, tape)
+        return walker._outputs(tape.values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None, None, *ctx.walker.backward(ctx, grads))
+        return (None, None, None, *ctx.walker.backward(ctx, grads))
 
 
-def _arguments(steps: Sequence[Step]) -> list[str]:
-    names: dict[str, None] = {}
-    for step in steps:
-        for instruction in step.instructions:
-            for argument in instruction.arguments:
-                if isinstance(argument, str):
-                    names[argument] = None
-    return list(names)
+def _gradient(likes: dict[str, Like], values: Values, name: str) -> Any:
+    """A gradient; zeros where nobody gave one, None for an output that was never made."""
+    if values.get(name) is not None:
+        return values[name]
+    like = likes.get("x" + name[1:] if name[0] == "g" else name[1:])
+    return None if like is None else like.zeros()
 
 
-def _read_in_backward(steps: Sequence[Step]) -> list[str]:
-    names = {name: None for name in _arguments(steps) if name.startswith(("s", "p"))}
-    return list(names)
-
-
-def _place(tensors: list[Tensor], tensor: Tensor | None) -> int | None:
-    """The position at which a tensor is saved, each once."""
-    if tensor is None:
-        return None
-    for position, other in enumerate(tensors):
-        if other is tensor:
-            return position
-    tensors.append(tensor)
-    return len(tensors) - 1
-
-
-def _run(instruction: Instruction, values: Values) -> None:
-    arguments = [_load(argument, values) for argument in instruction.arguments]
-    results: Any
-    if not instruction.target:
-        results = (arguments[0],) * len(instruction.results)
-    else:
-        results = _target(instruction.target)(*arguments)
-        if not isinstance(results, tuple):
-            results = (results,)
-    for name, result in zip(instruction.results, results, strict=True):
-        _add(values, name, result)
-
-
-def _add(values: Values, name: str, tensor: Tensor | None) -> None:
-    # Several consumers of one channel: their gradients add up.
-    if name.startswith("do") and tensor is not None and values.get(name) is not None:
-        tensor = values[name] + tensor
-    values[name] = tensor
-
-
-def _target(name: str) -> Any:
-    if name.startswith("aten::"):
-        return getattr(torch.ops.aten, name.removeprefix("aten::")).default
-    return getattr(torch.ops.transformer_ops, name).default
-
-
-def _load(argument: Argument, values: Values) -> Any:
-    if isinstance(argument, str):
-        return values[argument]
-    return argument[0] if argument is not None else None
-
-
-def _cast_step(step: Step, values: Values, main: str | None) -> Values:
-    """The values as the step reads them: its input and parameters in its compute dtype."""
-    if step.compute is None:
-        return values
-    dtype = _dtype(step.compute)
-    cast = dict(values)
-    for name in _arguments([step]):
-        is_parameter = name.startswith("p") or name.endswith(".weight")
-        if name == main or (step.cast_parameters and is_parameter and name in values):
-            cast[name] = values[name].to(dtype)
-    return cast
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def _compute_dtype(tensor: Tensor) -> torch.dtype:
-    device = tensor.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return tensor.dtype
-
-
-def _op_of(name: str) -> int:
-    """The op index in a value's name, as in "dp3.weight"."""
-    return int(name.partition(".")[0].lstrip("abcdefghijklmnopqrstuvwxyz"))
-
-
-def _check_output(op: FusibleOperation, method: str, tensor: Any) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        raise RuntimeError(f"[{type(op).__name__}] {method} must return tensors, got {tensor!r}")
-    return tensor
+def _fit(likes: dict[str, Like], values: Values, boundary: int) -> None:
+    """Give the gradient at a boundary the dtype of the tensor there."""
+    gradient, like = values.get(f"g{boundary}"), likes.get(f"x{boundary}")
+    if gradient is not None and like is not None and gradient.dtype != like.dtype:
+        values[f"g{boundary}"] = gradient.to(like.dtype)

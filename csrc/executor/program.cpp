@@ -95,22 +95,23 @@ class Compiler {
     const bool forward = main == Kind::Main;
     const Value in{main, forward ? step.first() : step.last() + 1};
     const Value out{main, forward ? step.last() + 1 : step.first()};
-    if (step.compute && forward) add_cast(in, *step.compute, values, code);
+    if (step.compute && forward) add_cast(step.name, in, *step.compute, values, code);
     std::map<Value, int> originals;
     if (step.compute && step.cast_parameters) originals = cast_parameters(step, values, code);
     for (const Instruction& instruction : step.instructions) {
       compile_instruction(instruction, values, code);
     }
     for (const auto& [parameter, index] : originals) values.alias(parameter, index);
-    if (step.result) add_cast(out, *step.result, values, code);
+    if (step.result) add_cast(step.name, out, *step.result, values, code);
     if (forward) note_saves(step, values);
   }
 
-  void add_cast(const Value& value, DType dtype, Numbering& values, Program::Code& code) {
+  void add_cast(const std::string& step, const Value& value, DType dtype, Numbering& values,
+                Program::Code& code) {
     const int from = values.find(value);
     if (from < 0) return;
     const int to = values.define(value);
-    code.lines.push_back({Program::Cast{to_torch(dtype), from, to}, {}});
+    code.lines.push_back({Program::Cast{step, to_torch(dtype), from, to}, {}});
   }
 
   // Returns the uncast parameters, which are what is saved.
@@ -123,7 +124,7 @@ class Compiler {
       for (const Value& value : {parameter, slot}) {
         if (backward ? !is_read(step, value) : value.kind == Kind::Slot) continue;
         originals[value] = backward ? load(value) : values.find(value);
-        add_cast(value, *step.compute, values, code);
+        add_cast(step.name, value, *step.compute, values, code);
       }
     }
     return originals;

@@ -33,6 +33,7 @@ struct Program {
     std::vector<int> results;
   };
   struct Cast {
+    std::string step;
     at::ScalarType dtype;
     int from;
     int to;

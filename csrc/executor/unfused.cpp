@@ -54,9 +54,9 @@ Tensors call_torch(const std::string& name, Stack stack) {
   return results;
 }
 
-void cast(const Value& value, DType dtype, std::map<Value, Tensor>& values) {
+void cast(const Step& step, const Value& value, std::map<Value, Tensor>& values) {
   Tensor& tensor = values.at(value);
-  tensor = tensor.to(to_torch(dtype));
+  tensor = cast_floating(step.name.c_str(), tensor, to_torch(*step.compute));
 }
 
 }  // namespace
@@ -110,7 +110,7 @@ Plan unfused_plan(const Plan& plan, const std::vector<TensorFacts>& facts) {
 
 void run_unfused_step(const Step& step, std::map<Value, Tensor>& values) {
   if (step.compute) {
-    cast({Kind::Main, step.first()}, *step.compute, values);
+    cast(step, {Kind::Main, step.first()}, values);
     for (auto& [value, tensor] : values) {
       const bool is_mine = value.kind == Kind::Parameter && value.op == step.first();
       if (is_mine && step.cast_parameters) tensor = tensor.to(to_torch(*step.compute));

@@ -30,7 +30,9 @@ void walk(const Program::Code& code, const Shapes& shapes, Tensors& values) {
     if (const auto* call = std::get_if<Program::Call>(&line.what)) {
       run_call(*call, shapes, values, stack);
     } else if (const auto* cast = std::get_if<Program::Cast>(&line.what)) {
-      if (values[cast->from].defined()) values[cast->to] = values[cast->from].to(cast->dtype);
+      if (values[cast->from].defined()) {
+        values[cast->to] = cast_floating(cast->step.c_str(), values[cast->from], cast->dtype);
+      }
     } else {
       const auto& copy = std::get<Program::Copy>(line.what);
       Tensor& to = values[copy.to];

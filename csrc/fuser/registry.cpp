@@ -64,7 +64,7 @@ std::vector<Fusion> fusions() {
 
 std::vector<Fusion> fusions(Pass pass) {
   std::vector<Fusion> rows = fusions();
-  std::erase_if(rows, [&](const Fusion& row) { return row.pass != pass; });
+  std::erase_if(rows, [&](const Fusion& row) { return row.pass != pass || row.suspended > 0; });
   return rows;
 }
 
@@ -95,6 +95,16 @@ bool remove_fusion(int64_t id) {
   const bool removed = std::erase_if(all.fusions, [&](auto& row) { return row.id == id; }) > 0;
   if (removed) ++all.version;
   return removed;
+}
+
+bool suspend_fusion(int64_t id, int by) {
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  const auto row = std::ranges::find(all.fusions, id, &Fusion::id);
+  if (row == all.fusions.end()) return false;
+  row->suspended += by;
+  ++all.version;
+  return true;
 }
 
 int64_t registry_version() { return registry().version; }

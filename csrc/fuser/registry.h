@@ -17,10 +17,12 @@ struct Fusion {
   std::string origin = {};     // "built-in" or where the user's function was defined
   int64_t order = 0;          // among users' fusions; they run before the rules
   const Rule* rule = nullptr;  // null for a user's function
+  int suspended = 0;           // while above zero no plan uses it
 };
 
 // All fusions in the order they run: by pass, users' by order, rules by (benefit descending, name).
 std::vector<Fusion> fusions();
+// Those of one pass that are not suspended.
 std::vector<Fusion> fusions(Pass pass);
 
 // Throws PlanError for a name used twice in a pass.
@@ -28,6 +30,8 @@ int64_t add_rule(Rule rule, std::string origin = "built-in");
 int64_t add_user_fusion(std::string name, Pass pass, std::string origin, bool prepend);
 // False if it was gone already.
 bool remove_fusion(int64_t id);
+// Adds to the times it is suspended; false if it was removed.
+bool suspend_fusion(int64_t id, int by);
 
 // Grows with every change; a plan made under another version is stale.
 int64_t registry_version();

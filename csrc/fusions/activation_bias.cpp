@@ -23,26 +23,23 @@ void backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad{args.tensor(0), args.tensor(0).size(-1)};
   const cpu::Rows kept{args.tensor(1), grad.width}, grad_x{results[0], grad.width};
   const auto dtype = cpu::kernel_dtype(grad.tensor);
-  const Tensors sums = cpu::sum_rows(
-      grad.count(), grad.width, grad.tensor, {grad.tensor.scalar_type()},
-      [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-        if (!row.keeps_mask) {
-          cpu::kernels().activation_bias_backward(row.activation, dtype, grad.read(begin),
-                                                  kept.read(begin), grad_x.write(begin), sums[0],
-                                                  end - begin, grad.width);
-          return;
-        }
-        cpu::kernels().relu_bias_backward(dtype, grad.read(begin),
-                                          kept.tensor.const_data_ptr<uint8_t>(),
-                                          begin * grad.width, grad_x.write(begin), sums[0],
-                                          end - begin, grad.width);
-      });
-  results[1] = sums[0];
+  cpu::sum_rows(grad.count(), grad.width, grad.tensor, std::span(results).subspan(1),
+                [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+                  if (!row.keeps_mask) {
+                    cpu::kernels().activation_bias_backward(row.activation, dtype, grad.read(begin),
+                                                            kept.read(begin), grad_x.write(begin),
+                                                            sums[0], end - begin, grad.width);
+                    return;
+                  }
+                  cpu::kernels().relu_bias_backward(
+                      dtype, grad.read(begin), kept.tensor.const_data_ptr<uint8_t>(),
+                      begin * grad.width, grad_x.write(begin), sums[0], end - begin, grad.width);
+                });
 }
 
 Tensors backward_unfused(const Args& args) {
-  const Tensor grad = activation_gradient_unfused(activation_named(args.text(2)), args.tensor(0),
-                                                  args.tensor(1));
+  const Tensor grad =
+      activation_gradient_unfused(activation_named(args.text(2)), args.tensor(0), args.tensor(1));
   return {grad, grad.sum_to_size_symint({grad.sym_size(-1)})};
 }
 

@@ -41,12 +41,11 @@ TensorSpecs backward_shape(const Args& args) {
 
 void backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad{args.tensor(0), args.tensor(0).size(-1)};
-  results =
-      cpu::sum_rows(grad.count(), grad.width, grad.tensor, {grad.tensor.scalar_type()},
-                    [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                      cpu::kernels().column_sum(cpu::kernel_dtype(grad.tensor), grad.read(begin),
-                                                sums[0], end - begin, grad.width);
-                    });
+  cpu::sum_rows(grad.count(), grad.width, grad.tensor, results,
+                [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+                  cpu::kernels().column_sum(cpu::kernel_dtype(grad.tensor), grad.read(begin),
+                                            sums[0], end - begin, grad.width);
+                });
 }
 
 Tensors backward_unfused(const Args& args) {

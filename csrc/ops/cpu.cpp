@@ -30,15 +30,27 @@ at::Tensor to_accumulate(const at::Tensor& parameter, const at::Tensor& like, do
   return result;
 }
 
-std::vector<at::Tensor> sum_rows(
-    int64_t rows, int64_t width, const at::Tensor& like, const std::vector<at::ScalarType>& dtypes,
-    const std::function<void(int64_t, int64_t, const std::vector<void*>&)>& function) {
+void sum_rows(int64_t rows, int64_t width, const at::Tensor& like, std::span<at::Tensor> results,
+              AddRows add_rows) {
   constexpr int64_t kMostParts = 16;
   constexpr int64_t kElementsPerPart = 65536;
   const int64_t parts =
       std::clamp<int64_t>(rows * width / kElementsPerPart, 1, std::min(kMostParts, rows + 1));
-  const auto count = static_cast<int64_t>(dtypes.size());
   const auto accumulate = accumulate_dtype(like.scalar_type());
+  const bool in_place = parts == 1 && std::ranges::all_of(results, [&](const at::Tensor& result) {
+                          return result.scalar_type() == accumulate;
+                        });
+  if (in_place) {
+    std::vector<void*> sums;
+    sums.reserve(results.size());
+    for (const at::Tensor& result : results) {
+      sums.push_back(result.mutable_data_ptr());
+      std::fill_n(static_cast<char*>(sums.back()), result.nbytes(), '\0');
+    }
+    add_rows(0, rows, sums);
+    return;
+  }
+  const auto count = static_cast<int64_t>(results.size());
   at::Tensor sums = at::detail::empty_cpu({parts, count, width}, accumulate);
   sums.zero_();
   auto* data = static_cast<char*>(sums.mutable_data_ptr());
@@ -47,17 +59,11 @@ std::vector<at::Tensor> sum_rows(
     for (int64_t part = begin; part < end; ++part) {
       std::vector<void*> pointers;
       for (int64_t k = 0; k < count; ++k) pointers.push_back(data + (part * count + k) * bytes);
-      function(rows * part / parts, rows * (part + 1) / parts, pointers);
+      add_rows(rows * part / parts, rows * (part + 1) / parts, pointers);
     }
   });
-  const at::Tensor total = parts == 1 ? sums[0] : sums.sum(0);
-  std::vector<at::Tensor> results;
-  for (int64_t k = 0; k < count; ++k) {
-    const at::Tensor row = total[k];
-    // A result of its own memory: the sums would keep each other alive.
-    results.push_back(row.scalar_type() == dtypes[k] ? row.clone() : row.to(dtypes[k]));
-  }
-  return results;
+  const at::Tensor total = sums.sum(0);
+  for (int64_t k = 0; k < count; ++k) results[k].copy_(total[k].view(results[k].sizes()));
 }
 
 }  // namespace transformer_ops::cpu

@@ -3,9 +3,10 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 #include <algorithm>
-#include <functional>
+#include <span>
 #include <vector>
 
 #include "kernels/cpu/kernels.h"
@@ -51,11 +52,12 @@ void parallel(int64_t count, int64_t work, int64_t align, const Function& functi
 // A parameter in the accumulate dtype of `like`, plus `add`. No copy where none is needed.
 at::Tensor to_accumulate(const at::Tensor& parameter, const at::Tensor& like, double add = 0.0);
 
-// Sums over rows, deterministic for any number of threads: a fixed split into parts, each with
-// zeroed sums of its own, added in order. `function(first, last, sums)` has one pointer per result.
-// Returns tensors of `width` in the given dtypes.
-std::vector<at::Tensor> sum_rows(
-    int64_t rows, int64_t width, const at::Tensor& like, const std::vector<at::ScalarType>& dtypes,
-    const std::function<void(int64_t, int64_t, const std::vector<void*>&)>& function);
+// Adds the rows first to last to one array of sums a result, in the accumulate dtype.
+using AddRows = c10::function_ref<void(int64_t, int64_t, const std::vector<void*>&)>;
+
+// Sums over rows of `like` into `results` of `width` elements each; deterministic for any number of
+// threads: a fixed split into parts, each with zeroed sums of its own, added in order.
+void sum_rows(int64_t rows, int64_t width, const at::Tensor& like, std::span<at::Tensor> results,
+              AddRows add_rows);
 
 }  // namespace transformer_ops::cpu

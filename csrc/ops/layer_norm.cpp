@@ -65,17 +65,13 @@ void backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad{args.tensor(0), x.width}, mean{args.tensor(2), 1}, rstd{args.tensor(3), 1};
   const Tensor gamma = cpu::to_accumulate(args.tensor(4), x.tensor, args.flag(6) ? 1.0 : 0.0);
   const cpu::Rows grad_x{results[0], x.width};
-  const auto dtype = args.tensor(4).scalar_type();
-  const Tensors sums =
-      cpu::sum_rows(x.count(), x.width, x.tensor, {dtype, dtype},
-                    [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                      cpu::kernels().layer_norm_backward(
-                          cpu::kernel_dtype(x.tensor), grad.read(begin), x.read(begin),
-                          mean.read(begin), rstd.read(begin), gamma.const_data_ptr(),
-                          grad_x.write(begin), sums[0], sums[1], end - begin, x.width);
-                    });
-  results[1] = sums[0].view(args.tensor(4).sizes());
-  results[2] = sums[1].view(args.tensor(4).sizes());
+  cpu::sum_rows(x.count(), x.width, x.tensor, std::span(results).subspan(1),
+                [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+                  cpu::kernels().layer_norm_backward(
+                      cpu::kernel_dtype(x.tensor), grad.read(begin), x.read(begin),
+                      mean.read(begin), rstd.read(begin), gamma.const_data_ptr(),
+                      grad_x.write(begin), sums[0], sums[1], end - begin, x.width);
+                });
 }
 
 [[maybe_unused]] const bool registered = register_op({

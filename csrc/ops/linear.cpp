@@ -1,8 +1,12 @@
 #include "ops/linear.h"
 
 #include <ATen/ops/addmm_cpu_dispatch.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
+
+#include <cstring>
+
+#include "ops/cpu.h"
 
 namespace transformer_ops {
 namespace {
@@ -12,6 +16,26 @@ Tensor with_last_size(const Tensor& matrix, const Tensor& like, int64_t size) {
   auto sizes = like.sizes().vec();
   sizes.back() = size;
   return matrix.view(sizes);
+}
+
+// matrix.t() without the dispatcher.
+Tensor transposed(const Tensor& matrix) {
+  const int64_t sizes[] = {matrix.size(1), matrix.size(0)};
+  const int64_t strides[] = {matrix.stride(1), matrix.stride(0)};
+  return at::native::as_strided_tensorimpl(matrix, sizes, strides, matrix.storage_offset());
+}
+
+// Every row is the bias: where the product's sums start.
+Tensor repeat_rows(const Tensor& bias, int64_t count) {
+  const Tensor row = bias.contiguous();
+  Tensor rows = at::detail::empty_cpu({count, row.size(0)}, row.scalar_type());
+  const cpu::Rows out{rows, row.size(0)};
+  cpu::parallel(out.count(), out.width, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      std::memcpy(out.write(i), row.const_data_ptr(), row.nbytes());
+    }
+  });
+  return rows;
 }
 
 TensorSpec last_size(const Tensor& tensor, const c10::SymInt& size) {
@@ -79,8 +103,11 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
   const Tensor matrix = input.numel() == 0 && input.dim() != 2
                             ? input.reshape({input.numel() / weight.size(1), weight.size(1)})
                             : as_matrix(input);
-  const Tensor output =
-      bias.defined() ? at::cpu::addmm(bias, matrix, weight.t()) : at::cpu::mm(matrix, weight.t());
+  if (!bias.defined()) {
+    return with_last_size(at::cpu::mm(matrix, transposed(weight)), input, weight.size(0));
+  }
+  Tensor output = repeat_rows(bias, matrix.size(0));
+  at::cpu::addmm_(output, matrix, transposed(weight));
   return with_last_size(output, input, weight.size(0));
 }
 
@@ -95,7 +122,7 @@ Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, cons
   }
   if (input.defined()) {
     const Tensor matrix = input.dim() == 2 ? input : input.reshape({grad.size(0), input.size(-1)});
-    grads[1] = at::cpu::mm(grad.t(), matrix);
+    grads[1] = at::cpu::mm(transposed(grad), matrix);
   }
   for (Tensor& result : grads) {
     if (!result.defined()) result = at::detail::empty_cpu({0}, grad_output.scalar_type());

@@ -57,14 +57,13 @@ void backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad{args.tensor(0), x.width}, rstd{args.tensor(2), 1};
   const Tensor gamma = cpu::to_accumulate(weight, x.tensor, args.flag(5) ? 1.0 : 0.0);
   const cpu::Rows grad_x{results[0], x.width};
-  const Tensors sums = cpu::sum_rows(
-      x.count(), x.width, x.tensor, {weight.scalar_type()},
-      [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-        cpu::kernels().rms_norm_backward(cpu::kernel_dtype(x.tensor), grad.read(begin),
-                                         x.read(begin), rstd.read(begin), gamma.const_data_ptr(),
-                                         grad_x.write(begin), sums[0], end - begin, x.width);
-      });
-  results[1] = sums[0].view(weight.sizes());
+  cpu::sum_rows(x.count(), x.width, x.tensor, std::span(results).subspan(1),
+                [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+                  cpu::kernels().rms_norm_backward(cpu::kernel_dtype(x.tensor), grad.read(begin),
+                                                   x.read(begin), rstd.read(begin),
+                                                   gamma.const_data_ptr(), grad_x.write(begin),
+                                                   sums[0], end - begin, x.width);
+                });
 }
 
 [[maybe_unused]] const bool registered = register_op({

@@ -79,6 +79,7 @@ class MetaKernel final : public Kernel {
   void operator()(const OperatorHandle& handle, DispatchKeySet, Stack* stack) const {
     const auto values = arguments(handle, stack);
     const Args args(name_.c_str(), c10::ArrayRef<c10::IValue>(values.data(), values.size()));
+    check_devices(args.values());
     push_results(stack, values.size(), allocate(args, first_tensor(args.values())));
   }
 };
@@ -220,10 +221,19 @@ at::ScalarType accumulate_dtype(at::ScalarType dtype) {
 }
 
 void check_compute_dtype(const Args& args, const char* name, const Tensor& tensor) {
+  check_compute_dtype(args.op(), name, tensor);
+}
+
+Tensor cast_floating(const char* op, const Tensor& tensor, at::ScalarType dtype) {
+  check_compute_dtype(op, "input", tensor);
+  return tensor.to(dtype);
+}
+
+void check_compute_dtype(const char* op, const char* name, const Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   TORCH_CHECK(
       dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
-      "[", args.op(), "] ", name, " must be float16, bfloat16, float32 or float64, got ", dtype);
+      "[", op, "] ", name, " must be float16, bfloat16, float32 or float64, got ", dtype);
 }
 
 void check_same_sizes(const Args& args, const char* name, const Tensor& tensor,

@@ -96,6 +96,9 @@ at::ScalarType accumulate_dtype(at::ScalarType dtype);
 
 // Raise where the argument is no float16, bfloat16, float32 or float64 tensor.
 void check_compute_dtype(const Args& args, const char* name, const Tensor& tensor);
+void check_compute_dtype(const char* op, const char* name, const Tensor& tensor);
+// `tensor` in another dtype; raises where it was no such tensor before.
+Tensor cast_floating(const char* op, const Tensor& tensor, at::ScalarType dtype);
 void check_same_sizes(const Args& args, const char* name, const Tensor& tensor, const Tensor& like);
 // Raise where the argument has another size or dtype: gradients and saved tensors.
 void check_spec(const Args& args, const char* name, const Tensor& tensor, const TensorSpec& spec);

@@ -60,13 +60,14 @@ OpNode node_from(const py::handle& row) {
   return op;
 }
 
-// Groups travel to Python and back as (first, count, Python object number or None, name).
+// Groups travel to Python as (first, count, Python object number or None, name, made by a rule?,
+// joint?) and back as the first four.
 py::list rewrite_groups_to_python(const std::vector<transformer_ops::Group>& groups) {
   py::list list;
   for (const auto& group : groups) {
     list.append(py::make_tuple(group.first, group.count,
                                group.python ? py::object(py::int_(*group.python)) : py::none(),
-                               group.name, group.rule != nullptr));
+                               group.name, group.rule != nullptr, group.joint));
   }
   return list;
 }
@@ -178,7 +179,9 @@ py::list Group::last_inputs() const {
 void Group::write_key(const Tensors& tensors) {
   const bool grad = at::GradMode::is_enabled();
   const auto device = tensors[0].device().type();
-  const bool autocast = at::autocast::is_autocast_enabled(device);
+  // The meta device, for one, has none.
+  const bool autocast = at::autocast::is_autocast_available(device) &&
+                        at::autocast::is_autocast_enabled(device);
   scratch_key_.clear();
   scratch_key_ += static_cast<char>(grad);
   scratch_key_ += static_cast<char>(device);
@@ -252,6 +255,7 @@ std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> 
   }
   for (const int op : asks_training_) key += static_cast<char>(training[op]);
   last_ = find_or_make(key);
+  last_inputs_.clear();
   return last_;
 }
 
@@ -261,7 +265,8 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count) {
   if (has_hooks() || !gather(arguments, count, tensors)) Py_RETURN_NONE;
   write_key(tensors);
   if (!last_ || version_ != registry_version() || last_->key != scratch_key_) {
-    last_ = find_or_make(scratch_key_);
+    // A copy: planning calls Python, and another thread may write its key meanwhile.
+    last_ = find_or_make(std::string(scratch_key_));
   }
   const Program* program = last_->program;
   if (program == nullptr) Py_RETURN_NONE;

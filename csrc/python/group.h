@@ -55,7 +55,7 @@ class Group {
                                   const std::vector<bool>& training);
 
   std::shared_ptr<PlanEntry> last() const { return last_; }
-  // The main input and the extra inputs of the last call() that ran here, for explain().
+  // The main input and the extra inputs, if the last plan was made for a call() that ran here.
   py::list last_inputs() const;
   size_t cached_plans() const { return entries_.size(); }
 

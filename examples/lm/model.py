@@ -11,6 +11,9 @@ from torch import Tensor, nn
 import transformer_ops as tops
 
 VOCABULARY = 256
+# A position embeds this many of its last bytes: the first block starts from n-grams, which
+# attention would need most of a short run to discover.
+RECENT = 4
 
 
 class Block(nn.Module):
@@ -95,7 +98,7 @@ class GPT(nn.Module):
         ours = backend == "tops"
         block = Block if ours else TorchBlock
         self.context = context
-        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.tokens = nn.Embedding(RECENT * VOCABULARY, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(block(width, dropout) for _ in range(layers))
         if ours:
@@ -116,7 +119,9 @@ class GPT(nn.Module):
 
     def embed(self, inputs: Tensor) -> Tensor:
         """What goes into the first block."""
-        return self.tokens(inputs) + self.positions.weight[: inputs.shape[-1]]
+        recent = F.pad(inputs, (RECENT - 1, 0)).unfold(-1, RECENT, 1)
+        tables = VOCABULARY * torch.arange(RECENT, device=inputs.device)
+        return self.tokens(recent + tables).sum(-2) + self.positions.weight[: inputs.shape[-1]]
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = self.logits(inputs).float()
@@ -137,7 +142,7 @@ def initialize(model: GPT, seed: int) -> None:
                 parameter.zero_()
             elif parameter.dim() == 1:
                 parameter.fill_(1.0)
-            elif name.startswith(("tokens", "positions")):
+            elif name.startswith(("tokens", "positions", "head")):
                 parameter.normal_(std=0.02, generator=generator)
             else:
                 std = parameter.shape[1] ** -0.5

@@ -76,11 +76,11 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--data", metavar="FILE_OR_FOLDER", help="text (default: Python's reference manual)")
     add("--steps", type=_size, default=1000, help="steps to reach, those before --resume included")
     add("--batch", type=_size, default=8, help="windows a step")
-    add("--context", type=_size, default=256, help="bytes a window")
+    add("--context", type=_size, default=128, help="bytes a window")
     add("--layers", type=_size, default=4, help="blocks")
-    add("--width", type=_size, default=192, help="hidden size; heads have gcd(width, 32) elements")
+    add("--width", type=_size, default=128, help="hidden size; heads have gcd(width, 32) elements")
     add("--dropout", type=_probability, default=0.0, help="in both branches of a block")
-    add("--lr", type=_positive, default=3e-3, help="peak learning rate of AdamW")
+    add("--lr", type=_positive, default=4e-3, help="peak learning rate of AdamW")
     # Not --steps: a run of more steps then goes on exactly where a shorter one ended.
     add("--decay-steps", type=_size, default=1000, help="step at which the cosine ends, at lr / 20")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
@@ -91,7 +91,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--compile", action=argparse.BooleanOptionalAction, default=False,
         help="train through torch.compile(fullgraph=True)")  # fmt: skip
     add("--seed", type=_seed, default=0, help="of weights, data order and dropout")
-    add("--checkpoint-every", type=_size, default=200, help="steps between checkpoints")
+    add("--checkpoint-every", type=_size, default=250, help="steps between checkpoints")
     add("--out", default="out", help="folder for checkpoint, losses and loss curve")
     add("--resume", metavar="FILE", help="go on from a checkpoint, with its options as defaults")
     return parser

@@ -42,7 +42,7 @@ def report(run: Run) -> str:
         indented(plan),
         "",
         "sample",
-        indented(sample.decode(errors="replace")),
+        indented(printable(sample)),
         "",
         f"loss curve         {curve}",
         f"losses             {table}",
@@ -57,6 +57,12 @@ def describe(run: Run) -> str:
     compiled = ", compiled" if options.compile else ""
     threads = f", {torch.get_num_threads()} threads" if run.device.type == "cpu" else ""
     return f"backend {options.backend}{compiled}, {options.dtype}, {run.device}{threads}"
+
+
+def printable(text: bytes) -> str:
+    """The text without what would steer a terminal."""
+    characters = text.decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in characters)
 
 
 def indented(text: str) -> str:

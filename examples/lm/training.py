@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,7 +106,7 @@ class Run:
                     timed += 1
                     seconds += time.perf_counter() - start
                 bar.update()
-                bar.set_postfix_str(f"{bits:.3f} bits per byte")
+                bar.set_postfix_str(f"{bits:.3f} bits per byte", refresh=False)
                 last = self.step == options.steps or interrupted()
                 if last or self.step % options.checkpoint_every == 0:
                     if not interrupted():
@@ -190,7 +191,17 @@ def learning_rate(step: int, peak: float, decay_steps: int) -> float:
 
 def progress(initial: int, total: int) -> tqdm:
     """A progress bar in steps."""
-    return tqdm(initial=initial, total=total, unit="step", dynamic_ncols=True, desc="training")
+    # In a log file every refresh is a line.
+    pause = 0.1 if sys.stderr.isatty() else 10.0
+    return tqdm(
+        initial=initial,
+        total=total,
+        unit="step",
+        desc="training",
+        dynamic_ncols=True,
+        mininterval=pause,
+        maxinterval=pause,
+    )
 
 
 @contextlib.contextmanager

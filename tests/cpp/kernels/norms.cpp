@@ -121,7 +121,7 @@ TEST_P(KernelTest, LongRowsStayAccurate) {
   k.layer_norm_forward(dtype, x.data(), nullptr, nullptr, 0.0, y.data(), mean.data(), rstd.data(),
                        1, h);
   EXPECT_NEAR(mean[0], m, 2 * compute_epsilon() * m);
-  EXPECT_NEAR(rstd[0], 1 / std::sqrt(v), 4 * compute_epsilon() / std::sqrt(v));
+  EXPECT_NEAR(rstd[0], 1 / std::sqrt(v), 8 * compute_epsilon() / std::sqrt(v));
 }
 
 TEST_P(KernelTest, NormsPassNan) {

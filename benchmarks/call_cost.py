@@ -1,0 +1,189 @@
+"""Microseconds a call on tiny tensors, where nothing but the cost of calling counts.
+
+    python benchmarks/call_cost.py [--quick] [--no-compile] [--out FILE.json] [--check]
+
+Every way of a block is timed in turn, round after round, in this one process on one thread; a
+ratio is the median over the rounds of way / eager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import blocks
+import torch
+import ways
+from torch import Tensor, nn
+
+Call = Callable[[], object]
+PASSES = ["forward", "forward+backward", "forward no grad"]
+OURS = "ours"
+# What --check lets pass; the aims are 0.6 and 0.7, and machines that others use are noisy.
+LIMITS = {"forward": 0.8, "forward+backward": 0.85}
+BATCH_SECONDS = 0.002
+
+
+class Way(NamedTuple):
+    """One way to run a block, and its calls by pass."""
+
+    name: str
+    calls: dict[str, Call]
+
+
+def make_calls(module: nn.Module, tokens: int, hidden: int) -> dict[str, Call]:
+    """The passes of a module on one input."""
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    wanted = [x, *module.parameters()]
+    grad = torch.randn(tokens, hidden)
+
+    def forward() -> Tensor:
+        out: Tensor = module(x)
+        return out
+
+    def forward_backward() -> object:
+        return torch.autograd.grad(module(x), wanted, grad)
+
+    def no_grad() -> object:
+        with torch.no_grad():
+            return module(x)
+
+    return dict(zip(PASSES, [forward, forward_backward, no_grad], strict=True))
+
+
+def make_ways(block: blocks.Block, tokens: int, hidden: int, ffn: int, compiled: bool) -> list[Way]:
+    """Every way of a block, with the same parameter values."""
+    eager, ours = block.eager(hidden, ffn), block.ours(hidden, ffn)
+    blocks.copy_parameters(eager, ours)
+    modules: dict[str, Any] = {"eager": eager, OURS: ours}
+    if compiled:
+        modules["eager, compiled"] = torch.compile(block.eager(hidden, ffn))
+        modules["ours, compiled"] = torch.compile(block.ours(hidden, ffn), fullgraph=True)
+    if block is blocks.MLP:
+        modules["typed ops, register_autograd"] = ways.TypedOps(eager)
+        modules["Python autograd.Function"] = ways.PythonFunction(eager)
+    return [Way(name, make_calls(module, tokens, hidden)) for name, module in modules.items()]
+
+
+def seconds(call: Call, count: int) -> float:
+    """Time of `count` calls, a call."""
+    # Of this thread alone, which does all of the work: other programs disturb it least.
+    start = time.thread_time()
+    for _ in range(count):
+        call()
+    return (time.thread_time() - start) / count
+
+
+def measure(found: list[Way], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Microseconds by way and pass, one number a round."""
+    times: dict[str, dict[str, list[float]]] = {w.name: {p: [] for p in PASSES} for w in found}
+    counts = {}
+    for way in found:
+        for name, call in way.calls.items():
+            seconds(call, 30)
+            counts[way.name, name] = max(5, int(BATCH_SECONDS / seconds(call, 30)))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name in PASSES:
+                for way in found:
+                    spent = seconds(way.calls[name], counts[way.name, name])
+                    times[way.name][name].append(1e6 * spent)
+            gc.collect()
+    finally:
+        gc.enable()
+    return times
+
+
+def summarize(times: dict[str, dict[str, list[float]]]) -> list[dict[str, object]]:
+    """A row for each way: medians, and medians of the ratios to eager."""
+    rows = []
+    for way, passes in times.items():
+        row: dict[str, object] = {"way": way}
+        for name, values in passes.items():
+            ratios = [a / b for a, b in zip(values, times["eager"][name], strict=True)]
+            row[name] = {"us": statistics.median(values), "ratio": statistics.median(ratios)}
+        rows.append(row)
+    return rows
+
+
+def table(block: str, rows: list[dict[str, object]]) -> str:
+    """Rows as aligned text."""
+    lines = [f"{block:<32}" + "".join(f"{name:>22}" for name in PASSES)]
+    for row in rows:
+        cells = [f"{row[p]['us']:8.1f} us {row[p]['ratio']:6.2f}x" for p in PASSES]  # type: ignore[index]
+        lines.append(f"  {row['way']:<30}" + "".join(f"{cell:>22}" for cell in cells))
+    return "\n".join(lines)
+
+
+def too_slow(results: dict[str, list[dict[str, object]]]) -> list[str]:
+    """One line for each of our ratios beyond its limit."""
+    lines = []
+    for block, rows in results.items():
+        ours = next(row for row in rows if row["way"] == OURS)
+        for name, limit in LIMITS.items():
+            ratio = ours[name]["ratio"]  # type: ignore[index]
+            if ratio > limit:
+                lines.append(
+                    f"[call_cost] {block}: {name} must be at most {limit}x, got {ratio:.2f}x"
+                )
+    return lines
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=16)
+    parser.add_argument("--ffn", type=int, default=64)
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--quick", action="store_true", help="15 rounds, no torch.compile")
+    parser.add_argument("--out", type=Path, help="write the numbers as JSON")
+    parser.add_argument("--check", action="store_true", help=f"exit 1 beyond {LIMITS}")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Times all blocks, prints a table each."""
+    options = parse()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rounds = 15 if options.quick else options.rounds
+    compiled = not (options.quick or options.no_compile)
+    sizes = {"tokens": options.tokens, "hidden": options.hidden, "ffn": options.ffn}
+    results = {}
+    for block in blocks.BLOCKS:
+        found = make_ways(block, **sizes, compiled=compiled)
+        results[block.name] = summarize(measure(found, rounds))
+        print(table(block.name, results[block.name]), flush=True)
+    if options.out:
+        about = {
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "rounds": rounds,
+            **sizes,
+        }
+        options.out.write_text(json.dumps({**about, "blocks": results}, indent=2) + "\n")
+    slow = too_slow(results) if options.check else []
+    for line in slow:
+        print(line, file=sys.stderr)
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The same MLP called in the two ways that the executor's C++ node replaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import transformer_ops as tops  # noqa: F401  (loads the typed ops)
+
+typed = torch.ops.transformer_ops
+EPS = 1e-5
+
+
+class _Parameters(nn.Module):
+    """The parameters of a LayerNorm-Linear-GELU-Linear module, in order."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(mlp.parameters())
+
+    def _read(self) -> list[Tensor]:
+        if "_list" not in self.__dict__:
+            self.__dict__["_list"] = list(self.all)
+        found: list[Tensor] = self.__dict__["_list"]
+        return found
+
+
+class TypedOps(_Parameters):
+    """Typed ops one by one, each with the Python `register_autograd` of the library."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape in, same shape out."""
+        gamma, beta, w1, b1, w2, b2 = self._read()
+        y = typed.layer_norm(x, gamma, beta, EPS, False)[0]
+        y = typed.gelu(typed.bias(typed.linear(y, w1), b1))
+        out: Tensor = typed.bias(typed.linear(y, w2), b2)
+        return out
+
+
+class _Function(torch.autograd.Function):
+    """The calls of the plan, from Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        gamma, beta, w1, b1, w2, b2 = parameters
+        y, mean, rstd = typed.layer_norm(x, gamma, beta, EPS, False)
+        activated, kept = typed.linear_bias_activation(y, w1, b1, "gelu", True)
+        out: Tensor = typed.linear_bias(activated, w2, b2)
+        ctx.save_for_backward(x, mean, rstd, gamma, y, w1, kept, activated, w2)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, mean, rstd, gamma, y, w1, kept, activated, w2 = ctx.saved_tensors
+        grad_b2 = typed.bias_backward(grad)
+        grad, grad_w2 = typed.linear_backward(grad, activated, w2, [True, True])
+        grad, grad_b1 = typed.activation_bias_backward(grad, kept, "gelu")
+        grad, grad_w1 = typed.linear_backward(grad, y, w1, [True, True])
+        grads = typed.layer_norm_backward(grad, x, mean, rstd, gamma, EPS, False)
+        return *grads, grad_w1, grad_b1, grad_w2, grad_b2
+
+
+class PythonFunction(_Parameters):
+    """One Python `autograd.Function` around the typed ops that the plan calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape in, same shape out."""
+        out: Tensor = _Function.apply(x, *self._read())
+        return out

@@ -1,0 +1,54 @@
+#include <gtest/gtest.h>
+
+#include "fuser/declaration.h"
+#include "toy.h"
+
+namespace transformer_ops {
+namespace {
+
+using toy::error_of;
+
+TEST(Declaration, IsFoundByKindWithItsSchemasParsed) {
+  EXPECT_TRUE(is_declared("Norm"));
+  EXPECT_TRUE(declaration("Norm").forward_schema.has_result("rstd"));
+  EXPECT_TRUE(declaration("Same").forward_schema.empty());
+}
+
+TEST(Declaration, NamesAnUnknownKind) {
+  EXPECT_FALSE(is_declared("Nothing"));
+  EXPECT_EQ(error_of([] { declaration("Nothing"); }),
+            "[plan] op kind must be declared, got 'Nothing'");
+}
+
+TEST(Declaration, IsMadeOnce) {
+  EXPECT_EQ(error_of([] { add_declaration({.kind = "Same"}); }),
+            "[declaration] op kind must be declared once, got 'Same'");
+}
+
+TEST(Declaration, WithAWrongSchemaLeavesNothing) {
+  EXPECT_EQ(error_of([] { add_declaration({.kind = "Broken", .forward = "f(Tensor x)"}); }),
+            "[schema] must read 'name(...) -> ...', got 'f(Tensor x)'");
+  EXPECT_FALSE(is_declared("Broken"));
+}
+
+TEST(SlotBits, FollowTheNameOfTheSlot) {
+  EXPECT_EQ(slot_bits(declaration("Norm"), "input", 64, 16), 64 * 16);
+  EXPECT_EQ(slot_bits(declaration("Norm"), "rstd", 64, 16), 32);
+  EXPECT_EQ(slot_bits(declaration("Norm"), "rstd", 64, 64), 64);
+  EXPECT_EQ(slot_bits(declaration("Mask"), "mask", 64, 16), 64);
+  EXPECT_EQ(slot_bits(declaration("Product"), "weight", 64, 16), 0);
+}
+
+TEST(SlotBits, AreUnknownWhereTheWidthIs) {
+  EXPECT_EQ(slot_bits(declaration("Norm"), "input", -1, 16), -1);
+  EXPECT_EQ(slot_bits(declaration("Norm"), "rstd", -1, 16), 32);
+}
+
+TEST(SlotBits, GiveWayToTheDeclaration) {
+  OpDeclaration row{.kind = "Seeded", .slots = {{"seed"}}};
+  row.slot_bits = [](const std::string&, int64_t, int64_t) { return 0; };
+  EXPECT_EQ(slot_bits(row, "seed", 64, 16), 0);
+}
+
+}  // namespace
+}  // namespace transformer_ops

@@ -1,0 +1,395 @@
+// Small plans as text: what is called, what is saved, where dtypes change.
+#include <gtest/gtest.h>
+
+#include "toy.h"
+
+namespace transformer_ops {
+namespace {
+
+using toy::error_of;
+using toy::nodes;
+using toy::ScopedRule;
+using toy::ScopedUserFusion;
+using toy::steps_text;
+
+TEST(Lower, BindsFieldsByName) {
+  EXPECT_EQ(to_text(toy::plan(nodes({"Norm", "Product", "Shift", "Scale"}))), R"(plan 1
+op 0 Norm training=true eps=1e-05
+op 1 Product training=true
+op 2 Shift training=true
+op 3 Scale training=true factor=2.0
+parameters p1.weight p2.shift
+first_backward 0
+forward Norm ops=[0]
+  x1, s0.rstd = norm(x0, 1e-05)
+  save s0.input=x0, s0.rstd=s0.rstd
+forward Product ops=[1]
+  x2 = product(x1, p1.weight)
+  save s1.input=x1, s1.weight=p1.weight
+forward Shift ops=[2]
+  x3 = shift(x2, p2.shift)
+forward Scale ops=[3]
+  x4 = scale(x3, 2.0)
+backward Norm ops=[0]
+  g0 = norm_backward(g1, s0.input, s0.rstd)
+backward Product ops=[1]
+  g1, dp1.weight = product_backward(g2, s1.input, s1.weight, [true, true])
+backward Shift ops=[2]
+  g2 = g3
+  dp2.shift = shift_backward(g3)
+backward Scale ops=[3]
+  g3 = scale(g4, 2.0)
+)");
+}
+
+TEST(Lower, SavesNothingWithoutGradients) {
+  const auto ops = nodes({"Norm", "Product"});
+  EXPECT_EQ(steps_text(toy::plan(ops, toy::facts(ops, /*grad=*/false))), R"(first_backward 2
+forward Norm ops=[0]
+  x1, s0.rstd = norm(x0, 1e-05)
+forward Product ops=[1]
+  x2 = product(x1, p1.weight)
+backward Norm ops=[0] skipped=true
+backward Product ops=[1] skipped=true
+)");
+}
+
+TEST(Lower, SkipsWhatLiesBeforeTheFirstGradient) {
+  const auto ops = nodes({"Square", "Product", "Square"});
+  Facts facts = toy::facts(ops);
+  facts.input.requires_grad = false;
+  EXPECT_EQ(steps_text(toy::plan(ops, facts)), R"(first_backward 1
+forward Square ops=[0]
+  x1 = square(x0)
+forward Product ops=[1]
+  x2 = product(x1, p1.weight)
+  save s1.input=x1
+forward Square ops=[2]
+  x3 = square(x2)
+  save s2.input=x2
+backward Square ops=[0] skipped=true
+backward Product ops=[1]
+  s1.unused, dp1.weight = product_backward(g2, s1.input, none, [false, true])
+backward Square ops=[2]
+  g2 = square_backward(g3, s2.input)
+)");
+}
+
+TEST(Lower, SavesOnlyWhatAWantedGradientReads) {
+  const auto ops = nodes({"Product"});
+  Facts facts = toy::facts(ops);
+  facts.parameters[0][0].requires_grad = false;
+  EXPECT_EQ(steps_text(toy::plan(ops, facts)), R"(first_backward 0
+forward Product ops=[0]
+  x1 = product(x0, p0.weight)
+  save s0.weight=p0.weight
+backward Product ops=[0]
+  g0, s0.unused = product_backward(g1, none, s0.weight, [true, false])
+)");
+}
+
+TEST(Lower, DoesNotCallABackwardNobodyWants) {
+  const auto ops = nodes({"Product", "Shift"});
+  Facts facts = toy::facts(ops);
+  facts.parameters[1][0].requires_grad = false;
+  EXPECT_EQ(steps_text(toy::plan(ops, facts)).find("shift_backward"), std::string::npos);
+}
+
+// ---- ops that hand on, switches, shapes
+
+TEST(Lower, HandsOnWhereThereIsNoSchema) {
+  EXPECT_EQ(steps_text(toy::plan(nodes({"Same"}))), R"(first_backward 0
+forward Same ops=[0]
+  x1 = x0
+backward Same ops=[0]
+  g0 = g1
+)");
+}
+
+TEST(Lower, TellsForwardWhetherASlotIsNeeded) {
+  const auto ops = nodes({"Mask"});
+  EXPECT_EQ(steps_text(toy::plan(ops)), R"(first_backward 0
+forward Mask ops=[0]
+  x1, s0.mask = mask(x0, true)
+  save s0.mask=s0.mask
+backward Mask ops=[0]
+  g0 = mask_backward(g1, s0.mask)
+)");
+  const std::string without = steps_text(toy::plan(ops, toy::facts(ops, /*grad=*/false)));
+  EXPECT_NE(without.find("mask(x0, false)"), std::string::npos) << without;
+}
+
+TEST(Lower, HandsOnWhereTheOpIsInactive) {
+  const auto ops = nodes({"Mask"});
+  Facts facts = toy::facts(ops);
+  facts.training[0] = false;
+  EXPECT_EQ(steps_text(toy::plan(ops, facts)), R"(first_backward 0
+forward Mask ops=[0]
+  x1 = x0
+backward Mask ops=[0]
+  g0 = g1
+)");
+}
+
+TEST(Lower, PassesTheShapeOfTheInput) {
+  EXPECT_EQ(steps_text(toy::plan(nodes({"Same", "View"}))), R"(first_backward 0
+forward Same ops=[0]
+  x1 = x0
+forward View ops=[1]
+  x2 = aten::reshape(x1, [-1, 4])
+backward Same ops=[0]
+  g0 = g1
+backward View ops=[1]
+  g1 = aten::reshape(g2, n1)
+)");
+}
+
+// ---- extra tensors
+
+TEST(Lower, TakesExtraTensorsFromTheCaller) {
+  EXPECT_EQ(to_text(toy::plan(nodes({"Fork", "Add"}))), R"(plan 1
+op 0 Fork training=true
+op 1 Add training=true
+inputs e1.0
+outputs o0.0
+first_backward 0
+forward Fork ops=[0]
+  x1, o0.0 = x0
+forward Add ops=[1]
+  x2 = add(x1, e1.0)
+backward Fork ops=[0]
+  g0 = fork_backward(g1, do0.0)
+backward Add ops=[1]
+  g1, de1.0 = g2
+)");
+}
+
+TEST(Lower, RoutesAChannel) {
+  auto ops = nodes({"Fork", "Square", "Add"});
+  toy::connect(ops, 0, 2);
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 1
+op 0 Fork training=true
+op 1 Square training=true
+op 2 Add training=true
+route e2.0=o0.0
+first_backward 0
+forward Fork ops=[0]
+  x1, o0.0 = x0
+forward Square ops=[1]
+  x2 = square(x1)
+  save s1.input=x1
+forward Add ops=[2]
+  x3 = add(x2, o0.0)
+backward Fork ops=[0]
+  g0 = fork_backward(g1, do0.0)
+backward Square ops=[1]
+  g1 = square_backward(g2, s1.input)
+backward Add ops=[2]
+  g2, do0.0 = g3
+)");
+}
+
+TEST(Lower, HandsOnTheGradientOfAnOutputNobodyReads) {
+  auto ops = nodes({"Fork"});
+  ops[0].visible[0] = false;
+  EXPECT_EQ(steps_text(toy::plan(ops)), R"(first_backward 0
+forward Fork ops=[0]
+  x1, o0.0 = x0
+backward Fork ops=[0]
+  g0 = g1
+)");
+}
+
+// ---- dtypes
+
+TEST(Lower, CastsTheInputOfAProductAndItsGradientBack) {
+  const auto ops = nodes({"Product", "Square"});
+  Facts facts = toy::facts(ops);
+  facts.input.dtype = DType::BFloat16;
+  EXPECT_EQ(steps_text(toy::plan(ops, facts)), R"(first_backward 0
+forward Product ops=[0] compute=float32
+  x1 = product(x0, p0.weight)
+  save s0.input=x0, s0.weight=p0.weight
+forward Square ops=[1]
+  x2 = square(x1)
+  save s1.input=x1
+backward Product ops=[0] result=bfloat16
+  g0, dp0.weight = product_backward(g1, s0.input, s0.weight, [true, true])
+backward Square ops=[1]
+  g1 = square_backward(g2, s1.input)
+)");
+}
+
+TEST(Lower, CastsInputAndParametersUnderAutocast) {
+  const auto ops = nodes({"Square", "Product", "Shift"});
+  Facts facts = toy::facts(ops);
+  facts.autocast = DType::BFloat16;
+  EXPECT_EQ(steps_text(toy::plan(ops, facts)), R"(first_backward 0
+autocast bfloat16
+forward Square ops=[0] compute=bfloat16
+  x1 = square(x0)
+  save s0.input=x0
+forward Product ops=[1] compute=bfloat16 cast_parameters=true
+  x2 = product(x1, p1.weight)
+  save s1.input=x1, s1.weight=p1.weight
+forward Shift ops=[2]
+  x3 = shift(x2, p2.shift)
+backward Square ops=[0] result=float32
+  g0 = square_backward(g1, s0.input)
+backward Product ops=[1] compute=bfloat16 cast_parameters=true
+  g1, dp1.weight = product_backward(g2, s1.input, s1.weight, [true, true])
+backward Shift ops=[2]
+  g2 = g3
+  dp2.shift = shift_backward(g3)
+)");
+}
+
+TEST(Lower, AutocastLeavesFloat64Alone) {
+  const auto ops = nodes({"Square"});
+  Facts facts = toy::facts(ops);
+  facts.input.dtype = DType::Float64;
+  facts.autocast = DType::BFloat16;
+  EXPECT_EQ(steps_text(toy::plan(ops, facts)).find("compute"), std::string::npos);
+}
+
+TEST(Lower, PromotesWithAnExtraInput) {
+  const auto ops = nodes({"Add", "Square"});
+  Facts facts = toy::facts(ops);
+  facts.input.dtype = DType::BFloat16;
+  facts.extra_inputs[0].dtype = DType::Float32;
+  EXPECT_EQ(steps_text(toy::plan(ops, facts)), R"(first_backward 0
+forward Add ops=[0]
+  x1 = add(x0, e0.0)
+forward Square ops=[1]
+  x2 = square(x1)
+  save s1.input=x1
+backward Add ops=[0] result=bfloat16
+  g0, de0.0 = g1
+backward Square ops=[1]
+  g1 = square_backward(g2, s1.input)
+)");
+}
+
+// ---- fused ops
+
+TEST(Lower, ForwardFusionSavesTheSlotsOfItsOps) {
+  const ScopedRule rule(toy::forward_rule());
+  EXPECT_EQ(steps_text(toy::plan(nodes({"Product", "Shift", "Square"}))), R"(first_backward 0
+forward product_shift_square ops=[0, 1, 2]
+  x3, s2.input = product_shift_square(x0, p0.weight, p1.shift, true)
+  save s0.input=x0, s0.weight=p0.weight, s2.input=s2.input
+backward Product ops=[0]
+  g0, dp0.weight = product_backward(g1, s0.input, s0.weight, [true, true])
+backward Shift ops=[1]
+  g1 = g2
+  dp1.shift = shift_backward(g2)
+backward Square ops=[2]
+  g2 = square_backward(g3, s2.input)
+)");
+}
+
+TEST(Lower, BackwardFusionReadsTheSlotsOfItsOps) {
+  const ScopedRule rule(toy::backward_rule());
+  EXPECT_EQ(steps_text(toy::plan(nodes({"Shift", "Square"}))), R"(first_backward 0
+forward Shift ops=[0]
+  x1 = shift(x0, p0.shift)
+forward Square ops=[1]
+  x2 = square(x1)
+  save s1.input=x1
+backward square_shift ops=[0, 1]
+  g0, dp0.shift = square_shift_backward(g2, s1.input)
+)");
+}
+
+TEST(Lower, ForwardAndBackwardFusionMeetInTheSlots) {
+  const ScopedRule forward(toy::forward_rule()), backward(toy::backward_rule());
+  EXPECT_EQ(steps_text(toy::plan(nodes({"Product", "Shift", "Square"}))), R"(first_backward 0
+forward product_shift_square ops=[0, 1, 2]
+  x3, s2.input = product_shift_square(x0, p0.weight, p1.shift, true)
+  save s0.input=x0, s0.weight=p0.weight, s2.input=s2.input
+backward Product ops=[0]
+  g0, dp0.weight = product_backward(g1, s0.input, s0.weight, [true, true])
+backward square_shift ops=[1, 2]
+  g1, dp1.shift = square_shift_backward(g3, s2.input)
+)");
+}
+
+TEST(Lower, JointFusionKeepsWhatItLikes) {
+  const ScopedRule rule(toy::joint_rule());
+  EXPECT_EQ(steps_text(toy::plan(nodes({"Square", "Product"}))), R"(first_backward 0
+forward square_product ops=[0, 1] joint=true
+  x2, s1.input = square_product(x0, p1.weight)
+  save s1.input=s1.input, s1.weight=p1.weight
+backward square_product ops=[0, 1] joint=true
+  g0, dp1.weight = square_product_backward(g2, s1.input, s1.weight, [true, true])
+)");
+}
+
+TEST(Lower, FusedOpMustBindEveryArgument) {
+  Rule rule = toy::backward_rule();
+  rule.bind = nullptr;
+  const ScopedRule scoped(rule);
+  EXPECT_EQ(error_of([] {
+              toy::plan(nodes({"Shift", "Square"}));
+            }),
+            "[plan] 'square_shift' must bind argument 'kept'");
+}
+
+TEST(Lower, FusedForwardThatFillsNoSlotIsAnError) {
+  Rule rule = toy::forward_rule();
+  rule.forward =
+      "product_shift_square(Tensor input, Tensor weight, Tensor shift) -> "
+      "Tensor output";
+  const ScopedRule scoped(rule);
+  EXPECT_EQ(error_of([] {
+              toy::plan(nodes({"Product", "Shift", "Square"}));
+            }),
+            "[plan] backward step 'Square' must read a slot that forward saves, got s2.input");
+}
+
+// ---- Python steps
+
+TEST(Lower, PythonOpHasNoInstructions) {
+  auto ops = nodes({"Square"});
+  ops.push_back(toy::python_node("Custom", /*parameters=*/2));
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 1
+op 0 Square training=true
+op 1 Custom native=false training=true
+parameters p1.0 p1.1
+first_backward 0
+forward Square ops=[0]
+  x1 = square(x0)
+  save s0.input=x0
+forward Custom ops=[1] python=1
+backward Square ops=[0]
+  g0 = square_backward(g1, s0.input)
+backward Custom ops=[1] python=1
+)");
+}
+
+TEST(Lower, PythonBackwardGetsEverySlotOfItsOps) {
+  const ScopedUserFusion user("user", Pass::Backward);
+  const auto ops = nodes({"Norm", "Product"});
+  const Planned planned = make_plan(
+      ops, toy::facts(ops), [](const Fusion&, const std::vector<Group>&) -> std::vector<Group> {
+        return {{.first = 0, .count = 2, .python = 2, .name = "Mine"}};
+      });
+  EXPECT_EQ(steps_text(planned.plan), R"(first_backward 0
+forward Norm ops=[0]
+  x1, s0.rstd = norm(x0, 1e-05)
+  save s0.input=x0, s0.rstd=s0.rstd
+forward Product ops=[1]
+  x2 = product(x1, p1.weight)
+  save s1.input=x1, s1.weight=p1.weight
+backward Mine ops=[0, 1] python=2
+)");
+}
+
+TEST(Lower, IsTheSameEveryTime) {
+  const ScopedRule forward(toy::forward_rule()), joint(toy::joint_rule());
+  const auto ops = nodes({"Square", "Product", "Shift", "Square", "Product", "Shift", "Square"});
+  EXPECT_EQ(to_text(toy::plan(ops)), to_text(toy::plan(ops)));
+}
+
+}  // namespace
+}  // namespace transformer_ops

@@ -1,0 +1,84 @@
+// Order, names and version of the fusion registry.
+#include <gtest/gtest.h>
+
+#include "toy.h"
+
+namespace transformer_ops {
+namespace {
+
+using toy::error_of;
+using toy::ScopedRule;
+using toy::ScopedUserFusion;
+
+std::vector<std::string> names(Pass pass) {
+  std::vector<std::string> names;
+  for (const Fusion& fusion : fusions(pass)) names.push_back(fusion.name);
+  return names;
+}
+
+Rule rule(const std::string& name, Pass pass, int benefit) {
+  return {.name = name, .pass = pass, .benefit = benefit, .pattern = {{"Same"}}};
+}
+
+TEST(Registry, OrdersRulesByBenefitThenName) {
+  const ScopedRule a(rule("b", Pass::Forward, 10)), b(rule("c", Pass::Forward, 20)),
+      c(rule("a", Pass::Forward, 10));
+  EXPECT_EQ(names(Pass::Forward), (std::vector<std::string>{"c", "a", "b"}));
+}
+
+TEST(Registry, RunsUsersFusionsFirst) {
+  const ScopedRule native(rule("native", Pass::Forward, 1000));
+  const ScopedUserFusion first("first", Pass::Forward), second("second", Pass::Forward),
+      before("before", Pass::Forward, true), very_first("very_first", Pass::Forward, true);
+  EXPECT_EQ(names(Pass::Forward),
+            (std::vector<std::string>{"very_first", "before", "first", "second", "native"}));
+}
+
+TEST(Registry, KeepsPassesApartAndInTheirOrder) {
+  const ScopedRule backward(rule("same_name", Pass::Backward, 50)),
+      forward(rule("same_name", Pass::Forward, 10)), joint(rule("same_name", Pass::Joint, 1));
+  EXPECT_EQ(names(Pass::Forward), std::vector<std::string>{"same_name"});
+  std::vector<Pass> passes;
+  for (const Fusion& fusion : fusions()) passes.push_back(fusion.pass);
+  EXPECT_EQ(passes, (std::vector<Pass>{Pass::Joint, Pass::Forward, Pass::Backward}));
+  EXPECT_STREQ(to_text(Pass::Joint), "forward_backward");
+}
+
+TEST(Registry, RefusesANameTwiceInAPass) {
+  const ScopedRule first(rule("taken", Pass::Forward, 10));
+  const int64_t version = registry_version();
+  EXPECT_EQ(error_of([] { add_rule(rule("taken", Pass::Forward, 20)); }),
+            "[fusion] name must be new in its pass, got 'taken'");
+  EXPECT_EQ(registry_version(), version);
+}
+
+TEST(Registry, NameIsFreeAgainOnceRemoved) {
+  { const ScopedRule first(rule("again", Pass::Forward, 10)); }
+  const ScopedRule second(rule("again", Pass::Forward, 20));
+  EXPECT_EQ(names(Pass::Forward), std::vector<std::string>{"again"});
+}
+
+TEST(Registry, VersionGrowsWithEveryChange) {
+  const int64_t start = registry_version();
+  const int64_t id = add_user_fusion("user", Pass::Joint, "test.py:1", false);
+  EXPECT_EQ(registry_version(), start + 1);
+  EXPECT_TRUE(remove_fusion(id));
+  EXPECT_EQ(registry_version(), start + 2);
+  EXPECT_FALSE(remove_fusion(id));
+  EXPECT_EQ(registry_version(), start + 2);
+}
+
+TEST(Registry, TellsOriginAndKind) {
+  const ScopedUserFusion user("user", Pass::Joint);
+  const ScopedRule native(rule("native", Pass::Joint, 1));
+  const auto rows = fusions(Pass::Joint);
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0].rule, nullptr);
+  EXPECT_EQ(rows[0].origin, "test");
+  ASSERT_NE(rows[1].rule, nullptr);
+  EXPECT_EQ(rows[1].rule->name, "native");
+  EXPECT_NE(rows[0].id, rows[1].id);
+}
+
+}  // namespace
+}  // namespace transformer_ops

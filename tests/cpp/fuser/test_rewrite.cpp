@@ -1,0 +1,187 @@
+// Which rule takes which ops, and what is said where none does.
+#include <gtest/gtest.h>
+
+#include "fuser/rewrite.h"
+#include "toy.h"
+
+namespace transformer_ops {
+namespace {
+
+using toy::nodes;
+using toy::ScopedRule;
+using toy::ScopedUserFusion;
+
+using Groups = std::vector<Group>;
+
+Groups keep(const Fusion&, const Groups& groups) { return groups; }
+
+Rewritten rewrite_all(const std::vector<OpNode>& ops, const UserRewrite& user = keep) {
+  return rewrite(ops, toy::facts(ops), user);
+}
+
+// "name[first..last]" per group.
+std::string text(const Groups& groups) {
+  std::string text;
+  for (const Group& group : groups) {
+    text += (text.empty() ? "" : " ") + group.name + "[" + std::to_string(group.first) + ".." +
+            std::to_string(group.first + group.count - 1) + "]";
+  }
+  return text;
+}
+
+Rule rule(const std::string& name, int benefit, std::vector<std::vector<std::string>> pattern,
+          Pass pass = Pass::Forward) {
+  return {.name = name, .pass = pass, .benefit = benefit, .pattern = std::move(pattern)};
+}
+
+TEST(Rewrite, LeavesOpsAloneWithoutRules) {
+  const Rewritten result = rewrite_all(nodes({"Square", "Same"}));
+  EXPECT_EQ(text(result.forward), "Square[0..0] Same[1..1]");
+  EXPECT_EQ(text(result.backward), "Square[0..0] Same[1..1]");
+  EXPECT_TRUE(result.near_misses.empty());
+}
+
+TEST(Rewrite, TakesEveryPlaceFromLeftToRightWithoutOverlap) {
+  const ScopedRule pair(rule("pair", 10, {{"Same"}, {"Same"}}));
+  const auto ops = nodes({"Same", "Same", "Same", "Square", "Same", "Same"});
+  EXPECT_EQ(text(rewrite_all(ops).forward), "pair[0..1] Same[2..2] Square[3..3] pair[4..5]");
+}
+
+TEST(Rewrite, MatchesAnyOfTheKindsOfAPlace) {
+  const ScopedRule either(rule("either", 10, {{"Square", "Scale"}, {"Same"}}));
+  EXPECT_EQ(text(rewrite_all(nodes({"Scale", "Same", "Square", "Same"})).forward),
+            "either[0..1] either[2..3]");
+}
+
+TEST(Rewrite, PrefersBenefitThenName) {
+  const ScopedRule low(rule("a_low", 10, {{"Same"}, {"Square"}}));
+  const ScopedRule tie(rule("c_high", 20, {{"Square"}, {"Same"}}));
+  const ScopedRule high(rule("b_high", 20, {{"Square"}, {"Scale"}}));
+  EXPECT_EQ(text(rewrite_all(nodes({"Same", "Square", "Same"})).forward),
+            "Same[0..0] c_high[1..2]");
+  EXPECT_EQ(text(rewrite_all(nodes({"Same", "Square", "Scale"})).forward),
+            "Same[0..0] b_high[1..2]");
+}
+
+TEST(Rewrite, BothPassesStartFromTheJointOne) {
+  const ScopedRule joint(rule("joint", 1, {{"Square"}, {"Product"}}, Pass::Joint));
+  const ScopedRule forward(rule("forward", 99, {{"Product"}, {"Shift"}}));
+  const ScopedRule backward(rule("backward", 99, {{"Shift"}, {"Same"}}, Pass::Backward));
+  const Rewritten result = rewrite_all(nodes({"Square", "Product", "Shift", "Same"}));
+  EXPECT_EQ(text(result.forward), "joint[0..1] Shift[2..2] Same[3..3]");
+  EXPECT_EQ(text(result.backward), "joint[0..1] backward[2..3]");
+  EXPECT_TRUE(result.forward[0].joint);
+  EXPECT_TRUE(result.backward[0].joint);
+  EXPECT_FALSE(result.backward[1].joint);
+}
+
+// ---- near misses
+
+std::string reason(const Rewritten& result) {
+  if (result.near_misses.size() != 1) {
+    return std::to_string(result.near_misses.size()) + " near misses";
+  }
+  return result.near_misses[0].reason;
+}
+
+TEST(NearMiss, TellsTheGuardsReason) {
+  const ScopedRule backward(toy::backward_rule());
+  const auto ops = nodes({"Same", "Shift", "Square"});
+  Facts facts = toy::facts(ops);
+  facts.parameters[1][0].requires_grad = false;
+  const Rewritten result = rewrite(ops, facts, keep);
+  EXPECT_EQ(text(result.backward), "Same[0..0] Shift[1..1] Square[2..2]");
+  EXPECT_EQ(reason(result), "the shift needs no gradient");
+  EXPECT_EQ(result.near_misses[0].fusion, "square_shift");
+  EXPECT_EQ(result.near_misses[0].pass, Pass::Backward);
+  EXPECT_EQ(result.near_misses[0].ops, (std::vector<int>{1, 2}));
+}
+
+TEST(NearMiss, IsAllButTheLastOp) {
+  const ScopedRule forward(toy::forward_rule());
+  EXPECT_EQ(reason(rewrite_all(nodes({"Product", "Shift", "Scale"}))),
+            "op 2 is Scale where it needs Square");
+  EXPECT_EQ(reason(rewrite_all(nodes({"Product", "Shift"}))), "the ops end where it needs Square");
+  EXPECT_TRUE(rewrite_all(nodes({"Product", "Square", "Shift"})).near_misses.empty());
+  EXPECT_TRUE(rewrite_all(nodes({"Product"})).near_misses.empty());
+}
+
+TEST(NearMiss, NamesWhoTookTheOp) {
+  const ScopedRule joint(toy::joint_rule());
+  const ScopedRule forward(rule("shift_square", 10, {{"Shift"}, {"Square"}}));
+  EXPECT_EQ(reason(rewrite_all(nodes({"Shift", "Square", "Product"}))),
+            "op 1 is taken by square_product");
+}
+
+TEST(NearMiss, NamesAPythonOp) {
+  const ScopedRule forward(rule("shift_square", 10, {{"Shift"}, {"Square"}}));
+  auto ops = nodes({"Shift"});
+  ops.push_back(toy::python_node("Square"));
+  EXPECT_EQ(reason(rewrite_all(ops)), "op 1 is a Python op");
+}
+
+// ---- users' functions
+
+TEST(UserRewrite, RunsInEveryPassBeforeTheRules) {
+  const ScopedRule forward(rule("native", 99, {{"Same"}, {"Same"}}));
+  const ScopedUserFusion joint("user_joint", Pass::Joint), user("user", Pass::Forward),
+      backward("user_backward", Pass::Backward);
+  std::vector<std::string> calls;
+  const auto result =
+      rewrite_all(nodes({"Same", "Same"}), [&](const Fusion& fusion, const Groups& groups) {
+        calls.push_back(fusion.name + ": " + text(groups));
+        return groups;
+      });
+  EXPECT_EQ(calls, (std::vector<std::string>{"user_joint: Same[0..0] Same[1..1]",
+                                             "user: Same[0..0] Same[1..1]",
+                                             "user_backward: Same[0..0] Same[1..1]"}));
+  EXPECT_EQ(text(result.forward), "native[0..1]");
+}
+
+TEST(UserRewrite, TakesOpsAwayFromRules) {
+  const ScopedRule native(rule("native", 99, {{"Same"}, {"Square"}}));
+  const ScopedUserFusion user("user", Pass::Forward);
+  const auto result = rewrite_all(
+      nodes({"Same", "Square", "Scale"}), [](const Fusion&, const Groups& groups) -> Groups {
+        return {groups[0], {.first = 1, .count = 2, .python = 3, .name = "Mine"}};
+      });
+  EXPECT_EQ(text(result.forward), "Same[0..0] Mine[1..2]");
+  EXPECT_EQ(text(result.backward), "Same[0..0] Square[1..1] Scale[2..2]");
+  EXPECT_EQ(reason(result), "op 1 is taken by Mine");
+  EXPECT_FALSE(result.forward[1].joint);
+}
+
+TEST(UserRewrite, KeepsANativeOpThatItTookAlone) {
+  const ScopedRule native(rule("native", 99, {{"Same"}, {"Square"}}));
+  const ScopedUserFusion user("user", Pass::Forward);
+  const auto result =
+      rewrite_all(nodes({"Same", "Square"}), [](const Fusion&, const Groups& groups) -> Groups {
+        return {groups[0], {.first = 1, .python = 2, .name = "Mine"}};
+      });
+  EXPECT_EQ(text(result.forward), "Same[0..0] Mine[1..1]");
+}
+
+TEST(UserRewrite, IsJointInTheJointPass) {
+  const ScopedUserFusion user("user", Pass::Joint);
+  auto ops = nodes({"Same", "Square"});
+  ops.push_back(toy::python_node("Custom"));
+  const auto result = rewrite_all(ops, [](const Fusion&, const Groups& groups) -> Groups {
+    return {{.first = 0, .count = 2, .python = 3, .name = "Mine"}, groups[2]};
+  });
+  EXPECT_EQ(text(result.forward), "Mine[0..1] Custom[2..2]");
+  EXPECT_TRUE(result.forward[0].joint);
+  EXPECT_TRUE(result.backward[0].joint);
+  EXPECT_FALSE(result.forward[1].joint);
+}
+
+TEST(UserRewrite, ErrorsPassThrough) {
+  const ScopedUserFusion user("user", Pass::Joint);
+  EXPECT_THROW(rewrite_all(nodes({"Same"}),
+                           [](const Fusion&, const Groups&) -> Groups {
+                             throw std::invalid_argument("mine");
+                           }),
+               std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace transformer_ops

@@ -1,0 +1,177 @@
+#include "toy.h"
+
+#include "fuser/declaration.h"
+
+namespace transformer_ops::toy {
+namespace {
+
+bool declare() {
+  add_declaration({.kind = "Square",
+                   .summary = "x^2",
+                   .slots = {{"input"}},
+                   .forward = "square(Tensor input) -> Tensor output",
+                   .backward = "square_backward(Tensor grad_output, Tensor input) -> "
+                               "Tensor grad_input",
+                   .dtype = DTypeRule::Autocast});
+  add_declaration({.kind = "Product",
+                   .summary = "x W^T",
+                   .parameters = {"weight"},
+                   .slots = {{"input", {"weight"}}, {"weight", {"input"}}},
+                   .forward = "product(Tensor input, Tensor weight) -> Tensor output",
+                   .backward = "product_backward(Tensor grad_output, Tensor? input, "
+                               "Tensor? weight, bool[2] output_mask) -> "
+                               "(Tensor grad_input, Tensor grad_weight)",
+                   .dtype = DTypeRule::Parameter});
+  add_declaration({.kind = "Shift",
+                   .summary = "x + b",
+                   .parameters = {"shift"},
+                   .forward = "shift(Tensor input, Tensor shift) -> Tensor output",
+                   .backward = "shift_backward(Tensor grad_output) -> Tensor grad_shift"});
+  add_declaration({.kind = "Scale",
+                   .summary = "x * factor",
+                   .attributes = {"factor"},
+                   .forward = "scale(Tensor input, float factor) -> Tensor output",
+                   .backward = "scale(Tensor grad_output, float factor) -> Tensor grad_input"});
+  add_declaration({.kind = "Norm",
+                   .summary = "x / |x|",
+                   .attributes = {"eps"},
+                   .slots = {{"input"}, {"rstd"}},
+                   .forward = "norm(Tensor input, float eps) -> (Tensor output, Tensor rstd)",
+                   .backward = "norm_backward(Tensor grad_output, Tensor input, Tensor rstd) -> "
+                               "Tensor grad_input",
+                   .dtype = DTypeRule::Autocast});
+  add_declaration({.kind = "Mask",
+                   .summary = "x where a bit is set",
+                   .slots = {{"mask"}},
+                   .forward = "mask(Tensor input, bool save_mask) -> (Tensor output, Tensor mask)",
+                   .backward = "mask_backward(Tensor grad_output, Tensor mask) -> "
+                               "Tensor grad_input",
+                   .inactive = [](const Attributes&, bool training) { return !training; }});
+  add_declaration({.kind = "Same", .summary = "x"});
+  add_declaration({.kind = "View",
+                   .summary = "reshape",
+                   .attributes = {"shape"},
+                   .forward = "aten::reshape(Tensor input, SymInt[] shape) -> Tensor output",
+                   .backward = "aten::reshape(Tensor grad_output, SymInt[] input_shape) -> "
+                               "Tensor grad_input"});
+  add_declaration({.kind = "Add",
+                   .summary = "x + extra",
+                   .extra_inputs = 1,
+                   .forward = "add(Tensor input, Tensor extra_input) -> Tensor output",
+                   .dtype = DTypeRule::Promote});
+  add_declaration({.kind = "Fork",
+                   .summary = "x, twice",
+                   .extra_outputs = 1,
+                   .backward = "fork_backward(Tensor grad_output, Tensor grad_extra_output) -> "
+                               "Tensor grad_input"});
+  return true;
+}
+
+[[maybe_unused]] const bool declared = declare();
+
+Attribute default_of(const std::string& attribute) {
+  if (attribute == "factor") return 2.0;
+  if (attribute == "eps") return 1e-5;
+  return std::vector<int64_t>{-1, 4};
+}
+
+}  // namespace
+
+OpNode node(const std::string& kind) {
+  const OpDeclaration& row = declaration(kind);
+  OpNode op{.kind = kind,
+            .extra_inputs = row.extra_inputs,
+            .extra_outputs = row.extra_outputs,
+            .parameters = static_cast<int>(row.parameters.size())};
+  for (const auto& name : row.attributes) op.attributes[name] = default_of(name);
+  op.sources.resize(row.extra_inputs);
+  op.visible.assign(row.extra_outputs, true);
+  return op;
+}
+
+OpNode python_node(const std::string& kind, int parameters) {
+  return {.kind = kind, .native = false, .parameters = parameters};
+}
+
+std::vector<OpNode> nodes(const std::vector<std::string>& kinds) {
+  std::vector<OpNode> ops;
+  for (const auto& kind : kinds) ops.push_back(node(kind));
+  return ops;
+}
+
+void connect(std::vector<OpNode>& ops, int output, int input, bool visible) {
+  ops[input].sources[0] = {output, 0};
+  ops[output].visible[0] = visible;
+}
+
+Facts facts(const std::vector<OpNode>& ops, bool grad) {
+  const TensorFacts tensor{DType::Float32, grad};
+  Facts facts{.grad_enabled = grad, .input = tensor};
+  for (const OpNode& op : ops) {
+    for (const auto& source : op.sources) {
+      if (!source) facts.extra_inputs.push_back(tensor);
+    }
+    facts.parameters.emplace_back(op.parameters, tensor);
+    facts.training.push_back(true);
+  }
+  return facts;
+}
+
+Plan plan(const std::vector<OpNode>& ops) { return plan(ops, facts(ops)); }
+
+Plan plan(const std::vector<OpNode>& ops, const Facts& facts) { return make_plan(ops, facts).plan; }
+
+std::string steps_text(const Plan& plan) {
+  const std::string text = to_text(plan);
+  return text.substr(text.find("first_backward"));
+}
+
+Rule forward_rule() {
+  return {.name = "product_shift_square",
+          .pass = Pass::Forward,
+          .benefit = 30,
+          .pattern = {{"Product"}, {"Shift"}, {"Square"}},
+          .forward =
+              "product_shift_square(Tensor input, Tensor weight, Tensor shift, "
+              "bool save_kept) -> (Tensor output, Tensor kept)",
+          .bind = [](const Match&) {
+            return Bindings{{"kept", Field{2, "input"}}};
+          }};
+}
+
+Rule backward_rule() {
+  return {.name = "square_shift",
+          .pass = Pass::Backward,
+          .benefit = 20,
+          .pattern = {{"Shift"}, {"Square"}},
+          .why_not = [](const Match& match) -> std::optional<std::string> {
+            if (match.parameter_requires_grad(0, 0)) return std::nullopt;
+            return "the shift needs no gradient";
+          },
+          .backward =
+              "square_shift_backward(Tensor grad_output, Tensor kept) -> "
+              "(Tensor grad_input, Tensor grad_shift)",
+          .bind =
+              [](const Match&) {
+                return Bindings{{"kept", Field{1, "input"}}};
+              }};
+}
+
+Rule joint_rule() {
+  return {.name = "square_product",
+          .pass = Pass::Joint,
+          .benefit = 10,
+          .pattern = {{"Square"}, {"Product"}},
+          .forward =
+              "square_product(Tensor input, Tensor weight) -> "
+              "(Tensor output, Tensor squared)",
+          .backward =
+              "square_product_backward(Tensor grad_output, Tensor squared, "
+              "Tensor weight, bool[2] output_mask) -> "
+              "(Tensor grad_input, Tensor grad_weight)",
+          .bind = [](const Match&) {
+            return Bindings{{"squared", Field{1, "input"}}};
+          }};
+}
+
+}  // namespace transformer_ops::toy

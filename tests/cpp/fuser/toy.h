@@ -1,0 +1,73 @@
+// Toy ops and rules: these tests link the fuser alone, which knows no op of its own.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "fuser/error.h"
+#include "fuser/planner.h"
+#include "fuser/registry.h"
+
+namespace transformer_ops::toy {
+
+//   Square   saves its input                Product  a weight; saves what is needed
+//   Shift    a bias                         Scale    saves nothing
+//   Norm     saves input and a statistic    Mask     saves a bit mask, only when training
+//   Same     hands on                       View     reads the shape of its input in backward
+//   Add      an extra input                 Fork     an extra output
+OpNode node(const std::string& kind);
+OpNode python_node(const std::string& kind, int parameters = 0);
+std::vector<OpNode> nodes(const std::vector<std::string>& kinds);
+
+// Feeds extra input 0 of ops[input] from extra output 0 of ops[output].
+void connect(std::vector<OpNode>& ops, int output, int input, bool visible = false);
+
+// Every tensor float32 and, with `grad`, in need of a gradient; every op in training.
+Facts facts(const std::vector<OpNode>& ops, bool grad = true);
+
+Plan plan(const std::vector<OpNode>& ops);
+Plan plan(const std::vector<OpNode>& ops, const Facts& facts);
+
+// The part of a plan's text from `first_backward` on.
+std::string steps_text(const Plan& plan);
+
+// The message of the PlanError that `function` throws.
+template <typename Function>
+std::string error_of(Function&& function) {
+  try {
+    function();
+  } catch (const PlanError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+// A rule for as long as it lives.
+class ScopedRule {
+ public:
+  explicit ScopedRule(Rule rule) : id_(add_rule(std::move(rule), "test")) {}
+  ~ScopedRule() { remove_fusion(id_); }
+  ScopedRule(const ScopedRule&) = delete;
+  ScopedRule& operator=(const ScopedRule&) = delete;
+
+ private:
+  int64_t id_;
+};
+
+class ScopedUserFusion {
+ public:
+  ScopedUserFusion(const std::string& name, Pass pass, bool prepend = false)
+      : id_(add_user_fusion(name, pass, "test", prepend)) {}
+  ~ScopedUserFusion() { remove_fusion(id_); }
+  ScopedUserFusion(const ScopedUserFusion&) = delete;
+  ScopedUserFusion& operator=(const ScopedUserFusion&) = delete;
+
+ private:
+  int64_t id_;
+};
+
+Rule forward_rule();   // Product, Shift, Square
+Rule backward_rule();  // Shift, Square
+Rule joint_rule();     // Square, Product
+
+}  // namespace transformer_ops::toy

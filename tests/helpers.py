@@ -1,0 +1,44 @@
+"""How near two results must be, by dtype; and tensors to compute with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# (relative, absolute) for one op: a few roundings in that dtype, sums kept in a wider one.
+TOLERANCES = {
+    torch.float64: (1e-9, 1e-11),
+    torch.float32: (1e-5, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-2),
+    torch.float16: (2e-3, 2e-3),
+}
+
+
+def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype, what: str, factor: float = 1) -> None:
+    """`got` (of any dtype) against `want` (float64), as near as `dtype` allows."""
+    rtol, atol = TOLERANCES[dtype]
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    torch.testing.assert_close(
+        got.double(), want, rtol=rtol * factor, atol=atol * factor, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same values, last dimension not contiguous."""
+    return tensor.clone().unsqueeze(-1).expand(*tensor.shape, 2).clone()[..., 0]
+
+
+def leaf(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return tensor.detach().to(dtype or tensor.dtype).clone().requires_grad_()
+
+
+def storage_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages of the tensors."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

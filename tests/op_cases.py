@@ -1,0 +1,314 @@
+"""One row per op: how to build it, what it takes, and what it means in plain PyTorch.
+
+A new op adds a row here and inherits every property of `test_ops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import transformer_ops as tops
+
+SEED = 1234
+Result = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """`reference(x, *extra, **parameters)` gives the outputs in plain PyTorch.
+
+    `saved(h, B)`: bytes a row that backward keeps, parameters left out; `bad`: an input shape and
+    the error it gives. `row` is the shape of the smallest valid input.
+    """
+
+    name: str
+    make: Callable[[], tops.FusibleOperation]
+    reference: Callable[..., Result]
+    saved: Callable[[int, int], float]
+    row: tuple[int, ...] = (16,)
+    batch: tuple[int, ...] = (3, 4)
+    extra_inputs: int = 0
+    elementwise: bool = False
+    bad: tuple[tuple[int, ...], str] | None = None
+    any_dtype: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.batch + self.row
+
+    def build(self, dtype: torch.dtype = torch.float32) -> tops.FusibleOperation:
+        """The op with random parameters."""
+        op = self.make().to(dtype)
+        with torch.no_grad():
+            for parameter in op.parameters():
+                parameter.copy_(torch.randn(parameter.shape) * 0.5)
+        return op
+
+    def inputs(
+        self, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] | None = None
+    ) -> list[Tensor]:
+        """Main input and extra inputs, each a leaf that requires a gradient."""
+        shape = self.shape if shape is None else shape
+        tensors = [torch.randn(shape).to(dtype) for _ in range(1 + self.extra_inputs)]
+        return [tensor.requires_grad_() for tensor in tensors]
+
+
+def run_seeded(op: Callable[..., Any], *inputs: Tensor) -> Any:
+    """The call from the generator state that the references of random ops assume."""
+    torch.manual_seed(SEED)
+    return op(*inputs)
+
+
+def all_of_input(h: int, B: int) -> float:
+    return h * B
+
+
+def nothing(h: int, B: int) -> float:
+    return 0
+
+
+def statistics(count: int) -> Callable[[int, int], float]:
+    """The input and `count` statistics of 4 bytes, 8 for float64."""
+    return lambda h, B: h * B + count * max(B, 4)
+
+
+def bit_mask(h: int, B: int) -> float:
+    return h / 8
+
+
+# ---- references
+
+
+def gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def qgelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def srelu(x: Tensor) -> Tensor:
+    return F.relu(x) ** 2
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def reference(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return activation(a) * b
+
+    return reference
+
+
+def interleaved(size: int, reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The reference on halves, for blocks of `size` that alternate."""
+
+    def halves_first(x: Tensor) -> Tensor:
+        blocks = x.unflatten(-1, (-1, 2, size))
+        return reference(torch.cat((blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)), -1))
+
+    return halves_first
+
+
+def situ(x: Tensor, beta1: float = 4.0, beta2: float = 25.0) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * beta2 * torch.tanh(b / beta2)
+
+
+def clamped(x: Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    # Not torch.clamp: whether its gradient passes at the limit depends on torch's version.
+    gate = torch.where(a > limit, limit, a)
+    linear = torch.where(b.abs() > limit, limit * b.sign(), b)
+    return gate * torch.sigmoid(alpha * gate) * (linear + offset)
+
+
+def layer_norm(eps: float = 1e-5, zero_centered: bool = False) -> Callable[..., Tensor]:
+    def reference(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight + 1 if zero_centered else weight, bias, eps)
+
+    return reference
+
+
+def rms_norm(eps: float = 1e-5, zero_centered: bool = False) -> Callable[..., Tensor]:
+    def reference(x: Tensor, *, weight: Tensor) -> Tensor:
+        dims = tuple(range(-weight.dim(), 0))
+        scale = weight + 1 if zero_centered else weight
+        return x * torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + eps) * scale
+
+    return reference
+
+
+def l2_normalization(eps: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + eps)
+
+
+def dropout(p: float) -> Callable[[Tensor], Tensor]:
+    """What the op draws from `SEED`, seen through the op itself: `test_dropout.py` tests the draw."""
+
+    def reference(x: Tensor) -> Tensor:
+        kept = run_seeded(tops.Dropout(p), torch.ones(x.shape)) != 0
+        return torch.where(kept, x * (1 / (1 - p) if p < 1 else 0), 0)
+
+    return reference
+
+
+# ---- rows
+
+
+def _activation(name: str, reference: Callable[..., Result], saved: Any = all_of_input) -> OpCase:
+    return OpCase(name, getattr(tops, name), reference, saved, elementwise=True)
+
+
+def _glu(name: str, reference: Callable[..., Result], label: str = "", **kwargs: Any) -> OpCase:
+    return OpCase(
+        name + label,
+        lambda: getattr(tops, name)(**kwargs),
+        reference,
+        all_of_input,
+        bad=((3, 7), rf"\[{name.lower() if name != 'ClampedSwiGLU' else 'clamped_swiglu'}\] input"),
+    )
+
+
+CASES = [
+    OpCase("Identity", tops.Identity, lambda x: x, nothing, elementwise=True, any_dtype=True),
+    OpCase(
+        "Reshape",
+        lambda: tops.Reshape((-1, 8)),
+        lambda x: x.reshape(-1, 8),
+        nothing,
+        bad=((3, 3), "shape"),
+        any_dtype=True,
+    ),
+    OpCase("ConstantScale", lambda: tops.ConstantScale(-1.5), lambda x: x * -1.5, nothing, elementwise=True),
+    OpCase("Bias", lambda: tops.Bias(16), lambda x, bias: x + bias, nothing, bad=((3, 15), r"\[bias\] input")),
+    OpCase(
+        "BasicLinear",
+        lambda: tops.BasicLinear(16, 24),
+        lambda x, weight: x @ weight.T,
+        all_of_input,
+        bad=((3, 15), r"\[linear\] input"),
+    ),
+    OpCase(
+        "Linear",
+        lambda: tops.Linear(16, 24),
+        F.linear,
+        all_of_input,
+        bad=((3, 15), r"\[linear_bias\] input"),
+    ),
+    OpCase(
+        "Linear-no-bias",
+        lambda: tops.Linear(16, 1, bias=False),
+        F.linear,
+        all_of_input,
+        bad=((3, 15), r"\[linear\] input"),
+    ),
+    OpCase(
+        "LayerNorm",
+        lambda: tops.LayerNorm(16),
+        layer_norm(),
+        statistics(2),
+        bad=((3, 15), r"\[layer_norm\] input must end in dimensions \[16\], got shape \[3, 15\]"),
+    ),
+    OpCase(
+        "LayerNorm-zero-centered-2d",
+        lambda: tops.LayerNorm((2, 8), eps=0.1, zero_centered_gamma=True),
+        layer_norm(0.1, True),
+        statistics(2),
+        row=(2, 8),
+        bad=((3, 16), r"\[layer_norm\] input must end in dimensions \[2, 8\], got shape \[3, 16\]"),
+    ),
+    OpCase(
+        "RMSNorm",
+        lambda: tops.RMSNorm(16),
+        rms_norm(),
+        statistics(1),
+        bad=((3, 15), r"\[rms_norm\] input must end in dimensions \[16\], got shape \[3, 15\]"),
+    ),
+    OpCase(
+        "RMSNorm-zero-centered-2d",
+        lambda: tops.RMSNorm((2, 8), eps=0.1, zero_centered_gamma=True),
+        rms_norm(0.1, True),
+        statistics(1),
+        row=(2, 8),
+        bad=((16,), r"\[rms_norm\] input must end in dimensions"),
+    ),
+    OpCase(
+        "L2Normalization",
+        lambda: tops.L2Normalization(eps=1e-3),
+        l2_normalization(1e-3),
+        statistics(1),
+        bad=((), r"\[l2_normalization\] input must have at least 1 dimension, got 0"),
+    ),
+    _activation("GELU", gelu),
+    _activation("QGELU", qgelu),
+    _activation("ReLU", F.relu, bit_mask),
+    _activation("SReLU", srelu),
+    _activation("SiLU", F.silu),
+    _glu("GLU", gated(torch.sigmoid)),
+    _glu("GEGLU", gated(gelu)),
+    _glu("QGEGLU", gated(qgelu)),
+    _glu("ReGLU", gated(F.relu)),
+    _glu("SReGLU", gated(srelu)),
+    _glu("SwiGLU", gated(F.silu)),
+    _glu("SwiGLU", interleaved(4, gated(F.silu)), "-interleaved", glu_interleave_size=4),
+    _glu("SiTUGLU", situ),
+    _glu(
+        "SiTUGLU",
+        interleaved(2, lambda x: situ(x, 0.5, 2.0)),
+        "-interleaved",
+        beta1=0.5,
+        beta2=2.0,
+        glu_interleave_size=2,
+    ),
+    _glu("ClampedSwiGLU", clamped),
+    _glu(
+        "ClampedSwiGLU",
+        interleaved(8, lambda x: clamped(x, 0.5, 1.1, 0.25)),
+        "-interleaved",
+        limit=0.5,
+        alpha=1.1,
+        glu_linear_offset=0.25,
+        glu_interleave_size=8,
+    ),
+    OpCase("Dropout", lambda: tops.Dropout(0.3), dropout(0.3), bit_mask, elementwise=True),
+    OpCase(
+        "Dropout-eval",
+        lambda: tops.Dropout(0.3).eval(),
+        lambda x: x,
+        nothing,
+        elementwise=True,
+        any_dtype=True,
+    ),
+    OpCase("Dropout-all", lambda: tops.Dropout(1.0), dropout(1.0), bit_mask, elementwise=True),
+    OpCase(
+        "Dropout-none",
+        lambda: tops.Dropout(0.0),
+        lambda x: x,
+        nothing,
+        elementwise=True,
+        any_dtype=True,
+    ),
+    OpCase(
+        "AddExtraInput",
+        tops.AddExtraInput,
+        lambda x, extra: x + extra,
+        nothing,
+        extra_inputs=1,
+        elementwise=True,
+    ),
+    OpCase(
+        "MakeExtraOutput",
+        tops.MakeExtraOutput,
+        lambda x: (x, x * 1),
+        nothing,
+        elementwise=True,
+        any_dtype=True,
+    ),
+]
+NAMES = [case.name for case in CASES]

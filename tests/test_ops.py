@@ -1,0 +1,235 @@
+"""Every op of `op_cases.py` against its plain meaning: values, gradients, and what is saved."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from helpers import DTYPES, as_tuple, assert_near, leaf, storage_bytes, strided
+from op_cases import CASES, NAMES, OpCase, run_seeded
+
+import transformer_ops as tops
+
+every_case = pytest.mark.parametrize("case", CASES, ids=NAMES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+
+def check(case: OpCase, op, inputs, dtype, expand_grads=False):
+    """Outputs and all gradients of `op` against the reference in float64."""
+    outputs = as_tuple(run_seeded(op, *inputs))
+    exact = [leaf(tensor, torch.float64) for tensor in inputs]
+    parameters = {name: leaf(p, torch.float64) for name, p in op.named_parameters()}
+    wanted = as_tuple(case.reference(*exact, **parameters))
+    assert len(outputs) == len(wanted)
+    grads = []
+    for output, want in zip(outputs, wanted, strict=True):
+        assert output.dtype == dtype
+        assert_near(output, want, dtype, "output")
+        grad = torch.randn(()).expand(want.shape) if expand_grads else torch.randn(want.shape)
+        grads.append(grad.to(dtype))
+    sources = [*inputs, *op.parameters()]
+    found = torch.autograd.grad(outputs, sources, grads)
+    right = torch.autograd.grad(
+        wanted, [*exact, *parameters.values()], [grad.double() for grad in grads]
+    )
+    names = ["input", *(f"extra input {i}" for i in range(len(inputs) - 1)), *parameters]
+    for name, source, got, want in zip(names, sources, found, right, strict=True):
+        assert got.dtype == source.dtype
+        assert_near(got, want, dtype, f"gradient of {name}", factor=2)
+
+
+@every_dtype
+@every_case
+def test_values_and_gradients(case, dtype):
+    check(case, case.build(dtype), case.inputs(dtype), dtype)
+
+
+@every_dtype
+@every_case
+def test_many_rows(case, dtype):
+    # More rows than one thread takes, and tails that no vector fills.
+    op, inputs = case.build(dtype), case.inputs(dtype, (129, *case.row))
+    check(case, op, inputs, dtype)
+
+
+@every_case
+def test_one_row(case):
+    check(case, case.build(), case.inputs(shape=case.row), torch.float32)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.elementwise], ids=lambda c: c.name)
+def test_zero_dimensional(case):
+    check(case, case.build(), case.inputs(shape=()), torch.float32)
+
+
+@pytest.mark.parametrize("batch", [(0,), (2, 0, 3)])
+@every_case
+def test_empty_batch(case, batch):
+    op, inputs = case.build(), case.inputs(shape=(*batch, *case.row))
+    check(case, op, inputs, torch.float32)
+
+
+@every_dtype
+@every_case
+def test_strides(case, dtype):
+    """Inputs and gradients that are not contiguous, and gradients that are expanded."""
+    op = case.build(dtype)
+    check(case, op, [strided(tensor) for tensor in case.inputs(dtype)], dtype, expand_grads=True)
+    swapped = [tensor.transpose(0, 1) for tensor in case.inputs(dtype)]
+    check(case, op, swapped, dtype)
+
+
+@every_case
+def test_gradcheck(case):
+    op, inputs = case.build(torch.float64), case.inputs(torch.float64, (2, *case.row))
+    parameters = list(op.parameters())
+
+    def function(*tensors):
+        return run_seeded(op, *tensors[: len(inputs)])
+
+    assert torch.autograd.gradcheck(function, (*inputs, *parameters))
+    assert torch.autograd.gradgradcheck(function, (*inputs, *parameters))
+
+
+@every_dtype
+@every_case
+def test_saved_bytes(case, dtype):
+    op, inputs = case.build(dtype), case.inputs(dtype)
+    owned = {parameter.untyped_storage()._cdata for parameter in op.parameters()}
+    kept = []
+
+    def pack(tensor):
+        if tensor.untyped_storage()._cdata not in owned:
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run_seeded(op, *inputs)
+    rows, h = math.prod(case.batch), math.prod(case.row)
+    assert storage_bytes(kept) == math.ceil(rows * case.saved(h, dtype.itemsize))
+
+
+@every_case
+def test_frozen_parameters_and_inputs(case):
+    """Each source of gradients alone gets the gradient that it gets among all."""
+    op, inputs = case.build(), case.inputs()
+    sources = [*inputs, *op.parameters()]
+    outputs = as_tuple(run_seeded(op, *inputs))
+    grads = [torch.randn(output.shape) for output in outputs]
+    everything = torch.autograd.grad(outputs, sources, grads)
+    for source, want in zip(sources, everything, strict=True):
+        for other in sources:
+            other.requires_grad_(other is source)
+        outputs = as_tuple(run_seeded(op, *inputs))
+        (got,) = torch.autograd.grad(outputs, [source], grads)
+        torch.testing.assert_close(got, want)
+    for source in sources:
+        source.requires_grad_(False)
+    assert not any(output.requires_grad for output in as_tuple(op(*inputs)))
+
+
+@every_case
+def test_alone_equals_sequential(case):
+    op, inputs = case.build(), case.inputs()
+    alone = as_tuple(run_seeded(op, *inputs))
+    together = as_tuple(run_seeded(tops.Sequential(op), *inputs))
+    grouped = as_tuple(run_seeded(tops.OperationFuser([op]), *inputs))
+    for a, b, c in zip(alone, together, grouped, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+@every_case
+def test_second_backward(case):
+    op, inputs = case.build(), case.inputs()
+    outputs = as_tuple(run_seeded(op, *inputs))
+    sources = [*inputs, *op.parameters()]
+    grads = [torch.randn(output.shape) for output in outputs]
+    first = torch.autograd.grad(outputs, sources, grads, retain_graph=True)
+    second = torch.autograd.grad(outputs, sources, grads)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    # An output that is its input, as nn.Identity gives it, has no node to use up.
+    if outputs[0] is not inputs[0] and outputs[0].grad_fn.name() != "ViewBackward0":
+        saves = case.saved(16, 4) > 0
+        if saves:
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                torch.autograd.grad(outputs, sources, grads)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.saved(16, 4) >= 64], ids=lambda case: case.name
+)
+def test_modified_saved_tensor_is_detected(case):
+    op, inputs = case.build(), case.inputs()
+    x = inputs[0] * 1
+    outputs = as_tuple(op(x, *inputs[1:]))
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs[0].sum().backward()
+
+
+@every_case
+def test_wrong_input(case):
+    op = case.build()
+    if not case.any_dtype:
+        for dtype in (torch.int64, torch.complex64, torch.bool):
+            bad = [torch.ones(case.shape, dtype=dtype) for _ in case.inputs()]
+            with pytest.raises(RuntimeError, match=r"\[\w+\] \w+ must be .*, got "):
+                op(*bad)
+    if case.bad is not None:
+        shape, message = case.bad
+        with pytest.raises(RuntimeError, match=message):
+            op(*case.inputs(shape=shape))
+    for given in ("x", None, [1.0]):
+        with pytest.raises(TypeError, match=r"\[OperationFuser\] inputs must be tensors, got"):
+            op(given, *case.inputs()[1:])
+    with pytest.raises(ValueError, match="extra inputs must be"):
+        op(*case.inputs(), torch.ones(3))
+    check(case, op, case.inputs(), torch.float32)
+
+
+@every_case
+def test_copies_give_the_same(case):
+    op, inputs = case.build(), case.inputs()
+    want = as_tuple(run_seeded(op, *inputs))
+    buffer = io.BytesIO()
+    torch.save(op, buffer)
+    buffer.seek(0)
+    twins = [copy.deepcopy(op), pickle.loads(pickle.dumps(op))]
+    twins += [torch.load(buffer, weights_only=False), copy.copy(op)]
+    for twin in twins:
+        assert [type(t) for t in twin.basic_ops] == [type(t) for t in op.basic_ops]
+        for a, b in zip(want, as_tuple(run_seeded(twin, *inputs)), strict=True):
+            assert torch.equal(a, b)
+    other = case.build()
+    other.load_state_dict(op.state_dict())
+    for a, b in zip(want, as_tuple(run_seeded(other, *inputs)), strict=True):
+        assert torch.equal(a, b)
+
+
+@every_case
+def test_modes_without_gradients(case):
+    op, inputs = case.build(), case.inputs()
+    want = as_tuple(run_seeded(op, *inputs))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for a, b in zip(want, as_tuple(run_seeded(op, *inputs)), strict=True):
+                assert torch.equal(a, b) and b.grad_fn is None
+
+
+@every_case
+def test_meta_device(case):
+    op = case.build().to("meta")
+    inputs = [tensor.detach().to("meta").requires_grad_() for tensor in case.inputs()]
+    outputs = as_tuple(op(*inputs))
+    real = as_tuple(case.build()(*case.inputs()))
+    for a, b in zip(outputs, real, strict=True):
+        assert a.is_meta and a.shape == b.shape and a.dtype == b.dtype
+    grads = torch.autograd.grad(
+        outputs, [*inputs, *op.parameters()], [torch.ones_like(o) for o in outputs]
+    )
+    for grad, source in zip(grads, [*inputs, *op.parameters()], strict=True):
+        assert grad.shape == source.shape and grad.dtype == source.dtype

@@ -1,0 +1,42 @@
+"""docs/reference.md says what the declarations say."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import transformer_ops as tops
+
+ROOT = Path(__file__).parent.parent
+
+
+def make_reference() -> ModuleType:
+    path = ROOT / "tools" / "make_reference.py"
+    spec = importlib.util.spec_from_file_location("make_reference", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_committed_page_is_up_to_date() -> None:
+    module = make_reference()
+    committed = module.PAGE.read_text(encoding="utf-8")
+    assert committed == module.reference(), "run: python tools/make_reference.py"
+
+
+def test_every_op_and_fusion_is_listed() -> None:
+    page = make_reference().reference()
+    for name in tops.ops.__all__:
+        assert f"\n{name}(" in page
+    for fusion in tops.fusions():
+        assert f"| `{fusion.name}` |" in page
+
+
+def test_rows_of_known_ops() -> None:
+    page = make_reference().reference()
+    assert "| `ReLU` | `max(x, 0)` | - | - | `mask` h/8 |" in page
+    assert "| `weight` | - | `input` hB, `rstd` 4 |" in page
+    assert "| `activation_linear` | joint | 10 | (ReLU, SReLU) + BasicLinear |" in page
+    assert "Dropout(p)\n" in page

@@ -1,0 +1,225 @@
+"""torch.ops.transformer_ops.*: schema, fake implementation and autograd of every typed op."""
+
+import pytest
+import torch
+
+from transformer_ops import _C
+
+PAIRS = dict(_C.typed_op_pairs())
+NAMES = sorted(PAIRS)
+ROWS, WIDTH, OUT = 6, 16, 8
+FLOATS = {"eps": 1e-3, "scale": -1.5, "p": 0.25, "beta1": 0.5, "beta2": 2.0}
+FLOATS |= {"limit": 0.8, "alpha": 1.7, "glu_linear_offset": 0.5}
+GLUS = {"glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "situglu", "clamped_swiglu"}
+
+
+def op(name):
+    return getattr(torch.ops.transformer_ops, name).default
+
+
+def is_backward(name):
+    return name.endswith("_backward")
+
+
+def forward_of(name):
+    """The typed op whose backward `name` is; None for a backward of its own."""
+    found = [forward for forward, backward in PAIRS.items() if backward == name]
+    return found[0] if found else None
+
+
+def constant(argument, name, activation, interleave):
+    kind = str(argument.type)
+    if kind == "float":
+        return FLOATS[argument.name]
+    if kind == "int":
+        return interleave
+    if kind == "bool":
+        return argument.name.startswith("save_") or interleave > 0
+    if kind == "str":
+        return activation
+    assert kind.startswith("List[bool]"), (name, argument)
+    return [True, True]
+
+
+def forward_tensor(argument, name, dtype):
+    if argument.name == "weight":
+        shape = (OUT, WIDTH) if "linear" in name else (WIDTH,)
+    elif argument.name == "bias":
+        shape = (OUT,) if "linear" in name else (WIDTH,)
+    else:
+        shape = (ROWS, WIDTH)
+    return torch.randn(shape, dtype=dtype)
+
+
+def forward_sample(name, dtype, activation, interleave):
+    return [
+        forward_tensor(argument, name, dtype)
+        if "Tensor" in str(argument.type)
+        else constant(argument, name, activation, interleave)
+        for argument in op(name)._schema.arguments
+    ]
+
+
+def backward_sample(name, dtype, activation, interleave):
+    """From a run of its forward; by hand for a backward that has none."""
+    arguments = op(name)._schema.arguments
+    forward = forward_of(name)
+    values = {"grad_extra_output": torch.randn(ROWS, WIDTH, dtype=dtype)}
+    if name == "activation_linear_backward":
+        # Away from zero, where its mask jumps.
+        values["activated"] = 0.5 + torch.rand(ROWS, WIDTH, dtype=dtype)
+    values["kept"] = torch.randn(ROWS, WIDTH, dtype=dtype)
+    if activation == "relu":
+        values["kept"] = torch.randint(256, (ROWS * WIDTH // 8,), dtype=torch.uint8)
+    output = torch.empty(ROWS, WIDTH)
+    if forward is not None:
+        sample = forward_sample(forward, dtype, activation, interleave)
+        results = op(forward)(*sample)
+        results = results if isinstance(results, tuple) else (results,)
+        schema = op(forward)._schema
+        values |= {a.name: v for a, v in zip(schema.arguments, sample, strict=True)}
+        made = {r.name: v for r, v in zip(schema.returns, results, strict=True)}
+        values = made | values
+        output = results[0]
+    values["grad_output"] = torch.randn(output.shape, dtype=dtype)
+    for argument in arguments:
+        if argument.name not in values:
+            values[argument.name] = constant(argument, name, activation, interleave)
+    return [values[argument.name] for argument in arguments]
+
+
+def samples(name, dtype=torch.float64):
+    """Arguments for one typed op: for each activation and layout that it knows."""
+    kinds = {str(a.type): a.name for a in op(name)._schema.arguments}
+    activations = ["gelu"]
+    if "str" in kinds:
+        activations = ["relu", "srelu"] if "activation_linear" in name else list(_activations())
+    interleaves = [0, 4] if "glu_interleave_size" in kinds.values() else [0]
+    if "zero_centered_gamma" in kinds.values():
+        interleaves = [0, 1]
+    make = backward_sample if is_backward(name) else forward_sample
+    return [make(name, dtype, a, i) for a in activations for i in interleaves]
+
+
+def _activations():
+    rule = next(row for row in _C.rules() if row["name"] == "linear_bias_activation")
+    return [kind.lower() for kind in rule["pattern"][-1]]
+
+
+def with_grad(sample):
+    return [
+        value.clone().requires_grad_()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for value in sample
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name):
+    for sample in samples(name, torch.float32):
+        tests = ["test_schema", "test_faketensor", "test_autograd_registration"]
+        torch.library.opcheck(op(name), tuple(sample), test_utils=tests)
+        # Random ops draw anew in each of the runs that the last test compares.
+        if torch.Tag.nondeterministic_seeded not in op(name).tags:
+            torch.library.opcheck(op(name), tuple(with_grad(sample)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradcheck(name):
+    for sample in samples(name):
+        sample = with_grad(sample)
+        places = [i for i, v in enumerate(sample) if isinstance(v, torch.Tensor) and v.requires_grad]
+
+        def function(*tensors, sample=sample, places=places):
+            arguments = list(sample)
+            for place, tensor in zip(places, tensors, strict=True):
+                arguments[place] = tensor
+            torch.manual_seed(0)
+            results = op(name)(*arguments)
+            results = results if isinstance(results, tuple) else (results,)
+            return tuple(r for r in results if r.requires_grad)
+
+        # Statistics depend on the input, but a backward op takes them as given.
+        if is_backward(name) and not consistent(name):
+            continue
+        assert torch.autograd.gradcheck(function, [sample[i] for i in places], atol=1e-4)
+
+
+def consistent(name):
+    """Whether the op is a function of its tensors alone, each of them free to vary."""
+    names = {a.name for a in op(name)._schema.arguments}
+    return not names & {"mean", "rstd"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_meta_gives_shapes_and_dtypes(name):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for sample in samples(name, dtype):
+            real = op(name)(*sample)
+            moved = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in sample]
+            fake = op(name)(*moved)
+            real = real if isinstance(real, tuple) else (real,)
+            fake = fake if isinstance(fake, tuple) else (fake,)
+            for a, b in zip(real, fake, strict=True):
+                assert b.is_meta and a.shape == b.shape and a.dtype == b.dtype
+                assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_never_mutates_and_never_aliases(name):
+    for sample in samples(name, torch.float32):
+        tensors = [v for v in sample if isinstance(v, torch.Tensor)]
+        before = [tensor.clone() for tensor in tensors]
+        results = op(name)(*sample)
+        results = results if isinstance(results, tuple) else (results,)
+        for tensor, copy in zip(tensors, before, strict=True):
+            assert torch.equal(tensor, copy)
+        storages = [t.untyped_storage()._cdata for t in (*tensors, *results) if t.numel()]
+        assert len(storages) == len(set(storages))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unfused_meaning(name):
+    """The oracle of double backward and torch.func gives the numbers of the kernel."""
+    if torch.Tag.nondeterministic_seeded in op(name).tags:
+        return
+    for sample in samples(name):
+        got = op(name)(*sample)
+        got = got if isinstance(got, tuple) else (got,)
+        want = _C.unfused(name, tuple(sample))
+        for a, b in zip(got, want, strict=False):
+            if b is not None:
+                torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_arguments_name_the_op(name):
+    (sample, *_) = samples(name, torch.float32)
+    for i, value in enumerate(sample):
+        if not isinstance(value, torch.Tensor) or value.dtype == torch.uint8:
+            continue
+        for bad in (value.to(torch.int64), value.to("meta"), value.new_zeros(5, 3, 7, 7)):
+            arguments = [*sample[:i], bad, *sample[i + 1 :]]
+            if i == 0 and bad.shape == (5, 3, 7, 7) and _takes_any_shape(name):
+                continue
+            if i == 0 and bad.is_meta and sum(isinstance(v, torch.Tensor) for v in sample) == 1:
+                continue
+            # Those who call a backward by hand may meet torch's own words.
+            text = "" if is_backward(name) else rf"\[{name}\] .* must .*, got "
+            with pytest.raises(RuntimeError, match=text):
+                op(name)(*arguments)
+
+
+def _takes_any_shape(name):
+    tensors = [a for a in op(name)._schema.arguments if "Tensor" in str(a.type)]
+    return len(tensors) == 1 and name not in GLUS
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_backend_says_how_to_build_it(name):
+    (sample, *_) = samples(name, torch.float32)
+    moved = [v.cuda() if isinstance(v, torch.Tensor) else v for v in sample]
+    with pytest.raises(NotImplementedError, match="TRANSFORMER_OPS_CUDA=ON"):
+        op(name)(*moved)

@@ -1,0 +1,345 @@
+"""Users' fused ops in Python, in every pass and style, against the same ops unfused."""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from user_fusions import (
+    AddNorm,
+    Backward,
+    ForwardSingle,
+    ForwardSplit,
+    JointSingle,
+    JointSplit,
+    assert_same,
+    gradients,
+    replacing,
+)
+
+import transformer_ops as tops
+from transformer_ops.testing import check_fusion
+
+REGISTER = {
+    "forward": tops.register_forward_fusion,
+    "backward": tops.register_backward_fusion,
+    "forward_backward": tops.register_forward_backward_fusion,
+}
+FUSIONS = [
+    ("forward", ForwardSplit),
+    ("forward", ForwardSingle),
+    ("backward", Backward),
+    ("forward_backward", JointSplit),
+    ("forward_backward", JointSingle),
+]
+
+
+def make_ops():
+    return [
+        tops.LayerNorm(6),
+        tops.Linear(6, 8, bias=False),
+        tops.SiLU(),
+        tops.Linear(8, 6),
+        tops.GELU(),
+    ]
+
+
+def fuse(fused):
+    return replacing(fused, tops.BasicLinear, tops.SiLU)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 3, 6)
+
+
+@pytest.mark.parametrize(("kind", "fused"), FUSIONS)
+def test_numbers_and_plan(kind, fused, x):
+    """Habit 6: the plan has it, and the numbers are the unfused ones."""
+    module = tops.Sequential(*make_ops())
+    want = gradients(module, x)
+    with REGISTER[kind](fuse(fused)):
+        assert_same(gradients(module, x), want)
+        (plan,) = module.plans()
+        forward = [step.fused_op for step in plan.forward if step.ops == (1, 2)]
+        backward = [step.fused_op for step in plan.backward if step.ops == (1, 2)]
+        assert [isinstance(op, fused) for op in forward] == [True] * ("forward" in kind)
+        assert [isinstance(op, fused) for op in backward] == [True] * ("backward" in kind)
+        if kind == "forward_backward":
+            assert forward[0] is backward[0]
+        assert tops.Plan.parse(str(plan)) == plan
+        with torch.no_grad():
+            torch.testing.assert_close(module(x), want[0])
+    assert_same(gradients(module, x), want)
+    assert not module.plans()[0].has_python_steps
+
+
+@pytest.mark.parametrize(("kind", "fused"), FUSIONS)
+def test_check_fusion_accepts(kind, fused, x):
+    check_fusion(fuse(fused), make_ops, x, kind=kind)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(("kind", "fused"), [row for row in FUSIONS if "Single" not in row[1].__name__])
+def test_fullgraph_with_the_split_pair(kind, fused, backend, x):
+    module = tops.Sequential(*make_ops())
+    want = gradients(module, x)
+    with REGISTER[kind](fuse(fused)):
+        compiled = torch.compile(module, fullgraph=True, backend=backend)
+        assert_same(gradients(compiled, x), want)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), want[0])
+            # The trace reads the parameters when it is called, it has no copy of their values.
+            module[1].weight.mul_(2)
+        assert_same(gradients(compiled, x), gradients(module, x))
+
+
+@pytest.mark.parametrize(("kind", "fused"), [row for row in FUSIONS if "Single" in row[1].__name__])
+def test_single_methods_break_the_graph_and_are_right(kind, fused, x):
+    module = tops.Sequential(*make_ops())
+    want = gradients(module, x)
+    with REGISTER[kind](fuse(fused)):
+        compiled = torch.compile(lambda t: module(t * 2) + 1, backend="aot_eager")
+        torch.testing.assert_close(compiled(x / 2), want[0] + 1)
+        assert_same(gradients(torch.compile(module, backend="aot_eager"), x), want)
+
+
+def test_dynamic_batch(x):
+    module = tops.Sequential(*make_ops())
+    batches = [torch.randn(n, 3, 6) for n in (2, 3, 5, 7)]
+    want = [gradients(module, batch) for batch in batches]
+    with tops.register_forward_backward_fusion(fuse(JointSplit)):
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(module, fullgraph=True, backend=counter)
+        for batch, numbers in zip(batches, want, strict=True):
+            assert_same(gradients(compiled, batch), numbers)
+    assert counter.frame_count <= 2
+
+
+def test_exactly_one_recompilation_for_each_change(x):
+    module = tops.Sequential(*make_ops())
+    want = gradients(module, x)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    for _ in range(2):
+        assert_same(gradients(compiled, x), want)
+    assert counter.frame_count == 1
+    with tops.register_forward_fusion(replacing(Plus, tops.SiLU)):
+        assert torch.equal(compiled(x), module(x)) and not torch.allclose(module(x), want[0])
+        compiled(x)
+        assert counter.frame_count == 2
+    for _ in range(2):
+        assert_same(gradients(compiled, x), want)
+    assert counter.frame_count == 3
+
+
+class Plus(tops.FusedOperation):
+    """SiLU(x) + 1, so that a stale plan shows."""
+
+    def fuser_forward_compute(self, input_, **unused):
+        return torch.nn.functional.silu(input_) + 1, [()], (input_,)
+
+    def fuser_forward_save_ctx(self, basic_op_ctxs, input_, tensors_to_save, **unused):
+        basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+
+
+@pytest.mark.parametrize("forward", [ForwardSplit, ForwardSingle])
+def test_a_python_forward_and_a_python_backward_of_two_users(forward, x):
+    module = tops.Sequential(*make_ops())
+    want = gradients(module, x)
+    with (
+        tops.register_forward_fusion(fuse(forward)),
+        tops.register_backward_fusion(fuse(Backward)),
+    ):
+        assert_same(gradients(module, x), want)
+        (plan,) = module.plans()
+        assert type(plan.forward[1].fused_op) is forward
+        assert type(plan.backward[1].fused_op) is Backward
+
+
+@pytest.mark.parametrize(("kind", "fused"), FUSIONS)
+@pytest.mark.parametrize("frozen", ["1.weight", "0.weight 0.bias input", "all"])
+def test_frozen_tensors(kind, fused, frozen, x):
+    module = tops.Sequential(*make_ops())
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not (frozen == "all" or name in frozen.split()))
+    x.requires_grad_("input" not in frozen)
+
+    def numbers():
+        wanted = [p for p in module.parameters() if p.requires_grad] + [x] * x.requires_grad
+        output = module(x)
+        return [output.detach(), *torch.autograd.grad(output.square().sum(), wanted)]
+
+    want = numbers()
+    with REGISTER[kind](fuse(fused)):
+        assert_same(numbers(), want)
+
+
+@pytest.mark.parametrize(("kind", "fused"), FUSIONS)
+def test_second_backward(kind, fused, x):
+    module = tops.Sequential(*make_ops())
+    with REGISTER[kind](fuse(fused)):
+        x.requires_grad_()
+        loss = module(x).square().sum()
+        first = torch.autograd.grad(loss, [x, *module.parameters()], retain_graph=True)
+        assert_same(list(torch.autograd.grad(loss, [x, *module.parameters()])), list(first))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, x)
+
+
+def test_saved_tensors_go_through_autograd(x):
+    module = tops.Sequential(*make_ops())
+    with tops.register_forward_backward_fusion(fuse(JointSplit)):
+        packed = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+            output = module(x.requires_grad_())
+        storages = [t.untyped_storage()._cdata for t in packed]
+        assert len(storages) == len(set(storages))
+        with torch.no_grad():
+            module[1].weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_a_joint_op_may_save_less(x):
+    def kept():
+        packed = {}
+        pack = lambda t: packed.update({t.untyped_storage()._cdata: t.nbytes}) or t  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            module(x)
+        own = {p.untyped_storage()._cdata for p in module.parameters()}
+        return sum(size for storage, size in packed.items() if storage not in own)
+
+    module = tops.Sequential(*make_ops()[:3])
+    before = kept()
+    with tops.register_forward_backward_fusion(fuse(JointSplit)):
+        assert before - kept() == 2 * 3 * 8 * 4  # the SiLU's input
+
+
+@pytest.mark.parametrize(("kind", "fused"), FUSIONS)
+def test_create_graph_is_one_clear_error(kind, fused, x):
+    module = tops.Sequential(*make_ops())
+    x.requires_grad_()
+    with REGISTER[kind](fuse(fused)):
+        y = module(x)
+        with pytest.raises(RuntimeError, match=f"create_graph=True must have native ops.*{fused.__name__}"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+        # Also where autograd could prune the node's error away: another path to the input.
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            torch.autograd.grad((module(x) + x * x).sum(), x, create_graph=True)
+        module(x).sum().backward()
+
+
+@pytest.mark.parametrize(("kind", "fused"), FUSIONS)
+def test_torch_func_is_one_clear_error(kind, fused, x):
+    module = tops.Sequential(*make_ops())
+    message = r"\[Sequential\] torch.func transforms must run over native ops only, got the Python "
+    with REGISTER[kind](fuse(fused)):
+        with pytest.raises(RuntimeError, match=message + f"steps {fused.__name__}"):
+            torch.func.grad(lambda t: module(t).sum())(x)
+        if kind != "backward":
+            with pytest.raises(RuntimeError, match=message):
+                torch.func.vmap(module)(x)
+
+
+def test_a_channel_inside_a_fused_op(x):
+    def ops():
+        return [
+            tops.MakeExtraOutput().set_extra_output_channel(0, "residual", False),
+            tops.AddExtraInput().set_extra_input_channel(0, "residual"),
+            tops.Linear(6, 4),
+        ]
+
+    check_fusion(
+        replacing(AddNorm, tops.MakeExtraOutput, tops.AddExtraInput), ops, x, kind="forward_backward"
+    )
+
+
+def test_a_hidden_output_that_somebody_reads_must_be_made(x):
+    module = tops.Sequential(
+        tops.MakeExtraOutput().set_extra_output_channel(0, "residual", False),
+        tops.AddExtraInput().set_extra_input_channel(0, "residual"),
+        tops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+    with tops.register_forward_backward_fusion(
+        replacing(AddNorm, tops.MakeExtraOutput, tops.AddExtraInput)
+    ):
+        with pytest.raises(RuntimeError, match="extra output 0 of op 0 must be a tensor"):
+            module(x)
+
+
+def test_several_fused_ops_share_a_channel_with_native_ones(x):
+    class Residual(tops.FusedOperation):
+        """Linear + AddExtraInput whose extra input comes from outside."""
+
+        def fuser_forward_compute(self, input_, *, basic_op_extra_inputs, **unused):
+            weight = self.basic_ops[0].weight
+            self.seen = basic_op_extra_inputs[1][0].requires_grad
+            return input_ @ weight.T + basic_op_extra_inputs[1][0], [(), ()], (input_, weight)
+
+        def fuser_forward_save_ctx(self, basic_op_ctxs, input_, tensors_to_save, **unused):
+            basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+            x, weight = basic_op_ctxs[0].saved_tensors
+            grad_weight = grad_output.reshape(-1, 6).T @ x.reshape(-1, 6)
+            return grad_output @ weight, [(grad_weight,), ()], [(), (grad_output,)]
+
+    def ops():
+        return [
+            tops.LayerNorm(6),
+            tops.MakeExtraOutput().set_extra_output_channel(0, "residual", True),
+            tops.Linear(6, 6, bias=False),
+            tops.AddExtraInput().set_extra_input_channel(0, "residual"),
+            tops.GELU(),
+            tops.Linear(6, 6, bias=False),
+            tops.AddExtraInput().set_extra_input_channel(0, "residual"),
+            tops.AddExtraInput().set_extra_input_channel(0, "residual"),
+        ]
+
+    fusion = replacing(Residual, tops.BasicLinear, tops.AddExtraInput)
+    for kind in ("forward", "forward_backward"):
+        check_fusion(fusion, ops, x, kind=kind)
+    module = tops.Sequential(*ops())
+    with tops.register_forward_fusion(fusion):
+        module(x)  # no gradient of the input, but the norm's parameters want one
+        assert [s.fused_op.seen for s in module.plans()[0].forward if s.fused_op] == [True, True]
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+        module(x)
+        assert [s.fused_op.seen for s in module.plans()[0].forward if s.fused_op] == [False, False]
+
+
+@pytest.mark.parametrize(("kind", "fused"), FUSIONS)
+def test_other_dtypes_and_autocast(kind, fused, x):
+    module = tops.Sequential(*make_ops())
+    mixed = copy.deepcopy(module)
+    mixed[1].to(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        want_autocast = module(x)
+    if fused is JointSplit:
+        with REGISTER[kind](fuse(fused)), torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(module(x), want_autocast, rtol=0.05, atol=0.05)
+    if fused is Backward:
+        want = gradients(mixed, x)
+        with REGISTER[kind](fuse(fused)):
+            assert_same(gradients(mixed, x), want)
+
+
+@pytest.mark.parametrize(("kind", "fused"), FUSIONS)
+def test_accumulate_into_main_grad(kind, fused, x):
+    module = tops.Sequential(
+        tops.Linear(6, 8, bias=False, accumulate_into_main_grad=True), tops.SiLU()
+    )
+    weight = module[0].weight
+
+    def run(call):
+        weight.main_grad = torch.ones_like(weight)
+        call(x).square().sum().backward()
+        assert weight.grad is None
+        return weight.main_grad
+
+    want = run(module)
+    with REGISTER[kind](fuse(fused)):
+        torch.testing.assert_close(run(module), want)
+        torch.testing.assert_close(run(torch.compile(module, backend="aot_eager")), want)

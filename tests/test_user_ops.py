@@ -1,0 +1,342 @@
+"""Users' basic ops in Python: both families and styles, parameters, extra tensors, compile."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from user_fusions import Gate, ScaleShift, SingleSquare, assert_same, gradients, replacing
+
+import transformer_ops as tops
+
+
+class Reference(nn.Module):
+    """The same numbers by plain autograd."""
+
+    def __init__(self, sequential, function):
+        super().__init__()
+        self.inner, self.function = sequential, function
+
+    def forward(self, *tensors):
+        return self.function(self.inner, *tensors)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 3, 6)
+
+
+def block():
+    return tops.Sequential(tops.LayerNorm(6), ScaleShift(6), tops.Linear(6, 6), tops.GELU())
+
+
+def block_reference(module, x):
+    norm, scale, linear, gelu = module
+    return gelu(linear(scale.reference(norm(x))))
+
+
+def test_split_style_in_a_block(x):
+    module = block()
+    assert_same(gradients(module, x), gradients(Reference(module, block_reference), x))
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), block_reference(module, x))
+    (plan,) = module.plans()
+    assert [step.name for step in plan.forward][:2] == ["LayerNorm", "ScaleShift"]
+    assert all(step.fused_op is None for step in plan.forward)
+
+
+def test_alone_and_by_a_fuser(x):
+    op = ScaleShift(6)
+    want = gradients(Reference(op, lambda op, x: op.reference(x)), x)
+    assert_same(gradients(op, x), want)
+    torch.testing.assert_close(tops.OperationFuser([op])(x), want[0])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_fullgraph(backend, x):
+    module = block()
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    want = gradients(Reference(module, block_reference), x)
+    assert_same(gradients(compiled, x), want)
+    # Parameters, buffers, tensors and plain state are those of each call.
+    with torch.no_grad():
+        module[1].weight.mul_(3)
+        module[1].mask.copy_(1 - module[1].mask)
+    assert_same(gradients(compiled, x), gradients(Reference(module, block_reference), x))
+    module[1].gain = torch.full((), -2.0)
+    assert_same(gradients(compiled, x), gradients(Reference(module, block_reference), x))
+    module[1].weight = nn.Parameter(torch.rand(6))
+    assert_same(gradients(compiled, x), gradients(Reference(module, block_reference), x))
+    module[1].sign = -1.0
+    assert_same(gradients(compiled, x), gradients(Reference(module, block_reference), x))
+
+
+def test_export(x):
+    module = block()
+    program = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("n", min=2)},))
+    other = torch.randn(5, 3, 6)
+    torch.testing.assert_close(program.module()(other), module(other))
+
+
+def test_a_lone_op_compiles(x):
+    op = ScaleShift(6)
+    want = gradients(Reference(op, lambda op, x: op.reference(x)), x)
+    assert_same(gradients(torch.compile(op, backend="aot_eager"), x), want)
+
+
+def test_single_style_breaks_the_graph(x):
+    module = tops.Sequential(tops.Linear(6, 6), SingleSquare(), tops.Linear(6, 2))
+    want = gradients(Reference(module, lambda m, x: m[2](m[0](x) ** 2)), x)
+    assert_same(gradients(module, x), want)
+    assert_same(gradients(torch.compile(module, backend="aot_eager"), x), want)
+    with pytest.raises(Exception, match=r"graph|disable"):
+        torch.compile(module, fullgraph=True, backend="aot_eager")(x)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_op_kwargs(compiled, x):
+    op = ScaleShift(6)
+    module = tops.Sequential(tops.LayerNorm(6), op)
+    call = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    want = gradients(Reference(module, lambda m, x: m[1].reference(m[0](x), 2.5)), x)
+    if not compiled:
+        assert_same(gradients(call, x, op_kwargs={op: {"factor": 2.5}}), want)
+    assert_same(gradients(call, x, op_kwargs={1: {"factor": 2.5}}), want)
+    factor = torch.tensor(2.5)
+    assert_same(gradients(call, x, op_kwargs={1: {"factor": factor}}), want)
+    if not compiled:
+        torch.testing.assert_close(op(x, factor=2.5), op.reference(x, 2.5))
+        with pytest.raises(TypeError, match="unknown"):
+            module(x, op_kwargs={1: {"unknown": 1}})
+        with pytest.raises(TypeError, match=r"\[LayerNorm\] a native op takes no keyword arguments"):
+            module(x, op_kwargs={0: {"factor": 1}})
+        with pytest.raises(ValueError, match="op_kwargs keys must be fusible ops"):
+            module(x, op_kwargs={2: {}})
+
+
+def gate_reference(module, x, gate):
+    first, _, last = module
+    hidden = first(x)
+    return last(hidden * gate), hidden + 1, gate * 2
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_extra_inputs_and_outputs(backend, x):
+    module = tops.Sequential(tops.Linear(6, 6), Gate(), tops.GELU())
+    call = torch.compile(module, fullgraph=True, backend=backend) if backend else module
+    gate = torch.randn(2, 3, 6)
+    assert_same(gradients(call, x, gate), gradients(Reference(module, gate_reference), x, gate))
+    with pytest.raises(ValueError, match="extra inputs must be 1, got 0"):
+        module(x)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_channels_to_and_from_python_ops(backend, x):
+    gate = Gate().set_extra_input_channel(0, "a").set_extra_output_channel(0, "b", False)
+    gate.set_extra_output_channel(1, None, output_to_caller=False)
+    module = tops.Sequential(
+        tops.Linear(6, 6),
+        tops.MakeExtraOutput().set_extra_output_channel(0, "a", False),
+        tops.GELU(),
+        gate,
+        tops.AddExtraInput().set_extra_input_channel(0, "b"),
+    )
+
+    def reference(module, x):
+        hidden = module[0](x)
+        active = nn.functional.gelu(hidden, approximate="tanh")
+        return active * hidden + active + 1
+
+    call = torch.compile(module, fullgraph=True, backend=backend) if backend else module
+    assert_same(gradients(call, x), gradients(Reference(module, reference), x))
+    assert gate.seen == (True, [True])
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+    torch.testing.assert_close(call(x), reference(module, x))
+    assert gate.seen == (False, [False])
+
+
+def test_a_hidden_output_that_nobody_reads_may_be_none(x):
+    class Quiet(Gate):
+        num_extra_outputs = 1
+
+        def fuser_forward_compute(self, input_, *, basic_op_extra_inputs, **unused):
+            ((gate,),) = basic_op_extra_inputs
+            return input_ * gate, [(None,)], (input_, gate)
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+            x, gate = basic_op_ctxs[0].saved_tensors
+            assert basic_op_grad_extra_outputs == [(None,)]
+            return grad_output * gate, [()], [(grad_output * x,)]
+
+    hidden = Quiet().set_extra_output_channel(0, None, output_to_caller=False)
+    module = tops.Sequential(hidden, tops.GELU())
+    gate = torch.randn(2, 3, 6)
+    want = gradients(Reference(module, lambda m, x, gate: m[1](x * gate)), x, gate)
+    assert_same(gradients(module, x, gate), want)
+    with pytest.raises(RuntimeError, match=r"\[Quiet\] extra output 0 of op 0 must be a tensor"):
+        tops.Sequential(Quiet(), tops.GELU())(x, gate)
+
+
+def test_a_subclass_of_a_native_op(x):
+    class Doubled(tops.SiLU):
+        def op_forward_compute(self, input_, **unused):
+            return 2 * nn.functional.silu(input_), ()
+
+        def op_forward_save_ctx(self, ctx, input_, tensors_to_save, **unused):
+            ctx.save_for_backward(input_)
+
+        def op_backward(self, ctx, grad_output):
+            (x,) = ctx.saved_tensors
+            s = torch.sigmoid(x)
+            return 2 * grad_output * s * (1 + x * (1 - s)), ()
+
+    module = tops.Sequential(tops.Linear(6, 6), Doubled())
+    want = gradients(Reference(module, lambda m, x: 2 * nn.functional.silu(m[0](x))), x)
+    assert_same(gradients(module, x), want)
+    # No native rule takes a Python op for the native one.
+    assert [step.name for step in module.plans()[0].forward] == ["linear_bias", "Doubled"]
+    assert_same(gradients(torch.compile(module, fullgraph=True, backend="aot_eager"), x), want)
+
+
+def test_half_an_op_runs_only_where_a_fusion_covers_the_rest(x):
+    class ForwardOnly(tops.BasicOperation):
+        def op_forward(self, ctx, input_, **unused):
+            ctx.save_for_backward(input_)
+            return input_.sin()
+
+    class Rest(tops.FusedOperation):
+        def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+            (x,) = basic_op_ctxs[0].saved_tensors
+            return grad_output * x.cos(), [()], [()]
+
+    module = tops.Sequential(tops.Linear(6, 6), ForwardOnly())
+    with torch.no_grad():
+        want = module[0](x).sin()
+        torch.testing.assert_close(module(x), want)
+    with pytest.raises(RuntimeError, match=r"\[ForwardOnly\] a Python op must define its backward"):
+        module(x)
+    with tops.register_backward_fusion(replacing(Rest, ForwardOnly)):
+        want = gradients(Reference(module, lambda m, x: m[0](x).sin()), x)
+        assert_same(gradients(module, x), want)
+
+
+def test_hooks_keep_a_python_op_in_a_group_of_its_own(x):
+    module = block()
+    want = gradients(module, x)
+    seen = []
+    handle = module[1].register_forward_hook(lambda op, inputs, output: seen.append(output.shape))
+    assert_same(gradients(module, x), want)
+    assert seen == [x.shape] and len(module.plans()) == 3
+    assert_same(gradients(torch.compile(module, backend="aot_eager"), x), want)
+    handle.remove()
+    assert_same(gradients(module, x), want)
+    assert len(module.plans()) == 1
+
+
+def test_other_dtypes_between_python_and_native_ops(x):
+    module = tops.Sequential(
+        tops.Linear(6, 6), ScaleShift(6), tops.Linear(6, 6, dtype=torch.float64), tops.GELU()
+    )
+
+    def reference(module, x):
+        hidden = module[1].reference(module[0](x)).double()
+        return nn.functional.gelu(module[2](hidden), approximate="tanh")
+
+    want = gradients(Reference(module, reference), x)
+    got = gradients(module, x)
+    assert [t.dtype for t in got] == [t.dtype for t in want]
+    assert_same(got, want)
+
+
+def test_the_context_says_what_is_needed(x):
+    class Spy(tops.BasicOperation):
+        def op_forward(self, ctx, input_, **unused):
+            self.seen = (ctx.requires_grad, ctx.dtype)
+            return input_ * 1
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output, ()
+
+    spy = Spy()
+    tops.Sequential(tops.Linear(6, 6), spy)(x)
+    assert spy.seen == (True, torch.float32)
+    tops.Sequential(spy, tops.Linear(6, 6))(x)
+    assert spy.seen == (False, torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        spy(x)
+    assert spy.seen == (False, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, "forward must return tensors, got NoneType"),
+        (3.0, "forward must return tensors, got float"),
+    ],
+)
+def test_wrong_forward(returned, message, x):
+    class Wrong(tops.BasicOperation):
+        def op_forward(self, ctx, input_, **unused):
+            return returned
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output, ()
+
+    with pytest.raises(RuntimeError, match=rf"\[Wrong\] {message}"):
+        Wrong()(x)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ((3.0, (None, None)), r"the gradient of the input must be a tensor or None, got 3.0"),
+        ((None, (None,)), r"backward must return 2 parameter gradients for op 1 \(Wrong\), got 1"),
+    ],
+)
+def test_wrong_backward(returned, message, x):
+    class Wrong(ScaleShift):
+        def op_backward(self, ctx, grad_output):
+            return returned
+
+    module = tops.Sequential(tops.GELU(), Wrong(6))
+    with pytest.raises(RuntimeError, match=rf"\[Wrong\] {message}"):
+        module(x).sum().backward()
+
+
+def test_none_is_a_gradient_of_zero(x):
+    class Stop(ScaleShift):
+        def op_backward(self, ctx, grad_output):
+            return None, (None, grad_output.sum((0, 1)))
+
+    module = tops.Sequential(tops.Linear(6, 6), Stop(6), tops.GELU())
+    module(x.requires_grad_()).sum().backward()
+    assert not x.grad.any() and not module[0].weight.grad.any()
+    assert module[1].weight.grad is None and module[1].bias.grad.any()
+
+
+def test_copies_and_pickles_of_a_block_with_a_user_op(x):
+    module = block()
+    want = gradients(module, x)
+    assert_same(gradients(copy.deepcopy(module), x), want)
+
+
+def test_checkpointing(x):
+    module = block()
+    want = gradients(module, x)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    assert_same(gradients(Checkpointed(), x), want)
+
+
+def test_create_graph_is_one_clear_error(x):
+    module = block()
+    with pytest.raises(RuntimeError, match=r"create_graph=True must have native ops.*ScaleShift"):
+        torch.autograd.grad(module(x.requires_grad_()).sum(), x, create_graph=True)

@@ -1,0 +1,152 @@
+"""Writes docs/reference.md from the declarations of ops and fusions.
+
+python tools/make_reference.py            writes the file
+python tools/make_reference.py --check    exits with 1 if it is not up to date
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import transformer_ops as tops
+from transformer_ops.registry import _C
+
+PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
+
+INTRO = """\
+# Reference
+
+Written by `tools/make_reference.py` from the declarations in `csrc/ops/` and `csrc/fusions/`; do
+not edit. The docstring of each class has shapes, dtypes, errors and the source of its formula.
+
+- x is the input, a and b its first and its second half along the last dimension.
+- h is the last dimension of the op's input, B the bytes of one of its elements.
+- *Keeps* is what backward reads when nothing is fused, in bytes a row of the input. Each tensor
+  is kept once however many ops read it; parameters do not count. Statistics take 8 bytes in
+  float64.
+- Extra tensors are written *in / out*.
+"""
+
+
+def reference() -> str:
+    """The text of the page."""
+    kinds = {row["kind"]: row for row in _C.declarations()}
+    ops = [kinds[name] for name in tops.ops.__all__ if name in kinds]
+    containers = [name for name in tops.ops.__all__ if name not in kinds]
+    rules = [row for row in _C.rules() if row["origin"] == "built-in"]
+    parts = [
+        INTRO,
+        "## Basic ops\n",
+        table(["op", "computes", "parameters", "extra", "keeps"], map(op_row, ops)),
+        "## Constructors\n",
+        "```text",
+        *(constructor(name) for name in sorted([*containers, *(op["kind"] for op in ops)])),
+        "```\n",
+        *(container(name) for name in containers),
+        "## Fusions\n",
+        "In the order they run. Of two rules of a pass, the one with more benefit comes first;\n"
+        "users' fusions come before both. *Joint* means forward and backward together.\n",
+        table(["rule", "pass", "benefit", "ops"], map(rule_row, rules)),
+        "## Typed ops\n",
+        "Each is `torch.ops.transformer_ops.<name>`: functional, never returns an alias of an\n"
+        "argument. `aten::` names an op of torch's own. Absent: the tensor is handed on.\n",
+        *(typed_ops(row["kind"], row) for row in ops),
+        *(typed_ops(f"fusion {row['name']}", row) for row in rules),
+    ]
+    return "\n".join(filter(None, parts))
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A Markdown table and an empty line."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(map(cell, line)) + " |\n" for line in lines)
+
+
+def cell(text: str) -> str:
+    """Text that may stand in a table."""
+    return text.replace("|", "\\|")
+
+
+def op_row(row: dict[str, Any]) -> list[str]:
+    """One op."""
+    parameters = ", ".join(f"`{name}`" for name in row["parameters"])
+    extra = f"{row['extra_inputs']} / {row['extra_outputs']}"
+    no_extra = extra == "0 / 0"
+    return [
+        f"`{row['kind']}`",
+        code(row["summary"]),
+        parameters or "-",
+        "-" if no_extra else extra,
+        keeps(row) or "-",
+    ]
+
+
+def keeps(row: dict[str, Any]) -> str:
+    """The slots of an op with their bytes a row."""
+    found = []
+    for slot, needed_for in zip(row["slots"], row["needed_for"], strict=True):
+        size = size_text(row["kind"], slot)
+        if size:
+            gradients = " or ".join(f"`{name}`" for name in needed_for)
+            condition = f" (where {gradients} needs a gradient)" if needed_for else ""
+            found.append(f"`{slot}` {size}{condition}")
+    return ", ".join(found)
+
+
+def size_text(kind: str, slot: str) -> str:
+    """Bytes a row as a formula; empty for a parameter, which is there anyway."""
+    width, bits = 4096, 16
+    found = _C.slot_bits(kind, slot, width, bits)
+    known = {0: "", width: "h/8", width * bits: "hB"}
+    return known[found] if found in known else f"{found / 8:g}"
+
+
+def constructor(name: str) -> str:
+    """The call as one would write it."""
+    signature = inspect.signature(getattr(tops, name))
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return name + str(signature.replace(parameters=plain, return_annotation=signature.empty))
+
+
+def container(name: str) -> str:
+    """What a container stands for."""
+    doc = inspect.getdoc(getattr(tops, name)) or ""
+    return f"`{name}`: {doc.split(chr(10) * 2)[0]}\n"
+
+
+def rule_row(row: dict[str, Any]) -> list[str]:
+    """One fusion."""
+    pattern = " + ".join(
+        names[0] if len(names) == 1 else f"({', '.join(names)})" for names in row["pattern"]
+    )
+    name = "joint" if row["pass"] == "forward_backward" else row["pass"]
+    return [f"`{row['name']}`", name, str(row["benefit"]), pattern]
+
+
+def typed_ops(title: str, row: dict[str, Any]) -> str:
+    """The schemas of one declaration."""
+    schemas = [schema for schema in (row["forward"], row["backward"]) if schema]
+    return f"**{title}**\n\n```text\n" + "\n".join(schemas) + "\n```\n" if schemas else ""
+
+
+def code(text: str) -> str:
+    """Formulas hold characters that Markdown would take for its own."""
+    return f"`{text}`"
+
+
+def main() -> None:
+    """The command line."""
+    text = reference()
+    if "--check" not in sys.argv[1:]:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(text, encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
+        sys.exit(f"{PAGE.name} must be up to date, run: python tools/make_reference.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""explain(): plans for reading, as text, as a table in a notebook, or as an SVG picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ..plan import Plan
+from .picture import svg
+from .summary import Group, Plain, describe, hooks_note
+from .table import html_table
+from .text import text
+
+__all__ = ["Explanation", "Group", "Plain", "describe", "hooks_note"]
+
+
+class Explanation:
+    """What ran in the last call: the steps of each pass and the rules that made them, what every
+    step saves, and the rules that nearly matched.
+
+    `str()` gives aligned text, a notebook shows a table, `save()` writes a picture. `parts` are the
+    groups and the plain modules between them, `plans` the plans of the groups.
+    """
+
+    def __init__(self, parts: Sequence[Group | Plain]) -> None:
+        self.parts = tuple(parts)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of fusible ops, in order."""
+        return [part for part in self.parts if isinstance(part, Group)]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plan of each group."""
+        return [group.plan for group in self.groups]
+
+    def __str__(self) -> str:
+        return text(self.parts)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return html_table(self.parts)
+
+    def svg(self) -> str:
+        """A standalone SVG picture: no scripts, no fonts or files from elsewhere."""
+        return svg(self.parts)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the picture to a file.
+
+        Raises:
+            ValueError: a path that does not end in ".svg".
+            OSError: the file cannot be written.
+        """
+        name = os.fspath(path)
+        if not name.lower().endswith(".svg"):
+            raise ValueError(f"[explain] path must end in .svg, got {name!r}")
+        with open(name, "w", encoding="utf-8") as file:
+            file.write(self.svg())

@@ -1,0 +1,241 @@
+"""What text, table and picture show of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..op import BasicOperation
+from ..plan import NearMiss, Plan, Step
+from ..registry import FusionHandle, fusions
+from ..saved_bytes import SavedBytes
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor kept for backward. `bytes` a row of the group's input, None where nobody knows;
+    `same_as` names the slot that holds the same memory and counts it."""
+
+    op: int
+    name: str
+    bytes: float | None
+    same_as: str | None = None
+
+    @property
+    def full_name(self) -> str:
+        """As in the plan's text, without the "s"."""
+        return f"{self.op}.{self.name}"
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One step of one pass. `rule` is the fusion that made it, empty for an op that runs as it is;
+    `origin` says where that was registered."""
+
+    ops: tuple[int, ...]
+    runs: str
+    rule: str
+    origin: str
+    joint: bool
+    skipped: bool
+    python: bool
+    saves: tuple[Slot, ...]
+    reads: tuple[str, ...]
+
+    @property
+    def made_by(self) -> str:
+        """The rule, with what is worth knowing of it."""
+        marks = ["joint"] if self.joint and self.rule else []
+        if self.rule and self.origin not in ("", "built-in"):
+            marks.append(f"from {self.origin}")
+        return self.rule + (f" ({', '.join(marks)})" if marks else "")
+
+
+@dataclass(frozen=True)
+class Link:
+    """An extra tensor: from an op (None: the caller) to an op (None: the caller)."""
+
+    source: int | None
+    target: int | None
+    label: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of fusible ops. Both lists of steps are in op order."""
+
+    plan: Plan
+    kinds: tuple[str, ...]
+    details: tuple[str, ...]
+    forward: tuple[StepRow, ...]
+    backward: tuple[StepRow, ...]
+    links: tuple[Link, ...]
+    near_misses: tuple[NearMiss, ...]
+    saved: SavedBytes | None
+    note: str = ""
+
+    @property
+    def saved_a_row(self) -> float | None:
+        """Bytes kept for backward for each row of the group's input; parameters do not count."""
+        if not self.plan.needs_backward:
+            return 0.0
+        return None if self.saved is None else self.saved.total / max(1, self.saved.rows)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A module between groups that is no fusible op."""
+
+    place: int
+    name: str
+
+
+def hooks_note(module: nn.Module) -> str:
+    """Why a module with hooks is a group of its own."""
+    members = [module, *getattr(module, "basic_ops", [])]
+    kinds = {
+        "forward pre-hooks": "_forward_pre_hooks",
+        "forward hooks": "_forward_hooks",
+        "backward pre-hooks": "_backward_pre_hooks",
+        "backward hooks": "_backward_hooks",
+    }
+    found = [name for name, place in kinds.items() if any(getattr(m, place) for m in members)]
+    return (
+        f"{type(module).__name__} has {' and '.join(found) or 'hooks'}, "
+        "which keep it in a group of its own"
+    )
+
+
+def describe(
+    plan: Plan,
+    basic_ops: Sequence[BasicOperation],
+    made_by: Mapping[int, FusionHandle],
+    saved: SavedBytes | None,
+    note: str = "",
+) -> Group:
+    """The summary of a plan. `made_by`: the user's fusion behind each Python fused op."""
+    origins = {(handle.pass_name, handle.name): handle.origin for handle in fusions()}
+    owner: dict[int, str] = {}
+
+    def rows(
+        steps: Sequence[Step], pass_name: str, slots: Sequence[tuple[Slot, ...]]
+    ) -> tuple[StepRow, ...]:
+        return tuple(
+            _row(plan, step, pass_name, kept, _reads(plan, step, saved), made_by, origins)
+            for step, kept in zip(steps, slots, strict=True)
+        )
+
+    kept = [_slots(plan, step, saved, owner) for step in plan.forward]
+    nothing: list[tuple[Slot, ...]] = [() for _ in plan.backward]
+    return Group(
+        plan=plan,
+        kinds=tuple(kind for kind, _ in plan.ops),
+        details=tuple(op.extra_repr() for op in basic_ops),
+        forward=rows(plan.forward, "forward", kept),
+        backward=rows(plan.backward, "backward", nothing),
+        links=tuple(_links(plan, basic_ops)),
+        near_misses=_relevant(plan),
+        saved=saved,
+        note=note,
+    )
+
+
+def _relevant(plan: Plan) -> tuple[NearMiss, ...]:
+    """Each near miss once; none of the backward pass where there is none."""
+    rows = {(miss.pass_name, miss.fusion, miss.ops, miss.reason): miss for miss in plan.near_misses}
+    return tuple(m for m in rows.values() if plan.needs_backward or m.pass_name == "forward")
+
+
+def _row(
+    plan: Plan,
+    step: Step,
+    pass_name: str,
+    saves: tuple[Slot, ...],
+    reads: tuple[str, ...],
+    made_by: Mapping[int, FusionHandle],
+    origins: Mapping[tuple[str, str], str],
+) -> StepRow:
+    kinds = [plan.ops[i][0] for i in step.ops]
+    runs = " + ".join(kinds)
+    rule, origin = "", ""
+    if step.fused_op is not None:
+        handle = made_by.get(step.python) if step.python is not None else None
+        runs = f"{step.name}({', '.join(kinds)})"
+        if handle is not None:
+            rule, origin = handle.name, handle.origin
+    elif step.python is None and [step.name] != kinds:
+        rule = step.name
+        origin = origins.get(("forward_backward" if step.joint else pass_name, rule), "")
+    return StepRow(
+        ops=step.ops,
+        runs=runs,
+        rule=rule,
+        origin=origin,
+        joint=step.joint,
+        skipped=step.skipped,
+        python=step.python is not None,
+        saves=saves,
+        reads=reads,
+    )
+
+
+def _slots(
+    plan: Plan, step: Step, saved: SavedBytes | None, owner: dict[int, str]
+) -> tuple[Slot, ...]:
+    """Slots of the step; `owner` has the slot that counts each memory."""
+    names = [slot for slot, source in step.sources if not source.startswith("p")]
+    if not plan.needs_backward:
+        return ()
+    if step.python is not None:
+        # Only a call shows what its methods keep.
+        names = [f"s{step.ops[0]}.?"] if saved is None else _slots_of(step, saved)
+    if saved is None:
+        return tuple(Slot(*_place(name), None) for name in names)
+    found = []
+    for name in names:
+        kept = saved.slots.get(name)
+        if kept is None:
+            continue  # backward reads something else
+        first = owner.setdefault(kept.storage, name[1:])
+        if first == name[1:]:
+            found.append(Slot(*_place(name), kept.bytes / max(1, saved.rows)))
+        else:
+            found.append(Slot(*_place(name), 0.0, same_as=first))
+    return tuple(found)
+
+
+def _slots_of(step: Step, saved: SavedBytes) -> list[str]:
+    mine = tuple(f"s{op}." for op in step.ops)
+    return [name for name in saved.slots if name.startswith(mine)]
+
+
+def _reads(plan: Plan, step: Step, saved: SavedBytes | None) -> tuple[str, ...]:
+    if step.python is not None:
+        names = _slots_of(step, saved) if saved is not None else []
+    else:
+        names = [a for call in step.instructions for a in call.arguments if isinstance(a, str)]
+    parameters = {slot for row in plan.forward for slot, source in row.sources if source[0] == "p"}
+    slots = [name[1:] for name in names if name[0] == "s" and name not in parameters]
+    return tuple(dict.fromkeys(slots))
+
+
+def _links(plan: Plan, basic_ops: Sequence[BasicOperation]) -> list[Link]:
+    links: list[Link] = []
+    for target, source in plan.routes.items():
+        op, output = int(_place(source)[0]), int(_place(source)[1])
+        channels = basic_ops[op]._output_channels if op < len(basic_ops) else ()
+        name = channels[output][0] if output < len(channels) else None
+        links.append(Link(op, _place(target)[0], name or "channel"))
+    for k, value in enumerate(plan.extra_inputs):
+        links.append(Link(None, _place(value)[0], f"extra input {k}"))
+    for k, value in enumerate(plan.extra_outputs):
+        links.append(Link(_place(value)[0], None, f"extra output {k}"))
+    return links
+
+
+def _place(value: str) -> tuple[int, str]:
+    """The op and the rest of a value's name, as in "e8.0" or "s3.input"."""
+    op, _, rest = value[1:].partition(".")
+    return int(op), rest

@@ -1,0 +1,80 @@
+"""How many bytes a plan keeps for backward: each distinct tensor once, parameters left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .instructions import Like
+
+
+class Kept(NamedTuple):
+    """One slot: its bytes, and a number that slots in the same memory share."""
+
+    bytes: int
+    storage: int
+
+
+class SavedBytes(NamedTuple):
+    """What one call keeps. `slots` are named as in the plan, "s3.input"; what a Python op keeps for
+    itself "s3.saved0"..."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    slots: dict[str, Kept]
+
+    @property
+    def width(self) -> int:
+        """Elements in a row of the input."""
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the input: all its dimensions but the last."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def total(self) -> int:
+        """Bytes of the distinct tensors of the call."""
+        return sum({kept.storage: kept.bytes for kept in self.slots.values()}.values())
+
+
+def measure(
+    input: Tensor | Like, saved: Mapping[str, Tensor | None], parameters: Sequence[Tensor]
+) -> SavedBytes:
+    """The bytes of tensors by slot."""
+    left_out = {_storage(parameter) for parameter in parameters}
+    slots = {
+        name: Kept(tensor.numel() * tensor.element_size(), _storage(tensor))
+        for name, tensor in saved.items()
+        if tensor is not None and _storage(tensor) not in left_out
+    }
+    return SavedBytes(tuple(input.shape), input.dtype, slots)
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # wrappers without memory of their own
+        return id(tensor)
+
+
+def likely_shape(ops: Sequence[tuple[str, Mapping[str, Any]]], changes: set[str]) -> list[int]:
+    """An input that the ops of a plan would take, for a call whose sizes nobody saw (compiled).
+
+    The first op that fixes a size decides, unless a kind that `changes` it comes before; else [].
+    """
+    rows = 8  # whole bytes for a bit mask of any width
+    for kind, attributes in ops:
+        for name in ("normalized_shape", "in_features", "size"):
+            size = attributes.get(name)
+            if size is not None:
+                return [rows, *(size if isinstance(size, list) else [size])]
+        if kind in changes:
+            return []
+    return []

@@ -1,0 +1,51 @@
+"""Tensors of a trace in the place of those that Python methods find on their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+
+class StandIns:
+    """While it is entered, torch functions that are given one of the tensors `real` get the one at
+    the same place of `given`. A trace would take `self.weight` for a constant otherwise."""
+
+    def __init__(
+        self, real: Sequence[Tensor] = (), given: Sequence[Tensor] = (), tracing: bool = False
+    ) -> None:
+        self.real, self.given, self.tracing = tuple(real), tuple(given), tracing
+        self._by_id = {
+            id(r): g for r, g in zip(self.real, self.given, strict=True) if r is not g
+        }
+        self._mode: _Mode | None = None
+
+    def replace(self, value: Any) -> Any:
+        """What stands in for a tensor; anything else as it is."""
+        return self._by_id.get(id(value), value) if isinstance(value, Tensor) else value
+
+    def __enter__(self) -> StandIns:
+        if self._by_id:
+            self._mode = _Mode(self)
+            self._mode.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(*exception)
+            self._mode = None
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, stand_ins: StandIns) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        replace = self._stand_ins.replace
+        return func(*tree_map(replace, args), **tree_map(replace, kwargs or {}))
