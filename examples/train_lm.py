@@ -1,8 +1,8 @@
 """Train a small byte-level GPT whose blocks are transformer_ops Sequentials.
 
-    python examples/train_lm.py                       Python's reference manual, on CPU
-    python examples/train_lm.py --backend torch       the same in plain torch.nn
-    python examples/train_lm.py --resume out/checkpoint.pt --steps 2000
+python examples/train_lm.py                       Python's reference manual, on CPU
+python examples/train_lm.py --backend torch       the same in plain torch.nn
+python examples/train_lm.py --resume out/checkpoint.pt --steps 2000
 """
 
 from __future__ import annotations

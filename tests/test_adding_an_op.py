@@ -24,12 +24,31 @@ def block(language: str) -> str:
     return found[0]
 
 
+def with_output_saved(declaration: str) -> str:
+    """The same op as OutputSoftcap, whose backward reads its output, with no replay."""
+    changes = {
+        '"Softcap"': '"OutputSoftcap"',
+        '"softcap': '"output_softcap',
+        '{{"input"}}': '{{"output"}}',
+        "Tensor grad_output, Tensor input": "Tensor grad_output, Tensor output",
+        "at::tanh(to_accumulate(args.tensor(1)) / args.number(2))": (
+            "to_accumulate(args.tensor(1)) / args.number(2)"
+        ),
+    }
+    for old, new in changes.items():
+        assert old in declaration
+        declaration = declaration.replace(old, new)
+    return declaration
+
+
 @pytest.fixture(scope="module")
 def softcap(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The class of the example, after its declaration was compiled and loaded."""
     folder = tmp_path_factory.mktemp("softcap")
-    source, library = folder / "softcap.cpp", folder / "libsoftcap.so"
-    source.write_text(block("cpp"), encoding="utf-8")
+    sources = [folder / "softcap.cpp", folder / "output_softcap.cpp"]
+    library = folder / "libsoftcap.so"
+    sources[0].write_text(block("cpp"), encoding="utf-8")
+    sources[1].write_text(with_output_saved(block("cpp")), encoding="utf-8")
     package = Path(tops.__file__).parent
     paths = [ROOT / "csrc", *include_paths()]
     subprocess.run(
@@ -37,7 +56,8 @@ def softcap(tmp_path_factory: pytest.TempPathFactory) -> Any:
             *(os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-shared", "-fPIC", "-w"),
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             *(f"-I{path}" for path in paths),
-            *(str(source), "-o", str(library), f"-L{package}", "-ltransformer_ops"),
+            *(str(source) for source in sources),
+            *("-o", str(library), f"-L{package}", "-ltransformer_ops"),
         ],
         check=True,
     )
@@ -70,3 +90,14 @@ def test_its_errors_are_clear(softcap: Any) -> None:
         softcap(float("nan"))
     with pytest.raises(RuntimeError, match=r"\[softcap\] input must be float16"):
         tops.Sequential(softcap(2.0))(torch.ones(3, dtype=torch.int64))
+
+
+def test_second_derivatives_need_the_input_or_a_replay(softcap: Any) -> None:
+    class OutputSoftcap(softcap):
+        _kind = "OutputSoftcap"
+
+    module = tops.Sequential(OutputSoftcap(2.0)).double()
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(module, (x,))
+    with pytest.raises(NotImplementedError, match=r"\[OutputSoftcap\] double backward must have"):
+        torch.autograd.grad(module(x).sum(), x, create_graph=True)

@@ -187,6 +187,17 @@ def test_bad_input_is_one_line(
     assert text in captured.err
 
 
+@pytest.mark.parametrize("package", ["tqdm", "matplotlib"])
+def test_missing_package_is_one_line(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert train_lm.main(["--steps", "1"]) == 2
+    assert capsys.readouterr().err == (
+        f"train_lm.py: needs {package}: pip install matplotlib tqdm, the [examples] extra\n"
+    )
+
+
 def test_resume_needs_the_same_model_and_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,9 +237,7 @@ def test_full_disk_keeps_the_last_good_checkpoint(
     saved = tmp_path / "cut" / "checkpoint.pt"
     before = saved.read_bytes()
     capsys.readouterr()
-    monkeypatch.setattr(
-        checkpoint, "open", lambda *a, **k: FullDisk(open(*a, **k)), raising=False
-    )
+    monkeypatch.setattr(checkpoint, "open", lambda *a, **k: FullDisk(open(*a, **k)), raising=False)
     assert train_lm.main(["--resume", str(saved), "--steps", "6"]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line == (

@@ -15,7 +15,14 @@ from .op import BasicOperation, FusibleOperation
 from .plan import Plan
 from .planning import PlanningSession
 from .saved_bytes import SavedBytes, likely_shape
-from .traced import number_of, numbered, state_places, state_tensors, walk_in_graph
+from .traced import (
+    number_of,
+    numbered,
+    plain_state,
+    read,
+    state_places,
+    walk_in_graph,
+)
 from .walker import Walker
 
 _C = registry._C
@@ -246,7 +253,11 @@ def traced_call(
     walker = _python_plan(number, registry.VERSION, facts)
     if walker < 0:
         return _walk_outside(number, input, extra_inputs, kwargs)
-    state = state_tensors(basic_ops, state_places(walker))
+    for place, value in plain_state(walker):
+        # Never true while tracing: what Dynamo guards on.
+        if read(basic_ops, place) != value:
+            return _walk_outside(number, input, extra_inputs, kwargs)
+    state = [read(basic_ops, place) for place in state_places(walker)]
     given = kwargs if kwargs is not None else [{} for _ in basic_ops]
     return _unpack(walk_in_graph(walker, tensors, state, given))
 

@@ -192,6 +192,8 @@ class Sequential(nn.Module):
             output = layout.whole._call(input, *extra_inputs)
             if output is not None:
                 return output
+        if layout.whole is not None and hook_flags(list(layout.modules)) != layout.hooked:
+            layout = self._layout = _make_layout(self._get())
         return self._run(layout, input, extra_inputs, op_kwargs)
 
     def _run(

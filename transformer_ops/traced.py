@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from .walker import Kwargs, Walker
 
 # Position of a basic op, path of a tensor on it.
 Place = tuple[int, str]
+_PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
 
 
 class Numbered:
@@ -75,22 +76,43 @@ def state_places(number: int) -> tuple[Place, ...]:
     )
 
 
-def _tensor_paths(op: nn.Module) -> Any:
-    for prefix, module in op.named_modules():
-        start = prefix + "." if prefix else ""
+@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+def plain_state(number: int) -> tuple[tuple[Place, Any], ...]:
+    """The plain values of Python ops, which become constants of a trace."""
+    walker: Walker = numbered.find(number)
+    found = _plain_state(walker).items()
+    return tuple((place, v) for place, v in found if place not in walker.changed_by_tracing)
+
+
+def _tensor_paths(op: nn.Module) -> Iterator[str]:
+    for start, module in _parts(op):
         yield from (start + name for name, buffer in module._buffers.items() if buffer is not None)
         yield from (start + name for name, v in vars(module).items() if isinstance(v, Tensor))
 
 
-def state_tensors(ops: Sequence[BasicOperation], places: Sequence[Place]) -> list[Tensor]:
-    """The tensors at these places as they are now."""
-    tensors = []
-    for i, path in places:
-        found: Any = ops[i]
-        for name in path.split("."):
-            found = getattr(found, name)
-        tensors.append(found)
-    return tensors
+def _plain_state(walker: Walker) -> dict[Place, Any]:
+    return {
+        (i, start + name): value
+        for i, op in enumerate(walker.basic_ops)
+        if op.is_python
+        for start, module in _parts(op)
+        for name, value in vars(module).items()
+        # NaN would differ from itself.
+        if not name.startswith("_") and isinstance(value, _PLAIN) and value == value
+    }
+
+
+def _parts(op: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, module in op.named_modules():
+        yield prefix + "." if prefix else "", module
+
+
+def read(ops: Sequence[BasicOperation], place: Place) -> Any:
+    """What lies at a place now."""
+    found: Any = ops[place[0]]
+    for name in place[1].split("."):
+        found = getattr(found, name)
+    return found
 
 
 @torch._dynamo.allow_in_graph  # type: ignore[attr-defined]
@@ -100,6 +122,13 @@ def walk_in_graph(
     """Run a walker with the tensors of a trace instead of those that its ops hold."""
     walker: Walker = numbered.find(number)
     parameters = [tensor for op in walker.basic_ops for tensor in op._parameter_tensors()]
-    real = [*parameters, *state_tensors(walker.basic_ops, state_places(number))]
+    real = [*parameters, *(read(walker.basic_ops, place) for place in state_places(number))]
     given = [*tensors[len(tensors) - len(parameters) :], *state]
-    return walker.run(tensors, kwargs, StandIns(real, given, tracing=True))
+    before = _plain_state(walker)
+    outputs = walker.run(tensors, kwargs, StandIns(real, given, tracing=True))
+    after = _plain_state(walker)
+    # A method that counts its calls would be traced at each of them.
+    walker.changed_by_tracing.update(
+        place for place in before.keys() | after.keys() if before.get(place) != after.get(place)
+    )
+    return outputs

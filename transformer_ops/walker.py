@@ -65,6 +65,7 @@ class Walker:
         self.kept = self._read_in_backward()
         # Under torch.compile it is found by number.
         self.number: int | None = None
+        self.changed_by_tracing: set[tuple[int, str]] = set()
         # Of the last call that saved anything.
         self.last_saved: SavedBytes | None = None
 

@@ -117,7 +117,7 @@ class Replay {
   // Zeros may stand in only where the derivative does not depend on the input.
   static void check_linear(const PlannedOp& planned) {
     for (const Slot& slot : declaration(planned.kind).slots) {
-      const bool depends = slot.name == "input" && slot.needed_for.empty();
+      const bool depends = slot.needed_for.empty();
       TORCH_CHECK_NOT_IMPLEMENTED(!depends, "[", planned.kind,
                                   "] double backward must have its input, which this plan did not save");
     }

@@ -35,6 +35,12 @@ void run_on_meta(const Program& program, at::TensorList tensors) {
 
 void preflight(const Program& program, at::TensorList tensors) {
   static thread_local std::unordered_map<const Program*, std::vector<int64_t>> passed;
+  // On the meta device they would all be on one.
+  for (const Tensor& tensor : tensors) {
+    TORCH_CHECK(tensor.device() == tensors[0].device(),
+                "[run_plan] tensors must be on one device, got ", tensors[0].device(), " and ",
+                tensor.device());
+  }
   if (!std::ranges::all_of(tensors, is_plain)) return;
   std::vector<int64_t> signature;
   for (const Tensor& tensor : tensors) append_sizes(tensor, signature);

@@ -82,8 +82,11 @@ class Lowering {
   std::optional<DType> compute_dtype(int i) const {
     if (!ops_[i].native) return std::nullopt;
     switch (declaration(ops_[i].kind).dtype) {
-      case DTypeRule::Parameter:
-        return facts_.autocast.value_or(facts_.parameters[i][0].dtype);
+      case DTypeRule::Parameter: {
+        // As in torch, autocast leaves float64 alone.
+        const DType parameter = facts_.parameters[i][0].dtype;
+        return parameter == DType::Float64 ? parameter : facts_.autocast.value_or(parameter);
+      }
       case DTypeRule::Autocast:
         return dtypes_[i] == DType::Float64 ? std::nullopt : facts_.autocast;
       default:

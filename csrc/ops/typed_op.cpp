@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <span>
@@ -139,6 +140,28 @@ class MissingBackend final : public Kernel {
   }
 };
 
+// torch.library.register_autograd adds a Python kernel that costs most of a compiled call even
+// where no gradient is wanted: this one is found first, and lets it run only where needed.
+class AutogradShortcut final : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+  void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) const {
+    const DispatchKeySet rest = keys & c10::after_autograd_keyset;
+    if (at::GradMode::is_enabled() && std::ranges::any_of(arguments(handle, stack), wants_grad)) {
+      // AutogradOther has the Python kernel too.
+      return handle.redispatchBoxed(rest.add(DispatchKey::AutogradOther), stack);
+    }
+    const at::AutoDispatchBelowAutograd below_autograd;
+    handle.redispatchBoxed(rest, stack);
+  }
+
+ private:
+  static bool wants_grad(const c10::IValue& value) {
+    return value.isTensor() && value.toTensor().requires_grad();
+  }
+};
+
 template <typename KernelType>
 torch::CppFunction make_kernel(const TypedOp& op, const std::string& name, DispatchKey key) {
   return torch::dispatch(
@@ -167,6 +190,9 @@ void register_typed_op(TypedOp op) {
   library.impl(name.c_str(), make_kernel<CpuKernel>(kept, name, DispatchKey::CPU));
   library.impl(name.c_str(), make_kernel<MetaKernel>(kept, name, DispatchKey::Meta));
   library.impl(name.c_str(), make_kernel<MissingBackend>(kept, name, DispatchKey::CUDA));
+  for (const auto key : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA}) {
+    library.impl(name.c_str(), make_kernel<AutogradShortcut>(kept, name, key));
+  }
 }
 
 const TypedOp* find_typed_op(const std::string& name) {

@@ -223,22 +223,25 @@ std::shared_ptr<PlanEntry> Group::find_or_make(const std::string& key) {
   }
   py::object session = new_session_();
   const auto attributes = py::cast<py::list>(session.attr("attributes")());
-  for (size_t i = 0; i < ops_.size(); ++i) {
-    if (ops_[i].native) ops_[i].attributes = attributes_from(attributes[i]);
+  // A copy: planning calls Python, and another thread may plan meanwhile.
+  std::vector<OpNode> ops = ops_;
+  for (size_t i = 0; i < ops.size(); ++i) {
+    if (ops[i].native) ops[i].attributes = attributes_from(attributes[i]);
   }
   const auto rewrite = [&](const Fusion& fusion, const std::vector<transformer_ops::Group>& groups) {
     const py::list answer = session.attr("rewrite")(fusion.id, to_text(fusion.pass),
                                                     rewrite_groups_to_python(groups));
     return rewrite_groups_from_python(answer, groups);
   };
-  Planned planned = make_plan(ops_, facts_of(key), rewrite);
+  Planned planned = make_plan(ops, facts_of(key), rewrite);
   auto entry = std::make_shared<PlanEntry>();
   entry->key = key;
+  entry->version = version;
   entry->plan = std::move(planned.plan);
   entry->near_misses = std::move(planned.near_misses);
   if (!entry->plan.has_python_steps()) entry->program = &program_for(entry->plan);
   entry->session = std::move(session);
-  entries_.push_back(entry);
+  if (version == version_) entries_.push_back(entry);
   return entry;
 }
 
@@ -264,9 +267,11 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count) {
   Tensors tensors;
   if (has_hooks() || !gather(arguments, count, tensors)) Py_RETURN_NONE;
   write_key(tensors);
-  if (!last_ || version_ != registry_version() || last_->key != scratch_key_) {
+  // The version of the entry: a plan that could not be made leaves the stale one in place.
+  if (!last_ || last_->version != registry_version() || last_->key != scratch_key_) {
     // A copy: planning calls Python, and another thread may write its key meanwhile.
-    last_ = find_or_make(std::string(scratch_key_));
+    const std::shared_ptr<PlanEntry> entry = find_or_make(std::string(scratch_key_));
+    last_ = entry;
   }
   const Program* program = last_->program;
   if (program == nullptr) Py_RETURN_NONE;

@@ -17,6 +17,7 @@ namespace py = pybind11;
 // A plan with what Python needs to run or explain it.
 struct PlanEntry {
   std::string key;
+  int64_t version = 0;  // of the registry
   Plan plan;
   std::vector<NearMiss> near_misses;
   const Program* program = nullptr;  // null where a step is Python

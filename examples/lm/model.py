@@ -19,8 +19,10 @@ RECENT = 4
 class Block(nn.Module):
     """Attention and MLP, each in front of a residual addition.
 
-        x ─┬─ norm ─ qkv ─ attention ─ project ─ dropout ─ + ─┬─ norm ─ up ─ GELU ─ down ─ dropout ─ + ─
-           └───────────────────────────────────────────────┘ └─────────────────────────────────────┘
+    x ─┬─ norm ─ qkv ─ attention ─ project ─ dropout ─ + ─ y
+       └───────────────────────────────────────────────┘
+    y ─┬─ norm ─ up ─ GELU ─ down ─ dropout ─ +
+       └──────────────────────────────────────┘
     """
 
     def __init__(self, width: int, dropout: float) -> None:
@@ -82,9 +84,7 @@ class TorchBlock(nn.Module):
 
 def attention(qkv: Tensor, head_size: int) -> Tensor:
     """Causal attention of `[batch, time, 3 * width]` queries, keys and values."""
-    q, k, v = (
-        part.unflatten(-1, (-1, head_size)).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
-    )
+    q, k, v = (part.unflatten(-1, (-1, head_size)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
 
 
@@ -106,9 +106,7 @@ class GPT(nn.Module):
                 tops.LayerNorm(width), tops.Linear(width, VOCABULARY, bias=False)
             )
         else:
-            self.head = nn.Sequential(
-                nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-            )
+            self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False))
 
     def logits(self, inputs: Tensor) -> Tensor:
         """`[batch, time]` → `[batch, time, 256]`."""

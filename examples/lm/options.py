@@ -43,6 +43,11 @@ class Options:
         return state
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise Failure(message)
@@ -69,12 +74,12 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train_lm.py",
         description="Train a small byte-level GPT on text.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--data", metavar="FILE_OR_FOLDER", help="text (default: Python's reference manual)")
-    add("--steps", type=_size, default=1000, help="steps to reach, those before --resume included")
+    add("--steps", type=_size, default=1200, help="steps to reach, those before --resume included")
     add("--batch", type=_size, default=8, help="windows a step")
     add("--context", type=_size, default=128, help="bytes a window")
     add("--layers", type=_size, default=4, help="blocks")
@@ -82,7 +87,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--dropout", type=_probability, default=0.0, help="in both branches of a block")
     add("--lr", type=_positive, default=4e-3, help="peak learning rate of AdamW")
     # Not --steps: a run of more steps then goes on exactly where a shorter one ended.
-    add("--decay-steps", type=_size, default=1000, help="step at which the cosine ends, at lr / 20")
+    add("--decay-steps", type=_size, default=1200, help="step at which the cosine ends, at lr / 20")
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="bfloat16: autocast, with float32 parameters")  # fmt: skip
     add("--device", default="cpu", help="as torch names it")
@@ -91,7 +96,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--compile", action=argparse.BooleanOptionalAction, default=False,
         help="train through torch.compile(fullgraph=True)")  # fmt: skip
     add("--seed", type=_seed, default=0, help="of weights, data order and dropout")
-    add("--checkpoint-every", type=_size, default=250, help="steps between checkpoints")
+    add("--checkpoint-every", type=_size, default=200, help="steps between checkpoints")
     add("--out", default="out", help="folder for checkpoint, losses and loss curve")
     add("--resume", metavar="FILE", help="go on from a checkpoint, with its options as defaults")
     return parser

@@ -15,6 +15,7 @@ from .training import LN2, Run
 
 PROMPT = b"The "
 SAMPLE_BYTES = 400
+SMOOTHED = 12  # steps before and after
 
 
 def report(run: Run) -> str:
@@ -113,9 +114,8 @@ def write_losses(run: Run, path: Path) -> None:
 def draw_losses(run: Run, path: Path) -> None:
     """The loss curve as a PNG."""
     bits = [loss / LN2 for loss in run.losses]
-    smooth: list[float] = []
-    for value in bits:
-        smooth.append(value if not smooth else 0.95 * smooth[-1] + 0.05 * value)
+    windows = (bits[max(0, i - SMOOTHED) : i + SMOOTHED + 1] for i in range(len(bits)))
+    smooth = [sum(window) / len(window) for window in windows]
     steps = range(1, len(bits) + 1)
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -124,15 +124,8 @@ def draw_losses(run: Run, path: Path) -> None:
     axes.plot(steps, smooth, color="#1f5f99", linewidth=1.8, label="training, smoothed")
     if run.validation:
         where, values = zip(*run.validation, strict=True)
-        axes.plot(where, values, "o-", color="#c8501e", markersize=5, label="held-out text")
-        axes.annotate(
-            f"{values[-1]:.2f}",
-            (where[-1], values[-1]),
-            textcoords="offset points",
-            xytext=(-4, 9),
-            ha="right",
-            color="#c8501e",
-        )
+        label = f"held-out text, {values[-1]:.2f} at the end"
+        axes.plot(where, values, "o-", color="#c8501e", markersize=5, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte")
     axes.set_title(f"Byte-level GPT: {describe(run)}", loc="left", fontsize=10)

@@ -202,25 +202,21 @@ class _GroupPicture:
 
     def _link(self, link: Link, y: float) -> None:
         top = self.ops - 1
+        width = text_width(link.label, 11) + 8
         if link.source is not None and link.target is not None:
             a, b = self._middle(link.source), self._middle(link.target)
-            self.canvas.path(
-                f"M{a:.1f} {top:.1f} V{y + 6:.1f} Q{a:.1f} {y:.1f} {a + 6:.1f} {y:.1f} "
-                f"H{b - 6:.1f} Q{b:.1f} {y:.1f} {b:.1f} {y + 6:.1f} V{top:.1f}",
-                stroke=MUTED,
-                arrow=True,
-            )
             middle = (a + b) / 2
+            start = f"M{a:.1f} {top:.1f} V{y + 6:.1f} Q{a:.1f} {y:.1f} {a + 6:.1f} {y:.1f} "
+            end = f"H{b - 6:.1f} Q{b:.1f} {y:.1f} {b:.1f} {y + 6:.1f} V{top:.1f}"
+            self.canvas.path(f"{start}H{middle - width / 2:.1f}", stroke=MUTED)
+            self.canvas.path(f"M{middle + width / 2:.1f} {y:.1f} {end}", stroke=MUTED, arrow=True)
         else:
             op = link.target if link.target is not None else link.source
             assert op is not None
             middle = self._middle(op)
             ends = (y + 6, top) if link.target is not None else (top, y + 8)
-            self.canvas.path(
-                f"M{middle:.1f} {ends[0]:.1f} V{ends[1]:.1f}", stroke=MUTED, arrow=True
-            )
-        width = text_width(link.label, 11) + 10
-        self.canvas.box(middle - width / 2, y - 9, width, 16, fill="#ffffff", stroke="none")
+            line = f"M{middle:.1f} {ends[0]:.1f} V{ends[1]:.1f}"
+            self.canvas.path(line, stroke=MUTED, arrow=True)
         self.canvas.text(middle, y + 3, link.label, size=11, color=MUTED)
 
     def _near_misses(self, y: float) -> float:

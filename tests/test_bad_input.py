@@ -1,0 +1,427 @@
+"""Bad input: a clear error of the expected type, before anything changed; the next call works."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import transformer_ops as tops
+
+
+def block() -> tops.Sequential:
+    return tops.Sequential(
+        tops.RMSNorm(8),
+        tops.Linear(8, 16),
+        tops.SwiGLU(),
+        tops.Dropout(0.5),
+        tops.AddExtraInput(),
+        tops.MakeExtraOutput(),
+    )
+
+
+def good() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(3, 8), torch.ones(3, 8)
+
+
+@contextmanager
+def unchanged(module: torch.nn.Module) -> Iterator[None]:
+    """Parameters, gradients and random state stay as they are, and the next call is as before."""
+    torch.manual_seed(7)
+    want = module(*good())
+    torch.manual_seed(7)
+    random = torch.get_rng_state()
+    state = {name: (t, t.clone()) for name, t in module.state_dict(keep_vars=True).items()}
+    versions = {name: tensor._version for name, (tensor, _) in state.items()}
+    yield
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        assert tensor is state[name][0] and torch.equal(tensor, state[name][1])
+        assert tensor._version == versions[name] and tensor.grad is None
+    for a, b in zip(module(*good()), want, strict=True):
+        assert torch.equal(a, b)
+
+
+BAD_TENSORS = {
+    "last dimension": (torch.ones(3, 7), r"\[rms_norm\] input must end in dimensions \[8\]"),
+    "0-dim": (torch.tensor(1.0), r"\[rms_norm\] input must end in dimensions \[8\]"),
+    "integer": (torch.ones(3, 8, dtype=torch.int64), r"\[rms_norm\] input must be float16.*, got Long"),
+    "bool": (torch.ones(3, 8, dtype=torch.bool), r"\[rms_norm\] input must be float16.*, got Bool"),
+    "complex": (torch.ones(3, 8, dtype=torch.complex64), r"input must be float16.*, got Complex"),
+    "meta": (torch.ones(3, 8, device="meta"), "tensors must be on one device, got meta and cpu"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_TENSORS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_bad_main_input(kind, grad):
+    tensor, message = BAD_TENSORS[kind]
+    module = block()
+    with torch.set_grad_enabled(grad), unchanged(module):
+        with pytest.raises(RuntimeError, match=message):
+            module(tensor, good()[1])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(3, 7), r"\[add_extra_input\] extra_input must have shape \[3, 8\], got \[3, 7\]"),
+        (torch.ones(8), r"\[add_extra_input\] extra_input must have shape"),
+        (torch.ones(3, 8, dtype=torch.int32), r"\[add_extra_input\] extra_input must be float16"),
+        (torch.ones(3, 8, device="meta"), r"\[run_plan\] tensors must be on one device"),
+    ],
+    ids=["last dimension", "broadcast", "integer", "meta"],
+)
+def test_bad_extra_input(tensor, message):
+    module = block()
+    with unchanged(module), pytest.raises(RuntimeError, match=message):
+        module(good()[0], tensor)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128]
+)
+def test_a_linear_casts_no_integers(dtype):
+    for module in (tops.Linear(8, 4), tops.Sequential(tops.Linear(8, 4), tops.GELU())):
+        with pytest.raises(RuntimeError, match=r"\[linear_bias\w*\] input must be float16"):
+            module(torch.ones(3, 8, dtype=dtype))
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="input must be"):
+            module(torch.ones(3, 8, dtype=dtype))
+        module(torch.ones(3, 8))
+
+
+def test_odd_width_of_a_glu():
+    with pytest.raises(RuntimeError, match=r"\[swiglu\] input must .*, got "):
+        tops.SwiGLU()(torch.ones(3, 7))
+    with pytest.raises(RuntimeError, match=r"\[swiglu\] input must .*, got "):
+        tops.SwiGLU(glu_interleave_size=4)(torch.ones(3, 12))
+
+
+@pytest.mark.cuda
+def test_tensors_on_different_devices():
+    module = tops.Linear(8, 4)
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"\[linear_bias\] .* must be"):
+        module(torch.ones(3, 8, device="cuda"))
+    module(torch.ones(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        *[(lambda p=p: tops.Dropout(p), r"\[Dropout\] p must") for p in (-0.1, 1.1, math.nan)],
+        *[
+            (lambda op=op, eps=eps: op(8, eps=eps), rf"\[{op.__name__}\] eps must")
+            for op in (tops.LayerNorm, tops.RMSNorm)
+            for eps in (-1e-5, math.nan, math.inf)
+        ],
+        (lambda: tops.L2Normalization(eps=-1.0), r"\[L2Normalization\] eps must"),
+        (lambda: tops.L2Normalization(eps=math.nan), r"\[L2Normalization\] eps must"),
+        *[(lambda n=n: tops.Linear(n, 4), r"\[Linear\] in_features must") for n in (0, -1)],
+        *[(lambda n=n: tops.Linear(4, n), r"\[Linear\] out_features must") for n in (0, -1)],
+        (lambda: tops.Bias(0), r"\[Bias\] size must"),
+        (lambda: tops.LayerNorm(0), r"\[LayerNorm\] normalized_shape must"),
+        (lambda: tops.RMSNorm((4, 0)), r"\[RMSNorm\] each size of normalized_shape must"),
+        (lambda: tops.SwiGLU(glu_interleave_size=0), r"\[SwiGLU\] glu_interleave_size must"),
+        (lambda: tops.SiTUGLU(beta1=0.0), r"\[SiTUGLU\] beta1 must"),
+        (lambda: tops.ClampedSwiGLU(limit=-1.0), r"\[ClampedSwiGLU\] limit must"),
+    ],
+)
+def test_bad_constructor_arguments(make, message):
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=message + r" be .*, got "):
+        make()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- calls
+
+
+@pytest.mark.parametrize("count", [0, 2, 3])
+def test_missing_and_surplus_extra_inputs(count):
+    module = block()
+    with unchanged(module):
+        message = rf"\[Sequential\] extra inputs must be 1, got {count}"
+        with pytest.raises(ValueError, match=message):
+            module(good()[0], *[good()[1]] * count)
+    with pytest.raises(ValueError, match="extra inputs must be 1, got 0"):
+        tops.AddExtraInput()(good()[0])
+    fuser = tops.OperationFuser([tops.GELU()])
+    with pytest.raises(ValueError, match=r"\[OperationFuser\] extra inputs must be 0, got 1"):
+        fuser(*good())
+    with pytest.raises(ValueError, match="must be 0, got 1"):
+        tops.Sequential()(*good())
+    compiled = torch.compile(module, backend="eager")
+    with pytest.raises(ValueError, match="must be 1, got 0"):
+        compiled(good()[0])
+
+
+def test_inputs_that_are_no_tensors():
+    module = block()
+    with unchanged(module):
+        for bad in (None, 1.0, [1.0], "x"):
+            with pytest.raises(TypeError, match="must be tensors, got"):
+                module(bad, good()[1])
+            with pytest.raises(TypeError, match="must be tensors, got"):
+                module(good()[0], bad)
+
+
+class Scale(tops.BasicOperation):
+    """Takes a keyword argument."""
+
+    def op_forward(self, ctx, input_, *, factor=2.0):
+        ctx.factor = factor
+        return input_ * factor
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output * ctx.factor, ()
+
+
+def test_unknown_op_kwargs():
+    scale, other = Scale(), Scale()
+    module = tops.Sequential(tops.GELU(), scale, torch.nn.Tanh())
+    x = torch.ones(3)
+    for key in (other, 3, -1, 2, "1", module[2], None, True):
+        with pytest.raises(ValueError, match=r"\[Sequential\] op_kwargs keys must be"):
+            module(x, op_kwargs={key: {"factor": 3.0}})
+    with pytest.raises(TypeError, match=r"\[GELU\] a native op takes no keyword arguments"):
+        module(x, op_kwargs={0: {"factor": 3.0}})
+    with pytest.raises(TypeError, match="unknown"):
+        module(x, op_kwargs={1: {"unknown": 3.0}})
+    want = torch.tanh(3 * tops.GELU()(x))
+    torch.testing.assert_close(module(x, op_kwargs={1: {"factor": 3.0}}), want)
+    torch.testing.assert_close(module(x, op_kwargs={scale: {"factor": 3.0}}), want)
+
+
+# ---- fusion functions
+
+
+def returns_nothing(ops, **_):
+    return None
+
+
+def drops_an_op(ops, **_):
+    return ops[1:]
+
+
+def repeats_an_op(ops, **_):
+    return [*ops, ops[-1]]
+
+
+def changes_the_order(ops, **_):
+    return ops[::-1]
+
+
+def returns_strangers(ops, **_):
+    return [tops.GELU() for _ in ops]
+
+
+def returns_no_ops(ops, **_):
+    return [1 for _ in ops]
+
+
+def raises(ops, **_):
+    raise KeyError("my own mistake")
+
+
+REGISTER = {
+    "forward": tops.register_forward_fusion,
+    "backward": tops.register_backward_fusion,
+    "forward_backward": tops.register_forward_backward_fusion,
+}
+BAD_FUSIONS: list[tuple[Callable, str]] = [
+    (returns_nothing, "must return a list of ops, got None"),
+    (drops_an_op, "must return exactly the given basic ops in order, got"),
+    (repeats_an_op, "must return exactly the given basic ops in order, got"),
+    (changes_the_order, "must return exactly the given basic ops in order, got"),
+    (returns_strangers, "must return exactly the given basic ops in order, got"),
+    (returns_no_ops, "must return exactly the given basic ops in order, got"),
+    (raises, "must not raise, got KeyError: 'my own mistake'"),
+]
+
+
+@pytest.mark.parametrize("kind", REGISTER)
+@pytest.mark.parametrize(("function", "message"), BAD_FUSIONS)
+def test_bad_fusion_functions(kind, function, message):
+    module = block()
+    with unchanged(module), REGISTER[kind](function) as handle:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=message) as caught:
+                module(*good())
+            text = str(caught.value)
+            assert handle.name in text and "RMSNorm" in text and "SwiGLU" in text
+    compiled = torch.compile(module, backend="eager")
+    with REGISTER[kind](function), pytest.raises(Exception, match=message):
+        compiled(*good())
+
+
+def test_registering_what_is_no_function_or_twice():
+    before = [handle.name for handle in tops.fusions()]
+    for register in REGISTER.values():
+        with pytest.raises(TypeError):
+            register(1)
+        with register(raises), pytest.raises(ValueError, match="raises"):
+            register(raises)
+    assert [handle.name for handle in tops.fusions()] == before
+
+
+# ---- channels
+
+
+def make_channel(*, first="c", second="c"):
+    return (
+        tops.MakeExtraOutput().set_extra_output_channel(0, first),
+        tops.AddExtraInput().set_extra_input_channel(0, second),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [
+        (lambda: make_channel(second="other"), "other"),
+        (lambda: make_channel()[::-1], "'c'"),
+        (lambda: (make_channel()[0], *make_channel()), "'c'"),
+    ],
+    ids=["no producer", "producer after its consumer", "two producers"],
+)
+def test_channels_that_do_not_fit(ops, message):
+    module = tops.Sequential(*ops())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            module(torch.ones(3))
+
+
+def test_channels_are_fixed_once_captured():
+    make, add = make_channel()
+    module = tops.Sequential(make, add)
+    want = module(torch.ones(3))
+    with pytest.raises(RuntimeError, match="before a group captures the op"):
+        make.set_extra_output_channel(0, "other")
+    with pytest.raises(RuntimeError, match="before a group captures the op"):
+        add.set_extra_input_channel(0, None)
+    for a, b in zip(module(torch.ones(3)), want, strict=True):
+        assert torch.equal(a, b)
+    for call, error in (
+        (lambda: tops.AddExtraInput().set_extra_input_channel(1, "c"), IndexError),
+        (lambda: tops.AddExtraInput().set_extra_input_channel(0, 1), TypeError),
+        (lambda: tops.AddExtraInput().set_extra_input_channel(0, ""), ValueError),
+        (lambda: tops.GELU().set_extra_output_channel(0, "c"), IndexError),
+    ):
+        with pytest.raises(error):
+            call()
+
+
+# ---- plans
+
+
+def plan_text() -> str:
+    module = block()
+    module(good()[0].requires_grad_(), good()[1])
+    return str(module.plans()[0])
+
+
+def test_plan_texts_that_do_not_parse():
+    text = plan_text()
+    assert str(tops.Plan.parse(text)) == text
+    lines = text.splitlines()
+    bad = ["", "plan", "plan 2", "nonsense", text + "nonsense\n", text.replace("ops=[0]", "ops=[9]")]
+    bad += [text.replace("op 0 RMSNorm", "op 0 NoSuchOp"), text.replace("x1, s0.rstd", "x1, x2")]
+    bad += [text.replace("x0,", "x77,"), text.replace("save s0.input=x0, ", "save ")]
+    bad += [text[: len(text) // 2], "\n".join(lines[:-1]), "\n".join(lines[1:]), text.replace("]", "")]
+    bad += [text.replace("eps=1e-05", "eps=small"), "\0" * 10]
+    for broken in bad:
+        assert broken != text
+        with pytest.raises(RuntimeError, match=r"\[plan\]|plan"):
+            tops.Plan.parse(broken)
+    for broken in (None, 1, b"plan 1"):
+        with pytest.raises(TypeError):
+            tops.Plan.parse(broken)
+
+
+def test_a_broken_line_never_crashes():
+    """Every line of a plan dropped, doubled, or cut in half: parsed to a verified plan, or refused."""
+    lines = plan_text().splitlines(keepends=True)
+    refused = 0
+    for i, line in enumerate(lines):
+        half = line[: len(line) // 2] + "\n"
+        for changed in ([], [line, line], [half], [line.replace("0", "1")], [line.replace("x", "g")]):
+            text = "".join([*lines[:i], *changed, *lines[i + 1 :]])
+            try:
+                tops.Plan.parse(text)
+            except RuntimeError as error:
+                refused += 1
+                assert str(error)
+    assert refused > 2 * len(lines)
+
+
+def test_run_plan_checks_its_arguments():
+    text = plan_text()
+    x, extra = good()
+    parameters = list(block().parameters())
+    run = torch.ops.transformer_ops.run_plan
+    assert len(run(text, x, [extra], parameters)) == 2
+    with pytest.raises(RuntimeError, match=r"\[run_plan\] tensors must be"):
+        run(text, x, [], parameters)
+    with pytest.raises(RuntimeError, match=r"\[run_plan\] tensors must be"):
+        run(text, x, [extra], parameters[1:])
+    for broken in ("nonsense", text.replace("rms_norm(", "no_such_op(")):
+        with pytest.raises(RuntimeError, match="plan|no_such_op"):
+            run(broken, x, [extra], parameters)
+
+
+def test_plans_before_any_call():
+    for module in (block(), tops.OperationFuser([tops.GELU()])):
+        look = module.plans if isinstance(module, tops.Sequential) else module.plan
+        with pytest.raises(RuntimeError, match="must follow a call"):
+            look()
+        with pytest.raises(RuntimeError, match="must follow a call"):
+            module.explain()
+
+
+# ---- state
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_of_another_shape(assign):
+    module = block()
+    state = {name: torch.full_like(t, 3.0) for name, t in module.state_dict().items()}
+    state["1.bias"] = torch.ones(15)
+    with unchanged(module):
+        with pytest.raises(RuntimeError, match=r"size mismatch for 1.bias|1\.bias.*shape"):
+            module.load_state_dict(state, assign=assign)
+
+
+def test_state_dict_with_missing_or_unexpected_keys():
+    module = tops.Linear(8, 4)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        module.load_state_dict({"weight": torch.ones(4, 8)})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        module.load_state_dict({**module.state_dict(), "other": torch.ones(1)})
+
+
+# ---- containers
+
+
+def test_modules_of_a_sequential():
+    module = tops.Sequential(tops.GELU(), tops.ReLU())
+    for bad in (1, None, torch.ones(1), tops.GELU):
+        with pytest.raises(TypeError, match=r"\[Sequential\] modules must be nn.Modules"):
+            tops.Sequential(bad)
+        with pytest.raises(TypeError, match=r"\[Sequential\] modules must be nn.Modules"):
+            module.append(bad)
+        with pytest.raises(TypeError, match=r"\[Sequential\] modules must be nn.Modules"):
+            module.extend([tops.GELU(), bad])
+    assert len(module) == 2
+    for index in (2, -3):
+        with pytest.raises(IndexError):
+            module[index]
+        with pytest.raises(IndexError):
+            module[index] = tops.GELU()
+        with pytest.raises(IndexError):
+            module.pop(index)
+    with pytest.raises(TypeError, match=r"\[OperationFuser\] ops must be FusibleOperations"):
+        tops.OperationFuser([torch.nn.GELU()])
+    with pytest.raises(ValueError, match=r"\[OperationFuser\] ops must not be empty"):
+        tops.OperationFuser([])

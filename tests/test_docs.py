@@ -1,0 +1,48 @@
+"""The Python blocks of README.md and docs/ run, and print what the pages say.
+
+`python tests/test_docs.py` writes what they print now into the pages.
+"""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OUTPUT = re.compile(r"<!-- output -->\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def run(page: Path) -> list[tuple[re.Match, str]]:
+    """The outputs a page shows, each with what the block before it printed."""
+    text = page.read_text(encoding="utf-8")
+    shown = list(OUTPUT.finditer(text))
+    namespace = {"__name__": page.stem}
+    pairs = []
+    blocks = list(CODE.finditer(text))
+    for i, block in enumerate(blocks):
+        printed = io.StringIO()
+        # Line numbers of the page in a traceback.
+        source = "\n" * text[: block.start(1)].count("\n") + block[1]
+        with contextlib.redirect_stdout(printed):
+            exec(compile(source, page, "exec"), namespace)
+        end = blocks[i + 1].start() if i + 1 < len(blocks) else len(text)
+        pairs += [(s, printed.getvalue()) for s in shown if block.end() < s.start() < end]
+    return pairs
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks(page):
+    for shown, printed in run(page):
+        assert printed == shown[1]
+
+
+if __name__ == "__main__":
+    for path in PAGES:
+        content = path.read_text(encoding="utf-8")
+        for match, new in reversed(run(path)):
+            content = content[: match.start(1)] + new + content[match.end(1) :]
+        path.write_text(content, encoding="utf-8")

@@ -1,0 +1,87 @@
+"""What dropout draws: probability, independence, the generator's state, and the bits that it keeps."""
+
+import pytest
+import torch
+from helpers import DTYPES
+from op_cases import run_seeded
+
+import transformer_ops as tops
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_frequency_and_scale(p, dtype):
+    y = tops.Dropout(p)(torch.ones(400, 1000, dtype=dtype))
+    kept = (y != 0).double()
+    assert abs(kept.mean().item() - (1 - p)) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
+    scale = torch.tensor(1 / (1 - p), dtype=torch.float64).to(dtype)
+    assert set(y.unique().tolist()) == {0.0, scale.item()}
+    # Neither rows nor columns nor neighbours hang together.
+    assert (kept.mean(0) - (1 - p)).abs().max() < 6 * (p * (1 - p) / 400) ** 0.5
+    assert (kept.mean(1) - (1 - p)).abs().max() < 6 * (p * (1 - p) / 1000) ** 0.5
+    centred = (kept - kept.mean()).flatten()
+    for lag in (1, 2, 4, 8, 32, 1000):
+        correlation = (centred[lag:] * centred[:-lag]).mean() / centred.square().mean()
+        assert abs(correlation.item()) < 0.01
+
+
+def test_the_generator_decides():
+    op, x = tops.Dropout(0.5), torch.ones(64, 64)
+    first, second = op(x), op(x)
+    assert not torch.equal(first, second)
+    assert torch.equal(run_seeded(op, x), run_seeded(op, x))
+    state = torch.get_rng_state()
+    want = op(x)
+    torch.set_rng_state(state)
+    assert torch.equal(op(x), want)
+    with torch.random.fork_rng():
+        op(x)
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("make", [lambda: tops.Dropout(0.0), lambda: tops.Dropout(0.5).eval()])
+def test_off_draws_nothing_and_hands_its_input_on(make):
+    op, x = make(), torch.randn(4, 4)
+    state = torch.get_rng_state()
+    assert op(x).data_ptr() == x.data_ptr()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_all_dropped():
+    x = torch.full((3, 4), float("inf"), requires_grad=True)
+    y = tops.Dropout(1.0)(x)
+    y.sum().backward()
+    assert not y.any() and not x.grad.any()
+
+
+def test_number_of_threads_does_not_matter():
+    op, x = tops.Dropout(0.3), torch.ones(517, 331)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(run_seeded(op, x))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_two_dropouts_of_one_pipeline_differ():
+    x = torch.ones(64, 64)
+    y = tops.Sequential(tops.Dropout(0.5), tops.MakeExtraOutput(), tops.Dropout(0.5))(x)
+    kept_twice = (y[0] != 0).double().mean()
+    assert abs(kept_twice - 0.25) < 0.05
+
+
+def test_a_call_that_raises_draws_nothing():
+    module = tops.Sequential(tops.Dropout(0.5), tops.Linear(8, 4))
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="must have last dimension 8"):
+        module(torch.randn(3, 7))
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    bad = torch.ones(3, 7)
+    with pytest.raises(RuntimeError):
+        module(bad)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,82 @@
+"""torch.export with a dynamic batch, and an AOTInductor package of it."""
+
+import pytest
+import torch
+from torch.export import Dim, export
+
+import transformer_ops as tops
+
+
+def block(dtype=torch.float32):
+    return tops.Sequential(
+        tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        tops.RMSNorm(16),
+        tops.Linear(16, 64),
+        tops.SwiGLU(),
+        tops.Linear(32, 16),
+        tops.AddExtraInput().set_extra_input_channel(0, "residual"),
+        tops.ReLU(),
+        tops.Linear(16, 8),
+        tops.GELU(),
+    ).to(dtype)
+
+
+def exported(module, x, **kwargs):
+    return export(module, (x,), dynamic_shapes=({0: Dim("batch", min=2, max=64)},), **kwargs)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_export_with_a_dynamic_batch(strict, grad):
+    module = block()
+    with torch.set_grad_enabled(grad):
+        program = exported(module, torch.randn(4, 3, 16), strict=strict)
+    for batch in (2, 7):
+        x = torch.randn(batch, 3, 16)
+        torch.testing.assert_close(program.module()(x), module(x))
+
+
+def test_export_is_of_typed_ops_after_decomposition():
+    program = exported(block(), torch.randn(4, 16)).run_decompositions()
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert any(target.startswith("transformer_ops.rms_norm") for target in targets)
+    assert not any("run_plan" in target for target in targets)
+
+
+def test_exported_program_trains():
+    module = block()
+    program = exported(module, torch.randn(4, 16)).module()
+    x = torch.randn(5, 16)
+    want = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+    got = torch.autograd.grad(program(x).square().sum(), list(program.parameters()))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_export_saves_and_loads(tmp_path):
+    module = block()
+    program = exported(module, torch.randn(4, 16))
+    torch.export.save(program, tmp_path / "block.pt2")
+    again = torch.export.load(tmp_path / "block.pt2").module()
+    x = torch.randn(9, 16)
+    torch.testing.assert_close(again(x), module(x))
+
+
+def test_aot_inductor_package(tmp_path):
+    module = block().eval()
+    with torch.no_grad():
+        program = exported(module, torch.randn(4, 16))
+        path = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "block.pt2")
+        )
+        package = torch._inductor.aoti_load_package(path)
+        for batch in (2, 13):
+            x = torch.randn(batch, 16)
+            torch.testing.assert_close(package(x), module(x))
+
+
+def test_a_single_op():
+    op = tops.LayerNorm(8)
+    program = exported(op, torch.randn(4, 8))
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(program.module()(x), op(x))

@@ -1,0 +1,123 @@
+"""torch.func over native ops: through their unfused meaning."""
+
+import pytest
+import torch
+from op_cases import CASES
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+
+import transformer_ops as tops
+
+PLAIN = [case for case in CASES if case.extra_inputs == 0 and case.name != "MakeExtraOutput"]
+# vmap must be told what random ops shall do; `test_random_ops` does.
+SURE = [case for case in PLAIN if case.name not in ("Dropout", "Dropout-all")]
+
+
+def block():
+    return tops.Sequential(
+        tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        tops.RMSNorm(8),
+        tops.Linear(8, 16),
+        tops.SwiGLU(),
+        tops.Linear(8, 8),
+        tops.AddExtraInput().set_extra_input_channel(0, "residual"),
+    ).double()
+
+
+def inputs(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("case", SURE, ids=lambda case: case.name)
+def test_grad_jvp_and_vmap_of_every_op(case):
+    op = case.build(torch.float64)
+    x = inputs(*case.shape)
+    parameters = {name: p.detach() for name, p in op.named_parameters()}
+
+    def reference(x):
+        return case.reference(x, **parameters)
+
+    def loss(function):
+        return lambda x: function(x).square().sum()
+
+    torch.testing.assert_close(grad(loss(op))(x), grad(loss(reference))(x))
+    torch.testing.assert_close(vmap(op)(x), torch.stack([op(row) for row in x]))
+    got, want = jvp(op, (x,), (x + 1,)), jvp(reference, (x,), (x + 1,))
+    torch.testing.assert_close(got, want)
+
+
+def test_grad_of_parameters():
+    module, x = block(), inputs(5, 8)
+    parameters = dict(module.named_parameters())
+
+    def loss(parameters, x):
+        return functional_call(module, parameters, (x,)).square().sum()
+
+    got = grad(loss)(parameters, x)
+    want = torch.autograd.grad(module(x).square().sum(), list(parameters.values()))
+    for a, b in zip(got.values(), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradients_of_each_sample():
+    module, x = block(), inputs(5, 8)
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(parameters, row):
+        return functional_call(module, parameters, (row,)).square().sum()
+
+    got = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+    for i, row in enumerate(x):
+        one = torch.autograd.grad(module(row).square().sum(), list(module.parameters()))
+        for a, b in zip(got.values(), one, strict=True):
+            torch.testing.assert_close(a[i], b)
+
+
+def test_vmap_over_stacked_parameters():
+    modules = [block() for _ in range(3)]
+    stacked, _ = torch.func.stack_module_state(modules)
+    x = inputs(4, 8)
+    got = vmap(lambda p: functional_call(modules[0], p, (x,)))(stacked)
+    torch.testing.assert_close(got, torch.stack([module(x) for module in modules]))
+
+
+def test_hessian_and_jacobian():
+    module, x = block(), inputs(8)
+    want = torch.autograd.functional.hessian(lambda x: module(x).square().sum(), x)
+    torch.testing.assert_close(hessian(lambda x: module(x).square().sum())(x), want)
+    want = torch.autograd.functional.jacobian(module, x)
+    torch.testing.assert_close(jacrev(module)(x), want)
+
+
+def test_vjp_gives_extra_outputs():
+    module = tops.Sequential(tops.MakeExtraOutput(), tops.GELU(), tops.AddExtraInput())
+    x, extra = inputs(3, 8), inputs(3, 8)
+    outputs, pull = vjp(module, x, extra)
+    got = pull(tuple(torch.ones_like(o) for o in outputs))
+    x, extra = x.requires_grad_(), extra.requires_grad_()
+    outputs = module(x, extra)
+    want = torch.autograd.grad(outputs, [x, extra], [torch.ones_like(o) for o in outputs])
+    torch.testing.assert_close(got, want)
+
+
+def test_random_ops():
+    op, x = tops.Dropout(0.5), torch.ones(64, 32)
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(op)(x)
+    rows = vmap(op, randomness="different")(x)
+    assert set(rows.unique().tolist()) == {0.0, 2.0} and not torch.equal(rows[0], rows[1])
+    rows = vmap(op, randomness="same")(x)
+    assert torch.equal(rows[0], rows[1])
+
+
+def test_functional_call_replaces_parameters():
+    module, x = block(), inputs(3, 8)
+    other = block()
+    got = functional_call(module, dict(other.named_parameters()), (x,))
+    torch.testing.assert_close(got, other(x))
+
+
+def test_the_module_is_unharmed():
+    module, x = block(), inputs(3, 8)
+    want = module(x)
+    vmap(module)(x)
+    torch.testing.assert_close(module(x), want)
