@@ -80,7 +80,9 @@ def saved_bytes(module, x):
 
 
 def near_misses(module, rule):
-    return [(miss.ops, miss.reason) for miss in module.plans()[0].near_misses if miss.fusion == rule]
+    return [
+        (miss.ops, miss.reason) for miss in module.plans()[0].near_misses if miss.fusion == rule
+    ]
 
 
 def test_every_rule_has_a_case():
@@ -178,7 +180,9 @@ def test_second_derivatives(case):
 
     def second():
         (grad,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-        return torch.autograd.grad(grad.square().sum(), [x, *module.parameters()], allow_unused=True)
+        return torch.autograd.grad(
+            grad.square().sum(), [x, *module.parameters()], allow_unused=True
+        )
 
     with unfused():
         want = second()
@@ -227,7 +231,12 @@ def two_dtypes():
 @pytest.mark.parametrize(
     ("rule", "make", "ops", "reason"),
     [
-        ("activation_linear", half_frozen, (1, 2), "the weight needs no gradient, so the Linear keeps no input"),
+        (
+            "activation_linear",
+            half_frozen,
+            (1, 2),
+            "the weight needs no gradient, so the Linear keeps no input",
+        ),
         ("activation_bias", frozen_bias, (1, 2), "the bias needs no gradient"),
         ("linear_bias_activation", two_dtypes, (0, 1, 2), "weight and bias have different dtypes"),
         (
@@ -236,10 +245,30 @@ def two_dtypes():
             (0, 1, 2),
             "op 2 is Dropout where it needs GELU or ",
         ),
-        ("linear_bias_activation", lambda: [tops.Linear(16, 16)], (0, 1), "the ops end where it needs GELU or "),
-        ("linear_bias_activation", lambda: [tops.Linear(16, 16), Doubled()], (0, 1, 2), "op 2 is a Python op"),
-        ("linear_bias", lambda: [tops.BasicLinear(16, 16), SingleSquare()], (0, 1), "op 1 is a Python op"),
-        ("activation_linear", lambda: [tops.ReLU(), tops.GELU()], (0, 1), "op 1 is GELU where it needs BasicLinear"),
+        (
+            "linear_bias_activation",
+            lambda: [tops.Linear(16, 16)],
+            (0, 1),
+            "the ops end where it needs GELU or ",
+        ),
+        (
+            "linear_bias_activation",
+            lambda: [tops.Linear(16, 16), Doubled()],
+            (0, 1, 2),
+            "op 2 is a Python op",
+        ),
+        (
+            "linear_bias",
+            lambda: [tops.BasicLinear(16, 16), SingleSquare()],
+            (0, 1),
+            "op 1 is a Python op",
+        ),
+        (
+            "activation_linear",
+            lambda: [tops.ReLU(), tops.GELU()],
+            (0, 1),
+            "op 1 is GELU where it needs BasicLinear",
+        ),
         (
             "linear_bias_activation",
             lambda: [tops.Linear(16, 16), tops.ReLU(), tops.Linear(16, 16)],

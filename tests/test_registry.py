@@ -61,7 +61,9 @@ def test_a_handle(pass_name):
     assert (handle.name, handle.pass_name, handle.origin) == ("nothing", pass_name, __name__)
     assert handle.func is nothing and handle.registered and handle in tops.fusions()
     assert handle([1, 2]) == [1, 2] and handle.__doc__ is nothing.__doc__
-    with pytest.raises(ValueError, match=rf"registered once in the {pass_name} pass, got 'nothing'"):
+    with pytest.raises(
+        ValueError, match=rf"registered once in the {pass_name} pass, got 'nothing'"
+    ):
         REGISTER[pass_name](nothing)
     with pytest.raises(ValueError, match="registered once"):
         REGISTER[pass_name](handle)
@@ -170,7 +172,9 @@ def test_functions_see_what_earlier_ones_did(x):
 
 def test_each_time_the_basic_ops_again(module, x):
     calls = []
-    with tops.register_forward_fusion(replacing(ForwardSplit, tops.BasicLinear, tops.SiLU, calls=calls)):
+    with tops.register_forward_fusion(
+        replacing(ForwardSplit, tops.BasicLinear, tops.SiLU, calls=calls)
+    ):
         for batch in (x, x.clone().requires_grad_()):
             module(batch)
         with torch.no_grad():
@@ -185,7 +189,9 @@ def test_each_time_the_basic_ops_again(module, x):
 
 def test_registering_makes_cached_plans_stale(module, x):
     want = gradients(module, x)
-    handle = tops.register_forward_backward_fusion(replacing(JointSplit, tops.BasicLinear, tops.SiLU))
+    handle = tops.register_forward_backward_fusion(
+        replacing(JointSplit, tops.BasicLinear, tops.SiLU)
+    )
     assert_same(gradients(module, x), want)
     assert module.plans()[0].forward[0].name == "JointSplit"
     with handle.disabled():
@@ -282,7 +288,9 @@ def test_a_function_that_raises(error, module, x):
     def raises(ops, **unused):
         raise error
 
-    message = rf"\[raises\] a forward_backward fusion must not raise, got {type(error).__name__}: .*boom"
+    message = (
+        rf"\[raises\] a forward_backward fusion must not raise, got {type(error).__name__}: .*boom"
+    )
     with tops.register_forward_backward_fusion(raises):
         with pytest.raises(RuntimeError, match=message) as caught:
             module(x)

@@ -134,7 +134,18 @@ def test_backends_agree_for_20_steps() -> None:
     assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) < 1e-3
 
 
-def test_tops_saves_less_for_backward() -> None:
+@pytest.mark.parametrize("backend", ["tops", "torch"])
+def test_saved_bytes_are_all_that_backward_needs(backend: str) -> None:
+    row = 4 * 32
+    norm, attention = row + 8, 3 * row + row + 4  # (input, mean, rstd); (q, k, v, output, sum)
+    block = 2 * norm + 2 * row + attention + 2 * 4 * row  # and the inputs of up, GELU and down
+    head = norm + row + 4 * model.VOCABULARY
+    indices = 8 * model.RECENT + 8
+    expected = 64 * (2 * block + head + indices) + 4  # one scalar: how many targets count
+    assert report.saved_bytes(make_run(*SMALL, "--backend", backend)) == expected
+
+
+def test_with_dropout_tops_saves_less_for_backward() -> None:
     ours, plain = (
         report.saved_bytes(make_run(*SMALL, "--backend", b, "--dropout", "0.1"))
         for b in ("tops", "torch")

@@ -80,7 +80,9 @@ def test_check_fusion_accepts(kind, fused, x):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize(("kind", "fused"), [row for row in FUSIONS if "Single" not in row[1].__name__])
+@pytest.mark.parametrize(
+    ("kind", "fused"), [row for row in FUSIONS if "Single" not in row[1].__name__]
+)
 def test_fullgraph_with_the_split_pair(kind, fused, backend, x):
     module = tops.Sequential(*make_ops())
     want = gradients(module, x)
@@ -223,7 +225,9 @@ def test_create_graph_is_one_clear_error(kind, fused, x):
     x.requires_grad_()
     with REGISTER[kind](fuse(fused)):
         y = module(x)
-        with pytest.raises(RuntimeError, match=f"create_graph=True must have native ops.*{fused.__name__}"):
+        with pytest.raises(
+            RuntimeError, match=f"create_graph=True must have native ops.*{fused.__name__}"
+        ):
             torch.autograd.grad(y.sum(), x, create_graph=True)
         # Also where autograd could prune the node's error away: another path to the input.
         with pytest.raises(RuntimeError, match="create_graph=True"):
@@ -252,7 +256,10 @@ def test_a_channel_inside_a_fused_op(x):
         ]
 
     check_fusion(
-        replacing(AddNorm, tops.MakeExtraOutput, tops.AddExtraInput), ops, x, kind="forward_backward"
+        replacing(AddNorm, tops.MakeExtraOutput, tops.AddExtraInput),
+        ops,
+        x,
+        kind="forward_backward",
     )
 
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from user_fusions import Gate, ScaleShift, SingleSquare, assert_same, gradients, replacing
 
 import transformer_ops as tops
@@ -104,11 +105,15 @@ def test_op_kwargs(compiled, x):
     assert_same(gradients(call, x, op_kwargs={1: {"factor": 2.5}}), want)
     factor = torch.tensor(2.5)
     assert_same(gradients(call, x, op_kwargs={1: {"factor": factor}}), want)
+    with pytest.raises(Exception, match=r"\[LayerNorm\] a native op takes no keyword arguments"):
+        call(x, op_kwargs={0: {"factor": 1}})
     if not compiled:
         torch.testing.assert_close(op(x, factor=2.5), op.reference(x, 2.5))
         with pytest.raises(TypeError, match="unknown"):
             module(x, op_kwargs={1: {"unknown": 1}})
-        with pytest.raises(TypeError, match=r"\[LayerNorm\] a native op takes no keyword arguments"):
+        with pytest.raises(
+            TypeError, match=r"\[LayerNorm\] a native op takes no keyword arguments"
+        ):
             module(x, op_kwargs={0: {"factor": 1}})
         with pytest.raises(ValueError, match="op_kwargs keys must be fusible ops"):
             module(x, op_kwargs={2: {}})
@@ -249,6 +254,24 @@ def test_other_dtypes_between_python_and_native_ops(x):
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast(inside, x):
+    module = block()
+
+    def call(x):
+        if not inside:
+            return module(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(x)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        want = call(x)
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(x)
+    assert want.dtype == compiled.dtype == torch.bfloat16
+    torch.testing.assert_close(compiled, want)
+    torch.testing.assert_close(want.float(), module(x), rtol=0.05, atol=0.05)
+
+
 def test_the_context_says_what_is_needed(x):
     class Spy(tops.BasicOperation):
         def op_forward(self, ctx, input_, **unused):
@@ -340,3 +363,33 @@ def test_create_graph_is_one_clear_error(x):
     module = block()
     with pytest.raises(RuntimeError, match=r"create_graph=True must have native ops.*ScaleShift"):
         torch.autograd.grad(module(x.requires_grad_()).sum(), x, create_graph=True)
+
+
+def test_compiled_autograd(x):
+    module = block()
+    want = gradients(module, x)
+    x.requires_grad_()
+    output = module(x)
+    torch.manual_seed(5)
+    given = torch.randn_like(output)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        output.backward(given)
+    torch.testing.assert_close(x.grad, want[1])
+
+
+def test_a_counter_in_a_method_does_not_recompile_at_each_call(x):
+    class Counting(ScaleShift):
+        calls = 0
+
+        def op_forward_compute(self, input_, **unused):
+            self.calls = self.calls + 1
+            return super().op_forward_compute(
+                input_, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None
+            )
+
+    op = Counting(6)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(tops.Sequential(op), fullgraph=True, backend=counter)
+    for _ in range(6):
+        torch.testing.assert_close(compiled(x), op.reference(x))
+    assert counter.frame_count <= 2

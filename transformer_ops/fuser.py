@@ -23,7 +23,7 @@ from .traced import (
     state_places,
     walk_in_graph,
 )
-from .walker import Walker
+from .walker import Walker, check_kwargs
 
 _C = registry._C
 _SLOTS: dict[str, list[str]] = {row["kind"]: row["slots"] for row in _C.declarations()}
@@ -31,9 +31,7 @@ _CHANGE_WIDTH: set[str] = {row["kind"] for row in _C.declarations() if not row["
 
 
 # (grad enabled, autocast dtype, device type, (dtype, requires_grad) of each tensor, training flags)
-Facts = tuple[
-    bool, torch.dtype | None, str, tuple[tuple[torch.dtype, bool], ...], tuple[bool, ...]
-]
+Facts = tuple[bool, torch.dtype | None, str, tuple[tuple[torch.dtype, bool], ...], tuple[bool, ...]]
 # For each op, for each extra input: the (op, extra output) of this group that feeds it, or None.
 Sources = Sequence[Sequence[tuple[int, int] | None]]
 
@@ -161,17 +159,7 @@ class OperationFuser:
     def _kwargs(self, kwargs: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         if kwargs is None:
             return [{} for _ in self._basic_ops]
-        if len(kwargs) != len(self._basic_ops):
-            raise ValueError(
-                f"[OperationFuser] basic_op_kwargs must have {len(self._basic_ops)} entries, "
-                f"got {len(kwargs)}"
-            )
-        for op, given in zip(self._basic_ops, kwargs, strict=True):
-            if given and not op.is_python:
-                raise TypeError(
-                    f"[{type(op).__name__}] a native op takes no keyword arguments, "
-                    f"got {sorted(given)}"
-                )
+        check_kwargs(self._basic_ops, kwargs)
         return kwargs
 
     def _split_at_hooks(self) -> Any:
@@ -272,7 +260,7 @@ def traced_alone(
     return traced_call(number, op.basic_ops, input, extra_inputs, given)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+@torch._dynamo.assume_constant_result
 def _own_group(number: int) -> tuple[int, int]:
     op: FusibleOperation = numbered.find(number)
     group: OperationFuser = op._make_own_group()
@@ -290,7 +278,7 @@ def _walk_outside(
     return group._walk(input, extra_inputs, kwargs)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+@torch._dynamo.assume_constant_result
 def _native_plan(number: int, version: int, facts: Facts) -> str:
     group: OperationFuser = numbered.find(number)
     entry = group._entry(facts)
@@ -298,7 +286,7 @@ def _native_plan(number: int, version: int, facts: Facts) -> str:
     return str(entry.text) if native else ""
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+@torch._dynamo.assume_constant_result
 def _python_plan(number: int, version: int, facts: Facts) -> int:
     group: OperationFuser = numbered.find(number)
     return number_of(group._walker(group._entry(facts)))

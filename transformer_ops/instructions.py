@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -69,11 +69,11 @@ def run(instruction: Instruction, values: Values) -> None:
 
 
 def cast_for(step: Step, values: Values, main: str | None) -> Values:
-    """The values as the step reads them: its input and parameters in its compute dtype."""
-    cast = dict(values)
+    """The values as the step reads them: its input and parameters in its compute dtype. A copy
+    where it casts any."""
     if step.compute is None:
-        return cast
-    wanted = dtype(step.compute)
+        return values
+    cast, wanted = dict(values), dtype(step.compute)
     for name in arguments_of([step]):
         is_parameter = name.startswith("p") or name.endswith((".weight", ".bias"))
         if name == main or (step.cast_parameters and is_parameter and cast.get(name) is not None):
@@ -96,11 +96,6 @@ def place(tensors: list[Tensor], tensor: Tensor | None) -> int | None:
             return position
     tensors.append(tensor)
     return len(tensors) - 1
-
-
-def names_at(plan_names: Sequence[str], op: int) -> list[str]:
-    """Those of the names that belong to an op."""
-    return [name for name in plan_names if op_of(name) == op]
 
 
 def _target(name: str) -> Any:

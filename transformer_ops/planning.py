@@ -105,8 +105,8 @@ class PlanningSession:
         for op, (*_, is_joint) in zip(given, groups, strict=True):
             if is_joint and id(op) not in kept:
                 raise RuntimeError(
-                    f"[{handle.name}] a {pass_name} fusion must keep joint fused ops, whose forward "
-                    f"and backward belong together, got {_names(returned)} (ops: {_names(given)})"
+                    f"[{handle.name}] a {pass_name} fusion must keep joint fused ops, whose "
+                    f"forward and backward belong together, got {_names(returned)} (ops: {_names(given)})"
                 )
 
     def _answer(
@@ -131,9 +131,7 @@ class PlanningSession:
         return answer
 
 
-def _check_direction(
-    handle: registry.FusionHandle, pass_name: str, op: FusedOperation
-) -> None:
+def _check_direction(handle: registry.FusionHandle, pass_name: str, op: FusedOperation) -> None:
     missing = []
     if "forward" in pass_name and not op.supports_forward:
         missing.append("a forward")

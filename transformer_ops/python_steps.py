@@ -161,7 +161,10 @@ def _check_count(
 
 
 def _per_basic_op(
-    op: FusibleOperation, method: str, what: str, lists: Iterable[Iterable[Tensor | None] | None] | None
+    op: FusibleOperation,
+    method: str,
+    what: str,
+    lists: Iterable[Iterable[Tensor | None] | None] | None,
 ) -> list[Tensors]:
     found = [tuple(entry) if entry is not None else () for entry in lists or ()]
     count = len(op.basic_ops)

@@ -1,4 +1,4 @@
-"""Fusions: register, list and remove them. Users' functions and built-in rules share one registry."""
+"""Fusions: register, list and remove them; one registry for users' functions and built-in rules."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class FusionHandle:
     def disabled(self) -> Iterator[FusionHandle]:
         """In this scope, in all threads, no plan uses the fusion: to compare with and without.
 
-        Works for built-in rules too, and unlike `remove()` it keeps the fusion's place in the order.
+        Works for built-in rules too, and unlike `remove()` keeps the fusion's place in the order.
         """
         self._suspend(1)
         try:
@@ -101,9 +101,7 @@ def fusions() -> list[FusionHandle]:
         return [_handle(*row) for row in _C.fusions()]
 
 
-def _handle(
-    identity: int, name: str, pass_name: str, origin: str, is_rule: bool
-) -> FusionHandle:
+def _handle(identity: int, name: str, pass_name: str, origin: str, is_rule: bool) -> FusionHandle:
     if not is_rule:
         return _handles[identity]
     if identity not in _rules:

@@ -323,7 +323,7 @@ def _run_segment(
     if any(op in kwargs for op in segment.ops):
         basic_op_kwargs = [kwargs.get(op, {}) for op in segment.ops]
     if torch.compiler.is_compiling():
-        ops = [basic for i in segment.modules for basic in modules[i].basic_ops]  # type: ignore[union-attr, operator]
+        ops = [basic for i in segment.modules for basic in modules[i].basic_ops]  # type: ignore[union-attr]
         return traced_call(segment.group._number, ops, input, tuple(extra), basic_op_kwargs)
     return segment.group(input, *extra, basic_op_kwargs=basic_op_kwargs)
 
@@ -348,7 +348,7 @@ def _same_hooks(layout: Layout) -> bool:
     return hook_flags(list(layout.modules)) == layout.hooked
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+@torch._dynamo.assume_constant_result
 def _layout_constant(number: int, edits: int, hooked: tuple[bool, ...]) -> Layout:
     sequential: Sequential = numbered.find(number)
     return sequential._current_layout()

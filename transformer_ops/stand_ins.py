@@ -18,9 +18,7 @@ class StandIns:
         self, real: Sequence[Tensor] = (), given: Sequence[Tensor] = (), tracing: bool = False
     ) -> None:
         self.real, self.given, self.tracing = tuple(real), tuple(given), tracing
-        self._by_id = {
-            id(r): g for r, g in zip(self.real, self.given, strict=True) if r is not g
-        }
+        self._by_id = {id(r): g for r, g in zip(self.real, self.given, strict=True) if r is not g}
         self._mode: _Mode | None = None
 
     def replace(self, value: Any) -> Any:

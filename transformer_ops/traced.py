@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .op import BasicOperation
 from .stand_ins import StandIns
-from .walker import Kwargs, Walker
+from .walker import Kwargs, Walker, check_kwargs
 
 # Position of a basic op, path of a tensor on it.
 Place = tuple[int, str]
@@ -64,7 +64,7 @@ def _is_traceable(walker: Walker) -> bool:
     return not any(attributes.get("accumulate_into_main_grad") for _, attributes in walker.plan.ops)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+@torch._dynamo.assume_constant_result
 def state_places(number: int) -> tuple[Place, ...]:
     """The tensors other than parameters that Python ops may read from themselves."""
     walker: Walker = numbered.find(number)
@@ -76,7 +76,7 @@ def state_places(number: int) -> tuple[Place, ...]:
     )
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+@torch._dynamo.assume_constant_result
 def plain_state(number: int) -> tuple[tuple[Place, Any], ...]:
     """The plain values of Python ops, which become constants of a trace."""
     walker: Walker = numbered.find(number)
@@ -115,12 +115,13 @@ def read(ops: Sequence[BasicOperation], place: Place) -> Any:
     return found
 
 
-@torch._dynamo.allow_in_graph  # type: ignore[attr-defined]
+@torch._dynamo.allow_in_graph
 def walk_in_graph(
     number: int, tensors: Sequence[Tensor], state: Sequence[Tensor], kwargs: Kwargs
 ) -> tuple[Tensor, ...]:
     """Run a walker with the tensors of a trace instead of those that its ops hold."""
     walker: Walker = numbered.find(number)
+    check_kwargs(walker.basic_ops, kwargs)
     parameters = [tensor for op in walker.basic_ops for tensor in op._parameter_tensors()]
     real = [*parameters, *(read(walker.basic_ops, place) for place in state_places(number))]
     given = [*tensors[len(tensors) - len(parameters) :], *state]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import instructions, main_grad, python_steps, saved_bytes
-from .instructions import Like, Values, add, arguments_of, names_at, op_of, place
+from .instructions import Like, Values, add, arguments_of, op_of, place
 from .op import BasicOperation, FusibleOperation, OperationContext
 from .plan import Plan, Step
 from .saved_bytes import SavedBytes
@@ -18,10 +18,25 @@ from .stand_ins import StandIns
 Kwargs = list[dict[str, Any]]
 
 
+def check_kwargs(ops: Sequence[BasicOperation], kwargs: Kwargs) -> None:
+    """Raises ValueError for a wrong number of entries, TypeError for arguments of a native op."""
+    if len(kwargs) != len(ops):
+        raise ValueError(
+            f"[OperationFuser] basic_op_kwargs must have {len(ops)} entries, got {len(kwargs)}"
+        )
+    for op, given in zip(ops, kwargs, strict=True):
+        if given and not op.is_python:
+            raise TypeError(
+                f"[{type(op).__name__}] a native op takes no keyword arguments, got {sorted(given)}"
+            )
+
+
 class Tape:
     """What the forward of one call leaves for its backward."""
 
-    def __init__(self, values: Values, contexts: list[OperationContext], stand_ins: StandIns) -> None:
+    def __init__(
+        self, values: Values, contexts: list[OperationContext], stand_ins: StandIns
+    ) -> None:
         self.values = values
         self.contexts = contexts
         self.stand_ins = stand_ins
@@ -35,6 +50,18 @@ class Tape:
         """The tensor that is saved for one that a Python step had in its hands."""
         tensor = self.stand_ins.replace(tensor)
         return self.copies[id(tensor)][1] if id(tensor) in self.copies else tensor
+
+
+class Kept(NamedTuple):
+    """What a node keeps besides its saved tensors; places are positions among those."""
+
+    walker: Walker
+    places: dict[str, int | None]  # of slots and parameters
+    own: list[tuple[int | None, ...]]  # of what each op's context saved for itself
+    contexts: list[OperationContext]
+    likes: dict[str, Like]
+    real: tuple[Tensor, ...]  # that others stand in for
+    standing: list[int | None]
 
 
 class Walker:
@@ -58,6 +85,9 @@ class Walker:
         self.output_grads = (f"g{count}", *("d" + name for name in plan.extra_outputs))
         self.input_grads = ("g0", *("d" + name for name in (*plan.extra_inputs, *plan.parameters)))
         self.live_backward = [step for step in reversed(plan.backward) if not step.skipped]
+        self.parameters: list[list[str]] = [[] for _ in basic_ops]
+        for name in plan.parameters:
+            self.parameters[op_of(name)].append(name)
         self._check_methods()
         # Ops whose contexts keep what they like; the others keep the slots of their declaration.
         joint = {i for step in plan.forward if step.joint and step.fused_op for i in step.ops}
@@ -79,8 +109,8 @@ class Walker:
             found = op._python_forward if direction == "forward" else op._python_backward
             if found is None:
                 raise RuntimeError(
-                    f"[{type(op).__name__}] a Python op must define its {direction} or be covered by "
-                    f"a fusion that does, got no {direction}"
+                    f"[{type(op).__name__}] a Python op must define its {direction} or be covered "
+                    f"by a fusion that does, got no {direction}"
                 )
 
     def _read_in_backward(self) -> list[str]:
@@ -182,11 +212,10 @@ class Walker:
         like = tape.likes[f"x{step.ops[0]}"]
         autocast = None if self.plan.autocast is None else instructions.dtype(self.plan.autocast)
         for i in step.ops:
-            names = names_at(self.plan.parameters, i)
             if autocast is not None and running != torch.float64 and like.dtype.is_floating_point:
                 running = autocast
             elif self.plan.native_ops[i] and self.plan.ops[i][0] == "BasicLinear":
-                running = tape.values[names[0]].dtype
+                running = tape.values[self.parameters[i][0]].dtype
             tape.contexts[i].dtype = running
 
     def _extra_inputs(self, step: Step, op: int, tape: Tape) -> tuple[Tensor | None, ...]:
@@ -275,10 +304,10 @@ class Walker:
         for context in tape.contexts:
             own.append(tuple(place(tensors, tensor) for tensor in context.to_save))
             context.to_save = ()
-        standing = [place(tensors, tensor) for tensor in tape.stand_ins.given]
-        ctx.places, ctx.own, ctx.standing, ctx.walker = places, own, standing, self
-        ctx.contexts, ctx.likes = tape.contexts, tape.likes
-        ctx.real, ctx.tracing = tape.stand_ins.real, tape.stand_ins.tracing
+        real, given = tape.stand_ins.real, tape.stand_ins.given
+        standing = [place(tensors, tensor) for tensor in given]
+        # One name: torch's own contexts have names like `real`.
+        ctx.kept = Kept(self, places, own, tape.contexts, tape.likes, real, standing)
         ctx.save_for_backward(*tensors)
         if not tape.stand_ins.tracing:
             self._note_bytes(tape.likes["x0"], tape.values, tensors, places, own)
@@ -316,19 +345,19 @@ class Walker:
                 "[Sequential] create_graph=True must have native ops only: Python steps have no "
                 f"second derivative, got the steps {self._python_names()}"
             )
+        kept: Kept = ctx.kept
         saved = ctx.saved_tensors
         values: Values = dict(zip(self.output_grads, grads, strict=True))
-        for name, position in ctx.places.items():
+        for name, position in kept.places.items():
             if position is not None:
                 values[name] = saved[position]
-        for name, like in ctx.likes.items():
-            values["n" + name[1:] if name[0] == "x" else "n" + name] = like.shape
+        values.update({"n" + n[1:]: like.shape for n, like in kept.likes.items() if n[0] == "x"})
         for step in self.live_backward:
             if step.python is None:
-                self._native_backward(ctx.likes, step, values)
+                self._native_backward(kept.likes, step, values)
             else:
-                self._python_backward(ctx, saved, step, values)
-            values.pop(f"g{step.ops[-1] + 1}")
+                self._python_backward(kept, saved, step, values)
+            values.pop(f"g{step.ops[-1] + 1}", None)
         return [values.get(name) for name in self.input_grads]
 
     def _native_backward(self, likes: dict[str, Like], step: Step, values: Values) -> None:
@@ -341,16 +370,15 @@ class Walker:
                     values[argument] = _gradient(likes, values, argument)
                 elif argument not in values:
                     raise RuntimeError(
-                        f"[{step.name}] backward must find {argument[1:]!r} of op {op_of(argument)}, "
-                        "got nothing: the forward that covers the op did not save it"
+                        f"[{step.name}] backward must find {argument[1:]!r} of op "
+                        f"{op_of(argument)}, got nothing: its forward did not save it"
                     )
             written.update(instruction.results)
         cast = instructions.cast_for(step, values, None)
         for instruction in step.instructions:
             instructions.run(instruction, cast)
-        for name, value in cast.items():
-            if name.startswith(("g", "d")):
-                values[name] = value
+        if cast is not values:
+            values.update({n: value for n, value in cast.items() if n[0] in "gd"})
         # The dtype of a Python step's output is known only now.
         _fit(likes, values, step.ops[0])
         for op in step.ops:
@@ -364,38 +392,38 @@ class Walker:
         values[name] = main_grad.accumulate(weight, values[name])
 
     def _python_backward(
-        self, ctx: Any, saved: Sequence[Tensor], step: Step, values: Values
+        self, kept: Kept, saved: Sequence[Tensor], step: Step, values: Values
     ) -> None:
         op = self._python_op(step)
         first, last = step.ops[0], step.ops[-1]
         contexts = []
         for i in step.ops:
             if self.is_free[i]:
-                tensors = tuple(None if k is None else saved[k] for k in ctx.own[i])
+                tensors = tuple(None if k is None else saved[k] for k in kept.own[i])
             else:
                 names = self.slots[self.plan.ops[i][0]]
                 tensors = tuple(values.get(f"s{i}.{name}") for name in names)
-            contexts.append(ctx.contexts[i]._bind(tensors))
+            contexts.append(kept.contexts[i]._bind(tensors))
         grad_extra_outputs = [
             tuple(
-                _gradient(ctx.likes, values, f"do{i}.{k}")
+                _gradient(kept.likes, values, f"do{i}.{k}")
                 for k in range(self.basic_ops[i].num_extra_outputs)
             )
             for i in step.ops
         ]
-        grad_output = _gradient(ctx.likes, values, f"g{last + 1}")
-        given = [saved[k] for k in ctx.standing]
-        with StandIns(ctx.real, given):
+        grad_output = _gradient(kept.likes, values, f"g{last + 1}")
+        given = [saved[k] for k in kept.standing if k is not None]
+        with StandIns(kept.real, given):
             grad_input, grad_parameters, grad_extra_inputs = python_steps.backward(
                 op, contexts, grad_output, grad_extra_outputs=grad_extra_outputs
             )
         if grad_input is None and first > self.plan.first_backward:
-            if f"x{first}" not in ctx.likes:
+            if f"x{first}" not in kept.likes:
                 raise RuntimeError(
                     f"[{type(op).__name__}] the gradient of its input must be a tensor, got None"
                 )
         values[f"g{first}"] = grad_input
-        _fit(ctx.likes, values, first)
+        _fit(kept.likes, values, first)
         for i, grads in zip(step.ops, grad_parameters, strict=True):
             self._put_parameter_grads(op, i, grads, values)
         for i, grads in zip(step.ops, grad_extra_inputs, strict=True):
@@ -406,11 +434,11 @@ class Walker:
     def _put_parameter_grads(
         self, op: FusibleOperation, i: int, grads: Sequence[Tensor | None], values: Values
     ) -> None:
-        names = names_at(self.plan.parameters, i)
+        names = self.parameters[i]
         if grads and len(grads) != len(names):
             raise RuntimeError(
-                f"[{type(op).__name__}] backward must return {len(names)} parameter gradients for op "
-                f"{i} ({self.plan.ops[i][0]}), got {len(grads)}"
+                f"[{type(op).__name__}] backward must return {len(names)} parameter gradients for "
+                f"op {i} ({self.plan.ops[i][0]}), got {len(grads)}"
             )
         for name, grad in zip(names, grads, strict=False):
             values["d" + name] = grad
@@ -430,7 +458,7 @@ class _Walk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None, None, None, *ctx.walker.backward(ctx, grads))
+        return (None, None, None, *ctx.kept.walker.backward(ctx, grads))
 
 
 def _gradient(likes: dict[str, Like], values: Values, name: str) -> Any:

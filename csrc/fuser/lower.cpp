@@ -142,8 +142,7 @@ class Lowering {
 
   Value extra_input_grad(int op, int k) const {
     Value grad = extra_input(op, k);
-    grad.kind =
-        grad.kind == Kind::ExtraOutput ? Kind::ExtraOutputGrad : Kind::ExtraInputGrad;
+    grad.kind = grad.kind == Kind::ExtraOutput ? Kind::ExtraOutputGrad : Kind::ExtraInputGrad;
     return grad;
   }
 
@@ -164,7 +163,8 @@ class Lowering {
 
   Span make_span(const Group& group) const {
     Span span{group, {}, group.first, group.first + group.count - 1};
-    if (group.rule && group.rule->bind) span.bindings = group.rule->bind({ops_, facts_, group.first});
+    if (group.rule && group.rule->bind)
+      span.bindings = group.rule->bind({ops_, facts_, group.first});
     return span;
   }
 
@@ -335,7 +335,8 @@ class Lowering {
 
   bool must_cast_parameters(const Step& step, DType compute) const {
     return std::ranges::any_of(step.ops, [&](int op) {
-      if (!ops_[op].native || declaration(ops_[op].kind).dtype != DTypeRule::Parameter) return false;
+      if (!ops_[op].native || declaration(ops_[op].kind).dtype != DTypeRule::Parameter)
+        return false;
       return std::ranges::any_of(step.ops, [&](int other) {
         return std::ranges::any_of(facts_.parameters[other],
                                    [&](const auto& row) { return row.dtype != compute; });

@@ -53,10 +53,10 @@ void verify_routes(const Plan& plan) {
   for (const auto& [input, output] : plan.routes) {
     verify_value(input, plan);
     verify_value(output, plan);
-    check(input.kind == Kind::ExtraInput && output.kind == Kind::ExtraOutput &&
-              output.op < input.op,
-          "[plan] a route must lead from an extra output to an extra input of a later op, got ",
-          to_text(input), "=", to_text(output));
+    check(
+        input.kind == Kind::ExtraInput && output.kind == Kind::ExtraOutput && output.op < input.op,
+        "[plan] a route must lead from an extra output to an extra input of a later op, got ",
+        to_text(input), "=", to_text(output));
   }
 }
 
@@ -211,8 +211,9 @@ void verify_backward(const Plan& plan, const DataFlow& forward) {
         if (value == nullptr) continue;
         if (value->kind == Kind::Slot) {
           // A Python forward step fills the slots of the ops it covers when it runs.
-          check(forward.has(*value) || inside_python_step(plan, value->op), "[plan] backward step '", step->name,
-                "' must read a slot that forward saves, got ", to_text(*value));
+          check(forward.has(*value) || inside_python_step(plan, value->op),
+                "[plan] backward step '", step->name, "' must read a slot that forward saves, got ",
+                to_text(*value));
           flow.add(*value);
         } else if (value->kind == Kind::Shape) {
           check(forward.has({Kind::Main, value->op}) || inside_python_step(plan, value->op),

@@ -108,7 +108,7 @@ struct Plan {
   std::vector<Value> extra_outputs = {};  // to the caller, in order
   int first_backward = 0;                 // ops before it need no gradient
   std::optional<DType> autocast = {};
-  std::vector<Step> forward = {};         // both lists in op order; backward runs from its end
+  std::vector<Step> forward = {};  // both lists in op order; backward runs from its end
   std::vector<Step> backward = {};
 
   bool operator==(const Plan&) const = default;

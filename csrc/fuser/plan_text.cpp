@@ -45,8 +45,7 @@ std::string parse_name(const std::string& text) {
 }
 
 std::string instruction_text(const Instruction& instruction) {
-  const std::string arguments =
-      join(instruction.arguments, ", ", argument_text);
+  const std::string arguments = join(instruction.arguments, ", ", argument_text);
   const std::string results = join(instruction.results, ", ", value_text);
   if (instruction.target.empty()) return "  " + results + " = " + arguments + "\n";
   return "  " + results + " = " + instruction.target + "(" + arguments + ")\n";
@@ -64,9 +63,10 @@ std::string step_text(const Step& step, const char* direction) {
   text += "\n";
   for (const Instruction& instruction : step.instructions) text += instruction_text(instruction);
   if (!step.saves.empty()) {
-    text += "  save " + join(step.saves, ", ", [](const Save& save) {
-              return to_text(save.slot) + "=" + to_text(save.source);
-            }) + "\n";
+    text += "  save " +
+            join(step.saves, ", ",
+                 [](const Save& save) { return to_text(save.slot) + "=" + to_text(save.source); }) +
+            "\n";
   }
   return text;
 }
@@ -283,9 +283,12 @@ std::string to_text(const Plan& plan) {
   text += values_line("parameters", plan.parameters);
   text += values_line("outputs", plan.extra_outputs);
   if (!plan.routes.empty()) {
-    text += "route " + join(plan.routes, " ", [](const Route& route) {
-              return to_text(route.input) + "=" + to_text(route.output);
-            }) + "\n";
+    text += "route " +
+            join(plan.routes, " ",
+                 [](const Route& route) {
+                   return to_text(route.input) + "=" + to_text(route.output);
+                 }) +
+            "\n";
   }
   text += "first_backward " + std::to_string(plan.first_backward) + "\n";
   if (plan.autocast) text += "autocast " + to_text(*plan.autocast) + "\n";

@@ -15,7 +15,7 @@ struct Fusion {
   std::string name = {};
   Pass pass = Pass::Joint;
   std::string origin = {};     // "built-in" or where the user's function was defined
-  int64_t order = 0;          // among users' fusions; they run before the rules
+  int64_t order = 0;           // among users' fusions; they run before the rules
   const Rule* rule = nullptr;  // null for a user's function
   int suspended = 0;           // while above zero no plan uses it
 };

@@ -13,8 +13,8 @@ namespace transformer_ops {
 struct Group {
   int first = 0;
   int count = 1;
-  const Rule* rule = nullptr;        // a native fused op
-  std::optional<int> python = {};    // a Python object of the planning call: basic or fused
+  const Rule* rule = nullptr;      // a native fused op
+  std::optional<int> python = {};  // a Python object of the planning call: basic or fused
   std::string name = {};
   bool joint = false;
 };

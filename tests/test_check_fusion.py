@@ -1,0 +1,143 @@
+"""check_fusion accepts what is right, names what is wrong, and leaves the registry as it was."""
+
+import pytest
+import torch
+from user_fusions import Backward, ForwardSplit, JointSplit, replacing
+
+import transformer_ops as tops
+from transformer_ops.testing import check_fusion
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+def make_ops():
+    return [tops.LayerNorm(6), tops.Linear(6, 8, bias=False), tops.SiLU()]
+
+
+def fuse(fused):
+    return replacing(fused, tops.BasicLinear, tops.SiLU)
+
+
+@pytest.fixture(autouse=True)
+def _registry_as_it_was():
+    before = tops.fusions()
+    yield
+    assert tops.fusions() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "fused"),
+    [("forward", ForwardSplit), ("backward", Backward), ("forward_backward", JointSplit)],
+)
+def test_right_in_other_dtypes(kind, fused, dtype):
+    def make():
+        return [op.to(dtype) for op in make_ops()]
+
+    check_fusion(fuse(fused), make, X.to(dtype), kind=kind)
+
+
+def test_with_extra_inputs_and_a_registered_function():
+    def make():
+        return [*make_ops(), tops.AddExtraInput(), tops.MakeExtraOutput()]
+
+    func = fuse(JointSplit)
+    with tops.register_forward_backward_fusion(func) as handle:
+        check_fusion(func, make, X, torch.ones(4, 8), kind="forward_backward")
+        assert handle.registered
+
+
+@pytest.mark.parametrize(
+    ("kind", "func"),
+    [
+        ("forward", lambda ops, **unused: ops),
+        ("backward", lambda ops, **unused: ops),
+        ("forward_backward", lambda ops, **unused: ops),
+        ("forward", replacing(ForwardSplit, tops.BasicLinear, tops.GELU)),
+    ],
+)
+def test_it_must_fire(kind, func):
+    direction = "backward" if kind == "backward" else "forward"
+    steps = r"LayerNorm\[0\], BasicLinear\[1\], SiLU\[2\]"
+    with pytest.raises(AssertionError, match=f"must fire in {direction}, got the steps {steps}"):
+        check_fusion(func, make_ops, X, kind=kind)
+
+
+class WrongOutput(JointSplit):
+    def fuser_forward_compute(self, input_, **unused):
+        output, extra, saved = super().fuser_forward_compute(input_, basic_op_extra_inputs=[])
+        return output * 1.01, extra, saved
+
+
+class WrongInputGradient(JointSplit):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        grads = super().fuser_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=[])
+        return grads[0] * 1.01, *grads[1:]
+
+
+class NoWeightGradient(JointSplit):
+    def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
+        grads = super().fuser_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=[])
+        return grads[0], [], grads[2]
+
+
+class WrongWithoutGrad(JointSplit):
+    def fuser_forward_compute(self, input_, *, requires_grad, **unused):
+        output, extra, saved = super().fuser_forward_compute(input_, basic_op_extra_inputs=[])
+        return output if any(requires_grad) else output + 1, extra, saved
+
+
+class WrongWhenCompiled(JointSplit):
+    def fuser_forward_compute(self, input_, **unused):
+        output, extra, saved = super().fuser_forward_compute(input_, basic_op_extra_inputs=[])
+        return output + (type(input_) is not torch.Tensor), extra, saved
+
+
+@pytest.mark.parametrize(
+    ("fused", "message"),
+    [
+        (WrongOutput, "eager: output differs from the unfused ops"),
+        (WrongInputGradient, "eager: gradient of input 0 differs"),
+        (NoWeightGradient, "eager: gradient of parameter 1.weight differs"),
+        (WrongWithoutGrad, "eager without grad: output differs"),
+        (WrongWhenCompiled, "compiled: output differs"),
+    ],
+)
+def test_it_says_what_differs(fused, message):
+    with pytest.raises(AssertionError, match=rf"\[fuse_{fused.__name__}\] {message}"):
+        check_fusion(fuse(fused), make_ops, X - 0.3, kind="forward_backward")
+    if fused is WrongOutput:
+        check_fusion(fuse(fused), make_ops, X, kind="forward_backward", rtol=0.1, atol=0.1)
+
+
+def test_errors_of_the_function_come_through():
+    def raises(ops, **unused):
+        raise KeyError("boom")
+
+    with pytest.raises(RuntimeError, match=r"\[raises\] a forward fusion must not raise"):
+        check_fusion(raises, make_ops, X)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "error", "message"),
+    [
+        ((None, make_ops, X), {}, TypeError, "func must be callable, got None"),
+        ((fuse(JointSplit), make_ops(), X), {}, TypeError, "make_ops must be callable"),
+        ((fuse(JointSplit), make_ops), {}, ValueError, "inputs must hold the main input"),
+        ((fuse(JointSplit), make_ops, [1.0]), {}, TypeError, "inputs must be tensors"),
+        ((fuse(JointSplit), make_ops, X), {"kind": "joint"}, ValueError, "kind must be one of"),
+        ((fuse(JointSplit), make_ops, X), {"rtol": "1"}, TypeError, "rtol must be a number"),
+        ((fuse(JointSplit), make_ops, X), {"atol": -1.0}, ValueError, "atol must be finite"),
+        ((fuse(JointSplit), tops.GELU, X), {}, TypeError, "make_ops must return a list of ops"),
+        ((fuse(JointSplit), list, X), {}, ValueError, "make_ops must return at least one op"),
+        (
+            (fuse(JointSplit), lambda: [torch.nn.GELU()], X),
+            {},
+            TypeError,
+            "make_ops must return FusibleOperations",
+        ),
+    ],
+)
+def test_wrong_arguments(arguments, keywords, error, message):
+    with pytest.raises(error, match=rf"\[check_fusion\] {message}"):
+        check_fusion(*arguments, **keywords)
