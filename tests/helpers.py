@@ -16,12 +16,18 @@ TOLERANCES = {
 }
 
 
-def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype, what: str, factor: float = 1) -> None:
+def assert_near(
+    got: Tensor, want: Tensor, dtype: torch.dtype, what: str, factor: float = 1
+) -> None:
     """`got` (of any dtype) against `want` (float64), as near as `dtype` allows."""
     rtol, atol = TOLERANCES[dtype]
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     torch.testing.assert_close(
-        got.double(), want, rtol=rtol * factor, atol=atol * factor, msg=lambda text: f"{what}: {text}"
+        got.double(),
+        want,
+        rtol=rtol * factor,
+        atol=atol * factor,
+        msg=lambda text: f"{what}: {text}",
     )
 
 

@@ -110,7 +110,9 @@ def interleaved(size: int, reference: Callable[[Tensor], Tensor]) -> Callable[[T
 
     def halves_first(x: Tensor) -> Tensor:
         blocks = x.unflatten(-1, (-1, 2, size))
-        return reference(torch.cat((blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)), -1))
+        return reference(
+            torch.cat((blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)), -1)
+        )
 
     return halves_first
 
@@ -185,8 +187,20 @@ CASES = [
         bad=((3, 3), "shape"),
         any_dtype=True,
     ),
-    OpCase("ConstantScale", lambda: tops.ConstantScale(-1.5), lambda x: x * -1.5, nothing, elementwise=True),
-    OpCase("Bias", lambda: tops.Bias(16), lambda x, bias: x + bias, nothing, bad=((3, 15), r"\[bias\] input")),
+    OpCase(
+        "ConstantScale",
+        lambda: tops.ConstantScale(-1.5),
+        lambda x: x * -1.5,
+        nothing,
+        elementwise=True,
+    ),
+    OpCase(
+        "Bias",
+        lambda: tops.Bias(16),
+        lambda x, bias: x + bias,
+        nothing,
+        bad=((3, 15), r"\[bias\] input"),
+    ),
     OpCase(
         "BasicLinear",
         lambda: tops.BasicLinear(16, 24),

@@ -48,7 +48,10 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
 BAD_TENSORS = {
     "last dimension": (torch.ones(3, 7), r"\[rms_norm\] input must end in dimensions \[8\]"),
     "0-dim": (torch.tensor(1.0), r"\[rms_norm\] input must end in dimensions \[8\]"),
-    "integer": (torch.ones(3, 8, dtype=torch.int64), r"\[rms_norm\] input must be float16.*, got Long"),
+    "integer": (
+        torch.ones(3, 8, dtype=torch.int64),
+        r"\[rms_norm\] input must be float16.*, got Long",
+    ),
     "bool": (torch.ones(3, 8, dtype=torch.bool), r"\[rms_norm\] input must be float16.*, got Bool"),
     "complex": (torch.ones(3, 8, dtype=torch.complex64), r"input must be float16.*, got Complex"),
     "meta": (torch.ones(3, 8, device="meta"), "tensors must be on one device, got meta and cpu"),
@@ -68,7 +71,10 @@ def test_bad_main_input(kind, grad):
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.ones(3, 7), r"\[add_extra_input\] extra_input must have shape \[3, 8\], got \[3, 7\]"),
+        (
+            torch.ones(3, 7),
+            r"\[add_extra_input\] extra_input must have shape \[3, 8\], got \[3, 7\]",
+        ),
         (torch.ones(8), r"\[add_extra_input\] extra_input must have shape"),
         (torch.ones(3, 8, dtype=torch.int32), r"\[add_extra_input\] extra_input must be float16"),
         (torch.ones(3, 8, device="meta"), r"\[run_plan\] tensors must be on one device"),
@@ -88,7 +94,10 @@ def test_a_linear_casts_no_integers(dtype):
     for module in (tops.Linear(8, 4), tops.Sequential(tops.Linear(8, 4), tops.GELU())):
         with pytest.raises(RuntimeError, match=r"\[linear_bias\w*\] input must be float16"):
             module(torch.ones(3, 8, dtype=dtype))
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="input must be"):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(RuntimeError, match="input must be"),
+        ):
             module(torch.ones(3, 8, dtype=dtype))
         module(torch.ones(3, 8))
 
@@ -326,10 +335,22 @@ def test_plan_texts_that_do_not_parse():
     text = plan_text()
     assert str(tops.Plan.parse(text)) == text
     lines = text.splitlines()
-    bad = ["", "plan", "plan 2", "nonsense", text + "nonsense\n", text.replace("ops=[0]", "ops=[9]")]
+    bad = [
+        "",
+        "plan",
+        "plan 2",
+        "nonsense",
+        text + "nonsense\n",
+        text.replace("ops=[0]", "ops=[9]"),
+    ]
     bad += [text.replace("op 0 RMSNorm", "op 0 NoSuchOp"), text.replace("x1, s0.rstd", "x1, x2")]
     bad += [text.replace("x0,", "x77,"), text.replace("save s0.input=x0, ", "save ")]
-    bad += [text[: len(text) // 2], "\n".join(lines[:-1]), "\n".join(lines[1:]), text.replace("]", "")]
+    bad += [
+        text[: len(text) // 2],
+        "\n".join(lines[:-1]),
+        "\n".join(lines[1:]),
+        text.replace("]", ""),
+    ]
     bad += [text.replace("eps=1e-05", "eps=small"), "\0" * 10]
     for broken in bad:
         assert broken != text
@@ -346,7 +367,13 @@ def test_a_broken_line_never_crashes():
     refused = 0
     for i, line in enumerate(lines):
         half = line[: len(line) // 2] + "\n"
-        for changed in ([], [line, line], [half], [line.replace("0", "1")], [line.replace("x", "g")]):
+        for changed in (
+            [],
+            [line, line],
+            [half],
+            [line.replace("0", "1")],
+            [line.replace("x", "g")],
+        ):
             text = "".join([*lines[:i], *changed, *lines[i + 1 :]])
             try:
                 tops.Plan.parse(text)

@@ -22,7 +22,16 @@ WIDTHS = (8, 16, 32)
 SHAPES = ((5,), (), (3, 4), (0,), (2, 0), (2, 1, 3))
 # Random or shape-changing ops have no place between others here.
 ROWS = {case.name: case for case in CASES}
-SAME_WIDTH = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU", "ConstantScale", "Identity", "L2Normalization"]
+SAME_WIDTH = [
+    "GELU",
+    "QGELU",
+    "ReLU",
+    "SReLU",
+    "SiLU",
+    "ConstantScale",
+    "Identity",
+    "L2Normalization",
+]
 SAME_WIDTH += ["Dropout-eval", "Dropout-none"]
 HALVING = ["GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU", "SwiGLU-interleaved"]
 HALVING += ["SiTUGLU", "ClampedSwiGLU"]
@@ -152,7 +161,9 @@ def compare(pipeline: Pipeline, seed: int, dtype: torch.dtype, *, walker: bool =
     weights = [{n: leaf(p, torch.float64) for n, p in op.named_parameters()} for op in module]
     wanted = pipeline.reference(module, exact[0], exact[1:], weights)
     grads = [
-        torch.ones(()).expand(o.shape) if seed % 4 == 2 else torch.randn(o.shape, generator=generator)
+        torch.ones(()).expand(o.shape)
+        if seed % 4 == 2
+        else torch.randn(o.shape, generator=generator)
         for o in wanted
     ]
     all_weights = [tensor for own in weights for tensor in own.values()]
@@ -209,9 +220,7 @@ def test_partly_frozen(seed):
     outputs = as_tuple(module(*sources))
     live = [(o, g) for o, g in zip(outputs, grads_of(outputs), strict=True) if o.requires_grad]
     wanted = [t for t, w in zip(tensors, chosen, strict=True) if w]
-    got = torch.autograd.grad(
-        [o for o, _ in live], wanted, [g for _, g in live], allow_unused=True
-    )
+    got = torch.autograd.grad([o for o, _ in live], wanted, [g for _, g in live], allow_unused=True)
     want = [g for g, w in zip(full[len(outputs) :], chosen, strict=True) if w]
     for a, b in zip(got, want, strict=True):
         assert (a is None) == (b is None)
@@ -280,7 +289,9 @@ def test_many_threads_at_once():
         results = []
         for _ in range(5):
             outputs = as_tuple(module(*sources))
-            live = [(o, g) for o, g in zip(outputs, grads_of(outputs), strict=True) if o.requires_grad]
+            live = [
+                (o, g) for o, g in zip(outputs, grads_of(outputs), strict=True) if o.requires_grad
+            ]
             wanted = [t for t in (*sources, *module.parameters()) if t.requires_grad]
             if live and wanted:
                 results += torch.autograd.grad(

@@ -24,6 +24,8 @@ def test_committed_page_is_up_to_date() -> None:
     module = make_reference()
     committed = module.PAGE.read_text(encoding="utf-8")
     assert committed == module.reference(), "run: python tools/make_reference.py"
+    stub = module.STUB.read_text(encoding="utf-8")
+    assert stub == module.stub(), "run: python tools/make_reference.py"
 
 
 def test_every_op_and_fusion_is_listed() -> None:

@@ -374,7 +374,10 @@ def test_hooks_of_a_member_op_fire_in_a_group_of_its_own():
 
 
 def test_a_hook_may_change_the_output():
-    module, x = tops.Sequential(tops.Linear(8, 8), tops.GELU(), tops.Linear(8, 8)), torch.randn(3, 8)
+    module, x = (
+        tops.Sequential(tops.Linear(8, 8), tops.GELU(), tops.Linear(8, 8)),
+        torch.randn(3, 8),
+    )
     module[1].register_forward_hook(lambda m, args, out: out * 2)
     want = module[2](2 * tops.GELU()(module[0](x)))
     torch.testing.assert_close(module(x), want)

@@ -129,7 +129,9 @@ def test_opcheck(name):
 def test_gradcheck(name):
     for sample in samples(name):
         sample = with_grad(sample)
-        places = [i for i, v in enumerate(sample) if isinstance(v, torch.Tensor) and v.requires_grad]
+        places = [
+            i for i, v in enumerate(sample) if isinstance(v, torch.Tensor) and v.requires_grad
+        ]
 
         def function(*tensors, sample=sample, places=places):
             arguments = list(sample)

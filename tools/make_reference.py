@@ -1,7 +1,8 @@
-"""Writes docs/reference.md from the declarations of ops and fusions.
+"""Writes docs/reference.md from the declarations of ops and fusions, and the stub that tells type
+checkers and editors which ops there are.
 
-python tools/make_reference.py            writes the file
-python tools/make_reference.py --check    exits with 1 if it is not up to date
+python tools/make_reference.py            writes the files
+python tools/make_reference.py --check    exits with 1 if they are not up to date
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Any
 import transformer_ops as tops
 from transformer_ops.registry import _C
 
-PAGE = Path(__file__).parent.parent / "docs" / "reference.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "reference.md"
+STUB = ROOT / "transformer_ops" / "ops" / "__init__.pyi"
 
 INTRO = """\
 # Reference
@@ -58,6 +61,18 @@ def reference() -> str:
         *(typed_ops(f"fusion {row['name']}", row) for row in rules),
     ]
     return "\n".join(filter(None, parts))
+
+
+def stub() -> str:
+    """Static imports of what `transformer_ops/ops/__init__.py` finds when it runs."""
+    modules: dict[str, list[str]] = {}
+    for name in tops.ops.__all__:
+        modules.setdefault(getattr(tops, name).__module__.rpartition(".")[2], []).append(name)
+    lines = ["# Written by tools/make_reference.py; do not edit."]
+    for module, names in sorted(modules.items()):
+        lines += [f"from .{module} import {name} as {name}" for name in sorted(names)]
+    listed = "".join(f'    "{name}",\n' for name in tops.ops.__all__)
+    return "\n".join(lines) + f"\n\n__all__ = [\n{listed}]\n"
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> str:
@@ -140,12 +155,11 @@ def code(text: str) -> str:
 
 def main() -> None:
     """The command line."""
-    text = reference()
-    if "--check" not in sys.argv[1:]:
-        PAGE.parent.mkdir(exist_ok=True)
-        PAGE.write_text(text, encoding="utf-8")
-    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
-        sys.exit(f"{PAGE.name} must be up to date, run: python tools/make_reference.py")
+    for path, text in ((PAGE, reference()), (STUB, stub())):
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{path.name} must be up to date, run: python tools/make_reference.py")
 
 
 if __name__ == "__main__":

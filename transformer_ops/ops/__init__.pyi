@@ -1,0 +1,54 @@
+# Written by tools/make_reference.py; do not edit.
+from .activation import GELU as GELU
+from .activation import QGELU as QGELU
+from .activation import ReLU as ReLU
+from .activation import SReLU as SReLU
+from .activation import SiLU as SiLU
+from .add_extra_input import AddExtraInput as AddExtraInput
+from .basic_linear import BasicLinear as BasicLinear
+from .bias import Bias as Bias
+from .constant_scale import ConstantScale as ConstantScale
+from .dropout import Dropout as Dropout
+from .glu import ClampedSwiGLU as ClampedSwiGLU
+from .glu import GEGLU as GEGLU
+from .glu import GLU as GLU
+from .glu import QGEGLU as QGEGLU
+from .glu import ReGLU as ReGLU
+from .glu import SReGLU as SReGLU
+from .glu import SiTUGLU as SiTUGLU
+from .glu import SwiGLU as SwiGLU
+from .identity import Identity as Identity
+from .l2_normalization import L2Normalization as L2Normalization
+from .linear import Linear as Linear
+from .make_extra_output import MakeExtraOutput as MakeExtraOutput
+from .norm import LayerNorm as LayerNorm
+from .norm import RMSNorm as RMSNorm
+from .reshape import Reshape as Reshape
+
+__all__ = [
+    "GELU",
+    "QGELU",
+    "ReLU",
+    "SReLU",
+    "SiLU",
+    "AddExtraInput",
+    "BasicLinear",
+    "Bias",
+    "ConstantScale",
+    "Dropout",
+    "GEGLU",
+    "GLU",
+    "QGEGLU",
+    "ClampedSwiGLU",
+    "ReGLU",
+    "SReGLU",
+    "SiTUGLU",
+    "SwiGLU",
+    "Identity",
+    "L2Normalization",
+    "Linear",
+    "MakeExtraOutput",
+    "LayerNorm",
+    "RMSNorm",
+    "Reshape",
+]
