@@ -11,7 +11,6 @@
 #include "kernels/cpu/kernels.h"
 #include "python/group.h"
 
-
 namespace transformer_ops::python {
 namespace {
 
@@ -75,14 +74,16 @@ py::list list_rules() {
 
 py::list list_typed_op_pairs() {
   py::list rows;
-  for (const auto& pair : typed_op_pairs()) rows.append(py::make_tuple(pair.forward, pair.backward));
+  for (const auto& pair : typed_op_pairs())
+    rows.append(py::make_tuple(pair.forward, pair.backward));
   return rows;
 }
 
 // The unfused meaning of a typed op; arguments in schema order.
-std::vector<std::optional<at::Tensor>> unfused(const std::string& name, const py::tuple& arguments) {
-  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
-      ("transformer_ops::" + name).c_str(), "");
+std::vector<std::optional<at::Tensor>> unfused(const std::string& name,
+                                               const py::tuple& arguments) {
+  const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow(("transformer_ops::" + name).c_str(), "");
   const auto& fields = handle.schema().arguments();
   std::vector<c10::IValue> stack;
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -105,10 +106,9 @@ std::vector<std::optional<at::Tensor>> unfused(const std::string& name, const py
 
 PYBIND11_MODULE(_C, module) {
   bind_group(module);
-  module.def("add_user_fusion", [](const std::string& name, const std::string& pass,
-                                   const std::string& origin, bool prepend) {
-    return add_user_fusion(name, pass_from(pass), origin, prepend);
-  });
+  module.def("add_user_fusion",
+             [](const std::string& name, const std::string& pass, const std::string& origin,
+                bool prepend) { return add_user_fusion(name, pass_from(pass), origin, prepend); });
   module.def("remove_fusion", &remove_fusion);
   module.def("suspend_fusion", &suspend_fusion);
   module.def("fusions", &list_fusions);

@@ -8,7 +8,8 @@ namespace {
 
 using at::Tensor;
 
-// plan: its text. Tensors in the order of the plan. Composite, so that tracing records the typed ops.
+// plan: its text. Tensors in the order of the plan. Composite, so that tracing records the typed
+// ops.
 std::vector<Tensor> run_plan(c10::string_view plan, const Tensor& input,
                              at::TensorList extra_inputs, at::TensorList parameters) {
   std::vector<Tensor> tensors = {input};

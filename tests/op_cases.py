@@ -151,7 +151,7 @@ def l2_normalization(eps: float) -> Callable[[Tensor], Tensor]:
 
 
 def dropout(p: float) -> Callable[[Tensor], Tensor]:
-    """What the op draws from `SEED`, seen through the op itself: `test_dropout.py` tests the draw."""
+    """What the op draws from `SEED`, seen through the op: `test_dropout.py` tests the draw."""
 
     def reference(x: Tensor) -> Tensor:
         kept = run_seeded(tops.Dropout(p), torch.ones(x.shape)) != 0

@@ -362,7 +362,7 @@ def test_plan_texts_that_do_not_parse():
 
 
 def test_a_broken_line_never_crashes():
-    """Every line of a plan dropped, doubled, or cut in half: parsed to a verified plan, or refused."""
+    """Lines of a plan dropped, doubled, or cut in half: a verified plan, or refused."""
     lines = plan_text().splitlines(keepends=True)
     refused = 0
     for i, line in enumerate(lines):
@@ -394,7 +394,7 @@ def test_run_plan_checks_its_arguments():
     with pytest.raises(RuntimeError, match=r"\[run_plan\] tensors must be"):
         run(text, x, [extra], parameters[1:])
     for broken in ("nonsense", text.replace("rms_norm(", "no_such_op(")):
-        with pytest.raises(RuntimeError, match="plan|no_such_op"):
+        with pytest.raises(RuntimeError, match=r"plan|no_such_op"):
             run(broken, x, [extra], parameters)
 
 

@@ -1,4 +1,4 @@
-"""What dropout draws: probability, independence, the generator's state, and the bits that it keeps."""
+"""What dropout draws: probability, independence, and the generator's state."""
 
 import pytest
 import torch

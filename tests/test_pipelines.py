@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -314,5 +315,27 @@ def test_many_threads_compare_with_the_reference():
             pool.submit(compare, make_pipeline(seed), seed, torch.float64, walker=False)
             for seed in range(COUNT)
         ]
+        for job in jobs:
+            job.result()
+
+
+def test_threads_plan_again_while_the_registry_changes():
+    module = make_pipeline(3).sequential(torch.float64)
+    sources = sources_of(make_pipeline(3), (3,), torch.float64)
+    want = as_tuple(module(*sources))
+
+    def unchanged(ops, **_):
+        return list(ops)
+
+    def work(_: int) -> None:
+        for _ in range(1000):
+            for a, b in zip(as_tuple(module(*sources)), want, strict=True):
+                torch.testing.assert_close(a, b)
+
+    with ThreadPoolExecutor(6) as pool:
+        jobs = [pool.submit(work, index) for index in range(6)]
+        while not all(job.done() for job in jobs):
+            with tops.register_forward_fusion(unchanged):
+                time.sleep(0.001)
         for job in jobs:
             job.result()

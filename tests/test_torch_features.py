@@ -1,4 +1,4 @@
-"""What PyTorch offers around a module works on a Sequential: autocast, checkpointing, hooks, state."""
+"""What PyTorch offers around a module: autocast, checkpointing, hooks, state."""
 
 import copy
 import io

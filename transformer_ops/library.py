@@ -32,7 +32,7 @@ def _register_pair(forward: str, backward: str) -> None:
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
-        values = dict(zip(arguments, inputs, strict=True)) | dict(zip(results, outputs, strict=True))
+        values = dict(zip((*arguments, *results), (*inputs, *outputs), strict=True))
         tensors = {n: v for n, v in values.items() if n in wanted and isinstance(v, Tensor)}
         ctx.names = list(tensors)
         ctx.constants = {n: v for n, v in values.items() if n in wanted and n not in tensors}
@@ -113,5 +113,3 @@ def _input_of(tensor: Tensor) -> Tensor:
         return tensor
     # A view, so that the inner gradient stops at it.
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
-
-

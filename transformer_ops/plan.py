@@ -80,7 +80,9 @@ class Plan:
         self.autocast: str | None = data["autocast"]
         self.forward = [_step(row, python_ops) for row in data["forward"]]
         self.backward = [_step(row, python_ops) for row in data["backward"]]
-        self.near_misses = [NearMiss(name, p, tuple(ops), why) for name, p, ops, why in near_misses or []]
+        self.near_misses = [
+            NearMiss(name, p, tuple(ops), why) for name, p, ops, why in near_misses or []
+        ]
 
     @classmethod
     def parse(cls, text: str) -> Plan:

@@ -106,7 +106,8 @@ class PlanningSession:
             if is_joint and id(op) not in kept:
                 raise RuntimeError(
                     f"[{handle.name}] a {pass_name} fusion must keep joint fused ops, whose "
-                    f"forward and backward belong together, got {_names(returned)} (ops: {_names(given)})"
+                    f"forward and backward belong together, got {_names(returned)} "
+                    f"(ops: {_names(given)})"
                 )
 
     def _answer(

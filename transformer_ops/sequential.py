@@ -98,14 +98,18 @@ class Sequential(nn.Module):
         modules = self._get()
         places = range(len(modules))[index] if isinstance(index, slice) else [self._index(index)]
         gone = set(places)
-        kept = [(n, m) for i, (n, m) in enumerate(zip(names, modules, strict=True)) if i not in gone]
+        kept = [
+            (n, m) for i, (n, m) in enumerate(zip(names, modules, strict=True)) if i not in gone
+        ]
         numbered = names == [str(i) for i in range(len(names))]
         self._set([m for _, m in kept], None if numbered else [n for n, _ in kept])
 
     def _index(self, index: int) -> int:
         place = operator.index(index)
         if not -len(self) <= place < len(self):
-            raise IndexError(f"[Sequential] index must be in [-{len(self)}, {len(self)}), got {place}")
+            raise IndexError(
+                f"[Sequential] index must be in [-{len(self)}, {len(self)}), got {place}"
+            )
         return place % len(self)
 
     def append(self, module: nn.Module) -> Sequential:
@@ -156,7 +160,7 @@ class Sequential(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As `nn.Module.load_state_dict`, but where a shape does not fit nothing is loaded at all."""
+        """As `nn.Module.load_state_dict`, but a shape that does not fit leaves all as it was."""
         mismatches = [
             message
             for name, module in self.named_modules()

@@ -72,8 +72,8 @@ class Replay {
     if (input.kind == Kind::ExtraInput) {
       return 1 + static_cast<int>(std::ranges::find(extras, input) - extras.begin());
     }
-    return 1 + static_cast<int>(extras.size() + (std::ranges::find(parameters, input) -
-                                                 parameters.begin()));
+    return 1 + static_cast<int>(extras.size() +
+                                (std::ranges::find(parameters, input) - parameters.begin()));
   }
 
   // A view of the input, so that the inner gradient stops here; where it was not saved, zeros of
@@ -118,8 +118,9 @@ class Replay {
   static void check_linear(const PlannedOp& planned) {
     for (const Slot& slot : declaration(planned.kind).slots) {
       const bool depends = slot.needed_for.empty();
-      TORCH_CHECK_NOT_IMPLEMENTED(!depends, "[", planned.kind,
-                                  "] double backward must have its input, which this plan did not save");
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          !depends, "[", planned.kind,
+          "] double backward must have its input, which this plan did not save");
     }
   }
 
@@ -145,9 +146,8 @@ Tensors double_backward(const Program& program, const Tensors& saved, const Tens
     differentiable.push_back(outputs[i]);
     given.push_back(grads[i]);
   }
-  const Tensors found =
-      torch::autograd::grad(differentiable, wanted, given, /*retain_graph=*/true,
-                            /*create_graph=*/true, /*allow_unused=*/true);
+  const Tensors found = torch::autograd::grad(differentiable, wanted, given, /*retain_graph=*/true,
+                                              /*create_graph=*/true, /*allow_unused=*/true);
   Tensors results;
   auto next = found.begin();
   for (const Tensor& input : replay.inputs()) {

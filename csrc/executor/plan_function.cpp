@@ -12,8 +12,7 @@ using torch::autograd::variable_list;
 
 std::string shape_key(size_t i) { return "shape" + std::to_string(i); }
 
-void save_shapes(AutogradContext* context, const std::vector<int>& indices,
-                 const Tensors& values) {
+void save_shapes(AutogradContext* context, const std::vector<int>& indices, const Tensors& values) {
   for (size_t i = 0; i < indices.size(); ++i) {
     context->saved_data[shape_key(i)] = values[indices[i]].sym_sizes().vec();
   }

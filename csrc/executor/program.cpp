@@ -32,8 +32,7 @@ class Numbering {
 };
 
 c10::OperatorHandle find_op(const std::string& name) {
-  const std::string full =
-      name.find("::") == std::string::npos ? "transformer_ops::" + name : name;
+  const std::string full = name.find("::") == std::string::npos ? "transformer_ops::" + name : name;
   const auto handle = c10::Dispatcher::singleton().findSchema({full, ""});
   TORCH_CHECK(handle.has_value(), "[plan] op must be registered, got '", full, "'");
   return *handle;
@@ -63,7 +62,8 @@ class Compiler {
     program_.inputs.push_back(forward_.define({Kind::Main, 0}));
     for (const Value& value : plan.extra_inputs) program_.inputs.push_back(forward_.define(value));
     for (const Value& value : plan.parameters) program_.inputs.push_back(forward_.define(value));
-    for (const Step& step : plan.forward) compile_step(step, forward_, program_.forward, Kind::Main);
+    for (const Step& step : plan.forward)
+      compile_step(step, forward_, program_.forward, Kind::Main);
     program_.outputs.push_back(forward_.find({Kind::Main, plan.size()}));
     for (const Value& value : plan.extra_outputs) program_.outputs.push_back(forward_.find(value));
     program_.forward.values = forward_.count();
@@ -79,11 +79,9 @@ class Compiler {
     for (auto step = plan.backward.rbegin(); step != plan.backward.rend(); ++step) {
       if (!step->skipped) compile_step(*step, backward_, program_.backward, Kind::Grad);
     }
-    program_.input_grads.push_back(
-        plan.first_backward == 0 ? backward_.find({Kind::Grad, 0}) : -1);
+    program_.input_grads.push_back(plan.first_backward == 0 ? backward_.find({Kind::Grad, 0}) : -1);
     for (const Value& value : plan.extra_inputs) {
-      program_.input_grads.push_back(
-          backward_.find({Kind::ExtraInputGrad, value.op, value.name}));
+      program_.input_grads.push_back(backward_.find({Kind::ExtraInputGrad, value.op, value.name}));
     }
     for (const Value& value : plan.parameters) {
       program_.input_grads.push_back(backward_.find({Kind::ParameterGrad, value.op, value.name}));
@@ -140,11 +138,10 @@ class Compiler {
     return false;
   }
 
-  void compile_instruction(const Instruction& instruction, Numbering& values,
-                           Program::Code& code) {
+  void compile_instruction(const Instruction& instruction, Numbering& values, Program::Code& code) {
     if (instruction.target.empty()) return hand_over(instruction, values, code);
-    Program::Call call{find_op(instruction.target), find_typed_op(instruction.target),
-                       instruction.target, {}, {}};
+    Program::Call call{
+        find_op(instruction.target), find_typed_op(instruction.target), instruction.target, {}, {}};
     for (const Argument& argument : instruction.arguments) {
       call.operands.push_back(operand(argument, values));
     }

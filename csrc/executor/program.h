@@ -56,17 +56,17 @@ struct Program {
   bool random = false;  // draws from torch's generator
 
   Code forward;
-  std::vector<int> inputs;   // main, extra inputs, parameters
-  std::vector<int> outputs;  // main, extra outputs
-  std::vector<int> saved;    // forward values to save, each once
+  std::vector<int> inputs;           // main, extra inputs, parameters
+  std::vector<int> outputs;          // main, extra outputs
+  std::vector<int> saved;            // forward values to save, each once
   std::map<Value, int> saved_slots;  // slots and parameters -> position in saved
-  std::vector<int> shapes;   // forward values whose shape backward reads
+  std::vector<int> shapes;           // forward values whose shape backward reads
 
   Code backward;
-  std::vector<int> output_grads;  // parallel to outputs
-  std::vector<int> loads;         // parallel to saved: the backward value, or -1
+  std::vector<int> output_grads;                // parallel to outputs
+  std::vector<int> loads;                       // parallel to saved: the backward value, or -1
   std::vector<std::pair<int, int>> more_loads;  // (position in saved, another backward value)
-  std::vector<int> input_grads;   // parallel to inputs; -1 where there is none
+  std::vector<int> input_grads;                 // parallel to inputs; -1 where there is none
 };
 
 // Throws c10::Error (RuntimeError) for a plan with Python steps or an unknown op.

@@ -49,7 +49,9 @@ Tensors run_unfused(const Plan& fused, at::TensorList tensors) {
 
 Tensors run(const Program& program, at::TensorList tensors) {
   check_count(program, tensors);
-  if (under_functorch()) return run_unfused(program.plan, tensors);
+  if (under_functorch() || std::ranges::any_of(tensors, has_tangent)) {
+    return run_unfused(program.plan, tensors);
+  }
   if (program.random) preflight(program, tensors);
   const bool wants_grad =
       at::GradMode::is_enabled() &&

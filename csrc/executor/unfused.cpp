@@ -34,8 +34,8 @@ Tensors unfused_backward(const TypedOp& forward, const std::string& name,
     const auto& fields = forward_schema.arguments;
     const auto row = std::ranges::find_if(
         fields, [&](const auto& field) { return "grad_" + field.name == result.name; });
-    TORCH_CHECK(row != fields.end(), "[", name, "] result must be the gradient of an argument, got ",
-                result.name);
+    TORCH_CHECK(row != fields.end(), "[", name,
+                "] result must be the gradient of an argument, got ", result.name);
     results.push_back(grads[row - fields.begin()]);
   }
   return results;

@@ -13,9 +13,7 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs forward_shape(const Args& args) {
-  return {linear_output(args), like(args.tensor(0))};
-}
+TensorSpecs forward_shape(const Args& args) { return {linear_output(args), like(args.tensor(0))}; }
 
 void forward_cpu(const Args& args, Tensors& results) {
   const Tensor input = args.tensor(0).contiguous();
@@ -29,9 +27,7 @@ Tensors forward_unfused(const Args& args) {
   return {at::linear(activated, args.tensor(1)), activated};
 }
 
-TensorSpecs backward_shape(const Args& args) {
-  return linear_backward_outputs(args, 0, 1, 2, 4);
-}
+TensorSpecs backward_shape(const Args& args) { return linear_backward_outputs(args, 0, 1, 2, 4); }
 
 void backward_cpu(const Args& args, Tensors& results) {
   const Tensor activated = args.tensor(1).contiguous();

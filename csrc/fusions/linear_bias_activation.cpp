@@ -29,8 +29,8 @@ void forward_cpu(const Args& args, Tensors& results) {
   const Tensor sum = linear_cpu(args.tensor(0), args.tensor(1), args.tensor(2));
   const auto empty = [](at::ScalarType dtype) { return at::detail::empty_cpu({0}, dtype); };
   if (row.keeps_mask) {
-    Tensor mask = save ? at::detail::empty_cpu({(sum.numel() + 7) / 8}, at::kByte)
-                       : empty(at::kByte);
+    Tensor mask =
+        save ? at::detail::empty_cpu({(sum.numel() + 7) / 8}, at::kByte) : empty(at::kByte);
     activation_forward_cpu(row, sum, sum, save ? mask : Tensor());
     results = {sum, mask};
   } else if (save) {

@@ -148,7 +148,7 @@ class AutogradShortcut final : public Kernel {
 
   void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) const {
     const DispatchKeySet rest = keys & c10::after_autograd_keyset;
-    if (at::GradMode::is_enabled() && std::ranges::any_of(arguments(handle, stack), wants_grad)) {
+    if (std::ranges::any_of(arguments(handle, stack), wants_grad)) {
       // AutogradOther has the Python kernel too.
       return handle.redispatchBoxed(rest.add(DispatchKey::AutogradOther), stack);
     }
@@ -158,7 +158,10 @@ class AutogradShortcut final : public Kernel {
 
  private:
   static bool wants_grad(const c10::IValue& value) {
-    return value.isTensor() && value.toTensor().requires_grad();
+    if (!value.isTensor()) return false;
+    const Tensor& tensor = value.toTensor();
+    // Forward-mode AD works under no_grad too.
+    return (at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor);
   }
 };
 
@@ -203,6 +206,8 @@ const TypedOp* find_typed_op(const std::string& name) {
 const std::vector<TypedOpPair>& typed_op_pairs() { return pairs(); }
 
 void add_typed_op_pair(TypedOpPair pair) { pairs().push_back(std::move(pair)); }
+
+bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
 
 Tensors differentiate(const std::function<Tensors(const Args&)>& unfused, const char* op,
                       std::vector<c10::IValue> arguments, const Tensor& grad_output) {

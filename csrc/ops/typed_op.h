@@ -77,6 +77,9 @@ struct TypedOpPair {
 const std::vector<TypedOpPair>& typed_op_pairs();
 void add_typed_op_pair(TypedOpPair pair);
 
+// Does forward-mode AD follow the tensor?
+bool has_tangent(const Tensor& tensor);
+
 // Gradients of the first result of `unfused` for its tensor arguments, themselves differentiable;
 // the other arguments get an undefined tensor.
 Tensors differentiate(const std::function<Tensors(const Args&)>& unfused, const char* op,

@@ -180,12 +180,13 @@ void Group::write_key(const Tensors& tensors) {
   const bool grad = at::GradMode::is_enabled();
   const auto device = tensors[0].device().type();
   // The meta device, for one, has none.
-  const bool autocast = at::autocast::is_autocast_available(device) &&
-                        at::autocast::is_autocast_enabled(device);
+  const bool autocast =
+      at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
   scratch_key_.clear();
   scratch_key_ += static_cast<char>(grad);
   scratch_key_ += static_cast<char>(device);
-  scratch_key_ += autocast ? static_cast<char>(at::autocast::get_autocast_dtype(device)) : kNoAutocast;
+  scratch_key_ +=
+      autocast ? static_cast<char>(at::autocast::get_autocast_dtype(device)) : kNoAutocast;
   for (const Tensor& tensor : tensors) {
     scratch_key_ += tensor_code(tensor.scalar_type(), grad && tensor.requires_grad());
   }
@@ -228,9 +229,10 @@ std::shared_ptr<PlanEntry> Group::find_or_make(const std::string& key) {
   for (size_t i = 0; i < ops.size(); ++i) {
     if (ops[i].native) ops[i].attributes = attributes_from(attributes[i]);
   }
-  const auto rewrite = [&](const Fusion& fusion, const std::vector<transformer_ops::Group>& groups) {
-    const py::list answer = session.attr("rewrite")(fusion.id, to_text(fusion.pass),
-                                                    rewrite_groups_to_python(groups));
+  const auto rewrite = [&](const Fusion& fusion,
+                           const std::vector<transformer_ops::Group>& groups) {
+    const py::list answer =
+        session.attr("rewrite")(fusion.id, to_text(fusion.pass), rewrite_groups_to_python(groups));
     return rewrite_groups_from_python(answer, groups);
   };
   Planned planned = make_plan(ops, facts_of(key), rewrite);
@@ -294,8 +296,8 @@ PyObject* call_group(PyObject* capsule, PyObject* const* arguments, Py_ssize_t c
   return group == nullptr ? nullptr : group->call(arguments, count);
 }
 
-PyMethodDef call_method = {"call", reinterpret_cast<PyCFunction>(
-                                       reinterpret_cast<void (*)()>(call_group)),
+PyMethodDef call_method = {"call",
+                           reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_group)),
                            METH_FASTCALL, nullptr};
 
 // A built-in function bound to the group: a fifth of the cost of a pybind11 call.
@@ -358,7 +360,8 @@ py::dict plan_to_python(const Plan& plan) {
   for (const PlannedOp& op : plan.ops) {
     py::dict attributes;
     for (const auto& [name, value] : op.attributes) {
-      attributes[py::str(name)] = std::visit([](const auto& item) { return py::cast(item); }, value);
+      attributes[py::str(name)] =
+          std::visit([](const auto& item) { return py::cast(item); }, value);
     }
     ops.append(py::make_tuple(op.kind, attributes, op.native));
   }
@@ -392,7 +395,8 @@ py::list near_misses_to_python(const std::vector<NearMiss>& near_misses) {
 void bind_group(py::module_& module) {
   py::class_<PlanEntry, std::shared_ptr<PlanEntry>>(module, "PlanEntry", py::dynamic_attr())
       .def_property_readonly("text", [](const PlanEntry& entry) { return to_text(entry.plan); })
-      .def_property_readonly("data", [](const PlanEntry& entry) { return plan_to_python(entry.plan); })
+      .def_property_readonly("data",
+                             [](const PlanEntry& entry) { return plan_to_python(entry.plan); })
       .def_property_readonly(
           "near_misses",
           [](const PlanEntry& entry) { return near_misses_to_python(entry.near_misses); })
@@ -407,9 +411,9 @@ void bind_group(py::module_& module) {
       .def_property_readonly("last_inputs", &Group::last_inputs)
       .def_property_readonly("cached_plans", &Group::cached_plans);
   module.def("parse_plan", torch::wrap_pybind_function([](const std::string& text) {
-    const Plan plan = parse_plan(text);
-    return py::make_tuple(to_text(plan), plan_to_python(plan));
-  }));
+               const Plan plan = parse_plan(text);
+               return py::make_tuple(to_text(plan), plan_to_python(plan));
+             }));
 }
 
 }  // namespace transformer_ops::python

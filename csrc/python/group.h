@@ -70,8 +70,8 @@ class Group {
 
   std::vector<OpNode> ops_;
   std::vector<ParameterPlace> places_;
-  std::vector<int> asks_training_;     // ops whose plan depends on the training flag
-  std::vector<py::object> modules_;    // __dict__ of the module of each op
+  std::vector<int> asks_training_;   // ops whose plan depends on the training flag
+  std::vector<py::object> modules_;  // __dict__ of the module of each op
   std::vector<py::object> hook_dicts_;
   py::object new_session_;
   size_t extra_inputs_ = 0;
