@@ -452,3 +452,13 @@ def test_modules_of_a_sequential():
         tops.OperationFuser([torch.nn.GELU()])
     with pytest.raises(ValueError, match=r"\[OperationFuser\] ops must not be empty"):
         tops.OperationFuser([])
+
+
+def test_main_grad_is_chosen_before_the_first_call() -> None:
+    linear = tops.Linear(8, 8)
+    module = tops.Sequential(linear, tops.GELU())
+    x = torch.randn(2, 8)
+    before = module(x)
+    with pytest.raises(RuntimeError, match="accumulate_into_main_grad must be set before"):
+        linear.accumulate_into_main_grad = True
+    assert torch.equal(module(x), before)

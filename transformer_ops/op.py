@@ -65,6 +65,9 @@ class FusibleOperation(nn.Module):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
 
+    # What decides how a group runs its ops, and not only its plans.
+    _fixed_once_captured: ClassVar[tuple[str, ...]] = ()
+
     # Set for each subclass when it is defined.
     _python_forward: ClassVar[methods.Implementation | None] = None
     _python_backward: ClassVar[methods.Family | None] = None
@@ -195,9 +198,14 @@ class FusibleOperation(nn.Module):
         raise NotImplementedError(f"[{type(self).__name__}] fuser_backward must be defined")
 
     def __setattr__(self, name: str, value: Any) -> None:
+        captured = self.__dict__.get("_channels_captured", False)
+        if captured and name in self._fixed_once_captured:
+            raise RuntimeError(
+                f"[{type(self).__name__}] {name} must be set before a group captures the op, "
+                f"got {value!r} afterwards"
+            )
         super().__setattr__(name, value)
         # Constructor state of a native op is part of the plans of the groups that hold it.
-        captured = self.__dict__.get("_channels_captured", False)
         if captured and name != "training" and name[0] != "_" and not self.is_python:
             from . import registry
 

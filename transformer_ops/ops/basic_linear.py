@@ -35,6 +35,7 @@ class BasicLinear(BasicOperation):
 
     _kind: ClassVar[str | None] = "BasicLinear"
     _parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
+    _fixed_once_captured: ClassVar[tuple[str, ...]] = ("accumulate_into_main_grad",)
 
     in_features: int
     out_features: int

@@ -101,6 +101,8 @@ class Linear(FusibleOperation):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    _fixed_once_captured = BasicLinear._fixed_once_captured
+
     def __init__(
         self,
         in_features: int,
