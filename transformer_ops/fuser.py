@@ -295,8 +295,7 @@ def _python_plan(number: int, version: int, facts: Facts) -> int:
 def _facts(tensors: Sequence[Tensor], basic_ops: Sequence[BasicOperation]) -> Facts:
     device = tensors[0].device.type
     autocast = None
-    # The meta device, for one, has none.
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
         autocast = torch.get_autocast_dtype(device)
     return (
         torch.is_grad_enabled(),
@@ -305,6 +304,12 @@ def _facts(tensors: Sequence[Tensor], basic_ops: Sequence[BasicOperation]) -> Fa
         tuple((tensor.dtype, tensor.requires_grad) for tensor in tensors),
         tuple(op.training for op in basic_ops),
     )
+
+
+@torch._dynamo.assume_constant_result
+def _has_autocast(device: str) -> bool:
+    """False for the meta device, for one. Dynamo of torch 2.11 cannot trace the question."""
+    return torch.amp.is_autocast_available(device)
 
 
 def _hand_back(input: Tensor, *extra_inputs: Tensor) -> Any:

@@ -135,8 +135,8 @@ class MissingBackend final : public Kernel {
   void operator()(const OperatorHandle&, DispatchKeySet, Stack*) const {
     TORCH_CHECK_NOT_IMPLEMENTED(
         false, "[", name_,
-        "] tensors must be on the CPU in this build, got a CUDA tensor; the CUDA backend is built "
-        "with TRANSFORMER_OPS_CUDA=ON where the CUDA toolkit is installed");
+        "] tensors must be on the CPU in this build, got a CUDA tensor; the CUDA backend, to be "
+        "built with TRANSFORMER_OPS_CUDA=ON, is not written yet (csrc/kernels/cuda/README.md)");
   }
 };
 
