@@ -116,12 +116,12 @@ class OperationFuser:
                 output = self._call(input, *extra_inputs)
                 if output is not None:
                     return output
-            self._check_inputs(input, extra_inputs)
+            _check_call(self.num_extra_inputs, input, extra_inputs)
             if has_hooks(self._ops) and len(self._ops) > 1:
                 return self._split_at_hooks()(input, *extra_inputs)
             return self._walk(input, extra_inputs, basic_op_kwargs)
-        self._check_inputs(input, extra_inputs)
-        return self._traced(input, extra_inputs, basic_op_kwargs)
+        _check_call(self.num_extra_inputs, input, extra_inputs)
+        return traced_call(self._number, self._basic_ops, input, extra_inputs, basic_op_kwargs)
 
     # ---- eager, where C++ hands back
 
@@ -168,16 +168,6 @@ class OperationFuser:
 
             self._split = Sequential(*self._ops)
         return self._split
-
-    def _check_inputs(self, input: Tensor, extra_inputs: tuple[Tensor, ...]) -> None:
-        _check_call(self.num_extra_inputs, input, extra_inputs)
-
-    # ---- under torch.compile and torch.export
-
-    def _traced(
-        self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: list[dict[str, Any]] | None
-    ) -> Any:
-        return traced_call(self._number, self._basic_ops, input, extra_inputs, kwargs)
 
     # ---- looking at plans
 
