@@ -41,17 +41,24 @@ class OperationFuser:
 
     `ops` are `FusibleOperation`s; containers are expanded. Calling it takes the main input and the
     extra inputs in order and returns the main output, or a flat tuple with the extra outputs.
-    Plans are made on the first call for each kind of input and kept.
+    Plans are made on the first call for each kind of input and kept. `recompute` is that of
+    `Sequential`.
+
+    Raises:
+        TypeError: an op that is no `FusibleOperation`.
+        ValueError: no ops; another value of `recompute`; channels that do not fit together.
     """
 
     def __init__(
         self,
         ops: Iterable[FusibleOperation],
         *,
+        recompute: str = "cheap",
         _sources: Sources | None = None,
         _visible: Sequence[Sequence[bool]] | None = None,
     ) -> None:
         self._ops = _check_ops(ops)
+        self._recompute = check_recompute("OperationFuser", recompute)
         self._basic_ops: list[BasicOperation] = [b for op in self._ops for b in op.basic_ops]
         if _sources is None or _visible is None:
             _sources, _visible = _route(self._ops, self._basic_ops)
@@ -68,6 +75,7 @@ class OperationFuser:
             self._basic_ops,
             self._hooked_modules(),
             lambda: PlanningSession(self._basic_ops),
+            self._recompute == "cheap",
         )
         self._call = self._group.make_call()
         if self._accumulates or any(op.is_python for op in self._basic_ops):
@@ -91,11 +99,15 @@ class OperationFuser:
         return list(seen.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_ops": self._ops, "_sources": self._sources, "_visible": self._visible}
+        names = ("_ops", "_recompute", "_sources", "_visible")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(  # type: ignore[misc]
-            state["_ops"], _sources=state["_sources"], _visible=state["_visible"]
+            state["_ops"],
+            recompute=state["_recompute"],
+            _sources=state["_sources"],
+            _visible=state["_visible"],
         )
 
     def __call__(
@@ -166,7 +178,7 @@ class OperationFuser:
         if self._split is None:
             from .sequential import Sequential
 
-            self._split = Sequential(*self._ops)
+            self._split = Sequential(*self._ops, recompute=self._recompute)
         return self._split
 
     # ---- looking at plans
@@ -322,6 +334,13 @@ def _check_call(num_extra_inputs: int, input: Tensor, extra_inputs: tuple[Tensor
     for tensor in (input, *extra_inputs):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"[OperationFuser] inputs must be tensors, got {type(tensor).__name__}")
+
+
+def check_recompute(op: str, value: str) -> str:
+    """The value; ValueError where it is none of the policies."""
+    if value not in ("cheap", "none"):
+        raise ValueError(f'[{op}] recompute must be "cheap" or "none", got {value!r}')
+    return value
 
 
 def _check_ops(ops: Iterable[FusibleOperation]) -> list[FusibleOperation]:

@@ -76,6 +76,7 @@ def cast_for(step: Step, values: Values, main: str | None) -> Values:
     cast, wanted = dict(values), dtype(step.compute)
     for name in arguments_of([step]):
         is_parameter = name.startswith("p") or name.endswith((".weight", ".bias"))
+        is_parameter = is_parameter and op_of(name) in step.ops
         if name == main or (step.cast_parameters and is_parameter and cast.get(name) is not None):
             cast[name] = cast[name].to(wanted)
     return cast

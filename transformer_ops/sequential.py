@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import explain as _explain
 from .channels import External, Routed, resolve_channels
-from .fuser import OperationFuser, has_hooks, numbered, traced_call
+from .fuser import OperationFuser, check_recompute, has_hooks, numbered, traced_call
 from .op import BasicOperation, FusibleOperation
 from .plan import Plan
 from .state_dict import shape_mismatches
@@ -47,13 +47,20 @@ class Sequential(nn.Module):
     Takes modules, or one dict of named modules. Modules that are no `FusibleOperation` stand
     between groups and are called with the main tensor only.
 
+    Args:
+        recompute: "cheap": what a norm, activation, gated linear unit, dropout, scale or bias gives
+            is not kept for backward where it can be computed again from what is kept anyway;
+            "none": all that backward reads is kept.
+
     Raises:
         TypeError: an argument that is no module.
-        ValueError: channels of the ops that do not fit together (at the first call).
+        ValueError: another value of `recompute`; channels of the ops that do not fit together (at
+            the first call).
     """
 
-    def __init__(self, *modules: Any) -> None:
+    def __init__(self, *modules: Any, recompute: str = "cheap") -> None:
         super().__init__()
+        self._recompute = check_recompute("Sequential", recompute)
         self._layout: Layout | None = None
         self._edits = 0
         self._number = numbered.add(self)
@@ -63,6 +70,17 @@ class Sequential(nn.Module):
         else:
             for i, module in enumerate(modules):
                 self.add_module(str(i), _check_module(module))
+
+    @property
+    def recompute(self) -> str:
+        """The policy: "cheap" or "none". Setting it drops the cached plans."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, value: str) -> None:
+        self._recompute = check_recompute("Sequential", value)
+        self._layout = None
+        self._edits += 1
 
     # ---- container
 
@@ -84,7 +102,7 @@ class Sequential(nn.Module):
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return type(self)(dict(list(self._modules.items())[index]))
+            return self._like_this(dict(list(self._modules.items())[index]))
         return self._get()[self._index(index)]
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
@@ -145,7 +163,13 @@ class Sequential(nn.Module):
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:
         if not isinstance(other, Iterable):
             return NotImplemented
-        return type(self)(*self, *other)
+        return self._like_this(*self, *other)
+
+    def _like_this(self, *modules: Any) -> Sequential:
+        # A subclass may have arguments of its own.
+        made = type(self)(*modules)
+        made.recompute = self._recompute
+        return made
 
     def __iadd__(self, other: Iterable[nn.Module]) -> Sequential:
         return self.extend(list(other))
@@ -197,7 +221,7 @@ class Sequential(nn.Module):
             if output is not None:
                 return output
         if layout.whole is not None and hook_flags(list(layout.modules)) != layout.hooked:
-            layout = self._layout = _make_layout(self._get())
+            layout = self._layout = _make_layout(self._get(), self._recompute)
         return self._run(layout, input, extra_inputs, op_kwargs)
 
     def _run(
@@ -269,7 +293,7 @@ class Sequential(nn.Module):
     def _current_layout(self) -> Layout:
         layout = self._layout
         if layout is None or not _is_current(layout, self._modules):
-            layout = _make_layout(self._get())
+            layout = _make_layout(self._get(), self._recompute)
             self._layout = layout
         return layout
 
@@ -368,7 +392,7 @@ def _free_name(names: list[str]) -> str:
     return next(str(i) for i in range(len(names) + 1) if str(i) not in names)
 
 
-def _make_layout(modules: list[nn.Module]) -> Layout:
+def _make_layout(modules: list[nn.Module], recompute: str) -> Layout:
     hooked = hook_flags(modules)
     basic_ops: list[BasicOperation] = []
     runs: list[tuple[list[int], list[int]]] = []  # (modules, basic ops)
@@ -388,9 +412,8 @@ def _make_layout(modules: list[nn.Module]) -> Layout:
         open_run = not hooked[i]
     routing = resolve_channels(basic_ops)
     visible = [Routed(*pair) for pair in routing.visible_outputs]
-    read = {source for row in routing.inputs for source in row if isinstance(source, Routed)}
     segments = tuple(
-        _make_segment(modules, basic_ops, run, hooked, routing.inputs, visible, read)
+        _make_segment(modules, basic_ops, run, hooked, routing.inputs, visible, recompute)
         for run in runs
     )
     whole = segments[0].group if len(segments) == 1 else None
@@ -406,7 +429,7 @@ def _make_segment(
     hooked: tuple[bool, ...],
     inputs: tuple[tuple[External | Routed, ...], ...],
     visible: list[Routed],
-    read: set[Routed],
+    recompute: str,
 ) -> Segment:
     places, positions = run
     mine = set(positions)
@@ -446,6 +469,7 @@ def _make_segment(
     if not hooked[places[0]]:
         group = OperationFuser(
             [modules[i] for i in places],  # type: ignore[misc]
+            recompute=recompute,
             _sources=sources,
             _visible=flags,
         )

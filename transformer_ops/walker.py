@@ -93,6 +93,7 @@ class Walker:
         joint = {i for step in plan.forward if step.joint and step.fused_op for i in step.ops}
         self.is_free = [i in joint or not native for i, native in enumerate(plan.native_ops)]
         self.kept = self._read_in_backward()
+        self.last_read = self._find_last_reads()
         # Under torch.compile it is found by number.
         self.number: int | None = None
         self.changed_by_tracing: set[tuple[int, str]] = set()
@@ -114,13 +115,25 @@ class Walker:
                 )
 
     def _read_in_backward(self) -> list[str]:
-        """The slots and parameters that backward reads by name."""
+        """The slots and parameters that backward reads by name, and does not compute again."""
+        computed = {n for s in self.live_backward for i in s.instructions for n in i.results}
         names = [n for n in arguments_of(self.live_backward) if n.startswith(("s", "p"))]
         for step in self.live_backward:
             for i in step.ops if step.python is not None else ():
                 if not self.is_free[i]:
                     names += [f"s{i}.{slot}" for slot in self.slots[self.plan.ops[i][0]]]
-        return list(dict.fromkeys(names))
+        return [name for name in dict.fromkeys(names) if name not in computed]
+
+    def _find_last_reads(self) -> dict[Step, list[str]]:
+        """Per step, the main tensors computed again that no later step reads."""
+        last: dict[str, Step] = {}
+        for step in self.live_backward:
+            written = [n for instruction in step.instructions for n in instruction.results]
+            last.update({n: step for n in (*arguments_of([step]), *written) if n[0] == "x"})
+        by_step: dict[Step, list[str]] = {}
+        for name, step in last.items():
+            by_step.setdefault(step, []).append(name)
+        return by_step
 
     @property
     def python_steps(self) -> list[Step]:
@@ -358,6 +371,8 @@ class Walker:
             else:
                 self._python_backward(kept, saved, step, values)
             values.pop(f"g{step.ops[-1] + 1}", None)
+            for name in self.last_read.get(step, ()):
+                values.pop(name, None)
         return [values.get(name) for name in self.input_grads]
 
     def _native_backward(self, likes: dict[str, Like], step: Step, values: Values) -> None:
@@ -378,7 +393,7 @@ class Walker:
         for instruction in step.instructions:
             instructions.run(instruction, cast)
         if cast is not values:
-            values.update({n: value for n, value in cast.items() if n[0] in "gd"})
+            values.update({name: cast[name] for name in written})
         # The dtype of a Python step's output is known only now.
         _fit(likes, values, step.ops[0])
         for op in step.ops:
@@ -396,6 +411,10 @@ class Walker:
     ) -> None:
         op = self._python_op(step)
         first, last = step.ops[0], step.ops[-1]
+        grad_output = _gradient(kept.likes, values, f"g{last + 1}")
+        values[f"g{last + 1}"] = grad_output
+        for instruction in step.instructions:
+            instructions.run(instruction, values)
         contexts = []
         for i in step.ops:
             if self.is_free[i]:
@@ -411,7 +430,6 @@ class Walker:
             )
             for i in step.ops
         ]
-        grad_output = _gradient(kept.likes, values, f"g{last + 1}")
         given = [saved[k] for k in kept.standing if k is not None]
         with StandIns(kept.real, given):
             grad_input, grad_parameters, grad_extra_inputs = python_steps.backward(

@@ -2,6 +2,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
+#include <set>
 
 #include "executor/plan_function.h"
 #include "executor/unfused.h"
@@ -52,8 +53,10 @@ class Replay {
     std::ranges::copy(program_.plan.parameters, std::back_inserter(names));
     std::vector<TensorFacts> facts;
     for (size_t i = 0; i < names.size(); ++i) {
-      inputs_.push_back(connect(saved_input(names[i]), i));
+      const Tensor saved = saved_input(names[i]);
+      inputs_.push_back(connect(saved, i));
       values_[names[i]] = inputs_.back();
+      if (saved.defined()) known_.insert(names[i]);
       facts.push_back({to_dtype(inputs_[i].scalar_type()), inputs_[i].requires_grad()});
     }
     return facts;
@@ -98,6 +101,8 @@ class Replay {
     const PlannedOp& planned = plan_.ops[op];
     Tensor& input = values_.at({Kind::Main, op});
     const Tensor known = saved_slot(op, "input");
+    if (known.defined()) known_.insert({Kind::Main, op});
+    if (gives_known_values(op)) known_.insert({Kind::Main, op + 1});
     if (known.defined()) {
       if (op > 0) input = Substitute::apply(input.to(known.scalar_type()), known);
     } else if (const auto& replay = find_replay(planned.kind)) {
@@ -108,10 +113,19 @@ class Replay {
         values_[{Kind::Main, op + 1}] = output;
         return;
       }
-    } else if (op >= program_.plan.first_backward) {
+    } else if (op >= program_.plan.first_backward && !known_.contains({Kind::Main, op})) {
       check_linear(planned);
     }
     run_unfused_step(step, values_);
+  }
+
+  // Does the op turn the values it is given into those of the first forward?
+  bool gives_known_values(int op) const {
+    const OpDeclaration& row = declaration(plan_.ops[op].kind);
+    return known_.contains({Kind::Main, op}) && row.extra_inputs == 0 &&
+           std::ranges::all_of(row.parameters, [&](const std::string& name) {
+             return known_.contains({Kind::Parameter, op, name});
+           });
   }
 
   // Zeros may stand in only where the derivative does not depend on the input.
@@ -130,6 +144,7 @@ class Replay {
   Plan plan_;
   Tensors inputs_;
   std::map<Value, Tensor> values_;
+  std::set<Value> known_;  // values that are right, not only their derivatives
 };
 
 }  // namespace

@@ -28,6 +28,7 @@ void add_declaration(OpDeclaration row) {
         "'");
   row.forward_schema = parse_schema(row.forward);
   row.backward_schema = parse_schema(row.backward);
+  row.recompute_schema = parse_schema(row.recompute);
   rows().emplace(row.kind, std::move(row));
 }
 

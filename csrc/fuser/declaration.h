@@ -30,6 +30,7 @@ struct Slot {
 //             -> output, extra_output, or a slot
 //   backward  grad_output, grad_extra_output, a slot, a parameter, an attribute, output_mask,
 //             input_shape -> grad_input, grad_<parameter>, grad_extra_input
+//   recompute grad_output, input, a slot, a parameter, an attribute -> output
 // An absent forward, or an absent grad_input, hands the tensor on.
 struct OpDeclaration {
   std::string kind;
@@ -41,6 +42,9 @@ struct OpDeclaration {
   std::vector<Slot> slots = {};
   std::string forward = {};
   std::string backward = {};
+  // Of a cheap producer: its output again, in backward. It takes the gradient that the reading step
+  // is given, so that a compiler neither merges it with forward nor moves it there.
+  std::string recompute = {};
   DTypeRule dtype = DTypeRule::Keep;
   // Does nothing in this mode: planned as a plain hand-over.
   std::function<bool(const Attributes&, bool training)> inactive = {};
@@ -52,6 +56,7 @@ struct OpDeclaration {
 
   Schema forward_schema = {};
   Schema backward_schema = {};
+  Schema recompute_schema = {};
 };
 
 // All declarations by kind; a row stays where it is.

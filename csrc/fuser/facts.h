@@ -44,6 +44,7 @@ struct Facts {
   std::vector<bool> training = {};                        // per op
   std::string device = "cpu";
   std::optional<DType> autocast = {};
+  bool recompute = false;  // cheap outputs in backward instead of saving them
 
   bool operator==(const Facts&) const = default;
 };

@@ -6,6 +6,7 @@
 #include "fuser/declaration.h"
 #include "fuser/error.h"
 #include "fuser/planner.h"
+#include "fuser/recompute.h"
 
 namespace transformer_ops {
 namespace {
@@ -26,6 +27,7 @@ class Lowering {
   Plan run(const Rewritten& groups) {
     for (const Group& group : groups.backward) plan_.backward.push_back(lower_backward(group));
     for (const Group& group : groups.forward) plan_.forward.push_back(lower_forward(group));
+    if (facts_.recompute) recompute_cheap_outputs(plan_, dtypes_);
     return std::move(plan_);
   }
 

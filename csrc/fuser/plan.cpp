@@ -128,12 +128,14 @@ class DataFlow {
   bool has(const Value& value) const { return known_.contains(value); }
 
   void run(const Step& step) {
-    for (const Instruction& instruction : step.instructions) {
-      for (const Argument& argument : instruction.arguments) {
-        if (const auto* value = std::get_if<Value>(&argument)) require(*value, step);
-      }
-      for (const Value& result : instruction.results) add(result);
+    for (const Instruction& instruction : step.instructions) run(instruction, step);
+  }
+
+  void run(const Instruction& instruction, const Step& step) {
+    for (const Argument& argument : instruction.arguments) {
+      if (const auto* value = std::get_if<Value>(&argument)) require(*value, step);
     }
+    for (const Value& result : instruction.results) add(result);
   }
 
   void require(const Value& value, const Step& step) const {
@@ -209,7 +211,7 @@ void verify_backward(const Plan& plan, const DataFlow& forward) {
       for (const Argument& argument : instruction.arguments) {
         const auto* value = std::get_if<Value>(&argument);
         if (value == nullptr) continue;
-        if (value->kind == Kind::Slot) {
+        if (value->kind == Kind::Slot && !flow.has(*value)) {
           // A Python forward step fills the slots of the ops it covers when it runs.
           check(forward.has(*value) || inside_python_step(plan, value->op),
                 "[plan] backward step '", step->name, "' must read a slot that forward saves, got ",
@@ -222,8 +224,8 @@ void verify_backward(const Plan& plan, const DataFlow& forward) {
           flow.add(*value);
         }
       }
+      flow.run(instruction, *step);
     }
-    flow.run(*step);
     if (step->python) {
       add_python_results(*step, plan, /*forward=*/false, flow);
       for (const Route& route : plan.routes) {

@@ -12,7 +12,7 @@
 namespace transformer_ops {
 
 // One tensor of a plan. Boundary i lies before op i; boundary n after the last.
-//   x1 g1            main tensor and its gradient at a boundary
+//   x1 g1            main tensor and its gradient at a boundary; in backward x1 is computed again
 //   p1.weight        parameter                 dp1.weight  its gradient
 //   e1.0 o1.0        extra input and output    de1.0 do1.0 their gradients
 //   s1.input         saved slot                n1          the shape of x1

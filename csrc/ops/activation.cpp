@@ -13,6 +13,7 @@
 
 #include "ops/cpu.h"
 #include "ops/op.h"
+#include "ops/recompute.h"
 
 namespace transformer_ops {
 namespace {
@@ -119,6 +120,18 @@ TypedOp make_backward(const ActivationRow& row) {
   return op;
 }
 
+// Without the mask, which backward has.
+TypedOp make_recompute(const ActivationRow& row) {
+  return recompute_by(
+      {.schema = row.name + "(Tensor input) -> Tensor output",
+       .shape = forward_shape,
+       .cpu =
+           [&row](const Args& args, Tensors& results) {
+             activation_forward_cpu(row, args.tensor(0), results[0], {});
+           },
+       .unfused = [&row](const Args& args) { return Tensors{row.unfused(args.tensor(0))}; }});
+}
+
 bool register_activations() {
   for (const ActivationRow& row : activations()) {
     Op op{.declaration = {.kind = row.kind,
@@ -126,7 +139,8 @@ bool register_activations() {
                           .slots = {{row.keeps_mask ? "mask" : "input"}},
                           .dtype = DTypeRule::Autocast},
           .forward = make_forward(row),
-          .backward = make_backward(row)};
+          .backward = make_backward(row),
+          .recompute = make_recompute(row)};
     if (row.activation == Activation::ReLU) op.replay = replay_relu;
     if (row.activation == Activation::SReLU) op.replay = replay_srelu;
     register_op(std::move(op));

@@ -5,6 +5,7 @@
 
 #include "ops/cpu.h"
 #include "ops/op.h"
+#include "ops/recompute.h"
 
 namespace transformer_ops {
 namespace {
@@ -53,19 +54,22 @@ Tensors backward_unfused(const Args& args) {
   return {grad.sum_to_size_symint({grad.sym_size(-1)})};
 }
 
+const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor output",
+                          .shape = forward_shape,
+                          .cpu = forward_cpu,
+                          .unfused = forward_unfused};
+
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "Bias",
                     .summary = "x + b over the last dimension",
                     .parameters = {"bias"},
                     .attributes = {"size"}},
-    .forward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor output",
-                .shape = forward_shape,
-                .cpu = forward_cpu,
-                .unfused = forward_unfused},
+    .forward = kForward,
     .backward = {.schema = "bias_backward(Tensor grad_output) -> Tensor grad_bias",
                  .shape = backward_shape,
                  .cpu = backward_cpu,
                  .unfused = backward_unfused},
+    .recompute = recompute_by(kForward),
 });
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include <ATen/ops/mul.h>
 
 #include "ops/op.h"
+#include "ops/recompute.h"
 
 namespace transformer_ops {
 namespace {
@@ -17,19 +18,22 @@ void multiply_cpu(const Args& args, Tensors& results) {
 
 Tensors multiply_unfused(const Args& args) { return {args.tensor(0) * args.number(1)}; }
 
+const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -> Tensor output",
+                          .shape = shape,
+                          .cpu = multiply_cpu,
+                          .unfused = multiply_unfused,
+                          .allocates = false};
+
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "ConstantScale", .summary = "x * scale", .attributes = {"scale"}},
-    .forward = {.schema = "constant_scale(Tensor input, float scale) -> Tensor output",
-                .shape = shape,
-                .cpu = multiply_cpu,
-                .unfused = multiply_unfused,
-                .allocates = false},
+    .forward = kForward,
     .backward = {.schema = "constant_scale_backward(Tensor grad_output, float scale) -> "
                            "Tensor grad_input",
                  .shape = shape,
                  .cpu = multiply_cpu,
                  .unfused = multiply_unfused,
                  .allocates = false},
+    .recompute = recompute_by(kForward),
 });
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "ops/activation.h"
 #include "ops/cpu.h"
 #include "ops/op.h"
+#include "ops/recompute.h"
 
 namespace transformer_ops {
 namespace {
@@ -72,6 +73,14 @@ Tensors backward_unfused(const Args& args) {
   return {apply_mask(args.tensor(0), args.tensor(1), args.number(2))};
 }
 
+// Dropping again is what backward does to a gradient.
+TypedOp make_recompute() {
+  return recompute_by({.schema = "dropout(Tensor input, Tensor mask, float p) -> Tensor output",
+                       .shape = backward_shape,
+                       .cpu = backward_cpu,
+                       .unfused = backward_unfused});
+}
+
 // Without a mask dropout was off, or no gradient passes it.
 Tensor replay(const ReplayCall& call) {
   const Tensor mask = call.slot("mask");
@@ -99,6 +108,7 @@ Tensor replay(const ReplayCall& call) {
                  .shape = backward_shape,
                  .cpu = backward_cpu,
                  .unfused = backward_unfused},
+    .recompute = make_recompute(),
     .replay = replay,
 });
 

@@ -14,6 +14,7 @@
 
 #include "ops/cpu.h"
 #include "ops/op.h"
+#include "ops/recompute.h"
 
 namespace transformer_ops {
 namespace {
@@ -105,7 +106,8 @@ bool register_glus() {
                                  .width = [](const Attributes&,
                                              int64_t width) { return width < 0 ? -1 : width / 2; }},
                  .forward = make_forward(row),
-                 .backward = make_backward(row)});
+                 .backward = make_backward(row),
+                 .recompute = recompute_by(make_forward(row))});
   }
   return true;
 }

@@ -4,6 +4,7 @@
 
 #include "ops/cpu.h"
 #include "ops/op.h"
+#include "ops/recompute.h"
 
 namespace transformer_ops {
 namespace {
@@ -50,6 +51,10 @@ void backward_cpu(const Args& args, Tensors& results) {
   });
 }
 
+NormTensors recompute_tensors(const Args& args) {
+  return {args.tensor(1), nullptr, args.tensor(2), nullptr, nullptr};
+}
+
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "L2Normalization",
                     .summary = "x / sqrt(sum(x^2) + eps) over the last dimension",
@@ -66,6 +71,9 @@ void backward_cpu(const Args& args, Tensors& results) {
                            "Tensor rstd, float eps) -> Tensor grad_input",
                  .shape = backward_shape,
                  .cpu = backward_cpu},
+    .recompute = recompute_norm("recompute_l2_normalization(Tensor grad_output, Tensor input, "
+                                "Tensor rstd) -> Tensor output",
+                                recompute_tensors),
 });
 
 }  // namespace

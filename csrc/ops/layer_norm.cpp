@@ -4,6 +4,7 @@
 
 #include "ops/cpu.h"
 #include "ops/op.h"
+#include "ops/recompute.h"
 
 namespace transformer_ops {
 namespace {
@@ -74,6 +75,11 @@ void backward_cpu(const Args& args, Tensors& results) {
                 });
 }
 
+NormTensors recompute_tensors(const Args& args) {
+  return {args.tensor(1),  &args.tensor(2), args.tensor(3),
+          &args.tensor(4), &args.tensor(5), args.flag(6)};
+}
+
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "LayerNorm",
                     .summary = "(x - mean) * rstd * gamma + beta over the trailing dimensions",
@@ -92,6 +98,10 @@ void backward_cpu(const Args& args, Tensors& results) {
                  .shape = backward_shape,
                  .cpu = backward_cpu,
                  .unfused = backward_unfused},
+    .recompute = recompute_norm(
+        "recompute_layer_norm(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, "
+        "Tensor weight, Tensor bias, bool zero_centered_gamma) -> Tensor output",
+        recompute_tensors),
 });
 
 }  // namespace

@@ -35,9 +35,11 @@ void register_pair(TypedOp forward, TypedOp backward) {
 bool register_op(Op op) {
   op.declaration.forward = op.forward.schema;
   op.declaration.backward = op.backward.schema;
+  op.declaration.recompute = op.recompute.schema;
   if (op.replay) replays()[op.declaration.kind] = op.replay;
-  add_declaration(std::move(op.declaration));
+  if (!op.declaration.kind.empty()) add_declaration(std::move(op.declaration));
   register_pair(std::move(op.forward), std::move(op.backward));
+  register_pair(std::move(op.recompute), {});
   return true;
 }
 

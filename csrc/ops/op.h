@@ -19,6 +19,7 @@ struct Op {
   OpDeclaration declaration;
   TypedOp forward = {};
   TypedOp backward = {};
+  TypedOp recompute = {};  // of a cheap producer
   // The op's output, from what was saved instead of the input. Absent where the derivative does not
   // depend on the input's values, or the input is always saved.
   std::function<Tensor(const ReplayCall&)> replay = {};

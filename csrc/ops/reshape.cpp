@@ -18,6 +18,7 @@ int64_t width(const Attributes& attributes, int64_t) {
     .forward = {.schema = "aten::reshape(Tensor input, SymInt[] shape) -> Tensor output"},
     .backward = {.schema = "aten::reshape(Tensor grad_output, SymInt[] input_shape) -> "
                            "Tensor grad_input"},
+    .recompute = {.schema = "aten::reshape(Tensor input, SymInt[] shape) -> Tensor output"},
 });
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include "ops/cpu.h"
 #include "ops/op.h"
+#include "ops/recompute.h"
 
 namespace transformer_ops {
 namespace {
@@ -66,6 +67,10 @@ void backward_cpu(const Args& args, Tensors& results) {
                 });
 }
 
+NormTensors recompute_tensors(const Args& args) {
+  return {args.tensor(1), nullptr, args.tensor(2), &args.tensor(3), nullptr, args.flag(4)};
+}
+
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "RMSNorm",
                     .summary = "x * rstd * gamma over the trailing dimensions",
@@ -83,6 +88,9 @@ void backward_cpu(const Args& args, Tensors& results) {
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
                  .cpu = backward_cpu},
+    .recompute = recompute_norm("recompute_rms_norm(Tensor grad_output, Tensor input, Tensor rstd, "
+                                "Tensor weight, bool zero_centered_gamma) -> Tensor output",
+                                recompute_tensors),
 });
 
 }  // namespace

@@ -94,7 +94,7 @@ class CpuKernel final : public Kernel {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto values = arguments(handle, stack);
-    if (op_.allocates) make_contiguous(values);
+    if (op_.allocates) make_contiguous(values.subspan(op_.reads_first ? 0 : 1));
     const Args args(name_.c_str(), c10::ArrayRef<c10::IValue>(values.data(), values.size()));
     check_devices(args.values());
     Tensors results;

@@ -59,8 +59,9 @@ struct TypedOp {
   // The same as plain differentiable ATen calls: oracle, double backward, torch.func. The results
   // that only serve backward may stay undefined. Absent where the op is the backward of another.
   std::function<Tensors(const Args&)> unfused = {};
-  bool random = false;    // draws from torch's generator
-  bool allocates = true;  // false: `cpu` makes its results itself and takes any strides
+  bool random = false;      // draws from torch's generator
+  bool reads_first = true;  // false: the first tensor only ties the op to backward
+  bool allocates = true;    // false: `cpu` makes its results itself and takes any strides
 };
 
 // Registers schema, CPU kernel, shape rule as Meta kernel, and the clear error for other devices.

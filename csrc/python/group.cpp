@@ -103,8 +103,8 @@ PyObject* wrap(const Tensors& outputs) {
 }  // namespace
 
 Group::Group(const py::list& ops, const py::list& places, const py::list& modules,
-             const py::list& hooked, py::object new_session)
-    : new_session_(std::move(new_session)) {
+             const py::list& hooked, py::object new_session, bool recompute)
+    : new_session_(std::move(new_session)), recompute_(recompute) {
   for (size_t i = 0; i < ops.size(); ++i) {
     OpNode op = node_from(ops[i]);
     const auto rows = py::cast<py::list>(places[i]);
@@ -197,7 +197,7 @@ void Group::write_key(const Tensors& tensors) {
 }
 
 Facts Group::facts_of(const std::string& key) const {
-  Facts facts{.grad_enabled = key[0] != 0};
+  Facts facts{.grad_enabled = key[0] != 0, .recompute = recompute_};
   if (key[2] != kNoAutocast) facts.autocast = to_dtype(static_cast<at::ScalarType>(key[2]));
   size_t next = kHeader;
   facts.input = facts_from(key[next++]);
@@ -404,7 +404,7 @@ void bind_group(py::module_& module) {
                              [](const PlanEntry& entry) { return entry.program != nullptr; })
       .def_readonly("session", &PlanEntry::session);
   py::class_<Group, std::shared_ptr<Group>>(module, "Group")
-      .def(py::init<py::list, py::list, py::list, py::list, py::object>())
+      .def(py::init<py::list, py::list, py::list, py::list, py::object, bool>())
       .def("make_call", &make_call, "The eager call; the group must outlive it.")
       .def("plan", torch::wrap_pybind_function(&Group::plan))
       .def_property_readonly("last", &Group::last)

@@ -43,7 +43,7 @@ class Group {
   // modules: whose `training` counts; hooked: whose hooks forbid this grouping;
   // new_session(): an object with rewrite(fusion id, pass, groups) for one planning call.
   Group(const py::list& ops, const py::list& places, const py::list& modules,
-        const py::list& hooked, py::object new_session);
+        const py::list& hooked, py::object new_session, bool recompute);
 
   // METH_FASTCALL: (input, *extra_inputs) -> tensor, tuple of tensors, or None where Python has to
   // take over (hooks, Python steps, wrong arguments).
@@ -74,6 +74,7 @@ class Group {
   std::vector<py::object> modules_;  // __dict__ of the module of each op
   std::vector<py::object> hook_dicts_;
   py::object new_session_;
+  bool recompute_;
   size_t extra_inputs_ = 0;
   std::string scratch_key_;
   int64_t version_ = -1;

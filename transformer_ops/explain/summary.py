@@ -43,6 +43,8 @@ class StepRow:
     python: bool
     saves: tuple[Slot, ...]
     reads: tuple[str, ...]
+    # Main tensors, "x3" between ops 2 and 3, that the step computes again from what it reads.
+    computes: tuple[str, ...]
 
     @property
     def made_by(self) -> str:
@@ -178,6 +180,7 @@ def _row(
         python=step.python is not None,
         saves=saves,
         reads=reads,
+        computes=_computes(step) if pass_name == "backward" else (),
     )
 
 
@@ -217,8 +220,14 @@ def _reads(plan: Plan, step: Step, saved: SavedBytes | None) -> tuple[str, ...]:
     else:
         names = [a for call in step.instructions for a in call.arguments if isinstance(a, str)]
     parameters = {slot for row in plan.forward for slot, source in row.sources if source[0] == "p"}
-    slots = [name[1:] for name in names if name[0] == "s" and name not in parameters]
+    own = {name for call in step.instructions for name in call.results}
+    slots = [n[1:] for n in names if n[0] == "s" and n not in parameters and n not in own]
     return tuple(dict.fromkeys(slots))
+
+
+def _computes(step: Step) -> tuple[str, ...]:
+    names = [name for call in step.instructions for name in call.results]
+    return tuple(name for name in names if name.startswith("x"))
 
 
 def _links(plan: Plan, basic_ops: Sequence[BasicOperation]) -> list[Link]:

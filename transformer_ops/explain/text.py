@@ -71,7 +71,10 @@ def link_text(link: Link) -> str:
 
 def reads_text(row: StepRow) -> str:
     """What a backward step reads of what forward kept."""
-    return "needs no gradient" if row.skipped else ", ".join(row.reads)
+    if row.skipped:
+        return "needs no gradient"
+    again = f"computes {', '.join(row.computes)} again from " if row.computes else ""
+    return again + ", ".join(row.reads)
 
 
 def _group(group: Group, title: str) -> list[str]:

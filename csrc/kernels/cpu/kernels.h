@@ -66,6 +66,9 @@ struct Kernels {
                           int64_t h);
   void (*l2_norm_backward)(DType, const void* grad_y, const void* x, const void* rstd, void* grad_x,
                            int64_t rows, int64_t h);
+  // y = (x - mean) rstd gamma + beta from the statistics of a norm; mean is null for the others
+  void (*normalize)(DType, const void* x, const void* mean, const void* rstd, const void* gamma,
+                    const void* beta, void* y, int64_t rows, int64_t h);
 
   // ---- bias: acc arrays of h; column sums are added to, and sum values not yet rounded ----
   void (*column_sum)(DType, const void* x, void* out, int64_t rows, int64_t h);

@@ -6,6 +6,7 @@
 #include "elementwise.h"
 #include "glu.h"
 #include "norm.h"
+#include "normalize.h"
 #include "tables.h"
 
 namespace transformer_ops::cpu {
@@ -29,6 +30,7 @@ constexpr Kernels make_table(const char* isa) {
       .rms_norm_backward = rms_norm_backward,
       .l2_norm_forward = l2_norm_forward,
       .l2_norm_backward = l2_norm_backward,
+      .normalize = normalize,
       .column_sum = column_sum,
       .bias_add = bias_add,
       .activation_bias_backward = activation_bias_backward,

@@ -12,6 +12,8 @@ bool declare() {
                    .forward = "square(Tensor input) -> Tensor output",
                    .backward = "square_backward(Tensor grad_output, Tensor input) -> "
                                "Tensor grad_input",
+                   .recompute = "recompute_square(Tensor grad_output, Tensor input) -> "
+                                "Tensor output",
                    .dtype = DTypeRule::Autocast});
   add_declaration({.kind = "Product",
                    .summary = "x W^T",
@@ -26,12 +28,16 @@ bool declare() {
                    .summary = "x + b",
                    .parameters = {"shift"},
                    .forward = "shift(Tensor input, Tensor shift) -> Tensor output",
-                   .backward = "shift_backward(Tensor grad_output) -> Tensor grad_shift"});
+                   .backward = "shift_backward(Tensor grad_output) -> Tensor grad_shift",
+                   .recompute = "recompute_shift(Tensor grad_output, Tensor input, Tensor shift) "
+                                "-> Tensor output"});
   add_declaration({.kind = "Scale",
                    .summary = "x * factor",
                    .attributes = {"factor"},
                    .forward = "scale(Tensor input, float factor) -> Tensor output",
-                   .backward = "scale(Tensor grad_output, float factor) -> Tensor grad_input"});
+                   .backward = "scale(Tensor grad_output, float factor) -> Tensor grad_input",
+                   .recompute = "recompute_scale(Tensor grad_output, Tensor input, float factor) "
+                                "-> Tensor output"});
   add_declaration({.kind = "Norm",
                    .summary = "x / |x|",
                    .attributes = {"eps"},
@@ -39,6 +45,8 @@ bool declare() {
                    .forward = "norm(Tensor input, float eps) -> (Tensor output, Tensor rstd)",
                    .backward = "norm_backward(Tensor grad_output, Tensor input, Tensor rstd) -> "
                                "Tensor grad_input",
+                   .recompute = "recompute_norm(Tensor grad_output, Tensor input, Tensor rstd) -> "
+                                "Tensor output",
                    .dtype = DTypeRule::Autocast});
   add_declaration({.kind = "Mask",
                    .summary = "x where a bit is set",
@@ -46,6 +54,8 @@ bool declare() {
                    .forward = "mask(Tensor input, bool save_mask) -> (Tensor output, Tensor mask)",
                    .backward = "mask_backward(Tensor grad_output, Tensor mask) -> "
                                "Tensor grad_input",
+                   .recompute = "recompute_mask(Tensor grad_output, Tensor input, Tensor mask) -> "
+                                "Tensor output",
                    .inactive = [](const Attributes&, bool training) { return !training; }});
   add_declaration({.kind = "Same", .summary = "x"});
   add_declaration({.kind = "View",

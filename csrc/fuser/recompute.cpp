@@ -1,0 +1,211 @@
+#include "fuser/recompute.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "fuser/declaration.h"
+
+namespace transformer_ops {
+namespace {
+
+using Kind = Value::Kind;
+
+// Boundaries between which ops only hand the tensor on count as one: the first of them.
+class Recompute {
+ public:
+  Recompute(Plan& plan, const std::vector<DType>& dtypes) : plan_(plan), dtypes_(dtypes) {
+    for (const Step& step : plan_.forward) {
+      forward_steps_.insert(forward_steps_.end(), step.ops.size(), &step);
+    }
+  }
+
+  void run() {
+    for (const Step& step : plan_.backward) find_reads(step);
+    for (auto step = plan_.backward.rbegin(); step != plan_.backward.rend(); ++step) {
+      if (!step->skipped) rewrite(*step);
+    }
+    for (Step& step : plan_.forward) {
+      std::erase_if(step.saves, [&](const Save& save) { return replaced_.contains(save.slot); });
+    }
+  }
+
+ private:
+  // Of the main tensor at a boundary in backward.
+  enum class State {
+    Lost,      // not there
+    Kept,      // saved by forward
+    Computed,  // computed again
+  };
+
+  const OpDeclaration& row(int op) const { return declaration(plan_.ops[op].kind); }
+
+  bool is_native(int op) const { return plan_.ops[op].native; }
+
+  bool hands_on(int op) const {
+    if (!is_native(op)) return false;
+    const PlannedOp& planned = plan_.ops[op];
+    const bool inactive = row(op).inactive && row(op).inactive(planned.attributes, planned.training);
+    return inactive || row(op).forward_schema.empty();
+  }
+
+  int first_same(int boundary) const {
+    while (boundary > 0 && hands_on(boundary - 1)) --boundary;
+    return boundary;
+  }
+
+  // The dtype in which an op takes its main tensor.
+  DType input_dtype(int op) const { return forward_steps_[op]->compute.value_or(dtypes_[op]); }
+
+  // ---- what backward reads
+
+  void find_reads(const Step& step) {
+    if (step.skipped) return;
+    for (const Value& slot : slots_of(step)) {
+      read_.insert(slot);
+      if (is_main(slot)) main_slots_[first_same(slot.op)].push_back(slot);
+    }
+  }
+
+  static bool is_main(const Value& value) {
+    return value.kind == Kind::Slot && value.name == "input";
+  }
+
+  std::vector<Value> slots_of(const Step& step) const {
+    std::vector<Value> slots;
+    for (const Instruction& instruction : step.instructions) {
+      for (const Argument& argument : instruction.arguments) {
+        const auto* value = std::get_if<Value>(&argument);
+        if (value != nullptr && value->kind == Kind::Slot) slots.push_back(*value);
+      }
+    }
+    // A joint Python step saves what it likes; another may read every slot of its native ops.
+    if (!step.python || step.joint) return slots;
+    for (const int op : step.ops) {
+      if (!is_native(op)) continue;
+      for (const Slot& slot : row(op).slots) slots.push_back({Kind::Slot, op, slot.name});
+    }
+    return slots;
+  }
+
+  // ---- what can be computed again
+
+  State state(int boundary) {
+    boundary = first_same(boundary);
+    if (const auto known = states_.find(boundary); known != states_.end()) return known->second;
+    const State kept = main_slots_.contains(boundary) ? State::Kept : State::Lost;
+    return states_[boundary] = can_compute(boundary) ? State::Computed : kept;
+  }
+
+  bool can_compute(int boundary) {
+    const int op = boundary - 1;
+    if (op < 0 || !is_native(op) || row(op).recompute_schema.empty()) return false;
+    return std::ranges::all_of(row(op).recompute_schema.arguments, [&](const auto& field) {
+      if (field.name == "input") return has_input(op);
+      const auto& slots = row(op).slots;
+      const bool is_slot = std::ranges::find(slots, field.name, &Slot::name) != slots.end();
+      return !is_slot || read_.contains({Kind::Slot, op, field.name});
+    });
+  }
+
+  bool has_input(int op) {
+    const State found = state(op);
+    if (found == State::Computed) return computed_dtype(op) == input_dtype(op);
+    return found == State::Kept && kept_slot(op) != nullptr;
+  }
+
+  // The dtype in which the main tensor at a boundary is computed again.
+  DType computed_dtype(int boundary) const { return input_dtype(first_same(boundary) - 1); }
+
+  // A slot that holds the input of `op` as `op` took it; null where there is none.
+  const Value* kept_slot(int op) const {
+    const Value* found = nullptr;
+    for (const Value& slot : main_slots_.at(first_same(op))) {
+      if (slot.op == op) return &slot;
+      if (input_dtype(slot.op) == input_dtype(op)) found = &slot;
+    }
+    return found;
+  }
+
+  // ---- rewriting backward
+
+  void rewrite(Step& step) {
+    std::vector<Instruction> before;
+    for (Instruction& instruction : step.instructions) {
+      for (Argument& argument : instruction.arguments) {
+        const auto* slot = std::get_if<Value>(&argument);
+        if (slot != nullptr && is_computed(*slot)) argument = compute_slot(*slot, step, before);
+      }
+    }
+    if (step.python && !step.joint) {
+      for (const Value& slot : slots_of(step)) {
+        if (!is_computed(slot)) continue;
+        const Value value = compute_slot(slot, step, before);
+        if (value != slot) before.push_back({.arguments = {value}, .results = {slot}});
+      }
+    }
+    step.instructions.insert(step.instructions.begin(), before.begin(), before.end());
+  }
+
+  bool is_computed(const Value& slot) {
+    return is_main(slot) && state(slot.op) == State::Computed;
+  }
+
+  Value compute_slot(const Value& slot, const Step& step, std::vector<Instruction>& code) {
+    replaced_.insert(slot);
+    const Value computed = compute(slot.op, step, code);
+    const auto cast_to = forward_steps_[slot.op]->compute;
+    if (!cast_to || *cast_to == computed_dtype(slot.op)) return computed;
+    // The gradient of an op's output has the dtype that the op computed in.
+    code.push_back({"recompute_cast", {gradient(step), computed}, {slot}});
+    return slot;
+  }
+
+  Value compute(int boundary, const Step& step, std::vector<Instruction>& code) {
+    boundary = first_same(boundary);
+    const Value result{Kind::Main, boundary};
+    if (!written_.insert(boundary).second) return result;
+    const int op = boundary - 1;
+    const Schema& schema = row(op).recompute_schema;
+    Instruction call{.target = schema.name, .results = {result}};
+    for (const auto& field : schema.arguments) {
+      call.arguments.push_back(argument(op, field.name, step, code));
+    }
+    code.push_back(std::move(call));
+    return result;
+  }
+
+  Argument argument(int op, const std::string& name, const Step& step,
+                    std::vector<Instruction>& code) {
+    if (name == "grad_output") return gradient(step);
+    if (name == "input") {
+      return state(op) == State::Computed ? compute(op, step, code) : *kept_slot(op);
+    }
+    const auto& parameters = row(op).parameters;
+    if (std::ranges::find(parameters, name) != parameters.end()) {
+      return Value{Kind::Parameter, op, name};
+    }
+    const auto attribute = plan_.ops[op].attributes.find(name);
+    if (attribute != plan_.ops[op].attributes.end()) return attribute->second;
+    return Value{Kind::Slot, op, name};
+  }
+
+  static Value gradient(const Step& step) { return {Kind::Grad, step.last() + 1}; }
+
+  Plan& plan_;
+  const std::vector<DType>& dtypes_;
+  std::vector<const Step*> forward_steps_;  // per op
+  std::set<Value> read_;
+  std::map<int, std::vector<Value>> main_slots_;  // by boundary
+  std::map<int, State> states_;                   // by boundary
+  std::set<int> written_;                         // boundaries computed by an earlier step
+  std::set<Value> replaced_;
+};
+
+}  // namespace
+
+void recompute_cheap_outputs(Plan& plan, const std::vector<DType>& dtypes) {
+  Recompute(plan, dtypes).run();
+}
+
+}  // namespace transformer_ops

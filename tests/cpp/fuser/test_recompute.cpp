@@ -1,0 +1,164 @@
+// What backward computes again instead of reading it from a slot.
+#include <gtest/gtest.h>
+
+#include "toy.h"
+
+namespace transformer_ops {
+namespace {
+
+using toy::nodes;
+using toy::ScopedRule;
+using toy::steps_text;
+
+Facts recomputing(const std::vector<OpNode>& ops) {
+  Facts facts = toy::facts(ops);
+  facts.recompute = true;
+  return facts;
+}
+
+Plan recomputing_plan(const std::vector<OpNode>& ops) { return toy::plan(ops, recomputing(ops)); }
+
+// The slots that forward saves, parameters left out.
+std::string saved(const Plan& plan) {
+  std::string text;
+  for (const Step& step : plan.forward) {
+    for (const Save& save : step.saves) {
+      if (save.source.kind != Value::Kind::Parameter) text += to_text(save.slot) + " ";
+    }
+  }
+  return text;
+}
+
+TEST(Recompute, TheStepThatReadsAnOutputComputesIt) {
+  const Plan plan = recomputing_plan(nodes({"Norm", "Product", "Square", "Product"}));
+  EXPECT_EQ(steps_text(plan), R"(first_backward 0
+forward Norm ops=[0]
+  x1, s0.rstd = norm(x0, 1e-05)
+  save s0.input=x0, s0.rstd=s0.rstd
+forward Product ops=[1]
+  x2 = product(x1, p1.weight)
+  save s1.weight=p1.weight
+forward Square ops=[2]
+  x3 = square(x2)
+  save s2.input=x2
+forward Product ops=[3]
+  x4 = product(x3, p3.weight)
+  save s3.weight=p3.weight
+backward Norm ops=[0]
+  g0 = norm_backward(g1, s0.input, s0.rstd)
+backward Product ops=[1]
+  x1 = recompute_norm(g2, s0.input, s0.rstd)
+  g1, dp1.weight = product_backward(g2, x1, s1.weight, [true, true])
+backward Square ops=[2]
+  g2 = square_backward(g3, s2.input)
+backward Product ops=[3]
+  x3 = recompute_square(g4, s2.input)
+  g3, dp3.weight = product_backward(g4, x3, s3.weight, [true, true])
+)");
+  EXPECT_EQ(to_text(parse_plan(to_text(plan))), to_text(plan));
+}
+
+TEST(Recompute, IsOffUnlessAskedFor) {
+  const auto ops = nodes({"Norm", "Product"});
+  EXPECT_EQ(saved(toy::plan(ops)), "s0.input s0.rstd s1.input ");
+}
+
+TEST(Recompute, GoesBackThroughChains) {
+  const Plan plan =
+      recomputing_plan(nodes({"Product", "Square", "Shift", "Same", "Mask", "Scale", "Product"}));
+  EXPECT_EQ(saved(plan), "s0.input s1.input s4.mask ");
+  const std::string text = to_text(plan);
+  EXPECT_NE(text.find(R"(backward Product ops=[6]
+  x2 = recompute_square(g7, s1.input)
+  x3 = recompute_shift(g7, x2, p2.shift)
+  x5 = recompute_mask(g7, x3, s4.mask)
+  x6 = recompute_scale(g7, x5, 2.0)
+  g6, dp6.weight = product_backward(g7, x6, s6.weight, [true, true])
+)"),
+            std::string::npos)
+      << text;
+}
+
+TEST(Recompute, IsDoneOnceForSeveralReaders) {
+  const Plan plan = recomputing_plan(nodes({"Norm", "Square", "Product"}));
+  EXPECT_EQ(saved(plan), "s0.input s0.rstd ");
+  const std::string text = to_text(plan);
+  EXPECT_NE(text.find("g1 = square_backward(g2, x1)\n"), std::string::npos) << text;
+  EXPECT_EQ(text.find("x1 = recompute_norm"), text.rfind("x1 = recompute_norm")) << text;
+}
+
+TEST(Recompute, KeepsWhatNothingKeptLeadsTo) {
+  // Nobody keeps the input of a Scale, a Shift or a Mask.
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Scale", "Product"}))), "s1.input ");
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Product", "Shift", "Product"}))), "s0.input s2.input ");
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Mask", "Product"}))), "s0.mask s1.input ");
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Add", "Product"}))), "s1.input ");
+}
+
+TEST(Recompute, KeepsWhatAProducerWithoutBackwardGives) {
+  const auto ops = nodes({"Norm", "Product"});
+  Facts facts = recomputing(ops);
+  facts.input.requires_grad = false;
+  EXPECT_EQ(saved(toy::plan(ops, facts)), "s1.input ");
+}
+
+TEST(Recompute, ASecondNameOfAKeptTensorStays) {
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Product", "Same", "Product", "Square", "Same"}))),
+            "s0.input s2.input s3.input ");
+}
+
+TEST(Recompute, CastsWhereForwardDid) {
+  const auto ops = nodes({"Square", "Product"});
+  Facts facts = recomputing(ops);
+  facts.parameters[1][0].dtype = DType::BFloat16;
+  const std::string text = to_text(toy::plan(ops, facts));
+  EXPECT_NE(text.find(R"(
+  x1 = recompute_square(g2, s0.input)
+  s1.input = recompute_cast(g2, x1)
+  g1, dp1.weight = product_backward(g2, s1.input, s1.weight, [true, true]))"),
+            std::string::npos)
+      << text;
+}
+
+TEST(Recompute, WorksAcrossFusions) {
+  const ScopedRule forward(toy::forward_rule()), backward(toy::backward_rule());
+  const Plan plan = recomputing_plan(nodes({"Norm", "Product", "Shift", "Square", "Product"}));
+  EXPECT_EQ(saved(plan), "s0.input s0.rstd s3.input ");
+  EXPECT_EQ(plan.forward[1].name, "product_shift_square");
+}
+
+TEST(Recompute, AJointFusionKeepsItsOwnWhereNothingLeadsToIt) {
+  const ScopedRule joint(toy::joint_rule());
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Square", "Product"}))), "s1.input ");
+}
+
+TEST(Recompute, FeedsAPythonStepThroughItsSlots) {
+  const auto ops = nodes({"Norm", "Product"});
+  const toy::ScopedUserFusion fusion("mine", Pass::Backward);
+  const auto take_product = [](const Fusion&, const std::vector<Group>& groups) {
+    std::vector<Group> taken = groups;
+    taken[1].python = 2;
+    taken[1].name = "Mine";
+    return taken;
+  };
+  const Plan plan = make_plan(ops, recomputing(ops), take_product).plan;
+  EXPECT_EQ(saved(plan), "s0.input s0.rstd ");
+  EXPECT_NE(to_text(plan).find(R"(
+backward Mine ops=[1] python=2
+  x1 = recompute_norm(g2, s0.input, s0.rstd)
+  s1.input = x1
+)"),
+            std::string::npos)
+      << to_text(plan);
+}
+
+TEST(Verify, AValueComputedAgainMustBeWrittenFirst) {
+  std::string text = to_text(recomputing_plan(nodes({"Norm", "Product"})));
+  const std::string line = "  x1 = recompute_norm(g2, s0.input, s0.rstd)\n";
+  text.erase(text.find(line), line.size());
+  EXPECT_NE(toy::error_of([&] { parse_plan(text); }).find("must read what was written before"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace transformer_ops
