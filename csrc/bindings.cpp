@@ -106,6 +106,7 @@ std::vector<std::optional<at::Tensor>> unfused(const std::string& name,
 
 PYBIND11_MODULE(_C, module) {
   bind_group(module);
+  bind_memory(module);
   module.def("add_user_fusion",
              [](const std::string& name, const std::string& pass, const std::string& origin,
                 bool prepend) { return add_user_fusion(name, pass_from(pass), origin, prepend); });

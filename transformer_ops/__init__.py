@@ -27,6 +27,7 @@ from .registry import (  # noqa: E402
 from .sequential import Sequential  # noqa: E402
 
 _library.register()
+memory = _import_module(".memory", __name__)
 testing = _import_module(".testing", __name__)
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "Plan",
     "Sequential",
     "fusions",
+    "memory",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",

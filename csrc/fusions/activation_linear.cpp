@@ -17,7 +17,7 @@ TensorSpecs forward_shape(const Args& args) { return {linear_output(args), like(
 
 void forward_cpu(const Args& args, Tensors& results) {
   const Tensor input = args.tensor(0).contiguous();
-  Tensor activated = at::detail::empty_cpu(input.sizes(), input.scalar_type());
+  Tensor activated = empty_cpu(input.sizes(), input.scalar_type());
   activation_forward_cpu(activation_named(args.text(2)), input, activated, {});
   results = {linear_cpu(activated, args.tensor(1)), activated};
 }

@@ -4,6 +4,7 @@
 
 #include "ops/activation.h"
 #include "ops/bias.h"
+#include "ops/buffer.h"
 #include "ops/linear.h"
 #include "ops/op.h"
 
@@ -27,14 +28,13 @@ void forward_cpu(const Args& args, Tensors& results) {
   const ActivationRow& row = row_of(args);
   const bool save = args.flag(4);
   const Tensor sum = linear_cpu(args.tensor(0), args.tensor(1), args.tensor(2));
-  const auto empty = [](at::ScalarType dtype) { return at::detail::empty_cpu({0}, dtype); };
+  const auto empty = [](at::ScalarType dtype) { return empty_cpu({0}, dtype); };
   if (row.keeps_mask) {
-    Tensor mask =
-        save ? at::detail::empty_cpu({(sum.numel() + 7) / 8}, at::kByte) : empty(at::kByte);
+    Tensor mask = save ? empty_cpu({(sum.numel() + 7) / 8}, at::kByte) : empty(at::kByte);
     activation_forward_cpu(row, sum, sum, save ? mask : Tensor());
     results = {sum, mask};
   } else if (save) {
-    Tensor output = at::detail::empty_cpu(sum.sizes(), sum.scalar_type());
+    Tensor output = empty_cpu(sum.sizes(), sum.scalar_type());
     activation_forward_cpu(row, sum, output, {});
     results = {output, sum};
   } else {

@@ -24,7 +24,7 @@ at::Tensor to_accumulate(const at::Tensor& parameter, const at::Tensor& like, do
   if (parameter.scalar_type() == dtype && add == 0.0) return parameter;
   // The kernel converts from any dtype to that dtype's own compute type.
   if (accumulate_dtype(parameter.scalar_type()) != dtype) return parameter.to(dtype).add(add);
-  at::Tensor result = at::detail::empty_cpu(parameter.sizes(), dtype);
+  at::Tensor result = empty_cpu(parameter.sizes(), dtype);
   kernels().convert_to_acc(kernel_dtype(parameter), parameter.const_data_ptr(),
                            result.mutable_data_ptr(), add, parameter.numel());
   return result;
@@ -51,7 +51,7 @@ void sum_rows(int64_t rows, int64_t width, const at::Tensor& like, std::span<at:
     return;
   }
   const auto count = static_cast<int64_t>(results.size());
-  at::Tensor sums = at::detail::empty_cpu({parts, count, width}, accumulate);
+  at::Tensor sums = empty_cpu({parts, count, width}, accumulate);
   sums.zero_();
   auto* data = static_cast<char*>(sums.mutable_data_ptr());
   const int64_t bytes = width * static_cast<int64_t>(sums.element_size());

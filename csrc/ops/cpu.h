@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels/cpu/kernels.h"
+#include "ops/buffer.h"
 
 namespace transformer_ops::cpu {
 

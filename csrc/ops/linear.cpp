@@ -25,10 +25,17 @@ Tensor transposed(const Tensor& matrix) {
   return at::native::as_strided_tensorimpl(matrix, sizes, strides, matrix.storage_offset());
 }
 
+// left right, into recycled memory: mm alone would take fresh memory each time.
+Tensor product(const Tensor& left, const Tensor& right) {
+  Tensor result = empty_cpu({left.size(0), right.size(1)}, left.scalar_type());
+  at::cpu::mm_out(result, left, right);
+  return result;
+}
+
 // Every row is the bias: where the product's sums start.
 Tensor repeat_rows(const Tensor& bias, int64_t count) {
   const Tensor row = bias.contiguous();
-  Tensor rows = at::detail::empty_cpu({count, row.size(0)}, row.scalar_type());
+  Tensor rows = empty_cpu({count, row.size(0)}, row.scalar_type());
   const cpu::Rows out{rows, row.size(0)};
   cpu::parallel(out.count(), out.width, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -104,7 +111,7 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
                             ? input.reshape({input.numel() / weight.size(1), weight.size(1)})
                             : as_matrix(input);
   if (!bias.defined()) {
-    return with_last_size(at::cpu::mm(matrix, transposed(weight)), input, weight.size(0));
+    return with_last_size(product(matrix, transposed(weight)), input, weight.size(0));
   }
   Tensor output = repeat_rows(bias, matrix.size(0));
   at::cpu::addmm_(output, matrix, transposed(weight));
@@ -118,14 +125,14 @@ Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, cons
                           : grad_output.reshape({grad_output.numel() / width, width});
   Tensors grads(2, Tensor());
   if (weight.defined()) {
-    grads[0] = with_last_size(at::cpu::mm(grad, weight), grad_output, weight.size(1));
+    grads[0] = with_last_size(product(grad, weight), grad_output, weight.size(1));
   }
   if (input.defined()) {
     const Tensor matrix = input.dim() == 2 ? input : input.reshape({grad.size(0), input.size(-1)});
-    grads[1] = at::cpu::mm(transposed(grad), matrix);
+    grads[1] = product(transposed(grad), matrix);
   }
   for (Tensor& result : grads) {
-    if (!result.defined()) result = at::detail::empty_cpu({0}, grad_output.scalar_type());
+    if (!result.defined()) result = empty_cpu({0}, grad_output.scalar_type());
   }
   return grads;
 }

@@ -12,6 +12,7 @@
 #include <span>
 
 #include "fuser/schema.h"
+#include "ops/buffer.h"
 
 namespace transformer_ops {
 namespace {
@@ -122,7 +123,7 @@ class CpuKernel final : public Kernel {
     Tensors results;
     results.reserve(specs.size());
     for (const auto& spec : specs) {
-      results.emplace_back(at::detail::empty_cpu(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype));
+      results.emplace_back(empty_cpu(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype));
     }
     return results;
   }

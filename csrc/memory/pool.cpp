@@ -1,0 +1,283 @@
+#include "memory/pool.h"
+
+#include <algorithm>
+#include <limits>
+#include <new>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#include <sanitizer/asan_interface.h>
+#endif
+#endif
+// Idle memory is poisoned for the address sanitizer: use after free is seen though nothing is
+// freed.
+#ifndef ASAN_POISON_MEMORY_REGION
+#define ASAN_POISON_MEMORY_REGION(data, bytes) ((void)(data), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(data, bytes) ((void)(data), (void)(bytes))
+#endif
+
+namespace transformer_ops::memory {
+namespace {
+
+constexpr size_t kPage = 4096;
+// Requests of less than a quarter of it share one mapping, so that huge pages serve them too.
+constexpr size_t kChunk = size_t{64} << 20;
+// What stayed idle through so many allocations, some tens of training steps, is given back.
+constexpr uint64_t kWindow = 4096;
+// Below this, idle memory goes back to the system before fresh memory is taken.
+constexpr size_t kReserve = size_t{256} << 20;
+// To ask for the system's memory takes as long as to touch a quarter of a megabyte.
+constexpr size_t kCheckEvery = size_t{16} << 20;
+constexpr size_t kAll = std::numeric_limits<size_t>::max();
+
+size_t round_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
+
+}  // namespace
+
+Pool::Pool(size_t limit, const System& system) : system_(system), limit_(limit) {}
+
+Pool::~Pool() {
+  release(kAll);
+  drop_fresh();
+}
+
+void* Pool::allocate(size_t bytes) noexcept {
+  if (bytes > kAll / 2) return nullptr;
+  const size_t size = round_up(std::max<size_t>(bytes, 1), kPage);
+  const std::lock_guard lock(mutex_);
+  if (++allocations_ % kWindow == 0) end_window();
+  try {
+    char* data = take_idle(size);
+    if (data != nullptr) {
+      ++stats_.hits;
+    } else {
+      data = take_fresh(size);
+      if (data == nullptr) return nullptr;
+      ++stats_.misses;
+    }
+    ASAN_UNPOISON_MEMORY_REGION(data, bytes);
+    return data;
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
+void Pool::free(void* data) noexcept {
+  const std::lock_guard lock(mutex_);
+  const auto range = ranges_.find(static_cast<char*>(data));
+  ASAN_POISON_MEMORY_REGION(data, range->second.size);
+  stats_.in_use_bytes -= range->second.size;
+  range->second.last_use = allocations_;
+  join(range);
+  const size_t limit = this->limit();
+  if (stats_.idle_bytes > limit) release(stats_.idle_bytes - limit);
+}
+
+size_t Pool::trim() noexcept {
+  const std::lock_guard lock(mutex_);
+  const size_t idle = stats_.idle_bytes;
+  release(kAll);
+  drop_fresh();
+  return idle;
+}
+
+void Pool::set_limit(size_t limit) noexcept {
+  const std::lock_guard lock(mutex_);
+  limit_.store(limit, std::memory_order_relaxed);
+  if (stats_.idle_bytes > limit) release(stats_.idle_bytes - limit);
+}
+
+Stats Pool::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+// The low end of the smallest idle range that is large enough, or null.
+char* Pool::take_idle(size_t size) {
+  const auto found = idle_.lower_bound({size, nullptr});
+  if (found == idle_.end()) return nullptr;
+  const auto range = ranges_.find(found->second);
+  char* const rest = range->first + size;
+  const size_t rest_size = range->second.size - size;
+  if (rest_size > 0) {
+    // All that may throw comes before any change.
+    IdleSet node;
+    node.emplace(rest_size, rest);
+    ranges_.emplace(rest, Range{rest_size, false, range->second.last_use, {}});
+    idle_.insert(node.extract(node.begin()));
+    stats_.idle_bytes += rest_size;
+  }
+  unset_idle(range);
+  use(range, size);
+  return range->first;
+}
+
+// Memory that was never used, after what is idle right below it; null where there is none.
+char* Pool::take_fresh(size_t size) {
+  const auto idle_below = [this] {
+    auto range = fresh_ == nullptr ? ranges_.begin() : ranges_.lower_bound(fresh_);
+    if (range == ranges_.begin()) return ranges_.end();
+    --range;
+    const bool ends_there = range->first + range->second.size == fresh_;
+    return ends_there && !range->second.in_use ? range : ranges_.end();
+  };
+  auto below = idle_below();
+  size_t have = below == ranges_.end() ? 0 : below->second.size;
+  if (fresh_bytes_ < size - have) {
+    if (!map_fresh(size)) return nullptr;
+    below = idle_below();
+    have = below == ranges_.end() ? 0 : below->second.size;
+  }
+  const size_t more = size - have;
+  if (below == ranges_.end()) {
+    IdleSet node;
+    node.emplace(size, fresh_);
+    below = ranges_.emplace(fresh_, Range{size, false, 0, {}}).first;
+    below->second.node = node.extract(node.begin());
+  } else {
+    unset_idle(below);
+  }
+  fresh_ += more;
+  fresh_bytes_ -= more;
+  use(below, size);
+  return below->first;
+}
+
+bool Pool::map_fresh(size_t size) {
+  make_room(size);
+  // The rest of a huge page is in memory already.
+  if (fresh_bytes_ < kHugePage) {
+    retire_fresh();
+  } else {
+    drop_fresh();
+  }
+  const size_t least = round_up(size, kHugePage);
+  size_t bytes = size < kChunk / 4 ? kChunk : least;
+  void* data = system_.map(bytes);
+  if (data == nullptr && bytes != least) data = system_.map(bytes = least);
+  if (data == nullptr) {
+    release(kAll);
+    data = system_.map(bytes);
+  }
+  if (data == nullptr) return false;
+  ASAN_POISON_MEMORY_REGION(data, bytes);
+  fresh_ = static_cast<char*>(data);
+  fresh_bytes_ = bytes;
+  return true;
+}
+
+void Pool::retire_fresh() {
+  if (fresh_bytes_ == 0) return;
+  IdleSet node;
+  node.emplace(fresh_bytes_, fresh_);
+  const auto range = ranges_.emplace(fresh_, Range{fresh_bytes_, false, allocations_, {}}).first;
+  range->second.node = node.extract(node.begin());
+  fresh_ = nullptr;
+  fresh_bytes_ = 0;
+  join(range);
+}
+
+void Pool::drop_fresh() {
+  if (fresh_bytes_ == 0) return;
+  char* const data = std::exchange(fresh_, nullptr);
+  const size_t bytes = std::exchange(fresh_bytes_, 0);
+  ASAN_UNPOISON_MEMORY_REGION(data, bytes);
+  system_.unmap(data, bytes);
+}
+
+void Pool::use(Ranges::iterator range, size_t bytes) {
+  range->second.size = bytes;
+  range->second.in_use = true;
+  stats_.in_use_bytes += bytes;
+  stats_.peak_in_use_bytes = std::max(stats_.peak_in_use_bytes, stats_.in_use_bytes);
+  stats_.peak_held_bytes =
+      std::max(stats_.peak_held_bytes, stats_.in_use_bytes + stats_.idle_bytes);
+  peak_ = std::max(peak_, stats_.in_use_bytes);
+  least_idle_ = std::min(least_idle_, stats_.idle_bytes);
+}
+
+void Pool::set_idle(Ranges::iterator range) {
+  Range& row = range->second;
+  row.in_use = false;
+  row.node.value() = {row.size, range->first};
+  idle_.insert(std::move(row.node));
+  stats_.idle_bytes += row.size;
+}
+
+void Pool::unset_idle(Ranges::iterator range) {
+  range->second.node = idle_.extract({range->second.size, range->first});
+  stats_.idle_bytes -= range->second.size;
+}
+
+// Makes one idle range of this one and its idle neighbours.
+void Pool::join(Ranges::iterator range) {
+  const auto absorb_next = [this](Ranges::iterator first) {
+    const auto next = std::next(first);
+    if (next == ranges_.end() || next->second.in_use) return;
+    if (first->first + first->second.size != next->first) return;
+    unset_idle(next);
+    first->second.size += next->second.size;
+    first->second.last_use = std::max(first->second.last_use, next->second.last_use);
+    ranges_.erase(next);
+  };
+  absorb_next(range);
+  set_idle(range);
+  if (range == ranges_.begin()) return;
+  const auto previous = std::prev(range);
+  if (previous->second.in_use || previous->first + previous->second.size != range->first) return;
+  unset_idle(previous);
+  absorb_next(previous);
+  set_idle(previous);
+}
+
+// Idle memory that did not fit a request makes room for fresh memory: beyond a quarter of what was
+// in use at most lately, and where the system is short.
+void Pool::make_room(size_t size) {
+  const size_t held = stats_.in_use_bytes + stats_.idle_bytes;
+  const size_t peak = std::max({peak_, previous_peak_, stats_.in_use_bytes + size});
+  const size_t most = peak + peak / 4;
+  if (held + size > most) release(held + size - most);
+  mapped_since_check_ += size;
+  if (mapped_since_check_ < kCheckEvery) return;
+  mapped_since_check_ = 0;
+  const size_t available = system_.available();
+  if (available < size + kReserve) release(size + kReserve - available);
+}
+
+// Gives idle memory back to the system, what was used longest ago first.
+void Pool::release(size_t bytes) {
+  const auto last_use = [this](const auto& idle) {
+    return ranges_.find(idle.second)->second.last_use;
+  };
+  while (bytes > 0 && !idle_.empty()) {
+    const auto oldest = bytes >= stats_.idle_bytes
+                            ? idle_.begin()
+                            : std::ranges::min_element(idle_, std::less{}, last_use);
+    const auto range = ranges_.find(oldest->second);
+    const size_t size = range->second.size;
+    // The high end: requests take the low one.
+    const size_t cut = bytes >= size ? size : std::min(size, round_up(bytes, kHugePage));
+    char* const data = range->first + size - cut;
+    unset_idle(range);
+    if (cut == size) {
+      ranges_.erase(range);
+    } else {
+      range->second.size -= cut;
+      set_idle(range);
+    }
+    ASAN_UNPOISON_MEMORY_REGION(data, cut);
+    system_.unmap(data, cut);
+    stats_.released_bytes += cut;
+    bytes -= std::min(bytes, cut);
+  }
+}
+
+void Pool::end_window() {
+  release(least_idle_);
+  least_idle_ = stats_.idle_bytes;
+  previous_peak_ = std::exchange(peak_, stats_.in_use_bytes);
+}
+
+}  // namespace transformer_ops::memory

@@ -1,0 +1,17 @@
+// Tensors on recycled memory: what ops, fusions and the executor make their CPU results with.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "memory/pool.h"
+
+namespace transformer_ops {
+
+// A contiguous CPU tensor, contents undefined. Its memory goes back to the pool with the last
+// reference to its storage, in whichever thread.
+at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype);
+
+// Of the process; it outlives every tensor. Its first limit is TRANSFORMER_OPS_POOL_LIMIT.
+memory::Pool& pool();
+
+}  // namespace transformer_ops
