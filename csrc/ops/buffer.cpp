@@ -74,9 +74,10 @@ memory::Pool& pool() {
 }
 
 at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype) {
-  static PooledAllocator allocator;
+  // Never deleted either: storages refer to it.
+  static auto* const allocator = new PooledAllocator;
   static constexpr c10::DispatchKeySet keys(c10::DispatchKey::CPU);
-  return at::Tensor(at::detail::empty_generic(sizes, &allocator, keys, dtype, std::nullopt));
+  return at::Tensor(at::detail::empty_generic(sizes, allocator, keys, dtype, std::nullopt));
 }
 
 }  // namespace transformer_ops
