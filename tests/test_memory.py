@@ -457,9 +457,10 @@ def test_a_request_that_no_machine_can_serve() -> None:
     torch.testing.assert_close(gelu(y), torch.nn.functional.gelu(y, approximate="tanh"))
 
 
-def failing(error: Exception) -> Callable[..., object]:
+def failing(text: str) -> Callable[..., object]:
+    # A new error each time: one kept here would keep, by its traceback, the graph that keeps it.
     def hook(*args: object) -> object:
-        raise error
+        raise ValueError(text)
 
     return hook
 
@@ -469,10 +470,10 @@ def test_an_exception_in_the_middle_of_a_step_leaks_nothing() -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     in_use = memory.stats().in_use_bytes
     y = module(x)
-    y.register_hook(failing(ValueError("in backward")))
+    y.register_hook(failing("in backward"))
     with pytest.raises(ValueError, match="in backward"):
         y.sum().backward()
-    with torch.autograd.graph.saved_tensors_hooks(failing(ValueError("in forward")), lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(failing("in forward"), lambda t: t):
         with pytest.raises(ValueError, match="in forward"):
             module(x)
     with pytest.raises(RuntimeError, match="must end in dimensions"):

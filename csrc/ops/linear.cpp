@@ -25,7 +25,8 @@ Tensor transposed(const Tensor& matrix) {
   return at::native::as_strided_tensorimpl(matrix, sizes, strides, matrix.storage_offset());
 }
 
-// left right, into recycled memory: mm alone would take fresh memory each time.
+// left right, into recycled memory: mm alone would take fresh memory each time. Contiguous copies
+// of the operands, transposed results and mkldnn's linear were measured too: none is 3 % faster.
 Tensor product(const Tensor& left, const Tensor& right) {
   Tensor result = empty_cpu({left.size(0), right.size(1)}, left.scalar_type());
   at::cpu::mm_out(result, left, right);

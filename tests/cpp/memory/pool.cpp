@@ -134,6 +134,19 @@ TEST_F(PoolTest, IdleMemoryBelowFreshMemoryGrows) {
   pool.free(a);
 }
 
+#if !defined(__SANITIZE_ADDRESS__)  // poisoning takes memory of its own
+TEST_F(PoolTest, BlocksBeyondFourGigabytes) {
+  constexpr size_t kBytes = (size_t{5} << 30) + 12345;
+  auto* const data = static_cast<char*>(take(kBytes));
+  data[0] = data[kBytes - 1] = 7;
+  EXPECT_GE(pool.stats().in_use_bytes, kBytes);
+  pool.free(data);
+  EXPECT_EQ(take(kBytes), data);
+  EXPECT_TRUE(data[0] == 7 && data[kBytes - 1] == 7);
+  pool.free(data);
+}
+#endif
+
 // A step of training in which forward, backward and the optimizer use different sizes.
 void step(Pool& pool, size_t unit) {
   std::vector<void*> saved, grads;
