@@ -57,4 +57,50 @@ def cases() -> Iterator[Case]:
     yield Case("linear_bias", "forward", lambda: before(tops.Linear(16, 24)), (1, 2))
 
 
-CASES = list(cases())
+GLUS: dict[str, dict[str, float]] = {
+    "GLU": {},
+    "GEGLU": {},
+    "QGEGLU": {},
+    "ReGLU": {},
+    "SReGLU": {},
+    "SwiGLU": {"glu_interleave_size": 4},
+    "SiTUGLU": {"beta1": 0.5, "beta2": 2.0},
+    "ClampedSwiGLU": {"limit": 0.8, "glu_linear_offset": 0.5},
+}
+
+
+def residual(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
+    """x + f(x), with ops in front so that x wants a gradient."""
+    split = tops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
+    join = tops.AddExtraInput().set_extra_input_channel(0, "x")
+    return before(split, *made, join)
+
+
+def backward_cases() -> Iterator[Case]:
+    """The rows of backward fusions."""
+    for norm in (tops.LayerNorm, tops.RMSNorm):
+        name = "layer_norm_residual" if norm is tops.LayerNorm else "rms_norm_residual"
+        hidden = lambda n=norm: residual(n(16), tops.SiLU())  # noqa: E731
+        yield Case(name, "backward", hidden, (1, 2), "hidden")
+        visible = lambda n=norm: before(tops.MakeExtraOutput(), n(16))  # noqa: E731
+        yield Case(name, "backward", visible, (1, 2), "visible")
+        centered = lambda n=norm: residual(n(16, zero_centered_gamma=True))  # noqa: E731
+        yield Case(name, "backward", centered, (1, 2), "zero-centered")
+    linear = lambda: residual(tops.Linear(16, 24), tops.SiLU(), tops.Linear(24, 16))  # noqa: E731
+    yield Case("linear_residual", "backward", linear, (1, 2), "hidden")
+    linear = lambda: before(tops.MakeExtraOutput(), tops.BasicLinear(16, 24))  # noqa: E731
+    yield Case("linear_residual", "backward", linear, (1, 2), "visible")
+    linear = lambda: before(tops.BasicLinear(16, 24), tops.ConstantScale(-0.7))  # noqa: E731
+    yield Case("linear_scale", "backward", linear, (1, 2))
+    dropout = lambda: before(tops.Linear(16, 24), tops.Dropout(0.3))  # noqa: E731
+    yield Case("dropout_bias", "backward", dropout, (2, 3))
+    alone = lambda: before(tops.Bias(16), tops.Dropout(1.0), tops.Bias(16))  # noqa: E731
+    yield Case("dropout_bias", "backward", alone, (1, 2), "all dropped, without Linear")
+    for kind, arguments in GLUS.items():
+        glu = lambda k=kind, a=arguments: before(tops.Linear(16, 48), getattr(tops, k)(**a))  # noqa: E731
+        yield Case("glu_bias", "backward", glu, (2, 3), kind)
+    alone = lambda: before(tops.Bias(16), tops.SwiGLU())  # noqa: E731
+    yield Case("glu_bias", "backward", alone, (1, 2), "without Linear")
+
+
+CASES = [*cases(), *backward_cases()]
