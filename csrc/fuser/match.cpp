@@ -13,8 +13,8 @@ bool Match::input_requires_grad() const {
     for (const TensorFacts& parameter : facts.parameters[i]) {
       if (parameter.requires_grad) return true;
     }
-    from_caller += std::ranges::count_if(
-        ops[i].sources, [](const auto& source) { return !source.has_value(); });
+    from_caller += std::ranges::count_if(ops[i].sources,
+                                         [](const auto& source) { return !source.has_value(); });
   }
   const auto begin = facts.extra_inputs.begin();
   return std::any_of(begin, begin + static_cast<std::ptrdiff_t>(from_caller),

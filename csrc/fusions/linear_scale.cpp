@@ -8,9 +8,9 @@ namespace {
 TensorSpecs shape(const Args& args) { return linear_backward_outputs(args, 0, 1, 2, 4); }
 
 void backward_cpu(const Args& args, Tensors& results) {
-  results = linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? args.tensor(1) : Tensor(),
-                                args.flag(4, 0) ? args.tensor(2) : Tensor(),
-                                {.scale = args.number(3)});
+  results =
+      linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? args.tensor(1) : Tensor(),
+                          args.flag(4, 0) ? args.tensor(2) : Tensor(), {.scale = args.number(3)});
 }
 
 Tensors backward_unfused(const Args& args) {

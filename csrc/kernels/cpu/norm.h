@@ -300,8 +300,9 @@ void l2_norm_forward(DType dtype, const void* x, double eps, void* y, void* rstd
 void l2_norm_backward(DType dtype, const void* grad_y, const void* x, const void* rstd,
                       void* grad_x, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    root_norm_backward_rows<T, false, NoResidual<T>>(as<T>(grad_y), as<T>(x), as<Acc<T>>(rstd), nullptr,
-                                                1.0, nullptr, as<T>(grad_x), nullptr, rows, h);
+    root_norm_backward_rows<T, false, NoResidual<T>>(as<T>(grad_y), as<T>(x), as<Acc<T>>(rstd),
+                                                     nullptr, 1.0, nullptr, as<T>(grad_x), nullptr,
+                                                     rows, h);
   });
 }
 

@@ -50,10 +50,10 @@ TEST_P(NormResidual, LayerNorm) {
                // The sums of the last of several calls; nobody wants those of wide ones.
                grad_gamma = Array(acc, h);
                grad_beta = Array(acc, h);
-               k.layer_norm_residual_backward(
-                   dtype, wide, g.data(), x.data(), mean.data(), rstd.data(), weight, residual,
-                   grad_x, wide ? nullptr : grad_gamma.data(), wide ? nullptr : grad_beta.data(),
-                   rows, h);
+               k.layer_norm_residual_backward(dtype, wide, g.data(), x.data(), mean.data(),
+                                              rstd.data(), weight, residual, grad_x,
+                                              wide ? nullptr : grad_gamma.data(),
+                                              wide ? nullptr : grad_beta.data(), rows, h);
              }},
             rows * h);
       for (int64_t i = 0; i < h; ++i) {
