@@ -39,6 +39,11 @@ nearly matched
   linear_bias_activation (forward) at 4-5: the ops end where it needs GELU or QGELU or ReLU or SReLU
       or SiLU
   activation_bias (backward) at 5: the ops end where it needs GELU or QGELU or ReLU or SReLU or SiLU
+  dropout_bias (backward) at 5: the ops end where it needs Dropout
+  glu_bias (backward) at 5: the ops end where it needs GLU or GEGLU or QGEGLU or ReGLU or SReGLU or
+      SwiGLU or SiTUGLU or ClampedSwiGLU
+  linear_scale (backward) at 1-3: op 2 is Bias where it needs ConstantScale
+  linear_scale (backward) at 4-5: op 5 is Bias where it needs ConstantScale
 """.rstrip()
 
 
