@@ -195,7 +195,10 @@ def test_reason_another_kind() -> None:
 
 def test_reason_taken_by_an_earlier_rule() -> None:
     explanation = called(relu_mlp())
-    assert reasons(explanation, "linear_bias") == ["op 2 is taken by activation_linear"]
+    assert reasons(explanation, "linear_bias") == ["op 2 is ReLU where it needs Bias"]
+    module = tops.Sequential(tops.Linear(16, 64), tops.ReLU(), tops.Linear(64, 16, bias=False))
+    taken = ["op 2 is taken by activation_linear"]
+    assert reasons(called(module), "linear_bias_activation") == taken
 
 
 def test_reason_of_a_guard() -> None:
