@@ -48,6 +48,12 @@ FUSED = {
     "activation_linear": lambda: [tops.ReLU(), tops.Linear(16, 24)],
     "activation_bias": lambda: [tops.Bias(16), tops.GELU()],
     "linear_bias": lambda: [tops.Linear(16, 24)],
+    "layer_norm_residual": lambda: [tops.MakeExtraOutput(), tops.LayerNorm(16)],
+    "rms_norm_residual": lambda: [tops.MakeExtraOutput(), tops.RMSNorm(16)],
+    "linear_residual": lambda: [tops.MakeExtraOutput(), tops.Linear(16, 24)],
+    "linear_scale": lambda: [tops.BasicLinear(16, 24), tops.ConstantScale(0.5)],
+    "dropout_bias": lambda: [tops.Linear(16, 24), tops.Dropout(0.3)],
+    "glu_bias": lambda: [tops.Linear(16, 24), tops.SwiGLU(glu_interleave_size=4)],
 }
 
 

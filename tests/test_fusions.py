@@ -2,51 +2,15 @@
 
 import copy
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 import pytest
 import torch
+from fusion_cases import CASES
+from helpers import as_tuple
 from user_fusions import SingleSquare, gradients
 
 import transformer_ops as tops
 
-ACTIVATIONS = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU"]
-
-
-class Case(NamedTuple):
-    """A fusion, ops on which it fires, and the basic ops that it covers."""
-
-    rule: str
-    pass_name: str
-    make: object
-    covers: tuple[int, ...]
-    extra: str = ""
-
-    def __str__(self):
-        return f"{self.rule}{self.extra and '-' + self.extra}"
-
-
-def before(*made):
-    """A norm in front, so that the input of the fused op wants a gradient as well."""
-    return [tops.LayerNorm(16), *made]
-
-
-def cases():
-    for name in ACTIVATIONS:
-        activation = getattr(tops, name)
-        block = lambda a=activation: before(tops.Linear(16, 24), a(), tops.L2Normalization())  # noqa: E731
-        yield Case("linear_bias_activation", "forward", block, (1, 2, 3), name)
-        yield Case("activation_bias", "backward", block, (2, 3), name)
-        alone = lambda a=activation: before(tops.Bias(16), a())  # noqa: E731
-        yield Case("activation_bias", "backward", alone, (1, 2), name + " without Linear")
-    for name in ("ReLU", "SReLU"):
-        activation = getattr(tops, name)
-        block = lambda a=activation: before(a(), tops.Linear(16, 24))  # noqa: E731
-        yield Case("activation_linear", "forward_backward", block, (1, 2), name)
-    yield Case("linear_bias", "forward", lambda: before(tops.Linear(16, 24)), (1, 2))
-
-
-CASES = list(cases())
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -57,6 +21,12 @@ def unfused():
         for handle in tops.fusions():
             stack.enter_context(handle.disabled())
         yield
+
+
+def seeded(function, *arguments):
+    """The call from one state of torch's generator."""
+    torch.manual_seed(3)
+    return function(*arguments)
 
 
 def names(plan, pass_name, ops):
@@ -92,7 +62,7 @@ def test_every_rule_has_a_case():
 @every_case
 def test_the_plan_has_it(case):
     module = tops.Sequential(*case.make())
-    module(torch.randn(3, 16))
+    module(*case.inputs(torch.randn(3, 16)))
     (plan,) = module.plans()
     for pass_name in ("forward", "backward"):
         found = names(plan, pass_name, case.covers)
@@ -100,7 +70,7 @@ def test_the_plan_has_it(case):
     joint = [step for step in plan.forward + plan.backward if step.joint]
     assert len(joint) == (2 if case.pass_name == "forward_backward" else 0)
     with unfused():
-        module(torch.randn(3, 16))
+        module(*case.inputs(torch.randn(3, 16)))
         assert all(len(step.ops) == 1 for step in module.plans()[0].forward)
     assert str(tops.Plan.parse(str(plan))) == str(plan)
 
@@ -111,14 +81,16 @@ def test_the_numbers(case, dtype):
     """As near to float64 as the unfused ops are: it rounds no more often."""
     module = tops.Sequential(*case.make())
     module.to(dtype)
-    x = torch.randn(7, 5, 16).to(dtype)
+    inputs = case.inputs(torch.randn(7, 5, 16).to(dtype))
     with unfused():
-        plain = gradients(module, x)
-        want = gradients(copy.deepcopy(module).double(), x.double())
-    for exact, other, fused in zip(want, plain, gradients(module, x), strict=True):
+        plain = gradients(module, *inputs)
+        want = gradients(copy.deepcopy(module).double(), *(t.double() for t in inputs))
+    for exact, other, fused in zip(want, plain, gradients(module, *inputs), strict=True):
         assert fused.dtype == other.dtype
         error, allowed = ((t.double() - exact).norm() for t in (fused, other))
-        assert error <= 1.1 * allowed + 2 * torch.finfo(dtype).eps * exact.norm()
+        # In float64 `exact` itself is rounded, and no better.
+        roundings = 8 if dtype == torch.float64 else 2
+        assert error <= 1.1 * allowed + roundings * torch.finfo(dtype).eps * exact.norm()
 
 
 @every_case
@@ -126,9 +98,10 @@ def test_the_numbers(case, dtype):
 def test_shapes_and_layouts(case, shape):
     module = tops.Sequential(*case.make())
     for x in (torch.randn(shape), torch.randn(*shape, 2)[..., 0]):
+        inputs = case.inputs(x)
         with unfused():
-            want = gradients(module, x)
-        for a, b in zip(gradients(module, x), want, strict=True):
+            want = gradients(module, *inputs)
+        for a, b in zip(gradients(module, *inputs), want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -136,26 +109,28 @@ def test_shapes_and_layouts(case, shape):
 @pytest.mark.parametrize("grad", [True, False])
 def test_fullgraph(case, grad):
     module = tops.Sequential(*case.make())
-    x = torch.randn(4, 16)
+    inputs = case.inputs(torch.randn(4, 16))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     with torch.set_grad_enabled(grad):
-        torch.testing.assert_close(compiled(x), module(x))
+        torch.testing.assert_close(seeded(compiled, *inputs), seeded(module, *inputs))
     if grad:
-        for a, b in zip(gradients(compiled, x), gradients(module, x), strict=True):
+        for a, b in zip(gradients(compiled, *inputs), gradients(module, *inputs), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @every_case
 def test_the_python_walker_gives_the_same(case):
     fuser = tops.OperationFuser(case.make())
-    x = torch.randn(4, 16, requires_grad=True)
-    parameters = [t for op in fuser._basic_ops for t in op._parameter_tensors()]
-    given = torch.randn_like(fuser(x))
-    want = torch.autograd.grad(fuser(x), [x, *parameters], given)
+    inputs = [t.requires_grad_() for t in case.inputs(torch.randn(4, 16))]
+    leaves = [*inputs, *(t for op in fuser._basic_ops for t in op._parameter_tensors())]
+    outputs = as_tuple(seeded(fuser, *inputs))
+    given = [torch.randn_like(output) for output in outputs]
+    want = torch.autograd.grad(outputs, leaves, given)
     walker = fuser._last_walker()
-    (output,) = walker.run([x, *parameters], [{} for _ in walker.basic_ops])
-    assert torch.equal(output, fuser(x))
-    for a, b in zip(torch.autograd.grad(output, [x, *parameters], given), want, strict=True):
+    walked = seeded(walker.run, leaves, [{} for _ in walker.basic_ops])
+    for a, b in zip(walked, outputs, strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(torch.autograd.grad(walked, leaves, given), want, strict=True):
         assert torch.equal(a, b)
 
 
@@ -166,23 +141,23 @@ def test_frozen_parameters(case, frozen):
     module = tops.Sequential(*case.make())
     parameters = list(module.parameters())
     parameters[frozen % len(parameters)].requires_grad_(False)
-    x = torch.randn(4, 16)
+    inputs = case.inputs(torch.randn(4, 16))
     with unfused():
-        want = gradients(module, x)
-    for a, b in zip(gradients(module, x), want, strict=True):
+        want = gradients(module, *inputs)
+    for a, b in zip(gradients(module, *inputs), want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @every_case
 def test_second_derivatives(case):
     module = tops.Sequential(*case.make()).double()
-    x = torch.rand(3, 16, dtype=torch.float64, requires_grad=True)
+    inputs = [t.requires_grad_() for t in case.inputs(torch.rand(3, 16, dtype=torch.float64))]
 
     def second():
-        (grad,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-        return torch.autograd.grad(
-            grad.square().sum(), [x, *module.parameters()], allow_unused=True
-        )
+        loss = sum(output.square().sum() for output in as_tuple(seeded(module, *inputs)))
+        grads = torch.autograd.grad(loss, inputs, create_graph=True)
+        loss = sum(grad.square().sum() for grad in grads)
+        return torch.autograd.grad(loss, [*inputs, *module.parameters()], allow_unused=True)
 
     with unfused():
         want = second()

@@ -195,6 +195,7 @@ class AddNorm(tops.FusedOperation):
 def gradients(module, x: Tensor, *extra: Tensor, **kwargs) -> list[Tensor]:
     """Outputs, then the gradients of inputs and parameters under fixed output gradients."""
     inputs = [t.detach().clone().requires_grad_() for t in (x, *extra)]
+    torch.manual_seed(3)
     found = module(*inputs, **kwargs)
     outputs = found if isinstance(found, tuple) else (found,)
     torch.manual_seed(5)

@@ -26,7 +26,16 @@ Tensor as_matrix(const Tensor& tensor);
 // x W^T [+ b] for any number of leading dimensions.
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias = {});
 
+// What a fused op adds to the gradients on the way.
+struct LinearGradients {
+  double scale = 1.0;    // of both
+  Tensor residual = {};  // is added to grad_input
+};
+
 // An undefined input or weight gives an empty gradient for the other.
-Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& weight);
+Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                            const LinearGradients& fused = {});
+Tensors linear_backward_unfused(const Tensor& grad_output, const Tensor& input,
+                                const Tensor& weight);
 
 }  // namespace transformer_ops

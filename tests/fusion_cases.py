@@ -1,0 +1,106 @@
+"""A row for each built-in fusion; `test_fusions.py` runs every property on each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import transformer_ops as tops
+
+ACTIVATIONS = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU"]
+
+
+class Case(NamedTuple):
+    """A fusion, ops on which it fires, and the basic ops that it covers.
+
+    The first op takes rows of 16. `extra_inputs` of the input's shape come from the caller.
+    """
+
+    rule: str
+    pass_name: str
+    make: Callable[[], list[tops.FusibleOperation]]
+    covers: tuple[int, ...]
+    extra: str = ""
+    extra_inputs: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.rule}{self.extra and '-' + self.extra}"
+
+    def inputs(self, x: Tensor) -> list[Tensor]:
+        """The main input and the extra inputs."""
+        generator = torch.Generator().manual_seed(7)
+        shapes = [x.shape] * self.extra_inputs
+        return [x, *(torch.randn(shape, generator=generator).to(x.dtype) for shape in shapes)]
+
+
+def before(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
+    """A norm in front, so that the input of the fused op wants a gradient as well."""
+    return [tops.LayerNorm(16), *made]
+
+
+def cases() -> Iterator[Case]:
+    """All rows."""
+    for name in ACTIVATIONS:
+        activation = getattr(tops, name)
+        block = lambda a=activation: before(tops.Linear(16, 24), a(), tops.L2Normalization())  # noqa: E731
+        yield Case("linear_bias_activation", "forward", block, (1, 2, 3), name)
+        yield Case("activation_bias", "backward", block, (2, 3), name)
+        alone = lambda a=activation: before(tops.Bias(16), a())  # noqa: E731
+        yield Case("activation_bias", "backward", alone, (1, 2), name + " without Linear")
+    for name in ("ReLU", "SReLU"):
+        activation = getattr(tops, name)
+        block = lambda a=activation: before(a(), tops.Linear(16, 24))  # noqa: E731
+        yield Case("activation_linear", "forward_backward", block, (1, 2), name)
+    yield Case("linear_bias", "forward", lambda: before(tops.Linear(16, 24)), (1, 2))
+
+
+GLUS: dict[str, dict[str, float]] = {
+    "GLU": {},
+    "GEGLU": {},
+    "QGEGLU": {},
+    "ReGLU": {},
+    "SReGLU": {},
+    "SwiGLU": {"glu_interleave_size": 4},
+    "SiTUGLU": {"beta1": 0.5, "beta2": 2.0},
+    "ClampedSwiGLU": {"limit": 0.8, "glu_linear_offset": 0.5},
+}
+
+
+def residual(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
+    """x + f(x), with ops in front so that x wants a gradient."""
+    split = tops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
+    join = tops.AddExtraInput().set_extra_input_channel(0, "x")
+    return before(split, *made, join)
+
+
+def backward_cases() -> Iterator[Case]:
+    """The rows of backward fusions."""
+    for norm in (tops.LayerNorm, tops.RMSNorm):
+        name = "layer_norm_residual" if norm is tops.LayerNorm else "rms_norm_residual"
+        hidden = lambda n=norm: residual(n(16), tops.SiLU())  # noqa: E731
+        yield Case(name, "backward", hidden, (1, 2), "hidden")
+        visible = lambda n=norm: before(tops.MakeExtraOutput(), n(16))  # noqa: E731
+        yield Case(name, "backward", visible, (1, 2), "visible")
+        centered = lambda n=norm: residual(n(16, zero_centered_gamma=True))  # noqa: E731
+        yield Case(name, "backward", centered, (1, 2), "zero-centered")
+    linear = lambda: residual(tops.Linear(16, 24), tops.SiLU(), tops.Linear(24, 16))  # noqa: E731
+    yield Case("linear_residual", "backward", linear, (1, 2), "hidden")
+    linear = lambda: before(tops.MakeExtraOutput(), tops.BasicLinear(16, 24))  # noqa: E731
+    yield Case("linear_residual", "backward", linear, (1, 2), "visible")
+    linear = lambda: before(tops.BasicLinear(16, 24), tops.ConstantScale(-0.7))  # noqa: E731
+    yield Case("linear_scale", "backward", linear, (1, 2))
+    dropout = lambda: before(tops.Linear(16, 24), tops.Dropout(0.3))  # noqa: E731
+    yield Case("dropout_bias", "backward", dropout, (2, 3))
+    alone = lambda: before(tops.Bias(16), tops.Dropout(1.0), tops.Bias(16))  # noqa: E731
+    yield Case("dropout_bias", "backward", alone, (1, 2), "all dropped, without Linear")
+    for kind, arguments in GLUS.items():
+        glu = lambda k=kind, a=arguments: before(tops.Linear(16, 48), getattr(tops, k)(**a))  # noqa: E731
+        yield Case("glu_bias", "backward", glu, (2, 3), kind)
+    alone = lambda: before(tops.Bias(16), tops.SwiGLU())  # noqa: E731
+    yield Case("glu_bias", "backward", alone, (1, 2), "without Linear")
+
+
+CASES = [*cases(), *backward_cases()]
