@@ -48,6 +48,8 @@ def forward_tensor(argument, name, dtype):
         shape = (OUT,) if "linear" in name else (WIDTH,)
     else:
         shape = (ROWS, WIDTH)
+    if argument.name == "extra_input" and "linear" in name:
+        shape = (ROWS, OUT)
     return torch.randn(shape, dtype=dtype)
 
 
@@ -94,6 +96,7 @@ def samples(name, dtype=torch.float64):
     activations = ["gelu"]
     if "str" in kinds:
         activations = ["relu", "srelu"] if "activation_linear" in name else list(_activations())
+        activations = sorted(GLUS) if "glu" in kinds.values() else activations
     interleaves = [0, 4] if "glu_interleave_size" in kinds.values() else [0]
     if "zero_centered_gamma" in kinds.values():
         interleaves = [0, 1]
