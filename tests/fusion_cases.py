@@ -112,8 +112,7 @@ def forward_cases() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    """All rows."""
-    yield from forward_cases()
+    """Rows of rules without a residual or a GLU."""
     for name in ACTIVATIONS:
         activation = getattr(tops, name)
         block = lambda a=activation: before(tops.Linear(16, 24), a(), tops.L2Normalization())  # noqa: E731
@@ -128,4 +127,38 @@ def cases() -> Iterator[Case]:
     yield Case("linear_bias", "forward", lambda: before(tops.Linear(16, 24)), (1, 2))
 
 
-CASES = list(cases())
+def residual(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
+    """x + f(x), with ops in front so that x wants a gradient."""
+    split = tops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
+    join = tops.AddExtraInput().set_extra_input_channel(0, "x")
+    return before(split, *made, join)
+
+
+def backward_cases() -> Iterator[Case]:
+    """The rows of backward fusions."""
+    for norm in (tops.LayerNorm, tops.RMSNorm):
+        name = "layer_norm_residual" if norm is tops.LayerNorm else "rms_norm_residual"
+        hidden = lambda n=norm: residual(n(16), tops.SiLU())  # noqa: E731
+        yield Case(name, "backward", hidden, (1, 2), "hidden")
+        visible = lambda n=norm: before(tops.MakeExtraOutput(), n(16))  # noqa: E731
+        yield Case(name, "backward", visible, (1, 2), "visible")
+        centered = lambda n=norm: residual(n(16, zero_centered_gamma=True))  # noqa: E731
+        yield Case(name, "backward", centered, (1, 2), "zero-centered")
+    linear = lambda: residual(tops.Linear(16, 24), tops.SiLU(), tops.Linear(24, 16))  # noqa: E731
+    yield Case("linear_residual", "backward", linear, (1, 2), "hidden")
+    linear = lambda: before(tops.MakeExtraOutput(), tops.BasicLinear(16, 24))  # noqa: E731
+    yield Case("linear_residual", "backward", linear, (1, 2), "visible")
+    linear = lambda: before(tops.BasicLinear(16, 24), tops.ConstantScale(-0.7))  # noqa: E731
+    yield Case("linear_scale", "backward", linear, (1, 2))
+    dropout = lambda: before(tops.Linear(16, 24), tops.Dropout(0.3))  # noqa: E731
+    yield Case("dropout_bias", "backward", dropout, (2, 3))
+    alone = lambda: before(tops.Bias(16), tops.Dropout(1.0), tops.Bias(16))  # noqa: E731
+    yield Case("dropout_bias", "backward", alone, (1, 2), "all dropped, without Linear")
+    for name, glu in GLUS.items():
+        block = lambda g=glu: before(tops.Linear(16, 48), g())  # noqa: E731
+        yield Case("glu_bias", "backward", block, (2, 3), name)
+    alone = lambda: before(tops.Bias(16), tops.SwiGLU())  # noqa: E731
+    yield Case("glu_bias", "backward", alone, (1, 2), "without Linear")
+
+
+CASES = [*cases(), *forward_cases(), *backward_cases()]

@@ -88,7 +88,9 @@ def test_the_numbers(case, dtype):
     for exact, other, fused in zip(want, plain, gradients(module, *inputs), strict=True):
         assert fused.dtype == other.dtype
         error, allowed = ((t.double() - exact).norm() for t in (fused, other))
-        assert error <= 1.1 * allowed + 2 * torch.finfo(dtype).eps * exact.norm()
+        # In float64 `exact` itself is rounded, and no better.
+        roundings = 8 if dtype == torch.float64 else 2
+        assert error <= 1.1 * allowed + roundings * torch.finfo(dtype).eps * exact.norm()
 
 
 @every_case

@@ -27,6 +27,15 @@ def forward_of(name):
     return found[0] if found else None
 
 
+# For backward ops without a forward of their own: which forward keeps what they read.
+KEEPS = {
+    "layer_norm_residual_backward": "layer_norm",
+    "rms_norm_residual_backward": "rms_norm",
+    "linear_residual_backward": "linear",
+    "linear_scale_backward": "linear",
+}
+
+
 def constant(argument, name, activation, interleave):
     kind = str(argument.type)
     if kind == "float":
@@ -38,7 +47,7 @@ def constant(argument, name, activation, interleave):
     if kind == "str":
         return activation
     assert kind.startswith("List[bool]"), (name, argument)
-    return [True, True]
+    return [True] * len(op(name)._schema.returns)
 
 
 def forward_tensor(argument, name, dtype):
@@ -65,15 +74,16 @@ def forward_sample(name, dtype, activation, interleave):
 def backward_sample(name, dtype, activation, interleave):
     """From a run of its forward; by hand for a backward that has none."""
     arguments = op(name)._schema.arguments
-    forward = forward_of(name)
+    forward = forward_of(name) or KEEPS.get(name)
     values = {"grad_extra_output": torch.randn(ROWS, WIDTH, dtype=dtype)}
     if name == "activation_linear_backward":
         # Away from zero, where its mask jumps.
         values["activated"] = 0.5 + torch.rand(ROWS, WIDTH, dtype=dtype)
     values["kept"] = torch.randn(ROWS, WIDTH, dtype=dtype)
+    mask = torch.randint(256, (ROWS * WIDTH // 8,), dtype=torch.uint8)
     if activation == "relu":
-        values["kept"] = torch.randint(256, (ROWS * WIDTH // 8,), dtype=torch.uint8)
-    output = torch.empty(ROWS, WIDTH)
+        values["kept"] = mask
+    output = torch.empty(ROWS, WIDTH // 2 if activation in GLUS else WIDTH)
     if forward is not None:
         sample = forward_sample(forward, dtype, activation, interleave)
         results = op(forward)(*sample)
@@ -83,6 +93,7 @@ def backward_sample(name, dtype, activation, interleave):
         made = {r.name: v for r, v in zip(schema.returns, results, strict=True)}
         values = made | values
         output = results[0]
+    values = {"input": torch.randn(ROWS, WIDTH, dtype=dtype), "mask": mask} | values
     values["grad_output"] = torch.randn(output.shape, dtype=dtype)
     for argument in arguments:
         if argument.name not in values:

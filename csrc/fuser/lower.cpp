@@ -301,6 +301,19 @@ class Lowering {
     return compute;
   }
 
+  // With the gradients of the op's extra outputs: from the caller, and from ops that read them.
+  DType promote_extra_grads(DType dtype, int op) const {
+    for (int k = 0; k < ops_[op].extra_outputs; ++k) {
+      dtype = promote(dtype, dtypes_[op]);
+      for (int reader = op + 1; reader < size(); ++reader) {
+        const auto& sources = ops_[reader].sources;
+        if (std::ranges::find(sources, OpNode::Source{op, k}) == sources.end()) continue;
+        dtype = promote(dtype, dtypes_[reader + 1]);
+      }
+    }
+    return dtype;
+  }
+
   bool must_cast_parameters(const Step& step, DType compute) const {
     return std::ranges::any_of(step.ops, [&](int op) {
       if (!ops_[op].native || declaration(ops_[op].kind).dtype != DTypeRule::Parameter)
@@ -323,7 +336,11 @@ class Lowering {
     const auto compute = compute_dtype(step);
     step.cast_parameters = compute && must_cast_parameters(step, *compute);
     if (step.cast_parameters) step.compute = compute;
-    const DType produced = compute.value_or(dtypes_[step.last() + 1]);
+    DType produced = compute.value_or(dtypes_[step.last() + 1]);
+    // Alone, such an op returns its main gradient's dtype; a fused one adds before it rounds.
+    if (step.ops.size() > 1) {
+      for (const int op : step.ops) produced = promote_extra_grads(produced, op);
+    }
     const DType wanted = dtypes_[step.first()];
     if (wanted != DType::Unknown && produced != wanted) step.result = wanted;
   }

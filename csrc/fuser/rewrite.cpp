@@ -87,9 +87,9 @@ class Rewriter {
     const std::string place = "op " + std::to_string(group.first);
     const bool kind_fits = std::ranges::find(rule.pattern[k], op.kind) != rule.pattern[k].end();
     const bool taken = group.count > 1 || group.rule || (group.python && op.native);
-    if (taken) return place + " is taken by " + group.name;
-    if (!op.native) return place + " is a Python op";
+    if (!op.native && !taken) return place + " is a Python op";
     if (!kind_fits) return place + " is " + op.kind + " where it needs " + wanted;
+    if (taken) return place + " is taken by " + group.name;
     return "";
   }
 

@@ -31,6 +31,10 @@ struct Match {
   bool parameter_requires_grad(int k, int i) const {
     return facts.grad_enabled && facts.parameters[first + k][i].requires_grad;
   }
+  // Does anybody want the gradient of the first op's input?
+  bool input_requires_grad() const;
+  // Does the caller or another op see the extra output of op k?
+  bool extra_output_is_read(int k) const;
 };
 
 // Where a schema field of a fused op comes from when its name alone does not say.

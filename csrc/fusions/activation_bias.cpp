@@ -43,11 +43,6 @@ Tensors backward_unfused(const Args& args) {
   return {grad, grad.sum_to_size_symint({grad.sym_size(-1)})};
 }
 
-std::optional<std::string> why_not(const Match& match) {
-  if (match.parameter_requires_grad(0, 0)) return std::nullopt;
-  return "the bias needs no gradient";
-}
-
 Bindings bind(const Match& match) {
   const ActivationRow& row = activation_of_kind(match.kind(1));
   return {{"activation", Attribute(row.name)},
@@ -59,7 +54,7 @@ Bindings bind(const Match& match) {
              .pass = Pass::Backward,
              .benefit = 20,
              .pattern = {{"Bias"}, activation_kinds()},
-             .why_not = why_not,
+             .why_not = no_bias_gradient,
              .bind = bind},
     .backward = {.schema = "activation_bias_backward(Tensor grad_output, Tensor kept, "
                            "str activation) -> (Tensor grad_input, Tensor grad_bias)",

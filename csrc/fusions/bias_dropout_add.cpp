@@ -2,6 +2,7 @@
 //                           └───► mask      ▲ residual
 #include <ATen/ops/dropout.h>
 
+#include "fuser/registry.h"
 #include "ops/add_extra_input.h"
 #include "ops/cpu.h"
 #include "ops/dropout.h"
@@ -61,20 +62,31 @@ Bindings bind(const Match& match) {
   return bindings;
 }
 
-[[maybe_unused]] const bool registered = register_fused_op({
-    .rule = {.name = "bias_dropout_add",
-             .pass = Pass::Forward,
-             .benefit = 50,
-             .pattern = {{"Bias"}, {"Dropout"}, {"AddExtraInput"}},
-             .why_not = why_not,
-             .bind = bind},
-    .forward = {.schema = "bias_dropout_add(Tensor input, Tensor bias, Tensor extra_input, "
-                          "float p, bool save_mask) -> (Tensor output, Tensor mask)",
-                .shape = shape,
-                .cpu = forward_cpu,
-                .unfused = forward_unfused,
-                .random = true},
-});
+TypedOp typed_op() {
+  return {.schema =
+              "bias_dropout_add(Tensor input, Tensor bias, Tensor extra_input, float p, "
+              "bool save_mask) -> (Tensor output, Tensor mask)",
+          .shape = shape,
+          .cpu = forward_cpu,
+          .unfused = forward_unfused,
+          .random = true};
+}
+
+// Who calls the typed op itself gets the gradients of the mask it drew.
+bool register_forward() {
+  add_rule({.name = "bias_dropout_add",
+            .pass = Pass::Forward,
+            .benefit = 50,
+            .pattern = {{"Bias"}, {"Dropout"}, {"AddExtraInput"}},
+            .why_not = why_not,
+            .forward = typed_op().schema,
+            .bind = bind});
+  add_typed_op_pair({"bias_dropout_add", "dropout_bias_backward"});
+  register_typed_op(typed_op());
+  return true;
+}
+
+[[maybe_unused]] const bool registered = register_forward();
 
 }  // namespace
 }  // namespace transformer_ops

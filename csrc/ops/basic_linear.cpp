@@ -1,7 +1,5 @@
 // BasicLinear: y = x W^T. The product itself is PyTorch's (MKL or oneDNN).
 #include <ATen/ops/linear.h>
-#include <ATen/ops/matmul.h>
-#include <ATen/ops/mm.h>
 
 #include "ops/linear.h"
 #include "ops/op.h"
@@ -25,12 +23,8 @@ void backward_cpu(const Args& args, Tensors& results) {
 }
 
 Tensors backward_unfused(const Args& args) {
-  Tensors results(2);
-  if (args.flag(3, 0)) results[0] = at::matmul(args.tensor(0), args.tensor(2));
-  if (args.flag(3, 1)) {
-    results[1] = as_matrix(args.tensor(0)).t().mm(as_matrix(args.tensor(1)));
-  }
-  return results;
+  return linear_backward_unfused(args.tensor(0), args.flag(3, 1) ? args.tensor(1) : Tensor(),
+                                 args.flag(3, 0) ? args.tensor(2) : Tensor());
 }
 
 [[maybe_unused]] const bool registered = register_op({

@@ -74,4 +74,10 @@ TensorSpec bias_gradient(const Tensor& grad_output) {
   return {{grad_output.sym_size(-1)}, grad_output.scalar_type()};
 }
 
+std::optional<std::string> no_bias_gradient(const Match& match) {
+  if (!match.parameter_requires_grad(0, 0)) return "the bias needs no gradient";
+  if (!match.input_requires_grad()) return "the input of the bias needs no gradient";
+  return std::nullopt;
+}
+
 }  // namespace transformer_ops

@@ -1,10 +1,14 @@
 #pragma once
 
+#include "fuser/rule.h"
 #include "ops/typed_op.h"
 
 namespace transformer_ops {
 
 // One number per element of the last dimension, in the gradient's dtype.
 TensorSpec bias_gradient(const Tensor& grad_output);
+
+// Why a backward rule that starts with Bias does not fire, or none.
+std::optional<std::string> no_bias_gradient(const Match& match);
 
 }  // namespace transformer_ops

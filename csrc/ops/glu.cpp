@@ -170,6 +170,29 @@ cpu::Glu read_glu(const GluRow& row, const Args& args, size_t first) {
   return glu;
 }
 
+cpu::Glu read_any_glu(const Args& args, size_t first) {
+  return {.kind = glu_named(args.text(first)).glu,
+          .interleave = args.integer(first + 1),
+          .beta1 = args.number(first + 2),
+          .beta2 = args.number(first + 3),
+          .limit = args.number(first + 4),
+          .alpha = args.number(first + 5),
+          .offset = args.number(first + 6)};
+}
+
+Bindings bind_glu(const Match& match, int k) {
+  const Glu glu;
+  Bindings bindings = {{"glu", Attribute(glu_of_kind(match.kind(k)).name)},
+                       {kInterleave, Attribute(glu.interleave)},
+                       {"beta1", Attribute(glu.beta1)},
+                       {"beta2", Attribute(glu.beta2)},
+                       {"limit", Attribute(glu.limit)},
+                       {"alpha", Attribute(glu.alpha)},
+                       {"glu_linear_offset", Attribute(glu.offset)}};
+  for (const auto& [name, value] : match.op(k).attributes) bindings[name] = value;
+  return bindings;
+}
+
 TensorSpec glu_output(const Args& args, const char* name, const TensorSpec& input, const Glu& glu) {
   check_positive(args, "beta1", glu.beta1);
   check_positive(args, "beta2", glu.beta2);

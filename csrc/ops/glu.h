@@ -5,6 +5,7 @@
 #include <string_view>
 #include <vector>
 
+#include "fuser/rule.h"
 #include "kernels/cpu/kernels.h"
 #include "ops/typed_op.h"
 
@@ -27,6 +28,14 @@ std::vector<std::string> glu_kinds();
 
 // The row's attributes, which the call takes from argument `first` on.
 cpu::Glu read_glu(const GluRow& row, const Args& args, size_t first);
+
+// Of any row: the arguments that fused ops take for it, from argument `first` on, and how they are
+// bound to op k of a match.
+inline constexpr const char* kGluArguments =
+    "str glu, int glu_interleave_size, float beta1, float beta2, float limit, float alpha, "
+    "float glu_linear_offset";
+cpu::Glu read_any_glu(const Args& args, size_t first);
+Bindings bind_glu(const Match& match, int k);
 
 // The result for a tensor of twice the width. Raises where the width or a number does not fit.
 TensorSpec glu_output(const Args& args, const char* name, const TensorSpec& input,

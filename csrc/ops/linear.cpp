@@ -2,6 +2,7 @@
 
 #include <ATen/ops/addmm_cpu_dispatch.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/matmul.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 
 #include <cstring>
@@ -36,6 +37,16 @@ Tensor repeat_rows(const Tensor& bias, int64_t count) {
     }
   });
   return rows;
+}
+
+// scale a b + start; an undefined start is zero.
+Tensor scaled_product(const Tensor& a, const Tensor& b, double scale, const Tensor& start = {}) {
+  if (scale == 1.0 && !start.defined()) return at::cpu::mm(a, b);
+  const int64_t rows = a.size(0), columns = b.size(1);
+  Tensor sum = start.defined() ? start.clone(at::MemoryFormat::Contiguous).view({rows, columns})
+                               : at::detail::empty_cpu({rows, columns}, a.scalar_type());
+  at::cpu::addmm_(sum, a, b, start.defined() ? 1 : 0, scale);
+  return sum;
 }
 
 TensorSpec last_size(const Tensor& tensor, const c10::SymInt& size) {
@@ -119,23 +130,33 @@ Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& we
   return start;
 }
 
-Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& weight) {
+Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                            const LinearGradients& fused) {
   const int64_t width = grad_output.size(-1);
   const Tensor grad = grad_output.dim() == 2
                           ? grad_output
                           : grad_output.reshape({grad_output.numel() / width, width});
   Tensors grads(2, Tensor());
   if (weight.defined()) {
-    grads[0] = with_last_size(at::cpu::mm(grad, weight), grad_output, weight.size(1));
+    const Tensor sum = scaled_product(grad, weight, fused.scale, fused.residual);
+    grads[0] = with_last_size(sum, grad_output, weight.size(1));
   }
   if (input.defined()) {
     const Tensor matrix = input.dim() == 2 ? input : input.reshape({grad.size(0), input.size(-1)});
-    grads[1] = at::cpu::mm(transposed(grad), matrix);
+    grads[1] = scaled_product(transposed(grad), matrix, fused.scale);
   }
   for (Tensor& result : grads) {
     if (!result.defined()) result = at::detail::empty_cpu({0}, grad_output.scalar_type());
   }
   return grads;
+}
+
+Tensors linear_backward_unfused(const Tensor& grad_output, const Tensor& input,
+                                const Tensor& weight) {
+  Tensors results(2);
+  if (weight.defined()) results[0] = at::matmul(grad_output, weight);
+  if (input.defined()) results[1] = as_matrix(grad_output).t().mm(as_matrix(input));
+  return results;
 }
 
 }  // namespace transformer_ops

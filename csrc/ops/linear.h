@@ -30,7 +30,16 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias 
 Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& weight,
                       double scale = 1.0);
 
+// What a fused op adds to the gradients on the way.
+struct LinearGradients {
+  double scale = 1.0;    // of both
+  Tensor residual = {};  // is added to grad_input
+};
+
 // An undefined input or weight gives an empty gradient for the other.
-Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& weight);
+Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                            const LinearGradients& fused = {});
+Tensors linear_backward_unfused(const Tensor& grad_output, const Tensor& input,
+                                const Tensor& weight);
 
 }  // namespace transformer_ops

@@ -54,12 +54,13 @@ void dropout_forward(DType dtype, const void* x, void* y, uint8_t* mask, uint64_
   });
 }
 
+// With p = 1 no bit is set, and any finite scale will do.
+double dropout_scale(double p) { return p < 1.0 ? 1.0 / (1.0 - p) : 0.0; }
+
 void dropout_backward(DType dtype, const void* grad_y, const uint8_t* mask, void* grad_x, double p,
                       int64_t n) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    // With p = 1 no bit is set, and any finite scale will do.
-    const double scale = p < 1.0 ? 1.0 / (1.0 - p) : 0.0;
-    scale_masked(as<T>(grad_y), mask, as<T>(grad_x), static_cast<Acc<T>>(scale), n);
+    scale_masked(as<T>(grad_y), mask, as<T>(grad_x), static_cast<Acc<T>>(dropout_scale(p)), n);
   });
 }
 

@@ -57,9 +57,11 @@ void glu_forward(const Glu& glu, DType dtype, const void* x, void* y, int64_t ro
   });
 }
 
-template <class T, class Op>
+// kSums: adds the gradients to the two sums as well.
+template <bool kSums, class T, class Op>
 void glu_backward_run(Op op, const T* grad_y, const T* gate, const T* linear, T* grad_gate,
-                      T* grad_linear, int64_t n) {
+                      T* grad_linear, [[maybe_unused]] Acc<T>* sum_gate,
+                      [[maybe_unused]] Acc<T>* sum_linear, int64_t n) {
   alignas(64) Acc<T> buffer_g[kBlock];
   alignas(64) Acc<T> buffer_a[kBlock];
   alignas(64) Acc<T> buffer_b[kBlock];
@@ -71,6 +73,10 @@ void glu_backward_run(Op op, const T* grad_y, const T* gate, const T* linear, T*
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
     const auto grads = op.backward(g[i], a[i], b[i]);
+    if constexpr (kSums) {
+      sum_gate[i] += grads.gate;
+      sum_linear[i] += grads.linear;
+    }
     grad_a[i] = grads.gate;
     grad_b[i] = grads.linear;
   }
@@ -88,7 +94,8 @@ void glu_backward(const Glu& glu, DType dtype, const void* grad_y, const void* x
       const T* in = as<T>(x);
       T* out = as<T>(grad_x);
       for_each_run(block, rows, h, [=](int64_t gate, int64_t linear, int64_t from, int64_t n) {
-        glu_backward_run(op, g + from, in + gate, in + linear, out + gate, out + linear, n);
+        glu_backward_run<false>(op, g + from, in + gate, in + linear, out + gate, out + linear,
+                                nullptr, nullptr, n);
       });
     });
   });

@@ -58,12 +58,20 @@ struct Kernels {
   void (*layer_norm_backward)(DType, const void* grad_y, const void* x, const void* mean,
                               const void* rstd, const void* gamma, void* grad_x, void* grad_gamma,
                               void* grad_beta, int64_t rows, int64_t h);
+  // grad_x = the same + residual, both rows x h, of acc values where `wide`.
+  void (*layer_norm_residual_backward)(DType, bool wide, const void* grad_y, const void* x,
+                                       const void* mean, const void* rstd, const void* gamma,
+                                       const void* residual, void* grad_x, void* grad_gamma,
+                                       void* grad_beta, int64_t rows, int64_t h);
   // rstd = 1 / sqrt(mean(x^2) + eps)
   void (*rms_norm_forward)(DType, const void* x, const void* gamma, double eps, void* y, void* rstd,
                            int64_t rows, int64_t h);
   void (*rms_norm_backward)(DType, const void* grad_y, const void* x, const void* rstd,
                             const void* gamma, void* grad_x, void* grad_gamma, int64_t rows,
                             int64_t h);
+  void (*rms_norm_residual_backward)(DType, bool wide, const void* grad_y, const void* x,
+                                     const void* rstd, const void* gamma, const void* residual,
+                                     void* grad_x, void* grad_gamma, int64_t rows, int64_t h);
   // rstd = 1 / sqrt(sum(x^2) + eps)
   void (*l2_norm_forward)(DType, const void* x, double eps, void* y, void* rstd, int64_t rows,
                           int64_t h);
@@ -78,6 +86,12 @@ struct Kernels {
   // first_element is the index in mask of the first element's bit; any value.
   void (*relu_bias_backward)(DType, const void* grad_y, const uint8_t* mask, int64_t first_element,
                              void* grad_x, void* grad_bias, int64_t rows, int64_t h);
+  void (*dropout_bias_backward)(DType, const void* grad_y, const uint8_t* mask,
+                                int64_t first_element, double p, void* grad_x, void* grad_bias,
+                                int64_t rows, int64_t h);
+  // x and grad_x are rows x 2h, grad_bias has 2h.
+  void (*glu_bias_backward)(const Glu&, DType, const void* grad_y, const void* x, void* grad_x,
+                            void* grad_bias, int64_t rows, int64_t h);
 
   // ---- dropout ----
   // Element i of the tensor is kept where Philox4x32-10(key = seed, counter = i / 4)[i % 4] >= p *

@@ -102,20 +102,42 @@ void layer_norm_forward(DType dtype, const void* x, const void* gamma, const voi
   });
 }
 
-// With n = (x - mean) rstd and g = grad_y gamma:
-// grad_x = rstd (g - mean(g) - n mean(g n)), grad_gamma = sum grad_y n, grad_beta = sum grad_y.
-template <class T, bool kGamma>
+// What backward adds to grad_x: rows of the residual's gradient, which grad_x then has the type of;
+// or nothing.
+template <class R>
+class Residual : public Row<R> {
+ public:
+  using Element = R;
+  static constexpr bool kPresent = true;
+  using Row<R>::Row;
+};
+
+template <class T>
+struct NoResidual {
+  using Element = T;
+  static constexpr bool kPresent = false;
+  explicit NoResidual(int64_t) {}
+  static const Acc<T>* load(const T*) { return nullptr; }
+  void prefetch_next(int64_t, int64_t) const {}
+};
+
+// With n = (x - mean) rstd and g = grad_y gamma: grad_gamma = sum grad_y n, grad_beta = sum grad_y,
+// grad_x = rstd (g - mean(g) - n mean(g n)) + residual.
+template <class T, bool kGamma, class Extra>
 void layer_norm_backward_rows(const T* grad_y, const T* x, const Acc<T>* mean, const Acc<T>* rstd,
-                              const Acc<T>* gamma, T* grad_x, void* grad_gamma, void* grad_beta,
+                              const Acc<T>* gamma, const typename Extra::Element* residual,
+                              typename Extra::Element* grad_x, void* grad_gamma, void* grad_beta,
                               int64_t rows, int64_t h) {
   using A = Acc<T>;
   Row<T> grad_row(h), x_row(h);
+  Extra residual_row(h);
   ColumnSums<A> gamma_sums(grad_gamma, h), beta_sums(grad_beta, h);
   A* gamma_sum = gamma_sums.group();
   A* beta_sum = beta_sums.group();
   for (int64_t r = 0; r < rows; ++r) {
     const A* g = grad_row.load(grad_y + r * h);
     const A* v = x_row.load(x + r * h);
+    const A* e = residual_row.load(residual + (Extra::kPresent ? r * h : 0));
     const A m = mean[r], s = rstd[r];
     const TwoSums sums = row_two_sums<A>(h, [=](int64_t i, A& first, A& second) {
       const A weighted = kGamma ? g[i] * gamma[i] : g[i];
@@ -132,9 +154,10 @@ void layer_norm_backward_rows(const T* grad_y, const T* x, const Acc<T>* mean, c
           gamma_sum[i] += grad * n;
           beta_sum[i] += grad;
           const A weighted = kGamma ? grad * gamma[i] : grad;
-          return s * ((weighted - mean_g) - n * mean_gn);
+          const A out = s * ((weighted - mean_g) - n * mean_gn);
+          return Extra::kPresent ? out + e[i] : out;
         },
-        grad_row, x_row);
+        grad_row, x_row, residual_row);
     gamma_sums.end_row();
     beta_sums.end_row();
   }
@@ -145,10 +168,33 @@ void layer_norm_backward(DType dtype, const void* grad_y, const void* x, const v
                          void* grad_beta, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     using A = Acc<T>;
-    auto* run =
-        gamma != nullptr ? layer_norm_backward_rows<T, true> : layer_norm_backward_rows<T, false>;
-    run(as<T>(grad_y), as<T>(x), as<A>(mean), as<A>(rstd), as<A>(gamma), as<T>(grad_x), grad_gamma,
-        grad_beta, rows, h);
+    auto* run = gamma != nullptr ? layer_norm_backward_rows<T, true, NoResidual<T>>
+                                 : layer_norm_backward_rows<T, false, NoResidual<T>>;
+    run(as<T>(grad_y), as<T>(x), as<A>(mean), as<A>(rstd), as<A>(gamma), nullptr, as<T>(grad_x),
+        grad_gamma, grad_beta, rows, h);
+  });
+}
+
+// f(Residual of the type that residual and grad_x have): T's own, or acc.
+template <class T, class F>
+void with_residual(bool wide, F f) {
+  if (wide) return f(Tag<Residual<Acc<T>>>());
+  f(Tag<Residual<T>>());
+}
+
+void layer_norm_residual_backward(DType dtype, bool wide, const void* grad_y, const void* x,
+                                  const void* mean, const void* rstd, const void* gamma,
+                                  const void* residual, void* grad_x, void* grad_gamma,
+                                  void* grad_beta, int64_t rows, int64_t h) {
+  with_dtype(dtype, [&]<class T>(Tag<T>) {
+    with_residual<T>(wide, [&]<class Extra>(Tag<Extra>) {
+      using A = Acc<T>;
+      using R = typename Extra::Element;
+      auto* run = gamma != nullptr ? layer_norm_backward_rows<T, true, Extra>
+                                   : layer_norm_backward_rows<T, false, Extra>;
+      run(as<T>(grad_y), as<T>(x), as<A>(mean), as<A>(rstd), as<A>(gamma), as<R>(residual),
+          as<R>(grad_x), grad_gamma, grad_beta, rows, h);
+    });
   });
 }
 
@@ -174,17 +220,21 @@ void root_norm_rows(const T* x, const Acc<T>* gamma, double divisor, double eps,
   }
 }
 
-// With n = x rstd and g = grad_y gamma: grad_x = rstd (g - n sum(g n) / divisor).
-template <class T, bool kGamma>
+// With n = x rstd and g = grad_y gamma: grad_x = rstd (g - n sum(g n) / divisor) + residual.
+template <class T, bool kGamma, class Extra>
 void root_norm_backward_rows(const T* grad_y, const T* x, const Acc<T>* rstd, const Acc<T>* gamma,
-                             double divisor, T* grad_x, void* grad_gamma, int64_t rows, int64_t h) {
+                             double divisor, const typename Extra::Element* residual,
+                             typename Extra::Element* grad_x, void* grad_gamma, int64_t rows,
+                             int64_t h) {
   using A = Acc<T>;
   Row<T> grad_row(h), x_row(h);
+  Extra residual_row(h);
   ColumnSums<A> gamma_sums(grad_gamma, h);
   A* gamma_sum = gamma_sums.group();
   for (int64_t r = 0; r < rows; ++r) {
     const A* g = grad_row.load(grad_y + r * h);
     const A* v = x_row.load(x + r * h);
+    const A* e = residual_row.load(residual + (Extra::kPresent ? r * h : 0));
     const A s = rstd[r];
     const double sum = row_sum<A>(h, [=](int64_t i) {
       const A weighted = kGamma ? g[i] * gamma[i] : g[i];
@@ -197,9 +247,10 @@ void root_norm_backward_rows(const T* grad_y, const T* x, const Acc<T>* rstd, co
           const A n = v[i] * s;
           const A grad = g[i];
           if constexpr (kGamma) gamma_sum[i] += grad * n;
-          return s * ((kGamma ? grad * gamma[i] : grad) - n * projection);
+          const A out = s * ((kGamma ? grad * gamma[i] : grad) - n * projection);
+          return Extra::kPresent ? out + e[i] : out;
         },
-        grad_row, x_row);
+        grad_row, x_row, residual_row);
     if constexpr (kGamma) gamma_sums.end_row();
   }
 }
@@ -217,10 +268,25 @@ void rms_norm_backward(DType dtype, const void* grad_y, const void* x, const voi
                        const void* gamma, void* grad_x, void* grad_gamma, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     using A = Acc<T>;
-    auto* run =
-        gamma != nullptr ? root_norm_backward_rows<T, true> : root_norm_backward_rows<T, false>;
-    run(as<T>(grad_y), as<T>(x), as<A>(rstd), as<A>(gamma), static_cast<double>(h), as<T>(grad_x),
-        grad_gamma, rows, h);
+    auto* run = gamma != nullptr ? root_norm_backward_rows<T, true, NoResidual<T>>
+                                 : root_norm_backward_rows<T, false, NoResidual<T>>;
+    run(as<T>(grad_y), as<T>(x), as<A>(rstd), as<A>(gamma), static_cast<double>(h), nullptr,
+        as<T>(grad_x), grad_gamma, rows, h);
+  });
+}
+
+void rms_norm_residual_backward(DType dtype, bool wide, const void* grad_y, const void* x,
+                                const void* rstd, const void* gamma, const void* residual,
+                                void* grad_x, void* grad_gamma, int64_t rows, int64_t h) {
+  with_dtype(dtype, [&]<class T>(Tag<T>) {
+    with_residual<T>(wide, [&]<class Extra>(Tag<Extra>) {
+      using A = Acc<T>;
+      using R = typename Extra::Element;
+      auto* run = gamma != nullptr ? root_norm_backward_rows<T, true, Extra>
+                                   : root_norm_backward_rows<T, false, Extra>;
+      run(as<T>(grad_y), as<T>(x), as<A>(rstd), as<A>(gamma), static_cast<double>(h),
+          as<R>(residual), as<R>(grad_x), grad_gamma, rows, h);
+    });
   });
 }
 
@@ -234,8 +300,9 @@ void l2_norm_forward(DType dtype, const void* x, double eps, void* y, void* rstd
 void l2_norm_backward(DType dtype, const void* grad_y, const void* x, const void* rstd,
                       void* grad_x, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    root_norm_backward_rows<T, false>(as<T>(grad_y), as<T>(x), as<Acc<T>>(rstd), nullptr, 1.0,
-                                      as<T>(grad_x), nullptr, rows, h);
+    root_norm_backward_rows<T, false, NoResidual<T>>(as<T>(grad_y), as<T>(x), as<Acc<T>>(rstd),
+                                                     nullptr, 1.0, nullptr, as<T>(grad_x), nullptr,
+                                                     rows, h);
   });
 }
 

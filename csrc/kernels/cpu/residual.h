@@ -66,6 +66,18 @@ void bias_dropout_add(DType dtype, DType sum_dtype, const void* x, const void* b
 
 // ---- residual, norm ----
 
+// to = x + extra
+template <class T>
+void add(const T* x, const T* extra, T* to, int64_t n) {
+  if constexpr (__is_same(T, BFloat16)) {
+    // Converted in registers: buffers would cost more than the sum.
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) from_float(to_float(x[i]) + to_float(extra[i]), to[i]);
+  } else {
+    map(x, extra, to, n, [](Acc<T> a, Acc<T> b) { return a + b; });
+  }
+}
+
 // The sum of a few rows, rounded to T, is still in the cache when norm(sum, first row, rows) reads
 // it. A null sum is not kept.
 template <class T, class Norm>
@@ -76,7 +88,7 @@ void add_norm_tiles(const T* x, const T* extra, T* sum, int64_t rows, int64_t h,
   for (int64_t r = 0; r < rows; r += tile) {
     const int64_t count = smaller(tile, rows - r);
     T* to = sum == nullptr ? scratch.data() : sum + r * h;
-    map(x + r * h, extra + r * h, to, count * h, [](Acc<T> a, Acc<T> b) { return a + b; });
+    add(x + r * h, extra + r * h, to, count * h);
     norm(to, r, count);
   }
 }

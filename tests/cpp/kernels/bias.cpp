@@ -76,5 +76,56 @@ TEST_P(KernelTest, ReluBiasBackwardFromAnyBit) {
   }
 }
 
+TEST_P(KernelTest, DropoutBiasBackwardFromAnyBit) {
+  for (double p : {0.0, 0.3, 1.0}) {
+    for (int64_t first : {0, 3, 8}) {
+      for (const auto [rows, h] : kRowShapes) {
+        const int64_t n = rows * h;
+        Array whole = random(first + n), expected(dtype, first + n), grad(dtype, n), bias(acc, h);
+        std::vector<uint8_t> mask((first + n + 7) / 8);
+        k.dropout_forward(dtype, whole.data(), expected.data(), mask.data(), 5, p, 0, first + n);
+        char* g = static_cast<char*>(whole.data()) + first * format(dtype).bytes;
+        k.dropout_bias_backward(dtype, g, mask.data(), first, p, grad.data(), bias.data(), rows, h);
+        const double scale = p < 1 ? 1 / (1 - p) : 0.0;
+        std::vector<double> sums(h, 0.0), size(h, 1.0);
+        for (int64_t i = 0; i < n; ++i) {
+          EXPECT_EQ(grad[i], expected[first + i]) << i;
+          const bool kept = ((mask[(first + i) / 8] >> ((first + i) % 8)) & 1) != 0;
+          sums[i % h] += kept ? whole[first + i] * scale : 0.0;
+          size[i % h] += std::abs(whole[first + i] * scale);
+        }
+        for (int64_t i = 0; i < h; ++i) {
+          EXPECT_NEAR(bias[i], sums[i], 8 * compute_epsilon() * size[i]) << i;
+        }
+      }
+    }
+  }
+}
+
+TEST_P(KernelTest, GluBiasBackward) {
+  for (int kind = 0; kind <= static_cast<int>(GluKind::ClampedSwiGLU); ++kind) {
+    for (const auto [rows, h] : kRowShapes) {
+      for (int64_t interleave : {int64_t{0}, int64_t{1}, h}) {
+        Glu glu{.kind = static_cast<GluKind>(kind), .interleave = interleave, .limit = 1.5};
+        Array x = random(2 * rows * h), g = random(rows * h), grad(dtype, 2 * rows * h);
+        Array expected(dtype, 2 * rows * h), bias(acc, 2 * h, 0.5);
+        k.glu_backward(glu, dtype, g.data(), x.data(), expected.data(), rows, h);
+        k.glu_bias_backward(glu, dtype, g.data(), x.data(), grad.data(), bias.data(), rows, h);
+        std::vector<double> sums(2 * h, 0.5), size(2 * h, 1.0);
+        for (int64_t i = 0; i < 2 * rows * h; ++i) {
+          // A fused multiply-add may be chosen in one of the two loops only.
+          expect_near(grad[i], expected[i], 4 * (1 + std::abs(expected[i])), "grad_x", i);
+          sums[i % (2 * h)] += expected[i];
+          size[i % (2 * h)] += std::abs(expected[i]);
+        }
+        const double rounding = dtype == acc ? 0.0 : format(dtype).epsilon();
+        for (int64_t i = 0; i < 2 * h; ++i) {
+          EXPECT_NEAR(bias[i], sums[i], (rounding + 8 * compute_epsilon()) * size[i]) << i;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace transformer_ops::cpu

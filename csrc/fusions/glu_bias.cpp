@@ -1,0 +1,56 @@
+// backward:  g ─► GLU' ─► g_bias ─► Bias' ─► g      both in one pass over the rows
+//                            └─► sum over rows: grad_bias
+#include "ops/bias.h"
+#include "ops/cpu.h"
+#include "ops/glu.h"
+#include "ops/op.h"
+
+namespace transformer_ops {
+namespace {
+
+TensorSpecs shape(const Args& args) {
+  const Tensor& input = args.tensor(1);
+  check_compute_dtype(args, "input", input);
+  check_spec(args, "grad_output", args.tensor(0),
+             glu_output(args, "input", like(input), read_any_glu(args, 2)));
+  return {like(input), bias_gradient(input)};
+}
+
+void backward_cpu(const Args& args, Tensors& results) {
+  const cpu::Glu glu = read_any_glu(args, 2);
+  const cpu::Rows grad{args.tensor(0), args.tensor(0).size(-1)};
+  const cpu::Rows x{args.tensor(1), args.tensor(1).size(-1)}, grad_x{results[0], x.width};
+  cpu::sum_rows(x.count(), x.width, x.tensor, std::span(results).subspan(1),
+                [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+                  cpu::kernels().glu_bias_backward(
+                      glu, cpu::kernel_dtype(x.tensor), grad.read(begin), x.read(begin),
+                      grad_x.write(begin), sums[0], end - begin, grad.width);
+                });
+}
+
+Tensors backward_unfused(const Args& args) {
+  const auto unfused = [&](const Args& input) {
+    return Tensors{glu_unfused(glu_named(args.text(2)), input.tensor(0), read_any_glu(args, 2))};
+  };
+  const Tensor grad = differentiate(unfused, args.op(), {args[1]}, args.tensor(0))[0];
+  return {grad, grad.sum_to_size_symint({grad.sym_size(-1)})};
+}
+
+Bindings bind(const Match& match) { return bind_glu(match, 1); }
+
+[[maybe_unused]] const bool registered = register_fused_op({
+    .rule = {.name = "glu_bias",
+             .pass = Pass::Backward,
+             .benefit = 20,
+             .pattern = {{"Bias"}, glu_kinds()},
+             .why_not = no_bias_gradient,
+             .bind = bind},
+    .backward = {.schema = std::string("glu_bias_backward(Tensor grad_output, Tensor input, ") +
+                           kGluArguments + ") -> (Tensor grad_input, Tensor grad_bias)",
+                 .shape = shape,
+                 .cpu = backward_cpu,
+                 .unfused = backward_unfused},
+});
+
+}  // namespace
+}  // namespace transformer_ops
