@@ -39,6 +39,11 @@ nearly matched
   linear_bias_activation (forward) at 4-5: the ops end where it needs GELU or QGELU or ReLU or SReLU
       or SiLU
   activation_bias (backward) at 5: the ops end where it needs GELU or QGELU or ReLU or SReLU or SiLU
+  dropout_bias (backward) at 5: the ops end where it needs Dropout
+  glu_bias (backward) at 5: the ops end where it needs GLU or GEGLU or QGEGLU or ReGLU or SReGLU or
+      SwiGLU or SiTUGLU or ClampedSwiGLU
+  linear_scale (backward) at 1-3: op 2 is Bias where it needs ConstantScale
+  linear_scale (backward) at 4-5: op 5 is Bias where it needs ConstantScale
 """.rstrip()
 
 
@@ -190,7 +195,10 @@ def test_reason_another_kind() -> None:
 
 def test_reason_taken_by_an_earlier_rule() -> None:
     explanation = called(relu_mlp())
-    assert reasons(explanation, "linear_bias") == ["op 2 is taken by activation_linear"]
+    assert reasons(explanation, "linear_bias") == ["op 2 is ReLU where it needs Bias"]
+    module = tops.Sequential(tops.Linear(16, 64), tops.ReLU(), tops.Linear(64, 16, bias=False))
+    taken = ["op 2 is taken by activation_linear"]
+    assert reasons(called(module), "linear_bias_activation") == taken
 
 
 def test_reason_of_a_guard() -> None:
