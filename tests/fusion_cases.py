@@ -41,8 +41,78 @@ def before(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
     return [tops.LayerNorm(16), *made]
 
 
+GLUS: dict[str, Callable[[], tops.FusibleOperation]] = {
+    **{name: getattr(tops, name) for name in ("GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU")},
+    "SwiGLU": tops.SwiGLU,
+    "SwiGLU interleaved": lambda: tops.SwiGLU(glu_interleave_size=4),
+    "SiTUGLU": lambda: tops.SiTUGLU(beta1=0.5, beta2=2.0, glu_interleave_size=2),
+    "ClampedSwiGLU": lambda: tops.ClampedSwiGLU(limit=0.8, alpha=1.1, glu_linear_offset=0.25),
+}
+NORMS: dict[str, Callable[[], tops.FusibleOperation]] = {
+    "layer_norm": lambda: tops.LayerNorm(16, eps=1e-3),
+    "rms_norm": lambda: tops.RMSNorm(16, eps=1e-3, zero_centered_gamma=True),
+}
+
+
+def around(*made: tops.FusibleOperation, join: tops.AddExtraInput) -> list[tops.FusibleOperation]:
+    """The ops with a channel from the input past them to `join`, one of them."""
+    fork = tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
+    join.set_extra_input_channel(0, "residual")
+    return [fork, *made]
+
+
+def residual_block() -> list[tops.FusibleOperation]:
+    """x + dropout(linear(x))."""
+    join = tops.AddExtraInput()
+    return around(tops.Linear(16, 16), tops.Dropout(0.4), join, join=join)
+
+
+def two_blocks(norm: Callable[[], tops.FusibleOperation]) -> list[tops.FusibleOperation]:
+    """Where two pre-norm blocks meet: the new residual goes on by a channel."""
+    fork = tops.MakeExtraOutput().set_extra_output_channel(0, "next", output_to_caller=False)
+    join = tops.AddExtraInput().set_extra_input_channel(0, "next")
+    return [tops.GELU(), tops.AddExtraInput(), fork, norm(), tops.GELU(), join]
+
+
+def forward_cases() -> Iterator[Case]:
+    """Forward fusions with a residual or a GLU."""
+    bias_dropout_add = Case("bias_dropout_add", "forward", residual_block, (2, 3, 4))
+    yield bias_dropout_add
+    plain = lambda p: before(tops.Bias(16), tops.Dropout(p), tops.AddExtraInput())  # noqa: E731
+    for p in (0.1, 1.0, 0.0):
+        yield bias_dropout_add._replace(
+            make=lambda p=p: plain(p), covers=(1, 2, 3), extra=f"p={p}", extra_inputs=1
+        )
+    for name, norm in NORMS.items():
+        add = lambda n=norm: [tops.GELU(), tops.AddExtraInput(), n()]  # noqa: E731
+        yield Case(f"add_{name}", "forward", add, (1, 2), extra_inputs=1)
+        hand_out = lambda n=norm: [  # noqa: E731
+            tops.GELU(),
+            tops.AddExtraInput(),
+            tops.MakeExtraOutput(),
+            n(),
+        ]
+        residual = Case(f"add_{name}_residual", "forward", hand_out, (1, 2, 3), extra_inputs=1)
+        yield residual
+        yield residual._replace(make=lambda n=norm: two_blocks(n), extra="channel")
+    for name, ops, covers in (
+        ("linear_add", lambda: [tops.Linear(16, 16, bias=False)], (1, 2)),
+        ("linear_bias_add", lambda: [tops.Linear(16, 16)], (1, 2, 3)),
+        (
+            "linear_scale_add",
+            lambda: [tops.Linear(16, 16, bias=False), tops.ConstantScale(-0.7)],
+            (1, 2, 3),
+        ),
+    ):
+        make = lambda o=ops: before(*o(), tops.AddExtraInput())  # noqa: E731
+        yield Case(name, "forward", make, covers, extra_inputs=1)
+    for name, glu in GLUS.items():
+        block = lambda g=glu: before(tops.Linear(16, 24), g(), tops.L2Normalization())  # noqa: E731
+        yield Case("linear_bias_glu", "forward", block, (1, 2, 3), name)
+
+
 def cases() -> Iterator[Case]:
-    """All rows."""
+    """Rows of rules without a residual or a GLU."""
     for name in ACTIVATIONS:
         activation = getattr(tops, name)
         block = lambda a=activation: before(tops.Linear(16, 24), a(), tops.L2Normalization())  # noqa: E731
@@ -55,18 +125,6 @@ def cases() -> Iterator[Case]:
         block = lambda a=activation: before(a(), tops.Linear(16, 24))  # noqa: E731
         yield Case("activation_linear", "forward_backward", block, (1, 2), name)
     yield Case("linear_bias", "forward", lambda: before(tops.Linear(16, 24)), (1, 2))
-
-
-GLUS: dict[str, dict[str, float]] = {
-    "GLU": {},
-    "GEGLU": {},
-    "QGEGLU": {},
-    "ReGLU": {},
-    "SReGLU": {},
-    "SwiGLU": {"glu_interleave_size": 4},
-    "SiTUGLU": {"beta1": 0.5, "beta2": 2.0},
-    "ClampedSwiGLU": {"limit": 0.8, "glu_linear_offset": 0.5},
-}
 
 
 def residual(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
@@ -96,11 +154,11 @@ def backward_cases() -> Iterator[Case]:
     yield Case("dropout_bias", "backward", dropout, (2, 3))
     alone = lambda: before(tops.Bias(16), tops.Dropout(1.0), tops.Bias(16))  # noqa: E731
     yield Case("dropout_bias", "backward", alone, (1, 2), "all dropped, without Linear")
-    for kind, arguments in GLUS.items():
-        glu = lambda k=kind, a=arguments: before(tops.Linear(16, 48), getattr(tops, k)(**a))  # noqa: E731
-        yield Case("glu_bias", "backward", glu, (2, 3), kind)
+    for name, glu in GLUS.items():
+        block = lambda g=glu: before(tops.Linear(16, 48), g())  # noqa: E731
+        yield Case("glu_bias", "backward", block, (2, 3), name)
     alone = lambda: before(tops.Bias(16), tops.SwiGLU())  # noqa: E731
     yield Case("glu_bias", "backward", alone, (1, 2), "without Linear")
 
 
-CASES = [*cases(), *backward_cases()]
+CASES = [*cases(), *forward_cases(), *backward_cases()]

@@ -34,7 +34,7 @@ def names(plan, pass_name, ops):
     return [step.name for step in steps if step.ops == ops]
 
 
-def saved_bytes(module, x):
+def saved_bytes(module, *inputs):
     """Bytes of the distinct tensors that a call saves, parameters left out."""
     own = {p.untyped_storage()._cdata for p in module.parameters()}
     kept = {}
@@ -45,7 +45,7 @@ def saved_bytes(module, x):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(x)
+        module(*inputs)
     return sum(size for storage, size in kept.items() if storage not in own)
 
 

@@ -61,6 +61,8 @@ def forward_tensor(argument, name, dtype):
         return torch.randint(256, (ROWS * WIDTH // 8,), dtype=torch.uint8)
     else:
         shape = (ROWS, WIDTH)
+    if argument.name == "extra_input" and "linear" in name:
+        shape = (ROWS, OUT)
     return torch.randn(shape, dtype=dtype)
 
 

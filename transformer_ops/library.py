@@ -49,7 +49,8 @@ def _register_pair(forward: str, backward: str) -> None:
         found = returned if isinstance(returned, tuple) else (returned,)
         by_name = dict(zip(given, found, strict=True))
         # A gradient that needs no computation is the output's own.
-        by_name.setdefault("input", values["grad_output"])
+        for name in ("input", "extra_input"):
+            by_name.setdefault(name, values["grad_output"])
         return tuple(
             by_name.get(name) if needed else None
             for name, needed in zip(arguments, ctx.needs_input_grad, strict=True)

@@ -6,6 +6,7 @@
 #include "fuser/declaration.h"
 #include "fuser/error.h"
 #include "fuser/planner.h"
+#include "fuser/propagate.h"
 #include "fuser/recompute.h"
 
 namespace transformer_ops {
@@ -21,7 +22,7 @@ class Lowering {
     plan_.autocast = facts.autocast;
     list_values();
     propagate_requires_grad();
-    propagate_dtypes();
+    dtypes_ = propagate_dtypes(ops, facts);
   }
 
   Plan run(const Rewritten& groups) {
@@ -64,41 +65,6 @@ class Lowering {
       needs_grad_[i + 1] = needs;
       if (needs) plan_.first_backward = std::min(plan_.first_backward, i);
     }
-  }
-
-  void propagate_dtypes() {
-    dtypes_.push_back(facts_.input.dtype);
-    for (int i = 0; i < size(); ++i) {
-      const auto compute = compute_dtype(i);
-      DType next = compute ? *compute : dtypes_[i];
-      if (!ops_[i].native) {
-        next = DType::Unknown;
-      } else if (declaration(ops_[i].kind).dtype == DTypeRule::Promote) {
-        for (int k = 0; k < ops_[i].extra_inputs; ++k) next = promote(next, extra_dtype(i, k));
-      }
-      dtypes_.push_back(next);
-    }
-  }
-
-  // The dtype an op insists on, or none.
-  std::optional<DType> compute_dtype(int i) const {
-    if (!ops_[i].native) return std::nullopt;
-    switch (declaration(ops_[i].kind).dtype) {
-      case DTypeRule::Parameter: {
-        // As in torch, autocast leaves float64 alone.
-        const DType parameter = facts_.parameters[i][0].dtype;
-        return parameter == DType::Float64 ? parameter : facts_.autocast.value_or(parameter);
-      }
-      case DTypeRule::Autocast:
-        return dtypes_[i] == DType::Float64 ? std::nullopt : facts_.autocast;
-      default:
-        return std::nullopt;
-    }
-  }
-
-  DType extra_dtype(int op, int k) const {
-    if (const auto& source = ops_[op].sources[k]) return dtypes_[source->op];
-    return facts_.extra_inputs[external_index(op, k)].dtype;
   }
 
   bool extra_input_requires_grad(int op, int k) const {
@@ -206,6 +172,7 @@ class Lowering {
 
   Value bound_value(const Span& span, const Field& field) const {
     const int op = span.first + field.op;
+    if (field.name == "extra_output") return extra_output(op, 0);
     const auto& row = declaration(ops_[op].kind);
     const bool is_slot = std::ranges::find(row.slots, field.name, &Slot::name) != row.slots.end();
     return {is_slot ? Kind::Slot : Kind::Parameter, op, field.name};
@@ -330,7 +297,8 @@ class Lowering {
   std::optional<DType> compute_dtype(const Step& step) const {
     std::optional<DType> compute;
     for (const int op : step.ops) {
-      if (const auto wanted = compute_dtype(op)) compute = wanted;
+      const auto wanted = required_dtype(ops_, facts_, op, dtypes_[op]);
+      if (wanted) compute = wanted;
     }
     return compute;
   }
@@ -468,6 +436,12 @@ class Lowering {
       return Value{Kind::Parameter, slot.op, slot.name};
     }
     if (slot.name == "input" && slot.op == span.first) return Value{Kind::Main, span.first};
+    if (slot.name == "input") {
+      // The op before may have handed the very same tensor out.
+      const Value twin = extra_output(slot.op - 1, 0);
+      const bool hands_on = declaration(ops_[slot.op - 1].kind).forward_schema.empty();
+      if (hands_on && std::ranges::find(call.results, twin) != call.results.end()) return twin;
+    }
     if (slot.name == "output" && slot.op == span.last) return Value{Kind::Main, span.last + 1};
     return std::nullopt;
   }

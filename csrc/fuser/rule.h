@@ -39,8 +39,8 @@ struct Match {
 
 // Where a schema field of a fused op comes from when its name alone does not say.
 struct Field {
-  int op;  // counted from the first op of the match
-  std::string name;
+  int op;            // counted from the first op of the match
+  std::string name;  // a slot, a parameter, or "extra_output"
 };
 using Bindings = std::map<std::string, std::variant<Field, Attribute>>;
 

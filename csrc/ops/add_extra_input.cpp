@@ -1,6 +1,9 @@
 // AddExtraInput: y = x + extra, as in a residual connection. Both get the output's gradient.
+#include "ops/add_extra_input.h"
+
 #include <ATen/ops/add.h>
 
+#include "fuser/propagate.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -36,4 +39,23 @@ Tensors add_unfused(const Args& args) { return {args.tensor(0) + args.tensor(1)}
 });
 
 }  // namespace
+
+void check_extra_input(const Args& args, const Tensor& extra, const TensorSpec& sum) {
+  check_compute_dtype(args, "extra_input", extra);
+  check_spec(args, "extra_input", extra, sum);
+}
+
+std::optional<std::string> different_summands(const Match& match, int k, bool or_float32) {
+  const int op = match.first + k;
+  const auto dtypes = propagate_dtypes(match.ops, match.facts);
+  const DType extra = extra_input_dtype(match.ops, match.facts, dtypes, op, 0);
+  if (dtypes[op] == DType::Unknown || extra == DType::Unknown) {
+    return "the dtype of a summand is not known";
+  }
+  const bool widens = extra == DType::Float32 && promote(dtypes[op], extra) == extra;
+  if (dtypes[op] == extra || (or_float32 && widens)) return std::nullopt;
+  return "the extra input is " + to_text(extra) + ", and what it is added to " +
+         to_text(dtypes[op]);
+}
+
 }  // namespace transformer_ops

@@ -1,5 +1,7 @@
 // Dropout: zeroes elements with probability p and scales the rest by 1 / (1 - p). Keeps one bit an
 // element. The bits are Philox counters; their key is one number of torch's generator.
+#include "ops/dropout.h"
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/where.h>
@@ -12,10 +14,6 @@
 namespace transformer_ops {
 namespace {
 
-void check_probability(const Args& args, double p) {
-  TORCH_CHECK(p >= 0 && p <= 1, "[", args.op(), "] p must lie in [0, 1], got ", p);
-}
-
 TensorSpecs forward_shape(const Args& args) {
   check_compute_dtype(args, "input", args.tensor(0));
   check_probability(args, args.number(1));
@@ -23,16 +21,10 @@ TensorSpecs forward_shape(const Args& args) {
   return {like(args.tensor(0)), args.flag(2) ? bit_mask(args.tensor(0)) : none};
 }
 
-uint64_t draw_seed() {
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
-}
-
 void forward_cpu(const Args& args, Tensors& results) {
   const double p = args.number(1);
   const cpu::Rows x{args.tensor(0), 1}, y{results[0], 1};
-  const uint64_t seed = p > 0 && p < 1 ? draw_seed() : 0;
+  const uint64_t seed = draw_seed(p);
   uint8_t* mask = args.flag(2) ? results[1].mutable_data_ptr<uint8_t>() : nullptr;
   cpu::parallel(x.count(), 1, 8, [&](int64_t begin, int64_t end) {
     cpu::kernels().dropout_forward(cpu::kernel_dtype(x.tensor), x.read(begin), y.write(begin),
@@ -113,4 +105,16 @@ Tensor replay(const ReplayCall& call) {
 });
 
 }  // namespace
+
+void check_probability(const Args& args, double p) {
+  TORCH_CHECK(p >= 0 && p <= 1, "[", args.op(), "] p must lie in [0, 1], got ", p);
+}
+
+uint64_t draw_seed(double p) {
+  if (p <= 0 || p >= 1) return 0;
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
+}
+
 }  // namespace transformer_ops

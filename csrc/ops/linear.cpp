@@ -123,6 +123,14 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
   return with_last_size(output, input, weight.size(0));
 }
 
+Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& weight,
+                      double scale) {
+  const int64_t rows = start.numel() / weight.size(0);
+  Tensor sum = start.view({rows, weight.size(0)});
+  at::cpu::addmm_(sum, input.reshape({rows, weight.size(1)}), transposed(weight), 1, scale);
+  return start;
+}
+
 Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
                             const LinearGradients& fused) {
   const int64_t width = grad_output.size(-1);

@@ -26,6 +26,10 @@ Tensor as_matrix(const Tensor& tensor);
 // x W^T [+ b] for any number of leading dimensions.
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias = {});
 
+// start + scale x W^T in the memory of `start`, which is contiguous.
+Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& weight,
+                      double scale = 1.0);
+
 // What a fused op adds to the gradients on the way.
 struct LinearGradients {
   double scale = 1.0;    // of both

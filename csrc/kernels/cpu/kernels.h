@@ -46,6 +46,9 @@ struct Kernels {
   void (*glu_forward)(const Glu&, DType, const void* x, void* y, int64_t rows, int64_t h);
   void (*glu_backward)(const Glu&, DType, const void* grad_y, const void* x, void* grad_x,
                        int64_t rows, int64_t h);
+  // y is that of x + bias, which kept takes as it is rounded; kept may be x, or null.
+  void (*bias_glu_forward)(const Glu&, DType, const void* x, const void* bias, void* kept, void* y,
+                           int64_t rows, int64_t h);
 
   // ---- norms over rows of h ----
   // gamma[h] and beta[h] may be null (absent). grad_gamma[h] and grad_beta[h] are added to and may
@@ -105,6 +108,21 @@ struct Kernels {
   // The same from seed instead of mask.
   void (*dropout_backward_from_seed)(DType, const void* grad_y, void* grad_x, uint64_t seed,
                                      double p, int64_t first, int64_t n);
+
+  // ---- residuals ----
+  // y = dropout(x + bias) + extra for the elements from `first` on of rows of h; bias is an acc
+  // array of h; extra and y have x's dtype or are acc arrays, as `sum` says. Mask, seed, p and
+  // first are those of dropout_forward; with p = 0 all are kept.
+  void (*bias_dropout_add)(DType, DType sum, const void* x, const void* bias, const void* extra,
+                           void* y, uint8_t* mask, uint64_t seed, double p, int64_t first,
+                           int64_t n, int64_t h);
+  // sum = x + extra, and its norm as above: of the sum as it is rounded, so that whoever reads it
+  // later computes the same. A null sum is not written.
+  void (*add_layer_norm_forward)(DType, const void* x, const void* extra, const void* gamma,
+                                 const void* beta, double eps, void* sum, void* y, void* mean,
+                                 void* rstd, int64_t rows, int64_t h);
+  void (*add_rms_norm_forward)(DType, const void* x, const void* extra, const void* gamma,
+                               double eps, void* sum, void* y, void* rstd, int64_t rows, int64_t h);
 };
 
 // The kernels for the widest instruction set of this machine. The environment variable

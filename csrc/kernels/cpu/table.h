@@ -2,11 +2,13 @@
 #pragma once
 
 #include "bias.h"
+#include "bias_glu.h"
 #include "dropout.h"
 #include "elementwise.h"
 #include "glu.h"
 #include "norm.h"
 #include "normalize.h"
+#include "residual.h"
 #include "tables.h"
 
 namespace transformer_ops::cpu {
@@ -24,6 +26,7 @@ constexpr Kernels make_table(const char* isa) {
       .convert_to_acc = convert_to_acc,
       .glu_forward = glu_forward,
       .glu_backward = glu_backward,
+      .bias_glu_forward = bias_glu_forward,
       .layer_norm_forward = layer_norm_forward,
       .layer_norm_backward = layer_norm_backward,
       .layer_norm_residual_backward = layer_norm_residual_backward,
@@ -42,6 +45,9 @@ constexpr Kernels make_table(const char* isa) {
       .dropout_forward = dropout_forward,
       .dropout_backward = dropout_backward,
       .dropout_backward_from_seed = dropout_backward_from_seed,
+      .bias_dropout_add = bias_dropout_add,
+      .add_layer_norm_forward = add_layer_norm_forward,
+      .add_rms_norm_forward = add_rms_norm_forward,
   };
 }
 

@@ -288,6 +288,34 @@ backward Square ops=[2]
 )");
 }
 
+// One tensor: the extra output of Fork, and what Norm keeps.
+TEST(Lower, ForwardFusionHandsOutWhatASlotHolds) {
+  const ScopedRule rule({.name = "add_fork_norm",
+                         .pass = Pass::Forward,
+                         .benefit = 10,
+                         .pattern = {{"Add"}, {"Fork"}, {"Norm"}},
+                         .forward = "add_norm(Tensor input, Tensor extra_input, float eps, "
+                                    "bool save_sum) -> (Tensor output, Tensor sum, Tensor rstd)",
+                         .bind = [](const Match&) {
+                           return Bindings{{"sum", Field{1, "extra_output"}},
+                                           {"save_sum", Attribute(true)},
+                                           {"rstd", Field{2, "rstd"}}};
+                         }});
+  const Plan plan = toy::plan(nodes({"Add", "Fork", "Norm"}));
+  EXPECT_EQ(steps_text(plan), R"(first_backward 0
+forward add_fork_norm ops=[0, 1, 2]
+  x3, o1.0, s2.rstd = add_norm(x0, e0.0, 1e-05, true)
+  save s2.input=o1.0, s2.rstd=s2.rstd
+backward Add ops=[0]
+  g0, de0.0 = g1
+backward Fork ops=[1]
+  g1 = fork_backward(g2, do1.0)
+backward Norm ops=[2]
+  g2 = norm_backward(g3, s2.input, s2.rstd)
+)");
+  EXPECT_EQ(to_text(parse_plan(to_text(plan))), to_text(plan));
+}
+
 TEST(Lower, BackwardFusionReadsTheSlotsOfItsOps) {
   const ScopedRule rule(toy::backward_rule());
   EXPECT_EQ(steps_text(toy::plan(nodes({"Shift", "Square"}))), R"(first_backward 0

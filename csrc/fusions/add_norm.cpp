@@ -1,0 +1,135 @@
+// forward:  x ─► AddExtraInput ─┬─► [MakeExtraOutput] ─► LayerNorm or RMSNorm ─► y
+//                  ▲ residual   └─► sum: the new residual, and what the norm keeps
+//
+// Sum and norm in one pass over the rows, as between the blocks of a pre-norm transformer.
+#include "fuser/propagate.h"
+#include "fuser/registry.h"
+#include "ops/add_extra_input.h"
+#include "ops/cpu.h"
+#include "ops/op.h"
+
+namespace transformer_ops {
+namespace {
+
+// (output, sum, statistics...) for arguments (input, extra_input, weight, ...).
+TensorSpecs shape(const Args& args, bool save_sum, int statistics) {
+  const Tensor& input = args.tensor(0);
+  const Tensor& weight = args.tensor(2);
+  check_compute_dtype(args, "input", input);
+  check_extra_input(args, args.tensor(1), like(input));
+  check_compute_dtype(args, "weight", weight);
+  check_trailing(args, "input", input, weight);
+  TensorSpecs specs = {like(input), save_sum ? like(input) : TensorSpec{{0}, input.scalar_type()}};
+  specs.resize(2 + statistics, row_statistics(input, weight.dim()));
+  return specs;
+}
+
+// The norm's own meaning, of the sum; both take the arguments from weight on in the same order.
+Tensors unfused(const char* norm, const Args& args) {
+  std::vector<c10::IValue> values = {args.tensor(0) + args.tensor(1)};
+  values.insert(values.end(), args.values().begin() + 2, args.values().end() - 1);
+  return {find_typed_op(norm)->unfused(Args(args.op(), values))[0]};
+}
+
+// ---- LayerNorm
+
+constexpr const char* kLayerNorm =
+    "add_layer_norm(Tensor input, Tensor extra_input, Tensor weight, Tensor bias, float eps, "
+    "bool zero_centered_gamma, bool save_sum) -> (Tensor output, Tensor sum, Tensor mean, "
+    "Tensor rstd)";
+
+TensorSpecs layer_norm_shape(const Args& args) {
+  check_compute_dtype(args, "bias", args.tensor(3));
+  check_same_sizes(args, "bias", args.tensor(3), args.tensor(2));
+  return shape(args, args.flag(6), 2);
+}
+
+void layer_norm_cpu(const Args& args, Tensors& results) {
+  const cpu::Rows x{args.tensor(0), args.tensor(2).numel()}, extra{args.tensor(1), x.width};
+  const cpu::Rows y{results[0], x.width}, sum{results[1], x.width};
+  const cpu::Rows mean{results[2], 1}, rstd{results[3], 1};
+  const Tensor gamma = cpu::to_accumulate(args.tensor(2), x.tensor, args.flag(5) ? 1.0 : 0.0);
+  const Tensor beta = cpu::to_accumulate(args.tensor(3), x.tensor);
+  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+    cpu::kernels().add_layer_norm_forward(
+        cpu::kernel_dtype(x.tensor), x.read(begin), extra.read(begin), gamma.const_data_ptr(),
+        beta.const_data_ptr(), args.number(4), args.flag(6) ? sum.write(begin) : nullptr,
+        y.write(begin), mean.write(begin), rstd.write(begin), end - begin, x.width);
+  });
+}
+
+// ---- RMSNorm
+
+constexpr const char* kRMSNorm =
+    "add_rms_norm(Tensor input, Tensor extra_input, Tensor weight, float eps, "
+    "bool zero_centered_gamma, bool save_sum) -> (Tensor output, Tensor sum, Tensor rstd)";
+
+TensorSpecs rms_norm_shape(const Args& args) { return shape(args, args.flag(5), 1); }
+
+void rms_norm_cpu(const Args& args, Tensors& results) {
+  const cpu::Rows x{args.tensor(0), args.tensor(2).numel()}, extra{args.tensor(1), x.width};
+  const cpu::Rows y{results[0], x.width}, sum{results[1], x.width}, rstd{results[2], 1};
+  const Tensor gamma = cpu::to_accumulate(args.tensor(2), x.tensor, args.flag(4) ? 1.0 : 0.0);
+  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+    cpu::kernels().add_rms_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin),
+                                        extra.read(begin), gamma.const_data_ptr(), args.number(3),
+                                        args.flag(5) ? sum.write(begin) : nullptr, y.write(begin),
+                                        rstd.write(begin), end - begin, x.width);
+  });
+}
+
+// ---- rules
+
+// `norm` is the place of the norm in the match.
+std::optional<std::string> why_not(const Match& match, int norm) {
+  if (auto reason = different_summands(match, 0)) return reason;
+  const int op = match.first + norm;
+  const DType sum = propagate_dtypes(match.ops, match.facts)[op];
+  const DType computes = required_dtype(match.ops, match.facts, op, sum).value_or(sum);
+  if (computes == sum) return std::nullopt;
+  return "the sum is " + to_text(sum) + ", and autocast has the norm compute in " +
+         to_text(computes);
+}
+
+Bindings bind(int norm, bool hands_out_sum) {
+  Bindings bindings = {
+      {"sum", Field{norm, "input"}}, {"mean", Field{norm, "mean"}}, {"rstd", Field{norm, "rstd"}}};
+  if (hands_out_sum) {
+    bindings["sum"] = Field{1, "extra_output"};
+    bindings["save_sum"] = Attribute(true);
+  }
+  return bindings;
+}
+
+bool register_norm(const std::string& name, const std::string& kind, TypedOp op) {
+  add_rule({.name = name + "_residual",
+            .pass = Pass::Forward,
+            .benefit = 40,
+            .pattern = {{"AddExtraInput"}, {"MakeExtraOutput"}, {kind}},
+            .why_not = [](const Match& match) { return why_not(match, 2); },
+            .forward = op.schema,
+            .bind = [](const Match&) { return bind(2, /*hands_out_sum=*/true); }});
+  return register_fused_op(
+      {.rule = {.name = name,
+                .pass = Pass::Forward,
+                .benefit = 40,
+                .pattern = {{"AddExtraInput"}, {kind}},
+                .why_not = [](const Match& match) { return why_not(match, 1); },
+                .bind = [](const Match&) { return bind(1, /*hands_out_sum=*/false); }},
+       .forward = std::move(op)});
+}
+
+[[maybe_unused]] const bool registered =
+    register_norm("add_layer_norm", "LayerNorm",
+                  {.schema = kLayerNorm,
+                   .shape = layer_norm_shape,
+                   .cpu = layer_norm_cpu,
+                   .unfused = [](const Args& args) { return unfused("layer_norm", args); }}) &&
+    register_norm("add_rms_norm", "RMSNorm",
+                  {.schema = kRMSNorm,
+                   .shape = rms_norm_shape,
+                   .cpu = rms_norm_cpu,
+                   .unfused = [](const Args& args) { return unfused("rms_norm", args); }});
+
+}  // namespace
+}  // namespace transformer_ops

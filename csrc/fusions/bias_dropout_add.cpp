@@ -1,0 +1,92 @@
+// forward:  x ─► Bias ─► Dropout ─► AddExtraInput ─► y      one pass
+//                           └───► mask      ▲ residual
+#include <ATen/ops/dropout.h>
+
+#include "fuser/registry.h"
+#include "ops/add_extra_input.h"
+#include "ops/cpu.h"
+#include "ops/dropout.h"
+#include "ops/op.h"
+
+namespace transformer_ops {
+namespace {
+
+TensorSpecs shape(const Args& args) {
+  const Tensor& input = args.tensor(0);
+  const Tensor& bias = args.tensor(1);
+  check_compute_dtype(args, "input", input);
+  check_compute_dtype(args, "bias", bias);
+  TORCH_CHECK(bias.dim() == 1, "[", args.op(), "] bias must have 1 dimension, got shape ",
+              bias.sym_sizes());
+  check_trailing(args, "input", input, bias);
+  TensorSpec sum = like(input);
+  if (args.tensor(2).scalar_type() == accumulate_dtype(sum.dtype)) {
+    sum.dtype = accumulate_dtype(sum.dtype);
+  }
+  check_extra_input(args, args.tensor(2), sum);
+  check_probability(args, args.number(3));
+  return {sum, args.flag(4) ? bit_mask(input) : TensorSpec{{0}, at::kByte}};
+}
+
+void forward_cpu(const Args& args, Tensors& results) {
+  const cpu::Rows x{args.tensor(0), 1}, extra{args.tensor(2), 1}, y{results[0], 1};
+  const Tensor bias = cpu::to_accumulate(args.tensor(1), x.tensor);
+  const double p = args.number(3);
+  const uint64_t seed = draw_seed(p);
+  uint8_t* mask = args.flag(4) ? results[1].mutable_data_ptr<uint8_t>() : nullptr;
+  cpu::parallel(x.count(), 1, 8, [&](int64_t begin, int64_t end) {
+    cpu::kernels().bias_dropout_add(cpu::kernel_dtype(x.tensor), cpu::kernel_dtype(y.tensor),
+                                    x.read(begin), bias.const_data_ptr(), extra.read(begin),
+                                    y.write(begin), mask == nullptr ? nullptr : mask + begin / 8,
+                                    seed, p, begin, end - begin, bias.numel());
+  });
+}
+
+Tensors forward_unfused(const Args& args) {
+  const Tensor x = to_accumulate(args.tensor(0));
+  const Tensor sum = x + args.tensor(1).to(x.scalar_type());
+  const Tensor y = at::dropout(sum, args.number(3), /*train=*/true) + args.tensor(2);
+  return {y.to(args.tensor(2).scalar_type())};
+}
+
+// A float32 residual stays float32, as under autocast.
+std::optional<std::string> why_not(const Match& match) {
+  return different_summands(match, 2, /*or_float32=*/true);
+}
+
+// A Dropout that does nothing keeps everything: the pass is worth it without one.
+Bindings bind(const Match& match) {
+  Bindings bindings = {{"mask", Field{1, "mask"}}};
+  const auto& dropout = declaration("Dropout");
+  if (dropout.inactive(match.op(1).attributes, match.training(1))) bindings["p"] = Attribute(0.0);
+  return bindings;
+}
+
+TypedOp typed_op() {
+  return {.schema =
+              "bias_dropout_add(Tensor input, Tensor bias, Tensor extra_input, float p, "
+              "bool save_mask) -> (Tensor output, Tensor mask)",
+          .shape = shape,
+          .cpu = forward_cpu,
+          .unfused = forward_unfused,
+          .random = true};
+}
+
+// Who calls the typed op itself gets the gradients of the mask it drew.
+bool register_forward() {
+  add_rule({.name = "bias_dropout_add",
+            .pass = Pass::Forward,
+            .benefit = 50,
+            .pattern = {{"Bias"}, {"Dropout"}, {"AddExtraInput"}},
+            .why_not = why_not,
+            .forward = typed_op().schema,
+            .bind = bind});
+  add_typed_op_pair({"bias_dropout_add", "dropout_bias_backward"});
+  register_typed_op(typed_op());
+  return true;
+}
+
+[[maybe_unused]] const bool registered = register_forward();
+
+}  // namespace
+}  // namespace transformer_ops

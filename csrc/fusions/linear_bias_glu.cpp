@@ -1,0 +1,90 @@
+// forward:  x ─► BasicLinear ─► Bias ─► GLU ─► y      bias and GLU in one pass over the product
+//                                  └─► kept: the GLU's input
+#include <ATen/ops/linear.h>
+
+#include "ops/cpu.h"
+#include "ops/glu.h"
+#include "ops/linear.h"
+#include "ops/op.h"
+
+namespace transformer_ops {
+namespace {
+
+const GluRow& row_of(const Args& args) { return glu_named(args.text(3)); }
+
+// The numbers of all GLUs; a row reads its own.
+cpu::Glu glu_of(const Args& args) {
+  return {.kind = row_of(args).glu,
+          .interleave = args.integer(4),
+          .beta1 = args.number(5),
+          .beta2 = args.number(6),
+          .limit = args.number(7),
+          .alpha = args.number(8),
+          .offset = args.number(9)};
+}
+
+TensorSpecs shape(const Args& args) {
+  const TensorSpec sum = linear_output(args);
+  check_linear_bias(args, args.tensor(2), sum);
+  const TensorSpec kept = args.flag(10) ? sum : TensorSpec{{0}, sum.dtype};
+  return {glu_output(args, "the product", sum, glu_of(args)), kept};
+}
+
+void forward_cpu(const Args& args, Tensors& results) {
+  const cpu::Glu glu = glu_of(args);
+  const Tensor product = linear_cpu(args.tensor(0), args.tensor(1));
+  const Tensor bias = cpu::to_accumulate(args.tensor(2), product);
+  auto sizes = product.sizes().vec();
+  sizes.back() /= 2;
+  Tensor output = empty_cpu(sizes, product.scalar_type());
+  const cpu::Rows x{product, product.size(-1)}, y{output, output.size(-1)};
+  const bool save = args.flag(10);
+  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+    cpu::kernels().bias_glu_forward(glu, cpu::kernel_dtype(product), x.read(begin),
+                                    bias.const_data_ptr(), save ? x.write(begin) : nullptr,
+                                    y.write(begin), end - begin, y.width);
+  });
+  results = {output, product};
+  if (!save) results[1] = empty_cpu({0}, product.scalar_type());
+}
+
+Tensors forward_unfused(const Args& args) {
+  const Tensor sum = at::linear(args.tensor(0), args.tensor(1), args.tensor(2));
+  return {glu_unfused(row_of(args), sum, glu_of(args))};
+}
+
+// Numbers that this GLU does not take are bound to their defaults.
+Bindings bind(const Match& match) {
+  const GluRow& row = glu_of_kind(match.kind(2));
+  const cpu::Glu defaults;
+  Bindings bindings = {{"kept", Field{2, "input"}},
+                       {"glu", Attribute(row.name)},
+                       {"glu_interleave_size", Attribute(defaults.interleave)},
+                       {"beta1", Attribute(defaults.beta1)},
+                       {"beta2", Attribute(defaults.beta2)},
+                       {"limit", Attribute(defaults.limit)},
+                       {"alpha", Attribute(defaults.alpha)},
+                       {"glu_linear_offset", Attribute(defaults.offset)}};
+  for (const auto& name : row.attributes) bindings[name] = match.op(2).attributes.at(name);
+  return bindings;
+}
+
+[[maybe_unused]] const bool registered = register_fused_op({
+    .rule = {.name = "linear_bias_glu",
+             .pass = Pass::Forward,
+             .benefit = 30,
+             .pattern = {{"BasicLinear"}, {"Bias"}, glu_kinds()},
+             .why_not = different_linear_dtypes,
+             .bind = bind},
+    .forward = {.schema = "linear_bias_glu(Tensor input, Tensor weight, Tensor bias, str glu, "
+                          "int glu_interleave_size, float beta1, float beta2, float limit, "
+                          "float alpha, float glu_linear_offset, bool save_kept) -> "
+                          "(Tensor output, Tensor kept)",
+                .shape = shape,
+                .cpu = forward_cpu,
+                .unfused = forward_unfused,
+                .allocates = false},
+});
+
+}  // namespace
+}  // namespace transformer_ops
