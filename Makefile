@@ -1,6 +1,7 @@
 # `make train` and `make test` need g++ and Python; all else goes into a virtual environment here.
 #   make test TORCH=2.11.0    in .venv-2.11.0, with that torch
 #   make train ARGS="--steps 100"
+#   make bench ARGS="--quick"
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 PINNED := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' constraints.txt | head -n 1)
@@ -31,7 +32,7 @@ train: build
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
 bench: build
-	$(BIN)/python benchmarks/call_cost.py $(ARGS)
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 build: $(BUILT)
 

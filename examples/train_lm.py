@@ -2,6 +2,7 @@
 
 python examples/train_lm.py                       Python's reference manual, on CPU
 python examples/train_lm.py --backend torch       the same in plain torch.nn
+python examples/train_lm.py --compare             both side by side: speed, memory, losses
 python examples/train_lm.py --resume out/checkpoint.pt --steps 2000
 """
 
@@ -10,8 +11,12 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lm.failure import Failure, reason
+
+if TYPE_CHECKING:
+    from lm.options import Options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,6 +36,8 @@ def run(arguments: list[str]) -> int:
     from lm.training import Run
 
     options, state = parse(arguments)
+    if options.compare:
+        return compare(options)
     training = Run(options, state)
     make_folder(Path(options.out))
     parameters = sum(p.numel() for p in training.model.parameters())
@@ -51,6 +58,28 @@ def run(arguments: list[str]) -> int:
             f"the loss curve could not be written to {options.out!r}: {reason(error)}"
         ) from error
     return 0
+
+
+def compare(options: Options) -> int:
+    """Train both backends side by side and report, or raise Failure."""
+    from lm.compare import OURS, Comparison
+    from lm.report import settings
+
+    both = Comparison(options)
+    make_folder(Path(options.out))
+    run = both.runs[OURS]
+    parameters = sum(p.numel() for p in run.model.parameters())
+    print(f"{parameters:,} parameters, both backends{settings(run)}")
+    whole = both.train()
+    if not whole:
+        print(f"interrupted after step {both.step} of {options.steps}")
+    try:
+        print(f"\n{both.report()}")
+    except OSError as error:
+        raise Failure(
+            f"the steps could not be written to {options.out!r}: {reason(error)}"
+        ) from error
+    return 0 if whole else 130
 
 
 def check_packages() -> None:

@@ -6,7 +6,9 @@ import csv
 import errno
 import math
 import os
+import re
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +162,71 @@ def test_compiled_training_follows_eager() -> None:
     assert compiled == pytest.approx(eager, abs=1e-4)
 
 
+# ---- both side by side
+
+
+def test_compare_gives_the_losses_of_lone_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = ["--steps", "6", "--dropout", "0.2"]
+    lone = {b: train(tmp_path / b, *extra, "--backend", b) for b in ("tops", "torch")}
+    capsys.readouterr()
+    assert train_lm.main([*SMALL, *extra, "--compare", "--out", str(tmp_path)]) == 0
+    rows = compared(tmp_path)
+    for backend, losses_alone in lone.items():
+        assert [row[f"loss_{backend}"] for row in rows] == losses_alone
+    assert lone["tops"] != lone["torch"]
+    largest = max(abs(row["loss_tops"] - row["loss_torch"]) for row in rows)
+    shown = capsys.readouterr().out
+    assert f"at most {largest:.2g} (each backend drew its own dropout masks)" in shown
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_compare_reports_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = ["--dtype", "bfloat16", "--dropout", "0.1"]
+    steps = str(training.UNTIMED_STEPS + 3)
+    arguments = [*SMALL, *extra, "--steps", steps, "--compare", "--out", str(tmp_path)]
+    assert train_lm.main(arguments) == 0
+    shown = {row[0]: row[1:] for row in map(cells, capsys.readouterr().out.splitlines()) if row}
+    kept = [
+        report.saved_bytes(make_run(*SMALL, *extra, "--backend", b)) / (2 * 32)
+        for b in ("tops", "torch")
+    ]
+    ratio = f"{kept[0] / kept[1]:.2f}x"
+    assert shown["saved bytes a token"] == [f"{k:,.0f}" for k in kept] + [ratio]
+    timed = compared(tmp_path)[training.UNTIMED_STEPS :]
+    speed = statistics.median(row["seconds_torch"] / row["seconds_tops"] for row in timed)
+    assert shown["tokens/s"][2] == f"{speed:.2f}x"
+    assert len(shown["held-out bits per byte"]) == 2
+
+
+def test_ctrl_c_ends_a_comparison_with_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one_step = training.Run._one_step
+
+    def interrupted(self: training.Run) -> float:
+        if self.step == 2 and self.options.backend == "tops":
+            signal.raise_signal(signal.SIGINT)
+        return one_step(self)
+
+    monkeypatch.setattr(training.Run, "_one_step", interrupted)
+    assert train_lm.main([*SMALL, "--steps", "9", "--compare", "--out", str(tmp_path)]) == 130
+    shown = capsys.readouterr().out
+    assert "interrupted after step 3 of 9" in shown
+    assert "saved bytes a token" in shown
+    assert len(compared(tmp_path)) == 3
+
+
+def compared(out: Path) -> list[dict[str, float]]:
+    with open(out / "compare.csv", newline="") as file:
+        return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+def cells(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip())
+
+
 # ---- bad input
 
 
@@ -179,6 +246,8 @@ def test_compiled_training_follows_eager() -> None:
         (["--lr", "-1"], "--lr: must be finite and above 0"),
         (["--dtype", "int8"], "--dtype"),
         (["--surplus"], "--surplus"),
+        (["--compare", "--backend", "torch"], "--backend: not allowed with argument --compare"),
+        (["--compare", "--resume", "last.pt"], "--compare must start afresh, got --resume 'last"),
         (["--resume", "{tmp}/none.pt"], "--resume must be readable"),
         (["--resume", "{tmp}/short.txt"], "--resume must be a checkpoint"),
         (["--out", "{tmp}/short.txt"], "--out must be a folder that can be written"),

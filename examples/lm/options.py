@@ -35,11 +35,12 @@ class Options:
     checkpoint_every: int
     out: str
     resume: str | None = None
+    compare: bool = False
 
     def state(self) -> dict[str, Any]:
         """What goes into a checkpoint."""
         state = asdict(self)
-        del state["resume"]
+        del state["resume"], state["compare"]
         return state
 
 
@@ -57,6 +58,8 @@ def parse(arguments: list[str]) -> tuple[Options, dict[str, Any] | None]:
     """Options, and the checkpoint to go on from, whose options are the defaults then."""
     parser = _make_parser()
     options = Options(**vars(parser.parse_args(arguments)))
+    if options.compare and options.resume is not None:
+        raise Failure(f"--compare must start afresh, got --resume {options.resume!r}")
     if options.resume is None:
         return options, None
     state = checkpoint.load(options.resume)
@@ -91,8 +94,11 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="bfloat16: autocast, with float32 parameters")  # fmt: skip
     add("--device", default="cpu", help="as torch names it")
-    add("--backend", choices=("tops", "torch"), default="tops",
+    backend = parser.add_mutually_exclusive_group().add_argument
+    backend("--backend", choices=("tops", "torch"), default="tops",
         help="torch: the same model in plain torch.nn, with the same initial weights")  # fmt: skip
+    backend("--compare", action="store_true", default=False,
+        help="train both, step by step in turn, and compare; writes no checkpoint")  # fmt: skip
     add("--compile", action=argparse.BooleanOptionalAction, default=False,
         help="train through torch.compile(fullgraph=True)")  # fmt: skip
     add("--seed", type=_seed, default=0, help="of weights, data order and dropout")

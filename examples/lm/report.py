@@ -54,10 +54,15 @@ def report(run: Run) -> str:
 
 def describe(run: Run) -> str:
     """Backend, dtype and device in words."""
+    return f"backend {run.options.backend}{settings(run)}"
+
+
+def settings(run: Run) -> str:
+    """What a backend has in common with the other one, in words."""
     options = run.options
     compiled = ", compiled" if options.compile else ""
     threads = f", {torch.get_num_threads()} threads" if run.device.type == "cpu" else ""
-    return f"backend {options.backend}{compiled}, {options.dtype}, {run.device}{threads}"
+    return f"{compiled}, {options.dtype}, {run.device}{threads}"
 
 
 def printable(text: bytes) -> str:

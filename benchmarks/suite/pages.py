@@ -1,0 +1,53 @@
+"""Writes tables of a run into Markdown pages, between <!-- bench NAME --> and <!-- /bench -->."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from . import tables
+from .cases import BLOCKS, DEFAULT, OPS, WARM
+from .machine import ROOT, caption
+from .results import Results
+
+PAGE = ROOT / "docs" / "performance.md"
+MARKED = re.compile(r"(<!-- bench (.+?) -->\n)(.*?)(<!-- /bench -->)", re.DOTALL)
+UNKNOWN = "*Not measured yet: `make bench ARGS=--record` fills this in.*"
+
+
+def _table(table: tables.Table) -> str:
+    return table.markdown() if table.rows else ""
+
+
+PARTS: dict[str, Callable[[Results], str]] = {
+    "machine": lambda results: caption(results.about) + ".",
+    "targets": lambda results: _table(tables.targets(results)),
+    "ops": lambda results: _table(tables.ops(results, DEFAULT)),
+    "ops warm": lambda results: _table(tables.ops(results, WARM)),
+    "blocks": lambda results: _table(tables.blocks(results, DEFAULT)),
+    "op sizes": lambda results: _table(tables.sweep(results, OPS)),
+    "block sizes": lambda results: _table(tables.sweep(results, BLOCKS)),
+    "saved": lambda results: _table(tables.memory(results)),
+    "saved by ops": lambda results: _table(tables.saved_by_ops(results)),
+    "peaks": lambda results: _table(tables.peaks(results)),
+    "calls": lambda results: "\n\n".join(
+        tables.calls(results, block).markdown() for block in (results.calls or {}).get("blocks", {})
+    ),
+}
+
+
+def rendered(text: str, results: Results) -> str:
+    """The page with every marked part made anew. KeyError for a part that nothing makes."""
+
+    def part(found: re.Match[str]) -> str:
+        made = PARTS[found[2]](results)
+        return f"{found[1]}{made or UNKNOWN}\n{found[4]}"
+
+    return MARKED.sub(part, text)
+
+
+def write(results: Results, page: Path = PAGE) -> None:
+    """Write the numbers into a page."""
+    text = page.read_text(encoding="utf-8")
+    page.write_text(rendered(text, results), encoding="utf-8")

@@ -1,0 +1,342 @@
+"""The benchmark tool: its statistics, its counters, its check, and a tiny run of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import bench
+from suite import cases, check, measure, pages, peak, tables, targets, timing
+from suite.cases import BLOCK_SIZE, COMPILED, EAGER, FORWARD, OP_SIZE, OURS, TRAINING
+from suite.results import Results
+
+CPU = torch.device("cpu")
+ABOUT = {
+    "cpu": "a CPU", "cores": 2, "features": ["AVX2"], "threads": 2, "torch": "2.15.0",
+    "environment": {}, "date": "2026-01-01", "commit": "abc",
+}  # fmt: skip
+
+
+def row(
+    name: str = "gelu", size: tuple[int, ...] = OP_SIZE, allocator: str = "default", **times: float
+) -> dict[str, Any]:
+    """A line of a worker: three rounds of each way, the same times in both passes."""
+    ms = {way: [t, 1.1 * t, 0.9 * t] for way, t in times.items()}
+    case = cases.Case(name, "fp32", size, allocator)
+    saved = {way: 100 for way in times if way in cases.WAYS}
+    return {"case": case.as_json(), "ms": {FORWARD: ms, TRAINING: dict(ms)}, "saved": saved}
+
+
+def results(*rows: dict[str, Any]) -> Results:
+    found = Results(dict(ABOUT))
+    for line in rows:
+        found.add(line)
+    return found
+
+
+# ---- time
+
+
+class FakeClock:
+    """Every call takes the seconds that it returns."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float, int]] = []
+
+    def seconds(self, call: timing.Call, count: int) -> float:
+        spent: Any = call()
+        self.asked.append((spent, count))
+        return spent
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"), [(0, timing.LEAST_ROUNDS), (0.13, 10), (99, timing.MOST_ROUNDS)]
+)
+def test_rounds_fit_the_time_given(seconds: float, rounds: int) -> None:
+    clock = FakeClock()
+    calls = {"slow": lambda: 0.01, "fast": lambda: 0.0005}
+    times = timing.interleave(calls, seconds, clock)  # type: ignore[arg-type]
+    assert times == {"slow": [10.0] * rounds, "fast": [0.5] * rounds}
+    # Short calls are repeated, so that a sample is long enough for the clock.
+    measured = clock.asked[-2 * rounds :]
+    assert set(measured) == {(0.01, 1), (0.0005, 4)}
+    # Every round begins with the other way.
+    assert [spent for spent, _ in measured[:4]] == [0.01, 0.0005, 0.0005, 0.01]
+
+
+def test_ratio_is_the_median_of_rounds_not_the_ratio_of_medians() -> None:
+    # A slow round slows both; a disturbed sample is one round of many.
+    assert timing.ratio([1, 10, 3, 100, 2], [2, 20, 6, 2, 4]) == 0.5
+
+
+def test_a_clock_measures_a_call() -> None:
+    called = []
+    assert timing.Clock(CPU).seconds(lambda: called.append(1), 3) > 0
+    assert len(called) == 3
+
+
+# ---- saved bytes and bounds
+
+
+def test_saved_bytes_count_each_storage_once_and_whole_without_parameters() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    linear = nn.Linear(8, 3)
+    assert measure.saved_bytes(linear, [x], linear.parameters()) == 4 * 4 * 8
+    assert measure.saved_bytes(linear, [x], []) == 4 * (4 * 8 + 8 * 3)
+    assert measure.saved_bytes(lambda t: t[:1] * t[1:2], [x], []) == 4 * 4 * 8
+    assert measure.saved_bytes(lambda t: t.sin().cos(), [x], []) == 2 * 4 * 4 * 8
+    assert measure.saved_bytes(lambda t: t + 1, [x], []) == 0
+
+
+@pytest.mark.parametrize("way", [EAGER, OURS])
+def test_saved_bytes_of_a_block_are_those_of_the_baselines(way: str) -> None:
+    # baselines.md: 11.0 sizes of the input for eager GELU at f = 4h, and never more for ours.
+    case = cases.Case("GELU block", "fp32", (64, 256, 1024), "default", (way,))
+    inputs = measure.prepare(case, CPU)
+    call, parameters = measure.make_way(case, way, CPU)
+    kept = measure.saved_bytes(call, inputs, parameters) / tables.input_bytes(case)
+    assert round(kept, 1) == 11.0 if way == EAGER else 3 < kept < 11.0
+
+
+class Products(TorchDispatchMode):
+    """Notes the sizes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            a, b = [t for t in args if isinstance(t, torch.Tensor)][-2:]
+            self.seen.append((*a.shape, b.shape[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", cases.BLOCKS)
+@pytest.mark.parametrize("pass_name", cases.PASSES)
+def test_the_floor_is_the_products_of_the_block(name: str, pass_name: str) -> None:
+    case = cases.Case(name, "fp32", (6, 8, 16), "default")
+    inputs = measure.prepare(case, CPU)
+    call, parameters = measure.make_way(case, EAGER, CPU)
+    forward, training = measure.make_calls(call, inputs, parameters)
+    (floor,) = measure.bound(case, pass_name, inputs[0].detach(), CPU).values()
+    with Products() as real:
+        forward() if pass_name == FORWARD else training()
+    with Products() as alone:
+        floor()
+    # A weight's gradient may be computed transposed: the same product.
+    assert sorted(map(sorted, alone.seen)) == sorted(map(sorted, real.seen))
+    assert len(alone.seen) == (2 if pass_name == FORWARD else 6)
+
+
+def test_roof_counts_bytes_in_copies_of_the_input() -> None:
+    # 5 sizes for GELU, of which a copy moves 2: roof = 2.5 copies.
+    found = results(row(ours=5.0, copy=1.0)).rows[0]
+    assert found.bound() == 2.5
+    assert found.to_bound(OURS) == 2.0
+    assert found.bound(FORWARD) == 1.0
+
+
+# ---- peak memory
+
+
+def test_high_water_sees_memory_that_is_gone_again() -> None:
+    before = peak.mark(CPU)
+    torch.ones(16 << 20).sum().item()
+    grown = peak.high_water(CPU) - before
+    assert 64 << 20 <= grown < 80 << 20
+    before = peak.mark(CPU)
+    assert peak.high_water(CPU) - before < 16 << 20
+
+
+def test_peak_of_a_stack_holds_what_it_saves_and_its_gradients() -> None:
+    size = (2048, 64, 256)
+    case = cases.Case("GELU block", "fp32", size, "default", (EAGER,))
+    inputs = measure.prepare(case, CPU)
+    call, parameters = measure.make_way(case, EAGER, CPU)
+    kept = cases.STACK * measure.saved_bytes(call, inputs, parameters)
+    found = peak.peak_bytes("GELU block", "fp32", size, EAGER, "cpu")
+    assert 0.9 * kept < found < 2.5 * kept
+
+
+# ---- targets
+
+
+def test_best_is_the_faster_reference_and_needs_both() -> None:
+    found = results(row(eager=8.0, compiled=4.0, ours=2.0)).rows[0]
+    assert found.to_best(OURS) == 0.5
+    assert results(row(eager=8.0, ours=2.0)).rows[0].to_best(OURS) is None
+
+
+def test_outcomes() -> None:
+    found = results(
+        row("gelu", eager=8.0, compiled=4.0, ours=2.0),
+        row("silu", eager=8.0, compiled=4.0, ours=1.0),
+        row("relu", eager=8.0, compiled=4.0, ours=1.804),
+        row("silu", (64, 2048), eager=8.0, compiled=4.0, ours=3.0),
+        row("silu", OP_SIZE, "warm", eager=8.0, compiled=4.0, ours=5.0, copy=1.0),
+    )
+    found.peaks = {
+        cases.Stack("GELU block", "bf16", BLOCK_SIZE, way).id: mb
+        for way, mb in ((EAGER, 100), (COMPILED, 80), (OURS, 40))
+    }
+    said = {line[0]: line[1:] for line in tables.targets(found).rows}
+    best = "best of eager and Inductor"
+    assert said["gelu"] == [best, "0.45", "0.50 NO", "-", "-"]
+    assert said["relu"] == [best, "0.45", "0.451 NO", "-", "-"]
+    assert said["silu"] == [best, "0.45", "0.25 ok", "-", "0.75 (fp32 64x2048)"]
+    assert said["silu, warm allocator"] == ["roof", "1.50", "2.00 NO", "-", "-"]
+    assert said["GELU block"] == [best, "0.93 / 0.85", "-", "-", "-"]
+    assert said["GELU block x 6, peak memory"] == [best, "0.60", "-", "0.50 ok", "-"]
+
+
+def test_every_op_and_block_has_its_targets_and_its_cases() -> None:
+    assert list(targets.OP_LIMITS) == list(cases.OPS)
+    assert list(targets.BLOCK_LIMITS) == list(targets.PEAK_LIMITS) == list(cases.BLOCKS)
+    ids = [case.id for case in cases.timed_cases(quick=False)]
+    assert len(ids) == len(set(ids))
+    for case in cases.timed_cases(quick=True):
+        # Else CI would have nothing recorded to compare to.
+        assert case.id in ids
+    for target in targets.TARGETS:
+        for size in (target.size, *target.others):
+            assert any("x".join(map(str, size)) in name for name in ids)
+
+
+# ---- the check
+
+
+def test_check_compares_ratios_not_times() -> None:
+    recorded = results(row(eager=8.0, ours=4.0))
+    slow_machine = results(row(eager=80.0, ours=40.0))
+    assert check.compare(slow_machine, recorded) == ([], 3)
+    assert check.compare(results(row(eager=8.0, ours=5.9)), recorded) == ([], 3)
+    worse, compared = check.compare(results(row(eager=8.0, ours=6.1)), recorded)
+    assert compared == 3
+    assert [w.what for w in worse] == [f"{name}, ours / eager" for name in cases.PASSES]
+    assert str(worse[0]) == (
+        "[bench] gelu/fp32/8192x2048/default, forward, ours / eager: must be at most 1.5 times the "
+        "recorded 0.500, got 0.762"
+    )
+    assert check.compare(results(row("silu", eager=8.0, ours=50.0)), recorded) == ([], 0)
+
+
+def test_check_compares_saved_bytes() -> None:
+    grown = row(eager=8.0, ours=4.0)
+    grown["saved"]["ours"] = 151
+    worse, _ = check.compare(results(grown), results(row(eager=8.0, ours=4.0)))
+    assert [w.what for w in worse] == ["saved bytes, ours / eager"]
+
+
+# ---- files
+
+
+def test_json_goes_both_ways(tmp_path: Path) -> None:
+    found = results(row(eager=8.0, compiled=4.0, ours=2.0, copy=1.0))
+    path = tmp_path / "bench.json"
+    path.write_text(found.text())
+    assert json.loads(found.text())["rows"][0]["ratios"][TRAINING]["ours / eager"] == [0.25] * 3
+    assert tables.everything(Results.read(path)) == tables.everything(found)
+    path.write_text(json.dumps({"format": 99}))
+    with pytest.raises(ValueError, match=r"\[bench\] .* must be of format 1, got 99"):
+        Results.read(path)
+
+
+def test_a_page_takes_tables_between_its_marks() -> None:
+    text = "a\n<!-- bench ops -->\nold\n<!-- /bench -->\nb\n<!-- bench peaks -->\n<!-- /bench -->\n"
+    made = pages.rendered(text, results(row(eager=8.0, compiled=4.0, ours=2.0, copy=1.0)))
+    assert "old" not in made
+    assert "| gelu | fp32 | 8.00 / 8.00 | 4.00 / 4.00 | 2.00 / 2.00 |" in made
+    assert pages.UNKNOWN in made
+    assert made.startswith("a\n<!-- bench ops -->\n|")
+    assert made.endswith("<!-- /bench -->\n")
+
+
+def test_the_page_shows_what_is_recorded() -> None:
+    text = pages.PAGE.read_text(encoding="utf-8")
+    assert [found[2] for found in pages.MARKED.finditer(text)]
+    assert pages.rendered(text, Results.read(bench.RECORDED)) == text
+
+
+def test_only_chooses_by_name() -> None:
+    ids = [case.id for case in cases.timed_cases(quick=False)]
+    assert cases.selected(ids, []) == set(ids)
+    assert cases.selected(ids, ["gelu/bf16/*warm"]) == {"gelu/bf16/8192x2048/warm"}
+    assert len(cases.selected(ids, ["GELU block", "Llama"])) > 20
+
+
+# ---- all of it
+
+
+def test_a_tiny_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cases, "QUICK_OP_SIZE", (8, 16))
+    run = ["--quick", "--only", "relu/fp32", "--only", "dropout/bf16", "--seconds", "0.01"]
+    run += ["--out", str(tmp_path)]
+    assert bench.main(run) == 0
+    shown = capfd.readouterr().out
+    assert "relu/fp32/8x16/default" in shown
+    found = Results.read(tmp_path / "bench.json")
+    assert sorted(r.case.id for r in found.rows) == [
+        "dropout/bf16/8x16/default",
+        "relu/fp32/8x16/default",
+    ]
+    for line in found.rows:
+        assert set(line.ms[TRAINING]) == {EAGER, OURS, measure.COPY}
+        assert all(t > 0 for times in line.ms[TRAINING].values() for t in times)
+    relu = next(r for r in found.rows if r.case.name == "relu")
+    assert relu.saved == {EAGER: 4 * 8 * 16, OURS: 8 * 16 // 8}
+
+    # The same run against what it recorded, made 100 times as good: it fails, having tried twice.
+    given = json.loads((tmp_path / "bench.json").read_text())
+    for line in given["rows"]:
+        for ways in line["ms"].values():
+            ways[OURS] = [t / 100 for t in ways[OURS]]
+    recorded = tmp_path / "recorded.json"
+    recorded.write_text(json.dumps(given))
+    assert bench.main([*run, "--check", "--recorded", str(recorded)]) == 1
+    said = capfd.readouterr().err
+    assert "measuring 2 again" in said
+    assert "[bench] relu/fp32/8x16/default, forward, ours / eager: must be at most" in said
+
+
+def test_a_case_that_fails_is_reported_and_the_rest_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = cases.Case("GELU block", "fp32", (8, 16), "default", (EAGER,), 0.01)
+    good = cases.Case("silu", "fp32", (8, 16), "default", (EAGER, OURS), 0.01)
+    monkeypatch.setattr(cases, "timed_cases", lambda quick, cuda=False: [broken, good])
+    monkeypatch.setattr(cases, "stacks", lambda quick: [])
+    assert bench.main(["--only", "8x16", "--out", str(tmp_path)]) == 1
+    said = capfd.readouterr()
+    assert "[bench] GELU block/fp32/8x16/default: TypeError" in said.err
+    assert "silu/fp32/8x16/default" in said.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--ways", "eager,best"], "--ways must be among eager, compiled, ours, ours compiled"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--check", "--recorded", "none.json"], "--recorded must be a file, got none.json"),
+    ],
+)
+def test_bad_options(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(arguments)
+    assert text in capsys.readouterr().err
+
+
+def test_a_pattern_that_matches_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--only", "softmax"]) == 2
+    assert "--only must match a case, got ['softmax']" in capsys.readouterr().err
