@@ -36,8 +36,11 @@ backward  op                         made by                 reads
   0       LayerNorm                  -                       0.input, 0.mean, 0.rstd
 
 nearly matched
+  linear_bias_add (forward) at 4-5: the ops end where it needs AddExtraInput
   linear_bias_activation (forward) at 4-5: the ops end where it needs GELU or QGELU or ReLU or SReLU
       or SiLU
+  linear_bias_glu (forward) at 4-5: the ops end where it needs GLU or GEGLU or QGEGLU or ReGLU or
+      SReGLU or SwiGLU or SiTUGLU or ClampedSwiGLU
   activation_bias (backward) at 5: the ops end where it needs GELU or QGELU or ReLU or SReLU or SiLU
   dropout_bias (backward) at 5: the ops end where it needs Dropout
   glu_bias (backward) at 5: the ops end where it needs GLU or GEGLU or QGEGLU or ReGLU or SReGLU or

@@ -43,7 +43,21 @@ class Rewriter {
     for (const Fusion& fusion : fusions(pass)) {
       groups = fusion.rule ? apply(*fusion.rule, groups) : user_(fusion, groups);
     }
+    for (const Fusion& fusion : fusions(pass)) {
+      if (fusion.rule) drop_beaten(*fusion.rule, groups);
+    }
     return groups;
+  }
+
+  // Nobody misses a rule where a fusion took at least as many ops.
+  void drop_beaten(const Rule& rule, const Groups& groups) {
+    std::erase_if(near_misses_, [&](const NearMiss& miss) {
+      if (miss.pass != rule.pass || miss.fusion != rule.name) return false;
+      return std::ranges::any_of(groups, [&](const Group& group) {
+        return group.first == miss.ops.front() &&
+               group.count >= static_cast<int>(rule.pattern.size());
+      });
+    });
   }
 
   Groups apply(const Rule& rule, const Groups& groups) {

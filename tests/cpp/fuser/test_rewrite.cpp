@@ -113,6 +113,15 @@ TEST(NearMiss, NamesWhoTookTheOp) {
             "op 1 is taken by square_product");
 }
 
+// A longer rule would have taken more, and is missed.
+TEST(NearMiss, IsNoneWhereAFusionTookAsManyOps) {
+  const ScopedRule fired(rule("square_shift", 20, {{"Square"}, {"Shift"}}));
+  const ScopedRule as_long(rule("square_scale", 30, {{"Square"}, {"Scale"}}));
+  const ScopedRule longer(rule("square_shift_norm", 30, {{"Square"}, {"Shift"}, {"Norm"}}));
+  const Rewritten result = rewrite_all(nodes({"Square", "Shift"}));
+  EXPECT_EQ(reason(result), "the ops end where it needs Norm");
+}
+
 TEST(NearMiss, NamesAPythonOp) {
   const ScopedRule forward(rule("shift_square", 10, {{"Shift"}, {"Square"}}));
   auto ops = nodes({"Shift"});
