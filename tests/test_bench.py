@@ -153,7 +153,8 @@ def test_high_water_sees_memory_that_is_gone_again() -> None:
     before = peak.mark(CPU)
     torch.ones(16 << 20).sum().item()
     grown = peak.high_water(CPU) - before
-    assert 64 << 20 <= grown < 80 << 20
+    # The kernel counts in batches of some pages.
+    assert 63 << 20 < grown < 80 << 20
     before = peak.mark(CPU)
     assert peak.high_water(CPU) - before < 16 << 20
 
