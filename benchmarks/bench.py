@@ -33,14 +33,15 @@ from suite.results import Results
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded.json"
 CALLS = "calls"
-# glibc keeps what it has got from the kernel, and gets it in large pieces.
-WARM_TUNABLES = ":".join(
-    (
-        "glibc.malloc.mmap_threshold=4294967296",
-        "glibc.malloc.trim_threshold=17179869184",
-        "glibc.malloc.top_pad=1073741824",
-    )
-)
+PEAK = "peak"
+TUNABLES = {
+    # glibc keeps what it has got from the kernel, and gets it in large pieces.
+    cases.WARM: "glibc.malloc.mmap_threshold=4294967296:"
+    "glibc.malloc.trim_threshold=17179869184:glibc.malloc.top_pad=1073741824",
+    # Every tensor has pages of its own, given back at once. What counts is then what is alive, to
+    # 1 %; with holes in the heap, which differ from process to process, to 10 %.
+    PEAK: "glibc.malloc.mmap_threshold=65536",
+}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -135,7 +136,7 @@ def device(options: argparse.Namespace) -> torch.device:
 def measure(options: argparse.Namespace, chosen: list[str]) -> tuple[Results, int]:
     """The results, and the exit status of call_cost.py."""
     start = time.perf_counter()
-    about = describe(device(options), options.threads, environment(options, cases.DEFAULT))
+    about = describe(device(options), options.threads, environment(options))
     results = Results({**about, "quick": options.quick})
     wanted = [case for case in timed(options) if case.id in chosen]
     compile_ahead(wanted, options)
@@ -147,15 +148,15 @@ def measure(options: argparse.Namespace, chosen: list[str]) -> tuple[Results, in
     return results, status
 
 
-def environment(options: argparse.Namespace, allocator: str) -> dict[str, str]:
+def environment(options: argparse.Namespace, allocator: str = "") -> dict[str, str]:
     """What a process that measures starts with."""
     path = os.pathsep.join(filter(None, [str(HERE), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     found = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(options.threads)}
     # Threads that wait by spinning, the default, make a call up to ten times as long where another
     # program wants one of the cores: what is measured then is the scheduler.
     found.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if allocator == cases.WARM:
-        found["GLIBC_TUNABLES"] = WARM_TUNABLES
+    if allocator in TUNABLES:
+        found["GLIBC_TUNABLES"] = TUNABLES[allocator]
     return found
 
 
@@ -216,7 +217,7 @@ def measure_peaks(found: list[cases.Stack], options: argparse.Namespace, results
         }
         done = subprocess.run(
             [sys.executable, "-m", "suite.peak", json.dumps(given)],
-            env=environment(options, cases.DEFAULT),
+            env=environment(options, PEAK),
             capture_output=True,
             text=True,
             check=False,
@@ -242,7 +243,7 @@ def measure_calls(options: argparse.Namespace, results: Results) -> int:
         command += [flag for flag in ("--quick", "--check") if getattr(options, flag[2:])]
         status = subprocess.run(
             command,
-            env={**environment(options, cases.DEFAULT), "OMP_NUM_THREADS": "1"},
+            env={**environment(options), "OMP_NUM_THREADS": "1"},
             check=False,
         ).returncode
         if out.exists():

@@ -153,7 +153,8 @@ def test_high_water_sees_memory_that_is_gone_again() -> None:
     before = peak.mark(CPU)
     torch.ones(16 << 20).sum().item()
     grown = peak.high_water(CPU) - before
-    assert 64 << 20 <= grown < 80 << 20
+    # The kernel counts in batches of some pages.
+    assert 63 << 20 < grown < 80 << 20
     before = peak.mark(CPU)
     assert peak.high_water(CPU) - before < 16 << 20
 
@@ -270,7 +271,7 @@ def test_the_page_shows_what_is_recorded() -> None:
 def test_only_chooses_by_name() -> None:
     ids = [case.id for case in cases.timed_cases(quick=False)]
     assert cases.selected(ids, []) == set(ids)
-    assert cases.selected(ids, ["gelu/bf16/*warm"]) == {"gelu/bf16/8192x2048/warm"}
+    assert cases.selected(ids, ["gelu/bf16/8*warm"]) == {"gelu/bf16/8192x2048/warm"}
     assert len(cases.selected(ids, ["GELU block", "Llama"])) > 20
 
 
@@ -285,11 +286,11 @@ def test_a_tiny_run(
     run += ["--out", str(tmp_path)]
     assert bench.main(run) == 0
     shown = capfd.readouterr().out
-    assert "relu/fp32/8x16/default" in shown
+    assert "relu/fp32/8x16/warm" in shown
     found = Results.read(tmp_path / "bench.json")
     assert sorted(r.case.id for r in found.rows) == [
-        "dropout/bf16/8x16/default",
-        "relu/fp32/8x16/default",
+        "dropout/bf16/8x16/warm",
+        "relu/fp32/8x16/warm",
     ]
     for line in found.rows:
         assert set(line.ms[TRAINING]) == {EAGER, OURS, measure.COPY}
@@ -307,7 +308,7 @@ def test_a_tiny_run(
     assert bench.main([*run, "--check", "--recorded", str(recorded)]) == 1
     said = capfd.readouterr().err
     assert "measuring 2 again" in said
-    assert "[bench] relu/fp32/8x16/default, forward, ours / eager: must be at most" in said
+    assert "[bench] relu/fp32/8x16/warm, forward, ours / eager: must be at most" in said
 
 
 def test_a_case_that_fails_is_reported_and_the_rest_is_measured(
