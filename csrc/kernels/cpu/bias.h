@@ -2,20 +2,38 @@
 #pragma once
 
 #include "elementwise.h"
-#include "scratch.h"
+#include "rows.h"
 
 namespace transformer_ops::cpu {
 namespace {
 
+// Writes the rows f(r, i, lanes) to y, and adds them, not yet rounded, to the column sums.
+template <class T, class F>
+TRANSFORMER_OPS_INLINE void write_and_sum_rows(bool stream, T* y, void* total, int64_t rows,
+                                               int64_t h, F f) {
+  ColumnSums<Acc<T>> sums(total, h);
+  Acc<T>* sum = sums.group();
+  for (int64_t r = 0; r < rows; ++r) {
+    write_row(
+        y + r * h, h, stream, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+          const auto out = f(r, i, lanes);
+          store_acc(sum + i, load_acc<T>(sum + i, lanes) + out, lanes);
+          return out;
+        });
+    sums.end_row();
+  }
+}
+
 void column_sum(DType dtype, const void* x, void* out, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    Row<T> row(h);
     ColumnSums<Acc<T>> sums(out, h);
     Acc<T>* sum = sums.group();
     for (int64_t r = 0; r < rows; ++r) {
-      const Acc<T>* v = row.load(as<T>(x) + r * h);
-#pragma omp simd
-      for (int64_t i = 0; i < h; ++i) sum[i] += v[i];
+      const T* row = as<T>(x) + r * h;
+      for_vectors<T>(
+          h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+            store_acc(sum + i, load_acc<T>(sum + i, lanes) + load(row + i, lanes), lanes);
+          });
       sums.end_row();
     }
   });
@@ -23,48 +41,30 @@ void column_sum(DType dtype, const void* x, void* out, int64_t rows, int64_t h) 
 
 void bias_add(DType dtype, const void* x, const void* bias, void* y, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    using A = Acc<T>;
-    alignas(64) A buffer[kBlock];
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t start = 0; start < h; start += kBlock) {
-        const int64_t count = smaller(kBlock, h - start);
-        const A* v = load(as<T>(x) + r * h + start, buffer, count);
-        const A* b = as<A>(bias) + start;
-        A* staged = staging(as<T>(y) + r * h + start, buffer);
-#pragma omp simd
-        for (int64_t i = 0; i < count; ++i) staged[i] = v[i] + b[i];
-        store(staged, as<T>(y) + r * h + start, count);
+    const auto* b = as<Acc<T>>(bias);
+    with_streaming(as<T>(y), rows, h, [&](bool stream) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const T* row = as<T>(x) + r * h;
+        write_row(
+            as<T>(y) + r * h, h, stream, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+              return load(row + i, lanes) + load_acc<T>(b + i, lanes);
+            });
       }
-    }
+    });
   });
 }
 
 void activation_bias_backward(Activation activation, DType dtype, const void* grad_y, const void* x,
                               void* grad_x, void* grad_bias, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    using A = Acc<T>;
     with_activation(activation, [&](auto op) {
-      alignas(64) A buffer_g[kBlock];
-      alignas(64) A buffer_x[kBlock];
-      ColumnSums<A> sums(grad_bias, h);
-      for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t start = 0; start < h; start += kBlock) {
-          const int64_t count = smaller(kBlock, h - start);
-          const int64_t offset = r * h + start;
-          const A* g = load(as<T>(grad_y) + offset, buffer_g, count);
-          const A* v = load(as<T>(x) + offset, buffer_x, count);
-          A* staged = staging(as<T>(grad_x) + offset, buffer_g);
-          A* sum = sums.group() + start;
-#pragma omp simd
-          for (int64_t i = 0; i < count; ++i) {
-            const A grad = op.backward(g[i], v[i]);
-            sum[i] += grad;
-            staged[i] = grad;
-          }
-          store(staged, as<T>(grad_x) + offset, count);
-        }
-        sums.end_row();
-      }
+      const T *g = as<T>(grad_y), *v = as<T>(x);
+      const auto gradient = [=](int64_t r, int64_t i, auto lanes) __attribute__((always_inline)) {
+        return op.backward(load(g + r * h + i, lanes), load(v + r * h + i, lanes));
+      };
+      with_streaming(as<T>(grad_x), rows, h, [&](bool stream) {
+        write_and_sum_rows(stream, as<T>(grad_x), grad_bias, rows, h, gradient);
+      });
     });
   });
 }
@@ -72,30 +72,16 @@ void activation_bias_backward(Activation activation, DType dtype, const void* gr
 void relu_bias_backward(DType dtype, const void* grad_y, const uint8_t* mask, int64_t first_element,
                         void* grad_x, void* grad_bias, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    using A = Acc<T>;
-    alignas(64) A buffer[kBlock];
-    alignas(64) uint8_t flags[kBlock + 8];
-    ColumnSums<A> sums(grad_bias, h);
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t start = 0; start < h; start += kBlock) {
-        const int64_t count = smaller(kBlock, h - start);
-        const int64_t offset = r * h + start;
-        const int64_t bit = first_element + offset;
-        unpack_bits(mask + bit / 8, flags, bit % 8 + count);
-        const uint8_t* passes = flags + bit % 8;
-        const A* g = load(as<T>(grad_y) + offset, buffer, count);
-        A* staged = staging(as<T>(grad_x) + offset, buffer);
-        A* sum = sums.group() + start;
-#pragma omp simd
-        for (int64_t i = 0; i < count; ++i) {
-          const A grad = passes[i] == 0 ? A(0) : g[i];
-          sum[i] += grad;
-          staged[i] = grad;
-        }
-        store(staged, as<T>(grad_x) + offset, count);
-      }
-      sums.end_row();
-    }
+    const T* g = as<T>(grad_y);
+    const int64_t last_byte = (first_element + rows * h - 1) / 8;
+    const auto gradient = [=](int64_t r, int64_t i, auto lanes) __attribute__((always_inline)) {
+      const int64_t bit = first_element + r * h + i;
+      const uint64_t bits = bits_from(mask, bit, last_byte);
+      return where_bits(bits, load(g + r * h + i, lanes));
+    };
+    with_streaming(as<T>(grad_x), rows, h, [&](bool stream) {
+      write_and_sum_rows(stream, as<T>(grad_x), grad_bias, rows, h, gradient);
+    });
   });
 }
 

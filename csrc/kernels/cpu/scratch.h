@@ -64,8 +64,11 @@ class ColumnSums {
   // The caller adds one row to this array, then calls end_row.
   A* group() { return group_.data(); }
 
-  void end_row() {
-    if (++rows_ == kGroup) end_group();
+  void end_row() { end_rows(1); }
+  // The same for a few rows.
+  void end_rows(int count) {
+    rows_ += count;
+    if (rows_ >= kGroup) end_group();
   }
 
  private:
