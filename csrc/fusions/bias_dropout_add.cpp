@@ -34,7 +34,7 @@ void forward_cpu(const Args& args, Tensors& results) {
   const double p = args.number(3);
   const uint64_t seed = draw_seed(p);
   uint8_t* mask = args.flag(4) ? results[1].mutable_data_ptr<uint8_t>() : nullptr;
-  cpu::parallel(x.count(), 1, 8, [&](int64_t begin, int64_t end) {
+  cpu::parallel(x.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
     cpu::kernels().bias_dropout_add(cpu::kernel_dtype(x.tensor), cpu::kernel_dtype(y.tensor),
                                     x.read(begin), bias.const_data_ptr(), extra.read(begin),
                                     y.write(begin), mask == nullptr ? nullptr : mask + begin / 8,

@@ -64,7 +64,7 @@ void backward_cpu(const ActivationRow& row, const Args& args, Tensors& results) 
 void masked_backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad{args.tensor(0), 1}, grad_x{results[0], 1};
   const auto* mask = args.tensor(1).const_data_ptr<uint8_t>();
-  cpu::parallel(grad.count(), 1, 8, [&](int64_t begin, int64_t end) {
+  cpu::parallel(grad.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
     cpu::kernels().relu_backward(cpu::kernel_dtype(grad.tensor), grad.read(begin), mask + begin / 8,
                                  grad_x.write(begin), end - begin);
   });
@@ -208,7 +208,7 @@ void activation_forward_cpu(const ActivationRow& row, const Tensor& input, const
     return;
   }
   auto* bits = mask.mutable_data_ptr<uint8_t>();
-  cpu::parallel(x.count(), 1, 8, [&](int64_t begin, int64_t end) {
+  cpu::parallel(x.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
     cpu::kernels().relu_forward(dtype, x.read(begin), y.write(begin), bits + begin / 8,
                                 end - begin);
   });

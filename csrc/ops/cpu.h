@@ -34,14 +34,17 @@ struct Rows {
   }
 };
 
+// Bit masks split at multiples of it: the ranges of both the mask and the elements are aligned.
+constexpr int64_t kMaskAlign = 64;
+
 // Splits [0, count) of items that cost `work` elements each; the ranges start at multiples of
-// `align`.
+// `align`. Less than 2 * kGrain elements take about as long as waking a second thread.
 template <typename Function>
 void parallel(int64_t count, int64_t work, int64_t align, const Function& function) {
   constexpr int64_t kGrain = 32768;
   const int64_t units = (count + align - 1) / align;
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work * align));
-  if (units <= grain) {
+  if (units < 2 * grain) {
     if (count > 0) function(0, count);
     return;
   }

@@ -26,7 +26,7 @@ void forward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows x{args.tensor(0), 1}, y{results[0], 1};
   const uint64_t seed = draw_seed(p);
   uint8_t* mask = args.flag(2) ? results[1].mutable_data_ptr<uint8_t>() : nullptr;
-  cpu::parallel(x.count(), 1, 8, [&](int64_t begin, int64_t end) {
+  cpu::parallel(x.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
     cpu::kernels().dropout_forward(cpu::kernel_dtype(x.tensor), x.read(begin), y.write(begin),
                                    mask == nullptr ? nullptr : mask + begin / 8, seed, p, begin,
                                    end - begin);
@@ -48,7 +48,7 @@ TensorSpecs backward_shape(const Args& args) {
 void backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad{args.tensor(0), 1}, grad_x{results[0], 1};
   const auto* mask = args.tensor(1).const_data_ptr<uint8_t>();
-  cpu::parallel(grad.count(), 1, 8, [&](int64_t begin, int64_t end) {
+  cpu::parallel(grad.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
     cpu::kernels().dropout_backward(cpu::kernel_dtype(grad.tensor), grad.read(begin),
                                     mask + begin / 8, grad_x.write(begin), args.number(2),
                                     end - begin);

@@ -24,7 +24,7 @@ Tensor extra_and_bias(const Tensor& extra, const Tensor& bias) {
 void add_bias_and_extra(const Tensor& product, const Tensor& bias, const Tensor& extra) {
   const Tensor from = extra.contiguous(), acc = cpu::to_accumulate(bias, product);
   const cpu::Rows y{product, 1}, e{from, 1};
-  cpu::parallel(y.count(), 1, 8, [&](int64_t begin, int64_t end) {
+  cpu::parallel(y.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
     const auto dtype = cpu::kernel_dtype(product);
     cpu::kernels().bias_dropout_add(
         dtype, dtype, y.read(begin), acc.const_data_ptr(), e.read(begin), y.write(begin),

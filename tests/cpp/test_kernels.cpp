@@ -1,7 +1,5 @@
 // The CPU kernels of every instruction set of this machine against plain loops in double precision.
-// Here: conversions, math.h and the choice of a table; the kernels themselves in kernels/.
-#include "../../csrc/kernels/math.h"
-
+// Here: conversions and the choice of a table; the kernels themselves in kernels/.
 #include "kernels/kernel_test.h"
 
 namespace transformer_ops::cpu {
@@ -61,40 +59,6 @@ TEST_P(KernelTest, ConvertAdds) {
     k.convert_from_acc(dtype, out.data(), back.data(), n);
     for (int64_t i = 0; i < n; ++i) EXPECT_EQ(back[i], in[i]);
   }
-}
-
-// ---- math.h ----
-
-// Error in units of the last place of a float.
-double ulps(float actual, double expected) {
-  const double unit = std::ldexp(1.0, std::max(std::ilogb(expected), -126) - 23);
-  return std::abs(actual - expected) / unit;
-}
-
-TEST(Math, ExpAndTanhAreAccurate) {
-  double worst_exp = 0, worst_tanh = 0;
-  for (uint64_t bits = 0; bits < 0x100000000u; bits += 3001) {
-    const float x = __builtin_bit_cast(float, static_cast<uint32_t>(bits));
-    if (std::isnan(x)) {
-      ASSERT_TRUE(std::isnan(math::exp_of_nonpositive(x))) << bits;
-      ASSERT_TRUE(std::isnan(math::tanh(x))) << bits;
-      continue;
-    }
-    worst_tanh = std::max(worst_tanh, ulps(math::tanh(x), std::tanh(double{x})));
-    if (x > 0) continue;
-    const double exact = std::exp(double{x});
-    if (exact < std::numeric_limits<float>::min()) {
-      ASSERT_LE(math::exp_of_nonpositive(x), std::numeric_limits<float>::min()) << x;
-    } else {
-      worst_exp = std::max(worst_exp, ulps(math::exp_of_nonpositive(x), exact));
-    }
-  }
-  EXPECT_LE(worst_exp, 1.5);
-  EXPECT_LE(worst_tanh, 2.5);
-  EXPECT_EQ(math::exp_of_nonpositive(0.0f), 1.0f);
-  EXPECT_EQ(math::exp_of_nonpositive(-std::numeric_limits<float>::infinity()), 0.0f);
-  EXPECT_EQ(math::tanh(std::numeric_limits<float>::infinity()), 1.0f);
-  EXPECT_TRUE(std::signbit(math::tanh(-0.0f)));
 }
 
 // ---- dispatch ----

@@ -4,20 +4,38 @@
 #include "dropout.h"
 #include "elementwise.h"
 #include "glu.h"
-#include "scratch.h"
+#include "rows.h"
 
 namespace transformer_ops::cpu {
 namespace {
 
+// Writes the rows f(r, i, lanes) to y, and adds them, not yet rounded, to the column sums.
+template <class T, class F>
+TRANSFORMER_OPS_INLINE void write_and_sum_rows(bool stream, T* y, void* total, int64_t rows,
+                                               int64_t h, F f) {
+  ColumnSums<Acc<T>> sums(total, h);
+  Acc<T>* sum = sums.group();
+  for (int64_t r = 0; r < rows; ++r) {
+    write_row(
+        y + r * h, h, stream, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+          const auto out = f(r, i, lanes);
+          store_acc(sum + i, load_acc<T>(sum + i, lanes) + out, lanes);
+          return out;
+        });
+    sums.end_row();
+  }
+}
+
 void column_sum(DType dtype, const void* x, void* out, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    Row<T> row(h);
     ColumnSums<Acc<T>> sums(out, h);
     Acc<T>* sum = sums.group();
     for (int64_t r = 0; r < rows; ++r) {
-      const Acc<T>* v = row.load(as<T>(x) + r * h);
-#pragma omp simd
-      for (int64_t i = 0; i < h; ++i) sum[i] += v[i];
+      const T* row = as<T>(x) + r * h;
+      for_vectors<T>(
+          h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+            store_acc(sum + i, load_acc<T>(sum + i, lanes) + load(row + i, lanes), lanes);
+          });
       sums.end_row();
     }
   });
@@ -25,87 +43,53 @@ void column_sum(DType dtype, const void* x, void* out, int64_t rows, int64_t h) 
 
 void bias_add(DType dtype, const void* x, const void* bias, void* y, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    using A = Acc<T>;
-    alignas(64) A buffer[kBlock];
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t start = 0; start < h; start += kBlock) {
-        const int64_t count = smaller(kBlock, h - start);
-        const A* v = load(as<T>(x) + r * h + start, buffer, count);
-        const A* b = as<A>(bias) + start;
-        A* staged = staging(as<T>(y) + r * h + start, buffer);
-#pragma omp simd
-        for (int64_t i = 0; i < count; ++i) staged[i] = v[i] + b[i];
-        store(staged, as<T>(y) + r * h + start, count);
+    const auto* b = as<Acc<T>>(bias);
+    with_streaming(as<T>(y), rows, h, [&](bool stream) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const T* row = as<T>(x) + r * h;
+        write_row(
+            as<T>(y) + r * h, h, stream, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+              return load(row + i, lanes) + load_acc<T>(b + i, lanes);
+            });
       }
-    }
+    });
   });
 }
 
 void activation_bias_backward(Activation activation, DType dtype, const void* grad_y, const void* x,
                               void* grad_x, void* grad_bias, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    using A = Acc<T>;
     with_activation(activation, [&](auto op) {
-      alignas(64) A buffer_g[kBlock];
-      alignas(64) A buffer_x[kBlock];
-      ColumnSums<A> sums(grad_bias, h);
-      for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t start = 0; start < h; start += kBlock) {
-          const int64_t count = smaller(kBlock, h - start);
-          const int64_t offset = r * h + start;
-          const A* g = load(as<T>(grad_y) + offset, buffer_g, count);
-          const A* v = load(as<T>(x) + offset, buffer_x, count);
-          A* staged = staging(as<T>(grad_x) + offset, buffer_g);
-          A* sum = sums.group() + start;
-#pragma omp simd
-          for (int64_t i = 0; i < count; ++i) {
-            const A grad = op.backward(g[i], v[i]);
-            sum[i] += grad;
-            staged[i] = grad;
-          }
-          store(staged, as<T>(grad_x) + offset, count);
-        }
-        sums.end_row();
-      }
+      const T *g = as<T>(grad_y), *v = as<T>(x);
+      const auto gradient = [=](int64_t r, int64_t i, auto lanes) __attribute__((always_inline)) {
+        return op.backward(load(g + r * h + i, lanes), load(v + r * h + i, lanes));
+      };
+      with_streaming(as<T>(grad_x), rows, h, [&](bool stream) {
+        write_and_sum_rows(stream, as<T>(grad_x), grad_bias, rows, h, gradient);
+      });
     });
   });
 }
 
-// grad_x = grad_y * scale where the mask has a bit, else 0, and its sum over rows.
-template <class T>
-void masked_bias_rows(const T* grad_y, const uint8_t* mask, int64_t first_element, Acc<T> scale,
-                      T* grad_x, void* grad_bias, int64_t rows, int64_t h) {
-  using A = Acc<T>;
-  alignas(64) A buffer[kBlock];
-  alignas(64) uint8_t flags[kBlock + 8];
-  ColumnSums<A> sums(grad_bias, h);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t start = 0; start < h; start += kBlock) {
-      const int64_t count = smaller(kBlock, h - start);
-      const int64_t offset = r * h + start;
-      const int64_t bit = first_element + offset;
-      unpack_bits(mask + bit / 8, flags, bit % 8 + count);
-      const uint8_t* passes = flags + bit % 8;
-      const A* g = load(grad_y + offset, buffer, count);
-      A* staged = staging(grad_x + offset, buffer);
-      A* sum = sums.group() + start;
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) {
-        const A grad = passes[i] == 0 ? A(0) : g[i] * scale;
-        sum[i] += grad;
-        staged[i] = grad;
-      }
-      store(staged, grad_x + offset, count);
-    }
-    sums.end_row();
-  }
+// grad_x = f(grad_y) where the mask has a bit, else 0, and its sum over rows.
+template <class T, class F>
+void masked_bias_rows(const T* grad_y, const uint8_t* mask, int64_t first_element, F f, T* grad_x,
+                      void* grad_bias, int64_t rows, int64_t h) {
+  const int64_t last_byte = (first_element + rows * h - 1) / 8;
+  const auto gradient = [=](int64_t r, int64_t i, auto lanes) __attribute__((always_inline)) {
+    const uint64_t bits = bits_from(mask, first_element + r * h + i, last_byte);
+    return where_bits(bits, f(load(grad_y + r * h + i, lanes)));
+  };
+  with_streaming(grad_x, rows, h, [&](bool stream) {
+    write_and_sum_rows(stream, grad_x, grad_bias, rows, h, gradient);
+  });
 }
 
 void relu_bias_backward(DType dtype, const void* grad_y, const uint8_t* mask, int64_t first_element,
                         void* grad_x, void* grad_bias, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    masked_bias_rows(as<T>(grad_y), mask, first_element, Acc<T>(1), as<T>(grad_x), grad_bias, rows,
-                     h);
+    const auto pass = [](auto grad) __attribute__((always_inline)) { return grad; };
+    masked_bias_rows(as<T>(grad_y), mask, first_element, pass, as<T>(grad_x), grad_bias, rows, h);
   });
 }
 
@@ -113,28 +97,39 @@ void dropout_bias_backward(DType dtype, const void* grad_y, const uint8_t* mask,
                            int64_t first_element, double p, void* grad_x, void* grad_bias,
                            int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    const auto scale = static_cast<Acc<T>>(dropout_scale(p));
-    masked_bias_rows(as<T>(grad_y), mask, first_element, scale, as<T>(grad_x), grad_bias, rows, h);
+    const Vec<T> scale(static_cast<Acc<T>>(dropout_scale(p)));
+    const auto pass = [=](auto grad) __attribute__((always_inline)) {
+      return grad * decltype(grad)(scale);
+    };
+    masked_bias_rows(as<T>(grad_y), mask, first_element, pass, as<T>(grad_x), grad_bias, rows, h);
   });
 }
 
 void glu_bias_backward(const Glu& glu, DType dtype, const void* grad_y, const void* x, void* grad_x,
                        void* grad_bias, int64_t rows, int64_t h) {
+  if (h == 0) return;
   const int64_t block = glu.interleave == 0 ? h : glu.interleave;
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     with_glu<Acc<T>>(glu, [&](auto op) {
+      const int64_t size = sizeof(T);
+      const bool stream = streams(grad_x, 2 * rows * h * size, block * size);
       ColumnSums<Acc<T>> sums(grad_bias, 2 * h);
+      Acc<T>* sum = sums.group();
       for (int64_t r = 0; r < rows; ++r) {
-        const T* g = as<T>(grad_y) + r * h;
-        const T* in = as<T>(x) + 2 * r * h;
+        const T *g = as<T>(grad_y) + r * h, *in = as<T>(x) + 2 * r * h;
         T* out = as<T>(grad_x) + 2 * r * h;
-        Acc<T>* sum = sums.group();
-        for_each_run(block, 1, h, [=](int64_t gate, int64_t linear, int64_t from, int64_t n) {
-          glu_backward_run<true>(op, g + from, in + gate, in + linear, out + gate, out + linear,
-                                 sum + gate, sum + linear, n);
+        for_each_run(block, 1, h, [=](int64_t gate, int64_t linear, int64_t from) {
+          const auto add = [=](int64_t i, auto both, auto lanes) __attribute__((always_inline)) {
+            Acc<T> *to_gate = sum + gate + i, *to_linear = sum + linear + i;
+            store_acc(to_gate, load_acc<T>(to_gate, lanes) + both.gate, lanes);
+            store_acc(to_linear, load_acc<T>(to_linear, lanes) + both.linear, lanes);
+          };
+          glu_backward_run(op, stream, g + from, in + gate, in + linear, out + gate, out + linear,
+                           block, add);
         });
         sums.end_row();
       }
+      if (stream) finish_streaming();
     });
   });
 }

@@ -15,22 +15,89 @@ uint32_t keep_threshold(double p) {
   return static_cast<uint32_t>(threshold < 0xffffffffu ? threshold : 0xffffffffu);
 }
 
-// flags[i] = 1 where element first + i is kept, for n <= kBlock; flags has room for kBlock.
-void draw_flags(uint64_t seed, uint32_t threshold, int64_t first, uint8_t* flags, int64_t n) {
-  const auto counter = static_cast<uint64_t>(first) / 4;
-  for (int64_t i = 0; i < n; i += 4 * kCountersAtOnce) {
-    philox_flags(seed, counter + static_cast<uint64_t>(i) / 4, threshold, flags + i);
+// ---- a block of elements: eight 16-bit pieces of each counter ----
+
+struct Pieces {
+  alignas(64) uint16_t piece[kBitBlock];
+};
+
+TRANSFORMER_OPS_INLINE void draw_pieces(uint64_t seed, uint64_t counter, uint32_t stream,
+                                        Pieces& out) {
+  for (int64_t first = 0; first < kBitBlock / 8; first += kCountersAtOnce) {
+    const PhiloxNumbers numbers = philox(seed, counter + static_cast<uint64_t>(first), stream);
+    for (int k = 0; k < kPhiloxChains; ++k) {
+      uint16_t* to = out.piece + 8 * (first + k * kPhiloxLanes);
+#if defined(__AVX512F__)
+      const __m512i low = (__m512i)numbers.low[k], high = (__m512i)numbers.high[k];
+      const __m512i first_four = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11);
+      const __m512i last_four = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
+      _mm512_store_si512(to, _mm512_permutex2var_epi64(low, first_four, high));
+      _mm512_store_si512(to + 32, _mm512_permutex2var_epi64(low, last_four, high));
+#else
+      for (int lane = 0; lane < kPhiloxLanes; ++lane) {
+        const uint64_t both[2] = {numbers.low[k][lane], numbers.high[k][lane]};
+        memcpy(to + 8 * lane, both, sizeof(both));
+      }
+#endif
+    }
   }
 }
 
-template <class T>
-void dropout_block(const T* x, T* y, const uint8_t* flags, Acc<T> scale, int64_t n) {
-  alignas(64) Acc<T> buffer[kBlock];
-  const Acc<T>* in = load(x, buffer, n);
-  Acc<T>* staged = staging(y, buffer);
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) staged[i] = flags[i] == 0 ? Acc<T>(0) : in[i] * scale;
-  store(staged, y, n);
+struct Comparison {
+  uint64_t above, equal;  // a bit for each piece
+};
+
+// Of 64 pieces.
+TRANSFORMER_OPS_INLINE Comparison compare(const uint16_t* piece, uint16_t bound) {
+  Comparison result{0, 0};
+#if defined(__AVX512BW__)
+  const __m512i bounds = _mm512_set1_epi16(static_cast<int16_t>(bound));
+  for (int i = 0; i < 64; i += 32) {
+    const __m512i v = _mm512_load_si512(piece + i);
+    result.above |= static_cast<uint64_t>(_mm512_cmpgt_epu16_mask(v, bounds)) << i;
+    result.equal |= static_cast<uint64_t>(_mm512_cmpeq_epu16_mask(v, bounds)) << i;
+  }
+#elif defined(__SSE2__)
+  const __m128i bounds = _mm_set1_epi16(static_cast<int16_t>(bound));
+  for (int i = 0; i < 64; i += 16) {
+    const auto* p = reinterpret_cast<const __m128i*>(piece + i);
+    const __m128i a = _mm_load_si128(p), b = _mm_load_si128(p + 1), zero = _mm_setzero_si128();
+    // Unsigned v <= bound where the saturated difference is zero.
+    const __m128i not_above = _mm_packs_epi16(_mm_cmpeq_epi16(_mm_subs_epu16(a, bounds), zero),
+                                              _mm_cmpeq_epi16(_mm_subs_epu16(b, bounds), zero));
+    const __m128i equal = _mm_packs_epi16(_mm_cmpeq_epi16(a, bounds), _mm_cmpeq_epi16(b, bounds));
+    result.above |= static_cast<uint64_t>(~_mm_movemask_epi8(not_above) & 0xffff) << i;
+    result.equal |= static_cast<uint64_t>(_mm_movemask_epi8(equal)) << i;
+  }
+#else
+  for (int i = 0; i < 64; ++i) {
+    result.above |= static_cast<uint64_t>(piece[i] > bound) << i;
+    result.equal |= static_cast<uint64_t>(piece[i] == bound) << i;
+  }
+#endif
+  return result;
+}
+
+// The bits are set of the elements, from `first` on, that are kept. The upper half of an element's
+// random integer decides nearly always; the lower half is drawn only where that is not so.
+TRANSFORMER_OPS_INLINE void draw_bits(uint64_t seed, uint32_t threshold, int64_t first,
+                                      BitBlock& block) {
+  const auto counter = static_cast<uint64_t>(first) / 8;
+  Pieces pieces;
+  draw_pieces(seed, counter, 0, pieces);
+  Comparison upper[kBitBlock / 64];
+  uint64_t undecided = 0;
+  for (int i = 0; i < kBitBlock / 64; ++i) {
+    upper[i] = compare(pieces.piece + 64 * i, static_cast<uint16_t>(threshold >> 16));
+    block.word[i] = upper[i].above;
+    undecided |= upper[i].equal;
+  }
+  if (__builtin_expect(undecided == 0, 1)) return;
+  draw_pieces(seed, counter, 1, pieces);
+  for (int i = 0; i < kBitBlock / 64; ++i) {
+    const Comparison lower = compare(pieces.piece + 64 * i, static_cast<uint16_t>(threshold));
+    block.word[i] |= upper[i].equal & (lower.above | lower.equal);
+  }
 }
 
 void dropout_forward(DType dtype, const void* x, void* y, uint8_t* mask, uint64_t seed, double p,
@@ -43,14 +110,17 @@ void dropout_forward(DType dtype, const void* x, void* y, uint8_t* mask, uint64_
       return;
     }
     const uint32_t threshold = keep_threshold(p);
-    const auto scale = static_cast<Acc<T>>(1.0 / (1.0 - p));
-    alignas(64) uint8_t flags[kBlock];
-    for (int64_t start = 0; start < n; start += kBlock) {
-      const int64_t count = smaller(kBlock, n - start);
-      draw_flags(seed, threshold, first + start, flags, count);
-      dropout_block(as<T>(x) + start, as<T>(y) + start, flags, scale, count);
-      if (mask != nullptr) pack_bits(flags, mask + start / 8, count);
-    }
+    const Vec<T> scale(static_cast<Acc<T>>(1.0 / (1.0 - p)));
+    const auto f = [=](Vec<T> v, uint64_t bits) __attribute__((always_inline)) {
+      return where_bits(bits, v * scale);
+    };
+    const auto draw = [=](int64_t start, int64_t, BitBlock & block) __attribute__((always_inline)) {
+      draw_bits(seed, threshold, first + start, block);
+    };
+    const auto write = [=](int64_t start, int64_t count, const BitBlock& block) {
+      if (mask != nullptr) write_bits(mask, start, count, block);
+    };
+    map_bits(as<T>(y), n, f, draw, write, as<T>(x));
   });
 }
 

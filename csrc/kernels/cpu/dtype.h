@@ -148,36 +148,6 @@ TRANSFORMER_OPS_INLINE void store(const Acc<T>* staged, T* out, int64_t n) {
   if constexpr (!kIsAcc<T>) from_acc(staged, out, n);
 }
 
-// out[i] = f(in[i])
-template <class T, class F>
-void map(const T* in, T* out, int64_t n, F f) {
-  alignas(64) Acc<T> buffer[kBlock];
-  for (int64_t start = 0; start < n; start += kBlock) {
-    const int64_t count = smaller(kBlock, n - start);
-    const Acc<T>* a = load(in + start, buffer, count);
-    Acc<T>* y = staging(out + start, buffer);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) y[i] = f(a[i]);
-    store(y, out + start, count);
-  }
-}
-
-// out[i] = f(in1[i], in2[i])
-template <class T, class F>
-void map(const T* in1, const T* in2, T* out, int64_t n, F f) {
-  alignas(64) Acc<T> buffer1[kBlock];
-  alignas(64) Acc<T> buffer2[kBlock];
-  for (int64_t start = 0; start < n; start += kBlock) {
-    const int64_t count = smaller(kBlock, n - start);
-    const Acc<T>* a = load(in1 + start, buffer1, count);
-    const Acc<T>* b = load(in2 + start, buffer2, count);
-    Acc<T>* y = staging(out + start, buffer1);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) y[i] = f(a[i], b[i]);
-    store(y, out + start, count);
-  }
-}
-
 // ---- DType to type ----
 
 template <class T>

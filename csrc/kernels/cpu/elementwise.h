@@ -1,8 +1,8 @@
 // Activations and conversions.
 #pragma once
 
-#include "../math.h"
-#include "bits.h"
+#include "loops.h"
+#include "simd_math.h"
 
 namespace transformer_ops::cpu {
 namespace {
@@ -26,7 +26,8 @@ void with_activation(Activation activation, F f) {
 void activation_forward(Activation activation, DType dtype, const void* x, void* y, int64_t n) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     with_activation(activation, [&](auto op) {
-      map(as<T>(x), as<T>(y), n, [=](Acc<T> v) { return op.forward(v); });
+      const auto f = [=](auto v) __attribute__((always_inline)) { return op.forward(v); };
+      map(as<T>(y), n, f, as<T>(x));
     });
   });
 }
@@ -35,8 +36,10 @@ void activation_backward(Activation activation, DType dtype, const void* grad_y,
                          void* grad_x, int64_t n) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     with_activation(activation, [&](auto op) {
-      map(as<T>(grad_y), as<T>(x), as<T>(grad_x), n,
-          [=](Acc<T> g, Acc<T> v) { return op.backward(g, v); });
+      const auto f = [=](auto g, auto v) __attribute__((always_inline)) {
+        return op.backward(g, v);
+      };
+      map(as<T>(grad_x), n, f, as<T>(grad_y), as<T>(x));
     });
   });
 }
@@ -45,8 +48,10 @@ void activation_backward_from_output(Activation activation, DType dtype, const v
                                      const void* y, void* grad_x, int64_t n) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     const auto run = [&](auto op) {
-      map(as<T>(grad_y), as<T>(y), as<T>(grad_x), n,
-          [=](Acc<T> g, Acc<T> v) { return op.backward_from_output(g, v); });
+      const auto f = [=](auto g, auto v) __attribute__((always_inline)) {
+        return op.backward_from_output(g, v);
+      };
+      map(as<T>(grad_x), n, f, as<T>(grad_y), as<T>(y));
     };
     if (activation == Activation::ReLU) return run(math::ReLU());
     if (activation == Activation::SReLU) return run(math::SReLU());
@@ -55,37 +60,30 @@ void activation_backward_from_output(Activation activation, DType dtype, const v
 
 void relu_forward(DType dtype, const void* x, void* y, uint8_t* mask, int64_t n) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    alignas(64) Acc<T> buffer[kBlock];
-    alignas(64) uint8_t flags[kBlock];
-    for (int64_t start = 0; start < n; start += kBlock) {
-      const int64_t count = smaller(kBlock, n - start);
-      T* out = as<T>(y) + start;
-      const Acc<T>* in = load(as<T>(x) + start, buffer, count);
-      Acc<T>* staged = staging(out, buffer);
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) flags[i] = in[i] <= Acc<T>(0) ? 0 : 1;
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) staged[i] = math::ReLU().forward(in[i]);
-      pack_bits(flags, mask + start / 8, count);
-      store(staged, out, count);
-    }
+    const auto f = [](Vec<T> v, uint64_t & bits) __attribute__((always_inline)) {
+      const auto blocked = v <= Vec<T>(0);
+      bits = ~bits_of(blocked);
+      return select(blocked, Vec<T>(0), v);
+    };
+    const auto none = [](int64_t, int64_t, BitBlock& block) { block = {}; };
+    const auto write = [=](int64_t start, int64_t count, const BitBlock& block) {
+      write_bits(mask, start, count, block);
+    };
+    map_bits(as<T>(y), n, f, none, write, as<T>(x));
   });
 }
 
 // out = in * scale where the mask has a bit, else 0.
 template <class T>
 void scale_masked(const T* in, const uint8_t* mask, T* out, Acc<T> scale, int64_t n) {
-  alignas(64) Acc<T> buffer[kBlock];
-  alignas(64) uint8_t flags[kBlock];
-  for (int64_t start = 0; start < n; start += kBlock) {
-    const int64_t count = smaller(kBlock, n - start);
-    const Acc<T>* g = load(in + start, buffer, count);
-    Acc<T>* staged = staging(out + start, buffer);
-    unpack_bits(mask + start / 8, flags, count);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) staged[i] = flags[i] == 0 ? Acc<T>(0) : g[i] * scale;
-    store(staged, out + start, count);
-  }
+  const auto f = [=](Vec<T> v, uint64_t bits) __attribute__((always_inline)) {
+    return where_bits(bits, v * Vec<T>(scale));
+  };
+  const auto read = [=](int64_t start, int64_t count, BitBlock& block) {
+    read_bits(mask, start, count, block);
+  };
+  map_bits(
+      out, n, f, read, [](int64_t, int64_t, const BitBlock&) {}, in);
 }
 
 void relu_backward(DType dtype, const void* grad_y, const uint8_t* mask, void* grad_x, int64_t n) {
@@ -97,7 +95,7 @@ void relu_backward(DType dtype, const void* grad_y, const uint8_t* mask, void* g
 void convert_from_acc(DType dtype, const void* acc, void* out, int64_t n) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     if constexpr (kIsAcc<T>) {
-      map(as<T>(acc), as<T>(out), n, [](T x) { return x; });
+      if (acc != out) memcpy(out, acc, static_cast<size_t>(n) * sizeof(T));
     } else {
       from_acc(as<float>(acc), as<T>(out), n);
     }

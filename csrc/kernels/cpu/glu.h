@@ -2,8 +2,8 @@
 // alternating blocks of `interleave` elements.
 #pragma once
 
-#include "../math.h"
-#include "dtype.h"
+#include "loops.h"
+#include "simd_math.h"
 
 namespace transformer_ops::cpu {
 namespace {
@@ -31,57 +31,68 @@ void with_glu(const Glu& glu, F f) {
   }
 }
 
-// Calls f(first element of gate, of linear, of y, count) for contiguous runs of all rows.
+// Calls f(first element of gate, of linear, of y) for the contiguous runs of all rows.
 template <class F>
 void for_each_run(int64_t block, int64_t rows, int64_t h, F f) {
-  for (int64_t y = 0; y < rows * h; y += block) {
-    for (int64_t start = 0; start < block; start += kBlock) {
-      const int64_t gate = 2 * y + start;
-      f(gate, gate + block, y + start, smaller(kBlock, block - start));
-    }
-  }
+  for (int64_t y = 0; y < rows * h; y += block) f(2 * y, 2 * y + block, y);
+}
+
+template <class T, class Op>
+void glu_forward_runs(Op op, bool stream, int64_t block, const T* x, T* y, int64_t rows,
+                      int64_t h) {
+  const auto f = [=](auto gate, auto linear) __attribute__((always_inline)) {
+    return op.forward(gate, linear);
+  };
+  for_each_run(block, rows, h, [=](int64_t gate, int64_t linear, int64_t to) {
+    const int64_t done = map_wide(y + to, block, stream, f, x + gate, x + linear);
+    if (done < block) map_rest(y + to + done, block - done, f, x + gate + done, x + linear + done);
+  });
 }
 
 void glu_forward(const Glu& glu, DType dtype, const void* x, void* y, int64_t rows, int64_t h) {
   if (h == 0) return;
   const int64_t block = glu.interleave == 0 ? h : glu.interleave;
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    using A = Acc<T>;
-    with_glu<A>(glu, [&](auto op) {
-      const T* in = as<T>(x);
-      T* out = as<T>(y);
-      for_each_run(block, rows, h, [=](int64_t gate, int64_t linear, int64_t to, int64_t n) {
-        map(in + gate, in + linear, out + to, n, [=](A a, A b) { return op.forward(a, b); });
-      });
+    with_glu<Acc<T>>(glu, [&](auto op) {
+      const int64_t size = sizeof(T);
+      const bool stream = streams(y, rows * h * size, block * size);
+      glu_forward_runs(op, stream, block, as<T>(x), as<T>(y), rows, h);
+      if (stream) finish_streaming();
     });
   });
 }
 
-// kSums: adds the gradients to the two sums as well.
-template <bool kSums, class T, class Op>
-void glu_backward_run(Op op, const T* grad_y, const T* gate, const T* linear, T* grad_gate,
-                      T* grad_linear, [[maybe_unused]] Acc<T>* sum_gate,
-                      [[maybe_unused]] Acc<T>* sum_linear, int64_t n) {
-  alignas(64) Acc<T> buffer_g[kBlock];
-  alignas(64) Acc<T> buffer_a[kBlock];
-  alignas(64) Acc<T> buffer_b[kBlock];
-  const Acc<T>* g = load(grad_y, buffer_g, n);
-  const Acc<T>* a = load(gate, buffer_a, n);
-  const Acc<T>* b = load(linear, buffer_b, n);
-  Acc<T>* grad_a = staging(grad_gate, buffer_a);
-  Acc<T>* grad_b = staging(grad_linear, buffer_b);
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    const auto grads = op.backward(g[i], a[i], b[i]);
-    if constexpr (kSums) {
-      sum_gate[i] += grads.gate;
-      sum_linear[i] += grads.linear;
-    }
-    grad_a[i] = grads.gate;
-    grad_b[i] = grads.linear;
+// also(i, both gradients, lanes) is called for each vector.
+template <class T, class Op, class Also>
+void glu_backward_run(Op op, bool stream, const T* grad_y, const T* gate, const T* linear,
+                      T* grad_gate, T* grad_linear, int64_t n, Also also) {
+  constexpr int64_t kLanes = Vec<T>::kLanes;
+  const auto grads = [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+    return op.backward(load(grad_y + i, lanes), load(gate + i, lanes), load(linear + i, lanes));
+  };
+  int64_t i = 0;
+  for (; i + Wide<T>::kLanes <= n; i += Wide<T>::kLanes) {
+    const auto both = grads(i, WideLanes());
+    store(grad_gate + i, both.gate, WideLanes(), stream);
+    store(grad_linear + i, both.linear, WideLanes(), stream);
+    also(i, both, WideLanes());
   }
-  store(grad_a, grad_gate, n);
-  store(grad_b, grad_linear, n);
+  for (; i < n; i += kLanes) {
+    const FirstLanes lanes{smaller(kLanes, n - i)};
+    const auto both = grads(i, lanes);
+    store(grad_gate + i, both.gate, lanes);
+    store(grad_linear + i, both.linear, lanes);
+    also(i, both, lanes);
+  }
+}
+
+template <class T, class Op>
+void glu_backward_runs(Op op, bool stream, int64_t block, const T* grad_y, const T* x, T* grad_x,
+                       int64_t rows, int64_t h) {
+  for_each_run(block, rows, h, [=](int64_t gate, int64_t linear, int64_t from) {
+    glu_backward_run(op, stream, grad_y + from, x + gate, x + linear, grad_x + gate,
+                     grad_x + linear, block, [](auto...) {});
+  });
 }
 
 void glu_backward(const Glu& glu, DType dtype, const void* grad_y, const void* x, void* grad_x,
@@ -90,13 +101,10 @@ void glu_backward(const Glu& glu, DType dtype, const void* grad_y, const void* x
   const int64_t block = glu.interleave == 0 ? h : glu.interleave;
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     with_glu<Acc<T>>(glu, [&](auto op) {
-      const T* g = as<T>(grad_y);
-      const T* in = as<T>(x);
-      T* out = as<T>(grad_x);
-      for_each_run(block, rows, h, [=](int64_t gate, int64_t linear, int64_t from, int64_t n) {
-        glu_backward_run<false>(op, g + from, in + gate, in + linear, out + gate, out + linear,
-                                nullptr, nullptr, n);
-      });
+      const int64_t size = sizeof(T);
+      const bool stream = streams(grad_x, 2 * rows * h * size, block * size);
+      glu_backward_runs(op, stream, block, as<T>(grad_y), as<T>(x), as<T>(grad_x), rows, h);
+      if (stream) finish_streaming();
     });
   });
 }

@@ -97,8 +97,10 @@ struct Kernels {
                             void* grad_bias, int64_t rows, int64_t h);
 
   // ---- dropout ----
-  // Element i of the tensor is kept where Philox4x32-10(key = seed, counter = i / 4)[i % 4] >= p *
-  // 2^32, so that a mask depends on neither the split into ranges nor the instruction set.
+  // Element i of the tensor is kept where its random 32-bit integer is at least p * 2^32, so that
+  // a mask depends on neither the split into ranges nor the instruction set. The upper and lower
+  // half of that integer are the 16 bits from bit 16 (i % 8) on of Philox4x32-7(key = seed, counter
+  // = (i / 8, 0)) and of counter (i / 8, 1): two 64-bit numbers make a counter.
   // `first` is the index of the range's first element, a multiple of 8; mask points at its byte.
   // y = x / (1 - p) where kept, else 0. A null mask is not written.
   void (*dropout_forward)(DType, const void* x, void* y, uint8_t* mask, uint64_t seed, double p,

@@ -1,61 +1,11 @@
 // Layer norm, RMS norm and L2 normalization, row by row.
 #pragma once
 
-#include "../math.h"
-#include "scratch.h"
+#include "rows.h"
+#include "simd_ops.h"
 
 namespace transformer_ops::cpu {
 namespace {
-
-// Sum of f(i) over a row: a vector of partial sums inside a block, double across blocks, so that
-// long rows stay accurate.
-template <class A, class F>
-TRANSFORMER_OPS_INLINE double row_sum(int64_t h, F f) {
-  double total = 0;
-  for (int64_t start = 0; start < h; start += kBlock) {
-    const int64_t end = smaller(start + kBlock, h);
-    A sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = start; i < end; ++i) sum += f(i);
-    total += sum;
-  }
-  return total;
-}
-
-// Two sums at once: f(i, first, second) adds to both.
-struct TwoSums {
-  double first = 0, second = 0;
-};
-
-template <class A, class F>
-TRANSFORMER_OPS_INLINE TwoSums row_two_sums(int64_t h, F f) {
-  TwoSums total;
-  for (int64_t start = 0; start < h; start += kBlock) {
-    const int64_t end = smaller(start + kBlock, h);
-    A first = 0, second = 0;
-#pragma omp simd reduction(+ : first, second)
-    for (int64_t i = start; i < end; ++i) f(i, first, second);
-    total.first += first;
-    total.second += second;
-  }
-  return total;
-}
-
-// y[i] = f(i). Meanwhile the next rows of the inputs are fetched: without it, a kernel that goes
-// over a row several times would alternate between waiting for memory and computing.
-template <class T, class F, class... Rows>
-TRANSFORMER_OPS_INLINE void write_row(T* y, int64_t h, F f, const Rows&... inputs) {
-  constexpr int64_t kStep = 256;
-  alignas(64) Acc<T> buffer[kStep];
-  for (int64_t start = 0; start < h; start += kStep) {
-    const int64_t count = smaller(kStep, h - start);
-    (inputs.prefetch_next(start, count), ...);
-    Acc<T>* staged = staging(y + start, buffer);
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) staged[i] = f(start + i);
-    store(staged, y + start, count);
-  }
-}
 
 template <class A>
 A reciprocal_root(double x) {
@@ -64,102 +14,138 @@ A reciprocal_root(double x) {
 
 // ---- layer norm ----
 
-template <class T, bool kGamma, bool kBeta>
-void layer_norm_rows(const T* x, const Acc<T>* gamma, const Acc<T>* beta, double eps, T* y,
-                     Acc<T>* mean, Acc<T>* rstd, int64_t rows, int64_t h) {
+template <bool kGamma, bool kBeta, class T>
+void layer_norm_rows(bool stream, const T* x, const Acc<T>* gamma, const Acc<T>* beta, double eps,
+                     T* y, Acc<T>* mean, Acc<T>* rstd, int64_t rows, int64_t h) {
   using A = Acc<T>;
-  Row<T> row(h);
+  using V = Vec<T>;
   const auto size = static_cast<double>(h);
   for (int64_t r = 0; r < rows; ++r) {
-    const A* v = row.load(x + r * h);
-    const auto m = static_cast<A>(row_sum<A>(h, [=](int64_t i) { return v[i]; }) / size);
-    const double squares = row_sum<A>(h, [=](int64_t i) { return (v[i] - m) * (v[i] - m); });
+    const T* row = x + r * h;
+    const double sum = row_sum<T>(
+        h, [=](int64_t i, auto lanes)
+               __attribute__((always_inline)) { return load(row + i, lanes); });
+    const auto m = static_cast<A>(sum / size);
+    const double squares = row_sum<T>(
+        h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+          const auto d = inside(load(row + i, lanes) - V(m), lanes);
+          return d * d;
+        });
     const auto s = reciprocal_root<A>(squares / size + eps);
-    write_row(
-        y + r * h, h,
-        [=](int64_t i) {
-          A out = (v[i] - m) * s;
-          if constexpr (kGamma) out = out * gamma[i];
-          if constexpr (kBeta) out = out + beta[i];
-          return out;
-        },
-        row);
+    const auto normalize = [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+      auto out = (load(row + i, lanes) - V(m)) * V(s);
+      if constexpr (kGamma) out = out * load_acc<T>(gamma + i, lanes);
+      if constexpr (kBeta) out = out + load_acc<T>(beta + i, lanes);
+      return out;
+    };
+    write_row(y + r * h, h, stream, normalize, row);
     mean[r] = m;
     rstd[r] = s;
   }
+}
+
+// f(gamma is there, beta is there), as types.
+template <class F>
+TRANSFORMER_OPS_INLINE void with_present(const void* gamma, const void* beta, F f) {
+  if (gamma == nullptr)
+    return beta == nullptr ? f(Bool<false>(), Bool<false>()) : f(Bool<false>(), Bool<true>());
+  return beta == nullptr ? f(Bool<true>(), Bool<false>()) : f(Bool<true>(), Bool<true>());
 }
 
 void layer_norm_forward(DType dtype, const void* x, const void* gamma, const void* beta, double eps,
                         void* y, void* mean, void* rstd, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     using A = Acc<T>;
-    auto* run =
-        gamma != nullptr
-            ? (beta != nullptr ? layer_norm_rows<T, true, true> : layer_norm_rows<T, true, false>)
-            : (beta != nullptr ? layer_norm_rows<T, false, true>
-                               : layer_norm_rows<T, false, false>);
-    run(as<T>(x), as<A>(gamma), as<A>(beta), eps, as<T>(y), as<A>(mean), as<A>(rstd), rows, h);
+    with_streaming(as<T>(y), rows, h, [&](bool stream) {
+      with_present(gamma, beta, [&]<class Gamma, class Beta>(Gamma, Beta) {
+        layer_norm_rows<Gamma::kValue, Beta::kValue>(stream, as<T>(x), as<A>(gamma), as<A>(beta),
+                                                     eps, as<T>(y), as<A>(mean), as<A>(rstd), rows,
+                                                     h);
+      });
+    });
   });
 }
 
-// What backward adds to grad_x: rows of the residual's gradient, which grad_x then has the type of;
-// or nothing.
+// Backward takes a few rows at a time, so that the sums over rows are loaded and stored less often.
+constexpr int kRowsAtOnce = 4;
+
+// What backward adds to grad_x: rows of the residual's gradient, which grad_x then has the type of
+// (T, or acc); or nothing.
 template <class R>
-class Residual : public Row<R> {
- public:
+struct Residual {
   using Element = R;
   static constexpr bool kPresent = true;
-  using Row<R>::Row;
+  const R* rows;
 };
-
 template <class T>
 struct NoResidual {
   using Element = T;
   static constexpr bool kPresent = false;
-  explicit NoResidual(int64_t) {}
-  static const Acc<T>* load(const T*) { return nullptr; }
-  void prefetch_next(int64_t, int64_t) const {}
 };
+
+template <class T, class Extra, class V, class Lanes>
+TRANSFORMER_OPS_INLINE void store_gradient(Extra residual, typename Extra::Element* grad_x,
+                                           int64_t at, V grad, Lanes lanes, bool stream) {
+  if constexpr (!Extra::kPresent) {
+    store(grad_x + at, grad, lanes, stream);
+  } else if constexpr (__is_same(T, typename Extra::Element)) {
+    store(grad_x + at, grad + load(residual.rows + at, lanes), lanes, stream);
+  } else {
+    store_acc(grad_x + at, grad + load_acc<T>(residual.rows + at, lanes), lanes);
+  }
+}
 
 // With n = (x - mean) rstd and g = grad_y gamma: grad_gamma = sum grad_y n, grad_beta = sum grad_y,
 // grad_x = rstd (g - mean(g) - n mean(g n)) + residual.
-template <class T, bool kGamma, class Extra>
-void layer_norm_backward_rows(const T* grad_y, const T* x, const Acc<T>* mean, const Acc<T>* rstd,
-                              const Acc<T>* gamma, const typename Extra::Element* residual,
+template <bool kGamma, class T, class Extra>
+void layer_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Acc<T>* mean,
+                              const Acc<T>* rstd, const Acc<T>* gamma, Extra residual,
                               typename Extra::Element* grad_x, void* grad_gamma, void* grad_beta,
                               int64_t rows, int64_t h) {
   using A = Acc<T>;
-  Row<T> grad_row(h), x_row(h);
-  Extra residual_row(h);
+  using V = Vec<T>;
   ColumnSums<A> gamma_sums(grad_gamma, h), beta_sums(grad_beta, h);
   A* gamma_sum = gamma_sums.group();
   A* beta_sum = beta_sums.group();
-  for (int64_t r = 0; r < rows; ++r) {
-    const A* g = grad_row.load(grad_y + r * h);
-    const A* v = x_row.load(x + r * h);
-    const A* e = residual_row.load(residual + (Extra::kPresent ? r * h : 0));
-    const A m = mean[r], s = rstd[r];
-    const TwoSums sums = row_two_sums<A>(h, [=](int64_t i, A& first, A& second) {
-      const A weighted = kGamma ? g[i] * gamma[i] : g[i];
-      first += weighted;
-      second += weighted * ((v[i] - m) * s);
-    });
-    const auto mean_g = static_cast<A>(sums.first / static_cast<double>(h));
-    const auto mean_gn = static_cast<A>(sums.second / static_cast<double>(h));
-    write_row(
-        grad_x + r * h, h,
-        [=](int64_t i) {
-          const A n = (v[i] - m) * s;
-          const A grad = g[i];
-          gamma_sum[i] += grad * n;
-          beta_sum[i] += grad;
-          const A weighted = kGamma ? grad * gamma[i] : grad;
-          const A out = s * ((weighted - mean_g) - n * mean_gn);
-          return Extra::kPresent ? out + e[i] : out;
-        },
-        grad_row, x_row, residual_row);
-    gamma_sums.end_row();
-    beta_sums.end_row();
+  const auto weigh = [=](auto grad, int64_t i, auto lanes) __attribute__((always_inline)) {
+    if constexpr (kGamma) return grad * load_acc<T>(gamma + i, lanes);
+    return grad;
+  };
+  for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
+    const int count = static_cast<int>(smaller(kRowsAtOnce, rows - r));
+    A mean_g[kRowsAtOnce], mean_gn[kRowsAtOnce];
+    for (int k = 0; k < count; ++k) {
+      const T *g = grad_y + (r + k) * h, *row = x + (r + k) * h;
+      const V m(mean[r + k]), s(rstd[r + k]);
+      const auto add = [=](int64_t i, auto lanes, auto& first, auto& second)
+          __attribute__((always_inline)) {
+        first = weigh(load(g + i, lanes), i, lanes);
+        second = first * ((load(row + i, lanes) - m) * s);
+      };
+      const TwoSums sums = row_two_sums<T>(h, add);
+      mean_g[k] = static_cast<A>(sums.first / static_cast<double>(h));
+      mean_gn[k] = static_cast<A>(sums.second / static_cast<double>(h));
+    }
+    for_wide_vectors<T>(
+        h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+          auto sum_gn = load_acc<T>(gamma_sum + i, lanes), sum_g = load_acc<T>(beta_sum + i, lanes);
+          for (int k = 0; k < count; ++k) {
+            const int64_t at = (r + k) * h + i;
+            prefetch<Wide<T>::kLanes>(grad_y + at + count * h);
+            prefetch<Wide<T>::kLanes>(x + at + count * h);
+            const auto grad = load(grad_y + at, lanes);
+            const auto n = (load(x + at, lanes) - V(mean[r + k])) * V(rstd[r + k]);
+            sum_gn = sum_gn + grad * n;
+            sum_g = sum_g + grad;
+            const auto centered = weigh(grad, i, lanes) - V(mean_g[k]);
+            const auto out = (centered - n * V(mean_gn[k])) * V(rstd[r + k]);
+            store_gradient<T>(residual, grad_x, at, out, lanes, stream);
+          }
+          store_acc(gamma_sum + i, sum_gn, lanes);
+          store_acc(beta_sum + i, sum_g, lanes);
+        });
+    gamma_sums.end_rows(count);
+    beta_sums.end_rows(count);
   }
 }
 
@@ -168,18 +154,21 @@ void layer_norm_backward(DType dtype, const void* grad_y, const void* x, const v
                          void* grad_beta, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     using A = Acc<T>;
-    auto* run = gamma != nullptr ? layer_norm_backward_rows<T, true, NoResidual<T>>
-                                 : layer_norm_backward_rows<T, false, NoResidual<T>>;
-    run(as<T>(grad_y), as<T>(x), as<A>(mean), as<A>(rstd), as<A>(gamma), nullptr, as<T>(grad_x),
-        grad_gamma, grad_beta, rows, h);
+    with_streaming(as<T>(grad_x), rows, h, [&](bool stream) {
+      with_present(gamma, nullptr, [&]<class Gamma>(Gamma, auto) {
+        layer_norm_backward_rows<Gamma::kValue>(stream, as<T>(grad_y), as<T>(x), as<A>(mean),
+                                                as<A>(rstd), as<A>(gamma), NoResidual<T>(),
+                                                as<T>(grad_x), grad_gamma, grad_beta, rows, h);
+      });
+    });
   });
 }
 
 // f(Residual of the type that residual and grad_x have): T's own, or acc.
 template <class T, class F>
-void with_residual(bool wide, F f) {
-  if (wide) return f(Tag<Residual<Acc<T>>>());
-  f(Tag<Residual<T>>());
+void with_residual(const void* residual, bool wide, F f) {
+  if (wide) return f(Residual<Acc<T>>{as<Acc<T>>(residual)});
+  f(Residual<T>{as<T>(residual)});
 }
 
 void layer_norm_residual_backward(DType dtype, bool wide, const void* grad_y, const void* x,
@@ -187,123 +176,158 @@ void layer_norm_residual_backward(DType dtype, bool wide, const void* grad_y, co
                                   const void* residual, void* grad_x, void* grad_gamma,
                                   void* grad_beta, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    with_residual<T>(wide, [&]<class Extra>(Tag<Extra>) {
+    with_residual<T>(residual, wide, [&]<class R>(Residual<R> extra) {
       using A = Acc<T>;
-      using R = typename Extra::Element;
-      auto* run = gamma != nullptr ? layer_norm_backward_rows<T, true, Extra>
-                                   : layer_norm_backward_rows<T, false, Extra>;
-      run(as<T>(grad_y), as<T>(x), as<A>(mean), as<A>(rstd), as<A>(gamma), as<R>(residual),
-          as<R>(grad_x), grad_gamma, grad_beta, rows, h);
+      with_streaming(as<R>(grad_x), rows, h, [&](bool stream) {
+        with_present(gamma, nullptr, [&]<class Gamma>(Gamma, auto) {
+          layer_norm_backward_rows<Gamma::kValue>(stream, as<T>(grad_y), as<T>(x), as<A>(mean),
+                                                  as<A>(rstd), as<A>(gamma), extra, as<R>(grad_x),
+                                                  grad_gamma, grad_beta, rows, h);
+        });
+      });
     });
   });
 }
 
 // ---- RMS norm and L2 normalization: rstd = 1 / sqrt(sum(x^2) / divisor + eps) ----
 
-template <class T, bool kGamma>
-void root_norm_rows(const T* x, const Acc<T>* gamma, double divisor, double eps, T* y, Acc<T>* rstd,
-                    int64_t rows, int64_t h) {
+template <bool kGamma, class T>
+void root_norm_rows(bool stream, const T* x, const Acc<T>* gamma, double divisor, double eps, T* y,
+                    Acc<T>* rstd, int64_t rows, int64_t h) {
   using A = Acc<T>;
-  Row<T> row(h);
+  using V = Vec<T>;
   for (int64_t r = 0; r < rows; ++r) {
-    const A* v = row.load(x + r * h);
-    const double squares = row_sum<A>(h, [=](int64_t i) { return v[i] * v[i]; });
+    const T* row = x + r * h;
+    const double squares = row_sum<T>(
+        h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+          const auto v = load(row + i, lanes);
+          return v * v;
+        });
     const auto s = reciprocal_root<A>(squares / divisor + eps);
-    write_row(
-        y + r * h, h,
-        [=](int64_t i) {
-          const A n = v[i] * s;
-          return kGamma ? n * gamma[i] : n;
-        },
-        row);
+    const auto normalize = [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+      const auto n = load(row + i, lanes) * V(s);
+      if constexpr (kGamma) return n * load_acc<T>(gamma + i, lanes);
+      return n;
+    };
+    write_row(y + r * h, h, stream, normalize, row);
     rstd[r] = s;
   }
 }
 
 // With n = x rstd and g = grad_y gamma: grad_x = rstd (g - n sum(g n) / divisor) + residual.
-template <class T, bool kGamma, class Extra>
-void root_norm_backward_rows(const T* grad_y, const T* x, const Acc<T>* rstd, const Acc<T>* gamma,
-                             double divisor, const typename Extra::Element* residual,
+template <bool kGamma, class T, class Extra>
+void root_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Acc<T>* rstd,
+                             const Acc<T>* gamma, double divisor, Extra residual,
                              typename Extra::Element* grad_x, void* grad_gamma, int64_t rows,
                              int64_t h) {
   using A = Acc<T>;
-  Row<T> grad_row(h), x_row(h);
-  Extra residual_row(h);
+  using V = Vec<T>;
   ColumnSums<A> gamma_sums(grad_gamma, h);
   A* gamma_sum = gamma_sums.group();
-  for (int64_t r = 0; r < rows; ++r) {
-    const A* g = grad_row.load(grad_y + r * h);
-    const A* v = x_row.load(x + r * h);
-    const A* e = residual_row.load(residual + (Extra::kPresent ? r * h : 0));
-    const A s = rstd[r];
-    const double sum = row_sum<A>(h, [=](int64_t i) {
-      const A weighted = kGamma ? g[i] * gamma[i] : g[i];
-      return weighted * (v[i] * s);
-    });
-    const auto projection = static_cast<A>(sum / divisor);
-    write_row(
-        grad_x + r * h, h,
-        [=](int64_t i) {
-          const A n = v[i] * s;
-          const A grad = g[i];
-          if constexpr (kGamma) gamma_sum[i] += grad * n;
-          const A out = s * ((kGamma ? grad * gamma[i] : grad) - n * projection);
-          return Extra::kPresent ? out + e[i] : out;
-        },
-        grad_row, x_row, residual_row);
-    if constexpr (kGamma) gamma_sums.end_row();
+  const auto weigh = [=](auto grad, int64_t i, auto lanes) __attribute__((always_inline)) {
+    if constexpr (kGamma) return grad * load_acc<T>(gamma + i, lanes);
+    return grad;
+  };
+  for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
+    const int count = static_cast<int>(smaller(kRowsAtOnce, rows - r));
+    A projection[kRowsAtOnce];
+    for (int k = 0; k < count; ++k) {
+      const T *g = grad_y + (r + k) * h, *row = x + (r + k) * h;
+      const V s(rstd[r + k]);
+      const double sum = row_sum<T>(
+          h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+            return weigh(load(g + i, lanes), i, lanes) * (load(row + i, lanes) * s);
+          });
+      projection[k] = static_cast<A>(sum / divisor);
+    }
+    for_wide_vectors<T>(
+        h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+          auto sum_gn = load_acc<T>(gamma_sum + i, lanes);
+          for (int k = 0; k < count; ++k) {
+            const int64_t at = (r + k) * h + i;
+            prefetch<Wide<T>::kLanes>(grad_y + at + count * h);
+            prefetch<Wide<T>::kLanes>(x + at + count * h);
+            const auto grad = load(grad_y + at, lanes);
+            const auto n = load(x + at, lanes) * V(rstd[r + k]);
+            if constexpr (kGamma) sum_gn = sum_gn + grad * n;
+            const auto along = n * V(projection[k]);
+            const auto change = [&]() __attribute__((always_inline)) {
+              if constexpr (kGamma) return fused(grad, load_acc<T>(gamma + i, lanes), -along);
+              return grad - along;
+            }
+            ();
+            store_gradient<T>(residual, grad_x, at, change * V(rstd[r + k]), lanes, stream);
+          }
+          if constexpr (kGamma) store_acc(gamma_sum + i, sum_gn, lanes);
+        });
+    gamma_sums.end_rows(count);
   }
+}
+
+void root_norm_forward(DType dtype, const void* x, const void* gamma, double divisor, double eps,
+                       void* y, void* rstd, int64_t rows, int64_t h) {
+  with_dtype(dtype, [&]<class T>(Tag<T>) {
+    using A = Acc<T>;
+    with_streaming(as<T>(y), rows, h, [&](bool stream) {
+      with_present(gamma, nullptr, [&]<class Gamma>(Gamma, auto) {
+        root_norm_rows<Gamma::kValue>(stream, as<T>(x), as<A>(gamma), divisor, eps, as<T>(y),
+                                      as<A>(rstd), rows, h);
+      });
+    });
+  });
+}
+
+void root_norm_backward(DType dtype, const void* grad_y, const void* x, const void* rstd,
+                        const void* gamma, double divisor, void* grad_x, void* grad_gamma,
+                        int64_t rows, int64_t h) {
+  with_dtype(dtype, [&]<class T>(Tag<T>) {
+    using A = Acc<T>;
+    with_streaming(as<T>(grad_x), rows, h, [&](bool stream) {
+      with_present(gamma, nullptr, [&]<class Gamma>(Gamma, auto) {
+        root_norm_backward_rows<Gamma::kValue>(stream, as<T>(grad_y), as<T>(x), as<A>(rstd),
+                                               as<A>(gamma), divisor, NoResidual<T>(),
+                                               as<T>(grad_x), grad_gamma, rows, h);
+      });
+    });
+  });
 }
 
 void rms_norm_forward(DType dtype, const void* x, const void* gamma, double eps, void* y,
                       void* rstd, int64_t rows, int64_t h) {
-  with_dtype(dtype, [&]<class T>(Tag<T>) {
-    using A = Acc<T>;
-    auto* run = gamma != nullptr ? root_norm_rows<T, true> : root_norm_rows<T, false>;
-    run(as<T>(x), as<A>(gamma), static_cast<double>(h), eps, as<T>(y), as<A>(rstd), rows, h);
-  });
+  root_norm_forward(dtype, x, gamma, static_cast<double>(h), eps, y, rstd, rows, h);
 }
 
 void rms_norm_backward(DType dtype, const void* grad_y, const void* x, const void* rstd,
                        const void* gamma, void* grad_x, void* grad_gamma, int64_t rows, int64_t h) {
-  with_dtype(dtype, [&]<class T>(Tag<T>) {
-    using A = Acc<T>;
-    auto* run = gamma != nullptr ? root_norm_backward_rows<T, true, NoResidual<T>>
-                                 : root_norm_backward_rows<T, false, NoResidual<T>>;
-    run(as<T>(grad_y), as<T>(x), as<A>(rstd), as<A>(gamma), static_cast<double>(h), nullptr,
-        as<T>(grad_x), grad_gamma, rows, h);
-  });
+  root_norm_backward(dtype, grad_y, x, rstd, gamma, static_cast<double>(h), grad_x, grad_gamma,
+                     rows, h);
 }
 
 void rms_norm_residual_backward(DType dtype, bool wide, const void* grad_y, const void* x,
                                 const void* rstd, const void* gamma, const void* residual,
                                 void* grad_x, void* grad_gamma, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    with_residual<T>(wide, [&]<class Extra>(Tag<Extra>) {
+    with_residual<T>(residual, wide, [&]<class R>(Residual<R> extra) {
       using A = Acc<T>;
-      using R = typename Extra::Element;
-      auto* run = gamma != nullptr ? root_norm_backward_rows<T, true, Extra>
-                                   : root_norm_backward_rows<T, false, Extra>;
-      run(as<T>(grad_y), as<T>(x), as<A>(rstd), as<A>(gamma), static_cast<double>(h),
-          as<R>(residual), as<R>(grad_x), grad_gamma, rows, h);
+      with_streaming(as<R>(grad_x), rows, h, [&](bool stream) {
+        with_present(gamma, nullptr, [&]<class Gamma>(Gamma, auto) {
+          root_norm_backward_rows<Gamma::kValue>(stream, as<T>(grad_y), as<T>(x), as<A>(rstd),
+                                                 as<A>(gamma), static_cast<double>(h), extra,
+                                                 as<R>(grad_x), grad_gamma, rows, h);
+        });
+      });
     });
   });
 }
 
 void l2_norm_forward(DType dtype, const void* x, double eps, void* y, void* rstd, int64_t rows,
                      int64_t h) {
-  with_dtype(dtype, [&]<class T>(Tag<T>) {
-    root_norm_rows<T, false>(as<T>(x), nullptr, 1.0, eps, as<T>(y), as<Acc<T>>(rstd), rows, h);
-  });
+  root_norm_forward(dtype, x, nullptr, 1.0, eps, y, rstd, rows, h);
 }
 
 void l2_norm_backward(DType dtype, const void* grad_y, const void* x, const void* rstd,
                       void* grad_x, int64_t rows, int64_t h) {
-  with_dtype(dtype, [&]<class T>(Tag<T>) {
-    root_norm_backward_rows<T, false, NoResidual<T>>(as<T>(grad_y), as<T>(x), as<Acc<T>>(rstd),
-                                                     nullptr, 1.0, nullptr, as<T>(grad_x), nullptr,
-                                                     rows, h);
-  });
+  root_norm_backward(dtype, grad_y, x, rstd, nullptr, 1.0, grad_x, nullptr, rows, h);
 }
 
 }  // namespace

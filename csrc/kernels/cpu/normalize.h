@@ -1,31 +1,27 @@
 // The output of a norm from its statistics: no pass over the row for those.
 #pragma once
 
-#include "scratch.h"
+#include "norm.h"
 
 namespace transformer_ops::cpu {
 namespace {
 
-template <class T, bool kMean, bool kGamma, bool kBeta>
-void normalize_rows(const T* x, const Acc<T>* mean, const Acc<T>* rstd, const Acc<T>* gamma,
-                    const Acc<T>* beta, T* y, int64_t rows, int64_t h) {
-  using A = Acc<T>;
-  alignas(64) A buffer[kBlock];
+template <bool kMean, bool kGamma, bool kBeta, class T>
+void normalize_rows(bool stream, const T* x, const Acc<T>* mean, const Acc<T>* rstd,
+                    const Acc<T>* gamma, const Acc<T>* beta, T* y, int64_t rows, int64_t h) {
+  using V = Vec<T>;
   for (int64_t r = 0; r < rows; ++r) {
-    const A m = kMean ? mean[r] : A(0), s = rstd[r];
-    for (int64_t start = 0; start < h; start += kBlock) {
-      const int64_t count = smaller(kBlock, h - start);
-      const A* v = load(x + r * h + start, buffer, count);
-      A* staged = staging(y + r * h + start, buffer);
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) {
-        A out = kMean ? (v[i] - m) * s : v[i] * s;
-        if constexpr (kGamma) out = out * gamma[start + i];
-        if constexpr (kBeta) out = out + beta[start + i];
-        staged[i] = out;
-      }
-      store(staged, y + r * h + start, count);
-    }
+    const T* row = x + r * h;
+    const V m(kMean ? mean[r] : Acc<T>(0)), s(rstd[r]);
+    const auto normalize = [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+      auto out = load(row + i, lanes);
+      if constexpr (kMean) out = out - m;
+      out = out * s;
+      if constexpr (kGamma) out = out * load_acc<T>(gamma + i, lanes);
+      if constexpr (kBeta) out = out + load_acc<T>(beta + i, lanes);
+      return out;
+    };
+    write_row(y + r * h, h, stream, normalize, row);
   }
 }
 
@@ -33,15 +29,14 @@ void normalize(DType dtype, const void* x, const void* mean, const void* rstd, c
                const void* beta, void* y, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     using A = Acc<T>;
-    auto* run = normalize_rows<T, false, false, false>;
-    if (mean != nullptr) {
-      run = beta != nullptr    ? normalize_rows<T, true, true, true>
-            : gamma != nullptr ? normalize_rows<T, true, true, false>
-                               : normalize_rows<T, true, false, false>;
-    } else if (gamma != nullptr) {
-      run = normalize_rows<T, false, true, false>;
-    }
-    run(as<T>(x), as<A>(mean), as<A>(rstd), as<A>(gamma), as<A>(beta), as<T>(y), rows, h);
+    with_streaming(as<T>(y), rows, h, [&](bool stream) {
+      with_present(gamma, beta, [&]<class Gamma, class Beta>(Gamma, Beta) {
+        const auto run = mean != nullptr ? normalize_rows<true, Gamma::kValue, Beta::kValue, T>
+                                         : normalize_rows<false, Gamma::kValue, Beta::kValue, T>;
+        run(stream, as<T>(x), as<A>(mean), as<A>(rstd), as<A>(gamma), as<A>(beta), as<T>(y), rows,
+            h);
+      });
+    });
   });
 }
 

@@ -9,29 +9,42 @@ namespace {
 
 // ---- bias, dropout, residual ----
 
-// y = extra + (x + bias) scale where kept, else extra; x starts at this column of a row of h.
+template <class T, class Sum, class Lanes>
+TRANSFORMER_OPS_INLINE auto load_sum(const Sum* p, Lanes lanes) {
+  if constexpr (__is_same(T, Sum)) {
+    return load(p, lanes);
+  } else {
+    return load_acc<T>(p, lanes);
+  }
+}
+template <class T, class Sum, class V, class Lanes>
+TRANSFORMER_OPS_INLINE void store_sum(Sum* p, V x, Lanes lanes) {
+  if constexpr (__is_same(T, Sum)) {
+    store(p, x, lanes);
+  } else {
+    store_acc(p, x, lanes);
+  }
+}
+
+// y = extra + (x + bias) scale where a bit is set, else extra; x starts at this column of a row of
+// h.
 template <class T, class Sum>
 void bias_dropout_add_block(const T* x, const Acc<T>* bias, int64_t column, int64_t h,
-                            const Sum* extra, Sum* y, const uint8_t* flags, Acc<T> scale,
+                            const Sum* extra, Sum* y, const BitBlock& block, Acc<T> scale,
                             int64_t n) {
-  using A = Acc<T>;
-  alignas(64) A buffer_x[kBlock];
-  alignas(64) A buffer_e[kBlock];
-  const A* in = load(x, buffer_x, n);
-  const A* e = load(extra, buffer_e, n);
-  A* staged = staging(y, buffer_x);
+  const auto* bits = reinterpret_cast<const uint8_t*>(block.word);
   for (int64_t start = 0; start < n;) {
     const int64_t count = smaller(n - start, h - column);
-    const A* b = bias + column;
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) {
-      const A kept = (in[start + i] + b[i]) * scale;
-      staged[start + i] = e[start + i] + (flags[start + i] == 0 ? A(0) : kept);
-    }
+    for_vectors<T>(
+        count, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
+          const auto sum = load(x + start + i, lanes) + load_acc<T>(bias + column + i, lanes);
+          const auto kept = where_bits(bits_from(bits, start + i, kBitBlock / 8 - 1),
+                                       sum * Vec<T>(scale));
+          store_sum<T>(y + start + i, load_sum<T>(extra + start + i, lanes) + kept, lanes);
+        });
     start += count;
     column = 0;
   }
-  store(staged, y, n);
 }
 
 template <class T, class Sum>
@@ -39,16 +52,15 @@ void bias_dropout_add_range(const T* x, const Acc<T>* bias, const Sum* extra, Su
                             uint64_t seed, double p, int64_t first, int64_t n, int64_t h) {
   const bool draws = p > 0.0 && p < 1.0;
   const uint32_t threshold = draws ? keep_threshold(p) : 0;
-  // With p = 1 nothing is kept, and any finite scale will do.
-  const auto scale = static_cast<Acc<T>>(p < 1.0 ? 1.0 / (1.0 - p) : 0.0);
-  alignas(64) uint8_t flags[kBlock];
-  memset(flags, p < 1.0 ? 1 : 0, kBlock);
-  for (int64_t start = 0; start < n; start += kBlock) {
-    const int64_t count = smaller(kBlock, n - start);
-    if (draws) draw_flags(seed, threshold, first + start, flags, count);
-    bias_dropout_add_block(x + start, bias, (first + start) % h, h, extra + start, y + start, flags,
+  const auto scale = static_cast<Acc<T>>(dropout_scale(p));
+  BitBlock block;
+  memset(&block, p < 1.0 ? 0xff : 0, sizeof(block));
+  for (int64_t start = 0; start < n; start += kBitBlock) {
+    const int64_t count = smaller(kBitBlock, n - start);
+    if (draws) draw_bits(seed, threshold, first + start, block);
+    bias_dropout_add_block(x + start, bias, (first + start) % h, h, extra + start, y + start, block,
                            scale, count);
-    if (mask != nullptr) pack_bits(flags, mask + start / 8, count);
+    if (mask != nullptr) write_bits(mask, start, count, block);
   }
 }
 
@@ -66,18 +78,6 @@ void bias_dropout_add(DType dtype, DType sum_dtype, const void* x, const void* b
 
 // ---- residual, norm ----
 
-// to = x + extra
-template <class T>
-void add(const T* x, const T* extra, T* to, int64_t n) {
-  if constexpr (__is_same(T, BFloat16)) {
-    // Converted in registers: buffers would cost more than the sum.
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) from_float(to_float(x[i]) + to_float(extra[i]), to[i]);
-  } else {
-    map(x, extra, to, n, [](Acc<T> a, Acc<T> b) { return a + b; });
-  }
-}
-
 // The sum of a few rows, rounded to T, is still in the cache when norm(sum, first row, rows) reads
 // it. A null sum is not kept.
 template <class T, class Norm>
@@ -88,7 +88,9 @@ void add_norm_tiles(const T* x, const T* extra, T* sum, int64_t rows, int64_t h,
   for (int64_t r = 0; r < rows; r += tile) {
     const int64_t count = smaller(tile, rows - r);
     T* to = sum == nullptr ? scratch.data() : sum + r * h;
-    add(x + r * h, extra + r * h, to, count * h);
+    map(
+        to, count * h, [](auto a, auto b) __attribute__((always_inline)) { return a + b; },
+        x + r * h, extra + r * h);
     norm(to, r, count);
   }
 }

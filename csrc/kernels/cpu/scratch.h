@@ -20,29 +20,6 @@ class Scratch {
   A* data_;
 };
 
-// A row of T as acc values; a copy only where T is not acc.
-template <class T>
-class Row {
- public:
-  explicit Row(int64_t h) : h_(h), buffer_(kIsAcc<T> ? 0 : h) {}
-  const Acc<T>* load(const T* row) {
-    row_ = row;
-    return cpu::load(row, buffer_.data(), h_);
-  }
-
-  // Asks for elements of the row after the loaded one; past the last row it does nothing useful.
-  void prefetch_next(int64_t start, int64_t count) const {
-    const auto* next = reinterpret_cast<const char*>(row_ + h_ + start);
-    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
-  }
-
- private:
-  int64_t h_;
-  const T* row_ = nullptr;
-  Scratch<Acc<T>> buffer_;
-};
-
 // total[i] += sum over rows. Short groups of rows are summed in A, groups in double, so that many
 // rows stay accurate. A null total means that nobody wants the sums.
 template <class A>
@@ -64,8 +41,11 @@ class ColumnSums {
   // The caller adds one row to this array, then calls end_row.
   A* group() { return group_.data(); }
 
-  void end_row() {
-    if (++rows_ == kGroup) end_group();
+  void end_row() { end_rows(1); }
+  // The same for a few rows.
+  void end_rows(int count) {
+    rows_ += count;
+    if (rows_ >= kGroup) end_group();
   }
 
  private:

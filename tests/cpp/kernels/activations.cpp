@@ -130,6 +130,45 @@ TEST_P(KernelTest, ActivationsOnTheWholeRange) {
   }
 }
 
+// exp and tanh, seen through the gated units that they make up: a sigmoid, and two tangents.
+TEST_P(KernelTest, ExponentialsAreAccurate) {
+  if (dtype != DType::Float32) GTEST_SKIP() << "Float32 only";
+  Glu sigmoid_unit, tanh_unit;
+  sigmoid_unit.kind = GluKind::GLU;
+  tanh_unit.kind = GluKind::SiTUGLU;
+  tanh_unit.beta1 = tanh_unit.beta2 = 1;
+  double worst_sigmoid = 0, worst_tanh = 0;
+  const auto ulps = [](double actual, Real exact) {
+    const int exponent = std::max(std::ilogb(static_cast<double>(exact)), -126);
+    return std::abs(static_cast<double>(actual - exact)) / std::ldexp(1.0, exponent - 23);
+  };
+  std::vector<double> gates;
+  for (uint64_t bits = 0; bits < 0x100000000u; bits += 30011) {
+    const float x = __builtin_bit_cast(float, static_cast<uint32_t>(bits));
+    if (std::isnan(x)) continue;
+    gates.push_back(x);
+  }
+  const auto n = static_cast<int64_t>(gates.size());
+  // For the sigmoid x and 1; for tanh a large gate, where its own factors are 1, and x.
+  std::vector<double> sigmoid_input = gates, tanh_input(gates.size(), 30.0);
+  sigmoid_input.resize(2 * gates.size(), 1.0);
+  tanh_input.insert(tanh_input.end(), gates.begin(), gates.end());
+  Array in(dtype, sigmoid_input), tanh_in(dtype, tanh_input), y(dtype, n), tanh_y(dtype, n);
+  k.glu_forward(sigmoid_unit, dtype, in.data(), y.data(), 1, n);
+  k.glu_forward(tanh_unit, dtype, tanh_in.data(), tanh_y.data(), 1, n);
+  for (int64_t i = 0; i < n; ++i) {
+    const Real exact = sigmoid(in[i]), exact_tanh = std::tanh(Real{in[i]});
+    worst_tanh = std::max(worst_tanh, ulps(tanh_y[i], exact_tanh));
+    if (exact < std::numeric_limits<float>::min()) {
+      ASSERT_LE(y[i], 2 * std::numeric_limits<float>::min()) << in[i];
+    } else {
+      worst_sigmoid = std::max(worst_sigmoid, ulps(y[i], exact));
+    }
+  }
+  EXPECT_LE(worst_sigmoid, 3);
+  EXPECT_LE(worst_tanh, 3);
+}
+
 TEST_P(KernelTest, ActivationsOfNanAndInfinity) {
   struct Row {
     Activation activation;

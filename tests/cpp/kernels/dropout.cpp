@@ -10,7 +10,7 @@ struct Words {
 
 Words philox(Words counter, uint32_t key0, uint32_t key1) {
   uint32_t* c = counter.word;
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < 7; ++round) {
     const uint64_t p0 = uint64_t{0xD2511F53} * c[0], p1 = uint64_t{0xCD9E8D57} * c[2];
     counter = {{static_cast<uint32_t>(p1 >> 32) ^ c[1] ^ key0, static_cast<uint32_t>(p1),
                 static_cast<uint32_t>(p0 >> 32) ^ c[3] ^ key1, static_cast<uint32_t>(p0)}};
@@ -20,21 +20,27 @@ Words philox(Words counter, uint32_t key0, uint32_t key1) {
   return counter;
 }
 
-// Known answers of the Random123 distribution.
+// Known answers of the Random123 distribution (kat_vectors, "philox4x32 7").
 TEST(Philox, ReferenceGivesKnownAnswers) {
   EXPECT_EQ(philox({{0, 0, 0, 0}}, 0, 0),
-            (Words{{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}}));
+            (Words{{0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48}}));
   const uint32_t ones = 0xffffffff;
   EXPECT_EQ(philox({{ones, ones, ones, ones}}, ones, ones),
-            (Words{{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}}));
+            (Words{{0x5207ddc2, 0x45165e59, 0x4d8ee751, 0x8c52f662}}));
+}
+
+// Bits 16 (element % 8) and up of the counter (element / 8, stream).
+uint32_t piece(uint64_t seed, int64_t element, uint32_t stream) {
+  const auto counter = static_cast<uint64_t>(element) / 8;
+  const Words words =
+      philox({{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), stream, 0}},
+             static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+  return words.word[element % 8 / 2] >> (16 * (element % 2)) & 0xffff;
 }
 
 bool kept(uint64_t seed, double p, int64_t element) {
-  const auto counter = static_cast<uint64_t>(element) / 4;
-  const Words words =
-      philox({{static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0, 0}},
-             static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
-  return words.word[element % 4] >= p * 4294967296.0;
+  const uint32_t random = piece(seed, element, 0) << 16 | piece(seed, element, 1);
+  return random >= p * 4294967296.0;
 }
 
 TEST_P(KernelTest, Dropout) {
@@ -64,6 +70,28 @@ TEST_P(KernelTest, Dropout) {
       }
     }
   }
+}
+
+// The lower half of the random integer decides only where the upper half equals that of p * 2^32.
+TEST_P(KernelTest, DropoutDrawsTheLowerHalfWhereItMatters) {
+  const uint64_t seed = 99;
+  const int64_t n = 4096;
+  Array x(dtype, n, 1.0), y(dtype, n);
+  int64_t undecided = 0;
+  for (int64_t element = 0; element < n; element += 37) {
+    const uint32_t upper = piece(seed, element, 0), lower = piece(seed, element, 1);
+    // The probabilities at which this element is just kept, and just dropped.
+    for (uint32_t bound : {lower, lower + 1}) {
+      const double p = (upper * 65536.0 + bound) / 4294967296.0;
+      k.dropout_forward(dtype, x.data(), y.data(), nullptr, seed, p, 0, n);
+      ASSERT_EQ(y[element] != 0, bound == lower);
+      for (int64_t i = 0; i < n; ++i) {
+        ASSERT_EQ(y[i] != 0, kept(seed, p, i)) << i;
+        undecided += piece(seed, i, 0) == upper ? 1 : 0;
+      }
+    }
+  }
+  EXPECT_GT(undecided, 2 * (n / 37));
 }
 
 TEST_P(KernelTest, DropoutDoesNotDependOnTheSplit) {

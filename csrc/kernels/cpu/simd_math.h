@@ -1,0 +1,207 @@
+// exp, tanh, reciprocal and more on vectors: what the formulas of math.h call for a Vec or a Wide.
+//
+// float: within about 1 ulp on the whole range. BFloat16 results need 9 bits: a shorter polynomial,
+// good to 18. double: the C library, lane by lane.
+#pragma once
+
+#include "simd_ops.h"
+
+namespace transformer_ops::cpu {
+namespace {
+
+// 1 / x for normal x whose reciprocal is normal.
+template <class V>
+TRANSFORMER_OPS_INLINE V reciprocal_of(V x) {
+  const V one(1);
+#if defined(__AVX512F__)
+  if constexpr (!kDouble<V>) {
+    const V r = near_reciprocal(x);
+    return r + r * (one - x * r);
+  }
+#endif
+  return one / x;
+}
+template <class T>
+TRANSFORMER_OPS_INLINE Vec<T> reciprocal(Vec<T> x) {
+  return reciprocal_of(x);
+}
+template <class V>
+TRANSFORMER_OPS_INLINE Pair<V> reciprocal(Pair<V> x) {
+  return reciprocal_of(x);
+}
+
+// sigmoid(x) and y sigmoid(x), from e = exp(-|x|). In float, fused operations keep what rounding
+// 1 + e, its reciprocal and the product would lose: the result is as near as a true quotient.
+template <class V>
+constexpr bool kCompensated =
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+    __is_same(typename V::Element, float);
+#else
+    false;
+#endif
+
+template <class V>
+TRANSFORMER_OPS_INLINE V rough_reciprocal(V x) {
+#if defined(__AVX512F__)
+  if constexpr (!kDouble<V>) return near_reciprocal(x);
+#endif
+  return V(1) / x;
+}
+
+// 1 / (1 + e) as an unevaluated sum.
+template <class V>
+struct SplitReciprocal {
+  V high, low;
+};
+template <class V>
+TRANSFORMER_OPS_INLINE SplitReciprocal<V> reciprocal_of_one_plus(V e) {
+  const V one(1), r = rough_reciprocal(one + e);
+  return {r, r * ((one - r) - e * r)};
+}
+
+template <class V>
+TRANSFORMER_OPS_INLINE math::SigmoidParts<V> sigmoid_parts_of(V x, V e) {
+  const V one(1);
+  if constexpr (kCompensated<V>) {
+    const auto [high, low] = reciprocal_of_one_plus(e);
+    const V d = high + low, tail = fused(e, high, e * low);
+    return {select_negative(x, tail, d), select_negative(x, d, tail)};
+  } else if constexpr (kDouble<V>) {
+    const V tail = e / (one + e), d = one - tail;
+    return {select_negative(x, tail, d), select_negative(x, d, tail)};
+  } else {
+    const V d = reciprocal(one + e), tail = e * d;
+    return {select_negative(x, tail, d), select_negative(x, d, tail)};
+  }
+}
+template <class T>
+TRANSFORMER_OPS_INLINE math::SigmoidParts<Vec<T>> sigmoid_parts(Vec<T> x, Vec<T> e) {
+  return sigmoid_parts_of(x, e);
+}
+template <class V>
+TRANSFORMER_OPS_INLINE math::SigmoidParts<Pair<V>> sigmoid_parts(Pair<V> x, Pair<V> e) {
+  return sigmoid_parts_of(x, e);
+}
+
+template <class V>
+TRANSFORMER_OPS_INLINE V times_sigmoid_of(V y, V x, V e) {
+  const V one(1), factor = select_negative(x, e, one);
+  if constexpr (kCompensated<V>) {
+    const auto [high, low] = reciprocal_of_one_plus(e);
+    // The bound keeps infinity from meeting a correction of zero.
+    const V bounded = at_most(y, 1e30), product = bounded * factor;
+    const V lost = bounded * factor - product;
+    return fused(y * factor, high, fused(product, low, lost * high));
+  } else if constexpr (kDouble<V>) {
+    return y * factor / (one + e);
+  } else {
+    return y * factor * reciprocal(one + e);
+  }
+}
+template <class T>
+TRANSFORMER_OPS_INLINE Vec<T> times_sigmoid(Vec<T> y, Vec<T> x, Vec<T> e) {
+  return times_sigmoid_of(y, x, e);
+}
+template <class V>
+TRANSFORMER_OPS_INLINE Pair<V> times_sigmoid(Pair<V> y, Pair<V> x, Pair<V> e) {
+  return times_sigmoid_of(y, x, e);
+}
+
+template <class V>
+TRANSFORMER_OPS_INLINE V polynomial(V, float c) {
+  return V(c);
+}
+// c0 + c1 x + c2 x^2 ...
+template <class V, class... Rest>
+TRANSFORMER_OPS_INLINE V polynomial(V x, float c, Rest... rest) {
+  return polynomial(x, rest...) * x + V(c);
+}
+
+// The integer nearest to x, |x| < 2^22: adding 1.5 * 2^23 leaves no fraction bits.
+template <class V>
+TRANSFORMER_OPS_INLINE V nearest_integer(V x) {
+  const V shifter(12582912.0f);
+  return (x + shifter) - shifter;
+}
+
+// x = k ln 2 + r with |r| <= ln(2) / 2, for |k| < 2^14. The two parts of ln 2 are those of Cephes
+// expf: products of the first one with k are exact.
+template <class V>
+struct ExpReduction {
+  V k, r;
+};
+template <class V>
+TRANSFORMER_OPS_INLINE ExpReduction<V> reduce_exp(V x) {
+  const V k = nearest_integer(x * V(1.44269504f));
+  const V r = x - k * V(0.693359375f);
+  return {k, r - k * V(-2.12194440e-4f)};
+}
+
+// 2^f for |f| <= 1/2. The coefficients minimize the largest relative error: 1.6e-8, or 3e-6.
+template <class V>
+TRANSFORMER_OPS_INLINE V exp2_of_fraction(V f) {
+  if constexpr (kShort<V>) {
+    return polynomial(f, 1.0f, 0.69312418f, 0.24024101f, 0.05590674f, 0.00958282f);
+  } else {
+    return polynomial(f, 1.0f, 6.93147182e-01f, 2.40226477e-01f, 5.55033237e-02f, 9.61843785e-03f,
+                      1.33989262e-03f, 1.53533198e-04f);
+  }
+}
+
+// Results below the normal range are flushed to zero.
+template <class V>
+TRANSFORMER_OPS_INLINE V exp2_of_nonpositive(V t) {
+  if constexpr (kDouble<V>) {
+    return each_lane(t, [](double v) { return ::exp2(v); });
+  } else {
+    // The sum has the exponent of 2^k in its lowest bits; for k = -127 they are those of zero.
+    const V shifter(12582912.0f + 127.0f);
+    t = at_least(t, -127.0);
+    const V shifted = t + shifter;
+    return exp2_of_fraction(t - (shifted - shifter)) * power_from_low_bits(shifted);
+  }
+}
+
+// The other coefficients minimize the error on |r| <= ln(2) / 2: 4e-9.
+template <class V>
+TRANSFORMER_OPS_INLINE V exp_of_nonpositive(V x) {
+  if constexpr (kDouble<V>) {
+    return each_lane(x, [](double v) { return ::exp(v); });
+  } else if constexpr (kShort<V>) {
+    const V t = at_least(x * V(1.44269504f), -151.0);
+    const V k = nearest_integer(t);
+    return scale_by_power(exp2_of_fraction(t - k), k);
+  } else {
+    const auto [k, r] = reduce_exp(at_least(x, -104.0));
+    const V p =
+        polynomial(r, 1.0f, 1.0f, 0.49999994f, 0.16666521f, 0.04166839f, 0.00836875f, 0.00138145f);
+    return scale_by_power(p, k);
+  }
+}
+
+// tanh |x| = u / (u + 2) with u = exp(2 |x|) - 1, accurate for small x too.
+template <class V>
+TRANSFORMER_OPS_INLINE V tanh_of(V x) {
+  if constexpr (kDouble<V>) {
+    return each_lane(x, [](double v) { return ::tanh(v); });
+  } else {
+    // Beyond 10 the result is 1.
+    const auto [k, r] = reduce_exp(V(2.0f) * at_most(abs(x), 10.0));
+    const V one(1.0f);
+    const V p = polynomial(r, 0.49999994f, 0.16666521f, 0.04166839f, 0.00836875f, 0.00138145f);
+    const V power = scale_by_power(one, k);
+    const V u = (p * (r * r) + r) * power + (power - one);
+    return copy_sign(u * reciprocal(u + V(2.0f)), x);
+  }
+}
+template <class T>
+TRANSFORMER_OPS_INLINE Vec<T> tanh(Vec<T> x) {
+  return tanh_of(x);
+}
+template <class V>
+TRANSFORMER_OPS_INLINE Pair<V> tanh(Pair<V> x) {
+  return tanh_of(x);
+}
+
+}  // namespace
+}  // namespace transformer_ops::cpu

@@ -1,0 +1,147 @@
+// Several vectors side by side.
+//
+// A chain of dependent operations waits for each result, so kernels work on a few vectors in
+// lockstep: every operator here does its work on all of them before the next one starts.
+#pragma once
+
+#include "lanes.h"
+
+namespace transformer_ops::cpu {
+namespace {
+
+template <class M>
+struct PairMask {
+  M low, high;
+};
+
+template <class V>
+struct Pair {
+  using Element = typename V::Element;
+  using One = typename V::One;
+  static constexpr int64_t kLanes = 2 * V::kLanes;
+
+  V low, high;
+
+  Pair() = default;
+  TRANSFORMER_OPS_INLINE Pair(V a, V b) : low(a), high(b) {}
+  TRANSFORMER_OPS_INLINE Pair(One x) : low(x), high(x) {}
+  TRANSFORMER_OPS_INLINE explicit Pair(Acc<Element> x) : low(x), high(x) {}
+
+#define TRANSFORMER_OPS_OPERATOR(op)                               \
+  friend TRANSFORMER_OPS_INLINE Pair operator op(Pair a, Pair b) { \
+    return {a.low op b.low, a.high op b.high};                     \
+  }
+  TRANSFORMER_OPS_OPERATOR(+)
+  TRANSFORMER_OPS_OPERATOR(-)
+  TRANSFORMER_OPS_OPERATOR(*)
+  TRANSFORMER_OPS_OPERATOR(/)
+#undef TRANSFORMER_OPS_OPERATOR
+  friend TRANSFORMER_OPS_INLINE Pair operator-(Pair a) { return {-a.low, -a.high}; }
+
+#define TRANSFORMER_OPS_COMPARISON(op)                             \
+  friend TRANSFORMER_OPS_INLINE auto operator op(Pair a, Pair b) { \
+    return PairMask{a.low op b.low, a.high op b.high};             \
+  }
+  TRANSFORMER_OPS_COMPARISON(<)
+  TRANSFORMER_OPS_COMPARISON(<=)
+  TRANSFORMER_OPS_COMPARISON(>)
+  TRANSFORMER_OPS_COMPARISON(==)
+#undef TRANSFORMER_OPS_COMPARISON
+
+  template <class M>
+  friend TRANSFORMER_OPS_INLINE Pair select(PairMask<M> mask, Pair a, Pair b) {
+    return {select(mask.low, a.low, b.low), select(mask.high, a.high, b.high)};
+  }
+};
+
+// As many as the registers hold.
+#if defined(__AVX512F__)
+template <class T>
+using Wide = Pair<Pair<Vec<T>>>;
+#else
+template <class T>
+using Wide = Pair<Vec<T>>;
+#endif
+
+struct WideLanes {};
+
+// ---- on one vector, and so on all of them ----
+
+template <class V>
+constexpr bool kIsOne = __is_same(V, typename V::One);
+
+template <class V>
+TRANSFORMER_OPS_INLINE V load_lanes(const typename V::Element* p) {
+  if constexpr (kIsOne<V>) {
+    return load(p);
+  } else {
+    using Half = decltype(V::low);
+    return {load_lanes<Half>(p), load_lanes<Half>(p + Half::kLanes)};
+  }
+}
+template <class V>
+TRANSFORMER_OPS_INLINE V load_acc_lanes(const Acc<typename V::Element>* p) {
+  if constexpr (kIsOne<V>) {
+    return load_acc<typename V::Element>(p);
+  } else {
+    using Half = decltype(V::low);
+    return {load_acc_lanes<Half>(p), load_acc_lanes<Half>(p + Half::kLanes)};
+  }
+}
+
+template <class T>
+TRANSFORMER_OPS_INLINE Wide<T> load(const T* p, WideLanes) {
+  return load_lanes<Wide<T>>(p);
+}
+template <class T>
+TRANSFORMER_OPS_INLINE Wide<T> load_acc(const Acc<T>* p, WideLanes) {
+  return load_acc_lanes<Wide<T>>(p);
+}
+
+template <class T>
+TRANSFORMER_OPS_INLINE void store(T* p, Pair<Vec<T>> x, WideLanes, bool stream) {
+  store_two(p, x.low, x.high, stream);
+}
+template <class T, class V>
+TRANSFORMER_OPS_INLINE void store(T* p, Pair<Pair<V>> x, WideLanes lanes, bool stream) {
+  store(p, x.low, lanes, stream);
+  store(p + Pair<V>::kLanes, x.high, lanes, stream);
+}
+// Single vectors are few: not streamed.
+template <class T, class Lanes>
+TRANSFORMER_OPS_INLINE void store(T* p, Vec<T> x, Lanes lanes, bool) {
+  store(p, x, lanes);
+}
+template <class V>
+TRANSFORMER_OPS_INLINE void store_acc(Acc<typename V::Element>* p, Pair<V> x, WideLanes lanes) {
+  if constexpr (kIsOne<V>) {
+    store_acc(p, x.low);
+    store_acc(p + V::kLanes, x.high);
+  } else {
+    store_acc(p, x.low, lanes);
+    store_acc(p + V::kLanes, x.high, lanes);
+  }
+}
+
+template <class V>
+TRANSFORMER_OPS_INLINE Pair<V> inside(Pair<V> x, WideLanes) {
+  return x;
+}
+
+// The sum of the vectors.
+template <class T>
+TRANSFORMER_OPS_INLINE Vec<T> fold(Vec<T> x) {
+  return x;
+}
+template <class V>
+TRANSFORMER_OPS_INLINE typename V::One fold(Pair<V> x) {
+  return fold(x.low + x.high);
+}
+
+template <class V>
+TRANSFORMER_OPS_INLINE Pair<V> where_bits(uint64_t bits, Pair<V> x) {
+  return {where_bits(bits, x.low), where_bits(bits >> V::kLanes, x.high)};
+}
+
+}  // namespace
+}  // namespace transformer_ops::cpu
