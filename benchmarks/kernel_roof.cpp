@@ -18,6 +18,10 @@
 
 #include "kernels/cpu/kernels.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace {
 
 using namespace transformer_ops::cpu;
@@ -61,6 +65,19 @@ class Team {
 };
 
 double best(const std::vector<double>& times) { return *std::ranges::min_element(times); }
+
+// Past the caches where the machine can, which moves the fewest bytes.
+void copy(char* to, const char* from, int64_t bytes) {
+#if defined(__SSE2__)
+  for (int64_t i = 0; i < bytes; i += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm_load_si128(reinterpret_cast<const __m128i*>(from + i)));
+  }
+  _mm_sfence();
+#else
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+#endif
+}
 
 char* warm_buffer(int64_t bytes, int fill) {
   auto* p = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>((bytes + 63) / 64 * 64)));
@@ -177,7 +194,7 @@ void measure(DType dtype, const char* dtype_name, int64_t tokens, int64_t h, int
         };
         times[i].push_back(team.run(part(row.rows)));
         copies[i].push_back(team.run(part([&](int64_t b, int64_t e) {
-          std::memcpy(y + b * h * size, x + b * h * size, static_cast<size_t>((e - b) * h * size));
+          copy(y + b * h * size, x + b * h * size, (e - b) * h * size);
         })));
       }
     }
