@@ -197,8 +197,8 @@ def assert_norm_not_further(ours: Tensor, theirs: Tensor, want: Array, what: str
         error = np.abs(exact(tensor) - want) / unit
         return float(error.max()), float(error.mean())
 
-    # In float64 both round the statistics themselves: which is nearer is chance.
-    factor = 2 if ours.dtype == torch.float64 else 1.1
+    # In float64 the mean itself is rounded, by plain sums: a few units either way.
+    factor = 4 if ours.dtype == torch.float64 else 1.1
     for mine, other, name in zip(measures(ours), measures(theirs), ("max", "mean"), strict=True):
         limit = other * factor + 0.01
         assert mine <= limit, f"{what}: {name} error {mine:.4f}, limit {limit:.4f}"
