@@ -200,7 +200,9 @@ def one_call(module, x, compiled):
 
 
 @pytest.mark.parametrize("compiled", [None, "aot_eager", "inductor"])
-@pytest.mark.parametrize(("tokens", "h", "f"), [(8, 16, 24), (7, 33, 51), (1, 5, 3), (64, 256, 1024)])
+@pytest.mark.parametrize(
+    ("tokens", "h", "f"), [(8, 16, 24), (7, 33, 51), (1, 5, 3), (64, 256, 1024)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", ["llama", "gelu"])
 def test_saved_bytes(block, dtype, tokens, h, f, compiled):
@@ -348,7 +350,7 @@ def test_copies_keep_the_policy(derive):
 def test_what_is_made_of_it_keeps_the_policy():
     module = tops.Sequential(*mlp(16, 24), recompute="none")
     assert module[1:].recompute == "none"
-    assert (module + [tops.Identity()]).recompute == "none"
+    assert (module + tops.Sequential(tops.Identity())).recompute == "none"
 
 
 @pytest.mark.parametrize("value", ["all", "", None, True, 1])

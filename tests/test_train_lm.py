@@ -143,6 +143,9 @@ def test_saved_bytes_are_all_that_backward_needs(backend: str) -> None:
     block = 2 * norm + 2 * row + attention + 2 * 4 * row  # and the inputs of up, GELU and down
     head = norm + row + 4 * model.VOCABULARY
     indices = 8 * model.RECENT + 8
+    if backend == "tops":
+        # What norms give to qkv, up and head, and GELU to down, is computed again.
+        block, head = block - 2 * row - 4 * row, head - row
     expected = 64 * (2 * block + head + indices) + 4  # one scalar: how many targets count
     assert report.saved_bytes(make_run(*SMALL, "--backend", backend)) == expected
 

@@ -45,7 +45,8 @@ class Recompute {
   bool hands_on(int op) const {
     if (!is_native(op)) return false;
     const PlannedOp& planned = plan_.ops[op];
-    const bool inactive = row(op).inactive && row(op).inactive(planned.attributes, planned.training);
+    const bool inactive =
+        row(op).inactive && row(op).inactive(planned.attributes, planned.training);
     return inactive || row(op).forward_schema.empty();
   }
 
@@ -147,9 +148,7 @@ class Recompute {
     step.instructions.insert(step.instructions.begin(), before.begin(), before.end());
   }
 
-  bool is_computed(const Value& slot) {
-    return is_main(slot) && state(slot.op) == State::Computed;
-  }
+  bool is_computed(const Value& slot) { return is_main(slot) && state(slot.op) == State::Computed; }
 
   Value compute_slot(const Value& slot, const Step& step, std::vector<Instruction>& code) {
     replaced_.insert(slot);

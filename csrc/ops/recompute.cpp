@@ -68,15 +68,15 @@ TensorSpecs cast_shape(const Args& args) {
 
 // An input that forward saved before a cast, in the dtype that the reading step takes.
 [[maybe_unused]] const bool registered = register_op({
-    .recompute = {.schema = "recompute_cast(Tensor grad_output, Tensor input) -> Tensor output",
-                  .shape = cast_shape,
-                  .cpu = [](const Args& args,
-                            Tensors& results) { results[0].copy_(args.tensor(1)); },
-                  .unfused =
-                      [](const Args& args) {
-                        return Tensors{args.tensor(1).to(args.tensor(0).scalar_type())};
-                      },
-                  .reads_first = false},
+    .recompute = {
+        .schema = "recompute_cast(Tensor grad_output, Tensor input) -> Tensor output",
+        .shape = cast_shape,
+        .cpu = [](const Args& args, Tensors& results) { results[0].copy_(args.tensor(1)); },
+        .unfused =
+            [](const Args& args) {
+              return Tensors{args.tensor(1).to(args.tensor(0).scalar_type())};
+            },
+        .reads_first = false},
 });
 
 }  // namespace
@@ -93,12 +93,12 @@ TypedOp recompute_by(const TypedOp& forward) {
 }
 
 TypedOp recompute_norm(const std::string& schema, NormTensors (*tensors)(const Args&)) {
-  return {.schema = schema,
-          .shape = [=](const Args& args) { return normalize_shape(args, tensors(args)); },
-          .cpu = [=](const Args& args,
-                     Tensors& results) { normalize_cpu(tensors(args), results[0]); },
-          .unfused = [=](const Args& args) { return Tensors{normalize_unfused(tensors(args))}; },
-          .reads_first = false};
+  return {
+      .schema = schema,
+      .shape = [=](const Args& args) { return normalize_shape(args, tensors(args)); },
+      .cpu = [=](const Args& args, Tensors& results) { normalize_cpu(tensors(args), results[0]); },
+      .unfused = [=](const Args& args) { return Tensors{normalize_unfused(tensors(args))}; },
+      .reads_first = false};
 }
 
 }  // namespace transformer_ops

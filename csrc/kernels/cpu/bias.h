@@ -120,7 +120,7 @@ void glu_bias_backward(const Glu& glu, DType dtype, const void* grad_y, const vo
         T* out = as<T>(grad_x) + 2 * r * h;
         for_each_run(block, 1, h, [=](int64_t gate, int64_t linear, int64_t from) {
           const auto add = [=](int64_t i, auto both, auto lanes) __attribute__((always_inline)) {
-            Acc<T> *to_gate = sum + gate + i, *to_linear = sum + linear + i;
+            Acc<T>*to_gate = sum + gate + i, *to_linear = sum + linear + i;
             store_acc(to_gate, load_acc<T>(to_gate, lanes) + both.gate, lanes);
             store_acc(to_linear, load_acc<T>(to_linear, lanes) + both.linear, lanes);
           };

@@ -38,8 +38,8 @@ void bias_dropout_add_block(const T* x, const Acc<T>* bias, int64_t column, int6
     for_vectors<T>(
         count, [&](int64_t i, auto lanes) __attribute__((always_inline)) {
           const auto sum = load(x + start + i, lanes) + load_acc<T>(bias + column + i, lanes);
-          const auto kept = where_bits(bits_from(bits, start + i, kBitBlock / 8 - 1),
-                                       sum * Vec<T>(scale));
+          const auto kept =
+              where_bits(bits_from(bits, start + i, kBitBlock / 8 - 1), sum * Vec<T>(scale));
           store_sum<T>(y + start + i, load_sum<T>(extra + start + i, lanes) + kept, lanes);
         });
     start += count;
