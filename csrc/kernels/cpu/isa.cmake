@@ -6,11 +6,21 @@
 # that it cannot vectorize: those in double that call the C library.
 set(TRANSFORMER_OPS_KERNEL_SOURCES ${CMAKE_CURRENT_LIST_DIR}/dispatch.cpp)
 
+# Under the sanitizers these files, all of it inlined, would take many minutes each: the checks of
+# undefined behaviour and of stack arrays are left out for them. Those of the heap stay.
+set(kernel_options -O3 -fno-math-errno -fno-trapping-math -fopenmp-simd -Wno-pass-failed)
+if(TRANSFORMER_OPS_SANITIZE)
+  list(APPEND kernel_options -O2 -g0 -fno-sanitize=undefined)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    list(APPEND kernel_options --param=asan-stack=0 -fno-sanitize-address-use-after-scope)
+  endif()
+endif()
+
 macro(transformer_ops_add_isa isa)
   list(APPEND TRANSFORMER_OPS_KERNEL_SOURCES ${CMAKE_CURRENT_LIST_DIR}/kernels_${isa}.cpp)
   set_source_files_properties(
     ${CMAKE_CURRENT_LIST_DIR}/kernels_${isa}.cpp
-    PROPERTIES COMPILE_OPTIONS "-O3;-fno-math-errno;-fno-trapping-math;-fopenmp-simd;-Wno-pass-failed;${ARGN}")
+    PROPERTIES COMPILE_OPTIONS "${kernel_options};${ARGN}")
 endmacro()
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
