@@ -133,21 +133,6 @@ TRANSFORMER_OPS_INLINE const Acc<T>* load(const T* in, Acc<T>* buffer, int64_t n
   }
 }
 
-// Where to write acc values that `store` then brings to `out`.
-template <class T>
-TRANSFORMER_OPS_INLINE Acc<T>* staging(T* out, Acc<T>* buffer) {
-  if constexpr (kIsAcc<T>) {
-    return out;
-  } else {
-    return buffer;
-  }
-}
-
-template <class T>
-TRANSFORMER_OPS_INLINE void store(const Acc<T>* staged, T* out, int64_t n) {
-  if constexpr (!kIsAcc<T>) from_acc(staged, out, n);
-}
-
 // ---- DType to type ----
 
 template <class T>
