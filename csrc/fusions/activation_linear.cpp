@@ -16,7 +16,7 @@ namespace {
 TensorSpecs forward_shape(const Args& args) { return {linear_output(args), like(args.tensor(0))}; }
 
 void forward_cpu(const Args& args, Tensors& results) {
-  const Tensor input = args.tensor(0).contiguous();
+  const Tensor input = contiguous(args.tensor(0));
   Tensor activated = empty_cpu(input.sizes(), input.scalar_type());
   activation_forward_cpu(activation_named(args.text(2)), input, activated, {});
   results = {linear_cpu(activated, args.tensor(1)), activated};
@@ -30,7 +30,7 @@ Tensors forward_unfused(const Args& args) {
 TensorSpecs backward_shape(const Args& args) { return linear_backward_outputs(args, 0, 1, 2, 4); }
 
 void backward_cpu(const Args& args, Tensors& results) {
-  const Tensor activated = args.tensor(1).contiguous();
+  const Tensor activated = contiguous(args.tensor(1));
   const Tensor weight = args.flag(4, 0) ? args.tensor(2) : Tensor();
   results = linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? activated : Tensor(), weight);
   if (!weight.defined()) return;

@@ -2,6 +2,7 @@
 //      g of the extra output ───────────┘
 #include <ATen/ops/add.h>
 
+#include "ops/buffer.h"
 #include "ops/linear.h"
 #include "ops/make_extra_output.h"
 #include "ops/op.h"
@@ -21,7 +22,7 @@ void backward_cpu(const Args& args, Tensors& results) {
   const bool same_dtype = extra.scalar_type() == grad.scalar_type();
   results = linear_backward_cpu(grad, args.flag(4, 1) ? args.tensor(2) : Tensor(), args.tensor(3),
                                 {.residual = same_dtype ? extra : Tensor()});
-  if (!same_dtype) results[0] = at::add(results[0], extra.contiguous());
+  if (!same_dtype) results[0] = at::add(results[0], contiguous(extra));
 }
 
 Tensors backward_unfused(const Args& args) {

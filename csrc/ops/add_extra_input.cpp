@@ -19,8 +19,8 @@ TensorSpecs shape(const Args& args) {
            c10::promoteTypes(input.scalar_type(), extra.scalar_type())}};
 }
 
-void add_cpu(const Args& args, Tensors& results) {
-  results = {at::add(args.tensor(0).contiguous(), args.tensor(1).contiguous())};
+void add(const Args& args, Tensors& results) {
+  at::add_out(results[0], args.tensor(0), args.tensor(1));
 }
 
 Tensors add_unfused(const Args& args) { return {args.tensor(0) + args.tensor(1)}; }
@@ -33,9 +33,9 @@ Tensors add_unfused(const Args& args) { return {args.tensor(0) + args.tensor(1)}
                     .dtype = DTypeRule::Promote},
     .forward = {.schema = "add_extra_input(Tensor input, Tensor extra_input) -> Tensor output",
                 .shape = shape,
-                .cpu = add_cpu,
-                .unfused = add_unfused,
-                .allocates = false},
+                .cpu = add,
+                .cuda = add,
+                .unfused = add_unfused},
 });
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/TensorOptions.h>
 #include <pthread.h>
 
 #include <charconv>
@@ -78,6 +79,18 @@ at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype) {
   static auto* const allocator = new PooledAllocator;
   static constexpr c10::DispatchKeySet keys(c10::DispatchKey::CPU);
   return at::Tensor(at::detail::empty_generic(sizes, allocator, keys, dtype, std::nullopt));
+}
+
+at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
+  if (device.is_cpu()) return empty_cpu(sizes, dtype);
+  const c10::DispatchKeySet keys(c10::computeDispatchKey(dtype, c10::kStrided, device));
+  return at::Tensor(at::detail::empty_generic(sizes, c10::GetAllocator(device.type()), keys, dtype,
+                                              std::nullopt));
+}
+
+at::Tensor contiguous(const at::Tensor& tensor) {
+  if (tensor.is_contiguous()) return tensor;
+  return empty(tensor.sizes(), tensor.scalar_type(), tensor.device()).copy_(tensor);
 }
 
 }  // namespace transformer_ops

@@ -11,6 +11,12 @@ namespace transformer_ops {
 // reference to its storage, in whichever thread.
 at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype);
 
+// A contiguous tensor on any device: by empty_cpu, or by the device's caching allocator.
+at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
+
+// The tensor itself where it is contiguous, else a copy.
+at::Tensor contiguous(const at::Tensor& tensor);
+
 // Of the process; it outlives every tensor. Its first limit is TRANSFORMER_OPS_POOL_LIMIT.
 memory::Pool& pool();
 

@@ -1,4 +1,5 @@
 // ConstantScale: y = x * scale, in both passes.
+#include <ATen/ScalarOps.h>
 #include <ATen/ops/mul.h>
 
 #include "ops/op.h"
@@ -12,17 +13,17 @@ TensorSpecs shape(const Args& args) {
   return {like(args.tensor(0))};
 }
 
-void multiply_cpu(const Args& args, Tensors& results) {
-  results = {at::mul(args.tensor(0).contiguous(), args.number(1))};
+void multiply(const Args& args, Tensors& results) {
+  at::mul_out(results[0], args.tensor(0), at::native::wrapped_scalar_tensor(args.number(1)));
 }
 
 Tensors multiply_unfused(const Args& args) { return {args.tensor(0) * args.number(1)}; }
 
 const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -> Tensor output",
                           .shape = shape,
-                          .cpu = multiply_cpu,
-                          .unfused = multiply_unfused,
-                          .allocates = false};
+                          .cpu = multiply,
+                          .cuda = multiply,
+                          .unfused = multiply_unfused};
 
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "ConstantScale", .summary = "x * scale", .attributes = {"scale"}},
@@ -30,9 +31,9 @@ const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -
     .backward = {.schema = "constant_scale_backward(Tensor grad_output, float scale) -> "
                            "Tensor grad_input",
                  .shape = shape,
-                 .cpu = multiply_cpu,
-                 .unfused = multiply_unfused,
-                 .allocates = false},
+                 .cpu = multiply,
+                 .cuda = multiply,
+                 .unfused = multiply_unfused},
     .recompute = recompute_by(kForward),
 });
 

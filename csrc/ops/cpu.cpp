@@ -4,21 +4,6 @@
 
 namespace transformer_ops::cpu {
 
-DType kernel_dtype(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return DType::Float32;
-    case at::kDouble:
-      return DType::Float64;
-    case at::kHalf:
-      return DType::Float16;
-    case at::kBFloat16:
-      return DType::BFloat16;
-    default:
-      TORCH_INTERNAL_ASSERT(false, "a shape rule checks the dtype first");
-  }
-}
-
 at::Tensor to_accumulate(const at::Tensor& parameter, const at::Tensor& like, double add) {
   const auto dtype = accumulate_dtype(like.scalar_type());
   if (parameter.scalar_type() == dtype && add == 0.0) return parameter;

@@ -11,10 +11,11 @@
 
 #include "kernels/cpu/kernels.h"
 #include "ops/buffer.h"
+#include "ops/kernel_dtype.h"
 
 namespace transformer_ops::cpu {
 
-DType kernel_dtype(const at::Tensor& tensor);
+using transformer_ops::kernel_dtype;
 
 // A contiguous tensor as rows of `width` elements.
 struct Rows {

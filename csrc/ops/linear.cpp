@@ -39,7 +39,7 @@ Tensor product(const Tensor& left, const Tensor& right, double scale = 1.0,
 
 // Every row is the bias: where the product's sums start.
 Tensor repeat_rows(const Tensor& bias, int64_t count) {
-  const Tensor row = bias.contiguous();
+  const Tensor row = contiguous(bias);
   Tensor rows = empty_cpu({count, row.size(0)}, row.scalar_type());
   const cpu::Rows out{rows, row.size(0)};
   cpu::parallel(out.count(), out.width, 1, [&](int64_t begin, int64_t end) {

@@ -12,7 +12,7 @@ namespace {
 Tensor extra_and_bias(const Tensor& extra, const Tensor& bias) {
   Tensor start = empty_cpu(extra.sizes(), extra.scalar_type());
   if (!bias.defined()) return start.copy_(extra);
-  const Tensor from = extra.contiguous(), acc = cpu::to_accumulate(bias, extra);
+  const Tensor from = contiguous(extra), acc = cpu::to_accumulate(bias, extra);
   const cpu::Rows x{from, bias.size(0)}, y{start, x.width};
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::kernels().bias_add(cpu::kernel_dtype(from), x.read(begin), acc.const_data_ptr(),
@@ -22,7 +22,7 @@ Tensor extra_and_bias(const Tensor& extra, const Tensor& bias) {
 }
 
 void add_bias_and_extra(const Tensor& product, const Tensor& bias, const Tensor& extra) {
-  const Tensor from = extra.contiguous(), acc = cpu::to_accumulate(bias, product);
+  const Tensor from = contiguous(extra), acc = cpu::to_accumulate(bias, product);
   const cpu::Rows y{product, 1}, e{from, 1};
   cpu::parallel(y.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
     const auto dtype = cpu::kernel_dtype(product);

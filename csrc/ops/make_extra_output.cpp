@@ -20,9 +20,8 @@ Tensors backward_unfused(const Args& args) {
   return {(args.tensor(0) + args.tensor(1)).to(args.tensor(0).scalar_type())};
 }
 
-void backward_cpu(const Args& args, Tensors& results) {
-  const Tensor sum = at::add(args.tensor(0).contiguous(), args.tensor(1).contiguous());
-  results = {sum.to(args.tensor(0).scalar_type())};
+void backward(const Args& args, Tensors& results) {
+  at::add_out(results[0], args.tensor(0), args.tensor(1));
 }
 
 [[maybe_unused]] const bool registered = register_op({
@@ -33,9 +32,9 @@ void backward_cpu(const Args& args, Tensors& results) {
     .backward = {.schema = "make_extra_output_backward(Tensor grad_output, "
                            "Tensor grad_extra_output) -> Tensor grad_input",
                  .shape = backward_shape,
-                 .cpu = backward_cpu,
-                 .unfused = backward_unfused,
-                 .allocates = false},
+                 .cpu = backward,
+                 .cuda = backward,
+                 .unfused = backward_unfused},
 });
 
 }  // namespace

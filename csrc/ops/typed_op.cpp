@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
@@ -13,6 +14,7 @@
 
 #include "fuser/schema.h"
 #include "ops/buffer.h"
+#include "ops/cuda.h"
 
 namespace transformer_ops {
 namespace {
@@ -86,7 +88,10 @@ class MetaKernel final : public Kernel {
   }
 };
 
-class CpuKernel final : public Kernel {
+using Body = std::function<void(const Args&, Tensors&)> TypedOp::*;
+
+template <Body body>
+class DeviceKernel final : public Kernel {
  public:
   using Kernel::Kernel;
 
@@ -95,49 +100,45 @@ class CpuKernel final : public Kernel {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto values = arguments(handle, stack);
-    if (op_.allocates) make_contiguous(values.subspan(op_.reads_first ? 0 : 1));
     const Args args(name_.c_str(), c10::ArrayRef<c10::IValue>(values.data(), values.size()));
+    const auto device = first_tensor(args.values()).device();
+    if (body == &TypedOp::cuda) check_backend();
     check_devices(args.values());
+    const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
     Tensors results;
     if (op_.allocates) {
-      results = allocate_cpu(args);
+      make_contiguous(values.subspan(op_.reads_first ? 0 : 1));
+      results = allocate_on(device, args);
     } else {
       op_.shape(args);
     }
-    op_.cpu(args, results);
+    (op_.*body)(args, results);
     push_results(stack, values.size(), std::move(results));
   }
 
  private:
+  void check_backend() const {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        cuda::backend() != nullptr, "[", name_,
+        "] tensors must be on the CPU in this build, got a CUDA tensor; build transformer_ops with "
+        "TRANSFORMER_OPS_CUDA=ON and a CUDA toolkit (README.md, \"CUDA\")");
+  }
+
   static void make_contiguous(std::span<c10::IValue> values) {
     for (auto& value : values) {
-      if (value.isTensor() && !value.toTensor().is_contiguous()) {
-        value = value.toTensor().contiguous();
-      }
+      if (value.isTensor()) value = contiguous(value.toTensor());
     }
   }
 
   // Without the dispatcher: sizes are plain integers here.
-  Tensors allocate_cpu(const Args& args) const {
+  Tensors allocate_on(c10::Device device, const Args& args) const {
     const auto specs = op_.shape(args);
     Tensors results;
     results.reserve(specs.size());
     for (const auto& spec : specs) {
-      results.emplace_back(empty_cpu(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype));
+      results.emplace_back(empty(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype, device));
     }
     return results;
-  }
-};
-
-class MissingBackend final : public Kernel {
- public:
-  using Kernel::Kernel;
-
-  void operator()(const OperatorHandle&, DispatchKeySet, Stack*) const {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        false, "[", name_,
-        "] tensors must be on the CPU in this build, got a CUDA tensor; the CUDA backend, to be "
-        "built with TRANSFORMER_OPS_CUDA=ON, is not written yet (csrc/kernels/cuda/README.md)");
   }
 };
 
@@ -191,12 +192,29 @@ void register_typed_op(TypedOp op) {
                                             at::Tag::nondeterministic_seeded};
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   library.def(kept.schema.c_str(), kept.random ? random_tags : tags);
-  library.impl(name.c_str(), make_kernel<CpuKernel>(kept, name, DispatchKey::CPU));
+  library.impl(name.c_str(),
+               make_kernel<DeviceKernel<&TypedOp::cpu>>(kept, name, DispatchKey::CPU));
   library.impl(name.c_str(), make_kernel<MetaKernel>(kept, name, DispatchKey::Meta));
-  library.impl(name.c_str(), make_kernel<MissingBackend>(kept, name, DispatchKey::CUDA));
+  const auto cuda = make_kernel<DeviceKernel<&TypedOp::cuda>>;
+  library.impl(name.c_str(), cuda(kept, name, DispatchKey::CUDA));
   for (const auto key : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA}) {
     library.impl(name.c_str(), make_kernel<AutogradShortcut>(kept, name, key));
   }
+}
+
+void register_cuda_bodies(c10::DispatchKey key) {
+  static torch::Library library(torch::Library::IMPL, "transformer_ops", key, __FILE__, __LINE__);
+  for (const auto& [name, op] : typed_ops()) {
+    library.impl(name.c_str(), make_kernel<DeviceKernel<&TypedOp::cuda>>(op, name, key));
+  }
+}
+
+std::vector<std::string> typed_ops_without_cuda() {
+  std::vector<std::string> names;
+  for (const auto& [name, op] : typed_ops()) {
+    if (!op.cuda) names.push_back(name);
+  }
+  return names;
 }
 
 const TypedOp* find_typed_op(const std::string& name) {

@@ -54,18 +54,25 @@ struct TypedOp {
   // Checks the arguments ([op] what RULE, got VALUE), then gives the results. Sizes may be
   // symbolic.
   std::function<TensorSpecs(const Args&)> shape = {};
-  // Fills results allocated by `shape`, or replaces them. Arguments are contiguous.
+  // Fill results allocated by `shape`, or replace them. Arguments are contiguous.
   std::function<void(const Args&, Tensors&)> cpu = {};
+  std::function<void(const Args&, Tensors&)> cuda = {};
   // The same as plain differentiable ATen calls: oracle, double backward, torch.func. The results
   // that only serve backward may stay undefined. Absent where the op is the backward of another.
   std::function<Tensors(const Args&)> unfused = {};
   bool random = false;      // draws from torch's generator
   bool reads_first = true;  // false: the first tensor only ties the op to backward
-  bool allocates = true;    // false: `cpu` makes its results itself and takes any strides
+  bool allocates = true;    // false: the bodies make their results and take any strides
 };
 
-// Registers schema, CPU kernel, shape rule as Meta kernel, and the clear error for other devices.
+// Registers schema, CPU and CUDA kernel, and the shape rule as Meta kernel.
 void register_typed_op(TypedOp op);
+
+// Has the CUDA bodies serve tensors of another device type too: a backend that stands in for CUDA.
+void register_cuda_bodies(c10::DispatchKey key);
+
+// The typed ops without a CUDA body.
+std::vector<std::string> typed_ops_without_cuda();
 
 // By unqualified name; null where there is none.
 const TypedOp* find_typed_op(const std::string& name);

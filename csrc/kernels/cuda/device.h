@@ -1,0 +1,254 @@
+// What every kernel file starts from: dtypes, vector loads, sums over warps and blocks, launches.
+//
+// The same files are compiled for the CPU by tests/emulated, where threads are fibers: what lies
+// outside CUDA's common subset goes through here.
+#pragma once
+
+#if defined(TRANSFORMER_OPS_EMULATED)
+#include "emulate.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+// Memory whose size the launch gives, 16-byte aligned.
+#define TRANSFORMER_OPS_SHARED(T, name)                    \
+  extern __shared__ __align__(16) unsigned char name##_[]; \
+  T* const name = reinterpret_cast<T*>(name##_)
+#endif
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "kernels/cuda/kernels.h"
+
+#define TRANSFORMER_OPS_DEVICE static __device__ __forceinline__
+
+namespace transformer_ops::cuda {
+namespace {
+
+// ---- dtypes
+
+using Half = __half;
+using BFloat16 = __nv_bfloat16;
+
+template <class T>
+using Acc = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+TRANSFORMER_OPS_DEVICE float to_acc(float x) { return x; }
+TRANSFORMER_OPS_DEVICE double to_acc(double x) { return x; }
+TRANSFORMER_OPS_DEVICE float to_acc(Half x) { return __half2float(x); }
+TRANSFORMER_OPS_DEVICE float to_acc(BFloat16 x) { return __bfloat162float(x); }
+
+// Rounds to nearest even.
+template <class T, class A>
+TRANSFORMER_OPS_DEVICE T round_to(A x) {
+  if constexpr (std::is_same_v<T, Half>) {
+    return __float2half_rn(static_cast<float>(x));
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return __float2bfloat16_rn(static_cast<float>(x));
+  } else {
+    return static_cast<T>(x);
+  }
+}
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls f(Type<T>()) for the T of a dtype.
+template <class F>
+void dispatch(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::Float32:
+      return f(Type<float>());
+    case DType::Float64:
+      return f(Type<double>());
+    case DType::Float16:
+      return f(Type<Half>());
+    case DType::BFloat16:
+      return f(Type<BFloat16>());
+  }
+}
+
+// ---- memory
+
+// As many elements as 16 bytes hold.
+template <class T>
+constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+
+// N consecutive elements.
+template <class T, int N>
+struct Pack {
+  T values[N];
+
+  __device__ __forceinline__ T& operator[](int i) { return values[i]; }
+  __device__ __forceinline__ const T& operator[](int i) const { return values[i]; }
+};
+
+// By 16-byte words where `Aligned` says that the address is a multiple of 16 and N elements fill
+// whole words; else element by element.
+template <bool Aligned, int N, class T>
+TRANSFORMER_OPS_DEVICE Pack<T, N> load(const T* from) {
+  Pack<T, N> pack;
+  if constexpr (Aligned && sizeof(pack) % 16 == 0) {
+    uint4 words[sizeof(pack) / 16];
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(pack) / 16); ++i) {
+      words[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+    memcpy(&pack, words, sizeof(pack));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) pack[i] = from[i];
+  }
+  return pack;
+}
+
+template <bool Aligned, int N, class T>
+TRANSFORMER_OPS_DEVICE void store(T* to, const Pack<T, N>& pack) {
+  if constexpr (Aligned && sizeof(pack) % 16 == 0) {
+    uint4 words[sizeof(pack) / 16];
+    memcpy(words, &pack, sizeof(pack));
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(pack) / 16); ++i) {
+      reinterpret_cast<uint4*>(to)[i] = words[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = pack[i];
+  }
+}
+
+// Null pointers are aligned.
+template <class... Pointers>
+bool aligned16(const Pointers*... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+// Element i of a parameter. The branch is the same for all threads.
+template <class A>
+TRANSFORMER_OPS_DEVICE A element(const Vector& vector, int64_t i) {
+  A value{};
+  switch (vector.dtype) {
+    case DType::Float32:
+      value = static_cast<A>(static_cast<const float*>(vector.data)[i]);
+      break;
+    case DType::Float64:
+      value = static_cast<A>(static_cast<const double*>(vector.data)[i]);
+      break;
+    case DType::Float16:
+      value = static_cast<A>(to_acc(static_cast<const Half*>(vector.data)[i]));
+      break;
+    case DType::BFloat16:
+      value = static_cast<A>(to_acc(static_cast<const BFloat16*>(vector.data)[i]));
+      break;
+  }
+  return value + static_cast<A>(vector.add);
+}
+
+template <class A>
+TRANSFORMER_OPS_DEVICE void set_element(const Gradient& gradient, int64_t i, A value) {
+  switch (gradient.dtype) {
+    case DType::Float32:
+      static_cast<float*>(gradient.data)[i] = static_cast<float>(value);
+      break;
+    case DType::Float64:
+      static_cast<double*>(gradient.data)[i] = static_cast<double>(value);
+      break;
+    case DType::Float16:
+      static_cast<Half*>(gradient.data)[i] = round_to<Half>(value);
+      break;
+    case DType::BFloat16:
+      static_cast<BFloat16*>(gradient.data)[i] = round_to<BFloat16>(value);
+      break;
+  }
+}
+
+// ---- sums; the order of additions depends on the number of threads alone
+
+constexpr int kWarp = 32;
+
+// Every thread of a full warp gets the sum.
+template <class A>
+TRANSFORMER_OPS_DEVICE A warp_sum(A x) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    x += __shfl_xor_sync(0xffffffffu, x, distance);
+  }
+  return x;
+}
+
+// Every thread of the block gets the sum; blocks are whole warps. May be called again at once.
+template <class A>
+TRANSFORMER_OPS_DEVICE A block_sum(A x) {
+  __shared__ A sums[kWarp];
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  x = warp_sum(x);
+  if (warps == 1) return x;
+  __syncthreads();  // the sums of the last call have been read
+  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  return warp_sum(lane < warps ? sums[lane] : A(0));
+}
+
+// ---- launches
+
+constexpr int64_t kMostBlocks = 0x7fffffff;
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Grid {
+  int64_t blocks;  // along x; none: no launch
+  int threads;
+  int64_t shared_bytes = 0;
+};
+
+#if defined(TRANSFORMER_OPS_EMULATED)
+template <class... Parameters, class... Arguments>
+void launch(Stream, const Grid& grid, void (*kernel)(Parameters...), const Arguments&... args) {
+  emulated::run(grid.blocks, grid.threads, grid.shared_bytes, [&] { kernel(args...); });
+}
+
+inline int multiprocessors() { return 3; }
+#else
+[[noreturn]] inline void fail(cudaError_t error) {
+  if (error == cudaErrorNoKernelImageForDevice) {
+    throw std::runtime_error(
+        "[cuda] device must be of an architecture in this build (transformer_ops.build_info()), "
+        "got another; build for it with TORCH_CUDA_ARCH_LIST");
+  }
+  throw std::runtime_error(std::string("[cuda] launch must succeed, got ") +
+                           cudaGetErrorString(error));
+}
+
+inline void check(cudaError_t error) {
+  if (error != cudaSuccess) fail(error);
+}
+
+template <class... Parameters, class... Arguments>
+void launch(Stream stream, const Grid& grid, void (*kernel)(Parameters...),
+            const Arguments&... args) {
+  if (grid.blocks == 0) return;
+  kernel<<<static_cast<unsigned>(grid.blocks), grid.threads, grid.shared_bytes,
+           static_cast<cudaStream_t>(stream)> > >(static_cast<Parameters>(args)...);
+  // Not sticky errors of earlier work: those are the caller's to see at the next synchronization.
+  check(cudaGetLastError());
+}
+
+// Of the current device.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device));
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+#endif
+
+}  // namespace
+}  // namespace transformer_ops::cuda

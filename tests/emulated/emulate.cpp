@@ -1,0 +1,135 @@
+#include "emulate.h"
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <bit>
+#include <limits>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+namespace emulated {
+namespace {
+
+constexpr size_t kStack = size_t{96} << 10;
+constexpr int kMostThreads = 1024;
+
+enum class State { Ready, AtWarp, AtBlock, Done };
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  State state;
+};
+
+std::vector<Fiber> fibers;
+std::vector<double> shared;
+uint64_t slots[kMostThreads];
+ucontext_t scheduler;
+int current = 0;
+const std::function<void()>* body = nullptr;
+
+void enter() {
+  (*body)();
+  fibers[current].state = State::Done;
+  swapcontext(&fibers[current].context, &scheduler);
+}
+
+void wait(State state) {
+  Fiber& fiber = fibers[current];
+  fiber.state = state;
+  swapcontext(&fiber.context, &scheduler);
+}
+
+// Sets the threads from first to last going again if all of them that still run wait there.
+bool release(int first, int last, State state) {
+  bool any = false;
+  for (int i = first; i < last; ++i) {
+    if (fibers[i].state == state) any = true;
+    if (fibers[i].state != state && fibers[i].state != State::Done) return false;
+  }
+  for (int i = first; any && i < last; ++i) {
+    if (fibers[i].state == state) fibers[i].state = State::Ready;
+  }
+  return any;
+}
+
+void run_block(int threads, std::minstd_rand& random) {
+  std::vector<int> order(threads);
+  for (int i = 0; i < threads; ++i) {
+    order[i] = i;
+    Fiber& fiber = fibers[i];
+    if (!fiber.stack) fiber.stack = std::make_unique<char[]>(kStack);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStack;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, enter, 0);
+    fiber.state = State::Ready;
+  }
+  for (;;) {
+    std::shuffle(order.begin(), order.end(), random);
+    for (const int i : order) {
+      if (fibers[i].state != State::Ready) continue;
+      current = i;
+      threadIdx = {static_cast<unsigned>(i), 0, 0};
+      swapcontext(&scheduler, &fibers[i].context);
+    }
+    bool any = false;
+    for (int warp = 0; warp < threads; warp += 32) any |= release(warp, warp + 32, State::AtWarp);
+    if (!any) any = release(0, threads, State::AtBlock);
+    if (any) continue;
+    const bool done = std::all_of(fibers.begin(), fibers.begin() + threads,
+                                  [](const Fiber& fiber) { return fiber.state == State::Done; });
+    if (done) return;
+    throw std::logic_error("[emulated] all threads must reach the same barrier");
+  }
+}
+
+}  // namespace
+
+void* shared_memory() { return shared.data(); }
+void wait_for_block() { wait(State::AtBlock); }
+void wait_for_warp() { wait(State::AtWarp); }
+void* slot(unsigned thread) { return &slots[thread]; }
+
+void run(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel) {
+  if (threads < 32 || threads > kMostThreads || threads % 32 != 0) {
+    throw std::logic_error("[emulated] blocks must be whole warps, up to 1024 threads");
+  }
+  fibers.resize(kMostThreads);
+  body = &kernel;
+  blockDim = {static_cast<unsigned>(threads), 1, 1};
+  gridDim = {static_cast<unsigned>(blocks), 1, 1};
+  std::minstd_rand random(1);
+  for (int64_t block = 0; block < blocks; ++block) {
+    shared.assign((shared_bytes + 15) / 16 * 2, std::numeric_limits<double>::quiet_NaN());
+    blockIdx = {static_cast<unsigned>(block), 0, 0};
+    run_block(threads, random);
+  }
+}
+
+}  // namespace emulated
+
+float __bfloat162float(__nv_bfloat16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
+
+__nv_bfloat16 __float2bfloat16_rn(float x) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  if (std::isnan(x)) return {0x7fff};
+  return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+float __half2float(__half x) {
+  _Float16 value;
+  std::memcpy(&value, &x.bits, 2);
+  return static_cast<float>(value);
+}
+
+__half __float2half_rn(float x) {
+  const auto value = static_cast<_Float16>(x);
+  __half half;
+  std::memcpy(&half.bits, &value, 2);
+  return half;
+}
