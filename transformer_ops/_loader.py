@@ -1,4 +1,4 @@
-"""Loads the two shared objects, after a check that they were built for the torch that is here."""
+"""Loads the shared objects, after a check that they were built for the torch that is here."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def load() -> ModuleType:
     """
     _check(build_info())
     torch.ops.load_library(_FOLDER / "libtransformer_ops.so")
+    if build_info().CUDA is not None and torch.version.cuda is not None:
+        torch.ops.load_library(_FOLDER / "libtransformer_ops_cuda.so")
     return importlib.import_module("transformer_ops._C")
 
 
@@ -41,6 +43,13 @@ def _check(info: ModuleType) -> None:
             f"transformer_ops was built for torch {built}, got torch {torch.__version__}: to build "
             f"it again, {_how_to_build()}; to keep it, run `pip install 'torch=={built}.*'`"
         )
+    if info.CUDA is not None and torch.version.cuda is not None:
+        toolkit, runtime = info.CUDA["toolkit"].split(".")[0], torch.version.cuda.split(".")[0]
+        if toolkit != runtime:
+            raise ImportError(
+                f"transformer_ops was built for CUDA {toolkit}, got a torch for CUDA {runtime}: "
+                f"{_how_to_build()}"
+            )
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     if not (_FOLDER / f"_C{suffix}").exists():
         raise ImportError(
