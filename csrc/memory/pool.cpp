@@ -151,9 +151,8 @@ void Pool::gather(size_t size) {
     node.emplace(bytes, to);
     range = ranges_.emplace(to, Range{bytes, true, allocations_, {}}).first;
     range->second.node = node.extract(node.begin());
-    const size_t most = suffices ? exact : bytes;
-    size_t moved = move_idle(to, most / kHugePage * kHugePage, kHugePage);
-    if (suffices) moved += move_idle(to + moved, exact - moved, kPiece);
+    size_t moved = move_idle(to, exact / kHugePage * kHugePage, kHugePage);
+    moved += move_idle(to + moved, exact - moved, kPiece);
     if (moved == exact) have = exact;
   } catch (const std::bad_alloc&) {
     // What was not moved is fresh.
