@@ -210,7 +210,8 @@ def run_part(part: Part, failed: set[str], end: float) -> Outcome:
     with open(log, "wb") as stream:
         try:
             for command in part.commands():
-                stream.write(f"+ {' '.join(command)[:300]}\n".encode())
+                # The program of `python -c` is long, and known.
+                stream.write(f"+ {' '.join(command).splitlines()[0][:300]}\n".encode())
                 stream.flush()
                 status = call(command, part.env, stream, start + limit - time.monotonic())
                 if status is None:

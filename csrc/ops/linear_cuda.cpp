@@ -197,6 +197,8 @@ std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight
   // relative error 2^-11), it is good enough for 16 bits and no more.
   if (input.element_size() > 2) return std::nullopt;
   const Factor x(input), w = Factor(weight).t();
+  // Else the numbers would change where a gradient is wanted: aux has rows of multiples of 8.
+  if (w.cols() % 8 != 0) return std::nullopt;
   const Tensor b = contiguous(bias);
   Tensor result = empty_rows(input, w.cols(), input.scalar_type());
   Gemm gemm = describe(x, w, result);
