@@ -169,9 +169,9 @@ def sanitizer(name: str) -> Command:
 
 
 def tool(name: str, *places: Path) -> str:
-    """A program on PATH, beside this Python, or in other places."""
+    """A program that pip installed beside this Python, else on PATH, else in other places."""
     path = os.pathsep.join(
-        [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent), *map(str, places)]
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), *map(str, places)]
     )
     found = shutil.which(name, path=path)
     if found is None:
@@ -273,12 +273,12 @@ def read_result(part: Part, outcome: Outcome) -> None:
 # ---- reports
 
 
-def write_reports(folder: Path, outcomes: list[Outcome], seconds: float) -> None:
+def write_reports(folder: Path, outcomes: list[Outcome], seconds: float, commit: str) -> None:
     """report.json with the end of each log, report.txt with more of it."""
     folder.mkdir(parents=True, exist_ok=True)
     ok = all(outcome.status == "ok" for outcome in outcomes)
     parts = [{**asdict(o), "log": o.log[-JSON_LINES:]} for o in outcomes]
-    about = {"commit": commit(), "seconds": round(seconds, 1), "ok": ok}
+    about = {"commit": commit, "seconds": round(seconds, 1), "ok": ok}
     content = json.dumps({**about, "parts": parts}, indent=1) + "\n"
     (folder / "report.json").write_text(content, encoding="utf-8")
     sections = [summary(outcomes, about)]
@@ -331,6 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="PARTS", help="comma-separated")
+    parser.add_argument("--commit", help="what the reports name; default: git's, where it is there")
     parser.add_argument("--list", action="store_true", help="name the parts and stop")
     options = parser.parse_args(arguments)
     names = [part.name for stage in stages() for part in stage]
@@ -342,12 +343,12 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"--only must name parts among {', '.join(names)}, got {unknown[0]!r}")
     folder = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check")
-    outcomes = run_stages(chosen, folder)
+    outcomes = run_stages(chosen, folder, options.commit or commit())
     print(f"reports  {folder / 'report.json'} {folder / 'report.txt'}")
     return 0 if all(outcome.status == "ok" for outcome in outcomes) else 1
 
 
-def run_stages(chosen: list[str], folder: Path) -> list[Outcome]:
+def run_stages(chosen: list[str], folder: Path, commit: str) -> list[Outcome]:
     """The outcomes of all chosen parts, in order."""
     WORK.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
@@ -362,7 +363,7 @@ def run_stages(chosen: list[str], folder: Path) -> list[Outcome]:
         for outcome in done:
             print(line_of(outcome), flush=True)
         outcomes += done
-        write_reports(folder, outcomes, time.monotonic() - start)
+        write_reports(folder, outcomes, time.monotonic() - start, commit)
     return outcomes
 
 

@@ -2,13 +2,6 @@
 // test_gemm.cpp, of cuBLASLt's in check_products.cpp.
 #pragma once
 
-#if defined(TRANSFORMER_OPS_EMULATED)
-#include "emulate.h"
-#else
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#endif
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -20,6 +13,7 @@
 
 #include "kernels/cuda/kernels.h"
 #include "kernels/math.h"
+#include "numbers.h"
 
 namespace transformer_ops::cuda {
 
@@ -50,20 +44,10 @@ struct Memory {
 
 namespace {
 
-inline size_t size_of(DType dtype) {
-  return dtype == DType::Float64 ? 8 : dtype == DType::Float32 ? 4 : 2;
-}
 // Half the distance of neighbouring numbers, relative.
 inline double unit(DType dtype) {
   if (dtype == DType::Float16) return 0x1p-11;
   return dtype == DType::BFloat16 ? 0x1p-8 : 0x1p-24;
-}
-
-template <class T>
-T at(const std::vector<char>& bytes, int64_t i) {
-  T value;
-  std::memcpy(&value, bytes.data() + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
-  return value;
 }
 
 // Numbers on the host, and their copy where gemm() works.
@@ -73,32 +57,29 @@ class Array {
       : memory_(memory),
         dtype_(dtype),
         offset_(offset),
-        bytes_(static_cast<size_t>(count + offset + kGuard) * size_of(dtype), kCanary),
+        bytes_(static_cast<size_t>((count + offset + kGuard) * size_of(dtype)), kCanary),
         device_(static_cast<char*>(memory.allocate(bytes_.size()))) {}
 
   void fill(std::mt19937& random) {
-    std::normal_distribution<float> normal;
-    for (int64_t i = 0; i < size(); ++i) set(i, normal(random));
+    std::normal_distribution<double> normal;
+    for (int64_t i = 0; i < size(); ++i) {
+      set_number(dtype_, bytes_.data(), i + offset_, normal(random));
+    }
   }
   void upload() const { memory_.upload(device_, bytes_.data(), bytes_.size()); }
   void download() { memory_.download(bytes_.data(), device_, bytes_.size()); }
 
   int64_t size() const {
-    return static_cast<int64_t>(bytes_.size() / size_of(dtype_)) - kGuard - offset_;
+    return static_cast<int64_t>(bytes_.size()) / size_of(dtype_) - kGuard - offset_;
   }
-  char* device() const { return device_ + offset_ * static_cast<int64_t>(size_of(dtype_)); }
+  char* device() const { return device_ + offset_ * size_of(dtype_); }
 
-  double get(int64_t i) const {
-    i += offset_;
-    if (dtype_ == DType::Float16) return __half2float(at<__half>(bytes_, i));
-    if (dtype_ == DType::BFloat16) return __bfloat162float(at<__nv_bfloat16>(bytes_, i));
-    return at<float>(bytes_, i);
-  }
+  double get(int64_t i) const { return get_number(dtype_, bytes_.data(), i + offset_); }
   bool bit(int64_t i) const { return (bytes_[static_cast<size_t>(i / 8)] >> (i % 8)) & 1; }
   // What lies before and behind.
   bool guards_intact() const {
     const auto untouched = [](char byte) { return byte == kCanary; };
-    const auto width = static_cast<int64_t>(size_of(dtype_));
+    const int64_t width = size_of(dtype_);
     return std::all_of(bytes_.begin(), bytes_.begin() + offset_ * width, untouched) &&
            std::all_of(bytes_.end() - kGuard * width, bytes_.end(), untouched);
   }
@@ -106,19 +87,6 @@ class Array {
  private:
   static constexpr char kCanary = 0x5a;
   static constexpr int64_t kGuard = 16;
-
-  void set(int64_t i, float value) {
-    char* const to = bytes_.data() + (i + offset_) * static_cast<int64_t>(size_of(dtype_));
-    if (dtype_ == DType::Float16) {
-      const __half rounded = __float2half_rn(value);
-      std::memcpy(to, &rounded, sizeof(rounded));
-    } else if (dtype_ == DType::BFloat16) {
-      const __nv_bfloat16 rounded = __float2bfloat16_rn(value);
-      std::memcpy(to, &rounded, sizeof(rounded));
-    } else {
-      std::memcpy(to, &value, sizeof(value));
-    }
-  }
 
   const Memory& memory_;
   DType dtype_;
@@ -138,6 +106,11 @@ struct Stored {
   int64_t index(int64_t i, int64_t j) const { return transposed ? j * stride + i : i * stride + j; }
   double operator()(int64_t i, int64_t j) const { return array.get(index(i, j)); }
   Matrix matrix() const { return {array.device(), stride, transposed}; }
+  std::vector<double> values(int64_t rows, int64_t cols) const {
+    std::vector<double> found;
+    for (int64_t i = 0; i < rows * cols; ++i) found.push_back((*this)(i / cols, i % cols));
+    return found;
+  }
 
   int64_t stride;
   bool transposed;
@@ -222,13 +195,16 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
   const double sum_error = product.tf32 ? 0x1p-9 : 0x1p-20;
   const bool gelu = product.epilogue == Epilogue::GeluBias || product.epilogue == Epilogue::DGelu;
   Differences differences;
+  const std::vector<double> left = a.values(m, k), right = b.values(k, n);
   std::vector<double> columns(static_cast<size_t>(n)), column_errors(static_cast<size_t>(n));
   for (int64_t i = 0; i < m; ++i) {
     for (int64_t j = 0; j < n; ++j) {
       double x = 0, terms = 0;
       for (int64_t l = 0; l < k; ++l) {
-        x += a(i, l) * b(l, j);
-        terms += std::abs(a(i, l) * b(l, j));
+        const double term =
+            left[static_cast<size_t>(i * k + l)] * right[static_cast<size_t>(l * n + j)];
+        x += term;
+        terms += std::abs(term);
       }
       x *= product.alpha;
       double error = sum_error * std::abs(product.alpha) * terms;

@@ -2,39 +2,14 @@
 // a plan is refused, and told from another.
 #include <gtest/gtest.h>
 
-#include <memory>
-#include <new>
 #include <set>
 #include <utility>
 
+#include "host_memory.h"
 #include "kernels/cuda/gemm_plan.h"
-#include "products.h"
 
 namespace transformer_ops::cuda {
 namespace {
-
-struct Free {
-  void operator()(void* memory) const { ::operator delete (memory, std::align_val_t{256}); }
-};
-
-class HostMemory {
- public:
-  Memory get() {
-    const auto copy = [](void* to, const void* from, size_t bytes) {
-      std::memcpy(to, from, bytes);
-    };
-    return {.allocate =
-                [this](size_t bytes) {
-                  blocks_.emplace_back(::operator new (bytes, std::align_val_t{256}));
-                  return blocks_.back().get();
-                },
-            .upload = copy,
-            .download = copy};
-  }
-
- private:
-  std::vector<std::unique_ptr<void, Free>> blocks_;
-};
 
 TEST(Gemm, EveryEpilogueOfEveryLayoutIsTheRowMajorFormula) {
   for (const Product& product : products()) {
