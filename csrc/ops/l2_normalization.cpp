@@ -64,12 +64,14 @@ NormTensors recompute_tensors(const Args& args) {
     .forward = {.schema = "l2_normalization(Tensor input, float eps) -> "
                           "(Tensor output, Tensor rstd)",
                 .shape = forward_shape,
+                .overwrites = {0},
                 .cpu = forward_cpu,
                 .unfused = forward_unfused},
     // eps serves only the unfused meaning.
     .backward = {.schema = "l2_normalization_backward(Tensor grad_output, Tensor input, "
                            "Tensor rstd, float eps) -> Tensor grad_input",
                  .shape = backward_shape,
+                 .overwrites = {0, 1},
                  .cpu = backward_cpu},
     .recompute = recompute_norm("recompute_l2_normalization(Tensor grad_output, Tensor input, "
                                 "Tensor rstd) -> Tensor output",

@@ -90,12 +90,14 @@ NormTensors recompute_tensors(const Args& args) {
     .forward = {.schema = "layer_norm(Tensor input, Tensor weight, Tensor bias, float eps, "
                           "bool zero_centered_gamma) -> (Tensor output, Tensor mean, Tensor rstd)",
                 .shape = forward_shape,
+                .overwrites = {0},
                 .cpu = forward_cpu,
                 .unfused = forward_unfused},
     .backward = {.schema = "layer_norm_backward(Tensor grad_output, Tensor input, Tensor mean, "
                            "Tensor rstd, Tensor weight, float eps, bool zero_centered_gamma) -> "
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = backward_shape,
+                 .overwrites = {0, 1},
                  .cpu = backward_cpu,
                  .unfused = backward_unfused},
     .recompute = recompute_norm(

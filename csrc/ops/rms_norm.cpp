@@ -81,12 +81,14 @@ NormTensors recompute_tensors(const Args& args) {
     .forward = {.schema = "rms_norm(Tensor input, Tensor weight, float eps, "
                           "bool zero_centered_gamma) -> (Tensor output, Tensor rstd)",
                 .shape = forward_shape,
+                .overwrites = {0},
                 .cpu = forward_cpu,
                 .unfused = forward_unfused},
     .backward = {.schema = "rms_norm_backward(Tensor grad_output, Tensor input, Tensor rstd, "
                            "Tensor weight, float eps, bool zero_centered_gamma) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
+                 .overwrites = {0, 1},
                  .cpu = backward_cpu},
     .recompute = recompute_norm("recompute_rms_norm(Tensor grad_output, Tensor input, Tensor rstd, "
                                 "Tensor weight, bool zero_centered_gamma) -> Tensor output",
