@@ -31,7 +31,7 @@ void backward_cuda(const Args& args, Tensors& results) {
   const Tensor& extra = args.tensor(1);
   const bool takes_extra = extra.scalar_type() == grad.scalar_type() ||
                            (extra.scalar_type() == at::kFloat && grad.element_size() == 2);
-  results = linear_backward_cuda(grad, args.flag(4, 1) ? args.tensor(2) : Tensor(), args.tensor(3),
+  results = linear_backward_cuda(grad, args.flag(4, 1) ? args.take(2) : Tensor(), args.tensor(3),
                                  {.residual = takes_extra ? extra : Tensor()});
   if (!takes_extra) results[0] = at::add(results[0], extra);
 }

@@ -16,7 +16,7 @@ void backward_cpu(const Args& args, Tensors& results) {
 
 void backward_cuda(const Args& args, Tensors& results) {
   results =
-      linear_backward_cuda(args.tensor(0), args.flag(4, 1) ? args.tensor(1) : Tensor(),
+      linear_backward_cuda(args.tensor(0), args.flag(4, 1) ? args.take(1) : Tensor(),
                            args.flag(4, 0) ? args.tensor(2) : Tensor(), {.scale = args.number(3)});
 }
 

@@ -28,7 +28,7 @@ void backward_cpu(const Args& args, Tensors& results) {
 }
 
 void backward_cuda(const Args& args, Tensors& results) {
-  results = linear_backward_cuda(args.tensor(0), args.flag(3, 1) ? args.tensor(1) : Tensor(),
+  results = linear_backward_cuda(args.tensor(0), args.flag(3, 1) ? args.take(1) : Tensor(),
                                  args.flag(3, 0) ? args.tensor(2) : Tensor());
 }
 

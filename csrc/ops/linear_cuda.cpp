@@ -20,17 +20,17 @@ using cuda::Matrix;
 // A tensor of any strides as a matrix of its last dimension; its transpose costs nothing.
 class Factor {
  public:
-  explicit Factor(const Tensor& tensor) : tensor_(tensor), cols_(tensor.size(-1)) {
-    rows_ = c10::multiply_integers(tensor.sizes().begin(), tensor.sizes().end() - 1);
-    if (tensor.is_contiguous()) {
+  explicit Factor(Tensor tensor) : tensor_(std::move(tensor)), cols_(tensor_.size(-1)) {
+    rows_ = c10::multiply_integers(tensor_.sizes().begin(), tensor_.sizes().end() - 1);
+    if (tensor_.is_contiguous()) {
       stride_ = cols_;
-    } else if (tensor.dim() == 2 && fits(tensor.stride(0), tensor.stride(1), rows_, cols_)) {
-      stride_ = tensor.stride(0);
-    } else if (tensor.dim() == 2 && fits(tensor.stride(1), tensor.stride(0), cols_, rows_)) {
-      stride_ = tensor.stride(1);
+    } else if (tensor_.dim() == 2 && fits(tensor_.stride(0), tensor_.stride(1), rows_, cols_)) {
+      stride_ = tensor_.stride(0);
+    } else if (tensor_.dim() == 2 && fits(tensor_.stride(1), tensor_.stride(0), cols_, rows_)) {
+      stride_ = tensor_.stride(1);
       transposed_ = true;
     } else {
-      tensor_ = contiguous(tensor);
+      tensor_ = contiguous(tensor_);
       stride_ = cols_;
     }
   }
@@ -238,21 +238,21 @@ Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& 
   return result;
 }
 
-Tensors linear_backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
                              const LinearGradients& fused) {
   const Factor grad(grad_output);
   const auto dtype = grad_output.scalar_type();
   Tensors grads(2, Tensor());
+  if (input.defined()) {
+    const Factor x(std::move(input));
+    grads[1] = empty({grad.cols(), x.cols()}, dtype, grad_output.device());
+    product(grad.t(), x, grads[1], fused.scale);
+  }
   if (weight.defined()) {
     const Factor w(weight);
     const Tensor start = fused.residual.defined() ? contiguous(fused.residual) : Tensor();
     grads[0] = empty_rows(grad_output, w.cols(), start.defined() ? start.scalar_type() : dtype);
     product(grad, w, grads[0], fused.scale, start);
-  }
-  if (input.defined()) {
-    const Factor x(input);
-    grads[1] = empty({grad.cols(), x.cols()}, dtype, grad_output.device());
-    product(grad.t(), x, grads[1], fused.scale);
   }
   for (Tensor& result : grads) {
     if (!result.defined()) result = empty({0}, dtype, grad_output.device());

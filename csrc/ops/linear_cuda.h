@@ -20,9 +20,8 @@ std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight
 Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias,
                        const Tensor& extra, double scale = 1.0);
 
-// An undefined input or weight gives an empty gradient for the other. With a float32 residual the
-// gradient of a 16-bit input is float32 too.
-Tensors linear_backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+// As linear_backward_cpu. With a float32 residual the gradient of a 16-bit input is float32 too.
+Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
                              const LinearGradients& fused = {});
 
 // Contiguous tensors; a mask is for ReLU, and not written where undefined.
