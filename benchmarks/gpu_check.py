@@ -91,6 +91,7 @@ def stages() -> list[list[Part]]:
         ],
         [Part("targets", 130, lambda: [[*table, "--out", str(WORK / "targets.json")]], ("build",),
               result=WORK / "targets.json")],
+        [Part("profile", 45, lambda: [[python, "-m", "suite.gpu_profile"]], ("build",))],
         [Part("bench", 60, lambda: [bench], ("build",), result=WORK / "bench.json")],
         [Part("train", 45, lambda: [[*train, "--steps", "60", "--out", str(WORK / "train")]],
               ("build",))],

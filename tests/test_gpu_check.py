@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import cuda_load
 import gpu_check
 from gpu_check import Part
-from suite import gpu
+from suite import gpu, gpu_profile
 from suite.cases import OURS
 
 ROOT = Path(__file__).parents[1]
@@ -187,6 +187,17 @@ def test_the_table_of_targets_is_whole(
     assert lines["RMSNorm forward, 8x32"]["ok"] is None
     assert set(lines["RMSNorm backward, 8x32"]["details"]) == {"eager", "compiled", OURS}
     assert "SwiGLU backward, 8x32" in capsys.readouterr().out
+
+
+def test_a_profile_of_the_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--device", "cpu", "--tiny", "--out", str(tmp_path / "p.json")]
+    assert gpu_profile.main(run) == 0
+    said = capsys.readouterr().out
+    assert "Llama block, ours, T=8, h=32, f=64" in said
+    found = json.loads((tmp_path / "p.json").read_text())
+    # Six products, in three steps or in one.
+    products = [row for row in found["Llama block, eager"] if row["name"] == "aten::mm"]
+    assert [row["calls"] for row in products] == [6]
 
 
 def test_a_failing_part_of_the_table_leaves_the_others(

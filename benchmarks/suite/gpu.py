@@ -180,7 +180,7 @@ def block_lines(device: torch.device, sizes: Sizes) -> list[Line]:
         for way in (EAGER, COMPILED, OURS, OURS_COMPILED):
             module = block_in(way, block, h, f, device)
             call = compiled(module) if way in COMPILED_WAYS else module
-            parameters = list(module.parameters())
+            parameters: list[Tensor] = list(module.parameters())
             calls[way] = make_calls(call, [x], parameters)[1]
             calls[way]()
             saved[way] = saved_bytes(call, [x], parameters) / tokens
