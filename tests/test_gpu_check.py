@@ -180,7 +180,7 @@ def test_the_table_of_targets_is_whole(
     found = json.loads((tmp_path / "t.json").read_text())
     assert found["errors"] == []
     lines = {line["what"]: line for line in found["lines"]}
-    assert len(lines) == 2 + 4 + 2 * 3 + 2 + 2
+    assert len(lines) == 2 + 4 + 1 + 2 * 3 + 2 + 2
     saved = lines["Llama block, T=8, h=32, f=64, saved"]
     assert saved["ok"]
     assert saved["value"] == saved["limit"] == 2 * (32 + 2 * 64) + 4

@@ -200,6 +200,24 @@ def block_lines(device: torch.device, sizes: Sizes) -> list[Line]:
     return lines
 
 
+def epilogue_lines(device: torch.device, sizes: Sizes) -> list[Line]:
+    """Is a GELU in the product's epilogue faster than in a pass of its own?"""
+    fresh()
+    typed = torch.ops.transformer_ops
+    tokens, h, f = sizes.block
+    x, w, b = (input_of(size, device).detach() for size in ((tokens, h), (f, h), (f,)))
+    times = GpuTimer(device, sizes.samples).microseconds(
+        {
+            "epilogue": lambda: typed.linear_bias_activation(x, w, b, "gelu", True),
+            "apart": lambda: typed.gelu(typed.linear_bias(x, w, b)),
+            "torch": lambda: nn.functional.gelu(nn.functional.linear(x, w, b), approximate="tanh"),
+        }
+    )
+    beside = ", ".join(f"{way} {spent:.0f} us" for way, spent in times.items())
+    what = f"Linear + bias + GELU in one, T={tokens}"
+    return [Line(what, times["apart"] / times["epilogue"], "x faster", None, True, beside, times)]
+
+
 def host_lines(device: torch.device, sizes: Sizes) -> list[Line]:
     """What a call of a Llama block takes on the host."""
     fresh()
@@ -247,7 +265,7 @@ def graph_lines(device: torch.device, sizes: Sizes) -> list[Line]:
 
 # ---- all of it
 
-PARTS = (norm_lines, elementwise_lines, block_lines, host_lines, graph_lines)
+PARTS = (norm_lines, elementwise_lines, epilogue_lines, block_lines, host_lines, graph_lines)
 
 
 def compile_all(device: torch.device, sizes: Sizes) -> None:
