@@ -6,6 +6,7 @@
 #include <bit>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <stdexcept>
 #include <vector>
@@ -96,6 +97,9 @@ void wait_for_warp() { wait(State::AtWarp); }
 void* slot(unsigned thread) { return &slots[thread]; }
 
 void run(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel) {
+  // There is one GPU: threads of a program take turns.
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
   if (threads < 32 || threads > kMostThreads || threads % 32 != 0) {
     throw std::logic_error("[emulated] blocks must be whole warps, up to 1024 threads");
   }
