@@ -1,6 +1,6 @@
-// What the dropout kernels of all devices share. Each element has a random integer of 32 bits of its
-// own, from Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-// Seven rounds are the fewest that pass TestU01's BigCrush (there, table 2).
+// What the dropout kernels of all devices share. Each element has a random integer of 32 bits of
+// its own, from Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+// 2011). Seven rounds are the fewest that pass TestU01's BigCrush (there, table 2).
 //
 // Internal linkage for the reason given in math.h.
 #pragma once

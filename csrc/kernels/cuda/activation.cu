@@ -45,9 +45,8 @@ void map_formula(Stream stream, DType dtype, Formula, void* out, int64_t n, cons
 
 void activation_forward(Stream stream, Activation activation, DType dtype, const void* x, void* y,
                         int64_t n) {
-  with_activation(activation, [&](auto formula) {
-    map_formula<Forward>(stream, dtype, formula, y, n, x);
-  });
+  with_activation(activation,
+                  [&](auto formula) { map_formula<Forward>(stream, dtype, formula, y, n, x); });
 }
 
 void activation_backward(Stream stream, Activation activation, DType dtype, const void* grad_y,

@@ -17,8 +17,8 @@ namespace {
 
 template <class Body>
 __global__ void __launch_bounds__(kElementThreads) rows_kernel(Body body, RowGroups groups) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kElementThreads +
-                    static_cast<int64_t>(threadIdx.x);
+  const int64_t i =
+      static_cast<int64_t>(blockIdx.x) * kElementThreads + static_cast<int64_t>(threadIdx.x);
   if (i >= groups.threads) return;
   const int64_t group = groups.by_packs.quotient(i);
   const int64_t first = group * Body::kRows;
@@ -125,14 +125,14 @@ __global__ void __launch_bounds__(kWarp* kPartThreads)
 
 // Sums are `width` long. No rows: zeros.
 template <class Body>
-void for_columns(Stream stream, const Body& body, const ColumnSum& sum, int64_t rows,
-                 int64_t packs, int64_t width) {
+void for_columns(Stream stream, const Body& body, const ColumnSum& sum, int64_t rows, int64_t packs,
+                 int64_t width) {
   using A = typename Body::Sum;
   const ColumnBlocks blocks(rows, packs, sum.parts, Body::kPacksAcross);
   const SumsOut<A> out{sum.out, static_cast<A*>(sum.partials), width};
   const int64_t shared = int64_t{kElementThreads} * Body::kSums * static_cast<int64_t>(sizeof(A));
-  launch(stream, {blocks.blocks(), kElementThreads, shared}, columns_kernel<Body>,
-         body, blocks, out);
+  launch(stream, {blocks.blocks(), kElementThreads, shared}, columns_kernel<Body>, body, blocks,
+         out);
   if (sum.parts == 1) return;
   launch(stream, {ceil_div(width, kWarp), kWarp * kPartThreads}, sum_parts_kernel<A>, out,
          sum.parts);

@@ -113,8 +113,8 @@ struct BiasDropoutAddRows : BiasDropoutAdd<T, Sum> {
 template <class T, class Sum>
 __global__ void __launch_bounds__(kElementThreads)
     bias_dropout_add_kernel(BiasDropoutAdd<T, Sum> body, Divisor by_h, int64_t n) {
-  const int64_t g = static_cast<int64_t>(blockIdx.x) * kElementThreads +
-                    static_cast<int64_t>(threadIdx.x);
+  const int64_t g =
+      static_cast<int64_t>(blockIdx.x) * kElementThreads + static_cast<int64_t>(threadIdx.x);
   const int count = group_size(g, n);
   if (count == 0) return;
   const int64_t first = g * kGroup;
@@ -171,8 +171,7 @@ void bias_dropout_add(Stream stream, DType dtype, DType sum, const void* x, cons
     const auto start = [&](auto sum_type) {
       using Sum = typename decltype(sum_type)::type;
       run(stream,
-          BiasDropoutAdd<T, Sum>{Draw(philox, p),
-                                 static_cast<Acc<T>>(random::dropout_scale(p)),
+          BiasDropoutAdd<T, Sum>{Draw(philox, p), static_cast<Acc<T>>(random::dropout_scale(p)),
                                  static_cast<const T*>(x), bias, static_cast<const Sum*>(extra),
                                  static_cast<Sum*>(y), mask, h},
           rows, h);

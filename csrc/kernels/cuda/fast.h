@@ -1,6 +1,6 @@
 // The compute type of kernels whose results are rounded to 16 bits: float, with exponentials and
-// quotients by the approximations that the hardware computes in one instruction. Their errors, a few
-// units of float's last place and |x| units for exp(x), are a thousandth of the last rounding.
+// quotients by the approximations that the hardware computes in one instruction. Their errors, a
+// few units of float's last place and |x| units for exp(x), are a thousandth of the last rounding.
 #pragma once
 
 #include "kernels/cuda/device.h"

@@ -108,9 +108,8 @@ void bias_glu(Stream stream, const GluForward<T, N, Formula>& body, const Vector
 
 void glu_forward(Stream stream, const Glu& glu, DType dtype, const void* x, void* y, int64_t rows,
                  int64_t h) {
-  with_glu_forward(glu, dtype, x, y, h, true, [&](const auto& body, int64_t packs) {
-    for_rows(stream, body, rows, packs);
-  });
+  with_glu_forward(glu, dtype, x, y, h, true,
+                   [&](const auto& body, int64_t packs) { for_rows(stream, body, rows, packs); });
 }
 
 void bias_glu_forward(Stream stream, const Glu& glu, DType dtype, const void* x, const Vector& bias,
@@ -122,9 +121,8 @@ void bias_glu_forward(Stream stream, const Glu& glu, DType dtype, const void* x,
 
 void glu_backward(Stream stream, const Glu& glu, DType dtype, const void* grad_y, const void* x,
                   void* grad_x, int64_t rows, int64_t h) {
-  with_glu_backward(glu, dtype, grad_y, x, grad_x, h, [&](const auto& body, int64_t packs) {
-    for_rows(stream, body, rows, packs);
-  });
+  with_glu_backward(glu, dtype, grad_y, x, grad_x, h,
+                    [&](const auto& body, int64_t packs) { for_rows(stream, body, rows, packs); });
 }
 
 }  // namespace transformer_ops::cuda

@@ -1,5 +1,5 @@
-// Gated linear units over rows of x, 2h wide. Gate and linear half of a row alternate in blocks that
-// h is a multiple of; one block of h elements is the plain halves.
+// Gated linear units over rows of x, 2h wide. Gate and linear half of a row alternate in blocks
+// that h is a multiple of; one block of h elements is the plain halves.
 #pragma once
 
 #include "kernels/choose.h"
@@ -92,8 +92,8 @@ void with_glu_backward(const Glu& glu, DType dtype, const void* grad_y, const vo
       const auto run = [&](auto n) {
         constexpr int N = decltype(n)::value;
         const GluBackward<T, N, decltype(formula)> body{
-            formula, glu_layout<N>(glu, h), static_cast<const T*>(grad_y),
-            static_cast<const T*>(x), static_cast<T*>(grad_x)};
+            formula, glu_layout<N>(glu, h), static_cast<const T*>(grad_y), static_cast<const T*>(x),
+            static_cast<T*>(grad_x)};
         f(body, h / N);
       };
       with_packs<kVector<T>>(aligned16(grad_y, x, grad_x), run, h, glu.interleave);
