@@ -32,8 +32,9 @@ struct BiasAdd {
   T* y;
   int64_t h;
 
-  __device__ __forceinline__ Column column(int64_t pack) const {
-    return {pack * N, elements<true, N, Acc<T>>(bias, pack * N)};
+  __device__ __forceinline__ Column column(int64_t pack) const { return {pack * N, {}}; }
+  __device__ __forceinline__ void load_parameters(Column& column) const {
+    column.bias = elements<true, N, Acc<T>>(bias, column.first);
   }
   __device__ __forceinline__ Loads load(const Column& column, int64_t row) const {
     return cuda::load<true, N>(x + row * h + column.first);

@@ -79,13 +79,20 @@ struct ColumnBlocks {
   Divisor by_blocks_across;
   int64_t least_rows, parts_with_one_more;
 
-  // A block is `most_across` packs wide, a power of two; less where rows are short.
+  // A block is `most_across` packs wide, a power of two. Less where rows are short, and down to a
+  // quarter where blocks would be too few for the device, and their threads have rows to share.
   ColumnBlocks(int64_t rows, int64_t packs, int64_t parts, int most_across)
       : rows(rows), packs(packs), parts(parts) {
+    constexpr int64_t kFewBlocks = 256;
     const auto least = std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(packs, 1)));
     across = static_cast<int>(std::min<uint64_t>(least, static_cast<uint64_t>(most_across)));
+    const auto blocks_of = [&] { return (packs + across - 1) / across; };
+    while (4 * across > most_across && across > 1 && blocks_of() * parts < kFewBlocks &&
+           rows / parts > kElementThreads / across) {
+      across /= 2;
+    }
     down = kElementThreads / across;
-    blocks_across = (packs + across - 1) / across;
+    blocks_across = blocks_of();
     by_blocks_across = Divisor(std::max<int64_t>(blocks_across, 1));
     least_rows = rows / parts;
     parts_with_one_more = rows % parts;

@@ -4,7 +4,8 @@
 // What is computed is a Body: its Column is what a thread knows of its pack of columns, its Loads
 // are what it reads of a row; the loads of kRows rows are in flight together. finish(column, row,
 // loads, add) computes and writes, and calls add(k, value) for the k-th of kSums sums of type Sum:
-// that over the column column.sum(k).
+// that over the column column.sum(k). load_parameters(column), if there is one, reads what belongs
+// to the columns while the first loads are on their way.
 #pragma once
 
 #include "kernels/cuda/column_geometry.h"
@@ -22,12 +23,13 @@ __global__ void __launch_bounds__(kElementThreads) rows_kernel(Body body, RowGro
   if (i >= groups.threads) return;
   const int64_t group = groups.by_packs.quotient(i);
   const int64_t first = group * Body::kRows;
-  const typename Body::Column column = body.column(i - group * groups.packs);
+  typename Body::Column column = body.column(i - group * groups.packs);
   typename Body::Loads loads[Body::kRows];
 #pragma unroll
   for (int k = 0; k < Body::kRows; ++k) {
     if (first + k < groups.rows) loads[k] = body.load(column, first + k);
   }
+  if constexpr (requires { body.load_parameters(column); }) body.load_parameters(column);
 #pragma unroll
   for (int k = 0; k < Body::kRows; ++k) {
     if (first + k < groups.rows) body.finish(column, first + k, loads[k], [](int, auto) {});

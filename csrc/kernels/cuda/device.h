@@ -246,9 +246,10 @@ template <class... Parameters, class... Arguments>
 void launch(Stream stream, const Grid& grid, void (*kernel)(Parameters...),
             const Arguments&... args) {
   if (grid.blocks == 0) return;
-  // clang-format off: it splits the closing bracket
+  // The formatter would split the closing bracket.
+  // clang-format off
   kernel<<<static_cast<unsigned>(grid.blocks), grid.threads, grid.shared_bytes,
-           static_cast<cudaStream_t>(stream)> > >(static_cast<Parameters>(args)...);
+           static_cast<cudaStream_t>(stream)>>>(static_cast<Parameters>(args)...);
   // clang-format on
   // Not sticky errors of earlier work: those are the caller's to see at the next synchronization.
   check(cudaGetLastError());

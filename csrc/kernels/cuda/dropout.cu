@@ -92,8 +92,9 @@ struct BiasDropoutAddRows : BiasDropoutAdd<T, Sum> {
   };
   static constexpr int kRows = 2;
 
-  __device__ __forceinline__ Column column(int64_t pack) const {
-    return {pack * kGroup, elements<true, kGroup, Acc<T>>(this->bias, pack * kGroup)};
+  __device__ __forceinline__ Column column(int64_t pack) const { return {pack * kGroup, {}}; }
+  __device__ __forceinline__ void load_parameters(Column& column) const {
+    column.bias = elements<true, kGroup, Acc<T>>(this->bias, column.first);
   }
   __device__ __forceinline__ Loads load(const Column& column, int64_t row) const {
     const int64_t i = row * this->h + column.first;

@@ -51,9 +51,12 @@ struct BiasGluForward {
   T* kept;  // may be null
 
   __device__ __forceinline__ Column column(int64_t pack) const {
-    const GluColumn<N> column = glu.column(pack);
-    return {column, elements<true, N, Acc<T>>(bias, column.gate),
-            elements<true, N, Acc<T>>(bias, column.linear)};
+    return {glu.column(pack), {}, {}};
+  }
+
+  __device__ __forceinline__ void load_parameters(Column& column) const {
+    column.gate_bias = elements<true, N, Acc<T>>(bias, column.gate);
+    column.linear_bias = elements<true, N, Acc<T>>(bias, column.linear);
   }
 
   __device__ __forceinline__ Loads load(const Column& column, int64_t row) const {

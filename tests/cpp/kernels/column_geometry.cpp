@@ -82,12 +82,22 @@ TEST(ColumnGeometry, BlocksAreAsWideAsRowsAreLong) {
                                                      {33, 32, 2},
                                                      {1792, 32, 56},
                                                      {0, 1, 0}}) {
-    const ColumnBlocks blocks(8192, packs, 5, 32);
+    const ColumnBlocks blocks(8192, packs, 1024, 32);
     EXPECT_EQ(blocks.across, across);
     EXPECT_EQ(blocks.across * blocks.down, kElementThreads);
     EXPECT_EQ(blocks.blocks_across, blocks_across);
-    EXPECT_EQ(blocks.blocks(), blocks_across * 5);
+    EXPECT_EQ(blocks.blocks(), blocks_across * 1024);
   }
+}
+
+TEST(ColumnGeometry, FewBlocksAreNarrow) {
+  // 128 packs: 4 blocks of 32, or 16 of 8.
+  EXPECT_EQ(ColumnBlocks(64, 128, 1, 32).across, 8);
+  EXPECT_EQ(ColumnBlocks(64, 128, 1, 32).down, 32);
+  // No thread would have a row more or less.
+  EXPECT_EQ(ColumnBlocks(8, 128, 1, 32).across, 32);
+  EXPECT_EQ(ColumnBlocks(16, 128, 1, 32).across, 16);
+  EXPECT_EQ(ColumnBlocks(8192, 1024, 128, 32).across, 32);
 }
 
 }  // namespace
