@@ -5,11 +5,11 @@
 namespace transformer_ops::cuda {
 
 ColumnSums::ColumnSums(const at::Tensor& like, const at::Tensor& out)
-    : rows(rows_of(like)), width(out.numel()) {
-  const int64_t parts = kernels().column_sum_parts(rows, width);
-  kernel = {.out = gradient(out), .partials = nullptr, .parts = parts};
-  if (parts == 1) return;
-  partials = empty({parts, width}, accumulate_dtype(like.scalar_type()), like.device());
+    : rows(rows_of(like)),
+      width(out.numel()),
+      kernel{cuda::gradient(out), nullptr, kernels().column_sum_parts(rows, width)} {
+  if (kernel.parts == 1) return;
+  partials = empty({kernel.parts, width}, accumulate_dtype(like.scalar_type()), like.device());
   kernel.partials = write(partials);
 }
 

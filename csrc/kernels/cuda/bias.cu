@@ -2,7 +2,7 @@
 #include "kernels/choose.h"
 #include "kernels/cuda/bits.h"
 #include "kernels/cuda/columns.h"
-#include "kernels/cuda/fast.h"
+#include "kernels/cuda/compute.h"
 #include "kernels/random.h"
 
 namespace transformer_ops::cuda {

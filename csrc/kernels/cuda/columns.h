@@ -151,7 +151,7 @@ constexpr int kPacksOf512Bytes = 512 / (N * static_cast<int>(sizeof(T))) < kElem
 // N elements of a parameter from i on, computed in A. The branch is the same for all threads.
 template <bool Aligned, int N, class A>
 TRANSFORMER_OPS_DEVICE Pack<A, N> elements(const Vector& vector, int64_t i) {
-  Pack<A, N> values;
+  Pack<A, N> values = {};
   const auto read = [&](auto type) {
     using T = typename decltype(type)::type;
     const auto pack = load<Aligned, N>(static_cast<const T*>(vector.data) + i);

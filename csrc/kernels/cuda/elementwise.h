@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/cuda/column_geometry.h"
-#include "kernels/cuda/fast.h"
+#include "kernels/cuda/compute.h"
 
 namespace transformer_ops::cuda {
 namespace {

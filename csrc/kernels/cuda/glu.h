@@ -4,7 +4,7 @@
 
 #include "kernels/choose.h"
 #include "kernels/cuda/columns.h"
-#include "kernels/cuda/fast.h"
+#include "kernels/cuda/compute.h"
 
 namespace transformer_ops::cuda {
 namespace {
