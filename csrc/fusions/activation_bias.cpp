@@ -2,6 +2,7 @@
 //                                   └─► sum over rows: grad_bias
 #include "ops/activation.h"
 #include "ops/bias.h"
+#include "ops/column_sums.h"
 #include "ops/cpu.h"
 #include "ops/op.h"
 
@@ -37,6 +38,22 @@ void backward_cpu(const Args& args, Tensors& results) {
                 });
 }
 
+void backward_cuda(const Args& args, Tensors& results) {
+  const ActivationRow& row = activation_named(args.text(2));
+  const Tensor &grad = args.tensor(0), &kept = args.tensor(1);
+  const cuda::ColumnSums sums(grad, results[1]);
+  const auto stream = cuda::stream_of(grad);
+  if (row.keeps_mask) {
+    cuda::kernels().relu_bias_backward(stream, kernel_dtype(grad), cuda::read(grad),
+                                       kept.const_data_ptr<uint8_t>(), cuda::write(results[0]),
+                                       sums.kernel, sums.rows, sums.width);
+  } else {
+    cuda::kernels().activation_bias_backward(
+        stream, row.activation, kernel_dtype(grad), cuda::read(grad), cuda::read(kept),
+        cuda::write(results[0]), sums.kernel, sums.rows, sums.width);
+  }
+}
+
 Tensors backward_unfused(const Args& args) {
   const Tensor grad =
       activation_gradient_unfused(activation_named(args.text(2)), args.tensor(0), args.tensor(1));
@@ -61,6 +78,7 @@ Bindings bind(const Match& match) {
                  .shape = shape,
                  .overwrites = {0, 1},
                  .cpu = backward_cpu,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused},
 });
 

@@ -27,7 +27,7 @@ void forward_cpu(const Args& args, Tensors& results) {
 void forward_cuda(const Args& args, Tensors& results) {
   const Tensor input = contiguous(args.tensor(0));
   const Tensor activated = empty(input.sizes(), input.scalar_type(), input.device());
-  activate_cuda(activation_named(args.text(2)), input, activated, {});
+  activation_forward_cuda(activation_named(args.text(2)), input, activated, {});
   results = {linear_cuda(activated, args.tensor(1)), activated};
 }
 

@@ -5,6 +5,7 @@
 #include "fuser/registry.h"
 #include "ops/add_extra_input.h"
 #include "ops/cpu.h"
+#include "ops/cuda.h"
 #include "ops/dropout.h"
 #include "ops/op.h"
 
@@ -42,6 +43,16 @@ void forward_cpu(const Args& args, Tensors& results) {
   });
 }
 
+void forward_cuda(const Args& args, Tensors& results) {
+  const Tensor &x = args.tensor(0), &bias = args.tensor(1);
+  const double p = args.number(3);
+  uint8_t* mask = args.flag(4) ? results[1].mutable_data_ptr<uint8_t>() : nullptr;
+  cuda::kernels().bias_dropout_add(cuda::stream_of(x), kernel_dtype(x), kernel_dtype(results[0]),
+                                   cuda::read(x), cuda::vector(bias), cuda::read(args.tensor(2)),
+                                   cuda::write(results[0]), mask, draw_philox(x.device(), p), p,
+                                   cuda::rows_of(x), x.size(-1));
+}
+
 Tensors forward_unfused(const Args& args) {
   const Tensor x = to_accumulate(args.tensor(0));
   const Tensor sum = x + args.tensor(1).to(x.scalar_type());
@@ -69,6 +80,7 @@ TypedOp typed_op() {
           .shape = shape,
           .overwrites = {0, 2},
           .cpu = forward_cpu,
+          .cuda = forward_cuda,
           .unfused = forward_unfused,
           .random = true};
 }

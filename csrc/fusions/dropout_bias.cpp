@@ -3,6 +3,7 @@
 #include <ATen/ops/sum.h>
 
 #include "ops/bias.h"
+#include "ops/column_sums.h"
 #include "ops/cpu.h"
 #include "ops/op.h"
 
@@ -30,6 +31,15 @@ void backward_cpu(const Args& args, Tensors& results) {
                 });
 }
 
+void backward_cuda(const Args& args, Tensors& results) {
+  const Tensor& grad = args.tensor(0);
+  const cuda::ColumnSums sums(grad, results[1]);
+  cuda::kernels().dropout_bias_backward(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
+                                        args.tensor(1).const_data_ptr<uint8_t>(), args.number(2),
+                                        cuda::write(results[0]), sums.kernel, sums.rows,
+                                        sums.width);
+}
+
 Tensors backward_unfused(const Args& args) {
   const Tensor grad = find_typed_op("dropout_backward")->unfused(args)[0];
   return {grad, grad.sum_to_size_symint({grad.sym_size(-1)})};
@@ -53,6 +63,7 @@ std::optional<std::string> why_not(const Match& match) {
                  .shape = shape,
                  .overwrites = {0},
                  .cpu = backward_cpu,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused},
 });
 

@@ -1,6 +1,7 @@
 // backward:  g ─► GLU' ─► g_bias ─► Bias' ─► g      both in one pass over the rows
 //                            └─► sum over rows: grad_bias
 #include "ops/bias.h"
+#include "ops/column_sums.h"
 #include "ops/cpu.h"
 #include "ops/glu.h"
 #include "ops/op.h"
@@ -28,6 +29,14 @@ void backward_cpu(const Args& args, Tensors& results) {
                 });
 }
 
+void backward_cuda(const Args& args, Tensors& results) {
+  const Tensor &grad = args.tensor(0), &x = args.tensor(1);
+  const cuda::ColumnSums sums(x, results[1]);
+  cuda::kernels().glu_bias_backward(cuda::stream_of(x), read_any_glu(args, 2), kernel_dtype(x),
+                                    cuda::read(grad), cuda::read(x), cuda::write(results[0]),
+                                    sums.kernel, sums.rows, grad.size(-1));
+}
+
 Tensors backward_unfused(const Args& args) {
   const auto unfused = [&](const Args& input) {
     return Tensors{glu_unfused(glu_named(args.text(2)), input.tensor(0), read_any_glu(args, 2))};
@@ -50,6 +59,7 @@ Bindings bind(const Match& match) { return bind_glu(match, 1); }
                  .shape = shape,
                  .overwrites = {1},
                  .cpu = backward_cpu,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused},
 });
 

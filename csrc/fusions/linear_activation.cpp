@@ -9,9 +9,11 @@
 #include "fuser/propagate.h"
 #include "ops/activation.h"
 #include "ops/bias.h"
+#include "ops/column_sums.h"
 #include "ops/cpu.h"
 #include "ops/glu.h"
 #include "ops/linear.h"
+#include "ops/linear_cuda.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -120,6 +122,44 @@ void glu_cpu(const Args& args, Tensors& results) {
       });
 }
 
+// ---- CUDA: y first, so that it is gone before its gradient is made
+
+Tensor weight_gradient_and_grad_y(const Args& args, Tensor y, Tensors& results) {
+  results[1].reset();
+  results[1] = linear_backward_cuda(args.tensor(0), std::move(y), {})[1];
+  return linear_backward_cuda(args.tensor(0), {}, args.tensor(2))[0];
+}
+
+void activation_cuda(const Args& args, Tensors& results) {
+  const Tensor& x = args.tensor(1);
+  const ActivationRow& row = activation_named(args.text(3));
+  Tensor y = empty(x.sizes(), x.scalar_type(), x.device());
+  activation_forward_cuda(row, x, y, {});
+  const Tensor grad_y = weight_gradient_and_grad_y(args, std::move(y), results);
+  const auto stream = cuda::stream_of(x);
+  if (results.size() == 2) {
+    cuda::kernels().activation_backward(stream, row.activation, kernel_dtype(x),
+                                        cuda::read(grad_y), cuda::read(x), cuda::write(results[0]),
+                                        x.numel());
+    return;
+  }
+  const cuda::ColumnSums sums(x, results[2]);
+  cuda::kernels().activation_bias_backward(stream, row.activation, kernel_dtype(x),
+                                           cuda::read(grad_y), cuda::read(x),
+                                           cuda::write(results[0]), sums.kernel, sums.rows,
+                                           sums.width);
+}
+
+void glu_cuda(const Args& args, Tensors& results) {
+  const Tensor& x = args.tensor(1);
+  const cuda::Glu glu = read_any_glu(args, 3);
+  c10::DimVector sizes(x.sizes());
+  sizes.back() /= 2;
+  Tensor y = empty(sizes, x.scalar_type(), x.device());
+  glu_forward_cuda(glu, x, y);
+  glu_backward_cuda(glu, weight_gradient_and_grad_y(args, std::move(y), results), x, results[0]);
+}
+
 // ---- the same as differentiable ATen calls
 
 Tensors unfused(const Args& args, const std::function<Tensor(const Tensor&)>& function) {
@@ -205,6 +245,7 @@ bool register_all() {
                                   .shape = activation_bias_shape,
                                   .overwrites = {1},
                                   .cpu = activation_cpu,
+                    .cuda = activation_cuda,
                                   .unfused = activation_bias_unfused}});
   register_fused_op({.rule = {.name = "linear_activation",
                               .pass = Pass::Backward,
@@ -217,6 +258,7 @@ bool register_all() {
                                   .shape = activation_shape,
                                   .overwrites = {1},
                                   .cpu = activation_cpu,
+                    .cuda = activation_cuda,
                                   .unfused = activation_unfused}});
   return register_fused_op(
       {.rule = {.name = "linear_glu",
@@ -231,6 +273,7 @@ bool register_all() {
                     .shape = glu_shape,
                     .overwrites = {1},
                     .cpu = glu_cpu,
+                    .cuda = glu_cuda,
                     .unfused = glu_any_unfused}});
 }
 

@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "ops/cpu.h"
+#include "ops/cuda.h"
 #include "ops/op.h"
 #include "ops/recompute.h"
 
@@ -61,6 +62,13 @@ void backward_cpu(const ActivationRow& row, const Args& args, Tensors& results) 
   });
 }
 
+void backward_cuda(const ActivationRow& row, const Args& args, Tensors& results) {
+  const Tensor &grad = args.tensor(0), &x = args.tensor(1);
+  cuda::kernels().activation_backward(cuda::stream_of(x), row.activation, kernel_dtype(x),
+                                      cuda::read(grad), cuda::read(x), cuda::write(results[0]),
+                                      x.numel());
+}
+
 void masked_backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad{args.tensor(0), 1}, grad_x{results[0], 1};
   const auto* mask = args.tensor(1).const_data_ptr<uint8_t>();
@@ -68,6 +76,13 @@ void masked_backward_cpu(const Args& args, Tensors& results) {
     cpu::kernels().relu_backward(cpu::kernel_dtype(grad.tensor), grad.read(begin), mask + begin / 8,
                                  grad_x.write(begin), end - begin);
   });
+}
+
+void masked_backward_cuda(const Args& args, Tensors& results) {
+  const Tensor& grad = args.tensor(0);
+  cuda::kernels().relu_backward(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
+                                args.tensor(1).const_data_ptr<uint8_t>(), cuda::write(results[0]),
+                                grad.numel());
 }
 
 // From the mask, or from the output that a joint fusion keeps.
@@ -86,6 +101,11 @@ Tensor replay_srelu(const ReplayCall& call) {
   return srelu(call.input + (known - call.input).detach());
 }
 
+// The result that takes the mask, or undefined.
+Tensor wanted_mask(const ActivationRow& row, const Args& args, const Tensors& results) {
+  return row.keeps_mask && args.flag(1) ? results[1] : Tensor();
+}
+
 TypedOp make_forward(const ActivationRow& row) {
   const std::string name = row.name;
   const bool keeps_mask = row.keeps_mask;
@@ -97,9 +117,13 @@ TypedOp make_forward(const ActivationRow& row) {
           .overwrites = {0},
           .cpu =
               [&row](const Args& args, Tensors& results) {
-                const bool save = row.keeps_mask && args.flag(1);
                 activation_forward_cpu(row, args.tensor(0), results[0],
-                                       save ? results[1] : Tensor());
+                                       wanted_mask(row, args, results));
+              },
+          .cuda =
+              [&row](const Args& args, Tensors& results) {
+                activation_forward_cuda(row, args.tensor(0), results[0],
+                                        wanted_mask(row, args, results));
               },
           .unfused = [&row](const Args& args) { return Tensors{row.unfused(args.tensor(0))}; }};
 }
@@ -112,12 +136,14 @@ TypedOp make_backward(const ActivationRow& row) {
   if (row.keeps_mask) {
     op.shape = masked_backward_shape;
     op.cpu = masked_backward_cpu;
+    op.cuda = masked_backward_cuda;
     op.unfused = [&row](const Args& args) {
       return Tensors{activation_gradient_unfused(row, args.tensor(0), args.tensor(1))};
     };
   } else {
     op.shape = backward_shape;
     op.cpu = [&row](const Args& args, Tensors& results) { backward_cpu(row, args, results); };
+    op.cuda = [&row](const Args& args, Tensors& results) { backward_cuda(row, args, results); };
   }
   return op;
 }
@@ -131,6 +157,10 @@ TypedOp make_recompute(const ActivationRow& row) {
        .cpu =
            [&row](const Args& args, Tensors& results) {
              activation_forward_cpu(row, args.tensor(0), results[0], {});
+           },
+       .cuda =
+           [&row](const Args& args, Tensors& results) {
+             activation_forward_cuda(row, args.tensor(0), results[0], {});
            },
        .unfused = [&row](const Args& args) { return Tensors{row.unfused(args.tensor(0))}; }});
 }
@@ -215,6 +245,19 @@ void activation_forward_cpu(const ActivationRow& row, const Tensor& input, const
     cpu::kernels().relu_forward(dtype, x.read(begin), y.write(begin), bits + begin / 8,
                                 end - begin);
   });
+}
+
+void activation_forward_cuda(const ActivationRow& row, const Tensor& input, const Tensor& output,
+                             const Tensor& mask) {
+  const auto stream = cuda::stream_of(input);
+  const auto dtype = kernel_dtype(input);
+  if (mask.defined()) {
+    cuda::kernels().relu_forward(stream, dtype, cuda::read(input), cuda::write(output),
+                                 mask.mutable_data_ptr<uint8_t>(), input.numel());
+  } else {
+    cuda::kernels().activation_forward(stream, row.activation, dtype, cuda::read(input),
+                                       cuda::write(output), input.numel());
+  }
 }
 
 }  // namespace transformer_ops

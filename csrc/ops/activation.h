@@ -31,7 +31,10 @@ Tensor activation_gradient_unfused(const ActivationRow& row, const Tensor& grad_
 // Bits of a mask as a tensor of ones and zeros like `like`.
 Tensor unpack_mask(const Tensor& mask, const Tensor& like);
 
+// A mask that is undefined is not written.
 void activation_forward_cpu(const ActivationRow& row, const Tensor& input, const Tensor& output,
                             const Tensor& mask);
+void activation_forward_cuda(const ActivationRow& row, const Tensor& input, const Tensor& output,
+                             const Tensor& mask);
 
 }  // namespace transformer_ops

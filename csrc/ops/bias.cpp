@@ -3,6 +3,7 @@
 
 #include "ops/bias.h"
 
+#include "ops/column_sums.h"
 #include "ops/cpu.h"
 #include "ops/op.h"
 #include "ops/recompute.h"
@@ -29,6 +30,13 @@ void forward_cpu(const Args& args, Tensors& results) {
   });
 }
 
+void forward_cuda(const Args& args, Tensors& results) {
+  const Tensor& x = args.tensor(0);
+  cuda::kernels().bias_add(cuda::stream_of(x), kernel_dtype(x), cuda::read(x),
+                           cuda::vector(args.tensor(1)), cuda::write(results[0]), cuda::rows_of(x),
+                           x.size(-1));
+}
+
 Tensors forward_unfused(const Args& args) {
   const Tensor x = to_accumulate(args.tensor(0));
   return {(x + args.tensor(1).to(x.scalar_type())).to(args.tensor(0).scalar_type())};
@@ -49,6 +57,13 @@ void backward_cpu(const Args& args, Tensors& results) {
                 });
 }
 
+void backward_cuda(const Args& args, Tensors& results) {
+  const Tensor& grad = args.tensor(0);
+  const cuda::ColumnSums sums(grad, results[0]);
+  cuda::kernels().column_sum(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
+                             sums.kernel, sums.rows, sums.width);
+}
+
 Tensors backward_unfused(const Args& args) {
   const Tensor& grad = args.tensor(0);
   return {grad.sum_to_size_symint({grad.sym_size(-1)})};
@@ -58,6 +73,7 @@ const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor o
                           .shape = forward_shape,
                           .overwrites = {0},
                           .cpu = forward_cpu,
+                          .cuda = forward_cuda,
                           .unfused = forward_unfused};
 
 [[maybe_unused]] const bool registered = register_op({
@@ -69,6 +85,7 @@ const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor o
     .backward = {.schema = "bias_backward(Tensor grad_output) -> Tensor grad_bias",
                  .shape = backward_shape,
                  .cpu = backward_cpu,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused},
     .recompute = recompute_by(kForward),
 });

@@ -29,6 +29,12 @@ inline Stream stream_of(const at::Tensor& tensor) {
 inline const void* read(const at::Tensor& tensor) { return tensor.const_data_ptr(); }
 inline void* write(const at::Tensor& tensor) { return tensor.mutable_data_ptr(); }
 
+// Rows of its last dimension; none where that is empty.
+inline int64_t rows_of(const at::Tensor& tensor) {
+  const int64_t width = tensor.size(-1);
+  return width == 0 ? 0 : tensor.numel() / width;
+}
+
 inline Vector vector(const at::Tensor& parameter, double add = 0.0) {
   return {read(parameter), kernel_dtype(parameter), add};
 }

@@ -8,11 +8,15 @@
 
 #include "ops/activation.h"
 #include "ops/cpu.h"
+#include "ops/cuda.h"
 #include "ops/op.h"
 #include "ops/recompute.h"
 
 namespace transformer_ops {
 namespace {
+
+// Where all or nothing is kept, no number is drawn.
+bool draws(double p) { return p > 0 && p < 1; }
 
 TensorSpecs forward_shape(const Args& args) {
   check_compute_dtype(args, "input", args.tensor(0));
@@ -31,6 +35,15 @@ void forward_cpu(const Args& args, Tensors& results) {
                                    mask == nullptr ? nullptr : mask + begin / 8, seed, p, begin,
                                    end - begin);
   });
+}
+
+void forward_cuda(const Args& args, Tensors& results) {
+  const Tensor& x = args.tensor(0);
+  const double p = args.number(1);
+  cuda::kernels().dropout_forward(cuda::stream_of(x), kernel_dtype(x), cuda::read(x),
+                                  cuda::write(results[0]),
+                                  args.flag(2) ? results[1].mutable_data_ptr<uint8_t>() : nullptr,
+                                  draw_philox(x.device(), p), p, x.numel());
 }
 
 Tensors forward_unfused(const Args& args) {
@@ -55,6 +68,13 @@ void backward_cpu(const Args& args, Tensors& results) {
   });
 }
 
+void backward_cuda(const Args& args, Tensors& results) {
+  const Tensor& grad = args.tensor(0);
+  cuda::kernels().dropout_backward(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
+                                   args.tensor(1).const_data_ptr<uint8_t>(),
+                                   cuda::write(results[0]), args.number(2), grad.numel());
+}
+
 // Zero where dropped, whatever the value.
 Tensor apply_mask(const Tensor& tensor, const Tensor& mask, double p) {
   const Tensor kept = unpack_mask(mask, tensor) != 0;
@@ -71,6 +91,7 @@ TypedOp make_recompute() {
                        .shape = backward_shape,
                        .overwrites = {0},
                        .cpu = backward_cpu,
+                       .cuda = backward_cuda,
                        .unfused = backward_unfused});
 }
 
@@ -95,6 +116,7 @@ Tensor replay(const ReplayCall& call) {
                 .shape = forward_shape,
                 .overwrites = {0},
                 .cpu = forward_cpu,
+                .cuda = forward_cuda,
                 .unfused = forward_unfused,
                 .random = true},
     .backward = {.schema = "dropout_backward(Tensor grad_output, Tensor mask, float p) -> "
@@ -102,6 +124,7 @@ Tensor replay(const ReplayCall& call) {
                  .shape = backward_shape,
                  .overwrites = {0},
                  .cpu = backward_cpu,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused},
     .recompute = make_recompute(),
     .replay = replay,
@@ -114,10 +137,14 @@ void check_probability(const Args& args, double p) {
 }
 
 uint64_t draw_seed(double p) {
-  if (p <= 0 || p >= 1) return 0;
+  if (!draws(p)) return 0;
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   const std::lock_guard lock(generator.mutex());
   return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
+}
+
+cuda::Philox draw_philox(c10::Device device, double p) {
+  return draws(p) ? cuda::backend()->draw(device, cuda::kPhiloxOffsets) : cuda::Philox();
 }
 
 }  // namespace transformer_ops

@@ -1,8 +1,11 @@
 // What Dropout and the fused ops that contain one share.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 
+#include "kernels/cuda/kernels.h"
 #include "ops/typed_op.h"
 
 namespace transformer_ops {
@@ -12,5 +15,7 @@ void check_probability(const Args& args, double p);
 
 // The key of one call's mask; draws from torch's generator only where p needs it.
 uint64_t draw_seed(double p);
+// The same on CUDA.
+cuda::Philox draw_philox(c10::Device device, double p);
 
 }  // namespace transformer_ops

@@ -13,6 +13,7 @@
 #include <cmath>
 
 #include "ops/cpu.h"
+#include "ops/cuda.h"
 #include "ops/op.h"
 #include "ops/recompute.h"
 
@@ -79,6 +80,10 @@ TypedOp make_forward(const GluRow& row) {
               [&row](const Args& args, Tensors& results) {
                 glu_forward_cpu(read_glu(row, args, 1), args.tensor(0), results[0]);
               },
+          .cuda =
+              [&row](const Args& args, Tensors& results) {
+                glu_forward_cuda(read_glu(row, args, 1), args.tensor(0), results[0]);
+              },
           .unfused =
               [&row](const Args& args) {
                 return Tensors{glu_unfused(row, args.tensor(0), read_glu(row, args, 1))};
@@ -86,15 +91,19 @@ TypedOp make_forward(const GluRow& row) {
 }
 
 TypedOp make_backward(const GluRow& row) {
-  return {.schema = row.name + "_backward(Tensor grad_output, Tensor input" +
-                    schema_of_attributes(row) + ") -> Tensor grad_input",
-          .shape = [&row](const Args& args) { return backward_shape(row, args); },
-          .overwrites = {1},
-          .cpu =
-              [&row](const Args& args, Tensors& results) {
-                glu_backward_cpu(read_glu(row, args, 2), args.tensor(0), args.tensor(1),
-                                 results[0]);
-              }};
+  return {
+      .schema = row.name + "_backward(Tensor grad_output, Tensor input" +
+                schema_of_attributes(row) + ") -> Tensor grad_input",
+      .shape = [&row](const Args& args) { return backward_shape(row, args); },
+       .overwrites = {1},
+      .cpu =
+          [&row](const Args& args, Tensors& results) {
+            glu_backward_cpu(read_glu(row, args, 2), args.tensor(0), args.tensor(1), results[0]);
+          },
+      .cuda =
+          [&row](const Args& args, Tensors& results) {
+            glu_backward_cuda(read_glu(row, args, 2), args.tensor(0), args.tensor(1), results[0]);
+          }};
 }
 
 bool register_glus() {
@@ -241,6 +250,18 @@ void glu_backward_cpu(const Glu& glu, const Tensor& grad_output, const Tensor& i
     cpu::kernels().glu_backward(glu, cpu::kernel_dtype(input), grad.read(begin), x.read(begin),
                                 grad_x.write(begin), end - begin, grad.width);
   });
+}
+
+void glu_forward_cuda(const Glu& glu, const Tensor& input, const Tensor& output) {
+  cuda::kernels().glu_forward(cuda::stream_of(input), glu, kernel_dtype(input), cuda::read(input),
+                              cuda::write(output), cuda::rows_of(output), output.size(-1));
+}
+
+void glu_backward_cuda(const Glu& glu, const Tensor& grad_output, const Tensor& input,
+                       const Tensor& grad_input) {
+  cuda::kernels().glu_backward(cuda::stream_of(input), glu, kernel_dtype(input),
+                               cuda::read(grad_output), cuda::read(input), cuda::write(grad_input),
+                               cuda::rows_of(grad_output), grad_output.size(-1));
 }
 
 }  // namespace transformer_ops

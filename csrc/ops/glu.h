@@ -45,5 +45,8 @@ Tensor glu_unfused(const GluRow& row, const Tensor& input, const cpu::Glu& glu);
 void glu_forward_cpu(const cpu::Glu& glu, const Tensor& input, const Tensor& output);
 void glu_backward_cpu(const cpu::Glu& glu, const Tensor& grad_output, const Tensor& input,
                       const Tensor& grad_input);
+void glu_forward_cuda(const cpu::Glu& glu, const Tensor& input, const Tensor& output);
+void glu_backward_cuda(const cpu::Glu& glu, const Tensor& grad_output, const Tensor& input,
+                       const Tensor& grad_input);
 
 }  // namespace transformer_ops

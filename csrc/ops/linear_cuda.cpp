@@ -260,17 +260,4 @@ Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tens
   return grads;
 }
 
-void activate_cuda(const ActivationRow& row, const Tensor& input, const Tensor& output,
-                   const Tensor& mask) {
-  const auto stream = cuda::stream_of(input);
-  const auto dtype = kernel_dtype(input);
-  if (mask.defined()) {
-    cuda::kernels().relu_forward(stream, dtype, cuda::read(input), cuda::write(output),
-                                 mask.mutable_data_ptr<uint8_t>(), input.numel());
-  } else {
-    cuda::kernels().activation_forward(stream, row.activation, dtype, cuda::read(input),
-                                       cuda::write(output), input.numel());
-  }
-}
-
 }  // namespace transformer_ops

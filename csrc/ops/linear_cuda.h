@@ -3,7 +3,6 @@
 
 #include <optional>
 
-#include "ops/activation.h"
 #include "ops/linear.h"
 
 namespace transformer_ops {
@@ -23,9 +22,5 @@ Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& 
 // As linear_backward_cpu. With a float32 residual the gradient of a 16-bit input is float32 too.
 Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
                              const LinearGradients& fused = {});
-
-// Contiguous tensors; a mask is for ReLU, and not written where undefined.
-void activate_cuda(const ActivationRow& row, const Tensor& input, const Tensor& output,
-                   const Tensor& mask);
 
 }  // namespace transformer_ops

@@ -7,13 +7,8 @@
 namespace transformer_ops::cpu {
 namespace {
 
-// An element is kept where its 32-bit random integer is at least p * 2^32.
-uint32_t keep_threshold(double p) {
-  const double exact = p * 4294967296.0;
-  const auto below = static_cast<uint64_t>(exact);
-  const uint64_t threshold = static_cast<double>(below) < exact ? below + 1 : below;
-  return static_cast<uint32_t>(threshold < 0xffffffffu ? threshold : 0xffffffffu);
-}
+using random::dropout_scale;
+using random::keep_threshold;
 
 // ---- a block of elements: eight 16-bit pieces of each counter ----
 
@@ -123,9 +118,6 @@ void dropout_forward(DType dtype, const void* x, void* y, uint8_t* mask, uint64_
     map_bits(as<T>(y), n, f, draw, write, as<T>(x));
   });
 }
-
-// With p = 1 no bit is set, and any finite scale will do.
-double dropout_scale(double p) { return p < 1.0 ? 1.0 / (1.0 - p) : 0.0; }
 
 void dropout_backward(DType dtype, const void* grad_y, const uint8_t* mask, void* grad_x, double p,
                       int64_t n) {

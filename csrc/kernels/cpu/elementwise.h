@@ -1,27 +1,14 @@
 // Activations and conversions.
 #pragma once
 
+#include "kernels/choose.h"
 #include "loops.h"
 #include "simd_math.h"
 
 namespace transformer_ops::cpu {
 namespace {
 
-template <class F>
-void with_activation(Activation activation, F f) {
-  switch (activation) {
-    case Activation::GELU:
-      return f(math::GELU());
-    case Activation::QGELU:
-      return f(math::QGELU());
-    case Activation::ReLU:
-      return f(math::ReLU());
-    case Activation::SReLU:
-      return f(math::SReLU());
-    case Activation::SiLU:
-      return f(math::SiLU());
-  }
-}
+using kernel::with_activation;
 
 void activation_forward(Activation activation, DType dtype, const void* x, void* y, int64_t n) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {

@@ -2,34 +2,14 @@
 // alternating blocks of `interleave` elements.
 #pragma once
 
+#include "kernels/choose.h"
 #include "loops.h"
 #include "simd_math.h"
 
 namespace transformer_ops::cpu {
 namespace {
 
-template <class A, class F>
-void with_glu(const Glu& glu, F f) {
-  switch (glu.kind) {
-    case GluKind::GLU:
-      return f(math::GatedBy<math::Sigmoid>());
-    case GluKind::GEGLU:
-      return f(math::GatedBy<math::GELU>());
-    case GluKind::QGEGLU:
-      return f(math::GatedBy<math::QGELU>());
-    case GluKind::ReGLU:
-      return f(math::GatedBy<math::ReLU>());
-    case GluKind::SReGLU:
-      return f(math::GatedBy<math::SReLU>());
-    case GluKind::SwiGLU:
-      return f(math::GatedBy<math::SiLU>());
-    case GluKind::SiTUGLU:
-      return f(math::SiTUGLU<A>{static_cast<A>(glu.beta1), static_cast<A>(glu.beta2)});
-    case GluKind::ClampedSwiGLU:
-      return f(math::ClampedSwiGLU<A>{static_cast<A>(glu.limit), static_cast<A>(glu.alpha),
-                                      static_cast<A>(glu.offset)});
-  }
-}
+using kernel::with_glu;
 
 // Calls f(first element of gate, of linear, of y) for the contiguous runs of all rows.
 template <class F>

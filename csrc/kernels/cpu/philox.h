@@ -1,8 +1,8 @@
-// Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) on vectors
-// of counters. Seven rounds are the fewest that pass TestU01's BigCrush (there, table 2).
+// Philox4x32 of kernels/random.h on vectors of counters.
 #pragma once
 
 #include "dtype.h"
+#include "kernels/random.h"
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -62,17 +62,17 @@ TRANSFORMER_OPS_INLINE PhiloxNumbers philox(uint64_t seed, uint64_t counter, uin
   }
   auto k0 = static_cast<uint32_t>(seed);
   auto k1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 7; ++round) {
+  for (int round = 0; round < random::kRounds; ++round) {
     for (int k = 0; k < kPhiloxChains; ++k) {
-      const PhiloxLanes p0 = multiply(c0[k], 0xD2511F53u);
-      const PhiloxLanes p1 = multiply(c2[k], 0xCD9E8D57u);
+      const PhiloxLanes p0 = multiply(c0[k], random::kMultiplier0);
+      const PhiloxLanes p1 = multiply(c2[k], random::kMultiplier1);
       c0[k] = (p1 >> 32) ^ c1[k] ^ static_cast<uint64_t>(k0);
       c1[k] = p1;
       c2[k] = (p0 >> 32) ^ c3[k] ^ static_cast<uint64_t>(k1);
       c3[k] = p0;
     }
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    k0 += random::kWeyl0;
+    k1 += random::kWeyl1;
   }
   PhiloxNumbers numbers;
   const PhiloxLanes word = PhiloxLanes{} + 0xffffffffu;

@@ -1,0 +1,53 @@
+// From what a kernel is told to compute to its formula.
+//
+// Internal linkage for the reason given in math.h.
+#pragma once
+
+#include "kernels/math.h"
+#include "kernels/types.h"
+
+namespace transformer_ops::kernel {
+namespace {
+
+template <class F>
+void with_activation(Activation activation, F f) {
+  switch (activation) {
+    case Activation::GELU:
+      return f(math::GELU());
+    case Activation::QGELU:
+      return f(math::QGELU());
+    case Activation::ReLU:
+      return f(math::ReLU());
+    case Activation::SReLU:
+      return f(math::SReLU());
+    case Activation::SiLU:
+      return f(math::SiLU());
+  }
+}
+
+// Numbers that the formula takes are of type A.
+template <class A, class F>
+void with_glu(const Glu& glu, F f) {
+  switch (glu.kind) {
+    case GluKind::GLU:
+      return f(math::GatedBy<math::Sigmoid>());
+    case GluKind::GEGLU:
+      return f(math::GatedBy<math::GELU>());
+    case GluKind::QGEGLU:
+      return f(math::GatedBy<math::QGELU>());
+    case GluKind::ReGLU:
+      return f(math::GatedBy<math::ReLU>());
+    case GluKind::SReGLU:
+      return f(math::GatedBy<math::SReLU>());
+    case GluKind::SwiGLU:
+      return f(math::GatedBy<math::SiLU>());
+    case GluKind::SiTUGLU:
+      return f(math::SiTUGLU<A>{static_cast<A>(glu.beta1), static_cast<A>(glu.beta2)});
+    case GluKind::ClampedSwiGLU:
+      return f(math::ClampedSwiGLU<A>{static_cast<A>(glu.limit), static_cast<A>(glu.alpha),
+                                      static_cast<A>(glu.offset)});
+  }
+}
+
+}  // namespace
+}  // namespace transformer_ops::kernel
