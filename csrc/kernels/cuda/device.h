@@ -109,6 +109,17 @@ TRANSFORMER_OPS_DEVICE Pack<T, N> load(const T* from) {
   return pack;
 }
 
+// An assignment would become four stores of 4 bytes in many kernels.
+TRANSFORMER_OPS_DEVICE void store_word(uint4* to, uint4 word) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y),
+               "r"(word.z), "r"(word.w)
+               : "memory");
+#else
+  *to = word;
+#endif
+}
+
 template <bool Aligned, int N, class T>
 TRANSFORMER_OPS_DEVICE void store(T* to, const Pack<T, N>& pack) {
   if constexpr (Aligned && sizeof(pack) % 16 == 0) {
@@ -116,7 +127,7 @@ TRANSFORMER_OPS_DEVICE void store(T* to, const Pack<T, N>& pack) {
     memcpy(words, &pack, sizeof(pack));
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(pack) / 16); ++i) {
-      reinterpret_cast<uint4*>(to)[i] = words[i];
+      store_word(reinterpret_cast<uint4*>(to) + i, words[i]);
     }
   } else {
 #pragma unroll

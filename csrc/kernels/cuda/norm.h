@@ -17,7 +17,28 @@ template <int N, class T>
 TRANSFORMER_OPS_DEVICE void store_pack(T* to, const Pack<T, N>& pack) {
   store<(N > 1), N>(to, pack);
 }
-// To shared memory; there once this thread has waited for copies.
+// To shared memory.
+template <int N, class T>
+TRANSFORMER_OPS_DEVICE void keep_pack(T* to, const Pack<T, N>& pack) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (N > 1) {  // as in store_word
+    const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    uint4 words[sizeof(pack) / 16];
+    memcpy(words, &pack, sizeof(pack));
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(pack) / 16); ++i) {
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address + 16 * i),
+                   "r"(words[i].x), "r"(words[i].y), "r"(words[i].z), "r"(words[i].w)
+                   : "memory");
+    }
+  } else {
+    *to = pack[0];
+  }
+#else
+  for (int i = 0; i < N; ++i) to[i] = pack[i];
+#endif
+}
+// From global to shared memory; there once this thread has waited for copies.
 template <int N, class T>
 TRANSFORMER_OPS_DEVICE void copy_pack(T* to, const T* from) {
   if constexpr (N > 1) {

@@ -43,7 +43,7 @@ TRANSFORMER_OPS_DEVICE void write_column_sums(Pack<A, N> (&sums)[K], const Lane&
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     const int column = (lane.number + k * lane.lanes) * N;
-    if (column < h) store_pack(scratch + lane.row * h + column, sums[k]);
+    if (column < h) keep_pack(scratch + lane.row * h + column, sums[k]);
   }
   __syncthreads();
   for (int column = static_cast<int>(threadIdx.x); column < h; column += threads) {

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(512, Staged ? 2 : 1)
     if (extra != nullptr) {
       for_packs([&](Index i) {
         const auto pack = rounded_sum(load_pack<N>(kept + i), load_pack<N>(kept_extra + i));
-        store_pack(kept + i, pack);
+        keep_pack(kept + i, pack);
         if (sum != nullptr) store_pack(sum + i, pack);
       });
     }
