@@ -158,12 +158,14 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp op)
     register_norm("add_layer_norm", "LayerNorm",
                   {.schema = kLayerNorm,
                    .shape = layer_norm_shape,
+                   .overwrites = {0, 1},
                    .cpu = layer_norm_cpu,
                    .cuda = layer_norm_cuda,
                    .unfused = [](const Args& args) { return unfused("layer_norm", args); }}) &&
     register_norm("add_rms_norm", "RMSNorm",
                   {.schema = kRMSNorm,
                    .shape = rms_norm_shape,
+                   .overwrites = {0, 1},
                    .cpu = rms_norm_cpu,
                    .cuda = rms_norm_cuda,
                    .unfused = [](const Args& args) { return unfused("rms_norm", args); }});

@@ -93,6 +93,7 @@ Tensors backward_unfused(const Args& args) {
                            "bool[3] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = shape,
+                 .overwrites = {0, 1, 2},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused},

@@ -20,7 +20,7 @@ void backward_cpu(const Args& args, Tensors& results) {
   const Tensor& grad = args.tensor(0);
   const Tensor& extra = args.tensor(1);
   const bool same_dtype = extra.scalar_type() == grad.scalar_type();
-  results = linear_backward_cpu(grad, args.flag(4, 1) ? args.tensor(2) : Tensor(), args.tensor(3),
+  results = linear_backward_cpu(grad, args.flag(4, 1) ? args.take(2) : Tensor(), args.tensor(3),
                                 {.residual = same_dtype ? extra : Tensor()});
   if (!same_dtype) results[0] = at::add(results[0], contiguous(extra));
 }

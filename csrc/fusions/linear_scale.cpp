@@ -9,7 +9,7 @@ TensorSpecs shape(const Args& args) { return linear_backward_outputs(args, 0, 1,
 
 void backward_cpu(const Args& args, Tensors& results) {
   results =
-      linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? args.tensor(1) : Tensor(),
+      linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? args.take(1) : Tensor(),
                           args.flag(4, 0) ? args.tensor(2) : Tensor(), {.scale = args.number(3)});
 }
 

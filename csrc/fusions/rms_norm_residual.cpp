@@ -75,6 +75,7 @@ Tensors backward_unfused(const Args& args) {
                            "float eps, bool zero_centered_gamma, bool[2] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = shape,
+                 .overwrites = {0, 1, 2},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused},

@@ -18,7 +18,7 @@ Tensors forward_unfused(const Args& args) { return {at::linear(args.tensor(0), a
 TensorSpecs backward_shape(const Args& args) { return linear_backward_outputs(args, 0, 1, 2, 3); }
 
 void backward_cpu(const Args& args, Tensors& results) {
-  results = linear_backward_cpu(args.tensor(0), args.flag(3, 1) ? args.tensor(1) : Tensor(),
+  results = linear_backward_cpu(args.tensor(0), args.flag(3, 1) ? args.take(1) : Tensor(),
                                 args.flag(3, 0) ? args.tensor(2) : Tensor());
 }
 

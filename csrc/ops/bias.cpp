@@ -56,6 +56,7 @@ Tensors backward_unfused(const Args& args) {
 
 const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor output",
                           .shape = forward_shape,
+                          .overwrites = {0},
                           .cpu = forward_cpu,
                           .unfused = forward_unfused};
 

@@ -69,6 +69,7 @@ Tensors backward_unfused(const Args& args) {
 TypedOp make_recompute() {
   return recompute_by({.schema = "dropout(Tensor input, Tensor mask, float p) -> Tensor output",
                        .shape = backward_shape,
+                       .overwrites = {0},
                        .cpu = backward_cpu,
                        .unfused = backward_unfused});
 }
@@ -92,12 +93,14 @@ Tensor replay(const ReplayCall& call) {
     .forward = {.schema = "dropout(Tensor input, float p, bool save_mask) -> "
                           "(Tensor output, Tensor mask)",
                 .shape = forward_shape,
+                .overwrites = {0},
                 .cpu = forward_cpu,
                 .unfused = forward_unfused,
                 .random = true},
     .backward = {.schema = "dropout_backward(Tensor grad_output, Tensor mask, float p) -> "
                            "Tensor grad_input",
                  .shape = backward_shape,
+                 .overwrites = {0},
                  .cpu = backward_cpu,
                  .unfused = backward_unfused},
     .recompute = make_recompute(),

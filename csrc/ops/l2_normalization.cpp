@@ -90,6 +90,7 @@ NormTensors recompute_tensors(const Args& args) {
     .forward = {.schema = "l2_normalization(Tensor input, float eps) -> "
                           "(Tensor output, Tensor rstd)",
                 .shape = forward_shape,
+                .overwrites = {0},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused},
@@ -97,6 +98,7 @@ NormTensors recompute_tensors(const Args& args) {
     .backward = {.schema = "l2_normalization_backward(Tensor grad_output, Tensor input, "
                            "Tensor rstd, float eps) -> Tensor grad_input",
                  .shape = backward_shape,
+                 .overwrites = {0, 1},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda},
     .recompute = recompute_norm("recompute_l2_normalization(Tensor grad_output, Tensor input, "

@@ -124,6 +124,7 @@ NormTensors recompute_tensors(const Args& args) {
     .forward = {.schema = "layer_norm(Tensor input, Tensor weight, Tensor bias, float eps, "
                           "bool zero_centered_gamma) -> (Tensor output, Tensor mean, Tensor rstd)",
                 .shape = forward_shape,
+                .overwrites = {0},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused},
@@ -131,6 +132,7 @@ NormTensors recompute_tensors(const Args& args) {
                            "Tensor rstd, Tensor weight, float eps, bool zero_centered_gamma) -> "
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = backward_shape,
+                 .overwrites = {0, 1},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused},

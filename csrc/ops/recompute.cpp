@@ -76,7 +76,7 @@ Tensor normalize_unfused(const NormTensors& norm) {
   return x.to(norm.input.scalar_type());
 }
 
-Args without_first(const Args& args) { return {args.op(), args.values().slice(1)}; }
+Args without_first(const Args& args) { return {args.op(), args.values().subspan(1)}; }
 
 TensorSpecs cast_shape(const Args& args) {
   check_compute_dtype(args, "input", args.tensor(1));
@@ -112,6 +112,7 @@ TypedOp recompute_by(const TypedOp& forward) {
     };
   }
   op.unfused = [=](const Args& args) { return forward.unfused(without_first(args)); };
+  for (size_t& i : op.overwrites) ++i;
   op.reads_first = false;
   return op;
 }

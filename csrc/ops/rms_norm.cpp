@@ -111,6 +111,7 @@ NormTensors recompute_tensors(const Args& args) {
     .forward = {.schema = "rms_norm(Tensor input, Tensor weight, float eps, "
                           "bool zero_centered_gamma) -> (Tensor output, Tensor rstd)",
                 .shape = forward_shape,
+                .overwrites = {0},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused},
@@ -118,6 +119,7 @@ NormTensors recompute_tensors(const Args& args) {
                            "Tensor weight, float eps, bool zero_centered_gamma) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
+                 .overwrites = {0, 1},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda},
     .recompute = recompute_norm("recompute_rms_norm(Tensor grad_output, Tensor input, Tensor rstd, "
