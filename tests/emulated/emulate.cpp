@@ -103,10 +103,12 @@ void run_block(int threads, std::minstd_rand& random) {
     order[i] = i;
     prepare(fibers[i]);
   }
+  uint64_t late = 0;  // warps that stand still for a while, so that others get ahead
   for (;;) {
+    if (random() % 16 == 0) late = random();
     std::shuffle(order.begin(), order.end(), random);
     for (const int i : order) {
-      if (fibers[i].state != State::Ready) continue;
+      if (fibers[i].state != State::Ready || (late >> (i / 32) & 1) != 0) continue;
       current = i;
       threadIdx = {static_cast<unsigned>(i), 0, 0};
       swapcontext(&scheduler, &fibers[i].context);
@@ -116,6 +118,10 @@ void run_block(int threads, std::minstd_rand& random) {
     any |= release_barriers(threads);
     if (!any) any = release(0, threads, State::AtBlock);
     if (any) continue;
+    if (late != 0) {
+      late = 0;
+      continue;
+    }
     const bool done = std::all_of(fibers.begin(), fibers.begin() + threads,
                                   [](const Fiber& fiber) { return fiber.state == State::Done; });
     if (done) return;
