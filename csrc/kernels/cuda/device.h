@@ -300,16 +300,19 @@ inline int64_t most_shared_bytes() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes;
 }
 
+template <class Kernel>
+void ask_for_shared(Kernel kernel, int64_t bytes) {
+  if (bytes + kStaticSharedBytes <= 48 << 10) return;
+  // To the same value always: another thread may be about to launch the kernel with more.
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(most_shared_bytes())));
+}
+
 template <class... Parameters, class... Arguments>
 void launch(Stream stream, const Grid& grid, void (*kernel)(Parameters...),
             const Arguments&... args) {
+  ask_for_shared(kernel, grid.shared_bytes);
   if (grid.blocks == 0) return;
-  constexpr int64_t kWithoutAsking = 48 << 10;
-  if (grid.shared_bytes + kStaticSharedBytes > kWithoutAsking) {
-    // To the same value always: another thread may be about to launch the kernel with more.
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(most_shared_bytes())));
-  }
   // clang-format off: it splits the closing bracket
   kernel<<<static_cast<unsigned>(grid.blocks), grid.threads, grid.shared_bytes,
            static_cast<cudaStream_t>(stream)>>>(static_cast<Parameters>(args)...);
