@@ -313,7 +313,8 @@ void launch(Stream stream, const Grid& grid, void (*kernel)(Parameters...),
             const Arguments&... args) {
   ask_for_shared(kernel, grid.shared_bytes);
   if (grid.blocks == 0) return;
-  // clang-format off: it splits the closing bracket
+  // The formatter would split the closing bracket.
+  // clang-format off
   kernel<<<static_cast<unsigned>(grid.blocks), grid.threads, grid.shared_bytes,
            static_cast<cudaStream_t>(stream)>>>(static_cast<Parameters>(args)...);
   // clang-format on

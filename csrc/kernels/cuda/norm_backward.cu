@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kMostThreads<Centered>, 1)
 
   int stage = 0, parity = 0;
   // As often for all rows of the block: they meet at barriers.
-  for (int64_t first = 0; first < norm.rows; first += step) {
+  for (auto turns = static_cast<int>(ceil_div(norm.rows, step)); turns > 0; --turns) {
     const auto statistics = next;
     next = statistics_of<A>(norm, row + step);
     T* const here = mine + stage * stage_places;
