@@ -27,12 +27,14 @@ inline int64_t row_lanes(int64_t packs, int packs_a_lane) {
 }
 
 // Kernels that need no sums over rows: small blocks, so that while some wait for memory, others
-// compute or store. A row within a warp needs no barrier, and stays there up to 8 packs a lane.
+// compute or store. A row within a warp needs no barrier, and stays there up to 8 packs a lane; 8
+// lanes side by side have a line of the cache.
 inline RowSplit forward_split(int64_t packs) {
-  constexpr int kThreads = 128, kMostThreads = 512, kWarp = 32;
-  const auto lanes = static_cast<int>(std::clamp<int64_t>(
-      row_lanes(packs, 8), std::min<int64_t>(row_lanes(packs, 4), kWarp), kMostThreads));
-  return {lanes, lanes <= kWarp ? kThreads / lanes : 1};
+  constexpr int64_t kThreads = 128, kMostThreads = 512, kWarp = 32;
+  const int64_t short_row =
+      std::min(std::max(row_lanes(packs, 4), std::min<int64_t>(8, row_lanes(packs, 1))), kWarp);
+  const auto lanes = static_cast<int>(std::clamp(row_lanes(packs, 8), short_row, kMostThreads));
+  return {lanes, lanes <= kWarp ? static_cast<int>(kThreads) / lanes : 1};
 }
 
 // Backward: one block a multiprocessor goes through rows, the next of them on their way to shared

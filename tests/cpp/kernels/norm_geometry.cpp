@@ -35,6 +35,7 @@ TEST(NormGeometry, Forward) {
       EXPECT_GT(2 * packs, split.lanes) << "few idle lanes";
     }
   }
+  EXPECT_EQ(forward_split(16).lanes, 8);    // 128 of 16 bits
   EXPECT_EQ(forward_split(512).lanes, 64);  // 4096 of 16 bits
   EXPECT_EQ(forward_split(int64_t{1} << 40).lanes, 512);
 }
