@@ -138,16 +138,14 @@ void activation_cuda(const Args& args, Tensors& results) {
   const Tensor grad_y = weight_gradient_and_grad_y(args, std::move(y), results);
   const auto stream = cuda::stream_of(x);
   if (results.size() == 2) {
-    cuda::kernels().activation_backward(stream, row.activation, kernel_dtype(x),
-                                        cuda::read(grad_y), cuda::read(x), cuda::write(results[0]),
-                                        x.numel());
+    cuda::kernels().activation_backward(stream, row.activation, kernel_dtype(x), cuda::read(grad_y),
+                                        cuda::read(x), cuda::write(results[0]), x.numel());
     return;
   }
   const cuda::ColumnSums sums(x, results[2]);
-  cuda::kernels().activation_bias_backward(stream, row.activation, kernel_dtype(x),
-                                           cuda::read(grad_y), cuda::read(x),
-                                           cuda::write(results[0]), sums.kernel, sums.rows,
-                                           sums.width);
+  cuda::kernels().activation_bias_backward(
+      stream, row.activation, kernel_dtype(x), cuda::read(grad_y), cuda::read(x),
+      cuda::write(results[0]), sums.kernel, sums.rows, sums.width);
 }
 
 void glu_cuda(const Args& args, Tensors& results) {
@@ -245,7 +243,7 @@ bool register_all() {
                                   .shape = activation_bias_shape,
                                   .overwrites = {1},
                                   .cpu = activation_cpu,
-                    .cuda = activation_cuda,
+                                  .cuda = activation_cuda,
                                   .unfused = activation_bias_unfused}});
   register_fused_op({.rule = {.name = "linear_activation",
                               .pass = Pass::Backward,
@@ -258,7 +256,7 @@ bool register_all() {
                                   .shape = activation_shape,
                                   .overwrites = {1},
                                   .cpu = activation_cpu,
-                    .cuda = activation_cuda,
+                                  .cuda = activation_cuda,
                                   .unfused = activation_unfused}});
   return register_fused_op(
       {.rule = {.name = "linear_glu",
