@@ -60,7 +60,7 @@ void forward_cuda(const Args& args, Tensors& results) {
     }
   }
   const Tensor sum = linear_cuda(args.tensor(0), args.tensor(1), args.tensor(2));
-  results = activated(args, sum, activate_cuda);
+  results = activated(args, sum, activation_forward_cuda);
 }
 
 Tensors forward_unfused(const Args& args) {
