@@ -182,9 +182,9 @@ struct Kernels {
   int64_t (*column_sum_parts)(int64_t rows, int64_t h);
 
   // ---- dropout; a null mask is not written
-  // Element i is kept where its random 32-bit integer is at least p * 2^32, whatever the launch: word
-  // i % 4 of Philox4x32-7(key = seed, counter = (i / 8, offset / 4 + i % 8 / 4)), where two 64-bit
-  // numbers make a counter. 7 rounds and not torch's 10: these numbers are none of its own.
+  // Element i is kept where its random 32-bit integer is at least p * 2^32, whatever the launch:
+  // word i % 4 of Philox4x32-7(key = seed, counter = (i / 8, offset / 4 + i % 8 / 4)), where two
+  // 64-bit numbers make a counter. 7 rounds, not torch's 10: none of these numbers is one of its.
   void (*dropout_forward)(Stream, DType, const void* x, void* y, uint8_t* mask, const Philox&,
                           double p, int64_t n);
   void (*dropout_backward)(Stream, DType, const void* grad_y, const uint8_t* mask, void* grad_x,
