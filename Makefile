@@ -20,13 +20,18 @@ PACKAGES := $(VENV)/.packages-installed
 BUILT := $(VENV)/.extension-built
 SOURCES := $(shell find csrc cmake tools CMakeLists.txt setup.py pyproject.toml \
     -not -name '__pycache__' -not -name '*.pyc')
-CPP := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp')
+CPP := $(shell find csrc tests/cpp tests/emulated -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+# The CUDA bodies of the ops, on kernels compiled for the CPU.
+EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransformer_ops_emulated.so \
+    tests/test_ops.py tests/test_products.py tests/test_fusions.py
 
 .PHONY: test train bench build lint format sanitize clean FORCE
 
 test: build
 	$(BIN)/python tools/cmake_build.py
 	$(BIN)/python -m pytest -q tests $(ARGS)
+	$(BIN)/python -m pytest -q $(EMULATED) $(ARGS)
 
 train: build
 	$(BIN)/python examples/train_lm.py $(ARGS)

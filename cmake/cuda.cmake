@@ -63,9 +63,6 @@ set(CMAKE_CUDA_COMPILER ${CUDAToolkit_NVCC_EXECUTABLE})
 if(CCACHE_PROGRAM AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
 endif()
-set(CMAKE_CUDA_STANDARD 20)
-set(CMAKE_CUDA_STANDARD_REQUIRED ON)
-set(CMAKE_CUDA_EXTENSIONS OFF)
 set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
 enable_language(CUDA)
 
@@ -90,7 +87,7 @@ function(transformer_ops_add_cuda_library)
   string(REPLACE "," ";" host_warnings ${warnings})
   target_compile_options(
     transformer_ops_cuda_kernels
-    PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr ${device_warnings}
+    PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 --expt-relaxed-constexpr ${device_warnings}
             -Xcompiler=${warnings}> $<$<COMPILE_LANGUAGE:CXX>:${host_warnings}>)
 
   add_library(transformer_ops_cuda SHARED csrc/cuda/backend.cpp

@@ -6,8 +6,22 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--emulate-cuda",
+        metavar="LIBRARY",
+        help="run the CUDA bodies of the typed ops on CPU tensors, with the kernels of this library "
+        "(libtransformer_ops_emulated.so of a build with TRANSFORMER_OPS_TESTS)",
+    )
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "cuda: needs a CUDA device (FAIL_WITHOUT_CUDA=1 insists)")
+    emulated = config.getoption("--emulate-cuda")
+    if emulated is not None:
+        import transformer_ops  # noqa: F401  # first: it registers the ops
+
+        torch.ops.load_library(emulated)
 
 
 def pytest_runtest_setup(item):

@@ -154,6 +154,15 @@ def backward_cases() -> Iterator[Case]:
     yield Case("dropout_bias", "backward", dropout, (2, 3))
     alone = lambda: before(tops.Bias(16), tops.Dropout(1.0), tops.Bias(16))  # noqa: E731
     yield Case("dropout_bias", "backward", alone, (1, 2), "all dropped, without Linear")
+    for name in ("GELU", "QGELU", "SiLU"):
+        activation = getattr(tops, name)
+        block = lambda a=activation: before(tops.Linear(16, 24), a(), tops.BasicLinear(24, 16))  # noqa: E731
+        yield Case("linear_activation_bias", "backward", block, (2, 3, 4), name)
+        alone = lambda a=activation: before(a(), tops.BasicLinear(16, 24))  # noqa: E731
+        yield Case("linear_activation", "backward", alone, (1, 2), name)
+    for name, glu in GLUS.items():
+        block = lambda g=glu: before(tops.BasicLinear(16, 48), g(), tops.BasicLinear(24, 16))  # noqa: E731
+        yield Case("linear_glu", "backward", block, (2, 3), name)
     for name, glu in GLUS.items():
         block = lambda g=glu: before(tops.Linear(16, 48), g())  # noqa: E731
         yield Case("glu_bias", "backward", block, (2, 3), name)

@@ -30,8 +30,7 @@ forward   op                         made by                 saves, bytes a row
 
 backward  op                         made by                 reads
   5       Bias                       -
-  4       BasicLinear                -                       computes x4 again from 3.input
-  2-3     Bias + GELU                activation_bias         3.input
+  2-4     Bias + GELU + BasicLinear  linear_activation_bias  3.input
   1       BasicLinear                -                       computes x1 again from 0.input, 0.mean,
                                                              0.rstd
   0       LayerNorm                  -                       0.input, 0.mean, 0.rstd
@@ -46,8 +45,7 @@ nearly matched
   dropout_bias (backward) at 5: the ops end where it needs Dropout
   glu_bias (backward) at 5: the ops end where it needs GLU or GEGLU or QGEGLU or ReGLU or SReGLU or
       SwiGLU or SiTUGLU or ClampedSwiGLU
-  linear_scale (backward) at 1-3: op 2 is Bias where it needs ConstantScale
-  linear_scale (backward) at 4-5: op 5 is Bias where it needs ConstantScale
+  linear_scale (backward) at 1-4: op 2 is Bias where it needs ConstantScale
 """.rstrip()
 
 

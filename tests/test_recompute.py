@@ -170,7 +170,9 @@ def test_under_autocast():
         found, want = gradients(module, x), gradients(kept, x)
         assert recomputed(module.plans()[0]) == ["recompute_layer_norm", "recompute_gelu"]
     for a, b in zip(found, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+        # What was kept may come from a sum before it was rounded, the other comes from what was
+        # rounded: as on CUDA, where GELU is a part of the product.
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=4e-2)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -1,8 +1,25 @@
 #include "executor/plan_function.h"
 
 #include <ATen/ops/alias.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+
+namespace transformer_ops {
+namespace {
+class EarlyRelease;
+}
+}  // namespace transformer_ops
+
+// CppNode alone may touch what a context saves, and its release_variables() takes a lock that it
+// holds while backward runs.
+template <>
+struct torch::autograd::CppNode<transformer_ops::EarlyRelease> {
+  static void release_variables(AutogradContext& context) {
+    context.saved_variables_.clear();
+    context.has_freed_buffers_ = true;
+  }
+};
 
 namespace transformer_ops {
 namespace {
@@ -61,6 +78,10 @@ variable_list PlanFunction::forward(AutogradContext* context, const Program* pro
 variable_list PlanFunction::backward(AutogradContext* context, const variable_list& grads) {
   const auto* program = reinterpret_cast<const Program*>(context->saved_data["program"].toInt());
   Tensors saved = context->get_saved_variables();
+  // What the engine does afterwards, done now: each saved tensor dies with its last reader.
+  if (!torch::autograd::get_current_graph_task_keep_graph()) {
+    torch::autograd::CppNode<EarlyRelease>::release_variables(*context);
+  }
   variable_list result(1);  // the program has no gradient
   if (at::GradMode::is_enabled()) {
     std::ranges::move(double_backward(*program, saved, grads), std::back_inserter(result));

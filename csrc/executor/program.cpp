@@ -235,10 +235,16 @@ class Compiler {
         if (!seen[value]) line->dead.push_back(value);
         seen[value] = true;
       };
-      if (const auto* call = std::get_if<Program::Call>(&line->what)) {
+      if (auto* call = std::get_if<Program::Call>(&line->what)) {
+        std::map<int, int> reads;
         for (const auto& operand : call->operands) {
-          if (const auto* load = std::get_if<Program::Load>(&operand)) visit(load->value);
+          if (const auto* load = std::get_if<Program::Load>(&operand)) ++reads[load->value];
         }
+        for (auto& operand : call->operands) {
+          auto* load = std::get_if<Program::Load>(&operand);
+          if (load) load->last = !seen[load->value] && reads[load->value] == 1;
+        }
+        for (const auto& [value, count] : reads) visit(value);
         for (const int result : call->results) visit(result);
       } else if (const auto* cast = std::get_if<Program::Cast>(&line->what)) {
         visit(cast->from);

@@ -22,6 +22,7 @@ struct Program {
   };
   struct Load {
     int value;
+    bool last = false;  // nobody reads it afterwards: the call may have its memory
   };
   using Operand = std::variant<Load, Constant, ShapeOf>;
 

@@ -64,7 +64,8 @@ void cast(const Step& step, const Value& value, std::map<Value, Tensor>& values)
 Tensors call_unfused(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
   const TypedOp* op = find_typed_op(name);
   TORCH_CHECK(op != nullptr, "[typed op] name must be registered, got '", name, "'");
-  if (op->unfused) return op->unfused(Args(name.c_str(), arguments));
+  std::vector<c10::IValue> values(arguments.begin(), arguments.end());
+  if (op->unfused) return op->unfused(Args(name.c_str(), values));
   for (const auto& pair : typed_op_pairs()) {
     if (pair.backward == name) {
       return unfused_backward(*find_typed_op(pair.forward), name, arguments);

@@ -8,7 +8,8 @@ void run_call(const Program::Call& call, const Shapes& shapes, Tensors& values,
   stack.clear();
   for (const auto& operand : call.operands) {
     if (const auto* load = std::get_if<Program::Load>(&operand)) {
-      stack.emplace_back(values[load->value]);
+      Tensor& value = values[load->value];
+      load->last ? stack.emplace_back(std::move(value)) : stack.emplace_back(value);
     } else if (const auto* constant = std::get_if<Program::Constant>(&operand)) {
       stack.push_back(constant->value);
     } else {

@@ -76,6 +76,7 @@ Bindings bind(const Match& match) {
     .backward = {.schema = "activation_bias_backward(Tensor grad_output, Tensor kept, "
                            "str activation) -> (Tensor grad_input, Tensor grad_bias)",
                  .shape = shape,
+                 .overwrites = {0, 1},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused},

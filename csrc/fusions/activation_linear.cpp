@@ -3,7 +3,9 @@
 #include "kernels/cpu/kernels.h"
 #include "ops/activation.h"
 #include "ops/cpu.h"
+#include "ops/cuda.h"
 #include "ops/linear.h"
+#include "ops/linear_cuda.h"
 #include "ops/op.h"
 
 #include <ATen/ops/linear.h>
@@ -20,6 +22,13 @@ void forward_cpu(const Args& args, Tensors& results) {
   Tensor activated = empty_cpu(input.sizes(), input.scalar_type());
   activation_forward_cpu(activation_named(args.text(2)), input, activated, {});
   results = {linear_cpu(activated, args.tensor(1)), activated};
+}
+
+void forward_cuda(const Args& args, Tensors& results) {
+  const Tensor input = contiguous(args.tensor(0));
+  const Tensor activated = empty(input.sizes(), input.scalar_type(), input.device());
+  activation_forward_cuda(activation_named(args.text(2)), input, activated, {});
+  results = {linear_cuda(activated, args.tensor(1)), activated};
 }
 
 Tensors forward_unfused(const Args& args) {
@@ -41,6 +50,17 @@ void backward_cpu(const Args& args, Tensors& results) {
                                                    grad.read(begin), y.read(begin),
                                                    grad.write(begin), end - begin);
   });
+}
+
+void backward_cuda(const Args& args, Tensors& results) {
+  const Tensor activated = contiguous(args.tensor(1));
+  const Tensor weight = args.flag(4, 0) ? args.tensor(2) : Tensor();
+  results = linear_backward_cuda(args.tensor(0), args.flag(4, 1) ? activated : Tensor(), weight);
+  if (!weight.defined()) return;
+  cuda::kernels().activation_backward_from_output(
+      cuda::stream_of(activated), activation_named(args.text(3)).activation,
+      kernel_dtype(activated), cuda::read(results[0]), cuda::read(activated),
+      cuda::write(results[0]), activated.numel());
 }
 
 Tensors backward_unfused(const Args& args) {
@@ -75,6 +95,7 @@ Bindings bind(const Match& match) {
                           "(Tensor output, Tensor activated)",
                 .shape = forward_shape,
                 .cpu = forward_cpu,
+                .cuda = forward_cuda,
                 .unfused = forward_unfused,
                 .allocates = false},
     .backward = {.schema = "activation_linear_backward(Tensor grad_output, Tensor activated, "
@@ -82,6 +103,7 @@ Bindings bind(const Match& match) {
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
                  .cpu = backward_cpu,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused,
                  .allocates = false},
 });

@@ -6,6 +6,7 @@
 #include "fuser/registry.h"
 #include "ops/add_extra_input.h"
 #include "ops/cpu.h"
+#include "ops/cuda.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -58,6 +59,24 @@ void layer_norm_cpu(const Args& args, Tensors& results) {
   });
 }
 
+void layer_norm_cuda(const Args& args, Tensors& results) {
+  const Tensor &x = args.tensor(0), &weight = args.tensor(2);
+  cuda::kernels().norm_forward(cuda::stream_of(x),
+                               {.norm = cuda::Norm::LayerNorm,
+                                .dtype = kernel_dtype(x),
+                                .x = cuda::read(x),
+                                .extra = cuda::read(args.tensor(1)),
+                                .gamma = cuda::vector(weight, args.flag(5) ? 1.0 : 0.0),
+                                .beta = cuda::vector(args.tensor(3)),
+                                .eps = args.number(4),
+                                .sum = args.flag(6) ? cuda::write(results[1]) : nullptr,
+                                .y = cuda::write(results[0]),
+                                .mean = cuda::write(results[2]),
+                                .rstd = cuda::write(results[3]),
+                                .rows = results[3].numel(),
+                                .h = weight.numel()});
+}
+
 // ---- RMSNorm
 
 constexpr const char* kRMSNorm =
@@ -76,6 +95,22 @@ void rms_norm_cpu(const Args& args, Tensors& results) {
                                         args.flag(5) ? sum.write(begin) : nullptr, y.write(begin),
                                         rstd.write(begin), end - begin, x.width);
   });
+}
+
+void rms_norm_cuda(const Args& args, Tensors& results) {
+  const Tensor &x = args.tensor(0), &weight = args.tensor(2);
+  cuda::kernels().norm_forward(cuda::stream_of(x),
+                               {.norm = cuda::Norm::RMSNorm,
+                                .dtype = kernel_dtype(x),
+                                .x = cuda::read(x),
+                                .extra = cuda::read(args.tensor(1)),
+                                .gamma = cuda::vector(weight, args.flag(4) ? 1.0 : 0.0),
+                                .eps = args.number(3),
+                                .sum = args.flag(5) ? cuda::write(results[1]) : nullptr,
+                                .y = cuda::write(results[0]),
+                                .rstd = cuda::write(results[2]),
+                                .rows = results[2].numel(),
+                                .h = weight.numel()});
 }
 
 // ---- rules
@@ -123,12 +158,16 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp op)
     register_norm("add_layer_norm", "LayerNorm",
                   {.schema = kLayerNorm,
                    .shape = layer_norm_shape,
+                   .overwrites = {0, 1},
                    .cpu = layer_norm_cpu,
+                   .cuda = layer_norm_cuda,
                    .unfused = [](const Args& args) { return unfused("layer_norm", args); }}) &&
     register_norm("add_rms_norm", "RMSNorm",
                   {.schema = kRMSNorm,
                    .shape = rms_norm_shape,
+                   .overwrites = {0, 1},
                    .cpu = rms_norm_cpu,
+                   .cuda = rms_norm_cuda,
                    .unfused = [](const Args& args) { return unfused("rms_norm", args); }});
 
 }  // namespace

@@ -78,6 +78,7 @@ TypedOp typed_op() {
               "bias_dropout_add(Tensor input, Tensor bias, Tensor extra_input, float p, "
               "bool save_mask) -> (Tensor output, Tensor mask)",
           .shape = shape,
+          .overwrites = {0, 2},
           .cpu = forward_cpu,
           .cuda = forward_cuda,
           .unfused = forward_unfused,

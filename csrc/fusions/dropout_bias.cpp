@@ -61,6 +61,7 @@ std::optional<std::string> why_not(const Match& match) {
     .backward = {.schema = "dropout_bias_backward(Tensor grad_output, Tensor mask, float p) -> "
                            "(Tensor grad_input, Tensor grad_bias)",
                  .shape = shape,
+                 .overwrites = {0},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused},

@@ -57,6 +57,7 @@ Bindings bind(const Match& match) { return bind_glu(match, 1); }
     .backward = {.schema = std::string("glu_bias_backward(Tensor grad_output, Tensor input, ") +
                            kGluArguments + ") -> (Tensor grad_input, Tensor grad_bias)",
                  .shape = shape,
+                 .overwrites = {1},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused},

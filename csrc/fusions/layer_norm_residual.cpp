@@ -4,6 +4,7 @@
 
 #include "ops/cpu.h"
 #include "ops/make_extra_output.h"
+#include "ops/norm_cuda.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -47,6 +48,31 @@ void backward_cpu(const Args& args, Tensors& results) {
                 });
 }
 
+void backward_cuda(const Args& args, Tensors& results) {
+  const Tensor& weight = args.tensor(5);
+  const ExtraGradient extra(args.tensor(1), args.tensor(2), results[0]);
+  const Tensor grad = args.tensor(0).to(extra.dtype), x = args.tensor(2).to(extra.dtype);
+  const auto statistics = accumulate_dtype(extra.dtype);
+  const Tensor mean = args.tensor(3).to(statistics), rstd = args.tensor(4).to(statistics);
+  const auto wanted = [&](size_t k) {
+    return args.flag(8, k) ? cuda::gradient(results[k]) : cuda::Gradient();
+  };
+  cuda::run_norm_backward(x, {.norm = cuda::Norm::LayerNorm,
+                              .dtype = kernel_dtype(x),
+                              .grad_y = cuda::read(grad),
+                              .x = cuda::read(x),
+                              .mean = cuda::read(mean),
+                              .rstd = cuda::read(rstd),
+                              .gamma = cuda::vector(weight, args.flag(7) ? 1.0 : 0.0),
+                              .residual = cuda::read(extra.gradient),
+                              .residual_dtype = kernel_dtype(extra.gradient),
+                              .grad_x = cuda::write(results[0]),
+                              .grad_gamma = wanted(1),
+                              .grad_beta = wanted(2),
+                              .rows = rstd.numel(),
+                              .h = weight.numel()});
+}
+
 Tensors backward_unfused(const Args& args) {
   const Tensor& weight = args.tensor(5);
   const Tensors grads =
@@ -67,7 +93,9 @@ Tensors backward_unfused(const Args& args) {
                            "bool[3] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = shape,
+                 .overwrites = {0, 1, 2},
                  .cpu = backward_cpu,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused},
 });
 

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/linear.h>
 
+#include "ops/linear_cuda.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -18,6 +19,10 @@ void forward_cpu(const Args& args, Tensors& results) {
   results = {linear_cpu(args.tensor(0), args.tensor(1), args.tensor(2))};
 }
 
+void forward_cuda(const Args& args, Tensors& results) {
+  results = {linear_cuda(args.tensor(0), args.tensor(1), args.tensor(2))};
+}
+
 Tensors forward_unfused(const Args& args) {
   return {at::linear(args.tensor(0), args.tensor(1), args.tensor(2))};
 }
@@ -31,6 +36,7 @@ Tensors forward_unfused(const Args& args) {
     .forward = {.schema = "linear_bias(Tensor input, Tensor weight, Tensor bias) -> Tensor output",
                 .shape = shape,
                 .cpu = forward_cpu,
+                .cuda = forward_cuda,
                 .unfused = forward_unfused,
                 .allocates = false},
 });

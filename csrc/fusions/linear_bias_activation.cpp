@@ -6,6 +6,7 @@
 #include "ops/bias.h"
 #include "ops/buffer.h"
 #include "ops/linear.h"
+#include "ops/linear_cuda.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -24,23 +25,42 @@ TensorSpecs shape(const Args& args) {
   return {output, {{(elements + 7) / 8}, at::kByte}};
 }
 
-void forward_cpu(const Args& args, Tensors& results) {
+using Activate = void (*)(const ActivationRow&, const Tensor&, const Tensor&, const Tensor&);
+
+// The activation in a pass of its own, in the memory of its input where that is not kept.
+Tensors activated(const Args& args, const Tensor& sum, Activate activate) {
   const ActivationRow& row = row_of(args);
   const bool save = args.flag(4);
-  const Tensor sum = linear_cpu(args.tensor(0), args.tensor(1), args.tensor(2));
-  const auto empty = [](at::ScalarType dtype) { return empty_cpu({0}, dtype); };
   if (row.keeps_mask) {
-    Tensor mask = save ? empty_cpu({(sum.numel() + 7) / 8}, at::kByte) : empty(at::kByte);
-    activation_forward_cpu(row, sum, sum, save ? mask : Tensor());
-    results = {sum, mask};
-  } else if (save) {
-    Tensor output = empty_cpu(sum.sizes(), sum.scalar_type());
-    activation_forward_cpu(row, sum, output, {});
-    results = {output, sum};
-  } else {
-    activation_forward_cpu(row, sum, sum, {});
-    results = {sum, empty(sum.scalar_type())};
+    Tensor mask = empty({save ? (sum.numel() + 7) / 8 : 0}, at::kByte, sum.device());
+    activate(row, sum, sum, save ? mask : Tensor());
+    return {sum, mask};
   }
+  Tensor output = save ? empty(sum.sizes(), sum.scalar_type(), sum.device()) : sum;
+  activate(row, sum, output, {});
+  return {output, save ? sum : empty({0}, sum.scalar_type(), sum.device())};
+}
+
+void forward_cpu(const Args& args, Tensors& results) {
+  const Tensor sum = linear_cpu(args.tensor(0), args.tensor(1), args.tensor(2));
+  results = activated(args, sum, activation_forward_cpu);
+}
+
+// Of cuBLASLt's activations, GELU alone: its ReLU keeps a mask whose order of bits NVIDIA does not
+// document, in rows of multiples of 128 bits, and may turn NaN into 0 as fmaxf does. On a GPU
+// tests/emulated/check_products.cpp says what they are.
+void forward_cuda(const Args& args, Tensors& results) {
+  if (row_of(args).activation == kernel::Activation::GELU) {
+    Tensor kept = empty({0}, args.tensor(0).scalar_type(), args.tensor(0).device());
+    const auto output = linear_gelu_cuda(args.tensor(0), args.tensor(1), args.tensor(2),
+                                         args.flag(4) ? &kept : nullptr);
+    if (output) {
+      results = {*output, kept};
+      return;
+    }
+  }
+  const Tensor sum = linear_cuda(args.tensor(0), args.tensor(1), args.tensor(2));
+  results = activated(args, sum, activate_cuda);
 }
 
 Tensors forward_unfused(const Args& args) {
@@ -64,6 +84,7 @@ Bindings bind(const Match& match) {
                           "str activation, bool save_kept) -> (Tensor output, Tensor kept)",
                 .shape = shape,
                 .cpu = forward_cpu,
+                .cuda = forward_cuda,
                 .unfused = forward_unfused,
                 .allocates = false},
 });

@@ -5,6 +5,7 @@
 #include "ops/add_extra_input.h"
 #include "ops/linear.h"
 #include "ops/linear_add.h"
+#include "ops/linear_cuda.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -19,6 +20,10 @@ TensorSpecs shape(const Args& args) {
 
 void forward_cpu(const Args& args, Tensors& results) {
   results = {linear_add_cpu(args.tensor(0), args.tensor(1), args.tensor(2), args.tensor(3))};
+}
+
+void forward_cuda(const Args& args, Tensors& results) {
+  results = {linear_add_cuda(args.tensor(0), args.tensor(1), args.tensor(2), args.tensor(3))};
 }
 
 Tensors forward_unfused(const Args& args) {
@@ -41,6 +46,7 @@ std::optional<std::string> why_not(const Match& match) {
                           "Tensor extra_input) -> Tensor output",
                 .shape = shape,
                 .cpu = forward_cpu,
+                .cuda = forward_cuda,
                 .unfused = forward_unfused,
                 .allocates = false},
 });

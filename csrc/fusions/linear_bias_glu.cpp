@@ -3,8 +3,10 @@
 #include <ATen/ops/linear.h>
 
 #include "ops/cpu.h"
+#include "ops/cuda.h"
 #include "ops/glu.h"
 #include "ops/linear.h"
+#include "ops/linear_cuda.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -48,6 +50,21 @@ void forward_cpu(const Args& args, Tensors& results) {
   if (!save) results[1] = empty_cpu({0}, product.scalar_type());
 }
 
+void forward_cuda(const Args& args, Tensors& results) {
+  const Tensor product = linear_cuda(args.tensor(0), args.tensor(1));
+  const Tensor bias = contiguous(args.tensor(2));
+  const int64_t width = product.size(-1);
+  auto sizes = product.sizes().vec();
+  sizes.back() /= 2;
+  const Tensor output = empty(sizes, product.scalar_type(), product.device());
+  const bool save = args.flag(10);
+  cuda::kernels().bias_glu_forward(cuda::stream_of(product), glu_of(args), kernel_dtype(product),
+                                   cuda::read(product), cuda::vector(bias),
+                                   save ? cuda::write(product) : nullptr, cuda::write(output),
+                                   product.numel() / width, width / 2);
+  results = {output, save ? product : empty({0}, product.scalar_type(), product.device())};
+}
+
 Tensors forward_unfused(const Args& args) {
   const Tensor sum = at::linear(args.tensor(0), args.tensor(1), args.tensor(2));
   return {glu_unfused(row_of(args), sum, glu_of(args))};
@@ -82,6 +99,7 @@ Bindings bind(const Match& match) {
                           "(Tensor output, Tensor kept)",
                 .shape = shape,
                 .cpu = forward_cpu,
+                .cuda = forward_cuda,
                 .unfused = forward_unfused,
                 .allocates = false},
 });

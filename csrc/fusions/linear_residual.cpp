@@ -4,6 +4,7 @@
 
 #include "ops/buffer.h"
 #include "ops/linear.h"
+#include "ops/linear_cuda.h"
 #include "ops/make_extra_output.h"
 #include "ops/op.h"
 
@@ -20,9 +21,19 @@ void backward_cpu(const Args& args, Tensors& results) {
   const Tensor& grad = args.tensor(0);
   const Tensor& extra = args.tensor(1);
   const bool same_dtype = extra.scalar_type() == grad.scalar_type();
-  results = linear_backward_cpu(grad, args.flag(4, 1) ? args.tensor(2) : Tensor(), args.tensor(3),
+  results = linear_backward_cpu(grad, args.flag(4, 1) ? args.take(2) : Tensor(), args.tensor(3),
                                 {.residual = same_dtype ? extra : Tensor()});
   if (!same_dtype) results[0] = at::add(results[0], contiguous(extra));
+}
+
+void backward_cuda(const Args& args, Tensors& results) {
+  const Tensor& grad = args.tensor(0);
+  const Tensor& extra = args.tensor(1);
+  const bool takes_extra = extra.scalar_type() == grad.scalar_type() ||
+                           (extra.scalar_type() == at::kFloat && grad.element_size() == 2);
+  results = linear_backward_cuda(grad, args.flag(4, 1) ? args.take(2) : Tensor(), args.tensor(3),
+                                 {.residual = takes_extra ? extra : Tensor()});
+  if (!takes_extra) results[0] = at::add(results[0], extra);
 }
 
 Tensors backward_unfused(const Args& args) {
@@ -43,6 +54,7 @@ Tensors backward_unfused(const Args& args) {
                            "bool[2] output_mask) -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = shape,
                  .cpu = backward_cpu,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused,
                  .allocates = false},
 });

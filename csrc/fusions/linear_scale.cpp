@@ -1,5 +1,6 @@
 // backward:  g ─► ConstantScale' ─► BasicLinear' ─► g      the products scale: no pass over g
 #include "ops/linear.h"
+#include "ops/linear_cuda.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -9,8 +10,14 @@ TensorSpecs shape(const Args& args) { return linear_backward_outputs(args, 0, 1,
 
 void backward_cpu(const Args& args, Tensors& results) {
   results =
-      linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? args.tensor(1) : Tensor(),
+      linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? args.take(1) : Tensor(),
                           args.flag(4, 0) ? args.tensor(2) : Tensor(), {.scale = args.number(3)});
+}
+
+void backward_cuda(const Args& args, Tensors& results) {
+  results =
+      linear_backward_cuda(args.tensor(0), args.flag(4, 1) ? args.take(1) : Tensor(),
+                           args.flag(4, 0) ? args.tensor(2) : Tensor(), {.scale = args.number(3)});
 }
 
 Tensors backward_unfused(const Args& args) {
@@ -35,6 +42,7 @@ std::optional<std::string> why_not(const Match& match) {
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = shape,
                  .cpu = backward_cpu,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused,
                  .allocates = false},
 });

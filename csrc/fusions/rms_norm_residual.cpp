@@ -2,6 +2,7 @@
 //      g of the extra output ───────┘
 #include "ops/cpu.h"
 #include "ops/make_extra_output.h"
+#include "ops/norm_cuda.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -37,6 +38,26 @@ void backward_cpu(const Args& args, Tensors& results) {
                 });
 }
 
+void backward_cuda(const Args& args, Tensors& results) {
+  const Tensor& weight = args.tensor(4);
+  const ExtraGradient extra(args.tensor(1), args.tensor(2), results[0]);
+  const Tensor grad = args.tensor(0).to(extra.dtype), x = args.tensor(2).to(extra.dtype);
+  const Tensor rstd = args.tensor(3).to(accumulate_dtype(extra.dtype));
+  cuda::run_norm_backward(
+      x, {.norm = cuda::Norm::RMSNorm,
+          .dtype = kernel_dtype(x),
+          .grad_y = cuda::read(grad),
+          .x = cuda::read(x),
+          .rstd = cuda::read(rstd),
+          .gamma = cuda::vector(weight, args.flag(6) ? 1.0 : 0.0),
+          .residual = cuda::read(extra.gradient),
+          .residual_dtype = kernel_dtype(extra.gradient),
+          .grad_x = cuda::write(results[0]),
+          .grad_gamma = args.flag(7, 1) ? cuda::gradient(results[1]) : cuda::Gradient(),
+          .rows = rstd.numel(),
+          .h = weight.numel()});
+}
+
 Tensors backward_unfused(const Args& args) {
   const Tensors grads = differentiate(find_typed_op("rms_norm")->unfused, args.op(),
                                       {args[2], args[4], args[5], args[6]}, args.tensor(0));
@@ -54,7 +75,9 @@ Tensors backward_unfused(const Args& args) {
                            "float eps, bool zero_centered_gamma, bool[2] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = shape,
+                 .overwrites = {0, 1, 2},
                  .cpu = backward_cpu,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused},
 });
 

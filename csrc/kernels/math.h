@@ -1,4 +1,5 @@
-// Scalar formulas of the activations and gated linear units, for host loops and device kernels.
+// Scalar formulas of the activations, gated linear units and norms, for host loops and device
+// kernels.
 //
 // A is the compute type: float, double, or a vector of them that brings its own elementary
 // functions (cpu/simd_math.h). NaN and infinity pass as in PyTorch's formulas.
@@ -251,6 +252,21 @@ struct ClampedSwiGLU {
     return clamp_above(select(x < A(-limit), A(-limit), x));
   }
 };
+
+// ---- norms, for one element of a row ----
+
+// n; mean is 0 where the norm does not center.
+template <class A>
+TRANSFORMER_OPS_MATH A normalized(A x, A mean, A rstd) {
+  return (x - mean) * rstd;
+}
+
+// The gradient of x for that of n; the means are over the row, of grad_n and grad_n n. A norm that
+// does not center has 0 for the first, L2 normalization sums for the second.
+template <class A>
+TRANSFORMER_OPS_MATH A normalized_backward(A grad_n, A n, A rstd, A mean_grad, A mean_grad_n) {
+  return ((grad_n - mean_grad) - n * mean_grad_n) * rstd;
+}
 
 }  // namespace
 }  // namespace transformer_ops::math

@@ -34,6 +34,19 @@ constexpr size_t kAll = std::numeric_limits<size_t>::max();
 
 size_t round_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
 
+// The whole units of a range.
+struct Units {
+  Units(char* data, size_t bytes, size_t unit) {
+    const auto address = reinterpret_cast<uintptr_t>(data);
+    const size_t before = round_up(address, unit) - address;
+    first = data + before;
+    size = bytes < before ? 0 : (bytes - before) / unit * unit;
+  }
+
+  char* first;
+  size_t size;
+};
+
 }  // namespace
 
 Pool::Pool(size_t limit, const System& system) : system_(system), limit_(limit) {}
@@ -49,14 +62,15 @@ void* Pool::allocate(size_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
   if (++allocations_ % kWindow == 0) end_window();
   try {
+    const size_t held = stats_.in_use_bytes + stats_.idle_bytes;
     char* data = take_idle(size);
-    if (data != nullptr) {
-      ++stats_.hits;
-    } else {
-      data = take_fresh(size);
-      if (data == nullptr) return nullptr;
-      ++stats_.misses;
+    if (data == nullptr) {
+      gather(size);
+      data = take_idle(size);
     }
+    if (data == nullptr) data = take_fresh(size);
+    if (data == nullptr) return nullptr;
+    ++(stats_.in_use_bytes + stats_.idle_bytes == held ? stats_.hits : stats_.misses);
     ASAN_UNPOISON_MEMORY_REGION(data, bytes);
     return data;
   } catch (const std::bad_alloc&) {
@@ -114,20 +128,94 @@ char* Pool::take_idle(size_t size) {
   return range->first;
 }
 
+// Makes an idle range of `size` from pieces of several: all of them where they suffice, else their
+// huge pages and fresh ones. To move a huge page takes 2 us, to touch a fresh one 250.
+void Pool::gather(size_t size) {
+  if (size <= kPiece) return;
+  const size_t bytes = round_up(size, kHugePage);
+  const size_t exact = round_up(size, kPiece);
+  const bool suffices = movable(exact, kPiece) == exact;
+  if (!suffices) {
+    const size_t idle = movable(bytes, kHugePage);
+    // What would waste much of a huge page shares one with its neighbours.
+    const bool fits = bytes - size <= size / 8;
+    if (size < kHugePage || (idle == 0 && !fits)) return;
+    make_room(bytes - idle);
+  }
+  char* const to = static_cast<char*>(system_.map(bytes));
+  if (to == nullptr) return;
+  auto range = ranges_.end();
+  size_t have = bytes;
+  try {
+    IdleSet node;
+    node.emplace(bytes, to);
+    range = ranges_.emplace(to, Range{bytes, true, allocations_, {}}).first;
+    range->second.node = node.extract(node.begin());
+    size_t moved = move_idle(to, exact / kHugePage * kHugePage, kHugePage);
+    moved += move_idle(to + moved, exact - moved, kPiece);
+    if (moved == exact) have = exact;
+  } catch (const std::bad_alloc&) {
+    // What was not moved is fresh.
+    if (range == ranges_.end()) return system_.unmap(to, bytes);
+  }
+  if (have < bytes) system_.unmap(to + have, bytes - have);
+  ASAN_POISON_MEMORY_REGION(to, have);
+  range->second.size = have;
+  join(range);
+}
+
+// How many of the bytes whole units of idle memory can give.
+size_t Pool::movable(size_t bytes, size_t unit) const {
+  size_t found = 0;
+  for (auto row = idle_.rbegin(); row != idle_.rend() && found < bytes; ++row) {
+    if (row->first < unit) break;
+    found += Units(row->second, row->first, unit).size;
+  }
+  return std::min(found, bytes);
+}
+
+// Moves whole units, from the largest idle ranges on; returns their bytes.
+size_t Pool::move_idle(char* to, size_t bytes, size_t unit) {
+  size_t moved = 0;
+  for (auto row = idle_.rbegin(); moved < bytes && row != idle_.rend() && row->first >= unit;) {
+    const Units units(row->second, row->first, unit);
+    const size_t size = std::min(units.size, bytes - moved);
+    if (size == 0) {
+      ++row;
+      continue;
+    }
+    // The high end: requests take the low one.
+    char* const from = units.first + units.size - size;
+    cut(ranges_.find(row->second), from, size);
+    ASAN_UNPOISON_MEMORY_REGION(from, size);
+    const size_t done = system_.move(from, to + moved, size);
+    moved += done;
+    if (done < size) {
+      system_.unmap(from + done, size - done);
+      stats_.released_bytes += size - done;
+      break;
+    }
+    row = idle_.rbegin();
+  }
+  return moved;
+}
+
+// The idle range that ends where fresh memory begins, or none.
+Pool::Ranges::iterator Pool::idle_below_fresh() {
+  auto range = fresh_ == nullptr ? ranges_.begin() : ranges_.lower_bound(fresh_);
+  if (range == ranges_.begin()) return ranges_.end();
+  --range;
+  const bool ends_there = range->first + range->second.size == fresh_;
+  return ends_there && !range->second.in_use ? range : ranges_.end();
+}
+
 // Memory that was never used, after what is idle right below it; null where there is none.
 char* Pool::take_fresh(size_t size) {
-  const auto idle_below = [this] {
-    auto range = fresh_ == nullptr ? ranges_.begin() : ranges_.lower_bound(fresh_);
-    if (range == ranges_.begin()) return ranges_.end();
-    --range;
-    const bool ends_there = range->first + range->second.size == fresh_;
-    return ends_there && !range->second.in_use ? range : ranges_.end();
-  };
-  auto below = idle_below();
+  auto below = idle_below_fresh();
   size_t have = below == ranges_.end() ? 0 : below->second.size;
   if (fresh_bytes_ < size - have) {
     if (!map_fresh(size)) return nullptr;
-    below = idle_below();
+    below = idle_below_fresh();
     have = below == ranges_.end() ? 0 : below->second.size;
   }
   const size_t more = size - have;
@@ -232,6 +320,28 @@ void Pool::join(Ranges::iterator range) {
   set_idle(previous);
 }
 
+// Takes memory out of an idle range.
+void Pool::cut(Ranges::iterator range, char* data, size_t bytes) {
+  char* const rest = data + bytes;
+  const size_t rest_size = range->first + range->second.size - rest;
+  Ranges::iterator after = ranges_.end();
+  if (rest_size > 0) {
+    // All that may throw comes before any change.
+    IdleSet node;
+    node.emplace(rest_size, rest);
+    after = ranges_.emplace(rest, Range{rest_size, false, range->second.last_use, {}}).first;
+    after->second.node = node.extract(node.begin());
+  }
+  unset_idle(range);
+  if (data == range->first) {
+    ranges_.erase(range);
+  } else {
+    range->second.size = data - range->first;
+    set_idle(range);
+  }
+  if (after != ranges_.end()) set_idle(after);
+}
+
 // Idle memory that did not fit a request makes room for fresh memory: beyond a quarter of what was
 // in use at most lately, and where the system is short.
 void Pool::make_room(size_t size) {
@@ -258,19 +368,13 @@ void Pool::release(size_t bytes) {
     const auto range = ranges_.find(oldest->second);
     const size_t size = range->second.size;
     // The high end: requests take the low one.
-    const size_t cut = bytes >= size ? size : std::min(size, round_up(bytes, kHugePage));
-    char* const data = range->first + size - cut;
-    unset_idle(range);
-    if (cut == size) {
-      ranges_.erase(range);
-    } else {
-      range->second.size -= cut;
-      set_idle(range);
-    }
-    ASAN_UNPOISON_MEMORY_REGION(data, cut);
-    system_.unmap(data, cut);
-    stats_.released_bytes += cut;
-    bytes -= std::min(bytes, cut);
+    const size_t part = bytes >= size ? size : std::min(size, round_up(bytes, kHugePage));
+    char* const data = range->first + size - part;
+    cut(range, data, part);
+    ASAN_UNPOISON_MEMORY_REGION(data, part);
+    system_.unmap(data, part);
+    stats_.released_bytes += part;
+    bytes -= std::min(bytes, part);
   }
 }
 

@@ -2,8 +2,9 @@
 //
 //   mapped:  | in use | idle |    in use    | idle | fresh: never touched, costs nothing |
 //
-// A free range joins its neighbours; a request takes the smallest idle range that holds it. So the
-// memory held follows the most that was ever in use at one time, whatever the sizes.
+// A free range joins its neighbours; a request takes the smallest idle range that holds it. Where
+// none does, the huge pages of several are moved to one place. So the memory held follows the most
+// that was ever in use at one time, whatever the sizes.
 #pragma once
 
 #include <atomic>
@@ -63,7 +64,11 @@ class Pool {
   using Ranges = std::map<char*, Range>;
 
   char* take_idle(size_t size);
+  void gather(size_t size);
+  size_t movable(size_t bytes, size_t unit) const;
+  size_t move_idle(char* to, size_t bytes, size_t unit);
   char* take_fresh(size_t size);
+  Ranges::iterator idle_below_fresh();
   bool map_fresh(size_t size);
   void retire_fresh();
   void drop_fresh();
@@ -71,6 +76,7 @@ class Pool {
   void set_idle(Ranges::iterator range);
   void unset_idle(Ranges::iterator range);
   void join(Ranges::iterator range);
+  void cut(Ranges::iterator range, char* data, size_t bytes);
   void make_room(size_t size);
   void release(size_t bytes);
   void end_window();

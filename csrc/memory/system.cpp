@@ -47,6 +47,27 @@ void unmap(void* data, size_t bytes) {
   if (munmap(data, bytes) != 0) madvise(data, bytes, MADV_DONTNEED);
 }
 
+size_t move(void* from, void* to, size_t bytes) {
+  size_t moved = 0;
+#ifdef MREMAP_FIXED
+  const auto move_next = [&](size_t size) {
+    void* const target = static_cast<char*>(to) + moved;
+    const int flags = MREMAP_MAYMOVE | MREMAP_FIXED;
+    if (mremap(static_cast<char*>(from) + moved, size, size, flags, target) == MAP_FAILED) {
+      return false;
+    }
+    moved += size;
+    return true;
+  };
+  // One call moves memory of one mapping only: a huge page may consist of several.
+  while (moved < bytes && (move_next(std::min(bytes - moved, kHugePage)) || move_next(kPiece))) {
+  }
+#else
+  (void)from, (void)to, (void)bytes;
+#endif
+  return moved;
+}
+
 size_t available() { return system_memory().available; }
 
 // The number after `key` in lines of "key number ...".
@@ -96,7 +117,7 @@ void narrow(const std::string& mount, std::string group, const Names& names, Sys
 }  // namespace
 
 const System& operating_system() {
-  static constexpr System system = {map, unmap, available};
+  static constexpr System system = {map, unmap, move, available};
   return system;
 }
 

@@ -114,6 +114,7 @@ TypedOp make_forward(const ActivationRow& row) {
                                      "Tensor mask)"
                                : name + "(Tensor input) -> Tensor output",
           .shape = keeps_mask ? masked_forward_shape : forward_shape,
+          .overwrites = {0},
           .cpu =
               [&row](const Args& args, Tensors& results) {
                 activation_forward_cpu(row, args.tensor(0), results[0],
@@ -130,7 +131,8 @@ TypedOp make_forward(const ActivationRow& row) {
 TypedOp make_backward(const ActivationRow& row) {
   const std::string saved = row.keeps_mask ? "mask" : "input";
   TypedOp op{.schema = row.name + "_backward(Tensor grad_output, Tensor " + saved +
-                       ") -> Tensor grad_input"};
+                       ") -> Tensor grad_input",
+             .overwrites = {0, 1}};
   if (row.keeps_mask) {
     op.shape = masked_backward_shape;
     op.cpu = masked_backward_cpu;
@@ -151,6 +153,7 @@ TypedOp make_recompute(const ActivationRow& row) {
   return recompute_by(
       {.schema = row.name + "(Tensor input) -> Tensor output",
        .shape = forward_shape,
+       .overwrites = {0},
        .cpu =
            [&row](const Args& args, Tensors& results) {
              activation_forward_cpu(row, args.tensor(0), results[0], {});

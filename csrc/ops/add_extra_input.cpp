@@ -33,6 +33,7 @@ Tensors add_unfused(const Args& args) { return {args.tensor(0) + args.tensor(1)}
                     .dtype = DTypeRule::Promote},
     .forward = {.schema = "add_extra_input(Tensor input, Tensor extra_input) -> Tensor output",
                 .shape = shape,
+                .overwrites = {0, 1},
                 .cpu = add,
                 .cuda = add,
                 .unfused = add_unfused},

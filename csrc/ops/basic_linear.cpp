@@ -1,7 +1,8 @@
-// BasicLinear: y = x W^T. The product itself is PyTorch's (MKL or oneDNN).
+// BasicLinear: y = x W^T. The product itself is PyTorch's (MKL or oneDNN), or cuBLASLt's.
 #include <ATen/ops/linear.h>
 
 #include "ops/linear.h"
+#include "ops/linear_cuda.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -13,13 +14,22 @@ void forward_cpu(const Args& args, Tensors& results) {
   results = {linear_cpu(args.tensor(0), args.tensor(1))};
 }
 
+void forward_cuda(const Args& args, Tensors& results) {
+  results = {linear_cuda(args.tensor(0), args.tensor(1))};
+}
+
 Tensors forward_unfused(const Args& args) { return {at::linear(args.tensor(0), args.tensor(1))}; }
 
 TensorSpecs backward_shape(const Args& args) { return linear_backward_outputs(args, 0, 1, 2, 3); }
 
 void backward_cpu(const Args& args, Tensors& results) {
-  results = linear_backward_cpu(args.tensor(0), args.flag(3, 1) ? args.tensor(1) : Tensor(),
+  results = linear_backward_cpu(args.tensor(0), args.flag(3, 1) ? args.take(1) : Tensor(),
                                 args.flag(3, 0) ? args.tensor(2) : Tensor());
+}
+
+void backward_cuda(const Args& args, Tensors& results) {
+  results = linear_backward_cuda(args.tensor(0), args.flag(3, 1) ? args.take(1) : Tensor(),
+                                 args.flag(3, 0) ? args.tensor(2) : Tensor());
 }
 
 Tensors backward_unfused(const Args& args) {
@@ -41,12 +51,14 @@ Tensors backward_unfused(const Args& args) {
     .forward = {.schema = "linear(Tensor input, Tensor weight) -> Tensor output",
                 .shape = forward_shape,
                 .cpu = forward_cpu,
+                .cuda = forward_cuda,
                 .unfused = forward_unfused,
                 .allocates = false},
     .backward = {.schema = "linear_backward(Tensor grad_output, Tensor? input, Tensor? weight, "
                            "bool[2] output_mask) -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
                  .cpu = backward_cpu,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused,
                  .allocates = false},
 });

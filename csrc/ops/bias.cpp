@@ -71,6 +71,7 @@ Tensors backward_unfused(const Args& args) {
 
 const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor output",
                           .shape = forward_shape,
+                          .overwrites = {0},
                           .cpu = forward_cpu,
                           .cuda = forward_cuda,
                           .unfused = forward_unfused};

@@ -88,6 +88,13 @@ at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device
                                               std::nullopt));
 }
 
+bool is_last_reference(const at::Tensor& tensor) {
+  if (tensor.use_count() != 1 || tensor.storage().use_count() != 1) return false;
+  const auto deleter = tensor.storage().data_ptr().get_deleter();
+  if (tensor.is_cpu()) return deleter == &give_back;
+  return deleter == c10::GetAllocator(tensor.device().type())->raw_deleter();
+}
+
 at::Tensor contiguous(const at::Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
   return empty(tensor.sizes(), tensor.scalar_type(), tensor.device()).copy_(tensor);

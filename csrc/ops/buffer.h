@@ -14,6 +14,9 @@ at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype);
 // A contiguous tensor on any device: by empty_cpu, or by the device's caching allocator.
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
 
+// Is `tensor` all that is left of memory that empty() gave? Then nobody sees what is written to it.
+bool is_last_reference(const at::Tensor& tensor);
+
 // The tensor itself where it is contiguous, else a copy.
 at::Tensor contiguous(const at::Tensor& tensor);
 

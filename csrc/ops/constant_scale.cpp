@@ -21,6 +21,7 @@ Tensors multiply_unfused(const Args& args) { return {args.tensor(0) * args.numbe
 
 const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -> Tensor output",
                           .shape = shape,
+                          .overwrites = {0},
                           .cpu = multiply,
                           .cuda = multiply,
                           .unfused = multiply_unfused};
@@ -31,6 +32,7 @@ const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -
     .backward = {.schema = "constant_scale_backward(Tensor grad_output, float scale) -> "
                            "Tensor grad_input",
                  .shape = shape,
+                 .overwrites = {0},
                  .cpu = multiply,
                  .cuda = multiply,
                  .unfused = multiply_unfused},

@@ -89,6 +89,7 @@ Tensors backward_unfused(const Args& args) {
 TypedOp make_recompute() {
   return recompute_by({.schema = "dropout(Tensor input, Tensor mask, float p) -> Tensor output",
                        .shape = backward_shape,
+                       .overwrites = {0},
                        .cpu = backward_cpu,
                        .cuda = backward_cuda,
                        .unfused = backward_unfused});
@@ -113,6 +114,7 @@ Tensor replay(const ReplayCall& call) {
     .forward = {.schema = "dropout(Tensor input, float p, bool save_mask) -> "
                           "(Tensor output, Tensor mask)",
                 .shape = forward_shape,
+                .overwrites = {0},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused,
@@ -120,6 +122,7 @@ Tensor replay(const ReplayCall& call) {
     .backward = {.schema = "dropout_backward(Tensor grad_output, Tensor mask, float p) -> "
                            "Tensor grad_input",
                  .shape = backward_shape,
+                 .overwrites = {0},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused},

@@ -95,6 +95,7 @@ TypedOp make_backward(const GluRow& row) {
       .schema = row.name + "_backward(Tensor grad_output, Tensor input" +
                 schema_of_attributes(row) + ") -> Tensor grad_input",
       .shape = [&row](const Args& args) { return backward_shape(row, args); },
+      .overwrites = {1},
       .cpu =
           [&row](const Args& args, Tensors& results) {
             glu_backward_cpu(read_glu(row, args, 2), args.tensor(0), args.tensor(1), results[0]);

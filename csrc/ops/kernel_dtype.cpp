@@ -2,8 +2,8 @@
 
 namespace transformer_ops {
 
-kernel::DType kernel_dtype(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
+kernel::DType kernel_dtype(at::ScalarType dtype) {
+  switch (dtype) {
     case at::kFloat:
       return kernel::DType::Float32;
     case at::kDouble:

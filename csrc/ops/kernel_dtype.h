@@ -6,7 +6,10 @@
 
 namespace transformer_ops {
 
-// Of a tensor whose dtype a shape rule has checked.
-kernel::DType kernel_dtype(const at::Tensor& tensor);
+// Of a dtype that a shape rule has checked.
+kernel::DType kernel_dtype(at::ScalarType dtype);
+inline kernel::DType kernel_dtype(const at::Tensor& tensor) {
+  return kernel_dtype(tensor.scalar_type());
+}
 
 }  // namespace transformer_ops

@@ -3,6 +3,7 @@
 #include <ATen/ops/sum.h>
 
 #include "ops/cpu.h"
+#include "ops/norm_cuda.h"
 #include "ops/op.h"
 #include "ops/recompute.h"
 
@@ -24,6 +25,18 @@ void forward_cpu(const Args& args, Tensors& results) {
     cpu::kernels().l2_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin), args.number(1),
                                    y.write(begin), rstd.write(begin), end - begin, x.width);
   });
+}
+
+void forward_cuda(const Args& args, Tensors& results) {
+  const Tensor& x = args.tensor(0);
+  cuda::kernels().norm_forward(cuda::stream_of(x), {.norm = cuda::Norm::L2,
+                                                    .dtype = kernel_dtype(x),
+                                                    .x = cuda::read(x),
+                                                    .eps = args.number(1),
+                                                    .y = cuda::write(results[0]),
+                                                    .rstd = cuda::write(results[1]),
+                                                    .rows = results[1].numel(),
+                                                    .h = x.size(-1)});
 }
 
 Tensors forward_unfused(const Args& args) {
@@ -51,6 +64,19 @@ void backward_cpu(const Args& args, Tensors& results) {
   });
 }
 
+void backward_cuda(const Args& args, Tensors& results) {
+  const Tensor &x = args.tensor(1), &rstd = args.tensor(2);
+  cuda::run_norm_backward(x, {.norm = cuda::Norm::L2,
+                              .dtype = kernel_dtype(x),
+                              .grad_y = cuda::read(args.tensor(0)),
+                              .x = cuda::read(x),
+                              .rstd = cuda::read(rstd),
+                              .residual_dtype = kernel_dtype(x),
+                              .grad_x = cuda::write(results[0]),
+                              .rows = rstd.numel(),
+                              .h = x.size(-1)});
+}
+
 NormTensors recompute_tensors(const Args& args) {
   return {args.tensor(1), nullptr, args.tensor(2), nullptr, nullptr};
 }
@@ -64,13 +90,17 @@ NormTensors recompute_tensors(const Args& args) {
     .forward = {.schema = "l2_normalization(Tensor input, float eps) -> "
                           "(Tensor output, Tensor rstd)",
                 .shape = forward_shape,
+                .overwrites = {0},
                 .cpu = forward_cpu,
+                .cuda = forward_cuda,
                 .unfused = forward_unfused},
     // eps serves only the unfused meaning.
     .backward = {.schema = "l2_normalization_backward(Tensor grad_output, Tensor input, "
                            "Tensor rstd, float eps) -> Tensor grad_input",
                  .shape = backward_shape,
-                 .cpu = backward_cpu},
+                 .overwrites = {0, 1},
+                 .cpu = backward_cpu,
+                 .cuda = backward_cuda},
     .recompute = recompute_norm("recompute_l2_normalization(Tensor grad_output, Tensor input, "
                                 "Tensor rstd) -> Tensor output",
                                 recompute_tensors),

@@ -3,6 +3,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include "ops/cpu.h"
+#include "ops/norm_cuda.h"
 #include "ops/op.h"
 #include "ops/recompute.h"
 
@@ -30,6 +31,22 @@ void forward_cpu(const Args& args, Tensors& results) {
         cpu::kernel_dtype(x.tensor), x.read(begin), gamma.const_data_ptr(), beta.const_data_ptr(),
         args.number(3), y.write(begin), mean.write(begin), rstd.write(begin), end - begin, x.width);
   });
+}
+
+void forward_cuda(const Args& args, Tensors& results) {
+  const Tensor &x = args.tensor(0), &weight = args.tensor(1);
+  cuda::kernels().norm_forward(cuda::stream_of(x),
+                               {.norm = cuda::Norm::LayerNorm,
+                                .dtype = kernel_dtype(x),
+                                .x = cuda::read(x),
+                                .gamma = cuda::vector(weight, args.flag(4) ? 1.0 : 0.0),
+                                .beta = cuda::vector(args.tensor(2)),
+                                .eps = args.number(3),
+                                .y = cuda::write(results[0]),
+                                .mean = cuda::write(results[1]),
+                                .rstd = cuda::write(results[2]),
+                                .rows = results[2].numel(),
+                                .h = weight.numel()});
 }
 
 Tensors forward_unfused(const Args& args) {
@@ -75,6 +92,23 @@ void backward_cpu(const Args& args, Tensors& results) {
                 });
 }
 
+void backward_cuda(const Args& args, Tensors& results) {
+  const Tensor &x = args.tensor(1), &rstd = args.tensor(3), &weight = args.tensor(4);
+  cuda::run_norm_backward(x, {.norm = cuda::Norm::LayerNorm,
+                              .dtype = kernel_dtype(x),
+                              .grad_y = cuda::read(args.tensor(0)),
+                              .x = cuda::read(x),
+                              .mean = cuda::read(args.tensor(2)),
+                              .rstd = cuda::read(rstd),
+                              .gamma = cuda::vector(weight, args.flag(6) ? 1.0 : 0.0),
+                              .residual_dtype = kernel_dtype(x),
+                              .grad_x = cuda::write(results[0]),
+                              .grad_gamma = cuda::gradient(results[1]),
+                              .grad_beta = cuda::gradient(results[2]),
+                              .rows = rstd.numel(),
+                              .h = weight.numel()});
+}
+
 NormTensors recompute_tensors(const Args& args) {
   return {args.tensor(1),  &args.tensor(2), args.tensor(3),
           &args.tensor(4), &args.tensor(5), args.flag(6)};
@@ -90,13 +124,17 @@ NormTensors recompute_tensors(const Args& args) {
     .forward = {.schema = "layer_norm(Tensor input, Tensor weight, Tensor bias, float eps, "
                           "bool zero_centered_gamma) -> (Tensor output, Tensor mean, Tensor rstd)",
                 .shape = forward_shape,
+                .overwrites = {0},
                 .cpu = forward_cpu,
+                .cuda = forward_cuda,
                 .unfused = forward_unfused},
     .backward = {.schema = "layer_norm_backward(Tensor grad_output, Tensor input, Tensor mean, "
                            "Tensor rstd, Tensor weight, float eps, bool zero_centered_gamma) -> "
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = backward_shape,
+                 .overwrites = {0, 1},
                  .cpu = backward_cpu,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused},
     .recompute = recompute_norm(
         "recompute_layer_norm(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, "

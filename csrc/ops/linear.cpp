@@ -131,20 +131,21 @@ Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& we
   return start;
 }
 
-Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+Tensors linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
                             const LinearGradients& fused) {
   const int64_t width = grad_output.size(-1);
   const Tensor grad = grad_output.dim() == 2
                           ? grad_output
                           : grad_output.reshape({grad_output.numel() / width, width});
   Tensors grads(2, Tensor());
+  if (input.defined()) {
+    if (input.dim() != 2) input = input.reshape({grad.size(0), input.size(-1)});
+    grads[1] = product(transposed(grad), input, fused.scale);
+    input.reset();
+  }
   if (weight.defined()) {
     const Tensor sum = product(grad, weight, fused.scale, fused.residual);
     grads[0] = with_last_size(sum, grad_output, weight.size(1));
-  }
-  if (input.defined()) {
-    const Tensor matrix = input.dim() == 2 ? input : input.reshape({grad.size(0), input.size(-1)});
-    grads[1] = product(transposed(grad), matrix, fused.scale);
   }
   for (Tensor& result : grads) {
     if (!result.defined()) result = empty_cpu({0}, grad_output.scalar_type());

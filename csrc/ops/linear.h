@@ -37,7 +37,8 @@ struct LinearGradients {
 };
 
 // An undefined input or weight gives an empty gradient for the other.
-Tensors linear_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+// The input's memory is given back before the gradient for it is made, if nobody else holds it.
+Tensors linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
                             const LinearGradients& fused = {});
 Tensors linear_backward_unfused(const Tensor& grad_output, const Tensor& input,
                                 const Tensor& weight);

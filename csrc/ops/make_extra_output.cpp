@@ -32,6 +32,7 @@ void backward(const Args& args, Tensors& results) {
     .backward = {.schema = "make_extra_output_backward(Tensor grad_output, "
                            "Tensor grad_extra_output) -> Tensor grad_input",
                  .shape = backward_shape,
+                 .overwrites = {0, 1},
                  .cpu = backward,
                  .cuda = backward,
                  .unfused = backward_unfused},

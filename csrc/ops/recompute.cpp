@@ -1,6 +1,7 @@
 #include "ops/recompute.h"
 
 #include "ops/cpu.h"
+#include "ops/cuda.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -42,6 +43,22 @@ void normalize_cpu(const NormTensors& norm, const Tensor& output) {
   });
 }
 
+void normalize_cuda(const NormTensors& norm, const Tensor& output) {
+  const Tensor& x = norm.input;
+  const double gamma_add = norm.zero_centered_gamma ? 1.0 : 0.0;
+  cuda::kernels().normalize(
+      cuda::stream_of(x),
+      {.dtype = kernel_dtype(x),
+       .x = cuda::read(x),
+       .mean = norm.mean ? cuda::read(*norm.mean) : nullptr,
+       .rstd = cuda::read(norm.rstd),
+       .gamma = norm.weight ? cuda::vector(*norm.weight, gamma_add) : cuda::Vector(),
+       .beta = norm.bias ? cuda::vector(*norm.bias) : cuda::Vector(),
+       .y = cuda::write(output),
+       .rows = norm.rstd.numel(),
+       .h = norm.weight ? norm.weight->numel() : x.size(-1)});
+}
+
 Tensor normalize_unfused(const NormTensors& norm) {
   Tensor x = to_accumulate(norm.input);
   // Statistics have no trailing dimensions.
@@ -59,24 +76,26 @@ Tensor normalize_unfused(const NormTensors& norm) {
   return x.to(norm.input.scalar_type());
 }
 
-Args without_first(const Args& args) { return {args.op(), args.values().slice(1)}; }
+Args without_first(const Args& args) { return {args.op(), args.values().subspan(1)}; }
 
 TensorSpecs cast_shape(const Args& args) {
   check_compute_dtype(args, "input", args.tensor(1));
   return {{c10::SymDimVector(args.tensor(1).sym_sizes()), args.tensor(0).scalar_type()}};
 }
 
+void cast(const Args& args, Tensors& results) { results[0].copy_(args.tensor(1)); }
+
 // An input that forward saved before a cast, in the dtype that the reading step takes.
 [[maybe_unused]] const bool registered = register_op({
-    .recompute = {
-        .schema = "recompute_cast(Tensor grad_output, Tensor input) -> Tensor output",
-        .shape = cast_shape,
-        .cpu = [](const Args& args, Tensors& results) { results[0].copy_(args.tensor(1)); },
-        .unfused =
-            [](const Args& args) {
-              return Tensors{args.tensor(1).to(args.tensor(0).scalar_type())};
-            },
-        .reads_first = false},
+    .recompute = {.schema = "recompute_cast(Tensor grad_output, Tensor input) -> Tensor output",
+                  .shape = cast_shape,
+                  .cpu = cast,
+                  .cuda = cast,
+                  .unfused =
+                      [](const Args& args) {
+                        return Tensors{args.tensor(1).to(args.tensor(0).scalar_type())};
+                      },
+                  .reads_first = false},
 });
 
 }  // namespace
@@ -87,7 +106,13 @@ TypedOp recompute_by(const TypedOp& forward) {
   op.schema.insert(op.schema.find('(') + 1, "Tensor grad_output, ");
   op.shape = [=](const Args& args) { return forward.shape(without_first(args)); };
   op.cpu = [=](const Args& args, Tensors& results) { forward.cpu(without_first(args), results); };
+  if (forward.cuda) {
+    op.cuda = [=](const Args& args, Tensors& results) {
+      forward.cuda(without_first(args), results);
+    };
+  }
   op.unfused = [=](const Args& args) { return forward.unfused(without_first(args)); };
+  for (size_t& i : op.overwrites) ++i;
   op.reads_first = false;
   return op;
 }
@@ -97,6 +122,8 @@ TypedOp recompute_norm(const std::string& schema, NormTensors (*tensors)(const A
       .schema = schema,
       .shape = [=](const Args& args) { return normalize_shape(args, tensors(args)); },
       .cpu = [=](const Args& args, Tensors& results) { normalize_cpu(tensors(args), results[0]); },
+      .cuda = [=](const Args& args,
+                  Tensors& results) { normalize_cuda(tensors(args), results[0]); },
       .unfused = [=](const Args& args) { return Tensors{normalize_unfused(tensors(args))}; },
       .reads_first = false};
 }

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "ops/cpu.h"
+#include "ops/norm_cuda.h"
 #include "ops/op.h"
 #include "ops/recompute.h"
 
@@ -29,6 +30,20 @@ void forward_cpu(const Args& args, Tensors& results) {
                                     gamma.const_data_ptr(), args.number(2), y.write(begin),
                                     rstd.write(begin), end - begin, x.width);
   });
+}
+
+void forward_cuda(const Args& args, Tensors& results) {
+  const Tensor &x = args.tensor(0), &weight = args.tensor(1);
+  cuda::kernels().norm_forward(cuda::stream_of(x),
+                               {.norm = cuda::Norm::RMSNorm,
+                                .dtype = kernel_dtype(x),
+                                .x = cuda::read(x),
+                                .gamma = cuda::vector(weight, args.flag(3) ? 1.0 : 0.0),
+                                .eps = args.number(2),
+                                .y = cuda::write(results[0]),
+                                .rstd = cuda::write(results[1]),
+                                .rows = results[1].numel(),
+                                .h = weight.numel()});
 }
 
 Tensors forward_unfused(const Args& args) {
@@ -67,6 +82,21 @@ void backward_cpu(const Args& args, Tensors& results) {
                 });
 }
 
+void backward_cuda(const Args& args, Tensors& results) {
+  const Tensor &x = args.tensor(1), &rstd = args.tensor(2), &weight = args.tensor(3);
+  cuda::run_norm_backward(x, {.norm = cuda::Norm::RMSNorm,
+                              .dtype = kernel_dtype(x),
+                              .grad_y = cuda::read(args.tensor(0)),
+                              .x = cuda::read(x),
+                              .rstd = cuda::read(rstd),
+                              .gamma = cuda::vector(weight, args.flag(5) ? 1.0 : 0.0),
+                              .residual_dtype = kernel_dtype(x),
+                              .grad_x = cuda::write(results[0]),
+                              .grad_gamma = cuda::gradient(results[1]),
+                              .rows = rstd.numel(),
+                              .h = weight.numel()});
+}
+
 NormTensors recompute_tensors(const Args& args) {
   return {args.tensor(1), nullptr, args.tensor(2), &args.tensor(3), nullptr, args.flag(4)};
 }
@@ -81,13 +111,17 @@ NormTensors recompute_tensors(const Args& args) {
     .forward = {.schema = "rms_norm(Tensor input, Tensor weight, float eps, "
                           "bool zero_centered_gamma) -> (Tensor output, Tensor rstd)",
                 .shape = forward_shape,
+                .overwrites = {0},
                 .cpu = forward_cpu,
+                .cuda = forward_cuda,
                 .unfused = forward_unfused},
     .backward = {.schema = "rms_norm_backward(Tensor grad_output, Tensor input, Tensor rstd, "
                            "Tensor weight, float eps, bool zero_centered_gamma) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
-                 .cpu = backward_cpu},
+                 .overwrites = {0, 1},
+                 .cpu = backward_cpu,
+                 .cuda = backward_cuda},
     .recompute = recompute_norm("recompute_rms_norm(Tensor grad_output, Tensor input, Tensor rstd, "
                                 "Tensor weight, bool zero_centered_gamma) -> Tensor output",
                                 recompute_tensors),

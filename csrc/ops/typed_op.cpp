@@ -29,7 +29,7 @@ std::map<std::string, TypedOp>& typed_ops() {
   return ops;
 }
 
-const Tensor& first_tensor(c10::ArrayRef<c10::IValue> values) {
+const Tensor& first_tensor(std::span<c10::IValue> values) {
   for (const auto& value : values) {
     if (value.isTensor()) return value.toTensor();
   }
@@ -52,7 +52,7 @@ class Kernel : public c10::OperatorKernel {
     return {stack->data() + stack->size() - count, count};
   }
 
-  void check_devices(c10::ArrayRef<c10::IValue> values) const {
+  void check_devices(std::span<c10::IValue> values) const {
     const auto device = first_tensor(values).device();
     for (const auto& value : values) {
       if (!value.isTensor() || !value.toTensor().defined()) continue;
@@ -82,7 +82,7 @@ class MetaKernel final : public Kernel {
 
   void operator()(const OperatorHandle& handle, DispatchKeySet, Stack* stack) const {
     const auto values = arguments(handle, stack);
-    const Args args(name_.c_str(), c10::ArrayRef<c10::IValue>(values.data(), values.size()));
+    const Args args(name_.c_str(), values);
     check_devices(args.values());
     push_results(stack, values.size(), allocate(args, first_tensor(args.values())));
   }
@@ -100,7 +100,7 @@ class DeviceKernel final : public Kernel {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto values = arguments(handle, stack);
-    const Args args(name_.c_str(), c10::ArrayRef<c10::IValue>(values.data(), values.size()));
+    const Args args(name_.c_str(), values);
     const auto device = first_tensor(args.values()).device();
     if (body == &TypedOp::cuda) check_backend();
     check_devices(args.values());
@@ -136,9 +136,21 @@ class DeviceKernel final : public Kernel {
     Tensors results;
     results.reserve(specs.size());
     for (const auto& spec : specs) {
-      results.emplace_back(empty(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype, device));
+      const auto sizes = C10_AS_INTARRAYREF_SLOW(spec.sizes);
+      const Tensor* const again = results.empty() ? find_memory(args, sizes, spec.dtype) : nullptr;
+      results.push_back(again != nullptr ? *again : empty(sizes, spec.dtype, device));
     }
     return results;
+  }
+
+  const Tensor* find_memory(const Args& args, at::IntArrayRef sizes, at::ScalarType dtype) const {
+    for (const size_t i : op_.overwrites) {
+      const Tensor& tensor = args.tensor(i);
+      if (tensor.scalar_type() == dtype && tensor.sizes() == sizes && is_last_reference(tensor)) {
+        return &tensor;
+      }
+    }
+    return nullptr;
   }
 };
 

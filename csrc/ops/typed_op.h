@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -20,14 +21,16 @@ using Tensors = std::vector<Tensor>;
 // The arguments of one call of a typed op, in schema order.
 class Args {
  public:
-  Args(const char* op, c10::ArrayRef<c10::IValue> values) : op_(op), values_(values) {}
+  Args(const char* op, std::span<c10::IValue> values) : op_(op), values_(values) {}
 
   // Names the op in an error text.
   const char* op() const { return op_; }
-  c10::ArrayRef<c10::IValue> values() const { return values_; }
+  std::span<c10::IValue> values() const { return values_; }
   const c10::IValue& operator[](size_t i) const { return values_[i]; }
 
   const Tensor& tensor(size_t i) const { return values_[i].toTensor(); }
+  // Takes an argument out of the call, so that its memory is free once the body lets go of it.
+  Tensor take(size_t i) const { return std::move(values_[i]).toTensor(); }
   bool has(size_t i) const { return !values_[i].isNone(); }
   double number(size_t i) const { return values_[i].toDouble(); }
   int64_t integer(size_t i) const { return values_[i].toInt(); }
@@ -38,7 +41,7 @@ class Args {
 
  private:
   const char* op_;
-  c10::ArrayRef<c10::IValue> values_;
+  std::span<c10::IValue> values_;
 };
 
 // Size and dtype of one result; the device is that of the first tensor argument.
@@ -54,6 +57,9 @@ struct TypedOp {
   // Checks the arguments ([op] what RULE, got VALUE), then gives the results. Sizes may be
   // symbolic.
   std::function<TensorSpecs(const Args&)> shape = {};
+  // Arguments whose memory the first result may take, in this order: one that nobody else holds,
+  // of the result's size and dtype. Their elements are read before the same ones are written.
+  std::vector<size_t> overwrites = {};
   // Fill results allocated by `shape`, or replace them. Arguments are contiguous.
   std::function<void(const Args&, Tensors&)> cpu = {};
   std::function<void(const Args&, Tensors&)> cuda = {};

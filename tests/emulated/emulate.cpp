@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <deque>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <stdexcept>
 #include <vector>
@@ -16,18 +18,29 @@ namespace {
 constexpr size_t kStack = size_t{96} << 10;
 constexpr int kMostThreads = 1024;
 
-enum class State { Ready, AtWarp, AtBlock, Done };
+constexpr int kBarriers = 16;
+
+enum class State { Ready, AtWarp, AtBarrier, AtBlock, Done };
+
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+};
 
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   State state;
+  int barrier, barrier_threads;
+  std::deque<std::vector<Copy>> copies;  // groups; the last one is open
 };
 
 std::vector<Fiber> fibers;
 std::vector<double> shared;
 uint64_t slots[kMostThreads];
 ucontext_t scheduler;
+std::minstd_rand copy_order(2);
 int current = 0;
 const std::function<void()>* body = nullptr;
 
@@ -56,31 +69,60 @@ bool release(int first, int last, State state) {
   return any;
 }
 
+// Does the same for barriers of a number.
+bool release_barriers(int threads) {
+  int waiting[kBarriers] = {};
+  bool any = false;
+  for (int i = 0; i < threads; ++i) {
+    if (fibers[i].state == State::AtBarrier) ++waiting[fibers[i].barrier];
+  }
+  for (int i = 0; i < threads; ++i) {
+    Fiber& fiber = fibers[i];
+    if (fiber.state != State::AtBarrier) continue;
+    if (waiting[fiber.barrier] != fiber.barrier_threads) continue;
+    fiber.state = State::Ready;
+    any = true;
+  }
+  return any;
+}
+
+// Not inlined: getcontext may return twice, as far as the compiler knows.
+[[gnu::noinline]] void prepare(Fiber& fiber) {
+  if (!fiber.stack) fiber.stack = std::make_unique<char[]>(kStack);
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.get();
+  fiber.context.uc_stack.ss_size = kStack;
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, enter, 0);
+  fiber.state = State::Ready;
+  fiber.copies.assign(1, {});
+}
+
 void run_block(int threads, std::minstd_rand& random) {
   std::vector<int> order(threads);
   for (int i = 0; i < threads; ++i) {
     order[i] = i;
-    Fiber& fiber = fibers[i];
-    if (!fiber.stack) fiber.stack = std::make_unique<char[]>(kStack);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStack;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, enter, 0);
-    fiber.state = State::Ready;
+    prepare(fibers[i]);
   }
+  uint64_t late = 0;  // warps that stand still for a while, so that others get ahead
   for (;;) {
+    if (random() % 16 == 0) late = random();
     std::shuffle(order.begin(), order.end(), random);
     for (const int i : order) {
-      if (fibers[i].state != State::Ready) continue;
+      if (fibers[i].state != State::Ready || (late >> (i / 32) & 1) != 0) continue;
       current = i;
       threadIdx = {static_cast<unsigned>(i), 0, 0};
       swapcontext(&scheduler, &fibers[i].context);
     }
     bool any = false;
     for (int warp = 0; warp < threads; warp += 32) any |= release(warp, warp + 32, State::AtWarp);
+    any |= release_barriers(threads);
     if (!any) any = release(0, threads, State::AtBlock);
     if (any) continue;
+    if (late != 0) {
+      late = 0;
+      continue;
+    }
     const bool done = std::all_of(fibers.begin(), fibers.begin() + threads,
                                   [](const Fiber& fiber) { return fiber.state == State::Done; });
     if (done) return;
@@ -95,7 +137,37 @@ void wait_for_block() { wait(State::AtBlock); }
 void wait_for_warp() { wait(State::AtWarp); }
 void* slot(unsigned thread) { return &slots[thread]; }
 
+void wait_for_threads(int barrier, int threads) {
+  if (barrier < 1 || barrier >= kBarriers || threads % 32 != 0) {
+    throw std::logic_error("[emulated] barriers must be 1 to 15, of whole warps");
+  }
+  fibers[current].barrier = barrier;
+  fibers[current].barrier_threads = threads;
+  wait(State::AtBarrier);
+}
+
+void copy_async(void* to, const void* from, int bytes) {
+  if (copy_order() % 2 == 0) {
+    std::memcpy(to, from, bytes);
+  } else {
+    fibers[current].copies.back().push_back({to, from, bytes});
+  }
+}
+
+void commit_copies() { fibers[current].copies.emplace_back(); }
+
+void wait_for_copies(int pending) {
+  auto& groups = fibers[current].copies;
+  while (std::ssize(groups) > pending + 1) {
+    for (const Copy& copy : groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+    groups.pop_front();
+  }
+}
+
 void run(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel) {
+  // There is one GPU: threads of a program take turns.
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
   if (threads < 32 || threads > kMostThreads || threads % 32 != 0) {
     throw std::logic_error("[emulated] blocks must be whole warps, up to 1024 threads");
   }

@@ -45,6 +45,15 @@ void run(int64_t blocks, int threads, int64_t shared_bytes, const std::function<
 
 void wait_for_block();
 void wait_for_warp();
+// Until `threads` threads wait at a barrier of this number.
+void wait_for_threads(int barrier, int threads);
+
+// Copies to shared memory: some are done at once, some not before they are waited for.
+void copy_async(void* to, const void* from, int bytes);
+void commit_copies();
+// All but the last `pending` groups are done.
+void wait_for_copies(int pending);
+
 // 8 bytes each thread shows to its warp.
 void* slot(unsigned thread);
 

@@ -18,8 +18,8 @@ Philox draw(c10::Device, uint64_t) {
 }
 
 [[maybe_unused]] const bool installed = [] {
-  static const Backend backend = {
-      &compiled_kernels(), [](c10::Device) -> Stream { return nullptr; }, draw};
+  static const Backend backend = {&compiled_kernels(),
+                                  [](c10::Device) -> Stream { return nullptr; }, draw};
   set_backend(&backend);
   register_cuda_bodies(c10::DispatchKey::CPU);
   return true;

@@ -89,6 +89,17 @@ struct Kernels {
   void (*glu_bias_backward)(const Glu&, DType, const void* grad_y, const void* x, void* grad_x,
                             void* grad_bias, int64_t rows, int64_t h);
 
+  // ---- backward with the value again: before a product's backward, which needs both ----
+  // buffer, rows x n, holds grad_y and takes y. Rows of x and grad_x are `stride` apart; grad_bias
+  // is the column sum of grad_x.
+  void (*activation_value_and_backward)(Activation, DType, void* buffer, const void* x,
+                                        void* grad_x, void* grad_bias, int64_t rows, int64_t n,
+                                        int64_t stride);
+  // The same for columns first to first + n of y, out of h. x and grad_x are rows x 2h. The blocks
+  // of interleave divide first and n.
+  void (*glu_value_and_backward)(const Glu&, DType, void* buffer, const void* x, void* grad_x,
+                                 int64_t rows, int64_t n, int64_t h, int64_t first);
+
   // ---- dropout ----
   // Element i of the tensor is kept where its random 32-bit integer is at least p * 2^32, so that
   // a mask depends on neither the split into ranges nor the instruction set. The upper and lower

@@ -8,6 +8,7 @@
 #include "glu.h"
 #include "norm.h"
 #include "normalize.h"
+#include "recomputing.h"
 #include "residual.h"
 #include "tables.h"
 
@@ -42,6 +43,8 @@ constexpr Kernels make_table(const char* isa) {
       .relu_bias_backward = relu_bias_backward,
       .dropout_bias_backward = dropout_bias_backward,
       .glu_bias_backward = glu_bias_backward,
+      .activation_value_and_backward = activation_value_and_backward,
+      .glu_value_and_backward = glu_value_and_backward,
       .dropout_forward = dropout_forward,
       .dropout_backward = dropout_backward,
       .dropout_backward_from_seed = dropout_backward_from_seed,

@@ -180,9 +180,50 @@ TRANSFORMER_OPS_DEVICE void set_element(const Gradient& gradient, int64_t i, A v
   }
 }
 
+// ---- copies to shared memory that do not wait for their data
+
+// 16 bytes, aligned: at some time before the group of copies that it is in is waited for. Only the
+// thread that copied may read them without a further barrier.
+TRANSFORMER_OPS_DEVICE void copy_async(void* to, const void* from) {
+#if defined(TRANSFORMER_OPS_EMULATED)
+  emulated::copy_async(to, from, 16);
+#else
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+#endif
+}
+
+// Ends this thread's group of copies.
+TRANSFORMER_OPS_DEVICE void commit_copies() {
+#if defined(TRANSFORMER_OPS_EMULATED)
+  emulated::commit_copies();
+#else
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for all but this thread's last `Pending` groups.
+template <int Pending>
+TRANSFORMER_OPS_DEVICE void wait_for_copies() {
+#if defined(TRANSFORMER_OPS_EMULATED)
+  emulated::wait_for_copies(Pending);
+#else
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+#endif
+}
+
 // ---- sums; the order of additions depends on the number of threads alone
 
 constexpr int kWarp = 32;
+
+// Waits for `threads` threads in whole warps, a part of the block. Barriers are 1 to 15.
+TRANSFORMER_OPS_DEVICE void wait_for_threads(int barrier, int threads) {
+#if defined(TRANSFORMER_OPS_EMULATED)
+  emulated::wait_for_threads(barrier, threads);
+#else
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+#endif
+}
 
 // Every thread of a full warp gets the sum.
 template <class A>
@@ -227,6 +268,7 @@ void launch(Stream, const Grid& grid, void (*kernel)(Parameters...), const Argum
 }
 
 inline int multiprocessors() { return 3; }
+inline int64_t most_shared_bytes() { return int64_t{226} << 10; }
 #else
 [[noreturn]] inline void fail(cudaError_t error) {
   if (error == cudaErrorNoKernelImageForDevice) {
@@ -242,9 +284,34 @@ inline void check(cudaError_t error) {
   if (error != cudaSuccess) fail(error);
 }
 
+// Of the current device.
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  check(cudaGetDevice(&device));
+  check(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
+// What is left of a block's shared memory beside __shared__ arrays.
+constexpr int64_t kStaticSharedBytes = 1 << 10;
+inline int64_t most_shared_bytes() {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes;
+}
+
+template <class Kernel>
+void ask_for_shared(Kernel kernel, int64_t bytes) {
+  if (bytes + kStaticSharedBytes <= 48 << 10) return;
+  // To the same value always: another thread may be about to launch the kernel with more.
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(most_shared_bytes())));
+}
+
 template <class... Parameters, class... Arguments>
 void launch(Stream stream, const Grid& grid, void (*kernel)(Parameters...),
             const Arguments&... args) {
+  ask_for_shared(kernel, grid.shared_bytes);
   if (grid.blocks == 0) return;
   // The formatter would split the closing bracket.
   // clang-format off
@@ -253,14 +320,6 @@ void launch(Stream stream, const Grid& grid, void (*kernel)(Parameters...),
   // clang-format on
   // Not sticky errors of earlier work: those are the caller's to see at the next synchronization.
   check(cudaGetLastError());
-}
-
-// Of the current device.
-inline int multiprocessors() {
-  int device = 0, count = 0;
-  check(cudaGetDevice(&device));
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
 }
 #endif
 

@@ -102,41 +102,44 @@ struct ColumnSum {
 
 enum class Epilogue : uint8_t {
   None,
-  Bias,          // + bias[n]
-  GeluBias,      // gelu_tanh(. + bias), aux keeps its input
-  ReluBias,      // max(. + bias, 0), aux keeps one bit an element
-  DGelu,         // . gelu_tanh'(aux)
-  DGeluBias,     // the same, bias_gradient takes its column sums
-  DRelu,         // . where the bit of aux is set
-  DReluBias,     // the same, bias_gradient takes its column sums
-  BiasGradient,  // bias_gradient takes the column sums of A^T B's B
+  Bias,      // . + bias[n]
+  GeluBias,  // gelu_tanh(. + bias[n]); aux, where wanted, takes its argument
+  ReluBias,  // max(. + bias[n], 0); aux, where wanted, takes one bit an element
+  DGelu,     // . gelu_tanh'(aux); bias_gradient, where wanted, takes the column sums of D
+  DRelu,     // . where the bit of aux is set; likewise
+  SumA,      // bias_gradient takes the sums over k of A: m numbers
+  SumB,      // bias_gradient takes the sums over k of B: n numbers
 };
 
+// How the sums over parts of k may be added up: torch's settings for float16 and bfloat16.
+enum class PartialSums : uint8_t { AnyPrecision, FullPrecision, None };
+
 struct Matrix {
-  const void* data;
-  int64_t stride;           // elements from row to row as stored
+  const void* data = nullptr;
+  int64_t stride = 0;       // elements from row to row as stored
   bool transposed = false;  // stored as its transpose
 };
 
 struct Gemm {
-  int64_t m, n, k;
+  int64_t m, n, k;     // none is 0
   DType dtype;         // of A and B
   DType result_dtype;  // of C and D: dtype, or Float32
   Matrix a, b;
   const void* c = nullptr;  // may be d; read where beta is not 0
   int64_t c_stride = 0;
-  void* d;
-  int64_t d_stride;
+  void* d = nullptr;
+  int64_t d_stride = 0;
   double alpha = 1.0, beta = 0.0;
   Epilogue epilogue = Epilogue::None;
-  const void* bias = nullptr;     // n numbers of result_dtype
-  void* bias_gradient = nullptr;  // n numbers of result_dtype
-  void* aux = nullptr;            // rows of aux_stride elements (bits for ReLU)
-  int64_t aux_stride = 0;
-  bool tf32 = false;               // torch's setting for float32
-  bool reduced_precision = false;  // torch's setting for sums in float16 or bfloat16
-  void* workspace = nullptr;
-  uint64_t workspace_bytes = 0;
+  const void* bias = nullptr;     // of result_dtype
+  void* bias_gradient = nullptr;  // of result_dtype
+  void* aux = nullptr;            // m rows, of result_dtype; read by DGelu and DRelu
+  int64_t aux_stride = 0;         // elements from row to row; bits for ReLU
+  bool tf32 = false;              // torch's setting for float32
+  PartialSums partial_sums = PartialSums::AnyPrecision;
+  // Gives memory that stays valid on the stream while the product runs. Called once or not at all.
+  void* (*allocate)(void* owner, uint64_t bytes) = nullptr;
+  void* owner = nullptr;
 };
 
 // The CPU table (../cpu/kernels.h) describes in more detail what each computes.
@@ -184,7 +187,7 @@ struct Kernels {
   // ---- dropout; a null mask is not written
   // Element i is kept where its random 32-bit integer is at least p * 2^32, whatever the launch:
   // word i % 4 of Philox4x32-7(key = seed, counter = (i / 8, offset / 4 + i % 8 / 4)), where two
-  // 64-bit numbers make a counter. 7 rounds, not torch's 10: none of these numbers is one of its.
+  // 64-bit numbers make a counter. 7 rounds and not torch's 10: these numbers are none of its own.
   void (*dropout_forward)(Stream, DType, const void* x, void* y, uint8_t* mask, const Philox&,
                           double p, int64_t n);
   void (*dropout_backward)(Stream, DType, const void* grad_y, const uint8_t* mask, void* grad_x,
@@ -194,7 +197,7 @@ struct Kernels {
                            const void* extra, void* y, uint8_t* mask, const Philox&, double p,
                            int64_t rows, int64_t h);
 
-  // ---- products; false where cuBLASLt has no algorithm for it, and nothing was queued
+  // ---- products; false where cuBLASLt has no algorithm for it, and then nothing was queued
   bool (*gemm)(Stream, const Gemm&);
 };
 

@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <random>
@@ -24,6 +25,7 @@ struct Counts {
   std::atomic<int> maps{0};
   std::atomic<size_t> most{kNoLimit};  // bytes mapped at one time
   std::atomic<size_t> available{kNoLimit};
+  std::atomic<size_t> movable{kNoLimit};
 };
 Counts counts;
 
@@ -42,6 +44,14 @@ System counting() {
                 counts.mapped -= bytes;
                 operating_system().unmap(data, bytes);
               },
+          .move =
+              [](void* from, void* to, size_t bytes) {
+                const size_t moved =
+                    operating_system().move(from, to, std::min<size_t>(bytes, counts.movable));
+                counts.mapped -= moved;
+                counts.movable -= moved;
+                return moved;
+              },
           .available = [] { return counts.available.load(); }};
 }
 
@@ -52,6 +62,7 @@ class PoolTest : public testing::Test {
     counts.maps = 0;
     counts.most = kNoLimit;
     counts.available = kNoLimit;
+    counts.movable = kNoLimit;
   }
   void TearDown() override {
     EXPECT_EQ(pool.stats().in_use_bytes, 0u);
@@ -81,6 +92,58 @@ TEST_F(PoolTest, FreedMemoryServesTheNextRequest) {
   EXPECT_EQ(pool.stats().hits, 1u);
   EXPECT_EQ(pool.stats().misses, 1u);
   pool.free(second);
+}
+
+// Three requests of 20 MiB, of which the outer ones are idle again: 9 whole huge pages each, or 10.
+class GatherTest : public PoolTest {
+ protected:
+  void SetUp() override {
+    PoolTest::SetUp();
+    void* const first = take(20 * kMega);
+    middle = take(20 * kMega);
+    void* const last = take(20 * kMega);
+    std::memset(middle, 7, 20 * kMega);
+    pool.free(first);
+    pool.free(last);
+    held = pool.stats().idle_bytes + pool.stats().in_use_bytes;
+  }
+  void TearDown() override {
+    for (size_t i = 0; i < 20 * kMega; ++i) ASSERT_EQ(static_cast<char*>(middle)[i], 7);
+    pool.free(middle);
+    PoolTest::TearDown();
+  }
+
+  size_t held_now() const { return pool.stats().idle_bytes + pool.stats().in_use_bytes; }
+
+  void* middle;
+  size_t held;
+};
+
+TEST_F(GatherTest, IdleRangesServeALargerRequestTogether) {
+  void* const data = take(30 * kMega + 5000);
+  std::memset(data, 1, 30 * kMega + 5000);
+  EXPECT_EQ(held_now(), held);
+  EXPECT_EQ(pool.stats().hits, 1u);
+  EXPECT_EQ(pool.stats().released_bytes, 0u);
+  pool.free(data);
+  EXPECT_EQ(held_now(), held);
+}
+
+TEST_F(GatherTest, FreshPagesFillUpWhatIdleOnesCannotGive) {
+  void* const data = take(50 * kMega);
+  std::memset(data, 1, 50 * kMega);
+  EXPECT_LE(held_now(), 70 * kMega + 2 * kHugePage);
+  EXPECT_EQ(pool.stats().hits, 0u);
+  pool.free(data);
+}
+
+TEST_F(GatherTest, PagesThatMayNotBeMovedChangeNothingForTheCaller) {
+  for (const size_t movable : {size_t{0}, kPiece, kHugePage, 11 * kHugePage + kPiece}) {
+    counts.movable = movable;
+    void* const data = take(30 * kMega);
+    std::memset(data, 1, 30 * kMega);
+    pool.free(data);
+  }
 }
 
 TEST_F(PoolTest, IsPageAlignedAndCountsWholePages) {
@@ -126,10 +189,10 @@ TEST_F(PoolTest, NeighboursJoinForALargerRequest) {
 }
 
 TEST_F(PoolTest, IdleMemoryBelowFreshMemoryGrows) {
-  void* const a = take(2 * kMega);
+  void* const a = take(kMega);
   pool.free(a);
-  EXPECT_EQ(take(5 * kMega), a);
-  EXPECT_EQ(pool.stats().peak_held_bytes, 5 * kMega);
+  EXPECT_EQ(take(kMega + kMega / 2), a);
+  EXPECT_EQ(pool.stats().peak_held_bytes, kMega + kMega / 2);
   EXPECT_EQ(counts.maps, 1);
   pool.free(a);
 }
@@ -246,7 +309,7 @@ TEST_F(PoolTest, IdleMemoryGoesFirstWhereTheSystemIsShort) {
   for (int i = 0; i < 8; i += 2) pool.free(blocks[i]);
   EXPECT_EQ(pool.stats().idle_bytes, 80 * kMega);
   counts.available = 0;
-  void* const data = take(24 * kMega);
+  void* const data = take(104 * kMega);
   EXPECT_EQ(pool.stats().idle_bytes, 0u);
   pool.free(data);
   for (int i = 1; i < 8; i += 2) pool.free(blocks[i]);

@@ -1,0 +1,372 @@
+"""Builds for the GPU at hand, tests, checks and measures, and writes report.json and report.txt.
+
+    benchmarks/gpu_check.sh                      into $OUT, or build/gpu-check
+    benchmarks/gpu_check.sh --only build,tests
+    benchmarks/gpu_check.sh --list
+
+From a bare checkout, without a network: needs a Python with torch (for CUDA), pytest, cmake, ninja
+and nvcc of torch's CUDA version. The built libraries go into transformer_ops/ of the checkout, as
+`make` would put them there. Every part has a time limit of its own and ends by itself: what fails
+does not lose the rest, and the reports are written anew after each stage. Exits with 1 where a part
+failed. A target that is missed is a line of the report, not a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "gpu-check-work"
+TOTAL_SECONDS = 530.0
+# Of a part's output in the reports.
+JSON_LINES, TEXT_LINES = 30, 400
+
+Command = list[str]
+
+
+@dataclass
+class Part:
+    """Commands that run one after another, within a limit for all of them."""
+
+    name: str
+    limit: float
+    commands: Callable[[], list[Command]]
+    needs: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    result: Path | None = None  # the JSON that it writes
+
+
+@dataclass
+class Outcome:
+    """What became of a part."""
+
+    name: str
+    status: str  # "ok", "failed", "timed out" or "not run"
+    seconds: float = 0.0
+    limit: float = 0.0
+    reason: str = ""
+    result: Any = None
+    log: list[str] = field(default_factory=list)
+
+
+# ---- the parts
+
+
+def stages() -> list[list[Part]]:
+    """Parts of one stage run side by side; only what is timed has the machine for itself."""
+    python = sys.executable
+    machine = Part("machine", 30, lambda: [[python, "-c", MACHINE, str(WORK / "machine.json")]],
+                   result=WORK / "machine.json")  # fmt: skip
+    load = [python, "tests/cuda_load.py"]
+    table = [python, "-m", "suite.gpu"]
+    compiled = Part("compile", 150, lambda: [[*table, "--compile-only"]], ("build",))
+    bench = [python, "benchmarks/bench.py", "--device", "cuda", "--quick", "--out", str(WORK)]
+    train = [python, "examples/train_lm.py", "--device", "cuda", "--dtype", "bfloat16"]
+    return [
+        [machine],
+        [Part("build", 170, build, env=architecture())],
+        [
+            Part("products", 90, products),
+            Part("tests", 170, tests, ("build",), {"FAIL_WITHOUT_CUDA": "1"}),
+            # Each tensor in an allocation of its own: the ends of all are guarded.
+            Part("memcheck", 170, lambda: [[*sanitizer("memcheck"), *load]], ("build",),
+                 {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+            Part("racecheck", 170, lambda: [[*sanitizer("racecheck"), *load]], ("build",)),
+            compiled,
+        ],
+        [Part("targets", 130, lambda: [[*table, "--out", str(WORK / "targets.json")]], ("build",),
+              result=WORK / "targets.json")],
+        [Part("profile", 45, lambda: [[python, "-m", "suite.gpu_profile"]], ("build",))],
+        [Part("bench", 60, lambda: [bench], ("build",), result=WORK / "bench.json")],
+        [Part("train", 45, lambda: [[*train, "--steps", "60", "--out", str(WORK / "train")]],
+              ("build",))],
+    ]  # fmt: skip
+
+
+# In a process of its own: this one must outlive a torch that does not load.
+MACHINE = """
+import json, platform, sys, torch
+if not torch.cuda.is_available():
+    sys.exit("[gpu_check] device must be a CUDA GPU, got none that torch can use")
+properties = torch.cuda.get_device_properties(0)
+major, minor = torch.cuda.get_device_capability(0)
+json.dump({
+    "gpu": properties.name, "multiprocessors": properties.multi_processor_count,
+    "memory_gib": round(properties.total_memory / 2**30, 1),
+    "architecture": f"{major}.{minor}" + "a" * (major >= 9),
+    "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
+}, open(sys.argv[1], "w"))
+"""
+
+
+def architecture() -> dict[str, str]:
+    """What to build for; 9.0a where the part "machine" found nothing."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        found = json.loads((WORK / "machine.json").read_text(encoding="utf-8"))["architecture"]
+        return {"TORCH_CUDA_ARCH_LIST": str(found)}
+    return {"TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", "9.0a")}
+
+
+def build() -> list[Command]:
+    """By CMake alone: pip would ask for a setuptools of its own."""
+    folder = str(WORK / "cmake")
+    options = {
+        "Python_EXECUTABLE": sys.executable,
+        "TRANSFORMER_OPS_CUDA": "ON",
+        # A compiler newer than ours may warn of more.
+        "TRANSFORMER_OPS_WERROR": "OFF",
+    }
+    defines = [f"-D{name}={value}" for name, value in options.items()]
+    cmake = tool("cmake")
+    return [
+        [cmake, "-S", str(ROOT), "-B", folder, "-G", "Ninja", *defines],
+        [cmake, "--build", folder, "--parallel", str(len(os.sched_getaffinity(0)))],
+        [cmake, "--install", folder, "--prefix", str(ROOT)],
+    ]
+
+
+def products() -> list[Command]:
+    """cuBLASLt against the formula: needs neither torch nor the build."""
+    home, program = toolkit(), str(WORK / "check_products")
+    sources = [
+        "csrc/kernels/cuda/gemm.cpp",
+        "csrc/kernels/cuda/gemm_plan.cpp",
+        "tests/emulated/check_products.cpp",
+    ]
+    include = [f"-I{path}" for path in ("csrc", "tests/emulated", home / "include")]
+    libraries = [f"-L{home / 'lib64'}", f"-Wl,-rpath,{home / 'lib64'}", "-lcublasLt", "-lcudart"]
+    compiler = os.environ.get("CXX", "g++")
+    return [
+        [compiler, "-std=c++20", "-O2", *include, *sources, *libraries, "-o", program],
+        [program],
+    ]
+
+
+def tests() -> list[Command]:
+    """All that is marked "cuda", side by side where pytest-xdist is there."""
+    parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
+    return [[sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-rf", "--tb=short", *parallel]]
+
+
+def sanitizer(name: str) -> Command:
+    """compute-sanitizer on our own kernels."""
+    options = ["--error-exitcode", "9", "--kernel-regex", "kns=transformer_ops"]
+    return [tool("compute-sanitizer", toolkit() / "bin"), "--tool", name, *options]
+
+
+def tool(name: str, *places: Path) -> str:
+    """A program that pip installed beside this Python, else on PATH, else in other places."""
+    path = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), *map(str, places)]
+    )
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise Missing(f"[gpu_check] {name} must be installed, got none on PATH")
+    return found
+
+
+def toolkit() -> Path:
+    """The folder of the CUDA toolkit."""
+    if "CUDA_HOME" in os.environ:
+        return Path(os.environ["CUDA_HOME"])
+    return Path(tool("nvcc", Path("/usr/local/cuda/bin"))).resolve().parents[1]
+
+
+class Missing(Exception):
+    """A tool that a part needs is not there."""
+
+
+# ---- running them
+
+
+def run_part(part: Part, failed: set[str], end: float) -> Outcome:
+    """A part, unless one that it needs failed; stopped at its limit, or at the end of all."""
+    broken = [name for name in part.needs if name in failed]
+    if broken:
+        return Outcome(part.name, "not run", reason=f"needs {broken[0]}")
+    limit = min(part.limit, end - time.monotonic())
+    outcome = Outcome(part.name, "failed", limit=round(limit, 1))
+    if limit <= 0:
+        outcome.reason = "no time was left"
+        return outcome
+    start = time.monotonic()
+    log = WORK / f"{part.name}.log"
+    if part.result is not None:
+        part.result.unlink(missing_ok=True)
+    with open(log, "wb") as stream:
+        try:
+            for command in part.commands():
+                # The program of `python -c` is long, and known.
+                stream.write(f"+ {' '.join(command).splitlines()[0][:300]}\n".encode())
+                stream.flush()
+                status = call(command, part.env, stream, start + limit - time.monotonic())
+                if status is None:
+                    outcome.status, outcome.reason = "timed out", f"took more than {limit:.0f} s"
+                    break
+                if status != 0:
+                    outcome.reason = f"exit status {status}"
+                    break
+            else:
+                outcome.status = "ok"
+        except (Missing, OSError) as error:
+            outcome.reason = str(error)
+    outcome.seconds = round(time.monotonic() - start, 1)
+    outcome.log = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    read_result(part, outcome)
+    return outcome
+
+
+def call(command: Command, env: dict[str, str], stream: Any, seconds: float) -> int | None:
+    """The exit status; None where it took too long, and it and its children were ended."""
+    path = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+    everything = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONUNBUFFERED": "1",
+        **env,
+    }
+    # A group of its own, so that its children end with it.
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=everything,
+        stdin=subprocess.DEVNULL,
+        stdout=stream,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(timeout=max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def read_result(part: Part, outcome: Outcome) -> None:
+    """The JSON of a part; a part that ended well must have written it."""
+    if part.result is None:
+        return
+    try:
+        outcome.result = json.loads(part.result.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        if outcome.status == "ok":
+            outcome.status, outcome.reason = "failed", f"wrote no result: {error}"
+
+
+# ---- reports
+
+
+def write_reports(folder: Path, outcomes: list[Outcome], seconds: float, commit: str) -> None:
+    """report.json with the end of each log, report.txt with more of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ok = all(outcome.status == "ok" for outcome in outcomes)
+    parts = [{**asdict(o), "log": o.log[-JSON_LINES:]} for o in outcomes]
+    about = {"commit": commit, "seconds": round(seconds, 1), "ok": ok}
+    content = json.dumps({**about, "parts": parts}, indent=1) + "\n"
+    (folder / "report.json").write_text(content, encoding="utf-8")
+    sections = [summary(outcomes, about)]
+    for outcome in outcomes:
+        title = f"---- {outcome.name}: {outcome.status} {outcome.reason}".rstrip()
+        cut = [f"({len(outcome.log) - TEXT_LINES} lines left out)"][: len(outcome.log) > TEXT_LINES]
+        sections.append("\n".join([title, *cut, *outcome.log[-TEXT_LINES:]]))
+    (folder / "report.txt").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def summary(outcomes: list[Outcome], about: dict[str, Any]) -> str:
+    """A line a part."""
+    lines = [f"commit {about['commit']}, {about['seconds']} s, {'ok' if about['ok'] else 'FAILED'}"]
+    for outcome in outcomes:
+        if outcome.name == "machine" and outcome.result:
+            lines.append(", ".join(f"{key} {value}" for key, value in outcome.result.items()))
+        lines.append(line_of(outcome))
+    return "\n".join(lines)
+
+
+def line_of(outcome: Outcome) -> str:
+    """What became of a part, in a line."""
+    time_of = f"{outcome.seconds:6.1f} s of {outcome.limit:5.1f}"
+    return f"{outcome.name:<10} {outcome.status:<10} {time_of}  {outcome.reason}".rstrip()
+
+
+def commit() -> str:
+    """The commit, and "+" where files differ from it; a copy without history has none."""
+    try:
+        found = [
+            subprocess.run(
+                ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for arguments in (
+                ("rev-parse", "--short=10", "HEAD"),
+                ("status", "--porcelain", "--untracked-files=no"),
+            )
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found[0] + "+" * bool(found[1])
+
+
+# ---- the command line
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the stages, write the reports."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="PARTS", help="comma-separated")
+    parser.add_argument("--commit", help="what the reports name; default: git's, where it is there")
+    parser.add_argument("--list", action="store_true", help="name the parts and stop")
+    options = parser.parse_args(arguments)
+    names = [part.name for stage in stages() for part in stage]
+    if options.list:
+        print("\n".join(names))
+        return 0
+    chosen = options.only.split(",") if options.only else names
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        parser.error(f"--only must name parts among {', '.join(names)}, got {unknown[0]!r}")
+    folder = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check")
+    outcomes = run_stages(chosen, folder, options.commit or commit())
+    print(f"reports  {folder / 'report.json'} {folder / 'report.txt'}")
+    return 0 if all(outcome.status == "ok" for outcome in outcomes) else 1
+
+
+def run_stages(chosen: list[str], folder: Path, commit: str) -> list[Outcome]:
+    """The outcomes of all chosen parts, in order."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    outcomes: list[Outcome] = []
+    for number in range(len(stages())):
+        # Again, for what the machine turned out to be.
+        stage = [part for part in stages()[number] if part.name in chosen]
+        failed = {outcome.name for outcome in outcomes if outcome.status != "ok"}
+        run = partial(run_part, failed=failed, end=start + TOTAL_SECONDS)
+        with ThreadPoolExecutor(max(1, len(stage))) as pool:
+            done = list(pool.map(run, stage))
+        for outcome in done:
+            print(line_of(outcome), flush=True)
+        outcomes += done
+        write_reports(folder, outcomes, time.monotonic() - start, commit)
+    return outcomes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

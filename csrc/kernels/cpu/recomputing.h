@@ -1,0 +1,67 @@
+// Backward of a function and its value again, in one pass: what the backward of a product after it
+// needs.
+#pragma once
+
+#include "elementwise.h"
+#include "glu.h"
+#include "rows.h"
+
+namespace transformer_ops::cpu {
+namespace {
+
+void activation_value_and_backward(Activation activation, DType dtype, void* buffer, const void* x,
+                                   void* grad_x, void* grad_bias, int64_t rows, int64_t n,
+                                   int64_t stride) {
+  with_dtype(dtype, [&]<class T>(Tag<T>) {
+    with_activation(activation, [&](auto op) {
+      ColumnSums<Acc<T>> sums(grad_bias, n);
+      Acc<T>* sum = sums.group();
+      for (int64_t r = 0; r < rows; ++r) {
+        T* both = as<T>(buffer) + r * n;
+        const T* in = as<T>(x) + r * stride;
+        T* out = as<T>(grad_x) + r * stride;
+        for_wide_vectors<T>(
+            n, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+              const auto grad = load(static_cast<const T*>(both) + i, lanes);
+              const auto value = load(in + i, lanes);
+              const auto result = op.backward(grad, value);
+              store(both + i, op.forward(value), lanes, false);
+              store(out + i, result, lanes, false);
+              store_acc(sum + i, load_acc<T>(sum + i, lanes) + result, lanes);
+            });
+        sums.end_row();
+      }
+    });
+  });
+}
+
+void glu_value_and_backward(const Glu& glu, DType dtype, void* buffer, const void* x, void* grad_x,
+                            int64_t rows, int64_t n, int64_t h, int64_t first) {
+  if (n == 0) return;
+  const int64_t block = glu.interleave == 0 ? n : glu.interleave;
+  with_dtype(dtype, [&]<class T>(Tag<T>) {
+    with_glu<Acc<T>>(glu, [&](auto op) {
+      for (int64_t r = 0; r < rows; ++r) {
+        T* both = as<T>(buffer) + r * n;
+        const T* in = as<T>(x) + 2 * r * h;
+        T* out = as<T>(grad_x) + 2 * r * h;
+        for (int64_t done = 0; done < n; done += block) {
+          const int64_t gate = glu.interleave == 0 ? first : 2 * (first + done);
+          const int64_t linear = gate + (glu.interleave == 0 ? h : block);
+          for_wide_vectors<T>(
+              block, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+                const auto grad = load(static_cast<const T*>(both) + done + i, lanes);
+                const auto a = load(in + gate + i, lanes), b = load(in + linear + i, lanes);
+                const auto grads = op.backward(grad, a, b);
+                store(both + done + i, op.forward(a, b), lanes, false);
+                store(out + gate + i, grads.gate, lanes, false);
+                store(out + linear + i, grads.linear, lanes, false);
+              });
+        }
+      }
+    });
+  });
+}
+
+}  // namespace
+}  // namespace transformer_ops::cpu

@@ -1,0 +1,247 @@
+// Products by cuBLASLt. Its heuristics take some 100 microseconds a question, so what they answered
+// is kept. A call sets a descriptor on the stack and queues the product: it neither waits nor
+// allocates, except through the caller's `allocate`, and may be captured.
+#include <cublasLt.h>
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+
+#include "kernels/cuda/gemm_plan.h"
+
+namespace transformer_ops::cuda {
+namespace {
+
+static_assert(static_cast<int>(LtEpilogue::Default) == CUBLASLT_EPILOGUE_DEFAULT);
+static_assert(static_cast<int>(LtEpilogue::Bias) == CUBLASLT_EPILOGUE_BIAS);
+static_assert(static_cast<int>(LtEpilogue::ReluBias) == CUBLASLT_EPILOGUE_RELU_BIAS);
+static_assert(static_cast<int>(LtEpilogue::GeluBias) == CUBLASLT_EPILOGUE_GELU_BIAS);
+static_assert(static_cast<int>(LtEpilogue::ReluAuxBias) == CUBLASLT_EPILOGUE_RELU_AUX_BIAS);
+static_assert(static_cast<int>(LtEpilogue::DRelu) == CUBLASLT_EPILOGUE_DRELU);
+static_assert(static_cast<int>(LtEpilogue::DReluBgrad) == CUBLASLT_EPILOGUE_DRELU_BGRAD);
+static_assert(static_cast<int>(LtEpilogue::GeluAuxBias) == CUBLASLT_EPILOGUE_GELU_AUX_BIAS);
+static_assert(static_cast<int>(LtEpilogue::DGelu) == CUBLASLT_EPILOGUE_DGELU);
+static_assert(static_cast<int>(LtEpilogue::DGeluBgrad) == CUBLASLT_EPILOGUE_DGELU_BGRAD);
+static_assert(static_cast<int>(LtEpilogue::BgradA) == CUBLASLT_EPILOGUE_BGRADA);
+static_assert(static_cast<int>(LtEpilogue::BgradB) == CUBLASLT_EPILOGUE_BGRADB);
+
+// What NVIDIA recommends for Hopper and later (cuBLAS documentation, "cuBLAS workspace").
+constexpr uint64_t kMostWorkspaceBytes = uint64_t{32} << 20;
+// Far more than a model's shapes; a program whose shapes keep changing starts again.
+constexpr size_t kMostProblems = 4096;
+
+void check(cublasStatus_t status, const char* rule) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw std::runtime_error(std::string("[gemm] cuBLASLt must ") + rule + ", got " +
+                           cublasLtGetStatusName(status));
+}
+
+void check(cudaError_t error, const char* rule) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string("[gemm] CUDA must ") + rule + ", got " +
+                           cudaGetErrorName(error));
+}
+
+cudaDataType_t data_type(DType dtype) {
+  switch (dtype) {
+    case DType::Float16:
+      return CUDA_R_16F;
+    case DType::BFloat16:
+      return CUDA_R_16BF;
+    case DType::Float64:
+      return CUDA_R_64F;
+    case DType::Float32:
+      break;
+  }
+  return CUDA_R_32F;
+}
+
+// ---- descriptors, in memory of their owner
+
+class Operation {
+ public:
+  explicit Operation(const GemmPlan& plan) {
+    const LtProblem& problem = plan.problem;
+    const auto compute = problem.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+    check(cublasLtMatmulDescInit(&opaque_, compute, CUDA_R_32F), "describe a product");
+    if (problem.transpose_a) set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
+    if (problem.transpose_b) set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_T);
+    if (problem.epilogue == LtEpilogue::Default) return;
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, problem.epilogue);
+    if (plan.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, plan.bias);
+    if (plan.aux == nullptr) return;
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, plan.aux);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, problem.aux_ld);
+  }
+
+  // The library's functions take no pointer to const.
+  cublasLtMatmulDesc_t get() const { return const_cast<cublasLtMatmulDesc_t>(&opaque_); }
+
+ private:
+  template <class T>
+  void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
+    check(cublasLtMatmulDescSetAttribute(&opaque_, attribute, &value, sizeof(value)),
+          "describe a product");
+  }
+
+  cublasLtMatmulDescOpaque_t opaque_;
+};
+
+class MatrixLayout {
+ public:
+  MatrixLayout(DType dtype, const Layout& layout) {
+    check(cublasLtMatrixLayoutInit(&opaque_, data_type(dtype), static_cast<uint64_t>(layout.rows),
+                                   static_cast<uint64_t>(layout.cols), layout.ld),
+          "describe a matrix");
+  }
+
+  cublasLtMatrixLayout_t get() const { return const_cast<cublasLtMatrixLayout_t>(&opaque_); }
+
+ private:
+  cublasLtMatrixLayoutOpaque_t opaque_;
+};
+
+struct Layouts {
+  explicit Layouts(const LtProblem& problem)
+      : a(problem.dtype, problem.a),
+        b(problem.dtype, problem.b),
+        c(problem.result_dtype, problem.c),
+        d(problem.result_dtype, problem.d) {}
+
+  MatrixLayout a, b, c, d;
+};
+
+class Preference {
+ public:
+  explicit Preference(const LtProblem& problem) {
+    check(cublasLtMatmulPreferenceInit(&opaque_), "take a preference");
+    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMostWorkspaceBytes);
+    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes(problem.partial_sums));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t{problem.alignment[0]});
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t{problem.alignment[1]});
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t{problem.alignment[2]});
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t{problem.alignment[3]});
+  }
+
+  cublasLtMatmulPreference_t get() { return &opaque_; }
+
+ private:
+  // Not in place: cublasLt.h promises that those additions come one after another, but not in which
+  // order.
+  static uint32_t schemes(PartialSums sums) {
+    switch (sums) {
+      case PartialSums::AnyPrecision:
+        return CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE | CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
+      case PartialSums::FullPrecision:
+        return CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+      case PartialSums::None:
+        break;
+    }
+    return CUBLASLT_REDUCTION_SCHEME_NONE;
+  }
+
+  template <class T>
+  void set(cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
+    check(cublasLtMatmulPreferenceSetAttribute(&opaque_, attribute, &value, sizeof(value)),
+          "take a preference");
+  }
+
+  cublasLtMatmulPreferenceOpaque_t opaque_;
+};
+
+// ---- what the heuristics answered, by device
+
+struct Answer {
+  Answer(cublasLtHandle_t handle, const GemmPlan& plan);
+
+  const Layouts layouts;
+  bool supported;
+  cublasLtMatmulAlgo_t algorithm;
+  size_t workspace_bytes;
+};
+
+Answer::Answer(cublasLtHandle_t handle, const GemmPlan& plan) : layouts(plan.problem) {
+  const Operation operation(plan);
+  Preference preference(plan.problem);
+  cublasLtMatmulHeuristicResult_t result = {};
+  int count = 0;
+  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+      handle, operation.get(), layouts.a.get(), layouts.b.get(), layouts.c.get(), layouts.d.get(),
+      preference.get(), 1, &result, &count);
+  // INVALID_VALUE too: a combination of dtypes, epilogue and layouts that it does not have.
+  if (status != CUBLAS_STATUS_NOT_SUPPORTED && status != CUBLAS_STATUS_INVALID_VALUE) {
+    check(status, "choose an algorithm");
+  }
+  supported =
+      status == CUBLAS_STATUS_SUCCESS && count == 1 && result.state == CUBLAS_STATUS_SUCCESS;
+  algorithm = result.algo;
+  workspace_bytes = result.workspaceSize;
+}
+
+struct Device {
+  cublasLtHandle_t handle = nullptr;
+  std::unordered_map<LtProblem, std::shared_ptr<const Answer>, LtProblemHash> answers = {};
+};
+
+// A first call may be in a capture, which forbids the thread what allocates on the device.
+class AllowedInCapture {
+ public:
+  AllowedInCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "change a mode"); }
+  ~AllowedInCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  AllowedInCapture(const AllowedInCapture&) = delete;
+  AllowedInCapture& operator=(const AllowedInCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+struct Prepared {
+  cublasLtHandle_t handle;
+  std::shared_ptr<const Answer> answer;
+};
+
+Prepared prepare(const GemmPlan& plan) {
+  // Never deleted: tensors may be computed while static objects die.
+  static auto* const mutex = new std::mutex;
+  static auto* const devices = new std::map<int, Device>;
+  int index = 0;
+  check(cudaGetDevice(&index), "have a current device");
+  const std::lock_guard lock(*mutex);
+  Device& device = (*devices)[index];
+  if (const auto found = device.answers.find(plan.problem); found != device.answers.end()) {
+    return {device.handle, found->second};
+  }
+  const AllowedInCapture allowed;
+  if (device.handle == nullptr) check(cublasLtCreate(&device.handle), "start");
+  if (device.answers.size() >= kMostProblems) device.answers.clear();
+  const auto answer = std::make_shared<const Answer>(device.handle, plan);
+  device.answers.emplace(plan.problem, answer);
+  return {device.handle, answer};
+}
+
+}  // namespace
+
+bool gemm(Stream stream, const Gemm& gemm) {
+  const auto plan = plan_gemm(gemm);
+  if (!plan) return false;
+  const auto [handle, answer] = prepare(*plan);
+  const size_t bytes = answer->workspace_bytes;
+  if (!answer->supported || (bytes > 0 && gemm.allocate == nullptr)) return false;
+  void* const workspace = bytes > 0 ? gemm.allocate(gemm.owner, bytes) : nullptr;
+  const Operation operation(*plan);
+  const Layouts& layouts = answer->layouts;
+  const auto alpha = static_cast<float>(plan->alpha), beta = static_cast<float>(plan->beta);
+  const cublasStatus_t status =
+      cublasLtMatmul(handle, operation.get(), &alpha, plan->a, layouts.a.get(), plan->b,
+                     layouts.b.get(), &beta, plan->c, layouts.c.get(), plan->d, layouts.d.get(),
+                     &answer->algorithm, workspace, bytes, static_cast<cudaStream_t>(stream));
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
+  check(status, "run a product");
+  return true;
+}
+
+}  // namespace transformer_ops::cuda

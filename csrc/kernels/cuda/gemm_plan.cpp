@@ -1,0 +1,119 @@
+#include "kernels/cuda/gemm_plan.h"
+
+#include <bit>
+#include <initializer_list>
+
+namespace transformer_ops::cuda {
+namespace {
+
+constexpr uintptr_t kMostAlignment = 256;  // what cuBLASLt's heuristics distinguish
+
+uint16_t alignment(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer) | kMostAlignment;
+  return static_cast<uint16_t>(address & (~address + 1));
+}
+
+std::optional<LtEpilogue> lt_epilogue(const Gemm& gemm) {
+  const bool aux = gemm.aux != nullptr, sums = gemm.bias_gradient != nullptr;
+  switch (gemm.epilogue) {
+    case Epilogue::None:
+      return LtEpilogue::Default;
+    case Epilogue::Bias:
+      return LtEpilogue::Bias;
+    case Epilogue::GeluBias:
+      return aux ? LtEpilogue::GeluAuxBias : LtEpilogue::GeluBias;
+    case Epilogue::ReluBias:
+      return aux ? LtEpilogue::ReluAuxBias : LtEpilogue::ReluBias;
+    case Epilogue::DGelu:
+      return sums ? LtEpilogue::DGeluBgrad : LtEpilogue::DGelu;
+    case Epilogue::DRelu:
+      return sums ? LtEpilogue::DReluBgrad : LtEpilogue::DRelu;
+    // The row-major A is cuBLASLt's B, and the other way round.
+    case Epilogue::SumA:
+      return LtEpilogue::BgradB;
+    case Epilogue::SumB:
+      return LtEpilogue::BgradA;
+  }
+  return std::nullopt;
+}
+
+// Of cublasLt.h, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD: a multiple of 128 bits or 8 elements, and no
+// less than the rows of D.
+bool aux_fits(const Gemm& gemm) {
+  const bool relu = gemm.epilogue == Epilogue::ReluBias || gemm.epilogue == Epilogue::DRelu;
+  return gemm.aux_stride % (relu ? 128 : 8) == 0 && gemm.aux_stride >= gemm.n &&
+         alignment(gemm.aux) >= 16;
+}
+
+// Of a rows x cols matrix, row-major.
+Layout layout_of(const Matrix& matrix, int64_t rows, int64_t cols) {
+  return matrix.transposed ? Layout{rows, cols, matrix.stride} : Layout{cols, rows, matrix.stride};
+}
+
+}  // namespace
+
+std::optional<GemmPlan> plan_gemm(const Gemm& gemm) {
+  const auto epilogue = lt_epilogue(gemm);
+  if (gemm.m <= 0 || gemm.n <= 0 || gemm.k <= 0 || !epilogue) return std::nullopt;
+  // cuBLASLt has float64 products, but without epilogues.
+  if (gemm.dtype == DType::Float64) return std::nullopt;
+  if (gemm.result_dtype != gemm.dtype && gemm.result_dtype != DType::Float32) return std::nullopt;
+  if (gemm.aux != nullptr && !aux_fits(gemm)) return std::nullopt;
+
+  const bool float32 = gemm.dtype == DType::Float32;
+  const bool reads_c = gemm.beta != 0.0;
+  const Layout d{gemm.n, gemm.m, gemm.d_stride};
+  GemmPlan plan = {
+      .problem = {.dtype = gemm.dtype,
+                  .result_dtype = gemm.result_dtype,
+                  .tf32 = float32 && gemm.tf32,
+                  .partial_sums = float32 ? PartialSums::AnyPrecision : gemm.partial_sums,
+                  .epilogue = *epilogue,
+                  .transpose_a = gemm.b.transposed,
+                  .transpose_b = gemm.a.transposed,
+                  .a = layout_of(gemm.b, gemm.k, gemm.n),
+                  .b = layout_of(gemm.a, gemm.m, gemm.k),
+                  .c = reads_c ? Layout{gemm.n, gemm.m, gemm.c_stride} : d,
+                  .d = d,
+                  .aux_ld = gemm.aux != nullptr ? gemm.aux_stride : 0,
+                  .alignment = {}},
+      .a = gemm.b.data,
+      .b = gemm.a.data,
+      .c = reads_c ? gemm.c : gemm.d,
+      .d = gemm.d,
+      .bias = gemm.bias != nullptr ? gemm.bias : gemm.bias_gradient,
+      .aux = gemm.aux,
+      .alpha = gemm.alpha,
+      .beta = gemm.beta};
+  for (const Layout& layout : {plan.problem.a, plan.problem.b, plan.problem.c, plan.problem.d}) {
+    if (layout.ld < layout.rows) return std::nullopt;
+  }
+  plan.problem.alignment = {alignment(plan.a), alignment(plan.b),    alignment(plan.c),
+                            alignment(plan.d), alignment(plan.bias), alignment(plan.aux)};
+  return plan;
+}
+
+size_t LtProblemHash::operator()(const LtProblem& problem) const {
+  uint64_t hash = 0;
+  const auto add = [&hash](auto value) {
+    // The multiplier of Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4).
+    hash = std::rotl((hash ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15u, 29);
+  };
+  add(problem.dtype);
+  add(problem.result_dtype);
+  add(problem.tf32);
+  add(problem.partial_sums);
+  add(problem.epilogue);
+  add(problem.transpose_a);
+  add(problem.transpose_b);
+  for (const Layout& layout : {problem.a, problem.b, problem.c, problem.d}) {
+    add(layout.rows);
+    add(layout.cols);
+    add(layout.ld);
+  }
+  add(problem.aux_ld);
+  for (const uint16_t alignment : problem.alignment) add(alignment);
+  return hash;
+}
+
+}  // namespace transformer_ops::cuda

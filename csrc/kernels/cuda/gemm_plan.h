@@ -1,0 +1,71 @@
+// What cuBLASLt is asked for a row-major product: its matrices are column-major, and a row-major
+// matrix is the column-major one of its transpose, so the product becomes D^T = B^T A^T. Free of
+// CUDA's headers: tests interpret a plan on the CPU.
+#pragma once
+
+#include <array>
+#include <optional>
+
+#include "kernels/cuda/kernels.h"
+
+namespace transformer_ops::cuda {
+
+// The numbers of cublasLtEpilogue_t.
+enum class LtEpilogue : uint32_t {
+  Default = 1,
+  Bias = 4,
+  ReluBias = 6,
+  GeluBias = 36,
+  ReluAuxBias = 134,
+  DRelu = 136,
+  DReluBgrad = 152,
+  GeluAuxBias = 164,
+  DGelu = 192,
+  DGeluBgrad = 208,
+  BgradA = 256,
+  BgradB = 512,
+};
+
+// Element (i, j) lies at data[i + j * ld].
+struct Layout {
+  int64_t rows, cols, ld;
+
+  bool operator==(const Layout&) const = default;
+};
+
+// All that an algorithm is chosen by.
+struct LtProblem {
+  DType dtype;
+  DType result_dtype;
+  bool tf32;
+  PartialSums partial_sums;
+  LtEpilogue epilogue;
+  bool transpose_a, transpose_b;
+  Layout a, b, c, d;  // as stored
+  int64_t aux_ld;     // 0: no aux
+  // Of a, b, c, d, bias and aux: the largest power of two up to 256 that divides the address.
+  std::array<uint16_t, 6> alignment;
+
+  bool operator==(const LtProblem&) const = default;
+};
+
+struct LtProblemHash {
+  size_t operator()(const LtProblem& problem) const;
+};
+
+// D = epilogue(alpha op(A) op(B) + beta C), all column-major.
+struct GemmPlan {
+  LtProblem problem;
+  const void* a;
+  const void* b;
+  const void* c;  // d where beta is 0
+  void* d;
+  const void* bias;  // or where a bias gradient goes
+  const void* aux;
+  double alpha, beta;
+};
+
+// None where cuBLASLt's rules exclude it; where they do not, it may still have no algorithm.
+std::optional<GemmPlan> plan_gemm(const Gemm& gemm);
+
+}  // namespace transformer_ops::cuda

@@ -1,0 +1,148 @@
+// What the kernels of norms share: rows spread over threads, and parameters.
+#pragma once
+
+#include "kernels/cuda/device.h"
+#include "kernels/cuda/geometry.h"
+#include "kernels/math.h"
+
+namespace transformer_ops::cuda {
+namespace {
+
+// Packs are 16 bytes, or single elements where rows are not aligned.
+template <int N, class T>
+TRANSFORMER_OPS_DEVICE Pack<T, N> load_pack(const T* from) {
+  return load<(N > 1), N>(from);
+}
+template <int N, class T>
+TRANSFORMER_OPS_DEVICE void store_pack(T* to, const Pack<T, N>& pack) {
+  store<(N > 1), N>(to, pack);
+}
+// To shared memory.
+template <int N, class T>
+TRANSFORMER_OPS_DEVICE void keep_pack(T* to, const Pack<T, N>& pack) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (N > 1) {  // as in store_word
+    const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    uint4 words[sizeof(pack) / 16];
+    memcpy(words, &pack, sizeof(pack));
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(pack) / 16); ++i) {
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address + 16 * i),
+                   "r"(words[i].x), "r"(words[i].y), "r"(words[i].z), "r"(words[i].w)
+                   : "memory");
+    }
+  } else {
+    *to = pack[0];
+  }
+#else
+  for (int i = 0; i < N; ++i) to[i] = pack[i];
+#endif
+}
+// From global to shared memory; there once this thread has waited for copies.
+template <int N, class T>
+TRANSFORMER_OPS_DEVICE void copy_pack(T* to, const T* from) {
+  if constexpr (N > 1) {
+    copy_async(to, from);
+  } else {
+    *to = *from;
+  }
+}
+
+template <class A, class G, int N>
+TRANSFORMER_OPS_DEVICE Pack<A, N> load_converted(const void* from, int64_t column, double add) {
+  const Pack<G, N> pack = load_pack<N>(static_cast<const G*>(from) + column);
+  Pack<A, N> result;
+#pragma unroll
+  for (int i = 0; i < N; ++i) result[i] = static_cast<A>(to_acc(pack[i])) + static_cast<A>(add);
+  return result;
+}
+
+// Elements column to column + N of a parameter. The branch is the same for all threads.
+template <class A, int N>
+TRANSFORMER_OPS_DEVICE Pack<A, N> elements(const Vector& vector, int64_t column) {
+  switch (vector.dtype) {
+    case DType::Float32:
+      return load_converted<A, float, N>(vector.data, column, vector.add);
+    case DType::Float64:
+      return load_converted<A, double, N>(vector.data, column, vector.add);
+    case DType::Float16:
+      return load_converted<A, Half, N>(vector.data, column, vector.add);
+    case DType::BFloat16:
+      break;
+  }
+  return load_converted<A, BFloat16, N>(vector.data, column, vector.add);
+}
+
+// This thread's place among the threads that share a row.
+struct Lane {
+  int lanes, number;
+  int row;  // of the rows that the block has side by side
+
+  __device__ __forceinline__ explicit Lane(int lanes)
+      : lanes(lanes),
+        number(static_cast<int>(threadIdx.x) % lanes),
+        row(static_cast<int>(threadIdx.x) / lanes) {}
+
+  // f(column) for this thread's packs of a row of h elements.
+  template <int N, class Index, class F>
+  __device__ __forceinline__ void for_packs(Index h, const F& f) const {
+#pragma unroll 4
+    for (Index column = number * N; column < h; column += lanes * N) f(column);
+  }
+
+  // The sums over the lanes of a row, for each of its threads, by way of numbers in shared memory
+  // that the last call did not use. All threads of the row's warps take part.
+  template <bool OneRow, int Count, class A>
+  __device__ __forceinline__ void sum(A (&sums)[Count], A (*shared)[kWarp]) const {
+    for (int distance = (lanes < kWarp ? lanes : kWarp) / 2; distance > 0; distance /= 2) {
+#pragma unroll
+      for (int i = 0; i < Count; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], distance);
+    }
+    if (lanes <= kWarp) return;
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    if (threadIdx.x % kWarp == 0) {
+#pragma unroll
+      for (int i = 0; i < Count; ++i) shared[i][warp] = sums[i];
+    }
+    if constexpr (OneRow) {
+      __syncthreads();
+    } else {
+      wait_for_threads(1 + row, lanes);
+    }
+    const int warps = lanes / kWarp, first = OneRow ? 0 : row * warps;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+      A total = shared[i][first];
+      for (int other = 1; other < warps; ++other) total += shared[i][first + other];
+      sums[i] = total;
+    }
+  }
+};
+
+// n gamma + beta of normalized numbers.
+template <class T, int N>
+TRANSFORMER_OPS_DEVICE Pack<T, N> normalized_output(const Pack<T, N>& x, Acc<T> mean, Acc<T> rstd,
+                                                    const Vector& gamma, const Vector& beta,
+                                                    int64_t column) {
+  using A = Acc<T>;
+  Pack<A, N> n;
+#pragma unroll
+  for (int i = 0; i < N; ++i) n[i] = math::normalized(to_acc(x[i]), mean, rstd);
+  if (gamma.data != nullptr) {
+    const Pack<A, N> scale = elements<A, N>(gamma, column);
+#pragma unroll
+    for (int i = 0; i < N; ++i) n[i] *= scale[i];
+  }
+  if (beta.data != nullptr) {
+    const Pack<A, N> shift = elements<A, N>(beta, column);
+#pragma unroll
+    for (int i = 0; i < N; ++i) n[i] += shift[i];
+  }
+  Pack<T, N> y;
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = round_to<T>(n[i]);
+  return y;
+}
+
+}  // namespace
+}  // namespace transformer_ops::cuda

@@ -1,0 +1,71 @@
+"""Every op and every fusion once, forward and backward: what compute-sanitizer watches.
+
+    compute-sanitizer --tool memcheck python tests/cuda_load.py [--device cuda]
+
+Numbers are left to the tests. Sizes are odd where the op allows it, so that vectors have tails and
+rows start anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import fusion_cases
+import op_cases
+import torch
+from torch import Tensor
+
+import transformer_ops as tops
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def run(module: Callable[..., object], inputs: list[Tensor], parameters: list[Tensor]) -> None:
+    """Forward, and backward for all that takes a gradient."""
+    found = module(*inputs)
+    outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t.requires_grad]
+    wanted = [t for t in (*inputs, *parameters) if t.requires_grad]
+    torch.autograd.grad(outputs, wanted, [torch.randn_like(t) for t in outputs], allow_unused=True)
+
+
+def main() -> None:
+    """Run all rows on a device."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    device = torch.device(parser.parse_args().device)
+    count = 0
+    for dtype in DTYPES:
+        for op_case in op_cases.CASES:
+            op = op_case.build(dtype).to(device)
+            shape = (77,) if op_case.elementwise else (7, 3, *op_case.row)
+            inputs = [leaf(t, device) for t in op_case.inputs(dtype, shape)]
+            run(op, inputs, list(op.parameters()))
+            count += 1
+        for fusion_case in fusion_cases.CASES:
+            module = tops.Sequential(*fusion_case.make()).to(device, dtype)
+            tensors = fusion_case.inputs(torch.randn(7, 3, 16, dtype=dtype))
+            run(module, [leaf(t, device) for t in tensors], list(module.parameters()))
+            count += 1
+        # Rows of several blocks of threads, an odd number of them, and rows off the vectors' grid.
+        for width in (4096, 1031):
+            for make in (tops.RMSNorm, tops.LayerNorm):
+                block = tops.Sequential(
+                    make(width), tops.GELU(), tops.Bias(width), tops.Dropout(0.5)
+                )
+                block.to(device, dtype)
+                x = leaf(torch.randn(133, width, dtype=dtype), device)
+                run(block, [x], list(block.parameters()))
+                count += 1
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    print(f"{count} modules, forward and backward")
+
+
+def leaf(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device, and wanting a gradient."""
+    return tensor.detach().to(device).requires_grad_()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+#include "fake.h"
+
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+
+#include "interpret.h"
+
+namespace transformer_ops::cuda {
+
+FakeCublasLt& fake() {
+  static FakeCublasLt fake;
+  return fake;
+}
+
+namespace {
+
+// Opaque structures hold attributes by their numbers, and here what they are made with.
+constexpr int kCompute = 0, kScale = 1, kMade = 31;
+constexpr uint64_t kMark = 0x6d61646520736f21;
+
+// As cublasLt.h gives them; 0: not one that gemm.cpp needs.
+size_t size_of_attribute(cublasLtMatmulDescAttributes_t attribute) {
+  switch (attribute) {
+    case CUBLASLT_MATMUL_DESC_TRANSA:
+    case CUBLASLT_MATMUL_DESC_TRANSB:
+    case CUBLASLT_MATMUL_DESC_EPILOGUE:
+      return 4;
+    case CUBLASLT_MATMUL_DESC_BIAS_POINTER:
+    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER:
+    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD:
+      return 8;
+    default:
+      return 0;
+  }
+}
+
+size_t size_of_attribute(cublasLtMatmulPreferenceAttributes_t attribute) {
+  switch (attribute) {
+    case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES:
+      return 8;
+    case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK:
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES:
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES:
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES:
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES:
+      return 4;
+    default:
+      return 0;
+  }
+}
+
+DType dtype_of(uint64_t type) {
+  if (type == CUDA_R_16F) return DType::Float16;
+  return type == CUDA_R_16BF ? DType::BFloat16 : DType::Float32;
+}
+
+Layout layout_of(const cublasLtMatrixLayoutOpaque_t& matrix) {
+  const auto at = [&matrix](int i) { return static_cast<int64_t>(matrix.data[i]); };
+  return {at(1), at(2), at(3)};
+}
+
+const void* pointer(uint64_t bits) { return reinterpret_cast<const void*>(bits); }
+
+}  // namespace
+}  // namespace transformer_ops::cuda
+
+using transformer_ops::cuda::dtype_of;
+using transformer_ops::cuda::fake;
+using transformer_ops::cuda::kCompute;
+using transformer_ops::cuda::kMade;
+using transformer_ops::cuda::kMark;
+using transformer_ops::cuda::kScale;
+using transformer_ops::cuda::layout_of;
+using transformer_ops::cuda::pointer;
+using transformer_ops::cuda::size_of_attribute;
+
+extern "C" {
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = fake().device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  const bool before = fake().relaxed;
+  fake().relaxed = *mode == cudaStreamCaptureModeRelaxed;
+  *mode = before ? cudaStreamCaptureModeRelaxed : cudaStreamCaptureModeGlobal;
+  return cudaSuccess;
+}
+
+const char* cudaGetErrorName(cudaError_t) { return "an error"; }
+
+const char* cublasLtGetStatusName(cublasStatus_t status) {
+  return status == CUBLAS_STATUS_EXECUTION_FAILED ? "CUBLAS_STATUS_EXECUTION_FAILED" : "another";
+}
+
+cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
+  fake().asked_unrelaxed |= !fake().relaxed;
+  *handle = reinterpret_cast<cublasLtHandle_t>(static_cast<uintptr_t>(++fake().handles));
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulDescInit_internal(cublasLtMatmulDesc_t desc, size_t size,
+                                               cublasComputeType_t compute, cudaDataType_t scale) {
+  if (size != sizeof(*desc)) return CUBLAS_STATUS_ALLOC_FAILED;
+  *desc = {};
+  desc->data[kCompute] = compute;
+  desc->data[kScale] = scale;
+  desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE] = CUBLASLT_EPILOGUE_DEFAULT;
+  desc->data[kMade] = kMark;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc,
+                                              cublasLtMatmulDescAttributes_t attribute,
+                                              const void* value, size_t size) {
+  if (desc->data[kMade] != kMark || size != size_of_attribute(attribute)) {
+    return CUBLAS_STATUS_INVALID_VALUE;
+  }
+  desc->data[attribute] = 0;
+  std::memcpy(&desc->data[attribute], value, size);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t layout, size_t size,
+                                                 cudaDataType type, uint64_t rows, uint64_t cols,
+                                                 int64_t ld) {
+  if (size != sizeof(*layout)) return CUBLAS_STATUS_ALLOC_FAILED;
+  *layout = {{static_cast<uint64_t>(type), rows, cols, static_cast<uint64_t>(ld)}};
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulPreferenceInit_internal(cublasLtMatmulPreference_t preference,
+                                                     size_t size) {
+  fake().preference.clear();
+  return size == sizeof(*preference) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_ALLOC_FAILED;
+}
+
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t,
+                                                    cublasLtMatmulPreferenceAttributes_t attribute,
+                                                    const void* value, size_t size) {
+  if (size != size_of_attribute(attribute)) return CUBLAS_STATUS_INVALID_VALUE;
+  std::memcpy(&fake().preference[attribute], value, size);
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc,
+                                              cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+                                              cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
+                                              cublasLtMatmulPreference_t, int wanted,
+                                              cublasLtMatmulHeuristicResult_t results[],
+                                              int* found) {
+  fake().asked_unrelaxed |= !fake().relaxed;
+  ++fake().questions;
+  if (handle == nullptr || desc->data[kMade] != kMark || wanted < 1) {
+    return CUBLAS_STATUS_INVALID_VALUE;
+  }
+  *found = fake().answers;
+  results[0].algo.data[0] = kMark;
+  results[0].workspaceSize = fake().workspace_bytes;
+  results[0].state = CUBLAS_STATUS_SUCCESS;
+  return fake().answer;
+}
+
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void* alpha,
+                              const void* a, cublasLtMatrixLayout_t a_layout, const void* b,
+                              cublasLtMatrixLayout_t b_layout, const void* beta, const void* c,
+                              cublasLtMatrixLayout_t c_layout, void* d,
+                              cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algo,
+                              void* workspace, size_t workspace_bytes, cudaStream_t) {
+  const std::lock_guard lock(fake().mutex);
+  ++fake().products;
+  fake().workspace = workspace;
+  fake().compute_type = desc->data[kCompute];
+  if (fake().outcome != CUBLAS_STATUS_SUCCESS) return fake().outcome;
+  if (handle == nullptr || algo->data[0] != kMark || desc->data[kScale] != CUDA_R_32F ||
+      workspace_bytes < fake().workspace_bytes ||
+      (workspace == nullptr) != (workspace_bytes == 0) || a_layout->data[0] != b_layout->data[0] ||
+      c_layout->data[0] != d_layout->data[0]) {
+    return CUBLAS_STATUS_INVALID_VALUE;
+  }
+  transformer_ops::cuda::interpret(
+      {.problem = {.dtype = dtype_of(a_layout->data[0]),
+                   .result_dtype = dtype_of(d_layout->data[0]),
+                   .tf32 = desc->data[kCompute] == CUBLAS_COMPUTE_32F_FAST_TF32,
+                   .partial_sums = {},
+                   .epilogue = static_cast<transformer_ops::cuda::LtEpilogue>(
+                       desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE]),
+                   .transpose_a = desc->data[CUBLASLT_MATMUL_DESC_TRANSA] == CUBLAS_OP_T,
+                   .transpose_b = desc->data[CUBLASLT_MATMUL_DESC_TRANSB] == CUBLAS_OP_T,
+                   .a = layout_of(*a_layout),
+                   .b = layout_of(*b_layout),
+                   .c = layout_of(*c_layout),
+                   .d = layout_of(*d_layout),
+                   .aux_ld = static_cast<int64_t>(desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD]),
+                   .alignment = {}},
+       .a = a,
+       .b = b,
+       .c = c,
+       .d = d,
+       .bias = pointer(desc->data[CUBLASLT_MATMUL_DESC_BIAS_POINTER]),
+       .aux = pointer(desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER]),
+       .alpha = *static_cast<const float*>(alpha),
+       .beta = *static_cast<const float*>(beta)});
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+}  // extern "C"

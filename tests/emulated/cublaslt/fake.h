@@ -1,0 +1,33 @@
+// A cuBLASLt that computes on the CPU what its descriptors say (fake.cpp), and what it has
+// been asked: so the calls of gemm.cpp are tested without a GPU.
+#pragma once
+
+#include <cublasLt.h>
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+
+namespace transformer_ops::cuda {
+
+struct FakeCublasLt {
+  // ---- how it behaves
+  int device = 0;
+  uint64_t workspace_bytes = 0;  // that its algorithm needs
+  cublasStatus_t answer = CUBLAS_STATUS_SUCCESS;
+  int answers = 1;  // that the heuristics find
+  cublasStatus_t outcome = CUBLAS_STATUS_SUCCESS;
+
+  // ---- what it has seen
+  int handles = 0, questions = 0, products = 0;
+  std::map<cublasLtMatmulPreferenceAttributes_t, uint64_t> preference = {};
+  uint64_t compute_type = 0;
+  bool relaxed = false;          // the mode of captures now
+  bool asked_unrelaxed = false;  // in which something would have failed in a capture
+  const void* workspace = nullptr;
+  std::mutex mutex = {};
+};
+
+FakeCublasLt& fake();
+
+}  // namespace transformer_ops::cuda

@@ -1,0 +1,107 @@
+#include "interpret.h"
+
+#include <vector>
+
+#include "kernels/math.h"
+#include "numbers.h"
+
+namespace transformer_ops::cuda {
+namespace {
+
+bool get_bit(const void* data, int64_t i) {
+  return (static_cast<const uint8_t*>(data)[i / 8] >> (i % 8)) & 1;
+}
+
+void set_bit(const void* data, int64_t i, bool bit) {
+  auto& byte = static_cast<uint8_t*>(const_cast<void*>(data))[i / 8];
+  byte = static_cast<uint8_t>((byte & ~(1u << (i % 8))) | (unsigned{bit} << (i % 8)));
+}
+
+// op(X), row by row or column by column.
+struct Operand {
+  std::vector<double> values;
+  int64_t rows, cols;
+};
+
+Operand read(DType dtype, const void* data, const Layout& layout, bool transpose, bool by_rows) {
+  Operand operand = {
+      {}, transpose ? layout.cols : layout.rows, transpose ? layout.rows : layout.cols};
+  operand.values.resize(static_cast<size_t>(layout.rows * layout.cols));
+  for (int64_t j = 0; j < layout.cols; ++j) {
+    for (int64_t i = 0; i < layout.rows; ++i) {
+      const int64_t row = transpose ? j : i, col = transpose ? i : j;
+      const int64_t at = by_rows ? row * operand.cols + col : col * operand.rows + row;
+      operand.values[static_cast<size_t>(at)] = get_number(dtype, data, i + j * layout.ld);
+    }
+  }
+  return operand;
+}
+
+double after_bias(LtEpilogue epilogue, double x, const void* aux, int64_t at, DType dtype) {
+  switch (epilogue) {
+    case LtEpilogue::GeluAuxBias:
+      set_number(dtype, const_cast<void*>(aux), at, x);
+      return math::GELU().forward(x);
+    case LtEpilogue::GeluBias:
+      return math::GELU().forward(x);
+    case LtEpilogue::ReluAuxBias:
+      set_bit(aux, at, !(x <= 0));
+      return x <= 0 ? 0 : x;
+    case LtEpilogue::ReluBias:
+      return x <= 0 ? 0 : x;
+    case LtEpilogue::DGelu:
+    case LtEpilogue::DGeluBgrad:
+      return math::GELU().backward(x, get_number(dtype, aux, at));
+    case LtEpilogue::DRelu:
+    case LtEpilogue::DReluBgrad:
+      return get_bit(aux, at) ? x : 0;
+    default:
+      return x;
+  }
+}
+
+bool adds_bias(LtEpilogue epilogue) {
+  return epilogue == LtEpilogue::Bias || epilogue == LtEpilogue::GeluBias ||
+         epilogue == LtEpilogue::ReluBias || epilogue == LtEpilogue::GeluAuxBias ||
+         epilogue == LtEpilogue::ReluAuxBias;
+}
+
+}  // namespace
+
+void interpret(const GemmPlan& plan) {
+  const LtProblem& problem = plan.problem;
+  const Operand a = read(problem.dtype, plan.a, problem.a, problem.transpose_a, /*by_rows=*/true);
+  const Operand b = read(problem.dtype, plan.b, problem.b, problem.transpose_b, /*by_rows=*/false);
+  const LtEpilogue epilogue = problem.epilogue;
+  const DType dtype = problem.result_dtype;
+  const int64_t inner = a.cols;
+  std::vector<double> row_sums(static_cast<size_t>(a.rows));
+  for (int64_t j = 0; j < b.cols; ++j) {
+    for (int64_t i = 0; i < a.rows; ++i) {
+      const double* const left = a.values.data() + i * inner;
+      const double* const right = b.values.data() + j * inner;
+      double sum = 0;
+      for (int64_t l = 0; l < inner; ++l) sum += left[l] * right[l];
+      double x = plan.alpha * sum;
+      if (plan.beta != 0) x += plan.beta * get_number(dtype, plan.c, i + j * problem.c.ld);
+      if (adds_bias(epilogue)) x += get_number(dtype, plan.bias, i);
+      x = after_bias(epilogue, x, plan.aux, i + j * problem.aux_ld, dtype);
+      row_sums[static_cast<size_t>(i)] += x;
+      set_number(dtype, plan.d, i + j * problem.d.ld, x);
+    }
+  }
+  if (epilogue == LtEpilogue::DGeluBgrad || epilogue == LtEpilogue::DReluBgrad) {
+    for (int64_t i = 0; i < a.rows; ++i) {
+      set_number(dtype, const_cast<void*>(plan.bias), i, row_sums[static_cast<size_t>(i)]);
+    }
+  } else if (epilogue == LtEpilogue::BgradA || epilogue == LtEpilogue::BgradB) {
+    const Operand& summed = epilogue == LtEpilogue::BgradA ? a : b;
+    for (int64_t i = 0; i < (&summed == &a ? a.rows : b.cols); ++i) {
+      double sum = 0;
+      for (int64_t l = 0; l < inner; ++l) sum += summed.values[static_cast<size_t>(i * inner + l)];
+      set_number(dtype, const_cast<void*>(plan.bias), i, sum);
+    }
+  }
+}
+
+}  // namespace transformer_ops::cuda

@@ -1,0 +1,320 @@
+// Products against the formula of kernels.h, row by row and in double: of the emulated gemm() in
+// test_gemm.cpp, of cuBLASLt's in check_products.cpp.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/cuda/kernels.h"
+#include "kernels/math.h"
+#include "numbers.h"
+
+namespace transformer_ops::cuda {
+
+bool gemm(Stream stream, const Gemm& gemm);
+
+struct Product {
+  std::string name;
+  Epilogue epilogue = Epilogue::None;
+  DType dtype = DType::BFloat16;
+  DType result_dtype = DType::BFloat16;
+  bool a_transposed = false, b_transposed = false;
+  bool extra = false;  // aux, or a bias gradient where there is no aux or aux is read
+  int64_t m = 40, n = 128, k = 72;
+  double alpha = 1.0, beta = 0.0;
+  bool in_place = false;  // C is D
+  int64_t pad = 0;        // surplus elements of each row as stored
+  int64_t offset = 0;     // elements that A, B and C lie behind an aligned address
+  bool tf32 = false;
+};
+
+// Where gemm() finds its operands.
+struct Memory {
+  std::function<void*(size_t bytes)> allocate;  // aligned by 256 bytes
+  std::function<void(void*to, const void*from, size_t bytes)> upload, download;
+  // Of a GELU whose tanh is approximated, relative to its argument.
+  double gelu_error = 0.0;
+};
+
+namespace {
+
+// Half the distance of neighbouring numbers, relative.
+inline double unit(DType dtype) {
+  if (dtype == DType::Float16) return 0x1p-11;
+  return dtype == DType::BFloat16 ? 0x1p-8 : 0x1p-24;
+}
+
+// Numbers on the host, and their copy where gemm() works.
+class Array {
+ public:
+  Array(const Memory& memory, DType dtype, int64_t count, int64_t offset = 0)
+      : memory_(memory),
+        dtype_(dtype),
+        offset_(offset),
+        bytes_(static_cast<size_t>((count + offset + kGuard) * size_of(dtype)), kCanary),
+        device_(static_cast<char*>(memory.allocate(bytes_.size()))) {}
+
+  void fill(std::mt19937& random) {
+    std::normal_distribution<double> normal;
+    for (int64_t i = 0; i < size(); ++i) {
+      set_number(dtype_, bytes_.data(), i + offset_, normal(random));
+    }
+  }
+  void upload() const { memory_.upload(device_, bytes_.data(), bytes_.size()); }
+  void download() { memory_.download(bytes_.data(), device_, bytes_.size()); }
+
+  int64_t size() const {
+    return static_cast<int64_t>(bytes_.size()) / size_of(dtype_) - kGuard - offset_;
+  }
+  char* device() const { return device_ + offset_ * size_of(dtype_); }
+
+  double get(int64_t i) const { return get_number(dtype_, bytes_.data(), i + offset_); }
+  bool bit(int64_t i) const { return (bytes_[static_cast<size_t>(i / 8)] >> (i % 8)) & 1; }
+  // What lies before and behind.
+  bool guards_intact() const {
+    const auto untouched = [](char byte) { return byte == kCanary; };
+    const int64_t width = size_of(dtype_);
+    return std::all_of(bytes_.begin(), bytes_.begin() + offset_ * width, untouched) &&
+           std::all_of(bytes_.end() - kGuard * width, bytes_.end(), untouched);
+  }
+
+ private:
+  static constexpr char kCanary = 0x5a;
+  static constexpr int64_t kGuard = 16;
+
+  const Memory& memory_;
+  DType dtype_;
+  int64_t offset_;
+  std::vector<char> bytes_;
+  char* device_;
+};
+
+// A row-major matrix, or the transpose of one.
+struct Stored {
+  Stored(const Memory& memory, DType dtype, int64_t rows, int64_t cols, bool transposed,
+         const Product& product)
+      : stride((transposed ? rows : cols) + product.pad),
+        transposed(transposed),
+        array(memory, dtype, (transposed ? cols : rows) * stride, product.offset) {}
+
+  int64_t index(int64_t i, int64_t j) const { return transposed ? j * stride + i : i * stride + j; }
+  double operator()(int64_t i, int64_t j) const { return array.get(index(i, j)); }
+  Matrix matrix() const { return {array.device(), stride, transposed}; }
+  std::vector<double> values(int64_t rows, int64_t cols) const {
+    std::vector<double> found;
+    for (int64_t i = 0; i < rows * cols; ++i) found.push_back((*this)(i / cols, i % cols));
+    return found;
+  }
+
+  int64_t stride;
+  bool transposed;
+  Array array;
+};
+
+struct Differences {
+  std::string first;
+
+  void expect(const std::string& what, int64_t i, int64_t j, double got, double wanted,
+              double tolerance) {
+    if (!first.empty() || std::abs(got - wanted) <= tolerance) return;
+    first = what + "[" + std::to_string(i) + ", " + std::to_string(j) + "] must be " +
+            std::to_string(wanted) + " within " + std::to_string(tolerance) + ", got " +
+            std::to_string(got);
+  }
+  void expect(bool holds, const std::string& rule) {
+    if (first.empty() && !holds) first = rule;
+  }
+};
+
+}  // namespace
+
+enum class Outcome { Right, Wrong, Unsupported };
+
+// Computes one, and says what differs first.
+inline Outcome check_product(const Product& product, const Memory& memory, std::string& text) {
+  const auto [m, n, k] = std::array{product.m, product.n, product.k};
+  const DType result = product.result_dtype;
+  const bool relu = product.epilogue == Epilogue::ReluBias || product.epilogue == Epilogue::DRelu;
+  const bool reads_aux = product.epilogue == Epilogue::DGelu || product.epilogue == Epilogue::DRelu;
+  const bool adds_bias = product.epilogue == Epilogue::Bias ||
+                         product.epilogue == Epilogue::GeluBias ||
+                         product.epilogue == Epilogue::ReluBias;
+  const bool of_a = product.epilogue == Epilogue::SumA, of_b = product.epilogue == Epilogue::SumB;
+  const bool has_aux = reads_aux || (product.extra && adds_bias);
+  const bool sums = of_a || of_b || (product.extra && reads_aux);
+
+  std::mt19937 random(7);
+  Stored a(memory, product.dtype, m, k, product.a_transposed, product);
+  Stored b(memory, product.dtype, k, n, product.b_transposed, product);
+  Stored c(memory, result, m, n, false, product), d(memory, result, m, n, false, product);
+  Array bias(memory, result, n), gradient(memory, result, of_a ? m : n);
+  // Bits of random numbers' bytes do for a mask.
+  Array aux(memory, relu ? DType::Float16 : result, relu ? m * n / 16 : m * n);
+  for (Array* array : {&a.array, &b.array, &c.array, &bias, &aux}) array->fill(random);
+  const Array before = aux;
+  Stored& start = product.in_place ? d : c;
+  if (product.in_place) d.array.fill(random);
+  const Stored started = start, untouched = d;
+  for (Array* array : {&a.array, &b.array, &c.array, &d.array, &bias, &gradient, &aux}) {
+    array->upload();
+  }
+
+  Gemm call = {
+      .m = m,
+      .n = n,
+      .k = k,
+      .dtype = product.dtype,
+      .result_dtype = result,
+      .a = a.matrix(),
+      .b = b.matrix(),
+      .c = product.beta == 0 ? nullptr : start.array.device(),
+      .c_stride = product.beta == 0 ? 0 : start.stride,
+      .d = d.array.device(),
+      .d_stride = d.stride,
+      .alpha = product.alpha,
+      .beta = product.beta,
+      .epilogue = product.epilogue,
+      .bias = adds_bias ? bias.device() : nullptr,
+      .bias_gradient = sums ? gradient.device() : nullptr,
+      .aux = has_aux ? aux.device() : nullptr,
+      .aux_stride = has_aux ? n : 0,
+      .tf32 = product.tf32,
+      .allocate = [](void* owner,
+                     uint64_t bytes) { return static_cast<const Memory*>(owner)->allocate(bytes); },
+      .owner = const_cast<Memory*>(&memory)};
+  if (!gemm(nullptr, call)) return Outcome::Unsupported;
+  for (Array* array : {&d.array, &gradient, &aux}) array->download();
+
+  // Errors of float sums grow with the terms; TF32 keeps 10 bits of each factor.
+  const double sum_error = product.tf32 ? 0x1p-9 : 0x1p-20;
+  const bool gelu = product.epilogue == Epilogue::GeluBias || product.epilogue == Epilogue::DGelu;
+  Differences differences;
+  const std::vector<double> left = a.values(m, k), right = b.values(k, n);
+  std::vector<double> columns(static_cast<size_t>(n)), column_errors(static_cast<size_t>(n));
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t j = 0; j < n; ++j) {
+      double x = 0, terms = 0;
+      for (int64_t l = 0; l < k; ++l) {
+        const double term =
+            left[static_cast<size_t>(i * k + l)] * right[static_cast<size_t>(l * n + j)];
+        x += term;
+        terms += std::abs(term);
+      }
+      x *= product.alpha;
+      double error = sum_error * std::abs(product.alpha) * terms;
+      if (product.beta != 0) x += product.beta * started(i, j);
+      if (adds_bias) x += bias.get(j);
+      error += sum_error * std::abs(x);
+      const int64_t flat = i * n + j;
+      if (gelu) error = 1.2 * error + memory.gelu_error * std::abs(x);
+      if (product.epilogue == Epilogue::GeluBias) {
+        if (has_aux) {
+          differences.expect("aux", i, j, aux.get(flat), x, error + unit(result) * std::abs(x));
+        }
+        x = math::GELU().forward(x);
+      } else if (product.epilogue == Epilogue::ReluBias) {
+        if (has_aux && std::abs(x) > error) {
+          differences.expect("mask", i, j, aux.bit(flat), x > 0, 0);
+        }
+        x = std::max(x, 0.0);
+      } else if (product.epilogue == Epilogue::DGelu) {
+        x = math::GELU().backward(x, before.get(flat));
+      } else if (product.epilogue == Epilogue::DRelu) {
+        x = before.bit(flat) ? x : 0;
+      }
+      error += 1.01 * unit(result) * std::abs(x);
+      differences.expect("d", i, j, d(i, j), x, error);
+      columns[static_cast<size_t>(j)] += x;
+      column_errors[static_cast<size_t>(j)] += error;
+    }
+  }
+  for (int64_t j = 0; sums && j < (of_a ? m : n); ++j) {
+    double sum = of_a || of_b ? 0 : columns[static_cast<size_t>(j)];
+    double error = of_a || of_b ? 0 : column_errors[static_cast<size_t>(j)];
+    for (int64_t l = 0; (of_a || of_b) && l < k; ++l) {
+      sum += of_a ? a(j, l) : b(l, j);
+      error += sum_error * std::abs(of_a ? a(j, l) : b(l, j));
+    }
+    differences.expect("bias_gradient", j, 0, gradient.get(j), sum,
+                       error + 1.01 * unit(result) * std::abs(sum));
+  }
+  for (const Array* array : {&d.array, &gradient, &aux}) {
+    differences.expect(array->guards_intact(), "memory around results must stay as it is");
+  }
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t j = n; j < d.stride; ++j) {
+      const int64_t between = i * d.stride + j;
+      differences.expect("between rows", i, j, d.array.get(between), untouched.array.get(between),
+                         0);
+    }
+  }
+  text = differences.first;
+  return text.empty() ? Outcome::Right : Outcome::Wrong;
+}
+
+// Every epilogue with every way to store the operands, then what is special.
+inline std::vector<Product> products() {
+  struct Row {
+    const char* name;
+    Epilogue epilogue;
+    bool extra;
+  };
+  static constexpr Row rows[] = {
+      {"plain", Epilogue::None, false},    {"bias", Epilogue::Bias, false},
+      {"gelu", Epilogue::GeluBias, false}, {"gelu_aux", Epilogue::GeluBias, true},
+      {"relu", Epilogue::ReluBias, false}, {"relu_aux", Epilogue::ReluBias, true},
+      {"dgelu", Epilogue::DGelu, false},   {"dgelu_sums", Epilogue::DGelu, true},
+      {"drelu", Epilogue::DRelu, false},   {"drelu_sums", Epilogue::DRelu, true},
+      {"sum_a", Epilogue::SumA, true},     {"sum_b", Epilogue::SumB, true},
+  };
+  struct Dtypes {
+    const char* name;
+    DType dtype, result;
+  };
+  static constexpr Dtypes dtypes[] = {{"bf16", DType::BFloat16, DType::BFloat16},
+                                      {"fp16", DType::Float16, DType::Float16},
+                                      {"fp32", DType::Float32, DType::Float32},
+                                      {"bf16_fp32", DType::BFloat16, DType::Float32},
+                                      {"fp16_fp32", DType::Float16, DType::Float32}};
+  std::vector<Product> found;
+  for (const Row& row : rows) {
+    for (const Dtypes& types : dtypes) {
+      for (const int stored : {0, 1, 2, 3}) {
+        const char* const ways[] = {"nn", "tn", "nt", "tt"};
+        found.push_back({.name = std::string(row.name) + "/" + types.name + "/" + ways[stored],
+                         .epilogue = row.epilogue,
+                         .dtype = types.dtype,
+                         .result_dtype = types.result,
+                         .a_transposed = (stored & 1) != 0,
+                         .b_transposed = (stored & 2) != 0,
+                         .extra = row.extra});
+      }
+    }
+  }
+  const auto add = [&](const char* name, Product product) {
+    product.name = name;
+    found.push_back(product);
+  };
+  add("scaled", {.alpha = -1.5});
+  add("residual", {.beta = 1.0});
+  add("residual_bias", {.epilogue = Epilogue::Bias, .alpha = 0.5, .beta = 1.0});
+  add("accumulate", {.result_dtype = DType::Float32, .beta = 1.0, .in_place = true});
+  add("accumulate_tn",
+      {.result_dtype = DType::Float32, .a_transposed = true, .beta = 1.0, .in_place = true});
+  add("strided", {.beta = 2.0, .pad = 8});
+  add("strided_nt", {.b_transposed = true, .m = 33, .n = 136, .k = 40, .pad = 24});
+  add("odd", {.b_transposed = true, .m = 7, .n = 5, .k = 3, .offset = 1});
+  add("odd_bias", {.epilogue = Epilogue::Bias, .b_transposed = true, .m = 13, .n = 33, .k = 17});
+  add("row", {.epilogue = Epilogue::Bias, .b_transposed = true, .m = 1});
+  add("column", {.m = 96, .n = 1, .k = 64});
+  add("tf32", {.dtype = DType::Float32, .result_dtype = DType::Float32, .tf32 = true});
+  return found;
+}
+
+}  // namespace transformer_ops::cuda

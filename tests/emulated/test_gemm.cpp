@@ -1,0 +1,157 @@
+// Plans of products, interpreted by gemm.cpp, against the row-major formula; and the rules by which
+// a plan is refused, and told from another.
+#include <gtest/gtest.h>
+
+#include <set>
+#include <utility>
+
+#include "host_memory.h"
+#include "kernels/cuda/gemm_plan.h"
+
+namespace transformer_ops::cuda {
+namespace {
+
+TEST(Gemm, EveryEpilogueOfEveryLayoutIsTheRowMajorFormula) {
+  for (const Product& product : products()) {
+    HostMemory blocks;
+    const Memory memory = blocks.get();
+    std::string text;
+    EXPECT_EQ(check_product(product, memory, text), Outcome::Right) << product.name << ": " << text;
+  }
+}
+
+TEST(Gemm, TheComparisonSeesAWrongProduct) {
+  for (const Product& product : products()) {
+    if (product.a_transposed || product.result_dtype != DType::BFloat16) continue;
+    HostMemory blocks;
+    Memory memory = blocks.get();
+    bool first = true;
+    memory.upload = [&first](void* to, const void* from, size_t bytes) {
+      std::memcpy(to, from, bytes);
+      // A, two elements further on.
+      if (std::exchange(first, false)) std::memmove(to, static_cast<char*>(to) + 4, bytes - 4);
+    };
+    std::string text;
+    EXPECT_EQ(check_product(product, memory, text), Outcome::Wrong) << product.name;
+  }
+}
+
+// ---- rules
+
+alignas(256) char memory[1024];
+
+Gemm example() {
+  return {.m = 4,
+          .n = 128,
+          .k = 16,
+          .dtype = DType::BFloat16,
+          .result_dtype = DType::BFloat16,
+          .a = {memory, 16},
+          .b = {memory, 128},
+          .d = memory,
+          .d_stride = 128};
+}
+
+TEST(GemmPlan, RefusesWhatCublasLtExcludes) {
+  EXPECT_TRUE(plan_gemm(example()));
+  const auto refused = [](auto change) {
+    Gemm gemm = example();
+    change(gemm);
+    return !plan_gemm(gemm);
+  };
+  EXPECT_TRUE(refused([](Gemm& g) { g.m = 0; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.n = 0; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.k = 0; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.dtype = g.result_dtype = DType::Float64; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.result_dtype = DType::Float16; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.stride = 15; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.stride = 127; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.d_stride = 0; }));
+  EXPECT_FALSE(refused([](Gemm& g) { g.c_stride = 0; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.c = memory, g.c_stride = 0, g.beta = 1; }));
+}
+
+TEST(GemmPlan, AuxOfGeluHasRowsOf8AndOfRelu128) {
+  const auto fits = [](Epilogue epilogue, int64_t n, int64_t stride, char* aux) {
+    Gemm gemm = example();
+    gemm.n = gemm.b.stride = gemm.d_stride = n;
+    gemm.epilogue = epilogue;
+    gemm.aux = aux;
+    gemm.aux_stride = stride;
+    return plan_gemm(gemm).has_value();
+  };
+  EXPECT_TRUE(fits(Epilogue::GeluBias, 24, 24, memory));
+  EXPECT_TRUE(fits(Epilogue::DGelu, 23, 24, memory + 16));
+  EXPECT_FALSE(fits(Epilogue::GeluBias, 20, 20, memory));
+  EXPECT_FALSE(fits(Epilogue::GeluBias, 24, 16, memory));
+  EXPECT_FALSE(fits(Epilogue::GeluBias, 24, 24, memory + 8));
+  EXPECT_TRUE(fits(Epilogue::ReluBias, 128, 128, memory));
+  EXPECT_TRUE(fits(Epilogue::DRelu, 100, 128, memory));
+  EXPECT_FALSE(fits(Epilogue::ReluBias, 64, 64, memory));
+  EXPECT_FALSE(fits(Epilogue::DRelu, 192, 128, memory));
+}
+
+TEST(GemmPlan, OperandsSwapAndBecomeTransposes) {
+  Gemm gemm = example();
+  gemm.a.transposed = true;
+  gemm.a.stride = 5;
+  const GemmPlan plan = *plan_gemm(gemm);
+  EXPECT_EQ(plan.problem.a, (Layout{128, 16, 128}));
+  EXPECT_EQ(plan.problem.b, (Layout{4, 16, 5}));
+  EXPECT_EQ(plan.problem.d, (Layout{128, 4, 128}));
+  EXPECT_FALSE(plan.problem.transpose_a);
+  EXPECT_TRUE(plan.problem.transpose_b);
+}
+
+TEST(GemmPlan, ProblemsThatMayNeedAnotherAlgorithmDiffer) {
+  std::vector<LtProblem> problems = {plan_gemm(example())->problem};
+  const auto add = [&](auto change) {
+    Gemm gemm = example();
+    change(gemm);
+    problems.push_back(plan_gemm(gemm)->problem);
+  };
+  add([](Gemm& g) { g.m = 5; });
+  add([](Gemm& g) { g.k = 15; });
+  add([](Gemm& g) { g.a.stride = 24; });
+  add([](Gemm& g) { g.b.stride = 136; });
+  add([](Gemm& g) { g.d_stride = 136; });
+  add([](Gemm& g) { g.dtype = g.result_dtype = DType::Float16; });
+  add([](Gemm& g) { g.dtype = g.result_dtype = DType::Float32; });
+  add([](Gemm& g) { g.dtype = g.result_dtype = DType::Float32, g.tf32 = true; });
+  add([](Gemm& g) { g.result_dtype = DType::Float32; });
+  add([](Gemm& g) { g.partial_sums = PartialSums::FullPrecision; });
+  add([](Gemm& g) { g.partial_sums = PartialSums::None; });
+  add([](Gemm& g) { g.a.data = memory + 16; });
+  add([](Gemm& g) { g.b.data = memory + 16; });
+  add([](Gemm& g) { g.b.data = memory + 2; });
+  add([](Gemm& g) { g.d = memory + 32; });
+  add([](Gemm& g) { g.beta = 1, g.c = memory + 64, g.c_stride = 128; });
+  add([](Gemm& g) { g.epilogue = Epilogue::Bias, g.bias = memory; });
+  add([](Gemm& g) { g.epilogue = Epilogue::Bias, g.bias = memory + 2; });
+  add([](Gemm& g) { g.epilogue = Epilogue::GeluBias, g.bias = memory; });
+  add([](Gemm& g) {
+    g.epilogue = Epilogue::GeluBias, g.bias = g.aux = memory, g.aux_stride = 128;
+  });
+  std::set<size_t> hashes;
+  for (size_t i = 0; i < problems.size(); ++i) {
+    hashes.insert(LtProblemHash()(problems[i]));
+    for (size_t j = 0; j < i; ++j) EXPECT_FALSE(problems[i] == problems[j]) << i << " " << j;
+  }
+  EXPECT_EQ(hashes.size(), problems.size());
+}
+
+TEST(GemmPlan, WhatDoesNotMatterIsLeftOut) {
+  const LtProblem problem = plan_gemm(example())->problem;
+  const auto same = [&](auto change) {
+    Gemm gemm = example();
+    change(gemm);
+    return plan_gemm(gemm)->problem == problem;
+  };
+  EXPECT_TRUE(same([](Gemm& g) { g.alpha = 3; }));
+  EXPECT_TRUE(same([](Gemm& g) { g.a.data = memory + 256; }));
+  EXPECT_TRUE(same([](Gemm& g) { g.c = memory + 2, g.c_stride = 999; }));  // beta is 0
+  EXPECT_TRUE(same([](Gemm& g) { g.tf32 = true; }));                       // of bfloat16
+}
+
+}  // namespace
+}  // namespace transformer_ops::cuda
