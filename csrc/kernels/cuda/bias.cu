@@ -54,7 +54,7 @@ template <class T, int N>
 struct Summed {
   using Column = PackColumn;
   using Sum = Acc<T>;
-  static constexpr int kRows = kBiasRows<N>, kSums = N;
+  static constexpr int kSums = N;
   static constexpr int kPacksAcross = kPacksOf512Bytes<T, N>;
 
   __device__ __forceinline__ Column column(int64_t pack) const { return {pack * N}; }
@@ -63,6 +63,7 @@ struct Summed {
 template <class T, int N>
 struct SumOnly : Summed<T, N> {
   using Loads = Pack<T, N>;
+  static constexpr int kRows = kBiasRows<N>;
 
   const T* x;
   int64_t h;
@@ -125,6 +126,7 @@ struct MaskedBackward : Summed<T, N> {
     Pack<T, N> grad;
     unsigned bits;
   };
+  static constexpr int kRows = 4;
 
   const T* grad_y;
   const uint8_t* mask;
