@@ -9,6 +9,7 @@
 #include "fuser/declaration.h"
 #include "fuser/registry.h"
 #include "kernels/cpu/kernels.h"
+#include "ops/typed_op.h"
 #include "python/group.h"
 
 namespace transformer_ops::python {
@@ -122,6 +123,7 @@ PYBIND11_MODULE(_C, module) {
     return slot_bits(declaration(kind), slot, width, element_bits);
   });
   module.def("typed_op_pairs", &list_typed_op_pairs);
+  module.def("typed_ops_without_cuda", &typed_ops_without_cuda);
   module.def("unfused", torch::wrap_pybind_function(&unfused));
   module.def("isa_name", &cpu::isa_name);
 }

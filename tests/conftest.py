@@ -1,9 +1,13 @@
 """Seeds, tolerances by dtype, and the one decision on tests that need a CUDA device."""
 
+from __future__ import annotations
+
 import os
 
 import pytest
 import torch
+
+from transformer_ops._loader import build_info
 
 
 def pytest_addoption(parser):
@@ -16,7 +20,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "cuda: needs a CUDA device (FAIL_WITHOUT_CUDA=1 insists)")
+    config.addinivalue_line(
+        "markers",
+        "cuda(devices=1, backend=True, emulated=False): needs this many CUDA devices and, with "
+        "`backend`, a build with CUDA; with `emulated`, --emulate-cuda will do "
+        "(FAIL_WITHOUT_CUDA=N insists on N devices)",
+    )
     emulated = config.getoption("--emulate-cuda")
     if emulated is not None:
         import transformer_ops  # noqa: F401  # first: it registers the ops
@@ -24,13 +33,35 @@ def pytest_configure(config):
         torch.ops.load_library(emulated)
 
 
+def what_is_missing(devices: int = 1, backend: bool = True) -> str | None:
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < devices:
+        return f"CUDA devices must be at least {devices}, got {found}"
+    if backend and build_info().CUDA is None:
+        return "transformer_ops must be built with TRANSFORMER_OPS_CUDA=ON, got a CPU build"
+    return None
+
+
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("cuda") is None or torch.cuda.is_available():
+    marker = item.get_closest_marker("cuda")
+    if marker is None:
         return
-    message = "needs a CUDA device, got none"
-    if os.environ.get("FAIL_WITHOUT_CUDA") == "1":
+    needs = dict(marker.kwargs)
+    if needs.pop("emulated", False) and item.config.getoption("--emulate-cuda") is not None:
+        return
+    message = what_is_missing(**needs)
+    if message is None:
+        return
+    if int(os.environ.get("FAIL_WITHOUT_CUDA", "0")) >= needs.get("devices", 1):
         pytest.fail(message)
     pytest.skip(message)
+
+
+@pytest.fixture
+def device(request) -> torch.device:
+    """Where the CUDA bodies of the ops run."""
+    emulated = request.config.getoption("--emulate-cuda") is not None
+    return torch.device("cpu") if emulated else torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)

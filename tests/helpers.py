@@ -19,11 +19,11 @@ TOLERANCES = {
 def assert_near(
     got: Tensor, want: Tensor, dtype: torch.dtype, what: str, factor: float = 1
 ) -> None:
-    """`got` (of any dtype) against `want` (float64), as near as `dtype` allows."""
+    """`got` (of any dtype, on any device) against `want` (float64), as near as `dtype` allows."""
     rtol, atol = TOLERANCES[dtype]
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     torch.testing.assert_close(
-        got.double(),
+        got.cpu().double(),
         want,
         rtol=rtol * factor,
         atol=atol * factor,

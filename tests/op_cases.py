@@ -151,11 +151,11 @@ def l2_normalization(eps: float) -> Callable[[Tensor], Tensor]:
 
 
 def dropout(p: float) -> Callable[[Tensor], Tensor]:
-    """What the op draws from `SEED`, seen through the op: `test_dropout.py` tests the draw."""
+    """What the op draws from `SEED` on the default device: `test_dropout.py` tests the draw."""
 
     def reference(x: Tensor) -> Tensor:
         kept = run_seeded(tops.Dropout(p), torch.ones(x.shape)) != 0
-        return torch.where(kept, x * (1 / (1 - p) if p < 1 else 0), 0)
+        return torch.where(kept.to(x.device), x * (1 / (1 - p) if p < 1 else 0), 0)
 
     return reference
 

@@ -109,12 +109,16 @@ def test_odd_width_of_a_glu():
         tops.SwiGLU(glu_interleave_size=4)(torch.ones(3, 12))
 
 
-@pytest.mark.cuda
+@pytest.mark.cuda(backend=False)
 def test_tensors_on_different_devices():
-    module = tops.Linear(8, 4)
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"\[linear_bias\] .* must be"):
-        module(torch.ones(3, 8, device="cuda"))
-    module(torch.ones(3, 8))
+    module = block()
+    message = "tensors must be on one device, got cuda:0 and cpu"
+    with unchanged(module), pytest.raises(RuntimeError, match=message):
+        module(good()[0].cuda(), good()[1])
+    # Without a backend that is said first.
+    with pytest.raises(RuntimeError, match=rf"\[linear_bias\] ({message}|.* in this build)"):
+        typed = torch.ops.transformer_ops.linear_bias
+        typed(good()[0].cuda(), torch.ones(4, 8), torch.ones(4))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """Built-in fusions: the plan has each, and its numbers are those of the ops unfused."""
 
-import copy
-from contextlib import ExitStack, contextmanager
-
 import pytest
 import torch
+from checks import check_fusion, unfused
 from fusion_cases import CASES
 from helpers import as_tuple
 from user_fusions import SingleSquare, gradients
@@ -12,15 +10,6 @@ from user_fusions import SingleSquare, gradients
 import transformer_ops as tops
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-
-
-@contextmanager
-def unfused():
-    """No fusion at all."""
-    with ExitStack() as stack:
-        for handle in tops.fusions():
-            stack.enter_context(handle.disabled())
-        yield
 
 
 def seeded(function, *arguments):
@@ -78,19 +67,7 @@ def test_the_plan_has_it(case):
 @every_case
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_numbers(case, dtype):
-    """As near to float64 as the unfused ops are: it rounds no more often."""
-    module = tops.Sequential(*case.make())
-    module.to(dtype)
-    inputs = case.inputs(torch.randn(7, 5, 16).to(dtype))
-    with unfused():
-        plain = gradients(module, *inputs)
-        want = gradients(copy.deepcopy(module).double(), *(t.double() for t in inputs))
-    for exact, other, fused in zip(want, plain, gradients(module, *inputs), strict=True):
-        assert fused.dtype == other.dtype
-        error, allowed = ((t.double() - exact).norm() for t in (fused, other))
-        # In float64 `exact` itself is rounded, and no better.
-        roundings = 8 if dtype == torch.float64 else 2
-        assert error <= 1.1 * allowed + roundings * torch.finfo(dtype).eps * exact.norm()
+    check_fusion(case, dtype, torch.device("cpu"))
 
 
 @every_case

@@ -7,8 +7,9 @@ import pickle
 
 import pytest
 import torch
-from helpers import DTYPES, as_tuple, assert_near, leaf, storage_bytes, strided
-from op_cases import CASES, NAMES, OpCase, run_seeded
+from checks import check_op
+from helpers import DTYPES, as_tuple, storage_bytes, strided
+from op_cases import CASES, NAMES, run_seeded
 
 import transformer_ops as tops
 
@@ -16,34 +17,10 @@ every_case = pytest.mark.parametrize("case", CASES, ids=NAMES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
-def check(case: OpCase, op, inputs, dtype, expand_grads=False):
-    """Outputs and all gradients of `op` against the reference in float64."""
-    outputs = as_tuple(run_seeded(op, *inputs))
-    exact = [leaf(tensor, torch.float64) for tensor in inputs]
-    parameters = {name: leaf(p, torch.float64) for name, p in op.named_parameters()}
-    wanted = as_tuple(case.reference(*exact, **parameters))
-    assert len(outputs) == len(wanted)
-    grads = []
-    for output, want in zip(outputs, wanted, strict=True):
-        assert output.dtype == dtype
-        assert_near(output, want, dtype, "output")
-        grad = torch.randn(()).expand(want.shape) if expand_grads else torch.randn(want.shape)
-        grads.append(grad.to(dtype))
-    sources = [*inputs, *op.parameters()]
-    found = torch.autograd.grad(outputs, sources, grads)
-    right = torch.autograd.grad(
-        wanted, [*exact, *parameters.values()], [grad.double() for grad in grads]
-    )
-    names = ["input", *(f"extra input {i}" for i in range(len(inputs) - 1)), *parameters]
-    for name, source, got, want in zip(names, sources, found, right, strict=True):
-        assert got.dtype == source.dtype
-        assert_near(got, want, dtype, f"gradient of {name}", factor=2)
-
-
 @every_dtype
 @every_case
 def test_values_and_gradients(case, dtype):
-    check(case, case.build(dtype), case.inputs(dtype), dtype)
+    check_op(case, case.build(dtype), case.inputs(dtype), dtype)
 
 
 @every_dtype
@@ -51,24 +28,24 @@ def test_values_and_gradients(case, dtype):
 def test_many_rows(case, dtype):
     # More rows than one thread takes, and tails that no vector fills.
     op, inputs = case.build(dtype), case.inputs(dtype, (129, *case.row))
-    check(case, op, inputs, dtype)
+    check_op(case, op, inputs, dtype)
 
 
 @every_case
 def test_one_row(case):
-    check(case, case.build(), case.inputs(shape=case.row), torch.float32)
+    check_op(case, case.build(), case.inputs(shape=case.row), torch.float32)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.elementwise], ids=lambda c: c.name)
 def test_zero_dimensional(case):
-    check(case, case.build(), case.inputs(shape=()), torch.float32)
+    check_op(case, case.build(), case.inputs(shape=()), torch.float32)
 
 
 @pytest.mark.parametrize("batch", [(0,), (2, 0, 3)])
 @every_case
 def test_empty_batch(case, batch):
     op, inputs = case.build(), case.inputs(shape=(*batch, *case.row))
-    check(case, op, inputs, torch.float32)
+    check_op(case, op, inputs, torch.float32)
 
 
 @every_dtype
@@ -76,9 +53,9 @@ def test_empty_batch(case, batch):
 def test_strides(case, dtype):
     """Inputs and gradients that are not contiguous, and gradients that are expanded."""
     op = case.build(dtype)
-    check(case, op, [strided(tensor) for tensor in case.inputs(dtype)], dtype, expand_grads=True)
+    check_op(case, op, [strided(tensor) for tensor in case.inputs(dtype)], dtype, expand_grads=True)
     swapped = [tensor.transpose(0, 1) for tensor in case.inputs(dtype)]
-    check(case, op, swapped, dtype)
+    check_op(case, op, swapped, dtype)
 
 
 @every_case
@@ -188,7 +165,7 @@ def test_wrong_input(case):
             op(given, *case.inputs()[1:])
     with pytest.raises(ValueError, match="extra inputs must be"):
         op(*case.inputs(), torch.ones(3))
-    check(case, op, case.inputs(), torch.float32)
+    check_op(case, op, case.inputs(), torch.float32)
 
 
 @every_case

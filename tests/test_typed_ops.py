@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from helpers import as_tuple
 
 from transformer_ops import _C
+from transformer_ops._loader import build_info
 
 PAIRS = dict(_C.typed_op_pairs())
 NAMES = sorted(PAIRS)
@@ -97,6 +99,10 @@ def backward_sample(name, dtype, activation, interleave):
         made = {r.name: v for r, v in zip(schema.returns, results, strict=True)}
         values = made | values
         output = results[0]
+    elif any(argument.name == "weight" for argument in arguments):
+        # Of a Linear after the activation.
+        values["weight"] = torch.randn(OUT, output.shape[-1], dtype=dtype)
+        output = torch.empty(ROWS, OUT)
     values = {"input": torch.randn(ROWS, WIDTH, dtype=dtype), "mask": mask} | values
     values["grad_output"] = torch.randn(output.shape, dtype=dtype)
     for argument in arguments:
@@ -112,6 +118,8 @@ def samples(name, dtype=torch.float64):
     if "str" in kinds:
         activations = ["relu", "srelu"] if "activation_linear" in name else list(_activations())
         activations = sorted(GLUS) if "glu" in kinds.values() else activations
+        if name.startswith("linear_activation"):
+            activations.remove("relu")  # it keeps a mask, not its input
     interleaves = [0, 4] if "glu_interleave_size" in kinds.values() else [0]
     if "zero_centered_gamma" in kinds.values():
         interleaves = [0, 1]
@@ -240,10 +248,17 @@ def _takes_any_shape(name):
     return len(tensors) == 1 and name not in GLUS
 
 
-@pytest.mark.cuda
+@pytest.mark.cuda(backend=False)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_missing_backend_says_how_to_build_it(name):
-    (sample, *_) = samples(name, torch.float32)
-    moved = [v.cuda() if isinstance(v, torch.Tensor) else v for v in sample]
-    with pytest.raises(NotImplementedError, match="TRANSFORMER_OPS_CUDA=ON"):
-        op(name)(*moved)
+def test_on_cuda(name):
+    """The numbers of the CPU; without the backend, how to build it."""
+    for sample in samples(name):
+        moved = [v.cuda() if isinstance(v, torch.Tensor) else v for v in sample]
+        if build_info().CUDA is None:
+            with pytest.raises(NotImplementedError, match="TRANSFORMER_OPS_CUDA=ON"):
+                op(name)(*moved)
+            continue
+        for got, want in zip(as_tuple(op(name)(*moved)), as_tuple(op(name)(*sample)), strict=True):
+            assert got.is_cuda
+            if torch.Tag.nondeterministic_seeded not in op(name).tags:
+                torch.testing.assert_close(got.cpu(), want)

@@ -199,7 +199,8 @@ def gradients(module, x: Tensor, *extra: Tensor, **kwargs) -> list[Tensor]:
     found = module(*inputs, **kwargs)
     outputs = found if isinstance(found, tuple) else (found,)
     torch.manual_seed(5)
-    given = [torch.randn_like(output) for output in outputs]
+    # The same in every dtype and on every device.
+    given = [torch.randn(output.shape).bfloat16().to(output) for output in outputs]
     wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
     grads = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
     return [*(output.detach() for output in outputs), *grads]

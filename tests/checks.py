@@ -1,0 +1,101 @@
+"""One row of `op_cases.py` or `fusion_cases.py` against float64 on the CPU, on any device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from fusion_cases import Case
+from helpers import as_tuple, assert_near, leaf
+from op_cases import OpCase, run_seeded
+from torch import Tensor, nn
+from user_fusions import gradients
+
+import transformer_ops as tops
+
+
+def check_op(
+    case: OpCase,
+    op: nn.Module,
+    inputs: list[Tensor],
+    dtype: torch.dtype,
+    expand_grads: bool = False,
+    factor: float = 1,
+) -> None:
+    """Outputs and all gradients of `op` against the reference in float64."""
+    device = inputs[0].device
+    outputs = as_tuple(run_seeded(op, *inputs))
+    exact = [leaf(tensor.cpu(), torch.float64) for tensor in inputs]
+    parameters = {name: leaf(p.cpu(), torch.float64) for name, p in op.named_parameters()}
+    with device:  # where the references of random ops draw
+        wanted = as_tuple(case.reference(*exact, **parameters))
+    assert len(outputs) == len(wanted)
+    grads = []
+    for output, want in zip(outputs, wanted, strict=True):
+        assert output.dtype == dtype and output.device == device
+        assert_near(output, want, dtype, "output", factor)
+        grad = torch.randn(()).expand(want.shape) if expand_grads else torch.randn(want.shape)
+        grads.append(grad.to(dtype))
+    sources = [*inputs, *op.parameters()]
+    found = torch.autograd.grad(outputs, sources, [grad.to(device) for grad in grads])
+    right = torch.autograd.grad(
+        wanted, [*exact, *parameters.values()], [grad.double() for grad in grads]
+    )
+    names = ["input", *(f"extra input {i}" for i in range(len(inputs) - 1)), *parameters]
+    for name, source, got, want in zip(names, sources, found, right, strict=True):
+        assert got.dtype == source.dtype and got.device == device
+        assert_near(got, want, dtype, f"gradient of {name}", factor=2 * factor)
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """No fusion at all."""
+    with ExitStack() as stack:
+        for handle in tops.fusions():
+            stack.enter_context(handle.disabled())
+        yield
+
+
+class DrawnOn(tops.BasicOperation):
+    """A dropout on the CPU that drops what it drops on `device`."""
+
+    def __init__(self, p: float, device: torch.device) -> None:
+        super().__init__()
+        self.p, self.device = p, device
+
+    def op_forward(self, ctx, input_, **unused):
+        factor = tops.Dropout(self.p)(torch.ones(input_.shape, device=self.device)) != 0
+        factor = factor.to(input_) * (1 / (1 - self.p) if self.p < 1 else 0)
+        ctx.save_for_backward(factor)
+        return input_ * factor
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output * ctx.saved_tensors[0], ()
+
+
+def exact_on_cpu(module: tops.Sequential, device: torch.device) -> tops.Sequential:
+    """The module in float64 on the CPU; its dropouts draw on `device`."""
+    twin = copy.deepcopy(module).cpu().double()
+    return tops.Sequential(
+        *(DrawnOn(op.p, device) if isinstance(op, tops.Dropout) else op for op in twin)
+    )
+
+
+def check_fusion(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+    """As near to float64 as the unfused ops are: it rounds no more often."""
+    module = tops.Sequential(*case.make()).to(device, dtype)
+    inputs = [t.to(device) for t in case.inputs(torch.randn(7, 5, 16).to(dtype))]
+    with unfused():
+        plain = gradients(module, *inputs)
+        want = gradients(exact_on_cpu(module, device), *(t.cpu().double() for t in inputs))
+    for exact, other, fused in zip(want, plain, gradients(module, *inputs), strict=True):
+        assert fused.dtype == other.dtype == dtype
+        assert fused.device == other.device == inputs[0].device
+        error, allowed = ((t.cpu().double() - exact).norm() for t in (fused, other))
+        # In float64 `exact` itself is rounded, and no better.
+        roundings = 8 if dtype == torch.float64 else 2
+        assert error <= 1.1 * allowed + roundings * torch.finfo(dtype).eps * exact.norm()
+        # Nor are the unfused ops far off: else both may be wrong alike.
+        assert allowed <= 32 * torch.finfo(dtype).eps * exact.norm()
