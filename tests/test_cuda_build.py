@@ -29,6 +29,17 @@ CUDA = torch.device("cuda", 0)
 
 
 @contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Fakes are made in it: `module.to(dtype)` does not take their parameters."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def fake_cuda() -> Iterator[None]:
     """Tensors made here are fakes on a CUDA device."""
     with FakeTensorMode(), CUDA:
@@ -53,10 +64,10 @@ def test_typed_op_on_fake_cuda_tensors(name):
                 assert (a.device, a.shape, a.dtype) == (CUDA, b.shape, b.dtype)
 
 
-def forward_and_plan(case, dtype):
-    """The inputs and parameters of a fusion's row, its outputs, and its plan."""
-    module = tops.Sequential(*case.make()).to(dtype=dtype)
-    x = torch.empty(6, 16, dtype=dtype, requires_grad=True)
+def forward_and_plan(case):
+    """The main input and the parameters of a fusion's row, its outputs, and its plan."""
+    module = tops.Sequential(*case.make())
+    x = torch.empty(6, 16, requires_grad=True)
     inputs = [x, *(torch.empty_like(x) for _ in range(case.extra_inputs))]
     outputs = as_tuple(module(*inputs))
     (plan,) = module.plans()
@@ -67,25 +78,26 @@ def forward_and_plan(case, dtype):
 @pytest.mark.parametrize("case", FUSIONS, ids=str)
 def test_sequential_on_fake_cuda_tensors(case, dtype):
     """Shapes and dtypes both ways; the plan is that of the CPU."""
-    _, real, want = forward_and_plan(case, dtype)
-    with fake_cuda():
-        leaves, outputs, plan = forward_and_plan(case, dtype)
-        assert plan == want
-        for a, b in zip(outputs, real, strict=True):
-            assert (a.device, a.shape, a.dtype) == (CUDA, b.shape, b.dtype)
-        # By its node: the autograd engine asks the driver for the device's streams.
-        (node,) = {output.grad_fn for output in outputs}
-        with torch.no_grad():
-            grads = node(*(torch.empty_like(output) for output in outputs))
+    with default_dtype(dtype):
+        _, real, want = forward_and_plan(case)
+        with fake_cuda():
+            leaves, outputs, plan = forward_and_plan(case)
+    assert plan == want
+    for a, b in zip(outputs, real, strict=True):
+        assert (a.device, a.shape, a.dtype) == (CUDA, b.shape, dtype)
+    # By its node: the autograd engine asks the driver for the device's streams.
+    (node,) = {output.grad_fn for output in outputs}
+    with torch.no_grad():
+        grads = as_tuple(node(*(torch.empty_like(output) for output in outputs)))
     found = {
         n.variable: grad
-        for (n, _), grad in zip(node.next_functions, as_tuple(grads), strict=True)
+        for (n, _), grad in zip(node.next_functions, grads, strict=True)
         if n is not None
     }
     assert len(found) == len(leaves)
     for leaf in leaves:
         grad = found[leaf]
-        assert (grad.device, grad.shape, grad.dtype) == (CUDA, leaf.shape, leaf.dtype)
+        assert (grad.device, grad.shape, grad.dtype) == (CUDA, leaf.shape, dtype)
 
 
 # ---- registration
