@@ -168,7 +168,7 @@ def test_under_autocast():
     x = torch.randn(6, 16)
     with torch.autocast("cpu", torch.bfloat16):
         found, want = gradients(module, x), gradients(kept, x)
-        assert recomputed(module.plans()[0]) == ["recompute_layer_norm", "recompute_gelu"]
+        assert recomputed(module.plans()[0]) == ["recompute_layer_norm"]
     for a, b in zip(found, want, strict=True):
         # What was kept may come from a sum before it was rounded, the other comes from what was
         # rounded: as on CUDA, where GELU is a part of the product.
@@ -372,5 +372,5 @@ def test_explain_tells():
     module = tops.Sequential(*mlp(16, 24))
     module(torch.randn(4, 16, requires_grad=True))
     text = str(module.explain())
-    assert "computes x4 again from 3.input" in text
+    assert "computes x1 again from 0.input, 0.mean" in text
     assert "168 bytes a row kept for backward" in text
