@@ -14,8 +14,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--emulate-cuda",
         metavar="LIBRARY",
-        help="run the CUDA bodies of the typed ops on CPU tensors, with the kernels of this library "
-        "(libtransformer_ops_emulated.so of a build with TRANSFORMER_OPS_TESTS)",
+        help="run the CUDA bodies of the typed ops on CPU tensors, with the kernels of this library: "
+        "libtransformer_ops_emulated.so of a build with TRANSFORMER_OPS_TESTS",
     )
 
 

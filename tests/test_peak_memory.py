@@ -78,7 +78,7 @@ def test_a_retained_graph_can_be_walked_again(name: str) -> None:
     want = torch.autograd.grad(y.sum(), tensors, retain_graph=True)
     for retain in (True, False):
         got = torch.autograd.grad(y.sum(), tensors, retain_graph=retain)
-        assert all(torch.equal(a, b) for a, b in zip(got, want))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         torch.autograd.grad(y.sum(), tensors)
 
@@ -129,7 +129,7 @@ def test_slices_of_columns_give_the_same(name: str) -> None:
             y = module(x)
             results.append(torch.autograd.grad(y, tensors, torch.ones_like(y)))
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-        for a, b in zip(*results):
+        for a, b in zip(*results, strict=True):
             assert (a - b).double().norm() <= tolerance * b.double().norm()
 
 
