@@ -14,7 +14,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--emulate-cuda",
         metavar="LIBRARY",
-        help="run the CUDA bodies of the typed ops on CPU tensors, with the kernels of this library: "
+        help="run the CUDA bodies of the typed ops on CPU tensors, with the kernels of this file: "
         "libtransformer_ops_emulated.so of a build with TRANSFORMER_OPS_TESTS",
     )
 
