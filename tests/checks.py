@@ -36,13 +36,12 @@ def check_op(
     for output, want in zip(outputs, wanted, strict=True):
         assert output.dtype == dtype and output.device == device
         assert_near(output, want, dtype, "output", factor)
-        grad = torch.randn(()).expand(want.shape) if expand_grads else torch.randn(want.shape)
-        grads.append(grad.to(dtype))
+        grads.append(torch.randn(() if expand_grads else want.shape).to(dtype))
     sources = [*inputs, *op.parameters()]
-    found = torch.autograd.grad(outputs, sources, [grad.to(device) for grad in grads])
-    right = torch.autograd.grad(
-        wanted, [*exact, *parameters.values()], [grad.double() for grad in grads]
-    )
+    given = [grad.to(device).expand(want.shape) for grad, want in zip(grads, wanted, strict=True)]
+    found = torch.autograd.grad(outputs, sources, given)
+    given = [grad.double().expand(want.shape) for grad, want in zip(grads, wanted, strict=True)]
+    right = torch.autograd.grad(wanted, [*exact, *parameters.values()], given)
     names = ["input", *(f"extra input {i}" for i in range(len(inputs) - 1)), *parameters]
     for name, source, got, want in zip(names, sources, found, right, strict=True):
         assert got.dtype == source.dtype and got.device == device

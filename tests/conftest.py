@@ -14,8 +14,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--emulate-cuda",
         metavar="LIBRARY",
-        help="run the CUDA bodies of the typed ops on CPU tensors, with the kernels of this file: "
-        "libtransformer_ops_emulated.so of a build with TRANSFORMER_OPS_TESTS",
+        help="run the CUDA bodies of the typed ops on CPU tensors, with the kernels of this "
+        "library (libtransformer_ops_emulated.so of a build with TRANSFORMER_OPS_TESTS)",
     )
 
 
@@ -28,8 +28,6 @@ def pytest_configure(config):
     )
     emulated = config.getoption("--emulate-cuda")
     if emulated is not None:
-        import transformer_ops  # noqa: F401  # first: it registers the ops
-
         torch.ops.load_library(emulated)
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+every_dtype = pytest.mark.parametrize(
+    "dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
+every_device = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+)
 
 # (relative, absolute) for one op: a few roundings in that dtype, sums kept in a wider one.
 TOLERANCES = {
@@ -38,6 +46,12 @@ def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def strided(tensor: Tensor) -> Tensor:
     """The same values, last dimension not contiguous."""
     return tensor.clone().unsqueeze(-1).expand(*tensor.shape, 2).clone()[..., 0]
+
+
+def off_the_grid(tensor: Tensor) -> Tensor:
+    """The same behind an address that is a multiple of its element's size, and of no more."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return memory[1:].view_as(tensor).copy_(tensor)
 
 
 def leaf(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -20,7 +20,7 @@ def results(module, inputs, parameters):
     """Outputs and all gradients."""
     inputs = [leaf(tensor) for tensor in inputs]
     outputs = as_tuple(run_seeded(module, *inputs))
-    grads = [torch.linspace(-1, 1, o.numel()).to(o.dtype).view(o.shape) for o in outputs]
+    grads = [torch.linspace(-1, 1, o.numel()).to(o).view(o.shape) for o in outputs]
     found = torch.autograd.grad(outputs, [*inputs, *parameters], grads)
     return [*outputs, *found]
 

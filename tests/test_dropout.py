@@ -2,16 +2,17 @@
 
 import pytest
 import torch
-from helpers import DTYPES
+from helpers import every_device, every_dtype
 from op_cases import run_seeded
 
 import transformer_ops as tops
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_device
+@every_dtype
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_frequency_and_scale(p, dtype):
-    y = tops.Dropout(p)(torch.ones(400, 1000, dtype=dtype))
+def test_frequency_and_scale(p, dtype, device):
+    y = tops.Dropout(p)(torch.ones(400, 1000, dtype=dtype, device=device)).cpu()
     kept = (y != 0).double()
     assert abs(kept.mean().item() - (1 - p)) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
     scale = torch.tensor(1 / (1 - p), dtype=torch.float64).to(dtype)
@@ -25,30 +26,43 @@ def test_frequency_and_scale(p, dtype):
         assert abs(correlation.item()) < 0.01
 
 
-def test_the_generator_decides():
-    op, x = tops.Dropout(0.5), torch.ones(64, 64)
+def generator_of(device):
+    return torch.cuda.default_generators[0] if device == "cuda" else torch.default_generator
+
+
+@every_device
+def test_the_generator_decides(device):
+    op, x = tops.Dropout(0.5), torch.ones(64, 64, device=device)
+    generator = generator_of(device)
     first, second = op(x), op(x)
     assert not torch.equal(first, second)
     assert torch.equal(run_seeded(op, x), run_seeded(op, x))
-    state = torch.get_rng_state()
+    state = generator.get_state()
     want = op(x)
-    torch.set_rng_state(state)
+    generator.set_state(state)
     assert torch.equal(op(x), want)
     with torch.random.fork_rng():
         op(x)
-    assert not torch.equal(torch.get_rng_state(), state)
+        assert not torch.equal(op(x), want)
+    after = generator.get_state()
+    assert not torch.equal(after, state)
+    generator.set_state(state)
+    op(x)
+    assert torch.equal(generator.get_state(), after)
 
 
+@every_device
 @pytest.mark.parametrize("make", [lambda: tops.Dropout(0.0), lambda: tops.Dropout(0.5).eval()])
-def test_off_draws_nothing_and_hands_its_input_on(make):
-    op, x = make(), torch.randn(4, 4)
-    state = torch.get_rng_state()
+def test_off_draws_nothing_and_hands_its_input_on(make, device):
+    op, x = make(), torch.randn(4, 4, device=device)
+    state = generator_of(device).get_state()
     assert op(x).data_ptr() == x.data_ptr()
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_of(device).get_state(), state)
 
 
-def test_all_dropped():
-    x = torch.full((3, 4), float("inf"), requires_grad=True)
+@every_device
+def test_all_dropped(device):
+    x = torch.full((3, 4), float("inf"), device=device, requires_grad=True)
     y = tops.Dropout(1.0)(x)
     y.sum().backward()
     assert not y.any() and not x.grad.any()
@@ -67,8 +81,9 @@ def test_number_of_threads_does_not_matter():
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_two_dropouts_of_one_pipeline_differ():
-    x = torch.ones(64, 64)
+@every_device
+def test_two_dropouts_of_one_pipeline_differ(device):
+    x = torch.ones(64, 64, device=device)
     y = tops.Sequential(tops.Dropout(0.5), tops.MakeExtraOutput(), tops.Dropout(0.5))(x)
     kept_twice = (y[0] != 0).double().mean()
     assert abs(kept_twice - 0.25) < 0.05

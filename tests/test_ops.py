@@ -8,13 +8,12 @@ import pickle
 import pytest
 import torch
 from checks import check_op
-from helpers import DTYPES, as_tuple, storage_bytes, strided
+from helpers import as_tuple, every_dtype, storage_bytes, strided
 from op_cases import CASES, NAMES, run_seeded
 
 import transformer_ops as tops
 
 every_case = pytest.mark.parametrize("case", CASES, ids=NAMES)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
 
 
 @every_dtype

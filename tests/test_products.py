@@ -10,18 +10,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DTYPES, assert_near
+from helpers import assert_near, every_device, every_dtype, off_the_grid
 from torch import Tensor
 
 import transformer_ops as tops  # noqa: F401  (loads the typed ops)
 
 typed = torch.ops.transformer_ops
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 # Rows, input and output features: of vectors, odd, and single ones.
 SIZES = [(6, 16, 24), (5, 7, 9), (1, 1, 1), (3, 8, 130)]
 
-every_device = pytest.mark.parametrize("device", DEVICES)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_size = pytest.mark.parametrize("size", SIZES, ids=str)
 
 
@@ -41,12 +38,6 @@ def with_gaps(tensor: Tensor) -> Tensor:
 def every_second(tensor: Tensor) -> Tensor:
     """Elements apart from each other."""
     return torch.stack([tensor, torch.full_like(tensor, torch.nan)], -1)[..., 0]
-
-
-def off_the_grid(tensor: Tensor) -> Tensor:
-    """Behind an address that is a multiple of its element's size, and of no more."""
-    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    return memory[1:].view_as(tensor).copy_(tensor)
 
 
 STORED = [as_is, by_columns, with_gaps, every_second, off_the_grid]
