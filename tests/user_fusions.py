@@ -192,15 +192,19 @@ class AddNorm(tops.FusedOperation):
         return 2 * grad_output, [(), ()], [(), (None,)]
 
 
+def output_gradients(*outputs: Tensor) -> list[Tensor]:
+    """The same in every dtype and on every device."""
+    torch.manual_seed(5)
+    return [torch.randn(output.shape).bfloat16().to(output) for output in outputs]
+
+
 def gradients(module, x: Tensor, *extra: Tensor, **kwargs) -> list[Tensor]:
     """Outputs, then the gradients of inputs and parameters under fixed output gradients."""
     inputs = [t.detach().clone().requires_grad_() for t in (x, *extra)]
     torch.manual_seed(3)
     found = module(*inputs, **kwargs)
     outputs = found if isinstance(found, tuple) else (found,)
-    torch.manual_seed(5)
-    # The same in every dtype and on every device.
-    given = [torch.randn(output.shape).bfloat16().to(output) for output in outputs]
+    given = output_gradients(*outputs)
     wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
     grads = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
     return [*(output.detach() for output in outputs), *grads]
