@@ -1,4 +1,4 @@
-// Tensors on recycled memory: what ops, fusions and the executor make their CPU results with.
+// Tensors on recycled memory: what ops, fusions and the executor make their results with.
 #pragma once
 
 #include <ATen/core/Tensor.h>

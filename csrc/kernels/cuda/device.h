@@ -235,20 +235,6 @@ TRANSFORMER_OPS_DEVICE A warp_sum(A x) {
   return x;
 }
 
-// Every thread of the block gets the sum; blocks are whole warps. May be called again at once.
-template <class A>
-TRANSFORMER_OPS_DEVICE A block_sum(A x) {
-  __shared__ A sums[kWarp];
-  const int warps = static_cast<int>(blockDim.x) / kWarp;
-  x = warp_sum(x);
-  if (warps == 1) return x;
-  __syncthreads();  // the sums of the last call have been read
-  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  return warp_sum(lane < warps ? sums[lane] : A(0));
-}
-
 // ---- launches
 
 constexpr int64_t kMostBlocks = 0x7fffffff;
@@ -273,7 +259,8 @@ inline int64_t most_shared_bytes() { return int64_t{226} << 10; }
 [[noreturn]] inline void fail(cudaError_t error) {
   if (error == cudaErrorNoKernelImageForDevice) {
     throw std::runtime_error(
-        "[cuda] device must be of an architecture in this build (transformer_ops.build_info()), "
+        "[cuda] device must be of an architecture in this build (CUDA in "
+        "transformer_ops/_build_info.py), "
         "got another; build for it with TORCH_CUDA_ARCH_LIST");
   }
   throw std::runtime_error(std::string("[cuda] launch must succeed, got ") +
