@@ -84,6 +84,26 @@ template <class A>
 TRANSFORMER_OPS_MATH SigmoidParts<A> sigmoid(A x) {
   return sigmoid_parts(x, exp_of_nonpositive(minus_abs(x)));
 }
+template <class A>
+TRANSFORMER_OPS_MATH A times_sigmoid(A y, A x) {
+  return times_sigmoid(y, x, exp_of_nonpositive(minus_abs(x)));
+}
+
+template <class A>
+TRANSFORMER_OPS_MATH A sigmoid_slope(A x) {
+  const auto s = sigmoid(x);
+  return s.value * s.complement;
+}
+
+// Of t ln 2.
+template <class A>
+TRANSFORMER_OPS_MATH SigmoidParts<A> sigmoid2(A t) {
+  return sigmoid_parts(t, exp2_of_nonpositive(minus_abs(t)));
+}
+template <class A>
+TRANSFORMER_OPS_MATH A times_sigmoid2(A y, A t) {
+  return times_sigmoid(y, t, exp2_of_nonpositive(minus_abs(t)));
+}
 
 struct Sigmoid {
   template <class A>
@@ -92,15 +112,14 @@ struct Sigmoid {
   }
   template <class A>
   TRANSFORMER_OPS_MATH_MEMBER A backward(A grad, A x) const {
-    const auto s = sigmoid(x);
-    return grad * (s.value * s.complement);
+    return grad * sigmoid_slope(x);
   }
 };
 
 struct SiLU {
   template <class A>
   TRANSFORMER_OPS_MATH_MEMBER A forward(A x) const {
-    return times_sigmoid(x, x, exp_of_nonpositive(minus_abs(x)));
+    return times_sigmoid(x, x);
   }
   template <class A>
   TRANSFORMER_OPS_MATH_MEMBER A backward(A grad, A x) const {
@@ -113,8 +132,7 @@ struct SiLU {
 struct QGELU {
   template <class A>
   TRANSFORMER_OPS_MATH_MEMBER A forward(A x) const {
-    const A u = A(1.702) * x;
-    return times_sigmoid(x, u, exp_of_nonpositive(minus_abs(u)));
+    return times_sigmoid(x, A(1.702) * x);
   }
   template <class A>
   TRANSFORMER_OPS_MATH_MEMBER A backward(A grad, A x) const {
@@ -129,14 +147,14 @@ struct GELU {
   template <class A>
   TRANSFORMER_OPS_MATH_MEMBER A forward(A x) const {
     const A t = x * (A(kLog2e * kLinear) + A(kLog2e * kCubic) * (x * x));
-    return times_sigmoid(x, t, exp2_of_nonpositive(minus_abs(t)));
+    return times_sigmoid2(x, t);
   }
   template <class A>
   TRANSFORMER_OPS_MATH_MEMBER A backward(A grad, A x) const {
     // For |x| > 100 the sigmoid is 0 or 1; the bound keeps 0 * inf out of the gradient.
     const A square = at_most(x * x, 1e4);
     const A t = x * (A(kLog2e * kLinear) + A(kLog2e * kCubic) * square);
-    const auto s = sigmoid_parts(t, exp2_of_nonpositive(minus_abs(t)));
+    const auto s = sigmoid2(t);
     const A slope = s.complement * (A(kLinear) + A(3 * kCubic) * square);
     return grad * (s.value + (x * s.value) * slope);
   }

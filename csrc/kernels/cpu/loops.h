@@ -27,6 +27,15 @@ TRANSFORMER_OPS_INLINE void finish_streaming() {
 #endif
 }
 
+// Fetches kCount elements for later.
+template <int64_t kCount, class T>
+TRANSFORMER_OPS_INLINE void prefetch(const T* p) {
+  const auto* bytes = reinterpret_cast<const char*>(p);
+  for (int64_t i = 0; i < kCount * static_cast<int64_t>(sizeof(T)); i += 64) {
+    __builtin_prefetch(bytes + i);
+  }
+}
+
 // Calls f(i, lanes) for consecutive vectors of an array of n.
 template <class T, class F>
 TRANSFORMER_OPS_INLINE void for_vectors(int64_t n, F f) {

@@ -66,8 +66,10 @@ void layer_norm_forward(DType dtype, const void* x, const void* gamma, const voi
   });
 }
 
-// Backward takes a few rows at a time, so that the sums over rows are loaded and stored less often.
-constexpr int kRowsAtOnce = 4;
+// Backward takes a few rows at a time, so that the sums over rows are loaded and stored less often;
+// with more, the second pass over them finds less in the first-level cache.
+template <class T>
+constexpr int kRowsAtOnce = sizeof(T) == 2 ? 4 : 2;
 
 // What backward adds to grad_x: rows of the residual's gradient, which grad_x then has the type of
 // (T, or acc); or nothing.
@@ -111,20 +113,25 @@ void layer_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Ac
     if constexpr (kGamma) return grad * load_acc<T>(gamma + i, lanes);
     return grad;
   };
-  for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
-    const int count = static_cast<int>(smaller(kRowsAtOnce, rows - r));
-    A mean_g[kRowsAtOnce], mean_gn[kRowsAtOnce];
+  const auto weighed_plus = [=](auto grad, auto rest, int64_t i, auto lanes)
+      __attribute__((always_inline)) {
+    if constexpr (kGamma) return fused(grad, load_acc<T>(gamma + i, lanes), rest);
+    return grad + rest;
+  };
+  for (int64_t r = 0; r < rows; r += kRowsAtOnce<T>) {
+    const int count = static_cast<int>(smaller(kRowsAtOnce<T>, rows - r));
+    A mean_g[kRowsAtOnce<T>], mean_gn[kRowsAtOnce<T>];
     for (int k = 0; k < count; ++k) {
       const T *g = grad_y + (r + k) * h, *row = x + (r + k) * h;
-      const V m(mean[r + k]), s(rstd[r + k]);
+      const V m(mean[r + k]);
       const auto add = [=](int64_t i, auto lanes, auto& first, auto& second)
           __attribute__((always_inline)) {
         first = weigh(load(g + i, lanes), i, lanes);
-        second = first * ((load(row + i, lanes) - m) * s);
+        second = first * (load(row + i, lanes) - m);
       };
       const TwoSums sums = row_two_sums<T>(h, add);
       mean_g[k] = static_cast<A>(sums.first / static_cast<double>(h));
-      mean_gn[k] = static_cast<A>(sums.second / static_cast<double>(h));
+      mean_gn[k] = static_cast<A>(sums.second * rstd[r + k] / static_cast<double>(h));
     }
     for_wide_vectors<T>(
         h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
@@ -137,9 +144,9 @@ void layer_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Ac
             const auto n = (load(x + at, lanes) - V(mean[r + k])) * V(rstd[r + k]);
             sum_gn = sum_gn + grad * n;
             sum_g = sum_g + grad;
-            const auto centered = weigh(grad, i, lanes) - V(mean_g[k]);
-            const auto out = (centered - n * V(mean_gn[k])) * V(rstd[r + k]);
-            store_gradient<T>(residual, grad_x, at, out, lanes, stream);
+            const auto rest = -(n * V(mean_gn[k])) - V(mean_g[k]);
+            const auto change = weighed_plus(grad, rest, i, lanes);
+            store_gradient<T>(residual, grad_x, at, change * V(rstd[r + k]), lanes, stream);
           }
           store_acc(gamma_sum + i, sum_gn, lanes);
           store_acc(beta_sum + i, sum_g, lanes);
@@ -228,9 +235,14 @@ void root_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Acc
     if constexpr (kGamma) return grad * load_acc<T>(gamma + i, lanes);
     return grad;
   };
-  for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
-    const int count = static_cast<int>(smaller(kRowsAtOnce, rows - r));
-    A projection[kRowsAtOnce];
+  const auto weighed_plus = [=](auto grad, auto rest, int64_t i, auto lanes)
+      __attribute__((always_inline)) {
+    if constexpr (kGamma) return fused(grad, load_acc<T>(gamma + i, lanes), rest);
+    return grad + rest;
+  };
+  for (int64_t r = 0; r < rows; r += kRowsAtOnce<T>) {
+    const int count = static_cast<int>(smaller(kRowsAtOnce<T>, rows - r));
+    A projection[kRowsAtOnce<T>];
     for (int k = 0; k < count; ++k) {
       const T *g = grad_y + (r + k) * h, *row = x + (r + k) * h;
       const V s(rstd[r + k]);
@@ -251,11 +263,7 @@ void root_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Acc
             const auto n = load(x + at, lanes) * V(rstd[r + k]);
             if constexpr (kGamma) sum_gn = sum_gn + grad * n;
             const auto along = n * V(projection[k]);
-            const auto change = [&]() __attribute__((always_inline)) {
-              if constexpr (kGamma) return fused(grad, load_acc<T>(gamma + i, lanes), -along);
-              return grad - along;
-            }
-            ();
+            const auto change = weighed_plus(grad, -along, i, lanes);
             store_gradient<T>(residual, grad_x, at, change * V(rstd[r + k]), lanes, stream);
           }
           if constexpr (kGamma) store_acc(gamma_sum + i, sum_gn, lanes);

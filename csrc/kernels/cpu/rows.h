@@ -7,65 +7,56 @@
 namespace transformer_ops::cpu {
 namespace {
 
-// Sums in double, lane by lane.
-template <class V>
-class LaneSum {
- public:
-  TRANSFORMER_OPS_INLINE void add(V x) {
-    low_.add(x.low);
-    high_.add(x.high);
-  }
-  TRANSFORMER_OPS_INLINE double total() const { return low_.total() + high_.total(); }
-
- private:
-  LaneSum<decltype(V::low)> low_, high_;
+template <int64_t bytes>
+struct DoublesOf {
+  typedef double type __attribute__((vector_size(bytes)));
 };
 
+// By halves: a loop over the lanes would wait for each addition.
+template <int64_t bytes>
+TRANSFORMER_OPS_INLINE double lane_sum(const typename DoublesOf<bytes>::type& lanes) {
+  if constexpr (bytes == 16) {
+    return lanes[0] + lanes[1];
+  } else {
+    typename DoublesOf<bytes / 2>::type low, high;
+    memcpy(&low, &lanes, bytes / 2);
+    memcpy(&high, reinterpret_cast<const char*>(&lanes) + bytes / 2, bytes / 2);
+    return lane_sum<bytes / 2>(low + high);
+  }
+}
+
+// Sums in double, lane by lane.
 template <class T>
-class LaneSum<Vec<T>> {
+class LaneSums {
  public:
   TRANSFORMER_OPS_INLINE void add(Vec<T> x) { lanes_ += __builtin_convertvector(x.native, Lanes); }
-  TRANSFORMER_OPS_INLINE double total() const {
-    double parts[kLanes];
-    memcpy(parts, &lanes_, sizeof(parts));
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-      for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
-    }
-    return parts[0];
-  }
+  TRANSFORMER_OPS_INLINE double total() const { return lane_sum<sizeof(Lanes)>(lanes_); }
 
  private:
-  static constexpr int kLanes = Vec<T>::kLanes;
   using Lanes = typename VectorsOf<Acc<T>>::Wide;
   Lanes lanes_ = {};
 };
 
-// Products of 16-bit numbers are exact in float, so that blocks of them may be added in float;
-// those of float are not, and go on in double at once.
+// The elements that are added up in acc before the sum goes on in double. Products of 16-bit
+// numbers are exact in float. Of others, few meet in a lane: eight additions, averaged over the
+// lanes, lose less than the rounding of the result to float.
 template <class T>
-constexpr bool kSumsInAcc = sizeof(T) == 2;
-template <class T>
-constexpr int64_t kSumBlock = kSumsInAcc<T> ? kBlock : Wide<T>::kLanes;
+constexpr int64_t kSumBlock = sizeof(T) == 2 ? kBlock : 8 * Wide<T>::kLanes;
 
 // Sum of f(i, lanes) over the vectors of a row; f gives zero in lanes outside of the row.
 template <class T, class F>
 TRANSFORMER_OPS_INLINE double row_sum(int64_t h, F f) {
   constexpr int64_t kLanes = Vec<T>::kLanes, kWide = Wide<T>::kLanes;
-  LaneSum<Wide<T>> total;
-  LaneSum<Vec<T>> rest;
+  LaneSums<T> sums;
   int64_t i = 0;
   while (i + kWide <= h) {
     Wide<T> sum = f(i, WideLanes());
     const int64_t end = smaller(i + kSumBlock<T>, h);
     for (i += kWide; i + kWide <= end; i += kWide) sum = sum + f(i, WideLanes());
-    if constexpr (kSumsInAcc<T>) {
-      rest.add(fold(sum));
-    } else {
-      total.add(sum);
-    }
+    sums.add(fold(sum));
   }
-  for (; i < h; i += kLanes) rest.add(f(i, FirstLanes{smaller(kLanes, h - i)}));
-  return total.total() + rest.total();
+  for (; i < h; i += kLanes) sums.add(f(i, FirstLanes{smaller(kLanes, h - i)}));
+  return sums.total();
 }
 
 // Two sums at once: f(i, lanes, first, second) sets both summands.
@@ -76,8 +67,7 @@ struct TwoSums {
 template <class T, class F>
 TRANSFORMER_OPS_INLINE TwoSums row_two_sums(int64_t h, F f) {
   constexpr int64_t kLanes = Vec<T>::kLanes, kWide = Wide<T>::kLanes;
-  LaneSum<Wide<T>> first, second;
-  LaneSum<Vec<T>> rest_a, rest_b;
+  LaneSums<T> first, second;
   int64_t i = 0;
   while (i + kWide <= h) {
     Wide<T> a, b;
@@ -89,29 +79,16 @@ TRANSFORMER_OPS_INLINE TwoSums row_two_sums(int64_t h, F f) {
       a = a + more_a;
       b = b + more_b;
     }
-    if constexpr (kSumsInAcc<T>) {
-      rest_a.add(fold(a));
-      rest_b.add(fold(b));
-    } else {
-      first.add(a);
-      second.add(b);
-    }
+    first.add(fold(a));
+    second.add(fold(b));
   }
   for (; i < h; i += kLanes) {
     Vec<T> a, b;
     f(i, FirstLanes{smaller(kLanes, h - i)}, a, b);
-    rest_a.add(a);
-    rest_b.add(b);
+    first.add(a);
+    second.add(b);
   }
-  return {first.total() + rest_a.total(), second.total() + rest_b.total()};
-}
-
-template <int64_t kCount, class T>
-TRANSFORMER_OPS_INLINE void prefetch(const T* p) {
-  const auto* bytes = reinterpret_cast<const char*>(p);
-  for (int64_t i = 0; i < kCount * static_cast<int64_t>(sizeof(T)); i += 64) {
-    __builtin_prefetch(bytes + i);
-  }
+  return {first.total(), second.total()};
 }
 
 // y[i] = f(i, lanes). Meanwhile the next rows of the inputs, which follow these, are fetched:

@@ -117,11 +117,19 @@ TRANSFORMER_OPS_INLINE Vec<T> power_from_low_bits(Vec<T> x) {
   return from_bits<T>(to_bits(x) << 23);
 }
 
+#if defined(__AVX512F__)
+// x 2^floor(n), for any n.
+template <class T>
+TRANSFORMER_OPS_INLINE Vec<T> scale_by_floor(Vec<T> x, Vec<T> n) {
+  return {(Floats)_mm512_maskz_scalef_ps(0xffff, (__m512)x.native, (__m512)n.native)};
+}
+#endif
+
 // x 2^k for integers k from -151 to 100; results below the normal range are rounded as such.
 template <class T>
 TRANSFORMER_OPS_INLINE Vec<T> scale_by_power(Vec<T> x, Vec<T> k) {
 #if defined(__AVX512F__)
-  return {(Floats)_mm512_maskz_scalef_ps(0xffff, (__m512)x.native, (__m512)k.native)};
+  return scale_by_floor(x, k);
 #else
   // 2^(k + 24) is normal.
   const Ints exponent = __builtin_convertvector(k.native, Ints) + (127 + 24);
@@ -130,14 +138,16 @@ TRANSFORMER_OPS_INLINE Vec<T> scale_by_power(Vec<T> x, Vec<T> k) {
 }
 
 #if defined(__AVX512F__)
+// x - floor(x); zero of infinity.
+template <class T>
+TRANSFORMER_OPS_INLINE Vec<T> fraction(Vec<T> x) {
+  return {(Floats)_mm512_maskz_reduce_ps(0xffff, (__m512)x.native, _MM_FROUND_TO_NEG_INF)};
+}
+
 // Within 2^-14.
 template <class T>
 TRANSFORMER_OPS_INLINE Vec<T> near_reciprocal(Vec<T> x) {
   return {(Floats)_mm512_maskz_rcp14_ps(0xffff, (__m512)x.native)};
-}
-template <class V>
-TRANSFORMER_OPS_INLINE Pair<V> near_reciprocal(Pair<V> x) {
-  return {near_reciprocal(x.low), near_reciprocal(x.high)};
 }
 #endif
 
@@ -187,6 +197,21 @@ template <class V>
 TRANSFORMER_OPS_INLINE Pair<V> scale_by_power(Pair<V> x, Pair<V> k) {
   return {scale_by_power(x.low, k.low), scale_by_power(x.high, k.high)};
 }
+
+#if defined(__AVX512F__)
+template <class V>
+TRANSFORMER_OPS_INLINE Pair<V> scale_by_floor(Pair<V> x, Pair<V> n) {
+  return {scale_by_floor(x.low, n.low), scale_by_floor(x.high, n.high)};
+}
+template <class V>
+TRANSFORMER_OPS_INLINE Pair<V> fraction(Pair<V> x) {
+  return {fraction(x.low), fraction(x.high)};
+}
+template <class V>
+TRANSFORMER_OPS_INLINE Pair<V> near_reciprocal(Pair<V> x) {
+  return {near_reciprocal(x.low), near_reciprocal(x.high)};
+}
+#endif
 
 }  // namespace
 }  // namespace transformer_ops::cpu
