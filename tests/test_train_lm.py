@@ -251,6 +251,7 @@ def cells(line: str) -> list[str]:
         (["--surplus"], "--surplus"),
         (["--compare", "--backend", "torch"], "--backend: not allowed with argument --compare"),
         (["--compare", "--resume", "last.pt"], "--compare must start afresh, got --resume 'last"),
+        (["--compare", "--checkpoint-every", "200"], "--checkpoint-every must be absent, got 200"),
         (["--resume", "{tmp}/none.pt"], "--resume must be readable"),
         (["--resume", "{tmp}/short.txt"], "--resume must be a checkpoint"),
         (["--out", "{tmp}/short.txt"], "--out must be a folder that can be written"),

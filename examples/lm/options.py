@@ -32,8 +32,8 @@ class Options:
     backend: str
     compile: bool
     seed: int
-    checkpoint_every: int
     out: str
+    checkpoint_every: int = 200
     resume: str | None = None
     compare: bool = False
 
@@ -57,9 +57,15 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: list[str]) -> tuple[Options, dict[str, Any] | None]:
     """Options, and the checkpoint to go on from, whose options are the defaults then."""
     parser = _make_parser()
-    options = Options(**vars(parser.parse_args(arguments)))
+    given = vars(parser.parse_args(arguments))
+    options = Options(**given)
     if options.compare and options.resume is not None:
         raise Failure(f"--compare must start afresh, got --resume {options.resume!r}")
+    if options.compare and "checkpoint_every" in given:
+        raise Failure(
+            "--compare writes no checkpoint, so that --checkpoint-every must be absent, "
+            f"got {options.checkpoint_every}"
+        )
     if options.resume is None:
         return options, None
     state = checkpoint.load(options.resume)
@@ -102,7 +108,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--compile", action=argparse.BooleanOptionalAction, default=False,
         help="train through torch.compile(fullgraph=True)")  # fmt: skip
     add("--seed", type=_seed, default=0, help="of weights, data order and dropout")
-    add("--checkpoint-every", type=_size, default=200, help="steps between checkpoints")
+    add("--checkpoint-every", type=_size, default=argparse.SUPPRESS,
+        help=f"steps between checkpoints (default: {Options.checkpoint_every})")  # fmt: skip
     add("--out", default="out", help="folder for checkpoint, losses and loss curve")
     add("--resume", metavar="FILE", help="go on from a checkpoint, with its options as defaults")
     return parser

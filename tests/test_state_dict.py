@@ -1,0 +1,84 @@
+"""State of op modules: what a state dict holds, and which ones are refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from transformer_ops import ops
+from transformer_ops.op import BasicOperation
+
+
+def test_state_dict_is_that_of_nn_linear():
+    ours, theirs = ops.Linear(3, 5), nn.Linear(3, 5)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+    nn.init.ones_(ours.bias)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    assert torch.equal(theirs.bias, torch.ones(5))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_reference_state_dict(bias, nested):
+    linear = ops.Linear(3, 5, bias=bias)
+    module = nn.Sequential(ops.GELU(), linear) if nested else linear
+    prefix = "1." if nested else ""
+    empty = torch.empty(0, dtype=torch.uint8)
+    state = {
+        prefix + "basic_ops.0.weight": torch.ones(5, 3),
+        prefix + "basic_ops.0._extra_state": empty,
+    }
+    if bias:
+        state[prefix + "basic_ops.1.bias"] = torch.ones(5)
+        state[prefix + "basic_ops.1._extra_state"] = empty
+    if nested:
+        state["0._extra_state"] = empty
+    keys = set(state)
+    module.load_state_dict(state, strict=True)
+    assert set(state) == keys
+    assert torch.equal(linear.weight, torch.ones(5, 3))
+    assert not bias or torch.equal(linear.bias, torch.ones(5))
+
+
+def test_surplus_keys_are_errors():
+    linear = ops.Linear(3, 5)
+    state = linear.state_dict()
+    for key, value in (
+        ("_extra_state", torch.ones(3)),
+        ("basic_ops.0._extra_state", torch.ones(3)),
+        ("basic_ops.0.weight", torch.ones(5, 3)),  # beside a "weight"
+        ("basic_ops.2.bias", torch.ones(5)),
+    ):
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            linear.load_state_dict({**state, key: value})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        linear.load_state_dict({"weight": state["weight"]})
+
+
+def test_state_dict_of_another_shape_changes_nothing():
+    for op, name in ((ops.Linear(3, 5), "bias"), (ops.LayerNorm(4), "bias")):
+        before = copy.deepcopy(op.state_dict())
+        state = {key: value + 1 for key, value in before.items()}
+        state[name] = torch.zeros(7)
+        with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
+            op.load_state_dict(state)
+        for key, value in op.state_dict().items():
+            assert torch.equal(value, before[key])
+
+
+def test_a_user_op_keeps_its_extra_state():
+    class Stateful(BasicOperation):
+        count = 0
+
+        def get_extra_state(self):
+            return self.count
+
+        def set_extra_state(self, state):
+            self.count = state
+
+    op, twin = Stateful(), Stateful()
+    op.count = 3
+    twin.load_state_dict(op.state_dict(), strict=True)
+    assert twin.count == 3
