@@ -124,8 +124,8 @@ void glu_bias_backward(const Glu& glu, DType dtype, const void* grad_y, const vo
             store_acc(to_gate, load_acc<T>(to_gate, lanes) + both.gate, lanes);
             store_acc(to_linear, load_acc<T>(to_linear, lanes) + both.linear, lanes);
           };
-          glu_backward_run(op, stream, g + from, in + gate, in + linear, out + gate, out + linear,
-                           block, add);
+          glu_backward_run<WideLanes>(op, stream, g + from, in + gate, in + linear, out + gate,
+                                      out + linear, block, add);
         });
         sums.end_row();
       }

@@ -36,8 +36,8 @@ void glu_forward_runs(Op op, bool stream, int64_t block, const T* x, T* y, int64
     int64_t i = 0;
     for (; i + Wide<T>::kLanes <= block; i += Wide<T>::kLanes) {
       prefetch_next_row(gates + i, linears + i, block);
-      const auto out = f(load(gates + i, WideLanes()), load(linears + i, WideLanes()));
-      store(y + to + i, out, WideLanes(), stream);
+      const auto out = f(load(gates + i, AnyOrder()), load(linears + i, AnyOrder()));
+      store(y + to + i, out, AnyOrder(), stream);
     }
     if (i < block) map_rest(y + to + i, block - i, f, gates + i, linears + i);
   });
@@ -56,8 +56,9 @@ void glu_forward(const Glu& glu, DType dtype, const void* x, void* y, int64_t ro
   });
 }
 
-// also(i, both gradients, lanes) is called for each vector.
-template <class T, class Op, class Also>
+// also(i, both gradients, lanes) is called for each vector; wide ones are WideOrder: WideLanes, or
+// AnyOrder.
+template <class WideOrder, class T, class Op, class Also>
 void glu_backward_run(Op op, bool stream, const T* grad_y, const T* gate, const T* linear,
                       T* grad_gate, T* grad_linear, int64_t n, Also also) {
   constexpr int64_t kLanes = Vec<T>::kLanes;
@@ -68,10 +69,10 @@ void glu_backward_run(Op op, bool stream, const T* grad_y, const T* gate, const 
   for (; i + Wide<T>::kLanes <= n; i += Wide<T>::kLanes) {
     prefetch_next_row(gate + i, linear + i, n);
     prefetch<Wide<T>::kLanes>(grad_y + i + n);
-    const auto both = grads(i, WideLanes());
-    store(grad_gate + i, both.gate, WideLanes(), stream);
-    store(grad_linear + i, both.linear, WideLanes(), stream);
-    also(i, both, WideLanes());
+    const auto both = grads(i, WideOrder());
+    store(grad_gate + i, both.gate, WideOrder(), stream);
+    store(grad_linear + i, both.linear, WideOrder(), stream);
+    also(i, both, WideOrder());
   }
   for (; i < n; i += kLanes) {
     const FirstLanes lanes{smaller(kLanes, n - i)};
@@ -86,8 +87,8 @@ template <class T, class Op>
 void glu_backward_runs(Op op, bool stream, int64_t block, const T* grad_y, const T* x, T* grad_x,
                        int64_t rows, int64_t h) {
   for_each_run(block, rows, h, [=](int64_t gate, int64_t linear, int64_t from) {
-    glu_backward_run(op, stream, grad_y + from, x + gate, x + linear, grad_x + gate,
-                     grad_x + linear, block, [](auto...) {});
+    glu_backward_run<AnyOrder>(op, stream, grad_y + from, x + gate, x + linear, grad_x + gate,
+                               grad_x + linear, block, [](auto...) {});
   });
 }
 

@@ -65,7 +65,7 @@ template <class T, class F, class... In>
 TRANSFORMER_OPS_INLINE int64_t map_wide(T* out, int64_t n, bool stream, F f, const In*... in) {
   int64_t i = 0;
   for (; i + Wide<T>::kLanes <= n; i += Wide<T>::kLanes) {
-    store(out + i, f(load(in + i, WideLanes())...), WideLanes(), stream);
+    store(out + i, f(load(in + i, AnyOrder())...), AnyOrder(), stream);
   }
   return i;
 }

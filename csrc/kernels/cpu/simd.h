@@ -159,15 +159,28 @@ TRANSFORMER_OPS_INLINE void store_acc(Acc<T>* p, Vec<T> x, AllLanes = {}) {
 
 #if defined(__AVX512F__)
 
+// The order in which two vectors go to memory: one after the other, or number by number in turn.
+enum class Order { Consecutive, Alternating };
+
+template <Order order>
+struct HalvesOf {
+  alignas(64) uint16_t lower[32];
+  constexpr HalvesOf() : lower() {
+    for (int i = 0; i < 32; ++i) {
+      lower[i] =
+          static_cast<uint16_t>(order == Order::Consecutive ? 2 * i : i / 2 * 2 + i % 2 * 32);
+    }
+  }
+};
+
 // The bfloat16 nearest to each number of two vectors, ties to even. Rounding works on the 16-bit
 // halves: whether the lower ones carry is a bit of their average. Saturation keeps NaN with a full
 // payload from becoming zero.
+template <Order order = Order::Consecutive>
 TRANSFORMER_OPS_INLINE __m512i round_to_bfloat16(Floats a, Floats b) {
-  alignas(64) static constexpr uint16_t kLower[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
-                                                      22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
-                                                      44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+  static constexpr HalvesOf<order> kHalves;
   const __m512i one = _mm512_set1_epi16(1);
-  const __m512i lower_halves = _mm512_load_si512(kLower);
+  const __m512i lower_halves = _mm512_load_si512(kHalves.lower);
   const __m512i upper_halves = _mm512_add_epi16(lower_halves, one);
   const __m512i lower = _mm512_permutex2var_epi16((__m512i)a, lower_halves, (__m512i)b);
   const __m512i upper = _mm512_permutex2var_epi16((__m512i)a, upper_halves, (__m512i)b);

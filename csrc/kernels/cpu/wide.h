@@ -123,6 +123,39 @@ TRANSFORMER_OPS_INLINE void store_acc(Acc<typename V::Element>* p, Pair<V> x, Wi
   }
 }
 
+// A wide vector whose lanes are in the order that is quickest to load and store, the same for all
+// of a type: for functions of each element alone.
+struct AnyOrder {};
+
+template <class T>
+TRANSFORMER_OPS_INLINE Wide<T> load(const T* p, AnyOrder) {
+  return load(p, WideLanes());
+}
+template <class T, class V>
+TRANSFORMER_OPS_INLINE void store(T* p, V x, AnyOrder, bool stream) {
+  store(p, x, WideLanes(), stream);
+}
+
+#if defined(__AVX512F__)
+// Every second number of 32 is there already, but for its neighbour's bits below.
+TRANSFORMER_OPS_INLINE Pair<Vec<BFloat16>> load_alternating(const BFloat16* p) {
+  const Ints both = load_unaligned<Ints>(p);
+  return {Vec<BFloat16>((Floats)(both << 16)),
+          Vec<BFloat16>((Floats)(both & static_cast<int32_t>(0xffff0000)))};
+}
+TRANSFORMER_OPS_INLINE void store_alternating(BFloat16* p, Pair<Vec<BFloat16>> x, bool stream) {
+  store_native(p, round_to_bfloat16<Order::Alternating>(x.low.native, x.high.native), stream);
+}
+
+TRANSFORMER_OPS_INLINE Wide<BFloat16> load(const BFloat16* p, AnyOrder) {
+  return {load_alternating(p), load_alternating(p + 32)};
+}
+TRANSFORMER_OPS_INLINE void store(BFloat16* p, Wide<BFloat16> x, AnyOrder, bool stream) {
+  store_alternating(p, x.low, stream);
+  store_alternating(p + 32, x.high, stream);
+}
+#endif
+
 template <class V>
 TRANSFORMER_OPS_INLINE Pair<V> inside(Pair<V> x, WideLanes) {
   return x;
