@@ -1,0 +1,73 @@
+#include "ops/linear_activation.h"
+
+#include "ops/column_sums.h"
+#include "ops/cpu.h"
+
+namespace transformer_ops {
+
+std::vector<std::string> activations_that_keep_input() {
+  std::vector<std::string> kinds;
+  for (const ActivationRow& row : activations()) {
+    if (!row.keeps_mask) kinds.push_back(row.kind);
+  }
+  return kinds;
+}
+
+Bindings bind_linear_activation(const Match& match, int k) {
+  return {{"activation", Attribute(activation_of_kind(match.kind(k)).name)},
+          {"input", Field{k, "input"}}};
+}
+
+TensorSpecs linear_activation_outputs(const Args& args) {
+  check_compute_dtype(args, "input", args.tensor(1));
+  check_has_rows(args, "input", args.tensor(1));
+  const ActivationRow& row = activation_named(args.text(3));
+  TORCH_CHECK(!row.keeps_mask, "[", args.op(), "] activation must keep its input, got ", row.name);
+  return linear_recomputed_outputs(args, like(args.tensor(1)));
+}
+
+void linear_activation_cpu(const Args& args, Tensors& results) {
+  const Tensor& input = args.tensor(1);
+  const ActivationRow& row = activation_named(args.text(3));
+  const auto dtype = cpu::kernel_dtype(input);
+  const int64_t stride = input.size(-1);
+  const bool has_bias = results.size() > 2;
+  linear_recomputed_cpu(args, results, 64, [&](const Tensor& buffer, int64_t first) {
+    const cpu::Rows both{buffer, buffer.size(1)}, x{input, stride}, grad_x{results[0], stride};
+    Tensor sums[] = {has_bias ? results[2].narrow(0, first, both.width)
+                              : empty_cpu({both.width}, input.scalar_type())};
+    const int64_t offset = first * input.element_size();
+    cpu::sum_rows(both.count(), both.width, input, sums,
+                  [&](int64_t begin, int64_t end, const std::vector<void*>& sum) {
+                    cpu::kernels().activation_value_and_backward(
+                        row.activation, dtype, both.write(begin),
+                        static_cast<const char*>(x.read(begin)) + offset,
+                        static_cast<char*>(grad_x.write(begin)) + offset, sum[0], end - begin,
+                        both.width, stride);
+                  });
+  });
+}
+
+void linear_activation_cuda(const Args& args, Tensors& results) {
+  const Tensor& x = args.tensor(1);
+  const ActivationRow& row = activation_named(args.text(3));
+  Tensor y = empty(x.sizes(), x.scalar_type(), x.device());
+  activation_forward_cuda(row, x, y, {});
+  const Tensor grad_y = linear_recomputed_cuda(args, std::move(y), results);
+  const auto stream = cuda::stream_of(x);
+  if (results.size() == 2) {
+    cuda::kernels().activation_backward(stream, row.activation, kernel_dtype(x), cuda::read(grad_y),
+                                        cuda::read(x), cuda::write(results[0]), x.numel());
+    return;
+  }
+  const cuda::ColumnSums sums(x, results[2]);
+  cuda::kernels().activation_bias_backward(
+      stream, row.activation, kernel_dtype(x), cuda::read(grad_y), cuda::read(x),
+      cuda::write(results[0]), sums.kernel, sums.rows, sums.width);
+}
+
+Tensors linear_activation_unfused(const Args& args) {
+  return linear_recomputed_unfused(args, activation_named(args.text(3)).unfused);
+}
+
+}  // namespace transformer_ops
