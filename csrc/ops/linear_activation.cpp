@@ -31,19 +31,24 @@ void linear_activation_cpu(const Args& args, Tensors& results) {
   const ActivationRow& row = activation_named(args.text(3));
   const auto dtype = cpu::kernel_dtype(input);
   const int64_t stride = input.size(-1);
-  const bool has_bias = results.size() > 2;
   linear_recomputed_cpu(args, results, 64, [&](const Tensor& buffer, int64_t first) {
     const cpu::Rows both{buffer, buffer.size(1)}, x{input, stride}, grad_x{results[0], stride};
-    Tensor sums[] = {has_bias ? results[2].narrow(0, first, both.width)
-                              : empty_cpu({both.width}, input.scalar_type())};
     const int64_t offset = first * input.element_size();
-    cpu::sum_rows(both.count(), both.width, input, sums,
-                  [&](int64_t begin, int64_t end, const std::vector<void*>& sum) {
-                    cpu::kernels().activation_value_and_backward(
-                        row.activation, dtype, both.write(begin),
-                        static_cast<const char*>(x.read(begin)) + offset,
-                        static_cast<char*>(grad_x.write(begin)) + offset, sum[0], end - begin,
-                        both.width, stride);
+    const auto pass = [&](int64_t begin, int64_t end, void* sums) {
+      cpu::kernels().activation_value_and_backward(row.activation, dtype, both.write(begin),
+                                                   static_cast<const char*>(x.read(begin)) + offset,
+                                                   static_cast<char*>(grad_x.write(begin)) + offset,
+                                                   sums, end - begin, both.width, stride);
+    };
+    if (results.size() == 2) {
+      cpu::parallel(both.count(), both.width, 1,
+                    [&](int64_t begin, int64_t end) { pass(begin, end, nullptr); });
+      return;
+    }
+    Tensor grad_bias[] = {results[2].narrow(0, first, both.width)};
+    cpu::sum_rows(both.count(), both.width, input, grad_bias,
+                  [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+                    pass(begin, end, sums[0]);
                   });
   });
 }

@@ -260,4 +260,9 @@ Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tens
   return grads;
 }
 
+void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
+                                 const Tensor& out) {
+  product(Factor(grad_output).t(), Factor(input), out);
+}
+
 }  // namespace transformer_ops

@@ -23,4 +23,7 @@ Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& 
 Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
                              const LinearGradients& fused = {});
 
+// grad_output^T input, into `out`.
+void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input, const Tensor& out);
+
 }  // namespace transformer_ops

@@ -69,10 +69,9 @@ void linear_recomputed_cpu(const Args& args, Tensors& results, int64_t unit,
   }
 }
 
-// y first, so that it is gone before its gradient is made.
-Tensor linear_recomputed_cuda(const Args& args, Tensor y, Tensors& results) {
-  results[1].reset();
-  results[1] = linear_backward_cuda(args.tensor(0), std::move(y), {})[1];
+Tensor linear_recomputed_cuda(const Args& args, Tensor y, const Tensors& results) {
+  linear_weight_gradient_cuda(args.tensor(0), y, results[1]);
+  y.reset();  // before its gradient is made
   return linear_backward_cuda(args.tensor(0), {}, args.tensor(2))[0];
 }
 

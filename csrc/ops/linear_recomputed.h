@@ -22,8 +22,8 @@ TensorSpecs linear_recomputed_outputs(const Args& args, const TensorSpec& y);
 void linear_recomputed_cpu(const Args& args, Tensors& results, int64_t unit,
                            c10::function_ref<void(const Tensor& buffer, int64_t first)> pass);
 
-// Makes the gradient of the weight, and returns that of y.
-Tensor linear_recomputed_cuda(const Args& args, Tensor y, Tensors& results);
+// Fills the gradient of the weight, and returns that of y.
+Tensor linear_recomputed_cuda(const Args& args, Tensor y, const Tensors& results);
 
 Tensors linear_recomputed_unfused(const Args& args,
                                   const std::function<Tensor(const Tensor&)>& function);
