@@ -3,6 +3,8 @@
 #include "ops/cpu.h"
 #include "ops/cuda.h"
 #include "ops/glu.h"
+#include "ops/linear.h"
+#include "ops/linear_cuda.h"
 #include "ops/linear_recomputed.h"
 #include "ops/op.h"
 
@@ -11,7 +13,7 @@ namespace {
 
 TensorSpecs shape(const Args& args) {
   check_compute_dtype(args, "input", args.tensor(1));
-  return linear_recomputed_outputs(
+  return linear_backward_outputs(
       args, glu_output(args, "input", like(args.tensor(1)), read_any_glu(args, 3)));
 }
 
@@ -37,9 +39,14 @@ void backward_cuda(const Args& args, Tensors& results) {
   const cuda::Glu glu = read_any_glu(args, 3);
   c10::DimVector sizes(x.sizes());
   sizes.back() /= 2;
-  Tensor y = empty(sizes, x.scalar_type(), x.device());
-  glu_forward_cuda(glu, x, y);
-  glu_backward_cuda(glu, linear_recomputed_cuda(args, std::move(y), results), x, results[0]);
+  {
+    // Gone before its gradient is made.
+    const Tensor y = empty(sizes, x.scalar_type(), x.device());
+    glu_forward_cuda(glu, x, y);
+    linear_weight_gradient_cuda(args.tensor(0), y, results[1]);
+  }
+  const Tensor grad_y = linear_input_gradient_cuda(args.tensor(0), args.tensor(2));
+  glu_backward_cuda(glu, grad_y, x, results[0]);
 }
 
 Tensors backward_unfused(const Args& args) {

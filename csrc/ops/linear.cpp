@@ -107,6 +107,20 @@ TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t
   return specs;
 }
 
+TensorSpecs linear_backward_outputs(const Args& args, const TensorSpec& factor) {
+  const Tensor& grad = args.tensor(0);
+  const Tensor& input = args.tensor(1);
+  const Tensor& weight = args.tensor(2);
+  check_compute_dtype(args, "grad_output", grad);
+  TORCH_CHECK(weight.dim() == 2 && weight.sym_size(1) == factor.sizes.back(), "[", args.op(),
+              "] weight must have shape [*, ", factor.sizes.back(), "], got ", weight.sym_sizes());
+  TensorSpec output = factor;
+  output.sizes.back() = weight.sym_size(0);
+  check_spec(args, "grad_output", grad, output);
+  check_spec(args, "weight", weight, {c10::SymDimVector(weight.sym_sizes()), factor.dtype});
+  return {like(input), like(weight)};
+}
+
 Tensor as_matrix(const Tensor& tensor) {
   return tensor.dim() == 2 ? tensor : tensor.reshape_symint({-1, tensor.sym_size(-1)});
 }

@@ -20,6 +20,10 @@ std::optional<std::string> different_linear_dtypes(const Match& match);
 TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t input,
                                     size_t weight, size_t mask);
 
+// The same of (grad_output, input, weight, ...), where both are wanted; `factor`: what the product
+// is of, the input or what an op makes of it.
+TensorSpecs linear_backward_outputs(const Args& args, const TensorSpec& factor);
+
 // All leading dimensions as one.
 Tensor as_matrix(const Tensor& tensor);
 

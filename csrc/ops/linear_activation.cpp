@@ -2,6 +2,8 @@
 
 #include "ops/column_sums.h"
 #include "ops/cpu.h"
+#include "ops/linear.h"
+#include "ops/linear_cuda.h"
 
 namespace transformer_ops {
 
@@ -23,7 +25,7 @@ TensorSpecs linear_activation_outputs(const Args& args) {
   check_has_rows(args, "input", args.tensor(1));
   const ActivationRow& row = activation_named(args.text(3));
   TORCH_CHECK(!row.keeps_mask, "[", args.op(), "] activation must keep its input, got ", row.name);
-  return linear_recomputed_outputs(args, like(args.tensor(1)));
+  return linear_backward_outputs(args, like(args.tensor(1)));
 }
 
 void linear_activation_cpu(const Args& args, Tensors& results) {
@@ -54,18 +56,27 @@ void linear_activation_cpu(const Args& args, Tensors& results) {
 }
 
 void linear_activation_cuda(const Args& args, Tensors& results) {
-  const Tensor& x = args.tensor(1);
+  const Tensor &grad = args.tensor(0), &x = args.tensor(1), &weight = args.tensor(2);
   const ActivationRow& row = activation_named(args.text(3));
-  Tensor y = empty(x.sizes(), x.scalar_type(), x.device());
-  activation_forward_cuda(row, x, y, {});
-  const Tensor grad_y = linear_recomputed_cuda(args, std::move(y), results);
+  const Tensor grad_bias = results.size() > 2 ? results[2] : Tensor();
+  {
+    // Gone before its gradient is made.
+    const Tensor y = empty(x.sizes(), x.scalar_type(), x.device());
+    activation_forward_cuda(row, x, y, {});
+    linear_weight_gradient_cuda(grad, y, results[1]);
+  }
+  if (row.activation == kernel::Activation::GELU &&
+      linear_gelu_backward_cuda(grad, weight, x, results[0], grad_bias)) {
+    return;
+  }
+  const Tensor grad_y = linear_input_gradient_cuda(grad, weight);
   const auto stream = cuda::stream_of(x);
-  if (results.size() == 2) {
+  if (!grad_bias.defined()) {
     cuda::kernels().activation_backward(stream, row.activation, kernel_dtype(x), cuda::read(grad_y),
                                         cuda::read(x), cuda::write(results[0]), x.numel());
     return;
   }
-  const cuda::ColumnSums sums(x, results[2]);
+  const cuda::ColumnSums sums(x, grad_bias);
   cuda::kernels().activation_bias_backward(
       stream, row.activation, kernel_dtype(x), cuda::read(grad_y), cuda::read(x),
       cuda::write(results[0]), sums.kernel, sums.rows, sums.width);

@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include "ops/bias.h"
 #include "ops/cuda.h"
 
 namespace transformer_ops {
@@ -121,6 +122,19 @@ void set_bias(Gemm& gemm, Epilogue epilogue, const Tensor& bias) {
   gemm.bias = cuda::read(bias);
 }
 
+// aux: what gelu is taken of.
+void set_aux(Gemm& gemm, void* aux) {
+  gemm.aux = aux;
+  gemm.aux_stride = gemm.n;
+}
+
+bool has_gelu_epilogue(at::ScalarType dtype, int64_t width) {
+  // cuBLASLt does not say how exact its tanh is. If it is the hardware's (PTX ISA, tanh.approx.f32:
+  // relative error 2^-11), it is good enough for 16 bits and no more. Rows of aux are multiples of
+  // 8, and without aux the numbers shall be the same.
+  return (dtype == at::kHalf || dtype == at::kBFloat16) && width % 8 == 0;
+}
+
 void set_start(Gemm& gemm, const Tensor& start) {
   gemm.c = cuda::read(start);
   gemm.c_stride = gemm.n;
@@ -193,20 +207,15 @@ Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias
 
 std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight,
                                        const Tensor& bias, Tensor* kept) {
-  // cuBLASLt does not say how exact its tanh is. If it is the hardware's (PTX ISA, tanh.approx.f32:
-  // relative error 2^-11), it is good enough for 16 bits and no more.
-  if (input.element_size() > 2) return std::nullopt;
+  if (!has_gelu_epilogue(input.scalar_type(), weight.size(0))) return std::nullopt;
   const Factor x(input), w = Factor(weight).t();
-  // Else the numbers would change where a gradient is wanted: aux has rows of multiples of 8.
-  if (w.cols() % 8 != 0) return std::nullopt;
   const Tensor b = contiguous(bias);
   Tensor result = empty_rows(input, w.cols(), input.scalar_type());
   Gemm gemm = describe(x, w, result);
   set_bias(gemm, Epilogue::GeluBias, b);
   if (kept != nullptr) {
     *kept = empty(result.sizes(), result.scalar_type(), result.device());
-    gemm.aux = cuda::write(*kept);
-    gemm.aux_stride = gemm.n;
+    set_aux(gemm, cuda::write(*kept));
   }
   if (!run(gemm, result)) return std::nullopt;
   return result;
@@ -260,9 +269,39 @@ Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tens
   return grads;
 }
 
+Tensor linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight) {
+  return linear_backward_cuda(grad_output, {}, weight)[0];
+}
+
 void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
-                                 const Tensor& out) {
-  product(Factor(grad_output).t(), Factor(input), out);
+                                 const Tensor& grad_weight, const Tensor& grad_bias) {
+  const Factor grad = Factor(grad_output).t(), x(input);
+  if (grad_bias.defined()) {
+    Gemm gemm = describe(grad, x, grad_weight);
+    gemm.epilogue = Epilogue::SumA;
+    gemm.bias_gradient = cuda::write(grad_bias);
+    // With TF32 it might add up what the product rounds.
+    if (!gemm.tf32 && run(gemm, grad_weight)) return;
+    sum_columns_cuda(contiguous(grad_output), grad_bias);
+  }
+  product(grad, x, grad_weight);
+}
+
+bool linear_gelu_backward_cuda(const Tensor& grad_output, const Tensor& weight, const Tensor& input,
+                               Tensor& grad_input, const Tensor& grad_bias) {
+  if (!has_gelu_epilogue(input.scalar_type(), weight.size(1))) return false;
+  // A product may overwrite its operands before the epilogue, which reads `input`, is through.
+  const Tensor result = grad_input.is_alias_of(input)
+                            ? empty(input.sizes(), input.scalar_type(), input.device())
+                            : grad_input;
+  const Factor grad(grad_output), w(weight);
+  Gemm gemm = describe(grad, w, result);
+  gemm.epilogue = Epilogue::DGelu;
+  set_aux(gemm, const_cast<void*>(cuda::read(input)));
+  if (grad_bias.defined()) gemm.bias_gradient = cuda::write(grad_bias);
+  if (!run(gemm, result)) return false;
+  grad_input = result;
+  return true;
 }
 
 }  // namespace transformer_ops

@@ -23,7 +23,16 @@ Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& 
 Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
                              const LinearGradients& fused = {});
 
-// grad_output^T input, into `out`.
-void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input, const Tensor& out);
+// Its two halves: grad_output W, and grad_output^T input into `grad_weight`. The latter may add up
+// the columns of grad_output on the way, into a `grad_bias` that is defined.
+Tensor linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight);
+void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
+                                 const Tensor& grad_weight, const Tensor& grad_bias = {});
+
+// Backward of gelu and of the product after it by one kernel: gelu'(input) (grad_output W) into
+// `grad_input`, and its column sums into `grad_bias` where that is defined. False where there is no
+// such kernel: nothing was done.
+bool linear_gelu_backward_cuda(const Tensor& grad_output, const Tensor& weight, const Tensor& input,
+                               Tensor& grad_input, const Tensor& grad_bias);
 
 }  // namespace transformer_ops

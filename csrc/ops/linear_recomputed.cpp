@@ -6,7 +6,6 @@
 #include "fuser/propagate.h"
 #include "ops/buffer.h"
 #include "ops/linear.h"
-#include "ops/linear_cuda.h"
 
 namespace transformer_ops {
 namespace {
@@ -39,20 +38,6 @@ std::optional<std::string> why_not_recomputed(const Match& match, int k) {
   return std::nullopt;
 }
 
-TensorSpecs linear_recomputed_outputs(const Args& args, const TensorSpec& y) {
-  const Tensor& grad = args.tensor(0);
-  const Tensor& input = args.tensor(1);
-  const Tensor& weight = args.tensor(2);
-  check_compute_dtype(args, "grad_output", grad);
-  TORCH_CHECK(weight.dim() == 2 && weight.sym_size(1) == y.sizes.back(), "[", args.op(),
-              "] weight must have shape [*, ", y.sizes.back(), "], got ", weight.sym_sizes());
-  TensorSpec output = y;
-  output.sizes.back() = weight.sym_size(0);
-  check_spec(args, "grad_output", grad, output);
-  check_spec(args, "weight", weight, {c10::SymDimVector(weight.sym_sizes()), y.dtype});
-  return {like(input), like(weight)};
-}
-
 void linear_recomputed_cpu(const Args& args, Tensors& results, int64_t unit,
                            c10::function_ref<void(const Tensor& buffer, int64_t first)> pass) {
   const Tensor& weight = args.tensor(2);
@@ -67,12 +52,6 @@ void linear_recomputed_cpu(const Args& args, Tensors& results, int64_t unit,
     Tensor grad_weight = results[1].narrow(1, first, count);
     at::cpu::mm_out(grad_weight, grad.t(), buffer);
   }
-}
-
-Tensor linear_recomputed_cuda(const Args& args, Tensor y, const Tensors& results) {
-  linear_weight_gradient_cuda(args.tensor(0), y, results[1]);
-  y.reset();  // before its gradient is made
-  return linear_backward_cuda(args.tensor(0), {}, args.tensor(2))[0];
 }
 
 Tensors linear_recomputed_unfused(const Args& args,

@@ -13,17 +13,11 @@ namespace transformer_ops {
 // Why such a rule does not fire, or none. Op k of the match is the activation or GLU.
 std::optional<std::string> why_not_recomputed(const Match& match, int k);
 
-// Raises where the arguments do not fit y.
-TensorSpecs linear_recomputed_outputs(const Args& args, const TensorSpec& y);
-
 // By slices of a multiple of `unit` columns, so that neither y nor its gradient is ever there as a
 // whole: the product of a slice stays in the cache for the pass that turns it into y.
 // pass(buffer, first): `buffer` holds y's gradient from column `first` on, and takes y.
 void linear_recomputed_cpu(const Args& args, Tensors& results, int64_t unit,
                            c10::function_ref<void(const Tensor& buffer, int64_t first)> pass);
-
-// Fills the gradient of the weight, and returns that of y.
-Tensor linear_recomputed_cuda(const Args& args, Tensor y, const Tensors& results);
 
 Tensors linear_recomputed_unfused(const Args& args,
                                   const std::function<Tensor(const Tensor&)>& function);
