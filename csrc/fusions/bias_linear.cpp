@@ -20,7 +20,8 @@ void backward_cpu(const Args& args, Tensors& results) {
   const Tensor grad = contiguous(args.tensor(0));
   Tensor grad_bias = empty_cpu({grad.size(-1)}, grad.scalar_type());
   sum_columns_cpu(grad, grad_bias);
-  results = linear_backward_cpu(grad, args.take(1), args.tensor(2));
+  results =
+      linear_backward_cpu(grad, args.take(1), args.tensor(2), {.main_grad = args.main_grad()});
   results.push_back(grad_bias);
 }
 
@@ -29,8 +30,11 @@ void backward_cuda(const Args& args, Tensors& results) {
   const auto made = [&](at::IntArrayRef sizes) {
     return empty(sizes, grad.scalar_type(), grad.device());
   };
-  results = {Tensor(), made(weight.sizes()), made(weight.size(0))};
-  linear_weight_gradient_cuda(grad, args.take(1), results[1], results[2]);
+  const MainGrad& main_grad = args.main_grad();
+  results = {Tensor(), main_grad.buffer.defined() ? main_grad.buffer : made(weight.sizes()),
+             made(weight.size(0))};
+  linear_weight_gradient_cuda(grad, args.take(1), results[1],
+                              {.adds = main_grad.adds, .grad_bias = results[2]});
   results[0] = linear_input_gradient_cuda(grad, weight);
 }
 
@@ -61,7 +65,8 @@ std::optional<std::string> why_not(const Match& match) {
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,
-                 .allocates = false},
+                 .allocates = false,
+                 .accumulates = true},
 });
 
 }  // namespace

@@ -19,7 +19,8 @@ namespace {
                  .overwrites = {1},
                  .cpu = linear_activation_cpu,
                  .cuda = linear_activation_cuda,
-                 .unfused = linear_activation_unfused},
+                 .unfused = linear_activation_unfused,
+                 .accumulates = true},
 });
 
 }  // namespace

@@ -38,7 +38,8 @@ std::optional<std::string> why_not(const Match& match) {
                  .overwrites = {1},
                  .cpu = linear_activation_cpu,
                  .cuda = linear_activation_cuda,
-                 .unfused = unfused},
+                 .unfused = unfused,
+                 .accumulates = true},
 });
 
 }  // namespace

@@ -43,7 +43,7 @@ void backward_cuda(const Args& args, Tensors& results) {
     // Gone before its gradient is made.
     const Tensor y = empty(sizes, x.scalar_type(), x.device());
     glu_forward_cuda(glu, x, y);
-    linear_weight_gradient_cuda(args.tensor(0), y, results[1]);
+    linear_weight_gradient_cuda(args.tensor(0), y, results[1], {.adds = args.main_grad().adds});
   }
   const Tensor grad_y = linear_input_gradient_cuda(args.tensor(0), args.tensor(2));
   glu_backward_cuda(glu, grad_y, x, results[0]);
@@ -75,7 +75,8 @@ Bindings bind(const Match& match) {
                  .overwrites = {1},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
-                 .unfused = backward_unfused},
+                 .unfused = backward_unfused,
+                 .accumulates = true},
 });
 
 }  // namespace

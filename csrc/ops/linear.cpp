@@ -145,6 +145,22 @@ Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& we
   return start;
 }
 
+void product_cpu(const Tensor& out, const Tensor& left, const Tensor& right, bool adds,
+                 double scale) {
+  Tensor result = out;
+  // Of 16-bit numbers a product that starts from others takes longer by more than a pass.
+  if (out.scalar_type() == left.scalar_type() && (!adds || out.element_size() > 2)) {
+    if (!adds && scale == 1.0) {
+      at::cpu::mm_out(result, left, right);
+    } else {
+      at::cpu::addmm_(result, left, right, /*beta=*/adds ? 1 : 0, scale);
+    }
+    return;
+  }
+  const Tensor found = product(left, right, scale);
+  adds ? result.add_(found) : result.copy_(found);
+}
+
 Tensors linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
                             const LinearGradients& fused) {
   const int64_t width = grad_output.size(-1);
@@ -154,7 +170,12 @@ Tensors linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tenso
   Tensors grads(2, Tensor());
   if (input.defined()) {
     if (input.dim() != 2) input = input.reshape({grad.size(0), input.size(-1)});
-    grads[1] = product(transposed(grad), input, fused.scale);
+    if (fused.main_grad.buffer.defined()) {
+      grads[1] = fused.main_grad.buffer;
+      product_cpu(grads[1], transposed(grad), input, fused.main_grad.adds, fused.scale);
+    } else {
+      grads[1] = product(transposed(grad), input, fused.scale);
+    }
     input.reset();
   }
   if (weight.defined()) {

@@ -63,7 +63,7 @@ void linear_activation_cuda(const Args& args, Tensors& results) {
     // Gone before its gradient is made.
     const Tensor y = empty(x.sizes(), x.scalar_type(), x.device());
     activation_forward_cuda(row, x, y, {});
-    linear_weight_gradient_cuda(grad, y, results[1]);
+    linear_weight_gradient_cuda(grad, y, results[1], {.adds = args.main_grad().adds});
   }
   if (row.activation == kernel::Activation::GELU &&
       linear_gelu_backward_cuda(grad, weight, x, results[0], grad_bias)) {

@@ -253,9 +253,13 @@ Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tens
   const auto dtype = grad_output.scalar_type();
   Tensors grads(2, Tensor());
   if (input.defined()) {
-    const Factor x(std::move(input));
-    grads[1] = empty({grad.cols(), x.cols()}, dtype, grad_output.device());
-    product(grad.t(), x, grads[1], fused.scale);
+    const MainGrad& main_grad = fused.main_grad;
+    grads[1] = main_grad.buffer.defined()
+                   ? main_grad.buffer
+                   : empty({grad.cols(), input.size(-1)}, dtype, grad_output.device());
+    linear_weight_gradient_cuda(grad_output, input, grads[1],
+                                {.adds = main_grad.adds, .scale = fused.scale});
+    input.reset();
   }
   if (weight.defined()) {
     const Factor w(weight);
@@ -274,17 +278,34 @@ Tensor linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weigh
 }
 
 void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
-                                 const Tensor& grad_weight, const Tensor& grad_bias) {
+                                 const Tensor& grad_weight, const WeightGradient& how) {
   const Factor grad = Factor(grad_output).t(), x(input);
-  if (grad_bias.defined()) {
-    Gemm gemm = describe(grad, x, grad_weight);
-    gemm.epilogue = Epilogue::SumA;
-    gemm.bias_gradient = cuda::write(grad_bias);
-    // With TF32 it might add up what the product rounds.
-    if (!gemm.tf32 && run(gemm, grad_weight)) return;
-    sum_columns_cuda(contiguous(grad_output), grad_bias);
+  const auto dtype = grad.dtype(), wanted = grad_weight.scalar_type();
+  const bool takes_sums = wanted == dtype || (wanted == at::kFloat && dtype != at::kDouble);
+  if (!takes_sums || !grad_weight.is_contiguous()) {
+    const Tensor found = empty(grad_weight.sizes(), dtype, grad_weight.device());
+    linear_weight_gradient_cuda(grad_output, input, found,
+                                {.scale = how.scale, .grad_bias = how.grad_bias});
+    how.adds ? grad_weight.add_(found) : grad_weight.copy_(found);
+    return;
   }
-  product(grad, x, grad_weight);
+  const Tensor start = how.adds ? grad_weight : Tensor();
+  if (how.grad_bias.defined()) {
+    // Those sums have the dtype of grad_weight.
+    const Tensor sums =
+        wanted == dtype ? how.grad_bias : empty(how.grad_bias.sizes(), wanted, input.device());
+    Gemm gemm = describe(grad, x, grad_weight);
+    if (start.defined()) set_start(gemm, start);
+    gemm.epilogue = Epilogue::SumA;
+    gemm.bias_gradient = cuda::write(sums);
+    // With TF32 it might add up what the product rounds.
+    if (!gemm.tf32 && run(gemm, grad_weight)) {
+      if (wanted != dtype) how.grad_bias.copy_(sums);
+      return;
+    }
+    sum_columns_cuda(contiguous(grad_output), how.grad_bias);
+  }
+  product(grad, x, grad_weight, how.scale, start);
 }
 
 bool linear_gelu_backward_cuda(const Tensor& grad_output, const Tensor& weight, const Tensor& input,

@@ -49,8 +49,7 @@ void linear_recomputed_cpu(const Args& args, Tensors& results, int64_t unit,
     Tensor buffer = empty_cpu({rows, count}, grad.scalar_type());
     at::cpu::mm_out(buffer, grad, weight.narrow(1, first, count));
     pass(buffer, first);
-    Tensor grad_weight = results[1].narrow(1, first, count);
-    at::cpu::mm_out(grad_weight, grad.t(), buffer);
+    product_cpu(results[1].narrow(1, first, count), grad.t(), buffer, args.main_grad().adds);
   }
 }
 
