@@ -24,7 +24,8 @@ CPP := $(shell find csrc tests/cpp tests/emulated -name '*.h' -o -name '*.cpp' -
 
 # The CUDA bodies of the ops, on kernels compiled for the CPU.
 EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransformer_ops_emulated.so \
-    tests/test_cuda.py tests/test_products.py tests/test_dropout.py
+    tests/test_cuda.py tests/test_products.py tests/test_dropout.py tests/test_epilogues.py \
+    tests/test_main_grad.py
 
 .PHONY: test train bench build lint format sanitize clean FORCE
 

@@ -67,6 +67,7 @@ set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
 enable_language(CUDA)
 
 set(TRANSFORMER_OPS_WITH_CUDA ON)
+string(REPLACE ";" " " said_architectures "${architectures}")
 set(TRANSFORMER_OPS_CUDA_PYTHON
     "{\"toolkit\": \"${CUDAToolkit_VERSION}\", \"architectures\": \"${architectures}\"}")
 message(STATUS "CUDA ${CUDAToolkit_VERSION} for ${architectures}")
@@ -77,6 +78,9 @@ function(transformer_ops_add_cuda_library)
   file(GLOB kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/csrc/kernels/cuda/*.cu
        ${PROJECT_SOURCE_DIR}/csrc/kernels/cuda/*.cpp)
   add_library(transformer_ops_cuda_kernels OBJECT ${kernels})
+  set_source_files_properties(
+    ${PROJECT_SOURCE_DIR}/csrc/kernels/cuda/fail.cpp
+    PROPERTIES COMPILE_DEFINITIONS "TRANSFORMER_OPS_CUDA_ARCHITECTURES=\"${said_architectures}\"")
   target_include_directories(transformer_ops_cuda_kernels PRIVATE ${PROJECT_SOURCE_DIR}/csrc)
   target_link_libraries(transformer_ops_cuda_kernels PRIVATE CUDA::cublasLt CUDA::cudart)
   set(warnings -Wall,-Wextra,-Wno-missing-field-initializers)

@@ -26,6 +26,7 @@ def pytest_configure(config):
         "`backend`, a build with CUDA; with `emulated`, --emulate-cuda will do "
         "(FAIL_WITHOUT_CUDA=N insists on N devices)",
     )
+    config.addinivalue_line("markers", "emulated: needs --emulate-cuda")
     emulated = config.getoption("--emulate-cuda")
     if emulated is not None:
         torch.ops.load_library(emulated)
@@ -41,6 +42,8 @@ def what_is_missing(devices: int = 1, backend: bool = True) -> str | None:
 
 
 def pytest_runtest_setup(item):
+    if item.get_closest_marker("emulated") and item.config.getoption("--emulate-cuda") is None:
+        pytest.skip("the CUDA bodies must be emulated (--emulate-cuda), got no library")
     marker = item.get_closest_marker("cuda")
     if marker is None:
         return

@@ -124,7 +124,9 @@ def cases() -> Iterator[Case]:
         activation = getattr(tops, name)
         block = lambda a=activation: before(a(), tops.Linear(16, 24))  # noqa: E731
         yield Case("activation_linear", "forward_backward", block, (1, 2), name)
-    yield Case("linear_bias", "forward", lambda: before(tops.Linear(16, 24)), (1, 2))
+    # Backward takes the dropout with the bias.
+    linear = lambda: before(tops.Linear(16, 24), tops.Dropout(0.3))  # noqa: E731
+    yield Case("linear_bias", "forward", linear, (1, 2))
 
 
 def residual(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
@@ -150,6 +152,9 @@ def backward_cases() -> Iterator[Case]:
     yield Case("linear_residual", "backward", linear, (1, 2), "visible")
     linear = lambda: before(tops.BasicLinear(16, 24), tops.ConstantScale(-0.7))  # noqa: E731
     yield Case("linear_scale", "backward", linear, (1, 2))
+    # Forward takes the residual with both.
+    linear = lambda: before(tops.Linear(16, 16), tops.AddExtraInput())  # noqa: E731
+    yield Case("bias_linear", "backward", linear, (1, 2), extra_inputs=1)
     dropout = lambda: before(tops.Linear(16, 24), tops.Dropout(0.3))  # noqa: E731
     yield Case("dropout_bias", "backward", dropout, (2, 3))
     alone = lambda: before(tops.Bias(16), tops.Dropout(1.0), tops.Bias(16))  # noqa: E731

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import Tensor
@@ -56,6 +59,18 @@ def off_the_grid(tensor: Tensor) -> Tensor:
 
 def leaf(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.detach().to(dtype or tensor.dtype).clone().requires_grad_()
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Torch's setting for products of float32 on CUDA. `monkeypatch` cannot undo it."""
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_tf32
+    settings.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        settings.allow_tf32 = before
 
 
 def storage_bytes(tensors: list[Tensor]) -> int:

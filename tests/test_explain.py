@@ -46,6 +46,7 @@ nearly matched
   glu_bias (backward) at 5: the ops end where it needs GLU or GEGLU or QGEGLU or ReGLU or SReGLU or
       SwiGLU or SiTUGLU or ClampedSwiGLU
   linear_scale (backward) at 1-4: op 2 is Bias where it needs ConstantScale
+  bias_linear (backward) at 1-4: op 2 is taken by linear_activation_bias
 """.rstrip()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_near, every_device, every_dtype, off_the_grid
+from helpers import assert_near, every_device, every_dtype, off_the_grid, tf32
 from torch import Tensor
 
 import transformer_ops as tops  # noqa: F401  (loads the typed ops)
@@ -259,14 +259,12 @@ def test_factors_that_do_not_fit(device: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("allowed", [False, True])
-def test_tf32_is_torchs_setting(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+def test_tf32_is_torchs_setting(allowed: bool) -> None:
     x, w, b = made(torch.float32, "cuda", (512, 512), (512, 512), (512,))
     xd, wd, bd = exact(x, w, b)
-    for got, want in (
-        (typed.linear(x, w), xd @ wd.t()),
-        (typed.linear_bias(x, w, b), xd @ wd.t() + bd),
-    ):
+    with tf32(allowed):
+        results = typed.linear(x, w), typed.linear_bias(x, w, b)
+    for got, want in zip(results, (xd @ wd.t(), xd @ wd.t() + bd), strict=True):
         # 10 bits of each factor, or 23.
         error = (got - want).abs().max() / want.abs().max()
         assert (1e-5 < error < 1e-2) if allowed else (error < 1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -61,11 +62,26 @@ def run(instruction: Instruction, values: Values) -> None:
     if not instruction.target:
         results = (arguments[0],) * len(instruction.results)
     else:
-        results = _target(instruction.target)(*arguments)
-        if not isinstance(results, tuple):
-            results = (results,)
+        results = _call(instruction.target, arguments)
     for name, result in zip(instruction.results, results, strict=True):
         add(values, name, result)
+
+
+@functools.cache
+def has_into(target: str) -> bool:
+    """Whether a typed op may put its weight gradient into a buffer."""
+    return hasattr(torch.ops.transformer_ops, target + "_into")
+
+
+def run_into(
+    instruction: Instruction, values: Values, name: str, buffer: Tensor, overwrite: bool
+) -> None:
+    """Run one instruction whose result `name` goes into a buffer."""
+    arguments = [_load(argument, values) for argument in instruction.arguments]
+    results = _call(instruction.target + "_into", [*arguments, buffer, overwrite])
+    names = [other for other in instruction.results if other != name]
+    for other, result in zip(names, results, strict=True):
+        add(values, other, result)
 
 
 def cast_for(step: Step, values: Values, main: str | None) -> Values:
@@ -97,6 +113,11 @@ def place(tensors: list[Tensor], tensor: Tensor | None) -> int | None:
             return position
     tensors.append(tensor)
     return len(tensors) - 1
+
+
+def _call(target: str, arguments: list[Any]) -> tuple[Tensor, ...]:
+    results = _target(target)(*arguments)
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _target(name: str) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import instructions, main_grad, python_steps, saved_bytes
 from .instructions import Like, Values, add, arguments_of, op_of, place
 from .op import BasicOperation, FusibleOperation, OperationContext
-from .plan import Plan, Step
+from .plan import Instruction, Plan, Step
 from .saved_bytes import SavedBytes
 from .stand_ins import StandIns
 
@@ -88,6 +88,9 @@ class Walker:
         self.parameters: list[list[str]] = [[] for _ in basic_ops]
         for name in plan.parameters:
             self.parameters[op_of(name)].append(name)
+        self.accumulating = [
+            op for op, row in enumerate(plan.ops) if row[1].get("accumulate_into_main_grad")
+        ]
         self._check_methods()
         # Ops whose contexts keep what they like; the others keep the slots of their declaration.
         joint = {i for step in plan.forward if step.joint and step.fused_op for i in step.ops}
@@ -391,20 +394,18 @@ class Walker:
             written.update(instruction.results)
         cast = instructions.cast_for(step, values, None)
         for instruction in step.instructions:
-            instructions.run(instruction, cast)
+            self._run_backward(instruction, cast)
         if cast is not values:
             values.update({name: cast[name] for name in written})
         # The dtype of a Python step's output is known only now.
         _fit(likes, values, step.ops[0])
-        for op in step.ops:
-            self._accumulate(op, values)
 
-    def _accumulate(self, op: int, values: Values) -> None:
-        name = f"dp{op}.weight"
-        if not self.plan.ops[op][1].get("accumulate_into_main_grad") or values.get(name) is None:
-            return
-        weight = self.basic_ops[op]._parameter_tensors()[0]
-        values[name] = main_grad.accumulate(weight, values[name])
+    def _run_backward(self, instruction: Instruction, values: Values) -> None:
+        for op in self.accumulating:
+            if f"dp{op}.weight" in instruction.results:
+                weight = self.basic_ops[op]._parameter_tensors()[0]
+                return main_grad.run(instruction, values, f"dp{op}.weight", weight)
+        instructions.run(instruction, values)
 
     def _python_backward(
         self, kept: Kept, saved: Sequence[Tensor], step: Step, values: Values
@@ -460,7 +461,10 @@ class Walker:
             )
         for name, grad in zip(names, grads, strict=False):
             values["d" + name] = grad
-        self._accumulate(i, values)
+        name = f"dp{i}.weight"
+        if i in self.accumulating and values.get(name) is not None:
+            weight = self.basic_ops[i]._parameter_tensors()[0]
+            values[name] = main_grad.accumulate(weight, values[name])
 
 
 class _Walk(torch.autograd.Function):

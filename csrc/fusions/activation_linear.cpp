@@ -41,7 +41,8 @@ TensorSpecs backward_shape(const Args& args) { return linear_backward_outputs(ar
 void backward_cpu(const Args& args, Tensors& results) {
   const Tensor activated = contiguous(args.tensor(1));
   const Tensor weight = args.flag(4, 0) ? args.tensor(2) : Tensor();
-  results = linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? activated : Tensor(), weight);
+  results = linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? activated : Tensor(), weight,
+                                {.main_grad = args.main_grad()});
   if (!weight.defined()) return;
   const ActivationRow& row = activation_named(args.text(3));
   const cpu::Rows grad{results[0], 1}, y{activated, 1};
@@ -55,7 +56,8 @@ void backward_cpu(const Args& args, Tensors& results) {
 void backward_cuda(const Args& args, Tensors& results) {
   const Tensor activated = contiguous(args.tensor(1));
   const Tensor weight = args.flag(4, 0) ? args.tensor(2) : Tensor();
-  results = linear_backward_cuda(args.tensor(0), args.flag(4, 1) ? activated : Tensor(), weight);
+  results = linear_backward_cuda(args.tensor(0), args.flag(4, 1) ? activated : Tensor(), weight,
+                                 {.main_grad = args.main_grad()});
   if (!weight.defined()) return;
   cuda::kernels().activation_backward_from_output(
       cuda::stream_of(activated), activation_named(args.text(3)).activation,
@@ -105,7 +107,8 @@ Bindings bind(const Match& match) {
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,
-                 .allocates = false},
+                 .allocates = false,
+                 .accumulates = true},
 });
 
 }  // namespace

@@ -21,8 +21,9 @@ void backward_cpu(const Args& args, Tensors& results) {
   const Tensor& grad = args.tensor(0);
   const Tensor& extra = args.tensor(1);
   const bool same_dtype = extra.scalar_type() == grad.scalar_type();
-  results = linear_backward_cpu(grad, args.flag(4, 1) ? args.take(2) : Tensor(), args.tensor(3),
-                                {.residual = same_dtype ? extra : Tensor()});
+  results = linear_backward_cpu(
+      grad, args.flag(4, 1) ? args.take(2) : Tensor(), args.tensor(3),
+      {.residual = same_dtype ? extra : Tensor(), .main_grad = args.main_grad()});
   if (!same_dtype) results[0] = at::add(results[0], contiguous(extra));
 }
 
@@ -31,8 +32,9 @@ void backward_cuda(const Args& args, Tensors& results) {
   const Tensor& extra = args.tensor(1);
   const bool takes_extra = extra.scalar_type() == grad.scalar_type() ||
                            (extra.scalar_type() == at::kFloat && grad.element_size() == 2);
-  results = linear_backward_cuda(grad, args.flag(4, 1) ? args.take(2) : Tensor(), args.tensor(3),
-                                 {.residual = takes_extra ? extra : Tensor()});
+  results = linear_backward_cuda(
+      grad, args.flag(4, 1) ? args.take(2) : Tensor(), args.tensor(3),
+      {.residual = takes_extra ? extra : Tensor(), .main_grad = args.main_grad()});
   if (!takes_extra) results[0] = at::add(results[0], extra);
 }
 
@@ -56,7 +58,8 @@ Tensors backward_unfused(const Args& args) {
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,
-                 .allocates = false},
+                 .allocates = false,
+                 .accumulates = true},
 });
 
 }  // namespace

@@ -9,15 +9,15 @@ namespace {
 TensorSpecs shape(const Args& args) { return linear_backward_outputs(args, 0, 1, 2, 4); }
 
 void backward_cpu(const Args& args, Tensors& results) {
-  results =
-      linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? args.take(1) : Tensor(),
-                          args.flag(4, 0) ? args.tensor(2) : Tensor(), {.scale = args.number(3)});
+  results = linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? args.take(1) : Tensor(),
+                                args.flag(4, 0) ? args.tensor(2) : Tensor(),
+                                {.scale = args.number(3), .main_grad = args.main_grad()});
 }
 
 void backward_cuda(const Args& args, Tensors& results) {
-  results =
-      linear_backward_cuda(args.tensor(0), args.flag(4, 1) ? args.take(1) : Tensor(),
-                           args.flag(4, 0) ? args.tensor(2) : Tensor(), {.scale = args.number(3)});
+  results = linear_backward_cuda(args.tensor(0), args.flag(4, 1) ? args.take(1) : Tensor(),
+                                 args.flag(4, 0) ? args.tensor(2) : Tensor(),
+                                 {.scale = args.number(3), .main_grad = args.main_grad()});
 }
 
 Tensors backward_unfused(const Args& args) {
@@ -44,7 +44,8 @@ std::optional<std::string> why_not(const Match& match) {
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,
-                 .allocates = false},
+                 .allocates = false,
+                 .accumulates = true},
 });
 
 }  // namespace

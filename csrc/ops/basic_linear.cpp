@@ -24,12 +24,14 @@ TensorSpecs backward_shape(const Args& args) { return linear_backward_outputs(ar
 
 void backward_cpu(const Args& args, Tensors& results) {
   results = linear_backward_cpu(args.tensor(0), args.flag(3, 1) ? args.take(1) : Tensor(),
-                                args.flag(3, 0) ? args.tensor(2) : Tensor());
+                                args.flag(3, 0) ? args.tensor(2) : Tensor(),
+                                {.main_grad = args.main_grad()});
 }
 
 void backward_cuda(const Args& args, Tensors& results) {
   results = linear_backward_cuda(args.tensor(0), args.flag(3, 1) ? args.take(1) : Tensor(),
-                                 args.flag(3, 0) ? args.tensor(2) : Tensor());
+                                 args.flag(3, 0) ? args.tensor(2) : Tensor(),
+                                 {.main_grad = args.main_grad()});
 }
 
 Tensors backward_unfused(const Args& args) {
@@ -60,7 +62,8 @@ Tensors backward_unfused(const Args& args) {
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,
-                 .allocates = false},
+                 .allocates = false,
+                 .accumulates = true},
 });
 
 }  // namespace

@@ -49,19 +49,11 @@ TensorSpecs backward_shape(const Args& args) {
 }
 
 void backward_cpu(const Args& args, Tensors& results) {
-  const cpu::Rows grad{args.tensor(0), args.tensor(0).size(-1)};
-  cpu::sum_rows(grad.count(), grad.width, grad.tensor, results,
-                [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::kernels().column_sum(cpu::kernel_dtype(grad.tensor), grad.read(begin),
-                                            sums[0], end - begin, grad.width);
-                });
+  sum_columns_cpu(args.tensor(0), results[0]);
 }
 
 void backward_cuda(const Args& args, Tensors& results) {
-  const Tensor& grad = args.tensor(0);
-  const cuda::ColumnSums sums(grad, results[0]);
-  cuda::kernels().column_sum(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
-                             sums.kernel, sums.rows, sums.width);
+  sum_columns_cuda(args.tensor(0), results[0]);
 }
 
 Tensors backward_unfused(const Args& args) {
@@ -94,6 +86,21 @@ const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor o
 
 TensorSpec bias_gradient(const Tensor& grad_output) {
   return {{grad_output.sym_size(-1)}, grad_output.scalar_type()};
+}
+
+void sum_columns_cpu(const Tensor& grad_output, Tensor& grad_bias) {
+  const cpu::Rows grad{grad_output, grad_output.size(-1)};
+  cpu::sum_rows(grad.count(), grad.width, grad.tensor, std::span(&grad_bias, 1),
+                [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+                  cpu::kernels().column_sum(cpu::kernel_dtype(grad.tensor), grad.read(begin),
+                                            sums[0], end - begin, grad.width);
+                });
+}
+
+void sum_columns_cuda(const Tensor& grad_output, const Tensor& grad_bias) {
+  const cuda::ColumnSums sums(grad_output, grad_bias);
+  cuda::kernels().column_sum(cuda::stream_of(grad_output), kernel_dtype(grad_output),
+                             cuda::read(grad_output), sums.kernel, sums.rows, sums.width);
 }
 
 std::optional<std::string> no_bias_gradient(const Match& match) {

@@ -107,6 +107,20 @@ TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t
   return specs;
 }
 
+TensorSpecs linear_backward_outputs(const Args& args, const TensorSpec& factor) {
+  const Tensor& grad = args.tensor(0);
+  const Tensor& input = args.tensor(1);
+  const Tensor& weight = args.tensor(2);
+  check_compute_dtype(args, "grad_output", grad);
+  TORCH_CHECK(weight.dim() == 2 && weight.sym_size(1) == factor.sizes.back(), "[", args.op(),
+              "] weight must have shape [*, ", factor.sizes.back(), "], got ", weight.sym_sizes());
+  TensorSpec output = factor;
+  output.sizes.back() = weight.sym_size(0);
+  check_spec(args, "grad_output", grad, output);
+  check_spec(args, "weight", weight, {c10::SymDimVector(weight.sym_sizes()), factor.dtype});
+  return {like(input), like(weight)};
+}
+
 Tensor as_matrix(const Tensor& tensor) {
   return tensor.dim() == 2 ? tensor : tensor.reshape_symint({-1, tensor.sym_size(-1)});
 }
@@ -131,6 +145,22 @@ Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& we
   return start;
 }
 
+void product_cpu(const Tensor& out, const Tensor& left, const Tensor& right, bool adds,
+                 double scale) {
+  Tensor result = out;
+  // Of 16-bit numbers a product that starts from others takes longer by more than a pass.
+  if (out.scalar_type() == left.scalar_type() && (!adds || out.element_size() > 2)) {
+    if (!adds && scale == 1.0) {
+      at::cpu::mm_out(result, left, right);
+    } else {
+      at::cpu::addmm_(result, left, right, /*beta=*/adds ? 1 : 0, scale);
+    }
+    return;
+  }
+  const Tensor found = product(left, right, scale);
+  adds ? result.add_(found) : result.copy_(found);
+}
+
 Tensors linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
                             const LinearGradients& fused) {
   const int64_t width = grad_output.size(-1);
@@ -140,7 +170,12 @@ Tensors linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tenso
   Tensors grads(2, Tensor());
   if (input.defined()) {
     if (input.dim() != 2) input = input.reshape({grad.size(0), input.size(-1)});
-    grads[1] = product(transposed(grad), input, fused.scale);
+    if (fused.main_grad.buffer.defined()) {
+      grads[1] = fused.main_grad.buffer;
+      product_cpu(grads[1], transposed(grad), input, fused.main_grad.adds, fused.scale);
+    } else {
+      grads[1] = product(transposed(grad), input, fused.scale);
+    }
     input.reset();
   }
   if (weight.defined()) {

@@ -20,6 +20,10 @@ std::optional<std::string> different_linear_dtypes(const Match& match);
 TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t input,
                                     size_t weight, size_t mask);
 
+// The same of (grad_output, input, weight, ...), where both are wanted; `factor`: what the product
+// is of, the input or what an op makes of it.
+TensorSpecs linear_backward_outputs(const Args& args, const TensorSpec& factor);
+
 // All leading dimensions as one.
 Tensor as_matrix(const Tensor& tensor);
 
@@ -30,14 +34,20 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias 
 Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& weight,
                       double scale = 1.0);
 
-// What a fused op adds to the gradients on the way.
+// scale left right into `out` of any dtype, or added to what is there.
+void product_cpu(const Tensor& out, const Tensor& left, const Tensor& right, bool adds,
+                 double scale = 1.0);
+
+// What is done to the gradients on the way.
 struct LinearGradients {
   double scale = 1.0;    // of both
   Tensor residual = {};  // is added to grad_input
+  MainGrad main_grad = {};
 };
 
-// An undefined input or weight gives an empty gradient for the other.
-// The input's memory is given back before the gradient for it is made, if nobody else holds it.
+// An undefined input or weight gives an empty gradient for the other. The weight's may be
+// main_grad. The input's memory is given back before the gradient for it is made, if nobody else
+// holds it.
 Tensors linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
                             const LinearGradients& fused = {});
 Tensors linear_backward_unfused(const Tensor& grad_output, const Tensor& input,

@@ -8,6 +8,7 @@
 
 #include <utility>
 
+#include "ops/bias.h"
 #include "ops/cuda.h"
 
 namespace transformer_ops {
@@ -121,6 +122,19 @@ void set_bias(Gemm& gemm, Epilogue epilogue, const Tensor& bias) {
   gemm.bias = cuda::read(bias);
 }
 
+// aux: what gelu is taken of.
+void set_aux(Gemm& gemm, void* aux) {
+  gemm.aux = aux;
+  gemm.aux_stride = gemm.n;
+}
+
+bool has_gelu_epilogue(at::ScalarType dtype, int64_t width) {
+  // cuBLASLt does not say how exact its tanh is. If it is the hardware's (PTX ISA, tanh.approx.f32:
+  // relative error 2^-11), it is good enough for 16 bits and no more. Rows of aux are multiples of
+  // 8, and without aux the numbers shall be the same.
+  return (dtype == at::kHalf || dtype == at::kBFloat16) && width % 8 == 0;
+}
+
 void set_start(Gemm& gemm, const Tensor& start) {
   gemm.c = cuda::read(start);
   gemm.c_stride = gemm.n;
@@ -193,20 +207,15 @@ Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias
 
 std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight,
                                        const Tensor& bias, Tensor* kept) {
-  // cuBLASLt does not say how exact its tanh is. If it is the hardware's (PTX ISA, tanh.approx.f32:
-  // relative error 2^-11), it is good enough for 16 bits and no more.
-  if (input.element_size() > 2) return std::nullopt;
+  if (!has_gelu_epilogue(input.scalar_type(), weight.size(0))) return std::nullopt;
   const Factor x(input), w = Factor(weight).t();
-  // Else the numbers would change where a gradient is wanted: aux has rows of multiples of 8.
-  if (w.cols() % 8 != 0) return std::nullopt;
   const Tensor b = contiguous(bias);
   Tensor result = empty_rows(input, w.cols(), input.scalar_type());
   Gemm gemm = describe(x, w, result);
   set_bias(gemm, Epilogue::GeluBias, b);
   if (kept != nullptr) {
     *kept = empty(result.sizes(), result.scalar_type(), result.device());
-    gemm.aux = cuda::write(*kept);
-    gemm.aux_stride = gemm.n;
+    set_aux(gemm, cuda::write(*kept));
   }
   if (!run(gemm, result)) return std::nullopt;
   return result;
@@ -244,9 +253,13 @@ Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tens
   const auto dtype = grad_output.scalar_type();
   Tensors grads(2, Tensor());
   if (input.defined()) {
-    const Factor x(std::move(input));
-    grads[1] = empty({grad.cols(), x.cols()}, dtype, grad_output.device());
-    product(grad.t(), x, grads[1], fused.scale);
+    const MainGrad& main_grad = fused.main_grad;
+    grads[1] = main_grad.buffer.defined()
+                   ? main_grad.buffer
+                   : empty({grad.cols(), input.size(-1)}, dtype, grad_output.device());
+    linear_weight_gradient_cuda(grad_output, input, grads[1],
+                                {.adds = main_grad.adds, .scale = fused.scale});
+    input.reset();
   }
   if (weight.defined()) {
     const Factor w(weight);
@@ -258,6 +271,58 @@ Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tens
     if (!result.defined()) result = empty({0}, dtype, grad_output.device());
   }
   return grads;
+}
+
+Tensor linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight) {
+  return linear_backward_cuda(grad_output, {}, weight)[0];
+}
+
+void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
+                                 const Tensor& grad_weight, const WeightGradient& how) {
+  const Factor grad = Factor(grad_output).t(), x(input);
+  const auto dtype = grad.dtype(), wanted = grad_weight.scalar_type();
+  const bool takes_sums = wanted == dtype || (wanted == at::kFloat && dtype != at::kDouble);
+  if (!takes_sums || !grad_weight.is_contiguous()) {
+    const Tensor found = empty(grad_weight.sizes(), dtype, grad_weight.device());
+    linear_weight_gradient_cuda(grad_output, input, found,
+                                {.scale = how.scale, .grad_bias = how.grad_bias});
+    how.adds ? grad_weight.add_(found) : grad_weight.copy_(found);
+    return;
+  }
+  const Tensor start = how.adds ? grad_weight : Tensor();
+  if (how.grad_bias.defined()) {
+    // Those sums have the dtype of grad_weight.
+    const Tensor sums =
+        wanted == dtype ? how.grad_bias : empty(how.grad_bias.sizes(), wanted, input.device());
+    Gemm gemm = describe(grad, x, grad_weight);
+    if (start.defined()) set_start(gemm, start);
+    gemm.epilogue = Epilogue::SumA;
+    gemm.bias_gradient = cuda::write(sums);
+    // With TF32 it might add up what the product rounds.
+    if (!gemm.tf32 && run(gemm, grad_weight)) {
+      if (wanted != dtype) how.grad_bias.copy_(sums);
+      return;
+    }
+    sum_columns_cuda(contiguous(grad_output), how.grad_bias);
+  }
+  product(grad, x, grad_weight, how.scale, start);
+}
+
+bool linear_gelu_backward_cuda(const Tensor& grad_output, const Tensor& weight, const Tensor& input,
+                               Tensor& grad_input, const Tensor& grad_bias) {
+  if (!has_gelu_epilogue(input.scalar_type(), weight.size(1))) return false;
+  // A product may overwrite its operands before the epilogue, which reads `input`, is through.
+  const Tensor result = grad_input.is_alias_of(input)
+                            ? empty(input.sizes(), input.scalar_type(), input.device())
+                            : grad_input;
+  const Factor grad(grad_output), w(weight);
+  Gemm gemm = describe(grad, w, result);
+  gemm.epilogue = Epilogue::DGelu;
+  set_aux(gemm, const_cast<void*>(cuda::read(input)));
+  if (grad_bias.defined()) gemm.bias_gradient = cuda::write(grad_bias);
+  if (!run(gemm, result)) return false;
+  grad_input = result;
+  return true;
 }
 
 }  // namespace transformer_ops

@@ -23,4 +23,20 @@ Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& 
 Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
                              const LinearGradients& fused = {});
 
+// Its two halves: grad_output W, and scale grad_output^T input into `grad_weight` of any dtype.
+struct WeightGradient {
+  bool adds = false;  // to what is in grad_weight
+  double scale = 1.0;
+  Tensor grad_bias = {};  // where defined, takes the column sums of grad_output; scale is 1
+};
+Tensor linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight);
+void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
+                                 const Tensor& grad_weight, const WeightGradient& how = {});
+
+// Backward of gelu and of the product after it by one kernel: gelu'(input) (grad_output W) into
+// `grad_input`, and its column sums into `grad_bias` where that is defined. False where there is no
+// such kernel: nothing was done.
+bool linear_gelu_backward_cuda(const Tensor& grad_output, const Tensor& weight, const Tensor& input,
+                               Tensor& grad_input, const Tensor& grad_bias);
+
 }  // namespace transformer_ops

@@ -44,12 +44,38 @@ void push_results(Stack* stack, size_t arguments, Tensors results) {
 // What every kernel of a typed op starts from.
 class Kernel : public c10::OperatorKernel {
  public:
-  Kernel(const TypedOp& op, std::string name) : op_(op), name_(std::move(name)) {}
+  Kernel(const TypedOp& op, std::string name, bool into)
+      : op_(op), name_(std::move(name)), into_(into) {}
 
  protected:
+  static constexpr size_t kGradWeight = 1;  // of the results, where it may go into main_grad
+
   std::span<c10::IValue> arguments(const OperatorHandle& handle, Stack* stack) const {
     const size_t count = handle.schema().arguments().size();
     return {stack->data() + stack->size() - count, count};
+  }
+
+  Args args_of(std::span<c10::IValue> values) const {
+    if (!into_) return Args(name_.c_str(), values);
+    const size_t own = values.size() - 2;
+    MainGrad main_grad = {values[own].toTensor(), !values[own + 1].toBool()};
+    return Args(name_.c_str(), values.first(own), std::move(main_grad));
+  }
+
+  TensorSpecs shape(const Args& args) const {
+    TensorSpecs specs = op_.shape(args);
+    if (!into_) return specs;
+    const Tensor& buffer = args.main_grad().buffer;
+    check_compute_dtype(args, "main_grad", buffer);
+    TORCH_CHECK(buffer.sym_sizes().equals(specs[kGradWeight].sizes), "[", name_,
+                "] main_grad must have shape ", c10::SymIntArrayRef(specs[kGradWeight].sizes),
+                ", got ", buffer.sym_sizes());
+    return specs;
+  }
+
+  void push(Stack* stack, size_t arguments, Tensors results) const {
+    if (into_) results.erase(results.begin() + kGradWeight);
+    push_results(stack, arguments, std::move(results));
   }
 
   void check_devices(std::span<c10::IValue> values) const {
@@ -63,7 +89,7 @@ class Kernel : public c10::OperatorKernel {
   }
 
   Tensors allocate(const Args& args, const Tensor& first) const {
-    const auto specs = op_.shape(args);
+    const auto specs = shape(args);
     Tensors results;
     results.reserve(specs.size());
     for (const auto& spec : specs) {
@@ -74,6 +100,7 @@ class Kernel : public c10::OperatorKernel {
 
   const TypedOp& op_;
   const std::string name_;
+  const bool into_;  // <name>_into
 };
 
 class MetaKernel final : public Kernel {
@@ -82,9 +109,9 @@ class MetaKernel final : public Kernel {
 
   void operator()(const OperatorHandle& handle, DispatchKeySet, Stack* stack) const {
     const auto values = arguments(handle, stack);
-    const Args args(name_.c_str(), values);
-    check_devices(args.values());
-    push_results(stack, values.size(), allocate(args, first_tensor(args.values())));
+    const Args args = args_of(values);
+    check_devices(values);
+    push(stack, values.size(), allocate(args, first_tensor(values)));
   }
 };
 
@@ -100,20 +127,21 @@ class DeviceKernel final : public Kernel {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto values = arguments(handle, stack);
-    const Args args(name_.c_str(), values);
-    const auto device = first_tensor(args.values()).device();
+    const Args args = args_of(values);
+    const auto device = first_tensor(values).device();
     if (body == &TypedOp::cuda) check_backend();
-    check_devices(args.values());
+    check_devices(values);
     const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
     Tensors results;
     if (op_.allocates) {
-      make_contiguous(values.subspan(op_.reads_first ? 0 : 1));
+      make_contiguous(args.values().subspan(op_.reads_first ? 0 : 1));
       results = allocate_on(device, args);
     } else {
-      op_.shape(args);
+      shape(args);
     }
     (op_.*body)(args, results);
-    push_results(stack, values.size(), std::move(results));
+    if (into_) args.main_grad().buffer.unsafeGetTensorImpl()->bump_version();
+    push(stack, values.size(), std::move(results));
   }
 
  private:
@@ -132,10 +160,14 @@ class DeviceKernel final : public Kernel {
 
   // Without the dispatcher: sizes are plain integers here.
   Tensors allocate_on(c10::Device device, const Args& args) const {
-    const auto specs = op_.shape(args);
+    const auto specs = shape(args);
     Tensors results;
     results.reserve(specs.size());
     for (const auto& spec : specs) {
+      if (into_ && results.size() == kGradWeight) {
+        results.push_back(args.main_grad().buffer);
+        continue;
+      }
       const auto sizes = C10_AS_INTARRAYREF_SLOW(spec.sizes);
       const Tensor* const again = results.empty() ? find_memory(args, sizes, spec.dtype) : nullptr;
       results.push_back(again != nullptr ? *again : empty(sizes, spec.dtype, device));
@@ -180,14 +212,40 @@ class AutogradShortcut final : public Kernel {
 };
 
 template <typename KernelType>
-torch::CppFunction make_kernel(const TypedOp& op, const std::string& name, DispatchKey key) {
+torch::CppFunction make_kernel(const TypedOp& op, const std::string& name, DispatchKey key,
+                               bool into = false) {
   return torch::dispatch(
-      key, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<KernelType>(op, name)));
+      key, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<KernelType>(op, name, into)));
+}
+
+std::string into(const std::string& name) { return name + "_into"; }
+
+std::string into_schema(const std::string& name, std::string schema) {
+  const auto replace = [&](std::string_view from, const std::string& to) {
+    const size_t at = schema.find(from);
+    TORCH_INTERNAL_ASSERT(at != std::string::npos, "'", from, "' in ", schema);
+    schema.replace(at, from.size(), to);
+  };
+  replace(name, into(name));
+  replace(") ->", ", Tensor(a!) main_grad, bool overwrite) ->");
+  replace(", Tensor grad_weight", "");
+  return schema;
 }
 
 std::vector<TypedOpPair>& pairs() {
   static std::vector<TypedOpPair> pairs;
   return pairs;
+}
+
+// <name>_into: for backward, so without an autograd kernel.
+void register_into(torch::Library& library, const TypedOp& op, const std::string& base) {
+  const std::string name = into(base);
+  library.def(into_schema(base, op.schema).c_str(), {at::Tag::pt2_compliant_tag});
+  library.impl(name.c_str(), make_kernel<MetaKernel>(op, name, DispatchKey::Meta, true));
+  library.impl(name.c_str(),
+               make_kernel<DeviceKernel<&TypedOp::cpu>>(op, name, DispatchKey::CPU, true));
+  library.impl(name.c_str(),
+               make_kernel<DeviceKernel<&TypedOp::cuda>>(op, name, DispatchKey::CUDA, true));
 }
 
 }  // namespace
@@ -207,17 +265,20 @@ void register_typed_op(TypedOp op) {
   library.impl(name.c_str(),
                make_kernel<DeviceKernel<&TypedOp::cpu>>(kept, name, DispatchKey::CPU));
   library.impl(name.c_str(), make_kernel<MetaKernel>(kept, name, DispatchKey::Meta));
-  const auto cuda = make_kernel<DeviceKernel<&TypedOp::cuda>>;
-  library.impl(name.c_str(), cuda(kept, name, DispatchKey::CUDA));
+  library.impl(name.c_str(),
+               make_kernel<DeviceKernel<&TypedOp::cuda>>(kept, name, DispatchKey::CUDA));
   for (const auto key : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA}) {
     library.impl(name.c_str(), make_kernel<AutogradShortcut>(kept, name, key));
   }
+  if (kept.accumulates) register_into(library, kept, name);
 }
 
 void register_cuda_bodies(c10::DispatchKey key) {
   static torch::Library library(torch::Library::IMPL, "transformer_ops", key, __FILE__, __LINE__);
   for (const auto& [name, op] : typed_ops()) {
-    library.impl(name.c_str(), make_kernel<DeviceKernel<&TypedOp::cuda>>(op, name, key));
+    const auto kernel = make_kernel<DeviceKernel<&TypedOp::cuda>>;
+    library.impl(name.c_str(), kernel(op, name, key, false));
+    if (op.accumulates) library.impl(into(name).c_str(), kernel(op, into(name), key, true));
   }
 }
 

@@ -18,10 +18,17 @@ namespace transformer_ops {
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
 
+// Where the gradient of a weight goes instead of into a result.
+struct MainGrad {
+  Tensor buffer = {};  // undefined: there is none
+  bool adds = false;   // to what is there; else it takes its place
+};
+
 // The arguments of one call of a typed op, in schema order.
 class Args {
  public:
-  Args(const char* op, std::span<c10::IValue> values) : op_(op), values_(values) {}
+  Args(const char* op, std::span<c10::IValue> values, MainGrad main_grad = {})
+      : op_(op), values_(values), main_grad_(std::move(main_grad)) {}
 
   // Names the op in an error text.
   const char* op() const { return op_; }
@@ -38,10 +45,12 @@ class Args {
   std::string_view text(size_t i) const { return values_[i].toStringView(); }
   // Element k of a bool[] argument.
   bool flag(size_t i, size_t k) const { return values_[i].toListRef()[k].toBool(); }
+  const MainGrad& main_grad() const { return main_grad_; }
 
  private:
   const char* op_;
   std::span<c10::IValue> values_;
+  MainGrad main_grad_;
 };
 
 // Size and dtype of one result; the device is that of the first tensor argument.
@@ -69,6 +78,9 @@ struct TypedOp {
   bool random = false;      // draws from torch's generator
   bool reads_first = true;  // false: the first tensor only ties the op to backward
   bool allocates = true;    // false: the bodies make their results and take any strides
+  // Result 1 is the gradient of a weight, and the bodies put it where args.main_grad() says. Then
+  // there is also <name>_into(..., Tensor(a!) main_grad, bool overwrite), without that result.
+  bool accumulates = false;
 };
 
 // Registers schema, CPU and CUDA kernel, and the shape rule as Meta kernel.

@@ -1,5 +1,6 @@
 #include "interpret.h"
 
+#include <stdexcept>
 #include <vector>
 
 #include "kernels/math.h"
@@ -70,6 +71,10 @@ bool adds_bias(LtEpilogue epilogue) {
 
 void interpret(const GemmPlan& plan) {
   const LtProblem& problem = plan.problem;
+  // Only C may be D: cuBLASLt does not say when a tile of D is written.
+  for (const void* read : {plan.a, plan.b, plan.aux}) {
+    if (read == plan.d) throw std::runtime_error("[gemm] D must not be what the product reads");
+  }
   const Operand a = read(problem.dtype, plan.a, problem.a, problem.transpose_a, /*by_rows=*/true);
   const Operand b = read(problem.dtype, plan.b, problem.b, problem.transpose_b, /*by_rows=*/false);
   const LtEpilogue epilogue = problem.epilogue;

@@ -1,7 +1,11 @@
 // Loaded by tests: from then on the CUDA bodies of the typed ops serve CPU tensors, on the emulated
-// kernels.
+// kernels. torch.ops.transformer_ops_emulated.products() tells what cuBLASLt was asked for.
 #include <ATen/CPUGeneratorImpl.h>
+#include <torch/library.h>
 
+#include <sstream>
+
+#include "gemm.h"
 #include "ops/cuda.h"
 #include "ops/typed_op.h"
 
@@ -16,6 +20,58 @@ Philox draw(c10::Device, uint64_t) {
   const std::lock_guard lock(generator.mutex());
   return {.seed = at::check_generator<at::CPUGeneratorImpl>(generator)->random64(), .offset = 0};
 }
+
+const char* text(LtEpilogue epilogue) {
+  switch (epilogue) {
+    case LtEpilogue::Default:
+      return "plain";
+    case LtEpilogue::Bias:
+      return "bias";
+    case LtEpilogue::GeluBias:
+      return "gelu_bias";
+    case LtEpilogue::GeluAuxBias:
+      return "gelu_aux_bias";
+    case LtEpilogue::DGelu:
+      return "dgelu";
+    case LtEpilogue::DGeluBgrad:
+      return "dgelu_bgrad";
+    case LtEpilogue::BgradB:
+      return "bgradb";
+    default:
+      return "another";
+  }
+}
+
+const char* text(DType dtype) {
+  switch (dtype) {
+    case DType::Float16:
+      return "float16";
+    case DType::BFloat16:
+      return "bfloat16";
+    case DType::Float32:
+      return "float32";
+    case DType::Float64:
+      break;
+  }
+  return "float64";
+}
+
+// "epilogue m x n x k dtype -> dtype [beta]" of each product since the last call, row-major.
+std::vector<std::string> products() {
+  std::vector<std::string> found;
+  for (const GemmPlan& plan : take_products()) {
+    const LtProblem& problem = plan.problem;
+    const int64_t k = problem.transpose_a ? problem.a.rows : problem.a.cols;
+    std::ostringstream line;
+    line << text(problem.epilogue) << ' ' << problem.d.cols << 'x' << problem.d.rows << 'x' << k
+         << ' ' << text(problem.dtype) << " -> " << text(problem.result_dtype);
+    if (plan.beta != 0) line << " beta=" << plan.beta;
+    found.push_back(line.str());
+  }
+  return found;
+}
+
+TORCH_LIBRARY(transformer_ops_emulated, library) { library.def("products() -> str[]", products); }
 
 [[maybe_unused]] const bool installed = [] {
   static const Backend backend = {&compiled_kernels(),

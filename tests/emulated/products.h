@@ -307,6 +307,12 @@ inline std::vector<Product> products() {
   add("accumulate", {.result_dtype = DType::Float32, .beta = 1.0, .in_place = true});
   add("accumulate_tn",
       {.result_dtype = DType::Float32, .a_transposed = true, .beta = 1.0, .in_place = true});
+  add("accumulate_sums", {.epilogue = Epilogue::SumA,
+                          .result_dtype = DType::Float32,
+                          .a_transposed = true,
+                          .extra = true,
+                          .beta = 1.0,
+                          .in_place = true});
   add("strided", {.beta = 2.0, .pad = 8});
   add("strided_nt", {.b_transposed = true, .m = 33, .n = 136, .k = 40, .pad = 24});
   add("odd", {.b_transposed = true, .m = 7, .n = 5, .k = 3, .offset = 1});

@@ -90,8 +90,8 @@ struct Kernels {
                             void* grad_bias, int64_t rows, int64_t h);
 
   // ---- backward with the value again: before a product's backward, which needs both ----
-  // buffer, rows x n, holds grad_y and takes y. Rows of x and grad_x are `stride` apart; grad_bias
-  // is the column sum of grad_x.
+  // buffer, rows x n, holds grad_y and takes y. Rows of x and grad_x are `stride` apart; the
+  // column sums of grad_x are added to grad_bias, unless that is null.
   void (*activation_value_and_backward)(Activation, DType, void* buffer, const void* x,
                                         void* grad_x, void* grad_bias, int64_t rows, int64_t n,
                                         int64_t stride);

@@ -9,28 +9,36 @@
 namespace transformer_ops::cpu {
 namespace {
 
+template <bool kSums, class T, class Op>
+void value_and_backward_rows(Op op, T* buffer, const T* x, T* grad_x, void* grad_bias, int64_t rows,
+                             int64_t n, int64_t stride) {
+  ColumnSums<Acc<T>> sums(grad_bias, kSums ? n : 0);
+  Acc<T>* sum = sums.group();
+  for (int64_t r = 0; r < rows; ++r) {
+    T* both = buffer + r * n;
+    const T* in = x + r * stride;
+    T* out = grad_x + r * stride;
+    for_wide_vectors<T>(
+        n, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+          const auto grad = load(static_cast<const T*>(both) + i, lanes);
+          const auto value = load(in + i, lanes);
+          const auto result = op.backward(grad, value);
+          store(both + i, op.forward(value), lanes, false);
+          store(out + i, result, lanes, false);
+          if constexpr (kSums) store_acc(sum + i, load_acc<T>(sum + i, lanes) + result, lanes);
+        });
+    if constexpr (kSums) sums.end_row();
+  }
+}
+
 void activation_value_and_backward(Activation activation, DType dtype, void* buffer, const void* x,
                                    void* grad_x, void* grad_bias, int64_t rows, int64_t n,
                                    int64_t stride) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     with_activation(activation, [&](auto op) {
-      ColumnSums<Acc<T>> sums(grad_bias, n);
-      Acc<T>* sum = sums.group();
-      for (int64_t r = 0; r < rows; ++r) {
-        T* both = as<T>(buffer) + r * n;
-        const T* in = as<T>(x) + r * stride;
-        T* out = as<T>(grad_x) + r * stride;
-        for_wide_vectors<T>(
-            n, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-              const auto grad = load(static_cast<const T*>(both) + i, lanes);
-              const auto value = load(in + i, lanes);
-              const auto result = op.backward(grad, value);
-              store(both + i, op.forward(value), lanes, false);
-              store(out + i, result, lanes, false);
-              store_acc(sum + i, load_acc<T>(sum + i, lanes) + result, lanes);
-            });
-        sums.end_row();
-      }
+      const auto pass = grad_bias != nullptr ? value_and_backward_rows<true, T, decltype(op)>
+                                             : value_and_backward_rows<false, T, decltype(op)>;
+      pass(op, as<T>(buffer), as<T>(x), as<T>(grad_x), grad_bias, rows, n, stride);
     });
   });
 }

@@ -23,6 +23,7 @@
 #include <string>
 #include <type_traits>
 
+#include "kernels/cuda/errors.h"
 #include "kernels/cuda/kernels.h"
 
 #define TRANSFORMER_OPS_DEVICE static __device__ __forceinline__
@@ -247,26 +248,20 @@ struct Grid {
   int64_t shared_bytes = 0;
 };
 
+inline void check(const Grid& grid) {
+  if (grid.blocks > kMostBlocks) throw std::runtime_error(too_many_blocks(grid.blocks));
+}
+
 #if defined(TRANSFORMER_OPS_EMULATED)
 template <class... Parameters, class... Arguments>
 void launch(Stream, const Grid& grid, void (*kernel)(Parameters...), const Arguments&... args) {
+  check(grid);
   emulated::run(grid.blocks, grid.threads, grid.shared_bytes, [&] { kernel(args...); });
 }
 
 inline int multiprocessors() { return 3; }
 inline int64_t most_shared_bytes() { return int64_t{226} << 10; }
 #else
-[[noreturn]] inline void fail(cudaError_t error) {
-  if (error == cudaErrorNoKernelImageForDevice) {
-    throw std::runtime_error(
-        "[cuda] device must be of an architecture in this build (CUDA in "
-        "transformer_ops/_build_info.py), "
-        "got another; build for it with TORCH_CUDA_ARCH_LIST");
-  }
-  throw std::runtime_error(std::string("[cuda] launch must succeed, got ") +
-                           cudaGetErrorString(error));
-}
-
 inline void check(cudaError_t error) {
   if (error != cudaSuccess) fail(error);
 }
@@ -298,6 +293,7 @@ void ask_for_shared(Kernel kernel, int64_t bytes) {
 template <class... Parameters, class... Arguments>
 void launch(Stream stream, const Grid& grid, void (*kernel)(Parameters...),
             const Arguments&... args) {
+  check(grid);
   ask_for_shared(kernel, grid.shared_bytes);
   if (grid.blocks == 0) return;
   // The formatter would split the closing bracket.

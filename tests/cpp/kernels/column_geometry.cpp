@@ -62,7 +62,8 @@ TEST(ColumnGeometry, PartsHaveRowsAndFillTheDevice) {
 }
 
 TEST(ColumnGeometry, BlocksTakeEachRowOnce) {
-  for (const int64_t rows : {int64_t{0}, int64_t{1}, int64_t{64}, int64_t{1000003}}) {
+  for (const int64_t rows :
+       {int64_t{0}, int64_t{1}, int64_t{64}, int64_t{1000003}, (int64_t{1} << 40) + 5}) {
     for (const int64_t parts : {1, 3, 73}) {
       const ColumnBlocks blocks(rows, 7, parts, 32);
       EXPECT_EQ(blocks.first_row(0), 0);

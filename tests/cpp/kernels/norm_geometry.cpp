@@ -46,6 +46,10 @@ struct Device {
 };
 constexpr Device kDevices[] = {{"H100", 226 << 10}, {"A100", 162 << 10}, {"RTX 4090", 98 << 10}};
 
+TEST(NormGeometry, BackwardLeavesEndlessRowsToAnotherKernel) {
+  EXPECT_FALSE(backward_split(int64_t{1} << 40, 16, 4, 2, 512, 226 << 10).fits());
+}
+
 TEST(NormGeometry, Backward) {
   struct Kind {
     int pack_bytes, packs_a_lane, bytes;

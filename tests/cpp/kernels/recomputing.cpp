@@ -19,18 +19,25 @@ TEST_P(KernelTest, ActivationValueAndBackward) {
         Array wide(dtype, rows * h), expected(dtype, rows * h), grad(dtype, rows * h, 0.25);
         for (int64_t i = 0; i < rows * n; ++i) wide.set(i / n * h + first + i % n, g[i]);
         k.activation_backward(activation, dtype, wide.data(), x.data(), expected.data(), rows * h);
-        Array bias(acc, n, 0.5);
+        Array bias(acc, n, 0.5), again(dtype, rows * n), other(dtype, rows * h, 0.25);
+        for (int64_t i = 0; i < rows * n; ++i) again.set(i, g[i]);
         k.activation_value_and_backward(
             activation, dtype, g.data(), static_cast<char*>(x.data()) + first * size,
             static_cast<char*>(grad.data()) + first * size, bias.data(), rows, n, h);
+        k.activation_value_and_backward(
+            activation, dtype, again.data(), static_cast<char*>(x.data()) + first * size,
+            static_cast<char*>(other.data()) + first * size, nullptr, rows, n, h);
         std::vector<double> sums(n, 0.5), sizes(n, 1.0);
         for (int64_t i = 0; i < rows * h; ++i) {
           const int64_t column = i % h - first;
           if (column < 0) {
             EXPECT_EQ(grad[i], 0.25) << "outside the slice";
+            EXPECT_EQ(other[i], 0.25) << "outside the slice";
             continue;
           }
           const double want = expected[i];
+          EXPECT_EQ(other[i], grad[i]) << "without sums";
+          EXPECT_EQ(again[i / h * n + column], g[i / h * n + column]) << "without sums";
           expect_near(grad[i], want, 4 * (1 + std::abs(want)), "grad_x", i);
           expect_near(g[i / h * n + column], y[i], 4 * (1 + std::abs(y[i])), "y", i);
           sums[column] += want;

@@ -1,0 +1,89 @@
+#include "ops/linear_activation.h"
+
+#include "ops/column_sums.h"
+#include "ops/cpu.h"
+#include "ops/linear.h"
+#include "ops/linear_cuda.h"
+
+namespace transformer_ops {
+
+std::vector<std::string> activations_that_keep_input() {
+  std::vector<std::string> kinds;
+  for (const ActivationRow& row : activations()) {
+    if (!row.keeps_mask) kinds.push_back(row.kind);
+  }
+  return kinds;
+}
+
+Bindings bind_linear_activation(const Match& match, int k) {
+  return {{"activation", Attribute(activation_of_kind(match.kind(k)).name)},
+          {"input", Field{k, "input"}}};
+}
+
+TensorSpecs linear_activation_outputs(const Args& args) {
+  check_compute_dtype(args, "input", args.tensor(1));
+  check_has_rows(args, "input", args.tensor(1));
+  const ActivationRow& row = activation_named(args.text(3));
+  TORCH_CHECK(!row.keeps_mask, "[", args.op(), "] activation must keep its input, got ", row.name);
+  return linear_backward_outputs(args, like(args.tensor(1)));
+}
+
+void linear_activation_cpu(const Args& args, Tensors& results) {
+  const Tensor& input = args.tensor(1);
+  const ActivationRow& row = activation_named(args.text(3));
+  const auto dtype = cpu::kernel_dtype(input);
+  const int64_t stride = input.size(-1);
+  linear_recomputed_cpu(args, results, 64, [&](const Tensor& buffer, int64_t first) {
+    const cpu::Rows both{buffer, buffer.size(1)}, x{input, stride}, grad_x{results[0], stride};
+    const int64_t offset = first * input.element_size();
+    const auto pass = [&](int64_t begin, int64_t end, void* sums) {
+      cpu::kernels().activation_value_and_backward(row.activation, dtype, both.write(begin),
+                                                   static_cast<const char*>(x.read(begin)) + offset,
+                                                   static_cast<char*>(grad_x.write(begin)) + offset,
+                                                   sums, end - begin, both.width, stride);
+    };
+    if (results.size() == 2) {
+      cpu::parallel(both.count(), both.width, 1,
+                    [&](int64_t begin, int64_t end) { pass(begin, end, nullptr); });
+      return;
+    }
+    Tensor grad_bias[] = {results[2].narrow(0, first, both.width)};
+    cpu::sum_rows(both.count(), both.width, input, grad_bias,
+                  [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
+                    pass(begin, end, sums[0]);
+                  });
+  });
+}
+
+void linear_activation_cuda(const Args& args, Tensors& results) {
+  const Tensor &grad = args.tensor(0), &x = args.tensor(1), &weight = args.tensor(2);
+  const ActivationRow& row = activation_named(args.text(3));
+  const Tensor grad_bias = results.size() > 2 ? results[2] : Tensor();
+  {
+    // Gone before its gradient is made.
+    const Tensor y = empty(x.sizes(), x.scalar_type(), x.device());
+    activation_forward_cuda(row, x, y, {});
+    linear_weight_gradient_cuda(grad, y, results[1], {.adds = args.main_grad().adds});
+  }
+  if (row.activation == kernel::Activation::GELU &&
+      linear_gelu_backward_cuda(grad, weight, x, results[0], grad_bias)) {
+    return;
+  }
+  const Tensor grad_y = linear_input_gradient_cuda(grad, weight);
+  const auto stream = cuda::stream_of(x);
+  if (!grad_bias.defined()) {
+    cuda::kernels().activation_backward(stream, row.activation, kernel_dtype(x), cuda::read(grad_y),
+                                        cuda::read(x), cuda::write(results[0]), x.numel());
+    return;
+  }
+  const cuda::ColumnSums sums(x, grad_bias);
+  cuda::kernels().activation_bias_backward(
+      stream, row.activation, kernel_dtype(x), cuda::read(grad_y), cuda::read(x),
+      cuda::write(results[0]), sums.kernel, sums.rows, sums.width);
+}
+
+Tensors linear_activation_unfused(const Args& args) {
+  return linear_recomputed_unfused(args, activation_named(args.text(3)).unfused);
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,65 @@
+#include "ops/linear_recomputed.h"
+
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
+
+#include "fuser/propagate.h"
+#include "ops/buffer.h"
+#include "ops/linear.h"
+
+namespace transformer_ops {
+namespace {
+
+// Columns of a slice: few enough that its rows stay in the cache, and many enough for the product.
+int64_t slice_width(int64_t rows, const Tensor& weight, int64_t unit) {
+  constexpr int64_t kBytes = int64_t{2} << 20;
+  constexpr int64_t kLeast = 512;
+  const int64_t row_bytes = std::max<int64_t>(1, rows * weight.element_size());
+  const int64_t width = std::max(kLeast, kBytes / row_bytes);
+  return std::min((width + unit - 1) / unit * unit, weight.size(1));
+}
+
+}  // namespace
+
+std::optional<std::string> why_not_recomputed(const Match& match, int k) {
+  if (!match.facts.recompute) return "nothing is computed again (recompute=\"none\")";
+  if (!match.parameter_requires_grad(k + 1, 0)) return "the weight needs no gradient";
+  if (!match.input_requires_grad()) return "the input needs no gradient";
+  const auto dtypes = propagate_dtypes(match.ops, match.facts);
+  for (int i = 0; i <= k + 1; ++i) {
+    const int op = match.first + i;
+    const DType in = dtypes[op];
+    if (in == dtypes[match.first] &&
+        required_dtype(match.ops, match.facts, op, in).value_or(in) == in) {
+      continue;
+    }
+    return "its ops compute in different dtypes";
+  }
+  return std::nullopt;
+}
+
+void linear_recomputed_cpu(const Args& args, Tensors& results, int64_t unit,
+                           c10::function_ref<void(const Tensor& buffer, int64_t first)> pass) {
+  const Tensor& weight = args.tensor(2);
+  const int64_t rows = weight.size(0) == 0 ? 0 : args.tensor(0).numel() / weight.size(0);
+  const Tensor grad = args.tensor(0).view({rows, weight.size(0)});
+  const int64_t width = slice_width(rows, weight, unit);
+  for (int64_t first = 0; first < weight.size(1); first += width) {
+    const int64_t count = std::min(width, weight.size(1) - first);
+    Tensor buffer = empty_cpu({rows, count}, grad.scalar_type());
+    at::cpu::mm_out(buffer, grad, weight.narrow(1, first, count));
+    pass(buffer, first);
+    product_cpu(results[1].narrow(1, first, count), grad.t(), buffer, args.main_grad().adds);
+  }
+}
+
+Tensors linear_recomputed_unfused(const Args& args,
+                                  const std::function<Tensor(const Tensor&)>& function) {
+  const auto value = [&](const Args& input) { return Tensors{function(input.tensor(0))}; };
+  const Tensor grad_y = at::matmul(args.tensor(0), args.tensor(2));
+  const Tensor grad_x = differentiate(value, args.op(), {args[1]}, grad_y)[0];
+  const Tensor y = function(args.tensor(1));
+  return {grad_x, as_matrix(args.tensor(0)).t().mm(as_matrix(y))};
+}
+
+}  // namespace transformer_ops

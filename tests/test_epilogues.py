@@ -1,0 +1,117 @@
+"""What the CUDA bodies ask cuBLASLt for, on emulated kernels (`pytest --emulate-cuda`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_near, every_dtype, off_the_grid, tf32
+from torch import Tensor
+
+import transformer_ops as tops
+
+pytestmark = pytest.mark.emulated
+
+typed = torch.ops.transformer_ops
+HALF = (torch.bfloat16, torch.float16)
+every_half = pytest.mark.parametrize("dtype", HALF, ids=str)
+
+
+def products() -> list[str]:
+    """Those since the last call."""
+    return torch.ops.transformer_ops_emulated.products()
+
+
+def made(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    products()
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def linear_activation(
+    dtype: torch.dtype, name: str, bias: bool, width: int = 24
+) -> tuple[list[Tensor], list[Tensor], list[str]]:
+    """Results, what they should be, and the products without their dtypes."""
+    g, x, w = made(dtype, (6, 16), (6, width), (16, width))
+    op = typed.linear_activation_bias_backward if bias else typed.linear_activation_backward
+    results = list(op(g, x, w, name))
+    found = [line.rpartition(f" {name_of(dtype)} -> {name_of(dtype)}")[0] for line in products()]
+    exact = x.double().requires_grad_()
+    y = F.gelu(exact, approximate="tanh") if name == "gelu" else F.silu(exact)
+    (grad_x,) = torch.autograd.grad(y, exact, g.double() @ w.double())
+    want = [grad_x, g.double().t() @ y.detach(), grad_x.sum(0)]
+    return results, want[: len(results)], found
+
+
+@every_half
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_gradient_of_gelu_comes_out_of_the_product(dtype: torch.dtype, bias: bool) -> None:
+    results, want, found = linear_activation(dtype, "gelu", bias)
+    assert found == ["plain 16x24x6", "dgelu_bgrad 6x24x16" if bias else "dgelu 6x24x16"]
+    for got, right in zip(results, want, strict=True):
+        assert_near(got, right, dtype, "result", factor=8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "width"),
+    [
+        (torch.float32, "gelu", 24),  # the epilogue's tanh may be too coarse
+        (torch.bfloat16, "silu", 24),
+        (torch.bfloat16, "gelu", 20),  # rows of what it reads must be multiples of 8
+    ],
+)
+def test_other_gradients_take_a_pass(dtype: torch.dtype, name: str, width: int) -> None:
+    results, want, found = linear_activation(dtype, name, True, width)
+    assert found == [f"plain 16x{width}x6", f"plain 6x{width}x16"]
+    for got, right in zip(results, want, strict=True):
+        assert_near(got, right, dtype, "result", factor=8)
+
+
+def test_a_misaligned_gelu_takes_a_pass() -> None:
+    g, x, w = made(torch.bfloat16, (6, 16), (6, 24), (16, 24))
+    want = typed.linear_activation_backward(g, x, w, "gelu")
+    assert products()[1].startswith("dgelu")
+    for a, b in zip(
+        typed.linear_activation_backward(g, off_the_grid(x), w, "gelu"), want, strict=True
+    ):
+        torch.testing.assert_close(a, b)
+    assert products()[1].startswith("plain")
+
+
+def test_a_gelu_block_has_one_product_for_each() -> None:
+    """What forward's epilogue leaves is what backward's reads."""
+    module = tops.Sequential(tops.LayerNorm(16), tops.Linear(16, 64), tops.GELU())
+    module = (module + tops.Sequential(tops.Linear(64, 16), tops.LayerNorm(16))).bfloat16()
+    x = torch.randn(5, 16, dtype=torch.bfloat16)
+    products()
+    y = module(x)
+    assert [line.split()[0] for line in products()] == ["gelu_aux_bias", "bias"]
+    y.square().sum().backward()
+    # linear_activation_bias, the first product's gradients.
+    assert [line.split()[0] for line in products()] == ["plain", "dgelu_bgrad", "plain", "plain"]
+
+
+@every_dtype
+def test_the_bias_gradient_comes_out_of_the_weight_gradient(dtype: torch.dtype) -> None:
+    g, x, w = made(dtype, (2, 3, 24), (2, 3, 16), (24, 16))
+    results = typed.bias_linear_backward(g, x, w)
+    both = f"{name_of(dtype)} -> {name_of(dtype)}"
+    if dtype == torch.float64:
+        assert products() == []
+    else:
+        assert products() == [f"bgradb 24x16x6 {both}", f"plain 6x16x24 {both}"]
+    gd, xd, wd = (t.double() for t in (g, x, w))
+    want = gd @ wd, gd.flatten(0, 1).t() @ xd.flatten(0, 1), gd.sum((0, 1))
+    for got, right in zip(results, want, strict=True):
+        assert_near(got, right, dtype, "result", factor=8)
+
+
+def test_tf32_does_not_round_the_bias_gradient() -> None:
+    g, x, w = made(torch.float32, (6, 24), (6, 16), (24, 16))
+    with tf32(True):
+        results = typed.bias_linear_backward(g, x, w)
+    assert [line.split()[0] for line in products()] == ["plain", "plain"]
+    torch.testing.assert_close(results[2], g.sum(0))
