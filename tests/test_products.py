@@ -78,6 +78,20 @@ def test_any_strides(
 
 @every_device
 @every_dtype
+def test_rows_in_parts(dtype: torch.dtype, device: str) -> None:
+    # So many rows of so many features are multiplied a part at a time in bfloat16.
+    rows, k, n = 1100, 4096, 8
+    x, w, start = made(dtype, device, (rows, k), (n, k), (rows, n))
+    w /= k**0.5
+    want = x.double() @ w.double().t()
+    check(typed.linear(x, w), want, dtype)
+    check(typed.linear_backward(x, None, w.t().contiguous(), [True, False])[0], want, dtype)
+    dx = typed.linear_residual_backward(x, start, None, w.t().contiguous(), [True, False])[0]
+    check(dx, want + start, dtype)
+
+
+@every_device
+@every_dtype
 def test_an_expanded_gradient(dtype: torch.dtype, device: str) -> None:
     # That of a sum.
     x, w = made(dtype, device, (6, 16), (24, 16))
