@@ -78,6 +78,26 @@ def test_any_strides(
 
 @every_device
 @every_dtype
+@pytest.mark.parametrize("size", [(1100, 4096, 8), (520, 256, 3100)], ids=str)
+def test_sizes_that_are_multiplied_in_parts(
+    size: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> None:
+    # Of rows in bfloat16, of columns in float32; neither size is a multiple of its parts.
+    rows, k, n = size
+    x, w, b, start = made(dtype, device, (rows, k), (n, k), (n,), (rows, n))
+    w /= k**0.5
+    want = x.double() @ w.double().t()
+    check(typed.linear(x, w), want, dtype)
+    check(typed.linear_bias(x, w, b), want + b, dtype)
+    check(typed.linear_add(x, w, start), want + start, dtype)
+    by_rows = w.t().contiguous()
+    check(typed.linear_backward(x, None, by_rows, [True, False])[0], want, dtype)
+    dx = typed.linear_residual_backward(x, start, None, by_rows, [True, False])[0]
+    check(dx, want + start, dtype)
+
+
+@every_device
+@every_dtype
 def test_an_expanded_gradient(dtype: torch.dtype, device: str) -> None:
     # That of a sum.
     x, w = made(dtype, device, (6, 16), (24, 16))

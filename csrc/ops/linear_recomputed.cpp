@@ -3,6 +3,8 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 
+#include <algorithm>
+
 #include "fuser/propagate.h"
 #include "ops/buffer.h"
 #include "ops/linear.h"
@@ -10,13 +12,16 @@
 namespace transformer_ops {
 namespace {
 
-// Columns of a slice: few enough that its rows stay in the cache, and many enough for the product.
+// Columns of a slice. The wider, the faster are the products: whole ones, with their pass, took
+// 0.92 to 0.97 of the time of slices of 2 MB. So a slice takes as much memory as the Linear before
+// will need, for its input and its weight's gradient: those of this one have about their sizes.
 int64_t slice_width(int64_t rows, const Tensor& weight, int64_t unit) {
-  constexpr int64_t kBytes = int64_t{2} << 20;
   constexpr int64_t kLeast = 512;
-  const int64_t row_bytes = std::max<int64_t>(1, rows * weight.element_size());
-  const int64_t width = std::max(kLeast, kBytes / row_bytes);
-  return std::min((width + unit - 1) / unit * unit, weight.size(1));
+  const int64_t inputs = weight.size(0), outputs = weight.size(1);
+  const int64_t most = std::max(kLeast, inputs + inputs * outputs / std::max<int64_t>(1, rows));
+  const int64_t count = std::max<int64_t>(1, (outputs + most - 1) / most);
+  const int64_t width = std::max<int64_t>(1, (outputs + count - 1) / count);
+  return std::min((width + unit - 1) / unit * unit, outputs);
 }
 
 }  // namespace
