@@ -114,14 +114,21 @@ cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
   return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulDescInit_internal(cublasLtMatmulDesc_t desc, size_t size,
-                                               cublasComputeType_t compute, cudaDataType_t scale) {
-  if (size != sizeof(*desc)) return CUBLAS_STATUS_ALLOC_FAILED;
-  *desc = {};
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* made, cublasComputeType_t compute,
+                                        cudaDataType_t scale) {
+  auto* const desc = new cublasLtMatmulDescOpaque_t{};
   desc->data[kCompute] = compute;
   desc->data[kScale] = scale;
   desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE] = CUBLASLT_EPILOGUE_DEFAULT;
   desc->data[kMade] = kMark;
+  *made = desc;
+  ++fake().descriptors;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t desc) {
+  delete desc;
+  --fake().descriptors;
   return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -136,18 +143,29 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc,
   return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t layout, size_t size,
-                                                 cudaDataType type, uint64_t rows, uint64_t cols,
-                                                 int64_t ld) {
-  if (size != sizeof(*layout)) return CUBLAS_STATUS_ALLOC_FAILED;
-  *layout = {{static_cast<uint64_t>(type), rows, cols, static_cast<uint64_t>(ld)}};
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* made, cudaDataType type,
+                                          uint64_t rows, uint64_t cols, int64_t ld) {
+  *made = new cublasLtMatrixLayoutOpaque_t{
+      {static_cast<uint64_t>(type), rows, cols, static_cast<uint64_t>(ld)}};
   return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulPreferenceInit_internal(cublasLtMatmulPreference_t preference,
-                                                     size_t size) {
+cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
+  delete layout;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* made) {
   fake().preference.clear();
-  return size == sizeof(*preference) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_ALLOC_FAILED;
+  *made = new cublasLtMatmulPreferenceOpaque_t{};
+  ++fake().descriptors;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) {
+  delete preference;
+  --fake().descriptors;
+  return CUBLAS_STATUS_SUCCESS;
 }
 
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t,

@@ -4,6 +4,7 @@
 
 #include <cublasLt.h>
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -20,6 +21,7 @@ struct FakeCublasLt {
 
   // ---- what it has seen
   int handles = 0, questions = 0, products = 0;
+  std::atomic<int> descriptors = 0;  // of products and preferences, alive
   std::map<cublasLtMatmulPreferenceAttributes_t, uint64_t> preference = {};
   uint64_t compute_type = 0;
   bool relaxed = false;          // the mode of captures now

@@ -25,6 +25,8 @@ class CublasLt : public testing::Test {
     fake().relaxed = fake().asked_unrelaxed = false;
   }
 
+  void TearDown() override { EXPECT_EQ(fake().descriptors, 0); }
+
   // Small enough for `memory`.
   static Gemm example() {
     return {.m = 4,
