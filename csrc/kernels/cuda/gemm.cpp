@@ -204,7 +204,8 @@ struct Device {
   std::unordered_map<LtProblem, std::shared_ptr<const Answer>, LtProblemHash> answers = {};
 };
 
-// A first call may be in a capture, which forbids the thread what allocates on the device.
+// A first call may be in a capture, which forbids the thread what allocates on the device or loads
+// kernels.
 class AllowedInCapture {
  public:
   AllowedInCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "change a mode"); }
@@ -252,6 +253,7 @@ bool gemm(Stream stream, const Gemm& gemm) {
   const Operation operation(*plan);
   const Layouts& layouts = answer->layouts;
   const auto alpha = static_cast<float>(plan->alpha), beta = static_cast<float>(plan->beta);
+  const AllowedInCapture allowed;
   const cublasStatus_t status =
       cublasLtMatmul(handle, operation.get(), &alpha, plan->a, layouts.a.get(), plan->b,
                      layouts.b.get(), &beta, plan->c, layouts.c.get(), plan->d, layouts.d.get(),

@@ -60,6 +60,10 @@ Layout layout_of(const cublasLtMatrixLayoutOpaque_t& matrix) {
   return {at(1), at(2), at(3)};
 }
 
+void needs_relaxed_mode() {
+  if (!fake().relaxed) fake().asked_unrelaxed = true;
+}
+
 const void* pointer(uint64_t bits) { return reinterpret_cast<const void*>(bits); }
 
 }  // namespace
@@ -72,6 +76,7 @@ using transformer_ops::cuda::kMade;
 using transformer_ops::cuda::kMark;
 using transformer_ops::cuda::kScale;
 using transformer_ops::cuda::layout_of;
+using transformer_ops::cuda::needs_relaxed_mode;
 using transformer_ops::cuda::pointer;
 using transformer_ops::cuda::size_of_attribute;
 
@@ -79,6 +84,11 @@ extern "C" {
 
 cudaError_t cudaGetDevice(int* device) {
   *device = fake().device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() {
+  ++fake().cleared;
   return cudaSuccess;
 }
 
@@ -109,7 +119,7 @@ const char* cublasLtGetStatusName(cublasStatus_t status) {
 }
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
-  fake().asked_unrelaxed |= !fake().relaxed;
+  needs_relaxed_mode();
   *handle = reinterpret_cast<cublasLtHandle_t>(static_cast<uintptr_t>(++fake().handles));
   return CUBLAS_STATUS_SUCCESS;
 }
@@ -182,7 +192,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
                                               cublasLtMatmulPreference_t, int wanted,
                                               cublasLtMatmulHeuristicResult_t results[],
                                               int* found) {
-  fake().asked_unrelaxed |= !fake().relaxed;
+  needs_relaxed_mode();
   ++fake().questions;
   if (handle == nullptr || desc->data[kMade] != kMark || wanted < 1) {
     return CUBLAS_STATUS_INVALID_VALUE;
@@ -201,6 +211,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                               cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algo,
                               void* workspace, size_t workspace_bytes, cudaStream_t) {
   const std::lock_guard lock(fake().mutex);
+  needs_relaxed_mode();  // it may load the algorithm's kernel
   ++fake().products;
   fake().workspace = workspace;
   fake().compute_type = desc->data[kCompute];

@@ -24,8 +24,9 @@ struct FakeCublasLt {
   std::atomic<int> descriptors = 0;  // of products and preferences, alive
   std::map<cublasLtMatmulPreferenceAttributes_t, uint64_t> preference = {};
   uint64_t compute_type = 0;
-  bool relaxed = false;          // the mode of captures now
-  bool asked_unrelaxed = false;  // in which something would have failed in a capture
+  int cleared = 0;                            // errors that CUDA's runtime remembers
+  std::atomic<bool> asked_unrelaxed = false;  // in which something would have failed in a capture
+  static inline thread_local bool relaxed = false;  // this thread's mode of captures now
   const void* workspace = nullptr;
   std::mutex mutex = {};
 };
