@@ -26,6 +26,7 @@ std::string text(cudaError_t error) {
       return driver_is_too_old(driver, CUDART_VERSION);
     }
     case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:  // what cudaFuncSetAttribute says of the same
       return architecture_is_not_built(attribute(cudaDevAttrComputeCapabilityMajor),
                                        attribute(cudaDevAttrComputeCapabilityMinor),
                                        TRANSFORMER_OPS_CUDA_ARCHITECTURES);
@@ -36,6 +37,10 @@ std::string text(cudaError_t error) {
 
 }  // namespace
 
-void fail(int error) { throw std::runtime_error(text(static_cast<cudaError_t>(error))); }
+void fail(int error) {
+  // Else torch's next check of a launch of its own would find this error again.
+  cudaGetLastError();
+  throw std::runtime_error(text(static_cast<cudaError_t>(error)));
+}
 
 }  // namespace transformer_ops::cuda

@@ -1,6 +1,6 @@
 // Products by cuBLASLt. Its heuristics take some 100 microseconds a question, so what they answered
-// is kept. A call sets a descriptor on the stack and queues the product: it neither waits nor
-// allocates, except through the caller's `allocate`, and may be captured.
+// is kept. A call makes a descriptor and queues the product: it neither waits nor allocates on the
+// device, except through the caller's `allocate`, and may be captured.
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
 
@@ -60,14 +60,28 @@ cudaDataType_t data_type(DType dtype) {
   return CUDA_R_32F;
 }
 
-// ---- descriptors, in memory of their owner
+// ---- descriptors. The library makes them: cuBLAS 13.4 has longer ones than 13.1, and a program
+// may run with a later cuBLAS than it was compiled with.
+
+template <auto destroy>
+struct Destroy {
+  template <class Opaque>
+  void operator()(Opaque* opaque) const {
+    destroy(opaque);
+  }
+};
+
+template <class Opaque, auto destroy>
+using Descriptor = std::unique_ptr<Opaque, Destroy<destroy>>;
 
 class Operation {
  public:
   explicit Operation(const GemmPlan& plan) {
     const LtProblem& problem = plan.problem;
     const auto compute = problem.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
-    check(cublasLtMatmulDescInit(&opaque_, compute, CUDA_R_32F), "describe a product");
+    cublasLtMatmulDesc_t made = nullptr;
+    check(cublasLtMatmulDescCreate(&made, compute, CUDA_R_32F), "describe a product");
+    descriptor_.reset(made);
     if (problem.transpose_a) set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
     if (problem.transpose_b) set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_T);
     if (problem.epilogue == LtEpilogue::Default) return;
@@ -78,31 +92,32 @@ class Operation {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, problem.aux_ld);
   }
 
-  // The library's functions take no pointer to const.
-  cublasLtMatmulDesc_t get() const { return const_cast<cublasLtMatmulDesc_t>(&opaque_); }
+  cublasLtMatmulDesc_t get() const { return descriptor_.get(); }
 
  private:
   template <class T>
   void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
-    check(cublasLtMatmulDescSetAttribute(&opaque_, attribute, &value, sizeof(value)),
+    check(cublasLtMatmulDescSetAttribute(get(), attribute, &value, sizeof(value)),
           "describe a product");
   }
 
-  cublasLtMatmulDescOpaque_t opaque_;
+  Descriptor<cublasLtMatmulDescOpaque_t, cublasLtMatmulDescDestroy> descriptor_;
 };
 
 class MatrixLayout {
  public:
   MatrixLayout(DType dtype, const Layout& layout) {
-    check(cublasLtMatrixLayoutInit(&opaque_, data_type(dtype), static_cast<uint64_t>(layout.rows),
-                                   static_cast<uint64_t>(layout.cols), layout.ld),
+    cublasLtMatrixLayout_t made = nullptr;
+    check(cublasLtMatrixLayoutCreate(&made, data_type(dtype), static_cast<uint64_t>(layout.rows),
+                                     static_cast<uint64_t>(layout.cols), layout.ld),
           "describe a matrix");
+    descriptor_.reset(made);
   }
 
-  cublasLtMatrixLayout_t get() const { return const_cast<cublasLtMatrixLayout_t>(&opaque_); }
+  cublasLtMatrixLayout_t get() const { return descriptor_.get(); }
 
  private:
-  cublasLtMatrixLayoutOpaque_t opaque_;
+  Descriptor<cublasLtMatrixLayoutOpaque_t, cublasLtMatrixLayoutDestroy> descriptor_;
 };
 
 struct Layouts {
@@ -118,7 +133,9 @@ struct Layouts {
 class Preference {
  public:
   explicit Preference(const LtProblem& problem) {
-    check(cublasLtMatmulPreferenceInit(&opaque_), "take a preference");
+    cublasLtMatmulPreference_t made = nullptr;
+    check(cublasLtMatmulPreferenceCreate(&made), "take a preference");
+    descriptor_.reset(made);
     set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMostWorkspaceBytes);
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes(problem.partial_sums));
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t{problem.alignment[0]});
@@ -127,7 +144,7 @@ class Preference {
     set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t{problem.alignment[3]});
   }
 
-  cublasLtMatmulPreference_t get() { return &opaque_; }
+  cublasLtMatmulPreference_t get() const { return descriptor_.get(); }
 
  private:
   // Not in place: cublasLt.h promises that those additions come one after another, but not in which
@@ -146,11 +163,11 @@ class Preference {
 
   template <class T>
   void set(cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
-    check(cublasLtMatmulPreferenceSetAttribute(&opaque_, attribute, &value, sizeof(value)),
+    check(cublasLtMatmulPreferenceSetAttribute(get(), attribute, &value, sizeof(value)),
           "take a preference");
   }
 
-  cublasLtMatmulPreferenceOpaque_t opaque_;
+  Descriptor<cublasLtMatmulPreferenceOpaque_t, cublasLtMatmulPreferenceDestroy> descriptor_;
 };
 
 // ---- what the heuristics answered, by device
@@ -166,7 +183,7 @@ struct Answer {
 
 Answer::Answer(cublasLtHandle_t handle, const GemmPlan& plan) : layouts(plan.problem) {
   const Operation operation(plan);
-  Preference preference(plan.problem);
+  const Preference preference(plan.problem);
   cublasLtMatmulHeuristicResult_t result = {};
   int count = 0;
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
@@ -187,7 +204,8 @@ struct Device {
   std::unordered_map<LtProblem, std::shared_ptr<const Answer>, LtProblemHash> answers = {};
 };
 
-// A first call may be in a capture, which forbids the thread what allocates on the device.
+// A first call may be in a capture, which forbids the thread what allocates on the device or loads
+// kernels.
 class AllowedInCapture {
  public:
   AllowedInCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "change a mode"); }
@@ -235,6 +253,7 @@ bool gemm(Stream stream, const Gemm& gemm) {
   const Operation operation(*plan);
   const Layouts& layouts = answer->layouts;
   const auto alpha = static_cast<float>(plan->alpha), beta = static_cast<float>(plan->beta);
+  const AllowedInCapture allowed;
   const cublasStatus_t status =
       cublasLtMatmul(handle, operation.get(), &alpha, plan->a, layouts.a.get(), plan->b,
                      layouts.b.get(), &beta, plan->c, layouts.c.get(), plan->d, layouts.d.get(),

@@ -60,6 +60,10 @@ Layout layout_of(const cublasLtMatrixLayoutOpaque_t& matrix) {
   return {at(1), at(2), at(3)};
 }
 
+void needs_relaxed_mode() {
+  if (!fake().relaxed) fake().asked_unrelaxed = true;
+}
+
 const void* pointer(uint64_t bits) { return reinterpret_cast<const void*>(bits); }
 
 }  // namespace
@@ -72,6 +76,7 @@ using transformer_ops::cuda::kMade;
 using transformer_ops::cuda::kMark;
 using transformer_ops::cuda::kScale;
 using transformer_ops::cuda::layout_of;
+using transformer_ops::cuda::needs_relaxed_mode;
 using transformer_ops::cuda::pointer;
 using transformer_ops::cuda::size_of_attribute;
 
@@ -79,6 +84,11 @@ extern "C" {
 
 cudaError_t cudaGetDevice(int* device) {
   *device = fake().device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError() {
+  ++fake().cleared;
   return cudaSuccess;
 }
 
@@ -109,19 +119,26 @@ const char* cublasLtGetStatusName(cublasStatus_t status) {
 }
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
-  fake().asked_unrelaxed |= !fake().relaxed;
+  needs_relaxed_mode();
   *handle = reinterpret_cast<cublasLtHandle_t>(static_cast<uintptr_t>(++fake().handles));
   return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulDescInit_internal(cublasLtMatmulDesc_t desc, size_t size,
-                                               cublasComputeType_t compute, cudaDataType_t scale) {
-  if (size != sizeof(*desc)) return CUBLAS_STATUS_ALLOC_FAILED;
-  *desc = {};
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* made, cublasComputeType_t compute,
+                                        cudaDataType_t scale) {
+  auto* const desc = new cublasLtMatmulDescOpaque_t{};
   desc->data[kCompute] = compute;
   desc->data[kScale] = scale;
   desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE] = CUBLASLT_EPILOGUE_DEFAULT;
   desc->data[kMade] = kMark;
+  *made = desc;
+  ++fake().descriptors;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t desc) {
+  delete desc;
+  --fake().descriptors;
   return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -136,18 +153,29 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc,
   return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatrixLayoutInit_internal(cublasLtMatrixLayout_t layout, size_t size,
-                                                 cudaDataType type, uint64_t rows, uint64_t cols,
-                                                 int64_t ld) {
-  if (size != sizeof(*layout)) return CUBLAS_STATUS_ALLOC_FAILED;
-  *layout = {{static_cast<uint64_t>(type), rows, cols, static_cast<uint64_t>(ld)}};
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* made, cudaDataType type,
+                                          uint64_t rows, uint64_t cols, int64_t ld) {
+  *made = new cublasLtMatrixLayoutOpaque_t{
+      {static_cast<uint64_t>(type), rows, cols, static_cast<uint64_t>(ld)}};
   return CUBLAS_STATUS_SUCCESS;
 }
 
-cublasStatus_t cublasLtMatmulPreferenceInit_internal(cublasLtMatmulPreference_t preference,
-                                                     size_t size) {
+cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
+  delete layout;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* made) {
   fake().preference.clear();
-  return size == sizeof(*preference) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_ALLOC_FAILED;
+  *made = new cublasLtMatmulPreferenceOpaque_t{};
+  ++fake().descriptors;
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) {
+  delete preference;
+  --fake().descriptors;
+  return CUBLAS_STATUS_SUCCESS;
 }
 
 cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t,
@@ -164,7 +192,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
                                               cublasLtMatmulPreference_t, int wanted,
                                               cublasLtMatmulHeuristicResult_t results[],
                                               int* found) {
-  fake().asked_unrelaxed |= !fake().relaxed;
+  needs_relaxed_mode();
   ++fake().questions;
   if (handle == nullptr || desc->data[kMade] != kMark || wanted < 1) {
     return CUBLAS_STATUS_INVALID_VALUE;
@@ -183,6 +211,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                               cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algo,
                               void* workspace, size_t workspace_bytes, cudaStream_t) {
   const std::lock_guard lock(fake().mutex);
+  needs_relaxed_mode();  // it may load the algorithm's kernel
   ++fake().products;
   fake().workspace = workspace;
   fake().compute_type = desc->data[kCompute];

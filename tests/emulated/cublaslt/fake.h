@@ -4,6 +4,7 @@
 
 #include <cublasLt.h>
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -20,10 +21,12 @@ struct FakeCublasLt {
 
   // ---- what it has seen
   int handles = 0, questions = 0, products = 0;
+  std::atomic<int> descriptors = 0;  // of products and preferences, alive
   std::map<cublasLtMatmulPreferenceAttributes_t, uint64_t> preference = {};
   uint64_t compute_type = 0;
-  bool relaxed = false;          // the mode of captures now
-  bool asked_unrelaxed = false;  // in which something would have failed in a capture
+  int cleared = 0;                            // errors that CUDA's runtime remembers
+  std::atomic<bool> asked_unrelaxed = false;  // in which something would have failed in a capture
+  static inline thread_local bool relaxed = false;  // this thread's mode of captures now
   const void* workspace = nullptr;
   std::mutex mutex = {};
 };

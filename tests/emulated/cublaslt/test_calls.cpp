@@ -22,8 +22,11 @@ class CublasLt : public testing::Test {
     fake().answers = 1;
     fake().workspace_bytes = 0;
     fake().questions = fake().products = 0;
-    fake().relaxed = fake().asked_unrelaxed = false;
+    fake().relaxed = false;
+    fake().asked_unrelaxed = false;
   }
+
+  void TearDown() override { EXPECT_EQ(fake().descriptors, 0); }
 
   // Small enough for `memory`.
   static Gemm example() {

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "fake.h"
 #include "kernels/cuda/errors.h"
 
 namespace transformer_ops::cuda {
@@ -25,7 +26,15 @@ TEST(Fail, NamesDriverAndToolkit) {
 }
 
 TEST(Fail, NamesTheDevicesArchitectureAndThoseOfTheBuild) {
-  EXPECT_EQ(text_of(cudaErrorNoKernelImageForDevice), architecture_is_not_built(7, 5, "8.0 9.0a"));
+  const std::string text = architecture_is_not_built(7, 5, "8.0 9.0a");
+  EXPECT_EQ(text_of(cudaErrorNoKernelImageForDevice), text);
+  EXPECT_EQ(text_of(cudaErrorInvalidDeviceFunction), text);
+}
+
+TEST(Fail, LeavesNoErrorForTheNextToFind) {
+  const int before = fake().cleared;
+  text_of(cudaErrorLaunchOutOfResources);
+  EXPECT_EQ(fake().cleared, before + 1);
 }
 
 TEST(Fail, NamesAnyOtherError) {
