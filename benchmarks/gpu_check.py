@@ -34,7 +34,9 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu-check-work"
 TOTAL_SECONDS = 530.0
 # Of a part's output in the reports.
-JSON_LINES, TEXT_LINES = 30, 400
+JSON_LINES, TEXT_LINES = 30, 2000
+# For a part that is out of time to say how far it came.
+GRACE_SECONDS = 8.0
 
 Command = list[str]
 
@@ -70,7 +72,8 @@ class Outcome:
 def stages() -> list[list[Part]]:
     """Parts of one stage run side by side; only what is timed has the machine for itself."""
     python = sys.executable
-    machine = Part("machine", 30, lambda: [[python, "-c", MACHINE, str(WORK / "machine.json")]],
+    # The first import of torch on a machine reads gigabytes.
+    machine = Part("machine", 60, lambda: [[python, "-c", MACHINE, str(WORK / "machine.json")]],
                    result=WORK / "machine.json")  # fmt: skip
     load = [python, "tests/cuda_load.py"]
     table = [python, "-m", "suite.gpu"]
@@ -84,17 +87,18 @@ def stages() -> list[list[Part]]:
             Part("products", 90, products),
             Part("tests", 170, tests, ("build",), {"FAIL_WITHOUT_CUDA": "1"}),
             # Each tensor in an allocation of its own: the ends of all are guarded.
-            Part("memcheck", 170, lambda: [[*sanitizer("memcheck"), *load]], ("build",),
+            Part("memcheck", 170, lambda: [[*sanitizer("memcheck", 49152), *load]], ("build",),
                  {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-            Part("racecheck", 170, lambda: [[*sanitizer("racecheck"), *load]], ("build",)),
+            Part("racecheck", 170, lambda: [[*sanitizer("racecheck", 50152), *load]], ("build",)),
             compiled,
         ],
+        # Before what can do with less time.
+        [Part("train", 60, lambda: [[*train, "--steps", "60", "--out", str(WORK / "train")]],
+              ("build",))],
         [Part("targets", 130, lambda: [[*table, "--out", str(WORK / "targets.json")]], ("build",),
               result=WORK / "targets.json")],
+        [Part("bench", 90, lambda: [bench], ("build",), result=WORK / "bench.json")],
         [Part("profile", 45, lambda: [[python, "-m", "suite.gpu_profile"]], ("build",))],
-        [Part("bench", 60, lambda: [bench], ("build",), result=WORK / "bench.json")],
-        [Part("train", 45, lambda: [[*train, "--steps", "60", "--out", str(WORK / "train")]],
-              ("build",))],
     ]  # fmt: skip
 
 
@@ -160,13 +164,18 @@ def products() -> list[Command]:
 def tests() -> list[Command]:
     """All that is marked "cuda", side by side where pytest-xdist is there."""
     parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
-    return [[sys.executable, "-m", "pytest", "-m", "cuda", "-q", "-rf", "--tb=short", *parallel]]
+    # A file that cannot be imported fails, and the others run.
+    options = ["-m", "cuda", "-q", "-rfE", "--tb=short", "--continue-on-collection-errors"]
+    return [[sys.executable, "-m", "pytest", *options, *parallel]]
 
 
-def sanitizer(name: str) -> Command:
-    """compute-sanitizer on our own kernels."""
-    options = ["--error-exitcode", "9", "--kernel-regex", "kns=transformer_ops"]
-    return [tool("compute-sanitizer", toolkit() / "bin"), "--tool", name, *options]
+def sanitizer(name: str, port: int) -> Command:
+    """compute-sanitizer on our own kernels; two at a time need ports apart."""
+    options = ["--error-exitcode", "9", "--kernel-name", "kns=transformer_ops"]
+    # It waits for the first call of CUDA, which torch makes when it is loaded: we have a limit.
+    connection = ["--launch-timeout", "0", "--port", str(port)]
+    program = tool("compute-sanitizer", toolkit() / "bin", Path("/usr/local/cuda/bin"))
+    return [program, "--tool", name, *options, *connection]
 
 
 def tool(name: str, *places: Path) -> str:
@@ -223,8 +232,11 @@ def run_part(part: Part, failed: set[str], end: float) -> Outcome:
                     break
             else:
                 outcome.status = "ok"
-        except (Missing, OSError) as error:
+        except Missing as error:
             outcome.reason = str(error)
+        except Exception as error:
+            # Not to lose the other parts.
+            outcome.reason = f"{type(error).__name__}: {error}"
     outcome.seconds = round(time.monotonic() - start, 1)
     outcome.log = log.read_text(encoding="utf-8", errors="replace").splitlines()
     read_result(part, outcome)
@@ -232,7 +244,7 @@ def run_part(part: Part, failed: set[str], end: float) -> Outcome:
 
 
 def call(command: Command, env: dict[str, str], stream: Any, seconds: float) -> int | None:
-    """The exit status; None where it took too long, and it and its children were ended."""
+    """The exit status; None where it took too long. Its children end with it."""
     path = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     everything = {
         **os.environ,
@@ -240,7 +252,7 @@ def call(command: Command, env: dict[str, str], stream: Any, seconds: float) -> 
         "PYTHONUNBUFFERED": "1",
         **env,
     }
-    # A group of its own, so that its children end with it.
+    # A group of its own, to end its children by.
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -253,11 +265,16 @@ def call(command: Command, env: dict[str, str], stream: Any, seconds: float) -> 
     try:
         return process.wait(timeout=max(0.0, seconds))
     except subprocess.TimeoutExpired:
+        # pytest says then what has failed so far, and Python where it was.
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE_SECONDS)
         return None
     finally:
-        if process.poll() is None:
+        # Whatever a command leaves behind would disturb what is timed next.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def read_result(part: Part, outcome: Outcome) -> None:

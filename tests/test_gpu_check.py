@@ -42,6 +42,16 @@ def run(part: Part, failed: set[str] | None = None, seconds: float = 30) -> gpu_
     return gpu_check.run_part(part, failed or set(), time.monotonic() + seconds)
 
 
+def assert_gone(pid: int) -> None:
+    """Gone, or a zombie that nobody has waited for."""
+    state = Path(f"/proc/{pid}/stat")
+    for _ in range(50):
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the child still runs")
+
+
 # ---- one part
 
 
@@ -67,13 +77,43 @@ def test_a_part_that_takes_too_long_ends_with_its_children(work: Path) -> None:
     outcome = run(python(code), seconds=3)
     assert (outcome.status, outcome.reason) == ("timed out", "took more than 3 s")
     assert outcome.seconds < 10
-    # Gone, or a zombie that nobody has waited for.
-    state = Path(f"/proc/{pid.read_text()}/stat")
-    for _ in range(50):
-        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-        time.sleep(0.1)
-    pytest.fail("the child still runs")
+    assert_gone(int(pid.read_text()))
+
+
+def test_a_part_out_of_time_says_how_far_it_came(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = work / "test_some.py"
+    tests.write_text("def test_bad(): assert 2 == 3\ndef test_long(): __import__('time').sleep(60)")
+    command = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", str(tests)]
+    outcome = run(Part("a part", 10, lambda: [command]))
+    assert outcome.status == "timed out"
+    said = "\n".join(outcome.log)
+    assert "assert 2 == 3" in said
+    assert "1 failed" in said
+    # What does not listen is ended.
+    monkeypatch.setattr(gpu_check, "GRACE_SECONDS", 0.5)
+    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+    outcome = run(python(deaf), seconds=3)
+    assert outcome.status == "timed out"
+    assert outcome.seconds < 10
+
+
+def test_what_a_command_leaves_behind_is_ended(work: Path) -> None:
+    child = (
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {!r}]); print(p.pid)"
+    )
+    outcome = run(python(child.format("import time; time.sleep(60)")))
+    assert outcome.status == "ok"
+    assert_gone(int(outcome.log[-1]))
+
+
+def test_an_error_in_what_a_part_would_run_is_its_own(work: Path) -> None:
+    def commands() -> list[list[str]]:
+        raise ValueError("no such thing")
+
+    outcome = run(Part("a part", 20, commands))
+    assert (outcome.status, outcome.reason) == ("failed", "ValueError: no such thing")
 
 
 def test_what_a_part_lacks_is_said(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

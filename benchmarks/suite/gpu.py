@@ -12,13 +12,14 @@ import json
 import statistics
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import blocks
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
 import transformer_ops as tops
 
@@ -283,21 +284,21 @@ def compile_all(device: torch.device, sizes: Sizes) -> None:
     synchronize(device)
 
 
-def table(device: torch.device, sizes: Sizes) -> tuple[list[Line], list[str]]:
-    """The rows, and the errors of parts that failed: the others go on."""
+def table(device: torch.device, sizes: Sizes) -> Iterator[tuple[list[Line], list[str]]]:
+    """After each part the rows so far, and the errors of parts that failed: the others go on."""
     lines: list[Line] = []
-    errors = []
+    errors: list[str] = []
     for part in PARTS:
         try:
             found = part(device, sizes)
         except Exception as error:
             traceback.print_exc()
             errors.append(f"{part.__name__}: {type(error).__name__}: {error}")
-            continue
-        lines += found
-        for line in found:
-            print(line, flush=True)
-    return lines, errors
+        else:
+            lines += found
+            for line in found:
+                print(line, flush=True)
+        yield lines, errors
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -309,18 +310,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON")
     options = parser.parse_args(arguments)
     device, sizes = torch.device(options.device), TINY if options.tiny else Sizes()
+    # Inductor keeps the configurations that it found fastest; those of --compile-only were found
+    # while others had the GPU too, and would slow what ours is compared to.
+    inductor_config.autotune_local_cache = False
     if options.compile_only:
         compile_all(device, sizes)
         return 0
     about = describe(device, torch.get_num_threads(), {})
     print(f"bfloat16; {caption(about)}", flush=True)
-    lines, errors = table(device, sizes)
+    errors: list[str] = []
+    for lines, errors in table(device, sizes):
+        # Each time: whoever starts this may not let it come to its end.
+        if options.out:
+            rows = [{**line._asdict(), "ok": line.ok} for line in lines]
+            content = json.dumps({"about": about, "lines": rows, "errors": errors}, indent=1)
+            options.out.write_text(content + "\n", encoding="utf-8")
     for error in errors:
         print(f"[gpu] {error}", file=sys.stderr)
-    if options.out:
-        rows = [{**line._asdict(), "ok": line.ok} for line in lines]
-        content = json.dumps({"about": about, "lines": rows, "errors": errors}, indent=1)
-        options.out.write_text(content + "\n", encoding="utf-8")
     return 1 if errors else 0
 
 
