@@ -81,8 +81,13 @@ void by_slices(const Args& args, Tensors& results, int64_t unit, const Pass& pas
     Tensor buffer = empty_cpu({rows, count}, grad.scalar_type());
     at::cpu::mm_out(buffer, grad, weight.narrow(1, first, count));
     pass(buffer, first);
-    Tensor grad_weight = results[1].narrow(1, first, count);
-    at::cpu::mm_out(grad_weight, grad.t(), buffer);
+    // oneDNN's copies of the operands take 2.0 MB for 1024 columns and 2.7 MB for twice as many.
+    const int64_t part = grad.scalar_type() == at::kBFloat16 ? 1024 : count;
+    for (int64_t column = 0; column < count; column += part) {
+      const int64_t columns = std::min(part, count - column);
+      Tensor grad_weight = results[1].narrow(1, first + column, columns);
+      at::cpu::mm_out(grad_weight, grad.t(), buffer.narrow(1, column, columns));
+    }
   }
 }
 
