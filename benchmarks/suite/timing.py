@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from random import Random
 
 import torch
 
@@ -41,8 +42,8 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Milliseconds by way, one number a round.
 
-    Rounds go on for `seconds`, within bounds. Each begins with another way, so that none always
-    finds the caches that the same other one left.
+    Rounds go on for `seconds`, within bounds. Each takes the ways in another order, so that none
+    always finds the caches that the same other one left.
     """
     counts, round_seconds = {}, 0.0
     for name, call in calls.items():
@@ -54,14 +55,14 @@ def interleave(
         round_seconds += counts[name] * once
     rounds = min(MOST_ROUNDS, max(least, int(seconds / round_seconds)))
     times: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
+    order, random = list(calls), Random(0)
     gc.collect()
     gc.disable()
     try:
         for _ in range(rounds):
             for name in order:
                 times[name].append(1e3 * clock.seconds(calls[name], counts[name]))
-            order.append(order.pop(0))
+            random.shuffle(order)
     finally:
         gc.enable()
     return times

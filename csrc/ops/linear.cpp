@@ -198,18 +198,13 @@ Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& we
 
 void product_cpu(const Tensor& out, const Tensor& left, const Tensor& right, bool adds,
                  double scale) {
-  Tensor result = out;
   // Of 16-bit numbers a product that starts from others takes longer by more than a pass.
   if (out.scalar_type() == left.scalar_type() && (!adds || out.element_size() > 2)) {
-    if (!adds && scale == 1.0) {
-      at::cpu::mm_out(result, left, right);
-    } else {
-      at::cpu::addmm_(result, left, right, /*beta=*/adds ? 1 : 0, scale);
-    }
+    multiply(out, left, right, /*beta=*/adds ? 1 : 0, scale);
     return;
   }
   const Tensor found = product(left, right, scale);
-  adds ? result.add_(found) : result.copy_(found);
+  adds ? out.add_(found) : out.copy_(found);
 }
 
 Tensors linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
