@@ -166,6 +166,8 @@ TOOLKIT = {
     "CUDAToolkit_NVCC_EXECUTABLE": "nvcc",
     "CUDAToolkit_VERSION": "13.0.88",
     "CUDAToolkit_VERSION_MAJOR": "13",
+    "CUDAToolkit_LIBRARY_DIR": "lib64",
+    "CUDA_cublasLt_LIBRARY": "libcublasLt.so",
 }
 TORCH = {"TORCH_CUDA_VERSION": "13.2"}
 
@@ -201,6 +203,11 @@ def configure(
             {"TRANSFORMER_OPS_CUDA": "ON"},
             "TRANSFORMER_OPS_CUDA=ON: a CUDA toolkit with nvcc is needed, found none (set CUDACXX "
             "or CUDAToolkit_ROOT)",
+        ),
+        (
+            TOOLKIT | TORCH | {"CUDA_cublasLt_LIBRARY": ""},
+            {"TRANSFORMER_OPS_CUDA": "ON"},
+            "TRANSFORMER_OPS_CUDA=ON: the CUDA toolkit must have cuBLASLt, found none in lib64",
         ),
         (
             TOOLKIT,
