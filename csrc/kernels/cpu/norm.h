@@ -97,6 +97,23 @@ TRANSFORMER_OPS_INLINE void store_gradient(Extra residual, typename Extra::Eleme
   }
 }
 
+// gamma, or one where there is none.
+template <bool kGamma, class T>
+struct Weight {
+  const Acc<T>* gamma;
+
+  template <class V, class Lanes>
+  TRANSFORMER_OPS_INLINE V times(V grad, int64_t i, Lanes lanes) const {
+    if constexpr (kGamma) return grad * load_acc<T>(gamma + i, lanes);
+    return grad;
+  }
+  template <class V, class Lanes>
+  TRANSFORMER_OPS_INLINE V times_plus(V grad, V rest, int64_t i, Lanes lanes) const {
+    if constexpr (kGamma) return fused(grad, load_acc<T>(gamma + i, lanes), rest);
+    return grad + rest;
+  }
+};
+
 // With n = (x - mean) rstd and g = grad_y gamma: grad_gamma = sum grad_y n, grad_beta = sum grad_y,
 // grad_x = rstd (g - mean(g) - n mean(g n)) + residual.
 template <bool kGamma, class T, class Extra>
@@ -109,15 +126,7 @@ void layer_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Ac
   ColumnSums<A> gamma_sums(grad_gamma, h), beta_sums(grad_beta, h);
   A* gamma_sum = gamma_sums.group();
   A* beta_sum = beta_sums.group();
-  const auto weigh = [=](auto grad, int64_t i, auto lanes) __attribute__((always_inline)) {
-    if constexpr (kGamma) return grad * load_acc<T>(gamma + i, lanes);
-    return grad;
-  };
-  const auto weighed_plus = [=](auto grad, auto rest, int64_t i, auto lanes)
-      __attribute__((always_inline)) {
-    if constexpr (kGamma) return fused(grad, load_acc<T>(gamma + i, lanes), rest);
-    return grad + rest;
-  };
+  const Weight<kGamma, T> weight{gamma};
   for (int64_t r = 0; r < rows; r += kRowsAtOnce<T>) {
     const int count = static_cast<int>(smaller(kRowsAtOnce<T>, rows - r));
     A mean_g[kRowsAtOnce<T>], mean_gn[kRowsAtOnce<T>];
@@ -126,7 +135,7 @@ void layer_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Ac
       const V m(mean[r + k]);
       const auto add = [=](int64_t i, auto lanes, auto& first, auto& second)
           __attribute__((always_inline)) {
-        first = weigh(load(g + i, lanes), i, lanes);
+        first = weight.times(load(g + i, lanes), i, lanes);
         second = first * (load(row + i, lanes) - m);
       };
       const TwoSums sums = row_two_sums<T>(h, add);
@@ -145,7 +154,7 @@ void layer_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Ac
             sum_gn = sum_gn + grad * n;
             sum_g = sum_g + grad;
             const auto rest = -(n * V(mean_gn[k])) - V(mean_g[k]);
-            const auto change = weighed_plus(grad, rest, i, lanes);
+            const auto change = weight.times_plus(grad, rest, i, lanes);
             store_gradient<T>(residual, grad_x, at, change * V(rstd[r + k]), lanes, stream);
           }
           store_acc(gamma_sum + i, sum_gn, lanes);
@@ -231,15 +240,7 @@ void root_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Acc
   using V = Vec<T>;
   ColumnSums<A> gamma_sums(grad_gamma, h);
   A* gamma_sum = gamma_sums.group();
-  const auto weigh = [=](auto grad, int64_t i, auto lanes) __attribute__((always_inline)) {
-    if constexpr (kGamma) return grad * load_acc<T>(gamma + i, lanes);
-    return grad;
-  };
-  const auto weighed_plus = [=](auto grad, auto rest, int64_t i, auto lanes)
-      __attribute__((always_inline)) {
-    if constexpr (kGamma) return fused(grad, load_acc<T>(gamma + i, lanes), rest);
-    return grad + rest;
-  };
+  const Weight<kGamma, T> weight{gamma};
   for (int64_t r = 0; r < rows; r += kRowsAtOnce<T>) {
     const int count = static_cast<int>(smaller(kRowsAtOnce<T>, rows - r));
     A projection[kRowsAtOnce<T>];
@@ -248,7 +249,7 @@ void root_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Acc
       const V s(rstd[r + k]);
       const double sum = row_sum<T>(
           h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-            return weigh(load(g + i, lanes), i, lanes) * (load(row + i, lanes) * s);
+            return weight.times(load(g + i, lanes), i, lanes) * (load(row + i, lanes) * s);
           });
       projection[k] = static_cast<A>(sum / divisor);
     }
@@ -263,7 +264,7 @@ void root_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Acc
             const auto n = load(x + at, lanes) * V(rstd[r + k]);
             if constexpr (kGamma) sum_gn = sum_gn + grad * n;
             const auto along = n * V(projection[k]);
-            const auto change = weighed_plus(grad, -along, i, lanes);
+            const auto change = weight.times_plus(grad, -along, i, lanes);
             store_gradient<T>(residual, grad_x, at, change * V(rstd[r + k]), lanes, stream);
           }
           if constexpr (kGamma) store_acc(gamma_sum + i, sum_gn, lanes);

@@ -205,7 +205,7 @@ TRANSFORMER_OPS_INLINE Pair<V> tanh(Pair<V> x) {
 
 #if defined(__AVX512F__)
 // The sigmoids of BFloat16, in place of those of math.h: from 1 / (1 + 2^n) for n of either sign,
-// with half the instructions. For float it would not be accurate enough.
+// which takes fewer instructions. For float it would not be accurate enough.
 template <class V>
 TRANSFORMER_OPS_INLINE V reciprocal_of_one_plus_exp2(V n) {
   // 2^f for 0 <= f < 1, within 3e-6.
