@@ -38,11 +38,12 @@ size_t round_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * 
 struct Units {
   Units(char* data, size_t bytes, size_t unit) {
     const auto address = reinterpret_cast<uintptr_t>(data);
-    const size_t before = round_up(address, unit) - address;
+    before = round_up(address, unit) - address;
     first = data + before;
     size = bytes < before ? 0 : (bytes - before) / unit * unit;
   }
 
+  size_t before;
   char* first;
   size_t size;
 };
@@ -64,6 +65,11 @@ void* Pool::allocate(size_t bytes) noexcept {
   try {
     const size_t held = stats_.in_use_bytes + stats_.idle_bytes;
     char* data = take_idle(size);
+    if (data == nullptr) {
+      // The rest of the huge page that fresh memory begins in is in memory already.
+      retire_fresh(Units(fresh_, fresh_bytes_, kHugePage).before);
+      data = take_idle(size);
+    }
     if (data == nullptr) {
       gather(size);
       data = take_idle(size);
@@ -235,9 +241,8 @@ char* Pool::take_fresh(size_t size) {
 
 bool Pool::map_fresh(size_t size) {
   make_room(size);
-  // The rest of a huge page is in memory already.
   if (fresh_bytes_ < kHugePage) {
-    retire_fresh();
+    retire_fresh(fresh_bytes_);
   } else {
     drop_fresh();
   }
@@ -256,14 +261,14 @@ bool Pool::map_fresh(size_t size) {
   return true;
 }
 
-void Pool::retire_fresh() {
-  if (fresh_bytes_ == 0) return;
+void Pool::retire_fresh(size_t bytes) {
+  if (bytes == 0) return;
   IdleSet node;
-  node.emplace(fresh_bytes_, fresh_);
-  const auto range = ranges_.emplace(fresh_, Range{fresh_bytes_, false, allocations_, {}}).first;
+  node.emplace(bytes, fresh_);
+  const auto range = ranges_.emplace(fresh_, Range{bytes, false, allocations_, {}}).first;
   range->second.node = node.extract(node.begin());
-  fresh_ = nullptr;
-  fresh_bytes_ = 0;
+  fresh_bytes_ -= bytes;
+  fresh_ = fresh_bytes_ == 0 ? nullptr : fresh_ + bytes;
   join(range);
 }
 

@@ -70,7 +70,7 @@ class Pool {
   char* take_fresh(size_t size);
   Ranges::iterator idle_below_fresh();
   bool map_fresh(size_t size);
-  void retire_fresh();
+  void retire_fresh(size_t bytes);
   void drop_fresh();
   void use(Ranges::iterator range, size_t bytes);
   void set_idle(Ranges::iterator range);

@@ -189,12 +189,25 @@ TEST_F(PoolTest, NeighboursJoinForALargerRequest) {
 }
 
 TEST_F(PoolTest, IdleMemoryBelowFreshMemoryGrows) {
+  void* const kept = take(kMega);
   void* const a = take(kMega);
   pool.free(a);
   EXPECT_EQ(take(kMega + kMega / 2), a);
-  EXPECT_EQ(pool.stats().peak_held_bytes, kMega + kMega / 2);
+  EXPECT_EQ(pool.stats().peak_held_bytes, 2 * kMega + kMega / 2);
   EXPECT_EQ(counts.maps, 1);
+  pool.free(kept);
   pool.free(a);
+}
+
+// The kernel gives fresh memory by huge pages.
+TEST_F(PoolTest, TheRestOfAHugePageCountsAndServes) {
+  void* const a = take(kMega);
+  void* const b = take(kPiece);
+  EXPECT_EQ(b, static_cast<char*>(a) + kMega);
+  EXPECT_EQ(pool.stats().peak_held_bytes, kHugePage);
+  void* const c = take(kPiece);
+  EXPECT_EQ(pool.stats().hits, 1u);
+  for (void* block : {a, b, c}) pool.free(block);
 }
 
 #if !defined(__SANITIZE_ADDRESS__)  // poisoning takes memory of its own
