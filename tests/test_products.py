@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,11 +81,9 @@ def test_any_strides(
 
 @every_device
 @every_dtype
-@pytest.mark.parametrize("size", [(1100, 4096, 8), (520, 256, 3100)], ids=str)
-def test_sizes_that_are_multiplied_in_parts(
-    size: tuple[int, int, int], dtype: torch.dtype, device: str
-) -> None:
-    # Of rows in bfloat16, of columns in float32; neither size is a multiple of its parts.
+@pytest.mark.parametrize("size", [(1100, 4096, 8), (520, 256, 3100), (63, 263, 1025)], ids=str)
+def test_large_products(size: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    # In float32 by oneDNN on some processors; the first in bfloat16 by parts of its rows.
     rows, k, n = size
     x, w, b, start = made(dtype, device, (rows, k), (n, k), (n,), (rows, n))
     w /= k**0.5
@@ -94,6 +95,36 @@ def test_sizes_that_are_multiplied_in_parts(
     check(typed.linear_backward(x, None, by_rows, [True, False])[0], want, dtype)
     dx = typed.linear_residual_backward(x, start, None, by_rows, [True, False])[0]
     check(dx, want + start, dtype)
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_large_products_of_any_strides(stored: Callable[[Tensor], Tensor]) -> None:
+    x, w, g = made(torch.float32, "cpu", (100, 600), (300, 600), (100, 300))
+    w /= 600**0.5
+    xd, wd, gd = exact(x, w, g)
+    for a, b, c in [(stored(x), w, g), (x, stored(w), g), (x, w, stored(g))]:
+        check(typed.linear(a, b), xd @ wd.t(), torch.float32)
+        dx, dw = typed.linear_backward(c, a, b, [True, True])
+        check(dx, gd @ wd, torch.float32, "grad_input")
+        check(dw, gd.t() @ xd, torch.float32, "grad_weight")
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_which_library_multiplies(capfd: pytest.CaptureFixture[str]) -> None:
+    def calls_onednn(rows: int, enabled: bool = True) -> bool:
+        x, w = made(torch.float32, "cpu", (rows, 512), (512, 512))
+        with (
+            torch.backends.mkldnn.flags(enabled=enabled),
+            torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON),
+        ):
+            typed.linear(x, w)
+        ctypes.CDLL(None).fflush(None)
+        return "exec,cpu,matmul" in capfd.readouterr().out
+
+    processor = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    assert calls_onednn(64) == ("AuthenticAMD" in processor and "avx512vl" in processor)
+    assert not calls_onednn(63)
+    assert not calls_onednn(64, enabled=False)
 
 
 @every_device

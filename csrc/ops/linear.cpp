@@ -1,14 +1,11 @@
 #include "ops/linear.h"
 
-#include <ATen/ops/addmm_cpu_dispatch.h>
-#include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/mm_cpu_dispatch.h>
 
-#include <algorithm>
 #include <cstring>
 
 #include "ops/cpu.h"
+#include "ops/product.h"
 
 namespace transformer_ops {
 namespace {
@@ -20,71 +17,13 @@ Tensor with_last_size(const Tensor& matrix, const Tensor& like, int64_t size) {
   return matrix.view(sizes);
 }
 
-// matrix.t() and a part of a matrix, without the dispatcher.
-Tensor transposed(const Tensor& matrix) {
-  const int64_t sizes[] = {matrix.size(1), matrix.size(0)};
-  const int64_t strides[] = {matrix.stride(1), matrix.stride(0)};
-  return at::native::as_strided_tensorimpl(matrix, sizes, strides, matrix.storage_offset());
-}
-
-Tensor block_of(const Tensor& matrix, int64_t row, int64_t rows, int64_t column, int64_t columns) {
-  if (rows == matrix.size(0) && columns == matrix.size(1)) return matrix;
-  const int64_t sizes[] = {rows, columns};
-  const int64_t strides[] = {matrix.stride(0), matrix.stride(1)};
-  const int64_t first = row * strides[0] + column * strides[1];
-  return at::native::as_strided_tensorimpl(matrix, sizes, strides, matrix.storage_offset() + first);
-}
-
-// What a product takes at a time of the rows of `left` and the columns of `right`.
-struct Parts {
-  int64_t rows;
-  int64_t columns;
-};
-
-// Measured on a Zen 4 with 2 threads; other sizes and layouts took longer in parts.
-Parts parts_of(const Tensor& left, const Tensor& right) {
-  const int64_t rows = left.size(0), inner = left.size(1), columns = right.size(1);
-  // oneDNN adds up so many products in a buffer of 1.4 to 2.9 MB beside the result. 512 rows at a
-  // time do without it, in 0.95 to 0.99 of the time (1024 to 4096 rows, 256 to 4096 columns).
-  if (left.scalar_type() == at::kBFloat16 && left.stride(1) == 1 && rows >= 1024 && inner >= 4096) {
-    return {512, columns};
-  }
-  // MKL, x W^T with a result much wider than high: 0.92 to 0.99 of the time.
-  if (left.scalar_type() == at::kFloat && right.stride(0) == 1 && rows >= 512 && rows <= 1024 &&
-      inner >= 256 && columns >= 3072) {
-    return {rows, 1024};
-  }
-  return {rows, columns};
-}
-
-// out = beta out + scale left right
-void multiply(const Tensor& out, const Tensor& left, const Tensor& right, double beta,
-              double scale) {
-  const Parts parts = parts_of(left, right);
-  for (int64_t row = 0; row < left.size(0); row += parts.rows) {
-    const int64_t rows = std::min(parts.rows, left.size(0) - row);
-    for (int64_t column = 0; column < right.size(1); column += parts.columns) {
-      const int64_t columns = std::min(parts.columns, right.size(1) - column);
-      Tensor sum = block_of(out, row, rows, column, columns);
-      const Tensor a = block_of(left, row, rows, 0, left.size(1));
-      const Tensor b = block_of(right, 0, right.size(0), column, columns);
-      if (beta == 0 && scale == 1) {
-        at::cpu::mm_out(sum, a, b);
-      } else {
-        at::cpu::addmm_(sum, a, b, beta, scale);
-      }
-    }
-  }
-}
-
 // scale left right + start, into recycled memory: mm alone would take fresh memory each time. An
-// undefined start is zero. Contiguous copies of the operands and mkldnn's linear were measured too:
-// neither is 3 % faster.
+// undefined start is zero.
 Tensor product(const Tensor& left, const Tensor& right, double scale = 1.0,
                const Tensor& start = {}) {
   Tensor result = empty_cpu({left.size(0), right.size(1)}, left.scalar_type());
   if (start.defined()) result.view(start.sizes()).copy_(start);
-  multiply(result, left, right, /*beta=*/start.defined() ? 1 : 0, scale);
+  multiply_cpu(result, left, right, /*beta=*/start.defined() ? 1 : 0, scale);
   return result;
 }
 
@@ -184,7 +123,7 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
     return with_last_size(product(matrix, transposed(weight)), input, weight.size(0));
   }
   const Tensor output = repeat_rows(bias, matrix.size(0));
-  multiply(output, matrix, transposed(weight), /*beta=*/1, /*scale=*/1);
+  multiply_cpu(output, matrix, transposed(weight), /*beta=*/1, /*scale=*/1);
   return with_last_size(output, input, weight.size(0));
 }
 
@@ -192,7 +131,7 @@ Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& we
                       double scale) {
   const int64_t rows = start.numel() / weight.size(0);
   const Tensor sum = start.view({rows, weight.size(0)});
-  multiply(sum, input.reshape({rows, weight.size(1)}), transposed(weight), /*beta=*/1, scale);
+  multiply_cpu(sum, input.reshape({rows, weight.size(1)}), transposed(weight), /*beta=*/1, scale);
   return start;
 }
 
@@ -200,7 +139,7 @@ void product_cpu(const Tensor& out, const Tensor& left, const Tensor& right, boo
                  double scale) {
   // Of 16-bit numbers a product that starts from others takes longer by more than a pass.
   if (out.scalar_type() == left.scalar_type() && (!adds || out.element_size() > 2)) {
-    multiply(out, left, right, /*beta=*/adds ? 1 : 0, scale);
+    multiply_cpu(out, left, right, /*beta=*/adds ? 1 : 0, scale);
     return;
   }
   const Tensor found = product(left, right, scale);
