@@ -24,11 +24,11 @@ void layer_norm_rows(bool stream, const T* x, const Acc<T>* gamma, const Acc<T>*
     const T* row = x + r * h;
     const double sum = row_sum<T>(
         h, [=](int64_t i, auto lanes)
-               __attribute__((always_inline)) { return load(row + i, lanes); });
+               __attribute__((always_inline)) { return load(row + i, any_order(lanes)); });
     const auto m = static_cast<A>(sum / size);
     const double squares = row_sum<T>(
         h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-          const auto d = inside(load(row + i, lanes) - V(m), lanes);
+          const auto d = inside(load(row + i, any_order(lanes)) - V(m), lanes);
           return d * d;
         });
     const auto s = reciprocal_root<A>(squares / size + eps);
@@ -66,10 +66,9 @@ void layer_norm_forward(DType dtype, const void* x, const void* gamma, const voi
   });
 }
 
-// Backward takes a few rows at a time, so that the sums over rows are loaded and stored less often;
+// Backward takes two rows at a time, so that the sums over rows are loaded and stored less often;
 // with more, the second pass over them finds less in the first-level cache.
-template <class T>
-constexpr int kRowsAtOnce = sizeof(T) == 2 ? 4 : 2;
+constexpr int kRowsAtOnce = 2;
 
 // What backward adds to grad_x: rows of the residual's gradient, which grad_x then has the type of
 // (T, or acc); or nothing.
@@ -123,20 +122,21 @@ void layer_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Ac
                               int64_t rows, int64_t h) {
   using A = Acc<T>;
   using V = Vec<T>;
-  ColumnSums<A> gamma_sums(grad_gamma, h), beta_sums(grad_beta, h);
+  ColumnSums<A, AnyOrderOf<T>> gamma_sums(grad_gamma, h), beta_sums(grad_beta, h);
   A* gamma_sum = gamma_sums.group();
   A* beta_sum = beta_sums.group();
-  const Weight<kGamma, T> weight{gamma};
-  for (int64_t r = 0; r < rows; r += kRowsAtOnce<T>) {
-    const int count = static_cast<int>(smaller(kRowsAtOnce<T>, rows - r));
-    A mean_g[kRowsAtOnce<T>], mean_gn[kRowsAtOnce<T>];
+  const InAnyOrder<T> ordered(gamma, h);
+  const Weight<kGamma, T> weight{ordered.data()};
+  for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
+    const int count = static_cast<int>(smaller(kRowsAtOnce, rows - r));
+    A mean_g[kRowsAtOnce], mean_gn[kRowsAtOnce];
     for (int k = 0; k < count; ++k) {
       const T *g = grad_y + (r + k) * h, *row = x + (r + k) * h;
       const V m(mean[r + k]);
       const auto add = [=](int64_t i, auto lanes, auto& first, auto& second)
           __attribute__((always_inline)) {
-        first = weight.times(load(g + i, lanes), i, lanes);
-        second = first * (load(row + i, lanes) - m);
+        first = weight.times(load(g + i, any_order(lanes)), i, lanes);
+        second = first * (load(row + i, any_order(lanes)) - m);
       };
       const TwoSums sums = row_two_sums<T>(h, add);
       mean_g[k] = static_cast<A>(sums.first / static_cast<double>(h));
@@ -149,13 +149,14 @@ void layer_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Ac
             const int64_t at = (r + k) * h + i;
             prefetch<Wide<T>::kLanes>(grad_y + at + count * h);
             prefetch<Wide<T>::kLanes>(x + at + count * h);
-            const auto grad = load(grad_y + at, lanes);
-            const auto n = (load(x + at, lanes) - V(mean[r + k])) * V(rstd[r + k]);
+            const auto grad = load(grad_y + at, any_order(lanes));
+            const auto n = (load(x + at, any_order(lanes)) - V(mean[r + k])) * V(rstd[r + k]);
             sum_gn = sum_gn + grad * n;
             sum_g = sum_g + grad;
             const auto rest = -(n * V(mean_gn[k])) - V(mean_g[k]);
             const auto change = weight.times_plus(grad, rest, i, lanes);
-            store_gradient<T>(residual, grad_x, at, change * V(rstd[r + k]), lanes, stream);
+            store_gradient<T>(residual, grad_x, at, change * V(rstd[r + k]), any_order(lanes),
+                              stream);
           }
           store_acc(gamma_sum + i, sum_gn, lanes);
           store_acc(beta_sum + i, sum_g, lanes);
@@ -216,7 +217,7 @@ void root_norm_rows(bool stream, const T* x, const Acc<T>* gamma, double divisor
     const T* row = x + r * h;
     const double squares = row_sum<T>(
         h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-          const auto v = load(row + i, lanes);
+          const auto v = load(row + i, any_order(lanes));
           return v * v;
         });
     const auto s = reciprocal_root<A>(squares / divisor + eps);
@@ -238,18 +239,20 @@ void root_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Acc
                              int64_t h) {
   using A = Acc<T>;
   using V = Vec<T>;
-  ColumnSums<A> gamma_sums(grad_gamma, h);
+  ColumnSums<A, AnyOrderOf<T>> gamma_sums(grad_gamma, h);
   A* gamma_sum = gamma_sums.group();
-  const Weight<kGamma, T> weight{gamma};
-  for (int64_t r = 0; r < rows; r += kRowsAtOnce<T>) {
-    const int count = static_cast<int>(smaller(kRowsAtOnce<T>, rows - r));
-    A projection[kRowsAtOnce<T>];
+  const InAnyOrder<T> ordered(gamma, h);
+  const Weight<kGamma, T> weight{ordered.data()};
+  for (int64_t r = 0; r < rows; r += kRowsAtOnce) {
+    const int count = static_cast<int>(smaller(kRowsAtOnce, rows - r));
+    A projection[kRowsAtOnce];
     for (int k = 0; k < count; ++k) {
       const T *g = grad_y + (r + k) * h, *row = x + (r + k) * h;
       const V s(rstd[r + k]);
       const double sum = row_sum<T>(
           h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-            return weight.times(load(g + i, lanes), i, lanes) * (load(row + i, lanes) * s);
+            return weight.times(load(g + i, any_order(lanes)), i, lanes) *
+                   (load(row + i, any_order(lanes)) * s);
           });
       projection[k] = static_cast<A>(sum / divisor);
     }
@@ -260,12 +263,13 @@ void root_norm_backward_rows(bool stream, const T* grad_y, const T* x, const Acc
             const int64_t at = (r + k) * h + i;
             prefetch<Wide<T>::kLanes>(grad_y + at + count * h);
             prefetch<Wide<T>::kLanes>(x + at + count * h);
-            const auto grad = load(grad_y + at, lanes);
-            const auto n = load(x + at, lanes) * V(rstd[r + k]);
+            const auto grad = load(grad_y + at, any_order(lanes));
+            const auto n = load(x + at, any_order(lanes)) * V(rstd[r + k]);
             if constexpr (kGamma) sum_gn = sum_gn + grad * n;
             const auto along = n * V(projection[k]);
             const auto change = weight.times_plus(grad, -along, i, lanes);
-            store_gradient<T>(residual, grad_x, at, change * V(rstd[r + k]), lanes, stream);
+            store_gradient<T>(residual, grad_x, at, change * V(rstd[r + k]), any_order(lanes),
+                              stream);
           }
           if constexpr (kGamma) store_acc(gamma_sum + i, sum_gn, lanes);
         });

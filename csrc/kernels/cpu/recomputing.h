@@ -12,7 +12,7 @@ namespace {
 template <bool kSums, class T, class Op>
 void value_and_backward_rows(Op op, T* buffer, const T* x, T* grad_x, void* grad_bias, int64_t rows,
                              int64_t n, int64_t stride) {
-  ColumnSums<Acc<T>> sums(grad_bias, kSums ? n : 0);
+  ColumnSums<Acc<T>, AnyOrderOf<T>> sums(grad_bias, kSums ? n : 0);
   Acc<T>* sum = sums.group();
   for (int64_t r = 0; r < rows; ++r) {
     T* both = buffer + r * n;
@@ -20,11 +20,11 @@ void value_and_backward_rows(Op op, T* buffer, const T* x, T* grad_x, void* grad
     T* out = grad_x + r * stride;
     for_wide_vectors<T>(
         n, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-          const auto grad = load(static_cast<const T*>(both) + i, lanes);
-          const auto value = load(in + i, lanes);
+          const auto grad = load(static_cast<const T*>(both) + i, any_order(lanes));
+          const auto value = load(in + i, any_order(lanes));
           const auto result = op.backward(grad, value);
-          store(both + i, op.forward(value), lanes, false);
-          store(out + i, result, lanes, false);
+          store(both + i, op.forward(value), any_order(lanes), false);
+          store(out + i, result, any_order(lanes), false);
           if constexpr (kSums) store_acc(sum + i, load_acc<T>(sum + i, lanes) + result, lanes);
         });
     if constexpr (kSums) sums.end_row();
@@ -58,12 +58,13 @@ void glu_value_and_backward(const Glu& glu, DType dtype, void* buffer, const voi
           const int64_t linear = gate + (glu.interleave == 0 ? h : block);
           for_wide_vectors<T>(
               block, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
-                const auto grad = load(static_cast<const T*>(both) + done + i, lanes);
-                const auto a = load(in + gate + i, lanes), b = load(in + linear + i, lanes);
+                const auto order = any_order(lanes);
+                const auto grad = load(static_cast<const T*>(both) + done + i, order);
+                const auto a = load(in + gate + i, order), b = load(in + linear + i, order);
                 const auto grads = op.backward(grad, a, b);
-                store(both + done + i, op.forward(a, b), lanes, false);
-                store(out + gate + i, grads.gate, lanes, false);
-                store(out + linear + i, grads.linear, lanes, false);
+                store(both + done + i, op.forward(a, b), order, false);
+                store(out + gate + i, grads.gate, order, false);
+                store(out + linear + i, grads.linear, order, false);
               });
         }
       }

@@ -108,6 +108,23 @@ TRANSFORMER_OPS_INLINE void write_row(T* y, int64_t h, bool stream, F f, const I
   }
 }
 
+// Numbers of the columns, such as gamma, in AnyOrder.
+template <class T>
+class InAnyOrder {
+ public:
+  InAnyOrder(const Acc<T>* numbers, int64_t h)
+      : numbers_(numbers), copy_(kReorders<T> && numbers != nullptr ? h : 0) {
+    if (!kReorders<T> || numbers == nullptr) return;
+    for (int64_t i = 0; i < h; ++i) copy_.data()[AnyOrderOf<T>::place(i, h)] = numbers[i];
+    numbers_ = copy_.data();
+  }
+  const Acc<T>* data() const { return numbers_; }
+
+ private:
+  const Acc<T>* numbers_;
+  Scratch<Acc<T>> copy_;
+};
+
 // A choice made when compiling, as an argument.
 template <bool value>
 struct Bool {

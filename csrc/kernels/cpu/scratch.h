@@ -20,9 +20,14 @@ class Scratch {
   A* data_;
 };
 
+// Column i of n is number i.
+struct MemoryOrder {
+  static int64_t place(int64_t i, int64_t) { return i; }
+};
+
 // total[i] += sum over rows. Short groups of rows are summed in A, groups in double, so that many
 // rows stay accurate. A null total means that nobody wants the sums.
-template <class A>
+template <class A, class Order = MemoryOrder>
 class ColumnSums {
  public:
   ColumnSums(void* total, int64_t h) : total_(as<A>(total)), h_(h), group_(h), sum_(h) {
@@ -33,12 +38,14 @@ class ColumnSums {
     if (total_ == nullptr) return;
     end_group();
     const double* sum = sum_.data();
-    for (int64_t i = 0; i < h_; ++i) total_[i] = static_cast<A>(total_[i] + sum[i]);
+    for (int64_t i = 0; i < h_; ++i) {
+      total_[i] = static_cast<A>(total_[i] + sum[Order::place(i, h_)]);
+    }
   }
   ColumnSums(const ColumnSums&) = delete;
   ColumnSums& operator=(const ColumnSums&) = delete;
 
-  // The caller adds one row to this array, then calls end_row.
+  // The caller adds one row to this array, in that order, then calls end_row.
   A* group() { return group_.data(); }
 
   void end_row() { end_rows(1); }

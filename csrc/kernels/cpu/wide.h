@@ -124,8 +124,28 @@ TRANSFORMER_OPS_INLINE void store_acc(Acc<typename V::Element>* p, Pair<V> x, Wi
 }
 
 // A wide vector whose lanes are in the order that is quickest to load and store, the same for all
-// of a type: for functions of each element alone.
+// of a type: for functions of each element alone, and for sums.
 struct AnyOrder {};
+TRANSFORMER_OPS_INLINE AnyOrder any_order(WideLanes) { return {}; }
+TRANSFORMER_OPS_INLINE FirstLanes any_order(FirstLanes lanes) { return lanes; }
+
+// The type whose wide vectors are loaded in another order than that of memory.
+#if defined(__AVX512F__)
+template <class T>
+constexpr bool kReorders = __is_same(T, BFloat16);
+#else
+template <class T>
+constexpr bool kReorders = false;
+#endif
+
+// Where number i of n is, if all whole wide vectors are in that order.
+template <class T>
+struct AnyOrderOf {
+  static int64_t place(int64_t i, int64_t n) {
+    if (!kReorders<T> || i >= n / Wide<T>::kLanes * Wide<T>::kLanes) return i;
+    return i / 32 * 32 + i % 2 * 16 + i % 32 / 2;
+  }
+};
 
 template <class T>
 TRANSFORMER_OPS_INLINE Wide<T> load(const T* p, AnyOrder) {
@@ -134,6 +154,15 @@ TRANSFORMER_OPS_INLINE Wide<T> load(const T* p, AnyOrder) {
 template <class T, class V>
 TRANSFORMER_OPS_INLINE void store(T* p, V x, AnyOrder, bool stream) {
   store(p, x, WideLanes(), stream);
+}
+
+template <class T>
+TRANSFORMER_OPS_INLINE Wide<T> load_acc(const Acc<T>* p, AnyOrder) {
+  return load_acc<T>(p, WideLanes());
+}
+template <class V>
+TRANSFORMER_OPS_INLINE void store_acc(Acc<typename V::Element>* p, V x, AnyOrder) {
+  store_acc(p, x, WideLanes());
 }
 
 #if defined(__AVX512F__)
@@ -153,6 +182,36 @@ TRANSFORMER_OPS_INLINE Wide<BFloat16> load(const BFloat16* p, AnyOrder) {
 TRANSFORMER_OPS_INLINE void store(BFloat16* p, Wide<BFloat16> x, AnyOrder, bool stream) {
   store_alternating(p, x.low, stream);
   store_alternating(p + 32, x.high, stream);
+}
+
+// Sixteen of the numbers of two vectors: the first ones of a and b in turn, or every second one of
+// a, then of b; from the start on, or those that are left.
+TRANSFORMER_OPS_INLINE Floats in_turn(Floats a, Floats b, bool rest) {
+  const int from = rest ? 8 : 0;
+  Ints index;
+  for (int i = 0; i < 16; ++i) index[i] = from + i / 2 + i % 2 * 16;
+  return (Floats)_mm512_permutex2var_ps((__m512)a, (__m512i)index, (__m512)b);
+}
+TRANSFORMER_OPS_INLINE Floats every_second(Floats a, Floats b, bool rest) {
+  Ints index;
+  for (int i = 0; i < 16; ++i) index[i] = 2 * i + (rest ? 1 : 0);
+  return (Floats)_mm512_permutex2var_ps((__m512)a, (__m512i)index, (__m512)b);
+}
+TRANSFORMER_OPS_INLINE Pair<Vec<BFloat16>> load_acc_alternating(const float* p) {
+  const auto a = load_unaligned<Floats>(p), b = load_unaligned<Floats>(p + 16);
+  return {Vec<BFloat16>(every_second(a, b, false)), Vec<BFloat16>(every_second(a, b, true))};
+}
+TRANSFORMER_OPS_INLINE void store_acc_alternating(float* p, Pair<Vec<BFloat16>> x) {
+  store_acc(p, Vec<BFloat16>(in_turn(x.low.native, x.high.native, false)));
+  store_acc(p + 16, Vec<BFloat16>(in_turn(x.low.native, x.high.native, true)));
+}
+template <>
+TRANSFORMER_OPS_INLINE Wide<BFloat16> load_acc<BFloat16>(const float* p, AnyOrder) {
+  return {load_acc_alternating(p), load_acc_alternating(p + 32)};
+}
+TRANSFORMER_OPS_INLINE void store_acc(float* p, Wide<BFloat16> x, AnyOrder) {
+  store_acc_alternating(p, x.low);
+  store_acc_alternating(p + 32, x.high);
 }
 #endif
 
