@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench
+import products
+import profile_block
 from suite import cases, check, measure, pages, peak, tables, targets, timing
 from suite.cases import BLOCK_SIZE, COMPILED, EAGER, FORWARD, OP_SIZE, OURS, TRAINING
 from suite.results import Results
@@ -343,3 +345,29 @@ def test_bad_options(arguments: list[str], text: str, capsys: pytest.CaptureFixt
 def test_a_pattern_that_matches_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--only", "softmax"]) == 2
     assert "--only must match a case, got ['softmax']" in capsys.readouterr().err
+
+
+# ---- the tools beside it
+
+
+def test_the_profile_of_a_block(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(profile_block, "ROUNDS", 1)
+    threads = str(torch.get_num_threads())
+    options = ["GELU block", "--size", "8", "16", "32", "--ways", EAGER, OURS, "--threads", threads]
+    monkeypatch.setattr(sys, "argv", ["profile_block.py", *options])
+    profile_block.main()
+    eager, ours = capsys.readouterr().out.split("ours: ")
+    assert "aten::addmm" in eager
+    assert "transformer_ops" not in eager
+    assert "transformer_ops::linear_activation_bias_backward" in ours
+
+
+@pytest.mark.parametrize("which", ["forward", "grad_input", "grad_weight"])
+def test_a_product_by_both_libraries(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "SECONDS", 0.0)
+    row = products.measure(which, torch.randn(4, 8), torch.randn(6, 8), torch.randn(4, 6))
+    ours, theirs, ratio, *errors = (float(word) for word in row.split())
+    assert min(ours, theirs, ratio) >= 0
+    assert max(errors) < 1e-6
