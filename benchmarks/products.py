@@ -51,23 +51,26 @@ def product(which: str, x: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
 def measure(which: str, x: Tensor, weight: Tensor, grad: Tensor) -> str:
     """One row of the table."""
     exact = product(which, x.double(), weight.double(), grad.double())
-    error, rounds = {}, {}
-    for library, enabled in LIBRARIES.items():
-        torch._C._set_mkldnn_enabled(enabled)
-        got = product(which, x, weight, grad).double()
-        error[library] = ((got - exact).square().mean() / exact.square().mean()).sqrt().item()
-        rounds[library] = [0.0]
-    end = time.perf_counter() + SECONDS
-    while len(rounds["MKL"]) < 4 or time.perf_counter() < end:
+    error = {}
+    rounds: dict[str, list[float]] = {library: [] for library in LIBRARIES}
+    before = torch.backends.mkldnn.enabled
+    try:
         for library, enabled in LIBRARIES.items():
-            torch._C._set_mkldnn_enabled(enabled)
-            start = time.perf_counter()
-            product(which, x, weight, grad)
-            rounds[library].append(time.perf_counter() - start)
-    torch._C._set_mkldnn_enabled(True)
-    pairs = list(zip(rounds["oneDNN"], rounds["MKL"], strict=True))[1:]
+            torch.backends.mkldnn.enabled = enabled
+            got = product(which, x, weight, grad).double()
+            error[library] = ((got - exact).square().mean() / exact.square().mean()).sqrt().item()
+        end = time.perf_counter() + SECONDS
+        while len(rounds["MKL"]) < 3 or time.perf_counter() < end:
+            for library, enabled in LIBRARIES.items():
+                torch.backends.mkldnn.enabled = enabled
+                start = time.perf_counter()
+                product(which, x, weight, grad)
+                rounds[library].append(time.perf_counter() - start)
+    finally:
+        torch.backends.mkldnn.enabled = before
+    pairs = zip(rounds["oneDNN"], rounds["MKL"], strict=True)
     ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-    times = [f"{1e3 * statistics.median(times[1:]):9.3f}" for times in rounds.values()]
+    times = [f"{1e3 * statistics.median(times):9.3f}" for times in rounds.values()]
     return " ".join([*times, f"{ratio:6.2f}", *(f"{e:9.1e}" for e in error.values())])
 
 

@@ -66,8 +66,10 @@ void* Pool::allocate(size_t bytes) noexcept {
     const size_t held = stats_.in_use_bytes + stats_.idle_bytes;
     char* data = take_idle(size);
     if (data == nullptr) {
-      // The rest of the huge page that fresh memory begins in is in memory already.
-      retire_fresh(Units(fresh_, fresh_bytes_, kHugePage).before);
+      // Where the kernel gives huge pages, the rest of the one that fresh memory begins in is in
+      // memory already.
+      const size_t rest = Units(fresh_, fresh_bytes_, kHugePage).before;
+      if (stats_.idle_bytes + rest <= limit()) retire_fresh(rest);
       data = take_idle(size);
     }
     if (data == nullptr) {
@@ -241,11 +243,7 @@ char* Pool::take_fresh(size_t size) {
 
 bool Pool::map_fresh(size_t size) {
   make_room(size);
-  if (fresh_bytes_ < kHugePage) {
-    retire_fresh(fresh_bytes_);
-  } else {
-    drop_fresh();
-  }
+  drop_fresh();
   const size_t least = round_up(size, kHugePage);
   size_t bytes = size < kChunk / 4 ? kChunk : least;
   void* data = system_.map(bytes);

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "kernels/cpu/kernels.h"
+#include "ops/buffer.h"
 
 namespace at::native {
 // oneDNN's product, result = beta result + alpha left right. libtorch_cpu exports it, but no
@@ -33,11 +34,24 @@ Tensor rows_of(const Tensor& matrix, int64_t first, int64_t count) {
   return strided(matrix, count, matrix.size(1), stride, matrix.stride(1), first * stride);
 }
 
-// Processors on which oneDNN multiplies float32 faster than MKL, which at::mm calls.
+// PyTorch refuses where it cannot tell what the processor has.
+bool onednn_multiplies() {
+  try {
+    const Tensor factor = empty_cpu({8, 8}, at::kFloat), out = empty_cpu({8, 8}, at::kFloat);
+    std::fill_n(factor.mutable_data_ptr<float>(), 64, 1.0f);
+    at::native::mkldnn_matmul(factor, factor, out, /*beta=*/0, /*alpha=*/1);
+    return true;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
+// Processors on which oneDNN multiplies float32 faster than MKL, which at::mm calls: measured on a
+// Zen 4.
 bool prefers_onednn() {
 #if defined(__x86_64__)
   return at::native::mkldnn_matmul != nullptr && at::hasMKLDNN() && __builtin_cpu_is("amd") &&
-         cpu::kernels_for("avx512") != nullptr;
+         cpu::kernels_for("avx512") != nullptr && onednn_multiplies();
 #else
   return false;
 #endif
@@ -50,7 +64,7 @@ bool is_dense(const Tensor& matrix) {
          (matrix.stride(0) == 1 && matrix.stride(1) == rows);
 }
 
-// On a Zen 4, with 1 thread and 2, oneDNN took 0.17 to 0.97 of MKL's time for all products that
+// With 1 thread and 2 oneDNN took 0.17 to 0.97 of MKL's time for all products that
 // large, 0.84 to 0.93 for those of a large block; their errors are 1 to 2.3 times MKL's
 // (benchmarks/products.py). Smaller ones pay for its call, which takes 14 us longer, and the first
 // of a shape for its kernel, 0.4 ms.

@@ -114,9 +114,15 @@ class InAnyOrder {
  public:
   InAnyOrder(const Acc<T>* numbers, int64_t h)
       : numbers_(numbers), copy_(kReorders<T> && numbers != nullptr ? h : 0) {
-    if (!kReorders<T> || numbers == nullptr) return;
-    for (int64_t i = 0; i < h; ++i) copy_.data()[AnyOrderOf<T>::place(i, h)] = numbers[i];
-    numbers_ = copy_.data();
+    if constexpr (kReorders<T>) {
+      if (numbers == nullptr) return;
+      Acc<T>* copy = copy_.data();
+      for_wide_vectors<T>(
+          h, [=](int64_t i, auto lanes) __attribute__((always_inline)) {
+            store_acc(copy + i, load_acc<T>(numbers + i, any_order(lanes)), lanes);
+          });
+      numbers_ = copy;
+    }
   }
   const Acc<T>* data() const { return numbers_; }
 

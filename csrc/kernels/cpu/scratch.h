@@ -21,13 +21,13 @@ class Scratch {
 };
 
 // Column i of n is number i.
-struct MemoryOrder {
+struct StoredOrder {
   static int64_t place(int64_t i, int64_t) { return i; }
 };
 
 // total[i] += sum over rows. Short groups of rows are summed in A, groups in double, so that many
 // rows stay accurate. A null total means that nobody wants the sums.
-template <class A, class Order = MemoryOrder>
+template <class A, class Order = StoredOrder>
 class ColumnSums {
  public:
   ColumnSums(void* total, int64_t h) : total_(as<A>(total)), h_(h), group_(h), sum_(h) {

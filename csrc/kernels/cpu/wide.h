@@ -184,8 +184,9 @@ TRANSFORMER_OPS_INLINE void store(BFloat16* p, Wide<BFloat16> x, AnyOrder, bool 
   store_alternating(p + 32, x.high, stream);
 }
 
-// Sixteen of the numbers of two vectors: the first ones of a and b in turn, or every second one of
-// a, then of b; from the start on, or those that are left.
+// Sixteen of the numbers of two vectors, and the rest of them:
+//   in turn       a0 b0 a1 b1 ... a7 b7     rest  a8 b8 ... a15 b15
+//   every second  a0 a2 ... b0 b2 ... b14   rest  a1 a3 ... b1 b3 ... b15
 TRANSFORMER_OPS_INLINE Floats in_turn(Floats a, Floats b, bool rest) {
   const int from = rest ? 8 : 0;
   Ints index;

@@ -272,8 +272,13 @@ TEST_F(PoolTest, LimitBoundsIdleMemory) {
 
 TEST_F(PoolTest, LimitZeroKeepsNothing) {
   pool.set_limit(0);
-  void* const data = take(3 * kMega);
-  pool.free(data);
+  // Through the end of a mapping, too.
+  std::vector<void*> blocks;
+  for (int i = 0; i < 21; ++i) blocks.push_back(take(3 * kMega));
+  blocks.push_back(take(kMega + kMega / 4));
+  blocks.push_back(take(kPiece));
+  EXPECT_EQ(pool.stats().idle_bytes, 0u);
+  for (void* block : blocks) pool.free(block);
   EXPECT_EQ(pool.stats().idle_bytes, 0u);
   EXPECT_EQ(pool.limit(), 0u);
 }
