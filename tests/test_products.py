@@ -5,11 +5,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -108,27 +104,6 @@ def test_large_products_of_any_strides(stored: Callable[[Tensor], Tensor]) -> No
         dx, dw = typed.linear_backward(c, a, b, [True, True])
         check(dx, gd @ wd, torch.float32, "grad_input")
         check(dw, gd.t() @ xd, torch.float32, "grad_weight")
-
-
-@pytest.mark.filterwarnings("ignore:TF32 acceleration")
-def test_which_library_multiplies(capfd: pytest.CaptureFixture[str]) -> None:
-    def calls_onednn(rows: int, enabled: bool = True) -> bool:
-        x, w = made(torch.float32, "cpu", (rows, 512), (512, 512))
-        with (
-            torch.backends.mkldnn.flags(enabled=enabled),
-            torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON),
-        ):
-            typed.linear(x, w)
-        ctypes.CDLL(None).fflush(None)
-        return "exec,cpu,matmul" in capfd.readouterr().out
-
-    processor = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    wanted = "AuthenticAMD" in processor and "avx512vl" in processor
-    assert calls_onednn(64) or not wanted
-    if platform.machine() == "x86_64":  # at::mm calls it elsewhere
-        assert calls_onednn(64) == wanted
-        assert not calls_onednn(63)
-        assert not calls_onednn(64, enabled=False)
 
 
 def test_large_products_of_slices() -> None:

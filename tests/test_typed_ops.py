@@ -1,5 +1,10 @@
 """torch.ops.transformer_ops.*: schema, fake implementation and autograd of every typed op."""
 
+import ctypes
+import platform
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import as_tuple
@@ -262,3 +267,27 @@ def test_on_cuda(name):
             assert got.is_cuda
             if torch.Tag.nondeterministic_seeded not in op(name).tags:
                 torch.testing.assert_close(got.cpu(), want)
+
+
+# ---- which library multiplies
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_which_library_multiplies(capfd):
+    def calls_onednn(rows, enabled=True):
+        x, w = torch.randn(rows, 512), torch.randn(512, 512)
+        with (
+            torch.backends.mkldnn.flags(enabled=enabled),
+            torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON),
+        ):
+            op("linear")(x, w)
+        ctypes.CDLL(None).fflush(None)
+        return "exec,cpu,matmul" in capfd.readouterr().out
+
+    processor = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    wanted = "AuthenticAMD" in processor and "avx512vl" in processor
+    assert calls_onednn(64) or not wanted
+    if platform.machine() == "x86_64":  # at::mm calls it elsewhere
+        assert calls_onednn(64) == wanted
+        assert not calls_onednn(63)
+        assert not calls_onednn(64, enabled=False)
