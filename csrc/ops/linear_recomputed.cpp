@@ -7,6 +7,7 @@
 #include "fuser/propagate.h"
 #include "ops/buffer.h"
 #include "ops/linear.h"
+#include "ops/product.h"
 
 namespace transformer_ops {
 namespace {
@@ -58,7 +59,7 @@ void linear_recomputed_cpu(const Args& args, Tensors& results, int64_t unit,
     const int64_t part = grad.scalar_type() == at::kBFloat16 ? 1024 : count;
     for (int64_t column = 0; column < count; column += part) {
       const int64_t columns = std::min(part, count - column);
-      product_cpu(results[1].narrow(1, first + column, columns), grad.t(),
+      product_cpu(results[1].narrow(1, first + column, columns), transposed(grad),
                   buffer.narrow(1, column, columns), args.main_grad().adds);
     }
   }

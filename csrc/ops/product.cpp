@@ -64,10 +64,10 @@ bool is_dense(const Tensor& matrix) {
          (matrix.stride(0) == 1 && matrix.stride(1) == rows);
 }
 
-// With 1 thread and 2 oneDNN took 0.17 to 0.97 of MKL's time for all products that
-// large, 0.84 to 0.93 for those of a large block; their errors are 1 to 2.3 times MKL's
-// (benchmarks/products.py). Smaller ones pay for its call, which takes 14 us longer, and the first
-// of a shape for its kernel, 0.4 ms.
+// With 1 thread and 2 oneDNN took 0.17 to 0.97 of MKL's time for all products that large, 0.84 to
+// 0.97 for those of a large block; errors are up to 2.3 times MKL's (benchmarks/products.py).
+// Smaller ones pay for its call, which takes 14 us longer, and the first of a shape for its kernel,
+// 0.4 ms.
 bool is_for_onednn(const Tensor& out, const Tensor& left, const Tensor& right) {
   static const bool preferred = prefers_onednn();
   constexpr int64_t kLeastSize = 8, kLeastWork = int64_t{1} << 24;
@@ -80,7 +80,7 @@ bool is_for_onednn(const Tensor& out, const Tensor& left, const Tensor& right) {
 
 void multiply_whole(const Tensor& out, const Tensor& left, const Tensor& right, double beta,
                     double scale) {
-  // With a scale, oneDNN would read the sums once more.
+  // Nobody measured oneDNN with a scale.
   if (scale == 1 && is_for_onednn(out, left, right)) {
     at::native::mkldnn_matmul(left, right, out, static_cast<float>(beta), /*alpha=*/1);
     return;
