@@ -23,6 +23,8 @@ TORCH_LIBRARY_FRAGMENT(transformer_ops, library) {
       "run_plan(str plan, Tensor input, Tensor[] extra_inputs, Tensor[] parameters) -> Tensor[]",
       {at::Tag::pt2_compliant_tag});
   library.impl("run_plan", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(run_plan));
+  // vmap asks for it apart from the other keys.
+  library.impl("run_plan", c10::DispatchKey::FuncTorchBatchedDecomposition, TORCH_FN(run_plan));
 }
 
 }  // namespace

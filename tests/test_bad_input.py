@@ -360,7 +360,7 @@ def test_plan_texts_that_do_not_parse():
         assert broken != text
         with pytest.raises(RuntimeError, match=r"\[plan\]|plan"):
             tops.Plan.parse(broken)
-    for broken in (None, 1, ["plan 1"]):
+    for broken in (None, 1, ["plan 2"]):
         with pytest.raises(TypeError):
             tops.Plan.parse(broken)
 

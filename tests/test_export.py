@@ -80,3 +80,36 @@ def test_a_single_op():
     program = exported(op, torch.randn(4, 8))
     x = torch.randn(3, 8)
     torch.testing.assert_close(program.module()(x), op(x))
+
+
+def test_exported_program_gives_what_lies_before_it_a_gradient():
+    head = tops.Sequential(tops.Linear(8, 8), tops.GELU())
+    x = torch.randn(4, 8)
+    program = export(head, (x,)).module()  # of an input that wants no gradient
+    encoder = torch.nn.Linear(8, 8)
+    program(encoder(x)).square().sum().backward()
+    got = encoder.weight.grad
+    encoder.weight.grad = None
+    head(encoder(x)).square().sum().backward()
+    torch.testing.assert_close(got, encoder.weight.grad)
+
+
+def test_exported_program_trains_what_was_frozen_when_it_was_made():
+    head = tops.Sequential(tops.Linear(8, 8), tops.GELU(), tops.Linear(8, 8))
+    x = torch.randn(4, 8)
+    head[0].weight.requires_grad_(False)
+    program = export(head, (x,)).module()
+    for module in (head, program):
+        module.requires_grad_(True)
+        module(x).square().sum().backward()
+    got = dict(program.named_parameters())
+    for name, parameter in head.named_parameters():
+        torch.testing.assert_close(got[name].grad, parameter.grad)
+
+
+def test_vmap_of_an_exported_program():
+    module = tops.Sequential(tops.Linear(8, 8), tops.GELU())
+    program, batch = export(module, (torch.randn(4, 8),)).module(), torch.randn(3, 4, 8)
+    torch.testing.assert_close(torch.func.vmap(program)(batch), module(batch))
+    compiled = torch.compile(lambda x: torch.func.vmap(module)(x), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(batch), module(batch))

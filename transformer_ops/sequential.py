@@ -27,6 +27,7 @@ class Segment(NamedTuple):
     group: OperationFuser | None
     inputs: tuple[External | Routed, ...]  # where its extra inputs come from
     outputs: tuple[Routed, ...]  # its extra outputs that somebody outside it reads
+    group_number: int | None = None  # by which a trace finds the group
 
 
 class Layout(NamedTuple):
@@ -344,7 +345,7 @@ def _run_segment(
     extra: list[Tensor],
     kwargs: dict[int, dict[str, Any]],
 ) -> Any:
-    if segment.group is None:
+    if segment.group_number is None:
         given = kwargs.get(segment.ops[0], {}) if segment.ops else {}
         return modules[segment.modules[0]](input, *extra, **given)
     basic_op_kwargs = None
@@ -352,7 +353,8 @@ def _run_segment(
         basic_op_kwargs = [kwargs.get(op, {}) for op in segment.ops]
     if torch.compiler.is_compiling():
         ops = [basic for i in segment.modules for basic in modules[i].basic_ops]  # type: ignore[union-attr]
-        return traced_call(segment.group._number, ops, input, tuple(extra), basic_op_kwargs)
+        return traced_call(segment.group_number, ops, input, tuple(extra), basic_op_kwargs)
+    assert segment.group is not None
     return segment.group(input, *extra, basic_op_kwargs=basic_op_kwargs)
 
 
@@ -379,7 +381,10 @@ def _same_hooks(layout: Layout) -> bool:
 @torch._dynamo.assume_constant_result
 def _layout_constant(number: int, edits: int, hooked: tuple[bool, ...]) -> Layout:
     sequential: Sequential = numbered.find(number)
-    return sequential._current_layout()
+    layout = sequential._current_layout()
+    # Dynamo keeps a constant for ever: no module and no group may hang on it.
+    segments = tuple(segment._replace(group=None) for segment in layout.segments)
+    return layout._replace(modules=(), segments=segments, whole=None)
 
 
 def _check_module(module: Any) -> nn.Module:
@@ -473,4 +478,5 @@ def _make_segment(
             _sources=sources,
             _visible=flags,
         )
-    return Segment(tuple(places), tuple(positions), group, tuple(outside), tuple(outputs))
+    number = None if group is None else group._number
+    return Segment(tuple(places), tuple(positions), group, tuple(outside), tuple(outputs), number)

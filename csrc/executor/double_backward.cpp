@@ -36,11 +36,13 @@ class Replay {
     plan_ = unfused_plan(program.plan, connect_inputs());
   }
 
-  // The outputs as a differentiable function of `inputs()`.
+  // The node's outputs as a differentiable function of `inputs()`.
   Tensors run() {
     for (const Step& step : plan_.forward) run_step(step);
     Tensors outputs = {values_.at({Kind::Main, plan_.size()})};
-    for (const Value& output : plan_.extra_outputs) outputs.push_back(values_.at(output));
+    for (size_t i = program_.constants; i < plan_.extra_outputs.size(); ++i) {
+      outputs.push_back(values_.at(plan_.extra_outputs[i]));
+    }
     return outputs;
   }
 
@@ -157,7 +159,7 @@ Tensors double_backward(const Program& program, const Tensors& saved, const Tens
     if (input.requires_grad()) wanted.push_back(input);
   }
   for (size_t i = 0; i < outputs.size(); ++i) {
-    if (!outputs[i].requires_grad()) continue;
+    if (!outputs[i].requires_grad() || !grads[i].defined()) continue;
     differentiable.push_back(outputs[i]);
     given.push_back(grads[i]);
   }

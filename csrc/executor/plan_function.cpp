@@ -1,6 +1,7 @@
 #include "executor/plan_function.h"
 
 #include <ATen/ops/alias.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -43,6 +44,40 @@ Shapes load_shapes(AutogradContext* context, size_t count) {
   return shapes;
 }
 
+std::string dtype_key(size_t i) { return "dtype" + std::to_string(i); }
+
+// Stands in for the gradient of an output that no loss uses.
+Tensor zero_grad(AutogradContext* context, const Program& program, const Shapes& shapes,
+                 const variable_list& grads, size_t i) {
+  const auto other = std::ranges::find_if(grads, [](const Tensor& grad) { return grad.defined(); });
+  TORCH_CHECK(other != grads.end(), "[run_plan] backward must be given a gradient, got none");
+  const auto dtype = static_cast<at::ScalarType>(context->saved_data[dtype_key(i)].toInt());
+  const auto& shape = shapes[program.output_shapes + i];
+  return at::zeros_symint(shape, other->options().dtype(dtype));
+}
+
+// The gradients that depend on the gradient of an output that a loss uses: plain autograd gives
+// none for the others.
+std::vector<bool> reached_by(const Program& program, const variable_list& grads) {
+  std::vector<bool> reached(program.backward.values);
+  for (size_t i = 0; i < grads.size(); ++i) reached[program.output_grads[i]] = grads[i].defined();
+  for (const auto& line : program.backward.lines) {
+    if (const auto* call = std::get_if<Program::Call>(&line.what)) {
+      for (size_t i = 0; i < call->results.size(); ++i) {
+        reached[call->results[i]] = std::ranges::any_of(call->gradients, [&](const auto& gradient) {
+          return reached[gradient.value] && gradient.op >= call->result_ops[i];
+        });
+      }
+    } else if (const auto* cast = std::get_if<Program::Cast>(&line.what)) {
+      reached[cast->to] = reached[cast->from];
+    } else {
+      const auto& copy = std::get<Program::Copy>(line.what);
+      reached[copy.to] = reached[copy.to] || reached[copy.from];
+    }
+  }
+  return reached;
+}
+
 }  // namespace
 
 Tensors run_forward(const Program& program, at::TensorList tensors, Tensors& values) {
@@ -60,14 +95,23 @@ Tensors run_forward(const Program& program, at::TensorList tensors, Tensors& val
   return outputs;
 }
 
-variable_list PlanFunction::forward(AutogradContext* context, const Program* program,
-                                    at::TensorList tensors) {
+variable_list PlanFunction::forward(AutogradContext* context, const SharedProgram& program,
+                                    Tensors* constants, at::TensorList tensors) {
   const BelowAutograd below_autograd;
   Tensors values;
   Tensors outputs = run_forward(*program, tensors, values);
-  // Programs live as long as the process.
-  context->saved_data["program"] = reinterpret_cast<int64_t>(program);
+  context->saved_data["program"] = program.owner();
+  context->saved_data["id"] = static_cast<int64_t>(program->id);
   save_shapes(context, program->shapes, values);
+  const auto first = outputs.begin() + 1, last = first + program->constants;
+  constants->assign(std::make_move_iterator(first), std::make_move_iterator(last));
+  outputs.erase(first, last);
+  if (outputs.size() > 1) {
+    context->set_materialize_grads(false);
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      context->saved_data[dtype_key(i)] = static_cast<int64_t>(outputs[i].scalar_type());
+    }
+  }
   variable_list saved;
   saved.reserve(program->saved.size());
   for (const int index : program->saved) saved.push_back(values[index]);
@@ -76,25 +120,33 @@ variable_list PlanFunction::forward(AutogradContext* context, const Program* pro
 }
 
 variable_list PlanFunction::backward(AutogradContext* context, const variable_list& grads) {
-  const auto* program = reinterpret_cast<const Program*>(context->saved_data["program"].toInt());
+  const auto program = SharedProgram::from(context->saved_data["program"].toTensor(),
+                                           context->saved_data["id"].toInt());
   Tensors saved = context->get_saved_variables();
   // What the engine does afterwards, done now: each saved tensor dies with its last reader.
   if (!torch::autograd::get_current_graph_task_keep_graph()) {
     torch::autograd::CppNode<EarlyRelease>::release_variables(*context);
   }
-  variable_list result(1);  // the program has no gradient
+  variable_list result(2);  // for the program and the constants
   if (at::GradMode::is_enabled()) {
     std::ranges::move(double_backward(*program, saved, grads), std::back_inserter(result));
     return result;
   }
   const BelowAutograd below_autograd;
+  const Shapes shapes = load_shapes(context, program->shapes.size());
   Tensors values(program->backward.values);
-  for (size_t i = 0; i < grads.size(); ++i) values[program->output_grads[i]] = grads[i];
+  const bool all = std::ranges::all_of(grads, [](const Tensor& grad) { return grad.defined(); });
+  for (size_t i = 0; i < grads.size(); ++i) {
+    values[program->output_grads[i]] =
+        grads[i].defined() ? grads[i] : zero_grad(context, *program, shapes, grads, i);
+  }
   for (const auto& [position, index] : program->more_loads) values[index] = saved[position];
   for (size_t i = 0; i < saved.size(); ++i) values[program->loads[i]] = std::move(saved[i]);
-  walk(program->backward, load_shapes(context, program->shapes.size()), values);
+  walk(program->backward, shapes, values);
+  const std::vector<bool> reached = all ? std::vector<bool>() : reached_by(*program, grads);
   for (const int index : program->input_grads) {
-    result.push_back(index < 0 ? Tensor() : values[index]);
+    const bool yields = index >= 0 && (all || reached[index]);
+    result.push_back(yields ? values[index] : Tensor());
   }
   return result;
 }

@@ -6,13 +6,15 @@
 
 namespace transformer_ops {
 
-// The autograd node of a whole plan. Inputs: the program, then the tensors in plan order.
+// The autograd node of a whole plan. Inputs: the program, where outputs go that need no gradient
+// (they are none of the node's), then the tensors in plan order.
 class PlanFunction : public torch::autograd::Function<PlanFunction> {
  public:
   static constexpr bool is_traceable = true;
 
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
-                                                const Program* program, at::TensorList tensors);
+                                                const SharedProgram& program, Tensors* constants,
+                                                at::TensorList tensors);
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& grads);
 };
@@ -21,8 +23,8 @@ class PlanFunction : public torch::autograd::Function<PlanFunction> {
 Tensors run_forward(const Program& program, at::TensorList tensors, Tensors& values);
 
 // What PlanFunction's backward gives under create_graph=True: the gradients of the program's
-// inputs as a differentiable function of the inputs and `grads`. The ops are replayed unfused from
-// what was saved.
+// inputs as a differentiable function of the inputs and `grads`, some of which may be undefined.
+// The ops are replayed unfused from what was saved.
 Tensors double_backward(const Program& program, const Tensors& saved, const Tensors& grads);
 
 }  // namespace transformer_ops

@@ -16,7 +16,11 @@ bool is_plain(const Tensor& tensor) {
          !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
+// Programs whose last sizes a thread remembers.
+constexpr size_t kRemembered = 64;
+
 void append_sizes(const Tensor& tensor, std::vector<int64_t>& signature) {
+  signature.push_back(static_cast<int64_t>(tensor.scalar_type()));
   signature.push_back(tensor.dim());
   signature.insert(signature.end(), tensor.sizes().begin(), tensor.sizes().end());
 }
@@ -34,7 +38,7 @@ void run_on_meta(const Program& program, at::TensorList tensors) {
 }  // namespace
 
 void preflight(const Program& program, at::TensorList tensors) {
-  static thread_local std::unordered_map<const Program*, std::vector<int64_t>> passed;
+  static thread_local std::unordered_map<uint64_t, std::vector<int64_t>> passed;
   // On the meta device they would all be on one.
   for (const Tensor& tensor : tensors) {
     TORCH_CHECK(tensor.device() == tensors[0].device(),
@@ -44,7 +48,8 @@ void preflight(const Program& program, at::TensorList tensors) {
   if (!std::ranges::all_of(tensors, is_plain)) return;
   std::vector<int64_t> signature;
   for (const Tensor& tensor : tensors) append_sizes(tensor, signature);
-  std::vector<int64_t>& last = passed[&program];
+  if (passed.size() > kRemembered) passed.clear();
+  std::vector<int64_t>& last = passed[program.id];
   if (last == signature) return;
   run_on_meta(program, tensors);
   last = std::move(signature);

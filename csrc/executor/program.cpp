@@ -2,10 +2,10 @@
 
 #include <ATen/core/List.h>
 
-#include <memory>
-#include <mutex>
-#include <unordered_map>
+#include <algorithm>
+#include <atomic>
 
+#include "executor/check_call.h"
 #include "fuser/error.h"
 
 namespace transformer_ops {
@@ -41,16 +41,19 @@ c10::OperatorHandle find_op(const std::string& name) {
 class Compiler {
  public:
   explicit Compiler(const Plan& plan) {
+    static std::atomic<uint64_t> next_id = 0;
     program_.plan = plan;
-    program_.text = to_text(plan);
+    program_.id = next_id++;
   }
 
   Program run() {
     const Plan& plan = program_.plan;
     TORCH_CHECK(!plan.has_python_steps(),
                 "[plan] steps must be native to run without Python, got a Python step");
+    check_calls(plan);
     compile_forward();
     if (plan.needs_backward()) compile_backward();
+    program_.only_views = has_only_views();
     mark_dead(program_.forward, {&program_.outputs, &program_.saved, &program_.shapes});
     mark_dead(program_.backward, {&program_.input_grads});
     return std::move(program_);
@@ -65,16 +68,25 @@ class Compiler {
     for (const Step& step : plan.forward)
       compile_step(step, forward_, program_.forward, Kind::Main);
     program_.outputs.push_back(forward_.find({Kind::Main, plan.size()}));
-    for (const Value& value : plan.extra_outputs) program_.outputs.push_back(forward_.find(value));
+    for (const Value& value : plan.extra_outputs) {
+      program_.outputs.push_back(forward_.find(value));
+      if (value.op < first_live_op()) ++program_.constants;
+    }
     program_.forward.values = forward_.count();
   }
 
   void compile_backward() {
     const Plan& plan = program_.plan;
     program_.output_grads.push_back(backward_.define({Kind::Grad, plan.size()}));
-    for (const Value& value : plan.extra_outputs) {
-      program_.output_grads.push_back(
-          backward_.define({Kind::ExtraOutputGrad, value.op, value.name}));
+    for (size_t i = 0; i < plan.extra_outputs.size(); ++i) {
+      const Value& value = plan.extra_outputs[i];
+      const int index = backward_.define({Kind::ExtraOutputGrad, value.op, value.name});
+      if (i >= program_.constants) program_.output_grads.push_back(index);
+    }
+    if (program_.output_grads.size() > 1) {
+      // For the gradient of an output that no loss uses.
+      program_.output_shapes = program_.shapes.size();
+      for (const int output : differentiable_outputs()) program_.shapes.push_back(output);
     }
     for (auto step = plan.backward.rbegin(); step != plan.backward.rend(); ++step) {
       if (!step->skipped) compile_step(*step, backward_, program_.backward, Kind::Grad);
@@ -87,6 +99,28 @@ class Compiler {
       program_.input_grads.push_back(backward_.find({Kind::ParameterGrad, value.op, value.name}));
     }
     program_.backward.values = backward_.count();
+  }
+
+  // The first op that a step of backward covers.
+  int first_live_op() const {
+    for (const Step& step : program_.plan.backward) {
+      if (!step.skipped) return program_.plan.needs_backward() ? step.first() : 0;
+    }
+    return 0;
+  }
+
+  std::vector<int> differentiable_outputs() const {
+    std::vector<int> outputs = program_.outputs;
+    outputs.erase(outputs.begin() + 1, outputs.begin() + 1 + program_.constants);
+    return outputs;
+  }
+
+  bool has_only_views() const {
+    if (program_.outputs.size() != 1) return false;
+    return std::ranges::all_of(program_.forward.lines, [](const Line& line) {
+      const auto* call = std::get_if<Program::Call>(&line.what);
+      return call != nullptr && call->name == "aten::reshape";
+    });
   }
 
   void compile_step(const Step& step, Numbering& values, Program::Code& code, Kind main) {
@@ -144,6 +178,11 @@ class Compiler {
         find_op(instruction.target), find_typed_op(instruction.target), instruction.target, {}, {}};
     for (const Argument& argument : instruction.arguments) {
       call.operands.push_back(operand(argument, values));
+      const auto* value = std::get_if<Value>(&argument);
+      if (value == nullptr) continue;
+      const int index = values.find(*value);
+      if (value->kind == Kind::Grad) call.gradients.push_back({index, value->op - 1});
+      if (value->kind == Kind::ExtraOutputGrad) call.gradients.push_back({index, value->op});
     }
     if (call.typed && call.typed->random) program_.random = true;
     std::vector<Line> sums;
@@ -156,6 +195,7 @@ class Compiler {
       } else {
         call.results.push_back(values.define(value));
       }
+      call.result_ops.push_back(value.op);
     }
     code.lines.push_back({std::move(call), {}});
     for (Line& sum : sums) code.lines.push_back(std::move(sum));
@@ -265,24 +305,17 @@ class Compiler {
 
 }  // namespace
 
-Program compile(const Plan& plan) { return Compiler(plan).run(); }
-
-const Program& program_for(const std::string& text) {
-  static std::mutex mutex;
-  static std::unordered_map<std::string, std::unique_ptr<const Program>> programs;
-  const std::lock_guard lock(mutex);
-  auto& program = programs[text];
-  if (!program) {
-    try {
-      program = std::make_unique<const Program>(compile(parse_plan(text)));
-    } catch (const PlanError& error) {
-      TORCH_CHECK(false, error.what());
+void check_calls(const Plan& plan) {
+  for (const auto* steps : {&plan.forward, &plan.backward}) {
+    for (const Step& step : *steps) {
+      for (const Instruction& instruction : step.instructions) {
+        if (!instruction.target.empty()) check_call(instruction, find_op(instruction.target));
+      }
     }
   }
-  return *program;
 }
 
-const Program& program_for(const Plan& plan) { return program_for(to_text(plan)); }
+Program compile(const Plan& plan) { return Compiler(plan).run(); }
 
 at::ScalarType to_torch(DType dtype) {
   switch (dtype) {

@@ -45,25 +45,45 @@ Tensors run_unfused(const Plan& fused, at::TensorList tensors) {
   return outputs;
 }
 
+// Does backward yield a gradient for every tensor that wants one?
+bool serves(const Program& program, at::TensorList tensors) {
+  if (!program.plan.needs_backward()) return false;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].requires_grad() && program.input_grads[i] < 0) return false;
+  }
+  return true;
+}
+
+// The outputs of the node, among which those that need no gradient take their places.
+Tensors run_differentiable(const SharedProgram& program, at::TensorList tensors) {
+  Tensors constants;
+  Tensors outputs = PlanFunction::apply(program, &constants, tensors);
+  outputs.insert(outputs.begin() + 1, std::make_move_iterator(constants.begin()),
+                 std::make_move_iterator(constants.end()));
+  return outputs;
+}
+
 }  // namespace
 
-Tensors run(const Program& program, at::TensorList tensors) {
-  check_count(program, tensors);
+Tensors run(const SharedProgram& program, at::TensorList tensors) {
+  check_count(*program, tensors);
   if (under_functorch() || std::ranges::any_of(tensors, has_tangent)) {
-    return run_unfused(program.plan, tensors);
+    return run_unfused(program->plan, tensors);
   }
-  if (program.random) preflight(program, tensors);
+  if (program->random) preflight(*program, tensors);
+  Tensors values;
+  // What plain torch does with views, also when they are modified in place.
+  if (program->only_views) return run_forward(*program, tensors, values);
   const bool wants_grad =
       at::GradMode::is_enabled() &&
       std::ranges::any_of(tensors, [](const Tensor& tensor) { return tensor.requires_grad(); });
-  if (wants_grad && program.plan.needs_backward()) return PlanFunction::apply(&program, tensors);
   if (wants_grad) {
-    // A plan made without gradients, as in a program exported under no_grad.
-    return PlanFunction::apply(&program_for(unfused_plan_for(program.plan, tensors)), tensors);
+    if (serves(*program, tensors)) return run_differentiable(program, tensors);
+    // A plan that was made for other flags, as in an exported program.
+    return run_differentiable(unfused_program_for(*program, tensors), tensors);
   }
   const BelowAutograd below_autograd;
-  Tensors values;
-  return run_forward(program, tensors, values);
+  return run_forward(*program, tensors, values);
 }
 
 }  // namespace transformer_ops

@@ -65,6 +65,22 @@ class Lowering {
       needs_grad_[i + 1] = needs;
       if (needs) plan_.first_backward = std::min(plan_.first_backward, i);
     }
+    list_gradients();
+  }
+
+  void list_gradients() {
+    if (needs_grad_[0]) plan_.gradients.push_back({Kind::Grad, 0});
+    for (size_t i = 0; i < plan_.extra_inputs.size(); ++i) {
+      const Value& input = plan_.extra_inputs[i];
+      if (!facts_.grad_enabled || !facts_.extra_inputs[i].requires_grad) continue;
+      plan_.gradients.push_back({Kind::ExtraInputGrad, input.op, input.name});
+    }
+    for (int i = 0; i < size(); ++i) {
+      for (int k = 0; k < ops_[i].parameters; ++k) {
+        if (!parameter_requires_grad(i, k)) continue;
+        plan_.gradients.push_back({Kind::ParameterGrad, i, parameter(i, k).name});
+      }
+    }
   }
 
   bool extra_input_requires_grad(int op, int k) const {

@@ -198,6 +198,30 @@ DataFlow verify_forward(const Plan& plan) {
   return flow;
 }
 
+bool in_python_backward(const Plan& plan, int op) {
+  return std::ranges::any_of(plan.backward, [&](const Step& step) {
+    return step.python && !step.skipped && covers(step, op);
+  });
+}
+
+void verify_gradients(const Plan& plan, const DataFlow& backward) {
+  for (const Value& gradient : plan.gradients) {
+    verify_value(gradient, plan);
+    const Value extra{Kind::ExtraInput, gradient.op, gradient.name};
+    const Value parameter{Kind::Parameter, gradient.op, gradient.name};
+    const bool is_input =
+        gradient == Value{Kind::Grad, 0} ||
+        (gradient.kind == Kind::ExtraInputGrad &&
+         std::ranges::find(plan.extra_inputs, extra) != plan.extra_inputs.end()) ||
+        (gradient.kind == Kind::ParameterGrad &&
+         std::ranges::find(plan.parameters, parameter) != plan.parameters.end());
+    check(is_input, "[plan] gradients must be those of the plan's inputs, got ", to_text(gradient));
+    check(backward.has(gradient) || in_python_backward(plan, gradient.op),
+          "[plan] backward must yield the gradients that the plan names, got no ",
+          to_text(gradient));
+  }
+}
+
 void verify_backward(const Plan& plan, const DataFlow& forward) {
   std::set<Value> known = {{Kind::Grad, plan.size()}};
   for (const Value& parameter : plan.parameters) known.insert(parameter);
@@ -235,6 +259,7 @@ void verify_backward(const Plan& plan, const DataFlow& forward) {
       }
     }
   }
+  verify_gradients(plan, flow);
 }
 
 }  // namespace
@@ -267,12 +292,16 @@ bool Plan::has_python_steps() const {
 }
 
 void verify(const Plan& plan) {
+  check(plan.size() > 0, "[plan] a plan must have an op, got none");
   verify_ops(plan);
   verify_coverage(plan.forward, plan.size(), "forward");
   verify_coverage(plan.backward, plan.size(), "backward");
   verify_joint_pairs(plan.forward, plan.backward);
   verify_joint_pairs(plan.backward, plan.forward);
   const DataFlow forward = verify_forward(plan);
+  check(plan.needs_backward() == !plan.gradients.empty(), "[plan] gradients must be named where a ",
+        "backward is needed, and only there, got ", plan.gradients.size(), " with first_backward ",
+        plan.first_backward);
   if (plan.needs_backward()) verify_backward(plan, forward);
 }
 

@@ -106,6 +106,7 @@ struct Plan {
   std::vector<Value> extra_inputs = {};   // from the caller, in order
   std::vector<Value> parameters = {};     // in the order the executor takes them
   std::vector<Value> extra_outputs = {};  // to the caller, in order
+  std::vector<Value> gradients = {};      // that backward yields: g0, de..., dp...
   int first_backward = 0;                 // ops before it need no gradient
   std::optional<DType> autocast = {};
   std::vector<Step> forward = {};  // both lists in op order; backward runs from its end
@@ -123,7 +124,8 @@ std::string to_text(const Plan& plan);
 Plan parse_plan(const std::string& text);
 
 // The planner's postcondition: each list covers every op once, in order; every value is written
-// before it is read; every slot that backward reads was saved. Throws PlanError.
+// before it is read; every slot that backward reads was saved; backward yields the gradients that
+// the plan names. Throws PlanError.
 void verify(const Plan& plan);
 
 }  // namespace transformer_ops

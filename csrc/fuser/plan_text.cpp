@@ -2,6 +2,7 @@
 //   plan 1
 //   op 0 LayerNorm eps=1e-05 normalized_shape=[16] zero_centered_gamma=false
 //   inputs e2.0 | parameters p0.weight p0.bias | outputs o3.0 | route e4.0=o3.0
+//   gradients g0 dp0.weight dp0.bias
 //   first_backward 0
 //   forward layer_norm ops=[0]
 //     x1, s0.mean, s0.rstd = layer_norm(x0, p0.weight, p0.bias, 1e-05, false)
@@ -15,7 +16,7 @@
 namespace transformer_ops {
 namespace {
 
-constexpr const char* kHeader = "plan 1";
+constexpr const char* kHeader = "plan 2";
 
 std::string argument_text(const Argument& argument) {
   if (const auto* value = std::get_if<Value>(&argument)) return to_text(*value);
@@ -158,6 +159,7 @@ class Parser {
     if (head == "inputs") return parse_values(words, plan_.extra_inputs);
     if (head == "parameters") return parse_values(words, plan_.parameters);
     if (head == "outputs") return parse_values(words, plan_.extra_outputs);
+    if (head == "gradients") return parse_values(words, plan_.gradients);
     if (head == "route") {
       for (const auto& word : words) {
         const auto [input, output] = split_once(word, '=');
@@ -290,6 +292,7 @@ std::string to_text(const Plan& plan) {
                  }) +
             "\n";
   }
+  text += values_line("gradients", plan.gradients);
   text += "first_backward " + std::to_string(plan.first_backward) + "\n";
   if (plan.autocast) text += "autocast " + to_text(*plan.autocast) + "\n";
   for (const Step& step : plan.forward) text += step_text(step, "forward");

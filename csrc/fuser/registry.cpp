@@ -3,16 +3,16 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <tuple>
 
 #include "fuser/error.h"
+#include "fuser/fork_safe_mutex.h"
 
 namespace transformer_ops {
 namespace {
 
 struct Registry {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::atomic<int64_t> version = 0;
   int64_t next_id = 1;
   int64_t first_order = 0;

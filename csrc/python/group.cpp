@@ -1,5 +1,6 @@
 #include "python/group.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -91,6 +92,29 @@ std::vector<transformer_ops::Group> rewrite_groups_from_python(
   return groups;
 }
 
+// Plans that a group keeps: more than the modes, dtypes and frozen parameters that alternate.
+constexpr size_t kCachedPlans = 64;
+
+// A tensor whose class wants to see the calls that it takes part in. Modes are left to torch's ops.
+bool has_torch_function(PyObject* tensor) {
+  if (THPVariable_CheckTypeExact(Py_TYPE(tensor))) return false;
+  static PyObject* const name = PyUnicode_InternFromString("__torch_function__");
+  static const py::object& disabled =
+      *new py::object(py::module_::import("torch._C").attr("_disabled_torch_function_impl"));
+  using at::impl::PythonTorchFunctionTLS;
+  if (PythonTorchFunctionTLS::get_disabled_state() != at::impl::TorchFunctionDisabledState::ENABLED)
+    return false;
+  const auto found = py::reinterpret_steal<py::object>(
+      PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(tensor)), name));
+  if (!found) PyErr_Clear();
+  return found && !found.is(disabled);
+}
+
+// A tensor that C++ can take.
+bool is_plain_tensor(PyObject* object) {
+  return THPVariable_Check(object) && !has_torch_function(object);
+}
+
 PyObject* wrap(const Tensors& outputs) {
   if (outputs.size() == 1) return THPVariable_Wrap(outputs[0]);
   PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
@@ -138,7 +162,7 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensor
   if (count != static_cast<Py_ssize_t>(1 + extra_inputs_)) return false;
   tensors.reserve(count + places_.size());
   for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!THPVariable_Check(arguments[i])) return false;
+    if (!is_plain_tensor(arguments[i])) return false;
     tensors.push_back(THPVariable_Unpack(arguments[i]));
   }
   for (const auto& place : places_) {
@@ -149,7 +173,7 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensor
       attribute = place.owner.attr(place.name);
       found = attribute.ptr();
     }
-    if (!THPVariable_Check(found)) return false;
+    if (!is_plain_tensor(found)) return false;
     tensors.push_back(THPVariable_Unpack(found));
   }
   return true;
@@ -241,9 +265,10 @@ std::shared_ptr<PlanEntry> Group::find_or_make(const std::string& key) {
   entry->version = version;
   entry->plan = std::move(planned.plan);
   entry->near_misses = std::move(planned.near_misses);
-  if (!entry->plan.has_python_steps()) entry->program = &program_for(entry->plan);
+  if (!entry->plan.has_python_steps()) entry->program = SharedProgram(compile(entry->plan));
   entry->session = std::move(session);
   if (version == version_) entries_.push_back(entry);
+  if (entries_.size() > kCachedPlans) entries_.erase(entries_.begin());
   return entry;
 }
 
@@ -267,7 +292,7 @@ std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> 
 PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Tensors tensors;
-  if (has_hooks() || !gather(arguments, count, tensors)) Py_RETURN_NONE;
+  if (is_cleared_ || has_hooks() || !gather(arguments, count, tensors)) Py_RETURN_NONE;
   write_key(tensors);
   // The version of the entry: a plan that could not be made leaves the stale one in place.
   if (!last_ || last_->version != registry_version() || last_->key != scratch_key_) {
@@ -275,25 +300,78 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count) {
     const std::shared_ptr<PlanEntry> entry = find_or_make(std::string(scratch_key_));
     last_ = entry;
   }
-  const Program* program = last_->program;
-  if (program == nullptr) Py_RETURN_NONE;
+  // Its own: meanwhile another thread may plan again.
+  const SharedProgram program = last_->program;
+  if (!program) Py_RETURN_NONE;
   note_inputs(tensors);
   Tensors outputs;
   {
     const py::gil_scoped_release no_gil;
-    outputs = run(*program, tensors);
+    outputs = run(program, tensors);
   }
   return wrap(outputs);
   END_HANDLE_TH_ERRORS
 }
 
+int Group::traverse(visitproc visit, void* arg) const {
+  for (const auto& place : places_) {
+    Py_VISIT(place.owner.ptr());
+    Py_VISIT(place.parameters.ptr());
+  }
+  for (const auto& module : modules_) Py_VISIT(module.ptr());
+  for (const auto& dict : hook_dicts_) Py_VISIT(dict.ptr());
+  Py_VISIT(new_session_.ptr());
+  const auto visit_session = [&](const std::shared_ptr<PlanEntry>& entry, long owners) {
+    // Held by Python too: reachable from there.
+    if (entry.use_count() == owners) Py_VISIT(entry->session.ptr());
+    return 0;
+  };
+  for (const auto& entry : entries_) {
+    if (const int stop = visit_session(entry, entry == last_ ? 2 : 1)) return stop;
+  }
+  const bool is_cached = std::ranges::find(entries_, last_) != entries_.end();
+  return last_ && !is_cached ? visit_session(last_, 1) : 0;
+}
+
+void Group::clear() {
+  // Moved out first: what dies may call back.
+  const auto places = std::exchange(places_, {});
+  const auto modules = std::exchange(modules_, {});
+  const auto hook_dicts = std::exchange(hook_dicts_, {});
+  const auto entries = std::exchange(entries_, {});
+  const auto last = std::exchange(last_, nullptr);
+  const auto new_session = std::exchange(new_session_, py::none());
+  is_cleared_ = true;
+}
+
 namespace {
 
-constexpr const char* kCapsule = "transformer_ops.Group";
+// Null before its __init__ has run.
+Group* group_of(PyObject* self) {
+  auto* const instance = reinterpret_cast<py::detail::instance*>(self);
+  const auto holder = instance->get_value_and_holder();
+  return holder.holder_constructed() ? holder.value_ptr<Group>() : nullptr;
+}
 
-PyObject* call_group(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
-  auto* group = static_cast<Group*>(PyCapsule_GetPointer(capsule, kCapsule));
-  return group == nullptr ? nullptr : group->call(arguments, count);
+int traverse_group(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  const Group* const group = group_of(self);
+  return group != nullptr ? group->traverse(visit, arg) : 0;
+}
+
+int clear_group(PyObject* self) {
+  if (Group* const group = group_of(self)) group->clear();
+  return 0;
+}
+
+void make_collectable(PyHeapTypeObject* type) {
+  type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type->ht_type.tp_traverse = traverse_group;
+  type->ht_type.tp_clear = clear_group;
+}
+
+PyObject* call_group(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  return group_of(self)->call(arguments, count);
 }
 
 PyMethodDef call_method = {"call",
@@ -301,9 +379,8 @@ PyMethodDef call_method = {"call",
                            METH_FASTCALL, nullptr};
 
 // A built-in function bound to the group: a fifth of the cost of a pybind11 call.
-py::object make_call(const std::shared_ptr<Group>& group) {
-  const py::capsule capsule(group.get(), kCapsule);
-  auto call = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, capsule.ptr()));
+py::object make_call(const py::object& group) {
+  auto call = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, group.ptr()));
   if (!call) throw py::error_already_set();
   return call;
 }
@@ -400,18 +477,20 @@ void bind_group(py::module_& module) {
       .def_property_readonly(
           "near_misses",
           [](const PlanEntry& entry) { return near_misses_to_python(entry.near_misses); })
-      .def_property_readonly("native",
-                             [](const PlanEntry& entry) { return entry.program != nullptr; })
+      .def_property_readonly(
+          "native", [](const PlanEntry& entry) { return static_cast<bool>(entry.program); })
       .def_readonly("session", &PlanEntry::session);
-  py::class_<Group, std::shared_ptr<Group>>(module, "Group")
+  py::class_<Group, std::shared_ptr<Group>>(module, "Group",
+                                            py::custom_type_setup(make_collectable))
       .def(py::init<py::list, py::list, py::list, py::list, py::object, bool>())
-      .def("make_call", &make_call, "The eager call; the group must outlive it.")
+      .def("make_call", &make_call, "The eager call.")
       .def("plan", torch::wrap_pybind_function(&Group::plan))
       .def_property_readonly("last", &Group::last)
       .def_property_readonly("last_inputs", &Group::last_inputs)
       .def_property_readonly("cached_plans", &Group::cached_plans);
   module.def("parse_plan", torch::wrap_pybind_function([](const std::string& text) {
                const Plan plan = parse_plan(text);
+               check_calls(plan);
                return py::make_tuple(to_text(plan), plan_to_python(plan));
              }));
 }

@@ -20,7 +20,7 @@ struct PlanEntry {
   int64_t version = 0;  // of the registry
   Plan plan;
   std::vector<NearMiss> near_misses;
-  const Program* program = nullptr;  // null where a step is Python
+  SharedProgram program;  // none where a step is Python
   py::object session;                // holds the Python objects that steps refer to by number
 };
 
@@ -46,7 +46,7 @@ class Group {
         const py::list& hooked, py::object new_session, bool recompute);
 
   // METH_FASTCALL: (input, *extra_inputs) -> tensor, tuple of tensors, or None where Python has to
-  // take over (hooks, Python steps, wrong arguments).
+  // take over (hooks, Python steps, wrong arguments, tensors with a __torch_function__).
   PyObject* call(PyObject* const* arguments, Py_ssize_t count);
 
   // The plan for explicit facts: (grad, autocast dtype, device type, tensor facts, training).
@@ -59,6 +59,10 @@ class Group {
   // The main input and the extra inputs, if the last plan was made for a call() that ran here.
   py::list last_inputs() const;
   size_t cached_plans() const { return entries_.size(); }
+
+  // For Python's collector: all Python objects that the group holds, and letting go of them.
+  int traverse(visitproc visit, void* arg) const;
+  void clear();
 
  private:
   bool has_hooks() const;
@@ -75,6 +79,7 @@ class Group {
   std::vector<py::object> hook_dicts_;
   py::object new_session_;
   bool recompute_;
+  bool is_cleared_ = false;
   size_t extra_inputs_ = 0;
   std::string scratch_key_;
   int64_t version_ = -1;

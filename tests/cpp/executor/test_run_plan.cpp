@@ -15,7 +15,7 @@ using at::Tensor;
 using Tensors = std::vector<Tensor>;
 
 // LayerNorm(6), Linear(6, 8), GELU, Linear(8, 5)
-constexpr const char* kBlock = R"(plan 1
+constexpr const char* kBlock = R"(plan 2
 op 0 LayerNorm eps=1e-05 normalized_shape=[6] zero_centered_gamma=false
 op 1 BasicLinear accumulate_into_main_grad=false in_features=6 out_features=8
 op 2 Bias size=8
@@ -23,6 +23,7 @@ op 3 GELU
 op 4 BasicLinear accumulate_into_main_grad=false in_features=8 out_features=5
 op 5 Bias size=5
 parameters p0.weight p0.bias p1.weight p2.bias p4.weight p5.bias
+gradients g0 dp0.weight dp0.bias dp1.weight dp2.bias dp4.weight dp5.bias
 first_backward 0
 forward LayerNorm ops=[0]
   x1, s0.mean, s0.rstd = layer_norm(x0, p0.weight, p0.bias, 1e-05, false)
@@ -49,7 +50,7 @@ backward Bias ops=[5]
 )";
 
 // A residual branch: Reshape, MakeExtraOutput -> RMSNorm, SwiGLU, ConstantScale -> AddExtraInput
-constexpr const char* kResidual = R"(plan 1
+constexpr const char* kResidual = R"(plan 2
 op 0 Reshape shape=[-1, 4]
 op 1 MakeExtraOutput in_place=false
 op 2 RMSNorm eps=1e-05 normalized_shape=[4] zero_centered_gamma=true
@@ -61,6 +62,7 @@ op 7 L2Normalization eps=1e-06
 parameters p2.weight p3.weight
 outputs o1.0
 route e6.0=o1.0
+gradients g0 dp2.weight dp3.weight
 first_backward 0
 forward Reshape ops=[0]
   x1 = aten::reshape(x0, [-1, 4])
@@ -100,8 +102,9 @@ backward L2Normalization ops=[7]
   g7 = l2_normalization_backward(g8, s7.input, s7.rstd, 1e-06)
 )";
 
-constexpr const char* kDropout = R"(plan 1
+constexpr const char* kDropout = R"(plan 2
 op 0 Dropout training=true p=0.25
+gradients g0
 first_backward 0
 forward Dropout ops=[0]
   x1, s0.mask = dropout(x0, 0.25, true)
@@ -110,8 +113,9 @@ backward Dropout ops=[0]
   g0 = dropout_backward(g1, s0.mask, 0.25)
 )";
 
-constexpr const char* kPython = R"(plan 1
+constexpr const char* kPython = R"(plan 2
 op 0 Custom native=false
+gradients g0
 first_backward 0
 forward Custom ops=[0] python=0
 backward Custom ops=[0] python=0
@@ -306,7 +310,7 @@ TEST(RunPlanErrors, NameTheLineOfAWrongText) {
   std::string text = kDropout;
   text.replace(text.find("dropout(x0"), 10, "dropout(y0");
   EXPECT_EQ(error_of([&] { run(text, {at::ones({2})}); }),
-            "[plan] a value must read like x1, g1, p1.weight or s1.input, got 'y0' (line 5)");
+            "[plan] a value must read like x1, g1, p1.weight or s1.input, got 'y0' (line 6)");
 }
 
 TEST(RunPlanErrors, NameAnUnknownOp) {
@@ -314,6 +318,66 @@ TEST(RunPlanErrors, NameAnUnknownOp) {
   text.replace(text.find("dropout(x0"), 7, "pickout");
   EXPECT_EQ(error_of([&] { run(text, {at::ones({2})}); }),
             "[plan] op must be registered, got 'transformer_ops::pickout'");
+}
+
+std::string error_with(const std::string& from, const std::string& to) {
+  std::string text = kDropout;
+  text.replace(text.find(from), from.size(), to);
+  return error_of([&] { run(text, {at::ones({2}).requires_grad_()}); });
+}
+
+TEST(RunPlanErrors, ShowTheSchemaThatACallDoesNotFit) {
+  const std::string schema =
+      "[plan] call must fit the op's schema 'transformer_ops::dropout(Tensor input, float p, bool "
+      "save_mask) -> (Tensor output, Tensor mask)', got '";
+  const std::string end = "'; a plan's text belongs to the release of transformer_ops that made it";
+  EXPECT_EQ(error_with("(x0, 0.25, true)", "(x0, 0.25)"),
+            schema + "dropout(Tensor, float) -> (Tensor, Tensor)" + end);
+  EXPECT_EQ(error_with("(x0, 0.25, true)", "(x0, 0.25, true, 1)"),
+            schema + "dropout(Tensor, float, bool, int) -> (Tensor, Tensor)" + end);
+  EXPECT_EQ(error_with("(x0, 0.25, true)", "(x0, 1, true)"),
+            schema + "dropout(Tensor, int, bool) -> (Tensor, Tensor)" + end);
+  EXPECT_EQ(error_with("(x0, 0.25, true)", "(x0, none, [true])"),
+            schema + "dropout(Tensor, None, bool[]) -> (Tensor, Tensor)" + end);
+  EXPECT_EQ(error_with("x1, s0.mask = ", "x1, s0.mask, x1 = "),
+            schema + "dropout(Tensor, float, bool) -> (Tensor, Tensor, Tensor)" + end);
+}
+
+TEST(RunPlanErrors, NoOpThatWritesToItsArguments) {
+  EXPECT_NE(error_with("dropout_backward(g1, s0.mask, 0.25)", "aten::relu_(g1)")
+                .find("[plan] call must fit"),
+            std::string::npos);
+}
+
+// ---- flags of the call that the text was not made for
+
+TEST(RunPlanFlags, GradientsThatTheTextDoesNotNameAreYielded) {
+  std::string text = kBlock;
+  const auto replace = [&](const std::string& from, const std::string& to) {
+    text.replace(text.find(from), from.size(), to);
+  };
+  replace("gradients g0 dp0.weight dp0.bias", "gradients g0 dp0.bias");
+  replace("g0, dp0.weight, dp0.bias = ", "g0, s0.unused, dp0.bias = ");
+  const Tensors inputs = block_inputs();
+  expect_close(grad({loss(run(text, inputs))}, inputs), grad({loss(block(inputs))}, inputs));
+  Tensors frozen = inputs;
+  frozen[1] = frozen[1].detach();
+  const Tensors wanted = {frozen[0], frozen[3]};
+  expect_close(grad({loss(run(text, frozen))}, wanted), grad({loss(block(frozen))}, wanted));
+}
+
+TEST(RunPlanFlags, OutputsThatNoLossUsesGiveNoGradient) {
+  const Tensors inputs = residual_inputs();
+  const auto given = [&](size_t output) {
+    return torch::autograd::grad({run(kResidual, inputs)[output].sin().sum()}, inputs, {}, {},
+                                 false, /*allow_unused=*/true);
+  };
+  const Tensors extra = given(1);
+  EXPECT_TRUE(at::allclose(extra[0], inputs[0].cos()));
+  EXPECT_FALSE(extra[1].defined());
+  EXPECT_FALSE(extra[2].defined());
+  const Tensors expected = torch::autograd::grad({residual(inputs)[0].sin().sum()}, inputs);
+  expect_close(given(0), expected);
 }
 
 TEST(RunPlanErrors, CountTheTensors) {

@@ -13,12 +13,13 @@ using toy::ScopedUserFusion;
 using toy::steps_text;
 
 TEST(Lower, BindsFieldsByName) {
-  EXPECT_EQ(to_text(toy::plan(nodes({"Norm", "Product", "Shift", "Scale"}))), R"(plan 1
+  EXPECT_EQ(to_text(toy::plan(nodes({"Norm", "Product", "Shift", "Scale"}))), R"(plan 2
 op 0 Norm training=true eps=1e-05
 op 1 Product training=true
 op 2 Shift training=true
 op 3 Scale training=true factor=2.0
 parameters p1.weight p2.shift
+gradients g0 dp1.weight dp2.shift
 first_backward 0
 forward Norm ops=[0]
   x1, s0.rstd = norm(x0, 1e-05)
@@ -147,11 +148,12 @@ backward View ops=[1]
 // ---- extra tensors
 
 TEST(Lower, TakesExtraTensorsFromTheCaller) {
-  EXPECT_EQ(to_text(toy::plan(nodes({"Fork", "Add"}))), R"(plan 1
+  EXPECT_EQ(to_text(toy::plan(nodes({"Fork", "Add"}))), R"(plan 2
 op 0 Fork training=true
 op 1 Add training=true
 inputs e1.0
 outputs o0.0
+gradients g0 de1.0
 first_backward 0
 forward Fork ops=[0]
   x1, o0.0 = x0
@@ -167,11 +169,12 @@ backward Add ops=[1]
 TEST(Lower, RoutesAChannel) {
   auto ops = nodes({"Fork", "Square", "Add"});
   toy::connect(ops, 0, 2);
-  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 1
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 2
 op 0 Fork training=true
 op 1 Square training=true
 op 2 Add training=true
 route e2.0=o0.0
+gradients g0
 first_backward 0
 forward Fork ops=[0]
   x1, o0.0 = x0
@@ -380,10 +383,11 @@ TEST(Lower, FusedForwardThatFillsNoSlotIsAnError) {
 TEST(Lower, PythonOpHasNoInstructions) {
   auto ops = nodes({"Square"});
   ops.push_back(toy::python_node("Custom", /*parameters=*/2));
-  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 1
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 2
 op 0 Square training=true
 op 1 Custom native=false training=true
 parameters p1.0 p1.1
+gradients g0 dp1.0 dp1.1
 first_backward 0
 forward Square ops=[0]
   x1 = square(x0)

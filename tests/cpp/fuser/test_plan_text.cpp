@@ -19,7 +19,6 @@ void expect_round_trip(const Plan& plan) {
 }
 
 TEST(PlanText, RoundTrips) {
-  expect_round_trip(toy::plan({}));
   expect_round_trip(
       toy::plan(nodes({"Norm", "Product", "Shift", "Mask", "View", "Scale", "Same"})));
   expect_round_trip(toy::plan(nodes({"Fork", "Add"})));
@@ -71,8 +70,9 @@ TEST(PlanText, ToleratesEmptyLines) {
 
 // ---- errors
 
-constexpr const char* kGood = R"(plan 1
+constexpr const char* kGood = R"(plan 2
 op 0 Scale factor=2.0
+gradients g0
 first_backward 0
 forward Scale ops=[0]
   x1 = scale(x0, 2.0)
@@ -90,10 +90,15 @@ std::string with_line(int number, const std::string& line) {
 
 TEST(PlanText, GoodTextParses) { EXPECT_EQ(to_text(parse_plan(kGood)), kGood); }
 
+TEST(PlanText, MustHaveAnOp) {
+  EXPECT_EQ(error_of([] { parse_plan("plan 2\n"); }), "[plan] a plan must have an op, got none");
+  EXPECT_EQ(error_of([] { toy::plan({}); }), "[plan] a plan must have an op, got none");
+}
+
 TEST(PlanText, MustBeginWithItsVersion) {
-  EXPECT_EQ(error_of([] { parse_plan(with_line(1, "plan 2")); }),
-            "[plan] text must begin with 'plan 1', got 'plan 2'");
-  EXPECT_EQ(error_of([] { parse_plan(""); }), "[plan] text must begin with 'plan 1', got ''");
+  EXPECT_EQ(error_of([] { parse_plan(with_line(1, "plan 3")); }),
+            "[plan] text must begin with 'plan 2', got 'plan 3'");
+  EXPECT_EQ(error_of([] { parse_plan(""); }), "[plan] text must begin with 'plan 2', got ''");
 }
 
 struct WrongLine {
@@ -112,28 +117,28 @@ TEST(PlanText, ErrorsNameTheLine) {
       {2, "op 0 Scale factor=[1, x]",
        "[plan] a list must hold integers or booleans, got '[1, x]' (line 2)"},
       {2, "op 0 Scale native=maybe", "[plan] a flag must be true or false, got 'maybe' (line 2)"},
-      {3, "first_backward 1.5", "[plan] an integer must stand here, got '1.5' (line 3)"},
-      {3, "first_backward -1", "[plan] first_backward must not be negative (line 3)"},
-      {3, "first 0", "[plan] a line must begin with a known word, got 'first' (line 3)"},
-      {3, "autocast float8",
+      {4, "first_backward 1.5", "[plan] an integer must stand here, got '1.5' (line 4)"},
+      {4, "first_backward -1", "[plan] first_backward must not be negative (line 4)"},
+      {4, "first 0", "[plan] a line must begin with a known word, got 'first' (line 4)"},
+      {4, "autocast float8",
        "[plan] dtype must be one torch knows as floating, got 'float8' "
-       "(line 3)"},
-      {3, "parameters weight",
-       "[plan] a value must read like x1, g1, p1.weight or s1.input, got 'weight' (line 3)"},
-      {3, "route e0.0", "[plan] 'e0.0' must hold a '=' (line 3)"},
-      {3, "  x1 = x0", "[plan] an instruction must follow a step (line 3)"},
-      {3, "  save s0.input=x0", "[plan] a save must follow a step (line 3)"},
-      {4, "forward Scale", "[plan] a step must have a name and ops (line 4)"},
-      {4, "forward Scale joint=true", "[plan] step 'Scale' must have ops (line 4)"},
-      {4, "forward Scale ops=0", "[plan] ops must be a list, got '0' (line 4)"},
-      {4, "forward Scale ops=[0] colour=red",
-       "[plan] a step field must be known, got 'colour' (line 4)"},
-      {5, "  x1", "[plan] an instruction must read 'results = ...' (line 5)"},
-      {5, "  x1 = x0, x0", "[plan] a hand-over must have one argument, got 'x1 = x0, x0' (line 5)"},
-      {5, "  x1 = scale(y0, 2.0)",
-       "[plan] a value must read like x1, g1, p1.weight or s1.input, got 'y0' (line 5)"},
-      {5, "  save s0.input", "[plan] 's0.input' must hold a '=' (line 5)"},
-      {5, " ", "[plan] a line must not be blank (line 5)"},
+       "(line 4)"},
+      {4, "parameters weight",
+       "[plan] a value must read like x1, g1, p1.weight or s1.input, got 'weight' (line 4)"},
+      {4, "route e0.0", "[plan] 'e0.0' must hold a '=' (line 4)"},
+      {4, "  x1 = x0", "[plan] an instruction must follow a step (line 4)"},
+      {4, "  save s0.input=x0", "[plan] a save must follow a step (line 4)"},
+      {5, "forward Scale", "[plan] a step must have a name and ops (line 5)"},
+      {5, "forward Scale joint=true", "[plan] step 'Scale' must have ops (line 5)"},
+      {5, "forward Scale ops=0", "[plan] ops must be a list, got '0' (line 5)"},
+      {5, "forward Scale ops=[0] colour=red",
+       "[plan] a step field must be known, got 'colour' (line 5)"},
+      {6, "  x1", "[plan] an instruction must read 'results = ...' (line 6)"},
+      {6, "  x1 = x0, x0", "[plan] a hand-over must have one argument, got 'x1 = x0, x0' (line 6)"},
+      {6, "  x1 = scale(y0, 2.0)",
+       "[plan] a value must read like x1, g1, p1.weight or s1.input, got 'y0' (line 6)"},
+      {6, "  save s0.input", "[plan] 's0.input' must hold a '=' (line 6)"},
+      {6, " ", "[plan] a line must not be blank (line 6)"},
   };
   for (const WrongLine& row : rows) {
     EXPECT_EQ(error_of([&] { parse_plan(with_line(row.number, row.line)); }), row.error)
@@ -142,7 +147,7 @@ TEST(PlanText, ErrorsNameTheLine) {
 }
 
 TEST(PlanText, IsVerified) {
-  EXPECT_EQ(error_of([] { parse_plan(with_line(5, "  x1 = scale(x1, 2.0)")); }),
+  EXPECT_EQ(error_of([] { parse_plan(with_line(6, "  x1 = scale(x1, 2.0)")); }),
             "[plan] step 'Scale' must read what was written before, got x1");
 }
 

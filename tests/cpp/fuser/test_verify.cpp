@@ -59,9 +59,27 @@ TEST(Verify, BackwardReadsWhatForwardSaved) {
 TEST(Verify, BackwardIsNotReadWithoutGradients) {
   EXPECT_EQ(error_after([](Plan& plan) {
               plan.first_backward = 3;
+              plan.gradients.clear();
               plan.forward[1].saves.clear();
             }),
             "no error");
+}
+
+TEST(Verify, BackwardYieldsTheGradientsThatThePlanNames) {
+  EXPECT_EQ(error_after([](Plan& plan) { plan.backward[1].instructions[0].results[1].name = "x"; }),
+            "[plan] backward must yield the gradients that the plan names, got no dp1.weight");
+  EXPECT_EQ(error_after([](Plan& plan) { plan.backward[0].instructions.clear(); }),
+            "[plan] backward must yield the gradients that the plan names, got no g0");
+  EXPECT_EQ(error_after([](Plan& plan) { plan.gradients.push_back(value("dp2.weight")); }),
+            "[plan] gradients must be those of the plan's inputs, got dp2.weight");
+  EXPECT_EQ(error_after([](Plan& plan) { plan.gradients.push_back(value("g1")); }),
+            "[plan] gradients must be those of the plan's inputs, got g1");
+  EXPECT_EQ(error_after([](Plan& plan) { plan.gradients.clear(); }),
+            "[plan] gradients must be named where a backward is needed, and only there, got 0 with "
+            "first_backward 0");
+  EXPECT_EQ(error_after([](Plan& plan) { plan.first_backward = 3; }),
+            "[plan] gradients must be named where a backward is needed, and only there, got 2 with "
+            "first_backward 3");
 }
 
 TEST(Verify, ShapesAreThoseOfWhatForwardWrites) {

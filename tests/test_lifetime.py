@@ -1,0 +1,183 @@
+"""What lives how long: modules die with their last reference, caches have a bound."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import transformer_ops as tops
+
+
+class Double(tops.BasicOperation):
+    """A Python op in the split style."""
+
+    def op_forward_compute(self, input_, **unused):
+        return 2 * input_, ()
+
+    def op_forward_save_ctx(self, ctx, input_, tensors_to_save, **unused):
+        pass
+
+    def op_backward(self, ctx, grad_output):
+        return 2 * grad_output, ()
+
+
+def block() -> tops.Sequential:
+    return tops.Sequential(tops.LayerNorm(8), tops.Linear(8, 8), tops.GELU(), tops.Linear(8, 8))
+
+
+def with_python_op() -> tops.Sequential:
+    return tops.Sequential(tops.Linear(8, 8), Double(), tops.GELU())
+
+
+def with_hook() -> tops.Sequential:
+    made = block()
+    made[1].register_forward_hook(lambda module, inputs, output: None)
+    return made
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: tops.Linear(8, 8),
+    "block": block,
+    "nested": lambda: tops.Sequential(block(), tops.GELU()),
+    "Python op": with_python_op,
+    "hook": with_hook,
+    "plain module between": lambda: tops.Sequential(
+        tops.Linear(8, 8), nn.Tanh(), tops.Linear(8, 8)
+    ),
+}
+
+
+def train(module: nn.Module) -> None:
+    module(torch.randn(4, 8)).sum().backward()
+    with torch.no_grad():
+        module(torch.randn(4, 8))
+
+
+def look_at(module: nn.Module) -> None:
+    if isinstance(module, tops.Sequential):
+        module.plans()
+        str(module.explain())
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def is_freed(reference: weakref.ref[nn.Module]) -> bool:
+    gc.collect()
+    return reference() is None
+
+
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize("use", [train, look_at], ids=["trained", "explained"])
+def test_a_module_that_was_called_is_freed(make, use):
+    module = make()
+    train(module)
+    use(module)
+    parts = [weakref.ref(part) for part in module.modules()]
+    del module
+    assert all(is_freed(part) for part in parts)
+
+
+def test_a_deepcopy_that_was_called_is_freed():
+    module = block()
+    train(module)
+    twin = copy.deepcopy(module)
+    train(twin)
+    reference = weakref.ref(twin[1])
+    del twin
+    assert is_freed(reference)
+    train(module)
+
+
+def test_a_replaced_layer_is_freed():
+    module = block()
+    train(module)
+    reference = weakref.ref(module[1])
+    module[1] = tops.Linear(8, 8)
+    train(module)
+    assert is_freed(reference)
+
+
+def test_an_operation_fuser_is_freed():
+    fuser = tops.OperationFuser([tops.Linear(8, 8), tops.GELU()])
+    fuser(torch.randn(4, 8))
+    fuser.plan()
+    reference = weakref.ref(fuser)
+    del fuser
+    assert is_freed(reference)
+
+
+def test_a_compiled_module_is_freed():
+    module = block()
+    torch.compile(module, backend="eager", fullgraph=True)(torch.randn(4, 8))
+    reference = weakref.ref(module[1])
+    del module
+    assert is_freed(reference)
+
+
+def test_backward_runs_after_its_module_is_gone():
+    module, x = block(), torch.randn(4, 8, requires_grad=True)
+    expected = torch.autograd.grad(module(x).sum(), x)[0]
+    output = module(x).sum()
+    reference = weakref.ref(module)
+    del module
+    assert is_freed(reference)
+    output.backward()
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_a_finalizer_may_call_the_module_that_dies():
+    """The collector clears a cycle in any order: what is left of a group must not crash."""
+    seen = []
+
+    class Calling(tops.Linear):
+        def __del__(self) -> None:
+            try:
+                seen.append(self(torch.ones(1, 8)).shape)
+            except Exception as error:
+                seen.append(error)
+
+    module = tops.Sequential(Calling(8, 8), tops.GELU())
+    module(torch.randn(4, 8))
+    module[0](torch.randn(4, 8))
+    module.me = [module]  # a cycle, so that the collector has to find it
+    del module
+    gc.collect()
+    assert seen == [torch.Size([1, 8])]
+
+
+def test_an_annealed_dropout_takes_no_memory():
+    dropout = tops.Dropout(0.1)
+    module = tops.Sequential(tops.Linear(8, 8), tops.GELU(), tops.Linear(8, 8), dropout)
+    x = torch.randn(4, 8)
+
+    def anneal(steps: range) -> None:
+        for step in steps:
+            dropout.p = 0.1 + step * 1e-6
+            module(x)
+
+    anneal(range(300))
+    gc.collect()
+    before = resident_bytes()
+    anneal(range(300, 2300))
+    assert resident_bytes() - before < 4e6  # 18 KB a step before plans had a bound
+
+
+def test_a_group_keeps_a_bounded_number_of_plans():
+    module = tops.Sequential(*(tops.Linear(4, 4) for _ in range(4)))
+    parameters = list(module.parameters())
+    for mask in range(200):
+        for bit, parameter in enumerate(parameters):
+            parameter.requires_grad_(bool(mask >> bit & 1))
+        module(torch.randn(2, 4))
+    group = module._layout.whole._group
+    assert 1 < group.cached_plans <= 64
