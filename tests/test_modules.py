@@ -13,6 +13,7 @@ from torch import nn
 from transformer_ops import ops
 
 NAN, INF = math.nan, math.inf
+WANTS_A_GRADIENT = torch.tensor(2.0, requires_grad=True)
 
 # What each native op reports to the planner: (op, kind, attributes, parameter shapes).
 NATIVE = [
@@ -115,7 +116,16 @@ BAD_ARGUMENTS = [
     (lambda: ops.Reshape((0, -1)), "shape must not have a -1 beside a 0"),
     *[
         (lambda value=value: ops.ConstantScale(value), "scale must be a finite number")
-        for value in (NAN, INF, "2", None, True, torch.tensor(2.0))
+        for value in (
+            NAN,
+            INF,
+            "2",
+            None,
+            True,
+            torch.ones(1),
+            torch.tensor(True),
+            WANTS_A_GRADIENT,
+        )
     ],
     *[
         (lambda value=value: ops.Bias(value), r"\[Bias\] size must be an int >= 1, got ")

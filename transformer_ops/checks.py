@@ -1,4 +1,4 @@
-"""Checks of constructor arguments: each returns the value or raises ValueError."""
+"""Checks of constructor arguments and attributes: each returns the value or raises ValueError."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
+# Sizes and attributes are int64 in C++.
+_MAXIMUM = 2**63 - 1
+
 
 def check_int(op: str, name: str, value: object, *, minimum: int) -> int:
     """An int (no bool) that is at least `minimum`."""
@@ -18,24 +21,43 @@ def check_int(op: str, name: str, value: object, *, minimum: int) -> int:
     if isinstance(value, (bool, torch.Tensor)) or not hasattr(value, "__index__"):
         raise ValueError(f"[{op}] {name} {rule}, got {value!r}")
     number = operator.index(value)
+    if number > _MAXIMUM:
+        raise ValueError(f"[{op}] {name} must be an int < 2**63, got {value!r}")
     if number < minimum:
         raise ValueError(f"[{op}] {name} {rule}, got {value!r}")
     return number
 
 
-def check_optional_int(op: str, name: str, value: object, *, minimum: int) -> int | None:
-    """None, or an int (no bool) that is at least `minimum`."""
-    return None if value is None else check_int(op, name, value, minimum=minimum)
+def check_size(op: str, name: str, value: object) -> int:
+    """An int (no bool) that is at least 1."""
+    return check_int(op, name, value, minimum=1)
+
+
+def check_optional_size(op: str, name: str, value: object) -> int | None:
+    """None, or an int (no bool) that is at least 1."""
+    return None if value is None else check_size(op, name, value)
 
 
 def check_sizes(op: str, name: str, value: object) -> tuple[int, ...]:
     """An int >= 1, or at least one of them, as a tuple."""
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, torch.Tensor)):
-        sizes = tuple(check_int(op, f"each size of {name}", size, minimum=1) for size in value)
+        sizes = tuple(check_size(op, f"each size of {name}", size) for size in value)
         if not sizes:
             raise ValueError(f"[{op}] {name} must have at least one size, got {value!r}")
         return sizes
-    return (check_int(op, name, value, minimum=1),)
+    return (check_size(op, name, value),)
+
+
+def check_shape(op: str, name: str, value: object) -> tuple[int, ...]:
+    """Ints >= 0, of which one may be -1, as a tuple."""
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, torch.Tensor)):
+        raise ValueError(f"[{op}] {name} must be a sequence of ints, got {value!r}")
+    sizes = tuple(check_int(op, f"each size of {name}", size, minimum=-1) for size in value)
+    if sizes.count(-1) > 1:
+        raise ValueError(f"[{op}] {name} must have at most one -1, got {sizes}")
+    if -1 in sizes and 0 in sizes:
+        raise ValueError(f"[{op}] {name} must not have a -1 beside a 0, got {sizes}")
+    return sizes
 
 
 def check_bool(op: str, name: str, value: object) -> bool:
@@ -70,13 +92,17 @@ def _check_number(
     op: str, name: str, value: object, rule: str, lowest: float, highest: float
 ) -> float:
     number = math.nan
+    given = value
+    # A tensor that wants a gradient would get none as a plain number.
+    if isinstance(given, torch.Tensor) and given.dim() == 0 and not given.requires_grad:
+        value = given.item()
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         try:
             number = float(value)
         except OverflowError:
             number = math.inf
     if not (math.isfinite(number) and lowest <= number <= highest):
-        raise ValueError(f"[{op}] {name} {rule}, got {value!r}")
+        raise ValueError(f"[{op}] {name} {rule}, got {given!r}")
     return number
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
 from . import explain as _explain
 from . import main_grad, registry
 from .channels import Routed, resolve_channels
-from .op import BasicOperation, FusibleOperation
+from .op import BasicOperation, FusibleOperation, has_hooks
 from .plan import Plan
 from .planning import PlanningSession
 from .saved_bytes import SavedBytes, likely_shape
@@ -34,6 +35,10 @@ _CHANGE_WIDTH: set[str] = {row["kind"] for row in _C.declarations() if not row["
 Facts = tuple[bool, torch.dtype | None, str, tuple[tuple[torch.dtype, bool], ...], tuple[bool, ...]]
 # For each op, for each extra input: the (op, extra output) of this group that feeds it, or None.
 Sources = Sequence[Sequence[tuple[int, int] | None]]
+# The sources, and for each op whether somebody outside the group reads each of its extra outputs.
+Channels = tuple[Sources, Sequence[Sequence[bool]]]
+
+_PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
 
 
 class OperationFuser:
@@ -54,36 +59,85 @@ class OperationFuser:
         ops: Iterable[FusibleOperation],
         *,
         recompute: str = "cheap",
-        _sources: Sources | None = None,
-        _visible: Sequence[Sequence[bool]] | None = None,
+        _own: bool = False,
+        _channels: Channels | None = None,
     ) -> None:
         self._ops = _check_ops(ops)
         self._recompute = check_recompute("OperationFuser", recompute)
+        # The group of one op that its `forward` runs: what is around the op has happened already.
+        self._own = _own
+        self._given_channels = _channels
+        self._number = numbered.add(self)
+        # Compiled graphs guard on it.
+        self._edits = 0
         self._basic_ops: list[BasicOperation] = [b for op in self._ops for b in op.basic_ops]
-        if _sources is None or _visible is None:
-            _sources, _visible = _route(self._ops, self._basic_ops)
-        self._sources, self._visible = _sources, _visible
+        self._capture()
+
+    def _capture(self) -> None:
+        """Take the ops as they are now."""
+        self._is_stale = False
+        for op in (*self._ops, *self._basic_ops):
+            op._add_holder(self)
+        self._sources, self._visible = self._given_channels or self._route()
         self.num_extra_inputs = sum(s is None for sources in self._sources for s in sources)
         self._accumulates = [
             op for op in self._basic_ops if op._attributes().get("accumulate_into_main_grad")
         ]
         for op in (*self._ops, *self._basic_ops):
             op.__dict__["_channels_captured"] = True
+        places = [_places(op) for op in self._basic_ops]
+        self._num_parameters = [len(row) for row in places]
+        self._members = self._find_members()
         self._group = _C.Group(
             [self._describe(i) for i in range(len(self._basic_ops))],
-            [_places(op) for op in self._basic_ops],
+            places,
             self._basic_ops,
-            self._hooked_modules(),
+            self._members,
             lambda: PlanningSession(self._basic_ops),
             self._recompute == "cheap",
         )
-        self._call = self._group.make_call()
-        if self._accumulates or any(op.is_python for op in self._basic_ops):
-            # Python decides at once where C++ could only hand back.
-            self._call = _hand_back
-        self._number = numbered.add(self)
+        # Python decides at once where C++ could only hand back.
+        self._call = _hand_back if self._needs_python() else self._group.make_call()
         self._traced_dtypes: list[torch.dtype] = []
         self._split: Any = None
+
+    def _needs_python(self) -> bool:
+        if self._accumulates or any(op._has_own_forward for op in self._members):
+            return True
+        return any(op.is_python or _computes_training(op) for op in self._basic_ops)
+
+    def _op_changed(self) -> None:
+        """An op has other basic ops, hooks or another `forward` than when it was captured."""
+        if self._own:
+            self._ops[0].__dict__.pop("_own_group", None)
+        self._is_stale = True
+        self._edits += 1
+        self._call = _hand_back
+
+    def _refresh(self) -> None:
+        """Capture the ops again where they have changed since."""
+        if self._is_stale and self._given_channels is None:
+            self._basic_ops = [b for op in self._ops for b in op.basic_ops]
+            self._capture()
+        elif self._num_parameters != [len(op._parameter_tensors()) for op in self._basic_ops]:
+            # Of a Python op, which may have submodules.
+            self._capture()
+
+    def _route(self) -> Channels:
+        if self._own and len(self._basic_ops) == 1:
+            # What its channels lead to is around the group.
+            op = self._basic_ops[0]
+            return [[None] * op.num_extra_inputs], [[True] * op.num_extra_outputs]
+        routing = resolve_channels(self._basic_ops)
+        sources = [
+            [(s.position, s.output) if isinstance(s, Routed) else None for s in row]
+            for row in routing.inputs
+        ]
+        visible = [
+            [(position, k) in routing.visible_outputs for k in range(op.num_extra_outputs)]
+            for position, op in enumerate(self._basic_ops)
+        ]
+        return sources, visible
 
     def _describe(self, i: int) -> tuple[Any, ...]:
         op = self._basic_ops[i]
@@ -91,23 +145,23 @@ class OperationFuser:
         native = not op.is_python
         return kind, op._attributes() if native else {}, native, self._sources[i], self._visible[i]
 
-    def _hooked_modules(self) -> list[FusibleOperation]:
-        # The hooks of a lone op fire around the group itself.
-        if len(self._ops) == 1:
+    def _find_members(self) -> list[FusibleOperation]:
+        """The modules whose hooks and whose own `forward` the group must not go past."""
+        if self._own:
             return [op for op in self._basic_ops if op is not self._ops[0] and not _is_view(op)]
         seen = {id(op): op for op in (*self._ops, *self._basic_ops)}
         return list(seen.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_ops", "_recompute", "_sources", "_visible")
+        names = ("_ops", "_recompute", "_own", "_given_channels")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(  # type: ignore[misc]
             state["_ops"],
             recompute=state["_recompute"],
-            _sources=state["_sources"],
-            _visible=state["_visible"],
+            _own=state["_own"],
+            _channels=state["_given_channels"],
         )
 
     def __call__(
@@ -128,23 +182,37 @@ class OperationFuser:
                 output = self._call(input, *extra_inputs)
                 if output is not None:
                     return output
-            _check_call(self.num_extra_inputs, input, extra_inputs)
-            if has_hooks(self._ops) and len(self._ops) > 1:
-                return self._split_at_hooks()(input, *extra_inputs)
-            return self._walk(input, extra_inputs, basic_op_kwargs)
+            return self._call_in_python(input, extra_inputs, basic_op_kwargs)
+        if _traced_group(self._number, self._edits, has_hooks(self._members)):
+            return _call_outside(self._number, input, extra_inputs, basic_op_kwargs)
         _check_call(self.num_extra_inputs, input, extra_inputs)
         return traced_call(self._number, self._basic_ops, input, extra_inputs, basic_op_kwargs)
 
     # ---- eager, where C++ hands back
 
+    def _call_in_python(
+        self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: list[dict[str, Any]] | None
+    ) -> Any:
+        self._refresh()
+        _check_call(self.num_extra_inputs, input, extra_inputs)
+        if self._is_split():
+            given = {i: found for i, found in enumerate(self._kwargs(kwargs)) if found}
+            return self._split_at_members()._run_by_op(input, extra_inputs, given)
+        return self._walk(input, extra_inputs, kwargs)
+
     def _walk(
         self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: list[dict[str, Any]] | None
     ) -> Any:
         tensors = [input, *extra_inputs, *self._parameters()]
+        overriding = _overriding(tensors)
+        if overriding:
+            arguments = (self, input, extra_inputs, kwargs)
+            return handle_torch_function(run_group, overriding, *arguments)
         entry = self._entry(_facts(tensors, self._basic_ops))
         return _unpack(self._walker(entry).run(tensors, self._kwargs(kwargs)))
 
     def _entry(self, facts: Facts) -> Any:
+        self._refresh()
         grad, autocast, device, tensors, training = facts
         self._traced_dtypes = [dtype for dtype, _ in tensors[: 1 + self.num_extra_inputs]]
         return self._group.plan(grad, autocast, device, list(tensors), list(training))
@@ -166,7 +234,7 @@ class OperationFuser:
                 weight = op._parameter_tensors()[0]
                 if weight.requires_grad:
                     main_grad.check(weight)
-        return [tensor for op in self._basic_ops for tensor in op._parameter_tensors()]
+        return _parameters_of(self._basic_ops)
 
     def _kwargs(self, kwargs: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         if kwargs is None:
@@ -174,11 +242,16 @@ class OperationFuser:
         check_kwargs(self._basic_ops, kwargs)
         return kwargs
 
-    def _split_at_hooks(self) -> Any:
+    def _is_split(self) -> bool:
+        """Whether a member has to be called, so that the group falls apart."""
+        return has_hooks(self._members) or any(op._has_own_forward for op in self._members)
+
+    def _split_at_members(self) -> Any:
         if self._split is None:
             from .sequential import Sequential
 
-            self._split = Sequential(*self._ops, recompute=self._recompute)
+            modules = self._basic_ops if self._own else self._ops
+            self._split = Sequential(*modules, recompute=self._recompute)
         return self._split
 
     # ---- looking at plans
@@ -197,7 +270,7 @@ class OperationFuser:
 
     def explain(self) -> _explain.Explanation:
         """The plan of the last call for reading: text, a table in a notebook, or an SVG."""
-        if self._split is not None and has_hooks(self._ops):
+        if self._split is not None and self._is_split():
             explanation: _explain.Explanation = self._split.explain()
             return explanation
         return _explain.Explanation([self._explained()])
@@ -232,7 +305,7 @@ def traced_call(
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     """What Dynamo sees of a group: plain tensors, and one op or the walker."""
-    parameters = [tensor for op in basic_ops for tensor in op._parameter_tensors()]
+    parameters = _parameters_of(basic_ops)
     tensors = [input, *extra_inputs, *parameters]
     facts = _facts(tensors, basic_ops)
     text = _native_plan(number, registry.VERSION, facts)
@@ -256,17 +329,38 @@ def traced_alone(
     op: FusibleOperation, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What Dynamo sees of an op that is called on its own."""
-    number, count = _own_group(op._number)
-    _check_call(count, input, extra_inputs)
+    number, count, is_split = _own_group(op._number)
     given = [kwargs] if kwargs else None
+    if is_split:
+        return _call_outside(number, input, extra_inputs, given)
+    _check_call(count, input, extra_inputs)
     return traced_call(number, op.basic_ops, input, extra_inputs, given)
 
 
 @torch._dynamo.assume_constant_result
-def _own_group(number: int) -> tuple[int, int]:
+def _own_group(number: int) -> tuple[int, int, bool]:
     op: FusibleOperation = numbered.find(number)
     group: OperationFuser = op._make_own_group()
-    return group._number, group.num_extra_inputs
+    return group._number, group.num_extra_inputs, group._is_split()
+
+
+@torch._dynamo.assume_constant_result
+def _traced_group(number: int, edits: int, hooked: bool) -> bool:
+    """Whether the group falls apart. Dynamo guards on the arguments."""
+    group: OperationFuser = numbered.find(number)
+    group._refresh()
+    return group._is_split()
+
+
+@torch.compiler.disable
+def _call_outside(
+    number: int,
+    input: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    kwargs: list[dict[str, Any]] | None,
+) -> Any:
+    group: OperationFuser = numbered.find(number)
+    return group(input, *extra_inputs, basic_op_kwargs=kwargs)
 
 
 @torch.compiler.disable
@@ -318,12 +412,42 @@ def _hand_back(input: Tensor, *extra_inputs: Tensor) -> Any:
     return None
 
 
-def has_hooks(ops: Iterable[torch.nn.Module]) -> bool:
-    """Whether any of the modules carries forward, pre-forward or backward hooks."""
-    return any(
-        op._forward_hooks or op._forward_pre_hooks or op._backward_hooks or op._backward_pre_hooks
-        for op in ops
-    )
+def run_group(
+    group: OperationFuser,
+    input: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    kwargs: list[dict[str, Any]] | None,
+) -> Any:
+    """What `__torch_function__` of a tensor subclass sees: one call of a whole group."""
+    return group(input, *extra_inputs, basic_op_kwargs=kwargs)
+
+
+def _overriding(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors whose class has a `__torch_function__` of its own."""
+    if _PLAIN_TENSORS.issuperset(map(type, tensors)) or not torch._C._is_torch_function_enabled():
+        return []
+    disabled = torch._C._disabled_torch_function_impl
+    return [
+        tensor
+        for tensor in tensors
+        if type(tensor) not in _PLAIN_TENSORS and type(tensor).__torch_function__ is not disabled
+    ]
+
+
+def _parameters_of(basic_ops: Sequence[BasicOperation]) -> list[Tensor]:
+    parameters = [tensor for op in basic_ops for tensor in op._parameter_tensors()]
+    if not all(isinstance(tensor, Tensor) for tensor in parameters):
+        for op in basic_ops:
+            for name, tensor in zip(op._parameter_names, op._parameter_tensors(), strict=False):
+                if not isinstance(tensor, Tensor):
+                    kind = op._kind or type(op).__name__
+                    raise TypeError(f"[{kind}] {name} must be a tensor, got {tensor!r}")
+    return parameters
+
+
+def _computes_training(op: BasicOperation) -> bool:
+    # C++ reads the instance's `__dict__`.
+    return isinstance(getattr(type(op), "training", None), property)
 
 
 def _check_call(num_extra_inputs: int, input: Tensor, extra_inputs: tuple[Tensor, ...]) -> None:
@@ -353,25 +477,6 @@ def _check_ops(ops: Iterable[FusibleOperation]) -> list[FusibleOperation]:
     if not found:
         raise ValueError("[OperationFuser] ops must not be empty, got []")
     return found
-
-
-def _route(
-    ops: list[FusibleOperation], basic_ops: list[BasicOperation]
-) -> tuple[Sources, list[list[bool]]]:
-    if len(ops) == 1 and len(basic_ops) == 1:
-        # A lone op: its channels lead out of the group.
-        op = basic_ops[0]
-        return [[None] * op.num_extra_inputs], [[True] * op.num_extra_outputs]
-    routing = resolve_channels(basic_ops)
-    sources = [
-        [(s.position, s.output) if isinstance(s, Routed) else None for s in row]
-        for row in routing.inputs
-    ]
-    visible = [
-        [(position, k) in routing.visible_outputs for k in range(op.num_extra_outputs)]
-        for position, op in enumerate(basic_ops)
-    ]
-    return sources, visible
 
 
 def _is_view(op: BasicOperation) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +17,17 @@ from .channels import ChannelMixin
 from .state_dict import drop_if_empty, shape_mismatches
 
 Attribute = bool | int | float | str | list[int]
+# (name of the op, name of the attribute, value) -> the value to keep; ValueError for a bad one.
+Check = Callable[[str, str, object], Any]
 
 # Attributes that belong to one process and one set of groups, never to a copy.
-_TRANSIENT = ("_own_group", "_channels_captured", "_number")
+_TRANSIENT = ("_own_group", "_channels_captured", "_number", "_holders")
+# A module with hooks in any of these is called on its own.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# The dicts of a module that C++ keeps.
+_KEPT_DICTS = (*_HOOKS, "_parameters")
+# A WeakSet must not change while it is copied.
+_holders_lock = threading.Lock()
 
 
 class OperationContext:
@@ -65,6 +77,11 @@ class FusibleOperation(nn.Module):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
 
+    # What an attribute has to pass when it is set, in the constructor and later.
+    _checks: ClassVar[Mapping[str, Check]] = {}
+    # Those of the class and its bases.
+    _all_checks: ClassVar[dict[str, Check]] = {}
+
     # What decides how a group runs its ops, and not only its plans.
     _fixed_once_captured: ClassVar[tuple[str, ...]] = ()
 
@@ -80,6 +97,9 @@ class FusibleOperation(nn.Module):
         cls._python_forward = methods.forward_implementation(cls, families)
         cls._python_backward = methods.backward_family(cls, families)
         cls._accepted_keywords = methods.accepted_keywords(cls)
+        cls._all_checks = {}
+        for klass in reversed(cls.__mro__):
+            cls._all_checks.update(vars(klass).get("_checks", {}))
 
     @classmethod
     def _method_families(cls) -> tuple[methods.Family, ...]:
@@ -124,8 +144,69 @@ class FusibleOperation(nn.Module):
         from .fuser import OperationFuser
 
         if self._own_group is None:
-            self.__dict__["_own_group"] = OperationFuser([self])
+            self.__dict__["_own_group"] = OperationFuser([self], _own=True)
         return self._own_group
+
+    @property
+    def _has_own_forward(self) -> bool:
+        """Whether a subclass or the instance overrides `forward`, which a group must then call."""
+        cls = type(self)
+        if cls.__call__ is not nn.Module.__call__:
+            return True
+        forward = self.__dict__.get("forward")
+        if forward is None:
+            return cls.forward is not FusibleOperation.forward
+        # Who takes a patch back may leave the method as an attribute of the instance.
+        is_ours = getattr(forward, "__func__", None) is FusibleOperation.forward
+        return not (is_ours and forward.__self__ is self)
+
+    @property
+    def _is_captured(self) -> bool:
+        from .traced import numbered
+
+        own = self.__dict__
+        # A copy that is being made still carries what belongs to the original.
+        return bool(own.get("_holders")) and numbered.find(own["_number"]) is self
+
+    def _add_holder(self, holder: Any) -> None:
+        """`holder._op_changed()` is called when a group of this op has to be made anew."""
+        with _holders_lock:
+            self.__dict__.setdefault("_holders", weakref.WeakSet()).add(holder)
+
+    def _make_groups_stale(self) -> None:
+        with _holders_lock:
+            holders = list(self.__dict__.get("_holders", ()))
+        for holder in holders:
+            holder._op_changed()
+
+    def _structure(self) -> list[Any]:
+        """What the groups that hold the op are made of, to be compared by identity."""
+        own = self.__dict__
+        dicts = [own[name] for name in _KEPT_DICTS]
+        return [type(self), own.get("forward"), *dicts, *self.basic_ops]
+
+    def _planned_attributes(self) -> list[str] | None:
+        try:
+            # repr() tells -0.0 from 0.0 and True from 1.
+            return [repr(op._attributes()) for op in self.basic_ops if not op.is_python]
+        except AttributeError:
+            return None  # one was deleted, which the next call says
+
+    @contextmanager
+    def _noting_changes(self) -> Iterator[None]:
+        """Makes plans and groups stale where the block changes what they were made of."""
+        if not self._is_captured:
+            yield
+            return
+        structure, attributes = self._structure(), self._planned_attributes()
+        yield
+        now = self._structure()
+        if len(now) != len(structure) or not all(map(operator.is_, now, structure)):
+            self._make_groups_stale()
+        if self._planned_attributes() != attributes:
+            from . import registry
+
+            registry.invalidate_plans()
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Run this op alone: `input`, its extra inputs in order, keyword arguments for the op.
@@ -198,19 +279,45 @@ class FusibleOperation(nn.Module):
         raise NotImplementedError(f"[{type(self).__name__}] fuser_backward must be defined")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        captured = self.__dict__.get("_channels_captured", False)
-        if captured and name in self._fixed_once_captured:
+        check = self._all_checks.get(name)
+        if check is not None:
+            value = check(type(self).__name__, name, value)
+        if name == "training":
+            value = bool(value)
+        if name in self._fixed_once_captured and self.__dict__.get("_channels_captured", False):
             raise RuntimeError(
                 f"[{type(self).__name__}] {name} must be set before a group captures the op, "
                 f"got {value!r} afterwards"
             )
-        super().__setattr__(name, value)
-        # Constructor state of a native op is part of the plans of the groups that hold it.
-        if captured and name != "training" and name[0] != "_" and not self.is_python:
-            from . import registry
+        if self._is_seen_at_the_call(name, value):
+            super().__setattr__(name, value)
+            return
+        with self._noting_changes():
+            super().__setattr__(name, value)
 
-            if not isinstance(value, Tensor | nn.Module):
-                registry.invalidate_plans()
+    def _is_seen_at_the_call(self, name: str, value: Any) -> bool:
+        """Whether the next call sees what is set without being told."""
+        if isinstance(value, Tensor) and self._parameters.get(name) is not None:
+            return True
+        if name[0] == "_":
+            return name != "__class__" and name not in _KEPT_DICTS
+        return name == "training"
+
+    def __delattr__(self, name: str) -> None:
+        with self._noting_changes():
+            super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As `nn.Module.register_parameter`; groups of the op see the parameter."""
+        with self._noting_changes():
+            super().register_parameter(name, param)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()
+        for name in _TRANSIENT:
+            replica.__dict__.pop(name, None)
+        replica._add_number()
+        return replica
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
@@ -464,3 +571,11 @@ class FusedOperation(FusibleOperation):
 
     def extra_repr(self) -> str:
         return ", ".join(type(op).__name__ for op in self._basic_ops)
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of the modules carries forward, pre-forward or backward hooks."""
+    return any(
+        op._forward_hooks or op._forward_pre_hooks or op._backward_hooks or op._backward_pre_hooks
+        for op in modules
+    )

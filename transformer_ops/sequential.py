@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from . import explain as _explain
 from .channels import External, Routed, resolve_channels
-from .fuser import OperationFuser, check_recompute, has_hooks, numbered, traced_call
-from .op import BasicOperation, FusibleOperation
+from .fuser import OperationFuser, check_recompute, numbered, traced_call
+from .op import BasicOperation, FusibleOperation, has_hooks
 from .plan import Plan
 from .state_dict import shape_mismatches
 
@@ -20,7 +20,8 @@ OpKwargs = Mapping[Any, dict[str, Any]]
 
 
 class Segment(NamedTuple):
-    """A run of modules: a group of fusible ops, a fusible op with hooks, or any other module."""
+    """A run of modules: a group of fusible ops, a fusible op that has to be called, or any other
+    module."""
 
     modules: tuple[int, ...]  # indices in the Sequential
     ops: tuple[int, ...]  # positions of its basic ops among all basic ops
@@ -34,7 +35,7 @@ class Layout(NamedTuple):
     """The segments of a Sequential, and what travels between them and the caller."""
 
     modules: tuple[nn.Module, ...]
-    hooked: tuple[bool, ...]
+    hooked: tuple[bool, ...]  # which modules have hooks
     segments: tuple[Segment, ...]
     outputs: tuple[Routed, ...]
     num_extra_inputs: int
@@ -175,6 +176,12 @@ class Sequential(nn.Module):
     def __iadd__(self, other: Iterable[nn.Module]) -> Sequential:
         return self.extend(list(other))
 
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()
+        replica._layout = None
+        replica._number = numbered.add(replica)
+        return replica
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_layout": None}
 
@@ -221,9 +228,7 @@ class Sequential(nn.Module):
             output = layout.whole._call(input, *extra_inputs)
             if output is not None:
                 return output
-        if layout.whole is not None and hook_flags(list(layout.modules)) != layout.hooked:
-            layout = self._layout = _make_layout(self._get(), self._recompute)
-        return self._run(layout, input, extra_inputs, op_kwargs)
+        return self._run(self._hooked_layout(), input, extra_inputs, op_kwargs)
 
     def _run(
         self,
@@ -237,8 +242,23 @@ class Sequential(nn.Module):
                 f"[Sequential] extra inputs must be {layout.num_extra_inputs}, "
                 f"got {len(extra_inputs)}"
             )
+        kwargs = self._kwargs_by_op(self._get(), op_kwargs)
+        return self._run_segments(layout, input, extra_inputs, kwargs)
+
+    def _run_by_op(
+        self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: dict[int, dict[str, Any]]
+    ) -> Any:
+        """`forward` with keyword arguments by position of the basic op."""
+        return self._run_segments(self._hooked_layout(), input, extra_inputs, kwargs)
+
+    def _run_segments(
+        self,
+        layout: Layout,
+        input: Tensor,
+        extra_inputs: tuple[Tensor, ...],
+        kwargs: dict[int, dict[str, Any]],
+    ) -> Any:
         modules = self._get()
-        kwargs = self._kwargs_by_op(modules, op_kwargs)
         if not layout.segments:
             return input
         hidden: dict[tuple[int, int], Tensor] = {}
@@ -294,9 +314,32 @@ class Sequential(nn.Module):
     def _current_layout(self) -> Layout:
         layout = self._layout
         if layout is None or not _is_current(layout, self._modules):
-            layout = _make_layout(self._get(), self._recompute)
-            self._layout = layout
+            layout = self._make_layout()
         return layout
+
+    def _hooked_layout(self) -> Layout:
+        """The current layout where C++ does not look for hooks."""
+        layout = self._current_layout()
+        if layout.whole is not None and hook_flags(list(layout.modules)) != layout.hooked:
+            layout = self._make_layout()
+        return layout
+
+    def _make_layout(self) -> Layout:
+        modules = self._get()
+        fusible = [module for module in modules if isinstance(module, FusibleOperation)]
+        members = [op for module in fusible for op in (module, *module.basic_ops)]
+        for op in members:
+            op._add_holder(self)
+        layout = _make_layout(modules, self._recompute)
+        for op in members:
+            op.__dict__["_channels_captured"] = True
+        self._layout = layout
+        return layout
+
+    def _op_changed(self) -> None:
+        """An op has other basic ops, hooks or another `forward` than when it was laid out."""
+        self._layout = None
+        self._edits += 1
 
     def _traced_layout(self) -> Layout:
         modules = self._get()
@@ -310,31 +353,36 @@ class Sequential(nn.Module):
         return [group.plan() for group in self._groups()]
 
     def _groups(self) -> list[OperationFuser]:
+        return [group for group in map(self._group_of, self._segments()) if group is not None]
+
+    def _segments(self) -> tuple[Segment, ...]:
         if self._layout is None:
             raise RuntimeError("[Sequential] plans() must follow a call, got none so far")
-        found: list[OperationFuser] = []
-        for segment in self._current_layout().segments:
-            group = segment.group
-            if group is None and segment.ops:
-                group = self._get()[segment.modules[0]]._own_group  # type: ignore[assignment]
-                if group is None:
-                    raise RuntimeError("[Sequential] plans() must follow a call, got new hooks")
-            if group is not None:
-                found.append(group)
-        return found
+        return self._current_layout().segments
+
+    def _group_of(self, segment: Segment) -> OperationFuser | None:
+        """The group that ran; None where a module does what it likes."""
+        if segment.group is not None or not segment.ops:
+            return segment.group
+        module: Any = self._get()[segment.modules[0]]
+        group: OperationFuser | None = module._own_group
+        if group is None and not module._has_own_forward:
+            raise RuntimeError("[Sequential] plans() must follow a call, got new hooks")
+        return group
 
     def explain(self) -> _explain.Explanation:
         """The plans of the last call for reading: text, a table in a notebook, or an SVG."""
-        groups = iter(self._groups())
         parts: list[_explain.Group | _explain.Plain] = []
-        for segment in self._current_layout().segments:
+        for segment in self._segments():
             place = segment.modules[0]
             module = self._get()[place]
-            if segment.ops:
-                note = _explain.hooks_note(module) if segment.group is None else ""
-                parts.append(next(groups)._explained(note))
+            group = self._group_of(segment)
+            if group is None:
+                why = "whose forward is overridden" if segment.ops else "not a fusible op"
+                parts.append(_explain.Plain(place, type(module).__name__, why))
             else:
-                parts.append(_explain.Plain(place, type(module).__name__))
+                note = _explain.alone_note(module) if segment.group is None else ""
+                parts.append(group._explained(note))
         return _explain.Explanation(parts)
 
 
@@ -346,8 +394,12 @@ def _run_segment(
     kwargs: dict[int, dict[str, Any]],
 ) -> Any:
     if segment.group_number is None:
+        module = modules[segment.modules[0]]
         given = kwargs.get(segment.ops[0], {}) if segment.ops else {}
-        return modules[segment.modules[0]](input, *extra, **given)
+        output = module(input, *extra, **given)
+        if segment.outputs:
+            _check_outputs(module, output, 1 + len(segment.outputs))
+        return output
     basic_op_kwargs = None
     if any(op in kwargs for op in segment.ops):
         basic_op_kwargs = [kwargs.get(op, {}) for op in segment.ops]
@@ -358,12 +410,27 @@ def _run_segment(
     return segment.group(input, *extra, basic_op_kwargs=basic_op_kwargs)
 
 
+def _check_outputs(module: nn.Module, output: Any, count: int) -> None:
+    found = len(output) if isinstance(output, tuple) else 1
+    if found != count:
+        raise RuntimeError(
+            f"[{type(module).__name__}] forward must return {count} tensors, got {found}"
+        )
+
+
 def hook_flags(modules: list[nn.Module]) -> tuple[bool, ...]:
-    """For each module, whether hooks keep it out of a larger group."""
+    """For each module, whether hooks have to fire around it."""
     return tuple(
         isinstance(module, FusibleOperation) and has_hooks([module, *module.basic_ops])
         for module in modules
     )
+
+
+def _has_to_be_called(module: nn.Module) -> bool:
+    if not isinstance(module, FusibleOperation):
+        return False
+    members = [module, *module.basic_ops]
+    return has_hooks(members) or any(op._has_own_forward for op in members)
 
 
 def _is_current(layout: Layout, modules: Mapping[str, nn.Module | None]) -> bool:
@@ -372,7 +439,7 @@ def _is_current(layout: Layout, modules: Mapping[str, nn.Module | None]) -> bool
 
 
 def _same_hooks(layout: Layout) -> bool:
-    # Without hooks, C++ looks at every call.
+    # C++ looks at every call.
     if layout.whole is not None:
         return True
     return hook_flags(list(layout.modules)) == layout.hooked
@@ -381,7 +448,7 @@ def _same_hooks(layout: Layout) -> bool:
 @torch._dynamo.assume_constant_result
 def _layout_constant(number: int, edits: int, hooked: tuple[bool, ...]) -> Layout:
     sequential: Sequential = numbered.find(number)
-    layout = sequential._current_layout()
+    layout = sequential._hooked_layout()
     # Dynamo keeps a constant for ever: no module and no group may hang on it.
     segments = tuple(segment._replace(group=None) for segment in layout.segments)
     return layout._replace(modules=(), segments=segments, whole=None)
@@ -398,7 +465,7 @@ def _free_name(names: list[str]) -> str:
 
 
 def _make_layout(modules: list[nn.Module], recompute: str) -> Layout:
-    hooked = hook_flags(modules)
+    alone = [_has_to_be_called(module) for module in modules]
     basic_ops: list[BasicOperation] = []
     runs: list[tuple[list[int], list[int]]] = []  # (modules, basic ops)
     open_run = False
@@ -409,21 +476,26 @@ def _make_layout(modules: list[nn.Module], recompute: str) -> Layout:
             continue
         positions = list(range(len(basic_ops), len(basic_ops) + len(module.basic_ops)))
         basic_ops += module.basic_ops
-        if open_run and not hooked[i]:
+        if open_run and not alone[i]:
             runs[-1][0].append(i)
             runs[-1][1].extend(positions)
         else:
             runs.append(([i], positions))
-        open_run = not hooked[i]
+        open_run = not alone[i]
     routing = resolve_channels(basic_ops)
     visible = [Routed(*pair) for pair in routing.visible_outputs]
     segments = tuple(
-        _make_segment(modules, basic_ops, run, hooked, routing.inputs, visible, recompute)
+        _make_segment(modules, basic_ops, run, alone, routing.inputs, visible, recompute)
         for run in runs
     )
     whole = segments[0].group if len(segments) == 1 else None
     return Layout(
-        tuple(modules), hooked, segments, tuple(visible), routing.num_external_inputs, whole
+        tuple(modules),
+        hook_flags(modules),
+        segments,
+        tuple(visible),
+        routing.num_external_inputs,
+        whole,
     )
 
 
@@ -431,7 +503,7 @@ def _make_segment(
     modules: list[nn.Module],
     basic_ops: list[BasicOperation],
     run: tuple[list[int], list[int]],
-    hooked: tuple[bool, ...],
+    alone: list[bool],
     inputs: tuple[tuple[External | Routed, ...], ...],
     visible: list[Routed],
     recompute: str,
@@ -466,17 +538,16 @@ def _make_segment(
         flags.append([])
         for k in range(basic_ops[position].num_extra_outputs):
             key = Routed(position, k)
-            seen = hooked[places[0]] or key in visible or key in read_outside
+            seen = alone[places[0]] or key in visible or key in read_outside
             flags[-1].append(seen)
             if seen:
                 outputs.append(key)
     group = None
-    if not hooked[places[0]]:
+    if not alone[places[0]]:
         group = OperationFuser(
             [modules[i] for i in places],  # type: ignore[misc]
             recompute=recompute,
-            _sources=sources,
-            _visible=flags,
+            _channels=(sources, flags),
         )
     number = None if group is None else group._number
     return Segment(tuple(places), tuple(positions), group, tuple(outside), tuple(outputs), number)

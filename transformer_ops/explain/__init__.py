@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from ..plan import Plan
 from .picture import svg
-from .summary import Group, Plain, describe, hooks_note
+from .summary import Group, Plain, alone_note, describe
 from .table import html_table
 from .text import text
 
-__all__ = ["Explanation", "Group", "Plain", "describe", "hooks_note"]
+__all__ = ["Explanation", "Group", "Plain", "alone_note", "describe"]
 
 
 class Explanation:

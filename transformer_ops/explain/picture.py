@@ -54,8 +54,7 @@ def svg(parts: Sequence[Group | Plain]) -> str:
     y, number = TOP, 0
     for part in parts:
         if isinstance(part, Plain):
-            line = f"module {part.place}: {part.name}, not a fusible op"
-            canvas.text(LEFT, y + 12, line, color=MUTED, anchor="start", bold=True, size=13)
+            canvas.text(LEFT, y + 12, part.line, color=MUTED, anchor="start", bold=True, size=13)
             y += 42
         else:
             title = f"group {number}: " if many else ""

@@ -88,14 +88,20 @@ class Group:
 
 @dataclass(frozen=True)
 class Plain:
-    """A module between groups that is no fusible op."""
+    """A module between groups that is no fusible op, or one that ran no group."""
 
     place: int
     name: str
+    why: str = "not a fusible op"
+
+    @property
+    def line(self) -> str:
+        """What text, table and picture say."""
+        return f"module {self.place}: {self.name}, {self.why}"
 
 
-def hooks_note(module: nn.Module) -> str:
-    """Why a module with hooks is a group of its own."""
+def alone_note(module: nn.Module) -> str:
+    """Why a module is a group of its own."""
     members = [module, *getattr(module, "basic_ops", [])]
     kinds = {
         "forward pre-hooks": "_forward_pre_hooks",
@@ -104,10 +110,9 @@ def hooks_note(module: nn.Module) -> str:
         "backward hooks": "_backward_hooks",
     }
     found = [name for name, place in kinds.items() if any(getattr(m, place) for m in members)]
-    return (
-        f"{type(module).__name__} has {' and '.join(found) or 'hooks'}, "
-        "which keep it in a group of its own"
-    )
+    if not found:
+        return f"{type(module).__name__} overrides forward, which keeps it in a group of its own"
+    return f"{type(module).__name__} has {' and '.join(found)}, which keep it in a group of its own"
 
 
 def describe(

@@ -18,7 +18,7 @@ def html_table(parts: Sequence[Group | Plain]) -> str:
 
 def _part(part: Group | Plain) -> str:
     if isinstance(part, Plain):
-        return f"<p>module {part.place}: {escape(part.name)}, not a fusible op</p>"
+        return f"<p>{escape(part.line)}</p>"
     caption = [summary_text(part), part.note, *map(link_text, part.links)]
     rows = [_line("th", "forward", "op", "made by", "saves, bytes a row")]
     rows += [_step(row, ", ".join(map(slot_text, row.saves))) for row in part.forward]

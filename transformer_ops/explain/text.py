@@ -18,7 +18,7 @@ def text(parts: Sequence[Group | Plain]) -> str:
     number = 0
     for part in parts:
         if isinstance(part, Plain):
-            blocks.append([f"module {part.place}: {part.name}, not a fusible op"])
+            blocks.append([part.line])
             continue
         title = f"group {number}: " if groups > 1 else ""
         blocks.append(_group(part, title))

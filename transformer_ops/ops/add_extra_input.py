@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from ..checks import check_bool
-from ..op import Attribute, BasicOperation
+from ..op import Attribute, BasicOperation, Check
 
 __all__ = ["AddExtraInput"]
 
@@ -19,10 +20,11 @@ class AddExtraInput(BasicOperation):
 
     _kind: ClassVar[str | None] = "AddExtraInput"
     num_extra_inputs: int = 1
+    _checks: ClassVar[Mapping[str, Check]] = {"in_place": check_bool}
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
-        self.in_place = check_bool(type(self).__name__, "in_place", in_place)
+        self.in_place = in_place
 
     def _attributes(self) -> dict[str, Attribute]:
         return {"in_place": self.in_place}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_bool, check_int
-from ..op import Attribute, BasicOperation
+from ..checks import check_bool, check_size
+from ..op import Attribute, BasicOperation, Check
 from ..parameters import new_parameter
 
 __all__ = ["BasicLinear"]
@@ -36,6 +36,11 @@ class BasicLinear(BasicOperation):
     _kind: ClassVar[str | None] = "BasicLinear"
     _parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
     _fixed_once_captured: ClassVar[tuple[str, ...]] = ("accumulate_into_main_grad",)
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "in_features": check_size,
+        "out_features": check_size,
+        "accumulate_into_main_grad": check_bool,
+    }
 
     in_features: int
     out_features: int
@@ -54,11 +59,9 @@ class BasicLinear(BasicOperation):
     ) -> None:
         super().__init__()
         op = type(self).__name__
-        self.in_features = check_int(op, "in_features", in_features, minimum=1)
-        self.out_features = check_int(op, "out_features", out_features, minimum=1)
-        self.accumulate_into_main_grad = check_bool(
-            op, "accumulate_into_main_grad", accumulate_into_main_grad
-        )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.accumulate_into_main_grad = accumulate_into_main_grad
         self._rng_state_tracker_function = check_rng_tracker(op, rng_state_tracker_function)
         self.weight = new_parameter(op, (self.out_features, self.in_features), device, dtype)
         self.reset_parameters()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from ..checks import check_int
-from ..op import Attribute, BasicOperation
+from ..checks import check_size
+from ..op import Attribute, BasicOperation, Check
 from ..parameters import new_parameter
 
 __all__ = ["Bias"]
@@ -24,6 +25,8 @@ class Bias(BasicOperation):
     _kind: ClassVar[str | None] = "Bias"
     _parameter_names: ClassVar[tuple[str, ...]] = ("bias",)
 
+    _checks: ClassVar[Mapping[str, Check]] = {"size": check_size}
+
     size: int
     bias: nn.Parameter
 
@@ -35,9 +38,8 @@ class Bias(BasicOperation):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        op = type(self).__name__
-        self.size = check_int(op, "size", size, minimum=1)
-        self.bias = new_parameter(op, (self.size,), device, dtype)
+        self.size = size
+        self.bias = new_parameter(type(self).__name__, (self.size,), device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

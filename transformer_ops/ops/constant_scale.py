@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from ..checks import check_float
-from ..op import Attribute, BasicOperation
+from ..op import Attribute, BasicOperation, Check
 
 __all__ = ["ConstantScale"]
 
@@ -17,10 +18,11 @@ class ConstantScale(BasicOperation):
     """
 
     _kind: ClassVar[str | None] = "ConstantScale"
+    _checks: ClassVar[Mapping[str, Check]] = {"scale": check_float}
 
     def __init__(self, scale: float) -> None:
         super().__init__()
-        self.scale = check_float(type(self).__name__, "scale", scale)
+        self.scale = scale
 
     def _attributes(self) -> dict[str, Attribute]:
         return {"scale": self.scale}

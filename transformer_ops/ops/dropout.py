@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from ..checks import check_probability
-from ..op import Attribute, BasicOperation
+from ..op import Attribute, BasicOperation, Check
 
 __all__ = ["Dropout"]
 
@@ -19,10 +20,11 @@ class Dropout(BasicOperation):
     """
 
     _kind: ClassVar[str | None] = "Dropout"
+    _checks: ClassVar[Mapping[str, Check]] = {"p": check_probability}
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        self.p = check_probability(type(self).__name__, "p", p)
+        self.p = p
 
     def _attributes(self) -> dict[str, Attribute]:
         return {"p": self.p}

@@ -9,10 +9,11 @@ dtype, computed in float32 (float64 for float64).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
-from ..checks import check_float, check_optional_int, check_positive
-from ..op import Attribute, BasicOperation
+from ..checks import check_float, check_optional_size, check_positive
+from ..op import Attribute, BasicOperation, Check
 
 __all__ = [
     "GEGLU",
@@ -64,11 +65,11 @@ class SReGLU(_GLU):
 class _InterleavedGLU(BasicOperation):
     """A GLU whose two inputs may alternate along the last dimension."""
 
+    _checks: ClassVar[Mapping[str, Check]] = {"glu_interleave_size": check_optional_size}
+
     def __init__(self, glu_interleave_size: int | None) -> None:
         super().__init__()
-        self.glu_interleave_size = check_optional_int(
-            type(self).__name__, "glu_interleave_size", glu_interleave_size, minimum=1
-        )
+        self.glu_interleave_size = glu_interleave_size
 
     def _numbers(self) -> dict[str, float]:
         return {}
@@ -103,6 +104,7 @@ class SiTUGLU(_InterleavedGLU):
     """
 
     _kind: ClassVar[str | None] = "SiTUGLU"
+    _checks: ClassVar[Mapping[str, Check]] = {"beta1": check_positive, "beta2": check_positive}
 
     def __init__(
         self,
@@ -112,8 +114,8 @@ class SiTUGLU(_InterleavedGLU):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(glu_interleave_size)
-        self.beta1 = check_positive(type(self).__name__, "beta1", beta1)
-        self.beta2 = check_positive(type(self).__name__, "beta2", beta2)
+        self.beta1 = beta1
+        self.beta2 = beta2
 
     def _numbers(self) -> dict[str, float]:
         return {"beta1": self.beta1, "beta2": self.beta2}
@@ -128,6 +130,11 @@ class ClampedSwiGLU(_InterleavedGLU):
     """
 
     _kind: ClassVar[str | None] = "ClampedSwiGLU"
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "limit": check_positive,
+        "alpha": check_float,
+        "glu_linear_offset": check_float,
+    }
 
     def __init__(
         self,
@@ -138,10 +145,9 @@ class ClampedSwiGLU(_InterleavedGLU):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(glu_interleave_size)
-        op = type(self).__name__
-        self.limit = check_positive(op, "limit", limit)
-        self.alpha = check_float(op, "alpha", alpha)
-        self.glu_linear_offset = check_float(op, "glu_linear_offset", glu_linear_offset)
+        self.limit = limit
+        self.alpha = alpha
+        self.glu_linear_offset = glu_linear_offset
 
     def _numbers(self) -> dict[str, float]:
         return {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from ..checks import check_not_negative
-from ..op import Attribute, BasicOperation
+from ..op import Attribute, BasicOperation, Check
 
 __all__ = ["L2Normalization"]
 
@@ -18,10 +19,11 @@ class L2Normalization(BasicOperation):
     """
 
     _kind: ClassVar[str | None] = "L2Normalization"
+    _checks: ClassVar[Mapping[str, Check]] = {"eps": check_not_negative}
 
     def __init__(self, *, eps: float = 1e-6) -> None:
         super().__init__()
-        self.eps = check_not_negative(type(self).__name__, "eps", eps)
+        self.eps = eps
 
     def _attributes(self) -> dict[str, Attribute]:
         return {"eps": self.eps}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checks import check_bool, check_int
+from ..checks import check_bool
 from ..op import BasicOperation, FusibleOperation
 from ..parameters import new_parameter
 from ..state_dict import drop_if_empty
@@ -45,6 +45,11 @@ class _View(BasicOperation):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._parameter_names:
             setattr(self._parameter_owner, name, value)
+        elif name == "forward":
+            raise AttributeError(
+                f"[{self._kind}] forward must be set on the Linear, which nobody calls in parts, "
+                f"got {value!r}"
+            )
         else:
             super().__setattr__(name, value)
 
@@ -102,6 +107,7 @@ class Linear(FusibleOperation):
     bias: nn.Parameter | None
 
     _fixed_once_captured = BasicLinear._fixed_once_captured
+    _checks = BasicLinear._checks
 
     def __init__(
         self,
@@ -116,12 +122,10 @@ class Linear(FusibleOperation):
     ) -> None:
         super().__init__()
         op = type(self).__name__
-        self.in_features = check_int(op, "in_features", in_features, minimum=1)
-        self.out_features = check_int(op, "out_features", out_features, minimum=1)
+        self.in_features = in_features
+        self.out_features = out_features
         check_bool(op, "bias", bias)
-        self.accumulate_into_main_grad = check_bool(
-            op, "accumulate_into_main_grad", accumulate_into_main_grad
-        )
+        self.accumulate_into_main_grad = accumulate_into_main_grad
         self._rng_state_tracker_function = check_rng_tracker(op, rng_state_tracker_function)
         self.weight = new_parameter(op, (self.out_features, self.in_features), device, dtype)
         self.register_parameter(
@@ -148,7 +152,8 @@ class Linear(FusibleOperation):
         # A shallow copy of the module brings the views of the original along.
         if views[0]._parameter_owner is not self:
             views = self._make_views()
-        return list(views) if self.bias is not None else [views[0]]
+        # A bias that was deleted is missed by name when the Bias looks for it.
+        return [views[0]] if getattr(self, "bias", views[1]) is None else list(views)
 
     def _load_from_state_dict(
         self,

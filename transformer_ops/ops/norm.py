@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 from ..checks import check_bool, check_not_negative, check_sizes
-from ..op import Attribute, BasicOperation
+from ..op import Attribute, BasicOperation, Check
 from ..parameters import new_parameter
 
 __all__ = ["LayerNorm", "RMSNorm"]
@@ -18,6 +18,13 @@ __all__ = ["LayerNorm", "RMSNorm"]
 class _Norm(BasicOperation):
     """What the two norms share: a scale over the trailing dimensions."""
 
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "normalized_shape": check_sizes,
+        "eps": check_not_negative,
+        "zero_centered_gamma": check_bool,
+    }
+
+    normalized_shape: tuple[int, ...]
     weight: nn.Parameter
 
     def __init__(
@@ -30,10 +37,10 @@ class _Norm(BasicOperation):
         zero_centered_gamma: bool = False,
     ) -> None:
         super().__init__()
+        self.normalized_shape = normalized_shape  # type: ignore[assignment]
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
         op = type(self).__name__
-        self.normalized_shape = check_sizes(op, "normalized_shape", normalized_shape)
-        self.eps = check_not_negative(op, "eps", eps)
-        self.zero_centered_gamma = check_bool(op, "zero_centered_gamma", zero_centered_gamma)
         for name in self._parameter_names:
             setattr(self, name, new_parameter(op, self.normalized_shape, device, dtype))
         self.reset_parameters()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-import torch
-
-from ..checks import check_int
-from ..op import Attribute, BasicOperation
+from ..checks import check_shape
+from ..op import Attribute, BasicOperation, Check
 
 __all__ = ["Reshape"]
 
@@ -21,18 +19,13 @@ class Reshape(BasicOperation):
     """
 
     _kind: ClassVar[str | None] = "Reshape"
+    _checks: ClassVar[Mapping[str, Check]] = {"shape": check_shape}
+
+    shape: tuple[int, ...]
 
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__()
-        op = type(self).__name__
-        if not isinstance(shape, Iterable) or isinstance(shape, (str, bytes, torch.Tensor)):
-            raise ValueError(f"[{op}] shape must be a sequence of ints, got {shape!r}")
-        sizes = tuple(check_int(op, "each size of shape", size, minimum=-1) for size in shape)
-        if sizes.count(-1) > 1:
-            raise ValueError(f"[{op}] shape must have at most one -1, got {sizes}")
-        if -1 in sizes and 0 in sizes:
-            raise ValueError(f"[{op}] shape must not have a -1 beside a 0, got {sizes}")
-        self.shape = sizes
+        self.shape = shape  # type: ignore[assignment]
 
     def _attributes(self) -> dict[str, Attribute]:
         return {"shape": list(self.shape)}
