@@ -93,8 +93,7 @@ def _check_number(
 ) -> float:
     number = math.nan
     given = value
-    # A tensor that wants a gradient would get none as a plain number.
-    if isinstance(given, torch.Tensor) and given.dim() == 0 and not given.requires_grad:
+    if isinstance(given, torch.Tensor) and _is_number(given):
         value = given.item()
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         try:
@@ -104,6 +103,11 @@ def _check_number(
     if not (math.isfinite(number) and lowest <= number <= highest):
         raise ValueError(f"[{op}] {name} {rule}, got {given!r}")
     return number
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    # A tensor that wants a gradient would get none as a plain number.
+    return tensor.dim() == 0 and not tensor.requires_grad and not tensor.is_meta
 
 
 def check_dtype(op: str, dtype: torch.dtype | None) -> torch.dtype | None:

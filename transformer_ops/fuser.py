@@ -86,7 +86,7 @@ class OperationFuser:
         for op in (*self._ops, *self._basic_ops):
             op.__dict__["_channels_captured"] = True
         places = [_places(op) for op in self._basic_ops]
-        self._num_parameters = [len(row) for row in places]
+        self._num_parameters = _count_parameters(self._basic_ops)
         self._members = self._find_members()
         self._group = _C.Group(
             [self._describe(i) for i in range(len(self._basic_ops))],
@@ -119,8 +119,7 @@ class OperationFuser:
         if self._is_stale and self._given_channels is None:
             self._basic_ops = [b for op in self._ops for b in op.basic_ops]
             self._capture()
-        elif self._num_parameters != [len(op._parameter_tensors()) for op in self._basic_ops]:
-            # Of a Python op, which may have submodules.
+        elif self._num_parameters != _count_parameters(self._basic_ops):
             self._capture()
 
     def _route(self) -> Channels:
@@ -432,6 +431,11 @@ def _overriding(tensors: Sequence[Tensor]) -> list[Tensor]:
         for tensor in tensors
         if type(tensor) not in _PLAIN_TENSORS and type(tensor).__torch_function__ is not disabled
     ]
+
+
+def _count_parameters(basic_ops: Sequence[BasicOperation]) -> list[int]:
+    """Those of the Python ops: a native op has what its declaration names."""
+    return [len(op._parameter_tensors()) for op in basic_ops if op.is_python]
 
 
 def _parameters_of(basic_ops: Sequence[BasicOperation]) -> list[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from . import methods
 from .channels import ChannelMixin
-from .state_dict import drop_if_empty, shape_mismatches
+from .state_dict import drop_if_empty, shape_mismatches, without_pre_hooks
 
 Attribute = bool | int | float | str | list[int]
 # (name of the op, name of the attribute, value) -> the value to keep; ValueError for a bad one.
@@ -336,6 +336,10 @@ class FusibleOperation(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        lists = (missing_keys, unexpected_keys, error_msgs)
+        # First, as they may edit what is loaded.
+        for hook in list(self._load_state_dict_pre_hooks.values()):
+            hook(state_dict, prefix, local_metadata, strict, *lists)
         # A subclass with an extra state of its own gets to see it.
         if type(self).set_extra_state is nn.Module.set_extra_state:
             drop_if_empty(state_dict, prefix + "_extra_state")
@@ -344,9 +348,8 @@ class FusibleOperation(nn.Module):
             # Nothing of an op changes when one of its tensors does not fit.
             error_msgs.extend(mismatches)
             return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        with without_pre_hooks(self):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
 
 class BasicOperation(ChannelMixin, FusibleOperation):

@@ -14,7 +14,7 @@ from .channels import External, Routed, resolve_channels
 from .fuser import OperationFuser, check_recompute, numbered, traced_call
 from .op import BasicOperation, FusibleOperation, has_hooks
 from .plan import Plan
-from .state_dict import shape_mismatches
+from .state_dict import modules_with_known_shapes, shape_mismatches
 
 OpKwargs = Mapping[Any, dict[str, Any]]
 
@@ -192,11 +192,15 @@ class Sequential(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As `nn.Module.load_state_dict`, but a shape that does not fit leaves all as it was."""
+        """As `nn.Module.load_state_dict`, but a shape that does not fit leaves all as it was.
+
+        Only pre-hooks know what fits a module that has them, so such a module may be found not to
+        fit when others are loaded already, as in `nn.Module`.
+        """
         mismatches = [
             message
-            for name, module in self.named_modules()
-            for message in shape_mismatches(module, state_dict, name + "." if name else "")
+            for prefix, module in modules_with_known_shapes(self)
+            for message in shape_mismatches(module, state_dict, prefix)
         ]
         if mismatches:
             lines = "\n\t".join(mismatches)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def drop_if_empty(state_dict: dict[str, Any], key: str) -> None:
@@ -20,10 +23,46 @@ def shape_mismatches(module: nn.Module, state_dict: Mapping[str, Any], prefix: s
     messages = []
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         loaded = state_dict.get(prefix + name)
-        if tensor is None or not isinstance(loaded, Tensor) or loaded.shape == tensor.shape:
+        if name in module._non_persistent_buffers_set or not isinstance(loaded, Tensor):
+            continue
+        if tensor is None or _fits(loaded, tensor):
             continue
         messages.append(
             f"size mismatch for {prefix + name}: copying a param with shape {loaded.shape} from "
             f"checkpoint, the shape in current model is {tensor.shape}."
         )
     return messages
+
+
+def _fits(loaded: Tensor, tensor: Tensor) -> bool:
+    # torch takes the first element of an old checkpoint's 1-dim tensor for a 0-dim one.
+    if is_lazy(tensor) or (tensor.dim() == 0 and loaded.dim() == 1):
+        return True
+    return loaded.shape == tensor.shape
+
+
+def modules_with_known_shapes(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules, each with its prefix, of which the entries of a state dict are loaded as they
+    are: neither they nor a parent has a pre-hook that may edit those, or loads in its own way."""
+    if root._load_state_dict_pre_hooks or not _loads_plainly(root):
+        return
+    yield prefix, root
+    for name, child in root._modules.items():
+        if child is not None:
+            yield from modules_with_known_shapes(child, f"{prefix}{name}.")
+
+
+def _loads_plainly(module: nn.Module) -> bool:
+    method = type(module)._load_from_state_dict
+    return method.__module__.split(".")[0] in (__package__, "torch")
+
+
+@contextmanager
+def without_pre_hooks(module: nn.Module) -> Iterator[None]:
+    """In this scope loading runs no pre-hooks of the module."""
+    hooks = module._load_state_dict_pre_hooks
+    module._load_state_dict_pre_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        module._load_state_dict_pre_hooks = hooks

@@ -1,0 +1,499 @@
+"""Modules that change after their first call: what an op is counts when it is called."""
+
+import copy
+from collections import OrderedDict
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import transformer_ops as tops
+
+F = torch.nn.functional
+
+
+def gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def compiled(module):
+    torch._dynamo.reset()
+    return torch.compile(module, backend="eager")
+
+
+RUNS = {"eager": lambda module: module, "compiled": compiled}
+run_both = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+
+
+class LoRA(tops.Linear):
+    """A Linear with a low-rank update."""
+
+    def __init__(self, width):
+        super().__init__(width, width)
+        self.down = nn.Parameter(torch.randn(2, width))
+        self.up = nn.Parameter(torch.randn(width, 2))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+# ---- forward
+
+
+@run_both
+@pytest.mark.parametrize("make", [tops.Sequential, lambda *ops: tops.OperationFuser(ops)])
+def test_a_subclass_with_a_forward_of_its_own_is_called(run, make):
+    x, lora = torch.randn(4, 8), LoRA(8)
+    module = run(make(tops.ReLU(), lora, tops.GELU()))
+    y = module(x)
+    y.sum().backward()
+    h = x.relu()
+    want = gelu(F.linear(h, lora.weight, lora.bias) + h @ lora.down.T @ lora.up.T)
+    torch.testing.assert_close(y, want)
+    assert all(p.grad is not None and p.grad.any() for p in lora.parameters())
+
+
+@run_both
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_forward_set_on_an_op_is_called_until_it_is_deleted(run, alone):
+    x, op = torch.randn(4, 8), tops.GELU()
+    module = run(op if alone else tops.Sequential(tops.ReLU(), op))
+    inner = x if alone else x.relu()
+    torch.testing.assert_close(module(x), gelu(inner))
+    op.forward = lambda a: a * 100
+    torch.testing.assert_close(module(x), inner * 100)
+    op.forward = lambda a: a * 10
+    torch.testing.assert_close(module(x), inner * 10)
+    del op.forward
+    torch.testing.assert_close(module(x), gelu(inner))
+
+
+@run_both
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_operation_fuser_calls_a_forward_that_was_set(run, count):
+    x, ops = torch.randn(4, 8), [tops.GELU() for _ in range(count)]
+    fuser = tops.OperationFuser(ops)
+    call = run(lambda a: fuser(a))
+    want = gelu(gelu(x)) if count == 2 else gelu(x)
+    torch.testing.assert_close(call(x), want)
+    ops[-1].forward = lambda a: a * 100
+    torch.testing.assert_close(call(x), (gelu(x) if count == 2 else x) * 100)
+    del ops[-1].forward
+    torch.testing.assert_close(call(x), want)
+
+
+def test_hooks_of_the_only_op_of_an_operation_fuser_fire():
+    x, op, seen = torch.randn(4, 8), tops.GELU(), []
+    fuser = tops.OperationFuser([op])
+    fuser(x)
+    op.register_forward_hook(lambda *unused: seen.append(1))
+    torch.testing.assert_close(fuser(x), gelu(x))
+    assert seen == [1]
+
+
+def test_a_patch_that_keeps_the_old_forward():
+    """As accelerate patches a module, and takes its patch back."""
+    x = torch.randn(4, 8)
+    module = tops.Sequential(tops.Linear(8, 8), tops.GELU())
+    want, op, seen = module(x), module[0], []
+    old = op.forward
+
+    def patched(*args, **kwargs):
+        seen.append(len(args))
+        return old(*args, **kwargs)
+
+    op.forward = patched
+    torch.testing.assert_close(module(x), want)
+    assert seen == [1] and len(module.plans()) == 2
+    op.forward = old
+    torch.testing.assert_close(module(x), want)
+    assert seen == [1] and len(module.plans()) == 1
+    twin = copy.deepcopy(module)
+    torch.testing.assert_close(twin(x), want)
+    assert len(twin.plans()) == 1
+
+
+def test_a_forward_of_its_own_needs_no_op_methods():
+    class Double(tops.BasicOperation):
+        def forward(self, x):
+            return 2 * x
+
+    x = torch.randn(4, 8, requires_grad=True)
+    module = tops.Sequential(Double(), tops.GELU())
+    torch.testing.assert_close(module(x), gelu(2 * x))
+    module(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_forward_with_extra_tensors():
+    class Twice(tops.MakeExtraOutput):
+        def forward(self, x):
+            y, extra = super().forward(x)
+            return y, 2 * extra
+
+    x = torch.randn(4, 8)
+    module = tops.Sequential(Twice(), tops.GELU())
+    for got, want in zip(module(x), (gelu(x), 2 * x), strict=True):
+        torch.testing.assert_close(got, want)
+    module[0].forward = lambda a: a
+    with pytest.raises(RuntimeError, match=r"\[Twice\] forward must return 2 tensors, got 1"):
+        module(x)
+
+
+def test_explain_says_who_overrides_forward():
+    x = torch.randn(4, 8)
+    module = tops.Sequential(LoRA(8), tops.GELU())
+    module(x)
+    note = "LoRA overrides forward, which keeps it in a group of its own"
+    assert [group.note for group in module.explain().groups] == [note, ""]
+    module[0].forward = lambda a: a
+    module(x)
+    assert len(module.plans()) == 1
+    line = "module 0: LoRA, whose forward is overridden"
+    explanation = module.explain()
+    assert line in str(explanation) and line in explanation.svg()
+    assert line in explanation._repr_html_()
+
+
+def test_a_part_of_a_linear_takes_no_forward():
+    linear = tops.Linear(8, 8)
+    with pytest.raises(AttributeError, match=r"\[Bias\] forward must be set on the Linear"):
+        linear.basic_ops[1].forward = lambda a: a
+
+
+# ---- parameters
+
+GIVE_A_BIAS = {
+    "assigned": lambda linear, bias: setattr(linear, "bias", bias),
+    "registered": lambda linear, bias: linear.register_parameter("bias", bias),
+}
+
+
+@run_both
+@pytest.mark.parametrize("give", GIVE_A_BIAS.values(), ids=GIVE_A_BIAS)
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_bias_may_come_and_go(run, give, alone):
+    x, linear = torch.randn(4, 8), tops.Linear(8, 8, bias=False)
+    after = (lambda y: y) if alone else gelu
+    module = run(linear if alone else tops.Sequential(linear, tops.GELU()))
+    for bias in (None, nn.Parameter(torch.full((8,), 10.0)), None, nn.Parameter(torch.ones(8))):
+        give(linear, bias)
+        y = module(x)
+        torch.testing.assert_close(y, after(F.linear(x, linear.weight, bias)))
+        y.sum().backward()
+        assert bias is None or bias.grad is not None
+
+
+def test_a_bias_of_an_operation_fuser_may_come_and_go():
+    x, linear = torch.randn(4, 8), tops.Linear(8, 8, bias=False)
+    fuser = tops.OperationFuser([linear, tops.GELU()])
+    for bias in (None, nn.Parameter(torch.ones(8)), None):
+        linear.bias = bias
+        torch.testing.assert_close(fuser(x), gelu(F.linear(x, linear.weight, bias)))
+
+
+@run_both
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_deleted_parameter_is_missed_by_name(run, alone):
+    x, linear = torch.randn(4, 8), tops.Linear(8, 8)
+    module = run(linear if alone else tops.Sequential(linear, tops.GELU()))
+    module(x)
+    bias = linear.bias
+    del linear.bias
+    with pytest.raises((AttributeError, torch._dynamo.exc.Unsupported), match="'bias'"):
+        module(x)
+    linear.bias = bias
+    linear.weight = None
+    with pytest.raises(TypeError, match=r"\[BasicLinear\] weight must be a tensor, got None"):
+        module(x)
+
+
+def test_a_norm_without_its_bias_says_so():
+    norm = tops.LayerNorm(8)
+    norm(torch.randn(4, 8))
+    norm.bias = None
+    with pytest.raises(TypeError, match=r"\[LayerNorm\] bias must be a tensor, got None"):
+        norm(torch.randn(4, 8))
+
+
+class Shift(tops.BasicOperation):
+    """Adds the sum of its parameters."""
+
+    def op_forward(self, ctx, input_):
+        return input_ + sum(p.detach() for p in self.parameters())
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output, [grad_output.sum() for _ in self.parameters()]
+
+
+def test_a_python_op_may_gain_and_lose_parameters():
+    x, shift = torch.randn(4, 8), Shift()
+    module = tops.Sequential(tops.Bias(8), shift, tops.Dropout(0.5).eval())
+    torch.testing.assert_close(module(x), x)
+    shift.a = nn.Parameter(torch.ones(()))
+    shift.inner = nn.Module()
+    shift.inner.b = nn.Parameter(torch.ones(()))
+    y = module(x)
+    torch.testing.assert_close(y, x + 2)
+    y.sum().backward()
+    assert shift.a.grad == shift.inner.b.grad == 32
+    del shift.inner.b
+    torch.testing.assert_close(module(x), x + 1)
+
+
+def test_a_replaced_dict_of_parameters_is_seen():
+    x, linear = torch.randn(4, 8), tops.Linear(8, 8)
+    module = tops.Sequential(linear, tops.GELU())
+    module(x), linear(x)
+    linear._parameters = {"weight": nn.Parameter(torch.zeros(8, 8)), "bias": linear.bias}
+    torch.testing.assert_close(linear(x), linear.bias.expand(4, 8))
+    torch.testing.assert_close(module(x), gelu(linear.bias).expand(4, 8))
+
+
+# ---- attributes
+
+EDITS = [
+    (lambda: tops.Dropout(0.5), "p", torch.tensor(0.0), 0.0),
+    (lambda: tops.Dropout(0.5), "p", 0, 0.0),
+    (lambda: tops.Dropout(0.5), "p", 1, 1.0),
+    (lambda: tops.ConstantScale(1.0), "scale", torch.tensor(2), 2.0),
+    (lambda: tops.ConstantScale(1.0), "scale", 2, 2.0),
+    (lambda: tops.ConstantScale(1.0), "scale", numpy.float32(0.5), 0.5),
+    (lambda: tops.ConstantScale(1.0), "scale", torch.ones((), dtype=torch.bfloat16), 1.0),
+    (lambda: tops.LayerNorm(8), "eps", 0, 0.0),
+    (lambda: tops.RMSNorm(8), "zero_centered_gamma", True, True),
+    (lambda: tops.L2Normalization(), "eps", numpy.float64(0.1), 0.1),
+    (lambda: tops.SwiGLU(), "glu_interleave_size", numpy.int64(2), 2),
+    (lambda: tops.SwiGLU(glu_interleave_size=2), "glu_interleave_size", None, None),
+    (lambda: tops.SiTUGLU(), "beta2", 3, 3.0),
+    (lambda: tops.ClampedSwiGLU(), "alpha", -1, -1.0),
+    (lambda: tops.Reshape((8, 4)), "shape", [2, -1], (2, -1)),
+]
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize(("make", "name", "value", "kept"), EDITS)
+def test_an_attribute_is_converted_where_it_is_set(make, name, value, kept, before):
+    op, want = make(), make()
+    x = torch.randn(4, 8)
+    if not before:
+        op(x)
+    setattr(op, name, value)
+    found = getattr(op, name)
+    assert found == kept and type(found) is type(kept)
+    setattr(want, name, kept)
+    torch.manual_seed(0)
+    got = op(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(got, want(x))
+    if name == "scale":
+        torch.testing.assert_close(got, x * kept)
+
+
+BAD_EDITS = [
+    (lambda: tops.Dropout(0.5), "p", 1.5, r"p must be a number in \[0, 1\], got 1.5"),
+    (lambda: tops.Dropout(0.5), "p", None, r"p must be a number in \[0, 1\], got None"),
+    (lambda: tops.Dropout(0.5), "p", torch.rand(2), r"p must be a number in \[0, 1\], got tensor"),
+    (
+        lambda: tops.ConstantScale(1.0),
+        "scale",
+        nn.Parameter(torch.ones(())),
+        "scale must be a finite number, got Parameter",
+    ),
+    (lambda: tops.ConstantScale(1.0), "scale", torch.ones((), device="meta"), "must be a finite"),
+    (lambda: tops.LayerNorm(8), "zero_centered_gamma", 1, "must be a bool, got 1"),
+    (lambda: tops.LayerNorm(8), "normalized_shape", 0, "must be an int >= 1, got 0"),
+    (lambda: tops.SwiGLU(), "glu_interleave_size", 2**64, r"must be an int < 2\*\*63, got 18446"),
+    (lambda: tops.Reshape((4, 8)), "shape", (2**64,), r"must be an int < 2\*\*63, got 18446"),
+    (lambda: tops.Reshape((4, 8)), "shape", (-1, -1), "shape must have at most one -1"),
+    (lambda: tops.Linear(8, 8), "in_features", -1, "must be an int >= 1, got -1"),
+    (lambda: tops.AddExtraInput(), "in_place", 0, "must be a bool, got 0"),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "value", "message"), BAD_EDITS)
+def test_a_bad_attribute_leaves_the_old_one(make, name, value, message):
+    op = make()
+    inputs = [torch.randn(4, 8)] * (1 + op.basic_ops[0].num_extra_inputs)
+    torch.manual_seed(0)
+    old, want = getattr(op, name), op(*inputs)
+    with pytest.raises(ValueError, match=rf"\[{type(op).__name__}\] .*{message}"):
+        setattr(op, name, value)
+    assert getattr(op, name) == old and name not in op._parameters
+    torch.manual_seed(0)
+    torch.testing.assert_close(op(*inputs), want)
+
+
+def test_only_a_new_value_makes_plans_stale():
+    version = tops.registry._C.registry_version
+    op = tops.ConstantScale(0.0)
+    op(torch.ones(2))
+    before = version()
+    op.scale = 0
+    op.note = "no part of the plan"
+    op.train()
+    assert version() == before
+    op.scale = -0.0
+    assert version() != before
+    assert op(torch.ones(2)).signbit().all()
+
+
+def test_a_deleted_attribute_is_missed():
+    op = tops.Dropout(0.5)
+    op(torch.ones(2))
+    del op.p
+    with pytest.raises(AttributeError, match="'p'"):
+        op(torch.ones(2))
+
+
+def test_training_is_what_counts_as_true():
+    ones, dropout = torch.ones(1000), tops.Dropout(0.5).eval()
+    torch.testing.assert_close(dropout(ones), ones)
+    dropout.training = 1
+    assert dropout.training is True and (dropout(ones) == 0).any()
+
+
+def test_a_training_property_is_asked():
+    class Scheduled(tops.Dropout):
+        on = True
+
+        @property
+        def training(self):
+            return self.on
+
+        @training.setter
+        def training(self, value):
+            pass
+
+    ones, op = torch.ones(1000), Scheduled(0.5)
+    module = tops.Sequential(op, tops.Identity())
+    assert (module(ones) == 0).any() and (op(ones) == 0).any()
+    op.on = False
+    torch.testing.assert_close(module(ones), ones)
+    torch.testing.assert_close(op(ones), ones)
+
+
+# ---- hooks and copies
+
+
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_hooks_in_a_new_dict_fire(alone, kind):
+    x, op, seen = torch.randn(4, 8), tops.GELU(), []
+    module = op if alone else tops.Sequential(tops.ReLU(), op)
+    want = module(x)
+    setattr(op, f"_{kind}_hooks", OrderedDict())
+    getattr(op, f"register_{kind}_hook")(lambda *unused: seen.append(1))
+    torch.testing.assert_close(module(x), want)
+    assert seen == [1]
+
+
+def test_a_hook_after_compilation_is_seen_where_dynamo_guards_on_hooks():
+    x, seen = torch.randn(4, 8), []
+    module = tops.Sequential(tops.ReLU(), tops.GELU())
+    want = module(x)
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        call = compiled(module)
+        torch.testing.assert_close(call(x), want)
+        module[1].register_forward_hook(lambda m, args, out: seen.append(1) or 2 * out)
+        torch.testing.assert_close(call(x), 2 * want)
+    assert seen
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_data_parallel_replica_computes_with_its_own_weights(nested):
+    x, linear = torch.randn(4, 8), tops.Linear(8, 8)
+    module = tops.Sequential(linear) if nested else linear
+    want = module(x)
+    linear(x)
+    replica = linear._replicate_for_data_parallel()
+    replica.weight, replica.bias = torch.zeros(8, 8), torch.ones(8)
+    if nested:
+        replica, inner = module._replicate_for_data_parallel(), replica
+        replica._modules["0"] = inner
+    torch.testing.assert_close(replica(x), torch.ones(4, 8))
+    torch.testing.assert_close(compiled(replica)(x), torch.ones(4, 8))
+    torch.testing.assert_close(module(x), want)
+
+
+def test_a_replica_leaves_the_plans_of_the_original():
+    x = torch.randn(4, 8)
+    module = tops.Sequential(tops.Linear(8, 8, bias=False), tops.GELU())
+    module(x)
+    layout = module._layout
+    module._replicate_for_data_parallel()
+    module[0]._replicate_for_data_parallel()
+    assert module._layout is layout
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_has_groups_of_its_own(copied):
+    x, op = torch.randn(4, 8), tops.ConstantScale(2.0)
+    op(x)
+    twin = copied(op)
+    twin.scale = 3.0
+    twin.forward = lambda a: a
+    torch.testing.assert_close(op(x), 2 * x)
+    del twin.forward
+    torch.testing.assert_close(twin(x), 3 * x)
+
+
+def test_channels_of_a_lone_op_need_a_producer():
+    op = tops.AddExtraInput().set_extra_input_channel(0, "skip")
+    with pytest.raises(ValueError, match="channel 'skip' must have a producer"):
+        tops.OperationFuser([op])
+    torch.testing.assert_close(op(torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))
+
+
+# ---- state dicts
+
+
+def transpose(state_dict, prefix, *unused):
+    state_dict[prefix + "weight"] = state_dict[prefix + "weight"].T
+
+
+@pytest.mark.parametrize("make", [tops.Linear, nn.Linear])
+def test_pre_hooks_run_before_shapes_are_checked(make):
+    for nested in (True, False):
+        linear = make(3, 5)
+        module = tops.Sequential(linear, tops.GELU()) if nested else linear
+        linear._register_load_state_dict_pre_hook(transpose)
+        state = module.state_dict()
+        name = next(key for key in state if key.endswith("weight"))
+        state[name] = torch.ones(3, 5)
+        module.load_state_dict(state)
+        assert torch.equal(linear.weight, torch.ones(5, 3))
+        state[name] = torch.ones(3, 4)
+        with pytest.raises(RuntimeError, match=r"size mismatch for .*weight"):
+            module.load_state_dict(state)
+        assert torch.equal(linear.weight, torch.ones(5, 3))
+
+
+def test_a_pre_hook_of_a_parent_may_edit_what_a_child_loads():
+    inner = tops.Sequential(nn.Linear(3, 5), tops.Linear(5, 5))
+    module = tops.Sequential(inner)
+    inner._register_load_state_dict_pre_hook(
+        lambda state, prefix, *unused: transpose(state, prefix + "0.")
+    )
+    state = module.state_dict()
+    state["0.0.weight"] = torch.ones(3, 5)
+    module.load_state_dict(state)
+    assert torch.equal(inner[0].weight, torch.ones(5, 3))
+
+
+def test_a_sequential_loads_what_plain_torch_loads():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(()))
+            self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+        def forward(self, x):
+            return x * self.scale
+
+    module = tops.Sequential(Odd(), nn.LazyLinear(4))
+    state = {"0.scale": torch.ones(1), "1.weight": torch.ones(4, 3), "1.bias": torch.ones(4)}
+    nn.Sequential(Odd(), nn.LazyLinear(4)).load_state_dict(state)
+    module.load_state_dict(state)
+    assert module[0].scale == 1 and module[1].weight.shape == (4, 3)
