@@ -102,6 +102,18 @@ def test_a_linear_casts_no_integers(dtype):
         module(torch.ones(3, 8))
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
+def test_a_parameter_of_a_dtype_without_kernels(dtype):
+    name = str(dtype).removeprefix("torch.")
+    message = rf"\[BasicLinear\] weight must be float16.* or float64, got {name}"
+    for module in (tops.Linear(8, 4), tops.Sequential(tops.GELU(), tops.Linear(8, 4))):
+        module.requires_grad_(False).to(dtype)
+        with pytest.raises(RuntimeError, match=message):
+            module(torch.ones(3, 8))
+        module.to(torch.float32)(torch.ones(3, 8))
+
+
 def test_odd_width_of_a_glu():
     with pytest.raises(RuntimeError, match=r"\[swiglu\] input must .*, got "):
         tops.SwiGLU()(torch.ones(3, 7))

@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -505,7 +506,7 @@ def test_a_sequential_loads_what_plain_torch_loads():
 class Tagged(torch.Tensor):
     """Has the default `__torch_function__` of a subclass, and counts what it sees."""
 
-    seen: list[str] = []
+    seen: ClassVar[list[str]] = []
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

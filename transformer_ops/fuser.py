@@ -86,8 +86,9 @@ class OperationFuser:
         for op in (*self._ops, *self._basic_ops):
             op.__dict__["_channels_captured"] = True
         places = [_places(op) for op in self._basic_ops]
-        self._num_parameters = _count_parameters(self._basic_ops)
+        self._num_parameters = [len(row) for row in places]
         self._members = self._find_members()
+        self._calls_members = any(op._has_own_forward for op in self._members)
         self._group = _C.Group(
             [self._describe(i) for i in range(len(self._basic_ops))],
             places,
@@ -102,7 +103,7 @@ class OperationFuser:
         self._split: Any = None
 
     def _needs_python(self) -> bool:
-        if self._accumulates or any(op._has_own_forward for op in self._members):
+        if self._accumulates or self._calls_members:
             return True
         return any(op.is_python or _computes_training(op) for op in self._basic_ops)
 
@@ -118,8 +119,6 @@ class OperationFuser:
         """Capture the ops again where they have changed since."""
         if self._is_stale and self._given_channels is None:
             self._basic_ops = [b for op in self._ops for b in op.basic_ops]
-            self._capture()
-        elif self._num_parameters != _count_parameters(self._basic_ops):
             self._capture()
 
     def _route(self) -> Channels:
@@ -203,15 +202,16 @@ class OperationFuser:
         self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: list[dict[str, Any]] | None
     ) -> Any:
         tensors = [input, *extra_inputs, *self._parameters()]
-        overriding = _overriding(tensors)
-        if overriding:
-            arguments = (self, input, extra_inputs, kwargs)
-            return handle_torch_function(run_group, overriding, *arguments)
+        if not _PLAIN_TENSORS.issuperset(map(type, tensors)):
+            _check_parameters(self._basic_ops)
+            overriding = _overriding(tensors)
+            if overriding:
+                arguments = (self, input, extra_inputs, kwargs)
+                return handle_torch_function(run_group, overriding, *arguments)
         entry = self._entry(_facts(tensors, self._basic_ops))
         return _unpack(self._walker(entry).run(tensors, self._kwargs(kwargs)))
 
     def _entry(self, facts: Facts) -> Any:
-        self._refresh()
         grad, autocast, device, tensors, training = facts
         self._traced_dtypes = [dtype for dtype, _ in tensors[: 1 + self.num_extra_inputs]]
         return self._group.plan(grad, autocast, device, list(tensors), list(training))
@@ -233,7 +233,11 @@ class OperationFuser:
                 weight = op._parameter_tensors()[0]
                 if weight.requires_grad:
                     main_grad.check(weight)
-        return _parameters_of(self._basic_ops)
+        rows = [op._parameter_tensors() for op in self._basic_ops]
+        if [len(row) for row in rows] != self._num_parameters:
+            # A Python op, or a module in it, has other parameters than before.
+            self._capture()
+        return [tensor for row in rows for tensor in row]
 
     def _kwargs(self, kwargs: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         if kwargs is None:
@@ -243,7 +247,7 @@ class OperationFuser:
 
     def _is_split(self) -> bool:
         """Whether a member has to be called, so that the group falls apart."""
-        return has_hooks(self._members) or any(op._has_own_forward for op in self._members)
+        return self._calls_members or has_hooks(self._members)
 
     def _split_at_members(self) -> Any:
         if self._split is None:
@@ -304,7 +308,8 @@ def traced_call(
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     """What Dynamo sees of a group: plain tensors, and one op or the walker."""
-    parameters = _parameters_of(basic_ops)
+    parameters = [tensor for op in basic_ops for tensor in op._parameter_tensors()]
+    _check_parameters(basic_ops)
     tensors = [input, *extra_inputs, *parameters]
     facts = _facts(tensors, basic_ops)
     text = _native_plan(number, registry.VERSION, facts)
@@ -376,6 +381,8 @@ def _walk_outside(
 @torch._dynamo.assume_constant_result
 def _native_plan(number: int, version: int, facts: Facts) -> str:
     group: OperationFuser = numbered.find(number)
+    if len(facts[3]) != 1 + group.num_extra_inputs + sum(group._num_parameters):
+        group._capture()
     entry = group._entry(facts)
     native = entry.native and not group._accumulates
     return str(entry.text) if native else ""
@@ -423,7 +430,7 @@ def run_group(
 
 def _overriding(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors whose class has a `__torch_function__` of its own."""
-    if _PLAIN_TENSORS.issuperset(map(type, tensors)) or not torch._C._is_torch_function_enabled():
+    if not torch._C._is_torch_function_enabled():
         return []
     disabled = torch._C._disabled_torch_function_impl
     return [
@@ -433,20 +440,11 @@ def _overriding(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _count_parameters(basic_ops: Sequence[BasicOperation]) -> list[int]:
-    """Those of the Python ops: a native op has what its declaration names."""
-    return [len(op._parameter_tensors()) for op in basic_ops if op.is_python]
-
-
-def _parameters_of(basic_ops: Sequence[BasicOperation]) -> list[Tensor]:
-    parameters = [tensor for op in basic_ops for tensor in op._parameter_tensors()]
-    if not all(isinstance(tensor, Tensor) for tensor in parameters):
-        for op in basic_ops:
-            for name, tensor in zip(op._parameter_names, op._parameter_tensors(), strict=False):
-                if not isinstance(tensor, Tensor):
-                    kind = op._kind or type(op).__name__
-                    raise TypeError(f"[{kind}] {name} must be a tensor, got {tensor!r}")
-    return parameters
+def _check_parameters(basic_ops: Sequence[BasicOperation]) -> None:
+    for op in basic_ops:
+        for name, tensor in zip(op._parameter_names, op._parameter_tensors(), strict=False):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"[{op._kind}] {name} must be a tensor, got {tensor!r}")
 
 
 def _computes_training(op: BasicOperation) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import registry
+from .checks import DTYPES
 from .op import BasicOperation, FusedOperation, FusibleOperation
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class PlanningSession:
     """The Python objects of one plan. Number i < len(basic_ops) is basic op i, then fused ops."""
 
     def __init__(self, basic_ops: list[BasicOperation]) -> None:
+        for op in basic_ops:
+            _check_dtypes(op)
         self.basic_ops = basic_ops
         self.python_ops: list[FusibleOperation] = list(basic_ops)
         # Made of the finished plan, when first asked for; C++ keeps no Python object but this one.
@@ -130,6 +133,16 @@ class PlanningSession:
                 answer.append((first, 1, first if op.is_python else None, str(op._kind)))
             first += count
         return answer
+
+
+def _check_dtypes(op: BasicOperation) -> None:
+    # A plan knows only the dtypes that have kernels, and could not say what it got.
+    for name, tensor in zip(op._parameter_names, op._parameter_tensors(), strict=False):
+        if not op.is_python and tensor.dtype not in DTYPES:
+            raise RuntimeError(
+                f"[{op._kind}] {name} must be float16, bfloat16, float32 or float64, "
+                f"got {str(tensor.dtype).removeprefix('torch.')}"
+            )
 
 
 def _check_direction(handle: registry.FusionHandle, pass_name: str, op: FusedOperation) -> None:

@@ -227,12 +227,14 @@ class Sequential(nn.Module):
         if torch.compiler.is_compiling():
             return self._run(self._traced_layout(), input, extra_inputs, op_kwargs)
         layout = self._current_layout()
-        if layout.whole is not None and op_kwargs is None:
-            # The shortest way: C++ returns None where Python has to take over.
-            output = layout.whole._call(input, *extra_inputs)
-            if output is not None:
-                return output
-        return self._run(self._hooked_layout(), input, extra_inputs, op_kwargs)
+        if layout.whole is not None:
+            if op_kwargs is None:
+                # The shortest way: C++ returns None where Python has to take over.
+                output = layout.whole._call(input, *extra_inputs)
+                if output is not None:
+                    return output
+            layout = self._hooked_layout()
+        return self._run(layout, input, extra_inputs, op_kwargs)
 
     def _run(
         self,
