@@ -247,7 +247,9 @@ class OperationFuser:
 
     def _is_split(self) -> bool:
         """Whether a member has to be called, so that the group falls apart."""
-        return self._calls_members or has_hooks(self._members)
+        # The Sequential that made the group has looked.
+        is_within_layout = self._given_channels is not None
+        return not is_within_layout and (self._calls_members or has_hooks(self._members))
 
     def _split_at_members(self) -> Any:
         if self._split is None:

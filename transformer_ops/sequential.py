@@ -233,7 +233,7 @@ class Sequential(nn.Module):
                 output = layout.whole._call(input, *extra_inputs)
                 if output is not None:
                     return output
-            layout = self._hooked_layout()
+            layout = self._with_current_hooks(layout)
         return self._run(layout, input, extra_inputs, op_kwargs)
 
     def _run(
@@ -248,23 +248,25 @@ class Sequential(nn.Module):
                 f"[Sequential] extra inputs must be {layout.num_extra_inputs}, "
                 f"got {len(extra_inputs)}"
             )
-        kwargs = self._kwargs_by_op(self._get(), op_kwargs)
-        return self._run_segments(layout, input, extra_inputs, kwargs)
+        modules = self._get()
+        kwargs = self._kwargs_by_op(modules, op_kwargs)
+        return self._run_segments(layout, modules, input, extra_inputs, kwargs)
 
     def _run_by_op(
         self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: dict[int, dict[str, Any]]
     ) -> Any:
         """`forward` with keyword arguments by position of the basic op."""
-        return self._run_segments(self._hooked_layout(), input, extra_inputs, kwargs)
+        layout = self._with_current_hooks(self._current_layout())
+        return self._run_segments(layout, self._get(), input, extra_inputs, kwargs)
 
     def _run_segments(
         self,
         layout: Layout,
+        modules: list[nn.Module],
         input: Tensor,
         extra_inputs: tuple[Tensor, ...],
         kwargs: dict[int, dict[str, Any]],
     ) -> Any:
-        modules = self._get()
         if not layout.segments:
             return input
         hidden: dict[tuple[int, int], Tensor] = {}
@@ -323,9 +325,8 @@ class Sequential(nn.Module):
             layout = self._make_layout()
         return layout
 
-    def _hooked_layout(self) -> Layout:
-        """The current layout where C++ does not look for hooks."""
-        layout = self._current_layout()
+    def _with_current_hooks(self, layout: Layout) -> Layout:
+        """For where C++ does not look for hooks."""
         if layout.whole is not None and hook_flags(list(layout.modules)) != layout.hooked:
             layout = self._make_layout()
         return layout
@@ -454,7 +455,7 @@ def _same_hooks(layout: Layout) -> bool:
 @torch._dynamo.assume_constant_result
 def _layout_constant(number: int, edits: int, hooked: tuple[bool, ...]) -> Layout:
     sequential: Sequential = numbered.find(number)
-    layout = sequential._hooked_layout()
+    layout = sequential._with_current_hooks(sequential._current_layout())
     # Dynamo keeps a constant for ever: no module and no group may hang on it.
     segments = tuple(segment._replace(group=None) for segment in layout.segments)
     return layout._replace(modules=(), segments=segments, whole=None)
