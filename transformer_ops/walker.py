@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from . import instructions, main_grad, python_steps, saved_bytes
-from .gradients import Like, fitted
-from .instructions import Values, add, arguments_of, op_of, place
+from .gradients import Gradients, Like, Returned
+from .instructions import Values, arguments_of, op_of, place
 from .op import BasicOperation, FusibleOperation, OperationContext
 from .plan import Instruction, Plan, Step
-from .python_steps import Tensors
 from .saved_bytes import SavedBytes
 from .stand_ins import StandIns
 
@@ -104,6 +103,7 @@ class Walker:
         self.accumulating = [
             op for op, row in enumerate(plan.ops) if row[1].get("accumulate_into_main_grad")
         ]
+        self.gradients = Gradients(plan, basic_ops, self.parameters, self.accumulating)
         self._check_methods()
         # Ops whose contexts keep what they like; the others keep the slots of their declaration.
         joint = {i for step in plan.forward if step.joint and step.fused_op for i in step.ops}
@@ -508,11 +508,12 @@ class Walker:
             grad_input, grad_parameters, grad_extra_inputs = python_steps.backward(
                 op, contexts, grad_output, grad_extra_outputs=grad_extra_outputs
             )
-        self._put_input_grad(call, step, grad_input, values)
+        taken = Returned(type(op).__name__, kept.likes, call.wanted, values)
+        self.gradients.put_input(taken, step.ops[0], grad_input)
         for i, grads in zip(step.ops, grad_parameters, strict=True):
-            self._put_parameter_grads(call, op, i, grads, values)
+            self.gradients.put_parameters(taken, i, grads)
         for i, grads in zip(step.ops, grad_extra_inputs, strict=True):
-            self._put_extra_input_grads(call, op, i, grads, values)
+            self.gradients.put_extra_inputs(taken, i, grads)
 
     def _bound_context(self, call: Backward, i: int, values: Values) -> OperationContext:
         if self.is_free[i]:
@@ -520,73 +521,6 @@ class Walker:
         else:
             tensors = tuple(values.get(f"s{i}.{name}") for name in self._slots_of(i))
         return call.kept.contexts[i]._bind(tensors)
-
-    def _put_input_grad(
-        self, call: Backward, step: Step, grad: Tensor | None, values: Values
-    ) -> None:
-        first, op = step.ops[0], type(self._python_op(step)).__name__
-        is_wanted = "x0" in call.wanted if first == 0 else first > self.plan.first_backward
-        like = call.kept.likes.get(f"x{first}")
-        if is_wanted and like is None and grad is None:
-            raise RuntimeError(f"[{op}] gradient of the input must be a tensor here, got None")
-        if is_wanted and like is not None:
-            grad = fitted(op, "the input", grad, like)
-        values[f"g{first}"] = grad if is_wanted else None
-
-    def _put_parameter_grads(
-        self,
-        call: Backward,
-        op: FusibleOperation,
-        i: int,
-        grads: Tensors,
-        values: Values,
-    ) -> None:
-        names = self.parameters[i]
-        wanted = [name for name in names if name in call.wanted]
-        if len(grads) != len(names) and (grads or wanted):
-            raise RuntimeError(
-                f"[{type(op).__name__}] backward must return {len(names)} parameter gradients for "
-                f"op {i} ({self.plan.ops[i][0]}), got {len(grads)}"
-            )
-        for k, name in enumerate(names):
-            if name not in wanted:
-                continue
-            grad, like = grads[k], call.kept.likes[name]
-            if i in self.accumulating and grad is not None:
-                # main_grad may be of a wider dtype than the weight.
-                like = like._replace(dtype=grad.dtype)
-            what = f"parameter {self._parameter_name(i, k)!r} of op {i}"
-            values["d" + name] = fitted(type(op).__name__, what, grad, like)
-        name = f"dp{i}.weight"
-        if i in self.accumulating and values.get(name) is not None:
-            weight = self.basic_ops[i]._parameter_tensors()[0]
-            values[name] = main_grad.accumulate(weight, values[name])
-
-    def _parameter_name(self, i: int, k: int) -> str:
-        tensor = self.basic_ops[i]._parameter_tensors()[k]
-        found = (name for name, p in self.basic_ops[i].named_parameters() if p is tensor)
-        return next(found, self.parameters[i][k].partition(".")[2])
-
-    def _put_extra_input_grads(
-        self,
-        call: Backward,
-        op: FusibleOperation,
-        i: int,
-        grads: Tensors,
-        values: Values,
-    ) -> None:
-        for k, grad in enumerate(grads):
-            source = self.plan.routes.get(f"e{i}.{k}", f"e{i}.{k}")
-            like = call.kept.likes.get(source)
-            if like is not None and self._wants_gradient(call, source, like):
-                what = f"extra input {k} of op {i}"
-                add(values, "d" + source, fitted(type(op).__name__, what, grad, like))
-
-    def _wants_gradient(self, call: Backward, extra_input: str, like: Like) -> bool:
-        if not extra_input.startswith("o"):
-            return extra_input in call.wanted
-        is_number = like.dtype.is_floating_point or like.dtype.is_complex
-        return is_number and op_of(extra_input) >= self.plan.first_backward
 
 
 # Position of the tensors among the arguments of the node.
