@@ -31,28 +31,30 @@ py::list list_fusions() {
   return rows;
 }
 
+py::dict declaration_to_python(const OpDeclaration& row) {
+  py::list slots, needed_for;
+  for (const Slot& slot : row.slots) {
+    slots.append(slot.name);
+    needed_for.append(slot.needed_for);
+  }
+  py::dict entry;
+  entry["kind"] = row.kind;
+  entry["summary"] = row.summary;
+  entry["parameters"] = row.parameters;
+  entry["attributes"] = row.attributes;
+  entry["extra_inputs"] = row.extra_inputs;
+  entry["extra_outputs"] = row.extra_outputs;
+  entry["slots"] = slots;
+  entry["needed_for"] = needed_for;
+  entry["keeps_width"] = !row.width;
+  entry["forward"] = row.forward;
+  entry["backward"] = row.backward;
+  return entry;
+}
+
 py::list list_declarations() {
   py::list rows;
-  for (const auto& [kind, row] : declarations()) {
-    py::list slots, needed_for;
-    for (const Slot& slot : row.slots) {
-      slots.append(slot.name);
-      needed_for.append(slot.needed_for);
-    }
-    py::dict entry;
-    entry["kind"] = kind;
-    entry["summary"] = row.summary;
-    entry["parameters"] = row.parameters;
-    entry["attributes"] = row.attributes;
-    entry["extra_inputs"] = row.extra_inputs;
-    entry["extra_outputs"] = row.extra_outputs;
-    entry["slots"] = slots;
-    entry["needed_for"] = needed_for;
-    entry["keeps_width"] = !row.width;
-    entry["forward"] = row.forward;
-    entry["backward"] = row.backward;
-    rows.append(entry);
-  }
+  for (const auto& [kind, row] : declarations()) rows.append(declaration_to_python(row));
   return rows;
 }
 
@@ -108,6 +110,7 @@ std::vector<std::optional<at::Tensor>> unfused(const std::string& name,
 PYBIND11_MODULE(_C, module) {
   bind_group(module);
   bind_memory(module);
+  bind_listeners(module);
   module.def("add_user_fusion",
              [](const std::string& name, const std::string& pass, const std::string& origin,
                 bool prepend) { return add_user_fusion(name, pass_from(pass), origin, prepend); });
@@ -117,6 +120,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("registry_version", &registry_version);
   module.def("touch_registry", &touch_registry);
   module.def("declarations", &list_declarations);
+  module.def("declaration",
+             [](const std::string& kind) { return declaration_to_python(declaration(kind)); });
   module.def("rules", &list_rules);
   module.def("slot_bits", [](const std::string& kind, const std::string& slot, int64_t width,
                              int64_t element_bits) {

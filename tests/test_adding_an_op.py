@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.cpp_extension import include_paths
 
 import transformer_ops as tops
+from transformer_ops import registry
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,14 +46,48 @@ def with_output_saved(declaration: str) -> str:
     return declaration
 
 
-@pytest.fixture(scope="module")
-def softcap(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The class of the example, after its declaration was compiled and loaded."""
-    folder = tmp_path_factory.mktemp("softcap")
-    sources = [folder / "softcap.cpp", folder / "output_softcap.cpp"]
-    library = folder / "libsoftcap.so"
-    sources[0].write_text(block("cpp"), encoding="utf-8")
-    sources[1].write_text(with_output_saved(block("cpp")), encoding="utf-8")
+RULE = """
+#include <ATen/ops/tanh.h>
+#include "ops/op.h"
+
+namespace transformer_ops {
+namespace {
+
+TensorSpecs shape(const Args& args) { return {like(args.tensor(0))}; }
+
+Tensors unfused(const Args& args) {
+  return {args.number(2) * args.number(1) * at::tanh(args.tensor(0) / args.number(1))};
+}
+
+[[maybe_unused]] const bool registered = register_fused_op({
+    .rule = {.name = "NAME",
+             .pass = Pass::Forward,
+             .benefit = BENEFIT,
+             .pattern = {{"Softcap"}, {"ConstantScale"}}},
+    .forward = {.schema = "NAME(Tensor input, float cap, float scale) -> Tensor output",
+                .shape = shape,
+                .cpu = [](const Args& args, Tensors& results) { results = unfused(args); },
+                .unfused = unfused,
+                .allocates = false},
+});
+
+}  // namespace
+}  // namespace transformer_ops
+"""
+
+
+def rule_library(folder: Path, name: str, benefit: int) -> Path:
+    source = RULE.replace("NAME", name).replace("BENEFIT", str(benefit))
+    return build(folder, name, {name: source})
+
+
+def build(folder: Path, name: str, texts: dict[str, str]) -> Path:
+    """A library of these sources."""
+    library = folder / f"lib{name}.so"
+    sources = []
+    for stem, text in texts.items():
+        sources.append(folder / f"{stem}.cpp")
+        sources[-1].write_text(text, encoding="utf-8")
     package = Path(tops.__file__).parent
     paths = [ROOT / "csrc", *include_paths()]
     subprocess.run(
@@ -61,7 +100,15 @@ def softcap(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ],
         check=True,
     )
-    torch.ops.load_library(str(library))
+    return library
+
+
+@pytest.fixture(scope="module")
+def softcap(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The class of the example, after its declaration was compiled and loaded."""
+    declaration = block("cpp")
+    texts = {"softcap": declaration, "output_softcap": with_output_saved(declaration)}
+    torch.ops.load_library(str(build(tmp_path_factory.mktemp("softcap"), "softcap", texts)))
     names: dict[str, Any] = {}
     exec(block("python"), names)
     return names["Softcap"]
@@ -101,3 +148,99 @@ def test_second_derivatives_need_the_input_or_a_replay(softcap: Any) -> None:
     assert torch.autograd.gradcheck(module, (x,))
     with pytest.raises(NotImplementedError, match=r"\[OutputSoftcap\] double backward must have"):
         torch.autograd.grad(module(x).sum(), x, create_graph=True)
+
+
+def test_the_typed_op_of_a_late_library_has_gradients(softcap: Any) -> None:
+    softcap_op = torch.ops.transformer_ops.softcap
+    linear = torch.nn.Linear(8, 8).double()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        softcap_op(linear(x), 2.0).sum().backward()
+    got = linear.weight.grad
+    linear.weight.grad = None
+    (2 * torch.tanh(linear(x) / 2)).sum().backward()
+    torch.testing.assert_close(got, linear.weight.grad)
+    x.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: softcap_op(x, 2.0), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: softcap_op(x, 2.0), (x,))
+    torch.library.opcheck(softcap_op.default, (x, 2.0))
+    torch.library.opcheck(torch.ops.transformer_ops.softcap_backward.default, (x, x, 2.0))
+
+
+@pytest.mark.parametrize("name", ["softcap_on_meta", "softcap_first_compiled"])
+def test_the_first_gradient_of_a_late_typed_op_may_be_anywhere(name: str, tmp_path: Path) -> None:
+    text = block("cpp").replace('"softcap', f'"{name}').replace('"Softcap"', f'"{name}"')
+    torch.ops.load_library(str(build(tmp_path, name, {name: text})))
+    op = getattr(torch.ops.transformer_ops, name)
+    if name.endswith("meta"):
+        x = torch.randn(3, device="meta", requires_grad=True)
+        (grad,) = torch.autograd.grad(op(x, 2.0).sum(), x)
+        assert grad.is_meta
+    else:
+        x = torch.randn(3, requires_grad=True)
+        compiled = torch.compile(lambda x: op(x, 2.0), fullgraph=True, backend="aot_eager")
+        (grad,) = torch.autograd.grad(compiled(x).sum(), x)
+        torch.testing.assert_close(grad, 1 - torch.tanh(x / 2) ** 2)
+
+
+def test_a_late_op_beside_python_steps(softcap: Any) -> None:
+    """The slots of a kind that came after the import."""
+
+    class Backward(tops.FusedOperation):
+        def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **unused: Any) -> Any:
+            (x,) = basic_op_ctxs[0].saved_tensors
+            return grad_output * 3 * (1 - torch.tanh(x / 2) ** 2), [(), ()], [(), ()]
+
+    def fuse(ops: Any, **unused: Any) -> Any:
+        return [Backward(ops)] if len(ops) == 2 else ops
+
+    module = tops.Sequential(softcap(2.0), tops.ConstantScale(3.0))
+    x = torch.randn(3, 8, requires_grad=True)
+    with tops.register_backward_fusion(fuse):
+        (grad,) = torch.autograd.grad(module(x).sum(), x)
+        assert "Backward" in str(module.explain())
+    (want,) = torch.autograd.grad((6 * torch.tanh(x / 2)).sum(), x)
+    torch.testing.assert_close(grad, want)
+
+
+def load_without_the_gil(path: Path) -> None:
+    dlopen = ctypes.CDLL(None).dlopen
+    dlopen.restype = ctypes.c_void_p
+    assert dlopen(str(path).encode(), os.RTLD_NOW)
+
+
+def load_in_a_thread(path: Path) -> None:
+    thread = threading.Thread(target=torch.ops.load_library, args=(str(path),))
+    thread.start()
+    thread.join()
+
+
+LOADERS = {
+    "late_softcap_scale": lambda path: torch.ops.load_library(str(path)),
+    "softcap_scale_of_a_thread": load_in_a_thread,
+    "softcap_scale_without_gil": load_without_the_gil,
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_rule_that_comes_after_torch_compile(softcap: Any, name: str, tmp_path: Path) -> None:
+    library = rule_library(tmp_path, name, benefit=100 + list(LOADERS).index(name))
+    module = tops.Sequential(softcap(2.0), tops.ConstantScale(3.0))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    x = torch.randn(3, 8)
+    want = compiled(x)
+    assert counter.frame_count == 1
+    LOADERS[name](library)
+    assert registry.VERSION == registry._C.registry_version()
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), want)
+    # Stale once, and planned with the new rule.
+    assert counter.frame_count == 2
+    assert [step.name for step in module.plans()[0].forward] == [name]
+    (handle,) = (handle for handle in tops.fusions() if handle.name == name)
+    assert handle.origin == f"lib{name}.so" and f"from lib{name}.so" in str(module.explain())
+    with handle.disabled():
+        torch.testing.assert_close(module(x), want)
+        assert name not in [step.name for step in module.plans()[0].forward]

@@ -335,15 +335,29 @@ def test_wrong_backward(returned, message, x):
         module(x).sum().backward()
 
 
-def test_none_is_a_gradient_of_zero(x):
+def test_none_is_no_gradient_as_in_autograd(x):
     class Stop(ScaleShift):
         def op_backward(self, ctx, grad_output):
             return None, (None, grad_output.sum((0, 1)))
 
+    class PlainStop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias):
+            return x * weight + bias
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None, None, grad.sum((0, 1))
+
     module = tops.Sequential(tops.Linear(6, 6), Stop(6), tops.GELU())
+    plain = nn.Linear(6, 6), nn.Parameter(torch.rand(6)), nn.Parameter(torch.rand(6))
+    y = x.clone().requires_grad_()
+    nn.functional.gelu(PlainStop.apply(plain[0](y), *plain[1:])).sum().backward()
     module(x.requires_grad_()).sum().backward()
-    assert not x.grad.any() and not module[0].weight.grad.any()
-    assert module[1].weight.grad is None and module[1].bias.grad.any()
+    want = [y, plain[0].weight, plain[0].bias, *plain[1:]]
+    got = [x, *module.parameters()]
+    assert [t.grad is None for t in got] == [t.grad is None for t in want]
+    assert [t.grad is None for t in got] == [True, True, True, True, False]
 
 
 def test_copies_and_pickles_of_a_block_with_a_user_op(x):

@@ -27,10 +27,6 @@ from .traced import (
 from .walker import Walker, check_kwargs
 
 _C = registry._C
-_SLOTS: dict[str, list[str]] = {row["kind"]: row["slots"] for row in _C.declarations()}
-_CHANGE_WIDTH: set[str] = {row["kind"] for row in _C.declarations() if not row["keeps_width"]}
-
-
 # (grad enabled, autocast dtype, device type, (dtype, requires_grad) of each tensor, training flags)
 Facts = tuple[bool, torch.dtype | None, str, tuple[tuple[torch.dtype, bool], ...], tuple[bool, ...]]
 # For each op, for each extra input: the (op, extra output) of this group that feeds it, or None.
@@ -220,7 +216,8 @@ class OperationFuser:
         session: PlanningSession = entry.session
         if session.walker is None:
             plan = self._plan_of(entry)
-            session.walker = Walker(plan, self._basic_ops, session.python_ops, _SLOTS)
+            slots = {kind: row["slots"] for kind, row in _declarations(plan).items()}
+            session.walker = Walker(plan, self._basic_ops, session.python_ops, slots)
         return session.walker
 
     def _last_walker(self) -> Walker:
@@ -293,13 +290,21 @@ class OperationFuser:
             return walker.last_saved
         inputs = self._group.last_inputs
         if not inputs:
-            shape = likely_shape(walker.plan.ops, _CHANGE_WIDTH)
+            rows = _declarations(walker.plan)
+            changes = {kind for kind, row in rows.items() if not row["keeps_width"]}
+            shape = likely_shape(walker.plan.ops, changes)
             inputs = [(shape, dtype) for dtype in self._traced_dtypes]
         try:
             return walker.rehearse(inputs)
         except RuntimeError:
             # Sizes that do not fit: the module has changed since, or its shapes cannot be guessed.
             return None
+
+
+def _declarations(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Of the native kinds of a plan; a library may have brought one since the last plan."""
+    kinds = {kind for (kind, _), native in zip(plan.ops, plan.native_ops, strict=True) if native}
+    return {kind: _C.declaration(kind) for kind in kinds}
 
 
 def traced_call(

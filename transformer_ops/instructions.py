@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,23 +13,6 @@ from .plan import Argument, Instruction, Step
 
 # Tensors of one direction by their names in the plan.
 Values = dict[str, Any]
-
-
-class Like(NamedTuple):
-    """What a gradient has to look like."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Like:
-        """That of the tensor's gradient."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-    def zeros(self) -> Tensor:
-        """A gradient that nobody gave."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
 def op_of(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -9,14 +10,29 @@ from torch import Tensor
 
 from .registry import _C
 
+_registered: set[str] = set()
+_lock = threading.Lock()
+
 
 def register() -> None:
-    """Calls `torch.library.register_autograd` for every typed op."""
-    for forward, backward in _C.typed_op_pairs():
-        if backward:
-            _register_pair(forward, backward)
-        else:
-            _register_unfused(forward)
+    """Calls `torch.library.register_autograd` for every typed op that has no autograd yet.
+
+    C++ calls it again before the first gradient of an op, which a library may have brought later.
+    """
+    with _lock:
+        for forward, backward in _C.typed_op_pairs():
+            if forward in _registered:
+                continue
+            if backward:
+                _register_pair(forward, backward)
+            else:
+                _register_unfused(forward)
+            _registered.add(forward)
+
+
+def listen() -> None:
+    """Has C++ call `register` for typed ops of libraries that are loaded later."""
+    _C.set_autograd_maker(register)
 
 
 def _overload(name: str) -> Any:

@@ -65,6 +65,17 @@ class _BackwardContext(OperationContext):
         return getattr(self._forward, name)
 
 
+def unpacked(op: nn.Module, method: str, returned: Any, names: str) -> tuple[Any, ...]:
+    """What a method returned, RuntimeError unless it is a tuple (or list) of what `names` lists."""
+    count = names.count(",") + 1
+    got = type(returned).__name__
+    if isinstance(returned, tuple | list):
+        if len(returned) == count:
+            return tuple(returned)
+        got = f"{len(returned)} values"
+    raise RuntimeError(f"[{type(op).__name__}] {method} must return ({names}), got {got}")
+
+
 class FusibleOperation(nn.Module):
     """A tensor operation that the fuser may plan: a basic op, a container, or a fused op.
 
@@ -486,7 +497,9 @@ class BasicOperation(ChannelMixin, FusibleOperation):
             "next_op_input_quantizer": next_op_input_quantizer,
         }
         keywords = self._keywords("op_forward_compute", offered)
-        output, to_save = self.op_forward_compute(input_, **keywords, **basic_op_kwargs[0])
+        found = self.op_forward_compute(input_, **keywords, **basic_op_kwargs[0])
+        what = "output, tensors to save"
+        output, to_save = unpacked(self, "op_forward_compute", found, what)
         return output, [()], to_save
 
     def fuser_forward_save_ctx(
@@ -519,7 +532,9 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
         self._check_no_extra_tensors("fuser_backward")
-        grad_input, grad_parameters = self.op_backward(basic_op_ctxs[0], grad_output)
+        found = self.op_backward(basic_op_ctxs[0], grad_output)
+        what = "input gradient, parameter gradients"
+        grad_input, grad_parameters = unpacked(self, "op_backward", found, what)
         return grad_input, [grad_parameters], [()]
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from .op import BasicOperation, FusibleOperation, OperationContext
+from .op import BasicOperation, FusibleOperation, OperationContext, unpacked
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -27,7 +27,8 @@ def forward(
         basic = cast(BasicOperation, op)
         output, extra = BasicOperation.fuser_forward(basic, ctxs, input_, **keywords)
     else:
-        output, extra = op.fuser_forward(ctxs, input_, **keywords)
+        found = op.fuser_forward(ctxs, input_, **keywords)
+        output, extra = unpacked(op, "fuser_forward", found, "output, extra outputs")
     return output, _extra_outputs(op, "fuser_forward", extra)
 
 
@@ -46,7 +47,8 @@ def forward_compute(
         basic = cast(BasicOperation, op)
         output, extra, to_save = BasicOperation.fuser_forward_compute(basic, input_, **keywords)
     else:
-        output, extra, to_save = op.fuser_forward_compute(input_, **keywords)
+        found = op.fuser_forward_compute(input_, **keywords)
+        output, extra, to_save = unpacked(op, name, found, "output, extra outputs, tensors to save")
     return output, _extra_outputs(op, name, extra), to_save
 
 
@@ -84,20 +86,26 @@ def backward(
         )
     else:
         grads = op.fuser_backward(ctxs, grad_output, basic_op_grad_extra_outputs=grad_extra_outputs)
-    grad_input, grad_parameters, grad_extra_inputs = grads
-    if grad_input is not None and not isinstance(grad_input, Tensor):
-        raise RuntimeError(
-            f"[{type(op).__name__}] the gradient of the input must be a tensor or None, "
-            f"got {grad_input!r}"
-        )
-    extra = _per_basic_op(op, "fuser_backward", "lists of extra gradients", grad_extra_inputs)
+    method = f"{op._python_backward}_backward"
+    what = "input gradient, parameter gradients, extra-input gradients"
+    grad_input, grad_parameters, grad_extra_inputs = unpacked(op, method, grads, what)
+    parameters = _per_basic_op(op, method, "lists of parameter gradients", grad_parameters)
+    extra = _per_basic_op(op, method, "lists of extra gradients", grad_extra_inputs)
+    _check_gradient(op, "the input", grad_input)
     for basic, tensors in zip(op.basic_ops, extra, strict=True):
-        _check_count(op, basic, "fuser_backward", "gradients", tensors, basic.num_extra_inputs)
-    return (
-        grad_input,
-        _per_basic_op(op, "fuser_backward", "lists of parameter gradients", grad_parameters),
-        extra,
-    )
+        _check_count(op, basic, method, "gradients", tensors, basic.num_extra_inputs)
+    for what, lists in (("a parameter", parameters), ("an extra input", extra)):
+        for gradient in (entry for tensors in lists for entry in tensors):
+            _check_gradient(op, what, gradient)
+    return grad_input, parameters, extra
+
+
+def _check_gradient(op: FusibleOperation, what: str, gradient: Any) -> None:
+    if gradient is not None and not isinstance(gradient, Tensor):
+        raise RuntimeError(
+            f"[{type(op).__name__}] the gradient of {what} must be a tensor or None, "
+            f"got {gradient!r}"
+        )
 
 
 def check_output(op: FusibleOperation, output: Any) -> Tensor:
@@ -136,9 +144,7 @@ def _offer(
     return {name: value for name, value in offered.items() if name in accepted}
 
 
-def _extra_outputs(
-    op: FusibleOperation, method: str, extra: Iterable[Iterable[Tensor | None]]
-) -> list[Tensors]:
+def _extra_outputs(op: FusibleOperation, method: str, extra: Any) -> list[Tensors]:
     outputs = _per_basic_op(op, method, "lists of extra outputs", extra)
     for basic, tensors in zip(op.basic_ops, outputs, strict=True):
         _check_count(op, basic, method, "outputs", tensors, basic.num_extra_outputs)
@@ -164,9 +170,9 @@ def _per_basic_op(
     op: FusibleOperation,
     method: str,
     what: str,
-    lists: Iterable[Iterable[Tensor | None] | None] | None,
+    lists: Any,
 ) -> list[Tensors]:
-    found = [tuple(entry) if entry is not None else () for entry in lists or ()]
+    found = [_entries(op, method, what, e) for e in _entries(op, method, what, lists)]
     count = len(op.basic_ops)
     if not found:
         return [()] * count
@@ -176,3 +182,12 @@ def _per_basic_op(
             f"got {len(found)}"
         )
     return found
+
+
+def _entries(op: FusibleOperation, method: str, what: str, entries: Any) -> tuple[Any, ...]:
+    # A tensor would give its rows.
+    if isinstance(entries, Tensor) or not isinstance(entries, Iterable | None):
+        raise RuntimeError(
+            f"[{type(op).__name__}] {method} must return {what}, got {type(entries).__name__}"
+        )
+    return () if entries is None else tuple(entries)

@@ -16,8 +16,10 @@ _C = load()
 Pass = Literal["forward", "backward", "forward_backward"]
 FusionFunction = Callable[..., Any]
 
-# Compiled graphs guard on it: any change of the registry makes them stale.
-VERSION: int = _C.registry_version()
+# Compiled graphs guard on it: any change of the registry makes them stale. C++ writes it at each
+# change, also where a library that is loaded later brings a rule.
+VERSION: int
+_C.keep_version_in(globals())
 
 _handles: dict[int, FusionHandle] = {}
 _rules: dict[int, FusionHandle] = {}
@@ -30,7 +32,8 @@ class FusionHandle:
     on exit.
 
     Attributes: `name`, `pass_name` ("forward", "backward" or "forward_backward"), `origin`
-    ("built-in", or the module of the function), `func` (None for a native rule).
+    ("built-in", the file name of a C++ library, or the module of the function), `func` (None for a
+    native rule).
     """
 
     def __init__(
@@ -57,10 +60,8 @@ class FusionHandle:
     def remove(self) -> None:
         """Unregister the fusion; plans made with it are dropped. A second time does nothing."""
         with _lock:
-            removed = _C.remove_fusion(self._identity)
+            _C.remove_fusion(self._identity)
             _handles.pop(self._identity, None)
-        if removed:
-            invalidate_plans()
 
     @contextmanager
     def disabled(self) -> Iterator[FusionHandle]:
@@ -68,15 +69,11 @@ class FusionHandle:
 
         Works for built-in rules too, and unlike `remove()` keeps the fusion's place in the order.
         """
-        self._suspend(1)
+        _C.suspend_fusion(self._identity, 1)
         try:
             yield self
         finally:
-            self._suspend(-1)
-
-    def _suspend(self, by: int) -> None:
-        if _C.suspend_fusion(self._identity, by):
-            invalidate_plans()
+            _C.suspend_fusion(self._identity, -1)
 
     def __enter__(self) -> FusionHandle:
         return self
@@ -90,9 +87,7 @@ class FusionHandle:
 
 def invalidate_plans() -> None:
     """Make plans and compiled graphs stale: something they depend on has changed."""
-    global VERSION
     _C.touch_registry()
-    VERSION += 1
 
 
 def fusions() -> list[FusionHandle]:
@@ -169,7 +164,6 @@ def _register(
         identity = _C.add_user_fusion(label, pass_name, origin, bool(prepend))
         handle = FusionHandle(identity, label, pass_name, origin, func)
         _handles[identity] = handle
-    invalidate_plans()
     return handle
 
 

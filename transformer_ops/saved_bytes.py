@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .instructions import Like
+    from .gradients import Like
 
 
 class Kept(NamedTuple):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from . import instructions, main_grad, python_steps, saved_bytes
-from .instructions import Like, Values, add, arguments_of, op_of, place
+from .gradients import Gradients, Like, Returned
+from .instructions import Values, arguments_of, op_of, place
 from .op import BasicOperation, FusibleOperation, OperationContext
 from .plan import Instruction, Plan, Step
 from .saved_bytes import SavedBytes
@@ -41,7 +42,7 @@ class Tape:
         self.contexts = contexts
         self.stand_ins = stand_ins
         self.saved: Values = {}
-        # Of main tensors at boundaries and extra outputs: what their gradients look like.
+        # What the gradients of main tensors, extra tensors and parameters look like, where asked.
         self.likes: dict[str, Like] = {}
         # id -> (tensor handed to a Python step in its place, the tensor itself)
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
@@ -62,6 +63,14 @@ class Kept(NamedTuple):
     likes: dict[str, Like]
     real: tuple[Tensor, ...]  # that others stand in for
     standing: list[int | None]
+
+
+class Backward(NamedTuple):
+    """One backward: what its forward kept, the tensors, and the inputs that want a gradient."""
+
+    kept: Kept
+    saved: Sequence[Tensor]
+    wanted: frozenset[str]
 
 
 class Walker:
@@ -85,18 +94,26 @@ class Walker:
         self.output_grads = (f"g{count}", *("d" + name for name in plan.extra_outputs))
         self.input_grads = ("g0", *("d" + name for name in (*plan.extra_inputs, *plan.parameters)))
         self.live_backward = [step for step in reversed(plan.backward) if not step.skipped]
+        self.extra_outputs = [
+            [f"o{i}.{k}" for k in range(op.num_extra_outputs)] for i, op in enumerate(basic_ops)
+        ]
         self.parameters: list[list[str]] = [[] for _ in basic_ops]
         for name in plan.parameters:
             self.parameters[op_of(name)].append(name)
         self.accumulating = [
             op for op, row in enumerate(plan.ops) if row[1].get("accumulate_into_main_grad")
         ]
+        self.gradients = Gradients(plan, basic_ops, self.parameters, self.accumulating)
         self._check_methods()
         # Ops whose contexts keep what they like; the others keep the slots of their declaration.
         joint = {i for step in plan.forward if step.joint and step.fused_op for i in step.ops}
         self.is_free = [i in joint or not native for i, native in enumerate(plan.native_ops)]
         self.kept = self._read_in_backward()
         self.last_read = self._find_last_reads()
+        self.computed_for_later = self._find_computed_for_later()
+        # The inputs whose gradients come from Python methods.
+        by_python = [i for s in self.live_backward if s.python is not None for i in s.ops]
+        self.checked = [n for n in self.inputs if n != "x0" and op_of(n) in by_python]
         # Under torch.compile it is found by number.
         self.number: int | None = None
         self.changed_by_tracing: set[tuple[int, str]] = set()
@@ -123,8 +140,7 @@ class Walker:
         names = [n for n in arguments_of(self.live_backward) if n.startswith(("s", "p"))]
         for step in self.live_backward:
             for i in step.ops if step.python is not None else ():
-                if not self.is_free[i]:
-                    names += [f"s{i}.{slot}" for slot in self.slots[self.plan.ops[i][0]]]
+                names += [f"s{i}.{slot}" for slot in self._slots_of(i)]
         return [name for name in dict.fromkeys(names) if name not in computed]
 
     def _find_last_reads(self) -> dict[Step, list[str]]:
@@ -137,6 +153,23 @@ class Walker:
         for name, step in last.items():
             by_step.setdefault(step, []).append(name)
         return by_step
+
+    def _find_computed_for_later(self) -> dict[Step, list[Instruction]]:
+        """Per step, what it computes again for later steps too: they may run where it does not."""
+        by_step: dict[Step, list[Instruction]] = {}
+        read: set[str] = set()
+        for step in reversed(self.live_backward):
+            again = [i for i in step.instructions if i.results[0].startswith(("x", "s"))]
+            if not read.isdisjoint(n for i in again for n in i.results):
+                by_step[step] = again
+            read.update(arguments_of([step]))
+            if step.python is not None:
+                read.update(f"s{i}.{n}" for i in step.ops for n in self._slots_of(i))
+        return by_step
+
+    def _slots_of(self, op: int) -> list[str]:
+        """The slots in which a Python step finds the tensors of an op."""
+        return [] if self.is_free[op] else self.slots[self.plan.ops[op][0]]
 
     @property
     def python_steps(self) -> list[Step]:
@@ -168,6 +201,7 @@ class Walker:
         first = self.plan.first_backward
         contexts = [OperationContext(requires_grad=i >= first) for i in range(len(self.basic_ops))]
         tape = Tape(values, contexts, stand_ins)
+        tape.likes.update({name: Like.of(values[name]) for name in self.checked})
         for step in self.plan.forward:
             name = f"x{step.ops[0]}"
             tape.likes[name] = Like.of(values[name])
@@ -362,21 +396,68 @@ class Walker:
                 f"second derivative, got the steps {self._python_names()}"
             )
         kept: Kept = ctx.kept
-        saved = ctx.saved_tensors
+        wanted = zip(self.inputs, ctx.needs_input_grad[_FIRST_TENSOR:], strict=True)
+        call = Backward(kept, ctx.saved_tensors, frozenset(n for n, wants in wanted if wants))
         values: Values = dict(zip(self.output_grads, grads, strict=True))
         for name, position in kept.places.items():
             if position is not None:
-                values[name] = saved[position]
+                values[name] = call.saved[position]
         values.update({"n" + n[1:]: like.shape for n, like in kept.likes.items() if n[0] == "x"})
-        for step in self.live_backward:
-            if step.python is None:
+        zeros = None  # the gradient that only stands for one that nobody gave
+        for number, step in enumerate(self.live_backward):
+            unused = self._unused_ops(step, values, zeros)
+            zeros = f"g{step.ops[0]}" if len(unused) == len(step.ops) else None
+            before = {name: values.get(name) for i in unused for name in self._grads_of(i)}
+            if zeros is not None and self._may_skip(number, kept.likes, values):
+                self._skip(step, kept.likes, values)
+            elif step.python is None:
                 self._native_backward(kept.likes, step, values)
             else:
-                self._python_backward(kept, saved, step, values)
+                self._python_backward(call, step, values)
+            # The zeros that stood for gradients of unused ops gave zeros, autograd gives nothing.
+            values.update(before)
             values.pop(f"g{step.ops[-1] + 1}", None)
             for name in self.last_read.get(step, ()):
                 values.pop(name, None)
         return [values.get(name) for name in self.input_grads]
+
+    def _unused_ops(self, step: Step, values: Values, zeros: str | None) -> list[int]:
+        """The last ops of a step, as far as nobody gave a gradient for what they put out."""
+        unused: list[int] = []
+        name = f"g{step.ops[-1] + 1}"
+        if values.get(name) is None or name == zeros:
+            for i in reversed(step.ops):
+                if any(values.get("d" + extra) is not None for extra in self.extra_outputs[i]):
+                    break
+                unused.append(i)
+        return unused
+
+    def _grads_of(self, op: int) -> list[str]:
+        """The gradients of an op's parameters and extra inputs."""
+        extra = [f"e{op}.{k}" for k in range(self.basic_ops[op].num_extra_inputs)]
+        sources = [self.plan.routes.get(name, name) for name in extra]
+        return ["d" + name for name in (*self.parameters[op], *sources)]
+
+    def _may_skip(self, number: int, likes: dict[str, Like], values: Values) -> bool:
+        """Whether the steps after an unused one are unused too, up to a boundary at which zeros can
+        be made."""
+        for later in self.live_backward[number + 1 :]:
+            if f"x{later.ops[-1] + 1}" in likes:
+                return True
+            # Inside a fused forward step: only the step before knows what zeros look like there.
+            extra = (n for i in later.ops for n in self.extra_outputs[i])
+            if later in self.computed_for_later or any(
+                values.get("d" + n) is not None for n in extra
+            ):
+                return False
+        return True
+
+    def _skip(self, step: Step, likes: dict[str, Like], values: Values) -> None:
+        for instruction in self.computed_for_later.get(step, ()):
+            for argument in instruction.arguments:
+                if isinstance(argument, str) and argument.startswith("g"):
+                    values[argument] = _gradient(likes, values, argument)
+            instructions.run(instruction, values)
 
     def _native_backward(self, likes: dict[str, Like], step: Step, values: Values) -> None:
         written: set[str] = set()
@@ -407,23 +488,14 @@ class Walker:
                 return main_grad.run(instruction, values, f"dp{op}.weight", weight)
         instructions.run(instruction, values)
 
-    def _python_backward(
-        self, kept: Kept, saved: Sequence[Tensor], step: Step, values: Values
-    ) -> None:
+    def _python_backward(self, call: Backward, step: Step, values: Values) -> None:
         op = self._python_op(step)
-        first, last = step.ops[0], step.ops[-1]
+        kept, last = call.kept, step.ops[-1]
         grad_output = _gradient(kept.likes, values, f"g{last + 1}")
         values[f"g{last + 1}"] = grad_output
         for instruction in step.instructions:
             instructions.run(instruction, values)
-        contexts = []
-        for i in step.ops:
-            if self.is_free[i]:
-                tensors = tuple(None if k is None else saved[k] for k in kept.own[i])
-            else:
-                names = self.slots[self.plan.ops[i][0]]
-                tensors = tuple(values.get(f"s{i}.{name}") for name in names)
-            contexts.append(kept.contexts[i]._bind(tensors))
+        contexts = [self._bound_context(call, i, values) for i in step.ops]
         grad_extra_outputs = [
             tuple(
                 _gradient(kept.likes, values, f"do{i}.{k}")
@@ -431,40 +503,28 @@ class Walker:
             )
             for i in step.ops
         ]
-        given = [saved[k] for k in kept.standing if k is not None]
+        given = [call.saved[k] for k in kept.standing if k is not None]
         with StandIns(kept.real, given):
             grad_input, grad_parameters, grad_extra_inputs = python_steps.backward(
                 op, contexts, grad_output, grad_extra_outputs=grad_extra_outputs
             )
-        if grad_input is None and first > self.plan.first_backward:
-            if f"x{first}" not in kept.likes:
-                raise RuntimeError(
-                    f"[{type(op).__name__}] the gradient of its input must be a tensor, got None"
-                )
-        values[f"g{first}"] = grad_input
-        _fit(kept.likes, values, first)
+        taken = Returned(type(op).__name__, kept.likes, call.wanted, values)
+        self.gradients.put_input(taken, step.ops[0], grad_input)
         for i, grads in zip(step.ops, grad_parameters, strict=True):
-            self._put_parameter_grads(op, i, grads, values)
+            self.gradients.put_parameters(taken, i, grads)
         for i, grads in zip(step.ops, grad_extra_inputs, strict=True):
-            for k, grad in enumerate(grads):
-                name = self.plan.routes.get(f"e{i}.{k}", f"e{i}.{k}")
-                add(values, "d" + name, grad)
+            self.gradients.put_extra_inputs(taken, i, grads)
 
-    def _put_parameter_grads(
-        self, op: FusibleOperation, i: int, grads: Sequence[Tensor | None], values: Values
-    ) -> None:
-        names = self.parameters[i]
-        if grads and len(grads) != len(names):
-            raise RuntimeError(
-                f"[{type(op).__name__}] backward must return {len(names)} parameter gradients for "
-                f"op {i} ({self.plan.ops[i][0]}), got {len(grads)}"
-            )
-        for name, grad in zip(names, grads, strict=False):
-            values["d" + name] = grad
-        name = f"dp{i}.weight"
-        if i in self.accumulating and values.get(name) is not None:
-            weight = self.basic_ops[i]._parameter_tensors()[0]
-            values[name] = main_grad.accumulate(weight, values[name])
+    def _bound_context(self, call: Backward, i: int, values: Values) -> OperationContext:
+        if self.is_free[i]:
+            tensors = tuple(None if k is None else call.saved[k] for k in call.kept.own[i])
+        else:
+            tensors = tuple(values.get(f"s{i}.{name}") for name in self._slots_of(i))
+        return call.kept.contexts[i]._bind(tensors)
+
+
+# Position of the tensors among the arguments of the node.
+_FIRST_TENSOR = 3
 
 
 class _Walk(torch.autograd.Function):
@@ -474,13 +534,15 @@ class _Walk(torch.autograd.Function):
     def forward(
         ctx: Any, walker: Walker, kwargs: Kwargs, stand_ins: StandIns, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
+        # None for an output that nobody uses: what only it needs is not computed.
+        ctx.set_materialize_grads(False)
         tape = walker._forward(tensors, kwargs, stand_ins)
         walker.keep(ctx, tape)
         return walker._outputs(tape.values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None, None, None, *ctx.kept.walker.backward(ctx, grads))
+        return (*[None] * _FIRST_TENSOR, *ctx.kept.walker.backward(ctx, grads))
 
 
 def _gradient(likes: dict[str, Like], values: Values, name: str) -> Any:

@@ -66,12 +66,9 @@ Tensors call_unfused(const std::string& name, c10::ArrayRef<c10::IValue> argumen
   TORCH_CHECK(op != nullptr, "[typed op] name must be registered, got '", name, "'");
   std::vector<c10::IValue> values(arguments.begin(), arguments.end());
   if (op->unfused) return op->unfused(Args(name.c_str(), values));
-  for (const auto& pair : typed_op_pairs()) {
-    if (pair.backward == name) {
-      return unfused_backward(*find_typed_op(pair.forward), name, arguments);
-    }
-  }
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "[", name, "] has no unfused meaning");
+  const std::string forward = forward_of(name);
+  TORCH_CHECK_NOT_IMPLEMENTED(!forward.empty(), "[", name, "] has no unfused meaning");
+  return unfused_backward(*find_typed_op(forward), name, arguments);
 }
 
 Plan unfused_plan(const Plan& plan, const std::vector<TensorFacts>& facts) {

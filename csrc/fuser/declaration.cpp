@@ -1,35 +1,50 @@
 #include "fuser/declaration.h"
 
 #include <algorithm>
+#include <mutex>
 
 #include "fuser/error.h"
 
 namespace transformer_ops {
 namespace {
 
-std::map<std::string, OpDeclaration>& rows() {
-  static std::map<std::string, OpDeclaration> rows;
-  return rows;
+// A library that declares more may be loaded while others plan.
+struct Declarations {
+  std::mutex mutex;
+  std::map<std::string, OpDeclaration> rows;
+};
+
+Declarations& all() {
+  static Declarations all;
+  return all;
+}
+
+const OpDeclaration* find(const std::string& kind) {
+  const std::lock_guard lock(all().mutex);
+  const auto row = all().rows.find(kind);
+  return row == all().rows.end() ? nullptr : &row->second;
 }
 
 }  // namespace
 
-const std::map<std::string, OpDeclaration>& declarations() { return rows(); }
+const std::map<std::string, OpDeclaration>& declarations() { return all().rows; }
 
-bool is_declared(const std::string& kind) { return rows().contains(kind); }
+bool is_declared(const std::string& kind) { return find(kind) != nullptr; }
 
 const OpDeclaration& declaration(const std::string& kind) {
-  check(is_declared(kind), "[plan] op kind must be declared, got '", kind, "'");
-  return rows().at(kind);
+  const OpDeclaration* row = find(kind);
+  check(row != nullptr, "[plan] op kind must be declared, got '", kind, "'");
+  return *row;
 }
 
 void add_declaration(OpDeclaration row) {
-  check(!is_declared(row.kind), "[declaration] op kind must be declared once, got '", row.kind,
-        "'");
   row.forward_schema = parse_schema(row.forward);
   row.backward_schema = parse_schema(row.backward);
   row.recompute_schema = parse_schema(row.recompute);
-  rows().emplace(row.kind, std::move(row));
+  const std::lock_guard lock(all().mutex);
+  const std::string kind = row.kind;
+  const bool is_new = all().rows.emplace(kind, std::move(row)).second;
+  check(is_new, "[declaration] op kind must be declared once, got '", kind, "'");
 }
 
 int64_t slot_bits(const OpDeclaration& row, const std::string& slot, int64_t width,

@@ -1,7 +1,10 @@
 #include "fuser/registry.h"
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <atomic>
+#include <filesystem>
 #include <memory>
 #include <tuple>
 
@@ -14,6 +17,7 @@ namespace {
 struct Registry {
   ForkSafeMutex mutex;
   std::atomic<int64_t> version = 0;
+  std::atomic<void (*)()> listener = nullptr;
   int64_t next_id = 1;
   int64_t first_order = 0;
   int64_t last_order = 0;
@@ -38,8 +42,21 @@ int64_t add(Registry& all, Fusion fusion) {
   const int64_t id = fusion.id;
   all.fusions.push_back(std::move(fusion));
   std::ranges::sort(all.fusions, {}, sort_key);
-  ++all.version;
   return id;
+}
+
+int64_t add_checked(Rule rule, std::string origin) {
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  const bool taken = std::ranges::any_of(all.fusions, [&](const Fusion& row) {
+    return row.rule && row.name == rule.name && row.pass == rule.pass;
+  });
+  check(!taken, "[fusion] name must be new in its pass, got '", rule.name, "'");
+  rule.forward_schema = parse_schema(rule.forward);
+  rule.backward_schema = parse_schema(rule.backward);
+  all.rules.push_back(std::make_unique<const Rule>(std::move(rule)));
+  const Rule* kept = all.rules.back().get();
+  return add(all, {.name = kept->name, .pass = kept->pass, .origin = origin, .rule = kept});
 }
 
 }  // namespace
@@ -68,47 +85,63 @@ std::vector<Fusion> fusions(Pass pass) {
   return rows;
 }
 
-int64_t add_rule(Rule rule, std::string origin) {
-  Registry& all = registry();
-  const std::lock_guard lock(all.mutex);
-  const bool taken = std::ranges::any_of(all.fusions, [&](const Fusion& row) {
-    return row.rule && row.name == rule.name && row.pass == rule.pass;
-  });
-  check(!taken, "[fusion] name must be new in its pass, got '", rule.name, "'");
-  rule.forward_schema = parse_schema(rule.forward);
-  rule.backward_schema = parse_schema(rule.backward);
-  all.rules.push_back(std::make_unique<const Rule>(std::move(rule)));
-  const Rule* kept = all.rules.back().get();
-  return add(all, {.name = kept->name, .pass = kept->pass, .origin = origin, .rule = kept});
+__attribute__((noinline)) int64_t add_rule(Rule rule, std::optional<std::string> origin) {
+  if (!origin) origin = origin_of(__builtin_return_address(0));
+  const int64_t id = add_checked(std::move(rule), std::move(*origin));
+  touch_registry();
+  return id;
 }
 
 int64_t add_user_fusion(std::string name, Pass pass, std::string origin, bool prepend) {
   Registry& all = registry();
-  const std::lock_guard lock(all.mutex);
-  const int64_t order = prepend ? --all.first_order : ++all.last_order;
-  return add(all, {.name = name, .pass = pass, .origin = origin, .order = order});
+  int64_t id = 0;
+  {
+    const std::lock_guard lock(all.mutex);
+    const int64_t order = prepend ? --all.first_order : ++all.last_order;
+    id = add(all, {.name = name, .pass = pass, .origin = origin, .order = order});
+  }
+  touch_registry();
+  return id;
 }
 
 bool remove_fusion(int64_t id) {
   Registry& all = registry();
-  const std::lock_guard lock(all.mutex);
-  const bool removed = std::erase_if(all.fusions, [&](auto& row) { return row.id == id; }) > 0;
-  if (removed) ++all.version;
-  return removed;
+  {
+    const std::lock_guard lock(all.mutex);
+    if (std::erase_if(all.fusions, [&](auto& row) { return row.id == id; }) == 0) return false;
+  }
+  touch_registry();
+  return true;
 }
 
 bool suspend_fusion(int64_t id, int by) {
   Registry& all = registry();
-  const std::lock_guard lock(all.mutex);
-  const auto row = std::ranges::find(all.fusions, id, &Fusion::id);
-  if (row == all.fusions.end()) return false;
-  row->suspended += by;
-  ++all.version;
+  {
+    const std::lock_guard lock(all.mutex);
+    const auto row = std::ranges::find(all.fusions, id, &Fusion::id);
+    if (row == all.fusions.end()) return false;
+    row->suspended += by;
+  }
+  touch_registry();
   return true;
 }
 
 int64_t registry_version() { return registry().version; }
 
-void touch_registry() { ++registry().version; }
+void touch_registry() {
+  Registry& all = registry();
+  ++all.version;
+  if (const auto listener = all.listener.load()) listener();
+}
+
+void set_registry_listener(void (*listener)()) { registry().listener = listener; }
+
+std::string origin_of(const void* code) {
+  Dl_info mine, theirs;
+  if (dladdr(reinterpret_cast<const void*>(&registry), &mine) == 0 || dladdr(code, &theirs) == 0)
+    return "C++ extension";
+  if (mine.dli_fbase == theirs.dli_fbase) return "built-in";
+  return std::filesystem::path(theirs.dli_fname).filename().string();
+}
 
 }  // namespace transformer_ops

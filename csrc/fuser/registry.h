@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,7 +15,7 @@ struct Fusion {
   int64_t id = 0;
   std::string name = {};
   Pass pass = Pass::Joint;
-  std::string origin = {};     // "built-in" or where the user's function was defined
+  std::string origin = {};     // "built-in", or the C++ library or Python module that brought it
   int64_t order = 0;           // among users' fusions; they run before the rules
   const Rule* rule = nullptr;  // null for a user's function
   int suspended = 0;           // while above zero no plan uses it
@@ -25,8 +26,9 @@ std::vector<Fusion> fusions();
 // Those of one pass that are not suspended.
 std::vector<Fusion> fusions(Pass pass);
 
-// Throws PlanError for a name used twice in a pass.
-int64_t add_rule(Rule rule, std::string origin = "built-in");
+// Throws PlanError for a name used twice in a pass. The origin, if none is given, is the library
+// that calls.
+int64_t add_rule(Rule rule, std::optional<std::string> origin = {});
 int64_t add_user_fusion(std::string name, Pass pass, std::string origin, bool prepend);
 // False if it was gone already.
 bool remove_fusion(int64_t id);
@@ -37,5 +39,11 @@ bool suspend_fusion(int64_t id, int by);
 int64_t registry_version();
 // Makes all plans stale: something they depend on has changed.
 void touch_registry();
+// Has `listener` called after every change, by the thread that made it: it may be loading a
+// library.
+void set_registry_listener(void (*listener)());
+
+// "built-in" for code of this library, else the file name of the library that `code` belongs to.
+std::string origin_of(const void* code);
 
 }  // namespace transformer_ops

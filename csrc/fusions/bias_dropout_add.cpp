@@ -94,8 +94,8 @@ bool register_forward() {
             .why_not = why_not,
             .forward = typed_op().schema,
             .bind = bind});
-  add_typed_op_pair({"bias_dropout_add", "dropout_bias_backward"});
   register_typed_op(typed_op());
+  add_typed_op_pair({"bias_dropout_add", "dropout_bias_backward"});
   return true;
 }
 

@@ -1,5 +1,7 @@
 #include "ops/op.h"
 
+#include <mutex>
+
 #include "fuser/registry.h"
 
 namespace transformer_ops {
@@ -7,9 +9,20 @@ namespace {
 
 using Replay = std::function<Tensor(const ReplayCall&)>;
 
-std::map<std::string, Replay>& replays() {
-  static std::map<std::string, Replay> replays;
+// A library that brings more may be loaded while others run.
+struct Replays {
+  std::mutex mutex;
+  std::map<std::string, Replay> rows;
+};
+
+Replays& replays() {
+  static Replays replays;
   return replays;
+}
+
+void add_replay(const std::string& kind, Replay replay) {
+  const std::lock_guard lock(replays().mutex);
+  replays().rows[kind] = std::move(replay);
 }
 
 // "aten::reshape" is torch's own; an empty schema hands the tensor on.
@@ -18,16 +31,14 @@ bool is_ours(const TypedOp& op) {
 }
 
 void register_pair(TypedOp forward, TypedOp backward) {
-  if (is_ours(forward)) {
-    const bool paired = is_ours(backward);
-    add_typed_op_pair({parse_schema(forward.schema).name,
-                       paired ? parse_schema(backward.schema).name : std::string()});
-    register_typed_op(std::move(forward));
-  }
-  if (is_ours(backward)) {
-    add_typed_op_pair({parse_schema(backward.schema).name, ""});
-    register_typed_op(std::move(backward));
-  }
+  const auto name_of = [](const TypedOp& op) {
+    return is_ours(op) ? parse_schema(op.schema).name : std::string();
+  };
+  const std::string first = name_of(forward), second = name_of(backward);
+  if (!first.empty()) register_typed_op(std::move(forward));
+  if (!second.empty()) register_typed_op(std::move(backward));
+  if (!first.empty()) add_typed_op_pair({first, second});
+  if (!second.empty()) add_typed_op_pair({second, ""});
 }
 
 }  // namespace
@@ -36,7 +47,7 @@ bool register_op(Op op) {
   op.declaration.forward = op.forward.schema;
   op.declaration.backward = op.backward.schema;
   op.declaration.recompute = op.recompute.schema;
-  if (op.replay) replays()[op.declaration.kind] = op.replay;
+  if (op.replay) add_replay(op.declaration.kind, std::move(op.replay));
   if (!op.declaration.kind.empty()) add_declaration(std::move(op.declaration));
   register_pair(std::move(op.forward), std::move(op.backward));
   register_pair(std::move(op.recompute), {});
@@ -45,14 +56,15 @@ bool register_op(Op op) {
 
 const Replay& find_replay(const std::string& kind) {
   static const Replay none;
-  const auto row = replays().find(kind);
-  return row == replays().end() ? none : row->second;
+  const std::lock_guard lock(replays().mutex);
+  const auto row = replays().rows.find(kind);
+  return row == replays().rows.end() ? none : row->second;
 }
 
-bool register_fused_op(FusedOp op) {
+__attribute__((noinline)) bool register_fused_op(FusedOp op) {
   op.rule.forward = op.forward.schema;
   op.rule.backward = op.backward.schema;
-  add_rule(std::move(op.rule));
+  add_rule(std::move(op.rule), origin_of(__builtin_return_address(0)));
   register_pair(std::move(op.forward), std::move(op.backward));
   return true;
 }

@@ -8,8 +8,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 
 #include "fuser/schema.h"
@@ -24,9 +26,29 @@ using c10::DispatchKeySet;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-std::map<std::string, TypedOp>& typed_ops() {
-  static std::map<std::string, TypedOp> ops;
+// A library that brings more may be loaded while others run; a row stays where it is.
+struct TypedOps {
+  std::mutex mutex;
+  std::map<std::string, TypedOp> rows;
+};
+
+TypedOps& typed_ops() {
+  static TypedOps ops;
   return ops;
+}
+
+std::vector<std::pair<std::string, const TypedOp*>> all_typed_ops() {
+  const std::lock_guard lock(typed_ops().mutex);
+  std::vector<std::pair<std::string, const TypedOp*>> found;
+  for (const auto& [name, op] : typed_ops().rows) found.emplace_back(name, &op);
+  return found;
+}
+
+const TypedOp& add_typed_op(const std::string& name, TypedOp op) {
+  const std::lock_guard lock(typed_ops().mutex);
+  const auto [row, inserted] = typed_ops().rows.emplace(name, std::move(op));
+  TORCH_CHECK(inserted, "[typed op] name must be new, got '", name, "'");
+  return row->second;
 }
 
 const Tensor& first_tensor(std::span<c10::IValue> values) {
@@ -186,6 +208,11 @@ class DeviceKernel final : public Kernel {
   }
 };
 
+std::function<void()>& autograd_maker() {
+  static std::function<void()> make;
+  return make;
+}
+
 // torch.library.register_autograd adds a Python kernel that costs most of a compiled call even
 // where no gradient is wanted: this one is found first, and lets it run only where needed.
 class AutogradShortcut final : public Kernel {
@@ -195,6 +222,10 @@ class AutogradShortcut final : public Kernel {
   void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) const {
     const DispatchKeySet rest = keys & c10::after_autograd_keyset;
     if (std::ranges::any_of(arguments(handle, stack), wants_grad)) {
+      if (!is_made_.load(std::memory_order_acquire)) [[unlikely]] {
+        if (autograd_maker()) autograd_maker()();
+        is_made_.store(true, std::memory_order_release);
+      }
       // AutogradOther has the Python kernel too.
       return handle.redispatchBoxed(rest.add(DispatchKey::AutogradOther), stack);
     }
@@ -209,6 +240,8 @@ class AutogradShortcut final : public Kernel {
     // Forward-mode AD works under no_grad too.
     return (at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor);
   }
+
+  mutable std::atomic<bool> is_made_ = false;
 };
 
 template <typename KernelType>
@@ -232,8 +265,14 @@ std::string into_schema(const std::string& name, std::string schema) {
   return schema;
 }
 
-std::vector<TypedOpPair>& pairs() {
-  static std::vector<TypedOpPair> pairs;
+// A library may be loaded while others run.
+struct Pairs {
+  std::mutex mutex;
+  std::vector<TypedOpPair> rows;
+};
+
+Pairs& pairs() {
+  static Pairs pairs;
   return pairs;
 }
 
@@ -255,9 +294,7 @@ void register_typed_op(TypedOp op) {
   static torch::Library library(torch::Library::FRAGMENT, "transformer_ops", std::nullopt, __FILE__,
                                 __LINE__);
   const std::string name = parse_schema(op.schema).name;
-  const auto [row, inserted] = typed_ops().emplace(name, std::move(op));
-  TORCH_CHECK(inserted, "[typed op] name must be new, got '", name, "'");
-  const TypedOp& kept = row->second;
+  const TypedOp& kept = add_typed_op(name, std::move(op));
   const std::vector<at::Tag> random_tags = {at::Tag::pt2_compliant_tag,
                                             at::Tag::nondeterministic_seeded};
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
@@ -267,7 +304,8 @@ void register_typed_op(TypedOp op) {
   library.impl(name.c_str(), make_kernel<MetaKernel>(kept, name, DispatchKey::Meta));
   library.impl(name.c_str(),
                make_kernel<DeviceKernel<&TypedOp::cuda>>(kept, name, DispatchKey::CUDA));
-  for (const auto key : {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA}) {
+  for (const auto key :
+       {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::AutogradMeta}) {
     library.impl(name.c_str(), make_kernel<AutogradShortcut>(kept, name, key));
   }
   if (kept.accumulates) register_into(library, kept, name);
@@ -275,29 +313,44 @@ void register_typed_op(TypedOp op) {
 
 void register_cuda_bodies(c10::DispatchKey key) {
   static torch::Library library(torch::Library::IMPL, "transformer_ops", key, __FILE__, __LINE__);
-  for (const auto& [name, op] : typed_ops()) {
+  for (const auto& [name, op] : all_typed_ops()) {
     const auto kernel = make_kernel<DeviceKernel<&TypedOp::cuda>>;
-    library.impl(name.c_str(), kernel(op, name, key, false));
-    if (op.accumulates) library.impl(into(name).c_str(), kernel(op, into(name), key, true));
+    library.impl(name.c_str(), kernel(*op, name, key, false));
+    if (op->accumulates) library.impl(into(name).c_str(), kernel(*op, into(name), key, true));
   }
 }
 
 std::vector<std::string> typed_ops_without_cuda() {
   std::vector<std::string> names;
-  for (const auto& [name, op] : typed_ops()) {
-    if (!op.cuda) names.push_back(name);
+  for (const auto& [name, op] : all_typed_ops()) {
+    if (!op->cuda) names.push_back(name);
   }
   return names;
 }
 
 const TypedOp* find_typed_op(const std::string& name) {
-  const auto row = typed_ops().find(name);
-  return row == typed_ops().end() ? nullptr : &row->second;
+  const std::lock_guard lock(typed_ops().mutex);
+  const auto row = typed_ops().rows.find(name);
+  return row == typed_ops().rows.end() ? nullptr : &row->second;
 }
 
-const std::vector<TypedOpPair>& typed_op_pairs() { return pairs(); }
+std::vector<TypedOpPair> typed_op_pairs() {
+  const std::lock_guard lock(pairs().mutex);
+  return pairs().rows;
+}
 
-void add_typed_op_pair(TypedOpPair pair) { pairs().push_back(std::move(pair)); }
+std::string forward_of(const std::string& backward) {
+  const std::lock_guard lock(pairs().mutex);
+  const auto row = std::ranges::find(pairs().rows, backward, &TypedOpPair::backward);
+  return row == pairs().rows.end() ? std::string() : row->forward;
+}
+
+void add_typed_op_pair(TypedOpPair pair) {
+  const std::lock_guard lock(pairs().mutex);
+  pairs().rows.push_back(std::move(pair));
+}
+
+void set_autograd_maker(std::function<void()> make) { autograd_maker() = std::move(make); }
 
 bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
 

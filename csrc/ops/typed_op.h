@@ -100,8 +100,15 @@ struct TypedOpPair {
   std::string forward;
   std::string backward;
 };
-const std::vector<TypedOpPair>& typed_op_pairs();
+std::vector<TypedOpPair> typed_op_pairs();
+// The forward whose backward an op is; empty where it is none.
+std::string forward_of(const std::string& backward);
+// Once both are registered.
 void add_typed_op_pair(TypedOpPair pair);
+
+// `make` gives autograd kernels to the pairs that have none yet. It runs before the first gradient
+// of each op: a library that is loaded late brings more.
+void set_autograd_maker(std::function<void()> make);
 
 // Does forward-mode AD follow the tensor?
 bool has_tangent(const Tensor& tensor);

@@ -90,5 +90,6 @@ class Group {
 
 void bind_group(py::module_& module);
 void bind_memory(py::module_& module);
+void bind_listeners(py::module_& module);
 
 }  // namespace transformer_ops::python

@@ -1,0 +1,64 @@
+// What C++ libraries register reaches Python, also when they are loaded late, from any thread.
+#include <torch/csrc/utils/pybind.h>
+
+#include <atomic>
+
+#include "fuser/registry.h"
+#include "ops/typed_op.h"
+#include "python/group.h"
+
+namespace transformer_ops::python {
+namespace {
+
+// Names of the module whose VERSION compiled graphs guard on. Kept for the life of the process.
+PyObject* module_names = nullptr;
+std::atomic<bool> is_scheduled = false;
+
+void write_version() {
+  static PyObject* const name = PyUnicode_InternFromString("VERSION");
+  PyObject* const version = PyLong_FromLongLong(registry_version());
+  if (version == nullptr || PyDict_SetItem(module_names, name, version) != 0) {
+    PyErr_WriteUnraisable(module_names);
+  }
+  Py_XDECREF(version);
+}
+
+int write_version_later(void*) {
+  is_scheduled = false;
+  write_version();
+  return 0;
+}
+
+// May run while a library is loaded, under the loader's lock: to wait for the GIL, or to run Python
+// code, which gives it away, would be a deadlock with a thread that imports something.
+void write_version_now_or_soon() {
+  if (!Py_IsInitialized()) return;
+  if (PyGILState_Check()) {
+    write_version();
+  } else if (!is_scheduled.exchange(true) && Py_AddPendingCall(write_version_later, nullptr) != 0) {
+    is_scheduled = false;
+  }
+}
+
+void keep_version_in(py::dict names) {
+  module_names = names.release().ptr();
+  set_registry_listener(write_version_now_or_soon);
+  write_version();
+}
+
+void keep_autograd_maker(py::object make) {
+  PyObject* const kept = make.release().ptr();
+  set_autograd_maker([kept] {
+    const py::gil_scoped_acquire gil;
+    py::reinterpret_borrow<py::object>(kept)();
+  });
+}
+
+}  // namespace
+
+void bind_listeners(py::module_& module) {
+  module.def("keep_version_in", &keep_version_in);
+  module.def("set_autograd_maker", &keep_autograd_maker);
+}
+
+}  // namespace transformer_ops::python
