@@ -78,7 +78,7 @@ class WrongInputGradient(JointSplit):
 class NoWeightGradient(JointSplit):
     def fuser_backward(self, basic_op_ctxs, grad_output, **unused):
         grads = super().fuser_backward(basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=[])
-        return grads[0], [], grads[2]
+        return grads[0], [(None,), ()], grads[2]
 
 
 class WrongWithoutGrad(JointSplit):
