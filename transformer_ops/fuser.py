@@ -90,6 +90,7 @@ class OperationFuser:
             places,
             self._basic_ops,
             self._members,
+            [(op, name) for op in self._ops for name in op._absent_parameters()],
             lambda: PlanningSession(self._basic_ops),
             self._recompute == "cheap",
         )
@@ -230,6 +231,7 @@ class OperationFuser:
                 weight = op._parameter_tensors()[0]
                 if weight.requires_grad:
                     main_grad.check(weight)
+        self._group.check_absent()
         rows = [op._parameter_tensors() for op in self._basic_ops]
         if [len(row) for row in rows] != self._num_parameters:
             # A Python op, or a module in it, has other parameters than before.

@@ -179,6 +179,12 @@ class FusibleOperation(nn.Module):
         # A copy that is being made still carries what belongs to the original.
         return bool(own.get("_holders")) and numbered.find(own["_number"]) is self
 
+    def _absent_parameters(self) -> list[str]:
+        """Parameters that are None now, which a functional call might put in their place."""
+        if self.is_python:
+            return []
+        return [name for name, parameter in self._parameters.items() if parameter is None]
+
     def _add_holder(self, holder: Any) -> None:
         """`holder._op_changed()` is called when a group of this op has to be made anew."""
         with _holders_lock:

@@ -1,7 +1,16 @@
 #include "executor/walk.h"
 
+#include <typeinfo>
+
 namespace transformer_ops {
 namespace {
+
+// An op of torch's own does not say in which op of the plan it failed.
+[[noreturn]] void rethrow(const Program::Call& call, const c10::Error& error) {
+  const std::string name = call.op.schema().name();
+  if (call.typed != nullptr || typeid(error) != typeid(c10::Error)) throw;
+  TORCH_CHECK(false, "[", name.substr(name.find("::") + 2), "] ", error.what_without_backtrace());
+}
 
 void run_call(const Program::Call& call, const Shapes& shapes, Tensors& values,
               torch::jit::Stack& stack) {
@@ -16,7 +25,11 @@ void run_call(const Program::Call& call, const Shapes& shapes, Tensors& values,
       stack.emplace_back(shapes[std::get<Program::ShapeOf>(operand).index]);
     }
   }
-  call.op.callBoxed(stack);
+  try {
+    call.op.callBoxed(stack);
+  } catch (const c10::Error& error) {
+    rethrow(call, error);
+  }
   for (size_t i = 0; i < call.results.size(); ++i) {
     values[call.results[i]] = std::move(stack[i]).toTensor();
   }

@@ -4,13 +4,14 @@
 #include <mutex>
 
 #include "fuser/error.h"
+#include "fuser/fork_safe_mutex.h"
 
 namespace transformer_ops {
 namespace {
 
 // A library that declares more may be loaded while others plan.
 struct Declarations {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::map<std::string, OpDeclaration> rows;
 };
 

@@ -2,6 +2,7 @@
 
 #include <mutex>
 
+#include "fuser/fork_safe_mutex.h"
 #include "fuser/registry.h"
 
 namespace transformer_ops {
@@ -11,7 +12,7 @@ using Replay = std::function<Tensor(const ReplayCall&)>;
 
 // A library that brings more may be loaded while others run.
 struct Replays {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::map<std::string, Replay> rows;
 };
 

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <span>
 
+#include "fuser/fork_safe_mutex.h"
 #include "fuser/schema.h"
 #include "ops/buffer.h"
 #include "ops/cuda.h"
@@ -28,7 +29,7 @@ using torch::jit::Stack;
 
 // A library that brings more may be loaded while others run; a row stays where it is.
 struct TypedOps {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::map<std::string, TypedOp> rows;
 };
 
@@ -267,7 +268,7 @@ std::string into_schema(const std::string& name, std::string schema) {
 
 // A library may be loaded while others run.
 struct Pairs {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::vector<TypedOpPair> rows;
 };
 

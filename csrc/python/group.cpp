@@ -127,7 +127,7 @@ PyObject* wrap(const Tensors& outputs) {
 }  // namespace
 
 Group::Group(const py::list& ops, const py::list& places, const py::list& modules,
-             const py::list& hooked, py::object new_session, bool recompute)
+             const py::list& hooked, const py::list& absent, py::object new_session, bool recompute)
     : new_session_(std::move(new_session)), recompute_(recompute) {
   for (size_t i = 0; i < ops.size(); ++i) {
     OpNode op = node_from(ops[i]);
@@ -141,6 +141,10 @@ Group::Group(const py::list& ops, const py::list& places, const py::list& module
     for (const auto& source : op.sources) extra_inputs_ += source ? 0 : 1;
     if (op.native && declaration(op.kind).inactive) asks_training_.push_back(static_cast<int>(i));
     ops_.push_back(std::move(op));
+  }
+  for (const auto& row : absent) {
+    const auto pair = py::cast<py::tuple>(row);
+    absent_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
   }
   for (const auto& module : modules) modules_.push_back(module.attr("__dict__"));
   for (const auto& module : hooked) {
@@ -158,8 +162,19 @@ bool Group::has_hooks() const {
   return false;
 }
 
+void Group::check_absent() const {
+  for (const auto& place : absent_) {
+    const PyObject* found = PyDict_GetItem(place.parameters.ptr(), place.name.ptr());
+    TORCH_CHECK(found == nullptr || found == Py_None, "[", Py_TYPE(place.owner.ptr())->tp_name,
+                "] ", std::string(place.name),
+                " must be assigned to the module after a call without one, ",
+                "got a tensor that was put in its place (torch.func.functional_call)");
+  }
+}
+
 bool Group::gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensors) const {
   if (count != static_cast<Py_ssize_t>(1 + extra_inputs_)) return false;
+  check_absent();
   tensors.reserve(count + places_.size());
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!is_plain_tensor(arguments[i])) return false;
@@ -318,6 +333,10 @@ int Group::traverse(visitproc visit, void* arg) const {
     Py_VISIT(place.owner.ptr());
     Py_VISIT(place.parameters.ptr());
   }
+  for (const auto& place : absent_) {
+    Py_VISIT(place.owner.ptr());
+    Py_VISIT(place.parameters.ptr());
+  }
   for (const auto& module : modules_) Py_VISIT(module.ptr());
   for (const auto& dict : hook_dicts_) Py_VISIT(dict.ptr());
   Py_VISIT(new_session_.ptr());
@@ -336,6 +355,7 @@ int Group::traverse(visitproc visit, void* arg) const {
 void Group::clear() {
   // Moved out first: what dies may call back.
   const auto places = std::exchange(places_, {});
+  const auto absent = std::exchange(absent_, {});
   const auto modules = std::exchange(modules_, {});
   const auto hook_dicts = std::exchange(hook_dicts_, {});
   const auto entries = std::exchange(entries_, {});
@@ -482,7 +502,8 @@ void bind_group(py::module_& module) {
       .def_readonly("session", &PlanEntry::session);
   py::class_<Group, std::shared_ptr<Group>>(module, "Group",
                                             py::custom_type_setup(make_collectable))
-      .def(py::init<py::list, py::list, py::list, py::list, py::object, bool>())
+      .def(py::init<py::list, py::list, py::list, py::list, py::list, py::object, bool>())
+      .def("check_absent", torch::wrap_pybind_function(&Group::check_absent))
       .def("make_call", &make_call, "The eager call.")
       .def("plan", torch::wrap_pybind_function(&Group::plan))
       .def_property_readonly("last", &Group::last)

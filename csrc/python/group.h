@@ -21,7 +21,7 @@ struct PlanEntry {
   Plan plan;
   std::vector<NearMiss> near_misses;
   SharedProgram program;  // none where a step is Python
-  py::object session;                // holds the Python objects that steps refer to by number
+  py::object session;     // holds the Python objects that steps refer to by number
 };
 
 // Where a parameter is looked up at every call: `_parameters` of its owner, or a property.
@@ -41,9 +41,10 @@ class Group {
  public:
   // ops: (kind, attributes, native, sources, visible) each; places: one list per op;
   // modules: whose `training` counts; hooked: whose hooks forbid this grouping;
+  // absent: (module, name) of parameters that are None, so that no op of the group has them;
   // new_session(): an object with rewrite(fusion id, pass, groups) for one planning call.
   Group(const py::list& ops, const py::list& places, const py::list& modules,
-        const py::list& hooked, py::object new_session, bool recompute);
+        const py::list& hooked, const py::list& absent, py::object new_session, bool recompute);
 
   // METH_FASTCALL: (input, *extra_inputs) -> tensor, tuple of tensors, or None where Python has to
   // take over (hooks, Python steps, wrong arguments, tensors with a __torch_function__).
@@ -67,6 +68,7 @@ class Group {
  private:
   bool has_hooks() const;
   void note_inputs(const Tensors& tensors);
+  void check_absent() const;
   bool gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensors) const;
   void write_key(const Tensors& tensors);
   std::shared_ptr<PlanEntry> find_or_make(const std::string& key);
@@ -74,6 +76,7 @@ class Group {
 
   std::vector<OpNode> ops_;
   std::vector<ParameterPlace> places_;
+  std::vector<ParameterPlace> absent_;
   std::vector<int> asks_training_;   // ops whose plan depends on the training flag
   std::vector<py::object> modules_;  // __dict__ of the module of each op
   std::vector<py::object> hook_dicts_;
