@@ -19,10 +19,11 @@ from .models import Features, Model, random_model
 ISOLATED = False
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PALETTES = (FLOATS, FLOATS[:1], FLOATS[:2], FLOATS[1:2], FLOATS[1:3], FLOATS[2:])
 # Rows enough that one element on the other side of a ReLU's kink does not decide.
 BATCHES = ((24,), (4, 8))
-# Of the norm, by the coarsest dtype at work: roundings pile up over the ops.
-TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.25}
+# Of the norm, by the coarsest dtype at work: roundings pile up, and move numbers over kinks.
+TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.4}
 COARSEST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -33,12 +34,13 @@ class Mixture:
         self.seed = seed
         features = Features(random=rng.random() < 0.3, ties=rng.random() < 0.3)
         self.model: Model = random_model(rng, features, longest=6, batches=BATCHES)
-        self.autocast = rng.choice([None, None, torch.bfloat16, torch.float16])
-        main = rng.choice(FLOATS)
-        chance = rng.choice([0.0, 0.2, 0.6])
+        self.autocast = rng.choice([None, None, None, torch.bfloat16, torch.float16])
+        palette = rng.choice(PALETTES)
+        main = rng.choice(palette)
+        chance = rng.choice([0.2, 0.6])
 
         def dtype() -> torch.dtype:
-            return rng.choice(FLOATS) if rng.random() < chance else main
+            return rng.choice(palette) if rng.random() < chance else main
 
         self.inputs = [torch.randn(shape, dtype=dtype()) for shape in self.model.shapes]
         for parameter in self.model.module.parameters():
@@ -115,11 +117,8 @@ def policy(module: tops.Sequential, recompute: str) -> Iterator[None]:
 def assert_same_kind(got: Results, want: Results) -> None:
     """Shapes, dtypes, and where there is no gradient."""
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        # None counts as zeros: a fused step may make what an unfused one leaves out.
-        if a is None or b is None:
-            other = b if a is None else a
-            assert other is None or not other.any(), f"result {i}: None against {other}"
-        else:
+        assert (a is None) == (b is None), f"result {i}: {a} against {b}"
+        if a is not None and b is not None:
             assert a.dtype == b.dtype, f"result {i}: {a.dtype} against {b.dtype}"
             assert a.shape == b.shape, f"result {i}: {a.shape} against {b.shape}"
 
