@@ -172,7 +172,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     names = options.only.split(",")
-    unknown = set(names) - set(FUZZERS)
+    unknown = set(names) - {*FUZZERS, "planted"}
     if unknown:
         raise SystemExit(f"--only must name fuzzers of {', '.join(FUZZERS)}, got {sorted(unknown)}")
     print(f"first seed {options.seed}", flush=True)

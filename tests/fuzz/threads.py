@@ -6,8 +6,10 @@ Results are compared with those of one thread. At the end, processes are forked 
 from __future__ import annotations
 
 import copy
+import faulthandler
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -32,7 +34,7 @@ WORKERS = 4
 SECONDS = 1.5
 FORKS = 3
 # A forked child that takes longer is ended by a signal: it waits for a lock that nobody will open.
-CHILD_SECONDS = 20
+CHILD_SECONDS = 10
 BATCHES = ((3,), (2, 3), *LARGE)
 
 
@@ -96,10 +98,12 @@ class Crowd:
     def run_texts(self, rng: random.Random, index: int) -> None:
         """The programs of plans' texts, each new one compiled."""
         job = rng.choice(self.jobs)
-        text = job.text.replace("plan 1\n", "plan 1\n" + "\n" * rng.randrange(200), 1)
-        if not text:
+        if not job.text:
             time.sleep(0.001)
             return
+        # Another name of a step makes another text.
+        name = rng.choice(["same", f"step{rng.randrange(10**9)}"])
+        text = re.sub(r"^forward [\w:]+ ops", f"forward {name} ops", job.text, count=1, flags=re.M)
         parameters = [p.detach() for p in job.module.parameters()]
         inputs = [tensor.detach() for tensor in job.inputs]
         found = torch.ops.transformer_ops.run_plan(text, inputs[0], inputs[1:], parameters)
@@ -114,7 +118,7 @@ class Crowd:
     def run(self, seconds: float) -> int:
         threads = [self.guarded(self.work, index) for index in range(WORKERS)]
         threads += [self.guarded(self.meddle, index) for index in range(2)]
-        threads += [self.guarded(self.run_texts, 0)]
+        threads += [self.guarded(self.run_texts, index) for index in range(2)]
         for thread in threads:
             thread.start()
         self.stop.wait(seconds)
@@ -203,8 +207,9 @@ def fork_and_plan(index: int) -> int:
     child = os.fork()
     if child:
         return child
-    # Python's handler would have to wait for the lock, too.
+    # In C: a handler of Python's would have to wait for the lock, too.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    faulthandler.register(signal.SIGALRM, chain=True)
     signal.alarm(CHILD_SECONDS)
     try:
         torch.set_num_threads(1)  # the OpenMP of the parent has no threads here
