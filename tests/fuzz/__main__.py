@@ -134,8 +134,8 @@ def run_one(name: str, runner: InProcess | Isolated, seed: int, count: Count) ->
 
 def run_all(names: list[str], options: argparse.Namespace) -> dict[str, Count]:
     """Each in turn for as long as there is time; one that has failed is left out."""
-    end = time.monotonic() + options.seconds
     runners = {name: make_runner(name, options.limit) for name in names}
+    end = time.monotonic() + options.seconds
     counts = {name: Count() for name in names}
 
     def goes_on(name: str) -> bool:

@@ -32,7 +32,7 @@ class Mixture:
 
     def __init__(self, rng: random.Random, seed: int) -> None:
         self.seed = seed
-        features = Features(random=rng.random() < 0.3, ties=rng.random() < 0.3)
+        features = Features(random=rng.random() < 0.3, ties=True, layouts=True)
         self.model: Model = random_model(rng, features, longest=6, batches=BATCHES)
         self.autocast = rng.choice([None, None, None, torch.bfloat16, torch.float16])
         palette = rng.choice(PALETTES)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from helpers import strided
 from op_cases import CASES, OpCase, layer_norm, rms_norm
 from torch import Tensor, nn
 from user_fusions import Gate, ScaleShift, SingleSquare
@@ -31,6 +32,7 @@ class Features:
     random: bool = False
     hooks: bool = False
     ties: bool = False
+    layouts: bool = False
 
 
 @dataclass
@@ -301,6 +303,8 @@ def random_model(
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.4)
+    if features.layouts and rng.random() < 0.25:
+        make_strided(module, rng)
     if features.ties and rng.random() < 0.3:
         tie_weights(module, rng)
     if features.hooks and rng.random() < 0.2:
@@ -310,6 +314,14 @@ def random_model(
 
 def keep_output(module: nn.Module, inputs: object, output: object) -> None:
     """A hook that changes nothing, but keeps an op out of larger groups."""
+
+
+def make_strided(module: nn.Module, rng: random.Random) -> None:
+    """Some parameters are columns of a larger tensor."""
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and rng.random() < 0.5:
+                owner._parameters[name] = nn.Parameter(strided(parameter.detach()))
 
 
 def tie_weights(module: tops.Sequential, rng: random.Random) -> None:

@@ -447,6 +447,7 @@ def random_features(rng: random.Random) -> Features:
         random=rng.random() < 0.3,
         hooks=True,
         ties=True,
+        layouts=True,
     )
 
 

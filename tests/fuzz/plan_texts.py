@@ -13,6 +13,7 @@ import transformer_ops as tops
 from transformer_ops import _C
 
 from .compare import Results, assert_all_near, gradients
+from .errors import EXPECTED, assert_clear
 from .models import Features, Model, random_model
 from .report import about_to
 
@@ -20,9 +21,6 @@ ISOLATED = True
 
 EDITED_TEXTS = 25
 BATCHES = ((3,), (2, 3), (1,))
-ERRORS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
-# What no caller's mistake may end in.
-UNCLEAR = ("INTERNAL ASSERT", "report a bug", "std::", "bad_function_call", "_M_", "stoi", "stoll")
 NUMBERS = ("0", "-1", "1", "7", "2147483648", "-9223372036854775808", "9223372036854775807")
 NUMBERS += ("18446744073709551616", "1e308", "-0.0", "inf", "nan", "0.5")
 CONSTANTS = ("none", "true", "false", '"gelu"', '"swiglu"', '""', "[]", "[true]", "[-1]", "[1, 2]")
@@ -217,17 +215,12 @@ def random_grads(outputs: list[Tensor]) -> list[Tensor | None]:
     return [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
 
 
-def check_clear(error: Exception, text: str) -> None:
-    found = [part for part in UNCLEAR if part in str(error)]
-    assert not found, f"an unclear error: {error}\nof the text\n{text}"
-
-
 def check_parse(text: str) -> bool:
     """Whether it parses; the text of what it gives must parse to the same."""
     try:
         plan = tops.Plan.parse(text)
-    except ERRORS as error:
-        check_clear(error, text)
+    except EXPECTED as error:
+        assert_clear(error, text)
         return False
     assert tops.Plan.parse(str(plan)) == plan, text
     return True
@@ -266,8 +259,8 @@ def check_edited(subject: Subject, text: str) -> int:
     try:
         outputs = subject.run(text, subject.tensors)
         found = gradients(outputs, subject.leaves, random_grads(outputs))
-    except ERRORS as error:
-        check_clear(error, text)
+    except EXPECTED as error:
+        assert_clear(error, text)
         return 1
     for now, then in zip(subject.tensors, before, strict=True):
         assert torch.equal(now, then), f"a tensor has changed under\n{text}"
@@ -282,8 +275,8 @@ def dropped_gradients(subject: Subject, text: str, found: Results) -> list[int]:
     try:
         outputs, pull = torch.func.vjp(lambda *given: subject.run(text, given), *tensors)
         meant = pull([grad for grad in random_grads(outputs) if grad is not None])
-    except ERRORS as error:
-        check_clear(error, text)
+    except EXPECTED as error:
+        assert_clear(error, text)
         return []
     given = iter(found)
     return [
