@@ -9,7 +9,7 @@ from torch import Tensor
 
 Results = list[Tensor | None]
 
-# Whether a gradient that is None in plain torch must be None here, not zeros.
+# Whether a gradient that is None in plain torch must be None here: zeros move AdamW's weights.
 NONE_STAYS_NONE = False
 
 
@@ -28,18 +28,26 @@ def gradients(
     return list(torch.autograd.grad(kept, leaves, given, allow_unused=True, **kwargs))
 
 
-def assert_all_near(got: Results, want: Results, what: str, tolerance: float = 1e-7) -> int:
-    """`got` against `want`, by the size of each tensor; returns how many were compared."""
+def assert_all_near(
+    got: Results, want: Results, what: str, tolerance: float = 1e-7, *, zeros_for_none: bool = False
+) -> int:
+    """`got` against `want`, by the size of each tensor; returns how many were compared.
+
+    With `zeros_for_none` zeros may stand where there is no gradient.
+    """
+    zeros = zeros_for_none or not NONE_STAYS_NONE
     assert len(got) == len(want), f"{what}: {len(got)} results, not {len(want)}"
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert_near(a, b, f"{what}: result {i}", tolerance)
+        if b is None and zeros and a is not None:
+            assert not a.any(), f"{what}: result {i} must be None or zeros, got {a}"
+        else:
+            assert_near(a, b, f"{what}: result {i}", tolerance)
     return len(want)
 
 
 def assert_near(got: Tensor | None, want: Tensor | None, what: str, tolerance: float) -> None:
     if want is None:
-        zeros = got is not None and not NONE_STAYS_NONE and not got.any()
-        assert got is None or zeros, f"{what} must be None, got {got}"
+        assert got is None, f"{what} must be None, got {got}"
         return
     assert got is not None, f"{what} is None, not {want}"
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"

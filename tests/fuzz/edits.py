@@ -227,7 +227,7 @@ def described(module: tops.Sequential) -> str:
     """Not its repr, which an odd attribute may break."""
     names = ("eps", "scale", "p", "zero_centered_gamma", "training")
     return "\n".join(
-        f"{type(op).__name__} {({n: getattr(op, n) for n in names if hasattr(op, n)})}"
+        f"{type(op).__name__} { ({n: getattr(op, n) for n in names if hasattr(op, n)}) }"
         for op in module
     )
 
