@@ -9,9 +9,6 @@ from torch import Tensor
 
 Results = list[Tensor | None]
 
-# Whether a gradient that is None in plain torch must be None here: zeros move AdamW's weights.
-NONE_STAYS_NONE = False
-
 
 def gradients(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None], **kwargs
@@ -35,10 +32,9 @@ def assert_all_near(
 
     With `zeros_for_none` zeros may stand where there is no gradient.
     """
-    zeros = zeros_for_none or not NONE_STAYS_NONE
     assert len(got) == len(want), f"{what}: {len(got)} results, not {len(want)}"
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        if b is None and zeros and a is not None:
+        if b is None and zeros_for_none and a is not None:
             assert not a.any(), f"{what}: result {i} must be None or zeros, got {a}"
         else:
             assert_near(a, b, f"{what}: result {i}", tolerance)

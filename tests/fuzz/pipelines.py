@@ -171,7 +171,9 @@ def checkpointed_reentrant(trial: Trial) -> int:
     found = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
-    return check(trial, [*outputs, *found], "reentrant checkpoint")
+    # It gives zeros itself for outputs that no loss uses.
+    results = [*outputs, *found]
+    return assert_all_near(results, trial.want, "reentrant checkpoint", zeros_for_none=True)
 
 
 def without_gradients(trial: Trial) -> int:

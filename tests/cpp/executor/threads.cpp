@@ -25,13 +25,14 @@ constexpr int64_t kRows = 400;
 // Linear(6, 32), GELU, ConstantScale; each scale makes another text.
 std::string plan_text(double scale) {
   const std::string number = std::to_string(scale);
-  return R"(plan 1
+  return R"(plan 2
 op 0 BasicLinear accumulate_into_main_grad=false in_features=6 out_features=32
 op 1 Bias size=32
 op 2 GELU
 op 3 ConstantScale scale=)" +
          number + R"(
 parameters p0.weight p1.bias
+gradients g0 dp0.weight dp1.bias
 first_backward 0
 forward linear_bias_activation ops=[0, 1, 2]
   x3, s2.input = linear_bias_activation(x0, p0.weight, p1.bias, "gelu", true)
