@@ -27,7 +27,7 @@ EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransfo
     tests/test_cuda.py tests/test_products.py tests/test_dropout.py tests/test_epilogues.py \
     tests/test_main_grad.py
 
-.PHONY: test train bench build lint format sanitize clean FORCE
+.PHONY: test train bench build lint format sanitize fuzz clean FORCE
 
 test: build
 	$(BIN)/python tools/cmake_build.py
@@ -76,8 +76,14 @@ format: $(PACKAGES)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-sanitize: $(PACKAGES)
-	$(BIN)/python tools/cmake_build.py --sanitize
+sanitize: build
+	$(BIN)/python tools/cmake_build.py --sanitize address
+	$(BIN)/python tools/cmake_build.py --sanitize thread
+
+# Random models, texts, calls and threads against plain torch, from a seed that no run had before:
+#   make fuzz ARGS="--seconds 600 --only pipelines,threads"
+fuzz: build
+	$(BIN)/python -m tests.fuzz --seed random $(ARGS)
 
 clean:
 	rm -rf build transformer_ops/*.so transformer_ops/_build_info.py $(BUILT)

@@ -34,9 +34,9 @@ def runtime_requirement() -> str:
     return f"torch=={major}.{minor}.*"
 
 
-def build_folder(*, sanitize: bool = False) -> Path:
+def build_folder(suffix: str = "") -> Path:
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return ROOT / "build" / f"{tag}-torch{torch_version()}{'-san' if sanitize else ''}"
+    return ROOT / "build" / f"{tag}-torch{torch_version()}{suffix}"
 
 
 def tool(name: str) -> str:
@@ -86,17 +86,29 @@ class CMakeBuild(build_ext):
         run([tool("cmake"), "--install", str(folder), "--prefix", str(destination)])
 
 
-def build_and_run_tests(*, sanitize: bool) -> None:
-    folder = build_folder(sanitize=sanitize)
-    on_off = "ON" if sanitize else "OFF"
-    options = {"TRANSFORMER_OPS_TESTS": "ON", "TRANSFORMER_OPS_SANITIZE": on_off}
-    if sanitize:
-        os.environ["TRANSFORMER_OPS_CUDA"] = "OFF"  # nvcc takes no sanitizer
+def sanitizer_options(sanitizer: str) -> dict[str, str]:
+    options = {"TRANSFORMER_OPS_SANITIZE": sanitizer}
+    if sanitizer == "thread":
+        cmake_build(build_folder(), {}, targets=("transformer_ops",))
+        options["TRANSFORMER_OPS_PLAIN_BUILD"] = str(build_folder())
+    os.environ["TRANSFORMER_OPS_CUDA"] = "OFF"  # nvcc takes no sanitizer
+    return options
+
+
+def build_and_run_tests(sanitizer: str | None) -> None:
+    options = {"TRANSFORMER_OPS_TESTS": "ON", "TRANSFORMER_OPS_SANITIZE": "OFF"}
+    if sanitizer is not None:
+        options |= sanitizer_options(sanitizer)
+    folder = build_folder({None: "", "address": "-san", "thread": "-tsan"}[sanitizer])
     cmake_build(folder, options, targets=("cpp_tests",))
     run([tool("ctest"), "--output-on-failure", "--parallel", jobs()], folder=folder)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Builds and runs the C++ tests.")
-    parser.add_argument("--sanitize", action="store_true", help="with ASan and UBSan")
-    build_and_run_tests(sanitize=parser.parse_args().sanitize)
+    parser.add_argument(
+        "--sanitize",
+        choices=("address", "thread"),
+        help="address: with ASan and UBSan; thread: those that use threads, with TSan",
+    )
+    build_and_run_tests(parser.parse_args().sanitize)

@@ -1,0 +1,56 @@
+"""Each fuzzer for some seconds, on the same seeds in every run: `make fuzz` looks further."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fuzz import FUZZERS
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 10
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+
+
+@pytest.mark.parametrize("name", FUZZERS)
+def test_fuzzer(name):
+    found = run("--only", name, "--seconds", SECONDS)
+    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
+    seeds, checks = map(int, re.findall(r"(\d+) seeds +(\d+) checks", found.stdout)[0])
+    assert seeds >= 1 and checks >= seeds
+
+
+@pytest.mark.parametrize(
+    ("seed", "how"),
+    [(1, "planted failure"), (2, "the child ended with -11"), (3, "did not answer for 4 s")],
+)
+def test_a_failure_a_crash_and_a_hang_are_reported(seed, how):
+    found = run("--only", "planted", "--seed", seed, "--seeds", 1, "--limit", 4)
+    assert found.returncode == 1
+    assert how in found.stdout
+    assert f"run planted seed {seed}" in found.stdout
+    assert f"python -m tests.fuzz --only planted --seed {seed} --seeds 1" in found.stdout
+
+
+def test_the_command_of_a_failure_repeats_it():
+    found = run("--only", "planted", "--seeds", 3)
+    assert "FAILED planted seed 1" in found.stdout and "2 seeds" in found.stdout
+    (command,) = re.findall("repeat it: python -m tests.fuzz (.*)", found.stdout)
+    assert "planted failure" in run(*command.split()).stdout
+
+
+def test_an_unknown_fuzzer_is_an_error():
+    found = run("--only", "pipeline")
+    assert found.returncode == 1 and "--only must name fuzzers of" in found.stderr
