@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .locks import new_lock
 from .registry import _C
 
 _registered: set[str] = set()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 def register() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from . import methods
 from .channels import ChannelMixin
+from .locks import new_lock
 from .state_dict import drop_if_empty, shape_mismatches, without_pre_hooks
 
 Attribute = bool | int | float | str | list[int]
@@ -27,7 +27,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 # The dicts of a module that C++ keeps.
 _KEPT_DICTS = (*_HOOKS, "_parameters")
 # A WeakSet must not change while it is copied.
-_holders_lock = threading.Lock()
+_holders_lock = new_lock()
 
 
 class OperationContext:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal
 
 from ._loader import load
+from .locks import new_lock
 
 _C = load()
 
@@ -24,7 +24,7 @@ _C.keep_version_in(globals())
 _handles: dict[int, FusionHandle] = {}
 _rules: dict[int, FusionHandle] = {}
 # A fusion is in C++ before its handle is here.
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 class FusionHandle:

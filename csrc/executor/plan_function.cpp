@@ -50,7 +50,6 @@ std::string dtype_key(size_t i) { return "dtype" + std::to_string(i); }
 Tensor zero_grad(AutogradContext* context, const Program& program, const Shapes& shapes,
                  const variable_list& grads, size_t i) {
   const auto other = std::ranges::find_if(grads, [](const Tensor& grad) { return grad.defined(); });
-  TORCH_CHECK(other != grads.end(), "[run_plan] backward must be given a gradient, got none");
   const auto dtype = static_cast<at::ScalarType>(context->saved_data[dtype_key(i)].toInt());
   const auto& shape = shapes[program.output_shapes + i];
   return at::zeros_symint(shape, other->options().dtype(dtype));
@@ -128,6 +127,10 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
     torch::autograd::CppNode<EarlyRelease>::release_variables(*context);
   }
   variable_list result(2);  // for the program and the constants
+  if (std::ranges::none_of(grads, [](const Tensor& grad) { return grad.defined(); })) {
+    result.resize(2 + program->inputs.size());
+    return result;
+  }
   if (at::GradMode::is_enabled()) {
     std::ranges::move(double_backward(*program, saved, grads), std::back_inserter(result));
     return result;

@@ -69,6 +69,26 @@ std::vector<std::string> names_of(const std::vector<Value>& values, Kind kind, i
   return names;
 }
 
+bool fits(const Attribute& attribute, const std::string& type) {
+  if (type == "bool") return std::holds_alternative<bool>(attribute);
+  if (type == "float") return std::holds_alternative<double>(attribute);
+  if (type == "str") return std::holds_alternative<std::string>(attribute);
+  if (type == "int" || type == "SymInt") return std::holds_alternative<int64_t>(attribute);
+  if (type != "int[]" && type != "SymInt[]") return true;
+  return std::holds_alternative<std::vector<int64_t>>(attribute);
+}
+
+// Where a schema of the op takes an attribute, it says of which type.
+void verify_attribute(const std::string& place, const OpDeclaration& row, const std::string& name,
+                      const Attribute& attribute) {
+  for (const Schema* schema : {&row.forward_schema, &row.backward_schema}) {
+    for (const Schema::Field& field : schema->arguments) {
+      check(field.name != name || fits(attribute, field.type), place, " must have attribute '",
+            name, "' of type ", field.type, ", got ", to_text(attribute));
+    }
+  }
+}
+
 // A native op has the attributes and tensors that its kind declares, and no others.
 void verify_native_op(const Plan& plan, int i) {
   const PlannedOp& op = plan.ops[i];
@@ -76,6 +96,7 @@ void verify_native_op(const Plan& plan, int i) {
   const std::string place = "[plan] op " + std::to_string(i) + " (" + op.kind + ")";
   for (const auto& name : row.attributes) {
     check(op.attributes.contains(name), place, " must have attribute '", name, "', got none");
+    verify_attribute(place, row, name, op.attributes.at(name));
   }
   const auto parameters = names_of(plan.parameters, Kind::Parameter, i);
   check(parameters == row.parameters, place, " must have ", row.parameters.size(),

@@ -59,6 +59,8 @@ class Group {
   std::shared_ptr<PlanEntry> last() const { return last_; }
   // The main input and the extra inputs, if the last plan was made for a call() that ran here.
   py::list last_inputs() const;
+  // Raises where a parameter that was None has been put in its place since.
+  void check_absent() const;
   size_t cached_plans() const { return entries_.size(); }
 
   // For Python's collector: all Python objects that the group holds, and letting go of them.
@@ -68,7 +70,6 @@ class Group {
  private:
   bool has_hooks() const;
   void note_inputs(const Tensors& tensors);
-  void check_absent() const;
   bool gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensors) const;
   void write_key(const Tensors& tensors);
   std::shared_ptr<PlanEntry> find_or_make(const std::string& key);

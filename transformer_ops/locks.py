@@ -1,0 +1,18 @@
+"""Locks of the package, which a forked child finds free."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+
+def new_lock() -> threading.Lock:
+    """A lock for the life of the process; a fork waits until nobody holds it.
+
+    Who holds one takes no other: a fork takes them all.
+    """
+    lock = threading.Lock()
+    os.register_at_fork(
+        before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+    )
+    return lock
