@@ -43,6 +43,7 @@ std::optional<std::string> why_not(const Match& match) { return different_summan
     .forward = {.schema = "linear_scale_add(Tensor input, Tensor weight, Tensor extra_input, "
                           "float scale) -> Tensor output",
                 .shape = shape,
+                .any_strides = {"input", "weight", "extra_input"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused,

@@ -25,7 +25,8 @@ void forward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows x{args.tensor(0), args.tensor(1).numel()};
   const Tensor gamma = cpu::to_accumulate(args.tensor(1), x.tensor, args.flag(3) ? 1.0 : 0.0);
   const cpu::Rows y{results[0], x.width}, rstd{results[1], 1};
-  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+  // Rows without elements have statistics too.
+  cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::kernels().rms_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin),
                                     gamma.const_data_ptr(), args.number(2), y.write(begin),
                                     rstd.write(begin), end - begin, x.width);
