@@ -301,9 +301,9 @@ def test_without_a_body_the_unfused_meaning_runs(softcap: Any, grad: bool) -> No
 @pytest.mark.parametrize(
     ("name", "lack"),
     [
-        ("meaningless", "a body for CPU or .unfused, got neither"),
+        ("meaningless", "a body for cpu or .unfused, got neither"),
         ("shapeless", ".shape, got none"),
-        ("half", "a body for CPU, got an unfused meaning that leaves out mask"),
+        ("half", "a body for cpu, got an unfused meaning that leaves out mask"),
     ],
 )
 def test_what_a_declaration_lacks(softcap: Any, name: str, lack: str) -> None:

@@ -107,6 +107,19 @@ def test_a_scale_of_zero_hides_no_nan():
     assert o.linear_scale_add(x, w, torch.ones(2, 3), 0.0).isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e5, 1e300, float("inf"), float("nan")])
+def test_a_scale_that_the_dtype_does_not_hold(dtype, scale):
+    x, w = torch.full((2, 4), 2.0**-12, dtype=dtype), torch.eye(4, dtype=dtype) + 1
+    start, grad = torch.ones(2, 4, dtype=dtype), torch.full((2, 4), 2.0**-12, dtype=dtype)
+    near = {"rtol": 2e-2, "atol": 1e-6, "equal_nan": True}
+    want = F.linear(x, w) * scale + start
+    torch.testing.assert_close(o.linear_scale_add(x, w, start, scale), want, **near)
+    got = o.linear_scale_backward(grad, x, w, scale, [True, True])
+    scaled = grad * scale
+    torch.testing.assert_close(list(got), [scaled @ w, scaled.t() @ x], **near)
+
+
 # ---- one clear error, on meta tensors too
 
 r = torch.randn

@@ -11,7 +11,7 @@ TensorSpecs shape(const Args& args) { return linear_backward_outputs(args, 0, 1,
 using Product = Tensors (*)(const Tensor&, Tensor, const Tensor&, const LinearGradients&);
 
 Tensors backward(const Args& args, Product product) {
-  const double scale = args.number(3);
+  const double scale = factor_of(args.tensor(0).scalar_type(), args.number(3));
   // A product that is scaled by zero is not computed, and NaN would not pass.
   const Tensor grad = scale == 0 ? args.tensor(0) * scale : args.tensor(0);
   return product(grad, args.flag(4, 1) ? args.take(1) : Tensor(),

@@ -17,14 +17,18 @@ TensorSpecs shape(const Args& args) {
   return {output};
 }
 
+double scale_of(const Args& args) {
+  return factor_of(args.tensor(0).scalar_type(), args.number(3));
+}
+
 void forward_cpu(const Args& args, Tensors& results) {
   results = {
-      linear_add_cpu(args.tensor(0), args.tensor(1), /*bias=*/{}, args.tensor(2), args.number(3))};
+      linear_add_cpu(args.tensor(0), args.tensor(1), /*bias=*/{}, args.tensor(2), scale_of(args))};
 }
 
 void forward_cuda(const Args& args, Tensors& results) {
   results = {
-      linear_add_cuda(args.tensor(0), args.tensor(1), /*bias=*/{}, args.tensor(2), args.number(3))};
+      linear_add_cuda(args.tensor(0), args.tensor(1), /*bias=*/{}, args.tensor(2), scale_of(args))};
 }
 
 Tensors forward_unfused(const Args& args) {

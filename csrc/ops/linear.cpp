@@ -2,7 +2,9 @@
 
 #include <ATen/ops/matmul.h>
 
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "ops/cpu.h"
 #include "ops/product.h"
@@ -76,6 +78,11 @@ void check_linear_bias(const Args& args, const Tensor& bias, const TensorSpec& o
               "] bias must have shape [", output.sizes.back(), "], got ", bias.sym_sizes());
   TORCH_CHECK(bias.scalar_type() == output.dtype, "[", args.op(), "] bias must have dtype ",
               output.dtype, ", got ", bias.scalar_type());
+}
+
+double factor_of(at::ScalarType dtype, double scale) {
+  if (dtype == at::kDouble || std::abs(scale) <= std::numeric_limits<float>::max()) return scale;
+  return scale * std::numeric_limits<double>::infinity();
 }
 
 std::optional<std::string> different_linear_dtypes(const Match& match) {

@@ -12,6 +12,10 @@ TensorSpec linear_output(const Args& args);
 // The bias of a fused Linear + Bias: one number an output feature, in the output's dtype.
 void check_linear_bias(const Args& args, const Tensor& bias, const TensorSpec& output);
 
+// A factor as ATen multiplies tensors of that dtype by it: what float32 does not hold is infinite.
+// A product takes none that its dtype does not hold.
+double factor_of(at::ScalarType dtype, double scale);
+
 // Why a rule that starts with BasicLinear + Bias does not fire, or none.
 std::optional<std::string> different_linear_dtypes(const Match& match);
 

@@ -52,7 +52,7 @@ Tensors forward_unfused(const Args& args) {
   const Tensor weight = args.tensor(1).to(x.scalar_type());
   std::vector<int64_t> dims(weight.dim());
   std::iota(dims.begin(), dims.end(), -weight.dim());
-  const Tensor squares = dims.empty() ? x.square() : at::mean(x.square(), dims, /*keepdim=*/true);
+  const Tensor squares = at::mean(x.square(), dims, /*keepdim=*/true);
   const Tensor y = x * at::rsqrt(squares + args.number(2)) * (args.flag(3) ? weight + 1 : weight);
   return {y.to(args.tensor(0).scalar_type())};
 }

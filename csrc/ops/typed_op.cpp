@@ -474,6 +474,8 @@ void check_trailing(const Args& args, const char* name, const Tensor& tensor,
                     const Tensor& trailing) {
   const auto sizes = tensor.sym_sizes();
   const auto wanted = trailing.sym_sizes();
+  // A bias has one.
+  TORCH_CHECK(!wanted.empty(), "[", args.op(), "] weight must have at least 1 dimension, got 0");
   TORCH_CHECK(
       sizes.size() >= wanted.size() && sizes.slice(sizes.size() - wanted.size()).equals(wanted),
       "[", args.op(), "] ", name, " must end in dimensions ", wanted, ", got shape ", sizes);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -49,7 +50,8 @@ class Sampler:
             self.activation = random.choice([a for a in ACTIVATIONS if a != "relu"])
         if self.base.startswith("relu"):
             self.activation = "relu"
-        self.eps = random.choice((1e-5, 0.1))
+        # Of one element with a small eps, a gradient is the rounding of what cancels.
+        self.eps = random.choice((1e-2, 0.1))
         self.p = random.choice((0.0, 0.25, 1.0))
 
     def size(self) -> int:
@@ -63,6 +65,12 @@ class Sampler:
         while math.prod(self.lead) > 4096:
             self.lead.pop()
         self.width, self.out = self.size(), self.size()
+        # What a norm takes as one row.
+        self.row_dims = (
+            2 if "_norm" in self.base and self.lead and self.random.random() < 0.2 else 1
+        )
+        if "l2_normalization" in self.base:
+            self.row_dims = 1
         self.interleave = 0
         if self.glu not in GLUS and "glu" not in self.base:
             return
@@ -156,7 +164,8 @@ class Sampler:
 
     def weight(self) -> Tensor:
         if not self.is_product():
-            return self.tensor(self.width, dtype=self.free_dtype())
+            row = [*self.lead, self.width][-self.row_dims :]
+            return self.tensor(*row, dtype=self.free_dtype())
         return self.tensor(
             self.out, self.width // 2 if self.base == "linear_glu_backward" else self.width
         )
@@ -164,7 +173,8 @@ class Sampler:
     def bias(self) -> Tensor:
         if self.is_product():
             return self.tensor(self.out)
-        return self.tensor(self.width, dtype=self.free_dtype())
+        row = [*self.lead, self.width][-self.row_dims :]
+        return self.tensor(*row, dtype=self.free_dtype())
 
     def extra_input(self) -> Tensor:
         if self.is_product():
@@ -183,6 +193,8 @@ class Sampler:
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         x = self.values["input"].to(torch.float64)
+        if self.row_dims == 2:
+            x = x.flatten(-2)
         squares = x.square().sum(-1)
         mean = x.mean(-1)
         if "layer_norm" in self.base:
@@ -250,7 +262,9 @@ def bad_sizes(random: Random, tensor: Tensor) -> Tensor:
 def bad_dtype(random: Random, tensor: Tensor) -> Tensor:
     dtype = random.choice(DTYPES)
     try:
-        return tensor.to(dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # complex halves are experimental
+            return tensor.to(dtype)
     except (RuntimeError, TypeError):
         return torch.zeros(tensor.shape, dtype=torch.int64)
 
