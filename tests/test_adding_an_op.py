@@ -46,6 +46,34 @@ def with_output_saved(declaration: str) -> str:
     return declaration
 
 
+def without_bodies(declaration: str) -> str:
+    """The same op as PlainSoftcap, which has its meaning alone; and two that lack more."""
+    for old, new in {'"Softcap"': '"PlainSoftcap"', '"softcap': '"plain_softcap'}.items():
+        assert old in declaration
+        declaration = declaration.replace(old, new)
+    declaration, count = re.subn(r"\n *\.cpu = \w+,", "", declaration)
+    assert count == 2
+    lacking = """
+[[maybe_unused]] const bool lacking =
+    register_op({.forward = {.schema = "meaningless_softcap(Tensor input) -> Tensor output",
+                             .shape = [](const Args& args) -> TensorSpecs {
+                               return {like(args.tensor(0))};
+                             }}}) &&
+    register_op({.forward = {.schema = "shapeless_softcap(Tensor input) -> Tensor output",
+                             .cpu = [](const Args&, Tensors&) {}}}) &&
+    register_op({.forward = {.schema = "half_softcap(Tensor input) -> (Tensor output, Tensor mask)",
+                             .shape = [](const Args& args) -> TensorSpecs {
+                               return {like(args.tensor(0)), bit_mask(args.tensor(0))};
+                             },
+                             .unfused = [](const Args& args) -> Tensors {
+                               return {args.tensor(0)};
+                             }}});
+"""
+    end = "}  // namespace\n}  // namespace transformer_ops"
+    assert end in declaration
+    return declaration.replace(end, lacking + end)
+
+
 RULE = """
 #include <ATen/ops/tanh.h>
 #include "ops/op.h"
@@ -107,7 +135,11 @@ def build(folder: Path, name: str, texts: dict[str, str]) -> Path:
 def softcap(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The class of the example, after its declaration was compiled and loaded."""
     declaration = block("cpp")
-    texts = {"softcap": declaration, "output_softcap": with_output_saved(declaration)}
+    texts = {
+        "softcap": declaration,
+        "output_softcap": with_output_saved(declaration),
+        "plain_softcap": without_bodies(declaration),
+    }
     torch.ops.load_library(str(build(tmp_path_factory.mktemp("softcap"), "softcap", texts)))
     names: dict[str, Any] = {}
     exec(block("python"), names)
@@ -244,3 +276,38 @@ def test_a_rule_that_comes_after_torch_compile(softcap: Any, name: str, tmp_path
     with handle.disabled():
         torch.testing.assert_close(module(x), want)
         assert name not in [step.name for step in module.plans()[0].forward]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_without_a_body_the_unfused_meaning_runs(softcap: Any, grad: bool) -> None:
+    class PlainSoftcap(softcap):
+        _kind = "PlainSoftcap"
+
+    x = torch.randn(3, 8).requires_grad_(grad)
+    plain, want = PlainSoftcap(2.0), softcap(2.0)
+    torch.testing.assert_close(plain(x), want(x))
+    typed = torch.ops.transformer_ops.plain_softcap(x.detach().t(), 2.0)
+    torch.testing.assert_close(typed, want(x.detach().t()))
+    assert typed.is_contiguous() and not typed.requires_grad
+    if grad:
+        found = [torch.autograd.grad(op(x).sum(), x)[0] for op in (plain, want)]
+        torch.testing.assert_close(*found)
+        assert not found[0].requires_grad
+        assert torch.autograd.gradgradcheck(plain, (torch.randn(3).double().requires_grad_(),))
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), want(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "lack"),
+    [
+        ("meaningless", "a body for cpu or .unfused, got neither"),
+        ("shapeless", ".shape, got none"),
+        ("half", "a body for cpu, got an unfused meaning that leaves out mask"),
+    ],
+)
+def test_what_a_declaration_lacks(softcap: Any, name: str, lack: str) -> None:
+    op = getattr(torch.ops.transformer_ops, f"{name}_softcap")
+    with pytest.raises(RuntimeError) as caught:
+        op(torch.randn(3))
+    assert str(caught.value).startswith(f"[{name}_softcap] declaration must have {lack}")

@@ -10,37 +10,6 @@ namespace {
 using Kind = Value::Kind;
 using torch::jit::Stack;
 
-// The backward of `forward`, as the vector-Jacobian product of its unfused meaning.
-Tensors unfused_backward(const TypedOp& forward, const std::string& name,
-                         c10::ArrayRef<c10::IValue> arguments) {
-  const Schema schema = parse_schema(find_typed_op(name)->schema);
-  const auto argument = [&](const std::string& wanted) {
-    const auto row = std::ranges::find(schema.arguments, wanted, &Schema::Field::name);
-    const bool found = row != schema.arguments.end();
-    return found ? arguments[row - schema.arguments.begin()] : c10::IValue();
-  };
-  const Schema forward_schema = parse_schema(forward.schema);
-  Stack stack;
-  for (const auto& field : forward_schema.arguments) {
-    const bool is_switch = field.name.starts_with("save_");
-    stack.push_back(is_switch ? c10::IValue(false) : argument(field.name));
-    TORCH_CHECK(!stack.back().isNone(), "[", name, "] double backward must have '", field.name,
-                "', got none: the first backward did not need it");
-  }
-  const Tensors grads = differentiate(forward.unfused, name.c_str(), std::move(stack),
-                                      argument("grad_output").toTensor());
-  Tensors results;
-  for (const auto& result : schema.results) {
-    const auto& fields = forward_schema.arguments;
-    const auto row = std::ranges::find_if(
-        fields, [&](const auto& field) { return "grad_" + field.name == result.name; });
-    TORCH_CHECK(row != fields.end(), "[", name,
-                "] result must be the gradient of an argument, got ", result.name);
-    results.push_back(grads[row - fields.begin()]);
-  }
-  return results;
-}
-
 c10::IValue load(const Argument& argument, const std::map<Value, Tensor>& values) {
   if (const auto* value = std::get_if<Value>(&argument)) return values.at(*value);
   if (const auto* constant = std::get_if<Attribute>(&argument)) return to_ivalue(*constant);
@@ -60,16 +29,6 @@ void cast(const Step& step, const Value& value, std::map<Value, Tensor>& values)
 }
 
 }  // namespace
-
-Tensors call_unfused(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
-  const TypedOp* op = find_typed_op(name);
-  TORCH_CHECK(op != nullptr, "[typed op] name must be registered, got '", name, "'");
-  std::vector<c10::IValue> values(arguments.begin(), arguments.end());
-  if (op->unfused) return op->unfused(Args(name.c_str(), values));
-  const std::string forward = forward_of(name);
-  TORCH_CHECK_NOT_IMPLEMENTED(!forward.empty(), "[", name, "] has no unfused meaning");
-  return unfused_backward(*find_typed_op(forward), name, arguments);
-}
 
 Plan unfused_plan(const Plan& plan, const std::vector<TensorFacts>& facts) {
   Facts all{.grad_enabled = true, .input = facts[0], .autocast = plan.autocast};

@@ -5,11 +5,9 @@
 
 #include "executor/program.h"
 #include "fuser/facts.h"
+#include "ops/unfused.h"
 
 namespace transformer_ops {
-
-// What a typed op means in plain differentiable ATen calls. Throws NotImplementedError without one.
-Tensors call_unfused(const std::string& name, c10::ArrayRef<c10::IValue> arguments);
 
 // The plan of the same ops without fusions. `facts` are those of the plan's tensors, in order.
 Plan unfused_plan(const Plan& plan, const std::vector<TensorFacts>& facts);

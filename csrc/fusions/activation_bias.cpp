@@ -14,13 +14,13 @@ TensorSpecs shape(const Args& args) {
   const Tensor& kept = args.tensor(1);
   check_compute_dtype(args, "grad_output", grad);
   check_has_rows(args, "grad_output", grad);
-  const bool is_mask = activation_named(args.text(2)).keeps_mask;
+  const bool is_mask = activation_of(args, 2).keeps_mask;
   check_spec(args, "kept", kept, is_mask ? bit_mask(grad) : like(grad));
   return {like(grad), bias_gradient(grad)};
 }
 
 void backward_cpu(const Args& args, Tensors& results) {
-  const ActivationRow& row = activation_named(args.text(2));
+  const ActivationRow& row = activation_of(args, 2);
   const cpu::Rows grad{args.tensor(0), args.tensor(0).size(-1)};
   const cpu::Rows kept{args.tensor(1), grad.width}, grad_x{results[0], grad.width};
   const auto dtype = cpu::kernel_dtype(grad.tensor);
@@ -39,7 +39,7 @@ void backward_cpu(const Args& args, Tensors& results) {
 }
 
 void backward_cuda(const Args& args, Tensors& results) {
-  const ActivationRow& row = activation_named(args.text(2));
+  const ActivationRow& row = activation_of(args, 2);
   const Tensor &grad = args.tensor(0), &kept = args.tensor(1);
   const cuda::ColumnSums sums(grad, results[1]);
   const auto stream = cuda::stream_of(grad);
@@ -56,7 +56,7 @@ void backward_cuda(const Args& args, Tensors& results) {
 
 Tensors backward_unfused(const Args& args) {
   const Tensor grad =
-      activation_gradient_unfused(activation_named(args.text(2)), args.tensor(0), args.tensor(1));
+      activation_gradient_unfused(activation_of(args, 2), args.tensor(0), args.tensor(1));
   return {grad, grad.sum_to_size_symint({grad.sym_size(-1)})};
 }
 

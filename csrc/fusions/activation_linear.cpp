@@ -15,36 +15,52 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs forward_shape(const Args& args) { return {linear_output(args), like(args.tensor(0))}; }
+// The activation that argument i names; raises where its gradient does not follow from its output.
+const ActivationRow& row_of(const Args& args, size_t i) {
+  const ActivationRow& row = activation_of(args, i);
+  TORCH_CHECK(row.activation == cpu::Activation::ReLU || row.activation == cpu::Activation::SReLU,
+              "[", args.op(), "] activation must be relu or srelu, got '", row.name, "'");
+  return row;
+}
+
+TensorSpecs forward_shape(const Args& args) {
+  row_of(args, 2);
+  return {linear_output(args), like(args.tensor(0))};
+}
 
 void forward_cpu(const Args& args, Tensors& results) {
-  const Tensor input = contiguous(args.tensor(0));
+  const Tensor& input = args.tensor(0);
   Tensor activated = empty_cpu(input.sizes(), input.scalar_type());
-  activation_forward_cpu(activation_named(args.text(2)), input, activated, {});
+  activation_forward_cpu(row_of(args, 2), input, activated, {});
   results = {linear_cpu(activated, args.tensor(1)), activated};
 }
 
 void forward_cuda(const Args& args, Tensors& results) {
-  const Tensor input = contiguous(args.tensor(0));
+  const Tensor& input = args.tensor(0);
   const Tensor activated = empty(input.sizes(), input.scalar_type(), input.device());
-  activation_forward_cuda(activation_named(args.text(2)), input, activated, {});
+  activation_forward_cuda(row_of(args, 2), input, activated, {});
   results = {linear_cuda(activated, args.tensor(1)), activated};
 }
 
 Tensors forward_unfused(const Args& args) {
-  const Tensor activated = activation_named(args.text(2)).unfused(args.tensor(0));
+  const Tensor activated = row_of(args, 2).unfused(args.tensor(0));
   return {at::linear(activated, args.tensor(1)), activated};
 }
 
-TensorSpecs backward_shape(const Args& args) { return linear_backward_outputs(args, 0, 1, 2, 4); }
+TensorSpecs backward_shape(const Args& args) {
+  row_of(args, 3);
+  TensorSpecs specs = linear_backward_outputs(args, 0, 1, 2, 4, "activated");
+  if (args.flag(4, 0)) check_spec(args, "activated", args.tensor(1), specs[0]);
+  return specs;
+}
 
 void backward_cpu(const Args& args, Tensors& results) {
-  const Tensor activated = contiguous(args.tensor(1));
+  const Tensor& activated = args.tensor(1);
   const Tensor weight = args.flag(4, 0) ? args.tensor(2) : Tensor();
   results = linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? activated : Tensor(), weight,
                                 {.main_grad = args.main_grad()});
   if (!weight.defined()) return;
-  const ActivationRow& row = activation_named(args.text(3));
+  const ActivationRow& row = row_of(args, 3);
   const cpu::Rows grad{results[0], 1}, y{activated, 1};
   cpu::parallel(grad.count(), 1, 1, [&](int64_t begin, int64_t end) {
     cpu::kernels().activation_backward_from_output(row.activation, cpu::kernel_dtype(activated),
@@ -54,20 +70,19 @@ void backward_cpu(const Args& args, Tensors& results) {
 }
 
 void backward_cuda(const Args& args, Tensors& results) {
-  const Tensor activated = contiguous(args.tensor(1));
+  const Tensor& activated = args.tensor(1);
   const Tensor weight = args.flag(4, 0) ? args.tensor(2) : Tensor();
   results = linear_backward_cuda(args.tensor(0), args.flag(4, 1) ? activated : Tensor(), weight,
                                  {.main_grad = args.main_grad()});
   if (!weight.defined()) return;
   cuda::kernels().activation_backward_from_output(
-      cuda::stream_of(activated), activation_named(args.text(3)).activation,
-      kernel_dtype(activated), cuda::read(results[0]), cuda::read(activated),
-      cuda::write(results[0]), activated.numel());
+      cuda::stream_of(activated), row_of(args, 3).activation, kernel_dtype(activated),
+      cuda::read(results[0]), cuda::read(activated), cuda::write(results[0]), activated.numel());
 }
 
 Tensors backward_unfused(const Args& args) {
   const Tensor& y = args.tensor(1);
-  const bool squared = activation_named(args.text(3)).activation == cpu::Activation::SReLU;
+  const bool squared = row_of(args, 3).activation == cpu::Activation::SReLU;
   const Tensor slope = squared ? 2 * at::sqrt(y) : (y > 0).to(y.scalar_type());
   Tensors results(2);
   if (args.flag(4, 0)) results[0] = at::matmul(args.tensor(0), args.tensor(2)) * slope;
@@ -96,6 +111,7 @@ Bindings bind(const Match& match) {
     .forward = {.schema = "activation_linear(Tensor input, Tensor weight, str activation) -> "
                           "(Tensor output, Tensor activated)",
                 .shape = forward_shape,
+                .any_strides = {"weight"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused,
@@ -104,6 +120,7 @@ Bindings bind(const Match& match) {
                            "Tensor weight, str activation, bool[2] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
+                 .any_strides = {"grad_output", "weight"},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,

@@ -51,7 +51,8 @@ void layer_norm_cpu(const Args& args, Tensors& results) {
   const cpu::Rows mean{results[2], 1}, rstd{results[3], 1};
   const Tensor gamma = cpu::to_accumulate(args.tensor(2), x.tensor, args.flag(5) ? 1.0 : 0.0);
   const Tensor beta = cpu::to_accumulate(args.tensor(3), x.tensor);
-  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+  // Rows without elements have statistics too.
+  cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::kernels().add_layer_norm_forward(
         cpu::kernel_dtype(x.tensor), x.read(begin), extra.read(begin), gamma.const_data_ptr(),
         beta.const_data_ptr(), args.number(4), args.flag(6) ? sum.write(begin) : nullptr,
@@ -89,7 +90,8 @@ void rms_norm_cpu(const Args& args, Tensors& results) {
   const cpu::Rows x{args.tensor(0), args.tensor(2).numel()}, extra{args.tensor(1), x.width};
   const cpu::Rows y{results[0], x.width}, sum{results[1], x.width}, rstd{results[2], 1};
   const Tensor gamma = cpu::to_accumulate(args.tensor(2), x.tensor, args.flag(4) ? 1.0 : 0.0);
-  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+  // Rows without elements have statistics too.
+  cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::kernels().add_rms_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin),
                                         extra.read(begin), gamma.const_data_ptr(), args.number(3),
                                         args.flag(5) ? sum.write(begin) : nullptr, y.write(begin),

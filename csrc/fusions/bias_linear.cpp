@@ -17,7 +17,7 @@ TensorSpecs shape(const Args& args) {
 }
 
 void backward_cpu(const Args& args, Tensors& results) {
-  const Tensor grad = contiguous(args.tensor(0));
+  const Tensor& grad = args.tensor(0);
   Tensor grad_bias = empty_cpu({grad.size(-1)}, grad.scalar_type());
   sum_columns_cpu(grad, grad_bias);
   results =
@@ -62,6 +62,7 @@ std::optional<std::string> why_not(const Match& match) {
     .backward = {.schema = "bias_linear_backward(Tensor grad_output, Tensor input, Tensor weight) "
                            "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = shape,
+                 .any_strides = {"input", "weight"},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,

@@ -5,6 +5,7 @@
 #include "ops/bias.h"
 #include "ops/column_sums.h"
 #include "ops/cpu.h"
+#include "ops/dropout.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -12,11 +13,10 @@ namespace {
 
 TensorSpecs shape(const Args& args) {
   const Tensor& grad = args.tensor(0);
-  const double p = args.number(2);
   check_compute_dtype(args, "grad_output", grad);
   check_has_rows(args, "grad_output", grad);
   check_spec(args, "mask", args.tensor(1), bit_mask(grad));
-  TORCH_CHECK(p >= 0 && p <= 1, "[", args.op(), "] p must lie in [0, 1], got ", p);
+  check_probability(args, args.number(2));
   return {like(grad), bias_gradient(grad)};
 }
 

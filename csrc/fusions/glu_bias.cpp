@@ -39,7 +39,7 @@ void backward_cuda(const Args& args, Tensors& results) {
 
 Tensors backward_unfused(const Args& args) {
   const auto unfused = [&](const Args& input) {
-    return Tensors{glu_unfused(glu_named(args.text(2)), input.tensor(0), read_any_glu(args, 2))};
+    return Tensors{glu_unfused(glu_of(args, 2), input.tensor(0), read_any_glu(args, 2))};
   };
   const Tensor grad = differentiate(unfused, args.op(), {args[1]}, args.tensor(0))[0];
   return {grad, grad.sum_to_size_symint({grad.sym_size(-1)})};

@@ -78,7 +78,8 @@ Tensors backward_unfused(const Args& args) {
   const Tensors grads =
       differentiate(find_typed_op("layer_norm")->unfused, args.op(),
                     {args[2], weight, at::zeros_like(weight), args[6], args[7]}, args.tensor(0));
-  return {grads[0] + args.tensor(1), grads[1], grads[2]};
+  const auto wanted = [&](size_t k) { return args.flag(8, k) ? grads[k] : Tensor(); };
+  return {grads[0] + args.tensor(1), wanted(1), wanted(2)};
 }
 
 [[maybe_unused]] const bool registered = register_fused_op({

@@ -41,6 +41,7 @@ std::optional<std::string> why_not(const Match& match) { return different_summan
     .forward = {.schema = "linear_add(Tensor input, Tensor weight, Tensor extra_input) -> "
                           "Tensor output",
                 .shape = shape,
+                .any_strides = {"input", "weight", "extra_input"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused,

@@ -35,6 +35,7 @@ Tensors forward_unfused(const Args& args) {
              .why_not = different_linear_dtypes},
     .forward = {.schema = "linear_bias(Tensor input, Tensor weight, Tensor bias) -> Tensor output",
                 .shape = shape,
+                .any_strides = {"input", "weight"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused,

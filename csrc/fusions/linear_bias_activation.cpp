@@ -12,7 +12,7 @@
 namespace transformer_ops {
 namespace {
 
-const ActivationRow& row_of(const Args& args) { return activation_named(args.text(3)); }
+const ActivationRow& row_of(const Args& args) { return activation_of(args, 3); }
 
 TensorSpecs shape(const Args& args) {
   const TensorSpec output = linear_output(args);
@@ -83,6 +83,7 @@ Bindings bind(const Match& match) {
     .forward = {.schema = "linear_bias_activation(Tensor input, Tensor weight, Tensor bias, "
                           "str activation, bool save_kept) -> (Tensor output, Tensor kept)",
                 .shape = shape,
+                .any_strides = {"input", "weight"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused,

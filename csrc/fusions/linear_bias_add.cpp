@@ -45,6 +45,7 @@ std::optional<std::string> why_not(const Match& match) {
     .forward = {.schema = "linear_bias_add(Tensor input, Tensor weight, Tensor bias, "
                           "Tensor extra_input) -> Tensor output",
                 .shape = shape,
+                .any_strides = {"input", "weight", "extra_input"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused,

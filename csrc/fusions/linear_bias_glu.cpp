@@ -12,28 +12,15 @@
 namespace transformer_ops {
 namespace {
 
-const GluRow& row_of(const Args& args) { return glu_named(args.text(3)); }
-
-// The numbers of all GLUs; a row reads its own.
-cpu::Glu glu_of(const Args& args) {
-  return {.kind = row_of(args).glu,
-          .interleave = args.integer(4),
-          .beta1 = args.number(5),
-          .beta2 = args.number(6),
-          .limit = args.number(7),
-          .alpha = args.number(8),
-          .offset = args.number(9)};
-}
-
 TensorSpecs shape(const Args& args) {
   const TensorSpec sum = linear_output(args);
   check_linear_bias(args, args.tensor(2), sum);
   const TensorSpec kept = args.flag(10) ? sum : TensorSpec{{0}, sum.dtype};
-  return {glu_output(args, "the product", sum, glu_of(args)), kept};
+  return {glu_output(args, "the product", sum, read_any_glu(args, 3)), kept};
 }
 
 void forward_cpu(const Args& args, Tensors& results) {
-  const cpu::Glu glu = glu_of(args);
+  const cpu::Glu glu = read_any_glu(args, 3);
   const Tensor product = linear_cpu(args.tensor(0), args.tensor(1));
   const Tensor bias = cpu::to_accumulate(args.tensor(2), product);
   auto sizes = product.sizes().vec();
@@ -52,22 +39,21 @@ void forward_cpu(const Args& args, Tensors& results) {
 
 void forward_cuda(const Args& args, Tensors& results) {
   const Tensor product = linear_cuda(args.tensor(0), args.tensor(1));
-  const Tensor bias = contiguous(args.tensor(2));
   const int64_t width = product.size(-1);
   auto sizes = product.sizes().vec();
   sizes.back() /= 2;
   const Tensor output = empty(sizes, product.scalar_type(), product.device());
   const bool save = args.flag(10);
-  cuda::kernels().bias_glu_forward(cuda::stream_of(product), glu_of(args), kernel_dtype(product),
-                                   cuda::read(product), cuda::vector(bias),
-                                   save ? cuda::write(product) : nullptr, cuda::write(output),
-                                   product.numel() / width, width / 2);
+  cuda::kernels().bias_glu_forward(
+      cuda::stream_of(product), read_any_glu(args, 3), kernel_dtype(product), cuda::read(product),
+      cuda::vector(args.tensor(2)), save ? cuda::write(product) : nullptr, cuda::write(output),
+      cuda::rows_of(product), width / 2);
   results = {output, save ? product : empty({0}, product.scalar_type(), product.device())};
 }
 
 Tensors forward_unfused(const Args& args) {
   const Tensor sum = at::linear(args.tensor(0), args.tensor(1), args.tensor(2));
-  return {glu_unfused(row_of(args), sum, glu_of(args))};
+  return {glu_unfused(glu_of(args, 3), sum, read_any_glu(args, 3))};
 }
 
 // Numbers that this GLU does not take are bound to their defaults.
@@ -98,6 +84,7 @@ Bindings bind(const Match& match) {
                           "float alpha, float glu_linear_offset, bool save_kept) -> "
                           "(Tensor output, Tensor kept)",
                 .shape = shape,
+                .any_strides = {"input", "weight"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused,

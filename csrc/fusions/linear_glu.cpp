@@ -51,7 +51,7 @@ void backward_cuda(const Args& args, Tensors& results) {
 
 Tensors backward_unfused(const Args& args) {
   return linear_recomputed_unfused(args, [&](const Tensor& input) {
-    return glu_unfused(glu_named(args.text(3)), input, read_any_glu(args, 3));
+    return glu_unfused(glu_of(args, 3), input, read_any_glu(args, 3));
   });
 }
 

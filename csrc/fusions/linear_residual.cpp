@@ -24,7 +24,7 @@ void backward_cpu(const Args& args, Tensors& results) {
   results = linear_backward_cpu(
       grad, args.flag(4, 1) ? args.take(2) : Tensor(), args.tensor(3),
       {.residual = same_dtype ? extra : Tensor(), .main_grad = args.main_grad()});
-  if (!same_dtype) results[0] = at::add(results[0], contiguous(extra));
+  if (!same_dtype) results[0] = at::add(results[0], extra);
 }
 
 void backward_cuda(const Args& args, Tensors& results) {
@@ -55,6 +55,7 @@ Tensors backward_unfused(const Args& args) {
                            "Tensor grad_extra_output, Tensor? input, Tensor? weight, "
                            "bool[2] output_mask) -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = shape,
+                 .any_strides = {"grad_output", "input", "weight"},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,

@@ -8,16 +8,23 @@ namespace {
 
 TensorSpecs shape(const Args& args) { return linear_backward_outputs(args, 0, 1, 2, 4); }
 
+using Product = Tensors (*)(const Tensor&, Tensor, const Tensor&, const LinearGradients&);
+
+Tensors backward(const Args& args, Product product) {
+  const double scale = factor_of(args.tensor(0).scalar_type(), args.number(3));
+  // A product that is scaled by zero is not computed, and NaN would not pass.
+  const Tensor grad = scale == 0 ? args.tensor(0) * scale : args.tensor(0);
+  return product(grad, args.flag(4, 1) ? args.take(1) : Tensor(),
+                 args.flag(4, 0) ? args.tensor(2) : Tensor(),
+                 {.scale = scale == 0 ? 1.0 : scale, .main_grad = args.main_grad()});
+}
+
 void backward_cpu(const Args& args, Tensors& results) {
-  results = linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? args.take(1) : Tensor(),
-                                args.flag(4, 0) ? args.tensor(2) : Tensor(),
-                                {.scale = args.number(3), .main_grad = args.main_grad()});
+  results = backward(args, linear_backward_cpu);
 }
 
 void backward_cuda(const Args& args, Tensors& results) {
-  results = linear_backward_cuda(args.tensor(0), args.flag(4, 1) ? args.take(1) : Tensor(),
-                                 args.flag(4, 0) ? args.tensor(2) : Tensor(),
-                                 {.scale = args.number(3), .main_grad = args.main_grad()});
+  results = backward(args, linear_backward_cuda);
 }
 
 Tensors backward_unfused(const Args& args) {
@@ -41,6 +48,7 @@ std::optional<std::string> why_not(const Match& match) {
                            "Tensor? weight, float scale, bool[2] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = shape,
+                 .any_strides = {"grad_output", "input", "weight"},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,

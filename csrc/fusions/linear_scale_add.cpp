@@ -17,14 +17,18 @@ TensorSpecs shape(const Args& args) {
   return {output};
 }
 
+double scale_of(const Args& args) {
+  return factor_of(args.tensor(0).scalar_type(), args.number(3));
+}
+
 void forward_cpu(const Args& args, Tensors& results) {
   results = {
-      linear_add_cpu(args.tensor(0), args.tensor(1), /*bias=*/{}, args.tensor(2), args.number(3))};
+      linear_add_cpu(args.tensor(0), args.tensor(1), /*bias=*/{}, args.tensor(2), scale_of(args))};
 }
 
 void forward_cuda(const Args& args, Tensors& results) {
   results = {
-      linear_add_cuda(args.tensor(0), args.tensor(1), /*bias=*/{}, args.tensor(2), args.number(3))};
+      linear_add_cuda(args.tensor(0), args.tensor(1), /*bias=*/{}, args.tensor(2), scale_of(args))};
 }
 
 Tensors forward_unfused(const Args& args) {
@@ -43,6 +47,7 @@ std::optional<std::string> why_not(const Match& match) { return different_summan
     .forward = {.schema = "linear_scale_add(Tensor input, Tensor weight, Tensor extra_input, "
                           "float scale) -> Tensor output",
                 .shape = shape,
+                .any_strides = {"input", "weight", "extra_input"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused,

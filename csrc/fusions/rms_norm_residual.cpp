@@ -61,7 +61,7 @@ void backward_cuda(const Args& args, Tensors& results) {
 Tensors backward_unfused(const Args& args) {
   const Tensors grads = differentiate(find_typed_op("rms_norm")->unfused, args.op(),
                                       {args[2], args[4], args[5], args[6]}, args.tensor(0));
-  return {grads[0] + args.tensor(1), grads[1]};
+  return {grads[0] + args.tensor(1), args.flag(7, 1) ? grads[1] : Tensor()};
 }
 
 [[maybe_unused]] const bool registered = register_fused_op({

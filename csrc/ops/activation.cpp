@@ -196,9 +196,11 @@ const std::vector<ActivationRow>& activations() {
   return rows;
 }
 
-const ActivationRow& activation_named(std::string_view name) {
+const ActivationRow& activation_of(const Args& args, size_t i) {
+  const auto name = args.text(i);
   const auto row = std::ranges::find(activations(), name, &ActivationRow::name);
-  TORCH_CHECK(row != activations().end(), "[activation] name must be known, got '", name, "'");
+  TORCH_CHECK(row != activations().end(), "[", args.op(), "] activation must be one of ",
+              names_of(activations()), ", got '", name, "'");
   return *row;
 }
 

@@ -21,7 +21,8 @@ struct ActivationRow {
 };
 
 const std::vector<ActivationRow>& activations();
-const ActivationRow& activation_named(std::string_view name);
+// That argument i names; raises where it names none.
+const ActivationRow& activation_of(const Args& args, size_t i);
 const ActivationRow& activation_of_kind(std::string_view kind);
 std::vector<std::string> activation_kinds();
 

@@ -52,6 +52,7 @@ Tensors backward_unfused(const Args& args) {
                         }},
     .forward = {.schema = "linear(Tensor input, Tensor weight) -> Tensor output",
                 .shape = forward_shape,
+                .any_strides = {"input", "weight"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused,
@@ -59,6 +60,7 @@ Tensors backward_unfused(const Args& args) {
     .backward = {.schema = "linear_backward(Tensor grad_output, Tensor? input, Tensor? weight, "
                            "bool[2] output_mask) -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
+                 .any_strides = {"grad_output", "input", "weight"},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,

@@ -8,8 +8,13 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs shape(const Args& args) {
-  check_compute_dtype(args, "tensor", args.tensor(0));
+TensorSpecs forward_shape(const Args& args) {
+  check_compute_dtype(args, "input", args.tensor(0));
+  return {like(args.tensor(0))};
+}
+
+TensorSpecs backward_shape(const Args& args) {
+  check_compute_dtype(args, "grad_output", args.tensor(0));
   return {like(args.tensor(0))};
 }
 
@@ -20,7 +25,7 @@ void multiply(const Args& args, Tensors& results) {
 Tensors multiply_unfused(const Args& args) { return {args.tensor(0) * args.number(1)}; }
 
 const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -> Tensor output",
-                          .shape = shape,
+                          .shape = forward_shape,
                           .overwrites = {0},
                           .cpu = multiply,
                           .cuda = multiply,
@@ -31,7 +36,7 @@ const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -
     .forward = kForward,
     .backward = {.schema = "constant_scale_backward(Tensor grad_output, float scale) -> "
                            "Tensor grad_input",
-                 .shape = shape,
+                 .shape = backward_shape,
                  .overwrites = {0},
                  .cpu = multiply,
                  .cuda = multiply,

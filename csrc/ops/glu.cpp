@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "ops/cpu.h"
 #include "ops/cuda.h"
@@ -150,9 +151,11 @@ const std::vector<GluRow>& glus() {
   return rows;
 }
 
-const GluRow& glu_named(std::string_view name) {
+const GluRow& glu_of(const Args& args, size_t i) {
+  const auto name = args.text(i);
   const auto row = std::ranges::find(glus(), name, &GluRow::name);
-  TORCH_CHECK(row != glus().end(), "[glu] name must be known, got '", name, "'");
+  TORCH_CHECK(row != glus().end(), "[", args.op(), "] glu must be one of ", names_of(glus()),
+              ", got '", name, "'");
   return *row;
 }
 
@@ -183,7 +186,7 @@ cpu::Glu read_glu(const GluRow& row, const Args& args, size_t first) {
 }
 
 cpu::Glu read_any_glu(const Args& args, size_t first) {
-  return {.kind = glu_named(args.text(first)).glu,
+  return {.kind = glu_of(args, first).glu,
           .interleave = args.integer(first + 1),
           .beta1 = args.number(first + 2),
           .beta2 = args.number(first + 3),
@@ -209,8 +212,9 @@ TensorSpec glu_output(const Args& args, const char* name, const TensorSpec& inpu
   check_positive(args, "beta1", glu.beta1);
   check_positive(args, "beta2", glu.beta2);
   check_positive(args, "limit", glu.limit);
-  TORCH_CHECK(glu.interleave >= 0, "[", args.op(), "] ", kInterleave,
-              " must not be negative (0 for halves), got ", glu.interleave);
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 2;
+  TORCH_CHECK(glu.interleave >= 0 && glu.interleave <= kMost, "[", args.op(), "] ", kInterleave,
+              " must lie in [0, ", kMost, "] (0 for halves), got ", glu.interleave);
   const int64_t divisor = glu.interleave == 0 ? 2 : 2 * glu.interleave;
   TORCH_CHECK(!input.sizes.empty() && input.sizes.back() % divisor == 0, "[", args.op(), "] ", name,
               " must have a last dimension that is a multiple of ", divisor, ", got shape ",

@@ -22,7 +22,8 @@ struct GluRow {
 };
 
 const std::vector<GluRow>& glus();
-const GluRow& glu_named(std::string_view name);
+// That argument i names; raises where it names none.
+const GluRow& glu_of(const Args& args, size_t i);
 const GluRow& glu_of_kind(std::string_view kind);
 std::vector<std::string> glu_kinds();
 

@@ -26,7 +26,8 @@ void forward_cpu(const Args& args, Tensors& results) {
   const Tensor gamma = cpu::to_accumulate(args.tensor(1), x.tensor, args.flag(4) ? 1.0 : 0.0);
   const Tensor beta = cpu::to_accumulate(args.tensor(2), x.tensor);
   const cpu::Rows y{results[0], x.width}, mean{results[1], 1}, rstd{results[2], 1};
-  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+  // Rows without elements have statistics too.
+  cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::kernels().layer_norm_forward(
         cpu::kernel_dtype(x.tensor), x.read(begin), gamma.const_data_ptr(), beta.const_data_ptr(),
         args.number(3), y.write(begin), mean.write(begin), rstd.write(begin), end - begin, x.width);

@@ -2,7 +2,9 @@
 
 #include <ATen/ops/matmul.h>
 
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "ops/cpu.h"
 #include "ops/product.h"
@@ -28,8 +30,7 @@ Tensor product(const Tensor& left, const Tensor& right, double scale = 1.0,
 }
 
 // Every row is the bias: where the product's sums start.
-Tensor repeat_rows(const Tensor& bias, int64_t count) {
-  const Tensor row = contiguous(bias);
+Tensor repeat_rows(const Tensor& row, int64_t count) {
   Tensor rows = empty_cpu({count, row.size(0)}, row.scalar_type());
   const cpu::Rows out{rows, row.size(0)};
   cpu::parallel(out.count(), out.width, 1, [&](int64_t begin, int64_t end) {
@@ -44,6 +45,14 @@ TensorSpec last_size(const Tensor& tensor, const c10::SymInt& size) {
   TensorSpec spec = like(tensor);
   spec.sizes.back() = size;
   return spec;
+}
+
+// Of a product whose output has the gradient `grad`.
+void check_backward_weight(const Args& args, const Tensor& weight, const Tensor& grad) {
+  TORCH_CHECK(weight.dim() == 2 && weight.sym_size(0) == grad.sym_size(-1), "[", args.op(),
+              "] weight must have shape [", grad.sym_size(-1), ", *], got ", weight.sym_sizes());
+  TORCH_CHECK(weight.scalar_type() == grad.scalar_type(), "[", args.op(),
+              "] weight must have dtype ", grad.scalar_type(), ", got ", weight.scalar_type());
 }
 
 }  // namespace
@@ -71,6 +80,11 @@ void check_linear_bias(const Args& args, const Tensor& bias, const TensorSpec& o
               output.dtype, ", got ", bias.scalar_type());
 }
 
+double factor_of(at::ScalarType dtype, double scale) {
+  if (dtype == at::kDouble || std::abs(scale) <= std::numeric_limits<float>::max()) return scale;
+  return scale * std::numeric_limits<double>::infinity();
+}
+
 std::optional<std::string> different_linear_dtypes(const Match& match) {
   // Under autocast both are cast.
   if (match.facts.autocast) return std::nullopt;
@@ -81,18 +95,26 @@ std::optional<std::string> different_linear_dtypes(const Match& match) {
 }
 
 TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t input,
-                                    size_t weight, size_t mask) {
+                                    size_t weight, size_t mask, const char* input_name) {
   const Tensor& grad = args.tensor(grad_output);
+  check_compute_dtype(args, "grad_output", grad);
+  check_has_rows(args, "grad_output", grad);
   const TensorSpec absent{{0}, grad.scalar_type()};
   TensorSpecs specs = {absent, absent};
   if (args.flag(mask, 0)) {
     TORCH_CHECK(args.has(weight), "[", args.op(),
                 "] weight must be given for grad_input, got none");
+    check_backward_weight(args, args.tensor(weight), grad);
     specs[0] = last_size(grad, args.tensor(weight).sym_size(1));
   }
   if (args.flag(mask, 1)) {
-    TORCH_CHECK(args.has(input), "[", args.op(), "] input must be given for grad_weight, got none");
-    specs[1] = {{grad.sym_size(-1), args.tensor(input).sym_size(-1)}, grad.scalar_type()};
+    TORCH_CHECK(args.has(input), "[", args.op(), "] ", input_name,
+                " must be given for grad_weight, got none");
+    const Tensor& factor = args.tensor(input);
+    check_has_rows(args, input_name, factor);
+    check_spec(args, input_name, factor,
+               args.flag(mask, 0) ? specs[0] : last_size(grad, factor.sym_size(-1)));
+    specs[1] = {{grad.sym_size(-1), factor.sym_size(-1)}, grad.scalar_type()};
   }
   return specs;
 }
@@ -112,13 +134,15 @@ TensorSpecs linear_backward_outputs(const Args& args, const TensorSpec& factor) 
 }
 
 Tensor as_matrix(const Tensor& tensor) {
-  return tensor.dim() == 2 ? tensor : tensor.reshape_symint({-1, tensor.sym_size(-1)});
+  if (tensor.dim() == 2) return tensor;
+  // Not -1: where the last dimension is empty, no number of rows follows from that of elements.
+  c10::SymInt rows = 1;
+  for (const auto& size : tensor.sym_sizes().slice(0, tensor.dim() - 1)) rows *= size;
+  return tensor.reshape_symint({rows, tensor.sym_size(-1)});
 }
 
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias) {
-  const Tensor matrix = input.numel() == 0 && input.dim() != 2
-                            ? input.reshape({input.numel() / weight.size(1), weight.size(1)})
-                            : as_matrix(input);
+  const Tensor matrix = as_matrix(input);
   if (!bias.defined()) {
     return with_last_size(product(matrix, transposed(weight)), input, weight.size(0));
   }
@@ -129,9 +153,9 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias)
 
 Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& weight,
                       double scale) {
-  const int64_t rows = start.numel() / weight.size(0);
-  const Tensor sum = start.view({rows, weight.size(0)});
-  multiply_cpu(sum, input.reshape({rows, weight.size(1)}), transposed(weight), /*beta=*/1, scale);
+  const Tensor matrix = as_matrix(input);
+  const Tensor sum = start.view({matrix.size(0), weight.size(0)});
+  multiply_cpu(sum, matrix, transposed(weight), /*beta=*/1, scale);
   return start;
 }
 
@@ -148,13 +172,10 @@ void product_cpu(const Tensor& out, const Tensor& left, const Tensor& right, boo
 
 Tensors linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
                             const LinearGradients& fused) {
-  const int64_t width = grad_output.size(-1);
-  const Tensor grad = grad_output.dim() == 2
-                          ? grad_output
-                          : grad_output.reshape({grad_output.numel() / width, width});
+  const Tensor grad = as_matrix(grad_output);
   Tensors grads(2, Tensor());
   if (input.defined()) {
-    if (input.dim() != 2) input = input.reshape({grad.size(0), input.size(-1)});
+    input = as_matrix(input);
     if (fused.main_grad.buffer.defined()) {
       grads[1] = fused.main_grad.buffer;
       product_cpu(grads[1], transposed(grad), input, fused.main_grad.adds, fused.scale);

@@ -12,22 +12,26 @@ TensorSpec linear_output(const Args& args);
 // The bias of a fused Linear + Bias: one number an output feature, in the output's dtype.
 void check_linear_bias(const Args& args, const Tensor& bias, const TensorSpec& output);
 
+// A factor as ATen multiplies tensors of that dtype by it: what float32 does not hold is infinite.
+// A product takes none that its dtype does not hold.
+double factor_of(at::ScalarType dtype, double scale);
+
 // Why a rule that starts with BasicLinear + Bias does not fire, or none.
 std::optional<std::string> different_linear_dtypes(const Match& match);
 
 // (grad_input, grad_weight) for a bool[2] mask; a masked result is empty. `input` and `weight` may
-// be absent where the mask does not ask for what they serve.
+// be absent, or anything, where the mask does not ask for what they serve.
 TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t input,
-                                    size_t weight, size_t mask);
+                                    size_t weight, size_t mask, const char* input_name = "input");
 
 // The same of (grad_output, input, weight, ...), where both are wanted; `factor`: what the product
 // is of, the input or what an op makes of it.
 TensorSpecs linear_backward_outputs(const Args& args, const TensorSpec& factor);
 
-// All leading dimensions as one.
+// All leading dimensions as one; there is at least one dimension.
 Tensor as_matrix(const Tensor& tensor);
 
-// x W^T [+ b] for any number of leading dimensions.
+// x W^T [+ b] for any number of leading dimensions; the bias is contiguous.
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias = {});
 
 // start + scale x W^T in the memory of `start`, which is contiguous.

@@ -23,14 +23,15 @@ Bindings bind_linear_activation(const Match& match, int k) {
 TensorSpecs linear_activation_outputs(const Args& args) {
   check_compute_dtype(args, "input", args.tensor(1));
   check_has_rows(args, "input", args.tensor(1));
-  const ActivationRow& row = activation_named(args.text(3));
-  TORCH_CHECK(!row.keeps_mask, "[", args.op(), "] activation must keep its input, got ", row.name);
+  const ActivationRow& row = activation_of(args, 3);
+  TORCH_CHECK(!row.keeps_mask, "[", args.op(), "] activation must keep its input, got '", row.name,
+              "'");
   return linear_backward_outputs(args, like(args.tensor(1)));
 }
 
 void linear_activation_cpu(const Args& args, Tensors& results) {
   const Tensor& input = args.tensor(1);
-  const ActivationRow& row = activation_named(args.text(3));
+  const ActivationRow& row = activation_of(args, 3);
   const auto dtype = cpu::kernel_dtype(input);
   const int64_t stride = input.size(-1);
   linear_recomputed_cpu(args, results, 64, [&](const Tensor& buffer, int64_t first) {
@@ -57,7 +58,7 @@ void linear_activation_cpu(const Args& args, Tensors& results) {
 
 void linear_activation_cuda(const Args& args, Tensors& results) {
   const Tensor &grad = args.tensor(0), &x = args.tensor(1), &weight = args.tensor(2);
-  const ActivationRow& row = activation_named(args.text(3));
+  const ActivationRow& row = activation_of(args, 3);
   const Tensor grad_bias = results.size() > 2 ? results[2] : Tensor();
   {
     // Gone before its gradient is made.
@@ -83,7 +84,7 @@ void linear_activation_cuda(const Args& args, Tensors& results) {
 }
 
 Tensors linear_activation_unfused(const Args& args) {
-  return linear_recomputed_unfused(args, activation_named(args.text(3)).unfused);
+  return linear_recomputed_unfused(args, activation_of(args, 3).unfused);
 }
 
 }  // namespace transformer_ops

@@ -1,6 +1,10 @@
 #include "ops/linear_add.h"
 
+#include <ATen/ScalarOps.h>
 #include <ATen/ops/add_cpu_dispatch.h>
+#include <ATen/ops/mul.h>
+
+#include <cmath>
 
 #include "ops/cpu.h"
 #include "ops/linear.h"
@@ -42,9 +46,15 @@ Tensor linear_add_cpu(const Tensor& input, const Tensor& weight, const Tensor& b
   if (extra.element_size() > 2 && scale != 0) {
     return add_linear_cpu(extra_and_bias(extra, bias), input, weight, scale);
   }
+  constexpr double kMostHalf = 65504;  // add_out takes no factor that its dtype does not hold
   Tensor product = linear_cpu(input, weight);
   if (bias.defined()) {
     add_bias_and_extra(product, bias, extra);
+  } else if (extra.scalar_type() == at::kHalf && std::isfinite(scale) &&
+             std::abs(scale) > kMostHalf) {
+    // mul_ would round the factor to the dtype.
+    at::mul_out(product, product, at::native::wrapped_scalar_tensor(scale));
+    at::cpu::add_out(product, extra, product);
   } else {
     at::cpu::add_out(product, extra, product, scale);
   }

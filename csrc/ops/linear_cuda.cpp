@@ -195,12 +195,11 @@ Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias
     product(x, w, result);
     return result;
   }
-  const Tensor b = contiguous(bias);
   Gemm gemm = describe(x, w, result);
-  set_bias(gemm, Epilogue::Bias, b);
+  set_bias(gemm, Epilogue::Bias, bias);
   if (!run(gemm, result)) {
     Tensor out = result.view({x.rows(), w.cols()});
-    at::addmm_out(out, b, x.tensor(), w.tensor());
+    at::addmm_out(out, bias, x.tensor(), w.tensor());
   }
   return result;
 }
@@ -209,10 +208,9 @@ std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight
                                        const Tensor& bias, Tensor* kept) {
   if (!has_gelu_epilogue(input.scalar_type(), weight.size(0))) return std::nullopt;
   const Factor x(input), w = Factor(weight).t();
-  const Tensor b = contiguous(bias);
   Tensor result = empty_rows(input, w.cols(), input.scalar_type());
   Gemm gemm = describe(x, w, result);
-  set_bias(gemm, Epilogue::GeluBias, b);
+  set_bias(gemm, Epilogue::GeluBias, bias);
   if (kept != nullptr) {
     *kept = empty(result.sizes(), result.scalar_type(), result.device());
     set_aux(gemm, cuda::write(*kept));
@@ -235,14 +233,13 @@ Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& 
     product(x, w, result, scale, start);
     return result;
   }
-  const Tensor b = contiguous(bias);
   Gemm gemm = describe(x, w, result);
   gemm.alpha = scale;
   set_start(gemm, start);
-  set_bias(gemm, Epilogue::Bias, b);
+  set_bias(gemm, Epilogue::Bias, bias);
   if (!run(gemm, result)) {
     product(x, w, result, scale, start);
-    result.add_(b);
+    result.add_(bias);
   }
   return result;
 }
@@ -263,7 +260,7 @@ Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tens
   }
   if (weight.defined()) {
     const Factor w(weight);
-    const Tensor start = fused.residual.defined() ? contiguous(fused.residual) : Tensor();
+    const Tensor& start = fused.residual;
     grads[0] = empty_rows(grad_output, w.cols(), start.defined() ? start.scalar_type() : dtype);
     product(grad, w, grads[0], fused.scale, start);
   }
@@ -303,7 +300,7 @@ void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
       if (wanted != dtype) how.grad_bias.copy_(sums);
       return;
     }
-    sum_columns_cuda(contiguous(grad_output), how.grad_bias);
+    sum_columns_cuda(grad_output, how.grad_bias);
   }
   product(grad, x, grad_weight, how.scale, start);
 }

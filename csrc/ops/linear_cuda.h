@@ -1,4 +1,5 @@
-// Products on CUDA: by cuBLASLt where it has an algorithm, else by ATen. Any strides are taken.
+// Products on CUDA: by cuBLASLt where it has an algorithm, else by ATen. Factors may have any
+// strides, biases and residuals are contiguous.
 #pragma once
 
 #include <optional>
@@ -15,7 +16,7 @@ Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias
 std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight,
                                        const Tensor& bias, Tensor* kept);
 
-// scale x W^T [+ b] + extra, all of one dtype; `extra` has the result's shape.
+// scale x W^T [+ b] + extra, all of one dtype; `extra` has the result's shape, and any strides.
 Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias,
                        const Tensor& extra, double scale = 1.0);
 
@@ -27,7 +28,8 @@ Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tens
 struct WeightGradient {
   bool adds = false;  // to what is in grad_weight
   double scale = 1.0;
-  Tensor grad_bias = {};  // where defined, takes the column sums of grad_output; scale is 1
+  // Where defined, takes the column sums of grad_output, which is contiguous then; scale is 1.
+  Tensor grad_bias = {};
 };
 Tensor linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight);
 void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,

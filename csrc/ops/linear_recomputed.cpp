@@ -47,8 +47,8 @@ std::optional<std::string> why_not_recomputed(const Match& match, int k) {
 void linear_recomputed_cpu(const Args& args, Tensors& results, int64_t unit,
                            c10::function_ref<void(const Tensor& buffer, int64_t first)> pass) {
   const Tensor& weight = args.tensor(2);
-  const int64_t rows = weight.size(0) == 0 ? 0 : args.tensor(0).numel() / weight.size(0);
-  const Tensor grad = args.tensor(0).view({rows, weight.size(0)});
+  const Tensor grad = as_matrix(args.tensor(0));
+  const int64_t rows = grad.size(0);
   const int64_t width = slice_width(rows, weight, results[0].size(-1), unit);
   for (int64_t first = 0; first < weight.size(1); first += width) {
     const int64_t count = std::min(width, weight.size(1) - first);

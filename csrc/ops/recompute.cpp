@@ -11,6 +11,7 @@ int64_t dims_of(const NormTensors& norm) { return norm.weight ? norm.weight->dim
 
 TensorSpecs normalize_shape(const Args& args, const NormTensors& norm) {
   check_compute_dtype(args, "input", norm.input);
+  check_has_rows(args, "input", norm.input);
   const auto check_parameter = [&](const char* name, const Tensor* parameter) {
     if (parameter == nullptr) return;
     check_compute_dtype(args, name, *parameter);
@@ -79,6 +80,7 @@ Tensor normalize_unfused(const NormTensors& norm) {
 Args without_first(const Args& args) { return {args.op(), args.values().subspan(1)}; }
 
 TensorSpecs cast_shape(const Args& args) {
+  check_compute_dtype(args, "grad_output", args.tensor(0));
   check_compute_dtype(args, "input", args.tensor(1));
   return {{c10::SymDimVector(args.tensor(1).sym_sizes()), args.tensor(0).scalar_type()}};
 }
@@ -104,14 +106,16 @@ TypedOp recompute_by(const TypedOp& forward) {
   TypedOp op = forward;
   op.schema = "recompute_" + forward.schema;
   op.schema.insert(op.schema.find('(') + 1, "Tensor grad_output, ");
-  op.shape = [=](const Args& args) { return forward.shape(without_first(args)); };
-  op.cpu = [=](const Args& args, Tensors& results) { forward.cpu(without_first(args), results); };
-  if (forward.cuda) {
-    op.cuda = [=](const Args& args, Tensors& results) {
-      forward.cuda(without_first(args), results);
+  const auto behind_first = [](auto& function) {
+    if (!function) return;
+    function = [own = function](const Args& args, auto&... results) {
+      return own(without_first(args), results...);
     };
-  }
-  op.unfused = [=](const Args& args) { return forward.unfused(without_first(args)); };
+  };
+  behind_first(op.shape);
+  behind_first(op.cpu);
+  behind_first(op.cuda);
+  behind_first(op.unfused);
   for (size_t& i : op.overwrites) ++i;
   op.reads_first = false;
   return op;

@@ -25,7 +25,8 @@ void forward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows x{args.tensor(0), args.tensor(1).numel()};
   const Tensor gamma = cpu::to_accumulate(args.tensor(1), x.tensor, args.flag(3) ? 1.0 : 0.0);
   const cpu::Rows y{results[0], x.width}, rstd{results[1], 1};
-  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+  // Rows without elements have statistics too.
+  cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::kernels().rms_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin),
                                     gamma.const_data_ptr(), args.number(2), y.write(begin),
                                     rstd.write(begin), end - begin, x.width);
@@ -51,7 +52,7 @@ Tensors forward_unfused(const Args& args) {
   const Tensor weight = args.tensor(1).to(x.scalar_type());
   std::vector<int64_t> dims(weight.dim());
   std::iota(dims.begin(), dims.end(), -weight.dim());
-  const Tensor squares = dims.empty() ? x.square() : at::mean(x.square(), dims, /*keepdim=*/true);
+  const Tensor squares = at::mean(x.square(), dims, /*keepdim=*/true);
   const Tensor y = x * at::rsqrt(squares + args.number(2)) * (args.flag(3) ? weight + 1 : weight);
   return {y.to(args.tensor(0).scalar_type())};
 }

@@ -1,5 +1,6 @@
 #include "ops/typed_op.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -9,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,6 +20,8 @@
 #include "fuser/schema.h"
 #include "ops/buffer.h"
 #include "ops/cuda.h"
+#include "ops/signature.h"
+#include "ops/unfused.h"
 
 namespace transformer_ops {
 namespace {
@@ -52,23 +56,92 @@ const TypedOp& add_typed_op(const std::string& name, TypedOp op) {
   return row->second;
 }
 
-const Tensor& first_tensor(std::span<c10::IValue> values) {
-  for (const auto& value : values) {
-    if (value.isTensor()) return value.toTensor();
-  }
-  TORCH_INTERNAL_ASSERT(false, "a typed op has a tensor argument");
-}
-
 void push_results(Stack* stack, size_t arguments, Tensors results) {
   stack->erase(stack->end() - static_cast<std::ptrdiff_t>(arguments), stack->end());
   for (Tensor& result : results) stack->emplace_back(std::move(result));
 }
 
+std::string into(const std::string& name) { return name + "_into"; }
+
+std::string into_schema(const std::string& name, std::string schema) {
+  const auto replace = [&](std::string_view from, const std::string& to) {
+    const size_t at = schema.find(from);
+    TORCH_INTERNAL_ASSERT(at != std::string::npos, "'", from, "' in ", schema);
+    schema.replace(at, from.size(), to);
+  };
+  replace(name, into(name));
+  replace(") ->", ", Tensor(a!) main_grad, bool overwrite) ->");
+  replace(", Tensor grad_weight", "");
+  return schema;
+}
+
+std::vector<std::string> taken_as_they_are(const TypedOp& op) {
+  std::vector<std::string> names = op.any_strides;
+  if (!op.reads_first) names.push_back(parse_schema(op.schema).arguments[0].name);
+  return names;
+}
+
+// What is registered under one name: a typed op, or its variant <name>_into.
+struct Variant {
+  Variant(const TypedOp& typed_op, const std::string& base_name, bool writes_into)
+      : op(typed_op),
+        base(base_name),
+        name(writes_into ? into(base_name) : base_name),
+        schema(writes_into ? into_schema(base_name, op.schema) : op.schema),
+        signature(schema, taken_as_they_are(op)),
+        is_into(writes_into) {}
+
+  const TypedOp& op;
+  const std::string base, name, schema;
+  const Signature signature;
+  const bool is_into;
+};
+
+// They live as long as the library, and stay where they are.
+struct Variants {
+  std::mutex mutex;
+  std::deque<Variant> rows;
+};
+
+Variants& variants() {
+  static Variants variants;
+  return variants;
+}
+
+const Variant& keep_variant(const TypedOp& op, const std::string& base, bool writes_into) {
+  const std::lock_guard lock(variants().mutex);
+  return variants().rows.emplace_back(op, base, writes_into);
+}
+
+std::vector<const Variant*> all_variants() {
+  const std::lock_guard lock(variants().mutex);
+  std::vector<const Variant*> found;
+  for (const Variant& variant : variants().rows) found.push_back(&variant);
+  return found;
+}
+
+void check_main_grad(const Args& args, const TensorSpec& grad_weight) {
+  const Tensor& buffer = args.main_grad().buffer;
+  check_compute_dtype(args, "main_grad", buffer);
+  TORCH_CHECK(buffer.sym_sizes().equals(grad_weight.sizes), "[", args.op(),
+              "] main_grad must have shape ", c10::SymIntArrayRef(grad_weight.sizes), ", got ",
+              buffer.sym_sizes());
+  TORCH_CHECK(at::has_internal_overlap(buffer) != at::MemOverlap::Yes, "[", args.op(),
+              "] main_grad must have memory for each element, got strides ", buffer.sym_strides());
+  for (const auto& value : args.values()) {
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    const auto overlap = at::get_overlap_status(buffer, value.toTensor());
+    TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+                "[", args.op(),
+                "] main_grad must share no memory with an argument, got one of shape ",
+                value.toTensor().sym_sizes());
+  }
+}
+
 // What every kernel of a typed op starts from.
 class Kernel : public c10::OperatorKernel {
  public:
-  Kernel(const TypedOp& op, std::string name, bool into)
-      : op_(op), name_(std::move(name)), into_(into) {}
+  explicit Kernel(const Variant& variant) : variant_(variant), op_(variant.op) {}
 
  protected:
   static constexpr size_t kGradWeight = 1;  // of the results, where it may go into main_grad
@@ -78,52 +151,31 @@ class Kernel : public c10::OperatorKernel {
     return {stack->data() + stack->size() - count, count};
   }
 
-  Args args_of(std::span<c10::IValue> values) const {
-    if (!into_) return Args(name_.c_str(), values);
+  // Raises where they are not what the schema says.
+  Args check_arguments(std::span<c10::IValue> values) const {
+    const char* const name = variant_.name.c_str();
+    variant_.signature.check(name, values);
+    if (!variant_.is_into) return Args(name, values);
     const size_t own = values.size() - 2;
     MainGrad main_grad = {values[own].toTensor(), !values[own + 1].toBool()};
-    return Args(name_.c_str(), values.first(own), std::move(main_grad));
+    return Args(name, values.first(own), std::move(main_grad));
   }
 
   TensorSpecs shape(const Args& args) const {
+    TORCH_CHECK_NOT_IMPLEMENTED(op_.shape, "[", args.op(),
+                                "] declaration must have .shape, got none");
     TensorSpecs specs = op_.shape(args);
-    if (!into_) return specs;
-    const Tensor& buffer = args.main_grad().buffer;
-    check_compute_dtype(args, "main_grad", buffer);
-    TORCH_CHECK(buffer.sym_sizes().equals(specs[kGradWeight].sizes), "[", name_,
-                "] main_grad must have shape ", c10::SymIntArrayRef(specs[kGradWeight].sizes),
-                ", got ", buffer.sym_sizes());
+    if (variant_.is_into) check_main_grad(args, specs[kGradWeight]);
     return specs;
   }
 
   void push(Stack* stack, size_t arguments, Tensors results) const {
-    if (into_) results.erase(results.begin() + kGradWeight);
+    if (variant_.is_into) results.erase(results.begin() + kGradWeight);
     push_results(stack, arguments, std::move(results));
   }
 
-  void check_devices(std::span<c10::IValue> values) const {
-    const auto device = first_tensor(values).device();
-    for (const auto& value : values) {
-      if (!value.isTensor() || !value.toTensor().defined()) continue;
-      TORCH_CHECK(value.toTensor().device() == device, "[", name_,
-                  "] tensors must be on one device, got ", device, " and ",
-                  value.toTensor().device());
-    }
-  }
-
-  Tensors allocate(const Args& args, const Tensor& first) const {
-    const auto specs = shape(args);
-    Tensors results;
-    results.reserve(specs.size());
-    for (const auto& spec : specs) {
-      results.push_back(at::empty_symint(spec.sizes, first.options().dtype(spec.dtype)));
-    }
-    return results;
-  }
-
+  const Variant& variant_;
   const TypedOp& op_;
-  const std::string name_;
-  const bool into_;  // <name>_into
 };
 
 class MetaKernel final : public Kernel {
@@ -132,9 +184,13 @@ class MetaKernel final : public Kernel {
 
   void operator()(const OperatorHandle& handle, DispatchKeySet, Stack* stack) const {
     const auto values = arguments(handle, stack);
-    const Args args = args_of(values);
-    check_devices(values);
-    push(stack, values.size(), allocate(args, first_tensor(values)));
+    const Args args = check_arguments(values);
+    const auto options = variant_.signature.first_tensor(values).options();
+    Tensors results;
+    for (const auto& spec : shape(args)) {
+      results.push_back(at::empty_symint(spec.sizes, options.dtype(spec.dtype)));
+    }
+    push(stack, values.size(), std::move(results));
   }
 };
 
@@ -150,44 +206,46 @@ class DeviceKernel final : public Kernel {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto values = arguments(handle, stack);
-    const Args args = args_of(values);
-    const auto device = first_tensor(values).device();
-    if (body == &TypedOp::cuda) check_backend();
-    check_devices(values);
+    const Args args = check_arguments(values);
+    const auto device = variant_.signature.first_tensor(values).device();
     const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
-    Tensors results;
-    if (op_.allocates) {
-      make_contiguous(args.values().subspan(op_.reads_first ? 0 : 1));
-      results = allocate_on(device, args);
-    } else {
-      shape(args);
-    }
-    (op_.*body)(args, results);
-    if (into_) args.main_grad().buffer.unsafeGetTensorImpl()->bump_version();
+    Tensors results = op_.*body ? run_body(args, device, values) : run_meaning(args);
+    if (variant_.is_into) bump_version(args.main_grad().buffer);
     push(stack, values.size(), std::move(results));
   }
 
  private:
+  Tensors run_body(const Args& args, c10::Device device, std::span<c10::IValue> values) const {
+    if (body == &TypedOp::cuda) check_backend();
+    const TensorSpecs specs = shape(args);
+    variant_.signature.make_contiguous(values);
+    Tensors results;
+    if (op_.allocates) results = allocate(specs, device, args);
+    (op_.*body)(args, results);
+    return results;
+  }
+
+  Tensors run_meaning(const Args& args) const {
+    Tensors results = run_unfused(variant_.base, args, shape(args));
+    const MainGrad& main_grad = args.main_grad();
+    if (main_grad.buffer.defined() && main_grad.adds) main_grad.buffer.add_(results[kGradWeight]);
+    if (main_grad.buffer.defined() && !main_grad.adds) main_grad.buffer.copy_(results[kGradWeight]);
+    return results;
+  }
+
   void check_backend() const {
     TORCH_CHECK_NOT_IMPLEMENTED(
-        cuda::backend() != nullptr, "[", name_,
+        cuda::backend() != nullptr, "[", variant_.name,
         "] tensors must be on the CPU in this build, got a CUDA tensor; build transformer_ops with "
         "TRANSFORMER_OPS_CUDA=ON and a CUDA toolkit (README.md, \"CUDA\")");
   }
 
-  static void make_contiguous(std::span<c10::IValue> values) {
-    for (auto& value : values) {
-      if (value.isTensor()) value = contiguous(value.toTensor());
-    }
-  }
-
   // Without the dispatcher: sizes are plain integers here.
-  Tensors allocate_on(c10::Device device, const Args& args) const {
-    const auto specs = shape(args);
+  Tensors allocate(const TensorSpecs& specs, c10::Device device, const Args& args) const {
     Tensors results;
     results.reserve(specs.size());
     for (const auto& spec : specs) {
-      if (into_ && results.size() == kGradWeight) {
+      if (variant_.is_into && results.size() == kGradWeight) {
         results.push_back(args.main_grad().buffer);
         continue;
       }
@@ -206,6 +264,10 @@ class DeviceKernel final : public Kernel {
       }
     }
     return nullptr;
+  }
+
+  static void bump_version(const Tensor& buffer) {
+    if (!buffer.is_inference()) buffer.unsafeGetTensorImpl()->bump_version();
   }
 };
 
@@ -246,24 +308,22 @@ class AutogradShortcut final : public Kernel {
 };
 
 template <typename KernelType>
-torch::CppFunction make_kernel(const TypedOp& op, const std::string& name, DispatchKey key,
-                               bool into = false) {
-  return torch::dispatch(
-      key, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<KernelType>(op, name, into)));
+void add_kernel(torch::Library& library, const Variant& variant, DispatchKey key) {
+  auto kernel = torch::CppFunction::makeFromBoxedFunctor(std::make_unique<KernelType>(variant));
+  library.impl(variant.name.c_str(), torch::dispatch(key, std::move(kernel)));
 }
 
-std::string into(const std::string& name) { return name + "_into"; }
-
-std::string into_schema(const std::string& name, std::string schema) {
-  const auto replace = [&](std::string_view from, const std::string& to) {
-    const size_t at = schema.find(from);
-    TORCH_INTERNAL_ASSERT(at != std::string::npos, "'", from, "' in ", schema);
-    schema.replace(at, from.size(), to);
-  };
-  replace(name, into(name));
-  replace(") ->", ", Tensor(a!) main_grad, bool overwrite) ->");
-  replace(", Tensor grad_weight", "");
-  return schema;
+const Variant& add_variant(torch::Library& library, const TypedOp& op, const std::string& base,
+                           bool writes_into) {
+  const Variant& variant = keep_variant(op, base, writes_into);
+  const std::vector<at::Tag> random_tags = {at::Tag::pt2_compliant_tag,
+                                            at::Tag::nondeterministic_seeded};
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  library.def(variant.schema.c_str(), op.random ? random_tags : tags);
+  add_kernel<MetaKernel>(library, variant, DispatchKey::Meta);
+  add_kernel<DeviceKernel<&TypedOp::cpu>>(library, variant, DispatchKey::CPU);
+  add_kernel<DeviceKernel<&TypedOp::cuda>>(library, variant, DispatchKey::CUDA);
+  return variant;
 }
 
 // A library may be loaded while others run.
@@ -277,17 +337,6 @@ Pairs& pairs() {
   return pairs;
 }
 
-// <name>_into: for backward, so without an autograd kernel.
-void register_into(torch::Library& library, const TypedOp& op, const std::string& base) {
-  const std::string name = into(base);
-  library.def(into_schema(base, op.schema).c_str(), {at::Tag::pt2_compliant_tag});
-  library.impl(name.c_str(), make_kernel<MetaKernel>(op, name, DispatchKey::Meta, true));
-  library.impl(name.c_str(),
-               make_kernel<DeviceKernel<&TypedOp::cpu>>(op, name, DispatchKey::CPU, true));
-  library.impl(name.c_str(),
-               make_kernel<DeviceKernel<&TypedOp::cuda>>(op, name, DispatchKey::CUDA, true));
-}
-
 }  // namespace
 
 void register_typed_op(TypedOp op) {
@@ -296,28 +345,19 @@ void register_typed_op(TypedOp op) {
                                 __LINE__);
   const std::string name = parse_schema(op.schema).name;
   const TypedOp& kept = add_typed_op(name, std::move(op));
-  const std::vector<at::Tag> random_tags = {at::Tag::pt2_compliant_tag,
-                                            at::Tag::nondeterministic_seeded};
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  library.def(kept.schema.c_str(), kept.random ? random_tags : tags);
-  library.impl(name.c_str(),
-               make_kernel<DeviceKernel<&TypedOp::cpu>>(kept, name, DispatchKey::CPU));
-  library.impl(name.c_str(), make_kernel<MetaKernel>(kept, name, DispatchKey::Meta));
-  library.impl(name.c_str(),
-               make_kernel<DeviceKernel<&TypedOp::cuda>>(kept, name, DispatchKey::CUDA));
+  const Variant& variant = add_variant(library, kept, name, /*writes_into=*/false);
   for (const auto key :
        {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::AutogradMeta}) {
-    library.impl(name.c_str(), make_kernel<AutogradShortcut>(kept, name, key));
+    add_kernel<AutogradShortcut>(library, variant, key);
   }
-  if (kept.accumulates) register_into(library, kept, name);
+  // For backward, so without an autograd kernel.
+  if (kept.accumulates) add_variant(library, kept, name, /*writes_into=*/true);
 }
 
 void register_cuda_bodies(c10::DispatchKey key) {
   static torch::Library library(torch::Library::IMPL, "transformer_ops", key, __FILE__, __LINE__);
-  for (const auto& [name, op] : all_typed_ops()) {
-    const auto kernel = make_kernel<DeviceKernel<&TypedOp::cuda>>;
-    library.impl(name.c_str(), kernel(*op, name, key, false));
-    if (op->accumulates) library.impl(into(name).c_str(), kernel(*op, into(name), key, true));
+  for (const Variant* variant : all_variants()) {
+    add_kernel<DeviceKernel<&TypedOp::cuda>>(library, *variant, key);
   }
 }
 
@@ -435,6 +475,8 @@ void check_trailing(const Args& args, const char* name, const Tensor& tensor,
                     const Tensor& trailing) {
   const auto sizes = tensor.sym_sizes();
   const auto wanted = trailing.sym_sizes();
+  // A bias has one.
+  TORCH_CHECK(!wanted.empty(), "[", args.op(), "] weight must have at least 1 dimension, got 0");
   TORCH_CHECK(
       sizes.size() >= wanted.size() && sizes.slice(sizes.size() - wanted.size()).equals(wanted),
       "[", args.op(), "] ", name, " must end in dimensions ", wanted, ", got shape ", sizes);

@@ -38,7 +38,7 @@ class Args {
   const Tensor& tensor(size_t i) const { return values_[i].toTensor(); }
   // Takes an argument out of the call, so that its memory is free once the body lets go of it.
   Tensor take(size_t i) const { return std::move(values_[i]).toTensor(); }
-  bool has(size_t i) const { return !values_[i].isNone(); }
+  bool has(size_t i) const { return values_[i].isTensor() && values_[i].toTensor().defined(); }
   double number(size_t i) const { return values_[i].toDouble(); }
   int64_t integer(size_t i) const { return values_[i].toInt(); }
   bool flag(size_t i) const { return values_[i].toBool(); }
@@ -64,12 +64,15 @@ using TensorSpecs = c10::SmallVector<TensorSpec, 4>;
 struct TypedOp {
   std::string schema = {};
   // Checks the arguments ([op] what RULE, got VALUE), then gives the results. Sizes may be
-  // symbolic.
+  // symbolic. That tensors are there and on one device, the frame has checked before.
   std::function<TensorSpecs(const Args&)> shape = {};
   // Arguments whose memory the first result may take, in this order: one that nobody else holds,
   // of the result's size and dtype. Their elements are read before the same ones are written.
   std::vector<size_t> overwrites = {};
-  // Fill results allocated by `shape`, or replace them. Arguments are contiguous.
+  // The arguments whose strides the bodies follow, by name; they get every other one contiguous.
+  std::vector<std::string> any_strides = {};
+  // Fill results allocated by `shape`, or replace them. Where one is absent, the unfused meaning
+  // runs on that device.
   std::function<void(const Args&, Tensors&)> cpu = {};
   std::function<void(const Args&, Tensors&)> cuda = {};
   // The same as plain differentiable ATen calls: oracle, double backward, torch.func. The results
@@ -77,13 +80,14 @@ struct TypedOp {
   std::function<Tensors(const Args&)> unfused = {};
   bool random = false;      // draws from torch's generator
   bool reads_first = true;  // false: the first tensor only ties the op to backward
-  bool allocates = true;    // false: the bodies make their results and take any strides
+  bool allocates = true;    // false: the bodies make their results
   // Result 1 is the gradient of a weight, and the bodies put it where args.main_grad() says. Then
   // there is also <name>_into(..., Tensor(a!) main_grad, bool overwrite), without that result.
   bool accumulates = false;
 };
 
-// Registers schema, CPU and CUDA kernel, and the shape rule as Meta kernel.
+// Registers schema, CPU and CUDA kernel, and the shape rule as Meta kernel. Raises where
+// `any_strides` names no tensor argument.
 void register_typed_op(TypedOp op);
 
 // Has the CUDA bodies serve tensors of another device type too: a backend that stands in for CUDA.
@@ -129,6 +133,14 @@ TensorSpec row_statistics(const Tensor& tensor, int64_t dims = 1);
 // One bit an element.
 TensorSpec bit_mask(const Tensor& tensor);
 at::ScalarType accumulate_dtype(at::ScalarType dtype);
+
+// Of rows that have one, for an error text.
+template <typename Rows>
+std::string names_of(const Rows& rows) {
+  std::string text;
+  for (const auto& row : rows) text += (text.empty() ? "" : ", ") + row.name;
+  return text;
+}
 
 // Raise where the argument is no float16, bfloat16, float32 or float64 tensor.
 void check_compute_dtype(const Args& args, const char* name, const Tensor& tensor);

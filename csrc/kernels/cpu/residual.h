@@ -83,7 +83,7 @@ void bias_dropout_add(DType dtype, DType sum_dtype, const void* x, const void* b
 template <class T, class Norm>
 void add_norm_tiles(const T* x, const T* extra, T* sum, int64_t rows, int64_t h, Norm norm) {
   constexpr int64_t kTile = 8192;
-  const int64_t tile = h < kTile ? kTile / h : 1;
+  const int64_t tile = 0 < h && h < kTile ? kTile / h : 1;
   Scratch<T> scratch(sum == nullptr ? tile * h : 0);
   for (int64_t r = 0; r < rows; r += tile) {
     const int64_t count = smaller(tile, rows - r);

@@ -1,0 +1,46 @@
+// What the frame of a typed op needs of its schema, read once: a call does not look at the text.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+
+#include <span>
+#include <string>
+#include <vector>
+
+namespace transformer_ops {
+
+class Signature {
+ public:
+  // `any_strides`: the tensor arguments that bodies take as they are. Raises where there is none of
+  // such a name. Tensors that are written to are taken as they are, too.
+  Signature(const std::string& schema, const std::vector<std::string>& any_strides);
+
+  const at::Tensor& first_tensor(std::span<c10::IValue> values) const {
+    return values[tensors_.front().index].toTensor();
+  }
+
+  // Raises where a tensor is missing, has no memory or is on another device than the first, and
+  // where a list has another length than the schema says. `op` names the op in an error text.
+  void check(const char* op, std::span<c10::IValue> values) const;
+
+  void make_contiguous(std::span<c10::IValue> values) const;
+
+ private:
+  struct TensorArgument {
+    size_t index;
+    std::string name;
+    bool optional;
+  };
+  struct ListArgument {
+    size_t index;
+    std::string name;
+    size_t size;
+  };
+
+  std::vector<TensorArgument> tensors_;
+  std::vector<ListArgument> lists_;
+  std::vector<size_t> contiguous_;  // indices of tensors
+};
+
+}  // namespace transformer_ops
