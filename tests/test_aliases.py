@@ -91,6 +91,19 @@ def test_an_unused_branch_inside_a_fused_backward_step():
     assert grads[1] is None
 
 
+def test_double_backward_where_an_output_is_unused():
+    module = branches().double()
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *module.parameters()]
+    found = []
+    for way in (module, Plain(module)):
+        first = torch.autograd.grad(way(x)[0].square().sum(), wanted, create_graph=True)
+        penalty = sum(grad.square().sum() for grad in first)
+        found.append(torch.autograd.grad(penalty, wanted, allow_unused=True))
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_an_unused_extra_output_of_half_precision():
     module = branches().to(torch.bfloat16)
     x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)

@@ -372,6 +372,11 @@ def test_plan_texts_that_do_not_parse():
         assert broken != text
         with pytest.raises(RuntimeError, match=r"\[plan\]|plan"):
             tops.Plan.parse(broken)
+    dropout = tops.Sequential(tops.Dropout(0.5))
+    dropout(torch.randn(2, 4))
+    wrong = str(dropout.plans()[0]).replace("p=0.5", "p=-1")
+    with pytest.raises(RuntimeError, match="must have attribute 'p' of type float, got -1"):
+        tops.Plan.parse(wrong)
     for broken in (None, 1, ["plan 2"]):
         with pytest.raises(TypeError):
             tops.Plan.parse(broken)

@@ -569,3 +569,20 @@ def test_a_subclass_that_refuses_says_so():
 
     with pytest.raises(TypeError, match=r"run_group"):
         tops.GELU()(torch.randn(4, 8).as_subclass(Refusing))
+
+
+def test_a_functional_bias_for_a_linear_without_one_raises():
+    for module in (
+        tops.Sequential(tops.Linear(8, 8, bias=False), tops.GELU()),
+        tops.Sequential(tops.Linear(8, 8, bias=False), Shift()),
+    ):
+        x = torch.randn(4, 8)
+        module(x)
+        with pytest.raises(RuntimeError, match=r"\[Linear\] bias must be assigned to the module"):
+            torch.func.functional_call(module, {"0.bias": torch.ones(8)}, (x,))
+        module(x)
+
+
+def test_a_reshape_that_does_not_fit_names_the_op():
+    with pytest.raises(RuntimeError, match=r"\[reshape\] shape '\[3, 5\]' is invalid for input"):
+        tops.Sequential(tops.GELU(), tops.Reshape((3, 5)))(torch.randn(4, 8))

@@ -117,7 +117,7 @@ Bindings bind(const Match& match) {
                 .unfused = forward_unfused,
                 .allocates = false},
     .backward = {.schema = "activation_linear_backward(Tensor grad_output, Tensor activated, "
-                           "Tensor weight, str activation, bool[2] output_mask) -> "
+                           "Tensor? weight, str activation, bool[2] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
                  .any_strides = {"grad_output", "weight"},

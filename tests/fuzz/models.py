@@ -112,7 +112,7 @@ def dropped(p: float) -> Meaning:
 
     def meaning(x: Tensor, extra: list[Tensor], own: dict[str, Tensor]) -> tuple[Tensor]:
         kept = tops.Dropout(p)(torch.ones(x.shape, dtype=x.dtype)) != 0
-        return (torch.where(kept, x * (1 / (1 - p)), 0),)
+        return (torch.where(kept, x * (1 / (1 - p)) if p < 1 else x, 0),)
 
     return meaning
 
@@ -132,14 +132,16 @@ ROWS = {case.name: case for case in CASES}
 SAME_WIDTH = [
     name for name, case in ROWS.items() if case.elementwise and not name.startswith("Dropout")
 ]
-SAME_WIDTH += ["Dropout-eval", "Dropout-none", "Dropout-all", "L2Normalization"]
+SAME_WIDTH += ["Dropout-eval", "Dropout-none", "L2Normalization"]
 HALVING = [name for name in ROWS if "GLU" in name]
 PARAMETERS = ["Linear", "Linear-no-bias", "BasicLinear", "Bias", "LayerNorm", "RMSNorm"]
 PARAMETERS += ["LayerNorm-zero-centered", "RMSNorm-zero-centered"]
 ROW_OF = {"LayerNorm-zero-centered": "LayerNorm-zero-centered-2d"}
 ROW_OF |= {"RMSNorm-zero-centered": "RMSNorm-zero-centered-2d"}
 _USED = {ROW_OF.get(name, name) for name in (*SAME_WIDTH, *HALVING, *PARAMETERS)}
-assert _USED | {"Dropout", "Reshape"} == set(ROWS), "a row of op_cases.py has no place in models.py"
+assert _USED | {"Dropout", "Dropout-all", "Reshape"} == set(ROWS), (
+    "a row of op_cases.py has no place in models.py"
+)
 
 
 class Builder:
@@ -218,7 +220,7 @@ class Builder:
         self.add(op, of({"LayerNorm": layer_norm, "RMSNorm": rms_norm}[name](eps, centered)))
 
     def add_dropout(self) -> None:
-        p = self.rng.choice([0.1, 0.5])
+        p = self.rng.choice([0.1, 0.5, 1.0])
         self.add(tops.Dropout(p), dropped(p))
 
     def add_reshape(self) -> None:
