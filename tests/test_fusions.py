@@ -45,7 +45,9 @@ def near_misses(module, rule):
 
 
 def test_every_rule_has_a_case():
-    assert {h.name for h in tops.fusions() if h.func is None} == {case.rule for case in CASES}
+    # Other tests load libraries that bring rules of their own.
+    built_in = {handle.name for handle in tops.fusions() if handle.origin == "built-in"}
+    assert built_in == {case.rule for case in CASES}
 
 
 @every_case

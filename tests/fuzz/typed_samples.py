@@ -276,7 +276,7 @@ def without_memory(_: Random, tensor: Tensor) -> Tensor:
 
 
 def special_values(random: Random, tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
+    if tensor.dtype not in FLOATS:
         return tensor
     return torch.full_like(tensor, random.choice((math.nan, math.inf, -math.inf, 0.0, 6e4)))
 
