@@ -128,6 +128,23 @@ def test_frozen_parameters(case, frozen):
 
 
 @every_case
+def test_an_input_that_needs_no_gradient(case):
+    module = tops.Sequential(*case.make())
+    inputs = case.inputs(torch.randn(4, 16))
+
+    def parameter_gradients():
+        loss = sum(output.square().sum() for output in as_tuple(seeded(module, *inputs)))
+        return torch.autograd.grad(loss, list(module.parameters()))
+
+    if not list(module.parameters()):
+        pytest.skip("no parameter: nothing needs a gradient")
+    with unfused():
+        want = parameter_gradients()
+    for a, b in zip(parameter_gradients(), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@every_case
 def test_second_derivatives(case):
     module = tops.Sequential(*case.make()).double()
     inputs = [t.requires_grad_() for t in case.inputs(torch.rand(3, 16, dtype=torch.float64))]
