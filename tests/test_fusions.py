@@ -136,8 +136,6 @@ def test_an_input_that_needs_no_gradient(case):
         loss = sum(output.square().sum() for output in as_tuple(seeded(module, *inputs)))
         return torch.autograd.grad(loss, list(module.parameters()))
 
-    if not list(module.parameters()):
-        pytest.skip("no parameter: nothing needs a gradient")
     with unfused():
         want = parameter_gradients()
     for a, b in zip(parameter_gradients(), want, strict=True):

@@ -14,8 +14,6 @@ from op_cases import CASES, OpCase
 from torch import Tensor
 
 import transformer_ops as tops
-from transformer_ops.fuser import _SLOTS
-from transformer_ops.walker import Walker
 
 COUNT = 60
 LONGEST = 8
@@ -132,7 +130,7 @@ def run(call, sources, parameters, grads):
 
 def by_walker(group: tops.OperationFuser):
     """The group's last plan through the Python walker."""
-    walker = Walker(group.plan(), group._basic_ops, group._basic_ops, _SLOTS)
+    walker = group._last_walker()
 
     def call(*sources: Tensor):
         tensors = [*sources, *group._parameters()]

@@ -85,12 +85,14 @@ class OperationFuser:
         self._num_parameters = [len(row) for row in places]
         self._members = self._find_members()
         self._calls_members = any(op._has_own_forward for op in self._members)
+        absent = [(op, name) for op in self._ops for name in op._absent_parameters()]
+        self._has_absent = bool(absent)
         self._group = _C.Group(
             [self._describe(i) for i in range(len(self._basic_ops))],
             places,
             self._basic_ops,
             self._members,
-            [(op, name) for op in self._ops for name in op._absent_parameters()],
+            absent,
             lambda: PlanningSession(self._basic_ops),
             self._recompute == "cheap",
         )
@@ -231,7 +233,8 @@ class OperationFuser:
                 weight = op._parameter_tensors()[0]
                 if weight.requires_grad:
                     main_grad.check(weight)
-        self._group.check_absent()
+        if self._has_absent:
+            self._group.check_absent()
         rows = [op._parameter_tensors() for op in self._basic_ops]
         if [len(row) for row in rows] != self._num_parameters:
             # A Python op, or a module in it, has other parameters than before.

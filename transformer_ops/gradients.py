@@ -25,7 +25,7 @@ class Like(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Like:
         """The look of the tensor's gradient."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+        return cls(tensor.shape, tensor.dtype, tensor.device)
 
     def zeros(self) -> Tensor:
         """A gradient that nobody gave."""
@@ -42,9 +42,9 @@ def fitted(op: str, what: Callable[[], str], gradient: Tensor | None, like: Like
     """
     if gradient is None:
         return None
-    if tuple(gradient.shape) != like.shape:
-        if not _expands_to(like.shape, tuple(gradient.shape)):
-            raise _error(op, what, "shape", like.shape, tuple(gradient.shape))
+    if gradient.shape != like.shape:
+        if not _expands_to(like.shape, gradient.shape):
+            raise _error(op, what, "shape", tuple(like.shape), tuple(gradient.shape))
         gradient = gradient.sum_to_size(like.shape)
     if gradient.dtype != like.dtype:
         if gradient.is_complex() and not like.dtype.is_complex:

@@ -111,6 +111,7 @@ class Walker:
         self.kept = self._read_in_backward()
         self.last_read = self._find_last_reads()
         self.computed_for_later = self._find_computed_for_later()
+        self.grad_behind = {step: f"g{step.ops[-1] + 1}" for step in self.live_backward}
         # The inputs whose gradients come from Python methods.
         by_python = [i for s in self.live_backward if s.python is not None for i in s.ops]
         self.checked = [n for n in self.inputs if n != "x0" and op_of(n) in by_python]
@@ -405,21 +406,37 @@ class Walker:
         values.update({"n" + n[1:]: like.shape for n, like in kept.likes.items() if n[0] == "x"})
         zeros = None  # the gradient that only stands for one that nobody gave
         for number, step in enumerate(self.live_backward):
-            unused = self._unused_ops(step, values, zeros)
-            zeros = f"g{step.ops[0]}" if len(unused) == len(step.ops) else None
-            before = {name: values.get(name) for i in unused for name in self._grads_of(i)}
-            if zeros is not None and self._may_skip(number, kept.likes, values):
-                self._skip(step, kept.likes, values)
-            elif step.python is None:
-                self._native_backward(kept.likes, step, values)
+            if zeros is None and values.get(self.grad_behind[step]) is not None:
+                self._run_backward_step(call, step, values)
             else:
-                self._python_backward(call, step, values)
-            # The zeros that stood for gradients of unused ops gave zeros, autograd gives nothing.
-            values.update(before)
-            values.pop(f"g{step.ops[-1] + 1}", None)
+                zeros = self._run_partly_used(call, number, zeros, values)
+            values.pop(self.grad_behind[step], None)
             for name in self.last_read.get(step, ()):
                 values.pop(name, None)
         return [values.get(name) for name in self.input_grads]
+
+    def _run_backward_step(self, call: Backward, step: Step, values: Values) -> None:
+        if step.python is None:
+            self._native_backward(call.kept.likes, step, values)
+        else:
+            self._python_backward(call, step, values)
+
+    def _run_partly_used(
+        self, call: Backward, number: int, zeros: str | None, values: Values
+    ) -> str | None:
+        """Runs a step whose main gradient nobody gave, or skips it. Returns the gradient it made of
+        zeros alone."""
+        step, likes = self.live_backward[number], call.kept.likes
+        unused = self._unused_ops(step, values, zeros)
+        zeros = f"g{step.ops[0]}" if len(unused) == len(step.ops) else None
+        before = {name: values.get(name) for i in unused for name in self._grads_of(i)}
+        if zeros is not None and self._may_skip(number, likes, values):
+            self._skip(step, likes, values)
+        else:
+            self._run_backward_step(call, step, values)
+        # The zeros that stood for gradients of unused ops gave zeros, autograd gives nothing.
+        values.update(before)
+        return zeros
 
     def _unused_ops(self, step: Step, values: Values, zeros: str | None) -> list[int]:
         """The last ops of a step, as far as nobody gave a gradient for what they put out."""

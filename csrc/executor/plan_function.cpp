@@ -44,15 +44,32 @@ Shapes load_shapes(AutogradContext* context, size_t count) {
   return shapes;
 }
 
-std::string dtype_key(size_t i) { return "dtype" + std::to_string(i); }
+// What the gradients of several outputs look like, in one list: dtype, number of sizes, sizes.
+void save_outputs(AutogradContext* context, const Tensors& outputs) {
+  std::vector<c10::SymInt> saved;
+  for (const Tensor& output : outputs) {
+    const auto sizes = output.sym_sizes();
+    saved.emplace_back(static_cast<int64_t>(output.scalar_type()));
+    saved.emplace_back(static_cast<int64_t>(sizes.size()));
+    saved.insert(saved.end(), sizes.begin(), sizes.end());
+  }
+  context->saved_data["outputs"] = std::move(saved);
+}
 
-// Stands in for the gradient of an output that no loss uses.
-Tensor zero_grad(AutogradContext* context, const Program& program, const Shapes& shapes,
-                 const variable_list& grads, size_t i) {
-  const auto other = std::ranges::find_if(grads, [](const Tensor& grad) { return grad.defined(); });
-  const auto dtype = static_cast<at::ScalarType>(context->saved_data[dtype_key(i)].toInt());
-  const auto& shape = shapes[program.output_shapes + i];
-  return at::zeros_symint(shape, other->options().dtype(dtype));
+// Puts zeros in place of the gradients of outputs that no loss uses; one at least is used.
+variable_list with_zeros(AutogradContext* context, variable_list grads) {
+  const auto used = std::ranges::find_if(grads, [](const Tensor& grad) { return grad.defined(); });
+  const at::TensorOptions options = used->options();
+  const auto saved = context->saved_data["outputs"].toSymIntVector();
+  auto next = saved.begin();
+  for (Tensor& grad : grads) {
+    const auto dtype = static_cast<at::ScalarType>((next++)->expect_int());
+    const int64_t count = (next++)->expect_int();
+    const std::vector<c10::SymInt> sizes(next, next + count);
+    if (!grad.defined()) grad = at::zeros_symint(sizes, options.dtype(dtype));
+    next += count;
+  }
+  return grads;
 }
 
 // The gradients that depend on the gradient of an output that a loss uses: plain autograd gives
@@ -107,9 +124,7 @@ variable_list PlanFunction::forward(AutogradContext* context, const SharedProgra
   outputs.erase(first, last);
   if (outputs.size() > 1) {
     context->set_materialize_grads(false);
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      context->saved_data[dtype_key(i)] = static_cast<int64_t>(outputs[i].scalar_type());
-    }
+    save_outputs(context, outputs);
   }
   variable_list saved;
   saved.reserve(program->saved.size());
@@ -139,10 +154,8 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
   const Shapes shapes = load_shapes(context, program->shapes.size());
   Tensors values(program->backward.values);
   const bool all = std::ranges::all_of(grads, [](const Tensor& grad) { return grad.defined(); });
-  for (size_t i = 0; i < grads.size(); ++i) {
-    values[program->output_grads[i]] =
-        grads[i].defined() ? grads[i] : zero_grad(context, *program, shapes, grads, i);
-  }
+  const variable_list& given = all ? grads : with_zeros(context, grads);
+  for (size_t i = 0; i < given.size(); ++i) values[program->output_grads[i]] = given[i];
   for (const auto& [position, index] : program->more_loads) values[index] = saved[position];
   for (size_t i = 0; i < saved.size(); ++i) values[program->loads[i]] = std::move(saved[i]);
   walk(program->backward, shapes, values);

@@ -83,11 +83,6 @@ class Compiler {
       const int index = backward_.define({Kind::ExtraOutputGrad, value.op, value.name});
       if (i >= program_.constants) program_.output_grads.push_back(index);
     }
-    if (program_.output_grads.size() > 1) {
-      // For the gradient of an output that no loss uses.
-      program_.output_shapes = program_.shapes.size();
-      for (const int output : differentiable_outputs()) program_.shapes.push_back(output);
-    }
     for (auto step = plan.backward.rbegin(); step != plan.backward.rend(); ++step) {
       if (!step->skipped) compile_step(*step, backward_, program_.backward, Kind::Grad);
     }
@@ -107,12 +102,6 @@ class Compiler {
       if (!step.skipped) return program_.plan.needs_backward() ? step.first() : 0;
     }
     return 0;
-  }
-
-  std::vector<int> differentiable_outputs() const {
-    std::vector<int> outputs = program_.outputs;
-    outputs.erase(outputs.begin() + 1, outputs.begin() + 1 + program_.constants);
-    return outputs;
   }
 
   bool has_only_views() const {

@@ -72,7 +72,6 @@ struct Program {
   std::vector<int> saved;            // forward values to save, each once
   std::map<Value, int> saved_slots;  // slots and parameters -> position in saved
   std::vector<int> shapes;           // forward values whose shape backward reads
-  size_t output_shapes = 0;          // where those of the outputs begin, if there are several
 
   Code backward;
   std::vector<int> output_grads;                // parallel to outputs, without the constants
