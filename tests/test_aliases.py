@@ -136,3 +136,24 @@ def test_compiled_autograd_tells_programs_apart():
             y = x.clone().requires_grad_()
             tops.Sequential(tops.ConstantScale(scale), tops.ConstantScale(2.0))(y).sum().backward()
             torch.testing.assert_close(y.grad, torch.full_like(x, 2 * scale))
+
+
+def test_leaves_do_not_share_the_memory_of_their_gradients():
+    """Reshape's gradient is a view of the one that AddExtraInput hands to both of its inputs."""
+    module = tops.Sequential(tops.Reshape((-1, 8)), tops.AddExtraInput(), tops.GELU())
+    x, extra = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
+    loss = module(x, extra).square().sum()
+    want = torch.autograd.grad(loss, [x, extra], retain_graph=True)
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    torch.testing.assert_close([x.grad, extra.grad], [2 * grad for grad in want])
+
+
+def test_a_gradient_that_the_caller_gives_is_not_taken():
+    module = tops.Sequential(tops.Reshape((-1, 8)), tops.AddExtraInput())
+    x, extra = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
+    given = torch.ones(4, 8)
+    for _ in range(2):
+        module(x, extra).backward(given)
+    torch.testing.assert_close(given, torch.ones(4, 8))
+    torch.testing.assert_close(x.grad, torch.full((4, 8), 2.0))

@@ -72,6 +72,15 @@ variable_list with_zeros(AutogradContext* context, variable_list grads) {
   return grads;
 }
 
+// A leaf takes a gradient that nobody else holds as its own, and adds to it in place; it does not
+// see that other gradients share the memory of a view.
+void unshare(Tensor& grad) {
+  if (!grad.defined() || !grad.has_storage()) return;
+  // Of a trace's tensors the count says nothing.
+  const bool is_traced = grad.key_set().has(c10::DispatchKey::Python);
+  if (!is_traced && grad.storage().use_count() > 1) grad = grad.clone();
+}
+
 // The gradients that depend on the gradient of an output that a loss uses: plain autograd gives
 // none for the others.
 std::vector<bool> reached_by(const Program& program, const variable_list& grads) {
@@ -160,9 +169,11 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
   for (size_t i = 0; i < saved.size(); ++i) values[program->loads[i]] = std::move(saved[i]);
   walk(program->backward, shapes, values);
   const std::vector<bool> reached = all ? std::vector<bool>() : reached_by(*program, grads);
-  for (const int index : program->input_grads) {
+  for (size_t i = 0; i < program->input_grads.size(); ++i) {
+    const int index = program->input_grads[i];
     const bool yields = index >= 0 && (all || reached[index]);
     result.push_back(yields ? values[index] : Tensor());
+    if (yields && program->views[i]) unshare(result.back());
   }
   return result;
 }

@@ -94,6 +94,20 @@ class Compiler {
       program_.input_grads.push_back(backward_.find({Kind::ParameterGrad, value.op, value.name}));
     }
     program_.backward.values = backward_.count();
+    note_views();
+  }
+
+  // Ops of torch's own may give a view of what they are given.
+  void note_views() {
+    std::vector<bool> views(program_.backward.values, false);
+    for (const Line& line : program_.backward.lines) {
+      const auto* call = std::get_if<Program::Call>(&line.what);
+      if (call == nullptr || call->typed != nullptr) continue;
+      for (const int result : call->results) views[result] = true;
+    }
+    for (const int index : program_.input_grads) {
+      program_.views.push_back(index >= 0 && views[index]);
+    }
   }
 
   // The first op that a step of backward covers.

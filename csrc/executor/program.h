@@ -78,6 +78,7 @@ struct Program {
   std::vector<int> loads;                       // parallel to saved: the backward value, or -1
   std::vector<std::pair<int, int>> more_loads;  // (position in saved, another backward value)
   std::vector<int> input_grads;                 // parallel to inputs; -1 where there is none
+  std::vector<bool> views;                      // parallel to input_grads: of other gradients
 };
 
 // Throws c10::Error (RuntimeError) for a plan with Python steps, an unknown op, or a call that does

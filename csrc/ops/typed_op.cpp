@@ -99,7 +99,7 @@ struct Variant {
 
 // They live as long as the library, and stay where they are.
 struct Variants {
-  std::mutex mutex;
+  ForkSafeMutex mutex;
   std::deque<Variant> rows;
 };
 

@@ -87,7 +87,9 @@ Tensors call_unfused(const std::string& name, c10::ArrayRef<c10::IValue> argumen
   const TypedOp* op = find_typed_op(name);
   TORCH_CHECK(op != nullptr, "[typed op] name must be registered, got '", name, "'");
   std::vector<c10::IValue> values(arguments.begin(), arguments.end());
-  if (op->unfused) return op->unfused(Args(name.c_str(), values));
+  const Args args(name.c_str(), values);
+  if (op->shape) op->shape(args);  // the same errors as those of the op
+  if (op->unfused) return op->unfused(args);
   const TypedOp* const forward = find_meant_forward(name);
   TORCH_CHECK_NOT_IMPLEMENTED(forward != nullptr, "[", name,
                               "] declaration must have .unfused, got none");

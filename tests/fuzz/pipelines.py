@@ -335,7 +335,11 @@ def leaf_by_leaf(trial: Trial) -> int:
 
 def accumulated(trial: Trial) -> int:
     """backward() adds to .grad, twice."""
-    outputs, leaves = trial.call(), trial.leaves()
+    # Of two leaves whose views are added, torch itself gives both the same memory as .grad.
+    outputs = trial.call(
+        lambda *inputs: trial.module(*(i * 1 if i._is_view() else i for i in inputs))
+    )
+    leaves = trial.leaves()
     live = [
         (o, g)
         for o, g in zip(outputs, trial.grads, strict=True)
@@ -401,7 +405,9 @@ def compiled(trial: Trial, *, dynamic: bool) -> int:
     torch._dynamo.reset()
     whole = not trial.model.has_python
     fast = torch.compile(trial.module, fullgraph=whole, backend="aot_eager", dynamic=dynamic)
-    return check(trial, trial.results(trial.call(fast)), "torch.compile")
+    # AOTAutograd gives zeros for outputs that no loss uses, also in plain torch.
+    results = trial.results(trial.call(fast))
+    return assert_all_near(results, trial.want, "torch.compile", zeros_for_none=True)
 
 
 def exported(trial: Trial, *, frozen: bool) -> int:
