@@ -12,6 +12,9 @@ from .op import BasicOperation, FusibleOperation, OperationContext, unpacked
 
 Tensors = tuple[Tensor | None, ...]
 
+# What methods return most often.
+_PLAIN_LISTS = (tuple, list)
+
 
 def forward(
     op: FusibleOperation,
@@ -94,10 +97,15 @@ def backward(
     _check_gradient(op, "the input", grad_input)
     for basic, tensors in zip(op.basic_ops, extra, strict=True):
         _check_count(op, basic, method, "gradients", tensors, basic.num_extra_inputs)
-    for what, lists in (("a parameter", parameters), ("an extra input", extra)):
-        for gradient in (entry for tensors in lists for entry in tensors):
-            _check_gradient(op, what, gradient)
+    _check_gradients(op, "a parameter", parameters)
+    _check_gradients(op, "an extra input", extra)
     return grad_input, parameters, extra
+
+
+def _check_gradients(op: FusibleOperation, what: str, lists: list[Tensors]) -> None:
+    for tensors in lists:
+        for gradient in tensors:
+            _check_gradient(op, what, gradient)
 
 
 def _check_gradient(op: FusibleOperation, what: str, gradient: Any) -> None:
@@ -185,6 +193,8 @@ def _per_basic_op(
 
 
 def _entries(op: FusibleOperation, method: str, what: str, entries: Any) -> tuple[Any, ...]:
+    if type(entries) in _PLAIN_LISTS:
+        return tuple(entries)
     # A tensor would give its rows.
     if isinstance(entries, Tensor) or not isinstance(entries, Iterable | None):
         raise RuntimeError(

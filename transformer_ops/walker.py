@@ -111,6 +111,8 @@ class Walker:
         self.kept = self._read_in_backward()
         self.last_read = self._find_last_reads()
         self.computed_for_later = self._find_computed_for_later()
+        read = arguments_of(self.live_backward)
+        self.shapes_read = [(name, "x" + name[1:]) for name in read if name.startswith("n")]
         self.grad_behind = {step: f"g{step.ops[-1] + 1}" for step in self.live_backward}
         # The inputs whose gradients come from Python methods.
         by_python = [i for s in self.live_backward if s.python is not None for i in s.ops]
@@ -403,7 +405,9 @@ class Walker:
         for name, position in kept.places.items():
             if position is not None:
                 values[name] = call.saved[position]
-        values.update({"n" + n[1:]: like.shape for n, like in kept.likes.items() if n[0] == "x"})
+        for name, boundary in self.shapes_read:
+            if boundary in kept.likes:
+                values[name] = kept.likes[boundary].shape
         zeros = None  # the gradient that only stands for one that nobody gave
         for number, step in enumerate(self.live_backward):
             if zeros is None and values.get(self.grad_behind[step]) is not None:
