@@ -138,9 +138,20 @@ def test_compiled_autograd_tells_programs_apart():
             torch.testing.assert_close(y.grad, torch.full_like(x, 2 * scale))
 
 
-def test_leaves_do_not_share_the_memory_of_their_gradients():
+class Doubled(tops.BasicOperation):
+    """A Python op, so that Python walks the plan."""
+
+    def op_forward(self, ctx, input_):
+        return 2 * input_
+
+    def op_backward(self, ctx, grad_output):
+        return 2 * grad_output, ()
+
+
+@pytest.mark.parametrize("last", [tops.GELU, Doubled])
+def test_leaves_do_not_share_the_memory_of_their_gradients(last):
     """Reshape's gradient is a view of the one that AddExtraInput hands to both of its inputs."""
-    module = tops.Sequential(tops.Reshape((-1, 8)), tops.AddExtraInput(), tops.GELU())
+    module = tops.Sequential(tops.Reshape((-1, 8)), tops.AddExtraInput(), last())
     x, extra = (torch.randn(4, 8, requires_grad=True) for _ in range(2))
     loss = module(x, extra).square().sum()
     want = torch.autograd.grad(loss, [x, extra], retain_graph=True)

@@ -48,16 +48,17 @@ def measure(
     input: Tensor | Like, saved: Mapping[str, Tensor | None], parameters: Sequence[Tensor]
 ) -> SavedBytes:
     """The bytes of tensors by slot."""
-    left_out = {_storage(parameter) for parameter in parameters}
+    left_out = {storage_of(parameter) for parameter in parameters}
     slots = {
-        name: Kept(tensor.numel() * tensor.element_size(), _storage(tensor))
+        name: Kept(tensor.numel() * tensor.element_size(), storage_of(tensor))
         for name, tensor in saved.items()
-        if tensor is not None and _storage(tensor) not in left_out
+        if tensor is not None and storage_of(tensor) not in left_out
     }
     return SavedBytes(tuple(input.shape), input.dtype, slots)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """A number that tensors in the same memory share."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # wrappers without memory of their own

@@ -113,6 +113,15 @@ class Walker:
         self.computed_for_later = self._find_computed_for_later()
         read = arguments_of(self.live_backward)
         self.shapes_read = [(name, "x" + name[1:]) for name in read if name.startswith("n")]
+        # Gradients of inputs that may be views: torch's own ops give them.
+        by_torch = {
+            name
+            for step in self.live_backward
+            for i in step.instructions
+            if i.target.startswith("aten::")
+            for name in i.results
+        }
+        self.views = [k for k, name in enumerate(self.input_grads) if name in by_torch]
         self.grad_behind = {step: f"g{step.ops[-1] + 1}" for step in self.live_backward}
         # The inputs whose gradients come from Python methods.
         by_python = [i for s in self.live_backward if s.python is not None for i in s.ops]
@@ -417,7 +426,10 @@ class Walker:
             values.pop(self.grad_behind[step], None)
             for name in self.last_read.get(step, ()):
                 values.pop(name, None)
-        return [values.get(name) for name in self.input_grads]
+        results = [values.get(name) for name in self.input_grads]
+        for k in self.views:
+            results[k] = _unshared(results[k], [*results[:k], *results[k + 1 :], *grads])
+        return results
 
     def _run_backward_step(self, call: Backward, step: Step, values: Values) -> None:
         if step.python is None:
@@ -564,6 +576,16 @@ class _Walk(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return (*[None] * _FIRST_TENSOR, *ctx.kept.walker.backward(ctx, grads))
+
+
+def _unshared(grad: Tensor | None, others: Sequence[Tensor | None]) -> Tensor | None:
+    """A gradient in memory of its own: a leaf adds to the one that it is given in place, and does
+    not see that others share the memory of a view."""
+    if grad is None:
+        return None
+    memory = saved_bytes.storage_of(grad)
+    shares = any(other is not None and saved_bytes.storage_of(other) == memory for other in others)
+    return grad.clone() if shares else grad
 
 
 def _gradient(likes: dict[str, Like], values: Values, name: str) -> Any:
