@@ -32,8 +32,9 @@ def test_every_op_and_fusion_is_listed() -> None:
     page = make_reference().reference()
     for name in tops.ops.__all__:
         assert f"\n{name}(" in page
+    # Others are of libraries that another test has loaded.
     for fusion in tops.fusions():
-        assert f"| `{fusion.name}` |" in page
+        assert fusion.origin != "built-in" or f"| `{fusion.name}` |" in page
 
 
 def test_rows_of_known_ops() -> None:

@@ -54,6 +54,9 @@ class Compiler {
     compile_forward();
     if (plan.needs_backward()) compile_backward();
     program_.only_views = has_only_views();
+    for (const int output : program_.outputs) {
+      TORCH_CHECK(output >= 0, "[plan] forward must write every output, got one that it does not");
+    }
     mark_dead(program_.forward, {&program_.outputs, &program_.saved, &program_.shapes});
     mark_dead(program_.backward, {&program_.input_grads});
     return std::move(program_);
@@ -208,6 +211,7 @@ class Compiler {
     const auto* source = std::get_if<Value>(&instruction.arguments[0]);
     TORCH_CHECK(source != nullptr, "[plan] a hand-over must name a value");
     const int from = values.find(*source);
+    check_written(*source, from);
     for (const Value& result : instruction.results) {
       const int previous = values.find(result);
       if (result.kind == Kind::ExtraOutputGrad && previous >= 0) {
@@ -219,6 +223,10 @@ class Compiler {
         values.alias(result, from);
       }
     }
+  }
+
+  static void check_written(const Value& value, int index) {
+    TORCH_CHECK(index >= 0, "[plan] value must be written before it is read, got ", to_text(value));
   }
 
   Program::Operand operand(const Argument& argument, Numbering& values) {
@@ -237,7 +245,7 @@ class Compiler {
     const bool from_forward = value.kind == Kind::Slot || value.kind == Kind::Parameter;
     if (&values == &backward_ && from_forward) return Program::Load{load(value)};
     const int index = values.find(value);
-    TORCH_CHECK(index >= 0, "[plan] value must be written before it is read, got ", to_text(value));
+    check_written(value, index);
     return Program::Load{index};
   }
 

@@ -209,6 +209,8 @@ DataFlow verify_forward(const Plan& plan) {
     flow.run(step);
     if (step.python) add_python_results(step, plan, /*forward=*/true, flow);
     for (const Save& save : step.saves) {
+      check(save.slot.kind == Kind::Slot, "[plan] step '", step.name, "' must save slots, got ",
+            to_text(save.slot));
       if (!step.python) flow.require(save.source, step);
       flow.add(save.slot);
     }

@@ -65,6 +65,11 @@ TEST(Verify, BackwardIsNotReadWithoutGradients) {
             "no error");
 }
 
+TEST(Verify, StepsSaveSlots) {
+  EXPECT_EQ(error_after([](Plan& plan) { plan.forward[1].saves[0].slot = value("x3"); }),
+            "[plan] step 'Product' must save slots, got x3");
+}
+
 TEST(Verify, BackwardYieldsTheGradientsThatThePlanNames) {
   EXPECT_EQ(error_after([](Plan& plan) { plan.backward[1].instructions[0].results[1].name = "x"; }),
             "[plan] backward must yield the gradients that the plan names, got no dp1.weight");
