@@ -113,6 +113,22 @@ void verify_native_op(const Plan& plan, int i) {
   }
 }
 
+// Extra outputs that the caller or another op reads are outputs that the op has.
+void verify_extra_outputs(const Plan& plan) {
+  std::vector<Value> outputs = plan.extra_outputs;
+  for (const Route& route : plan.routes) outputs.push_back(route.output);
+  for (const Value& output : outputs) {
+    const PlannedOp& op = plan.ops[output.op];
+    if (!op.native) continue;
+    bool found = false;
+    for (int k = 0; k < declaration(op.kind).extra_outputs; ++k) {
+      found |= output.name == std::to_string(k);
+    }
+    check(found && output.kind == Kind::ExtraOutput, "[plan] op ", output.op, " (", op.kind,
+          ") must have the extra outputs that are read, got no '", to_text(output), "'");
+  }
+}
+
 void verify_ops(const Plan& plan) {
   verify_routes(plan);
   for (const auto* values : {&plan.parameters, &plan.extra_inputs, &plan.extra_outputs}) {
@@ -123,6 +139,7 @@ void verify_ops(const Plan& plan) {
   for (int i = 0; i < plan.size(); ++i) {
     if (plan.ops[i].native) verify_native_op(plan, i);
   }
+  verify_extra_outputs(plan);
   verify_values(plan.forward, plan);
   verify_values(plan.backward, plan);
 }

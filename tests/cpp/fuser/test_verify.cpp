@@ -65,6 +65,13 @@ TEST(Verify, BackwardIsNotReadWithoutGradients) {
             "no error");
 }
 
+TEST(Verify, ExtraOutputsAreThoseOfTheOp) {
+  auto ops = nodes({"Fork", "Add"});
+  toy::connect(ops, 0, 1);
+  EXPECT_EQ(error_after([](Plan& plan) { plan.routes[0].output.name = "x"; }, toy::plan(ops)),
+            "[plan] op 0 (Fork) must have the extra outputs that are read, got no 'o0.x'");
+}
+
 TEST(Verify, StepsSaveSlots) {
   EXPECT_EQ(error_after([](Plan& plan) { plan.forward[1].saves[0].slot = value("x3"); }),
             "[plan] step 'Product' must save slots, got x3");
