@@ -124,15 +124,24 @@ void verify_extra_outputs(const Plan& plan) {
     for (int k = 0; k < declaration(op.kind).extra_outputs; ++k) {
       found |= output.name == std::to_string(k);
     }
-    check(found && output.kind == Kind::ExtraOutput, "[plan] op ", output.op, " (", op.kind,
+    check(found, "[plan] op ", output.op, " (", op.kind,
           ") must have the extra outputs that are read, got no '", to_text(output), "'");
   }
 }
 
 void verify_ops(const Plan& plan) {
   verify_routes(plan);
-  for (const auto* values : {&plan.parameters, &plan.extra_inputs, &plan.extra_outputs}) {
-    for (const Value& value : *values) verify_value(value, plan);
+  const std::pair<const std::vector<Value>*, Kind> lists[] = {
+      {&plan.parameters, Kind::Parameter},
+      {&plan.extra_inputs, Kind::ExtraInput},
+      {&plan.extra_outputs, Kind::ExtraOutput},
+  };
+  for (const auto& [values, kind] : lists) {
+    for (const Value& value : *values) {
+      verify_value(value, plan);
+      check(value.kind == kind, "[plan] inputs, parameters and outputs must be listed as e1.0, ",
+            "p1.weight and o1.0, got ", to_text(value));
+    }
     check(std::ranges::is_sorted(*values, {}, &Value::op), "[plan] inputs, parameters and outputs ",
           "must be in the order of their ops");
   }
