@@ -163,7 +163,8 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
   const Shapes shapes = load_shapes(context, program->shapes.size());
   Tensors values(program->backward.values);
   const bool all = std::ranges::all_of(grads, [](const Tensor& grad) { return grad.defined(); });
-  const variable_list& given = all ? grads : with_zeros(context, grads);
+  const variable_list filled = all ? variable_list() : with_zeros(context, grads);
+  const variable_list& given = all ? grads : filled;
   for (size_t i = 0; i < given.size(); ++i) values[program->output_grads[i]] = given[i];
   for (const auto& [position, index] : program->more_loads) values[index] = saved[position];
   for (size_t i = 0; i < saved.size(); ++i) values[program->loads[i]] = std::move(saved[i]);
