@@ -131,6 +131,11 @@ variable_list PlanFunction::forward(AutogradContext* context, const SharedProgra
   const auto first = outputs.begin() + 1, last = first + program->constants;
   constants->assign(std::make_move_iterator(first), std::make_move_iterator(last));
   outputs.erase(first, last);
+  for (const Tensor& output : outputs) {
+    TORCH_CHECK(at::isFloatingType(output.scalar_type()),
+                "[run_plan] outputs must be floating where a gradient is wanted, got ",
+                output.scalar_type());
+  }
   if (outputs.size() > 1) {
     context->set_materialize_grads(false);
     save_outputs(context, outputs);

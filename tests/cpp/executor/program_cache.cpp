@@ -64,6 +64,9 @@ TEST(ProgramCache, ThreadsShareIt) {
 
 // A child inherits no other thread, so nobody would give back what another thread held.
 TEST(ProgramCache, AForkedChildFindsItFree) {
+#if defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "the allocator of GCC 12's ASan does not survive a fork amid threads";
+#endif
   std::atomic<bool> stop = false;
   std::vector<std::thread> threads;
   for (int t = 0; t < 2; ++t) {

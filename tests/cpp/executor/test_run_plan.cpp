@@ -343,6 +343,11 @@ TEST(RunPlanErrors, ShowTheSchemaThatACallDoesNotFit) {
             schema + "dropout(Tensor, float, bool) -> (Tensor, Tensor, Tensor)" + end);
 }
 
+TEST(RunPlanErrors, NoGradientReachesAnOutputOfIntegers) {
+  EXPECT_EQ(error_with("x1, s0.mask = ", "s0.mask, x1 = "),
+            "[run_plan] outputs must be floating where a gradient is wanted, got Byte");
+}
+
 TEST(RunPlanErrors, NoOpThatWritesToItsArguments) {
   EXPECT_NE(error_with("dropout_backward(g1, s0.mask, 0.25)", "aten::relu_(g1)")
                 .find("[plan] call must fit"),

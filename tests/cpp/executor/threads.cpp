@@ -157,6 +157,9 @@ TEST_F(RunPlanThreads, FreeWhatOthersMade) {
 }
 
 TEST_F(RunPlanThreads, AForkedProcessCompiles) {
+#if defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "the allocator of GCC 12's ASan does not survive a fork amid threads";
+#endif
   std::atomic<bool> stop = false;
   std::vector<std::thread> threads;
   for (int id = 0; id < 2; ++id) {
