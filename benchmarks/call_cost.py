@@ -3,7 +3,8 @@
     python benchmarks/call_cost.py [--quick] [--no-compile] [--out FILE.json] [--check]
 
 Every way of a block is timed in turn, round after round, in this one process on one thread; a
-ratio is the median over the rounds of way / eager.
+ratio is the median over the rounds of way / eager. Guards are what Dynamo checks before a compiled
+call: the lines of their tree.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import blocks
 import torch
 import ways
+from suite.guards import count_guards
 from torch import Tensor, nn
 
 Call = Callable[[], object]
 PASSES = ["forward", "forward+backward", "forward no grad"]
 OURS = "ours"
+GUARDS = "guards"
 # What --check lets pass; the aims are 0.6 and 0.7, and machines that others use are noisy.
 LIMITS = {"forward": 0.8, "forward+backward": 0.85}
 BATCH_SECONDS = 0.002
@@ -40,6 +43,7 @@ class Way(NamedTuple):
 
     name: str
     calls: dict[str, Call]
+    guards: int | None = None  # where it is compiled
 
 
 def make_calls(module: nn.Module, tokens: int, hidden: int) -> dict[str, Call]:
@@ -67,13 +71,22 @@ def make_ways(block: blocks.Block, tokens: int, hidden: int, ffn: int, compiled:
     eager, ours = block.eager(hidden, ffn), block.ours(hidden, ffn)
     blocks.copy_parameters(eager, ours)
     modules: dict[str, Any] = {"eager": eager, OURS: ours}
+    guards: dict[str, int] = {}
     if compiled:
+        x = torch.randn(tokens, hidden, requires_grad=True)
+        for name, make in (("eager", block.eager), (OURS, block.ours)):
+            guards[f"{name}, compiled"] = count_guards(make(hidden, ffn), x)
+        # Dynamo would check the graphs that were counted too.
+        torch._dynamo.reset()
         modules["eager, compiled"] = torch.compile(block.eager(hidden, ffn))
         modules["ours, compiled"] = torch.compile(block.ours(hidden, ffn), fullgraph=True)
     if block is blocks.MLP:
         modules["typed ops, register_autograd"] = ways.TypedOps(eager)
         modules["Python autograd.Function"] = ways.PythonFunction(eager)
-    return [Way(name, make_calls(module, tokens, hidden)) for name, module in modules.items()]
+    return [
+        Way(name, make_calls(module, tokens, hidden), guards.get(name))
+        for name, module in modules.items()
+    ]
 
 
 def seconds(call: Call, count: int) -> float:
@@ -107,24 +120,31 @@ def measure(found: list[Way], rounds: int) -> dict[str, dict[str, list[float]]]:
     return times
 
 
-def summarize(times: dict[str, dict[str, list[float]]]) -> list[dict[str, object]]:
-    """A row for each way: medians, and medians of the ratios to eager."""
+def summarize(
+    found: list[Way], times: dict[str, dict[str, list[float]]]
+) -> list[dict[str, object]]:
+    """A row for each way: medians, medians of the ratios to eager, guards."""
     rows = []
-    for way, passes in times.items():
-        row: dict[str, object] = {"way": way}
-        for name, values in passes.items():
+    for way in found:
+        row: dict[str, object] = {"way": way.name}
+        for name, values in times[way.name].items():
             ratios = [a / b for a, b in zip(values, times["eager"][name], strict=True)]
             row[name] = {"us": statistics.median(values), "ratio": statistics.median(ratios)}
+        if way.guards is not None:
+            row[GUARDS] = way.guards
         rows.append(row)
     return rows
 
 
 def table(block: str, rows: list[dict[str, object]]) -> str:
     """Rows as aligned text."""
-    lines = [f"{block:<32}" + "".join(f"{name:>22}" for name in PASSES)]
+    lines = [f"{block:<32}" + "".join(f"{name:>22}" for name in PASSES) + f"{GUARDS:>8}"]
     for row in rows:
         cells = [f"{row[p]['us']:8.1f} us {row[p]['ratio']:6.2f}x" for p in PASSES]  # type: ignore[index]
-        lines.append(f"  {row['way']:<30}" + "".join(f"{cell:>22}" for cell in cells))
+        guards = row.get(GUARDS, "-")
+        lines.append(
+            f"  {row['way']:<30}" + "".join(f"{cell:>22}" for cell in cells) + f"{guards:>8}"
+        )
     return "\n".join(lines)
 
 
@@ -169,7 +189,7 @@ def main() -> int:
     results = {}
     for block in blocks.BLOCKS:
         found = make_ways(block, **sizes, compiled=compiled)
-        results[block.name] = summarize(measure(found, rounds))
+        results[block.name] = summarize(found, measure(found, rounds))
         print(table(block.name, results[block.name]), flush=True)
     if options.out:
         about = {

@@ -47,6 +47,7 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   entry["slots"] = slots;
   entry["needed_for"] = needed_for;
   entry["keeps_width"] = !row.width;
+  entry["asks_training"] = static_cast<bool>(row.inactive);
   entry["forward"] = row.forward;
   entry["backward"] = row.backward;
   return entry;
@@ -131,6 +132,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("typed_ops_without_cuda", &typed_ops_without_cuda);
   module.def("unfused", torch::wrap_pybind_function(&unfused));
   module.def("isa_name", &cpu::isa_name);
+  module.def("untraced", [](const py::function& method) {
+    return py::cpp_function([method](const py::object& self) { return method(self); });
+  });
 }
 
 }  // namespace transformer_ops::python

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench
+import call_cost
 import products
 import profile_block
-from suite import cases, check, measure, pages, peak, tables, targets, timing
+from suite import cases, check, guards, measure, pages, peak, tables, targets, timing
 from suite.cases import BLOCK_SIZE, COMPILED, EAGER, FORWARD, OP_SIZE, OURS, TRAINING
 from suite.results import Results
 
@@ -148,6 +149,26 @@ def test_roof_counts_bytes_in_copies_of_the_input() -> None:
     assert found.bound() == 2.5
     assert found.to_bound(OURS) == 2.0
     assert found.bound(FORWARD) == 1.0
+
+
+# ---- calls
+
+
+def test_the_table_of_calls_has_guards_where_they_were_counted() -> None:
+    times = {name: {"us": 10.0, "ratio": 0.5} for name in call_cost.PASSES}
+    way = {"way": "ours, compiled", **times}
+    calls = {"blocks": {"a": [{"way": "eager", **times}, {**way, "guards": 128}], "b": [way]}}
+    found = Results(dict(ABOUT), calls=calls)
+    table = tables.calls(found, "a")
+    assert table.headers == ["a", *call_cost.PASSES, "guards"]
+    assert [line[-1] for line in table.rows] == ["-", "128"]
+    assert tables.calls(found, "b").headers == ["b", *call_cost.PASSES]
+
+
+def test_guards_grow_with_what_is_checked() -> None:
+    x = torch.randn(2, 4)
+    one, three = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(*(nn.Linear(4, 4) for _ in "abc"))
+    assert 0 < guards.count_guards(one, x) < guards.count_guards(three, x)
 
 
 # ---- peak memory

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
 from . import explain as _explain
@@ -35,6 +36,16 @@ Sources = Sequence[Sequence[tuple[int, int] | None]]
 Channels = tuple[Sources, Sequence[Sequence[bool]]]
 
 _PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
+# Each name on the way from a global to an object is a guard of a compiled graph.
+_run_plan = torch.ops.transformer_ops.run_plan
+
+
+class Reads(NamedTuple):
+    """What a call of a group reads of its modules, by their index."""
+
+    parameters: tuple[tuple[int, str], ...]
+    absent: tuple[tuple[int, str], ...]  # parameters that are None
+    training: tuple[int | None, ...]  # whose flag a basic op asks for
 
 
 class OperationFuser:
@@ -85,14 +96,15 @@ class OperationFuser:
         self._num_parameters = [len(row) for row in places]
         self._members = self._find_members()
         self._calls_members = any(op._has_own_forward for op in self._members)
-        absent = [(op, name) for op in self._ops for name in op._absent_parameters()]
-        self._has_absent = bool(absent)
+        self._absent = tuple(
+            (i, name) for i, op in enumerate(self._ops) for name in op._absent_parameters()
+        )
         self._group = _C.Group(
             [self._describe(i) for i in range(len(self._basic_ops))],
             places,
             self._basic_ops,
             self._members,
-            absent,
+            [(self._ops[i], name) for i, name in self._absent],
             lambda: PlanningSession(self._basic_ops),
             self._recompute == "cheap",
         )
@@ -105,6 +117,18 @@ class OperationFuser:
         if self._accumulates or self._calls_members:
             return True
         return any(op.is_python or _computes_training(op) for op in self._basic_ops)
+
+    def _reads(self) -> Reads | None:
+        """None where that is not fixed as long as no op changes."""
+        places = {id(op): i for i, op in enumerate(self._ops)}
+        owned = [(op, places.get(id(op._parameter_owner), -1)) for op in self._basic_ops]
+        if any(i < 0 or op.is_python for op, i in owned):
+            return None
+        return Reads(
+            tuple((i, name) for op, i in owned for name in op._parameter_names),
+            self._absent,
+            tuple(i if _asks_training(op) else None for op, i in owned),
+        )
 
     def _op_changed(self) -> None:
         """An op has other basic ops, hooks or another `forward` than when it was captured."""
@@ -174,16 +198,25 @@ class OperationFuser:
             TypeError: an input that is no tensor; keyword arguments for a native op.
             RuntimeError: a tensor that does not fit an op, a fusion function that misbehaves.
         """
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             if basic_op_kwargs is None:
                 output = self._call(input, *extra_inputs)
                 if output is not None:
                     return output
             return self._call_in_python(input, extra_inputs, basic_op_kwargs)
-        if _traced_group(self._number, self._edits, has_hooks(self._members)):
-            return _call_outside(self._number, input, extra_inputs, basic_op_kwargs)
-        _check_call(self.num_extra_inputs, input, extra_inputs)
-        return traced_call(self._number, self._basic_ops, input, extra_inputs, basic_op_kwargs)
+        number, count, is_split = _traced_group(self._traced_state)
+        if is_split:
+            return _call_outside(number, input, extra_inputs, basic_op_kwargs)
+        _check_call(count, input, extra_inputs)
+        return traced_call(number, self._ops, input, extra_inputs, basic_op_kwargs)
+
+    def _state(self) -> str:
+        """Another text after an edit of an op, and where it has to be split."""
+        self._refresh()
+        return f"{self._number}.{self._edits}" + ("h" if self._is_split() else "-")
+
+    # All that a compiled graph guards on, beside what it reads of the ops.
+    _traced_state = property(registry.untraced(_state))
 
     # ---- eager, where C++ hands back
 
@@ -207,7 +240,8 @@ class OperationFuser:
             if overriding:
                 arguments = (self, input, extra_inputs, kwargs)
                 return handle_torch_function(run_group, overriding, *arguments)
-        entry = self._entry(_facts(tensors, self._basic_ops))
+        training = tuple(op.training for op in self._basic_ops)
+        entry = self._entry(_facts(tensors, training))
         return _unpack(self._walker(entry).run(tensors, self._kwargs(kwargs)))
 
     def _entry(self, facts: Facts) -> Any:
@@ -233,7 +267,7 @@ class OperationFuser:
                 weight = op._parameter_tensors()[0]
                 if weight.requires_grad:
                     main_grad.check(weight)
-        if self._has_absent:
+        if self._absent:
             self._group.check_absent()
         rows = [op._parameter_tensors() for op in self._basic_ops]
         if [len(row) for row in rows] != self._num_parameters:
@@ -314,31 +348,49 @@ def _declarations(plan: Plan) -> dict[str, dict[str, Any]]:
 
 def traced_call(
     number: int,
-    basic_ops: Sequence[BasicOperation],
+    modules: Sequence[FusibleOperation],
     input: Tensor,
     extra_inputs: tuple[Tensor, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
-    """What Dynamo sees of a group: plain tensors, and one op or the walker."""
-    parameters = [tensor for op in basic_ops for tensor in op._parameter_tensors()]
-    _check_parameters(basic_ops)
+    """What Dynamo sees of a group of these modules: plain tensors, and one op or the walker."""
+    reads = _reads_constant(number)
+    if reads is None:
+        ops = _basic_ops(modules)
+        parameters = [tensor for op in ops for tensor in op._parameter_tensors()]
+        training = tuple(op.training for op in ops)
+    else:
+        parameters = [getattr(modules[place], name) for place, name in reads.parameters]
+        training = tuple(place is not None and modules[place].training for place in reads.training)
+        for place, name in reads.absent:
+            if getattr(modules[place], name) is not None:
+                raise RuntimeError(
+                    f"[{type(modules[place]).__name__}] {name} must be assigned to the module, "
+                    "got a tensor that was put in its place (torch.func.functional_call)"
+                )
+    for tensor in parameters:
+        if not isinstance(tensor, Tensor):
+            _check_parameters(_basic_ops(modules))
     tensors = [input, *extra_inputs, *parameters]
-    facts = _facts(tensors, basic_ops)
+    facts = _facts(tensors, training)
     text = _native_plan(number, registry.VERSION, facts)
     if text and not (kwargs and any(kwargs)):
-        return _unpack(
-            tuple(torch.ops.transformer_ops.run_plan(text, input, list(extra_inputs), parameters))
-        )
+        return _unpack(tuple(_run_plan(text, input, list(extra_inputs), parameters)))
     walker = _python_plan(number, registry.VERSION, facts)
     if walker < 0:
         return _walk_outside(number, input, extra_inputs, kwargs)
-    for place, value in plain_state(walker):
+    basic_ops = _basic_ops(modules)
+    for state_place, value in plain_state(walker):
         # Never true while tracing: what Dynamo guards on.
-        if read(basic_ops, place) != value:
+        if read(basic_ops, state_place) != value:
             return _walk_outside(number, input, extra_inputs, kwargs)
-    state = [read(basic_ops, place) for place in state_places(walker)]
+    state = [read(basic_ops, state_place) for state_place in state_places(walker)]
     given = kwargs if kwargs is not None else [{} for _ in basic_ops]
     return _unpack(walk_in_graph(walker, tensors, state, given))
+
+
+def _basic_ops(modules: Sequence[FusibleOperation]) -> list[BasicOperation]:
+    return [op for module in modules for op in module.basic_ops]
 
 
 def traced_alone(
@@ -350,7 +402,7 @@ def traced_alone(
     if is_split:
         return _call_outside(number, input, extra_inputs, given)
     _check_call(count, input, extra_inputs)
-    return traced_call(number, op.basic_ops, input, extra_inputs, given)
+    return traced_call(number, (op,), input, extra_inputs, given)
 
 
 @torch._dynamo.assume_constant_result
@@ -361,11 +413,15 @@ def _own_group(number: int) -> tuple[int, int, bool]:
 
 
 @torch._dynamo.assume_constant_result
-def _traced_group(number: int, edits: int, hooked: bool) -> bool:
-    """Whether the group falls apart. Dynamo guards on the arguments."""
+def _reads_constant(number: int) -> Reads | None:
     group: OperationFuser = numbered.find(number)
-    group._refresh()
-    return group._is_split()
+    return group._reads()
+
+
+@torch._dynamo.assume_constant_result
+def _traced_group(state: str) -> tuple[int, int, bool]:
+    group: OperationFuser = numbered.find(int(state.partition(".")[0]))
+    return group._number, group.num_extra_inputs, group._is_split()
 
 
 @torch.compiler.disable
@@ -406,17 +462,17 @@ def _python_plan(number: int, version: int, facts: Facts) -> int:
     return number_of(group._walker(group._entry(facts)))
 
 
-def _facts(tensors: Sequence[Tensor], basic_ops: Sequence[BasicOperation]) -> Facts:
+def _facts(tensors: Sequence[Tensor], training: tuple[bool, ...]) -> Facts:
     device = tensors[0].device.type
     autocast = None
-    if _has_autocast(device) and torch.is_autocast_enabled(device):
-        autocast = torch.get_autocast_dtype(device)
+    if _has_autocast(device) and is_autocast_enabled(device):
+        autocast = get_autocast_dtype(device)
     return (
-        torch.is_grad_enabled(),
+        is_grad_enabled(),
         autocast,
         device,
         tuple((tensor.dtype, tensor.requires_grad) for tensor in tensors),
-        tuple(op.training for op in basic_ops),
+        training,
     )
 
 
@@ -457,6 +513,10 @@ def _check_parameters(basic_ops: Sequence[BasicOperation]) -> None:
         for name, tensor in zip(op._parameter_names, op._parameter_tensors(), strict=False):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"[{op._kind}] {name} must be a tensor, got {tensor!r}")
+
+
+def _asks_training(op: BasicOperation) -> bool:
+    return bool(_C.declaration(op._kind)["asks_training"])
 
 
 def _computes_training(op: BasicOperation) -> bool:

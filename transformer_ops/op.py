@@ -603,3 +603,8 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
         op._forward_hooks or op._forward_pre_hooks or op._backward_hooks or op._backward_pre_hooks
         for op in modules
     )
+
+
+def hook_dicts(module: nn.Module) -> list[dict[int, Any]]:
+    """The dicts that hold the hooks of a module; setting another one is an edit of the module."""
+    return [getattr(module, name) for name in _HOOKS]

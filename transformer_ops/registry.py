@@ -85,6 +85,13 @@ class FusionHandle:
         return f"FusionHandle({self.name!r}, pass={self.pass_name!r}, origin={self.origin!r})"
 
 
+def untraced(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The method as a built-in function: Dynamo reads a property with such a getter as it reads
+    an attribute, and guards on the value alone."""
+    found: Callable[[Any], Any] = _C.untraced(method)
+    return found
+
+
 def invalidate_plans() -> None:
     """Make plans and compiled graphs stale: something they depend on has changed."""
     _C.touch_registry()

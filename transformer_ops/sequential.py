@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from . import explain as _explain
+from . import registry
 from .channels import External, Routed, resolve_channels
 from .fuser import OperationFuser, check_recompute, numbered, traced_call
-from .op import BasicOperation, FusibleOperation, has_hooks
+from .op import BasicOperation, FusibleOperation, has_hooks, hook_dicts
 from .plan import Plan
 from .state_dict import modules_with_known_shapes, shape_mismatches
 
@@ -34,8 +36,10 @@ class Segment(NamedTuple):
 class Layout(NamedTuple):
     """The segments of a Sequential, and what travels between them and the caller."""
 
+    names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
     hooked: tuple[bool, ...]  # which modules have hooks
+    hook_dicts: tuple[Mapping[int, Any], ...]  # of all fusible modules and their basic ops
     segments: tuple[Segment, ...]
     outputs: tuple[Routed, ...]
     num_extra_inputs: int
@@ -224,8 +228,11 @@ class Sequential(nn.Module):
             ValueError: missing or surplus extra inputs; an unknown key of `op_kwargs`.
             RuntimeError: a tensor that does not fit an op.
         """
-        if torch.compiler.is_compiling():
-            return self._run(self._traced_layout(), input, extra_inputs, op_kwargs)
+        if is_compiling():
+            layout = _layout_constant(self._traced_state, self._edits)
+            # By name: Dynamo guards on those alone that are read.
+            modules = [self._modules[name] for name in layout.names]
+            return self._run(layout, modules, input, extra_inputs, op_kwargs)  # type: ignore[arg-type]
         layout = self._current_layout()
         if layout.whole is not None:
             if op_kwargs is None:
@@ -234,11 +241,12 @@ class Sequential(nn.Module):
                 if output is not None:
                     return output
             layout = self._with_current_hooks(layout)
-        return self._run(layout, input, extra_inputs, op_kwargs)
+        return self._run(layout, self._get(), input, extra_inputs, op_kwargs)
 
     def _run(
         self,
         layout: Layout,
+        modules: list[nn.Module],
         input: Tensor,
         extra_inputs: tuple[Tensor, ...],
         op_kwargs: OpKwargs | None,
@@ -248,7 +256,6 @@ class Sequential(nn.Module):
                 f"[Sequential] extra inputs must be {layout.num_extra_inputs}, "
                 f"got {len(extra_inputs)}"
             )
-        modules = self._get()
         kwargs = self._kwargs_by_op(modules, op_kwargs)
         return self._run_segments(layout, modules, input, extra_inputs, kwargs)
 
@@ -327,7 +334,7 @@ class Sequential(nn.Module):
 
     def _with_current_hooks(self, layout: Layout) -> Layout:
         """For where C++ does not look for hooks."""
-        if layout.whole is not None and hook_flags(list(layout.modules)) != layout.hooked:
+        if layout.whole is not None and _hooked_now(layout) != layout.hooked:
             layout = self._make_layout()
         return layout
 
@@ -335,9 +342,15 @@ class Sequential(nn.Module):
         modules = self._get()
         fusible = [module for module in modules if isinstance(module, FusibleOperation)]
         members = [op for module in fusible for op in (module, *module.basic_ops)]
+        if self._layout is not None and self._layout.modules != tuple(modules):
+            self._edits += 1
         for op in members:
             op._add_holder(self)
         layout = _make_layout(modules, self._recompute)
+        layout = layout._replace(
+            names=tuple(name for name, module in self._modules.items() if module is not None),
+            hook_dicts=tuple(dict for op in members for dict in hook_dicts(op)),
+        )
         for op in members:
             op.__dict__["_channels_captured"] = True
         self._layout = layout
@@ -348,10 +361,14 @@ class Sequential(nn.Module):
         self._layout = None
         self._edits += 1
 
-    def _traced_layout(self) -> Layout:
-        modules = self._get()
-        # Guards on the modules and their hooks; the layout itself is a constant.
-        return _layout_constant(self._number, self._edits, hook_flags(modules))
+    def _state(self) -> str:
+        """Another text for other modules, edits of them, or hooks."""
+        layout = self._with_current_hooks(self._current_layout())
+        hooked = "".join("h" if flag else "-" for flag in layout.hooked)
+        return f"{self._number}.{self._edits}{hooked}"
+
+    # All that a compiled graph guards on, beside what it reads of the modules.
+    _traced_state = property(registry.untraced(_state))
 
     # ---- looking at plans
 
@@ -408,10 +425,10 @@ def _run_segment(
             _check_outputs(module, output, 1 + len(segment.outputs))
         return output
     basic_op_kwargs = None
-    if any(op in kwargs for op in segment.ops):
+    if kwargs and any(op in kwargs for op in segment.ops):
         basic_op_kwargs = [kwargs.get(op, {}) for op in segment.ops]
-    if torch.compiler.is_compiling():
-        ops = [basic for i in segment.modules for basic in modules[i].basic_ops]  # type: ignore[union-attr]
+    if is_compiling():
+        ops: list[Any] = [modules[i] for i in segment.modules]
         return traced_call(segment.group_number, ops, input, tuple(extra), basic_op_kwargs)
     assert segment.group is not None
     return segment.group(input, *extra, basic_op_kwargs=basic_op_kwargs)
@@ -449,16 +466,24 @@ def _same_hooks(layout: Layout) -> bool:
     # C++ looks at every call.
     if layout.whole is not None:
         return True
-    return hook_flags(list(layout.modules)) == layout.hooked
+    return _hooked_now(layout) == layout.hooked
+
+
+def _hooked_now(layout: Layout) -> tuple[bool, ...]:
+    if not any(layout.hook_dicts):
+        return (False,) * len(layout.modules)
+    return hook_flags(list(layout.modules))
 
 
 @torch._dynamo.assume_constant_result
-def _layout_constant(number: int, edits: int, hooked: tuple[bool, ...]) -> Layout:
-    sequential: Sequential = numbered.find(number)
+def _layout_constant(state: str, edits: int) -> Layout:
+    sequential: Sequential = numbered.find(int(state.partition(".")[0]))
+    if sequential._edits != edits:
+        raise RuntimeError("[Sequential] modules must be edited outside of compiled code")
     layout = sequential._with_current_hooks(sequential._current_layout())
     # Dynamo keeps a constant for ever: no module and no group may hang on it.
     segments = tuple(segment._replace(group=None) for segment in layout.segments)
-    return layout._replace(modules=(), segments=segments, whole=None)
+    return layout._replace(modules=(), hook_dicts=(), segments=segments, whole=None)
 
 
 def _check_module(module: Any) -> nn.Module:
@@ -497,8 +522,10 @@ def _make_layout(modules: list[nn.Module], recompute: str) -> Layout:
     )
     whole = segments[0].group if len(segments) == 1 else None
     return Layout(
+        (),
         tuple(modules),
         hook_flags(modules),
+        (),
         segments,
         tuple(visible),
         routing.num_external_inputs,

@@ -27,6 +27,8 @@ from .results import Results, Row
 from .targets import Outcome, outcomes
 
 NOTHING = "-"
+# The key of call_cost.py.
+GUARDS = "guards"
 
 
 class Table(NamedTuple):
@@ -214,14 +216,20 @@ def to_eager(results: Results) -> Table:
 
 
 def calls(results: Results, block: str) -> Table:
-    """What call_cost.py measured for a block: microseconds a call, and the ratio to eager."""
+    """What call_cost.py measured for a block: microseconds a call, the ratio to eager, guards."""
     found = (results.calls or {}).get("blocks", {}).get(block, [])
-    passes = [key for key in found[0] if key != "way"] if found else []
+    passes = [key for key in found[0] if key not in ("way", GUARDS)] if found else []
+    # A run without torch.compile has none.
+    more = [GUARDS] if any(GUARDS in row for row in found) else []
     rows = [
-        [row["way"], *(f"{row[p]['us']:.1f} ({row[p]['ratio']:.2f}x)" for p in passes)]
+        [
+            row["way"],
+            *(f"{row[p]['us']:.1f} ({row[p]['ratio']:.2f}x)" for p in passes),
+            *(str(row.get(key, NOTHING)) for key in more),
+        ]
         for row in found
     ]
-    return Table([block, *passes], rows)
+    return Table([block, *passes, *more], rows)
 
 
 def everything(results: Results) -> str:
