@@ -40,6 +40,7 @@ class Layout(NamedTuple):
     modules: tuple[nn.Module, ...]
     hooked: tuple[bool, ...]  # which modules have hooks
     hook_dicts: tuple[Mapping[int, Any], ...]  # of all fusible modules and their basic ops
+    state: str  # another text for other modules, edits of them, or hooks
     segments: tuple[Segment, ...]
     outputs: tuple[Routed, ...]
     num_extra_inputs: int
@@ -85,8 +86,8 @@ class Sequential(nn.Module):
     @recompute.setter
     def recompute(self, value: str) -> None:
         self._recompute = check_recompute("Sequential", value)
-        self._layout = None
         self._edits += 1
+        self._layout = None
 
     # ---- container
 
@@ -97,8 +98,8 @@ class Sequential(nn.Module):
         found = [_check_module(module) for module in modules]
         labels = list(names) if names is not None else [str(i) for i in range(len(found))]
         self._modules = dict(zip(labels, found, strict=True))
-        self._layout = None
         self._edits += 1
+        self._layout = None
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -351,6 +352,8 @@ class Sequential(nn.Module):
             names=tuple(name for name, module in self._modules.items() if module is not None),
             hook_dicts=tuple(dict for op in members for dict in hook_dicts(op)),
         )
+        hooked = "".join("h" if flag else "-" for flag in layout.hooked)
+        layout = layout._replace(state=f"{self._number}.{self._edits}{hooked}")
         for op in members:
             op.__dict__["_channels_captured"] = True
         self._layout = layout
@@ -358,14 +361,12 @@ class Sequential(nn.Module):
 
     def _op_changed(self) -> None:
         """An op has other basic ops, hooks or another `forward` than when it was laid out."""
-        self._layout = None
+        # In this order: a layout that another thread makes meanwhile must not have the old state.
         self._edits += 1
+        self._layout = None
 
     def _state(self) -> str:
-        """Another text for other modules, edits of them, or hooks."""
-        layout = self._with_current_hooks(self._current_layout())
-        hooked = "".join("h" if flag else "-" for flag in layout.hooked)
-        return f"{self._number}.{self._edits}{hooked}"
+        return self._with_current_hooks(self._current_layout()).state
 
     # All that a compiled graph guards on, beside what it reads of the modules.
     _traced_state = property(registry.untraced(_state))
@@ -526,6 +527,7 @@ def _make_layout(modules: list[nn.Module], recompute: str) -> Layout:
         tuple(modules),
         hook_flags(modules),
         (),
+        "",
         segments,
         tuple(visible),
         routing.num_external_inputs,
