@@ -6,7 +6,6 @@
 #include "fuser/declaration.h"
 #include "fuser/error.h"
 #include "fuser/planner.h"
-#include "fuser/propagate.h"
 #include "fuser/recompute.h"
 
 namespace transformer_ops {
@@ -18,17 +17,18 @@ const Schema kHandOver;
 
 class Lowering {
  public:
-  Lowering(const std::vector<OpNode>& ops, const Facts& facts) : ops_(ops), facts_(facts) {
-    plan_.autocast = facts.autocast;
+  explicit Lowering(const Analysis& analysis)
+      : analysis_(analysis), ops_(analysis.ops()), facts_(analysis.facts()) {
+    plan_.autocast = facts_.autocast;
+    plan_.first_backward = analysis.first_backward();
     list_values();
-    propagate_requires_grad();
-    dtypes_ = propagate_dtypes(ops, facts);
+    list_gradients();
   }
 
   Plan run(const Rewritten& groups) {
     for (const Group& group : groups.backward) plan_.backward.push_back(lower_backward(group));
     for (const Group& group : groups.forward) plan_.forward.push_back(lower_forward(group));
-    if (facts_.recompute) recompute_cheap_outputs(plan_, dtypes_);
+    if (facts_.recompute) recompute_cheap_outputs(plan_, dtypes());
     return std::move(plan_);
   }
 
@@ -54,22 +54,8 @@ class Lowering {
     }
   }
 
-  void propagate_requires_grad() {
-    needs_grad_.assign(size() + 1, false);
-    needs_grad_[0] = facts_.grad_enabled && facts_.input.requires_grad;
-    plan_.first_backward = needs_grad_[0] ? 0 : size();
-    for (int i = 0; i < size(); ++i) {
-      bool needs = needs_grad_[i];
-      for (int k = 0; k < ops_[i].parameters; ++k) needs |= parameter_requires_grad(i, k);
-      for (int k = 0; k < ops_[i].extra_inputs; ++k) needs |= extra_input_requires_grad(i, k);
-      needs_grad_[i + 1] = needs;
-      if (needs) plan_.first_backward = std::min(plan_.first_backward, i);
-    }
-    list_gradients();
-  }
-
   void list_gradients() {
-    if (needs_grad_[0]) plan_.gradients.push_back({Kind::Grad, 0});
+    if (analysis_.needs_grad(0)) plan_.gradients.push_back({Kind::Grad, 0});
     for (size_t i = 0; i < plan_.extra_inputs.size(); ++i) {
       const Value& input = plan_.extra_inputs[i];
       if (!facts_.grad_enabled || !facts_.extra_inputs[i].requires_grad) continue;
@@ -77,39 +63,20 @@ class Lowering {
     }
     for (int i = 0; i < size(); ++i) {
       for (int k = 0; k < ops_[i].parameters; ++k) {
-        if (!parameter_requires_grad(i, k)) continue;
+        if (!analysis_.parameter_requires_grad(i, k)) continue;
         plan_.gradients.push_back({Kind::ParameterGrad, i, parameter(i, k).name});
       }
     }
   }
 
-  bool extra_input_requires_grad(int op, int k) const {
-    if (!facts_.grad_enabled) return false;
-    if (const auto& source = ops_[op].sources[k]) return needs_grad_[source->op + 1];
-    return facts_.extra_inputs[external_index(op, k)].requires_grad;
-  }
-
-  size_t external_index(int op, int k) const {
-    const Value input{Kind::ExtraInput, op, std::to_string(k)};
-    return std::ranges::find(plan_.extra_inputs, input) - plan_.extra_inputs.begin();
-  }
-
-  bool parameter_requires_grad(int op, int k) const {
-    return facts_.grad_enabled && facts_.parameters[op][k].requires_grad;
-  }
-
-  bool parameter_requires_grad(int op, const std::string& name) const {
-    const auto& names = declaration(ops_[op].kind).parameters;
-    return parameter_requires_grad(
-        op, static_cast<int>(std::ranges::find(names, name) - names.begin()));
-  }
-
   // Does anybody want the gradient of this op's "input" or parameter?
   bool wants(int op, const std::string& target) const {
-    return target == "input" ? needs_grad_[op] : parameter_requires_grad(op, target);
+    return target == "input" ? analysis_.needs_grad(op)
+                             : analysis_.parameter_requires_grad(op, target);
   }
 
-  int size() const { return static_cast<int>(ops_.size()); }
+  int size() const { return analysis_.size(); }
+  const std::vector<DType>& dtypes() const { return analysis_.dtypes(); }
 
   static Value extra_output(int op, int k) { return {Kind::ExtraOutput, op, std::to_string(k)}; }
 
@@ -130,12 +97,6 @@ class Lowering {
     return grad;
   }
 
-  bool has_reader(int op, int output) const {
-    const Value value = extra_output(op, output);
-    return std::ranges::find(plan_.extra_outputs, value) != plan_.extra_outputs.end() ||
-           std::ranges::find(plan_.routes, value, &Route::output) != plan_.routes.end();
-  }
-
   // ---- binding schema fields by name
 
   struct Span {
@@ -147,8 +108,7 @@ class Lowering {
 
   Span make_span(const Group& group) const {
     Span span{group, {}, group.first, group.first + group.count - 1};
-    if (group.rule && group.rule->bind)
-      span.bindings = group.rule->bind({ops_, facts_, group.first});
+    if (group.rule && group.rule->bind) span.bindings = group.rule->bind({analysis_, group.first});
     return span;
   }
 
@@ -258,10 +218,10 @@ class Lowering {
 
   // grad_input, grad_extra_input or grad_<parameter> -> the value and whether anybody wants it.
   std::pair<Value, bool> backward_result(const Span& span, const std::string& name) const {
-    if (name == "grad_input") return {{Kind::Grad, span.first}, needs_grad_[span.first]};
+    if (name == "grad_input") return {{Kind::Grad, span.first}, analysis_.needs_grad(span.first)};
     if (name == "grad_extra_input") {
       const int op = op_with_extra(span, &OpNode::extra_inputs);
-      return {extra_input_grad(op, 0), extra_input_requires_grad(op, 0)};
+      return {extra_input_grad(op, 0), analysis_.extra_input_requires_grad(op, 0)};
     }
     std::string target = name.substr(std::string("grad_").size());
     int op = op_with_parameter(span, target);
@@ -272,7 +232,7 @@ class Lowering {
     }
     check(op >= 0, "[plan] '", span.group.name, "' must name results grad_<parameter>, got '", name,
           "'");
-    return {{Kind::ParameterGrad, op, target}, parameter_requires_grad(op, target)};
+    return {{Kind::ParameterGrad, op, target}, analysis_.parameter_requires_grad(op, target)};
   }
 
   std::vector<bool> output_mask(const Span& span, const Schema& schema) const {
@@ -304,7 +264,8 @@ class Lowering {
 
   const Schema& backward_schema(const Group& group) const {
     if (group.rule) return group.rule->backward_schema;
-    const bool unread = ops_[group.first].extra_outputs > 0 && !has_reader(group.first, 0);
+    const bool unread =
+        ops_[group.first].extra_outputs > 0 && !analysis_.extra_output_is_read(group.first, 0);
     if (is_inactive(group) || unread) return kHandOver;
     return declaration(ops_[group.first].kind).backward_schema;
   }
@@ -313,7 +274,7 @@ class Lowering {
   std::optional<DType> compute_dtype(const Step& step) const {
     std::optional<DType> compute;
     for (const int op : step.ops) {
-      const auto wanted = required_dtype(ops_, facts_, op, dtypes_[op]);
+      const auto wanted = analysis_.required_dtype(op);
       if (wanted) compute = wanted;
     }
     return compute;
@@ -322,11 +283,9 @@ class Lowering {
   // With the gradients of the op's extra outputs: from the caller, and from ops that read them.
   DType promote_extra_grads(DType dtype, int op) const {
     for (int k = 0; k < ops_[op].extra_outputs; ++k) {
-      dtype = promote(dtype, dtypes_[op]);
-      for (int reader = op + 1; reader < size(); ++reader) {
-        const auto& sources = ops_[reader].sources;
-        if (std::ranges::find(sources, OpNode::Source{op, k}) == sources.end()) continue;
-        dtype = promote(dtype, dtypes_[reader + 1]);
+      dtype = promote(dtype, dtypes()[op]);
+      for (const int reader : analysis_.readers(op, k)) {
+        dtype = promote(dtype, dtypes()[reader + 1]);
       }
     }
     return dtype;
@@ -347,19 +306,19 @@ class Lowering {
     const auto compute = compute_dtype(step);
     if (!compute) return;
     step.cast_parameters = must_cast_parameters(step, *compute);
-    if (step.cast_parameters || dtypes_[step.first()] != *compute) step.compute = compute;
+    if (step.cast_parameters || dtypes()[step.first()] != *compute) step.compute = compute;
   }
 
   void add_backward_casts(Step& step) const {
     const auto compute = compute_dtype(step);
     step.cast_parameters = compute && must_cast_parameters(step, *compute);
     if (step.cast_parameters) step.compute = compute;
-    DType produced = compute.value_or(dtypes_[step.last() + 1]);
+    DType produced = compute.value_or(dtypes()[step.last() + 1]);
     // Alone, such an op returns its main gradient's dtype; a fused one adds before it rounds.
     if (step.ops.size() > 1) {
       for (const int op : step.ops) produced = promote_extra_grads(produced, op);
     }
-    const DType wanted = dtypes_[step.first()];
+    const DType wanted = dtypes()[step.first()];
     if (wanted != DType::Unknown && produced != wanted) step.result = wanted;
   }
 
@@ -462,18 +421,17 @@ class Lowering {
     return std::nullopt;
   }
 
+  const Analysis& analysis_;
   const std::vector<OpNode>& ops_;
   const Facts& facts_;
   Plan plan_;
-  std::vector<bool> needs_grad_;  // per boundary
-  std::vector<DType> dtypes_;     // per boundary
   std::set<Value> needed_slots_;
 };
 
 }  // namespace
 
-Plan lower(const std::vector<OpNode>& ops, const Facts& facts, const Rewritten& groups) {
-  return Lowering(ops, facts).run(groups);
+Plan lower(const Analysis& analysis, const Rewritten& groups) {
+  return Lowering(analysis).run(groups);
 }
 
 }  // namespace transformer_ops

@@ -3,8 +3,9 @@
 namespace transformer_ops {
 
 Planned make_plan(const std::vector<OpNode>& ops, const Facts& facts, const UserRewrite& user) {
-  Rewritten groups = rewrite(ops, facts, user);
-  Plan plan = lower(ops, facts, groups);
+  const Analysis analysis(ops, facts);
+  Rewritten groups = rewrite(analysis, user);
+  Plan plan = lower(analysis, groups);
   verify(plan);
   return {std::move(plan), std::move(groups.near_misses)};
 }

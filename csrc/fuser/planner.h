@@ -10,10 +10,14 @@ struct Planned {
   std::vector<NearMiss> near_misses;
 };
 
-// The whole pipeline: rewrite, lower to steps, verify. Throws PlanError where the result is wrong.
+// The whole pipeline: analyze, rewrite, lower to steps, verify. Throws PlanError where the result
+// is wrong.
 Planned make_plan(const std::vector<OpNode>& ops, const Facts& facts, const UserRewrite& user = {});
 
 // Lowers groups of ops to steps with instructions and saved slots (lower.cpp).
-Plan lower(const std::vector<OpNode>& ops, const Facts& facts, const Rewritten& groups);
+Plan lower(const Analysis& analysis, const Rewritten& groups);
+inline Plan lower(const std::vector<OpNode>& ops, const Facts& facts, const Rewritten& groups) {
+  return lower(Analysis(ops, facts), groups);
+}
 
 }  // namespace transformer_ops

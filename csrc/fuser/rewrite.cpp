@@ -15,8 +15,8 @@ std::string join(const std::vector<std::string>& words, const char* separator) {
 
 class Rewriter {
  public:
-  Rewriter(const std::vector<OpNode>& ops, const Facts& facts, const UserRewrite& user)
-      : ops_(ops), facts_(facts), user_(user) {}
+  Rewriter(const Analysis& analysis, const UserRewrite& user)
+      : analysis_(analysis), ops_(analysis.ops()), user_(user) {}
 
   Rewritten run() {
     Groups joint = run_pass(Pass::Joint, singles());
@@ -87,7 +87,7 @@ class Rewriter {
       if (k > 0 && k + 1 == rule.pattern.size()) note(rule, groups, begin, k + 1, reason);
       return false;
     }
-    const Match match{ops_, facts_, groups[begin].first};
+    const Match match{analysis_, groups[begin].first};
     const auto reason = rule.why_not ? rule.why_not(match) : std::nullopt;
     if (reason) note(rule, groups, begin, rule.pattern.size(), *reason);
     return !reason;
@@ -116,16 +116,16 @@ class Rewriter {
     near_misses_.push_back({rule.name, rule.pass, std::move(ops), std::move(reason)});
   }
 
+  const Analysis& analysis_;
   const std::vector<OpNode>& ops_;
-  const Facts& facts_;
   const UserRewrite& user_;
   std::vector<NearMiss> near_misses_;
 };
 
 }  // namespace
 
-Rewritten rewrite(const std::vector<OpNode>& ops, const Facts& facts, const UserRewrite& user) {
-  return Rewriter(ops, facts, user).run();
+Rewritten rewrite(const Analysis& analysis, const UserRewrite& user) {
+  return Rewriter(analysis, user).run();
 }
 
 }  // namespace transformer_ops

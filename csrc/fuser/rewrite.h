@@ -37,6 +37,6 @@ struct Rewritten {
 };
 
 // joint -> {forward, backward}; within a pass users' fusions run first, then rules by benefit.
-Rewritten rewrite(const std::vector<OpNode>& ops, const Facts& facts, const UserRewrite& user);
+Rewritten rewrite(const Analysis& analysis, const UserRewrite& user);
 
 }  // namespace transformer_ops

@@ -7,9 +7,9 @@
 #include <variant>
 #include <vector>
 
+#include "fuser/analysis.h"
 #include "fuser/attribute.h"
 #include "fuser/declaration.h"
-#include "fuser/facts.h"
 #include "fuser/plan.h"
 
 namespace transformer_ops {
@@ -20,21 +20,21 @@ const char* to_text(Pass pass);
 
 // A run of basic ops that a rule may take.
 struct Match {
-  const std::vector<OpNode>& ops;
-  const Facts& facts;
+  const Analysis& analysis;
   int first;
 
-  const OpNode& op(int k) const { return ops[first + k]; }
+  const Facts& facts() const { return analysis.facts(); }
+  const OpNode& op(int k) const { return analysis.ops()[first + k]; }
   const std::string& kind(int k) const { return op(k).kind; }
-  bool training(int k) const { return facts.training[first + k]; }
+  bool training(int k) const { return facts().training[first + k]; }
   // Does parameter i of op k want a gradient?
   bool parameter_requires_grad(int k, int i) const {
-    return facts.grad_enabled && facts.parameters[first + k][i].requires_grad;
+    return analysis.parameter_requires_grad(first + k, i);
   }
   // Does anybody want the gradient of the first op's input?
-  bool input_requires_grad() const;
+  bool input_requires_grad() const { return analysis.needs_grad(first); }
   // Does the caller or another op see the extra output of op k?
-  bool extra_output_is_read(int k) const;
+  bool extra_output_is_read(int k) const { return analysis.extra_output_is_read(first + k, 0); }
 };
 
 // Where a schema field of a fused op comes from when its name alone does not say.

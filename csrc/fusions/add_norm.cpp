@@ -2,7 +2,6 @@
 //                  ▲ residual   └─► sum: the new residual, and what the norm keeps
 //
 // Sum and norm in one pass over the rows, as between the blocks of a pre-norm transformer.
-#include "fuser/propagate.h"
 #include "fuser/registry.h"
 #include "ops/add_extra_input.h"
 #include "ops/cpu.h"
@@ -121,8 +120,8 @@ void rms_norm_cuda(const Args& args, Tensors& results) {
 std::optional<std::string> why_not(const Match& match, int norm) {
   if (auto reason = different_summands(match, 0)) return reason;
   const int op = match.first + norm;
-  const DType sum = propagate_dtypes(match.ops, match.facts)[op];
-  const DType computes = required_dtype(match.ops, match.facts, op, sum).value_or(sum);
+  const DType sum = match.analysis.dtypes()[op];
+  const DType computes = match.analysis.compute_dtype(op);
   if (computes == sum) return std::nullopt;
   return "the sum is " + to_text(sum) + ", and autocast has the norm compute in " +
          to_text(computes);

@@ -3,7 +3,6 @@
 
 #include <ATen/ops/add.h>
 
-#include "fuser/propagate.h"
 #include "ops/op.h"
 
 namespace transformer_ops {
@@ -48,15 +47,14 @@ void check_extra_input(const Args& args, const Tensor& extra, const TensorSpec& 
 
 std::optional<std::string> different_summands(const Match& match, int k, bool or_float32) {
   const int op = match.first + k;
-  const auto dtypes = propagate_dtypes(match.ops, match.facts);
-  const DType extra = extra_input_dtype(match.ops, match.facts, dtypes, op, 0);
-  if (dtypes[op] == DType::Unknown || extra == DType::Unknown) {
+  const DType main = match.analysis.dtypes()[op];
+  const DType extra = match.analysis.extra_input_dtype(op, 0);
+  if (main == DType::Unknown || extra == DType::Unknown) {
     return "the dtype of a summand is not known";
   }
-  const bool widens = extra == DType::Float32 && promote(dtypes[op], extra) == extra;
-  if (dtypes[op] == extra || (or_float32 && widens)) return std::nullopt;
-  return "the extra input is " + to_text(extra) + ", and what it is added to " +
-         to_text(dtypes[op]);
+  const bool widens = extra == DType::Float32 && promote(main, extra) == extra;
+  if (main == extra || (or_float32 && widens)) return std::nullopt;
+  return "the extra input is " + to_text(extra) + ", and what it is added to " + to_text(main);
 }
 
 }  // namespace transformer_ops

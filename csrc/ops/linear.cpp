@@ -87,9 +87,9 @@ double factor_of(at::ScalarType dtype, double scale) {
 
 std::optional<std::string> different_linear_dtypes(const Match& match) {
   // Under autocast both are cast.
-  if (match.facts.autocast) return std::nullopt;
-  const auto& weight = match.facts.parameters[match.first][0];
-  const auto& bias = match.facts.parameters[match.first + 1][0];
+  if (match.facts().autocast) return std::nullopt;
+  const auto& weight = match.facts().parameters[match.first][0];
+  const auto& bias = match.facts().parameters[match.first + 1][0];
   if (weight.dtype == bias.dtype) return std::nullopt;
   return "weight and bias have different dtypes";
 }

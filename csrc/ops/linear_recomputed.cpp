@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "fuser/propagate.h"
 #include "ops/buffer.h"
 #include "ops/linear.h"
 #include "ops/product.h"
@@ -28,18 +27,16 @@ int64_t slice_width(int64_t rows, const Tensor& weight, int64_t before, int64_t 
 }  // namespace
 
 std::optional<std::string> why_not_recomputed(const Match& match, int k) {
-  if (!match.facts.recompute) return "nothing is computed again (recompute=\"none\")";
+  if (!match.facts().recompute) return "nothing is computed again (recompute=\"none\")";
   if (!match.parameter_requires_grad(k + 1, 0)) return "the weight needs no gradient";
   if (!match.input_requires_grad()) return "the input needs no gradient";
-  const auto dtypes = propagate_dtypes(match.ops, match.facts);
+  const auto& dtypes = match.analysis.dtypes();
+  const DType dtype = dtypes[match.first];
   for (int i = 0; i <= k + 1; ++i) {
     const int op = match.first + i;
-    const DType in = dtypes[op];
-    if (in == dtypes[match.first] &&
-        required_dtype(match.ops, match.facts, op, in).value_or(in) == in) {
-      continue;
+    if (dtypes[op] != dtype || match.analysis.compute_dtype(op) != dtype) {
+      return "its ops compute in different dtypes";
     }
-    return "its ops compute in different dtypes";
   }
   return std::nullopt;
 }

@@ -1,4 +1,4 @@
-// What a guard may ask of a match.
+// What is known of a list of ops before any fusion, and what a guard may ask of a match.
 #include <gtest/gtest.h>
 
 #include "fuser/rule.h"
@@ -10,37 +10,61 @@ namespace {
 using toy::connect;
 using toy::nodes;
 
-TEST(Match, InputRequiresGradWhereAnythingBeforeItDoes) {
+TEST(Analysis, ABoundaryNeedsAGradientWhereAnythingBeforeItDoes) {
   auto ops = nodes({"Product", "Fork", "Add", "Add", "Square"});
   connect(ops, 1, 2);
   Facts facts = toy::facts(ops, /*grad=*/false);
   facts.grad_enabled = true;
-  const auto at = [&](int first) { return Match{ops, facts, first}.input_requires_grad(); };
-  EXPECT_FALSE(at(4));
+  const auto at = [&](int boundary) { return Analysis(ops, facts).needs_grad(boundary); };
+  const auto first = [&] { return Analysis(ops, facts).first_backward(); };
+  EXPECT_FALSE(at(5));
+  EXPECT_EQ(first(), 5);
   // The only one from the caller goes into op 3.
   facts.extra_inputs[0].requires_grad = true;
   EXPECT_FALSE(at(3));
   EXPECT_TRUE(at(4));
+  EXPECT_EQ(first(), 3);
   facts.parameters[0][0].requires_grad = true;
   EXPECT_FALSE(at(0));
   EXPECT_TRUE(at(1));
+  EXPECT_EQ(first(), 0);
   facts.input.requires_grad = true;
   EXPECT_TRUE(at(0));
+  EXPECT_EQ(first(), 0);
   facts.grad_enabled = false;
   EXPECT_FALSE(at(4));
+  EXPECT_EQ(first(), 5);
 }
 
-TEST(Match, ExtraOutputIsReadByTheCallerOrAChannel) {
+TEST(Analysis, AnExtraOutputIsReadByTheCallerOrAChannel) {
   auto ops = nodes({"Same", "Fork", "Add"});
   const Facts facts = toy::facts(ops);
-  const auto is_read = [&] { return Match{ops, facts, 1}.extra_output_is_read(0); };
+  const auto is_read = [&] { return Analysis(ops, facts).extra_output_is_read(1, 0); };
   ops[1].visible = {false};
   EXPECT_FALSE(is_read());
   connect(ops, 1, 2, /*visible=*/false);
   EXPECT_TRUE(is_read());
+  EXPECT_EQ(Analysis(ops, facts).readers(1, 0), std::vector<int>{2});
   ops[2].sources = {std::nullopt};
   ops[1].visible = {true};
   EXPECT_TRUE(is_read());
+  EXPECT_TRUE(Analysis(ops, facts).readers(1, 0).empty());
+}
+
+TEST(Analysis, DtypesFollowTheOps) {
+  auto ops = nodes({"Square", "Fork", "Product", "Add", "Add"});
+  connect(ops, 1, 4);
+  Facts facts = toy::facts(ops);
+  facts.parameters[2][0].dtype = DType::BFloat16;
+  facts.extra_inputs[0].dtype = DType::Float64;  // of op 3
+  const Analysis analysis(ops, facts);
+  using enum DType;
+  EXPECT_EQ(analysis.dtypes(),
+            (std::vector<DType>{Float32, Float32, Float32, BFloat16, Float64, Float64}));
+  EXPECT_EQ(analysis.compute_dtype(2), BFloat16);
+  EXPECT_EQ(analysis.required_dtype(0), std::nullopt);
+  EXPECT_EQ(analysis.extra_input_dtype(3, 0), Float64);
+  EXPECT_EQ(analysis.extra_input_dtype(4, 0), Float32);
 }
 
 // ---- the dtype of a fused gradient of an extra output

@@ -16,7 +16,8 @@ using Groups = std::vector<Group>;
 Groups keep(const Fusion&, const Groups& groups) { return groups; }
 
 Rewritten rewrite_all(const std::vector<OpNode>& ops, const UserRewrite& user = keep) {
-  return rewrite(ops, toy::facts(ops), user);
+  const Facts facts = toy::facts(ops);
+  return rewrite(Analysis(ops, facts), user);
 }
 
 // "name[first..last]" per group.
@@ -89,7 +90,7 @@ TEST(NearMiss, TellsTheGuardsReason) {
   const auto ops = nodes({"Same", "Shift", "Square"});
   Facts facts = toy::facts(ops);
   facts.parameters[1][0].requires_grad = false;
-  const Rewritten result = rewrite(ops, facts, keep);
+  const Rewritten result = rewrite(Analysis(ops, facts), keep);
   EXPECT_EQ(text(result.backward), "Same[0..0] Shift[1..1] Square[2..2]");
   EXPECT_EQ(reason(result), "the shift needs no gradient");
   EXPECT_EQ(result.near_misses[0].fusion, "square_shift");

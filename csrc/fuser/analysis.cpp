@@ -1,0 +1,90 @@
+#include "fuser/analysis.h"
+
+#include <algorithm>
+
+#include "fuser/declaration.h"
+
+namespace transformer_ops {
+
+Analysis::Analysis(const std::vector<OpNode>& ops, const Facts& facts) : ops_(ops), facts_(facts) {
+  number_extra_inputs();
+  propagate_dtypes();
+  propagate_requires_grad();
+}
+
+void Analysis::number_extra_inputs() {
+  readers_.resize(ops_.size());
+  for (int i = 0; i < size(); ++i) readers_[i].resize(ops_[i].extra_outputs);
+  int from_caller = 0;
+  for (int i = 0; i < size(); ++i) {
+    std::vector<int>& indices = caller_index_.emplace_back();
+    for (const auto& source : ops_[i].sources) {
+      indices.push_back(source ? -1 : from_caller++);
+      if (source) readers_[source->op][source->output].push_back(i);
+    }
+  }
+}
+
+const TensorFacts& Analysis::from_caller(int op, int k) const {
+  return facts_.extra_inputs[caller_index_[op][k]];
+}
+
+void Analysis::propagate_dtypes() {
+  dtypes_ = {facts_.input.dtype};
+  for (int i = 0; i < size(); ++i) {
+    DType next = compute_dtype(i);
+    if (!ops_[i].native) {
+      next = DType::Unknown;
+    } else if (declaration(ops_[i].kind).dtype == DTypeRule::Promote) {
+      for (int k = 0; k < ops_[i].extra_inputs; ++k) next = promote(next, extra_input_dtype(i, k));
+    }
+    dtypes_.push_back(next);
+  }
+}
+
+std::optional<DType> Analysis::required_dtype(int op) const {
+  if (!ops_[op].native) return std::nullopt;
+  switch (declaration(ops_[op].kind).dtype) {
+    case DTypeRule::Parameter: {
+      // As in torch, autocast leaves float64 alone.
+      const DType parameter = facts_.parameters[op][0].dtype;
+      return parameter == DType::Float64 ? parameter : facts_.autocast.value_or(parameter);
+    }
+    case DTypeRule::Autocast:
+      return dtypes_[op] == DType::Float64 ? std::nullopt : facts_.autocast;
+    default:
+      return std::nullopt;
+  }
+}
+
+DType Analysis::extra_input_dtype(int op, int k) const {
+  const auto& source = ops_[op].sources[k];
+  return source ? dtypes_[source->op] : from_caller(op, k).dtype;
+}
+
+void Analysis::propagate_requires_grad() {
+  needs_grad_ = {facts_.grad_enabled && facts_.input.requires_grad};
+  for (int i = 0; i < size(); ++i) {
+    bool needs = needs_grad_[i];
+    for (int k = 0; k < ops_[i].parameters; ++k) needs |= parameter_requires_grad(i, k);
+    for (int k = 0; k < ops_[i].extra_inputs; ++k) needs |= extra_input_requires_grad(i, k);
+    needs_grad_.push_back(needs);
+  }
+  const auto first = std::ranges::find(needs_grad_, true) - needs_grad_.begin();
+  // Boundary i + 1 needs a gradient first where op i has a tensor that does.
+  first_backward_ = std::min(std::max(static_cast<int>(first) - 1, 0), size());
+}
+
+bool Analysis::parameter_requires_grad(int op, const std::string& name) const {
+  const auto& names = declaration(ops_[op].kind).parameters;
+  return parameter_requires_grad(op,
+                                 static_cast<int>(std::ranges::find(names, name) - names.begin()));
+}
+
+bool Analysis::extra_input_requires_grad(int op, int k) const {
+  if (!facts_.grad_enabled) return false;
+  const auto& source = ops_[op].sources[k];
+  return source ? needs_grad_[source->op + 1] : from_caller(op, k).requires_grad;
+}
+
+}  // namespace transformer_ops
