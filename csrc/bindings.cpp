@@ -68,7 +68,13 @@ py::list list_rules() {
     entry["pass"] = to_text(fusion.pass);
     entry["origin"] = fusion.origin;
     entry["benefit"] = fusion.rule->benefit;
-    entry["pattern"] = fusion.rule->pattern;
+    py::list pattern, optional;
+    for (const PatternOp& op : fusion.rule->pattern) {
+      pattern.append(op.kinds);
+      optional.append(op.optional);
+    }
+    entry["pattern"] = pattern;
+    entry["optional"] = optional;
     entry["forward"] = fusion.rule->forward;
     entry["backward"] = fusion.rule->backward;
     rows.append(entry);

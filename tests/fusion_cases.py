@@ -79,10 +79,13 @@ def forward_cases() -> Iterator[Case]:
     bias_dropout_add = Case("bias_dropout_add", "forward", residual_block, (2, 3, 4))
     yield bias_dropout_add
     plain = lambda p: before(tops.Bias(16), tops.Dropout(p), tops.AddExtraInput())  # noqa: E731
-    for p in (0.1, 1.0, 0.0):
+    for p in (0.1, 1.0):
         yield bias_dropout_add._replace(
             make=lambda p=p: plain(p), covers=(1, 2, 3), extra=f"p={p}", extra_inputs=1
         )
+    bias_add = lambda: before(tops.Bias(16), tops.AddExtraInput())  # noqa: E731
+    yield Case("bias_add", "forward", bias_add, (1, 2), extra_inputs=1)
+    yield Case("bias_add", "forward", lambda: plain(0.0), (1, 2, 3), "dropout off", extra_inputs=1)
     for name, norm in NORMS.items():
         add = lambda n=norm: [tops.GELU(), tops.AddExtraInput(), n()]  # noqa: E731
         yield Case(f"add_{name}", "forward", add, (1, 2), extra_inputs=1)
@@ -92,23 +95,41 @@ def forward_cases() -> Iterator[Case]:
             tops.MakeExtraOutput(),
             n(),
         ]
-        residual = Case(f"add_{name}_residual", "forward", hand_out, (1, 2, 3), extra_inputs=1)
+        residual = Case(f"add_{name}", "forward", hand_out, (1, 2, 3), "residual", extra_inputs=1)
         yield residual
         yield residual._replace(make=lambda n=norm: two_blocks(n), extra="channel")
-    for name, ops, covers in (
-        ("linear_add", lambda: [tops.Linear(16, 16, bias=False)], (1, 2)),
-        ("linear_bias_add", lambda: [tops.Linear(16, 16)], (1, 2, 3)),
-        (
-            "linear_scale_add",
-            lambda: [tops.Linear(16, 16, bias=False), tops.ConstantScale(-0.7)],
-            (1, 2, 3),
-        ),
-    ):
-        make = lambda o=ops: before(*o(), tops.AddExtraInput())  # noqa: E731
-        yield Case(name, "forward", make, covers, extra_inputs=1)
+    yield from linear_epilogues()
     for name, glu in GLUS.items():
         block = lambda g=glu: before(tops.Linear(16, 24), g(), tops.L2Normalization())  # noqa: E731
         yield Case("linear_bias_glu", "forward", block, (1, 2, 3), name)
+
+
+def linear_epilogues() -> Iterator[Case]:
+    """A product with every choice of what may come after it, and with idle ops between."""
+    made: dict[str, Callable[[], tops.FusibleOperation]] = {
+        "bias": lambda: tops.Bias(16),
+        "scale": lambda: tops.ConstantScale(-0.7),
+        "add": tops.AddExtraInput,
+        "off": lambda: tops.Dropout(0.0),
+        "same": tops.Identity,
+        "one": lambda: tops.ConstantScale(1.0),
+    }
+    chosen = ["add", "scale add", "bias add", "bias scale", "bias scale add"]
+    idle = ["off add", "bias off add", "one bias same add", "bias same scale off one add"]
+    for names in chosen + idle:
+        make = lambda n=names: before(  # noqa: E731
+            tops.BasicLinear(16, 16), *(made[name]() for name in n.split())
+        )
+        covers = tuple(range(1, 2 + len(names.split())))
+        extra_inputs = int(names.endswith("add"))
+        yield Case("linear_epilogue", "forward", make, covers, names, extra_inputs)
+    # Backward takes the dropout with the bias, and what is split off with the scale.
+    bias = lambda: before(tops.Linear(16, 24), tops.Dropout(0.3))  # noqa: E731
+    yield Case("linear_epilogue", "forward", bias, (1, 2), "bias")
+    scale = lambda: before(  # noqa: E731
+        tops.MakeExtraOutput(), tops.BasicLinear(16, 16), tops.ConstantScale(-0.7)
+    )
+    yield Case("linear_epilogue", "forward", scale, (2, 3), "scale")
 
 
 def cases() -> Iterator[Case]:
@@ -124,9 +145,6 @@ def cases() -> Iterator[Case]:
         activation = getattr(tops, name)
         block = lambda a=activation: before(a(), tops.Linear(16, 24))  # noqa: E731
         yield Case("activation_linear", "forward_backward", block, (1, 2), name)
-    # Backward takes the dropout with the bias.
-    linear = lambda: before(tops.Linear(16, 24), tops.Dropout(0.3))  # noqa: E731
-    yield Case("linear_bias", "forward", linear, (1, 2))
 
 
 def residual(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
@@ -147,11 +165,20 @@ def backward_cases() -> Iterator[Case]:
         centered = lambda n=norm: residual(n(16, zero_centered_gamma=True))  # noqa: E731
         yield Case(name, "backward", centered, (1, 2), "zero-centered")
     linear = lambda: residual(tops.Linear(16, 24), tops.SiLU(), tops.Linear(24, 16))  # noqa: E731
-    yield Case("linear_residual", "backward", linear, (1, 2), "hidden")
+    yield Case("linear_residual_scale", "backward", linear, (1, 2), "hidden")
     linear = lambda: before(tops.MakeExtraOutput(), tops.BasicLinear(16, 24))  # noqa: E731
-    yield Case("linear_residual", "backward", linear, (1, 2), "visible")
-    linear = lambda: before(tops.BasicLinear(16, 24), tops.ConstantScale(-0.7))  # noqa: E731
-    yield Case("linear_scale", "backward", linear, (1, 2))
+    yield Case("linear_residual_scale", "backward", linear, (1, 2), "visible")
+    # Forward takes the residual with both.
+    scale = lambda: before(  # noqa: E731
+        tops.BasicLinear(16, 16), tops.ConstantScale(-0.7), tops.AddExtraInput()
+    )
+    yield Case("linear_residual_scale", "backward", scale, (1, 2), "scale", extra_inputs=1)
+    both = lambda: residual(tops.BasicLinear(16, 16), tops.ConstantScale(-0.7))  # noqa: E731
+    yield Case("linear_residual_scale", "backward", both, (1, 2, 3), "both")
+    idle = lambda: residual(  # noqa: E731
+        tops.Identity(), tops.BasicLinear(16, 16), tops.Dropout(0.0), tops.ConstantScale(-0.7)
+    )
+    yield Case("linear_residual_scale", "backward", idle, (1, 2, 3, 4, 5), "idle")
     # Forward takes the residual with both.
     linear = lambda: before(tops.Linear(16, 16), tops.AddExtraInput())  # noqa: E731
     yield Case("bias_linear", "backward", linear, (1, 2), extra_inputs=1)
@@ -162,9 +189,13 @@ def backward_cases() -> Iterator[Case]:
     for name in ("GELU", "QGELU", "SiLU"):
         activation = getattr(tops, name)
         block = lambda a=activation: before(tops.Linear(16, 24), a(), tops.BasicLinear(24, 16))  # noqa: E731
-        yield Case("linear_activation_bias", "backward", block, (2, 3, 4), name)
+        yield Case("linear_activation", "backward", block, (2, 3, 4), name)
         alone = lambda a=activation: before(a(), tops.BasicLinear(16, 24))  # noqa: E731
-        yield Case("linear_activation", "backward", alone, (1, 2), name)
+        yield Case("linear_activation", "backward", alone, (1, 2), name + " without bias")
+    idle = lambda: before(  # noqa: E731
+        tops.Linear(16, 24), tops.Identity(), tops.GELU(), tops.Dropout(0.0), tops.Linear(24, 16)
+    )
+    yield Case("linear_activation", "backward", idle, (2, 3, 4, 5, 6), "idle")
     for name, glu in GLUS.items():
         block = lambda g=glu: before(tops.BasicLinear(16, 48), g(), tops.BasicLinear(24, 16))  # noqa: E731
         yield Case("linear_glu", "backward", block, (2, 3), name)

@@ -213,7 +213,7 @@ CASES = [
         lambda: tops.Linear(16, 24),
         F.linear,
         all_of_input,
-        bad=((3, 15), r"\[linear_bias\] input"),
+        bad=((3, 15), r"\[linear_epilogue\] input"),
     ),
     OpCase(
         "Linear-no-bias",

@@ -153,7 +153,7 @@ def test_it_is_an_op_like_any_other(softcap: Any) -> None:
     torch.testing.assert_close(module(x), expected)
     assert torch.autograd.gradcheck(module, (x,))
     assert torch.autograd.gradgradcheck(module, (x,))
-    assert [step.name for step in module.plans()[0].forward] == ["linear_bias", "Softcap"]
+    assert [step.name for step in module.plans()[0].forward] == ["linear_epilogue", "Softcap"]
     assert "2.input 64" in str(module.explain())
 
 

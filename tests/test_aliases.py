@@ -85,7 +85,7 @@ def test_an_unused_branch_inside_a_fused_backward_step():
     module = tops.Sequential(tops.MakeExtraOutput(), tops.Linear(8, 8, bias=False))
     x = torch.randn(4, 8, requires_grad=True)
     _, extra = module(x)
-    assert [step.name for step in module.plans()[0].backward] == ["linear_residual"]
+    assert [step.name for step in module.plans()[0].backward] == ["linear_residual_scale"]
     grads = torch.autograd.grad(extra.sum(), [x, module[1].weight], allow_unused=True)
     torch.testing.assert_close(grads[0], torch.ones_like(x))
     assert grads[1] is None

@@ -20,7 +20,7 @@ def follower(rule: str) -> tops.FusibleOperation:
     return NORMS[rule](16) if rule in NORMS else tops.BasicLinear(16, 16)
 
 
-every_residual = pytest.mark.parametrize("rule", [*NORMS, "linear_residual"])
+every_residual = pytest.mark.parametrize("rule", [*NORMS, "linear_residual_scale"])
 
 
 def step_names(module: Any) -> list[str]:
@@ -47,7 +47,7 @@ def test_a_gelu_block() -> None:
     assert step_names(module)[1:-1] == [
         "layer_norm_residual",
         "BasicLinear",
-        "linear_activation_bias",
+        "linear_activation",
         "dropout_bias",
     ]
 
@@ -59,10 +59,10 @@ def test_a_llama_block() -> None:
     assert step_names(module)[1:-1] == ["rms_norm_residual", "BasicLinear", "linear_glu"]
 
 
-def test_the_residual_goes_before_the_scale() -> None:
+def test_the_residual_goes_with_the_scale() -> None:
     module = tops.Sequential(*residual(tops.BasicLinear(16, 16), tops.ConstantScale(0.5)))
     module(torch.randn(3, 16))
-    assert step_names(module)[1:-1] == ["linear_residual", "ConstantScale"]
+    assert step_names(module)[1:-1] == ["linear_residual_scale"]
 
 
 # ---- where they do not, and why
@@ -76,7 +76,8 @@ def test_a_residual_that_nobody_reads(rule: str, reads: bool) -> None:
     module(torch.randn(3, 16))
     assert (rule in step_names(module)) == reads
     misses = [((1, 2), "nobody reads the extra output")]
-    assert near_misses(module, rule) == ([] if reads else misses)
+    found = [miss for miss in near_misses(module, rule) if miss[0][0] == 1]
+    assert found == ([] if reads else misses)
 
 
 @every_residual
@@ -84,7 +85,7 @@ def test_a_residual_without_gradient(rule: str) -> None:
     module = tops.Sequential(tops.MakeExtraOutput(), follower(rule))
     x = torch.randn(3, 16)
     module(x)
-    assert near_misses(module, rule) == [((0, 1), "its input needs no gradient")]
+    assert ((0, 1), "its input needs no gradient") in near_misses(module, rule)
     module(x.requires_grad_())
     assert step_names(module) == [rule]
 
@@ -116,7 +117,7 @@ def test_a_scale_of_zero_keeps_nan() -> None:
     x = torch.randn(3, 16, requires_grad=True)
     (grad,) = torch.autograd.grad(module(x), x, torch.full((3, 16), torch.nan))
     assert grad.isnan().all()
-    (miss,) = near_misses(module, "linear_scale")
+    (miss,) = near_misses(module, "linear_residual_scale")
     assert miss[1].startswith("the scale is 0")
 
 
@@ -255,12 +256,12 @@ def test_a_channel_from_a_wider_dtype(rule: str, wide: torch.dtype) -> None:
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("rule", ["linear_residual", "linear_scale"])
-def test_main_grad(rule: str) -> None:
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("scale", [False, True])
+def test_main_grad(residual: bool, scale: bool) -> None:
+    rule = "linear_residual_scale" if residual or scale else "BasicLinear"
     linear = tops.BasicLinear(16, 16, accumulate_into_main_grad=True)
-    ops = [tops.MakeExtraOutput(), linear]
-    if rule == "linear_scale":
-        ops = [linear, tops.ConstantScale(0.5)]
+    ops = [tops.MakeExtraOutput()] * residual + [linear] + [tops.ConstantScale(0.5)] * scale
     module = tops.Sequential(*before(*ops))
     x = torch.randn(5, 16)
     grads = []

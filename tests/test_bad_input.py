@@ -92,7 +92,7 @@ def test_bad_extra_input(tensor, message):
 )
 def test_a_linear_casts_no_integers(dtype):
     for module in (tops.Linear(8, 4), tops.Sequential(tops.Linear(8, 4), tops.GELU())):
-        with pytest.raises(RuntimeError, match=r"\[linear_bias\w*\] input must be float16"):
+        with pytest.raises(RuntimeError, match=r"\[linear_\w*\] input must be float16"):
             module(torch.ones(3, 8, dtype=dtype))
         with (
             torch.autocast("cpu", torch.bfloat16),
@@ -128,9 +128,9 @@ def test_tensors_on_different_devices():
     with unchanged(module), pytest.raises(RuntimeError, match=message):
         module(good()[0].cuda(), good()[1])
     # Without a backend that is said first.
-    with pytest.raises(RuntimeError, match=rf"\[linear_bias\] ({message}|.* in this build)"):
-        typed = torch.ops.transformer_ops.linear_bias
-        typed(good()[0].cuda(), torch.ones(4, 8), torch.ones(4))
+    with pytest.raises(RuntimeError, match=rf"\[linear_epilogue\] ({message}|.* in this build)"):
+        typed = torch.ops.transformer_ops.linear_epilogue
+        typed(good()[0].cuda(), torch.ones(4, 8), torch.ones(4), None, 1.0)
 
 
 @pytest.mark.parametrize(

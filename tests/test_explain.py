@@ -26,17 +26,16 @@ GELU_MLP = """\
 forward   op                         made by                 saves, bytes a row
   0       LayerNorm                  -                       0.input 64, 0.mean 4, 0.rstd 4
   1-3     BasicLinear + Bias + GELU  linear_bias_activation  3.input 256
-  4-5     BasicLinear + Bias         linear_bias
+  4-5     BasicLinear + Bias         linear_epilogue
 
 backward  op                         made by                 reads
   5       Bias                       -
-  2-4     Bias + GELU + BasicLinear  linear_activation_bias  3.input
+  2-4     Bias + GELU + BasicLinear  linear_activation       3.input
   1       BasicLinear                -                       computes x1 again from 0.input, 0.mean,
                                                              0.rstd
   0       LayerNorm                  -                       0.input, 0.mean, 0.rstd
 
 nearly matched
-  linear_bias_add (forward) at 4-5: the ops end where it needs AddExtraInput
   linear_bias_activation (forward) at 4-5: the ops end where it needs GELU or QGELU or ReLU or SReLU
       or SiLU
   linear_bias_glu (forward) at 4-5: the ops end where it needs GLU or GEGLU or QGEGLU or ReGLU or
@@ -45,8 +44,8 @@ nearly matched
   dropout_bias (backward) at 5: the ops end where it needs Dropout
   glu_bias (backward) at 5: the ops end where it needs GLU or GEGLU or QGEGLU or ReGLU or SReGLU or
       SwiGLU or SiTUGLU or ClampedSwiGLU
-  linear_scale (backward) at 1-4: op 2 is Bias where it needs ConstantScale
-  bias_linear (backward) at 1-4: op 2 is taken by linear_activation_bias
+  linear_residual_scale (backward) at 1-4: op 2 is Bias where it needs ConstantScale
+  bias_linear (backward) at 1-4: op 2 is taken by linear_activation
 """.rstrip()
 
 
@@ -198,7 +197,9 @@ def test_reason_another_kind() -> None:
 
 def test_reason_taken_by_an_earlier_rule() -> None:
     explanation = called(relu_mlp())
-    assert reasons(explanation, "linear_bias") == ["op 2 is ReLU where it needs Bias"]
+    assert reasons(explanation, "linear_epilogue") == [
+        "op 2 is ReLU where it needs Bias or ConstantScale or AddExtraInput"
+    ]
     module = tops.Sequential(tops.Linear(16, 64), tops.ReLU(), tops.Linear(64, 16, bias=False))
     taken = ["op 2 is taken by activation_linear"]
     assert reasons(called(module), "linear_bias_activation") == taken

@@ -227,7 +227,7 @@ def two_dtypes():
             "op 2 is a Python op",
         ),
         (
-            "linear_bias",
+            "linear_epilogue",
             lambda: [tops.BasicLinear(16, 16), SingleSquare()],
             (0, 1),
             "op 1 is a Python op",

@@ -86,11 +86,11 @@ def test_large_products(size: tuple[int, int, int], dtype: torch.dtype, device: 
     w /= k**0.5
     want = x.double() @ w.double().t()
     check(typed.linear(x, w), want, dtype)
-    check(typed.linear_bias(x, w, b), want + b, dtype)
-    check(typed.linear_add(x, w, start), want + start, dtype)
+    check(typed.linear_epilogue(x, w, b, None, 1.0), want + b, dtype)
+    check(typed.linear_epilogue(x, w, None, start, 1.0), want + start, dtype)
     by_rows = w.t().contiguous()
     check(typed.linear_backward(x, None, by_rows, [True, False])[0], want, dtype)
-    dx = typed.linear_residual_backward(x, start, None, by_rows, [True, False])[0]
+    dx = typed.linear_residual_scale_backward(x, start, None, by_rows, 1.0, [True, False])[0]
     check(dx, want + start, dtype)
 
 
@@ -110,7 +110,7 @@ def test_large_products_of_slices() -> None:
     # 1024 rows of a weight with so few outputs are taken by slices of 384 columns.
     rows, n, columns = 1024, 64, 1100
     x, w, g = made(torch.float32, "cpu", (rows, columns), (n, columns), (rows, n))
-    dx, dw = typed.linear_activation_backward(g, x, w, "silu")
+    dx, dw = typed.linear_activation_backward(g, x, w, "silu", False)[:2]
     xd = x.double().requires_grad_()
     activated = F.silu(xd)
     (want,) = torch.autograd.grad(activated, xd, g.double() @ w.double())
@@ -120,7 +120,7 @@ def test_large_products_of_slices() -> None:
     check(dw / rows**0.5, want / rows**0.5, torch.float32, "grad_weight")
     before = torch.randn_like(dw)
     total = before.clone()
-    typed.linear_activation_backward_into(g, x, w, "silu", total, False)
+    typed.linear_activation_backward_into(g, x, w, "silu", False, total, False)
     check(total / rows**0.5, (before + want) / rows**0.5, torch.float32, "main_grad")
 
 
@@ -145,7 +145,7 @@ def test_leading_dimensions(
     x, w, b, g = made(dtype, device, (*lead, k), (n, k), (n,), (*lead, n))
     xd, wd, bd, gd = exact(x, w, b, g)
     check(typed.linear(x, w), xd @ wd.t(), dtype)
-    check(typed.linear_bias(x, w, b), xd @ wd.t() + bd, dtype)
+    check(typed.linear_epilogue(x, w, b, None, 1.0), xd @ wd.t() + bd, dtype)
     dx, dw = typed.linear_backward(g, x, w, [True, True])
     check(dx, gd @ wd, dtype)
     check(dw, gd.reshape(-1, n).t() @ xd.reshape(-1, k), dtype)
@@ -161,9 +161,13 @@ def test_residuals(size: tuple[int, int, int], dtype: torch.dtype, device: str) 
     before = extra.clone()
     for given in (extra, by_columns(extra), extra[:1].expand(rows, n)):
         ed = given.double()
-        check(typed.linear_add(x, w, given), xd @ wd.t() + ed, dtype)
-        check(typed.linear_bias_add(x, w, b, given), xd @ wd.t() + bd + ed, dtype)
-        check(typed.linear_scale_add(x, w, given, -0.5), ed - 0.5 * xd @ wd.t(), dtype)
+        check(typed.linear_epilogue(x, w, None, given, 1.0), xd @ wd.t() + ed, dtype)
+        check(typed.linear_epilogue(x, w, b, given, 1.0), xd @ wd.t() + bd + ed, dtype)
+        check(typed.linear_epilogue(x, w, None, given, -0.5), ed - 0.5 * xd @ wd.t(), dtype)
+        scaled = -0.5 * (xd @ wd.t() + bd)
+        check(typed.linear_epilogue(x, w, b, given, -0.5), ed + scaled, dtype)
+    check(typed.linear_epilogue(x, w, b, None, -0.5), scaled, dtype)
+    check(typed.linear_epilogue(x, w, None, None, -0.5), -0.5 * xd @ wd.t(), dtype)
     assert torch.equal(extra, before)
 
 
@@ -171,9 +175,9 @@ def test_residuals(size: tuple[int, int, int], dtype: torch.dtype, device: str) 
 @every_dtype
 def test_a_product_scaled_by_zero_is_computed(dtype: torch.dtype, device: str) -> None:
     x, w, extra = made(dtype, device, (4, 8), (8, 8), (4, 8))
-    check(typed.linear_scale_add(x, w, extra, 0.0), extra.double(), dtype)
+    check(typed.linear_epilogue(x, w, None, extra, 0.0), extra.double(), dtype)
     x[0, 0] = torch.nan
-    assert typed.linear_scale_add(x, w, extra, 0.0)[0].isnan().all()
+    assert typed.linear_epilogue(x, w, None, extra, 0.0)[0].isnan().all()
 
 
 @every_device
@@ -186,13 +190,14 @@ def test_gradients_onto_a_residual(
     rows, k, n = size
     x, w, g, extra = made(dtype, device, (rows, k), (n, k), (rows, n), (rows, k))
     extra = extra.to(extra_dtype or dtype)
-    dx, dw = typed.linear_residual_backward(g, extra, x, w, [True, True])
+    dx, dw = typed.linear_residual_scale_backward(g, extra, x, w, 1.0, [True, True])
     assert dx.dtype == torch.promote_types(dtype, extra.dtype)
     check(dx, g.double() @ w.double() + extra.double(), dtype)
     check(dw, g.double().t() @ x.double(), dtype)
-    dx, dw = typed.linear_scale_backward(g, x, w, -0.7, [True, True])
-    check(dx, -0.7 * (g.double() @ w.double()), dtype)
-    check(dw, -0.7 * (g.double().t() @ x.double()), dtype)
+    for residual, start in [(None, 0.0), (extra, extra.double())]:
+        dx, dw = typed.linear_residual_scale_backward(g, residual, x, w, -0.7, [True, True])
+        check(dx, start - 0.7 * (g.double() @ w.double()), dtype)
+        check(dw, -0.7 * (g.double().t() @ x.double()), dtype)
 
 
 @every_device
@@ -311,7 +316,7 @@ def test_tf32_is_torchs_setting(allowed: bool) -> None:
     x, w, b = made(torch.float32, "cuda", (512, 512), (512, 512), (512,))
     xd, wd, bd = exact(x, w, b)
     with tf32(allowed):
-        results = typed.linear(x, w), typed.linear_bias(x, w, b)
+        results = typed.linear(x, w), typed.linear_epilogue(x, w, b, None, 1.0)
     for got, want in zip(results, (xd @ wd.t(), xd @ wd.t() + bd), strict=True):
         # 10 bits of each factor, or 23.
         error = (got - want).abs().max() / want.abs().max()

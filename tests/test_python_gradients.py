@@ -274,7 +274,7 @@ def test_no_gradient_inside_a_fused_forward_step(x):
     e = torch.randn(4, 6, requires_grad=True)
     outputs = module(x, e)
     names = [step.name for step in module.plans()[0].forward]
-    assert "add_rms_norm_residual" in names
+    assert "add_rms_norm" in names
     outputs[1].cos().sum().backward()
     norm, _, _, _, scale = module
     y, f = x.detach().clone().requires_grad_(), e.detach().clone().requires_grad_()
@@ -290,13 +290,13 @@ def test_what_an_unused_step_computes_again_for_another(fused, x):
     module = tops.Sequential(
         tops.RMSNorm(6), tops.SiLU(), tops.MakeExtraOutput(), tops.Linear(6, 6), SingleSquare()
     )
-    (rule,) = (h for h in tops.fusions() if h.name == "linear_residual")
+    (rule,) = (h for h in tops.fusions() if h.name == "linear_residual_scale")
     with nullcontext() if fused else rule.disabled():
         x.requires_grad_()
         got = none_or_values(module(x), module, x, (1,))
     text = str(module.plans()[0])
     assert "x1 = recompute_rms_norm(g" in text and "silu_backward(g2, x1)" in text
-    assert ("backward linear_residual ops=[2, 3]" in text) == fused
+    assert ("backward linear_residual_scale ops=[2, 3]" in text) == fused
     want = none_or_values((None, module[1](module[0](x))), module, x, (1,))
     assert [g is None for g in got] == [g is None for g in want] == [False, False, True, True]
     torch.testing.assert_close(got[:2], want[:2])

@@ -33,7 +33,7 @@ def test_a_block_ends_in_one_pass():
     assert names(module) == ["MakeExtraOutput", "BasicLinear", "bias_dropout_add"]
 
 
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("p", [0.3, 1.0])
 def test_the_mask_is_that_of_dropout_alone(p):
     ops = [tops.Bias(24), tops.Dropout(p), tops.AddExtraInput()]
     module = tops.Sequential(*ops)
@@ -51,7 +51,7 @@ def test_in_eval_mode_it_draws_and_keeps_nothing():
     x, extra = torch.randn(2, 10, 16, requires_grad=True).unbind()
     state = torch.get_rng_state()
     assert saved_bytes(module, x, extra) == 0
-    assert names(module) == ["bias_dropout_add"]
+    assert names(module) == ["bias_add"]
     assert torch.equal(state, torch.get_rng_state())
     torch.testing.assert_close(module(x, extra), x + module[0].bias + extra)
 
@@ -133,7 +133,7 @@ def test_nan_passes_a_scaled_product(scale):
     module, output = called(
         [linear, tops.ConstantScale(scale), tops.AddExtraInput()], torch.randn(2, 16), extra
     )
-    assert names(module) == ["linear_scale_add"]
+    assert names(module) == ["linear_epilogue"]
     assert output.isnan().nonzero()[:, 1].tolist() == [3, 3]
 
 
@@ -153,19 +153,20 @@ MISSES = [
     ),
     ("add_rms_norm", lambda: [tops.AddExtraInput(), tops.RMSNorm(16)], (0, 1)),
     (
-        "add_layer_norm_residual",
+        "add_layer_norm",
         lambda: [tops.AddExtraInput(), tops.MakeExtraOutput(), tops.LayerNorm(16)],
         (0, 1, 2),
     ),
-    ("linear_add", lambda: [tops.BasicLinear(16, 16), tops.AddExtraInput()], (0, 1)),
-    ("linear_bias_add", lambda: [tops.Linear(16, 16), tops.AddExtraInput()], (0, 1, 2)),
+    ("linear_epilogue", lambda: [tops.BasicLinear(16, 16), tops.AddExtraInput()], (0, 1)),
+    ("linear_epilogue", lambda: [tops.Linear(16, 16), tops.AddExtraInput()], (0, 1, 2)),
+    ("bias_add", lambda: [tops.Bias(16), tops.AddExtraInput()], (0, 1)),
     (
-        "linear_scale_add",
+        "linear_epilogue",
         lambda: [tops.BasicLinear(16, 16), tops.ConstantScale(2.0), tops.AddExtraInput()],
         (0, 1, 2),
     ),
 ]
-every_miss = pytest.mark.parametrize(("rule", "make", "ops"), MISSES, ids=[m[0] for m in MISSES])
+every_miss = pytest.mark.parametrize(("rule", "make", "ops"), MISSES)
 
 
 @every_miss

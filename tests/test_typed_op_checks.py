@@ -66,23 +66,23 @@ def test_products_without_features(lead, sizes):
     extra, grad = torch.randn(*lead, out), torch.randn(*lead, out)
     want = F.linear(x, w)
     torch.testing.assert_close(o.linear(x, w), want)
-    torch.testing.assert_close(o.linear_bias(x, w, b), want + b)
-    torch.testing.assert_close(o.linear_add(x, w, extra), want + extra)
-    torch.testing.assert_close(o.linear_bias_add(x, w, b, extra), want + b + extra)
-    torch.testing.assert_close(o.linear_scale_add(x, w, extra, 2.0), 2 * want + extra)
+    torch.testing.assert_close(o.linear_epilogue(x, w, b, None, 1.0), want + b)
+    torch.testing.assert_close(o.linear_epilogue(x, w, None, extra, 1.0), want + extra)
+    torch.testing.assert_close(o.linear_epilogue(x, w, b, extra, 1.0), want + b + extra)
+    torch.testing.assert_close(o.linear_epilogue(x, w, b, extra, 2.0), 2 * (want + b) + extra)
     rows, rows_x = grad.reshape(-1, out or 1)[:, :out], x.reshape(-1, width or 1)[:, :width]
     wanted = [grad @ w, torch.zeros(out, width)]
     if out and width:
         wanted[1] = rows.t() @ rows_x
     for got in (
         o.linear_backward(grad, x, w, [True, True]),
-        o.linear_scale_backward(grad, x, w, 1.0, [True, True]),
+        o.linear_residual_scale_backward(grad, None, x, w, 1.0, [True, True]),
         o.bias_linear_backward(grad, x, w)[:2],
-        o.linear_residual_backward(grad, torch.zeros_like(x), x, w, [True, True]),
+        o.linear_residual_scale_backward(grad, torch.zeros_like(x), x, w, 1.0, [True, True]),
     ):
         torch.testing.assert_close(list(got), wanted)
     kept = torch.randn(*lead, width)
-    grads = o.linear_activation_backward(grad, kept, w, "silu")
+    grads = o.linear_activation_backward(grad, kept, w, "silu", False)
     torch.testing.assert_close(grads[0], grad @ w * slope(kept))
 
 
@@ -102,9 +102,13 @@ def test_modules_without_features():
 def test_a_scale_of_zero_hides_no_nan():
     x, w = torch.full((2, 4), torch.nan), torch.ones(3, 4)
     grad = torch.full((2, 3), torch.inf)
-    for got in o.linear_scale_backward(grad, torch.ones(2, 4), w, 0.0, [True, True]):
-        assert got.isnan().all()
-    assert o.linear_scale_add(x, w, torch.ones(2, 3), 0.0).isnan().all()
+    for extra in (None, torch.ones(2, 4)):
+        ones = torch.ones(2, 4)
+        for got in o.linear_residual_scale_backward(grad, extra, ones, w, 0.0, [True, True]):
+            assert got.isnan().all()
+    for bias in (None, torch.ones(3)):
+        for extra in (None, torch.ones(2, 3)):
+            assert o.linear_epilogue(x, w, bias, extra, 0.0).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -114,10 +118,25 @@ def test_a_scale_that_the_dtype_does_not_hold(dtype, scale):
     start, grad = torch.ones(2, 4, dtype=dtype), torch.full((2, 4), 2.0**-12, dtype=dtype)
     near = {"rtol": 2e-2, "atol": 1e-6, "equal_nan": True}
     want = F.linear(x, w) * scale + start
-    torch.testing.assert_close(o.linear_scale_add(x, w, start, scale), want, **near)
-    got = o.linear_scale_backward(grad, x, w, scale, [True, True])
+    torch.testing.assert_close(o.linear_epilogue(x, w, None, start, scale), want, **near)
+    product = F.linear(x, w)
+    torch.testing.assert_close(o.linear_epilogue(x, w, None, None, scale), product * scale, **near)
     scaled = grad * scale
-    torch.testing.assert_close(list(got), [scaled @ w, scaled.t() @ x], **near)
+    for residual, sum_ in [(None, scaled @ w), (start, scaled @ w + start)]:
+        got = o.linear_residual_scale_backward(grad, residual, x, w, scale, [True, True])
+        torch.testing.assert_close(list(got), [sum_, scaled.t() @ x], **near)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_scale_of_a_bias_that_cancels_out(dtype, extra):
+    """The sum of product and bias is scaled, not each of them."""
+    large = torch.finfo(dtype).max / 8
+    x, w = torch.ones(2, 4, dtype=dtype), torch.full((3, 4), large / 4, dtype=dtype)
+    bias = torch.full((3,), -large, dtype=dtype)
+    start = torch.ones(2, 3, dtype=dtype) if extra else None
+    want = torch.full((2, 3), float(extra), dtype=dtype)
+    assert torch.equal(o.linear_epilogue(x, w, bias, start, 100.0), want)
 
 
 # ---- one clear error, on meta tensors too
@@ -157,10 +176,14 @@ BAD = {
         "[linear_backward] grad_output must be float16, bfloat16, float32 or float64, got Long",
     ),
     "float8": (
-        lambda: o.linear_scale_backward(
-            *(t.to(torch.float8_e4m3fn) for t in (r(2, 4), r(2, 5), r(4, 5))), 2.0, [True, True]
+        lambda: o.linear_residual_scale_backward(
+            r(2, 4).to(torch.float8_e4m3fn),
+            None,
+            *(t.to(torch.float8_e4m3fn) for t in (r(2, 5), r(4, 5))),
+            2.0,
+            [True, True],
         ),
-        "[linear_scale_backward] grad_output must be float16, bfloat16, float32 or float64",
+        "[linear_residual_scale_backward] grad_output must be float16, bfloat16, float32 or ",
     ),
     "another activated": (
         lambda: o.activation_linear_backward(r(4096, 4), r(1, 8), r(4, 8), "relu", [True, False]),

@@ -38,8 +38,7 @@ def forward_of(name):
 KEEPS = {
     "layer_norm_residual_backward": "layer_norm",
     "rms_norm_residual_backward": "rms_norm",
-    "linear_residual_backward": "linear",
-    "linear_scale_backward": "linear",
+    "linear_residual_scale_backward": "linear",
 }
 
 
@@ -129,7 +128,16 @@ def samples(name, dtype=torch.float64):
     if "zero_centered_gamma" in kinds.values():
         interleaves = [0, 1]
     make = backward_sample if is_backward(name) else forward_sample
-    return [make(name, dtype, a, i) for a in activations for i in interleaves]
+    found = [make(name, dtype, a, i) for a in activations for i in interleaves]
+    optional = [place for place, a in enumerate(op(name)._schema.arguments) if may_be_absent(a)]
+    without = lambda s: [None if i in optional else v for i, v in enumerate(s)]  # noqa: E731
+    return found + [without(sample) for sample in found if optional]
+
+
+def may_be_absent(argument):
+    """Of an op that a fused op covers or not; what a mask does not ask for is another matter."""
+    epilogue = ("bias", "extra_input", "grad_extra_output")
+    return str(argument.type) == "Optional[Tensor]" and argument.name in epilogue
 
 
 def _activations():

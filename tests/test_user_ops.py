@@ -208,7 +208,7 @@ def test_a_subclass_of_a_native_op(x):
     want = gradients(Reference(module, lambda m, x: 2 * nn.functional.silu(m[0](x))), x)
     assert_same(gradients(module, x), want)
     # No native rule takes a Python op for the native one.
-    assert [step.name for step in module.plans()[0].forward] == ["linear_bias", "Doubled"]
+    assert [step.name for step in module.plans()[0].forward] == ["linear_epilogue", "Doubled"]
     assert_same(gradients(torch.compile(module, fullgraph=True, backend="aot_eager"), x), want)
 
 

@@ -52,7 +52,8 @@ def reference() -> str:
         *(container(name) for name in containers),
         "## Fusions\n",
         "In the order they run. Of two rules of a pass, the one with more benefit comes first;\n"
-        "users' fusions come before both. *Joint* means forward and backward together.\n",
+        "users' fusions come before both. *Joint* means forward and backward together. An op in\n"
+        "brackets may be absent; a match has two ops at least.\n",
         table(["rule", "pass", "benefit", "ops"], map(rule_row, rules)),
         "## Typed ops\n",
         "Each is `torch.ops.transformer_ops.<name>`: functional, never returns an alias of an\n"
@@ -136,10 +137,18 @@ def container(name: str) -> str:
 def rule_row(row: dict[str, Any]) -> list[str]:
     """One fusion."""
     pattern = " + ".join(
-        names[0] if len(names) == 1 else f"({', '.join(names)})" for names in row["pattern"]
+        entry(names, optional)
+        for names, optional in zip(row["pattern"], row["optional"], strict=True)
     )
     name = "joint" if row["pass"] == "forward_backward" else row["pass"]
     return [f"`{row['name']}`", name, str(row["benefit"]), pattern]
+
+
+def entry(kinds: list[str], optional: bool) -> str:
+    """One entry of a pattern."""
+    if optional:
+        return f"[{', '.join(kinds)}]"
+    return kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
 
 
 def typed_ops(title: str, row: dict[str, Any]) -> str:

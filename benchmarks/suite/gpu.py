@@ -210,7 +210,7 @@ def epilogue_lines(device: torch.device, sizes: Sizes) -> list[Line]:
     times = GpuTimer(device, sizes.samples).microseconds(
         {
             "epilogue": lambda: typed.linear_bias_activation(x, w, b, "gelu", True),
-            "apart": lambda: typed.gelu(typed.linear_bias(x, w, b)),
+            "apart": lambda: typed.gelu(typed.linear_epilogue(x, w, b, None, 1.0)),
             "torch": lambda: nn.functional.gelu(nn.functional.linear(x, w, b), approximate="tanh"),
         }
     )

@@ -12,6 +12,14 @@ Analysis::Analysis(const std::vector<OpNode>& ops, const Facts& facts) : ops_(op
   propagate_requires_grad();
 }
 
+bool Analysis::is_idle(int op) const {
+  const OpNode& node = ops_[op];
+  if (!node.native) return false;
+  const OpDeclaration& row = declaration(node.kind);
+  if (row.forward_schema.empty() && row.backward_schema.empty()) return true;
+  return row.inactive && row.inactive(node.attributes, facts_.training[op]);
+}
+
 void Analysis::number_extra_inputs() {
   readers_.resize(ops_.size());
   for (int i = 0; i < size(); ++i) readers_[i].resize(ops_[i].extra_outputs);

@@ -19,6 +19,9 @@ class Analysis {
   const Facts& facts() const { return facts_; }
   int size() const { return static_cast<int>(ops_.size()); }
 
+  // Does an op only hand its main tensor on, in both passes: a dropout that is off, an Identity?
+  bool is_idle(int op) const;
+
   // Of the main tensor at each boundary.
   const std::vector<DType>& dtypes() const { return dtypes_; }
   // The dtype that an op insists on for its input, or none.

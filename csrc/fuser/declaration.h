@@ -46,7 +46,7 @@ struct OpDeclaration {
   // is given, so that a compiler neither merges it with forward nor moves it there.
   std::string recompute = {};
   DTypeRule dtype = DTypeRule::Keep;
-  // Does nothing in this mode: planned as a plain hand-over.
+  // Does nothing in this mode: planned as a plain hand-over, and patterns pass over it.
   std::function<bool(const Attributes&, bool training)> inactive = {};
   // Width of the last dimension after the op; -1 where it cannot be known.
   std::function<int64_t(const Attributes&, int64_t width)> width = {};

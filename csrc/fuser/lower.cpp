@@ -104,21 +104,29 @@ class Lowering {
     Bindings bindings;
     int first;
     int last;
+    std::vector<int> ops;  // those that take part: all but the idle ones that a rule passed over
   };
 
   Span make_span(const Group& group) const {
-    Span span{group, {}, group.first, group.first + group.count - 1};
-    if (group.rule && group.rule->bind) span.bindings = group.rule->bind({analysis_, group.first});
+    Span span{group, {}, group.first, group.first + group.count - 1, group.places};
+    std::erase(span.ops, -1);
+    if (!group.rule) span.ops = {group.first};
+    if (group.rule && group.rule->bind) span.bindings = group.rule->bind({analysis_, group.places});
     return span;
   }
 
   // The first covered op whose declaration lists `name`, or -1.
   template <typename Has>
   int find_op(const Span& span, Has&& has) const {
-    for (int i = span.first; i <= span.last; ++i) {
-      if (has(declaration(ops_[i].kind))) return i;
+    for (const int op : span.ops) {
+      if (has(declaration(ops_[op].kind))) return op;
     }
     return -1;
+  }
+
+  // Is there an optional op that did not match?
+  static bool lacks_an_op(const Span& span) {
+    return std::ranges::find(span.group.places, -1) != span.group.places.end();
   }
 
   int op_with_slot(const Span& span, const std::string& name) const {
@@ -140,37 +148,56 @@ class Lowering {
   }
 
   int op_with_extra(const Span& span, int OpNode::*count) const {
-    for (int i = span.first; i <= span.last; ++i) {
-      if (ops_[i].*count > 0) return i;
-    }
-    fail("[plan] '", span.group.name, "' must cover an op with an extra tensor");
+    const auto op = std::ranges::find_if(span.ops, [&](int i) { return ops_[i].*count > 0; });
+    if (op != span.ops.end()) return *op;
+    check(lacks_an_op(span), "[plan] '", span.group.name,
+          "' must cover an op with an extra tensor");
+    return -1;
+  }
+
+  // For an argument of an op that is absent.
+  None absent(const Span& span, const Schema::Field& field) const {
+    check(lacks_an_op(span) && field.type == "Tensor?", "[plan] '", span.group.name,
+          "' must bind argument '", field.name, "'");
+    return {};
+  }
+
+  static int place_of(const Span& span, const Field& field) {
+    const int op = span.group.places[field.op];
+    check(op >= 0, "[plan] '", span.group.name, "' must bind '", field.name,
+          "' to an op it covers");
+    return op;
   }
 
   Value bound_value(const Span& span, const Field& field) const {
-    const int op = span.first + field.op;
+    const int op = place_of(span, field);
     if (field.name == "extra_output") return extra_output(op, 0);
     const auto& row = declaration(ops_[op].kind);
     const bool is_slot = std::ranges::find(row.slots, field.name, &Slot::name) != row.slots.end();
     return {is_slot ? Kind::Slot : Kind::Parameter, op, field.name};
   }
 
-  Argument forward_argument(const Span& span, const std::string& name) const {
+  Argument forward_argument(const Span& span, const Schema::Field& field) const {
+    const std::string& name = field.name;
     if (const auto bound = span.bindings.find(name); bound != span.bindings.end()) {
       if (const auto* constant = std::get_if<Attribute>(&bound->second)) return *constant;
-      const auto& field = std::get<Field>(bound->second);
-      return Value{Kind::Parameter, span.first + field.op, field.name};
+      const auto& source = std::get<Field>(bound->second);
+      return Value{Kind::Parameter, place_of(span, source), source.name};
     }
     if (name == "input") return Value{Kind::Main, span.first};
-    if (name == "extra_input") return extra_input(op_with_extra(span, &OpNode::extra_inputs), 0);
+    if (name == "extra_input") {
+      const int op = op_with_extra(span, &OpNode::extra_inputs);
+      if (op < 0) return absent(span, field);
+      return extra_input(op, 0);
+    }
     if (name.starts_with("save_")) {
       return Attribute(needed_slots_.contains(result_value(span, name.substr(5))));
     }
     if (const int op = op_with_parameter(span, name); op >= 0) {
       return Value{Kind::Parameter, op, name};
     }
-    const int op = op_with_attribute(span, name);
-    check(op >= 0, "[plan] '", span.group.name, "' must bind argument '", name, "'");
-    return ops_[op].attributes.at(name);
+    if (const int op = op_with_attribute(span, name); op >= 0) return ops_[op].attributes.at(name);
+    return absent(span, field);
   }
 
   Value result_value(const Span& span, const std::string& name) const {
@@ -182,10 +209,12 @@ class Lowering {
     return {Kind::Slot, span.first, name};
   }
 
-  Argument backward_argument(const Span& span, const Schema& schema, const std::string& name) {
+  Argument backward_argument(const Span& span, const Schema& schema, const Schema::Field& field) {
+    const std::string& name = field.name;
     if (name == "grad_output") return Value{Kind::Grad, span.last + 1};
     if (name == "grad_extra_output") {
       const int op = op_with_extra(span, &OpNode::extra_outputs);
+      if (op < 0) return absent(span, field);
       return Value{Kind::ExtraOutputGrad, op, "0"};
     }
     if (name == "output_mask") return Attribute(output_mask(span, schema));
@@ -199,8 +228,8 @@ class Lowering {
       return Value{Kind::Parameter, op, name};
     }
     if (const int op = op_with_attribute(span, name); op >= 0) return ops_[op].attributes.at(name);
-    check(span.group.joint, "[plan] '", span.group.name, "' must bind argument '", name, "'");
-    return need({Kind::Slot, span.first, name});
+    if (span.group.joint) return need({Kind::Slot, span.first, name});
+    return absent(span, field);
   }
 
   // Notes that forward has to save the slot; none where no wanted gradient reads it.
@@ -216,20 +245,25 @@ class Lowering {
     return slot;
   }
 
+  // Takes a result that nobody wants.
+  static Value unused(const Span& span) { return {Kind::Slot, span.first, "unused"}; }
+
   // grad_input, grad_extra_input or grad_<parameter> -> the value and whether anybody wants it.
   std::pair<Value, bool> backward_result(const Span& span, const std::string& name) const {
     if (name == "grad_input") return {{Kind::Grad, span.first}, analysis_.needs_grad(span.first)};
     if (name == "grad_extra_input") {
       const int op = op_with_extra(span, &OpNode::extra_inputs);
+      if (op < 0) return {unused(span), false};
       return {extra_input_grad(op, 0), analysis_.extra_input_requires_grad(op, 0)};
     }
     std::string target = name.substr(std::string("grad_").size());
     int op = op_with_parameter(span, target);
     if (const auto bound = span.bindings.find(target); bound != span.bindings.end()) {
       const auto& field = std::get<Field>(bound->second);
-      op = span.first + field.op;
+      op = place_of(span, field);
       target = field.name;
     }
+    if (op < 0 && lacks_an_op(span)) return {unused(span), false};
     check(op >= 0, "[plan] '", span.group.name, "' must name results grad_<parameter>, got '", name,
           "'");
     return {{Kind::ParameterGrad, op, target}, analysis_.parameter_requires_grad(op, target)};
@@ -252,9 +286,7 @@ class Lowering {
   }
 
   bool is_inactive(const Group& group) const {
-    if (group.rule || group.count > 1) return false;
-    const auto& row = declaration(ops_[group.first].kind);
-    return row.inactive && row.inactive(ops_[group.first].attributes, facts_.training[group.first]);
+    return !group.rule && group.count == 1 && analysis_.is_idle(group.first);
   }
 
   const Schema& forward_schema(const Group& group) const {
@@ -339,12 +371,12 @@ class Lowering {
     bool wanted = false;
     for (const auto& field : schema.results) {
       const auto [value, is_wanted] = backward_result(span, field.name);
-      call.results.push_back(is_wanted ? value : Value{Kind::Slot, span.first, "unused"});
+      call.results.push_back(is_wanted ? value : unused(span));
       wanted |= is_wanted;
     }
     if (!wanted) return step;
     for (const auto& field : schema.arguments) {
-      call.arguments.push_back(backward_argument(span, schema, field.name));
+      call.arguments.push_back(backward_argument(span, schema, field));
     }
     step.instructions.push_back(std::move(call));
     return step;
@@ -384,7 +416,7 @@ class Lowering {
       }
     } else {
       for (const auto& field : schema.arguments) {
-        call.arguments.push_back(forward_argument(span, field.name));
+        call.arguments.push_back(forward_argument(span, field));
       }
       for (const auto& field : schema.results) {
         call.results.push_back(result_value(span, field.name));
@@ -413,8 +445,10 @@ class Lowering {
     if (slot.name == "input" && slot.op == span.first) return Value{Kind::Main, span.first};
     if (slot.name == "input") {
       // The op before may have handed the very same tensor out.
-      const Value twin = extra_output(slot.op - 1, 0);
-      const bool hands_on = declaration(ops_[slot.op - 1].kind).forward_schema.empty();
+      int before = slot.op - 1;
+      while (before > span.first && analysis_.is_idle(before)) --before;
+      const Value twin = extra_output(before, 0);
+      const bool hands_on = declaration(ops_[before].kind).forward_schema.empty();
       if (hands_on && std::ranges::find(call.results, twin) != call.results.end()) return twin;
     }
     if (slot.name == "output" && slot.op == span.last) return Value{Kind::Main, span.last + 1};

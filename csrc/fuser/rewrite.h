@@ -17,6 +17,7 @@ struct Group {
   std::optional<int> python = {};  // a Python object of the planning call: basic or fused
   std::string name = {};
   bool joint = false;
+  std::vector<int> places = {};  // with a rule: Match::places
 };
 
 // A rule, or a user's function, that did not take a place it nearly matched, and why.

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <algorithm>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <optional>
 #include <string>
@@ -18,28 +20,46 @@ namespace transformer_ops {
 enum class Pass { Joint, Forward, Backward };
 const char* to_text(Pass pass);
 
-// A run of basic ops that a rule may take.
+// One entry of a pattern: an op of one of these kinds.
+struct PatternOp {
+  PatternOp(std::initializer_list<std::string> kinds) : kinds(kinds) {}
+  PatternOp(std::vector<std::string> kinds, bool optional = false)
+      : kinds(std::move(kinds)), optional(optional) {}
+
+  std::vector<std::string> kinds;
+  bool optional = false;
+};
+inline PatternOp optional_op(std::vector<std::string> kinds) { return {std::move(kinds), true}; }
+
+// A run of basic ops that a rule may take. Entry k of the pattern is op k here; one that is
+// optional may be absent, and ops that do nothing may lie between two.
 struct Match {
   const Analysis& analysis;
-  int first;
+  std::vector<int> places;  // per entry: the op in the list, or -1
 
+  bool has(int k) const { return places[k] >= 0; }
+  int first() const {
+    return *std::ranges::find_if(places, [](int place) { return place >= 0; });
+  }
   const Facts& facts() const { return analysis.facts(); }
-  const OpNode& op(int k) const { return analysis.ops()[first + k]; }
+  const OpNode& op(int k) const { return analysis.ops()[places[k]]; }
   const std::string& kind(int k) const { return op(k).kind; }
-  bool training(int k) const { return facts().training[first + k]; }
+  // Does op k do nothing at the moment?
+  bool is_idle(int k) const { return analysis.is_idle(places[k]); }
+  const std::vector<TensorFacts>& parameters(int k) const { return facts().parameters[places[k]]; }
   // Does parameter i of op k want a gradient?
   bool parameter_requires_grad(int k, int i) const {
-    return analysis.parameter_requires_grad(first + k, i);
+    return analysis.parameter_requires_grad(places[k], i);
   }
   // Does anybody want the gradient of the first op's input?
-  bool input_requires_grad() const { return analysis.needs_grad(first); }
+  bool input_requires_grad() const { return analysis.needs_grad(first()); }
   // Does the caller or another op see the extra output of op k?
-  bool extra_output_is_read(int k) const { return analysis.extra_output_is_read(first + k, 0); }
+  bool extra_output_is_read(int k) const { return analysis.extra_output_is_read(places[k], 0); }
 };
 
 // Where a schema field of a fused op comes from when its name alone does not say.
 struct Field {
-  int op;            // counted from the first op of the match
+  int op;            // of the match
   std::string name;  // a slot, a parameter, or "extra_output"
 };
 using Bindings = std::map<std::string, std::variant<Field, Attribute>>;
@@ -49,9 +69,12 @@ struct Rule {
   std::string name;
   Pass pass;
   int benefit;
-  std::vector<std::vector<std::string>> pattern;  // per op: the kinds it may have
+  // The ops it covers, two at least where some are optional. It takes as many as it can.
+  std::vector<PatternOp> pattern;
   // The reason why not, or none.
   std::function<std::optional<std::string>(const Match&)> why_not = {};
+  // Of an optional op that is absent, a `Tensor?` is None and a gradient is not wanted; `bind` has
+  // to name what is to stand for its attributes.
   std::string forward = {};
   std::string backward = {};
   std::function<Bindings(const Match&)> bind = {};

@@ -2,7 +2,6 @@
 //                  ▲ residual   └─► sum: the new residual, and what the norm keeps
 //
 // Sum and norm in one pass over the rows, as between the blocks of a pre-norm transformer.
-#include "fuser/registry.h"
 #include "ops/add_extra_input.h"
 #include "ops/cpu.h"
 #include "ops/cuda.h"
@@ -116,10 +115,9 @@ void rms_norm_cuda(const Args& args, Tensors& results) {
 
 // ---- rules
 
-// `norm` is the place of the norm in the match.
-std::optional<std::string> why_not(const Match& match, int norm) {
+std::optional<std::string> why_not(const Match& match) {
   if (auto reason = different_summands(match, 0)) return reason;
-  const int op = match.first + norm;
+  const int op = match.places[2];
   const DType sum = match.analysis.dtypes()[op];
   const DType computes = match.analysis.compute_dtype(op);
   if (computes == sum) return std::nullopt;
@@ -127,10 +125,10 @@ std::optional<std::string> why_not(const Match& match, int norm) {
          to_text(computes);
 }
 
-Bindings bind(int norm, bool hands_out_sum) {
+Bindings bind(const Match& match) {
   Bindings bindings = {
-      {"sum", Field{norm, "input"}}, {"mean", Field{norm, "mean"}}, {"rstd", Field{norm, "rstd"}}};
-  if (hands_out_sum) {
+      {"sum", Field{2, "input"}}, {"mean", Field{2, "mean"}}, {"rstd", Field{2, "rstd"}}};
+  if (match.has(1)) {
     bindings["sum"] = Field{1, "extra_output"};
     bindings["save_sum"] = Attribute(true);
   }
@@ -138,20 +136,13 @@ Bindings bind(int norm, bool hands_out_sum) {
 }
 
 bool register_norm(const std::string& name, const std::string& kind, TypedOp op) {
-  add_rule({.name = name + "_residual",
-            .pass = Pass::Forward,
-            .benefit = 40,
-            .pattern = {{"AddExtraInput"}, {"MakeExtraOutput"}, {kind}},
-            .why_not = [](const Match& match) { return why_not(match, 2); },
-            .forward = op.schema,
-            .bind = [](const Match&) { return bind(2, /*hands_out_sum=*/true); }});
   return register_fused_op(
       {.rule = {.name = name,
                 .pass = Pass::Forward,
                 .benefit = 40,
-                .pattern = {{"AddExtraInput"}, {kind}},
-                .why_not = [](const Match& match) { return why_not(match, 1); },
-                .bind = [](const Match&) { return bind(1, /*hands_out_sum=*/false); }},
+                .pattern = {{"AddExtraInput"}, optional_op({"MakeExtraOutput"}), {kind}},
+                .why_not = why_not,
+                .bind = bind},
        .forward = std::move(op)});
 }
 

@@ -1,4 +1,4 @@
-// forward:  x ─► Bias ─► Dropout ─► AddExtraInput ─► y      one pass
+// forward:  x ─► Bias ─► [Dropout] ─► AddExtraInput ─► y      one pass
 //                           └───► mask      ▲ residual
 #include <ATen/ops/dropout.h>
 
@@ -60,17 +60,26 @@ Tensors forward_unfused(const Args& args) {
   return {y.to(args.tensor(2).scalar_type())};
 }
 
-// A float32 residual stays float32, as under autocast.
+// A float32 residual stays float32, as under autocast. A product takes none such, so that the pass
+// is worth it after one even where nothing is dropped.
 std::optional<std::string> why_not(const Match& match) {
-  return different_summands(match, 2, /*or_float32=*/true);
+  if (auto reason = different_summands(match, 2, /*or_float32=*/true)) return reason;
+  if (!match.is_idle(1) || different_summands(match, 2)) return std::nullopt;
+  return "the dropout is off";
 }
 
-// A Dropout that does nothing keeps everything: the pass is worth it without one.
 Bindings bind(const Match& match) {
   Bindings bindings = {{"mask", Field{1, "mask"}}};
-  const auto& dropout = declaration("Dropout");
-  if (dropout.inactive(match.op(1).attributes, match.training(1))) bindings["p"] = Attribute(0.0);
+  if (match.is_idle(1)) bindings["p"] = Attribute(0.0);
   return bindings;
+}
+
+std::optional<std::string> why_not_without(const Match& match) {
+  return different_summands(match, 1, /*or_float32=*/true);
+}
+
+Bindings bind_without(const Match&) {
+  return {{"p", Attribute(0.0)}, {"save_mask", Attribute(false)}};
 }
 
 TypedOp typed_op() {
@@ -94,6 +103,14 @@ bool register_forward() {
             .why_not = why_not,
             .forward = typed_op().schema,
             .bind = bind});
+  // Without a dropout, where no product takes the bias.
+  add_rule({.name = "bias_add",
+            .pass = Pass::Forward,
+            .benefit = 15,
+            .pattern = {{"Bias"}, {"AddExtraInput"}},
+            .why_not = why_not_without,
+            .forward = typed_op().schema,
+            .bind = bind_without});
   register_typed_op(typed_op());
   add_typed_op_pair({"bias_dropout_add", "dropout_bias_backward"});
   return true;

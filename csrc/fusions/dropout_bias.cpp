@@ -46,9 +46,7 @@ Tensors backward_unfused(const Args& args) {
 }
 
 std::optional<std::string> why_not(const Match& match) {
-  if (declaration("Dropout").inactive(match.op(1).attributes, match.training(1))) {
-    return "the dropout is off";
-  }
+  if (match.is_idle(1)) return "the dropout is off";
   return no_bias_gradient(match);
 }
 

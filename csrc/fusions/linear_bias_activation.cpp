@@ -76,7 +76,8 @@ Bindings bind(const Match& match) {
 [[maybe_unused]] const bool registered = register_fused_op({
     .rule = {.name = "linear_bias_activation",
              .pass = Pass::Forward,
-             .benefit = 30,
+             // Before linear_epilogue, which would take the product and its bias.
+             .benefit = 48,
              .pattern = {{"BasicLinear"}, {"Bias"}, activation_kinds()},
              .why_not = different_linear_dtypes,
              .bind = bind},

@@ -46,7 +46,7 @@ void check_extra_input(const Args& args, const Tensor& extra, const TensorSpec& 
 }
 
 std::optional<std::string> different_summands(const Match& match, int k, bool or_float32) {
-  const int op = match.first + k;
+  const int op = match.places[k];
   const DType main = match.analysis.dtypes()[op];
   const DType extra = match.analysis.extra_input_dtype(op, 0);
   if (main == DType::Unknown || extra == DType::Unknown) {

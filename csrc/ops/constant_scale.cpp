@@ -32,7 +32,11 @@ const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -
                           .unfused = multiply_unfused};
 
 [[maybe_unused]] const bool registered = register_op({
-    .declaration = {.kind = "ConstantScale", .summary = "x * scale", .attributes = {"scale"}},
+    .declaration = {.kind = "ConstantScale",
+                    .summary = "x * scale",
+                    .attributes = {"scale"},
+                    .inactive = [](const Attributes& attributes,
+                                   bool) { return std::get<double>(attributes.at("scale")) == 1; }},
     .forward = kForward,
     .backward = {.schema = "constant_scale_backward(Tensor grad_output, float scale) -> "
                            "Tensor grad_input",

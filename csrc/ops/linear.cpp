@@ -88,8 +88,8 @@ double factor_of(at::ScalarType dtype, double scale) {
 std::optional<std::string> different_linear_dtypes(const Match& match) {
   // Under autocast both are cast.
   if (match.facts().autocast) return std::nullopt;
-  const auto& weight = match.facts().parameters[match.first][0];
-  const auto& bias = match.facts().parameters[match.first + 1][0];
+  const auto& weight = match.parameters(0)[0];
+  const auto& bias = match.parameters(1)[0];
   if (weight.dtype == bias.dtype) return std::nullopt;
   return "weight and bias have different dtypes";
 }
@@ -141,13 +141,13 @@ Tensor as_matrix(const Tensor& tensor) {
   return tensor.reshape_symint({rows, tensor.sym_size(-1)});
 }
 
-Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias, double scale) {
   const Tensor matrix = as_matrix(input);
   if (!bias.defined()) {
-    return with_last_size(product(matrix, transposed(weight)), input, weight.size(0));
+    return with_last_size(product(matrix, transposed(weight), scale), input, weight.size(0));
   }
   const Tensor output = repeat_rows(bias, matrix.size(0));
-  multiply_cpu(output, matrix, transposed(weight), /*beta=*/1, /*scale=*/1);
+  multiply_cpu(output, matrix, transposed(weight), /*beta=*/1, scale);
   return with_last_size(output, input, weight.size(0));
 }
 

@@ -16,7 +16,7 @@ void check_linear_bias(const Args& args, const Tensor& bias, const TensorSpec& o
 // A product takes none that its dtype does not hold.
 double factor_of(at::ScalarType dtype, double scale);
 
-// Why a rule that starts with BasicLinear + Bias does not fire, or none.
+// Why a rule whose pattern starts with BasicLinear + Bias does not fire, or none.
 std::optional<std::string> different_linear_dtypes(const Match& match);
 
 // (grad_input, grad_weight) for a bool[2] mask; a masked result is empty. `input` and `weight` may
@@ -31,8 +31,9 @@ TensorSpecs linear_backward_outputs(const Args& args, const TensorSpec& factor);
 // All leading dimensions as one; there is at least one dimension.
 Tensor as_matrix(const Tensor& tensor);
 
-// x W^T [+ b] for any number of leading dimensions; the bias is contiguous.
-Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias = {});
+// scale x W^T [+ b] for any number of leading dimensions; the bias is contiguous.
+Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias = {},
+                  double scale = 1.0);
 
 // start + scale x W^T in the memory of `start`, which is contiguous.
 Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& weight,

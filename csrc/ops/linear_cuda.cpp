@@ -188,18 +188,19 @@ void product(const Factor& left, const Factor& right, const Tensor& result, doub
 
 }  // namespace
 
-Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias, double scale) {
   const Factor x(input), w = Factor(weight).t();
   Tensor result = empty_rows(input, w.cols(), input.scalar_type());
   if (!bias.defined()) {
-    product(x, w, result);
+    product(x, w, result, scale);
     return result;
   }
   Gemm gemm = describe(x, w, result);
+  gemm.alpha = scale;
   set_bias(gemm, Epilogue::Bias, bias);
   if (!run(gemm, result)) {
     Tensor out = result.view({x.rows(), w.cols()});
-    at::addmm_out(out, bias, x.tensor(), w.tensor());
+    at::addmm_out(out, bias, x.tensor(), w.tensor(), /*beta=*/1, scale);
   }
   return result;
 }
@@ -221,11 +222,6 @@ std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight
 
 Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias,
                        const Tensor& extra, double scale) {
-  // A product that is scaled by zero is not computed, and NaN would not pass.
-  if (scale == 0) {
-    Tensor result = linear_cuda(input, weight);
-    return at::add_out(result, bias.defined() ? extra + bias : extra, result, scale);
-  }
   const Factor x(input), w = Factor(weight).t();
   const Tensor start = contiguous(extra);
   Tensor result = empty_rows(input, w.cols(), input.scalar_type());

@@ -8,8 +8,9 @@
 
 namespace transformer_ops {
 
-// x W^T [+ b] for any number of leading dimensions.
-Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias = {});
+// scale x W^T [+ b] for any number of leading dimensions.
+Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias = {},
+                   double scale = 1.0);
 
 // gelu(x W^T + b) by one kernel, or none where there is no such. `kept`, where not null, takes the
 // argument of gelu.

@@ -31,9 +31,9 @@ std::optional<std::string> why_not_recomputed(const Match& match, int k) {
   if (!match.parameter_requires_grad(k + 1, 0)) return "the weight needs no gradient";
   if (!match.input_requires_grad()) return "the input needs no gradient";
   const auto& dtypes = match.analysis.dtypes();
-  const DType dtype = dtypes[match.first];
-  for (int i = 0; i <= k + 1; ++i) {
-    const int op = match.first + i;
+  const DType dtype = dtypes[match.first()];
+  for (const int op : match.places) {
+    if (op < 0) continue;
     if (dtypes[op] != dtype || match.analysis.compute_dtype(op) != dtype) {
       return "its ops compute in different dtypes";
     }

@@ -39,6 +39,8 @@ class Args {
   // Takes an argument out of the call, so that its memory is free once the body lets go of it.
   Tensor take(size_t i) const { return std::move(values_[i]).toTensor(); }
   bool has(size_t i) const { return values_[i].isTensor() && values_[i].toTensor().defined(); }
+  // Undefined where the argument is None.
+  Tensor optional(size_t i) const { return has(i) ? tensor(i) : Tensor(); }
   double number(size_t i) const { return values_[i].toDouble(); }
   int64_t integer(size_t i) const { return values_[i].toInt(); }
   bool flag(size_t i) const { return values_[i].toBool(); }

@@ -98,6 +98,9 @@ class Sampler:
         return self.random.choice(FLOATS) if self.random.random() < 0.2 else self.dtype
 
     def value(self, name: str, kind: str) -> Any:
+        epilogue = ("bias", "extra_input", "grad_extra_output")
+        if kind == "Optional[Tensor]" and name in epilogue and self.random.random() < 0.3:
+            return None
         if name not in self.values:
             self.values[name] = (
                 self.tensor_of(name) if "Tensor" in kind else self.constant(name, kind)

@@ -1,6 +1,6 @@
 """An explanation as an SVG picture.
 
-forward steps   [ LayerNorm ] [ linear_bias_activation      ] [ linear_bias        ]
+forward steps   [ LayerNorm ] [ linear_bias_activation      ] [ linear_epilogue    ]
 ops             [ LayerNorm ] [ BasicLinear ] [ Bias ] [ GELU ] [ BasicLinear ] [ Bias ]
 kept              input 64      input 64               input 256  input 256
 backward steps  [ LayerNorm ] [ BasicLinear ] [ activation_bias ] [ BasicLinear ] [ Bias ]

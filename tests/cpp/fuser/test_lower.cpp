@@ -317,6 +317,9 @@ backward Norm ops=[2]
   g2 = norm_backward(g3, s2.input, s2.rstd)
 )");
   EXPECT_EQ(to_text(parse_plan(to_text(plan))), to_text(plan));
+  // An idle op between them hands it on.
+  const Plan idle = toy::plan(nodes({"Add", "Fork", "Same", "Norm"}));
+  EXPECT_EQ(idle.forward.front().saves.front().source, (Value{Value::Kind::ExtraOutput, 1, "0"}));
 }
 
 TEST(Lower, BackwardFusionReadsTheSlotsOfItsOps) {
@@ -354,6 +357,81 @@ forward square_product ops=[0, 1] joint=true
 backward square_product ops=[0, 1] joint=true
   g0, dp1.weight = square_product_backward(g2, s1.input, s1.weight, [true, true])
 )");
+}
+
+// ---- rules with optional ops, and ops that do nothing
+
+// Product, [Shift], [Scale], [Add], and the same backward without Add.
+Rule epilogue(Pass pass) {
+  return {.name = "epilogue",
+          .pass = pass,
+          .benefit = 10,
+          .pattern = {{"Product"},
+                      optional_op({"Shift"}),
+                      optional_op({"Scale"}),
+                      optional_op({pass == Pass::Forward ? "Add" : "Fork"})},
+          .forward =
+              "epilogue(Tensor input, Tensor weight, Tensor? shift, Tensor? extra_input, "
+              "float factor) -> Tensor output",
+          .backward =
+              "epilogue_backward(Tensor grad_output, Tensor? grad_extra_output, "
+              "Tensor? input, Tensor? weight, float factor, bool[3] output_mask) -> "
+              "(Tensor grad_input, Tensor grad_weight, Tensor grad_shift)",
+          .bind = [](const Match& match) {
+            return match.has(2) ? Bindings() : Bindings{{"factor", Attribute(1.0)}};
+          }};
+}
+
+TEST(Lower, AnAbsentOpGivesNone) {
+  const ScopedRule forward(epilogue(Pass::Forward)), backward(epilogue(Pass::Backward));
+  EXPECT_EQ(steps_text(toy::plan(nodes({"Product", "Scale"}))), R"(first_backward 0
+forward epilogue ops=[0, 1]
+  x2 = epilogue(x0, p0.weight, none, none, 2.0)
+  save s0.input=x0, s0.weight=p0.weight
+backward epilogue ops=[0, 1]
+  g0, dp0.weight, s0.unused = epilogue_backward(g2, none, s0.input, s0.weight, 2.0, [true, true, false])
+)");
+  EXPECT_EQ(steps_text(toy::plan(nodes({"Product", "Shift", "Fork"}))), R"(first_backward 0
+forward epilogue ops=[0, 1]
+  x2 = epilogue(x0, p0.weight, p1.shift, none, 1.0)
+  save s0.input=x0, s0.weight=p0.weight
+forward Fork ops=[2]
+  x3, o2.0 = x2
+backward epilogue ops=[0, 1, 2]
+  g0, dp0.weight, dp1.shift = epilogue_backward(g3, do2.0, s0.input, s0.weight, 1.0, [true, true, true])
+)");
+}
+
+TEST(Lower, AStepCoversTheIdleOpsInIt) {
+  const ScopedRule forward(toy::forward_rule()), backward(toy::backward_rule());
+  const auto ops = nodes({"Product", "Same", "Shift", "Mask", "Square"});
+  Facts facts = toy::facts(ops);
+  facts.training.assign(ops.size(), false);
+  const Plan plan = toy::plan(ops, facts);
+  EXPECT_EQ(steps_text(plan), R"(first_backward 0
+forward product_shift_square ops=[0, 1, 2, 3, 4]
+  x5, s4.input = product_shift_square(x0, p0.weight, p2.shift, true)
+  save s0.input=x0, s0.weight=p0.weight, s4.input=s4.input
+backward Product ops=[0]
+  g0, dp0.weight = product_backward(g1, s0.input, s0.weight, [true, true])
+backward Same ops=[1]
+  g1 = g2
+backward square_shift ops=[2, 3, 4]
+  g2, dp2.shift = square_shift_backward(g5, s4.input)
+)");
+  EXPECT_EQ(to_text(parse_plan(to_text(plan))), to_text(plan));
+  facts.training.assign(ops.size(), true);
+  EXPECT_EQ(toy::plan(ops, facts).forward.size(), ops.size());
+}
+
+TEST(Lower, AnArgumentOfAnAbsentOpMustBeOptional) {
+  Rule rule = epilogue(Pass::Forward);
+  rule.bind = nullptr;
+  const ScopedRule scoped(rule);
+  EXPECT_EQ(error_of([] {
+              toy::plan(nodes({"Product", "Shift"}));
+            }),
+            "[plan] 'epilogue' must bind argument 'factor'");
 }
 
 TEST(Lower, FusedOpMustBindEveryArgument) {

@@ -30,7 +30,7 @@ std::string text(const Groups& groups) {
   return text;
 }
 
-Rule rule(const std::string& name, int benefit, std::vector<std::vector<std::string>> pattern,
+Rule rule(const std::string& name, int benefit, std::vector<PatternOp> pattern,
           Pass pass = Pass::Forward) {
   return {.name = name, .pass = pass, .benefit = benefit, .pattern = std::move(pattern)};
 }
@@ -62,6 +62,99 @@ TEST(Rewrite, PrefersBenefitThenName) {
             "Same[0..0] c_high[1..2]");
   EXPECT_EQ(text(rewrite_all(nodes({"Same", "Square", "Scale"})).forward),
             "Same[0..0] b_high[1..2]");
+}
+
+// Product, [Shift], [Scale], [Add]
+Rule optional_rule() {
+  return rule("epilogue", 10,
+              {{"Product"}, optional_op({"Shift"}), optional_op({"Scale"}), optional_op({"Add"})});
+}
+
+TEST(Optional, TakesAsManyAsThereAre) {
+  const ScopedRule optional(optional_rule());
+  const auto forward = [](const std::vector<std::string>& kinds) {
+    return text(rewrite_all(nodes(kinds)).forward);
+  };
+  EXPECT_EQ(forward({"Product", "Shift", "Scale", "Add"}), "epilogue[0..3]");
+  EXPECT_EQ(forward({"Product", "Shift", "Add"}), "epilogue[0..2]");
+  EXPECT_EQ(forward({"Product", "Add", "Scale"}), "epilogue[0..1] Scale[2..2]");
+  EXPECT_EQ(forward({"Product", "Scale", "Product", "Shift"}), "epilogue[0..1] epilogue[2..3]");
+  // One op alone is no fusion.
+  EXPECT_EQ(forward({"Product", "Norm", "Add"}), "Product[0..0] Norm[1..1] Add[2..2]");
+}
+
+TEST(Optional, MayComeFirst) {
+  const ScopedRule rule_(rule("first", 10, {optional_op({"Shift"}), {"Square"}, {"Product"}}));
+  EXPECT_EQ(text(rewrite_all(nodes({"Shift", "Square", "Product", "Square", "Product"})).forward),
+            "first[0..2] first[3..4]");
+}
+
+TEST(Optional, SaysWhichPlacesAreTaken) {
+  const ScopedRule optional(optional_rule());
+  const Rewritten result = rewrite_all(nodes({"Norm", "Product", "Scale"}));
+  EXPECT_EQ(result.forward[1].places, (std::vector<int>{1, -1, 2, -1}));
+}
+
+TEST(Optional, TakesFewerWhereTheGuardRefusesAll) {
+  Rule guarded = optional_rule();
+  guarded.why_not = [](const Match& match) -> std::optional<std::string> {
+    if (match.has(3)) return "no sums";
+    return std::nullopt;
+  };
+  const ScopedRule optional(guarded);
+  const Rewritten result = rewrite_all(nodes({"Product", "Scale", "Add"}));
+  EXPECT_EQ(text(result.forward), "epilogue[0..1] Add[2..2]");
+  ASSERT_EQ(result.near_misses.size(), 1u);
+  EXPECT_EQ(result.near_misses[0].reason, "no sums");
+  EXPECT_EQ(result.near_misses[0].ops, (std::vector<int>{0, 1, 2}));
+}
+
+// ---- ops that do nothing
+
+TEST(Idle, IsPassedOverBetweenTwoOps) {
+  const ScopedRule forward(rule("pair", 10, {{"Product"}, {"Square"}}));
+  const auto ops = nodes({"Product", "Mask", "Same", "Square", "Same"});
+  Facts facts = toy::facts(ops);
+  EXPECT_EQ(text(rewrite(Analysis(ops, facts), keep).forward),
+            "Product[0..0] Mask[1..1] Same[2..2] Square[3..3] Same[4..4]");
+  facts.training.assign(5, false);
+  const Rewritten result = rewrite(Analysis(ops, facts), keep);
+  EXPECT_EQ(text(result.forward), "pair[0..3] Same[4..4]");
+  EXPECT_EQ(result.forward[0].places, (std::vector<int>{0, 3}));
+}
+
+TEST(Idle, MayBeTakenAsWhatItIs) {
+  const ScopedRule forward(rule("mask", 10, {{"Product"}, {"Mask"}, {"Square"}}));
+  const auto ops = nodes({"Product", "Same", "Mask", "Mask", "Square"});
+  Facts facts = toy::facts(ops);
+  facts.training.assign(5, false);
+  const Rewritten result = rewrite(Analysis(ops, facts), keep);
+  EXPECT_EQ(text(result.forward), "mask[0..4]");
+  EXPECT_EQ(result.forward[0].places, (std::vector<int>{0, 2, 4}));
+}
+
+// The guard refuses the idle one; the one behind it is another way to match.
+TEST(Idle, IsPassedOverWhereTheGuardWantsAnother) {
+  Rule active = rule("mask", 10, {{"Product"}, {"Mask"}});
+  active.why_not = [](const Match& match) -> std::optional<std::string> {
+    if (match.is_idle(1)) return "off";
+    return std::nullopt;
+  };
+  const ScopedRule forward(active);
+  const auto ops = nodes({"Product", "Mask", "Mask"});
+  Facts facts = toy::facts(ops);
+  facts.training = {true, false, true};
+  EXPECT_EQ(rewrite(Analysis(ops, facts), keep).forward[0].places, (std::vector<int>{0, 2}));
+}
+
+TEST(Idle, IsNotPassedOverOnceAFusionTookIt) {
+  const ScopedRule forward(rule("pair", 10, {{"Product"}, {"Square"}}));
+  const ScopedUserFusion user("user", Pass::Forward);
+  const auto result = rewrite_all(
+      nodes({"Product", "Same", "Square"}), [](const Fusion&, const Groups& groups) -> Groups {
+        return {groups[0], {.first = 1, .python = 3, .name = "Mine"}, groups[2]};
+      });
+  EXPECT_EQ(text(result.forward), "Product[0..0] Mine[1..1] Square[2..2]");
 }
 
 TEST(Rewrite, BothPassesStartFromTheJointOne) {
@@ -105,6 +198,30 @@ TEST(NearMiss, IsAllButTheLastOp) {
   EXPECT_EQ(reason(rewrite_all(nodes({"Product", "Shift"}))), "the ops end where it needs Square");
   EXPECT_TRUE(rewrite_all(nodes({"Product", "Square", "Shift"})).near_misses.empty());
   EXPECT_TRUE(rewrite_all(nodes({"Product"})).near_misses.empty());
+}
+
+TEST(NearMiss, NamesAllThatAnOptionalOpLeavesOpen) {
+  const ScopedRule optional(optional_rule());
+  EXPECT_EQ(reason(rewrite_all(nodes({"Product", "Norm"}))),
+            "op 1 is Norm where it needs Shift or Scale or Add");
+  EXPECT_EQ(reason(rewrite_all(nodes({"Product", "Same"}))),
+            "the ops end where it needs Shift or Scale or Add");
+  EXPECT_TRUE(rewrite_all(nodes({"Product", "Shift", "Norm"})).near_misses.empty());
+}
+
+TEST(NearMiss, IsAtTheFurthestOp) {
+  const ScopedRule forward(rule("sandwich", 10, {{"Product"}, optional_op({"Shift"}), {"Square"}}));
+  EXPECT_EQ(reason(rewrite_all(nodes({"Product", "Shift", "Same", "Scale"}))),
+            "op 3 is Scale where it needs Square");
+  EXPECT_EQ(reason(rewrite_all(nodes({"Product", "Scale"}))),
+            "op 1 is Scale where it needs Shift or Square");
+}
+
+// All that the rule would have taken lies in one step.
+TEST(NearMiss, IsNoneInsideALargerFusion) {
+  const ScopedRule fired(rule("three", 20, {{"Square"}, {"Shift"}, {"Scale"}}));
+  const ScopedRule inside(rule("pair", 30, {{"Shift"}, {"Norm"}}));
+  EXPECT_TRUE(rewrite_all(nodes({"Square", "Shift", "Scale"})).near_misses.empty());
 }
 
 TEST(NearMiss, NamesWhoTookTheOp) {

@@ -1,0 +1,151 @@
+// forward:  x ─► BasicLinear ─► [Bias] ─► [ConstantScale] ─► [AddExtraInput] ─► y
+//                                                                  ▲ residual
+//
+// One product: its sums start from bias and residual, and the scale is its factor.
+#include <ATen/ScalarOps.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/add_cpu_dispatch.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mul.h>
+
+#include <cmath>
+
+#include "ops/add_extra_input.h"
+#include "ops/cpu.h"
+#include "ops/linear.h"
+#include "ops/linear_cuda.h"
+#include "ops/op.h"
+
+namespace transformer_ops {
+namespace {
+
+TensorSpecs shape(const Args& args) {
+  const TensorSpec output = linear_output(args);
+  if (args.has(2)) check_linear_bias(args, args.tensor(2), output);
+  if (args.has(3)) check_extra_input(args, args.tensor(3), output);
+  return {output};
+}
+
+// What the product's sums start from.
+Tensor extra_and_bias(const Tensor& extra, const Tensor& bias) {
+  Tensor start = empty_cpu(extra.sizes(), extra.scalar_type());
+  if (!bias.defined()) return start.copy_(extra);
+  const Tensor from = contiguous(extra), acc = cpu::to_accumulate(bias, extra);
+  const cpu::Rows x{from, bias.size(0)}, y{start, x.width};
+  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+    cpu::kernels().bias_add(cpu::kernel_dtype(from), x.read(begin), acc.const_data_ptr(),
+                            y.write(begin), end - begin, x.width);
+  });
+  return start;
+}
+
+void add_bias_and_extra(const Tensor& product, const Tensor& bias, const Tensor& extra) {
+  const Tensor from = contiguous(extra), acc = cpu::to_accumulate(bias, product);
+  const cpu::Rows y{product, 1}, e{from, 1};
+  cpu::parallel(y.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
+    const auto dtype = cpu::kernel_dtype(product);
+    cpu::kernels().bias_dropout_add(
+        dtype, dtype, y.read(begin), acc.const_data_ptr(), e.read(begin), y.write(begin),
+        /*mask=*/nullptr, /*seed=*/0, /*p=*/0.0, begin, end - begin, bias.size(0));
+  });
+}
+
+// scale sum [+ extra], in the memory of `sum`.
+Tensor scale_and_add(Tensor sum, double scale, const Tensor& extra) {
+  constexpr double kMostHalf = 65504;  // add_out takes no factor that its dtype does not hold
+  const bool too_large =
+      sum.scalar_type() == at::kHalf && std::isfinite(scale) && std::abs(scale) > kMostHalf;
+  if (!extra.defined() || too_large) {
+    // mul_ would round the factor to the dtype.
+    at::mul_out(sum, sum, at::native::wrapped_scalar_tensor(scale));
+    scale = 1;
+  }
+  if (!extra.defined()) return sum;
+  return sum.is_cpu() ? at::cpu::add_out(sum, extra, sum, scale)
+                      : at::add_out(sum, extra, sum, scale);
+}
+
+// A product that is scaled by zero is not computed, and NaN would not pass. Where product and bias
+// cancel out, what a large scale makes of each may overflow.
+bool product_scales(double scale, const Tensor& bias) {
+  return scale == 1 || (scale != 0 && !bias.defined());
+}
+
+double scale_of(const Args& args) {
+  return factor_of(args.tensor(0).scalar_type(), args.number(4));
+}
+
+void forward_cpu(const Args& args, Tensors& results) {
+  const Tensor &x = args.tensor(0), &weight = args.tensor(1);
+  const Tensor bias = args.optional(2), extra = args.optional(3);
+  const double scale = scale_of(args);
+  if (!product_scales(scale, bias)) {
+    results = {scale_and_add(linear_cpu(x, weight, bias), scale, extra)};
+  } else if (!extra.defined()) {
+    results = {linear_cpu(x, weight, bias, scale)};
+  } else if (extra.element_size() > 2) {
+    // In float32 a product that starts from the residual takes no longer than one that starts from
+    // zero; of 16-bit numbers it takes longer by more than a pass over its result.
+    results = {add_linear_cpu(extra_and_bias(extra, bias), x, weight, scale)};
+  } else if (bias.defined()) {
+    results = {linear_cpu(x, weight)};
+    add_bias_and_extra(results[0], bias, extra);
+  } else {
+    results = {scale_and_add(linear_cpu(x, weight), scale, extra)};
+  }
+}
+
+void forward_cuda(const Args& args, Tensors& results) {
+  const Tensor &x = args.tensor(0), &weight = args.tensor(1);
+  const Tensor bias = args.optional(2), extra = args.optional(3);
+  const double scale = scale_of(args);
+  if (!product_scales(scale, bias)) {
+    results = {scale_and_add(linear_cuda(x, weight, bias), scale, extra)};
+  } else if (extra.defined()) {
+    results = {linear_add_cuda(x, weight, bias, extra, scale)};
+  } else {
+    results = {linear_cuda(x, weight, bias, scale)};
+  }
+}
+
+Tensors forward_unfused(const Args& args) {
+  Tensor y = at::linear(args.tensor(0), args.tensor(1), args.optional(2));
+  if (args.number(4) != 1) y = y * args.number(4);
+  return {args.has(3) ? y + args.tensor(3) : y};
+}
+
+std::optional<std::string> why_not(const Match& match) {
+  if (match.has(1)) {
+    if (auto reason = different_linear_dtypes(match)) return reason;
+  }
+  return match.has(3) ? different_summands(match, 3) : std::nullopt;
+}
+
+Bindings bind(const Match& match) {
+  if (match.has(2)) return {};
+  return {{"scale", Attribute(1.0)}};
+}
+
+[[maybe_unused]] const bool registered = register_fused_op({
+    .rule = {.name = "linear_epilogue",
+             .pass = Pass::Forward,
+             // Before add_*_norm: in the product the residual costs least.
+             .benefit = 45,
+             .pattern = {{"BasicLinear"},
+                         optional_op({"Bias"}),
+                         optional_op({"ConstantScale"}),
+                         optional_op({"AddExtraInput"})},
+             .why_not = why_not,
+             .bind = bind},
+    .forward = {.schema = "linear_epilogue(Tensor input, Tensor weight, Tensor? bias, "
+                          "Tensor? extra_input, float scale) -> Tensor output",
+                .shape = shape,
+                .any_strides = {"input", "weight", "extra_input"},
+                .cpu = forward_cpu,
+                .cuda = forward_cuda,
+                .unfused = forward_unfused,
+                .allocates = false},
+});
+
+}  // namespace
+}  // namespace transformer_ops
