@@ -56,19 +56,9 @@ Tensors forward_unfused(const Args& args) {
   return {glu_unfused(glu_of(args, 3), sum, read_any_glu(args, 3))};
 }
 
-// Numbers that this GLU does not take are bound to their defaults.
 Bindings bind(const Match& match) {
-  const GluRow& row = glu_of_kind(match.kind(2));
-  const cpu::Glu defaults;
-  Bindings bindings = {{"kept", Field{2, "input"}},
-                       {"glu", Attribute(row.name)},
-                       {"glu_interleave_size", Attribute(defaults.interleave)},
-                       {"beta1", Attribute(defaults.beta1)},
-                       {"beta2", Attribute(defaults.beta2)},
-                       {"limit", Attribute(defaults.limit)},
-                       {"alpha", Attribute(defaults.alpha)},
-                       {"glu_linear_offset", Attribute(defaults.offset)}};
-  for (const auto& name : row.attributes) bindings[name] = match.op(2).attributes.at(name);
+  Bindings bindings = bind_glu(match, 2);
+  bindings["kept"] = Field{2, "input"};
   return bindings;
 }
 
@@ -80,10 +70,9 @@ Bindings bind(const Match& match) {
              .pattern = {{"BasicLinear"}, {"Bias"}, glu_kinds()},
              .why_not = different_linear_dtypes,
              .bind = bind},
-    .forward = {.schema = "linear_bias_glu(Tensor input, Tensor weight, Tensor bias, str glu, "
-                          "int glu_interleave_size, float beta1, float beta2, float limit, "
-                          "float alpha, float glu_linear_offset, bool save_kept) -> "
-                          "(Tensor output, Tensor kept)",
+    .forward = {.schema =
+                    std::string("linear_bias_glu(Tensor input, Tensor weight, Tensor bias, ") +
+                    kGluArguments + ", bool save_kept) -> (Tensor output, Tensor kept)",
                 .shape = shape,
                 .any_strides = {"input", "weight"},
                 .cpu = forward_cpu,
