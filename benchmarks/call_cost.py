@@ -32,9 +32,10 @@ from torch import Tensor, nn
 Call = Callable[[], object]
 PASSES = ["forward", "forward+backward", "forward no grad"]
 OURS = "ours"
+OURS_IN_PYTHON = "ours, a fusion in Python"
 GUARDS = "guards"
 # What --check lets pass; the aims are 0.6 and 0.7, and machines that others use are noisy.
-LIMITS = {"forward": 0.8, "forward+backward": 0.85}
+LIMITS = {OURS: {"forward": 0.8, "forward+backward": 0.85}, OURS_IN_PYTHON: {"forward": 2.5}}
 BATCH_SECONDS = 0.002
 
 
@@ -57,7 +58,8 @@ def make_calls(module: nn.Module, tokens: int, hidden: int) -> dict[str, Call]:
         return out
 
     def forward_backward() -> object:
-        return torch.autograd.grad(module(x), wanted, grad)
+        # A weight that accumulates gets none.
+        return torch.autograd.grad(module(x), wanted, grad, allow_unused=True)
 
     def no_grad() -> object:
         with torch.no_grad():
@@ -83,6 +85,10 @@ def make_ways(block: blocks.Block, tokens: int, hidden: int, ffn: int, compiled:
     if block is blocks.MLP:
         modules["typed ops, register_autograd"] = ways.TypedOps(eager)
         modules["Python autograd.Function"] = ways.PythonFunction(eager)
+        modules[OURS_IN_PYTHON] = block.ours(hidden, ffn)
+        ways.fuse_in_python(modules[OURS_IN_PYTHON])
+        modules["ours, main_grad"] = block.ours(hidden, ffn)
+        ways.accumulate_into_main_grad(modules["ours, main_grad"])
     return [
         Way(name, make_calls(module, tokens, hidden), guards.get(name))
         for name, module in modules.items()
@@ -152,13 +158,14 @@ def too_slow(results: dict[str, list[dict[str, object]]]) -> list[str]:
     """One line for each of our ratios beyond its limit."""
     lines = []
     for block, rows in results.items():
-        ours = next(row for row in rows if row["way"] == OURS)
-        for name, limit in LIMITS.items():
-            ratio = ours[name]["ratio"]  # type: ignore[index]
-            if ratio > limit:
-                lines.append(
-                    f"[call_cost] {block}: {name} must be at most {limit}x, got {ratio:.2f}x"
-                )
+        for row in rows:
+            for name, limit in LIMITS.get(str(row["way"]), {}).items():
+                ratio = row[name]["ratio"]  # type: ignore[index]
+                if ratio > limit:
+                    lines.append(
+                        f"[call_cost] {block}, {row['way']}: {name} must be at most {limit}x, "
+                        f"got {ratio:.2f}x"
+                    )
     return lines
 
 

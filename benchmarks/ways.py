@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import transformer_ops as tops  # noqa: F401  (loads the typed ops)
+import transformer_ops as tops
 
 typed = torch.ops.transformer_ops
 EPS = 1e-5
@@ -69,3 +69,50 @@ class PythonFunction(_Parameters):
         """Shape in, same shape out."""
         out: Tensor = _Function.apply(x, *self._read())
         return out
+
+
+class _LinearGELU(tops.FusedOperation):
+    """Linear, bias and GELU by three calls of torch, for the built-in backward."""
+
+    def fuser_forward_compute(
+        self, input_: Tensor, **unused: Any
+    ) -> tuple[Tensor, list[tuple[()]], tuple[Tensor, Tensor]]:
+        """Pure: output, extra outputs, what backward reads."""
+        linear, bias, _ = self.basic_ops
+        hidden = nn.functional.linear(input_, linear.weight, bias.bias)
+        return nn.functional.gelu(hidden, approximate="tanh"), [(), (), ()], (input_, hidden)
+
+    def fuser_forward_save_ctx(
+        self, basic_op_ctxs: Any, input_: Tensor, tensors_to_save: Any, **unused: Any
+    ) -> None:
+        """Fills the slots of the ops."""
+        linear, bias, gelu = basic_op_ctxs
+        linear.save_for_backward(tensors_to_save[0], self.basic_ops[0].weight)
+        bias.save_for_backward()
+        gelu.save_for_backward(tensors_to_save[1])
+
+
+def fuse_in_python(module: tops.Sequential) -> tops.FusionHandle:
+    """Registers a fusion of Linear and GELU in Python for this module alone."""
+    mine = {id(op) for part in module for op in part.basic_ops}
+    window = (tops.BasicLinear, tops.Bias, tops.GELU)
+
+    def fuse(ops: list[Any], **unused: Any) -> list[Any]:
+        found: list[Any] = []
+        while ops:
+            head = ops[:3]
+            fits = len(head) == 3 and all(map(isinstance, head, window))
+            fits = fits and all(id(op) in mine for op in head)
+            found.append(_LinearGELU(head) if fits else ops[0])
+            ops = ops[3:] if fits else ops[1:]
+        return found
+
+    return tops.register_forward_fusion(fuse, name="benchmark_linear_gelu")
+
+
+def accumulate_into_main_grad(module: nn.Module) -> None:
+    """Has every Linear of a module accumulate its weight gradient into a buffer."""
+    for part in module.modules():
+        if isinstance(part, tops.Linear):
+            part.accumulate_into_main_grad = True
+            part.weight.main_grad = torch.zeros_like(part.weight)

@@ -5,11 +5,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "executor/program.h"
-#include "executor/unfused.h"
 #include "fuser/declaration.h"
 #include "fuser/registry.h"
 #include "kernels/cpu/kernels.h"
 #include "ops/typed_op.h"
+#include "ops/unfused.h"
 #include "python/group.h"
 
 namespace transformer_ops::python {
@@ -115,6 +115,7 @@ std::vector<std::optional<at::Tensor>> unfused(const std::string& name,
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
+  bind_host(module);
   bind_group(module);
   bind_memory(module);
   bind_listeners(module);

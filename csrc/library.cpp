@@ -15,7 +15,7 @@ std::vector<Tensor> run_plan(c10::string_view plan, const Tensor& input,
   std::vector<Tensor> tensors = {input};
   tensors.insert(tensors.end(), extra_inputs.begin(), extra_inputs.end());
   tensors.insert(tensors.end(), parameters.begin(), parameters.end());
-  return run(program_for(std::string(plan)), tensors);
+  return run(program_for(plan), tensors);
 }
 
 TORCH_LIBRARY_FRAGMENT(transformer_ops, library) {

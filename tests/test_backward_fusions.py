@@ -190,9 +190,9 @@ def test_half_frozen_layer_norm() -> None:
 
 @every_residual
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("walker", ["native", "python"])
+@pytest.mark.parametrize("way", ["group", "text"])
 def test_under_autocast_the_residual_keeps_its_dtype(
-    rule: str, residual_dtype: torch.dtype, walker: str
+    rule: str, residual_dtype: torch.dtype, way: str
 ) -> None:
     ops = before(tops.MakeExtraOutput(), follower(rule))
     fuser = tops.OperationFuser([tops.Identity(), *ops[1:]])
@@ -202,9 +202,9 @@ def test_under_autocast_the_residual_keeps_its_dtype(
     def gradients() -> tuple[Tensor, ...]:
         with torch.autocast("cpu", torch.bfloat16):
             outputs = fuser(x)
-        if walker == "python":
-            with torch.autocast("cpu", torch.bfloat16):
-                outputs = fuser._last_walker().run(leaves, [{} for _ in range(3)])
+        if way == "text":
+            text = str(fuser.plan())
+            outputs = torch.ops.transformer_ops.run_plan(text, leaves[0], [], leaves[1:])
         torch.manual_seed(1)
         grads = [torch.randn_like(output) for output in outputs]
         assert [g.dtype for g in grads] == [torch.bfloat16, residual_dtype]

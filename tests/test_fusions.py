@@ -98,18 +98,19 @@ def test_fullgraph(case, grad):
 
 
 @every_case
-def test_the_python_walker_gives_the_same(case):
+def test_the_text_of_the_plan_gives_the_same(case):
     fuser = tops.OperationFuser(case.make())
     inputs = [t.requires_grad_() for t in case.inputs(torch.randn(4, 16))]
-    leaves = [*inputs, *(t for op in fuser._basic_ops for t in op._parameter_tensors())]
+    parameters = [t for op in fuser._basic_ops for t in op._parameter_tensors()]
+    leaves = [*inputs, *parameters]
     outputs = as_tuple(seeded(fuser, *inputs))
     given = [torch.randn_like(output) for output in outputs]
     want = torch.autograd.grad(outputs, leaves, given)
-    walker = fuser._last_walker()
-    walked = seeded(walker.run, leaves, [{} for _ in walker.basic_ops])
-    for a, b in zip(walked, outputs, strict=True):
+    run_plan = torch.ops.transformer_ops.run_plan
+    again = seeded(run_plan, str(fuser.plan()), inputs[0], inputs[1:], parameters)
+    for a, b in zip(again, outputs, strict=True):
         assert torch.equal(a, b)
-    for a, b in zip(torch.autograd.grad(walked, leaves, given), want, strict=True):
+    for a, b in zip(torch.autograd.grad(again, leaves, given), want, strict=True):
         assert torch.equal(a, b)
 
 

@@ -1,4 +1,4 @@
-"""Random pipelines of up to 8 ops against plain PyTorch: both walkers, plan text, many threads."""
+"""Random pipelines of up to 8 ops against plain PyTorch: the text of the plan, many threads."""
 
 from __future__ import annotations
 
@@ -128,13 +128,15 @@ def run(call, sources, parameters, grads):
     return [*outputs, *found]
 
 
-def by_walker(group: tops.OperationFuser):
-    """The group's last plan through the Python walker."""
-    walker = group._last_walker()
+def by_text(group: tops.OperationFuser):
+    """The group's last plan, printed, parsed and run."""
 
     def call(*sources: Tensor):
-        tensors = [*sources, *group._parameters()]
-        return walker.run(tensors, [{} for _ in group._basic_ops])
+        parameters = [t for op in group._basic_ops for t in op._parameter_tensors()]
+        text = str(group.plan())
+        return tuple(
+            torch.ops.transformer_ops.run_plan(text, sources[0], list(sources[1:]), parameters)
+        )
 
     return call
 
@@ -148,7 +150,7 @@ def assert_plan_text(plan: tops.Plan) -> None:
     assert [op for step in plan.backward for op in step.ops] == covered
 
 
-def compare(pipeline: Pipeline, seed: int, dtype: torch.dtype, *, walker: bool = True) -> None:
+def compare(pipeline: Pipeline, seed: int, dtype: torch.dtype, *, text: bool = True) -> None:
     generator = torch.Generator().manual_seed(seed)
     shape = SHAPES[seed % len(SHAPES)]
     module = pipeline.sequential(dtype)
@@ -187,13 +189,13 @@ def compare(pipeline: Pipeline, seed: int, dtype: torch.dtype, *, walker: bool =
             assert_near(a / size, b / size, dtype, f"result {i}", factor=factor)
     (group,) = module._groups()
     assert_plan_text(group.plan())
-    if not walker:
+    if not text:
         return
-    again = run(by_walker(group), sources, parameters, grads)
+    again = run(by_text(group), sources, parameters, grads)
     for i, (a, b) in enumerate(zip(again, got, strict=True)):
         assert (a is None) == (b is None), i
         if a is not None:
-            assert a.dtype == b.dtype and torch.equal(a, b), f"the walkers differ in result {i}"
+            assert a.dtype == b.dtype and torch.equal(a, b), f"the text differs in result {i}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -310,7 +312,7 @@ def test_many_threads_at_once():
 def test_many_threads_compare_with_the_reference():
     with ThreadPoolExecutor(8) as pool:
         jobs = [
-            pool.submit(compare, make_pipeline(seed), seed, torch.float64, walker=False)
+            pool.submit(compare, make_pipeline(seed), seed, torch.float64, text=False)
             for seed in range(COUNT)
         ]
         for job in jobs:

@@ -11,21 +11,21 @@ from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
 from . import explain as _explain
-from . import main_grad, registry
+from . import registry
 from .channels import Routed, resolve_channels
+from .host import Kwargs, check_kwargs
 from .op import BasicOperation, FusibleOperation, has_hooks
 from .plan import Plan
-from .planning import PlanningSession
-from .saved_bytes import SavedBytes, likely_shape
+from .planning import PlanningSession, declarations_of
+from .saved_bytes import SavedBytes, likely_shape, saved_bytes
 from .traced import (
     number_of,
     numbered,
     plain_state,
     read,
+    run_in_graph,
     state_places,
-    walk_in_graph,
 )
-from .walker import Walker, check_kwargs
 
 _C = registry._C
 # (grad enabled, autocast dtype, device type, (dtype, requires_grad) of each tensor, training flags)
@@ -87,13 +87,10 @@ class OperationFuser:
             op._add_holder(self)
         self._sources, self._visible = self._given_channels or self._route()
         self.num_extra_inputs = sum(s is None for sources in self._sources for s in sources)
-        self._accumulates = [
-            op for op in self._basic_ops if op._attributes().get("accumulate_into_main_grad")
-        ]
         for op in (*self._ops, *self._basic_ops):
             op.__dict__["_channels_captured"] = True
         places = [_places(op) for op in self._basic_ops]
-        self._num_parameters = [len(row) for row in places]
+        self._num_parameters = [len(op._parameter_tensors()) for op in self._basic_ops]
         self._members = self._find_members()
         self._calls_members = any(op._has_own_forward for op in self._members)
         self._absent = tuple(
@@ -108,15 +105,10 @@ class OperationFuser:
             lambda: PlanningSession(self._basic_ops),
             self._recompute == "cheap",
         )
-        # Python decides at once where C++ could only hand back.
-        self._call = _hand_back if self._needs_python() else self._group.make_call()
+        self._call = _hand_back if self._calls_members else self._group.make_call()
+        self._call_with = self._group.make_call_with()
         self._traced_dtypes: list[torch.dtype] = []
         self._split: Any = None
-
-    def _needs_python(self) -> bool:
-        if self._accumulates or self._calls_members:
-            return True
-        return any(op.is_python or _computes_training(op) for op in self._basic_ops)
 
     def _reads(self) -> Reads | None:
         """None where that is not fixed as long as no op changes."""
@@ -221,65 +213,33 @@ class OperationFuser:
     # ---- eager, where C++ hands back
 
     def _call_in_python(
-        self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: list[dict[str, Any]] | None
+        self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs | None
     ) -> Any:
         self._refresh()
         _check_call(self.num_extra_inputs, input, extra_inputs)
+        if kwargs is not None:
+            check_kwargs(self._basic_ops, kwargs)
         if self._is_split():
-            given = {i: found for i, found in enumerate(self._kwargs(kwargs)) if found}
+            given = {i: found for i, found in enumerate(kwargs or []) if found}
             return self._split_at_members()._run_by_op(input, extra_inputs, given)
-        return self._walk(input, extra_inputs, kwargs)
+        return self._run(input, extra_inputs, kwargs)
 
-    def _walk(
-        self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: list[dict[str, Any]] | None
-    ) -> Any:
-        tensors = [input, *extra_inputs, *self._parameters()]
-        if not _PLAIN_TENSORS.issuperset(map(type, tensors)):
-            _check_parameters(self._basic_ops)
-            overriding = _overriding(tensors)
-            if overriding:
-                arguments = (self, input, extra_inputs, kwargs)
-                return handle_torch_function(run_group, overriding, *arguments)
-        training = tuple(op.training for op in self._basic_ops)
-        entry = self._entry(_facts(tensors, training))
-        return _unpack(self._walker(entry).run(tensors, self._kwargs(kwargs)))
+    def _run(self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs | None) -> Any:
+        rows = [op._parameter_tensors() for op in self._basic_ops]
+        if [len(row) for row in rows] != self._num_parameters:
+            # A Python op, or a module in it, has other parameters than before.
+            self._capture()
+        _check_parameters(self._basic_ops)
+        overriding = _overriding([input, *extra_inputs, *(t for row in rows for t in row)])
+        if overriding:
+            arguments = (self, input, extra_inputs, kwargs)
+            return handle_torch_function(run_group, overriding, *arguments)
+        return self._call_with(kwargs, input, *extra_inputs)
 
     def _entry(self, facts: Facts) -> Any:
         grad, autocast, device, tensors, training = facts
         self._traced_dtypes = [dtype for dtype, _ in tensors[: 1 + self.num_extra_inputs]]
         return self._group.plan(grad, autocast, device, list(tensors), list(training))
-
-    def _walker(self, entry: Any) -> Walker:
-        session: PlanningSession = entry.session
-        if session.walker is None:
-            plan = self._plan_of(entry)
-            slots = {kind: row["slots"] for kind, row in _declarations(plan).items()}
-            session.walker = Walker(plan, self._basic_ops, session.python_ops, slots)
-        return session.walker
-
-    def _last_walker(self) -> Walker:
-        self.plan()
-        return self._walker(self._group.last)
-
-    def _parameters(self) -> list[Tensor]:
-        if torch.is_grad_enabled():
-            for op in self._accumulates:
-                weight = op._parameter_tensors()[0]
-                if weight.requires_grad:
-                    main_grad.check(weight)
-        if self._absent:
-            self._group.check_absent()
-        rows = [op._parameter_tensors() for op in self._basic_ops]
-        if [len(row) for row in rows] != self._num_parameters:
-            # A Python op, or a module in it, has other parameters than before.
-            self._capture()
-        return [tensor for row in rows for tensor in row]
-
-    def _kwargs(self, kwargs: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        if kwargs is None:
-            return [{} for _ in self._basic_ops]
-        check_kwargs(self._basic_ops, kwargs)
-        return kwargs
 
     def _is_split(self) -> bool:
         """Whether a member has to be called, so that the group falls apart."""
@@ -301,13 +261,13 @@ class OperationFuser:
         """The plan of the last call. RuntimeError before any call."""
         if self._group.last is None:
             raise RuntimeError("[OperationFuser] plan() must follow a call, got none so far")
-        return self._plan_of(self._group.last)
+        plan: Plan = self._group.last.session.plan_of(self._group.last)
+        return plan
 
-    def _plan_of(self, entry: Any) -> Plan:
-        session: PlanningSession = entry.session
-        if session.plan is None:
-            session.plan = Plan(entry.text, entry.data, entry.near_misses, session.python_ops)
-        return session.plan
+    def _is_traceable(self) -> bool:
+        """Whether a compiled call like the last one needs no graph break."""
+        entry = self._group.last
+        return entry.native or number_of(entry.host) >= 0
 
     def explain(self) -> _explain.Explanation:
         """The plan of the last call for reading: text, a table in a notebook, or an SVG."""
@@ -324,26 +284,24 @@ class OperationFuser:
     def _saved_bytes(self) -> SavedBytes | None:
         """What the last call saved; None where a Python step decides and no call ran eagerly."""
         entry = self._group.last
-        walker = self._walker(entry)
-        if not entry.native or self._accumulates:
-            return walker.last_saved
+        if not entry.native:
+            last = entry.program.last_saved
+            return None if last is None else saved_bytes(*last)
         inputs = self._group.last_inputs
         if not inputs:
-            rows = _declarations(walker.plan)
+            plan = self.plan()
+            rows = declarations_of(plan)
             changes = {kind for kind, row in rows.items() if not row["keeps_width"]}
-            shape = likely_shape(walker.plan.ops, changes)
+            shape = likely_shape(plan.ops, changes)
             inputs = [(shape, dtype) for dtype in self._traced_dtypes]
+        tensors = [torch.empty(list(sizes), dtype=dtype, device="meta") for sizes, dtype in inputs]
+        tensors += [p for op in self._basic_ops for p in op._parameter_tensors()]
         try:
-            return walker.rehearse(inputs)
+            slots = entry.program.saved_slots_for(tensors)
         except RuntimeError:
             # Sizes that do not fit: the module has changed since, or its shapes cannot be guessed.
             return None
-
-
-def _declarations(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Of the native kinds of a plan; a library may have brought one since the last plan."""
-    kinds = {kind for (kind, _), native in zip(plan.ops, plan.native_ops, strict=True) if native}
-    return {kind: _C.declaration(kind) for kind in kinds}
+        return saved_bytes(tensors[0].shape, tensors[0].dtype, slots)
 
 
 def traced_call(
@@ -353,7 +311,7 @@ def traced_call(
     extra_inputs: tuple[Tensor, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
-    """What Dynamo sees of a group of these modules: plain tensors, and one op or the walker."""
+    """What Dynamo sees of a group of these modules: plain tensors, and one op or Python steps."""
     reads = _reads_constant(number)
     if reads is None:
         ops = _basic_ops(modules)
@@ -376,17 +334,17 @@ def traced_call(
     text = _native_plan(number, registry.VERSION, facts)
     if text and not (kwargs and any(kwargs)):
         return _unpack(tuple(_run_plan(text, input, list(extra_inputs), parameters)))
-    walker = _python_plan(number, registry.VERSION, facts)
-    if walker < 0:
-        return _walk_outside(number, input, extra_inputs, kwargs)
+    plan = _python_plan(number, registry.VERSION, facts)
+    if plan < 0:
+        return _run_outside(number, input, extra_inputs, kwargs)
     basic_ops = _basic_ops(modules)
-    for state_place, value in plain_state(walker):
+    for state_place, value in plain_state(plan):
         # Never true while tracing: what Dynamo guards on.
         if read(basic_ops, state_place) != value:
-            return _walk_outside(number, input, extra_inputs, kwargs)
-    state = [read(basic_ops, state_place) for state_place in state_places(walker)]
+            return _run_outside(number, input, extra_inputs, kwargs)
+    state = [read(basic_ops, state_place) for state_place in state_places(plan)]
     given = kwargs if kwargs is not None else [{} for _ in basic_ops]
-    return _unpack(walk_in_graph(walker, tensors, state, given))
+    return _unpack(run_in_graph(plan, tensors, state, given))
 
 
 def _basic_ops(modules: Sequence[FusibleOperation]) -> list[BasicOperation]:
@@ -436,14 +394,14 @@ def _call_outside(
 
 
 @torch.compiler.disable
-def _walk_outside(
+def _run_outside(
     number: int,
     input: Tensor,
     extra_inputs: tuple[Tensor, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     group: OperationFuser = numbered.find(number)
-    return group._walk(input, extra_inputs, kwargs)
+    return group._run(input, extra_inputs, kwargs)
 
 
 @torch._dynamo.assume_constant_result
@@ -452,14 +410,13 @@ def _native_plan(number: int, version: int, facts: Facts) -> str:
     if len(facts[3]) != 1 + group.num_extra_inputs + sum(group._num_parameters):
         group._capture()
     entry = group._entry(facts)
-    native = entry.native and not group._accumulates
-    return str(entry.text) if native else ""
+    return str(entry.text) if entry.native else ""
 
 
 @torch._dynamo.assume_constant_result
 def _python_plan(number: int, version: int, facts: Facts) -> int:
     group: OperationFuser = numbered.find(number)
-    return number_of(group._walker(group._entry(facts)))
+    return number_of(group._entry(facts).host)
 
 
 def _facts(tensors: Sequence[Tensor], training: tuple[bool, ...]) -> Facts:
@@ -519,11 +476,6 @@ def _asks_training(op: BasicOperation) -> bool:
     return bool(_C.declaration(op._kind)["asks_training"])
 
 
-def _computes_training(op: BasicOperation) -> bool:
-    # C++ reads the instance's `__dict__`.
-    return isinstance(getattr(type(op), "training", None), property)
-
-
 def _check_call(num_extra_inputs: int, input: Tensor, extra_inputs: tuple[Tensor, ...]) -> None:
     if len(extra_inputs) != num_extra_inputs:
         raise ValueError(
@@ -557,9 +509,9 @@ def _is_view(op: BasicOperation) -> bool:
     return op._parameter_owner is not op
 
 
-def _places(op: BasicOperation) -> list[tuple[Any, str]]:
+def _places(op: BasicOperation) -> list[tuple[Any, str | int]]:
     if op.is_python:
-        return [(None, "") for _ in op._parameter_tensors()]
+        return [(op, len(op._parameter_tensors()))]
     return [(op._parameter_owner, name) for name in op._parameter_names]
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import instructions
-from .plan import Instruction
-
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -19,23 +16,16 @@ def check(weight: Tensor) -> None:
         )
 
 
-def run(instruction: Instruction, values: instructions.Values, name: str, weight: Tensor) -> None:
-    """Runs an instruction that gives the gradient `name` of a weight: the product itself adds to
-    `main_grad` where it can.
-    """
+def target(weight: Tensor) -> tuple[Tensor, bool] | None:
+    """The buffer of a weight, if a product may add to it, and whether it overwrites instead."""
     check(weight)
     buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
-    if instructions.has_into(instruction.target) and _takes_products(buffer, weight):
-        instructions.run_into(instruction, values, name, buffer, _overwrites(weight))
-        values[name] = _for_autograd(weight)
-    else:
-        instructions.run(instruction, values)
-        values[name] = accumulate(weight, values[name])
+    return (buffer, _overwrites(weight)) if _takes_products(buffer, weight) else None
 
 
 def accumulate(weight: Tensor, grad: Tensor) -> Tensor | None:
     """Adds `grad` into `weight.main_grad`, or writes it where the weight has
-    `overwrite_main_grad`. Returns what autograd gets, see `_for_autograd`.
+    `overwrite_main_grad`. Returns what autograd gets, see `for_autograd`.
     """
     check(weight)
     buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
@@ -44,7 +34,7 @@ def accumulate(weight: Tensor, grad: Tensor) -> Tensor | None:
             buffer.copy_(grad)
         else:
             buffer.add_(grad)
-    return _for_autograd(weight)
+    return for_autograd(weight)
 
 
 def _takes_products(buffer: Tensor, weight: Tensor) -> bool:
@@ -62,7 +52,7 @@ def _overwrites(weight: Tensor) -> bool:
     return bool(getattr(weight, "overwrite_main_grad", False))
 
 
-def _for_autograd(weight: Tensor) -> Tensor | None:
+def for_autograd(weight: Tensor) -> Tensor | None:
     """None, or an empty-cost dummy for a weight with `grad_added_to_main_grad`, now True."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -16,7 +16,7 @@ Style = Literal["single", "split"]
 
 FAMILIES: tuple[Family, ...] = ("fuser", "op")
 
-# What the walker offers; quantizers and the rest also go to a method that takes **kwargs.
+# What a step offers; quantizers and the rest also go to a method that takes **kwargs.
 KEYWORDS = (
     "basic_op_extra_inputs",
     "basic_op_kwargs",
@@ -116,7 +116,7 @@ def check_methods(cls: type) -> None:
 
 
 def accepted_keywords(cls: type) -> dict[str, tuple[str, ...]]:
-    """For each forward method of `cls`, the keywords of the walker that its signature takes."""
+    """For each forward method of `cls`, the keywords of a step that its signature takes."""
     accepted = {}
     for family in FAMILIES:
         for name in (single_name(family), *split_names(family)):

@@ -76,6 +76,12 @@ class Plan:
         self.parameters = tuple(data["parameters"])
         self.extra_outputs = tuple(data["extra_outputs"])
         self.routes = dict(data["routes"])
+        # Names of each op's parameters, and whether backward yields a gradient of any.
+        self.parameter_names: list[list[str]] = data["parameter_names"]
+        self.wants_parameters: list[bool] = data["wants_parameters"]
+        # (op, extra input) -> (op, extra output) that feeds it
+        self.fed_by: dict[tuple[int, int], tuple[int, int]] = data["fed_by"]
+        self._visible = set(data["visible"])
         self.first_backward: int = data["first_backward"]
         self.autocast: str | None = data["autocast"]
         self.forward = [_step(row, python_ops) for row in data["forward"]]
@@ -98,6 +104,11 @@ class Plan:
     def has_python_steps(self) -> bool:
         """Whether a step runs Python methods of the user."""
         return any(step.python is not None for step in self.forward + self.backward)
+
+    def is_read_outside(self, op: int, output: int, ops: tuple[int, ...]) -> bool:
+        """Whether an extra output of one of the ops is read by anybody but them."""
+        readers = (reader for (reader, _), source in self.fed_by.items() if source == (op, output))
+        return (op, output) in self._visible or any(reader not in ops for reader in readers)
 
     def __str__(self) -> str:
         return self.text

@@ -1,5 +1,5 @@
-"""How the walker calls the Python methods of an op: the definition that counts, with the keywords
-that its signature takes. Lists have one entry for each basic op of the step."""
+"""How a step calls the Python methods of an op: the definition that counts, with the keywords that
+its signature takes. Lists have one entry for each basic op of the step."""
 
 from __future__ import annotations
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
-if TYPE_CHECKING:
-    from .gradients import Like
 
 
 class Kept(NamedTuple):
@@ -44,25 +40,11 @@ class SavedBytes(NamedTuple):
         return sum({kept.storage: kept.bytes for kept in self.slots.values()}.values())
 
 
-def measure(
-    input: Tensor | Like, saved: Mapping[str, Tensor | None], parameters: Sequence[Tensor]
+def saved_bytes(
+    shape: Sequence[int], dtype: torch.dtype, rows: Iterable[tuple[str, int, int]]
 ) -> SavedBytes:
-    """The bytes of tensors by slot."""
-    left_out = {storage_of(parameter) for parameter in parameters}
-    slots = {
-        name: Kept(tensor.numel() * tensor.element_size(), storage_of(tensor))
-        for name, tensor in saved.items()
-        if tensor is not None and storage_of(tensor) not in left_out
-    }
-    return SavedBytes(tuple(input.shape), input.dtype, slots)
-
-
-def storage_of(tensor: Tensor) -> int:
-    """A number that tensors in the same memory share."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # wrappers without memory of their own
-        return id(tensor)
+    """Of the rows (slot, bytes, storage) that C++ gives."""
+    return SavedBytes(tuple(shape), dtype, {name: Kept(size, at) for name, size, at in rows})
 
 
 def likely_shape(ops: Sequence[tuple[str, Mapping[str, Any]]], changes: set[str]) -> list[int]:

@@ -14,10 +14,8 @@ class StandIns:
     """While it is entered, torch functions that are given one of the tensors `real` get the one at
     the same place of `given`. A trace would take `self.weight` for a constant otherwise."""
 
-    def __init__(
-        self, real: Sequence[Tensor] = (), given: Sequence[Tensor] = (), tracing: bool = False
-    ) -> None:
-        self.real, self.given, self.tracing = tuple(real), tuple(given), tracing
+    def __init__(self, real: Sequence[Tensor] = (), given: Sequence[Tensor] = ()) -> None:
+        self.real, self.given = tuple(real), tuple(given)
         self._by_id = {id(r): g for r, g in zip(self.real, self.given, strict=True) if r is not g}
         self._mode: _Mode | None = None
 

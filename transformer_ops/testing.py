@@ -15,7 +15,6 @@ from . import registry
 from .op import FusedOperation, FusibleOperation
 from .plan import Plan
 from .sequential import Sequential
-from .traced import number_of
 
 __all__ = ["check_fusion"]
 
@@ -152,7 +151,7 @@ def _disabled(handles: Sequence[registry.FusionHandle]) -> Iterator[None]:
 
 def _is_traceable(module: Sequential) -> bool:
     """Whether its groups, as last called, need no graph break."""
-    return all(number_of(group._last_walker()) >= 0 for group in module._groups())
+    return all(group._is_traceable() for group in module._groups())
 
 
 def _run(

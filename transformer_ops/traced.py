@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .host import HostPlan, Kwargs, check_kwargs
 from .op import BasicOperation
 from .stand_ins import StandIns
-from .walker import Kwargs, Walker, check_kwargs
 
 # Position of a basic op, path of a tensor on it.
 Place = tuple[int, str]
@@ -41,36 +41,35 @@ class Numbered:
 numbered = Numbered()
 
 
-def number_of(walker: Walker) -> int:
-    """The number by which `walk_in_graph` finds a walker; -1 where it needs a graph break."""
-    if not _is_traceable(walker):
+def number_of(plan: HostPlan) -> int:
+    """The number by which `run_in_graph` finds a plan; -1 where it needs a graph break."""
+    if not _is_traceable(plan):
         return -1
-    if walker.number is None:
-        walker.number = numbered.add(walker)
-    return walker.number
+    if plan.number is None:
+        plan.number = numbered.add(plan)
+    return plan.number
 
 
-def _is_traceable(walker: Walker) -> bool:
-    for step in walker.python_steps:
-        op = walker.python_ops[step.python]  # type: ignore[index]
-        # A single method may do anything; what it does to its context cannot be told apart.
-        if step in walker.plan.forward and op._forward_style() == "single":
-            return False
+def _is_traceable(plan: HostPlan) -> bool:
+    # A single method may do anything; what it does to its context cannot be told apart.
+    if any(step.op._forward_style() == "single" for step in plan.forward_steps):
+        return False
+    for op in {step.op for step in plan.steps}:
         # A fused op hangs on no module: its tensors would become constants.
         if op.is_fused_op and next(_tensor_paths(op), None) is not None:
             return False
         if any(hasattr(basic._parameter_owner, "parametrizations") for basic in op.basic_ops):
             return False
-    return not any(attributes.get("accumulate_into_main_grad") for _, attributes in walker.plan.ops)
+    return not plan.accumulating
 
 
 @torch._dynamo.assume_constant_result
 def state_places(number: int) -> tuple[Place, ...]:
     """The tensors other than parameters that Python ops may read from themselves."""
-    walker: Walker = numbered.find(number)
+    plan: HostPlan = numbered.find(number)
     return tuple(
         (i, path)
-        for i, op in enumerate(walker.basic_ops)
+        for i, op in enumerate(plan.basic_ops)
         if op.is_python
         for path in _tensor_paths(op)
     )
@@ -79,9 +78,9 @@ def state_places(number: int) -> tuple[Place, ...]:
 @torch._dynamo.assume_constant_result
 def plain_state(number: int) -> tuple[tuple[Place, Any], ...]:
     """The plain values of Python ops, which become constants of a trace."""
-    walker: Walker = numbered.find(number)
-    found = _plain_state(walker).items()
-    return tuple((place, v) for place, v in found if place not in walker.changed_by_tracing)
+    plan: HostPlan = numbered.find(number)
+    found = _plain_state(plan).items()
+    return tuple((place, v) for place, v in found if place not in plan.changed_by_tracing)
 
 
 def _tensor_paths(op: nn.Module) -> Iterator[str]:
@@ -90,10 +89,10 @@ def _tensor_paths(op: nn.Module) -> Iterator[str]:
         yield from (start + name for name, v in vars(module).items() if isinstance(v, Tensor))
 
 
-def _plain_state(walker: Walker) -> dict[Place, Any]:
+def _plain_state(plan: HostPlan) -> dict[Place, Any]:
     return {
         (i, start + name): value
-        for i, op in enumerate(walker.basic_ops)
+        for i, op in enumerate(plan.basic_ops)
         if op.is_python
         for start, module in _parts(op)
         for name, value in vars(module).items()
@@ -116,20 +115,20 @@ def read(ops: Sequence[BasicOperation], place: Place) -> Any:
 
 
 @torch._dynamo.allow_in_graph
-def walk_in_graph(
+def run_in_graph(
     number: int, tensors: Sequence[Tensor], state: Sequence[Tensor], kwargs: Kwargs
 ) -> tuple[Tensor, ...]:
-    """Run a walker with the tensors of a trace instead of those that its ops hold."""
-    walker: Walker = numbered.find(number)
-    check_kwargs(walker.basic_ops, kwargs)
-    parameters = [tensor for op in walker.basic_ops for tensor in op._parameter_tensors()]
-    real = [*parameters, *(read(walker.basic_ops, place) for place in state_places(number))]
+    """Run a plan with the tensors of a trace instead of those that its ops hold."""
+    plan: HostPlan = numbered.find(number)
+    check_kwargs(plan.basic_ops, kwargs)
+    parameters = [tensor for op in plan.basic_ops for tensor in op._parameter_tensors()]
+    real = [*parameters, *(read(plan.basic_ops, place) for place in state_places(number))]
     given = [*tensors[len(tensors) - len(parameters) :], *state]
-    before = _plain_state(walker)
-    outputs = walker.run(tensors, kwargs, StandIns(real, given, tracing=True))
-    after = _plain_state(walker)
+    before = _plain_state(plan)
+    outputs = plan.program.run(list(tensors), plan.start(kwargs, StandIns(real, given)))
+    after = _plain_state(plan)
     # A method that counts its calls would be traced at each of them.
-    walker.changed_by_tracing.update(
+    plan.changed_by_tracing.update(
         place for place in before.keys() | after.keys() if before.get(place) != after.get(place)
     )
-    return outputs
+    return tuple(outputs)

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "executor/plan_function.h"
+#include "executor/run.h"
 #include "executor/unfused.h"
 #include "ops/op.h"
 
@@ -33,15 +34,19 @@ class Replay {
     const auto current = torch::autograd::get_current_node();
     node_ = dynamic_cast<CppNode<PlanFunction>*>(current.get());
     TORCH_CHECK(node_ != nullptr, "[double_backward] must run in the plan's own autograd node");
-    plan_ = unfused_plan(program.plan, connect_inputs());
+    unfused_ = unfused_program_for(program, connect_inputs());
+    frame_.values.resize(unfused_->forward.values);
+    frame_.looks.resize(unfused_->looks);
+    for (size_t i = 0; i < inputs_.size(); ++i) frame_.values[unfused_->inputs[i]] = inputs_[i];
   }
 
   // The node's outputs as a differentiable function of `inputs()`.
   Tensors run() {
-    for (const Step& step : plan_.forward) run_step(step);
-    Tensors outputs = {values_.at({Kind::Main, plan_.size()})};
-    for (size_t i = program_.constants; i < plan_.extra_outputs.size(); ++i) {
-      outputs.push_back(values_.at(plan_.extra_outputs[i]));
+    const int count = unfused_->plan.size();
+    for (int op = 0; op < count; ++op) run_op(op);
+    Tensors outputs = {frame_.values[unfused_->outputs[0]]};
+    for (size_t i = 1 + program_.constants; i < unfused_->outputs.size(); ++i) {
+      outputs.push_back(frame_.values[unfused_->outputs[i]]);
     }
     return outputs;
   }
@@ -49,36 +54,22 @@ class Replay {
   const Tensors& inputs() const { return inputs_; }
 
  private:
-  std::vector<TensorFacts> connect_inputs() {
+  at::TensorList connect_inputs() {
     std::vector<Value> names = {{Kind::Main, 0}};
     std::ranges::copy(program_.plan.extra_inputs, std::back_inserter(names));
     std::ranges::copy(program_.plan.parameters, std::back_inserter(names));
-    std::vector<TensorFacts> facts;
     for (size_t i = 0; i < names.size(); ++i) {
-      const Tensor saved = saved_input(names[i]);
+      const Tensor saved = saved_input(i);
       inputs_.push_back(connect(saved, i));
-      values_[names[i]] = inputs_.back();
       if (saved.defined()) known_.insert(names[i]);
-      facts.push_back({to_dtype(inputs_[i].scalar_type()), inputs_[i].requires_grad()});
     }
-    return facts;
+    return inputs_;
   }
 
   // The tensor itself where it was saved, else undefined.
-  Tensor saved_input(const Value& input) const {
-    const int index = program_.inputs[input.kind == Kind::Main ? 0 : position(input)];
-    const auto row = std::ranges::find(program_.saved, index);
+  Tensor saved_input(size_t i) const {
+    const auto row = std::ranges::find(program_.saved, program_.inputs[i]);
     return row == program_.saved.end() ? Tensor() : saved_[row - program_.saved.begin()];
-  }
-
-  int position(const Value& input) const {
-    const auto& extras = program_.plan.extra_inputs;
-    const auto& parameters = program_.plan.parameters;
-    if (input.kind == Kind::ExtraInput) {
-      return 1 + static_cast<int>(std::ranges::find(extras, input) - extras.begin());
-    }
-    return 1 + static_cast<int>(extras.size() +
-                                (std::ranges::find(parameters, input) - parameters.begin()));
   }
 
   // A view of the input, so that the inner gradient stops here; where it was not saved, zeros of
@@ -98,32 +89,31 @@ class Replay {
     return row == program_.saved_slots.end() ? Tensor() : saved_[row->second];
   }
 
-  void run_step(const Step& step) {
-    const int op = step.first();
-    const PlannedOp& planned = plan_.ops[op];
-    Tensor& input = values_.at({Kind::Main, op});
+  void run_op(int op) {
+    const PlannedOp& planned = unfused_->plan.ops[op];
+    Tensor& input = frame_.values[unfused_->boundaries[op]];
     const Tensor known = saved_slot(op, "input");
     if (known.defined()) known_.insert({Kind::Main, op});
     if (gives_known_values(op)) known_.insert({Kind::Main, op + 1});
     if (known.defined()) {
       if (op > 0) input = Substitute::apply(input.to(known.scalar_type()), known);
     } else if (const auto& replay = find_replay(planned.kind)) {
+      const bool is_last = op + 1 == unfused_->plan.size();
       const ReplayCall call{input, [&](const std::string& name) { return saved_slot(op, name); },
-                            op + 1 < plan_.size() ? saved_slot(op + 1, "input") : Tensor(),
-                            planned.attributes};
+                            is_last ? Tensor() : saved_slot(op + 1, "input"), planned.attributes};
       if (const Tensor output = replay(call); output.defined()) {
-        values_[{Kind::Main, op + 1}] = output;
+        frame_.values[unfused_->boundaries[op + 1]] = output;
         return;
       }
     } else if (op >= program_.plan.first_backward && !known_.contains({Kind::Main, op})) {
       check_linear(planned);
     }
-    run_unfused_step(step, values_);
+    interpret_step(*unfused_, unfused_->forward, op, frame_);
   }
 
   // Does the op turn the values it is given into those of the first forward?
   bool gives_known_values(int op) const {
-    const OpDeclaration& row = declaration(plan_.ops[op].kind);
+    const OpDeclaration& row = declaration(unfused_->plan.ops[op].kind);
     return known_.contains({Kind::Main, op}) && row.extra_inputs == 0 &&
            std::ranges::all_of(row.parameters, [&](const std::string& name) {
              return known_.contains({Kind::Parameter, op, name});
@@ -143,15 +133,20 @@ class Replay {
   const Program& program_;
   const Tensors& saved_;
   CppNode<PlanFunction>* node_;
-  Plan plan_;
+  SharedProgram unfused_;
   Tensors inputs_;
-  std::map<Value, Tensor> values_;
+  Frame frame_{.is_decomposed = true};
   std::set<Value> known_;  // values that are right, not only their derivatives
 };
 
 }  // namespace
 
 Tensors double_backward(const Program& program, const Tensors& saved, const Tensors& grads) {
+  refuse_host_steps(program,
+                    "create_graph=True must have native ops only: Python steps have no "
+                    "second derivative");
+  TORCH_CHECK(!program.accumulates, "[BasicLinear] create_graph=True must find no weight that ",
+              "accumulates into main_grad, got one");
   Replay replay(program, saved);
   const Tensors outputs = replay.run();
   Tensors wanted, differentiable, given;

@@ -2,25 +2,43 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "executor/walk.h"
+#include "executor/interpreter.h"
 
 namespace transformer_ops {
 
-// The autograd node of a whole plan. Inputs: the program, where outputs go that need no gradient
-// (they are none of the node's), then the tensors in plan order.
+// The autograd node of a whole plan. Inputs: the program, the host's part of the call (or none),
+// where outputs go that need no gradient (they are none of the node's), then the tensors in plan
+// order.
 class PlanFunction : public torch::autograd::Function<PlanFunction> {
  public:
   static constexpr bool is_traceable = true;
 
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
-                                                const SharedProgram& program, Tensors* constants,
+                                                const SharedProgram& program,
+                                                const SharedHostCall& host, Tensors* constants,
                                                 at::TensorList tensors);
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& grads);
 };
 
-// Runs the forward lines; `values` keeps what may be saved.
-Tensors run_forward(const Program& program, at::TensorList tensors, Tensors& values);
+// The same for programs with host steps, whose methods may read tensors that compiled autograd does
+// not know of.
+class HostPlanFunction : public torch::autograd::Function<HostPlanFunction> {
+ public:
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
+                                                const SharedProgram& program,
+                                                const SharedHostCall& host, Tensors* constants,
+                                                at::TensorList tensors) {
+    return PlanFunction::forward(context, program, host, constants, tensors);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& grads) {
+    return PlanFunction::backward(context, grads);
+  }
+};
+
+// Runs the forward lines and returns the outputs; the frame keeps what may be saved.
+Tensors run_forward(const Program& program, at::TensorList tensors, Frame& frame);
 
 // What PlanFunction's backward gives under create_graph=True: the gradients of the program's
 // inputs as a differentiable function of the inputs and `grads`, some of which may be undefined.

@@ -1,20 +1,12 @@
 #include "executor/preflight.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <unordered_map>
 
-#include "executor/walk.h"
+#include "executor/saved.h"
 
 namespace transformer_ops {
 namespace {
-
-// Fakes and proxies check while they trace, and draw nothing.
-bool is_plain(const Tensor& tensor) {
-  return !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_meta() &&
-         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-}
 
 // Programs whose last sizes a thread remembers.
 constexpr size_t kRemembered = 64;
@@ -23,16 +15,6 @@ void append_sizes(const Tensor& tensor, std::vector<int64_t>& signature) {
   signature.push_back(static_cast<int64_t>(tensor.scalar_type()));
   signature.push_back(tensor.dim());
   signature.insert(signature.end(), tensor.sizes().begin(), tensor.sizes().end());
-}
-
-void run_on_meta(const Program& program, at::TensorList tensors) {
-  const BelowAutograd below_autograd;
-  Tensors values(program.forward.values);
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto options = at::TensorOptions(tensors[i].scalar_type()).device(at::kMeta);
-    values[program.inputs[i]] = at::empty(tensors[i].sizes(), options);
-  }
-  walk(program.forward, {}, values);
 }
 
 }  // namespace
@@ -45,7 +27,8 @@ void preflight(const Program& program, at::TensorList tensors) {
                 "[run_plan] tensors must be on one device, got ", tensors[0].device(), " and ",
                 tensor.device());
   }
-  if (!std::ranges::all_of(tensors, is_plain)) return;
+  // Fakes and proxies check while they trace, and draw nothing.
+  if (!std::ranges::all_of(tensors, is_real)) return;
   std::vector<int64_t> signature;
   for (const Tensor& tensor : tensors) append_sizes(tensor, signature);
   if (passed.size() > kRemembered) passed.clear();

@@ -7,18 +7,19 @@
 #include <variant>
 #include <vector>
 
+#include "executor/owned.h"
 #include "fuser/plan.h"
 #include "ops/typed_op.h"
 
 namespace transformer_ops {
 
-// A plan with its values numbered and its ops looked up: what the walker runs.
+// A plan with its values numbered and its ops looked up: what the interpreter runs.
 struct Program {
   struct Constant {
     c10::IValue value;
   };
   struct ShapeOf {
-    int index;  // among Code::shapes
+    int look;
   };
   struct Load {
     int value;
@@ -30,6 +31,7 @@ struct Program {
   struct Gradient {
     int value;
     int op;
+    int look = -1;  // what zeros in its place look like
   };
   struct Call {
     c10::OperatorHandle op;
@@ -37,8 +39,18 @@ struct Program {
     std::string name;
     std::vector<Operand> operands;
     std::vector<int> results;
-    std::vector<Gradient> gradients;  // among the values it reads
-    std::vector<int> result_ops;      // parallel to results: what the gradient belongs to
+    std::vector<Gradient> gradients = {};  // among the values it reads
+    std::vector<int> result_ops = {};      // parallel to results: what the gradient belongs to
+    // Gives nothing but gradients in whose place zeros can be made: needless where nobody gave one.
+    bool skippable = false;
+    // The result that is the gradient of a weight which accumulates, the op of that weight, and
+    // the op that puts it into the buffer itself.
+    struct Accumulates {
+      int result;
+      int op;
+      std::optional<c10::OperatorHandle> into;
+    };
+    std::optional<Accumulates> accumulates = {};
   };
   struct Cast {
     std::string step;
@@ -50,9 +62,55 @@ struct Program {
     int from;
     int to;
   };
+  // Notes what a forward value looks like.
+  struct TakeLook {
+    int value;
+    int look;
+  };
+  // Casts a gradient to the dtype of its tensor, which a host step decided.
+  struct FitDtype {
+    int value;
+    int look;
+  };
+  // A step that the host language runs; -1 among values stands for None.
+  struct HostForward {
+    int step;
+    std::string name;
+    std::vector<int> arguments;
+    std::vector<int> results;
+    struct OpDtype {
+      int parameter = -1;  // decides
+      bool autocasts = false;
+    };
+    std::vector<OpDtype> dtypes;
+  };
+  struct HostBackward {
+    int step;
+    std::string name;
+    std::vector<Gradient> gradients;
+    struct Saved {
+      int own_row = -1;  // of what its context kept for itself, or
+      std::vector<int> slots = {};
+      int dtype = -1;  // the look that tells what a native forward computed in
+    };
+    std::vector<Saved> saved;  // a row for each op
+    struct Result {
+      enum class Of : uint8_t { Input, Parameter, ExtraInput };
+      int value;  // -1 where nobody wants it
+      Of of;
+      int op;
+      int k = 0;  // position among the parameters or extra inputs of the op
+      int look = -1;
+      bool accumulates = false;
+      int previous = -1;  // the sum of gradients that it is added to
+    };
+    std::vector<Result> results;
+    bool skippable = false;
+  };
   struct Line {
-    std::variant<Call, Cast, Copy> what;
-    std::vector<int> dead;  // values nobody reads after it
+    std::variant<Call, Cast, Copy, TakeLook, FitDtype, HostForward, HostBackward> what;
+    std::vector<int> dead = {};  // values nobody reads after it
+    int op = 0;                  // the first of its step
   };
   struct Code {
     std::vector<Line> lines;
@@ -60,18 +118,21 @@ struct Program {
   };
 
   Plan plan;
-  uint64_t id = 0;          // no other program of the process has it
-  bool random = false;      // draws from torch's generator
-  bool only_views = false;  // its one output is its input, or a view of it
+  uint64_t id = owned::next_id();
+  bool has_host_steps = false;
+  bool accumulates = false;  // a weight's gradient goes into a buffer
+  bool random = false;       // draws from torch's generator
+  bool only_views = false;   // its one output is its input, or a view of it
 
   Code forward;
-  std::vector<int> inputs;   // main, extra inputs, parameters
-  std::vector<int> outputs;  // main, extra outputs
+  std::vector<int> inputs;      // main, extra inputs, parameters
+  std::vector<int> outputs;     // main, extra outputs
+  std::vector<int> boundaries;  // the main tensor before each op, and the last
   // Outputs 1 to `constants` come from before all that needs a gradient.
   size_t constants = 0;
   std::vector<int> saved;            // forward values to save, each once
   std::map<Value, int> saved_slots;  // slots and parameters -> position in saved
-  std::vector<int> shapes;           // forward values whose shape backward reads
+  int looks = 0;                     // that forward takes and backward reads
 
   Code backward;
   std::vector<int> output_grads;                // parallel to outputs, without the constants
@@ -81,40 +142,24 @@ struct Program {
   std::vector<bool> views;                      // parallel to input_grads: of other gradients
 };
 
-// Throws c10::Error (RuntimeError) for a plan with Python steps, an unknown op, or a call that does
-// not fit the op's schema.
-Program compile(const Plan& plan);
+// Throws c10::Error (RuntimeError) for an unknown op, or a call that does not fit the op's schema.
+// extra_outputs: of each op; those of native ops are known.
+Program compile(const Plan& plan, std::vector<int> extra_outputs = {});
 
-// The same check without the rest; calls that Python runs are left out.
+// The same check without the rest; calls that the host language runs are left out.
 void check_calls(const Plan& plan);
 
-// Owns a program together with its other owners: a group, the cache of texts, the autograd nodes of
-// its calls. The count is that of an empty tensor, the one thing that a node's saved data can own
-// and compiled autograd can trace.
-class SharedProgram {
- public:
-  SharedProgram() = default;
-  explicit SharedProgram(Program program);
+// The values that a line reads and writes.
+std::vector<int> values_read(const Program::Line& line);
+std::vector<int> values_written(const Program::Line& line);
 
-  explicit operator bool() const { return owner_.defined(); }
-  const Program& operator*() const {
-    return *static_cast<const Program*>(owner_.unsafeGetTensorImpl()->unsafe_storage().data());
-  }
-  const Program* operator->() const { return &**this; }
+// Owned by a group, the cache of texts, and the autograd nodes of its calls.
+using SharedProgram = Owned<const Program>;
+using WeakProgram = Unowned<const Program>;
+SharedProgram share(Program program);
 
-  // What a node keeps, and the way back. A trace puts another tensor in the owner's place: there
-  // the program is found by its id.
-  const Tensor& owner() const { return owner_; }
-  static SharedProgram from(const Tensor& owner, uint64_t id);
-
- private:
-  explicit SharedProgram(Tensor owner) : owner_(std::move(owner)) {}
-
-  Tensor owner_;
-};
-
-// The program of a plan's text. The ones asked for last are kept.
-SharedProgram program_for(const std::string& text);
+// The program of a plan's text, which has native steps only. The ones asked for last are kept.
+SharedProgram program_for(std::string_view text);
 // The program of the same ops without fusions, for tensors with other flags than the plan was made
 // for. Kept in the same place.
 SharedProgram unfused_program_for(const Program& program, at::TensorList tensors);

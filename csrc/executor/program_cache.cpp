@@ -1,5 +1,7 @@
 // The programs that were asked for last, by text or by what they were made from.
+#include <array>
 #include <list>
+#include <string_view>
 #include <unordered_map>
 
 #include "executor/program.h"
@@ -19,7 +21,7 @@ class ProgramCache {
   SharedProgram find_or_make(const std::string& key, const Make& make) {
     if (SharedProgram found = find(key)) return found;
     // Without the lock, which nobody may hold for long.
-    return add(key, SharedProgram(make()));
+    return add(key, share(make()));
   }
 
  private:
@@ -56,6 +58,34 @@ class ProgramCache {
   std::unordered_map<std::string, std::list<Entry>::iterator> rows_;
 };
 
+// The programs of the texts that one thread asked for last, found without lock and without hash: a
+// graph passes the same string at each call. It owns none of them.
+class Recent {
+ public:
+  SharedProgram find(std::string_view text) const {
+    const Entry& entry = entries_[slot(text)];
+    return entry.text == text ? entry.program.lock() : SharedProgram();
+  }
+
+  void add(std::string_view text, const SharedProgram& program) {
+    entries_[slot(text)] = {std::string(text), program};
+  }
+
+ private:
+  struct Entry {
+    std::string text;
+    WeakProgram program;
+  };
+
+  static size_t slot(std::string_view text) {
+    const auto address = reinterpret_cast<uintptr_t>(text.data());
+    return (address / 64 + text.size()) % kSlots;
+  }
+
+  static constexpr size_t kSlots = 64;
+  std::array<Entry, kSlots> entries_;
+};
+
 ProgramCache& cache() {
   // Never deleted: a thread may run while static objects die.
   static auto* const cache = new ProgramCache;
@@ -64,14 +94,22 @@ ProgramCache& cache() {
 
 }  // namespace
 
-SharedProgram program_for(const std::string& text) {
-  return cache().find_or_make(text, [&] {
+SharedProgram program_for(std::string_view given) {
+  static thread_local Recent recent;
+  if (SharedProgram found = recent.find(given)) return found;
+  const std::string text(given);
+  SharedProgram made = cache().find_or_make(text, [&] {
     try {
-      return compile(parse_plan(text));
+      const Plan plan = parse_plan(text);
+      TORCH_CHECK(!plan.has_python_steps(),
+                  "[plan] steps must be native to run without Python, got a Python step");
+      return compile(plan);
     } catch (const PlanError& error) {
       TORCH_CHECK(false, error.what());
     }
   });
+  recent.add(given, made);
+  return made;
 }
 
 SharedProgram unfused_program_for(const Program& program, at::TensorList tensors) {

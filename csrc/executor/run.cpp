@@ -4,13 +4,9 @@
 
 #include "executor/plan_function.h"
 #include "executor/preflight.h"
-#include "executor/unfused.h"
-#include "executor/walk.h"
 
 namespace transformer_ops {
 namespace {
-
-using Kind = Value::Kind;
 
 void check_count(const Program& program, at::TensorList tensors) {
   TORCH_CHECK(tensors.size() == program.inputs.size(), "[run_plan] tensors must be 1 input, ",
@@ -23,26 +19,12 @@ bool under_functorch() {
       c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-Plan unfused_plan_for(const Plan& plan, at::TensorList tensors) {
-  std::vector<TensorFacts> facts;
-  for (const Tensor& tensor : tensors) {
-    facts.push_back({to_dtype(tensor.scalar_type()), tensor.requires_grad()});
-  }
-  return unfused_plan(plan, facts);
-}
-
-Tensors run_unfused(const Plan& fused, at::TensorList tensors) {
+// The decomposition of every op, for torch.func and forward-mode derivatives.
+Tensors run_decomposed(const Program& fused, at::TensorList tensors) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const Plan plan = unfused_plan_for(fused, tensors);
-  std::map<Value, Tensor> values;
-  values[{Kind::Main, 0}] = tensors[0];
-  size_t next = 1;
-  for (const Value& value : plan.extra_inputs) values[value] = tensors[next++];
-  for (const Value& value : plan.parameters) values[value] = tensors[next++];
-  for (const Step& step : plan.forward) run_unfused_step(step, values);
-  Tensors outputs = {values.at({Kind::Main, plan.size()})};
-  for (const Value& output : plan.extra_outputs) outputs.push_back(values.at(output));
-  return outputs;
+  const SharedProgram program = unfused_program_for(fused, tensors);
+  Frame frame{.is_decomposed = true};
+  return run_forward(*program, tensors, frame);
 }
 
 // Does backward yield a gradient for every tensor that wants one?
@@ -55,35 +37,59 @@ bool serves(const Program& program, at::TensorList tensors) {
 }
 
 // The outputs of the node, among which those that need no gradient take their places.
-Tensors run_differentiable(const SharedProgram& program, at::TensorList tensors) {
+Tensors run_differentiable(const SharedProgram& program, const SharedHostCall& host,
+                           at::TensorList tensors) {
   Tensors constants;
-  Tensors outputs = PlanFunction::apply(program, &constants, tensors);
+  Tensors outputs = host ? HostPlanFunction::apply(program, host, &constants, tensors)
+                         : PlanFunction::apply(program, host, &constants, tensors);
   outputs.insert(outputs.begin() + 1, std::make_move_iterator(constants.begin()),
                  std::make_move_iterator(constants.end()));
   return outputs;
 }
 
+// The names of the steps that only the host language can run.
+std::string host_steps(const Plan& plan) {
+  std::vector<std::string> names;
+  for (const auto* steps : {&plan.forward, &plan.backward}) {
+    for (const Step& step : *steps) {
+      const bool is_new = std::ranges::find(names, step.name) == names.end();
+      if (step.python && !step.skipped && is_new) names.push_back(step.name);
+    }
+  }
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text;
+}
+
 }  // namespace
 
-Tensors run(const SharedProgram& program, at::TensorList tensors) {
+void refuse_host_steps(const Program& program, const char* what) {
+  TORCH_CHECK(!program.has_host_steps, "[Sequential] ", what, ", got the Python steps ",
+              host_steps(program.plan));
+}
+
+Tensors run(const SharedProgram& program, at::TensorList tensors, const SharedHostCall& host) {
   check_count(*program, tensors);
   if (under_functorch() || std::ranges::any_of(tensors, has_tangent)) {
-    return run_unfused(program->plan, tensors);
+    refuse_host_steps(*program, "torch.func transforms must run over native ops only");
+    return run_decomposed(*program, tensors);
   }
-  if (program->random) preflight(*program, tensors);
-  Tensors values;
+  if (!host) refuse_host_steps(*program, "steps must be native to run without a host");
+  if (program->random && !program->has_host_steps) preflight(*program, tensors);
+  Frame frame{.host = host ? &*host : nullptr};
   // What plain torch does with views, also when they are modified in place.
-  if (program->only_views) return run_forward(*program, tensors, values);
+  if (program->only_views) return run_forward(*program, tensors, frame);
   const bool wants_grad =
       at::GradMode::is_enabled() &&
       std::ranges::any_of(tensors, [](const Tensor& tensor) { return tensor.requires_grad(); });
   if (wants_grad) {
-    if (serves(*program, tensors)) return run_differentiable(program, tensors);
+    if (serves(*program, tensors)) return run_differentiable(program, host, tensors);
+    refuse_host_steps(*program, "flags of the call must be those of its plan");
     // A plan that was made for other flags, as in an exported program.
-    return run_differentiable(unfused_program_for(*program, tensors), tensors);
+    return run_differentiable(unfused_program_for(*program, tensors), host, tensors);
   }
   const BelowAutograd below_autograd;
-  return run_forward(*program, tensors, values);
+  return run_forward(*program, tensors, frame);
 }
 
 }  // namespace transformer_ops

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "executor/host.h"
 #include "executor/program.h"
 
 namespace transformer_ops {
@@ -8,6 +9,10 @@ namespace transformer_ops {
 // returns the main output, then the visible extra outputs. Differentiable by one autograd node, for
 // whichever of the tensors require a gradient;
 // under torch.func transforms through the unfused meaning of every op instead.
-Tensors run(const SharedProgram& program, at::TensorList tensors);
+// `host`: runs the steps that are not native, and knows where weights accumulate.
+Tensors run(const SharedProgram& program, at::TensorList tensors, const SharedHostCall& host = {});
+
+// Throws unless the program has native steps only: "[Sequential] <rule>, got the Python steps ...".
+void refuse_host_steps(const Program& program, const char* rule);
 
 }  // namespace transformer_ops

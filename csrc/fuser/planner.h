@@ -16,8 +16,5 @@ Planned make_plan(const std::vector<OpNode>& ops, const Facts& facts, const User
 
 // Lowers groups of ops to steps with instructions and saved slots (lower.cpp).
 Plan lower(const Analysis& analysis, const Rewritten& groups);
-inline Plan lower(const std::vector<OpNode>& ops, const Facts& facts, const Rewritten& groups) {
-  return lower(Analysis(ops, facts), groups);
-}
 
 }  // namespace transformer_ops

@@ -115,6 +115,13 @@ bool is_plain_tensor(PyObject* object) {
   return THPVariable_Check(object) && !has_torch_function(object);
 }
 
+bool is_training(const py::object& module) {
+  static PyObject* const training = PyUnicode_InternFromString("training");
+  const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(module.ptr(), training));
+  if (!found) throw py::error_already_set();
+  return PyObject_IsTrue(found.ptr()) == 1;
+}
+
 PyObject* wrap(const Tensors& outputs) {
   if (outputs.size() == 1) return THPVariable_Wrap(outputs[0]);
   PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
@@ -135,8 +142,12 @@ Group::Group(const py::list& ops, const py::list& places, const py::list& module
     op.parameters = static_cast<int>(rows.size());
     for (const auto& row : rows) {
       const auto pair = py::cast<py::tuple>(row);
-      if (pair[0].is_none()) continue;  // a Python op: Python passes its parameters
-      places_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
+      if (py::isinstance<py::int_>(pair[1])) {
+        op.parameters = pair[1].cast<int>();
+        places_.push_back({pair[0], py::none(), py::str(""), static_cast<size_t>(op.parameters)});
+      } else {
+        places_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
+      }
     }
     for (const auto& source : op.sources) extra_inputs_ += source ? 0 : 1;
     if (op.native && declaration(op.kind).inactive) asks_training_.push_back(static_cast<int>(i));
@@ -146,7 +157,7 @@ Group::Group(const py::list& ops, const py::list& places, const py::list& module
     const auto pair = py::cast<py::tuple>(row);
     absent_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
   }
-  for (const auto& module : modules) modules_.push_back(module.attr("__dict__"));
+  for (const auto& module : modules) modules_.push_back(py::reinterpret_borrow<py::object>(module));
   for (const auto& module : hooked) {
     for (const char* name :
          {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}) {
@@ -181,6 +192,15 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensor
     tensors.push_back(THPVariable_Unpack(arguments[i]));
   }
   for (const auto& place : places_) {
+    if (place.parameters.is_none()) {
+      const auto found = py::cast<py::sequence>(place.owner.attr("_parameter_tensors")());
+      if (found.size() != place.count) return false;
+      for (const auto& tensor : found) {
+        if (!is_plain_tensor(tensor.ptr())) return false;
+        tensors.push_back(THPVariable_Unpack(tensor.ptr()));
+      }
+      continue;
+    }
     PyObject* found = PyDict_GetItem(place.parameters.ptr(), place.name.ptr());
     py::object attribute;
     if (found == nullptr) {
@@ -229,9 +249,8 @@ void Group::write_key(const Tensors& tensors) {
   for (const Tensor& tensor : tensors) {
     scratch_key_ += tensor_code(tensor.scalar_type(), grad && tensor.requires_grad());
   }
-  static PyObject* const training = PyUnicode_InternFromString("training");
   for (const int op : asks_training_) {
-    scratch_key_ += static_cast<char>(PyDict_GetItem(modules_[op].ptr(), training) == Py_True);
+    scratch_key_ += static_cast<char>(is_training(modules_[op]));
   }
 }
 
@@ -280,8 +299,11 @@ std::shared_ptr<PlanEntry> Group::find_or_make(const std::string& key) {
   entry->version = version;
   entry->plan = std::move(planned.plan);
   entry->near_misses = std::move(planned.near_misses);
-  if (!entry->plan.has_python_steps()) entry->program = SharedProgram(compile(entry->plan));
+  std::vector<int> extra_outputs;
+  for (const OpNode& op : ops) extra_outputs.push_back(op.extra_outputs);
+  entry->handle = std::make_shared<ProgramHandle>(share(compile(entry->plan, extra_outputs)));
   entry->session = std::move(session);
+  if (entry->needs_host()) entry->host = entry->session.attr("make_host")(entry);
   if (version == version_) entries_.push_back(entry);
   if (entries_.size() > kCachedPlans) entries_.erase(entries_.begin());
   return entry;
@@ -304,7 +326,7 @@ std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> 
   return last_;
 }
 
-PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count) {
+PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kwargs) {
   HANDLE_TH_ERRORS
   Tensors tensors;
   if (is_cleared_ || has_hooks() || !gather(arguments, count, tensors)) Py_RETURN_NONE;
@@ -316,13 +338,17 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count) {
     last_ = entry;
   }
   // Its own: meanwhile another thread may plan again.
-  const SharedProgram program = last_->program;
-  if (!program) Py_RETURN_NONE;
+  const std::shared_ptr<PlanEntry> entry = last_;
+  SharedHostCall host;
+  if (entry->needs_host()) {
+    const auto given = kwargs != nullptr ? py::reinterpret_borrow<py::object>(kwargs) : py::none();
+    host = make_host_call(entry->handle, entry->host.attr("start")(given), tensors[0]);
+  }
   note_inputs(tensors);
   Tensors outputs;
   {
     const py::gil_scoped_release no_gil;
-    outputs = run(program, tensors);
+    outputs = run(entry->handle->program, tensors, host);
   }
   return wrap(outputs);
   END_HANDLE_TH_ERRORS
@@ -342,7 +368,9 @@ int Group::traverse(visitproc visit, void* arg) const {
   Py_VISIT(new_session_.ptr());
   const auto visit_session = [&](const std::shared_ptr<PlanEntry>& entry, long owners) {
     // Held by Python too: reachable from there.
-    if (entry.use_count() == owners) Py_VISIT(entry->session.ptr());
+    if (entry.use_count() != owners) return 0;
+    Py_VISIT(entry->session.ptr());
+    Py_VISIT(entry->host.ptr());
     return 0;
   };
   for (const auto& entry : entries_) {
@@ -391,16 +419,26 @@ void make_collectable(PyHeapTypeObject* type) {
 }
 
 PyObject* call_group(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  return group_of(self)->call(arguments, count);
+  return group_of(self)->call(arguments, count, nullptr);
 }
 
-PyMethodDef call_method = {"call",
-                           reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_group)),
-                           METH_FASTCALL, nullptr};
+PyObject* call_group_with(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  return group_of(self)->call(arguments + 1, count - 1, arguments[0]);
+}
+
+using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+
+PyMethodDef method(const char* name, FastCall function) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+          METH_FASTCALL, nullptr};
+}
+
+PyMethodDef call_method = method("call", call_group);
+PyMethodDef call_with_method = method("call_with", call_group_with);
 
 // A built-in function bound to the group: a fifth of the cost of a pybind11 call.
-py::object make_call(const py::object& group) {
-  auto call = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, group.ptr()));
+py::object make_call(PyMethodDef& method, const py::object& group) {
+  auto call = py::reinterpret_steal<py::object>(PyCFunction_New(&method, group.ptr()));
   if (!call) throw py::error_already_set();
   return call;
 }
@@ -450,7 +488,12 @@ py::list values_to_python(const std::vector<Value>& values) {
   return list;
 }
 
-// A plan as plain Python data: what the Python walker and explain() read.
+// (op, position) of an extra tensor.
+py::tuple position_of(const Value& value) {
+  return py::make_tuple(value.op, std::stoi(value.name));
+}
+
+// A plan as plain Python data: what Python steps and explain() read.
 py::dict plan_to_python(const Plan& plan) {
   py::dict data;
   py::list ops, forward, backward, routes;
@@ -471,6 +514,21 @@ py::dict plan_to_python(const Plan& plan) {
   data["extra_inputs"] = values_to_python(plan.extra_inputs);
   data["parameters"] = values_to_python(plan.parameters);
   data["extra_outputs"] = values_to_python(plan.extra_outputs);
+  std::vector<std::vector<std::string>> parameters(plan.ops.size());
+  for (const Value& value : plan.parameters) parameters[value.op].push_back(value.name);
+  std::vector<bool> wants_parameters(plan.ops.size());
+  for (const Value& value : plan.gradients) {
+    if (value.kind == Value::Kind::ParameterGrad) wants_parameters[value.op] = true;
+  }
+  py::dict fed_by;
+  for (const Route& route : plan.routes)
+    fed_by[position_of(route.input)] = position_of(route.output);
+  py::list visible;
+  for (const Value& value : plan.extra_outputs) visible.append(position_of(value));
+  data["parameter_names"] = parameters;
+  data["wants_parameters"] = wants_parameters;
+  data["fed_by"] = fed_by;
+  data["visible"] = visible;
   data["routes"] = routes;
   data["first_backward"] = plan.first_backward;
   data["autocast"] = dtype_to_python(plan.autocast);
@@ -497,14 +555,22 @@ void bind_group(py::module_& module) {
       .def_property_readonly(
           "near_misses",
           [](const PlanEntry& entry) { return near_misses_to_python(entry.near_misses); })
-      .def_property_readonly(
-          "native", [](const PlanEntry& entry) { return static_cast<bool>(entry.program); })
+      .def_property_readonly("native", [](const PlanEntry& entry) { return !entry.needs_host(); })
+      .def_readonly("program", &PlanEntry::handle)
+      .def_readonly("host", &PlanEntry::host)
       .def_readonly("session", &PlanEntry::session);
   py::class_<Group, std::shared_ptr<Group>>(module, "Group",
                                             py::custom_type_setup(make_collectable))
       .def(py::init<py::list, py::list, py::list, py::list, py::list, py::object, bool>())
       .def("check_absent", torch::wrap_pybind_function(&Group::check_absent))
-      .def("make_call", &make_call, "The eager call.")
+      .def(
+          "make_call", [](const py::object& group) { return make_call(call_method, group); },
+          "The eager call: (input, *extra_inputs).")
+      .def(
+          "make_call_with",
+          [](const py::object& group) { return make_call(call_with_method, group); },
+          "The same with a dict of keyword arguments for each basic op: (kwargs, input, "
+          "*extra_inputs).")
       .def("plan", torch::wrap_pybind_function(&Group::plan))
       .def_property_readonly("last", &Group::last)
       .def_property_readonly("last_inputs", &Group::last_inputs)

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "executor/program.h"
 #include "fuser/planner.h"
+#include "python/host.h"
 
 namespace transformer_ops::python {
 
@@ -20,15 +20,22 @@ struct PlanEntry {
   int64_t version = 0;  // of the registry
   Plan plan;
   std::vector<NearMiss> near_misses;
-  SharedProgram program;  // none where a step is Python
-  py::object session;     // holds the Python objects that steps refer to by number
+  std::shared_ptr<ProgramHandle> handle;
+  py::object session;  // holds the Python objects that steps refer to by number
+  py::object host;     // transformer_ops.host.HostPlan; null where all is native
+
+  bool needs_host() const {
+    return handle->program->has_host_steps || handle->program->accumulates;
+  }
 };
 
-// Where a parameter is looked up at every call: `_parameters` of its owner, or a property.
+// Where a parameter is looked up at every call: `_parameters` of its owner, or a property. A Python
+// op without such a dict here lists its `count` parameters itself.
 struct ParameterPlace {
   py::object owner;
   py::object parameters;  // the owner's dict
   py::str name;
+  size_t count = 1;
 };
 
 struct TensorShape {
@@ -39,7 +46,8 @@ struct TensorShape {
 // The ops of one group, their plan cache, and the eager call.
 class Group {
  public:
-  // ops: (kind, attributes, native, sources, visible) each; places: one list per op;
+  // ops: (kind, attributes, native, sources, visible) each; places: one list per op, of (owner,
+  // name), or of (Python op, count);
   // modules: whose `training` counts; hooked: whose hooks forbid this grouping;
   // absent: (module, name) of parameters that are None, so that no op of the group has them;
   // new_session(): an object with rewrite(fusion id, pass, groups) for one planning call.
@@ -47,8 +55,9 @@ class Group {
         const py::list& hooked, const py::list& absent, py::object new_session, bool recompute);
 
   // METH_FASTCALL: (input, *extra_inputs) -> tensor, tuple of tensors, or None where Python has to
-  // take over (hooks, Python steps, wrong arguments, tensors with a __torch_function__).
-  PyObject* call(PyObject* const* arguments, Py_ssize_t count);
+  // look (hooks, wrong arguments, tensors with a __torch_function__, an op with other parameters
+  // than it had). `kwargs`: a dict for each basic op, or null.
+  PyObject* call(PyObject* const* arguments, Py_ssize_t count, PyObject* kwargs);
 
   // The plan for explicit facts: (grad, autocast dtype, device type, tensor facts, training).
   std::shared_ptr<PlanEntry> plan(bool grad, std::optional<at::ScalarType> autocast,
@@ -78,8 +87,8 @@ class Group {
   std::vector<OpNode> ops_;
   std::vector<ParameterPlace> places_;
   std::vector<ParameterPlace> absent_;
-  std::vector<int> asks_training_;   // ops whose plan depends on the training flag
-  std::vector<py::object> modules_;  // __dict__ of the module of each op
+  std::vector<int> asks_training_;  // ops whose plan depends on the training flag
+  std::vector<py::object> modules_;
   std::vector<py::object> hook_dicts_;
   py::object new_session_;
   bool recompute_;

@@ -1,0 +1,616 @@
+// A plan -> the lines that the interpreter runs.
+#include <algorithm>
+#include <set>
+
+#include "executor/check_call.h"
+#include "executor/program.h"
+#include "fuser/declaration.h"
+#include "fuser/error.h"
+
+namespace transformer_ops {
+namespace {
+
+using Kind = Value::Kind;
+using Line = Program::Line;
+
+// Numbers the values of one direction. A hand-over only gives a value a second name.
+class Numbering {
+ public:
+  int fresh() { return count_++; }
+  int define(const Value& value) { return names_[value] = fresh(); }
+  void alias(const Value& value, int index) { names_[value] = index; }
+  int find(const Value& value) const {
+    const auto row = names_.find(value);
+    return row == names_.end() ? -1 : row->second;
+  }
+  int count() const { return count_; }
+
+ private:
+  std::map<Value, int> names_;
+  int count_ = 0;
+};
+
+c10::OperatorHandle find_op(const std::string& name) {
+  const std::string full = name.find("::") == std::string::npos ? "transformer_ops::" + name : name;
+  const auto handle = c10::Dispatcher::singleton().findSchema({full, ""});
+  TORCH_CHECK(handle.has_value(), "[plan] op must be registered, got '", full, "'");
+  return *handle;
+}
+
+class Compiler {
+ public:
+  Compiler(const Plan& plan, std::vector<int> extra_outputs)
+      : gradients_(plan.gradients.begin(), plan.gradients.end()),
+        extra_outputs_(std::move(extra_outputs)) {
+    program_.plan = plan;
+    program_.has_host_steps = plan.has_python_steps();
+    extra_outputs_.resize(plan.ops.size());
+    parameters_.resize(plan.ops.size());
+    extra_inputs_.resize(plan.ops.size());
+    for (const Value& value : plan.parameters) parameters_[value.op].push_back(value);
+    for (const Value& value : plan.extra_inputs) add_extra_input(value, value);
+    for (const Route& route : plan.routes) add_extra_input(route.input, route.output);
+  }
+
+  Program run() {
+    const Plan& plan = program_.plan;
+    check_calls(plan);
+    compile_forward();
+    if (plan.needs_backward()) compile_backward();
+    program_.only_views = has_only_views();
+    for (const int output : program_.outputs) {
+      TORCH_CHECK(output >= 0, "[plan] forward must write every output, got one that it does not");
+    }
+    insert_looks();
+    mark_skippable();
+    mark_dead(program_.forward, {&program_.outputs, &program_.saved});
+    mark_dead(program_.backward, {&program_.input_grads});
+    return std::move(program_);
+  }
+
+ private:
+  void add_extra_input(const Value& input, const Value& source) {
+    auto& sources = extra_inputs_[input.op];
+    const size_t k = std::stoi(input.name);
+    if (sources.size() <= k) sources.resize(k + 1);
+    sources[k] = source;
+  }
+
+  void compile_forward() {
+    const Plan& plan = program_.plan;
+    program_.inputs.push_back(forward_.define({Kind::Main, 0}));
+    for (const Value& value : plan.extra_inputs) program_.inputs.push_back(forward_.define(value));
+    for (const Value& value : plan.parameters) program_.inputs.push_back(forward_.define(value));
+    for (const Step& step : plan.forward) {
+      const size_t first_line = program_.forward.lines.size();
+      if (step.python) {
+        compile_host_forward(step);
+      } else {
+        compile_step(step, forward_, program_.forward, Kind::Main);
+      }
+      for (size_t i = first_line; i < program_.forward.lines.size(); ++i) {
+        program_.forward.lines[i].op = step.first();
+      }
+    }
+    program_.outputs.push_back(forward_.find({Kind::Main, plan.size()}));
+    for (int i = 0; i <= plan.size(); ++i)
+      program_.boundaries.push_back(forward_.find({Kind::Main, i}));
+    for (const Value& value : plan.extra_outputs) {
+      program_.outputs.push_back(forward_.find(value));
+      if (value.op < first_live_op()) ++program_.constants;
+    }
+    program_.forward.values = forward_.count();
+  }
+
+  void compile_backward() {
+    const Plan& plan = program_.plan;
+    program_.output_grads.push_back(backward_.define({Kind::Grad, plan.size()}));
+    for (size_t i = 0; i < plan.extra_outputs.size(); ++i) {
+      const Value& value = plan.extra_outputs[i];
+      const int index = backward_.define({Kind::ExtraOutputGrad, value.op, value.name});
+      if (i >= program_.constants) program_.output_grads.push_back(index);
+    }
+    may_lack_gradients_ = program_.has_host_steps || program_.output_grads.size() > 1;
+    if (may_lack_gradients_) {
+      // What hands a gradient on gives it the name of a boundary that forward may not have.
+      given_looks_[program_.output_grads[0]] = look_of({Kind::Main, plan.size()});
+    }
+    for (auto step = plan.backward.rbegin(); step != plan.backward.rend(); ++step) {
+      if (step->skipped) continue;
+      compile_step(*step, backward_, program_.backward, Kind::Grad);
+      if (step->python) compile_host_backward(*step);
+      if (!step->python && program_.has_host_steps) fit_dtype({Kind::Grad, step->first()});
+    }
+    program_.input_grads.push_back(plan.first_backward == 0 ? backward_.find({Kind::Grad, 0}) : -1);
+    for (const Value& value : plan.extra_inputs) {
+      program_.input_grads.push_back(backward_.find({Kind::ExtraInputGrad, value.op, value.name}));
+    }
+    for (const Value& value : plan.parameters) {
+      program_.input_grads.push_back(backward_.find({Kind::ParameterGrad, value.op, value.name}));
+    }
+    program_.backward.values = backward_.count();
+    note_views();
+  }
+
+  // Ops of torch's own may give a view of what they are given.
+  void note_views() {
+    std::vector<bool> views(program_.backward.values, false);
+    for (const Line& line : program_.backward.lines) {
+      const auto* call = std::get_if<Program::Call>(&line.what);
+      if (call == nullptr || call->typed != nullptr) continue;
+      for (const int result : call->results) views[result] = true;
+    }
+    for (const int index : program_.input_grads) {
+      program_.views.push_back(index >= 0 && views[index]);
+    }
+  }
+
+  // The first op that a step of backward covers.
+  int first_live_op() const {
+    for (const Step& step : program_.plan.backward) {
+      if (!step.skipped) return program_.plan.needs_backward() ? step.first() : 0;
+    }
+    return 0;
+  }
+
+  bool has_only_views() const {
+    if (program_.outputs.size() != 1) return false;
+    return std::ranges::all_of(program_.forward.lines, [](const Line& line) {
+      const auto* call = std::get_if<Program::Call>(&line.what);
+      return call != nullptr && call->name == "aten::reshape";
+    });
+  }
+
+  void compile_step(const Step& step, Numbering& values, Program::Code& code, Kind main) {
+    const bool forward = main == Kind::Main;
+    const Value in{main, forward ? step.first() : step.last() + 1};
+    const Value out{main, forward ? step.last() + 1 : step.first()};
+    const int given = values.find(in);
+    if (step.compute && forward) add_cast(step.name, in, *step.compute, values, code);
+    if (forward) computed_[step.first()] = values.find(in);
+    std::map<Value, int> originals;
+    if (step.compute && step.cast_parameters) originals = cast_parameters(step, values, code);
+    for (const Instruction& instruction : step.instructions) {
+      compile_instruction(instruction, values, code);
+    }
+    for (const auto& [parameter, index] : originals) values.alias(parameter, index);
+    if (step.result) add_cast(step.name, out, *step.result, values, code);
+    if (!forward) return;
+    note_saves(step, values);
+    values.alias(in, given);
+  }
+
+  void add_cast(const std::string& step, const Value& value, DType dtype, Numbering& values,
+                Program::Code& code) {
+    const int from = values.find(value);
+    if (from < 0) return;
+    const int to = values.define(value);
+    code.lines.push_back({Program::Cast{step, to_torch(dtype), from, to}, {}});
+  }
+
+  // Returns the uncast parameters, which are what is saved.
+  std::map<Value, int> cast_parameters(const Step& step, Numbering& values, Program::Code& code) {
+    std::map<Value, int> originals;
+    for (const Value& parameter : program_.plan.parameters) {
+      if (parameter.op < step.first() || parameter.op > step.last()) continue;
+      const Value slot{Kind::Slot, parameter.op, parameter.name};
+      const bool backward = &values == &backward_;
+      for (const Value& value : {parameter, slot}) {
+        if (backward ? !is_read(step, value) : value.kind == Kind::Slot) continue;
+        originals[value] = backward ? load(value) : values.find(value);
+        add_cast(step.name, value, *step.compute, values, code);
+      }
+    }
+    return originals;
+  }
+
+  static bool is_read(const Step& step, const Value& value) {
+    for (const Instruction& instruction : step.instructions) {
+      for (const Argument& argument : instruction.arguments) {
+        const auto* read = std::get_if<Value>(&argument);
+        if (read && *read == value) return true;
+      }
+    }
+    return false;
+  }
+
+  void compile_instruction(const Instruction& instruction, Numbering& values, Program::Code& code) {
+    if (instruction.target.empty()) return hand_over(instruction, values, code);
+    Program::Call call{
+        find_op(instruction.target), find_typed_op(instruction.target), instruction.target, {}, {}};
+    const bool backward = &values == &backward_;
+    for (const Argument& argument : instruction.arguments) {
+      const auto* value = std::get_if<Value>(&argument);
+      if (backward && value != nullptr && is_gradient(*value)) {
+        // Of an extra output that no step of backward reads, nobody may have given one.
+        if (values.find(*value) < 0 && program_.has_host_steps) values.define(*value);
+        call.gradients.push_back(gradient(*value));
+      }
+      call.operands.push_back(operand(argument, values));
+    }
+    if (call.typed && call.typed->random) program_.random = true;
+    std::vector<Line> sums;
+    for (const Value& value : instruction.results) {
+      const int previous = values.find(value);
+      // Several consumers of one channel: their gradients add up.
+      if (value.kind == Kind::ExtraOutputGrad && previous >= 0) {
+        call.results.push_back(values.fresh());
+        sums.push_back({Program::Copy{call.results.back(), previous}, {}});
+      } else {
+        call.results.push_back(values.define(value));
+      }
+      call.result_ops.push_back(value.op);
+    }
+    if (backward) note_accumulation(instruction, call);
+    code.lines.push_back({std::move(call), {}});
+    for (Line& sum : sums) code.lines.push_back(std::move(sum));
+  }
+
+  void hand_over(const Instruction& instruction, Numbering& values, Program::Code& code) {
+    const auto* source = std::get_if<Value>(&instruction.arguments[0]);
+    TORCH_CHECK(source != nullptr, "[plan] a hand-over must name a value");
+    const int from = values.find(*source);
+    check_written(*source, from);
+    for (const Value& result : instruction.results) {
+      const int previous = values.find(result);
+      if (result.kind == Kind::ExtraOutputGrad && previous >= 0) {
+        code.lines.push_back({Program::Copy{from, previous}, {}});
+      } else if (result.kind == Kind::ExtraOutputGrad) {
+        // A value of its own: later gradients are added to it.
+        code.lines.push_back({Program::Copy{from, values.define(result)}, {}});
+      } else {
+        values.alias(result, from);
+      }
+    }
+  }
+
+  static void check_written(const Value& value, int index) {
+    TORCH_CHECK(index >= 0, "[plan] value must be written before it is read, got ", to_text(value));
+  }
+
+  Program::Operand operand(const Argument& argument, Numbering& values) {
+    if (std::holds_alternative<None>(argument)) return Program::Constant{c10::IValue()};
+    if (const auto* constant = std::get_if<Attribute>(&argument)) {
+      return Program::Constant{to_ivalue(*constant)};
+    }
+    const Value& value = std::get<Value>(argument);
+    if (value.kind == Kind::Shape) {
+      const int look = look_of({Kind::Main, value.op});
+      TORCH_CHECK(look >= 0, "[plan] shape must be of a value that forward writes, got ",
+                  to_text(value));
+      return Program::ShapeOf{look};
+    }
+    const bool from_forward = value.kind == Kind::Slot || value.kind == Kind::Parameter;
+    if (&values == &backward_ && from_forward) return Program::Load{load(value)};
+    const int index = values.find(value);
+    check_written(value, index);
+    return Program::Load{index};
+  }
+
+  void note_saves(const Step& step, Numbering& values) {
+    for (const Save& save : step.saves) {
+      sources_[save.slot] = values.find(save.source);
+    }
+  }
+
+  // The backward value of a slot or parameter; the first use saves it in forward.
+  int load(const Value& value) {
+    if (const int known = backward_.find(value); known >= 0) return known;
+    const auto slot = sources_.find(value);
+    const int source = slot == sources_.end() ? forward_.find(value) : slot->second;
+    TORCH_CHECK(source >= 0, "[plan] slot must be saved by forward, got ", to_text(value));
+    const int index = backward_.define(value);
+    for (size_t i = 0; i < program_.saved.size(); ++i) {
+      if (program_.saved[i] != source) continue;
+      program_.more_loads.emplace_back(static_cast<int>(i), index);
+      program_.saved_slots[value] = static_cast<int>(i);
+      return index;
+    }
+    program_.saved_slots[value] = static_cast<int>(program_.saved.size());
+    program_.saved.push_back(source);
+    program_.loads.push_back(index);
+    return index;
+  }
+
+  // ---- steps of the host language
+
+  Value source_of(int op, size_t k) const { return extra_inputs_[op][k]; }
+
+  bool is_own(int op) const {
+    if (!program_.plan.ops[op].native) return true;
+    return std::ranges::any_of(program_.plan.forward, [&](const Step& step) {
+      return step.python && step.joint && std::ranges::find(step.ops, op) != step.ops.end();
+    });
+  }
+
+  void compile_host_forward(const Step& step) {
+    const Plan& plan = program_.plan;
+    Program::HostForward call{.step = forward_step_++, .name = step.name};
+    const auto is_inside = [&](const Value& source) {
+      return source.kind == Kind::ExtraOutput && source.op >= step.first();
+    };
+    call.arguments.push_back(forward_.find({Kind::Main, step.first()}));
+    for (const int op : step.ops) {
+      for (const Value& source : extra_inputs_[op]) {
+        call.arguments.push_back(is_inside(source) ? -1 : forward_.find(source));
+      }
+      call.dtypes.push_back(dtype_of(op));
+    }
+    call.results.push_back(forward_.define({Kind::Main, step.last() + 1}));
+    for (const int op : step.ops) {
+      for (int k = 0; k < extra_outputs_[op]; ++k) {
+        call.results.push_back(forward_.define({Kind::ExtraOutput, op, std::to_string(k)}));
+      }
+    }
+    for (const int op : step.ops) {
+      if (is_own(op)) continue;
+      for (const Slot& slot : declaration(plan.ops[op].kind).slots) {
+        const Value value{Kind::Slot, op, slot.name};
+        call.results.push_back(forward_.define(value));
+        if (op >= plan.first_backward) sources_[value] = call.results.back();
+      }
+    }
+    program_.forward.lines.push_back({std::move(call)});
+  }
+
+  Program::HostForward::OpDtype dtype_of(int op) const {
+    const PlannedOp& planned = program_.plan.ops[op];
+    if (!planned.native) return {.autocasts = true};
+    const DTypeRule rule = declaration(planned.kind).dtype;
+    if (rule == DTypeRule::Parameter) {
+      return {.parameter = forward_.find(parameters_[op][0]), .autocasts = true};
+    }
+    return {.autocasts = rule == DTypeRule::Autocast};
+  }
+
+  void compile_host_backward(const Step& step) {
+    const Plan& plan = program_.plan;
+    Program::HostBackward call{.step = backward_step_++, .name = step.name};
+    call.gradients.push_back(gradient({Kind::Grad, step.last() + 1}));
+    for (const int op : step.ops) {
+      for (int k = 0; k < extra_outputs_[op]; ++k) {
+        call.gradients.push_back(gradient({Kind::ExtraOutputGrad, op, std::to_string(k)}));
+      }
+    }
+    for (const int op : step.ops) call.saved.push_back(saved_of(op));
+    const int first = step.first();
+    const bool wants_input =
+        first == 0 ? gradients_.contains({Kind::Grad, 0}) : first > plan.first_backward;
+    program_.accumulates |=
+        std::ranges::any_of(step.ops, [&](int op) { return accumulates_into_main_grad(op); });
+    add_result({Kind::Grad, first}, wants_input, {.of = Of::Input, .op = first}, call);
+    for (const int op : step.ops) {
+      const bool accumulates = accumulates_into_main_grad(op);
+      for (size_t k = 0; k < parameters_[op].size(); ++k) {
+        const Value grad{Kind::ParameterGrad, op, parameters_[op][k].name};
+        add_result(grad, gradients_.contains(grad),
+                   {.of = Of::Parameter,
+                    .op = op,
+                    .k = static_cast<int>(k),
+                    .accumulates = accumulates && k == 0},
+                   call);
+      }
+    }
+    for (const int op : step.ops) {
+      for (size_t k = 0; k < extra_inputs_[op].size(); ++k) {
+        const Value grad = gradient_of(source_of(op, k));
+        const bool is_wanted = grad.kind == Kind::ExtraOutputGrad ? grad.op >= plan.first_backward
+                                                                  : gradients_.contains(grad);
+        add_result(grad, is_wanted, {.of = Of::ExtraInput, .op = op, .k = static_cast<int>(k)},
+                   call);
+      }
+    }
+    program_.backward.lines.push_back({std::move(call)});
+  }
+
+  using Of = Program::HostBackward::Result::Of;
+
+  void add_result(const Value& value, bool is_wanted, Program::HostBackward::Result result,
+                  Program::HostBackward& call) {
+    const Value tensor = tensor_of(value);
+    result.value = -1;
+    if (is_wanted) {
+      const int previous = backward_.find(value);
+      if (value.kind == Kind::ExtraOutputGrad && previous >= 0) {
+        result.previous = previous;
+        result.value = previous;
+      } else {
+        result.value = backward_.define(value);
+      }
+      result.look = look_of(tensor);
+    }
+    call.results.push_back(result);
+  }
+
+  Program::HostBackward::Saved saved_of(int op) {
+    if (is_own(op)) return {.own_row = op};
+    Program::HostBackward::Saved saved{.dtype = dtype_look(op)};
+    for (const Slot& slot : declaration(program_.plan.ops[op].kind).slots) {
+      const Value value{Kind::Slot, op, slot.name};
+      const bool is_there = backward_.find(value) >= 0 || sources_.contains(value);
+      saved.slots.push_back(is_there ? load(value) : -1);
+    }
+    return saved;
+  }
+
+  // What the step of forward that covers a native op computed in; -1 where the host ran it.
+  int dtype_look(int op) {
+    const auto covers = [&](const Step& step) { return step.first() <= op && op <= step.last(); };
+    const auto step = std::ranges::find_if(program_.plan.forward, covers);
+    return step->python ? -1 : request_look(computed_[step->first()]);
+  }
+
+  bool accumulates_into_main_grad(int op) const {
+    const auto& attributes = program_.plan.ops[op].attributes;
+    const auto row = attributes.find("accumulate_into_main_grad");
+    return row != attributes.end() && row->second == Attribute(true);
+  }
+
+  void note_accumulation(const Instruction& instruction, Program::Call& call) {
+    for (size_t i = 0; i < instruction.results.size(); ++i) {
+      const Value& value = instruction.results[i];
+      const bool is_weight = value.kind == Kind::ParameterGrad && value.name == "weight";
+      if (!is_weight || !accumulates_into_main_grad(value.op)) continue;
+      call.accumulates = {static_cast<int>(i), value.op,
+                          c10::Dispatcher::singleton().findSchema(
+                              {"transformer_ops::" + instruction.target + "_into", ""})};
+      program_.accumulates = true;
+    }
+  }
+
+  void fit_dtype(const Value& gradient) {
+    const int value = backward_.find(gradient), look = look_of(tensor_of(gradient));
+    if (value >= 0 && look >= 0)
+      program_.backward.lines.push_back({Program::FitDtype{value, look}});
+  }
+
+  // ---- gradients and looks
+
+  static bool is_gradient(const Value& value) {
+    return value.kind == Kind::Grad || value.kind == Kind::ExtraOutputGrad;
+  }
+
+  static Value gradient_of(Value value) {
+    value.kind = value.kind == Kind::ExtraOutput  ? Kind::ExtraOutputGrad
+                 : value.kind == Kind::ExtraInput ? Kind::ExtraInputGrad
+                 : value.kind == Kind::Parameter  ? Kind::ParameterGrad
+                                                  : Kind::Grad;
+    return value;
+  }
+
+  static Value tensor_of(Value value) {
+    value.kind = value.kind == Kind::ExtraOutputGrad  ? Kind::ExtraOutput
+                 : value.kind == Kind::ExtraInputGrad ? Kind::ExtraInput
+                 : value.kind == Kind::ParameterGrad  ? Kind::Parameter
+                                                      : Kind::Main;
+    return value;
+  }
+
+  Program::Gradient gradient(const Value& value) {
+    const int op = value.kind == Kind::Grad ? value.op - 1 : value.op;
+    const int index = backward_.find(value);
+    if (!may_lack_gradients_) return {index, op};
+    const auto given = given_looks_.find(index);
+    return {index, op, given == given_looks_.end() ? look_of(tensor_of(value)) : given->second};
+  }
+
+  // The look of a forward value; -1 where forward makes no such value.
+  int look_of(const Value& value) {
+    const int index = forward_.find(value);
+    return index < 0 ? -1 : request_look(index);
+  }
+
+  int request_look(int index) {
+    const auto [row, is_new] = looks_.try_emplace(index, program_.looks);
+    if (is_new) ++program_.looks;
+    return row->second;
+  }
+
+  // Each behind the line that writes the value, so that no look keeps a value.
+  void insert_looks() {
+    if (looks_.empty()) return;
+    std::vector<Line> lines;
+    const auto add = [&](const std::vector<int>& values) {
+      for (const int value : values) {
+        const auto row = looks_.find(value);
+        if (row != looks_.end()) lines.push_back({Program::TakeLook{value, row->second}});
+      }
+    };
+    add(program_.inputs);
+    for (Line& line : program_.forward.lines) {
+      const std::vector<int> written = values_written(line);
+      lines.push_back(std::move(line));
+      add(written);
+    }
+    program_.forward.lines = std::move(lines);
+  }
+
+  // Lines that give nothing but gradients which all their readers can replace by zeros.
+  void mark_skippable() {
+    if (!may_lack_gradients_) return;
+    std::set<int> needed;  // zeros cannot be made for it
+    const auto is_skippable = [&](const std::vector<int>& results) {
+      return std::ranges::none_of(results, [&](int value) { return needed.contains(value); });
+    };
+    for (auto line = program_.backward.lines.rbegin(); line != program_.backward.lines.rend();
+         ++line) {
+      if (auto* call = std::get_if<Program::Call>(&line->what)) {
+        call->skippable = !call->gradients.empty() && is_skippable(call->results);
+        std::set<int> zeros;
+        for (const auto& grad : call->gradients) {
+          if (grad.look >= 0) zeros.insert(grad.value);
+        }
+        for (const int value : values_read(*line)) {
+          if (!zeros.contains(value)) needed.insert(value);
+        }
+      } else if (auto* host = std::get_if<Program::HostBackward>(&line->what)) {
+        host->skippable = is_skippable(values_written(*line));
+        for (const auto& grad : host->gradients) {
+          if (grad.look < 0) needed.insert(grad.value);
+        }
+        for (const auto& saved : host->saved) needed.insert(saved.slots.begin(), saved.slots.end());
+      } else if (const auto* cast = std::get_if<Program::Cast>(&line->what)) {
+        if (needed.contains(cast->to)) needed.insert(cast->from);
+      } else if (const auto* copy = std::get_if<Program::Copy>(&line->what)) {
+        if (needed.contains(copy->to)) needed.insert(copy->from);
+      }
+    }
+  }
+
+  static void mark_dead(Program::Code& code, std::initializer_list<const std::vector<int>*> kept) {
+    std::vector<bool> seen(code.values, false);
+    for (const auto* list : kept) {
+      for (const int value : *list) {
+        if (value >= 0) seen[value] = true;
+      }
+    }
+    for (auto line = code.lines.rbegin(); line != code.lines.rend(); ++line) {
+      const std::vector<int> read = values_read(*line);
+      if (auto* call = std::get_if<Program::Call>(&line->what)) {
+        for (auto& operand : call->operands) {
+          auto* load = std::get_if<Program::Load>(&operand);
+          if (load) load->last = !seen[load->value] && std::ranges::count(read, load->value) == 1;
+        }
+      }
+      for (const auto& values : {read, values_written(*line)}) {
+        for (const int value : values) {
+          if (!seen[value]) line->dead.push_back(value);
+          seen[value] = true;
+        }
+      }
+    }
+  }
+
+  Program program_;
+  const std::set<Value> gradients_;  // that backward yields
+  std::vector<int> extra_outputs_;   // of each op
+  std::vector<std::vector<Value>> parameters_;
+  std::vector<std::vector<Value>> extra_inputs_;  // the values that feed them
+  Numbering forward_;
+  Numbering backward_;
+  std::map<Value, int> sources_;    // slot -> forward value
+  std::map<int, int> computed_;     // first op of a native step -> its main input, cast
+  std::map<int, int> looks_;        // forward value -> look
+  std::map<int, int> given_looks_;  // gradient of an output -> look
+  bool may_lack_gradients_ = false;
+  int forward_step_ = 0;  // among those of the host
+  int backward_step_ = 0;
+};
+
+}  // namespace
+
+void check_calls(const Plan& plan) {
+  for (const auto* steps : {&plan.forward, &plan.backward}) {
+    for (const Step& step : *steps) {
+      for (const Instruction& instruction : step.instructions) {
+        if (!instruction.target.empty()) check_call(instruction, find_op(instruction.target));
+      }
+    }
+  }
+}
+
+Program compile(const Plan& plan, std::vector<int> extra_outputs) {
+  return Compiler(plan, std::move(extra_outputs)).run();
+}
+
+}  // namespace transformer_ops

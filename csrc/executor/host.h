@@ -1,0 +1,71 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "executor/owned.h"
+
+namespace transformer_ops {
+
+using Tensors = std::vector<at::Tensor>;
+
+// Where the gradient of a weight goes that is added to a buffer of the caller's.
+struct Accumulation {
+  at::Tensor buffer;
+  bool overwrite = false;
+};
+
+// The part of one call that is not native: the steps that the host language runs, and what it keeps
+// for them between forward and backward. Undefined tensors stand for None.
+class HostCall {
+ public:
+  HostCall() : id(owned::next_id()) {}
+  virtual ~HostCall() = default;
+  HostCall(const HostCall&) = delete;
+  HostCall& operator=(const HostCall&) = delete;
+
+  // Step `step` of forward. Arguments: the main input, then the extra inputs of each op. Results:
+  // the main output, the extra outputs of each op, the slots of each native op. `dtypes`: what each
+  // op computes in.
+  virtual Tensors forward(int step, const std::vector<at::ScalarType>& dtypes,
+                          const Tensors& arguments) = 0;
+
+  // What the contexts of the ops keep for themselves: a row for each op, and one of the host's own.
+  virtual std::vector<Tensors> saved() = 0;
+
+  struct BackwardArguments {
+    Tensors grads;               // of the main output and of each op's extra outputs
+    std::vector<Tensors> saved;  // a row for each op: its slots, or its row of saved()
+    std::vector<std::optional<at::ScalarType>> dtypes;  // where a native step ran the forward
+    Tensors own;                                        // the last row of saved()
+  };
+  // Step `step` of backward. Results: gradients of the main input, of the parameters of each op, of
+  // the extra inputs of each op.
+  virtual Tensors backward(int step, const BackwardArguments& arguments) = 0;
+
+  // For errors.
+  virtual std::string parameter_name(int op, int k) = 0;
+
+  // Of a weight that accumulates, the buffer, if a product may add to it, and how; the gradient is
+  // given to accumulate() otherwise. Throws where the weight has no buffer at all.
+  virtual std::optional<Accumulation> accumulation(int op) = 0;
+  // What autograd gets for a weight whose gradient is in its buffer, or is `gradient`, to be added.
+  virtual at::Tensor accumulate(int op, const at::Tensor& gradient) = 0;
+
+  // Bytes kept for backward, by slot. Called where a call is real and not a trace.
+  struct SavedSlot {
+    std::string name;
+    int64_t bytes;
+    uint64_t storage;  // slots in the same memory share one
+  };
+  virtual void note_saved(std::vector<SavedSlot> slots) = 0;
+
+  const uint64_t id;
+};
+
+using SharedHostCall = Owned<HostCall>;
+
+}  // namespace transformer_ops

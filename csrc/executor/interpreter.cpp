@@ -1,0 +1,287 @@
+#include "executor/interpreter.h"
+
+#include <algorithm>
+#include <typeinfo>
+
+#include "ops/unfused.h"
+
+namespace transformer_ops {
+namespace {
+
+using Result = Program::HostBackward::Result;
+
+// An op of torch's own does not say in which op of the plan it failed.
+[[noreturn]] void rethrow(const Program::Call& call, const c10::Error& error) {
+  const std::string name = call.op.schema().name();
+  if (call.typed != nullptr || typeid(error) != typeid(c10::Error)) throw;
+  TORCH_CHECK(false, "[", name.substr(name.find("::") + 2), "] ", error.what_without_backtrace());
+}
+
+bool takes_real_numbers(at::ScalarType dtype) {
+  return at::isFloatingType(dtype) || at::isComplexType(dtype);
+}
+
+class Interpreter {
+ public:
+  Interpreter(const Program& program, Frame& frame)
+      : program_(program), frame_(frame), values_(frame.values) {
+    stack_.reserve(12);
+  }
+
+  void run(const Program::Line& line) {
+    std::visit(*this, line.what);
+    for (const int value : line.dead) values_[value].reset();
+  }
+
+  void operator()(const Program::Call& call) {
+    std::vector<int> zeros;
+    if (frame_.is_partial && !prepare(call, zeros)) return;
+    load(call);
+    try {
+      if (call.accumulates && frame_.host != nullptr) {
+        accumulate(call);
+      } else {
+        run_op(call);
+      }
+    } catch (const c10::Error& error) {
+      rethrow(call, error);
+    }
+    if (frame_.is_partial) note_reached(call, zeros);
+  }
+
+  void operator()(const Program::Cast& cast) {
+    if (!values_[cast.from].defined()) return;
+    values_[cast.to] = cast_floating(cast.step.c_str(), values_[cast.from], cast.dtype);
+    if (frame_.is_partial) frame_.reached[cast.to] = frame_.reached[cast.from];
+  }
+
+  void operator()(const Program::Copy& copy) {
+    if (!values_[copy.from].defined()) return;
+    Tensor& to = values_[copy.to];
+    to = to.defined() ? to + values_[copy.from] : values_[copy.from];
+    if (frame_.is_partial && frame_.reached[copy.from]) frame_.reached[copy.to] = true;
+  }
+
+  void operator()(const Program::TakeLook& take) {
+    frame_.looks[take.look] = look_of(values_[take.value]);
+  }
+
+  void operator()(const Program::FitDtype& fit) {
+    Tensor& gradient = values_[fit.value];
+    const auto& look = frame_.looks[fit.look];
+    if (gradient.defined() && look) gradient = gradient.to(look->dtype);
+  }
+
+  void operator()(const Program::HostForward& call) {
+    Tensors arguments;
+    arguments.reserve(call.arguments.size());
+    for (const int value : call.arguments) {
+      arguments.push_back(value < 0 ? Tensor() : values_[value]);
+    }
+    const std::vector<at::ScalarType> dtypes = dtypes_of(call);
+    Tensors results;
+    {
+      const c10::impl::ForceDispatchKeyGuard as_called(frame_.callers);
+      results = frame_.host->forward(call.step, dtypes, arguments);
+    }
+    for (size_t i = 0; i < call.results.size(); ++i) values_[call.results[i]] = results[i];
+  }
+
+  void operator()(const Program::HostBackward& call) {
+    const auto is_reached = [&](const auto& gradient) {
+      return gradient.value >= 0 && values_[gradient.value].defined() &&
+             frame_.reached[gradient.value];
+    };
+    if (call.skippable && std::ranges::none_of(call.gradients, is_reached)) return;
+    HostCall::BackwardArguments arguments;
+    std::vector<Program::Gradient> reached;
+    for (const auto& gradient : call.gradients) {
+      if (is_reached(gradient)) reached.push_back(gradient);
+      arguments.grads.push_back(gradient_or_zeros(gradient));
+    }
+    for (const auto& saved : call.saved) add_saved(saved, arguments);
+    arguments.own = frame_.own.back();
+    Tensors results;
+    {
+      const c10::impl::ForceDispatchKeyGuard as_called(frame_.callers);
+      results = frame_.host->backward(call.step, arguments);
+    }
+    for (size_t i = 0; i < call.results.size(); ++i) {
+      const Result& result = call.results[i];
+      if (result.value < 0) continue;
+      const bool depends = std::ranges::any_of(
+          reached, [&](const auto& gradient) { return gradient.op >= result.op; });
+      put(call, result, std::move(results[i]), depends);
+    }
+  }
+
+ private:
+  void run_op(const Program::Call& call) {
+    if (frame_.is_decomposed && call.typed != nullptr) {
+      Tensors results = call_unfused(call.name, stack_);
+      // The results that only serve backward may be left out.
+      results.resize(call.results.size());
+      for (size_t i = 0; i < results.size(); ++i) values_[call.results[i]] = std::move(results[i]);
+      return;
+    }
+    call.op.callBoxed(stack_);
+    for (size_t i = 0; i < call.results.size(); ++i) {
+      values_[call.results[i]] = std::move(stack_[i]).toTensor();
+    }
+  }
+
+  void load(const Program::Call& call) {
+    stack_.clear();
+    for (const auto& operand : call.operands) {
+      if (const auto* load = std::get_if<Program::Load>(&operand)) {
+        Tensor& value = values_[load->value];
+        load->last ? stack_.emplace_back(std::move(value)) : stack_.emplace_back(value);
+      } else if (const auto* constant = std::get_if<Program::Constant>(&operand)) {
+        stack_.push_back(constant->value);
+      } else {
+        stack_.emplace_back(frame_.looks[std::get<Program::ShapeOf>(operand).look]->sizes);
+      }
+    }
+  }
+
+  // ---- missing gradients
+
+  // Puts zeros in place of gradients that nobody gave; false where the call is needless.
+  bool prepare(const Program::Call& call, std::vector<int>& zeros) {
+    for (const auto& gradient : call.gradients) {
+      if (!is_reached(gradient.value)) zeros.push_back(gradient.value);
+    }
+    if (call.skippable && zeros.size() == call.gradients.size()) return false;
+    for (const auto& gradient : call.gradients) {
+      values_[gradient.value] = gradient_or_zeros(gradient);
+    }
+    return true;
+  }
+
+  bool is_reached(int value) const { return values_[value].defined() && frame_.reached[value]; }
+
+  Tensor gradient_or_zeros(const Program::Gradient& gradient) const {
+    if (gradient.value >= 0 && values_[gradient.value].defined()) return values_[gradient.value];
+    const auto& look = gradient.look < 0 ? std::nullopt : frame_.looks[gradient.look];
+    return look ? zeros_like(*look) : Tensor();
+  }
+
+  void note_reached(const Program::Call& call, const std::vector<int>& zeros) {
+    for (size_t i = 0; i < call.results.size(); ++i) {
+      frame_.reached[call.results[i]] =
+          call.gradients.empty() || std::ranges::any_of(call.gradients, [&](const auto& gradient) {
+            return std::ranges::find(zeros, gradient.value) == zeros.end() &&
+                   gradient.op >= call.result_ops[i];
+          });
+    }
+  }
+
+  // ---- weights that accumulate
+
+  void accumulate(const Program::Call& call) {
+    const auto [position, op, into] = *call.accumulates;
+    const auto target = frame_.host->accumulation(op);
+    Tensor weight_grad;
+    if (target && into) {
+      stack_.emplace_back(target->buffer);
+      stack_.emplace_back(target->overwrite);
+      into->callBoxed(stack_);
+      stack_.insert(stack_.begin() + position, Tensor());
+    } else {
+      call.op.callBoxed(stack_);
+      weight_grad = stack_[position].toTensor();
+    }
+    for (size_t i = 0; i < call.results.size(); ++i) {
+      values_[call.results[i]] = std::move(stack_[i]).toTensor();
+    }
+    values_[call.results[position]] = frame_.host->accumulate(op, weight_grad);
+  }
+
+  // ---- steps of the host language
+
+  // What each op of the step computes in, as required_dtype() has it; host steps decide more than
+  // a plan can know.
+  std::vector<at::ScalarType> dtypes_of(const Program::HostForward& call) const {
+    at::ScalarType running = values_[call.arguments[0]].scalar_type();
+    const bool is_floating = at::isFloatingType(running);
+    const auto& autocast = program_.plan.autocast;
+    std::vector<at::ScalarType> dtypes;
+    for (const auto& [parameter, autocasts] : call.dtypes) {
+      if (parameter >= 0) running = values_[parameter].scalar_type();
+      if (autocast && autocasts && running != at::kDouble && is_floating) {
+        running = to_torch(*autocast);
+      }
+      dtypes.push_back(running);
+    }
+    return dtypes;
+  }
+
+  void add_saved(const Program::HostBackward::Saved& saved,
+                 HostCall::BackwardArguments& arguments) {
+    arguments.dtypes.emplace_back();
+    if (saved.dtype >= 0) arguments.dtypes.back() = frame_.looks[saved.dtype]->dtype;
+    if (saved.own_row >= 0) {
+      // They die with the step.
+      arguments.saved.push_back(std::move(frame_.own[saved.own_row]));
+      return;
+    }
+    Tensors& row = arguments.saved.emplace_back();
+    for (const int value : saved.slots) row.push_back(value < 0 ? Tensor() : values_[value]);
+  }
+
+  std::string describe(const Result& result) const {
+    const std::string op = std::to_string(result.op);
+    if (result.of == Result::Of::Input) return "the input";
+    if (result.of == Result::Of::ExtraInput) {
+      return "extra input " + std::to_string(result.k) + " of op " + op;
+    }
+    return "parameter '" + frame_.host->parameter_name(result.op, result.k) + "' of op " + op;
+  }
+
+  void put(const Program::HostBackward& call, const Result& result, Tensor gradient, bool depends) {
+    const auto& look = result.look < 0 ? std::nullopt : frame_.looks[result.look];
+    const bool is_input = result.of == Result::Of::Input;
+    TORCH_CHECK(look || gradient.defined() || !is_input, "[", call.name,
+                "] gradient of the input must be a tensor here, got None");
+    if (!is_input && (!look || !takes_real_numbers(look->dtype))) return;
+    if (gradient.defined() && look) {
+      // A buffer may be of a wider dtype than its weight.
+      gradient = fitted(
+          call.name, [&] { return describe(result); }, std::move(gradient), *look,
+          /*keep_dtype=*/result.accumulates);
+    }
+    if (gradient.defined() && result.accumulates) {
+      gradient = frame_.host->accumulate(result.op, gradient);
+    }
+    const bool is_there = gradient.defined() && depends;
+    Tensor& value = values_[result.value];
+    if (result.previous >= 0 && value.defined()) {
+      if (gradient.defined()) value = value + gradient;
+      frame_.reached[result.value] = frame_.reached[result.value] || is_there;
+    } else {
+      value = std::move(gradient);
+      frame_.reached[result.value] = is_there;
+    }
+  }
+
+  const Program& program_;
+  Frame& frame_;
+  Tensors& values_;
+  torch::jit::Stack stack_;
+};
+
+}  // namespace
+
+void interpret(const Program& program, const Program::Code& code, Frame& frame) {
+  Interpreter interpreter(program, frame);
+  for (const auto& line : code.lines) interpreter.run(line);
+}
+
+void interpret_step(const Program& program, const Program::Code& code, int op, Frame& frame) {
+  Interpreter interpreter(program, frame);
+  for (const auto& line : code.lines) {
+    if (line.op == op) interpreter.run(line);
+  }
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,99 @@
+#include "executor/look.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/ScalarType.h>
+
+#include <sstream>
+
+namespace transformer_ops {
+namespace {
+
+// As Python prints a tuple.
+std::string to_text(c10::SymIntArrayRef sizes) {
+  std::ostringstream text;
+  text << "(";
+  for (size_t i = 0; i < sizes.size(); ++i) text << (i > 0 ? ", " : "") << sizes[i];
+  text << (sizes.size() == 1 ? ",)" : ")");
+  return text.str();
+}
+
+std::string to_text(at::ScalarType dtype) {
+  return "torch." + std::string(c10::getDtypeNames(dtype).first);
+}
+
+[[noreturn]] void refuse(const std::string& step, const std::string& what, const char* field,
+                         const std::string& wanted, const std::string& got) {
+  TORCH_CHECK(false, "[", step, "] gradient of ", what, " must have ", field, " ", wanted, ", got ",
+              got);
+}
+
+}  // namespace
+
+std::optional<Look> look_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return std::nullopt;
+  return Look{tensor.sym_sizes().vec(), tensor.scalar_type(), tensor.device()};
+}
+
+at::Tensor zeros_like(const Look& look) {
+  return at::zeros_symint(look.sizes, at::TensorOptions(look.dtype).device(look.device));
+}
+
+c10::IValue pack(const Looks& looks) {
+  // For each: dtype, device type, device index, number of sizes, sizes.
+  std::vector<c10::SymInt> packed;
+  for (const auto& look : looks) {
+    packed.emplace_back(look ? static_cast<int64_t>(look->dtype) : -1);
+    if (!look) continue;
+    packed.emplace_back(static_cast<int64_t>(look->device.type()));
+    packed.emplace_back(static_cast<int64_t>(look->device.index()));
+    packed.emplace_back(static_cast<int64_t>(look->sizes.size()));
+    packed.insert(packed.end(), look->sizes.begin(), look->sizes.end());
+  }
+  return packed;
+}
+
+Looks unpack_looks(const c10::IValue& packed) {
+  const auto values = packed.toSymIntVector();
+  Looks looks;
+  for (auto next = values.begin(); next != values.end();) {
+    const int64_t dtype = (next++)->expect_int();
+    if (dtype < 0) {
+      looks.emplace_back();
+      continue;
+    }
+    const auto type = static_cast<at::DeviceType>((next++)->expect_int());
+    const auto index = static_cast<at::DeviceIndex>((next++)->expect_int());
+    const int64_t count = (next++)->expect_int();
+    looks.push_back(Look{std::vector<c10::SymInt>(next, next + count),
+                         static_cast<at::ScalarType>(dtype), at::Device(type, index)});
+    next += count;
+  }
+  return looks;
+}
+
+at::Tensor fitted(const std::string& step, const std::function<std::string()>& what,
+                  at::Tensor gradient, const Look& look, bool keep_dtype) {
+  const c10::SymIntArrayRef sizes = look.sizes;
+  if (gradient.sym_sizes() != sizes) {
+    if (!at::is_expandable_to(sizes, gradient.sym_sizes())) {
+      refuse(step, what(), "shape", to_text(sizes), to_text(gradient.sym_sizes()));
+    }
+    gradient = at::sum_to(std::move(gradient), sizes);
+  }
+  if (gradient.scalar_type() != look.dtype && !keep_dtype) {
+    if (gradient.is_complex() && !at::isComplexType(look.dtype)) {
+      refuse(step, what(), "dtype", to_text(look.dtype), to_text(gradient.scalar_type()));
+    }
+    gradient = gradient.to(look.dtype);
+  }
+  if (gradient.device() != look.device) {
+    if (gradient.dim() > 0) {
+      refuse(step, what(), "device", look.device.str(), gradient.device().str());
+    }
+    gradient = gradient.to(look.device);
+  }
+  return gradient;
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,80 @@
+// Objects that autograd nodes own together with others. A node's saved data can own nothing but
+// tensors where compiled autograd traces it, so an empty tensor does the counting.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+
+namespace transformer_ops {
+namespace owned {
+
+// No two objects of the process share one.
+uint64_t next_id();
+at::Tensor make_owner(void* object, uint64_t id, void (*destroy)(void*));
+// Undefined unless the object of this id lives.
+at::Tensor find_owner(uint64_t id);
+void forget(uint64_t id);
+
+}  // namespace owned
+
+// T has a `uint64_t id` from owned::next_id().
+template <typename T>
+class Owned {
+ public:
+  Owned() = default;
+  explicit Owned(std::unique_ptr<T> object) {
+    const uint64_t id = object->id;
+    owner_ = owned::make_owner(const_cast<std::remove_const_t<T>*>(object.release()), id, destroy);
+  }
+
+  explicit operator bool() const { return owner_.defined(); }
+  T& operator*() const {
+    return *static_cast<T*>(owner_.unsafeGetTensorImpl()->unsafe_storage().mutable_data());
+  }
+  T* operator->() const { return &**this; }
+
+  // What a node keeps, and the way back. A trace puts another tensor in the owner's place: there
+  // the object is found by its id.
+  const at::Tensor& owner() const { return owner_; }
+  static Owned from(const at::Tensor& owner, uint64_t id) {
+    if (owner.has_storage() && owner.storage().data_ptr().get_deleter() == &destroy) {
+      return Owned(owner);
+    }
+    at::Tensor found = owned::find_owner(id);
+    TORCH_CHECK(found.defined(), "[run_plan] what forward left must live as long as its backward, ",
+                "got id ", id);
+    return Owned(std::move(found));
+  }
+
+ private:
+  template <typename>
+  friend class Unowned;
+  explicit Owned(at::Tensor owner) : owner_(std::move(owner)) {}
+
+  static void destroy(void* found) {
+    std::unique_ptr<T> object(static_cast<T*>(found));
+    owned::forget(object->id);
+  }
+
+  at::Tensor owner_;
+};
+
+// Finds the object while others own it.
+template <typename T>
+class Unowned {
+ public:
+  Unowned() = default;
+  Unowned(const Owned<T>& owned) : owner_(owned.owner().getIntrusivePtr()) {}
+
+  Owned<T> lock() const {
+    auto found = owner_.lock();
+    return found ? Owned<T>(at::Tensor(std::move(found))) : Owned<T>();
+  }
+
+ private:
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> owner_{
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+};
+
+}  // namespace transformer_ops

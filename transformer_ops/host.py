@@ -1,0 +1,303 @@
+"""Python steps of a plan: what the C++ interpreter calls, and what a call keeps for them between
+forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from . import main_grad, python_steps
+from .op import BasicOperation, FusibleOperation, OperationContext
+from .plan import Plan, Step
+from .stand_ins import StandIns
+
+Kwargs = list[dict[str, Any]]
+Tensors = Sequence[Tensor | None]
+
+_NO_STAND_INS = StandIns()
+
+
+def check_kwargs(ops: Sequence[BasicOperation], kwargs: Kwargs) -> None:
+    """Raises ValueError for a wrong number of entries, TypeError for arguments of a native op."""
+    if len(kwargs) != len(ops):
+        raise ValueError(
+            f"[OperationFuser] basic_op_kwargs must have {len(ops)} entries, got {len(kwargs)}"
+        )
+    for op, given in zip(ops, kwargs, strict=True):
+        if given and not op.is_python:
+            raise TypeError(
+                f"[{type(op).__name__}] a native op takes no keyword arguments, got {sorted(given)}"
+            )
+
+
+class HostStep:
+    """One step of one pass that runs methods of a Python op."""
+
+    def __init__(self, step: Step, op: FusibleOperation, plan: HostPlan, direction: str) -> None:
+        found = op._python_forward if direction == "forward" else op._python_backward
+        if found is None:
+            raise RuntimeError(
+                f"[{type(op).__name__}] a Python op must define its {direction} or be covered "
+                f"by a fusion that does, got no {direction}"
+            )
+        self.op = op
+        self.ops = step.ops
+        self.extra_inputs = [range(plan.basic_ops[i].num_extra_inputs) for i in step.ops]
+        self.extra_outputs = [range(plan.basic_ops[i].num_extra_outputs) for i in step.ops]
+
+    def note(self, error: Exception, direction: str) -> None:
+        """Says of an error that the user's methods raise which step it comes from."""
+        if hasattr(error, "add_note"):  # Python 3.11
+            name = type(self.op).__name__
+            error.add_note(f"[{name}] raised in the {direction} of ops {list(self.ops)}")
+
+
+class HostPlan:
+    """What the Python steps of one plan share among calls. It has no state that a call changes.
+
+    `slots`: those that the declaration of each native kind lists.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        program: Any,
+        basic_ops: Sequence[BasicOperation],
+        python_ops: Sequence[FusibleOperation],
+        slots: dict[str, list[str]],
+    ) -> None:
+        self.plan = plan
+        self.program = program
+        self.basic_ops = tuple(basic_ops)
+        self.slots = slots
+        joint = {i for step in plan.forward if step.joint and step.fused_op for i in step.ops}
+        # Ops whose contexts keep what they like; the others keep the slots of their declaration.
+        self.is_free = [i in joint or not native for i, native in enumerate(plan.native_ops)]
+        self.forward_steps = [
+            HostStep(step, python_ops[step.python], self, "forward")
+            for step in plan.forward
+            if step.python is not None
+        ]
+        self.backward_steps = [
+            HostStep(step, python_ops[step.python], self, "backward")
+            for step in reversed(plan.backward)
+            if step.python is not None and not step.skipped
+        ]
+        # (op, slot) that backward reads.
+        self.is_read = set(program.slots_read)
+        self.accumulating = [
+            self.basic_ops[op]
+            for op, (_, attributes) in enumerate(plan.ops)
+            if attributes.get("accumulate_into_main_grad")
+        ]
+        # Under torch.compile it is found by number.
+        self.number: int | None = None
+        self.changed_by_tracing: set[tuple[int, str]] = set()
+
+    @property
+    def steps(self) -> list[HostStep]:
+        """The Python steps of both passes."""
+        return self.forward_steps + self.backward_steps
+
+    def start(self, kwargs: Kwargs | None = None, stand_ins: StandIns | None = None) -> HostCall:
+        """A new call. RuntimeError where a weight that accumulates has no buffer."""
+        if self.plan.needs_backward:
+            for op in self.accumulating:
+                weight = op._parameter_tensors()[0]
+                if weight.requires_grad:
+                    main_grad.check(weight)
+        return HostCall(self, kwargs, stand_ins or _NO_STAND_INS)
+
+
+class HostCall:
+    """One call of a plan: the contexts of its ops, and the methods by which C++ runs its Python
+    steps. Lists of tensors are flat, op after op, in the order that executor/host.h gives."""
+
+    def __init__(self, plan: HostPlan, kwargs: Kwargs | None, stand_ins: StandIns) -> None:
+        self.plan = plan
+        self.kwargs = kwargs
+        self.stand_ins = stand_ins
+        self.contexts: dict[int, OperationContext] = {}
+        self.own: dict[int, Tensors] = {}
+        # id -> (tensor handed to a Python step in its place, the tensor itself)
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def original(self, tensor: Tensor | None) -> Tensor | None:
+        """The tensor that is kept for one that a Python step had in its hands."""
+        tensor = self.stand_ins.replace(tensor)
+        return self.copies[id(tensor)][1] if id(tensor) in self.copies else tensor
+
+    # ---- forward
+
+    def forward(self, number: int, dtypes: Sequence[torch.dtype], tensors: Tensors) -> list[Any]:
+        """Runs a step of forward: the main output, extra outputs, slots of native ops."""
+        step = self.plan.forward_steps[number]
+        op, first = step.op, self.plan.plan.first_backward
+        input_ = cast(Tensor, tensors[0])
+        given = iter(tensors[1:])
+        extra_inputs = [
+            tuple(self._with_requires_grad(i, k, next(given)) for k in count)
+            for i, count in zip(step.ops, step.extra_inputs, strict=True)
+        ]
+        contexts = [
+            OperationContext(requires_grad=i >= first, dtype=dtype)
+            for i, dtype in zip(step.ops, dtypes, strict=True)
+        ]
+        self.contexts.update(zip(step.ops, contexts, strict=True))
+        kwargs = [{} if self.kwargs is None else self.kwargs[i] for i in step.ops]
+        arguments: dict[str, Any] = {"extra_inputs": extra_inputs, "kwargs": kwargs}
+        try:
+            with self.stand_ins:
+                output, extra = self._run_forward(step, contexts, input_, arguments)
+        except Exception as error:
+            step.note(error, "forward")
+            raise
+        results = [self.original(python_steps.check_output(op, output))]
+        for i, found in zip(step.ops, extra, strict=True):
+            results += [self._extra_output(step, i, k, tensor) for k, tensor in enumerate(found)]
+        for i in step.ops:
+            results += self._slots_of(step, i)
+        return results
+
+    def _run_forward(
+        self,
+        step: HostStep,
+        contexts: list[OperationContext],
+        input_: Tensor,
+        arguments: dict[str, Any],
+    ) -> tuple[Any, list[python_steps.Tensors]]:
+        op = step.op
+        if op._forward_style() == "single":
+            return python_steps.forward(op, contexts, input_, **arguments)
+        arguments["requires_grad"] = [ctx.requires_grad for ctx in contexts]
+        output, extra, to_save = python_steps.forward_compute(op, input_, **arguments)
+        python_steps.forward_save_ctx(op, contexts, input_, to_save, **arguments)
+        return output, extra
+
+    def _with_requires_grad(self, op: int, k: int, tensor: Tensor | None) -> Tensor | None:
+        plan = self.plan.plan
+        source = plan.fed_by.get((op, k))
+        if tensor is None or source is None or not plan.needs_backward:
+            return tensor
+        if source[0] < plan.first_backward or not torch.is_floating_point(tensor):
+            return tensor
+        # Inside the node no tensor has a history: a copy of the handle says what the step asks.
+        copy = tensor.detach().requires_grad_()
+        self.copies[id(copy)] = (copy, tensor)
+        return copy
+
+    def _extra_output(self, step: HostStep, op: int, k: int, tensor: Any) -> Tensor | None:
+        if tensor is not None:
+            return self.original(python_steps.check_output(step.op, tensor))
+        if self.plan.plan.is_read_outside(op, k, step.ops):
+            raise RuntimeError(
+                f"[{type(step.op).__name__}] extra output {k} of op {op} must be a tensor: "
+                "it is read outside the step, got None"
+            )
+        return None
+
+    def _slots_of(self, step: HostStep, op: int) -> Tensors:
+        """What the context of a native op has for its slots; any other keeps its own."""
+        context = self.contexts[op]
+        kept, context.to_save = [self.original(tensor) for tensor in context.to_save], ()
+        plan = self.plan
+        if plan.is_free[op]:
+            if op >= plan.plan.first_backward:
+                self.own[op] = kept
+            return []
+        kind = plan.plan.ops[op][0]
+        slots = plan.slots[kind]
+        if op < plan.plan.first_backward:
+            return [None] * len(slots)
+        missing = [slot for slot, tensor in zip(slots, kept, strict=False) if tensor is None]
+        if len(kept) != len(slots):
+            missing = slots
+        is_needed = any((op, slot) in plan.is_read for slot in missing)
+        if is_needed or len(kept) not in (0, len(slots)):
+            raise RuntimeError(
+                f"[{type(step.op).__name__}] forward must save the slots "
+                f"({', '.join(slots)}) of op {op} ({kind}) in its context, "
+                f"got {len(kept)} tensors, {sum(tensor is None for tensor in kept)} of them None"
+            )
+        return kept or [None] * len(slots)
+
+    def saved(self) -> list[Tensors]:
+        """What each op keeps for itself, then the tensors that stand in for others."""
+        own = self.own
+        return [*(own.get(i, ()) for i in range(len(self.plan.basic_ops))), self.stand_ins.given]
+
+    # ---- backward
+
+    def backward(
+        self,
+        number: int,
+        grads: Tensors,
+        saved: Sequence[Tensors],
+        dtypes: Sequence[torch.dtype | None],
+        standing: Tensors,
+    ) -> list[Any]:
+        """Runs a step of backward: gradients of the main input, of the parameters of each op, of
+        the extra inputs of each op."""
+        step = self.plan.backward_steps[number]
+        given = iter(grads[1:])
+        grad_extra_outputs = [tuple(next(given) for _ in count) for count in step.extra_outputs]
+        contexts = [
+            self._context(i, dtype)._bind(tuple(tensors))
+            for i, dtype, tensors in zip(step.ops, dtypes, saved, strict=True)
+        ]
+        try:
+            with StandIns(self.stand_ins.real, cast(Sequence[Tensor], standing)):
+                grad_input, grad_parameters, grad_extra_inputs = python_steps.backward(
+                    step.op,
+                    contexts,
+                    cast(Tensor, grads[0]),
+                    grad_extra_outputs=grad_extra_outputs,
+                )
+        except Exception as error:
+            step.note(error, "backward")
+            raise
+        results = [grad_input]
+        for i, found in zip(step.ops, grad_parameters, strict=True):
+            results += self._parameter_grads(step, i, found)
+        for i, found in zip(step.ops, grad_extra_inputs, strict=True):
+            results += found or [None] * self.plan.basic_ops[i].num_extra_inputs
+        return results
+
+    def _context(self, op: int, dtype: torch.dtype | None) -> OperationContext:
+        found = self.contexts.get(op)
+        return OperationContext(dtype=dtype) if found is None else found
+
+    def _parameter_grads(self, step: HostStep, op: int, grads: Tensors) -> Tensors:
+        plan = self.plan.plan
+        count = len(plan.parameter_names[op])
+        if len(grads) == count:
+            return grads
+        if grads or plan.wants_parameters[op]:
+            raise RuntimeError(
+                f"[{type(step.op).__name__}] backward must return {count} parameter gradients for "
+                f"op {op} ({plan.ops[op][0]}), got {len(grads)}"
+            )
+        return [None] * count
+
+    def parameter_name(self, op: int, k: int) -> str:
+        """The name of a parameter, for errors."""
+        basic = self.plan.basic_ops[op]
+        tensor = basic._parameter_tensors()[k]
+        found = (name for name, p in basic.named_parameters() if p is tensor)
+        return next(found, self.plan.plan.parameter_names[op][k])
+
+    # ---- weights that accumulate
+
+    def accumulation(self, op: int) -> tuple[Tensor, bool] | None:
+        """The buffer that a product may add its weight gradient to, and whether it overwrites."""
+        return main_grad.target(self.plan.basic_ops[op]._parameter_tensors()[0])
+
+    def accumulate(self, op: int, grad: Tensor | None) -> Tensor | None:
+        """Adds a gradient to the buffer, unless a product did; returns what autograd gets."""
+        weight = self.plan.basic_ops[op]._parameter_tensors()[0]
+        return (
+            main_grad.for_autograd(weight) if grad is None else main_grad.accumulate(weight, grad)
+        )
