@@ -126,7 +126,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("suspend_fusion", &suspend_fusion);
   module.def("fusions", &list_fusions);
   module.def("registry_version", &registry_version);
-  module.def("touch_registry", &touch_registry);
   module.def("declarations", &list_declarations);
   module.def("declaration",
              [](const std::string& kind) { return declaration_to_python(declaration(kind)); });

@@ -127,8 +127,19 @@ class OperationFuser:
         if self._own:
             self._ops[0].__dict__.pop("_own_group", None)
         self._is_stale = True
-        self._edits += 1
+        self._note_edit()
         self._call = _hand_back
+
+    def _plans_changed(self) -> None:
+        """An op has another attribute that its plans depend on."""
+        self._group.forget_plans()
+        self._note_edit()
+
+    def _note_edit(self) -> None:
+        self._edits += 1
+        if self._own:
+            own = self._ops[0].__dict__
+            own["_own_edits"] = own.get("_own_edits", 0) + 1
 
     def _refresh(self) -> None:
         """Capture the ops again where they have changed since."""
@@ -355,7 +366,7 @@ def traced_alone(
     op: FusibleOperation, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What Dynamo sees of an op that is called on its own."""
-    number, count, is_split = _own_group(op._number)
+    number, count, is_split = _own_group(op._number, op._own_edits)
     given = [kwargs] if kwargs else None
     if is_split:
         return _call_outside(number, input, extra_inputs, given)
@@ -364,7 +375,7 @@ def traced_alone(
 
 
 @torch._dynamo.assume_constant_result
-def _own_group(number: int) -> tuple[int, int, bool]:
+def _own_group(number: int, edits: int) -> tuple[int, int, bool]:
     op: FusibleOperation = numbered.find(number)
     group: OperationFuser = op._make_own_group()
     return group._number, group.num_extra_inputs, group._is_split()

@@ -84,6 +84,8 @@ class FusibleOperation(nn.Module):
 
     _is_contract: ClassVar[bool] = True
     _own_group: Any = None
+    # Compiled graphs that call the op alone guard on it.
+    _own_edits: int = 0
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
@@ -186,14 +188,17 @@ class FusibleOperation(nn.Module):
         return [name for name, parameter in self._parameters.items() if parameter is None]
 
     def _add_holder(self, holder: Any) -> None:
-        """`holder._op_changed()` is called when a group of this op has to be made anew."""
+        """`holder._op_changed()` is called when a group of this op has to be made anew,
+        `holder._plans_changed()` when its plans have."""
         with _holders_lock:
             self.__dict__.setdefault("_holders", weakref.WeakSet()).add(holder)
 
-    def _make_groups_stale(self) -> None:
+    def _current_holders(self) -> list[Any]:
         with _holders_lock:
-            holders = list(self.__dict__.get("_holders", ()))
-        for holder in holders:
+            return list(self.__dict__.get("_holders", ()))
+
+    def _make_groups_stale(self) -> None:
+        for holder in self._current_holders():
             holder._op_changed()
 
     def _structure(self) -> list[Any]:
@@ -221,9 +226,8 @@ class FusibleOperation(nn.Module):
         if len(now) != len(structure) or not all(map(operator.is_, now, structure)):
             self._make_groups_stale()
         if self._planned_attributes() != attributes:
-            from . import registry
-
-            registry.invalidate_plans()
+            for holder in self._current_holders():
+                holder._plans_changed()
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Run this op alone: `input`, its extra inputs in order, keyword arguments for the op.

@@ -92,11 +92,6 @@ def untraced(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return found
 
 
-def invalidate_plans() -> None:
-    """Make plans and compiled graphs stale: something they depend on has changed."""
-    _C.touch_registry()
-
-
 def fusions() -> list[FusionHandle]:
     """All registered fusions in the order they run, built-in ones too."""
     with _lock:

@@ -352,8 +352,7 @@ class Sequential(nn.Module):
             names=tuple(name for name, module in self._modules.items() if module is not None),
             hook_dicts=tuple(dict for op in members for dict in hook_dicts(op)),
         )
-        hooked = "".join("h" if flag else "-" for flag in layout.hooked)
-        layout = layout._replace(state=f"{self._number}.{self._edits}{hooked}")
+        layout = self._with_state(layout)
         for op in members:
             op.__dict__["_channels_captured"] = True
         self._layout = layout
@@ -364,6 +363,17 @@ class Sequential(nn.Module):
         # In this order: a layout that another thread makes meanwhile must not have the old state.
         self._edits += 1
         self._layout = None
+
+    def _plans_changed(self) -> None:
+        """An op has another attribute that its plans depend on."""
+        self._edits += 1
+        layout = self._layout
+        if layout is not None:
+            self._layout = self._with_state(layout)
+
+    def _with_state(self, layout: Layout) -> Layout:
+        hooked = "".join("h" if flag else "-" for flag in layout.hooked)
+        return layout._replace(state=f"{self._number}.{self._edits}{hooked}")
 
     def _state(self) -> str:
         return self._with_current_hooks(self._current_layout()).state

@@ -271,8 +271,18 @@ Facts Group::facts_of(const std::string& key) const {
   return facts;
 }
 
+bool Group::is_current(const PlanEntry& entry) const {
+  return entry.version == registry_version() && entry.generation == generation_;
+}
+
+void Group::forget_plans() {
+  ++generation_;
+  // Moved out first: what dies may call back.
+  const auto entries = std::exchange(entries_, {});
+}
+
 std::shared_ptr<PlanEntry> Group::find_or_make(const std::string& key) {
-  const int64_t version = registry_version();
+  const int64_t version = registry_version(), generation = generation_;
   if (version != version_) {
     entries_.clear();
     version_ = version;
@@ -297,6 +307,7 @@ std::shared_ptr<PlanEntry> Group::find_or_make(const std::string& key) {
   auto entry = std::make_shared<PlanEntry>();
   entry->key = key;
   entry->version = version;
+  entry->generation = generation;
   entry->plan = std::move(planned.plan);
   entry->near_misses = std::move(planned.near_misses);
   std::vector<int> extra_outputs;
@@ -304,7 +315,7 @@ std::shared_ptr<PlanEntry> Group::find_or_make(const std::string& key) {
   entry->handle = std::make_shared<ProgramHandle>(share(compile(entry->plan, extra_outputs)));
   entry->session = std::move(session);
   if (entry->needs_host()) entry->host = entry->session.attr("make_host")(entry);
-  if (version == version_) entries_.push_back(entry);
+  if (version == version_ && generation == generation_) entries_.push_back(entry);
   if (entries_.size() > kCachedPlans) entries_.erase(entries_.begin());
   return entry;
 }
@@ -332,7 +343,7 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kw
   if (is_cleared_ || has_hooks() || !gather(arguments, count, tensors)) Py_RETURN_NONE;
   write_key(tensors);
   // The version of the entry: a plan that could not be made leaves the stale one in place.
-  if (!last_ || last_->version != registry_version() || last_->key != scratch_key_) {
+  if (!last_ || !is_current(*last_) || last_->key != scratch_key_) {
     // A copy: planning calls Python, and another thread may write its key meanwhile.
     const std::shared_ptr<PlanEntry> entry = find_or_make(std::string(scratch_key_));
     last_ = entry;
@@ -562,6 +573,7 @@ void bind_group(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "Group",
                                             py::custom_type_setup(make_collectable))
       .def(py::init<py::list, py::list, py::list, py::list, py::list, py::object, bool>())
+      .def("forget_plans", &Group::forget_plans)
       .def("check_absent", torch::wrap_pybind_function(&Group::check_absent))
       .def(
           "make_call", [](const py::object& group) { return make_call(call_method, group); },

@@ -17,7 +17,8 @@ namespace py = pybind11;
 // A plan with what Python needs to run or explain it.
 struct PlanEntry {
   std::string key;
-  int64_t version = 0;  // of the registry
+  int64_t version = 0;     // of the registry
+  int64_t generation = 0;  // of the group's ops
   Plan plan;
   std::vector<NearMiss> near_misses;
   std::shared_ptr<ProgramHandle> handle;
@@ -71,6 +72,8 @@ class Group {
   // Raises where a parameter that was None has been put in its place since.
   void check_absent() const;
   size_t cached_plans() const { return entries_.size(); }
+  // For an op that has changed; last() stays, to be looked at.
+  void forget_plans();
 
   // For Python's collector: all Python objects that the group holds, and letting go of them.
   int traverse(visitproc visit, void* arg) const;
@@ -78,6 +81,7 @@ class Group {
 
  private:
   bool has_hooks() const;
+  bool is_current(const PlanEntry& entry) const;
   void note_inputs(const Tensors& tensors);
   bool gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensors) const;
   void write_key(const Tensors& tensors);
@@ -96,6 +100,7 @@ class Group {
   size_t extra_inputs_ = 0;
   std::string scratch_key_;
   int64_t version_ = -1;
+  int64_t generation_ = 0;
   std::vector<std::shared_ptr<PlanEntry>> entries_;
   std::shared_ptr<PlanEntry> last_;
   std::vector<TensorShape> last_inputs_;
