@@ -34,19 +34,11 @@ class Interpreter {
   }
 
   void operator()(const Program::Call& call) {
-    std::vector<int> zeros;
-    if (frame_.is_partial && !prepare(call, zeros)) return;
-    load(call);
-    try {
-      if (call.accumulates && frame_.host != nullptr) {
-        accumulate(call);
-      } else {
-        run_op(call);
-      }
-    } catch (const c10::Error& error) {
-      rethrow(call, error);
+    if (frame_.is_partial) {
+      run_partly_used(call);
+    } else {
+      run_call(call);
     }
-    if (frame_.is_partial) note_reached(call, zeros);
   }
 
   void operator()(const Program::Cast& cast) {
@@ -116,6 +108,19 @@ class Interpreter {
   }
 
  private:
+  void run_call(const Program::Call& call) {
+    load(call);
+    try {
+      if (call.accumulates && frame_.host != nullptr) {
+        accumulate(call);
+      } else {
+        run_op(call);
+      }
+    } catch (const c10::Error& error) {
+      rethrow(call, error);
+    }
+  }
+
   void run_op(const Program::Call& call) {
     if (frame_.is_decomposed && call.typed != nullptr) {
       Tensors results = call_unfused(call.name, stack_);
@@ -146,16 +151,18 @@ class Interpreter {
 
   // ---- missing gradients
 
-  // Puts zeros in place of gradients that nobody gave; false where the call is needless.
-  bool prepare(const Program::Call& call, std::vector<int>& zeros) {
+  // With zeros in place of gradients that nobody gave; not at all where it is needless.
+  void run_partly_used(const Program::Call& call) {
+    std::vector<int> zeros;
     for (const auto& gradient : call.gradients) {
       if (!is_reached(gradient.value)) zeros.push_back(gradient.value);
     }
-    if (call.skippable && zeros.size() == call.gradients.size()) return false;
+    if (call.skippable && zeros.size() == call.gradients.size()) return;
     for (const auto& gradient : call.gradients) {
       values_[gradient.value] = gradient_or_zeros(gradient);
     }
-    return true;
+    run_call(call);
+    note_reached(call, zeros);
   }
 
   bool is_reached(int value) const { return values_[value].defined() && frame_.reached[value]; }

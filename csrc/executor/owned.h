@@ -30,7 +30,9 @@ class Owned {
 
   explicit operator bool() const { return owner_.defined(); }
   T& operator*() const {
-    return *static_cast<T*>(owner_.unsafeGetTensorImpl()->unsafe_storage().mutable_data());
+    // Not mutable_data(), which looks for copies on write: this memory is the object itself.
+    return *static_cast<T*>(
+        const_cast<void*>(owner_.unsafeGetTensorImpl()->unsafe_storage().data()));
   }
   T* operator->() const { return &**this; }
 

@@ -68,28 +68,29 @@ void refuse_host_steps(const Program& program, const char* what) {
               host_steps(program.plan));
 }
 
-Tensors run(const SharedProgram& program, at::TensorList tensors, const SharedHostCall& host) {
-  check_count(*program, tensors);
+Tensors run(const SharedProgram& shared, at::TensorList tensors, const SharedHostCall& host) {
+  const Program& program = *shared;
+  check_count(program, tensors);
   if (under_functorch() || std::ranges::any_of(tensors, has_tangent)) {
-    refuse_host_steps(*program, "torch.func transforms must run over native ops only");
-    return run_decomposed(*program, tensors);
+    refuse_host_steps(program, "torch.func transforms must run over native ops only");
+    return run_decomposed(program, tensors);
   }
-  if (!host) refuse_host_steps(*program, "steps must be native to run without a host");
-  if (program->random && !program->has_host_steps) preflight(*program, tensors);
+  if (!host) refuse_host_steps(program, "steps must be native to run without a host");
+  if (program.random && !program.has_host_steps) preflight(program, tensors);
   Frame frame{.host = host ? &*host : nullptr};
   // What plain torch does with views, also when they are modified in place.
-  if (program->only_views) return run_forward(*program, tensors, frame);
+  if (program.only_views) return run_forward(program, tensors, frame);
   const bool wants_grad =
       at::GradMode::is_enabled() &&
       std::ranges::any_of(tensors, [](const Tensor& tensor) { return tensor.requires_grad(); });
   if (wants_grad) {
-    if (serves(*program, tensors)) return run_differentiable(program, host, tensors);
-    refuse_host_steps(*program, "flags of the call must be those of its plan");
+    if (serves(program, tensors)) return run_differentiable(shared, host, tensors);
+    refuse_host_steps(program, "flags of the call must be those of its plan");
     // A plan that was made for other flags, as in an exported program.
-    return run_differentiable(unfused_program_for(*program, tensors), host, tensors);
+    return run_differentiable(unfused_program_for(program, tensors), host, tensors);
   }
   const BelowAutograd below_autograd;
-  return run_forward(*program, tensors, frame);
+  return run_forward(program, tensors, frame);
 }
 
 }  // namespace transformer_ops

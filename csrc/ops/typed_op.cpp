@@ -6,6 +6,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -393,7 +394,13 @@ void add_typed_op_pair(TypedOpPair pair) {
 
 void set_autograd_maker(std::function<void()> make) { autograd_maker() = std::move(make); }
 
-bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
+bool has_tangent(const Tensor& tensor) {
+  // What nearly every tensor has to say, without the 150 instructions of the question itself.
+  if (!tensor.defined()) return false;
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr || (!meta->fw_grad_ && !meta->is_view_)) return false;
+  return tensor._fw_grad(/*level=*/0).defined();
+}
 
 Tensors differentiate(const std::function<Tensors(const Args&)>& unfused, const char* op,
                       std::vector<c10::IValue> arguments, const Tensor& grad_output) {

@@ -115,8 +115,10 @@ bool is_plain_tensor(PyObject* object) {
   return THPVariable_Check(object) && !has_torch_function(object);
 }
 
+// `module`: its __dict__ where that has the flag.
 bool is_training(const py::object& module) {
   static PyObject* const training = PyUnicode_InternFromString("training");
+  if (PyDict_CheckExact(module.ptr())) return PyDict_GetItem(module.ptr(), training) == Py_True;
   const auto found = py::reinterpret_steal<py::object>(PyObject_GetAttr(module.ptr(), training));
   if (!found) throw py::error_already_set();
   return PyObject_IsTrue(found.ptr()) == 1;
@@ -157,7 +159,12 @@ Group::Group(const py::list& ops, const py::list& places, const py::list& module
     const auto pair = py::cast<py::tuple>(row);
     absent_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
   }
-  for (const auto& module : modules) modules_.push_back(py::reinterpret_borrow<py::object>(module));
+  for (const auto& module : modules) {
+    // A class may compute the flag.
+    const bool is_computed = py::hasattr(py::type::of(module), "training");
+    modules_.push_back(is_computed ? py::reinterpret_borrow<py::object>(module)
+                                   : py::object(module.attr("__dict__")));
+  }
   for (const auto& module : hooked) {
     for (const char* name :
          {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}) {
@@ -314,7 +321,9 @@ std::shared_ptr<PlanEntry> Group::find_or_make(const std::string& key) {
   for (const OpNode& op : ops) extra_outputs.push_back(op.extra_outputs);
   entry->handle = std::make_shared<ProgramHandle>(share(compile(entry->plan, extra_outputs)));
   entry->session = std::move(session);
-  if (entry->needs_host()) entry->host = entry->session.attr("make_host")(entry);
+  const Program& program = *entry->handle->program;
+  entry->needs_host = program.has_host_steps || program.accumulates;
+  if (entry->needs_host) entry->host = entry->session.attr("make_host")(entry);
   if (version == version_ && generation == generation_) entries_.push_back(entry);
   if (entries_.size() > kCachedPlans) entries_.erase(entries_.begin());
   return entry;
@@ -351,7 +360,7 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kw
   // Its own: meanwhile another thread may plan again.
   const std::shared_ptr<PlanEntry> entry = last_;
   SharedHostCall host;
-  if (entry->needs_host()) {
+  if (entry->needs_host) {
     const auto given = kwargs != nullptr ? py::reinterpret_borrow<py::object>(kwargs) : py::none();
     host = make_host_call(entry->handle, entry->host.attr("start")(given), tensors[0]);
   }
@@ -566,7 +575,7 @@ void bind_group(py::module_& module) {
       .def_property_readonly(
           "near_misses",
           [](const PlanEntry& entry) { return near_misses_to_python(entry.near_misses); })
-      .def_property_readonly("native", [](const PlanEntry& entry) { return !entry.needs_host(); })
+      .def_property_readonly("native", [](const PlanEntry& entry) { return !entry.needs_host; })
       .def_readonly("program", &PlanEntry::handle)
       .def_readonly("host", &PlanEntry::host)
       .def_readonly("session", &PlanEntry::session);

@@ -25,9 +25,7 @@ struct PlanEntry {
   py::object session;  // holds the Python objects that steps refer to by number
   py::object host;     // transformer_ops.host.HostPlan; null where all is native
 
-  bool needs_host() const {
-    return handle->program->has_host_steps || handle->program->accumulates;
-  }
+  bool needs_host = false;
 };
 
 // Where a parameter is looked up at every call: `_parameters` of its owner, or a property. A Python
