@@ -171,3 +171,20 @@ def test_a_scale_of_one_hands_on_and_may_change() -> None:
     assert module(x).data_ptr() == x.data_ptr()
     module[0].scale = 2.0
     assert torch.equal(module(x), 2 * x)
+
+
+@pytest.mark.parametrize("idle", [tops.Dropout(0.0), tops.Identity(), tops.ConstantScale(1.0)])
+@pytest.mark.parametrize("activation", [tops.ReLU(), tops.SReLU(), tops.GELU(), tops.SiLU()])
+def test_second_derivatives_look_past_them(idle, activation):
+    """What the Linear keeps is the output of the activation, whose input nobody keeps."""
+    linear = tops.Linear(16, 16).double()
+    x = torch.randn(6, 16, dtype=torch.float64, requires_grad=True)
+
+    def second(*ops: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+        wanted = [x, *linear.parameters()]
+        output = tops.Sequential(*ops)(x)
+        grads = torch.autograd.grad(output.square().sum(), wanted, create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), wanted)
+
+    for a, b in zip(second(activation, idle, linear), second(activation, linear), strict=True):
+        torch.testing.assert_close(a, b)

@@ -98,17 +98,24 @@ class Replay {
     if (known.defined()) {
       if (op > 0) input = Substitute::apply(input.to(known.scalar_type()), known);
     } else if (const auto& replay = find_replay(planned.kind)) {
-      const bool is_last = op + 1 == unfused_->plan.size();
       const ReplayCall call{input, [&](const std::string& name) { return saved_slot(op, name); },
-                            is_last ? Tensor() : saved_slot(op + 1, "input"), planned.attributes};
+                            saved_output(op), planned.attributes};
       if (const Tensor output = replay(call); output.defined()) {
         frame_.values[unfused_->boundaries[op + 1]] = output;
         return;
       }
-    } else if (op >= program_.plan.first_backward && !known_.contains({Kind::Main, op})) {
-      check_linear(planned);
     }
+    const bool matters = op >= program_.plan.first_backward;
+    if (matters && !known.defined() && !known_.contains({Kind::Main, op})) check_linear(planned);
     interpret_step(*unfused_, unfused_->forward, op, frame_);
+  }
+
+  // The output of an op, where it was saved as the input of the next that is not a hand-over.
+  Tensor saved_output(int op) const {
+    const auto& boundaries = unfused_->boundaries;
+    int next = op + 1;
+    while (next < unfused_->plan.size() && boundaries[next + 1] == boundaries[next]) ++next;
+    return next < unfused_->plan.size() ? saved_slot(next, "input") : Tensor();
   }
 
   // Does the op turn the values it is given into those of the first forward?
