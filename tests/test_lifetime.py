@@ -181,3 +181,75 @@ def test_a_group_keeps_a_bounded_number_of_plans():
         module(torch.randn(2, 4))
     group = module._layout.whole._group
     assert 1 < group.cached_plans <= 64
+
+
+def by_saving(ctx, output):
+    ctx.save_for_backward(output)
+
+
+def by_attribute(ctx, output):
+    ctx.kept = output
+
+
+def by_container(ctx, output):
+    ctx.kept = {"outputs": [output], "factor": 2}
+
+
+def kept(ctx):
+    found = getattr(ctx, "kept", None)
+    if isinstance(found, dict):
+        assert found["factor"] == 2
+        return found["outputs"][0]
+    return ctx.saved_tensors[0] if found is None else found
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("keep", [by_saving, by_attribute, by_container])
+@pytest.mark.parametrize("last", [True, False], ids=["output", "before a native op"])
+def test_an_output_on_the_context_of_its_op_dies_with_the_graph(keep, last, backward):
+    outputs = []
+
+    class Exp(tops.BasicOperation):
+        def op_forward(self, ctx, input_, **unused):
+            output = input_.exp()
+            outputs.append(weakref.ref(output))
+            keep(ctx, output)
+            return output
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output * kept(ctx), ()
+
+    module = tops.Sequential(Exp()) if last else tops.Sequential(Exp(), tops.GELU())
+    x = torch.randn(4, 8, requires_grad=True)
+    output = module(x)
+    if backward:
+        (found,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+        (again,) = torch.autograd.grad(output.sum(), x)
+        assert torch.equal(found, again)
+        if last:
+            torch.testing.assert_close(found, x.exp())
+    del output
+    assert [found() for found in outputs] == [None]
+
+
+def test_calls_that_keep_their_outputs_take_no_memory():
+    class Exp(tops.BasicOperation):
+        def op_forward(self, ctx, input_, **unused):
+            ctx.kept = input_.exp()
+            return ctx.kept
+
+        def op_backward(self, ctx, grad_output):
+            return grad_output * ctx.kept, ()
+
+    module = tops.Sequential(Exp())
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def storages() -> int:
+        gc.collect()
+        return sum(type(found) is torch.Tensor for found in gc.get_objects())
+
+    module(x)
+    before = storages()
+    for _ in range(20):
+        module(x)
+    assert storages() <= before + 2

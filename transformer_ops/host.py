@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import main_grad, python_steps
 from .op import BasicOperation, FusibleOperation, OperationContext
@@ -18,6 +19,10 @@ Kwargs = list[dict[str, Any]]
 Tensors = Sequence[Tensor | None]
 
 _NO_STAND_INS = StandIns()
+# Attributes of a context that hold what it saves.
+_SAVED = ("to_save", "saved_tensors")
+# Stands for a tensor among other values.
+_TENSOR = object()
 
 
 def check_kwargs(ops: Sequence[BasicOperation], kwargs: Kwargs) -> None:
@@ -124,6 +129,10 @@ class HostCall:
         self.own: dict[int, Tensors] = {}
         # id -> (tensor handed to a Python step in its place, the tensor itself)
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+        # Ids of the tensors that steps were handed or returned; and of those that an op keeps as
+        # attributes of its context: (op, attribute, how to put it together, what is no tensor).
+        self.seen: set[int] = set()
+        self.attributes: list[tuple[int, str, Any, list[Any]]] = []
 
     def original(self, tensor: Tensor | None) -> Tensor | None:
         """The tensor that is kept for one that a Python step had in its hands."""
@@ -160,6 +169,8 @@ class HostCall:
             results += [self._extra_output(step, i, k, tensor) for k, tensor in enumerate(found)]
         for i in step.ops:
             results += self._slots_of(step, i)
+        self.seen.update(map(id, tensors))
+        self.seen.update(map(id, results))
         return results
 
     def _run_forward(
@@ -225,9 +236,39 @@ class HostCall:
         return kept or [None] * len(slots)
 
     def saved(self) -> list[Tensors]:
-        """What each op keeps for itself, then the tensors that stand in for others."""
-        own = self.own
-        return [*(own.get(i, ()) for i in range(len(self.plan.basic_ops))), self.stand_ins.given]
+        """What each op keeps for itself, then the tensors that stand in for others and those that
+        ops keep as attributes of their contexts. Autograd keeps them from now on: an output held
+        here would hold its graph, which holds this call."""
+        own, self.own, self.copies, self.kwargs = self.own, {}, {}, None
+        attributes = [tensor for op in self.contexts for tensor in self._take_attributes(op)]
+        self.seen.clear()
+        rows: list[Tensors] = [own.get(i, ()) for i in range(len(self.plan.basic_ops))]
+        return [*rows, [*self.stand_ins.given, *attributes]]
+
+    def _take_attributes(self, op: int) -> list[Tensor]:
+        """Takes attributes with tensors of this call off a context."""
+        own = vars(self.contexts[op])
+        taken: list[Tensor] = []
+        for name, value in list(own.items()):
+            if name in _SAVED or not isinstance(value, Tensor | list | tuple | dict):
+                continue
+            leaves, spec = tree_flatten(value)
+            if not any(id(leaf) in self.seen for leaf in leaves):
+                continue
+            del own[name]
+            taken += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            rest = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self.attributes.append((op, name, spec, rest))
+        return taken
+
+    def _attributes_of(self, tensors: Tensors) -> dict[int, dict[str, Any]]:
+        """The attributes that were taken off, by op."""
+        found: dict[int, dict[str, Any]] = {}
+        given = iter(tensors)
+        for op, name, spec, rest in self.attributes:
+            leaves = [next(given) if leaf is _TENSOR else leaf for leaf in rest]
+            found.setdefault(op, {})[name] = tree_unflatten(leaves, spec)
+        return found
 
     # ---- backward
 
@@ -244,10 +285,14 @@ class HostCall:
         step = self.plan.backward_steps[number]
         given = iter(grads[1:])
         grad_extra_outputs = [tuple(next(given) for _ in count) for count in step.extra_outputs]
+        count = len(self.stand_ins.given)
+        standing, attributes = standing[:count], self._attributes_of(standing[count:])
         contexts = [
             self._context(i, dtype)._bind(tuple(tensors))
             for i, dtype, tensors in zip(step.ops, dtypes, saved, strict=True)
         ]
+        for i, context in zip(step.ops, contexts, strict=True):
+            vars(context).update(attributes.get(i, {}))
         try:
             with StandIns(self.stand_ins.real, cast(Sequence[Tensor], standing)):
                 grad_input, grad_parameters, grad_extra_inputs = python_steps.backward(
