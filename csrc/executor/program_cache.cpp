@@ -1,6 +1,8 @@
 // The programs that were asked for last, by text or by what they were made from.
+#include <algorithm>
 #include <array>
-#include <list>
+#include <atomic>
+#include <memory>
 #include <string_view>
 #include <unordered_map>
 
@@ -15,66 +17,78 @@ namespace {
 // More than the groups of a large model in training and in evaluation.
 constexpr size_t kCapacity = 1024;
 
+// A program and when it was asked for last: the number of a look into the cache.
+struct Cached {
+  SharedProgram program;
+  std::shared_ptr<std::atomic<uint64_t>> asked_for = {};
+};
+
 class ProgramCache {
  public:
   template <typename Make>
-  SharedProgram find_or_make(const std::string& key, const Make& make) {
-    if (SharedProgram found = find(key)) return found;
+  Cached find_or_make(const std::string& key, const Make& make) {
+    if (Cached found = find(key); found.program) return found;
     // Without the lock, which nobody may hold for long.
     return add(key, share(make()));
   }
 
- private:
-  struct Entry {
-    std::string key;
-    SharedProgram program;
-  };
+  // For a program that was found without the cache.
+  void note_use(std::atomic<uint64_t>& asked_for) const {
+    asked_for.store(clock_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  }
 
-  SharedProgram find(const std::string& key) {
+ private:
+  using Rows = std::unordered_map<std::string, Cached>;
+
+  Cached find(const std::string& key) {
     const std::lock_guard lock(mutex_);
     const auto row = rows_.find(key);
     if (row == rows_.end()) return {};
-    entries_.splice(entries_.begin(), entries_, row->second);
-    return entries_.front().program;
+    *row->second.asked_for = ++clock_;
+    return row->second;
   }
 
-  SharedProgram add(const std::string& key, SharedProgram made) {
-    Entry evicted;  // dies without the lock
+  Cached add(const std::string& key, SharedProgram made) {
+    Rows::node_type evicted;  // dies without the lock
     const std::lock_guard lock(mutex_);
-    const auto row = rows_.find(key);
-    if (row != rows_.end()) return row->second->program;
-    entries_.push_front({key, std::move(made)});
-    rows_[key] = entries_.begin();
-    if (entries_.size() > kCapacity) {
-      rows_.erase(entries_.back().key);
-      evicted = std::move(entries_.back());
-      entries_.pop_back();
-    }
-    return entries_.front().program;
+    auto used = std::make_shared<std::atomic<uint64_t>>(++clock_);
+    const auto [row, is_new] = rows_.try_emplace(key, std::move(made), std::move(used));
+    const Cached found = row->second;
+    if (rows_.size() > kCapacity) evicted = rows_.extract(oldest());
+    return found;
+  }
+
+  Rows::const_iterator oldest() const {
+    return std::ranges::min_element(
+        rows_, {}, [](const Rows::value_type& row) { return row.second.asked_for->load(); });
   }
 
   ForkSafeMutex mutex_;
-  std::list<Entry> entries_;  // the one asked for last comes first
-  std::unordered_map<std::string, std::list<Entry>::iterator> rows_;
+  std::atomic<uint64_t> clock_ = 0;
+  Rows rows_;
 };
 
 // The programs of the texts that one thread asked for last, found without lock and without hash: a
 // graph passes the same string at each call. It owns none of them.
 class Recent {
  public:
-  SharedProgram find(std::string_view text) const {
+  SharedProgram find(std::string_view text, const ProgramCache& cache) const {
     const Entry& entry = entries_[slot(text)];
-    return entry.text == text ? entry.program.lock() : SharedProgram();
+    if (entry.text != text) return {};
+    SharedProgram found = entry.program.lock();
+    if (found) cache.note_use(*entry.asked_for);
+    return found;
   }
 
-  void add(std::string_view text, const SharedProgram& program) {
-    entries_[slot(text)] = {std::string(text), program};
+  void add(std::string_view text, const Cached& cached) {
+    entries_[slot(text)] = {std::string(text), cached.program, cached.asked_for};
   }
 
  private:
   struct Entry {
     std::string text;
     WeakProgram program;
+    std::shared_ptr<std::atomic<uint64_t>> asked_for;
   };
 
   static size_t slot(std::string_view text) {
@@ -96,9 +110,9 @@ ProgramCache& cache() {
 
 SharedProgram program_for(std::string_view given) {
   static thread_local Recent recent;
-  if (SharedProgram found = recent.find(given)) return found;
+  if (SharedProgram found = recent.find(given, cache())) return found;
   const std::string text(given);
-  SharedProgram made = cache().find_or_make(text, [&] {
+  const Cached made = cache().find_or_make(text, [&] {
     try {
       const Plan plan = parse_plan(text);
       TORCH_CHECK(!plan.has_python_steps(),
@@ -109,7 +123,7 @@ SharedProgram program_for(std::string_view given) {
     }
   });
   recent.add(given, made);
-  return made;
+  return made.program;
 }
 
 SharedProgram unfused_program_for(const Program& program, at::TensorList tensors) {
@@ -119,7 +133,9 @@ SharedProgram unfused_program_for(const Program& program, at::TensorList tensors
     facts.push_back({to_dtype(tensor.scalar_type()), tensor.requires_grad()});
     key += std::string(" ") + to_text(facts.back().dtype) + (tensor.requires_grad() ? "+" : "");
   }
-  return cache().find_or_make(key, [&] { return compile(unfused_plan(program.plan, facts)); });
+  return cache()
+      .find_or_make(key, [&] { return compile(unfused_plan(program.plan, facts)); })
+      .program;
 }
 
 }  // namespace transformer_ops

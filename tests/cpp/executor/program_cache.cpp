@@ -36,6 +36,17 @@ TEST(ProgramCache, ForgetsTheTextThatWasAskedForLongestAgo) {
   EXPECT_NE(program_for(scale_text(0.25))->id, forgotten);
 }
 
+// A graph passes the same string at each call, which is found without the cache.
+TEST(ProgramCache, KeepsATextThatOneStringAsksForAgainAndAgain) {
+  const std::string kept = scale_text(0.75), forgotten = scale_text(0.375);
+  const uint64_t kept_id = program_for(kept)->id, forgotten_id = program_for(forgotten)->id;
+  for (int i = 0; i < 2000; ++i) {
+    program_for(scale_text(20000.0 + i));
+    EXPECT_EQ(program_for(kept)->id, kept_id);
+  }
+  EXPECT_NE(program_for(forgotten)->id, forgotten_id);
+}
+
 TEST(ProgramCache, ANodeKeepsItsProgram) {
   const at::Tensor x = at::ones({3}).requires_grad_();
   const at::Tensor y = run(program_for(scale_text(0.125)), {x})[0];
