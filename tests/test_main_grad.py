@@ -245,3 +245,14 @@ def test_the_bias_gradient_keeps_its_dtype() -> None:
     assert grad_bias.dtype == torch.bfloat16
     assert products()[0] == "bgradb 24x16x64 bfloat16 -> float32"
     torch.testing.assert_close(grad_bias, g.float().sum(0).bfloat16())
+
+
+def test_create_graph_is_one_clear_error() -> None:
+    module = tops.Sequential(tops.Linear(8, 8, accumulate_into_main_grad=True), tops.GELU())
+    module[0].weight.main_grad = torch.zeros_like(module[0].weight)
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(
+        RuntimeError, match=r"\[BasicLinear\] create_graph=True must find no weight"
+    ):
+        torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    assert not module[0].weight.main_grad.any()

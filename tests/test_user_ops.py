@@ -1,6 +1,7 @@
 """Users' basic ops in Python: both families and styles, parameters, extra tensors, compile."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -414,3 +415,36 @@ def test_a_counter_in_a_method_does_not_recompile_at_each_call(x):
     for _ in range(6):
         torch.testing.assert_close(compiled(x), op.reference(x))
     assert counter.frame_count <= 2
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take no notes")
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_an_error_of_a_method_says_which_step_it_comes_from(direction):
+    class Broken(tops.BasicOperation):
+        def op_forward(self, ctx, input_, **unused):
+            if direction == "forward":
+                raise KeyError("mine")
+            return input_ + 1
+
+        def op_backward(self, ctx, grad_output):
+            raise KeyError("mine")
+
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(KeyError, match="mine") as raised:
+        tops.Sequential(tops.GELU(), Broken())(x).sum().backward()
+    assert raised.value.__notes__ == [f"[Broken] raised in the {direction} of ops [1]"]
+
+
+def test_a_hook_that_is_registered_while_its_group_waits_is_an_error():
+    op = ScaleShift(6)
+
+    class Registers(torch.nn.Module):
+        def forward(self, x):
+            op.register_forward_hook(lambda module, inputs, output: None)
+            return x
+
+    module = tops.Sequential(tops.GELU(), Registers(), op)
+    with pytest.raises(RuntimeError, match="hooks must be registered before the call"):
+        module(torch.randn(3, 6))
+    module[1] = torch.nn.Identity()
+    assert module(torch.randn(3, 6)).shape == (3, 6)

@@ -236,6 +236,10 @@ class OperationFuser:
         return self._run(input, extra_inputs, kwargs)
 
     def _run(self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs | None) -> Any:
+        if kwargs is not None:
+            output = self._call_with(kwargs, input, *extra_inputs)
+            if output is not None:
+                return output
         rows = [op._parameter_tensors() for op in self._basic_ops]
         if [len(row) for row in rows] != self._num_parameters:
             # A Python op, or a module in it, has other parameters than before.
@@ -245,7 +249,13 @@ class OperationFuser:
         if overriding:
             arguments = (self, input, extra_inputs, kwargs)
             return handle_torch_function(run_group, overriding, *arguments)
-        return self._call_with(kwargs, input, *extra_inputs)
+        output = self._call_with(kwargs, input, *extra_inputs)
+        if output is None:
+            raise RuntimeError(
+                "[OperationFuser] hooks must be registered before the call that they see, "
+                "got one while it ran"
+            )
+        return output
 
     def _entry(self, facts: Facts) -> Any:
         grad, autocast, device, tensors, training = facts
@@ -295,7 +305,7 @@ class OperationFuser:
     def _saved_bytes(self) -> SavedBytes | None:
         """What the last call saved; None where a Python step decides and no call ran eagerly."""
         entry = self._group.last
-        if not entry.native:
+        if self.plan().has_python_steps:
             last = entry.program.last_saved
             return None if last is None else saved_bytes(*last)
         inputs = self._group.last_inputs

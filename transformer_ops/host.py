@@ -61,7 +61,7 @@ class HostStep:
 
 
 class HostPlan:
-    """What the Python steps of one plan share among calls. It has no state that a call changes.
+    """What the Python steps of one plan share among calls. Only tracing changes it.
 
     `slots`: those that the declaration of each native kind lists.
     """
@@ -78,9 +78,8 @@ class HostPlan:
         self.program = program
         self.basic_ops = tuple(basic_ops)
         self.slots = slots
-        joint = {i for step in plan.forward if step.joint and step.fused_op for i in step.ops}
         # Ops whose contexts keep what they like; the others keep the slots of their declaration.
-        self.is_free = [i in joint or not native for i, native in enumerate(plan.native_ops)]
+        self.is_free: list[bool] = program.keeps_own
         self.forward_steps = [
             HostStep(step, python_ops[step.python], self, "forward")
             for step in plan.forward

@@ -3,6 +3,7 @@
 #include <set>
 
 #include "executor/check_call.h"
+#include "executor/passes.h"
 #include "executor/program.h"
 #include "fuser/declaration.h"
 #include "fuser/error.h"
@@ -50,6 +51,11 @@ class Compiler {
     for (const Value& value : plan.parameters) parameters_[value.op].push_back(value);
     for (const Value& value : plan.extra_inputs) add_extra_input(value, value);
     for (const Route& route : plan.routes) add_extra_input(route.input, route.output);
+    for (const PlannedOp& op : plan.ops) program_.keeps_own.push_back(!op.native);
+    for (const Step& step : plan.forward) {
+      if (!step.python || !step.joint) continue;
+      for (const int op : step.ops) program_.keeps_own[op] = true;
+    }
   }
 
   Program run() {
@@ -62,7 +68,7 @@ class Compiler {
       TORCH_CHECK(output >= 0, "[plan] forward must write every output, got one that it does not");
     }
     insert_looks();
-    mark_skippable();
+    if (may_lack_gradients_) mark_skippable(program_.backward);
     mark_dead(program_.forward, {&program_.outputs, &program_.saved});
     mark_dead(program_.backward, {&program_.input_grads});
     return std::move(program_);
@@ -314,15 +320,6 @@ class Compiler {
 
   // ---- steps of the host language
 
-  Value source_of(int op, size_t k) const { return extra_inputs_[op][k]; }
-
-  bool is_own(int op) const {
-    if (!program_.plan.ops[op].native) return true;
-    return std::ranges::any_of(program_.plan.forward, [&](const Step& step) {
-      return step.python && step.joint && std::ranges::find(step.ops, op) != step.ops.end();
-    });
-  }
-
   void compile_host_forward(const Step& step) {
     const Plan& plan = program_.plan;
     Program::HostForward call{.step = forward_step_++, .name = step.name};
@@ -343,7 +340,7 @@ class Compiler {
       }
     }
     for (const int op : step.ops) {
-      if (is_own(op)) continue;
+      if (program_.keeps_own[op]) continue;
       for (const Slot& slot : declaration(plan.ops[op].kind).slots) {
         const Value value{Kind::Slot, op, slot.name};
         call.results.push_back(forward_.define(value));
@@ -393,7 +390,7 @@ class Compiler {
     }
     for (const int op : step.ops) {
       for (size_t k = 0; k < extra_inputs_[op].size(); ++k) {
-        const Value grad = gradient_of(source_of(op, k));
+        const Value grad = gradient_of(extra_inputs_[op][k]);
         const bool is_wanted = grad.kind == Kind::ExtraOutputGrad ? grad.op >= plan.first_backward
                                                                   : gradients_.contains(grad);
         add_result(grad, is_wanted, {.of = Of::ExtraInput, .op = op, .k = static_cast<int>(k)},
@@ -423,7 +420,7 @@ class Compiler {
   }
 
   Program::HostBackward::Saved saved_of(int op) {
-    if (is_own(op)) return {.own_row = op};
+    if (program_.keeps_own[op]) return {.own_row = op};
     Program::HostBackward::Saved saved{.dtype = dtype_look(op)};
     for (const Slot& slot : declaration(program_.plan.ops[op].kind).slots) {
       const Value value{Kind::Slot, op, slot.name};
@@ -470,22 +467,6 @@ class Compiler {
     return value.kind == Kind::Grad || value.kind == Kind::ExtraOutputGrad;
   }
 
-  static Value gradient_of(Value value) {
-    value.kind = value.kind == Kind::ExtraOutput  ? Kind::ExtraOutputGrad
-                 : value.kind == Kind::ExtraInput ? Kind::ExtraInputGrad
-                 : value.kind == Kind::Parameter  ? Kind::ParameterGrad
-                                                  : Kind::Grad;
-    return value;
-  }
-
-  static Value tensor_of(Value value) {
-    value.kind = value.kind == Kind::ExtraOutputGrad  ? Kind::ExtraOutput
-                 : value.kind == Kind::ExtraInputGrad ? Kind::ExtraInput
-                 : value.kind == Kind::ParameterGrad  ? Kind::Parameter
-                                                      : Kind::Main;
-    return value;
-  }
-
   Program::Gradient gradient(const Value& value) {
     const int op = value.kind == Kind::Grad ? value.op - 1 : value.op;
     const int index = backward_.find(value);
@@ -510,75 +491,21 @@ class Compiler {
   void insert_looks() {
     if (looks_.empty()) return;
     std::vector<Line> lines;
-    const auto add = [&](const std::vector<int>& values) {
+    const auto add = [&](const std::vector<int>& values, int op) {
       for (const int value : values) {
         const auto row = looks_.find(value);
-        if (row != looks_.end()) lines.push_back({Program::TakeLook{value, row->second}});
+        if (row == looks_.end()) continue;
+        lines.push_back({.what = Program::TakeLook{value, row->second}, .op = op});
       }
     };
-    add(program_.inputs);
+    add(program_.inputs, 0);
     for (Line& line : program_.forward.lines) {
       const std::vector<int> written = values_written(line);
+      const int op = line.op;
       lines.push_back(std::move(line));
-      add(written);
+      add(written, op);
     }
     program_.forward.lines = std::move(lines);
-  }
-
-  // Lines that give nothing but gradients which all their readers can replace by zeros.
-  void mark_skippable() {
-    if (!may_lack_gradients_) return;
-    std::set<int> needed;  // zeros cannot be made for it
-    const auto is_skippable = [&](const std::vector<int>& results) {
-      return std::ranges::none_of(results, [&](int value) { return needed.contains(value); });
-    };
-    for (auto line = program_.backward.lines.rbegin(); line != program_.backward.lines.rend();
-         ++line) {
-      if (auto* call = std::get_if<Program::Call>(&line->what)) {
-        call->skippable = !call->gradients.empty() && is_skippable(call->results);
-        std::set<int> zeros;
-        for (const auto& grad : call->gradients) {
-          if (grad.look >= 0) zeros.insert(grad.value);
-        }
-        for (const int value : values_read(*line)) {
-          if (!zeros.contains(value)) needed.insert(value);
-        }
-      } else if (auto* host = std::get_if<Program::HostBackward>(&line->what)) {
-        host->skippable = is_skippable(values_written(*line));
-        for (const auto& grad : host->gradients) {
-          if (grad.look < 0) needed.insert(grad.value);
-        }
-        for (const auto& saved : host->saved) needed.insert(saved.slots.begin(), saved.slots.end());
-      } else if (const auto* cast = std::get_if<Program::Cast>(&line->what)) {
-        if (needed.contains(cast->to)) needed.insert(cast->from);
-      } else if (const auto* copy = std::get_if<Program::Copy>(&line->what)) {
-        if (needed.contains(copy->to)) needed.insert(copy->from);
-      }
-    }
-  }
-
-  static void mark_dead(Program::Code& code, std::initializer_list<const std::vector<int>*> kept) {
-    std::vector<bool> seen(code.values, false);
-    for (const auto* list : kept) {
-      for (const int value : *list) {
-        if (value >= 0) seen[value] = true;
-      }
-    }
-    for (auto line = code.lines.rbegin(); line != code.lines.rend(); ++line) {
-      const std::vector<int> read = values_read(*line);
-      if (auto* call = std::get_if<Program::Call>(&line->what)) {
-        for (auto& operand : call->operands) {
-          auto* load = std::get_if<Program::Load>(&operand);
-          if (load) load->last = !seen[load->value] && std::ranges::count(read, load->value) == 1;
-        }
-      }
-      for (const auto& values : {read, values_written(*line)}) {
-        for (const int value : values) {
-          if (!seen[value]) line->dead.push_back(value);
-          seen[value] = true;
-        }
-      }
-    }
   }
 
   Program program_;

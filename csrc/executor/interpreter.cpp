@@ -80,15 +80,13 @@ class Interpreter {
   }
 
   void operator()(const Program::HostBackward& call) {
-    const auto is_reached = [&](const auto& gradient) {
-      return gradient.value >= 0 && values_[gradient.value].defined() &&
-             frame_.reached[gradient.value];
-    };
-    if (call.skippable && std::ranges::none_of(call.gradients, is_reached)) return;
     HostCall::BackwardArguments arguments;
     std::vector<Program::Gradient> reached;
     for (const auto& gradient : call.gradients) {
-      if (is_reached(gradient)) reached.push_back(gradient);
+      if (is_reached(gradient.value)) reached.push_back(gradient);
+    }
+    if (call.skippable && reached.empty()) return;
+    for (const auto& gradient : call.gradients) {
       arguments.grads.push_back(gradient_or_zeros(gradient));
     }
     for (const auto& saved : call.saved) add_saved(saved, arguments);
@@ -165,7 +163,9 @@ class Interpreter {
     note_reached(call, zeros);
   }
 
-  bool is_reached(int value) const { return values_[value].defined() && frame_.reached[value]; }
+  bool is_reached(int value) const {
+    return value >= 0 && values_[value].defined() && frame_.reached[value];
+  }
 
   Tensor gradient_or_zeros(const Program::Gradient& gradient) const {
     if (gradient.value >= 0 && values_[gradient.value].defined()) return values_[gradient.value];

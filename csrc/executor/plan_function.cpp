@@ -105,6 +105,7 @@ variable_list PlanFunction::forward(AutogradContext* context, const SharedProgra
   const auto first = outputs.begin() + 1, last = first + program->constants;
   constants->assign(std::make_move_iterator(first), std::make_move_iterator(last));
   outputs.erase(first, last);
+  // Autograd knows what to do with integers that a Python step returns, as with a function's.
   for (const Tensor& output : outputs) {
     TORCH_CHECK(at::isFloatingType(output.scalar_type()) || program->has_host_steps,
                 "[run_plan] outputs must be floating where a gradient is wanted, got ",
@@ -118,6 +119,8 @@ variable_list PlanFunction::forward(AutogradContext* context, const SharedProgra
   if (host) {
     context->saved_data["host"] = host.owner();
     context->saved_data["host_id"] = static_cast<int64_t>(host->id);
+  }
+  if (program->has_host_steps) {
     const std::vector<Tensors> own = host->saved();
     save_own(context, own, saved);
     if (std::ranges::all_of(saved, [](const Tensor& tensor) { return is_real(tensor); })) {
@@ -157,7 +160,7 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
   frame.is_partial = program->has_host_steps ||
                      std::ranges::any_of(grads, [](const Tensor& grad) { return !grad.defined(); });
   if (frame.is_partial) frame.reached.resize(program->backward.values, false);
-  if (host) frame.own = load_own(context, saved);
+  if (program->has_host_steps) frame.own = load_own(context, saved);
   for (size_t i = 0; i < grads.size(); ++i) {
     const int index = program->output_grads[i];
     frame.values[index] = grads[i];

@@ -125,8 +125,10 @@ struct Program {
   bool only_views = false;   // its one output is its input, or a view of it
 
   Code forward;
-  std::vector<int> inputs;      // main, extra inputs, parameters
-  std::vector<int> outputs;     // main, extra outputs
+  std::vector<int> inputs;   // main, extra inputs, parameters
+  std::vector<int> outputs;  // main, extra outputs
+  // Of each op: does the host keep what it likes of it, instead of the slots of its declaration?
+  std::vector<bool> keeps_own;
   std::vector<int> boundaries;  // the main tensor before each op, and the last
   // Outputs 1 to `constants` come from before all that needs a gradient.
   size_t constants = 0;

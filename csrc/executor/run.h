@@ -9,7 +9,8 @@ namespace transformer_ops {
 // returns the main output, then the visible extra outputs. Differentiable by one autograd node, for
 // whichever of the tensors require a gradient;
 // under torch.func transforms through the unfused meaning of every op instead.
-// `host`: runs the steps that are not native, and knows where weights accumulate.
+// `host`: runs the steps that are not native, and knows where weights accumulate; without one, as
+// for the text of a plan, autograd gets the gradients of those weights.
 Tensors run(const SharedProgram& program, at::TensorList tensors, const SharedHostCall& host = {});
 
 // Throws unless the program has native steps only: "[Sequential] <rule>, got the Python steps ...".

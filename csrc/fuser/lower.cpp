@@ -91,11 +91,7 @@ class Lowering {
     return {Kind::ExtraInput, op, std::to_string(k)};
   }
 
-  Value extra_input_grad(int op, int k) const {
-    Value grad = extra_input(op, k);
-    grad.kind = grad.kind == Kind::ExtraOutput ? Kind::ExtraOutputGrad : Kind::ExtraInputGrad;
-    return grad;
-  }
+  Value extra_input_grad(int op, int k) const { return gradient_of(extra_input(op, k)); }
 
   // ---- binding schema fields by name
 

@@ -335,6 +335,28 @@ Value parse_value(const std::string& text) {
   fail("[plan] a value must read like x1, g1, p1.weight or s1.input, got '", text, "'");
 }
 
+// A tensor's kind and, behind it, that of its gradient.
+constexpr std::pair<Value::Kind, Value::Kind> kGradients[] = {
+    {Value::Kind::Main, Value::Kind::Grad},
+    {Value::Kind::Parameter, Value::Kind::ParameterGrad},
+    {Value::Kind::ExtraInput, Value::Kind::ExtraInputGrad},
+    {Value::Kind::ExtraOutput, Value::Kind::ExtraOutputGrad},
+};
+
+Value gradient_of(Value tensor) {
+  for (const auto& [kind, gradient] : kGradients) {
+    if (tensor.kind == kind) return {gradient, tensor.op, std::move(tensor.name)};
+  }
+  fail("[plan] value must have a gradient, got ", to_text(tensor));
+}
+
+Value tensor_of(Value gradient) {
+  for (const auto& [tensor, kind] : kGradients) {
+    if (gradient.kind == kind) return {tensor, gradient.op, std::move(gradient.name)};
+  }
+  fail("[plan] value must be a gradient, got ", to_text(gradient));
+}
+
 bool Plan::has_python_steps() const {
   const auto is_python = [](const Step& step) { return step.python.has_value(); };
   return std::ranges::any_of(forward, is_python) || std::ranges::any_of(backward, is_python);

@@ -36,6 +36,10 @@ struct Value {
   auto operator<=>(const Value&) const = default;
 };
 
+// The gradient of a main tensor, parameter or extra tensor, and the tensor of a gradient.
+Value gradient_of(Value tensor);
+Value tensor_of(Value gradient);
+
 std::string to_text(const Value& value);
 Value parse_value(const std::string& text);
 

@@ -155,6 +155,8 @@ void bind_host(py::module_& module) {
                                }
                                return slots;
                              })
+      .def_property_readonly("keeps_own",
+                             [](const ProgramHandle& handle) { return handle.program->keeps_own; })
       .def("saved_slots_for",
            torch::wrap_pybind_function(
                [](const ProgramHandle& handle, const std::vector<at::Tensor>& tensors) {
