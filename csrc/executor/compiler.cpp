@@ -119,7 +119,7 @@ class Compiler {
     may_lack_gradients_ = program_.has_host_steps || program_.output_grads.size() > 1;
     if (may_lack_gradients_) {
       // What hands a gradient on gives it the name of a boundary that forward may not have.
-      given_looks_[program_.output_grads[0]] = look_of({Kind::Main, plan.size()});
+      given_gradients_[program_.output_grads[0]] = forward_.find({Kind::Main, plan.size()});
     }
     for (auto step = plan.backward.rbegin(); step != plan.backward.rend(); ++step) {
       if (step->skipped) continue;
@@ -471,8 +471,10 @@ class Compiler {
     const int op = value.kind == Kind::Grad ? value.op - 1 : value.op;
     const int index = backward_.find(value);
     if (!may_lack_gradients_) return {index, op};
-    const auto given = given_looks_.find(index);
-    return {index, op, given == given_looks_.end() ? look_of(tensor_of(value)) : given->second};
+    const auto given = given_gradients_.find(index);
+    return {
+        index, op,
+        given == given_gradients_.end() ? look_of(tensor_of(value)) : request_look(given->second)};
   }
 
   // The look of a forward value; -1 where forward makes no such value.
@@ -515,10 +517,10 @@ class Compiler {
   std::vector<std::vector<Value>> extra_inputs_;  // the values that feed them
   Numbering forward_;
   Numbering backward_;
-  std::map<Value, int> sources_;    // slot -> forward value
-  std::map<int, int> computed_;     // first op of a native step -> its main input, cast
-  std::map<int, int> looks_;        // forward value -> look
-  std::map<int, int> given_looks_;  // gradient of an output -> look
+  std::map<Value, int> sources_;        // slot -> forward value
+  std::map<int, int> computed_;         // first op of a native step -> its main input, cast
+  std::map<int, int> looks_;            // forward value -> look
+  std::map<int, int> given_gradients_;  // gradient of the main output -> that forward value
   bool may_lack_gradients_ = false;
   int forward_step_ = 0;  // among those of the host
   int backward_step_ = 0;

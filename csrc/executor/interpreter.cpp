@@ -142,7 +142,8 @@ class Interpreter {
       } else if (const auto* constant = std::get_if<Program::Constant>(&operand)) {
         stack_.push_back(constant->value);
       } else {
-        stack_.emplace_back(frame_.looks[std::get<Program::ShapeOf>(operand).look]->sizes);
+        const auto& look = frame_.looks[std::get<Program::ShapeOf>(operand).look];
+        stack_.emplace_back(c10::SymIntArrayRef(look->sizes));
       }
     }
   }

@@ -22,6 +22,18 @@ std::string to_text(at::ScalarType dtype) {
   return "torch." + std::string(c10::getDtypeNames(dtype).first);
 }
 
+// A look without its sizes as one number: dtype, device type, device index (a byte each), number of
+// sizes; -1 for none.
+constexpr int kByte = 8;
+constexpr int64_t kMask = 255;
+
+int64_t head_of(const std::optional<Look>& look) {
+  if (!look) return -1;
+  return static_cast<int64_t>(look->dtype) | static_cast<int64_t>(look->device.type()) << kByte |
+         (look->device.index() & kMask) << (2 * kByte) |
+         static_cast<int64_t>(look->sizes.size()) << (3 * kByte);
+}
+
 [[noreturn]] void refuse(const std::string& step, const std::string& what, const char* field,
                          const std::string& wanted, const std::string& got) {
   TORCH_CHECK(false, "[", step, "] gradient of ", what, " must have ", field, " ", wanted, ", got ",
@@ -32,7 +44,7 @@ std::string to_text(at::ScalarType dtype) {
 
 std::optional<Look> look_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return std::nullopt;
-  return Look{tensor.sym_sizes().vec(), tensor.scalar_type(), tensor.device()};
+  return Look{c10::SymDimVector(tensor.sym_sizes()), tensor.scalar_type(), tensor.device()};
 }
 
 at::Tensor zeros_like(const Look& look) {
@@ -40,33 +52,33 @@ at::Tensor zeros_like(const Look& look) {
 }
 
 c10::IValue pack(const Looks& looks) {
-  // For each: dtype, device type, device index, number of sizes, sizes.
+  // For each: its head, then its sizes.
   std::vector<c10::SymInt> packed;
+  size_t count = looks.size();
+  for (const auto& look : looks) count += look ? look->sizes.size() : 0;
+  packed.reserve(count);
   for (const auto& look : looks) {
-    packed.emplace_back(look ? static_cast<int64_t>(look->dtype) : -1);
+    packed.emplace_back(head_of(look));
     if (!look) continue;
-    packed.emplace_back(static_cast<int64_t>(look->device.type()));
-    packed.emplace_back(static_cast<int64_t>(look->device.index()));
-    packed.emplace_back(static_cast<int64_t>(look->sizes.size()));
     packed.insert(packed.end(), look->sizes.begin(), look->sizes.end());
   }
-  return packed;
+  return c10::SymIntArrayRef(packed);
 }
 
 Looks unpack_looks(const c10::IValue& packed) {
   const auto values = packed.toSymIntVector();
   Looks looks;
   for (auto next = values.begin(); next != values.end();) {
-    const int64_t dtype = (next++)->expect_int();
-    if (dtype < 0) {
+    const int64_t head = (next++)->expect_int();
+    if (head < 0) {
       looks.emplace_back();
       continue;
     }
-    const auto type = static_cast<at::DeviceType>((next++)->expect_int());
-    const auto index = static_cast<at::DeviceIndex>((next++)->expect_int());
-    const int64_t count = (next++)->expect_int();
-    looks.push_back(Look{std::vector<c10::SymInt>(next, next + count),
-                         static_cast<at::ScalarType>(dtype), at::Device(type, index)});
+    const int64_t count = head >> (3 * kByte);
+    looks.push_back(Look{c10::SymDimVector(next, next + count),
+                         static_cast<at::ScalarType>(head & kMask),
+                         at::Device(static_cast<at::DeviceType>(head >> kByte & kMask),
+                                    static_cast<at::DeviceIndex>(head >> (2 * kByte)))});
     next += count;
   }
   return looks;

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/SymIntArrayRef.h>
 
 #include <functional>
 #include <optional>
@@ -11,7 +12,7 @@ namespace transformer_ops {
 
 // What a tensor looks like: all that zeros in its place, or a check of its gradient, need.
 struct Look {
-  std::vector<c10::SymInt> sizes;
+  c10::SymDimVector sizes;
   at::ScalarType dtype;
   at::Device device;
 };

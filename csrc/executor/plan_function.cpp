@@ -30,7 +30,9 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // Inputs of the node before the tensors.
-constexpr size_t kFirstTensor = 3;
+constexpr size_t kFirstTensor = 1;
+// Of the native part of a call: its program, that one's id, looks.
+constexpr size_t kSavedData = 3;
 
 // A leaf takes a gradient that nobody else holds as its own, and adds to it in place; it does not
 // see that other gradients share the memory of a view.
@@ -93,17 +95,18 @@ Tensors run_forward(const Program& program, at::TensorList tensors, Frame& frame
   return outputs;
 }
 
-variable_list PlanFunction::forward(AutogradContext* context, const SharedProgram& program,
-                                    const SharedHostCall& host, Tensors* constants,
+variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& call,
                                     at::TensorList tensors) {
+  const auto& [program, host, constants] = call;
   Frame frame{.host = host ? &*host : nullptr};
   const BelowAutograd below_autograd;
   Tensors outputs = run_forward(*program, tensors, frame);
+  context->saved_data.reserve(kSavedData);
   context->saved_data["program"] = program.owner();
   context->saved_data["id"] = static_cast<int64_t>(program->id);
   if (!frame.looks.empty()) context->saved_data["looks"] = pack(frame.looks);
   const auto first = outputs.begin() + 1, last = first + program->constants;
-  constants->assign(std::make_move_iterator(first), std::make_move_iterator(last));
+  constants.assign(std::make_move_iterator(first), std::make_move_iterator(last));
   outputs.erase(first, last);
   // Autograd knows what to do with integers that a Python step returns, as with a function's.
   for (const Tensor& output : outputs) {

@@ -6,17 +6,20 @@
 
 namespace transformer_ops {
 
-// The autograd node of a whole plan. Inputs: the program, the host's part of the call (or none),
-// where outputs go that need no gradient (they are none of the node's), then the tensors in plan
-// order.
+// What one call runs, and where outputs go that need no gradient: they are none of the node's.
+struct PlanCall {
+  const SharedProgram& program;
+  const SharedHostCall& host;  // or none
+  Tensors& constants;
+};
+
+// The autograd node of a whole plan. Inputs: the call, then the tensors in plan order.
 class PlanFunction : public torch::autograd::Function<PlanFunction> {
  public:
   static constexpr bool is_traceable = true;
 
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
-                                                const SharedProgram& program,
-                                                const SharedHostCall& host, Tensors* constants,
-                                                at::TensorList tensors);
+                                                const PlanCall& call, at::TensorList tensors);
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& grads);
 };
@@ -26,10 +29,8 @@ class PlanFunction : public torch::autograd::Function<PlanFunction> {
 class HostPlanFunction : public torch::autograd::Function<HostPlanFunction> {
  public:
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
-                                                const SharedProgram& program,
-                                                const SharedHostCall& host, Tensors* constants,
-                                                at::TensorList tensors) {
-    return PlanFunction::forward(context, program, host, constants, tensors);
+                                                const PlanCall& call, at::TensorList tensors) {
+    return PlanFunction::forward(context, call, tensors);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& grads) {

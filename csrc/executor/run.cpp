@@ -40,8 +40,9 @@ bool serves(const Program& program, at::TensorList tensors) {
 Tensors run_differentiable(const SharedProgram& program, const SharedHostCall& host,
                            at::TensorList tensors) {
   Tensors constants;
-  Tensors outputs = host ? HostPlanFunction::apply(program, host, &constants, tensors)
-                         : PlanFunction::apply(program, host, &constants, tensors);
+  const PlanCall call{program, host, constants};
+  Tensors outputs =
+      host ? HostPlanFunction::apply(call, tensors) : PlanFunction::apply(call, tensors);
   outputs.insert(outputs.begin() + 1, std::make_move_iterator(constants.begin()),
                  std::make_move_iterator(constants.end()));
   return outputs;
