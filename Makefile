@@ -86,4 +86,5 @@ fuzz: build
 	$(BIN)/python -m tests.fuzz --seed random $(ARGS)
 
 clean:
-	rm -rf build transformer_ops/*.so transformer_ops/_build_info.py $(BUILT)
+	rm -rf build transformer_ops/*.so transformer_ops/_build_info.py transformer_ops/include \
+	    transformer_ops/share $(BUILT)

@@ -1,5 +1,6 @@
 """transformer_ops: transformer blocks as lists of small ops, fused by a C++ op fuser."""
 
+import os as _os
 from importlib import import_module as _import_module
 
 from ._loader import load as _load
@@ -33,6 +34,9 @@ testing = _import_module(".testing", __name__)
 
 __version__ = "0.1.0"
 
+# For CMAKE_PREFIX_PATH: find_package(transformer_ops) in a C++ project.
+cmake_prefix_path = _os.path.join(_os.path.dirname(__file__), "share", "cmake")
+
 __all__ = [
     "BasicOperation",
     "FusedOperation",
@@ -42,6 +46,7 @@ __all__ = [
     "OperationFuser",
     "Plan",
     "Sequential",
+    "cmake_prefix_path",
     "fusions",
     "memory",
     "register_backward_fusion",

@@ -127,14 +127,14 @@ SharedProgram program_for(std::string_view given) {
 }
 
 SharedProgram unfused_program_for(const Program& program, at::TensorList tensors) {
-  std::vector<TensorFacts> facts;
+  std::vector<TensorMeta> metas;
   std::string key = "unfused " + std::to_string(program.id);
   for (const Tensor& tensor : tensors) {
-    facts.push_back({to_dtype(tensor.scalar_type()), tensor.requires_grad()});
-    key += std::string(" ") + to_text(facts.back().dtype) + (tensor.requires_grad() ? "+" : "");
+    metas.push_back({to_dtype(tensor.scalar_type()), tensor.requires_grad()});
+    key += std::string(" ") + to_text(metas.back().dtype) + (tensor.requires_grad() ? "+" : "");
   }
   return cache()
-      .find_or_make(key, [&] { return compile(unfused_plan(program.plan, facts)); })
+      .find_or_make(key, [&] { return compile(unfused_plan(program.plan, metas)); })
       .program;
 }
 

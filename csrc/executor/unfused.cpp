@@ -6,11 +6,8 @@
 
 namespace transformer_ops {
 
-Plan unfused_plan(const Plan& plan, const std::vector<TensorFacts>& facts) {
-  Facts all{.grad_enabled = true, .input = facts[0], .autocast = plan.autocast};
-  const auto extra_inputs = facts.begin() + 1;
-  all.extra_inputs.assign(extra_inputs, extra_inputs + plan.extra_inputs.size());
-  auto next_parameter = extra_inputs + plan.extra_inputs.size();
+Plan unfused_plan(const Plan& plan, std::vector<TensorMeta> tensors) {
+  PlanKey key{.grad_enabled = true, .autocast = plan.autocast, .tensors = std::move(tensors)};
   std::vector<OpNode> ops;
   Rewritten groups;
   for (int i = 0; i < plan.size(); ++i) {
@@ -31,14 +28,12 @@ Plan unfused_plan(const Plan& plan, const std::vector<TensorFacts>& facts) {
       op.visible.push_back(std::ranges::find(plan.extra_outputs, output) !=
                            plan.extra_outputs.end());
     }
-    all.parameters.emplace_back(next_parameter, next_parameter + op.parameters);
-    next_parameter += op.parameters;
-    all.training.push_back(planned.training);
+    key.training.push_back(planned.training);
     ops.push_back(std::move(op));
     groups.forward.push_back({.first = i, .name = planned.kind});
   }
   groups.backward = groups.forward;
-  return lower(Analysis(ops, all), groups);
+  return lower(Analysis(ops, key), groups);
 }
 
 }  // namespace transformer_ops

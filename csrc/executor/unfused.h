@@ -3,11 +3,11 @@
 #include <vector>
 
 #include "executor/program.h"
-#include "fuser/facts.h"
+#include "fuser/plan_key.h"
 
 namespace transformer_ops {
 
-// The plan of the same ops without fusions. `facts` are those of the plan's tensors, in order.
-Plan unfused_plan(const Plan& plan, const std::vector<TensorFacts>& facts);
+// The plan of the same ops without fusions, for its tensors, in order.
+Plan unfused_plan(const Plan& plan, std::vector<TensorMeta> tensors);
 
 }  // namespace transformer_ops

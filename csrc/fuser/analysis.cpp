@@ -3,11 +3,12 @@
 #include <algorithm>
 
 #include "fuser/declaration.h"
+#include "fuser/error.h"
 
 namespace transformer_ops {
 
-Analysis::Analysis(const std::vector<OpNode>& ops, const Facts& facts) : ops_(ops), facts_(facts) {
-  number_extra_inputs();
+Analysis::Analysis(const std::vector<OpNode>& ops, const PlanKey& key) : ops_(ops), key_(key) {
+  number_tensors();
   propagate_dtypes();
   propagate_requires_grad();
 }
@@ -17,28 +18,36 @@ bool Analysis::is_idle(int op) const {
   if (!node.native) return false;
   const OpDeclaration& row = declaration(node.kind);
   if (row.forward_schema.empty() && row.backward_schema.empty()) return true;
-  return row.inactive && row.inactive(node.attributes, facts_.training[op]);
+  return row.inactive && row.inactive(node.attributes, key_.training[op]);
 }
 
-void Analysis::number_extra_inputs() {
+void Analysis::number_tensors() {
   readers_.resize(ops_.size());
   for (int i = 0; i < size(); ++i) readers_[i].resize(ops_[i].extra_outputs);
-  int from_caller = 0;
+  int next = 1;  // behind the main input
   for (int i = 0; i < size(); ++i) {
     std::vector<int>& indices = caller_index_.emplace_back();
     for (const auto& source : ops_[i].sources) {
-      indices.push_back(source ? -1 : from_caller++);
+      indices.push_back(source ? -1 : next++);
       if (source) readers_[source->op][source->output].push_back(i);
     }
   }
+  for (const OpNode& op : ops_) {
+    first_parameter_.push_back(next);
+    next += op.parameters;
+  }
+  check(key_.tensors.size() == static_cast<size_t>(next), "key must have ", next,
+        " tensors: the main input, extra inputs and parameters, got ", key_.tensors.size());
+  check(key_.training.size() == ops_.size(), "key must have a training flag for each of ",
+        ops_.size(), " ops, got ", key_.training.size());
 }
 
-const TensorFacts& Analysis::from_caller(int op, int k) const {
-  return facts_.extra_inputs[caller_index_[op][k]];
+const TensorMeta& Analysis::from_caller(int op, int k) const {
+  return key_.tensors[caller_index_[op][k]];
 }
 
 void Analysis::propagate_dtypes() {
-  dtypes_ = {facts_.input.dtype};
+  dtypes_ = {key_.tensors[0].dtype};
   for (int i = 0; i < size(); ++i) {
     DType next = compute_dtype(i);
     if (!ops_[i].native) {
@@ -55,11 +64,11 @@ std::optional<DType> Analysis::required_dtype(int op) const {
   switch (declaration(ops_[op].kind).dtype) {
     case DTypeRule::Parameter: {
       // As in torch, autocast leaves float64 alone.
-      const DType parameter = facts_.parameters[op][0].dtype;
-      return parameter == DType::Float64 ? parameter : facts_.autocast.value_or(parameter);
+      const DType parameter = parameters(op)[0].dtype;
+      return parameter == DType::Float64 ? parameter : key_.autocast.value_or(parameter);
     }
     case DTypeRule::Autocast:
-      return dtypes_[op] == DType::Float64 ? std::nullopt : facts_.autocast;
+      return dtypes_[op] == DType::Float64 ? std::nullopt : key_.autocast;
     default:
       return std::nullopt;
   }
@@ -71,7 +80,7 @@ DType Analysis::extra_input_dtype(int op, int k) const {
 }
 
 void Analysis::propagate_requires_grad() {
-  needs_grad_ = {facts_.grad_enabled && facts_.input.requires_grad};
+  needs_grad_ = {key_.grad_enabled && key_.tensors[0].requires_grad};
   for (int i = 0; i < size(); ++i) {
     bool needs = needs_grad_[i];
     for (int k = 0; k < ops_[i].parameters; ++k) needs |= parameter_requires_grad(i, k);
@@ -90,7 +99,7 @@ bool Analysis::parameter_requires_grad(int op, const std::string& name) const {
 }
 
 bool Analysis::extra_input_requires_grad(int op, int k) const {
-  if (!facts_.grad_enabled) return false;
+  if (!key_.grad_enabled) return false;
   const auto& source = ops_[op].sources[k];
   return source ? needs_grad_[source->op + 1] : from_caller(op, k).requires_grad;
 }

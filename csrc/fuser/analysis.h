@@ -1,22 +1,25 @@
-// What follows from a list of ops and its facts before any fusion: computed once for a plan, read
-// by guards and by lowering.
+// What follows from a list of ops and the key before any fusion: computed once for a plan, read by
+// guards and by lowering.
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
-#include "fuser/facts.h"
+#include "fuser/op_node.h"
+#include "fuser/plan_key.h"
 
 namespace transformer_ops {
 
-// Boundary i lies before op i. Keeps references to both arguments.
+// Boundary i lies before op i. Keeps references to both arguments. Throws PlanError for a key of
+// other ops.
 class Analysis {
  public:
-  Analysis(const std::vector<OpNode>& ops, const Facts& facts);
+  Analysis(const std::vector<OpNode>& ops, const PlanKey& key);
 
   const std::vector<OpNode>& ops() const { return ops_; }
-  const Facts& facts() const { return facts_; }
+  const PlanKey& key() const { return key_; }
   int size() const { return static_cast<int>(ops_.size()); }
 
   // Does an op only hand its main tensor on, in both passes: a dropout that is off, an Identity?
@@ -32,8 +35,12 @@ class Analysis {
 
   // Does anybody want the gradient of the main tensor at a boundary?
   bool needs_grad(int boundary) const { return needs_grad_[boundary]; }
+  // Of an op, in the order of its declaration.
+  std::span<const TensorMeta> parameters(int op) const {
+    return std::span(key_.tensors).subspan(first_parameter_[op], ops_[op].parameters);
+  }
   bool parameter_requires_grad(int op, int k) const {
-    return facts_.grad_enabled && facts_.parameters[op][k].requires_grad;
+    return key_.grad_enabled && parameters(op)[k].requires_grad;
   }
   bool parameter_requires_grad(int op, const std::string& name) const;
   bool extra_input_requires_grad(int op, int k) const;
@@ -47,15 +54,16 @@ class Analysis {
   }
 
  private:
-  void number_extra_inputs();
+  void number_tensors();
   void propagate_dtypes();
   void propagate_requires_grad();
   // Of an extra input from the caller.
-  const TensorFacts& from_caller(int op, int k) const;
+  const TensorMeta& from_caller(int op, int k) const;
 
   const std::vector<OpNode>& ops_;
-  const Facts& facts_;
-  std::vector<std::vector<int>> caller_index_;          // per op and extra input; -1 for a channel
+  const PlanKey& key_;
+  std::vector<std::vector<int>> caller_index_;  // per op and extra input, in key_; -1: a channel
+  std::vector<size_t> first_parameter_;         // per op, in key_
   std::vector<std::vector<std::vector<int>>> readers_;  // per op and extra output
   std::vector<DType> dtypes_;
   std::vector<bool> needs_grad_;

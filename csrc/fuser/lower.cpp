@@ -18,17 +18,17 @@ const Schema kHandOver;
 class Lowering {
  public:
   explicit Lowering(const Analysis& analysis)
-      : analysis_(analysis), ops_(analysis.ops()), facts_(analysis.facts()) {
-    plan_.autocast = facts_.autocast;
+      : analysis_(analysis), ops_(analysis.ops()), key_(analysis.key()) {
+    plan_.autocast = key_.autocast;
     plan_.first_backward = analysis.first_backward();
     list_values();
     list_gradients();
   }
 
   Plan run(const Rewritten& groups) {
-    for (const Group& group : groups.backward) plan_.backward.push_back(lower_backward(group));
-    for (const Group& group : groups.forward) plan_.forward.push_back(lower_forward(group));
-    if (facts_.recompute) recompute_cheap_outputs(plan_, dtypes());
+    for (const StepGroup& group : groups.backward) plan_.backward.push_back(lower_backward(group));
+    for (const StepGroup& group : groups.forward) plan_.forward.push_back(lower_forward(group));
+    if (key_.recompute) recompute_cheap_outputs(plan_, dtypes());
     return std::move(plan_);
   }
 
@@ -38,7 +38,7 @@ class Lowering {
   void list_values() {
     for (int i = 0; i < size(); ++i) {
       const OpNode& op = ops_[i];
-      plan_.ops.push_back({op.kind, op.attributes, op.native, facts_.training[i]});
+      plan_.ops.push_back({op.kind, op.attributes, op.native, key_.training[i]});
       for (int k = 0; k < op.extra_inputs; ++k) {
         const Value input{Kind::ExtraInput, i, std::to_string(k)};
         if (const auto& source = op.sources[k]) {
@@ -58,7 +58,7 @@ class Lowering {
     if (analysis_.needs_grad(0)) plan_.gradients.push_back({Kind::Grad, 0});
     for (size_t i = 0; i < plan_.extra_inputs.size(); ++i) {
       const Value& input = plan_.extra_inputs[i];
-      if (!facts_.grad_enabled || !facts_.extra_inputs[i].requires_grad) continue;
+      if (!key_.grad_enabled || !key_.tensors[1 + i].requires_grad) continue;
       plan_.gradients.push_back({Kind::ExtraInputGrad, input.op, input.name});
     }
     for (int i = 0; i < size(); ++i) {
@@ -96,14 +96,14 @@ class Lowering {
   // ---- binding schema fields by name
 
   struct Span {
-    const Group& group;
+    const StepGroup& group;
     Bindings bindings;
     int first;
     int last;
     std::vector<int> ops;  // those that take part: all but the idle ones that a rule passed over
   };
 
-  Span make_span(const Group& group) const {
+  Span make_span(const StepGroup& group) const {
     Span span{group, {}, group.first, group.first + group.count - 1, group.places};
     std::erase(span.ops, -1);
     if (!group.rule) span.ops = {group.first};
@@ -275,22 +275,22 @@ class Lowering {
 
   // ---- steps
 
-  Step make_step(const Group& group) const {
+  Step make_step(const StepGroup& group) const {
     Step step{.name = group.name, .python = group.python, .joint = group.joint};
     for (int k = 0; k < group.count; ++k) step.ops.push_back(group.first + k);
     return step;
   }
 
-  bool is_inactive(const Group& group) const {
+  bool is_inactive(const StepGroup& group) const {
     return !group.rule && group.count == 1 && analysis_.is_idle(group.first);
   }
 
-  const Schema& forward_schema(const Group& group) const {
+  const Schema& forward_schema(const StepGroup& group) const {
     if (group.rule) return group.rule->forward_schema;
     return is_inactive(group) ? kHandOver : declaration(ops_[group.first].kind).forward_schema;
   }
 
-  const Schema& backward_schema(const Group& group) const {
+  const Schema& backward_schema(const StepGroup& group) const {
     if (group.rule) return group.rule->backward_schema;
     const bool unread =
         ops_[group.first].extra_outputs > 0 && !analysis_.extra_output_is_read(group.first, 0);
@@ -324,7 +324,7 @@ class Lowering {
       if (!ops_[op].native || declaration(ops_[op].kind).dtype != DTypeRule::Parameter)
         return false;
       return std::ranges::any_of(step.ops, [&](int other) {
-        return std::ranges::any_of(facts_.parameters[other],
+        return std::ranges::any_of(analysis_.parameters(other),
                                    [&](const auto& row) { return row.dtype != compute; });
       });
     });
@@ -350,7 +350,7 @@ class Lowering {
     if (wanted != DType::Unknown && produced != wanted) step.result = wanted;
   }
 
-  Step lower_backward(const Group& group) {
+  Step lower_backward(const StepGroup& group) {
     Step step = make_step(group);
     step.skipped = step.last() < plan_.first_backward;
     if (step.skipped) return step;
@@ -397,7 +397,7 @@ class Lowering {
     }
   }
 
-  Step lower_forward(const Group& group) {
+  Step lower_forward(const StepGroup& group) {
     Step step = make_step(group);
     if (step.python) return step;
     add_forward_casts(step);
@@ -453,7 +453,7 @@ class Lowering {
 
   const Analysis& analysis_;
   const std::vector<OpNode>& ops_;
-  const Facts& facts_;
+  const PlanKey& key_;
   Plan plan_;
   std::set<Value> needed_slots_;
 };

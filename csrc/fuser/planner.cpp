@@ -2,8 +2,8 @@
 
 namespace transformer_ops {
 
-Planned make_plan(const std::vector<OpNode>& ops, const Facts& facts, const UserRewrite& user) {
-  const Analysis analysis(ops, facts);
+Planned make_plan(const std::vector<OpNode>& ops, const PlanKey& key, const UserRewrite& user) {
+  const Analysis analysis(ops, key);
   Rewritten groups = rewrite(analysis, user);
   Plan plan = lower(analysis, groups);
   verify(plan);

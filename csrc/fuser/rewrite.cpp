@@ -6,7 +6,7 @@
 namespace transformer_ops {
 namespace {
 
-using Groups = std::vector<Group>;
+using Groups = std::vector<StepGroup>;
 
 std::string join(const std::vector<std::string>& words, const char* separator) {
   std::string text;
@@ -22,7 +22,8 @@ class Rewriter {
   Rewritten run() {
     Groups joint = run_pass(Pass::Joint, singles());
     const int first_fused = static_cast<int>(ops_.size());
-    for (Group& group : joint) group.joint = group.rule || group.python.value_or(-1) >= first_fused;
+    for (StepGroup& group : joint)
+      group.joint = group.rule || group.python.value_or(-1) >= first_fused;
     Groups forward = run_pass(Pass::Forward, joint);
     Groups backward = run_pass(Pass::Backward, joint);
     std::vector<NearMiss> near_misses;
@@ -44,6 +45,8 @@ class Rewriter {
 
   Groups run_pass(Pass pass, Groups groups) {
     for (const Fusion& fusion : fusions(pass)) {
+      // Without a host language nobody can call a user's function.
+      if (!fusion.rule && !user_) continue;
       groups = fusion.rule ? apply(*fusion.rule, groups) : user_(fusion, groups);
     }
     drop_beaten(pass, groups);
@@ -54,7 +57,7 @@ class Rewriter {
   void drop_beaten(Pass pass, const Groups& groups) {
     std::erase_if(misses_, [&](const Miss& miss) {
       if (miss.near.pass != pass) return false;
-      return std::ranges::any_of(groups, [&](const Group& group) {
+      return std::ranges::any_of(groups, [&](const StepGroup& group) {
         const int first = miss.near.ops.front();
         return group.count > 1 && group.first <= first &&
                first + miss.length <= group.first + group.count;
@@ -191,7 +194,7 @@ class Rewriter {
     std::string mismatch(size_t at, const std::vector<std::string>& kinds) const {
       const auto needs = [&] { return " where it needs " + join(kinds, " or "); };
       if (at >= groups_.size()) return "the ops end" + needs();
-      const Group& group = groups_[at];
+      const StepGroup& group = groups_[at];
       const OpNode& op = op_at(at);
       const std::string place = "op " + std::to_string(group.first);
       if (!op.native && group.count == 1) return place + " is a Python op";

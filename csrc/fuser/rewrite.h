@@ -10,7 +10,7 @@
 namespace transformer_ops {
 
 // Consecutive basic ops that run as one step.
-struct Group {
+struct StepGroup {
   int first = 0;
   int count = 1;
   const Rule* rule = nullptr;      // a native fused op
@@ -29,11 +29,12 @@ struct NearMiss {
 };
 
 // Calls a user's function on a list of groups and returns its verified answer.
-using UserRewrite = std::function<std::vector<Group>(const Fusion&, const std::vector<Group>&)>;
+using UserRewrite =
+    std::function<std::vector<StepGroup>(const Fusion&, const std::vector<StepGroup>&)>;
 
 struct Rewritten {
-  std::vector<Group> forward;
-  std::vector<Group> backward;
+  std::vector<StepGroup> forward;
+  std::vector<StepGroup> backward;
   std::vector<NearMiss> near_misses;
 };
 

@@ -41,12 +41,12 @@ struct Match {
   int first() const {
     return *std::ranges::find_if(places, [](int place) { return place >= 0; });
   }
-  const Facts& facts() const { return analysis.facts(); }
+  const PlanKey& key() const { return analysis.key(); }
   const OpNode& op(int k) const { return analysis.ops()[places[k]]; }
   const std::string& kind(int k) const { return op(k).kind; }
   // Does op k do nothing at the moment?
   bool is_idle(int k) const { return analysis.is_idle(places[k]); }
-  const std::vector<TensorFacts>& parameters(int k) const { return facts().parameters[places[k]]; }
+  std::span<const TensorMeta> parameters(int k) const { return analysis.parameters(places[k]); }
   // Does parameter i of op k want a gradient?
   bool parameter_requires_grad(int k, int i) const {
     return analysis.parameter_requires_grad(places[k], i);

@@ -91,7 +91,7 @@ Tensors backward_unfused(const Args& args) {
 }
 
 std::optional<std::string> why_not(const Match& match) {
-  if (!match.facts().grad_enabled) return "no gradient is wanted";
+  if (!match.key().grad_enabled) return "no gradient is wanted";
   if (match.parameter_requires_grad(1, 0)) return std::nullopt;
   return "the weight needs no gradient, so the Linear keeps no input";
 }

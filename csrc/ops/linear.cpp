@@ -87,7 +87,7 @@ double factor_of(at::ScalarType dtype, double scale) {
 
 std::optional<std::string> different_linear_dtypes(const Match& match) {
   // Under autocast both are cast.
-  if (match.facts().autocast) return std::nullopt;
+  if (match.key().autocast) return std::nullopt;
   const auto& weight = match.parameters(0)[0];
   const auto& bias = match.parameters(1)[0];
   if (weight.dtype == bias.dtype) return std::nullopt;

@@ -1,32 +1,16 @@
 #include "python/group.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/autocast_mode.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "executor/run.h"
-#include "fuser/declaration.h"
+#include "python/plan_data.h"
 
 namespace transformer_ops::python {
 namespace {
-
-// The key: grad, device, autocast dtype, then one byte a tensor, then one a training flag. A
-// tensor's byte holds its dtype and, where gradients are on, whether it requires one.
-constexpr size_t kHeader = 3;
-constexpr char kRequiresGrad = 64;
-constexpr char kNoAutocast = 63;
-
-char tensor_code(at::ScalarType dtype, bool requires_grad) {
-  return static_cast<char>(static_cast<char>(dtype) | (requires_grad ? kRequiresGrad : 0));
-}
-
-TensorFacts facts_from(char code) {
-  const auto dtype = static_cast<at::ScalarType>(code & ~kRequiresGrad);
-  return {to_dtype(dtype), (code & kRequiresGrad) != 0};
-}
 
 Attribute attribute_from(const py::handle& value) {
   if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
@@ -63,7 +47,7 @@ OpNode node_from(const py::handle& row) {
 
 // Groups travel to Python as (first, count, Python object number or None, name, made by a rule?,
 // joint?) and back as the first four.
-py::list rewrite_groups_to_python(const std::vector<transformer_ops::Group>& groups) {
+py::list rewrite_groups_to_python(const std::vector<StepGroup>& groups) {
   py::list list;
   for (const auto& group : groups) {
     list.append(py::make_tuple(group.first, group.count,
@@ -74,9 +58,9 @@ py::list rewrite_groups_to_python(const std::vector<transformer_ops::Group>& gro
 }
 
 // `before` supplies what only C++ knows of a group that the function left as it was.
-std::vector<transformer_ops::Group> rewrite_groups_from_python(
-    const py::list& list, const std::vector<transformer_ops::Group>& before) {
-  std::vector<transformer_ops::Group> groups;
+std::vector<StepGroup> rewrite_groups_from_python(const py::list& list,
+                                                  const std::vector<StepGroup>& before) {
+  std::vector<StepGroup> groups;
   for (const auto& row : list) {
     const auto tuple = py::cast<py::tuple>(row);
     const int first = tuple[0].cast<int>();
@@ -91,9 +75,6 @@ std::vector<transformer_ops::Group> rewrite_groups_from_python(
   }
   return groups;
 }
-
-// Plans that a group keeps: more than the modes, dtypes and frozen parameters that alternate.
-constexpr size_t kCachedPlans = 64;
 
 // A tensor whose class wants to see the calls that it takes part in. Modes are left to torch's ops.
 bool has_torch_function(PyObject* tensor) {
@@ -124,6 +105,9 @@ bool is_training(const py::object& module) {
   return PyObject_IsTrue(found.ptr()) == 1;
 }
 
+// Every plan of a group's pipeline is one.
+PlanEntry& entry_of(CachedPlan& plan) { return static_cast<PlanEntry&>(plan); }
+
 PyObject* wrap(const Tensors& outputs) {
   if (outputs.size() == 1) return THPVariable_Wrap(outputs[0]);
   PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(outputs.size()));
@@ -137,24 +121,7 @@ PyObject* wrap(const Tensors& outputs) {
 
 Group::Group(const py::list& ops, const py::list& places, const py::list& modules,
              const py::list& hooked, const py::list& absent, py::object new_session, bool recompute)
-    : new_session_(std::move(new_session)), recompute_(recompute) {
-  for (size_t i = 0; i < ops.size(); ++i) {
-    OpNode op = node_from(ops[i]);
-    const auto rows = py::cast<py::list>(places[i]);
-    op.parameters = static_cast<int>(rows.size());
-    for (const auto& row : rows) {
-      const auto pair = py::cast<py::tuple>(row);
-      if (py::isinstance<py::int_>(pair[1])) {
-        op.parameters = pair[1].cast<int>();
-        places_.push_back({pair[0], py::none(), py::str(""), static_cast<size_t>(op.parameters)});
-      } else {
-        places_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
-      }
-    }
-    for (const auto& source : op.sources) extra_inputs_ += source ? 0 : 1;
-    if (op.native && declaration(op.kind).inactive) asks_training_.push_back(static_cast<int>(i));
-    ops_.push_back(std::move(op));
-  }
+    : pipeline_(take_ops(ops, places), recompute, this), new_session_(std::move(new_session)) {
   for (const auto& row : absent) {
     const auto pair = py::cast<py::tuple>(row);
     absent_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
@@ -171,6 +138,27 @@ Group::Group(const py::list& ops, const py::list& places, const py::list& module
       hook_dicts_.push_back(module.attr(name));
     }
   }
+  training_.assign(modules_.size(), false);
+}
+
+std::vector<OpNode> Group::take_ops(const py::list& ops, const py::list& places) {
+  std::vector<OpNode> nodes;
+  for (size_t i = 0; i < ops.size(); ++i) {
+    OpNode op = node_from(ops[i]);
+    const auto rows = py::cast<py::list>(places[i]);
+    op.parameters = static_cast<int>(rows.size());
+    for (const auto& row : rows) {
+      const auto pair = py::cast<py::tuple>(row);
+      if (py::isinstance<py::int_>(pair[1])) {
+        op.parameters = pair[1].cast<int>();
+        places_.push_back({pair[0], py::none(), py::str(""), static_cast<size_t>(op.parameters)});
+      } else {
+        places_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
+      }
+    }
+    nodes.push_back(std::move(op));
+  }
+  return nodes;
 }
 
 bool Group::has_hooks() const {
@@ -191,7 +179,7 @@ void Group::check_absent() const {
 }
 
 bool Group::gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensors) const {
-  if (count != static_cast<Py_ssize_t>(1 + extra_inputs_)) return false;
+  if (count != static_cast<Py_ssize_t>(1 + pipeline_.extra_inputs())) return false;
   check_absent();
   tensors.reserve(count + places_.size());
   for (Py_ssize_t i = 0; i < count; ++i) {
@@ -222,7 +210,7 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensor
 }
 
 void Group::note_inputs(const Tensors& tensors) {
-  last_inputs_.resize(1 + extra_inputs_);
+  last_inputs_.resize(1 + pipeline_.extra_inputs());
   for (size_t i = 0; i < last_inputs_.size(); ++i) {
     if (tensors[i].unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
       last_inputs_.clear();
@@ -243,105 +231,50 @@ py::list Group::last_inputs() const {
 }
 
 void Group::write_key(const Tensors& tensors) {
-  const bool grad = at::GradMode::is_enabled();
-  const auto device = tensors[0].device().type();
-  // The meta device, for one, has none.
-  const bool autocast =
-      at::autocast::is_autocast_available(device) && at::autocast::is_autocast_enabled(device);
-  scratch_key_.clear();
-  scratch_key_ += static_cast<char>(grad);
-  scratch_key_ += static_cast<char>(device);
-  scratch_key_ +=
-      autocast ? static_cast<char>(at::autocast::get_autocast_dtype(device)) : kNoAutocast;
-  for (const Tensor& tensor : tensors) {
-    scratch_key_ += tensor_code(tensor.scalar_type(), grad && tensor.requires_grad());
-  }
-  for (const int op : asks_training_) {
-    scratch_key_ += static_cast<char>(is_training(modules_[op]));
-  }
+  for (const int op : pipeline_.ask_training()) training_[op] = is_training(modules_[op]);
+  pipeline_.write_key(tensors, training_, scratch_key_);
 }
 
-Facts Group::facts_of(const std::string& key) const {
-  Facts facts{.grad_enabled = key[0] != 0, .recompute = recompute_};
-  if (key[2] != kNoAutocast) facts.autocast = to_dtype(static_cast<at::ScalarType>(key[2]));
-  size_t next = kHeader;
-  facts.input = facts_from(key[next++]);
-  for (size_t i = 0; i < extra_inputs_; ++i) facts.extra_inputs.push_back(facts_from(key[next++]));
-  for (const OpNode& op : ops_) {
-    facts.parameters.emplace_back();
-    for (int k = 0; k < op.parameters; ++k) {
-      facts.parameters.back().push_back(facts_from(key[next++]));
-    }
-  }
-  facts.training.assign(ops_.size(), false);
-  for (const int op : asks_training_) facts.training[op] = key[next++] != 0;
-  return facts;
-}
+// ---- planning
 
-bool Group::is_current(const PlanEntry& entry) const {
-  return entry.version == registry_version() && entry.generation == generation_;
-}
-
-void Group::forget_plans() {
-  ++generation_;
-  // Moved out first: what dies may call back.
-  const auto entries = std::exchange(entries_, {});
-}
-
-std::shared_ptr<PlanEntry> Group::find_or_make(const std::string& key) {
-  const int64_t version = registry_version(), generation = generation_;
-  if (version != version_) {
-    entries_.clear();
-    version_ = version;
-  }
-  for (const auto& entry : entries_) {
-    if (entry->key == key) return entry;
-  }
-  py::object session = new_session_();
-  const auto attributes = py::cast<py::list>(session.attr("attributes")());
-  // A copy: planning calls Python, and another thread may plan meanwhile.
-  std::vector<OpNode> ops = ops_;
+SharedPlan Group::begin(std::vector<OpNode>& ops) {
+  auto entry = std::make_shared<PlanEntry>();
+  entry->session = new_session_();
+  const auto attributes = py::cast<py::list>(entry->session.attr("attributes")());
   for (size_t i = 0; i < ops.size(); ++i) {
     if (ops[i].native) ops[i].attributes = attributes_from(attributes[i]);
   }
-  const auto rewrite = [&](const Fusion& fusion,
-                           const std::vector<transformer_ops::Group>& groups) {
-    const py::list answer =
-        session.attr("rewrite")(fusion.id, to_text(fusion.pass), rewrite_groups_to_python(groups));
-    return rewrite_groups_from_python(answer, groups);
-  };
-  Planned planned = make_plan(ops, facts_of(key), rewrite);
-  auto entry = std::make_shared<PlanEntry>();
-  entry->key = key;
-  entry->version = version;
-  entry->generation = generation;
-  entry->plan = std::move(planned.plan);
-  entry->near_misses = std::move(planned.near_misses);
-  std::vector<int> extra_outputs;
-  for (const OpNode& op : ops) extra_outputs.push_back(op.extra_outputs);
-  entry->handle = std::make_shared<ProgramHandle>(share(compile(entry->plan, extra_outputs)));
-  entry->session = std::move(session);
-  const Program& program = *entry->handle->program;
-  entry->needs_host = program.has_host_steps || program.accumulates;
-  if (entry->needs_host) entry->host = entry->session.attr("make_host")(entry);
-  if (version == version_ && generation == generation_) entries_.push_back(entry);
-  if (entries_.size() > kCachedPlans) entries_.erase(entries_.begin());
   return entry;
+}
+
+std::vector<StepGroup> Group::rewrite(CachedPlan& plan, const Fusion& fusion,
+                                      const std::vector<StepGroup>& groups) {
+  const py::list answer = entry_of(plan).session.attr("rewrite")(fusion.id, to_text(fusion.pass),
+                                                                 rewrite_groups_to_python(groups));
+  return rewrite_groups_from_python(answer, groups);
+}
+
+void Group::finish(const SharedPlan& plan) {
+  const auto entry = std::static_pointer_cast<PlanEntry>(plan);
+  entry->handle = std::make_shared<ProgramHandle>(entry->program);
+  entry->needs_host = entry->program->has_host_steps || entry->program->accumulates;
+  if (entry->needs_host) entry->host = entry->session.attr("make_host")(entry);
+}
+
+void Group::plan_into_last(const PlanKey& key) {
+  last_ = std::static_pointer_cast<PlanEntry>(pipeline_.plan(key));
 }
 
 std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> autocast,
                                        const std::string& device,
                                        const std::vector<std::pair<at::ScalarType, bool>>& tensors,
                                        const std::vector<bool>& training) {
-  std::string key;
-  key += static_cast<char>(grad);
-  key += static_cast<char>(c10::Device(device).type());
-  key += autocast ? static_cast<char>(*autocast) : kNoAutocast;
+  std::vector<TensorMeta> metas;
   for (const auto& [dtype, requires_grad] : tensors) {
-    key += tensor_code(dtype, grad && requires_grad);
+    metas.push_back({to_dtype(dtype), requires_grad});
   }
-  for (const int op : asks_training_) key += static_cast<char>(training[op]);
-  last_ = find_or_make(key);
+  const auto type = c10::Device(device).type();
+  plan_into_last(pipeline_.key(grad, type, autocast, std::move(metas), training));
   last_inputs_.clear();
   return last_;
 }
@@ -351,11 +284,10 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kw
   Tensors tensors;
   if (is_cleared_ || has_hooks() || !gather(arguments, count, tensors)) Py_RETURN_NONE;
   write_key(tensors);
-  // The version of the entry: a plan that could not be made leaves the stale one in place.
-  if (!last_ || !is_current(*last_) || last_->key != scratch_key_) {
+  // A plan that could not be made leaves a stale one in place.
+  if (!last_ || !pipeline_.is_current(*last_) || last_->key != scratch_key_) {
     // A copy: planning calls Python, and another thread may write its key meanwhile.
-    const std::shared_ptr<PlanEntry> entry = find_or_make(std::string(scratch_key_));
-    last_ = entry;
+    plan_into_last(PlanKey(scratch_key_));
   }
   // Its own: meanwhile another thread may plan again.
   const std::shared_ptr<PlanEntry> entry = last_;
@@ -386,18 +318,21 @@ int Group::traverse(visitproc visit, void* arg) const {
   for (const auto& module : modules_) Py_VISIT(module.ptr());
   for (const auto& dict : hook_dicts_) Py_VISIT(dict.ptr());
   Py_VISIT(new_session_.ptr());
-  const auto visit_session = [&](const std::shared_ptr<PlanEntry>& entry, long owners) {
+  const auto visit_session = [&](const PlanEntry& entry, bool is_ours) {
     // Held by Python too: reachable from there.
-    if (entry.use_count() != owners) return 0;
-    Py_VISIT(entry->session.ptr());
-    Py_VISIT(entry->host.ptr());
+    if (!is_ours) return 0;
+    Py_VISIT(entry.session.ptr());
+    Py_VISIT(entry.host.ptr());
     return 0;
   };
-  for (const auto& entry : entries_) {
-    if (const int stop = visit_session(entry, entry == last_ ? 2 : 1)) return stop;
+  const std::vector<SharedPlan> plans = pipeline_.plans();
+  for (const SharedPlan& plan : plans) {
+    // Beside the list above.
+    const long owners = plan == last_ ? 3 : 2;
+    if (const int stop = visit_session(entry_of(*plan), plan.use_count() == owners)) return stop;
   }
-  const bool is_cached = std::ranges::find(entries_, last_) != entries_.end();
-  return last_ && !is_cached ? visit_session(last_, 1) : 0;
+  const bool is_cached = std::ranges::find(plans, last_) != plans.end();
+  return last_ && !is_cached ? visit_session(*last_, last_.use_count() == 1) : 0;
 }
 
 void Group::clear() {
@@ -406,7 +341,7 @@ void Group::clear() {
   const auto absent = std::exchange(absent_, {});
   const auto modules = std::exchange(modules_, {});
   const auto hook_dicts = std::exchange(hook_dicts_, {});
-  const auto entries = std::exchange(entries_, {});
+  pipeline_.forget_plans();
   const auto last = std::exchange(last_, nullptr);
   const auto new_session = std::exchange(new_session_, py::none());
   is_cleared_ = true;
@@ -463,108 +398,6 @@ py::object make_call(PyMethodDef& method, const py::object& group) {
   return call;
 }
 
-py::object value_to_python(const Argument& argument) {
-  if (const auto* value = std::get_if<Value>(&argument)) return py::str(to_text(*value));
-  if (const auto* constant = std::get_if<Attribute>(&argument)) {
-    return py::make_tuple(std::visit([](const auto& item) { return py::cast(item); }, *constant));
-  }
-  return py::none();
-}
-
-py::object dtype_to_python(const std::optional<DType>& dtype) {
-  return dtype ? py::object(py::str(to_text(*dtype))) : py::none();
-}
-
-py::dict step_to_python(const Step& step) {
-  py::list instructions, saves;
-  for (const Instruction& instruction : step.instructions) {
-    py::list arguments, results;
-    for (const Argument& argument : instruction.arguments) {
-      arguments.append(value_to_python(argument));
-    }
-    for (const Value& result : instruction.results) results.append(to_text(result));
-    instructions.append(py::make_tuple(instruction.target, arguments, results));
-  }
-  for (const Save& save : step.saves) {
-    saves.append(py::make_tuple(to_text(save.slot), to_text(save.source)));
-  }
-  py::dict row;
-  row["name"] = step.name;
-  row["ops"] = step.ops;
-  row["instructions"] = instructions;
-  row["saves"] = saves;
-  row["compute"] = dtype_to_python(step.compute);
-  row["cast_parameters"] = step.cast_parameters;
-  row["result"] = dtype_to_python(step.result);
-  row["python"] = step.python ? py::object(py::int_(*step.python)) : py::none();
-  row["joint"] = step.joint;
-  row["skipped"] = step.skipped;
-  return row;
-}
-
-py::list values_to_python(const std::vector<Value>& values) {
-  py::list list;
-  for (const Value& value : values) list.append(to_text(value));
-  return list;
-}
-
-// (op, position) of an extra tensor.
-py::tuple position_of(const Value& value) {
-  return py::make_tuple(value.op, std::stoi(value.name));
-}
-
-// A plan as plain Python data: what Python steps and explain() read.
-py::dict plan_to_python(const Plan& plan) {
-  py::dict data;
-  py::list ops, forward, backward, routes;
-  for (const PlannedOp& op : plan.ops) {
-    py::dict attributes;
-    for (const auto& [name, value] : op.attributes) {
-      attributes[py::str(name)] =
-          std::visit([](const auto& item) { return py::cast(item); }, value);
-    }
-    ops.append(py::make_tuple(op.kind, attributes, op.native));
-  }
-  for (const Step& step : plan.forward) forward.append(step_to_python(step));
-  for (const Step& step : plan.backward) backward.append(step_to_python(step));
-  for (const Route& route : plan.routes) {
-    routes.append(py::make_tuple(to_text(route.input), to_text(route.output)));
-  }
-  data["ops"] = ops;
-  data["extra_inputs"] = values_to_python(plan.extra_inputs);
-  data["parameters"] = values_to_python(plan.parameters);
-  data["extra_outputs"] = values_to_python(plan.extra_outputs);
-  std::vector<std::vector<std::string>> parameters(plan.ops.size());
-  for (const Value& value : plan.parameters) parameters[value.op].push_back(value.name);
-  std::vector<bool> wants_parameters(plan.ops.size());
-  for (const Value& value : plan.gradients) {
-    if (value.kind == Value::Kind::ParameterGrad) wants_parameters[value.op] = true;
-  }
-  py::dict fed_by;
-  for (const Route& route : plan.routes)
-    fed_by[position_of(route.input)] = position_of(route.output);
-  py::list visible;
-  for (const Value& value : plan.extra_outputs) visible.append(position_of(value));
-  data["parameter_names"] = parameters;
-  data["wants_parameters"] = wants_parameters;
-  data["fed_by"] = fed_by;
-  data["visible"] = visible;
-  data["routes"] = routes;
-  data["first_backward"] = plan.first_backward;
-  data["autocast"] = dtype_to_python(plan.autocast);
-  data["forward"] = forward;
-  data["backward"] = backward;
-  return data;
-}
-
-py::list near_misses_to_python(const std::vector<NearMiss>& near_misses) {
-  py::list list;
-  for (const NearMiss& miss : near_misses) {
-    list.append(py::make_tuple(miss.fusion, to_text(miss.pass), miss.ops, miss.reason));
-  }
-  return list;
-}
-
 }  // namespace
 
 void bind_group(py::module_& module) {
@@ -582,7 +415,7 @@ void bind_group(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "Group",
                                             py::custom_type_setup(make_collectable))
       .def(py::init<py::list, py::list, py::list, py::list, py::list, py::object, bool>())
-      .def("forget_plans", &Group::forget_plans)
+      .def("forget_plans", [](Group& group) { group.pipeline().forget_plans(); })
       .def("check_absent", torch::wrap_pybind_function(&Group::check_absent))
       .def(
           "make_call", [](const py::object& group) { return make_call(call_method, group); },
@@ -595,7 +428,8 @@ void bind_group(py::module_& module) {
       .def("plan", torch::wrap_pybind_function(&Group::plan))
       .def_property_readonly("last", &Group::last)
       .def_property_readonly("last_inputs", &Group::last_inputs)
-      .def_property_readonly("cached_plans", &Group::cached_plans);
+      .def_property_readonly("cached_plans",
+                             [](Group& group) { return group.pipeline().plans().size(); });
   module.def("parse_plan", torch::wrap_pybind_function([](const std::string& text) {
                const Plan plan = parse_plan(text);
                check_calls(plan);

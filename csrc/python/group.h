@@ -7,20 +7,15 @@
 #include <string>
 #include <vector>
 
-#include "fuser/planner.h"
 #include "python/host.h"
+#include "runtime/pipeline.h"
 
 namespace transformer_ops::python {
 
 namespace py = pybind11;
 
 // A plan with what Python needs to run or explain it.
-struct PlanEntry {
-  std::string key;
-  int64_t version = 0;     // of the registry
-  int64_t generation = 0;  // of the group's ops
-  Plan plan;
-  std::vector<NearMiss> near_misses;
+struct PlanEntry : CachedPlan {
   std::shared_ptr<ProgramHandle> handle;
   py::object session;  // holds the Python objects that steps refer to by number
   py::object host;     // transformer_ops.host.HostPlan; null where all is native
@@ -42,8 +37,8 @@ struct TensorShape {
   at::ScalarType dtype;
 };
 
-// The ops of one group, their plan cache, and the eager call.
-class Group {
+// The ops of one group with their modules, and the eager call.
+class Group : private PlanHost {
  public:
   // ops: (kind, attributes, native, sources, visible) each; places: one list per op, of (owner,
   // name), or of (Python op, count);
@@ -58,7 +53,7 @@ class Group {
   // than it had). `kwargs`: a dict for each basic op, or null.
   PyObject* call(PyObject* const* arguments, Py_ssize_t count, PyObject* kwargs);
 
-  // The plan for explicit facts: (grad, autocast dtype, device type, tensor facts, training).
+  // The plan for explicit key: (grad, autocast dtype, device type, tensor key, training).
   std::shared_ptr<PlanEntry> plan(bool grad, std::optional<at::ScalarType> autocast,
                                   const std::string& device,
                                   const std::vector<std::pair<at::ScalarType, bool>>& tensors,
@@ -69,37 +64,36 @@ class Group {
   py::list last_inputs() const;
   // Raises where a parameter that was None has been put in its place since.
   void check_absent() const;
-  size_t cached_plans() const { return entries_.size(); }
-  // For an op that has changed; last() stays, to be looked at.
-  void forget_plans();
+  // Where its plans are forgotten, last() stays, to be looked at.
+  Pipeline& pipeline() { return pipeline_; }
 
   // For Python's collector: all Python objects that the group holds, and letting go of them.
   int traverse(visitproc visit, void* arg) const;
   void clear();
 
  private:
+  SharedPlan begin(std::vector<OpNode>& ops) override;
+  std::vector<StepGroup> rewrite(CachedPlan& plan, const Fusion& fusion,
+                                 const std::vector<StepGroup>& groups) override;
+  void finish(const SharedPlan& plan) override;
+
+  // The ops as nodes; notes where their parameters are.
+  std::vector<OpNode> take_ops(const py::list& ops, const py::list& places);
   bool has_hooks() const;
-  bool is_current(const PlanEntry& entry) const;
   void note_inputs(const Tensors& tensors);
   bool gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensors) const;
   void write_key(const Tensors& tensors);
-  std::shared_ptr<PlanEntry> find_or_make(const std::string& key);
-  Facts facts_of(const std::string& key) const;
+  void plan_into_last(const PlanKey& key);
 
-  std::vector<OpNode> ops_;
   std::vector<ParameterPlace> places_;
+  Pipeline pipeline_;
   std::vector<ParameterPlace> absent_;
-  std::vector<int> asks_training_;  // ops whose plan depends on the training flag
   std::vector<py::object> modules_;
   std::vector<py::object> hook_dicts_;
   py::object new_session_;
-  bool recompute_;
   bool is_cleared_ = false;
-  size_t extra_inputs_ = 0;
-  std::string scratch_key_;
-  int64_t version_ = -1;
-  int64_t generation_ = 0;
-  std::vector<std::shared_ptr<PlanEntry>> entries_;
+  std::vector<bool> training_;
+  PlanKey scratch_key_;
   std::shared_ptr<PlanEntry> last_;
   std::vector<TensorShape> last_inputs_;
 };

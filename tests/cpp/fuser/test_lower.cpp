@@ -45,7 +45,7 @@ backward Scale ops=[3]
 
 TEST(Lower, SavesNothingWithoutGradients) {
   const auto ops = nodes({"Norm", "Product"});
-  EXPECT_EQ(steps_text(toy::plan(ops, toy::facts(ops, /*grad=*/false))), R"(first_backward 2
+  EXPECT_EQ(steps_text(toy::plan(ops, toy::key(ops, /*grad=*/false))), R"(first_backward 2
 forward Norm ops=[0]
   x1, s0.rstd = norm(x0, 1e-05)
 forward Product ops=[1]
@@ -57,9 +57,9 @@ backward Product ops=[1] skipped=true
 
 TEST(Lower, SkipsWhatLiesBeforeTheFirstGradient) {
   const auto ops = nodes({"Square", "Product", "Square"});
-  Facts facts = toy::facts(ops);
-  facts.input.requires_grad = false;
-  EXPECT_EQ(steps_text(toy::plan(ops, facts)), R"(first_backward 1
+  PlanKey key = toy::key(ops);
+  key.tensors[0].requires_grad = false;
+  EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 1
 forward Square ops=[0]
   x1 = square(x0)
 forward Product ops=[1]
@@ -78,9 +78,9 @@ backward Square ops=[2]
 
 TEST(Lower, SavesOnlyWhatAWantedGradientReads) {
   const auto ops = nodes({"Product"});
-  Facts facts = toy::facts(ops);
-  facts.parameters[0][0].requires_grad = false;
-  EXPECT_EQ(steps_text(toy::plan(ops, facts)), R"(first_backward 0
+  PlanKey key = toy::key(ops);
+  toy::parameter(key, ops, 0).requires_grad = false;
+  EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
 forward Product ops=[0]
   x1 = product(x0, p0.weight)
   save s0.weight=p0.weight
@@ -91,9 +91,9 @@ backward Product ops=[0]
 
 TEST(Lower, DoesNotCallABackwardNobodyWants) {
   const auto ops = nodes({"Product", "Shift"});
-  Facts facts = toy::facts(ops);
-  facts.parameters[1][0].requires_grad = false;
-  EXPECT_EQ(steps_text(toy::plan(ops, facts)).find("shift_backward"), std::string::npos);
+  PlanKey key = toy::key(ops);
+  toy::parameter(key, ops, 1).requires_grad = false;
+  EXPECT_EQ(steps_text(toy::plan(ops, key)).find("shift_backward"), std::string::npos);
 }
 
 // ---- ops that hand on, switches, shapes
@@ -116,15 +116,15 @@ forward Mask ops=[0]
 backward Mask ops=[0]
   g0 = mask_backward(g1, s0.mask)
 )");
-  const std::string without = steps_text(toy::plan(ops, toy::facts(ops, /*grad=*/false)));
+  const std::string without = steps_text(toy::plan(ops, toy::key(ops, /*grad=*/false)));
   EXPECT_NE(without.find("mask(x0, false)"), std::string::npos) << without;
 }
 
 TEST(Lower, HandsOnWhereTheOpIsInactive) {
   const auto ops = nodes({"Mask"});
-  Facts facts = toy::facts(ops);
-  facts.training[0] = false;
-  EXPECT_EQ(steps_text(toy::plan(ops, facts)), R"(first_backward 0
+  PlanKey key = toy::key(ops);
+  key.training[0] = false;
+  EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
 forward Mask ops=[0]
   x1 = x0
 backward Mask ops=[0]
@@ -207,9 +207,9 @@ backward Fork ops=[0]
 
 TEST(Lower, CastsTheInputOfAProductAndItsGradientBack) {
   const auto ops = nodes({"Product", "Square"});
-  Facts facts = toy::facts(ops);
-  facts.input.dtype = DType::BFloat16;
-  EXPECT_EQ(steps_text(toy::plan(ops, facts)), R"(first_backward 0
+  PlanKey key = toy::key(ops);
+  key.tensors[0].dtype = DType::BFloat16;
+  EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
 forward Product ops=[0] compute=float32
   x1 = product(x0, p0.weight)
   save s0.input=x0, s0.weight=p0.weight
@@ -225,9 +225,9 @@ backward Square ops=[1]
 
 TEST(Lower, CastsInputAndParametersUnderAutocast) {
   const auto ops = nodes({"Square", "Product", "Shift"});
-  Facts facts = toy::facts(ops);
-  facts.autocast = DType::BFloat16;
-  EXPECT_EQ(steps_text(toy::plan(ops, facts)), R"(first_backward 0
+  PlanKey key = toy::key(ops);
+  key.autocast = DType::BFloat16;
+  EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
 autocast bfloat16
 forward Square ops=[0] compute=bfloat16
   x1 = square(x0)
@@ -249,18 +249,18 @@ backward Shift ops=[2]
 
 TEST(Lower, AutocastLeavesFloat64Alone) {
   const auto ops = nodes({"Square"});
-  Facts facts = toy::facts(ops);
-  facts.input.dtype = DType::Float64;
-  facts.autocast = DType::BFloat16;
-  EXPECT_EQ(steps_text(toy::plan(ops, facts)).find("compute"), std::string::npos);
+  PlanKey key = toy::key(ops);
+  key.tensors[0].dtype = DType::Float64;
+  key.autocast = DType::BFloat16;
+  EXPECT_EQ(steps_text(toy::plan(ops, key)).find("compute"), std::string::npos);
 }
 
 TEST(Lower, PromotesWithAnExtraInput) {
   const auto ops = nodes({"Add", "Square"});
-  Facts facts = toy::facts(ops);
-  facts.input.dtype = DType::BFloat16;
-  facts.extra_inputs[0].dtype = DType::Float32;
-  EXPECT_EQ(steps_text(toy::plan(ops, facts)), R"(first_backward 0
+  PlanKey key = toy::key(ops);
+  key.tensors[0].dtype = DType::BFloat16;
+  key.tensors[1].dtype = DType::Float32;
+  EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
 forward Add ops=[0]
   x1 = add(x0, e0.0)
 forward Square ops=[1]
@@ -405,9 +405,9 @@ backward epilogue ops=[0, 1, 2]
 TEST(Lower, AStepCoversTheIdleOpsInIt) {
   const ScopedRule forward(toy::forward_rule()), backward(toy::backward_rule());
   const auto ops = nodes({"Product", "Same", "Shift", "Mask", "Square"});
-  Facts facts = toy::facts(ops);
-  facts.training.assign(ops.size(), false);
-  const Plan plan = toy::plan(ops, facts);
+  PlanKey key = toy::key(ops);
+  key.training.assign(ops.size(), false);
+  const Plan plan = toy::plan(ops, key);
   EXPECT_EQ(steps_text(plan), R"(first_backward 0
 forward product_shift_square ops=[0, 1, 2, 3, 4]
   x5, s4.input = product_shift_square(x0, p0.weight, p2.shift, true)
@@ -420,8 +420,8 @@ backward square_shift ops=[2, 3, 4]
   g2, dp2.shift = square_shift_backward(g5, s4.input)
 )");
   EXPECT_EQ(to_text(parse_plan(to_text(plan))), to_text(plan));
-  facts.training.assign(ops.size(), true);
-  EXPECT_EQ(toy::plan(ops, facts).forward.size(), ops.size());
+  key.training.assign(ops.size(), true);
+  EXPECT_EQ(toy::plan(ops, key).forward.size(), ops.size());
 }
 
 TEST(Lower, AnArgumentOfAnAbsentOpMustBeOptional) {
@@ -480,10 +480,11 @@ backward Custom ops=[1] python=1
 TEST(Lower, PythonBackwardGetsEverySlotOfItsOps) {
   const ScopedUserFusion user("user", Pass::Backward);
   const auto ops = nodes({"Norm", "Product"});
-  const Planned planned = make_plan(
-      ops, toy::facts(ops), [](const Fusion&, const std::vector<Group>&) -> std::vector<Group> {
-        return {{.first = 0, .count = 2, .python = 2, .name = "Mine"}};
-      });
+  const Planned planned =
+      make_plan(ops, toy::key(ops),
+                [](const Fusion&, const std::vector<StepGroup>&) -> std::vector<StepGroup> {
+                  return {{.first = 0, .count = 2, .python = 2, .name = "Mine"}};
+                });
   EXPECT_EQ(steps_text(planned.plan), R"(first_backward 0
 forward Norm ops=[0]
   x1, s0.rstd = norm(x0, 1e-05)

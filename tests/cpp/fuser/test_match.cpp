@@ -13,51 +13,57 @@ using toy::nodes;
 TEST(Analysis, ABoundaryNeedsAGradientWhereAnythingBeforeItDoes) {
   auto ops = nodes({"Product", "Fork", "Add", "Add", "Square"});
   connect(ops, 1, 2);
-  Facts facts = toy::facts(ops, /*grad=*/false);
-  facts.grad_enabled = true;
-  const auto at = [&](int boundary) { return Analysis(ops, facts).needs_grad(boundary); };
-  const auto first = [&] { return Analysis(ops, facts).first_backward(); };
+  PlanKey key = toy::key(ops, /*grad=*/false);
+  key.grad_enabled = true;
+  const auto at = [&](int boundary) { return Analysis(ops, key).needs_grad(boundary); };
+  const auto first = [&] { return Analysis(ops, key).first_backward(); };
   EXPECT_FALSE(at(5));
   EXPECT_EQ(first(), 5);
   // The only one from the caller goes into op 3.
-  facts.extra_inputs[0].requires_grad = true;
+  key.tensors[1].requires_grad = true;
   EXPECT_FALSE(at(3));
   EXPECT_TRUE(at(4));
   EXPECT_EQ(first(), 3);
-  facts.parameters[0][0].requires_grad = true;
+  toy::parameter(key, ops, 0).requires_grad = true;
   EXPECT_FALSE(at(0));
   EXPECT_TRUE(at(1));
   EXPECT_EQ(first(), 0);
-  facts.input.requires_grad = true;
+  key.tensors[0].requires_grad = true;
   EXPECT_TRUE(at(0));
   EXPECT_EQ(first(), 0);
-  facts.grad_enabled = false;
+  key.grad_enabled = false;
   EXPECT_FALSE(at(4));
   EXPECT_EQ(first(), 5);
 }
 
 TEST(Analysis, AnExtraOutputIsReadByTheCallerOrAChannel) {
   auto ops = nodes({"Same", "Fork", "Add"});
-  const Facts facts = toy::facts(ops);
-  const auto is_read = [&] { return Analysis(ops, facts).extra_output_is_read(1, 0); };
+  const auto is_read = [&] {
+    const PlanKey key = toy::key(ops);
+    return Analysis(ops, key).extra_output_is_read(1, 0);
+  };
+  const auto readers = [&] {
+    const PlanKey key = toy::key(ops);
+    return Analysis(ops, key).readers(1, 0);
+  };
   ops[1].visible = {false};
   EXPECT_FALSE(is_read());
   connect(ops, 1, 2, /*visible=*/false);
   EXPECT_TRUE(is_read());
-  EXPECT_EQ(Analysis(ops, facts).readers(1, 0), std::vector<int>{2});
+  EXPECT_EQ(readers(), std::vector<int>{2});
   ops[2].sources = {std::nullopt};
   ops[1].visible = {true};
   EXPECT_TRUE(is_read());
-  EXPECT_TRUE(Analysis(ops, facts).readers(1, 0).empty());
+  EXPECT_TRUE(readers().empty());
 }
 
 TEST(Analysis, DtypesFollowTheOps) {
   auto ops = nodes({"Square", "Fork", "Product", "Add", "Add"});
   connect(ops, 1, 4);
-  Facts facts = toy::facts(ops);
-  facts.parameters[2][0].dtype = DType::BFloat16;
-  facts.extra_inputs[0].dtype = DType::Float64;  // of op 3
-  const Analysis analysis(ops, facts);
+  PlanKey key = toy::key(ops);
+  toy::parameter(key, ops, 2).dtype = DType::BFloat16;
+  key.tensors[1].dtype = DType::Float64;  // of op 3
+  const Analysis analysis(ops, key);
   using enum DType;
   EXPECT_EQ(analysis.dtypes(),
             (std::vector<DType>{Float32, Float32, Float32, BFloat16, Float64, Float64}));
@@ -79,8 +85,8 @@ Rule fork_square() {
               "Tensor input) -> Tensor grad_input"};
 }
 
-std::optional<DType> cast_of(const std::vector<OpNode>& ops, const Facts& facts) {
-  for (const Step& step : toy::plan(ops, facts).backward) {
+std::optional<DType> cast_of(const std::vector<OpNode>& ops, const PlanKey& key) {
+  for (const Step& step : toy::plan(ops, key).backward) {
     if (step.name == "fork_square") return step.result;
   }
   ADD_FAILURE() << "the rule did not fire";
@@ -91,13 +97,13 @@ TEST(FusedExtraGradient, IsCastOnlyWhereASumIsWider) {
   const toy::ScopedRule rule(fork_square());
   auto ops = nodes({"Same", "Fork", "Square", "Add", "Add"});
   connect(ops, 1, 3);
-  Facts facts = toy::facts(ops);
-  EXPECT_EQ(cast_of(ops, facts), std::nullopt);
-  facts.extra_inputs[0].dtype = DType::Float64;  // of the last op: after the sum
-  EXPECT_EQ(cast_of(ops, facts), std::nullopt);
+  PlanKey key = toy::key(ops);
+  EXPECT_EQ(cast_of(ops, key), std::nullopt);
+  key.tensors[1].dtype = DType::Float64;  // of the last op: after the sum
+  EXPECT_EQ(cast_of(ops, key), std::nullopt);
   ops = nodes({"Same", "Fork", "Square", "Add", "Add"});
   connect(ops, 1, 4);
-  EXPECT_EQ(cast_of(ops, facts), DType::Float32);
+  EXPECT_EQ(cast_of(ops, key), DType::Float32);
 }
 
 }  // namespace

@@ -33,11 +33,11 @@ TEST(PlanText, RoundTripsFusedSteps) {
 TEST(PlanText, RoundTripsChannelsAutocastAndSkippedSteps) {
   auto ops = nodes({"Square", "Fork", "Product", "Add"});
   toy::connect(ops, 1, 3, /*visible=*/true);
-  Facts facts = toy::facts(ops);
-  facts.autocast = DType::BFloat16;
-  facts.input.requires_grad = false;
-  facts.training[2] = false;
-  expect_round_trip(toy::plan(ops, facts));
+  PlanKey key = toy::key(ops);
+  key.autocast = DType::BFloat16;
+  key.tensors[0].requires_grad = false;
+  key.training[2] = false;
+  expect_round_trip(toy::plan(ops, key));
 }
 
 TEST(PlanText, RoundTripsPythonStepsAndAttributesOfAnyText) {
@@ -55,8 +55,8 @@ TEST(PlanText, RoundTripsNamesOfAnyText) {
     const ScopedUserFusion user("user", Pass::Forward);
     const auto ops = nodes({"Same", "Same"});
     expect_round_trip(
-        make_plan(ops, toy::facts(ops), [&](const Fusion&, const std::vector<Group>&) {
-          return std::vector<Group>{{.first = 0, .count = 2, .python = 2, .name = name}};
+        make_plan(ops, toy::key(ops), [&](const Fusion&, const std::vector<StepGroup>&) {
+          return std::vector<StepGroup>{{.first = 0, .count = 2, .python = 2, .name = name}};
         }).plan);
   }
 }

@@ -10,10 +10,10 @@ using toy::nodes;
 using toy::ScopedRule;
 using toy::steps_text;
 
-Facts recomputing(const std::vector<OpNode>& ops) {
-  Facts facts = toy::facts(ops);
-  facts.recompute = true;
-  return facts;
+PlanKey recomputing(const std::vector<OpNode>& ops) {
+  PlanKey key = toy::key(ops);
+  key.recompute = true;
+  return key;
 }
 
 Plan recomputing_plan(const std::vector<OpNode>& ops) { return toy::plan(ops, recomputing(ops)); }
@@ -97,9 +97,9 @@ TEST(Recompute, KeepsWhatNothingKeptLeadsTo) {
 
 TEST(Recompute, KeepsWhatAProducerWithoutBackwardGives) {
   const auto ops = nodes({"Norm", "Product"});
-  Facts facts = recomputing(ops);
-  facts.input.requires_grad = false;
-  EXPECT_EQ(saved(toy::plan(ops, facts)), "s1.input ");
+  PlanKey key = recomputing(ops);
+  key.tensors[0].requires_grad = false;
+  EXPECT_EQ(saved(toy::plan(ops, key)), "s1.input ");
 }
 
 TEST(Recompute, ASecondNameOfAKeptTensorStays) {
@@ -109,9 +109,9 @@ TEST(Recompute, ASecondNameOfAKeptTensorStays) {
 
 TEST(Recompute, CastsWhereForwardDid) {
   const auto ops = nodes({"Square", "Product"});
-  Facts facts = recomputing(ops);
-  facts.parameters[1][0].dtype = DType::BFloat16;
-  const std::string text = to_text(toy::plan(ops, facts));
+  PlanKey key = recomputing(ops);
+  toy::parameter(key, ops, 1).dtype = DType::BFloat16;
+  const std::string text = to_text(toy::plan(ops, key));
   EXPECT_NE(text.find(R"(
   x1 = recompute_square(g2, s0.input)
   s1.input = recompute_cast(g2, x1)
@@ -135,8 +135,8 @@ TEST(Recompute, AJointFusionKeepsItsOwnWhereNothingLeadsToIt) {
 TEST(Recompute, FeedsAPythonStepThroughItsSlots) {
   const auto ops = nodes({"Norm", "Product"});
   const toy::ScopedUserFusion fusion("mine", Pass::Backward);
-  const auto take_product = [](const Fusion&, const std::vector<Group>& groups) {
-    std::vector<Group> taken = groups;
+  const auto take_product = [](const Fusion&, const std::vector<StepGroup>& groups) {
+    std::vector<StepGroup> taken = groups;
     taken[1].python = 2;
     taken[1].name = "Mine";
     return taken;

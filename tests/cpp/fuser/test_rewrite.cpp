@@ -11,19 +11,19 @@ using toy::nodes;
 using toy::ScopedRule;
 using toy::ScopedUserFusion;
 
-using Groups = std::vector<Group>;
+using Groups = std::vector<StepGroup>;
 
 Groups keep(const Fusion&, const Groups& groups) { return groups; }
 
 Rewritten rewrite_all(const std::vector<OpNode>& ops, const UserRewrite& user = keep) {
-  const Facts facts = toy::facts(ops);
-  return rewrite(Analysis(ops, facts), user);
+  const PlanKey key = toy::key(ops);
+  return rewrite(Analysis(ops, key), user);
 }
 
 // "name[first..last]" per group.
 std::string text(const Groups& groups) {
   std::string text;
-  for (const Group& group : groups) {
+  for (const StepGroup& group : groups) {
     text += (text.empty() ? "" : " ") + group.name + "[" + std::to_string(group.first) + ".." +
             std::to_string(group.first + group.count - 1) + "]";
   }
@@ -114,11 +114,11 @@ TEST(Optional, TakesFewerWhereTheGuardRefusesAll) {
 TEST(Idle, IsPassedOverBetweenTwoOps) {
   const ScopedRule forward(rule("pair", 10, {{"Product"}, {"Square"}}));
   const auto ops = nodes({"Product", "Mask", "Same", "Square", "Same"});
-  Facts facts = toy::facts(ops);
-  EXPECT_EQ(text(rewrite(Analysis(ops, facts), keep).forward),
+  PlanKey key = toy::key(ops);
+  EXPECT_EQ(text(rewrite(Analysis(ops, key), keep).forward),
             "Product[0..0] Mask[1..1] Same[2..2] Square[3..3] Same[4..4]");
-  facts.training.assign(5, false);
-  const Rewritten result = rewrite(Analysis(ops, facts), keep);
+  key.training.assign(5, false);
+  const Rewritten result = rewrite(Analysis(ops, key), keep);
   EXPECT_EQ(text(result.forward), "pair[0..3] Same[4..4]");
   EXPECT_EQ(result.forward[0].places, (std::vector<int>{0, 3}));
 }
@@ -126,9 +126,9 @@ TEST(Idle, IsPassedOverBetweenTwoOps) {
 TEST(Idle, MayBeTakenAsWhatItIs) {
   const ScopedRule forward(rule("mask", 10, {{"Product"}, {"Mask"}, {"Square"}}));
   const auto ops = nodes({"Product", "Same", "Mask", "Mask", "Square"});
-  Facts facts = toy::facts(ops);
-  facts.training.assign(5, false);
-  const Rewritten result = rewrite(Analysis(ops, facts), keep);
+  PlanKey key = toy::key(ops);
+  key.training.assign(5, false);
+  const Rewritten result = rewrite(Analysis(ops, key), keep);
   EXPECT_EQ(text(result.forward), "mask[0..4]");
   EXPECT_EQ(result.forward[0].places, (std::vector<int>{0, 2, 4}));
 }
@@ -142,9 +142,9 @@ TEST(Idle, IsPassedOverWhereTheGuardWantsAnother) {
   };
   const ScopedRule forward(active);
   const auto ops = nodes({"Product", "Mask", "Mask"});
-  Facts facts = toy::facts(ops);
-  facts.training = {true, false, true};
-  EXPECT_EQ(rewrite(Analysis(ops, facts), keep).forward[0].places, (std::vector<int>{0, 2}));
+  PlanKey key = toy::key(ops);
+  key.training = {true, false, true};
+  EXPECT_EQ(rewrite(Analysis(ops, key), keep).forward[0].places, (std::vector<int>{0, 2}));
 }
 
 TEST(Idle, IsNotPassedOverOnceAFusionTookIt) {
@@ -181,9 +181,9 @@ std::string reason(const Rewritten& result) {
 TEST(NearMiss, TellsTheGuardsReason) {
   const ScopedRule backward(toy::backward_rule());
   const auto ops = nodes({"Same", "Shift", "Square"});
-  Facts facts = toy::facts(ops);
-  facts.parameters[1][0].requires_grad = false;
-  const Rewritten result = rewrite(Analysis(ops, facts), keep);
+  PlanKey key = toy::key(ops);
+  toy::parameter(key, ops, 1).requires_grad = false;
+  const Rewritten result = rewrite(Analysis(ops, key), keep);
   EXPECT_EQ(text(result.backward), "Same[0..0] Shift[1..1] Square[2..2]");
   EXPECT_EQ(reason(result), "the shift needs no gradient");
   EXPECT_EQ(result.near_misses[0].fusion, "square_shift");

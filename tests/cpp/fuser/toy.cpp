@@ -89,14 +89,9 @@ Attribute default_of(const std::string& attribute) {
 
 OpNode node(const std::string& kind) {
   const OpDeclaration& row = declaration(kind);
-  OpNode op{.kind = kind,
-            .extra_inputs = row.extra_inputs,
-            .extra_outputs = row.extra_outputs,
-            .parameters = static_cast<int>(row.parameters.size())};
-  for (const auto& name : row.attributes) op.attributes[name] = default_of(name);
-  op.sources.resize(row.extra_inputs);
-  op.visible.assign(row.extra_outputs, true);
-  return op;
+  Attributes attributes;
+  for (const auto& name : row.attributes) attributes[name] = default_of(name);
+  return make_op(kind, std::move(attributes));
 }
 
 OpNode python_node(const std::string& kind, int parameters) {
@@ -114,22 +109,25 @@ void connect(std::vector<OpNode>& ops, int output, int input, bool visible) {
   ops[output].visible[0] = visible;
 }
 
-Facts facts(const std::vector<OpNode>& ops, bool grad) {
-  const TensorFacts tensor{DType::Float32, grad};
-  Facts facts{.grad_enabled = grad, .input = tensor};
-  for (const OpNode& op : ops) {
-    for (const auto& source : op.sources) {
-      if (!source) facts.extra_inputs.push_back(tensor);
-    }
-    facts.parameters.emplace_back(op.parameters, tensor);
-    facts.training.push_back(true);
-  }
-  return facts;
+PlanKey key(const std::vector<OpNode>& ops, bool grad) {
+  const TensorMeta tensor{DType::Float32, grad};
+  PlanKey key{.grad_enabled = grad};
+  size_t count = 1 + extra_inputs_from_caller(ops);
+  for (const OpNode& op : ops) count += op.parameters;
+  key.tensors.assign(count, tensor);
+  key.training.assign(ops.size(), true);
+  return key;
 }
 
-Plan plan(const std::vector<OpNode>& ops) { return plan(ops, facts(ops)); }
+TensorMeta& parameter(PlanKey& key, const std::vector<OpNode>& ops, int op) {
+  size_t place = 1 + extra_inputs_from_caller(ops);
+  for (int i = 0; i < op; ++i) place += ops[i].parameters;
+  return key.tensors[place];
+}
 
-Plan plan(const std::vector<OpNode>& ops, const Facts& facts) { return make_plan(ops, facts).plan; }
+Plan plan(const std::vector<OpNode>& ops) { return plan(ops, key(ops)); }
+
+Plan plan(const std::vector<OpNode>& ops, const PlanKey& key) { return make_plan(ops, key).plan; }
 
 std::string steps_text(const Plan& plan) {
   const std::string text = to_text(plan);

@@ -23,10 +23,12 @@ std::vector<OpNode> nodes(const std::vector<std::string>& kinds);
 void connect(std::vector<OpNode>& ops, int output, int input, bool visible = false);
 
 // Every tensor float32 and, with `grad`, in need of a gradient; every op in training.
-Facts facts(const std::vector<OpNode>& ops, bool grad = true);
+PlanKey key(const std::vector<OpNode>& ops, bool grad = true);
+// Of the first parameter of an op.
+TensorMeta& parameter(PlanKey& key, const std::vector<OpNode>& ops, int op);
 
 Plan plan(const std::vector<OpNode>& ops);
-Plan plan(const std::vector<OpNode>& ops, const Facts& facts);
+Plan plan(const std::vector<OpNode>& ops, const PlanKey& key);
 
 // The part of a plan's text from `first_backward` on.
 std::string steps_text(const Plan& plan);

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "fuser/dtype.h"
+
+namespace transformer_ops {
+
+// What a plan may depend on of a tensor.
+struct TensorMeta {
+  DType dtype = DType::Unknown;
+  bool requires_grad = false;  // where gradients are on
+
+  bool operator==(const TensorMeta&) const = default;
+};
+
+enum class Device : uint8_t { Cpu, Cuda, Other };
+
+// Everything outside the op list that may change a plan.
+struct PlanKey {
+  bool grad_enabled = false;
+  bool recompute = false;  // cheap outputs in backward instead of saving them
+  Device device = Device::Cpu;
+  std::optional<DType> autocast = {};
+  std::vector<TensorMeta> tensors = {};  // main input, extra inputs from the caller, parameters
+  std::vector<bool> training = {};       // per op; false for one whose plan does not depend on it
+
+  bool operator==(const PlanKey&) const = default;
+};
+
+}  // namespace transformer_ops

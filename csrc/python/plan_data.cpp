@@ -1,0 +1,111 @@
+#include "python/plan_data.h"
+
+#include <pybind11/stl.h>
+
+namespace transformer_ops::python {
+namespace {
+
+py::object value_to_python(const Argument& argument) {
+  if (const auto* value = std::get_if<Value>(&argument)) return py::str(to_text(*value));
+  if (const auto* constant = std::get_if<Attribute>(&argument)) {
+    return py::make_tuple(std::visit([](const auto& item) { return py::cast(item); }, *constant));
+  }
+  return py::none();
+}
+
+py::object dtype_to_python(const std::optional<DType>& dtype) {
+  return dtype ? py::object(py::str(to_text(*dtype))) : py::none();
+}
+
+py::dict step_to_python(const Step& step) {
+  py::list instructions, saves;
+  for (const Instruction& instruction : step.instructions) {
+    py::list arguments, results;
+    for (const Argument& argument : instruction.arguments) {
+      arguments.append(value_to_python(argument));
+    }
+    for (const Value& result : instruction.results) results.append(to_text(result));
+    instructions.append(py::make_tuple(instruction.target, arguments, results));
+  }
+  for (const Save& save : step.saves) {
+    saves.append(py::make_tuple(to_text(save.slot), to_text(save.source)));
+  }
+  py::dict row;
+  row["name"] = step.name;
+  row["ops"] = step.ops;
+  row["instructions"] = instructions;
+  row["saves"] = saves;
+  row["compute"] = dtype_to_python(step.compute);
+  row["cast_parameters"] = step.cast_parameters;
+  row["result"] = dtype_to_python(step.result);
+  row["python"] = step.python ? py::object(py::int_(*step.python)) : py::none();
+  row["joint"] = step.joint;
+  row["skipped"] = step.skipped;
+  return row;
+}
+
+py::list values_to_python(const std::vector<Value>& values) {
+  py::list list;
+  for (const Value& value : values) list.append(to_text(value));
+  return list;
+}
+
+// (op, position) of an extra tensor.
+py::tuple position_of(const Value& value) {
+  return py::make_tuple(value.op, std::stoi(value.name));
+}
+
+}  // namespace
+
+py::dict plan_to_python(const Plan& plan) {
+  py::dict data;
+  py::list ops, forward, backward, routes;
+  for (const PlannedOp& op : plan.ops) {
+    py::dict attributes;
+    for (const auto& [name, value] : op.attributes) {
+      attributes[py::str(name)] =
+          std::visit([](const auto& item) { return py::cast(item); }, value);
+    }
+    ops.append(py::make_tuple(op.kind, attributes, op.native));
+  }
+  for (const Step& step : plan.forward) forward.append(step_to_python(step));
+  for (const Step& step : plan.backward) backward.append(step_to_python(step));
+  for (const Route& route : plan.routes) {
+    routes.append(py::make_tuple(to_text(route.input), to_text(route.output)));
+  }
+  data["ops"] = ops;
+  data["extra_inputs"] = values_to_python(plan.extra_inputs);
+  data["parameters"] = values_to_python(plan.parameters);
+  data["extra_outputs"] = values_to_python(plan.extra_outputs);
+  std::vector<std::vector<std::string>> parameters(plan.ops.size());
+  for (const Value& value : plan.parameters) parameters[value.op].push_back(value.name);
+  std::vector<bool> wants_parameters(plan.ops.size());
+  for (const Value& value : plan.gradients) {
+    if (value.kind == Value::Kind::ParameterGrad) wants_parameters[value.op] = true;
+  }
+  py::dict fed_by;
+  for (const Route& route : plan.routes)
+    fed_by[position_of(route.input)] = position_of(route.output);
+  py::list visible;
+  for (const Value& value : plan.extra_outputs) visible.append(position_of(value));
+  data["parameter_names"] = parameters;
+  data["wants_parameters"] = wants_parameters;
+  data["fed_by"] = fed_by;
+  data["visible"] = visible;
+  data["routes"] = routes;
+  data["first_backward"] = plan.first_backward;
+  data["autocast"] = dtype_to_python(plan.autocast);
+  data["forward"] = forward;
+  data["backward"] = backward;
+  return data;
+}
+
+py::list near_misses_to_python(const std::vector<NearMiss>& near_misses) {
+  py::list list;
+  for (const NearMiss& miss : near_misses) {
+    list.append(py::make_tuple(miss.fusion, to_text(miss.pass), miss.ops, miss.reason));
+  }
+  return list;
+}
+
+}  // namespace transformer_ops::python

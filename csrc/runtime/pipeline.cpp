@@ -1,0 +1,214 @@
+#include "runtime/pipeline.h"
+
+#include <ATen/autocast_mode.h>
+
+#include <algorithm>
+
+#include "executor/run.h"
+#include "fuser/declaration.h"
+#include "fuser/error.h"
+
+namespace transformer_ops {
+namespace {
+
+// More than the modes, dtypes and frozen parameters that alternate.
+constexpr size_t kCachedPlans = 64;
+
+Device to_device(c10::DeviceType type) {
+  if (type == c10::DeviceType::CPU) return Device::Cpu;
+  return type == c10::DeviceType::CUDA ? Device::Cuda : Device::Other;
+}
+
+std::optional<DType> autocast_dtype(c10::DeviceType type) {
+  // The meta device, for one, has no autocast.
+  if (!at::autocast::is_autocast_available(type) || !at::autocast::is_autocast_enabled(type)) {
+    return std::nullopt;
+  }
+  return to_dtype(at::autocast::get_autocast_dtype(type));
+}
+
+void check_sources(const std::vector<OpNode>& ops) {
+  for (size_t i = 0; i < ops.size(); ++i) {
+    for (const auto& source : ops[i].sources) {
+      if (!source) continue;
+      const bool is_before = source->op >= 0 && source->op < static_cast<int>(i);
+      TORCH_CHECK(is_before, "[", ops[i].kind, "] an extra input must come from an op before op ",
+                  i, ", got op ", source->op);
+      const OpNode& from = ops[source->op];
+      TORCH_CHECK(source->output >= 0 && source->output < from.extra_outputs, "[", ops[i].kind,
+                  "] an extra input must be one of the ", from.extra_outputs, " extra outputs of ",
+                  from.kind, ", got ", source->output);
+    }
+  }
+}
+
+}  // namespace
+
+Pipeline::Pipeline(std::vector<OpNode> ops, bool recompute, PlanHost* host)
+    : ops_(std::move(ops)), recompute_(recompute), host_(host) {
+  TORCH_CHECK(!ops_.empty(), "[Pipeline] ops must be one at least, got none");
+  check_sources(ops_);
+  extra_inputs_ = extra_inputs_from_caller(ops_);
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    parameters_ += ops_[i].parameters;
+    if (ops_[i].native && declaration(ops_[i].kind).inactive) {
+      ask_training_.push_back(static_cast<int>(i));
+    }
+  }
+}
+
+// ---- keys and plans
+
+void Pipeline::write_key(at::TensorList tensors, const std::vector<bool>& training,
+                         PlanKey& key) const {
+  const auto device = tensors[0].device().type();
+  key.grad_enabled = at::GradMode::is_enabled();
+  key.recompute = recompute_;
+  key.device = to_device(device);
+  key.autocast = autocast_dtype(device);
+  key.tensors.clear();
+  for (const at::Tensor& tensor : tensors) {
+    key.tensors.push_back(
+        {to_dtype(tensor.scalar_type()), key.grad_enabled && tensor.requires_grad()});
+  }
+  add_training(training, key);
+}
+
+PlanKey Pipeline::key(bool grad_enabled, c10::DeviceType device,
+                      std::optional<at::ScalarType> autocast, std::vector<TensorMeta> tensors,
+                      const std::vector<bool>& training) const {
+  PlanKey key{.grad_enabled = grad_enabled,
+              .recompute = recompute_,
+              .device = to_device(device),
+              .tensors = std::move(tensors)};
+  if (autocast) key.autocast = to_dtype(*autocast);
+  for (TensorMeta& tensor : key.tensors) tensor.requires_grad &= grad_enabled;
+  add_training(training, key);
+  return key;
+}
+
+void Pipeline::add_training(const std::vector<bool>& training, PlanKey& key) const {
+  key.training.assign(ops_.size(), false);
+  for (const int op : ask_training_) key.training[op] = training[op];
+}
+
+bool Pipeline::is_current(const CachedPlan& plan) const {
+  return plan.version == registry_version() && plan.generation == generation_;
+}
+
+SharedPlan Pipeline::plan(const PlanKey& key) {
+  if (SharedPlan found = find(key)) return found;
+  // Without the lock: planning may call the host language.
+  SharedPlan made = make(key);
+  add(made);
+  return made;
+}
+
+SharedPlan Pipeline::find(const PlanKey& key) {
+  std::vector<SharedPlan> stale;  // die without the lock
+  const std::lock_guard lock(mutex_);
+  const auto first_stale = std::stable_partition(
+      plans_.begin(), plans_.end(), [&](const SharedPlan& plan) { return is_current(*plan); });
+  stale.assign(std::make_move_iterator(first_stale), std::make_move_iterator(plans_.end()));
+  plans_.erase(first_stale, plans_.end());
+  const auto found =
+      std::ranges::find_if(plans_, [&](const SharedPlan& plan) { return plan->key == key; });
+  if (found == plans_.end()) return nullptr;
+  std::rotate(found, found + 1, plans_.end());
+  return plans_.back();
+}
+
+void Pipeline::add(const SharedPlan& plan) {
+  SharedPlan evicted;  // dies without the lock
+  const std::lock_guard lock(mutex_);
+  if (!is_current(*plan)) return;
+  plans_.push_back(plan);
+  if (plans_.size() <= kCachedPlans) return;
+  evicted = std::move(plans_.front());
+  plans_.erase(plans_.begin());
+}
+
+SharedPlan Pipeline::make(const PlanKey& key) const {
+  const int64_t version = registry_version(), generation = generation_;
+  std::vector<OpNode> ops = ops_;
+  const SharedPlan made = host_ ? host_->begin(ops) : std::make_shared<CachedPlan>();
+  UserRewrite rewrite;
+  if (host_) {
+    rewrite = [&](const Fusion& fusion, const std::vector<StepGroup>& groups) {
+      return host_->rewrite(*made, fusion, groups);
+    };
+  }
+  try {
+    Planned planned = make_plan(ops, key, rewrite);
+    made->plan = std::move(planned.plan);
+    made->near_misses = std::move(planned.near_misses);
+  } catch (const PlanError& error) {
+    TORCH_CHECK(false, error.what());
+  }
+  made->key = key;
+  made->version = version;
+  made->generation = generation;
+  std::vector<int> extra_outputs;
+  for (const OpNode& op : ops) extra_outputs.push_back(op.extra_outputs);
+  made->program = share(compile(made->plan, extra_outputs));
+  if (host_) host_->finish(made);
+  return made;
+}
+
+std::vector<SharedPlan> Pipeline::plans() const {
+  const std::lock_guard lock(mutex_);
+  return plans_;
+}
+
+void Pipeline::forget_plans() {
+  ++generation_;
+  std::vector<SharedPlan> stale;  // die without the lock
+  const std::lock_guard lock(mutex_);
+  stale.swap(plans_);
+}
+
+// ---- without a host language
+
+std::vector<at::Tensor> Pipeline::operator()(const at::Tensor& input, at::TensorList parameters,
+                                             at::TensorList extra_inputs) {
+  TORCH_CHECK(extra_inputs.size() == extra_inputs_, "[Pipeline] extra_inputs must be ",
+              extra_inputs_, ", got ", extra_inputs.size());
+  TORCH_CHECK(parameters.size() == parameters_, "[Pipeline] parameters must be ", parameters_, " (",
+              c10::Join(", ", parameter_names()), "), got ", parameters.size());
+  std::vector<at::Tensor> tensors = {input};
+  tensors.insert(tensors.end(), extra_inputs.begin(), extra_inputs.end());
+  tensors.insert(tensors.end(), parameters.begin(), parameters.end());
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK(tensor.defined(), "[Pipeline] tensors must be defined, got an undefined one");
+  }
+  SharedPlan last;  // the one before dies without the lock
+  PlanKey key;
+  write_key(tensors, std::vector<bool>(ops_.size(), is_training_), key);
+  const SharedPlan found = last = plan(key);
+  {
+    const std::lock_guard lock(mutex_);
+    last_.swap(last);
+  }
+  return run(found->program, tensors);
+}
+
+void Pipeline::train(bool on) { is_training_ = on; }
+
+std::vector<std::string> Pipeline::parameter_names() const {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < ops_.size(); ++i) {
+    if (!ops_[i].native) continue;
+    for (const std::string& name : declaration(ops_[i].kind).parameters) {
+      names.push_back(std::to_string(i) + "." + name);
+    }
+  }
+  return names;
+}
+
+std::shared_ptr<const CachedPlan> Pipeline::last_plan() const {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(last_ != nullptr, "[Pipeline] last_plan() must follow a call, got none so far");
+  return last_;
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,101 @@
+// A list of ops with its plans: what a module of the host language, or a C++ program, calls.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "executor/program.h"
+#include "fuser/fork_safe_mutex.h"
+#include "fuser/op_node.h"
+#include "fuser/planner.h"
+
+namespace transformer_ops {
+
+// A plan that a pipeline keeps, with the program that runs it.
+struct CachedPlan {
+  virtual ~CachedPlan() = default;
+
+  PlanKey key;
+  Plan plan;
+  std::vector<NearMiss> near_misses;
+  SharedProgram program;
+  int64_t version = 0;     // of the registry
+  int64_t generation = 0;  // of the pipeline's ops
+};
+using SharedPlan = std::shared_ptr<CachedPlan>;
+
+// What a host language adds to planning.
+class PlanHost {
+ public:
+  virtual ~PlanHost() = default;
+
+  // Begins one planning call: the plan to fill, and the attributes that the ops have now.
+  virtual SharedPlan begin(std::vector<OpNode>& ops) = 0;
+  // Calls a user's function.
+  virtual std::vector<StepGroup> rewrite(CachedPlan& plan, const Fusion& fusion,
+                                         const std::vector<StepGroup>& groups) = 0;
+  virtual void finish(const SharedPlan& plan) = 0;
+};
+
+// Plans at the first call for each key, and keeps the plans. May be called from several threads.
+class Pipeline {
+ public:
+  // recompute: cheap outputs are computed again in backward instead of being saved.
+  // Throws c10::Error for no ops, and for channels that do not fit.
+  explicit Pipeline(std::vector<OpNode> ops, bool recompute = true, PlanHost* host = nullptr);
+
+  const std::vector<OpNode>& ops() const { return ops_; }
+  size_t extra_inputs() const { return extra_inputs_; }  // from the caller
+  size_t parameters() const { return parameters_; }      // of all ops
+  // Ops whose plan depends on their training flag.
+  const std::vector<int>& ask_training() const { return ask_training_; }
+
+  // tensors: the main input, the caller's extra inputs, the parameters of each op; training: of
+  // each op. Gradients, device and autocast are those of the calling thread.
+  void write_key(at::TensorList tensors, const std::vector<bool>& training, PlanKey& key) const;
+  // The key for a call that another thread, or a compiled graph, will make.
+  PlanKey key(bool grad_enabled, c10::DeviceType device, std::optional<at::ScalarType> autocast,
+              std::vector<TensorMeta> tensors, const std::vector<bool>& training) const;
+  // Throws c10::Error where the ops cannot be planned.
+  SharedPlan plan(const PlanKey& key);
+  bool is_current(const CachedPlan& plan) const;
+  // For an op that has changed.
+  void forget_plans();
+  std::vector<SharedPlan> plans() const;  // those kept
+
+  // ---- without a host language
+
+  // The main output, then the visible extra outputs. Differentiable.
+  // Throws c10::Error for a tensor that does not fit its op, and for another number of them.
+  std::vector<at::Tensor> operator()(const at::Tensor& input, at::TensorList parameters,
+                                     at::TensorList extra_inputs = {});
+  void train(bool on = true);
+  // "op.name" of each parameter, in the order of the call.
+  std::vector<std::string> parameter_names() const;
+  // The plan of the last call. Throws c10::Error before any.
+  std::shared_ptr<const CachedPlan> last_plan() const;
+
+ private:
+  void add_training(const std::vector<bool>& training, PlanKey& key) const;
+  SharedPlan find(const PlanKey& key);
+  void add(const SharedPlan& plan);
+  SharedPlan make(const PlanKey& key) const;
+
+  const std::vector<OpNode> ops_;
+  const bool recompute_;
+  PlanHost* const host_;
+  size_t extra_inputs_ = 0;
+  size_t parameters_ = 0;
+  std::vector<int> ask_training_;
+
+  mutable ForkSafeMutex mutex_;
+  std::atomic<int64_t> generation_ = 0;
+  std::vector<SharedPlan> plans_;  // the one asked for last comes last
+  SharedPlan last_;
+  std::atomic<bool> is_training_ = true;
+};
+
+}  // namespace transformer_ops
