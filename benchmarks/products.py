@@ -1,4 +1,4 @@
-"""Products of float32 on CPU: by oneDNN, where csrc/ops/product.cpp takes it, and by MKL.
+"""Products of float32 on CPU: by oneDNN, where csrc/bodies/product.cpp takes it, and by MKL.
 
     python benchmarks/products.py [--threads N]
 

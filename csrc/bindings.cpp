@@ -8,8 +8,8 @@
 #include "fuser/declaration.h"
 #include "fuser/registry.h"
 #include "kernels/cpu/kernels.h"
-#include "ops/typed_op.h"
-#include "ops/unfused.h"
+#include "op/typed_op.h"
+#include "op/unfused.h"
 #include "python/group.h"
 
 namespace transformer_ops::python {

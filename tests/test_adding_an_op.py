@@ -76,7 +76,7 @@ def without_bodies(declaration: str) -> str:
 
 RULE = """
 #include <ATen/ops/tanh.h>
-#include "ops/op.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

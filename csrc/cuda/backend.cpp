@@ -4,7 +4,7 @@
 
 #include <mutex>
 
-#include "ops/cuda.h"
+#include "bodies/cuda.h"
 
 namespace transformer_ops::cuda {
 

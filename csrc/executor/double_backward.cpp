@@ -7,7 +7,7 @@
 #include "executor/plan_function.h"
 #include "executor/run.h"
 #include "executor/unfused.h"
-#include "ops/op.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

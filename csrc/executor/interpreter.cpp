@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <typeinfo>
 
-#include "ops/unfused.h"
+#include "op/unfused.h"
 
 namespace transformer_ops {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "executor/owned.h"
 #include "fuser/plan.h"
-#include "ops/typed_op.h"
+#include "op/typed_op.h"
 
 namespace transformer_ops {
 

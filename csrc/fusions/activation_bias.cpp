@@ -1,10 +1,10 @@
 // backward:  g ─► activation' ─► g_bias ─► Bias' ─► g      dact and dbias in one pass over the rows
 //                                   └─► sum over rows: grad_bias
-#include "ops/activation.h"
-#include "ops/bias.h"
-#include "ops/column_sums.h"
-#include "ops/cpu.h"
-#include "ops/op.h"
+#include "bodies/activation.h"
+#include "bodies/bias.h"
+#include "bodies/column_sums.h"
+#include "bodies/cpu.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

@@ -1,12 +1,12 @@
 // joint:  x ─► ReLU or SReLU ─► y ─► BasicLinear ─► z      keeps y alone, which the Linear keeps
 //         anyway: the activation's gradient follows from its output.
+#include "bodies/activation.h"
+#include "bodies/cpu.h"
+#include "bodies/cuda.h"
+#include "bodies/linear.h"
+#include "bodies/linear_cuda.h"
 #include "kernels/cpu/kernels.h"
-#include "ops/activation.h"
-#include "ops/cpu.h"
-#include "ops/cuda.h"
-#include "ops/linear.h"
-#include "ops/linear_cuda.h"
-#include "ops/op.h"
+#include "op/op.h"
 
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>

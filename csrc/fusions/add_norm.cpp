@@ -2,10 +2,10 @@
 //                  ▲ residual   └─► sum: the new residual, and what the norm keeps
 //
 // Sum and norm in one pass over the rows, as between the blocks of a pre-norm transformer.
-#include "ops/add_extra_input.h"
-#include "ops/cpu.h"
-#include "ops/cuda.h"
-#include "ops/op.h"
+#include "bodies/add_extra_input.h"
+#include "bodies/cpu.h"
+#include "bodies/cuda.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

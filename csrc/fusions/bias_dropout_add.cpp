@@ -2,12 +2,12 @@
 //                           └───► mask      ▲ residual
 #include <ATen/ops/dropout.h>
 
+#include "bodies/add_extra_input.h"
+#include "bodies/cpu.h"
+#include "bodies/cuda.h"
+#include "bodies/dropout.h"
 #include "fuser/registry.h"
-#include "ops/add_extra_input.h"
-#include "ops/cpu.h"
-#include "ops/cuda.h"
-#include "ops/dropout.h"
-#include "ops/op.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

@@ -1,10 +1,10 @@
 // backward:  g ─► Bias' ─► BasicLinear' ─► g      the product that gives grad_weight sums the rows
 //                  └─► grad_bias
-#include "ops/bias.h"
-#include "ops/buffer.h"
-#include "ops/linear.h"
-#include "ops/linear_cuda.h"
-#include "ops/op.h"
+#include "bodies/bias.h"
+#include "bodies/linear.h"
+#include "bodies/linear_cuda.h"
+#include "op/buffer.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

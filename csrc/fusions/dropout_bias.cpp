@@ -2,11 +2,11 @@
 //                                └─► sum over rows: grad_bias
 #include <ATen/ops/sum.h>
 
-#include "ops/bias.h"
-#include "ops/column_sums.h"
-#include "ops/cpu.h"
-#include "ops/dropout.h"
-#include "ops/op.h"
+#include "bodies/bias.h"
+#include "bodies/column_sums.h"
+#include "bodies/cpu.h"
+#include "bodies/dropout.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

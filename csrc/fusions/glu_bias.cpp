@@ -1,10 +1,10 @@
 // backward:  g ─► GLU' ─► g_bias ─► Bias' ─► g      both in one pass over the rows
 //                            └─► sum over rows: grad_bias
-#include "ops/bias.h"
-#include "ops/column_sums.h"
-#include "ops/cpu.h"
-#include "ops/glu.h"
-#include "ops/op.h"
+#include "bodies/bias.h"
+#include "bodies/column_sums.h"
+#include "bodies/cpu.h"
+#include "bodies/glu.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

@@ -2,10 +2,10 @@
 //      g of the extra output ─────────┘
 #include <ATen/ops/zeros_like.h>
 
-#include "ops/cpu.h"
-#include "ops/make_extra_output.h"
-#include "ops/norm_cuda.h"
-#include "ops/op.h"
+#include "bodies/cpu.h"
+#include "bodies/make_extra_output.h"
+#include "bodies/norm_cuda.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

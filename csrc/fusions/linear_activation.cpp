@@ -1,13 +1,13 @@
 // backward:  g ─► BasicLinear' ─► activation' ─► [Bias'] ─► g    grad_bias: sums over its rows
 //             └─► grad_weight ◄─ y, computed again in the same pass
-#include "ops/activation.h"
-#include "ops/bias.h"
-#include "ops/column_sums.h"
-#include "ops/cpu.h"
-#include "ops/linear.h"
-#include "ops/linear_cuda.h"
-#include "ops/linear_recomputed.h"
-#include "ops/op.h"
+#include "bodies/activation.h"
+#include "bodies/bias.h"
+#include "bodies/column_sums.h"
+#include "bodies/cpu.h"
+#include "bodies/linear.h"
+#include "bodies/linear_cuda.h"
+#include "bodies/linear_recomputed.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

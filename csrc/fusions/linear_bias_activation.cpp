@@ -2,12 +2,12 @@
 //                        └────────────────┘ kept: the activation's input, or its bit mask
 #include <ATen/ops/linear.h>
 
-#include "ops/activation.h"
-#include "ops/bias.h"
-#include "ops/buffer.h"
-#include "ops/linear.h"
-#include "ops/linear_cuda.h"
-#include "ops/op.h"
+#include "bodies/activation.h"
+#include "bodies/bias.h"
+#include "bodies/linear.h"
+#include "bodies/linear_cuda.h"
+#include "op/buffer.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

@@ -2,12 +2,12 @@
 //                                  └─► kept: the GLU's input
 #include <ATen/ops/linear.h>
 
-#include "ops/cpu.h"
-#include "ops/cuda.h"
-#include "ops/glu.h"
-#include "ops/linear.h"
-#include "ops/linear_cuda.h"
-#include "ops/op.h"
+#include "bodies/cpu.h"
+#include "bodies/cuda.h"
+#include "bodies/glu.h"
+#include "bodies/linear.h"
+#include "bodies/linear_cuda.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

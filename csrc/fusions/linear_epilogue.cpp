@@ -10,11 +10,11 @@
 
 #include <cmath>
 
-#include "ops/add_extra_input.h"
-#include "ops/cpu.h"
-#include "ops/linear.h"
-#include "ops/linear_cuda.h"
-#include "ops/op.h"
+#include "bodies/add_extra_input.h"
+#include "bodies/cpu.h"
+#include "bodies/linear.h"
+#include "bodies/linear_cuda.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

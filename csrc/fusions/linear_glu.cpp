@@ -1,12 +1,12 @@
 // backward:  g ─► BasicLinear' ─► GLU' ─► g
 //             └─► grad_weight ◄─ y, computed again in the same pass
-#include "ops/cpu.h"
-#include "ops/cuda.h"
-#include "ops/glu.h"
-#include "ops/linear.h"
-#include "ops/linear_cuda.h"
-#include "ops/linear_recomputed.h"
-#include "ops/op.h"
+#include "bodies/cpu.h"
+#include "bodies/cuda.h"
+#include "bodies/glu.h"
+#include "bodies/linear.h"
+#include "bodies/linear_cuda.h"
+#include "bodies/linear_recomputed.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

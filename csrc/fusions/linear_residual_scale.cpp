@@ -5,10 +5,10 @@
 // onto the residual's.
 #include <ATen/ops/add.h>
 
-#include "ops/linear.h"
-#include "ops/linear_cuda.h"
-#include "ops/make_extra_output.h"
-#include "ops/op.h"
+#include "bodies/linear.h"
+#include "bodies/linear_cuda.h"
+#include "bodies/make_extra_output.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

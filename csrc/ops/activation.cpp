@@ -1,34 +1,17 @@
 // Elementwise activations: GELU, QGELU, ReLU, SReLU, SiLU. ReLU keeps one bit an element.
-#include "ops/activation.h"
-
-#include <ATen/ops/arange.h>
-#include <ATen/ops/gelu.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/silu.h>
 #include <ATen/ops/sqrt.h>
 #include <ATen/ops/where.h>
 
-#include <algorithm>
-
-#include "ops/cpu.h"
-#include "ops/cuda.h"
-#include "ops/op.h"
-#include "ops/recompute.h"
+#include "bodies/activation.h"
+#include "bodies/cpu.h"
+#include "bodies/cuda.h"
+#include "op/op.h"
+#include "op/recompute.h"
 
 namespace transformer_ops {
 namespace {
 
 using cpu::Activation;
-
-Tensor gelu(const Tensor& x) { return at::gelu(x, "tanh"); }
-Tensor qgelu(const Tensor& input) {
-  const Tensor x = to_accumulate(input);
-  return (x * at::sigmoid(1.702 * x)).to(input.scalar_type());
-}
-Tensor relu(const Tensor& x) { return at::relu(x); }
-Tensor srelu(const Tensor& x) { return at::relu(x).square(); }
-Tensor silu(const Tensor& x) { return at::silu(x); }
 
 TensorSpecs forward_shape(const Args& args) {
   check_compute_dtype(args, "input", args.tensor(0));
@@ -98,7 +81,7 @@ Tensor replay_srelu(const ReplayCall& call) {
   if (!call.output.defined()) return {};
   // d relu(x)^2 = 2 relu(x) dx, and relu(x) = sqrt(y): the input is known where it matters.
   const Tensor known = at::where(call.output > 0, at::sqrt(call.output), -1);
-  return srelu(call.input + (known - call.input).detach());
+  return activation_of_kind("SReLU").unfused(call.input + (known - call.input).detach());
 }
 
 // The result that takes the mask, or undefined.
@@ -184,82 +167,4 @@ bool register_activations() {
 [[maybe_unused]] const bool registered = register_activations();
 
 }  // namespace
-
-const std::vector<ActivationRow>& activations() {
-  static const std::vector<ActivationRow> rows = {
-      {"GELU", "gelu", "0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))", Activation::GELU, gelu},
-      {"QGELU", "qgelu", "x sigmoid(1.702 x)", Activation::QGELU, qgelu},
-      {"ReLU", "relu", "max(x, 0)", Activation::ReLU, relu, /*keeps_mask=*/true},
-      {"SReLU", "srelu", "max(x, 0)^2", Activation::SReLU, srelu},
-      {"SiLU", "silu", "x sigmoid(x)", Activation::SiLU, silu},
-  };
-  return rows;
-}
-
-const ActivationRow& activation_of(const Args& args, size_t i) {
-  const auto name = args.text(i);
-  const auto row = std::ranges::find(activations(), name, &ActivationRow::name);
-  TORCH_CHECK(row != activations().end(), "[", args.op(), "] activation must be one of ",
-              names_of(activations()), ", got '", name, "'");
-  return *row;
-}
-
-const ActivationRow& activation_of_kind(std::string_view kind) {
-  const auto row = std::ranges::find(activations(), kind, &ActivationRow::kind);
-  TORCH_CHECK(row != activations().end(), "[activation] kind must be known, got '", kind, "'");
-  return *row;
-}
-
-std::vector<std::string> activation_kinds() {
-  std::vector<std::string> kinds;
-  for (const ActivationRow& row : activations()) kinds.emplace_back(row.kind);
-  return kinds;
-}
-
-Tensor unpack_mask(const Tensor& mask, const Tensor& like) {
-  const Tensor bits = at::arange(8, mask.options());
-  const Tensor flat = mask.unsqueeze(-1).bitwise_right_shift(bits).bitwise_and(1).flatten();
-  return flat.narrow_symint(0, 0, like.sym_numel())
-      .view_symint(like.sym_sizes())
-      .to(like.scalar_type());
-}
-
-Tensor activation_gradient_unfused(const ActivationRow& row, const Tensor& grad_output,
-                                   const Tensor& saved) {
-  if (row.keeps_mask) return grad_output * unpack_mask(saved, grad_output);
-  const auto unfused = [&row](const Args& args) { return Tensors{row.unfused(args.tensor(0))}; };
-  return differentiate(unfused, row.name.c_str(), {saved}, grad_output)[0];
-}
-
-void activation_forward_cpu(const ActivationRow& row, const Tensor& input, const Tensor& output,
-                            const Tensor& mask) {
-  const cpu::Rows x{input, 1}, y{output, 1};
-  const auto dtype = cpu::kernel_dtype(input);
-  if (!mask.defined()) {
-    cpu::parallel(x.count(), 1, 1, [&](int64_t begin, int64_t end) {
-      cpu::kernels().activation_forward(row.activation, dtype, x.read(begin), y.write(begin),
-                                        end - begin);
-    });
-    return;
-  }
-  auto* bits = mask.mutable_data_ptr<uint8_t>();
-  cpu::parallel(x.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-    cpu::kernels().relu_forward(dtype, x.read(begin), y.write(begin), bits + begin / 8,
-                                end - begin);
-  });
-}
-
-void activation_forward_cuda(const ActivationRow& row, const Tensor& input, const Tensor& output,
-                             const Tensor& mask) {
-  const auto stream = cuda::stream_of(input);
-  const auto dtype = kernel_dtype(input);
-  if (mask.defined()) {
-    cuda::kernels().relu_forward(stream, dtype, cuda::read(input), cuda::write(output),
-                                 mask.mutable_data_ptr<uint8_t>(), input.numel());
-  } else {
-    cuda::kernels().activation_forward(stream, row.activation, dtype, cuda::read(input),
-                                       cuda::write(output), input.numel());
-  }
-}
-
 }  // namespace transformer_ops

@@ -1,9 +1,7 @@
 // AddExtraInput: y = x + extra, as in a residual connection. Both get the output's gradient.
-#include "ops/add_extra_input.h"
-
 #include <ATen/ops/add.h>
 
-#include "ops/op.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {
@@ -39,22 +37,4 @@ Tensors add_unfused(const Args& args) { return {args.tensor(0) + args.tensor(1)}
 });
 
 }  // namespace
-
-void check_extra_input(const Args& args, const Tensor& extra, const TensorSpec& sum) {
-  check_compute_dtype(args, "extra_input", extra);
-  check_spec(args, "extra_input", extra, sum);
-}
-
-std::optional<std::string> different_summands(const Match& match, int k, bool or_float32) {
-  const int op = match.places[k];
-  const DType main = match.analysis.dtypes()[op];
-  const DType extra = match.analysis.extra_input_dtype(op, 0);
-  if (main == DType::Unknown || extra == DType::Unknown) {
-    return "the dtype of a summand is not known";
-  }
-  const bool widens = extra == DType::Float32 && promote(main, extra) == extra;
-  if (main == extra || (or_float32 && widens)) return std::nullopt;
-  return "the extra input is " + to_text(extra) + ", and what it is added to " + to_text(main);
-}
-
 }  // namespace transformer_ops

@@ -1,9 +1,9 @@
 // BasicLinear: y = x W^T. The product itself is PyTorch's (MKL or oneDNN), or cuBLASLt's.
 #include <ATen/ops/linear.h>
 
-#include "ops/linear.h"
-#include "ops/linear_cuda.h"
-#include "ops/op.h"
+#include "bodies/linear.h"
+#include "bodies/linear_cuda.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

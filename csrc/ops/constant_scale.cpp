@@ -2,8 +2,8 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/ops/mul.h>
 
-#include "ops/op.h"
-#include "ops/recompute.h"
+#include "op/op.h"
+#include "op/recompute.h"
 
 namespace transformer_ops {
 namespace {

@@ -1,22 +1,17 @@
 // Dropout: zeroes elements with probability p and scales the rest by 1 / (1 - p). Keeps one bit an
 // element. The bits are Philox counters; their key is one number of torch's generator.
-#include "ops/dropout.h"
-
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/dropout.h>
 #include <ATen/ops/where.h>
 
-#include "ops/activation.h"
-#include "ops/cpu.h"
-#include "ops/cuda.h"
-#include "ops/op.h"
-#include "ops/recompute.h"
+#include "bodies/activation.h"
+#include "bodies/cpu.h"
+#include "bodies/cuda.h"
+#include "bodies/dropout.h"
+#include "op/op.h"
+#include "op/recompute.h"
 
 namespace transformer_ops {
 namespace {
-
-// Where all or nothing is kept, no number is drawn.
-bool draws(double p) { return p > 0 && p < 1; }
 
 TensorSpecs forward_shape(const Args& args) {
   check_compute_dtype(args, "input", args.tensor(0));
@@ -131,20 +126,4 @@ Tensor replay(const ReplayCall& call) {
 });
 
 }  // namespace
-
-void check_probability(const Args& args, double p) {
-  TORCH_CHECK(p >= 0 && p <= 1, "[", args.op(), "] p must lie in [0, 1], got ", p);
-}
-
-uint64_t draw_seed(double p) {
-  if (!draws(p)) return 0;
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
-}
-
-cuda::Philox draw_philox(c10::Device device, double p) {
-  return draws(p) ? cuda::backend()->draw(device, cuda::kPhiloxOffsets) : cuda::Philox();
-}
-
 }  // namespace transformer_ops

@@ -1,5 +1,5 @@
 // Identity: hands its input on, and the gradient back.
-#include "ops/op.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

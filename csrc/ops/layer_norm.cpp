@@ -2,10 +2,10 @@
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "ops/cpu.h"
-#include "ops/norm_cuda.h"
-#include "ops/op.h"
-#include "ops/recompute.h"
+#include "bodies/cpu.h"
+#include "bodies/norm_cuda.h"
+#include "bodies/recompute_norm.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

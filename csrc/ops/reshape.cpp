@@ -1,5 +1,5 @@
 // Reshape: torch's own op, forward to the given shape, backward to that of the input.
-#include "ops/op.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

@@ -4,10 +4,10 @@
 
 #include <numeric>
 
-#include "ops/cpu.h"
-#include "ops/norm_cuda.h"
-#include "ops/op.h"
-#include "ops/recompute.h"
+#include "bodies/cpu.h"
+#include "bodies/norm_cuda.h"
+#include "bodies/recompute_norm.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 namespace {

@@ -4,7 +4,7 @@
 #include <atomic>
 
 #include "fuser/registry.h"
-#include "ops/typed_op.h"
+#include "op/typed_op.h"
 #include "python/group.h"
 
 namespace transformer_ops::python {

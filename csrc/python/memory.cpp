@@ -1,7 +1,7 @@
 // The pool for Python: transformer_ops/memory.py.
 #include <torch/csrc/Exceptions.h>
 
-#include "ops/buffer.h"
+#include "op/buffer.h"
 #include "python/group.h"
 
 namespace transformer_ops::python {

@@ -5,9 +5,9 @@
 
 #include <sstream>
 
+#include "bodies/cuda.h"
 #include "gemm.h"
-#include "ops/cuda.h"
-#include "ops/typed_op.h"
+#include "op/typed_op.h"
 
 namespace transformer_ops::cuda {
 

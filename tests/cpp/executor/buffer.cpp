@@ -1,5 +1,5 @@
 // Results on the pool: what a failing op leaves behind, and storages in C++.
-#include "ops/buffer.h"
+#include "op/buffer.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -9,7 +9,7 @@
 
 #include <thread>
 
-#include "ops/typed_op.h"
+#include "op/typed_op.h"
 
 namespace transformer_ops {
 namespace {

@@ -1,0 +1,18 @@
+#pragma once
+
+#include "fuser/rule.h"
+#include "op/typed_op.h"
+
+namespace transformer_ops {
+
+// One number per element of the last dimension, in the gradient's dtype.
+TensorSpec bias_gradient(const Tensor& grad_output);
+
+// The sums over the rows of a contiguous gradient, into `grad_bias`.
+void sum_columns_cpu(const Tensor& grad_output, Tensor& grad_bias);
+void sum_columns_cuda(const Tensor& grad_output, const Tensor& grad_bias);
+
+// Why a backward rule that starts with Bias does not fire, or none.
+std::optional<std::string> no_bias_gradient(const Match& match);
+
+}  // namespace transformer_ops

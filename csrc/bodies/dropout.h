@@ -1,0 +1,21 @@
+// What Dropout and the fused ops that contain one share.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/kernels.h"
+#include "op/typed_op.h"
+
+namespace transformer_ops {
+
+// Raises where p is no probability.
+void check_probability(const Args& args, double p);
+
+// The key of one call's mask; draws from torch's generator only where p needs it.
+uint64_t draw_seed(double p);
+// The same on CUDA.
+cuda::Philox draw_philox(c10::Device device, double p);
+
+}  // namespace transformer_ops

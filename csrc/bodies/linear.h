@@ -1,0 +1,61 @@
+// Products and their checks, shared by BasicLinear and the fused ops that contain one.
+#pragma once
+
+#include "fuser/rule.h"
+#include "op/typed_op.h"
+
+namespace transformer_ops {
+
+// The result of arguments (input, weight, ...). Raises where they do not fit.
+TensorSpec linear_output(const Args& args);
+
+// The bias of a fused Linear + Bias: one number an output feature, in the output's dtype.
+void check_linear_bias(const Args& args, const Tensor& bias, const TensorSpec& output);
+
+// A factor as ATen multiplies tensors of that dtype by it: what float32 does not hold is infinite.
+// A product takes none that its dtype does not hold.
+double factor_of(at::ScalarType dtype, double scale);
+
+// Why a rule whose pattern starts with BasicLinear + Bias does not fire, or none.
+std::optional<std::string> different_linear_dtypes(const Match& match);
+
+// (grad_input, grad_weight) for a bool[2] mask; a masked result is empty. `input` and `weight` may
+// be absent, or anything, where the mask does not ask for what they serve.
+TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t input,
+                                    size_t weight, size_t mask, const char* input_name = "input");
+
+// The same of (grad_output, input, weight, ...), where both are wanted; `factor`: what the product
+// is of, the input or what an op makes of it.
+TensorSpecs linear_backward_outputs(const Args& args, const TensorSpec& factor);
+
+// All leading dimensions as one; there is at least one dimension.
+Tensor as_matrix(const Tensor& tensor);
+
+// scale x W^T [+ b] for any number of leading dimensions; the bias is contiguous.
+Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias = {},
+                  double scale = 1.0);
+
+// start + scale x W^T in the memory of `start`, which is contiguous.
+Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& weight,
+                      double scale = 1.0);
+
+// scale left right into `out` of any dtype, or added to what is there.
+void product_cpu(const Tensor& out, const Tensor& left, const Tensor& right, bool adds,
+                 double scale = 1.0);
+
+// What is done to the gradients on the way.
+struct LinearGradients {
+  double scale = 1.0;    // of both
+  Tensor residual = {};  // is added to grad_input
+  MainGrad main_grad = {};
+};
+
+// An undefined input or weight gives an empty gradient for the other. The weight's may be
+// main_grad. The input's memory is given back before the gradient for it is made, if nobody else
+// holds it.
+Tensors linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
+                            const LinearGradients& fused = {});
+Tensors linear_backward_unfused(const Tensor& grad_output, const Tensor& input,
+                                const Tensor& weight);
+
+}  // namespace transformer_ops

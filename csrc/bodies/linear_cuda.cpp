@@ -1,0 +1,321 @@
+#include "bodies/linear_cuda.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+#include <c10/util/accumulate.h>
+
+#include <utility>
+
+#include "bodies/bias.h"
+#include "bodies/cuda.h"
+
+namespace transformer_ops {
+namespace {
+
+using cuda::Epilogue;
+using cuda::Gemm;
+using cuda::Matrix;
+
+// A tensor of any strides as a matrix of its last dimension; its transpose costs nothing.
+class Factor {
+ public:
+  explicit Factor(Tensor tensor) : tensor_(std::move(tensor)), cols_(tensor_.size(-1)) {
+    rows_ = c10::multiply_integers(tensor_.sizes().begin(), tensor_.sizes().end() - 1);
+    if (tensor_.is_contiguous()) {
+      stride_ = cols_;
+    } else if (tensor_.dim() == 2 && fits(tensor_.stride(0), tensor_.stride(1), rows_, cols_)) {
+      stride_ = tensor_.stride(0);
+    } else if (tensor_.dim() == 2 && fits(tensor_.stride(1), tensor_.stride(0), cols_, rows_)) {
+      stride_ = tensor_.stride(1);
+      transposed_ = true;
+    } else {
+      tensor_ = contiguous(tensor_);
+      stride_ = cols_;
+    }
+  }
+
+  Factor t() const {
+    Factor result = *this;
+    std::swap(result.rows_, result.cols_);
+    result.transposed_ = !transposed_;
+    result.flipped_ = !flipped_;
+    return result;
+  }
+
+  int64_t rows() const { return rows_; }
+  int64_t cols() const { return cols_; }
+  at::ScalarType dtype() const { return tensor_.scalar_type(); }
+  Matrix matrix() const { return {cuda::read(tensor_), stride_, transposed_}; }
+
+  // For ATen.
+  Tensor tensor() const {
+    const Tensor as_stored = flipped_ ? tensor_.view({cols_, rows_}) : tensor_.view({rows_, cols_});
+    return flipped_ ? as_stored.t() : as_stored;
+  }
+
+ private:
+  static bool fits(int64_t outer, int64_t inner, int64_t rows, int64_t cols) {
+    return (inner == 1 || cols == 1) && (outer >= cols || rows == 1);
+  }
+
+  Tensor tensor_;
+  int64_t rows_, cols_;
+  int64_t stride_ = 0;
+  bool transposed_ = false;  // as Matrix says
+  bool flipped_ = false;     // of the tensor
+};
+
+Tensor empty_rows(const Tensor& like, int64_t width, at::ScalarType dtype) {
+  c10::DimVector sizes(like.sizes());
+  sizes.back() = width;
+  return empty(sizes, dtype, like.device());
+}
+
+cuda::PartialSums partial_sums(at::ScalarType dtype) {
+  const auto& context = at::globalContext();
+  switch (dtype == at::kHalf ? context.allowFP16ReductionCuBLAS()
+                             : context.allowBF16ReductionCuBLAS()) {
+    case at::CuBLASReductionOption::DisallowReducedPrecisionAllowSplitK:
+      return cuda::PartialSums::FullPrecision;
+    case at::CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK:
+      return cuda::PartialSums::None;
+    case at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK:
+      break;
+  }
+  return cuda::PartialSums::AnyPrecision;
+}
+
+// Torch's float32 setting for matrix products. `allowTF32CuBLAS` raises where a program has used
+// both torch's older and its newer way to set it.
+bool tf32() {
+  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+             at::Float32Precision::TF32 &&
+         !at::NoTF32Guard::should_disable_tf32();
+}
+
+// result = left right; callers add to it.
+Gemm describe(const Factor& left, const Factor& right, const Tensor& result) {
+  TORCH_CHECK(left.cols() == right.rows() && left.dtype() == right.dtype(),
+              "[linear] factors must fit in shape and dtype, got [", left.rows(), ", ", left.cols(),
+              "] ", left.dtype(), " and [", right.rows(), ", ", right.cols(), "] ", right.dtype());
+  Gemm gemm = {.m = left.rows(),
+               .n = right.cols(),
+               .k = left.cols(),
+               .dtype = kernel_dtype(left.dtype()),
+               .result_dtype = kernel_dtype(result),
+               .a = left.matrix(),
+               .b = right.matrix(),
+               .d = cuda::write(result),
+               .d_stride = right.cols()};
+  if (left.dtype() == at::kFloat) {
+    gemm.tf32 = tf32();
+  } else if (left.dtype() != at::kDouble) {
+    gemm.partial_sums = partial_sums(left.dtype());
+  }
+  return gemm;
+}
+
+void set_bias(Gemm& gemm, Epilogue epilogue, const Tensor& bias) {
+  gemm.epilogue = epilogue;
+  gemm.bias = cuda::read(bias);
+}
+
+// aux: what gelu is taken of.
+void set_aux(Gemm& gemm, void* aux) {
+  gemm.aux = aux;
+  gemm.aux_stride = gemm.n;
+}
+
+bool has_gelu_epilogue(at::ScalarType dtype, int64_t width) {
+  // cuBLASLt does not say how exact its tanh is. If it is the hardware's (PTX ISA, tanh.approx.f32:
+  // relative error 2^-11), it is good enough for 16 bits and no more. Rows of aux are multiples of
+  // 8, and without aux the numbers shall be the same.
+  return (dtype == at::kHalf || dtype == at::kBFloat16) && width % 8 == 0;
+}
+
+void set_start(Gemm& gemm, const Tensor& start) {
+  gemm.c = cuda::read(start);
+  gemm.c_stride = gemm.n;
+  gemm.beta = 1.0;
+}
+
+struct Workspace {
+  c10::Device device;
+  Tensor memory = {};  // may be reused as soon as it is dropped: by later work on the stream
+};
+
+void* allocate(void* owner, uint64_t bytes) {
+  auto& workspace = *static_cast<Workspace*>(owner);
+  workspace.memory = empty({static_cast<int64_t>(bytes)}, at::kByte, workspace.device);
+  return cuda::write(workspace.memory);
+}
+
+// False where cuBLASLt has no algorithm: nothing was done.
+bool run(Gemm& gemm, const Tensor& result) {
+  Workspace workspace{result.device()};
+  gemm.allocate = allocate;
+  gemm.owner = &workspace;
+  return cuda::kernels().gemm(cuda::stream_of(result), gemm);
+}
+
+void product_by_aten(const Factor& left, const Factor& right, double scale, const Tensor& start,
+                     Tensor out) {
+  if (out.scalar_type() != left.dtype()) {
+    Tensor narrow = empty(out.sizes(), left.dtype(), out.device());
+    product_by_aten(left, right, scale, /*start=*/{}, narrow);
+    start.defined() ? at::add_out(out, start, narrow) : out.copy_(narrow);
+  } else if (start.defined()) {
+    at::addmm_out(out, start, left.tensor(), right.tensor(), /*beta=*/1, scale);
+  } else if (scale == 1.0) {
+    at::mm_out(out, left.tensor(), right.tensor());
+  } else {
+    at::addmm_out(out, out, left.tensor(), right.tensor(), /*beta=*/0, scale);
+  }
+}
+
+// result = scale left right + start; an undefined start is zero.
+void product(const Factor& left, const Factor& right, const Tensor& result, double scale = 1.0,
+             const Tensor& start = {}) {
+  Gemm gemm = describe(left, right, result);
+  gemm.alpha = scale;
+  if (start.defined()) set_start(gemm, start);
+  if (run(gemm, result)) return;
+  const Tensor out = result.view({left.rows(), right.cols()});
+  product_by_aten(left, right, scale, start.defined() ? start.view(out.sizes()) : start, out);
+}
+
+}  // namespace
+
+Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias, double scale) {
+  const Factor x(input), w = Factor(weight).t();
+  Tensor result = empty_rows(input, w.cols(), input.scalar_type());
+  if (!bias.defined()) {
+    product(x, w, result, scale);
+    return result;
+  }
+  Gemm gemm = describe(x, w, result);
+  gemm.alpha = scale;
+  set_bias(gemm, Epilogue::Bias, bias);
+  if (!run(gemm, result)) {
+    Tensor out = result.view({x.rows(), w.cols()});
+    at::addmm_out(out, bias, x.tensor(), w.tensor(), /*beta=*/1, scale);
+  }
+  return result;
+}
+
+std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight,
+                                       const Tensor& bias, Tensor* kept) {
+  if (!has_gelu_epilogue(input.scalar_type(), weight.size(0))) return std::nullopt;
+  const Factor x(input), w = Factor(weight).t();
+  Tensor result = empty_rows(input, w.cols(), input.scalar_type());
+  Gemm gemm = describe(x, w, result);
+  set_bias(gemm, Epilogue::GeluBias, bias);
+  if (kept != nullptr) {
+    *kept = empty(result.sizes(), result.scalar_type(), result.device());
+    set_aux(gemm, cuda::write(*kept));
+  }
+  if (!run(gemm, result)) return std::nullopt;
+  return result;
+}
+
+Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias,
+                       const Tensor& extra, double scale) {
+  const Factor x(input), w = Factor(weight).t();
+  const Tensor start = contiguous(extra);
+  Tensor result = empty_rows(input, w.cols(), input.scalar_type());
+  if (!bias.defined()) {
+    product(x, w, result, scale, start);
+    return result;
+  }
+  Gemm gemm = describe(x, w, result);
+  gemm.alpha = scale;
+  set_start(gemm, start);
+  set_bias(gemm, Epilogue::Bias, bias);
+  if (!run(gemm, result)) {
+    product(x, w, result, scale, start);
+    result.add_(bias);
+  }
+  return result;
+}
+
+Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
+                             const LinearGradients& fused) {
+  const Factor grad(grad_output);
+  const auto dtype = grad_output.scalar_type();
+  Tensors grads(2, Tensor());
+  if (input.defined()) {
+    const MainGrad& main_grad = fused.main_grad;
+    grads[1] = main_grad.buffer.defined()
+                   ? main_grad.buffer
+                   : empty({grad.cols(), input.size(-1)}, dtype, grad_output.device());
+    linear_weight_gradient_cuda(grad_output, input, grads[1],
+                                {.adds = main_grad.adds, .scale = fused.scale});
+    input.reset();
+  }
+  if (weight.defined()) {
+    const Factor w(weight);
+    const Tensor& start = fused.residual;
+    grads[0] = empty_rows(grad_output, w.cols(), start.defined() ? start.scalar_type() : dtype);
+    product(grad, w, grads[0], fused.scale, start);
+  }
+  for (Tensor& result : grads) {
+    if (!result.defined()) result = empty({0}, dtype, grad_output.device());
+  }
+  return grads;
+}
+
+Tensor linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight) {
+  return linear_backward_cuda(grad_output, {}, weight)[0];
+}
+
+void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
+                                 const Tensor& grad_weight, const WeightGradient& how) {
+  const Factor grad = Factor(grad_output).t(), x(input);
+  const auto dtype = grad.dtype(), wanted = grad_weight.scalar_type();
+  const bool takes_sums = wanted == dtype || (wanted == at::kFloat && dtype != at::kDouble);
+  if (!takes_sums || !grad_weight.is_contiguous()) {
+    const Tensor found = empty(grad_weight.sizes(), dtype, grad_weight.device());
+    linear_weight_gradient_cuda(grad_output, input, found,
+                                {.scale = how.scale, .grad_bias = how.grad_bias});
+    how.adds ? grad_weight.add_(found) : grad_weight.copy_(found);
+    return;
+  }
+  const Tensor start = how.adds ? grad_weight : Tensor();
+  if (how.grad_bias.defined()) {
+    // Those sums have the dtype of grad_weight.
+    const Tensor sums =
+        wanted == dtype ? how.grad_bias : empty(how.grad_bias.sizes(), wanted, input.device());
+    Gemm gemm = describe(grad, x, grad_weight);
+    if (start.defined()) set_start(gemm, start);
+    gemm.epilogue = Epilogue::SumA;
+    gemm.bias_gradient = cuda::write(sums);
+    // With TF32 it might add up what the product rounds.
+    if (!gemm.tf32 && run(gemm, grad_weight)) {
+      if (wanted != dtype) how.grad_bias.copy_(sums);
+      return;
+    }
+    sum_columns_cuda(grad_output, how.grad_bias);
+  }
+  product(grad, x, grad_weight, how.scale, start);
+}
+
+bool linear_gelu_backward_cuda(const Tensor& grad_output, const Tensor& weight, const Tensor& input,
+                               Tensor& grad_input, const Tensor& grad_bias) {
+  if (!has_gelu_epilogue(input.scalar_type(), weight.size(1))) return false;
+  // A product may overwrite its operands before the epilogue, which reads `input`, is through.
+  const Tensor result = grad_input.is_alias_of(input)
+                            ? empty(input.sizes(), input.scalar_type(), input.device())
+                            : grad_input;
+  const Factor grad(grad_output), w(weight);
+  Gemm gemm = describe(grad, w, result);
+  gemm.epilogue = Epilogue::DGelu;
+  set_aux(gemm, const_cast<void*>(cuda::read(input)));
+  if (grad_bias.defined()) gemm.bias_gradient = cuda::write(grad_bias);
+  if (!run(gemm, result)) return false;
+  grad_input = result;
+  return true;
+}
+
+}  // namespace transformer_ops

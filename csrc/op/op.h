@@ -1,0 +1,41 @@
+#pragma once
+
+#include "fuser/declaration.h"
+#include "fuser/rule.h"
+#include "op/typed_op.h"
+
+namespace transformer_ops {
+
+// What double backward knows of an op whose input was not saved.
+struct ReplayCall {
+  Tensor input;  // right derivatives, but its values are a stand-in
+  std::function<Tensor(const std::string&)> slot;  // undefined where not saved
+  Tensor output;                                   // undefined where not saved
+  const Attributes& attributes;
+};
+
+// The one declaration of a basic op: the planner's row, its typed ops, and its replay.
+struct Op {
+  OpDeclaration declaration;
+  TypedOp forward = {};
+  TypedOp backward = {};
+  TypedOp recompute = {};  // of a cheap producer
+  // The op's output, from what was saved instead of the input. Absent where the derivative does not
+  // depend on the input's values, or the input is always saved.
+  std::function<Tensor(const ReplayCall&)> replay = {};
+};
+
+// Returns true, so that a file can register its op as it is loaded.
+bool register_op(Op op);
+// The replay of a kind; empty where it has none.
+const std::function<Tensor(const ReplayCall&)>& find_replay(const std::string& kind);
+
+// A fused op: its rule row and its typed ops.
+struct FusedOp {
+  Rule rule;
+  TypedOp forward = {};
+  TypedOp backward = {};
+};
+bool register_fused_op(FusedOp op);
+
+}  // namespace transformer_ops

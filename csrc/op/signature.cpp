@@ -1,0 +1,76 @@
+#include "op/signature.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "fuser/schema.h"
+#include "op/buffer.h"
+
+namespace transformer_ops {
+namespace {
+
+// Of "bool[2]": 2.
+std::optional<size_t> list_size(const std::string& type) {
+  const size_t open = type.find('[');
+  if (open == std::string::npos || type[open + 1] == ']') return std::nullopt;
+  return std::stoul(type.substr(open + 1));
+}
+
+void check_tensor(const char* op, const std::string& name, const at::Tensor& tensor,
+                  c10::Device device) {
+  TORCH_CHECK(tensor.device() == device, "[", op, "] tensors must be on one device, got ", device,
+              " and ", tensor.device(), " for ", name);
+  TORCH_CHECK(device.is_meta() || tensor.unsafeGetTensorImpl()->storage_initialized(), "[", op,
+              "] ", name, " must have its memory, got a storage of 0 bytes for shape ",
+              tensor.sym_sizes());
+}
+
+}  // namespace
+
+Signature::Signature(const std::string& schema, const std::vector<std::string>& any_strides) {
+  const Schema parsed = parse_schema(schema);
+  for (size_t i = 0; i < parsed.arguments.size(); ++i) {
+    const auto& [type, name] = parsed.arguments[i];
+    if (type.starts_with("Tensor") && list_size(type) == std::nullopt && !type.ends_with("[]")) {
+      tensors_.push_back({i, name, type.ends_with('?')});
+      const bool is_written = type.find('!') != std::string::npos;
+      if (!is_written && !std::ranges::count(any_strides, name)) contiguous_.push_back(i);
+    } else if (const auto size = list_size(type)) {
+      lists_.push_back({i, name, *size});
+    }
+  }
+  TORCH_CHECK(!tensors_.empty(), "[", parsed.name, "] schema must have a tensor argument, got '",
+              schema, "'");
+  for (const auto& name : any_strides) {
+    TORCH_CHECK(std::ranges::count(tensors_, name, &TensorArgument::name), "[", parsed.name,
+                "] any_strides must name tensor arguments, got '", name, "'");
+  }
+}
+
+void Signature::check(const char* op, std::span<c10::IValue> values) const {
+  const auto is_given = [&](size_t i) {
+    return values[i].isTensor() && values[i].toTensor().defined();
+  };
+  const size_t first = tensors_.front().index;
+  for (const auto& [index, name, optional] : tensors_) {
+    if (is_given(index)) {
+      check_tensor(op, name, values[index].toTensor(), values[first].toTensor().device());
+    } else {
+      TORCH_CHECK(optional, "[", op, "] ", name, " must be a tensor, got None");
+    }
+  }
+  for (const auto& [index, name, size] : lists_) {
+    const size_t got = values[index].toListRef().size();
+    TORCH_CHECK(got == size, "[", op, "] ", name, " must have ", size, " elements, got ", got);
+  }
+}
+
+void Signature::make_contiguous(std::span<c10::IValue> values) const {
+  for (const size_t i : contiguous_) {
+    if (!values[i].isTensor()) continue;
+    const at::Tensor& tensor = values[i].toTensor();
+    if (tensor.defined() && !tensor.is_contiguous()) values[i] = contiguous(tensor);
+  }
+}
+
+}  // namespace transformer_ops

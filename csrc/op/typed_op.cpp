@@ -1,0 +1,492 @@
+#include "op/typed_op.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+
+#include "fuser/fork_safe_mutex.h"
+#include "fuser/schema.h"
+#include "op/backend.h"
+#include "op/buffer.h"
+#include "op/signature.h"
+#include "op/unfused.h"
+
+namespace transformer_ops {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+// A library that brings more may be loaded while others run; a row stays where it is.
+struct TypedOps {
+  ForkSafeMutex mutex;
+  std::map<std::string, TypedOp> rows;
+};
+
+TypedOps& typed_ops() {
+  static TypedOps ops;
+  return ops;
+}
+
+std::vector<std::pair<std::string, const TypedOp*>> all_typed_ops() {
+  const std::lock_guard lock(typed_ops().mutex);
+  std::vector<std::pair<std::string, const TypedOp*>> found;
+  for (const auto& [name, op] : typed_ops().rows) found.emplace_back(name, &op);
+  return found;
+}
+
+const TypedOp& add_typed_op(const std::string& name, TypedOp op) {
+  const std::lock_guard lock(typed_ops().mutex);
+  const auto [row, inserted] = typed_ops().rows.emplace(name, std::move(op));
+  TORCH_CHECK(inserted, "[typed op] name must be new, got '", name, "'");
+  return row->second;
+}
+
+void push_results(Stack* stack, size_t arguments, Tensors results) {
+  stack->erase(stack->end() - static_cast<std::ptrdiff_t>(arguments), stack->end());
+  for (Tensor& result : results) stack->emplace_back(std::move(result));
+}
+
+std::string into(const std::string& name) { return name + "_into"; }
+
+std::string into_schema(const std::string& name, std::string schema) {
+  const auto replace = [&](std::string_view from, const std::string& to) {
+    const size_t at = schema.find(from);
+    TORCH_INTERNAL_ASSERT(at != std::string::npos, "'", from, "' in ", schema);
+    schema.replace(at, from.size(), to);
+  };
+  replace(name, into(name));
+  replace(") ->", ", Tensor(a!) main_grad, bool overwrite) ->");
+  replace(", Tensor grad_weight", "");
+  return schema;
+}
+
+std::vector<std::string> taken_as_they_are(const TypedOp& op) {
+  std::vector<std::string> names = op.any_strides;
+  if (!op.reads_first) names.push_back(parse_schema(op.schema).arguments[0].name);
+  return names;
+}
+
+// What is registered under one name: a typed op, or its variant <name>_into.
+struct Variant {
+  Variant(const TypedOp& typed_op, const std::string& base_name, bool writes_into)
+      : op(typed_op),
+        base(base_name),
+        name(writes_into ? into(base_name) : base_name),
+        schema(writes_into ? into_schema(base_name, op.schema) : op.schema),
+        signature(schema, taken_as_they_are(op)),
+        is_into(writes_into) {}
+
+  const TypedOp& op;
+  const std::string base, name, schema;
+  const Signature signature;
+  const bool is_into;
+};
+
+// They live as long as the library, and stay where they are.
+struct Variants {
+  ForkSafeMutex mutex;
+  std::deque<Variant> rows;
+};
+
+Variants& variants() {
+  static Variants variants;
+  return variants;
+}
+
+const Variant& keep_variant(const TypedOp& op, const std::string& base, bool writes_into) {
+  const std::lock_guard lock(variants().mutex);
+  return variants().rows.emplace_back(op, base, writes_into);
+}
+
+std::vector<const Variant*> all_variants() {
+  const std::lock_guard lock(variants().mutex);
+  std::vector<const Variant*> found;
+  for (const Variant& variant : variants().rows) found.push_back(&variant);
+  return found;
+}
+
+void check_main_grad(const Args& args, const TensorSpec& grad_weight) {
+  const Tensor& buffer = args.main_grad().buffer;
+  check_compute_dtype(args, "main_grad", buffer);
+  TORCH_CHECK(buffer.sym_sizes().equals(grad_weight.sizes), "[", args.op(),
+              "] main_grad must have shape ", c10::SymIntArrayRef(grad_weight.sizes), ", got ",
+              buffer.sym_sizes());
+  TORCH_CHECK(at::has_internal_overlap(buffer) != at::MemOverlap::Yes, "[", args.op(),
+              "] main_grad must have memory for each element, got strides ", buffer.sym_strides());
+  for (const auto& value : args.values()) {
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    const auto overlap = at::get_overlap_status(buffer, value.toTensor());
+    TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+                "[", args.op(),
+                "] main_grad must share no memory with an argument, got one of shape ",
+                value.toTensor().sym_sizes());
+  }
+}
+
+// What every kernel of a typed op starts from.
+class Kernel : public c10::OperatorKernel {
+ public:
+  explicit Kernel(const Variant& variant) : variant_(variant), op_(variant.op) {}
+
+ protected:
+  static constexpr size_t kGradWeight = 1;  // of the results, where it may go into main_grad
+
+  std::span<c10::IValue> arguments(const OperatorHandle& handle, Stack* stack) const {
+    const size_t count = handle.schema().arguments().size();
+    return {stack->data() + stack->size() - count, count};
+  }
+
+  // Raises where they are not what the schema says.
+  Args check_arguments(std::span<c10::IValue> values) const {
+    const char* const name = variant_.name.c_str();
+    variant_.signature.check(name, values);
+    if (!variant_.is_into) return Args(name, values);
+    const size_t own = values.size() - 2;
+    MainGrad main_grad = {values[own].toTensor(), !values[own + 1].toBool()};
+    return Args(name, values.first(own), std::move(main_grad));
+  }
+
+  TensorSpecs shape(const Args& args) const {
+    TORCH_CHECK_NOT_IMPLEMENTED(op_.shape, "[", args.op(),
+                                "] declaration must have .shape, got none");
+    TensorSpecs specs = op_.shape(args);
+    if (variant_.is_into) check_main_grad(args, specs[kGradWeight]);
+    return specs;
+  }
+
+  void push(Stack* stack, size_t arguments, Tensors results) const {
+    if (variant_.is_into) results.erase(results.begin() + kGradWeight);
+    push_results(stack, arguments, std::move(results));
+  }
+
+  const Variant& variant_;
+  const TypedOp& op_;
+};
+
+class MetaKernel final : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+  void operator()(const OperatorHandle& handle, DispatchKeySet, Stack* stack) const {
+    const auto values = arguments(handle, stack);
+    const Args args = check_arguments(values);
+    const auto options = variant_.signature.first_tensor(values).options();
+    Tensors results;
+    for (const auto& spec : shape(args)) {
+      results.push_back(at::empty_symint(spec.sizes, options.dtype(spec.dtype)));
+    }
+    push(stack, values.size(), std::move(results));
+  }
+};
+
+using Body = std::function<void(const Args&, Tensors&)> TypedOp::*;
+
+template <Body body>
+class DeviceKernel final : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+  void operator()(const OperatorHandle& handle, DispatchKeySet, Stack* stack) const {
+    // Inner ATen calls go straight to their kernels.
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const auto values = arguments(handle, stack);
+    const Args args = check_arguments(values);
+    const auto device = variant_.signature.first_tensor(values).device();
+    const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
+    Tensors results = op_.*body ? run_body(args, device, values) : run_meaning(args);
+    if (variant_.is_into) bump_version(args.main_grad().buffer);
+    push(stack, values.size(), std::move(results));
+  }
+
+ private:
+  Tensors run_body(const Args& args, c10::Device device, std::span<c10::IValue> values) const {
+    if (body == &TypedOp::cuda) check_backend();
+    const TensorSpecs specs = shape(args);
+    variant_.signature.make_contiguous(values);
+    Tensors results;
+    if (op_.allocates) results = allocate(specs, device, args);
+    (op_.*body)(args, results);
+    return results;
+  }
+
+  Tensors run_meaning(const Args& args) const {
+    Tensors results = run_unfused(variant_.base, args, shape(args));
+    const MainGrad& main_grad = args.main_grad();
+    if (main_grad.buffer.defined() && main_grad.adds) main_grad.buffer.add_(results[kGradWeight]);
+    if (main_grad.buffer.defined() && !main_grad.adds) main_grad.buffer.copy_(results[kGradWeight]);
+    return results;
+  }
+
+  void check_backend() const {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        cuda::backend() != nullptr, "[", variant_.name,
+        "] tensors must be on the CPU in this build, got a CUDA tensor; build transformer_ops with "
+        "TRANSFORMER_OPS_CUDA=ON and a CUDA toolkit (README.md, \"CUDA\")");
+  }
+
+  // Without the dispatcher: sizes are plain integers here.
+  Tensors allocate(const TensorSpecs& specs, c10::Device device, const Args& args) const {
+    Tensors results;
+    results.reserve(specs.size());
+    for (const auto& spec : specs) {
+      if (variant_.is_into && results.size() == kGradWeight) {
+        results.push_back(args.main_grad().buffer);
+        continue;
+      }
+      const auto sizes = C10_AS_INTARRAYREF_SLOW(spec.sizes);
+      const Tensor* const again = results.empty() ? find_memory(args, sizes, spec.dtype) : nullptr;
+      results.push_back(again != nullptr ? *again : empty(sizes, spec.dtype, device));
+    }
+    return results;
+  }
+
+  const Tensor* find_memory(const Args& args, at::IntArrayRef sizes, at::ScalarType dtype) const {
+    for (const size_t i : op_.overwrites) {
+      const Tensor& tensor = args.tensor(i);
+      if (tensor.scalar_type() == dtype && tensor.sizes() == sizes && is_last_reference(tensor)) {
+        return &tensor;
+      }
+    }
+    return nullptr;
+  }
+
+  static void bump_version(const Tensor& buffer) {
+    if (!buffer.is_inference()) buffer.unsafeGetTensorImpl()->bump_version();
+  }
+};
+
+std::function<void()>& autograd_maker() {
+  static std::function<void()> make;
+  return make;
+}
+
+// torch.library.register_autograd adds a Python kernel that costs most of a compiled call even
+// where no gradient is wanted: this one is found first, and lets it run only where needed.
+class AutogradShortcut final : public Kernel {
+ public:
+  using Kernel::Kernel;
+
+  void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) const {
+    const DispatchKeySet rest = keys & c10::after_autograd_keyset;
+    if (std::ranges::any_of(arguments(handle, stack), wants_grad)) {
+      if (!is_made_.load(std::memory_order_acquire)) [[unlikely]] {
+        if (autograd_maker()) autograd_maker()();
+        is_made_.store(true, std::memory_order_release);
+      }
+      // AutogradOther has the Python kernel too.
+      return handle.redispatchBoxed(rest.add(DispatchKey::AutogradOther), stack);
+    }
+    const at::AutoDispatchBelowAutograd below_autograd;
+    handle.redispatchBoxed(rest, stack);
+  }
+
+ private:
+  static bool wants_grad(const c10::IValue& value) {
+    if (!value.isTensor()) return false;
+    const Tensor& tensor = value.toTensor();
+    // Forward-mode AD works under no_grad too.
+    return (at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor);
+  }
+
+  mutable std::atomic<bool> is_made_ = false;
+};
+
+template <typename KernelType>
+void add_kernel(torch::Library& library, const Variant& variant, DispatchKey key) {
+  auto kernel = torch::CppFunction::makeFromBoxedFunctor(std::make_unique<KernelType>(variant));
+  library.impl(variant.name.c_str(), torch::dispatch(key, std::move(kernel)));
+}
+
+const Variant& add_variant(torch::Library& library, const TypedOp& op, const std::string& base,
+                           bool writes_into) {
+  const Variant& variant = keep_variant(op, base, writes_into);
+  const std::vector<at::Tag> random_tags = {at::Tag::pt2_compliant_tag,
+                                            at::Tag::nondeterministic_seeded};
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  library.def(variant.schema.c_str(), op.random ? random_tags : tags);
+  add_kernel<MetaKernel>(library, variant, DispatchKey::Meta);
+  add_kernel<DeviceKernel<&TypedOp::cpu>>(library, variant, DispatchKey::CPU);
+  add_kernel<DeviceKernel<&TypedOp::cuda>>(library, variant, DispatchKey::CUDA);
+  return variant;
+}
+
+// A library may be loaded while others run.
+struct Pairs {
+  ForkSafeMutex mutex;
+  std::vector<TypedOpPair> rows;
+};
+
+Pairs& pairs() {
+  static Pairs pairs;
+  return pairs;
+}
+
+}  // namespace
+
+void register_typed_op(TypedOp op) {
+  // Registrations live as long as the library.
+  static torch::Library library(torch::Library::FRAGMENT, "transformer_ops", std::nullopt, __FILE__,
+                                __LINE__);
+  const std::string name = parse_schema(op.schema).name;
+  const TypedOp& kept = add_typed_op(name, std::move(op));
+  const Variant& variant = add_variant(library, kept, name, /*writes_into=*/false);
+  for (const auto key :
+       {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::AutogradMeta}) {
+    add_kernel<AutogradShortcut>(library, variant, key);
+  }
+  // For backward, so without an autograd kernel.
+  if (kept.accumulates) add_variant(library, kept, name, /*writes_into=*/true);
+}
+
+void register_cuda_bodies(c10::DispatchKey key) {
+  static torch::Library library(torch::Library::IMPL, "transformer_ops", key, __FILE__, __LINE__);
+  for (const Variant* variant : all_variants()) {
+    add_kernel<DeviceKernel<&TypedOp::cuda>>(library, *variant, key);
+  }
+}
+
+std::vector<std::string> typed_ops_without_cuda() {
+  std::vector<std::string> names;
+  for (const auto& [name, op] : all_typed_ops()) {
+    if (!op->cuda) names.push_back(name);
+  }
+  return names;
+}
+
+const TypedOp* find_typed_op(const std::string& name) {
+  const std::lock_guard lock(typed_ops().mutex);
+  const auto row = typed_ops().rows.find(name);
+  return row == typed_ops().rows.end() ? nullptr : &row->second;
+}
+
+std::vector<TypedOpPair> typed_op_pairs() {
+  const std::lock_guard lock(pairs().mutex);
+  return pairs().rows;
+}
+
+std::string forward_of(const std::string& backward) {
+  const std::lock_guard lock(pairs().mutex);
+  const auto row = std::ranges::find(pairs().rows, backward, &TypedOpPair::backward);
+  return row == pairs().rows.end() ? std::string() : row->forward;
+}
+
+void add_typed_op_pair(TypedOpPair pair) {
+  const std::lock_guard lock(pairs().mutex);
+  pairs().rows.push_back(std::move(pair));
+}
+
+void set_autograd_maker(std::function<void()> make) { autograd_maker() = std::move(make); }
+
+bool has_tangent(const Tensor& tensor) {
+  // What nearly every tensor has to say, without the 150 instructions of the question itself.
+  if (!tensor.defined()) return false;
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr || (!meta->fw_grad_ && !meta->is_view_)) return false;
+  return tensor._fw_grad(/*level=*/0).defined();
+}
+
+Tensors differentiate(const std::function<Tensors(const Args&)>& unfused, const char* op,
+                      std::vector<c10::IValue> arguments, const Tensor& grad_output) {
+  const at::AutoGradMode grad_mode(true);
+  Tensors inputs;
+  for (auto& value : arguments) {
+    if (!value.isTensor()) continue;
+    const Tensor& tensor = value.toTensor();
+    // A view, so that the inner gradient stops at it.
+    inputs.push_back(tensor.requires_grad() ? tensor.view_as(tensor)
+                                            : tensor.detach().requires_grad_());
+    value = inputs.back();
+  }
+  const Tensors outputs = unfused(Args(op, arguments));
+  const Tensors grads =
+      torch::autograd::grad({outputs[0]}, inputs, {grad_output}, /*retain_graph=*/true,
+                            /*create_graph=*/true, /*allow_unused=*/true);
+  Tensors results;
+  auto next = grads.begin();
+  for (const auto& value : arguments) results.push_back(value.isTensor() ? *next++ : Tensor());
+  return results;
+}
+
+TensorSpec like(const Tensor& tensor) {
+  return {c10::SymDimVector(tensor.sym_sizes()), tensor.scalar_type()};
+}
+
+TensorSpec row_statistics(const Tensor& tensor, int64_t dims) {
+  const auto sizes = tensor.sym_sizes();
+  return {c10::SymDimVector(sizes.slice(0, sizes.size() - dims)),
+          accumulate_dtype(tensor.scalar_type())};
+}
+
+TensorSpec bit_mask(const Tensor& tensor) { return {{(tensor.sym_numel() + 7) / 8}, at::kByte}; }
+
+Tensor to_accumulate(const Tensor& tensor) {
+  return tensor.to(accumulate_dtype(tensor.scalar_type()));
+}
+
+at::ScalarType accumulate_dtype(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+void check_compute_dtype(const Args& args, const char* name, const Tensor& tensor) {
+  check_compute_dtype(args.op(), name, tensor);
+}
+
+Tensor cast_floating(const char* op, const Tensor& tensor, at::ScalarType dtype) {
+  check_compute_dtype(op, "input", tensor);
+  return tensor.to(dtype);
+}
+
+void check_compute_dtype(const char* op, const char* name, const Tensor& tensor) {
+  const auto dtype = tensor.scalar_type();
+  TORCH_CHECK(
+      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
+      "[", op, "] ", name, " must be float16, bfloat16, float32 or float64, got ", dtype);
+}
+
+void check_same_sizes(const Args& args, const char* name, const Tensor& tensor,
+                      const Tensor& like) {
+  TORCH_CHECK(tensor.sym_sizes().equals(like.sym_sizes()), "[", args.op(), "] ", name,
+              " must have shape ", like.sym_sizes(), ", got ", tensor.sym_sizes());
+}
+
+void check_spec(const Args& args, const char* name, const Tensor& tensor, const TensorSpec& spec) {
+  TORCH_CHECK(tensor.sym_sizes().equals(spec.sizes), "[", args.op(), "] ", name,
+              " must have shape ", c10::SymIntArrayRef(spec.sizes), ", got ", tensor.sym_sizes());
+  TORCH_CHECK(tensor.scalar_type() == spec.dtype, "[", args.op(), "] ", name, " must have dtype ",
+              spec.dtype, ", got ", tensor.scalar_type());
+}
+
+void check_has_rows(const Args& args, const char* name, const Tensor& tensor) {
+  TORCH_CHECK(tensor.dim() >= 1, "[", args.op(), "] ", name,
+              " must have at least 1 dimension, got 0");
+}
+
+void check_trailing(const Args& args, const char* name, const Tensor& tensor,
+                    const Tensor& trailing) {
+  const auto sizes = tensor.sym_sizes();
+  const auto wanted = trailing.sym_sizes();
+  // A bias has one.
+  TORCH_CHECK(!wanted.empty(), "[", args.op(), "] weight must have at least 1 dimension, got 0");
+  TORCH_CHECK(
+      sizes.size() >= wanted.size() && sizes.slice(sizes.size() - wanted.size()).equals(wanted),
+      "[", args.op(), "] ", name, " must end in dimensions ", wanted, ", got shape ", sizes);
+}
+
+}  // namespace transformer_ops
