@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.cpp_extension import include_paths
 
 import transformer_ops as tops
-from transformer_ops import registry
+from transformer_ops.fusion import registry
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from transformer_ops import ops
-from transformer_ops.channels import External, Routed, resolve_channels
 from transformer_ops.op import BasicOperation
+from transformer_ops.op.channels import External, Routed, resolve_channels
 
 
 class Split(BasicOperation):

@@ -324,7 +324,7 @@ def test_slots_of_the_declarations_say_the_same() -> None:
             module = tops.Sequential(op)
             (group,) = called(module, 8, 24, dtype=dtype).groups
             for slot in (slot for row in group.forward for slot in row.saves):
-                bits = tops.registry._C.slot_bits(op._kind, slot.name, 24, dtype.itemsize * 8)
+                bits = tops._C.slot_bits(op._kind, slot.name, 24, dtype.itemsize * 8)
                 assert slot.bytes == bits / 8, (op, slot)
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from transformer_ops import ops, python_steps
+from transformer_ops import ops
 from transformer_ops.op import BasicOperation, FusedOperation, OperationContext
+from transformer_ops.runtime import method_calls
 
 X = torch.tensor([1.0, -2.0])
 SPLIT = {"requires_grad": [True], "extra_inputs": [()]}
@@ -30,9 +31,9 @@ class Scale(BasicOperation):
 
 
 def run_split(op, **kwargs):
-    output, extra, saved = python_steps.forward_compute(op, X, kwargs=[kwargs], **SPLIT)
+    output, extra, saved = method_calls.forward_compute(op, X, kwargs=[kwargs], **SPLIT)
     ctx = OperationContext()
-    python_steps.forward_save_ctx(op, [ctx], X, saved, kwargs=[kwargs], **SPLIT)
+    method_calls.forward_save_ctx(op, [ctx], X, saved, kwargs=[kwargs], **SPLIT)
     return output, extra, ctx
 
 
@@ -40,7 +41,7 @@ def test_split_style():
     output, extra, ctx = run_split(Scale(), factor=3.0)
     assert torch.equal(output, 3 * X) and extra == [()]
     bound = ctx._bind(ctx.to_save)
-    grads = python_steps.backward(Scale(), [bound], X, grad_extra_outputs=[()])
+    grads = method_calls.backward(Scale(), [bound], X, grad_extra_outputs=[()])
     assert torch.equal(grads[0], 3 * X) and grads[1:] == ([()], [()])
     assert ctx.saved_tensors == () and bound.requires_grad
     with pytest.raises(AttributeError):
@@ -64,7 +65,7 @@ def test_methods_get_only_what_their_signature_takes():
 
     ctx = OperationContext()
     for op in (Bare(), Greedy()):
-        output, _ = python_steps.forward(op, [ctx], X, extra_inputs=[()], kwargs=[{}])
+        output, _ = method_calls.forward(op, [ctx], X, extra_inputs=[()], kwargs=[{}])
         assert torch.equal(output, -X)
     assert ctx.kwargs == {"prev_op_grad_output_quantizer": None, "next_op_input_quantizer": None}
 
@@ -86,9 +87,9 @@ def test_an_override_of_op_forward_wins_over_an_inherited_fuser_forward():
 
     for op, expected in ((Parent(), X + 1), (Child(), X * 2)):
         ctxs = [OperationContext()]
-        output, _ = python_steps.forward(op, ctxs, X, extra_inputs=[()], kwargs=[{}])
+        output, _ = method_calls.forward(op, ctxs, X, extra_inputs=[()], kwargs=[{}])
         assert torch.equal(output, expected)
-        grads = python_steps.backward(op, ctxs, X, grad_extra_outputs=[()])
+        grads = method_calls.backward(op, ctxs, X, grad_extra_outputs=[()])
         assert torch.equal(grads[0], expected)
 
 
@@ -100,7 +101,7 @@ def test_extra_tensors_need_fuser_methods():
             return input_
 
     with pytest.raises(RuntimeError, match=r"\[Wrong\] an op with extra tensors must define fuser"):
-        python_steps.forward(Wrong(), [OperationContext()], X, extra_inputs=[(X,)], kwargs=[{}])
+        method_calls.forward(Wrong(), [OperationContext()], X, extra_inputs=[(X,)], kwargs=[{}])
 
 
 class Residual(FusedOperation):
@@ -119,11 +120,11 @@ def test_fused_operation_with_extra_tensors():
     fused = Residual([ops.MakeExtraOutput(), ops.AddExtraInput()])
     ctxs = [OperationContext(), OperationContext()]
     common = {"requires_grad": [True, False], "extra_inputs": [(), (X,)], "kwargs": [{}, {}]}
-    output, extra, saved = python_steps.forward_compute(fused, X, **common)
+    output, extra, saved = method_calls.forward_compute(fused, X, **common)
     assert torch.equal(output, 2 * X) and extra == [(X,), ()]
-    python_steps.forward_save_ctx(fused, ctxs, X, saved, **common)
+    method_calls.forward_save_ctx(fused, ctxs, X, saved, **common)
     assert [ctx.seen for ctx in ctxs] == [True, False]
-    grad, parameters, extra_grads = python_steps.backward(
+    grad, parameters, extra_grads = method_calls.backward(
         fused, ctxs, X, grad_extra_outputs=[(X,), ()]
     )
     assert torch.equal(grad, 2 * X) and parameters == [(), ()] and extra_grads == [(), (X,)]
@@ -146,7 +147,7 @@ def test_wrong_number_of_extra_outputs(extra, message):
     fused = Wrong([ops.MakeExtraOutput(), ops.AddExtraInput()])
     ctxs = [OperationContext(), OperationContext()]
     with pytest.raises(RuntimeError, match=rf"\[Wrong\] fuser_forward {message}"):
-        python_steps.forward(fused, ctxs, X, extra_inputs=[(), (X,)], kwargs=[{}, {}])
+        method_calls.forward(fused, ctxs, X, extra_inputs=[(), (X,)], kwargs=[{}, {}])
 
 
 def test_wrong_number_of_extra_gradients():
@@ -156,7 +157,7 @@ def test_wrong_number_of_extra_gradients():
 
     fused = Wrong([ops.AddExtraInput()])
     with pytest.raises(RuntimeError, match="must return 1 extra gradients for AddExtraInput"):
-        python_steps.backward(fused, [OperationContext()], X, grad_extra_outputs=[()])
+        method_calls.backward(fused, [OperationContext()], X, grad_extra_outputs=[()])
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -164,7 +165,7 @@ def test_dynamo_traces_the_split_pair(backend):
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(op, input_):
-            output, _, saved = python_steps.forward_compute(
+            output, _, saved = method_calls.forward_compute(
                 op, input_, kwargs=[{"factor": 3.0}], **SPLIT
             )
             return output, saved[0].clone()
@@ -173,7 +174,7 @@ def test_dynamo_traces_the_split_pair(backend):
         def setup_context(ctx, inputs, output):
             ctx.op, input_ = inputs
             ctx.inner = OperationContext()
-            python_steps.forward_save_ctx(
+            method_calls.forward_save_ctx(
                 ctx.op,
                 [ctx.inner],
                 input_,
@@ -186,7 +187,7 @@ def test_dynamo_traces_the_split_pair(backend):
         @staticmethod
         def backward(ctx, grad_output, _):
             bound = ctx.inner._bind(ctx.saved_tensors)
-            grads = python_steps.backward(ctx.op, [bound], grad_output, grad_extra_outputs=[()])
+            grads = method_calls.backward(ctx.op, [bound], grad_output, grad_extra_outputs=[()])
             return None, grads[0]
 
     class Traceable(Scale):

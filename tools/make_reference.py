@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import transformer_ops as tops
-from transformer_ops.registry import _C
+from transformer_ops import _C
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference.md"

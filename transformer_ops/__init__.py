@@ -10,6 +10,13 @@ _load()
 from . import library as _library  # noqa: E402
 from . import ops as _ops  # noqa: E402
 from .fuser import OperationFuser  # noqa: E402
+from .fusion.registry import (  # noqa: E402
+    FusionHandle,
+    fusions,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
 from .op import (  # noqa: E402
     BasicOperation,
     FusedOperation,
@@ -17,14 +24,7 @@ from .op import (  # noqa: E402
     OperationContext,
 )
 from .ops import *  # noqa: E402, F403
-from .plan import Plan  # noqa: E402
-from .registry import (  # noqa: E402
-    FusionHandle,
-    fusions,
-    register_backward_fusion,
-    register_forward_backward_fusion,
-    register_forward_fusion,
-)
+from .plan.plan import Plan  # noqa: E402
 from .sequential import Sequential  # noqa: E402
 
 _library.register()

@@ -3,49 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
+from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from . import explain as _explain
-from . import registry
-from .channels import Routed, resolve_channels
-from .host import Kwargs, check_kwargs
-from .op import BasicOperation, FusibleOperation, has_hooks
-from .plan import Plan
-from .planning import PlanningSession, declarations_of
-from .saved_bytes import SavedBytes, likely_shape, saved_bytes
-from .traced import (
-    number_of,
-    numbered,
-    plain_state,
-    read,
-    run_in_graph,
-    state_places,
+from . import _C
+from .compile.graph import number_of
+from .compile.groups import (
+    Facts,
+    Reads,
+    check_call,
+    check_parameters,
+    traced_alone,
+    traced_group,
 )
+from .fusion import registry
+from .numbered import numbered
+from .op.base import BasicOperation, FusibleOperation, run_alone_by
+from .op.channels import Routed, resolve_channels
+from .op.hooks import has_hooks
+from .plan.explain.explanation import Explanation
+from .plan.explain.summary import Group, describe
+from .plan.plan import Plan, declarations_of
+from .plan.saved_bytes import SavedBytes, likely_shape, saved_bytes
+from .runtime.host import Kwargs, check_kwargs
+from .runtime.layout import (
+    Layout,
+    call_group,
+    explain_segments,
+    hooked_now,
+    make_layout,
+    run_segments,
+)
+from .runtime.session import Session
 
-_C = registry._C
-# (grad enabled, autocast dtype, device type, (dtype, requires_grad) of each tensor, training flags)
-Facts = tuple[bool, torch.dtype | None, str, tuple[tuple[torch.dtype, bool], ...], tuple[bool, ...]]
 # For each op, for each extra input: the (op, extra output) of this group that feeds it, or None.
 Sources = Sequence[Sequence[tuple[int, int] | None]]
 # The sources, and for each op whether somebody outside the group reads each of its extra outputs.
 Channels = tuple[Sources, Sequence[Sequence[bool]]]
 
 _PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
-# Each name on the way from a global to an object is a guard of a compiled graph.
-_run_plan = torch.ops.transformer_ops.run_plan
-
-
-class Reads(NamedTuple):
-    """What a call of a group reads of its modules, by their index."""
-
-    parameters: tuple[tuple[int, str], ...]
-    absent: tuple[tuple[int, str], ...]  # parameters that are None
-    training: tuple[int | None, ...]  # whose flag a basic op asks for
 
 
 class OperationFuser:
@@ -102,13 +102,13 @@ class OperationFuser:
             self._basic_ops,
             self._members,
             [(self._ops[i], name) for i, name in self._absent],
-            lambda: PlanningSession(self._basic_ops),
+            lambda: Session(self._basic_ops),
             self._recompute == "cheap",
         )
         self._call = _hand_back if self._calls_members else self._group.make_call()
         self._call_with = self._group.make_call_with()
         self._traced_dtypes: list[torch.dtype] = []
-        self._split: Any = None
+        self._split: Layout | None = None
 
     def _reads(self) -> Reads | None:
         """None where that is not fixed as long as no op changes."""
@@ -207,11 +207,7 @@ class OperationFuser:
                 if output is not None:
                     return output
             return self._call_in_python(input, extra_inputs, basic_op_kwargs)
-        number, count, is_split = _traced_group(self._traced_state)
-        if is_split:
-            return _call_outside(number, input, extra_inputs, basic_op_kwargs)
-        _check_call(count, input, extra_inputs)
-        return traced_call(number, self._ops, input, extra_inputs, basic_op_kwargs)
+        return traced_group(self._traced_state, self._ops, input, extra_inputs, basic_op_kwargs)
 
     def _state(self) -> str:
         """Another text after an edit of an op, and where it has to be split."""
@@ -227,12 +223,13 @@ class OperationFuser:
         self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs | None
     ) -> Any:
         self._refresh()
-        _check_call(self.num_extra_inputs, input, extra_inputs)
+        check_call(self.num_extra_inputs, input, extra_inputs)
         if kwargs is not None:
             check_kwargs(self._basic_ops, kwargs)
         if self._is_split():
             given = {i: found for i, found in enumerate(kwargs or []) if found}
-            return self._split_at_members()._run_by_op(input, extra_inputs, given)
+            layout = self._split_at_members()
+            return run_segments(layout, layout.modules, input, extra_inputs, given, call_group)
         return self._run(input, extra_inputs, kwargs)
 
     def _run(self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs | None) -> Any:
@@ -244,7 +241,7 @@ class OperationFuser:
         if [len(row) for row in rows] != self._num_parameters:
             # A Python op, or a module in it, has other parameters than before.
             self._capture()
-        _check_parameters(self._basic_ops)
+        check_parameters(self._basic_ops)
         overriding = _overriding([input, *extra_inputs, *(t for row in rows for t in row)])
         if overriding:
             arguments = (self, input, extra_inputs, kwargs)
@@ -268,13 +265,12 @@ class OperationFuser:
         is_within_layout = self._given_channels is not None
         return not is_within_layout and (self._calls_members or has_hooks(self._members))
 
-    def _split_at_members(self) -> Any:
-        if self._split is None:
-            from .sequential import Sequential
-
+    def _split_at_members(self) -> Layout:
+        layout = self._split
+        if layout is None or hooked_now(layout) != layout.hooked:
             modules = self._basic_ops if self._own else self._ops
-            self._split = Sequential(*modules, recompute=self._recompute)
-        return self._split
+            self._split = layout = make_layout(modules, self._recompute, OperationFuser)
+        return layout
 
     # ---- looking at plans
 
@@ -290,17 +286,16 @@ class OperationFuser:
         entry = self._group.last
         return entry.native or number_of(entry.host) >= 0
 
-    def explain(self) -> _explain.Explanation:
+    def explain(self) -> Explanation:
         """The plan of the last call for reading: text, a table in a notebook, or an SVG."""
         if self._split is not None and self._is_split():
-            explanation: _explain.Explanation = self._split.explain()
-            return explanation
-        return _explain.Explanation([self._explained()])
+            return explain_segments(self._split_at_members())
+        return Explanation([self._explained()])
 
-    def _explained(self, note: str = "") -> _explain.Group:
+    def _explained(self, note: str = "") -> Group:
         plan = self.plan()
         session = self._group.last.session
-        return _explain.describe(plan, self._basic_ops, session.made_by, self._saved_bytes(), note)
+        return describe(plan, self._basic_ops, session.made_by, self._saved_bytes(), note)
 
     def _saved_bytes(self) -> SavedBytes | None:
         """What the last call saved; None where a Python step decides and no call ran eagerly."""
@@ -323,141 +318,6 @@ class OperationFuser:
             # Sizes that do not fit: the module has changed since, or its shapes cannot be guessed.
             return None
         return saved_bytes(tensors[0].shape, tensors[0].dtype, slots)
-
-
-def traced_call(
-    number: int,
-    modules: Sequence[FusibleOperation],
-    input: Tensor,
-    extra_inputs: tuple[Tensor, ...],
-    kwargs: list[dict[str, Any]] | None,
-) -> Any:
-    """What Dynamo sees of a group of these modules: plain tensors, and one op or Python steps."""
-    reads = _reads_constant(number)
-    if reads is None:
-        ops = _basic_ops(modules)
-        parameters = [tensor for op in ops for tensor in op._parameter_tensors()]
-        training = tuple(op.training for op in ops)
-    else:
-        parameters = [getattr(modules[place], name) for place, name in reads.parameters]
-        training = tuple(place is not None and modules[place].training for place in reads.training)
-        for place, name in reads.absent:
-            if getattr(modules[place], name) is not None:
-                raise RuntimeError(
-                    f"[{type(modules[place]).__name__}] {name} must be assigned to the module, "
-                    "got a tensor that was put in its place (torch.func.functional_call)"
-                )
-    for tensor in parameters:
-        if not isinstance(tensor, Tensor):
-            _check_parameters(_basic_ops(modules))
-    tensors = [input, *extra_inputs, *parameters]
-    facts = _facts(tensors, training)
-    text = _native_plan(number, registry.VERSION, facts)
-    if text and not (kwargs and any(kwargs)):
-        return _unpack(tuple(_run_plan(text, input, list(extra_inputs), parameters)))
-    plan = _python_plan(number, registry.VERSION, facts)
-    if plan < 0:
-        return _run_outside(number, input, extra_inputs, kwargs)
-    basic_ops = _basic_ops(modules)
-    for state_place, value in plain_state(plan):
-        # Never true while tracing: what Dynamo guards on.
-        if read(basic_ops, state_place) != value:
-            return _run_outside(number, input, extra_inputs, kwargs)
-    state = [read(basic_ops, state_place) for state_place in state_places(plan)]
-    given = kwargs if kwargs is not None else [{} for _ in basic_ops]
-    return _unpack(run_in_graph(plan, tensors, state, given))
-
-
-def _basic_ops(modules: Sequence[FusibleOperation]) -> list[BasicOperation]:
-    return [op for module in modules for op in module.basic_ops]
-
-
-def traced_alone(
-    op: FusibleOperation, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: dict[str, Any]
-) -> Any:
-    """What Dynamo sees of an op that is called on its own."""
-    number, count, is_split = _own_group(op._number, op._own_edits)
-    given = [kwargs] if kwargs else None
-    if is_split:
-        return _call_outside(number, input, extra_inputs, given)
-    _check_call(count, input, extra_inputs)
-    return traced_call(number, (op,), input, extra_inputs, given)
-
-
-@torch._dynamo.assume_constant_result
-def _own_group(number: int, edits: int) -> tuple[int, int, bool]:
-    op: FusibleOperation = numbered.find(number)
-    group: OperationFuser = op._make_own_group()
-    return group._number, group.num_extra_inputs, group._is_split()
-
-
-@torch._dynamo.assume_constant_result
-def _reads_constant(number: int) -> Reads | None:
-    group: OperationFuser = numbered.find(number)
-    return group._reads()
-
-
-@torch._dynamo.assume_constant_result
-def _traced_group(state: str) -> tuple[int, int, bool]:
-    group: OperationFuser = numbered.find(int(state.partition(".")[0]))
-    return group._number, group.num_extra_inputs, group._is_split()
-
-
-@torch.compiler.disable
-def _call_outside(
-    number: int,
-    input: Tensor,
-    extra_inputs: tuple[Tensor, ...],
-    kwargs: list[dict[str, Any]] | None,
-) -> Any:
-    group: OperationFuser = numbered.find(number)
-    return group(input, *extra_inputs, basic_op_kwargs=kwargs)
-
-
-@torch.compiler.disable
-def _run_outside(
-    number: int,
-    input: Tensor,
-    extra_inputs: tuple[Tensor, ...],
-    kwargs: list[dict[str, Any]] | None,
-) -> Any:
-    group: OperationFuser = numbered.find(number)
-    return group._run(input, extra_inputs, kwargs)
-
-
-@torch._dynamo.assume_constant_result
-def _native_plan(number: int, version: int, facts: Facts) -> str:
-    group: OperationFuser = numbered.find(number)
-    if len(facts[3]) != 1 + group.num_extra_inputs + sum(group._num_parameters):
-        group._capture()
-    entry = group._entry(facts)
-    return str(entry.text) if entry.native else ""
-
-
-@torch._dynamo.assume_constant_result
-def _python_plan(number: int, version: int, facts: Facts) -> int:
-    group: OperationFuser = numbered.find(number)
-    return number_of(group._entry(facts).host)
-
-
-def _facts(tensors: Sequence[Tensor], training: tuple[bool, ...]) -> Facts:
-    device = tensors[0].device.type
-    autocast = None
-    if _has_autocast(device) and is_autocast_enabled(device):
-        autocast = get_autocast_dtype(device)
-    return (
-        is_grad_enabled(),
-        autocast,
-        device,
-        tuple((tensor.dtype, tensor.requires_grad) for tensor in tensors),
-        training,
-    )
-
-
-@torch._dynamo.assume_constant_result
-def _has_autocast(device: str) -> bool:
-    """False for the meta device, for one. Dynamo of torch 2.11 cannot trace the question."""
-    return torch.amp.is_autocast_available(device)
 
 
 def _hand_back(input: Tensor, *extra_inputs: Tensor) -> Any:
@@ -486,25 +346,8 @@ def _overriding(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _check_parameters(basic_ops: Sequence[BasicOperation]) -> None:
-    for op in basic_ops:
-        for name, tensor in zip(op._parameter_names, op._parameter_tensors(), strict=False):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"[{op._kind}] {name} must be a tensor, got {tensor!r}")
-
-
 def _asks_training(op: BasicOperation) -> bool:
     return bool(_C.declaration(op._kind)["asks_training"])
-
-
-def _check_call(num_extra_inputs: int, input: Tensor, extra_inputs: tuple[Tensor, ...]) -> None:
-    if len(extra_inputs) != num_extra_inputs:
-        raise ValueError(
-            f"[OperationFuser] extra inputs must be {num_extra_inputs}, got {len(extra_inputs)}"
-        )
-    for tensor in (input, *extra_inputs):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"[OperationFuser] inputs must be tensors, got {type(tensor).__name__}")
 
 
 def check_recompute(op: str, value: str) -> str:
@@ -536,8 +379,6 @@ def _places(op: BasicOperation) -> list[tuple[Any, str | int]]:
     return [(op._parameter_owner, name) for name in op._parameter_names]
 
 
-def _unpack(outputs: tuple[Tensor, ...]) -> Any:
-    return outputs[0] if len(outputs) == 1 else outputs
-
+run_alone_by(lambda op: OperationFuser([op], _own=True), traced_alone)
 
 __all__ = ["OperationFuser"]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _C
 from .locks import new_lock
-from .registry import _C
 
 _registered: set[str] = set()
 _lock = new_lock()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .registry import _C
+from . import _C
 
 __all__ = ["Stats", "limit", "set_limit", "stats", "trim"]
 

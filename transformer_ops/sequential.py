@@ -4,48 +4,31 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from . import explain as _explain
-from . import registry
-from .channels import External, Routed, resolve_channels
-from .fuser import OperationFuser, check_recompute, numbered, traced_call
-from .op import BasicOperation, FusibleOperation, has_hooks, hook_dicts
-from .plan import Plan
-from .state_dict import modules_with_known_shapes, shape_mismatches
+from .compile.groups import traced_segment
+from .fuser import OperationFuser, check_recompute
+from .fusion import registry
+from .numbered import numbered
+from .op.base import FusibleOperation
+from .op.state_dict import modules_with_known_shapes, shape_mismatches
+from .plan.explain.explanation import Explanation
+from .plan.plan import Plan
+from .runtime.layout import (
+    Layout,
+    call_group,
+    explain_segments,
+    group_of,
+    hooked_now,
+    make_layout,
+    run_segments,
+)
 
 OpKwargs = Mapping[Any, dict[str, Any]]
-
-
-class Segment(NamedTuple):
-    """A run of modules: a group of fusible ops, a fusible op that has to be called, or any other
-    module."""
-
-    modules: tuple[int, ...]  # indices in the Sequential
-    ops: tuple[int, ...]  # positions of its basic ops among all basic ops
-    group: OperationFuser | None
-    inputs: tuple[External | Routed, ...]  # where its extra inputs come from
-    outputs: tuple[Routed, ...]  # its extra outputs that somebody outside it reads
-    group_number: int | None = None  # by which a trace finds the group
-
-
-class Layout(NamedTuple):
-    """The segments of a Sequential, and what travels between them and the caller."""
-
-    names: tuple[str, ...]
-    modules: tuple[nn.Module, ...]
-    hooked: tuple[bool, ...]  # which modules have hooks
-    hook_dicts: tuple[Mapping[int, Any], ...]  # of all fusible modules and their basic ops
-    state: str  # another text for other modules, edits of them, or hooks
-    segments: tuple[Segment, ...]
-    outputs: tuple[Routed, ...]
-    num_extra_inputs: int
-    # The only segment, if it is a group that takes and gives just what the caller does.
-    whole: OperationFuser | None
 
 
 class Sequential(nn.Module):
@@ -258,43 +241,8 @@ class Sequential(nn.Module):
                 f"got {len(extra_inputs)}"
             )
         kwargs = self._kwargs_by_op(modules, op_kwargs)
-        return self._run_segments(layout, modules, input, extra_inputs, kwargs)
-
-    def _run_by_op(
-        self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: dict[int, dict[str, Any]]
-    ) -> Any:
-        """`forward` with keyword arguments by position of the basic op."""
-        layout = self._with_current_hooks(self._current_layout())
-        return self._run_segments(layout, self._get(), input, extra_inputs, kwargs)
-
-    def _run_segments(
-        self,
-        layout: Layout,
-        modules: list[nn.Module],
-        input: Tensor,
-        extra_inputs: tuple[Tensor, ...],
-        kwargs: dict[int, dict[str, Any]],
-    ) -> Any:
-        if not layout.segments:
-            return input
-        hidden: dict[tuple[int, int], Tensor] = {}
-        for segment in layout.segments:
-            extra = [
-                extra_inputs[source.place]
-                if isinstance(source, External)
-                else hidden[(source.position, source.output)]
-                for source in segment.inputs
-            ]
-            output = _run_segment(segment, modules, input, extra, kwargs)
-            if segment.outputs:
-                input, *found = output
-                for key, tensor in zip(segment.outputs, found, strict=True):
-                    hidden[(key.position, key.output)] = tensor
-            else:
-                input = output
-        if not layout.outputs:
-            return input
-        return (input, *(hidden[(key.position, key.output)] for key in layout.outputs))
+        call = traced_segment if is_compiling() else call_group
+        return run_segments(layout, modules, input, extra_inputs, kwargs, call)
 
     def _kwargs_by_op(
         self, modules: list[nn.Module], op_kwargs: OpKwargs | None
@@ -335,7 +283,7 @@ class Sequential(nn.Module):
 
     def _with_current_hooks(self, layout: Layout) -> Layout:
         """For where C++ does not look for hooks."""
-        if layout.whole is not None and _hooked_now(layout) != layout.hooked:
+        if layout.whole is not None and hooked_now(layout) != layout.hooked:
             layout = self._make_layout()
         return layout
 
@@ -347,12 +295,9 @@ class Sequential(nn.Module):
             self._edits += 1
         for op in members:
             op._add_holder(self)
-        layout = _make_layout(modules, self._recompute)
-        layout = layout._replace(
-            names=tuple(name for name, module in self._modules.items() if module is not None),
-            hook_dicts=tuple(dict for op in members for dict in hook_dicts(op)),
-        )
-        layout = self._with_state(layout)
+        layout = make_layout(modules, self._recompute, OperationFuser)
+        names = tuple(name for name, module in self._modules.items() if module is not None)
+        layout = self._with_state(layout._replace(names=names))
         for op in members:
             op.__dict__["_channels_captured"] = True
         self._layout = layout
@@ -388,84 +333,18 @@ class Sequential(nn.Module):
         return [group.plan() for group in self._groups()]
 
     def _groups(self) -> list[OperationFuser]:
-        return [group for group in map(self._group_of, self._segments()) if group is not None]
+        layout = self._layout_of_the_last_call()
+        found = (group_of(segment, layout.modules) for segment in layout.segments)
+        return [group for group in found if group is not None]
 
-    def _segments(self) -> tuple[Segment, ...]:
+    def _layout_of_the_last_call(self) -> Layout:
         if self._layout is None:
             raise RuntimeError("[Sequential] plans() must follow a call, got none so far")
-        return self._current_layout().segments
+        return self._current_layout()
 
-    def _group_of(self, segment: Segment) -> OperationFuser | None:
-        """The group that ran; None where a module does what it likes."""
-        if segment.group is not None or not segment.ops:
-            return segment.group
-        module: Any = self._get()[segment.modules[0]]
-        group: OperationFuser | None = module._own_group
-        if group is None and not module._has_own_forward:
-            raise RuntimeError("[Sequential] plans() must follow a call, got new hooks")
-        return group
-
-    def explain(self) -> _explain.Explanation:
+    def explain(self) -> Explanation:
         """The plans of the last call for reading: text, a table in a notebook, or an SVG."""
-        parts: list[_explain.Group | _explain.Plain] = []
-        for segment in self._segments():
-            place = segment.modules[0]
-            module = self._get()[place]
-            group = self._group_of(segment)
-            if group is None:
-                why = "whose forward is overridden" if segment.ops else "not a fusible op"
-                parts.append(_explain.Plain(place, type(module).__name__, why))
-            else:
-                note = _explain.alone_note(module) if segment.group is None else ""
-                parts.append(group._explained(note))
-        return _explain.Explanation(parts)
-
-
-def _run_segment(
-    segment: Segment,
-    modules: list[nn.Module],
-    input: Tensor,
-    extra: list[Tensor],
-    kwargs: dict[int, dict[str, Any]],
-) -> Any:
-    if segment.group_number is None:
-        module = modules[segment.modules[0]]
-        given = kwargs.get(segment.ops[0], {}) if segment.ops else {}
-        output = module(input, *extra, **given)
-        if segment.outputs:
-            _check_outputs(module, output, 1 + len(segment.outputs))
-        return output
-    basic_op_kwargs = None
-    if kwargs and any(op in kwargs for op in segment.ops):
-        basic_op_kwargs = [kwargs.get(op, {}) for op in segment.ops]
-    if is_compiling():
-        ops: list[Any] = [modules[i] for i in segment.modules]
-        return traced_call(segment.group_number, ops, input, tuple(extra), basic_op_kwargs)
-    assert segment.group is not None
-    return segment.group(input, *extra, basic_op_kwargs=basic_op_kwargs)
-
-
-def _check_outputs(module: nn.Module, output: Any, count: int) -> None:
-    found = len(output) if isinstance(output, tuple) else 1
-    if found != count:
-        raise RuntimeError(
-            f"[{type(module).__name__}] forward must return {count} tensors, got {found}"
-        )
-
-
-def hook_flags(modules: list[nn.Module]) -> tuple[bool, ...]:
-    """For each module, whether hooks have to fire around it."""
-    return tuple(
-        isinstance(module, FusibleOperation) and has_hooks([module, *module.basic_ops])
-        for module in modules
-    )
-
-
-def _has_to_be_called(module: nn.Module) -> bool:
-    if not isinstance(module, FusibleOperation):
-        return False
-    members = [module, *module.basic_ops]
-    return has_hooks(members) or any(op._has_own_forward for op in members)
+        return explain_segments(self._layout_of_the_last_call())
 
 
 def _is_current(layout: Layout, modules: Mapping[str, nn.Module | None]) -> bool:
@@ -477,13 +356,7 @@ def _same_hooks(layout: Layout) -> bool:
     # C++ looks at every call.
     if layout.whole is not None:
         return True
-    return _hooked_now(layout) == layout.hooked
-
-
-def _hooked_now(layout: Layout) -> tuple[bool, ...]:
-    if not any(layout.hook_dicts):
-        return (False,) * len(layout.modules)
-    return hook_flags(list(layout.modules))
+    return hooked_now(layout) == layout.hooked
 
 
 @torch._dynamo.assume_constant_result
@@ -505,95 +378,3 @@ def _check_module(module: Any) -> nn.Module:
 
 def _free_name(names: list[str]) -> str:
     return next(str(i) for i in range(len(names) + 1) if str(i) not in names)
-
-
-def _make_layout(modules: list[nn.Module], recompute: str) -> Layout:
-    alone = [_has_to_be_called(module) for module in modules]
-    basic_ops: list[BasicOperation] = []
-    runs: list[tuple[list[int], list[int]]] = []  # (modules, basic ops)
-    open_run = False
-    for i, module in enumerate(modules):
-        if not isinstance(module, FusibleOperation):
-            runs.append(([i], []))
-            open_run = False
-            continue
-        positions = list(range(len(basic_ops), len(basic_ops) + len(module.basic_ops)))
-        basic_ops += module.basic_ops
-        if open_run and not alone[i]:
-            runs[-1][0].append(i)
-            runs[-1][1].extend(positions)
-        else:
-            runs.append(([i], positions))
-        open_run = not alone[i]
-    routing = resolve_channels(basic_ops)
-    visible = [Routed(*pair) for pair in routing.visible_outputs]
-    segments = tuple(
-        _make_segment(modules, basic_ops, run, alone, routing.inputs, visible, recompute)
-        for run in runs
-    )
-    whole = segments[0].group if len(segments) == 1 else None
-    return Layout(
-        (),
-        tuple(modules),
-        hook_flags(modules),
-        (),
-        "",
-        segments,
-        tuple(visible),
-        routing.num_external_inputs,
-        whole,
-    )
-
-
-def _make_segment(
-    modules: list[nn.Module],
-    basic_ops: list[BasicOperation],
-    run: tuple[list[int], list[int]],
-    alone: list[bool],
-    inputs: tuple[tuple[External | Routed, ...], ...],
-    visible: list[Routed],
-    recompute: str,
-) -> Segment:
-    places, positions = run
-    mine = set(positions)
-    if not positions:
-        return Segment(tuple(places), (), None, (), ())
-    outside: list[External | Routed] = []
-    sources: list[list[tuple[int, int] | None]] = []
-    for position in positions:
-        row: list[tuple[int, int] | None] = []
-        for source in inputs[position]:
-            local = isinstance(source, Routed) and source.position in mine
-            if local:
-                assert isinstance(source, Routed)
-                row.append((source.position - positions[0], source.output))
-            else:
-                row.append(None)
-                outside.append(source)
-        sources.append(row)
-    read_outside = {
-        source
-        for position, row in enumerate(inputs)
-        if position not in mine
-        for source in row
-        if isinstance(source, Routed)
-    }
-    outputs: list[Routed] = []
-    flags: list[list[bool]] = []
-    for position in positions:
-        flags.append([])
-        for k in range(basic_ops[position].num_extra_outputs):
-            key = Routed(position, k)
-            seen = alone[places[0]] or key in visible or key in read_outside
-            flags[-1].append(seen)
-            if seen:
-                outputs.append(key)
-    group = None
-    if not alone[places[0]]:
-        group = OperationFuser(
-            [modules[i] for i in places],  # type: ignore[misc]
-            recompute=recompute,
-            _channels=(sources, flags),
-        )
-    number = None if group is None else group._number
-    return Segment(tuple(places), tuple(positions), group, tuple(outside), tuple(outputs), number)

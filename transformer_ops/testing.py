@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import registry
-from .op import FusedOperation, FusibleOperation
-from .plan import Plan
+from .fusion import registry
+from .op.base import FusibleOperation
+from .op.fused import FusedOperation
+from .plan.plan import Plan
 from .sequential import Sequential
 
 __all__ = ["check_fusion"]

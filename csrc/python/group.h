@@ -18,7 +18,7 @@ namespace py = pybind11;
 struct PlanEntry : CachedPlan {
   std::shared_ptr<ProgramHandle> handle;
   py::object session;  // holds the Python objects that steps refer to by number
-  py::object host;     // transformer_ops.host.HostPlan; null where all is native
+  py::object host;     // transformer_ops.runtime.host.HostPlan; null where all is native
 
   bool needs_host = false;
 };

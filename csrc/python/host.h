@@ -20,7 +20,7 @@ struct ProgramHandle {
   std::optional<std::vector<HostCall::SavedSlot>> last_saved = {};
 };
 
-// `call`: a transformer_ops.host.HostCall.
+// `call`: a transformer_ops.runtime.host.HostCall.
 SharedHostCall make_host_call(std::shared_ptr<ProgramHandle> handle, py::object call,
                               const at::Tensor& input);
 

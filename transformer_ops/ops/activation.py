@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ..op import BasicOperation
+from ..op.base import BasicOperation
 
 __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU"]
 

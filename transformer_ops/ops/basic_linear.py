@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_bool, check_size
-from ..op import Attribute, BasicOperation, Check
-from ..parameters import new_parameter
+from ..op.base import Attribute, BasicOperation, Check
+from ..op.checks import check_bool, check_size
+from ..op.parameters import new_parameter
 
 __all__ = ["BasicLinear"]
 

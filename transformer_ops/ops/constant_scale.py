@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ..checks import check_float
-from ..op import Attribute, BasicOperation, Check
+from ..op.base import Attribute, BasicOperation, Check
+from ..op.checks import check_float
 
 __all__ = ["ConstantScale"]
 

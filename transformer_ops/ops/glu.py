@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ..checks import check_float, check_optional_size, check_positive
-from ..op import Attribute, BasicOperation, Check
+from ..op.base import Attribute, BasicOperation, Check
+from ..op.checks import check_float, check_optional_size, check_positive
 
 __all__ = [
     "GEGLU",

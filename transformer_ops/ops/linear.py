@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checks import check_bool
-from ..op import BasicOperation, FusibleOperation
-from ..parameters import new_parameter
-from ..state_dict import drop_if_empty
+from ..op.base import BasicOperation, FusibleOperation
+from ..op.checks import check_bool
+from ..op.parameters import new_parameter
+from ..op.state_dict import drop_if_empty
 from .basic_linear import BasicLinear, check_rng_tracker, init_weight
 from .bias import Bias
 

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..checks import check_bool, check_not_negative, check_sizes
-from ..op import Attribute, BasicOperation, Check
-from ..parameters import new_parameter
+from ..op.base import Attribute, BasicOperation, Check
+from ..op.checks import check_bool, check_not_negative, check_sizes
+from ..op.parameters import new_parameter
 
 __all__ = ["LayerNorm", "RMSNorm"]
 

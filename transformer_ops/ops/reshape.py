@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ..checks import check_shape
-from ..op import Attribute, BasicOperation, Check
+from ..op.base import Attribute, BasicOperation, Check
+from ..op.checks import check_shape
 
 __all__ = ["Reshape"]
 

@@ -9,7 +9,7 @@ Two families, `op_*` and `fuser_*`, each with two forward styles:
 from __future__ import annotations
 
 import inspect
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Family = Literal["op", "fuser"]
 Style = Literal["single", "split"]
@@ -135,3 +135,14 @@ def _keywords_of(method: object) -> tuple[str, ...]:
     return tuple(name for name in KEYWORDS if takes_any or name in parameters) + tuple(
         name for name in EXPLICIT_KEYWORDS if name in parameters
     )
+
+
+def unpacked(op: object, method: str, returned: Any, names: str) -> tuple[Any, ...]:
+    """What a method returned, RuntimeError unless it is a tuple (or list) of what `names` lists."""
+    count = names.count(",") + 1
+    got = type(returned).__name__
+    if isinstance(returned, tuple | list):
+        if len(returned) == count:
+            return tuple(returned)
+        got = f"{len(returned)} values"
+    raise RuntimeError(f"[{type(op).__name__}] {method} must return ({names}), got {got}")

@@ -8,7 +8,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from .op import BasicOperation, FusibleOperation, OperationContext, unpacked
+from ..op.base import BasicOperation, FusibleOperation
+from ..op.context import OperationContext
+from ..op.methods import unpacked
 
 Tensors = tuple[Tensor | None, ...]
 

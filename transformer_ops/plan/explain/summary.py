@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..op import BasicOperation
+from ...fusion.registry import FusionHandle, fusions
+from ...op.base import BasicOperation
 from ..plan import NearMiss, Plan, Step
-from ..registry import FusionHandle, fusions
 from ..saved_bytes import SavedBytes
 
 

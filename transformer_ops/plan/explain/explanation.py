@@ -1,4 +1,4 @@
-"""explain(): plans for reading, as text, as a table in a notebook, or as an SVG picture."""
+"""What explain() returns."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 from ..plan import Plan
 from .picture import svg
-from .summary import Group, Plain, alone_note, describe
+from .summary import Group, Plain
 from .table import html_table
 from .text import text
-
-__all__ = ["Explanation", "Group", "Plain", "alone_note", "describe"]
 
 
 class Explanation:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..op.base import BasicOperation, FusibleOperation
+from ..op.checks import DTYPES
+from ..op.fused import FusedOperation
 from . import registry
-from .checks import DTYPES
-from .op import BasicOperation, FusedOperation, FusibleOperation
-
-if TYPE_CHECKING:
-    from .host import HostPlan
-    from .plan import Plan
 
 # (first op, count, number of the Python object or None, name, made by a native rule?, joint?)
 Group = tuple[int, int, int | None, str, bool, bool]
@@ -39,29 +36,12 @@ class PlanningSession:
             _check_dtypes(op)
         self.basic_ops = basic_ops
         self.python_ops: list[FusibleOperation] = list(basic_ops)
-        self.plan: Plan | None = None  # made of the finished one, when first asked for
         # The fusion that made a fused op, by its number.
         self.made_by: dict[int, registry.FusionHandle] = {}
 
     def attributes(self) -> list[dict[str, Any]]:
         """The constructor state of every op as it is now."""
         return [op._attributes() for op in self.basic_ops]
-
-    def plan_of(self, entry: Any) -> Plan:
-        """The finished plan."""
-        from .plan import Plan
-
-        if self.plan is None:
-            self.plan = Plan(entry.text, entry.data, entry.near_misses, self.python_ops)
-        return self.plan
-
-    def make_host(self, entry: Any) -> HostPlan:
-        """For a plan with Python steps."""
-        from .host import HostPlan
-
-        plan = self.plan_of(entry)
-        slots = {kind: row["slots"] for kind, row in declarations_of(plan).items()}
-        return HostPlan(plan, entry.program, self.basic_ops, self.python_ops, slots)
 
     def rewrite(self, fusion: int, pass_name: str, groups: list[Group]) -> list[Answer]:
         """Run a user's function in one pass; RuntimeError where its answer does not fit."""
@@ -147,12 +127,6 @@ class PlanningSession:
                 answer.append((first, 1, first if op.is_python else None, _name(op)))
             first += count
         return answer
-
-
-def declarations_of(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Of the native kinds of a plan; a library may have brought one since the last plan."""
-    kinds = {kind for (kind, _), native in zip(plan.ops, plan.native_ops, strict=True) if native}
-    return {kind: registry._C.declaration(kind) for kind in kinds}
 
 
 def _check_dtypes(op: BasicOperation) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from . import main_grad, python_steps
-from .op import BasicOperation, FusibleOperation, OperationContext
-from .plan import Plan, Step
+from ..op.base import BasicOperation, FusibleOperation
+from ..op.context import OperationContext
+from ..plan.plan import Plan, Step
+from . import main_grad, method_calls
 from .stand_ins import StandIns
 
 Kwargs = list[dict[str, Any]]
@@ -163,7 +164,7 @@ class HostCall:
         except Exception as error:
             step.note(error, "forward")
             raise
-        results = [self.original(python_steps.check_output(op, output))]
+        results = [self.original(method_calls.check_output(op, output))]
         for i, found in zip(step.ops, extra, strict=True):
             results += [self._extra_output(step, i, k, tensor) for k, tensor in enumerate(found)]
         for i in step.ops:
@@ -178,13 +179,13 @@ class HostCall:
         contexts: list[OperationContext],
         input_: Tensor,
         arguments: dict[str, Any],
-    ) -> tuple[Any, list[python_steps.Tensors]]:
+    ) -> tuple[Any, list[method_calls.Tensors]]:
         op = step.op
         if op._forward_style() == "single":
-            return python_steps.forward(op, contexts, input_, **arguments)
+            return method_calls.forward(op, contexts, input_, **arguments)
         arguments["requires_grad"] = [ctx.requires_grad for ctx in contexts]
-        output, extra, to_save = python_steps.forward_compute(op, input_, **arguments)
-        python_steps.forward_save_ctx(op, contexts, input_, to_save, **arguments)
+        output, extra, to_save = method_calls.forward_compute(op, input_, **arguments)
+        method_calls.forward_save_ctx(op, contexts, input_, to_save, **arguments)
         return output, extra
 
     def _with_requires_grad(self, op: int, k: int, tensor: Tensor | None) -> Tensor | None:
@@ -201,7 +202,7 @@ class HostCall:
 
     def _extra_output(self, step: HostStep, op: int, k: int, tensor: Any) -> Tensor | None:
         if tensor is not None:
-            return self.original(python_steps.check_output(step.op, tensor))
+            return self.original(method_calls.check_output(step.op, tensor))
         if self.plan.plan.is_read_outside(op, k, step.ops):
             raise RuntimeError(
                 f"[{type(step.op).__name__}] extra output {k} of op {op} must be a tensor: "
@@ -294,7 +295,7 @@ class HostCall:
             vars(context).update(attributes.get(i, {}))
         try:
             with StandIns(self.stand_ins.real, cast(Sequence[Tensor], standing)):
-                grad_input, grad_parameters, grad_extra_inputs = python_steps.backward(
+                grad_input, grad_parameters, grad_extra_inputs = method_calls.backward(
                     step.op,
                     contexts,
                     cast(Tensor, grads[0]),

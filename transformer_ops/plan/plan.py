@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import registry
-from .op import FusedOperation
+from .. import _C
+from ..op.fused import FusedOperation
 
 # A tensor of the plan by its name ("x1", "s0.mean"), a constant in a 1-tuple, or None.
 Argument = str | tuple[Any] | None
-_C = registry._C
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +122,12 @@ class Plan:
 
     def __hash__(self) -> int:
         return hash(self.text)
+
+
+def declarations_of(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Of the native kinds of a plan; a library may have brought one since the last plan."""
+    kinds = {kind for (kind, _), native in zip(plan.ops, plan.native_ops, strict=True) if native}
+    return {kind: _C.declaration(kind) for kind in kinds}
 
 
 def _step(row: dict[str, Any], python_ops: list[Any] | None) -> Step:

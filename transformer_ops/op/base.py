@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import operator
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ..numbered import numbered
 from . import methods
 from .channels import ChannelMixin
-from .locks import new_lock
+from .context import OperationContext
+from .holders import KEPT_DICTS, HeldMixin
+from .methods import unpacked
 from .state_dict import drop_if_empty, shape_mismatches, without_pre_hooks
 
 Attribute = bool | int | float | str | list[int]
@@ -22,61 +22,22 @@ Check = Callable[[str, str, object], Any]
 
 # Attributes that belong to one process and one set of groups, never to a copy.
 _TRANSIENT = ("_own_group", "_channels_captured", "_number", "_holders")
-# A module with hooks in any of these is called on its own.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# The dicts of a module that C++ keeps.
-_KEPT_DICTS = (*_HOOKS, "_parameters")
-# A WeakSet must not change while it is copied.
-_holders_lock = new_lock()
+
+# How an op is called alone: the group that is made for it, and what Dynamo sees.
+_make_group: Callable[[FusibleOperation], Any]
+_traced_alone: Callable[..., Any]
 
 
-class OperationContext:
-    """What one op keeps between its forward and its backward; any attribute may be set on it.
-
-    `dtype` is the compute dtype of the op, `requires_grad` whether its backward will run,
-    `saved_tensors` what forward saved (in backward only; slot order for a native op).
-    """
-
-    def __init__(self, *, requires_grad: bool = True, dtype: torch.dtype | None = None) -> None:
-        self.requires_grad = requires_grad
-        self.dtype = dtype
-        self.to_save: tuple[Tensor | None, ...] = ()
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors for backward, where `saved_tensors` gives them in this order."""
-        self.to_save = tensors
-
-    def _bind(self, saved_tensors: tuple[Tensor | None, ...]) -> OperationContext:
-        """A fresh context for one backward: Dynamo refuses to mutate the one made in forward."""
-        return _BackwardContext(self, saved_tensors)
+def run_alone_by(
+    make_group: Callable[[FusibleOperation], Any], traced_alone: Callable[..., Any]
+) -> None:
+    """For the layer above, once: how an op is called alone, eagerly and under torch.compile."""
+    global _make_group, _traced_alone
+    _make_group, _traced_alone = make_group, traced_alone
 
 
-class _BackwardContext(OperationContext):
-    """Saved tensors of one backward over the attributes that forward set."""
-
-    def __init__(self, forward: OperationContext, saved_tensors: tuple[Tensor | None, ...]) -> None:
-        self._forward = forward
-        self.saved_tensors = saved_tensors
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_forward":  # not set yet while copying
-            raise AttributeError(name)
-        return getattr(self._forward, name)
-
-
-def unpacked(op: nn.Module, method: str, returned: Any, names: str) -> tuple[Any, ...]:
-    """What a method returned, RuntimeError unless it is a tuple (or list) of what `names` lists."""
-    count = names.count(",") + 1
-    got = type(returned).__name__
-    if isinstance(returned, tuple | list):
-        if len(returned) == count:
-            return tuple(returned)
-        got = f"{len(returned)} values"
-    raise RuntimeError(f"[{type(op).__name__}] {method} must return ({names}), got {got}")
-
-
-class FusibleOperation(nn.Module):
+# The mixin last: compiled graphs guard on each class that is searched before nn.Module.
+class FusibleOperation(nn.Module, HeldMixin):
     """A tensor operation that the fuser may plan: a basic op, a container, or a fused op.
 
     Calling it runs it as a group of its own.
@@ -148,16 +109,12 @@ class FusibleOperation(nn.Module):
         self._add_number()
 
     def _add_number(self) -> None:
-        from .traced import numbered
-
         # Past __setattr__: no part of the plans.
         self.__dict__["_number"] = numbered.add(self)
 
     def _make_own_group(self) -> Any:
-        from .fuser import OperationFuser
-
         if self._own_group is None:
-            self.__dict__["_own_group"] = OperationFuser([self], _own=True)
+            self.__dict__["_own_group"] = _make_group(self)
         return self._own_group
 
     @property
@@ -173,61 +130,11 @@ class FusibleOperation(nn.Module):
         is_ours = getattr(forward, "__func__", None) is FusibleOperation.forward
         return not (is_ours and forward.__self__ is self)
 
-    @property
-    def _is_captured(self) -> bool:
-        from .traced import numbered
-
-        own = self.__dict__
-        # A copy that is being made still carries what belongs to the original.
-        return bool(own.get("_holders")) and numbered.find(own["_number"]) is self
-
     def _absent_parameters(self) -> list[str]:
         """Parameters that are None now, which a functional call might put in their place."""
         if self.is_python:
             return []
         return [name for name, parameter in self._parameters.items() if parameter is None]
-
-    def _add_holder(self, holder: Any) -> None:
-        """`holder._op_changed()` is called when a group of this op has to be made anew,
-        `holder._plans_changed()` when its plans have."""
-        with _holders_lock:
-            self.__dict__.setdefault("_holders", weakref.WeakSet()).add(holder)
-
-    def _current_holders(self) -> list[Any]:
-        with _holders_lock:
-            return list(self.__dict__.get("_holders", ()))
-
-    def _make_groups_stale(self) -> None:
-        for holder in self._current_holders():
-            holder._op_changed()
-
-    def _structure(self) -> list[Any]:
-        """What the groups that hold the op are made of, to be compared by identity."""
-        own = self.__dict__
-        dicts = [own[name] for name in _KEPT_DICTS]
-        return [type(self), own.get("forward"), *dicts, *self.basic_ops]
-
-    def _planned_attributes(self) -> list[str] | None:
-        try:
-            # repr() tells -0.0 from 0.0 and True from 1.
-            return [repr(op._attributes()) for op in self.basic_ops if not op.is_python]
-        except AttributeError:
-            return None  # one was deleted, which the next call says
-
-    @contextmanager
-    def _noting_changes(self) -> Iterator[None]:
-        """Makes plans and groups stale where the block changes what they were made of."""
-        if not self._is_captured:
-            yield
-            return
-        structure, attributes = self._structure(), self._planned_attributes()
-        yield
-        now = self._structure()
-        if len(now) != len(structure) or not all(map(operator.is_, now, structure)):
-            self._make_groups_stale()
-        if self._planned_attributes() != attributes:
-            for holder in self._current_holders():
-                holder._plans_changed()
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Run this op alone: `input`, its extra inputs in order, keyword arguments for the op.
@@ -235,9 +142,7 @@ class FusibleOperation(nn.Module):
         Returns a tensor, or a flat tuple (output, extra outputs...).
         """
         if torch.compiler.is_compiling():
-            from .fuser import traced_alone
-
-            return traced_alone(self, input, extra_inputs, kwargs)
+            return _traced_alone(self, input, extra_inputs, kwargs)
         group = self._own_group
         if group is None:
             group = self._make_own_group()
@@ -321,7 +226,7 @@ class FusibleOperation(nn.Module):
         if isinstance(value, Tensor) and self._parameters.get(name) is not None:
             return True
         if name[0] == "_":
-            return name != "__class__" and name not in _KEPT_DICTS
+            return name != "__class__" and name not in KEPT_DICTS
         return name == "training"
 
     def __delattr__(self, name: str) -> None:
@@ -546,69 +451,3 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         what = "input gradient, parameter gradients"
         grad_input, grad_parameters = unpacked(self, "op_backward", found, what)
         return grad_input, [grad_parameters], [()]
-
-
-class FusedOperation(FusibleOperation):
-    """Several basic ops run as one step by Python methods of the user.
-
-    A subclass implements `fuser_forward`, or the pair `fuser_forward_compute` and
-    `fuser_forward_save_ctx`, or `fuser_backward`, or a forward and a backward. It owns no
-    parameters: those stay with `basic_ops`.
-    """
-
-    _is_contract: ClassVar[bool] = True
-
-    def __init__(self, basic_ops: Sequence[BasicOperation]) -> None:
-        """Raises TypeError unless `basic_ops` is a list of basic ops, ValueError if it is empty."""
-        super().__init__()
-        name = type(self).__name__
-        if not isinstance(basic_ops, Iterable):
-            raise TypeError(f"[{name}] basic_ops must be a list of basic ops, got {basic_ops!r}")
-        ops = tuple(basic_ops)
-        for op in ops:
-            if not isinstance(op, BasicOperation):
-                raise TypeError(
-                    f"[{name}] basic_ops must hold BasicOperation only, got {type(op).__name__}"
-                )
-        if not ops:
-            raise ValueError(f"[{name}] basic_ops must not be empty, got {basic_ops!r}")
-        # A tuple, so that nn.Module does not register them a second time.
-        self._basic_ops = ops
-
-    @classmethod
-    def _method_families(cls) -> tuple[methods.Family, ...]:
-        return ("fuser",)
-
-    @property
-    def is_fused_op(self) -> bool:
-        return True
-
-    @property
-    def basic_ops(self) -> list[BasicOperation]:
-        return list(self._basic_ops)
-
-    @property
-    def supports_forward(self) -> bool:
-        """Whether the class defines a forward."""
-        return self._python_forward is not None
-
-    @property
-    def supports_backward(self) -> bool:
-        """Whether the class defines `fuser_backward`."""
-        return self._python_backward is not None
-
-    def extra_repr(self) -> str:
-        return ", ".join(type(op).__name__ for op in self._basic_ops)
-
-
-def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether any of the modules carries forward, pre-forward or backward hooks."""
-    return any(
-        op._forward_hooks or op._forward_pre_hooks or op._backward_hooks or op._backward_pre_hooks
-        for op in modules
-    )
-
-
-def hook_dicts(module: nn.Module) -> list[dict[int, Any]]:
-    """The dicts that hold the hooks of a module; setting another one is an edit of the module."""
-    return [getattr(module, name) for name in _HOOKS]

@@ -54,7 +54,7 @@ def modules_with_known_shapes(root: nn.Module, prefix: str = "") -> Iterator[tup
 
 def _loads_plainly(module: nn.Module) -> bool:
     method = type(module)._load_from_state_dict
-    return method.__module__.split(".")[0] in (__package__, "torch")
+    return method.__module__.split(".")[0] in (__package__.partition(".")[0], "torch")
 
 
 @contextmanager

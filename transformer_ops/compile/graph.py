@@ -3,42 +3,20 @@ traces through, or a graph break."""
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .host import HostPlan, Kwargs, check_kwargs
-from .op import BasicOperation
-from .stand_ins import StandIns
+from ..numbered import numbered
+from ..op.base import BasicOperation
+from ..runtime.host import HostPlan, Kwargs, check_kwargs
+from ..runtime.stand_ins import StandIns
 
 # Position of a basic op, path of a tensor on it.
 Place = tuple[int, str]
 _PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
-
-
-class Numbered:
-    """Objects by number, which is how a graph finds them again."""
-
-    def __init__(self) -> None:
-        self._next = itertools.count()
-        self._objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-    def add(self, found: Any) -> int:
-        """A new number for the object."""
-        number = next(self._next)
-        self._objects[number] = found
-        return number
-
-    def find(self, number: int) -> Any:
-        """The object of a number."""
-        return self._objects[number]
-
-
-numbered = Numbered()
 
 
 def number_of(plan: HostPlan) -> int:

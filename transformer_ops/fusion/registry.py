@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal
 
-from ._loader import load
-from .locks import new_lock
-
-_C = load()
+from .. import _C
+from ..locks import new_lock
 
 Pass = Literal["forward", "backward", "forward_backward"]
 FusionFunction = Callable[..., Any]

@@ -1,0 +1,205 @@
+"""What Dynamo sees of a group: plain tensors, constants, and one op or Python steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
+
+from ..fusion import registry
+from ..numbered import numbered
+from ..op.base import BasicOperation, FusibleOperation
+from ..runtime.layout import Segment
+from .graph import number_of, plain_state, read, run_in_graph, state_places
+
+# (grad enabled, autocast dtype, device type, (dtype, requires_grad) of each tensor, training flags)
+Facts = tuple[bool, torch.dtype | None, str, tuple[tuple[torch.dtype, bool], ...], tuple[bool, ...]]
+# Each name on the way from a global to an object is a guard of a compiled graph.
+_run_plan = torch.ops.transformer_ops.run_plan
+
+
+class Reads(NamedTuple):
+    """What a call of a group reads of its modules, by their index."""
+
+    parameters: tuple[tuple[int, str], ...]
+    absent: tuple[tuple[int, str], ...]  # parameters that are None
+    training: tuple[int | None, ...]  # whose flag a basic op asks for
+
+
+def traced_call(
+    number: int,
+    modules: Sequence[FusibleOperation],
+    input: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    kwargs: list[dict[str, Any]] | None,
+) -> Any:
+    """What Dynamo sees of a group of these modules: plain tensors, and one op or Python steps."""
+    reads = _reads_constant(number)
+    if reads is None:
+        ops = _basic_ops(modules)
+        parameters = [tensor for op in ops for tensor in op._parameter_tensors()]
+        training = tuple(op.training for op in ops)
+    else:
+        parameters = [getattr(modules[place], name) for place, name in reads.parameters]
+        training = tuple(place is not None and modules[place].training for place in reads.training)
+        for place, name in reads.absent:
+            if getattr(modules[place], name) is not None:
+                raise RuntimeError(
+                    f"[{type(modules[place]).__name__}] {name} must be assigned to the module, "
+                    "got a tensor that was put in its place (torch.func.functional_call)"
+                )
+    for tensor in parameters:
+        if not isinstance(tensor, Tensor):
+            check_parameters(_basic_ops(modules))
+    tensors = [input, *extra_inputs, *parameters]
+    device = input.device.type
+    autocast = None
+    if _has_autocast(device) and is_autocast_enabled(device):
+        autocast = get_autocast_dtype(device)
+    dtypes = tuple((tensor.dtype, tensor.requires_grad) for tensor in tensors)
+    facts = (is_grad_enabled(), autocast, device, dtypes, training)
+    text = _native_plan(number, registry.VERSION, facts)
+    if text and not (kwargs and any(kwargs)):
+        outputs = tuple(_run_plan(text, input, list(extra_inputs), parameters))
+    else:
+        plan = _python_plan(number, registry.VERSION, facts)
+        if plan < 0:
+            return _run_outside(number, input, extra_inputs, kwargs)
+        basic_ops = _basic_ops(modules)
+        for state_place, value in plain_state(plan):
+            # Never true while tracing: what Dynamo guards on.
+            if read(basic_ops, state_place) != value:
+                return _run_outside(number, input, extra_inputs, kwargs)
+        state = [read(basic_ops, state_place) for state_place in state_places(plan)]
+        given = kwargs if kwargs is not None else [{} for _ in basic_ops]
+        outputs = run_in_graph(plan, tensors, state, given)
+    return outputs[0] if len(outputs) == 1 else outputs
+
+
+def _basic_ops(modules: Sequence[FusibleOperation]) -> list[BasicOperation]:
+    return [op for module in modules for op in module.basic_ops]
+
+
+def traced_segment(
+    segment: Segment,
+    modules: list[Any],
+    input: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    kwargs: list[dict[str, Any]] | None,
+) -> Any:
+    """What Dynamo sees of a group of a Sequential."""
+    assert segment.group_number is not None
+    return traced_call(segment.group_number, modules, input, extra_inputs, kwargs)
+
+
+def traced_group(
+    state: str,
+    modules: Sequence[FusibleOperation],
+    input: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    kwargs: list[dict[str, Any]] | None,
+) -> Any:
+    """What Dynamo sees of an `OperationFuser` that is called on its own."""
+    number, count, is_split = _group_of_state(state)
+    if is_split:
+        return _call_outside(number, input, extra_inputs, kwargs)
+    check_call(count, input, extra_inputs)
+    return traced_call(number, modules, input, extra_inputs, kwargs)
+
+
+def traced_alone(
+    op: FusibleOperation, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What Dynamo sees of an op that is called on its own."""
+    number, count, is_split = _own_group(op._number, op._own_edits)
+    given = [kwargs] if kwargs else None
+    if is_split:
+        return _call_outside(number, input, extra_inputs, given)
+    check_call(count, input, extra_inputs)
+    return traced_call(number, (op,), input, extra_inputs, given)
+
+
+@torch._dynamo.assume_constant_result
+def _own_group(number: int, edits: int) -> tuple[int, int, bool]:
+    op: FusibleOperation = numbered.find(number)
+    group = op._make_own_group()
+    return group._number, group.num_extra_inputs, group._is_split()
+
+
+@torch._dynamo.assume_constant_result
+def _reads_constant(number: int) -> Reads | None:
+    group = numbered.find(number)
+    return group._reads()
+
+
+@torch._dynamo.assume_constant_result
+def _group_of_state(state: str) -> tuple[int, int, bool]:
+    group = numbered.find(int(state.partition(".")[0]))
+    return group._number, group.num_extra_inputs, group._is_split()
+
+
+@torch.compiler.disable
+def _call_outside(
+    number: int,
+    input: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    kwargs: list[dict[str, Any]] | None,
+) -> Any:
+    group = numbered.find(number)
+    return group(input, *extra_inputs, basic_op_kwargs=kwargs)
+
+
+@torch.compiler.disable
+def _run_outside(
+    number: int,
+    input: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    kwargs: list[dict[str, Any]] | None,
+) -> Any:
+    group = numbered.find(number)
+    return group._run(input, extra_inputs, kwargs)
+
+
+@torch._dynamo.assume_constant_result
+def _native_plan(number: int, version: int, facts: Facts) -> str:
+    group = numbered.find(number)
+    if len(facts[3]) != 1 + group.num_extra_inputs + sum(group._num_parameters):
+        group._capture()
+    entry = group._entry(facts)
+    return str(entry.text) if entry.native else ""
+
+
+@torch._dynamo.assume_constant_result
+def _python_plan(number: int, version: int, facts: Facts) -> int:
+    group = numbered.find(number)
+    return number_of(group._entry(facts).host)
+
+
+@torch._dynamo.assume_constant_result
+def _has_autocast(device: str) -> bool:
+    """False for the meta device, for one. Dynamo of torch 2.11 cannot trace the question."""
+    return torch.amp.is_autocast_available(device)
+
+
+# Here, where traced calls need them: each module on the way to a function is a guard.
+
+
+def check_call(num_extra_inputs: int, input: Tensor, extra_inputs: tuple[Tensor, ...]) -> None:
+    """Raises ValueError for a wrong number of extra inputs, TypeError for what is no tensor."""
+    if len(extra_inputs) != num_extra_inputs:
+        raise ValueError(
+            f"[OperationFuser] extra inputs must be {num_extra_inputs}, got {len(extra_inputs)}"
+        )
+    for tensor in (input, *extra_inputs):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"[OperationFuser] inputs must be tensors, got {type(tensor).__name__}")
+
+
+def check_parameters(basic_ops: Sequence[BasicOperation]) -> None:
+    """Raises TypeError for a parameter of a native op that is no tensor."""
+    for op in basic_ops:
+        for name, tensor in zip(op._parameter_names, op._parameter_tensors(), strict=False):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"[{op._kind}] {name} must be a tensor, got {tensor!r}")

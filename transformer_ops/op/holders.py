@@ -1,0 +1,75 @@
+"""The groups that hold an op, which it tells of its edits."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..locks import new_lock
+from ..numbered import numbered
+from .hooks import HOOKS
+
+# The dicts of a module that C++ keeps.
+KEPT_DICTS = (*HOOKS, "_parameters")
+# A WeakSet must not change while it is copied.
+_holders_lock = new_lock()
+
+
+class HeldMixin:
+    """An op that tells the groups and Sequentials that hold it when it changes."""
+
+    @property
+    def basic_ops(self) -> list[Any]:
+        """The basic ops it stands for, in order."""
+        raise NotImplementedError
+
+    @property
+    def _is_captured(self) -> bool:
+        own = self.__dict__
+        # A copy that is being made still carries what belongs to the original.
+        return bool(own.get("_holders")) and numbered.find(own["_number"]) is self
+
+    def _add_holder(self, holder: Any) -> None:
+        """`holder._op_changed()` is called when a group of this op has to be made anew,
+        `holder._plans_changed()` when its plans have."""
+        with _holders_lock:
+            self.__dict__.setdefault("_holders", weakref.WeakSet()).add(holder)
+
+    def _current_holders(self) -> list[Any]:
+        with _holders_lock:
+            return list(self.__dict__.get("_holders", ()))
+
+    def _make_groups_stale(self) -> None:
+        for holder in self._current_holders():
+            holder._op_changed()
+
+    def _structure(self) -> list[Any]:
+        """What the groups that hold the op are made of, to be compared by identity."""
+        own = self.__dict__
+        dicts = [own[name] for name in KEPT_DICTS]
+        return [type(self), own.get("forward"), *dicts, *self.basic_ops]
+
+    def _planned_attributes(self) -> list[str] | None:
+        try:
+            # repr() tells -0.0 from 0.0 and True from 1.
+            return [repr(op._attributes()) for op in self.basic_ops if not op.is_python]
+        except AttributeError:
+            return None  # one was deleted, which the next call says
+
+    @contextmanager
+    def _noting_changes(self) -> Iterator[None]:
+        """Makes plans and groups stale where the block changes what they were made of."""
+        if not self._is_captured:
+            yield
+            return
+        structure, attributes = self._structure(), self._planned_attributes()
+        yield
+        now = self._structure()
+        if len(now) != len(structure) or not all(map(operator.is_, now, structure)):
+            self._make_groups_stale()
+        if self._planned_attributes() != attributes:
+            for holder in self._current_holders():
+                holder._plans_changed()

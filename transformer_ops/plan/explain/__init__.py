@@ -1,0 +1,1 @@
+"""explain(): plans for reading, as text, as a table in a notebook, or as an SVG picture."""

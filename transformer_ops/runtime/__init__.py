@@ -1,0 +1,1 @@
+"""One eager call: the layout of its modules, the objects of its plan, and its Python steps."""

@@ -1,0 +1,260 @@
+"""The layout of a list of modules: its groups of fusible ops, and the modules that are called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..op.base import BasicOperation, FusibleOperation
+from ..op.channels import External, Routed, resolve_channels
+from ..op.hooks import has_hooks, hook_dicts
+from ..plan.explain.explanation import Explanation
+from ..plan.explain.summary import Group, Plain, alone_note
+
+
+class Segment(NamedTuple):
+    """A run of modules: a group of fusible ops, a fusible op that has to be called, or any other
+    module."""
+
+    modules: tuple[int, ...]  # indices in the layout
+    ops: tuple[int, ...]  # positions of its basic ops among all basic ops
+    group: Any  # an OperationFuser; None in a trace, and where the module is called
+    inputs: tuple[External | Routed, ...]  # where its extra inputs come from
+    outputs: tuple[Routed, ...]  # its extra outputs that somebody outside it reads
+    group_number: int | None = None  # by which a trace finds the group
+
+
+class Layout(NamedTuple):
+    """The segments of a list of modules, and what travels between them and the caller."""
+
+    names: tuple[str, ...]  # in the Sequential
+    modules: tuple[nn.Module, ...]
+    hooked: tuple[bool, ...]  # which modules have hooks
+    hook_dicts: tuple[Mapping[int, Any], ...]  # of all fusible modules and their basic ops
+    state: str  # another text for other modules, edits of them, or hooks
+    segments: tuple[Segment, ...]
+    outputs: tuple[Routed, ...]
+    num_extra_inputs: int
+    # The OperationFuser of the only segment, which takes and gives just what the caller does.
+    whole: Any
+
+
+# Runs a group: (segment, its modules, input, extra inputs, keyword arguments of its basic ops).
+CallGroup = Callable[
+    [Segment, list[Any], Tensor, tuple[Tensor, ...], list[dict[str, Any]] | None], Any
+]
+
+
+def make_layout(
+    modules: Sequence[nn.Module], recompute: str, make_group: Callable[..., Any]
+) -> Layout:
+    """The layout of the modules as they are now. `make_group`: the class `OperationFuser`.
+
+    Raises ValueError where the channels of the ops do not fit together.
+    """
+    alone = [_has_to_be_called(module) for module in modules]
+    basic_ops: list[BasicOperation] = []
+    runs: list[tuple[list[int], list[int]]] = []  # (modules, basic ops)
+    open_run = False
+    for i, module in enumerate(modules):
+        if not isinstance(module, FusibleOperation):
+            runs.append(([i], []))
+            open_run = False
+            continue
+        positions = list(range(len(basic_ops), len(basic_ops) + len(module.basic_ops)))
+        basic_ops += module.basic_ops
+        if open_run and not alone[i]:
+            runs[-1][0].append(i)
+            runs[-1][1].extend(positions)
+        else:
+            runs.append(([i], positions))
+        open_run = not alone[i]
+    routing = resolve_channels(basic_ops)
+    visible = [Routed(*pair) for pair in routing.visible_outputs]
+    make = functools.partial(make_group, recompute=recompute)
+    segments = tuple(
+        _make_segment(modules, basic_ops, run, alone, routing.inputs, visible, make) for run in runs
+    )
+    whole = segments[0].group if len(segments) == 1 else None
+    fusible = (module for module in modules if isinstance(module, FusibleOperation))
+    members = (op for module in fusible for op in (module, *module.basic_ops))
+    dicts = tuple(found for op in members for found in hook_dicts(op))
+    return Layout(
+        (),
+        tuple(modules),
+        _hook_flags(modules),
+        dicts,
+        "",
+        segments,
+        tuple(visible),
+        routing.num_external_inputs,
+        whole,
+    )
+
+
+def _make_segment(
+    modules: Sequence[nn.Module],
+    basic_ops: list[BasicOperation],
+    run: tuple[list[int], list[int]],
+    alone: list[bool],
+    inputs: tuple[tuple[External | Routed, ...], ...],
+    visible: list[Routed],
+    make_group: Callable[..., Any],
+) -> Segment:
+    places, positions = run
+    mine = set(positions)
+    if not positions:
+        return Segment(tuple(places), (), None, (), ())
+    outside: list[External | Routed] = []
+    sources: list[list[tuple[int, int] | None]] = []
+    for position in positions:
+        row: list[tuple[int, int] | None] = []
+        for source in inputs[position]:
+            local = isinstance(source, Routed) and source.position in mine
+            if local:
+                assert isinstance(source, Routed)
+                row.append((source.position - positions[0], source.output))
+            else:
+                row.append(None)
+                outside.append(source)
+        sources.append(row)
+    read_outside = {
+        source
+        for position, row in enumerate(inputs)
+        if position not in mine
+        for source in row
+        if isinstance(source, Routed)
+    }
+    outputs: list[Routed] = []
+    flags: list[list[bool]] = []
+    for position in positions:
+        flags.append([])
+        for k in range(basic_ops[position].num_extra_outputs):
+            key = Routed(position, k)
+            seen = alone[places[0]] or key in visible or key in read_outside
+            flags[-1].append(seen)
+            if seen:
+                outputs.append(key)
+    group = None
+    if not alone[places[0]]:
+        group = make_group([modules[i] for i in places], _channels=(sources, flags))
+    number = None if group is None else group._number
+    return Segment(tuple(places), tuple(positions), group, tuple(outside), tuple(outputs), number)
+
+
+def _has_to_be_called(module: nn.Module) -> bool:
+    if not isinstance(module, FusibleOperation):
+        return False
+    members = [module, *module.basic_ops]
+    return has_hooks(members) or any(op._has_own_forward for op in members)
+
+
+def _hook_flags(modules: Sequence[nn.Module]) -> tuple[bool, ...]:
+    return tuple(
+        isinstance(module, FusibleOperation) and has_hooks([module, *module.basic_ops])
+        for module in modules
+    )
+
+
+def hooked_now(layout: Layout) -> tuple[bool, ...]:
+    """For each module, whether hooks have to fire around it."""
+    if not any(layout.hook_dicts):
+        return (False,) * len(layout.modules)
+    return _hook_flags(layout.modules)
+
+
+# ---- a call
+
+
+def run_segments(
+    layout: Layout,
+    modules: Sequence[nn.Module],
+    input: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    kwargs: dict[int, dict[str, Any]],
+    call: CallGroup,
+) -> Any:
+    """One call of the modules. `kwargs`: keyword arguments by position of the basic op."""
+    if not layout.segments:
+        return input
+    hidden: dict[tuple[int, int], Tensor] = {}
+    for segment in layout.segments:
+        extra = [
+            extra_inputs[source.place]
+            if isinstance(source, External)
+            else hidden[(source.position, source.output)]
+            for source in segment.inputs
+        ]
+        if segment.group_number is None:
+            module = modules[segment.modules[0]]
+            own = kwargs.get(segment.ops[0], {}) if segment.ops else {}
+            output = module(input, *extra, **own)
+            if segment.outputs:
+                _check_outputs(module, output, 1 + len(segment.outputs))
+        else:
+            given = None
+            if kwargs and any(op in kwargs for op in segment.ops):
+                given = [kwargs.get(op, {}) for op in segment.ops]
+            members = [modules[i] for i in segment.modules]
+            output = call(segment, members, input, tuple(extra), given)
+        if segment.outputs:
+            input, *found = output
+            for key, tensor in zip(segment.outputs, found, strict=True):
+                hidden[(key.position, key.output)] = tensor
+        else:
+            input = output
+    if not layout.outputs:
+        return input
+    return (input, *(hidden[(key.position, key.output)] for key in layout.outputs))
+
+
+def call_group(
+    segment: Segment,
+    modules: list[Any],
+    input: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    kwargs: list[dict[str, Any]] | None,
+) -> Any:
+    """The eager call of a group, which holds its modules."""
+    return segment.group(input, *extra_inputs, basic_op_kwargs=kwargs)
+
+
+def _check_outputs(module: nn.Module, output: Any, count: int) -> None:
+    found = len(output) if isinstance(output, tuple) else 1
+    if found != count:
+        raise RuntimeError(
+            f"[{type(module).__name__}] forward must return {count} tensors, got {found}"
+        )
+
+
+# ---- looking at plans
+
+
+def group_of(segment: Segment, modules: Sequence[nn.Module]) -> Any:
+    """The group that ran; None where a module does what it likes."""
+    if segment.group is not None or not segment.ops:
+        return segment.group
+    module: Any = modules[segment.modules[0]]
+    group = module._own_group
+    if group is None and not module._has_own_forward:
+        raise RuntimeError("[Sequential] plans() must follow a call, got new hooks")
+    return group
+
+
+def explain_segments(layout: Layout) -> Explanation:
+    """The plans of the last call."""
+    parts: list[Group | Plain] = []
+    for segment in layout.segments:
+        place = segment.modules[0]
+        module = layout.modules[place]
+        group = group_of(segment, layout.modules)
+        if group is None:
+            why = "whose forward is overridden" if segment.ops else "not a fusible op"
+            parts.append(Plain(place, type(module).__name__, why))
+        else:
+            note = alone_note(module) if segment.group is None else ""
+            parts.append(group._explained(note))
+    return Explanation(parts)

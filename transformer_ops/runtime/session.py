@@ -1,0 +1,30 @@
+"""One planning call together with what becomes of it: the plan, and its Python steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..fusion.planning import PlanningSession
+from ..op.base import BasicOperation
+from ..plan.plan import Plan, declarations_of
+from .host import HostPlan
+
+
+class Session(PlanningSession):
+    """What C++ asks for users' fusions, and keeps with the plan that they lead to."""
+
+    def __init__(self, basic_ops: list[BasicOperation]) -> None:
+        super().__init__(basic_ops)
+        self.plan: Plan | None = None  # made of the finished one, when first asked for
+
+    def plan_of(self, entry: Any) -> Plan:
+        """The finished plan."""
+        if self.plan is None:
+            self.plan = Plan(entry.text, entry.data, entry.near_misses, self.python_ops)
+        return self.plan
+
+    def make_host(self, entry: Any) -> HostPlan:
+        """For a plan with Python steps."""
+        plan = self.plan_of(entry)
+        slots = {kind: row["slots"] for kind, row in declarations_of(plan).items()}
+        return HostPlan(plan, entry.program, self.basic_ops, self.python_ops, slots)
