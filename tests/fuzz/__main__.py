@@ -22,6 +22,8 @@ from . import __name__ as package
 ROOT = Path(__file__).resolve().parent.parent.parent
 # A seed takes seconds at most, so that one which takes this long hangs.
 SEED_LIMIT = 120.0
+# Imports of a child, which a busy machine may hold up.
+START_LIMIT = 600.0
 
 
 class SeedFailed(Exception):
@@ -59,14 +61,22 @@ class Isolated:
         self.errors.write_bytes(b"")
         if self.child is None:
             self.child = self._start()
-        assert self.child.stdin is not None and self.child.stdout is not None
+            answer = self._read_answer(START_LIMIT)
+            if answer != ["ready"]:
+                raise SeedFailed(self._explain(answer, START_LIMIT))
+        assert self.child.stdin is not None
         self.child.stdin.write(f"{seed}\n".encode())
         self.child.stdin.flush()
-        ready, _, _ = select.select([self.child.stdout], [], [], self.limit)
-        answer = self.child.stdout.readline().decode().split() if ready else ["hung"]
+        answer = self._read_answer(self.limit)
         if answer and answer[0] == "ok":
             return int(answer[1])
-        raise SeedFailed(self._explain(answer))
+        raise SeedFailed(self._explain(answer, self.limit))
+
+    def _read_answer(self, limit: float) -> list[str]:
+        """Its words; none after the child has ended."""
+        assert self.child is not None and self.child.stdout is not None
+        ready, _, _ = select.select([self.child.stdout], [], [], limit)
+        return self.child.stdout.readline().decode().split() if ready else ["hung"]
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self.errors.open("ab") as errors:
@@ -79,10 +89,10 @@ class Isolated:
                 env={**os.environ, report.VARIABLE: str(self.last)},
             )
 
-    def _explain(self, answer: list[str]) -> str:
+    def _explain(self, answer: list[str], limit: float) -> str:
         assert self.child is not None
         if answer == ["hung"]:
-            how = f"the child did not answer for {self.limit:g} s"
+            how = f"the child did not answer for {limit:g} s"
             self.close_child()
         elif answer:
             how = "the child raised"

@@ -16,6 +16,7 @@ def main(name: str, limit: float) -> None:
     # The answers go where nothing that a fuzzer prints can reach.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     fuzzer = importlib.import_module(f".{name}", package)
+    print("ready", file=answers, flush=True)
     with contextlib.redirect_stdout(sys.stderr):
         for line in sys.stdin:
             # The harness ends a child that hangs; the stacks say where it hung.
