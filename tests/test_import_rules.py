@@ -21,6 +21,7 @@ LAYERS = [
     "memory",
     "library",
     "numbered",
+    "peers",
     "locks",
     "_loader",
     "_C",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from . import _C
+from . import _C, peers
 from .compile.graph import number_of
 from .compile.groups import (
     Facts,
@@ -20,7 +20,6 @@ from .compile.groups import (
     traced_alone,
     traced_group,
 )
-from .fusion import registry
 from .numbered import numbered
 from .op.base import BasicOperation, FusibleOperation, run_alone_by
 from .op.channels import Routed, resolve_channels
@@ -77,6 +76,8 @@ class OperationFuser:
         self._number = numbered.add(self)
         # Compiled graphs guard on it.
         self._edits = 0
+        self._shared: tuple[tuple[int, bool], str] | None = None  # state, and what it was made for
+        self._peers: peers.Peers | None = None
         self._basic_ops: list[BasicOperation] = [b for op in self._ops for b in op.basic_ops]
         self._capture()
 
@@ -137,9 +138,6 @@ class OperationFuser:
 
     def _note_edit(self) -> None:
         self._edits += 1
-        if self._own:
-            own = self._ops[0].__dict__
-            own["_own_edits"] = own.get("_own_edits", 0) + 1
 
     def _refresh(self) -> None:
         """Capture the ops again where they have changed since."""
@@ -215,7 +213,29 @@ class OperationFuser:
         return f"{self._number}.{self._edits}" + ("h" if self._is_split() else "-")
 
     # All that a compiled graph guards on, beside what it reads of the ops.
-    _traced_state = property(registry.untraced(_state))
+    _traced_state = property(peers.untraced(_state))
+
+    def _content(self) -> object | None:
+        """What a compiled graph depends on, beside what it reads of the modules. None where it
+        depends on these very modules."""
+        reads = self._reads()
+        if reads is None:
+            return None
+        described = [self._describe(i) for i in range(len(self._basic_ops))]
+        return (self._recompute, described, reads, self._num_parameters)
+
+    def _shared_state(self) -> str:
+        """The same text for groups of lone ops that one compiled graph can serve."""
+        now = (self._edits, self._is_split())
+        if self._shared is None or self._shared[0] != now:
+            content = None if now[1] else self._content()
+            state = f"{self._number}.{now}" if content is None else peers.digest(content)
+            self._peers = peers.join(self, state, self._peers)
+            self._shared = (now, state)
+        return self._shared[1]
+
+    def _member_numbers(self) -> tuple[int, ...]:
+        return tuple(op._number for op in self._ops)
 
     # ---- eager, where C++ hands back
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from . import peers
 from .compile.groups import traced_segment
 from .fuser import OperationFuser, check_recompute
-from .fusion import registry
 from .numbered import numbered
 from .op.base import FusibleOperation
 from .op.state_dict import modules_with_known_shapes, shape_mismatches
@@ -23,7 +23,9 @@ from .runtime.layout import (
     call_group,
     explain_segments,
     group_of,
+    has_plans,
     hooked_now,
+    layout_content,
     make_layout,
     run_segments,
 )
@@ -52,6 +54,7 @@ class Sequential(nn.Module):
         super().__init__()
         self._recompute = check_recompute("Sequential", recompute)
         self._layout: Layout | None = None
+        self._peers: peers.Peers | None = None
         self._edits = 0
         self._number = numbered.add(self)
         if len(modules) == 1 and isinstance(modules[0], Mapping):
@@ -167,11 +170,14 @@ class Sequential(nn.Module):
     def _replicate_for_data_parallel(self) -> Any:
         replica = super()._replicate_for_data_parallel()
         replica._layout = None
+        replica._peers = None
         replica._number = numbered.add(replica)
         return replica
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_layout": None}
+        # Without what Module.compile() keeps, which runs the original.
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_layout": None, "_peers": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -297,7 +303,7 @@ class Sequential(nn.Module):
             op._add_holder(self)
         layout = make_layout(modules, self._recompute, OperationFuser)
         names = tuple(name for name, module in self._modules.items() if module is not None)
-        layout = self._with_state(layout._replace(names=names))
+        layout = layout._replace(names=names)
         for op in members:
             op.__dict__["_channels_captured"] = True
         self._layout = layout
@@ -314,17 +320,23 @@ class Sequential(nn.Module):
         self._edits += 1
         layout = self._layout
         if layout is not None:
-            self._layout = self._with_state(layout)
-
-    def _with_state(self, layout: Layout) -> Layout:
-        hooked = "".join("h" if flag else "-" for flag in layout.hooked)
-        return layout._replace(state=f"{self._number}.{self._edits}{hooked}")
+            self._layout = layout._replace(state="")
 
     def _state(self) -> str:
-        return self._with_current_hooks(self._current_layout()).state
+        """The same text for Sequentials that one compiled graph can serve."""
+        layout = self._with_current_hooks(self._current_layout())
+        if not layout.state:
+            edits, content = self._edits, layout_content(layout)
+            # Python ops have contexts of their own.
+            state = f"{self._number}.{edits}" if content is None else peers.digest(content)
+            layout = layout._replace(state=state)
+            self._peers = peers.join(self, state, self._peers)
+            if self._edits == edits:
+                self._layout = layout
+        return layout.state
 
     # All that a compiled graph guards on, beside what it reads of the modules.
-    _traced_state = property(registry.untraced(_state))
+    _traced_state = property(peers.untraced(_state))
 
     # ---- looking at plans
 
@@ -340,7 +352,13 @@ class Sequential(nn.Module):
     def _layout_of_the_last_call(self) -> Layout:
         if self._layout is None:
             raise RuntimeError("[Sequential] plans() must follow a call, got none so far")
-        return self._current_layout()
+        layout = self._current_layout()
+        if not has_plans(layout) and self._peers is not None:
+            # A compiled graph was made for another one in the same state.
+            others = (other._layout for other in self._peers.members())
+            found = (other for other in others if other is not None and other.state == layout.state)
+            return next(filter(has_plans, found), layout)
+        return layout
 
     def explain(self) -> Explanation:
         """The plans of the last call for reading: text, a table in a notebook, or an SVG."""
@@ -361,10 +379,11 @@ def _same_hooks(layout: Layout) -> bool:
 
 @torch._dynamo.assume_constant_result
 def _layout_constant(state: str, edits: int) -> Layout:
-    sequential: Sequential = numbered.find(int(state.partition(".")[0]))
-    if sequential._edits != edits:
+    found = ((other._layout, other._edits) for other in peers.find(state))
+    same = (layout for layout, count in found if layout and (layout.state, count) == (state, edits))
+    layout = next(same, None)
+    if layout is None:
         raise RuntimeError("[Sequential] modules must be edited outside of compiled code")
-    layout = sequential._with_current_hooks(sequential._current_layout())
     # Dynamo keeps a constant for ever: no module and no group may hang on it.
     segments = tuple(segment._replace(group=None) for segment in layout.segments)
     return layout._replace(modules=(), hook_dicts=(), segments=segments, whole=None)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
 
+from .. import peers
 from ..fusion import registry
 from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
@@ -64,6 +65,8 @@ def traced_call(
     if text and not (kwargs and any(kwargs)):
         outputs = tuple(_run_plan(text, input, list(extra_inputs), parameters))
     else:
+        # No graph for other modules in the same state: Dynamo guards on the numbers.
+        number = _number_of_group(number, tuple([module._number for module in modules]))
         plan = _python_plan(number, registry.VERSION, facts)
         if plan < 0:
             return _run_outside(number, input, extra_inputs, kwargs)
@@ -113,7 +116,7 @@ def traced_alone(
     op: FusibleOperation, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What Dynamo sees of an op that is called on its own."""
-    number, count, is_split = _own_group(op._number, op._own_edits)
+    number, count, is_split = _own_group(op._traced_state)
     given = [kwargs] if kwargs else None
     if is_split:
         return _call_outside(number, input, extra_inputs, given)
@@ -122,10 +125,23 @@ def traced_alone(
 
 
 @torch._dynamo.assume_constant_result
-def _own_group(number: int, edits: int) -> tuple[int, int, bool]:
-    op: FusibleOperation = numbered.find(number)
-    group = op._make_own_group()
+def _own_group(state: str) -> tuple[int, int, bool]:
+    group = next(found for found in peers.find(state) if found._shared_state() == state)
     return group._number, group.num_extra_inputs, group._is_split()
+
+
+@torch._dynamo.assume_constant_result
+def _number_of_group(number: int, members: tuple[int, ...]) -> int:
+    """The number of the group in the same state as this one that has these modules."""
+    group = numbered.find(number)
+    if group._member_numbers() == members:
+        return number
+    content = group._content()
+    for holder in numbered.find(members[0])._current_holders():
+        is_group = hasattr(holder, "_member_numbers") and holder._member_numbers() == members
+        if is_group and holder._content() == content:
+            return int(holder._number)
+    raise RuntimeError("[OperationFuser] modules must be edited outside of compiled code")
 
 
 @torch._dynamo.assume_constant_result

@@ -83,13 +83,6 @@ class FusionHandle:
         return f"FusionHandle({self.name!r}, pass={self.pass_name!r}, origin={self.origin!r})"
 
 
-def untraced(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The method as a built-in function: Dynamo reads a property with such a getter as it reads
-    an attribute, and guards on the value alone."""
-    found: Callable[[Any], Any] = _C.untraced(method)
-    return found
-
-
 def fusions() -> list[FusionHandle]:
     """All registered fusions in the order they run, built-in ones too."""
     with _lock:

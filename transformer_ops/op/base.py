@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..numbered import numbered
+from ..peers import untraced
 from . import methods
 from .channels import ChannelMixin
 from .context import OperationContext
@@ -45,8 +46,7 @@ class FusibleOperation(nn.Module, HeldMixin):
 
     _is_contract: ClassVar[bool] = True
     _own_group: Any = None
-    # Compiled graphs that call the op alone guard on it.
-    _own_edits: int = 0
+    _number: int
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
@@ -116,6 +116,14 @@ class FusibleOperation(nn.Module, HeldMixin):
         if self._own_group is None:
             self.__dict__["_own_group"] = _make_group(self)
         return self._own_group
+
+    def _state(self) -> str:
+        """The same text for ops that one compiled graph can serve when they are called alone."""
+        state: str = self._make_own_group()._shared_state()
+        return state
+
+    # All that a compiled graph guards on, beside what it reads of the op.
+    _traced_state = property(untraced(_state))
 
     @property
     def _has_own_forward(self) -> bool:
@@ -246,7 +254,9 @@ class FusibleOperation(nn.Module, HeldMixin):
         return replica
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _TRANSIENT}
+        # Without what Module.compile() keeps, which runs the original.
+        state: dict[str, Any] = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     modules: tuple[nn.Module, ...]
     hooked: tuple[bool, ...]  # which modules have hooks
     hook_dicts: tuple[Mapping[int, Any], ...]  # of all fusible modules and their basic ops
-    state: str  # another text for other modules, edits of them, or hooks
+    state: str  # the same text for layouts that one compiled graph can serve; empty until asked for
     segments: tuple[Segment, ...]
     outputs: tuple[Routed, ...]
     num_extra_inputs: int
@@ -159,6 +159,20 @@ def _hook_flags(modules: Sequence[nn.Module]) -> tuple[bool, ...]:
     )
 
 
+def layout_content(layout: Layout) -> object | None:
+    """What a compiled graph depends on, beside what it reads of the modules. None where it depends
+    on these very modules."""
+    contents = [segment.group and segment.group._content() for segment in layout.segments]
+    for segment, content in zip(layout.segments, contents, strict=True):
+        if segment.group is not None and content is None:
+            return None
+    segments = [
+        (segment._replace(group=None, group_number=None), content)
+        for segment, content in zip(layout.segments, contents, strict=True)
+    ]
+    return (layout.names, layout.hooked, segments, layout.outputs, layout.num_extra_inputs)
+
+
 def hooked_now(layout: Layout) -> tuple[bool, ...]:
     """For each module, whether hooks have to fire around it."""
     if not any(layout.hook_dicts):
@@ -242,6 +256,20 @@ def group_of(segment: Segment, modules: Sequence[nn.Module]) -> Any:
     if group is None and not module._has_own_forward:
         raise RuntimeError("[Sequential] plans() must follow a call, got new hooks")
     return group
+
+
+def has_plans(layout: Layout) -> bool:
+    """Whether each of its groups has made a plan."""
+    for segment in layout.segments:
+        if not segment.ops:
+            continue
+        module: Any = layout.modules[segment.modules[0]]
+        group = module._own_group if segment.group is None else segment.group
+        if group is None and module._has_own_forward:
+            continue
+        if group is None or group._group.last is None:
+            return False
+    return True
 
 
 def explain_segments(layout: Layout) -> Explanation:

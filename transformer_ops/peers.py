@@ -1,0 +1,56 @@
+"""States that compiled graphs guard on. Objects in the same one may take each other's place."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from . import _C
+from .locks import new_lock
+
+_lock = new_lock()
+_records: weakref.WeakValueDictionary[str, Peers] = weakref.WeakValueDictionary()
+
+
+class Peers:
+    """The living objects of one state. They alone keep it."""
+
+    def __init__(self) -> None:
+        self._members: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def members(self) -> list[Any]:
+        """In no order."""
+        with _lock:
+            return list(self._members)
+
+
+def join(member: Any, state: str, left: Peers | None) -> Peers:
+    """The peers of a state, which the member has to keep in place of those it leaves."""
+    with _lock:
+        if left is not None:
+            left._members.discard(member)
+        peers = _records.get(state)
+        if peers is None:
+            peers = _records[state] = Peers()
+        peers._members.add(member)
+        return peers
+
+
+def find(state: str) -> list[Any]:
+    """All that have joined the peers of a state and live."""
+    peers = _records.get(state)
+    return [] if peers is None else peers.members()
+
+
+def untraced(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The method as a built-in function: Dynamo reads a property with such a getter as it reads
+    an attribute, and guards on the value alone."""
+    found: Callable[[Any], Any] = _C.untraced(method)
+    return found
+
+
+def digest(content: object) -> str:
+    """A short text for what a state is made of; equal where `repr` is."""
+    return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
