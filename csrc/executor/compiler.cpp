@@ -160,7 +160,7 @@ class Compiler {
   }
 
   bool has_only_views() const {
-    if (program_.outputs.size() != 1) return false;
+    if (program_.inputs.size() != 1 || program_.outputs.size() != 1) return false;
     return std::ranges::all_of(program_.forward.lines, [](const Line& line) {
       const auto* call = std::get_if<Program::Call>(&line.what);
       return call != nullptr && call->name == "aten::reshape";

@@ -121,14 +121,18 @@ forward Custom ops=[0] python=0
 backward Custom ops=[0] python=0
 )";
 
-// `inputs` is the main input, then the parameters.
-Tensors run(const std::string& plan, const Tensors& inputs) {
+Tensors run_plan(const std::string& plan, const Tensor& input, const Tensors& extra_inputs,
+                 const Tensors& parameters) {
   using Signature = Tensors(c10::string_view, const Tensor&, at::TensorList, at::TensorList);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("transformer_ops::run_plan", "")
                              .typed<Signature>();
-  const Tensors parameters(inputs.begin() + 1, inputs.end());
-  return op.call(plan, inputs[0], {}, parameters);
+  return op.call(plan, input, extra_inputs, parameters);
+}
+
+// `inputs` is the main input, then the parameters.
+Tensors run(const std::string& plan, const Tensors& inputs) {
+  return run_plan(plan, inputs[0], {}, Tensors(inputs.begin() + 1, inputs.end()));
 }
 
 Tensors block(const Tensors& t) {
@@ -369,6 +373,26 @@ TEST(RunPlanFlags, GradientsThatTheTextDoesNotNameAreYielded) {
   frozen[1] = frozen[1].detach();
   const Tensors wanted = {frozen[0], frozen[3]};
   expect_close(grad({loss(run(text, frozen))}, wanted), grad({loss(block(frozen))}, wanted));
+}
+
+TEST(RunPlanFlags, ATextWhoseOutputIsAnExtraInputYieldsTheGradientsThatItsBackwardGives) {
+  const Tensor input = at::randn({2, 3}).requires_grad_();
+  const Tensor extra = at::randn({2, 3}).requires_grad_();
+  const Tensors outputs = run_plan(R"(plan 2
+op 0 AddExtraInput in_place=false
+inputs e0.0
+gradients de0.0
+first_backward 0
+forward AddExtraInput ops=[0]
+  x1 = (e0.0)
+backward AddExtraInput ops=[0]
+  g0, de0.0 = g1
+)",
+                                   input, {extra}, {});
+  const Tensor by = at::randn({2, 3});
+  const Tensors grads = torch::autograd::grad({outputs[0]}, {input, extra}, {by});
+  EXPECT_TRUE(at::equal(grads[0], by));
+  EXPECT_TRUE(at::equal(grads[1], by));
 }
 
 TEST(RunPlanFlags, OutputsThatNoLossUsesGiveNoGradient) {
