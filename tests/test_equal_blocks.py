@@ -242,7 +242,7 @@ class AddBias(nn.Module):
 
 
 class Twice(tops.BasicOperation):
-    """Counts its calls on the instance."""
+    """Has a constant of its own."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()

@@ -128,15 +128,12 @@ class OperationFuser:
         if self._own:
             self._ops[0].__dict__.pop("_own_group", None)
         self._is_stale = True
-        self._note_edit()
+        self._edits += 1
         self._call = _hand_back
 
     def _plans_changed(self) -> None:
         """An op has another attribute that its plans depend on."""
         self._group.forget_plans()
-        self._note_edit()
-
-    def _note_edit(self) -> None:
         self._edits += 1
 
     def _refresh(self) -> None:

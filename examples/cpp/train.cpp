@@ -1,9 +1,9 @@
 // Trains a feed-forward block in C++, without Python: builds a pipeline from op names, lets the
 // fuser plan it, and prints the plan and the loss.
-#include <torch/optim/adam.h>
 #include <torch/torch.h>
 #include <transformer_ops/runtime/pipeline.h>
 
+#include <cmath>
 #include <iostream>
 
 namespace tops = transformer_ops;
