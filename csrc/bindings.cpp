@@ -44,6 +44,13 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   entry["attributes"] = row.attributes;
   entry["extra_inputs"] = row.extra_inputs;
   entry["extra_outputs"] = row.extra_outputs;
+  entry["integers"] = row.integers;
+  std::vector<std::string> optional;
+  for (const auto* names : {&row.parameters, &row.extra_inputs}) {
+    std::ranges::copy_if(*names, std::back_inserter(optional),
+                         [&](const std::string& name) { return row.is_optional(name); });
+  }
+  entry["optional"] = optional;
   entry["slots"] = slots;
   entry["needed_for"] = needed_for;
   entry["keeps_width"] = !row.width;

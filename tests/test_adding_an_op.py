@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import subprocess
 import threading
 import warnings
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from libraries import build_library
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.cpp_extension import include_paths
 
 import transformer_ops as tops
 from transformer_ops.fusion import registry
@@ -106,29 +105,7 @@ Tensors unfused(const Args& args) {
 
 def rule_library(folder: Path, name: str, benefit: int) -> Path:
     source = RULE.replace("NAME", name).replace("BENEFIT", str(benefit))
-    return build(folder, name, {name: source})
-
-
-def build(folder: Path, name: str, texts: dict[str, str]) -> Path:
-    """A library of these sources."""
-    library = folder / f"lib{name}.so"
-    sources = []
-    for stem, text in texts.items():
-        sources.append(folder / f"{stem}.cpp")
-        sources[-1].write_text(text, encoding="utf-8")
-    package = Path(tops.__file__).parent
-    paths = [ROOT / "csrc", *include_paths()]
-    subprocess.run(
-        [
-            *(os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-shared", "-fPIC", "-w"),
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            *(f"-I{path}" for path in paths),
-            *(str(source) for source in sources),
-            *("-o", str(library), f"-L{package}", "-ltransformer_ops"),
-        ],
-        check=True,
-    )
-    return library
+    return build_library(folder, name, {name: source})
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +117,7 @@ def softcap(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "output_softcap": with_output_saved(declaration),
         "plain_softcap": without_bodies(declaration),
     }
-    torch.ops.load_library(str(build(tmp_path_factory.mktemp("softcap"), "softcap", texts)))
+    torch.ops.load_library(str(build_library(tmp_path_factory.mktemp("softcap"), "softcap", texts)))
     names: dict[str, Any] = {}
     exec(block("python"), names)
     return names["Softcap"]
@@ -203,7 +180,7 @@ def test_the_typed_op_of_a_late_library_has_gradients(softcap: Any) -> None:
 @pytest.mark.parametrize("name", ["softcap_on_meta", "softcap_first_compiled"])
 def test_the_first_gradient_of_a_late_typed_op_may_be_anywhere(name: str, tmp_path: Path) -> None:
     text = block("cpp").replace('"softcap', f'"{name}').replace('"Softcap"', f'"{name}"')
-    torch.ops.load_library(str(build(tmp_path, name, {name: text})))
+    torch.ops.load_library(str(build_library(tmp_path, name, {name: text})))
     op = getattr(torch.ops.transformer_ops, name)
     if name.endswith("meta"):
         x = torch.randn(3, device="meta", requires_grad=True)

@@ -51,6 +51,19 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+class WithFuser(nn.Module):
+    """A group of one's own, without a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = tops.Linear(8, 8), tops.SiLU()
+        self.group = tops.OperationFuser([self.linear, self.act])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.group(x)
+        return found
+
+
 def with_a_plain_module() -> tops.Sequential:
     return tops.Sequential(tops.Linear(8, 8), nn.Tanh(), tops.Linear(8, 8))
 
@@ -82,7 +95,9 @@ def check(blocks: list[nn.Module], plain: list[nn.Module]) -> None:
             torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("make", [norm_mlp, OpsAlone, Block, with_a_plain_module, with_a_channel])
+@pytest.mark.parametrize(
+    "make", [norm_mlp, OpsAlone, Block, WithFuser, with_a_plain_module, with_a_channel]
+)
 def test_equal_blocks_share_a_graph(make: Callable[[], nn.Module]) -> None:
     blocks = [make() for _ in range(COUNT)]
     plain = copy.deepcopy(blocks)

@@ -89,16 +89,21 @@ def cell(text: str) -> str:
 
 def op_row(row: dict[str, Any]) -> list[str]:
     """One op."""
-    parameters = ", ".join(f"`{name}`" for name in row["parameters"])
-    extra = f"{row['extra_inputs']} / {row['extra_outputs']}"
-    no_extra = extra == "0 / 0"
+    extra = {"takes": row["extra_inputs"], "gives": row["extra_outputs"]}
     return [
         f"`{row['kind']}`",
         code(row["summary"]),
-        parameters or "-",
-        "-" if no_extra else extra,
+        tensors(row, row["parameters"]) or "-",
+        "; ".join(f"{verb} {tensors(row, names)}" for verb, names in extra.items() if names) or "-",
         keeps(row) or "-",
     ]
+
+
+def tensors(row: dict[str, Any], names: list[str]) -> str:
+    """Tensors that an op takes or gives by name."""
+    marks = {name: " (integers)" for name in row["integers"]}
+    marks |= {name: marks.get(name, "") + " (or None)" for name in row["optional"]}
+    return ", ".join(f"`{name}`{marks.get(name, '')}" for name in names)
 
 
 def keeps(row: dict[str, Any]) -> str:

@@ -106,6 +106,8 @@ class OperationFuser:
             lambda: Session(self._basic_ops),
             self._recompute == "cheap",
         )
+        # Of each extra input from the caller: may it be None?
+        self._optional: tuple[bool, ...] = tuple(self._group.optional_inputs)
         self._call = _hand_back if self._calls_members else self._group.make_call()
         self._call_with = self._group.make_call_with()
         self._traced_dtypes: list[torch.dtype] = []
@@ -204,14 +206,6 @@ class OperationFuser:
             return self._call_in_python(input, extra_inputs, basic_op_kwargs)
         return traced_group(self._traced_state, self._ops, input, extra_inputs, basic_op_kwargs)
 
-    def _state(self) -> str:
-        """Another text after an edit of an op, and where it has to be split."""
-        self._refresh()
-        return f"{self._number}.{self._edits}" + ("h" if self._is_split() else "-")
-
-    # All that a compiled graph guards on, beside what it reads of the ops.
-    _traced_state = property(peers.untraced(_state))
-
     def _content(self) -> object | None:
         """What a compiled graph depends on, beside what it reads of the modules. None where it
         depends on these very modules."""
@@ -222,7 +216,8 @@ class OperationFuser:
         return (self._recompute, described, reads, self._num_parameters)
 
     def _shared_state(self) -> str:
-        """The same text for groups of lone ops that one compiled graph can serve."""
+        """The same text for groups that one compiled graph can serve."""
+        self._refresh()
         now = (self._edits, self._is_split())
         if self._shared is None or self._shared[0] != now:
             content = None if now[1] else self._content()
@@ -230,6 +225,9 @@ class OperationFuser:
             self._peers = peers.join(self, state, self._peers)
             self._shared = (now, state)
         return self._shared[1]
+
+    # All that a compiled graph guards on, beside what it reads of the ops.
+    _traced_state = property(peers.untraced(_shared_state))
 
     def _member_numbers(self) -> tuple[int, ...]:
         return tuple(op._number for op in self._ops)
@@ -240,7 +238,7 @@ class OperationFuser:
         self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs | None
     ) -> Any:
         self._refresh()
-        check_call(self.num_extra_inputs, input, extra_inputs)
+        check_call(self._optional, input, extra_inputs)
         if kwargs is not None:
             check_kwargs(self._basic_ops, kwargs)
         if self._is_split():
@@ -273,7 +271,8 @@ class OperationFuser:
 
     def _entry(self, facts: Facts) -> Any:
         grad, autocast, device, tensors, training = facts
-        self._traced_dtypes = [dtype for dtype, _ in tensors[: 1 + self.num_extra_inputs]]
+        inputs = tensors[: 1 + self.num_extra_inputs]
+        self._traced_dtypes = [found[0] for found in inputs if found is not None]
         return self._group.plan(grad, autocast, device, list(tensors), list(training))
 
     def _is_split(self) -> bool:
@@ -323,12 +322,13 @@ class OperationFuser:
         inputs = self._group.last_inputs
         if not inputs:
             plan = self.plan()
-            rows = declarations_of(plan)
-            changes = {kind for kind, row in rows.items() if not row["keeps_width"]}
+            declared = declarations_of(plan)
+            changes = {kind for kind, row in declared.items() if not row["keeps_width"]}
             shape = likely_shape(plan.ops, changes)
             inputs = [(shape, dtype) for dtype in self._traced_dtypes]
         tensors = [torch.empty(list(sizes), dtype=dtype, device="meta") for sizes, dtype in inputs]
-        tensors += [p for op in self._basic_ops for p in op._parameter_tensors()]
+        rows = [op._parameter_tensors() for op in self._basic_ops]
+        tensors += [tensor for row in rows for tensor in row if tensor is not None]
         try:
             slots = entry.program.saved_slots_for(tensors)
         except RuntimeError:
@@ -351,7 +351,7 @@ def run_group(
     return group(input, *extra_inputs, basic_op_kwargs=kwargs)
 
 
-def _overriding(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _overriding(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """The tensors whose class has a `__torch_function__` of its own."""
     if not torch._C._is_torch_function_enabled():
         return []
@@ -359,7 +359,9 @@ def _overriding(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [
         tensor
         for tensor in tensors
-        if type(tensor) not in _PLAIN_TENSORS and type(tensor).__torch_function__ is not disabled
+        if tensor is not None
+        and type(tensor) not in _PLAIN_TENSORS
+        and type(tensor).__torch_function__ is not disabled
     ]
 
 

@@ -40,18 +40,18 @@ c10::OperatorHandle find_op(const std::string& name) {
 
 class Compiler {
  public:
-  Compiler(const Plan& plan, std::vector<int> extra_outputs)
-      : gradients_(plan.gradients.begin(), plan.gradients.end()),
-        extra_outputs_(std::move(extra_outputs)) {
+  explicit Compiler(const Plan& plan) : gradients_(plan.gradients.begin(), plan.gradients.end()) {
     program_.plan = plan;
     program_.has_host_steps = plan.has_python_steps();
-    extra_outputs_.resize(plan.ops.size());
     parameters_.resize(plan.ops.size());
-    extra_inputs_.resize(plan.ops.size());
     for (const Value& value : plan.parameters) parameters_[value.op].push_back(value);
-    for (const Value& value : plan.extra_inputs) add_extra_input(value, value);
-    for (const Route& route : plan.routes) add_extra_input(route.input, route.output);
+    for (const Value& value : plan.extra_inputs) feeds_[value] = value;
+    for (const Route& route : plan.routes) feeds_[route.input] = route.output;
     for (const PlannedOp& op : plan.ops) program_.keeps_own.push_back(!op.native);
+    program_.gives_integers = std::ranges::any_of(plan.extra_outputs, [&](const Value& output) {
+      const PlannedOp& op = plan.ops[output.op];
+      return op.native && declaration(op.kind).is_integer(output.name);
+    });
     for (const Step& step : plan.forward) {
       if (!step.python || !step.joint) continue;
       for (const int op : step.ops) program_.keeps_own[op] = true;
@@ -75,11 +75,14 @@ class Compiler {
   }
 
  private:
-  void add_extra_input(const Value& input, const Value& source) {
-    auto& sources = extra_inputs_[input.op];
-    const size_t k = std::stoi(input.name);
-    if (sources.size() <= k) sources.resize(k + 1);
-    sources[k] = source;
+  // What feeds each extra input of an op; none where an optional one is None.
+  std::vector<std::optional<Value>> extra_inputs(int op) const {
+    std::vector<std::optional<Value>> sources;
+    for (const std::string& name : program_.plan.ops[op].extra_inputs) {
+      const auto found = feeds_.find({Kind::ExtraInput, op, name});
+      sources.push_back(found == feeds_.end() ? std::nullopt : std::optional(found->second));
+    }
+    return sources;
   }
 
   void compile_forward() {
@@ -323,20 +326,20 @@ class Compiler {
   void compile_host_forward(const Step& step) {
     const Plan& plan = program_.plan;
     Program::HostForward call{.step = forward_step_++, .name = step.name};
-    const auto is_inside = [&](const Value& source) {
-      return source.kind == Kind::ExtraOutput && source.op >= step.first();
+    const auto is_outside = [&](const std::optional<Value>& source) {
+      return source && (source->kind == Kind::ExtraInput || source->op < step.first());
     };
     call.arguments.push_back(forward_.find({Kind::Main, step.first()}));
     for (const int op : step.ops) {
-      for (const Value& source : extra_inputs_[op]) {
-        call.arguments.push_back(is_inside(source) ? -1 : forward_.find(source));
+      for (const auto& source : extra_inputs(op)) {
+        call.arguments.push_back(is_outside(source) ? forward_.find(*source) : -1);
       }
       call.dtypes.push_back(dtype_of(op));
     }
     call.results.push_back(forward_.define({Kind::Main, step.last() + 1}));
     for (const int op : step.ops) {
-      for (int k = 0; k < extra_outputs_[op]; ++k) {
-        call.results.push_back(forward_.define({Kind::ExtraOutput, op, std::to_string(k)}));
+      for (const std::string& name : plan.ops[op].extra_outputs) {
+        call.results.push_back(forward_.define({Kind::ExtraOutput, op, name}));
       }
     }
     for (const int op : step.ops) {
@@ -365,8 +368,8 @@ class Compiler {
     Program::HostBackward call{.step = backward_step_++, .name = step.name};
     call.gradients.push_back(gradient({Kind::Grad, step.last() + 1}));
     for (const int op : step.ops) {
-      for (int k = 0; k < extra_outputs_[op]; ++k) {
-        call.gradients.push_back(gradient({Kind::ExtraOutputGrad, op, std::to_string(k)}));
+      for (const std::string& name : plan.ops[op].extra_outputs) {
+        call.gradients.push_back(gradient({Kind::ExtraOutputGrad, op, name}));
       }
     }
     for (const int op : step.ops) call.saved.push_back(saved_of(op));
@@ -389,18 +392,29 @@ class Compiler {
       }
     }
     for (const int op : step.ops) {
-      for (size_t k = 0; k < extra_inputs_[op].size(); ++k) {
-        const Value grad = gradient_of(extra_inputs_[op][k]);
-        const bool is_wanted = grad.kind == Kind::ExtraOutputGrad ? grad.op >= plan.first_backward
-                                                                  : gradients_.contains(grad);
-        add_result(grad, is_wanted, {.of = Of::ExtraInput, .op = op, .k = static_cast<int>(k)},
-                   call);
+      int k = 0;
+      for (const auto& source : extra_inputs(op)) {
+        add_extra_grad(source, {.of = Of::ExtraInput, .op = op, .k = k++}, call);
       }
     }
     program_.backward.lines.push_back({std::move(call)});
   }
 
   using Of = Program::HostBackward::Result::Of;
+
+  void add_extra_grad(const std::optional<Value>& source, Program::HostBackward::Result result,
+                      Program::HostBackward& call) {
+    if (!source) {
+      result.value = -1;
+      call.results.push_back(result);
+      return;
+    }
+    const Value grad = gradient_of(*source);
+    const bool is_wanted = grad.kind == Kind::ExtraOutputGrad
+                               ? grad.op >= program_.plan.first_backward
+                               : gradients_.contains(grad);
+    add_result(grad, is_wanted, result, call);
+  }
 
   void add_result(const Value& value, bool is_wanted, Program::HostBackward::Result result,
                   Program::HostBackward& call) {
@@ -511,10 +525,9 @@ class Compiler {
   }
 
   Program program_;
-  const std::set<Value> gradients_;  // that backward yields
-  std::vector<int> extra_outputs_;   // of each op
-  std::vector<std::vector<Value>> parameters_;
-  std::vector<std::vector<Value>> extra_inputs_;  // the values that feed them
+  const std::set<Value> gradients_;             // that backward yields
+  std::vector<std::vector<Value>> parameters_;  // of each op
+  std::map<Value, Value> feeds_;                // extra input -> what it is
   Numbering forward_;
   Numbering backward_;
   std::map<Value, int> sources_;        // slot -> forward value
@@ -538,8 +551,6 @@ void check_calls(const Plan& plan) {
   }
 }
 
-Program compile(const Plan& plan, std::vector<int> extra_outputs) {
-  return Compiler(plan, std::move(extra_outputs)).run();
-}
+Program compile(const Plan& plan) { return Compiler(plan).run(); }
 
 }  // namespace transformer_ops

@@ -120,17 +120,21 @@ class Replay {
 
   // Does the op turn the values it is given into those of the first forward?
   bool gives_known_values(int op) const {
-    const OpDeclaration& row = declaration(unfused_->plan.ops[op].kind);
-    return known_.contains({Kind::Main, op}) && row.extra_inputs == 0 &&
-           std::ranges::all_of(row.parameters, [&](const std::string& name) {
-             return known_.contains({Kind::Parameter, op, name});
-           });
+    const Plan& plan = unfused_->plan;
+    const auto is_known = [&](const Value& value) {
+      return value.op != op || known_.contains(value);
+    };
+    return known_.contains({Kind::Main, op}) && std::ranges::all_of(plan.parameters, is_known) &&
+           std::ranges::all_of(plan.extra_inputs, is_known) &&
+           std::ranges::none_of(plan.routes,
+                                [&](const Route& route) { return route.input.op == op; });
   }
 
   // Zeros may stand in only where the derivative does not depend on the input.
   static void check_linear(const PlannedOp& planned) {
-    for (const Slot& slot : declaration(planned.kind).slots) {
-      const bool depends = slot.needed_for.empty();
+    const OpDeclaration& row = declaration(planned.kind);
+    for (const Slot& slot : row.slots) {
+      const bool depends = slot.needed_for.empty() && !row.has_extra_input(slot.name);
       TORCH_CHECK_NOT_IMPLEMENTED(
           !depends, "[", planned.kind,
           "] double backward must have its input, which this plan did not save");

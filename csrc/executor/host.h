@@ -57,6 +57,7 @@ class HostCall {
 
   // Bytes kept for backward, by slot. Called where a call is real and not a trace.
   struct SavedSlot {
+    int op;
     std::string name;
     int64_t bytes;
     uint64_t storage;  // slots in the same memory share one

@@ -51,12 +51,14 @@ at::Tensor zeros_like(const Look& look) {
   return at::zeros_symint(look.sizes, at::TensorOptions(look.dtype).device(look.device));
 }
 
-c10::IValue pack(const Looks& looks) {
-  // For each: its head, then its sizes.
+c10::IValue pack(uint64_t id, const Looks& looks) {
+  if (looks.empty()) return static_cast<int64_t>(id);
+  // The id, then for each look its head and its sizes.
   std::vector<c10::SymInt> packed;
-  size_t count = looks.size();
+  size_t count = 1 + looks.size();
   for (const auto& look : looks) count += look ? look->sizes.size() : 0;
   packed.reserve(count);
+  packed.emplace_back(static_cast<int64_t>(id));
   for (const auto& look : looks) {
     packed.emplace_back(head_of(look));
     if (!look) continue;
@@ -65,10 +67,16 @@ c10::IValue pack(const Looks& looks) {
   return c10::SymIntArrayRef(packed);
 }
 
+uint64_t unpack_id(const c10::IValue& packed) {
+  // Compiled autograd may have made it symbolic.
+  if (!packed.isList()) return packed.toInt();
+  return packed.toListRef()[0].toSymInt().guard_int(__FILE__, __LINE__);
+}
+
 Looks unpack_looks(const c10::IValue& packed) {
   const auto values = packed.toSymIntVector();
   Looks looks;
-  for (auto next = values.begin(); next != values.end();) {
+  for (auto next = values.begin() + 1; next != values.end();) {
     const int64_t head = (next++)->expect_int();
     if (head < 0) {
       looks.emplace_back();

@@ -22,8 +22,9 @@ using Looks = std::vector<std::optional<Look>>;
 std::optional<Look> look_of(const at::Tensor& tensor);
 at::Tensor zeros_like(const Look& look);
 
-// For an autograd node, whose saved data compiled autograd has to understand.
-c10::IValue pack(const Looks& looks);
+// An id and looks, for an autograd node, whose saved data compiled autograd has to understand.
+c10::IValue pack(uint64_t id, const Looks& looks);
+uint64_t unpack_id(const c10::IValue& packed);
 Looks unpack_looks(const c10::IValue& packed);
 
 // The gradient of `what`, which host step `step` returned, in shape and dtype of its tensor: a

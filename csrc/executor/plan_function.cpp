@@ -31,8 +31,8 @@ using torch::autograd::variable_list;
 
 // Inputs of the node before the tensors.
 constexpr size_t kFirstTensor = 1;
-// Of the native part of a call: its program, that one's id, looks.
-constexpr size_t kSavedData = 3;
+// Of the native part of a call: its program; that one's id and looks.
+constexpr size_t kSavedData = 2;
 
 // A leaf takes a gradient that nobody else holds as its own, and adds to it in place; it does not
 // see that other gradients share the memory of a view.
@@ -103,14 +103,14 @@ variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& ca
   Tensors outputs = run_forward(*program, tensors, frame);
   context->saved_data.reserve(kSavedData);
   context->saved_data["program"] = program.owner();
-  context->saved_data["id"] = static_cast<int64_t>(program->id);
-  if (!frame.looks.empty()) context->saved_data["looks"] = pack(frame.looks);
+  context->saved_data["looks"] = pack(program->id, frame.looks);
   const auto first = outputs.begin() + 1, last = first + program->constants;
   constants.assign(std::make_move_iterator(first), std::make_move_iterator(last));
   outputs.erase(first, last);
-  // Autograd knows what to do with integers that a Python step returns, as with a function's.
+  // Autograd knows what to do with integers among outputs, as with a function's.
   for (const Tensor& output : outputs) {
-    TORCH_CHECK(at::isFloatingType(output.scalar_type()) || program->has_host_steps,
+    const bool may_be_integer = program->has_host_steps || program->gives_integers;
+    TORCH_CHECK(at::isFloatingType(output.scalar_type()) || may_be_integer,
                 "[run_plan] outputs must be floating where a gradient is wanted, got ",
                 output.scalar_type());
   }
@@ -135,8 +135,9 @@ variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& ca
 }
 
 variable_list PlanFunction::backward(AutogradContext* context, const variable_list& grads) {
-  const auto program = SharedProgram::from(context->saved_data["program"].toTensor(),
-                                           context->saved_data["id"].toInt());
+  const c10::IValue& looks = context->saved_data["looks"];
+  const auto program =
+      SharedProgram::from(context->saved_data["program"].toTensor(), unpack_id(looks));
   SharedHostCall host;
   if (context->saved_data.find("host") != context->saved_data.end()) {
     host = SharedHostCall::from(context->saved_data["host"].toTensor(),
@@ -158,7 +159,7 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
   }
   Frame frame{.host = host ? &*host : nullptr};
   const BelowAutograd below_autograd;
-  if (program->looks > 0) frame.looks = unpack_looks(context->saved_data["looks"]);
+  if (program->looks > 0) frame.looks = unpack_looks(looks);
   frame.values.resize(program->backward.values);
   frame.is_partial = program->has_host_steps ||
                      std::ranges::any_of(grads, [](const Tensor& grad) { return !grad.defined(); });

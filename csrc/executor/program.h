@@ -120,9 +120,10 @@ struct Program {
   Plan plan;
   uint64_t id = owned::next_id();
   bool has_host_steps = false;
-  bool accumulates = false;  // a weight's gradient goes into a buffer
-  bool random = false;       // draws from torch's generator
-  bool only_views = false;   // its one output is its input, or a view of it
+  bool accumulates = false;     // a weight's gradient goes into a buffer
+  bool gives_integers = false;  // an extra output that holds some
+  bool random = false;          // draws from torch's generator
+  bool only_views = false;      // its one output is its input, or a view of it
 
   Code forward;
   std::vector<int> inputs;   // main, extra inputs, parameters
@@ -145,8 +146,7 @@ struct Program {
 };
 
 // Throws c10::Error (RuntimeError) for an unknown op, or a call that does not fit the op's schema.
-// extra_outputs: of each op; those of native ops are known.
-Program compile(const Plan& plan, std::vector<int> extra_outputs = {});
+Program compile(const Plan& plan);
 
 // The same check without the rest; calls that the host language runs are left out.
 void check_calls(const Plan& plan);

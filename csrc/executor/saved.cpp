@@ -31,18 +31,18 @@ SavedSlots saved_slots(const Program& program, at::TensorList tensors, const Ten
     parameters.insert(storage_of(tensor));
   }
   SavedSlots slots;
-  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+  const auto add = [&](int op, const std::string& name, const at::Tensor& tensor) {
     if (!tensor.defined() || parameters.contains(storage_of(tensor))) return;
-    slots.push_back(
-        {name, static_cast<int64_t>(tensor.numel() * tensor.element_size()), storage_of(tensor)});
+    const auto bytes = static_cast<int64_t>(tensor.numel() * tensor.element_size());
+    slots.push_back({op, name, bytes, storage_of(tensor)});
   };
   for (const auto& [value, position] : program.saved_slots) {
-    if (value.kind == Value::Kind::Slot) add(to_text(value), saved[position]);
+    if (value.kind == Value::Kind::Slot) add(value.op, value.name, saved[position]);
   }
   for (size_t op = 0; op < own.size(); ++op) {
     if (op == program.plan.ops.size()) break;  // the host's own row
     for (size_t i = 0; i < own[op].size(); ++i) {
-      add("s" + std::to_string(op) + ".saved" + std::to_string(i), own[op][i]);
+      add(static_cast<int>(op), "saved" + std::to_string(i), own[op][i]);
     }
   }
   return slots;

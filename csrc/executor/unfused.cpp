@@ -6,32 +6,58 @@
 
 namespace transformer_ops {
 
-Plan unfused_plan(const Plan& plan, std::vector<TensorMeta> tensors) {
-  PlanKey key{.grad_enabled = true, .autocast = plan.autocast, .tensors = std::move(tensors)};
+namespace {
+
+using Kind = Value::Kind;
+
+bool contains(const std::vector<Value>& values, const Value& value) {
+  return std::ranges::find(values, value) != values.end();
+}
+
+// The tensors of a key: with those that are None, which a plan does not list.
+std::vector<TensorMeta> with_absent(const Plan& plan, const std::vector<OpNode>& ops,
+                                    const std::vector<TensorMeta>& tensors) {
+  std::vector<TensorMeta> all = {tensors[0]};
+  auto next = tensors.begin() + 1;
+  const auto add = [&](bool is_there) {
+    all.push_back(is_there ? *next++ : TensorMeta{.is_absent = true});
+  };
+  for (int i = 0; i < plan.size(); ++i) {
+    for (size_t k = 0; k < ops[i].extra_inputs.size(); ++k) {
+      if (ops[i].sources[k]) continue;
+      add(contains(plan.extra_inputs, {Kind::ExtraInput, i, ops[i].extra_inputs[k]}));
+    }
+  }
+  for (int i = 0; i < plan.size(); ++i) {
+    for (const std::string& name : ops[i].parameters) {
+      add(contains(plan.parameters, {Kind::Parameter, i, name}));
+    }
+  }
+  return all;
+}
+
+}  // namespace
+
+Plan unfused_plan(const Plan& plan, const std::vector<TensorMeta>& tensors) {
+  PlanKey key{.grad_enabled = true, .autocast = plan.autocast};
   std::vector<OpNode> ops;
   Rewritten groups;
   for (int i = 0; i < plan.size(); ++i) {
     const PlannedOp& planned = plan.ops[i];
-    const OpDeclaration& row = declaration(planned.kind);
-    OpNode op{.kind = planned.kind,
-              .attributes = planned.attributes,
-              .extra_inputs = row.extra_inputs,
-              .extra_outputs = row.extra_outputs,
-              .parameters = static_cast<int>(row.parameters.size())};
-    op.sources.resize(op.extra_inputs);
-    for (const Route& route : plan.routes) {
-      if (route.input.op != i) continue;
-      op.sources[std::stoi(route.input.name)] = {route.output.op, std::stoi(route.output.name)};
+    OpNode op = make_op(planned.kind, planned.attributes);
+    for (const auto& [input, output] : plan.routes) {
+      if (input.op != i) continue;
+      op.sources[position_of(op.extra_inputs, input.name)] = {
+          output.op, position_of(plan.ops[output.op].extra_outputs, output.name)};
     }
-    for (int k = 0; k < op.extra_outputs; ++k) {
-      const Value output{Value::Kind::ExtraOutput, i, std::to_string(k)};
-      op.visible.push_back(std::ranges::find(plan.extra_outputs, output) !=
-                           plan.extra_outputs.end());
+    for (size_t k = 0; k < op.extra_outputs.size(); ++k) {
+      op.visible[k] = contains(plan.extra_outputs, {Kind::ExtraOutput, i, op.extra_outputs[k]});
     }
     key.training.push_back(planned.training);
     ops.push_back(std::move(op));
     groups.forward.push_back({.first = i, .name = planned.kind});
   }
+  key.tensors = with_absent(plan, ops, tensors);
   groups.backward = groups.forward;
   return lower(Analysis(ops, key), groups);
 }

@@ -8,6 +8,6 @@
 namespace transformer_ops {
 
 // The plan of the same ops without fusions, for its tensors, in order.
-Plan unfused_plan(const Plan& plan, std::vector<TensorMeta> tensors);
+Plan unfused_plan(const Plan& plan, const std::vector<TensorMeta>& tensors);
 
 }  // namespace transformer_ops

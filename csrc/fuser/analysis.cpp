@@ -9,6 +9,7 @@ namespace transformer_ops {
 
 Analysis::Analysis(const std::vector<OpNode>& ops, const PlanKey& key) : ops_(ops), key_(key) {
   number_tensors();
+  check_tensors();
   propagate_dtypes();
   propagate_requires_grad();
 }
@@ -23,7 +24,7 @@ bool Analysis::is_idle(int op) const {
 
 void Analysis::number_tensors() {
   readers_.resize(ops_.size());
-  for (int i = 0; i < size(); ++i) readers_[i].resize(ops_[i].extra_outputs);
+  for (int i = 0; i < size(); ++i) readers_[i].resize(ops_[i].extra_outputs.size());
   int next = 1;  // behind the main input
   for (int i = 0; i < size(); ++i) {
     std::vector<int>& indices = caller_index_.emplace_back();
@@ -34,12 +35,35 @@ void Analysis::number_tensors() {
   }
   for (const OpNode& op : ops_) {
     first_parameter_.push_back(next);
-    next += op.parameters;
+    next += static_cast<int>(op.parameters.size());
   }
   check(key_.tensors.size() == static_cast<size_t>(next), "key must have ", next,
         " tensors: the main input, extra inputs and parameters, got ", key_.tensors.size());
   check(key_.training.size() == ops_.size(), "key must have a training flag for each of ",
         ops_.size(), " ops, got ", key_.training.size());
+}
+
+// Is what has to be there there, with a dtype of its kind? Sizes are checked by the typed ops.
+void Analysis::check_tensors() const {
+  for (int i = 0; i < size(); ++i) {
+    const OpNode& op = ops_[i];
+    for (size_t k = 0; k < op.extra_inputs.size(); ++k) {
+      if (!op.native || op.sources[k]) continue;
+      const TensorMeta& given = from_caller(i, static_cast<int>(k));
+      const OpDeclaration& row = declaration(op.kind);
+      const std::string& name = op.extra_inputs[k];
+      check(!given.is_absent || row.is_optional(name), "[", op.kind, "] ", name,
+            " must be a tensor, got None");
+      check(!row.is_integer(name) || given.dtype == DType::Unknown, "[", op.kind, "] ", name,
+            " must hold integers, got ", to_text(given.dtype));
+    }
+    for (size_t k = 0; k < op.parameters.size(); ++k) {
+      const std::string& name = op.parameters[k];
+      const bool may_be_none = op.native && declaration(op.kind).is_optional(name);
+      check(may_be_none || !parameters(i)[k].is_absent, "[", op.kind, "] ", name,
+            " must be a tensor, got None");
+    }
+  }
 }
 
 const TensorMeta& Analysis::from_caller(int op, int k) const {
@@ -53,7 +77,11 @@ void Analysis::propagate_dtypes() {
     if (!ops_[i].native) {
       next = DType::Unknown;
     } else if (declaration(ops_[i].kind).dtype == DTypeRule::Promote) {
-      for (int k = 0; k < ops_[i].extra_inputs; ++k) next = promote(next, extra_input_dtype(i, k));
+      for (int k = 0; k < std::ssize(ops_[i].extra_inputs); ++k) {
+        if (!is_integer(i, k) && has_extra_input(i, k)) {
+          next = promote(next, extra_input_dtype(i, k));
+        }
+      }
     }
     dtypes_.push_back(next);
   }
@@ -76,15 +104,37 @@ std::optional<DType> Analysis::required_dtype(int op) const {
 
 DType Analysis::extra_input_dtype(int op, int k) const {
   const auto& source = ops_[op].sources[k];
-  return source ? dtypes_[source->op] : from_caller(op, k).dtype;
+  if (!source) return from_caller(op, k).dtype;
+  return dtypes_[ops_[source->op].native ? source->op + 1 : source->op];
+}
+
+bool Analysis::has_parameter(int op, const std::string& name) const {
+  const int k = position_of(ops_[op].parameters, name);
+  return k >= 0 && !parameters(op)[k].is_absent;
+}
+
+bool Analysis::has_extra_input(int op, int k) const {
+  return ops_[op].sources[k] || !from_caller(op, k).is_absent;
+}
+
+bool Analysis::is_integer(int op, int k) const {
+  const auto holds_integers = [&](int i, const std::string& name) {
+    return ops_[i].native && declaration(ops_[i].kind).is_integer(name);
+  };
+  const auto& source = ops_[op].sources[k];
+  if (source && holds_integers(source->op, ops_[source->op].extra_outputs[source->output])) {
+    return true;
+  }
+  return holds_integers(op, ops_[op].extra_inputs[k]);
 }
 
 void Analysis::propagate_requires_grad() {
   needs_grad_ = {key_.grad_enabled && key_.tensors[0].requires_grad};
   for (int i = 0; i < size(); ++i) {
     bool needs = needs_grad_[i];
-    for (int k = 0; k < ops_[i].parameters; ++k) needs |= parameter_requires_grad(i, k);
-    for (int k = 0; k < ops_[i].extra_inputs; ++k) needs |= extra_input_requires_grad(i, k);
+    const OpNode& op = ops_[i];
+    for (int k = 0; k < std::ssize(op.parameters); ++k) needs |= parameter_requires_grad(i, k);
+    for (int k = 0; k < std::ssize(op.extra_inputs); ++k) needs |= extra_input_requires_grad(i, k);
     needs_grad_.push_back(needs);
   }
   const auto first = std::ranges::find(needs_grad_, true) - needs_grad_.begin();
@@ -93,13 +143,11 @@ void Analysis::propagate_requires_grad() {
 }
 
 bool Analysis::parameter_requires_grad(int op, const std::string& name) const {
-  const auto& names = declaration(ops_[op].kind).parameters;
-  return parameter_requires_grad(op,
-                                 static_cast<int>(std::ranges::find(names, name) - names.begin()));
+  return parameter_requires_grad(op, position_of(ops_[op].parameters, name));
 }
 
 bool Analysis::extra_input_requires_grad(int op, int k) const {
-  if (!key_.grad_enabled) return false;
+  if (!key_.grad_enabled || is_integer(op, k)) return false;
   const auto& source = ops_[op].sources[k];
   return source ? needs_grad_[source->op + 1] : from_caller(op, k).requires_grad;
 }

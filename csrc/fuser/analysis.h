@@ -32,18 +32,23 @@ class Analysis {
   // The dtype that an op computes in.
   DType compute_dtype(int op) const { return required_dtype(op).value_or(dtypes_[op]); }
   DType extra_input_dtype(int op, int k) const;
+  // Is a parameter or extra input of the op there? An optional one may be None.
+  bool has_parameter(int op, const std::string& name) const;
+  bool has_extra_input(int op, int k) const;
 
   // Does anybody want the gradient of the main tensor at a boundary?
   bool needs_grad(int boundary) const { return needs_grad_[boundary]; }
   // Of an op, in the order of its declaration.
   std::span<const TensorMeta> parameters(int op) const {
-    return std::span(key_.tensors).subspan(first_parameter_[op], ops_[op].parameters);
+    return std::span(key_.tensors).subspan(first_parameter_[op], ops_[op].parameters.size());
   }
   bool parameter_requires_grad(int op, int k) const {
     return key_.grad_enabled && parameters(op)[k].requires_grad;
   }
   bool parameter_requires_grad(int op, const std::string& name) const;
   bool extra_input_requires_grad(int op, int k) const;
+  // Does an extra input hold integers, which have no gradient?
+  bool is_integer(int op, int k) const;
   // The first op that needs a backward; size() where none does.
   int first_backward() const { return first_backward_; }
 
@@ -55,6 +60,7 @@ class Analysis {
 
  private:
   void number_tensors();
+  void check_tensors() const;
   void propagate_dtypes();
   void propagate_requires_grad();
   // Of an extra input from the caller.

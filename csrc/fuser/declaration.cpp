@@ -26,7 +26,58 @@ const OpDeclaration* find(const std::string& kind) {
   return row == all().rows.end() ? nullptr : &row->second;
 }
 
+bool contains(const std::vector<std::string>& names, const std::string& name) {
+  return std::ranges::find(names, name) != names.end();
+}
+
+// Schemas are bound by name, so each has to mean one thing.
+void check_names(const OpDeclaration& row) {
+  std::vector<std::string> names = {"input", "output"};
+  for (const auto* list :
+       {&row.parameters, &row.attributes, &row.extra_inputs, &row.extra_outputs}) {
+    for (const std::string& name : *list) {
+      check(!contains(names, name), "[declaration] '", row.kind, "' must have one '", name,
+            "', got two");
+      names.push_back(name);
+    }
+  }
+  for (const std::string& name : row.integers) {
+    check(row.has_extra_input(name) || row.has_extra_output(name), "[declaration] '", row.kind,
+          "' must have integers among its extra tensors, got '", name, "'");
+  }
+}
+
 }  // namespace
+
+bool OpDeclaration::has_parameter(const std::string& name) const {
+  return contains(parameters, name);
+}
+
+bool OpDeclaration::has_extra_input(const std::string& name) const {
+  return contains(extra_inputs, name);
+}
+
+bool OpDeclaration::has_extra_output(const std::string& name) const {
+  return contains(extra_outputs, name);
+}
+
+bool OpDeclaration::has_attribute(const std::string& name) const {
+  return contains(attributes, name);
+}
+
+bool OpDeclaration::has_slot(const std::string& name) const {
+  return std::ranges::find(slots, name, &Slot::name) != slots.end();
+}
+
+bool OpDeclaration::is_integer(const std::string& extra_tensor) const {
+  return contains(integers, extra_tensor);
+}
+
+bool OpDeclaration::is_optional(const std::string& name) const {
+  const auto& fields = forward_schema.arguments;
+  const auto field = std::ranges::find(fields, name, &Schema::Field::name);
+  return field != fields.end() && field->type == "Tensor?";
+}
 
 const std::map<std::string, OpDeclaration>& declarations() { return all().rows; }
 
@@ -42,6 +93,7 @@ void add_declaration(OpDeclaration row) {
   row.forward_schema = parse_schema(row.forward);
   row.backward_schema = parse_schema(row.backward);
   row.recompute_schema = parse_schema(row.recompute);
+  check_names(row);
   const std::lock_guard lock(all().mutex);
   const std::string kind = row.kind;
   const bool is_new = all().rows.emplace(kind, std::move(row)).second;
@@ -50,7 +102,7 @@ void add_declaration(OpDeclaration row) {
 
 int64_t slot_bits(const OpDeclaration& row, const std::string& slot, int64_t width,
                   int64_t element_bits) {
-  if (std::ranges::find(row.parameters, slot) != row.parameters.end()) return 0;
+  if (row.has_parameter(slot)) return 0;
   if (row.slot_bits) return row.slot_bits(slot, width, element_bits);
   const bool is_tensor = slot == "input" || slot == "output";
   if (!is_tensor && slot != "mask") return std::max<int64_t>(32, element_bits);

@@ -26,19 +26,21 @@ struct Slot {
 };
 
 // The planner's half of an op's one declaration. Schema fields are bound by name:
-//   forward   input, a parameter, an attribute, extra_input, save_<slot> (is it needed?)
-//             -> output, extra_output, or a slot
-//   backward  grad_output, grad_extra_output, a slot, a parameter, an attribute, output_mask,
-//             input_shape -> grad_input, grad_<parameter>, grad_extra_input
+//   forward   input, a parameter, an attribute, an extra input, save_<slot> (is it needed?)
+//             -> output, an extra output, or a slot
+//   backward  grad_output, grad_<extra output>, a slot, a parameter, an attribute, output_mask,
+//             input_shape -> grad_input, grad_<parameter>, grad_<extra input>
 //   recompute grad_output, input, a slot, a parameter, an attribute -> output
+// A parameter or an extra input may be None where forward takes it as `Tensor?`.
 // An absent forward, or an absent grad_input, hands the tensor on.
 struct OpDeclaration {
   std::string kind;
   std::string summary;
   std::vector<std::string> parameters = {};
   std::vector<std::string> attributes = {};
-  int extra_inputs = 0;
-  int extra_outputs = 0;
+  std::vector<std::string> extra_inputs = {};
+  std::vector<std::string> extra_outputs = {};
+  std::vector<std::string> integers = {};  // extra tensors that hold integers: no gradients
   std::vector<Slot> slots = {};
   std::string forward = {};
   std::string backward = {};
@@ -57,13 +59,23 @@ struct OpDeclaration {
   Schema forward_schema = {};
   Schema backward_schema = {};
   Schema recompute_schema = {};
+
+  bool has_parameter(const std::string& name) const;
+  bool has_extra_input(const std::string& name) const;
+  bool has_extra_output(const std::string& name) const;
+  bool has_attribute(const std::string& name) const;
+  bool has_slot(const std::string& name) const;
+  bool is_integer(const std::string& extra_tensor) const;
+  // May the parameter or extra input be None?
+  bool is_optional(const std::string& name) const;
 };
 
 // All declarations by kind; a row stays where it is.
 const std::map<std::string, OpDeclaration>& declarations();
 const OpDeclaration& declaration(const std::string& kind);
 bool is_declared(const std::string& kind);
-// Parses the schemas and adds the row. Throws PlanError for a kind declared twice.
+// Parses the schemas and adds the row. Throws PlanError for a kind declared twice, for two things
+// of one name, and for `integers` that are no extra tensors.
 void add_declaration(OpDeclaration row);
 
 // Bits a saved slot takes per row of the op's input, `width` elements of `element_bits` each: all

@@ -15,6 +15,12 @@ using Kind = Value::Kind;
 
 const Schema kHandOver;
 
+// What stands behind a prefix of a schema's field.
+std::optional<std::string> suffix(const std::string& name, const std::string& prefix) {
+  if (!name.starts_with(prefix)) return std::nullopt;
+  return name.substr(prefix.size());
+}
+
 class Lowering {
  public:
   explicit Lowering(const Analysis& analysis)
@@ -38,60 +44,68 @@ class Lowering {
   void list_values() {
     for (int i = 0; i < size(); ++i) {
       const OpNode& op = ops_[i];
-      plan_.ops.push_back({op.kind, op.attributes, op.native, key_.training[i]});
-      for (int k = 0; k < op.extra_inputs; ++k) {
-        const Value input{Kind::ExtraInput, i, std::to_string(k)};
-        if (const auto& source = op.sources[k]) {
-          plan_.routes.push_back({input, extra_output(source->op, source->output)});
-        } else {
+      plan_.ops.push_back(
+          {op.kind, op.attributes, op.native, key_.training[i], op.extra_inputs, op.extra_outputs});
+      for (int k = 0; k < std::ssize(op.extra_inputs); ++k) {
+        const Value input{Kind::ExtraInput, i, op.extra_inputs[k]};
+        if (op.sources[k]) {
+          plan_.routes.push_back({input, extra_input(i, k)});
+        } else if (analysis_.has_extra_input(i, k)) {
           plan_.extra_inputs.push_back(input);
         }
       }
-      for (int k = 0; k < op.extra_outputs; ++k) {
+      for (int k = 0; k < std::ssize(op.extra_outputs); ++k) {
         if (op.visible[k]) plan_.extra_outputs.push_back(extra_output(i, k));
       }
-      for (int k = 0; k < op.parameters; ++k) plan_.parameters.push_back(parameter(i, k));
+      for (const std::string& name : op.parameters) {
+        if (!analysis_.has_parameter(i, name)) continue;
+        plan_.parameters.push_back({Kind::Parameter, i, name});
+      }
     }
   }
 
   void list_gradients() {
     if (analysis_.needs_grad(0)) plan_.gradients.push_back({Kind::Grad, 0});
-    for (size_t i = 0; i < plan_.extra_inputs.size(); ++i) {
-      const Value& input = plan_.extra_inputs[i];
-      if (!key_.grad_enabled || !key_.tensors[1 + i].requires_grad) continue;
-      plan_.gradients.push_back({Kind::ExtraInputGrad, input.op, input.name});
+    for (const Value& input : plan_.extra_inputs) {
+      const int k = position_of(ops_[input.op].extra_inputs, input.name);
+      if (!analysis_.extra_input_requires_grad(input.op, k)) continue;
+      plan_.gradients.push_back(gradient_of(input));
     }
-    for (int i = 0; i < size(); ++i) {
-      for (int k = 0; k < ops_[i].parameters; ++k) {
-        if (!analysis_.parameter_requires_grad(i, k)) continue;
-        plan_.gradients.push_back({Kind::ParameterGrad, i, parameter(i, k).name});
-      }
+    for (const Value& parameter : plan_.parameters) {
+      if (!analysis_.parameter_requires_grad(parameter.op, parameter.name)) continue;
+      plan_.gradients.push_back(gradient_of(parameter));
     }
   }
 
-  // Does anybody want the gradient of this op's "input" or parameter?
+  // Does anybody want the gradient of this op's "input", parameter or extra input?
   bool wants(int op, const std::string& target) const {
-    return target == "input" ? analysis_.needs_grad(op)
-                             : analysis_.parameter_requires_grad(op, target);
+    if (target == "input") return analysis_.needs_grad(op);
+    const int extra = position_of(ops_[op].extra_inputs, target);
+    return extra < 0 ? analysis_.parameter_requires_grad(op, target)
+                     : analysis_.extra_input_requires_grad(op, extra);
   }
 
   int size() const { return analysis_.size(); }
   const std::vector<DType>& dtypes() const { return analysis_.dtypes(); }
 
-  static Value extra_output(int op, int k) { return {Kind::ExtraOutput, op, std::to_string(k)}; }
-
-  Value parameter(int op, int k) const {
-    const bool native = ops_[op].native;
-    return {Kind::Parameter, op,
-            native ? declaration(ops_[op].kind).parameters[k] : std::to_string(k)};
+  Value extra_output(int op, int k) const {
+    return {Kind::ExtraOutput, op, ops_[op].extra_outputs[k]};
   }
 
+  // What feeds an extra input.
   Value extra_input(int op, int k) const {
     if (const auto& source = ops_[op].sources[k]) return extra_output(source->op, source->output);
-    return {Kind::ExtraInput, op, std::to_string(k)};
+    return {Kind::ExtraInput, op, ops_[op].extra_inputs[k]};
   }
 
-  Value extra_input_grad(int op, int k) const { return gradient_of(extra_input(op, k)); }
+  // A tensor that the op takes by name; none where an optional one is None.
+  Argument tensor(int op, const std::string& name) const {
+    const int extra = position_of(ops_[op].extra_inputs, name);
+    const bool is_there =
+        extra < 0 ? analysis_.has_parameter(op, name) : analysis_.has_extra_input(op, extra);
+    if (!is_there) return None{};
+    return extra < 0 ? Value{Kind::Parameter, op, name} : extra_input(op, extra);
+  }
 
   // ---- binding schema fields by name
 
@@ -126,29 +140,26 @@ class Lowering {
   }
 
   int op_with_slot(const Span& span, const std::string& name) const {
-    return find_op(span, [&](const OpDeclaration& row) {
-      return std::ranges::find(row.slots, name, &Slot::name) != row.slots.end();
-    });
+    return find_op(span, [&](const OpDeclaration& row) { return row.has_slot(name); });
   }
 
   int op_with_parameter(const Span& span, const std::string& name) const {
+    return find_op(span, [&](const OpDeclaration& row) { return row.has_parameter(name); });
+  }
+
+  // One with such a parameter or extra input.
+  int op_with_tensor(const Span& span, const std::string& name) const {
     return find_op(span, [&](const OpDeclaration& row) {
-      return std::ranges::find(row.parameters, name) != row.parameters.end();
+      return row.has_parameter(name) || row.has_extra_input(name);
     });
+  }
+
+  int op_with_extra_output(const Span& span, const std::string& name) const {
+    return find_op(span, [&](const OpDeclaration& row) { return row.has_extra_output(name); });
   }
 
   int op_with_attribute(const Span& span, const std::string& name) const {
-    return find_op(span, [&](const OpDeclaration& row) {
-      return std::ranges::find(row.attributes, name) != row.attributes.end();
-    });
-  }
-
-  int op_with_extra(const Span& span, int OpNode::*count) const {
-    const auto op = std::ranges::find_if(span.ops, [&](int i) { return ops_[i].*count > 0; });
-    if (op != span.ops.end()) return *op;
-    check(lacks_an_op(span), "[plan] '", span.group.name,
-          "' must cover an op with an extra tensor");
-    return -1;
+    return find_op(span, [&](const OpDeclaration& row) { return row.has_attribute(name); });
   }
 
   // For an argument of an op that is absent.
@@ -167,10 +178,9 @@ class Lowering {
 
   Value bound_value(const Span& span, const Field& field) const {
     const int op = place_of(span, field);
-    if (field.name == "extra_output") return extra_output(op, 0);
     const auto& row = declaration(ops_[op].kind);
-    const bool is_slot = std::ranges::find(row.slots, field.name, &Slot::name) != row.slots.end();
-    return {is_slot ? Kind::Slot : Kind::Parameter, op, field.name};
+    if (row.has_extra_output(field.name)) return {Kind::ExtraOutput, op, field.name};
+    return {row.has_slot(field.name) ? Kind::Slot : Kind::Parameter, op, field.name};
   }
 
   Argument forward_argument(const Span& span, const Schema::Field& field) const {
@@ -178,20 +188,13 @@ class Lowering {
     if (const auto bound = span.bindings.find(name); bound != span.bindings.end()) {
       if (const auto* constant = std::get_if<Attribute>(&bound->second)) return *constant;
       const auto& source = std::get<Field>(bound->second);
-      return Value{Kind::Parameter, place_of(span, source), source.name};
+      return tensor(place_of(span, source), source.name);
     }
     if (name == "input") return Value{Kind::Main, span.first};
-    if (name == "extra_input") {
-      const int op = op_with_extra(span, &OpNode::extra_inputs);
-      if (op < 0) return absent(span, field);
-      return extra_input(op, 0);
+    if (const auto slot = suffix(name, "save_")) {
+      return Attribute(needed_slots_.contains(result_value(span, *slot)));
     }
-    if (name.starts_with("save_")) {
-      return Attribute(needed_slots_.contains(result_value(span, name.substr(5))));
-    }
-    if (const int op = op_with_parameter(span, name); op >= 0) {
-      return Value{Kind::Parameter, op, name};
-    }
+    if (const int op = op_with_tensor(span, name); op >= 0) return tensor(op, name);
     if (const int op = op_with_attribute(span, name); op >= 0) return ops_[op].attributes.at(name);
     return absent(span, field);
   }
@@ -201,17 +204,21 @@ class Lowering {
       return bound_value(span, std::get<Field>(bound->second));
     }
     if (name == "output") return {Kind::Main, span.last + 1};
-    if (name == "extra_output") return extra_output(op_with_extra(span, &OpNode::extra_outputs), 0);
+    if (const int op = op_with_extra_output(span, name); op >= 0) {
+      return {Kind::ExtraOutput, op, name};
+    }
     return {Kind::Slot, span.first, name};
   }
 
   Argument backward_argument(const Span& span, const Schema& schema, const Schema::Field& field) {
     const std::string& name = field.name;
     if (name == "grad_output") return Value{Kind::Grad, span.last + 1};
-    if (name == "grad_extra_output") {
-      const int op = op_with_extra(span, &OpNode::extra_outputs);
+    if (const auto output = suffix(name, "grad_")) {
+      const int op = op_with_extra_output(span, *output);
       if (op < 0) return absent(span, field);
-      return Value{Kind::ExtraOutputGrad, op, "0"};
+      const int k = position_of(ops_[op].extra_outputs, *output);
+      if (!analysis_.extra_output_is_read(op, k)) return None{};
+      return Value{Kind::ExtraOutputGrad, op, *output};
     }
     if (name == "output_mask") return Attribute(output_mask(span, schema));
     if (name == "input_shape") return Value{Kind::Shape, span.first};
@@ -220,9 +227,7 @@ class Lowering {
       return need(bound_value(span, std::get<Field>(bound->second)));
     }
     if (const int op = op_with_slot(span, name); op >= 0) return need({Kind::Slot, op, name});
-    if (const int op = op_with_parameter(span, name); op >= 0) {
-      return Value{Kind::Parameter, op, name};
-    }
+    if (const int op = op_with_parameter(span, name); op >= 0) return tensor(op, name);
     if (const int op = op_with_attribute(span, name); op >= 0) return ops_[op].attributes.at(name);
     if (span.group.joint) return need({Kind::Slot, span.first, name});
     return absent(span, field);
@@ -231,6 +236,7 @@ class Lowering {
   // Notes that forward has to save the slot; none where no wanted gradient reads it.
   Argument need(const Value& slot) {
     if (slot.kind != Kind::Slot) return slot;
+    if (is_absent(slot)) return None{};
     const auto& slots = declaration(ops_[slot.op].kind).slots;
     const auto row = std::ranges::find(slots, slot.name, &Slot::name);
     if (row != slots.end() && !row->needed_for.empty() &&
@@ -241,28 +247,32 @@ class Lowering {
     return slot;
   }
 
-  // Takes a result that nobody wants.
-  static Value unused(const Span& span) { return {Kind::Slot, span.first, "unused"}; }
+  // Is the slot that of an optional tensor that is None?
+  bool is_absent(const Value& slot) const {
+    const OpDeclaration& row = declaration(ops_[slot.op].kind);
+    if (!row.has_parameter(slot.name) && !row.has_extra_input(slot.name)) return false;
+    return std::holds_alternative<None>(tensor(slot.op, slot.name));
+  }
 
-  // grad_input, grad_extra_input or grad_<parameter> -> the value and whether anybody wants it.
+  // Takes a result that nobody wants.
+  static Value unused(const Span& span) { return {Kind::Temporary, span.first, "unused"}; }
+
+  // grad_<input, parameter or extra input> -> the value and whether anybody wants it.
   std::pair<Value, bool> backward_result(const Span& span, const std::string& name) const {
     if (name == "grad_input") return {{Kind::Grad, span.first}, analysis_.needs_grad(span.first)};
-    if (name == "grad_extra_input") {
-      const int op = op_with_extra(span, &OpNode::extra_inputs);
-      if (op < 0) return {unused(span), false};
-      return {extra_input_grad(op, 0), analysis_.extra_input_requires_grad(op, 0)};
-    }
-    std::string target = name.substr(std::string("grad_").size());
-    int op = op_with_parameter(span, target);
+    std::string target = suffix(name, "grad_").value_or(name);
+    int op = op_with_tensor(span, target);
     if (const auto bound = span.bindings.find(target); bound != span.bindings.end()) {
       const auto& field = std::get<Field>(bound->second);
       op = place_of(span, field);
       target = field.name;
     }
     if (op < 0 && lacks_an_op(span)) return {unused(span), false};
-    check(op >= 0, "[plan] '", span.group.name, "' must name results grad_<parameter>, got '", name,
-          "'");
-    return {{Kind::ParameterGrad, op, target}, analysis_.parameter_requires_grad(op, target)};
+    check(op >= 0, "[plan] '", span.group.name,
+          "' must name results grad_<parameter or extra input>, got '", name, "'");
+    const Argument found = tensor(op, target);
+    if (std::holds_alternative<None>(found)) return {unused(span), false};
+    return {gradient_of(std::get<Value>(found)), wants(op, target)};
   }
 
   std::vector<bool> output_mask(const Span& span, const Schema& schema) const {
@@ -292,10 +302,18 @@ class Lowering {
 
   const Schema& backward_schema(const StepGroup& group) const {
     if (group.rule) return group.rule->backward_schema;
-    const bool unread =
-        ops_[group.first].extra_outputs > 0 && !analysis_.extra_output_is_read(group.first, 0);
-    if (is_inactive(group) || unread) return kHandOver;
+    if (is_inactive(group) || is_unread_hand_over(group.first)) return kHandOver;
     return declaration(ops_[group.first].kind).backward_schema;
+  }
+
+  // Does the op only hand its tensor out, to nobody but the next op?
+  bool is_unread_hand_over(int op) const {
+    const int outputs = static_cast<int>(std::ssize(ops_[op].extra_outputs));
+    if (outputs == 0 || !declaration(ops_[op].kind).forward_schema.empty()) return false;
+    for (int k = 0; k < outputs; ++k) {
+      if (analysis_.extra_output_is_read(op, k)) return false;
+    }
+    return true;
   }
 
   // The dtype the covered ops insist on; a Linear anywhere among them decides.
@@ -310,7 +328,7 @@ class Lowering {
 
   // With the gradients of the op's extra outputs: from the caller, and from ops that read them.
   DType promote_extra_grads(DType dtype, int op) const {
-    for (int k = 0; k < ops_[op].extra_outputs; ++k) {
+    for (int k = 0; k < std::ssize(ops_[op].extra_outputs); ++k) {
       dtype = promote(dtype, dtypes()[op]);
       for (const int reader : analysis_.readers(op, k)) {
         dtype = promote(dtype, dtypes()[reader + 1]);
@@ -324,8 +342,9 @@ class Lowering {
       if (!ops_[op].native || declaration(ops_[op].kind).dtype != DTypeRule::Parameter)
         return false;
       return std::ranges::any_of(step.ops, [&](int other) {
-        return std::ranges::any_of(analysis_.parameters(other),
-                                   [&](const auto& row) { return row.dtype != compute; });
+        return std::ranges::any_of(analysis_.parameters(other), [&](const TensorMeta& row) {
+          return !row.is_absent && row.dtype != compute;
+        });
       });
     });
   }
@@ -361,7 +380,9 @@ class Lowering {
     add_backward_casts(step);
     const Span span = make_span(group);
     const Schema& schema = backward_schema(group);
-    if (!schema.has_result("grad_input")) step.instructions.push_back(backward_hand_over(step));
+    if (!schema.has_result("grad_input")) {
+      step.instructions.push_back(backward_hand_over(step, schema));
+    }
     if (schema.empty()) return step;
     Instruction call{.target = schema.name};
     bool wanted = false;
@@ -378,12 +399,15 @@ class Lowering {
     return step;
   }
 
-  Instruction backward_hand_over(const Step& step) const {
+  // The gradient goes on to the input and to the extra inputs that `schema` gives no gradient of.
+  Instruction backward_hand_over(const Step& step, const Schema& schema) const {
     Instruction instruction{.arguments = {Value{Kind::Grad, step.last() + 1}},
                             .results = {{Kind::Grad, step.first()}}};
     for (const int op : step.ops) {
-      for (int k = 0; k < ops_[op].extra_inputs; ++k) {
-        instruction.results.push_back(extra_input_grad(op, k));
+      for (int k = 0; k < std::ssize(ops_[op].extra_inputs); ++k) {
+        if (analysis_.is_integer(op, k) || !analysis_.has_extra_input(op, k)) continue;
+        if (schema.has_result("grad_" + ops_[op].extra_inputs[k])) continue;
+        instruction.results.push_back(gradient_of(extra_input(op, k)));
       }
     }
     return instruction;
@@ -407,7 +431,7 @@ class Lowering {
     if (schema.empty()) {
       call.arguments = {Value{Kind::Main, span.first}};
       call.results = {{Kind::Main, span.last + 1}};
-      for (int k = 0; k < ops_[span.first].extra_outputs; ++k) {
+      for (int k = 0; k < std::ssize(ops_[span.first].extra_outputs); ++k) {
         call.results.push_back(extra_output(span.first, k));
       }
     } else {
@@ -434,18 +458,19 @@ class Lowering {
   std::optional<Value> slot_source(const Span& span, const Instruction& call,
                                    const Value& slot) const {
     if (std::ranges::find(call.results, slot) != call.results.end()) return slot;
-    const auto& parameters = declaration(ops_[slot.op].kind).parameters;
-    if (std::ranges::find(parameters, slot.name) != parameters.end()) {
-      return Value{Kind::Parameter, slot.op, slot.name};
+    const OpDeclaration& row = declaration(ops_[slot.op].kind);
+    if (row.has_parameter(slot.name) || row.has_extra_input(slot.name)) {
+      return std::get<Value>(tensor(slot.op, slot.name));
     }
     if (slot.name == "input" && slot.op == span.first) return Value{Kind::Main, span.first};
     if (slot.name == "input") {
       // The op before may have handed the very same tensor out.
       int before = slot.op - 1;
       while (before > span.first && analysis_.is_idle(before)) --before;
-      const Value twin = extra_output(before, 0);
       const bool hands_on = declaration(ops_[before].kind).forward_schema.empty();
-      if (hands_on && std::ranges::find(call.results, twin) != call.results.end()) return twin;
+      if (!hands_on || ops_[before].extra_outputs.empty()) return std::nullopt;
+      const Value twin = extra_output(before, 0);
+      if (std::ranges::find(call.results, twin) != call.results.end()) return twin;
     }
     if (slot.name == "output" && slot.op == span.last) return Value{Kind::Main, span.last + 1};
     return std::nullopt;

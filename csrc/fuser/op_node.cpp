@@ -14,17 +14,27 @@ OpNode make_op(const std::string& kind, Attributes attributes) {
     check(attributes.contains(name), "[", kind, "] attributes must have '", name, "', got none");
   }
   for (const auto& [name, value] : attributes) {
-    const bool is_known = std::ranges::find(row.attributes, name) != row.attributes.end();
-    check(is_known, "[", kind, "] attributes must be declared, got '", name, "'");
+    check(row.has_attribute(name), "[", kind, "] attributes must be declared, got '", name, "'");
   }
   OpNode op{.kind = kind,
             .attributes = std::move(attributes),
             .extra_inputs = row.extra_inputs,
             .extra_outputs = row.extra_outputs,
-            .parameters = static_cast<int>(row.parameters.size())};
-  op.sources.resize(row.extra_inputs);
-  op.visible.assign(row.extra_outputs, true);
+            .parameters = row.parameters};
+  op.sources.resize(op.extra_inputs.size());
+  op.visible.assign(op.extra_outputs.size(), true);
   return op;
+}
+
+std::vector<std::string> numbered_names(size_t count) {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < count; ++i) names.push_back(std::to_string(i));
+  return names;
+}
+
+int position_of(const std::vector<std::string>& names, const std::string& name) {
+  const auto found = std::ranges::find(names, name);
+  return found == names.end() ? -1 : static_cast<int>(found - names.begin());
 }
 
 size_t extra_inputs_from_caller(const std::vector<OpNode>& ops) {

@@ -13,9 +13,10 @@ struct OpNode {
   std::string kind;
   Attributes attributes = {};
   bool native = true;
-  int extra_inputs = 0;
-  int extra_outputs = 0;
-  int parameters = 0;
+  // Their names, by position; those of a Python op are numbered_names().
+  std::vector<std::string> extra_inputs = {};
+  std::vector<std::string> extra_outputs = {};
+  std::vector<std::string> parameters = {};
   // Per extra input: the (op, extra output) that feeds it, or none for the caller.
   struct Source {
     int op;
@@ -30,6 +31,12 @@ struct OpNode {
 // A native op with the attributes of its declaration; its extra tensors come from the caller and go
 // there. Throws PlanError for an undeclared kind, and for attributes other than the declared ones.
 OpNode make_op(const std::string& kind, Attributes attributes = {});
+
+// "0", "1", ...
+std::vector<std::string> numbered_names(size_t count);
+
+// Where a name stands; -1 where it is none of them.
+int position_of(const std::vector<std::string>& names, const std::string& name);
 
 // Those that no channel feeds.
 size_t extra_inputs_from_caller(const std::vector<OpNode>& ops);

@@ -8,34 +8,69 @@
 
 #include "fuser/declaration.h"
 #include "fuser/error.h"
+#include "fuser/op_node.h"
 
 namespace transformer_ops {
 namespace {
 
 using Kind = Value::Kind;
 
+struct KindRow {
+  Kind kind;
+  const char* prefix;  // in texts
+  const char* name;
+};
+
 // Longer prefixes first, so that "dp1.weight" is not read as a "d...".
-constexpr std::array<std::pair<Kind, const char*>, 10> kPrefixes = {{
-    {Kind::ParameterGrad, "dp"},
-    {Kind::ExtraInputGrad, "de"},
-    {Kind::ExtraOutputGrad, "do"},
-    {Kind::Main, "x"},
-    {Kind::Grad, "g"},
-    {Kind::Parameter, "p"},
-    {Kind::ExtraInput, "e"},
-    {Kind::ExtraOutput, "o"},
-    {Kind::Slot, "s"},
-    {Kind::Shape, "n"},
+constexpr std::array<KindRow, 11> kKinds = {{
+    {Kind::ParameterGrad, "dp", "parameter_grad"},
+    {Kind::ExtraInputGrad, "de", "extra_input_grad"},
+    {Kind::ExtraOutputGrad, "do", "extra_output_grad"},
+    {Kind::Main, "x", "main"},
+    {Kind::Grad, "g", "grad"},
+    {Kind::Parameter, "p", "parameter"},
+    {Kind::ExtraInput, "e", "extra_input"},
+    {Kind::ExtraOutput, "o", "extra_output"},
+    {Kind::Slot, "s", "slot"},
+    {Kind::Shape, "n", "shape"},
+    {Kind::Temporary, "t", "temporary"},
 }};
+
+const KindRow& row_of(Kind kind) { return *std::ranges::find(kKinds, kind, &KindRow::kind); }
 
 bool is_boundary(Kind kind) {
   return kind == Kind::Main || kind == Kind::Grad || kind == Kind::Shape;
+}
+
+// The names that a value of this kind may have; null where it may have any.
+const std::vector<std::string>* names_for(const Value& value, const PlannedOp& op) {
+  switch (value.kind) {
+    case Kind::ExtraInput:
+    case Kind::ExtraInputGrad:
+      return &op.extra_inputs;
+    case Kind::ExtraOutput:
+    case Kind::ExtraOutputGrad:
+      return &op.extra_outputs;
+    case Kind::Parameter:
+    case Kind::ParameterGrad:
+      return op.native ? &declaration(op.kind).parameters : nullptr;
+    default:
+      return nullptr;
+  }
+}
+
+std::string place_of(const Plan& plan, int op) {
+  return "[plan] op " + std::to_string(op) + " (" + plan.ops[op].kind + ")";
 }
 
 void verify_value(const Value& value, const Plan& plan) {
   const int count = plan.size() + (is_boundary(value.kind) ? 1 : 0);
   check(value.op >= 0 && value.op < count, "[plan] a value must name an op of the plan, got ",
         to_text(value), " with ", plan.size(), " ops");
+  if (value.op == plan.size()) return;
+  const auto* names = names_for(value, plan.ops[value.op]);
+  check(names == nullptr || position_of(*names, value.name) >= 0, place_of(plan, value.op),
+        " must have the tensor that is named, got ", to_text(value));
 }
 
 void verify_values(const std::vector<Step>& steps, const Plan& plan) {
@@ -58,6 +93,12 @@ void verify_routes(const Plan& plan) {
         "[plan] a route must lead from an extra output to an extra input of a later op, got ",
         to_text(input), "=", to_text(output));
   }
+}
+
+std::string join_names(const std::vector<std::string>& names) {
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
+  return text.empty() ? "none" : text;
 }
 
 // The names of `values` that belong to op i and are of this kind.
@@ -89,44 +130,40 @@ void verify_attribute(const std::string& place, const OpDeclaration& row, const 
   }
 }
 
+// All that are declared, in order, but for those that may be None.
+void verify_names(const std::string& place, const char* what, const OpDeclaration& row,
+                  const std::vector<std::string>& declared, const std::vector<std::string>& names) {
+  auto next = names.begin();
+  for (const std::string& name : declared) {
+    if (next != names.end() && *next == name) {
+      ++next;
+    } else {
+      check(row.is_optional(name), place, " must have ", what, " ", join_names(declared), ", got ",
+            join_names(names));
+    }
+  }
+  check(next == names.end(), place, " must have ", what, " ", join_names(declared), ", got ",
+        join_names(names));
+}
+
 // A native op has the attributes and tensors that its kind declares, and no others.
 void verify_native_op(const Plan& plan, int i) {
   const PlannedOp& op = plan.ops[i];
   const OpDeclaration& row = declaration(op.kind);
-  const std::string place = "[plan] op " + std::to_string(i) + " (" + op.kind + ")";
+  const std::string place = place_of(plan, i);
   for (const auto& name : row.attributes) {
     check(op.attributes.contains(name), place, " must have attribute '", name, "', got none");
     verify_attribute(place, row, name, op.attributes.at(name));
   }
-  const auto parameters = names_of(plan.parameters, Kind::Parameter, i);
-  check(parameters == row.parameters, place, " must have ", row.parameters.size(),
-        " parameters by their names, got ", parameters.size());
-  std::vector<Value> inputs = plan.extra_inputs;
-  for (const Route& route : plan.routes) inputs.push_back(route.input);
-  auto names = names_of(inputs, Kind::ExtraInput, i);
-  std::ranges::sort(names);
-  check(static_cast<int>(names.size()) == row.extra_inputs, place, " must have ", row.extra_inputs,
-        " extra inputs, got ", names.size());
-  for (int k = 0; k < row.extra_inputs; ++k) {
-    check(names[k] == std::to_string(k), place, " must have extra input ", k, ", got '", names[k],
-          "'");
+  verify_names(place, "parameters", row, row.parameters,
+               names_of(plan.parameters, Kind::Parameter, i));
+  std::vector<std::string> from_caller = names_of(plan.extra_inputs, Kind::ExtraInput, i);
+  std::vector<std::string> names = from_caller;
+  for (const Route& route : plan.routes) {
+    if (route.input.op == i) names.push_back(route.input.name);
   }
-}
-
-// Extra outputs that the caller or another op reads are outputs that the op has.
-void verify_extra_outputs(const Plan& plan) {
-  std::vector<Value> outputs = plan.extra_outputs;
-  for (const Route& route : plan.routes) outputs.push_back(route.output);
-  for (const Value& output : outputs) {
-    const PlannedOp& op = plan.ops[output.op];
-    if (!op.native) continue;
-    bool found = false;
-    for (int k = 0; k < declaration(op.kind).extra_outputs; ++k) {
-      found |= output.name == std::to_string(k);
-    }
-    check(found, "[plan] op ", output.op, " (", op.kind,
-          ") must have the extra outputs that are read, got no '", to_text(output), "'");
-  }
+  std::ranges::sort(names, {}, [&](auto& name) { return position_of(row.extra_inputs, name); });
+  verify_names(place, "extra inputs", row, row.extra_inputs, names);
 }
 
 void verify_ops(const Plan& plan) {
@@ -148,7 +185,6 @@ void verify_ops(const Plan& plan) {
   for (int i = 0; i < plan.size(); ++i) {
     if (plan.ops[i].native) verify_native_op(plan, i);
   }
-  verify_extra_outputs(plan);
   verify_values(plan.forward, plan);
   verify_values(plan.backward, plan);
 }
@@ -265,6 +301,10 @@ void verify_gradients(const Plan& plan, const DataFlow& backward) {
         (gradient.kind == Kind::ParameterGrad &&
          std::ranges::find(plan.parameters, parameter) != plan.parameters.end());
     check(is_input, "[plan] gradients must be those of the plan's inputs, got ", to_text(gradient));
+    const PlannedOp& op = plan.ops[std::min(gradient.op, plan.size() - 1)];
+    const bool is_integer = gradient.kind == Kind::ExtraInputGrad && op.native &&
+                            declaration(op.kind).is_integer(gradient.name);
+    check(!is_integer, "[plan] gradients must be of floating tensors, got ", to_text(gradient));
     check(backward.has(gradient) || in_python_backward(plan, gradient.op),
           "[plan] backward must yield the gradients that the plan names, got no ",
           to_text(gradient));
@@ -314,13 +354,14 @@ void verify_backward(const Plan& plan, const DataFlow& forward) {
 }  // namespace
 
 std::string to_text(const Value& value) {
-  const auto prefix = std::ranges::find(kPrefixes, value.kind, [](auto& row) { return row.first; });
-  const std::string text = prefix->second + std::to_string(value.op);
+  const std::string text = row_of(value.kind).prefix + std::to_string(value.op);
   return is_boundary(value.kind) ? text : text + "." + value.name;
 }
 
+const char* name_of(Value::Kind kind) { return row_of(kind).name; }
+
 Value parse_value(const std::string& text) {
-  for (const auto& [kind, prefix] : kPrefixes) {
+  for (const auto& [kind, prefix, name] : kKinds) {
     if (!text.starts_with(prefix)) continue;
     const char* begin = text.data() + std::string(prefix).size();
     const char* end = text.data() + text.size();

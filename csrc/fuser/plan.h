@@ -14,8 +14,9 @@ namespace transformer_ops {
 // One tensor of a plan. Boundary i lies before op i; boundary n after the last.
 //   x1 g1            main tensor and its gradient at a boundary; in backward x1 is computed again
 //   p1.weight        parameter                 dp1.weight  its gradient
-//   e1.0 o1.0        extra input and output    de1.0 do1.0 their gradients
+//   e1.ids o1.ids    extra input and output    de1.ids do1.ids  their gradients
 //   s1.input         saved slot                n1          the shape of x1
+//   t1.unused        temporary of a step of op 1
 struct Value {
   enum class Kind : uint8_t {
     Main,
@@ -28,6 +29,7 @@ struct Value {
     ExtraOutputGrad,
     Slot,
     Shape,
+    Temporary,
   };
   Kind kind = Kind::Main;
   int op = 0;
@@ -41,6 +43,7 @@ Value gradient_of(Value tensor);
 Value tensor_of(Value gradient);
 
 std::string to_text(const Value& value);
+const char* name_of(Value::Kind kind);  // "main", "extra_input_grad"
 Value parse_value(const std::string& text);
 
 struct None {
@@ -92,6 +95,9 @@ struct PlannedOp {
   Attributes attributes = {};
   bool native = true;
   bool training = false;
+  // Names of its extra tensors, by position.
+  std::vector<std::string> extra_inputs = {};
+  std::vector<std::string> extra_outputs = {};
 
   bool operator==(const PlannedOp&) const = default;
 };

@@ -12,6 +12,7 @@ namespace transformer_ops {
 struct TensorMeta {
   DType dtype = DType::Unknown;
   bool requires_grad = false;  // where gradients are on
+  bool is_absent = false;      // an optional one that is None
 
   bool operator==(const TensorMeta&) const = default;
 };

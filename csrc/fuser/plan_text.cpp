@@ -1,7 +1,7 @@
 // The text of a plan and its parser. One line a fact:
-//   plan 1
+//   plan 3
 //   op 0 LayerNorm eps=1e-05 normalized_shape=[16] zero_centered_gamma=false
-//   inputs e2.0 | parameters p0.weight p0.bias | outputs o3.0 | route e4.0=o3.0
+//   inputs e2.ids | parameters p0.weight p0.bias | outputs o3.ids | route e4.ids=o3.ids
 //   gradients g0 dp0.weight dp0.bias
 //   first_backward 0
 //   forward layer_norm ops=[0]
@@ -10,13 +10,15 @@
 #include <algorithm>
 #include <sstream>
 
+#include "fuser/declaration.h"
 #include "fuser/error.h"
+#include "fuser/op_node.h"
 #include "fuser/plan.h"
 
 namespace transformer_ops {
 namespace {
 
-constexpr const char* kHeader = "plan 2";
+constexpr const char* kHeader = "plan 3";
 
 std::string argument_text(const Argument& argument) {
   if (const auto* value = std::get_if<Value>(&argument)) return to_text(*value);
@@ -122,6 +124,12 @@ int parse_int(const std::string& text) {
   return static_cast<int>(*integer);
 }
 
+size_t parse_count(const std::string& text) {
+  const int count = parse_int(text);
+  check(count >= 0 && count < 1000, "[plan] a count must be small, got ", count);
+  return static_cast<size_t>(count);
+}
+
 bool parse_bool(const std::string& text) {
   check(text == "true" || text == "false", "[plan] a flag must be true or false, got '", text, "'");
   return text == "true";
@@ -185,11 +193,20 @@ class Parser {
       const auto [name, value] = split_once(words[i], '=');
       if (name == "native") {
         op.native = parse_bool(value);
+      } else if (!op.native && name == "extra_inputs") {
+        op.extra_inputs = numbered_names(parse_count(value));
+      } else if (!op.native && name == "extra_outputs") {
+        op.extra_outputs = numbered_names(parse_count(value));
       } else if (name == "training") {
         op.training = parse_bool(value);
       } else {
         op.attributes[name] = parse_attribute(value);
       }
+    }
+    if (op.native) {
+      const OpDeclaration& row = declaration(op.kind);
+      op.extra_inputs = row.extra_inputs;
+      op.extra_outputs = row.extra_outputs;
     }
     plan_.ops.push_back(std::move(op));
   }
@@ -269,6 +286,16 @@ std::string values_line(const char* head, const std::vector<Value>& values) {
   return values.empty() ? "" : std::string(head) + " " + join(values, " ", value_text) + "\n";
 }
 
+// Of the extra tensors of a Python op, whose names are their numbers.
+std::string counts_text(const PlannedOp& op) {
+  std::string text;
+  if (!op.extra_inputs.empty()) text += " extra_inputs=" + std::to_string(op.extra_inputs.size());
+  if (!op.extra_outputs.empty()) {
+    text += " extra_outputs=" + std::to_string(op.extra_outputs.size());
+  }
+  return text;
+}
+
 }  // namespace
 
 std::string to_text(const Plan& plan) {
@@ -276,7 +303,7 @@ std::string to_text(const Plan& plan) {
   for (int i = 0; i < plan.size(); ++i) {
     const PlannedOp& op = plan.ops[i];
     text += "op " + std::to_string(i) + " " + name_text(op.kind);
-    if (!op.native) text += " native=false";
+    if (!op.native) text += " native=false" + counts_text(op);
     if (op.training) text += " training=true";
     for (const auto& [name, value] : op.attributes) text += " " + name + "=" + to_text(value);
     text += "\n";

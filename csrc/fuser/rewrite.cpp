@@ -161,7 +161,7 @@ class Rewriter {
     bool may_pass(size_t at) const {
       if (!is_free(at)) return false;
       const OpNode& op = op_at(at);
-      const bool has_extras = op.extra_inputs > 0 || op.extra_outputs > 0;
+      const bool has_extras = !op.extra_inputs.empty() || !op.extra_outputs.empty();
       return !has_extras && rewriter_.analysis_.is_idle(groups_[at].first);
     }
 

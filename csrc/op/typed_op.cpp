@@ -405,9 +405,12 @@ bool has_tangent(const Tensor& tensor) {
 Tensors differentiate(const std::function<Tensors(const Args&)>& unfused, const char* op,
                       std::vector<c10::IValue> arguments, const Tensor& grad_output) {
   const at::AutoGradMode grad_mode(true);
+  const auto takes_gradient = [](const c10::IValue& value) {
+    return value.isTensor() && at::isFloatingType(value.toTensor().scalar_type());
+  };
   Tensors inputs;
   for (auto& value : arguments) {
-    if (!value.isTensor()) continue;
+    if (!takes_gradient(value)) continue;
     const Tensor& tensor = value.toTensor();
     // A view, so that the inner gradient stops at it.
     inputs.push_back(tensor.requires_grad() ? tensor.view_as(tensor)
@@ -420,7 +423,9 @@ Tensors differentiate(const std::function<Tensors(const Args&)>& unfused, const 
                             /*create_graph=*/true, /*allow_unused=*/true);
   Tensors results;
   auto next = grads.begin();
-  for (const auto& value : arguments) results.push_back(value.isTensor() ? *next++ : Tensor());
+  for (const auto& value : arguments) {
+    results.push_back(takes_gradient(value) ? *next++ : Tensor());
+  }
   return results;
 }
 

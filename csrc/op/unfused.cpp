@@ -19,13 +19,23 @@ Tensors unfused_backward(const TypedOp& forward, const std::string& name,
     const bool found = row != schema.arguments.end();
     return found ? arguments[row - schema.arguments.begin()] : c10::IValue();
   };
+  const c10::IValue mask = argument("output_mask");
+  const auto is_wanted = [&](const std::string& result) {
+    for (size_t i = 0; i < schema.results.size(); ++i) {
+      if (schema.results[i].name == result) {
+        return mask.isNone() || mask.toListRef()[i].toBool();
+      }
+    }
+    return false;
+  };
   const Schema forward_schema = parse_schema(forward.schema);
   std::vector<c10::IValue> stack;
   for (const auto& field : forward_schema.arguments) {
     const bool is_switch = field.name.starts_with("save_");
     stack.push_back(is_switch ? c10::IValue(false) : argument(field.name));
-    TORCH_CHECK(!stack.back().isNone(), "[", name, "] double backward must have '", field.name,
-                "', got none: the first backward did not need it");
+    const bool may_be_none = field.type == "Tensor?" && !is_wanted("grad_" + field.name);
+    TORCH_CHECK(!stack.back().isNone() || may_be_none, "[", name, "] double backward must have '",
+                field.name, "', got none: the first backward did not need it");
   }
   const Tensors grads = differentiate(forward.unfused, name.c_str(), std::move(stack),
                                       argument("grad_output").toTensor());

@@ -26,7 +26,7 @@ Tensors add_unfused(const Args& args) { return {args.tensor(0) + args.tensor(1)}
     .declaration = {.kind = "AddExtraInput",
                     .summary = "x + extra",
                     .attributes = {"in_place"},
-                    .extra_inputs = 1,
+                    .extra_inputs = {"extra_input"},
                     .dtype = DTypeRule::Promote},
     .forward = {.schema = "add_extra_input(Tensor input, Tensor extra_input) -> Tensor output",
                 .shape = shape,

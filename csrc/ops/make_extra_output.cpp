@@ -26,7 +26,7 @@ void backward(const Args& args, Tensors& results) {
     .declaration = {.kind = "MakeExtraOutput",
                     .summary = "x, twice",
                     .attributes = {"in_place"},
-                    .extra_outputs = 1},
+                    .extra_outputs = {"extra_output"}},
     .backward = {.schema = "make_extra_output_backward(Tensor grad_output, "
                            "Tensor grad_extra_output) -> Tensor grad_input",
                  .shape = backward_shape,

@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "executor/run.h"
+#include "fuser/declaration.h"
 #include "python/plan_data.h"
 
 namespace transformer_ops::python {
@@ -28,6 +29,18 @@ Attributes attributes_from(const py::handle& values) {
   return attributes;
 }
 
+// Of the extra tensors of a native op.
+void take_names(const OpDeclaration& row, OpNode& op) {
+  TORCH_CHECK_VALUE(op.sources.size() == row.extra_inputs.size(), "[", op.kind,
+                    "] num_extra_inputs must be ", row.extra_inputs.size(), ", got ",
+                    op.sources.size());
+  TORCH_CHECK_VALUE(op.visible.size() == row.extra_outputs.size(), "[", op.kind,
+                    "] num_extra_outputs must be ", row.extra_outputs.size(), ", got ",
+                    op.visible.size());
+  op.extra_inputs = row.extra_inputs;
+  op.extra_outputs = row.extra_outputs;
+}
+
 OpNode node_from(const py::handle& row) {
   const auto tuple = py::cast<py::tuple>(row);
   OpNode op{.kind = tuple[0].cast<std::string>()};
@@ -40,8 +53,9 @@ OpNode node_from(const py::handle& row) {
     op.sources.back() = {pair[0].cast<int>(), pair[1].cast<int>()};
   }
   op.visible = tuple[4].cast<std::vector<bool>>();
-  op.extra_inputs = static_cast<int>(op.sources.size());
-  op.extra_outputs = static_cast<int>(op.visible.size());
+  op.extra_inputs = numbered_names(op.sources.size());
+  op.extra_outputs = numbered_names(op.visible.size());
+  if (op.native) take_names(declaration(op.kind), op);
   return op;
 }
 
@@ -146,15 +160,20 @@ std::vector<OpNode> Group::take_ops(const py::list& ops, const py::list& places)
   for (size_t i = 0; i < ops.size(); ++i) {
     OpNode op = node_from(ops[i]);
     const auto rows = py::cast<py::list>(places[i]);
-    op.parameters = static_cast<int>(rows.size());
     for (const auto& row : rows) {
       const auto pair = py::cast<py::tuple>(row);
       if (py::isinstance<py::int_>(pair[1])) {
-        op.parameters = pair[1].cast<int>();
-        places_.push_back({pair[0], py::none(), py::str(""), static_cast<size_t>(op.parameters)});
-      } else {
-        places_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
+        const size_t count = pair[1].cast<size_t>();
+        op.parameters = numbered_names(count);
+        places_.push_back({pair[0], py::none(), py::str(""), count});
+        continue;
       }
+      const std::string name = pair[1].cast<std::string>();
+      op.parameters.push_back(name);
+      places_.push_back({.owner = pair[0],
+                         .parameters = pair[0].attr("_parameters"),
+                         .name = py::str(pair[1]),
+                         .is_optional = declaration(op.kind).is_optional(name)});
     }
     nodes.push_back(std::move(op));
   }
@@ -183,6 +202,10 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensor
   check_absent();
   tensors.reserve(count + places_.size());
   for (Py_ssize_t i = 0; i < count; ++i) {
+    if (arguments[i] == Py_None && i > 0 && pipeline_.optional_inputs()[i - 1]) {
+      tensors.emplace_back();
+      continue;
+    }
     if (!is_plain_tensor(arguments[i])) return false;
     tensors.push_back(THPVariable_Unpack(arguments[i]));
   }
@@ -203,14 +226,18 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensor
       attribute = place.owner.attr(place.name);
       found = attribute.ptr();
     }
+    if (found == Py_None && place.is_optional) {
+      tensors.emplace_back();
+      continue;
+    }
     if (!is_plain_tensor(found)) return false;
     tensors.push_back(THPVariable_Unpack(found));
   }
   return true;
 }
 
-void Group::note_inputs(const Tensors& tensors) {
-  last_inputs_.resize(1 + pipeline_.extra_inputs());
+void Group::note_inputs(const Tensors& tensors, size_t parameters) {
+  last_inputs_.resize(tensors.size() - parameters);
   for (size_t i = 0; i < last_inputs_.size(); ++i) {
     if (tensors[i].unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
       last_inputs_.clear();
@@ -267,11 +294,12 @@ void Group::plan_into_last(const PlanKey& key) {
 
 std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> autocast,
                                        const std::string& device,
-                                       const std::vector<std::pair<at::ScalarType, bool>>& tensors,
+                                       const std::vector<TensorFacts>& tensors,
                                        const std::vector<bool>& training) {
   std::vector<TensorMeta> metas;
-  for (const auto& [dtype, requires_grad] : tensors) {
-    metas.push_back({to_dtype(dtype), requires_grad});
+  for (const TensorFacts& tensor : tensors) {
+    metas.push_back(tensor ? TensorMeta{to_dtype(tensor->first), tensor->second}
+                           : TensorMeta{.is_absent = true});
   }
   const auto type = c10::Device(device).type();
   plan_into_last(pipeline_.key(grad, type, autocast, std::move(metas), training));
@@ -296,7 +324,8 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kw
     const auto given = kwargs != nullptr ? py::reinterpret_borrow<py::object>(kwargs) : py::none();
     host = make_host_call(entry->handle, entry->host.attr("start")(given), tensors[0]);
   }
-  note_inputs(tensors);
+  pipeline_.drop_absent(tensors);
+  note_inputs(tensors, entry->plan.parameters.size());
   Tensors outputs;
   {
     const py::gil_scoped_release no_gil;
@@ -426,6 +455,8 @@ void bind_group(py::module_& module) {
           "The same with a dict of keyword arguments for each basic op: (kwargs, input, "
           "*extra_inputs).")
       .def("plan", torch::wrap_pybind_function(&Group::plan))
+      .def_property_readonly("optional_inputs",
+                             [](Group& group) { return group.pipeline().optional_inputs(); })
       .def_property_readonly("last", &Group::last)
       .def_property_readonly("last_inputs", &Group::last_inputs)
       .def_property_readonly("cached_plans",

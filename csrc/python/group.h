@@ -30,7 +30,11 @@ struct ParameterPlace {
   py::object parameters;  // the owner's dict
   py::str name;
   size_t count = 1;
+  bool is_optional = false;
 };
+
+// (dtype, requires_grad); none for None.
+using TensorFacts = std::optional<std::pair<at::ScalarType, bool>>;
 
 struct TensorShape {
   c10::SmallVector<int64_t, 5> sizes;
@@ -48,15 +52,16 @@ class Group : private PlanHost {
   Group(const py::list& ops, const py::list& places, const py::list& modules,
         const py::list& hooked, const py::list& absent, py::object new_session, bool recompute);
 
-  // METH_FASTCALL: (input, *extra_inputs) -> tensor, tuple of tensors, or None where Python has to
+  // METH_FASTCALL: (input, *extra_inputs), None for an optional one that is absent -> tensor, tuple of tensors, or None where Python has to
   // look (hooks, wrong arguments, tensors with a __torch_function__, an op with other parameters
   // than it had). `kwargs`: a dict for each basic op, or null.
   PyObject* call(PyObject* const* arguments, Py_ssize_t count, PyObject* kwargs);
 
-  // The plan for explicit key: (grad, autocast dtype, device type, tensor key, training).
+  // The plan for the key that these make. `tensors` are the main input, extra inputs and
+  // parameters.
   std::shared_ptr<PlanEntry> plan(bool grad, std::optional<at::ScalarType> autocast,
                                   const std::string& device,
-                                  const std::vector<std::pair<at::ScalarType, bool>>& tensors,
+                                  const std::vector<TensorFacts>& tensors,
                                   const std::vector<bool>& training);
 
   std::shared_ptr<PlanEntry> last() const { return last_; }
@@ -80,7 +85,7 @@ class Group : private PlanHost {
   // The ops as nodes; notes where their parameters are.
   std::vector<OpNode> take_ops(const py::list& ops, const py::list& places);
   bool has_hooks() const;
-  void note_inputs(const Tensors& tensors);
+  void note_inputs(const Tensors& tensors, size_t parameters);
   bool gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensors) const;
   void write_key(const Tensors& tensors);
   void plan_into_last(const PlanKey& key);

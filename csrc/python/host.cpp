@@ -121,7 +121,9 @@ std::vector<at::Tensor> run_with_host(const std::shared_ptr<ProgramHandle>& hand
 
 py::list slots_to_python(const std::vector<HostCall::SavedSlot>& slots) {
   py::list list;
-  for (const auto& slot : slots) list.append(py::make_tuple(slot.name, slot.bytes, slot.storage));
+  for (const auto& slot : slots) {
+    list.append(py::make_tuple(slot.op, slot.name, slot.bytes, slot.storage));
+  }
   return list;
 }
 
@@ -162,7 +164,7 @@ void bind_host(py::module_& module) {
                [](const ProgramHandle& handle, const std::vector<at::Tensor>& tensors) {
                  return slots_to_python(saved_slots_for(*handle.program, tensors));
                }),
-           "(slot, bytes, storage) of a call with tensors of these sizes.")
+           "(op, slot, bytes, storage) of a call with tensors of these sizes.")
       .def_property_readonly("last_saved", [](const ProgramHandle& handle) -> py::object {
         if (!handle.last_saved) return py::none();
         return py::make_tuple(handle.last_shape, handle.last_dtype,

@@ -5,8 +5,14 @@
 namespace transformer_ops::python {
 namespace {
 
-py::object value_to_python(const Argument& argument) {
-  if (const auto* value = std::get_if<Value>(&argument)) return py::str(to_text(*value));
+// Its kind, op and name.
+py::tuple value_to_python(const Value& value) {
+  return py::make_tuple(name_of(value.kind), value.op, value.name);
+}
+
+// A constant is in a tuple of its own.
+py::object argument_to_python(const Argument& argument) {
+  if (const auto* value = std::get_if<Value>(&argument)) return value_to_python(*value);
   if (const auto* constant = std::get_if<Attribute>(&argument)) {
     return py::make_tuple(std::visit([](const auto& item) { return py::cast(item); }, *constant));
   }
@@ -22,13 +28,13 @@ py::dict step_to_python(const Step& step) {
   for (const Instruction& instruction : step.instructions) {
     py::list arguments, results;
     for (const Argument& argument : instruction.arguments) {
-      arguments.append(value_to_python(argument));
+      arguments.append(argument_to_python(argument));
     }
-    for (const Value& result : instruction.results) results.append(to_text(result));
+    for (const Value& result : instruction.results) results.append(value_to_python(result));
     instructions.append(py::make_tuple(instruction.target, arguments, results));
   }
   for (const Save& save : step.saves) {
-    saves.append(py::make_tuple(to_text(save.slot), to_text(save.source)));
+    saves.append(py::make_tuple(value_to_python(save.slot), value_to_python(save.source)));
   }
   py::dict row;
   row["name"] = step.name;
@@ -46,13 +52,16 @@ py::dict step_to_python(const Step& step) {
 
 py::list values_to_python(const std::vector<Value>& values) {
   py::list list;
-  for (const Value& value : values) list.append(to_text(value));
+  for (const Value& value : values) list.append(value_to_python(value));
   return list;
 }
 
 // (op, position) of an extra tensor.
-py::tuple position_of(const Value& value) {
-  return py::make_tuple(value.op, std::stoi(value.name));
+py::tuple place_of(const Plan& plan, const Value& value) {
+  const PlannedOp& op = plan.ops[value.op];
+  const bool is_input = value.kind == Value::Kind::ExtraInput;
+  return py::make_tuple(value.op,
+                        position_of(is_input ? op.extra_inputs : op.extra_outputs, value.name));
 }
 
 }  // namespace
@@ -71,7 +80,7 @@ py::dict plan_to_python(const Plan& plan) {
   for (const Step& step : plan.forward) forward.append(step_to_python(step));
   for (const Step& step : plan.backward) backward.append(step_to_python(step));
   for (const Route& route : plan.routes) {
-    routes.append(py::make_tuple(to_text(route.input), to_text(route.output)));
+    routes.append(py::make_tuple(value_to_python(route.input), value_to_python(route.output)));
   }
   data["ops"] = ops;
   data["extra_inputs"] = values_to_python(plan.extra_inputs);
@@ -85,9 +94,9 @@ py::dict plan_to_python(const Plan& plan) {
   }
   py::dict fed_by;
   for (const Route& route : plan.routes)
-    fed_by[position_of(route.input)] = position_of(route.output);
+    fed_by[place_of(plan, route.input)] = place_of(plan, route.output);
   py::list visible;
-  for (const Value& value : plan.extra_outputs) visible.append(position_of(value));
+  for (const Value& value : plan.extra_outputs) visible.append(place_of(plan, value));
   data["parameter_names"] = parameters;
   data["wants_parameters"] = wants_parameters;
   data["fed_by"] = fed_by;

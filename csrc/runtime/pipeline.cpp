@@ -35,9 +35,10 @@ void check_sources(const std::vector<OpNode>& ops) {
       TORCH_CHECK(is_before, "[", ops[i].kind, "] an extra input must come from an op before op ",
                   i, ", got op ", source->op);
       const OpNode& from = ops[source->op];
-      TORCH_CHECK(source->output >= 0 && source->output < from.extra_outputs, "[", ops[i].kind,
-                  "] an extra input must be one of the ", from.extra_outputs, " extra outputs of ",
-                  from.kind, ", got ", source->output);
+      const auto count = std::ssize(from.extra_outputs);
+      TORCH_CHECK(source->output >= 0 && source->output < count, "[", ops[i].kind,
+                  "] an extra input must be one of the ", count, " extra outputs of ", from.kind,
+                  ", got ", source->output);
     }
   }
 }
@@ -50,11 +51,23 @@ Pipeline::Pipeline(std::vector<OpNode> ops, bool recompute, PlanHost* host)
   check_sources(ops_);
   extra_inputs_ = extra_inputs_from_caller(ops_);
   for (size_t i = 0; i < ops_.size(); ++i) {
-    parameters_ += ops_[i].parameters;
+    parameters_ += ops_[i].parameters.size();
+    note_optional(ops_[i]);
     if (ops_[i].native && declaration(ops_[i].kind).inactive) {
       ask_training_.push_back(static_cast<int>(i));
     }
   }
+}
+
+void Pipeline::note_optional(const OpNode& op) {
+  const auto may_be_none = [&](const std::string& name) {
+    return op.native && declaration(op.kind).is_optional(name);
+  };
+  for (size_t k = 0; k < op.extra_inputs.size(); ++k) {
+    if (!op.sources[k]) optional_inputs_.push_back(may_be_none(op.extra_inputs[k]));
+  }
+  has_optional_ |= std::ranges::any_of(op.extra_inputs, may_be_none) ||
+                   std::ranges::any_of(op.parameters, may_be_none);
 }
 
 // ---- keys and plans
@@ -68,6 +81,10 @@ void Pipeline::write_key(at::TensorList tensors, const std::vector<bool>& traini
   key.autocast = autocast_dtype(device);
   key.tensors.clear();
   for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined()) {
+      key.tensors.push_back({.is_absent = true});
+      continue;
+    }
     key.tensors.push_back(
         {to_dtype(tensor.scalar_type()), key.grad_enabled && tensor.requires_grad()});
   }
@@ -148,9 +165,7 @@ SharedPlan Pipeline::make(const PlanKey& key) const {
   made->key = key;
   made->version = version;
   made->generation = generation;
-  std::vector<int> extra_outputs;
-  for (const OpNode& op : ops) extra_outputs.push_back(op.extra_outputs);
-  made->program = share(compile(made->plan, extra_outputs));
+  made->program = share(compile(made->plan));
   if (host_) host_->finish(made);
   return made;
 }
@@ -178,18 +193,22 @@ std::vector<at::Tensor> Pipeline::operator()(const at::Tensor& input, at::Tensor
   std::vector<at::Tensor> tensors = {input};
   tensors.insert(tensors.end(), extra_inputs.begin(), extra_inputs.end());
   tensors.insert(tensors.end(), parameters.begin(), parameters.end());
-  for (const at::Tensor& tensor : tensors) {
-    TORCH_CHECK(tensor.defined(), "[Pipeline] tensors must be defined, got an undefined one");
-  }
+  TORCH_CHECK(input.defined(), "[Pipeline] input must be a tensor, got an undefined one");
   SharedPlan last;  // the one before dies without the lock
   PlanKey key;
   write_key(tensors, std::vector<bool>(ops_.size(), is_training_), key);
-  const SharedPlan found = last = plan(key);
+  const SharedPlan found = plan(key);
+  last = found;
   {
     const std::lock_guard lock(mutex_);
     last_.swap(last);
   }
+  drop_absent(tensors);
   return run(found->program, tensors);
+}
+
+void Pipeline::drop_absent(std::vector<at::Tensor>& tensors) const {
+  if (has_optional_) std::erase_if(tensors, [](const auto& tensor) { return !tensor.defined(); });
 }
 
 void Pipeline::train(bool on) { is_training_ = on; }

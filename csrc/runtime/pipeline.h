@@ -49,12 +49,15 @@ class Pipeline {
 
   const std::vector<OpNode>& ops() const { return ops_; }
   size_t extra_inputs() const { return extra_inputs_; }  // from the caller
-  size_t parameters() const { return parameters_; }      // of all ops
+  // Of each: may the caller give None for it?
+  const std::vector<bool>& optional_inputs() const { return optional_inputs_; }
+  size_t parameters() const { return parameters_; }  // of all ops
   // Ops whose plan depends on their training flag.
   const std::vector<int>& ask_training() const { return ask_training_; }
 
-  // tensors: the main input, the caller's extra inputs, the parameters of each op; training: of
-  // each op. Gradients, device and autocast are those of the calling thread.
+  // tensors: the main input, the caller's extra inputs, the parameters of each op, undefined where
+  // an optional one is None; training: of each op. Gradients, device and autocast are those of the
+  // calling thread.
   void write_key(at::TensorList tensors, const std::vector<bool>& training, PlanKey& key) const;
   // The key for a call that another thread, or a compiled graph, will make.
   PlanKey key(bool grad_enabled, c10::DeviceType device, std::optional<at::ScalarType> autocast,
@@ -62,6 +65,8 @@ class Pipeline {
   // Throws c10::Error where the ops cannot be planned.
   SharedPlan plan(const PlanKey& key);
   bool is_current(const CachedPlan& plan) const;
+  // A program takes none for those that are None.
+  void drop_absent(std::vector<at::Tensor>& tensors) const;
   // For an op that has changed.
   void forget_plans();
   std::vector<SharedPlan> plans() const;  // those kept
@@ -69,7 +74,8 @@ class Pipeline {
   // ---- without a host language
 
   // The main output, then the visible extra outputs. Differentiable.
-  // Throws c10::Error for a tensor that does not fit its op, and for another number of them.
+  // Throws c10::Error for a tensor that does not fit its op, or is undefined where it is not
+  // optional, and for another number of them.
   std::vector<at::Tensor> operator()(const at::Tensor& input, at::TensorList parameters,
                                      at::TensorList extra_inputs = {});
   void train(bool on = true);
@@ -79,6 +85,7 @@ class Pipeline {
   std::shared_ptr<const CachedPlan> last_plan() const;
 
  private:
+  void note_optional(const OpNode& op);
   void add_training(const std::vector<bool>& training, PlanKey& key) const;
   SharedPlan find(const PlanKey& key);
   void add(const SharedPlan& plan);
@@ -90,6 +97,8 @@ class Pipeline {
   size_t extra_inputs_ = 0;
   size_t parameters_ = 0;
   std::vector<int> ask_training_;
+  std::vector<bool> optional_inputs_;  // per extra input from the caller
+  bool has_optional_ = false;
 
   mutable ForkSafeMutex mutex_;
   std::atomic<int64_t> generation_ = 0;

@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
 
-from .. import peers
+from .. import _C, peers
 from ..fusion import registry
 from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
 from ..runtime.layout import Segment
 from .graph import number_of, plain_state, read, run_in_graph, state_places
 
-# (grad enabled, autocast dtype, device type, (dtype, requires_grad) of each tensor, training flags)
-Facts = tuple[bool, torch.dtype | None, str, tuple[tuple[torch.dtype, bool], ...], tuple[bool, ...]]
+# Of a tensor: (dtype, requires_grad); None for one that is None.
+TensorFacts = tuple[torch.dtype, bool] | None
+# (grad enabled, autocast dtype, device type, tensors, training flags)
+Facts = tuple[bool, torch.dtype | None, str, tuple[TensorFacts, ...], tuple[bool, ...]]
 # Each name on the way from a global to an object is a guard of a compiled graph.
 _run_plan = torch.ops.transformer_ops.run_plan
 
@@ -33,7 +35,7 @@ def traced_call(
     number: int,
     modules: Sequence[FusibleOperation],
     input: Tensor,
-    extra_inputs: tuple[Tensor, ...],
+    extra_inputs: tuple[Tensor | None, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     """What Dynamo sees of a group of these modules: plain tensors, and one op or Python steps."""
@@ -54,16 +56,21 @@ def traced_call(
     for tensor in parameters:
         if not isinstance(tensor, Tensor):
             check_parameters(_basic_ops(modules))
+            break
     tensors = [input, *extra_inputs, *parameters]
     device = input.device.type
     autocast = None
     if _has_autocast(device) and is_autocast_enabled(device):
         autocast = get_autocast_dtype(device)
-    dtypes = tuple((tensor.dtype, tensor.requires_grad) for tensor in tensors)
+    dtypes = tuple(
+        None if tensor is None else (tensor.dtype, tensor.requires_grad) for tensor in tensors
+    )
     facts = (is_grad_enabled(), autocast, device, dtypes, training)
     text = _native_plan(number, registry.VERSION, facts)
     if text and not (kwargs and any(kwargs)):
-        outputs = tuple(_run_plan(text, input, list(extra_inputs), parameters))
+        extra = [tensor for tensor in extra_inputs if tensor is not None]
+        given = [tensor for tensor in parameters if tensor is not None]
+        outputs = tuple(_run_plan(text, input, extra, given))
     else:
         # No graph for other modules in the same state: Dynamo guards on the numbers.
         number = _number_of_group(number, tuple([module._number for module in modules]))
@@ -76,8 +83,8 @@ def traced_call(
             if read(basic_ops, state_place) != value:
                 return _run_outside(number, input, extra_inputs, kwargs)
         state = [read(basic_ops, state_place) for state_place in state_places(plan)]
-        given = kwargs if kwargs is not None else [{} for _ in basic_ops]
-        outputs = run_in_graph(plan, tensors, state, given)
+        own = kwargs if kwargs is not None else [{} for _ in basic_ops]
+        outputs = run_in_graph(plan, tensors, state, own)
     return outputs[0] if len(outputs) == 1 else outputs
 
 
@@ -104,11 +111,11 @@ def traced_group(
     extra_inputs: tuple[Tensor, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
-    """What Dynamo sees of an `OperationFuser` that is called on its own."""
-    number, count, is_split = _group_of_state(state)
+    """What Dynamo sees of a group that is called on its own."""
+    number, optional, is_split = _group_in(state)
     if is_split:
         return _call_outside(number, input, extra_inputs, kwargs)
-    check_call(count, input, extra_inputs)
+    check_call(optional, input, extra_inputs)
     return traced_call(number, modules, input, extra_inputs, kwargs)
 
 
@@ -116,18 +123,14 @@ def traced_alone(
     op: FusibleOperation, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What Dynamo sees of an op that is called on its own."""
-    number, count, is_split = _own_group(op._traced_state)
     given = [kwargs] if kwargs else None
-    if is_split:
-        return _call_outside(number, input, extra_inputs, given)
-    check_call(count, input, extra_inputs)
-    return traced_call(number, (op,), input, extra_inputs, given)
+    return traced_group(op._traced_state, (op,), input, extra_inputs, given)
 
 
 @torch._dynamo.assume_constant_result
-def _own_group(state: str) -> tuple[int, int, bool]:
+def _group_in(state: str) -> tuple[int, tuple[bool, ...], bool]:
     group = next(found for found in peers.find(state) if found._shared_state() == state)
-    return group._number, group.num_extra_inputs, group._is_split()
+    return group._number, group._optional, group._is_split()
 
 
 @torch._dynamo.assume_constant_result
@@ -148,12 +151,6 @@ def _number_of_group(number: int, members: tuple[int, ...]) -> int:
 def _reads_constant(number: int) -> Reads | None:
     group = numbered.find(number)
     return group._reads()
-
-
-@torch._dynamo.assume_constant_result
-def _group_of_state(state: str) -> tuple[int, int, bool]:
-    group = numbered.find(int(state.partition(".")[0]))
-    return group._number, group.num_extra_inputs, group._is_split()
 
 
 @torch.compiler.disable
@@ -199,17 +196,28 @@ def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
+@torch._dynamo.assume_constant_result
+def _optional_tensors(kind: str | None) -> tuple[str, ...]:
+    """The parameters and extra inputs that may be None."""
+    return () if kind is None else tuple(_C.declaration(kind)["optional"])
+
+
 # Here, where traced calls need them: each module on the way to a function is a guard.
 
 
-def check_call(num_extra_inputs: int, input: Tensor, extra_inputs: tuple[Tensor, ...]) -> None:
-    """Raises ValueError for a wrong number of extra inputs, TypeError for what is no tensor."""
-    if len(extra_inputs) != num_extra_inputs:
+def check_call(
+    optional: tuple[bool, ...], input: Tensor, extra_inputs: tuple[Tensor | None, ...]
+) -> None:
+    """Raises ValueError for a wrong number of extra inputs, TypeError for what is no tensor.
+
+    `optional`: for each extra input, whether it may be None.
+    """
+    if len(extra_inputs) != len(optional):
         raise ValueError(
-            f"[OperationFuser] extra inputs must be {num_extra_inputs}, got {len(extra_inputs)}"
+            f"[OperationFuser] extra inputs must be {len(optional)}, got {len(extra_inputs)}"
         )
-    for tensor in (input, *extra_inputs):
-        if not isinstance(tensor, Tensor):
+    for tensor, may_be_none in zip((input, *extra_inputs), (False, *optional), strict=True):
+        if not (isinstance(tensor, Tensor) or (tensor is None and may_be_none)):
             raise TypeError(f"[OperationFuser] inputs must be tensors, got {type(tensor).__name__}")
 
 
@@ -217,5 +225,7 @@ def check_parameters(basic_ops: Sequence[BasicOperation]) -> None:
     """Raises TypeError for a parameter of a native op that is no tensor."""
     for op in basic_ops:
         for name, tensor in zip(op._parameter_names, op._parameter_tensors(), strict=False):
+            if tensor is None and name in _optional_tensors(op._kind):
+                continue
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"[{op._kind}] {name} must be a tensor, got {tensor!r}")

@@ -139,10 +139,16 @@ class FusibleOperation(nn.Module, HeldMixin):
         return not (is_ours and forward.__self__ is self)
 
     def _absent_parameters(self) -> list[str]:
-        """Parameters that are None now, which a functional call might put in their place."""
+        """Parameters that are None now, which a functional call might put in their place, though no
+        call reads them."""
         if self.is_python:
             return []
-        return [name for name, parameter in self._parameters.items() if parameter is None]
+        rows = self._parameters.items()
+        return [name for name, parameter in rows if parameter is None and not self._reads(name)]
+
+    def _reads(self, parameter: str) -> bool:
+        """Whether each call reads the parameter, also where it is None."""
+        return False
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
         """Run this op alone: `input`, its extra inputs in order, keyword arguments for the op.
@@ -314,10 +320,14 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         """The module that carries the parameters, looked up at every call."""
         return self
 
-    def _parameter_tensors(self) -> list[Tensor]:
+    def _reads(self, parameter: str) -> bool:
+        return parameter in self._parameter_names
+
+    def _parameter_tensors(self) -> list[Any]:
         """Current tensors of the parameters, in the order in which backward gives gradients.
 
-        A parametrized parameter stands for the tensor that its parametrization computes.
+        Of a native op, those that it declares, of which optional ones may be None. A parametrized
+        parameter stands for the tensor that its parametrization computes.
         """
         owner = self._parameter_owner
         if self._kind is not None and self._python_backward is None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _C
 from ..op.fused import FusedOperation
 
-# A tensor of the plan by its name ("x1", "s0.mean"), a constant in a 1-tuple, or None.
-Argument = str | tuple[Any] | None
+
+class Value(NamedTuple):
+    """A tensor of a plan. `kind`: "main", "grad" (at a boundary, `op` is the one behind it),
+    "parameter", "extra_input", "extra_output" and their "..._grad", "slot", "shape", "temporary".
+    """
+
+    kind: str
+    op: int
+    name: str
+
+
+# A tensor of the plan, a constant in a 1-tuple, or None.
+Argument = Value | tuple[Any] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +30,7 @@ class Instruction:
 
     target: str
     arguments: tuple[Argument, ...]
-    results: tuple[str, ...]
+    results: tuple[Value, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +49,7 @@ class Step:
     joint: bool
     skipped: bool
     instructions: tuple[Instruction, ...] = field(repr=False)
-    sources: tuple[tuple[str, str], ...] = field(repr=False)
+    sources: tuple[tuple[Value, Value], ...] = field(repr=False)
     compute: str | None = field(repr=False)
     cast_parameters: bool = field(repr=False)
     result: str | None = field(repr=False)
@@ -71,10 +83,11 @@ class Plan:
         self.text = text
         self.ops = tuple((kind, attributes) for kind, attributes, _ in data["ops"])
         self.native_ops = tuple(native for _, _, native in data["ops"])
-        self.extra_inputs = tuple(data["extra_inputs"])
-        self.parameters = tuple(data["parameters"])
-        self.extra_outputs = tuple(data["extra_outputs"])
-        self.routes = dict(data["routes"])
+        self.extra_inputs = _values(data["extra_inputs"])
+        self.parameters = _values(data["parameters"])
+        self.extra_outputs = _values(data["extra_outputs"])
+        # Extra input -> the extra output that feeds it.
+        self.routes = {Value(*reader): Value(*source) for reader, source in data["routes"]}
         # Names of each op's parameters, and whether backward yields a gradient of any.
         self.parameter_names: list[list[str]] = data["parameter_names"]
         self.wants_parameters: list[bool] = data["wants_parameters"]
@@ -130,21 +143,30 @@ def declarations_of(plan: Plan) -> dict[str, dict[str, Any]]:
     return {kind: _C.declaration(kind) for kind in kinds}
 
 
+def _values(rows: Iterable[tuple[str, int, str]]) -> tuple[Value, ...]:
+    return tuple(Value(*row) for row in rows)
+
+
+def _argument(row: tuple[Any, ...] | None) -> Argument:
+    return row if row is None or len(row) == 1 else Value(*row)
+
+
 def _step(row: dict[str, Any], python_ops: list[Any] | None) -> Step:
     number = row["python"]
     op = python_ops[number] if python_ops is not None and number is not None else None
+    sources = tuple((Value(*slot), Value(*source)) for slot, source in row["saves"])
     return Step(
         name=row["name"],
         ops=tuple(row["ops"]),
-        saves=tuple(slot[1:] for slot, _ in row["saves"]),
+        saves=tuple(f"{slot.op}.{slot.name}" for slot, _ in sources),
         fused_op=op if isinstance(op, FusedOperation) else None,
         joint=row["joint"],
         skipped=row["skipped"],
         instructions=tuple(
-            Instruction(target, tuple(arguments), tuple(results))
+            Instruction(target, tuple(map(_argument, arguments)), _values(results))
             for target, arguments, results in row["instructions"]
         ),
-        sources=tuple(row["saves"]),
+        sources=sources,
         compute=row["compute"],
         cast_parameters=row["cast_parameters"],
         result=row["result"],

@@ -17,12 +17,12 @@ class Kept(NamedTuple):
 
 
 class SavedBytes(NamedTuple):
-    """What one call keeps. `slots` are named as in the plan, "s3.input"; what a Python op keeps for
-    itself "s3.saved0"..."""
+    """What one call keeps. `slots` by op and name, (3, "input"); those that a Python op keeps for
+    itself are (3, "saved0")..."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    slots: dict[str, Kept]
+    slots: dict[tuple[int, str], Kept]
 
     @property
     def width(self) -> int:
@@ -41,10 +41,11 @@ class SavedBytes(NamedTuple):
 
 
 def saved_bytes(
-    shape: Sequence[int], dtype: torch.dtype, rows: Iterable[tuple[str, int, int]]
+    shape: Sequence[int], dtype: torch.dtype, rows: Iterable[tuple[int, str, int, int]]
 ) -> SavedBytes:
-    """Of the rows (slot, bytes, storage) that C++ gives."""
-    return SavedBytes(tuple(shape), dtype, {name: Kept(size, at) for name, size, at in rows})
+    """Of the rows (op, slot, bytes, storage) that C++ gives."""
+    slots = {(op, name): Kept(size, storage) for op, name, size, storage in rows}
+    return SavedBytes(tuple(shape), dtype, slots)
 
 
 def likely_shape(ops: Sequence[tuple[str, Mapping[str, Any]]], changes: set[str]) -> list[int]:

@@ -15,7 +15,7 @@ namespace {
 using torch::autograd::grad;
 
 // ConstantScale(2), Scale by its parameter (of the host), Bias(3).
-constexpr const char* kPlan = R"(plan 2
+constexpr const char* kPlan = R"(plan 3
 op 0 ConstantScale scale=2.0
 op 1 Scale native=false
 op 2 Bias size=3
@@ -88,7 +88,7 @@ class Host : public testing::Test {
     return "none";
   }
 
-  SharedProgram program_ = share(compile(parse_plan(kPlan), {0, 0, 0}));
+  SharedProgram program_ = share(compile(parse_plan(kPlan)));
   at::Tensor x_ = at::rand({4, 3}).requires_grad_();
   at::Tensor weight_ = at::rand({3}).requires_grad_();
   at::Tensor bias_ = at::rand({3}).requires_grad_();
@@ -108,7 +108,8 @@ TEST_F(Host, RunsItsStepsBetweenNativeOnes) {
 TEST_F(Host, KeepsWhatItsContextSaves) {
   call();
   ASSERT_EQ(scale_->noted.size(), 1);  // the parameter is kept anyway
-  EXPECT_EQ(scale_->noted[0].name, "s1.saved0");
+  EXPECT_EQ(scale_->noted[0].name, "saved0");
+  EXPECT_EQ(scale_->noted[0].op, 1);
   EXPECT_EQ(scale_->noted[0].bytes, 4 * 3 * 4);
 }
 

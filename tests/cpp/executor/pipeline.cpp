@@ -204,7 +204,7 @@ TEST(Pipeline, RefusesWhatDoesNotFit) {
   EXPECT_EQ(error_of([&] { pipeline(given.input, given.parameters, {given.input}); }),
             "[Pipeline] extra_inputs must be 0, got 1");
   EXPECT_EQ(error_of([&] { pipeline({}, given.parameters); }),
-            "[Pipeline] tensors must be defined, got an undefined one");
+            "[Pipeline] input must be a tensor, got an undefined one");
   EXPECT_NE(error_of([&] { pipeline(at::randn({4, 3}, at::kDouble), given.parameters); }), "none");
   // It goes on.
   EXPECT_EQ(pipeline(given.input, given.parameters).size(), 1u);

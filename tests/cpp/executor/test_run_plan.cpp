@@ -15,7 +15,7 @@ using at::Tensor;
 using Tensors = std::vector<Tensor>;
 
 // LayerNorm(6), Linear(6, 8), GELU, Linear(8, 5)
-constexpr const char* kBlock = R"(plan 2
+constexpr const char* kBlock = R"(plan 3
 op 0 LayerNorm eps=1e-05 normalized_shape=[6] zero_centered_gamma=false
 op 1 BasicLinear accumulate_into_main_grad=false in_features=6 out_features=8
 op 2 Bias size=8
@@ -50,7 +50,7 @@ backward Bias ops=[5]
 )";
 
 // A residual branch: Reshape, MakeExtraOutput -> RMSNorm, SwiGLU, ConstantScale -> AddExtraInput
-constexpr const char* kResidual = R"(plan 2
+constexpr const char* kResidual = R"(plan 3
 op 0 Reshape shape=[-1, 4]
 op 1 MakeExtraOutput in_place=false
 op 2 RMSNorm eps=1e-05 normalized_shape=[4] zero_centered_gamma=true
@@ -60,14 +60,14 @@ op 5 ConstantScale scale=0.5
 op 6 AddExtraInput in_place=false
 op 7 L2Normalization eps=1e-06
 parameters p2.weight p3.weight
-outputs o1.0
-route e6.0=o1.0
+outputs o1.extra_output
+route e6.extra_input=o1.extra_output
 gradients g0 dp2.weight dp3.weight
 first_backward 0
 forward Reshape ops=[0]
   x1 = aten::reshape(x0, [-1, 4])
 forward MakeExtraOutput ops=[1]
-  x2, o1.0 = x1
+  x2, o1.extra_output = x1
 forward RMSNorm ops=[2]
   x3, s2.rstd = rms_norm(x2, p2.weight, 1e-05, true)
   save s2.input=x2, s2.rstd=s2.rstd
@@ -80,14 +80,14 @@ forward SwiGLU ops=[4]
 forward ConstantScale ops=[5]
   x6 = constant_scale(x5, 0.5)
 forward AddExtraInput ops=[6]
-  x7 = add_extra_input(x6, o1.0)
+  x7 = add_extra_input(x6, o1.extra_output)
 forward L2Normalization ops=[7]
   x8, s7.rstd = l2_normalization(x7, 1e-06)
   save s7.input=x7, s7.rstd=s7.rstd
 backward Reshape ops=[0]
   g0 = aten::reshape(g1, n0)
 backward MakeExtraOutput ops=[1]
-  g1 = make_extra_output_backward(g2, do1.0)
+  g1 = make_extra_output_backward(g2, do1.extra_output)
 backward RMSNorm ops=[2]
   g2, dp2.weight = rms_norm_backward(g3, s2.input, s2.rstd, p2.weight, 1e-05, true)
 backward BasicLinear ops=[3]
@@ -97,12 +97,12 @@ backward SwiGLU ops=[4]
 backward ConstantScale ops=[5]
   g5 = constant_scale_backward(g6, 0.5)
 backward AddExtraInput ops=[6]
-  g6, do1.0 = g7
+  g6, do1.extra_output = g7
 backward L2Normalization ops=[7]
   g7 = l2_normalization_backward(g8, s7.input, s7.rstd, 1e-06)
 )";
 
-constexpr const char* kDropout = R"(plan 2
+constexpr const char* kDropout = R"(plan 3
 op 0 Dropout training=true p=0.25
 gradients g0
 first_backward 0
@@ -113,7 +113,7 @@ backward Dropout ops=[0]
   g0 = dropout_backward(g1, s0.mask, 0.25)
 )";
 
-constexpr const char* kPython = R"(plan 2
+constexpr const char* kPython = R"(plan 3
 op 0 Custom native=false
 gradients g0
 first_backward 0
@@ -366,7 +366,7 @@ TEST(RunPlanFlags, GradientsThatTheTextDoesNotNameAreYielded) {
     text.replace(text.find(from), from.size(), to);
   };
   replace("gradients g0 dp0.weight dp0.bias", "gradients g0 dp0.bias");
-  replace("g0, dp0.weight, dp0.bias = ", "g0, s0.unused, dp0.bias = ");
+  replace("g0, dp0.weight, dp0.bias = ", "g0, t0.unused, dp0.bias = ");
   const Tensors inputs = block_inputs();
   expect_close(grad({loss(run(text, inputs))}, inputs), grad({loss(block(inputs))}, inputs));
   Tensors frozen = inputs;
@@ -378,15 +378,15 @@ TEST(RunPlanFlags, GradientsThatTheTextDoesNotNameAreYielded) {
 TEST(RunPlanFlags, ATextWhoseOutputIsAnExtraInputYieldsTheGradientsThatItsBackwardGives) {
   const Tensor input = at::randn({2, 3}).requires_grad_();
   const Tensor extra = at::randn({2, 3}).requires_grad_();
-  const Tensors outputs = run_plan(R"(plan 2
+  const Tensors outputs = run_plan(R"(plan 3
 op 0 AddExtraInput in_place=false
-inputs e0.0
-gradients de0.0
+inputs e0.extra_input
+gradients de0.extra_input
 first_backward 0
 forward AddExtraInput ops=[0]
-  x1 = (e0.0)
+  x1 = (e0.extra_input)
 backward AddExtraInput ops=[0]
-  g0, de0.0 = g1
+  g0, de0.extra_input = g1
 )",
                                    input, {extra}, {});
   const Tensor by = at::randn({2, 3});

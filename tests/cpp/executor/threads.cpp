@@ -1,5 +1,6 @@
 // Threads that run plans at once, of one text and of ever new ones, and processes forked meanwhile.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -25,7 +26,7 @@ constexpr int64_t kRows = 400;
 // Linear(6, 32), GELU, ConstantScale; each scale makes another text.
 std::string plan_text(double scale) {
   const std::string number = std::to_string(scale);
-  return R"(plan 2
+  return R"(plan 3
 op 0 BasicLinear accumulate_into_main_grad=false in_features=6 out_features=32
 op 1 Bias size=32
 op 2 GELU
@@ -175,6 +176,8 @@ TEST_F(RunPlanThreads, AForkedProcessCompiles) {
       // Ends a child that waits for a lock which nobody will open.
       signal(SIGALRM, SIG_DFL);
       alarm(10);
+      // As a worker of a DataLoader does: the team of libgomp is the parent's.
+      at::set_num_threads(1);
       const at::NoGradGuard no_grad;
       run(plan_text(-1 - i), {at::ones({2, 6}), at::ones({32, 6}), at::ones({32})});
       _exit(0);

@@ -31,6 +31,25 @@ TEST(Declaration, WithAWrongSchemaLeavesNothing) {
   EXPECT_FALSE(is_declared("Broken"));
 }
 
+TEST(Declaration, HasOneThingOfAName) {
+  EXPECT_EQ(error_of([] {
+              add_declaration({.kind = "Twice", .parameters = {"scale"}, .attributes = {"scale"}});
+            }),
+            "[declaration] 'Twice' must have one 'scale', got two");
+  EXPECT_EQ(error_of([] { add_declaration({.kind = "Twice", .extra_inputs = {"input"}}); }),
+            "[declaration] 'Twice' must have one 'input', got two");
+  EXPECT_FALSE(is_declared("Twice"));
+}
+
+TEST(Declaration, SaysWhichTensorsMayBeNoneAndWhichHoldIntegers) {
+  const OpDeclaration& pick = declaration("Pick");
+  EXPECT_TRUE(pick.is_optional("rows") && pick.is_optional("table"));
+  EXPECT_FALSE(pick.is_optional("ids") || pick.is_optional("input"));
+  EXPECT_TRUE(pick.is_integer("ids") && !pick.is_integer("rows"));
+  EXPECT_EQ(error_of([] { add_declaration({.kind = "Lost", .integers = {"ids"}}); }),
+            "[declaration] 'Lost' must have integers among its extra tensors, got 'ids'");
+}
+
 TEST(SlotBits, FollowTheNameOfTheSlot) {
   EXPECT_EQ(slot_bits(declaration("Norm"), "input", 64, 16), 64 * 16);
   EXPECT_EQ(slot_bits(declaration("Norm"), "rstd", 64, 16), 32);

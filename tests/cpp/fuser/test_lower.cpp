@@ -13,7 +13,7 @@ using toy::ScopedUserFusion;
 using toy::steps_text;
 
 TEST(Lower, BindsFieldsByName) {
-  EXPECT_EQ(to_text(toy::plan(nodes({"Norm", "Product", "Shift", "Scale"}))), R"(plan 2
+  EXPECT_EQ(to_text(toy::plan(nodes({"Norm", "Product", "Shift", "Scale"}))), R"(plan 3
 op 0 Norm training=true eps=1e-05
 op 1 Product training=true
 op 2 Shift training=true
@@ -70,7 +70,7 @@ forward Square ops=[2]
   save s2.input=x2
 backward Square ops=[0] skipped=true
 backward Product ops=[1]
-  s1.unused, dp1.weight = product_backward(g2, s1.input, none, [false, true])
+  t1.unused, dp1.weight = product_backward(g2, s1.input, none, [false, true])
 backward Square ops=[2]
   g2 = square_backward(g3, s2.input)
 )");
@@ -85,7 +85,7 @@ forward Product ops=[0]
   x1 = product(x0, p0.weight)
   save s0.weight=p0.weight
 backward Product ops=[0]
-  g0, s0.unused = product_backward(g1, none, s0.weight, [true, false])
+  g0, t0.unused = product_backward(g1, none, s0.weight, [true, false])
 )");
 }
 
@@ -148,47 +148,137 @@ backward View ops=[1]
 // ---- extra tensors
 
 TEST(Lower, TakesExtraTensorsFromTheCaller) {
-  EXPECT_EQ(to_text(toy::plan(nodes({"Fork", "Add"}))), R"(plan 2
+  EXPECT_EQ(to_text(toy::plan(nodes({"Fork", "Add"}))), R"(plan 3
 op 0 Fork training=true
 op 1 Add training=true
-inputs e1.0
-outputs o0.0
-gradients g0 de1.0
+inputs e1.extra_input
+outputs o0.extra_output
+gradients g0 de1.extra_input
 first_backward 0
 forward Fork ops=[0]
-  x1, o0.0 = x0
+  x1, o0.extra_output = x0
 forward Add ops=[1]
-  x2 = add(x1, e1.0)
+  x2 = add(x1, e1.extra_input)
 backward Fork ops=[0]
-  g0 = fork_backward(g1, do0.0)
+  g0 = fork_backward(g1, do0.extra_output)
 backward Add ops=[1]
-  g1, de1.0 = g2
+  g1, de1.extra_input = g2
 )");
 }
 
 TEST(Lower, RoutesAChannel) {
   auto ops = nodes({"Fork", "Square", "Add"});
   toy::connect(ops, 0, 2);
-  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 2
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 3
 op 0 Fork training=true
 op 1 Square training=true
 op 2 Add training=true
-route e2.0=o0.0
+route e2.extra_input=o0.extra_output
 gradients g0
 first_backward 0
 forward Fork ops=[0]
-  x1, o0.0 = x0
+  x1, o0.extra_output = x0
 forward Square ops=[1]
   x2 = square(x1)
   save s1.input=x1
 forward Add ops=[2]
-  x3 = add(x2, o0.0)
+  x3 = add(x2, o0.extra_output)
 backward Fork ops=[0]
-  g0 = fork_backward(g1, do0.0)
+  g0 = fork_backward(g1, do0.extra_output)
 backward Square ops=[1]
   g1 = square_backward(g2, s1.input)
 backward Add ops=[2]
-  g2, do0.0 = g3
+  g2, do0.extra_output = g3
+)");
+}
+
+PlanKey pick_key(const std::vector<OpNode>& ops) {
+  PlanKey key = toy::key(ops);
+  key.tensors[2] = {.dtype = DType::Unknown};
+  return key;
+}
+
+TEST(Lower, TakesTensorsByName) {
+  const auto ops = nodes({"Pick"});
+  EXPECT_EQ(to_text(toy::plan(ops, pick_key(ops))), R"(plan 3
+op 0 Pick training=true
+inputs e0.rows e0.ids
+parameters p0.table
+gradients g0 de0.rows dp0.table
+first_backward 0
+forward Pick ops=[0]
+  x1 = pick(x0, e0.rows, e0.ids, p0.table)
+  save s0.ids=e0.ids
+backward Pick ops=[0]
+  g0 = g1
+  de0.rows, dp0.table = pick_backward(g1, s0.ids, [true, true])
+)");
+}
+
+TEST(Lower, LeavesOutWhatIsNone) {
+  const auto ops = nodes({"Pick"});
+  PlanKey key = pick_key(ops);
+  key.tensors[1] = key.tensors[3] = {.is_absent = true};
+  EXPECT_EQ(to_text(toy::plan(ops, key)), R"(plan 3
+op 0 Pick training=true
+inputs e0.ids
+gradients g0
+first_backward 0
+forward Pick ops=[0]
+  x1 = pick(x0, none, e0.ids, none)
+backward Pick ops=[0]
+  g0 = g1
+)");
+}
+
+TEST(Lower, RefusesTensorsThatDoNotFitTheirNames) {
+  const auto ops = nodes({"Pick"});
+  PlanKey key = pick_key(ops);
+  key.tensors[2].dtype = DType::Float32;
+  EXPECT_EQ(error_of([&] { toy::plan(ops, key); }), "[Pick] ids must hold integers, got float32");
+  key.tensors[2] = {.is_absent = true};
+  EXPECT_EQ(error_of([&] { toy::plan(ops, key); }), "[Pick] ids must be a tensor, got None");
+  const auto product = nodes({"Product"});
+  key = toy::key(product);
+  key.tensors[1] = {.is_absent = true};
+  EXPECT_EQ(error_of([&] { toy::plan(product, key); }),
+            "[Product] weight must be a tensor, got None");
+}
+
+TEST(Lower, RoutesIntegersWithoutGradients) {
+  auto ops = nodes({"Router", "Pick"});
+  ops[0].visible = {false, false};
+  ops[1].sources = {OpNode::Source{0, 0}, OpNode::Source{0, 1}};
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 3
+op 0 Router training=true
+op 1 Pick training=true
+parameters p1.table
+route e1.rows=o0.weights e1.ids=o0.chosen
+gradients g0 dp1.table
+first_backward 0
+forward Router ops=[0]
+  x1, o0.weights, o0.chosen = route(x0)
+  save s0.input=x0
+forward Pick ops=[1]
+  x2 = pick(x1, o0.weights, o0.chosen, p1.table)
+  save s1.ids=o0.chosen
+backward Router ops=[0]
+  g0 = route_backward(g1, do0.weights, s0.input)
+backward Pick ops=[1]
+  g1 = g2
+  do0.weights, dp1.table = pick_backward(g2, s1.ids, [true, true])
+)");
+}
+
+TEST(Lower, GivesNoGradientOfAnOutputNobodyReads) {
+  auto ops = nodes({"Router"});
+  ops[0].visible = {false, true};
+  EXPECT_EQ(steps_text(toy::plan(ops)), R"(first_backward 0
+forward Router ops=[0]
+  x1, o0.weights, o0.chosen = route(x0)
+  save s0.input=x0
+backward Router ops=[0]
+  g0 = route_backward(g1, none, s0.input)
 )");
 }
 
@@ -197,7 +287,7 @@ TEST(Lower, HandsOnTheGradientOfAnOutputNobodyReads) {
   ops[0].visible[0] = false;
   EXPECT_EQ(steps_text(toy::plan(ops)), R"(first_backward 0
 forward Fork ops=[0]
-  x1, o0.0 = x0
+  x1, o0.extra_output = x0
 backward Fork ops=[0]
   g0 = g1
 )");
@@ -262,12 +352,12 @@ TEST(Lower, PromotesWithAnExtraInput) {
   key.tensors[1].dtype = DType::Float32;
   EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
 forward Add ops=[0]
-  x1 = add(x0, e0.0)
+  x1 = add(x0, e0.extra_input)
 forward Square ops=[1]
   x2 = square(x1)
   save s1.input=x1
 backward Add ops=[0] result=bfloat16
-  g0, de0.0 = g1
+  g0, de0.extra_input = g1
 backward Square ops=[1]
   g1 = square_backward(g2, s1.input)
 )");
@@ -307,19 +397,20 @@ TEST(Lower, ForwardFusionHandsOutWhatASlotHolds) {
   const Plan plan = toy::plan(nodes({"Add", "Fork", "Norm"}));
   EXPECT_EQ(steps_text(plan), R"(first_backward 0
 forward add_fork_norm ops=[0, 1, 2]
-  x3, o1.0, s2.rstd = add_norm(x0, e0.0, 1e-05, true)
-  save s2.input=o1.0, s2.rstd=s2.rstd
+  x3, o1.extra_output, s2.rstd = add_norm(x0, e0.extra_input, 1e-05, true)
+  save s2.input=o1.extra_output, s2.rstd=s2.rstd
 backward Add ops=[0]
-  g0, de0.0 = g1
+  g0, de0.extra_input = g1
 backward Fork ops=[1]
-  g1 = fork_backward(g2, do1.0)
+  g1 = fork_backward(g2, do1.extra_output)
 backward Norm ops=[2]
   g2 = norm_backward(g3, s2.input, s2.rstd)
 )");
   EXPECT_EQ(to_text(parse_plan(to_text(plan))), to_text(plan));
   // An idle op between them hands it on.
   const Plan idle = toy::plan(nodes({"Add", "Fork", "Same", "Norm"}));
-  EXPECT_EQ(idle.forward.front().saves.front().source, (Value{Value::Kind::ExtraOutput, 1, "0"}));
+  EXPECT_EQ(idle.forward.front().saves.front().source,
+            (Value{Value::Kind::ExtraOutput, 1, "extra_output"}));
 }
 
 TEST(Lower, BackwardFusionReadsTheSlotsOfItsOps) {
@@ -389,16 +480,16 @@ forward epilogue ops=[0, 1]
   x2 = epilogue(x0, p0.weight, none, none, 2.0)
   save s0.input=x0, s0.weight=p0.weight
 backward epilogue ops=[0, 1]
-  g0, dp0.weight, s0.unused = epilogue_backward(g2, none, s0.input, s0.weight, 2.0, [true, true, false])
+  g0, dp0.weight, t0.unused = epilogue_backward(g2, none, s0.input, s0.weight, 2.0, [true, true, false])
 )");
   EXPECT_EQ(steps_text(toy::plan(nodes({"Product", "Shift", "Fork"}))), R"(first_backward 0
 forward epilogue ops=[0, 1]
   x2 = epilogue(x0, p0.weight, p1.shift, none, 1.0)
   save s0.input=x0, s0.weight=p0.weight
 forward Fork ops=[2]
-  x3, o2.0 = x2
+  x3, o2.extra_output = x2
 backward epilogue ops=[0, 1, 2]
-  g0, dp0.weight, dp1.shift = epilogue_backward(g3, do2.0, s0.input, s0.weight, 1.0, [true, true, true])
+  g0, dp0.weight, dp1.shift = epilogue_backward(g3, do2.extra_output, s0.input, s0.weight, 1.0, [true, true, true])
 )");
 }
 
@@ -461,7 +552,7 @@ TEST(Lower, FusedForwardThatFillsNoSlotIsAnError) {
 TEST(Lower, PythonOpHasNoInstructions) {
   auto ops = nodes({"Square"});
   ops.push_back(toy::python_node("Custom", /*parameters=*/2));
-  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 2
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 3
 op 0 Square training=true
 op 1 Custom native=false training=true
 parameters p1.0 p1.1

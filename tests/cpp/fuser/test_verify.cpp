@@ -69,7 +69,7 @@ TEST(Verify, ExtraOutputsAreThoseOfTheOp) {
   auto ops = nodes({"Fork", "Add"});
   toy::connect(ops, 0, 1);
   EXPECT_EQ(error_after([](Plan& plan) { plan.routes[0].output.name = "x"; }, toy::plan(ops)),
-            "[plan] op 0 (Fork) must have the extra outputs that are read, got no 'o0.x'");
+            "[plan] op 0 (Fork) must have the tensor that is named, got o0.x");
 }
 
 TEST(Verify, StepsSaveSlots) {
@@ -79,11 +79,15 @@ TEST(Verify, StepsSaveSlots) {
 
 TEST(Verify, BackwardYieldsTheGradientsThatThePlanNames) {
   EXPECT_EQ(error_after([](Plan& plan) { plan.backward[1].instructions[0].results[1].name = "x"; }),
+            "[plan] op 1 (Product) must have the tensor that is named, got dp1.x");
+  EXPECT_EQ(error_after([](Plan& plan) {
+              plan.backward[1].instructions[0].results[1] = value("t1.unused");
+            }),
             "[plan] backward must yield the gradients that the plan names, got no dp1.weight");
   EXPECT_EQ(error_after([](Plan& plan) { plan.backward[0].instructions.clear(); }),
             "[plan] backward must yield the gradients that the plan names, got no g0");
   EXPECT_EQ(error_after([](Plan& plan) { plan.gradients.push_back(value("dp2.weight")); }),
-            "[plan] gradients must be those of the plan's inputs, got dp2.weight");
+            "[plan] op 2 (Scale) must have the tensor that is named, got dp2.weight");
   EXPECT_EQ(error_after([](Plan& plan) { plan.gradients.push_back(value("g1")); }),
             "[plan] gradients must be those of the plan's inputs, got g1");
   EXPECT_EQ(error_after([](Plan& plan) { plan.gradients.clear(); }),
@@ -125,14 +129,16 @@ TEST(Verify, ValuesNameOpsOfThePlan) {
 }
 
 TEST(Verify, RoutesLeadForward) {
-  auto ops = nodes({"Fork", "Add"});
+  auto ops = nodes({"Fork", "Add", "Fork"});
   toy::connect(ops, 0, 1);
   const Plan plan = toy::plan(ops);
-  EXPECT_EQ(error_after([](Plan& plan) { plan.routes[0].output.op = 1; }, plan),
+  EXPECT_EQ(error_after([](Plan& plan) { plan.routes[0].output.op = 2; }, plan),
             "[plan] a route must lead from an extra output to an extra input of a later op, got "
-            "e1.0=o1.0");
+            "e1.extra_input=o2.extra_output");
   EXPECT_EQ(error_after([](Plan& plan) { plan.routes[0].output.op = 7; }, plan),
-            "[plan] a value must name an op of the plan, got o7.0 with 2 ops");
+            "[plan] a value must name an op of the plan, got o7.extra_output with 3 ops");
+  EXPECT_EQ(error_after([](Plan& plan) { plan.routes[0].output.op = 1; }, plan),
+            "[plan] op 1 (Add) must have the tensor that is named, got o1.extra_output");
 }
 
 TEST(Verify, NativeOpsHaveWhatTheirKindDeclares) {
@@ -141,14 +147,35 @@ TEST(Verify, NativeOpsHaveWhatTheirKindDeclares) {
   EXPECT_EQ(error_after([](Plan& plan) { plan.ops[2].attributes.clear(); }),
             "[plan] op 2 (Scale) must have attribute 'factor', got none");
   EXPECT_EQ(error_after([](Plan& plan) { plan.parameters.clear(); }),
-            "[plan] op 1 (Product) must have 1 parameters by their names, got 0");
+            "[plan] op 1 (Product) must have parameters weight, got none");
   EXPECT_EQ(error_after([](Plan& plan) { plan.parameters[0].name = "bias"; }),
-            "[plan] op 1 (Product) must have 1 parameters by their names, got 1");
+            "[plan] op 1 (Product) must have the tensor that is named, got p1.bias");
   EXPECT_EQ(error_after([](Plan& plan) { plan.extra_inputs.clear(); }, toy::plan(nodes({"Add"}))),
-            "[plan] op 0 (Add) must have 1 extra inputs, got 0");
+            "[plan] op 0 (Add) must have extra inputs extra_input, got none");
   EXPECT_EQ(
       error_after([](Plan& plan) { plan.extra_inputs[0].name = "x"; }, toy::plan(nodes({"Add"}))),
-      "[plan] op 0 (Add) must have extra input 0, got 'x'");
+      "[plan] op 0 (Add) must have the tensor that is named, got e0.x");
+  EXPECT_EQ(error_after([](Plan& plan) { plan.extra_inputs.push_back(plan.extra_inputs[0]); },
+                        toy::plan(nodes({"Add"}))),
+            "[plan] op 0 (Add) must have extra inputs extra_input, got extra_input, extra_input");
+}
+
+TEST(Verify, OptionalTensorsMayBeMissing) {
+  const std::vector<OpNode> ops = nodes({"Pick"});
+  PlanKey key = toy::key(ops);
+  key.tensors[1] = {.is_absent = true};        // rows
+  key.tensors[2] = {.dtype = DType::Unknown};  // ids
+  key.tensors[3] = {.is_absent = true};        // table
+  const Plan plan = toy::plan(ops, key);
+  EXPECT_EQ(error_after([](Plan&) {}, plan), "no error");
+  EXPECT_EQ(error_after([](Plan& plan) { plan.extra_inputs.clear(); }, plan),
+            "[plan] op 0 (Pick) must have extra inputs rows, ids, got none");
+  EXPECT_EQ(error_after(
+                [](Plan& plan) {
+                  plan.gradients.push_back({Value::Kind::ExtraInputGrad, 0, "ids"});
+                },
+                plan),
+            "[plan] gradients must be of floating tensors, got de0.ids");
 }
 
 TEST(Verify, TensorsComeInTheOrderOfTheirOps) {

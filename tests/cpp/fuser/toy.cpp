@@ -66,12 +66,31 @@ bool declare() {
                                "Tensor grad_input"});
   add_declaration({.kind = "Add",
                    .summary = "x + extra",
-                   .extra_inputs = 1,
+                   .extra_inputs = {"extra_input"},
                    .forward = "add(Tensor input, Tensor extra_input) -> Tensor output",
                    .dtype = DTypeRule::Promote});
+  add_declaration({.kind = "Pick",
+                   .summary = "x + rows + table[ids]",
+                   .parameters = {"table"},
+                   .extra_inputs = {"rows", "ids"},
+                   .integers = {"ids"},
+                   .slots = {{"ids", {"table"}}},
+                   .forward = "pick(Tensor input, Tensor? rows, Tensor ids, Tensor? table) -> "
+                              "Tensor output",
+                   .backward = "pick_backward(Tensor grad_output, Tensor? ids, "
+                               "bool[2] output_mask) -> (Tensor grad_rows, Tensor grad_table)"});
+  add_declaration({.kind = "Router",
+                   .summary = "x, a weight and an id for each row",
+                   .extra_outputs = {"weights", "chosen"},
+                   .integers = {"chosen"},
+                   .slots = {{"input"}},
+                   .forward = "route(Tensor input) -> "
+                              "(Tensor output, Tensor weights, Tensor chosen)",
+                   .backward = "route_backward(Tensor grad_output, Tensor? grad_weights, "
+                               "Tensor input) -> Tensor grad_input"});
   add_declaration({.kind = "Fork",
                    .summary = "x, twice",
-                   .extra_outputs = 1,
+                   .extra_outputs = {"extra_output"},
                    .backward = "fork_backward(Tensor grad_output, Tensor grad_extra_output) -> "
                                "Tensor grad_input"});
   return true;
@@ -95,7 +114,7 @@ OpNode node(const std::string& kind) {
 }
 
 OpNode python_node(const std::string& kind, int parameters) {
-  return {.kind = kind, .native = false, .parameters = parameters};
+  return {.kind = kind, .native = false, .parameters = numbered_names(parameters)};
 }
 
 std::vector<OpNode> nodes(const std::vector<std::string>& kinds) {
@@ -113,7 +132,7 @@ PlanKey key(const std::vector<OpNode>& ops, bool grad) {
   const TensorMeta tensor{DType::Float32, grad};
   PlanKey key{.grad_enabled = grad};
   size_t count = 1 + extra_inputs_from_caller(ops);
-  for (const OpNode& op : ops) count += op.parameters;
+  for (const OpNode& op : ops) count += op.parameters.size();
   key.tensors.assign(count, tensor);
   key.training.assign(ops.size(), true);
   return key;
@@ -121,7 +140,7 @@ PlanKey key(const std::vector<OpNode>& ops, bool grad) {
 
 TensorMeta& parameter(PlanKey& key, const std::vector<OpNode>& ops, int op) {
   size_t place = 1 + extra_inputs_from_caller(ops);
-  for (int i = 0; i < op; ++i) place += ops[i].parameters;
+  for (int i = 0; i < op; ++i) place += ops[i].parameters.size();
   return key.tensors[place];
 }
 

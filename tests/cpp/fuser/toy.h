@@ -15,6 +15,8 @@ namespace transformer_ops::toy {
 //   Norm     saves input and a statistic    Mask     saves a bit mask, only when training
 //   Same     hands on                       View     reads the shape of its input in backward
 //   Add      an extra input                 Fork     an extra output
+//   Pick     rows and integers as extra inputs, a table; rows and table may be None
+//   Router   floating and integer extra outputs
 OpNode node(const std::string& kind);
 OpNode python_node(const std::string& kind, int parameters = 0);
 std::vector<OpNode> nodes(const std::vector<std::string>& kinds);

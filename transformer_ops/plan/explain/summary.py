@@ -9,7 +9,7 @@ from torch import nn
 
 from ...fusion.registry import FusionHandle, fusions
 from ...op.base import BasicOperation
-from ..plan import NearMiss, Plan, Step
+from ..plan import NearMiss, Plan, Step, Value
 from ..saved_bytes import SavedBytes
 
 
@@ -124,7 +124,7 @@ def describe(
 ) -> Group:
     """The summary of a plan. `made_by`: the user's fusion behind each Python fused op."""
     origins = {(handle.pass_name, handle.name): handle.origin for handle in fusions()}
-    owner: dict[int, str] = {}
+    owner: dict[int, tuple[int, str]] = {}
 
     def rows(
         steps: Sequence[Step], pass_name: str, slots: Sequence[tuple[Slot, ...]]
@@ -190,66 +190,70 @@ def _row(
 
 
 def _slots(
-    plan: Plan, step: Step, saved: SavedBytes | None, owner: dict[int, str]
+    plan: Plan, step: Step, saved: SavedBytes | None, owner: dict[int, tuple[int, str]]
 ) -> tuple[Slot, ...]:
     """Slots of the step; `owner` has the slot that counts each memory."""
-    names = [slot for slot, source in step.sources if not source.startswith("p")]
     if not plan.needs_backward:
         return ()
     if step.python is not None:
         # Only a call shows what its methods keep.
-        names = [f"s{step.ops[0]}.?"] if saved is None else _slots_of(step, saved)
+        places = [(step.ops[0], "?")] if saved is None else _slots_of(step, saved)
+    else:
+        places = [
+            (slot.op, slot.name) for slot, source in step.sources if source.kind != "parameter"
+        ]
     if saved is None:
-        return tuple(Slot(*_place(name), None) for name in names)
+        return tuple(Slot(op, name, None) for op, name in places)
     found = []
-    for name in names:
-        kept = saved.slots.get(name)
+    for place in places:
+        kept = saved.slots.get(place)
         if kept is None:
             continue  # backward reads something else
-        first = owner.setdefault(kept.storage, name[1:])
-        if first == name[1:]:
-            found.append(Slot(*_place(name), kept.bytes / max(1, saved.rows)))
+        first = owner.setdefault(kept.storage, place)
+        if first == place:
+            found.append(Slot(*place, kept.bytes / max(1, saved.rows)))
         else:
-            found.append(Slot(*_place(name), 0.0, same_as=first))
+            found.append(Slot(*place, 0.0, same_as=f"{first[0]}.{first[1]}"))
     return tuple(found)
 
 
-def _slots_of(step: Step, saved: SavedBytes) -> list[str]:
-    mine = tuple(f"s{op}." for op in step.ops)
-    return [name for name in saved.slots if name.startswith(mine)]
+def _slots_of(step: Step, saved: SavedBytes) -> list[tuple[int, str]]:
+    return [(op, name) for op, name in saved.slots if op in step.ops]
 
 
 def _reads(plan: Plan, step: Step, saved: SavedBytes | None) -> tuple[str, ...]:
     if step.python is not None:
-        names = _slots_of(step, saved) if saved is not None else []
+        places = _slots_of(step, saved) if saved is not None else []
     else:
-        names = [a for call in step.instructions for a in call.arguments if isinstance(a, str)]
-    parameters = {slot for row in plan.forward for slot, source in row.sources if source[0] == "p"}
-    own = {name for call in step.instructions for name in call.results}
-    slots = [n[1:] for n in names if n[0] == "s" and n not in parameters and n not in own]
-    return tuple(dict.fromkeys(slots))
+        read = [a for call in step.instructions for a in call.arguments if isinstance(a, Value)]
+        places = [(value.op, value.name) for value in read if value.kind == "slot"]
+    parameters = {
+        (slot.op, slot.name)
+        for row in plan.forward
+        for slot, source in row.sources
+        if source.kind == "parameter"
+    }
+    own = {(value.op, value.name) for value in _results(step) if value.kind == "slot"}
+    found = [place for place in places if place not in parameters and place not in own]
+    return tuple(dict.fromkeys(f"{op}.{name}" for op, name in found))
+
+
+def _results(step: Step) -> list[Value]:
+    return [value for call in step.instructions for value in call.results]
 
 
 def _computes(step: Step) -> tuple[str, ...]:
-    names = [name for call in step.instructions for name in call.results]
-    return tuple(name for name in names if name.startswith("x"))
+    return tuple(f"x{value.op}" for value in _results(step) if value.kind == "main")
 
 
 def _links(plan: Plan, basic_ops: Sequence[BasicOperation]) -> list[Link]:
     links: list[Link] = []
-    for target, source in plan.routes.items():
-        op, output = int(_place(source)[0]), int(_place(source)[1])
+    for (reader, _), (op, output) in plan.fed_by.items():
         channels = basic_ops[op]._output_channels if op < len(basic_ops) else ()
         name = channels[output][0] if output < len(channels) else None
-        links.append(Link(op, _place(target)[0], name or "channel"))
+        links.append(Link(op, reader, name or "channel"))
     for k, value in enumerate(plan.extra_inputs):
-        links.append(Link(None, _place(value)[0], f"extra input {k}"))
+        links.append(Link(None, value.op, f"extra input {k}"))
     for k, value in enumerate(plan.extra_outputs):
-        links.append(Link(_place(value)[0], None, f"extra output {k}"))
+        links.append(Link(value.op, None, f"extra output {k}"))
     return links
-
-
-def _place(value: str) -> tuple[int, str]:
-    """The op and the rest of a value's name, as in "e8.0" or "s3.input"."""
-    op, _, rest = value[1:].partition(".")
-    return int(op), rest
