@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from fusion_cases import before
 from test_epilogues import made, products
 from test_typed_ops import op
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_ops as tops
@@ -67,15 +70,20 @@ def accumulating(module: tops.Sequential) -> Tensor:
     return found.weight
 
 
-def backward(module: tops.Sequential, x: Tensor) -> tuple[list[Tensor | None], list[str]]:
-    """Gradients of input and parameters, and the typed ops that gave them."""
+def gradients(module: Any, x: Tensor) -> list[Tensor | None]:
+    """Of input and parameters."""
     sources = [x, *module.parameters()]
     outputs = module(x)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     torch.manual_seed(1)
     grads = [torch.randn_like(output) for output in outputs]
+    return list(torch.autograd.grad(outputs, sources, grads, allow_unused=True))
+
+
+def backward(module: tops.Sequential, x: Tensor) -> tuple[list[Tensor | None], list[str]]:
+    """Gradients of input and parameters, and the typed ops that gave them."""
     with Calls() as calls:
-        return list(torch.autograd.grad(outputs, sources, grads, allow_unused=True)), calls.names
+        return gradients(module, x), calls.names
 
 
 @every_case
@@ -256,3 +264,140 @@ def test_create_graph_is_one_clear_error() -> None:
     ):
         torch.autograd.grad(module(x).sum(), x, create_graph=True)
     assert not module[0].weight.main_grad.any()
+
+
+# ---- under torch.compile
+
+
+@every_case
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_compiled_without_a_graph_break(case: Case, overwrite: bool) -> None:
+    """The buffer is an input of the graph, which the products in its backward add to."""
+    module, plain = (tops.Sequential(*case.make(a)) for a in (True, False))
+    plain.load_state_dict(module.state_dict())
+    x = torch.randn(2, 3, 16, requires_grad=True)
+    weight = accumulating(module)
+    weight.overwrite_main_grad = overwrite
+    weight.main_grad = torch.zeros_like(weight)
+    graphs = Graphs()
+    compiled = torch.compile(module, fullgraph=True, backend=graphs)
+    want = gradients(plain, x)
+    (place,) = (i for i, p in enumerate([x, *module.parameters()]) if p is weight)
+    gradient = want.pop(place)
+    for calls in (1, 2):
+        got = gradients(compiled, x)
+        assert got.pop(place) is None
+        torch.testing.assert_close(got, want)
+        factor = 1 if overwrite else calls
+        torch.testing.assert_close(weight.main_grad, factor * gradient, rtol=1e-4, atol=1e-4)
+    assert graphs.frames == 1
+    assert any("backward_into" in name for name in graphs.calls)
+
+
+class Graphs:
+    """A backend that notes what its graphs call, with AOTAutograd's."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+        self.calls: list[str] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        self.frames += 1
+        return aot_autograd(fw_compiler=self.note, bw_compiler=self.note)(graph, inputs)
+
+    def note(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+        # A call that writes is an argument of the op that makes it functional.
+        self.calls += [str(argument) for node in nodes for argument in (node.target, *node.args)]
+        return make_boxed_func(graph.forward)
+
+
+def one_linear() -> tuple[tops.Sequential, Tensor, Tensor]:
+    module = tops.Sequential(tops.Linear(16, 8, accumulate_into_main_grad=True), tops.GELU())
+    x = torch.randn(4, 16)
+    plain = copy.deepcopy(module[0].weight.detach()).requires_grad_()
+    y = torch.nn.functional.linear(x, plain, module[0].bias)
+    (want,) = torch.autograd.grad(
+        torch.nn.functional.gelu(y, approximate="tanh").square().sum(), plain
+    )
+    return module, x, want
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_what_compiled_code_sees_of_a_buffer(backend: str) -> None:
+    """Another buffer, another dtype and another flag between two calls."""
+    module, x, want = one_linear()
+    weight = module[0].weight
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    weight.main_grad = torch.zeros_like(weight)
+    compiled(x).square().sum().backward()
+    torch.testing.assert_close(weight.main_grad, want)
+    first, weight.main_grad = weight.main_grad, torch.ones_like(weight)
+    compiled(x).square().sum().backward()
+    torch.testing.assert_close(weight.main_grad, want + 1)
+    torch.testing.assert_close(first, want)
+    weight.overwrite_main_grad = True
+    compiled(x).square().sum().backward()
+    torch.testing.assert_close(weight.main_grad, want)
+    weight.overwrite_main_grad = False
+    weight.main_grad = torch.ones_like(weight, dtype=torch.float64)
+    compiled(x).square().sum().backward()
+    torch.testing.assert_close(weight.main_grad.float(), want + 1)
+    # One that no product writes to.
+    weight.main_grad = Subclass(torch.ones_like(weight))
+    compiled(x).square().sum().backward()
+    torch.testing.assert_close(weight.main_grad.as_subclass(Tensor), want + 1)
+    assert weight.grad is None
+
+
+class Subclass(Tensor):
+    """A plain subclass, as frameworks have them for their buffers."""
+
+
+def test_a_frozen_weight_needs_no_buffer_in_compiled_code() -> None:
+    module, x, want = one_linear()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    module[0].weight.requires_grad_(False)
+    compiled(x).sum().backward()
+    module[0].weight.requires_grad_(True)
+    with torch.no_grad():
+        compiled(x)
+    with pytest.raises(Exception, match=r"\[BasicLinear\] weight must have a main_grad"):
+        compiled(x)
+    module[0].weight.main_grad = torch.zeros_like(want)
+    compiled(x).square().sum().backward()
+    torch.testing.assert_close(module[0].weight.main_grad, want)
+
+
+def test_a_mark_is_set_by_python_alone() -> None:
+    module, x, want = one_linear()
+    weight = module[0].weight
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+    compiled = torch.compile(module, backend="aot_eager")
+    compiled(x).square().sum().backward()
+    torch.testing.assert_close(weight.main_grad, want)
+    assert weight.grad_added_to_main_grad is True
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(module, fullgraph=True, backend="aot_eager")(x)
+    # Without the mark it needs no break.
+    del weight.grad_added_to_main_grad
+    torch.compile(module, fullgraph=True, backend="aot_eager")(x).square().sum().backward()
+    torch.testing.assert_close(weight.main_grad, 2 * want)
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    """Autograd refuses the second in compiled code: its graph keeps the buffer that the first one
+    changed. Eager code reads the buffer in backward."""
+    module, x, want = one_linear()
+    module[0].weight.main_grad = torch.zeros_like(want)
+    for call, message in ((module, None), (torch.compile(module, backend="aot_eager"), "modified")):
+        module[0].weight.main_grad.zero_()
+        losses = [call(x).square().sum() for _ in range(2)]
+        losses[0].backward()
+        if message is None:
+            losses[1].backward()
+            torch.testing.assert_close(module[0].weight.main_grad, 2 * want)
+        else:
+            with pytest.raises(RuntimeError, match=message):
+                losses[1].backward()

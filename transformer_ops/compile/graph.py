@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..numbered import numbered
 from ..op.base import BasicOperation
 from ..runtime.host import HostPlan, Kwargs, check_kwargs
+from ..runtime.main_grad import Buffer
 from ..runtime.stand_ins import StandIns
 
 # Position of a basic op, path of a tensor on it.
@@ -38,7 +39,15 @@ def _is_traceable(plan: HostPlan) -> bool:
             return False
         if any(hasattr(basic._parameter_owner, "parametrizations") for basic in op.basic_ops):
             return False
-    return not plan.accumulating
+    return True
+
+
+@torch._dynamo.assume_constant_result
+def accumulating(number: int) -> tuple[tuple[int, int], ...]:
+    """Of each weight that accumulates: its op, and its position among all parameters."""
+    plan: HostPlan = numbered.find(number)
+    counts = [len(op._parameter_tensors()) for op in plan.basic_ops]
+    return tuple((op, sum(counts[:op])) for op in plan.accumulating)
 
 
 @torch._dynamo.assume_constant_result
@@ -94,16 +103,24 @@ def read(ops: Sequence[BasicOperation], place: Place) -> Any:
 
 @torch._dynamo.allow_in_graph
 def run_in_graph(
-    number: int, tensors: Sequence[Tensor], state: Sequence[Tensor], kwargs: Kwargs
+    number: int,
+    tensors: Sequence[Tensor],
+    state: Sequence[Tensor],
+    kwargs: Kwargs,
+    buffers: Sequence[tuple[int, Tensor, bool]],
 ) -> tuple[Tensor, ...]:
-    """Run a plan with the tensors of a trace instead of those that its ops hold."""
+    """Run a plan with the tensors of a trace instead of those that its ops hold.
+
+    `buffers`: (op, main_grad, whether it is overwritten) for each weight that accumulates.
+    """
     plan: HostPlan = numbered.find(number)
     check_kwargs(plan.basic_ops, kwargs)
     parameters = [tensor for op in plan.basic_ops for tensor in op._parameter_tensors()]
     real = [*parameters, *(read(plan.basic_ops, place) for place in state_places(number))]
     given = [*tensors[len(tensors) - len(parameters) :], *state]
     before = _plain_state(plan)
-    outputs = plan.program.run(list(tensors), plan.start(kwargs, StandIns(real, given)))
+    found = {op: Buffer(tensor, overwrites) for op, tensor, overwrites in buffers}
+    outputs = plan.program.run(list(tensors), plan.start(kwargs, StandIns(real, given), found))
     after = _plain_state(plan)
     # A method that counts its calls would be traced at each of them.
     plan.changed_by_tracing.update(

@@ -13,7 +13,8 @@ from ..fusion import registry
 from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
 from ..runtime.layout import Segment
-from .graph import number_of, plain_state, read, run_in_graph, state_places
+from ..runtime.main_grad import buffer_of, is_marked
+from .graph import accumulating, number_of, plain_state, read, run_in_graph, state_places
 
 # Of a tensor: (dtype, requires_grad); None for one that is None.
 TensorFacts = tuple[torch.dtype, bool] | None
@@ -84,7 +85,16 @@ def traced_call(
                 return _run_outside(number, input, extra_inputs, kwargs)
         state = [read(basic_ops, state_place) for state_place in state_places(plan)]
         own = kwargs if kwargs is not None else [{} for _ in basic_ops]
-        outputs = run_in_graph(plan, tensors, state, own)
+        buffers = []
+        for op, position in accumulating(plan):
+            weight = parameters[position]
+            if not (is_grad_enabled() and weight.requires_grad):
+                continue
+            if is_marked(weight):
+                # Only a backward that runs in Python can set the mark.
+                return _run_outside(number, input, extra_inputs, kwargs)
+            buffers.append((op, *buffer_of(weight)))
+        outputs = run_in_graph(plan, tensors, state, own, buffers)
     return outputs[0] if len(outputs) == 1 else outputs
 
 

@@ -3,7 +3,7 @@ forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -93,8 +93,9 @@ class HostPlan:
         ]
         # (op, slot) that backward reads.
         self.is_read = set(program.slots_read)
+        # Ops with a weight that accumulates.
         self.accumulating = [
-            self.basic_ops[op]
+            op
             for op, (_, attributes) in enumerate(plan.ops)
             if attributes.get("accumulate_into_main_grad")
         ]
@@ -107,24 +108,42 @@ class HostPlan:
         """The Python steps of both passes."""
         return self.forward_steps + self.backward_steps
 
-    def start(self, kwargs: Kwargs | None = None, stand_ins: StandIns | None = None) -> HostCall:
-        """A new call. RuntimeError where a weight that accumulates has no buffer."""
+    def weight_of(self, op: int) -> Tensor:
+        """The weight of an op that accumulates."""
+        return cast(Tensor, self.basic_ops[op]._parameter_tensors()[0])
+
+    def start(
+        self,
+        kwargs: Kwargs | None = None,
+        stand_ins: StandIns | None = None,
+        buffers: Mapping[int, main_grad.Buffer] | None = None,
+    ) -> HostCall:
+        """A new call. RuntimeError where a weight that accumulates has no buffer.
+
+        `buffers`: by op, what a trace has in the place of the buffers that the weights have.
+        """
         if self.plan.needs_backward:
             for op in self.accumulating:
-                weight = op._parameter_tensors()[0]
-                if weight.requires_grad:
-                    main_grad.check(weight)
-        return HostCall(self, kwargs, stand_ins or _NO_STAND_INS)
+                if self.weight_of(op).requires_grad:
+                    main_grad.check(self.weight_of(op))
+        return HostCall(self, kwargs, stand_ins or _NO_STAND_INS, buffers or {})
 
 
 class HostCall:
     """One call of a plan: the contexts of its ops, and the methods by which C++ runs its Python
     steps. Lists of tensors are flat, op after op, in the order that executor/host.h gives."""
 
-    def __init__(self, plan: HostPlan, kwargs: Kwargs | None, stand_ins: StandIns) -> None:
+    def __init__(
+        self,
+        plan: HostPlan,
+        kwargs: Kwargs | None,
+        stand_ins: StandIns,
+        buffers: Mapping[int, main_grad.Buffer],
+    ) -> None:
         self.plan = plan
         self.kwargs = kwargs
         self.stand_ins = stand_ins
+        self.buffers = buffers
         self.contexts: dict[int, OperationContext] = {}
         self.own: dict[int, Tensors] = {}
         # id -> (tensor handed to a Python step in its place, the tensor itself)
@@ -338,11 +357,15 @@ class HostCall:
 
     def accumulation(self, op: int) -> tuple[Tensor, bool] | None:
         """The buffer that a product may add its weight gradient to, and whether it overwrites."""
-        return main_grad.target(self.plan.basic_ops[op]._parameter_tensors()[0])
+        weight = self.plan.weight_of(op)
+        own = main_grad.buffer_of(weight)
+        takes_products = main_grad.takes_products(own.tensor, weight)
+        return self.buffers.get(op, own) if takes_products else None
 
     def accumulate(self, op: int, grad: Tensor | None) -> Tensor | None:
         """Adds a gradient to the buffer, unless a product did; returns what autograd gets."""
-        weight = self.plan.basic_ops[op]._parameter_tensors()[0]
-        return (
-            main_grad.for_autograd(weight) if grad is None else main_grad.accumulate(weight, grad)
-        )
+        weight = self.plan.weight_of(op)
+        if grad is not None:
+            buffer = self.buffers.get(op)
+            main_grad.accumulate(main_grad.buffer_of(weight) if buffer is None else buffer, grad)
+        return main_grad.for_autograd(weight)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Buffer(NamedTuple):
+    """Where the gradient of a weight goes, and whether it takes the place of what is there."""
+
+    tensor: Tensor
+    overwrites: bool
 
 
 def check(weight: Tensor) -> None:
@@ -16,28 +25,15 @@ def check(weight: Tensor) -> None:
         )
 
 
-def target(weight: Tensor) -> tuple[Tensor, bool] | None:
-    """The buffer of a weight, if a product may add to it, and whether it overwrites instead."""
+def buffer_of(weight: Tensor) -> Buffer:
+    """`weight.main_grad`, which has to be there; written where `overwrite_main_grad` is set."""
     check(weight)
-    buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
-    return (buffer, _overwrites(weight)) if _takes_products(buffer, weight) else None
+    overwrites = bool(getattr(weight, "overwrite_main_grad", False))
+    return Buffer(weight.main_grad, overwrites)  # type: ignore[attr-defined]
 
 
-def accumulate(weight: Tensor, grad: Tensor) -> Tensor | None:
-    """Adds `grad` into `weight.main_grad`, or writes it where the weight has
-    `overwrite_main_grad`. Returns what autograd gets, see `for_autograd`.
-    """
-    check(weight)
-    buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
-    with torch.no_grad():
-        if _overwrites(weight):
-            buffer.copy_(grad)
-        else:
-            buffer.add_(grad)
-    return for_autograd(weight)
-
-
-def _takes_products(buffer: Tensor, weight: Tensor) -> bool:
+def takes_products(buffer: Tensor, weight: Tensor) -> bool:
+    """Whether a product may add the gradient of the weight to the buffer itself."""
     return (
         type(buffer) in _PLAIN
         and type(weight) in _PLAIN
@@ -48,14 +44,24 @@ def _takes_products(buffer: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _overwrites(weight: Tensor) -> bool:
-    return bool(getattr(weight, "overwrite_main_grad", False))
+def accumulate(buffer: Buffer, grad: Tensor) -> None:
+    """Adds `grad` to the buffer, or writes it there."""
+    with torch.no_grad():
+        if buffer.overwrites:
+            buffer.tensor.copy_(grad)
+        else:
+            buffer.tensor.add_(grad)
+
+
+def is_marked(weight: Tensor) -> bool:
+    """Whether the weight has `grad_added_to_main_grad`, which a backward sets to True."""
+    return hasattr(weight, "grad_added_to_main_grad")
 
 
 def for_autograd(weight: Tensor) -> Tensor | None:
-    """None, or an empty-cost dummy for a weight with `grad_added_to_main_grad`, now True."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
+    """None, or an empty-cost dummy for a marked weight, whose mark is now True."""
+    if not is_marked(weight):
         return None
-    weight.grad_added_to_main_grad = True
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     # Hooks that wait for a gradient get one of the right shape without memory behind it.
     return weight.new_zeros(()).expand_as(weight)
