@@ -280,6 +280,27 @@ def test_python_ops_keep_to_their_own_modules() -> None:
     check(blocks, plain)
 
 
+class Single(tops.BasicOperation):
+    """An op that needs a graph break."""
+
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
+        return 2 * input_
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        return 2 * grad_output, ()
+
+
+def test_what_dynamo_leaves_to_python_runs_its_own_modules() -> None:
+    """As in plain torch, fullgraph=True finds what a compilation with a break has left."""
+    blocks = [tops.Sequential(tops.Linear(8, 8), Single()) for _ in range(3)]
+    plain = copy.deepcopy(blocks)
+    for fullgraph in (False, True):
+        check(
+            [torch.compile(block, backend="aot_eager", fullgraph=fullgraph) for block in blocks],
+            plain,
+        )
+
+
 def test_weights_that_accumulate_keep_to_their_own_modules() -> None:
     blocks = [
         tops.Sequential(tops.Linear(8, 8, accumulate_into_main_grad=True), tops.GELU())

@@ -232,6 +232,18 @@ class OperationFuser:
     def _member_numbers(self) -> tuple[int, ...]:
         return tuple(op._number for op in self._ops)
 
+    def _of_members(self, numbers: tuple[int, ...]) -> OperationFuser:
+        """The group in the same state as this one that has these modules."""
+        if self._member_numbers() == numbers:
+            return self
+        content = self._content()
+        for holder in numbered.find(numbers[0])._current_holders():
+            is_group = isinstance(holder, OperationFuser) and holder._member_numbers() == numbers
+            if is_group and holder._content() == content:
+                found: OperationFuser = holder
+                return found
+        raise RuntimeError("[OperationFuser] modules must be edited outside of compiled code")
+
     # ---- eager, where C++ hands back
 
     def _call_in_python(

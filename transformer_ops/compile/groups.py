@@ -145,16 +145,7 @@ def _group_in(state: str) -> tuple[int, tuple[bool, ...], bool]:
 
 @torch._dynamo.assume_constant_result
 def _number_of_group(number: int, members: tuple[int, ...]) -> int:
-    """The number of the group in the same state as this one that has these modules."""
-    group = numbered.find(number)
-    if group._member_numbers() == members:
-        return number
-    content = group._content()
-    for holder in numbered.find(members[0])._current_holders():
-        is_group = hasattr(holder, "_member_numbers") and holder._member_numbers() == members
-        if is_group and holder._content() == content:
-            return int(holder._number)
-    raise RuntimeError("[OperationFuser] modules must be edited outside of compiled code")
+    return int(numbered.find(number)._of_members(members)._number)
 
 
 @torch._dynamo.assume_constant_result

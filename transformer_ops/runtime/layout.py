@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.channels import External, Routed, resolve_channels
 from ..op.hooks import has_hooks, hook_dicts
@@ -233,7 +234,13 @@ def call_group(
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     """The eager call of a group, which holds its modules."""
-    return segment.group(input, *extra_inputs, basic_op_kwargs=kwargs)
+    group = segment.group
+    if group is None:
+        assert segment.group_number is not None
+        # A layout for traces, maybe of equal modules, in a frame that Dynamo left to Python.
+        numbers = tuple(module._number for module in modules)
+        group = numbered.find(segment.group_number)._of_members(numbers)
+    return group(input, *extra_inputs, basic_op_kwargs=kwargs)
 
 
 def _check_outputs(module: nn.Module, output: Any, count: int) -> None:
