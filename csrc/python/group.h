@@ -52,9 +52,9 @@ class Group : private PlanHost {
   Group(const py::list& ops, const py::list& places, const py::list& modules,
         const py::list& hooked, const py::list& absent, py::object new_session, bool recompute);
 
-  // METH_FASTCALL: (input, *extra_inputs), None for an optional one that is absent -> tensor, tuple of tensors, or None where Python has to
+  // METH_FASTCALL: (input, *extra_inputs) -> tensor, tuple of tensors, or None where Python has to
   // look (hooks, wrong arguments, tensors with a __torch_function__, an op with other parameters
-  // than it had). `kwargs`: a dict for each basic op, or null.
+  // than it had). An optional input may be None. `kwargs`: a dict for each basic op, or null.
   PyObject* call(PyObject* const* arguments, Py_ssize_t count, PyObject* kwargs);
 
   // The plan for the key that these make. `tensors` are the main input, extra inputs and
