@@ -19,7 +19,7 @@ from transformer_ops.plan.plan import Plan
 # y[r] = x[r] * probs[r] * weight[ids[r]]; without probs, or without a weight, its factor is 1.
 SOURCE = """
 #include <ATen/ops/embedding.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/ones.h>
 
 #include "op/op.h"
 
@@ -129,7 +129,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> None:
     torch.ops.load_library(str(build_library(folder, "scale_rows", {"scale_rows": SOURCE})))
 
 
-def block(weight: bool = True, channel: bool = False) -> tops.Sequential:
+def block(weight: bool = True) -> tops.Sequential:
     op = ScaleRows(16, weight=weight)
     return tops.Sequential(tops.Linear(16, 16), op, tops.GELU(), tops.Linear(16, 8)).double()
 
@@ -294,8 +294,7 @@ def test_a_class_with_another_number_of_extra_inputs() -> None:
         tops.Sequential(Fewer(16))(torch.randn(3, 16), torch.tensor([0, 1, 2]))
 
 
-def test_by_channel() -> None:
-    """The factor comes from an op before, and its gradient goes there."""
+def test_what_a_channel_brings_has_to_fit() -> None:
     fork = tops.MakeExtraOutput().set_extra_output_channel(0, "probs", output_to_caller=False)
     scale = ScaleRows(1, weight=False).set_extra_input_channel(0, "probs")
     module = tops.Sequential(fork, tops.Linear(1, 1), scale).double()
@@ -306,7 +305,8 @@ def test_by_channel() -> None:
         module(x, ids).sum().backward()
 
 
-def test_a_python_fusion_over_it() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_python_fusion_over_it(way: str) -> None:
     class Forward(tops.FusedOperation):
         def fuser_forward_compute(
             self, input_: Tensor, *, basic_op_extra_inputs: Any, **unused: Any
@@ -330,7 +330,7 @@ def test_a_python_fusion_over_it() -> None:
         x, given, ids = inputs(probs)
         want = 2 * x * (1 if given is None else given.unsqueeze(-1)) * module[0].weight[ids]
         with tops.register_forward_fusion(fuse):
-            got = module(x, given, ids)
+            got = WAYS[way](module)(x, given, ids)
             assert "Forward" in str(module.explain())
             found = gradients(got, module, (x, given, ids))
         torch.testing.assert_close(got, want)

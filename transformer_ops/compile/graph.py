@@ -115,7 +115,8 @@ def run_in_graph(
     """
     plan: HostPlan = numbered.find(number)
     check_kwargs(plan.basic_ops, kwargs)
-    parameters = [tensor for op in plan.basic_ops for tensor in op._parameter_tensors()]
+    rows = [op._parameter_tensors() for op in plan.basic_ops]
+    parameters = [tensor for row in rows for tensor in row if tensor is not None]
     real = [*parameters, *(read(plan.basic_ops, place) for place in state_places(number))]
     given = [*tensors[len(tensors) - len(parameters) :], *state]
     before = _plain_state(plan)

@@ -68,9 +68,9 @@ def traced_call(
     )
     facts = (is_grad_enabled(), autocast, device, dtypes, training)
     text = _native_plan(number, registry.VERSION, facts)
+    extra = [tensor for tensor in extra_inputs if tensor is not None]
+    given = [tensor for tensor in parameters if tensor is not None]
     if text and not (kwargs and any(kwargs)):
-        extra = [tensor for tensor in extra_inputs if tensor is not None]
-        given = [tensor for tensor in parameters if tensor is not None]
         outputs = tuple(_run_plan(text, input, extra, given))
     else:
         # No graph for other modules in the same state: Dynamo guards on the numbers.
@@ -94,7 +94,7 @@ def traced_call(
                 # Only a backward that runs in Python can set the mark.
                 return _run_outside(number, input, extra_inputs, kwargs)
             buffers.append((op, *buffer_of(weight)))
-        outputs = run_in_graph(plan, tensors, state, own, buffers)
+        outputs = run_in_graph(plan, [input, *extra, *given], state, own, buffers)
     return outputs[0] if len(outputs) == 1 else outputs
 
 
