@@ -223,7 +223,9 @@ class Sequential(nn.Module):
             # By name: Dynamo guards on those alone that are read.
             modules = [self._modules[name] for name in layout.names]
             return self._run(layout, modules, input, extra_inputs, op_kwargs)  # type: ignore[arg-type]
-        layout = self._current_layout()
+        layout = self._layout
+        if layout is None or not _is_current(layout, self._modules):
+            layout = self._make_layout()
         if layout.whole is not None:
             if op_kwargs is None:
                 # The shortest way: C++ returns None where Python has to take over.
@@ -366,15 +368,10 @@ class Sequential(nn.Module):
 
 
 def _is_current(layout: Layout, modules: Mapping[str, nn.Module | None]) -> bool:
-    found = tuple(modules.values())
-    return found == layout.modules and _same_hooks(layout)
-
-
-def _same_hooks(layout: Layout) -> bool:
-    # C++ looks at every call.
-    if layout.whole is not None:
-        return True
-    return hooked_now(layout) == layout.hooked
+    if tuple(modules.values()) != layout.modules:
+        return False
+    # For hooks around a whole, C++ looks at every call.
+    return layout.whole is not None or hooked_now(layout) == layout.hooked
 
 
 @torch._dynamo.assume_constant_result

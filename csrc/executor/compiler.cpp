@@ -69,6 +69,7 @@ class Compiler {
     }
     insert_looks();
     if (may_lack_gradients_) mark_skippable(program_.backward);
+    program_.always_reads_looks = std::ranges::any_of(program_.backward.lines, reads_looks);
     mark_dead(program_.forward, {&program_.outputs, &program_.saved});
     mark_dead(program_.backward, {&program_.input_grads});
     return std::move(program_);

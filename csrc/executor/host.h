@@ -67,6 +67,7 @@ class HostCall {
   const uint64_t id;
 };
 
+extern template class Owned<HostCall>;
 using SharedHostCall = Owned<HostCall>;
 
 }  // namespace transformer_ops

@@ -26,6 +26,8 @@ std::string to_text(at::ScalarType dtype) {
 // sizes; -1 for none.
 constexpr int kByte = 8;
 constexpr int64_t kMask = 255;
+// Numbers that two looks take.
+constexpr unsigned kUsualLooks = 12;
 
 int64_t head_of(const std::optional<Look>& look) {
   if (!look) return -1;
@@ -54,15 +56,10 @@ at::Tensor zeros_like(const Look& look) {
 c10::IValue pack(uint64_t id, const Looks& looks) {
   if (looks.empty()) return static_cast<int64_t>(id);
   // The id, then for each look its head and its sizes.
-  std::vector<c10::SymInt> packed;
-  size_t count = 1 + looks.size();
-  for (const auto& look : looks) count += look ? look->sizes.size() : 0;
-  packed.reserve(count);
-  packed.emplace_back(static_cast<int64_t>(id));
+  c10::SmallVector<c10::SymInt, kUsualLooks> packed{static_cast<int64_t>(id)};
   for (const auto& look : looks) {
     packed.emplace_back(head_of(look));
-    if (!look) continue;
-    packed.insert(packed.end(), look->sizes.begin(), look->sizes.end());
+    if (look) packed.append(look->sizes.begin(), look->sizes.end());
   }
   return c10::SymIntArrayRef(packed);
 }

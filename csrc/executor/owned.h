@@ -18,7 +18,8 @@ void forget(uint64_t id);
 
 }  // namespace owned
 
-// T has a `uint64_t id` from owned::next_id().
+// T has a `uint64_t id` from owned::next_id(). Its class is instantiated in one library alone,
+// where `destroy` then has one address, by which from() knows an owner.
 template <typename T>
 class Owned {
  public:

@@ -139,7 +139,7 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
   const auto program =
       SharedProgram::from(context->saved_data["program"].toTensor(), unpack_id(looks));
   SharedHostCall host;
-  if (context->saved_data.find("host") != context->saved_data.end()) {
+  if (context->saved_data.size() > kSavedData) {
     host = SharedHostCall::from(context->saved_data["host"].toTensor(),
                                 context->saved_data["host_id"].toInt());
   }
@@ -159,10 +159,12 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
   }
   Frame frame{.host = host ? &*host : nullptr};
   const BelowAutograd below_autograd;
-  if (program->looks > 0) frame.looks = unpack_looks(looks);
   frame.values.resize(program->backward.values);
   frame.is_partial = program->has_host_steps ||
                      std::ranges::any_of(grads, [](const Tensor& grad) { return !grad.defined(); });
+  if (program->looks > 0 && (frame.is_partial || program->always_reads_looks)) {
+    frame.looks = unpack_looks(looks);
+  }
   if (frame.is_partial) frame.reached.resize(program->backward.values, false);
   if (program->has_host_steps) frame.own = load_own(context, saved);
   for (size_t i = 0; i < grads.size(); ++i) {

@@ -2,7 +2,15 @@
 
 #include <ATen/core/List.h>
 
+#include <algorithm>
+
+#include "executor/host.h"
+
 namespace transformer_ops {
+
+template class Owned<const Program>;
+template class Owned<HostCall>;
+
 namespace {
 
 // The values that one kind of line reads and writes.
@@ -47,6 +55,18 @@ ValuesOf values_of(const Program::Line& line) {
 
 std::vector<int> values_read(const Program::Line& line) { return values_of(line).read; }
 std::vector<int> values_written(const Program::Line& line) { return values_of(line).written; }
+
+bool reads_looks(const Program::Line& line) {
+  const auto* call = std::get_if<Program::Call>(&line.what);
+  if (call == nullptr) {
+    return std::holds_alternative<Program::FitDtype>(line.what) ||
+           std::holds_alternative<Program::HostBackward>(line.what);
+  }
+  const auto is_look = [](const auto& operand) {
+    return std::holds_alternative<Program::ShapeOf>(operand);
+  };
+  return std::ranges::any_of(call->operands, is_look);
+}
 
 SharedProgram share(Program program) {
   return SharedProgram(std::make_unique<const Program>(std::move(program)));

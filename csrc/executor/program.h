@@ -136,6 +136,8 @@ struct Program {
   std::vector<int> saved;            // forward values to save, each once
   std::map<Value, int> saved_slots;  // slots and parameters -> position in saved
   int looks = 0;                     // that forward takes and backward reads
+  // Does backward read looks although all gradients are there?
+  bool always_reads_looks = false;
 
   Code backward;
   std::vector<int> output_grads;                // parallel to outputs, without the constants
@@ -154,8 +156,12 @@ void check_calls(const Plan& plan);
 // The values that a line reads and writes.
 std::vector<int> values_read(const Program::Line& line);
 std::vector<int> values_written(const Program::Line& line);
+// Does a line of backward need to know what a forward value looked like, beside zeros in place of
+// missing gradients?
+bool reads_looks(const Program::Line& line);
 
 // Owned by a group, the cache of texts, and the autograd nodes of its calls.
+extern template class Owned<const Program>;
 using SharedProgram = Owned<const Program>;
 using WeakProgram = Unowned<const Program>;
 SharedProgram share(Program program);

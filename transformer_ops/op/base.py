@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..numbered import numbered
 from ..peers import untraced
@@ -155,13 +155,17 @@ class FusibleOperation(nn.Module, HeldMixin):
 
         Returns a tensor, or a flat tuple (output, extra outputs...).
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return _traced_alone(self, input, extra_inputs, kwargs)
         group = self._own_group
         if group is None:
             group = self._make_own_group()
         if kwargs:
             return group(input, *extra_inputs, basic_op_kwargs=[kwargs])
+        # The shortest way: C++ returns None where Python has to take over.
+        output = group._call(input, *extra_inputs)
+        if output is not None:
+            return output
         return group(input, *extra_inputs)
 
     def fuser_forward(
