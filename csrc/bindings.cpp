@@ -128,7 +128,11 @@ PYBIND11_MODULE(_C, module) {
   bind_listeners(module);
   module.def("add_user_fusion",
              [](const std::string& name, const std::string& pass, const std::string& origin,
-                bool prepend) { return add_user_fusion(name, pass_from(pass), origin, prepend); });
+                bool prepend, const std::vector<std::pair<std::vector<std::string>, bool>>& rows) {
+               std::vector<PatternOp> pattern;
+               for (const auto& [names, optional] : rows) pattern.emplace_back(names, optional);
+               return add_user_fusion(name, pass_from(pass), origin, prepend, std::move(pattern));
+             });
   module.def("remove_fusion", &remove_fusion);
   module.def("suspend_fusion", &suspend_fusion);
   module.def("fusions", &list_fusions);

@@ -34,18 +34,6 @@ backward  op                         made by                 reads
   1       BasicLinear                -                       computes x1 again from 0.input, 0.mean,
                                                              0.rstd
   0       LayerNorm                  -                       0.input, 0.mean, 0.rstd
-
-nearly matched
-  linear_bias_activation (forward) at 4-5: the ops end where it needs GELU or QGELU or ReLU or SReLU
-      or SiLU
-  linear_bias_glu (forward) at 4-5: the ops end where it needs GLU or GEGLU or QGEGLU or ReGLU or
-      SReGLU or SwiGLU or SiTUGLU or ClampedSwiGLU
-  activation_bias (backward) at 5: the ops end where it needs GELU or QGELU or ReLU or SReLU or SiLU
-  dropout_bias (backward) at 5: the ops end where it needs Dropout
-  glu_bias (backward) at 5: the ops end where it needs GLU or GEGLU or QGEGLU or ReGLU or SReGLU or
-      SwiGLU or SiTUGLU or ClampedSwiGLU
-  linear_residual_scale (backward) at 1-4: op 2 is Bias where it needs ConstantScale
-  bias_linear (backward) at 1-4: op 2 is taken by linear_activation
 """.rstrip()
 
 
@@ -190,14 +178,41 @@ def reasons(explanation: Any, fusion: str) -> list[str]:
     return [miss.reason for miss in group.near_misses if miss.fusion == fusion]
 
 
+def all_reasons(explanation: Any, fusion: str) -> list[str]:
+    misses = explanation.plans[0].near_misses
+    return [miss.reason for miss in misses if miss.fusion == fusion]
+
+
 def test_reason_another_kind() -> None:
     explanation = called(tops.Sequential(tops.ReLU(), tops.GELU()))
-    assert reasons(explanation, "activation_linear") == ["op 1 is GELU where it needs BasicLinear"]
+    expected = ["op 1 is GELU where it needs BasicLinear"]
+    assert all_reasons(explanation, "activation_linear") == expected
+    # One op of a pattern fits everywhere.
+    assert reasons(explanation, "activation_linear") == []
+
+
+def test_a_structural_miss_is_told_from_three_ops_up() -> None:
+    class Tail(tops.FusedOperation):
+        def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **unused: Any) -> Any:
+            raise AssertionError
+
+        def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+            raise AssertionError
+
+    expected = ["op 3 is BasicLinear where it needs ConstantScale"]
+    kinds = [tops.RMSNorm, tops.BasicLinear, tops.ReLU, tops.ConstantScale]
+    with tops.register_forward_backward_fusion(Tail, pattern=kinds):
+        explanation = called(relu_mlp())
+    assert reasons(explanation, "Tail") == all_reasons(explanation, "Tail") == expected
+    with tops.register_forward_backward_fusion(Tail, pattern=kinds[1:]):
+        explanation = called(relu_mlp())
+    assert reasons(explanation, "Tail") == []
+    assert expected[0] in all_reasons(explanation, "Tail")
 
 
 def test_reason_taken_by_an_earlier_rule() -> None:
     explanation = called(relu_mlp())
-    assert reasons(explanation, "linear_epilogue") == [
+    assert all_reasons(explanation, "linear_epilogue") == [
         "op 2 is ReLU where it needs Bias or ConstantScale or AddExtraInput"
     ]
     module = tops.Sequential(tops.Linear(16, 64), tops.ReLU(), tops.Linear(64, 16, bias=False))

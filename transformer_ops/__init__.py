@@ -10,6 +10,7 @@ _load()
 from . import library as _library  # noqa: E402
 from . import ops as _ops  # noqa: E402
 from .fuser import OperationFuser  # noqa: E402
+from .fusion.pattern import optional  # noqa: E402
 from .fusion.registry import (  # noqa: E402
     FusionHandle,
     fusions,
@@ -49,6 +50,7 @@ __all__ = [
     "cmake_prefix_path",
     "fusions",
     "memory",
+    "optional",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",

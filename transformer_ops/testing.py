@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -55,6 +56,8 @@ def check_fusion(
     make_ops: Callable[[], Sequence[FusibleOperation]],
     *inputs: Tensor,
     kind: str = "forward",
+    pattern: registry.PatternLike | None = None,
+    guard: registry.Guard | None = None,
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
@@ -66,7 +69,7 @@ def check_fusion(
     with and without grad.
 
     Args:
-        func: a fusion function, as for `register_forward_fusion`.
+        func, pattern, guard: as for `register_forward_fusion`.
         make_ops: returns the list of ops; both sides get the same parameters.
         inputs: the main input and the extra inputs.
         kind: "forward", "backward" or "forward_backward".
@@ -87,14 +90,15 @@ def check_fusion(
 
     def recorded(given: list[FusibleOperation], **keywords: Any) -> Any:
         returned = func(list(given), **keywords)
-        if isinstance(returned, list | tuple):
-            made.extend(op for op in returned if isinstance(op, FusedOperation) and op not in given)
+        found = returned if isinstance(returned, list | tuple) else [returned]
+        made.extend(op for op in found if isinstance(op, FusedOperation) and op not in given)
         return returned
 
     with _disabled(list(registry.fusions())):
         expected = {way: _run(unfused, inputs, way, fullgraph=True) for way in _WAYS[:2]}
     same = [h for h in registry.fusions() if h.func is func and h.pass_name == kind]
-    with _disabled(same), _REGISTER[kind](recorded, name=name):
+    register = functools.partial(_REGISTER[kind], name=name, pattern=pattern, guard=guard)
+    with _disabled(same), register(recorded):
         for way in _WAYS:
             fullgraph = way.compiled and _is_traceable(fused)
             actual = _run(fused, inputs, way, fullgraph)

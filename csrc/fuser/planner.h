@@ -12,7 +12,8 @@ struct Planned {
 
 // The whole pipeline: analyze, rewrite, lower to steps, verify. Throws PlanError where the result
 // is wrong.
-Planned make_plan(const std::vector<OpNode>& ops, const PlanKey& key, const UserRewrite& user = {});
+Planned make_plan(const std::vector<OpNode>& ops, const PlanKey& key, const UserRewrite& user = {},
+                  const UserPattern& pattern = {});
 
 // Lowers groups of ops to steps with instructions and saved slots (lower.cpp).
 Plan lower(const Analysis& analysis, const Rewritten& groups);

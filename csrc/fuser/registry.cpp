@@ -92,13 +92,18 @@ __attribute__((noinline)) int64_t add_rule(Rule rule, std::optional<std::string>
   return id;
 }
 
-int64_t add_user_fusion(std::string name, Pass pass, std::string origin, bool prepend) {
+int64_t add_user_fusion(std::string name, Pass pass, std::string origin, bool prepend,
+                        std::vector<PatternOp> pattern) {
   Registry& all = registry();
   int64_t id = 0;
   {
     const std::lock_guard lock(all.mutex);
     const int64_t order = prepend ? --all.first_order : ++all.last_order;
-    id = add(all, {.name = name, .pass = pass, .origin = origin, .order = order});
+    id = add(all, {.name = name,
+                   .pass = pass,
+                   .origin = origin,
+                   .order = order,
+                   .pattern = std::move(pattern)});
   }
   touch_registry();
   return id;

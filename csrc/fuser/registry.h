@@ -10,15 +10,19 @@
 
 namespace transformer_ops {
 
-// One fusion: a built-in or C++ rule, or a user's function that rewrites the list of ops itself.
+// One fusion: a built-in or C++ rule, or a user's: a pattern, or a function that rewrites the list
+// of ops itself.
 struct Fusion {
   int64_t id = 0;
   std::string name = {};
   Pass pass = Pass::Joint;
   std::string origin = {};     // "built-in", or the C++ library or Python module that brought it
   int64_t order = 0;           // among users' fusions; they run before the rules
-  const Rule* rule = nullptr;  // null for a user's function
-  int suspended = 0;           // while above zero no plan uses it
+  const Rule* rule = nullptr;  // null for a user's
+  // Where a user's fusion applies; none for a function that rewrites the list itself. The kinds are
+  // names for people: what an op is, the host language says.
+  std::vector<PatternOp> pattern = {};
+  int suspended = 0;  // while above zero no plan uses it
 };
 
 // All fusions in the order they run: by pass, users' by order, rules by (benefit descending, name).
@@ -29,7 +33,8 @@ std::vector<Fusion> fusions(Pass pass);
 // Throws PlanError for a name used twice in a pass. The origin, if none is given, is the library
 // that calls.
 int64_t add_rule(Rule rule, std::optional<std::string> origin = {});
-int64_t add_user_fusion(std::string name, Pass pass, std::string origin, bool prepend);
+int64_t add_user_fusion(std::string name, Pass pass, std::string origin, bool prepend,
+                        std::vector<PatternOp> pattern = {});
 // False if it was gone already.
 bool remove_fusion(int64_t id);
 // Adds to the times it is suspended; false if it was removed.

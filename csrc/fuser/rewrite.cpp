@@ -16,8 +16,8 @@ std::string join(const std::vector<std::string>& words, const char* separator) {
 
 class Rewriter {
  public:
-  Rewriter(const Analysis& analysis, const UserRewrite& user)
-      : analysis_(analysis), ops_(analysis.ops()), user_(user) {}
+  Rewriter(const Analysis& analysis, const UserRewrite& user, const UserPattern& pattern)
+      : analysis_(analysis), ops_(analysis.ops()), user_(user), pattern_(pattern) {}
 
   Rewritten run() {
     Groups joint = run_pass(Pass::Joint, singles());
@@ -45,18 +45,23 @@ class Rewriter {
 
   Groups run_pass(Pass pass, Groups groups) {
     for (const Fusion& fusion : fusions(pass)) {
-      // Without a host language nobody can call a user's function.
-      if (!fusion.rule && !user_) continue;
-      groups = fusion.rule ? apply(*fusion.rule, groups) : user_(fusion, groups);
+      if (fusion.rule) {
+        groups = apply(*fusion.rule, groups);
+      } else if (!fusion.pattern.empty()) {
+        if (pattern_) groups = apply(fusion, groups);
+      } else if (user_) {  // without a host language nobody can call a user's function
+        groups = user_(fusion, groups);
+      }
     }
     drop_beaten(pass, groups);
     return groups;
   }
 
-  // Nobody misses a rule where a fusion took its ops, and maybe more.
+  // Nobody misses a fusion where another took its ops, and maybe more, unless it is a user's and
+  // was refused.
   void drop_beaten(Pass pass, const Groups& groups) {
     std::erase_if(misses_, [&](const Miss& miss) {
-      if (miss.near.pass != pass) return false;
+      if (miss.near.pass != pass || (miss.by_user && !miss.near.structural)) return false;
       return std::ranges::any_of(groups, [&](const StepGroup& group) {
         const int first = miss.near.ops.front();
         return group.count > 1 && group.first <= first &&
@@ -65,18 +70,70 @@ class Rewriter {
     });
   }
 
+  // A fusion that says where it applies.
+  struct Candidate {
+    const std::string& name;
+    Pass pass;
+    const std::vector<PatternOp>& pattern;
+    size_t least;      // ops that it must take
+    bool passes_idle;  // ops that do nothing may lie between two that it takes
+    bool by_user;      // may take ops in Python
+    std::function<bool(size_t entry, size_t at)> fits;
+    std::function<std::optional<std::string>(const Match&)> why_not;
+    std::function<StepGroup(int first, int count, const std::vector<int>& places)> make;
+  };
+
   Groups apply(const Rule& rule, const Groups& groups) {
+    return apply({.name = rule.name,
+                  .pass = rule.pass,
+                  .pattern = rule.pattern,
+                  .least = std::min<size_t>(2, rule.pattern.size()),
+                  .passes_idle = true,
+                  .by_user = false,
+                  .fits =
+                      [&](size_t entry, size_t at) {
+                        const bool is_free = !groups[at].rule && !groups[at].python;
+                        return is_free && is_one_of(groups[at], rule.pattern[entry].kinds);
+                      },
+                  .why_not = rule.why_not,
+                  .make =
+                      [&](int first, int count, const std::vector<int>& places) {
+                        return StepGroup{.first = first,
+                                         .count = count,
+                                         .rule = &rule,
+                                         .name = rule.name,
+                                         .joint = rule.pass == Pass::Joint,
+                                         .places = places};
+                      }},
+                 groups);
+  }
+
+  Groups apply(const Fusion& fusion, const Groups& groups) {
+    const UserMatcher user = pattern_(fusion, groups);
+    if (user.fits.empty()) return groups;
+    return apply(
+        {.name = fusion.name,
+         .pass = fusion.pass,
+         .pattern = fusion.pattern,
+         .least = 1,
+         .passes_idle = false,  // its contexts are those of the ops that it names
+         .by_user = true,
+         .fits = [&](size_t entry, size_t at) { return user.fits[entry][at]; },
+         .why_not =
+             [&](const Match& match) {
+               return user.why_not(match.first(), match.last() - match.first() + 1);
+             },
+         .make = [&](int first, int count, const auto&) { return user.make(first, count); }},
+        groups);
+  }
+
+  Groups apply(const Candidate& candidate, const Groups& groups) {
     Groups result;
     for (size_t i = 0; i < groups.size();) {
-      Attempt attempt(*this, rule, groups, i);
+      Attempt attempt(*this, candidate, groups, i);
       if (attempt.run()) {
         const int first = groups[i].first, last = groups[attempt.end() - 1].first;
-        result.push_back({.first = first,
-                          .count = last - first + 1,
-                          .rule = &rule,
-                          .name = rule.name,
-                          .joint = rule.pass == Pass::Joint,
-                          .places = attempt.places()});
+        result.push_back(candidate.make(first, last - first + 1, attempt.places()));
         i = attempt.end();
       } else {
         result.push_back(groups[i++]);
@@ -85,22 +142,27 @@ class Rewriter {
     return result;
   }
 
+  bool is_one_of(const StepGroup& group, const std::vector<std::string>& kinds) const {
+    return std::ranges::find(kinds, ops_[group.first].kind) != kinds.end();
+  }
+
   struct Miss {
     NearMiss near;
     int length;  // how many ops it would have taken
+    bool by_user;
   };
 
-  // One rule at one place. Of the ways to match it takes the first that the guard lets pass: an op
-  // rather than none, the next op rather than one behind an idle one.
+  // One fusion at one place. Of the ways to match it takes the first that the guard lets pass: an
+  // op rather than none, the next op rather than one behind an idle one.
   class Attempt {
    public:
-    Attempt(Rewriter& rewriter, const Rule& rule, const Groups& groups, size_t begin)
-        : rewriter_(rewriter), rule_(rule), groups_(groups), begin_(begin), end_(begin) {}
+    Attempt(Rewriter& rewriter, const Candidate& candidate, const Groups& groups, size_t begin)
+        : rewriter_(rewriter), candidate_(candidate), groups_(groups), begin_(begin), end_(begin) {}
 
     // False where there is no way; then it has noted why not where it came close.
     bool run() {
       if (match(0, begin_)) return true;
-      if (!refused_ && furthest_ > begin_) note(furthest_, reason_);
+      if (!refused_ && furthest_ > begin_) note(furthest_, reason_, fitting_);
       return false;
     }
 
@@ -110,18 +172,18 @@ class Rewriter {
    private:
     // Entries of the pattern from `entry` on with groups from `begin` on.
     bool match(size_t entry, size_t begin) {
-      if (entry == rule_.pattern.size()) return accept();
-      const PatternOp& wanted = rule_.pattern[entry];
+      if (entry == candidate_.pattern.size()) return accept();
+      const PatternOp& wanted = candidate_.pattern[entry];
       size_t at = begin;
       for (;; ++at) {
-        if (is_free(at) && is_one_of(at, wanted.kinds)) {
+        if (at < groups_.size() && candidate_.fits(entry, at)) {
           match_.places.push_back(groups_[at].first);
           const size_t end = std::exchange(end_, at + 1);
           if (match(entry + 1, at + 1)) return true;
           match_.places.pop_back();
           end_ = end;
         }
-        if (end_ == begin_ || !may_pass(at)) break;
+        if (end_ == begin_ || !candidate_.passes_idle || !may_pass(at)) break;
       }
       if (!wanted.optional) {
         if (is_last_needed(entry)) come_close(at, entry + 1);
@@ -134,32 +196,26 @@ class Rewriter {
     }
 
     bool accept() {
-      const auto taken = std::ranges::count_if(match_.places, [](int place) { return place >= 0; });
-      if (taken < std::min<std::ptrdiff_t>(2, std::ssize(rule_.pattern))) {
-        if (taken > 0) come_close(skip_idle(end_), rule_.pattern.size());
+      if (taken() < candidate_.least) {
+        if (taken() > 0) come_close(skip_idle(end_), candidate_.pattern.size());
         return false;
       }
-      const auto reason = rule_.why_not ? rule_.why_not(match_) : std::nullopt;
+      const auto reason = candidate_.why_not ? candidate_.why_not(match_) : std::nullopt;
       if (!reason) return true;
       // Of several refusals the first is told, which is that of the longest match.
-      if (!std::exchange(refused_, true)) note(end_, *reason);
+      if (!std::exchange(refused_, true)) note(end_, *reason, taken());
       return false;
+    }
+
+    size_t taken() const {
+      return std::ranges::count_if(match_.places, [](int place) { return place >= 0; });
     }
 
     const OpNode& op_at(size_t at) const { return rewriter_.ops_[groups_[at].first]; }
 
-    // A native op that no fusion took.
-    bool is_free(size_t at) const {
-      return at < groups_.size() && !groups_[at].rule && !groups_[at].python;
-    }
-
-    bool is_one_of(size_t at, const std::vector<std::string>& kinds) const {
-      return std::ranges::find(kinds, op_at(at).kind) != kinds.end();
-    }
-
     // May the match go on behind this group?
     bool may_pass(size_t at) const {
-      if (!is_free(at)) return false;
+      if (at >= groups_.size() || groups_[at].rule || groups_[at].python) return false;
       const OpNode& op = op_at(at);
       const bool has_extras = !op.extra_inputs.empty() || !op.extra_outputs.empty();
       return !has_extras && rewriter_.analysis_.is_idle(groups_[at].first);
@@ -172,8 +228,8 @@ class Rewriter {
 
     // Are all entries after this one optional?
     bool is_last_needed(size_t entry) const {
-      return std::all_of(rule_.pattern.begin() + static_cast<std::ptrdiff_t>(entry) + 1,
-                         rule_.pattern.end(), [](const PatternOp& op) { return op.optional; });
+      return std::all_of(candidate_.pattern.begin() + static_cast<std::ptrdiff_t>(entry) + 1,
+                         candidate_.pattern.end(), [](const PatternOp& op) { return op.optional; });
     }
 
     // Something is missing at `at`: an op of an entry before `end` that comes after those taken.
@@ -183,11 +239,20 @@ class Rewriter {
       while (entry > 0 && match_.places[entry - 1] < 0) --entry;
       std::vector<std::string> wanted;
       for (; entry < end; ++entry) {
-        const auto& kinds = rule_.pattern[entry].kinds;
+        const auto& kinds = candidate_.pattern[entry].kinds;
         wanted.insert(wanted.end(), kinds.begin(), kinds.end());
       }
       furthest_ = at;
       reason_ = mismatch(at, wanted);
+      fitting_ = taken();
+      structural_ = !is_taken(at) || !rewriter_.is_one_of(groups_[at], wanted);
+    }
+
+    // Did another fusion take the ops there?
+    bool is_taken(size_t at) const {
+      if (at >= groups_.size()) return false;
+      const bool by_python = groups_[at].python.value_or(groups_[at].first) != groups_[at].first;
+      return groups_[at].rule || by_python;
     }
 
     // Why a group is no free op of these kinds.
@@ -197,24 +262,32 @@ class Rewriter {
       const StepGroup& group = groups_[at];
       const OpNode& op = op_at(at);
       const std::string place = "op " + std::to_string(group.first);
-      if (!op.native && group.count == 1) return place + " is a Python op";
-      if (!is_one_of(at, kinds)) return place + " is " + op.kind + needs();
+      if (!op.native && group.count == 1 && !candidate_.by_user) {
+        return place + " is a Python op";
+      }
+      if (!rewriter_.is_one_of(group, kinds)) return place + " is " + op.kind + needs();
       return place + " is taken by " + group.name;
     }
 
     // That the groups before `end`, and one more if there is none left, were not taken.
-    void note(size_t end, const std::string& reason) {
+    void note(size_t end, const std::string& reason, size_t matched) {
       const bool shows_next = !refused_ && end < groups_.size();
       std::vector<int> ops;
       for (size_t i = begin_; i < end + (shows_next ? 1 : 0); ++i) {
         for (int k = 0; k < groups_[i].count; ++k) ops.push_back(groups_[i].first + k);
       }
       const int length = static_cast<int>(end - begin_) + (refused_ ? 0 : 1);
-      rewriter_.misses_.push_back({{rule_.name, rule_.pass, std::move(ops), reason}, length});
+      NearMiss miss{.fusion = candidate_.name,
+                    .pass = candidate_.pass,
+                    .ops = std::move(ops),
+                    .reason = reason,
+                    .matched = static_cast<int>(matched),
+                    .structural = !refused_ && structural_};
+      rewriter_.misses_.push_back({std::move(miss), length, candidate_.by_user});
     }
 
     Rewriter& rewriter_;
-    const Rule& rule_;
+    const Candidate& candidate_;
     const Groups& groups_;
     size_t begin_;
     size_t end_;  // behind the last group taken
@@ -222,18 +295,21 @@ class Rewriter {
     bool refused_ = false;  // by the guard
     size_t furthest_ = begin_;
     std::string reason_ = {};
+    size_t fitting_ = 0;  // ops of the way that came furthest
+    bool structural_ = false;
   };
 
   const Analysis& analysis_;
   const std::vector<OpNode>& ops_;
   const UserRewrite& user_;
+  const UserPattern& pattern_;
   std::vector<Miss> misses_;
 };
 
 }  // namespace
 
-Rewritten rewrite(const Analysis& analysis, const UserRewrite& user) {
-  return Rewriter(analysis, user).run();
+Rewritten rewrite(const Analysis& analysis, const UserRewrite& user, const UserPattern& pattern) {
+  return Rewriter(analysis, user, pattern).run();
 }
 
 }  // namespace transformer_ops

@@ -41,6 +41,7 @@ struct Match {
   int first() const {
     return *std::ranges::find_if(places, [](int place) { return place >= 0; });
   }
+  int last() const { return *std::ranges::max_element(places); }
   const PlanKey& key() const { return analysis.key(); }
   const OpNode& op(int k) const { return analysis.ops()[places[k]]; }
   const std::string& kind(int k) const { return op(k).kind; }

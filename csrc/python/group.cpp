@@ -281,6 +281,26 @@ std::vector<StepGroup> Group::rewrite(CachedPlan& plan, const Fusion& fusion,
   return rewrite_groups_from_python(answer, groups);
 }
 
+UserMatcher Group::match(CachedPlan& plan, const Fusion& fusion,
+                         const std::vector<StepGroup>& groups) {
+  const py::object session = entry_of(plan).session;
+  const int64_t id = fusion.id;
+  UserMatcher user;
+  user.fits = session.attr("fits")(id, rewrite_groups_to_python(groups))
+                  .cast<std::vector<std::vector<bool>>>();
+  user.why_not = [session, id](int first, int count) {
+    return session.attr("why_not")(id, first, count).cast<std::optional<std::string>>();
+  };
+  user.make = [session, id](int first, int count) {
+    const auto made = py::cast<py::tuple>(session.attr("make")(id, first, count));
+    return StepGroup{.first = first,
+                     .count = count,
+                     .python = made[0].cast<int>(),
+                     .name = made[1].cast<std::string>()};
+  };
+  return user;
+}
+
 void Group::finish(const SharedPlan& plan) {
   const auto entry = std::static_pointer_cast<PlanEntry>(plan);
   entry->handle = std::make_shared<ProgramHandle>(entry->program);

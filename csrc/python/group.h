@@ -48,7 +48,7 @@ class Group : private PlanHost {
   // name), or of (Python op, count);
   // modules: whose `training` counts; hooked: whose hooks forbid this grouping;
   // absent: (module, name) of parameters that are None, so that no op of the group has them;
-  // new_session(): an object with rewrite(fusion id, pass, groups) for one planning call.
+  // new_session(): a PlanningSession for one planning call.
   Group(const py::list& ops, const py::list& places, const py::list& modules,
         const py::list& hooked, const py::list& absent, py::object new_session, bool recompute);
 
@@ -80,6 +80,8 @@ class Group : private PlanHost {
   SharedPlan begin(std::vector<OpNode>& ops) override;
   std::vector<StepGroup> rewrite(CachedPlan& plan, const Fusion& fusion,
                                  const std::vector<StepGroup>& groups) override;
+  UserMatcher match(CachedPlan& plan, const Fusion& fusion,
+                    const std::vector<StepGroup>& groups) override;
   void finish(const SharedPlan& plan) override;
 
   // The ops as nodes; notes where their parameters are.

@@ -112,7 +112,8 @@ py::dict plan_to_python(const Plan& plan) {
 py::list near_misses_to_python(const std::vector<NearMiss>& near_misses) {
   py::list list;
   for (const NearMiss& miss : near_misses) {
-    list.append(py::make_tuple(miss.fusion, to_text(miss.pass), miss.ops, miss.reason));
+    list.append(py::make_tuple(miss.fusion, to_text(miss.pass), py::tuple(py::cast(miss.ops)),
+                               miss.reason, miss.matched, miss.structural));
   }
   return list;
 }

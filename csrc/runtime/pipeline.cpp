@@ -150,13 +150,17 @@ SharedPlan Pipeline::make(const PlanKey& key) const {
   std::vector<OpNode> ops = ops_;
   const SharedPlan made = host_ ? host_->begin(ops) : std::make_shared<CachedPlan>();
   UserRewrite rewrite;
+  UserPattern match;
   if (host_) {
     rewrite = [&](const Fusion& fusion, const std::vector<StepGroup>& groups) {
       return host_->rewrite(*made, fusion, groups);
     };
+    match = [&](const Fusion& fusion, const std::vector<StepGroup>& groups) {
+      return host_->match(*made, fusion, groups);
+    };
   }
   try {
-    Planned planned = make_plan(ops, key, rewrite);
+    Planned planned = make_plan(ops, key, rewrite, match);
     made->plan = std::move(planned.plan);
     made->near_misses = std::move(planned.near_misses);
   } catch (const PlanError& error) {

@@ -37,6 +37,9 @@ class PlanHost {
   // Calls a user's function.
   virtual std::vector<StepGroup> rewrite(CachedPlan& plan, const Fusion& fusion,
                                          const std::vector<StepGroup>& groups) = 0;
+  // Says of a user's pattern what it takes.
+  virtual UserMatcher match(CachedPlan& plan, const Fusion& fusion,
+                            const std::vector<StepGroup>& groups) = 0;
   virtual void finish(const SharedPlan& plan) = 0;
 };
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..op.base import BasicOperation, FusibleOperation
@@ -49,13 +49,7 @@ class PlanningSession:
         if handle is None:
             return [(-1, index, None, "") for index in range(len(groups))]
         given = [self._module_of(group) for group in groups]
-        try:
-            returned = handle(list(given), recipe=None)
-        except Exception as error:
-            raise RuntimeError(
-                f"[{handle.name}] a {pass_name} fusion must not raise, got "
-                f"{type(error).__name__}: {error} (ops: {_names(given)})"
-            ) from error
+        returned = _call(handle, f"{pass_name} fusion", given, handle, recipe=None)
         if not isinstance(returned, list | tuple):
             raise RuntimeError(
                 f"[{handle.name}] a {pass_name} fusion must return a list of ops, got "
@@ -66,6 +60,61 @@ class PlanningSession:
         for number in range(len(self.basic_ops), len(self.python_ops)):
             self.made_by.setdefault(number, handle)
         return answer
+
+    # ---- patterns
+
+    def fits(self, fusion: int, groups: list[Group]) -> list[list[bool]]:
+        """For each entry of the fusion's pattern, which groups are a basic op that it takes."""
+        handle = registry.handle_of(fusion)
+        if handle is None or handle.pattern is None:
+            return []
+        ops = [self._unfused(group) for group in groups]
+        return [[op is not None and entry.takes(op) for op in ops] for entry in handle.pattern]
+
+    def _unfused(self, group: Group) -> BasicOperation | None:
+        """The basic op of a group that no fusion took."""
+        first, count, number, _, is_rule, _ = group
+        is_fused = is_rule or count > 1 or number not in (None, first)
+        return None if is_fused else self.basic_ops[first]
+
+    def why_not(self, fusion: int, first: int, count: int) -> str | None:
+        """What the fusion's guard says of a match."""
+        handle = registry.handle_of(fusion)
+        if handle is None:
+            return "it was removed"
+        if handle.guard is None:
+            return None
+        ops = self.basic_ops[first : first + count]
+        reason = _call(handle, "guard", ops, handle.guard)
+        if reason is not None and not isinstance(reason, str):
+            raise RuntimeError(
+                f"[{handle.name}] a guard must return None or the reason why not, got {reason!r} "
+                f"(ops: {_names(ops)})"
+            )
+        return reason
+
+    def make(self, fusion: int, first: int, count: int) -> tuple[int, str]:
+        """The fused op of a match: its number and name."""
+        handle = registry.handle_of(fusion)
+        if handle is None:
+            raise RuntimeError("[fusion] a fusion must not be removed while it makes a fused op")
+        ops = self.basic_ops[first : first + count]
+        op = _call(handle, f"{handle.pass_name} fusion", ops, handle)
+        if not isinstance(op, FusedOperation):
+            raise RuntimeError(
+                f"[{handle.name}] a {handle.pass_name} fusion with a pattern must return a "
+                f"FusedOperation, got {op!r} (ops: {_names(ops)})"
+            )
+        if [id(basic) for basic in op.basic_ops] != [id(basic) for basic in ops]:
+            raise RuntimeError(
+                f"[{handle.name}] a fused op must hold exactly the given basic ops in order, got "
+                f"{_names([op])} (ops: {_names(ops)})"
+            )
+        registry.check_methods(handle.name, handle.pass_name, type(op), RuntimeError)
+        self.python_ops.append(op)
+        number = len(self.python_ops) - 1
+        self.made_by[number] = handle
+        return number, type(op).__name__
 
     def _module_of(self, group: Group) -> FusibleOperation:
         first, count, number, name, is_rule, _ = group
@@ -97,7 +146,7 @@ class PlanningSession:
         known = {id(op) for op in given}
         for op in returned:
             if id(op) not in known and isinstance(op, FusedOperation):
-                _check_direction(handle, pass_name, op)
+                registry.check_methods(handle.name, pass_name, type(op), RuntimeError)
         kept = {id(op) for op in returned}
         for op, (*_, is_joint) in zip(given, groups, strict=True):
             if is_joint and id(op) not in kept:
@@ -129,6 +178,23 @@ class PlanningSession:
         return answer
 
 
+def _call(
+    handle: registry.FusionHandle,
+    what: str,
+    ops: Sequence[FusibleOperation],
+    function: Callable[..., Any],
+    **keywords: Any,
+) -> Any:
+    """What the user's function says of the ops; RuntimeError where it raises."""
+    try:
+        return function(list(ops), **keywords)
+    except Exception as error:
+        raise RuntimeError(
+            f"[{handle.name}] a {what} must not raise, got {type(error).__name__}: {error} "
+            f"(ops: {_names(ops)})"
+        ) from error
+
+
 def _check_dtypes(op: BasicOperation) -> None:
     # A plan knows only the dtypes that have kernels, and could not say what it got.
     for name, tensor in zip(op._parameter_names, op._parameter_tensors(), strict=False):
@@ -137,19 +203,6 @@ def _check_dtypes(op: BasicOperation) -> None:
                 f"[{op._kind}] {name} must be float16, bfloat16, float32 or float64, "
                 f"got {str(tensor.dtype).removeprefix('torch.')}"
             )
-
-
-def _check_direction(handle: registry.FusionHandle, pass_name: str, op: FusedOperation) -> None:
-    missing = []
-    if "forward" in pass_name and not op.supports_forward:
-        missing.append("a forward")
-    if "backward" in pass_name and not op.supports_backward:
-        missing.append("fuser_backward")
-    if missing:
-        raise RuntimeError(
-            f"[{handle.name}] a fused op of the {pass_name} pass must define "
-            f"{' and '.join(missing)}, got {type(op).__name__}"
-        )
 
 
 def _names(ops: Iterable[Any]) -> str:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal
 
 from .. import _C
 from ..locks import new_lock
+from ..op.base import BasicOperation
+from ..op.fused import FusedOperation
+from .pattern import Pattern, PatternEntry, check_pattern
 
 Pass = Literal["forward", "backward", "forward_backward"]
 FusionFunction = Callable[..., Any]
+# Of the basic ops of a match: None, or the reason why it does not fit.
+Guard = Callable[[list[BasicOperation]], str | None]
+# What a pattern may be given as.
+PatternLike = Iterable[type[BasicOperation] | tuple[type[BasicOperation], ...] | PatternEntry]
 
 # Compiled graphs guard on it: any change of the registry makes them stale. C++ writes it at each
 # change, also where a library that is loaded later brings a rule.
@@ -31,17 +38,26 @@ class FusionHandle:
 
     Attributes: `name`, `pass_name` ("forward", "backward" or "forward_backward"), `origin`
     ("built-in", the file name of a C++ library, or the module of the function), `func` (None for a
-    native rule).
+    native rule), `pattern` (None for a function that rewrites the list of ops), `guard`.
     """
 
     def __init__(
-        self, identity: int, name: str, pass_name: str, origin: str, func: FusionFunction | None
+        self,
+        identity: int,
+        name: str,
+        pass_name: str,
+        origin: str,
+        func: FusionFunction | None,
+        pattern: Pattern | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self._identity = identity
         self.name = name
         self.pass_name = pass_name
         self.origin = origin
         self.func = func
+        self.pattern = pattern
+        self.guard = guard
         if func is not None:
             functools.update_wrapper(self, func, updated=())
 
@@ -104,40 +120,74 @@ def handle_of(identity: int) -> FusionHandle | None:
 
 
 def register_forward_fusion(
-    func: FusionFunction, prepend: bool = False, *, name: str | None = None
+    func: FusionFunction,
+    prepend: bool = False,
+    *,
+    pattern: PatternLike | None = None,
+    guard: Guard | None = None,
+    name: str | None = None,
 ) -> FusionHandle:
-    """Register a function that may replace ops in the forward pass.
+    """Register a fused op for a pattern of ops, or a function that rewrites lists of ops.
 
-    `func(ops, *, recipe=None, **unused)` gets the ops of a group as a plain list and returns the
-    list with runs of ops replaced by `FusedOperation`s. It may run any number of times. Users'
-    functions run before built-in rules, in registration order, `prepend=True` first.
+    With a pattern, `func` is a `FusedOperation` class, or any function that makes one of a list of
+    basic ops. It replaces runs of ops that no fusion took before: for each entry one op, without
+    gaps. Users' fusions run before built-in rules, in registration order, `prepend=True` first.
+
+    Without one, `func(ops, *, recipe=None, **unused)` gets the ops of a group as a plain list and
+    returns the list with runs of ops replaced by `FusedOperation`s.
+
+    Either may be called any number of times.
+
+    Args:
+        pattern: a list whose entries are classes of basic ops, tuples of alternatives, or
+            `optional(...)`.
+        guard: `guard(ops)` gets the ops of a match and returns None, or a str that says why it does
+            not fit, which `explain()` shows.
+        name: for plans and `explain()`; None: that of `func`.
 
     Raises:
-        TypeError: `func` cannot be called.
-        ValueError: `func` is registered in this pass already.
+        TypeError: `func` or `guard` cannot be called; an entry is no class of basic ops; a class
+            without a pattern, or a guard without one.
+        ValueError: no entry that has to be there; `func` is registered for this in this pass
+            already; a class that lacks the methods of the pass.
     """
-    return _register(func, "forward", prepend, name)
+    return _register(func, "forward", prepend, pattern, guard, name)
 
 
 def register_backward_fusion(
-    func: FusionFunction, prepend: bool = False, *, name: str | None = None
+    func: FusionFunction,
+    prepend: bool = False,
+    *,
+    pattern: PatternLike | None = None,
+    guard: Guard | None = None,
+    name: str | None = None,
 ) -> FusionHandle:
-    """As `register_forward_fusion`, for the backward pass. The list is in forward order."""
-    return _register(func, "backward", prepend, name)
+    """As `register_forward_fusion`, for the backward pass. Lists of ops are in forward order."""
+    return _register(func, "backward", prepend, pattern, guard, name)
 
 
 def register_forward_backward_fusion(
-    func: FusionFunction, prepend: bool = False, *, name: str | None = None
+    func: FusionFunction,
+    prepend: bool = False,
+    *,
+    pattern: PatternLike | None = None,
+    guard: Guard | None = None,
+    name: str | None = None,
 ) -> FusionHandle:
     """As `register_forward_fusion`, for both passes at once, before either.
 
-    The `FusedOperation`s it returns implement forward and backward and may save what they like.
+    The `FusedOperation`s implement forward and backward and may save what they like.
     """
-    return _register(func, "forward_backward", prepend, name)
+    return _register(func, "forward_backward", prepend, pattern, guard, name)
 
 
 def _register(
-    func: FusionFunction, pass_name: Pass, prepend: bool, name: str | None
+    func: FusionFunction,
+    pass_name: Pass,
+    prepend: bool,
+    pattern: PatternLike | None,
+    guard: Guard | None,
+    name: str | None,
 ) -> FusionHandle:
     if isinstance(func, FusionHandle) and func.func is not None:
         func = func.func
@@ -145,19 +195,55 @@ def _register(
         raise TypeError(f"[fusion] func must be callable, got {func!r}")
     if name is not None and not isinstance(name, str):
         raise TypeError(f"[fusion] name must be a str or None, got {name!r}")
+    entries = None if pattern is None else check_pattern(pattern)
+    _check_kind(func, pass_name, entries, guard)
     with _lock:
         for handle in _handles.values():
-            if handle.pass_name == pass_name and _is_same(handle.func, func):
+            is_same = handle.pass_name == pass_name and handle.pattern == entries
+            if is_same and _is_same(handle.func, func):
                 raise ValueError(
                     f"[fusion] func must be registered once in the {pass_name} pass, "
                     f"got {handle.name!r} again"
                 )
         label = name if name is not None else getattr(func, "__name__", type(func).__name__)
         origin = getattr(func, "__module__", None) or "user"
-        identity = _C.add_user_fusion(label, pass_name, origin, bool(prepend))
-        handle = FusionHandle(identity, label, pass_name, origin, func)
+        rows = [(entry.names, entry.optional) for entry in entries or ()]
+        identity = _C.add_user_fusion(label, pass_name, origin, bool(prepend), rows)
+        handle = FusionHandle(identity, label, pass_name, origin, func, entries, guard)
         _handles[identity] = handle
     return handle
+
+
+def _check_kind(
+    func: FusionFunction, pass_name: Pass, pattern: Pattern | None, guard: object
+) -> None:
+    fused = func if isinstance(func, type) and issubclass(func, FusedOperation) else None
+    if pattern is None:
+        if fused is not None:
+            raise TypeError(f"[fusion] a fused op must have a pattern, got {func!r} alone")
+        if guard is not None:
+            raise TypeError(f"[fusion] a guard must have a pattern, got {guard!r} alone")
+        return
+    if guard is not None and not callable(guard):
+        raise TypeError(f"[fusion] guard must be callable or None, got {guard!r}")
+    if fused is not None:
+        check_methods("fusion", pass_name, fused, ValueError)
+
+
+def check_methods(
+    fusion: str, pass_name: str, cls: type[FusedOperation], error: type[Exception]
+) -> None:
+    """Raises `error` unless the class of fused ops defines what the pass calls."""
+    missing = []
+    if "forward" in pass_name and cls._python_forward is None:
+        missing.append("a forward")
+    if "backward" in pass_name and cls._python_backward is None:
+        missing.append("fuser_backward")
+    if missing:
+        raise error(
+            f"[{fusion}] a fused op of the {pass_name} pass must define "
+            f"{' and '.join(missing)}, got {cls.__name__}"
+        )
 
 
 def _is_same(func: object, other: object) -> bool:

@@ -58,12 +58,18 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class NearMiss:
-    """A fusion that did not take a place it nearly matched, and why."""
+    """A fusion that did not take a place it nearly matched, and why.
+
+    `matched` is how many ops fitted. `structural`: the op after them is another one, or there is
+    none; otherwise a guard refused, or another fusion had taken the ops.
+    """
 
     fusion: str
     pass_name: str
     ops: tuple[int, ...]
     reason: str
+    matched: int
+    structural: bool
 
 
 class Plan:
@@ -77,7 +83,7 @@ class Plan:
         self,
         text: str,
         data: dict[str, Any],
-        near_misses: list[tuple[str, str, list[int], str]] | None = None,
+        near_misses: list[tuple[str, str, tuple[int, ...], str, int, bool]] | None = None,
         python_ops: list[Any] | None = None,
     ) -> None:
         self.text = text
@@ -98,9 +104,7 @@ class Plan:
         self.autocast: str | None = data["autocast"]
         self.forward = [_step(row, python_ops) for row in data["forward"]]
         self.backward = [_step(row, python_ops) for row in data["backward"]]
-        self.near_misses = [
-            NearMiss(name, p, tuple(ops), why) for name, p, ops, why in near_misses or []
-        ]
+        self.near_misses = [NearMiss(*row) for row in near_misses or []]
 
     @classmethod
     def parse(cls, text: str) -> Plan:

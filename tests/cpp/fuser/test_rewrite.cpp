@@ -310,5 +310,72 @@ TEST(UserRewrite, ErrorsPassThrough) {
                std::invalid_argument);
 }
 
+// ---- users' patterns
+
+// Takes ops by their kinds, as the patterns of a host language do.
+UserPattern by_kind(const std::vector<OpNode>& ops, std::optional<std::string> reason = {}) {
+  return [=](const Fusion& fusion, const Groups& groups) {
+    UserMatcher user;
+    for (const PatternOp& entry : fusion.pattern) {
+      auto& row = user.fits.emplace_back();
+      for (const StepGroup& group : groups) {
+        const bool is_free = group.count == 1 && !group.rule;
+        row.push_back(is_free && std::ranges::count(entry.kinds, ops[group.first].kind) > 0);
+      }
+    }
+    user.why_not = [=](int, int count) { return count > 2 ? reason : std::nullopt; };
+    user.make = [](int first, int count) {
+      return StepGroup{.first = first, .count = count, .python = 9, .name = "Mine"};
+    };
+    return user;
+  };
+}
+
+Rewritten rewrite_with(const std::vector<std::string>& kinds, std::optional<std::string> why = {}) {
+  const std::vector<OpNode> ops = nodes(kinds);
+  const PlanKey key = toy::key(ops);
+  return rewrite(Analysis(ops, key), keep, by_kind(ops, std::move(why)));
+}
+
+TEST(UserPattern, TakesOptionalOpsAndGoesBeforeTheRules) {
+  const ScopedRule native(rule("native", 99, {{"Product"}, {"Shift"}}));
+  const ScopedUserFusion user("user", Pass::Forward, false,
+                              {{"Product"}, optional_op({"Shift"}), {"Square", "Scale"}});
+  EXPECT_EQ(text(rewrite_with({"Product", "Shift", "Scale", "Product", "Square"}).forward),
+            "Mine[0..2] Mine[3..4]");
+  EXPECT_EQ(text(rewrite_with({"Product", "Shift", "Norm"}).forward), "native[0..1] Norm[2..2]");
+}
+
+TEST(UserPattern, TakesOneOpAlone) {
+  const ScopedUserFusion user("user", Pass::Forward, false, {{"Square"}, optional_op({"Scale"})});
+  EXPECT_EQ(text(rewrite_with({"Square", "Scale", "Square"}).forward), "Mine[0..1] Mine[2..2]");
+}
+
+TEST(UserPattern, IsToldOfWhereItWasRefusedAlsoWhereARuleTookTheOps) {
+  const ScopedRule native(rule("native", 99, {{"Product"}, {"Shift"}, {"Square"}}));
+  const ScopedUserFusion user("user", Pass::Forward, false, {{"Product"}, {"Shift"}, {"Square"}});
+  const Rewritten result = rewrite_with({"Product", "Shift", "Square"}, "too many");
+  EXPECT_EQ(text(result.forward), "native[0..2]");
+  ASSERT_EQ(result.near_misses.size(), 1u);
+  const NearMiss& miss = result.near_misses[0];
+  EXPECT_EQ(miss.fusion, "user");
+  EXPECT_EQ(miss.reason, "too many");
+  EXPECT_EQ(miss.matched, 3);
+  EXPECT_FALSE(miss.structural);
+}
+
+TEST(UserPattern, SaysHowFarItCame) {
+  const ScopedUserFusion user("user", Pass::Forward, false, {{"Product"}, {"Shift"}, {"Square"}});
+  const Rewritten result = rewrite_with({"Product", "Shift", "Norm"});
+  ASSERT_EQ(result.near_misses.size(), 1u);
+  EXPECT_EQ(result.near_misses[0].matched, 2);
+  EXPECT_TRUE(result.near_misses[0].structural);
+}
+
+TEST(UserPattern, NeedsAHost) {
+  const ScopedUserFusion user("user", Pass::Forward, false, {{"Square"}});
+  EXPECT_EQ(text(rewrite_all(nodes({"Square"})).forward), "Square[0..0]");
+}
+
 }  // namespace
 }  // namespace transformer_ops

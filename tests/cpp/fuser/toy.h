@@ -60,8 +60,9 @@ class ScopedRule {
 
 class ScopedUserFusion {
  public:
-  ScopedUserFusion(const std::string& name, Pass pass, bool prepend = false)
-      : id_(add_user_fusion(name, pass, "test", prepend)) {}
+  ScopedUserFusion(const std::string& name, Pass pass, bool prepend = false,
+                   std::vector<PatternOp> pattern = {})
+      : id_(add_user_fusion(name, pass, "test", prepend, std::move(pattern))) {}
   ~ScopedUserFusion() { remove_fusion(id_); }
   ScopedUserFusion(const ScopedUserFusion&) = delete;
   ScopedUserFusion& operator=(const ScopedUserFusion&) = delete;

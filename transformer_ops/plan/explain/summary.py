@@ -143,16 +143,30 @@ def describe(
         forward=rows(plan.forward, "forward", kept),
         backward=rows(plan.backward, "backward", nothing),
         links=tuple(_links(plan, basic_ops)),
-        near_misses=_relevant(plan),
+        near_misses=_relevant(plan, origins),
         saved=saved,
         note=note,
     )
 
 
-def _relevant(plan: Plan) -> tuple[NearMiss, ...]:
-    """Each near miss once; none of the backward pass where there is none."""
+def _relevant(plan: Plan, origins: Mapping[tuple[str, str], str]) -> tuple[NearMiss, ...]:
+    """Each near miss once that a reader may act on; none of the backward pass where there is
+    none."""
     rows = {(miss.pass_name, miss.fusion, miss.ops, miss.reason): miss for miss in plan.near_misses}
-    return tuple(m for m in rows.values() if plan.needs_backward or m.pass_name == "forward")
+    return tuple(
+        miss
+        for miss in rows.values()
+        if (plan.needs_backward or miss.pass_name == "forward")
+        and _may_matter(miss, origins.get((miss.pass_name, miss.fusion), ""))
+    )
+
+
+def _may_matter(miss: NearMiss, origin: str) -> bool:
+    # One op, and often two, fit a pattern by chance; what kept a user's own fusion from its ops is
+    # always told.
+    if miss.structural:
+        return miss.matched > 2
+    return miss.matched > 1 or origin != "built-in"
 
 
 def _row(
