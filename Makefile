@@ -33,6 +33,7 @@ test: build
 	$(BIN)/python tools/cmake_build.py
 	$(BIN)/python -m pytest -q tests $(ARGS)
 	$(BIN)/python -m pytest -q $(EMULATED) $(ARGS)
+	@sed -n 's/^LEFT_OUT = "\(..*\)"/Left out: \1/p' transformer_ops/_build_info.py
 
 train: build
 	$(BIN)/python examples/train_lm.py $(ARGS)
@@ -51,11 +52,12 @@ $(PACKAGES): constraints.txt
 	@touch $@
 
 # Every environment of this checkout shares the built files in transformer_ops/: build again after
-# a `make` with another TORCH. The build folder of each is kept, so that takes seconds.
-built_for := $(shell sed -n 's/^TORCH_VERSION = "\(.*\)"/\1/p' transformer_ops/_build_info.py 2>/dev/null)
+# a `make` with another TORCH or TRANSFORMER_OPS_CUDA. The build folder of each torch is kept, so that
+# takes seconds.
+built = $(shell sed -n 's/^$(1) = "\(.*\)"/\1/p' transformer_ops/_build_info.py 2>/dev/null)
 installed := $(shell sed -n "s/^__version__ = '\(.*\)'/\1/p" \
     $(VENV)/lib/python3*/site-packages/torch/version.py 2>/dev/null)
-ifneq ($(built_for),$(installed))
+ifneq ($(call built,TORCH_VERSION) $(call built,CUDA_ASKED),$(installed) $(TRANSFORMER_OPS_CUDA))
 $(BUILT): FORCE
 endif
 

@@ -1,18 +1,31 @@
 # TRANSFORMER_OPS_CUDA=AUTO|ON|OFF, as an environment variable or a CMake option. AUTO asks for the
-# toolkit and a torch built with CUDA, never for a GPU: a build machine needs none.
+# toolkit and a torch built with CUDA, never for a GPU: a build machine needs none. The default is
+# AUTO where there is a GPU, else OFF: what takes minutes to compile could not run there.
 #
-# Sets TRANSFORMER_OPS_WITH_CUDA and TRANSFORMER_OPS_CUDA_PYTHON, what _build_info.py says of it.
+# Sets TRANSFORMER_OPS_WITH_CUDA, and TRANSFORMER_OPS_CUDA_PYTHON, TRANSFORMER_OPS_CUDA_ASKED and
+# TRANSFORMER_OPS_LEFT_OUT for _build_info.py.
+set(TRANSFORMER_OPS_CUDA_ASKED "$ENV{TRANSFORMER_OPS_CUDA}")
+set(reason "by TRANSFORMER_OPS_CUDA=OFF")
 if(DEFINED ENV{TRANSFORMER_OPS_CUDA})
-  set(TRANSFORMER_OPS_CUDA $ENV{TRANSFORMER_OPS_CUDA} CACHE STRING "AUTO, ON or OFF" FORCE)
-else()
-  set(TRANSFORMER_OPS_CUDA AUTO CACHE STRING "AUTO, ON or OFF")
+  # Not cached: without the variable, the next build has the default again.
+  set(TRANSFORMER_OPS_CUDA $ENV{TRANSFORMER_OPS_CUDA})
+elseif(NOT DEFINED TRANSFORMER_OPS_CUDA)
+  # What a container is given; a driver before its first use; WSL.
+  file(GLOB gpu /dev/nvidiactl /proc/driver/nvidia/version /usr/lib/wsl/lib/libcuda.so.1)
+  set(TRANSFORMER_OPS_CUDA AUTO)
+  if(NOT gpu)
+    set(TRANSFORMER_OPS_CUDA OFF)
+    set(reason "for want of a GPU (TRANSFORMER_OPS_CUDA=ON builds it)")
+  endif()
 endif()
 if(NOT TRANSFORMER_OPS_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "TRANSFORMER_OPS_CUDA must be AUTO, ON or OFF, got ${TRANSFORMER_OPS_CUDA}")
 endif()
 set(TRANSFORMER_OPS_WITH_CUDA OFF)
 set(TRANSFORMER_OPS_CUDA_PYTHON None)
+set(TRANSFORMER_OPS_LEFT_OUT "the CUDA backend, ${reason}")
 if(TRANSFORMER_OPS_CUDA STREQUAL "OFF")
+  message(STATUS "Building for CPU only, without ${TRANSFORMER_OPS_LEFT_OUT}")
   return()
 endif()
 
@@ -37,6 +50,7 @@ if(missing)
     message(FATAL_ERROR "TRANSFORMER_OPS_CUDA=ON: ${missing}")
   endif()
   message(STATUS "TRANSFORMER_OPS_CUDA=AUTO: building for CPU only: ${missing}")
+  set(TRANSFORMER_OPS_LEFT_OUT "the CUDA backend: ${missing}")
   return()
 endif()
 
@@ -69,6 +83,7 @@ set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
 enable_language(CUDA)
 
 set(TRANSFORMER_OPS_WITH_CUDA ON)
+set(TRANSFORMER_OPS_LEFT_OUT "")
 string(REPLACE ";" " " said_architectures "${architectures}")
 set(TRANSFORMER_OPS_CUDA_PYTHON
     "{\"toolkit\": \"${CUDAToolkit_VERSION}\", \"architectures\": \"${architectures}\"}")

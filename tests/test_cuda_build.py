@@ -157,10 +157,14 @@ macro(find_package name)
 endmacro()
 macro(enable_language name)
 endmacro()
+macro(file command out)  # GLOB, for the signs of a GPU
+  set(${out} ${GPU})
+endmacro()
 set(TORCH_VERSION 2.11.0)
 include(cmake/cuda.cmake)
 message(STATUS "architectures: ${CMAKE_CUDA_ARCHITECTURES}")
 message(STATUS "python: ${TRANSFORMER_OPS_CUDA_PYTHON}")
+message(STATUS "left out: ${TRANSFORMER_OPS_LEFT_OUT}")
 """
 TOOLKIT = {
     "CUDAToolkit_NVCC_EXECUTABLE": "nvcc",
@@ -222,7 +226,7 @@ def configure(
         *[
             (
                 TOOLKIT | TORCH,
-                {"TORCH_CUDA_ARCH_LIST": f"8.0;{bad}"},
+                {"TRANSFORMER_OPS_CUDA": "AUTO", "TORCH_CUDA_ARCH_LIST": f"8.0;{bad}"},
                 f"TORCH_CUDA_ARCH_LIST must hold versions such as 9.0a or 10.0+PTX, got {bad}",
             )
             for bad in ("Ampere", "90", "9.0b", "9.0-PTX")
@@ -244,15 +248,40 @@ def test_cmake_errors(tmp_path, found, environment, message):
     ],
 )
 def test_auto_builds_for_the_cpu_where_something_is_missing(tmp_path, found, reason):
-    done = configure(tmp_path, found, {"TORCH_CUDA_ARCH_LIST": "of no interest then"})
+    environment = {"TRANSFORMER_OPS_CUDA": "AUTO", "TORCH_CUDA_ARCH_LIST": "of no interest then"}
+    done = configure(tmp_path, found, environment)
     assert done.returncode == 0, done.stderr
     assert "TRANSFORMER_OPS_CUDA=AUTO: building for CPU only: " + reason in done.stdout
     assert "python: None" in done.stdout
+    assert "left out: the CUDA backend: " + reason in done.stdout
 
 
-def test_off_builds_for_the_cpu(tmp_path):
-    done = configure(tmp_path, TOOLKIT | TORCH, {"TRANSFORMER_OPS_CUDA": "OFF"})
-    assert (done.returncode, done.stdout) == (0, "-- architectures: \n-- python: None\n")
+GPU = {"GPU": "/dev/nvidiactl"}
+WITH_CUDA = ("-- left out: \n", "architectures: 80-real")
+NO_GPU = ("left out: the CUDA backend, for want of a GPU (TRANSFORMER_OPS_CUDA=ON builds it)",)
+BY_OFF = ("left out: the CUDA backend, by TRANSFORMER_OPS_CUDA=OFF", "python: None")
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "said"),
+    [
+        ({}, None, NO_GPU),
+        (GPU, None, WITH_CUDA),
+        (GPU | {"CUDAToolkit_NVCC_EXECUTABLE": ""}, None, ("left out: the CUDA backend: a CUDA",)),
+        ({}, "AUTO", WITH_CUDA),
+        ({}, "ON", WITH_CUDA),
+        (GPU, "OFF", BY_OFF),
+        # As a CMake option; the environment comes first.
+        ({"TRANSFORMER_OPS_CUDA": "ON"}, None, WITH_CUDA),
+        (GPU | {"TRANSFORMER_OPS_CUDA": "ON"}, "OFF", BY_OFF),
+    ],
+)
+def test_what_is_built(tmp_path, found, asked, said):
+    environment = {} if asked is None else {"TRANSFORMER_OPS_CUDA": asked}
+    done = configure(tmp_path, TOOLKIT | TORCH | found, environment)
+    assert done.returncode == 0, done.stderr
+    for line in said:
+        assert line in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ def cmake_build(folder: Path, options: dict[str, str], targets: tuple[str, ...])
         **options,
     }
     defines = [f"-D{name}={value}" for name, value in options.items()]
+    # The environment alone decides on CUDA; a folder of an earlier version has a choice cached.
+    defines.append("-UTRANSFORMER_OPS_CUDA")
     cmake = tool("cmake")
     run([cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *defines])
     run([cmake, "--build", str(folder), "--parallel", jobs(), "--target", *targets])
