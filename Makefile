@@ -27,7 +27,7 @@ EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransfo
     tests/test_cuda.py tests/test_products.py tests/test_dropout.py tests/test_epilogues.py \
     tests/test_main_grad.py
 
-.PHONY: test train bench build lint format sanitize fuzz clean FORCE
+.PHONY: test train bench build build-times lint format sanitize fuzz clean FORCE
 
 test: build
 	$(BIN)/python tools/cmake_build.py
@@ -77,6 +77,10 @@ format: $(PACKAGES)
 	$(BIN)/clang-format -i $(CPP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Seconds for each file of the last build; ARGS=--check fails where one is over its budget.
+build-times: build
+	$(BIN)/python tools/build_times.py $(ARGS)
 
 sanitize: build
 	$(BIN)/python tools/cmake_build.py --sanitize address
