@@ -97,13 +97,14 @@ def sanitizer_options(sanitizer: str) -> dict[str, str]:
     return options
 
 
-def build_and_run_tests(sanitizer: str | None) -> None:
+def build_and_run_tests(sanitizer: str | None, parts: list[str]) -> None:
     options = {"TRANSFORMER_OPS_TESTS": "ON", "TRANSFORMER_OPS_SANITIZE": "OFF"}
     if sanitizer is not None:
         options |= sanitizer_options(sanitizer)
     folder = build_folder({None: "", "address": "-san", "thread": "-tsan"}[sanitizer])
-    cmake_build(folder, options, targets=("cpp_tests",))
-    run([tool("ctest"), "--output-on-failure", "--parallel", jobs()], folder=folder)
+    cmake_build(folder, options, targets=tuple(f"test_{part}" for part in parts) or ("cpp_tests",))
+    chosen = ["--tests-regex", f"^({'|'.join(parts)})\\."] if parts else []
+    run([tool("ctest"), "--output-on-failure", "--parallel", jobs(), *chosen], folder=folder)
 
 
 if __name__ == "__main__":
@@ -113,4 +114,12 @@ if __name__ == "__main__":
         choices=("address", "thread"),
         help="address: with ASan and UBSan; thread: those that use threads, with TSan",
     )
-    build_and_run_tests(parser.parse_args().sanitize)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="PART",
+        help="programs of tests/cpp, such as fuser memory, which need no libtorch",
+    )
+    given = parser.parse_args()
+    build_and_run_tests(given.sanitize, given.only)
