@@ -3,6 +3,7 @@
 import os as _os
 from importlib import import_module as _import_module
 
+from ._loader import build_info as _built
 from ._loader import load as _load
 
 _load()
@@ -33,7 +34,7 @@ _library.listen()
 memory = _import_module(".memory", __name__)
 testing = _import_module(".testing", __name__)
 
-__version__ = "0.1.0"
+__version__: str = _built().VERSION
 
 # For CMAKE_PREFIX_PATH: find_package(transformer_ops) in a C++ project.
 cmake_prefix_path = _os.path.join(_os.path.dirname(__file__), "share", "cmake")
