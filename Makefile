@@ -78,7 +78,7 @@ lint: $(PACKAGES)
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy transformer_ops
+	$(BIN)/mypy transformer_ops tools benchmarks examples
 
 format: $(PACKAGES)
 	$(BIN)/clang-format -i $(CPP)

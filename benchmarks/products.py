@@ -13,6 +13,7 @@ import argparse
 import os
 import statistics
 import time
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -53,21 +54,22 @@ def measure(which: str, x: Tensor, weight: Tensor, grad: Tensor) -> str:
     exact = product(which, x.double(), weight.double(), grad.double())
     error = {}
     rounds: dict[str, list[float]] = {library: [] for library in LIBRARIES}
-    before = torch.backends.mkldnn.enabled
+    mkldnn: Any = torch.backends.mkldnn
+    before = mkldnn.enabled
     try:
         for library, enabled in LIBRARIES.items():
-            torch.backends.mkldnn.enabled = enabled
+            mkldnn.enabled = enabled
             got = product(which, x, weight, grad).double()
             error[library] = ((got - exact).square().mean() / exact.square().mean()).sqrt().item()
         end = time.perf_counter() + SECONDS
         while len(rounds["MKL"]) < 3 or time.perf_counter() < end:
             for library, enabled in LIBRARIES.items():
-                torch.backends.mkldnn.enabled = enabled
+                mkldnn.enabled = enabled
                 start = time.perf_counter()
                 product(which, x, weight, grad)
                 rounds[library].append(time.perf_counter() - start)
     finally:
-        torch.backends.mkldnn.enabled = before
+        mkldnn.enabled = before
     pairs = zip(rounds["oneDNN"], rounds["MKL"], strict=True)
     ratio = statistics.median(ours / theirs for ours, theirs in pairs)
     times = [f"{1e3 * statistics.median(times):9.3f}" for times in rounds.values()]

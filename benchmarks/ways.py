@@ -78,7 +78,8 @@ class _LinearGELU(tops.FusedOperation):
         self, input_: Tensor, **unused: Any
     ) -> tuple[Tensor, list[tuple[()]], tuple[Tensor, Tensor]]:
         """Pure: output, extra outputs, what backward reads."""
-        linear, bias, _ = self.basic_ops
+        ops: list[Any] = self.basic_ops
+        linear, bias, _ = ops
         hidden = nn.functional.linear(input_, linear.weight, bias.bias)
         return nn.functional.gelu(hidden, approximate="tanh"), [(), (), ()], (input_, hidden)
 
@@ -94,20 +95,15 @@ class _LinearGELU(tops.FusedOperation):
 
 def fuse_in_python(module: tops.Sequential) -> tops.FusionHandle:
     """Registers a fusion of Linear and GELU in Python for this module alone."""
-    mine = {id(op) for part in module for op in part.basic_ops}
-    window = (tops.BasicLinear, tops.Bias, tops.GELU)
+    parts: list[Any] = list(module)
+    mine = {id(op) for part in parts for op in part.basic_ops}
 
-    def fuse(ops: list[Any], **unused: Any) -> list[Any]:
-        found: list[Any] = []
-        while ops:
-            head = ops[:3]
-            fits = len(head) == 3 and all(map(isinstance, head, window))
-            fits = fits and all(id(op) in mine for op in head)
-            found.append(_LinearGELU(head) if fits else ops[0])
-            ops = ops[3:] if fits else ops[1:]
-        return found
+    def is_mine(ops: list[tops.BasicOperation]) -> str | None:
+        return None if id(ops[0]) in mine else "it is in another module"
 
-    return tops.register_forward_fusion(fuse, name="benchmark_linear_gelu")
+    return tops.register_forward_fusion(
+        _LinearGELU, pattern=[tops.BasicLinear, tops.Bias, tops.GELU], guard=is_mine
+    )
 
 
 def accumulate_into_main_grad(module: nn.Module) -> None:
@@ -115,4 +111,5 @@ def accumulate_into_main_grad(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, tops.Linear):
             part.accumulate_into_main_grad = True
-            part.weight.main_grad = torch.zeros_like(part.weight)
+            weight: Any = part.weight
+            weight.main_grad = torch.zeros_like(weight)

@@ -1,0 +1,102 @@
+"""Canaries: each private thing of torch that this project uses, by name.
+
+What is private may go with any release. A row that fails says which use to change; a use without a
+row fails too. What C++ uses without a row here is declared in torch's headers: without it the
+library does not compile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+PACKAGE = Path(__file__).parent.parent / "transformer_ops"
+
+
+def exported(symbol: str) -> bool:
+    """Whether one of torch's libraries, all of which are loaded, exports the symbol."""
+    return hasattr(ctypes.CDLL(None), symbol) or hasattr(
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")), symbol
+    )
+
+
+def has_attribute(path: str) -> bool:
+    found: object = torch
+    for name in path.split(".")[1:]:
+        found = getattr(found, name, None)
+        if found is None:
+            return False
+    return True
+
+
+# What Python code names; each must be there.
+NAMES = [
+    "torch._C._disabled_torch_function_impl",
+    "torch._C._is_torch_function_enabled",
+    "torch._dynamo.allow_in_graph",
+    "torch._dynamo.assume_constant_result",
+    "torch._dynamo.config.patch",
+    "torch.utils._pytree",
+]
+MODULE_DICTS = [
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_buffers",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_parameters",
+]
+MODULE_METHODS = ["_get_name", "_load_from_state_dict", "_replicate_for_data_parallel"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_has(name: str) -> None:
+    assert has_attribute(name), f"torch {torch.__version__} lacks {name}"
+
+
+@pytest.mark.parametrize("name", MODULE_DICTS)
+def test_a_module_keeps(name: str) -> None:
+    assert name in nn.Linear(1, 1).__dict__, f"nn.Module of torch {torch.__version__} lacks {name}"
+
+
+@pytest.mark.parametrize("name", MODULE_METHODS)
+def test_a_module_has(name: str) -> None:
+    assert callable(getattr(nn.Module, name, None)), (
+        f"nn.Module of torch {torch.__version__} lacks {name}"
+    )
+
+
+def test_a_module_loads_by_this_signature() -> None:
+    given = list(inspect.signature(nn.Module._load_from_state_dict).parameters)
+    assert given == [
+        "self",
+        "state_dict",
+        "prefix",
+        "local_metadata",
+        "strict",
+        "missing_keys",
+        "unexpected_keys",
+        "error_msgs",
+    ]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+def test_onednn_multiplies() -> None:
+    # product.cpp declares it itself; without it, products in 16 bits take addmm's way.
+    symbol = "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff"
+    assert exported(symbol), f"torch {torch.__version__} exports no at::native::mkldnn_matmul"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.name)
+def test_every_use_has_a_row(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert set(re.findall(r"\btorch(?:\.\w+)*\._(?!_)\w+(?:\.\w+)*", text)) <= set(NAMES)
