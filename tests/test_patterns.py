@@ -89,6 +89,14 @@ def test_numbers(bias: bool, activation: type) -> None:
     )
 
 
+def test_check_fusion_takes_a_handle() -> None:
+    with joint() as handle:
+        check_fusion(handle, mlp, torch.randn(3, 6), kind="forward_backward")
+    with joint(guard=lambda ops: "not here") as handle:
+        with pytest.raises(AssertionError, match="Epilogue"):
+            check_fusion(handle, mlp, torch.randn(3, 6), kind="forward_backward")
+
+
 def test_an_optional_entry_and_alternatives() -> None:
     with joint():
         assert steps(mlp())[0] == ("Epilogue", (0, 1, 2))

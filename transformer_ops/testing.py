@@ -69,7 +69,8 @@ def check_fusion(
     with and without grad.
 
     Args:
-        func, pattern, guard: as for `register_forward_fusion`.
+        func, pattern, guard: as for `register_forward_fusion`. A handle brings its own pattern and
+            guard.
         make_ops: returns the list of ops; both sides get the same parameters.
         inputs: the main input and the extra inputs.
         kind: "forward", "backward" or "forward_backward".
@@ -85,6 +86,8 @@ def check_fusion(
     ops = _check_ops(make_ops())
     unfused = Sequential(*copy.deepcopy(ops))
     fused = Sequential(*ops)
+    if isinstance(func, registry.FusionHandle) and func.func is not None:
+        pattern, guard, func = func.pattern, func.guard, func.func
     name = getattr(func, "__name__", type(func).__name__)
     made: list[FusedOperation] = []
 
