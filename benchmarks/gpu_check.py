@@ -261,6 +261,8 @@ def call(command: Command, env: dict[str, str], stream: Any, seconds: float) -> 
         stdout=stream,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        # A shell's background job ignores it, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         return process.wait(timeout=max(0.0, seconds))

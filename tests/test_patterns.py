@@ -91,10 +91,21 @@ def test_numbers(bias: bool, activation: type) -> None:
 
 def test_check_fusion_takes_a_handle() -> None:
     with joint() as handle:
-        check_fusion(handle, mlp, torch.randn(3, 6), kind="forward_backward")
+        check_fusion(handle, mlp, torch.randn(3, 6))
     with joint(guard=lambda ops: "not here") as handle:
         with pytest.raises(AssertionError, match="Epilogue"):
             check_fusion(handle, mlp, torch.randn(3, 6), kind="forward_backward")
+
+
+def test_what_check_fusion_refuses() -> None:
+    x = torch.randn(3, 6)
+    with pytest.raises(TypeError, match=r"\[fusion\] a fused op must have a pattern, got"):
+        check_fusion(Epilogue, mlp, x, kind="forward_backward")
+    with joint() as handle, pytest.raises(TypeError, match="must be left to the handle"):
+        check_fusion(handle, mlp, x, pattern=[tops.SiLU])
+    (rule,) = (h for h in tops.fusions() if h.name == "linear_epilogue")
+    with pytest.raises(TypeError, match="func must be a user's fusion, got FusionHandle"):
+        check_fusion(rule, mlp, x)
 
 
 def test_an_optional_entry_and_alternatives() -> None:
@@ -206,6 +217,164 @@ def test_a_guard_sees_what_the_ops_are_now() -> None:
             assert module.plans()[0].forward[0].name == name
 
 
+class Times(tops.BasicOperation):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def op_forward(self, ctx: Any, input_: Tensor, **unused: Any) -> Tensor:
+        return input_ * self.factor
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        return grad_output * self.factor, ()
+
+
+class Scaled(tops.SiLU):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+
+class Four(tops.FusedOperation):
+    """Stateless: right for factors of 2 alone."""
+
+    def fuser_forward_compute(self, input_: Tensor, **unused: Any) -> Any:
+        return input_ * 4, [(), ()], ()
+
+    def fuser_forward_save_ctx(self, ctxs: Any, input_: Tensor, saved: Any, **_: Any) -> None:
+        return
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_guard_sees_the_attributes_of_python_ops(compiled: bool) -> None:
+    def are_two(ops: list[Any]) -> str | None:
+        return None if all(op.factor == 2 for op in ops) else "another factor"
+
+    torch._dynamo.reset()
+    module = tops.Sequential(Times(2.0), Times(2.0))
+    run = torch.compile(module, backend="aot_eager") if compiled else module
+    x = torch.ones(3)
+    with tops.register_forward_fusion(Four, pattern=[Times, Times], guard=are_two):
+        for factor in (2.0, 3.0, 2.0, 0.5):
+            module[0].factor = factor
+            assert torch.equal(run(x), x * factor * 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_a_fused_op_reads_of_a_native_op_is_that_of_the_call(compiled: bool) -> None:
+    class Mine(tops.FusedOperation):
+        def fuser_forward_compute(self, input_: Tensor, **unused: Any) -> Any:
+            return input_ * self.basic_ops[0].factor, [()], (input_,)
+
+        def fuser_forward_save_ctx(
+            self, basic_op_ctxs: Any, input_: Tensor, tensors_to_save: Any, **unused: Any
+        ) -> None:
+            basic_op_ctxs[0].save_for_backward(*tensors_to_save)
+
+    torch._dynamo.reset()
+    module = tops.Sequential(Scaled(2.0))
+    run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    x = torch.ones(3)
+    with tops.register_forward_fusion(Mine, pattern=[Scaled]):
+        for factor in (2.0, 5.0, 2.0):
+            module[0].factor = factor
+            assert torch.equal(run(x), x * factor)
+
+
+def test_an_attribute_that_changes_nothing_keeps_the_plans() -> None:
+    module = tops.Sequential(Times(2.0), Times(2.0))
+    guard = lambda ops: None  # noqa: E731
+    with tops.register_forward_fusion(Four, pattern=[Times, Times], guard=guard):
+        module(torch.ones(3))
+        plan = module.plans()[0]
+        module[0].factor = 2.0
+        module(torch.ones(3))
+        assert module.plans()[0] is plan
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_joint_op_whose_first_ops_need_no_gradient(compiled: bool) -> None:
+    torch._dynamo.reset()
+    for ops in (
+        [tops.SiLU(), tops.Linear(6, 6)],
+        [tops.SiLU(), tops.Linear(6, 6), tops.SiLU()],
+        [tops.Linear(6, 6), tops.SiLU()],
+    ):
+        if len(ops) == 2 and isinstance(ops[0], tops.Linear):
+            ops[0].weight.requires_grad_(False)
+        module, x = tops.Sequential(*ops), torch.randn(3, 6)
+        module(x).sum().backward()
+        expected = {name: p.grad for name, p in module.named_parameters()}
+        pattern = [tops.optional(tops.SiLU), tops.BasicLinear, tops.Bias, tops.optional(tops.SiLU)]
+        with tops.register_forward_backward_fusion(Chain, pattern=pattern):
+            module.zero_grad()
+            run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+            run(x).sum().backward()
+            assert module.plans()[0].forward[0].name == "Chain"
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name])
+
+
+class Chain(tops.FusedOperation):
+    """[SiLU], BasicLinear, Bias, [SiLU], which keeps its input in the first context."""
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        for op in self.basic_ops:
+            if isinstance(op, tops.SiLU):
+                x = torch.nn.functional.silu(x)
+            elif isinstance(op, tops.BasicLinear):
+                x = linear(x, weight, bias)
+        return x
+
+    def parameters_now(self) -> tuple[Tensor, Tensor]:
+        product = next(op for op in self.basic_ops if isinstance(op, tops.BasicLinear))
+        bias = next(op for op in self.basic_ops if isinstance(op, tops.Bias))
+        return product.weight, bias.bias
+
+    def fuser_forward_compute(self, input_: Tensor, **unused: Any) -> Any:
+        output = self.run(input_, *self.parameters_now())
+        return output, [()] * len(self.basic_ops), (input_,)
+
+    fuser_forward_save_ctx = Epilogue.fuser_forward_save_ctx
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, **unused: Any) -> Any:
+        (x,) = basic_op_ctxs[0].saved_tensors
+        weight, bias = self.parameters_now()
+        silu = torch.nn.functional.silu
+        first = isinstance(self.basic_ops[0], tops.SiLU)
+        hidden = silu(x) if first else x
+        if isinstance(self.basic_ops[-1], tops.SiLU):
+            grad_output = silu_gradient(grad_output, linear(hidden, weight, bias))
+        grads: list[Any] = [()] * len(self.basic_ops)
+        grads[int(first)] = (grad_output.T @ hidden,)
+        grads[int(first) + 1] = (grad_output.sum(0),)
+        grad = grad_output @ weight
+        return silu_gradient(grad, x) if first else grad, grads, [()] * len(self.basic_ops)
+
+
+def test_many_optional_entries_take_no_time() -> None:
+    asked: list[int] = []
+
+    def never(ops: list[Any]) -> str:
+        asked.append(len(ops))
+        return "no"
+
+    module = tops.Sequential(*[tops.SiLU() for _ in range(40)])
+    with joint(*[tops.optional(tops.SiLU)] * 25, tops.SiLU, guard=never):
+        module(torch.randn(2, 6))
+    # From each op, each length once.
+    assert len(asked) <= 40 * 26 and max(asked) == 26
+
+
+def test_an_op_in_the_middle_is_told_of() -> None:
+    ops = [tops.LayerNorm(6), tops.Linear(6, 6), tops.GELU()]
+    with joint(tops.LayerNorm, tops.BasicLinear, tops.Bias, tops.SiLU, tops.Bias):
+        module = tops.Sequential(*ops)
+        module(torch.randn(3, 6))
+        told = "Epilogue (joint) at 0-3: op 3 is GELU where it needs SiLU"
+        assert told in str(module.explain())
+
+
 def test_ops_that_another_fusion_took() -> None:
     class Mine(Epilogue):
         pass
@@ -280,6 +449,7 @@ def test_the_handle() -> None:
         ([], ValueError, r"pattern must have an entry that is not optional, got \[\]"),
         ([tops.optional(tops.Bias)], ValueError, "an entry that is not optional"),
         (tops.SiLU, TypeError, "pattern must be a list of classes of basic ops, got <class"),
+        ({tops.SiLU}, TypeError, "pattern must be a list of classes of basic ops, got {"),
         ("SiLU", TypeError, "pattern must be a list of classes of basic ops, got 'SiLU'"),
         (["SiLU"], TypeError, "pattern must name classes of basic ops, got 'SiLU'"),
         ([torch.nn.ReLU], TypeError, "pattern must name classes of basic ops, got ReLU"),

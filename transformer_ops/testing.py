@@ -69,8 +69,8 @@ def check_fusion(
     with and without grad.
 
     Args:
-        func, pattern, guard: as for `register_forward_fusion`. A handle brings its own pattern and
-            guard.
+        func, pattern, guard: as for `register_forward_fusion`. A handle brings its own pattern,
+            guard and kind.
         make_ops: returns the list of ops; both sides get the same parameters.
         inputs: the main input and the extra inputs.
         kind: "forward", "backward" or "forward_backward".
@@ -86,8 +86,9 @@ def check_fusion(
     ops = _check_ops(make_ops())
     unfused = Sequential(*copy.deepcopy(ops))
     fused = Sequential(*ops)
-    if isinstance(func, registry.FusionHandle) and func.func is not None:
-        pattern, guard, func = func.pattern, func.guard, func.func
+    if isinstance(func, registry.FusionHandle):
+        kind, pattern, guard, func = _unpacked(func, pattern, guard)
+    registry.check_kind(func, kind, pattern, guard)
     name = getattr(func, "__name__", type(func).__name__)
     made: list[FusedOperation] = []
 
@@ -109,6 +110,20 @@ def check_fusion(
                 _check_fires(name, kind, fused.plans(), made)
             reference = expected[_WAYS[0] if way.grad else _WAYS[1]]
             _compare(f"[{name}] {way.name}:", actual, reference, rtol, atol)
+
+
+def _unpacked(
+    handle: registry.FusionHandle, pattern: object, guard: object
+) -> tuple[str, Any, Any, Callable[..., Any]]:
+    """What a user's fusion was registered with."""
+    if handle.func is None:
+        raise TypeError(f"[check_fusion] func must be a user's fusion, got {handle!r}")
+    if pattern is not None or guard is not None:
+        raise TypeError(
+            "[check_fusion] pattern and guard must be left to the handle, got "
+            f"{pattern!r} and {guard!r}"
+        )
+    return handle.pass_name, handle.pattern, handle.guard, handle.func
 
 
 def _check_arguments(

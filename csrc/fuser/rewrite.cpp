@@ -1,6 +1,7 @@
 #include "fuser/rewrite.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 namespace transformer_ops {
@@ -172,6 +173,8 @@ class Rewriter {
    private:
     // Entries of the pattern from `entry` on with groups from `begin` on.
     bool match(size_t entry, size_t begin) {
+      // Without gaps, what follows depends on where it starts alone.
+      if (!candidate_.passes_idle && !tried_.emplace(entry, begin).second) return false;
       if (entry == candidate_.pattern.size()) return accept();
       const PatternOp& wanted = candidate_.pattern[entry];
       size_t at = begin;
@@ -186,7 +189,8 @@ class Rewriter {
         if (end_ == begin_ || !candidate_.passes_idle || !may_pass(at)) break;
       }
       if (!wanted.optional) {
-        if (is_last_needed(entry)) come_close(at, entry + 1);
+        // A rule is missed where only its last op is another one.
+        if (candidate_.by_user || is_last_needed(entry)) come_close(at, entry + 1);
         return false;
       }
       match_.places.push_back(-1);
@@ -295,6 +299,7 @@ class Rewriter {
     bool refused_ = false;  // by the guard
     size_t furthest_ = begin_;
     std::string reason_ = {};
+    std::set<std::pair<size_t, size_t>> tried_ = {};
     size_t fitting_ = 0;  // ops of the way that came furthest
     bool structural_ = false;
   };

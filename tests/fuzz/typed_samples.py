@@ -259,11 +259,15 @@ def bad_sizes(random: Random, tensor: Tensor) -> Tensor:
     else:
         at = random.randrange(len(shape))
         shape[at] = random.choice((0, 1, shape[at] + 1, max(0, shape[at] - 1), 2 * shape[at]))
-    return torch.ones(shape).to(tensor.dtype)
+    return as_dtype(torch.ones(shape), tensor.dtype)
 
 
 def bad_dtype(random: Random, tensor: Tensor) -> Tensor:
-    dtype = random.choice(DTYPES)
+    return as_dtype(tensor, random.choice(DTYPES))
+
+
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In integers where torch does not cast to the dtype."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # complex halves are experimental

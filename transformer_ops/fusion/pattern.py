@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +40,7 @@ def optional(*classes: type[BasicOperation]) -> PatternEntry:
 def check_pattern(entries: object) -> Pattern:
     """Raises TypeError for an entry that is no class of basic ops, ValueError where no op has to be
     there."""
-    if isinstance(entries, str) or not isinstance(entries, Iterable):
+    if not isinstance(entries, list | tuple):
         raise TypeError(f"[fusion] pattern must be a list of classes of basic ops, got {entries!r}")
     pattern = tuple(_entry(found) for found in entries)
     if all(entry.optional for entry in pattern):

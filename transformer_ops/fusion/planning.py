@@ -85,6 +85,8 @@ class PlanningSession:
         if handle.guard is None:
             return None
         ops = self.basic_ops[first : first + count]
+        for op in ops:
+            op._watch()
         reason = _call(handle, "guard", ops, handle.guard)
         if reason is not None and not isinstance(reason, str):
             raise RuntimeError(
@@ -111,10 +113,18 @@ class PlanningSession:
                 f"{_names([op])} (ops: {_names(ops)})"
             )
         registry.check_methods(handle.name, handle.pass_name, type(op), RuntimeError)
-        self.python_ops.append(op)
-        number = len(self.python_ops) - 1
+        number = self._add(op)
         self.made_by[number] = handle
         return number, type(op).__name__
+
+    def _add(self, op: FusedOperation) -> int:
+        """The number of a fused op that is part of the plan."""
+        for basic in op.basic_ops:
+            # What compiled code reads of a Python op is guarded as it is.
+            if not basic.is_python:
+                basic._watch()
+        self.python_ops.append(op)
+        return len(self.python_ops) - 1
 
     def _module_of(self, group: Group) -> FusibleOperation:
         first, count, number, name, is_rule, _ = group
@@ -169,9 +179,7 @@ class PlanningSession:
                 # As it was: C++ keeps what it knows of the group.
                 answer.append((-1, index, None, ""))
             elif isinstance(op, FusedOperation):
-                self.python_ops.append(op)
-                number = len(self.python_ops) - 1
-                answer.append((first, count, number, type(op).__name__))
+                answer.append((first, count, self._add(op), type(op).__name__))
             else:
                 answer.append((first, 1, first if op.is_python else None, _name(op)))
             first += count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal
@@ -19,7 +19,7 @@ FusionFunction = Callable[..., Any]
 # Of the basic ops of a match: None, or the reason why it does not fit.
 Guard = Callable[[list[BasicOperation]], str | None]
 # What a pattern may be given as.
-PatternLike = Iterable[type[BasicOperation] | tuple[type[BasicOperation], ...] | PatternEntry]
+PatternLike = Sequence[type[BasicOperation] | tuple[type[BasicOperation], ...] | PatternEntry]
 
 # Compiled graphs guard on it: any change of the registry makes them stale. C++ writes it at each
 # change, also where a library that is loaded later brings a rule.
@@ -196,7 +196,7 @@ def _register(
     if name is not None and not isinstance(name, str):
         raise TypeError(f"[fusion] name must be a str or None, got {name!r}")
     entries = None if pattern is None else check_pattern(pattern)
-    _check_kind(func, pass_name, entries, guard)
+    check_kind(func, pass_name, entries, guard)
     with _lock:
         for handle in _handles.values():
             is_same = handle.pass_name == pass_name and handle.pattern == entries
@@ -214,9 +214,11 @@ def _register(
     return handle
 
 
-def _check_kind(
-    func: FusionFunction, pass_name: Pass, pattern: Pattern | None, guard: object
+def check_kind(
+    func: FusionFunction, pass_name: str, pattern: PatternLike | None, guard: object
 ) -> None:
+    """Raises TypeError where function, pattern and guard do not go together, ValueError for a class
+    that lacks the methods of the pass."""
     fused = func if isinstance(func, type) and issubclass(func, FusedOperation) else None
     if pattern is None:
         if fused is not None:

@@ -22,7 +22,7 @@ Attribute = bool | int | float | str | list[int]
 Check = Callable[[str, str, object], Any]
 
 # Attributes that belong to one process and one set of groups, never to a copy.
-_TRANSIENT = ("_own_group", "_channels_captured", "_number", "_holders")
+_TRANSIENT = ("_own_group", "_channels_captured", "_number", "_holders", "_is_watched")
 
 # How an op is called alone: the group that is made for it, and what Dynamo sees.
 _make_group: Callable[[FusibleOperation], Any]

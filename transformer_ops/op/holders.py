@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import is_tensor
+
 from ..locks import new_lock
 from ..numbered import numbered
 from .hooks import HOOKS
@@ -20,6 +22,8 @@ _holders_lock = new_lock()
 
 class HeldMixin:
     """An op that tells the groups and Sequentials that hold it when it changes."""
+
+    _is_watched = False
 
     @property
     def basic_ops(self) -> list[Any]:
@@ -55,9 +59,19 @@ class HeldMixin:
     def _planned_attributes(self) -> list[str] | None:
         try:
             # repr() tells -0.0 from 0.0 and True from 1.
-            return [repr(op._attributes()) for op in self.basic_ops if not op.is_python]
+            native = [repr(op._attributes()) for op in self.basic_ops if not op.is_python]
+            return native + [repr(op._own_values()) for op in self.basic_ops if op._is_watched]
         except AttributeError:
             return None  # one was deleted, which the next call says
+
+    def _watch(self) -> None:
+        """From now on plans depend on what the user keeps as attributes of the op."""
+        self.__dict__["_is_watched"] = True
+
+    def _own_values(self) -> dict[str, Any]:
+        """Attributes that are no part of `nn.Module`, and no tensors."""
+        own = self.__dict__.items()
+        return {k: v for k, v in own if k[0] != "_" and k != "training" and not is_tensor(v)}
 
     @contextmanager
     def _noting_changes(self) -> Iterator[None]:

@@ -235,7 +235,8 @@ class HostCall:
         kept, context.to_save = [self.original(tensor) for tensor in context.to_save], ()
         plan = self.plan
         if plan.is_free[op]:
-            if op >= plan.plan.first_backward:
+            # Of a joint fused op, all that it saved: its backward runs as a whole.
+            if step.ops[-1] >= plan.plan.first_backward:
                 self.own[op] = kept
             return []
         kind = plan.plan.ops[op][0]
