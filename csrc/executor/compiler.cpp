@@ -96,7 +96,7 @@ class Compiler {
       if (step.python) {
         compile_host_forward(step);
       } else {
-        compile_step(step, forward_, program_.forward, Kind::Main);
+        compile_step(step, forward_, program_.forward);
       }
       for (size_t i = first_line; i < program_.forward.lines.size(); ++i) {
         program_.forward.lines[i].op = step.first();
@@ -127,7 +127,7 @@ class Compiler {
     }
     for (auto step = plan.backward.rbegin(); step != plan.backward.rend(); ++step) {
       if (step->skipped) continue;
-      compile_step(*step, backward_, program_.backward, Kind::Grad);
+      compile_step(*step, backward_, program_.backward);
       if (step->python) compile_host_backward(*step);
       if (!step->python && program_.has_host_steps) fit_dtype({Kind::Grad, step->first()});
     }
@@ -171,57 +171,24 @@ class Compiler {
     });
   }
 
-  void compile_step(const Step& step, Numbering& values, Program::Code& code, Kind main) {
-    const bool forward = main == Kind::Main;
-    const Value in{main, forward ? step.first() : step.last() + 1};
-    const Value out{main, forward ? step.last() + 1 : step.first()};
-    const int given = values.find(in);
-    if (step.compute && forward) add_cast(step.name, in, *step.compute, values, code);
-    if (forward) computed_[step.first()] = values.find(in);
-    std::map<Value, int> originals;
-    if (step.compute && step.cast_parameters) originals = cast_parameters(step, values, code);
+  void compile_step(const Step& step, Numbering& values, Program::Code& code) {
     for (const Instruction& instruction : step.instructions) {
-      compile_instruction(instruction, values, code);
-    }
-    for (const auto& [parameter, index] : originals) values.alias(parameter, index);
-    if (step.result) add_cast(step.name, out, *step.result, values, code);
-    if (!forward) return;
-    note_saves(step, values);
-    values.alias(in, given);
-  }
-
-  void add_cast(const std::string& step, const Value& value, DType dtype, Numbering& values,
-                Program::Code& code) {
-    const int from = values.find(value);
-    if (from < 0) return;
-    const int to = values.define(value);
-    code.lines.push_back({Program::Cast{step, to_torch(dtype), from, to}, {}});
-  }
-
-  // Returns the uncast parameters, which are what is saved.
-  std::map<Value, int> cast_parameters(const Step& step, Numbering& values, Program::Code& code) {
-    std::map<Value, int> originals;
-    for (const Value& parameter : program_.plan.parameters) {
-      if (parameter.op < step.first() || parameter.op > step.last()) continue;
-      const Value slot{Kind::Slot, parameter.op, parameter.name};
-      const bool backward = &values == &backward_;
-      for (const Value& value : {parameter, slot}) {
-        if (backward ? !is_read(step, value) : value.kind == Kind::Slot) continue;
-        originals[value] = backward ? load(value) : values.find(value);
-        add_cast(step.name, value, *step.compute, values, code);
+      if (instruction.target == kCast) {
+        compile_cast(step.name, instruction, values, code);
+      } else {
+        compile_instruction(instruction, values, code);
       }
     }
-    return originals;
+    if (&values == &forward_) note_saves(step, values);
   }
 
-  static bool is_read(const Step& step, const Value& value) {
-    for (const Instruction& instruction : step.instructions) {
-      for (const Argument& argument : instruction.arguments) {
-        const auto* read = std::get_if<Value>(&argument);
-        if (read && *read == value) return true;
-      }
-    }
-    return false;
+  void compile_cast(const std::string& step, const Instruction& instruction, Numbering& values,
+                    Program::Code& code) {
+    const auto& dtype = std::get<Attribute>(instruction.arguments[1]);
+    const int from = std::get<Program::Load>(operand(instruction.arguments[0], values)).value;
+    const int to = values.define(instruction.results[0]);
+    const auto torch_dtype = to_torch(parse_dtype(std::get<std::string>(dtype)));
+    code.lines.push_back({Program::Cast{step, torch_dtype, from, to}, {}});
   }
 
   void compile_instruction(const Instruction& instruction, Numbering& values, Program::Code& code) {
@@ -449,7 +416,9 @@ class Compiler {
   int dtype_look(int op) {
     const auto covers = [&](const Step& step) { return step.first() <= op && op <= step.last(); };
     const auto step = std::ranges::find_if(program_.plan.forward, covers);
-    return step->python ? -1 : request_look(computed_[step->first()]);
+    if (step->python) return -1;
+    const int first = step->first(), cast = look_of({Kind::Temporary, first, "input"});
+    return cast >= 0 ? cast : look_of({Kind::Main, first});
   }
 
   bool accumulates_into_main_grad(int op) const {
@@ -532,7 +501,6 @@ class Compiler {
   Numbering forward_;
   Numbering backward_;
   std::map<Value, int> sources_;        // slot -> forward value
-  std::map<int, int> computed_;         // first op of a native step -> its main input, cast
   std::map<int, int> looks_;            // forward value -> look
   std::map<int, int> given_gradients_;  // gradient of the main output -> that forward value
   bool may_lack_gradients_ = false;
@@ -546,7 +514,8 @@ void check_calls(const Plan& plan) {
   for (const auto* steps : {&plan.forward, &plan.backward}) {
     for (const Step& step : *steps) {
       for (const Instruction& instruction : step.instructions) {
-        if (!instruction.target.empty()) check_call(instruction, find_op(instruction.target));
+        if (instruction.target.empty() || instruction.target == kCast) continue;
+        check_call(instruction, find_op(instruction.target));
       }
     }
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <set>
 
+#include "fuser/casts.h"
 #include "fuser/declaration.h"
 #include "fuser/error.h"
 #include "fuser/planner.h"
@@ -32,8 +33,14 @@ class Lowering {
   }
 
   Plan run(const Rewritten& groups) {
-    for (const StepGroup& group : groups.backward) plan_.backward.push_back(lower_backward(group));
-    for (const StepGroup& group : groups.forward) plan_.forward.push_back(lower_forward(group));
+    for (const StepGroup& group : groups.backward) {
+      Step& step = plan_.backward.emplace_back(lower_backward(group));
+      if (!step.python) add_backward_casts(analysis_, step);
+    }
+    for (const StepGroup& group : groups.forward) {
+      Step& step = plan_.forward.emplace_back(lower_forward(group));
+      if (!step.python) add_forward_casts(analysis_, step);
+    }
     if (key_.recompute) recompute_cheap_outputs(plan_, dtypes());
     return std::move(plan_);
   }
@@ -316,59 +323,6 @@ class Lowering {
     return true;
   }
 
-  // The dtype the covered ops insist on; a Linear anywhere among them decides.
-  std::optional<DType> compute_dtype(const Step& step) const {
-    std::optional<DType> compute;
-    for (const int op : step.ops) {
-      const auto wanted = analysis_.required_dtype(op);
-      if (wanted) compute = wanted;
-    }
-    return compute;
-  }
-
-  // With the gradients of the op's extra outputs: from the caller, and from ops that read them.
-  DType promote_extra_grads(DType dtype, int op) const {
-    for (int k = 0; k < std::ssize(ops_[op].extra_outputs); ++k) {
-      dtype = promote(dtype, dtypes()[op]);
-      for (const int reader : analysis_.readers(op, k)) {
-        dtype = promote(dtype, dtypes()[reader + 1]);
-      }
-    }
-    return dtype;
-  }
-
-  bool must_cast_parameters(const Step& step, DType compute) const {
-    return std::ranges::any_of(step.ops, [&](int op) {
-      if (!ops_[op].native || declaration(ops_[op].kind).dtype != DTypeRule::Parameter)
-        return false;
-      return std::ranges::any_of(step.ops, [&](int other) {
-        return std::ranges::any_of(analysis_.parameters(other), [&](const TensorMeta& row) {
-          return !row.is_absent && row.dtype != compute;
-        });
-      });
-    });
-  }
-
-  void add_forward_casts(Step& step) const {
-    const auto compute = compute_dtype(step);
-    if (!compute) return;
-    step.cast_parameters = must_cast_parameters(step, *compute);
-    if (step.cast_parameters || dtypes()[step.first()] != *compute) step.compute = compute;
-  }
-
-  void add_backward_casts(Step& step) const {
-    const auto compute = compute_dtype(step);
-    step.cast_parameters = compute && must_cast_parameters(step, *compute);
-    if (step.cast_parameters) step.compute = compute;
-    DType produced = compute.value_or(dtypes()[step.last() + 1]);
-    // Alone, such an op returns its main gradient's dtype; a fused one adds before it rounds.
-    if (step.ops.size() > 1) {
-      for (const int op : step.ops) produced = promote_extra_grads(produced, op);
-    }
-    const DType wanted = dtypes()[step.first()];
-    if (wanted != DType::Unknown && produced != wanted) step.result = wanted;
-  }
-
   Step lower_backward(const StepGroup& group) {
     Step step = make_step(group);
     step.skipped = step.last() < plan_.first_backward;
@@ -377,7 +331,6 @@ class Lowering {
       need_all_slots(step);
       return step;
     }
-    add_backward_casts(step);
     const Span span = make_span(group);
     const Schema& schema = backward_schema(group);
     if (!schema.has_result("grad_input")) {
@@ -424,7 +377,6 @@ class Lowering {
   Step lower_forward(const StepGroup& group) {
     Step step = make_step(group);
     if (step.python) return step;
-    add_forward_casts(step);
     const Span span = make_span(group);
     const Schema& schema = forward_schema(group);
     Instruction call{.target = schema.name};

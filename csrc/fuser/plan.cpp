@@ -73,9 +73,21 @@ void verify_value(const Value& value, const Plan& plan) {
         " must have the tensor that is named, got ", to_text(value));
 }
 
+void verify_cast(const Step& step, const Instruction& cast) {
+  const auto& arguments = cast.arguments;
+  const auto* dtype = arguments.size() == 2 ? std::get_if<Attribute>(&arguments[1]) : nullptr;
+  const auto* text = dtype != nullptr ? std::get_if<std::string>(dtype) : nullptr;
+  const auto* from = text != nullptr ? std::get_if<Value>(&arguments[0]) : nullptr;
+  const bool fits = from != nullptr && from->kind != Kind::Shape && cast.results.size() == 1 &&
+                    parse_dtype(*text) != DType::Unknown;
+  check(fits, "[plan] step '", step.name, "' must cast one tensor to one dtype, got a cast of ",
+        arguments.size(), " arguments to ", cast.results.size(), " results");
+}
+
 void verify_values(const std::vector<Step>& steps, const Plan& plan) {
   for (const Step& step : steps) {
     for (const Instruction& instruction : step.instructions) {
+      if (instruction.target == kCast) verify_cast(step, instruction);
       for (const Argument& argument : instruction.arguments) {
         if (const auto* value = std::get_if<Value>(&argument)) verify_value(*value, plan);
       }

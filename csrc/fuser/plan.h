@@ -16,7 +16,7 @@ namespace transformer_ops {
 //   p1.weight        parameter                 dp1.weight  its gradient
 //   e1.ids o1.ids    extra input and output    de1.ids do1.ids  their gradients
 //   s1.input         saved slot                n1          the shape of x1
-//   t1.unused        temporary of a step of op 1
+//   t1.input         temporary of a step of op 1
 struct Value {
   enum class Kind : uint8_t {
     Main,
@@ -51,7 +51,11 @@ struct None {
 };
 using Argument = std::variant<Value, Attribute, None>;
 
-// results = target(arguments); without a target every result is the one argument itself.
+// The target that gives its first argument in the dtype that the second one names.
+inline constexpr const char* kCast = "cast";
+
+// results = target(arguments): a typed op, an op of torch's by its full name, or a cast. Without a
+// target every result is the one argument itself.
 struct Instruction {
   std::string target = {};
   std::vector<Argument> arguments = {};
@@ -73,11 +77,6 @@ struct Step {
   std::vector<int> ops = {};
   std::vector<Instruction> instructions = {};
   std::vector<Save> saves = {};
-  // The main tensor (and the parameters, for a Linear) are cast to `compute` before, the main
-  // result to `result` after.
-  std::optional<DType> compute = {};
-  bool cast_parameters = false;
-  std::optional<DType> result = {};
   // Runs this Python object of the planning call instead of instructions.
   std::optional<int> python = {};
   // A joint step has its partner, with the same ops, in the other list.

@@ -1,5 +1,5 @@
 // The text of a plan and its parser. One line a fact:
-//   plan 3
+//   plan 4
 //   op 0 LayerNorm eps=1e-05 normalized_shape=[16] zero_centered_gamma=false
 //   inputs e2.ids | parameters p0.weight p0.bias | outputs o3.ids | route e4.ids=o3.ids
 //   gradients g0 dp0.weight dp0.bias
@@ -18,7 +18,7 @@
 namespace transformer_ops {
 namespace {
 
-constexpr const char* kHeader = "plan 3";
+constexpr const char* kHeader = "plan 4";
 
 std::string argument_text(const Argument& argument) {
   if (const auto* value = std::get_if<Value>(&argument)) return to_text(*value);
@@ -57,9 +57,6 @@ std::string instruction_text(const Instruction& instruction) {
 std::string step_text(const Step& step, const char* direction) {
   std::string text = std::string(direction) + " " + name_text(step.name) + " ops=" +
                      to_text(Attribute(std::vector<int64_t>(step.ops.begin(), step.ops.end())));
-  if (step.compute) text += " compute=" + to_text(*step.compute);
-  if (step.cast_parameters) text += " cast_parameters=true";
-  if (step.result) text += " result=" + to_text(*step.result);
   if (step.python) text += " python=" + std::to_string(*step.python);
   if (step.joint) text += " joint=true";
   if (step.skipped) text += " skipped=true";
@@ -227,12 +224,6 @@ class Parser {
       const auto* list = std::get_if<std::vector<int64_t>>(&ops);
       check(list != nullptr, "[plan] ops must be a list, got '", value, "'");
       step.ops.assign(list->begin(), list->end());
-    } else if (name == "compute") {
-      step.compute = parse_dtype(value);
-    } else if (name == "cast_parameters") {
-      step.cast_parameters = parse_bool(value);
-    } else if (name == "result") {
-      step.result = parse_dtype(value);
     } else if (name == "python") {
       step.python = parse_int(value);
     } else if (name == "joint") {

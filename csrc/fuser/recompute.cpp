@@ -4,6 +4,7 @@
 #include <map>
 #include <set>
 
+#include "fuser/casts.h"
 #include "fuser/declaration.h"
 
 namespace transformer_ops {
@@ -16,7 +17,7 @@ class Recompute {
  public:
   Recompute(Plan& plan, const std::vector<DType>& dtypes) : plan_(plan), dtypes_(dtypes) {
     for (const Step& step : plan_.forward) {
-      forward_steps_.insert(forward_steps_.end(), step.ops.size(), &step);
+      casts_.insert(casts_.end(), step.ops.size(), input_cast(step));
     }
   }
 
@@ -56,7 +57,7 @@ class Recompute {
   }
 
   // The dtype in which an op takes its main tensor.
-  DType input_dtype(int op) const { return forward_steps_[op]->compute.value_or(dtypes_[op]); }
+  DType input_dtype(int op) const { return casts_[op].value_or(dtypes_[op]); }
 
   // ---- what backward reads
 
@@ -153,7 +154,7 @@ class Recompute {
   Value compute_slot(const Value& slot, const Step& step, std::vector<Instruction>& code) {
     replaced_.insert(slot);
     const Value computed = compute(slot.op, step, code);
-    const auto cast_to = forward_steps_[slot.op]->compute;
+    const auto cast_to = casts_[slot.op];
     if (!cast_to || *cast_to == computed_dtype(slot.op)) return computed;
     // The gradient of an op's output has the dtype that the op computed in.
     code.push_back({"recompute_cast", {gradient(step), computed}, {slot}});
@@ -193,7 +194,7 @@ class Recompute {
 
   Plan& plan_;
   const std::vector<DType>& dtypes_;
-  std::vector<const Step*> forward_steps_;  // per op
+  std::vector<std::optional<DType>> casts_;  // of the main tensor, by the step that covers an op
   std::set<Value> read_;
   std::map<int, std::vector<Value>> main_slots_;  // by boundary
   std::map<int, State> states_;                   // by boundary

@@ -41,9 +41,6 @@ py::dict step_to_python(const Step& step) {
   row["ops"] = step.ops;
   row["instructions"] = instructions;
   row["saves"] = saves;
-  row["compute"] = dtype_to_python(step.compute);
-  row["cast_parameters"] = step.cast_parameters;
-  row["result"] = dtype_to_python(step.result);
   row["python"] = step.python ? py::object(py::int_(*step.python)) : py::none();
   row["joint"] = step.joint;
   row["skipped"] = step.skipped;

@@ -131,8 +131,7 @@ def change_flag(lines: list[str], rng: random.Random) -> None:
 def change_step(lines: list[str], rng: random.Random) -> None:
     if (i := pick(lines, rng, "^(forward|backward)")) is None:
         return
-    extras = [" skipped=true", " python=0", " joint=true", " compute=bfloat16", " result=float16"]
-    extras += [" cast_parameters=true", " compute=int8", " what=1"]
+    extras = [" skipped=true", " python=0", " joint=true", " compute=bfloat16", " what=1"]
     if rng.random() < 0.5:
         lines[i] = lines[i].replace(" skipped=true", "") + rng.choice(extras)
     else:

@@ -50,9 +50,6 @@ class Step:
     skipped: bool
     instructions: tuple[Instruction, ...] = field(repr=False)
     sources: tuple[tuple[Value, Value], ...] = field(repr=False)
-    compute: str | None = field(repr=False)
-    cast_parameters: bool = field(repr=False)
-    result: str | None = field(repr=False)
     python: int | None = field(repr=False)
 
 
@@ -171,8 +168,5 @@ def _step(row: dict[str, Any], python_ops: list[Any] | None) -> Step:
             for target, arguments, results in row["instructions"]
         ),
         sources=sources,
-        compute=row["compute"],
-        cast_parameters=row["cast_parameters"],
-        result=row["result"],
         python=number,
     )

@@ -13,7 +13,7 @@ using toy::ScopedUserFusion;
 using toy::steps_text;
 
 TEST(Lower, BindsFieldsByName) {
-  EXPECT_EQ(to_text(toy::plan(nodes({"Norm", "Product", "Shift", "Scale"}))), R"(plan 3
+  EXPECT_EQ(to_text(toy::plan(nodes({"Norm", "Product", "Shift", "Scale"}))), R"(plan 4
 op 0 Norm training=true eps=1e-05
 op 1 Product training=true
 op 2 Shift training=true
@@ -148,7 +148,7 @@ backward View ops=[1]
 // ---- extra tensors
 
 TEST(Lower, TakesExtraTensorsFromTheCaller) {
-  EXPECT_EQ(to_text(toy::plan(nodes({"Fork", "Add"}))), R"(plan 3
+  EXPECT_EQ(to_text(toy::plan(nodes({"Fork", "Add"}))), R"(plan 4
 op 0 Fork training=true
 op 1 Add training=true
 inputs e1.extra_input
@@ -169,7 +169,7 @@ backward Add ops=[1]
 TEST(Lower, RoutesAChannel) {
   auto ops = nodes({"Fork", "Square", "Add"});
   toy::connect(ops, 0, 2);
-  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 3
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 4
 op 0 Fork training=true
 op 1 Square training=true
 op 2 Add training=true
@@ -200,7 +200,7 @@ PlanKey pick_key(const std::vector<OpNode>& ops) {
 
 TEST(Lower, TakesTensorsByName) {
   const auto ops = nodes({"Pick"});
-  EXPECT_EQ(to_text(toy::plan(ops, pick_key(ops))), R"(plan 3
+  EXPECT_EQ(to_text(toy::plan(ops, pick_key(ops))), R"(plan 4
 op 0 Pick training=true
 inputs e0.rows e0.ids
 parameters p0.table
@@ -219,7 +219,7 @@ TEST(Lower, LeavesOutWhatIsNone) {
   const auto ops = nodes({"Pick"});
   PlanKey key = pick_key(ops);
   key.tensors[1] = key.tensors[3] = {.is_absent = true};
-  EXPECT_EQ(to_text(toy::plan(ops, key)), R"(plan 3
+  EXPECT_EQ(to_text(toy::plan(ops, key)), R"(plan 4
 op 0 Pick training=true
 inputs e0.ids
 gradients g0
@@ -249,7 +249,7 @@ TEST(Lower, RoutesIntegersWithoutGradients) {
   auto ops = nodes({"Router", "Pick"});
   ops[0].visible = {false, false};
   ops[1].sources = {OpNode::Source{0, 0}, OpNode::Source{0, 1}};
-  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 3
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 4
 op 0 Router training=true
 op 1 Pick training=true
 parameters p1.table
@@ -300,14 +300,16 @@ TEST(Lower, CastsTheInputOfAProductAndItsGradientBack) {
   PlanKey key = toy::key(ops);
   key.tensors[0].dtype = DType::BFloat16;
   EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
-forward Product ops=[0] compute=float32
-  x1 = product(x0, p0.weight)
-  save s0.input=x0, s0.weight=p0.weight
+forward Product ops=[0]
+  t0.input = cast(x0, "float32")
+  x1 = product(t0.input, p0.weight)
+  save s0.input=t0.input, s0.weight=p0.weight
 forward Square ops=[1]
   x2 = square(x1)
   save s1.input=x1
-backward Product ops=[0] result=bfloat16
-  g0, dp0.weight = product_backward(g1, s0.input, s0.weight, [true, true])
+backward Product ops=[0]
+  t0.grad_input, dp0.weight = product_backward(g1, s0.input, s0.weight, [true, true])
+  g0 = cast(t0.grad_input, "bfloat16")
 backward Square ops=[1]
   g1 = square_backward(g2, s1.input)
 )");
@@ -319,18 +321,22 @@ TEST(Lower, CastsInputAndParametersUnderAutocast) {
   key.autocast = DType::BFloat16;
   EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
 autocast bfloat16
-forward Square ops=[0] compute=bfloat16
-  x1 = square(x0)
-  save s0.input=x0
-forward Product ops=[1] compute=bfloat16 cast_parameters=true
-  x2 = product(x1, p1.weight)
+forward Square ops=[0]
+  t0.input = cast(x0, "bfloat16")
+  x1 = square(t0.input)
+  save s0.input=t0.input
+forward Product ops=[1]
+  t1.weight = cast(p1.weight, "bfloat16")
+  x2 = product(x1, t1.weight)
   save s1.input=x1, s1.weight=p1.weight
 forward Shift ops=[2]
   x3 = shift(x2, p2.shift)
-backward Square ops=[0] result=float32
-  g0 = square_backward(g1, s0.input)
-backward Product ops=[1] compute=bfloat16 cast_parameters=true
-  g1, dp1.weight = product_backward(g2, s1.input, s1.weight, [true, true])
+backward Square ops=[0]
+  t0.grad_input = square_backward(g1, s0.input)
+  g0 = cast(t0.grad_input, "float32")
+backward Product ops=[1]
+  t1.weight = cast(s1.weight, "bfloat16")
+  g1, dp1.weight = product_backward(g2, s1.input, t1.weight, [true, true])
 backward Shift ops=[2]
   g2 = g3
   dp2.shift = shift_backward(g3)
@@ -342,7 +348,7 @@ TEST(Lower, AutocastLeavesFloat64Alone) {
   PlanKey key = toy::key(ops);
   key.tensors[0].dtype = DType::Float64;
   key.autocast = DType::BFloat16;
-  EXPECT_EQ(steps_text(toy::plan(ops, key)).find("compute"), std::string::npos);
+  EXPECT_EQ(steps_text(toy::plan(ops, key)).find("cast("), std::string::npos);
 }
 
 TEST(Lower, PromotesWithAnExtraInput) {
@@ -356,8 +362,9 @@ forward Add ops=[0]
 forward Square ops=[1]
   x2 = square(x1)
   save s1.input=x1
-backward Add ops=[0] result=bfloat16
-  g0, de0.extra_input = g1
+backward Add ops=[0]
+  t0.grad_input, de0.extra_input = g1
+  g0 = cast(t0.grad_input, "bfloat16")
 backward Square ops=[1]
   g1 = square_backward(g2, s1.input)
 )");
@@ -552,7 +559,7 @@ TEST(Lower, FusedForwardThatFillsNoSlotIsAnError) {
 TEST(Lower, PythonOpHasNoInstructions) {
   auto ops = nodes({"Square"});
   ops.push_back(toy::python_node("Custom", /*parameters=*/2));
-  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 3
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 4
 op 0 Square training=true
 op 1 Custom native=false training=true
 parameters p1.0 p1.1

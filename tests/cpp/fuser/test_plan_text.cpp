@@ -70,7 +70,7 @@ TEST(PlanText, ToleratesEmptyLines) {
 
 // ---- errors
 
-constexpr const char* kGood = R"(plan 3
+constexpr const char* kGood = R"(plan 4
 op 0 Scale factor=2.0
 gradients g0
 first_backward 0
@@ -91,14 +91,14 @@ std::string with_line(int number, const std::string& line) {
 TEST(PlanText, GoodTextParses) { EXPECT_EQ(to_text(parse_plan(kGood)), kGood); }
 
 TEST(PlanText, MustHaveAnOp) {
-  EXPECT_EQ(error_of([] { parse_plan("plan 3\n"); }), "[plan] a plan must have an op, got none");
+  EXPECT_EQ(error_of([] { parse_plan("plan 4\n"); }), "[plan] a plan must have an op, got none");
   EXPECT_EQ(error_of([] { toy::plan({}); }), "[plan] a plan must have an op, got none");
 }
 
 TEST(PlanText, MustBeginWithItsVersion) {
   EXPECT_EQ(error_of([] { parse_plan(with_line(1, "plan 2")); }),
-            "[plan] text must begin with 'plan 3', got 'plan 2'");
-  EXPECT_EQ(error_of([] { parse_plan(""); }), "[plan] text must begin with 'plan 3', got ''");
+            "[plan] text must begin with 'plan 4', got 'plan 2'");
+  EXPECT_EQ(error_of([] { parse_plan(""); }), "[plan] text must begin with 'plan 4', got ''");
 }
 
 struct WrongLine {
@@ -149,6 +149,14 @@ TEST(PlanText, ErrorsNameTheLine) {
 TEST(PlanText, IsVerified) {
   EXPECT_EQ(error_of([] { parse_plan(with_line(6, "  x1 = scale(x1, 2.0)")); }),
             "[plan] step 'Scale' must read what was written before, got x1");
+  for (const char* cast : {R"(x1 = cast(x0))", R"(x1 = cast(x0, 2))", R"(x1 = cast(n0, "float32"))",
+                           R"(x1 = cast(x0, "unknown"))", R"(x1, t0.b = cast(x0, "float32"))"}) {
+    EXPECT_NE(error_of([&] {
+                parse_plan(with_line(6, std::string("  ") + cast));
+              }).find("[plan] step 'Scale' must cast one tensor to one dtype, got a cast of "),
+              std::string::npos)
+        << cast;
+  }
 }
 
 // No cut of a good text may crash the parser.
