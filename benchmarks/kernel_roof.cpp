@@ -16,7 +16,12 @@
 #include <thread>
 #include <vector>
 
-#include "kernels/cpu/kernels.h"
+#include "kernels/activation.h"
+#include "kernels/bias.h"
+#include "kernels/convert.h"
+#include "kernels/dropout.h"
+#include "kernels/glu.h"
+#include "kernels/norm.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -93,7 +98,6 @@ struct Row {
 
 void measure(DType dtype, const char* dtype_name, int64_t tokens, int64_t h, int rounds,
              const std::string& filter) {
-  const Kernels& k = kernels();
   const int64_t size = dtype == DType::Float32 ? 4 : 2, n = tokens * h;
   // Values of about 1, without subnormal numbers.
   const auto numbers = [&](int64_t count, uint32_t seed) {
@@ -104,7 +108,7 @@ void measure(DType dtype, const char* dtype_name, int64_t tokens, int64_t h, int
       v = static_cast<float>(seed >> 8) * 0x1p-22f - 2.0f;
     }
     for (int64_t i = 0; i < count; i += 65536) {
-      k.convert_from_acc(dtype, values.data(), p + i * size, std::min<int64_t>(65536, count - i));
+      convert_from_acc(dtype, values.data(), p + i * size, std::min<int64_t>(65536, count - i));
     }
     return p;
   };
@@ -120,64 +124,63 @@ void measure(DType dtype, const char* dtype_name, int64_t tokens, int64_t h, int
   const std::pair<const char*, Activation> activations[] = {{"gelu", Activation::GELU},
                                                             {"silu", Activation::SiLU}};
   for (const auto& [name, a] : activations) {
-    table.push_back({std::string(name) + " fwd", 2, [=, &k](int64_t b, int64_t e) {
-                       k.activation_forward(a, dtype, at(x, b, h), at(y, b, h), (e - b) * h);
+    table.push_back({std::string(name) + " fwd", 2, [=](int64_t b, int64_t e) {
+                       activation_forward(a, dtype, at(x, b, h), at(y, b, h), (e - b) * h);
                      }});
-    table.push_back({std::string(name) + " bwd", 3, [=, &k](int64_t b, int64_t e) {
-                       k.activation_backward(a, dtype, at(g, b, h), at(x, b, h), at(y, b, h),
-                                             (e - b) * h);
+    table.push_back({std::string(name) + " bwd", 3, [=](int64_t b, int64_t e) {
+                       activation_backward(a, dtype, at(g, b, h), at(x, b, h), at(y, b, h),
+                                           (e - b) * h);
                      }});
   }
   const double bit = 1.0 / (8.0 * static_cast<double>(size));
-  table.push_back({"relu fwd", 2 + bit, [=, &k](int64_t b, int64_t e) {
-                     k.relu_forward(dtype, at(x, b, h), at(y, b, h), mask + b * h / 8, (e - b) * h);
+  table.push_back({"relu fwd", 2 + bit, [=](int64_t b, int64_t e) {
+                     relu_forward(dtype, at(x, b, h), at(y, b, h), mask + b * h / 8, (e - b) * h);
                    }});
-  table.push_back({"relu bwd", 2 + bit, [=, &k](int64_t b, int64_t e) {
-                     k.relu_backward(dtype, at(g, b, h), mask + b * h / 8, at(y, b, h),
-                                     (e - b) * h);
+  table.push_back({"relu bwd", 2 + bit, [=](int64_t b, int64_t e) {
+                     relu_backward(dtype, at(g, b, h), mask + b * h / 8, at(y, b, h), (e - b) * h);
                    }});
-  table.push_back({"dropout fwd", 2 + bit, [=, &k](int64_t b, int64_t e) {
-                     k.dropout_forward(dtype, at(x, b, h), at(y, b, h), mask + b * h / 8, 7, 0.1,
-                                       b * h, (e - b) * h);
+  table.push_back({"dropout fwd", 2 + bit, [=](int64_t b, int64_t e) {
+                     dropout_forward(dtype, at(x, b, h), at(y, b, h), mask + b * h / 8, 7, 0.1,
+                                     b * h, (e - b) * h);
                    }});
-  table.push_back({"dropout bwd", 2 + bit, [=, &k](int64_t b, int64_t e) {
-                     k.dropout_backward(dtype, at(g, b, h), mask + b * h / 8, at(y, b, h), 0.1,
-                                        (e - b) * h);
+  table.push_back({"dropout bwd", 2 + bit, [=](int64_t b, int64_t e) {
+                     dropout_backward(dtype, at(g, b, h), mask + b * h / 8, at(y, b, h), 0.1,
+                                      (e - b) * h);
                    }});
   // h/2 outputs a row, so that T x h is the input, as in docs/performance.md.
-  table.push_back({"swiglu fwd", 1.5, [=, &k](int64_t b, int64_t e) {
-                     k.glu_forward(swiglu, dtype, at(x, b, h), at(y, b, h / 2), e - b, h / 2);
+  table.push_back({"swiglu fwd", 1.5, [=](int64_t b, int64_t e) {
+                     glu_forward(swiglu, dtype, at(x, b, h), at(y, b, h / 2), e - b, h / 2);
                    }});
-  table.push_back({"swiglu bwd", 2.5, [=, &k](int64_t b, int64_t e) {
-                     k.glu_backward(swiglu, dtype, at(g, b, h / 2), at(x, b, h), at(y, b, h), e - b,
-                                    h / 2);
+  table.push_back({"swiglu bwd", 2.5, [=](int64_t b, int64_t e) {
+                     glu_backward(swiglu, dtype, at(g, b, h / 2), at(x, b, h), at(y, b, h), e - b,
+                                  h / 2);
                    }});
   table.push_back({"rms_norm fwd", 2, [&, x, y](int64_t b, int64_t e) {
-                     k.rms_norm_forward(dtype, at(x, b, h), gamma.data(), 1e-5, at(y, b, h),
-                                        rstd.data() + b, e - b, h);
+                     rms_norm_forward(dtype, at(x, b, h), gamma.data(), 1e-5, at(y, b, h),
+                                      rstd.data() + b, e - b, h);
                    }});
   table.push_back({"rms_norm bwd", 3, [&, x, y](int64_t b, int64_t e) {
                      auto sum = sums();
-                     k.rms_norm_backward(dtype, at(g, b, h), at(x, b, h), rstd.data() + b,
-                                         gamma.data(), at(y, b, h), sum.data(), e - b, h);
+                     rms_norm_backward(dtype, at(g, b, h), at(x, b, h), rstd.data() + b,
+                                       gamma.data(), at(y, b, h), sum.data(), e - b, h);
                    }});
   table.push_back({"layer_norm fwd", 2, [&, x, y](int64_t b, int64_t e) {
-                     k.layer_norm_forward(dtype, at(x, b, h), gamma.data(), beta.data(), 1e-5,
-                                          at(y, b, h), mean.data() + b, rstd.data() + b, e - b, h);
+                     layer_norm_forward(dtype, at(x, b, h), gamma.data(), beta.data(), 1e-5,
+                                        at(y, b, h), mean.data() + b, rstd.data() + b, e - b, h);
                    }});
   table.push_back({"layer_norm bwd", 3, [&, x, y](int64_t b, int64_t e) {
                      auto sum1 = sums(), sum2 = sums();
-                     k.layer_norm_backward(dtype, at(g, b, h), at(x, b, h), mean.data() + b,
-                                           rstd.data() + b, gamma.data(), at(y, b, h), sum1.data(),
-                                           sum2.data(), e - b, h);
+                     layer_norm_backward(dtype, at(g, b, h), at(x, b, h), mean.data() + b,
+                                         rstd.data() + b, gamma.data(), at(y, b, h), sum1.data(),
+                                         sum2.data(), e - b, h);
                    }});
   table.push_back({"bias_add", 2, [&, x, y](int64_t b, int64_t e) {
-                     k.bias_add(dtype, at(x, b, h), beta.data(), at(y, b, h), e - b, h);
+                     bias_add(dtype, at(x, b, h), beta.data(), at(y, b, h), e - b, h);
                    }});
   table.push_back({"gelu_bias bwd", 3, [&, x, y](int64_t b, int64_t e) {
                      auto sum = sums();
-                     k.activation_bias_backward(Activation::GELU, dtype, at(g, b, h), at(x, b, h),
-                                                at(y, b, h), sum.data(), e - b, h);
+                     activation_bias_backward(Activation::GELU, dtype, at(g, b, h), at(x, b, h),
+                                              at(y, b, h), sum.data(), e - b, h);
                    }});
 
   Team one(1), two(2);

@@ -7,7 +7,7 @@
 #include "executor/program.h"
 #include "fuser/declaration.h"
 #include "fuser/registry.h"
-#include "kernels/cpu/kernels.h"
+#include "kernels/cpu.h"
 #include "op/typed_op.h"
 #include "op/unfused.h"
 #include "python/group.h"

@@ -5,7 +5,7 @@ set(built ${TRANSFORMER_OPS_PLAIN_BUILD}/CMakeFiles)
 set(objects ${built}/transformer_ops.dir/csrc)
 file(GLOB op_objects CONFIGURE_DEPENDS ${objects}/bodies/*.o ${objects}/ops/*.o
      ${objects}/fusions/*.o)
-file(GLOB_RECURSE kernel_objects CONFIGURE_DEPENDS ${built}/transformer_ops_kernels.dir/*.o)
+file(GLOB_RECURSE kernel_objects CONFIGURE_DEPENDS ${built}/transformer_ops_kernels_*.dir/*.o)
 if(NOT op_objects OR NOT kernel_objects)
   message(FATAL_ERROR "TRANSFORMER_OPS_PLAIN_BUILD must name the folder of a build without "
                       "sanitizer, got '${TRANSFORMER_OPS_PLAIN_BUILD}'")

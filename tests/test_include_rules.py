@@ -24,14 +24,13 @@ class Folder(NamedTuple):
 
 
 TORCH = ("torch",)
-# All that the rest of the library sees of the kernels.
-TABLES = ("kernels/types.h", "kernels/cpu/kernels.h", "kernels/cuda/kernels.h")
 
 # From the bottom up: a row names only rows above it, so no circle of folders can arise.
 FOLDERS = [
+    # The slots and scalar formulas: all that the rest of the library sees of the kernels.
+    Folder("kernels"),
     # Compiled for each instruction set: of an inline function from elsewhere, the linker might keep
     # the copy for AVX-512.
-    Folder("kernels"),
     Folder("kernels/cpu", ("kernels",)),
     Folder("kernels/cuda", ("kernels",), ("cuda",)),
     Folder("memory"),
@@ -39,11 +38,11 @@ FOLDERS = [
     Folder("fuser"),
     # The frame knows no kernel, so nothing above sees one by including it.
     Folder("op", ("fuser", "memory"), TORCH),
-    Folder("bodies", ("op", "fuser", *TABLES), TORCH),
+    Folder("bodies", ("op", "fuser", "kernels"), TORCH),
     # They register themselves: no row names them.
-    Folder("ops", ("bodies", "op", "fuser", *TABLES), TORCH, shares_headers=False),
-    Folder("fusions", ("bodies", "op", "fuser", *TABLES), TORCH, shares_headers=False),
-    Folder("cuda", ("bodies", "op", *TABLES), ("torch", "cuda")),
+    Folder("ops", ("bodies", "op", "fuser", "kernels"), TORCH, shares_headers=False),
+    Folder("fusions", ("bodies", "op", "fuser", "kernels"), TORCH, shares_headers=False),
+    Folder("cuda", ("bodies", "op", "kernels"), ("torch", "cuda")),
     # No particular op, no body, no kernel: rows of the registry.
     Folder("executor", ("op", "fuser"), TORCH),
     Folder("runtime", ("executor", "op", "fuser"), TORCH),
@@ -52,7 +51,7 @@ FOLDERS = [
     Folder("library.cpp", ("runtime", "executor"), TORCH),
     Folder(
         "bindings.cpp",
-        ("python", "runtime", "executor", "op", "fuser", "kernels/cpu/kernels.h"),
+        ("python", "runtime", "executor", "op", "fuser", "kernels/cpu.h"),
         ("torch", "python"),
     ),
 ]
@@ -155,7 +154,7 @@ def planted(csrc: Path, file: str, include: str) -> list[tuple[str, str, str]]:
     """The violations of a small csrc/ with one more include."""
     for header in (
         "kernels/math.h",
-        "kernels/cpu/kernels.h",
+        "kernels/bias.h",
         "kernels/cpu/simd.h",
         "op/op.h",
         "bodies/linear.h",
@@ -176,14 +175,14 @@ def planted(csrc: Path, file: str, include: str) -> list[tuple[str, str, str]]:
         ("executor/a.cpp", '"ops/linear.h"', "of ops"),
         ("executor/a.cpp", '"bodies/linear.h"', "of bodies"),
         ("executor/a.cpp", "<bodies/linear.h>", "of bodies"),
-        ("executor/a.cpp", '"kernels/cpu/kernels.h"', "of kernels/cpu"),
+        ("executor/a.cpp", '"kernels/bias.h"', "of kernels"),
         ("op/a.cpp", '"executor/run.h"', "of executor"),
         ("op/a.cpp", '"../executor/run.h"', "of executor"),
         ("ops/a.cpp", '"ops/linear.h"', "another's in the same folder"),
         ("ops/a.cpp", '"linear.h"', "another's in the same folder"),
         ("fusions/a.cpp", '"ops/linear.h"', "of ops"),
         ("bodies/a.cpp", '"kernels/cpu/simd.h"', "of kernels/cpu"),
-        ("kernels/cuda/a.cu", '"kernels/cpu/kernels.h"', "of kernels/cpu"),
+        ("kernels/cuda/a.cu", '"kernels/cpu/simd.h"', "of kernels/cpu"),
         ("fuser/a.h", '"op/op.h"', "of op"),
         ("fuser/a.h", "<ATen/core/Tensor.h>", "of torch"),
         ("fuser/a.h", "<c10/util/SmallVector.h>", "of torch"),
@@ -207,7 +206,7 @@ def test_a_bad_include_is_found(tmp_path: Path, file: str, include: str, wrong: 
         ("executor/a.cpp", '"op/op.h"'),
         ("executor/a.cpp", "<torch/csrc/autograd/custom_function.h>"),
         ("ops/linear.cpp", '"ops/linear.h"'),
-        ("bodies/a.cpp", '"kernels/cpu/kernels.h"'),
+        ("bodies/a.cpp", '"kernels/bias.h"'),
         ("kernels/cpu/a.cpp", '"simd.h"'),
         ("kernels/cpu/a.cpp", '"../math.h"'),
         ("fuser/a.h", "<string_view>"),

@@ -17,15 +17,9 @@ from pathlib import Path
 from cmake_build import ROOT, build_folder
 
 # Seconds on a busy machine, which are about twice those on an idle one. No file should take longer
-# than the aim when nothing else runs: the rows are what is left to split.
+# than the aim when nothing else runs.
 AIM = 60
 BUDGET = 120
-BUDGETS = {
-    "cmake_pch.hxx.cxx": 160,
-    "csrc/kernels/cpu/kernels_avx2.cpp": 220,
-    "csrc/kernels/cpu/kernels_avx512.cpp": 220,
-    "csrc/kernels/cpu/kernels_default.cpp": 330,
-}
 
 
 def name(source: Path, folder: Path) -> str:
@@ -60,9 +54,9 @@ def main(arguments: list[str] | None = None) -> None:
     total, slow = sum(seconds for seconds, _ in times), sum(seconds > AIM for seconds, _ in times)
     print(f"{total:7.1f}  in all, of {len(times)} files; {slow} took longer than {AIM} s")
     over = [
-        f"[build_times] {source} must compile in {BUDGETS.get(source, BUDGET)} s, got {seconds:.1f}"
+        f"[build_times] {source} must compile in {BUDGET} s, got {seconds:.1f}"
         for seconds, source in times
-        if seconds > BUDGETS.get(source, BUDGET)
+        if seconds > BUDGET
     ]
     if options.check and over:
         raise SystemExit("\n".join(over))

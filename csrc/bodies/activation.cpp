@@ -10,6 +10,7 @@
 
 #include "bodies/cpu.h"
 #include "bodies/cuda.h"
+#include "kernels/activation.h"
 
 namespace transformer_ops {
 namespace {
@@ -79,15 +80,13 @@ void activation_forward_cpu(const ActivationRow& row, const Tensor& input, const
   const auto dtype = cpu::kernel_dtype(input);
   if (!mask.defined()) {
     cpu::parallel(x.count(), 1, 1, [&](int64_t begin, int64_t end) {
-      cpu::kernels().activation_forward(row.activation, dtype, x.read(begin), y.write(begin),
-                                        end - begin);
+      cpu::activation_forward(row.activation, dtype, x.read(begin), y.write(begin), end - begin);
     });
     return;
   }
   auto* bits = mask.mutable_data_ptr<uint8_t>();
   cpu::parallel(x.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-    cpu::kernels().relu_forward(dtype, x.read(begin), y.write(begin), bits + begin / 8,
-                                end - begin);
+    cpu::relu_forward(dtype, x.read(begin), y.write(begin), bits + begin / 8, end - begin);
   });
 }
 
@@ -96,11 +95,11 @@ void activation_forward_cuda(const ActivationRow& row, const Tensor& input, cons
   const auto stream = cuda::stream_of(input);
   const auto dtype = kernel_dtype(input);
   if (mask.defined()) {
-    cuda::kernels().relu_forward(stream, dtype, cuda::read(input), cuda::write(output),
-                                 mask.mutable_data_ptr<uint8_t>(), input.numel());
+    cuda::relu_forward(stream, dtype, cuda::read(input), cuda::write(output),
+                       mask.mutable_data_ptr<uint8_t>(), input.numel());
   } else {
-    cuda::kernels().activation_forward(stream, row.activation, dtype, cuda::read(input),
-                                       cuda::write(output), input.numel());
+    cuda::activation_forward(stream, row.activation, dtype, cuda::read(input), cuda::write(output),
+                             input.numel());
   }
 }
 

@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-#include "kernels/cpu/kernels.h"
+#include "kernels/cpu.h"
 #include "op/typed_op.h"
 
 namespace transformer_ops {

@@ -2,6 +2,7 @@
 
 #include "bodies/column_sums.h"
 #include "bodies/cpu.h"
+#include "kernels/bias.h"
 
 namespace transformer_ops {
 
@@ -13,15 +14,15 @@ void sum_columns_cpu(const Tensor& grad_output, Tensor& grad_bias) {
   const cpu::Rows grad{grad_output, grad_output.size(-1)};
   cpu::sum_rows(grad.count(), grad.width, grad.tensor, std::span(&grad_bias, 1),
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::kernels().column_sum(cpu::kernel_dtype(grad.tensor), grad.read(begin),
-                                            sums[0], end - begin, grad.width);
+                  cpu::column_sum(cpu::kernel_dtype(grad.tensor), grad.read(begin), sums[0],
+                                  end - begin, grad.width);
                 });
 }
 
 void sum_columns_cuda(const Tensor& grad_output, const Tensor& grad_bias) {
   const cuda::ColumnSums sums(grad_output, grad_bias);
-  cuda::kernels().column_sum(cuda::stream_of(grad_output), kernel_dtype(grad_output),
-                             cuda::read(grad_output), sums.kernel, sums.rows, sums.width);
+  cuda::column_sum(cuda::stream_of(grad_output), kernel_dtype(grad_output), cuda::read(grad_output),
+                   sums.kernel, sums.rows, sums.width);
 }
 
 std::optional<std::string> no_bias_gradient(const Match& match) {

@@ -1,5 +1,6 @@
 #include "bodies/column_sums.h"
 
+#include "kernels/bias.h"
 #include "op/typed_op.h"
 
 namespace transformer_ops::cuda {
@@ -7,7 +8,7 @@ namespace transformer_ops::cuda {
 ColumnSums::ColumnSums(const at::Tensor& like, const at::Tensor& out)
     : rows(rows_of(like)),
       width(out.numel()),
-      kernel{cuda::gradient(out), nullptr, kernels().column_sum_parts(rows, width)} {
+      kernel{cuda::gradient(out), nullptr, column_sum_parts(rows, width)} {
   if (kernel.parts == 1) return;
   partials = empty({kernel.parts, width}, accumulate_dtype(like.scalar_type()), like.device());
   kernel.partials = write(partials);

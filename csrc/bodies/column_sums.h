@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bodies/cuda.h"
+#include "kernels/bias.h"
 
 namespace transformer_ops::cuda {
 

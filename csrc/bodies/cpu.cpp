@@ -1,5 +1,6 @@
 #include "bodies/cpu.h"
 
+#include "kernels/convert.h"
 #include "op/typed_op.h"
 
 namespace transformer_ops::cpu {
@@ -10,8 +11,8 @@ at::Tensor to_accumulate(const at::Tensor& parameter, const at::Tensor& like, do
   // The kernel converts from any dtype to that dtype's own compute type.
   if (accumulate_dtype(parameter.scalar_type()) != dtype) return parameter.to(dtype).add(add);
   at::Tensor result = empty_cpu(parameter.sizes(), dtype);
-  kernels().convert_to_acc(kernel_dtype(parameter), parameter.const_data_ptr(),
-                           result.mutable_data_ptr(), add, parameter.numel());
+  convert_to_acc(kernel_dtype(parameter), parameter.const_data_ptr(), result.mutable_data_ptr(),
+                 add, parameter.numel());
   return result;
 }
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "bodies/kernel_dtype.h"
-#include "kernels/cpu/kernels.h"
+#include "kernels/cpu.h"
 #include "op/buffer.h"
 
 namespace transformer_ops::cpu {

@@ -5,20 +5,19 @@
 #include <ATen/core/Tensor.h>
 
 #include "bodies/kernel_dtype.h"
-#include "kernels/cuda/kernels.h"
+#include "kernels/cuda.h"
 #include "op/backend.h"
 #include "op/buffer.h"
 
 namespace transformer_ops::cuda {
 
 struct Backend {
-  const Kernels* kernels;
+  kernel::Rows kernels;
   Stream (*current_stream)(c10::Device);
   // Advances torch's generator of the device by `offsets`.
   Philox (*draw)(c10::Device, uint64_t offsets);
 };
 
-inline const Kernels& kernels() { return *backend()->kernels; }
 inline Stream stream_of(const at::Tensor& tensor) {
   return backend()->current_stream(tensor.device());
 }

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "bodies/cuda.h"
+#include "kernels/dropout.h"
 
 namespace transformer_ops {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "kernels/cuda/kernels.h"
+#include "kernels/cuda.h"
 #include "op/typed_op.h"
 
 namespace transformer_ops {

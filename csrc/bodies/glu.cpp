@@ -13,6 +13,7 @@
 
 #include "bodies/cpu.h"
 #include "bodies/cuda.h"
+#include "kernels/glu.h"
 
 namespace transformer_ops {
 namespace {
@@ -173,8 +174,8 @@ Tensor glu_unfused(const GluRow& row, const Tensor& input, const Glu& glu) {
 void glu_forward_cpu(const Glu& glu, const Tensor& input, const Tensor& output) {
   const cpu::Rows x{input, input.size(-1)}, y{output, output.size(-1)};
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().glu_forward(glu, cpu::kernel_dtype(input), x.read(begin), y.write(begin),
-                               end - begin, y.width);
+    cpu::glu_forward(glu, cpu::kernel_dtype(input), x.read(begin), y.write(begin), end - begin,
+                     y.width);
   });
 }
 
@@ -183,21 +184,21 @@ void glu_backward_cpu(const Glu& glu, const Tensor& grad_output, const Tensor& i
   const cpu::Rows grad{grad_output, grad_output.size(-1)};
   const cpu::Rows x{input, input.size(-1)}, grad_x{grad_input, x.width};
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().glu_backward(glu, cpu::kernel_dtype(input), grad.read(begin), x.read(begin),
-                                grad_x.write(begin), end - begin, grad.width);
+    cpu::glu_backward(glu, cpu::kernel_dtype(input), grad.read(begin), x.read(begin),
+                      grad_x.write(begin), end - begin, grad.width);
   });
 }
 
 void glu_forward_cuda(const Glu& glu, const Tensor& input, const Tensor& output) {
-  cuda::kernels().glu_forward(cuda::stream_of(input), glu, kernel_dtype(input), cuda::read(input),
-                              cuda::write(output), cuda::rows_of(output), output.size(-1));
+  cuda::glu_forward(cuda::stream_of(input), glu, kernel_dtype(input), cuda::read(input),
+                    cuda::write(output), cuda::rows_of(output), output.size(-1));
 }
 
 void glu_backward_cuda(const Glu& glu, const Tensor& grad_output, const Tensor& input,
                        const Tensor& grad_input) {
-  cuda::kernels().glu_backward(cuda::stream_of(input), glu, kernel_dtype(input),
-                               cuda::read(grad_output), cuda::read(input), cuda::write(grad_input),
-                               cuda::rows_of(grad_output), grad_output.size(-1));
+  cuda::glu_backward(cuda::stream_of(input), glu, kernel_dtype(input), cuda::read(grad_output),
+                     cuda::read(input), cuda::write(grad_input), cuda::rows_of(grad_output),
+                     grad_output.size(-1));
 }
 
 }  // namespace transformer_ops

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "fuser/rule.h"
-#include "kernels/cpu/kernels.h"
+#include "kernels/cpu.h"
 #include "op/typed_op.h"
 
 namespace transformer_ops {

@@ -10,6 +10,7 @@
 
 #include "bodies/bias.h"
 #include "bodies/cuda.h"
+#include "kernels/gemm.h"
 
 namespace transformer_ops {
 namespace {
@@ -157,7 +158,7 @@ bool run(Gemm& gemm, const Tensor& result) {
   Workspace workspace{result.device()};
   gemm.allocate = allocate;
   gemm.owner = &workspace;
-  return cuda::kernels().gemm(cuda::stream_of(result), gemm);
+  return cuda::gemm(cuda::stream_of(result), gemm);
 }
 
 void product_by_aten(const Factor& left, const Factor& right, double scale, const Tensor& start,

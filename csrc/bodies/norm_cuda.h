@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bodies/cuda.h"
+#include "kernels/norm.h"
 
 namespace transformer_ops::cuda {
 

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "kernels/cpu/kernels.h"
+#include "kernels/cpu.h"
 #include "op/buffer.h"
 
 namespace at::native {
@@ -51,7 +51,7 @@ bool onednn_multiplies() {
 bool prefers_onednn() {
 #if defined(__x86_64__)
   return at::native::mkldnn_matmul != nullptr && at::hasMKLDNN() && __builtin_cpu_is("amd") &&
-         cpu::kernels_for("avx512") != nullptr && onednn_multiplies();
+         cpu::has_isa("avx512") && onednn_multiplies();
 #else
   return false;
 #endif

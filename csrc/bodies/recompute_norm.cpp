@@ -2,6 +2,7 @@
 
 #include "bodies/cpu.h"
 #include "bodies/cuda.h"
+#include "kernels/norm.h"
 
 namespace transformer_ops {
 namespace {
@@ -38,25 +39,24 @@ void normalize_cpu(const NormTensors& norm, const Tensor& output) {
   };
   cpu::parallel(x.count(), width, 1, [&](int64_t begin, int64_t end) {
     const void* mean = norm.mean ? cpu::Rows{*norm.mean, 1}.read(begin) : nullptr;
-    cpu::kernels().normalize(cpu::kernel_dtype(x.tensor), x.read(begin), mean, rstd.read(begin),
-                             data(gamma), data(beta), y.write(begin), end - begin, width);
+    cpu::normalize(cpu::kernel_dtype(x.tensor), x.read(begin), mean, rstd.read(begin), data(gamma),
+                   data(beta), y.write(begin), end - begin, width);
   });
 }
 
 void normalize_cuda(const NormTensors& norm, const Tensor& output) {
   const Tensor& x = norm.input;
   const double gamma_add = norm.zero_centered_gamma ? 1.0 : 0.0;
-  cuda::kernels().normalize(
-      cuda::stream_of(x),
-      {.dtype = kernel_dtype(x),
-       .x = cuda::read(x),
-       .mean = norm.mean ? cuda::read(*norm.mean) : nullptr,
-       .rstd = cuda::read(norm.rstd),
-       .gamma = norm.weight ? cuda::vector(*norm.weight, gamma_add) : cuda::Vector(),
-       .beta = norm.bias ? cuda::vector(*norm.bias) : cuda::Vector(),
-       .y = cuda::write(output),
-       .rows = norm.rstd.numel(),
-       .h = norm.weight ? norm.weight->numel() : x.size(-1)});
+  cuda::normalize(cuda::stream_of(x),
+                  {.dtype = kernel_dtype(x),
+                   .x = cuda::read(x),
+                   .mean = norm.mean ? cuda::read(*norm.mean) : nullptr,
+                   .rstd = cuda::read(norm.rstd),
+                   .gamma = norm.weight ? cuda::vector(*norm.weight, gamma_add) : cuda::Vector(),
+                   .beta = norm.bias ? cuda::vector(*norm.bias) : cuda::Vector(),
+                   .y = cuda::write(output),
+                   .rows = norm.rstd.numel(),
+                   .h = norm.weight ? norm.weight->numel() : x.size(-1)});
 }
 
 Tensor normalize_unfused(const NormTensors& norm) {

@@ -7,9 +7,6 @@
 #include "bodies/cuda.h"
 
 namespace transformer_ops::cuda {
-
-const Kernels& compiled_kernels();
-
 namespace {
 
 Stream current_stream(c10::Device device) {
@@ -28,7 +25,7 @@ Philox draw(c10::Device device, uint64_t offsets) {
 }
 
 [[maybe_unused]] const bool installed = [] {
-  static const Backend backend = {&compiled_kernels(), current_stream, draw};
+  static const Backend backend = {kernel::rows_of_this_library(), current_stream, draw};
   set_backend(&backend);
   return true;
 }();

@@ -4,6 +4,7 @@
 #include "bodies/bias.h"
 #include "bodies/column_sums.h"
 #include "bodies/cpu.h"
+#include "kernels/bias.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -27,14 +28,14 @@ void backward_cpu(const Args& args, Tensors& results) {
   cpu::sum_rows(grad.count(), grad.width, grad.tensor, std::span(results).subspan(1),
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
                   if (!row.keeps_mask) {
-                    cpu::kernels().activation_bias_backward(row.activation, dtype, grad.read(begin),
-                                                            kept.read(begin), grad_x.write(begin),
-                                                            sums[0], end - begin, grad.width);
+                    cpu::activation_bias_backward(row.activation, dtype, grad.read(begin),
+                                                  kept.read(begin), grad_x.write(begin), sums[0],
+                                                  end - begin, grad.width);
                     return;
                   }
-                  cpu::kernels().relu_bias_backward(
-                      dtype, grad.read(begin), kept.tensor.const_data_ptr<uint8_t>(),
-                      begin * grad.width, grad_x.write(begin), sums[0], end - begin, grad.width);
+                  cpu::relu_bias_backward(dtype, grad.read(begin),
+                                          kept.tensor.const_data_ptr<uint8_t>(), begin * grad.width,
+                                          grad_x.write(begin), sums[0], end - begin, grad.width);
                 });
 }
 
@@ -44,13 +45,13 @@ void backward_cuda(const Args& args, Tensors& results) {
   const cuda::ColumnSums sums(grad, results[1]);
   const auto stream = cuda::stream_of(grad);
   if (row.keeps_mask) {
-    cuda::kernels().relu_bias_backward(stream, kernel_dtype(grad), cuda::read(grad),
-                                       kept.const_data_ptr<uint8_t>(), cuda::write(results[0]),
-                                       sums.kernel, sums.rows, sums.width);
+    cuda::relu_bias_backward(stream, kernel_dtype(grad), cuda::read(grad),
+                             kept.const_data_ptr<uint8_t>(), cuda::write(results[0]), sums.kernel,
+                             sums.rows, sums.width);
   } else {
-    cuda::kernels().activation_bias_backward(
-        stream, row.activation, kernel_dtype(grad), cuda::read(grad), cuda::read(kept),
-        cuda::write(results[0]), sums.kernel, sums.rows, sums.width);
+    cuda::activation_bias_backward(stream, row.activation, kernel_dtype(grad), cuda::read(grad),
+                                   cuda::read(kept), cuda::write(results[0]), sums.kernel,
+                                   sums.rows, sums.width);
   }
 }
 

@@ -5,7 +5,7 @@
 #include "bodies/cuda.h"
 #include "bodies/linear.h"
 #include "bodies/linear_cuda.h"
-#include "kernels/cpu/kernels.h"
+#include "kernels/activation.h"
 #include "op/op.h"
 
 #include <ATen/ops/linear.h>
@@ -63,9 +63,9 @@ void backward_cpu(const Args& args, Tensors& results) {
   const ActivationRow& row = row_of(args, 3);
   const cpu::Rows grad{results[0], 1}, y{activated, 1};
   cpu::parallel(grad.count(), 1, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().activation_backward_from_output(row.activation, cpu::kernel_dtype(activated),
-                                                   grad.read(begin), y.read(begin),
-                                                   grad.write(begin), end - begin);
+    cpu::activation_backward_from_output(row.activation, cpu::kernel_dtype(activated),
+                                         grad.read(begin), y.read(begin), grad.write(begin),
+                                         end - begin);
   });
 }
 
@@ -75,7 +75,7 @@ void backward_cuda(const Args& args, Tensors& results) {
   results = linear_backward_cuda(args.tensor(0), args.flag(4, 1) ? activated : Tensor(), weight,
                                  {.main_grad = args.main_grad()});
   if (!weight.defined()) return;
-  cuda::kernels().activation_backward_from_output(
+  cuda::activation_backward_from_output(
       cuda::stream_of(activated), row_of(args, 3).activation, kernel_dtype(activated),
       cuda::read(results[0]), cuda::read(activated), cuda::write(results[0]), activated.numel());
 }

@@ -5,6 +5,7 @@
 #include "bodies/add_extra_input.h"
 #include "bodies/cpu.h"
 #include "bodies/cuda.h"
+#include "kernels/norm.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -51,29 +52,28 @@ void layer_norm_cpu(const Args& args, Tensors& results) {
   const Tensor beta = cpu::to_accumulate(args.tensor(3), x.tensor);
   // Rows without elements have statistics too.
   cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().add_layer_norm_forward(
-        cpu::kernel_dtype(x.tensor), x.read(begin), extra.read(begin), gamma.const_data_ptr(),
-        beta.const_data_ptr(), args.number(4), args.flag(6) ? sum.write(begin) : nullptr,
-        y.write(begin), mean.write(begin), rstd.write(begin), end - begin, x.width);
+    cpu::add_layer_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin), extra.read(begin),
+                                gamma.const_data_ptr(), beta.const_data_ptr(), args.number(4),
+                                args.flag(6) ? sum.write(begin) : nullptr, y.write(begin),
+                                mean.write(begin), rstd.write(begin), end - begin, x.width);
   });
 }
 
 void layer_norm_cuda(const Args& args, Tensors& results) {
   const Tensor &x = args.tensor(0), &weight = args.tensor(2);
-  cuda::kernels().norm_forward(cuda::stream_of(x),
-                               {.norm = cuda::Norm::LayerNorm,
-                                .dtype = kernel_dtype(x),
-                                .x = cuda::read(x),
-                                .extra = cuda::read(args.tensor(1)),
-                                .gamma = cuda::vector(weight, args.flag(5) ? 1.0 : 0.0),
-                                .beta = cuda::vector(args.tensor(3)),
-                                .eps = args.number(4),
-                                .sum = args.flag(6) ? cuda::write(results[1]) : nullptr,
-                                .y = cuda::write(results[0]),
-                                .mean = cuda::write(results[2]),
-                                .rstd = cuda::write(results[3]),
-                                .rows = results[3].numel(),
-                                .h = weight.numel()});
+  cuda::norm_forward(cuda::stream_of(x), {.norm = cuda::Norm::LayerNorm,
+                                          .dtype = kernel_dtype(x),
+                                          .x = cuda::read(x),
+                                          .extra = cuda::read(args.tensor(1)),
+                                          .gamma = cuda::vector(weight, args.flag(5) ? 1.0 : 0.0),
+                                          .beta = cuda::vector(args.tensor(3)),
+                                          .eps = args.number(4),
+                                          .sum = args.flag(6) ? cuda::write(results[1]) : nullptr,
+                                          .y = cuda::write(results[0]),
+                                          .mean = cuda::write(results[2]),
+                                          .rstd = cuda::write(results[3]),
+                                          .rows = results[3].numel(),
+                                          .h = weight.numel()});
 }
 
 // ---- RMSNorm
@@ -90,27 +90,26 @@ void rms_norm_cpu(const Args& args, Tensors& results) {
   const Tensor gamma = cpu::to_accumulate(args.tensor(2), x.tensor, args.flag(4) ? 1.0 : 0.0);
   // Rows without elements have statistics too.
   cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().add_rms_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin),
-                                        extra.read(begin), gamma.const_data_ptr(), args.number(3),
-                                        args.flag(5) ? sum.write(begin) : nullptr, y.write(begin),
-                                        rstd.write(begin), end - begin, x.width);
+    cpu::add_rms_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin), extra.read(begin),
+                              gamma.const_data_ptr(), args.number(3),
+                              args.flag(5) ? sum.write(begin) : nullptr, y.write(begin),
+                              rstd.write(begin), end - begin, x.width);
   });
 }
 
 void rms_norm_cuda(const Args& args, Tensors& results) {
   const Tensor &x = args.tensor(0), &weight = args.tensor(2);
-  cuda::kernels().norm_forward(cuda::stream_of(x),
-                               {.norm = cuda::Norm::RMSNorm,
-                                .dtype = kernel_dtype(x),
-                                .x = cuda::read(x),
-                                .extra = cuda::read(args.tensor(1)),
-                                .gamma = cuda::vector(weight, args.flag(4) ? 1.0 : 0.0),
-                                .eps = args.number(3),
-                                .sum = args.flag(5) ? cuda::write(results[1]) : nullptr,
-                                .y = cuda::write(results[0]),
-                                .rstd = cuda::write(results[2]),
-                                .rows = results[2].numel(),
-                                .h = weight.numel()});
+  cuda::norm_forward(cuda::stream_of(x), {.norm = cuda::Norm::RMSNorm,
+                                          .dtype = kernel_dtype(x),
+                                          .x = cuda::read(x),
+                                          .extra = cuda::read(args.tensor(1)),
+                                          .gamma = cuda::vector(weight, args.flag(4) ? 1.0 : 0.0),
+                                          .eps = args.number(3),
+                                          .sum = args.flag(5) ? cuda::write(results[1]) : nullptr,
+                                          .y = cuda::write(results[0]),
+                                          .rstd = cuda::write(results[2]),
+                                          .rows = results[2].numel(),
+                                          .h = weight.numel()});
 }
 
 // ---- rules

@@ -7,6 +7,7 @@
 #include "bodies/cuda.h"
 #include "bodies/dropout.h"
 #include "fuser/registry.h"
+#include "kernels/dropout.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -36,10 +37,10 @@ void forward_cpu(const Args& args, Tensors& results) {
   const uint64_t seed = draw_seed(p);
   uint8_t* mask = args.flag(4) ? results[1].mutable_data_ptr<uint8_t>() : nullptr;
   cpu::parallel(x.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-    cpu::kernels().bias_dropout_add(cpu::kernel_dtype(x.tensor), cpu::kernel_dtype(y.tensor),
-                                    x.read(begin), bias.const_data_ptr(), extra.read(begin),
-                                    y.write(begin), mask == nullptr ? nullptr : mask + begin / 8,
-                                    seed, p, begin, end - begin, bias.numel());
+    cpu::bias_dropout_add(cpu::kernel_dtype(x.tensor), cpu::kernel_dtype(y.tensor), x.read(begin),
+                          bias.const_data_ptr(), extra.read(begin), y.write(begin),
+                          mask == nullptr ? nullptr : mask + begin / 8, seed, p, begin, end - begin,
+                          bias.numel());
   });
 }
 
@@ -47,10 +48,10 @@ void forward_cuda(const Args& args, Tensors& results) {
   const Tensor &x = args.tensor(0), &bias = args.tensor(1);
   const double p = args.number(3);
   uint8_t* mask = args.flag(4) ? results[1].mutable_data_ptr<uint8_t>() : nullptr;
-  cuda::kernels().bias_dropout_add(cuda::stream_of(x), kernel_dtype(x), kernel_dtype(results[0]),
-                                   cuda::read(x), cuda::vector(bias), cuda::read(args.tensor(2)),
-                                   cuda::write(results[0]), mask, draw_philox(x.device(), p), p,
-                                   cuda::rows_of(x), x.size(-1));
+  cuda::bias_dropout_add(cuda::stream_of(x), kernel_dtype(x), kernel_dtype(results[0]),
+                         cuda::read(x), cuda::vector(bias), cuda::read(args.tensor(2)),
+                         cuda::write(results[0]), mask, draw_philox(x.device(), p), p,
+                         cuda::rows_of(x), x.size(-1));
 }
 
 Tensors forward_unfused(const Args& args) {

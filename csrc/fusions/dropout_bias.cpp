@@ -6,6 +6,7 @@
 #include "bodies/column_sums.h"
 #include "bodies/cpu.h"
 #include "bodies/dropout.h"
+#include "kernels/bias.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -25,19 +26,18 @@ void backward_cpu(const Args& args, Tensors& results) {
   const auto* mask = args.tensor(1).const_data_ptr<uint8_t>();
   cpu::sum_rows(grad.count(), grad.width, grad.tensor, std::span(results).subspan(1),
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::kernels().dropout_bias_backward(
-                      cpu::kernel_dtype(grad.tensor), grad.read(begin), mask, begin * grad.width,
-                      args.number(2), grad_x.write(begin), sums[0], end - begin, grad.width);
+                  cpu::dropout_bias_backward(cpu::kernel_dtype(grad.tensor), grad.read(begin), mask,
+                                             begin * grad.width, args.number(2),
+                                             grad_x.write(begin), sums[0], end - begin, grad.width);
                 });
 }
 
 void backward_cuda(const Args& args, Tensors& results) {
   const Tensor& grad = args.tensor(0);
   const cuda::ColumnSums sums(grad, results[1]);
-  cuda::kernels().dropout_bias_backward(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
-                                        args.tensor(1).const_data_ptr<uint8_t>(), args.number(2),
-                                        cuda::write(results[0]), sums.kernel, sums.rows,
-                                        sums.width);
+  cuda::dropout_bias_backward(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
+                              args.tensor(1).const_data_ptr<uint8_t>(), args.number(2),
+                              cuda::write(results[0]), sums.kernel, sums.rows, sums.width);
 }
 
 Tensors backward_unfused(const Args& args) {

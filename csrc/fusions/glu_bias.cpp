@@ -4,6 +4,7 @@
 #include "bodies/column_sums.h"
 #include "bodies/cpu.h"
 #include "bodies/glu.h"
+#include "kernels/bias.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -23,18 +24,18 @@ void backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows x{args.tensor(1), args.tensor(1).size(-1)}, grad_x{results[0], x.width};
   cpu::sum_rows(x.count(), x.width, x.tensor, std::span(results).subspan(1),
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::kernels().glu_bias_backward(
-                      glu, cpu::kernel_dtype(x.tensor), grad.read(begin), x.read(begin),
-                      grad_x.write(begin), sums[0], end - begin, grad.width);
+                  cpu::glu_bias_backward(glu, cpu::kernel_dtype(x.tensor), grad.read(begin),
+                                         x.read(begin), grad_x.write(begin), sums[0], end - begin,
+                                         grad.width);
                 });
 }
 
 void backward_cuda(const Args& args, Tensors& results) {
   const Tensor &grad = args.tensor(0), &x = args.tensor(1);
   const cuda::ColumnSums sums(x, results[1]);
-  cuda::kernels().glu_bias_backward(cuda::stream_of(x), read_any_glu(args, 2), kernel_dtype(x),
-                                    cuda::read(grad), cuda::read(x), cuda::write(results[0]),
-                                    sums.kernel, sums.rows, grad.size(-1));
+  cuda::glu_bias_backward(cuda::stream_of(x), read_any_glu(args, 2), kernel_dtype(x),
+                          cuda::read(grad), cuda::read(x), cuda::write(results[0]), sums.kernel,
+                          sums.rows, grad.size(-1));
 }
 
 Tensors backward_unfused(const Args& args) {

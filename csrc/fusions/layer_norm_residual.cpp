@@ -5,6 +5,7 @@
 #include "bodies/cpu.h"
 #include "bodies/make_extra_output.h"
 #include "bodies/norm_cuda.h"
+#include "kernels/norm.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -39,7 +40,7 @@ void backward_cpu(const Args& args, Tensors& results) {
   }
   cpu::sum_rows(x.count(), width, input, wanted,
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::kernels().layer_norm_residual_backward(
+                  cpu::layer_norm_residual_backward(
                       cpu::kernel_dtype(input), extra.wide, grad.read(begin), x.read(begin),
                       mean.read(begin), rstd.read(begin), gamma.const_data_ptr(),
                       residual.read(begin), grad_x.write(begin),

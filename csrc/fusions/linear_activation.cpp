@@ -7,6 +7,8 @@
 #include "bodies/linear.h"
 #include "bodies/linear_cuda.h"
 #include "bodies/linear_recomputed.h"
+#include "kernels/activation.h"
+#include "kernels/bias.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -41,10 +43,10 @@ void backward_cpu(const Args& args, Tensors& results) {
     const cpu::Rows both{buffer, buffer.size(1)}, x{input, stride}, grad_x{results[0], stride};
     const int64_t offset = first * input.element_size();
     const auto pass = [&](int64_t begin, int64_t end, void* sums) {
-      cpu::kernels().activation_value_and_backward(row.activation, dtype, both.write(begin),
-                                                   static_cast<const char*>(x.read(begin)) + offset,
-                                                   static_cast<char*>(grad_x.write(begin)) + offset,
-                                                   sums, end - begin, both.width, stride);
+      cpu::activation_value_and_backward(row.activation, dtype, both.write(begin),
+                                         static_cast<const char*>(x.read(begin)) + offset,
+                                         static_cast<char*>(grad_x.write(begin)) + offset, sums,
+                                         end - begin, both.width, stride);
     };
     if (!args.flag(4)) {
       cpu::parallel(both.count(), both.width, 1,
@@ -76,14 +78,14 @@ void backward_cuda(const Args& args, Tensors& results) {
   const Tensor grad_y = linear_input_gradient_cuda(grad, weight);
   const auto stream = cuda::stream_of(x);
   if (!grad_bias.defined()) {
-    cuda::kernels().activation_backward(stream, row.activation, kernel_dtype(x), cuda::read(grad_y),
-                                        cuda::read(x), cuda::write(results[0]), x.numel());
+    cuda::activation_backward(stream, row.activation, kernel_dtype(x), cuda::read(grad_y),
+                              cuda::read(x), cuda::write(results[0]), x.numel());
     return;
   }
   const cuda::ColumnSums sums(x, grad_bias);
-  cuda::kernels().activation_bias_backward(
-      stream, row.activation, kernel_dtype(x), cuda::read(grad_y), cuda::read(x),
-      cuda::write(results[0]), sums.kernel, sums.rows, sums.width);
+  cuda::activation_bias_backward(stream, row.activation, kernel_dtype(x), cuda::read(grad_y),
+                                 cuda::read(x), cuda::write(results[0]), sums.kernel, sums.rows,
+                                 sums.width);
 }
 
 Tensors backward_unfused(const Args& args) {

@@ -7,6 +7,7 @@
 #include "bodies/glu.h"
 #include "bodies/linear.h"
 #include "bodies/linear_cuda.h"
+#include "kernels/glu.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -29,9 +30,8 @@ void forward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows x{product, product.size(-1)}, y{output, output.size(-1)};
   const bool save = args.flag(10);
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().bias_glu_forward(glu, cpu::kernel_dtype(product), x.read(begin),
-                                    bias.const_data_ptr(), save ? x.write(begin) : nullptr,
-                                    y.write(begin), end - begin, y.width);
+    cpu::bias_glu_forward(glu, cpu::kernel_dtype(product), x.read(begin), bias.const_data_ptr(),
+                          save ? x.write(begin) : nullptr, y.write(begin), end - begin, y.width);
   });
   results = {output, product};
   if (!save) results[1] = empty_cpu({0}, product.scalar_type());
@@ -44,10 +44,10 @@ void forward_cuda(const Args& args, Tensors& results) {
   sizes.back() /= 2;
   const Tensor output = empty(sizes, product.scalar_type(), product.device());
   const bool save = args.flag(10);
-  cuda::kernels().bias_glu_forward(
-      cuda::stream_of(product), read_any_glu(args, 3), kernel_dtype(product), cuda::read(product),
-      cuda::vector(args.tensor(2)), save ? cuda::write(product) : nullptr, cuda::write(output),
-      cuda::rows_of(product), width / 2);
+  cuda::bias_glu_forward(cuda::stream_of(product), read_any_glu(args, 3), kernel_dtype(product),
+                         cuda::read(product), cuda::vector(args.tensor(2)),
+                         save ? cuda::write(product) : nullptr, cuda::write(output),
+                         cuda::rows_of(product), width / 2);
   results = {output, save ? product : empty({0}, product.scalar_type(), product.device())};
 }
 

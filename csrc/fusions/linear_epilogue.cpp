@@ -14,6 +14,8 @@
 #include "bodies/cpu.h"
 #include "bodies/linear.h"
 #include "bodies/linear_cuda.h"
+#include "kernels/bias.h"
+#include "kernels/dropout.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -33,8 +35,8 @@ Tensor extra_and_bias(const Tensor& extra, const Tensor& bias) {
   const Tensor from = contiguous(extra), acc = cpu::to_accumulate(bias, extra);
   const cpu::Rows x{from, bias.size(0)}, y{start, x.width};
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().bias_add(cpu::kernel_dtype(from), x.read(begin), acc.const_data_ptr(),
-                            y.write(begin), end - begin, x.width);
+    cpu::bias_add(cpu::kernel_dtype(from), x.read(begin), acc.const_data_ptr(), y.write(begin),
+                  end - begin, x.width);
   });
   return start;
 }
@@ -44,7 +46,7 @@ void add_bias_and_extra(const Tensor& product, const Tensor& bias, const Tensor&
   const cpu::Rows y{product, 1}, e{from, 1};
   cpu::parallel(y.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
     const auto dtype = cpu::kernel_dtype(product);
-    cpu::kernels().bias_dropout_add(
+    cpu::bias_dropout_add(
         dtype, dtype, y.read(begin), acc.const_data_ptr(), e.read(begin), y.write(begin),
         /*mask=*/nullptr, /*seed=*/0, /*p=*/0.0, begin, end - begin, bias.size(0));
   });

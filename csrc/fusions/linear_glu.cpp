@@ -6,6 +6,7 @@
 #include "bodies/linear.h"
 #include "bodies/linear_cuda.h"
 #include "bodies/linear_recomputed.h"
+#include "kernels/glu.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -27,9 +28,9 @@ void backward_cpu(const Args& args, Tensors& results) {
         const cpu::Rows both{buffer, buffer.size(1)}, x{input, width};
         const cpu::Rows grad_x{results[0], width};
         cpu::parallel(both.count(), both.width, 1, [&](int64_t begin, int64_t end) {
-          cpu::kernels().glu_value_and_backward(glu, cpu::kernel_dtype(input), both.write(begin),
-                                                x.read(begin), grad_x.write(begin), end - begin,
-                                                both.width, width / 2, first);
+          cpu::glu_value_and_backward(glu, cpu::kernel_dtype(input), both.write(begin),
+                                      x.read(begin), grad_x.write(begin), end - begin, both.width,
+                                      width / 2, first);
         });
       });
 }

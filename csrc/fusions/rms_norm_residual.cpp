@@ -3,6 +3,7 @@
 #include "bodies/cpu.h"
 #include "bodies/make_extra_output.h"
 #include "bodies/norm_cuda.h"
+#include "kernels/norm.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -31,7 +32,7 @@ void backward_cpu(const Args& args, Tensors& results) {
   const bool wanted = args.flag(7, 1);
   cpu::sum_rows(x.count(), width, input, std::span(results).subspan(1, wanted ? 1 : 0),
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::kernels().rms_norm_residual_backward(
+                  cpu::rms_norm_residual_backward(
                       cpu::kernel_dtype(input), extra.wide, grad.read(begin), x.read(begin),
                       rstd.read(begin), gamma.const_data_ptr(), residual.read(begin),
                       grad_x.write(begin), wanted ? sums[0] : nullptr, end - begin, width);

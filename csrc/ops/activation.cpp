@@ -5,6 +5,7 @@
 #include "bodies/activation.h"
 #include "bodies/cpu.h"
 #include "bodies/cuda.h"
+#include "kernels/activation.h"
 #include "op/op.h"
 #include "op/recompute.h"
 
@@ -39,33 +40,31 @@ TensorSpecs masked_backward_shape(const Args& args) {
 void backward_cpu(const ActivationRow& row, const Args& args, Tensors& results) {
   const cpu::Rows grad{args.tensor(0), 1}, x{args.tensor(1), 1}, grad_x{results[0], 1};
   cpu::parallel(grad.count(), 1, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().activation_backward(row.activation, cpu::kernel_dtype(x.tensor),
-                                       grad.read(begin), x.read(begin), grad_x.write(begin),
-                                       end - begin);
+    cpu::activation_backward(row.activation, cpu::kernel_dtype(x.tensor), grad.read(begin),
+                             x.read(begin), grad_x.write(begin), end - begin);
   });
 }
 
 void backward_cuda(const ActivationRow& row, const Args& args, Tensors& results) {
   const Tensor &grad = args.tensor(0), &x = args.tensor(1);
-  cuda::kernels().activation_backward(cuda::stream_of(x), row.activation, kernel_dtype(x),
-                                      cuda::read(grad), cuda::read(x), cuda::write(results[0]),
-                                      x.numel());
+  cuda::activation_backward(cuda::stream_of(x), row.activation, kernel_dtype(x), cuda::read(grad),
+                            cuda::read(x), cuda::write(results[0]), x.numel());
 }
 
 void masked_backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad{args.tensor(0), 1}, grad_x{results[0], 1};
   const auto* mask = args.tensor(1).const_data_ptr<uint8_t>();
   cpu::parallel(grad.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-    cpu::kernels().relu_backward(cpu::kernel_dtype(grad.tensor), grad.read(begin), mask + begin / 8,
-                                 grad_x.write(begin), end - begin);
+    cpu::relu_backward(cpu::kernel_dtype(grad.tensor), grad.read(begin), mask + begin / 8,
+                       grad_x.write(begin), end - begin);
   });
 }
 
 void masked_backward_cuda(const Args& args, Tensors& results) {
   const Tensor& grad = args.tensor(0);
-  cuda::kernels().relu_backward(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
-                                args.tensor(1).const_data_ptr<uint8_t>(), cuda::write(results[0]),
-                                grad.numel());
+  cuda::relu_backward(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
+                      args.tensor(1).const_data_ptr<uint8_t>(), cuda::write(results[0]),
+                      grad.numel());
 }
 
 // From the mask, or from the output that a joint fusion keeps.

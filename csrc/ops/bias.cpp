@@ -4,6 +4,7 @@
 #include "bodies/bias.h"
 #include "bodies/cpu.h"
 #include "bodies/cuda.h"
+#include "kernels/bias.h"
 #include "op/op.h"
 #include "op/recompute.h"
 
@@ -24,16 +25,15 @@ void forward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows x{args.tensor(0), args.tensor(1).numel()}, y{results[0], x.width};
   const Tensor bias = cpu::to_accumulate(args.tensor(1), x.tensor);
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().bias_add(cpu::kernel_dtype(x.tensor), x.read(begin), bias.const_data_ptr(),
-                            y.write(begin), end - begin, x.width);
+    cpu::bias_add(cpu::kernel_dtype(x.tensor), x.read(begin), bias.const_data_ptr(), y.write(begin),
+                  end - begin, x.width);
   });
 }
 
 void forward_cuda(const Args& args, Tensors& results) {
   const Tensor& x = args.tensor(0);
-  cuda::kernels().bias_add(cuda::stream_of(x), kernel_dtype(x), cuda::read(x),
-                           cuda::vector(args.tensor(1)), cuda::write(results[0]), cuda::rows_of(x),
-                           x.size(-1));
+  cuda::bias_add(cuda::stream_of(x), kernel_dtype(x), cuda::read(x), cuda::vector(args.tensor(1)),
+                 cuda::write(results[0]), cuda::rows_of(x), x.size(-1));
 }
 
 Tensors forward_unfused(const Args& args) {

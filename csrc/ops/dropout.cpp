@@ -7,6 +7,7 @@
 #include "bodies/cpu.h"
 #include "bodies/cuda.h"
 #include "bodies/dropout.h"
+#include "kernels/dropout.h"
 #include "op/op.h"
 #include "op/recompute.h"
 
@@ -26,19 +27,17 @@ void forward_cpu(const Args& args, Tensors& results) {
   const uint64_t seed = draw_seed(p);
   uint8_t* mask = args.flag(2) ? results[1].mutable_data_ptr<uint8_t>() : nullptr;
   cpu::parallel(x.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-    cpu::kernels().dropout_forward(cpu::kernel_dtype(x.tensor), x.read(begin), y.write(begin),
-                                   mask == nullptr ? nullptr : mask + begin / 8, seed, p, begin,
-                                   end - begin);
+    cpu::dropout_forward(cpu::kernel_dtype(x.tensor), x.read(begin), y.write(begin),
+                         mask == nullptr ? nullptr : mask + begin / 8, seed, p, begin, end - begin);
   });
 }
 
 void forward_cuda(const Args& args, Tensors& results) {
   const Tensor& x = args.tensor(0);
   const double p = args.number(1);
-  cuda::kernels().dropout_forward(cuda::stream_of(x), kernel_dtype(x), cuda::read(x),
-                                  cuda::write(results[0]),
-                                  args.flag(2) ? results[1].mutable_data_ptr<uint8_t>() : nullptr,
-                                  draw_philox(x.device(), p), p, x.numel());
+  cuda::dropout_forward(cuda::stream_of(x), kernel_dtype(x), cuda::read(x), cuda::write(results[0]),
+                        args.flag(2) ? results[1].mutable_data_ptr<uint8_t>() : nullptr,
+                        draw_philox(x.device(), p), p, x.numel());
 }
 
 Tensors forward_unfused(const Args& args) {
@@ -57,17 +56,16 @@ void backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad{args.tensor(0), 1}, grad_x{results[0], 1};
   const auto* mask = args.tensor(1).const_data_ptr<uint8_t>();
   cpu::parallel(grad.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-    cpu::kernels().dropout_backward(cpu::kernel_dtype(grad.tensor), grad.read(begin),
-                                    mask + begin / 8, grad_x.write(begin), args.number(2),
-                                    end - begin);
+    cpu::dropout_backward(cpu::kernel_dtype(grad.tensor), grad.read(begin), mask + begin / 8,
+                          grad_x.write(begin), args.number(2), end - begin);
   });
 }
 
 void backward_cuda(const Args& args, Tensors& results) {
   const Tensor& grad = args.tensor(0);
-  cuda::kernels().dropout_backward(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
-                                   args.tensor(1).const_data_ptr<uint8_t>(),
-                                   cuda::write(results[0]), args.number(2), grad.numel());
+  cuda::dropout_backward(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
+                         args.tensor(1).const_data_ptr<uint8_t>(), cuda::write(results[0]),
+                         args.number(2), grad.numel());
 }
 
 // Zero where dropped, whatever the value.

@@ -5,6 +5,7 @@
 #include "bodies/cpu.h"
 #include "bodies/norm_cuda.h"
 #include "bodies/recompute_norm.h"
+#include "kernels/norm.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -22,21 +23,21 @@ void forward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows y{results[0], x.width}, rstd{results[1], 1};
   // Rows without elements have a rstd too.
   cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().l2_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin), args.number(1),
-                                   y.write(begin), rstd.write(begin), end - begin, x.width);
+    cpu::l2_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin), args.number(1), y.write(begin),
+                         rstd.write(begin), end - begin, x.width);
   });
 }
 
 void forward_cuda(const Args& args, Tensors& results) {
   const Tensor& x = args.tensor(0);
-  cuda::kernels().norm_forward(cuda::stream_of(x), {.norm = cuda::Norm::L2,
-                                                    .dtype = kernel_dtype(x),
-                                                    .x = cuda::read(x),
-                                                    .eps = args.number(1),
-                                                    .y = cuda::write(results[0]),
-                                                    .rstd = cuda::write(results[1]),
-                                                    .rows = results[1].numel(),
-                                                    .h = x.size(-1)});
+  cuda::norm_forward(cuda::stream_of(x), {.norm = cuda::Norm::L2,
+                                          .dtype = kernel_dtype(x),
+                                          .x = cuda::read(x),
+                                          .eps = args.number(1),
+                                          .y = cuda::write(results[0]),
+                                          .rstd = cuda::write(results[1]),
+                                          .rows = results[1].numel(),
+                                          .h = x.size(-1)});
 }
 
 Tensors forward_unfused(const Args& args) {
@@ -59,8 +60,8 @@ void backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad{args.tensor(0), x.width}, rstd{args.tensor(2), 1};
   const cpu::Rows grad_x{results[0], x.width};
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().l2_norm_backward(cpu::kernel_dtype(x.tensor), grad.read(begin), x.read(begin),
-                                    rstd.read(begin), grad_x.write(begin), end - begin, x.width);
+    cpu::l2_norm_backward(cpu::kernel_dtype(x.tensor), grad.read(begin), x.read(begin),
+                          rstd.read(begin), grad_x.write(begin), end - begin, x.width);
   });
 }
 

@@ -5,6 +5,7 @@
 #include "bodies/cpu.h"
 #include "bodies/norm_cuda.h"
 #include "bodies/recompute_norm.h"
+#include "kernels/norm.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -28,26 +29,25 @@ void forward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows y{results[0], x.width}, mean{results[1], 1}, rstd{results[2], 1};
   // Rows without elements have statistics too.
   cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().layer_norm_forward(
-        cpu::kernel_dtype(x.tensor), x.read(begin), gamma.const_data_ptr(), beta.const_data_ptr(),
-        args.number(3), y.write(begin), mean.write(begin), rstd.write(begin), end - begin, x.width);
+    cpu::layer_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin), gamma.const_data_ptr(),
+                            beta.const_data_ptr(), args.number(3), y.write(begin),
+                            mean.write(begin), rstd.write(begin), end - begin, x.width);
   });
 }
 
 void forward_cuda(const Args& args, Tensors& results) {
   const Tensor &x = args.tensor(0), &weight = args.tensor(1);
-  cuda::kernels().norm_forward(cuda::stream_of(x),
-                               {.norm = cuda::Norm::LayerNorm,
-                                .dtype = kernel_dtype(x),
-                                .x = cuda::read(x),
-                                .gamma = cuda::vector(weight, args.flag(4) ? 1.0 : 0.0),
-                                .beta = cuda::vector(args.tensor(2)),
-                                .eps = args.number(3),
-                                .y = cuda::write(results[0]),
-                                .mean = cuda::write(results[1]),
-                                .rstd = cuda::write(results[2]),
-                                .rows = results[2].numel(),
-                                .h = weight.numel()});
+  cuda::norm_forward(cuda::stream_of(x), {.norm = cuda::Norm::LayerNorm,
+                                          .dtype = kernel_dtype(x),
+                                          .x = cuda::read(x),
+                                          .gamma = cuda::vector(weight, args.flag(4) ? 1.0 : 0.0),
+                                          .beta = cuda::vector(args.tensor(2)),
+                                          .eps = args.number(3),
+                                          .y = cuda::write(results[0]),
+                                          .mean = cuda::write(results[1]),
+                                          .rstd = cuda::write(results[2]),
+                                          .rows = results[2].numel(),
+                                          .h = weight.numel()});
 }
 
 Tensors forward_unfused(const Args& args) {
@@ -86,10 +86,10 @@ void backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad_x{results[0], x.width};
   cpu::sum_rows(x.count(), x.width, x.tensor, std::span(results).subspan(1),
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::kernels().layer_norm_backward(
-                      cpu::kernel_dtype(x.tensor), grad.read(begin), x.read(begin),
-                      mean.read(begin), rstd.read(begin), gamma.const_data_ptr(),
-                      grad_x.write(begin), sums[0], sums[1], end - begin, x.width);
+                  cpu::layer_norm_backward(cpu::kernel_dtype(x.tensor), grad.read(begin),
+                                           x.read(begin), mean.read(begin), rstd.read(begin),
+                                           gamma.const_data_ptr(), grad_x.write(begin), sums[0],
+                                           sums[1], end - begin, x.width);
                 });
 }
 

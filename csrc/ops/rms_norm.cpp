@@ -7,6 +7,7 @@
 #include "bodies/cpu.h"
 #include "bodies/norm_cuda.h"
 #include "bodies/recompute_norm.h"
+#include "kernels/norm.h"
 #include "op/op.h"
 
 namespace transformer_ops {
@@ -27,24 +28,22 @@ void forward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows y{results[0], x.width}, rstd{results[1], 1};
   // Rows without elements have statistics too.
   cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::kernels().rms_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin),
-                                    gamma.const_data_ptr(), args.number(2), y.write(begin),
-                                    rstd.write(begin), end - begin, x.width);
+    cpu::rms_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin), gamma.const_data_ptr(),
+                          args.number(2), y.write(begin), rstd.write(begin), end - begin, x.width);
   });
 }
 
 void forward_cuda(const Args& args, Tensors& results) {
   const Tensor &x = args.tensor(0), &weight = args.tensor(1);
-  cuda::kernels().norm_forward(cuda::stream_of(x),
-                               {.norm = cuda::Norm::RMSNorm,
-                                .dtype = kernel_dtype(x),
-                                .x = cuda::read(x),
-                                .gamma = cuda::vector(weight, args.flag(3) ? 1.0 : 0.0),
-                                .eps = args.number(2),
-                                .y = cuda::write(results[0]),
-                                .rstd = cuda::write(results[1]),
-                                .rows = results[1].numel(),
-                                .h = weight.numel()});
+  cuda::norm_forward(cuda::stream_of(x), {.norm = cuda::Norm::RMSNorm,
+                                          .dtype = kernel_dtype(x),
+                                          .x = cuda::read(x),
+                                          .gamma = cuda::vector(weight, args.flag(3) ? 1.0 : 0.0),
+                                          .eps = args.number(2),
+                                          .y = cuda::write(results[0]),
+                                          .rstd = cuda::write(results[1]),
+                                          .rows = results[1].numel(),
+                                          .h = weight.numel()});
 }
 
 Tensors forward_unfused(const Args& args) {
@@ -76,10 +75,9 @@ void backward_cpu(const Args& args, Tensors& results) {
   const cpu::Rows grad_x{results[0], x.width};
   cpu::sum_rows(x.count(), x.width, x.tensor, std::span(results).subspan(1),
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::kernels().rms_norm_backward(cpu::kernel_dtype(x.tensor), grad.read(begin),
-                                                   x.read(begin), rstd.read(begin),
-                                                   gamma.const_data_ptr(), grad_x.write(begin),
-                                                   sums[0], end - begin, x.width);
+                  cpu::rms_norm_backward(cpu::kernel_dtype(x.tensor), grad.read(begin),
+                                         x.read(begin), rstd.read(begin), gamma.const_data_ptr(),
+                                         grad_x.write(begin), sums[0], end - begin, x.width);
                 });
 }
 

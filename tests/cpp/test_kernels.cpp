@@ -1,5 +1,7 @@
 // The CPU kernels of every instruction set of this machine against plain loops in double precision.
-// Here: conversions and the choice of a table; the kernels themselves in kernels/.
+// Here: conversions and the choice of kernels; the kernels themselves in kernels/.
+#include "kernels/bias.h"
+#include "kernels/convert.h"
 #include "kernels/kernel_test.h"
 
 namespace transformer_ops::cpu {
@@ -14,7 +16,7 @@ TEST_P(KernelTest, ConvertToAcc) {
   std::vector<uint16_t> all(65536);
   for (int i = 0; i < 65536; ++i) all[i] = static_cast<uint16_t>(i);
   std::vector<float> out(65536);
-  k.convert_to_acc(dtype, all.data(), out.data(), 0.0, 65536);
+  on(convert_to_acc)(dtype, all.data(), out.data(), 0.0, 65536);
   for (int i = 0; i < 65536; ++i) {
     const double expected = decode16(all[i], dtype);
     if (std::isnan(expected)) {
@@ -38,7 +40,7 @@ TEST_P(KernelTest, ConvertFromAcc) {
   }
   const auto n = static_cast<int64_t>(values.size());
   Array in(acc, values), out(dtype, n);
-  k.convert_from_acc(dtype, in.data(), out.data(), n);
+  on(convert_from_acc)(dtype, in.data(), out.data(), n);
   for (int64_t i = 0; i < n; ++i) {
     const double expected = round_to(in[i], dtype);
     if (std::isnan(expected)) {
@@ -53,20 +55,59 @@ TEST_P(KernelTest, ConvertFromAcc) {
 TEST_P(KernelTest, ConvertAdds) {
   for (int64_t n : kSizes) {
     Array in = random(n), out(acc, n), back(dtype, n);
-    k.convert_to_acc(dtype, in.data(), out.data(), 1.0, n);
+    on(convert_to_acc)(dtype, in.data(), out.data(), 1.0, n);
     for (int64_t i = 0; i < n; ++i) EXPECT_EQ(out[i], round_to(in[i] + 1.0, acc));
-    k.convert_to_acc(dtype, in.data(), out.data(), 0.0, n);
-    k.convert_from_acc(dtype, out.data(), back.data(), n);
+    on(convert_to_acc)(dtype, in.data(), out.data(), 0.0, n);
+    on(convert_from_acc)(dtype, out.data(), back.data(), n);
     for (int64_t i = 0; i < n; ++i) EXPECT_EQ(back[i], in[i]);
   }
 }
 
 // ---- dispatch ----
 
-TEST(Dispatch, ChoosesATableOfThisMachine) {
-  EXPECT_EQ(kernels_for(isa_name()), &kernels());
-  EXPECT_NE(kernels_for("default"), nullptr);
-  EXPECT_EQ(kernels_for("mmx"), nullptr);
+TEST(Dispatch, ChoosesAnInstructionSetOfThisMachine) {
+  EXPECT_TRUE(has_isa(isa_name()));
+  EXPECT_TRUE(has_isa("default"));
+  EXPECT_FALSE(has_isa("mmx"));
+  EXPECT_EQ(find(bias_add.name()), find_for(isa_name(), bias_add.name()));
+}
+
+TEST(Dispatch, EachInstructionSetHasAKernelOfItsOwn) {
+  const auto of = [](const char* isa) { return find_for(isa, bias_add.name()); };
+  if (has_isa("avx2")) {
+    EXPECT_NE(of("avx2"), of("default"));
+  }
+  if (has_isa("avx512")) {
+    EXPECT_NE(of("avx512"), of("avx2"));
+  }
+}
+
+namespace entry {
+double only_default(double x) { return 2.0 * x; }
+}  // namespace entry
+
+const Kernel<double(double)> only_default{"only_default"}, unfilled{"unfilled"};
+TRANSFORMER_OPS_KERNEL(only_default, "default");
+
+TEST(Dispatch, ASlotIsFilledByTheNextLowerInstructionSet) {
+  EXPECT_EQ(only_default(1.5), 3.0);
+  EXPECT_EQ(only_default(2.0), 4.0);
+  for (const char* isa : {"default", "avx2", "avx512"}) {
+    if (has_isa(isa)) {
+      EXPECT_EQ(find_for(isa, "only_default"), find_for("default", "only_default")) << isa;
+    }
+  }
+}
+
+TEST(Dispatch, ASlotThatNothingFillsSaysSo) {
+  try {
+    unfilled(1.0);
+    FAIL();
+  } catch (const std::runtime_error& error) {
+    EXPECT_EQ(std::string(error.what()), "[kernels] unfilled must have a CPU kernel for " +
+                                             std::string(isa_name()) +
+                                             " or a lower instruction set, got none");
+  }
 }
 
 }  // namespace

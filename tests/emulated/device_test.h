@@ -12,11 +12,9 @@
 #include <vector>
 
 #include "../cpp/kernels/kernel_test.h"
-#include "kernels/cuda/kernels.h"
+#include "kernels/cuda.h"
 
 namespace transformer_ops::cuda {
-
-const Kernels& compiled_kernels();
 
 #if defined(__SANITIZE_ADDRESS__)
 constexpr int64_t kGuard = 0;  // the sanitizer is one
@@ -111,7 +109,6 @@ struct Case {
 
 class DeviceTest : public testing::TestWithParam<Case> {
  protected:
-  const Kernels& k = compiled_kernels();
   const DType dtype = GetParam().dtype;
   const DType acc = cpu::acc_of(dtype);
   // A parameter's dtype that is not that of x.

@@ -21,7 +21,7 @@ std::vector<GemmPlan> take_products() {
   return std::exchange(seen, {});
 }
 
-bool gemm(Stream, const Gemm& gemm) {
+bool entry::gemm(Stream, const Gemm& gemm) {
   const auto plan = plan_gemm(gemm);
   if (!plan) return false;
   interpret(*plan);
@@ -30,5 +30,7 @@ bool gemm(Stream, const Gemm& gemm) {
   seen.push_back(*plan);
   return true;
 }
+
+TRANSFORMER_OPS_KERNEL(gemm, "cuda");
 
 }  // namespace transformer_ops::cuda

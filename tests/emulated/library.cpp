@@ -10,9 +10,6 @@
 #include "op/typed_op.h"
 
 namespace transformer_ops::cuda {
-
-const Kernels& compiled_kernels();
-
 namespace {
 
 Philox draw(c10::Device, uint64_t) {
@@ -74,7 +71,7 @@ std::vector<std::string> products() {
 TORCH_LIBRARY(transformer_ops_emulated, library) { library.def("products() -> str[]", products); }
 
 [[maybe_unused]] const bool installed = [] {
-  static const Backend backend = {&compiled_kernels(),
+  static const Backend backend = {kernel::rows_of_this_library(),
                                   [](c10::Device) -> Stream { return nullptr; }, draw};
   set_backend(&backend);
   register_cuda_bodies(c10::DispatchKey::CPU);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device_test.h"
+#include "kernels/norm.h"
 
 namespace transformer_ops::cuda {
 

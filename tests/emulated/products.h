@@ -1,5 +1,5 @@
-// Products against the formula of kernels.h, row by row and in double: of the emulated gemm() in
-// test_gemm.cpp, of cuBLASLt's in check_products.cpp.
+// Products against the formula of kernels/gemm.h, row by row and in double: of the emulated gemm()
+// in test_gemm.cpp, of cuBLASLt's in check_products.cpp.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/kernels.h"
+#include "kernels/cuda/gemm_plan.h"
 #include "kernels/math.h"
 #include "numbers.h"
 
 namespace transformer_ops::cuda {
-
-bool gemm(Stream stream, const Gemm& gemm);
 
 struct Product {
   std::string name;
@@ -188,7 +186,7 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
       .allocate = [](void* owner,
                      uint64_t bytes) { return static_cast<const Memory*>(owner)->allocate(bytes); },
       .owner = const_cast<Memory*>(&memory)};
-  if (!gemm(nullptr, call)) return Outcome::Unsupported;
+  if (!entry::gemm(nullptr, call)) return Outcome::Unsupported;
   for (Array* array : {&d.array, &gradient, &aux}) array->download();
 
   // Errors of float sums grow with the terms; TF32 keeps 10 bits of each factor.

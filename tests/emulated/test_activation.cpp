@@ -1,5 +1,6 @@
 #include "../cpp/kernels/formulas.h"
 #include "device_test.h"
+#include "kernels/activation.h"
 
 namespace transformer_ops::cuda {
 namespace {
@@ -19,8 +20,8 @@ TEST_P(ActivationTest, Activations) {
     const auto f = [a](Real x) { return kernel::activation(a, x); };
     for (const int64_t n : kSizes) {
       const Buffer x = random(n), g = random(n), y = make(n), grad = make(n);
-      k.activation_forward(nullptr, a, dtype, x.data(), y.data(), n);
-      k.activation_backward(nullptr, a, dtype, g.data(), x.data(), grad.data(), n);
+      activation_forward(nullptr, a, dtype, x.data(), y.data(), n);
+      activation_backward(nullptr, a, dtype, g.data(), x.data(), grad.data(), n);
       for (int64_t i = 0; i < n; ++i) {
         const auto expected = static_cast<double>(f(x[i]));
         expect_near(dtype, y[i], expected, std::abs(x[i]) + std::abs(expected), "forward", i);
@@ -37,16 +38,16 @@ TEST_P(ActivationTest, ActivationsInPlaceAndFromTheOutput) {
   const int64_t n = 1001;
   for (const Activation a : kActivations) {
     const Buffer x = random(n), g = random(n), y = make(n), grad = make(n);
-    k.activation_forward(nullptr, a, dtype, x.data(), y.data(), n);
-    k.activation_backward(nullptr, a, dtype, g.data(), x.data(), grad.data(), n);
+    activation_forward(nullptr, a, dtype, x.data(), y.data(), n);
+    activation_backward(nullptr, a, dtype, g.data(), x.data(), grad.data(), n);
     const Buffer over_x(x), over_g(g);
-    k.activation_forward(nullptr, a, dtype, over_x.data(), over_x.data(), n);
-    k.activation_backward(nullptr, a, dtype, over_g.data(), x.data(), over_g.data(), n);
+    activation_forward(nullptr, a, dtype, over_x.data(), over_x.data(), n);
+    activation_backward(nullptr, a, dtype, over_g.data(), x.data(), over_g.data(), n);
     EXPECT_TRUE(over_x == y);
     EXPECT_TRUE(over_g == grad);
     if (a != Activation::ReLU && a != Activation::SReLU) continue;
     const Buffer from_output = make(n);
-    k.activation_backward_from_output(nullptr, a, dtype, g.data(), y.data(), from_output.data(), n);
+    activation_backward_from_output(nullptr, a, dtype, g.data(), y.data(), from_output.data(), n);
     for (int64_t i = 0; i < n; ++i) {
       const double slope = y[i] <= 0 ? 0 : a == Activation::ReLU ? 1 : 2 * std::sqrt(y[i]);
       expect_near(dtype, from_output[i], g[i] * slope, std::abs(g[i] * slope), "from output", i);
@@ -65,7 +66,7 @@ TEST_P(ActivationTest, ActivationsOnTheWholeRange) {
   const Buffer x = make(n), y = make(n);
   for (int64_t i = 0; i < n; ++i) x.set(i, values[i]);
   for (const Activation a : kActivations) {
-    k.activation_forward(nullptr, a, dtype, x.data(), y.data(), n);
+    activation_forward(nullptr, a, dtype, x.data(), y.data(), n);
     for (int64_t i = 0; i < n; ++i) {
       if (std::isnan(x[i])) {
         EXPECT_TRUE(std::isnan(y[i])) << "NaN must pass";
@@ -96,9 +97,9 @@ TEST_P(ActivationTest, ReluWithAMask) {
       g.set(0, std::nan(""));
     }
     Mask mask(n);
-    k.relu_forward(nullptr, dtype, x.data(), y.data(), mask.data(), n);
-    k.relu_forward(nullptr, dtype, x.data(), alone.data(), nullptr, n);
-    k.relu_backward(nullptr, dtype, g.data(), mask.data(), grad.data(), n);
+    relu_forward(nullptr, dtype, x.data(), y.data(), mask.data(), n);
+    relu_forward(nullptr, dtype, x.data(), alone.data(), nullptr, n);
+    relu_backward(nullptr, dtype, g.data(), mask.data(), grad.data(), n);
     EXPECT_TRUE(y == alone);
     mask.expect_padded();
     for (int64_t i = 0; i < n; ++i) {
@@ -107,7 +108,7 @@ TEST_P(ActivationTest, ReluWithAMask) {
       ASSERT_TRUE(y[i] == (passes ? x[i] : 0) || (std::isnan(x[i]) && std::isnan(y[i]))) << i;
       ASSERT_EQ(grad[i], passes ? g[i] : 0) << i;
     }
-    k.relu_forward(nullptr, dtype, x.data(), x.data(), nullptr, n);
+    relu_forward(nullptr, dtype, x.data(), x.data(), nullptr, n);
     EXPECT_TRUE(x == y);
   }
 }

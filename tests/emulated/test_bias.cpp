@@ -2,6 +2,9 @@
 #include <set>
 
 #include "device_test.h"
+#include "kernels/activation.h"
+#include "kernels/bias.h"
+#include "kernels/dropout.h"
 
 namespace transformer_ops::cuda {
 namespace {
@@ -12,7 +15,7 @@ class BiasTest : public DeviceTest {
   // compares them with the sums of `rows` rows of what is in `of` after the call.
   void check_sums(int64_t rows, int64_t h, const Buffer& of, bool exact,
                   const std::function<void(const ColumnSum&)>& run) {
-    const int64_t wanted = k.column_sum_parts(rows, h);
+    const int64_t wanted = column_sum_parts(rows, h);
     for (const int64_t parts : std::set<int64_t>{1, 5, wanted}) {
       const DType out = parts == 5 ? dtype : acc;
       const Buffer sums = make(out, h), partials = make(acc, parts * h);
@@ -42,12 +45,12 @@ TEST_P(BiasTest, Adds) {
     for (const DType bias_dtype : {dtype, other, DType::Float64, DType::Float16}) {
       const Buffer x = random(rows * h), b = random(bias_dtype, h), y = make(rows * h);
       const Vector bias{b.data(), bias_dtype};
-      k.bias_add(nullptr, dtype, x.data(), bias, y.data(), rows, h);
+      bias_add(nullptr, dtype, x.data(), bias, y.data(), rows, h);
       for (int64_t i = 0; i < rows * h; ++i) {
         const double sum = x[i] + b[i % h];
         expect_near(dtype, y[i], sum, std::abs(x[i]) + std::abs(b[i % h]), "y", i);
       }
-      k.bias_add(nullptr, dtype, x.data(), bias, x.data(), rows, h);
+      bias_add(nullptr, dtype, x.data(), bias, x.data(), rows, h);
       EXPECT_TRUE(x == y) << "in place";
     }
   }
@@ -57,17 +60,17 @@ TEST_P(BiasTest, Sums) {
   for (const auto& [rows, h] : kShapes) {
     const Buffer x = random(rows * h);
     check_sums(rows, h, x, true, [&, rows = rows, h = h](const ColumnSum& sum) {
-      k.column_sum(nullptr, dtype, x.data(), sum, rows, h);
+      column_sum(nullptr, dtype, x.data(), sum, rows, h);
     });
   }
 }
 
 TEST_P(BiasTest, SumsOfManyParts) {
   const int64_t rows = 64 * 20, h = 3;
-  ASSERT_EQ(k.column_sum_parts(rows, h), 20);
+  ASSERT_EQ(column_sum_parts(rows, h), 20);
   const Buffer x = random(rows * h);
   check_sums(rows, h, x, true,
-             [&](const ColumnSum& sum) { k.column_sum(nullptr, dtype, x.data(), sum, rows, h); });
+             [&](const ColumnSum& sum) { column_sum(nullptr, dtype, x.data(), sum, rows, h); });
 }
 
 TEST_P(BiasTest, AfterAnActivation) {
@@ -76,10 +79,10 @@ TEST_P(BiasTest, AfterAnActivation) {
     for (const auto& [rows, h] : {Shape{0, 8}, {5, 7}, {70, 16}}) {
       const Buffer x = random(rows * h), g = random(rows * h);
       const Buffer alone = make(rows * h), grad_x = make(rows * h);
-      k.activation_backward(nullptr, a, dtype, g.data(), x.data(), alone.data(), rows * h);
+      activation_backward(nullptr, a, dtype, g.data(), x.data(), alone.data(), rows * h);
       check_sums(rows, h, alone, false, [&, rows = rows, h = h](const ColumnSum& sum) {
-        k.activation_bias_backward(nullptr, a, dtype, g.data(), x.data(), grad_x.data(), sum, rows,
-                                   h);
+        activation_bias_backward(nullptr, a, dtype, g.data(), x.data(), grad_x.data(), sum, rows,
+                                 h);
       });
       EXPECT_TRUE(grad_x == alone);
     }
@@ -90,16 +93,16 @@ TEST_P(BiasTest, AfterAMask) {
   for (const auto& [rows, h] : kShapes) {
     const Buffer g = random(rows * h), alone = make(rows * h), grad_x = make(rows * h);
     Mask mask = random_mask(rows * h);
-    k.relu_backward(nullptr, dtype, g.data(), mask.data(), alone.data(), rows * h);
+    relu_backward(nullptr, dtype, g.data(), mask.data(), alone.data(), rows * h);
     check_sums(rows, h, alone, true, [&, rows = rows, h = h](const ColumnSum& sum) {
-      k.relu_bias_backward(nullptr, dtype, g.data(), mask.data(), grad_x.data(), sum, rows, h);
+      relu_bias_backward(nullptr, dtype, g.data(), mask.data(), grad_x.data(), sum, rows, h);
     });
     EXPECT_TRUE(grad_x == alone);
     for (const double p : {0.3, 1.0}) {
-      k.dropout_backward(nullptr, dtype, g.data(), mask.data(), alone.data(), p, rows * h);
+      dropout_backward(nullptr, dtype, g.data(), mask.data(), alone.data(), p, rows * h);
       check_sums(rows, h, alone, false, [&, rows = rows, h = h](const ColumnSum& sum) {
-        k.dropout_bias_backward(nullptr, dtype, g.data(), mask.data(), p, grad_x.data(), sum, rows,
-                                h);
+        dropout_bias_backward(nullptr, dtype, g.data(), mask.data(), p, grad_x.data(), sum, rows,
+                              h);
       });
       EXPECT_TRUE(grad_x == alone);
     }

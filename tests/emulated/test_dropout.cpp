@@ -1,4 +1,5 @@
 #include "device_test.h"
+#include "kernels/dropout.h"
 
 namespace transformer_ops::cuda {
 namespace {
@@ -53,9 +54,9 @@ TEST_P(DropoutTest, KeepsByPhilox) {
       const Buffer x = random(n), y = make(n), alone = make(n), grad = make(n);
       if (n > 0) x.set(n - 1, std::nan(""));
       Mask mask(n);
-      k.dropout_forward(nullptr, dtype, x.data(), y.data(), mask.data(), kState, p, n);
-      k.dropout_forward(nullptr, dtype, x.data(), alone.data(), nullptr, kState, p, n);
-      k.dropout_backward(nullptr, dtype, x.data(), mask.data(), grad.data(), p, n);
+      dropout_forward(nullptr, dtype, x.data(), y.data(), mask.data(), kState, p, n);
+      dropout_forward(nullptr, dtype, x.data(), alone.data(), nullptr, kState, p, n);
+      dropout_backward(nullptr, dtype, x.data(), mask.data(), grad.data(), p, n);
       EXPECT_TRUE(y == alone);
       EXPECT_TRUE(y == grad);
       mask.expect_padded();
@@ -65,7 +66,7 @@ TEST_P(DropoutTest, KeepsByPhilox) {
         const double expected = keep ? x[i] / (1 - p) : 0.0;
         expect_near(dtype, y[i], expected, std::abs(expected), "y", i);
       }
-      k.dropout_forward(nullptr, dtype, x.data(), x.data(), nullptr, kState, p, n);
+      dropout_forward(nullptr, dtype, x.data(), x.data(), nullptr, kState, p, n);
       EXPECT_TRUE(x == y) << "in place";
     }
   }
@@ -77,10 +78,10 @@ TEST_P(DropoutTest, TheThresholdIsExact) {
   for (int64_t i = 0; i < n; ++i) x.set(i, 1.0);
   for (int64_t i = 0; i < n; i += 7) {
     const double bound = random_number(kState, i);
-    k.dropout_forward(nullptr, dtype, x.data(), y.data(), nullptr, kState, bound / 4294967296.0, n);
+    dropout_forward(nullptr, dtype, x.data(), y.data(), nullptr, kState, bound / 4294967296.0, n);
     EXPECT_NE(y[i], 0);
-    k.dropout_forward(nullptr, dtype, x.data(), y.data(), nullptr, kState,
-                      (bound + 1) / 4294967296.0, n);
+    dropout_forward(nullptr, dtype, x.data(), y.data(), nullptr, kState, (bound + 1) / 4294967296.0,
+                    n);
     EXPECT_EQ(y[i], 0);
   }
 }
@@ -92,9 +93,9 @@ TEST_P(DropoutTest, ReadsTheStateOfAGraph) {
   const Philox eager = {.seed = kState.seed, .offset = 4000 + kPhiloxOffsets};
   const Philox next = {.seed = kState.seed, .offset = 4000 + 2 * kPhiloxOffsets};
   const Buffer x = random(n), y = make(n), same = make(n), later = make(n);
-  k.dropout_forward(nullptr, dtype, x.data(), y.data(), nullptr, graph, 0.5, n);
-  k.dropout_forward(nullptr, dtype, x.data(), same.data(), nullptr, eager, 0.5, n);
-  k.dropout_forward(nullptr, dtype, x.data(), later.data(), nullptr, next, 0.5, n);
+  dropout_forward(nullptr, dtype, x.data(), y.data(), nullptr, graph, 0.5, n);
+  dropout_forward(nullptr, dtype, x.data(), same.data(), nullptr, eager, 0.5, n);
+  dropout_forward(nullptr, dtype, x.data(), later.data(), nullptr, next, 0.5, n);
   EXPECT_TRUE(y == same);
   EXPECT_FALSE(y == later);
 }
@@ -112,12 +113,12 @@ TEST_P(DropoutTest, BetweenBiasAndResidual) {
           const Buffer y = make(sum, n), alone = make(sum, n), dropped = make(n);
           const Vector bias{b.data(), bias_dtype};
           Mask mask(n), mask_of_dropout(n);
-          k.bias_dropout_add(nullptr, dtype, sum, x.data(), bias, extra.data(), y.data(),
-                             mask.data(), kState, p, rows, h);
-          k.bias_dropout_add(nullptr, dtype, sum, x.data(), bias, extra.data(), alone.data(),
-                             nullptr, kState, p, rows, h);
-          k.dropout_forward(nullptr, dtype, x.data(), dropped.data(), mask_of_dropout.data(),
-                            kState, p, n);
+          bias_dropout_add(nullptr, dtype, sum, x.data(), bias, extra.data(), y.data(), mask.data(),
+                           kState, p, rows, h);
+          bias_dropout_add(nullptr, dtype, sum, x.data(), bias, extra.data(), alone.data(), nullptr,
+                           kState, p, rows, h);
+          dropout_forward(nullptr, dtype, x.data(), dropped.data(), mask_of_dropout.data(), kState,
+                          p, n);
           EXPECT_TRUE(y == alone);
           EXPECT_TRUE(mask == mask_of_dropout);
           for (int64_t i = 0; i < n; ++i) {
@@ -125,8 +126,8 @@ TEST_P(DropoutTest, BetweenBiasAndResidual) {
             const double size = 2 * (std::abs(x[i]) + std::abs(b[i % h])) + std::abs(extra[i]);
             expect_near(sum, y[i], kept_sum + extra[i], size, "y", i);
           }
-          k.bias_dropout_add(nullptr, dtype, sum, x.data(), bias, extra.data(), extra.data(),
-                             nullptr, kState, p, rows, h);
+          bias_dropout_add(nullptr, dtype, sum, x.data(), bias, extra.data(), extra.data(), nullptr,
+                           kState, p, rows, h);
           EXPECT_TRUE(extra == y) << "in place";
         }
       }

@@ -1,5 +1,7 @@
 #include "../cpp/kernels/formulas.h"
 #include "device_test.h"
+#include "kernels/bias.h"
+#include "kernels/glu.h"
 
 namespace transformer_ops::cuda {
 namespace {
@@ -71,11 +73,11 @@ TEST_P(GluTest, ForwardAndBackward) {
       glu.interleave = interleave;
       const Buffer x = random(rows * 2 * h), y = make(rows * h);
       const Buffer g = random(rows * h), grad_x = make(rows * 2 * h);
-      k.glu_forward(nullptr, glu, dtype, x.data(), y.data(), rows, h);
-      k.glu_backward(nullptr, glu, dtype, g.data(), x.data(), grad_x.data(), rows, h);
+      glu_forward(nullptr, glu, dtype, x.data(), y.data(), rows, h);
+      glu_backward(nullptr, glu, dtype, g.data(), x.data(), grad_x.data(), rows, h);
       expect_forward(glu, x, y, rows, h);
       expect_backward(glu, g, x, grad_x, rows, h);
-      k.glu_backward(nullptr, glu, dtype, g.data(), x.data(), x.data(), rows, h);
+      glu_backward(nullptr, glu, dtype, g.data(), x.data(), x.data(), rows, h);
       EXPECT_TRUE(x == grad_x) << "in place";
     }
   }
@@ -91,16 +93,16 @@ TEST_P(GluTest, AfterABias) {
         const Buffer y = make(rows * h), alone = make(rows * h), of_kept = make(rows * h);
         const Buffer b = random(bias_dtype, 2 * h);
         const Vector bias{b.data(), bias_dtype, 0.25};
-        k.bias_glu_forward(nullptr, glu, dtype, x.data(), bias, kept.data(), y.data(), rows, h);
-        k.bias_glu_forward(nullptr, glu, dtype, x.data(), bias, nullptr, alone.data(), rows, h);
-        k.glu_forward(nullptr, glu, dtype, kept.data(), of_kept.data(), rows, h);
+        bias_glu_forward(nullptr, glu, dtype, x.data(), bias, kept.data(), y.data(), rows, h);
+        bias_glu_forward(nullptr, glu, dtype, x.data(), bias, nullptr, alone.data(), rows, h);
+        glu_forward(nullptr, glu, dtype, kept.data(), of_kept.data(), rows, h);
         EXPECT_TRUE(y == of_kept) << "computed from what is kept";
         EXPECT_TRUE(y == alone);
         for (int64_t i = 0; i < rows * 2 * h; ++i) {
           const double sum = x[i] + (b[i % (2 * h)] + 0.25);
           expect_near(dtype, kept[i], sum, std::abs(x[i]) + 1 + std::abs(sum), "kept", i);
         }
-        k.bias_glu_forward(nullptr, glu, dtype, x.data(), bias, x.data(), y.data(), rows, h);
+        bias_glu_forward(nullptr, glu, dtype, x.data(), bias, x.data(), y.data(), rows, h);
         EXPECT_TRUE(x == kept) << "in place";
         EXPECT_TRUE(y == alone);
       }
@@ -115,11 +117,11 @@ TEST_P(GluTest, WithTheGradientOfABias) {
       glu.interleave = interleave;
       const Buffer x = random(rows * 2 * h), g = random(rows * h);
       const Buffer grad_x = make(rows * 2 * h), fused = make(rows * 2 * h);
-      k.glu_backward(nullptr, glu, dtype, g.data(), x.data(), grad_x.data(), rows, h);
+      glu_backward(nullptr, glu, dtype, g.data(), x.data(), grad_x.data(), rows, h);
       for (const int64_t parts : {int64_t{1}, int64_t{3}}) {
         const Buffer sums = make(acc, 2 * h), partials = make(acc, parts * 2 * h);
-        k.glu_bias_backward(nullptr, glu, dtype, g.data(), x.data(), fused.data(),
-                            {{sums.data(), acc}, partials.data(), parts}, rows, h);
+        glu_bias_backward(nullptr, glu, dtype, g.data(), x.data(), fused.data(),
+                          {{sums.data(), acc}, partials.data(), parts}, rows, h);
         EXPECT_TRUE(fused == grad_x);
         for (int64_t c = 0; c < 2 * h; ++c) {
           double sum = 0, size = 1;
@@ -144,7 +146,7 @@ TEST_P(GluTest, InfinityAndNanPass) {
   x.set(1, std::nan(""));
   x.set(2, 2.0);
   x.set(3, 1.0);
-  k.glu_forward(nullptr, glu, dtype, x.data(), y.data(), 1, 2);
+  glu_forward(nullptr, glu, dtype, x.data(), y.data(), 1, 2);
   EXPECT_EQ(y[0], INFINITY);
   EXPECT_TRUE(std::isnan(y[1]));
 }

@@ -19,7 +19,7 @@ class NormBackwardTest : public NormTest {
 
   Problem problem(Norm norm, int64_t rows, int64_t h) {
     const bool scaled = norm != Norm::L2, centered = norm == Norm::LayerNorm;
-    const int64_t parts = k.norm_backward_parts(rows, h), wanted = centered ? 2 : scaled ? 1 : 0;
+    const int64_t parts = norm_backward_parts(rows, h), wanted = centered ? 2 : scaled ? 1 : 0;
     Problem p{.norm = norm,
               .rows = rows,
               .h = h,
@@ -114,7 +114,7 @@ TEST_P(NormBackwardTest, Gradients) {
   for (const auto [rows, h] : kShapes) {
     for (const Norm norm : kNorms) {
       const Problem p = problem(norm, rows, h);
-      k.norm_backward(nullptr, p.call);
+      norm_backward(nullptr, p.call);
       expect_right(p);
     }
   }
@@ -130,7 +130,7 @@ TEST_P(NormBackwardTest, ResidualsAndOutputsInPlace) {
         p.call.residual = residual.data();
         p.call.residual_dtype = type;
         p.call.grad_x = sum.data();
-        k.norm_backward(nullptr, p.call);
+        norm_backward(nullptr, p.call);
         Problem seen{.norm = norm,
                      .rows = rows,
                      .h = h,
@@ -148,19 +148,19 @@ TEST_P(NormBackwardTest, ResidualsAndOutputsInPlace) {
         expect_right(seen, &residual);
         // Over the residual; then without one, where no other type is needed.
         p.call.grad_x = residual.data();
-        k.norm_backward(nullptr, p.call);
+        norm_backward(nullptr, p.call);
         EXPECT_TRUE(residual == sum);
         if (type != dtype) continue;
         p.call.residual = nullptr;
         p.call.grad_x = sum.data();
-        k.norm_backward(nullptr, p.call);
+        norm_backward(nullptr, p.call);
         p.call.grad_x = p.grad_y.data();
         const Array grad_y(p.grad_y);
-        k.norm_backward(nullptr, p.call);
+        norm_backward(nullptr, p.call);
         EXPECT_TRUE(p.grad_y == sum) << "over grad_y";
         p.call.grad_y = grad_y.data();
         p.call.grad_x = p.x.data();
-        k.norm_backward(nullptr, p.call);
+        norm_backward(nullptr, p.call);
         EXPECT_TRUE(p.x == sum) << "over x";
       }
     }
@@ -170,7 +170,7 @@ TEST_P(NormBackwardTest, ResidualsAndOutputsInPlace) {
 TEST_P(NormBackwardTest, GradientsThatAreNotWanted) {
   const int64_t rows = 9, h = 136;
   Problem p = problem(Norm::LayerNorm, rows, h);
-  k.norm_backward(nullptr, p.call);
+  norm_backward(nullptr, p.call);
   const Array grad_x(p.grad_x), grad_gamma(p.grad_gamma), grad_beta(p.grad_beta);
   const Array untouched = make(other, h);
   for (int wanted = 0; wanted < 3; ++wanted) {
@@ -183,7 +183,7 @@ TEST_P(NormBackwardTest, GradientsThatAreNotWanted) {
       call.partials = nullptr;
       call.parts = 0;
     }
-    k.norm_backward(nullptr, call);
+    norm_backward(nullptr, call);
     EXPECT_TRUE(p.grad_x == grad_x);
     EXPECT_TRUE(p.grad_gamma == (wanted == 1 ? grad_gamma : untouched));
     EXPECT_EQ(p.grad_beta == grad_beta, wanted == 2);
@@ -194,14 +194,14 @@ TEST_P(NormBackwardTest, GradientsThatAreNotWanted) {
 TEST_P(NormBackwardTest, NoRowsAndOddNumbers) {
   const int64_t h = 24;
   const Problem none = problem(Norm::LayerNorm, 0, h);
-  k.norm_backward(nullptr, none.call);
+  norm_backward(nullptr, none.call);
   for (int64_t i = 0; i < h; ++i) {
     EXPECT_EQ(none.grad_gamma[i], 0);
     EXPECT_EQ(none.grad_beta[i], 0);
   }
   const Problem p = problem(Norm::RMSNorm, 3, h);
   p.grad_y.set(h + 2, cpu::kNan);
-  k.norm_backward(nullptr, p.call);
+  norm_backward(nullptr, p.call);
   for (int64_t i = 0; i < h; ++i) {
     EXPECT_EQ(std::isnan(p.grad_gamma[i]), i == 2);
     EXPECT_TRUE(std::isnan(p.grad_x[h + i]));
@@ -215,18 +215,18 @@ TEST_P(NormBackwardTest, LongRows) {
   const int64_t rows = 2, most = dtype == DType::Float64 ? 8192 : 16384, h = most + 24;
   for (const auto& [norm, width] : {std::pair(Norm::RMSNorm, most), std::pair(Norm::L2, h)}) {
     const Problem p = problem(norm, rows, width);
-    k.norm_backward(nullptr, p.call);
+    norm_backward(nullptr, p.call);
     expect_right(p);
   }
   Problem p = problem(Norm::LayerNorm, rows, h);
   const Array residual = random(acc, rows * h), sum = make(acc, rows * h);
-  k.norm_backward(nullptr, p.call);
+  norm_backward(nullptr, p.call);
   expect_right(p);
   const Array grad_x(p.grad_x);
   p.call.residual = residual.data();
   p.call.residual_dtype = acc;
   p.call.grad_x = sum.data();
-  k.norm_backward(nullptr, p.call);
+  norm_backward(nullptr, p.call);
   for (int64_t i = 0; i < rows * h; ++i) {
     const double own = cpu::format(dtype).epsilon() * std::abs(grad_x[i]);
     ASSERT_NEAR(sum[i] - residual[i], grad_x[i], own + 1e-6 * (1 + std::abs(residual[i])));
@@ -234,16 +234,16 @@ TEST_P(NormBackwardTest, LongRows) {
   p.call.residual = nullptr;
   p.call.residual_dtype = dtype;
   p.call.grad_x = p.x.data();
-  k.norm_backward(nullptr, p.call);
+  norm_backward(nullptr, p.call);
   EXPECT_TRUE(p.x == grad_x) << "over x";
 }
 
 // The sums are added in an order of their own: the same bits each time.
 TEST_P(NormBackwardTest, SameBitsEachTime) {
   const Problem p = problem(Norm::LayerNorm, 200, 264);
-  k.norm_backward(nullptr, p.call);
+  norm_backward(nullptr, p.call);
   const Array grad_gamma(p.grad_gamma), grad_beta(p.grad_beta), grad_x(p.grad_x);
-  k.norm_backward(nullptr, p.call);
+  norm_backward(nullptr, p.call);
   EXPECT_TRUE(p.grad_gamma == grad_gamma);
   EXPECT_TRUE(p.grad_beta == grad_beta);
   EXPECT_TRUE(p.grad_x == grad_x);

@@ -32,7 +32,7 @@ TEST_P(NormTest, Forward) {
                        .h = h};
       if (scaled) call.gamma = gamma.vector(1.0);
       if (centered) call.beta = beta.vector();
-      k.norm_forward(nullptr, call);
+      norm_forward(nullptr, call);
       const std::vector<double> in = x.values();
       for (int64_t r = 0; r < rows; ++r) {
         const auto s = statistics(norm, &in[r * h], h, kEps);
@@ -45,18 +45,18 @@ TEST_P(NormTest, Forward) {
           expect_value(y, r * h + i, n * weight + shift, size, "y");
         }
       }
-      k.normalize(nullptr, {.dtype = dtype,
-                            .x = x.data(),
-                            .mean = call.mean,
-                            .rstd = rstd.data(),
-                            .gamma = call.gamma,
-                            .beta = call.beta,
-                            .y = again.data(),
-                            .rows = rows,
-                            .h = h});
+      normalize(nullptr, {.dtype = dtype,
+                          .x = x.data(),
+                          .mean = call.mean,
+                          .rstd = rstd.data(),
+                          .gamma = call.gamma,
+                          .beta = call.beta,
+                          .y = again.data(),
+                          .rows = rows,
+                          .h = h});
       EXPECT_TRUE(again == y) << "normalize, h = " << h;
       call.y = const_cast<void*>(call.x);
-      k.norm_forward(nullptr, call);
+      norm_forward(nullptr, call);
       EXPECT_TRUE(x == y) << "in place, h = " << h;
     }
   }
@@ -82,7 +82,7 @@ TEST_P(NormTest, ForwardOfASum) {
                        .rstd = rstd.data(),
                        .rows = rows,
                        .h = h};
-      k.norm_forward(nullptr, call);
+      norm_forward(nullptr, call);
       for (int64_t i = 0; i < rows * h; ++i) {
         const double exact = x[i] + extra[i];
         const double rounded = acc == DType::Float32 ? static_cast<float>(exact) : exact;
@@ -93,12 +93,12 @@ TEST_P(NormTest, ForwardOfASum) {
       plain.extra = plain.sum = nullptr;
       plain.y = expected.data();
       plain.rstd = expected_rstd.data();
-      k.norm_forward(nullptr, plain);
+      norm_forward(nullptr, plain);
       EXPECT_TRUE(y == expected);
       EXPECT_TRUE(rstd == expected_rstd);
       call.sum = nullptr;
       call.y = const_cast<void*>(call.extra);
-      k.norm_forward(nullptr, call);
+      norm_forward(nullptr, call);
       EXPECT_TRUE(extra == expected) << "over the extra input";
     }
   }
@@ -122,7 +122,7 @@ TEST_P(NormTest, ForwardOfLongRows) {
                      .rstd = rstd.data(),
                      .rows = 1,
                      .h = h};
-    k.norm_forward(nullptr, call);
+    norm_forward(nullptr, call);
     const std::vector<double> in = sum.values();
     const auto s = statistics(norm, in.data(), h, kEps);
     expect_value(rstd, 0, s.rstd, s.rstd, "rstd");
@@ -132,16 +132,16 @@ TEST_P(NormTest, ForwardOfLongRows) {
     }
     call.sum = nullptr;
     call.y = expected.data();
-    k.norm_forward(nullptr, call);
+    norm_forward(nullptr, call);
     EXPECT_TRUE(expected == y) << "without the sum";
-    k.normalize(nullptr, {.dtype = dtype,
-                          .x = sum.data(),
-                          .mean = norm == Norm::LayerNorm ? mean.data() : nullptr,
-                          .rstd = rstd.data(),
-                          .gamma = call.gamma,
-                          .y = expected.data(),
-                          .rows = 1,
-                          .h = h});
+    normalize(nullptr, {.dtype = dtype,
+                        .x = sum.data(),
+                        .mean = norm == Norm::LayerNorm ? mean.data() : nullptr,
+                        .rstd = rstd.data(),
+                        .gamma = call.gamma,
+                        .y = expected.data(),
+                        .rows = 1,
+                        .h = h});
     EXPECT_TRUE(expected == y) << "normalize";
   }
 }
@@ -152,15 +152,15 @@ TEST_P(NormTest, VarianceOfNumbersFarFromZero) {
   const double offset = dtype == DType::Float64 ? 1e8 : dtype == DType::Float32 ? 4096 : 128;
   const Array x = make(h), y = make(h), mean = make(acc, 1), rstd = make(acc, 1);
   for (int64_t i = 0; i < h; ++i) x.set(i, offset + static_cast<double>(i % 2));
-  k.norm_forward(nullptr, {.norm = Norm::LayerNorm,
-                           .dtype = dtype,
-                           .x = x.data(),
-                           .eps = 0,
-                           .y = y.data(),
-                           .mean = mean.data(),
-                           .rstd = rstd.data(),
-                           .rows = 1,
-                           .h = h});
+  norm_forward(nullptr, {.norm = Norm::LayerNorm,
+                         .dtype = dtype,
+                         .x = x.data(),
+                         .eps = 0,
+                         .y = y.data(),
+                         .mean = mean.data(),
+                         .rstd = rstd.data(),
+                         .rows = 1,
+                         .h = h});
   EXPECT_NEAR(rstd[0], 2.0, 1e-5);
   for (int64_t i = 0; i < h; ++i) EXPECT_NEAR(y[i], i % 2 == 0 ? -1.0 : 1.0, 1e-3);
 }
@@ -180,13 +180,12 @@ TEST_P(NormTest, ForwardWithoutNumbersAndWithOddOnes) {
                    .rows = 0,
                    .h = h};
   const Array before(y);
-  k.norm_forward(nullptr, call);
-  k.normalize(
-      nullptr,
-      {.dtype = dtype, .x = x.data(), .rstd = rstd.data(), .y = y.data(), .rows = 0, .h = h});
+  norm_forward(nullptr, call);
+  normalize(nullptr,
+            {.dtype = dtype, .x = x.data(), .rstd = rstd.data(), .y = y.data(), .rows = 0, .h = h});
   EXPECT_TRUE(y == before) << "no rows";
   call.rows = 3;
-  k.norm_forward(nullptr, call);
+  norm_forward(nullptr, call);
   for (int64_t i = 0; i < h; ++i) {
     EXPECT_TRUE(std::isnan(y[i]));
     EXPECT_TRUE(i == 5 ? std::isnan(y[h + i]) : y[h + i] == 0);
@@ -197,7 +196,7 @@ TEST_P(NormTest, ForwardWithoutNumbersAndWithOddOnes) {
   call.norm = Norm::L2;
   call.h = 0;
   rstd.set(0, 0);
-  k.norm_forward(nullptr, call);
+  norm_forward(nullptr, call);
   for (int64_t r = 0; r < 3; ++r) EXPECT_EQ(rstd[r], 4);
 }
 

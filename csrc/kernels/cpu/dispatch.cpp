@@ -1,64 +1,78 @@
-// Chooses the table of kernels for this machine.
+// Which kernel fills a slot on this machine.
 #include <cstdlib>
 #include <span>
 #include <stdexcept>
 #include <string>
 
-#include "tables.h"
+#include "kernels/cpu.h"
 
 namespace transformer_ops::cpu {
 namespace {
 
-struct Choice {
-  const Kernels* table;
+struct Isa {
+  const char* name;
   bool runs_here;
 };
 
 // Widest first.
-std::span<const Choice> choices() {
+std::span<const Isa> isas() {
 #if defined(__x86_64__)
   // Every machine with AVX2 and FMA has F16C, which clang 14 does not know by name here.
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
-  static const Choice all[] = {
-      {&kernels_avx512, avx512}, {&kernels_avx2, avx2}, {&kernels_default, true}};
+  static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  static const bool avx512 =
+      avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  static const Isa all[] = {{"avx512", avx512}, {"avx2", avx2}, {"default", true}};
 #else
-  static const Choice all[] = {{&kernels_default, true}};
+  static const Isa all[] = {{"default", true}};
 #endif
   return all;
 }
 
-const Kernels& choose() {
+const char* choose() {
   if (const char* requested = std::getenv("TRANSFORMER_OPS_ISA")) {
-    if (const Kernels* table = kernels_for(requested)) return *table;
+    for (const Isa& isa : isas()) {
+      if (isa.runs_here && std::string_view(isa.name) == requested) return isa.name;
+    }
     throw std::runtime_error(
         std::string("[kernels] TRANSFORMER_OPS_ISA must be default, avx2 or avx512, and supported "
                     "by this machine, got ") +
         requested);
   }
-  for (const Choice& choice : choices()) {
-    if (choice.runs_here) return *choice.table;
+  for (const Isa& isa : isas()) {
+    if (isa.runs_here) return isa.name;
   }
-  return kernels_default;
+  return "default";
 }
 
 }  // namespace
 
-const Kernels* kernels_for(std::string_view isa) {
-  for (const Choice& choice : choices()) {
-    if (choice.runs_here && isa == choice.table->isa) return choice.table;
+bool has_isa(std::string_view name) {
+  for (const Isa& isa : isas()) {
+    if (isa.runs_here && isa.name == name) return true;
   }
-  return nullptr;
+  return false;
 }
 
-const Kernels& kernels() {
-  static const Kernels& chosen = choose();
+const char* isa_name() {
+  static const char* const chosen = choose();
   return chosen;
 }
 
-const char* isa_name() { return kernels().isa; }
+kernel::Function find_for(std::string_view isa, const char* slot) {
+  bool lower = false;
+  for (const Isa& next : isas()) {
+    lower = lower || next.name == isa;
+    if (!lower) continue;
+    if (const auto found = kernel::find(kernel::rows_of_this_library(), slot, next.name)) {
+      return found;
+    }
+  }
+  throw std::runtime_error("[kernels] " + std::string(slot) + " must have a CPU kernel for " +
+                           std::string(isa) + " or a lower instruction set, got none");
+}
+
+kernel::Function find(const char* slot) { return find_for(isa_name(), slot); }
 
 }  // namespace transformer_ops::cpu

@@ -1,14 +1,15 @@
 // Element types, conversion to and from the compute type, and the switch from DType to a type.
 //
-// This header and the others that the kernels_<isa>.cpp include have internal linkage throughout
-// and use no std templates: an inline function that several instruction sets compile would be
-// merged by the linker, and a machine could be handed instructions that it lacks.
+// Each file of this folder, but for dispatch.cpp, is compiled once for each instruction set. It and
+// the headers here have internal linkage throughout and use no std templates: an inline function
+// that several instruction sets compile would be merged by the linker, and a machine could be
+// handed instructions that it lacks.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#include "kernels.h"
+#include "kernels/cpu.h"
 
 #if defined(__F16C__)
 #include <immintrin.h>

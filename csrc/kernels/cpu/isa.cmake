@@ -1,12 +1,16 @@
-# Sets TRANSFORMER_OPS_KERNEL_SOURCES, with the flags of each file. The flags are properties of the
-# source files: include this from the CMakeLists.txt that defines the target.
+# Defines transformer_ops_kernels, to link with: the objects of kernels/cpu, each file but for
+# dispatch.cpp once for each instruction set. TRANSFORMER_OPS_KERNEL_OBJECTS names the objects.
 #
 # No -ffast-math: NaN and infinity must pass as in PyTorch. "omp simd" marks the loops whose sums
 # may be reordered; -fopenmp-simd brings in no OpenMP runtime. Clang would warn of each such loop
 # that it cannot vectorize: those in double that call the C library.
-set(TRANSFORMER_OPS_KERNEL_SOURCES ${CMAKE_CURRENT_LIST_DIR}/dispatch.cpp)
+file(GLOB kernel_sources CONFIGURE_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/*.cpp)
+list(FILTER kernel_sources EXCLUDE REGEX "/dispatch.cpp$")
+add_library(transformer_ops_kernels_dispatch OBJECT ${CMAKE_CURRENT_LIST_DIR}/dispatch.cpp)
+transformer_ops_target(transformer_ops_kernels_dispatch)
+set(TRANSFORMER_OPS_KERNEL_OBJECTS $<TARGET_OBJECTS:transformer_ops_kernels_dispatch>)
 
-# Under the sanitizers these files, all of it inlined, would take many minutes each: the checks of
+# Under the sanitizers these files, all of it inlined, would take many minutes: the checks of
 # undefined behaviour and of stack arrays are left out for them. Those of the heap stay.
 set(kernel_options -O3 -fno-math-errno -fno-trapping-math -fopenmp-simd -Wno-pass-failed)
 if(TRANSFORMER_OPS_SANITIZE)
@@ -17,10 +21,12 @@ if(TRANSFORMER_OPS_SANITIZE)
 endif()
 
 macro(transformer_ops_add_isa isa)
-  list(APPEND TRANSFORMER_OPS_KERNEL_SOURCES ${CMAKE_CURRENT_LIST_DIR}/kernels_${isa}.cpp)
-  set_source_files_properties(
-    ${CMAKE_CURRENT_LIST_DIR}/kernels_${isa}.cpp
-    PROPERTIES COMPILE_OPTIONS "${kernel_options};${ARGN}")
+  set(target transformer_ops_kernels_${isa})
+  add_library(${target} OBJECT ${kernel_sources})
+  transformer_ops_target(${target})
+  target_compile_options(${target} PRIVATE ${kernel_options} ${ARGN})
+  target_compile_definitions(${target} PRIVATE TRANSFORMER_OPS_ISA="${isa}")
+  list(APPEND TRANSFORMER_OPS_KERNEL_OBJECTS $<TARGET_OBJECTS:${target}>)
 endmacro()
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
@@ -31,3 +37,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
 else()
   transformer_ops_add_isa(default -ffp-contract=fast)
 endif()
+
+add_library(transformer_ops_kernels INTERFACE)
+target_sources(transformer_ops_kernels INTERFACE ${TRANSFORMER_OPS_KERNEL_OBJECTS})
+target_include_directories(transformer_ops_kernels INTERFACE ${PROJECT_SOURCE_DIR}/csrc)

@@ -1,4 +1,5 @@
 // Activations, element by element.
+#include "kernels/activation.h"
 #include "kernels/choose.h"
 #include "kernels/cuda/bits.h"
 #include "kernels/cuda/elementwise.h"
@@ -41,7 +42,7 @@ void map_formula(Stream stream, DType dtype, Formula, void* out, int64_t n, cons
   });
 }
 
-}  // namespace
+namespace entry {
 
 void activation_forward(Stream stream, Activation activation, DType dtype, const void* x, void* y,
                         int64_t n) {
@@ -80,4 +81,13 @@ void relu_backward(Stream stream, DType dtype, const void* grad_y, const uint8_t
   });
 }
 
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(activation_forward, "cuda");
+TRANSFORMER_OPS_KERNEL(activation_backward, "cuda");
+TRANSFORMER_OPS_KERNEL(activation_backward_from_output, "cuda");
+TRANSFORMER_OPS_KERNEL(relu_forward, "cuda");
+TRANSFORMER_OPS_KERNEL(relu_backward, "cuda");
+
+}  // namespace
 }  // namespace transformer_ops::cuda

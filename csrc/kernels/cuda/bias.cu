@@ -174,7 +174,7 @@ void masked_bias_backward(Stream stream, DType dtype, const void* grad_y, const 
   });
 }
 
-}  // namespace
+namespace entry {
 
 int64_t column_sum_parts(int64_t rows, int64_t h) { return column_parts(rows, h); }
 
@@ -229,4 +229,14 @@ void dropout_bias_backward(Stream stream, DType dtype, const void* grad_y, const
   masked_bias_backward(stream, dtype, grad_y, mask, random::dropout_scale(p), grad_x, sum, rows, h);
 }
 
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(column_sum_parts, "cuda");
+TRANSFORMER_OPS_KERNEL(bias_add, "cuda");
+TRANSFORMER_OPS_KERNEL(column_sum, "cuda");
+TRANSFORMER_OPS_KERNEL(activation_bias_backward, "cuda");
+TRANSFORMER_OPS_KERNEL(relu_bias_backward, "cuda");
+TRANSFORMER_OPS_KERNEL(dropout_bias_backward, "cuda");
+
+}  // namespace
 }  // namespace transformer_ops::cuda

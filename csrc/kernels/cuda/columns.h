@@ -8,6 +8,7 @@
 // to the columns while the first loads are on their way.
 #pragma once
 
+#include "kernels/bias.h"
 #include "kernels/cuda/column_geometry.h"
 #include "kernels/cuda/device.h"
 

@@ -23,8 +23,8 @@
 #include <string>
 #include <type_traits>
 
+#include "kernels/cuda.h"
 #include "kernels/cuda/errors.h"
-#include "kernels/cuda/kernels.h"
 
 #define TRANSFORMER_OPS_DEVICE static __device__ __forceinline__
 

@@ -1,6 +1,7 @@
 // Dropout, alone and with the bias before it and the residual after it.
 #include "kernels/cuda/bits.h"
 #include "kernels/cuda/columns.h"
+#include "kernels/dropout.h"
 #include "kernels/random.h"
 
 namespace transformer_ops::cuda {
@@ -144,7 +145,7 @@ void run(Stream stream, const BiasDropoutAdd<T, Sum>& body, int64_t rows, int64_
          bias_dropout_add_kernel<T, Sum>, body, Divisor(h), rows * h);
 }
 
-}  // namespace
+namespace entry {
 
 void dropout_forward(Stream stream, DType dtype, const void* x, void* y, uint8_t* mask,
                      const Philox& philox, double p, int64_t n) {
@@ -182,4 +183,11 @@ void bias_dropout_add(Stream stream, DType dtype, DType sum, const void* x, cons
   });
 }
 
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(dropout_forward, "cuda");
+TRANSFORMER_OPS_KERNEL(dropout_backward, "cuda");
+TRANSFORMER_OPS_KERNEL(bias_dropout_add, "cuda");
+
+}  // namespace
 }  // namespace transformer_ops::cuda

@@ -243,7 +243,7 @@ Prepared prepare(const GemmPlan& plan) {
 
 }  // namespace
 
-bool gemm(Stream stream, const Gemm& gemm) {
+bool entry::gemm(Stream stream, const Gemm& gemm) {
   const auto plan = plan_gemm(gemm);
   if (!plan) return false;
   const auto [handle, answer] = prepare(*plan);
@@ -262,5 +262,7 @@ bool gemm(Stream stream, const Gemm& gemm) {
   check(status, "run a product");
   return true;
 }
+
+TRANSFORMER_OPS_KERNEL(gemm, "cuda");
 
 }  // namespace transformer_ops::cuda

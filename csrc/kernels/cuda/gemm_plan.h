@@ -6,7 +6,7 @@
 #include <array>
 #include <optional>
 
-#include "kernels/cuda/kernels.h"
+#include "kernels/gemm.h"
 
 namespace transformer_ops::cuda {
 
@@ -67,5 +67,10 @@ struct GemmPlan {
 
 // None where cuBLASLt's rules exclude it; where they do not, it may still have no algorithm.
 std::optional<GemmPlan> plan_gemm(const Gemm& gemm);
+
+// What fills the slot: of gemm.cpp, or of tests.
+namespace entry {
+bool gemm(Stream stream, const Gemm& gemm);
+}
 
 }  // namespace transformer_ops::cuda

@@ -1,5 +1,6 @@
 // Gated linear units, alone and with the bias before them.
 #include "kernels/cuda/glu.h"
+#include "kernels/glu.h"
 
 namespace transformer_ops::cuda {
 namespace {
@@ -107,7 +108,7 @@ void bias_glu(Stream stream, const GluForward<T, N, Formula>& body, const Vector
   for_rows(stream, with_bias, rows, packs);
 }
 
-}  // namespace
+namespace entry {
 
 void glu_forward(Stream stream, const Glu& glu, DType dtype, const void* x, void* y, int64_t rows,
                  int64_t h) {
@@ -128,4 +129,11 @@ void glu_backward(Stream stream, const Glu& glu, DType dtype, const void* grad_y
                     [&](const auto& body, int64_t packs) { for_rows(stream, body, rows, packs); });
 }
 
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(glu_forward, "cuda");
+TRANSFORMER_OPS_KERNEL(bias_glu_forward, "cuda");
+TRANSFORMER_OPS_KERNEL(glu_backward, "cuda");
+
+}  // namespace
 }  // namespace transformer_ops::cuda

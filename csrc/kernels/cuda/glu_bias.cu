@@ -2,6 +2,9 @@
 #include "kernels/cuda/glu.h"
 
 namespace transformer_ops::cuda {
+namespace {
+
+namespace entry {
 
 void glu_bias_backward(Stream stream, const Glu& glu, DType dtype, const void* grad_y,
                        const void* x, void* grad_x, const ColumnSum& sum, int64_t rows, int64_t h) {
@@ -10,4 +13,9 @@ void glu_bias_backward(Stream stream, const Glu& glu, DType dtype, const void* g
   });
 }
 
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(glu_bias_backward, "cuda");
+
+}  // namespace
 }  // namespace transformer_ops::cuda

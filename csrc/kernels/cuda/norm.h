@@ -4,6 +4,7 @@
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/geometry.h"
 #include "kernels/math.h"
+#include "kernels/norm.h"
 
 namespace transformer_ops::cuda {
 namespace {

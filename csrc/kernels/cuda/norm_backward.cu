@@ -7,10 +7,6 @@
 
 namespace transformer_ops::cuda {
 
-int64_t norm_backward_parts(int64_t rows, int64_t) {
-  return std::min<int64_t>(rows, multiprocessors());
-}
-
 namespace {
 
 // What leaves each thread registers for its elements of gamma and of the sums over rows.
@@ -202,7 +198,11 @@ void backward(Stream stream, const NormBackward& norm) {
                                : backward<T, N, false>(stream, norm);
 }
 
-}  // namespace
+namespace entry {
+
+int64_t norm_backward_parts(int64_t rows, int64_t) {
+  return std::min<int64_t>(rows, multiprocessors());
+}
 
 void norm_backward(Stream stream, const NormBackward& norm) {
   dispatch(norm.dtype, [&]<class T>(Type<T>) {
@@ -216,4 +216,10 @@ void norm_backward(Stream stream, const NormBackward& norm) {
   });
 }
 
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(norm_backward_parts, "cuda");
+TRANSFORMER_OPS_KERNEL(norm_backward, "cuda");
+
+}  // namespace
 }  // namespace transformer_ops::cuda

@@ -116,7 +116,7 @@ void forward(Stream stream, const NormForward& norm) {
   }
 }
 
-}  // namespace
+namespace entry {
 
 void norm_forward(Stream stream, const NormForward& norm) {
   dispatch(norm.dtype, [&]<class T>(Type<T>) {
@@ -126,4 +126,9 @@ void norm_forward(Stream stream, const NormForward& norm) {
   });
 }
 
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(norm_forward, "cuda");
+
+}  // namespace
 }  // namespace transformer_ops::cuda

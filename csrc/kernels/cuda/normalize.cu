@@ -44,7 +44,7 @@ void launch_normalize(Stream stream, const Normalize& norm) {
          normalize_kernel<T, N>, norm, split.lanes);
 }
 
-}  // namespace
+namespace entry {
 
 void normalize(Stream stream, const Normalize& norm) {
   dispatch(norm.dtype, [&]<class T>(Type<T>) {
@@ -54,4 +54,9 @@ void normalize(Stream stream, const Normalize& norm) {
   });
 }
 
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(normalize, "cuda");
+
+}  // namespace
 }  // namespace transformer_ops::cuda

@@ -1,6 +1,8 @@
 // Activations and gated linear units.
 #include "formulas.h"
 #include "kernel_test.h"
+#include "kernels/activation.h"
+#include "kernels/glu.h"
 
 namespace transformer_ops::cpu {
 namespace {
@@ -17,8 +19,8 @@ TEST_P(KernelTest, Activations) {
     const auto f = [a](Real x) { return activation(a, x); };
     for (int64_t n : kSizes) {
       Array x = random(n), g = random(n), y(dtype, n), grad(dtype, n);
-      k.activation_forward(a, dtype, x.data(), y.data(), n);
-      k.activation_backward(a, dtype, g.data(), x.data(), grad.data(), n);
+      on(activation_forward)(a, dtype, x.data(), y.data(), n);
+      on(activation_backward)(a, dtype, g.data(), x.data(), grad.data(), n);
       for (int64_t i = 0; i < n; ++i) {
         const double expected = static_cast<double>(f(x[i]));
         expect_near(y[i], expected, 4 * std::abs(x[i]) + 4 * std::abs(expected), "forward", i);
@@ -34,10 +36,10 @@ TEST_P(KernelTest, Activations) {
 TEST_P(KernelTest, ActivationsInPlace) {
   for (Activation a : kActivations) {
     Array x = random(1001), y(dtype, 1001), g = random(1001), grad(dtype, 1001);
-    k.activation_forward(a, dtype, x.data(), y.data(), 1001);
-    k.activation_backward(a, dtype, g.data(), x.data(), grad.data(), 1001);
-    k.activation_backward(a, dtype, g.data(), x.data(), g.data(), 1001);
-    k.activation_forward(a, dtype, x.data(), x.data(), 1001);
+    on(activation_forward)(a, dtype, x.data(), y.data(), 1001);
+    on(activation_backward)(a, dtype, g.data(), x.data(), grad.data(), 1001);
+    on(activation_backward)(a, dtype, g.data(), x.data(), g.data(), 1001);
+    on(activation_forward)(a, dtype, x.data(), x.data(), 1001);
     for (int64_t i = 0; i < 1001; ++i) {
       EXPECT_EQ(x[i], y[i]);
       EXPECT_EQ(g[i], grad[i]);
@@ -57,8 +59,8 @@ TEST_P(KernelTest, ActivationsOnTheWholeRange) {
   const auto n = static_cast<int64_t>(values.size());
   Array x(dtype, values), y(dtype, n), g(dtype, n, 1.0), grad(dtype, n);
   for (Activation a : kActivations) {
-    k.activation_forward(a, dtype, x.data(), y.data(), n);
-    k.activation_backward(a, dtype, g.data(), x.data(), grad.data(), n);
+    on(activation_forward)(a, dtype, x.data(), y.data(), n);
+    on(activation_backward)(a, dtype, g.data(), x.data(), grad.data(), n);
     for (int64_t i = 0; i < n; ++i) {
       // The plain formula of GELU cancels in the negative tail.
       const Real u = 1.59576912160573071176L * (x[i] + 0.044715L * x[i] * x[i] * x[i]);
@@ -103,8 +105,8 @@ TEST_P(KernelTest, ExponentialsAreAccurate) {
   sigmoid_input.resize(2 * gates.size(), 1.0);
   tanh_input.insert(tanh_input.end(), gates.begin(), gates.end());
   Array in(dtype, sigmoid_input), tanh_in(dtype, tanh_input), y(dtype, n), tanh_y(dtype, n);
-  k.glu_forward(sigmoid_unit, dtype, in.data(), y.data(), 1, n);
-  k.glu_forward(tanh_unit, dtype, tanh_in.data(), tanh_y.data(), 1, n);
+  on(glu_forward)(sigmoid_unit, dtype, in.data(), y.data(), 1, n);
+  on(glu_forward)(tanh_unit, dtype, tanh_in.data(), tanh_y.data(), 1, n);
   for (int64_t i = 0; i < n; ++i) {
     const Real exact = sigmoid(in[i]), exact_tanh = std::tanh(Real{in[i]});
     worst_tanh = std::max(worst_tanh, ulps(tanh_y[i], exact_tanh));
@@ -134,8 +136,8 @@ TEST_P(KernelTest, ActivationsOfNanAndInfinity) {
   for (const Row& row : rows) {
     Array x(dtype, 60), y(dtype, 60), g(dtype, 60, 1.0), grad(dtype, 60);
     for (int64_t i = 0; i < 60; ++i) x.set(i, specials[i % 3]);
-    k.activation_forward(row.activation, dtype, x.data(), y.data(), 60);
-    k.activation_backward(row.activation, dtype, g.data(), x.data(), grad.data(), 60);
+    on(activation_forward)(row.activation, dtype, x.data(), y.data(), 60);
+    on(activation_backward)(row.activation, dtype, g.data(), x.data(), grad.data(), 60);
     for (int64_t i = 0; i < 60; ++i) {
       expect_near(y[i], row.y[i % 3], 0, "forward", i);
       expect_near(grad[i], row.grad[i % 3], 0, "backward", i);
@@ -149,8 +151,8 @@ TEST_P(KernelTest, ReluKeepsABitMask) {
     if (n > 3) x.set(3, kNan);
     if (n > 5) x.set(5, 0.0);
     std::vector<uint8_t> mask((n + 7) / 8, 0xff);
-    k.relu_forward(dtype, x.data(), y.data(), mask.data(), n);
-    k.relu_backward(dtype, g.data(), mask.data(), grad.data(), n);
+    on(relu_forward)(dtype, x.data(), y.data(), mask.data(), n);
+    on(relu_backward)(dtype, g.data(), mask.data(), grad.data(), n);
     for (int64_t i = 0; i < n; ++i) {
       const bool passes = !(x[i] <= 0);
       EXPECT_EQ((mask[i / 8] >> (i % 8)) & 1, passes) << i;
@@ -167,9 +169,11 @@ TEST_P(KernelTest, BackwardFromOutput) {
   for (int64_t n : kSizes) {
     Array y = random(n), g = random(n), grad(dtype, n);
     for (int64_t i = 0; i < n; ++i) y.set(i, std::max(y[i], 0.0));
-    k.activation_backward_from_output(Activation::ReLU, dtype, g.data(), y.data(), grad.data(), n);
+    on(activation_backward_from_output)(Activation::ReLU, dtype, g.data(), y.data(), grad.data(),
+                                        n);
     for (int64_t i = 0; i < n; ++i) EXPECT_EQ(grad[i], y[i] > 0 ? g[i] : 0.0);
-    k.activation_backward_from_output(Activation::SReLU, dtype, g.data(), y.data(), grad.data(), n);
+    on(activation_backward_from_output)(Activation::SReLU, dtype, g.data(), y.data(), grad.data(),
+                                        n);
     for (int64_t i = 0; i < n; ++i) {
       const double expected = g[i] * 2 * std::sqrt(y[i]);
       expect_near(grad[i], expected, 4 * std::abs(expected), "from output", i);
@@ -195,8 +199,8 @@ TEST_P(KernelTest, GatedLinearUnits) {
       const int64_t h = shape.h, block = shape.interleave == 0 ? h : shape.interleave;
       Array x = random(shape.rows * 2 * h), g = random(shape.rows * h);
       Array y(dtype, g.size()), grad(dtype, x.size());
-      k.glu_forward(options, dtype, x.data(), y.data(), shape.rows, h);
-      k.glu_backward(options, dtype, g.data(), x.data(), grad.data(), shape.rows, h);
+      on(glu_forward)(options, dtype, x.data(), y.data(), shape.rows, h);
+      on(glu_backward)(options, dtype, g.data(), x.data(), grad.data(), shape.rows, h);
       for (int64_t i = 0; i < g.size(); ++i) {
         const int64_t column = i % h;
         const int64_t gate = i / h * 2 * h + column / block * 2 * block + column % block;
@@ -221,10 +225,10 @@ TEST_P(KernelTest, ClampedGradientPassesAtTheLimit) {
   options.kind = GluKind::ClampedSwiGLU;
   options.limit = 2.0;
   Array x(dtype, {2.0, 2.0}), above(dtype, {2.5, -2.5}), g(dtype, 1, 1.0), grad(dtype, 2);
-  k.glu_backward(options, dtype, g.data(), x.data(), grad.data(), 1, 1);
+  on(glu_backward)(options, dtype, g.data(), x.data(), grad.data(), 1, 1);
   EXPECT_NE(grad[0], 0.0);
   EXPECT_NE(grad[1], 0.0);
-  k.glu_backward(options, dtype, g.data(), above.data(), grad.data(), 1, 1);
+  on(glu_backward)(options, dtype, g.data(), above.data(), grad.data(), 1, 1);
   EXPECT_EQ(grad[0], 0.0);
   EXPECT_EQ(grad[1], 0.0);
 }
@@ -233,7 +237,7 @@ TEST_P(KernelTest, ReGluBlocksInfinityBehindAClosedGate) {
   Glu options;
   options.kind = GluKind::ReGLU;
   Array x(dtype, {-1.0, kInf}), g(dtype, 1, 1.0), grad(dtype, 2);
-  k.glu_backward(options, dtype, g.data(), x.data(), grad.data(), 1, 1);
+  on(glu_backward)(options, dtype, g.data(), x.data(), grad.data(), 1, 1);
   EXPECT_EQ(grad[0], 0.0);
   EXPECT_EQ(grad[1], 0.0);
 }

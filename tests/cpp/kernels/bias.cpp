@@ -1,4 +1,8 @@
+#include "kernels/bias.h"
 #include "kernel_test.h"
+#include "kernels/activation.h"
+#include "kernels/dropout.h"
+#include "kernels/glu.h"
 
 namespace transformer_ops::cpu {
 namespace {
@@ -6,8 +10,8 @@ namespace {
 TEST_P(KernelTest, ColumnSumAndBiasAdd) {
   for (const auto [rows, h] : kRowShapes) {
     Array x = random(rows * h), sums(acc, h, 0.5), bias = random_acc(h), y(dtype, rows * h);
-    k.column_sum(dtype, x.data(), sums.data(), rows, h);
-    k.bias_add(dtype, x.data(), bias.data(), y.data(), rows, h);
+    on(column_sum)(dtype, x.data(), sums.data(), rows, h);
+    on(bias_add)(dtype, x.data(), bias.data(), y.data(), rows, h);
     for (int64_t i = 0; i < h; ++i) {
       double expected = 0.5, size = 1.0;
       for (int64_t r = 0; r < rows; ++r) {
@@ -24,7 +28,7 @@ TEST_P(KernelTest, ColumnSumAndBiasAdd) {
 TEST_P(KernelTest, ColumnSumOfManyRows) {
   const int64_t rows = 200000, h = 3;
   Array x(dtype, rows * h, 0.1), sums(acc, h);
-  k.column_sum(dtype, x.data(), sums.data(), rows, h);
+  on(column_sum)(dtype, x.data(), sums.data(), rows, h);
   for (int64_t i = 0; i < h; ++i) {
     const double expected = x[0] * rows;
     EXPECT_NEAR(sums[i], expected, 8 * compute_epsilon() * expected);
@@ -36,8 +40,8 @@ TEST_P(KernelTest, ActivationBiasBackward) {
     for (const auto [rows, h] : kRowShapes) {
       Array x = random(rows * h), g = random(rows * h), grad(dtype, rows * h);
       Array expected(dtype, rows * h), bias(acc, h, 0.5);
-      k.activation_backward(a, dtype, g.data(), x.data(), expected.data(), rows * h);
-      k.activation_bias_backward(a, dtype, g.data(), x.data(), grad.data(), bias.data(), rows, h);
+      on(activation_backward)(a, dtype, g.data(), x.data(), expected.data(), rows * h);
+      on(activation_bias_backward)(a, dtype, g.data(), x.data(), grad.data(), bias.data(), rows, h);
       std::vector<double> sums(h, 0.5), size(h, 1.0);
       for (int64_t i = 0; i < rows * h; ++i) {
         // A fused multiply-add may be chosen in one of the two loops only.
@@ -60,8 +64,9 @@ TEST_P(KernelTest, ReluBiasBackwardFromAnyBit) {
       Array x = random(first + n), y(dtype, first + n), g = random(n), grad(dtype, n);
       Array bias(acc, h);
       std::vector<uint8_t> mask((first + n + 7) / 8);
-      k.relu_forward(dtype, x.data(), y.data(), mask.data(), first + n);
-      k.relu_bias_backward(dtype, g.data(), mask.data(), first, grad.data(), bias.data(), rows, h);
+      on(relu_forward)(dtype, x.data(), y.data(), mask.data(), first + n);
+      on(relu_bias_backward)(dtype, g.data(), mask.data(), first, grad.data(), bias.data(), rows,
+                             h);
       std::vector<double> sums(h, 0.0), size(h, 1.0);
       for (int64_t i = 0; i < n; ++i) {
         const double expected = x[first + i] > 0 ? g[i] : 0.0;
@@ -83,9 +88,10 @@ TEST_P(KernelTest, DropoutBiasBackwardFromAnyBit) {
         const int64_t n = rows * h;
         Array whole = random(first + n), expected(dtype, first + n), grad(dtype, n), bias(acc, h);
         std::vector<uint8_t> mask((first + n + 7) / 8);
-        k.dropout_forward(dtype, whole.data(), expected.data(), mask.data(), 5, p, 0, first + n);
+        on(dropout_forward)(dtype, whole.data(), expected.data(), mask.data(), 5, p, 0, first + n);
         char* g = static_cast<char*>(whole.data()) + first * format(dtype).bytes;
-        k.dropout_bias_backward(dtype, g, mask.data(), first, p, grad.data(), bias.data(), rows, h);
+        on(dropout_bias_backward)(dtype, g, mask.data(), first, p, grad.data(), bias.data(), rows,
+                                  h);
         const double scale = p < 1 ? 1 / (1 - p) : 0.0;
         std::vector<double> sums(h, 0.0), size(h, 1.0);
         for (int64_t i = 0; i < n; ++i) {
@@ -109,8 +115,8 @@ TEST_P(KernelTest, GluBiasBackward) {
         Glu glu{.kind = static_cast<GluKind>(kind), .interleave = interleave, .limit = 1.5};
         Array x = random(2 * rows * h), g = random(rows * h), grad(dtype, 2 * rows * h);
         Array expected(dtype, 2 * rows * h), bias(acc, 2 * h, 0.5);
-        k.glu_backward(glu, dtype, g.data(), x.data(), expected.data(), rows, h);
-        k.glu_bias_backward(glu, dtype, g.data(), x.data(), grad.data(), bias.data(), rows, h);
+        on(glu_backward)(glu, dtype, g.data(), x.data(), expected.data(), rows, h);
+        on(glu_bias_backward)(glu, dtype, g.data(), x.data(), grad.data(), bias.data(), rows, h);
         std::vector<double> sums(2 * h, 0.5), size(2 * h, 1.0);
         for (int64_t i = 0; i < 2 * rows * h; ++i) {
           // A fused multiply-add may be chosen in one of the two loops only.

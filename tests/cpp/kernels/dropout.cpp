@@ -1,3 +1,4 @@
+#include "kernels/dropout.h"
 #include "kernel_test.h"
 
 namespace transformer_ops::cpu {
@@ -50,10 +51,10 @@ TEST_P(KernelTest, Dropout) {
       for (int64_t n : kSizes) {
         Array x = random(n), y(dtype, n), grad(dtype, n), again(dtype, n), without_mask(dtype, n);
         std::vector<uint8_t> mask((n + 7) / 8, 0xff);
-        k.dropout_forward(dtype, x.data(), y.data(), mask.data(), seed, p, first, n);
-        k.dropout_forward(dtype, x.data(), without_mask.data(), nullptr, seed, p, first, n);
-        k.dropout_backward(dtype, x.data(), mask.data(), grad.data(), p, n);
-        k.dropout_backward_from_seed(dtype, x.data(), again.data(), seed, p, first, n);
+        on(dropout_forward)(dtype, x.data(), y.data(), mask.data(), seed, p, first, n);
+        on(dropout_forward)(dtype, x.data(), without_mask.data(), nullptr, seed, p, first, n);
+        on(dropout_backward)(dtype, x.data(), mask.data(), grad.data(), p, n);
+        on(dropout_backward_from_seed)(dtype, x.data(), again.data(), seed, p, first, n);
         const double scale = p < 1 ? 1 / (1 - p) : 0.0;
         for (int64_t i = 0; i < n; ++i) {
           const bool keep = kept(seed, p, first + i);
@@ -83,7 +84,7 @@ TEST_P(KernelTest, DropoutDrawsTheLowerHalfWhereItMatters) {
     // The probabilities at which this element is just kept, and just dropped.
     for (uint32_t bound : {lower, lower + 1}) {
       const double p = (upper * 65536.0 + bound) / 4294967296.0;
-      k.dropout_forward(dtype, x.data(), y.data(), nullptr, seed, p, 0, n);
+      on(dropout_forward)(dtype, x.data(), y.data(), nullptr, seed, p, 0, n);
       ASSERT_EQ(y[element] != 0, bound == lower);
       for (int64_t i = 0; i < n; ++i) {
         ASSERT_EQ(y[i] != 0, kept(seed, p, i)) << i;
@@ -98,13 +99,13 @@ TEST_P(KernelTest, DropoutDoesNotDependOnTheSplit) {
   const int64_t n = 4000;
   Array x = random(n), whole(dtype, n), parts(dtype, n);
   std::vector<uint8_t> mask(n / 8), mask_of_parts(n / 8);
-  k.dropout_forward(dtype, x.data(), whole.data(), mask.data(), 7, 0.3, 0, n);
+  on(dropout_forward)(dtype, x.data(), whole.data(), mask.data(), 7, 0.3, 0, n);
   const int64_t bytes = format(dtype).bytes;
   for (int64_t start = 0; start < n; start += 1240) {
     const int64_t count = std::min<int64_t>(1240, n - start);
-    k.dropout_forward(dtype, static_cast<char*>(x.data()) + start * bytes,
-                      static_cast<char*>(parts.data()) + start * bytes,
-                      mask_of_parts.data() + start / 8, 7, 0.3, start, count);
+    on(dropout_forward)(dtype, static_cast<char*>(x.data()) + start * bytes,
+                        static_cast<char*>(parts.data()) + start * bytes,
+                        mask_of_parts.data() + start / 8, 7, 0.3, start, count);
   }
   EXPECT_EQ(mask, mask_of_parts);
   for (int64_t i = 0; i < n; ++i) EXPECT_EQ(whole[i], parts[i]);
@@ -112,7 +113,7 @@ TEST_P(KernelTest, DropoutDoesNotDependOnTheSplit) {
 
 TEST_P(KernelTest, DropoutIsZeroWhereDroppedWhateverTheInput) {
   Array x(dtype, 100, kNan), y(dtype, 100);
-  k.dropout_forward(dtype, x.data(), y.data(), nullptr, 7, 0.5, 0, 100);
+  on(dropout_forward)(dtype, x.data(), y.data(), nullptr, 7, 0.5, 0, 100);
   for (int64_t i = 0; i < 100; ++i) EXPECT_EQ(std::isnan(y[i]), kept(7, 0.5, i)) << i;
 }
 

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "../../../csrc/kernels/cpu/kernels.h"
+#include "../../../csrc/kernels/cpu.h"
 
 namespace transformer_ops::cpu {
 
@@ -133,17 +133,16 @@ inline DType acc_of(DType dtype) {
 // ---- the tests run for each instruction set and dtype ----
 
 struct Case {
-  const Kernels* kernels;
+  const char* isa;
   DType dtype;
 };
 
 inline std::vector<Case> cases() {
   std::vector<Case> all;
   for (const char* isa : {"default", "avx2", "avx512"}) {
-    const Kernels* table = kernels_for(isa);
-    if (table == nullptr) continue;
+    if (!has_isa(isa)) continue;
     for (DType d : {DType::Float32, DType::Float64, DType::Float16, DType::BFloat16}) {
-      all.push_back({table, d});
+      all.push_back({isa, d});
     }
   }
   return all;
@@ -151,12 +150,17 @@ inline std::vector<Case> cases() {
 
 inline std::string case_name(const testing::TestParamInfo<Case>& info) {
   const char* names[] = {"Float32", "Float64", "Float16", "BFloat16"};
-  return std::string(info.param.kernels->isa) + "_" + names[static_cast<int>(info.param.dtype)];
+  return std::string(info.param.isa) + "_" + names[static_cast<int>(info.param.dtype)];
 }
 
 class KernelTest : public testing::TestWithParam<Case> {
  protected:
-  const Kernels& k = *GetParam().kernels;
+  // The kernel of a slot for this test's instruction set.
+  template <class Slot>
+  typename Slot::Pointer on(const Slot& slot) const {
+    return reinterpret_cast<typename Slot::Pointer>(find_for(GetParam().isa, slot.name()));
+  }
+
   const DType dtype = GetParam().dtype;
   const DType acc = acc_of(dtype);
 

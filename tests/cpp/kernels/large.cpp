@@ -2,6 +2,11 @@
 #include <functional>
 
 #include "kernel_test.h"
+#include "kernels/activation.h"
+#include "kernels/bias.h"
+#include "kernels/dropout.h"
+#include "kernels/glu.h"
+#include "kernels/norm.h"
 
 namespace transformer_ops::cpu {
 namespace {
@@ -64,40 +69,40 @@ TEST_P(LargeTest, StreamedResultsAreTheSame) {
     std::vector<uint8_t> mask(kLarge);
     Array statistics(acc, 1 << 16), more_statistics(acc, 1 << 16);
     expect_same("silu", h, h, [&](char* x, char* y, int64_t, int64_t rows) {
-      k.activation_forward(Activation::SiLU, dtype, x, y, rows * h);
+      on(activation_forward)(Activation::SiLU, dtype, x, y, rows * h);
     });
     expect_same("silu backward", h, h, [&](char* x, char* y, int64_t, int64_t rows) {
-      k.activation_backward(Activation::SiLU, dtype, x, x, y, rows * h);
+      on(activation_backward)(Activation::SiLU, dtype, x, x, y, rows * h);
     });
     expect_same("swiglu", 2 * h, h, [&](char* x, char* y, int64_t, int64_t rows) {
-      k.glu_forward(swiglu, dtype, x, y, rows, h);
+      on(glu_forward)(swiglu, dtype, x, y, rows, h);
     });
     const Memory grad = numbers(kLarge / bytes, 0);
     expect_same("swiglu backward", 2 * h, 2 * h,
                 [&](char* x, char* y, int64_t first, int64_t rows) {
-                  k.glu_backward(swiglu, dtype, at(grad.data, first * h, bytes), x, y, rows, h);
+                  on(glu_backward)(swiglu, dtype, at(grad.data, first * h, bytes), x, y, rows, h);
                 });
     expect_same("relu", h, h, [&](char* x, char* y, int64_t first, int64_t rows) {
-      k.relu_forward(dtype, x, y, mask.data() + first * h / 8, rows * h);
-      k.relu_backward(dtype, y, mask.data() + first * h / 8, y, rows * h);
+      on(relu_forward)(dtype, x, y, mask.data() + first * h / 8, rows * h);
+      on(relu_backward)(dtype, y, mask.data() + first * h / 8, y, rows * h);
     });
     expect_same("dropout", h, h, [&](char* x, char* y, int64_t first, int64_t rows) {
-      k.dropout_forward(dtype, x, y, mask.data() + first * h / 8, 5, 0.3, first * h, rows * h);
-      k.dropout_backward(dtype, y, mask.data() + first * h / 8, y, 0.3, rows * h);
+      on(dropout_forward)(dtype, x, y, mask.data() + first * h / 8, 5, 0.3, first * h, rows * h);
+      on(dropout_backward)(dtype, y, mask.data() + first * h / 8, y, 0.3, rows * h);
     });
     expect_same("bias", h, h, [&](char* x, char* y, int64_t, int64_t rows) {
-      k.bias_add(dtype, x, beta.data(), y, rows, h);
-      k.activation_bias_backward(Activation::ReLU, dtype, y, x, y, sums.data(), rows, h);
+      on(bias_add)(dtype, x, beta.data(), y, rows, h);
+      on(activation_bias_backward)(Activation::ReLU, dtype, y, x, y, sums.data(), rows, h);
     });
     expect_same("layer norm", h, h, [&](char* x, char* y, int64_t, int64_t rows) {
-      k.layer_norm_forward(dtype, x, gamma.data(), beta.data(), 1e-5, y, statistics.data(),
-                           more_statistics.data(), rows, h);
-      k.layer_norm_backward(dtype, y, x, statistics.data(), more_statistics.data(), gamma.data(), y,
-                            sums.data(), more_sums.data(), rows, h);
+      on(layer_norm_forward)(dtype, x, gamma.data(), beta.data(), 1e-5, y, statistics.data(),
+                             more_statistics.data(), rows, h);
+      on(layer_norm_backward)(dtype, y, x, statistics.data(), more_statistics.data(), gamma.data(),
+                              y, sums.data(), more_sums.data(), rows, h);
     });
     expect_same("rms norm", h, h, [&](char* x, char* y, int64_t, int64_t rows) {
-      k.rms_norm_forward(dtype, x, gamma.data(), 1e-5, y, statistics.data(), rows, h);
-      k.rms_norm_backward(dtype, y, x, statistics.data(), gamma.data(), y, sums.data(), rows, h);
+      on(rms_norm_forward)(dtype, x, gamma.data(), 1e-5, y, statistics.data(), rows, h);
+      on(rms_norm_backward)(dtype, y, x, statistics.data(), gamma.data(), y, sums.data(), rows, h);
     });
   }
 }

@@ -1,6 +1,7 @@
 #include <functional>
 
 #include "kernel_test.h"
+#include "kernels/norm.h"
 
 namespace transformer_ops::cpu {
 namespace {
@@ -40,20 +41,20 @@ TEST_P(NormResidual, LayerNorm) {
       Array y(dtype, rows * h), mean(acc, rows), rstd(acc, rows);
       Array grad_gamma(acc, h), grad_beta(acc, h), sum_gamma(acc, h), sum_beta(acc, h);
       void* weight = has_gamma ? gamma.data() : nullptr;
-      k.layer_norm_forward(dtype, x.data(), weight, nullptr, 1e-3, y.data(), mean.data(),
-                           rstd.data(), rows, h);
+      on(layer_norm_forward)(dtype, x.data(), weight, nullptr, 1e-3, y.data(), mean.data(),
+                             rstd.data(), rows, h);
       check({[&](void* grad_x) {
-               k.layer_norm_backward(dtype, g.data(), x.data(), mean.data(), rstd.data(), weight,
-                                     grad_x, sum_gamma.data(), sum_beta.data(), rows, h);
+               on(layer_norm_backward)(dtype, g.data(), x.data(), mean.data(), rstd.data(), weight,
+                                       grad_x, sum_gamma.data(), sum_beta.data(), rows, h);
              },
              [&](bool wide, void* residual, void* grad_x) {
                // The sums of the last of several calls; nobody wants those of wide ones.
                grad_gamma = Array(acc, h);
                grad_beta = Array(acc, h);
-               k.layer_norm_residual_backward(dtype, wide, g.data(), x.data(), mean.data(),
-                                              rstd.data(), weight, residual, grad_x,
-                                              wide ? nullptr : grad_gamma.data(),
-                                              wide ? nullptr : grad_beta.data(), rows, h);
+               on(layer_norm_residual_backward)(dtype, wide, g.data(), x.data(), mean.data(),
+                                                rstd.data(), weight, residual, grad_x,
+                                                wide ? nullptr : grad_gamma.data(),
+                                                wide ? nullptr : grad_beta.data(), rows, h);
              }},
             rows * h);
       for (int64_t i = 0; i < h; ++i) {
@@ -70,16 +71,16 @@ TEST_P(NormResidual, RMSNorm) {
       Array x = random(rows * h), g = random(rows * h), gamma = random_acc(h, 1.0);
       Array y(dtype, rows * h), rstd(acc, rows), grad_gamma(acc, h), sum_gamma(acc, h);
       void* weight = has_gamma ? gamma.data() : nullptr;
-      k.rms_norm_forward(dtype, x.data(), weight, 1e-3, y.data(), rstd.data(), rows, h);
+      on(rms_norm_forward)(dtype, x.data(), weight, 1e-3, y.data(), rstd.data(), rows, h);
       check({[&](void* grad_x) {
-               k.rms_norm_backward(dtype, g.data(), x.data(), rstd.data(), weight, grad_x,
-                                   sum_gamma.data(), rows, h);
+               on(rms_norm_backward)(dtype, g.data(), x.data(), rstd.data(), weight, grad_x,
+                                     sum_gamma.data(), rows, h);
              },
              [&](bool wide, void* residual, void* grad_x) {
                grad_gamma = Array(acc, h);
-               k.rms_norm_residual_backward(dtype, wide, g.data(), x.data(), rstd.data(), weight,
-                                            residual, grad_x, wide ? nullptr : grad_gamma.data(),
-                                            rows, h);
+               on(rms_norm_residual_backward)(dtype, wide, g.data(), x.data(), rstd.data(), weight,
+                                              residual, grad_x, wide ? nullptr : grad_gamma.data(),
+                                              rows, h);
              }},
             rows * h);
       for (int64_t i = 0; has_gamma && i < h; ++i) {

@@ -1,4 +1,5 @@
 #include "kernel_test.h"
+#include "kernels/norm.h"
 
 namespace transformer_ops::cpu {
 namespace {
@@ -11,10 +12,10 @@ TEST_P(KernelTest, LayerNorm) {
       Array mean(acc, rows), rstd(acc, rows), grad_gamma(acc, h, 0.5), grad_beta(acc, h, 0.25);
       void* gamma_data = (present & 1) != 0 ? gamma.data() : nullptr;
       void* beta_data = (present & 2) != 0 ? beta.data() : nullptr;
-      k.layer_norm_forward(dtype, x.data(), gamma_data, beta_data, 1e-3, y.data(), mean.data(),
-                           rstd.data(), rows, h);
-      k.layer_norm_backward(dtype, g.data(), x.data(), mean.data(), rstd.data(), gamma_data,
-                            grad.data(), grad_gamma.data(), grad_beta.data(), rows, h);
+      on(layer_norm_forward)(dtype, x.data(), gamma_data, beta_data, 1e-3, y.data(), mean.data(),
+                             rstd.data(), rows, h);
+      on(layer_norm_backward)(dtype, g.data(), x.data(), mean.data(), rstd.data(), gamma_data,
+                              grad.data(), grad_gamma.data(), grad_beta.data(), rows, h);
       std::vector<double> sum_gamma(h, 0.5), sum_beta(h, 0.25), size(h, 1.0);
       for (int64_t r = 0; r < rows; ++r) {
         double m = 0, v = 0, sum_g = 0, sum_gn = 0;
@@ -57,12 +58,12 @@ TEST_P(KernelTest, RootMeanSquareAndL2Norms) {
       Array y(dtype, rows * h), grad(dtype, rows * h), rstd(acc, rows), grad_gamma(acc, h, 0.5);
       void* gamma_data = has_gamma ? gamma.data() : nullptr;
       if (l2) {
-        k.l2_norm_forward(dtype, x.data(), 1e-3, y.data(), rstd.data(), rows, h);
-        k.l2_norm_backward(dtype, g.data(), x.data(), rstd.data(), grad.data(), rows, h);
+        on(l2_norm_forward)(dtype, x.data(), 1e-3, y.data(), rstd.data(), rows, h);
+        on(l2_norm_backward)(dtype, g.data(), x.data(), rstd.data(), grad.data(), rows, h);
       } else {
-        k.rms_norm_forward(dtype, x.data(), gamma_data, 1e-3, y.data(), rstd.data(), rows, h);
-        k.rms_norm_backward(dtype, g.data(), x.data(), rstd.data(), gamma_data, grad.data(),
-                            has_gamma ? grad_gamma.data() : nullptr, rows, h);
+        on(rms_norm_forward)(dtype, x.data(), gamma_data, 1e-3, y.data(), rstd.data(), rows, h);
+        on(rms_norm_backward)(dtype, g.data(), x.data(), rstd.data(), gamma_data, grad.data(),
+                              has_gamma ? grad_gamma.data() : nullptr, rows, h);
       }
       std::vector<double> sum_gamma(h, 0.5), size(h, 1.0);
       for (int64_t r = 0; r < rows; ++r) {
@@ -94,14 +95,14 @@ TEST_P(KernelTest, NormsInPlace) {
   const int64_t rows = 3, h = 700;
   Array x = random(rows * h), g = random(rows * h), y(dtype, rows * h), grad(dtype, rows * h);
   Array gamma = random_acc(h), rstd(acc, rows), mean(acc, rows), grad_gamma(acc, h);
-  k.layer_norm_forward(dtype, x.data(), gamma.data(), nullptr, 1e-5, y.data(), mean.data(),
-                       rstd.data(), rows, h);
-  k.layer_norm_backward(dtype, g.data(), x.data(), mean.data(), rstd.data(), gamma.data(),
-                        grad.data(), grad_gamma.data(), nullptr, rows, h);
-  k.layer_norm_backward(dtype, g.data(), x.data(), mean.data(), rstd.data(), gamma.data(), g.data(),
-                        nullptr, nullptr, rows, h);
-  k.layer_norm_forward(dtype, x.data(), gamma.data(), nullptr, 1e-5, x.data(), mean.data(),
-                       rstd.data(), rows, h);
+  on(layer_norm_forward)(dtype, x.data(), gamma.data(), nullptr, 1e-5, y.data(), mean.data(),
+                         rstd.data(), rows, h);
+  on(layer_norm_backward)(dtype, g.data(), x.data(), mean.data(), rstd.data(), gamma.data(),
+                          grad.data(), grad_gamma.data(), nullptr, rows, h);
+  on(layer_norm_backward)(dtype, g.data(), x.data(), mean.data(), rstd.data(), gamma.data(),
+                          g.data(), nullptr, nullptr, rows, h);
+  on(layer_norm_forward)(dtype, x.data(), gamma.data(), nullptr, 1e-5, x.data(), mean.data(),
+                         rstd.data(), rows, h);
   for (int64_t i = 0; i < rows * h; ++i) {
     EXPECT_EQ(x[i], y[i]);
     EXPECT_EQ(g[i], grad[i]);
@@ -118,8 +119,8 @@ TEST_P(KernelTest, LongRowsStayAccurate) {
   }
   m /= h;
   for (int64_t i = 0; i < h; ++i) v += (x[i] - m) * (x[i] - m) / h;
-  k.layer_norm_forward(dtype, x.data(), nullptr, nullptr, 0.0, y.data(), mean.data(), rstd.data(),
-                       1, h);
+  on(layer_norm_forward)(dtype, x.data(), nullptr, nullptr, 0.0, y.data(), mean.data(), rstd.data(),
+                         1, h);
   EXPECT_NEAR(mean[0], m, 2 * compute_epsilon() * m);
   EXPECT_NEAR(rstd[0], 1 / std::sqrt(v), 8 * compute_epsilon() / std::sqrt(v));
 }
@@ -127,16 +128,16 @@ TEST_P(KernelTest, LongRowsStayAccurate) {
 TEST_P(KernelTest, NormsPassNan) {
   Array x(dtype, 40, 1.0), y(dtype, 40), mean(acc, 2), rstd(acc, 2);
   x.set(3, kNan);
-  k.layer_norm_forward(dtype, x.data(), nullptr, nullptr, 1e-5, y.data(), mean.data(), rstd.data(),
-                       2, 20);
+  on(layer_norm_forward)(dtype, x.data(), nullptr, nullptr, 1e-5, y.data(), mean.data(),
+                         rstd.data(), 2, 20);
   for (int64_t i = 0; i < 40; ++i) EXPECT_EQ(std::isnan(y[i]), i < 20) << i;
-  k.rms_norm_forward(dtype, x.data(), nullptr, 1e-5, y.data(), rstd.data(), 2, 20);
+  on(rms_norm_forward)(dtype, x.data(), nullptr, 1e-5, y.data(), rstd.data(), 2, 20);
   for (int64_t i = 0; i < 40; ++i) EXPECT_EQ(std::isnan(y[i]), i < 20) << i;
 }
 
 TEST_P(KernelTest, ZeroRowWithoutEps) {
   Array x(dtype, 16, 0.0), y(dtype, 16), rstd(acc, 1);
-  k.l2_norm_forward(dtype, x.data(), 0.0, y.data(), rstd.data(), 1, 16);
+  on(l2_norm_forward)(dtype, x.data(), 0.0, y.data(), rstd.data(), 1, 16);
   EXPECT_EQ(rstd[0], kInf);
   EXPECT_TRUE(std::isnan(y[0]));
 }

@@ -2,6 +2,8 @@
 #include <cmath>
 
 #include "kernel_test.h"
+#include "kernels/activation.h"
+#include "kernels/glu.h"
 
 namespace transformer_ops::cpu {
 namespace {
@@ -15,16 +17,17 @@ TEST_P(KernelTest, ActivationValueAndBackward) {
         if (n == 0) continue;
         const int64_t size = format(dtype).bytes, first = h - n;
         Array x = random(rows * h), g = random(rows * n), y(dtype, rows * h);
-        k.activation_forward(activation, dtype, x.data(), y.data(), rows * h);
+        on(activation_forward)(activation, dtype, x.data(), y.data(), rows * h);
         Array wide(dtype, rows * h), expected(dtype, rows * h), grad(dtype, rows * h, 0.25);
         for (int64_t i = 0; i < rows * n; ++i) wide.set(i / n * h + first + i % n, g[i]);
-        k.activation_backward(activation, dtype, wide.data(), x.data(), expected.data(), rows * h);
+        on(activation_backward)(activation, dtype, wide.data(), x.data(), expected.data(),
+                                rows * h);
         Array bias(acc, n, 0.5), again(dtype, rows * n), other(dtype, rows * h, 0.25);
         for (int64_t i = 0; i < rows * n; ++i) again.set(i, g[i]);
-        k.activation_value_and_backward(
+        on(activation_value_and_backward)(
             activation, dtype, g.data(), static_cast<char*>(x.data()) + first * size,
             static_cast<char*>(grad.data()) + first * size, bias.data(), rows, n, h);
-        k.activation_value_and_backward(
+        on(activation_value_and_backward)(
             activation, dtype, again.data(), static_cast<char*>(x.data()) + first * size,
             static_cast<char*>(other.data()) + first * size, nullptr, rows, n, h);
         std::vector<double> sums(n, 0.5), sizes(n, 1.0);
@@ -60,13 +63,13 @@ TEST_P(KernelTest, GluValueAndBackward) {
       Array x = random(2 * kRows * kWidth), g = random(kRows * kWidth);
       Array y(dtype, kRows * kWidth), expected(dtype, 2 * kRows * kWidth);
       Array grad(dtype, 2 * kRows * kWidth);
-      k.glu_forward(glu, dtype, x.data(), y.data(), kRows, kWidth);
-      k.glu_backward(glu, dtype, g.data(), x.data(), expected.data(), kRows, kWidth);
+      on(glu_forward)(glu, dtype, x.data(), y.data(), kRows, kWidth);
+      on(glu_backward)(glu, dtype, g.data(), x.data(), expected.data(), kRows, kWidth);
       for (const auto& [first, n] : {std::pair<int64_t, int64_t>{0, 48}, {48, 30}}) {
         Array buffer(dtype, kRows * n);
         for (int64_t i = 0; i < kRows * n; ++i) buffer.set(i, g[i / n * kWidth + first + i % n]);
-        k.glu_value_and_backward(glu, dtype, buffer.data(), x.data(), grad.data(), kRows, n, kWidth,
-                                 first);
+        on(glu_value_and_backward)(glu, dtype, buffer.data(), x.data(), grad.data(), kRows, n,
+                                   kWidth, first);
         for (int64_t i = 0; i < kRows * n; ++i) {
           const double want = y[i / n * kWidth + first + i % n];
           expect_near(buffer[i], want, 4 * (1 + std::abs(want)), "y", i);

@@ -1,4 +1,8 @@
 #include "kernel_test.h"
+#include "kernels/bias.h"
+#include "kernels/dropout.h"
+#include "kernels/glu.h"
+#include "kernels/norm.h"
 
 namespace transformer_ops::cpu {
 namespace {
@@ -12,12 +16,12 @@ TEST_P(KernelTest, BiasDropoutAdd) {
           Array x = random(n), bias = random_acc(h), extra = random(n), ones(dtype, n, 1.0);
           Array y(dtype, n), kept(dtype, n), without_mask(dtype, n);
           std::vector<uint8_t> mask((n + 7) / 8, 0xff), expected_mask = mask;
-          k.dropout_forward(dtype, ones.data(), kept.data(), expected_mask.data(), seed, p, first,
-                            n);
-          k.bias_dropout_add(dtype, dtype, x.data(), bias.data(), extra.data(), y.data(),
-                             mask.data(), seed, p, first, n, h);
-          k.bias_dropout_add(dtype, dtype, x.data(), bias.data(), extra.data(), without_mask.data(),
-                             nullptr, seed, p, first, n, h);
+          on(dropout_forward)(dtype, ones.data(), kept.data(), expected_mask.data(), seed, p, first,
+                              n);
+          on(bias_dropout_add)(dtype, dtype, x.data(), bias.data(), extra.data(), y.data(),
+                               mask.data(), seed, p, first, n, h);
+          on(bias_dropout_add)(dtype, dtype, x.data(), bias.data(), extra.data(),
+                               without_mask.data(), nullptr, seed, p, first, n, h);
           ASSERT_EQ(mask, expected_mask);
           const double scale = p < 1 ? 1 / (1 - p) : 0.0;
           for (int64_t i = 0; i < n; ++i) {
@@ -37,8 +41,8 @@ TEST_P(KernelTest, BiasDropoutAddToAResidualInTheComputeType) {
   const int64_t n = 1000, h = 40;
   Array x = random(n), bias = random_acc(h), extra = random_acc(n), y(acc, n);
   std::vector<uint8_t> mask(n / 8);
-  k.bias_dropout_add(dtype, acc, x.data(), bias.data(), extra.data(), y.data(), mask.data(), 7, 0.5,
-                     0, n, h);
+  on(bias_dropout_add)(dtype, acc, x.data(), bias.data(), extra.data(), y.data(), mask.data(), 7,
+                       0.5, 0, n, h);
   for (int64_t i = 0; i < n; ++i) {
     const bool keep = (mask[i / 8] >> (i % 8)) & 1;
     const double dropped = keep ? (x[i] + bias[i % h]) * 2 : 0.0;
@@ -50,18 +54,18 @@ TEST_P(KernelTest, BiasDropoutAddToAResidualInTheComputeType) {
 TEST_P(KernelTest, BiasDropoutAddOverItsInput) {
   const int64_t n = 1000, h = 40;
   Array x = random(n), bias = random_acc(h), extra = random(n), y(dtype, n);
-  k.bias_dropout_add(dtype, dtype, x.data(), bias.data(), extra.data(), y.data(), nullptr, 7, 0.3,
-                     0, n, h);
-  k.bias_dropout_add(dtype, dtype, x.data(), bias.data(), extra.data(), x.data(), nullptr, 7, 0.3,
-                     0, n, h);
+  on(bias_dropout_add)(dtype, dtype, x.data(), bias.data(), extra.data(), y.data(), nullptr, 7, 0.3,
+                       0, n, h);
+  on(bias_dropout_add)(dtype, dtype, x.data(), bias.data(), extra.data(), x.data(), nullptr, 7, 0.3,
+                       0, n, h);
   for (int64_t i = 0; i < n; ++i) EXPECT_EQ(x[i], y[i]) << i;
 }
 
 TEST_P(KernelTest, BiasDropoutAddIsTheResidualWhereDroppedWhateverTheInput) {
   Array x(dtype, 100, kNan), bias(acc, 10), extra = random(100), y(dtype, 100);
   std::vector<uint8_t> mask(13);
-  k.bias_dropout_add(dtype, dtype, x.data(), bias.data(), extra.data(), y.data(), mask.data(), 7,
-                     0.5, 0, 100, 10);
+  on(bias_dropout_add)(dtype, dtype, x.data(), bias.data(), extra.data(), y.data(), mask.data(), 7,
+                       0.5, 0, 100, 10);
   for (int64_t i = 0; i < 100; ++i) {
     if ((mask[i / 8] >> (i % 8)) & 1) {
       EXPECT_TRUE(std::isnan(y[i])) << i;
@@ -91,19 +95,19 @@ TEST_P(KernelTest, AddAndNorm) {
         }
       }
     };
-    k.add_layer_norm_forward(dtype, x.data(), extra.data(), gamma.data(), beta.data(), 1e-3,
-                             nullptr, unkept.data(), mean.data(), rstd.data(), rows, h);
-    k.add_layer_norm_forward(dtype, x.data(), extra.data(), gamma.data(), beta.data(), 1e-3,
-                             sum.data(), y.data(), mean.data(), rstd.data(), rows, h);
-    k.layer_norm_forward(dtype, sum.data(), gamma.data(), beta.data(), 1e-3, want_y.data(),
-                         want_mean.data(), want_rstd.data(), rows, h);
+    on(add_layer_norm_forward)(dtype, x.data(), extra.data(), gamma.data(), beta.data(), 1e-3,
+                               nullptr, unkept.data(), mean.data(), rstd.data(), rows, h);
+    on(add_layer_norm_forward)(dtype, x.data(), extra.data(), gamma.data(), beta.data(), 1e-3,
+                               sum.data(), y.data(), mean.data(), rstd.data(), rows, h);
+    on(layer_norm_forward)(dtype, sum.data(), gamma.data(), beta.data(), 1e-3, want_y.data(),
+                           want_mean.data(), want_rstd.data(), rows, h);
     expect_same(/*layer_norm=*/true);
-    k.add_rms_norm_forward(dtype, x.data(), extra.data(), gamma.data(), 1e-3, nullptr,
-                           unkept.data(), rstd.data(), rows, h);
-    k.add_rms_norm_forward(dtype, x.data(), extra.data(), gamma.data(), 1e-3, sum.data(), y.data(),
-                           rstd.data(), rows, h);
-    k.rms_norm_forward(dtype, sum.data(), gamma.data(), 1e-3, want_y.data(), want_rstd.data(), rows,
-                       h);
+    on(add_rms_norm_forward)(dtype, x.data(), extra.data(), gamma.data(), 1e-3, nullptr,
+                             unkept.data(), rstd.data(), rows, h);
+    on(add_rms_norm_forward)(dtype, x.data(), extra.data(), gamma.data(), 1e-3, sum.data(),
+                             y.data(), rstd.data(), rows, h);
+    on(rms_norm_forward)(dtype, sum.data(), gamma.data(), 1e-3, want_y.data(), want_rstd.data(),
+                         rows, h);
     expect_same(/*layer_norm=*/false);
   }
 }
@@ -121,11 +125,11 @@ TEST_P(KernelTest, BiasGlu) {
         Array x = random(rows * 2 * h), bias = random_acc(2 * h), sum(dtype, rows * 2 * h);
         Array kept(dtype, rows * 2 * h), y(dtype, rows * h), want(dtype, rows * h);
         Array unkept(dtype, rows * h);
-        k.bias_add(dtype, x.data(), bias.data(), sum.data(), rows, 2 * h);
-        k.glu_forward(glu, dtype, sum.data(), want.data(), rows, h);
-        k.bias_glu_forward(glu, dtype, x.data(), bias.data(), nullptr, unkept.data(), rows, h);
-        k.bias_glu_forward(glu, dtype, x.data(), bias.data(), kept.data(), y.data(), rows, h);
-        k.bias_glu_forward(glu, dtype, x.data(), bias.data(), x.data(), y.data(), rows, h);
+        on(bias_add)(dtype, x.data(), bias.data(), sum.data(), rows, 2 * h);
+        on(glu_forward)(glu, dtype, sum.data(), want.data(), rows, h);
+        on(bias_glu_forward)(glu, dtype, x.data(), bias.data(), nullptr, unkept.data(), rows, h);
+        on(bias_glu_forward)(glu, dtype, x.data(), bias.data(), kept.data(), y.data(), rows, h);
+        on(bias_glu_forward)(glu, dtype, x.data(), bias.data(), x.data(), y.data(), rows, h);
         for (int64_t i = 0; i < rows * 2 * h; ++i) {
           ASSERT_EQ(kept[i], sum[i]) << i;
           ASSERT_EQ(x[i], sum[i]) << i;

@@ -60,21 +60,21 @@ TEST_F(CublasLt, DescriptorsSayWhatIsComputed) {
 TEST_F(CublasLt, IsAskedOnceForEachProblemAndDevice) {
   Gemm call = example();
   const int handles = fake().handles;
-  for (int i = 0; i < 3; ++i) EXPECT_TRUE(gemm(nullptr, call));
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(entry::gemm(nullptr, call));
   call.alpha = 2;
   call.d = memory + 2048;
-  EXPECT_TRUE(gemm(nullptr, call));
+  EXPECT_TRUE(entry::gemm(nullptr, call));
   EXPECT_EQ(fake().questions, 1);
   EXPECT_EQ(fake().handles, handles + 1);
   call.m = 3;
-  EXPECT_TRUE(gemm(nullptr, call));
+  EXPECT_TRUE(entry::gemm(nullptr, call));
   EXPECT_EQ(fake().questions, 2);
   const int device = std::exchange(fake().device, 1000);
-  EXPECT_TRUE(gemm(nullptr, call));
+  EXPECT_TRUE(entry::gemm(nullptr, call));
   EXPECT_EQ(fake().questions, 3);
   EXPECT_EQ(fake().handles, handles + 2);
   fake().device = device;
-  EXPECT_TRUE(gemm(nullptr, call));
+  EXPECT_TRUE(entry::gemm(nullptr, call));
   EXPECT_EQ(fake().questions, 3);
   EXPECT_EQ(fake().products, 7);
 }
@@ -85,12 +85,12 @@ TEST_F(CublasLt, AnswersThatAreKeptAreBounded) {
   // More than are kept. The second time none is there any more, but for the last.
   for (int pass = 0; pass < 2; ++pass) {
     for (call.a.stride = 1; call.a.stride < 5000; ++call.a.stride) {
-      EXPECT_TRUE(gemm(nullptr, call));
+      EXPECT_TRUE(entry::gemm(nullptr, call));
     }
   }
   EXPECT_EQ(fake().questions, 2 * 4999);
   --call.a.stride;
-  EXPECT_TRUE(gemm(nullptr, call));
+  EXPECT_TRUE(entry::gemm(nullptr, call));
   EXPECT_EQ(fake().questions, 2 * 4999);
 }
 
@@ -106,7 +106,7 @@ TEST_F(CublasLt, PreferencesFollowSettingsAndAddresses) {
       {PartialSums::AnyPrecision, 6}, {PartialSums::FullPrecision, 2}, {PartialSums::None, 0}};
   for (const auto& [setting, scheme] : schemes) {
     call.partial_sums = setting;
-    EXPECT_TRUE(gemm(nullptr, call));
+    EXPECT_TRUE(entry::gemm(nullptr, call));
     EXPECT_EQ(preferred(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK), scheme);
   }
   EXPECT_EQ(fake().questions, 3);
@@ -127,25 +127,25 @@ TEST_F(CublasLt, TakesTheWorkspaceThatItsAlgorithmNeeds) {
   };
   call.owner = memory + 3072;
   asked = 0;
-  EXPECT_TRUE(gemm(nullptr, call));
+  EXPECT_TRUE(entry::gemm(nullptr, call));
   EXPECT_EQ(asked, 0u);
   EXPECT_EQ(fake().workspace, nullptr);
   fake().workspace_bytes = 640;
   call.m = 3;
-  EXPECT_TRUE(gemm(nullptr, call));
+  EXPECT_TRUE(entry::gemm(nullptr, call));
   EXPECT_EQ(asked, 640u);
   EXPECT_EQ(fake().workspace, memory + 3072);
   // What allocates may fail, and then nothing is queued.
   const int products = fake().products;
   call.allocate = [](void*, uint64_t) -> void* { throw std::length_error("out of memory"); };
-  EXPECT_THROW(gemm(nullptr, call), std::length_error);
+  EXPECT_THROW(entry::gemm(nullptr, call), std::length_error);
   call.allocate = nullptr;
-  EXPECT_FALSE(gemm(nullptr, call));
+  EXPECT_FALSE(entry::gemm(nullptr, call));
   EXPECT_EQ(fake().products, products);
 }
 
 TEST_F(CublasLt, FirstCallsMayBeInACapture) {
-  EXPECT_TRUE(gemm(nullptr, example()));
+  EXPECT_TRUE(entry::gemm(nullptr, example()));
   EXPECT_FALSE(fake().asked_unrelaxed);
   EXPECT_FALSE(fake().relaxed);
 }
@@ -154,8 +154,8 @@ TEST_F(CublasLt, SaysWhereItHasNoAlgorithmAndIsNotAskedAgain) {
   Gemm call = example();
   const auto unsupported = [&call] {
     const int questions = fake().questions;
-    EXPECT_FALSE(gemm(nullptr, call));
-    EXPECT_FALSE(gemm(nullptr, call));
+    EXPECT_FALSE(entry::gemm(nullptr, call));
+    EXPECT_FALSE(entry::gemm(nullptr, call));
     EXPECT_EQ(fake().questions, questions + 1);
     EXPECT_EQ(fake().products, 0);
     ++call.m;
@@ -168,14 +168,14 @@ TEST_F(CublasLt, SaysWhereItHasNoAlgorithmAndIsNotAskedAgain) {
   fake().answer = CUBLAS_STATUS_INVALID_VALUE;
   unsupported();
   fake().answer = CUBLAS_STATUS_SUCCESS;
-  EXPECT_TRUE(gemm(nullptr, call));
+  EXPECT_TRUE(entry::gemm(nullptr, call));
   fake().outcome = CUBLAS_STATUS_NOT_SUPPORTED;
-  EXPECT_FALSE(gemm(nullptr, call));
+  EXPECT_FALSE(entry::gemm(nullptr, call));
 }
 
 std::string error_of(const Gemm& call) {
   try {
-    gemm(nullptr, call);
+    entry::gemm(nullptr, call);
   } catch (const std::runtime_error& error) {
     return error.what();
   }
@@ -193,7 +193,7 @@ TEST_F(CublasLt, ErrorsNameTheStatusAndLeaveNothingBehind) {
             "[gemm] cuBLASLt must choose an algorithm, got CUBLAS_STATUS_EXECUTION_FAILED");
   EXPECT_FALSE(fake().relaxed);
   fake().answer = fake().outcome = CUBLAS_STATUS_SUCCESS;
-  EXPECT_TRUE(gemm(nullptr, other));
+  EXPECT_TRUE(entry::gemm(nullptr, other));
 }
 
 TEST_F(CublasLt, ThreadsShareWhatWasAnswered) {
@@ -204,7 +204,7 @@ TEST_F(CublasLt, ThreadsShareWhatWasAnswered) {
         Gemm call = example();
         call.m = 1 + k % 4;
         call.d = memory + 1024 + 256 * i;
-        EXPECT_TRUE(gemm(nullptr, call));
+        EXPECT_TRUE(entry::gemm(nullptr, call));
       }
     });
   }

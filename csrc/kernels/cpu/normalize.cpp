@@ -1,7 +1,7 @@
 // The output of a norm from its statistics: no pass over the row for those.
-#pragma once
+#include "kernels/norm.h"
 
-#include "norm.h"
+#include "norm_rows.h"
 
 namespace transformer_ops::cpu {
 namespace {
@@ -25,6 +25,8 @@ void normalize_rows(bool stream, const T* x, const Acc<T>* mean, const Acc<T>* r
   }
 }
 
+namespace entry {
+
 void normalize(DType dtype, const void* x, const void* mean, const void* rstd, const void* gamma,
                const void* beta, void* y, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
@@ -39,6 +41,10 @@ void normalize(DType dtype, const void* x, const void* mean, const void* rstd, c
     });
   });
 }
+
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(normalize, TRANSFORMER_OPS_ISA);
 
 }  // namespace
 }  // namespace transformer_ops::cpu

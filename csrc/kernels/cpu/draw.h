@@ -1,7 +1,9 @@
-// Dropout with a counter-based generator: any range can be drawn on its own, and drawn again.
+// Which elements dropout keeps, from a counter-based generator: any range can be drawn on its own,
+// and drawn again.
 #pragma once
 
-#include "elementwise.h"
+#include "kernels/random.h"
+#include "loops.h"
 #include "philox.h"
 
 namespace transformer_ops::cpu {
@@ -93,42 +95,6 @@ TRANSFORMER_OPS_INLINE void draw_bits(uint64_t seed, uint32_t threshold, int64_t
     const Comparison lower = compare(pieces.piece + 64 * i, static_cast<uint16_t>(threshold));
     block.word[i] |= upper[i].equal & (lower.above | lower.equal);
   }
-}
-
-void dropout_forward(DType dtype, const void* x, void* y, uint8_t* mask, uint64_t seed, double p,
-                     int64_t first, int64_t n) {
-  if (n == 0) return;
-  with_dtype(dtype, [&]<class T>(Tag<T>) {
-    if (p >= 1.0) {
-      memset(y, 0, static_cast<size_t>(n) * sizeof(T));
-      if (mask != nullptr) memset(mask, 0, static_cast<size_t>((n + 7) / 8));
-      return;
-    }
-    const uint32_t threshold = keep_threshold(p);
-    const Vec<T> scale(static_cast<Acc<T>>(1.0 / (1.0 - p)));
-    const auto f = [=](Vec<T> v, uint64_t bits) __attribute__((always_inline)) {
-      return where_bits(bits, v * scale);
-    };
-    const auto draw = [=](int64_t start, int64_t, BitBlock & block) __attribute__((always_inline)) {
-      draw_bits(seed, threshold, first + start, block);
-    };
-    const auto write = [=](int64_t start, int64_t count, const BitBlock& block) {
-      if (mask != nullptr) write_bits(mask, start, count, block);
-    };
-    map_bits(as<T>(y), n, f, draw, write, as<T>(x));
-  });
-}
-
-void dropout_backward(DType dtype, const void* grad_y, const uint8_t* mask, void* grad_x, double p,
-                      int64_t n) {
-  with_dtype(dtype, [&]<class T>(Tag<T>) {
-    scale_masked(as<T>(grad_y), mask, as<T>(grad_x), static_cast<Acc<T>>(dropout_scale(p)), n);
-  });
-}
-
-void dropout_backward_from_seed(DType dtype, const void* grad_y, void* grad_x, uint64_t seed,
-                                double p, int64_t first, int64_t n) {
-  dropout_forward(dtype, grad_y, grad_x, nullptr, seed, p, first, n);
 }
 
 }  // namespace

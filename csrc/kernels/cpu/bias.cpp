@@ -1,13 +1,15 @@
 // Bias: its sum over rows, alone and in one pass with the gradient of what follows it.
-#pragma once
+#include "kernels/bias.h"
 
-#include "dropout.h"
-#include "elementwise.h"
-#include "glu.h"
+#include "draw.h"
+#include "kernels/choose.h"
 #include "rows.h"
+#include "simd_math.h"
 
 namespace transformer_ops::cpu {
 namespace {
+
+using kernel::with_activation;
 
 // Writes the rows f(r, i, lanes) to y, and adds them, not yet rounded, to the column sums.
 template <class T, class F>
@@ -25,6 +27,22 @@ TRANSFORMER_OPS_INLINE void write_and_sum_rows(bool stream, T* y, void* total, i
     sums.end_row();
   }
 }
+
+// grad_x = f(grad_y) where the mask has a bit, else 0, and its sum over rows.
+template <class T, class F>
+void masked_bias_rows(const T* grad_y, const uint8_t* mask, int64_t first_element, F f, T* grad_x,
+                      void* grad_bias, int64_t rows, int64_t h) {
+  const int64_t last_byte = (first_element + rows * h - 1) / 8;
+  const auto gradient = [=](int64_t r, int64_t i, auto lanes) __attribute__((always_inline)) {
+    const uint64_t bits = bits_from(mask, first_element + r * h + i, last_byte);
+    return where_bits(bits, f(load(grad_y + r * h + i, lanes)));
+  };
+  with_streaming(grad_x, rows, h, [&](bool stream) {
+    write_and_sum_rows(stream, grad_x, grad_bias, rows, h, gradient);
+  });
+}
+
+namespace entry {
 
 void column_sum(DType dtype, const void* x, void* out, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
@@ -71,20 +89,6 @@ void activation_bias_backward(Activation activation, DType dtype, const void* gr
   });
 }
 
-// grad_x = f(grad_y) where the mask has a bit, else 0, and its sum over rows.
-template <class T, class F>
-void masked_bias_rows(const T* grad_y, const uint8_t* mask, int64_t first_element, F f, T* grad_x,
-                      void* grad_bias, int64_t rows, int64_t h) {
-  const int64_t last_byte = (first_element + rows * h - 1) / 8;
-  const auto gradient = [=](int64_t r, int64_t i, auto lanes) __attribute__((always_inline)) {
-    const uint64_t bits = bits_from(mask, first_element + r * h + i, last_byte);
-    return where_bits(bits, f(load(grad_y + r * h + i, lanes)));
-  };
-  with_streaming(grad_x, rows, h, [&](bool stream) {
-    write_and_sum_rows(stream, grad_x, grad_bias, rows, h, gradient);
-  });
-}
-
 void relu_bias_backward(DType dtype, const void* grad_y, const uint8_t* mask, int64_t first_element,
                         void* grad_x, void* grad_bias, int64_t rows, int64_t h) {
   with_dtype(dtype, [&]<class T>(Tag<T>) {
@@ -105,34 +109,13 @@ void dropout_bias_backward(DType dtype, const void* grad_y, const uint8_t* mask,
   });
 }
 
-void glu_bias_backward(const Glu& glu, DType dtype, const void* grad_y, const void* x, void* grad_x,
-                       void* grad_bias, int64_t rows, int64_t h) {
-  if (h == 0) return;
-  const int64_t block = glu.interleave == 0 ? h : glu.interleave;
-  with_dtype(dtype, [&]<class T>(Tag<T>) {
-    with_glu<Acc<T>>(glu, [&](auto op) {
-      const int64_t size = sizeof(T);
-      const bool stream = streams(grad_x, 2 * rows * h * size, block * size);
-      ColumnSums<Acc<T>> sums(grad_bias, 2 * h);
-      Acc<T>* sum = sums.group();
-      for (int64_t r = 0; r < rows; ++r) {
-        const T *g = as<T>(grad_y) + r * h, *in = as<T>(x) + 2 * r * h;
-        T* out = as<T>(grad_x) + 2 * r * h;
-        for_each_run(block, 1, h, [=](int64_t gate, int64_t linear, int64_t from) {
-          const auto add = [=](int64_t i, auto both, auto lanes) __attribute__((always_inline)) {
-            Acc<T>*to_gate = sum + gate + i, *to_linear = sum + linear + i;
-            store_acc(to_gate, load_acc<T>(to_gate, lanes) + both.gate, lanes);
-            store_acc(to_linear, load_acc<T>(to_linear, lanes) + both.linear, lanes);
-          };
-          glu_backward_run<WideLanes>(op, stream, g + from, in + gate, in + linear, out + gate,
-                                      out + linear, block, add);
-        });
-        sums.end_row();
-      }
-      if (stream) finish_streaming();
-    });
-  });
-}
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(column_sum, TRANSFORMER_OPS_ISA);
+TRANSFORMER_OPS_KERNEL(bias_add, TRANSFORMER_OPS_ISA);
+TRANSFORMER_OPS_KERNEL(activation_bias_backward, TRANSFORMER_OPS_ISA);
+TRANSFORMER_OPS_KERNEL(relu_bias_backward, TRANSFORMER_OPS_ISA);
+TRANSFORMER_OPS_KERNEL(dropout_bias_backward, TRANSFORMER_OPS_ISA);
 
 }  // namespace
 }  // namespace transformer_ops::cpu

@@ -1,13 +1,11 @@
-// Adding a residual, in one pass with the dropout before it or the norm after it.
-#pragma once
+// Dropout, alone and with the bias before it and the residual after it.
+#include "kernels/dropout.h"
 
-#include "dropout.h"
-#include "norm.h"
+#include "draw.h"
+#include "masked.h"
 
 namespace transformer_ops::cpu {
 namespace {
-
-// ---- bias, dropout, residual ----
 
 template <class T, class Sum, class Lanes>
 TRANSFORMER_OPS_INLINE auto load_sum(const Sum* p, Lanes lanes) {
@@ -64,6 +62,44 @@ void bias_dropout_add_range(const T* x, const Acc<T>* bias, const Sum* extra, Su
   }
 }
 
+namespace entry {
+
+void dropout_forward(DType dtype, const void* x, void* y, uint8_t* mask, uint64_t seed, double p,
+                     int64_t first, int64_t n) {
+  if (n == 0) return;
+  with_dtype(dtype, [&]<class T>(Tag<T>) {
+    if (p >= 1.0) {
+      memset(y, 0, static_cast<size_t>(n) * sizeof(T));
+      if (mask != nullptr) memset(mask, 0, static_cast<size_t>((n + 7) / 8));
+      return;
+    }
+    const uint32_t threshold = keep_threshold(p);
+    const Vec<T> scale(static_cast<Acc<T>>(1.0 / (1.0 - p)));
+    const auto f = [=](Vec<T> v, uint64_t bits) __attribute__((always_inline)) {
+      return where_bits(bits, v * scale);
+    };
+    const auto draw = [=](int64_t start, int64_t, BitBlock & block) __attribute__((always_inline)) {
+      draw_bits(seed, threshold, first + start, block);
+    };
+    const auto write = [=](int64_t start, int64_t count, const BitBlock& block) {
+      if (mask != nullptr) write_bits(mask, start, count, block);
+    };
+    map_bits(as<T>(y), n, f, draw, write, as<T>(x));
+  });
+}
+
+void dropout_backward(DType dtype, const void* grad_y, const uint8_t* mask, void* grad_x, double p,
+                      int64_t n) {
+  with_dtype(dtype, [&]<class T>(Tag<T>) {
+    scale_masked(as<T>(grad_y), mask, as<T>(grad_x), static_cast<Acc<T>>(dropout_scale(p)), n);
+  });
+}
+
+void dropout_backward_from_seed(DType dtype, const void* grad_y, void* grad_x, uint64_t seed,
+                                double p, int64_t first, int64_t n) {
+  dropout_forward(dtype, grad_y, grad_x, nullptr, seed, p, first, n);
+}
+
 void bias_dropout_add(DType dtype, DType sum_dtype, const void* x, const void* bias,
                       const void* extra, void* y, uint8_t* mask, uint64_t seed, double p,
                       int64_t first, int64_t n, int64_t h) {
@@ -76,47 +112,12 @@ void bias_dropout_add(DType dtype, DType sum_dtype, const void* x, const void* b
   });
 }
 
-// ---- residual, norm ----
+}  // namespace entry
 
-// The sum of a few rows, rounded to T, is still in the cache when norm(sum, first row, rows) reads
-// it. A null sum is not kept.
-template <class T, class Norm>
-void add_norm_tiles(const T* x, const T* extra, T* sum, int64_t rows, int64_t h, Norm norm) {
-  constexpr int64_t kTile = 8192;
-  const int64_t tile = 0 < h && h < kTile ? kTile / h : 1;
-  Scratch<T> scratch(sum == nullptr ? tile * h : 0);
-  for (int64_t r = 0; r < rows; r += tile) {
-    const int64_t count = smaller(tile, rows - r);
-    T* to = sum == nullptr ? scratch.data() : sum + r * h;
-    map(
-        to, count * h, [](auto a, auto b) __attribute__((always_inline)) { return a + b; },
-        x + r * h, extra + r * h);
-    norm(to, r, count);
-  }
-}
-
-void add_layer_norm_forward(DType dtype, const void* x, const void* extra, const void* gamma,
-                            const void* beta, double eps, void* sum, void* y, void* mean,
-                            void* rstd, int64_t rows, int64_t h) {
-  with_dtype(dtype, [&]<class T>(Tag<T>) {
-    using A = Acc<T>;
-    add_norm_tiles(as<T>(x), as<T>(extra), as<T>(sum), rows, h,
-                   [=](const T* in, int64_t r, int64_t count) {
-                     layer_norm_forward(dtype, in, gamma, beta, eps, as<T>(y) + r * h,
-                                        as<A>(mean) + r, as<A>(rstd) + r, count, h);
-                   });
-  });
-}
-
-void add_rms_norm_forward(DType dtype, const void* x, const void* extra, const void* gamma,
-                          double eps, void* sum, void* y, void* rstd, int64_t rows, int64_t h) {
-  with_dtype(dtype, [&]<class T>(Tag<T>) {
-    add_norm_tiles(
-        as<T>(x), as<T>(extra), as<T>(sum), rows, h, [=](const T* in, int64_t r, int64_t count) {
-          rms_norm_forward(dtype, in, gamma, eps, as<T>(y) + r * h, as<Acc<T>>(rstd) + r, count, h);
-        });
-  });
-}
+TRANSFORMER_OPS_KERNEL(dropout_forward, TRANSFORMER_OPS_ISA);
+TRANSFORMER_OPS_KERNEL(dropout_backward, TRANSFORMER_OPS_ISA);
+TRANSFORMER_OPS_KERNEL(dropout_backward_from_seed, TRANSFORMER_OPS_ISA);
+TRANSFORMER_OPS_KERNEL(bias_dropout_add, TRANSFORMER_OPS_ISA);
 
 }  // namespace
 }  // namespace transformer_ops::cpu

@@ -1,0 +1,92 @@
+// Kernels register themselves: a header of a family declares a slot for each kernel, here in
+// kernels/; a file of a backend, in cpu/ or cuda/, fills it.
+//
+//   inline const Kernel<void(DType, const void* x, void* y, int64_t n)> relu{"relu"};  // the slot
+//   relu(dtype, x, y, n);                                                               // a call
+//   namespace entry { void relu(DType, ...) {...} }  TRANSFORMER_OPS_KERNEL(relu, "avx2");
+//
+// What fills a slot is a constant in a section of the library, which the linker puts together: no
+// code of the file runs when the library loads. Those for AVX-512 could not on every machine. For
+// the same reason their files may declare slots and never call one, nor any function of this page.
+#pragma once
+
+#include <cstring>
+
+namespace transformer_ops::kernel {
+
+using Function = void (*)();
+
+// Its alignment is its size, so that those of a section make an array.
+struct alignas(32) Row {
+  const char* slot;
+  const char* backend;   // an instruction set, or "cuda"
+  const void* function;  // where the pointer to it is: only that is a constant of the language
+};
+static_assert(sizeof(Row) == 32);
+
+struct Rows {
+  const Row *begin, *end;
+};
+
+extern "C" {
+[[gnu::visibility("hidden")]] extern const Row __start_transformer_ops_kernels[];
+[[gnu::visibility("hidden")]] extern const Row __stop_transformer_ops_kernels[];
+}
+
+// Of the library, or program, that the caller is linked into.
+static inline Rows rows_of_this_library() {
+  return {__start_transformer_ops_kernels, __stop_transformer_ops_kernels};
+}
+
+// Null where there is none.
+inline Function find(Rows rows, const char* slot, const char* backend) {
+  for (const Row* row = rows.begin; row != rows.end; ++row) {
+    if (std::strcmp(row->slot, slot) == 0 && std::strcmp(row->backend, backend) == 0) {
+      Function function;
+      std::memcpy(&function, row->function, sizeof(function));
+      return function;
+    }
+  }
+  return nullptr;
+}
+
+// A slot. What fills it is looked up by its name at its first call: where no kernel fits, that call
+// raises. By name, because each library has slots of its own.
+template <class Signature, Function (*find)(const char* slot)>
+class Kernel;
+
+template <class Result, class... Arguments, Function (*find)(const char* slot)>
+class Kernel<Result(Arguments...), find> {
+ public:
+  using Pointer = Result (*)(Arguments...);
+
+  constexpr explicit Kernel(const char* name) : name_(name) {}
+
+  const char* name() const { return name_; }
+
+  Result operator()(Arguments... arguments) const {
+    Pointer function = __atomic_load_n(&function_, __ATOMIC_RELAXED);
+    if (function == nullptr) [[unlikely]]
+      function = choose();
+    return function(arguments...);
+  }
+
+ private:
+  [[gnu::noinline, gnu::cold]] Pointer choose() const {
+    const auto function = reinterpret_cast<Pointer>(find(name_));
+    __atomic_store_n(&function_, function, __ATOMIC_RELAXED);
+    return function;
+  }
+
+  const char* name_;
+  mutable Pointer function_ = nullptr;
+};
+
+}  // namespace transformer_ops::kernel
+
+// Fills a slot, from the namespace in which it is declared, with the function entry::slot there.
+#define TRANSFORMER_OPS_KERNEL(slot, backend)                                                 \
+  constexpr decltype(slot)::Pointer function_of_##slot = entry::slot;                         \
+  constexpr ::transformer_ops::kernel::Row row_of_##slot                                      \
+      [[maybe_unused, gnu::used, gnu::section("transformer_ops_kernels")]] = {#slot, backend, \
+                                                                              &function_of_##slot}
