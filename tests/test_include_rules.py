@@ -35,7 +35,7 @@ FOLDERS = [
     Folder("kernels/cuda", ("kernels",), ("cuda",)),
     Folder("memory"),
     # Knows neither tensors nor devices nor Python.
-    Folder("fuser"),
+    Folder("fuser", ("kernels/format.h",)),
     # The frame knows no kernel, so nothing above sees one by including it.
     Folder("op", ("fuser", "memory"), TORCH),
     Folder("bodies", ("op", "fuser", "kernels"), TORCH),

@@ -1,0 +1,342 @@
+// Numbers to codes and back, by vectors: the formulas of kernels/encoding.h, bit for bit.
+#pragma once
+
+#include "kernels/encoding.h"
+#include "lanes.h"
+#include "simd_ops.h"
+
+namespace transformer_ops::cpu {
+namespace {
+
+namespace encoding = transformer_ops::encoding;
+
+TRANSFORMER_OPS_INLINE float to_float(float x) { return x; }
+TRANSFORMER_OPS_INLINE void from_float(float x, float& out) { out = x; }
+
+// ---- the largest magnitude: of any dtype the bits are ordered as the magnitudes, NaN last
+
+template <class T>
+struct MagnitudeOf {
+  using type = uint16_t;
+};
+template <>
+struct MagnitudeOf<float> {
+  using type = uint32_t;
+};
+template <class T>
+using Magnitude = typename MagnitudeOf<T>::type;
+
+template <class Bits>
+TRANSFORMER_OPS_INLINE Bits larger(Bits a, Bits b) {
+  return a > b ? a : b;
+}
+
+#if defined(__AVX2__)
+TRANSFORMER_OPS_INLINE uint32_t largest_lane(__m128i x, uint16_t) {
+  const __m128i inverted = _mm_xor_si128(x, _mm_set1_epi16(-1));
+  return ~static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_minpos_epu16(inverted))) & 0xffff;
+}
+TRANSFORMER_OPS_INLINE uint32_t largest_lane(__m128i x, uint32_t) {
+  x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0x4e));
+  x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0xb1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(x));
+}
+template <class Bit>
+TRANSFORMER_OPS_INLINE uint32_t largest_lane(__m256i x, Bit bit) {
+  typedef Bit Half __attribute__((vector_size(16)));
+  const auto low = (Half)_mm256_castsi256_si128(x), high = (Half)_mm256_extracti128_si256(x, 1);
+  return largest_lane((__m128i)larger(low, high), bit);
+}
+#endif
+#if defined(__AVX512F__)
+// By the masked form: gcc 12 warns of an uninitialized value in the plain one.
+template <int which>
+TRANSFORMER_OPS_INLINE __m256i half_of(__m512i x) {
+  return _mm512_maskz_extracti64x4_epi64(0xf, x, which);
+}
+template <class Bit>
+TRANSFORMER_OPS_INLINE uint32_t largest_lane(__m512i x, Bit bit) {
+  typedef Bit Half __attribute__((vector_size(32)));
+  const auto low = (Half)half_of<0>(x), high = (Half)half_of<1>(x);
+  return largest_lane((__m256i)larger(low, high), bit);
+}
+#endif
+
+template <class T>
+TRANSFORMER_OPS_INLINE uint32_t largest_magnitude(const T* x, int64_t n) {
+  using Bit = Magnitude<T>;
+  typedef Bit Bits __attribute__((vector_size(kVectorBytes)));
+  constexpr int64_t kLanes = kVectorBytes / sizeof(Bit);
+  constexpr auto kAll = static_cast<Bit>(static_cast<Bit>(~Bit{0}) >> 1);
+  uint32_t best = 0;
+  int64_t i = 0;
+  if (n >= kLanes) {
+    Bits first = load_unaligned<Bits>(x) & kAll, second = Bits{};
+    for (i = kLanes; i + 2 * kLanes <= n; i += 2 * kLanes) {
+      first = larger(first, load_unaligned<Bits>(x + i) & kAll);
+      second = larger(second, load_unaligned<Bits>(x + i + kLanes) & kAll);
+    }
+    if (i + kLanes <= n) {
+      second = larger(second, load_unaligned<Bits>(x + i) & kAll);
+      i += kLanes;
+    }
+    first = larger(first, second);
+#if defined(__AVX512F__)
+    best = largest_lane((__m512i)first, Bit());
+#elif defined(__AVX2__)
+    best = largest_lane((__m256i)first, Bit());
+#else
+    for (int64_t lane = 0; lane < kLanes; ++lane) best = first[lane] > best ? first[lane] : best;
+#endif
+  }
+  for (; i < n; ++i) {
+    Bit bits;
+    memcpy(&bits, x + i, sizeof(bits));
+    bits &= kAll;
+    best = bits > best ? bits : best;
+  }
+  return best;
+}
+
+TRANSFORMER_OPS_INLINE float number_of(uint32_t magnitude, BFloat16) {
+  return bits_float(magnitude << 16);
+}
+TRANSFORMER_OPS_INLINE float number_of(uint32_t magnitude, Half) {
+  return to_float(Half{static_cast<uint16_t>(magnitude)});
+}
+TRANSFORMER_OPS_INLINE float number_of(uint32_t magnitude, float) { return bits_float(magnitude); }
+
+// NaN where there is one; 0 of nothing.
+template <class T>
+TRANSFORMER_OPS_INLINE float largest_of(const T* x, int64_t n) {
+  return number_of(largest_magnitude(x, n), T{});
+}
+
+// ---- numbers to codes
+
+// What is known of numbers that are scaled: nothing, or that they are finite, not above the
+// largest code's value and, but for integers, scaled without rounding.
+enum class Known { Nothing, Fits };
+
+TRANSFORMER_OPS_INLINE Ints round_to_int(Floats x) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_maskz_cvtps_epi32(0xffff, (__m512)x);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__SSE2__)
+  return (Ints)_mm_cvtps_epi32((__m128)x);
+#else
+  return (Ints)(x + 0x1.8p23f) << 10 >> 10;
+#endif
+}
+
+// In 32 bits each; integers with their sign.
+template <class E, Known known>
+TRANSFORMER_OPS_INLINE Ints encode_lanes(Floats x, Floats scale) {
+  using V = Vec<float>;
+  if constexpr (E::kInteger) {
+    V scaled(x * scale);
+    if constexpr (known == Known::Nothing) {
+      scaled = select(scaled == scaled, scaled, V(0.0f));
+      scaled = at_least(at_most(scaled, E::kLargest), -E::kLargest);
+    }
+    return round_to_int(scaled.native);
+  } else {
+    constexpr auto kLeast = static_cast<int32_t>(encoding::kLeastExponent<E>);
+    constexpr auto kToLast = static_cast<int32_t>(encoding::kToLastBit<E>);
+    constexpr int kShift = 23 - E::kMantissa;
+    const Ints sign = ((Ints)x >> (E::kSign == 0x80 ? 24 : 28)) & static_cast<int32_t>(E::kSign);
+    V magnitude((Floats)((Ints)x & 0x7fffffff) * scale);
+    const auto is_number = magnitude == magnitude;
+    if constexpr (known == Known::Nothing) magnitude = at_most(magnitude, E::kLargest);
+    const Ints exponent =
+        larger((Ints)magnitude.native & static_cast<int32_t>(encoding::kInfinity), kLeast + Ints{});
+    const Ints addend = exponent + kToLast;
+    const Ints units = (Ints)(magnitude.native + (Floats)addend) - addend;
+    Ints code = units + (exponent >> kShift) - (kLeast >> kShift);
+    if constexpr (known == Known::Nothing) {
+      code = is_number.native ? code : static_cast<int32_t>(E::kNanCode) + Ints{};
+    }
+    return code | sign;
+  }
+}
+
+// The lowest bytes of two vectors, one after the other.
+template <class E>
+TRANSFORMER_OPS_INLINE void store_bytes(uint8_t* p, Ints a, Ints b) {
+#if defined(__AVX512F__)
+  auto* to = reinterpret_cast<__m128i*>(p);
+  _mm_storeu_si128(to, _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)a));
+  _mm_storeu_si128(to + 1, _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)b));
+#elif defined(__AVX2__)
+  const __m256i pairs = _mm256_packs_epi32((__m256i)a, (__m256i)b);
+  const __m256i words = _mm256_permute4x64_epi64(pairs, 0xd8);
+  const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+  const __m128i bytes = E::kInteger ? _mm_packs_epi16(low, high) : _mm_packus_epi16(low, high);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+#elif defined(__SSE2__)
+  const __m128i words = _mm_packs_epi32((__m128i)a, (__m128i)b);
+  const __m128i bytes =
+      E::kInteger ? _mm_packs_epi16(words, words) : _mm_packus_epi16(words, words);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), bytes);
+#else
+  constexpr int kLanes = kVectorBytes / 4;
+  for (int i = 0; i < kLanes; ++i) {
+    p[i] = static_cast<uint8_t>(a[i]);
+    p[i + kLanes] = static_cast<uint8_t>(b[i]);
+  }
+#endif
+}
+
+// Codes of the numbers of two vectors.
+template <class E, Known known, class T>
+TRANSFORMER_OPS_INLINE void encode_two(const T* x, uint8_t* codes, Floats scale) {
+  constexpr int64_t kLanes = Vec<T>::kLanes;
+#if defined(__AVX512F__)
+  if constexpr (__is_same(T, BFloat16)) {
+    // Every second number at a time, as wide.h has them: no lane is widened or moved.
+    const Ints both = load_unaligned<Ints>(x);
+    const Ints even = encode_lanes<E, known>((Floats)(both << 16), scale);
+    const Ints odd =
+        encode_lanes<E, known>((Floats)(both & static_cast<int32_t>(0xffff0000)), scale);
+    const Ints pairs = (E::kInteger ? even & 0xff : even) | odd << 8;
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes),
+                        _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)pairs));
+    return;
+  }
+#endif
+  const Ints a = encode_lanes<E, known>(load(x).native, scale);
+  store_bytes<E>(codes, a, encode_lanes<E, known>(load(x + kLanes).native, scale));
+}
+
+// One byte a code.
+template <class E, Known known, class T>
+TRANSFORMER_OPS_INLINE void encode_bytes(const T* x, uint8_t* codes, int64_t n, float scale) {
+  constexpr int64_t kLanes = Vec<T>::kLanes;
+  const Floats scales = scale + Floats{};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) encode_two<E, known>(x + i, codes + i, scales);
+  if (i + kLanes <= n) {
+    const Ints one = encode_lanes<E, known>(load(x + i).native, scales);
+    uint8_t twice[2 * kLanes];
+    store_bytes<E>(twice, one, one);
+    memcpy(codes + i, twice, kLanes);
+    i += kLanes;
+  }
+  for (; i < n; ++i) codes[i] = static_cast<uint8_t>(encoding::encode<E>(to_float(x[i]), scale));
+}
+
+// ---- codes to numbers
+
+// The values of two vectors of codes, kDecodedUnit<E> times smaller.
+template <class E>
+constexpr float kDecodedUnit = 1.0f;
+
+#if defined(__AVX2__)
+// By way of float16, whose subnormal numbers cost nothing: those of the codes are some of them.
+template <>
+constexpr float kDecodedUnit<encoding::E4M3> = 256.0f;
+
+#if defined(__AVX512F__)
+using CodeBytes = __m256i;
+using CodeWords = __m512i;
+TRANSFORMER_OPS_INLINE CodeBytes load_bytes(const uint8_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+TRANSFORMER_OPS_INLINE CodeWords widen(CodeBytes x) {
+  return _mm512_maskz_cvtepi8_epi16(0xffffffff, x);
+}
+TRANSFORMER_OPS_INLINE void halves_to_floats(CodeWords x, Floats& a, Floats& b) {
+  a = (Floats)_mm512_maskz_cvtph_ps(0xffff, half_of<0>(x));
+  b = (Floats)_mm512_maskz_cvtph_ps(0xffff, half_of<1>(x));
+}
+TRANSFORMER_OPS_INLINE void ints_to_floats(CodeBytes x, Floats& a, Floats& b) {
+  const __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
+  a = __builtin_convertvector((Ints)_mm512_maskz_cvtepi8_epi32(0xffff, low), Floats);
+  b = __builtin_convertvector((Ints)_mm512_maskz_cvtepi8_epi32(0xffff, high), Floats);
+}
+TRANSFORMER_OPS_INLINE CodeBytes look_up(const uint8_t* table, CodeBytes x) {
+  return _mm256_shuffle_epi8(
+      _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), x);
+}
+#else
+using CodeBytes = __m128i;
+using CodeWords = __m256i;
+TRANSFORMER_OPS_INLINE CodeBytes load_bytes(const uint8_t* p) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+TRANSFORMER_OPS_INLINE CodeWords widen(CodeBytes x) { return _mm256_cvtepi8_epi16(x); }
+TRANSFORMER_OPS_INLINE void halves_to_floats(CodeWords x, Floats& a, Floats& b) {
+  a = (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(x));
+  b = (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(x, 1));
+}
+TRANSFORMER_OPS_INLINE void ints_to_floats(CodeBytes x, Floats& a, Floats& b) {
+  a = __builtin_convertvector((Ints)_mm256_cvtepi8_epi32(x), Floats);
+  b = __builtin_convertvector((Ints)_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)), Floats);
+}
+TRANSFORMER_OPS_INLINE CodeBytes look_up(const uint8_t* table, CodeBytes x) {
+  return _mm_shuffle_epi8(_mm_load_si128(reinterpret_cast<const __m128i*>(table)), x);
+}
+#endif
+
+// The upper bytes of E2M1's sixteen numbers in float16.
+alignas(16) constexpr uint8_t kUpperBytes[16] = {0x00, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46,
+                                                 0x80, 0xb8, 0xbc, 0xbe, 0xc0, 0xc2, 0xc4, 0xc6};
+
+template <class E>
+TRANSFORMER_OPS_INLINE void decode_two(const uint8_t* codes, Floats& a, Floats& b) {
+  typedef int16_t Words __attribute__((vector_size(sizeof(CodeWords))));
+  const CodeBytes bytes = load_bytes(codes);
+  if constexpr (E::kInteger) {
+    ints_to_floats(bytes, a, b);
+  } else if constexpr (E::kMantissa == 3) {
+    // One more exponent bit, and three more of the mantissa; NaN is no large number.
+    const Words wide = (Words)widen(bytes) << 7;
+    const Words magnitude = wide & 0x3f80;
+    const Words nan = (magnitude == 0x3f80) & 0x4000;
+    halves_to_floats((CodeWords)((wide & static_cast<int16_t>(0x8000)) | magnitude | nan), a, b);
+  } else if constexpr (E::kMantissa == 2) {
+    halves_to_floats((CodeWords)((Words)widen(bytes) << 8), a, b);
+  } else {
+    halves_to_floats((CodeWords)((Words)widen(look_up(kUpperBytes, bytes)) << 8), a, b);
+  }
+}
+#endif
+
+// Codes of one byte each to code * scale.
+template <class E, class T>
+TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n, float scale,
+                                         [[maybe_unused]] bool stream) {
+  int64_t i = 0;
+  if constexpr (__is_same(T, double)) {
+    for (; i < n; ++i) {
+      out[i] = static_cast<double>(encoding::decode<E>(codes[i])) * static_cast<double>(scale);
+    }
+    return;
+  } else {
+#if defined(__AVX2__)
+    constexpr int64_t kLanes = Vec<T>::kLanes;
+    const float unit = scale * kDecodedUnit<E>;
+    const Floats units = unit + Floats{};
+    if (!(unit > encoding::kMost)) {
+      for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+        Floats a, b;
+        decode_two<E>(codes + i, a, b);
+        store_two(out + i, Vec<T>(a * units), Vec<T>(b * units), stream);
+      }
+      if (i + kLanes <= n) {
+        uint8_t more[2 * kLanes] = {};
+        memcpy(more, codes + i, kLanes);
+        Floats a, b;
+        decode_two<E>(more, a, b);
+        store(out + i, Vec<T>(a * units));
+        i += kLanes;
+      }
+    }
+#endif
+    for (; i < n; ++i) from_float(encoding::decode<E>(codes[i]) * scale, out[i]);
+  }
+}
+
+}  // namespace
+}  // namespace transformer_ops::cpu

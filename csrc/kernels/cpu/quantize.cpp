@@ -1,0 +1,283 @@
+// Rows to codes and scales of blocks, and back.
+#include "kernels/quantize.h"
+
+#include "codes.h"
+#include "rows.h"
+#include "scratch.h"
+
+namespace transformer_ops::cpu {
+namespace {
+
+using encoding::BlockScale;
+using kernel::Element;
+using kernel::ScaleRule;
+
+// ---- numbers as kernels take them: float64 by way of float (encoding.h), the others as they are
+
+constexpr int64_t kPiece = 512;
+
+template <class T>
+struct PieceOf {
+  using Number = T;
+  const T* read(const T* x, int64_t) { return x; }
+};
+template <>
+struct PieceOf<double> {
+  using Number = float;
+  float buffer[kPiece];
+  const float* read(const double* x, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) buffer[i] = encoding::to_odd(x[i]);
+    return buffer;
+  }
+};
+
+// f(numbers, first, count) for pieces of at most kPiece.
+template <class T, class F>
+TRANSFORMER_OPS_INLINE void for_pieces(const T* x, int64_t n, F f) {
+  PieceOf<T> piece;
+  for (int64_t i = 0; i < n; i += kPiece) {
+    const int64_t count = smaller(kPiece, n - i);
+    f(piece.read(x + i, count), i, count);
+  }
+}
+
+// The larger of two magnitudes, or the one that is NaN.
+TRANSFORMER_OPS_INLINE float larger_magnitude(float a, float b) {
+  return float_bits(a) > float_bits(b) ? a : b;
+}
+
+// ---- from a format to what is compiled for it
+
+template <ScaleRule rule>
+struct Rule {};
+
+template <class F>
+void with_format(const kernel::Format& format, F f) {
+  using namespace encoding;
+  const auto with_rule = [&](auto element) {
+    if (format.rule == ScaleRule::Float32) return f(element, Rule<ScaleRule::Float32>());
+    if (format.rule == ScaleRule::PowerOfTwo) return f(element, Rule<ScaleRule::PowerOfTwo>());
+    return f(element, Rule<ScaleRule::E8M0>());
+  };
+  switch (format.element) {
+    case Element::E4M3:
+      return with_rule(Tag<E4M3>());
+    case Element::E5M2:
+      return with_rule(Tag<E5M2>());
+    case Element::E2M1:
+      return f(Tag<E2M1>(), Rule<ScaleRule::E4M3>());
+    case Element::Int8:
+      return f(Tag<Int8>(), Rule<ScaleRule::Float32>());
+  }
+}
+
+template <class E>
+constexpr bool kPacked = E::kLargest == encoding::E2M1::kLargest;
+
+// Two codes a byte, and back.
+TRANSFORMER_OPS_INLINE void pack(const uint8_t* codes, uint8_t* packed, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n / 2; ++i) {
+    packed[i] = static_cast<uint8_t>(codes[2 * i] | codes[2 * i + 1] << 4);
+  }
+  if (n % 2 != 0) packed[n / 2] = codes[n - 1];
+}
+TRANSFORMER_OPS_INLINE void unpack(const uint8_t* packed, uint8_t* codes, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n / 2; ++i) {
+    codes[2 * i] = packed[i] & 0xf;
+    codes[2 * i + 1] = packed[i] >> 4;
+  }
+  if (n % 2 != 0) codes[n - 1] = packed[n / 2] & 0xf;
+}
+
+// ---- encode
+
+template <ScaleRule rule>
+TRANSFORMER_OPS_INLINE void store_scale(void* scales, int64_t i, const BlockScale& scale) {
+  if constexpr (rule == ScaleRule::E8M0 || rule == ScaleRule::E4M3) {
+    as<uint8_t>(scales)[i] = static_cast<uint8_t>(scale.byte);
+  } else {
+    as<float>(scales)[i] = scale.number;
+  }
+}
+
+// Whether numbers of a block whose scale follows this rule are Known::Fits, given finite ones.
+template <ScaleRule rule, class E>
+constexpr bool kFits = E::kInteger || rule == ScaleRule::PowerOfTwo || rule == ScaleRule::E8M0;
+
+template <ScaleRule rule, class E, class N>
+TRANSFORMER_OPS_INLINE void encode_block(const N* x, uint8_t* codes, int64_t n, float amax,
+                                         float scale) {
+  if (kFits<rule, E> && encoding::is_finite(amax)) {
+    encode_bytes<E, Known::Fits>(x, codes, n, scale);
+  } else {
+    encode_bytes<E, Known::Nothing>(x, codes, n, scale);
+  }
+}
+
+// Blocks of one row.
+template <ScaleRule rule, class E, class T>
+void encode_row(const T* x, float tensor_scale, uint8_t* codes, void* scales, int64_t first_scale,
+                int64_t h, int64_t columns) {
+  PieceOf<T> piece;
+  for (int64_t i = 0, block = first_scale; i < h; i += columns, ++block) {
+    const int64_t n = smaller(columns, h - i);
+    const auto* numbers = piece.read(x + i, n);
+    const float amax = largest_of(numbers, n);
+    const BlockScale scale = encoding::block_scale<rule, E>(amax, tensor_scale);
+    store_scale<rule>(scales, block, scale);
+    encode_block<rule, E>(numbers, codes + i, n, amax, scale.encode);
+  }
+}
+
+// The largest magnitudes of the blocks of a few rows.
+template <class T>
+void largest_of_blocks(const T* x, float* amax, int64_t rows, int64_t h, int64_t columns) {
+  PieceOf<T> piece;
+  for (int64_t block = 0; block * columns < h; ++block) amax[block] = 0.0f;
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t i = 0, block = 0; i < h; i += columns, ++block) {
+      const int64_t n = smaller(columns, h - i);
+      const float found = largest_of(piece.read(x + row * h + i, n), n);
+      amax[block] = larger_magnitude(amax[block], found);
+    }
+  }
+}
+
+// One row of blocks that span several rows.
+template <ScaleRule rule, class E, class T>
+void encode_row_of_blocks(const T* x, const float* amax, float tensor_scale, uint8_t* codes,
+                          int64_t h, int64_t columns) {
+  PieceOf<T> piece;
+  for (int64_t i = 0, block = 0; i < h; i += columns, ++block) {
+    const int64_t n = smaller(columns, h - i);
+    const BlockScale scale = encoding::block_scale<rule, E>(amax[block], tensor_scale);
+    encode_block<rule, E>(piece.read(x + i, n), codes + i, n, amax[block], scale.encode);
+  }
+}
+
+// One row of codes, which go to `to` when they are there.
+template <class E>
+class CodeRow {
+ public:
+  explicit CodeRow(int64_t h) : h_(h), bytes_(kPacked<E> ? h : 0) {}
+  uint8_t* begin(uint8_t* to) { return kPacked<E> ? bytes_.data() : to; }
+  void end(uint8_t* to) {
+    if constexpr (kPacked<E>) pack(bytes_.data(), to, h_);
+  }
+  int64_t bytes() const { return kPacked<E> ? (h_ + 1) / 2 : h_; }
+
+ private:
+  int64_t h_;
+  Scratch<uint8_t> bytes_;
+};
+
+template <ScaleRule rule, class E, class T>
+void quantize_blocks(const kernel::Format& format, const T* x, float tensor_scale, uint8_t* codes,
+                     void* scales, int64_t rows, int64_t h) {
+  const int64_t columns = format.block_columns, blocks = (h + columns - 1) / columns;
+  CodeRow<E> row_of(h);
+  if (format.block_rows == 1) {
+    for (int64_t row = 0; row < rows; ++row) {
+      uint8_t* to = codes + row * row_of.bytes();
+      encode_row<rule, E>(x + row * h, tensor_scale, row_of.begin(to), scales, row * blocks, h,
+                          columns);
+      row_of.end(to);
+    }
+    return;
+  }
+  Scratch<float> amax(blocks);
+  for (int64_t first = 0; first < rows; first += format.block_rows) {
+    const int64_t count = smaller(format.block_rows, rows - first);
+    largest_of_blocks(x + first * h, amax.data(), count, h, columns);
+    for (int64_t block = 0; block < blocks; ++block) {
+      store_scale<rule>(scales, first / format.block_rows * blocks + block,
+                        encoding::block_scale<rule, E>(amax.data()[block], tensor_scale));
+    }
+    for (int64_t row = first; row < first + count; ++row) {
+      uint8_t* to = codes + row * row_of.bytes();
+      encode_row_of_blocks<rule, E>(x + row * h, amax.data(), tensor_scale, row_of.begin(to), h,
+                                    columns);
+      row_of.end(to);
+    }
+  }
+}
+
+// ---- decode
+
+template <ScaleRule rule, class E, class T>
+void dequantize_rows(const kernel::Format& format, const uint8_t* codes, const void* scales,
+                     float decoded_tensor_scale, T* out, int64_t rows, int64_t h) {
+  const int64_t columns = format.per_tensor() ? h : format.block_columns;
+  const int64_t blocks = (h + columns - 1) / columns;
+  CodeRow<E> row_of(h);
+  with_streaming(out, rows, h, [&](bool stream) {
+    // A block's numbers are whole vectors, too.
+    const bool streams = stream && columns * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
+    for (int64_t row = 0; row < rows; ++row) {
+      const uint8_t* from = codes + row * row_of.bytes();
+      if constexpr (kPacked<E>) {
+        uint8_t* const bytes = row_of.begin(nullptr);
+        unpack(from, bytes, h);
+        from = bytes;
+      }
+      const int64_t first_scale = format.per_tensor() ? 0 : row / format.block_rows * blocks;
+      for (int64_t i = 0, block = first_scale; i < h; i += columns, ++block) {
+        const float scale = format.per_tensor() ? decoded_tensor_scale
+                                                : encoding::decoding_scale<rule>(
+                                                      scales, block, decoded_tensor_scale);
+        decode_bytes<E>(from + i, out + row * h + i, smaller(columns, h - i), scale, streams);
+      }
+    }
+  });
+}
+
+namespace entry {
+
+float largest(DType dtype, const void* x, int64_t n) {
+  float best = 0.0f;
+  with_dtype(dtype, [&]<class T>(Tag<T>) {
+    for_pieces(as<T>(x), n, [&](const auto* numbers, int64_t, int64_t count) {
+      best = larger_magnitude(best, largest_of(numbers, count));
+    });
+  });
+  return best;
+}
+
+void quantize(const kernel::Format& format, DType dtype, const void* x, float tensor_scale,
+              void* codes, void* scales, int64_t rows, int64_t h) {
+  if (rows == 0 || h == 0) return;
+  with_dtype(dtype, [&]<class T>(Tag<T>) {
+    with_format(format, [&]<class E, ScaleRule rule>(Tag<E>, Rule<rule>) {
+      if (format.per_tensor()) {
+        for_pieces(as<T>(x), rows * h, [&](const auto* numbers, int64_t first, int64_t n) {
+          encode_bytes<E, Known::Nothing>(numbers, as<uint8_t>(codes) + first, n, tensor_scale);
+        });
+      } else {
+        quantize_blocks<rule, E>(format, as<T>(x), tensor_scale, as<uint8_t>(codes), scales, rows,
+                                 h);
+      }
+    });
+  });
+}
+
+void dequantize(const kernel::Format& format, DType dtype, const void* codes, const void* scales,
+                float decoded_tensor_scale, void* out, int64_t rows, int64_t h) {
+  if (rows == 0 || h == 0) return;
+  with_dtype(dtype, [&]<class T>(Tag<T>) {
+    with_format(format, [&]<class E, ScaleRule rule>(Tag<E>, Rule<rule>) {
+      dequantize_rows<rule, E>(format, as<uint8_t>(codes), scales, decoded_tensor_scale, as<T>(out),
+                               rows, h);
+    });
+  });
+}
+
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(largest, TRANSFORMER_OPS_ISA);
+TRANSFORMER_OPS_KERNEL(quantize, TRANSFORMER_OPS_ISA);
+TRANSFORMER_OPS_KERNEL(dequantize, TRANSFORMER_OPS_ISA);
+
+}  // namespace
+}  // namespace transformer_ops::cpu

@@ -1,0 +1,429 @@
+// Rows to codes and scales of blocks, and back. A thread has packs of 8 neighbouring numbers; all
+// blocks are as many columns wide as some of them.
+#include "kernels/quantize.h"
+
+#include "kernels/cuda/bits.h"
+#include "kernels/encoding.h"
+
+namespace transformer_ops::cuda {
+namespace {
+
+using encoding::BlockScale;
+using kernel::Element;
+using kernel::Format;
+using kernel::ScaleRule;
+
+constexpr int kPack = kGroup;
+
+template <ScaleRule rule>
+struct Rule {};
+
+template <class F>
+void with_format(const Format& format, const F& f) {
+  using namespace encoding;
+  const auto with_rule = [&](auto element) {
+    if (format.rule == ScaleRule::Float32) return f(element, Rule<ScaleRule::Float32>());
+    if (format.rule == ScaleRule::PowerOfTwo) return f(element, Rule<ScaleRule::PowerOfTwo>());
+    return f(element, Rule<ScaleRule::E8M0>());
+  };
+  switch (format.element) {
+    case Element::E4M3:
+      return with_rule(Type<E4M3>());
+    case Element::E5M2:
+      return with_rule(Type<E5M2>());
+    case Element::E2M1:
+      return f(Type<E2M1>(), Rule<ScaleRule::E4M3>());
+    case Element::Int8:
+      return f(Type<Int8>(), Rule<ScaleRule::Float32>());
+  }
+}
+
+template <class E>
+constexpr int kPackBytes = E::kLargest == encoding::E2M1::kLargest ? kPack / 2 : kPack;
+
+// ---- magnitudes, as bits: those of a float are ordered as it is, and NaN is above all
+
+TRANSFORMER_OPS_DEVICE float to_number(double x) { return encoding::to_odd(x); }
+template <class T>
+TRANSFORMER_OPS_DEVICE float to_number(T x) {
+  return to_acc(x);
+}
+
+TRANSFORMER_OPS_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+template <class T>
+TRANSFORMER_OPS_DEVICE uint32_t largest_of(const Pack<T, kPack>& x) {
+  uint32_t best = 0;
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    best = larger(best, encoding::bits_of(to_number(x[j])) & encoding::kMagnitude);
+  }
+  return best;
+}
+
+// Every thread of a full warp gets the largest of its group of `lanes`, a power of two.
+TRANSFORMER_OPS_DEVICE uint32_t largest_of_lanes(uint32_t x, int lanes) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    x = larger(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  }
+  return x;
+}
+
+// Every thread of the block gets the largest; `shared` has a word for each of its full warps.
+TRANSFORMER_OPS_DEVICE uint32_t largest_of_block(uint32_t x, uint32_t* shared) {
+  x = largest_of_lanes(x, kWarp);
+  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  for (unsigned warp = 0; warp < blockDim.x / kWarp; ++warp) x = larger(x, shared[warp]);
+  return x;
+}
+
+template <bool Aligned, class T>
+__global__ void __launch_bounds__(kElementThreads)
+    largest_kernel(const T* x, uint32_t* partials, int64_t n) {
+  TRANSFORMER_OPS_SHARED(uint32_t, shared);
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kElementThreads;
+  uint32_t best = 0;
+  for (int64_t g =
+           static_cast<int64_t>(blockIdx.x) * kElementThreads + static_cast<int64_t>(threadIdx.x);
+       g * kPack < n; g += step) {
+    best = larger(best, largest_of(load_group<Aligned>(x + g * kPack, group_size(g, n))));
+  }
+  best = largest_of_block(best, shared);
+  if (threadIdx.x == 0) partials[blockIdx.x] = best;
+}
+
+__global__ void __launch_bounds__(kElementThreads)
+    finish_kernel(uint32_t* partials, int64_t parts) {
+  TRANSFORMER_OPS_SHARED(uint32_t, shared);
+  uint32_t best = 0;
+  for (int64_t i = threadIdx.x; i < parts; i += kElementThreads) best = larger(best, partials[i]);
+  best = largest_of_block(best, shared);
+  if (threadIdx.x == 0) partials[0] = best;
+}
+
+constexpr int64_t kSharedWords = kElementThreads / kWarp * static_cast<int64_t>(sizeof(uint32_t));
+
+// ---- codes of a pack
+
+template <class E>
+TRANSFORMER_OPS_DEVICE void store_codes(uint8_t* to, const uint32_t (&code)[kPack], int count) {
+  uint8_t bytes[kPackBytes<E>];
+#pragma unroll
+  for (int j = 0; j < kPackBytes<E>; ++j) {
+    const bool packed = kPackBytes<E> < kPack;
+    bytes[j] = static_cast<uint8_t>(packed ? code[2 * j % kPack] | code[(2 * j + 1) % kPack] << 4
+                                           : code[j]);
+  }
+  const int wanted = (count * kPackBytes<E> + kPack - 1) / kPack;
+  if (wanted == kPackBytes<E> && reinterpret_cast<uintptr_t>(to) % kPackBytes<E> == 0) {
+    using Word = std::conditional_t<kPackBytes<E> == 8, uint64_t, uint32_t>;
+    Word word;
+    memcpy(&word, bytes, sizeof(word));
+    *reinterpret_cast<Word*>(to) = word;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kPackBytes<E>; ++j) {
+    if (j < wanted) to[j] = bytes[j];
+  }
+}
+
+template <class E, class T>
+TRANSFORMER_OPS_DEVICE void encode_pack(uint8_t* to, const Pack<T, kPack>& x, int count,
+                                        float scale) {
+  uint32_t code[kPack];
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    code[j] = j < count ? encoding::encode<E>(to_number(x[j]), scale) & 0xff : 0;
+  }
+  store_codes<E>(to, code, count);
+}
+
+// ---- what kernels take
+
+// As many columns as a row has in whole packs, and what they are cut into.
+struct Layout {
+  int64_t rows, h;
+  int64_t block_rows, block_columns;
+  int64_t blocks;  // of a row
+
+  Layout(const Format& format, int64_t rows, int64_t h)
+      : rows(rows),
+        h(h),
+        block_rows(format.per_tensor() ? std::max<int64_t>(rows, 1) : format.block_rows),
+        block_columns(format.per_tensor() ? ceil_div(std::max<int64_t>(h, 1), kPack) * kPack
+                                          : format.block_columns),
+        blocks(ceil_div(h, block_columns)) {}
+};
+
+template <class E, class T>
+struct Encoder {
+  Layout layout;
+  const T* x;
+  const uint32_t* amax;  // of the tensor, where the format needs it
+  uint8_t* codes;
+  void* scales;
+  uint8_t* decoded_tensor_scale;
+  float most_of_tensor;  // what the largest number of the tensor becomes
+  Divisor by_blocks;
+
+  __device__ __forceinline__ float tensor_scale() const {
+    return amax == nullptr ? 1.0f
+                           : encoding::encoding_scale(encoding::from_bits(*amax), most_of_tensor);
+  }
+  __device__ __forceinline__ uint8_t* codes_at(int64_t row, int64_t column) const {
+    const int64_t row_bytes = (layout.h * kPackBytes<E> + kPack - 1) / kPack;
+    return codes + row * row_bytes + column / kPack * kPackBytes<E>;
+  }
+  // Of one thread, once.
+  __device__ __forceinline__ void store_tensor_scale(float scale) const {
+    if (decoded_tensor_scale == nullptr) return;
+    const uint32_t bits = encoding::bits_of(1.0f / scale);
+    for (int i = 0; i < 4; ++i) decoded_tensor_scale[i] = static_cast<uint8_t>(bits >> (8 * i));
+  }
+};
+
+template <ScaleRule rule>
+TRANSFORMER_OPS_DEVICE void store_scale(void* scales, int64_t i, const BlockScale& scale) {
+  if constexpr (rule == ScaleRule::E8M0 || rule == ScaleRule::E4M3) {
+    static_cast<uint8_t*>(scales)[i] = static_cast<uint8_t>(scale.byte);
+  } else {
+    static_cast<float*>(scales)[i] = scale.number;
+  }
+}
+
+TRANSFORMER_OPS_DEVICE int count_of(int64_t column, int64_t end) {
+  const int64_t left = end - column;
+  return left >= kPack ? kPack : left > 0 ? static_cast<int>(left) : 0;
+}
+
+// ---- one scale for all
+
+template <bool Aligned, class E, class T>
+__global__ void __launch_bounds__(kElementThreads)
+    encode_all_kernel(Encoder<E, T> body, int64_t n) {
+  const int64_t g =
+      static_cast<int64_t>(blockIdx.x) * kElementThreads + static_cast<int64_t>(threadIdx.x);
+  const float scale = body.tensor_scale();
+  if (g == 0) body.store_tensor_scale(scale);
+  const int count = group_size(g, n);
+  if (count == 0) return;
+  encode_pack<E>(body.codes + g * kPackBytes<E>, load_group<Aligned>(body.x + g * kPack, count),
+                 count, scale);
+}
+
+// ---- blocks of one row: some neighbouring lanes of a warp have one each
+
+template <bool Aligned, ScaleRule rule, class E, class T>
+__global__ void __launch_bounds__(kElementThreads) encode_rows_kernel(Encoder<E, T> body) {
+  const Layout& layout = body.layout;
+  const int lanes = static_cast<int>(layout.block_columns) / kPack;
+  const int64_t thread =
+      static_cast<int64_t>(blockIdx.x) * kElementThreads + static_cast<int64_t>(threadIdx.x);
+  const int64_t block = thread / lanes, row = body.by_blocks.quotient(block);
+  const int lane = static_cast<int>(thread % lanes);
+  const int64_t column = (block - row * layout.blocks) * layout.block_columns + lane * kPack;
+  const int count = row < layout.rows ? count_of(column, layout.h) : 0;
+  Pack<T, kPack> x = {};
+  if (count > 0) x = load_group<Aligned>(body.x + row * layout.h + column, count);
+  const uint32_t amax = largest_of_lanes(largest_of(x), lanes);
+  const float tensor_scale = body.tensor_scale();
+  if (thread == 0) body.store_tensor_scale(tensor_scale);
+  if (count == 0) return;
+  const BlockScale scale = encoding::block_scale<rule, E>(encoding::from_bits(amax), tensor_scale);
+  if (lane == 0) store_scale<rule>(body.scales, block, scale);
+  encode_pack<E>(body.codes_at(row, column), x, count, scale.encode);
+}
+
+// ---- blocks of several rows: a block of threads has one each
+
+template <bool Aligned, ScaleRule rule, class E, class T>
+__global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<E, T> body) {
+  TRANSFORMER_OPS_SHARED(uint32_t, shared);
+  const Layout& layout = body.layout;
+  const int64_t block = blockIdx.x, down = body.by_blocks.quotient(block);
+  const int64_t left = (block - down * layout.blocks) * layout.block_columns;
+  const int packs = static_cast<int>(layout.block_columns) / kPack;
+  const int64_t all = layout.block_rows * packs;
+  const auto for_packs = [&](const auto& f) {
+    for (int64_t i = threadIdx.x; i < all; i += blockDim.x) {
+      const int64_t row = down * layout.block_rows + i / packs;
+      const int64_t column = left + i % packs * kPack;
+      const int count = row < layout.rows ? count_of(column, layout.h) : 0;
+      if (count > 0) {
+        f(row, column, load_group<Aligned>(body.x + row * layout.h + column, count), count);
+      }
+    }
+  };
+  uint32_t amax = 0;
+  for_packs(
+      [&](int64_t, int64_t, const Pack<T, kPack>& x, int) { amax = larger(amax, largest_of(x)); });
+  amax = largest_of_block(amax, shared);
+  const float tensor_scale = body.tensor_scale();
+  const BlockScale scale = encoding::block_scale<rule, E>(encoding::from_bits(amax), tensor_scale);
+  if (threadIdx.x == 0) {
+    // Of nothing there is one block of threads, but none of numbers.
+    if (left < layout.h && layout.rows > 0) store_scale<rule>(body.scales, block, scale);
+    if (block == 0) body.store_tensor_scale(tensor_scale);
+  }
+  for_packs([&](int64_t row, int64_t column, const Pack<T, kPack>& x, int count) {
+    encode_pack<E>(body.codes_at(row, column), x, count, scale.encode);
+  });
+}
+
+template <bool Aligned, ScaleRule rule, class E, class T>
+void encode(Stream stream, const Format& format, const Encoder<E, T>& body) {
+  const Layout& layout = body.layout;
+  if (format.per_tensor()) {
+    const int64_t n = layout.rows * layout.h;
+    // One block at least: it stores the scale.
+    const int64_t blocks = std::max<int64_t>(1, ceil_div(n, int64_t{kPack} * kElementThreads));
+    launch(stream, {blocks, kElementThreads}, encode_all_kernel<Aligned, E, T>, body, n);
+    return;
+  }
+  const int64_t blocks = layout.blocks * ceil_div(layout.rows, layout.block_rows);
+  if (format.block_rows == 1) {
+    const int64_t threads = std::max<int64_t>(1, blocks * (layout.block_columns / kPack));
+    launch(stream, {ceil_div(threads, kElementThreads), kElementThreads},
+           encode_rows_kernel<Aligned, rule, E, T>, body);
+    return;
+  }
+  const int64_t packs = format.block_rows * format.block_columns / kPack;
+  const auto threads = static_cast<int>(std::min<int64_t>(packs, kElementThreads));
+  launch(stream, {std::max<int64_t>(blocks, 1), threads, kSharedWords},
+         encode_blocks_kernel<Aligned, rule, E, T>, body);
+}
+
+// ---- decode
+
+template <class E, class T>
+struct Decoder {
+  Layout layout;
+  const uint8_t* codes;
+  const void* scales;
+  const uint8_t* decoded_tensor_scale;
+  T* out;
+  int64_t packs;  // of a row
+  Divisor by_packs, by_columns;
+  bool per_tensor;
+};
+
+TRANSFORMER_OPS_DEVICE float float_at(const uint8_t* bytes) {
+  uint32_t bits = 0;
+  if (bytes == nullptr) return 1.0f;
+  for (int i = 0; i < 4; ++i) bits |= static_cast<uint32_t>(bytes[i]) << (8 * i);
+  return encoding::from_bits(bits);
+}
+
+template <class T>
+TRANSFORMER_OPS_DEVICE T scaled(float value, float scale) {
+  if constexpr (std::is_same_v<T, double>) {
+    return static_cast<double>(value) * static_cast<double>(scale);
+  } else {
+    return round_to<T>(encoding::product(value, scale));
+  }
+}
+
+template <bool Aligned, ScaleRule rule, class E, class T>
+__global__ void __launch_bounds__(kElementThreads) decode_kernel(Decoder<E, T> body) {
+  const Layout& layout = body.layout;
+  const int64_t thread =
+      static_cast<int64_t>(blockIdx.x) * kElementThreads + static_cast<int64_t>(threadIdx.x);
+  const int64_t row = body.by_packs.quotient(thread);
+  const int64_t column = (thread - row * body.packs) * kPack;
+  if (row >= layout.rows) return;
+  const int count = count_of(column, layout.h);
+  const float tensor_scale = float_at(body.decoded_tensor_scale);
+  float scale = tensor_scale;
+  if (!body.per_tensor) {
+    const int64_t block =
+        row / layout.block_rows * layout.blocks + body.by_columns.quotient(column);
+    scale = encoding::decoding_scale<rule>(body.scales, block, tensor_scale);
+  }
+  const int64_t row_bytes = (layout.h * kPackBytes<E> + kPack - 1) / kPack;
+  const uint8_t* const from = body.codes + row * row_bytes + column / kPack * kPackBytes<E>;
+  const bool packed = kPackBytes<E> < kPack;
+  Pack<T, kPack> out;
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    const uint32_t byte = j < count ? from[packed ? j / 2 : j] : 0;
+    const uint32_t code = !packed ? byte : j % 2 == 0 ? byte & 0xf : byte >> 4;
+    out[j] = scaled<T>(encoding::decode<E>(code), scale);
+  }
+  store_group<Aligned>(body.out + row * layout.h + column, out, count);
+}
+
+namespace entry {
+
+int64_t largest_parts(int64_t n) {
+  return std::clamp<int64_t>(ceil_div(n, int64_t{kPack} * kElementThreads * 4), 1, 1024);
+}
+
+void largest(Stream stream, DType dtype, const void* x, float* partials, int64_t n) {
+  const int64_t parts = largest_parts(n);
+  auto* const words = reinterpret_cast<uint32_t*>(partials);
+  dispatch(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const auto kernel = aligned16(x) ? largest_kernel<true, T> : largest_kernel<false, T>;
+    launch(stream, {parts, kElementThreads, kSharedWords}, kernel, static_cast<const T*>(x), words,
+           n);
+  });
+  if (parts > 1) launch(stream, {1, kElementThreads, kSharedWords}, finish_kernel, words, parts);
+}
+
+void quantize(Stream stream, const Format& format, DType dtype, const void* x, const float* amax,
+              void* codes, void* scales, void* decoded_tensor_scale, int64_t rows, int64_t h) {
+  dispatch(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    with_format(format, [&]<class E, ScaleRule rule>(Type<E>, Rule<rule>) {
+      const Layout layout(format, rows, h);
+      const float most = format.per_tensor() ? E::kLargest : E::kLargest * 448.0f;
+      const Encoder<E, T> body{layout,
+                               static_cast<const T*>(x),
+                               reinterpret_cast<const uint32_t*>(amax),
+                               static_cast<uint8_t*>(codes),
+                               scales,
+                               static_cast<uint8_t*>(decoded_tensor_scale),
+                               most,
+                               Divisor(std::max<int64_t>(layout.blocks, 1))};
+      if (aligned16(x) && h % kPack == 0) return encode<true, rule>(stream, format, body);
+      encode<false, rule>(stream, format, body);
+    });
+  });
+}
+
+void dequantize(Stream stream, const Format& format, DType dtype, const void* codes,
+                const void* scales, const void* decoded_tensor_scale, void* out, int64_t rows,
+                int64_t h) {
+  if (rows == 0 || h == 0) return;
+  dispatch(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    with_format(format, [&]<class E, ScaleRule rule>(Type<E>, Rule<rule>) {
+      const Layout layout(format, rows, h);
+      const int64_t packs = ceil_div(h, kPack);
+      const Decoder<E, T> body{layout,
+                               static_cast<const uint8_t*>(codes),
+                               scales,
+                               static_cast<const uint8_t*>(decoded_tensor_scale),
+                               static_cast<T*>(out),
+                               packs,
+                               Divisor(packs),
+                               Divisor(layout.block_columns),
+                               format.per_tensor()};
+      const auto kernel = aligned16(out) && h % kPack == 0 ? decode_kernel<true, rule, E, T>
+                                                           : decode_kernel<false, rule, E, T>;
+      launch(stream, {ceil_div(rows * packs, kElementThreads), kElementThreads}, kernel, body);
+    });
+  });
+}
+
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(largest_parts, "cuda");
+TRANSFORMER_OPS_KERNEL(largest, "cuda");
+TRANSFORMER_OPS_KERNEL(quantize, "cuda");
+TRANSFORMER_OPS_KERNEL(dequantize, "cuda");
+
+}  // namespace
+}  // namespace transformer_ops::cuda

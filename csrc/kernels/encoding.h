@@ -1,0 +1,243 @@
+// The scalar formulas of quantized numbers, for all devices: a number to its code and back, and
+// the scale of a block from the largest magnitude in it. Rounding is to nearest, ties to even;
+// what is too large, and infinity, becomes the largest number of the format; NaN stays NaN.
+//
+// Internal linkage for the reason given in math.h.
+#pragma once
+
+#include <cstring>
+
+#include "kernels/format.h"
+#include "kernels/math.h"
+
+namespace transformer_ops::encoding {
+namespace {
+
+using kernel::Element;
+using kernel::ScaleRule;
+
+TRANSFORMER_OPS_MATH uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+TRANSFORMER_OPS_MATH float from_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u, kNan = 0x7fc00000u;
+constexpr float kMost = 0x1.fffffep127f;  // of float
+
+TRANSFORMER_OPS_MATH bool is_finite(float x) { return (bits_of(x) & kMagnitude) < kInfinity; }
+
+// A product that no compiler fuses with a sum.
+TRANSFORMER_OPS_MATH float product(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+// ---- the elements
+
+// A sign, an exponent and kMantissa bits; kLeast is the exponent of the least normal number.
+struct E4M3 {
+  static constexpr int kMantissa = 3, kLeast = -6;
+  static constexpr uint32_t kSign = 0x80, kNanCode = 0x7f, kFirstNan = 0x7f, kInfinities = 0;
+  static constexpr float kLargest = 448.0f;
+  static constexpr bool kInteger = false;
+};
+struct E5M2 {
+  static constexpr int kMantissa = 2, kLeast = -14;
+  static constexpr uint32_t kSign = 0x80, kNanCode = 0x7f, kFirstNan = 0x7d, kInfinities = 1;
+  static constexpr float kLargest = 57344.0f;
+  static constexpr bool kInteger = false;
+};
+// It has no NaN: the scale of the block is one.
+struct E2M1 {
+  static constexpr int kMantissa = 1, kLeast = 0;
+  static constexpr uint32_t kSign = 0x8, kNanCode = 0x7, kFirstNan = 0x8, kInfinities = 0;
+  static constexpr float kLargest = 6.0f;
+  static constexpr bool kInteger = false;
+};
+// From -127 to 127. It has no NaN either.
+struct Int8 {
+  static constexpr float kLargest = 127.0f;
+  static constexpr bool kInteger = true;
+};
+
+template <Element element>
+struct NumberOf;
+template <>
+struct NumberOf<Element::E4M3> {
+  using type = E4M3;
+};
+template <>
+struct NumberOf<Element::E5M2> {
+  using type = E5M2;
+};
+template <>
+struct NumberOf<Element::E2M1> {
+  using type = E2M1;
+};
+template <>
+struct NumberOf<Element::Int8> {
+  using type = Int8;
+};
+
+// Added to a number of exponent e, it leaves no place below that of the code's last bit: the sum
+// is rounded there. Given and returned as bits; e is that of the sum's other part.
+template <class E>
+constexpr uint32_t kToLastBit = static_cast<uint32_t>(23 - E::kMantissa) << 23;
+template <class E>
+constexpr uint32_t kLeastExponent = static_cast<uint32_t>(127 + E::kLeast) << 23;
+
+// The code of a number that is scaled already: in the lowest bits, of an integer as two's
+// complement. Of NaN, 0 among integers.
+TRANSFORMER_OPS_MATH uint32_t encode_integer(float scaled) {
+  if (scaled != scaled) return 0;
+  const float above = scaled < -Int8::kLargest ? -Int8::kLargest : scaled;
+  const float within = above > Int8::kLargest ? Int8::kLargest : above;
+  return bits_of(within + 0x1.8p23f) & 0xff;
+}
+// Without its sign.
+template <class E>
+TRANSFORMER_OPS_MATH uint32_t encode_magnitude(float scaled) {
+  if (scaled != scaled) return E::kNanCode;
+  const float magnitude = scaled > E::kLargest ? E::kLargest : scaled;
+  const uint32_t own = bits_of(magnitude) & kInfinity;
+  const uint32_t exponent = own > kLeastExponent<E> ? own : kLeastExponent<E>;
+  const uint32_t addend = exponent + kToLastBit<E>;
+  const uint32_t units = bits_of(magnitude + from_bits(addend)) - addend;
+  return units + ((exponent - kLeastExponent<E>) >> (23 - E::kMantissa));
+}
+
+// The code of x * scale, for a scale that is not negative.
+template <class E>
+TRANSFORMER_OPS_MATH uint32_t encode(float x, float scale) {
+  if constexpr (E::kInteger) {
+    return encode_integer(product(x, scale));
+  } else {
+    const float magnitude = from_bits(bits_of(x) & kMagnitude);
+    const uint32_t sign = (bits_of(x) >> 31) * E::kSign;
+    return sign | encode_magnitude<E>(product(magnitude, scale));
+  }
+}
+
+template <class E>
+TRANSFORMER_OPS_MATH float decode_magnitude(uint32_t code) {
+  if (code >> E::kMantissa == 0) {
+    constexpr float kUnit = 1.0f / static_cast<float>(1 << (E::kMantissa - E::kLeast));
+    return static_cast<float>(code) * kUnit;
+  }
+  if (code >= E::kFirstNan) return from_bits(kNan);
+  if (code >= E::kFirstNan - E::kInfinities) return from_bits(kInfinity);
+  return from_bits((code << (23 - E::kMantissa)) + kLeastExponent<E> - (1u << 23));
+}
+
+// The value of a code.
+template <class E>
+TRANSFORMER_OPS_MATH float decode(uint32_t code) {
+  if constexpr (E::kInteger) {
+    return static_cast<float>(static_cast<int8_t>(static_cast<uint8_t>(code)));
+  } else {
+    const float magnitude = decode_magnitude<E>(code & (E::kSign - 1));
+    return from_bits(bits_of(magnitude) | ((code & E::kSign) != 0 ? 0x80000000u : 0u));
+  }
+}
+
+// For float64: its code is that of this float. All that is lost becomes the last bit, so that the
+// code is rounded once where the scale is a power of two.
+TRANSFORMER_OPS_MATH float to_odd(double x) {
+  const auto nearest = static_cast<float>(x);
+  const auto back = static_cast<double>(nearest);
+  if (back == x || x != x) return nearest;
+  const bool away = (x < 0 ? -back : back) > (x < 0 ? -x : x);
+  return from_bits((bits_of(nearest) - (away ? 1u : 0u)) | 1u);
+}
+
+// ---- scales
+
+// largest / amax; 1 where amax is zero or not finite.
+TRANSFORMER_OPS_MATH float encoding_scale(float amax, float largest) {
+  if (!(amax > 0) || !is_finite(amax)) return 1.0f;
+  const float scale = largest / amax;
+  return is_finite(scale) ? scale : kMost;
+}
+
+// The exponent of the least power of two that is not below x >= 0.
+TRANSFORMER_OPS_MATH uint32_t encode_e8m0(float x) {
+  const uint32_t bits = bits_of(x);
+  if (bits > kInfinity) return 255;
+  if (bits == kInfinity) return 254;
+  if (bits <= 0x00400000u) return 0;  // 2^-127
+  const uint32_t exponent = (bits + 0x7fffffu) >> 23;
+  return exponent < 254 ? exponent : 254;
+}
+TRANSFORMER_OPS_MATH float decode_e8m0(uint32_t exponent) {
+  if (exponent == 0) return from_bits(0x00400000u);
+  return from_bits(exponent == 255 ? kNan : exponent << 23);
+}
+
+// What encodes a block, and what is stored to decode it: a float, or a byte.
+struct BlockScale {
+  float encode;
+  float number = 0.0f;
+  uint32_t byte = 0;
+};
+
+// Of the largest magnitude of a block, which is NaN where there is one. tensor_scale is that of
+// the format: see tensor_scale().
+template <ScaleRule rule, class E>
+TRANSFORMER_OPS_MATH BlockScale block_scale(float amax, float tensor_scale) {
+  if constexpr (rule == ScaleRule::E8M0) {
+    const uint32_t byte = encode_e8m0(product(amax, 1.0f / E::kLargest));
+    // A block that is next to nothing is encoded as it is: as zeros.
+    const float scale = byte == 255   ? from_bits(kNan)
+                        : byte == 254 ? from_bits(0x00400000u)
+                        : byte == 0   ? 1.0f
+                                      : from_bits((254u - byte) << 23);
+    return {scale, 0.0f, byte};
+  } else if constexpr (rule == ScaleRule::E4M3) {
+    const float wanted = product(amax, product(tensor_scale, 1.0f / 6.0f));
+    const uint32_t byte = encode<E4M3>(wanted, 1.0f);
+    const float scale = 1.0f / product(decode<E4M3>(byte), 1.0f / tensor_scale);
+    return {scale > kMost ? kMost : scale, 0.0f, byte};
+  } else {
+    if constexpr (E::kInteger) {
+      // No code is NaN, so the scale is.
+      if (amax != amax) return {0.0f, from_bits(kNan)};
+      if (amax > kMost) amax = kMost;
+    }
+    float scale = encoding_scale(amax, E::kLargest);
+    if constexpr (rule == ScaleRule::PowerOfTwo) scale = from_bits(bits_of(scale) & kInfinity);
+    return {scale, 1.0f / scale};
+  }
+}
+
+// The value of a stored scale; decoded_tensor_scale is 1 / tensor_scale().
+template <ScaleRule rule>
+TRANSFORMER_OPS_MATH float decoding_scale(const void* scales, int64_t i,
+                                          float decoded_tensor_scale) {
+  if constexpr (rule == ScaleRule::E8M0) {
+    return decode_e8m0(static_cast<const uint8_t*>(scales)[i]);
+  } else if constexpr (rule == ScaleRule::E4M3) {
+    return product(decode<E4M3>(static_cast<const uint8_t*>(scales)[i]), decoded_tensor_scale);
+  } else {
+    return static_cast<const float*>(scales)[i];
+  }
+}
+
+// What encodes a tensor of one block, and what the scales of blocks are relative to in formats
+// that have one for the tensor; else 1.
+TRANSFORMER_OPS_MATH float tensor_scale(const kernel::Format& format, float amax) {
+  if (format.per_tensor()) return encoding_scale(amax, format.largest);
+  if (format.has_tensor_scale()) return encoding_scale(amax, E4M3::kLargest * format.largest);
+  return 1.0f;
+}
+
+}  // namespace
+}  // namespace transformer_ops::encoding

@@ -1,0 +1,65 @@
+// The formats of quantized tensors, one row each; what their numbers mean is in encoding.h.
+//
+// A quantized tensor is codes and scales: a number is its code's value times the scale of its
+// block. Blocks tile the tensor as rows, which are its leading dimensions, and columns, its last
+// one; those at the ends may be smaller.
+//
+// Internal linkage for the reason given in math.h.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace transformer_ops::kernel {
+
+// What a code is.
+enum class Element : uint8_t { E4M3, E5M2, E2M1, Int8 };
+
+// What a scale is, and how it follows from the largest magnitude of its block.
+enum class ScaleRule : uint8_t {
+  Float32,     // largest code / largest magnitude is what encodes
+  PowerOfTwo,  // the same, rounded down to a power of two, stored as float32
+  E8M0,        // a byte, the exponent of a power of two that is rounded up
+  E4M3,        // a byte, an E4M3 number, times one float32 of the whole tensor
+};
+
+struct Format {
+  const char* name;  // in plans, schemas and reports
+  Element element;
+  ScaleRule rule;
+  int bits;                           // of a code; below 8 they are packed, the first one lowest
+  float largest;                      // of the codes' values
+  int64_t block_rows, block_columns;  // 0: one block, the tensor
+
+  constexpr bool per_tensor() const { return block_columns == 0; }
+  // Whether there is one scale of the tensor besides those of blocks.
+  constexpr bool has_tensor_scale() const { return rule == ScaleRule::E4M3; }
+};
+
+namespace {
+
+inline constexpr Format kFormats[] = {
+    {"e4m3", Element::E4M3, ScaleRule::Float32, 8, 448.0f, 0, 0},
+    {"e5m2", Element::E5M2, ScaleRule::Float32, 8, 57344.0f, 0, 0},
+    {"e4m3 1x128", Element::E4M3, ScaleRule::PowerOfTwo, 8, 448.0f, 1, 128},
+    {"e5m2 1x128", Element::E5M2, ScaleRule::PowerOfTwo, 8, 57344.0f, 1, 128},
+    {"e4m3 128x128", Element::E4M3, ScaleRule::PowerOfTwo, 8, 448.0f, 128, 128},
+    {"e5m2 128x128", Element::E5M2, ScaleRule::PowerOfTwo, 8, 57344.0f, 128, 128},
+    {"mx e4m3", Element::E4M3, ScaleRule::E8M0, 8, 448.0f, 1, 32},
+    {"mx e5m2", Element::E5M2, ScaleRule::E8M0, 8, 57344.0f, 1, 32},
+    {"nvfp4", Element::E2M1, ScaleRule::E4M3, 4, 6.0f, 1, 16},
+    {"nvfp4 16x16", Element::E2M1, ScaleRule::E4M3, 4, 6.0f, 16, 16},
+    {"int8 1x32", Element::Int8, ScaleRule::Float32, 8, 127.0f, 1, 32},
+    {"int8 1x128", Element::Int8, ScaleRule::Float32, 8, 127.0f, 1, 128},
+};
+
+// Null where there is none of that name.
+[[maybe_unused]] constexpr const Format* find_format(std::string_view name) {
+  for (const Format& format : kFormats) {
+    if (name == format.name) return &format;
+  }
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace transformer_ops::kernel

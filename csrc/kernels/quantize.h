@@ -1,0 +1,48 @@
+// Rows of h numbers to codes and scales, and back.
+#pragma once
+
+#include "kernels/cpu.h"
+#include "kernels/cuda.h"
+#include "kernels/format.h"
+
+namespace transformer_ops::cpu {
+
+// Rows have ceil(h / 2) bytes of codes where those have 4 bits, else h. A range of rows starts at a
+// multiple of the format's block_rows, and has all scales of its blocks.
+
+// The largest magnitude as float32, NaN where there is one; 0 of nothing.
+inline const Kernel<float(DType, const void* x, int64_t n)> largest{"largest"};
+
+// tensor_scale is encoding::tensor_scale(). Scales of a format that has one block are not written.
+inline const Kernel<void(const kernel::Format&, DType, const void* x, float tensor_scale,
+                         void* codes, void* scales, int64_t rows, int64_t h)>
+    quantize{"quantize"};
+
+// decoded_tensor_scale is the inverse of tensor_scale, and all there is of one block's scale.
+inline const Kernel<void(const kernel::Format&, DType, const void* codes, const void* scales,
+                         float decoded_tensor_scale, void* out, int64_t rows, int64_t h)>
+    dequantize{"dequantize"};
+
+}  // namespace transformer_ops::cpu
+
+namespace transformer_ops::cuda {
+
+// How many numbers largest() needs in `partials`, of which the first takes the largest magnitude.
+inline const Kernel<int64_t(int64_t n)> largest_parts{"largest_parts"};
+
+inline const Kernel<void(Stream, DType, const void* x, float* partials, int64_t n)> largest{
+    "largest"};
+
+// amax is null but for formats with one block, or a scale of the tensor: these store its inverse,
+// 4 bytes of any alignment.
+inline const Kernel<void(Stream, const kernel::Format&, DType, const void* x, const float* amax,
+                         void* codes, void* scales, void* decoded_tensor_scale, int64_t rows,
+                         int64_t h)>
+    quantize{"quantize"};
+
+inline const Kernel<void(Stream, const kernel::Format&, DType, const void* codes,
+                         const void* scales, const void* decoded_tensor_scale, void* out,
+                         int64_t rows, int64_t h)>
+    dequantize{"dequantize"};
+
+}  // namespace transformer_ops::cuda

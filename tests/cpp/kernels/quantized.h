@@ -1,0 +1,164 @@
+// Quantized tensors by the scalar formulas of csrc/kernels/encoding.h, number by number: what the
+// kernels of all devices must equal.
+#pragma once
+
+#include "../../../csrc/kernels/encoding.h"
+#include "kernel_test.h"
+
+namespace transformer_ops::cpu {
+
+using kernel::Element;
+using kernel::ScaleRule;
+
+struct QuantizedShape {
+  int64_t rows, h;
+};
+inline const QuantizedShape kQuantizedShapes[] = {
+    {0, 16}, {3, 0}, {1, 1}, {1, 15}, {2, 31}, {5, 100}, {3, 128}, {17, 129}, {2, 513}, {130, 257}};
+
+inline bool same(double a, double b) {
+  return std::isnan(a) ? std::isnan(b) : a == b && std::signbit(a) == std::signbit(b);
+}
+inline bool same_float(float a, float b) { return same(a, b); }
+
+struct Quantized {
+  const kernel::Format* format;
+  std::vector<uint8_t> codes, scales;
+  float tensor_scale = 1.0f;
+
+  Quantized(const kernel::Format& f, int64_t rows, int64_t h)
+      : format(&f), codes(rows * row_bytes(f, h)), scales(scale_bytes(f, rows, h)) {}
+
+  static int64_t row_bytes(const kernel::Format& f, int64_t h) { return (h * f.bits + 7) / 8; }
+  static int64_t blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
+  static bool has_byte_scales(const kernel::Format& f) {
+    return f.rule == ScaleRule::E8M0 || f.rule == ScaleRule::E4M3;
+  }
+  static int64_t scale_bytes(const kernel::Format& f, int64_t rows, int64_t h) {
+    if (f.per_tensor()) return 0;
+    return blocks(rows, f.block_rows) * blocks(h, f.block_columns) * (has_byte_scales(f) ? 1 : 4);
+  }
+
+  // Bytes and floats alike.
+  void set_scales(float scale) {
+    for (size_t i = 0; i < scales.size(); ++i) {
+      if (has_byte_scales(*format)) {
+        scales[i] = static_cast<uint8_t>(encoding::encode_e8m0(scale));
+      } else if (i % 4 == 0) {
+        std::memcpy(scales.data() + i, &scale, 4);
+      }
+    }
+  }
+  void set_scale(int64_t i, const encoding::BlockScale& scale) {
+    if (has_byte_scales(*format)) {
+      scales[i] = static_cast<uint8_t>(scale.byte);
+    } else {
+      std::memcpy(scales.data() + 4 * i, &scale.number, 4);
+    }
+  }
+};
+
+// f(Number, rule) with what a format is compiled for.
+template <ScaleRule r>
+struct RuleTag {
+  static constexpr ScaleRule rule = r;
+};
+template <class F>
+auto with_formulas(const kernel::Format& format, F f) {
+  using namespace encoding;
+  const auto with_rule = [&](auto number) {
+    if (format.rule == ScaleRule::Float32) return f(number, RuleTag<ScaleRule::Float32>());
+    if (format.rule == ScaleRule::PowerOfTwo) return f(number, RuleTag<ScaleRule::PowerOfTwo>());
+    return f(number, RuleTag<ScaleRule::E8M0>());
+  };
+  if (format.element == Element::E4M3) return with_rule(E4M3());
+  if (format.element == Element::E5M2) return with_rule(E5M2());
+  if (format.element == Element::E2M1) return f(E2M1(), RuleTag<ScaleRule::E4M3>());
+  return f(Int8(), RuleTag<ScaleRule::Float32>());
+}
+
+inline float number(const Array& x, int64_t i) { return encoding::to_odd(x[i]); }
+
+inline float larger(float a, float b) {
+  return encoding::bits_of(std::abs(b)) > encoding::bits_of(a) ? std::abs(b) : a;
+}
+inline float largest_by_formula(const Array& x) {
+  float best = 0;
+  for (int64_t i = 0; i < x.size(); ++i) best = larger(best, number(x, i));
+  return best;
+}
+
+inline Quantized quantize_by_formula(const kernel::Format& format, const Array& x, int64_t rows,
+                                     int64_t h) {
+  Quantized to(format, rows, h);
+  to.tensor_scale = encoding::tensor_scale(format, largest_by_formula(x));
+  const int64_t height = format.per_tensor() ? std::max<int64_t>(rows, 1) : format.block_rows;
+  const int64_t width = format.per_tensor() ? std::max<int64_t>(h, 1) : format.block_columns;
+  with_formulas(format, [&]<class E>(E, auto rule) {
+    int64_t block = 0;
+    for (int64_t top = 0; top < rows; top += height) {
+      for (int64_t left = 0; left < h; left += width, ++block) {
+        const int64_t bottom = std::min(top + height, rows), right = std::min(left + width, h);
+        float amax = 0;
+        for (int64_t r = top; r < bottom; ++r) {
+          for (int64_t c = left; c < right; ++c) amax = larger(amax, number(x, r * h + c));
+        }
+        auto scale = encoding::block_scale<rule.rule, E>(amax, to.tensor_scale);
+        if (format.per_tensor()) {
+          scale.encode = to.tensor_scale;
+        } else {
+          to.set_scale(block, scale);
+        }
+        for (int64_t r = top; r < bottom; ++r) {
+          for (int64_t c = left; c < right; ++c) {
+            const uint32_t code = encoding::encode<E>(number(x, r * h + c), scale.encode);
+            uint8_t& byte = to.codes[r * Quantized::row_bytes(format, h) + c * format.bits / 8];
+            byte = static_cast<uint8_t>(c * format.bits % 8 == 0 ? code : byte | code << 4);
+          }
+        }
+      }
+    }
+  });
+  return to;
+}
+
+inline Array dequantize_by_formula(const Quantized& from, DType dtype, int64_t rows, int64_t h) {
+  const kernel::Format& format = *from.format;
+  Array out(dtype, rows * h);
+  const float decoded = 1.0f / from.tensor_scale;
+  with_formulas(format, [&]<class E>(E, auto rule) {
+    for (int64_t i = 0; i < rows * h; ++i) {
+      const int64_t r = i / h, c = i % h;
+      const uint8_t byte = from.codes[r * Quantized::row_bytes(format, h) + c * format.bits / 8];
+      const uint32_t code = format.bits == 8 ? byte : c % 2 == 0 ? byte & 0xf : byte >> 4;
+      float scale = decoded;
+      if (!format.per_tensor()) {
+        const int64_t block = r / format.block_rows * Quantized::blocks(h, format.block_columns) +
+                              c / format.block_columns;
+        scale = encoding::decoding_scale<rule.rule>(from.scales.data(), block, decoded);
+      }
+      const float value = encoding::decode<E>(code);
+      out.set(i, dtype == DType::Float64 ? static_cast<double>(value) * static_cast<double>(scale)
+                                         : static_cast<double>(value * scale));
+    }
+  });
+  return out;
+}
+
+// Of all sizes, a block of zeros, and some special ones: rows of blocks that differ.
+inline Array hard_numbers(DType dtype, int64_t rows, int64_t h) {
+  std::mt19937 generator(17);
+  std::normal_distribution<double> normal;
+  std::uniform_int_distribution<int> exponent(-12, 12);
+  Array x(dtype, rows * h);
+  double scale = 1;
+  for (int64_t i = 0; i < rows * h; ++i) {
+    if (i % 50 == 0) scale = std::ldexp(1.0, exponent(generator));
+    // Every fifth is next to a tie.
+    const double drawn = normal(generator) * scale;
+    x.set(i, i % 5 == 0 ? std::round(drawn * 16) / 16 + 0x1p-30 : i / 32 % 7 == 3 ? 0.0 : drawn);
+  }
+  return x;
+}
+
+}  // namespace transformer_ops::cpu

@@ -1,0 +1,90 @@
+// Byte for byte the scalar formulas of kernels/encoding.h.
+#include "../cpp/kernels/quantized.h"
+#include "device_test.h"
+#include "kernels/quantize.h"
+
+namespace transformer_ops::cuda {
+namespace {
+
+using cpu::Array;
+using cpu::Quantized;
+using kernel::Format;
+
+class QuantizeTest : public DeviceTest {
+ protected:
+  Buffer copy(const Array& x) {
+    Buffer buffer = make(x.size());
+    for (int64_t i = 0; i < x.size(); ++i) buffer.set(i, x[i]);
+    return buffer;
+  }
+
+  float largest(const Buffer& x, int64_t n) {
+    std::vector<float> partials(cuda::largest_parts(n));
+    cuda::largest(nullptr, dtype, x.data(), partials.data(), n);
+    return partials[0];
+  }
+
+  void expect_formula(const Format& format, const Array& numbers, int64_t rows, int64_t h) {
+    const Quantized want = cpu::quantize_by_formula(format, numbers, rows, h);
+    const Buffer x = copy(numbers);
+    const float amax = largest(x, rows * h);
+    EXPECT_TRUE(cpu::same_float(amax, cpu::largest_by_formula(numbers))) << amax;
+    Quantized got(format, rows, h);
+    const bool of_tensor = format.per_tensor() || format.has_tensor_scale();
+    float decoded = 1.0f;
+    got.codes.push_back(0xa5);
+    got.scales.push_back(0xa5);
+    cuda::quantize(nullptr, format, dtype, x.data(), of_tensor ? &amax : nullptr, got.codes.data(),
+                   got.scales.data(), of_tensor ? &decoded : nullptr, rows, h);
+    EXPECT_EQ(got.codes.back(), 0xa5) << "after the codes";
+    EXPECT_EQ(got.scales.back(), 0xa5) << "after the scales";
+    got.codes.pop_back();
+    got.scales.pop_back();
+    ASSERT_EQ(got.codes, want.codes) << format.name << " " << rows << " x " << h;
+    ASSERT_EQ(got.scales, want.scales) << format.name << " " << rows << " x " << h;
+    EXPECT_EQ(decoded, 1.0f / want.tensor_scale);
+    const Array expected = cpu::dequantize_by_formula(want, dtype, rows, h);
+    const Buffer out = make(rows * h);
+    cuda::dequantize(nullptr, format, dtype, want.codes.data(), want.scales.data(),
+                     of_tensor ? &decoded : nullptr, out.data(), rows, h);
+    for (int64_t i = 0; i < rows * h; ++i) {
+      ASSERT_TRUE(cpu::same(out[i], expected[i]))
+          << format.name << " at " << i << ": " << out[i] << ", want " << expected[i];
+    }
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Cuda, QuantizeTest, testing::ValuesIn(cases()), case_name);
+
+TEST_P(QuantizeTest, EqualsTheFormulaByteForByte) {
+  for (const Format& format : kernel::kFormats) {
+    for (const auto& [rows, h] : cpu::kQuantizedShapes) {
+      expect_formula(format, cpu::hard_numbers(dtype, rows, h), rows, h);
+    }
+  }
+}
+
+TEST_P(QuantizeTest, AdversarialRows) {
+  for (const Format& format : kernel::kFormats) {
+    for (const double special : {0.0, cpu::kInf, cpu::kNan, 1e-40, 1e-45, 3.4028234663852886e38}) {
+      for (const bool alone : {true, false}) {
+        Array x = alone ? cpu::hard_numbers(dtype, 2, 200) : Array(dtype, 400, special);
+        x.set(7, special);
+        expect_formula(format, x, 2, 200);
+      }
+    }
+  }
+}
+
+// More packs than one round of the threads has.
+TEST_P(QuantizeTest, TheLargestOfMany) {
+  const int64_t n = 20011;
+  for (const int64_t at : {0, 9999, 20010}) {
+    const Buffer x = random(n);
+    x.set(at, -1000.0);
+    EXPECT_EQ(largest(x, n), cpu::round_to(1000.0, dtype));
+  }
+}
+
+}  // namespace
+}  // namespace transformer_ops::cuda
