@@ -20,10 +20,9 @@ PACKAGE = Path(__file__).parent.parent / "transformer_ops"
 
 
 def exported(symbol: str) -> bool:
-    """Whether one of torch's libraries, all of which are loaded, exports the symbol."""
-    return hasattr(ctypes.CDLL(None), symbol) or hasattr(
-        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")), symbol
-    )
+    """Whether torch's CPU library exports the symbol."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    return hasattr(ctypes.CDLL(str(library)), symbol)
 
 
 def has_attribute(path: str) -> bool:

@@ -229,7 +229,9 @@ def _check_fires(
             continue
         if not any(step.fused_op is op for step in found for op in made):
             got = ", ".join(f"{step.name}{list(step.ops)}" for step in found)
-            raise AssertionError(f"[{name}] must fire in {direction}, got the steps {got}")
+            misses = (miss for plan in plans for miss in plan.near_misses if miss.fusion == name)
+            why = "".join(f"; at {list(miss.ops)}: {miss.reason}" for miss in misses)
+            raise AssertionError(f"[{name}] must fire in {direction}, got the steps {got}{why}")
 
 
 def _compare(

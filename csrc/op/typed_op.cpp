@@ -285,7 +285,7 @@ class AutogradShortcut final : public Kernel {
 
   void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) const {
     const DispatchKeySet rest = keys & c10::after_autograd_keyset;
-    if (std::ranges::any_of(arguments(handle, stack), wants_grad)) {
+    if (op_.differentiable && std::ranges::any_of(arguments(handle, stack), wants_grad)) {
       if (!is_made_.load(std::memory_order_acquire)) [[unlikely]] {
         if (autograd_maker()) autograd_maker()();
         is_made_.store(true, std::memory_order_release);

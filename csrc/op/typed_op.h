@@ -83,6 +83,8 @@ struct TypedOp {
   bool random = false;      // draws from torch's generator
   bool reads_first = true;  // false: the first tensor only ties the op to backward
   bool allocates = true;    // false: the bodies make their results
+  // false: results never require a gradient, whatever the arguments do.
+  bool differentiable = true;
   // Result 1 is the gradient of a weight, and the bodies put it where args.main_grad() says. Then
   // there is also <name>_into(..., Tensor(a!) main_grad, bool overwrite), without that result.
   bool accumulates = false;
