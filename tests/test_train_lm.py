@@ -185,6 +185,18 @@ def test_compare_gives_the_losses_of_lone_runs(
     assert not list(tmp_path.glob("*.pt"))
 
 
+@pytest.mark.parametrize("saved", ["fp8", "int8"])
+def test_saved_formats_train_alike_and_keep_less(saved: str, tmp_path: Path) -> None:
+    size = ["--batch", "4", "--context", "64", "--layers", "2", "--width", "128"]
+    exact, kept = make_run(*size), make_run(*size, "--saved", saved)
+    assert report.saved_bytes(kept) < 0.8 * report.saved_bytes(exact)
+    for a, b in zip(steps(kept, 20), steps(exact, 20), strict=True):
+        assert a == pytest.approx(b, abs=0.02)
+    train(tmp_path, "--saved", saved, "--steps", "2")
+    checkpointed = make_run("--resume", str(tmp_path / "checkpoint.pt"))
+    assert checkpointed.options.saved == saved
+
+
 def test_compare_reports_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = ["--dtype", "bfloat16", "--dropout", "0.1"]
     steps = str(training.UNTIMED_STEPS + 3)
@@ -249,6 +261,8 @@ def cells(line: str) -> list[str]:
         (["--lr", "-1"], "--lr: must be finite and above 0"),
         (["--dtype", "int8"], "--dtype"),
         (["--surplus"], "--surplus"),
+        (["--saved", "fp4"], "--saved"),
+        (["--saved", "fp8", "--backend", "torch"], "--saved must be exact with --backend torch"),
         (["--compare", "--backend", "torch"], "--backend: not allowed with argument --compare"),
         (["--compare", "--resume", "last.pt"], "--compare must start afresh, got --resume 'last"),
         (["--compare", "--checkpoint-every", "200"], "--checkpoint-every must be absent, got 200"),

@@ -37,6 +37,7 @@ from .runtime.layout import (
     make_layout,
     run_segments,
 )
+from .runtime.policies import Policies
 from .runtime.session import Session
 
 # For each op, for each extra input: the (op, extra output) of this group that feeds it, or None.
@@ -52,12 +53,13 @@ class OperationFuser:
 
     `ops` are `FusibleOperation`s; containers are expanded. Calling it takes the main input and the
     extra inputs in order and returns the main output, or a flat tuple with the extra outputs.
-    Plans are made on the first call for each kind of input and kept. `recompute` is that of
-    `Sequential`.
+    Plans are made on the first call for each kind of input and kept. `recompute`, `saved` and
+    `saved_inputs` are those of `Sequential`.
 
     Raises:
         TypeError: an op that is no `FusibleOperation`.
-        ValueError: no ops; another value of `recompute`; channels that do not fit together.
+        ValueError: no ops; another value of `recompute` or `saved`; channels that do not fit
+            together.
     """
 
     def __init__(
@@ -65,11 +67,13 @@ class OperationFuser:
         ops: Iterable[FusibleOperation],
         *,
         recompute: str = "cheap",
+        saved: str = "exact",
+        saved_inputs: bool = False,
         _own: bool = False,
         _channels: Channels | None = None,
     ) -> None:
         self._ops = _check_ops(ops)
-        self._recompute = check_recompute("OperationFuser", recompute)
+        self._policies = Policies(recompute, saved, saved_inputs).checked("OperationFuser")
         # The group of one op that its `forward` runs: what is around the op has happened already.
         self._own = _own
         self._given_channels = _channels
@@ -104,7 +108,7 @@ class OperationFuser:
             self._members,
             [(self._ops[i], name) for i, name in self._absent],
             lambda: Session(self._basic_ops),
-            self._recompute == "cheap",
+            self._policies,
         )
         # Of each extra input from the caller: may it be None?
         self._optional: tuple[bool, ...] = tuple(self._group.optional_inputs)
@@ -174,13 +178,13 @@ class OperationFuser:
         return list(seen.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_ops", "_recompute", "_own", "_given_channels")
+        names = ("_ops", "_policies", "_own", "_given_channels")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(  # type: ignore[misc]
             state["_ops"],
-            recompute=state["_recompute"],
+            **state["_policies"]._asdict(),
             _own=state["_own"],
             _channels=state["_given_channels"],
         )
@@ -213,7 +217,7 @@ class OperationFuser:
         if reads is None:
             return None
         described = [self._describe(i) for i in range(len(self._basic_ops))]
-        return (self._recompute, described, reads, self._num_parameters)
+        return (self._policies, described, reads, self._num_parameters)
 
     def _shared_state(self) -> str:
         """The same text for groups that one compiled graph can serve."""
@@ -297,7 +301,7 @@ class OperationFuser:
         layout = self._split
         if layout is None or hooked_now(layout) != layout.hooked:
             modules = self._basic_ops if self._own else self._ops
-            self._split = layout = make_layout(modules, self._recompute, OperationFuser)
+            self._split = layout = make_layout(modules, self._policies, OperationFuser)
         return layout
 
     # ---- looking at plans
@@ -379,13 +383,6 @@ def _overriding(tensors: Sequence[Tensor | None]) -> list[Tensor]:
 
 def _asks_training(op: BasicOperation) -> bool:
     return bool(_C.declaration(op._kind)["asks_training"])
-
-
-def check_recompute(op: str, value: str) -> str:
-    """The value; ValueError where it is none of the policies."""
-    if value not in ("cheap", "none"):
-        raise ValueError(f'[{op}] recompute must be "cheap" or "none", got {value!r}')
-    return value
 
 
 def _check_ops(ops: Iterable[FusibleOperation]) -> list[FusibleOperation]:

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from . import peers
 from .compile.groups import traced_segment
-from .fuser import OperationFuser, check_recompute
+from .fuser import OperationFuser
 from .numbered import numbered
 from .op.base import FusibleOperation
 from .op.state_dict import modules_with_known_shapes, shape_mismatches
@@ -29,6 +29,7 @@ from .runtime.layout import (
     make_layout,
     run_segments,
 )
+from .runtime.policies import Policies
 
 OpKwargs = Mapping[Any, dict[str, Any]]
 
@@ -43,16 +44,32 @@ class Sequential(nn.Module):
         recompute: "cheap": what a norm, activation, gated linear unit, dropout, scale or bias gives
             is not kept for backward where it can be computed again from what is kept anyway;
             "none": all that backward reads is kept.
+        saved: how the main tensors that ops make are kept for backward. "exact": as they are;
+            "fp8": as E4M3 codes with a power-of-two scale for each 128 elements of a row, 1.03
+            bytes an element; "int8": as integers with such a scale, of the same size and more
+            precise unless a few elements of a block are far larger than the others. Outputs stay
+            exact, gradients become approximate. Statistics, masks and parameters are kept as they
+            are, and so is what Python ops and ops with hooks keep.
+        saved_inputs: keep the input and the outputs so, too. Saves memory where nobody else holds
+            them until backward.
 
     Raises:
         TypeError: an argument that is no module.
-        ValueError: another value of `recompute`; channels of the ops that do not fit together (at
-            the first call).
+        ValueError: another value of `recompute` or `saved`; `saved_inputs` with "exact"; channels
+            of the ops that do not fit together (at the first call).
+        NotImplementedError: second derivatives, or a transform of torch.func, where `saved` is not
+            "exact".
     """
 
-    def __init__(self, *modules: Any, recompute: str = "cheap") -> None:
+    def __init__(
+        self,
+        *modules: Any,
+        recompute: str = "cheap",
+        saved: str = "exact",
+        saved_inputs: bool = False,
+    ) -> None:
         super().__init__()
-        self._recompute = check_recompute("Sequential", recompute)
+        self._policies = Policies(recompute, saved, saved_inputs).checked("Sequential")
         self._layout: Layout | None = None
         self._peers: peers.Peers | None = None
         self._edits = 0
@@ -67,11 +84,34 @@ class Sequential(nn.Module):
     @property
     def recompute(self) -> str:
         """The policy: "cheap" or "none". Setting it drops the cached plans."""
-        return self._recompute
+        return self._policies.recompute
 
     @recompute.setter
     def recompute(self, value: str) -> None:
-        self._recompute = check_recompute("Sequential", value)
+        self._set_policies(self._policies._replace(recompute=value))
+
+    @property
+    def saved(self) -> str:
+        """How tensors are kept for backward: "exact", "fp8" or "int8". Setting it drops the cached
+        plans; with "exact", `saved_inputs` is False."""
+        return self._policies.saved
+
+    @saved.setter
+    def saved(self, value: str) -> None:
+        inputs = self._policies.saved_inputs and value != "exact"
+        self._set_policies(self._policies._replace(saved=value, saved_inputs=inputs))
+
+    @property
+    def saved_inputs(self) -> bool:
+        """Whether the input and the outputs are kept so, too. Setting it drops the cached plans."""
+        return self._policies.saved_inputs
+
+    @saved_inputs.setter
+    def saved_inputs(self, value: bool) -> None:
+        self._set_policies(self._policies._replace(saved_inputs=value))
+
+    def _set_policies(self, policies: Policies) -> None:
+        self._policies = policies.checked("Sequential")
         self._edits += 1
         self._layout = None
 
@@ -161,7 +201,7 @@ class Sequential(nn.Module):
     def _like_this(self, *modules: Any) -> Sequential:
         # A subclass may have arguments of its own.
         made = type(self)(*modules)
-        made.recompute = self._recompute
+        made._set_policies(self._policies)
         return made
 
     def __iadd__(self, other: Iterable[nn.Module]) -> Sequential:
@@ -303,7 +343,7 @@ class Sequential(nn.Module):
             self._edits += 1
         for op in members:
             op._add_holder(self)
-        layout = make_layout(modules, self._recompute, OperationFuser)
+        layout = make_layout(modules, self._policies, OperationFuser)
         names = tuple(name for name, module in self._modules.items() if module is not None)
         layout = layout._replace(names=names)
         for op in members:

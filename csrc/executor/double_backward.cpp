@@ -158,6 +158,7 @@ Tensors double_backward(const Program& program, const Tensors& saved, const Tens
                     "second derivative");
   TORCH_CHECK(!program.accumulates, "[BasicLinear] create_graph=True must find no weight that ",
               "accumulates into main_grad, got one");
+  refuse_saved_codes(program, "second derivatives");
   Replay replay(program, saved);
   const Tensors outputs = replay.run();
   Tensors wanted, differentiable, given;

@@ -69,11 +69,19 @@ void refuse_host_steps(const Program& program, const char* what) {
               host_steps(program.plan));
 }
 
+void refuse_saved_codes(const Program& program, const char* what) {
+  const SavedFormat format = program.plan.saved.format;
+  TORCH_CHECK_NOT_IMPLEMENTED(format == SavedFormat::Exact, "[Sequential] ", what,
+                              " must run with saved=\"exact\", got saved=\"", to_text(format),
+                              "\"");
+}
+
 Tensors run(const SharedProgram& shared, at::TensorList tensors, const SharedHostCall& host) {
   const Program& program = *shared;
   check_count(program, tensors);
   if (under_functorch() || std::ranges::any_of(tensors, has_tangent)) {
     refuse_host_steps(program, "torch.func transforms must run over native ops only");
+    refuse_saved_codes(program, "torch.func transforms");
     return run_decomposed(program, tensors);
   }
   if (!host) refuse_host_steps(program, "steps must be native to run without a host");

@@ -15,5 +15,8 @@ Tensors run(const SharedProgram& program, at::TensorList tensors, const SharedHo
 
 // Throws unless the program has native steps only: "[Sequential] <rule>, got the Python steps ...".
 void refuse_host_steps(const Program& program, const char* rule);
+// Throws where forward keeps codes instead of the tensors themselves, whose derivatives `what`
+// needs.
+void refuse_saved_codes(const Program& program, const char* what);
 
 }  // namespace transformer_ops

@@ -37,7 +37,13 @@ SavedSlots saved_slots(const Program& program, at::TensorList tensors, const Ten
     slots.push_back({op, name, bytes, storage_of(tensor)});
   };
   for (const auto& [value, position] : program.saved_slots) {
-    if (value.kind == Value::Kind::Slot) add(value.op, value.name, saved[position]);
+    if (value.kind != Value::Kind::Slot) continue;
+    if (value.part == Value::Part::Scale) {
+      // Behind the codes, with which it counts.
+      slots.back().bytes += static_cast<int64_t>(saved[position].nbytes());
+    } else {
+      add(value.op, value.name, saved[position]);
+    }
   }
   for (size_t op = 0; op < own.size(); ++op) {
     if (op == program.plan.ops.size()) break;  // the host's own row

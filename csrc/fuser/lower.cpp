@@ -4,6 +4,7 @@
 #include <set>
 
 #include "fuser/casts.h"
+#include "fuser/compress.h"
 #include "fuser/declaration.h"
 #include "fuser/error.h"
 #include "fuser/planner.h"
@@ -27,6 +28,7 @@ class Lowering {
   explicit Lowering(const Analysis& analysis)
       : analysis_(analysis), ops_(analysis.ops()), key_(analysis.key()) {
     plan_.autocast = key_.autocast;
+    plan_.saved = key_.policies.saved;
     plan_.first_backward = analysis.first_backward();
     list_values();
     list_gradients();
@@ -41,7 +43,8 @@ class Lowering {
       Step& step = plan_.forward.emplace_back(lower_forward(group));
       if (!step.python) add_forward_casts(analysis_, step);
     }
-    if (key_.recompute) recompute_cheap_outputs(plan_, dtypes());
+    if (key_.policies.recompute) recompute_cheap_outputs(plan_, dtypes());
+    if (!key_.policies.saved.is_exact()) compress_saved(plan_, dtypes());
     return std::move(plan_);
   }
 

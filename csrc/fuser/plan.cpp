@@ -38,6 +38,9 @@ constexpr std::array<KindRow, 11> kKinds = {{
 
 const KindRow& row_of(Kind kind) { return *std::ranges::find(kKinds, kind, &KindRow::kind); }
 
+// By Value::Part.
+constexpr std::array<const char*, 3> kParts = {"", "codes", "scale"};
+
 bool is_boundary(Kind kind) {
   return kind == Kind::Main || kind == Kind::Grad || kind == Kind::Shape;
 }
@@ -67,6 +70,8 @@ void verify_value(const Value& value, const Plan& plan) {
   const int count = plan.size() + (is_boundary(value.kind) ? 1 : 0);
   check(value.op >= 0 && value.op < count, "[plan] a value must name an op of the plan, got ",
         to_text(value), " with ", plan.size(), " ops");
+  check(value.part == Value::Part::Whole || value.kind == Kind::Slot,
+        "[plan] a part must be one of a slot, got ", to_text(value));
   if (value.op == plan.size()) return;
   const auto* names = names_for(value, plan.ops[value.op]);
   check(names == nullptr || position_of(*names, value.name) >= 0, place_of(plan, value.op),
@@ -363,14 +368,28 @@ void verify_backward(const Plan& plan, const DataFlow& forward) {
   verify_gradients(plan, flow);
 }
 
+// Of a name that ends in one.
+void take_part(Value& value, const std::string& text) {
+  const size_t dot = value.name.find('.');
+  if (dot == std::string::npos) return;
+  const auto part = std::ranges::find(kParts, value.name.substr(dot + 1));
+  check(part != kParts.begin() && part != kParts.end(),
+        "[plan] a part must be codes or scale, got '", text, "'");
+  value.part = static_cast<Value::Part>(part - kParts.begin());
+  value.name.resize(dot);
+}
+
 }  // namespace
 
 std::string to_text(const Value& value) {
-  const std::string text = row_of(value.kind).prefix + std::to_string(value.op);
-  return is_boundary(value.kind) ? text : text + "." + value.name;
+  std::string text = row_of(value.kind).prefix + std::to_string(value.op);
+  if (is_boundary(value.kind)) return text;
+  text += "." + value.name;
+  return value.part == Value::Part::Whole ? text : text + "." + name_of(value.part);
 }
 
 const char* name_of(Value::Kind kind) { return row_of(kind).name; }
+const char* name_of(Value::Part part) { return kParts[static_cast<size_t>(part)]; }
 
 Value parse_value(const std::string& text) {
   for (const auto& [kind, prefix, name] : kKinds) {
@@ -383,6 +402,7 @@ Value parse_value(const std::string& text) {
     if (is_boundary(kind) && rest == end) return value;
     if (is_boundary(kind) || rest == end || *rest != '.' || rest + 1 == end) continue;
     value.name = std::string(rest + 1, end);
+    take_part(value, text);
     return value;
   }
   fail("[plan] a value must read like x1, g1, p1.weight or s1.input, got '", text, "'");

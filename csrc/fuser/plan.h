@@ -8,6 +8,7 @@
 
 #include "fuser/attribute.h"
 #include "fuser/dtype.h"
+#include "fuser/policies.h"
 
 namespace transformer_ops {
 
@@ -17,6 +18,7 @@ namespace transformer_ops {
 //   e1.ids o1.ids    extra input and output    de1.ids do1.ids  their gradients
 //   s1.input         saved slot                n1          the shape of x1
 //   t1.input         temporary of a step of op 1
+//   s1.input.codes s1.input.scale   parts of a slot that is kept in 8 bits
 struct Value {
   enum class Kind : uint8_t {
     Main,
@@ -31,9 +33,12 @@ struct Value {
     Shape,
     Temporary,
   };
+  enum class Part : uint8_t { Whole, Codes, Scale };
+
   Kind kind = Kind::Main;
   int op = 0;
   std::string name = {};
+  Part part = Part::Whole;  // of a slot
 
   auto operator<=>(const Value&) const = default;
 };
@@ -44,6 +49,7 @@ Value tensor_of(Value gradient);
 
 std::string to_text(const Value& value);
 const char* name_of(Value::Kind kind);  // "main", "extra_input_grad"
+const char* name_of(Value::Part part);  // "", "codes", "scale"
 Value parse_value(const std::string& text);
 
 struct None {
@@ -118,6 +124,7 @@ struct Plan {
   std::vector<Value> gradients = {};      // that backward yields: g0, de..., dp...
   int first_backward = 0;                 // ops before it need no gradient
   std::optional<DType> autocast = {};
+  SavedAs saved = {};
   std::vector<Step> forward = {};  // both lists in op order; backward runs from its end
   std::vector<Step> backward = {};
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "fuser/dtype.h"
+#include "fuser/policies.h"
 
 namespace transformer_ops {
 
@@ -22,7 +23,7 @@ enum class Device : uint8_t { Cpu, Cuda, Other };
 // Everything outside the op list that may change a plan.
 struct PlanKey {
   bool grad_enabled = false;
-  bool recompute = false;  // cheap outputs in backward instead of saving them
+  Policies policies = {};
   Device device = Device::Cpu;
   std::optional<DType> autocast = {};
   std::vector<TensorMeta> tensors = {};  // main input, extra inputs from the caller, parameters

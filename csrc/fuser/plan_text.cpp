@@ -172,6 +172,7 @@ class Parser {
       }
       return;
     }
+    if (head == "saved") return parse_saved_as(words);
     check(words.size() == 1 && (head == "first_backward" || head == "autocast"),
           "[plan] a line must begin with a known word, got '", head, "'");
     if (head == "autocast") {
@@ -180,6 +181,14 @@ class Parser {
     }
     plan_.first_backward = parse_int(words[0]);
     check(plan_.first_backward >= 0, "[plan] first_backward must not be negative");
+  }
+
+  void parse_saved_as(const std::vector<std::string>& words) {
+    const bool has_inputs = words.size() == 2 && words[1] == "inputs=true";
+    check(words.size() == 1 || has_inputs, "[plan] saved must be a format, and inputs=true or ",
+          "nothing, got ", words.size(), " words");
+    plan_.saved.format = parse_saved_format(words[0]);
+    plan_.saved.inputs = has_inputs;
   }
 
   void parse_op(const std::vector<std::string>& words) {
@@ -287,6 +296,12 @@ std::string counts_text(const PlannedOp& op) {
   return text;
 }
 
+// What the steps do not tell: how the same ops are to be planned again.
+std::string saved_text(const SavedAs& saved) {
+  if (saved.is_exact()) return "";
+  return "saved " + to_text(saved.format) + (saved.inputs ? " inputs=true" : "") + "\n";
+}
+
 }  // namespace
 
 std::string to_text(const Plan& plan) {
@@ -313,6 +328,7 @@ std::string to_text(const Plan& plan) {
   text += values_line("gradients", plan.gradients);
   text += "first_backward " + std::to_string(plan.first_backward) + "\n";
   if (plan.autocast) text += "autocast " + to_text(*plan.autocast) + "\n";
+  text += saved_text(plan.saved);
   for (const Step& step : plan.forward) text += step_text(step, "forward");
   for (const Step& step : plan.backward) text += step_text(step, "backward");
   return text;

@@ -6,6 +6,7 @@
 
 #include "fuser/casts.h"
 #include "fuser/declaration.h"
+#include "fuser/slots.h"
 
 namespace transformer_ops {
 namespace {
@@ -63,7 +64,7 @@ class Recompute {
 
   void find_reads(const Step& step) {
     if (step.skipped) return;
-    for (const Value& slot : slots_of(step)) {
+    for (const Value& slot : slots_read(plan_, step)) {
       read_.insert(slot);
       if (is_main(slot)) main_slots_[first_same(slot.op)].push_back(slot);
     }
@@ -71,23 +72,6 @@ class Recompute {
 
   static bool is_main(const Value& value) {
     return value.kind == Kind::Slot && value.name == "input";
-  }
-
-  std::vector<Value> slots_of(const Step& step) const {
-    std::vector<Value> slots;
-    for (const Instruction& instruction : step.instructions) {
-      for (const Argument& argument : instruction.arguments) {
-        const auto* value = std::get_if<Value>(&argument);
-        if (value != nullptr && value->kind == Kind::Slot) slots.push_back(*value);
-      }
-    }
-    // A joint Python step saves what it likes; another may read every slot of its native ops.
-    if (!step.python || step.joint) return slots;
-    for (const int op : step.ops) {
-      if (!is_native(op)) continue;
-      for (const Slot& slot : row(op).slots) slots.push_back({Kind::Slot, op, slot.name});
-    }
-    return slots;
   }
 
   // ---- what can be computed again
@@ -140,7 +124,7 @@ class Recompute {
       }
     }
     if (step.python && !step.joint) {
-      for (const Value& slot : slots_of(step)) {
+      for (const Value& slot : slots_read(plan_, step)) {
         if (!is_computed(slot)) continue;
         const Value value = compute_slot(slot, step, before);
         if (value != slot) before.push_back({.arguments = {value}, .results = {slot}});

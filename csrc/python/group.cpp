@@ -59,6 +59,11 @@ OpNode node_from(const py::handle& row) {
   return op;
 }
 
+Policies policies_from(const py::tuple& values) {
+  return {.recompute = values[0].cast<std::string>() == "cheap",
+          .saved = {parse_saved_format(values[1].cast<std::string>()), values[2].cast<bool>()}};
+}
+
 // Groups travel to Python as (first, count, Python object number or None, name, made by a rule?,
 // joint?) and back as the first four.
 py::list rewrite_groups_to_python(const std::vector<StepGroup>& groups) {
@@ -134,8 +139,10 @@ PyObject* wrap(const Tensors& outputs) {
 }  // namespace
 
 Group::Group(const py::list& ops, const py::list& places, const py::list& modules,
-             const py::list& hooked, const py::list& absent, py::object new_session, bool recompute)
-    : pipeline_(take_ops(ops, places), recompute, this), new_session_(std::move(new_session)) {
+             const py::list& hooked, const py::list& absent, py::object new_session,
+             const py::tuple& policies)
+    : pipeline_(take_ops(ops, places), policies_from(policies), this),
+      new_session_(std::move(new_session)) {
   for (const auto& row : absent) {
     const auto pair = py::cast<py::tuple>(row);
     absent_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
@@ -463,7 +470,7 @@ void bind_group(py::module_& module) {
       .def_readonly("session", &PlanEntry::session);
   py::class_<Group, std::shared_ptr<Group>>(module, "Group",
                                             py::custom_type_setup(make_collectable))
-      .def(py::init<py::list, py::list, py::list, py::list, py::list, py::object, bool>())
+      .def(py::init<py::list, py::list, py::list, py::list, py::list, py::object, py::tuple>())
       .def("forget_plans", [](Group& group) { group.pipeline().forget_plans(); })
       .def("check_absent", torch::wrap_pybind_function(&Group::check_absent))
       .def(

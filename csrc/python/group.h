@@ -48,9 +48,11 @@ class Group : private PlanHost {
   // name), or of (Python op, count);
   // modules: whose `training` counts; hooked: whose hooks forbid this grouping;
   // absent: (module, name) of parameters that are None, so that no op of the group has them;
-  // new_session(): a PlanningSession for one planning call.
+  // new_session(): a PlanningSession for one planning call; policies: (recompute, saved,
+  // saved_inputs).
   Group(const py::list& ops, const py::list& places, const py::list& modules,
-        const py::list& hooked, const py::list& absent, py::object new_session, bool recompute);
+        const py::list& hooked, const py::list& absent, py::object new_session,
+        const py::tuple& policies);
 
   // METH_FASTCALL: (input, *extra_inputs) -> tensor, tuple of tensors, or None where Python has to
   // look (hooks, wrong arguments, tensors with a __torch_function__, an op with other parameters

@@ -5,9 +5,9 @@
 namespace transformer_ops::python {
 namespace {
 
-// Its kind, op and name.
+// Its kind, op, name and part.
 py::tuple value_to_python(const Value& value) {
-  return py::make_tuple(name_of(value.kind), value.op, value.name);
+  return py::make_tuple(name_of(value.kind), value.op, value.name, name_of(value.part));
 }
 
 // A constant is in a tuple of its own.
@@ -101,6 +101,7 @@ py::dict plan_to_python(const Plan& plan) {
   data["routes"] = routes;
   data["first_backward"] = plan.first_backward;
   data["autocast"] = dtype_to_python(plan.autocast);
+  data["saved"] = to_text(plan.saved.format);
   data["forward"] = forward;
   data["backward"] = backward;
   return data;

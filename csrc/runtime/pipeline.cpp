@@ -45,8 +45,8 @@ void check_sources(const std::vector<OpNode>& ops) {
 
 }  // namespace
 
-Pipeline::Pipeline(std::vector<OpNode> ops, bool recompute, PlanHost* host)
-    : ops_(std::move(ops)), recompute_(recompute), host_(host) {
+Pipeline::Pipeline(std::vector<OpNode> ops, Policies policies, PlanHost* host)
+    : ops_(std::move(ops)), policies_(policies), host_(host) {
   TORCH_CHECK(!ops_.empty(), "[Pipeline] ops must be one at least, got none");
   check_sources(ops_);
   extra_inputs_ = extra_inputs_from_caller(ops_);
@@ -76,7 +76,7 @@ void Pipeline::write_key(at::TensorList tensors, const std::vector<bool>& traini
                          PlanKey& key) const {
   const auto device = tensors[0].device().type();
   key.grad_enabled = at::GradMode::is_enabled();
-  key.recompute = recompute_;
+  key.policies = policies_;
   key.device = to_device(device);
   key.autocast = autocast_dtype(device);
   key.tensors.clear();
@@ -95,7 +95,7 @@ PlanKey Pipeline::key(bool grad_enabled, c10::DeviceType device,
                       std::optional<at::ScalarType> autocast, std::vector<TensorMeta> tensors,
                       const std::vector<bool>& training) const {
   PlanKey key{.grad_enabled = grad_enabled,
-              .recompute = recompute_,
+              .policies = policies_,
               .device = to_device(device),
               .tensors = std::move(tensors)};
   if (autocast) key.autocast = to_dtype(*autocast);

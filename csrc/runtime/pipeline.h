@@ -46,9 +46,9 @@ class PlanHost {
 // Plans at the first call for each key, and keeps the plans. May be called from several threads.
 class Pipeline {
  public:
-  // recompute: cheap outputs are computed again in backward instead of being saved.
   // Throws c10::Error for no ops, and for channels that do not fit.
-  explicit Pipeline(std::vector<OpNode> ops, bool recompute = true, PlanHost* host = nullptr);
+  explicit Pipeline(std::vector<OpNode> ops, Policies policies = {.recompute = true},
+                    PlanHost* host = nullptr);
 
   const std::vector<OpNode>& ops() const { return ops_; }
   size_t extra_inputs() const { return extra_inputs_; }  // from the caller
@@ -95,7 +95,7 @@ class Pipeline {
   SharedPlan make(const PlanKey& key) const;
 
   const std::vector<OpNode> ops_;
-  const bool recompute_;
+  const Policies policies_;
   PlanHost* const host_;
   size_t extra_inputs_ = 0;
   size_t parameters_ = 0;

@@ -26,7 +26,8 @@ class Comparison:
         self.seconds: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
         self._random: dict[str, list[torch.Tensor]] = {}
         for backend in BACKENDS:
-            self.runs[backend] = Run(replace(options, backend=backend))
+            saved = options.saved if backend == OURS else "exact"
+            self.runs[backend] = Run(replace(options, backend=backend, saved=saved))
             self._random[backend] = self._random_state()
 
     @property

@@ -25,19 +25,20 @@ class Block(nn.Module):
        └──────────────────────────────────────┘
     """
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, saved: str) -> None:
         super().__init__()
         # Any width works; multiples of 32 get heads of the usual size.
         self.head_size = math.gcd(width, 32)
         self.attention_in = tops.Sequential(
-            {"norm": tops.LayerNorm(width), "qkv": tops.Linear(width, 3 * width)}
+            {"norm": tops.LayerNorm(width), "qkv": tops.Linear(width, 3 * width)}, saved=saved
         )
         self.attention_out = tops.Sequential(
             {
                 "project": tops.Linear(width, width),
                 "dropout": tops.Dropout(dropout),
                 "add": tops.AddExtraInput(),
-            }
+            },
+            saved=saved,
         )
         fork = tops.MakeExtraOutput()
         fork.set_extra_output_channel(0, "residual", output_to_caller=False)
@@ -50,7 +51,8 @@ class Block(nn.Module):
                 "down": tops.Linear(4 * width, width),
                 "dropout": tops.Dropout(dropout),
                 "add": tops.AddExtraInput().set_extra_input_channel(0, "residual"),
-            }
+            },
+            saved=saved,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,18 +94,29 @@ class GPT(nn.Module):
     """Bytes `[batch, time]` and the bytes that follow each → mean cross-entropy in nats."""
 
     def __init__(
-        self, backend: str, *, context: int, layers: int, width: int, dropout: float
+        self,
+        backend: str,
+        *,
+        context: int,
+        layers: int,
+        width: int,
+        dropout: float,
+        saved: str = "exact",
     ) -> None:
         super().__init__()
         ours = backend == "tops"
-        block = Block if ours else TorchBlock
+        if saved != "exact" and not ours:
+            raise ValueError(f"saved must be 'exact' in torch.nn, got {saved!r}")
         self.context = context
         self.tokens = nn.Embedding(RECENT * VOCABULARY, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(block(width, dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(width, dropout, saved) if ours else TorchBlock(width, dropout)
+            for _ in range(layers)
+        )
         if ours:
             self.head: nn.Module = tops.Sequential(
-                tops.LayerNorm(width), tops.Linear(width, VOCABULARY, bias=False)
+                tops.LayerNorm(width), tops.Linear(width, VOCABULARY, bias=False), saved=saved
             )
         else:
             self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False))

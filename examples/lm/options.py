@@ -33,6 +33,7 @@ class Options:
     compile: bool
     seed: int
     out: str
+    saved: str = "exact"
     checkpoint_every: int = 200
     resume: str | None = None
     compare: bool = False
@@ -58,7 +59,7 @@ def parse(arguments: list[str]) -> tuple[Options, dict[str, Any] | None]:
     """Options, and the checkpoint to go on from, whose options are the defaults then."""
     parser = _make_parser()
     given = vars(parser.parse_args(arguments))
-    options = Options(**given)
+    options = _checked(Options(**given))
     if options.compare and options.resume is not None:
         raise Failure(f"--compare must start afresh, got --resume {options.resume!r}")
     if options.compare and "checkpoint_every" in given:
@@ -71,12 +72,18 @@ def parse(arguments: list[str]) -> tuple[Options, dict[str, Any] | None]:
     state = checkpoint.load(options.resume)
     saved = Options(**state["options"])
     parser.set_defaults(**saved.state())
-    options = Options(**vars(parser.parse_args(arguments)))
+    options = _checked(Options(**vars(parser.parse_args(arguments))))
     for name in FIXED:
         want, got = getattr(saved, name), getattr(options, name)
         if got != want:
             raise Failure(f"--{name} must be that of the checkpoint, {want}, got {got}")
     return options, state
+
+
+def _checked(options: Options) -> Options:
+    if options.saved != "exact" and options.backend == "torch":
+        raise Failure(f"--saved must be exact with --backend torch, got {options.saved}")
+    return options
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -107,6 +114,8 @@ def _make_parser() -> argparse.ArgumentParser:
         help="train both, step by step in turn, and compare; writes no checkpoint")  # fmt: skip
     add("--compile", action=argparse.BooleanOptionalAction, default=False,
         help="train through torch.compile(fullgraph=True)")  # fmt: skip
+    add("--saved", choices=("exact", "fp8", "int8"), default="exact",
+        help="how blocks keep what backward reads; with --backend tops")  # fmt: skip
     add("--seed", type=_seed, default=0, help="of weights, data order and dropout")
     add("--checkpoint-every", type=_size, default=argparse.SUPPRESS,
         help=f"steps between checkpoints (default: {Options.checkpoint_every})")  # fmt: skip

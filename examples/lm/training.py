@@ -42,6 +42,7 @@ class Run:
             layers=options.layers,
             width=options.width,
             dropout=options.dropout,
+            saved=options.saved,
         )
         initialize(model, options.seed)
         self.model = model.to(self.device)

@@ -13,11 +13,13 @@ from ..op.fused import FusedOperation
 class Value(NamedTuple):
     """A tensor of a plan. `kind`: "main", "grad" (at a boundary, `op` is the one behind it),
     "parameter", "extra_input", "extra_output" and their "..._grad", "slot", "shape", "temporary".
+    `part` of a slot that is kept in 8 bits: "codes" or "scale".
     """
 
     kind: str
     op: int
     name: str
+    part: str = ""
 
 
 # A tensor of the plan, a constant in a 1-tuple, or None.
@@ -99,6 +101,7 @@ class Plan:
         self._visible = set(data["visible"])
         self.first_backward: int = data["first_backward"]
         self.autocast: str | None = data["autocast"]
+        self.saved: str = data["saved"]
         self.forward = [_step(row, python_ops) for row in data["forward"]]
         self.backward = [_step(row, python_ops) for row in data["backward"]]
         self.near_misses = [NearMiss(*row) for row in near_misses or []]
@@ -159,7 +162,7 @@ def _step(row: dict[str, Any], python_ops: list[Any] | None) -> Step:
     return Step(
         name=row["name"],
         ops=tuple(row["ops"]),
-        saves=tuple(f"{slot.op}.{slot.name}" for slot, _ in sources),
+        saves=tuple(dict.fromkeys(f"{slot.op}.{slot.name}" for slot, _ in sources)),
         fused_op=op if isinstance(op, FusedOperation) else None,
         joint=row["joint"],
         skipped=row["skipped"],

@@ -14,6 +14,7 @@ from ..op.channels import External, Routed, resolve_channels
 from ..op.hooks import has_hooks, hook_dicts
 from ..plan.explain.explanation import Explanation
 from ..plan.explain.summary import Group, Plain, alone_note
+from .policies import Policies
 
 
 class Segment(NamedTuple):
@@ -50,7 +51,7 @@ CallGroup = Callable[
 
 
 def make_layout(
-    modules: Sequence[nn.Module], recompute: str, make_group: Callable[..., Any]
+    modules: Sequence[nn.Module], policies: Policies, make_group: Callable[..., Any]
 ) -> Layout:
     """The layout of the modules as they are now. `make_group`: the class `OperationFuser`.
 
@@ -75,7 +76,7 @@ def make_layout(
         open_run = not alone[i]
     routing = resolve_channels(basic_ops)
     visible = [Routed(*pair) for pair in routing.visible_outputs]
-    make = functools.partial(make_group, recompute=recompute)
+    make = functools.partial(make_group, **policies._asdict())
     segments = tuple(
         _make_segment(modules, basic_ops, run, alone, routing.inputs, visible, make) for run in runs
     )

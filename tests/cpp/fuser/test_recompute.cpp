@@ -12,7 +12,7 @@ using toy::steps_text;
 
 PlanKey recomputing(const std::vector<OpNode>& ops) {
   PlanKey key = toy::key(ops);
-  key.recompute = true;
+  key.policies.recompute = true;
   return key;
 }
 

@@ -15,6 +15,12 @@ bool declare() {
                    .recompute = "recompute_square(Tensor grad_output, Tensor input) -> "
                                 "Tensor output",
                    .dtype = DTypeRule::Autocast});
+  add_declaration({.kind = "Root",
+                   .summary = "x^0.5",
+                   .slots = {{"output"}},
+                   .forward = "root(Tensor input) -> Tensor output",
+                   .backward = "root_backward(Tensor grad_output, Tensor output) -> "
+                               "Tensor grad_input"});
   add_declaration({.kind = "Product",
                    .summary = "x W^T",
                    .parameters = {"weight"},

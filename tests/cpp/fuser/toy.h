@@ -14,6 +14,7 @@ namespace transformer_ops::toy {
 //   Shift    a bias                         Scale    saves nothing
 //   Norm     saves input and a statistic    Mask     saves a bit mask, only when training
 //   Same     hands on                       View     reads the shape of its input in backward
+//   Root     saves its output
 //   Add      an extra input                 Fork     an extra output
 //   Pick     rows and integers as extra inputs, a table; rows and table may be None
 //   Router   floating and integer extra outputs

@@ -248,7 +248,7 @@ def _labels(row: StepRow) -> tuple[str, str]:
 def _chip_text(slot: Slot) -> str:
     if slot.same_as is not None:
         return f"{slot.name} = {slot.same_as}"
-    return f"{slot.name} {bytes_text(slot.bytes)} B"
+    return f"{slot.name} {bytes_text(slot.bytes)} B" + (f" {slot.format}" * bool(slot.format))
 
 
 def _rails(links: Sequence[Link]) -> list[tuple[Link, int]]:

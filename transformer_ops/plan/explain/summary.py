@@ -16,12 +16,14 @@ from ..saved_bytes import SavedBytes
 @dataclass(frozen=True)
 class Slot:
     """A tensor kept for backward. `bytes` a row of the group's input, None where nobody knows;
-    `same_as` names the slot that holds the same memory and counts it."""
+    `same_as` names the slot that holds the same memory and counts it; `format`: "fp8" or "int8",
+    empty for a tensor that is kept as it is."""
 
     op: int
     name: str
     bytes: float | None
     same_as: str | None = None
+    format: str = ""
 
     @property
     def full_name(self) -> str:
@@ -209,15 +211,16 @@ def _slots(
     """Slots of the step; `owner` has the slot that counts each memory."""
     if not plan.needs_backward:
         return ()
+    formats: dict[tuple[int, str], str] = {}
     if step.python is not None:
         # Only a call shows what its methods keep.
         places = [(step.ops[0], "?")] if saved is None else _slots_of(step, saved)
     else:
-        places = [
-            (slot.op, slot.name) for slot, source in step.sources if source.kind != "parameter"
-        ]
+        slots = [slot for slot, source in step.sources if source.kind != "parameter"]
+        places = list(dict.fromkeys((slot.op, slot.name) for slot in slots))
+        formats = {(slot.op, slot.name): plan.saved for slot in slots if slot.part}
     if saved is None:
-        return tuple(Slot(op, name, None) for op, name in places)
+        return tuple(Slot(*place, None, format=formats.get(place, "")) for place in places)
     found = []
     for place in places:
         kept = saved.slots.get(place)
@@ -225,7 +228,8 @@ def _slots(
             continue  # backward reads something else
         first = owner.setdefault(kept.storage, place)
         if first == place:
-            found.append(Slot(*place, kept.bytes / max(1, saved.rows)))
+            size = kept.bytes / max(1, saved.rows)
+            found.append(Slot(*place, size, format=formats.get(place, "")))
         else:
             found.append(Slot(*place, 0.0, same_as=f"{first[0]}.{first[1]}"))
     return tuple(found)
@@ -239,16 +243,17 @@ def _reads(plan: Plan, step: Step, saved: SavedBytes | None) -> tuple[str, ...]:
     if step.python is not None:
         places = _slots_of(step, saved) if saved is not None else []
     else:
+        own = set(_results(step))
         read = [a for call in step.instructions for a in call.arguments if isinstance(a, Value)]
-        places = [(value.op, value.name) for value in read if value.kind == "slot"]
+        slots = [value for value in read if value.kind == "slot" and value not in own]
+        places = [(value.op, value.name) for value in slots]
     parameters = {
         (slot.op, slot.name)
         for row in plan.forward
         for slot, source in row.sources
         if source.kind == "parameter"
     }
-    own = {(value.op, value.name) for value in _results(step) if value.kind == "slot"}
-    found = [place for place in places if place not in parameters and place not in own]
+    found = [place for place in places if place not in parameters]
     return tuple(dict.fromkeys(f"{op}.{name}" for op, name in found))
 
 

@@ -40,7 +40,7 @@ def slot_text(slot: Slot) -> str:
     """The slot and its bytes a row."""
     if slot.same_as is not None:
         return f"{slot.full_name} = {slot.same_as}"
-    return f"{slot.full_name} {bytes_text(slot.bytes)}"
+    return f"{slot.full_name} {bytes_text(slot.bytes)}" + (f" ({slot.format})" * bool(slot.format))
 
 
 def summary_text(group: Group) -> str:

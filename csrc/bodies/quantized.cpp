@@ -1,0 +1,287 @@
+#include "bodies/quantized.h"
+
+#include <ATen/ops/amax.h>
+#include <ATen/ops/bucketize.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/ldexp.h>
+#include <ATen/ops/reciprocal.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+
+#include "kernels/encoding.h"
+
+namespace transformer_ops {
+namespace {
+
+using kernel::Element;
+using kernel::Format;
+using kernel::ScaleRule;
+
+c10::SymInt rows_of(c10::SymIntArrayRef sizes) {
+  c10::SymInt rows = 1;
+  for (size_t i = 0; i + 1 < sizes.size(); ++i) rows = rows * sizes[i];
+  return rows;
+}
+c10::SymInt width_of(c10::SymIntArrayRef sizes) { return sizes.empty() ? 1 : sizes.back(); }
+
+c10::SymInt parts(const c10::SymInt& size, int64_t part) { return (size + (part - 1)) / part; }
+
+std::string names() {
+  std::string text;
+  for (const Format& format : kernel::kFormats) {
+    text += std::string(text.empty() ? "'" : ", '") + format.name + "'";
+  }
+  return text;
+}
+
+// ---- in ATen, in another way than the kernels: by lists of all numbers
+
+float decode(Element element, uint32_t code) {
+  switch (element) {
+    case Element::E4M3:
+      return encoding::decode<encoding::E4M3>(code);
+    case Element::E5M2:
+      return encoding::decode<encoding::E5M2>(code);
+    case Element::E2M1:
+      return encoding::decode<encoding::E2M1>(code);
+    case Element::Int8:
+      return encoding::decode<encoding::Int8>(code);
+  }
+  return 0;
+}
+
+Tensor list_of(const std::vector<float>& numbers, const Tensor& like) {
+  return at::tensor(numbers, at::kFloat).to(like.device());
+}
+
+// The magnitudes of codes 0, 1... that are numbers.
+std::vector<float> magnitudes(Element element) {
+  std::vector<float> found;
+  const uint32_t end = element == Element::E2M1 ? 8 : 128;
+  for (uint32_t code = 0; code < end && encoding::is_finite(decode(element, code)); ++code) {
+    found.push_back(decode(element, code));
+  }
+  return found;
+}
+
+// Codes in uint8, one a byte.
+Tensor encode(Element element, const Tensor& scaled) {
+  if (element == Element::Int8) {
+    return scaled.nan_to_num(0.0, 127.0, -127.0)
+        .round()
+        .clamp(-127, 127)
+        .to(at::kChar)
+        .view(at::kByte);
+  }
+  const std::vector<float> numbers = magnitudes(element);
+  std::vector<float> ties;
+  for (size_t i = 0; i + 1 < numbers.size(); ++i) ties.push_back((numbers[i] + numbers[i + 1]) / 2);
+  const Tensor at_tie = list_of(ties, scaled), magnitude = scaled.abs();
+  const Tensor lower = at::bucketize(magnitude, at_tie);
+  // Of a tie, the upper number where the lower one is odd.
+  const Tensor upper = at::bucketize(magnitude, at_tie, /*out_int32=*/false, /*right=*/true);
+  const Tensor nearest = at::where(lower.bitwise_and(1) == 1, upper, lower);
+  const int64_t sign = element == Element::E2M1 ? 8 : 128;
+  const Tensor code = at::where(scaled.isnan(), sign - 1, nearest);
+  return (code + scaled.signbit() * sign).to(at::kByte);
+}
+
+// `codes` holds one a byte.
+Tensor values_of(Element element, const Tensor& codes) {
+  std::vector<float> numbers;
+  for (uint32_t code = 0; code < 256; ++code) numbers.push_back(decode(element, code & 0xff));
+  return list_of(numbers, codes).index({codes.to(at::kLong)});
+}
+
+// Float64 rounds to odd: what is lost becomes the last bit.
+Tensor to_float(const Tensor& input) {
+  const Tensor nearest = input.to(at::kFloat);
+  if (input.scalar_type() != at::kDouble) return nearest;
+  const Tensor back = nearest.to(at::kDouble), bits = nearest.view(at::kInt);
+  const Tensor odd = (bits - (back.abs() > input.abs()).to(at::kInt)).bitwise_or(1);
+  return at::where((back == input).logical_or(input.isnan()), bits, odd).view(at::kFloat);
+}
+
+// Blocks as [down, block_rows, across, block_columns], zeros where there is nothing.
+struct Blocks {
+  c10::SymInt rows, h, block_rows, block_columns, down, across;
+
+  Blocks(const Format& format, c10::SymIntArrayRef sizes)
+      : rows(rows_of(sizes)),
+        h(width_of(sizes)),
+        block_rows(format.per_tensor() ? rows.max(1) : c10::SymInt(format.block_rows)),
+        block_columns(format.per_tensor() ? h.max(1) : c10::SymInt(format.block_columns)),
+        down((rows + block_rows - 1) / block_rows),
+        across((h + block_columns - 1) / block_columns) {}
+
+  Tensor split(const Tensor& tensor) const {
+    const Tensor flat = tensor.reshape_symint({rows, h});
+    const std::vector<c10::SymInt> pad = {0, across * block_columns - h, 0,
+                                          down * block_rows - rows};
+    return at::constant_pad_nd_symint(flat, pad).view_symint(
+        {down, block_rows, across, block_columns});
+  }
+  Tensor join(const Tensor& blocks) const {
+    return blocks.reshape_symint({down * block_rows, across * block_columns})
+        .slice_symint(0, 0, rows)
+        .slice_symint(1, 0, h);
+  }
+};
+
+Tensor encoding_scale(const Tensor& amax, double largest) {
+  const Tensor scale =
+      at::full_like(amax, largest).div(amax).clamp_max(static_cast<double>(encoding::kMost));
+  const Tensor usable = (amax > 0).logical_and(amax.isfinite());
+  return at::where(usable, scale, at::full_like(amax, 1.0));
+}
+
+Tensor power_of_two(const Tensor& exponent) {
+  return at::ldexp(at::full_like(exponent, 1.0, exponent.options().dtype(at::kDouble)), exponent)
+      .to(at::kFloat);
+}
+
+Tensor decoded_e8m0(const Tensor& bytes) {
+  return at::where(bytes == 255, std::numeric_limits<float>::quiet_NaN(),
+                   power_of_two(bytes.to(at::kInt) - 127));
+}
+
+struct Scales {
+  Tensor encode, stored;
+};
+
+Scales e8m0_scales(const Tensor& amax, double largest) {
+  const Tensor wanted = amax * static_cast<double>(1.0f / static_cast<float>(largest));
+  const Tensor bits = wanted.view(at::kInt);
+  const Tensor up = (bits + 0x7fffff).bitwise_right_shift(23);
+  Tensor byte = at::where(bits <= 0x00400000, 0, up.clamp_max(254));
+  byte = at::where(wanted.isinf(), 254, byte);
+  byte = at::where(wanted.isnan(), 255, byte);
+  const Tensor scale = at::where(byte == 0, 1.0, decoded_e8m0(254 - byte).to(at::kFloat));
+  return {at::where(wanted.isnan(), wanted, scale).to(at::kFloat), byte.to(at::kByte)};
+}
+
+// The scales of blocks within those of the tensor.
+Scales e4m3_scales(const Tensor& amax, const Tensor& tensor_scale) {
+  const Tensor wanted = amax * (tensor_scale * static_cast<double>(1.0f / 6.0f));
+  const Tensor byte = encode(Element::E4M3, wanted);
+  const Tensor decoded = values_of(Element::E4M3, byte) * tensor_scale.reciprocal();
+  return {decoded.reciprocal().clamp_max(static_cast<double>(encoding::kMost)), byte};
+}
+
+Scales float_scales(const Format& format, Tensor amax) {
+  const bool integers = format.element == Element::Int8;
+  const Tensor nan = amax.isnan();
+  if (integers) amax = amax.clamp_max(static_cast<double>(encoding::kMost));
+  Tensor scale = encoding_scale(amax, format.largest);
+  if (format.rule == ScaleRule::PowerOfTwo) {
+    scale = scale.view(at::kInt).bitwise_and(0x7f800000).view(at::kFloat);
+  }
+  Tensor stored = scale.reciprocal();
+  if (integers) {
+    scale = scale.masked_fill(nan, 0.0);
+    stored = stored.masked_fill(nan, std::numeric_limits<double>::quiet_NaN());
+  }
+  return {scale, stored};
+}
+
+// Two codes a byte, the first one lowest.
+Tensor pack(const Tensor& codes) {
+  const Tensor even = codes.slice_symint(1, 0, std::nullopt, 2);
+  const Tensor odd = codes.slice_symint(1, 1, std::nullopt, 2);
+  const std::vector<c10::SymInt> pad = {0, even.sym_size(1) - odd.sym_size(1)};
+  return even.bitwise_or(at::constant_pad_nd_symint(odd, pad).bitwise_left_shift(4));
+}
+Tensor unpack(const Tensor& packed, const c10::SymInt& h) {
+  const Tensor both = at::stack({packed.bitwise_and(15), packed.bitwise_right_shift(4)}, -1);
+  return both.flatten(-2).slice_symint(-1, 0, h);
+}
+
+Tensor bytes_of(const Tensor& tensor) { return tensor.reshape({1}).view(at::kByte); }
+
+}  // namespace
+
+const Format& format_of(const Args& args, size_t i) {
+  const Format* const found = kernel::find_format(args.text(i));
+  TORCH_CHECK(found != nullptr, "[", args.op(), "] format must be one of ", names(), ", got '",
+              args.text(i), "'");
+  return *found;
+}
+
+TensorSpec codes_spec(const Format& format, c10::SymIntArrayRef sizes) {
+  TensorSpec spec{c10::SymDimVector(sizes), at::kByte};
+  if (format.element == Element::E4M3) spec.dtype = at::kFloat8_e4m3fn;
+  if (format.element == Element::E5M2) spec.dtype = at::kFloat8_e5m2;
+  if (format.element == Element::Int8) spec.dtype = at::kChar;
+  if (format.bits == 4 && !sizes.empty()) spec.sizes.back() = parts(sizes.back(), 2);
+  return spec;
+}
+
+TensorSpec scale_spec(const Format& format, c10::SymIntArrayRef sizes) {
+  if (format.per_tensor()) return {{}, at::kFloat};
+  const c10::SymInt across = parts(width_of(sizes), format.block_columns);
+  const c10::SymInt down = parts(rows_of(sizes), format.block_rows);
+  if (format.has_tensor_scale()) return {{down * across + 4}, at::kByte};
+  TensorSpec spec{{down, across}, format.rule == ScaleRule::E8M0 ? at::kByte : at::kFloat};
+  if (format.block_rows == 1) {
+    spec.sizes.assign(sizes.begin(), sizes.empty() ? sizes.end() : sizes.end() - 1);
+    spec.sizes.push_back(across);
+  }
+  return spec;
+}
+
+Tensors quantize_unfused(const Format& format, const Tensor& input) {
+  const auto sizes = input.sym_sizes();
+  const TensorSpec codes = codes_spec(format, sizes), scale = scale_spec(format, sizes);
+  const Blocks blocks(format, sizes);
+  // A tensor without numbers has an amax, too.
+  const Tensor x = to_float(input), zero = at::zeros({1}, x.options());
+  const Tensor of_tensor = at::amax(at::cat({x.abs().flatten(), zero}));
+  const Tensor split = blocks.split(x);
+  const Tensor amax = at::amax(split.abs(), {1, 3}, /*keepdim=*/true);
+  Scales scales;
+  Tensor tensor_scale;
+  if (format.per_tensor()) {
+    scales = float_scales(format, of_tensor);
+  } else if (format.rule == ScaleRule::E8M0) {
+    scales = e8m0_scales(amax, format.largest);
+  } else if (format.rule == ScaleRule::E4M3) {
+    tensor_scale = encoding_scale(of_tensor, 448.0 * format.largest);
+    scales = e4m3_scales(amax, tensor_scale);
+  } else {
+    scales = float_scales(format, amax);
+  }
+  // The sign is that of the number, also of NaN.
+  const Tensor scaled = (split.abs() * scales.encode).copysign(split);
+  Tensor code = blocks.join(encode(format.element, scaled));
+  if (format.bits == 4) code = pack(code);
+  if (codes.dtype != at::kByte) code = code.contiguous().view(codes.dtype);
+  Tensor stored = scales.stored;
+  if (tensor_scale.defined()) {
+    stored = at::cat({stored.flatten(), bytes_of(tensor_scale.reciprocal())});
+  }
+  return {code.reshape_symint(codes.sizes), stored.reshape_symint(scale.sizes)};
+}
+
+Tensor dequantize_unfused(const Format& format, const Tensor& codes, const Tensor& scale,
+                          c10::SymIntArrayRef sizes, at::ScalarType dtype) {
+  const Blocks blocks(format, sizes);
+  const auto accumulate = accumulate_dtype(dtype);
+  Tensor bytes = codes.contiguous().view(at::kByte).reshape_symint(
+      {blocks.rows, format.bits == 4 ? parts(blocks.h, 2) : blocks.h});
+  if (format.bits == 4) bytes = unpack(bytes, blocks.h);
+  Tensor scales = scale;
+  if (format.rule == ScaleRule::E8M0) scales = decoded_e8m0(scale);
+  if (format.rule == ScaleRule::E4M3) {
+    const auto count = scale.sym_size(0) - 4;
+    // Of their own: a view as float needs whole words.
+    const Tensor of_tensor = scale.slice_symint(0, count).clone().view(at::kFloat);
+    scales = values_of(Element::E4M3, scale.slice_symint(0, 0, count)) * of_tensor;
+  }
+  if (!format.per_tensor()) scales = scales.reshape_symint({blocks.down, 1, blocks.across, 1});
+  const Tensor values = values_of(format.element, blocks.split(bytes));
+  return blocks.join(values.to(accumulate) * scales.to(accumulate)).to(dtype).reshape_symint(sizes);
+}
+
+}  // namespace transformer_ops

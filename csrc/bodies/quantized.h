@@ -1,0 +1,41 @@
+// What the ops of quantized tensors share: formats by name, the sizes of codes and scales, and what
+// they mean in plain ATen calls.
+#pragma once
+
+#include "kernels/format.h"
+#include "op/typed_op.h"
+
+namespace transformer_ops {
+
+// That argument i names; raises where it names none.
+const kernel::Format& format_of(const Args& args, size_t i);
+
+// Of a tensor of these sizes. Codes of 4 bits are two a byte: the last dimension is halved and
+// rounded up. There is a scale for each block of a row, or of several of the rows that the leading
+// dimensions make; of a tensor with one scale, it has no dimension. Scales of NVFP4 are the bytes
+// of all blocks in one dimension, and after them the 4 of the tensor's float32.
+TensorSpec codes_spec(const kernel::Format& format, c10::SymIntArrayRef sizes);
+TensorSpec scale_spec(const kernel::Format& format, c10::SymIntArrayRef sizes);
+
+// A tensor as rows of its last dimension; one without dimensions is one row of one number.
+struct FlatRows {
+  int64_t rows = 1, h = 1;
+
+  explicit FlatRows(at::IntArrayRef sizes) {
+    for (const int64_t size : sizes.slice(0, sizes.empty() ? 0 : sizes.size() - 1)) rows *= size;
+    if (!sizes.empty()) h = sizes.back();
+  }
+};
+
+// The bytes of `scale` that hold the inverse of the scale of the whole tensor; null in formats
+// without one.
+inline uint8_t* tensor_scale_of(const kernel::Format& format, const Tensor& scale) {
+  if (!format.per_tensor() && !format.has_tensor_scale()) return nullptr;
+  return static_cast<uint8_t*>(scale.mutable_data_ptr()) + scale.nbytes() - sizeof(float);
+}
+
+Tensors quantize_unfused(const kernel::Format& format, const Tensor& input);
+Tensor dequantize_unfused(const kernel::Format& format, const Tensor& codes, const Tensor& scale,
+                          c10::SymIntArrayRef sizes, at::ScalarType dtype);
+
+}  // namespace transformer_ops

@@ -1,0 +1,133 @@
+#include "fuser/compress.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "fuser/casts.h"
+#include "fuser/slots.h"
+
+namespace transformer_ops {
+namespace {
+
+using Kind = Value::Kind;
+
+Value part_of(Value slot, Value::Part part) {
+  slot.part = part;
+  return slot;
+}
+
+class Compress {
+ public:
+  Compress(Plan& plan, const std::vector<DType>& dtypes) : plan_(plan), dtypes_(dtypes) {
+    for (const Step& step : plan_.forward) {
+      for (const Instruction& instruction : step.instructions) note_aliases(instruction);
+    }
+    if (plan_.saved.inputs) return;
+    held_ = {{Kind::Main, 0}, root({Kind::Main, plan_.size()})};
+    for (const Value& output : plan_.extra_outputs) held_.insert(root(output));
+  }
+
+  void run() {
+    for (Step& step : plan_.forward) rewrite_forward(step);
+    for (auto step = plan_.backward.rbegin(); step != plan_.backward.rend(); ++step) {
+      if (!step->skipped) rewrite_backward(*step);
+    }
+  }
+
+ private:
+  // ---- forward
+
+  void note_aliases(const Instruction& instruction) {
+    const bool is_view = instruction.target.empty() || instruction.target == "aten::reshape";
+    if (!is_view) return;
+    const auto* source = std::get_if<Value>(&instruction.arguments[0]);
+    if (source == nullptr) return;
+    for (const Value& result : instruction.results) roots_[result] = root(*source);
+  }
+
+  // The value that first held the memory of this one.
+  Value root(const Value& value) const {
+    const auto found = roots_.find(value);
+    return found == roots_.end() ? value : found->second;
+  }
+
+  void rewrite_forward(Step& step) {
+    const auto cast = input_cast(step);
+    std::vector<Save> saves;
+    for (const Save& save : step.saves) {
+      const DType dtype = cast.value_or(dtypes_[save.slot.op]);
+      if (!is_compressed(save, dtype)) {
+        saves.push_back(save);
+        continue;
+      }
+      const auto [first, is_new] = slots_.try_emplace(root(save.source), save.slot);
+      first_slot_[save.slot] = first->second;
+      if (!is_new) continue;
+      encode(save, step, saves);
+      dtype_[save.slot] = dtype;
+    }
+    step.saves = std::move(saves);
+  }
+
+  bool is_compressed(const Save& save, DType dtype) const {
+    const bool is_main = save.slot.name == "input" || save.slot.name == "output";
+    if (!is_main || dtype == DType::Unknown) return false;
+    const Kind kind = root(save.source).kind;
+    const bool is_callers = kind == Kind::Parameter || kind == Kind::ExtraInput;
+    return !is_callers && !held_.contains(root(save.source));
+  }
+
+  void encode(const Save& save, Step& step, std::vector<Save>& saves) const {
+    const Value codes = part_of(save.slot, Value::Part::Codes);
+    const Value scale = part_of(save.slot, Value::Part::Scale);
+    step.instructions.push_back(
+        {.target = "quantize", .arguments = {save.source, format()}, .results = {codes, scale}});
+    saves.push_back({codes, codes});
+    saves.push_back({scale, scale});
+  }
+
+  Attribute format() const { return std::string(codes_of(plan_.saved.format)); }
+
+  // ---- backward
+
+  void rewrite_backward(Step& step) {
+    std::vector<Instruction> before;
+    for (const Value& slot : slots_read(plan_, step)) {
+      const auto first = first_slot_.find(slot);
+      if (first == first_slot_.end()) continue;
+      decode(first->second, step, before);
+      // Another slot of the same tensor, which a step may read by its own name.
+      if (slot != first->second && decoded_.insert(slot).second) {
+        before.push_back({.arguments = {first->second}, .results = {slot}});
+      }
+    }
+    step.instructions.insert(step.instructions.begin(), before.begin(), before.end());
+  }
+
+  // The gradient keeps a compiler from decoding in forward.
+  void decode(const Value& slot, const Step& step, std::vector<Instruction>& code) {
+    if (!decoded_.insert(slot).second) return;
+    code.push_back(
+        {.target = "decode_saved",
+         .arguments = {Value{Kind::Grad, step.last() + 1}, part_of(slot, Value::Part::Codes),
+                       part_of(slot, Value::Part::Scale), format(),
+                       Attribute(to_text(dtype_.at(slot)))},
+         .results = {slot}});
+  }
+
+  Plan& plan_;
+  const std::vector<DType>& dtypes_;
+  std::map<Value, Value> roots_;
+  std::set<Value> held_;               // roots that the caller holds
+  std::map<Value, Value> slots_;       // root -> the slot whose parts hold it
+  std::map<Value, Value> first_slot_;  // slot -> that slot
+  std::map<Value, DType> dtype_;       // of those slots
+  std::set<Value> decoded_;
+};
+
+}  // namespace
+
+void compress_saved(Plan& plan, const std::vector<DType>& dtypes) { Compress(plan, dtypes).run(); }
+
+}  // namespace transformer_ops

@@ -1,0 +1,27 @@
+"""What the owner of a group decides about its plans."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Policies(NamedTuple):
+    """`recompute`, `saved` and `saved_inputs` of a `Sequential` or an `OperationFuser`."""
+
+    recompute: str = "cheap"
+    saved: str = "exact"
+    saved_inputs: bool = False
+
+    def checked(self, op: str) -> Policies:
+        """The same; ValueError or TypeError where a value is none that there is."""
+        if self.recompute not in ("cheap", "none"):
+            raise ValueError(f'[{op}] recompute must be "cheap" or "none", got {self.recompute!r}')
+        if self.saved not in ("exact", "fp8", "int8"):
+            raise ValueError(f'[{op}] saved must be "exact", "fp8" or "int8", got {self.saved!r}')
+        if not isinstance(self.saved_inputs, bool):
+            raise TypeError(f"[{op}] saved_inputs must be a bool, got {self.saved_inputs!r}")
+        if self.saved_inputs and self.saved == "exact":
+            raise ValueError(
+                f'[{op}] saved_inputs must go with saved="fp8" or "int8", got saved="exact"'
+            )
+        return self
