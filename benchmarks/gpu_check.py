@@ -151,6 +151,7 @@ def products() -> list[Command]:
         "csrc/kernels/cuda/gemm.cpp",
         "csrc/kernels/cuda/gemm_plan.cpp",
         "tests/emulated/check_products.cpp",
+        "tests/emulated/find.cpp",
     ]
     include = [f"-I{path}" for path in ("csrc", "tests/emulated", home / "include")]
     libraries = [f"-L{home / 'lib64'}", f"-Wl,-rpath,{home / 'lib64'}", "-lcublasLt", "-lcudart"]

@@ -209,15 +209,59 @@ TRANSFORMER_OPS_INLINE void encode_two(const T* x, uint8_t* codes, Floats scale)
   store_bytes<E>(codes, a, encode_lanes<E, known>(load(x + kLanes).native, scale));
 }
 
+#if defined(__AVX512F__)
+// Of bfloat16 numbers times a power of two whose exponent is subtracted with `offset`: rounds the
+// numbers' own 16 bits. False, with nothing done, where a code is of a subnormal number.
+template <class E>
+TRANSFORMER_OPS_INLINE bool encode_normal(const BFloat16* x, uint8_t* codes, __m512i offset) {
+  typedef uint16_t Words __attribute__((vector_size(64)));
+  constexpr int kDropped = 7 - E::kMantissa;
+  constexpr uint16_t kBelowHalf = (1 << (kDropped - 1)) - 1, kSign = E::kSign;
+  const auto numbers = load_unaligned<Words>(x);
+  const Words magnitude = numbers & 0x7fff;
+  const auto scaled = (Words)_mm512_subs_epu16((__m512i)magnitude, offset);
+  const auto small = _mm512_cmplt_epu16_mask((__m512i)scaled, _mm512_set1_epi16(1 << 7));
+  if (_mm512_mask_test_epi16_mask(small, (__m512i)magnitude, (__m512i)magnitude) != 0) return false;
+  const Words odd = scaled >> kDropped & 1;
+  const Words rounded = (scaled + kBelowHalf + odd) >> kDropped;
+  const Words code = rounded | (numbers >> 8 & kSign);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes),
+                      _mm512_maskz_cvtepi16_epi8(0xffffffff, (__m512i)code));
+  return true;
+}
+#endif
+
+// Codes as far as groups of two vectors go: how many that is.
+template <class E, Known known, class T>
+TRANSFORMER_OPS_INLINE int64_t encode_groups(const T* x, uint8_t* codes, int64_t n, float scale) {
+  constexpr int64_t kTwo = 2 * Vec<T>::kLanes;
+  const Floats scales = scale + Floats{};
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  if constexpr (__is_same(T, BFloat16) && known == Known::Fits && !E::kInteger) {
+    const int exponent = static_cast<int>(float_bits(scale) >> 23) - 127;
+    const int offset = (126 + E::kLeast - exponent) << 7;
+    // Else subnormal numbers could become normal ones.
+    if (offset > 0) {
+      const __m512i offsets = _mm512_set1_epi16(static_cast<int16_t>(offset));
+      for (; i + kTwo <= n; i += kTwo) {
+        if (encode_normal<E>(x + i, codes + i, offsets)) continue;
+        encode_two<E, known>(x + i, codes + i, scales);
+      }
+    }
+  }
+#endif
+  for (; i + kTwo <= n; i += kTwo) encode_two<E, known>(x + i, codes + i, scales);
+  return i;
+}
+
 // One byte a code.
 template <class E, Known known, class T>
 TRANSFORMER_OPS_INLINE void encode_bytes(const T* x, uint8_t* codes, int64_t n, float scale) {
   constexpr int64_t kLanes = Vec<T>::kLanes;
-  const Floats scales = scale + Floats{};
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= n; i += 2 * kLanes) encode_two<E, known>(x + i, codes + i, scales);
+  int64_t i = encode_groups<E, known>(x, codes, n, scale);
   if (i + kLanes <= n) {
-    const Ints one = encode_lanes<E, known>(load(x + i).native, scales);
+    const Ints one = encode_lanes<E, known>(load(x + i).native, scale + Floats{});
     uint8_t twice[2 * kLanes];
     store_bytes<E>(twice, one, one);
     memcpy(codes + i, twice, kLanes);
