@@ -10,5 +10,7 @@ if(NOT op_objects OR NOT kernel_objects)
   message(FATAL_ERROR "TRANSFORMER_OPS_PLAIN_BUILD must name the folder of a build without "
                       "sanitizer, got '${TRANSFORMER_OPS_PLAIN_BUILD}'")
 endif()
-list(APPEND library_sources ${op_objects})
-set_source_files_properties(${op_objects} ${kernel_objects} PROPERTIES EXTERNAL_OBJECT ON)
+# Linked last: of an inline function that both builds have, the linker keeps the first copy, which
+# must be one that the sanitizer sees.
+set(plain_objects ${op_objects})
+set_source_files_properties(${kernel_objects} PROPERTIES EXTERNAL_OBJECT ON)
