@@ -34,8 +34,8 @@ PASSES = ["forward", "forward+backward", "forward no grad"]
 OURS = "ours"
 OURS_IN_PYTHON = "ours, a fusion in Python"
 GUARDS = "guards"
-# What --check lets pass; the aims are 0.6 and 0.7, and machines that others use are noisy.
-LIMITS = {OURS: {"forward": 0.8, "forward+backward": 0.85}, OURS_IN_PYTHON: {"forward": 2.5}}
+# What --check lets pass; the aims are 0.6, 0.7 and 2.5, and machines that others use are noisy.
+LIMITS = {OURS: {"forward": 0.8, "forward+backward": 0.85}, OURS_IN_PYTHON: {"forward": 3.0}}
 BATCH_SECONDS = 0.002
 
 
