@@ -25,7 +25,7 @@ CPP := $(shell find csrc tests/cpp tests/emulated examples/cpp -name '*.h' -o -n
 # The CUDA bodies of the ops, on kernels compiled for the CPU.
 EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransformer_ops_emulated.so \
     tests/test_cuda.py tests/test_products.py tests/test_dropout.py tests/test_epilogues.py \
-    tests/test_main_grad.py tests/test_quantize.py
+    tests/test_main_grad.py tests/test_quantize.py tests/test_saved_formats.py
 
 .PHONY: test check train bench build build-times lint format sanitize fuzz clean FORCE
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import blocks
 import torch
 from suite.measure import make_calls, saved_bytes
-from suite.peak import STEPS, high_water, mark
+from suite.peak import training_peak
 from suite.timing import Call, Clock, interleave, ratio
 from torch import Tensor, nn
 
@@ -101,21 +101,7 @@ def step_ratios(size: Size, seconds: float) -> dict[Policy, float]:
 def stack_peak(policy: Policy, size: Size) -> int:
     """Bytes above parameters, input and output gradient in a few steps of SGD."""
     module = nn.Sequential(*(make_block(policy, size) for _ in range(STACK)))
-    x = make_input(size)
-    grad = torch.ones_like(x)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4, foreach=False)
-
-    def step() -> None:
-        module(x).backward(grad)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        x.grad = None
-
-    step()
-    before = mark(CPU)
-    for _ in range(STEPS):
-        step()
-    return high_water(CPU) - before
+    return training_peak(module, module, make_input(size))
 
 
 def stack_peak_apart(policy: Policy, size: Size) -> int:

@@ -16,10 +16,11 @@ import gc
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import transformer_ops as tops
 
@@ -35,8 +36,13 @@ def peak_bytes(name: str, dtype: str, size: tuple[int, ...], way: str, device: s
     module = nn.Sequential(*(make_module(name, way, size, DTYPES[dtype]) for _ in range(STACK)))
     module = module.to(where)
     (x,) = make_inputs(name, size, DTYPES[dtype], where)
-    grad = torch.ones_like(x)
     call = compiled(module) if way in COMPILED_WAYS else module
+    return training_peak(call, module, x)
+
+
+def training_peak(call: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> int:
+    """The same of any module that is there, called by `call`."""
+    grad = torch.ones_like(x)
     # Without foreach it updates in place and needs no memory of its own.
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-4, foreach=False)
 
@@ -47,10 +53,10 @@ def peak_bytes(name: str, dtype: str, size: tuple[int, ...], way: str, device: s
         x.grad = None
 
     step()
-    before = mark(where)
+    before = mark(x.device)
     for _ in range(STEPS):
         step()
-    return high_water(where) - before
+    return high_water(x.device) - before
 
 
 def mark(device: torch.device) -> int:
