@@ -28,49 +28,83 @@ def block(language: str) -> str:
     return found[0]
 
 
-def with_output_saved(declaration: str) -> str:
-    """The same op as OutputSoftcap, whose backward reads its output, with no replay."""
-    changes = {
-        '"Softcap"': '"OutputSoftcap"',
-        '"softcap': '"output_softcap',
-        '{{"input"}}': '{{"output"}}',
-        "Tensor grad_output, Tensor input": "Tensor grad_output, Tensor output",
-        "at::tanh(to_accumulate(args.tensor(1)) / args.number(2))": (
-            "to_accumulate(args.tensor(1)) / args.number(2)"
-        ),
-    }
-    for old, new in changes.items():
-        assert old in declaration
-        declaration = declaration.replace(old, new)
-    return declaration
+# The same op with bodies and a backward of its own, which reads the slot that KEPT names.
+WITH_BODIES = """
+#include <ATen/ops/tanh.h>
 
+#include "op/op.h"
 
-def without_bodies(declaration: str) -> str:
-    """The same op as PlainSoftcap, which has its meaning alone; and two that lack more."""
-    for old, new in {'"Softcap"': '"PlainSoftcap"', '"softcap': '"plain_softcap'}.items():
-        assert old in declaration
-        declaration = declaration.replace(old, new)
-    declaration, count = re.subn(r"\n *\.cpu = \w+,", "", declaration)
-    assert count == 2
-    lacking = """
-[[maybe_unused]] const bool lacking =
-    register_op({.forward = {.schema = "meaningless_softcap(Tensor input) -> Tensor output",
-                             .shape = [](const Args& args) -> TensorSpecs {
-                               return {like(args.tensor(0))};
-                             }}}) &&
-    register_op({.forward = {.schema = "shapeless_softcap(Tensor input) -> Tensor output",
-                             .cpu = [](const Args&, Tensors&) {}}}) &&
-    register_op({.forward = {.schema = "half_softcap(Tensor input) -> (Tensor output, Tensor mask)",
-                             .shape = [](const Args& args) -> TensorSpecs {
-                               return {like(args.tensor(0)), bit_mask(args.tensor(0))};
-                             },
-                             .unfused = [](const Args& args) -> Tensors {
-                               return {args.tensor(0)};
-                             }}});
+namespace transformer_ops {
+namespace {
+
+Tensor forward(const Tensor& input, double cap) {
+  const Tensor x = to_accumulate(input);
+  return (cap * at::tanh(x / cap)).to(input.scalar_type());
+}
+
+TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& kept,
+                           double) {
+  check.compute_dtype("KEPT", kept);
+  check.spec("grad_output", grad_output, like(kept));
+  return {like(kept)};
+}
+
+Tensor backward(const Tensor& grad_output, const Tensor& KEPT, double cap) {
+  const Tensor slope = SLOPE;
+  return (to_accumulate(grad_output) * (1 - slope * slope)).to(KEPT.scalar_type());
+}
+
+[[maybe_unused]] const bool registered = register_op({
+    .declaration = {.kind = "KIND",
+                    .summary = "cap * tanh(x / cap)",
+                    .attributes = {"cap"},
+                    .slots = {{"KEPT"}},
+                    .dtype = DTypeRule::Autocast},
+    .forward = {.schema = "NAME(Tensor input, float cap) -> Tensor output",
+                .cpu = forward,
+                .unfused = forward},
+    .backward = {.schema = "NAME_backward(Tensor grad_output, Tensor KEPT, float cap) -> "
+                           "Tensor grad_input",
+                 .shape = backward_shape,
+                 .cpu = backward},
+});
+
+}  // namespace
+}  // namespace transformer_ops
 """
-    end = "}  // namespace\n}  // namespace transformer_ops"
-    assert end in declaration
-    return declaration.replace(end, lacking + end)
+
+
+def with_bodies(kind: str, name: str, kept: str) -> str:
+    slope = {
+        "input": "at::tanh(to_accumulate(input) / cap)",
+        "output": "to_accumulate(output) / cap",
+    }
+    text = WITH_BODIES.replace("KIND", kind).replace("NAME", name)
+    return text.replace("KEPT", kept).replace("SLOPE", slope[kept])
+
+
+# Declarations that lack more than bodies.
+LACKING = """
+#include "op/op.h"
+
+namespace transformer_ops {
+namespace {
+
+TensorSpecs with_mask(const Tensor& input) { return {like(input), bit_mask(input)}; }
+Tensor identity(const Tensor& input) { return input; }
+
+[[maybe_unused]] const bool registered =
+    register_op({.forward = {.schema = "meaningless_softcap(Tensor input) -> Tensor output"}}) &&
+    register_op({.forward = {.schema = "shapeless_softcap(Tensor input) -> "
+                                       "(Tensor output, Tensor mask)",
+                             .cpu = [](const Tensor&, Tensor&, Tensor&) {}}}) &&
+    register_op({.forward = {.schema = "half_softcap(Tensor input) -> (Tensor output, Tensor mask)",
+                             .shape = with_mask,
+                             .unfused = identity}});
+
+}  // namespace
+}  // namespace transformer_ops
+"""
 
 
 RULE = """
@@ -80,10 +114,8 @@ RULE = """
 namespace transformer_ops {
 namespace {
 
-TensorSpecs shape(const Args& args) { return {like(args.tensor(0))}; }
-
-Tensors unfused(const Args& args) {
-  return {args.number(2) * args.number(1) * at::tanh(args.tensor(0) / args.number(1))};
+Tensor scaled(const Tensor& input, double cap, double scale) {
+  return scale * cap * at::tanh(input / cap);
 }
 
 [[maybe_unused]] const bool registered = register_fused_op({
@@ -92,10 +124,8 @@ Tensors unfused(const Args& args) {
              .benefit = BENEFIT,
              .pattern = {{"Softcap"}, {"ConstantScale"}}},
     .forward = {.schema = "NAME(Tensor input, float cap, float scale) -> Tensor output",
-                .shape = shape,
-                .cpu = [](const Args& args, Tensors& results) { results = unfused(args); },
-                .unfused = unfused,
-                .allocates = false},
+                .cpu = scaled,
+                .unfused = scaled},
 });
 
 }  // namespace
@@ -111,11 +141,11 @@ def rule_library(folder: Path, name: str, benefit: int) -> Path:
 @pytest.fixture(scope="module")
 def softcap(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The class of the example, after its declaration was compiled and loaded."""
-    declaration = block("cpp")
     texts = {
-        "softcap": declaration,
-        "output_softcap": with_output_saved(declaration),
-        "plain_softcap": without_bodies(declaration),
+        "softcap": block("cpp"),
+        "output_softcap": with_bodies("OutputSoftcap", "output_softcap", "output"),
+        "body_softcap": with_bodies("BodySoftcap", "body_softcap", "input"),
+        "lacking": LACKING,
     }
     torch.ops.load_library(str(build_library(tmp_path_factory.mktemp("softcap"), "softcap", texts)))
     names: dict[str, Any] = {}
@@ -257,22 +287,24 @@ def test_a_rule_that_comes_after_torch_compile(softcap: Any, name: str, tmp_path
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_without_a_body_the_unfused_meaning_runs(softcap: Any, grad: bool) -> None:
-    class PlainSoftcap(softcap):
-        _kind = "PlainSoftcap"
+    class BodySoftcap(softcap):
+        _kind = "BodySoftcap"
 
     x = torch.randn(3, 8).requires_grad_(grad)
-    plain, want = PlainSoftcap(2.0), softcap(2.0)
+    plain, want = softcap(2.0), BodySoftcap(2.0)
     torch.testing.assert_close(plain(x), want(x))
-    typed = torch.ops.transformer_ops.plain_softcap(x.detach().t(), 2.0)
+    typed = torch.ops.transformer_ops.softcap(x.detach().t(), 2.0)
     torch.testing.assert_close(typed, want(x.detach().t()))
     assert typed.is_contiguous() and not typed.requires_grad
     if grad:
         found = [torch.autograd.grad(op(x).sum(), x)[0] for op in (plain, want)]
         torch.testing.assert_close(*found)
         assert not found[0].requires_grad
-        assert torch.autograd.gradgradcheck(plain, (torch.randn(3).double().requires_grad_(),))
-    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), want(x))
+        for op in (plain, want):
+            assert torch.autograd.gradgradcheck(op, (torch.randn(3).double().requires_grad_(),))
+    for op in (plain, want):
+        compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), want(x))
 
 
 @pytest.mark.parametrize(

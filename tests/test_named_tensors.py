@@ -26,56 +26,55 @@ SOURCE = """
 namespace transformer_ops {
 namespace {
 
-void check_ids(const Args& args, const Tensor& ids, const Tensor& input) {
-  TORCH_CHECK(ids.scalar_type() == at::kLong, "[", args.op(), "] ids must be int64, got ",
+void check_ids(const Checks& check, const Tensor& ids, const Tensor& input) {
+  TORCH_CHECK(ids.scalar_type() == at::kLong, "[", check.op(), "] ids must be int64, got ",
               ids.scalar_type());
-  TORCH_CHECK(ids.sym_sizes() == input.sym_sizes().slice(0, input.dim() - 1), "[", args.op(),
+  TORCH_CHECK(ids.sym_sizes() == input.sym_sizes().slice(0, input.dim() - 1), "[", check.op(),
               "] ids must have a number for each row, got shape ", ids.sym_sizes());
 }
 
-// Forward takes (input, probs, ids, weight), backward the gradient before them.
-Tensor factor(const Args& args, size_t first, bool with_probs, bool with_weight) {
-  Tensor product = at::ones({1}, args.tensor(0).options());
-  if (with_probs && args.has(first)) product = args.tensor(first).unsqueeze(-1);
-  if (with_weight && args.has(first + 2)) {
-    product = product * at::embedding(args.tensor(first + 2), args.tensor(first + 1));
-  }
+// What each row is multiplied by.
+Tensor factor(const Tensor& like, const Tensor* probs, const Tensor* ids, const Tensor* weight) {
+  Tensor product = at::ones({1}, like.options());
+  if (probs != nullptr) product = probs->unsqueeze(-1);
+  if (weight != nullptr) product = product * at::embedding(*weight, *ids);
   return product;
 }
 
-TensorSpecs forward_shape(const Args& args) {
-  check_compute_dtype(args, "input", args.tensor(0));
-  check_ids(args, args.tensor(2), args.tensor(0));
-  return {like(args.tensor(0))};
+TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor* probs,
+                          const Tensor& ids, const Tensor* weight) {
+  check.compute_dtype("input", input);
+  check_ids(check, ids, input);
+  return {like(input)};
 }
 
-Tensors forward_unfused(const Args& args) {
-  return {args.tensor(0) * factor(args, 1, true, true)};
+Tensor forward_unfused(const Tensor& input, const Tensor* probs, const Tensor& ids,
+                       const Tensor* weight) {
+  return input * factor(input, probs, &ids, weight);
 }
 
-TensorSpecs backward_shape(const Args& args) {
-  const TensorSpec none{{0}, args.tensor(0).scalar_type()};
-  TensorSpecs specs = {none, none, none};
-  if (args.flag(5, 0)) specs[0] = like(args.tensor(0));
-  if (args.flag(5, 1)) {
-    specs[1] = like(args.tensor(0));
-    specs[1].sizes.pop_back();
-  }
-  if (args.flag(5, 2)) {
-    specs[2].sizes = {c10::SymInt(kRows), args.tensor(0).sym_size(-1)};
-  }
-  return specs;
+TensorSpecs backward_shape(const Tensor& grad_output, const Tensor*, const Tensor*, const Tensor*,
+                           const Tensor*, std::array<bool, 3> output_mask) {
+  const auto [wants_input, wants_probs, wants_weight] = output_mask;
+  const TensorSpec none = absent(grad_output.scalar_type());
+  TensorSpec probs = like(grad_output), weight = none;
+  probs.sizes.pop_back();
+  weight.sizes = {c10::SymInt(kRows), grad_output.sym_size(-1)};
+  return {wants_input ? like(grad_output) : none, wants_probs ? probs : none,
+          wants_weight ? weight : none};
 }
 
-void backward(const Args& args, Tensors& results) {
-  const Tensor& grad = args.tensor(0);
-  if (args.flag(5, 0)) results[0].copy_(grad * factor(args, 2, true, true));
-  if (args.flag(5, 1)) {
-    results[1].copy_((grad * args.tensor(1) * factor(args, 2, false, true)).sum(-1));
+void backward(const Tensor& grad_output, const Tensor* input, const Tensor* probs,
+              const Tensor* ids, const Tensor* weight, std::array<bool, 3> output_mask,
+              Tensor& grad_input, Tensor& grad_probs, Tensor& grad_weight) {
+  const auto [wants_input, wants_probs, wants_weight] = output_mask;
+  if (wants_input) grad_input.copy_(grad_output * factor(grad_output, probs, ids, weight));
+  if (wants_probs) {
+    grad_probs.copy_((grad_output * *input * factor(grad_output, nullptr, ids, weight)).sum(-1));
   }
-  if (args.flag(5, 2)) {
-    const Tensor rows = grad * args.tensor(1) * factor(args, 2, true, false);
-    results[2].zero_().index_add_(0, args.tensor(3).flatten(), rows.flatten(0, -2));
+  if (wants_weight) {
+    const Tensor rows = grad_output * *input * factor(grad_output, probs, ids, nullptr);
+    grad_weight.zero_().index_add_(0, ids->flatten(), rows.flatten(0, -2));
   }
 }
 

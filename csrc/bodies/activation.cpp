@@ -39,10 +39,9 @@ const std::vector<ActivationRow>& activations() {
   return rows;
 }
 
-const ActivationRow& activation_of(const Args& args, size_t i) {
-  const auto name = args.text(i);
+const ActivationRow& activation_of(const Checks& check, std::string_view name) {
   const auto row = std::ranges::find(activations(), name, &ActivationRow::name);
-  TORCH_CHECK(row != activations().end(), "[", args.op(), "] activation must be one of ",
+  TORCH_CHECK(row != activations().end(), "[", check.op(), "] activation must be one of ",
               names_of(activations()), ", got '", name, "'");
   return *row;
 }
@@ -70,8 +69,7 @@ Tensor unpack_mask(const Tensor& mask, const Tensor& like) {
 Tensor activation_gradient_unfused(const ActivationRow& row, const Tensor& grad_output,
                                    const Tensor& saved) {
   if (row.keeps_mask) return grad_output * unpack_mask(saved, grad_output);
-  const auto unfused = [&row](const Args& args) { return Tensors{row.unfused(args.tensor(0))}; };
-  return differentiate(unfused, row.name.c_str(), {saved}, grad_output)[0];
+  return std::get<0>(gradients(row.unfused, grad_output, saved));
 }
 
 void activation_forward_cpu(const ActivationRow& row, const Tensor& input, const Tensor& output,

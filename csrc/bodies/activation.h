@@ -21,8 +21,8 @@ struct ActivationRow {
 };
 
 const std::vector<ActivationRow>& activations();
-// That argument i names; raises where it names none.
-const ActivationRow& activation_of(const Args& args, size_t i);
+// Raises where there is none of that name.
+const ActivationRow& activation_of(const Checks& check, std::string_view name);
 const ActivationRow& activation_of_kind(std::string_view kind);
 std::vector<std::string> activation_kinds();
 

@@ -2,9 +2,9 @@
 
 namespace transformer_ops {
 
-void check_extra_input(const Args& args, const Tensor& extra, const TensorSpec& sum) {
-  check_compute_dtype(args, "extra_input", extra);
-  check_spec(args, "extra_input", extra, sum);
+void check_extra_input(const Checks& check, const Tensor& extra, const TensorSpec& sum) {
+  check.compute_dtype("extra_input", extra);
+  check.spec("extra_input", extra, sum);
 }
 
 std::optional<std::string> different_summands(const Match& match, int k, bool or_float32) {

@@ -7,7 +7,7 @@
 namespace transformer_ops {
 
 // Raises where the extra input cannot be added to `sum`, which it must not widen.
-void check_extra_input(const Args& args, const Tensor& extra, const TensorSpec& sum);
+void check_extra_input(const Checks& check, const Tensor& extra, const TensorSpec& sum);
 
 // Why a rule whose op k is AddExtraInput does not fire, or none. It may take a float32 extra input
 // beside 16-bit numbers, or tensors of one dtype only.

@@ -6,8 +6,19 @@
 
 namespace transformer_ops {
 
+void check_bias(const Checks& check, const Tensor& input, const Tensor& bias) {
+  check.compute_dtype("bias", bias);
+  TORCH_CHECK(bias.dim() == 1, "[", check.op(), "] bias must have 1 dimension, got shape ",
+              bias.sym_sizes());
+  check.trailing("input", input, bias);
+}
+
 TensorSpec bias_gradient(const Tensor& grad_output) {
   return {{grad_output.sym_size(-1)}, grad_output.scalar_type()};
+}
+
+Tensor sum_of_rows(const Tensor& grad_output) {
+  return grad_output.sum_to_size_symint({grad_output.sym_size(-1)});
 }
 
 void sum_columns_cpu(const Tensor& grad_output, Tensor& grad_bias) {

@@ -5,10 +5,14 @@
 
 namespace transformer_ops {
 
+// One number per element of the input's last dimension.
+void check_bias(const Checks& check, const Tensor& input, const Tensor& bias);
+
 // One number per element of the last dimension, in the gradient's dtype.
 TensorSpec bias_gradient(const Tensor& grad_output);
 
 // The sums over the rows of a contiguous gradient, into `grad_bias`.
+Tensor sum_of_rows(const Tensor& grad_output);  // what they mean
 void sum_columns_cpu(const Tensor& grad_output, Tensor& grad_bias);
 void sum_columns_cuda(const Tensor& grad_output, const Tensor& grad_bias);
 

@@ -1,9 +1,11 @@
 #include "bodies/dropout.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/where.h>
 
 #include <mutex>
 
+#include "bodies/activation.h"
 #include "bodies/cuda.h"
 #include "kernels/dropout.h"
 
@@ -15,8 +17,13 @@ bool draws(double p) { return p > 0 && p < 1; }
 
 }  // namespace
 
-void check_probability(const Args& args, double p) {
-  TORCH_CHECK(p >= 0 && p <= 1, "[", args.op(), "] p must lie in [0, 1], got ", p);
+void check_probability(const Checks& check, double p) {
+  TORCH_CHECK(p >= 0 && p <= 1, "[", check.op(), "] p must lie in [0, 1], got ", p);
+}
+
+Tensor dropout_unfused(const Tensor& tensor, const Tensor& mask, double p) {
+  const Tensor kept = unpack_mask(mask, tensor) != 0;
+  return at::where(kept, tensor * (p < 1 ? 1 / (1 - p) : 0.0), 0);
 }
 
 uint64_t draw_seed(double p) {

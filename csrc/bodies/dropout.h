@@ -11,7 +11,10 @@
 namespace transformer_ops {
 
 // Raises where p is no probability.
-void check_probability(const Args& args, double p);
+void check_probability(const Checks& check, double p);
+
+// The gradient by a mask's bits: zero where dropped, whatever the value.
+Tensor dropout_unfused(const Tensor& tensor, const Tensor& mask, double p);
 
 // The key of one call's mask; draws from torch's generator only where p needs it.
 uint64_t draw_seed(double p);

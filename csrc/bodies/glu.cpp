@@ -21,7 +21,10 @@ namespace {
 using cpu::Glu;
 using cpu::GluKind;
 
-constexpr const char* kInterleave = "glu_interleave_size";
+const GluAttribute& interleave() {
+  static const GluAttribute row = {"glu_interleave_size", &Glu::interleave};
+  return row;
+}
 
 Tensor glu(const Tensor& a, const Tensor& b, const Glu&) { return at::sigmoid(a) * b; }
 Tensor geglu(const Tensor& a, const Tensor& b, const Glu&) { return at::gelu(a, "tanh") * b; }
@@ -45,8 +48,8 @@ Tensor clamped_swiglu(const Tensor& a, const Tensor& b, const Glu& glu) {
   return gate * at::sigmoid(glu.alpha * gate) * (linear + glu.offset);
 }
 
-void check_positive(const Args& args, const char* name, double value) {
-  TORCH_CHECK(std::isfinite(value) && value > 0, "[", args.op(), "] ", name,
+void check_positive(const Checks& check, const char* name, double value) {
+  TORCH_CHECK(std::isfinite(value) && value > 0, "[", check.op(), "] ", name,
               " must be finite and positive, got ", value);
 }
 
@@ -59,29 +62,24 @@ const std::vector<GluRow>& glus() {
       {"QGEGLU", "qgeglu", "a sigmoid(1.702 a) b", GluKind::QGEGLU, {}, qgeglu},
       {"ReGLU", "reglu", "max(a, 0) b", GluKind::ReGLU, {}, reglu},
       {"SReGLU", "sreglu", "max(a, 0)^2 b", GluKind::SReGLU, {}, sreglu},
-      {"SwiGLU", "swiglu", "a sigmoid(a) b", GluKind::SwiGLU, {kInterleave}, swiglu},
+      {"SwiGLU", "swiglu", "a sigmoid(a) b", GluKind::SwiGLU, {interleave()}, swiglu},
       {"SiTUGLU",
        "situglu",
        "beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2)",
        GluKind::SiTUGLU,
-       {kInterleave, "beta1", "beta2"},
+       {interleave(), {"beta1", &Glu::beta1}, {"beta2", &Glu::beta2}},
        situglu},
       {"ClampedSwiGLU",
        "clamped_swiglu",
        "g sigmoid(alpha g) (l + glu_linear_offset), g = min(a, limit), l = clamp(b, +-limit)",
        GluKind::ClampedSwiGLU,
-       {kInterleave, "limit", "alpha", "glu_linear_offset"},
+       {interleave(),
+        {"limit", &Glu::limit},
+        {"alpha", &Glu::alpha},
+        {"glu_linear_offset", &Glu::offset}},
        clamped_swiglu},
   };
   return rows;
-}
-
-const GluRow& glu_of(const Args& args, size_t i) {
-  const auto name = args.text(i);
-  const auto row = std::ranges::find(glus(), name, &GluRow::name);
-  TORCH_CHECK(row != glus().end(), "[", args.op(), "] glu must be one of ", names_of(glus()),
-              ", got '", name, "'");
-  return *row;
 }
 
 const GluRow& glu_of_kind(std::string_view kind) {
@@ -96,42 +94,41 @@ std::vector<std::string> glu_kinds() {
   return kinds;
 }
 
-cpu::Glu read_glu(const GluRow& row, const Args& args, size_t first) {
-  Glu glu{row.glu};
-  for (const auto& name : row.attributes) {
-    const size_t i = first++;
-    if (name == kInterleave) glu.interleave = args.integer(i);
-    if (name == "beta1") glu.beta1 = args.number(i);
-    if (name == "beta2") glu.beta2 = args.number(i);
-    if (name == "limit") glu.limit = args.number(i);
-    if (name == "alpha") glu.alpha = args.number(i);
-    if (name == "glu_linear_offset") glu.offset = args.number(i);
-  }
-  return glu;
+GluArguments BodyParameter<const GluArguments&>::get(c10::IValue& first) {
+  c10::IValue* next = &first;
+  const auto number = [&] { return BodyParameter<double>::get(*next++); };
+  GluArguments arguments = {};
+  arguments.glu = BodyParameter<std::string_view>::get(*next++);
+  arguments.glu_interleave_size = BodyParameter<int64_t>::get(*next++);
+  arguments.beta1 = number();
+  arguments.beta2 = number();
+  arguments.limit = number();
+  arguments.alpha = number();
+  arguments.glu_linear_offset = number();
+  return arguments;
 }
 
-std::string schema_of_attributes(const GluRow& row) {
-  std::string text;
-  for (const auto& name : row.attributes) {
-    text += (name == kInterleave ? ", int " : ", float ") + name;
-  }
-  return text;
+const GluRow& glu_of(const Checks& check, const GluArguments& arguments) {
+  const auto row = std::ranges::find(glus(), arguments.glu, &GluRow::name);
+  TORCH_CHECK(row != glus().end(), "[", check.op(), "] glu must be one of ", names_of(glus()),
+              ", got '", arguments.glu, "'");
+  return *row;
 }
 
-cpu::Glu read_any_glu(const Args& args, size_t first) {
-  return {.kind = glu_of(args, first).glu,
-          .interleave = args.integer(first + 1),
-          .beta1 = args.number(first + 2),
-          .beta2 = args.number(first + 3),
-          .limit = args.number(first + 4),
-          .alpha = args.number(first + 5),
-          .offset = args.number(first + 6)};
+cpu::Glu read_glu(const Checks& check, const GluArguments& arguments) {
+  return {.kind = glu_of(check, arguments).glu,
+          .interleave = arguments.glu_interleave_size,
+          .beta1 = arguments.beta1,
+          .beta2 = arguments.beta2,
+          .limit = arguments.limit,
+          .alpha = arguments.alpha,
+          .offset = arguments.glu_linear_offset};
 }
 
 Bindings bind_glu(const Match& match, int k) {
   const Glu glu;
   Bindings bindings = {{"glu", Attribute(glu_of_kind(match.kind(k)).name)},
-                       {kInterleave, Attribute(glu.interleave)},
+                       {interleave().name, Attribute(glu.interleave)},
                        {"beta1", Attribute(glu.beta1)},
                        {"beta2", Attribute(glu.beta2)},
                        {"limit", Attribute(glu.limit)},
@@ -141,16 +138,18 @@ Bindings bind_glu(const Match& match, int k) {
   return bindings;
 }
 
-TensorSpec glu_output(const Args& args, const char* name, const TensorSpec& input, const Glu& glu) {
-  check_positive(args, "beta1", glu.beta1);
-  check_positive(args, "beta2", glu.beta2);
-  check_positive(args, "limit", glu.limit);
+TensorSpec glu_output(const Checks& check, const char* name, const TensorSpec& input,
+                      const Glu& glu) {
+  check_positive(check, "beta1", glu.beta1);
+  check_positive(check, "beta2", glu.beta2);
+  check_positive(check, "limit", glu.limit);
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 2;
-  TORCH_CHECK(glu.interleave >= 0 && glu.interleave <= kMost, "[", args.op(), "] ", kInterleave,
-              " must lie in [0, ", kMost, "] (0 for halves), got ", glu.interleave);
+  TORCH_CHECK(glu.interleave >= 0 && glu.interleave <= kMost, "[", check.op(), "] ",
+              interleave().name, " must lie in [0, ", kMost, "] (0 for halves), got ",
+              glu.interleave);
   const int64_t divisor = glu.interleave == 0 ? 2 : 2 * glu.interleave;
-  TORCH_CHECK(!input.sizes.empty() && input.sizes.back() % divisor == 0, "[", args.op(), "] ", name,
-              " must have a last dimension that is a multiple of ", divisor, ", got shape ",
+  TORCH_CHECK(!input.sizes.empty() && input.sizes.back() % divisor == 0, "[", check.op(), "] ",
+              name, " must have a last dimension that is a multiple of ", divisor, ", got shape ",
               c10::SymIntArrayRef(input.sizes));
   TensorSpec output = input;
   output.sizes.back() = input.sizes.back() / 2;

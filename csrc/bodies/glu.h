@@ -3,6 +3,7 @@
 
 #include <string>
 #include <string_view>
+#include <variant>
 #include <vector>
 
 #include "fuser/rule.h"
@@ -11,37 +12,51 @@
 
 namespace transformer_ops {
 
+// A number that ops take, by the name that schema and module share.
+struct GluAttribute {
+  std::string name;
+  std::variant<int64_t cpu::Glu::*, double cpu::Glu::*> field;
+};
+
 struct GluRow {
   std::string kind;  // of the op
   std::string name;  // of the typed op, and as an attribute of fused ops
   std::string formula;
   cpu::GluKind glu;
-  // Numbers the op takes, by the names that schema and module share.
-  std::vector<std::string> attributes;
+  std::vector<GluAttribute> attributes;
   Tensor (*unfused)(const Tensor& gate, const Tensor& linear, const cpu::Glu& glu);
 };
 
 const std::vector<GluRow>& glus();
-// That argument i names; raises where it names none.
-const GluRow& glu_of(const Args& args, size_t i);
 const GluRow& glu_of_kind(std::string_view kind);
 std::vector<std::string> glu_kinds();
 
-// The row's attributes, which the call takes from argument `first` on, and the text of these
-// arguments in its schema.
-cpu::Glu read_glu(const GluRow& row, const Args& args, size_t first);
-std::string schema_of_attributes(const GluRow& row);
-
-// Of any row: the arguments that fused ops take for it, from argument `first` on, and how they are
-// bound to op k of a match.
+// Of any row: what fused ops take for it, the text of these arguments in their schemas, and how
+// they are bound to op k of a match.
+struct GluArguments {
+  std::string_view glu;
+  int64_t glu_interleave_size;
+  double beta1, beta2, limit, alpha, glu_linear_offset;
+};
 inline constexpr const char* kGluArguments =
     "str glu, int glu_interleave_size, float beta1, float beta2, float limit, float alpha, "
     "float glu_linear_offset";
-cpu::Glu read_any_glu(const Args& args, size_t first);
 Bindings bind_glu(const Match& match, int k);
 
+template <>
+struct BodyParameter<const GluArguments&> {
+  static constexpr char kSchema[] = "str, int, float, float, float, float, float",
+                        kName[] = "const GluArguments&";
+  static constexpr size_t kCount = 7;
+  static GluArguments get(c10::IValue& first);
+};
+
+// Raise where no row has that name.
+const GluRow& glu_of(const Checks& check, const GluArguments& arguments);
+cpu::Glu read_glu(const Checks& check, const GluArguments& arguments);
+
 // The result for a tensor of twice the width. Raises where the width or a number does not fit.
-TensorSpec glu_output(const Args& args, const char* name, const TensorSpec& input,
+TensorSpec glu_output(const Checks& check, const char* name, const TensorSpec& input,
                       const cpu::Glu& glu);
 
 Tensor glu_unfused(const GluRow& row, const Tensor& input, const cpu::Glu& glu);

@@ -48,35 +48,33 @@ TensorSpec last_size(const Tensor& tensor, const c10::SymInt& size) {
 }
 
 // Of a product whose output has the gradient `grad`.
-void check_backward_weight(const Args& args, const Tensor& weight, const Tensor& grad) {
-  TORCH_CHECK(weight.dim() == 2 && weight.sym_size(0) == grad.sym_size(-1), "[", args.op(),
+void check_backward_weight(const Checks& check, const Tensor& weight, const Tensor& grad) {
+  TORCH_CHECK(weight.dim() == 2 && weight.sym_size(0) == grad.sym_size(-1), "[", check.op(),
               "] weight must have shape [", grad.sym_size(-1), ", *], got ", weight.sym_sizes());
-  TORCH_CHECK(weight.scalar_type() == grad.scalar_type(), "[", args.op(),
+  TORCH_CHECK(weight.scalar_type() == grad.scalar_type(), "[", check.op(),
               "] weight must have dtype ", grad.scalar_type(), ", got ", weight.scalar_type());
 }
 
 }  // namespace
 
-TensorSpec linear_output(const Args& args) {
-  const Tensor& input = args.tensor(0);
-  const Tensor& weight = args.tensor(1);
-  check_compute_dtype(args, "input", input);
-  TORCH_CHECK(weight.dim() == 2, "[", args.op(), "] weight must have 2 dimensions, got shape ",
+TensorSpec linear_output(const Checks& check, const Tensor& input, const Tensor& weight) {
+  check.compute_dtype("input", input);
+  TORCH_CHECK(weight.dim() == 2, "[", check.op(), "] weight must have 2 dimensions, got shape ",
               weight.sym_sizes());
-  TORCH_CHECK(input.dim() >= 1, "[", args.op(), "] input must have at least 1 dimension, got 0");
-  TORCH_CHECK(input.sym_size(-1) == weight.sym_size(1), "[", args.op(),
+  TORCH_CHECK(input.dim() >= 1, "[", check.op(), "] input must have at least 1 dimension, got 0");
+  TORCH_CHECK(input.sym_size(-1) == weight.sym_size(1), "[", check.op(),
               "] input must have last dimension ", weight.sym_size(1), ", got shape ",
               input.sym_sizes());
-  TORCH_CHECK(input.scalar_type() == weight.scalar_type(), "[", args.op(),
+  TORCH_CHECK(input.scalar_type() == weight.scalar_type(), "[", check.op(),
               "] input must have the weight's dtype ", weight.scalar_type(), ", got ",
               input.scalar_type());
   return last_size(input, weight.sym_size(0));
 }
 
-void check_linear_bias(const Args& args, const Tensor& bias, const TensorSpec& output) {
-  TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == output.sizes.back(), "[", args.op(),
+void check_linear_bias(const Checks& check, const Tensor& bias, const TensorSpec& output) {
+  TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == output.sizes.back(), "[", check.op(),
               "] bias must have shape [", output.sizes.back(), "], got ", bias.sym_sizes());
-  TORCH_CHECK(bias.scalar_type() == output.dtype, "[", args.op(), "] bias must have dtype ",
+  TORCH_CHECK(bias.scalar_type() == output.dtype, "[", check.op(), "] bias must have dtype ",
               output.dtype, ", got ", bias.scalar_type());
 }
 
@@ -94,42 +92,41 @@ std::optional<std::string> different_linear_dtypes(const Match& match) {
   return "weight and bias have different dtypes";
 }
 
-TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t input,
-                                    size_t weight, size_t mask, const char* input_name) {
-  const Tensor& grad = args.tensor(grad_output);
-  check_compute_dtype(args, "grad_output", grad);
-  check_has_rows(args, "grad_output", grad);
-  const TensorSpec absent{{0}, grad.scalar_type()};
-  TensorSpecs specs = {absent, absent};
-  if (args.flag(mask, 0)) {
-    TORCH_CHECK(args.has(weight), "[", args.op(),
+TensorSpecs linear_backward_outputs(const Checks& check, const Tensor& grad_output,
+                                    const Tensor* input, const Tensor* weight, LinearMask wanted,
+                                    const char* input_name) {
+  check.compute_dtype("grad_output", grad_output);
+  check.has_rows("grad_output", grad_output);
+  const auto [wants_input, wants_weight] = wanted;
+  const TensorSpec none = absent(grad_output.scalar_type());
+  TensorSpecs specs = {none, none};
+  if (wants_input) {
+    TORCH_CHECK(weight != nullptr, "[", check.op(),
                 "] weight must be given for grad_input, got none");
-    check_backward_weight(args, args.tensor(weight), grad);
-    specs[0] = last_size(grad, args.tensor(weight).sym_size(1));
+    check_backward_weight(check, *weight, grad_output);
+    specs[0] = last_size(grad_output, weight->sym_size(1));
   }
-  if (args.flag(mask, 1)) {
-    TORCH_CHECK(args.has(input), "[", args.op(), "] ", input_name,
+  if (wants_weight) {
+    TORCH_CHECK(input != nullptr, "[", check.op(), "] ", input_name,
                 " must be given for grad_weight, got none");
-    const Tensor& factor = args.tensor(input);
-    check_has_rows(args, input_name, factor);
-    check_spec(args, input_name, factor,
-               args.flag(mask, 0) ? specs[0] : last_size(grad, factor.sym_size(-1)));
-    specs[1] = {{grad.sym_size(-1), factor.sym_size(-1)}, grad.scalar_type()};
+    check.has_rows(input_name, *input);
+    check.spec(input_name, *input,
+               wants_input ? specs[0] : last_size(grad_output, input->sym_size(-1)));
+    specs[1] = {{grad_output.sym_size(-1), input->sym_size(-1)}, grad_output.scalar_type()};
   }
   return specs;
 }
 
-TensorSpecs linear_backward_outputs(const Args& args, const TensorSpec& factor) {
-  const Tensor& grad = args.tensor(0);
-  const Tensor& input = args.tensor(1);
-  const Tensor& weight = args.tensor(2);
-  check_compute_dtype(args, "grad_output", grad);
-  TORCH_CHECK(weight.dim() == 2 && weight.sym_size(1) == factor.sizes.back(), "[", args.op(),
+TensorSpecs linear_backward_outputs(const Checks& check, const Tensor& grad_output,
+                                    const Tensor& input, const Tensor& weight,
+                                    const TensorSpec& factor) {
+  check.compute_dtype("grad_output", grad_output);
+  TORCH_CHECK(weight.dim() == 2 && weight.sym_size(1) == factor.sizes.back(), "[", check.op(),
               "] weight must have shape [*, ", factor.sizes.back(), "], got ", weight.sym_sizes());
   TensorSpec output = factor;
   output.sizes.back() = weight.sym_size(0);
-  check_spec(args, "grad_output", grad, output);
-  check_spec(args, "weight", weight, {c10::SymDimVector(weight.sym_sizes()), factor.dtype});
+  check.spec("grad_output", grad_output, output);
+  check.spec("weight", weight, {c10::SymDimVector(weight.sym_sizes()), factor.dtype});
   return {like(input), like(weight)};
 }
 
@@ -170,36 +167,34 @@ void product_cpu(const Tensor& out, const Tensor& left, const Tensor& right, boo
   adds ? out.add_(found) : out.copy_(found);
 }
 
-Tensors linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
-                            const LinearGradients& fused) {
+LinearBackward linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
+                                   const LinearGradients& fused) {
   const Tensor grad = as_matrix(grad_output);
-  Tensors grads(2, Tensor());
+  Tensor grad_input, grad_weight;
   if (input.defined()) {
     input = as_matrix(input);
     if (fused.main_grad.buffer.defined()) {
-      grads[1] = fused.main_grad.buffer;
-      product_cpu(grads[1], transposed(grad), input, fused.main_grad.adds, fused.scale);
+      grad_weight = fused.main_grad.buffer;
+      product_cpu(grad_weight, transposed(grad), input, fused.main_grad.adds, fused.scale);
     } else {
-      grads[1] = product(transposed(grad), input, fused.scale);
+      grad_weight = product(transposed(grad), input, fused.scale);
     }
     input.reset();
   }
   if (weight.defined()) {
     const Tensor sum = product(grad, weight, fused.scale, fused.residual);
-    grads[0] = with_last_size(sum, grad_output, weight.size(1));
+    grad_input = with_last_size(sum, grad_output, weight.size(1));
   }
-  for (Tensor& result : grads) {
-    if (!result.defined()) result = empty_cpu({0}, grad_output.scalar_type());
+  for (Tensor* const result : {&grad_input, &grad_weight}) {
+    if (!result->defined()) *result = empty_cpu({0}, grad_output.scalar_type());
   }
-  return grads;
+  return {std::move(grad_input), std::move(grad_weight)};
 }
 
-Tensors linear_backward_unfused(const Tensor& grad_output, const Tensor& input,
-                                const Tensor& weight) {
-  Tensors results(2);
-  if (weight.defined()) results[0] = at::matmul(grad_output, weight);
-  if (input.defined()) results[1] = as_matrix(grad_output).t().mm(as_matrix(input));
-  return results;
+LinearBackward linear_backward_unfused(const Tensor& grad_output, const Tensor& input,
+                                       const Tensor& weight) {
+  return {weight.defined() ? at::matmul(grad_output, weight) : Tensor(),
+          input.defined() ? as_matrix(grad_output).t().mm(as_matrix(input)) : Tensor()};
 }
 
 }  // namespace transformer_ops

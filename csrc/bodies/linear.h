@@ -1,16 +1,20 @@
 // Products and their checks, shared by BasicLinear and the fused ops that contain one.
 #pragma once
 
+#include <array>
+#include <optional>
+#include <tuple>
+
 #include "fuser/rule.h"
 #include "op/typed_op.h"
 
 namespace transformer_ops {
 
-// The result of arguments (input, weight, ...). Raises where they do not fit.
-TensorSpec linear_output(const Args& args);
+// Raises where the two do not fit.
+TensorSpec linear_output(const Checks& check, const Tensor& input, const Tensor& weight);
 
 // The bias of a fused Linear + Bias: one number an output feature, in the output's dtype.
-void check_linear_bias(const Args& args, const Tensor& bias, const TensorSpec& output);
+void check_linear_bias(const Checks& check, const Tensor& bias, const TensorSpec& output);
 
 // A factor as ATen multiplies tensors of that dtype by it: what float32 does not hold is infinite.
 // A product takes none that its dtype does not hold.
@@ -19,14 +23,20 @@ double factor_of(at::ScalarType dtype, double scale);
 // Why a rule whose pattern starts with BasicLinear + Bias does not fire, or none.
 std::optional<std::string> different_linear_dtypes(const Match& match);
 
-// (grad_input, grad_weight) for a bool[2] mask; a masked result is empty. `input` and `weight` may
-// be absent, or anything, where the mask does not ask for what they serve.
-TensorSpecs linear_backward_outputs(const Args& args, size_t grad_output, size_t input,
-                                    size_t weight, size_t mask, const char* input_name = "input");
+// Which of (grad_input, grad_weight) are wanted.
+using LinearMask = std::array<bool, 2>;
 
-// The same of (grad_output, input, weight, ...), where both are wanted; `factor`: what the product
-// is of, the input or what an op makes of it.
-TensorSpecs linear_backward_outputs(const Args& args, const TensorSpec& factor);
+// (grad_input, grad_weight); one that is not wanted is empty. `input` and `weight` may be absent,
+// or anything, where the mask does not ask for what they serve.
+TensorSpecs linear_backward_outputs(const Checks& check, const Tensor& grad_output,
+                                    const Tensor* input, const Tensor* weight, LinearMask wanted,
+                                    const char* input_name = "input");
+
+// The same where both are wanted; `factor`: what the product is of, the input or what an op makes
+// of it.
+TensorSpecs linear_backward_outputs(const Checks& check, const Tensor& grad_output,
+                                    const Tensor& input, const Tensor& weight,
+                                    const TensorSpec& factor);
 
 // All leading dimensions as one; there is at least one dimension.
 Tensor as_matrix(const Tensor& tensor);
@@ -50,12 +60,19 @@ struct LinearGradients {
   MainGrad main_grad = {};
 };
 
-// An undefined input or weight gives an empty gradient for the other. The weight's may be
-// main_grad. The input's memory is given back before the gradient for it is made, if nobody else
-// holds it.
-Tensors linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
-                            const LinearGradients& fused = {});
-Tensors linear_backward_unfused(const Tensor& grad_output, const Tensor& input,
-                                const Tensor& weight);
+// What linear_backward_* multiply: undefined where nobody wants the gradient that it serves.
+inline Tensor factor(bool wanted, const Tensor* tensor) { return wanted ? *tensor : Tensor(); }
+inline Tensor factor(bool wanted, std::optional<Tensor> tensor) {
+  return wanted ? *std::move(tensor) : Tensor();
+}
+
+// (grad_input, grad_weight). An undefined input or weight gives an empty gradient for the other.
+// The weight's may be main_grad. The input's memory is given back before the gradient for it is
+// made, if nobody else holds it.
+using LinearBackward = std::tuple<Tensor, Tensor>;
+LinearBackward linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
+                                   const LinearGradients& fused = {});
+LinearBackward linear_backward_unfused(const Tensor& grad_output, const Tensor& input,
+                                       const Tensor& weight);
 
 }  // namespace transformer_ops

@@ -241,34 +241,34 @@ Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& 
   return result;
 }
 
-Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
-                             const LinearGradients& fused) {
+LinearBackward linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
+                                    const LinearGradients& fused) {
   const Factor grad(grad_output);
   const auto dtype = grad_output.scalar_type();
-  Tensors grads(2, Tensor());
+  Tensor grad_input, grad_weight;
   if (input.defined()) {
     const MainGrad& main_grad = fused.main_grad;
-    grads[1] = main_grad.buffer.defined()
-                   ? main_grad.buffer
-                   : empty({grad.cols(), input.size(-1)}, dtype, grad_output.device());
-    linear_weight_gradient_cuda(grad_output, input, grads[1],
+    grad_weight = main_grad.buffer.defined()
+                      ? main_grad.buffer
+                      : empty({grad.cols(), input.size(-1)}, dtype, grad_output.device());
+    linear_weight_gradient_cuda(grad_output, input, grad_weight,
                                 {.adds = main_grad.adds, .scale = fused.scale});
     input.reset();
   }
   if (weight.defined()) {
     const Factor w(weight);
     const Tensor& start = fused.residual;
-    grads[0] = empty_rows(grad_output, w.cols(), start.defined() ? start.scalar_type() : dtype);
-    product(grad, w, grads[0], fused.scale, start);
+    grad_input = empty_rows(grad_output, w.cols(), start.defined() ? start.scalar_type() : dtype);
+    product(grad, w, grad_input, fused.scale, start);
   }
-  for (Tensor& result : grads) {
-    if (!result.defined()) result = empty({0}, dtype, grad_output.device());
+  for (Tensor* const result : {&grad_input, &grad_weight}) {
+    if (!result->defined()) *result = empty({0}, dtype, grad_output.device());
   }
-  return grads;
+  return {std::move(grad_input), std::move(grad_weight)};
 }
 
 Tensor linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight) {
-  return linear_backward_cuda(grad_output, {}, weight)[0];
+  return std::get<0>(linear_backward_cuda(grad_output, {}, weight));
 }
 
 void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,

@@ -22,8 +22,8 @@ Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& 
                        const Tensor& extra, double scale = 1.0);
 
 // As linear_backward_cpu. With a float32 residual the gradient of a 16-bit input is float32 too.
-Tensors linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
-                             const LinearGradients& fused = {});
+LinearBackward linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
+                                    const LinearGradients& fused = {});
 
 // Its two halves: grad_output W, and scale grad_output^T input into `grad_weight` of any dtype.
 struct WeightGradient {

@@ -41,12 +41,12 @@ std::optional<std::string> why_not_recomputed(const Match& match, int k) {
   return std::nullopt;
 }
 
-void linear_recomputed_cpu(const Args& args, Tensors& results, int64_t unit,
+void linear_recomputed_cpu(const Call& call, const Tensor& grad_output, const Tensor& weight,
+                           const Tensor& grad_weight, int64_t before, int64_t unit,
                            c10::function_ref<void(const Tensor& buffer, int64_t first)> pass) {
-  const Tensor& weight = args.tensor(2);
-  const Tensor grad = as_matrix(args.tensor(0));
+  const Tensor grad = as_matrix(grad_output);
   const int64_t rows = grad.size(0);
-  const int64_t width = slice_width(rows, weight, results[0].size(-1), unit);
+  const int64_t width = slice_width(rows, weight, before, unit);
   for (int64_t first = 0; first < weight.size(1); first += width) {
     const int64_t count = std::min(width, weight.size(1) - first);
     Tensor buffer = empty_cpu({rows, count}, grad.scalar_type());
@@ -56,19 +56,18 @@ void linear_recomputed_cpu(const Args& args, Tensors& results, int64_t unit,
     const int64_t part = grad.scalar_type() == at::kBFloat16 ? 1024 : count;
     for (int64_t column = 0; column < count; column += part) {
       const int64_t columns = std::min(part, count - column);
-      product_cpu(results[1].narrow(1, first + column, columns), transposed(grad),
-                  buffer.narrow(1, column, columns), args.main_grad().adds);
+      product_cpu(grad_weight.narrow(1, first + column, columns), transposed(grad),
+                  buffer.narrow(1, column, columns), call.main_grad().adds);
     }
   }
 }
 
-Tensors linear_recomputed_unfused(const Args& args,
-                                  const std::function<Tensor(const Tensor&)>& function) {
-  const auto value = [&](const Args& input) { return Tensors{function(input.tensor(0))}; };
-  const Tensor grad_y = at::matmul(args.tensor(0), args.tensor(2));
-  const Tensor grad_x = differentiate(value, args.op(), {args[1]}, grad_y)[0];
-  const Tensor y = function(args.tensor(1));
-  return {grad_x, as_matrix(args.tensor(0)).t().mm(as_matrix(y))};
+std::tuple<Tensor, Tensor> linear_recomputed_unfused(
+    const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+    c10::function_ref<Tensor(const Tensor&)> function) {
+  const Tensor grad_y = at::matmul(grad_output, weight);
+  const auto [grad_input] = gradients(function, grad_y, input);
+  return {grad_input, as_matrix(grad_output).t().mm(as_matrix(function(input)))};
 }
 
 }  // namespace transformer_ops

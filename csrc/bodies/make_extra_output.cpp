@@ -8,12 +8,12 @@ std::optional<std::string> no_extra_gradient(const Match& match) {
   return std::nullopt;
 }
 
-TensorSpec with_extra_gradient(const Args& args, const TensorSpec& grad_input,
+TensorSpec with_extra_gradient(const Checks& check, const TensorSpec& grad_input,
                                const Tensor& grad_extra_output, bool wanted) {
-  TORCH_CHECK(wanted, "[", args.op(), "] output_mask must ask for grad_input, got false");
-  check_compute_dtype(args, "grad_extra_output", grad_extra_output);
+  TORCH_CHECK(wanted, "[", check.op(), "] output_mask must ask for grad_input, got false");
+  check.compute_dtype("grad_extra_output", grad_extra_output);
   const auto dtype = c10::promoteTypes(grad_input.dtype, grad_extra_output.scalar_type());
-  check_spec(args, "grad_extra_output", grad_extra_output,
+  check.spec("grad_extra_output", grad_extra_output,
              {grad_input.sizes, grad_extra_output.scalar_type()});
   return {grad_input.sizes, dtype};
 }

@@ -11,7 +11,7 @@ std::optional<std::string> no_extra_gradient(const Match& match);
 
 // The sum of a gradient like `grad_input` and of the extra output's, in the wider of their dtypes.
 // Raises where they do not fit, and where nobody wants the sum.
-TensorSpec with_extra_gradient(const Args& args, const TensorSpec& grad_input,
+TensorSpec with_extra_gradient(const Checks& check, const TensorSpec& grad_input,
                                const Tensor& grad_extra_output, bool wanted);
 
 // How a kernel for a norm of `input` adds the extra output's gradient on the way to `sum`.

@@ -202,10 +202,10 @@ Tensor bytes_of(const Tensor& tensor) { return tensor.reshape({1}).view(at::kByt
 
 }  // namespace
 
-const Format& format_of(const Args& args, size_t i) {
-  const Format* const found = kernel::find_format(args.text(i));
-  TORCH_CHECK(found != nullptr, "[", args.op(), "] format must be one of ", names(), ", got '",
-              args.text(i), "'");
+const Format& format_of(const Checks& check, std::string_view name) {
+  const Format* const found = kernel::find_format(name);
+  TORCH_CHECK(found != nullptr, "[", check.op(), "] format must be one of ", names(), ", got '",
+              name, "'");
   return *found;
 }
 
@@ -231,7 +231,7 @@ TensorSpec scale_spec(const Format& format, c10::SymIntArrayRef sizes) {
   return spec;
 }
 
-Tensors quantize_unfused(const Format& format, const Tensor& input) {
+std::tuple<Tensor, Tensor> quantize_unfused(const Format& format, const Tensor& input) {
   const auto sizes = input.sym_sizes();
   const TensorSpec codes = codes_spec(format, sizes), scale = scale_spec(format, sizes);
   const Blocks blocks(format, sizes);

@@ -7,8 +7,8 @@
 
 namespace transformer_ops {
 
-// That argument i names; raises where it names none.
-const kernel::Format& format_of(const Args& args, size_t i);
+// Raises where there is none of that name.
+const kernel::Format& format_of(const Checks& check, std::string_view name);
 
 // Of a tensor of these sizes. Codes of 4 bits are two a byte: the last dimension is halved and
 // rounded up. There is a scale for each block of a row, or of several of the rows that the leading
@@ -34,7 +34,8 @@ inline uint8_t* tensor_scale_of(const kernel::Format& format, const Tensor& scal
   return static_cast<uint8_t*>(scale.mutable_data_ptr()) + scale.nbytes() - sizeof(float);
 }
 
-Tensors quantize_unfused(const kernel::Format& format, const Tensor& input);
+// (codes, scale)
+std::tuple<Tensor, Tensor> quantize_unfused(const kernel::Format& format, const Tensor& input);
 Tensor dequantize_unfused(const kernel::Format& format, const Tensor& codes, const Tensor& scale,
                           c10::SymIntArrayRef sizes, at::ScalarType dtype);
 

@@ -10,55 +10,56 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs shape(const Args& args) {
-  const Tensor& grad = args.tensor(0);
-  const Tensor& kept = args.tensor(1);
-  check_compute_dtype(args, "grad_output", grad);
-  check_has_rows(args, "grad_output", grad);
-  const bool is_mask = activation_of(args, 2).keeps_mask;
-  check_spec(args, "kept", kept, is_mask ? bit_mask(grad) : like(grad));
-  return {like(grad), bias_gradient(grad)};
+TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& kept,
+                  std::string_view activation) {
+  check.compute_dtype("grad_output", grad_output);
+  check.has_rows("grad_output", grad_output);
+  const bool is_mask = activation_of(check, activation).keeps_mask;
+  check.spec("kept", kept, is_mask ? bit_mask(grad_output) : like(grad_output));
+  return {like(grad_output), bias_gradient(grad_output)};
 }
 
-void backward_cpu(const Args& args, Tensors& results) {
-  const ActivationRow& row = activation_of(args, 2);
-  const cpu::Rows grad{args.tensor(0), args.tensor(0).size(-1)};
-  const cpu::Rows kept{args.tensor(1), grad.width}, grad_x{results[0], grad.width};
-  const auto dtype = cpu::kernel_dtype(grad.tensor);
-  cpu::sum_rows(grad.count(), grad.width, grad.tensor, std::span(results).subspan(1),
+void backward_cpu(const Checks& check, const Tensor& grad_output, const Tensor& kept,
+                  std::string_view activation, Tensor& grad_input, Tensor& grad_bias) {
+  const ActivationRow& row = activation_of(check, activation);
+  const cpu::Rows grad{grad_output, grad_output.size(-1)};
+  const cpu::Rows saved{kept, grad.width}, grad_x{grad_input, grad.width};
+  const auto dtype = cpu::kernel_dtype(grad_output);
+  cpu::sum_rows(grad.count(), grad.width, grad_output, {&grad_bias, 1},
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
                   if (!row.keeps_mask) {
                     cpu::activation_bias_backward(row.activation, dtype, grad.read(begin),
-                                                  kept.read(begin), grad_x.write(begin), sums[0],
+                                                  saved.read(begin), grad_x.write(begin), sums[0],
                                                   end - begin, grad.width);
                     return;
                   }
-                  cpu::relu_bias_backward(dtype, grad.read(begin),
-                                          kept.tensor.const_data_ptr<uint8_t>(), begin * grad.width,
-                                          grad_x.write(begin), sums[0], end - begin, grad.width);
+                  cpu::relu_bias_backward(dtype, grad.read(begin), kept.const_data_ptr<uint8_t>(),
+                                          begin * grad.width, grad_x.write(begin), sums[0],
+                                          end - begin, grad.width);
                 });
 }
 
-void backward_cuda(const Args& args, Tensors& results) {
-  const ActivationRow& row = activation_of(args, 2);
-  const Tensor &grad = args.tensor(0), &kept = args.tensor(1);
-  const cuda::ColumnSums sums(grad, results[1]);
-  const auto stream = cuda::stream_of(grad);
+void backward_cuda(const Checks& check, const Tensor& grad_output, const Tensor& kept,
+                   std::string_view activation, Tensor& grad_input, Tensor& grad_bias) {
+  const ActivationRow& row = activation_of(check, activation);
+  const cuda::ColumnSums sums(grad_output, grad_bias);
+  const auto stream = cuda::stream_of(grad_output);
+  const auto dtype = kernel_dtype(grad_output);
   if (row.keeps_mask) {
-    cuda::relu_bias_backward(stream, kernel_dtype(grad), cuda::read(grad),
-                             kept.const_data_ptr<uint8_t>(), cuda::write(results[0]), sums.kernel,
-                             sums.rows, sums.width);
+    cuda::relu_bias_backward(stream, dtype, cuda::read(grad_output), kept.const_data_ptr<uint8_t>(),
+                             cuda::write(grad_input), sums.kernel, sums.rows, sums.width);
   } else {
-    cuda::activation_bias_backward(stream, row.activation, kernel_dtype(grad), cuda::read(grad),
-                                   cuda::read(kept), cuda::write(results[0]), sums.kernel,
+    cuda::activation_bias_backward(stream, row.activation, dtype, cuda::read(grad_output),
+                                   cuda::read(kept), cuda::write(grad_input), sums.kernel,
                                    sums.rows, sums.width);
   }
 }
 
-Tensors backward_unfused(const Args& args) {
+std::tuple<Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
+                                            const Tensor& kept, std::string_view activation) {
   const Tensor grad =
-      activation_gradient_unfused(activation_of(args, 2), args.tensor(0), args.tensor(1));
-  return {grad, grad.sum_to_size_symint({grad.sym_size(-1)})};
+      activation_gradient_unfused(activation_of(check, activation), grad_output, kept);
+  return {grad, sum_of_rows(grad)};
 }
 
 Bindings bind(const Match& match) {
@@ -77,7 +78,7 @@ Bindings bind(const Match& match) {
     .backward = {.schema = "activation_bias_backward(Tensor grad_output, Tensor kept, "
                            "str activation) -> (Tensor grad_input, Tensor grad_bias)",
                  .shape = shape,
-                 .overwrites = {0, 1},
+                 .overwrites = {"grad_output", "kept"},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused},

@@ -9,85 +9,97 @@
 #include "op/op.h"
 
 #include <ATen/ops/linear.h>
-#include <ATen/ops/matmul.h>
 #include <ATen/ops/sqrt.h>
 
 namespace transformer_ops {
 namespace {
 
-// The activation that argument i names; raises where its gradient does not follow from its output.
-const ActivationRow& row_of(const Args& args, size_t i) {
-  const ActivationRow& row = activation_of(args, i);
+// Raises where its gradient does not follow from its output.
+const ActivationRow& row_of(const Checks& check, std::string_view name) {
+  const ActivationRow& row = activation_of(check, name);
   TORCH_CHECK(row.activation == cpu::Activation::ReLU || row.activation == cpu::Activation::SReLU,
-              "[", args.op(), "] activation must be relu or srelu, got '", row.name, "'");
+              "[", check.op(), "] activation must be relu or srelu, got '", row.name, "'");
   return row;
 }
 
-TensorSpecs forward_shape(const Args& args) {
-  row_of(args, 2);
-  return {linear_output(args), like(args.tensor(0))};
+TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& weight,
+                          std::string_view activation) {
+  row_of(check, activation);
+  return {linear_output(check, input, weight), like(input)};
 }
 
-void forward_cpu(const Args& args, Tensors& results) {
-  const Tensor& input = args.tensor(0);
-  Tensor activated = empty_cpu(input.sizes(), input.scalar_type());
-  activation_forward_cpu(row_of(args, 2), input, activated, {});
-  results = {linear_cpu(activated, args.tensor(1)), activated};
+std::tuple<Tensor, Tensor> forward_cpu(const Checks& check, const Tensor& input,
+                                       const Tensor& weight, std::string_view activation) {
+  const Tensor activated = empty_cpu(input.sizes(), input.scalar_type());
+  activation_forward_cpu(row_of(check, activation), input, activated, {});
+  return {linear_cpu(activated, weight), activated};
 }
 
-void forward_cuda(const Args& args, Tensors& results) {
-  const Tensor& input = args.tensor(0);
+std::tuple<Tensor, Tensor> forward_cuda(const Checks& check, const Tensor& input,
+                                        const Tensor& weight, std::string_view activation) {
   const Tensor activated = empty(input.sizes(), input.scalar_type(), input.device());
-  activation_forward_cuda(row_of(args, 2), input, activated, {});
-  results = {linear_cuda(activated, args.tensor(1)), activated};
+  activation_forward_cuda(row_of(check, activation), input, activated, {});
+  return {linear_cuda(activated, weight), activated};
 }
 
-Tensors forward_unfused(const Args& args) {
-  const Tensor activated = row_of(args, 2).unfused(args.tensor(0));
-  return {at::linear(activated, args.tensor(1)), activated};
+std::tuple<Tensor, Tensor> forward_unfused(const Checks& check, const Tensor& input,
+                                           const Tensor& weight, std::string_view activation) {
+  const Tensor activated = row_of(check, activation).unfused(input);
+  return {at::linear(activated, weight), activated};
 }
 
-TensorSpecs backward_shape(const Args& args) {
-  row_of(args, 3);
-  TensorSpecs specs = linear_backward_outputs(args, 0, 1, 2, 4, "activated");
-  if (args.flag(4, 0)) check_spec(args, "activated", args.tensor(1), specs[0]);
+TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& activated,
+                           const Tensor* weight, std::string_view activation, LinearMask wanted) {
+  row_of(check, activation);
+  TensorSpecs specs =
+      linear_backward_outputs(check, grad_output, &activated, weight, wanted, "activated");
+  const auto [wants_input, wants_weight] = wanted;
+  if (wants_input) check.spec("activated", activated, specs[0]);
   return specs;
 }
 
-void backward_cpu(const Args& args, Tensors& results) {
-  const Tensor& activated = args.tensor(1);
-  const Tensor weight = args.flag(4, 0) ? args.tensor(2) : Tensor();
-  results = linear_backward_cpu(args.tensor(0), args.flag(4, 1) ? activated : Tensor(), weight,
-                                {.main_grad = args.main_grad()});
-  if (!weight.defined()) return;
-  const ActivationRow& row = row_of(args, 3);
-  const cpu::Rows grad{results[0], 1}, y{activated, 1};
+LinearBackward backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& activated,
+                            const Tensor* weight, std::string_view activation, LinearMask wanted) {
+  const auto [wants_input, wants_weight] = wanted;
+  LinearBackward grads =
+      linear_backward_cpu(grad_output, factor(wants_weight, &activated),
+                          factor(wants_input, weight), {.main_grad = call.main_grad()});
+  if (!wants_input) return grads;
+  const ActivationRow& row = row_of(call, activation);
+  const cpu::Rows grad{std::get<0>(grads), 1}, y{activated, 1};
   cpu::parallel(grad.count(), 1, 1, [&](int64_t begin, int64_t end) {
     cpu::activation_backward_from_output(row.activation, cpu::kernel_dtype(activated),
                                          grad.read(begin), y.read(begin), grad.write(begin),
                                          end - begin);
   });
+  return grads;
 }
 
-void backward_cuda(const Args& args, Tensors& results) {
-  const Tensor& activated = args.tensor(1);
-  const Tensor weight = args.flag(4, 0) ? args.tensor(2) : Tensor();
-  results = linear_backward_cuda(args.tensor(0), args.flag(4, 1) ? activated : Tensor(), weight,
-                                 {.main_grad = args.main_grad()});
-  if (!weight.defined()) return;
+LinearBackward backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& activated,
+                             const Tensor* weight, std::string_view activation, LinearMask wanted) {
+  const auto [wants_input, wants_weight] = wanted;
+  LinearBackward grads =
+      linear_backward_cuda(grad_output, factor(wants_weight, &activated),
+                           factor(wants_input, weight), {.main_grad = call.main_grad()});
+  if (!wants_input) return grads;
+  const Tensor& grad = std::get<0>(grads);
   cuda::activation_backward_from_output(
-      cuda::stream_of(activated), row_of(args, 3).activation, kernel_dtype(activated),
-      cuda::read(results[0]), cuda::read(activated), cuda::write(results[0]), activated.numel());
+      cuda::stream_of(activated), row_of(call, activation).activation, kernel_dtype(activated),
+      cuda::read(grad), cuda::read(activated), cuda::write(grad), activated.numel());
+  return grads;
 }
 
-Tensors backward_unfused(const Args& args) {
-  const Tensor& y = args.tensor(1);
-  const bool squared = row_of(args, 3).activation == cpu::Activation::SReLU;
-  const Tensor slope = squared ? 2 * at::sqrt(y) : (y > 0).to(y.scalar_type());
-  Tensors results(2);
-  if (args.flag(4, 0)) results[0] = at::matmul(args.tensor(0), args.tensor(2)) * slope;
-  if (args.flag(4, 1)) results[1] = as_matrix(args.tensor(0)).t().mm(as_matrix(y));
-  return results;
+LinearBackward backward_unfused(const Checks& check, const Tensor& grad_output,
+                                const Tensor& activated, const Tensor* weight,
+                                std::string_view activation, LinearMask wanted) {
+  const auto [wants_input, wants_weight] = wanted;
+  auto [grad_input, grad_weight] = linear_backward_unfused(
+      grad_output, factor(wants_weight, &activated), factor(wants_input, weight));
+  if (!wants_input) return {grad_input, grad_weight};
+  const bool squared = row_of(check, activation).activation == cpu::Activation::SReLU;
+  const Tensor slope =
+      squared ? 2 * at::sqrt(activated) : (activated > 0).to(activated.scalar_type());
+  return {grad_input * slope, grad_weight};
 }
 
 std::optional<std::string> why_not(const Match& match) {
@@ -114,8 +126,7 @@ Bindings bind(const Match& match) {
                 .any_strides = {"weight"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
-                .unfused = forward_unfused,
-                .allocates = false},
+                .unfused = forward_unfused},
     .backward = {.schema = "activation_linear_backward(Tensor grad_output, Tensor activated, "
                            "Tensor? weight, str activation, bool[2] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
@@ -124,7 +135,6 @@ Bindings bind(const Match& match) {
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,
-                 .allocates = false,
                  .accumulates = true},
 });
 

@@ -4,31 +4,19 @@
 // Sum and norm in one pass over the rows, as between the blocks of a pre-norm transformer.
 #include "bodies/add_extra_input.h"
 #include "bodies/cpu.h"
-#include "bodies/cuda.h"
-#include "kernels/norm.h"
+#include "bodies/norm.h"
 #include "op/op.h"
 
 namespace transformer_ops {
 namespace {
 
-// (output, sum, statistics...) for arguments (input, extra_input, weight, ...).
-TensorSpecs shape(const Args& args, bool save_sum, int statistics) {
-  const Tensor& input = args.tensor(0);
-  const Tensor& weight = args.tensor(2);
-  check_compute_dtype(args, "input", input);
-  check_extra_input(args, args.tensor(1), like(input));
-  check_compute_dtype(args, "weight", weight);
-  check_trailing(args, "input", input, weight);
-  TensorSpecs specs = {like(input), save_sum ? like(input) : TensorSpec{{0}, input.scalar_type()}};
+// (output, sum, statistics...)
+TensorSpecs outputs(const Checks& check, const Tensor& input, const Tensor& extra_input,
+                    const Tensor& weight, bool save_sum, int statistics) {
+  check_extra_input(check, extra_input, like(input));
+  TensorSpecs specs = {like(input), save_sum ? like(input) : absent(input.scalar_type())};
   specs.resize(2 + statistics, row_statistics(input, weight.dim()));
   return specs;
-}
-
-// The norm's own meaning, of the sum; both take the arguments from weight on in the same order.
-Tensors unfused(const char* norm, const Args& args) {
-  std::vector<c10::IValue> values = {args.tensor(0) + args.tensor(1)};
-  values.insert(values.end(), args.values().begin() + 2, args.values().end() - 1);
-  return {find_typed_op(norm)->unfused(Args(args.op(), values))[0]};
 }
 
 // ---- LayerNorm
@@ -38,42 +26,44 @@ constexpr const char* kLayerNorm =
     "bool zero_centered_gamma, bool save_sum) -> (Tensor output, Tensor sum, Tensor mean, "
     "Tensor rstd)";
 
-TensorSpecs layer_norm_shape(const Args& args) {
-  check_compute_dtype(args, "bias", args.tensor(3));
-  check_same_sizes(args, "bias", args.tensor(3), args.tensor(2));
-  return shape(args, args.flag(6), 2);
+TensorSpecs layer_norm_shape(const Checks& check, const Tensor& input, const Tensor& extra_input,
+                             const Tensor& weight, const Tensor& bias, double, bool,
+                             bool save_sum) {
+  check_layer_norm(check, input, weight, bias);
+  return outputs(check, input, extra_input, weight, save_sum, 2);
 }
 
-void layer_norm_cpu(const Args& args, Tensors& results) {
-  const cpu::Rows x{args.tensor(0), args.tensor(2).numel()}, extra{args.tensor(1), x.width};
-  const cpu::Rows y{results[0], x.width}, sum{results[1], x.width};
-  const cpu::Rows mean{results[2], 1}, rstd{results[3], 1};
-  const Tensor gamma = cpu::to_accumulate(args.tensor(2), x.tensor, args.flag(5) ? 1.0 : 0.0);
-  const Tensor beta = cpu::to_accumulate(args.tensor(3), x.tensor);
+void layer_norm_cpu(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
+                    const Tensor& bias, double eps, bool zero_centered_gamma, bool save_sum,
+                    Tensor& output, Tensor& sum, Tensor& mean, Tensor& rstd) {
+  const cpu::Rows x{input, weight.numel()}, extra{extra_input, x.width};
+  const cpu::Rows y{output, x.width}, sums{sum, x.width}, means{mean, 1}, rstds{rstd, 1};
+  const Tensor gamma = cpu::to_accumulate(weight, input, gamma_offset(zero_centered_gamma));
+  const Tensor beta = cpu::to_accumulate(bias, input);
   // Rows without elements have statistics too.
-  cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::add_layer_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin), extra.read(begin),
-                                gamma.const_data_ptr(), beta.const_data_ptr(), args.number(4),
-                                args.flag(6) ? sum.write(begin) : nullptr, y.write(begin),
-                                mean.write(begin), rstd.write(begin), end - begin, x.width);
+  cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+    cpu::add_layer_norm_forward(cpu::kernel_dtype(input), x.read(begin), extra.read(begin),
+                                gamma.const_data_ptr(), beta.const_data_ptr(), eps,
+                                save_sum ? sums.write(begin) : nullptr, y.write(begin),
+                                means.write(begin), rstds.write(begin), end - begin, x.width);
   });
 }
 
-void layer_norm_cuda(const Args& args, Tensors& results) {
-  const Tensor &x = args.tensor(0), &weight = args.tensor(2);
-  cuda::norm_forward(cuda::stream_of(x), {.norm = cuda::Norm::LayerNorm,
-                                          .dtype = kernel_dtype(x),
-                                          .x = cuda::read(x),
-                                          .extra = cuda::read(args.tensor(1)),
-                                          .gamma = cuda::vector(weight, args.flag(5) ? 1.0 : 0.0),
-                                          .beta = cuda::vector(args.tensor(3)),
-                                          .eps = args.number(4),
-                                          .sum = args.flag(6) ? cuda::write(results[1]) : nullptr,
-                                          .y = cuda::write(results[0]),
-                                          .mean = cuda::write(results[2]),
-                                          .rstd = cuda::write(results[3]),
-                                          .rows = results[3].numel(),
-                                          .h = weight.numel()});
+void layer_norm_cuda(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
+                     const Tensor& bias, double eps, bool zero_centered_gamma, bool save_sum,
+                     Tensor& output, Tensor& sum, Tensor& mean, Tensor& rstd) {
+  auto norm =
+      cuda::norm_of(cuda::Norm::LayerNorm, input, weight, eps, zero_centered_gamma, output, rstd);
+  norm.beta = cuda::vector(bias);
+  norm.mean = cuda::write(mean);
+  norm.extra = cuda::read(extra_input);
+  norm.sum = save_sum ? cuda::write(sum) : nullptr;
+  cuda::norm_forward(cuda::stream_of(input), norm);
+}
+
+Tensor add_layer_norm_unfused(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
+                              const Tensor& bias, double eps, bool zero_centered_gamma, bool) {
+  return layer_norm_unfused(input + extra_input, weight, bias, eps, zero_centered_gamma);
 }
 
 // ---- RMSNorm
@@ -82,34 +72,39 @@ constexpr const char* kRMSNorm =
     "add_rms_norm(Tensor input, Tensor extra_input, Tensor weight, float eps, "
     "bool zero_centered_gamma, bool save_sum) -> (Tensor output, Tensor sum, Tensor rstd)";
 
-TensorSpecs rms_norm_shape(const Args& args) { return shape(args, args.flag(5), 1); }
+TensorSpecs rms_norm_shape(const Checks& check, const Tensor& input, const Tensor& extra_input,
+                           const Tensor& weight, double, bool, bool save_sum) {
+  check_norm(check, input, weight);
+  return outputs(check, input, extra_input, weight, save_sum, 1);
+}
 
-void rms_norm_cpu(const Args& args, Tensors& results) {
-  const cpu::Rows x{args.tensor(0), args.tensor(2).numel()}, extra{args.tensor(1), x.width};
-  const cpu::Rows y{results[0], x.width}, sum{results[1], x.width}, rstd{results[2], 1};
-  const Tensor gamma = cpu::to_accumulate(args.tensor(2), x.tensor, args.flag(4) ? 1.0 : 0.0);
+void rms_norm_cpu(const Tensor& input, const Tensor& extra_input, const Tensor& weight, double eps,
+                  bool zero_centered_gamma, bool save_sum, Tensor& output, Tensor& sum,
+                  Tensor& rstd) {
+  const cpu::Rows x{input, weight.numel()}, extra{extra_input, x.width};
+  const cpu::Rows y{output, x.width}, sums{sum, x.width}, rstds{rstd, 1};
+  const Tensor gamma = cpu::to_accumulate(weight, input, gamma_offset(zero_centered_gamma));
   // Rows without elements have statistics too.
-  cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::add_rms_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin), extra.read(begin),
-                              gamma.const_data_ptr(), args.number(3),
-                              args.flag(5) ? sum.write(begin) : nullptr, y.write(begin),
-                              rstd.write(begin), end - begin, x.width);
+  cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+    cpu::add_rms_norm_forward(cpu::kernel_dtype(input), x.read(begin), extra.read(begin),
+                              gamma.const_data_ptr(), eps, save_sum ? sums.write(begin) : nullptr,
+                              y.write(begin), rstds.write(begin), end - begin, x.width);
   });
 }
 
-void rms_norm_cuda(const Args& args, Tensors& results) {
-  const Tensor &x = args.tensor(0), &weight = args.tensor(2);
-  cuda::norm_forward(cuda::stream_of(x), {.norm = cuda::Norm::RMSNorm,
-                                          .dtype = kernel_dtype(x),
-                                          .x = cuda::read(x),
-                                          .extra = cuda::read(args.tensor(1)),
-                                          .gamma = cuda::vector(weight, args.flag(4) ? 1.0 : 0.0),
-                                          .eps = args.number(3),
-                                          .sum = args.flag(5) ? cuda::write(results[1]) : nullptr,
-                                          .y = cuda::write(results[0]),
-                                          .rstd = cuda::write(results[2]),
-                                          .rows = results[2].numel(),
-                                          .h = weight.numel()});
+void rms_norm_cuda(const Tensor& input, const Tensor& extra_input, const Tensor& weight, double eps,
+                   bool zero_centered_gamma, bool save_sum, Tensor& output, Tensor& sum,
+                   Tensor& rstd) {
+  auto norm =
+      cuda::norm_of(cuda::Norm::RMSNorm, input, weight, eps, zero_centered_gamma, output, rstd);
+  norm.extra = cuda::read(extra_input);
+  norm.sum = save_sum ? cuda::write(sum) : nullptr;
+  cuda::norm_forward(cuda::stream_of(input), norm);
+}
+
+Tensor add_rms_norm_unfused(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
+                            double eps, bool zero_centered_gamma, bool) {
+  return rms_norm_unfused(input + extra_input, weight, eps, zero_centered_gamma);
 }
 
 // ---- rules
@@ -145,21 +140,20 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp op)
        .forward = std::move(op)});
 }
 
-[[maybe_unused]] const bool registered =
-    register_norm("add_layer_norm", "LayerNorm",
-                  {.schema = kLayerNorm,
-                   .shape = layer_norm_shape,
-                   .overwrites = {0, 1},
-                   .cpu = layer_norm_cpu,
-                   .cuda = layer_norm_cuda,
-                   .unfused = [](const Args& args) { return unfused("layer_norm", args); }}) &&
-    register_norm("add_rms_norm", "RMSNorm",
-                  {.schema = kRMSNorm,
-                   .shape = rms_norm_shape,
-                   .overwrites = {0, 1},
-                   .cpu = rms_norm_cpu,
-                   .cuda = rms_norm_cuda,
-                   .unfused = [](const Args& args) { return unfused("rms_norm", args); }});
+[[maybe_unused]] const bool registered = register_norm("add_layer_norm", "LayerNorm",
+                                                       {.schema = kLayerNorm,
+                                                        .shape = layer_norm_shape,
+                                                        .overwrites = {"input", "extra_input"},
+                                                        .cpu = layer_norm_cpu,
+                                                        .cuda = layer_norm_cuda,
+                                                        .unfused = add_layer_norm_unfused}) &&
+                                         register_norm("add_rms_norm", "RMSNorm",
+                                                       {.schema = kRMSNorm,
+                                                        .shape = rms_norm_shape,
+                                                        .overwrites = {"input", "extra_input"},
+                                                        .cpu = rms_norm_cpu,
+                                                        .cuda = rms_norm_cuda,
+                                                        .unfused = add_rms_norm_unfused});
 
 }  // namespace
 }  // namespace transformer_ops

@@ -3,6 +3,7 @@
 #include <ATen/ops/dropout.h>
 
 #include "bodies/add_extra_input.h"
+#include "bodies/bias.h"
 #include "bodies/cpu.h"
 #include "bodies/cuda.h"
 #include "bodies/dropout.h"
@@ -13,52 +14,48 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs shape(const Args& args) {
-  const Tensor& input = args.tensor(0);
-  const Tensor& bias = args.tensor(1);
-  check_compute_dtype(args, "input", input);
-  check_compute_dtype(args, "bias", bias);
-  TORCH_CHECK(bias.dim() == 1, "[", args.op(), "] bias must have 1 dimension, got shape ",
-              bias.sym_sizes());
-  check_trailing(args, "input", input, bias);
+TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& bias,
+                  const Tensor& extra_input, double p, bool save_mask) {
+  check.compute_dtype("input", input);
+  check_bias(check, input, bias);
   TensorSpec sum = like(input);
-  if (args.tensor(2).scalar_type() == accumulate_dtype(sum.dtype)) {
+  if (extra_input.scalar_type() == accumulate_dtype(sum.dtype)) {
     sum.dtype = accumulate_dtype(sum.dtype);
   }
-  check_extra_input(args, args.tensor(2), sum);
-  check_probability(args, args.number(3));
-  return {sum, args.flag(4) ? bit_mask(input) : TensorSpec{{0}, at::kByte}};
+  check_extra_input(check, extra_input, sum);
+  check_probability(check, p);
+  return {sum, save_mask ? bit_mask(input) : absent(at::kByte)};
 }
 
-void forward_cpu(const Args& args, Tensors& results) {
-  const cpu::Rows x{args.tensor(0), 1}, extra{args.tensor(2), 1}, y{results[0], 1};
-  const Tensor bias = cpu::to_accumulate(args.tensor(1), x.tensor);
-  const double p = args.number(3);
+void forward_cpu(const Tensor& input, const Tensor& bias, const Tensor& extra_input, double p,
+                 bool save_mask, Tensor& output, Tensor& mask) {
+  const cpu::Rows x{input, 1}, extra{extra_input, 1}, y{output, 1};
+  const Tensor added = cpu::to_accumulate(bias, input);
   const uint64_t seed = draw_seed(p);
-  uint8_t* mask = args.flag(4) ? results[1].mutable_data_ptr<uint8_t>() : nullptr;
+  uint8_t* const bits = save_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr;
   cpu::parallel(x.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-    cpu::bias_dropout_add(cpu::kernel_dtype(x.tensor), cpu::kernel_dtype(y.tensor), x.read(begin),
-                          bias.const_data_ptr(), extra.read(begin), y.write(begin),
-                          mask == nullptr ? nullptr : mask + begin / 8, seed, p, begin, end - begin,
-                          bias.numel());
+    cpu::bias_dropout_add(cpu::kernel_dtype(input), cpu::kernel_dtype(output), x.read(begin),
+                          added.const_data_ptr(), extra.read(begin), y.write(begin),
+                          bits == nullptr ? nullptr : bits + begin / 8, seed, p, begin, end - begin,
+                          added.numel());
   });
 }
 
-void forward_cuda(const Args& args, Tensors& results) {
-  const Tensor &x = args.tensor(0), &bias = args.tensor(1);
-  const double p = args.number(3);
-  uint8_t* mask = args.flag(4) ? results[1].mutable_data_ptr<uint8_t>() : nullptr;
-  cuda::bias_dropout_add(cuda::stream_of(x), kernel_dtype(x), kernel_dtype(results[0]),
-                         cuda::read(x), cuda::vector(bias), cuda::read(args.tensor(2)),
-                         cuda::write(results[0]), mask, draw_philox(x.device(), p), p,
-                         cuda::rows_of(x), x.size(-1));
+void forward_cuda(const Tensor& input, const Tensor& bias, const Tensor& extra_input, double p,
+                  bool save_mask, Tensor& output, Tensor& mask) {
+  uint8_t* const bits = save_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr;
+  cuda::bias_dropout_add(cuda::stream_of(input), kernel_dtype(input), kernel_dtype(output),
+                         cuda::read(input), cuda::vector(bias), cuda::read(extra_input),
+                         cuda::write(output), bits, draw_philox(input.device(), p), p,
+                         cuda::rows_of(input), input.size(-1));
 }
 
-Tensors forward_unfused(const Args& args) {
-  const Tensor x = to_accumulate(args.tensor(0));
-  const Tensor sum = x + args.tensor(1).to(x.scalar_type());
-  const Tensor y = at::dropout(sum, args.number(3), /*train=*/true) + args.tensor(2);
-  return {y.to(args.tensor(2).scalar_type())};
+Tensor forward_unfused(const Tensor& input, const Tensor& bias, const Tensor& extra_input, double p,
+                       bool) {
+  const Tensor x = to_accumulate(input);
+  const Tensor sum = x + bias.to(x.scalar_type());
+  const Tensor y = at::dropout(sum, p, /*train=*/true) + extra_input;
+  return y.to(extra_input.scalar_type());
 }
 
 // A float32 residual stays float32, as under autocast. A product takes none such, so that the pass
@@ -88,7 +85,7 @@ TypedOp typed_op() {
               "bias_dropout_add(Tensor input, Tensor bias, Tensor extra_input, float p, "
               "bool save_mask) -> (Tensor output, Tensor mask)",
           .shape = shape,
-          .overwrites = {0, 2},
+          .overwrites = {"input", "extra_input"},
           .cpu = forward_cpu,
           .cuda = forward_cuda,
           .unfused = forward_unfused,

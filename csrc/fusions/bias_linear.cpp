@@ -9,40 +9,43 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs shape(const Args& args) {
-  check_has_rows(args, "input", args.tensor(1));
-  TensorSpecs specs = linear_backward_outputs(args, like(args.tensor(1)));
-  specs.push_back(bias_gradient(args.tensor(0)));
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+
+TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                  const Tensor& weight) {
+  check.has_rows("input", input);
+  TensorSpecs specs = linear_backward_outputs(check, grad_output, input, weight, like(input));
+  specs.push_back(bias_gradient(grad_output));
   return specs;
 }
 
-void backward_cpu(const Args& args, Tensors& results) {
-  const Tensor& grad = args.tensor(0);
-  Tensor grad_bias = empty_cpu({grad.size(-1)}, grad.scalar_type());
-  sum_columns_cpu(grad, grad_bias);
-  results =
-      linear_backward_cpu(grad, args.take(1), args.tensor(2), {.main_grad = args.main_grad()});
-  results.push_back(grad_bias);
+Gradients backward_cpu(const Call& call, const Tensor& grad_output, Tensor input,
+                       const Tensor& weight) {
+  Tensor grad_bias = empty_cpu({grad_output.size(-1)}, grad_output.scalar_type());
+  sum_columns_cpu(grad_output, grad_bias);
+  auto [grad_input, grad_weight] =
+      linear_backward_cpu(grad_output, std::move(input), weight, {.main_grad = call.main_grad()});
+  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
 }
 
-void backward_cuda(const Args& args, Tensors& results) {
-  const Tensor &grad = args.tensor(0), &weight = args.tensor(2);
+Gradients backward_cuda(const Call& call, const Tensor& grad_output, Tensor input,
+                        const Tensor& weight) {
   const auto made = [&](at::IntArrayRef sizes) {
-    return empty(sizes, grad.scalar_type(), grad.device());
+    return empty(sizes, grad_output.scalar_type(), grad_output.device());
   };
-  const MainGrad& main_grad = args.main_grad();
-  results = {Tensor(), main_grad.buffer.defined() ? main_grad.buffer : made(weight.sizes()),
-             made(weight.size(0))};
-  linear_weight_gradient_cuda(grad, args.take(1), results[1],
-                              {.adds = main_grad.adds, .grad_bias = results[2]});
-  results[0] = linear_input_gradient_cuda(grad, weight);
+  const MainGrad& main_grad = call.main_grad();
+  Tensor grad_weight = main_grad.buffer.defined() ? main_grad.buffer : made(weight.sizes());
+  Tensor grad_bias = made(weight.size(0));
+  linear_weight_gradient_cuda(grad_output, input, grad_weight,
+                              {.adds = main_grad.adds, .grad_bias = grad_bias});
+  input.reset();
+  return {linear_input_gradient_cuda(grad_output, weight), std::move(grad_weight),
+          std::move(grad_bias)};
 }
 
-Tensors backward_unfused(const Args& args) {
-  const Tensor& grad = args.tensor(0);
-  Tensors grads = linear_backward_unfused(grad, args.tensor(1), args.tensor(2));
-  grads.push_back(grad.sum_to_size_symint({grad.sym_size(-1)}));
-  return grads;
+Gradients backward_unfused(const Tensor& grad_output, const Tensor& input, const Tensor& weight) {
+  const auto [grad_input, grad_weight] = linear_backward_unfused(grad_output, input, weight);
+  return {grad_input, grad_weight, sum_of_rows(grad_output)};
 }
 
 std::optional<std::string> why_not(const Match& match) {
@@ -66,7 +69,6 @@ std::optional<std::string> why_not(const Match& match) {
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,
-                 .allocates = false,
                  .accumulates = true},
 });
 

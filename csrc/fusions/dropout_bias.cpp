@@ -1,7 +1,5 @@
 // backward:  g ─► Dropout' ─► g_bias ─► Bias' ─► g      mask and sum in one pass over the rows
 //                                └─► sum over rows: grad_bias
-#include <ATen/ops/sum.h>
-
 #include "bodies/bias.h"
 #include "bodies/column_sums.h"
 #include "bodies/cpu.h"
@@ -12,37 +10,38 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs shape(const Args& args) {
-  const Tensor& grad = args.tensor(0);
-  check_compute_dtype(args, "grad_output", grad);
-  check_has_rows(args, "grad_output", grad);
-  check_spec(args, "mask", args.tensor(1), bit_mask(grad));
-  check_probability(args, args.number(2));
-  return {like(grad), bias_gradient(grad)};
+TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& mask, double p) {
+  check.compute_dtype("grad_output", grad_output);
+  check.has_rows("grad_output", grad_output);
+  check.spec("mask", mask, bit_mask(grad_output));
+  check_probability(check, p);
+  return {like(grad_output), bias_gradient(grad_output)};
 }
 
-void backward_cpu(const Args& args, Tensors& results) {
-  const cpu::Rows grad{args.tensor(0), args.tensor(0).size(-1)}, grad_x{results[0], grad.width};
-  const auto* mask = args.tensor(1).const_data_ptr<uint8_t>();
-  cpu::sum_rows(grad.count(), grad.width, grad.tensor, std::span(results).subspan(1),
+void backward_cpu(const Tensor& grad_output, const Tensor& mask, double p, Tensor& grad_input,
+                  Tensor& grad_bias) {
+  const cpu::Rows grad{grad_output, grad_output.size(-1)}, grad_x{grad_input, grad.width};
+  const auto* const bits = mask.const_data_ptr<uint8_t>();
+  cpu::sum_rows(grad.count(), grad.width, grad_output, {&grad_bias, 1},
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::dropout_bias_backward(cpu::kernel_dtype(grad.tensor), grad.read(begin), mask,
-                                             begin * grad.width, args.number(2),
-                                             grad_x.write(begin), sums[0], end - begin, grad.width);
+                  cpu::dropout_bias_backward(cpu::kernel_dtype(grad_output), grad.read(begin), bits,
+                                             begin * grad.width, p, grad_x.write(begin), sums[0],
+                                             end - begin, grad.width);
                 });
 }
 
-void backward_cuda(const Args& args, Tensors& results) {
-  const Tensor& grad = args.tensor(0);
-  const cuda::ColumnSums sums(grad, results[1]);
-  cuda::dropout_bias_backward(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
-                              args.tensor(1).const_data_ptr<uint8_t>(), args.number(2),
-                              cuda::write(results[0]), sums.kernel, sums.rows, sums.width);
+void backward_cuda(const Tensor& grad_output, const Tensor& mask, double p, Tensor& grad_input,
+                   Tensor& grad_bias) {
+  const cuda::ColumnSums sums(grad_output, grad_bias);
+  cuda::dropout_bias_backward(cuda::stream_of(grad_output), kernel_dtype(grad_output),
+                              cuda::read(grad_output), mask.const_data_ptr<uint8_t>(), p,
+                              cuda::write(grad_input), sums.kernel, sums.rows, sums.width);
 }
 
-Tensors backward_unfused(const Args& args) {
-  const Tensor grad = find_typed_op("dropout_backward")->unfused(args)[0];
-  return {grad, grad.sum_to_size_symint({grad.sym_size(-1)})};
+std::tuple<Tensor, Tensor> backward_unfused(const Tensor& grad_output, const Tensor& mask,
+                                            double p) {
+  const Tensor grad = dropout_unfused(grad_output, mask, p);
+  return {grad, sum_of_rows(grad)};
 }
 
 std::optional<std::string> why_not(const Match& match) {
@@ -59,7 +58,7 @@ std::optional<std::string> why_not(const Match& match) {
     .backward = {.schema = "dropout_bias_backward(Tensor grad_output, Tensor mask, float p) -> "
                            "(Tensor grad_input, Tensor grad_bias)",
                  .shape = shape,
-                 .overwrites = {0},
+                 .overwrites = {"grad_output"},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused},

@@ -10,40 +10,42 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs shape(const Args& args) {
-  const Tensor& input = args.tensor(1);
-  check_compute_dtype(args, "input", input);
-  check_spec(args, "grad_output", args.tensor(0),
-             glu_output(args, "input", like(input), read_any_glu(args, 2)));
+TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                  const GluArguments& arguments) {
+  check.compute_dtype("input", input);
+  check.spec("grad_output", grad_output,
+             glu_output(check, "input", like(input), read_glu(check, arguments)));
   return {like(input), bias_gradient(input)};
 }
 
-void backward_cpu(const Args& args, Tensors& results) {
-  const cpu::Glu glu = read_any_glu(args, 2);
-  const cpu::Rows grad{args.tensor(0), args.tensor(0).size(-1)};
-  const cpu::Rows x{args.tensor(1), args.tensor(1).size(-1)}, grad_x{results[0], x.width};
-  cpu::sum_rows(x.count(), x.width, x.tensor, std::span(results).subspan(1),
+void backward_cpu(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                  const GluArguments& arguments, Tensor& grad_input, Tensor& grad_bias) {
+  const cpu::Glu glu = read_glu(check, arguments);
+  const cpu::Rows grad{grad_output, grad_output.size(-1)};
+  const cpu::Rows x{input, input.size(-1)}, grad_x{grad_input, x.width};
+  cpu::sum_rows(x.count(), x.width, input, {&grad_bias, 1},
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::glu_bias_backward(glu, cpu::kernel_dtype(x.tensor), grad.read(begin),
+                  cpu::glu_bias_backward(glu, cpu::kernel_dtype(input), grad.read(begin),
                                          x.read(begin), grad_x.write(begin), sums[0], end - begin,
                                          grad.width);
                 });
 }
 
-void backward_cuda(const Args& args, Tensors& results) {
-  const Tensor &grad = args.tensor(0), &x = args.tensor(1);
-  const cuda::ColumnSums sums(x, results[1]);
-  cuda::glu_bias_backward(cuda::stream_of(x), read_any_glu(args, 2), kernel_dtype(x),
-                          cuda::read(grad), cuda::read(x), cuda::write(results[0]), sums.kernel,
-                          sums.rows, grad.size(-1));
+void backward_cuda(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                   const GluArguments& arguments, Tensor& grad_input, Tensor& grad_bias) {
+  const cuda::ColumnSums sums(input, grad_bias);
+  cuda::glu_bias_backward(cuda::stream_of(input), read_glu(check, arguments), kernel_dtype(input),
+                          cuda::read(grad_output), cuda::read(input), cuda::write(grad_input),
+                          sums.kernel, sums.rows, grad_output.size(-1));
 }
 
-Tensors backward_unfused(const Args& args) {
-  const auto unfused = [&](const Args& input) {
-    return Tensors{glu_unfused(glu_of(args, 2), input.tensor(0), read_any_glu(args, 2))};
+std::tuple<Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
+                                            const Tensor& input, const GluArguments& arguments) {
+  const auto glu = [&](const Tensor& x) {
+    return glu_unfused(glu_of(check, arguments), x, read_glu(check, arguments));
   };
-  const Tensor grad = differentiate(unfused, args.op(), {args[1]}, args.tensor(0))[0];
-  return {grad, grad.sum_to_size_symint({grad.sym_size(-1)})};
+  const auto [grad_input] = gradients(glu, grad_output, input);
+  return {grad_input, sum_of_rows(grad_input)};
 }
 
 Bindings bind(const Match& match) { return bind_glu(match, 1); }
@@ -58,7 +60,7 @@ Bindings bind(const Match& match) { return bind_glu(match, 1); }
     .backward = {.schema = std::string("glu_bias_backward(Tensor grad_output, Tensor input, ") +
                            kGluArguments + ") -> (Tensor grad_input, Tensor grad_bias)",
                  .shape = shape,
-                 .overwrites = {1},
+                 .overwrites = {"input"},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused},

@@ -22,76 +22,81 @@ std::vector<std::string> activations_that_keep_input() {
   return kinds;
 }
 
-TensorSpecs shape(const Args& args) {
-  check_compute_dtype(args, "input", args.tensor(1));
-  check_has_rows(args, "input", args.tensor(1));
-  const ActivationRow& row = activation_of(args, 3);
-  TORCH_CHECK(!row.keeps_mask, "[", args.op(), "] activation must keep its input, got '", row.name,
+TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                  const Tensor& weight, std::string_view activation, bool with_bias) {
+  check.compute_dtype("input", input);
+  check.has_rows("input", input);
+  const ActivationRow& row = activation_of(check, activation);
+  TORCH_CHECK(!row.keeps_mask, "[", check.op(), "] activation must keep its input, got '", row.name,
               "'");
-  TensorSpecs specs = linear_backward_outputs(args, like(args.tensor(1)));
-  const TensorSpec bias = bias_gradient(args.tensor(1));
-  specs.push_back(args.flag(4) ? bias : TensorSpec{{0}, bias.dtype});
+  TensorSpecs specs = linear_backward_outputs(check, grad_output, input, weight, like(input));
+  specs.push_back(with_bias ? bias_gradient(input) : absent(input.scalar_type()));
   return specs;
 }
 
-void backward_cpu(const Args& args, Tensors& results) {
-  const Tensor& input = args.tensor(1);
-  const ActivationRow& row = activation_of(args, 3);
+void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& input,
+                  const Tensor& weight, std::string_view activation, bool with_bias,
+                  Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
+  const ActivationRow& row = activation_of(call, activation);
   const auto dtype = cpu::kernel_dtype(input);
   const int64_t stride = input.size(-1);
-  linear_recomputed_cpu(args, results, 64, [&](const Tensor& buffer, int64_t first) {
-    const cpu::Rows both{buffer, buffer.size(1)}, x{input, stride}, grad_x{results[0], stride};
+  const auto pass = [&](const Tensor& buffer, int64_t first) {
+    const cpu::Rows both{buffer, buffer.size(1)}, x{input, stride}, grad_x{grad_input, stride};
     const int64_t offset = first * input.element_size();
-    const auto pass = [&](int64_t begin, int64_t end, void* sums) {
+    const auto add_rows = [&](int64_t begin, int64_t end, void* sums) {
       cpu::activation_value_and_backward(row.activation, dtype, both.write(begin),
                                          static_cast<const char*>(x.read(begin)) + offset,
                                          static_cast<char*>(grad_x.write(begin)) + offset, sums,
                                          end - begin, both.width, stride);
     };
-    if (!args.flag(4)) {
+    if (!with_bias) {
       cpu::parallel(both.count(), both.width, 1,
-                    [&](int64_t begin, int64_t end) { pass(begin, end, nullptr); });
+                    [&](int64_t begin, int64_t end) { add_rows(begin, end, nullptr); });
       return;
     }
-    Tensor grad_bias[] = {results[2].narrow(0, first, both.width)};
-    cpu::sum_rows(both.count(), both.width, input, grad_bias,
+    Tensor columns[] = {grad_bias.narrow(0, first, both.width)};
+    cpu::sum_rows(both.count(), both.width, input, columns,
                   [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                    pass(begin, end, sums[0]);
+                    add_rows(begin, end, sums[0]);
                   });
-  });
+  };
+  linear_recomputed_cpu(call, grad_output, weight, grad_weight, stride, 64, pass);
 }
 
-void backward_cuda(const Args& args, Tensors& results) {
-  const Tensor &grad = args.tensor(0), &x = args.tensor(1), &weight = args.tensor(2);
-  const ActivationRow& row = activation_of(args, 3);
-  const Tensor grad_bias = args.flag(4) ? results[2] : Tensor();
+void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& input,
+                   const Tensor& weight, std::string_view activation, bool with_bias,
+                   Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
+  const ActivationRow& row = activation_of(call, activation);
   {
     // Gone before its gradient is made.
-    const Tensor y = empty(x.sizes(), x.scalar_type(), x.device());
-    activation_forward_cuda(row, x, y, {});
-    linear_weight_gradient_cuda(grad, y, results[1], {.adds = args.main_grad().adds});
+    const Tensor y = empty(input.sizes(), input.scalar_type(), input.device());
+    activation_forward_cuda(row, input, y, {});
+    linear_weight_gradient_cuda(grad_output, y, grad_weight, {.adds = call.main_grad().adds});
   }
   if (row.activation == kernel::Activation::GELU &&
-      linear_gelu_backward_cuda(grad, weight, x, results[0], grad_bias)) {
+      linear_gelu_backward_cuda(grad_output, weight, input, grad_input,
+                                with_bias ? grad_bias : Tensor())) {
     return;
   }
-  const Tensor grad_y = linear_input_gradient_cuda(grad, weight);
-  const auto stream = cuda::stream_of(x);
-  if (!grad_bias.defined()) {
-    cuda::activation_backward(stream, row.activation, kernel_dtype(x), cuda::read(grad_y),
-                              cuda::read(x), cuda::write(results[0]), x.numel());
+  const Tensor grad_y = linear_input_gradient_cuda(grad_output, weight);
+  const auto stream = cuda::stream_of(input);
+  if (!with_bias) {
+    cuda::activation_backward(stream, row.activation, kernel_dtype(input), cuda::read(grad_y),
+                              cuda::read(input), cuda::write(grad_input), input.numel());
     return;
   }
-  const cuda::ColumnSums sums(x, grad_bias);
-  cuda::activation_bias_backward(stream, row.activation, kernel_dtype(x), cuda::read(grad_y),
-                                 cuda::read(x), cuda::write(results[0]), sums.kernel, sums.rows,
+  const cuda::ColumnSums sums(input, grad_bias);
+  cuda::activation_bias_backward(stream, row.activation, kernel_dtype(input), cuda::read(grad_y),
+                                 cuda::read(input), cuda::write(grad_input), sums.kernel, sums.rows,
                                  sums.width);
 }
 
-Tensors backward_unfused(const Args& args) {
-  Tensors grads = linear_recomputed_unfused(args, activation_of(args, 3).unfused);
-  grads.push_back(args.flag(4) ? grads[0].sum_to_size_symint({grads[0].sym_size(-1)}) : Tensor());
-  return grads;
+std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
+                                                    const Tensor& input, const Tensor& weight,
+                                                    std::string_view activation, bool with_bias) {
+  const auto [grad_input, grad_weight] = linear_recomputed_unfused(
+      grad_output, input, weight, activation_of(check, activation).unfused);
+  return {grad_input, grad_weight, with_bias ? sum_of_rows(grad_input) : Tensor()};
 }
 
 std::optional<std::string> why_not(const Match& match) {
@@ -118,7 +123,7 @@ Bindings bind(const Match& match) {
                            "Tensor weight, str activation, bool with_bias) -> "
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = shape,
-                 .overwrites = {1},
+                 .overwrites = {"input"},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,

@@ -12,13 +12,12 @@
 namespace transformer_ops {
 namespace {
 
-const ActivationRow& row_of(const Args& args) { return activation_of(args, 3); }
-
-TensorSpecs shape(const Args& args) {
-  const TensorSpec output = linear_output(args);
-  check_linear_bias(args, args.tensor(2), output);
-  const bool mask = row_of(args).keeps_mask;
-  if (!args.flag(4)) return {output, {{0}, mask ? at::kByte : output.dtype}};
+TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
+                  const Tensor& bias, std::string_view activation, bool save_kept) {
+  const TensorSpec output = linear_output(check, input, weight);
+  check_linear_bias(check, bias, output);
+  const bool mask = activation_of(check, activation).keeps_mask;
+  if (!save_kept) return {output, absent(mask ? at::kByte : output.dtype)};
   if (!mask) return {output, output};
   c10::SymInt elements = 1;
   for (const auto& size : output.sizes) elements *= size;
@@ -27,44 +26,45 @@ TensorSpecs shape(const Args& args) {
 
 using Activate = void (*)(const ActivationRow&, const Tensor&, const Tensor&, const Tensor&);
 
-// The activation in a pass of its own, in the memory of its input where that is not kept.
-Tensors activated(const Args& args, const Tensor& sum, Activate activate) {
-  const ActivationRow& row = row_of(args);
-  const bool save = args.flag(4);
+// (output, kept): the activation in a pass of its own, in the memory of its input where that is not
+// kept.
+std::tuple<Tensor, Tensor> activated(const ActivationRow& row, const Tensor& sum, bool save_kept,
+                                     Activate activate) {
   if (row.keeps_mask) {
-    Tensor mask = empty({save ? (sum.numel() + 7) / 8 : 0}, at::kByte, sum.device());
-    activate(row, sum, sum, save ? mask : Tensor());
+    Tensor mask = empty({save_kept ? (sum.numel() + 7) / 8 : 0}, at::kByte, sum.device());
+    activate(row, sum, sum, save_kept ? mask : Tensor());
     return {sum, mask};
   }
-  Tensor output = save ? empty(sum.sizes(), sum.scalar_type(), sum.device()) : sum;
+  Tensor output = save_kept ? empty(sum.sizes(), sum.scalar_type(), sum.device()) : sum;
   activate(row, sum, output, {});
-  return {output, save ? sum : empty({0}, sum.scalar_type(), sum.device())};
+  return {output, save_kept ? sum : empty({0}, sum.scalar_type(), sum.device())};
 }
 
-void forward_cpu(const Args& args, Tensors& results) {
-  const Tensor sum = linear_cpu(args.tensor(0), args.tensor(1), args.tensor(2));
-  results = activated(args, sum, activation_forward_cpu);
+std::tuple<Tensor, Tensor> forward_cpu(const Checks& check, const Tensor& input,
+                                       const Tensor& weight, const Tensor& bias,
+                                       std::string_view activation, bool save_kept) {
+  return activated(activation_of(check, activation), linear_cpu(input, weight, bias), save_kept,
+                   activation_forward_cpu);
 }
 
 // Of cuBLASLt's activations, GELU alone: its ReLU keeps a mask whose order of bits NVIDIA does not
 // document, in rows of multiples of 128 bits, and may turn NaN into 0 as fmaxf does. On a GPU
 // tests/emulated/check_products.cpp says what they are.
-void forward_cuda(const Args& args, Tensors& results) {
-  if (row_of(args).activation == kernel::Activation::GELU) {
-    Tensor kept = empty({0}, args.tensor(0).scalar_type(), args.tensor(0).device());
-    const auto output = linear_gelu_cuda(args.tensor(0), args.tensor(1), args.tensor(2),
-                                         args.flag(4) ? &kept : nullptr);
-    if (output) {
-      results = {*output, kept};
-      return;
-    }
+std::tuple<Tensor, Tensor> forward_cuda(const Checks& check, const Tensor& input,
+                                        const Tensor& weight, const Tensor& bias,
+                                        std::string_view activation, bool save_kept) {
+  const ActivationRow& row = activation_of(check, activation);
+  if (row.activation == kernel::Activation::GELU) {
+    Tensor kept = empty({0}, input.scalar_type(), input.device());
+    const auto output = linear_gelu_cuda(input, weight, bias, save_kept ? &kept : nullptr);
+    if (output) return {*output, kept};
   }
-  const Tensor sum = linear_cuda(args.tensor(0), args.tensor(1), args.tensor(2));
-  results = activated(args, sum, activation_forward_cuda);
+  return activated(row, linear_cuda(input, weight, bias), save_kept, activation_forward_cuda);
 }
 
-Tensors forward_unfused(const Args& args) {
-  return {row_of(args).unfused(at::linear(args.tensor(0), args.tensor(1), args.tensor(2)))};
+Tensor forward_unfused(const Checks& check, const Tensor& input, const Tensor& weight,
+                       const Tensor& bias, std::string_view activation, bool) {
+  return activation_of(check, activation).unfused(at::linear(input, weight, bias));
 }
 
 Bindings bind(const Match& match) {
@@ -87,8 +87,7 @@ Bindings bind(const Match& match) {
                 .any_strides = {"input", "weight"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
-                .unfused = forward_unfused,
-                .allocates = false},
+                .unfused = forward_unfused},
 });
 
 }  // namespace

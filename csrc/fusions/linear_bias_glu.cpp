@@ -13,47 +13,55 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs shape(const Args& args) {
-  const TensorSpec sum = linear_output(args);
-  check_linear_bias(args, args.tensor(2), sum);
-  const TensorSpec kept = args.flag(10) ? sum : TensorSpec{{0}, sum.dtype};
-  return {glu_output(args, "the product", sum, read_any_glu(args, 3)), kept};
+TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
+                  const Tensor& bias, const GluArguments& arguments, bool save_kept) {
+  const TensorSpec sum = linear_output(check, input, weight);
+  check_linear_bias(check, bias, sum);
+  return {glu_output(check, "the product", sum, read_glu(check, arguments)),
+          save_kept ? sum : absent(sum.dtype)};
 }
 
-void forward_cpu(const Args& args, Tensors& results) {
-  const cpu::Glu glu = read_any_glu(args, 3);
-  const Tensor product = linear_cpu(args.tensor(0), args.tensor(1));
-  const Tensor bias = cpu::to_accumulate(args.tensor(2), product);
+// Of half the width, for the GLU's output.
+Tensor half_of(const Tensor& product) {
   auto sizes = product.sizes().vec();
   sizes.back() /= 2;
-  Tensor output = empty_cpu(sizes, product.scalar_type());
+  return empty(sizes, product.scalar_type(), product.device());
+}
+
+Tensor kept_of(const Tensor& product, bool save_kept) {
+  return save_kept ? product : empty({0}, product.scalar_type(), product.device());
+}
+
+std::tuple<Tensor, Tensor> forward_cpu(const Checks& check, const Tensor& input,
+                                       const Tensor& weight, const Tensor& bias,
+                                       const GluArguments& arguments, bool save_kept) {
+  const cpu::Glu glu = read_glu(check, arguments);
+  const Tensor product = linear_cpu(input, weight), output = half_of(product);
+  const Tensor added = cpu::to_accumulate(bias, product);
   const cpu::Rows x{product, product.size(-1)}, y{output, output.size(-1)};
-  const bool save = args.flag(10);
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::bias_glu_forward(glu, cpu::kernel_dtype(product), x.read(begin), bias.const_data_ptr(),
-                          save ? x.write(begin) : nullptr, y.write(begin), end - begin, y.width);
+    cpu::bias_glu_forward(glu, cpu::kernel_dtype(product), x.read(begin), added.const_data_ptr(),
+                          save_kept ? x.write(begin) : nullptr, y.write(begin), end - begin,
+                          y.width);
   });
-  results = {output, product};
-  if (!save) results[1] = empty_cpu({0}, product.scalar_type());
+  return {output, kept_of(product, save_kept)};
 }
 
-void forward_cuda(const Args& args, Tensors& results) {
-  const Tensor product = linear_cuda(args.tensor(0), args.tensor(1));
-  const int64_t width = product.size(-1);
-  auto sizes = product.sizes().vec();
-  sizes.back() /= 2;
-  const Tensor output = empty(sizes, product.scalar_type(), product.device());
-  const bool save = args.flag(10);
-  cuda::bias_glu_forward(cuda::stream_of(product), read_any_glu(args, 3), kernel_dtype(product),
-                         cuda::read(product), cuda::vector(args.tensor(2)),
-                         save ? cuda::write(product) : nullptr, cuda::write(output),
-                         cuda::rows_of(product), width / 2);
-  results = {output, save ? product : empty({0}, product.scalar_type(), product.device())};
+std::tuple<Tensor, Tensor> forward_cuda(const Checks& check, const Tensor& input,
+                                        const Tensor& weight, const Tensor& bias,
+                                        const GluArguments& arguments, bool save_kept) {
+  const Tensor product = linear_cuda(input, weight), output = half_of(product);
+  cuda::bias_glu_forward(cuda::stream_of(product), read_glu(check, arguments),
+                         kernel_dtype(product), cuda::read(product), cuda::vector(bias),
+                         save_kept ? cuda::write(product) : nullptr, cuda::write(output),
+                         cuda::rows_of(product), output.size(-1));
+  return {output, kept_of(product, save_kept)};
 }
 
-Tensors forward_unfused(const Args& args) {
-  const Tensor sum = at::linear(args.tensor(0), args.tensor(1), args.tensor(2));
-  return {glu_unfused(glu_of(args, 3), sum, read_any_glu(args, 3))};
+Tensor forward_unfused(const Checks& check, const Tensor& input, const Tensor& weight,
+                       const Tensor& bias, const GluArguments& arguments, bool) {
+  const Tensor sum = at::linear(input, weight, bias);
+  return glu_unfused(glu_of(check, arguments), sum, read_glu(check, arguments));
 }
 
 Bindings bind(const Match& match) {
@@ -77,8 +85,7 @@ Bindings bind(const Match& match) {
                 .any_strides = {"input", "weight"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
-                .unfused = forward_unfused,
-                .allocates = false},
+                .unfused = forward_unfused},
 });
 
 }  // namespace

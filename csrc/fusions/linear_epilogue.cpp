@@ -21,10 +21,11 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs shape(const Args& args) {
-  const TensorSpec output = linear_output(args);
-  if (args.has(2)) check_linear_bias(args, args.tensor(2), output);
-  if (args.has(3)) check_extra_input(args, args.tensor(3), output);
+TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
+                  const Tensor* bias, const Tensor* extra_input, double) {
+  const TensorSpec output = linear_output(check, input, weight);
+  if (bias != nullptr) check_linear_bias(check, *bias, output);
+  if (extra_input != nullptr) check_extra_input(check, *extra_input, output);
   return {output};
 }
 
@@ -73,47 +74,41 @@ bool product_scales(double scale, const Tensor& bias) {
   return scale == 1 || (scale != 0 && !bias.defined());
 }
 
-double scale_of(const Args& args) {
-  return factor_of(args.tensor(0).scalar_type(), args.number(4));
-}
-
-void forward_cpu(const Args& args, Tensors& results) {
-  const Tensor &x = args.tensor(0), &weight = args.tensor(1);
-  const Tensor bias = args.optional(2), extra = args.optional(3);
-  const double scale = scale_of(args);
+Tensor forward_cpu(const Tensor& input, const Tensor& weight, const Tensor* bias_or_none,
+                   const Tensor* extra_input, double scale) {
+  const Tensor bias = or_undefined(bias_or_none), extra = or_undefined(extra_input);
+  scale = factor_of(input.scalar_type(), scale);
   if (!product_scales(scale, bias)) {
-    results = {scale_and_add(linear_cpu(x, weight, bias), scale, extra)};
-  } else if (!extra.defined()) {
-    results = {linear_cpu(x, weight, bias, scale)};
-  } else if (extra.element_size() > 2) {
+    return scale_and_add(linear_cpu(input, weight, bias), scale, extra);
+  }
+  if (!extra.defined()) return linear_cpu(input, weight, bias, scale);
+  if (extra.element_size() > 2) {
     // In float32 a product that starts from the residual takes no longer than one that starts from
     // zero; of 16-bit numbers it takes longer by more than a pass over its result.
-    results = {add_linear_cpu(extra_and_bias(extra, bias), x, weight, scale)};
-  } else if (bias.defined()) {
-    results = {linear_cpu(x, weight)};
-    add_bias_and_extra(results[0], bias, extra);
-  } else {
-    results = {scale_and_add(linear_cpu(x, weight), scale, extra)};
+    return add_linear_cpu(extra_and_bias(extra, bias), input, weight, scale);
   }
+  if (!bias.defined()) return scale_and_add(linear_cpu(input, weight), scale, extra);
+  const Tensor product = linear_cpu(input, weight);
+  add_bias_and_extra(product, bias, extra);
+  return product;
 }
 
-void forward_cuda(const Args& args, Tensors& results) {
-  const Tensor &x = args.tensor(0), &weight = args.tensor(1);
-  const Tensor bias = args.optional(2), extra = args.optional(3);
-  const double scale = scale_of(args);
+Tensor forward_cuda(const Tensor& input, const Tensor& weight, const Tensor* bias_or_none,
+                    const Tensor* extra_input, double scale) {
+  const Tensor bias = or_undefined(bias_or_none), extra = or_undefined(extra_input);
+  scale = factor_of(input.scalar_type(), scale);
   if (!product_scales(scale, bias)) {
-    results = {scale_and_add(linear_cuda(x, weight, bias), scale, extra)};
-  } else if (extra.defined()) {
-    results = {linear_add_cuda(x, weight, bias, extra, scale)};
-  } else {
-    results = {linear_cuda(x, weight, bias, scale)};
+    return scale_and_add(linear_cuda(input, weight, bias), scale, extra);
   }
+  return extra.defined() ? linear_add_cuda(input, weight, bias, extra, scale)
+                         : linear_cuda(input, weight, bias, scale);
 }
 
-Tensors forward_unfused(const Args& args) {
-  Tensor y = at::linear(args.tensor(0), args.tensor(1), args.optional(2));
-  if (args.number(4) != 1) y = y * args.number(4);
-  return {args.has(3) ? y + args.tensor(3) : y};
+Tensor forward_unfused(const Tensor& input, const Tensor& weight, const Tensor* bias,
+                       const Tensor* extra_input, double scale) {
+  Tensor y = at::linear(input, weight, or_undefined(bias));
+  if (scale != 1) y = y * scale;
+  return extra_input != nullptr ? y + *extra_input : y;
 }
 
 std::optional<std::string> why_not(const Match& match) {
@@ -145,8 +140,7 @@ Bindings bind(const Match& match) {
                 .any_strides = {"input", "weight", "extra_input"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
-                .unfused = forward_unfused,
-                .allocates = false},
+                .unfused = forward_unfused},
 });
 
 }  // namespace

@@ -12,47 +12,51 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs shape(const Args& args) {
-  check_compute_dtype(args, "input", args.tensor(1));
-  return linear_backward_outputs(
-      args, glu_output(args, "input", like(args.tensor(1)), read_any_glu(args, 3)));
+TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                  const Tensor& weight, const GluArguments& arguments) {
+  check.compute_dtype("input", input);
+  const TensorSpec y = glu_output(check, "input", like(input), read_glu(check, arguments));
+  return linear_backward_outputs(check, grad_output, input, weight, y);
 }
 
-void backward_cpu(const Args& args, Tensors& results) {
-  const Tensor& input = args.tensor(1);
-  const cpu::Glu glu = read_any_glu(args, 3);
+void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& input,
+                  const Tensor& weight, const GluArguments& arguments, Tensor& grad_input,
+                  Tensor& grad_weight) {
+  const cpu::Glu glu = read_glu(call, arguments);
   const int64_t width = input.size(-1);
   const int64_t block = std::max<int64_t>(1, glu.interleave);
-  linear_recomputed_cpu(
-      args, results, (64 + block - 1) / block * block, [&](const Tensor& buffer, int64_t first) {
-        const cpu::Rows both{buffer, buffer.size(1)}, x{input, width};
-        const cpu::Rows grad_x{results[0], width};
-        cpu::parallel(both.count(), both.width, 1, [&](int64_t begin, int64_t end) {
-          cpu::glu_value_and_backward(glu, cpu::kernel_dtype(input), both.write(begin),
-                                      x.read(begin), grad_x.write(begin), end - begin, both.width,
-                                      width / 2, first);
-        });
-      });
+  const int64_t unit = (64 + block - 1) / block * block;
+  const auto pass = [&](const Tensor& buffer, int64_t first) {
+    const cpu::Rows both{buffer, buffer.size(1)}, x{input, width}, grad_x{grad_input, width};
+    cpu::parallel(both.count(), both.width, 1, [&](int64_t begin, int64_t end) {
+      cpu::glu_value_and_backward(glu, cpu::kernel_dtype(input), both.write(begin), x.read(begin),
+                                  grad_x.write(begin), end - begin, both.width, width / 2, first);
+    });
+  };
+  linear_recomputed_cpu(call, grad_output, weight, grad_weight, width, unit, pass);
 }
 
-void backward_cuda(const Args& args, Tensors& results) {
-  const Tensor& x = args.tensor(1);
-  const cuda::Glu glu = read_any_glu(args, 3);
-  c10::DimVector sizes(x.sizes());
+void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& input,
+                   const Tensor& weight, const GluArguments& arguments, Tensor& grad_input,
+                   Tensor& grad_weight) {
+  const cuda::Glu glu = read_glu(call, arguments);
+  c10::DimVector sizes(input.sizes());
   sizes.back() /= 2;
   {
     // Gone before its gradient is made.
-    const Tensor y = empty(sizes, x.scalar_type(), x.device());
-    glu_forward_cuda(glu, x, y);
-    linear_weight_gradient_cuda(args.tensor(0), y, results[1], {.adds = args.main_grad().adds});
+    const Tensor y = empty(sizes, input.scalar_type(), input.device());
+    glu_forward_cuda(glu, input, y);
+    linear_weight_gradient_cuda(grad_output, y, grad_weight, {.adds = call.main_grad().adds});
   }
-  const Tensor grad_y = linear_input_gradient_cuda(args.tensor(0), args.tensor(2));
-  glu_backward_cuda(glu, grad_y, x, results[0]);
+  const Tensor grad_y = linear_input_gradient_cuda(grad_output, weight);
+  glu_backward_cuda(glu, grad_y, input, grad_input);
 }
 
-Tensors backward_unfused(const Args& args) {
-  return linear_recomputed_unfused(args, [&](const Tensor& input) {
-    return glu_unfused(glu_of(args, 3), input, read_any_glu(args, 3));
+std::tuple<Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
+                                            const Tensor& input, const Tensor& weight,
+                                            const GluArguments& arguments) {
+  return linear_recomputed_unfused(grad_output, input, weight, [&](const Tensor& x) {
+    return glu_unfused(glu_of(check, arguments), x, read_glu(check, arguments));
   });
 }
 
@@ -73,7 +77,7 @@ Bindings bind(const Match& match) {
                                        "Tensor weight, ") +
                            kGluArguments + ") -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = shape,
-                 .overwrites = {1},
+                 .overwrites = {"input"},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,

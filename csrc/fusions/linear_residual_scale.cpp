@@ -13,52 +13,66 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs shape(const Args& args) {
-  TensorSpecs specs = linear_backward_outputs(args, 0, 2, 3, 5);
-  if (args.has(1)) {
-    specs[0] = with_extra_gradient(args, specs[0], args.tensor(1), args.flag(5, 0));
+TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor* grad_extra_output,
+                  const Tensor* input, const Tensor* weight, double, LinearMask wanted) {
+  TensorSpecs specs = linear_backward_outputs(check, grad_output, input, weight, wanted);
+  if (grad_extra_output != nullptr) {
+    const auto [wants_input, wants_weight] = wanted;
+    specs[0] = with_extra_gradient(check, specs[0], *grad_extra_output, wants_input);
   }
   return specs;
 }
 
-using Product = Tensors (*)(const Tensor&, Tensor, const Tensor&, const LinearGradients&);
+using Product = LinearBackward (*)(const Tensor&, Tensor, const Tensor&, const LinearGradients&);
 
 // `adds`: may the product start from the residual?
-Tensors backward(const Args& args, Product product, bool adds) {
-  const Tensor residual = args.optional(1);
-  const double scale = factor_of(args.tensor(0).scalar_type(), args.number(4));
+LinearBackward backward(Product product, bool adds, const Call& call, const Tensor& grad_output,
+                        const Tensor& residual, std::optional<Tensor> input, const Tensor* weight,
+                        double scale, LinearMask wanted) {
+  scale = factor_of(grad_output.scalar_type(), scale);
+  const auto [wants_input, wants_weight] = wanted;
   // A product that is scaled by zero is not computed, and NaN would not pass.
-  const Tensor grad = scale == 0 ? args.tensor(0) * scale : args.tensor(0);
-  Tensors grads = product(grad, args.flag(5, 1) ? args.take(2) : Tensor(),
-                          args.flag(5, 0) ? args.tensor(3) : Tensor(),
-                          {.scale = scale == 0 ? 1.0 : scale,
-                           .residual = adds ? residual : Tensor(),
-                           .main_grad = args.main_grad()});
-  if (residual.defined() && !adds) grads[0] = at::add(grads[0], residual);
+  const Tensor grad = scale == 0 ? grad_output * scale : grad_output;
+  LinearBackward grads =
+      product(grad, factor(wants_weight, std::move(input)), factor(wants_input, weight),
+              {.scale = scale == 0 ? 1.0 : scale,
+               .residual = adds ? residual : Tensor(),
+               .main_grad = call.main_grad()});
+  if (!residual.defined() || adds) return grads;
+  auto& [grad_input, grad_weight] = grads;
+  grad_input = at::add(grad_input, residual);
   return grads;
 }
 
-void backward_cpu(const Args& args, Tensors& results) {
-  const auto dtype = args.tensor(0).scalar_type();
-  const bool adds = args.has(1) && args.tensor(1).scalar_type() == dtype;
-  results = backward(args, linear_backward_cpu, adds);
+LinearBackward backward_cpu(const Call& call, const Tensor& grad_output,
+                            const Tensor* grad_extra_output, std::optional<Tensor> input,
+                            const Tensor* weight, double scale, LinearMask wanted) {
+  const Tensor residual = or_undefined(grad_extra_output);
+  const bool adds = residual.defined() && residual.scalar_type() == grad_output.scalar_type();
+  return backward(linear_backward_cpu, adds, call, grad_output, residual, std::move(input), weight,
+                  scale, wanted);
 }
 
-void backward_cuda(const Args& args, Tensors& results) {
-  const Tensor& grad = args.tensor(0);
-  const bool adds =
-      args.has(1) && (args.tensor(1).scalar_type() == grad.scalar_type() ||
-                      (args.tensor(1).scalar_type() == at::kFloat && grad.element_size() == 2));
-  results = backward(args, linear_backward_cuda, adds);
+LinearBackward backward_cuda(const Call& call, const Tensor& grad_output,
+                             const Tensor* grad_extra_output, std::optional<Tensor> input,
+                             const Tensor* weight, double scale, LinearMask wanted) {
+  const Tensor residual = or_undefined(grad_extra_output);
+  const bool adds = residual.defined() &&
+                    (residual.scalar_type() == grad_output.scalar_type() ||
+                     (residual.scalar_type() == at::kFloat && grad_output.element_size() == 2));
+  return backward(linear_backward_cuda, adds, call, grad_output, residual, std::move(input), weight,
+                  scale, wanted);
 }
 
-Tensors backward_unfused(const Args& args) {
-  const double scale = args.number(4);
-  Tensors grads = linear_backward_unfused(scale == 1 ? args.tensor(0) : args.tensor(0) * scale,
-                                          args.flag(5, 1) ? args.tensor(2) : Tensor(),
-                                          args.flag(5, 0) ? args.tensor(3) : Tensor());
-  if (args.has(1)) grads[0] = grads[0] + args.tensor(1);
-  return grads;
+LinearBackward backward_unfused(const Tensor& grad_output, const Tensor* grad_extra_output,
+                                const Tensor* input, const Tensor* weight, double scale,
+                                LinearMask wanted) {
+  const auto [wants_input, wants_weight] = wanted;
+  auto [grad_input, grad_weight] =
+      linear_backward_unfused(scale == 1 ? grad_output : grad_output * scale,
+                              factor(wants_weight, input), factor(wants_input, weight));
+  if (grad_extra_output != nullptr) grad_input = grad_input + *grad_extra_output;
+  return {grad_input, grad_weight};
 }
 
 std::optional<std::string> why_not(const Match& match) {
@@ -91,7 +105,6 @@ Bindings bind(const Match& match) {
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,
-                 .allocates = false,
                  .accumulates = true},
 });
 

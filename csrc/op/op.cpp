@@ -4,6 +4,7 @@
 
 #include "fuser/fork_safe_mutex.h"
 #include "fuser/registry.h"
+#include "op/defaults.h"
 
 namespace transformer_ops {
 namespace {
@@ -45,6 +46,8 @@ void register_pair(TypedOp forward, TypedOp backward) {
 }  // namespace
 
 bool register_op(Op op) {
+  const bool follows = op.backward.schema.empty() && !op.declaration.slots.empty();
+  if (follows && op.forward.unfused) op.backward = default_backward(op.declaration, op.forward);
   op.declaration.forward = op.forward.schema;
   op.declaration.backward = op.backward.schema;
   op.declaration.recompute = op.recompute.schema;

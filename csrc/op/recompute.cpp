@@ -1,19 +1,22 @@
 #include "op/recompute.h"
 
+#include "op/defaults.h"
 #include "op/op.h"
 
 namespace transformer_ops {
 namespace {
 
-Args without_first(const Args& args) { return {args.op(), args.values().subspan(1)}; }
-
-TensorSpecs cast_shape(const Args& args) {
-  check_compute_dtype(args, "grad_output", args.tensor(0));
-  check_compute_dtype(args, "input", args.tensor(1));
-  return {{c10::SymDimVector(args.tensor(1).sym_sizes()), args.tensor(0).scalar_type()}};
+TensorSpecs cast_shape(const Checks& check, const Tensor& grad_output, const Tensor& input) {
+  check.compute_dtype("grad_output", grad_output);
+  check.compute_dtype("input", input);
+  return {{c10::SymDimVector(input.sym_sizes()), grad_output.scalar_type()}};
 }
 
-void cast(const Args& args, Tensors& results) { results[0].copy_(args.tensor(1)); }
+void cast(const Tensor&, const Tensor& input, Tensor& output) { output.copy_(input); }
+
+Tensor cast_unfused(const Tensor& grad_output, const Tensor& input) {
+  return input.to(grad_output.scalar_type());
+}
 
 // An input that forward saved before a cast, in the dtype that the reading step takes.
 [[maybe_unused]] const bool registered = register_op({
@@ -21,30 +24,21 @@ void cast(const Args& args, Tensors& results) { results[0].copy_(args.tensor(1))
                   .shape = cast_shape,
                   .cpu = cast,
                   .cuda = cast,
-                  .unfused =
-                      [](const Args& args) {
-                        return Tensors{args.tensor(1).to(args.tensor(0).scalar_type())};
-                      },
+                  .unfused = cast_unfused,
                   .reads_first = false},
 });
 
 }  // namespace
 
-TypedOp recompute_by(const TypedOp& forward) {
-  TypedOp op = forward;
-  op.schema = "recompute_" + forward.schema;
+TypedOp recompute_by(TypedOp op) {
+  complete(op);
+  op.schema = "recompute_" + op.schema;
   op.schema.insert(op.schema.find('(') + 1, "Tensor grad_output, ");
-  const auto behind_first = [](auto& function) {
-    if (!function) return;
-    function = [own = function](const Args& args, auto&... results) {
-      return own(without_first(args), results...);
-    };
-  };
-  behind_first(op.shape);
-  behind_first(op.cpu);
-  behind_first(op.cuda);
-  behind_first(op.unfused);
-  for (size_t& i : op.overwrites) ++i;
+  for (TypedFunction* function :
+       {static_cast<TypedFunction*>(&op.shape), static_cast<TypedFunction*>(&op.cpu),
+        static_cast<TypedFunction*>(&op.cuda), static_cast<TypedFunction*>(&op.unfused)}) {
+    function->skip_first();
+  }
   op.reads_first = false;
   return op;
 }

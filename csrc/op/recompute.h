@@ -8,6 +8,6 @@
 namespace transformer_ops {
 
 // That of a forward whose arguments are all there in backward.
-TypedOp recompute_by(const TypedOp& forward);
+TypedOp recompute_by(TypedOp forward);
 
 }  // namespace transformer_ops

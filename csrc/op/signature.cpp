@@ -29,6 +29,7 @@ void check_tensor(const char* op, const std::string& name, const at::Tensor& ten
 
 Signature::Signature(const std::string& schema, const std::vector<std::string>& any_strides) {
   const Schema parsed = parse_schema(schema);
+  name_ = parsed.name;
   for (size_t i = 0; i < parsed.arguments.size(); ++i) {
     const auto& [type, name] = parsed.arguments[i];
     if (type.starts_with("Tensor") && list_size(type) == std::nullopt && !type.ends_with("[]")) {
@@ -42,9 +43,16 @@ Signature::Signature(const std::string& schema, const std::vector<std::string>& 
   TORCH_CHECK(!tensors_.empty(), "[", parsed.name, "] schema must have a tensor argument, got '",
               schema, "'");
   for (const auto& name : any_strides) {
-    TORCH_CHECK(std::ranges::count(tensors_, name, &TensorArgument::name), "[", parsed.name,
+    TORCH_CHECK(std::ranges::count(tensors_, name, &TensorArgument::name), "[", name_,
                 "] any_strides must name tensor arguments, got '", name, "'");
   }
+}
+
+size_t Signature::index_of(const std::string& tensor, const char* field) const {
+  const auto row = std::ranges::find(tensors_, tensor, &TensorArgument::name);
+  TORCH_CHECK(row != tensors_.end() && !row->optional, "[", name_, "] ", field,
+              " must name tensor arguments, got '", tensor, "'");
+  return row->index;
 }
 
 void Signature::check(const char* op, std::span<c10::IValue> values) const {

@@ -16,6 +16,9 @@ class Signature {
   // such a name. Tensors that are written to are taken as they are, too.
   Signature(const std::string& schema, const std::vector<std::string>& any_strides);
 
+  // Raises where no tensor argument of that name is required. `field` of a declaration names it.
+  size_t index_of(const std::string& tensor, const char* field) const;
+
   const at::Tensor& first_tensor(std::span<c10::IValue> values) const {
     return values[tensors_.front().index].toTensor();
   }
@@ -38,6 +41,7 @@ class Signature {
     size_t size;
   };
 
+  std::string name_;
   std::vector<TensorArgument> tensors_;
   std::vector<ListArgument> lists_;
   std::vector<size_t> contiguous_;  // indices of tensors

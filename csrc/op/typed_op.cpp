@@ -21,6 +21,7 @@
 #include "fuser/schema.h"
 #include "op/backend.h"
 #include "op/buffer.h"
+#include "op/defaults.h"
 #include "op/signature.h"
 #include "op/unfused.h"
 
@@ -90,11 +91,16 @@ struct Variant {
         name(writes_into ? into(base_name) : base_name),
         schema(writes_into ? into_schema(base_name, op.schema) : op.schema),
         signature(schema, taken_as_they_are(op)),
-        is_into(writes_into) {}
+        is_into(writes_into) {
+    for (const auto& argument : op.overwrites) {
+      overwrites.push_back(signature.index_of(argument, "overwrites"));
+    }
+  }
 
   const TypedOp& op;
   const std::string base, name, schema;
   const Signature signature;
+  std::vector<size_t> overwrites;  // arguments
   const bool is_into;
 };
 
@@ -121,19 +127,19 @@ std::vector<const Variant*> all_variants() {
   return found;
 }
 
-void check_main_grad(const Args& args, const TensorSpec& grad_weight) {
-  const Tensor& buffer = args.main_grad().buffer;
-  check_compute_dtype(args, "main_grad", buffer);
-  TORCH_CHECK(buffer.sym_sizes().equals(grad_weight.sizes), "[", args.op(),
+void check_main_grad(const Call& call, Values values, const TensorSpec& grad_weight) {
+  const Tensor& buffer = call.main_grad().buffer;
+  call.compute_dtype("main_grad", buffer);
+  TORCH_CHECK(buffer.sym_sizes().equals(grad_weight.sizes), "[", call.op(),
               "] main_grad must have shape ", c10::SymIntArrayRef(grad_weight.sizes), ", got ",
               buffer.sym_sizes());
-  TORCH_CHECK(at::has_internal_overlap(buffer) != at::MemOverlap::Yes, "[", args.op(),
+  TORCH_CHECK(at::has_internal_overlap(buffer) != at::MemOverlap::Yes, "[", call.op(),
               "] main_grad must have memory for each element, got strides ", buffer.sym_strides());
-  for (const auto& value : args.values()) {
+  for (const auto& value : values) {
     if (!value.isTensor() || !value.toTensor().defined()) continue;
     const auto overlap = at::get_overlap_status(buffer, value.toTensor());
     TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
-                "[", args.op(),
+                "[", call.op(),
                 "] main_grad must share no memory with an argument, got one of shape ",
                 value.toTensor().sym_sizes());
   }
@@ -147,26 +153,30 @@ class Kernel : public c10::OperatorKernel {
  protected:
   static constexpr size_t kGradWeight = 1;  // of the results, where it may go into main_grad
 
-  std::span<c10::IValue> arguments(const OperatorHandle& handle, Stack* stack) const {
+  Values arguments(const OperatorHandle& handle, Stack* stack) const {
     const size_t count = handle.schema().arguments().size();
     return {stack->data() + stack->size() - count, count};
   }
 
   // Raises where they are not what the schema says.
-  Args check_arguments(std::span<c10::IValue> values) const {
+  Call check_arguments(Values values) const {
     const char* const name = variant_.name.c_str();
     variant_.signature.check(name, values);
-    if (!variant_.is_into) return Args(name, values);
+    if (!variant_.is_into) return Call(name);
     const size_t own = values.size() - 2;
-    MainGrad main_grad = {values[own].toTensor(), !values[own + 1].toBool()};
-    return Args(name, values.first(own), std::move(main_grad));
+    return Call(name, {values[own].toTensor(), !values[own + 1].toBool()});
   }
 
-  TensorSpecs shape(const Args& args) const {
-    TORCH_CHECK_NOT_IMPLEMENTED(op_.shape, "[", args.op(),
+  // Those that the bodies see: without main_grad and what belongs to it.
+  Values own(Values values) const {
+    return variant_.is_into ? values.first(values.size() - 2) : values;
+  }
+
+  TensorSpecs shape(const Call& call, Values own) const {
+    TORCH_CHECK_NOT_IMPLEMENTED(op_.shape, "[", call.op(),
                                 "] declaration must have .shape, got none");
-    TensorSpecs specs = op_.shape(args);
-    if (variant_.is_into) check_main_grad(args, specs[kGradWeight]);
+    TensorSpecs specs = op_.shape(call, own);
+    if (variant_.is_into) check_main_grad(call, own, specs[kGradWeight]);
     return specs;
   }
 
@@ -185,19 +195,17 @@ class MetaKernel final : public Kernel {
 
   void operator()(const OperatorHandle& handle, DispatchKeySet, Stack* stack) const {
     const auto values = arguments(handle, stack);
-    const Args args = check_arguments(values);
+    const Call call = check_arguments(values);
     const auto options = variant_.signature.first_tensor(values).options();
     Tensors results;
-    for (const auto& spec : shape(args)) {
+    for (const auto& spec : shape(call, own(values))) {
       results.push_back(at::empty_symint(spec.sizes, options.dtype(spec.dtype)));
     }
     push(stack, values.size(), std::move(results));
   }
 };
 
-using Body = std::function<void(const Args&, Tensors&)> TypedOp::*;
-
-template <Body body>
+template <Body TypedOp::*body>
 class DeviceKernel final : public Kernel {
  public:
   using Kernel::Kernel;
@@ -207,28 +215,28 @@ class DeviceKernel final : public Kernel {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const auto values = arguments(handle, stack);
-    const Args args = check_arguments(values);
+    const Call call = check_arguments(values);
     const auto device = variant_.signature.first_tensor(values).device();
     const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
-    Tensors results = op_.*body ? run_body(args, device, values) : run_meaning(args);
-    if (variant_.is_into) bump_version(args.main_grad().buffer);
+    Tensors results = op_.*body ? run_body(call, device, values) : run_meaning(call, own(values));
+    if (variant_.is_into) bump_version(call.main_grad().buffer);
     push(stack, values.size(), std::move(results));
   }
 
  private:
-  Tensors run_body(const Args& args, c10::Device device, std::span<c10::IValue> values) const {
+  Tensors run_body(const Call& call, c10::Device device, Values values) const {
     if (body == &TypedOp::cuda) check_backend();
-    const TensorSpecs specs = shape(args);
+    const TensorSpecs specs = shape(call, own(values));
     variant_.signature.make_contiguous(values);
     Tensors results;
-    if (op_.allocates) results = allocate(specs, device, args);
-    (op_.*body)(args, results);
+    if ((op_.*body).fills()) results = allocate(specs, device, call, values);
+    (op_.*body)(call, own(values), results);
     return results;
   }
 
-  Tensors run_meaning(const Args& args) const {
-    Tensors results = run_unfused(variant_.base, args, shape(args));
-    const MainGrad& main_grad = args.main_grad();
+  Tensors run_meaning(const Call& call, Values own) const {
+    Tensors results = run_unfused(variant_.base, call, own, shape(call, own));
+    const MainGrad& main_grad = call.main_grad();
     if (main_grad.buffer.defined() && main_grad.adds) main_grad.buffer.add_(results[kGradWeight]);
     if (main_grad.buffer.defined() && !main_grad.adds) main_grad.buffer.copy_(results[kGradWeight]);
     return results;
@@ -242,24 +250,26 @@ class DeviceKernel final : public Kernel {
   }
 
   // Without the dispatcher: sizes are plain integers here.
-  Tensors allocate(const TensorSpecs& specs, c10::Device device, const Args& args) const {
+  Tensors allocate(const TensorSpecs& specs, c10::Device device, const Call& call,
+                   Values values) const {
     Tensors results;
     results.reserve(specs.size());
     for (const auto& spec : specs) {
       if (variant_.is_into && results.size() == kGradWeight) {
-        results.push_back(args.main_grad().buffer);
+        results.push_back(call.main_grad().buffer);
         continue;
       }
       const auto sizes = C10_AS_INTARRAYREF_SLOW(spec.sizes);
-      const Tensor* const again = results.empty() ? find_memory(args, sizes, spec.dtype) : nullptr;
+      const Tensor* const again =
+          results.empty() ? find_memory(values, sizes, spec.dtype) : nullptr;
       results.push_back(again != nullptr ? *again : empty(sizes, spec.dtype, device));
     }
     return results;
   }
 
-  const Tensor* find_memory(const Args& args, at::IntArrayRef sizes, at::ScalarType dtype) const {
-    for (const size_t i : op_.overwrites) {
-      const Tensor& tensor = args.tensor(i);
+  const Tensor* find_memory(Values values, at::IntArrayRef sizes, at::ScalarType dtype) const {
+    for (const size_t i : variant_.overwrites) {
+      const Tensor& tensor = values[i].toTensor();
       if (tensor.scalar_type() == dtype && tensor.sizes() == sizes && is_last_reference(tensor)) {
         return &tensor;
       }
@@ -345,6 +355,7 @@ void register_typed_op(TypedOp op) {
   static torch::Library library(torch::Library::FRAGMENT, "transformer_ops", std::nullopt, __FILE__,
                                 __LINE__);
   const std::string name = parse_schema(op.schema).name;
+  complete(op);
   const TypedOp& kept = add_typed_op(name, std::move(op));
   const Variant& variant = add_variant(library, kept, name, /*writes_into=*/false);
   for (const auto key :
@@ -402,96 +413,30 @@ bool has_tangent(const Tensor& tensor) {
   return tensor._fw_grad(/*level=*/0).defined();
 }
 
-Tensors differentiate(const std::function<Tensors(const Args&)>& unfused, const char* op,
-                      std::vector<c10::IValue> arguments, const Tensor& grad_output) {
+Tensors differentiate(c10::function_ref<Tensor(const Tensors&)> function, const Tensors& inputs,
+                      const Tensor& grad_output) {
+  // A body runs without a graph, and needs none behind its results.
+  const bool keeps_graph = at::GradMode::is_enabled();
   const at::AutoGradMode grad_mode(true);
-  const auto takes_gradient = [](const c10::IValue& value) {
-    return value.isTensor() && at::isFloatingType(value.toTensor().scalar_type());
-  };
-  Tensors inputs;
-  for (auto& value : arguments) {
-    if (!takes_gradient(value)) continue;
-    const Tensor& tensor = value.toTensor();
+  Tensors leaves = inputs, wanted;
+  for (Tensor& leaf : leaves) {
+    if (!leaf.defined() || !at::isFloatingType(leaf.scalar_type())) continue;
     // A view, so that the inner gradient stops at it.
-    inputs.push_back(tensor.requires_grad() ? tensor.view_as(tensor)
-                                            : tensor.detach().requires_grad_());
-    value = inputs.back();
+    leaf = leaf.requires_grad() ? leaf.view_as(leaf) : leaf.detach().requires_grad_();
+    wanted.push_back(leaf);
   }
-  const Tensors outputs = unfused(Args(op, arguments));
+  if (wanted.empty()) return Tensors(inputs.size());
   const Tensors grads =
-      torch::autograd::grad({outputs[0]}, inputs, {grad_output}, /*retain_graph=*/true,
-                            /*create_graph=*/true, /*allow_unused=*/true);
+      torch::autograd::grad({function(leaves)}, wanted, {grad_output},
+                            /*retain_graph=*/keeps_graph, /*create_graph=*/keeps_graph,
+                            /*allow_unused=*/true);
   Tensors results;
   auto next = grads.begin();
-  for (const auto& value : arguments) {
-    results.push_back(takes_gradient(value) ? *next++ : Tensor());
+  for (const Tensor& leaf : leaves) {
+    const bool has_gradient = leaf.defined() && at::isFloatingType(leaf.scalar_type());
+    results.push_back(has_gradient ? *next++ : Tensor());
   }
   return results;
-}
-
-TensorSpec like(const Tensor& tensor) {
-  return {c10::SymDimVector(tensor.sym_sizes()), tensor.scalar_type()};
-}
-
-TensorSpec row_statistics(const Tensor& tensor, int64_t dims) {
-  const auto sizes = tensor.sym_sizes();
-  return {c10::SymDimVector(sizes.slice(0, sizes.size() - dims)),
-          accumulate_dtype(tensor.scalar_type())};
-}
-
-TensorSpec bit_mask(const Tensor& tensor) { return {{(tensor.sym_numel() + 7) / 8}, at::kByte}; }
-
-Tensor to_accumulate(const Tensor& tensor) {
-  return tensor.to(accumulate_dtype(tensor.scalar_type()));
-}
-
-at::ScalarType accumulate_dtype(at::ScalarType dtype) {
-  return dtype == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-void check_compute_dtype(const Args& args, const char* name, const Tensor& tensor) {
-  check_compute_dtype(args.op(), name, tensor);
-}
-
-Tensor cast_floating(const char* op, const Tensor& tensor, at::ScalarType dtype) {
-  check_compute_dtype(op, "input", tensor);
-  return tensor.to(dtype);
-}
-
-void check_compute_dtype(const char* op, const char* name, const Tensor& tensor) {
-  const auto dtype = tensor.scalar_type();
-  TORCH_CHECK(
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kHalf || dtype == at::kBFloat16,
-      "[", op, "] ", name, " must be float16, bfloat16, float32 or float64, got ", dtype);
-}
-
-void check_same_sizes(const Args& args, const char* name, const Tensor& tensor,
-                      const Tensor& like) {
-  TORCH_CHECK(tensor.sym_sizes().equals(like.sym_sizes()), "[", args.op(), "] ", name,
-              " must have shape ", like.sym_sizes(), ", got ", tensor.sym_sizes());
-}
-
-void check_spec(const Args& args, const char* name, const Tensor& tensor, const TensorSpec& spec) {
-  TORCH_CHECK(tensor.sym_sizes().equals(spec.sizes), "[", args.op(), "] ", name,
-              " must have shape ", c10::SymIntArrayRef(spec.sizes), ", got ", tensor.sym_sizes());
-  TORCH_CHECK(tensor.scalar_type() == spec.dtype, "[", args.op(), "] ", name, " must have dtype ",
-              spec.dtype, ", got ", tensor.scalar_type());
-}
-
-void check_has_rows(const Args& args, const char* name, const Tensor& tensor) {
-  TORCH_CHECK(tensor.dim() >= 1, "[", args.op(), "] ", name,
-              " must have at least 1 dimension, got 0");
-}
-
-void check_trailing(const Args& args, const char* name, const Tensor& tensor,
-                    const Tensor& trailing) {
-  const auto sizes = tensor.sym_sizes();
-  const auto wanted = trailing.sym_sizes();
-  // A bias has one.
-  TORCH_CHECK(!wanted.empty(), "[", args.op(), "] weight must have at least 1 dimension, got 0");
-  TORCH_CHECK(
-      sizes.size() >= wanted.size() && sizes.slice(sizes.size() - wanted.size()).equals(wanted),
-      "[", args.op(), "] ", name, " must end in dimensions ", wanted, ", got shape ", sizes);
 }
 
 }  // namespace transformer_ops

@@ -4,50 +4,77 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 
+#include "fuser/fork_safe_mutex.h"
 #include "fuser/schema.h"
 
 namespace transformer_ops {
 namespace {
 
+// Parsed once. A typed op stays where it is; a library that brings more may be loaded meanwhile.
+const Schema& schema_of(const TypedOp& op) {
+  static ForkSafeMutex mutex;
+  static std::map<const TypedOp*, Schema> schemas;
+  const std::lock_guard lock(mutex);
+  const auto [row, is_new] = schemas.try_emplace(&op);
+  if (is_new) row->second = parse_schema(op.schema);
+  return row->second;
+}
+
+// Gradients of the first result for the arguments at `places`.
+Tensors gradients_of(const Meaning& unfused, const Checks& check,
+                     std::vector<c10::IValue> arguments, const std::vector<size_t>& places,
+                     const Tensor& grad_output) {
+  Tensors inputs;
+  for (const size_t place : places) inputs.push_back(arguments[place].toTensor());
+  const auto first_result = [&](const Tensors& leaves) {
+    for (size_t k = 0; k < places.size(); ++k) arguments[places[k]] = leaves[k];
+    return unfused(check, arguments)[0];
+  };
+  return differentiate(first_result, inputs, grad_output);
+}
+
 // The backward of `forward`, as the vector-Jacobian product of its unfused meaning.
 Tensors unfused_backward(const TypedOp& forward, const std::string& name,
                          c10::ArrayRef<c10::IValue> arguments) {
-  const Schema schema = parse_schema(find_typed_op(name)->schema);
+  const Schema& schema = schema_of(*find_typed_op(name));
   const auto argument = [&](const std::string& wanted) {
     const auto row = std::ranges::find(schema.arguments, wanted, &Schema::Field::name);
     const bool found = row != schema.arguments.end();
     return found ? arguments[row - schema.arguments.begin()] : c10::IValue();
   };
   const c10::IValue mask = argument("output_mask");
-  const auto is_wanted = [&](const std::string& result) {
-    for (size_t i = 0; i < schema.results.size(); ++i) {
-      if (schema.results[i].name == result) {
-        return mask.isNone() || mask.toListRef()[i].toBool();
-      }
-    }
-    return false;
+  const auto is_wanted = [&](size_t result) {
+    return mask.isNone() || mask.toListRef()[result].toBool();
   };
-  const Schema forward_schema = parse_schema(forward.schema);
-  std::vector<c10::IValue> stack;
-  for (const auto& field : forward_schema.arguments) {
-    const bool is_switch = field.name.starts_with("save_");
-    stack.push_back(is_switch ? c10::IValue(false) : argument(field.name));
-    const bool may_be_none = field.type == "Tensor?" && !is_wanted("grad_" + field.name);
-    TORCH_CHECK(!stack.back().isNone() || may_be_none, "[", name, "] double backward must have '",
-                field.name, "', got none: the first backward did not need it");
-  }
-  const Tensors grads = differentiate(forward.unfused, name.c_str(), std::move(stack),
-                                      argument("grad_output").toTensor());
-  Tensors results;
-  for (const auto& result : schema.results) {
-    const auto& fields = forward_schema.arguments;
+  const auto& fields = schema_of(forward).arguments;
+  // Which argument of forward a wanted result is the gradient of, and which result that is.
+  std::vector<size_t> places, wanted;
+  for (size_t k = 0; k < schema.results.size(); ++k) {
+    const std::string& result = schema.results[k].name;
     const auto row = std::ranges::find_if(
-        fields, [&](const auto& field) { return "grad_" + field.name == result.name; });
+        fields, [&](const auto& field) { return "grad_" + field.name == result; });
     TORCH_CHECK(row != fields.end(), "[", name,
-                "] result must be the gradient of an argument, got ", result.name);
-    results.push_back(grads[row - fields.begin()]);
+                "] result must be the gradient of an argument, got ", result);
+    if (!is_wanted(k)) continue;
+    places.push_back(row - fields.begin());
+    wanted.push_back(k);
   }
+  std::vector<c10::IValue> stack;
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const auto& [type, field] = fields[i];
+    const bool is_switch = field.starts_with("save_");
+    stack.push_back(is_switch ? c10::IValue(false) : argument(field));
+    const bool may_be_none = type == "Tensor?" && !std::ranges::count(places, i);
+    TORCH_CHECK(!stack.back().isNone() || may_be_none, "[", name, "] double backward must have '",
+                field, "', got none: the first backward did not need it");
+  }
+  const Tensors grads = gradients_of(forward.unfused, Checks(name.c_str()), std::move(stack),
+                                     places, argument("grad_output").toTensor());
+  Tensors results(schema.results.size());
+  for (size_t k = 0; k < wanted.size(); ++k) results[wanted[k]] = grads[k];
   return results;
 }
 
@@ -67,8 +94,8 @@ class WithAutograd {
   const at::AutoGradMode no_graph_{false};
 };
 
-bool is_new(const Tensor& tensor, const Args& args) {
-  return std::ranges::none_of(args.values(), [&](const c10::IValue& value) {
+bool is_new(const Tensor& tensor, Values values) {
+  return std::ranges::none_of(values, [&](const c10::IValue& value) {
     return value.isTensor() && value.toTensor().defined() && tensor.is_alias_of(value.toTensor());
   });
 }
@@ -80,15 +107,15 @@ const TypedOp* find_meant_forward(const std::string& name) {
 }
 
 // A new tensor of what a caller expects. Results that nobody wants have no elements.
-Tensor as_result(const Args& args, const std::string& name, const Tensor& found,
+Tensor as_result(const Checks& check, Values values, const std::string& name, const Tensor& found,
                  const TensorSpec& spec) {
-  const Tensor& first = args.tensor(0);
+  const Tensor& first = values[0].toTensor();
   if (spec.sizes.size() == 1 && spec.sizes[0] == 0) return first.new_empty({0}, spec.dtype);
-  TORCH_CHECK(found.defined(), "[", args.op(), "] declaration must have a body for ",
+  TORCH_CHECK(found.defined(), "[", check.op(), "] declaration must have a body for ",
               first.device().type(), ", got an unfused meaning that leaves out ", name);
-  check_spec(args, name.c_str(), found, spec);
+  check.spec(name.c_str(), found, spec);
   const Tensor result = found.detach();
-  return is_new(result, args) ? result.contiguous() : result.clone(at::MemoryFormat::Contiguous);
+  return is_new(result, values) ? result.contiguous() : result.clone(at::MemoryFormat::Contiguous);
 }
 
 }  // namespace
@@ -97,27 +124,28 @@ Tensors call_unfused(const std::string& name, c10::ArrayRef<c10::IValue> argumen
   const TypedOp* op = find_typed_op(name);
   TORCH_CHECK(op != nullptr, "[typed op] name must be registered, got '", name, "'");
   std::vector<c10::IValue> values(arguments.begin(), arguments.end());
-  const Args args(name.c_str(), values);
-  if (op->shape) op->shape(args);  // the same errors as those of the op
-  if (op->unfused) return op->unfused(args);
+  const Checks check(name.c_str());
+  if (op->shape) op->shape(check, values);  // the same errors as those of the op
+  if (op->unfused) return op->unfused(check, values);
   const TypedOp* const forward = find_meant_forward(name);
   TORCH_CHECK_NOT_IMPLEMENTED(forward != nullptr, "[", name,
                               "] declaration must have .unfused, got none");
   return unfused_backward(*forward, name, arguments);
 }
 
-Tensors run_unfused(const std::string& name, const Args& args, const TensorSpecs& specs) {
+Tensors run_unfused(const std::string& name, const Checks& check, Values values,
+                    const TensorSpecs& specs) {
   const bool is_meant = find_typed_op(name)->unfused || find_meant_forward(name) != nullptr;
-  TORCH_CHECK_NOT_IMPLEMENTED(is_meant, "[", args.op(), "] declaration must have a body for ",
-                              args.tensor(0).device().type(), " or .unfused, got neither");
+  TORCH_CHECK_NOT_IMPLEMENTED(is_meant, "[", check.op(), "] declaration must have a body for ",
+                              values[0].toTensor().device().type(), " or .unfused, got neither");
   const WithAutograd guard;
-  const c10::ArrayRef<c10::IValue> values(args.values().data(), args.values().size());
-  const Tensors found = call_unfused(name, values);
-  const auto fields = parse_schema(find_typed_op(name)->schema).results;
+  const Tensors found =
+      call_unfused(name, c10::ArrayRef<c10::IValue>(values.data(), values.size()));
+  const auto& fields = schema_of(*find_typed_op(name)).results;
   Tensors results;
   for (size_t i = 0; i < specs.size(); ++i) {
     const Tensor result = i < found.size() ? found[i] : Tensor();
-    results.push_back(as_result(args, fields[i].name, result, specs[i]));
+    results.push_back(as_result(check, values, fields[i].name, result, specs[i]));
   }
   return results;
 }

@@ -11,6 +11,7 @@ Tensors call_unfused(const std::string& name, c10::ArrayRef<c10::IValue> argumen
 
 // The body of a typed op where nobody has written one for the device: the same, without a graph.
 // Gives new tensors of these sizes and dtypes. Raises where the meaning has other results.
-Tensors run_unfused(const std::string& name, const Args& args, const TensorSpecs& specs);
+Tensors run_unfused(const std::string& name, const Checks& check, Values values,
+                    const TensorSpecs& specs);
 
 }  // namespace transformer_ops

@@ -14,57 +14,53 @@ namespace {
 
 using cpu::Activation;
 
-TensorSpecs forward_shape(const Args& args) {
-  check_compute_dtype(args, "input", args.tensor(0));
-  return {like(args.tensor(0))};
+TensorSpecs masked_forward_shape(const Checks& check, const Tensor& input, bool save_mask) {
+  check.compute_dtype("input", input);
+  return {like(input), save_mask ? bit_mask(input) : absent(at::kByte)};
 }
 
-TensorSpecs masked_forward_shape(const Args& args) {
-  check_compute_dtype(args, "input", args.tensor(0));
-  const TensorSpec none{{0}, at::kByte};
-  return {like(args.tensor(0)), args.flag(1) ? bit_mask(args.tensor(0)) : none};
+TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input) {
+  check.compute_dtype("input", input);
+  check.spec("grad_output", grad_output, like(input));
+  return {like(input)};
 }
 
-TensorSpecs backward_shape(const Args& args) {
-  check_compute_dtype(args, "input", args.tensor(1));
-  check_spec(args, "grad_output", args.tensor(0), like(args.tensor(1)));
-  return {like(args.tensor(1))};
+TensorSpecs masked_backward_shape(const Checks& check, const Tensor& grad_output,
+                                  const Tensor& mask) {
+  check.compute_dtype("grad_output", grad_output);
+  check.spec("mask", mask, bit_mask(grad_output));
+  return {like(grad_output)};
 }
 
-TensorSpecs masked_backward_shape(const Args& args) {
-  check_compute_dtype(args, "grad_output", args.tensor(0));
-  check_spec(args, "mask", args.tensor(1), bit_mask(args.tensor(0)));
-  return {like(args.tensor(0))};
-}
-
-void backward_cpu(const ActivationRow& row, const Args& args, Tensors& results) {
-  const cpu::Rows grad{args.tensor(0), 1}, x{args.tensor(1), 1}, grad_x{results[0], 1};
+void backward_cpu(const ActivationRow& row, const Tensor& grad_output, const Tensor& input,
+                  const Tensor& grad_input) {
+  const cpu::Rows grad{grad_output, 1}, x{input, 1}, grad_x{grad_input, 1};
   cpu::parallel(grad.count(), 1, 1, [&](int64_t begin, int64_t end) {
-    cpu::activation_backward(row.activation, cpu::kernel_dtype(x.tensor), grad.read(begin),
+    cpu::activation_backward(row.activation, cpu::kernel_dtype(input), grad.read(begin),
                              x.read(begin), grad_x.write(begin), end - begin);
   });
 }
 
-void backward_cuda(const ActivationRow& row, const Args& args, Tensors& results) {
-  const Tensor &grad = args.tensor(0), &x = args.tensor(1);
-  cuda::activation_backward(cuda::stream_of(x), row.activation, kernel_dtype(x), cuda::read(grad),
-                            cuda::read(x), cuda::write(results[0]), x.numel());
+void backward_cuda(const ActivationRow& row, const Tensor& grad_output, const Tensor& input,
+                   const Tensor& grad_input) {
+  cuda::activation_backward(cuda::stream_of(input), row.activation, kernel_dtype(input),
+                            cuda::read(grad_output), cuda::read(input), cuda::write(grad_input),
+                            input.numel());
 }
 
-void masked_backward_cpu(const Args& args, Tensors& results) {
-  const cpu::Rows grad{args.tensor(0), 1}, grad_x{results[0], 1};
-  const auto* mask = args.tensor(1).const_data_ptr<uint8_t>();
+void masked_backward_cpu(const Tensor& grad_output, const Tensor& mask, Tensor& grad_input) {
+  const cpu::Rows grad{grad_output, 1}, grad_x{grad_input, 1};
+  const auto* const bits = mask.const_data_ptr<uint8_t>();
   cpu::parallel(grad.count(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-    cpu::relu_backward(cpu::kernel_dtype(grad.tensor), grad.read(begin), mask + begin / 8,
+    cpu::relu_backward(cpu::kernel_dtype(grad_output), grad.read(begin), bits + begin / 8,
                        grad_x.write(begin), end - begin);
   });
 }
 
-void masked_backward_cuda(const Args& args, Tensors& results) {
-  const Tensor& grad = args.tensor(0);
-  cuda::relu_backward(cuda::stream_of(grad), kernel_dtype(grad), cuda::read(grad),
-                      args.tensor(1).const_data_ptr<uint8_t>(), cuda::write(results[0]),
-                      grad.numel());
+void masked_backward_cuda(const Tensor& grad_output, const Tensor& mask, Tensor& grad_input) {
+  cuda::relu_backward(cuda::stream_of(grad_output), kernel_dtype(grad_output),
+                      cuda::read(grad_output), mask.const_data_ptr<uint8_t>(),
+                      cuda::write(grad_input), grad_output.numel());
 }
 
 // From the mask, or from the output that a joint fusion keeps.
@@ -83,68 +79,51 @@ Tensor replay_srelu(const ReplayCall& call) {
   return activation_of_kind("SReLU").unfused(call.input + (known - call.input).detach());
 }
 
-// The result that takes the mask, or undefined.
-Tensor wanted_mask(const ActivationRow& row, const Args& args, const Tensors& results) {
-  return row.keeps_mask && args.flag(1) ? results[1] : Tensor();
+TypedOp make_forward(const ActivationRow& row) {
+  return {.schema = row.name + "(Tensor input) -> Tensor output",
+          .overwrites = {"input"},
+          .cpu = [&row](const Tensor& input,
+                        Tensor& output) { activation_forward_cpu(row, input, output, {}); },
+          .cuda = [&row](const Tensor& input,
+                         Tensor& output) { activation_forward_cuda(row, input, output, {}); },
+          .unfused = row.unfused};
 }
 
-TypedOp make_forward(const ActivationRow& row) {
-  const std::string name = row.name;
-  const bool keeps_mask = row.keeps_mask;
-  return {.schema = keeps_mask ? name +
-                                     "(Tensor input, bool save_mask) -> (Tensor output, "
-                                     "Tensor mask)"
-                               : name + "(Tensor input) -> Tensor output",
-          .shape = keeps_mask ? masked_forward_shape : forward_shape,
-          .overwrites = {0},
+TypedOp make_masked_forward(const ActivationRow& row) {
+  return {.schema = row.name + "(Tensor input, bool save_mask) -> (Tensor output, Tensor mask)",
+          .shape = masked_forward_shape,
+          .overwrites = {"input"},
           .cpu =
-              [&row](const Args& args, Tensors& results) {
-                activation_forward_cpu(row, args.tensor(0), results[0],
-                                       wanted_mask(row, args, results));
+              [&row](const Tensor& input, bool save_mask, Tensor& output, Tensor& mask) {
+                activation_forward_cpu(row, input, output, save_mask ? mask : Tensor());
               },
           .cuda =
-              [&row](const Args& args, Tensors& results) {
-                activation_forward_cuda(row, args.tensor(0), results[0],
-                                        wanted_mask(row, args, results));
+              [&row](const Tensor& input, bool save_mask, Tensor& output, Tensor& mask) {
+                activation_forward_cuda(row, input, output, save_mask ? mask : Tensor());
               },
-          .unfused = [&row](const Args& args) { return Tensors{row.unfused(args.tensor(0))}; }};
+          .unfused = [&row](const Tensor& input, bool) { return row.unfused(input); }};
 }
 
 TypedOp make_backward(const ActivationRow& row) {
-  const std::string saved = row.keeps_mask ? "mask" : "input";
-  TypedOp op{.schema = row.name + "_backward(Tensor grad_output, Tensor " + saved +
-                       ") -> Tensor grad_input",
-             .overwrites = {0, 1}};
-  if (row.keeps_mask) {
-    op.shape = masked_backward_shape;
-    op.cpu = masked_backward_cpu;
-    op.cuda = masked_backward_cuda;
-    op.unfused = [&row](const Args& args) {
-      return Tensors{activation_gradient_unfused(row, args.tensor(0), args.tensor(1))};
-    };
-  } else {
-    op.shape = backward_shape;
-    op.cpu = [&row](const Args& args, Tensors& results) { backward_cpu(row, args, results); };
-    op.cuda = [&row](const Args& args, Tensors& results) { backward_cuda(row, args, results); };
-  }
-  return op;
+  return {
+      .schema = row.name + "_backward(Tensor grad_output, Tensor input) -> Tensor grad_input",
+      .shape = backward_shape,
+      .overwrites = {"grad_output", "input"},
+      .cpu = [&row](const Tensor& grad_output, const Tensor& input,
+                    Tensor& grad_input) { backward_cpu(row, grad_output, input, grad_input); },
+      .cuda = [&row](const Tensor& grad_output, const Tensor& input,
+                     Tensor& grad_input) { backward_cuda(row, grad_output, input, grad_input); }};
 }
 
-// Without the mask, which backward has.
-TypedOp make_recompute(const ActivationRow& row) {
-  return recompute_by(
-      {.schema = row.name + "(Tensor input) -> Tensor output",
-       .shape = forward_shape,
-       .overwrites = {0},
-       .cpu =
-           [&row](const Args& args, Tensors& results) {
-             activation_forward_cpu(row, args.tensor(0), results[0], {});
-           },
-       .cuda =
-           [&row](const Args& args, Tensors& results) {
-             activation_forward_cuda(row, args.tensor(0), results[0], {});
-           },
-       .unfused = [&row](const Args& args) { return Tensors{row.unfused(args.tensor(0))}; }});
+TypedOp make_masked_backward(const ActivationRow& row) {
+  return {.schema = row.name + "_backward(Tensor grad_output, Tensor mask) -> Tensor grad_input",
+          .shape = masked_backward_shape,
+          .overwrites = {"grad_output", "mask"},
+          .cpu = masked_backward_cpu,
+          .cuda = masked_backward_cuda,
+          .unfused = [&row](const Tensor& grad_output, const Tensor& mask) {
+            return activation_gradient_unfused(row, grad_output, mask);
+          }};
 }
 
 bool register_activations() {
@@ -153,9 +132,10 @@ bool register_activations() {
                           .summary = row.formula,
                           .slots = {{row.keeps_mask ? "mask" : "input"}},
                           .dtype = DTypeRule::Autocast},
-          .forward = make_forward(row),
-          .backward = make_backward(row),
-          .recompute = make_recompute(row)};
+          .forward = row.keeps_mask ? make_masked_forward(row) : make_forward(row),
+          .backward = row.keeps_mask ? make_masked_backward(row) : make_backward(row),
+          // Backward has the mask.
+          .recompute = recompute_by(make_forward(row))};
     if (row.activation == Activation::ReLU) op.replay = replay_relu;
     if (row.activation == Activation::SReLU) op.replay = replay_srelu;
     register_op(std::move(op));

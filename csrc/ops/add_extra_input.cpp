@@ -6,21 +6,19 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs shape(const Args& args) {
-  const Tensor& input = args.tensor(0);
-  const Tensor& extra = args.tensor(1);
-  check_compute_dtype(args, "input", input);
-  check_compute_dtype(args, "extra_input", extra);
-  check_same_sizes(args, "extra_input", extra, input);
+TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& extra_input) {
+  check.compute_dtype("input", input);
+  check.compute_dtype("extra_input", extra_input);
+  check.same_sizes("extra_input", extra_input, input);
   return {{c10::SymDimVector(input.sym_sizes()),
-           c10::promoteTypes(input.scalar_type(), extra.scalar_type())}};
+           c10::promoteTypes(input.scalar_type(), extra_input.scalar_type())}};
 }
 
-void add(const Args& args, Tensors& results) {
-  at::add_out(results[0], args.tensor(0), args.tensor(1));
+void add(const Tensor& input, const Tensor& extra_input, Tensor& output) {
+  at::add_out(output, input, extra_input);
 }
 
-Tensors add_unfused(const Args& args) { return {args.tensor(0) + args.tensor(1)}; }
+Tensor add_unfused(const Tensor& input, const Tensor& extra_input) { return input + extra_input; }
 
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "AddExtraInput",
@@ -30,7 +28,7 @@ Tensors add_unfused(const Args& args) { return {args.tensor(0) + args.tensor(1)}
                     .dtype = DTypeRule::Promote},
     .forward = {.schema = "add_extra_input(Tensor input, Tensor extra_input) -> Tensor output",
                 .shape = shape,
-                .overwrites = {0, 1},
+                .overwrites = {"input", "extra_input"},
                 .cpu = add,
                 .cuda = add,
                 .unfused = add_unfused},

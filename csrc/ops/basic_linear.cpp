@@ -8,35 +8,44 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs forward_shape(const Args& args) { return {linear_output(args)}; }
-
-void forward_cpu(const Args& args, Tensors& results) {
-  results = {linear_cpu(args.tensor(0), args.tensor(1))};
+TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& weight) {
+  return {linear_output(check, input, weight)};
 }
 
-void forward_cuda(const Args& args, Tensors& results) {
-  results = {linear_cuda(args.tensor(0), args.tensor(1))};
+Tensor forward_cpu(const Tensor& input, const Tensor& weight) { return linear_cpu(input, weight); }
+
+Tensor forward_cuda(const Tensor& input, const Tensor& weight) {
+  return linear_cuda(input, weight);
 }
 
-Tensors forward_unfused(const Args& args) { return {at::linear(args.tensor(0), args.tensor(1))}; }
-
-TensorSpecs backward_shape(const Args& args) { return linear_backward_outputs(args, 0, 1, 2, 3); }
-
-void backward_cpu(const Args& args, Tensors& results) {
-  results = linear_backward_cpu(args.tensor(0), args.flag(3, 1) ? args.take(1) : Tensor(),
-                                args.flag(3, 0) ? args.tensor(2) : Tensor(),
-                                {.main_grad = args.main_grad()});
+Tensor forward_unfused(const Tensor& input, const Tensor& weight) {
+  return at::linear(input, weight);
 }
 
-void backward_cuda(const Args& args, Tensors& results) {
-  results = linear_backward_cuda(args.tensor(0), args.flag(3, 1) ? args.take(1) : Tensor(),
-                                 args.flag(3, 0) ? args.tensor(2) : Tensor(),
-                                 {.main_grad = args.main_grad()});
+TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor* input,
+                           const Tensor* weight, LinearMask wanted) {
+  return linear_backward_outputs(check, grad_output, input, weight, wanted);
 }
 
-Tensors backward_unfused(const Args& args) {
-  return linear_backward_unfused(args.tensor(0), args.flag(3, 1) ? args.tensor(1) : Tensor(),
-                                 args.flag(3, 0) ? args.tensor(2) : Tensor());
+LinearBackward backward_cpu(const Call& call, const Tensor& grad_output,
+                            std::optional<Tensor> input, const Tensor* weight, LinearMask wanted) {
+  const auto [wants_input, wants_weight] = wanted;
+  return linear_backward_cpu(grad_output, factor(wants_weight, std::move(input)),
+                             factor(wants_input, weight), {.main_grad = call.main_grad()});
+}
+
+LinearBackward backward_cuda(const Call& call, const Tensor& grad_output,
+                             std::optional<Tensor> input, const Tensor* weight, LinearMask wanted) {
+  const auto [wants_input, wants_weight] = wanted;
+  return linear_backward_cuda(grad_output, factor(wants_weight, std::move(input)),
+                              factor(wants_input, weight), {.main_grad = call.main_grad()});
+}
+
+LinearBackward backward_unfused(const Tensor& grad_output, const Tensor* input,
+                                const Tensor* weight, LinearMask wanted) {
+  const auto [wants_input, wants_weight] = wanted;
+  return linear_backward_unfused(grad_output, factor(wants_weight, input),
+                                 factor(wants_input, weight));
 }
 
 [[maybe_unused]] const bool registered = register_op({
@@ -55,8 +64,7 @@ Tensors backward_unfused(const Args& args) {
                 .any_strides = {"input", "weight"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
-                .unfused = forward_unfused,
-                .allocates = false},
+                .unfused = forward_unfused},
     .backward = {.schema = "linear_backward(Tensor grad_output, Tensor? input, Tensor? weight, "
                            "bool[2] output_mask) -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
@@ -64,7 +72,6 @@ Tensors backward_unfused(const Args& args) {
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
                  .unfused = backward_unfused,
-                 .allocates = false,
                  .accumulates = true},
 });
 

@@ -11,58 +11,48 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs forward_shape(const Args& args) {
-  const Tensor& bias = args.tensor(1);
-  check_compute_dtype(args, "input", args.tensor(0));
-  check_compute_dtype(args, "bias", bias);
-  TORCH_CHECK(bias.dim() == 1, "[", args.op(), "] bias must have 1 dimension, got shape ",
-              bias.sym_sizes());
-  check_trailing(args, "input", args.tensor(0), bias);
-  return {like(args.tensor(0))};
+TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& bias) {
+  check.compute_dtype("input", input);
+  check_bias(check, input, bias);
+  return {like(input)};
 }
 
-void forward_cpu(const Args& args, Tensors& results) {
-  const cpu::Rows x{args.tensor(0), args.tensor(1).numel()}, y{results[0], x.width};
-  const Tensor bias = cpu::to_accumulate(args.tensor(1), x.tensor);
+void forward_cpu(const Tensor& input, const Tensor& bias, Tensor& output) {
+  const cpu::Rows x{input, bias.numel()}, y{output, x.width};
+  const Tensor added = cpu::to_accumulate(bias, input);
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::bias_add(cpu::kernel_dtype(x.tensor), x.read(begin), bias.const_data_ptr(), y.write(begin),
+    cpu::bias_add(cpu::kernel_dtype(input), x.read(begin), added.const_data_ptr(), y.write(begin),
                   end - begin, x.width);
   });
 }
 
-void forward_cuda(const Args& args, Tensors& results) {
-  const Tensor& x = args.tensor(0);
-  cuda::bias_add(cuda::stream_of(x), kernel_dtype(x), cuda::read(x), cuda::vector(args.tensor(1)),
-                 cuda::write(results[0]), cuda::rows_of(x), x.size(-1));
+void forward_cuda(const Tensor& input, const Tensor& bias, Tensor& output) {
+  cuda::bias_add(cuda::stream_of(input), kernel_dtype(input), cuda::read(input), cuda::vector(bias),
+                 cuda::write(output), cuda::rows_of(input), input.size(-1));
 }
 
-Tensors forward_unfused(const Args& args) {
-  const Tensor x = to_accumulate(args.tensor(0));
-  return {(x + args.tensor(1).to(x.scalar_type())).to(args.tensor(0).scalar_type())};
+Tensor forward_unfused(const Tensor& input, const Tensor& bias) {
+  const Tensor x = to_accumulate(input);
+  return (x + bias.to(x.scalar_type())).to(input.scalar_type());
 }
 
-TensorSpecs backward_shape(const Args& args) {
-  check_compute_dtype(args, "grad_output", args.tensor(0));
-  check_has_rows(args, "grad_output", args.tensor(0));
-  return {bias_gradient(args.tensor(0))};
+TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output) {
+  check.compute_dtype("grad_output", grad_output);
+  check.has_rows("grad_output", grad_output);
+  return {bias_gradient(grad_output)};
 }
 
-void backward_cpu(const Args& args, Tensors& results) {
-  sum_columns_cpu(args.tensor(0), results[0]);
+void backward_cpu(const Tensor& grad_output, Tensor& grad_bias) {
+  sum_columns_cpu(grad_output, grad_bias);
 }
 
-void backward_cuda(const Args& args, Tensors& results) {
-  sum_columns_cuda(args.tensor(0), results[0]);
-}
-
-Tensors backward_unfused(const Args& args) {
-  const Tensor& grad = args.tensor(0);
-  return {grad.sum_to_size_symint({grad.sym_size(-1)})};
+void backward_cuda(const Tensor& grad_output, Tensor& grad_bias) {
+  sum_columns_cuda(grad_output, grad_bias);
 }
 
 const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor output",
                           .shape = forward_shape,
-                          .overwrites = {0},
+                          .overwrites = {"input"},
                           .cpu = forward_cpu,
                           .cuda = forward_cuda,
                           .unfused = forward_unfused};
@@ -77,7 +67,7 @@ const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor o
                  .shape = backward_shape,
                  .cpu = backward_cpu,
                  .cuda = backward_cuda,
-                 .unfused = backward_unfused},
+                 .unfused = sum_of_rows},
     .recompute = recompute_by(kForward),
 });
 

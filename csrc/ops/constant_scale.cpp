@@ -8,25 +8,14 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs forward_shape(const Args& args) {
-  check_compute_dtype(args, "input", args.tensor(0));
-  return {like(args.tensor(0))};
+void multiply(const Tensor& tensor, double scale, Tensor& result) {
+  at::mul_out(result, tensor, at::native::wrapped_scalar_tensor(scale));
 }
 
-TensorSpecs backward_shape(const Args& args) {
-  check_compute_dtype(args, "grad_output", args.tensor(0));
-  return {like(args.tensor(0))};
-}
-
-void multiply(const Args& args, Tensors& results) {
-  at::mul_out(results[0], args.tensor(0), at::native::wrapped_scalar_tensor(args.number(1)));
-}
-
-Tensors multiply_unfused(const Args& args) { return {args.tensor(0) * args.number(1)}; }
+Tensor multiply_unfused(const Tensor& tensor, double scale) { return tensor * scale; }
 
 const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -> Tensor output",
-                          .shape = forward_shape,
-                          .overwrites = {0},
+                          .overwrites = {"input"},
                           .cpu = multiply,
                           .cuda = multiply,
                           .unfused = multiply_unfused};
@@ -40,8 +29,7 @@ const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -
     .forward = kForward,
     .backward = {.schema = "constant_scale_backward(Tensor grad_output, float scale) -> "
                            "Tensor grad_input",
-                 .shape = backward_shape,
-                 .overwrites = {0},
+                 .overwrites = {"grad_output"},
                  .cpu = multiply,
                  .cuda = multiply,
                  .unfused = multiply_unfused},

@@ -1,5 +1,7 @@
 // Gated linear units: y = act(a) * b, with a and b the halves of the last dimension, or blocks of
 // glu_interleave_size elements that alternate along it.
+#include <algorithm>
+
 #include "bodies/glu.h"
 #include "op/op.h"
 #include "op/recompute.h"
@@ -7,69 +9,103 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs forward_shape(const GluRow& row, const Args& args) {
-  check_compute_dtype(args, "input", args.tensor(0));
-  return {glu_output(args, "input", like(args.tensor(0)), read_glu(row, args, 1))};
+using cpu::Glu;
+
+// The row's numbers, in its order.
+template <typename... Numbers>
+Glu glu_with(const GluRow& row, Numbers... numbers) {
+  Glu glu{row.glu};
+  [[maybe_unused]] auto next = row.attributes.begin();
+  ((glu.*std::get<Numbers Glu::*>((next++)->field) = numbers), ...);
+  return glu;
 }
 
-TensorSpecs backward_shape(const GluRow& row, const Args& args) {
-  const TensorSpec input = like(args.tensor(1));
-  check_compute_dtype(args, "input", args.tensor(1));
-  check_spec(args, "grad_output", args.tensor(0),
-             glu_output(args, "input", input, read_glu(row, args, 2)));
-  return {input};
+std::string schema_of_attributes(const GluRow& row) {
+  std::string text;
+  for (const auto& [name, field] : row.attributes) {
+    const bool is_integer = std::holds_alternative<int64_t Glu::*>(field);
+    text += (is_integer ? ", int " : ", float ") + name;
+  }
+  return text;
 }
 
+template <typename... Numbers>
 TypedOp make_forward(const GluRow& row) {
-  return {.schema = row.name + "(Tensor input" + schema_of_attributes(row) + ") -> Tensor output",
-          .shape = [&row](const Args& args) { return forward_shape(row, args); },
-          .cpu =
-              [&row](const Args& args, Tensors& results) {
-                glu_forward_cpu(read_glu(row, args, 1), args.tensor(0), results[0]);
-              },
-          .cuda =
-              [&row](const Args& args, Tensors& results) {
-                glu_forward_cuda(read_glu(row, args, 1), args.tensor(0), results[0]);
-              },
-          .unfused =
-              [&row](const Args& args) {
-                return Tensors{glu_unfused(row, args.tensor(0), read_glu(row, args, 1))};
-              }};
-}
-
-TypedOp make_backward(const GluRow& row) {
   return {
-      .schema = row.name + "_backward(Tensor grad_output, Tensor input" +
-                schema_of_attributes(row) + ") -> Tensor grad_input",
-      .shape = [&row](const Args& args) { return backward_shape(row, args); },
-      .overwrites = {1},
-      .cpu =
-          [&row](const Args& args, Tensors& results) {
-            glu_backward_cpu(read_glu(row, args, 2), args.tensor(0), args.tensor(1), results[0]);
-          },
-      .cuda =
-          [&row](const Args& args, Tensors& results) {
-            glu_backward_cuda(read_glu(row, args, 2), args.tensor(0), args.tensor(1), results[0]);
+      .schema = row.name + "(Tensor input" + schema_of_attributes(row) + ") -> Tensor output",
+      .shape = [&row](const Checks& check, const Tensor& input, Numbers... numbers) -> TensorSpecs {
+        check.compute_dtype("input", input);
+        return {glu_output(check, "input", like(input), glu_with(row, numbers...))};
+      },
+      .cpu = [&row](const Tensor& input, Numbers... numbers,
+                    Tensor& output) { glu_forward_cpu(glu_with(row, numbers...), input, output); },
+      .cuda = [&row](
+                  const Tensor& input, Numbers... numbers,
+                  Tensor& output) { glu_forward_cuda(glu_with(row, numbers...), input, output); },
+      .unfused =
+          [&row](const Tensor& input, Numbers... numbers) {
+            return glu_unfused(row, input, glu_with(row, numbers...));
           }};
 }
 
-bool register_glus() {
-  for (const GluRow& row : glus()) {
-    register_op({.declaration = {.kind = row.kind,
-                                 .summary = row.formula,
-                                 .attributes = row.attributes,
-                                 .slots = {{"input"}},
-                                 .dtype = DTypeRule::Autocast,
-                                 .width = [](const Attributes&,
-                                             int64_t width) { return width < 0 ? -1 : width / 2; }},
-                 .forward = make_forward(row),
-                 .backward = make_backward(row),
-                 .recompute = recompute_by(make_forward(row))});
-  }
-  return true;
+template <typename... Numbers>
+TypedOp make_backward(const GluRow& row) {
+  return {.schema = row.name + "_backward(Tensor grad_output, Tensor input" +
+                    schema_of_attributes(row) + ") -> Tensor grad_input",
+          .shape = [&row](const Checks& check, const Tensor& grad_output, const Tensor& input,
+                          Numbers... numbers) -> TensorSpecs {
+            check.compute_dtype("input", input);
+            check.spec("grad_output", grad_output,
+                       glu_output(check, "input", like(input), glu_with(row, numbers...)));
+            return {like(input)};
+          },
+          .overwrites = {"input"},
+          .cpu =
+              [&row](const Tensor& grad_output, const Tensor& input, Numbers... numbers,
+                     Tensor& grad_input) {
+                glu_backward_cpu(glu_with(row, numbers...), grad_output, input, grad_input);
+              },
+          .cuda =
+              [&row](const Tensor& grad_output, const Tensor& input, Numbers... numbers,
+                     Tensor& grad_input) {
+                glu_backward_cuda(glu_with(row, numbers...), grad_output, input, grad_input);
+              }};
 }
 
-[[maybe_unused]] const bool registered = register_glus();
+// The numbers of a row have these types.
+template <typename... Numbers>
+bool register_glu(const GluRow& row) {
+  std::vector<std::string> attributes;
+  for (const auto& attribute : row.attributes) attributes.push_back(attribute.name);
+  return register_op(
+      {.declaration = {.kind = row.kind,
+                       .summary = row.formula,
+                       .attributes = attributes,
+                       .slots = {{"input"}},
+                       .dtype = DTypeRule::Autocast,
+                       .width = [](const Attributes&,
+                                   int64_t width) { return width < 0 ? -1 : width / 2; }},
+       .forward = make_forward<Numbers...>(row),
+       .backward = make_backward<Numbers...>(row),
+       .recompute = recompute_by(make_forward<Numbers...>(row))});
+}
+
+bool register_row(const GluRow& row) {
+  switch (row.attributes.size()) {
+    case 0:
+      return register_glu<>(row);
+    case 1:
+      return register_glu<int64_t>(row);
+    case 3:
+      return register_glu<int64_t, double, double>(row);
+    case 4:
+      return register_glu<int64_t, double, double, double>(row);
+  }
+  TORCH_CHECK(false, "[", row.name, "] attributes must be 0, 1, 3 or 4, got ",
+              row.attributes.size());
+}
+
+[[maybe_unused]] const bool registered = std::ranges::all_of(glus(), register_row);
 
 }  // namespace
 }  // namespace transformer_ops

@@ -3,83 +3,78 @@
 #include <ATen/ops/sum.h>
 
 #include "bodies/cpu.h"
-#include "bodies/norm_cuda.h"
-#include "bodies/recompute_norm.h"
-#include "kernels/norm.h"
+#include "bodies/norm.h"
 #include "op/op.h"
 
 namespace transformer_ops {
 namespace {
 
-TensorSpecs forward_shape(const Args& args) {
-  const Tensor& input = args.tensor(0);
-  check_compute_dtype(args, "input", input);
-  check_has_rows(args, "input", input);
+TensorSpecs forward_shape(const Checks& check, const Tensor& input, double) {
+  check.compute_dtype("input", input);
+  check.has_rows("input", input);
   return {like(input), row_statistics(input)};
 }
 
-void forward_cpu(const Args& args, Tensors& results) {
-  const cpu::Rows x{args.tensor(0), args.tensor(0).size(-1)};
-  const cpu::Rows y{results[0], x.width}, rstd{results[1], 1};
+void forward_cpu(const Tensor& input, double eps, Tensor& output, Tensor& rstd) {
+  const cpu::Rows x{input, input.size(-1)}, y{output, x.width}, rstds{rstd, 1};
   // Rows without elements have a rstd too.
-  cpu::parallel(rstd.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::l2_norm_forward(cpu::kernel_dtype(x.tensor), x.read(begin), args.number(1), y.write(begin),
-                         rstd.write(begin), end - begin, x.width);
+  cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+    cpu::l2_norm_forward(cpu::kernel_dtype(input), x.read(begin), eps, y.write(begin),
+                         rstds.write(begin), end - begin, x.width);
   });
 }
 
-void forward_cuda(const Args& args, Tensors& results) {
-  const Tensor& x = args.tensor(0);
-  cuda::norm_forward(cuda::stream_of(x), {.norm = cuda::Norm::L2,
-                                          .dtype = kernel_dtype(x),
-                                          .x = cuda::read(x),
-                                          .eps = args.number(1),
-                                          .y = cuda::write(results[0]),
-                                          .rstd = cuda::write(results[1]),
-                                          .rows = results[1].numel(),
-                                          .h = x.size(-1)});
+void forward_cuda(const Tensor& input, double eps, Tensor& output, Tensor& rstd) {
+  cuda::norm_forward(cuda::stream_of(input), {.norm = cuda::Norm::L2,
+                                              .dtype = kernel_dtype(input),
+                                              .x = cuda::read(input),
+                                              .eps = eps,
+                                              .y = cuda::write(output),
+                                              .rstd = cuda::write(rstd),
+                                              .rows = rstd.numel(),
+                                              .h = input.size(-1)});
 }
 
-Tensors forward_unfused(const Args& args) {
-  const Tensor x = to_accumulate(args.tensor(0));
-  const Tensor rstd = at::rsqrt(at::sum(x.square(), -1, /*keepdim=*/true) + args.number(1));
-  return {(x * rstd).to(args.tensor(0).scalar_type())};
+Tensor forward_unfused(const Tensor& input, double eps) {
+  const Tensor x = to_accumulate(input);
+  const Tensor rstd = at::rsqrt(at::sum(x.square(), -1, /*keepdim=*/true) + eps);
+  return (x * rstd).to(input.scalar_type());
 }
 
-TensorSpecs backward_shape(const Args& args) {
-  const Tensor& input = args.tensor(1);
-  check_compute_dtype(args, "input", input);
-  check_has_rows(args, "input", input);
-  check_spec(args, "grad_output", args.tensor(0), like(input));
-  check_spec(args, "rstd", args.tensor(2), row_statistics(input));
+TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                           const Tensor& rstd, double) {
+  check.compute_dtype("input", input);
+  check.has_rows("input", input);
+  check.spec("grad_output", grad_output, like(input));
+  check.spec("rstd", rstd, row_statistics(input));
   return {like(input)};
 }
 
-void backward_cpu(const Args& args, Tensors& results) {
-  const cpu::Rows x{args.tensor(1), args.tensor(1).size(-1)};
-  const cpu::Rows grad{args.tensor(0), x.width}, rstd{args.tensor(2), 1};
-  const cpu::Rows grad_x{results[0], x.width};
+void backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& rstd, double,
+                  Tensor& grad_input) {
+  const cpu::Rows x{input, input.size(-1)}, grad{grad_output, x.width};
+  const cpu::Rows rstds{rstd, 1}, grad_x{grad_input, x.width};
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::l2_norm_backward(cpu::kernel_dtype(x.tensor), grad.read(begin), x.read(begin),
-                          rstd.read(begin), grad_x.write(begin), end - begin, x.width);
+    cpu::l2_norm_backward(cpu::kernel_dtype(input), grad.read(begin), x.read(begin),
+                          rstds.read(begin), grad_x.write(begin), end - begin, x.width);
   });
 }
 
-void backward_cuda(const Args& args, Tensors& results) {
-  const Tensor &x = args.tensor(1), &rstd = args.tensor(2);
-  cuda::run_norm_backward(x, {.norm = cuda::Norm::L2,
-                              .dtype = kernel_dtype(x),
-                              .grad_y = cuda::read(args.tensor(0)),
-                              .x = cuda::read(x),
-                              .rstd = cuda::read(rstd),
-                              .residual_dtype = kernel_dtype(x),
-                              .grad_x = cuda::write(results[0]),
-                              .rows = rstd.numel(),
-                              .h = x.size(-1)});
+void backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor& rstd, double,
+                   Tensor& grad_input) {
+  cuda::run_norm_backward(input, {.norm = cuda::Norm::L2,
+                                  .dtype = kernel_dtype(input),
+                                  .grad_y = cuda::read(grad_output),
+                                  .x = cuda::read(input),
+                                  .rstd = cuda::read(rstd),
+                                  .residual_dtype = kernel_dtype(input),
+                                  .grad_x = cuda::write(grad_input),
+                                  .rows = rstd.numel(),
+                                  .h = input.size(-1)});
 }
 
-NormTensors recompute_tensors(const Args& args) {
-  return {args.tensor(1), nullptr, args.tensor(2), nullptr, nullptr};
+NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& rstd) {
+  return {input, nullptr, rstd, nullptr, nullptr};
 }
 
 [[maybe_unused]] const bool registered = register_op({
@@ -91,7 +86,7 @@ NormTensors recompute_tensors(const Args& args) {
     .forward = {.schema = "l2_normalization(Tensor input, float eps) -> "
                           "(Tensor output, Tensor rstd)",
                 .shape = forward_shape,
-                .overwrites = {0},
+                .overwrites = {"input"},
                 .cpu = forward_cpu,
                 .cuda = forward_cuda,
                 .unfused = forward_unfused},
@@ -99,7 +94,7 @@ NormTensors recompute_tensors(const Args& args) {
     .backward = {.schema = "l2_normalization_backward(Tensor grad_output, Tensor input, "
                            "Tensor rstd, float eps) -> Tensor grad_input",
                  .shape = backward_shape,
-                 .overwrites = {0, 1},
+                 .overwrites = {"grad_output", "input"},
                  .cpu = backward_cpu,
                  .cuda = backward_cuda},
     .recompute = recompute_norm("recompute_l2_normalization(Tensor grad_output, Tensor input, "

@@ -6,20 +6,21 @@
 namespace transformer_ops {
 namespace {
 
-TensorSpecs backward_shape(const Args& args) {
-  check_compute_dtype(args, "grad_output", args.tensor(0));
-  check_compute_dtype(args, "grad_extra_output", args.tensor(1));
-  check_same_sizes(args, "grad_extra_output", args.tensor(1), args.tensor(0));
-  return {like(args.tensor(0))};
+TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output,
+                           const Tensor& grad_extra_output) {
+  check.compute_dtype("grad_output", grad_output);
+  check.compute_dtype("grad_extra_output", grad_extra_output);
+  check.same_sizes("grad_extra_output", grad_extra_output, grad_output);
+  return {like(grad_output)};
 }
 
-Tensors backward_unfused(const Args& args) {
+Tensor backward_unfused(const Tensor& grad_output, const Tensor& grad_extra_output) {
   // A channel may lead to an op that computes in another dtype.
-  return {(args.tensor(0) + args.tensor(1)).to(args.tensor(0).scalar_type())};
+  return (grad_output + grad_extra_output).to(grad_output.scalar_type());
 }
 
-void backward(const Args& args, Tensors& results) {
-  at::add_out(results[0], args.tensor(0), args.tensor(1));
+void backward(const Tensor& grad_output, const Tensor& grad_extra_output, Tensor& grad_input) {
+  at::add_out(grad_input, grad_output, grad_extra_output);
 }
 
 [[maybe_unused]] const bool registered = register_op({
@@ -30,7 +31,7 @@ void backward(const Args& args, Tensors& results) {
     .backward = {.schema = "make_extra_output_backward(Tensor grad_output, "
                            "Tensor grad_extra_output) -> Tensor grad_input",
                  .shape = backward_shape,
-                 .overwrites = {0, 1},
+                 .overwrites = {"grad_output", "grad_extra_output"},
                  .cpu = backward,
                  .cuda = backward,
                  .unfused = backward_unfused},

@@ -38,10 +38,9 @@ char* at(const Tensor& tensor, int64_t bytes) {
 
 // ---- quantize
 
-TensorSpecs quantize_shape(const Args& args) {
-  const Tensor& input = args.tensor(0);
-  check_compute_dtype(args, "input", input);
-  const Format& format = format_of(args, 1);
+TensorSpecs quantize_shape(const Checks& check, const Tensor& input, std::string_view format_name) {
+  check.compute_dtype("input", input);
+  const Format& format = format_of(check, format_name);
   return {codes_spec(format, input.sym_sizes()), scale_spec(format, input.sym_sizes())};
 }
 
@@ -59,10 +58,9 @@ float largest_cpu(const Tensor& x) {
       larger);
 }
 
-void quantize_cpu(const Args& args, Tensors& results) {
-  const Tensor& x = args.tensor(0);
-  const Tensor &codes = results[0], &scale = results[1];
-  const Format& format = format_of(args, 1);
+void quantize_cpu(const Checks& check, const Tensor& x, std::string_view format_name, Tensor& codes,
+                  Tensor& scale) {
+  const Format& format = format_of(check, format_name);
   const FlatRows shape(x.sizes());
   const auto dtype = kernel_dtype(x);
   const auto size = static_cast<int64_t>(x.element_size());
@@ -86,12 +84,12 @@ void quantize_cpu(const Args& args, Tensors& results) {
   });
 }
 
-void quantize_cuda(const Args& args, Tensors& results) {
-  const Tensor& x = args.tensor(0);
-  const Format& format = format_of(args, 1);
+void quantize_cuda(const Checks& check, const Tensor& x, std::string_view format_name,
+                   Tensor& codes, Tensor& scale) {
+  const Format& format = format_of(check, format_name);
   const FlatRows shape(x.sizes());
   const auto stream = cuda::stream_of(x);
-  uint8_t* const tensor_scale = tensor_scale_of(format, results[1]);
+  uint8_t* const tensor_scale = tensor_scale_of(format, scale);
   Tensor amax;
   if (tensor_scale != nullptr) {
     amax = empty({cuda::largest_parts(x.numel())}, at::kFloat, x.device());
@@ -99,57 +97,60 @@ void quantize_cuda(const Args& args, Tensors& results) {
                   x.numel());
   }
   cuda::quantize(stream, format, kernel_dtype(x), cuda::read(x),
-                 amax.defined() ? amax.const_data_ptr<float>() : nullptr, cuda::write(results[0]),
-                 cuda::write(results[1]), tensor_scale, shape.rows, shape.h);
+                 amax.defined() ? amax.const_data_ptr<float>() : nullptr, cuda::write(codes),
+                 cuda::write(scale), tensor_scale, shape.rows, shape.h);
 }
 
-Tensors quantize_meaning(const Args& args) {
-  return quantize_unfused(format_of(args, 1), args.tensor(0));
+std::tuple<Tensor, Tensor> quantize_meaning(const Checks& check, const Tensor& x,
+                                            std::string_view format_name) {
+  return quantize_unfused(format_of(check, format_name), x);
 }
 
 // ---- dequantize
 
-at::ScalarType dtype_of(const Args& args, size_t i) {
-  const std::string_view name = args.text(i);
+at::ScalarType dtype_of(const Checks& check, std::string_view name) {
   for (const auto& [text, dtype] :
        {std::pair("float16", at::kHalf), std::pair("bfloat16", at::kBFloat16),
         std::pair("float32", at::kFloat), std::pair("float64", at::kDouble)}) {
     if (name == text) return dtype;
   }
-  TORCH_CHECK(false, "[", args.op(),
+  TORCH_CHECK(false, "[", check.op(),
               "] dtype must be 'float16', 'bfloat16', 'float32' or 'float64', got '", name, "'");
 }
 
-// Of the tensor that was quantized: `shape`, or what the codes say.
-c10::SymDimVector sizes_of(const Args& args, const Format& format) {
-  constexpr size_t kShape = 4;
-  if (args.values().size() > kShape && !args[kShape].isNone()) {
-    const auto sizes = args[kShape].toSymIntVector();
-    for (const auto& size : sizes) {
-      TORCH_CHECK(size >= 0, "[", args.op(), "] shape must have no negative size, got ", size);
-    }
-    return c10::SymDimVector(sizes.begin(), sizes.end());
+// Of the tensor that was quantized, if the caller says it; else what the codes say.
+using GivenSizes = std::optional<std::vector<c10::SymInt>>;
+
+c10::SymDimVector sizes_of(const Checks& check, const Tensor& codes, const Format& format,
+                           const GivenSizes& given) {
+  if (!given) {
+    c10::SymDimVector sizes(codes.sym_sizes());
+    if (format.bits == 4 && !sizes.empty()) sizes.back() = sizes.back() * 2;
+    return sizes;
   }
-  c10::SymDimVector sizes(args.tensor(0).sym_sizes());
-  if (format.bits == 4 && !sizes.empty()) sizes.back() = sizes.back() * 2;
-  return sizes;
+  for (const auto& size : *given) {
+    TORCH_CHECK(size >= 0, "[", check.op(), "] shape must have no negative size, got ", size);
+  }
+  return c10::SymDimVector(given->begin(), given->end());
 }
 
-TensorSpecs dequantize_shape(const Args& args) {
-  const Format& format = format_of(args, 2);
-  const auto dtype = dtype_of(args, 3);
-  const auto sizes = sizes_of(args, format);
-  check_spec(args, "codes", args.tensor(0), codes_spec(format, sizes));
-  check_spec(args, "scale", args.tensor(1), scale_spec(format, sizes));
+TensorSpecs dequantize_shape(const Checks& check, const Tensor& codes, const Tensor& scale,
+                             std::string_view format_name, std::string_view dtype_name,
+                             GivenSizes given) {
+  const Format& format = format_of(check, format_name);
+  const auto dtype = dtype_of(check, dtype_name);
+  const auto sizes = sizes_of(check, codes, format, given);
+  check.spec("codes", codes, codes_spec(format, sizes));
+  check.spec("scale", scale, scale_spec(format, sizes));
   return {{sizes, dtype}};
 }
 
-void dequantize_cpu(const Args& args, Tensors& results) {
-  const Tensor &codes = args.tensor(0), &scale = args.tensor(1), &out = results[0];
-  const Format& format = format_of(args, 2);
-  const FlatRows shape(out.sizes());
-  const auto dtype = kernel_dtype(out);
-  const auto size = static_cast<int64_t>(out.element_size());
+void dequantize_cpu(const Checks& check, const Tensor& codes, const Tensor& scale,
+                    std::string_view format_name, std::string_view, GivenSizes, Tensor& output) {
+  const Format& format = format_of(check, format_name);
+  const FlatRows shape(output.sizes());
+  const auto dtype = kernel_dtype(output);
+  const auto size = static_cast<int64_t>(output.element_size());
   float decoded = 1.0f;
   if (const uint8_t* const from = tensor_scale_of(format, scale)) {
     std::memcpy(&decoded, from, sizeof(decoded));
@@ -157,10 +158,10 @@ void dequantize_cpu(const Args& args, Tensors& results) {
   const auto run = [&](int64_t element, int64_t byte, int64_t block, int64_t rows, int64_t h) {
     cpu::dequantize(format, dtype, at(codes, byte),
                     at(scale, block * static_cast<int64_t>(scale.element_size())), decoded,
-                    at(out, element * size), rows, h);
+                    at(output, element * size), rows, h);
   };
   if (format.per_tensor()) {
-    cpu::parallel(out.numel(), 1, cpu::kMaskAlign,
+    cpu::parallel(output.numel(), 1, cpu::kMaskAlign,
                   [&](int64_t begin, int64_t end) { run(begin, begin, 0, 1, end - begin); });
     return;
   }
@@ -169,36 +170,46 @@ void dequantize_cpu(const Args& args, Tensors& results) {
   });
 }
 
-void dequantize_cuda(const Args& args, Tensors& results) {
-  const Format& format = format_of(args, 2);
-  const FlatRows shape(results[0].sizes());
-  cuda::dequantize(cuda::stream_of(results[0]), format, kernel_dtype(results[0]),
-                   cuda::read(args.tensor(0)), cuda::read(args.tensor(1)),
-                   tensor_scale_of(format, args.tensor(1)), cuda::write(results[0]), shape.rows,
-                   shape.h);
+void dequantize_cuda(const Checks& check, const Tensor& codes, const Tensor& scale,
+                     std::string_view format_name, std::string_view, GivenSizes, Tensor& output) {
+  const Format& format = format_of(check, format_name);
+  const FlatRows shape(output.sizes());
+  cuda::dequantize(cuda::stream_of(output), format, kernel_dtype(output), cuda::read(codes),
+                   cuda::read(scale), tensor_scale_of(format, scale), cuda::write(output),
+                   shape.rows, shape.h);
 }
 
-Tensors dequantize_meaning(const Args& args) {
-  const Format& format = format_of(args, 2);
-  return {dequantize_unfused(format, args.tensor(0), args.tensor(1), sizes_of(args, format),
-                             dtype_of(args, 3))};
+Tensor dequantize_meaning(const Checks& check, const Tensor& codes, const Tensor& scale,
+                          std::string_view format_name, std::string_view dtype_name,
+                          GivenSizes given) {
+  const Format& format = format_of(check, format_name);
+  return dequantize_unfused(format, codes, scale, sizes_of(check, codes, format, given),
+                            dtype_of(check, dtype_name));
 }
 
-// ---- decode_saved: dequantize in backward, behind a gradient
+// ---- decode_saved: dequantize in backward, behind a gradient that keeps a compiler from decoding
+// in forward what was encoded to save memory
 
-Args behind_gradient(const Args& args) { return Args(args.op(), args.values().subspan(1)); }
-
-TensorSpecs decode_saved_shape(const Args& args) { return dequantize_shape(behind_gradient(args)); }
-
-void decode_saved_cpu(const Args& args, Tensors& results) {
-  dequantize_cpu(behind_gradient(args), results);
+TensorSpecs decode_saved_shape(const Checks& check, const Tensor&, const Tensor& codes,
+                               const Tensor& scale, std::string_view format,
+                               std::string_view dtype) {
+  return dequantize_shape(check, codes, scale, format, dtype, std::nullopt);
 }
 
-void decode_saved_cuda(const Args& args, Tensors& results) {
-  dequantize_cuda(behind_gradient(args), results);
+void decode_saved_cpu(const Checks& check, const Tensor&, const Tensor& codes, const Tensor& scale,
+                      std::string_view format, std::string_view dtype, Tensor& output) {
+  dequantize_cpu(check, codes, scale, format, dtype, std::nullopt, output);
 }
 
-Tensors decode_saved_meaning(const Args& args) { return dequantize_meaning(behind_gradient(args)); }
+void decode_saved_cuda(const Checks& check, const Tensor&, const Tensor& codes, const Tensor& scale,
+                       std::string_view format, std::string_view dtype, Tensor& output) {
+  dequantize_cuda(check, codes, scale, format, dtype, std::nullopt, output);
+}
+
+Tensor decode_saved_meaning(const Checks& check, const Tensor&, const Tensor& codes,
+                            const Tensor& scale, std::string_view format, std::string_view dtype) {
+  return dequantize_meaning(check, codes, scale, format, dtype, std::nullopt);
+}
 
 [[maybe_unused]] const bool registered = [] {
   register_typed_op({.schema = "quantize(Tensor input, str format) -> (Tensor codes, Tensor scale)",
@@ -214,7 +225,6 @@ Tensors decode_saved_meaning(const Args& args) { return dequantize_meaning(behin
                      .cuda = dequantize_cuda,
                      .unfused = dequantize_meaning,
                      .differentiable = false});
-  // The gradient keeps a compiler from decoding in forward what was encoded to save memory.
   register_typed_op({.schema = "decode_saved(Tensor grad_output, Tensor codes, Tensor scale, "
                                "str format, str dtype) -> Tensor output",
                      .shape = decode_saved_shape,

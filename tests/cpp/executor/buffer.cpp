@@ -15,20 +15,18 @@ namespace transformer_ops {
 namespace {
 
 // The last item of a parallel loop throws, in a worker thread where there are several.
-void throw_in_worker(const Args& args, Tensors& results) {
-  auto* const data = results[0].mutable_data_ptr<float>();
-  at::parallel_for(0, results[0].numel(), 1024, [&](int64_t begin, int64_t end) {
+void throw_in_worker(const Tensor& input, bool throws, Tensor& output) {
+  auto* const data = output.mutable_data_ptr<float>();
+  at::parallel_for(0, output.numel(), 1024, [&](int64_t begin, int64_t end) {
     std::fill(data + begin, data + end, 1.0f);
-    TORCH_CHECK(end < args.tensor(0).numel() || !args.flag(1), "[may_throw] asked to throw");
+    TORCH_CHECK(end < input.numel() || !throws, "[may_throw] asked to throw");
   });
 }
 
 Tensor may_throw(const Tensor& input, bool throws) {
   static const bool registered = [] {
-    register_typed_op(
-        {.schema = "may_throw(Tensor input, bool throws) -> Tensor output",
-         .shape = [](const Args& args) -> TensorSpecs { return {like(args.tensor(0))}; },
-         .cpu = throw_in_worker});
+    register_typed_op({.schema = "may_throw(Tensor input, bool throws) -> Tensor output",
+                       .cpu = throw_in_worker});
     return true;
   }();
   static_cast<void>(registered);

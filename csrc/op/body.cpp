@@ -1,0 +1,88 @@
+#include "op/body.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "fuser/schema.h"
+
+namespace transformer_ops {
+namespace {
+
+template <typename... T>
+constexpr std::initializer_list<CppParameter> kTypes = {cpp_parameter<T>()...};
+
+// The first C++ type that stands for a schema type.
+std::string cpp_type(const std::string& schema_type) {
+  for (const CppParameter& row :
+       kTypes<const Tensor&, const Tensor*, double, std::optional<double>, int64_t,
+              std::optional<int64_t>, c10::SymInt, bool, std::string_view, std::array<bool, 1>,
+              std::array<bool, 2>, std::array<bool, 3>, std::array<bool, 4>, std::array<bool, 5>,
+              std::vector<int64_t>, std::vector<c10::SymInt>,
+              std::optional<std::vector<c10::SymInt>>>) {
+    if (row.schema == schema_type) return row.name;
+  }
+  return "(no C++ type for " + schema_type + ")";
+}
+
+std::string join(const std::vector<std::string>& parts) {
+  std::string text;
+  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
+  return text;
+}
+
+std::string returned_text(const std::string& returned, size_t results) {
+  if (returned != "std::tuple") return returned;
+  return "std::tuple<" + join(std::vector<std::string>(results, "Tensor")) + ">";
+}
+
+bool has_context(const CppParameter* parameters) {
+  return parameters->name != nullptr && std::string_view(parameters->name).starts_with("const C");
+}
+
+// A meaning may leave out results after the first; a list may have any number.
+bool fits_results(const CppSignature& got, size_t wanted, bool may_leave_out) {
+  const auto count = static_cast<size_t>(got.results);
+  return got.results == CppSignature::kAny || count == wanted ||
+         (may_leave_out && count >= 1 && count < wanted);
+}
+
+}  // namespace
+
+void TypedFunction::check(const Schema& schema, const std::string& text, const char* field,
+                          bool may_leave_out) const {
+  if (signature_ == nullptr) return;
+  const CppSignature& got = *signature_;
+  const bool fills = std::string_view(got.returned) == "void";
+  std::vector<std::string> wanted_types, wanted_texts;
+  for (size_t i = skipped_; i < schema.arguments.size(); ++i) {
+    const auto& [type, name] = schema.arguments[i];
+    wanted_types.push_back(type);
+    wanted_texts.push_back(cpp_type(type) + " " + name);
+  }
+  std::vector<std::string> result_types;
+  if (fills) {
+    for (const auto& result : schema.results) {
+      wanted_types.emplace_back();  // no argument
+      wanted_texts.push_back("Tensor& " + result.name);
+    }
+  }
+  std::vector<std::string> got_types, got_texts;
+  if (has_context(got.parameters)) got_texts.emplace_back(got.parameters->name);
+  for (const auto* one = got.parameters + got_texts.size(); one->name != nullptr; ++one) {
+    got_types.emplace_back(one->schema == nullptr ? "" : one->schema);
+    got_texts.emplace_back(one->name);
+  }
+  if (join(got_types) == join(wanted_types) &&
+      fits_results(got, schema.results.size(), may_leave_out))
+    return;
+  std::string returned = got.returned;
+  if (returned == "Tensor" || returned == "std::tuple") {
+    returned = schema.results.size() == 1 ? "Tensor" : "std::tuple";
+  }
+  TORCH_CHECK(false, "[", schema.name, "] ", field, " must be ",
+              returned_text(returned, schema.results.size()), "(", join(wanted_texts),
+              ") as the schema '", text, "' says, got ", returned_text(got.returned, got.results),
+              "(", join(got_texts), ")");
+}
+
+}  // namespace transformer_ops

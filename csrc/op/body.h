@@ -1,0 +1,312 @@
+// Bodies, shape rules and meanings are plain functions of what their schema says:
+//   void rms_norm_cpu(const Tensor& input, const Tensor& weight, double eps,
+//                     bool zero_centered_gamma, Tensor& output, Tensor& rstd);
+// One that wants the name of its op, or main_grad, takes `const Checks&` or `const Call&` first.
+// The classes here hold such a function, which register_typed_op compares with the schema.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "op/checks.h"
+#include "op/parameter.h"
+
+namespace transformer_ops {
+
+struct Schema;
+
+// Where the gradient of a weight goes instead of into a result.
+struct MainGrad {
+  Tensor buffer = {};  // undefined: there is none
+  bool adds = false;   // to what is there; else it takes its place
+};
+
+// What a body may ask for beside its arguments.
+class Call : public Checks {
+ public:
+  explicit Call(const char* op, MainGrad main_grad = {})
+      : Checks(op), main_grad_(std::move(main_grad)) {}
+
+  const MainGrad& main_grad() const { return main_grad_; }
+
+ private:
+  MainGrad main_grad_;
+};
+
+// The arguments of one call of a typed op, in schema order.
+using Values = std::span<c10::IValue>;
+
+// ---- a signature as registration sees it
+
+struct CppParameter {
+  const char* name;    // as C++ spells it
+  const char* schema;  // the schema types that it stands for; null where it is no argument
+};
+
+struct CppSignature {
+  static constexpr int kAny = -1;
+
+  const CppParameter* parameters;  // the last one has no name
+  const char* returned;            // "std::tuple" for any tuple of tensors
+  int results;                     // returned ones, or parameters that are filled
+};
+
+template <typename P>
+constexpr bool is_context = std::is_same_v<P, const Checks&> || std::is_same_v<P, const Call&>;
+template <typename P>
+constexpr bool is_result = std::is_same_v<P, Tensor&>;
+
+template <typename P>
+constexpr size_t argument_count() {
+  if constexpr (is_context<P> || is_result<P>) {
+    return 0;
+  } else if constexpr (requires { BodyParameter<P>::kCount; }) {
+    return BodyParameter<P>::kCount;
+  } else {
+    return 1;
+  }
+}
+
+template <typename P>
+constexpr CppParameter cpp_parameter() {
+  if constexpr (std::is_same_v<P, const Checks&>) {
+    return {"const Checks&", nullptr};
+  } else if constexpr (std::is_same_v<P, const Call&>) {
+    return {"const Call&", nullptr};
+  } else if constexpr (is_result<P>) {
+    return {"Tensor&", nullptr};
+  } else {
+    return {BodyParameter<P>::kName, BodyParameter<P>::kSchema};
+  }
+}
+
+template <typename R>
+struct Returned;
+template <>
+struct Returned<void> {
+  static constexpr char kName[] = "void";
+};
+template <>
+struct Returned<TensorSpecs> {
+  static constexpr char kName[] = "TensorSpecs";
+  static constexpr int kResults = CppSignature::kAny;
+};
+template <>
+struct Returned<Tensors> {
+  static constexpr char kName[] = "Tensors";
+  static constexpr int kResults = CppSignature::kAny;
+  static Tensors list(Tensors results) { return results; }
+};
+template <>
+struct Returned<Tensor> {
+  static constexpr char kName[] = "Tensor";
+  static constexpr int kResults = 1;
+  static Tensors list(Tensor result) {
+    Tensors results;
+    results.push_back(std::move(result));
+    return results;
+  }
+};
+template <typename... T>
+struct Returned<std::tuple<T...>> {
+  static_assert((std::is_same_v<T, Tensor> && ...), "results are tensors");
+  static constexpr char kName[] = "std::tuple";
+  static constexpr int kResults = sizeof...(T);
+  static Tensors list(std::tuple<T...> found) {
+    Tensors results;
+    results.reserve(sizeof...(T));
+    std::apply([&](auto&... result) { (results.push_back(std::move(result)), ...); }, found);
+    return results;
+  }
+};
+
+// ---- calls
+
+template <typename Function>
+struct Callable : Callable<decltype(&Function::operator())> {};
+template <typename Class, typename R, typename... P>
+struct Callable<R (Class::*)(P...) const> : Callable<R (*)(P...)> {};
+template <typename R, typename... P>
+struct Callable<R (*)(P...)> {
+  using Result = R;
+
+  static constexpr bool kFills = std::is_void_v<R>;
+
+  static constexpr CppParameter kParameters[] = {cpp_parameter<P>()..., {nullptr, nullptr}};
+  static constexpr int results() {
+    if constexpr (kFills) {
+      return (0 + ... + is_result<P>);
+    } else {
+      return Returned<R>::kResults;
+    }
+  }
+  static constexpr CppSignature kSignature = {kParameters, Returned<R>::kName, results()};
+
+  template <typename Function, typename Context>
+  [[gnu::always_inline]] static R call(const Function& function, const Context& context,
+                                       Values values, Tensor* results) {
+    return unpack(function, context, values, results, std::index_sequence_for<P...>());
+  }
+
+ private:
+  // Of each parameter, where its argument is, or its result among the results.
+  static constexpr auto kPlaces = [] {
+    std::array<size_t, sizeof...(P)> places = {};
+    constexpr size_t counts[] = {argument_count<P>()..., 0};
+    constexpr bool fills[] = {is_result<P>..., false};
+    size_t argument = 0, result = 0;
+    for (size_t i = 0; i < places.size(); ++i) {
+      places[i] = fills[i] ? result++ : argument;
+      argument += counts[i];
+    }
+    return places;
+  }();
+
+  template <typename Function, typename Context, size_t... I>
+  [[gnu::always_inline]] static R unpack(const Function& function, const Context& context,
+                                         Values values, Tensor* results,
+                                         std::index_sequence<I...>) {
+    return function(get<P, kPlaces[I]>(context, values, results)...);
+  }
+
+  template <typename Parameter, size_t place, typename Context>
+  [[gnu::always_inline]] static decltype(auto) get(const Context& context, Values values,
+                                                   Tensor* results) {
+    if constexpr (is_context<Parameter>) {
+      return (context);
+    } else if constexpr (is_result<Parameter>) {
+      return (results[place]);
+    } else {
+      return BodyParameter<Parameter>::get(values[place]);
+    }
+  }
+};
+
+// What the three classes below have in common.
+class TypedFunction {
+ public:
+  TypedFunction() = default;
+  explicit operator bool() const { return target_ != nullptr; }
+
+  // Raises where the function is not what the schema says; `text` is that schema, and `field` names
+  // the function. A meaning may leave out results.
+  void check(const Schema& schema, const std::string& text, const char* field,
+             bool may_leave_out = false) const;
+  // A function behind one more tensor argument, which it does not see.
+  void skip_first() { ++skipped_; }
+
+ protected:
+  template <typename Function>
+  void hold(Function function) {
+    target_ = std::make_shared<const Function>(std::move(function));
+    signature_ = &Callable<Function>::kSignature;
+  }
+
+  const void* target() const { return target_.get(); }
+  Values seen(Values values) const { return values.subspan(skipped_); }
+
+  std::shared_ptr<const void> target_;
+  const CppSignature* signature_ = nullptr;  // null: made by the frame for its schema
+  size_t skipped_ = 0;
+};
+
+template <typename Function>
+concept PlainFunction = !std::is_base_of_v<TypedFunction, Function>;
+
+// Checks the arguments ([op] what RULE, got VALUE), then gives the results. Sizes may be symbolic.
+class ShapeRule : public TypedFunction {
+ public:
+  using FromValues = std::function<TensorSpecs(const Checks&, Values)>;
+
+  ShapeRule() = default;
+  // One that the frame has made for its schema.
+  static ShapeRule of_values(FromValues function) {
+    ShapeRule rule;
+    rule.run_ = [](const void* target, const Checks& check, Values values) {
+      return (*static_cast<const FromValues*>(target))(check, values);
+    };
+    rule.target_ = std::make_shared<const FromValues>(std::move(function));
+    return rule;
+  }
+  template <PlainFunction Function>
+  ShapeRule(Function function) : run_(&run<Function>) {
+    static_assert(std::is_same_v<typename Callable<Function>::Result, TensorSpecs>);
+    hold(std::move(function));
+  }
+
+  TensorSpecs operator()(const Checks& check, Values values) const {
+    return run_(target(), check, seen(values));
+  }
+
+ private:
+  template <typename Function>
+  static TensorSpecs run(const void* target, const Checks& check, Values values) {
+    return Callable<Function>::call(*static_cast<const Function*>(target), check, values, nullptr);
+  }
+
+  TensorSpecs (*run_)(const void*, const Checks&, Values) = nullptr;
+};
+
+// The same as plain differentiable ATen calls. The results that only serve backward may be left
+// out.
+class Meaning : public TypedFunction {
+ public:
+  Meaning() = default;
+  template <PlainFunction Function>
+  Meaning(Function function) : run_(&run<Function>) {
+    static_assert(!Callable<Function>::kFills, "a meaning returns its results");
+    hold(std::move(function));
+  }
+
+  Tensors operator()(const Checks& check, Values values) const {
+    return run_(target(), check, seen(values));
+  }
+
+ private:
+  template <typename Function>
+  static Tensors run(const void* target, const Checks& check, Values values) {
+    using Target = Callable<Function>;
+    return Returned<typename Target::Result>::list(
+        Target::call(*static_cast<const Function*>(target), check, values, nullptr));
+  }
+
+  Tensors (*run_)(const void*, const Checks&, Values) = nullptr;
+};
+
+// Fills results that the frame has made, or makes and returns them.
+class Body : public TypedFunction {
+ public:
+  Body() = default;
+  template <PlainFunction Function>
+  Body(Function function) : run_(&run<Function>), fills_(Callable<Function>::kFills) {
+    hold(std::move(function));
+  }
+
+  bool fills() const { return fills_; }
+  void operator()(const Call& call, Values values, Tensors& results) const {
+    run_(target(), call, seen(values), results);
+  }
+
+ private:
+  template <typename Function>
+  static void run(const void* target, const Call& call, Values values, Tensors& results) {
+    using Target = Callable<Function>;
+    const auto& function = *static_cast<const Function*>(target);
+    if constexpr (Target::kFills) {
+      Target::call(function, call, values, results.data());
+    } else {
+      results =
+          Returned<typename Target::Result>::list(Target::call(function, call, values, nullptr));
+    }
+  }
+
+  void (*run_)(const void*, const Call&, Values, Tensors&) = nullptr;
+  bool fills_ = true;
+};
+
+}  // namespace transformer_ops

@@ -1,0 +1,67 @@
+// What a typed op knows of its call: checks that name the op, and the sizes and dtypes of results.
+#pragma once
+
+#include <ATen/TensorOperators.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymIntArrayRef.h>
+#include <c10/util/SmallVector.h>
+
+#include <string>
+#include <vector>
+
+namespace transformer_ops {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+
+// Size and dtype of one result; the device is that of the first tensor argument.
+struct TensorSpec {
+  c10::SymDimVector sizes;
+  at::ScalarType dtype;
+};
+using TensorSpecs = c10::SmallVector<TensorSpec, 4>;
+
+// Each raises `[op] name must RULE, got VALUE`.
+class Checks {
+ public:
+  explicit Checks(const char* op) : op_(op) {}
+
+  // Names the op in an error text.
+  const char* op() const { return op_; }
+
+  // float16, bfloat16, float32 or float64.
+  void compute_dtype(const char* name, const Tensor& tensor) const;
+  void same_sizes(const char* name, const Tensor& tensor, const Tensor& like) const;
+  // This size and dtype: gradients and saved tensors.
+  void spec(const char* name, const Tensor& tensor, const TensorSpec& spec) const;
+  void has_rows(const char* name, const Tensor& tensor) const;
+  // The trailing dimensions must be those of `trailing`.
+  void trailing(const char* name, const Tensor& tensor, const Tensor& trailing) const;
+
+ private:
+  const char* op_;
+};
+
+TensorSpec like(const Tensor& tensor);
+// Of a result that nobody wants.
+TensorSpec absent(at::ScalarType dtype);
+// One number per row over the last `dims` dimensions: float32, or float64 for float64.
+TensorSpec row_statistics(const Tensor& tensor, int64_t dims = 1);
+// One bit an element.
+TensorSpec bit_mask(const Tensor& tensor);
+
+// What kernels compute in: float32, or float64 for float64.
+at::ScalarType accumulate_dtype(at::ScalarType dtype);
+Tensor to_accumulate(const Tensor& tensor);
+// `tensor` in another dtype; raises where it has no compute dtype.
+Tensor cast_floating(const char* op, const Tensor& tensor, at::ScalarType dtype);
+
+// Of rows that have one, for an error text.
+template <typename Rows>
+std::string names_of(const Rows& rows) {
+  std::string text;
+  for (const auto& row : rows) text += (text.empty() ? "" : ", ") + row.name;
+  return text;
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,109 @@
+#include "op/defaults.h"
+
+#include <algorithm>
+
+namespace transformer_ops {
+namespace {
+
+bool is_tensor(const Schema::Field& field) { return field.type.starts_with("Tensor"); }
+bool is_switch(const Schema::Field& field) { return field.name.starts_with("save_"); }
+
+TensorSpecs like_first(const std::string& name, const Tensor& first, const Checks& check) {
+  check.compute_dtype(name.c_str(), first);
+  return {like(first)};
+}
+
+// An argument of forward that has a gradient.
+struct Gradient {
+  size_t place;  // among the arguments of backward
+  std::string name;
+};
+
+struct Backward {
+  TypedOp forward;
+  std::vector<bool> is_switch;  // of each argument of forward: it has none in backward
+  std::vector<Gradient> gradients;
+  bool has_mask;
+
+  // What `forward` says of the same arguments, and of the gradients what they belong to.
+  TensorSpecs shape(const Checks& check, Values values) const {
+    std::vector<c10::IValue> arguments;
+    size_t next = 1;
+    for (const bool off : is_switch) arguments.push_back(off ? c10::IValue(false) : values[next++]);
+    const TensorSpecs outputs = forward.shape(check, arguments);
+    check.spec("grad_output", values[0].toTensor(), outputs[0]);
+    TensorSpecs specs;
+    for (const Gradient& gradient : gradients) {
+      const bool is_wanted = !has_mask || values.back().toListRef()[specs.size()].toBool();
+      const auto* const tensor = BodyParameter<const Tensor*>::get(values[gradient.place]);
+      TORCH_CHECK(tensor != nullptr || !is_wanted, "[", check.op(), "] ", gradient.name,
+                  " must be given for its gradient, got none");
+      specs.push_back(is_wanted ? like(*tensor) : absent(outputs[0].dtype));
+    }
+    return specs;
+  }
+};
+
+bool takes_gradient(const OpDeclaration& row, const Schema::Field& field) {
+  return is_tensor(field) && !row.is_integer(field.name);
+}
+
+// Backward gets parameters anyway.
+void check_is_kept(const OpDeclaration& row, const std::string& op, const Schema::Field& field) {
+  if (!is_tensor(field)) return;
+  const auto slot = std::ranges::find(row.slots, field.name, &Slot::name);
+  const bool is_slot = slot != row.slots.end();
+  TORCH_CHECK(is_slot || row.has_parameter(field.name), "[", op, "] slots must have '", field.name,
+              "', which the derivative of .unfused reads, got none; or give .backward");
+  TORCH_CHECK(!is_slot || slot->needed_for.empty(), "[", op, "] slot '", field.name,
+              "' must be kept for all gradients where .backward is derived, got some of them");
+}
+
+}  // namespace
+
+void complete(TypedOp& op) {
+  const Schema schema = parse_schema(op.schema);
+  op.shape.check(schema, op.schema, "shape");
+  op.cpu.check(schema, op.schema, "cpu");
+  op.cuda.check(schema, op.schema, "cuda");
+  op.unfused.check(schema, op.schema, "unfused", /*may_leave_out=*/true);
+  if (op.shape || schema.results.size() != 1) return;
+  const auto first = std::ranges::find_if(schema.arguments, is_tensor);
+  if (first == schema.arguments.end()) return;  // an error of its own
+  op.shape = ShapeRule::of_values([i = first - schema.arguments.begin(), name = first->name](
+                                      const Checks& check, Values values) {
+    return like_first(name, values[i].toTensor(), check);
+  });
+}
+
+TypedOp default_backward(const OpDeclaration& row, const TypedOp& forward) {
+  const Schema schema = parse_schema(forward.schema);
+  Backward backward{.forward = forward};
+  complete(backward.forward);
+  std::string arguments = "Tensor grad_output", results;
+  size_t place = 1;
+  for (const Schema::Field& field : schema.arguments) {
+    backward.is_switch.push_back(is_switch(field));
+    if (is_switch(field)) continue;
+    check_is_kept(row, schema.name, field);
+    arguments += ", " + field.type + " " + field.name;
+    if (takes_gradient(row, field)) {
+      results += (results.empty() ? "Tensor grad_" : ", Tensor grad_") + field.name;
+      backward.gradients.push_back({place, field.name});
+    }
+    ++place;
+  }
+  const size_t count = backward.gradients.size();
+  backward.has_mask = count > 1;
+  if (count > 1) {
+    arguments += ", bool[" + std::to_string(count) + "] output_mask";
+    results = "(" + results + ")";
+  }
+  return {.schema = schema.name + "_backward(" + arguments + ") -> " + results,
+          .shape = ShapeRule::of_values(
+              [backward = std::move(backward)](const Checks& check, Values values) {
+                return backward.shape(check, values);
+              })};
+}
+
+}  // namespace transformer_ops
