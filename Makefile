@@ -79,6 +79,7 @@ lint: $(PACKAGES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy transformer_ops tools benchmarks examples
+	$(BIN)/mypy --config-file tests/mypy.ini tests
 
 format: $(PACKAGES)
 	$(BIN)/clang-format -i $(CPP)

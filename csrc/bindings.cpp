@@ -42,6 +42,13 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   entry["summary"] = row.summary;
   entry["parameters"] = row.parameters;
   entry["attributes"] = row.attributes;
+  py::dict types;  // of the attributes that a typed op takes
+  for (const Schema* schema : {&row.backward_schema, &row.forward_schema}) {
+    for (const auto& [type, name] : schema->arguments) {
+      if (row.has_attribute(name)) types[py::str(name)] = type;
+    }
+  }
+  entry["attribute_types"] = types;
   entry["extra_inputs"] = row.extra_inputs;
   entry["extra_outputs"] = row.extra_outputs;
   entry["integers"] = row.integers;

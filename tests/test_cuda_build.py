@@ -16,9 +16,10 @@ import pytest
 import torch
 from fusion_cases import CASES as FUSIONS
 from helpers import DTYPES, as_tuple
-from test_typed_ops import NAMES, op, samples
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from typed_op_samples import NAMES, samples
+from typed_op_samples import overload as op
 
 import transformer_ops as tops
 from transformer_ops import _C

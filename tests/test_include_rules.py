@@ -47,7 +47,7 @@ FOLDERS = [
     Folder("executor", ("op", "fuser"), TORCH),
     Folder("runtime", ("executor", "op", "fuser"), TORCH),
     Folder("python", ("runtime", "executor", "op", "fuser"), ("torch", "python")),
-    Folder("pch.h", (), TORCH),
+    Folder("pch.h", ("op",), TORCH),
     Folder("library.cpp", ("runtime", "executor"), TORCH),
     Folder(
         "bindings.cpp",

@@ -8,9 +8,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from op_cases import CASES, NAMES
 from torch import nn
 
-from transformer_ops import ops
+from transformer_ops import _C, ops
 
 NAN, INF = math.nan, math.inf
 WANTS_A_GRADIENT = torch.tensor(2.0, requires_grad=True)
@@ -85,9 +86,20 @@ def test_native_op(make, kind, attributes, shapes):
     assert type(op).__name__ in repr(op)
 
 
-@pytest.mark.parametrize(("make", "kind", "attributes", "shapes"), NATIVE, ids=IDS)
-def test_copies_drop_the_own_group(make, kind, attributes, shapes):
-    op = make()
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_declared_names(case):
+    """What the module says is what the declaration lists, each under its own name."""
+    for op in case.make().basic_ops:
+        row = _C.declaration(op._kind)
+        assert list(op._attributes()) == row["attributes"]
+        assert list(op._parameter_names) == row["parameters"]
+        assert op.num_extra_inputs == len(row["extra_inputs"])
+        assert op.num_extra_outputs == len(row["extra_outputs"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_copies_drop_the_own_group(case):
+    op = case.make()
     op.__dict__["_own_group"] = lambda: None  # neither copied nor pickled
     op._channels_captured = True
     buffer = io.BytesIO()
@@ -95,15 +107,17 @@ def test_copies_drop_the_own_group(make, kind, attributes, shapes):
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op)), loaded):
-        assert twin._own_group is None and not twin._channels_captured
-        assert twin._attributes() == attributes
+        assert twin._own_group is None
+        assert not getattr(twin, "_channels_captured", False)
+        pairs = zip(op.basic_ops, twin.basic_ops, strict=True)
+        assert all(mine._attributes() == theirs._attributes() for mine, theirs in pairs)
         for mine, theirs in zip(op.parameters(), twin.parameters(), strict=True):
             assert mine is not theirs and torch.equal(mine, theirs)
 
 
-def test_every_op_is_covered():
-    covered = {kind for _, kind, _, _ in NATIVE} | {"Linear"}
-    assert covered == set(ops.__all__)
+def test_every_op_has_a_row():
+    """`op_cases.py` is the list from which all generic tests take their ops."""
+    assert {type(case.make()).__name__ for case in CASES} == set(ops.__all__)
 
 
 BAD_ARGUMENTS = [
@@ -212,12 +226,12 @@ def test_bad_constructor_argument(make, message):
 
 def test_arguments_beyond_the_catalogue_are_refused():
     for make in (
-        lambda: ops.GELU(approximate="none"),
-        lambda: ops.GLU(glu_interleave_size=2),
-        lambda: ops.RMSNorm(4, bias=True),
+        lambda: ops.GELU(approximate="none"),  # type: ignore[call-arg]
+        lambda: ops.GLU(glu_interleave_size=2),  # type: ignore[call-arg]
+        lambda: ops.RMSNorm(4, bias=True),  # type: ignore[call-arg]
         lambda: ops.Bias(4, None),
         lambda: ops.SwiGLU(2),
-        lambda: ops.Linear(3, 5, tensor_parallel_mode="row"),
+        lambda: ops.Linear(3, 5, tensor_parallel_mode="row"),  # type: ignore[call-arg]
     ):
         with pytest.raises(TypeError):
             make()

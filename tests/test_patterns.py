@@ -313,6 +313,10 @@ def test_ops_that_another_fusion_took() -> None:
         module = tops.Sequential(*ops)
         module(torch.randn(3, 6))
         assert "Mine (joint) at 0-2: op 1 is taken by Epilogue" in str(module.explain())
+        # The first op of a match, too.
+        ops = [tops.Linear(6, 6, bias=False), tops.SiLU(), tops.Bias(6)]
+        assert misses(ops, "Mine") == [((1, 2), "op 1 is taken by Epilogue")]
+        assert misses([*ops[:2], tops.GELU()], "Mine") == []
 
 
 def test_order_and_prepend() -> None:

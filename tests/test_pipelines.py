@@ -6,6 +6,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,8 @@ class Pipeline:
 
     def reference(self, module: tops.Sequential, x: Tensor, extra: list[Tensor], weights: list):
         """The same in plain PyTorch; `weights` are the parameters of each op by name."""
-        extra, outputs, kept = list(extra), [], {}
+        extra, outputs = list(extra), []
+        kept: dict[Any, Any] = {}
         for case, channel, own in zip(self.references, self.channels, weights, strict=True):
             if case.name == "AddExtraInput":
                 x = x + (kept[channel] if channel else extra.pop(0))
@@ -287,7 +289,7 @@ def test_many_threads_at_once():
         for tensor in sources:
             tensor.requires_grad_(index % 2 == 0)
         module = shared[seed]
-        results = []
+        results: list[Any] = []
         for _ in range(5):
             outputs = as_tuple(module(*sources))
             live = [

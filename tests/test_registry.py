@@ -1,6 +1,7 @@
 """The registry of fusions: handles, order, scopes, errors, and that plans never go stale."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -171,7 +172,7 @@ def test_functions_see_what_earlier_ones_did(x):
 
 
 def test_each_time_the_basic_ops_again(module, x):
-    calls = []
+    calls: list[Any] = []
     with tops.register_forward_fusion(
         replacing(ForwardSplit, tops.BasicLinear, tops.SiLU, calls=calls)
     ):

@@ -94,7 +94,7 @@ class Rewriter {
                   .fits =
                       [&](size_t entry, size_t at) {
                         const bool is_free = !groups[at].rule && !groups[at].python;
-                        return is_free && is_one_of(groups[at], rule.pattern[entry].kinds);
+                        return is_free && is_one_of(groups[at].first, rule.pattern[entry].kinds);
                       },
                   .why_not = rule.why_not,
                   .make =
@@ -143,8 +143,8 @@ class Rewriter {
     return result;
   }
 
-  bool is_one_of(const StepGroup& group, const std::vector<std::string>& kinds) const {
-    return std::ranges::find(kinds, ops_[group.first].kind) != kinds.end();
+  bool is_one_of(int op, const std::vector<std::string>& kinds) const {
+    return std::ranges::find(kinds, ops_[op].kind) != kinds.end();
   }
 
   struct Miss {
@@ -163,7 +163,11 @@ class Rewriter {
     // False where there is no way; then it has noted why not where it came close.
     bool run() {
       if (match(0, begin_)) return true;
-      if (!refused_ && furthest_ > begin_) note(furthest_, reason_, fitting_);
+      if (!refused_ && furthest_ > begin_) {
+        note(furthest_, reason_, fitting_);
+      } else if (!refused_ && candidate_.by_user && is_taken(begin_)) {
+        note_taken_start();
+      }
       return false;
     }
 
@@ -200,6 +204,7 @@ class Rewriter {
     }
 
     bool accept() {
+      if (only_looks_) return taken() >= candidate_.least;
       if (taken() < candidate_.least) {
         if (taken() > 0) come_close(skip_idle(end_), candidate_.pattern.size());
         return false;
@@ -249,7 +254,7 @@ class Rewriter {
       furthest_ = at;
       reason_ = mismatch(at, wanted);
       fitting_ = taken();
-      structural_ = !is_taken(at) || !rewriter_.is_one_of(groups_[at], wanted);
+      structural_ = !is_taken(at) || !rewriter_.is_one_of(groups_[at].first, wanted);
     }
 
     // Did another fusion take the ops there?
@@ -269,8 +274,31 @@ class Rewriter {
       if (!op.native && group.count == 1 && !candidate_.by_user) {
         return place + " is a Python op";
       }
-      if (!rewriter_.is_one_of(group, kinds)) return place + " is " + op.kind + needs();
+      if (!rewriter_.is_one_of(group.first, kinds)) return place + " is " + op.kind + needs();
       return place + " is taken by " + group.name;
+    }
+
+    // The fusion would match if another had not taken its first op as the last of its own.
+    void note_taken_start() {
+      const StepGroup& group = groups_[begin_];
+      const int first = group.first + group.count - 1;
+      if (!rewriter_.is_one_of(first, candidate_.pattern.front().kinds)) return;
+      match_.places = {first};
+      end_ = begin_ + 1;
+      only_looks_ = true;
+      tried_.clear();
+      if (!match(1, end_) || taken() < 2) return;
+      const std::string reason = "op " + std::to_string(first) + " is taken by " + group.name;
+      std::vector<int> ops;
+      for (int op = first; op <= groups_[end_ - 1].first; ++op) ops.push_back(op);
+      const int length = static_cast<int>(std::ssize(ops));
+      rewriter_.misses_.push_back({{.fusion = candidate_.name,
+                                    .pass = candidate_.pass,
+                                    .ops = std::move(ops),
+                                    .reason = reason,
+                                    .matched = static_cast<int>(taken())},
+                                   length,
+                                   candidate_.by_user});
     }
 
     // That the groups before `end`, and one more if there is none left, were not taken.
@@ -296,7 +324,8 @@ class Rewriter {
     size_t begin_;
     size_t end_;  // behind the last group taken
     Match match_{rewriter_.analysis_, {}};
-    bool refused_ = false;  // by the guard
+    bool refused_ = false;     // by the guard
+    bool only_looks_ = false;  // at what follows an op that is taken: no guard is asked
     size_t furthest_ = begin_;
     std::string reason_ = {};
     std::set<std::pair<size_t, size_t>> tried_ = {};

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from .. import _C
 from ..numbered import numbered
 from ..peers import untraced
 from . import methods
 from .channels import ChannelMixin
+from .checks import check_bool, check_float
 from .context import OperationContext
 from .holders import KEPT_DICTS, HeldMixin
 from .methods import unpacked
@@ -20,6 +22,9 @@ from .state_dict import drop_if_empty, shape_mismatches, without_pre_hooks
 Attribute = bool | int | float | str | list[int]
 # (name of the op, name of the attribute, value) -> the value to keep; ValueError for a bad one.
 Check = Callable[[str, str, object], Any]
+
+# By the type that a schema gives an attribute, where the class states no check of its own.
+_TYPE_CHECKS: dict[str, Check] = {"float": check_float, "bool": check_bool}
 
 # Attributes that belong to one process and one set of groups, never to a copy.
 _TRANSIENT = ("_own_group", "_channels_captured", "_number", "_holders", "_is_watched")
@@ -71,9 +76,14 @@ class FusibleOperation(nn.Module, HeldMixin):
         cls._python_forward = methods.forward_implementation(cls, families)
         cls._python_backward = methods.backward_family(cls, families)
         cls._accepted_keywords = methods.accepted_keywords(cls)
-        cls._all_checks = {}
+        cls._all_checks = cls._inherited_checks()
+
+    @classmethod
+    def _inherited_checks(cls) -> dict[str, Check]:
+        found: dict[str, Check] = {}
         for klass in reversed(cls.__mro__):
-            cls._all_checks.update(vars(klass).get("_checks", {}))
+            found.update(vars(klass).get("_checks", {}))
+        return found
 
     @classmethod
     def _method_families(cls) -> tuple[methods.Family, ...]:
@@ -299,7 +309,11 @@ class FusibleOperation(nn.Module, HeldMixin):
 
 
 class BasicOperation(ChannelMixin, FusibleOperation):
-    """One op: native (`_kind` names its C++ declaration) or defined by the user in Python.
+    """One op: native or defined by the user in Python.
+
+    `class Softcap(BasicOperation, kind="Softcap")` is native: it takes parameters, extra tensors
+    and attributes, each under its own name, from the C++ declaration of that kind, which has to be
+    loaded. PlanError where there is none.
 
     A Python op implements `op_forward`, or the pair `op_forward_compute` and
     `op_forward_save_ctx`, and `op_backward`. With extra tensors (`num_extra_inputs`,
@@ -311,13 +325,37 @@ class BasicOperation(ChannelMixin, FusibleOperation):
     _is_contract: ClassVar[bool] = True
     _kind: ClassVar[str | None] = None
     _parameter_names: ClassVar[tuple[str, ...]] = ()
+    _attribute_names: ClassVar[tuple[str, ...]] = ()
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
 
+    def __init_subclass__(cls, *, kind: str | None = None, **kwargs: Any) -> None:
+        if kind is not None:
+            cls._take_declaration(kind)
+        super().__init_subclass__(**kwargs)
+
+    @classmethod
+    def _take_declaration(cls, kind: str) -> None:
+        row = _C.declaration(kind)
+        cls._kind = kind
+        cls._parameter_names = tuple(row["parameters"])
+        cls._attribute_names = tuple(row["attributes"])
+        cls.num_extra_inputs = len(row["extra_inputs"])
+        cls.num_extra_outputs = len(row["extra_outputs"])
+        types = row["attribute_types"].items()
+        by_type = {name: _TYPE_CHECKS[type_] for name, type_ in types if type_ in _TYPE_CHECKS}
+        cls._checks = {**by_type, **cls._inherited_checks()}
+
     def _attributes(self) -> dict[str, Attribute]:
         """Constructor state that the planner of a native op needs."""
-        return {}
+        found = ((name, getattr(self, name)) for name in self._attribute_names)
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in found}
+
+    def extra_repr(self) -> str:
+        """The attributes of a native op; flags where they are set."""
+        found = ((name, getattr(self, name)) for name in self._attribute_names)
+        return ", ".join(f"{name}={v}" for name, v in found if v is not None and v is not False)
 
     @property
     def _parameter_owner(self) -> nn.Module:

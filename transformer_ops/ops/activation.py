@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from ..op.base import BasicOperation
 
 __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU"]
@@ -14,34 +12,24 @@ class _Activation(BasicOperation):
         super().__init__()
 
 
-class GELU(_Activation):
+class GELU(_Activation, kind="GELU"):
     """`x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`, the tanh form.
 
     Hendrycks and Gimpel 2016; `torch.nn.GELU(approximate="tanh")`.
     """
 
-    _kind: ClassVar[str | None] = "GELU"
 
-
-class QGELU(_Activation):
+class QGELU(_Activation, kind="QGELU"):
     """`x * sigmoid(1.702 x)`, the sigmoid form of GELU (Hendrycks and Gimpel 2016)."""
 
-    _kind: ClassVar[str | None] = "QGELU"
 
-
-class ReLU(_Activation):
+class ReLU(_Activation, kind="ReLU"):
     """`max(x, 0)`. Backward keeps one bit an element."""
 
-    _kind: ClassVar[str | None] = "ReLU"
 
-
-class SReLU(_Activation):
+class SReLU(_Activation, kind="SReLU"):
     """`max(x, 0)^2` (So et al. 2021, Primer)."""
 
-    _kind: ClassVar[str | None] = "SReLU"
 
-
-class SiLU(_Activation):
+class SiLU(_Activation, kind="SiLU"):
     """`x * sigmoid(x)` (Elfwing et al. 2017)."""
-
-    _kind: ClassVar[str | None] = "SiLU"

@@ -5,29 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ..op.base import Attribute, BasicOperation, Check
+from ..op.base import BasicOperation, Check
 from ..op.checks import check_bool
 
 __all__ = ["AddExtraInput"]
 
 
-class AddExtraInput(BasicOperation):
+class AddExtraInput(BasicOperation, kind="AddExtraInput"):
     """`x + extra`, both of one shape; the gradient goes to both.
 
     `in_place=True` permits, and never requires, to overwrite the extra tensor. ValueError unless
     the flag is a bool.
     """
 
-    _kind: ClassVar[str | None] = "AddExtraInput"
-    num_extra_inputs: int = 1
     _checks: ClassVar[Mapping[str, Check]] = {"in_place": check_bool}
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self.in_place = in_place
-
-    def _attributes(self) -> dict[str, Attribute]:
-        return {"in_place": self.in_place}
-
-    def extra_repr(self) -> str:
-        return "in_place=True" * self.in_place

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..op.base import Attribute, BasicOperation, Check
+from ..op.base import BasicOperation, Check
 from ..op.checks import check_bool, check_size
 from ..op.parameters import new_parameter
 
 __all__ = ["BasicLinear"]
 
 
-class BasicLinear(BasicOperation):
+class BasicLinear(BasicOperation, kind="BasicLinear"):
     """`x @ weight.T`.
 
     `x[..., in_features]`, `weight[out_features, in_features]` → `[..., out_features]` in the
@@ -33,8 +33,6 @@ class BasicLinear(BasicOperation):
     ValueError for sizes below 1, a flag that is no bool, or a tracker that cannot be called.
     """
 
-    _kind: ClassVar[str | None] = "BasicLinear"
-    _parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
     _fixed_once_captured: ClassVar[tuple[str, ...]] = ("accumulate_into_main_grad",)
     _checks: ClassVar[Mapping[str, Check]] = {
         "in_features": check_size,
@@ -69,17 +67,6 @@ class BasicLinear(BasicOperation):
     def reset_parameters(self) -> None:
         """Draw `weight` anew, inside the tracker's `fork()` where there is one."""
         init_weight(self.weight, self._rng_state_tracker_function)
-
-    def _attributes(self) -> dict[str, Attribute]:
-        return {
-            "in_features": self.in_features,
-            "out_features": self.out_features,
-            "accumulate_into_main_grad": self.accumulate_into_main_grad,
-        }
-
-    def extra_repr(self) -> str:
-        text = f"in_features={self.in_features}, out_features={self.out_features}"
-        return text + (", accumulate_into_main_grad=True" * self.accumulate_into_main_grad)
 
 
 def check_rng_tracker(op: str, tracker: Callable[[], Any] | None) -> Callable[[], Any] | None:

@@ -8,22 +8,19 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..op.base import Attribute, BasicOperation, Check
+from ..op.base import BasicOperation, Check
 from ..op.checks import check_size
 from ..op.parameters import new_parameter
 
 __all__ = ["Bias"]
 
 
-class Bias(BasicOperation):
+class Bias(BasicOperation, kind="Bias"):
     """`x + bias` over the last dimension.
 
     `x[..., size]`, `bias[size]` (zeros at start) → `[..., size]` in the input's dtype. The
     gradient of `bias` is the sum over the leading dimensions. ValueError unless `size` >= 1.
     """
-
-    _kind: ClassVar[str | None] = "Bias"
-    _parameter_names: ClassVar[tuple[str, ...]] = ("bias",)
 
     _checks: ClassVar[Mapping[str, Check]] = {"size": check_size}
 
@@ -45,9 +42,3 @@ class Bias(BasicOperation):
     def reset_parameters(self) -> None:
         """Set `bias` to zeros."""
         nn.init.zeros_(self.bias)
-
-    def _attributes(self) -> dict[str, Attribute]:
-        return {"size": self.size}
-
-    def extra_repr(self) -> str:
-        return f"size={self.size}"

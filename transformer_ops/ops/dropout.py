@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ..op.base import Attribute, BasicOperation, Check
+from ..op.base import BasicOperation, Check
 from ..op.checks import check_probability
 
 __all__ = ["Dropout"]
 
 
-class Dropout(BasicOperation):
+class Dropout(BasicOperation, kind="Dropout"):
     """Zeroes elements with probability `p` and scales the rest by `1 / (1 - p)`, when training.
 
     Any shape, the input's dtype (Srivastava et al. 2014). Random bits are Philox counters (Salmon
@@ -19,15 +19,8 @@ class Dropout(BasicOperation):
     mode, draw no random number. ValueError unless `p` lies in [0, 1].
     """
 
-    _kind: ClassVar[str | None] = "Dropout"
     _checks: ClassVar[Mapping[str, Check]] = {"p": check_probability}
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
-
-    def _attributes(self) -> dict[str, Attribute]:
-        return {"p": self.p}
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"

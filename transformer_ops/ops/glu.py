@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ..op.base import Attribute, BasicOperation, Check
-from ..op.checks import check_float, check_optional_size, check_positive
+from ..op.checks import check_optional_size, check_positive
 
 __all__ = [
     "GEGLU",
@@ -32,34 +32,24 @@ class _GLU(BasicOperation):
         super().__init__()
 
 
-class GLU(_GLU):
+class GLU(_GLU, kind="GLU"):
     """`sigmoid(a) * b` with `a, b` the halves of the last dimension."""
 
-    _kind: ClassVar[str | None] = "GLU"
 
-
-class GEGLU(_GLU):
+class GEGLU(_GLU, kind="GEGLU"):
     """`GELU(a) * b`, tanh form, with `a, b` the halves of the last dimension."""
 
-    _kind: ClassVar[str | None] = "GEGLU"
 
-
-class QGEGLU(_GLU):
+class QGEGLU(_GLU, kind="QGEGLU"):
     """`a * sigmoid(1.702 a) * b` with `a, b` the halves of the last dimension."""
 
-    _kind: ClassVar[str | None] = "QGEGLU"
 
-
-class ReGLU(_GLU):
+class ReGLU(_GLU, kind="ReGLU"):
     """`max(a, 0) * b` with `a, b` the halves of the last dimension."""
 
-    _kind: ClassVar[str | None] = "ReGLU"
 
-
-class SReGLU(_GLU):
+class SReGLU(_GLU, kind="SReGLU"):
     """`max(a, 0)^2 * b` with `a, b` the halves of the last dimension."""
-
-    _kind: ClassVar[str | None] = "SReGLU"
 
 
 class _InterleavedGLU(BasicOperation):
@@ -71,39 +61,27 @@ class _InterleavedGLU(BasicOperation):
         super().__init__()
         self.glu_interleave_size = glu_interleave_size
 
-    def _numbers(self) -> dict[str, float]:
-        return {}
-
     def _attributes(self) -> dict[str, Attribute]:
-        return {"glu_interleave_size": self.glu_interleave_size or 0, **self._numbers()}
-
-    def extra_repr(self) -> str:
-        parts = [f"{name}={value}" for name, value in self._numbers().items()]
-        if self.glu_interleave_size is not None:
-            parts.append(f"glu_interleave_size={self.glu_interleave_size}")
-        return ", ".join(parts)
+        return {**super()._attributes(), "glu_interleave_size": self.glu_interleave_size or 0}
 
 
-class SwiGLU(_InterleavedGLU):
+class SwiGLU(_InterleavedGLU, kind="SwiGLU"):
     """`SiLU(a) * b`.
 
     `glu_interleave_size`: blocks of that many elements of `a` and `b` alternate along the last
     dimension; None: halves. ValueError unless it is None or >= 1.
     """
 
-    _kind: ClassVar[str | None] = "SwiGLU"
-
     def __init__(self, *, glu_interleave_size: int | None = None) -> None:
         super().__init__(glu_interleave_size)
 
 
-class SiTUGLU(_InterleavedGLU):
+class SiTUGLU(_InterleavedGLU, kind="SiTUGLU"):
     """`beta1 tanh(a/beta1) * sigmoid(a) * beta2 tanh(b/beta2)`.
 
     ValueError unless both betas are finite and > 0; `glu_interleave_size` as in `SwiGLU`.
     """
 
-    _kind: ClassVar[str | None] = "SiTUGLU"
     _checks: ClassVar[Mapping[str, Check]] = {"beta1": check_positive, "beta2": check_positive}
 
     def __init__(
@@ -117,11 +95,8 @@ class SiTUGLU(_InterleavedGLU):
         self.beta1 = beta1
         self.beta2 = beta2
 
-    def _numbers(self) -> dict[str, float]:
-        return {"beta1": self.beta1, "beta2": self.beta2}
 
-
-class ClampedSwiGLU(_InterleavedGLU):
+class ClampedSwiGLU(_InterleavedGLU, kind="ClampedSwiGLU"):
     """`g * sigmoid(alpha g) * (l + glu_linear_offset)` of two clamped inputs.
 
     `g = min(a, limit)`, `l = clamp(b, -limit, limit)`: the activation of gpt-oss (OpenAI 2025).
@@ -129,11 +104,8 @@ class ClampedSwiGLU(_InterleavedGLU):
     `glu_interleave_size` as in `SwiGLU`.
     """
 
-    _kind: ClassVar[str | None] = "ClampedSwiGLU"
     _checks: ClassVar[Mapping[str, Check]] = {
         "limit": check_positive,
-        "alpha": check_float,
-        "glu_linear_offset": check_float,
     }
 
     def __init__(
@@ -148,10 +120,3 @@ class ClampedSwiGLU(_InterleavedGLU):
         self.limit = limit
         self.alpha = alpha
         self.glu_linear_offset = glu_linear_offset
-
-    def _numbers(self) -> dict[str, float]:
-        return {
-            "limit": self.limit,
-            "alpha": self.alpha,
-            "glu_linear_offset": self.glu_linear_offset,
-        }

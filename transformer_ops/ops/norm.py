@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..op.base import Attribute, BasicOperation, Check
-from ..op.checks import check_bool, check_not_negative, check_sizes
+from ..op.base import BasicOperation, Check
+from ..op.checks import check_not_negative, check_sizes
 from ..op.parameters import new_parameter
 
 __all__ = ["LayerNorm", "RMSNorm"]
@@ -21,7 +21,6 @@ class _Norm(BasicOperation):
     _checks: ClassVar[Mapping[str, Check]] = {
         "normalized_shape": check_sizes,
         "eps": check_not_negative,
-        "zero_centered_gamma": check_bool,
     }
 
     normalized_shape: tuple[int, ...]
@@ -49,19 +48,12 @@ class _Norm(BasicOperation):
         """Set the scale to one (a zero-centred `weight` to zero), and a bias to zero."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
-    def _attributes(self) -> dict[str, Attribute]:
-        return {
-            "normalized_shape": list(self.normalized_shape),
-            "eps": self.eps,
-            "zero_centered_gamma": self.zero_centered_gamma,
-        }
-
     def extra_repr(self) -> str:
         text = f"{self.normalized_shape}, eps={self.eps}"
         return text + (", zero_centered_gamma=True" * self.zero_centered_gamma)
 
 
-class LayerNorm(_Norm):
+class LayerNorm(_Norm, kind="LayerNorm"):
     """`(x - mean) / sqrt(var + eps) * weight + bias` over the trailing dimensions.
 
     Ba et al. 2016, var without Bessel's correction. `x[..., *normalized_shape]`, `weight` and
@@ -70,9 +62,6 @@ class LayerNorm(_Norm):
     ValueError for sizes below 1, eps negative or not finite, or a flag that is no bool.
     """
 
-    _kind: ClassVar[str | None] = "LayerNorm"
-    _parameter_names: ClassVar[tuple[str, ...]] = ("weight", "bias")
-
     bias: nn.Parameter
 
     def reset_parameters(self) -> None:
@@ -80,13 +69,10 @@ class LayerNorm(_Norm):
         nn.init.zeros_(self.bias)
 
 
-class RMSNorm(_Norm):
+class RMSNorm(_Norm, kind="RMSNorm"):
     """`x / sqrt(mean(x^2) + eps) * weight` over the trailing dimensions.
 
     Zhang and Sennrich 2019. `x[..., *normalized_shape]`, `weight[*normalized_shape]` → the shape
     and dtype of `x`, computed in float32 (float64 for float64). With `zero_centered_gamma` the
     scale is `1 + weight` and `weight` starts at zero. Errors are those of `LayerNorm`.
     """
-
-    _kind: ClassVar[str | None] = "RMSNorm"
-    _parameter_names: ClassVar[tuple[str, ...]] = ("weight",)

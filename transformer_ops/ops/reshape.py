@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from ..op.base import Attribute, BasicOperation, Check
+from ..op.base import BasicOperation, Check
 from ..op.checks import check_shape
 
 __all__ = ["Reshape"]
 
 
-class Reshape(BasicOperation):
+class Reshape(BasicOperation, kind="Reshape"):
     """`x.reshape(shape)`; backward restores the shape of the input.
 
     `shape`: ints >= 0, of which one may be -1 and follows from the input. Any dtype.
     ValueError for a shape that no tensor can have.
     """
 
-    _kind: ClassVar[str | None] = "Reshape"
     _checks: ClassVar[Mapping[str, Check]] = {"shape": check_shape}
 
     shape: tuple[int, ...]
@@ -26,9 +25,3 @@ class Reshape(BasicOperation):
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__()
         self.shape = shape  # type: ignore[assignment]
-
-    def _attributes(self) -> dict[str, Attribute]:
-        return {"shape": list(self.shape)}
-
-    def extra_repr(self) -> str:
-        return f"shape={self.shape}"

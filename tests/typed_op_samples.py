@@ -1,0 +1,90 @@
+"""Arguments of every typed op, recorded from the rows of `op_cases.py` and `fusion_cases.py`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from fusion_cases import CASES as FUSIONS
+from op_cases import CASES, OpCase
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import transformer_ops as tops
+from transformer_ops import _C
+
+ROWS = 3
+NAMES = sorted(dict(_C.typed_op_pairs()))
+Sample = list[Any]
+
+
+def overload(name: str) -> Any:
+    """The typed op of a name."""
+    return getattr(torch.ops.transformer_ops, name).default
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps what typed ops are called with, once for each set of constants, ranks and Nones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: dict[str, dict[Any, Sample]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "transformer_ops":
+            assert not kwargs and len(args) == len(func._schema.arguments)
+            key = tuple(v.dim() if isinstance(v, Tensor) else repr(v) for v in args)
+            # A call may be given the last reference to a tensor, and write to it.
+            sample = [v.detach().clone() if isinstance(v, Tensor) else v for v in args]
+            self.samples.setdefault(func._schema.name.split("::")[1], {})[key] = sample
+        return func(*args, **(kwargs or {}))
+
+
+def _run(module: torch.nn.Module, inputs: list[Tensor]) -> None:
+    outputs = module(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    wanted = [output for output in outputs if output.requires_grad]
+    torch.autograd.backward(wanted, [torch.randn_like(output) for output in wanted])
+
+
+def _before_product(case: OpCase, dtype: torch.dtype, product: torch.dtype) -> tops.Sequential:
+    """The op where backward computes again what it may: from its input, for a product behind it."""
+    op = case.build(dtype)
+    outputs = op(*case.inputs(dtype, (ROWS, *case.row)))
+    width = (outputs[0] if isinstance(outputs, tuple) else outputs).shape[-1]
+    ops = (tops.GELU(), op, tops.ConstantScale(0.5), tops.BasicLinear(width, 8, dtype=product))
+    return tops.Sequential(*ops)
+
+
+def _modules(dtype: torch.dtype) -> Iterator[tuple[torch.nn.Module, list[Tensor]]]:
+    other = torch.float32 if dtype == torch.float64 else torch.float64
+    for case in CASES:
+        shape = (ROWS, *case.row)
+        yield case.build(dtype), case.inputs(dtype, shape)
+        for product in (dtype, other):
+            yield _before_product(case, dtype, product), case.inputs(dtype, shape)
+    for fusion in FUSIONS:
+        x = torch.randn(ROWS, 16, dtype=dtype, requires_grad=True)
+        inputs = [tensor.detach().requires_grad_() for tensor in fusion.inputs(x)]
+        yield tops.Sequential(*fusion.make()).to(dtype), inputs
+
+
+@functools.cache
+def _recorded(dtype: torch.dtype) -> dict[str, list[Sample]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        recorder = Recorder()
+        for module, inputs in _modules(dtype):
+            with recorder:
+                _run(module, inputs)
+    return {name: list(rows.values()) for name, rows in recorder.samples.items()}
+
+
+def samples(name: str, dtype: torch.dtype = torch.float64) -> list[Sample]:
+    """Arguments for one typed op: one set for each combination of constants, ranks and Nones that
+    the rows give. KeyError where no row calls the op."""
+    return _recorded(dtype)[name]
