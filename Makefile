@@ -27,11 +27,11 @@ EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransfo
     tests/test_cuda.py tests/test_products.py tests/test_dropout.py tests/test_epilogues.py \
     tests/test_main_grad.py tests/test_quantize.py tests/test_saved_formats.py
 
-.PHONY: test check train bench build build-times lint format sanitize fuzz clean FORCE
+.PHONY: test check slow train bench build build-times lint format sanitize fuzz clean FORCE
 
 test: build
 	$(BIN)/python tools/cmake_build.py
-	$(BIN)/python -m pytest -q tests $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow" tests $(ARGS)
 	$(BIN)/python -m pytest -q $(EMULATED) $(ARGS)
 	@sed -n 's/^LEFT_OUT = "\(..*\)"/Left out: \1/p' transformer_ops/_build_info.py
 
@@ -41,6 +41,10 @@ check: lint
 	$(BIN)/python tools/cmake_build.py --only fuser memory
 	$(MAKE) --no-print-directory build
 	$(BIN)/python -m pytest -q tests/test_ops.py -k "float32 or bfloat16" $(ARGS)
+
+# What `make test` leaves out: adding and deleting an op in a copy of the tree, with a build of its own.
+slow: build
+	$(BIN)/python -m pytest -q -m slow tests $(ARGS)
 
 train: build
 	$(BIN)/python examples/train_lm.py $(ARGS)

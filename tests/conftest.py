@@ -27,6 +27,7 @@ def pytest_configure(config):
         "(FAIL_WITHOUT_CUDA=N insists on N devices)",
     )
     config.addinivalue_line("markers", "emulated: needs --emulate-cuda")
+    config.addinivalue_line("markers", 'slow: takes a minute or more (leave out: -m "not slow")')
     emulated = config.getoption("--emulate-cuda")
     if emulated is not None:
         torch.ops.load_library(emulated)

@@ -179,8 +179,8 @@ def test_its_errors_are_clear(softcap: Any) -> None:
 
 
 def test_second_derivatives_need_the_input_or_a_replay(softcap: Any) -> None:
-    class OutputSoftcap(softcap):
-        _kind = "OutputSoftcap"
+    class OutputSoftcap(softcap, kind="OutputSoftcap"):
+        """Another declaration."""
 
     module = tops.Sequential(OutputSoftcap(2.0)).double()
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
@@ -287,8 +287,8 @@ def test_a_rule_that_comes_after_torch_compile(softcap: Any, name: str, tmp_path
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_without_a_body_the_unfused_meaning_runs(softcap: Any, grad: bool) -> None:
-    class BodySoftcap(softcap):
-        _kind = "BodySoftcap"
+    class BodySoftcap(softcap, kind="BodySoftcap"):
+        """Another declaration."""
 
     x = torch.randn(3, 8).requires_grad_(grad)
     plain, want = softcap(2.0), BodySoftcap(2.0)

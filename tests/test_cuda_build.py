@@ -107,6 +107,7 @@ def test_sequential_on_fake_cuda_tensors(case, dtype):
 
 
 def test_every_typed_op_has_a_cuda_body_and_kernel():
+    # One without a body for the CPU runs its meaning on both.
     assert WITHOUT_CUDA == []
     for name in {*NAMES, *filter(None, dict(_C.typed_op_pairs()).values())}:
         found = torch._C._dispatch_has_kernel_for_dispatch_key(f"transformer_ops::{name}", "CUDA")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from libraries import build_library
 from torch import Tensor, nn
 
 import transformer_ops as tops
-from transformer_ops.op import Attribute, BasicOperation
+from transformer_ops.op import BasicOperation
 from transformer_ops.plan.plan import Plan
 
 # y[r] = x[r] * probs[r] * weight[ids[r]]; without probs, or without a weight, its factor is 1.
@@ -107,25 +107,23 @@ ROWS = 5  # of the table
 BOTH = list(itertools.product([True, False], repeat=2))
 
 
-class ScaleRows(BasicOperation):
-    """Rows times `probs` (or None) and the rows of `weight` (or None) that `ids` name."""
-
-    _kind: ClassVar[str | None] = "ScaleRows"
-    _parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
-    num_extra_inputs: int = 2
-
-    def __init__(self, width: int, *, weight: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(ROWS, width)) if weight else None
-
-    def _attributes(self) -> dict[str, Attribute]:
-        return {}
+ScaleRows: Any  # the class, once its declaration is loaded
 
 
 @pytest.fixture(scope="module", autouse=True)
 def library(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("scale_rows")
     torch.ops.load_library(str(build_library(folder, "scale_rows", {"scale_rows": SOURCE})))
+
+    class Loaded(BasicOperation, kind="ScaleRows"):
+        """Rows times `probs` (or None) and the rows of `weight` (or None) that `ids` name."""
+
+        def __init__(self, width: int, *, weight: bool = True) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(ROWS, width)) if weight else None
+
+    global ScaleRows
+    ScaleRows = Loaded
 
 
 def block(weight: bool = True) -> tops.Sequential:

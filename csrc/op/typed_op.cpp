@@ -376,7 +376,7 @@ void register_cuda_bodies(c10::DispatchKey key) {
 std::vector<std::string> typed_ops_without_cuda() {
   std::vector<std::string> names;
   for (const auto& [name, op] : all_typed_ops()) {
-    if (!op->cuda) names.push_back(name);
+    if (op->cpu && !op->cuda) names.push_back(name);
   }
   return names;
 }

@@ -44,7 +44,7 @@ void register_typed_op(TypedOp op);
 // Has the CUDA bodies serve tensors of another device type too: a backend that stands in for CUDA.
 void register_cuda_bodies(c10::DispatchKey key);
 
-// The typed ops without a CUDA body.
+// The typed ops with a body for the CPU and none for CUDA.
 std::vector<std::string> typed_ops_without_cuda();
 
 // By unqualified name; null where there is none.
