@@ -90,13 +90,6 @@ TEST(Body, EveryKindOfDifferenceIsFound) {
             "");
 }
 
-std::vector<Tensor> call(const char* name, torch::jit::Stack stack) {
-  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(stack);
-  std::vector<Tensor> results;
-  for (const auto& value : stack) results.push_back(value.toTensor());
-  return results;
-}
-
 TensorSpecs order_shape(const Checks& check, const Tensor& a, const Tensor* b, const Tensor* c,
                         double d, std::optional<double> e, std::optional<double> none, int64_t f,
                         std::optional<int64_t> g, bool h, std::string_view i, std::array<bool, 3> j,
