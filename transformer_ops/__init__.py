@@ -25,6 +25,7 @@ from .op import (  # noqa: E402
     FusibleOperation,
     OperationContext,
 )
+from .library import load_library  # noqa: E402
 from .ops import *  # noqa: E402, F403
 from .plan.plan import Plan  # noqa: E402
 from .sequential import Sequential  # noqa: E402
@@ -50,6 +51,7 @@ __all__ = [
     "Sequential",
     "cmake_prefix_path",
     "fusions",
+    "load_library",
     "memory",
     "optional",
     "register_backward_fusion",

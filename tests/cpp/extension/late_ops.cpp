@@ -1,0 +1,73 @@
+// What it lists, the environment variable LATE_OPS says as it is loaded: a rule, an op of a name that
+// another library has too, or something wrong behind an op that is right.
+#include <ATen/ops/tanh.h>
+#include <transformer_ops/extension.h>
+
+#include <cstdlib>
+#include <functional>
+
+using namespace transformer_ops;
+
+namespace {
+
+TensorSpecs same_shape(const Args& args) { return {like(args.tensor(0))}; }
+
+// Twice the tanh, so that nobody takes it for another op.
+Op op(const std::string& kind, const std::string& name) {
+  return {.declaration = {.kind = kind, .summary = "2 tanh(x)"},
+          .forward = {.schema = name + "(Tensor input) -> Tensor output",
+                      .shape = same_shape,
+                      .unfused = [](const Args& args) {
+                        return Tensors{2 * at::tanh(args.tensor(0))};
+                      }}};
+}
+
+// my_ops::Softcap + ConstantScale, wrong by a factor.
+FusedOp rule(double factor, std::vector<PatternOp> pattern = {{"my_ops::Softcap"},
+                                                              {"ConstantScale"}}) {
+  const auto unfused = [factor](const Args& args) {
+    const Tensor capped = args.number(1) * at::tanh(args.tensor(0) / args.number(1));
+    return Tensors{factor * args.number(2) * capped, capped};
+  };
+  return {.rule = {.name = "softcap_scale",
+                   .pass = Pass::Forward,
+                   .benefit = 50,
+                   .pattern = std::move(pattern),
+                   .bind =
+                       [](const Match&) {
+                         return Bindings{{"softcap_output", Field{0, "output"}}};
+                       }},
+          .forward = {.schema = "softcap_scale(Tensor input, float cap, float scale) -> "
+                                "(Tensor output, Tensor softcap_output)",
+                      .shape = [](const Args& args) -> TensorSpecs {
+                        return {like(args.tensor(0)), like(args.tensor(0))};
+                      },
+                      .unfused = unfused}};
+}
+
+using Add = std::function<void(Library&)>;
+
+const std::map<std::string, Add> kWrong = {
+    {"unknown kind", [](Library& to) { to.add_fused_op(rule(1, {{"BasicLinear"}, {"Softcp"}})); }},
+    {"empty pattern", [](Library& to) { to.add_fused_op(rule(1, {})); }},
+    {"kind twice", [](Library& to) { to.add_op(op("Good", "other")); }},
+    {"typed op twice", [](Library& to) { to.add_op(op("Other", "good")); }},
+    {"kind of another",
+     [](Library& to) { to.add_op(op("my_ops::Softcap", "other")); }},
+    {"schema", [](Library& to) { to.add_op(op("Other", "other(Tensor x")); }},
+    {"type", [](Library& to) { to.add_op(op("Other", "other(Tensor x) -> Tensr y")); }},
+    {"throws", [](Library&) { throw std::runtime_error("no licence"); }},
+    {"throws a number", [](Library&) { throw 3; }},
+};
+
+}  // namespace
+
+TRANSFORMER_OPS_LIBRARY(late_ops, library) {
+  const char* const given = std::getenv("LATE_OPS");
+  const std::string what = given == nullptr ? "" : given;
+  library.add_op(op("Good", "good"));
+  library.add_op(op("Softcap", "softcap"));
+  if (what == "rule") library.add_fused_op(rule(1));
+  if (what == "wrong rule") library.add_fused_op(rule(1.5));
+  if (const auto wrong = kWrong.find(what); wrong != kWrong.end()) wrong->second(library);
+}
