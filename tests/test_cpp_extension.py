@@ -1,9 +1,11 @@
-"""examples/cpp_extension/: a library of ops against an installed copy, and what may be wrong with one."""
+"""Libraries of others: examples/cpp_extension/ against an installed copy, and wrong ones."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -188,6 +190,25 @@ def test_an_exported_program_needs_the_library_alone(my_ops: Any, tmp_path: Path
     assert done.returncode == 0, done.stderr
 
 
+def test_the_page_shows_the_example(my_ops: Any) -> None:
+    page = (ROOT / "docs" / "cpp-extension.md").read_text(encoding="utf-8")
+    package = Path(my_ops.__file__).parent
+    files = {"cpp": package.parent / "my_ops.cpp", "py": package / "__init__.py"}
+    for language, file in files.items():
+        blocks = re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+        assert blocks and all(block in file.read_text() for block in blocks)
+    done = subprocess.run(
+        [sys.executable, "demo.py"],
+        env=os.environ | {"PYTHONPATH": str(Path(tops.__file__).parent.parent)},
+        cwd=package.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"prints\n\n```text\n{done.stdout}```\n" in page
+
+
 # ---- libraries that come later
 
 
@@ -294,14 +315,15 @@ def test_the_same_file_again(my_ops: Any, late_ops: Path, tmp_path: Path) -> Non
 
 
 WRONG = {
-    "unknown kind": r"\[{}::softcap_scale\] pattern must name kinds that are declared, got 'Softcp'",
+    "unknown kind": r"\[{}::softcap_scale\] pattern must name kinds that are declared, "
+    r"got 'Softcp'",
     "empty pattern": r"\[fusion\] pattern of '{}::softcap_scale' must have an op that is not "
     r"optional, got 0 entries",
     "kind twice": r"\[{}\] kind must be new, got '{}::Good'",
     "typed op twice": r"\[{}\] typed op must have a new name, got '{}::good'",
     "kind of another": r"\[{}\] kind must have no namespace, which is the library's name, "
     r"got 'my_ops::Softcap'",
-    "schema": r"\[schema\] must read 'name\(...\) -> ...', got 'other\(Tensor x'",
+    "schema": r"\[{}\] schema must be one that torch reads, got '{}::other\(Tensor x, ->",
     "type": r"\[{}\] schema must be one that torch reads, got '{}::other\(Tensor x\) -> Tensr y'",
     "throws": "no licence",
     "throws a number": "must throw nothing but std::exception",

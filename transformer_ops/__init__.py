@@ -19,13 +19,13 @@ from .fusion.registry import (  # noqa: E402
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from .library import load_library  # noqa: E402
 from .op import (  # noqa: E402
     BasicOperation,
     FusedOperation,
     FusibleOperation,
     OperationContext,
 )
-from .library import load_library  # noqa: E402
 from .ops import *  # noqa: E402, F403
 from .plan.plan import Plan  # noqa: E402
 from .sequential import Sequential  # noqa: E402

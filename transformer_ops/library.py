@@ -19,9 +19,9 @@ _lock = new_lock()
 def load_library(path: str | os.PathLike[str]) -> str:
     """Load a shared library of ops and fusions, at any time; docs/cpp-extension.md shows one.
 
-    Its typed ops are `torch.ops.<name>.*`; its kinds and rules are called `<name>::...`. Modules plan
-    again, and a compiled graph that a new rule concerns is compiled once more. Loading the same
-    file again does nothing.
+    Its typed ops are `torch.ops.<name>.*`; its kinds and rules are called `<name>::...`. Modules
+    plan again, and a compiled graph is compiled once more where a rule came. Loading the same file
+    again does nothing.
 
     Returns:
         The library's name.
@@ -100,9 +100,7 @@ def _register_pair(forward: str, backward: str) -> None:
             for name, needed in zip(arguments, ctx.needs_input_grad, strict=True)
         )
 
-    torch.library.register_autograd(
-        _full(forward), backward_function, setup_context=setup_context
-    )
+    torch.library.register_autograd(_full(forward), backward_function, setup_context=setup_context)
 
 
 def _register_unfused(name: str) -> None:
@@ -148,9 +146,7 @@ def _register_unfused(name: str) -> None:
         }
         return tuple(by_place.get(i) for i in range(len(values)))
 
-    torch.library.register_autograd(
-        _full(name), backward_function, setup_context=setup_context
-    )
+    torch.library.register_autograd(_full(name), backward_function, setup_context=setup_context)
 
 
 def _input_of(tensor: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ std::vector<Fusion> fusions();
 // Those of one pass that are not suspended.
 std::vector<Fusion> fusions(Pass pass);
 
-// The rule with its schemas parsed. Throws PlanError for a name that its pass has, and for a pattern
-// without an op that has to be there.
+// The rule with its schemas parsed. Throws PlanError for a name that its pass has, and for a
+// pattern without an op that has to be there.
 Rule checked(Rule rule);
 // Adds the checked rule. The origin, if none is given, is the library that calls.
 int64_t add_rule(Rule rule, std::optional<std::string> origin = {});

@@ -17,6 +17,14 @@
 #include "op/torch_library.h"
 
 namespace transformer_ops {
+namespace {
+
+std::string text_of(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  return torch_error == nullptr ? error.what() : torch_error->what_without_backtrace();
+}
+
+}  // namespace
 
 // The rows of a library under their full names, all checked before any is registered.
 class LibraryRows {
@@ -89,9 +97,9 @@ class LibraryRows {
   void check_schema(const std::string& schema) const {
     try {
       torch::jit::parseSchema(schema);
-    } catch (const c10::Error& error) {
-      TORCH_CHECK(false, "[", library_.name_, "] schema must be one that torch reads, got '", schema,
-                  "': ", error.what_without_backtrace());
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, "[", library_.name_, "] schema must be one that torch reads, got '",
+                  schema, "': ", text_of(error));
     }
   }
 
@@ -200,8 +208,10 @@ bool is_loaded(const std::string& name, const std::string& path) {
   if (!loaded) return false;
   std::error_code none;
   if (!fs::equivalent(loaded->file, path, none)) check_new_library(name, path);
-  TORCH_CHECK(loaded->written == time_of(path), "[load_library] file must be as it was loaded, got "
-              "a newer build of '", path, "': start a new process");
+  TORCH_CHECK(loaded->written == time_of(path),
+              "[load_library] file must be as it was loaded, got "
+              "a newer build of '",
+              path, "': start a new process");
   return true;
 }
 
@@ -262,8 +272,10 @@ void register_all(Load& load) {
 }  // namespace
 
 std::string load_library(const std::string& path) {
-  TORCH_CHECK(current_load == nullptr, "[load_library] path must be loaded after the library that "
-              "asks for it, got '", path, "'");
+  TORCH_CHECK(current_load == nullptr,
+              "[load_library] path must be loaded after the library that "
+              "asks for it, got '",
+              path, "'");
   // Not the lock of add(): a thread that opens a library itself holds the loader's before that one.
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
@@ -272,8 +284,8 @@ std::string load_library(const std::string& path) {
   if (is_loaded(tag.library, path)) return tag.library;
   Load load;
   void* const handle = open(fs::absolute(path), load);
-  TORCH_CHECK(handle != nullptr, "[", tag.library, "] library must be one that the system can load, got ",
-              dlerror());
+  TORCH_CHECK(handle != nullptr, "[", tag.library,
+              "] library must be one that the system can load, got ", dlerror());
   try {
     register_all(load);
   } catch (...) {
@@ -302,10 +314,8 @@ extern "C" bool transformer_ops_add_library(const char* tag,
       current_load->found.push_back(std::move(found));
     }
     return true;
-  } catch (const c10::Error& caught) {
-    error = caught.what_without_backtrace();
   } catch (const std::exception& caught) {
-    error = caught.what();
+    error = text_of(caught);
   } catch (...) {
     error = "a library must throw nothing but std::exception, got something else";
   }

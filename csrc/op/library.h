@@ -3,8 +3,8 @@
 
 #include <torch/headeronly/version.h>
 
-#include <string>
 #include <transformer_ops/version.h>
+#include <string>
 #include <vector>
 
 #include "op/op.h"
@@ -55,6 +55,6 @@ extern "C" bool transformer_ops_add_library(const char* tag,
 
 // The loader finds it in the file, before any code of the library runs.
 #define TRANSFORMER_OPS_TAG(name, major, minor) TRANSFORMER_OPS_TAG_TEXT(name, major, minor)
-#define TRANSFORMER_OPS_TAG_TEXT(name, major, minor)                                            \
-  "transformer_ops library " #name " for transformer_ops " TRANSFORMER_OPS_VERSION " and torch " \
-  #major "." #minor
+#define TRANSFORMER_OPS_TAG_TEXT(name, major, minor)                               \
+  "transformer_ops library " #name " for transformer_ops " TRANSFORMER_OPS_VERSION \
+  " and torch " #major "." #minor

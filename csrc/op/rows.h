@@ -1,4 +1,5 @@
-// Tensors as rows, threads over them, and sums of them: what CPU bodies with loops of their own need.
+// Tensors as rows, threads over them, and sums of them: what CPU bodies with loops of their own
+// need.
 #pragma once
 
 #include <ATen/core/Tensor.h>

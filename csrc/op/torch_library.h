@@ -1,5 +1,5 @@
-// Typed ops as torch knows them. Ours are called "gelu" here and "transformer_ops::gelu" there; those
-// of other libraries have their namespace in both places.
+// Typed ops as torch knows them. Ours are called "gelu" here and "transformer_ops::gelu" there;
+// those of other libraries have their namespace in both places.
 #pragma once
 
 #include <torch/library.h>

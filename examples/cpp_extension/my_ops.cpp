@@ -1,4 +1,5 @@
-// Softcap: y = cap * tanh(x / cap), elementwise, and a rule that fuses it with the product before it.
+// Softcap: y = cap * tanh(x / cap), elementwise, and a rule that fuses it with the product before
+// it.
 #include <ATen/Dispatch.h>
 #include <ATen/ops/atanh.h>
 #include <ATen/ops/linear.h>
@@ -70,10 +71,15 @@ void softcap_backward_cpu(const Args& args, Tensors& results) {
   map(results[0], slope, args.tensor(0), args.tensor(1));
 }
 
+Tensors softcap_backward_unfused(const Args& args) {
+  const Tensor part = args.tensor(1) / args.number(2);
+  return {args.tensor(0) * (1 - part * part)};
+}
+
 // For second derivatives: the input again, from the output that was saved.
 Tensor softcap_replay(const ReplayCall& call) {
   const double cap = std::get<double>(call.attributes.at("cap"));
-  const Tensor values = cap * at::atanh(call.slot("output") / cap);
+  const Tensor values = cap * at::atanh(call.slot("output").detach() / cap);
   return cap * at::tanh((call.input - call.input.detach() + values) / cap);
 }
 
@@ -91,7 +97,8 @@ Op softcap() {
       .backward = {.schema = "softcap_backward(Tensor grad_output, Tensor output, float cap) -> "
                              "Tensor grad_input",
                    .shape = softcap_backward_shape,
-                   .cpu = softcap_backward_cpu},
+                   .cpu = softcap_backward_cpu,
+                   .unfused = softcap_backward_unfused},
       .replay = softcap_replay,
   };
 }

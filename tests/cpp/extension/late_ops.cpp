@@ -1,5 +1,5 @@
-// What it lists, the environment variable LATE_OPS says as it is loaded: a rule, an op of a name that
-// another library has too, or something wrong behind an op that is right.
+// What it lists, the environment variable LATE_OPS says as it is loaded: a rule, an op of a name
+// that another library has too, or something wrong behind an op that is right.
 #include <ATen/ops/tanh.h>
 #include <transformer_ops/extension.h>
 
@@ -15,16 +15,15 @@ TensorSpecs same_shape(const Args& args) { return {like(args.tensor(0))}; }
 // Twice the tanh, so that nobody takes it for another op.
 Op op(const std::string& kind, const std::string& name) {
   return {.declaration = {.kind = kind, .summary = "2 tanh(x)"},
-          .forward = {.schema = name + "(Tensor input) -> Tensor output",
-                      .shape = same_shape,
-                      .unfused = [](const Args& args) {
-                        return Tensors{2 * at::tanh(args.tensor(0))};
-                      }}};
+          .forward = {
+              .schema = name + "(Tensor input) -> Tensor output",
+              .shape = same_shape,
+              .unfused = [](const Args& args) { return Tensors{2 * at::tanh(args.tensor(0))}; }}};
 }
 
 // my_ops::Softcap + ConstantScale, wrong by a factor.
-FusedOp rule(double factor, std::vector<PatternOp> pattern = {{"my_ops::Softcap"},
-                                                              {"ConstantScale"}}) {
+FusedOp rule(double factor,
+             std::vector<PatternOp> pattern = {{"my_ops::Softcap"}, {"ConstantScale"}}) {
   const auto unfused = [factor](const Args& args) {
     const Tensor capped = args.number(1) * at::tanh(args.tensor(0) / args.number(1));
     return Tensors{factor * args.number(2) * capped, capped};
@@ -45,17 +44,25 @@ FusedOp rule(double factor, std::vector<PatternOp> pattern = {{"my_ops::Softcap"
                       .unfused = unfused}};
 }
 
+Op op_of(const std::string& schema) {
+  Op found = op("Other", "other");
+  found.forward.schema = schema;
+  return found;
+}
+
 using Add = std::function<void(Library&)>;
 
 const std::map<std::string, Add> kWrong = {
-    {"unknown kind", [](Library& to) { to.add_fused_op(rule(1, {{"BasicLinear"}, {"Softcp"}})); }},
+    {"unknown kind",
+     [](Library& to) {
+       to.add_fused_op(rule(1, {{"BasicLinear"}, {"Softcp"}}));
+     }},
     {"empty pattern", [](Library& to) { to.add_fused_op(rule(1, {})); }},
     {"kind twice", [](Library& to) { to.add_op(op("Good", "other")); }},
     {"typed op twice", [](Library& to) { to.add_op(op("Other", "good")); }},
-    {"kind of another",
-     [](Library& to) { to.add_op(op("my_ops::Softcap", "other")); }},
-    {"schema", [](Library& to) { to.add_op(op("Other", "other(Tensor x")); }},
-    {"type", [](Library& to) { to.add_op(op("Other", "other(Tensor x) -> Tensr y")); }},
+    {"kind of another", [](Library& to) { to.add_op(op("my_ops::Softcap", "other")); }},
+    {"schema", [](Library& to) { to.add_op(op_of("other(Tensor x, -> Tensor output")); }},
+    {"type", [](Library& to) { to.add_op(op_of("other(Tensor x) -> Tensr y")); }},
     {"throws", [](Library&) { throw std::runtime_error("no licence"); }},
     {"throws a number", [](Library&) { throw 3; }},
 };
