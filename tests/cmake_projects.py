@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -28,12 +30,21 @@ def build(folder: Path, target: str) -> None:
     """Builds a configured project, and checks that it used no file of the source tree."""
     done = run(tool("cmake"), "--build", folder)
     assert done.returncode == 0, done.stdout + done.stderr
+    check_commands(folder, target)
+
+
+def check_commands(folder: Path, target: str) -> None:
     commands = run(tool("ninja"), "-C", folder, "-t", "commands", target).stdout
-    assert commands and str(ROOT / "csrc") not in commands
+    assert commands
+    assert not any(f"{ROOT / name}/" in commands for name in ("csrc", "transformer_ops"))
 
 
 def install_copy(prefix: Path) -> Path:
     """A copy outside of the source tree, as a wheel lays it out."""
     done = run(tool("cmake"), "--install", build_folder(), "--prefix", prefix)
     assert done.returncode == 0, done.stdout + done.stderr
+    for source in (ROOT / "transformer_ops").rglob("*.py"):
+        copy = prefix / source.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, copy)
     return prefix / "transformer_ops"

@@ -433,9 +433,9 @@ class Compiler {
       const Value& value = instruction.results[i];
       const bool is_weight = value.kind == Kind::ParameterGrad && value.name == "weight";
       if (!is_weight || !accumulates_into_main_grad(value.op)) continue;
-      call.accumulates = {static_cast<int>(i), value.op,
-                          c10::Dispatcher::singleton().findSchema(
-                              {torch_name(instruction.target) + "_into", ""})};
+      call.accumulates = {
+          static_cast<int>(i), value.op,
+          c10::Dispatcher::singleton().findSchema({torch_name(instruction.target) + "_into", ""})};
       program_.accumulates = true;
     }
   }

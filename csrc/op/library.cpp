@@ -13,6 +13,7 @@
 
 #include "fuser/fork_safe_mutex.h"
 #include "fuser/registry.h"
+#include "op/defaults.h"
 #include "op/signature.h"
 #include "op/torch_library.h"
 
@@ -49,6 +50,7 @@ class LibraryRows {
   }
 
   void take(Op& op) {
+    derive_backward(op);
     OpDeclaration& row = op.declaration;
     for (TypedOp* typed : {&op.forward, &op.backward, &op.recompute}) take(*typed);
     if (row.kind.empty()) return;
@@ -89,7 +91,9 @@ class LibraryRows {
     op.schema = full(op.schema);
     name = full(name);
     check_schema(op.schema);
-    const Signature readable(op.schema, op.any_strides);
+    complete(op);
+    const Signature signature(op.schema, op.any_strides);
+    for (const std::string& name : op.overwrites) signature.index_of(name, "overwrites");
     check_new(name);
     if (op.accumulates) check_new(name + "_into");
   }

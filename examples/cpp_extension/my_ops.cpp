@@ -4,6 +4,7 @@
 #include <ATen/ops/atanh.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/tanh.h>
+#include <transformer_ops/bodies/linear.h>
 #include <transformer_ops/extension.h>
 
 #include <cmath>
@@ -34,50 +35,40 @@ void map(const Tensor& y, Function function, const In&... x) {
   });
 }
 
-void cap_elements(const Tensor& y, const Tensor& x, double cap) {
+void softcap_cpu(const Tensor& input, double cap, Tensor& output) {
   const auto capped = [cap](auto x) {
     const auto c = static_cast<decltype(x)>(cap);
     return c * std::tanh(x / c);
   };
-  map(y, capped, x);
+  map(output, capped, input);
 }
 
-TensorSpecs softcap_shape(const Args& args) {
-  check_compute_dtype(args, "input", args.tensor(0));
-  return {like(args.tensor(0))};
+Tensor softcap_unfused(const Tensor& input, double cap) {
+  return (cap * at::tanh(to_accumulate(input) / cap)).to(input.scalar_type());
 }
 
-void softcap_cpu(const Args& args, Tensors& results) {
-  cap_elements(results[0], args.tensor(0), args.number(1));
+TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& output,
+                           double) {
+  check.compute_dtype("output", output);
+  check.spec("grad_output", grad_output, like(output));
+  return {like(output)};
 }
 
-Tensors softcap_unfused(const Args& args) {
-  const double cap = args.number(1);
-  return {(cap * at::tanh(to_accumulate(args.tensor(0)) / cap)).to(args.tensor(0).scalar_type())};
-}
-
-TensorSpecs softcap_backward_shape(const Args& args) {
-  check_compute_dtype(args, "output", args.tensor(1));
-  check_spec(args, "grad_output", args.tensor(0), like(args.tensor(1)));
-  return {like(args.tensor(1))};
-}
-
-void softcap_backward_cpu(const Args& args, Tensors& results) {
-  const double cap = args.number(2);
-  const auto slope = [cap](auto grad, auto y) {
+void backward_cpu(const Tensor& grad_output, const Tensor& output, double cap, Tensor& grad_input) {
+  const auto times_slope = [cap](auto grad, auto y) {
     const auto part = y / static_cast<decltype(y)>(cap);
     return grad * (1 - part * part);
   };
-  map(results[0], slope, args.tensor(0), args.tensor(1));
+  map(grad_input, times_slope, grad_output, output);
 }
 
-Tensors softcap_backward_unfused(const Args& args) {
-  const Tensor part = args.tensor(1) / args.number(2);
-  return {args.tensor(0) * (1 - part * part)};
+Tensor backward_unfused(const Tensor& grad_output, const Tensor& output, double cap) {
+  const Tensor part = output / cap;
+  return grad_output * (1 - part * part);
 }
 
-// For second derivatives: the input again, from the output that was saved.
-Tensor softcap_replay(const ReplayCall& call) {
+// For second derivatives: the output again, at the input that follows from what was saved.
+Tensor replay(const ReplayCall& call) {
   const double cap = std::get<double>(call.attributes.at("cap"));
   const Tensor values = cap * at::atanh(call.slot("output").detach() / cap);
   return cap * at::tanh((call.input - call.input.detach() + values) / cap);
@@ -91,42 +82,32 @@ Op softcap() {
                       .slots = {{"output"}},
                       .dtype = DTypeRule::Autocast},
       .forward = {.schema = "softcap(Tensor input, float cap) -> Tensor output",
-                  .shape = softcap_shape,
                   .cpu = softcap_cpu,
                   .unfused = softcap_unfused},
       .backward = {.schema = "softcap_backward(Tensor grad_output, Tensor output, float cap) -> "
                              "Tensor grad_input",
-                   .shape = softcap_backward_shape,
-                   .cpu = softcap_backward_cpu,
-                   .unfused = softcap_backward_unfused},
-      .replay = softcap_replay,
+                   .shape = backward_shape,
+                   .cpu = backward_cpu,
+                   .unfused = backward_unfused},
+      .replay = replay,
   };
 }
 
 // ---- the rule:  x -> BasicLinear -> Softcap -> y, in the memory of the product
 
-TensorSpecs linear_softcap_shape(const Args& args) {
-  const Tensor &x = args.tensor(0), &weight = args.tensor(1);
-  check_compute_dtype(args, "input", x);
-  check_has_rows(args, "input", x);
-  TORCH_CHECK(weight.dim() == 2 && x.sym_size(-1) == weight.sym_size(1), "[", args.op(),
-              "] weight must have shape (features, ", x.sym_size(-1), "), got ",
-              weight.sym_sizes());
-  TensorSpec output = like(x);
-  output.sizes.back() = weight.sym_size(0);
-  return {output};
+TensorSpecs linear_softcap_shape(const Checks& check, const Tensor& input, const Tensor& weight,
+                                 double) {
+  return {linear_output(check, input, weight)};
 }
 
-void linear_softcap_cpu(const Args& args, Tensors& results) {
-  const Tensor product = at::linear(args.tensor(0), args.tensor(1));
-  cap_elements(product, product, args.number(2));
-  results = {product};
+Tensor linear_softcap_cpu(const Tensor& input, const Tensor& weight, double cap) {
+  Tensor product = linear_cpu(input, weight);
+  softcap_cpu(product, cap, product);
+  return product;
 }
 
-Tensors linear_softcap_unfused(const Args& args) {
-  const Tensor product = at::linear(args.tensor(0), args.tensor(1));
-  const double cap = args.number(2);
-  return {(cap * at::tanh(to_accumulate(product) / cap)).to(product.scalar_type())};
+Tensor linear_softcap_unfused(const Tensor& input, const Tensor& weight, double cap) {
+  return softcap_unfused(at::linear(input, weight), cap);
 }
 
 FusedOp linear_softcap() {
@@ -143,8 +124,7 @@ FusedOp linear_softcap() {
                             "Tensor output",
                   .shape = linear_softcap_shape,
                   .cpu = linear_softcap_cpu,
-                  .unfused = linear_softcap_unfused,
-                  .allocates = false},
+                  .unfused = linear_softcap_unfused},
   };
 }
 

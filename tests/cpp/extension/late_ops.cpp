@@ -10,23 +10,19 @@ using namespace transformer_ops;
 
 namespace {
 
-TensorSpecs same_shape(const Args& args) { return {like(args.tensor(0))}; }
-
 // Twice the tanh, so that nobody takes it for another op.
 Op op(const std::string& kind, const std::string& name) {
   return {.declaration = {.kind = kind, .summary = "2 tanh(x)"},
-          .forward = {
-              .schema = name + "(Tensor input) -> Tensor output",
-              .shape = same_shape,
-              .unfused = [](const Args& args) { return Tensors{2 * at::tanh(args.tensor(0))}; }}};
+          .forward = {.schema = name + "(Tensor input) -> Tensor output",
+                      .unfused = [](const Tensor& input) { return Tensor(2 * at::tanh(input)); }}};
 }
 
 // my_ops::Softcap + ConstantScale, wrong by a factor.
 FusedOp rule(double factor,
              std::vector<PatternOp> pattern = {{"my_ops::Softcap"}, {"ConstantScale"}}) {
-  const auto unfused = [factor](const Args& args) {
-    const Tensor capped = args.number(1) * at::tanh(args.tensor(0) / args.number(1));
-    return Tensors{factor * args.number(2) * capped, capped};
+  const auto unfused = [factor](const Tensor& input, double cap, double scale) {
+    const Tensor capped = cap * at::tanh(input / cap);
+    return std::tuple(factor * scale * capped, capped);
   };
   return {.rule = {.name = "softcap_scale",
                    .pass = Pass::Forward,
@@ -38,8 +34,8 @@ FusedOp rule(double factor,
                        }},
           .forward = {.schema = "softcap_scale(Tensor input, float cap, float scale) -> "
                                 "(Tensor output, Tensor softcap_output)",
-                      .shape = [](const Args& args) -> TensorSpecs {
-                        return {like(args.tensor(0)), like(args.tensor(0))};
+                      .shape = [](const Tensor& input, double, double) -> TensorSpecs {
+                        return {like(input), like(input)};
                       },
                       .unfused = unfused}};
 }
@@ -63,6 +59,18 @@ const std::map<std::string, Add> kWrong = {
     {"kind of another", [](Library& to) { to.add_op(op("my_ops::Softcap", "other")); }},
     {"schema", [](Library& to) { to.add_op(op_of("other(Tensor x, -> Tensor output")); }},
     {"type", [](Library& to) { to.add_op(op_of("other(Tensor x) -> Tensr y")); }},
+    {"body",
+     [](Library& to) {
+       Op wrong = op_of("other(Tensor input, float cap) -> Tensor output");
+       wrong.forward.cpu = [](const Tensor&, int64_t, Tensor&) {};
+       to.add_op(wrong);
+     }},
+    {"overwrites",
+     [](Library& to) {
+       Op wrong = op_of("other(Tensor input) -> Tensor output");
+       wrong.forward.overwrites = {"output"};
+       to.add_op(wrong);
+     }},
     {"throws", [](Library&) { throw std::runtime_error("no licence"); }},
     {"throws a number", [](Library&) { throw 3; }},
 };
