@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.export import Dim, export
 
 import transformer_ops as tops
 from transformer_ops import _C
+from transformer_ops.fusion import registry
 from transformer_ops.testing import check_fusion
 
 
@@ -173,6 +175,23 @@ def test_check_fusion_of_the_rule(my_ops: Any) -> None:
         check_fusion(rule, lambda: make(bias=True), torch.randn(4, 6))
 
 
+def test_python_steps_over_the_op(my_ops: Any) -> None:
+    class ScaledBackward(tops.FusedOperation):
+        def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **unused: Any) -> Any:
+            (y,) = basic_op_ctxs[0].saved_tensors
+            capped, scaled = self.basic_ops
+            slope = 1 - (y / capped.cap) ** 2
+            return grad_output * scaled.scale * slope, [(), ()], [(), ()]
+
+    check_fusion(
+        ScaledBackward,
+        lambda: [tops.Linear(6, 8, bias=False), my_ops.Softcap(2.0), tops.ConstantScale(3.0)],
+        torch.randn(4, 6),
+        kind="backward",
+        pattern=[my_ops.Softcap, tops.ConstantScale],
+    )
+
+
 def test_compile_and_export(my_ops: Any) -> None:
     module = tops.Sequential(tops.Linear(4, 8, bias=False), my_ops.Softcap(2.0))
     x = torch.randn(3, 4, requires_grad=True)
@@ -269,6 +288,17 @@ def test_two_libraries_may_use_one_name(my_ops: Any, late_ops: Path, tmp_path: P
     torch.testing.assert_close(module(x), softcap(2 * torch.tanh(x), 2.0))
     text = str(module.plans()[0])
     assert "two_caps::softcap(x0)" in text and "my_ops::softcap(x1, 2.0)" in text
+
+
+def test_many_threads_load_one_library(late_ops: Path, tmp_path: Path) -> None:
+    library = named(late_ops, tmp_path, "threaded")
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(tops.load_library, [library] * 8))
+    assert found == ["threaded"] * 8
+    assert _C.registry_version() == registry.VERSION
+    assert sorted(registered_by("threaded")) == sorted(
+        ["threaded::Good", "threaded::Softcap"] + 2 * ["threaded::good", "threaded::softcap"]
+    )
 
 
 def test_a_library_that_torch_loads(
