@@ -20,7 +20,7 @@ PACKAGES := $(VENV)/.packages-installed
 BUILT := $(VENV)/.extension-built
 SOURCES := $(shell find csrc cmake tools CMakeLists.txt setup.py pyproject.toml \
     -not -name '__pycache__' -not -name '*.pyc')
-CPP := $(shell find csrc tests/cpp tests/emulated examples/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CPP := $(shell find csrc tests/cpp tests/emulated examples -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 # The CUDA bodies of the ops, on kernels compiled for the CPU.
 EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransformer_ops_emulated.so \

@@ -8,6 +8,7 @@
 #include "fuser/declaration.h"
 #include "fuser/registry.h"
 #include "kernels/cpu.h"
+#include "op/torch_library.h"
 #include "op/typed_op.h"
 #include "op/unfused.h"
 #include "python/group.h"
@@ -106,8 +107,7 @@ py::list list_typed_op_pairs() {
 // The unfused meaning of a typed op; arguments in schema order.
 std::vector<std::optional<at::Tensor>> unfused(const std::string& name,
                                                const py::tuple& arguments) {
-  const auto handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow(("transformer_ops::" + name).c_str(), "");
+  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(torch_name(name).c_str(), "");
   const auto& fields = handle.schema().arguments();
   std::vector<c10::IValue> stack;
   for (size_t i = 0; i < arguments.size(); ++i) {

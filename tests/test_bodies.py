@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from libraries import build_library
 from torch import Tensor, nn
 
 import transformer_ops as tops
-from transformer_ops.op import Attribute, BasicOperation
+from transformer_ops.op import BasicOperation
 
 CSRC = Path(__file__).parents[1] / "csrc"
 
@@ -96,28 +96,24 @@ Tensor scale_columns(const Tensor& input, const Tensor* weight, double p) {
 """
 
 
-class ScaleColumns(BasicOperation):
-    """`x * weight * p`; without a weight, its factor is 1."""
-
-    _kind: ClassVar[str | None] = "ScaleColumns"
-    _parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
-
-    def __init__(self, width: int | None, p: float) -> None:
-        super().__init__()
-        self.weight = None if width is None else nn.Parameter(torch.randn(width))
-        self.p = p
-
-    def _attributes(self) -> dict[str, Attribute]:
-        return {"p": self.p}
-
-
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> None:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The class of that op."""
     folder = tmp_path_factory.mktemp("scale_columns")
     torch.ops.load_library(str(build_library(folder, "scale_columns", {"scale_columns": PLAIN})))
 
+    class ScaleColumns(BasicOperation, kind="ScaleColumns"):
+        """`x * weight * p`; without a weight, its factor is 1."""
 
-def test_the_backward_op_is_derived(plain: None) -> None:
+        def __init__(self, width: int | None, p: float) -> None:
+            super().__init__()
+            self.weight = None if width is None else nn.Parameter(torch.randn(width))
+            self.p = p
+
+    return ScaleColumns
+
+
+def test_the_backward_op_is_derived(plain: Any) -> None:
     schema = torch.ops.transformer_ops.scale_columns_backward.default._schema
     assert str(schema) == (
         "transformer_ops::scale_columns_backward(Tensor grad_output, Tensor input, "
@@ -133,8 +129,8 @@ def gradients(module: Any, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("width", "frozen"), [(8, "nothing"), (8, "weight"), (8, "input"), (None, "nothing")]
 )
-def test_a_derived_backward_is_right(plain: None, width: int | None, frozen: str) -> None:
-    op = ScaleColumns(width, 3.0).double()
+def test_a_derived_backward_is_right(plain: Any, width: int | None, frozen: str) -> None:
+    op = plain(width, 3.0).double()
     if frozen == "weight":
         op.requires_grad_(False)
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=frozen != "input")
@@ -152,8 +148,8 @@ def test_a_derived_backward_is_right(plain: None, width: int | None, frozen: str
         assert torch.autograd.gradgradcheck(op, (x,))
 
 
-def test_a_derived_backward_keeps_its_slots_alone(plain: None) -> None:
-    op = ScaleColumns(8, 3.0)
+def test_a_derived_backward_keeps_its_slots_alone(plain: Any) -> None:
+    op = plain(8, 3.0)
     x = torch.randn(4, 8, requires_grad=True)
     kept: list[Tensor] = []
 
@@ -167,7 +163,7 @@ def test_a_derived_backward_keeps_its_slots_alone(plain: None) -> None:
     assert {t.data_ptr() for t in kept} == {x.data_ptr(), op.weight.data_ptr()}
 
 
-def test_a_derived_typed_op_is_like_any_other(plain: None) -> None:
+def test_a_derived_typed_op_is_like_any_other(plain: Any) -> None:
     typed = torch.ops.transformer_ops.scale_columns
     x, weight = (torch.randn(*size, dtype=torch.float64) for size in ((4, 8), (8,)))
     x.requires_grad_()
@@ -187,8 +183,8 @@ def test_a_derived_typed_op_is_like_any_other(plain: None) -> None:
         typed(torch.ones(4, 8, dtype=torch.int64), None, 2.0)
 
 
-def test_it_fuses_with_nothing_and_stands_between_products(plain: None) -> None:
-    module = tops.Sequential(tops.Linear(8, 8), ScaleColumns(8, 2.0), tops.Linear(8, 8)).double()
+def test_it_fuses_with_nothing_and_stands_between_products(plain: Any) -> None:
+    module = tops.Sequential(tops.Linear(8, 8), plain(8, 2.0), tops.Linear(8, 8)).double()
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(module, (x,))
     assert [step.name for step in module.plans()[0].backward][1:2] == ["ScaleColumns"]

@@ -141,3 +141,21 @@ def test_errors_of_the_function_come_through():
 def test_wrong_arguments(arguments, keywords, error, message):
     with pytest.raises(error, match=rf"\[check_fusion\] {message}"):
         check_fusion(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("name", ["linear_bias_activation", "activation_bias"])
+def test_a_rule_in_cpp(name):
+    (rule,) = (handle for handle in tops.fusions() if handle.name == name)
+
+    def make():
+        return [tops.Linear(6, 8), tops.GELU()]
+
+    check_fusion(rule, make, X)
+    direction = rule.pass_name
+    message = rf"\[{name}\] must fire in {direction}, got the steps LayerNorm\[0\]"
+    with pytest.raises(AssertionError, match=message):
+        check_fusion(rule, make_ops, X)
+    with rule.disabled(), pytest.raises(AssertionError, match="must fire"):
+        check_fusion(rule, make, X)
+    with pytest.raises(TypeError, match="pattern and guard must be left to the handle"):
+        check_fusion(rule, make, X, guard=lambda ops: None)

@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from cmake_projects import ROOT, build, configure, install_copy, run, tool
 
 import transformer_ops
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-from cmake_build import build_folder, tool  # noqa: E402
 
 INCLUDE = "include/transformer_ops/runtime/pipeline.h"
 
 
-def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-
-
-def configure(
-    source: Path, folder: Path, *prefixes: str | Path
-) -> subprocess.CompletedProcess[str]:
-    prefix = ";".join(map(str, prefixes))
-    make = f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"
-    command = (tool("cmake"), "-S", source, "-B", folder, "-G", "Ninja", make)
-    return run(*command, f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_BUILD_TYPE=Release")
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy outside of the source tree, as a wheel lays it out."""
-    prefix = tmp_path_factory.mktemp("installed")
-    done = run(tool("cmake"), "--install", build_folder(), "--prefix", prefix)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return prefix / "transformer_ops"
+    return install_copy(tmp_path_factory.mktemp("installed"))
 
 
 def test_the_example_trains_and_prints_its_plan(installed: Path, tmp_path: Path) -> None:
     prefixes = (installed / "share" / "cmake", torch.utils.cmake_prefix_path)
     done = configure(ROOT / "examples" / "cpp", tmp_path, *prefixes)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = run(tool("cmake"), "--build", tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    build(tmp_path, "train")
     commands = run(tool("ninja"), "-C", tmp_path, "-t", "commands", "train").stdout
-    assert str(ROOT / "csrc") not in commands
     assert str(installed / "include") in commands
 
     done = run(tmp_path / "train")

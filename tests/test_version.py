@@ -16,13 +16,15 @@ def test_the_package_and_the_build_have_the_version_of_pyproject():
     assert [tops.__version__] == [build_info().VERSION] == VERSION
     (config,) = Path(tops.cmake_prefix_path).rglob("transformer_opsConfigVersion.cmake")
     assert f'set(PACKAGE_VERSION "{VERSION[0]}")' in config.read_text()
+    header = Path(tops.__file__).parent / "include" / "transformer_ops" / "version.h"
+    assert f'#define TRANSFORMER_OPS_VERSION "{VERSION[0]}"' in header.read_text()
 
 
 def test_no_other_file_states_it():
     folders = ["transformer_ops", "csrc", "cmake", "tools"]
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     files += [ROOT / "CMakeLists.txt", ROOT / "setup.py"]
-    written = [ROOT / "transformer_ops" / name for name in ("_build_info.py", "share")]
+    written = [ROOT / "transformer_ops" / name for name in ("_build_info.py", "include", "share")]
     texts = (".py", ".pyi", ".cpp", ".h", ".cu", ".cmake", ".in", ".txt")
     found = [
         str(path.relative_to(ROOT))

@@ -19,6 +19,7 @@ from .fusion.registry import (  # noqa: E402
     register_forward_backward_fusion,
     register_forward_fusion,
 )
+from .library import load_library  # noqa: E402
 from .op import (  # noqa: E402
     BasicOperation,
     FusedOperation,
@@ -50,6 +51,7 @@ __all__ = [
     "Sequential",
     "cmake_prefix_path",
     "fusions",
+    "load_library",
     "memory",
     "optional",
     "register_backward_fusion",

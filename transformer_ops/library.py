@@ -1,7 +1,9 @@
-"""Autograd of the typed ops: one loop over the declarations, for users who call them directly."""
+"""C++ libraries of ops: loading them, and the autograd of typed ops for users who call these."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,27 @@ from .locks import new_lock
 
 _registered: set[str] = set()
 _lock = new_lock()
+
+
+def load_library(path: str | os.PathLike[str]) -> str:
+    """Load a shared library of ops and fusions, at any time; docs/cpp-extension.md shows one.
+
+    Its typed ops are `torch.ops.<name>.*`; its kinds and rules are called `<name>::...`. Modules
+    plan again, and a compiled graph is compiled once more where a rule came. Loading the same file
+    again does nothing.
+
+    Returns:
+        The library's name.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ImportError: it is no library of ops, cannot be loaded or was built for another torch or
+            transformer_ops; a name is taken; a declaration or rule is wrong. Nothing is registered.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"[load_library] path must be a file, got {str(path)!r}")
+    return _C.load_library(str(file.resolve()))
 
 
 def register() -> None:
@@ -36,7 +59,12 @@ def listen() -> None:
 
 
 def _overload(name: str) -> Any:
-    return getattr(torch.ops.transformer_ops, name).default
+    namespace, _, base = _full(name).partition("::")
+    return getattr(getattr(torch.ops, namespace), base).default
+
+
+def _full(name: str) -> str:
+    return name if "::" in name else f"transformer_ops::{name}"
 
 
 def _register_pair(forward: str, backward: str) -> None:
@@ -72,9 +100,7 @@ def _register_pair(forward: str, backward: str) -> None:
             for name, needed in zip(arguments, ctx.needs_input_grad, strict=True)
         )
 
-    torch.library.register_autograd(
-        f"transformer_ops::{forward}", backward_function, setup_context=setup_context
-    )
+    torch.library.register_autograd(_full(forward), backward_function, setup_context=setup_context)
 
 
 def _register_unfused(name: str) -> None:
@@ -120,9 +146,7 @@ def _register_unfused(name: str) -> None:
         }
         return tuple(by_place.get(i) for i in range(len(values)))
 
-    torch.library.register_autograd(
-        f"transformer_ops::{name}", backward_function, setup_context=setup_context
-    )
+    torch.library.register_autograd(_full(name), backward_function, setup_context=setup_context)
 
 
 def _input_of(tensor: Tensor) -> Tensor:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from .fusion import registry
 from .op.base import FusibleOperation
 from .op.fused import FusedOperation
-from .plan.plan import Plan
+from .plan.plan import Plan, Step
 from .sequential import Sequential
 
 __all__ = ["check_fusion"]
@@ -70,7 +69,7 @@ def check_fusion(
 
     Args:
         func, pattern, guard: as for `register_forward_fusion`. A handle brings its own pattern,
-            guard and kind.
+            guard and kind; that of a rule in C++ will do, too.
         make_ops: returns the list of ops; both sides get the same parameters.
         inputs: the main input and the extra inputs.
         kind: "forward", "backward" or "forward_backward".
@@ -86,8 +85,39 @@ def check_fusion(
     ops = _check_ops(make_ops())
     unfused = Sequential(*copy.deepcopy(ops))
     fused = Sequential(*ops)
+    checked = _checked(func, kind, pattern, guard)
+    with _disabled(list(registry.fusions())):
+        expected = {way: _run(unfused, inputs, way, fullgraph=True) for way in _WAYS[:2]}
+    with checked.registered():
+        for way in _WAYS:
+            fullgraph = way.compiled and _is_traceable(fused)
+            actual = _run(fused, inputs, way, fullgraph)
+            if way == _WAYS[0]:
+                _check_fires(checked, fused.plans())
+            reference = expected[_WAYS[0] if way.grad else _WAYS[1]]
+            _compare(f"[{checked.name}] {way.name}:", actual, reference, rtol, atol)
+
+
+class _Checked(NamedTuple):
+    """The fusion that is checked: the name of its steps, their pass, and how to tell them."""
+
+    name: str
+    kind: str
+    registered: Callable[[], AbstractContextManager[Any]]
+    is_step: Callable[[Step], bool]
+
+
+def _checked(func: Any, kind: str, pattern: Any, guard: Any) -> _Checked:
     if isinstance(func, registry.FusionHandle):
-        kind, pattern, guard, func = _unpacked(func, pattern, guard)
+        if pattern is not None or guard is not None:
+            raise TypeError(
+                "[check_fusion] pattern and guard must be left to the handle, got "
+                f"{pattern!r} and {guard!r}"
+            )
+        if func.func is None:
+            name = func.name
+            return _Checked(name, func.pass_name, nullcontext, lambda step: step.name == name)
+        kind, pattern, guard, func = func.pass_name, func.pattern, func.guard, func.func
     registry.check_kind(func, kind, pattern, guard)
     name = getattr(func, "__name__", type(func).__name__)
     made: list[FusedOperation] = []
@@ -98,32 +128,14 @@ def check_fusion(
         made.extend(op for op in found if isinstance(op, FusedOperation) and op not in given)
         return returned
 
-    with _disabled(list(registry.fusions())):
-        expected = {way: _run(unfused, inputs, way, fullgraph=True) for way in _WAYS[:2]}
-    same = [h for h in registry.fusions() if h.func is func and h.pass_name == kind]
-    register = functools.partial(_REGISTER[kind], name=name, pattern=pattern, guard=guard)
-    with _disabled(same), register(recorded):
-        for way in _WAYS:
-            fullgraph = way.compiled and _is_traceable(fused)
-            actual = _run(fused, inputs, way, fullgraph)
-            if way == _WAYS[0]:
-                _check_fires(name, kind, fused.plans(), made)
-            reference = expected[_WAYS[0] if way.grad else _WAYS[1]]
-            _compare(f"[{name}] {way.name}:", actual, reference, rtol, atol)
+    @contextmanager
+    def registered() -> Iterator[None]:
+        same = [h for h in registry.fusions() if h.func is func and h.pass_name == kind]
+        register = _REGISTER[kind]
+        with _disabled(same), register(recorded, name=name, pattern=pattern, guard=guard):
+            yield
 
-
-def _unpacked(
-    handle: registry.FusionHandle, pattern: object, guard: object
-) -> tuple[str, Any, Any, Callable[..., Any]]:
-    """What a user's fusion was registered with."""
-    if handle.func is None:
-        raise TypeError(f"[check_fusion] func must be a user's fusion, got {handle!r}")
-    if pattern is not None or guard is not None:
-        raise TypeError(
-            "[check_fusion] pattern and guard must be left to the handle, got "
-            f"{pattern!r} and {guard!r}"
-        )
-    return handle.pass_name, handle.pattern, handle.guard, handle.func
+    return _Checked(name, kind, registered, lambda step: any(step.fused_op is op for op in made))
 
 
 def _check_arguments(
@@ -217,21 +229,22 @@ def _call(module: Sequential, tensors: Sequence[Tensor], compiled: bool, fullgra
         return torch.compile(call, fullgraph=fullgraph, backend="aot_eager")(*tensors)
 
 
-def _check_fires(
-    name: str, kind: str, plans: Sequence[Plan], made: Sequence[FusedOperation]
-) -> None:
+def _check_fires(checked: _Checked, plans: Sequence[Plan]) -> None:
     steps = {
         "forward": [step for plan in plans for step in plan.forward],
         "backward": [step for plan in plans for step in plan.backward if not step.skipped],
     }
     for direction, found in steps.items():
-        if direction not in kind:
+        if direction not in checked.kind:
             continue
-        if not any(step.fused_op is op for step in found for op in made):
+        if not any(map(checked.is_step, found)):
             got = ", ".join(f"{step.name}{list(step.ops)}" for step in found)
-            misses = (miss for plan in plans for miss in plan.near_misses if miss.fusion == name)
+            near = (miss for plan in plans for miss in plan.near_misses)
+            misses = (miss for miss in near if miss.fusion == checked.name)
             why = "".join(f"; at {list(miss.ops)}: {miss.reason}" for miss in misses)
-            raise AssertionError(f"[{name}] must fire in {direction}, got the steps {got}{why}")
+            raise AssertionError(
+                f"[{checked.name}] must fire in {direction}, got the steps {got}{why}"
+            )
 
 
 def _compare(

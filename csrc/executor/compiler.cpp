@@ -7,6 +7,7 @@
 #include "executor/program.h"
 #include "fuser/declaration.h"
 #include "fuser/error.h"
+#include "op/torch_library.h"
 
 namespace transformer_ops {
 namespace {
@@ -32,7 +33,7 @@ class Numbering {
 };
 
 c10::OperatorHandle find_op(const std::string& name) {
-  const std::string full = name.find("::") == std::string::npos ? "transformer_ops::" + name : name;
+  const std::string full = torch_name(name);
   const auto handle = c10::Dispatcher::singleton().findSchema({full, ""});
   TORCH_CHECK(handle.has_value(), "[plan] op must be registered, got '", full, "'");
   return *handle;
@@ -432,9 +433,9 @@ class Compiler {
       const Value& value = instruction.results[i];
       const bool is_weight = value.kind == Kind::ParameterGrad && value.name == "weight";
       if (!is_weight || !accumulates_into_main_grad(value.op)) continue;
-      call.accumulates = {static_cast<int>(i), value.op,
-                          c10::Dispatcher::singleton().findSchema(
-                              {"transformer_ops::" + instruction.target + "_into", ""})};
+      call.accumulates = {
+          static_cast<int>(i), value.op,
+          c10::Dispatcher::singleton().findSchema({torch_name(instruction.target) + "_into", ""})};
       program_.accumulates = true;
     }
   }

@@ -89,11 +89,16 @@ const OpDeclaration& declaration(const std::string& kind) {
   return *row;
 }
 
-void add_declaration(OpDeclaration row) {
+OpDeclaration checked(OpDeclaration row) {
   row.forward_schema = parse_schema(row.forward);
   row.backward_schema = parse_schema(row.backward);
   row.recompute_schema = parse_schema(row.recompute);
   check_names(row);
+  return row;
+}
+
+void add_declaration(OpDeclaration row) {
+  row = checked(std::move(row));
   const std::lock_guard lock(all().mutex);
   const std::string kind = row.kind;
   const bool is_new = all().rows.emplace(kind, std::move(row)).second;

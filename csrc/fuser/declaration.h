@@ -74,8 +74,10 @@ struct OpDeclaration {
 const std::map<std::string, OpDeclaration>& declarations();
 const OpDeclaration& declaration(const std::string& kind);
 bool is_declared(const std::string& kind);
-// Parses the schemas and adds the row. Throws PlanError for a kind declared twice, for two things
-// of one name, and for `integers` that are no extra tensors.
+// The row with its schemas parsed. Throws PlanError for two things of one name, and for `integers`
+// that are no extra tensors.
+OpDeclaration checked(OpDeclaration row);
+// Adds the checked row. Throws PlanError for a kind declared twice.
 void add_declaration(OpDeclaration row);
 
 // Bits a saved slot takes per row of the op's input, `width` elements of `element_bits` each: all

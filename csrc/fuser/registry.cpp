@@ -45,15 +45,36 @@ int64_t add(Registry& all, Fusion fusion) {
   return id;
 }
 
-int64_t add_checked(Rule rule, std::string origin) {
-  Registry& all = registry();
-  const std::lock_guard lock(all.mutex);
+void check_pattern(const Rule& rule) {
+  const auto has_to_be_there = [](const PatternOp& op) { return !op.optional; };
+  check(std::ranges::any_of(rule.pattern, has_to_be_there), "[fusion] pattern of '", rule.name,
+        "' must have an op that is not optional, got ", rule.pattern.size(), " entries");
+  for (const PatternOp& op : rule.pattern) {
+    check(!op.kinds.empty(), "[fusion] each entry of the pattern of '", rule.name,
+          "' must name a kind, got none");
+  }
+}
+
+// Under the registry's lock.
+void check_name(const Registry& all, const Rule& rule) {
   const bool taken = std::ranges::any_of(all.fusions, [&](const Fusion& row) {
     return row.rule && row.name == rule.name && row.pass == rule.pass;
   });
   check(!taken, "[fusion] name must be new in its pass, got '", rule.name, "'");
+}
+
+Rule with_schemas(Rule rule) {
   rule.forward_schema = parse_schema(rule.forward);
   rule.backward_schema = parse_schema(rule.backward);
+  return rule;
+}
+
+int64_t add_checked(Rule rule, std::string origin) {
+  check_pattern(rule);
+  rule = with_schemas(std::move(rule));
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  check_name(all, rule);
   all.rules.push_back(std::make_unique<const Rule>(std::move(rule)));
   const Rule* kept = all.rules.back().get();
   return add(all, {.name = kept->name, .pass = kept->pass, .origin = origin, .rule = kept});
@@ -83,6 +104,13 @@ std::vector<Fusion> fusions(Pass pass) {
   std::vector<Fusion> rows = fusions();
   std::erase_if(rows, [&](const Fusion& row) { return row.pass != pass || row.suspended > 0; });
   return rows;
+}
+
+Rule checked(Rule rule) {
+  check_pattern(rule);
+  const std::lock_guard lock(registry().mutex);
+  check_name(registry(), rule);
+  return with_schemas(std::move(rule));
 }
 
 __attribute__((noinline)) int64_t add_rule(Rule rule, std::optional<std::string> origin) {
@@ -145,7 +173,7 @@ std::string origin_of(const void* code) {
   Dl_info mine, theirs;
   if (dladdr(reinterpret_cast<const void*>(&registry), &mine) == 0 || dladdr(code, &theirs) == 0)
     return "C++ extension";
-  if (mine.dli_fbase == theirs.dli_fbase) return "built-in";
+  if (mine.dli_fbase == theirs.dli_fbase) return kBuiltIn;
   return std::filesystem::path(theirs.dli_fname).filename().string();
 }
 

@@ -30,8 +30,10 @@ std::vector<Fusion> fusions();
 // Those of one pass that are not suspended.
 std::vector<Fusion> fusions(Pass pass);
 
-// Throws PlanError for a name used twice in a pass. The origin, if none is given, is the library
-// that calls.
+// The rule with its schemas parsed. Throws PlanError for a name that its pass has, and for a
+// pattern without an op that has to be there.
+Rule checked(Rule rule);
+// Adds the checked rule. The origin, if none is given, is the library that calls.
 int64_t add_rule(Rule rule, std::optional<std::string> origin = {});
 int64_t add_user_fusion(std::string name, Pass pass, std::string origin, bool prepend,
                         std::vector<PatternOp> pattern = {});
@@ -48,7 +50,9 @@ void touch_registry();
 // library.
 void set_registry_listener(void (*listener)());
 
-// "built-in" for code of this library, else the file name of the library that `code` belongs to.
+// The origin of what this library brings itself.
+inline constexpr const char* kBuiltIn = "built-in";
+// kBuiltIn for code of this library, else the file name of the library that `code` belongs to.
 std::string origin_of(const void* code);
 
 }  // namespace transformer_ops

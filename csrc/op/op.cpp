@@ -28,13 +28,15 @@ void add_replay(const std::string& kind, Replay replay) {
 }
 
 // "aten::reshape" is torch's own; an empty schema hands the tensor on.
-bool is_ours(const TypedOp& op) {
-  return !op.schema.empty() && op.schema.find("::") == std::string::npos;
+bool belongs_to(const std::string& library, const std::string& name) {
+  const size_t colons = name.find("::");
+  return colons == std::string::npos || name.substr(0, colons) == library;
 }
 
-void register_pair(TypedOp forward, TypedOp backward) {
-  const auto name_of = [](const TypedOp& op) {
-    return is_ours(op) ? parse_schema(op.schema).name : std::string();
+void register_pair(const std::string& library, TypedOp forward, TypedOp backward) {
+  const auto name_of = [&](const TypedOp& op) {
+    const std::string name = parse_schema(op.schema).name;
+    return belongs_to(library, name) ? name : std::string();
   };
   const std::string first = name_of(forward), second = name_of(backward);
   if (!first.empty()) register_typed_op(std::move(forward));
@@ -45,16 +47,24 @@ void register_pair(TypedOp forward, TypedOp backward) {
 
 }  // namespace
 
-bool register_op(Op op) {
+void derive_backward(Op& op) {
   const bool follows = op.backward.schema.empty() && !op.declaration.slots.empty();
   if (follows && op.forward.unfused) op.backward = default_backward(op.declaration, op.forward);
+}
+
+void register_op(const std::string& library, Op op) {
+  derive_backward(op);
   op.declaration.forward = op.forward.schema;
   op.declaration.backward = op.backward.schema;
   op.declaration.recompute = op.recompute.schema;
   if (op.replay) add_replay(op.declaration.kind, std::move(op.replay));
   if (!op.declaration.kind.empty()) add_declaration(std::move(op.declaration));
-  register_pair(std::move(op.forward), std::move(op.backward));
-  register_pair(std::move(op.recompute), {});
+  register_pair(library, std::move(op.forward), std::move(op.backward));
+  register_pair(library, std::move(op.recompute), {});
+}
+
+bool register_op(Op op) {
+  register_op(kBuiltIn, std::move(op));
   return true;
 }
 
@@ -65,11 +75,16 @@ const Replay& find_replay(const std::string& kind) {
   return row == replays().rows.end() ? none : row->second;
 }
 
-__attribute__((noinline)) bool register_fused_op(FusedOp op) {
+void register_fused_op(const std::string& library, FusedOp op) {
   op.rule.forward = op.forward.schema;
   op.rule.backward = op.backward.schema;
-  add_rule(std::move(op.rule), origin_of(__builtin_return_address(0)));
-  register_pair(std::move(op.forward), std::move(op.backward));
+  register_pair(library, std::move(op.forward), std::move(op.backward));
+  // Last: from now on plans may call the typed ops.
+  add_rule(std::move(op.rule), library);
+}
+
+__attribute__((noinline)) bool register_fused_op(FusedOp op) {
+  register_fused_op(origin_of(__builtin_return_address(0)), std::move(op));
   return true;
 }
 

@@ -25,7 +25,12 @@ struct Op {
   std::function<Tensor(const ReplayCall&)> replay = {};
 };
 
-// Returns true, so that a file can register its op as it is loaded.
+// Gives an op whose gradients follow from its meaning a backward (op/defaults.h).
+void derive_backward(Op& op);
+
+// Of a library that is loaded beside this one, under the name of that library: op/library.h.
+void register_op(const std::string& library, Op op);
+// A built-in one. Returns true, so that a file can register its op as it is loaded.
 bool register_op(Op op);
 // The replay of a kind; empty where it has none.
 const std::function<Tensor(const ReplayCall&)>& find_replay(const std::string& kind);
@@ -36,6 +41,7 @@ struct FusedOp {
   TypedOp forward = {};
   TypedOp backward = {};
 };
+void register_fused_op(const std::string& library, FusedOp op);
 bool register_fused_op(FusedOp op);
 
 }  // namespace transformer_ops

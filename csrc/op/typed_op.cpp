@@ -23,6 +23,7 @@
 #include "op/buffer.h"
 #include "op/defaults.h"
 #include "op/signature.h"
+#include "op/torch_library.h"
 #include "op/unfused.h"
 
 namespace transformer_ops {
@@ -225,7 +226,8 @@ class DeviceKernel final : public Kernel {
 
  private:
   Tensors run_body(const Call& call, c10::Device device, Values values) const {
-    if (body == &TypedOp::cuda) check_backend();
+    // The bodies of other libraries may do without ours.
+    if (body == &TypedOp::cuda && !has_namespace(variant_.name)) check_backend();
     const TensorSpecs specs = shape(call, own(values));
     variant_.signature.make_contiguous(values);
     Tensors results;
@@ -351,10 +353,8 @@ Pairs& pairs() {
 }  // namespace
 
 void register_typed_op(TypedOp op) {
-  // Registrations live as long as the library.
-  static torch::Library library(torch::Library::FRAGMENT, "transformer_ops", std::nullopt, __FILE__,
-                                __LINE__);
   const std::string name = parse_schema(op.schema).name;
+  torch::Library& library = torch_library(name);
   complete(op);
   const TypedOp& kept = add_typed_op(name, std::move(op));
   const Variant& variant = add_variant(library, kept, name, /*writes_into=*/false);
@@ -367,9 +367,8 @@ void register_typed_op(TypedOp op) {
 }
 
 void register_cuda_bodies(c10::DispatchKey key) {
-  static torch::Library library(torch::Library::IMPL, "transformer_ops", key, __FILE__, __LINE__);
   for (const Variant* variant : all_variants()) {
-    add_kernel<DeviceKernel<&TypedOp::cuda>>(library, *variant, key);
+    add_kernel<DeviceKernel<&TypedOp::cuda>>(torch_library(variant->name), *variant, key);
   }
 }
 

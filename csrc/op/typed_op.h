@@ -11,7 +11,8 @@
 
 namespace transformer_ops {
 
-// One torch.ops.transformer_ops.<name>: functional, no result aliases an argument.
+// One torch.ops.transformer_ops.<name>: functional, no result aliases an argument. One of another
+// library has a schema "<library>::<name>(...)" and is torch.ops.<library>.<name>.
 struct TypedOp {
   std::string schema = {};
   // That tensors are there and on one device, the frame has checked before. Where absent, one
@@ -47,7 +48,7 @@ void register_cuda_bodies(c10::DispatchKey key);
 // The typed ops with a body for the CPU and none for CUDA.
 std::vector<std::string> typed_ops_without_cuda();
 
-// By unqualified name; null where there is none.
+// By the name in its schema; null where there is none.
 const TypedOp* find_typed_op(const std::string& name);
 
 // A forward typed op and the typed op that is its backward, by name; backward empty where none.

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "fuser/registry.h"
+#include "op/library.h"
 #include "op/typed_op.h"
 #include "python/group.h"
 
@@ -54,9 +55,26 @@ void keep_autograd_maker(py::object make) {
   });
 }
 
+std::string load_library_from_python(const std::string& path) {
+  std::string name;
+  try {
+    // Held by nobody who waits for the loader's lock: see above.
+    const py::gil_scoped_release no_gil;
+    name = load_library(path);
+  } catch (const c10::Error& error) {
+    throw py::import_error(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    throw py::import_error(error.what());
+  }
+  // The listener could not: the GIL was free.
+  write_version();
+  return name;
+}
+
 }  // namespace
 
 void bind_listeners(py::module_& module) {
+  module.def("load_library", &load_library_from_python);
   module.def("keep_version_in", &keep_version_in);
   module.def("set_autograd_maker", &keep_autograd_maker);
 }

@@ -52,6 +52,32 @@ TEST(Registry, RefusesANameTwiceInAPass) {
   EXPECT_EQ(registry_version(), version);
 }
 
+TEST(Registry, RefusesAPatternWithoutAnOpThatHasToBeThere) {
+  const int64_t version = registry_version();
+  Rule wrong = rule("wrong", Pass::Forward, 10);
+  wrong.pattern = {};
+  EXPECT_EQ(error_of([&] { add_rule(wrong); }),
+            "[fusion] pattern of 'wrong' must have an op that is not optional, got 0 entries");
+  wrong.pattern = {optional_op({"Same"}), optional_op({"Same"})};
+  EXPECT_EQ(error_of([&] { add_rule(wrong); }),
+            "[fusion] pattern of 'wrong' must have an op that is not optional, got 2 entries");
+  wrong.pattern = {{"Same"}, optional_op({})};
+  EXPECT_EQ(error_of([&] { add_rule(wrong); }),
+            "[fusion] each entry of the pattern of 'wrong' must name a kind, got none");
+  EXPECT_EQ(registry_version(), version);
+}
+
+TEST(Registry, ChecksARuleWithoutAddingIt) {
+  const int64_t version = registry_version();
+  Rule given = rule("checked", Pass::Forward, 10);
+  given.forward = "checked(Tensor input) -> Tensor output";
+  EXPECT_TRUE(checked(given).forward_schema.has_result("output"));
+  EXPECT_EQ(registry_version(), version);
+  const ScopedRule first(rule("taken", Pass::Forward, 10));
+  EXPECT_EQ(error_of([] { checked(rule("taken", Pass::Forward, 20)); }),
+            "[fusion] name must be new in its pass, got 'taken'");
+}
+
 TEST(Registry, NameIsFreeAgainOnceRemoved) {
   { const ScopedRule first(rule("again", Pass::Forward, 10)); }
   const ScopedRule second(rule("again", Pass::Forward, 20));

@@ -240,8 +240,8 @@ def _labels(row: StepRow) -> tuple[str, str]:
     notes = ["joint"] if row.joint else []
     if row.python:
         notes.append(f"by {row.rule}")
-    elif row.origin not in ("", "built-in"):
-        notes.append(f"from {row.origin}")
+    elif row.foreign_origin:
+        notes.append(f"from {row.foreign_origin}")
     return name, ", ".join(notes)
 
 

@@ -52,9 +52,15 @@ class StepRow:
     def made_by(self) -> str:
         """The rule, with what is worth knowing of it."""
         marks = ["joint"] if self.joint and self.rule else []
-        if self.rule and self.origin not in ("", "built-in"):
-            marks.append(f"from {self.origin}")
+        if self.rule and self.foreign_origin:
+            marks.append(f"from {self.foreign_origin}")
         return self.rule + (f" ({', '.join(marks)})" if marks else "")
+
+    @property
+    def foreign_origin(self) -> str:
+        """Where the rule comes from, if it is not built in and its name does not say so."""
+        is_known = self.origin == "built-in" or self.rule.startswith(f"{self.origin}::")
+        return "" if is_known else self.origin
 
 
 @dataclass(frozen=True)
