@@ -179,7 +179,7 @@ def test_its_errors_are_clear(softcap: Any) -> None:
 
 
 def test_second_derivatives_need_the_input_or_a_replay(softcap: Any) -> None:
-    class OutputSoftcap(softcap, kind="OutputSoftcap"):
+    class OutputSoftcap(softcap, kind="OutputSoftcap"):  # type: ignore[call-arg]
         """Another declaration."""
 
     module = tops.Sequential(OutputSoftcap(2.0)).double()
@@ -287,7 +287,7 @@ def test_a_rule_that_comes_after_torch_compile(softcap: Any, name: str, tmp_path
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_without_a_body_the_unfused_meaning_runs(softcap: Any, grad: bool) -> None:
-    class BodySoftcap(softcap, kind="BodySoftcap"):
+    class BodySoftcap(softcap, kind="BodySoftcap"):  # type: ignore[call-arg]
         """Another declaration."""
 
     x = torch.randn(3, 8).requires_grad_(grad)

@@ -223,7 +223,9 @@ def test_partly_frozen(seed):
     outputs = as_tuple(module(*sources))
     live = [(o, g) for o, g in zip(outputs, grads_of(outputs), strict=True) if o.requires_grad]
     wanted = [t for t, w in zip(tensors, chosen, strict=True) if w]
-    got = torch.autograd.grad([o for o, _ in live], wanted, [g for _, g in live], allow_unused=True)
+    got = torch.autograd.grad(  # type: ignore[call-overload]
+        [o for o, _ in live], wanted, [g for _, g in live], allow_unused=True
+    )
     want = [g for g, w in zip(full[len(outputs) :], chosen, strict=True) if w]
     for a, b in zip(got, want, strict=True):
         assert (a is None) == (b is None)
