@@ -21,6 +21,15 @@ def is_backward(name):
     return name.endswith("_backward")
 
 
+def saving(name, sample):
+    """With all that a gradient reads."""
+    fields = op(name)._schema.arguments
+    return [
+        True if field.name.startswith("save_") else value
+        for field, value in zip(fields, sample, strict=True)
+    ]
+
+
 def away_from_zero(sample):
     """Where an output of an activation is zero, its slope jumps."""
     return [
@@ -47,16 +56,19 @@ def test_opcheck(name):
         torch.library.opcheck(op(name), tuple(sample), test_utils=tests)
         # Random ops draw anew in each of the runs that the last test compares.
         if torch.Tag.nondeterministic_seeded not in op(name).tags:
-            torch.library.opcheck(op(name), tuple(with_grad(sample)))
+            torch.library.opcheck(op(name), tuple(with_grad(saving(name, sample))))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradcheck(name):
     for sample in samples(name):
-        sample = with_grad(away_from_zero(sample))
+        sample = with_grad(away_from_zero(saving(name, sample)))
         places = [
             i for i, v in enumerate(sample) if isinstance(v, torch.Tensor) and v.requires_grad
         ]
+        # Next to a product of another dtype: too coarse for differences.
+        if any(sample[i].dtype != torch.float64 for i in places):
+            continue
 
         def function(*tensors, sample=sample, places=places):
             arguments = list(sample)

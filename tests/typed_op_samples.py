@@ -28,7 +28,8 @@ def overload(name: str) -> Any:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps what typed ops are called with, once for each set of constants, ranks and Nones."""
+    """Keeps what typed ops are called with, once for each set of constants, ranks, dtypes and
+    Nones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "transformer_ops":
             assert not kwargs and len(args) == len(func._schema.arguments)
-            key = tuple(v.dim() if isinstance(v, Tensor) else repr(v) for v in args)
+            key = tuple((v.dim(), v.dtype) if isinstance(v, Tensor) else repr(v) for v in args)
             # A call may be given the last reference to a tensor, and write to it.
             sample = [v.detach().clone() if isinstance(v, Tensor) else v for v in args]
             self.samples.setdefault(func._schema.name.split("::")[1], {})[key] = sample
@@ -87,6 +88,6 @@ def _recorded(dtype: torch.dtype) -> dict[str, list[Sample]]:
 
 
 def samples(name: str, dtype: torch.dtype = torch.float64) -> list[Sample]:
-    """Arguments for one typed op: one set for each combination of constants, ranks and Nones that
-    the rows give. KeyError where no row calls the op."""
+    """Arguments for one typed op: one set for each combination of constants, ranks, dtypes and
+    Nones that the rows give. KeyError where no row calls the op."""
     return _recorded(dtype)[name]
