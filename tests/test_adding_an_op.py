@@ -149,7 +149,7 @@ def softcap(tmp_path_factory: pytest.TempPathFactory) -> Any:
     }
     torch.ops.load_library(str(build_library(tmp_path_factory.mktemp("softcap"), "softcap", texts)))
     names: dict[str, Any] = {}
-    exec(block("python"), names)
+    exec(block("py"), names)
     return names["Softcap"]
 
 
