@@ -273,6 +273,10 @@ def write(results: Results, options: argparse.Namespace) -> None:
 def compare(results: Results, options: argparse.Namespace) -> int:
     """1 where a ratio is far worse than the recorded one, twice in a row."""
     recorded = Results.read(options.recorded)
+    limit = check.time_limit(results, recorded)
+    if limit != check.WORSE:
+        features = ", ".join(recorded.about.get("features", ()))
+        print(f"recorded with {features}: times here may be {limit:g} times the recorded ones")
     worse, compared = check.compare(results, recorded)
     again = {regression.case for regression in worse}
     if again:

@@ -256,6 +256,18 @@ def test_check_compares_ratios_not_times() -> None:
     assert check.compare(results(row("silu", eager=8.0, ours=50.0)), recorded) == ([], 0)
 
 
+def test_other_vector_instructions_widen_the_limit_of_times_alone() -> None:
+    recorded = results(row(eager=8.0, ours=4.0))
+    recorded.about["features"] = ["AVX-512", "AVX2"]
+    slower, grown = row(eager=8.0, ours=15.9), row(eager=8.0, ours=16.1)
+    grown["saved"]["ours"] = 151
+    for one in (found := [results(slower), results(grown)]):
+        one.about["features"] = ["AVX2"]
+    assert check.compare(found[0], recorded) == ([], 3)
+    worse, _ = check.compare(found[1], recorded)
+    assert [w.limit for w in worse] == [4.0, 4.0, 1.5]
+
+
 def test_check_compares_saved_bytes() -> None:
     grown = row(eager=8.0, ours=4.0)
     grown["saved"]["ours"] = 151

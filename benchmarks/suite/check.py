@@ -8,26 +8,37 @@ from .cases import EAGER, OURS, OURS_COMPILED, PASSES
 from .results import Results
 
 WORSE = 1.5
+# Times on a machine with other vector instructions than those of the record: a kernel takes half or
+# a quarter of the elements at a time, and eager's kernels do not follow it.
+WORSE_ELSEWHERE = 4.0
 
 
 class Regression(NamedTuple):
-    """A ratio to eager that is more than WORSE times the recorded one."""
+    """A ratio to eager that is more than `limit` times the recorded one."""
 
     case: str
     what: str
     found: float
     recorded: float
+    limit: float
 
     def __str__(self) -> str:
         return (
-            f"[bench] {self.case}, {self.what}: must be at most {WORSE} times the recorded "
+            f"[bench] {self.case}, {self.what}: must be at most {self.limit:g} times the recorded "
             f"{self.recorded:.3f}, got {self.found:.3f}"
         )
+
+
+def time_limit(results: Results, recorded: Results) -> float:
+    """How many times the recorded one a ratio of times may be."""
+    same = results.about.get("features") == recorded.about.get("features")
+    return WORSE if same else WORSE_ELSEWHERE
 
 
 def compare(results: Results, recorded: Results) -> tuple[list[Regression], int]:
     """What became worse, and how many ratios were compared."""
     worse, compared = [], 0
+    times = time_limit(results, recorded)
     for row in results.rows:
         case = row.case
         before = recorded.find(case.name, case.dtype, case.size, case.allocator)
@@ -35,17 +46,17 @@ def compare(results: Results, recorded: Results) -> tuple[list[Regression], int]
             continue
         for way in (OURS, OURS_COMPILED):
             against = f"{way} / {EAGER}"
-            pairs = [
-                (f"{name}, {against}", row.ratio(way, EAGER, name), before.ratio(way, EAGER, name))
+            ratios = [
+                (name, row.ratio(way, EAGER, name), before.ratio(way, EAGER, name), times)
                 for name in PASSES
             ]
             saved = _saved(row.saved, way), _saved(before.saved, way)
-            pairs.append((f"saved bytes, {against}", *saved))
-            for what, found, known in pairs:
+            ratios.append(("saved bytes", *saved, WORSE))
+            for what, found, known, limit in ratios:
                 if found is not None and known is not None:
                     compared += 1
-                    if found > WORSE * known:
-                        worse.append(Regression(case.id, what, found, known))
+                    if found > limit * known:
+                        worse.append(Regression(case.id, f"{what}, {against}", found, known, limit))
     return worse, compared
 
 
