@@ -52,7 +52,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="few cases, no Inductor, no peak memory")
     add("--check", action="store_true",
-        help=f"exit 1 where a ratio is over {check.WORSE} times the recorded one")  # fmt: skip
+        help=f"exit 1 where a ratio is over {check.WORSE} times the recorded one "
+        f"(times on other vector instructions: {check.WORSE_ELSEWHERE:g})")  # fmt: skip
     add("--recorded", type=Path, default=RECORDED, help="what --check compares to")
     add("--only", action="append", default=[], metavar="PATTERN",
         help="cases whose name contains it; * and ? as in a shell; may be repeated")  # fmt: skip
