@@ -29,6 +29,10 @@ class Recompute {
     }
     for (Step& step : plan_.forward) {
       std::erase_if(step.saves, [&](const Save& save) { return replaced_.contains(save.slot); });
+      if (added_.contains(step.first())) {
+        const Value slot = input_slot(step.first());
+        step.saves.push_back({slot, Value{Kind::Main, step.first()}});
+      }
     }
   }
 
@@ -49,7 +53,7 @@ class Recompute {
     const PlannedOp& planned = plan_.ops[op];
     const bool inactive =
         row(op).inactive && row(op).inactive(planned.attributes, planned.training);
-    return inactive || row(op).forward_schema.empty();
+    return inactive || !row(op).forward_schema.has_result("output");
   }
 
   int first_same(int boundary) const {
@@ -86,13 +90,24 @@ class Recompute {
   bool can_compute(int boundary) {
     const int op = boundary - 1;
     if (op < 0 || !is_native(op) || row(op).recompute_schema.empty()) return false;
-    return std::ranges::all_of(row(op).recompute_schema.arguments, [&](const auto& field) {
-      if (field.name == "input") return has_input(op);
+    const Schema& schema = row(op).recompute_schema;
+    const bool has_slots = std::ranges::all_of(schema.arguments, [&](const auto& field) {
+      if (field.name == "input") return true;
       const auto& slots = row(op).slots;
       const bool is_slot = std::ranges::find(slots, field.name, &Slot::name) != slots.end();
       return !is_slot || read_.contains({Kind::Slot, op, field.name});
     });
+    return has_slots && (!schema.has_argument("input") || has_input(op) || can_add_input(op));
   }
+
+  // May forward save the input as well, for want of another tensor that gives it?
+  bool can_add_input(int op) const {
+    if (!row(op).recompute_adds_input || casts_[op]) return false;
+    return std::ranges::any_of(
+        plan_.forward, [&](const Step& step) { return step.first() == op && !step.python; });
+  }
+
+  static Value input_slot(int op) { return {Kind::Slot, op, "input"}; }
 
   bool has_input(int op) {
     const State found = state(op);
@@ -162,8 +177,12 @@ class Recompute {
   Argument argument(int op, const std::string& name, const Step& step,
                     std::vector<Instruction>& code) {
     if (name == "grad_output") return gradient(step);
-    if (name == "input") {
+    if (name == "input" && has_input(op)) {
       return state(op) == State::Computed ? compute(op, step, code) : *kept_slot(op);
+    }
+    if (name == "input") {
+      added_.insert(op);
+      return input_slot(op);
     }
     const auto& parameters = row(op).parameters;
     if (std::ranges::find(parameters, name) != parameters.end()) {
@@ -184,6 +203,7 @@ class Recompute {
   std::map<int, State> states_;                   // by boundary
   std::set<int> written_;                         // boundaries computed by an earlier step
   std::set<Value> replaced_;
+  std::set<int> added_;  // ops whose input is saved to compute their output again
 };
 
 }  // namespace

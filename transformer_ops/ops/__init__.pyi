@@ -8,6 +8,8 @@ from .add_extra_input import AddExtraInput as AddExtraInput
 from .basic_linear import BasicLinear as BasicLinear
 from .bias import Bias as Bias
 from .constant_scale import ConstantScale as ConstantScale
+from .dispatch import Combine as Combine
+from .dispatch import Dispatch as Dispatch
 from .dropout import Dropout as Dropout
 from .glu import ClampedSwiGLU as ClampedSwiGLU
 from .glu import GEGLU as GEGLU
@@ -17,6 +19,7 @@ from .glu import ReGLU as ReGLU
 from .glu import SReGLU as SReGLU
 from .glu import SiTUGLU as SiTUGLU
 from .glu import SwiGLU as SwiGLU
+from .grouped_linear import GroupedLinear as GroupedLinear
 from .identity import Identity as Identity
 from .l2_normalization import L2Normalization as L2Normalization
 from .linear import Linear as Linear
@@ -24,6 +27,11 @@ from .make_extra_output import MakeExtraOutput as MakeExtraOutput
 from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm
 from .reshape import Reshape as Reshape
+from .router import Router as Router
+from .scaled_activation import ScaledClampedQGeGLU as ScaledClampedQGeGLU
+from .scaled_activation import ScaledSReLU as ScaledSReLU
+from .scaled_activation import ScaledSiTUGLU as ScaledSiTUGLU
+from .scaled_activation import ScaledSwiGLU as ScaledSwiGLU
 
 __all__ = [
     "GELU",
@@ -35,6 +43,8 @@ __all__ = [
     "BasicLinear",
     "Bias",
     "ConstantScale",
+    "Combine",
+    "Dispatch",
     "Dropout",
     "GEGLU",
     "GLU",
@@ -44,6 +54,7 @@ __all__ = [
     "SReGLU",
     "SiTUGLU",
     "SwiGLU",
+    "GroupedLinear",
     "Identity",
     "L2Normalization",
     "Linear",
@@ -51,4 +62,9 @@ __all__ = [
     "LayerNorm",
     "RMSNorm",
     "Reshape",
+    "Router",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
 ]
