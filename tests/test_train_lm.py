@@ -389,3 +389,20 @@ def test_generation_is_repeatable_and_slides_its_window() -> None:
 
 def test_bits_per_byte_of_an_untrained_model_is_8() -> None:
     assert math.isclose(make_run(*SMALL).validate(), 8.0, abs_tol=0.1)
+
+
+# ---- experts
+
+
+def test_experts_agree_with_a_loop_over_them_for_50_steps() -> None:
+    size = [*SMALL, "--experts", "8", "--top-k", "2"]
+    runs = [make_run(*size, "--backend", backend) for backend in ("tops", "torch")]
+    assert list(runs[0].model.state_dict()) == list(runs[1].model.state_dict())
+    ours, plain = (steps(run, 50) for run in runs)
+    assert plain[-1] < plain[0] - 0.5
+    assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) < 1e-4
+
+
+def test_more_experts_of_a_byte_than_there_are() -> None:
+    with pytest.raises(Failure, match="--top-k must be at most --experts, 2, got 3"):
+        parse(["--experts", "2", "--top-k", "3"])
