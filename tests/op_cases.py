@@ -179,6 +179,8 @@ def _glu(name: str, reference: Callable[..., Result], label: str = "", **kwargs:
 
 CASES = [
     OpCase("Identity", tops.Identity, lambda x: x, nothing, elementwise=True, any_dtype=True),
+    # It rounds under a recipe: tests/test_recipes.py.
+    OpCase("Quantize", tops.Quantize, lambda x: x, nothing, elementwise=True, any_dtype=True),
     OpCase(
         "Reshape",
         lambda: tops.Reshape((-1, 8)),

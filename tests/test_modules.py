@@ -19,6 +19,7 @@ WANTS_A_GRADIENT = torch.tensor(2.0, requires_grad=True)
 # What each native op reports to the planner: (op, kind, attributes, parameter shapes).
 NATIVE = [
     (lambda: ops.Identity(), "Identity", {}, {}),
+    (lambda: ops.Quantize(), "Quantize", {"rounds_input": True, "rounds_grad_output": False}, {}),
     (lambda: ops.Reshape((-1, 4)), "Reshape", {"shape": [-1, 4]}, {}),
     (lambda: ops.Reshape([]), "Reshape", {"shape": []}, {}),
     (lambda: ops.ConstantScale(2), "ConstantScale", {"scale": 2.0}, {}),

@@ -42,6 +42,14 @@ bool replace_argument(Step& step, const Value& from, const Value& to) {
   return found;
 }
 
+// An operand that quantize.h rounds, from what it is, to the dtype of the product.
+bool is_rounded(const Analysis& analysis, int op, const std::string& name) {
+  if (!analysis.is_quantized(op) || analysis.key().recipe->of(op).format(name).empty())
+    return false;
+  const auto& operands = declaration(analysis.ops()[op].kind).operands;
+  return std::ranges::find(operands, name) != operands.end();
+}
+
 // Of a Linear's step: gamma, beta or bias of another dtype than the product's, too. Backward may
 // read them from slots.
 void cast_parameters(const Analysis& analysis, DType compute, Step& step) {
@@ -52,6 +60,7 @@ void cast_parameters(const Analysis& analysis, DType compute, Step& step) {
     for (size_t k = 0; k < metas.size(); ++k) {
       if (metas[k].is_absent || metas[k].dtype == compute) continue;
       const std::string& name = analysis.ops()[op].parameters[k];
+      if (is_rounded(analysis, op, name)) continue;
       const Value cast{Kind::Temporary, op, name};
       for (const Kind kind : {Kind::Parameter, Kind::Slot}) {
         const Value parameter{kind, op, name};

@@ -6,6 +6,7 @@
 
 #include "fuser/dtype.h"
 #include "fuser/policies.h"
+#include "fuser/recipe.h"
 
 namespace transformer_ops {
 
@@ -26,6 +27,7 @@ struct PlanKey {
   Policies policies = {};
   Device device = Device::Cpu;
   std::optional<DType> autocast = {};
+  const Recipe* recipe = nullptr;        // one of recipe_of()
   std::vector<TensorMeta> tensors = {};  // main input, extra inputs from the caller, parameters
   std::vector<bool> training = {};       // per op; false for one whose plan does not depend on it
 

@@ -49,6 +49,7 @@ class Recompute {
     const PlannedOp& planned = plan_.ops[op];
     const bool inactive =
         row(op).inactive && row(op).inactive(planned.attributes, planned.training);
+    if (is_quantized(row(op), op, plan_.recipe)) return false;
     return inactive || row(op).forward_schema.empty();
   }
 

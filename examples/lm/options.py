@@ -12,6 +12,7 @@ from .failure import Failure
 
 # A checkpoint fits only the run that has these in common with it.
 FIXED = ("layers", "width", "context", "seed", "batch")
+RECIPES = ("mxfp8", "float8-current", "float8-block", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Options:
     seed: int
     out: str
     saved: str = "exact"
+    recipe: str = "none"
     checkpoint_every: int = 200
     resume: str | None = None
     compare: bool = False
@@ -83,6 +85,8 @@ def parse(arguments: list[str]) -> tuple[Options, dict[str, Any] | None]:
 def _checked(options: Options) -> Options:
     if options.saved != "exact" and options.backend == "torch":
         raise Failure(f"--saved must be exact with --backend torch, got {options.saved}")
+    if options.recipe != "none" and options.backend == "torch":
+        raise Failure(f"--recipe must be none with --backend torch, got {options.recipe}")
     return options
 
 
@@ -116,6 +120,8 @@ def _make_parser() -> argparse.ArgumentParser:
         help="train through torch.compile(fullgraph=True)")  # fmt: skip
     add("--saved", choices=("exact", "fp8", "int8"), default="exact",
         help="how blocks keep what backward reads; with --backend tops")  # fmt: skip
+    add("--recipe", choices=("none", *RECIPES), default="none",
+        help="formats in which products take their operands; with --backend tops")  # fmt: skip
     add("--seed", type=_seed, default=0, help="of weights, data order and dropout")
     add("--checkpoint-every", type=_size, default=argparse.SUPPRESS,
         help=f"steps between checkpoints (default: {Options.checkpoint_every})")  # fmt: skip

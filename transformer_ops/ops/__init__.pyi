@@ -23,6 +23,7 @@ from .linear import Linear as Linear
 from .make_extra_output import MakeExtraOutput as MakeExtraOutput
 from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm
+from .quantize import Quantize as Quantize
 from .reshape import Reshape as Reshape
 
 __all__ = [
@@ -50,5 +51,6 @@ __all__ = [
     "MakeExtraOutput",
     "LayerNorm",
     "RMSNorm",
+    "Quantize",
     "Reshape",
 ]
