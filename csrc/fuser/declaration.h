@@ -47,6 +47,8 @@ struct OpDeclaration {
   // Of a cheap producer: its output again, in backward. It takes the gradient that the reading step
   // is given, so that a compiler neither merges it with forward nor moves it there.
   std::string recompute = {};
+  // Where nothing kept leads to its output, forward saves its input, which is smaller.
+  bool recompute_adds_input = false;
   DTypeRule dtype = DTypeRule::Keep;
   // Does nothing in this mode: planned as a plain hand-over, and patterns pass over it.
   std::function<bool(const Attributes&, bool training)> inactive = {};
