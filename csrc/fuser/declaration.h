@@ -49,6 +49,8 @@ struct OpDeclaration {
   std::string recompute = {};
   // Where nothing kept leads to its output, forward saves its input, which is smaller.
   bool recompute_adds_input = false;
+  // Forward hands the tensor on; its typed op is what decomposed plans call for the derivative.
+  bool hands_on = false;
   DTypeRule dtype = DTypeRule::Keep;
   // Does nothing in this mode: planned as a plain hand-over, and patterns pass over it.
   std::function<bool(const Attributes&, bool training)> inactive = {};

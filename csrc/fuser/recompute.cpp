@@ -49,7 +49,7 @@ class Recompute {
     const PlannedOp& planned = plan_.ops[op];
     const bool inactive =
         row(op).inactive && row(op).inactive(planned.attributes, planned.training);
-    return inactive || row(op).forward_schema.empty();
+    return inactive || row(op).hands_on || row(op).forward_schema.empty();
   }
 
   int first_same(int boundary) const {
