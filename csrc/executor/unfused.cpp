@@ -40,6 +40,7 @@ std::vector<TensorMeta> with_absent(const Plan& plan, const std::vector<OpNode>&
 
 Plan unfused_plan(const Plan& plan, const std::vector<TensorMeta>& tensors) {
   PlanKey key{.grad_enabled = true,
+              .decomposed = true,
               .policies = {.saved = plan.saved},
               .autocast = plan.autocast,
               .recipe = plan.recipe};

@@ -93,6 +93,15 @@ DType produced_dtype(const Analysis& analysis, const Step& step) {
   return produced;
 }
 
+// Null where the step takes its main tensor as it is.
+const Instruction* find_input_cast(const Step& step) {
+  const auto cast = std::ranges::find_if(step.instructions, [&](const Instruction& instruction) {
+    return instruction.target == kCast &&
+           instruction.arguments[0] == Argument(Value{Kind::Main, step.first()});
+  });
+  return cast == step.instructions.end() ? nullptr : &*cast;
+}
+
 }  // namespace
 
 void add_forward_casts(const Analysis& analysis, Step& step) {
@@ -125,12 +134,14 @@ void add_backward_casts(const Analysis& analysis, Step& step) {
 }
 
 std::optional<DType> input_cast(const Step& step) {
-  for (const Instruction& instruction : step.instructions) {
-    if (instruction.target != kCast) continue;
-    if (instruction.arguments[0] != Argument(Value{Kind::Main, step.first()})) continue;
-    return parse_dtype(std::get<std::string>(std::get<Attribute>(instruction.arguments[1])));
-  }
-  return std::nullopt;
+  const Instruction* const cast = find_input_cast(step);
+  if (cast == nullptr) return std::nullopt;
+  return parse_dtype(std::get<std::string>(std::get<Attribute>(cast->arguments[1])));
+}
+
+Value taken_input(const Step& step) {
+  const Instruction* const cast = find_input_cast(step);
+  return cast != nullptr ? cast->results[0] : Value{Kind::Main, step.first()};
 }
 
 }  // namespace transformer_ops

@@ -48,6 +48,10 @@ struct OpDeclaration {
   // Of a cheap producer: its output again, in backward. It takes the gradient that the reading step
   // is given, so that a compiler neither merges it with forward nor moves it there.
   std::string recompute = {};
+  // Where nothing kept leads to its output, forward saves its input, which is smaller.
+  bool recompute_adds_input = false;
+  // Forward hands the tensor on; its typed op is what decomposed plans call for the derivative.
+  bool hands_on = false;
   DTypeRule dtype = DTypeRule::Keep;
   // Of a product y = x W^T: the names of x and W, which a recipe asks to be quantized, as it does
   // the gradient of y. An op without typed ops that names its input is no product: it rounds its

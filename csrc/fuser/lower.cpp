@@ -313,7 +313,9 @@ class Lowering {
 
   const Schema& forward_schema(const StepGroup& group) const {
     if (group.rule) return group.rule->forward_schema;
-    return is_inactive(group) ? kHandOver : declaration(ops_[group.first].kind).forward_schema;
+    const OpDeclaration& row = declaration(ops_[group.first].kind);
+    const bool hands_on = is_inactive(group) || (row.hands_on && !key_.decomposed);
+    return hands_on ? kHandOver : row.forward_schema;
   }
 
   const Schema& backward_schema(const StepGroup& group) const {

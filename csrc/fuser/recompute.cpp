@@ -50,7 +50,7 @@ class Recompute {
     const bool inactive =
         row(op).inactive && row(op).inactive(planned.attributes, planned.training);
     if (is_quantized(row(op), op, plan_.recipe)) return false;
-    return inactive || row(op).forward_schema.empty();
+    return inactive || row(op).hands_on || row(op).forward_schema.empty();
   }
 
   int first_same(int boundary) const {
@@ -98,7 +98,24 @@ class Recompute {
   bool has_input(int op) {
     const State found = state(op);
     if (found == State::Computed) return computed_dtype(op) == input_dtype(op);
-    return found == State::Kept && kept_slot(op) != nullptr;
+    if (found == State::Kept && kept_slot(op) != nullptr) return true;
+    return row(op).recompute_adds_input && step_that_takes(op) != nullptr;
+  }
+
+  // The step of forward whose input is that of `op`; null where that is inside of a step.
+  Step* step_that_takes(int op) {
+    const auto step = std::ranges::find(plan_.forward, op, &Step::first);
+    return step == plan_.forward.end() || step->python ? nullptr : &*step;
+  }
+
+  // Saves the input of `op` for this alone.
+  Value added_slot(int op) {
+    const Value slot{Kind::Slot, op, "input"};
+    Step& step = *step_that_takes(op);
+    if (!std::ranges::count(step.saves, slot, &Save::slot)) {
+      step.saves.push_back({slot, taken_input(step)});
+    }
+    return slot;
   }
 
   // The dtype in which the main tensor at a boundary is computed again.
@@ -107,7 +124,9 @@ class Recompute {
   // A slot that holds the input of `op` as `op` took it; null where there is none.
   const Value* kept_slot(int op) const {
     const Value* found = nullptr;
-    for (const Value& slot : main_slots_.at(first_same(op))) {
+    const auto slots = main_slots_.find(first_same(op));
+    if (slots == main_slots_.end()) return nullptr;
+    for (const Value& slot : slots->second) {
       if (slot.op == op) return &slot;
       if (input_dtype(slot.op) == input_dtype(op)) found = &slot;
     }
@@ -164,7 +183,9 @@ class Recompute {
                     std::vector<Instruction>& code) {
     if (name == "grad_output") return gradient(step);
     if (name == "input") {
-      return state(op) == State::Computed ? compute(op, step, code) : *kept_slot(op);
+      if (state(op) == State::Computed) return compute(op, step, code);
+      const Value* const kept = kept_slot(op);
+      return kept != nullptr ? *kept : added_slot(op);
     }
     const auto& parameters = row(op).parameters;
     if (std::ranges::find(parameters, name) != parameters.end()) {

@@ -7,6 +7,9 @@ from .activation import SiLU as SiLU
 from .add_extra_input import AddExtraInput as AddExtraInput
 from .basic_linear import BasicLinear as BasicLinear
 from .bias import Bias as Bias
+from .collective import AllGather as AllGather
+from .collective import AllReduce as AllReduce
+from .collective import ReduceScatter as ReduceScatter
 from .constant_scale import ConstantScale as ConstantScale
 from .dropout import Dropout as Dropout
 from .glu import ClampedSwiGLU as ClampedSwiGLU
@@ -35,6 +38,9 @@ __all__ = [
     "AddExtraInput",
     "BasicLinear",
     "Bias",
+    "AllGather",
+    "AllReduce",
+    "ReduceScatter",
     "ConstantScale",
     "Dropout",
     "GEGLU",

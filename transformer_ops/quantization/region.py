@@ -14,9 +14,11 @@ __all__ = ["autocast", "checkpoint_contexts", "current_recipe"]
 
 
 class _State(threading.local):
-    # In compiled code Dynamo guards on these two by value.
-    recipe: Recipe | None = None
-    key: str | None = None
+    # In compiled code Dynamo guards on these two by value. Not in the class: there Dynamo of torch
+    # 2.11 would find them for every thread.
+    def __init__(self) -> None:
+        self.recipe: Recipe | None = None
+        self.key: str | None = None
 
 
 STATE = _State()
