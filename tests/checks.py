@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from fusion_cases import Case
-from helpers import as_tuple, assert_near, leaf
+from helpers import as_tuple, assert_near, differentiable, leaf
 from op_cases import OpCase, run_seeded
 from torch import Tensor, nn
 from user_fusions import gradients
@@ -32,17 +32,23 @@ def check_op(
     with device:  # where the references of random ops draw
         wanted = as_tuple(case.reference(*exact, **parameters))
     assert len(outputs) == len(wanted)
+    for output, want in zip(outputs, wanted, strict=True):
+        assert output.requires_grad == want.requires_grad
+        if not output.is_floating_point():
+            assert torch.equal(output.cpu(), want) and output.dtype == want.dtype
+    outputs, wanted = differentiable(outputs), differentiable(wanted)
     grads = []
     for output, want in zip(outputs, wanted, strict=True):
         assert output.dtype == dtype and output.device == device
         assert_near(output, want, dtype, "output", factor)
         grads.append(torch.randn(() if expand_grads else want.shape).to(dtype))
-    sources = [*inputs, *op.parameters()]
+    sources = [*differentiable(inputs), *op.parameters()]
+    exact = list(differentiable(exact))
     given = [grad.to(device).expand(want.shape) for grad, want in zip(grads, wanted, strict=True)]
     found = torch.autograd.grad(outputs, sources, given)
     given = [grad.double().expand(want.shape) for grad, want in zip(grads, wanted, strict=True)]
     right = torch.autograd.grad(wanted, [*exact, *parameters.values()], given)
-    names = ["input", *(f"extra input {i}" for i in range(len(inputs) - 1)), *parameters]
+    names = ["input", *(f"extra input {i}" for i in range(len(exact) - 1)), *parameters]
     for name, source, got, want in zip(names, sources, found, right, strict=True):
         assert got.dtype == source.dtype and got.device == device
         assert_near(got, want, dtype, f"gradient of {name}", factor=2 * factor)

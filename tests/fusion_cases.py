@@ -54,6 +54,33 @@ NORMS: dict[str, Callable[[], tops.FusibleOperation]] = {
 }
 
 
+SCALED: dict[str, Callable[[], tops.FusibleOperation]] = {
+    "ScaledSwiGLU": tops.ScaledSwiGLU,
+    "ScaledSwiGLU interleaved": lambda: tops.ScaledSwiGLU(glu_interleave_size=4),
+    "ScaledSiTUGLU": lambda: tops.ScaledSiTUGLU(beta1=0.5, beta2=2.0),
+    "ScaledClampedQGeGLU": lambda: tops.ScaledClampedQGeGLU(limit=0.8, alpha=1.1),
+    "ScaledSReLU": tops.ScaledSReLU,
+}
+
+
+def with_experts(*made: tops.BasicOperation, experts: int = 3) -> list[tops.FusibleOperation]:
+    """Each token goes to all experts, so that rounding changes no choice. Of the ops between
+    Dispatch and Combine, the extra inputs take what Dispatch gives."""
+    router, dispatch = tops.Router(16, experts, experts), tops.Dispatch(experts)
+    for op, names in (
+        (router, ("expert_ids", "probs", None)),
+        (dispatch, ("splits", "permuted_probs", "positions")),
+    ):
+        for k, name in enumerate(names):
+            op.set_extra_output_channel(k, name, output_to_caller=False)
+    dispatch.set_extra_input_channel(0, "expert_ids").set_extra_input_channel(1, "probs")
+    for op in made:
+        name = "splits" if isinstance(op, tops.GroupedLinear) else "permuted_probs"
+        op.set_extra_input_channel(0, name)
+    combine = tops.Combine().set_extra_input_channel(0, "positions")
+    return before(router, dispatch, *made, combine)
+
+
 def around(*made: tops.FusibleOperation, join: tops.AddExtraInput) -> list[tops.FusibleOperation]:
     """The ops with a channel from the input past them to `join`, one of them."""
     fork = tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
@@ -202,6 +229,12 @@ def backward_cases() -> Iterator[Case]:
     for name, glu in GLUS.items():
         block = lambda g=glu: before(tops.Linear(16, 48), g())  # noqa: E731
         yield Case("glu_bias", "backward", block, (2, 3), name)
+    for name, scaled in SCALED.items():
+        width = 16 if name == "ScaledSReLU" else 8
+        block = lambda s=scaled, w=width: with_experts(  # noqa: E731
+            s(), tops.GroupedLinear(3, w, 16, bias=False, single_grouped_weight=True)
+        )
+        yield Case("scaled_grouped_linear", "backward", block, (3, 4), name)
     alone = lambda: before(tops.Bias(16), tops.SwiGLU())  # noqa: E731
     yield Case("glu_bias", "backward", alone, (1, 2), "without Linear")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -46,6 +46,16 @@ def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
+def differentiable(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Those with a gradient: not integers."""
+    return tuple(tensor for tensor in tensors if tensor.requires_grad)
+
+
+def floating(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Those that do not hold integers."""
+    return tuple(tensor for tensor in tensors if tensor.is_floating_point())
+
+
 def strided(tensor: Tensor) -> Tensor:
     """The same values, last dimension not contiguous."""
     return tensor.clone().unsqueeze(-1).expand(*tensor.shape, 2).clone()[..., 0]
@@ -58,6 +68,9 @@ def off_the_grid(tensor: Tensor) -> Tensor:
 
 
 def leaf(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy that requires a gradient; integers stay as they are."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
     return tensor.detach().to(dtype or tensor.dtype).clone().requires_grad_()
 
 

@@ -38,7 +38,11 @@ class OpCase:
     row: tuple[int, ...] = (16,)
     batch: tuple[int, ...] = (3, 4)
     extra_inputs: int = 0
+    # Extra inputs for a main one, where they are not like it; integers get no gradient.
+    extras: Callable[[Tensor], list[Tensor]] | None = None
     elementwise: bool = False
+    # Takes its rows in one dimension.
+    flat: bool = False
     bad: tuple[tuple[int, ...], str] | None = None
     any_dtype: bool = False
     multiple: int = 1
@@ -59,11 +63,19 @@ class OpCase:
     def inputs(
         self, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] | None = None
     ) -> list[Tensor]:
-        """Main input and extra inputs, each a leaf that requires a gradient."""
+        """Main input and extra inputs, each a leaf that requires a gradient if it may."""
         shape = self.shape if shape is None else shape
         shape = (*(-(-rows // self.multiple) * self.multiple for rows in shape[:1]), *shape[1:])
         tensors = [torch.randn(shape).to(dtype) for _ in range(1 + self.extra_inputs)]
-        return [tensor.requires_grad_() for tensor in tensors]
+        if self.flat:
+            tensors = [tensor.reshape(-1, shape[-1] if shape else 1) for tensor in tensors]
+        return self.with_extras(tensors)
+
+    def with_extras(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The main input and those extra inputs that are like it, with all others."""
+        if self.extras is not None:
+            tensors = [*tensors, *self.extras(tensors[0].detach())]
+        return [t.requires_grad_() if t.is_floating_point() else t for t in tensors]
 
 
 def run_seeded(op: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -184,6 +196,90 @@ def dropout(p: float) -> Callable[[Tensor], Tensor]:
         return torch.where(kept.to(x.device), x * (1 / (1 - p) if p < 1 else 0), 0)
 
     return reference
+
+
+# Rows in three groups, of which one is empty; a sixth of them are in none.
+GROUPS = 3
+
+
+def split(rows: int) -> list[int]:
+    used = rows - rows // 6
+    return [used // 3, 0, used - used // 3]
+
+
+def splits_for(x: Tensor) -> Tensor:
+    return torch.tensor(split(x.shape[:-1].numel()), device=x.device)
+
+
+def row_numbers(x: Tensor) -> Tensor:
+    """One for each row, near 1."""
+    return 1 + 0.1 * torch.randn(x.shape[:-1]).to(x)
+
+
+def grouped_linear(
+    x: Tensor, splits: Tensor, scales: Tensor | None = None, **parameters: Tensor
+) -> Tensor:
+    weight, bias = (
+        parameters.get(name, [parameters.get(f"{name}{i}") for i in range(GROUPS)])
+        for name in ("weight", "bias")
+    )
+    rows, done = x.reshape(-1, x.shape[-1]), 0
+    found = []
+    for group, size in enumerate(splits.tolist()):
+        y = rows[done : done + size] @ weight[group].T
+        if bias[group] is not None:
+            scale = 1 if scales is None else scales.flatten()[done : done + size, None]
+            y = y + scale * bias[group]
+        found.append(y)
+        done += size
+    found.append(torch.zeros(len(rows) - done, found[0].shape[-1]).to(x))
+    return torch.cat(found).reshape(*x.shape[:-1], found[0].shape[-1])
+
+
+def scaled(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, scales: reference(x) * scales.unsqueeze(-1)
+
+
+COPIES = 2  # of each token
+
+
+def ids_for(x: Tensor) -> Tensor:
+    """Of GROUPS experts, of which one has nothing; some copies are dropped."""
+    tokens = x.shape[:-1]
+    ids = torch.arange(tokens.numel() * COPIES).reshape(*tokens, COPIES)
+    return torch.tensor([0, 2, 2, -1, 0], device=x.device)[(ids % 5).to(x.device)]
+
+
+def places_of(ids: Tensor) -> Tensor:
+    """Where the copies lie, by Python's own sort."""
+    flat = ids.flatten().tolist()
+    order = sorted((i for i in range(len(flat)) if flat[i] >= 0), key=lambda i: flat[i])
+    places = torch.full((len(flat),), -1, dtype=torch.int32)
+    for place, i in enumerate(order):
+        places[i] = place
+    return places.reshape(ids.shape).to(ids.device)
+
+
+def dispatch(x: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+    places, rows = places_of(ids), x.reshape(-1, x.shape[-1])
+    kept = places.flatten() >= 0
+    at = (places.flatten()[kept].long(),)
+    row = torch.arange(ids.numel(), device=x.device)[kept] // ids.shape[-1]
+    output = rows.new_zeros(ids.numel(), x.shape[-1]).index_put(at, rows[row])
+    permuted = probs.new_zeros(ids.numel()).index_put(at, probs.flatten()[kept])
+    splits = torch.tensor([int((ids == group).sum()) for group in range(GROUPS)]).to(ids)
+    return output, splits, permuted, places
+
+
+def places_for(x: Tensor) -> Tensor:
+    """Where the copies of tokens are, one of each, that make the rows of `x`."""
+    ids = torch.tensor([0, 2, 2, -1, 0])[torch.arange(len(x)) % 5]
+    return places_of(ids.unsqueeze(-1)).to(x.device)
+
+
+def combine(x: Tensor, positions: Tensor) -> Tensor:
+    found = torch.cat([x, torch.zeros(1, x.shape[-1]).to(x)])
+    return found[positions.long()].sum(-2)
 
 
 # ---- rows
@@ -343,6 +439,70 @@ CASES = [
         nothing,
         extra_inputs=1,
         elementwise=True,
+    ),
+    OpCase(
+        "GroupedLinear",
+        lambda: tops.GroupedLinear(GROUPS, 16, 4, single_grouped_weight=True, bias=False),
+        grouped_linear,
+        lambda h, B: h * B + 1,  # 4 bytes a group, of twelve rows
+        extras=lambda x: [splits_for(x).int()],
+        bad=((3, 15), r"\[grouped_linear\] input must have last dimension 16, got shape \[3, 15\]"),
+    ),
+    OpCase(
+        "GroupedLinear-bias-each",
+        lambda: tops.GroupedLinear(GROUPS, 16, 4),
+        grouped_linear,
+        lambda h, B: h * B + 2,
+        extras=lambda x: [splits_for(x)],
+        bad=((3, 15), r"\[grouped_linear\] input"),
+    ),
+    OpCase(
+        "GroupedLinear-scales",
+        lambda: tops.GroupedLinear(
+            GROUPS, 16, 4, single_grouped_weight=True, single_grouped_bias=True, scale_bias=True
+        ),
+        grouped_linear,
+        lambda h, B: h * B + 2 + B,
+        extras=lambda x: [splits_for(x), row_numbers(x)],
+        bad=((3, 15), r"\[grouped_linear\] input"),
+    ),
+    *(
+        OpCase(
+            name + label,
+            lambda name=name, options=options: getattr(tops, name)(**options),  # type: ignore[misc]
+            scaled(reference),
+            lambda h, B: h * B + B,
+            extras=lambda x: [row_numbers(x)],
+            bad=bad,
+        )
+        for name, label, options, reference, bad in (
+            ("ScaledSwiGLU", "", {}, gated(F.silu), ((3, 7), r"\[scaled_swiglu\] input")),
+            (
+                *("ScaledSwiGLU", "-interleaved", {"glu_interleave_size": 4}),
+                *(interleaved(4, gated(F.silu)), None),
+            ),
+            ("ScaledSiTUGLU", "", {}, situ, ((3, 7), r"\[scaled_situglu\] input")),
+            (
+                *("ScaledClampedQGeGLU", "", {"limit": 0.5, "alpha": 1.1}),
+                *(lambda x: clamped(x, 0.5, 1.1), ((3, 7), r"\[scaled_clamped_qgeglu\] input")),
+            ),
+            ("ScaledSReLU", "", {}, srelu, None),
+        )
+    ),
+    OpCase(
+        "Dispatch",
+        lambda: tops.Dispatch(GROUPS),
+        dispatch,
+        lambda h, B: 4 * COPIES,
+        extras=lambda x: [ids_for(x), torch.stack([row_numbers(x)] * COPIES, -1)],
+    ),
+    OpCase(
+        "Combine",
+        tops.Combine,
+        combine,
+        lambda h, B: 4,
+        extras=lambda x: [places_for(x)],
+        flat=True,
     ),
     OpCase(
         "MakeExtraOutput",

@@ -12,7 +12,7 @@ import torch
 from checks import check_fusion, check_op
 from fusion_cases import CASES as FUSIONS
 from fusion_cases import Case as FusionCase
-from helpers import every_dtype, leaf, off_the_grid, strided
+from helpers import as_tuple, every_dtype, floating, leaf, off_the_grid, strided
 from op_cases import (
     CASES,
     NAMES,
@@ -62,10 +62,12 @@ def test_op_on_any_layout(case: OpCase, dtype: torch.dtype, device: torch.device
     op = case.build(dtype).to(device)
     inputs = on(device, case.inputs(dtype))
     check_op(case, op, [strided(x) for x in inputs], dtype, expand_grads=True)
-    check_op(case, op, [x.transpose(0, 1) for x in inputs], dtype)
+    like = [x.detach().transpose(0, 1) for x in inputs[: 1 + case.extra_inputs]]
+    check_op(case, op, case.with_extras(like), dtype)
     for parameter in op.parameters():
         parameter.data = off_the_grid(parameter.data)
-    check_op(case, op, [off_the_grid(x.detach()).requires_grad_() for x in inputs], dtype)
+    moved = [off_the_grid(x.detach()).requires_grad_(x.requires_grad) for x in inputs]
+    check_op(case, op, moved, dtype)
 
 
 def wide(width: int) -> Iterator[OpCase]:
@@ -108,8 +110,8 @@ def test_second_derivatives(case: OpCase, device: torch.device) -> None:
     inputs = on(device, case.inputs(torch.float64, (2, *case.row)))
     tensors = (*inputs, *op.parameters())
 
-    def function(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return run_seeded(op, *tensors[: len(inputs)])
+    def function(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return floating(as_tuple(run_seeded(op, *tensors[: len(inputs)])))
 
     assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
 

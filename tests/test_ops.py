@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from checks import check_op
-from helpers import as_tuple, every_dtype, storage_bytes, strided
+from helpers import as_tuple, differentiable, every_dtype, floating, storage_bytes, strided
 from op_cases import CASES, NAMES, run_seeded
 
 import transformer_ops as tops
@@ -53,7 +53,8 @@ def test_strides(case, dtype):
     """Inputs and gradients that are not contiguous, and gradients that are expanded."""
     op = case.build(dtype)
     check_op(case, op, [strided(tensor) for tensor in case.inputs(dtype)], dtype, expand_grads=True)
-    swapped = [tensor.transpose(0, 1) for tensor in case.inputs(dtype)]
+    like = case.inputs(dtype)[: 1 + case.extra_inputs]
+    swapped = case.with_extras([tensor.detach().transpose(0, 1) for tensor in like])
     check_op(case, op, swapped, dtype)
 
 
@@ -63,7 +64,7 @@ def test_gradcheck(case):
     parameters = list(op.parameters())
 
     def function(*tensors):
-        return run_seeded(op, *tensors[: len(inputs)])
+        return floating(as_tuple(run_seeded(op, *tensors[: len(inputs)])))
 
     assert torch.autograd.gradcheck(function, (*inputs, *parameters))
     assert torch.autograd.gradgradcheck(function, (*inputs, *parameters))
@@ -91,15 +92,20 @@ def test_saved_bytes(case, dtype):
 def test_frozen_parameters_and_inputs(case):
     """Each source of gradients alone gets the gradient that it gets among all."""
     op, inputs = case.build(), case.inputs()
-    sources = [*inputs, *op.parameters()]
-    outputs = as_tuple(run_seeded(op, *inputs))
+    sources = [*differentiable(inputs), *op.parameters()]
+    outputs = differentiable(as_tuple(run_seeded(op, *inputs)))
     grads = [torch.randn(output.shape) for output in outputs]
     everything = torch.autograd.grad(outputs, sources, grads)
     for source, want in zip(sources, everything, strict=True):
         for other in sources:
             other.requires_grad_(other is source)
         outputs = as_tuple(run_seeded(op, *inputs))
-        (got,) = torch.autograd.grad(outputs, [source], grads)
+        assert len(outputs) >= len(grads)
+        by_output = [
+            (o, g) for o, g in zip(floating(outputs), grads, strict=True) if o.requires_grad
+        ]
+        found, given = zip(*by_output, strict=True)
+        (got,) = torch.autograd.grad(found, [source], given)
         torch.testing.assert_close(got, want)
     for source in sources:
         source.requires_grad_(False)
@@ -119,8 +125,8 @@ def test_alone_equals_sequential(case):
 @every_case
 def test_second_backward(case):
     op, inputs = case.build(), case.inputs()
-    outputs = as_tuple(run_seeded(op, *inputs))
-    sources = [*inputs, *op.parameters()]
+    outputs = differentiable(as_tuple(run_seeded(op, *inputs)))
+    sources = [*differentiable(inputs), *op.parameters()]
     grads = [torch.randn(output.shape) for output in outputs]
     first = torch.autograd.grad(outputs, sources, grads, retain_graph=True)
     second = torch.autograd.grad(outputs, sources, grads)
@@ -152,7 +158,9 @@ def test_wrong_input(case):
     op = case.build()
     if not case.any_dtype:
         for dtype in (torch.int64, torch.complex64, torch.bool):
-            bad = [torch.ones(case.shape, dtype=dtype) for _ in case.inputs()]
+            inputs = case.inputs()
+            main = inputs[: 1 + case.extra_inputs]
+            bad = [*(torch.ones_like(t, dtype=dtype) for t in main), *inputs[len(main) :]]
             with pytest.raises(RuntimeError, match=r"\[\w+\] \w+ must be .*, got "):
                 op(*bad)
     if case.bad is not None:
@@ -199,13 +207,12 @@ def test_modes_without_gradients(case):
 @every_case
 def test_meta_device(case):
     op = case.build().to("meta")
-    inputs = [tensor.detach().to("meta").requires_grad_() for tensor in case.inputs()]
+    inputs = [t.detach().to("meta").requires_grad_(t.requires_grad) for t in case.inputs()]
     outputs = as_tuple(op(*inputs))
     real = as_tuple(case.build()(*case.inputs()))
     for a, b in zip(outputs, real, strict=True):
         assert a.is_meta and a.shape == b.shape and a.dtype == b.dtype
-    grads = torch.autograd.grad(
-        outputs, [*inputs, *op.parameters()], [torch.ones_like(o) for o in outputs]
-    )
-    for grad, source in zip(grads, [*inputs, *op.parameters()], strict=True):
+    outputs, sources = differentiable(outputs), [*differentiable(inputs), *op.parameters()]
+    grads = torch.autograd.grad(outputs, sources, [torch.ones_like(o) for o in outputs])
+    for grad, source in zip(grads, sources, strict=True):
         assert grad.shape == source.shape and grad.dtype == source.dtype

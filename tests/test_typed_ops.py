@@ -140,7 +140,8 @@ def test_wrong_arguments_name_the_op(name):
     for i, value in enumerate(sample):
         if i < first or not isinstance(value, torch.Tensor) or value.dtype == torch.uint8:
             continue
-        for bad in (value.to(torch.int64), value.to("meta"), value.new_zeros(5, 3, 7, 7)):
+        other = torch.int64 if value.is_floating_point() else torch.float32
+        for bad in (value.to(other), value.to("meta"), value.new_zeros(5, 3, 7, 7)):
             arguments = [*sample[:i], bad, *sample[i + 1 :]]
             if i == first and bad.shape == (5, 3, 7, 7) and _takes_any_shape(name):
                 continue

@@ -81,12 +81,14 @@ def _register_pair(forward: str, backward: str) -> None:
         ctx.names = list(tensors)
         ctx.constants = {n: v for n, v in values.items() if n in wanted and n not in tensors}
         ctx.save_for_backward(*tensors.values())
-        # The other results serve this backward only.
-        ctx.mark_non_differentiable(*outputs[1:])
+        # The others serve this backward only.
+        rest = zip(results, outputs, strict=True)
+        ctx.mark_non_differentiable(*(o for name, o in rest if f"grad_{name}" not in wanted))
 
     def backward_function(ctx: Any, *grads: Tensor | None) -> Any:
         values = dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | ctx.constants
         values |= {f"grad_{name}": grad for name, grad in zip(results, grads, strict=True)}
+        values.setdefault("grad_output", None)  # where the op's input is handed on
         if "output_mask" in wanted:
             values["output_mask"] = [ctx.needs_input_grad[arguments.index(name)] for name in given]
         returned = _overload(backward)(*[values[name] for name in wanted])

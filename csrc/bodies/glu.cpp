@@ -82,6 +82,21 @@ const std::vector<GluRow>& glus() {
   return rows;
 }
 
+std::string schema_of_attributes(const GluRow& row) {
+  std::string text;
+  for (const auto& [name, field] : row.attributes) {
+    const bool is_integer = std::holds_alternative<int64_t Glu::*>(field);
+    text += (is_integer ? ", int " : ", float ") + name;
+  }
+  return text;
+}
+
+std::vector<std::string> names_of_attributes(const GluRow& row) {
+  std::vector<std::string> names;
+  for (const GluAttribute& attribute : row.attributes) names.push_back(attribute.name);
+  return names;
+}
+
 const GluRow& glu_of_kind(std::string_view kind) {
   const auto row = std::ranges::find(glus(), kind, &GluRow::kind);
   TORCH_CHECK(row != glus().end(), "[glu] kind must be known, got '", kind, "'");
@@ -125,15 +140,19 @@ cpu::Glu read_glu(const Checks& check, const GluArguments& arguments) {
           .offset = arguments.glu_linear_offset};
 }
 
-Bindings bind_glu(const Match& match, int k) {
+Bindings default_glu_bindings() {
   const Glu glu;
-  Bindings bindings = {{"glu", Attribute(glu_of_kind(match.kind(k)).name)},
-                       {interleave().name, Attribute(glu.interleave)},
-                       {"beta1", Attribute(glu.beta1)},
-                       {"beta2", Attribute(glu.beta2)},
-                       {"limit", Attribute(glu.limit)},
-                       {"alpha", Attribute(glu.alpha)},
-                       {"glu_linear_offset", Attribute(glu.offset)}};
+  return {{interleave().name, Attribute(glu.interleave)},
+          {"beta1", Attribute(glu.beta1)},
+          {"beta2", Attribute(glu.beta2)},
+          {"limit", Attribute(glu.limit)},
+          {"alpha", Attribute(glu.alpha)},
+          {"glu_linear_offset", Attribute(glu.offset)}};
+}
+
+Bindings bind_glu(const Match& match, int k) {
+  Bindings bindings = default_glu_bindings();
+  bindings["glu"] = Attribute(glu_of_kind(match.kind(k)).name);
   for (const auto& [name, value] : match.op(k).attributes) bindings[name] = value;
   return bindings;
 }

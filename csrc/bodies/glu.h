@@ -28,6 +28,18 @@ struct GluRow {
 };
 
 const std::vector<GluRow>& glus();
+
+// The row's numbers, in its order, and their text in a schema: ", int glu_interleave_size".
+template <typename... Numbers>
+cpu::Glu glu_with(const GluRow& row, Numbers... numbers) {
+  cpu::Glu glu{row.glu};
+  [[maybe_unused]] auto next = row.attributes.begin();
+  ((glu.*std::get<Numbers cpu::Glu::*>((next++)->field) = numbers), ...);
+  return glu;
+}
+std::string schema_of_attributes(const GluRow& row);
+std::vector<std::string> names_of_attributes(const GluRow& row);
+
 const GluRow& glu_of_kind(std::string_view kind);
 std::vector<std::string> glu_kinds();
 
@@ -42,6 +54,8 @@ inline constexpr const char* kGluArguments =
     "str glu, int glu_interleave_size, float beta1, float beta2, float limit, float alpha, "
     "float glu_linear_offset";
 Bindings bind_glu(const Match& match, int k);
+// The numbers that a row leaves out.
+Bindings default_glu_bindings();
 
 template <>
 struct BodyParameter<const GluArguments&> {

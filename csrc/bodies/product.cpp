@@ -29,11 +29,6 @@ Tensor strided(const Tensor& matrix, int64_t rows, int64_t columns, int64_t row_
   return at::native::as_strided_tensorimpl(matrix, sizes, strides, matrix.storage_offset() + first);
 }
 
-Tensor rows_of(const Tensor& matrix, int64_t first, int64_t count) {
-  const int64_t stride = matrix.stride(0);
-  return strided(matrix, count, matrix.size(1), stride, matrix.stride(1), first * stride);
-}
-
 // PyTorch refuses where it cannot tell what the processor has.
 bool onednn_multiplies() {
   try {
@@ -142,6 +137,16 @@ int64_t rows_at_once(const Tensor& left) {
 
 Tensor transposed(const Tensor& matrix) {
   return strided(matrix, matrix.size(1), matrix.size(0), matrix.stride(1), matrix.stride(0), 0);
+}
+
+Tensor rows_of(const Tensor& matrix, int64_t first, int64_t count) {
+  const int64_t stride = matrix.stride(0);
+  return strided(matrix, count, matrix.size(1), stride, matrix.stride(1), first * stride);
+}
+
+Tensor matrix_of(const Tensor& stack, int64_t index) {
+  return strided(stack, stack.size(1), stack.size(2), stack.stride(1), stack.stride(2),
+                 index * stack.stride(0));
 }
 
 void multiply_cpu(const Tensor& out, const Tensor& left, const Tensor& right, double beta,

@@ -95,19 +95,70 @@ class Replay {
     const Tensor known = saved_slot(op, "input");
     if (known.defined()) known_.insert({Kind::Main, op});
     if (gives_known_values(op)) known_.insert({Kind::Main, op + 1});
-    if (known.defined()) {
-      if (op > 0) input = Substitute::apply(input.to(known.scalar_type()), known);
-    } else if (const auto& replay = find_replay(planned.kind)) {
-      const ReplayCall call{input, [&](const std::string& name) { return saved_slot(op, name); },
-                            saved_output(op), planned.attributes};
+    if (known.defined() && op > 0) {
+      input = Substitute::apply(input.to(known.scalar_type()), known);
+    }
+    substitute_extra_inputs(op);
+    const auto& replay = find_replay(planned.kind);
+    if (replay && (!known.defined() || gives_integers(op))) {
+      const ReplayCall call{
+          .input = input,
+          .slot = [&](const std::string& name) { return saved_slot(op, name); },
+          .output = saved_output(op),
+          .attributes = planned.attributes,
+          .extra_input = [&](const std::string& name) { return *argument(op, name); },
+          .give = [&](const std::string& name, Tensor value) { *result(op, name) = value; }};
       if (const Tensor output = replay(call); output.defined()) {
         frame_.values[unfused_->boundaries[op + 1]] = output;
+        if (known_.contains({Kind::Main, op})) known_.insert({Kind::Main, op + 1});
         return;
       }
     }
     const bool matters = op >= program_.plan.first_backward;
     if (matters && !known.defined() && !known_.contains({Kind::Main, op})) check_linear(planned);
     interpret_step(*unfused_, unfused_->forward, op, frame_);
+  }
+
+  // The values of extra inputs that were saved: those of stand-ins are wrong.
+  void substitute_extra_inputs(int op) {
+    for (const std::string& name : unfused_->plan.ops[op].extra_inputs) {
+      const Tensor known = saved_slot(op, name);
+      Tensor* const value = known.defined() ? argument(op, name) : nullptr;
+      if (value == nullptr) continue;
+      const bool is_floating = at::isFloatingType(known.scalar_type());
+      *value = is_floating && value->defined() ? Substitute::apply(*value, known) : known;
+    }
+  }
+
+  // Does the op choose, by numbers that may not have been saved?
+  bool gives_integers(int op) const {
+    const PlannedOp& planned = unfused_->plan.ops[op];
+    const OpDeclaration& row = declaration(planned.kind);
+    return std::ranges::any_of(planned.extra_outputs,
+                               [&](const std::string& name) { return row.is_integer(name); });
+  }
+
+  // The call of a typed op in the plan without fusions.
+  const Program::Call& call_of(int op) const {
+    const auto& lines = unfused_->forward.lines;
+    const auto line = std::ranges::find_if(lines, [&](const Program::Line& each) {
+      return each.op == op && std::holds_alternative<Program::Call>(each.what);
+    });
+    return std::get<Program::Call>(line->what);
+  }
+
+  // What it takes or gives by a name of its schema; null for None.
+  Tensor* argument(int op, const std::string& name) {
+    const auto& fields = declaration(unfused_->plan.ops[op].kind).forward_schema.arguments;
+    const auto field = std::ranges::find(fields, name, &Schema::Field::name);
+    const auto* const load =
+        std::get_if<Program::Load>(&call_of(op).operands[field - fields.begin()]);
+    return load != nullptr ? &frame_.values[load->value] : nullptr;
+  }
+  Tensor* result(int op, const std::string& name) {
+    const auto& fields = declaration(unfused_->plan.ops[op].kind).forward_schema.results;
+    const auto field = std::ranges::find(fields, name, &Schema::Field::name);
+    return &frame_.values[call_of(op).results[field - fields.begin()]];
   }
 
   // The output of an op, where it was saved as the input of the next that is not a hand-over.

@@ -158,7 +158,8 @@ void Analysis::propagate_requires_grad() {
 }
 
 bool Analysis::parameter_requires_grad(int op, const std::string& name) const {
-  return parameter_requires_grad(op, position_of(ops_[op].parameters, name));
+  const int k = position_of(ops_[op].parameters, name);
+  return k >= 0 && parameter_requires_grad(op, k);
 }
 
 bool Analysis::extra_input_requires_grad(int op, int k) const {

@@ -398,6 +398,10 @@ class Lowering {
         call.results.push_back(extra_output(span.first, k));
       }
     } else {
+      if (!schema.has_result("output")) {
+        step.instructions.push_back({.arguments = {Value{Kind::Main, span.first}},
+                                     .results = {{Kind::Main, span.last + 1}}});
+      }
       for (const auto& field : schema.arguments) {
         call.arguments.push_back(forward_argument(span, field));
       }
@@ -425,6 +429,7 @@ class Lowering {
     if (row.has_parameter(slot.name) || row.has_extra_input(slot.name)) {
       return std::get<Value>(tensor(slot.op, slot.name));
     }
+    if (row.has_extra_output(slot.name)) return Value{Kind::ExtraOutput, slot.op, slot.name};
     if (slot.name == "input" && slot.op == span.first) return Value{Kind::Main, span.first};
     if (slot.name == "input") {
       // The op before may have handed the very same tensor out.

@@ -50,7 +50,7 @@ class Recompute {
     const bool inactive =
         row(op).inactive && row(op).inactive(planned.attributes, planned.training);
     if (is_quantized(row(op), op, plan_.recipe)) return false;
-    return inactive || row(op).hands_on || row(op).forward_schema.empty();
+    return inactive || row(op).hands_on || !row(op).forward_schema.has_result("output");
   }
 
   int first_same(int boundary) const {

@@ -12,6 +12,9 @@ struct ReplayCall {
   std::function<Tensor(const std::string&)> slot;  // undefined where not saved
   Tensor output;                                   // undefined where not saved
   const Attributes& attributes;
+  std::function<Tensor(const std::string&)> extra_input;  // as `input`
+  // Takes an extra output, in the place of one that cannot be computed from stand-ins.
+  std::function<void(const std::string&, Tensor)> give;
 };
 
 // The one declaration of a basic op: the planner's row, its typed ops, and its replay.

@@ -9,26 +9,6 @@
 namespace transformer_ops {
 namespace {
 
-using cpu::Glu;
-
-// The row's numbers, in its order.
-template <typename... Numbers>
-Glu glu_with(const GluRow& row, Numbers... numbers) {
-  Glu glu{row.glu};
-  [[maybe_unused]] auto next = row.attributes.begin();
-  ((glu.*std::get<Numbers Glu::*>((next++)->field) = numbers), ...);
-  return glu;
-}
-
-std::string schema_of_attributes(const GluRow& row) {
-  std::string text;
-  for (const auto& [name, field] : row.attributes) {
-    const bool is_integer = std::holds_alternative<int64_t Glu::*>(field);
-    text += (is_integer ? ", int " : ", float ") + name;
-  }
-  return text;
-}
-
 template <typename... Numbers>
 TypedOp make_forward(const GluRow& row) {
   return {
@@ -75,12 +55,10 @@ TypedOp make_backward(const GluRow& row) {
 // The numbers of a row have these types.
 template <typename... Numbers>
 bool register_glu(const GluRow& row) {
-  std::vector<std::string> attributes;
-  for (const auto& attribute : row.attributes) attributes.push_back(attribute.name);
   return register_op(
       {.declaration = {.kind = row.kind,
                        .summary = row.formula,
-                       .attributes = attributes,
+                       .attributes = names_of_attributes(row),
                        .slots = {{"input"}},
                        .dtype = DTypeRule::Autocast,
                        .width = [](const Attributes&,

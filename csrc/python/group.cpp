@@ -29,15 +29,18 @@ Attributes attributes_from(const py::handle& values) {
   return attributes;
 }
 
-// Of the extra tensors of a native op.
+// Of the extra tensors of a native op, which may do without the last ones of those that may be
+// None.
 void take_names(const OpDeclaration& row, OpNode& op) {
-  TORCH_CHECK_VALUE(op.sources.size() == row.extra_inputs.size(), "[", op.kind,
-                    "] num_extra_inputs must be ", row.extra_inputs.size(), ", got ",
-                    op.sources.size());
+  const size_t given = op.sources.size(), declared = row.extra_inputs.size();
+  bool fits = given <= declared;
+  for (size_t i = given; i < declared; ++i) fits &= row.is_optional(row.extra_inputs[i]);
+  TORCH_CHECK_VALUE(fits, "[", op.kind, "] num_extra_inputs must be ", row.extra_inputs.size(),
+                    ", got ", op.sources.size());
   TORCH_CHECK_VALUE(op.visible.size() == row.extra_outputs.size(), "[", op.kind,
                     "] num_extra_outputs must be ", row.extra_outputs.size(), ", got ",
                     op.visible.size());
-  op.extra_inputs = row.extra_inputs;
+  op.extra_inputs.assign(row.extra_inputs.begin(), row.extra_inputs.begin() + given);
   op.extra_outputs = row.extra_outputs;
 }
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import transformer_ops as tops
 
+from .experts import TorchExperts, expert_ops
+
 VOCABULARY = 256
 # A position embeds this many of its last bytes: the first block starts from n-grams, which
 # attention would need most of a short run to discover.
@@ -21,11 +23,11 @@ class Block(nn.Module):
 
     x ─┬─ norm ─ qkv ─ attention ─ project ─ dropout ─ + ─ y
        └───────────────────────────────────────────────┘
-    y ─┬─ norm ─ up ─ GELU ─ down ─ dropout ─ +
+    y ─┬─ norm ─ up ─ GELU ─ down ─ dropout ─ +        or experts in place of up to down
        └──────────────────────────────────────┘
     """
 
-    def __init__(self, width: int, dropout: float, saved: str) -> None:
+    def __init__(self, width: int, dropout: float, saved: str, experts: int, top_k: int) -> None:
         super().__init__()
         # Any width works; multiples of 32 get heads of the usual size.
         self.head_size = math.gcd(width, 32)
@@ -42,13 +44,16 @@ class Block(nn.Module):
         )
         fork = tops.MakeExtraOutput()
         fork.set_extra_output_channel(0, "residual", output_to_caller=False)
+        dense = {
+            "up": tops.Linear(width, 4 * width),
+            "gelu": tops.GELU(),
+            "down": tops.Linear(4 * width, width),
+        }
         self.mlp = tops.Sequential(
             {
                 "fork": fork,
                 "norm": tops.LayerNorm(width),
-                "up": tops.Linear(width, 4 * width),
-                "gelu": tops.GELU(),
-                "down": tops.Linear(4 * width, width),
+                **(expert_ops(width, experts, top_k) if experts else dense),
                 "dropout": tops.Dropout(dropout),
                 "add": tops.AddExtraInput().set_extra_input_channel(0, "residual"),
             },
@@ -63,7 +68,7 @@ class Block(nn.Module):
 class TorchBlock(nn.Module):
     """The same in torch.nn, with the same names in its state dict."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, experts: int, top_k: int) -> None:
         super().__init__()
         self.head_size = math.gcd(width, 32)
         self.attention_in = nn.Sequential()
@@ -72,6 +77,9 @@ class TorchBlock(nn.Module):
         self.attention_out = nn.Sequential()
         self.attention_out.add_module("project", nn.Linear(width, width))
         self.attention_out.add_module("dropout", nn.Dropout(dropout))
+        if experts:
+            self.mlp: nn.Module = TorchExperts(width, experts, top_k, dropout)
+            return
         self.mlp = nn.Sequential()
         self.mlp.add_module("norm", nn.LayerNorm(width))
         self.mlp.add_module("up", nn.Linear(width, 4 * width))
@@ -102,6 +110,8 @@ class GPT(nn.Module):
         width: int,
         dropout: float,
         saved: str = "exact",
+        experts: int = 0,
+        top_k: int = 2,
     ) -> None:
         super().__init__()
         ours = backend == "tops"
@@ -111,7 +121,9 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(RECENT * VOCABULARY, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(
-            Block(width, dropout, saved) if ours else TorchBlock(width, dropout)
+            Block(width, dropout, saved, experts, top_k)
+            if ours
+            else TorchBlock(width, dropout, experts, top_k)
             for _ in range(layers)
         )
         if ours:
@@ -156,7 +168,7 @@ def initialize(model: GPT, seed: int) -> None:
             elif name.startswith(("tokens", "positions", "head")):
                 parameter.normal_(std=0.02, generator=generator)
             else:
-                std = parameter.shape[1] ** -0.5
+                std = parameter.shape[-1] ** -0.5
                 if name.endswith(("project.weight", "down.weight")):
                     std *= branches**-0.5
                 parameter.normal_(std=std, generator=generator)

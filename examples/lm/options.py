@@ -11,7 +11,7 @@ from . import checkpoint
 from .failure import Failure
 
 # A checkpoint fits only the run that has these in common with it.
-FIXED = ("layers", "width", "context", "seed", "batch")
+FIXED = ("layers", "width", "context", "seed", "batch", "experts", "top_k")
 RECIPES = ("mxfp8", "float8-current", "float8-block", "nvfp4")
 
 
@@ -36,6 +36,8 @@ class Options:
     out: str
     saved: str = "exact"
     recipe: str = "none"
+    experts: int = 0
+    top_k: int = 2
     checkpoint_every: int = 200
     resume: str | None = None
     compare: bool = False
@@ -78,7 +80,8 @@ def parse(arguments: list[str]) -> tuple[Options, dict[str, Any] | None]:
     for name in FIXED:
         want, got = getattr(saved, name), getattr(options, name)
         if got != want:
-            raise Failure(f"--{name} must be that of the checkpoint, {want}, got {got}")
+            flag = name.replace("_", "-")
+            raise Failure(f"--{flag} must be that of the checkpoint, {want}, got {got}")
     return options, state
 
 
@@ -87,6 +90,8 @@ def _checked(options: Options) -> Options:
         raise Failure(f"--saved must be exact with --backend torch, got {options.saved}")
     if options.recipe != "none" and options.backend == "torch":
         raise Failure(f"--recipe must be none with --backend torch, got {options.recipe}")
+    if options.experts and options.top_k > options.experts:
+        raise Failure(f"--top-k must be at most --experts, {options.experts}, got {options.top_k}")
     return options
 
 
@@ -122,6 +127,9 @@ def _make_parser() -> argparse.ArgumentParser:
         help="how blocks keep what backward reads; with --backend tops")  # fmt: skip
     add("--recipe", choices=("none", *RECIPES), default="none",
         help="formats in which products take their operands; with --backend tops")  # fmt: skip
+    add("--experts", type=_size, default=0,
+        help="a mixture of so many experts in place of each block's MLP")  # fmt: skip
+    add("--top-k", type=_size, default=2, help="experts of a byte")
     add("--seed", type=_seed, default=0, help="of weights, data order and dropout")
     add("--checkpoint-every", type=_size, default=argparse.SUPPRESS,
         help=f"steps between checkpoints (default: {Options.checkpoint_every})")  # fmt: skip

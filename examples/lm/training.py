@@ -52,6 +52,8 @@ class Run:
             width=options.width,
             dropout=options.dropout,
             saved=options.saved,
+            experts=options.experts,
+            top_k=options.top_k,
         )
         initialize(model, options.seed)
         self.model = model.to(self.device)

@@ -11,6 +11,8 @@ from .collective import AllGather as AllGather
 from .collective import AllReduce as AllReduce
 from .collective import ReduceScatter as ReduceScatter
 from .constant_scale import ConstantScale as ConstantScale
+from .dispatch import Combine as Combine
+from .dispatch import Dispatch as Dispatch
 from .dropout import Dropout as Dropout
 from .glu import ClampedSwiGLU as ClampedSwiGLU
 from .glu import GEGLU as GEGLU
@@ -20,6 +22,7 @@ from .glu import ReGLU as ReGLU
 from .glu import SReGLU as SReGLU
 from .glu import SiTUGLU as SiTUGLU
 from .glu import SwiGLU as SwiGLU
+from .grouped_linear import GroupedLinear as GroupedLinear
 from .identity import Identity as Identity
 from .l2_normalization import L2Normalization as L2Normalization
 from .linear import Linear as Linear
@@ -28,6 +31,11 @@ from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm
 from .quantize import Quantize as Quantize
 from .reshape import Reshape as Reshape
+from .router import Router as Router
+from .scaled_activation import ScaledClampedQGeGLU as ScaledClampedQGeGLU
+from .scaled_activation import ScaledSReLU as ScaledSReLU
+from .scaled_activation import ScaledSiTUGLU as ScaledSiTUGLU
+from .scaled_activation import ScaledSwiGLU as ScaledSwiGLU
 
 __all__ = [
     "GELU",
@@ -42,6 +50,8 @@ __all__ = [
     "AllReduce",
     "ReduceScatter",
     "ConstantScale",
+    "Combine",
+    "Dispatch",
     "Dropout",
     "GEGLU",
     "GLU",
@@ -51,6 +61,7 @@ __all__ = [
     "SReGLU",
     "SiTUGLU",
     "SwiGLU",
+    "GroupedLinear",
     "Identity",
     "L2Normalization",
     "Linear",
@@ -59,4 +70,9 @@ __all__ = [
     "RMSNorm",
     "Quantize",
     "Reshape",
+    "Router",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
 ]

@@ -76,11 +76,8 @@ class SwiGLU(_InterleavedGLU, kind="SwiGLU"):
         super().__init__(glu_interleave_size)
 
 
-class SiTUGLU(_InterleavedGLU, kind="SiTUGLU"):
-    """`beta1 tanh(a/beta1) * sigmoid(a) * beta2 tanh(b/beta2)`.
-
-    ValueError unless both betas are finite and > 0; `glu_interleave_size` as in `SwiGLU`.
-    """
+class _SiTUGLU(_InterleavedGLU):
+    """With the numbers of SiTUGLU."""
 
     _checks: ClassVar[Mapping[str, Check]] = {"beta1": check_positive, "beta2": check_positive}
 
@@ -96,13 +93,15 @@ class SiTUGLU(_InterleavedGLU, kind="SiTUGLU"):
         self.beta2 = beta2
 
 
-class ClampedSwiGLU(_InterleavedGLU, kind="ClampedSwiGLU"):
-    """`g * sigmoid(alpha g) * (l + glu_linear_offset)` of two clamped inputs.
+class SiTUGLU(_SiTUGLU, kind="SiTUGLU"):
+    """`beta1 tanh(a/beta1) * sigmoid(a) * beta2 tanh(b/beta2)`.
 
-    `g = min(a, limit)`, `l = clamp(b, -limit, limit)`: the activation of gpt-oss (OpenAI 2025).
-    ValueError unless `limit` is finite and > 0, `alpha` and `glu_linear_offset` finite;
-    `glu_interleave_size` as in `SwiGLU`.
+    ValueError unless both betas are finite and > 0; `glu_interleave_size` as in `SwiGLU`.
     """
+
+
+class _ClampedGLU(_InterleavedGLU):
+    """With the numbers of ClampedSwiGLU."""
 
     _checks: ClassVar[Mapping[str, Check]] = {
         "limit": check_positive,
@@ -120,3 +119,12 @@ class ClampedSwiGLU(_InterleavedGLU, kind="ClampedSwiGLU"):
         self.limit = limit
         self.alpha = alpha
         self.glu_linear_offset = glu_linear_offset
+
+
+class ClampedSwiGLU(_ClampedGLU, kind="ClampedSwiGLU"):
+    """`g * sigmoid(alpha g) * (l + glu_linear_offset)` of two clamped inputs.
+
+    `g = min(a, limit)`, `l = clamp(b, -limit, limit)`: the activation of gpt-oss (OpenAI 2025).
+    ValueError unless `limit` is finite and > 0, `alpha` and `glu_linear_offset` finite;
+    `glu_interleave_size` as in `SwiGLU`.
+    """

@@ -196,6 +196,32 @@ backward Mine ops=[1] python=2
       << to_text(plan);
 }
 
+TEST(Recompute, AddsTheInputOfAProducerThatSaysSo) {
+  const Plan plan = recomputing_plan(nodes({"Spread", "Product"}));
+  EXPECT_EQ(saved(plan), "s0.places s0.input ");
+  EXPECT_NE(to_text(plan).find("x1 = recompute_spread(g2, s0.input, s0.places)"),
+            std::string::npos)
+      << to_text(plan);
+  EXPECT_EQ(to_text(parse_plan(to_text(plan))), to_text(plan));
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Spread", "Square", "Product"}))),
+            "s0.places s0.input ");
+}
+
+TEST(Recompute, AddsNoInputThatIsThereAnyway) {
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Norm", "Spread", "Product"}))),
+            "s0.input s0.rstd s1.places ");
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Spread", "Scale"}))), "s0.places ");
+  EXPECT_EQ(saved(toy::plan(nodes({"Spread", "Product"}))), "s0.places s1.input ");
+}
+
+TEST(Recompute, AnOpThatHandsOnChangesNothing) {
+  const Plan plan = recomputing_plan(nodes({"Norm", "Choose", "Spread", "Product"}));
+  EXPECT_EQ(saved(plan), "s0.input s0.rstd s2.places ");
+  const std::string text = to_text(plan);
+  EXPECT_NE(text.find("  x2 = x1\n  o1.ids = choose(x1)\n"), std::string::npos) << text;
+  EXPECT_EQ(to_text(parse_plan(text)), text);
+}
+
 TEST(Verify, AValueComputedAgainMustBeWrittenFirst) {
   std::string text = to_text(recomputing_plan(nodes({"Norm", "Product"})));
   const std::string line = "  x1 = recompute_norm(g2, s0.input, s0.rstd)\n";

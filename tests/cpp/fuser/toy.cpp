@@ -101,6 +101,22 @@ bool declare() {
                               "(Tensor output, Tensor weights, Tensor chosen)",
                    .backward = "route_backward(Tensor grad_output, Tensor? grad_weights, "
                                "Tensor input) -> Tensor grad_input"});
+  add_declaration({.kind = "Spread",
+                   .summary = "x, in several places",
+                   .extra_outputs = {"places"},
+                   .integers = {"places"},
+                   .slots = {{"places"}},
+                   .forward = "spread(Tensor input) -> (Tensor output, Tensor places)",
+                   .backward = "spread_backward(Tensor grad_output, Tensor places) -> "
+                               "Tensor grad_input",
+                   .recompute = "recompute_spread(Tensor grad_output, Tensor input, "
+                                "Tensor places) -> Tensor output",
+                   .recompute_adds_input = true});
+  add_declaration({.kind = "Choose",
+                   .summary = "x, and an id for each row",
+                   .extra_outputs = {"ids"},
+                   .integers = {"ids"},
+                   .forward = "choose(Tensor input) -> Tensor ids"});
   add_declaration({.kind = "Fork",
                    .summary = "x, twice",
                    .extra_outputs = {"extra_output"},

@@ -18,6 +18,8 @@ namespace transformer_ops::toy {
 //   Add      an extra input                 Fork     an extra output
 //   Pick     rows and integers as extra inputs, a table; rows and table may be None
 //   Router   floating and integer extra outputs
+//   Spread   larger than its input, which is saved to compute it again
+//   Choose   hands on, and gives integers
 OpNode node(const std::string& kind);
 OpNode python_node(const std::string& kind, int parameters = 0);
 std::vector<OpNode> nodes(const std::vector<std::string>& kinds);

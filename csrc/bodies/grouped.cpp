@@ -1,0 +1,229 @@
+#include "bodies/grouped.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "bodies/cpu.h"
+#include "bodies/linear.h"
+#include "bodies/product.h"
+
+namespace transformer_ops {
+namespace {
+
+// [groups, rows, 1]: does a row belong to a group?
+Tensor members(const Tensor& splits, const c10::SymInt& rows) {
+  const Tensor ends = splits.cumsum(0, at::kLong);
+  const Tensor row = at::arange(at::Scalar(rows), ends.options());
+  return ((row >= (ends - splits).unsqueeze(-1)) & (row < ends.unsqueeze(-1))).unsqueeze(-1);
+}
+
+Tensor where_member(const Tensor& is_member, const Tensor& rows) {
+  return at::where(is_member, rows, at::zeros_like(rows));
+}
+
+}  // namespace
+
+Groups::Groups(const Checks& check, const Tensor& splits, int64_t rows) {
+  const Tensor sizes = splits.to(at::kLong).contiguous();
+  const std::span given(sizes.const_data_ptr<int64_t>(), static_cast<size_t>(sizes.numel()));
+  ends_.reserve(given.size() + 1);
+  ends_.push_back(0);
+  for (const int64_t size : given) {
+    TORCH_CHECK(size >= 0, "[", check.op(), "] splits must be at least 0, got ", size);
+    TORCH_CHECK(size <= rows - ends_.back(), "[", check.op(), "] splits must add up to at most ",
+                rows, " rows, got more: ", sizes);
+    ends_.push_back(ends_.back() + size);
+  }
+}
+
+void check_splits(const Checks& check, const Tensor& splits, const c10::SymInt& groups) {
+  TORCH_CHECK(at::isIntegralType(splits.scalar_type(), /*includeBool=*/false), "[", check.op(),
+              "] splits must hold integers, got ", splits.scalar_type());
+  TORCH_CHECK(splits.dim() == 1 && splits.sym_size(0) == groups, "[", check.op(),
+              "] splits must have shape [", groups, "], got ", splits.sym_sizes());
+}
+
+TensorSpec grouped_linear_output(const Checks& check, const Tensor& input, const Tensor& splits,
+                                 const Tensor& weight, const Tensor* bias, const Tensor* scales) {
+  check.compute_dtype("input", input);
+  check.has_rows("input", input);
+  TORCH_CHECK(weight.dim() == 3, "[", check.op(), "] weight must have 3 dimensions, got shape ",
+              weight.sym_sizes());
+  TORCH_CHECK(input.sym_size(-1) == weight.sym_size(2), "[", check.op(),
+              "] input must have last dimension ", weight.sym_size(2), ", got shape ",
+              input.sym_sizes());
+  TORCH_CHECK(input.scalar_type() == weight.scalar_type(), "[", check.op(),
+              "] input must have the weight's dtype ", weight.scalar_type(), ", got ",
+              input.scalar_type());
+  check_splits(check, splits, weight.sym_size(0));
+  if (bias != nullptr) {
+    check.spec("bias", *bias, {{weight.sym_size(0), weight.sym_size(1)}, weight.scalar_type()});
+  }
+  if (scales != nullptr) {
+    TORCH_CHECK(bias != nullptr, "[", check.op(), "] scales must come with a bias, got none");
+    check.compute_dtype("scales", *scales);
+    const auto rows = input.sym_sizes().slice(0, input.dim() - 1);
+    TORCH_CHECK(scales->sym_sizes().equals(rows), "[", check.op(),
+                "] scales must have a number for each row, shape ", rows, ", got ",
+                scales->sym_sizes());
+  }
+  TensorSpec output = like(input);
+  output.sizes.back() = weight.sym_size(1);
+  return output;
+}
+
+int64_t rounded_rows(int64_t count, at::ScalarType dtype) {
+  constexpr int64_t kUnit = 16;
+  // As many kernels as rows up to 16 cost less than twice the work on each.
+  if (c10::elementSize(dtype) != 2 || count <= kUnit) return count;
+  return (count + kUnit - 1) / kUnit * kUnit;
+}
+
+Tensor padded_rows_cpu(const Tensor& matrix, int64_t first, int64_t count, int64_t rounded) {
+  const Tensor rows = rows_of(matrix, first, count);
+  if (rounded == count) return rows;
+  const Tensor padded = empty_cpu({rounded, matrix.size(1)}, matrix.scalar_type());
+  auto* const to = static_cast<char*>(padded.mutable_data_ptr());
+  const size_t bytes = rows.nbytes();
+  if (bytes > 0) std::memcpy(to, rows.const_data_ptr(), bytes);
+  std::memset(to + bytes, 0, padded.nbytes() - bytes);
+  return padded;
+}
+
+void grouped_product_cpu(const Groups& groups, const Tensor& out, const Tensor& left,
+                         const Tensor& right) {
+  const auto dtype = left.scalar_type();
+  const auto multiply = [&](int64_t first_group, int64_t last_group) {
+    const int64_t limit = groups.end(last_group - 1);
+    for (int64_t group = first_group; group < last_group; ++group) {
+      const int64_t count = groups.size(group), first = groups.begin(group);
+      if (count == 0) continue;
+      const int64_t rounded = rounded_rows(count, dtype);
+      const Tensor matrix = matrix_of(right, group);
+      if (first + rounded <= limit) {
+        // The next groups of this thread write their rows after this.
+        multiply_cpu(rows_of(out, first, rounded), rows_of(left, first, rounded), matrix);
+        continue;
+      }
+      const Tensor product = empty_cpu({rounded, out.size(1)}, dtype);
+      multiply_cpu(product, padded_rows_cpu(left, first, count, rounded), matrix);
+      const Tensor own = rows_of(out, first, count);
+      std::memcpy(own.mutable_data_ptr(), product.const_data_ptr(), own.nbytes());
+    }
+  };
+  parallel_over_groups(groups, right.size(1) * right.size(2), multiply);
+}
+
+void grouped_weight_gradient_cpu(const Groups& groups, const Tensor& out, const Tensor& left,
+                                 const Tensor& right, bool adds) {
+  const auto multiply = [&](int64_t first_group, int64_t last_group) {
+    for (int64_t group = first_group; group < last_group; ++group) {
+      const int64_t count = groups.size(group), first = groups.begin(group);
+      const Tensor result = matrix_of(out, group);
+      if (count == 0) {
+        if (!adds) result.zero_();
+        continue;
+      }
+      const int64_t rounded = rounded_rows(count, left.scalar_type());
+      product_cpu(result, transposed(padded_rows_cpu(left, first, count, rounded)),
+                  padded_rows_cpu(right, first, count, rounded), adds);
+    }
+  };
+  parallel_over_groups(groups, out.size(1) * out.size(2), multiply);
+}
+
+void parallel_over_groups(const Groups& groups, int64_t work,
+                          c10::function_ref<void(int64_t, int64_t)> function) {
+  if (groups.count() == 0) return;
+  int64_t active = 0;
+  for (int64_t group = 0; group < groups.count(); ++group) active += groups.size(group) > 0;
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  // A product of a thread of its own does without waking others for each group.
+  constexpr int64_t kMostWork = int64_t{1} << 26;
+  const bool in_parallel = threads > 1 && active >= 2 * threads &&
+                           groups.rows() / std::max<int64_t>(1, active) * work <= kMostWork;
+  if (!in_parallel) return function(0, groups.count());
+  // Ranges of about as many rows each.
+  std::vector<int64_t> bounds = {0};
+  for (int64_t thread = 1; thread < threads; ++thread) {
+    int64_t group = bounds.back();
+    while (group < groups.count() && groups.end(group) <= groups.rows() * thread / threads) ++group;
+    bounds.push_back(group);
+  }
+  bounds.push_back(groups.count());
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) {
+      if (bounds[thread] < bounds[thread + 1]) function(bounds[thread], bounds[thread + 1]);
+    }
+  });
+}
+
+void zero_rest_cpu(const Groups& groups, const Tensor& matrix) {
+  const int64_t count = matrix.size(0) - groups.rows();
+  if (count > 0) rows_of(matrix, groups.rows(), count).zero_();
+}
+
+Tensor grouped_linear_unfused(const Tensor& input, const Tensor& splits, const Tensor& weight,
+                              const Tensor* bias, const Tensor* scales) {
+  const Tensor x = as_matrix(input);
+  const Tensor is_member = members(splits, x.sym_size(0));
+  Tensor output;
+  for (int64_t group = 0; group < weight.size(0); ++group) {
+    Tensor rows = x.matmul(weight.select(0, group).t());
+    if (bias != nullptr) {
+      Tensor added = bias->select(0, group);
+      if (scales != nullptr) added = scales->reshape({-1, 1}) * added;
+      rows = (rows + added).to(input.scalar_type());
+    }
+    rows = where_member(is_member.select(0, group), rows);
+    output = output.defined() ? output + rows : rows;
+  }
+  c10::SymDimVector sizes(input.sym_sizes());
+  sizes.back() = weight.sym_size(1);
+  return output.reshape_symint(sizes);
+}
+
+GroupedBackward grouped_linear_backward_unfused(const Tensor& grad_output, const Tensor* input,
+                                                const Tensor& splits, const Tensor* weight,
+                                                const Tensor* bias, const Tensor* scales,
+                                                GroupedMask wanted) {
+  const auto [wants_input, wants_weight, wants_bias, wants_scales] = wanted;
+  const Tensor grad = as_matrix(grad_output);
+  const Tensor is_member = members(splits, grad.sym_size(0));
+  const Tensor x = wants_weight ? as_matrix(*input) : Tensor();
+  const Tensor scaled = scales != nullptr && wants_bias ? grad * scales->reshape({-1, 1}) : grad;
+  Tensor grad_input, grad_scales;
+  Tensors grad_weights, grad_biases;
+  const auto add = [](Tensor& sum, const Tensor& part) { sum = sum.defined() ? sum + part : part; };
+  for (int64_t group = 0; group < splits.size(0); ++group) {
+    const Tensor is_own = is_member.select(0, group);
+    if (wants_input) {
+      add(grad_input, where_member(is_own, grad.matmul(weight->select(0, group))));
+    }
+    if (wants_weight) {
+      grad_weights.push_back(where_member(is_own, grad).t().matmul(where_member(is_own, x)));
+    }
+    if (wants_bias) grad_biases.push_back(where_member(is_own, scaled).sum(0));
+    if (wants_scales) {
+      add(grad_scales, where_member(is_own, grad * bias->select(0, group)).sum(-1));
+    }
+  }
+  if (wants_input) {
+    c10::SymDimVector sizes(grad_output.sym_sizes());
+    sizes.back() = weight->sym_size(2);
+    grad_input = grad_input.reshape_symint(sizes);
+  }
+  if (wants_scales) {
+    grad_scales = grad_scales.reshape_symint(scales->sym_sizes()).to(scales->scalar_type());
+  }
+  return {grad_input, wants_weight ? at::stack(grad_weights) : Tensor(),
+          wants_bias ? at::stack(grad_biases).to(grad.scalar_type()) : Tensor(), grad_scales};
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,358 @@
+"""Mixtures of experts: GroupedLinear, Dispatch and Combine beyond the rows of op_cases.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import TOLERANCES, leaf, storage_bytes
+from op_cases import grouped_linear, places_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import transformer_ops as tops
+
+o = torch.ops.transformer_ops
+Channels = tops.BasicOperation
+
+
+def experts(e: int, h: int, f: int, *, scaled: Callable[..., Any] = tops.ScaledSwiGLU) -> list[Any]:
+    """The ops between the router and the residual: Dispatch to Combine."""
+    dispatch = tops.Dispatch(e)
+    for k, name in enumerate(("splits", "probs", "positions")):
+        dispatch.set_extra_output_channel(k, name, output_to_caller=False)
+    options = {"bias": False, "single_grouped_weight": True}
+    wide = 2 * f if scaled is not tops.ScaledSReLU else f
+    return [
+        dispatch,
+        tops.GroupedLinear(e, h, wide, **options).set_extra_input_channel(0, "splits"),
+        scaled().set_extra_input_channel(0, "probs"),
+        tops.GroupedLinear(e, f, h, **options).set_extra_input_channel(0, "splits"),
+        tops.Combine().set_extra_input_channel(0, "positions"),
+    ]
+
+
+def loop_over_experts(x: Tensor, ids: Tensor, probs: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The same in plain PyTorch."""
+    y = torch.zeros_like(x)
+    for expert in range(len(up)):
+        token, k = (ids == expert).nonzero(as_tuple=True)
+        a, b = (x[token] @ up[expert].T).chunk(2, -1)
+        rows = (F.silu(a) * b * probs[token, k, None]).to(x.dtype) @ down[expert].T
+        y = y.index_add(0, token, rows)
+    return y
+
+
+def routed(tokens: int, e: int, k: int, h: int, dtype: torch.dtype = torch.float32) -> Any:
+    x = torch.randn(tokens, h, dtype=dtype, requires_grad=True)
+    scores = torch.randn(tokens, e)
+    probs, ids = scores.softmax(-1).topk(k)
+    return x, ids, leaf(probs, torch.promote_types(dtype, torch.float32))
+
+
+def backends() -> dict[str, Callable[[Any], Any]]:
+    compiled = lambda name: lambda m: torch.compile(m, fullgraph=True, backend=name)  # noqa: E731
+    return {
+        "eager": lambda m: m,
+        "aot_eager": compiled("aot_eager"),
+        "inductor": compiled("inductor"),
+    }
+
+
+# ---- a layer
+
+
+@pytest.mark.parametrize("way", backends())
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("e", "k", "h", "f", "kept"), [(8, 2, 256, 512, 4624), (64, 8, 256, 128, 4672)]
+)
+def test_what_a_layer_keeps(
+    way: str, norm: bool, e: int, k: int, h: int, f: int, kept: int
+) -> None:
+    """2h + k (4f + 8) bytes a token; a norm adds 4. The splits come once."""
+    ops = [tops.RMSNorm(h)] * norm + experts(e, h, f)
+    module = tops.Sequential(*ops).to(torch.bfloat16)
+    x, ids, probs = routed(64, e, k, h, torch.bfloat16)
+    owned = {p.untyped_storage()._cdata for p in module.parameters()}
+    found: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in owned:
+            found.append(tensor)
+        return tensor
+
+    run = backends()[way](module)
+    run(x, ids, probs)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run(x, ids, probs)
+    assert kept == 2 * h + k * (4 * f + 8)
+    assert storage_bytes(found) == len(x) * (kept + 4 * norm) + 8 * e
+
+
+@pytest.mark.parametrize("way", ["eager", "aot_eager"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_layer_is_a_loop_over_experts(way: str, dtype: torch.dtype) -> None:
+    module = tops.Sequential(*experts(5, 16, 8)).to(dtype)
+    run = backends()[way](module)
+    for tokens in (37, 1, 0, 64):
+        x, ids, probs = routed(tokens, 5, 2, 16, dtype)
+        tensors = (x, probs, *module.parameters())
+        exact = [leaf(t, torch.float64) for t in tensors]
+        y = run(x, ids, probs)
+        want = loop_over_experts(exact[0], ids, *exact[1:])
+        grad = torch.randn(y.shape).to(dtype)
+        rtol, atol = (8 * tolerance for tolerance in TOLERANCES[dtype])
+        torch.testing.assert_close(y.double(), want, rtol=rtol, atol=atol)
+        found = torch.autograd.grad(y, tensors, grad)
+        right = torch.autograd.grad(want, exact, grad.double())
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=rtol, atol=atol)
+
+
+def test_second_derivatives_of_a_layer() -> None:
+    module = tops.Sequential(tops.RMSNorm(4), *experts(3, 4, 4)).double()
+    x, ids, probs = routed(5, 3, 2, 4, torch.float64)
+
+    def run(x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
+        names = dict(zip(dict(module.named_parameters()), weights, strict=True))
+        return torch.func.functional_call(module, names, (x, ids, probs))
+
+    assert torch.autograd.gradgradcheck(run, (x, probs, *module.parameters()))
+
+
+def test_no_size_depends_on_data() -> None:
+    module = tops.Sequential(*experts(4, 16, 8))
+    tokens = torch.export.Dim("tokens", min=2, max=512)
+    tensors = tuple(t.detach() for t in routed(9, 4, 2, 16))
+    shapes = ({0: tokens}, ({0: tokens}, {0: tokens}))
+    program = torch.export.export(module, tensors, dynamic_shapes=shapes)
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert not {t for t in targets if "aten.item" in t or "_local_scalar_dense" in t}
+    assert "u0" not in str(program.graph)
+    for count in (9, 2, 31):
+        tensors = [t.detach() for t in routed(count, 4, 2, 16)]
+        torch.testing.assert_close(program.module()(*tensors), module(*tensors))
+
+
+# ---- splits
+
+SPLITS = {
+    "one empty": [3, 0, 9],
+    "all in one": [0, 12, 0],
+    "none": [0, 0, 0],
+    "a tail": [2, 3, 1],
+    "sixteen and more": [7, 2, 3],
+}
+
+
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("times", [1, 8])
+def test_splits(splits: list[int], dtype: torch.dtype, times: int) -> None:
+    """Rounded up in 16 bits; rows in no group are zeros, whatever is in them."""
+    op = tops.GroupedLinear(3, 16, 8, single_grouped_weight=True, single_grouped_bias=True).to(
+        dtype
+    )
+    x = torch.randn(12 * times, 16).to(dtype).requires_grad_()
+    sizes = times * torch.tensor(splits)
+    used = int(sizes.sum())
+    with torch.no_grad():
+        x[used:] = torch.nan
+    y = op(x, sizes)
+    grad = torch.randn(y.shape).to(dtype)
+    grad[used:] = torch.nan
+    parameters = {name: leaf(p, torch.float64) for name, p in op.named_parameters()}
+    exact = leaf(x.detach()[:used], torch.float64)
+    want = grouped_linear(exact, sizes, **parameters)
+    rtol, atol = (4 * tolerance for tolerance in TOLERANCES[dtype])
+    torch.testing.assert_close(y[:used].double(), want, rtol=rtol, atol=atol)
+    assert torch.equal(y[used:], torch.zeros_like(y[used:]))
+    found = torch.autograd.grad(y, [x, *op.parameters()], grad)
+    right = torch.autograd.grad(want, [exact, *parameters.values()], grad[:used].double())
+    assert torch.equal(found[0][used:], torch.zeros_like(x[used:]))
+    for a, b in zip((found[0][:used], *found[1:]), right, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_splits_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    op = tops.GroupedLinear(3, 16, 8)
+    x, sizes = torch.randn(12, 16), torch.tensor([3, 4, 5])
+    strided = torch.stack([sizes, sizes], -1).to(dtype)[:, 0]
+    assert torch.equal(op(x, strided), op(x, sizes))
+
+
+def test_a_nan_stays_in_its_group() -> None:
+    """Rows that a product takes along to be of a round number change nothing."""
+    op = tops.GroupedLinear(2, 16, 8, single_grouped_weight=True, bias=False).bfloat16()
+    x = torch.randn(40, 16).bfloat16()
+    x[21:] = torch.nan
+    x.requires_grad_()
+    y = op(x, torch.tensor([21, 19]))
+    assert y[:21].isfinite().all()
+    grads = torch.autograd.grad(y, [x, op.weight], torch.ones_like(y))
+    assert grads[0].isfinite().all() and grads[1][0].isfinite().all()
+
+
+BAD_SPLITS = {
+    "length": ([3, 9], "splits must have shape [3], got [2]"),
+    "negative": ([3, -1, 4], "splits must be at least 0, got -1"),
+    "beyond the rows": ([3, 8, 2], "splits must add up to at most 12 rows, got more"),
+    "far beyond": ([2**63 - 1, 2**63 - 1, 2], "splits must add up to at most 12 rows, got more"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_SPLITS)
+def test_bad_splits(case: str) -> None:
+    splits, text = BAD_SPLITS[case]
+    op = tops.GroupedLinear(3, 16, 8)
+    x = torch.randn(12, 16, requires_grad=True)
+    with pytest.raises(RuntimeError) as caught:
+        op(x, torch.tensor(splits))
+    assert str(caught.value).startswith(f"[grouped_linear] {text}")
+    op(x, torch.tensor([3, 8, 1]))
+
+
+def test_bad_tensors() -> None:
+    op, x = tops.GroupedLinear(3, 16, 8, scale_bias=True), torch.randn(12, 16)
+    sizes, scales = torch.tensor([3, 4, 5]), torch.ones(12)
+    for bad, text in (
+        ((sizes.float(), scales), "splits must hold integers, got float32"),
+        ((sizes.bool(), scales), "splits must hold integers, got Bool"),
+        ((sizes.to("meta"), scales), "tensors must be on one device, got cpu and meta"),
+        ((sizes, scales[:5]), r"scales must have a number for each row, shape \[12\], got \[5\]"),
+        ((sizes, scales.long()), "scales must be float16, bfloat16, float32 or float64"),
+    ):
+        with pytest.raises(RuntimeError, match=text):
+            op(x, *bad)
+    with pytest.raises(ValueError, match="extra inputs must be 2, got 1"):
+        op(x, sizes)
+    with pytest.raises(ValueError, match="extra inputs must be 1, got 2"):
+        tops.GroupedLinear(3, 16, 8)(x, sizes, scales)
+
+
+# ---- dispatch
+
+
+def test_dispatch_sorts_and_keeps_the_order() -> None:
+    ids = torch.tensor([[2, 0], [0, -1], [1, 2], [0, 2]])
+    x, probs = torch.arange(4.0).unsqueeze(-1), torch.arange(8.0).view(4, 2)
+    y, splits, permuted, positions = tops.Dispatch(4)(x, ids, probs)
+    assert y.flatten().tolist() == [0, 1, 3, 2, 0, 2, 3, 0]
+    assert splits.tolist() == [3, 1, 3, 0]
+    assert permuted.tolist() == [1, 2, 6, 4, 0, 5, 7, 0]
+    assert positions.tolist() == [[4, 0], [1, -1], [3, 5], [2, 6]]
+    assert torch.equal(positions, places_of(ids))
+    back = tops.Combine()(y, positions)
+    assert back.flatten().tolist() == [0, 1, 4, 6]
+
+
+def test_bad_ids_and_positions() -> None:
+    x, ids, probs = routed(4, 3, 2, 8)
+    for bad in (3, -2):
+        wrong = ids.clone()
+        wrong[1, 0] = bad
+        with pytest.raises(RuntimeError, match=rf"expert_ids must lie in \[-1, 3\), got {bad}"):
+            tops.Dispatch(3)(x, wrong, probs)
+    with pytest.raises(RuntimeError, match=r"probs must have shape \[4, 2\], got \[4, 1\]"):
+        tops.Dispatch(3)(x, ids, probs[:, :1])
+    with pytest.raises(RuntimeError, match=r"expert_ids must have leading dimensions \[4\]"):
+        tops.Dispatch(3)(x, ids[:3], probs[:3])
+    with pytest.raises(RuntimeError, match="expert_ids must hold integers, got float32"):
+        tops.Dispatch(3)(x, ids.float(), probs)
+    y, _, _, positions = tops.Dispatch(3)(x, ids, probs)
+    for bad, text in (
+        (8, r"must lie in \[-1, 8\), got 8"),
+        (-2, "must lie in"),
+        (0, "must differ"),
+    ):
+        wrong = positions.clone()
+        wrong[wrong == 1] = bad
+        with pytest.raises(RuntimeError, match=rf"\[combine\] positions {text}"):
+            tops.Combine()(y, wrong)
+    with pytest.raises(RuntimeError, match="positions must have dtype Int, got Long"):
+        tops.Combine()(y, positions.long())
+
+
+# ---- parameters
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_state_dicts_of_both_layouts_load_into_both(single: bool) -> None:
+    make = lambda single: tops.GroupedLinear(  # noqa: E731
+        3, 16, 8, single_grouped_weight=single, single_grouped_bias=single
+    )
+    first, second = make(single), make(not single)
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.normal_()
+    second.load_state_dict(first.state_dict())
+    x, sizes = torch.randn(12, 16), torch.tensor([3, 4, 5])
+    assert torch.equal(first(x, sizes), second(x, sizes))
+    assert set(second.state_dict()) != set(first.state_dict())
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        make(not single).load_state_dict(tops.GroupedLinear(3, 16, 9).state_dict())
+
+
+def test_parameters_for_each_group() -> None:
+    """Neighbours in memory are taken as one, others are stacked; the gradients are the same."""
+    op = tops.GroupedLinear(3, 16, 8)
+    assert op.weight.data_ptr() == op.weight0.data_ptr()
+    apart = tops.GroupedLinear(3, 16, 8)
+    for name, parameter in op.named_parameters():
+        setattr(apart, name, nn.Parameter(parameter.detach().clone()))
+    assert apart.weight.data_ptr() != apart.weight0.data_ptr()
+    x, sizes = torch.randn(12, 16), torch.tensor([3, 0, 5])
+    for module in (op, apart):
+        module(x, sizes).square().sum().backward()
+    for a, b in zip(op.parameters(), apart.parameters(), strict=True):
+        assert a.grad is not None and torch.equal(a.grad, b.grad)
+        assert a.grad.shape == a.shape
+    fast = torch.compile(op, fullgraph=True, backend="aot_eager")
+    grads = torch.autograd.grad(fast(x, sizes).square().sum(), list(op.parameters()))
+    for a, parameter in zip(grads, op.parameters(), strict=True):
+        torch.testing.assert_close(a, parameter.grad)
+    op.weight1.requires_grad_(False)
+    op.zero_grad()
+    op(x, sizes).sum().backward()
+    assert op.weight1.grad is None and op.weight0.grad is not None
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_accumulation_into_main_grad(overwrite: bool) -> None:
+    options = {"bias": False, "single_grouped_weight": True}
+    op = tops.GroupedLinear(3, 16, 8, accumulate_into_main_grad=True, **options).bfloat16()
+    plain = tops.GroupedLinear(3, 16, 8, **options).bfloat16()
+    plain.load_state_dict(op.state_dict())
+    x, sizes = torch.randn(12, 16).bfloat16(), torch.tensor([3, 0, 5])
+    op.weight.main_grad = torch.ones(3, 8, 16)
+    op.weight.overwrite_main_grad = overwrite
+    grad = torch.randn(12, 8).bfloat16()
+    op(x, sizes).backward(grad)
+    (want,) = torch.autograd.grad(plain(x, sizes), plain.weight, grad)
+    assert op.weight.grad is None
+    near = {"rtol": 1.6e-2, "atol": 1e-2}
+    torch.testing.assert_close(op.weight.main_grad, want.float() + (not overwrite), **near)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ((0, 4, 4), {}, "num_groups must be an int >= 1, got 0"),
+        ((2, 4, 4), {"bias": 1}, "bias must be a bool, got 1"),
+        ((2, 4, 4), {"single_grouped_weight": 1}, "single_grouped_weight must be a bool, got 1"),
+        ((2, 4, 4), {"bias": False, "scale_bias": True}, "scale_bias must come with bias=True"),
+        (
+            *((2, 4, 4), {"accumulate_into_main_grad": True}),
+            "accumulate_into_main_grad must come with single_grouped_weight=True",
+        ),
+    ],
+)
+def test_bad_constructor_arguments(
+    arguments: tuple[int, ...], options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"\[GroupedLinear\] {text}"):
+        tops.GroupedLinear(*arguments, **options)

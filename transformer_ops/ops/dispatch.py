@@ -1,0 +1,46 @@
+"""Tokens to their experts and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ..op.base import BasicOperation, Check
+from ..op.checks import check_size
+
+__all__ = ["Combine", "Dispatch"]
+
+
+class Dispatch(BasicOperation, kind="Dispatch"):
+    """A copy of each token for each of its experts, those of one expert one after another.
+
+    `x[..., h]` and the extra inputs `expert_ids[..., k]`, integers, and `probs[..., k]` →
+    `[n, h]`, where n is the number of ids, and the extra outputs
+
+    - `splits[num_experts]`, int64: how many rows each expert has;
+    - `permuted_probs[n]`: the probability of each row;
+    - `positions[..., k]`, int32: where each copy lies, for `Combine`.
+
+    Rows of one expert keep the order of their tokens. An id of -1 drops that copy: its position
+    is -1, and as many rows at the end are zeros. Gradients go to `x` and `probs`. RuntimeError for
+    an id outside [-1, num_experts) on the CPU (on CUDA it is not looked at), ValueError unless
+    `num_experts` >= 1.
+    """
+
+    _checks: ClassVar[Mapping[str, Check]] = {"num_experts": check_size}
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+
+
+class Combine(BasicOperation, kind="Combine"):
+    """The sum of the copies that `Dispatch` made of each token.
+
+    `x[n, h]` and the extra input `positions[..., k]` of `Dispatch` → `[..., h]`, summed in float32
+    (float64 for float64) in the order of k and rounded once. A position of -1 counts as zero.
+    RuntimeError for a position that is no row, or given twice, on the CPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
