@@ -27,12 +27,15 @@ EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransfo
     tests/test_cuda.py tests/test_products.py tests/test_dropout.py tests/test_epilogues.py \
     tests/test_main_grad.py tests/test_quantize.py tests/test_saved_formats.py
 
+# Files of tests side by side: most of their time is one thread of a compiler.
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+
 .PHONY: test check slow train bench build build-times lint format sanitize fuzz clean FORCE
 
 test: build
 	$(BIN)/python tools/cmake_build.py
-	$(BIN)/python -m pytest -q -m "not slow" tests $(ARGS)
-	$(BIN)/python -m pytest -q $(EMULATED) $(ARGS)
+	$(PYTEST) -m "not slow" tests $(ARGS)
+	$(PYTEST) $(EMULATED) $(ARGS)
 	@sed -n 's/^LEFT_OUT = "\(..*\)"/Left out: \1/p' transformer_ops/_build_info.py
 
 # The first lane of CI, under 5 minutes on 2 cores once all is built: format and lint, the C++ tests
@@ -40,7 +43,7 @@ test: build
 check: lint
 	$(BIN)/python tools/cmake_build.py --only fuser memory
 	$(MAKE) --no-print-directory build
-	$(BIN)/python -m pytest -q tests/test_ops.py -k "float32 or bfloat16" $(ARGS)
+	$(PYTEST) tests/test_ops.py --dist load -k "float32 or bfloat16" $(ARGS)
 
 # What `make test` leaves out: adding and deleting an op in a copy of the tree, with a build of its own.
 slow: build

@@ -53,6 +53,7 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   entry["extra_inputs"] = row.extra_inputs;
   entry["extra_outputs"] = row.extra_outputs;
   entry["integers"] = row.integers;
+  entry["operands"] = row.operands;
   std::vector<std::string> optional;
   for (const auto* names : {&row.parameters, &row.extra_inputs}) {
     std::ranges::copy_if(*names, std::back_inserter(optional),

@@ -5,15 +5,18 @@ A new op adds a row here and inherits every property of `test_ops.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from process_groups import group_of_zeros
 from torch import Tensor
 
 import transformer_ops as tops
+from transformer_ops.ops.collective import ReduceGradient
 
 SEED = 1234
 Result = Tensor | tuple[Tensor, ...]
@@ -24,7 +27,8 @@ class OpCase:
     """`reference(x, *extra, **parameters)` gives the outputs in plain PyTorch.
 
     `saved(h, B)`: bytes a row that backward keeps, parameters left out; `bad`: an input shape and
-    the error it gives. `row` is the shape of the smallest valid input.
+    the error it gives. `row` is the shape of the smallest valid input; the first dimension of an
+    input is a multiple of `multiple`.
     """
 
     name: str
@@ -41,6 +45,8 @@ class OpCase:
     flat: bool = False
     bad: tuple[tuple[int, ...], str] | None = None
     any_dtype: bool = False
+    multiple: int = 1
+    distributed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,6 +65,7 @@ class OpCase:
     ) -> list[Tensor]:
         """Main input and extra inputs, each a leaf that requires a gradient if it may."""
         shape = self.shape if shape is None else shape
+        shape = (*(-(-rows // self.multiple) * self.multiple for rows in shape[:1]), *shape[1:])
         tensors = [torch.randn(shape).to(dtype) for _ in range(1 + self.extra_inputs)]
         if self.flat:
             tensors = [tensor.reshape(-1, shape[-1] if shape else 1) for tensor in tensors]
@@ -160,6 +167,25 @@ def rms_norm(eps: float = 1e-5, zero_centered: bool = False) -> Callable[..., Te
 
 def l2_normalization(eps: float) -> Callable[[Tensor], Tensor]:
     return lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + eps)
+
+
+def gather(x: Tensor) -> Tensor:
+    """Among two ranks, of which the other holds zeros."""
+    return torch.cat((x, torch.zeros_like(x)))
+
+
+def scatter(x: Tensor) -> Tensor:
+    return x.chunk(2)[0]
+
+
+def split(mode: str, sequence: bool) -> Callable[..., Tensor]:
+    """A Linear of which this rank has a shard."""
+
+    def reference(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = F.linear(gather(x) if mode == "column" and sequence else x, weight, bias)
+        return scatter(y) if mode == "row" and sequence else y
+
+    return reference
 
 
 def dropout(p: float) -> Callable[[Tensor], Tensor]:
@@ -275,6 +301,8 @@ def _glu(name: str, reference: Callable[..., Result], label: str = "", **kwargs:
 
 CASES = [
     OpCase("Identity", tops.Identity, lambda x: x, nothing, elementwise=True, any_dtype=True),
+    # It rounds under a recipe: tests/test_recipes.py.
+    OpCase("Quantize", tops.Quantize, lambda x: x, nothing, elementwise=True, any_dtype=True),
     OpCase(
         "Reshape",
         lambda: tops.Reshape((-1, 8)),
@@ -483,6 +511,70 @@ CASES = [
         nothing,
         elementwise=True,
         any_dtype=True,
+    ),
+    OpCase(
+        "AllGather",
+        lambda: tops.AllGather(group_of_zeros()),
+        gather,
+        nothing,
+        bad=((), r"\[all_gather\] input must have at least 1 dimension, got 0"),
+        distributed=True,
+    ),
+    OpCase(
+        "ReduceScatter",
+        lambda: tops.ReduceScatter(group_of_zeros()),
+        scatter,
+        nothing,
+        batch=(4, 6),
+        bad=((), r"\[reduce_scatter\] input must have at least 1 dimension, got 0"),
+        multiple=2,
+        distributed=True,
+    ),
+    OpCase(
+        "AllReduce",
+        lambda: tops.AllReduce(group_of_zeros()),
+        lambda x: x * 1,
+        nothing,
+        bad=((), r"\[all_reduce\] input must have at least 1 dimension, got 0"),
+        distributed=True,
+    ),
+    *[
+        OpCase(
+            f"{name}-{mode}{'-sequence' * sequence}",
+            functools.partial(
+                getattr(tops, name),
+                16,
+                24,
+                tensor_parallel_mode=mode,
+                tensor_parallel_group=group_of_zeros(),
+                sequence_parallel=sequence,
+            ),
+            split(mode, sequence),
+            all_of_input,
+            row=(1, 16 if mode == "column" else 8),
+            batch=(4, 6),
+            multiple=2 if mode == "row" and sequence else 1,
+            distributed=True,
+        )
+        for name in ("BasicLinear", "Linear")
+        for mode in ("column", "row")
+        for sequence in (False, True)
+        if sequence or name == "Linear"
+    ],
+    OpCase(
+        "Bias-tensor-parallel",
+        lambda: tops.Bias(32, tensor_parallel=True, tensor_parallel_group=group_of_zeros()),
+        lambda x, bias: x + bias,
+        nothing,
+        distributed=True,
+    ),
+    OpCase(
+        "ReduceGradient",
+        lambda: ReduceGradient(group_of_zeros()),
+        lambda x: x * 1,
+        nothing,
+        any_dtype=True,
+        distributed=True,
     ),
 ]
 NAMES = [case.name for case in CASES]

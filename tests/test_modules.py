@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from op_cases import CASES, NAMES
+from process_groups import group_of_zeros
 from torch import nn
 
 from transformer_ops import _C, ops
@@ -19,6 +20,7 @@ WANTS_A_GRADIENT = torch.tensor(2.0, requires_grad=True)
 # What each native op reports to the planner: (op, kind, attributes, parameter shapes).
 NATIVE = [
     (lambda: ops.Identity(), "Identity", {}, {}),
+    (lambda: ops.Quantize(), "Quantize", {"rounds_input": True, "rounds_grad_output": False}, {}),
     (lambda: ops.Reshape((-1, 4)), "Reshape", {"shape": [-1, 4]}, {}),
     (lambda: ops.Reshape([]), "Reshape", {"shape": []}, {}),
     (lambda: ops.ConstantScale(2), "ConstantScale", {"scale": 2.0}, {}),
@@ -141,7 +143,8 @@ def test_copies_drop_the_own_group(case):
 
 def test_every_op_has_a_row():
     """`op_cases.py` is the list from which all generic tests take their ops."""
-    assert {type(case.make()).__name__ for case in CASES} == set(ops.__all__)
+    private = {"ReduceGradient"}  # a part of Linear
+    assert {type(case.make()).__name__ for case in CASES} == set(ops.__all__) | private
 
 
 BAD_ARGUMENTS = [
@@ -187,6 +190,44 @@ BAD_ARGUMENTS = [
             {"dtype": torch.int32},
         )
     ],
+    *[
+        (
+            lambda op=op, kwargs=kwargs: op(3, 5, **kwargs),
+            rf"\[{op.__name__}\] {message}",
+        )
+        for op in (ops.BasicLinear, ops.Linear)
+        for kwargs, message in (
+            ({"tensor_parallel_mode": "rows"}, 'tensor_parallel_mode must be "column", "row" or'),
+            ({"tensor_parallel_mode": "row"}, "tensor_parallel_group must exist in this process"),
+            (
+                {"sequence_parallel": True},
+                "sequence_parallel must come with a tensor_parallel_mode",
+            ),
+            ({"sequence_parallel": 1}, "sequence_parallel must be a bool, got 1"),
+            ({"tensor_parallel_group": 1}, "tensor_parallel_group must come with a"),
+            (
+                {"tensor_parallel_mode": "row", "tensor_parallel_group": "world"},
+                "tensor_parallel_group must be a ProcessGroup .*, got 'world'",
+            ),
+            (
+                {"tensor_parallel_mode": "row", "tensor_parallel_group": group_of_zeros()},
+                "in_features must be divisible by the 2 ranks of tensor_parallel_group, got 3",
+            ),
+            (
+                {"tensor_parallel_mode": "column", "tensor_parallel_group": group_of_zeros()},
+                "out_features must be divisible by the 2 ranks of tensor_parallel_group, got 5",
+            ),
+        )
+    ],
+    (
+        lambda: ops.Bias(3, tensor_parallel=True, tensor_parallel_group=group_of_zeros()),
+        r"\[Bias\] size must be divisible by the 2 ranks of tensor_parallel_group, got 3",
+    ),
+    (lambda: ops.Bias(3, tensor_parallel=1), r"\[Bias\] tensor_parallel must be a bool, got 1"),
+    (
+        lambda: ops.Bias(3, tensor_parallel_group=group_of_zeros()),
+        r"\[Bias\] tensor_parallel_group must come with tensor_parallel=True",
+    ),
     (lambda: ops.Linear(3, 5, bias=None), r"\[Linear\] bias must be a bool, got None"),
     *[
         (
@@ -255,7 +296,8 @@ def test_arguments_beyond_the_catalogue_are_refused():
         lambda: ops.RMSNorm(4, bias=True),  # type: ignore[call-arg]
         lambda: ops.Bias(4, None),
         lambda: ops.SwiGLU(2),
-        lambda: ops.Linear(3, 5, tensor_parallel_mode="row"),  # type: ignore[call-arg]
+        lambda: ops.Linear(3, 5, userbuffers_options={}),  # type: ignore[call-arg]
+        lambda: ops.AllReduce(reduce_in_backward=True),  # type: ignore[call-arg]
     ):
         with pytest.raises(TypeError):
             make()

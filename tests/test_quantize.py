@@ -18,9 +18,11 @@ dequantize = torch.ops.transformer_ops.dequantize.default
 
 FP8 = ("e4m3", "e5m2", "e4m3 1x128", "e5m2 1x128", "e4m3 128x128", "e5m2 128x128")
 MX = ("mx e4m3", "mx e5m2")
+# Each column as the formats above have a row.
+COLUMNS = ("e4m3 128x1", "e5m2 128x1", "mx e4m3 32x1", "mx e5m2 32x1", "nvfp4 16x1")
 NVFP4 = ("nvfp4", "nvfp4 16x16")
 INT8 = ("int8 1x32", "int8 1x128")
-FORMATS = (*FP8, *MX, *NVFP4, *INT8)
+FORMATS = (*FP8, *MX, *COLUMNS, *NVFP4, *INT8)
 SHAPES = ((), (1,), (300,), (0,), (3, 0), (0, 5), (2, 3, 33), (131, 130), (4, 256))
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "nvfp4": 6.0, "int8": 127.0}
 every_format = pytest.mark.parametrize("format", FORMATS)
@@ -156,6 +158,24 @@ def test_bytes_of_ml_dtypes(format: str) -> None:
     assert np.array_equal(scale.numpy().reshape(-1), want_scale.reshape(-1))
 
 
+@every_device
+@pytest.mark.parametrize("format", COLUMNS)
+def test_columns_are_rows_of_the_transposed_tensor(format: str, device: str) -> None:
+    rows = format.rpartition(" ")[0]
+    if format.startswith("e"):
+        rows += " 1x128"
+    for x in (numbers(260, 71), special_rows(torch.bfloat16).t().contiguous()):
+        x = x.to(device)
+        codes, scale = quantize(x, format)
+        out = dequantize(codes, scale, format, "float32", x.shape)
+        turned = dequantize(*quantize(x.t().contiguous(), rows), rows, "float32", x.t().shape)
+        torch.testing.assert_close(out, turned.t(), rtol=0, atol=0, equal_nan=True)
+        if format.startswith("nvfp4"):
+            continue
+        want = quantize(x.t().contiguous(), rows)
+        assert_same_bytes((codes, scale), (want[0].t(), want[1].t()), format)
+
+
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
 def test_every_code_of_ml_dtypes(name: str) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -212,11 +232,18 @@ def test_bytes_of_torchao(format: str, dtype: torch.dtype) -> None:
 # ---- bad numbers
 
 
+def decoded(x: Tensor, format: str) -> Tensor:
+    """What rows become; of formats with blocks of columns, what columns do."""
+    if format in COLUMNS:
+        return dequantize(*quantize(x.t().contiguous(), format), format, "float32", None).t()
+    return dequantize(*quantize(x, format), format, "float32", None)
+
+
 @every_format
 def test_what_is_not_finite(format: str) -> None:
     x = torch.ones(4, 256)
     x[1, 200], x[2, 3] = math.inf, math.nan
-    out = dequantize(*quantize(x, format), format, "float32", None)
+    out = decoded(x, format)
     # As large as the format goes, and what it is.
     assert out[1, 200] >= 6 and out[2, 3].isnan()
     # Blocks without either are as ever.
@@ -282,7 +309,7 @@ def test_export_with_a_dynamic_dimension(format: str) -> None:
             return dequantize(*quantize(x, format), format, "float32", x.shape)
 
     # Torch asks of each tensor whether a size is 1: that of the scales must not change between.
-    least = 129 if "128x128" in format else 2
+    least = 129 if "128x" in format else 33 if "32x1" in format else 2
     rows = torch.export.Dim("rows", min=least)
     program = torch.export.export(
         Module(), (numbers(least + 2, 77),), dynamic_shapes={"x": {0: rows}}

@@ -41,6 +41,7 @@ NAMES = [
     "torch._dynamo.allow_in_graph",
     "torch._dynamo.assume_constant_result",
     "torch._dynamo.config.patch",
+    "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.utils._pytree",
 ]
 MODULE_DICTS = [

@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_lm  # noqa: E402
-from lm import checkpoint, data, model, report, training  # noqa: E402
+from lm import checkpoint, data, model, options, report, training  # noqa: E402
 from lm.failure import Failure  # noqa: E402
 from lm.options import parse  # noqa: E402
 
@@ -197,6 +197,18 @@ def test_saved_formats_train_alike_and_keep_less(saved: str, tmp_path: Path) -> 
     assert checkpointed.options.saved == saved
 
 
+@pytest.mark.parametrize("recipe", options.RECIPES)
+def test_recipes_train_alike(recipe: str, tmp_path: Path) -> None:
+    assert list(training.RECIPES) == list(options.RECIPES)
+    size = ["--batch", "4", "--context", "64", "--layers", "2", "--width", "128"]
+    exact, quantized = make_run(*size), make_run(*size, "--recipe", recipe)
+    found, want = steps(quantized, 15), steps(exact, 15)
+    assert found != want
+    assert found[-1] == pytest.approx(want[-1], abs=0.1 if recipe == "nvfp4" else 0.03)
+    train(tmp_path, "--recipe", recipe, "--steps", "2")
+    assert make_run("--resume", str(tmp_path / "checkpoint.pt")).options.recipe == recipe
+
+
 def test_compare_reports_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extra = ["--dtype", "bfloat16", "--dropout", "0.1"]
     steps = str(training.UNTIMED_STEPS + 3)
@@ -262,6 +274,11 @@ def cells(line: str) -> list[str]:
         (["--dtype", "int8"], "--dtype"),
         (["--surplus"], "--surplus"),
         (["--saved", "fp4"], "--saved"),
+        (["--recipe", "fp8"], "--recipe"),
+        (
+            ["--recipe", "mxfp8", "--backend", "torch"],
+            "--recipe must be none with --backend torch, got mxfp8",
+        ),
         (["--saved", "fp8", "--backend", "torch"], "--saved must be exact with --backend torch"),
         (["--compare", "--backend", "torch"], "--backend: not allowed with argument --compare"),
         (["--compare", "--resume", "last.pt"], "--compare must start afresh, got --resume 'last"),

@@ -47,11 +47,15 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(module: torch.nn.Module, inputs: list[Tensor]) -> None:
+def _run(module: torch.nn.Module, inputs: list[Tensor], twice: bool = False) -> None:
     outputs = module(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     wanted = [output for output in outputs if output.requires_grad]
-    torch.autograd.backward(wanted, [torch.randn_like(output) for output in wanted])
+    grads = [torch.randn_like(output) for output in wanted]
+    if twice:
+        torch.autograd.grad(wanted, inputs, grads, create_graph=True)
+    else:
+        torch.autograd.backward(wanted, grads)
 
 
 def _before_product(case: OpCase, dtype: torch.dtype, product: torch.dtype) -> tops.Sequential:
@@ -84,6 +88,11 @@ def _recorded(dtype: torch.dtype) -> dict[str, list[Sample]]:
         for module, inputs in _modules(dtype):
             with recorder:
                 _run(module, inputs)
+        for case in CASES:
+            # Second derivatives call ops that nothing else does.
+            if case.distributed:
+                with recorder:
+                    _run(case.build(dtype), case.inputs(dtype, (ROWS, *case.row)), twice=True)
     return {name: list(rows.values()) for name, rows in recorder.samples.items()}
 
 

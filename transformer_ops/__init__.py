@@ -10,6 +10,7 @@ _load()
 
 from . import library as _library  # noqa: E402
 from . import ops as _ops  # noqa: E402
+from . import quantization, recipe  # noqa: E402
 from .fuser import OperationFuser  # noqa: E402
 from .fusion.pattern import optional  # noqa: E402
 from .fusion.registry import (  # noqa: E402
@@ -28,6 +29,7 @@ from .op import (  # noqa: E402
 )
 from .ops import *  # noqa: E402, F403
 from .plan.plan import Plan  # noqa: E402
+from .quantization import autocast  # noqa: E402
 from .sequential import Sequential  # noqa: E402
 
 _library.register()
@@ -49,11 +51,14 @@ __all__ = [
     "OperationFuser",
     "Plan",
     "Sequential",
+    "autocast",
     "cmake_prefix_path",
     "fusions",
     "load_library",
     "memory",
     "optional",
+    "quantization",
+    "recipe",
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",

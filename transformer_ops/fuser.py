@@ -286,10 +286,10 @@ class OperationFuser:
         return output
 
     def _entry(self, facts: Facts) -> Any:
-        grad, autocast, device, tensors, training = facts
+        grad, autocast, device, tensors, training, recipe = facts
         inputs = tensors[: 1 + self.num_extra_inputs]
         self._traced_dtypes = [found[0] for found in inputs if found is not None]
-        return self._group.plan(grad, autocast, device, list(tensors), list(training))
+        return self._group.plan(grad, autocast, device, list(tensors), list(training), recipe)
 
     def _is_split(self) -> bool:
         """Whether a member has to be called, so that the group falls apart."""

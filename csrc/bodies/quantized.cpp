@@ -164,7 +164,8 @@ Scales e8m0_scales(const Tensor& amax, double largest) {
 
 // The scales of blocks within those of the tensor.
 Scales e4m3_scales(const Tensor& amax, const Tensor& tensor_scale) {
-  const Tensor wanted = amax * (tensor_scale * static_cast<double>(1.0f / 6.0f));
+  // Without the sign that a NaN may have got.
+  const Tensor wanted = (amax * (tensor_scale * static_cast<double>(1.0f / 6.0f))).abs();
   const Tensor byte = encode(Element::E4M3, wanted);
   const Tensor decoded = values_of(Element::E4M3, byte) * tensor_scale.reciprocal();
   return {decoded.reciprocal().clamp_max(static_cast<double>(encoding::kMost)), byte};

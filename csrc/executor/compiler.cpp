@@ -166,10 +166,12 @@ class Compiler {
 
   bool has_only_views() const {
     if (program_.inputs.size() != 1 || program_.outputs.size() != 1) return false;
-    return std::ranges::all_of(program_.forward.lines, [](const Line& line) {
+    const auto is_view = [](const Line& line) {
       const auto* call = std::get_if<Program::Call>(&line.what);
       return call != nullptr && call->name == "aten::reshape";
-    });
+    };
+    return std::ranges::all_of(program_.forward.lines, is_view) &&
+           std::ranges::all_of(program_.backward.lines, is_view);
   }
 
   void compile_step(const Step& step, Numbering& values, Program::Code& code) {

@@ -74,6 +74,10 @@ void refuse_saved_codes(const Program& program, const char* what) {
   TORCH_CHECK_NOT_IMPLEMENTED(format == SavedFormat::Exact, "[Sequential] ", what,
                               " must run with saved=\"exact\", got saved=\"", to_text(format),
                               "\"");
+  const Recipe* const recipe = program.plan.recipe;
+  TORCH_CHECK_NOT_IMPLEMENTED(recipe == nullptr, "[Sequential] ", what,
+                              " must run without a recipe, got the formats ",
+                              recipe == nullptr ? "" : to_text(*recipe));
 }
 
 Tensors run(const SharedProgram& shared, at::TensorList tensors, const SharedHostCall& host) {

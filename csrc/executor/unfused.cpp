@@ -39,7 +39,11 @@ std::vector<TensorMeta> with_absent(const Plan& plan, const std::vector<OpNode>&
 }  // namespace
 
 Plan unfused_plan(const Plan& plan, const std::vector<TensorMeta>& tensors) {
-  PlanKey key{.grad_enabled = true, .policies = {.saved = plan.saved}, .autocast = plan.autocast};
+  PlanKey key{.grad_enabled = true,
+              .decomposed = true,
+              .policies = {.saved = plan.saved},
+              .autocast = plan.autocast,
+              .recipe = plan.recipe};
   std::vector<OpNode> ops;
   Rewritten groups;
   for (int i = 0; i < plan.size(); ++i) {

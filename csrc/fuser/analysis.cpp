@@ -18,8 +18,23 @@ bool Analysis::is_idle(int op) const {
   const OpNode& node = ops_[op];
   if (!node.native) return false;
   const OpDeclaration& row = declaration(node.kind);
+  if (is_quantized(op)) return false;
   if (row.forward_schema.empty() && row.backward_schema.empty()) return true;
   return row.inactive && row.inactive(node.attributes, key_.training[op]);
+}
+
+bool Analysis::is_quantized(int op) const {
+  const OpNode& node = ops_[op];
+  return node.native && transformer_ops::is_quantized(declaration(node.kind), op, key_.recipe);
+}
+
+DType Analysis::operand_dtype(int op) const {
+  DType dtype = compute_dtype(op);
+  const OperandFormats& formats = key_.recipe->of(op);
+  for (const auto* format : {&formats.input, &formats.weight, &formats.grad_output}) {
+    dtype = transformer_ops::operand_dtype(*format, dtype);
+  }
+  return dtype;
 }
 
 void Analysis::number_tensors() {

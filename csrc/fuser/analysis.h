@@ -25,6 +25,11 @@ class Analysis {
   // Does an op only hand its main tensor on, in both passes: a dropout that is off, an Identity?
   bool is_idle(int op) const;
 
+  // Does a recipe have an op take quantized operands, or round its main tensor?
+  bool is_quantized(int op) const;
+  // The dtype of those operands, in which such a product is computed.
+  DType operand_dtype(int op) const;
+
   // Of the main tensor at each boundary.
   const std::vector<DType>& dtypes() const { return dtypes_; }
   // The dtype that an op insists on for its input, or none.

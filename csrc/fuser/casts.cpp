@@ -42,6 +42,14 @@ bool replace_argument(Step& step, const Value& from, const Value& to) {
   return found;
 }
 
+// An operand that quantize.h rounds, from what it is, to the dtype of the product.
+bool is_rounded(const Analysis& analysis, int op, const std::string& name) {
+  if (!analysis.is_quantized(op) || analysis.key().recipe->of(op).format(name).empty())
+    return false;
+  const auto& operands = declaration(analysis.ops()[op].kind).operands;
+  return std::ranges::find(operands, name) != operands.end();
+}
+
 // Of a Linear's step: gamma, beta or bias of another dtype than the product's, too. Backward may
 // read them from slots.
 void cast_parameters(const Analysis& analysis, DType compute, Step& step) {
@@ -52,6 +60,7 @@ void cast_parameters(const Analysis& analysis, DType compute, Step& step) {
     for (size_t k = 0; k < metas.size(); ++k) {
       if (metas[k].is_absent || metas[k].dtype == compute) continue;
       const std::string& name = analysis.ops()[op].parameters[k];
+      if (is_rounded(analysis, op, name)) continue;
       const Value cast{Kind::Temporary, op, name};
       for (const Kind kind : {Kind::Parameter, Kind::Slot}) {
         const Value parameter{kind, op, name};
@@ -82,6 +91,15 @@ DType produced_dtype(const Analysis& analysis, const Step& step) {
   if (step.ops.size() == 1) return produced;
   for (const int op : step.ops) produced = promote_extra_grads(analysis, produced, op);
   return produced;
+}
+
+// Null where the step takes its main tensor as it is.
+const Instruction* find_input_cast(const Step& step) {
+  const auto cast = std::ranges::find_if(step.instructions, [&](const Instruction& instruction) {
+    return instruction.target == kCast &&
+           instruction.arguments[0] == Argument(Value{Kind::Main, step.first()});
+  });
+  return cast == step.instructions.end() ? nullptr : &*cast;
 }
 
 }  // namespace
@@ -116,12 +134,14 @@ void add_backward_casts(const Analysis& analysis, Step& step) {
 }
 
 std::optional<DType> input_cast(const Step& step) {
-  for (const Instruction& instruction : step.instructions) {
-    if (instruction.target != kCast) continue;
-    if (instruction.arguments[0] != Argument(Value{Kind::Main, step.first()})) continue;
-    return parse_dtype(std::get<std::string>(std::get<Attribute>(instruction.arguments[1])));
-  }
-  return std::nullopt;
+  const Instruction* const cast = find_input_cast(step);
+  if (cast == nullptr) return std::nullopt;
+  return parse_dtype(std::get<std::string>(std::get<Attribute>(cast->arguments[1])));
+}
+
+Value taken_input(const Step& step) {
+  const Instruction* const cast = find_input_cast(step);
+  return cast != nullptr ? cast->results[0] : Value{Kind::Main, step.first()};
 }
 
 }  // namespace transformer_ops

@@ -15,5 +15,7 @@ void add_backward_casts(const Analysis& analysis, Step& step);
 
 // The dtype to which a forward step casts its main tensor; none where it takes it as it is.
 std::optional<DType> input_cast(const Step& step);
+// Its main tensor as the ops of a forward step take it.
+Value taken_input(const Step& step);
 
 }  // namespace transformer_ops

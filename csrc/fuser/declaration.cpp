@@ -105,6 +105,10 @@ void add_declaration(OpDeclaration row) {
   check(is_new, "[declaration] op kind must be declared once, got '", kind, "'");
 }
 
+bool is_quantized(const OpDeclaration& row, int op, const Recipe* recipe) {
+  return recipe != nullptr && !row.operands.empty() && !recipe->of(op).is_exact();
+}
+
 int64_t slot_bits(const OpDeclaration& row, const std::string& slot, int64_t width,
                   int64_t element_bits) {
   if (row.has_parameter(slot)) return 0;

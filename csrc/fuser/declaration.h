@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "fuser/attribute.h"
+#include "fuser/recipe.h"
 #include "fuser/schema.h"
 
 namespace transformer_ops {
@@ -47,9 +48,16 @@ struct OpDeclaration {
   // Of a cheap producer: its output again, in backward. It takes the gradient that the reading step
   // is given, so that a compiler neither merges it with forward nor moves it there.
   std::string recompute = {};
-  // Its input may be saved for that, where nothing keeps it: it is smaller than the output.
+  // Where nothing kept leads to its output, forward saves its input, which is smaller.
   bool recompute_adds_input = false;
+  // Forward hands the tensor on; its typed op is what decomposed plans call for the derivative.
+  bool hands_on = false;
   DTypeRule dtype = DTypeRule::Keep;
+  // Of a product y = x W^T: the names of x and W, which a recipe asks to be quantized, as it does
+  // the gradient of y. An op without typed ops that names its input is no product: it rounds its
+  // main tensor, or the gradient, where its attribute `rounds_input`, or `rounds_grad_output`, says
+  // so.
+  std::vector<std::string> operands = {};
   // Does nothing in this mode: planned as a plain hand-over, and patterns pass over it.
   std::function<bool(const Attributes&, bool training)> inactive = {};
   // Width of the last dimension after the op; -1 where it cannot be known.
@@ -81,6 +89,9 @@ bool is_declared(const std::string& kind);
 OpDeclaration checked(OpDeclaration row);
 // Adds the checked row. Throws PlanError for a kind declared twice.
 void add_declaration(OpDeclaration row);
+
+// Does the recipe (or null) have the op take quantized operands, or round its main tensor?
+bool is_quantized(const OpDeclaration& row, int op, const Recipe* recipe);
 
 // Bits a saved slot takes per row of the op's input, `width` elements of `element_bits` each: all
 // of it for an input or output, one an element for a mask, none for a parameter (it is kept

@@ -8,6 +8,7 @@
 #include "fuser/declaration.h"
 #include "fuser/error.h"
 #include "fuser/planner.h"
+#include "fuser/quantize.h"
 #include "fuser/recompute.h"
 
 namespace transformer_ops {
@@ -28,6 +29,7 @@ class Lowering {
   explicit Lowering(const Analysis& analysis)
       : analysis_(analysis), ops_(analysis.ops()), key_(analysis.key()) {
     plan_.autocast = key_.autocast;
+    plan_.recipe = key_.recipe;
     plan_.saved = key_.policies.saved;
     plan_.first_backward = analysis.first_backward();
     list_values();
@@ -37,11 +39,15 @@ class Lowering {
   Plan run(const Rewritten& groups) {
     for (const StepGroup& group : groups.backward) {
       Step& step = plan_.backward.emplace_back(lower_backward(group));
-      if (!step.python) add_backward_casts(analysis_, step);
+      if (step.python) continue;
+      quantize_backward(analysis_, step);
+      add_backward_casts(analysis_, step);
     }
     for (const StepGroup& group : groups.forward) {
       Step& step = plan_.forward.emplace_back(lower_forward(group));
-      if (!step.python) add_forward_casts(analysis_, step);
+      if (step.python) continue;
+      add_forward_casts(analysis_, step);
+      quantize_forward(analysis_, step);
     }
     if (key_.policies.recompute) recompute_cheap_outputs(plan_, dtypes());
     if (!key_.policies.saved.is_exact()) compress_saved(plan_, dtypes());
@@ -307,7 +313,9 @@ class Lowering {
 
   const Schema& forward_schema(const StepGroup& group) const {
     if (group.rule) return group.rule->forward_schema;
-    return is_inactive(group) ? kHandOver : declaration(ops_[group.first].kind).forward_schema;
+    const OpDeclaration& row = declaration(ops_[group.first].kind);
+    const bool hands_on = is_inactive(group) || (row.hands_on && !key_.decomposed);
+    return hands_on ? kHandOver : row.forward_schema;
   }
 
   const Schema& backward_schema(const StepGroup& group) const {

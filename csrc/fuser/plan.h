@@ -9,6 +9,7 @@
 #include "fuser/attribute.h"
 #include "fuser/dtype.h"
 #include "fuser/policies.h"
+#include "fuser/recipe.h"
 
 namespace transformer_ops {
 
@@ -124,6 +125,7 @@ struct Plan {
   std::vector<Value> gradients = {};      // that backward yields: g0, de..., dp...
   int first_backward = 0;                 // ops before it need no gradient
   std::optional<DType> autocast = {};
+  const Recipe* recipe = nullptr;  // one of recipe_of()
   SavedAs saved = {};
   std::vector<Step> forward = {};  // both lists in op order; backward runs from its end
   std::vector<Step> backward = {};

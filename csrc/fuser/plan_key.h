@@ -6,6 +6,7 @@
 
 #include "fuser/dtype.h"
 #include "fuser/policies.h"
+#include "fuser/recipe.h"
 
 namespace transformer_ops {
 
@@ -23,9 +24,11 @@ enum class Device : uint8_t { Cpu, Cuda, Other };
 // Everything outside the op list that may change a plan.
 struct PlanKey {
   bool grad_enabled = false;
+  bool decomposed = false;  // each op by its meaning, for derivatives of any order
   Policies policies = {};
   Device device = Device::Cpu;
   std::optional<DType> autocast = {};
+  const Recipe* recipe = nullptr;        // one of recipe_of()
   std::vector<TensorMeta> tensors = {};  // main input, extra inputs from the caller, parameters
   std::vector<bool> training = {};       // per op; false for one whose plan does not depend on it
 

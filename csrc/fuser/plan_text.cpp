@@ -173,6 +173,10 @@ class Parser {
       return;
     }
     if (head == "saved") return parse_saved_as(words);
+    if (head == "recipe") {
+      plan_.recipe = recipe_of(line.substr(std::string("recipe ").size()));
+      return;
+    }
     check(words.size() == 1 && (head == "first_backward" || head == "autocast"),
           "[plan] a line must begin with a known word, got '", head, "'");
     if (head == "autocast") {
@@ -328,6 +332,7 @@ std::string to_text(const Plan& plan) {
   text += values_line("gradients", plan.gradients);
   text += "first_backward " + std::to_string(plan.first_backward) + "\n";
   if (plan.autocast) text += "autocast " + to_text(*plan.autocast) + "\n";
+  if (plan.recipe != nullptr) text += "recipe " + to_text(*plan.recipe) + "\n";
   text += saved_text(plan.saved);
   for (const Step& step : plan.forward) text += step_text(step, "forward");
   for (const Step& step : plan.backward) text += step_text(step, "backward");

@@ -29,10 +29,6 @@ class Recompute {
     }
     for (Step& step : plan_.forward) {
       std::erase_if(step.saves, [&](const Save& save) { return replaced_.contains(save.slot); });
-      if (added_.contains(step.first())) {
-        const Value slot = input_slot(step.first());
-        step.saves.push_back({slot, Value{Kind::Main, step.first()}});
-      }
     }
   }
 
@@ -53,7 +49,8 @@ class Recompute {
     const PlannedOp& planned = plan_.ops[op];
     const bool inactive =
         row(op).inactive && row(op).inactive(planned.attributes, planned.training);
-    return inactive || !row(op).forward_schema.has_result("output");
+    if (is_quantized(row(op), op, plan_.recipe)) return false;
+    return inactive || row(op).hands_on || !row(op).forward_schema.has_result("output");
   }
 
   int first_same(int boundary) const {
@@ -90,29 +87,35 @@ class Recompute {
   bool can_compute(int boundary) {
     const int op = boundary - 1;
     if (op < 0 || !is_native(op) || row(op).recompute_schema.empty()) return false;
-    const Schema& schema = row(op).recompute_schema;
-    const bool has_slots = std::ranges::all_of(schema.arguments, [&](const auto& field) {
-      if (field.name == "input") return true;
+    return std::ranges::all_of(row(op).recompute_schema.arguments, [&](const auto& field) {
+      if (field.name == "input") return has_input(op);
       const auto& slots = row(op).slots;
       const bool is_slot = std::ranges::find(slots, field.name, &Slot::name) != slots.end();
       return !is_slot || read_.contains({Kind::Slot, op, field.name});
     });
-    return has_slots && (!schema.has_argument("input") || has_input(op) || can_add_input(op));
   }
-
-  // May forward save the input as well, for want of another tensor that gives it?
-  bool can_add_input(int op) const {
-    if (!row(op).recompute_adds_input || casts_[op]) return false;
-    return std::ranges::any_of(
-        plan_.forward, [&](const Step& step) { return step.first() == op && !step.python; });
-  }
-
-  static Value input_slot(int op) { return {Kind::Slot, op, "input"}; }
 
   bool has_input(int op) {
     const State found = state(op);
     if (found == State::Computed) return computed_dtype(op) == input_dtype(op);
-    return found == State::Kept && kept_slot(op) != nullptr;
+    if (found == State::Kept && kept_slot(op) != nullptr) return true;
+    return row(op).recompute_adds_input && step_that_takes(op) != nullptr;
+  }
+
+  // The step of forward whose input is that of `op`; null where that is inside of a step.
+  Step* step_that_takes(int op) {
+    const auto step = std::ranges::find(plan_.forward, op, &Step::first);
+    return step == plan_.forward.end() || step->python ? nullptr : &*step;
+  }
+
+  // Saves the input of `op` for this alone.
+  Value added_slot(int op) {
+    const Value slot{Kind::Slot, op, "input"};
+    Step& step = *step_that_takes(op);
+    if (!std::ranges::count(step.saves, slot, &Save::slot)) {
+      step.saves.push_back({slot, taken_input(step)});
+    }
+    return slot;
   }
 
   // The dtype in which the main tensor at a boundary is computed again.
@@ -121,7 +124,9 @@ class Recompute {
   // A slot that holds the input of `op` as `op` took it; null where there is none.
   const Value* kept_slot(int op) const {
     const Value* found = nullptr;
-    for (const Value& slot : main_slots_.at(first_same(op))) {
+    const auto slots = main_slots_.find(first_same(op));
+    if (slots == main_slots_.end()) return nullptr;
+    for (const Value& slot : slots->second) {
       if (slot.op == op) return &slot;
       if (input_dtype(slot.op) == input_dtype(op)) found = &slot;
     }
@@ -177,12 +182,10 @@ class Recompute {
   Argument argument(int op, const std::string& name, const Step& step,
                     std::vector<Instruction>& code) {
     if (name == "grad_output") return gradient(step);
-    if (name == "input" && has_input(op)) {
-      return state(op) == State::Computed ? compute(op, step, code) : *kept_slot(op);
-    }
     if (name == "input") {
-      added_.insert(op);
-      return input_slot(op);
+      if (state(op) == State::Computed) return compute(op, step, code);
+      const Value* const kept = kept_slot(op);
+      return kept != nullptr ? *kept : added_slot(op);
     }
     const auto& parameters = row(op).parameters;
     if (std::ranges::find(parameters, name) != parameters.end()) {
@@ -203,7 +206,6 @@ class Recompute {
   std::map<int, State> states_;                   // by boundary
   std::set<int> written_;                         // boundaries computed by an earlier step
   std::set<Value> replaced_;
-  std::set<int> added_;  // ops whose input is saved to compute their output again
 };
 
 }  // namespace

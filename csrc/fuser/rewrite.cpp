@@ -4,6 +4,8 @@
 #include <set>
 #include <utility>
 
+#include "fuser/quantize.h"
+
 namespace transformer_ops {
 namespace {
 
@@ -96,7 +98,11 @@ class Rewriter {
                         const bool is_free = !groups[at].rule && !groups[at].python;
                         return is_free && is_one_of(groups[at].first, rule.pattern[entry].kinds);
                       },
-                  .why_not = rule.why_not,
+                  .why_not =
+                      [&](const Match& match) {
+                        const auto reason = quantized_product(match, rule.pass);
+                        return reason || !rule.why_not ? reason : rule.why_not(match);
+                      },
                   .make =
                       [&](int first, int count, const std::vector<int>& places) {
                         return StepGroup{.first = first,
@@ -122,6 +128,8 @@ class Rewriter {
          .fits = [&](size_t entry, size_t at) { return user.fits[entry][at]; },
          .why_not =
              [&](const Match& match) {
+               const auto reason = quantized_product(match, Pass::Joint);
+               if (reason) return reason;
                return user.why_not(match.first(), match.last() - match.first() + 1);
              },
          .make = [&](int first, int count, const auto&) { return user.make(first, count); }},

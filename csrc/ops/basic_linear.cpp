@@ -55,6 +55,7 @@ LinearBackward backward_unfused(const Tensor& grad_output, const Tensor* input,
                     .attributes = {"in_features", "out_features", "accumulate_into_main_grad"},
                     .slots = {{"input", {"weight"}}, {"weight", {"input"}}},
                     .dtype = DTypeRule::Parameter,
+                    .operands = {"input", "weight"},
                     .width =
                         [](const Attributes& attributes, int64_t) {
                           return std::get<int64_t>(attributes.at("out_features"));

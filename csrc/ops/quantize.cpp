@@ -211,6 +211,97 @@ Tensor decode_saved_meaning(const Checks& check, const Tensor&, const Tensor& co
   return dequantize_meaning(check, codes, scale, format, dtype, std::nullopt);
 }
 
+// ---- quantize_dequantize: numbers rounded to those of a format, which an op with plain arguments
+// then takes; in backward behind a gradient, as above
+
+TensorSpecs rounded_shape(const Checks& check, const Tensor& input, std::string_view format,
+                          std::string_view dtype) {
+  check.compute_dtype("input", input);
+  format_of(check, format);
+  TensorSpec spec = like(input);
+  spec.dtype = dtype_of(check, dtype);
+  return {spec};
+}
+
+// Codes and scales of a few rows at a time, which stay in the cache.
+void rounded_cpu(const Checks& check, const Tensor& x, std::string_view format_name,
+                 std::string_view, Tensor& output) {
+  const Format& format = format_of(check, format_name);
+  const FlatRows shape(x.sizes());
+  const auto from = kernel_dtype(x), to = kernel_dtype(output);
+  const auto size = static_cast<int64_t>(x.element_size());
+  const auto output_size = static_cast<int64_t>(output.element_size());
+  float tensor_scale = 1.0f;
+  if (format.per_tensor() || format.has_tensor_scale()) {
+    tensor_scale = encoding::tensor_scale(format, largest_cpu(x));
+  }
+  const auto run = [&](int64_t element, int64_t rows, int64_t h, std::vector<char>& codes,
+                       std::vector<float>& scales) {
+    cpu::quantize(format, from, at(x, element * size), tensor_scale, codes.data(), scales.data(),
+                  rows, h);
+    cpu::dequantize(format, to, codes.data(), scales.data(), 1.0f / tensor_scale,
+                    at(output, element * output_size), rows, h);
+  };
+  if (format.per_tensor()) {
+    constexpr int64_t kPiece = 4096;
+    cpu::parallel(x.numel(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
+      std::vector<char> codes(kPiece);
+      std::vector<float> scales(1);
+      for (int64_t i = begin; i < end; i += kPiece) {
+        run(i, 1, std::min(kPiece, end - i), codes, scales);
+      }
+    });
+    return;
+  }
+  const int64_t rows_at_once = std::max<int64_t>(format.block_rows, 16);
+  for_blocks(format, shape, [&](int64_t first, int64_t rows, int64_t) {
+    std::vector<char> codes(rows_at_once * row_bytes(format, shape.h));
+    // Of at least one byte each.
+    std::vector<float> scales(rows_at_once * shape.h);
+    for (int64_t row = 0; row < rows; row += rows_at_once) {
+      run((first + row) * shape.h, std::min(rows_at_once, rows - row), shape.h, codes, scales);
+    }
+  });
+}
+
+void rounded_cuda(const Checks& check, const Tensor& x, std::string_view format,
+                  std::string_view dtype, Tensor& output) {
+  const Format& row = format_of(check, format);
+  const auto make = [&](const TensorSpec& spec) {
+    return empty(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype, x.device());
+  };
+  Tensor codes = make(codes_spec(row, x.sym_sizes())), scale = make(scale_spec(row, x.sym_sizes()));
+  quantize_cuda(check, x, format, codes, scale);
+  dequantize_cuda(check, codes, scale, format, dtype, std::nullopt, output);
+}
+
+Tensor rounded_meaning(const Checks& check, const Tensor& x, std::string_view format_name,
+                       std::string_view dtype) {
+  const Format& format = format_of(check, format_name);
+  const auto [codes, scale] = quantize_unfused(format, x);
+  return dequantize_unfused(format, codes, scale, x.sym_sizes(), dtype_of(check, dtype));
+}
+
+TensorSpecs rounded_saved_shape(const Checks& check, const Tensor&, const Tensor& input,
+                                std::string_view format, std::string_view dtype) {
+  return rounded_shape(check, input, format, dtype);
+}
+
+void rounded_saved_cpu(const Checks& check, const Tensor&, const Tensor& input,
+                       std::string_view format, std::string_view dtype, Tensor& output) {
+  rounded_cpu(check, input, format, dtype, output);
+}
+
+void rounded_saved_cuda(const Checks& check, const Tensor&, const Tensor& input,
+                        std::string_view format, std::string_view dtype, Tensor& output) {
+  rounded_cuda(check, input, format, dtype, output);
+}
+
+Tensor rounded_saved_meaning(const Checks& check, const Tensor&, const Tensor& input,
+                             std::string_view format, std::string_view dtype) {
+  return rounded_meaning(check, input, format, dtype);
+}
+
 [[maybe_unused]] const bool registered = [] {
   register_typed_op({.schema = "quantize(Tensor input, str format) -> (Tensor codes, Tensor scale)",
                      .shape = quantize_shape,
@@ -233,7 +324,25 @@ Tensor decode_saved_meaning(const Checks& check, const Tensor&, const Tensor& co
                      .unfused = decode_saved_meaning,
                      .reads_first = false,
                      .differentiable = false});
-  return true;
+  register_typed_op({.schema = "quantize_dequantize(Tensor input, str format, str dtype) -> "
+                               "Tensor output",
+                     .shape = rounded_shape,
+                     .cpu = rounded_cpu,
+                     .cuda = rounded_cuda,
+                     .unfused = rounded_meaning,
+                     .differentiable = false});
+  register_typed_op({.schema = "quantize_dequantize_saved(Tensor grad_output, Tensor input, "
+                               "str format, str dtype) -> Tensor output",
+                     .shape = rounded_saved_shape,
+                     .cpu = rounded_saved_cpu,
+                     .cuda = rounded_saved_cuda,
+                     .unfused = rounded_saved_meaning,
+                     .reads_first = false,
+                     .differentiable = false});
+  return register_op({.declaration = {.kind = "Quantize",
+                                      .summary = "x rounded to the formats of a recipe",
+                                      .attributes = {"rounds_input", "rounds_grad_output"},
+                                      .operands = {"input"}}});
 }();
 
 }  // namespace

@@ -44,6 +44,17 @@ void take_names(const OpDeclaration& row, OpNode& op) {
   op.extra_outputs = row.extra_outputs;
 }
 
+// Python's object whose `key` names the recipe of the calling thread, or is None.
+PyObject* recipe_state = nullptr;
+
+const Recipe* current_recipe() {
+  if (recipe_state == nullptr) return nullptr;
+  static PyObject* const name = PyUnicode_InternFromString("key");
+  const auto key = py::reinterpret_steal<py::object>(PyObject_GetAttr(recipe_state, name));
+  if (!key) throw py::error_already_set();
+  return key.is_none() ? nullptr : recipe_of(key.cast<std::string>());
+}
+
 OpNode node_from(const py::handle& row) {
   const auto tuple = py::cast<py::tuple>(row);
   OpNode op{.kind = tuple[0].cast<std::string>()};
@@ -269,7 +280,7 @@ py::list Group::last_inputs() const {
 
 void Group::write_key(const Tensors& tensors) {
   for (const int op : pipeline_.ask_training()) training_[op] = is_training(modules_[op]);
-  pipeline_.write_key(tensors, training_, scratch_key_);
+  pipeline_.write_key(tensors, training_, current_recipe(), scratch_key_);
 }
 
 // ---- planning
@@ -284,10 +295,17 @@ SharedPlan Group::begin(std::vector<OpNode>& ops) {
   return entry;
 }
 
+const Recipe* Group::resolve(CachedPlan& plan, const Recipe& recipe) {
+  const auto text = entry_of(plan).session.attr("resolve")(recipe.custom).cast<std::string>();
+  return recipe_of(text);
+}
+
 std::vector<StepGroup> Group::rewrite(CachedPlan& plan, const Fusion& fusion,
                                       const std::vector<StepGroup>& groups) {
-  const py::list answer = entry_of(plan).session.attr("rewrite")(fusion.id, to_text(fusion.pass),
-                                                                 rewrite_groups_to_python(groups));
+  const Recipe* const recipe = plan.key.recipe;
+  const py::object key = recipe == nullptr ? py::none() : py::object(py::str(to_text(*recipe)));
+  const py::list answer = entry_of(plan).session.attr("rewrite")(
+      fusion.id, to_text(fusion.pass), rewrite_groups_to_python(groups), key);
   return rewrite_groups_from_python(answer, groups);
 }
 
@@ -325,14 +343,16 @@ void Group::plan_into_last(const PlanKey& key) {
 std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> autocast,
                                        const std::string& device,
                                        const std::vector<TensorFacts>& tensors,
-                                       const std::vector<bool>& training) {
+                                       const std::vector<bool>& training,
+                                       const std::optional<std::string>& recipe) {
   std::vector<TensorMeta> metas;
   for (const TensorFacts& tensor : tensors) {
     metas.push_back(tensor ? TensorMeta{to_dtype(tensor->first), tensor->second}
                            : TensorMeta{.is_absent = true});
   }
   const auto type = c10::Device(device).type();
-  plan_into_last(pipeline_.key(grad, type, autocast, std::move(metas), training));
+  const Recipe* const found = recipe ? recipe_of(*recipe) : nullptr;
+  plan_into_last(pipeline_.key(grad, type, autocast, std::move(metas), training, found));
   last_inputs_.clear();
   return last_;
 }
@@ -491,6 +511,8 @@ void bind_group(py::module_& module) {
       .def_property_readonly("last_inputs", &Group::last_inputs)
       .def_property_readonly("cached_plans",
                              [](Group& group) { return group.pipeline().plans().size(); });
+  module.def("set_recipe_state",
+             [](const py::object& state) { Py_XSETREF(recipe_state, state.inc_ref().ptr()); });
   module.def("parse_plan", torch::wrap_pybind_function([](const std::string& text) {
                const Plan plan = parse_plan(text);
                check_calls(plan);

@@ -64,7 +64,8 @@ class Group : private PlanHost {
   std::shared_ptr<PlanEntry> plan(bool grad, std::optional<at::ScalarType> autocast,
                                   const std::string& device,
                                   const std::vector<TensorFacts>& tensors,
-                                  const std::vector<bool>& training);
+                                  const std::vector<bool>& training,
+                                  const std::optional<std::string>& recipe);
 
   std::shared_ptr<PlanEntry> last() const { return last_; }
   // The main input and the extra inputs, if the last plan was made for a call() that ran here.
@@ -80,6 +81,7 @@ class Group : private PlanHost {
 
  private:
   SharedPlan begin(std::vector<OpNode>& ops) override;
+  const Recipe* resolve(CachedPlan& plan, const Recipe& recipe) override;
   std::vector<StepGroup> rewrite(CachedPlan& plan, const Fusion& fusion,
                                  const std::vector<StepGroup>& groups) override;
   UserMatcher match(CachedPlan& plan, const Fusion& fusion,

@@ -101,6 +101,7 @@ py::dict plan_to_python(const Plan& plan) {
   data["routes"] = routes;
   data["first_backward"] = plan.first_backward;
   data["autocast"] = dtype_to_python(plan.autocast);
+  data["recipe"] = plan.recipe == nullptr ? py::none() : py::object(py::str(to_text(*plan.recipe)));
   data["saved"] = to_text(plan.saved.format);
   data["forward"] = forward;
   data["backward"] = backward;

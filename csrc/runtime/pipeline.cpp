@@ -73,12 +73,13 @@ void Pipeline::note_optional(const OpNode& op) {
 // ---- keys and plans
 
 void Pipeline::write_key(at::TensorList tensors, const std::vector<bool>& training,
-                         PlanKey& key) const {
+                         const Recipe* recipe, PlanKey& key) const {
   const auto device = tensors[0].device().type();
   key.grad_enabled = at::GradMode::is_enabled();
   key.policies = policies_;
   key.device = to_device(device);
   key.autocast = autocast_dtype(device);
+  key.recipe = recipe;
   key.tensors.clear();
   for (const at::Tensor& tensor : tensors) {
     if (!tensor.defined()) {
@@ -93,10 +94,11 @@ void Pipeline::write_key(at::TensorList tensors, const std::vector<bool>& traini
 
 PlanKey Pipeline::key(bool grad_enabled, c10::DeviceType device,
                       std::optional<at::ScalarType> autocast, std::vector<TensorMeta> tensors,
-                      const std::vector<bool>& training) const {
+                      const std::vector<bool>& training, const Recipe* recipe) const {
   PlanKey key{.grad_enabled = grad_enabled,
               .policies = policies_,
               .device = to_device(device),
+              .recipe = recipe,
               .tensors = std::move(tensors)};
   if (autocast) key.autocast = to_dtype(*autocast);
   for (TensorMeta& tensor : key.tensors) tensor.requires_grad &= grad_enabled;
@@ -149,6 +151,7 @@ SharedPlan Pipeline::make(const PlanKey& key) const {
   const int64_t version = registry_version(), generation = generation_;
   std::vector<OpNode> ops = ops_;
   const SharedPlan made = host_ ? host_->begin(ops) : std::make_shared<CachedPlan>();
+  made->key = key;
   UserRewrite rewrite;
   UserPattern match;
   if (host_) {
@@ -159,14 +162,17 @@ SharedPlan Pipeline::make(const PlanKey& key) const {
       return host_->match(*made, fusion, groups);
     };
   }
+  PlanKey resolved = key;
+  if (host_ && key.recipe && key.recipe->custom >= 0) {
+    resolved.recipe = host_->resolve(*made, *key.recipe);
+  }
   try {
-    Planned planned = make_plan(ops, key, rewrite, match);
+    Planned planned = make_plan(ops, resolved, rewrite, match);
     made->plan = std::move(planned.plan);
     made->near_misses = std::move(planned.near_misses);
   } catch (const PlanError& error) {
     TORCH_CHECK(false, error.what());
   }
-  made->key = key;
   made->version = version;
   made->generation = generation;
   made->program = share(compile(made->plan));
@@ -200,7 +206,7 @@ std::vector<at::Tensor> Pipeline::operator()(const at::Tensor& input, at::Tensor
   TORCH_CHECK(input.defined(), "[Pipeline] input must be a tensor, got an undefined one");
   SharedPlan last;  // the one before dies without the lock
   PlanKey key;
-  write_key(tensors, std::vector<bool>(ops_.size(), is_training_), key);
+  write_key(tensors, std::vector<bool>(ops_.size(), is_training_), recipe_, key);
   const SharedPlan found = plan(key);
   last = found;
   {
@@ -216,6 +222,11 @@ void Pipeline::drop_absent(std::vector<at::Tensor>& tensors) const {
 }
 
 void Pipeline::train(bool on) { is_training_ = on; }
+void Pipeline::set_recipe(const Recipe* recipe) {
+  TORCH_CHECK(recipe == nullptr || recipe->custom < 0,
+              "[Pipeline] recipe must name its formats, got ", to_text(*recipe));
+  recipe_ = recipe;
+}
 
 std::vector<std::string> Pipeline::parameter_names() const {
   std::vector<std::string> names;

@@ -34,6 +34,8 @@ class PlanHost {
 
   // Begins one planning call: the plan to fill, and the attributes that the ops have now.
   virtual SharedPlan begin(std::vector<OpNode>& ops) = 0;
+  // Of a recipe that is its own: the same with the formats of each op.
+  virtual const Recipe* resolve(CachedPlan& plan, const Recipe& recipe) = 0;
   // Calls a user's function.
   virtual std::vector<StepGroup> rewrite(CachedPlan& plan, const Fusion& fusion,
                                          const std::vector<StepGroup>& groups) = 0;
@@ -61,10 +63,12 @@ class Pipeline {
   // tensors: the main input, the caller's extra inputs, the parameters of each op, undefined where
   // an optional one is None; training: of each op. Gradients, device and autocast are those of the
   // calling thread.
-  void write_key(at::TensorList tensors, const std::vector<bool>& training, PlanKey& key) const;
+  void write_key(at::TensorList tensors, const std::vector<bool>& training, const Recipe* recipe,
+                 PlanKey& key) const;
   // The key for a call that another thread, or a compiled graph, will make.
   PlanKey key(bool grad_enabled, c10::DeviceType device, std::optional<at::ScalarType> autocast,
-              std::vector<TensorMeta> tensors, const std::vector<bool>& training) const;
+              std::vector<TensorMeta> tensors, const std::vector<bool>& training,
+              const Recipe* recipe) const;
   // Throws c10::Error where the ops cannot be planned.
   SharedPlan plan(const PlanKey& key);
   bool is_current(const CachedPlan& plan) const;
@@ -82,6 +86,9 @@ class Pipeline {
   std::vector<at::Tensor> operator()(const at::Tensor& input, at::TensorList parameters,
                                      at::TensorList extra_inputs = {});
   void train(bool on = true);
+  // Of the calls from now on; null for none. See recipe_of(). Throws c10::Error for one of a host
+  // language.
+  void set_recipe(const Recipe* recipe);
   // "op.name" of each parameter, in the order of the call.
   std::vector<std::string> parameter_names() const;
   // The plan of the last call. Throws c10::Error before any.
@@ -108,6 +115,7 @@ class Pipeline {
   std::vector<SharedPlan> plans_;  // the one asked for last comes last
   SharedPlan last_;
   std::atomic<bool> is_training_ = true;
+  std::atomic<const Recipe*> recipe_ = nullptr;
 };
 
 }  // namespace transformer_ops

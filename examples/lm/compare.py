@@ -26,8 +26,10 @@ class Comparison:
         self.seconds: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
         self._random: dict[str, list[torch.Tensor]] = {}
         for backend in BACKENDS:
-            saved = options.saved if backend == OURS else "exact"
-            self.runs[backend] = Run(replace(options, backend=backend, saved=saved))
+            own = replace(options, backend=backend)
+            if backend == PLAIN:
+                own = replace(own, saved="exact", recipe="none")
+            self.runs[backend] = Run(own)
             self._random[backend] = self._random_state()
 
     @property

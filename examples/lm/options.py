@@ -12,6 +12,7 @@ from .failure import Failure
 
 # A checkpoint fits only the run that has these in common with it.
 FIXED = ("layers", "width", "context", "seed", "batch", "experts", "top_k")
+RECIPES = ("mxfp8", "float8-current", "float8-block", "nvfp4")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Options:
     seed: int
     out: str
     saved: str = "exact"
+    recipe: str = "none"
     experts: int = 0
     top_k: int = 2
     checkpoint_every: int = 200
@@ -86,6 +88,8 @@ def parse(arguments: list[str]) -> tuple[Options, dict[str, Any] | None]:
 def _checked(options: Options) -> Options:
     if options.saved != "exact" and options.backend == "torch":
         raise Failure(f"--saved must be exact with --backend torch, got {options.saved}")
+    if options.recipe != "none" and options.backend == "torch":
+        raise Failure(f"--recipe must be none with --backend torch, got {options.recipe}")
     if options.experts and options.top_k > options.experts:
         raise Failure(f"--top-k must be at most --experts, {options.experts}, got {options.top_k}")
     return options
@@ -121,6 +125,8 @@ def _make_parser() -> argparse.ArgumentParser:
         help="train through torch.compile(fullgraph=True)")  # fmt: skip
     add("--saved", choices=("exact", "fp8", "int8"), default="exact",
         help="how blocks keep what backward reads; with --backend tops")  # fmt: skip
+    add("--recipe", choices=("none", *RECIPES), default="none",
+        help="formats in which products take their operands; with --backend tops")  # fmt: skip
     add("--experts", type=_size, default=0,
         help="a mixture of so many experts in place of each block's MLP")  # fmt: skip
     add("--top-k", type=_size, default=2, help="experts of a byte")

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import transformer_ops as tops
+from transformer_ops import recipe as recipes
+
 from . import checkpoint
 from .data import Batches, Corpus, read_text
 from .failure import Failure, reason
@@ -26,6 +29,12 @@ LN2 = math.log(2)
 WARMUP = 50
 # The first steps pay for compilation and for memory that is touched for the first time.
 UNTIMED_STEPS = 3
+RECIPES: dict[str, recipes.Recipe] = {
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "float8-current": recipes.Float8CurrentScaling(),
+    "float8-block": recipes.Float8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+}
 
 
 class Run:
@@ -141,11 +150,16 @@ class Run:
         with self.autocast():
             return self.trained(inputs.to(self.device), targets.to(self.device))
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Products in bfloat16 where asked for."""
-        if self.options.dtype == "float32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Products in bfloat16, or of quantized operands, where asked for."""
+        options = self.options
+        is_low = options.dtype == "bfloat16"
+        with (
+            torch.autocast(self.device.type, torch.bfloat16, enabled=is_low),
+            tops.autocast(options.recipe != "none", RECIPES.get(options.recipe)),
+        ):
+            yield
 
     @torch.no_grad()
     def validate(self) -> float:

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import torch
+from process_groups import group_of_zeros
 from torch import Tensor
 
 from transformer_ops import _C
@@ -37,6 +38,8 @@ def overload(name: str) -> Any:
 class Sampler:
     """Draws one set of valid arguments."""
 
+    ranks = 2  # of a collective
+
     def __init__(self, random: Random, name: str) -> None:
         self.random, self.name = random, name
         self.base = name.removesuffix("_into").removeprefix("recompute_")
@@ -53,6 +56,10 @@ class Sampler:
         # Of one element with a small eps, a gradient is the rounding of what cancels.
         self.eps = random.choice((1e-2, 0.1))
         self.p = random.choice((0.0, 0.25, 1.0))
+
+    def is_collective(self) -> bool:
+        fields = overload(self.name)._schema.arguments
+        return any(field.name == "group_size" for field in fields)
 
     def size(self) -> int:
         large = self.random.random() < 0.05
@@ -72,6 +79,10 @@ class Sampler:
         if "l2_normalization" in self.base:
             self.row_dims = 1
         self.interleave = 0
+        if self.is_collective() and self.lead:
+            self.lead[0] *= self.ranks
+        elif self.is_collective():
+            self.width *= self.ranks
         if self.glu not in GLUS and "glu" not in self.base:
             return
         if self.glu not in GLUS:
@@ -108,6 +119,10 @@ class Sampler:
         return self.values[name]
 
     def constant(self, name: str, kind: str) -> Any:
+        if name == "group":
+            return group_of_zeros(self.ranks).group_name
+        if name == "group_size":
+            return self.ranks
         if kind == "str":
             return self.glu if name == "glu" else self.activation
         if kind == "bool":

@@ -12,14 +12,15 @@ from .. import _C, peers
 from ..fusion import registry
 from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
+from ..quantization.region import STATE as RECIPE_STATE
 from ..runtime.layout import Segment
 from ..runtime.main_grad import buffer_of, is_marked
 from .graph import accumulating, number_of, plain_state, read, run_in_graph, state_places
 
 # Of a tensor: (dtype, requires_grad); None for one that is None.
 TensorFacts = tuple[torch.dtype, bool] | None
-# (grad enabled, autocast dtype, device type, tensors, training flags)
-Facts = tuple[bool, torch.dtype | None, str, tuple[TensorFacts, ...], tuple[bool, ...]]
+# (grad enabled, autocast dtype, device type, tensors, training flags, formats of a recipe)
+Facts = tuple[bool, torch.dtype | None, str, tuple[TensorFacts, ...], tuple[bool, ...], str | None]
 # Each name on the way from a global to an object is a guard of a compiled graph.
 _run_plan = torch.ops.transformer_ops.run_plan
 
@@ -66,7 +67,7 @@ def traced_call(
     dtypes = tuple(
         None if tensor is None else (tensor.dtype, tensor.requires_grad) for tensor in tensors
     )
-    facts = (is_grad_enabled(), autocast, device, dtypes, training)
+    facts = (is_grad_enabled(), autocast, device, dtypes, training, RECIPE_STATE.key)
     text = _native_plan(number, registry.VERSION, facts)
     extra = [tensor for tensor in extra_inputs if tensor is not None]
     given = [tensor for tensor in parameters if tensor is not None]

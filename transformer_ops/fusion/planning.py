@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from .. import _C
+from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import DTYPES
 from ..op.fused import FusedOperation
@@ -43,13 +45,26 @@ class PlanningSession:
         """The constructor state of every op as it is now."""
         return [op._attributes() for op in self.basic_ops]
 
-    def rewrite(self, fusion: int, pass_name: str, groups: list[Group]) -> list[Answer]:
+    def resolve(self, recipe: int) -> str:
+        """The formats that a `CustomRecipe` has for each op, as the text of a recipe."""
+        custom = numbered.find(recipe)
+        rows = ["exact, exact, exact"]
+        for number, op in enumerate(self.basic_ops):
+            operands = [] if op.is_python else _C.declaration(op._kind)["operands"]
+            if operands:
+                module_type = "linear" if "weight" in operands else "quantize"
+                rows.append(f"{number}: {custom.formats_of(module_type, op)}")
+        return "; ".join(rows)
+
+    def rewrite(
+        self, fusion: int, pass_name: str, groups: list[Group], recipe: str | None
+    ) -> list[Answer]:
         """Run a user's function in one pass; RuntimeError where its answer does not fit."""
         handle = registry.handle_of(fusion)
         if handle is None:
             return [(-1, index, None, "") for index in range(len(groups))]
         given = [self._module_of(group) for group in groups]
-        returned = _call(handle, f"{pass_name} fusion", given, handle, recipe=None)
+        returned = _call(handle, f"{pass_name} fusion", given, handle, recipe=recipe)
         if not isinstance(returned, list | tuple):
             raise RuntimeError(
                 f"[{handle.name}] a {pass_name} fusion must return a list of ops, got "

@@ -61,8 +61,8 @@ class HeldMixin:
             # repr() tells -0.0 from 0.0 and True from 1.
             native = [repr(op._attributes()) for op in self.basic_ops if not op.is_python]
             return native + [repr(op._own_values()) for op in self.basic_ops if op._is_watched]
-        except AttributeError:
-            return None  # one was deleted, which the next call says
+        except (AttributeError, RuntimeError):
+            return None  # one was deleted or is unknown now, which the next call says
 
     def _watch(self) -> None:
         """From now on plans depend on what the user keeps as attributes of the op."""

@@ -7,6 +7,9 @@ from .activation import SiLU as SiLU
 from .add_extra_input import AddExtraInput as AddExtraInput
 from .basic_linear import BasicLinear as BasicLinear
 from .bias import Bias as Bias
+from .collective import AllGather as AllGather
+from .collective import AllReduce as AllReduce
+from .collective import ReduceScatter as ReduceScatter
 from .constant_scale import ConstantScale as ConstantScale
 from .dispatch import Combine as Combine
 from .dispatch import Dispatch as Dispatch
@@ -26,6 +29,7 @@ from .linear import Linear as Linear
 from .make_extra_output import MakeExtraOutput as MakeExtraOutput
 from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm
+from .quantize import Quantize as Quantize
 from .reshape import Reshape as Reshape
 from .router import Router as Router
 from .scaled_activation import ScaledClampedQGeGLU as ScaledClampedQGeGLU
@@ -42,6 +46,9 @@ __all__ = [
     "AddExtraInput",
     "BasicLinear",
     "Bias",
+    "AllGather",
+    "AllReduce",
+    "ReduceScatter",
     "ConstantScale",
     "Combine",
     "Dispatch",
@@ -61,6 +68,7 @@ __all__ = [
     "MakeExtraOutput",
     "LayerNorm",
     "RMSNorm",
+    "Quantize",
     "Reshape",
     "Router",
     "ScaledClampedQGeGLU",

@@ -10,14 +10,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..op.base import BasicOperation, Check
+from ..op.base import Attribute, BasicOperation, Check
 from ..op.checks import check_bool, check_size
 from ..op.parameters import new_parameter
+from ..op.tensor_parallel import SplitProductMixin
+from .collective import collectives_around
 
 __all__ = ["BasicLinear"]
 
 
-class BasicLinear(BasicOperation, kind="BasicLinear"):
+class BasicLinear(BasicOperation, SplitProductMixin, kind="BasicLinear"):
     """`x @ weight.T`.
 
     `x[..., in_features]`, `weight[out_features, in_features]` → `[..., out_features]` in the
@@ -30,7 +32,21 @@ class BasicLinear(BasicOperation, kind="BasicLinear"):
     `rng_state_tracker_function` returns an object whose `fork()` is a context manager around the
     initialization of the weight.
 
-    ValueError for sizes below 1, a flag that is no bool, or a tracker that cannot be called.
+    In a `tensor_parallel_group` (a ProcessGroup, a 1-dimensional DeviceMesh, or None for all ranks;
+    one rank alone splits nothing) the weight of each rank is a shard:
+
+        "column"  weight[out_features / ranks, in_features]: x is the same on all ranks, and each
+                  has its columns of the output. With `sequence_parallel` each rank has its share of
+                  the rows of x, which are gathered.
+        "row"     weight[out_features, in_features / ranks]: each rank has its columns of x, and all
+                  have the sum, or with `sequence_parallel` their share of its rows.
+
+    It is then planned with a collective before or after it (Shoeybi et al. 2019; Korthikanti et al.
+    2022). What backward needs of gathered rows is gathered again.
+
+    ValueError for sizes below 1, a flag that is no bool, a tracker that cannot be called; a mode
+    without a group, a group or `sequence_parallel` without a mode, features that the ranks do not
+    divide.
     """
 
     _fixed_once_captured: ClassVar[tuple[str, ...]] = ("accumulate_into_main_grad",)
@@ -54,6 +70,9 @@ class BasicLinear(BasicOperation, kind="BasicLinear"):
         dtype: torch.dtype | None = None,
         accumulate_into_main_grad: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         op = type(self).__name__
@@ -61,12 +80,34 @@ class BasicLinear(BasicOperation, kind="BasicLinear"):
         self.out_features = out_features
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self._rng_state_tracker_function = check_rng_tracker(op, rng_state_tracker_function)
-        self.weight = new_parameter(op, (self.out_features, self.in_features), device, dtype)
+        self._split(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+        shape = (self.local_out_features, self.local_in_features)
+        self.weight = new_parameter(op, shape, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw `weight` anew, inside the tracker's `fork()` where there is one."""
-        init_weight(self.weight, self._rng_state_tracker_function)
+        init_weight(self.weight, self._rng_state_tracker_function, self.in_features)
+
+    @property
+    def basic_ops(self) -> list[BasicOperation]:
+        """Itself, between its collectives where it is split."""
+        if self.tensor_parallel_mode is None:
+            return [self]
+        known = self.__dict__.get("_parts")
+        key = (self.tensor_parallel_mode, self.sequence_parallel)
+        # A copy of the module brings the parts of the original along.
+        if known is None or known[0] != key or self not in known[1]:
+            before, after = collectives_around(self)
+            known = self.__dict__["_parts"] = (key, [*before, self, *after])
+        return list(known[1])
+
+    def _attributes(self) -> dict[str, Attribute]:
+        local = {"in_features": self.local_in_features, "out_features": self.local_out_features}
+        return {**super()._attributes(), **local}
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + self._tensor_parallel_repr()
 
 
 def check_rng_tracker(op: str, tracker: Callable[[], Any] | None) -> Callable[[], Any] | None:
@@ -78,7 +119,10 @@ def check_rng_tracker(op: str, tracker: Callable[[], Any] | None) -> Callable[[]
     return tracker
 
 
-def init_weight(weight: Tensor, tracker: Callable[[], Any] | None) -> None:
-    """Kaiming-uniform with a = sqrt(5), as `torch.nn.Linear`."""
+def init_weight(weight: Tensor, tracker: Callable[[], Any] | None, in_features: int) -> None:
+    """Kaiming-uniform with a = sqrt(5), as `torch.nn.Linear`; a shard as a part of the whole."""
     with contextlib.nullcontext() if tracker is None else tracker().fork():
         nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        if weight.shape[1] != in_features:
+            with torch.no_grad():
+                weight.mul_(math.sqrt(weight.shape[1] / in_features))

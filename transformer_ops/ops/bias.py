@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..op.base import BasicOperation, Check
-from ..op.checks import check_size
+from ..op.base import Attribute, BasicOperation, Check
+from ..op.checks import check_bool, check_size
 from ..op.parameters import new_parameter
+from ..op.tensor_parallel import TensorParallelMixin, shard_size
 
 __all__ = ["Bias"]
 
 
-class Bias(BasicOperation, kind="Bias"):
+class Bias(BasicOperation, TensorParallelMixin, kind="Bias"):
     """`x + bias` over the last dimension.
 
     `x[..., size]`, `bias[size]` (zeros at start) → `[..., size]` in the input's dtype. The
-    gradient of `bias` is the sum over the leading dimensions. ValueError unless `size` >= 1.
+    gradient of `bias` is the sum over the leading dimensions.
+
+    With `tensor_parallel` each rank of `tensor_parallel_group` (None: all ranks) has its share of
+    the columns of x, and of the bias: `bias[size / ranks]`.
+
+    ValueError unless `size` >= 1; for a flag that is no bool, a group without it, ranks that do not
+    divide `size`.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"size": check_size}
@@ -33,12 +40,30 @@ class Bias(BasicOperation, kind="Bias"):
         *,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any = None,
     ) -> None:
         super().__init__()
+        op = type(self).__name__
         self.size = size
-        self.bias = new_parameter(type(self).__name__, (self.size,), device, dtype)
+        if check_bool(op, "tensor_parallel", tensor_parallel):
+            self._take_group(tensor_parallel_group)
+        elif tensor_parallel_group is not None:
+            raise ValueError(
+                f"[{op}] tensor_parallel_group must come with tensor_parallel=True, "
+                f"got {tensor_parallel_group!r} alone"
+            )
+        self.bias = new_parameter(op, (self.local_size,), device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set `bias` to zeros."""
         nn.init.zeros_(self.bias)
+
+    @property
+    def local_size(self) -> int:
+        """Elements of the bias on this rank."""
+        return shard_size(type(self).__name__, "size", self.size, self.tensor_parallel_size)
+
+    def _attributes(self) -> dict[str, Attribute]:
+        return {**super()._attributes(), "size": self.local_size}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,8 +12,11 @@ from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import check_bool
 from ..op.parameters import new_parameter
 from ..op.state_dict import drop_if_empty
+from ..op.tensor_parallel import SplitProductMixin
+from ..op.view import View
 from .basic_linear import BasicLinear, check_rng_tracker, init_weight
 from .bias import Bias
+from .collective import collectives_around
 
 __all__ = ["Linear"]
 
@@ -22,42 +25,7 @@ _REFERENCE_KEYS = {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
 _REFERENCE_EMPTY = ("basic_ops.0._extra_state", "basic_ops.1._extra_state")
 
 
-class _View(BasicOperation):
-    """A basic op without state: everything is looked up on the Linear, when it is needed."""
-
-    def __init__(self, owner: Linear) -> None:
-        BasicOperation.__init__(self)
-        # Past nn.Module, which would register the owner as a submodule of its own part.
-        self.__dict__["_owner"] = owner
-
-    @property
-    def _parameter_owner(self) -> nn.Module:
-        owner: nn.Module = self.__dict__["_owner"]
-        return owner
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        owner = self._parameter_owner
-        for name in self._parameter_names:
-            yield prefix + ("." if prefix else "") + name, getattr(owner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._parameter_names:
-            setattr(self._parameter_owner, name, value)
-        elif name == "forward":
-            raise AttributeError(
-                f"[{self._kind}] forward must be set on the Linear, which nobody calls in parts, "
-                f"got {value!r}"
-            )
-        else:
-            super().__setattr__(name, value)
-
-    def _get_name(self) -> str:
-        return str(self._kind)
-
-
-class _WeightView(_View, BasicLinear):
+class _WeightView(View, BasicLinear):
     """The product of a Linear."""
 
     @property
@@ -66,11 +34,11 @@ class _WeightView(_View, BasicLinear):
 
     @property
     def in_features(self) -> int:  # type: ignore[override]
-        return self._parameter_owner.in_features  # type: ignore[return-value]
+        return self._parameter_owner.local_in_features  # type: ignore[return-value]
 
     @property
     def out_features(self) -> int:  # type: ignore[override]
-        return self._parameter_owner.out_features  # type: ignore[return-value]
+        return self._parameter_owner.local_out_features  # type: ignore[return-value]
 
     @property
     def accumulate_into_main_grad(self) -> bool:  # type: ignore[override]
@@ -81,7 +49,7 @@ class _WeightView(_View, BasicLinear):
         return self._parameter_owner._rng_state_tracker_function  # type: ignore[return-value]
 
 
-class _BiasView(_View, Bias):
+class _BiasView(View, Bias):
     """The bias of a Linear."""
 
     @property
@@ -90,10 +58,20 @@ class _BiasView(_View, Bias):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        return self._parameter_owner.out_features  # type: ignore[return-value]
+        return self._parameter_owner.local_out_features  # type: ignore[return-value]
 
 
-class Linear(FusibleOperation):
+class _Views(NamedTuple):
+    """The basic ops of a Linear, by what they were made for."""
+
+    key: tuple[str | None, bool]
+    before: list[BasicOperation]
+    product: _WeightView
+    bias: _BiasView
+    after: list[BasicOperation]
+
+
+class Linear(FusibleOperation, SplitProductMixin):
     """`x @ weight.T + bias`, planned as BasicLinear and Bias.
 
     `x[..., in_features]`, `weight[out_features, in_features]`, `bias[out_features]` (absent with
@@ -101,6 +79,9 @@ class Linear(FusibleOperation):
     `torch.nn.Linear`; the reference's keys (`basic_ops.0.weight`, `basic_ops.1.bias`) load too.
     The weight starts kaiming-uniform with a = sqrt(5), the bias at zero. Arguments and errors are
     those of `BasicLinear`.
+
+    Where it is split by "column", so is the bias. By "row", each rank has a whole bias, and the sum
+    over the ranks contains all of them, as in the reference.
     """
 
     weight: nn.Parameter
@@ -119,6 +100,9 @@ class Linear(FusibleOperation):
         dtype: torch.dtype | None = None,
         accumulate_into_main_grad: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         op = type(self).__name__
@@ -127,33 +111,40 @@ class Linear(FusibleOperation):
         check_bool(op, "bias", bias)
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self._rng_state_tracker_function = check_rng_tracker(op, rng_state_tracker_function)
-        self.weight = new_parameter(op, (self.out_features, self.in_features), device, dtype)
+        self._split(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+        sizes = (self.local_out_features, self.local_in_features)
+        self.weight = new_parameter(op, sizes, device, dtype)
         self.register_parameter(
-            "bias", new_parameter(op, (self.out_features,), device, dtype) if bias else None
+            "bias", new_parameter(op, sizes[:1], device, dtype) if bias else None
         )
         self._make_views()
         self.reset_parameters()
 
-    def _make_views(self) -> tuple[BasicOperation, BasicOperation]:
-        views = (_WeightView(self), _BiasView(self))
+    def _make_views(self) -> _Views:
+        key = (self.tensor_parallel_mode, self.sequence_parallel)
+        before, after = collectives_around(self)
+        views = _Views(key, before, _WeightView(self), _BiasView(self), after)
         self.__dict__["_views"] = views
         return views
 
     def reset_parameters(self) -> None:
         """Draw `weight` anew and set `bias` to zeros."""
-        init_weight(self.weight, self._rng_state_tracker_function)
+        init_weight(self.weight, self._rng_state_tracker_function, self.in_features)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     @property
     def basic_ops(self) -> list[BasicOperation]:
-        """Views on this Linear: a BasicLinear and, with a bias, a Bias. They own nothing."""
-        views: tuple[BasicOperation, BasicOperation] = self.__dict__["_views"]
+        """Views on this Linear: a BasicLinear and, with a bias, a Bias; where it is split, between
+        its collectives. They own nothing."""
+        views: _Views = self.__dict__["_views"]
         # A shallow copy of the module brings the views of the original along.
-        if views[0]._parameter_owner is not self:
+        is_ours = views.product._parameter_owner is self
+        if not is_ours or views.key != (self.tensor_parallel_mode, self.sequence_parallel):
             views = self._make_views()
         # A bias that was deleted is missed by name when the Bias looks for it.
-        return [views[0]] if getattr(self, "bias", views[1]) is None else list(views)
+        bias = [] if getattr(self, "bias", views) is None else [views.bias]
+        return [*views.before, views.product, *bias, *views.after]
 
     def _load_from_state_dict(
         self,
@@ -177,4 +168,5 @@ class Linear(FusibleOperation):
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}"
         text += f", bias={self.bias is not None}"
-        return text + (", accumulate_into_main_grad=True" * self.accumulate_into_main_grad)
+        text += ", accumulate_into_main_grad=True" * self.accumulate_into_main_grad
+        return text + self._tensor_parallel_repr()

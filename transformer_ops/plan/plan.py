@@ -101,6 +101,8 @@ class Plan:
         self._visible = set(data["visible"])
         self.first_backward: int = data["first_backward"]
         self.autocast: str | None = data["autocast"]
+        # The formats of products' input, weight and output gradient, as one text.
+        self.recipe: str | None = data["recipe"]
         self.saved: str = data["saved"]
         self.forward = [_step(row, python_ops) for row in data["forward"]]
         self.backward = [_step(row, python_ops) for row in data["backward"]]

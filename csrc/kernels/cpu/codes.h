@@ -112,6 +112,21 @@ TRANSFORMER_OPS_INLINE float largest_of(const T* x, int64_t n) {
   return number_of(largest_magnitude(x, n), T{});
 }
 
+// Of each number the magnitude where it is the larger one, or NaN.
+template <class T>
+TRANSFORMER_OPS_INLINE void keep_larger(const T* x, float* best, int64_t n) {
+  constexpr int64_t kLanes = Vec<T>::kLanes;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Ints magnitude = (Ints)load(x + i).native & 0x7fffffff;
+    store(best + i, Vec<float>((Floats)larger(magnitude, (Ints)load(best + i).native)));
+  }
+  for (; i < n; ++i) {
+    const uint32_t magnitude = float_bits(to_float(x[i])) & encoding::kMagnitude;
+    best[i] = bits_float(larger(magnitude, float_bits(best[i])));
+  }
+}
+
 // ---- numbers to codes
 
 // What is known of numbers that are scaled: nothing, or that they are finite, not above the
@@ -270,6 +285,23 @@ TRANSFORMER_OPS_INLINE void encode_bytes(const T* x, uint8_t* codes, int64_t n, 
   for (; i < n; ++i) codes[i] = static_cast<uint8_t>(encoding::encode<E>(to_float(x[i]), scale));
 }
 
+// The same, of numbers with a scale each.
+template <class E, class T>
+TRANSFORMER_OPS_INLINE void encode_bytes(const T* x, uint8_t* codes, int64_t n,
+                                         const float* scales) {
+  constexpr int64_t kLanes = Vec<T>::kLanes;
+  const auto encode = [&](int64_t i) {
+    return encode_lanes<E, Known::Nothing>(load(x + i).native, load(scales + i).native);
+  };
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+    store_bytes<E>(codes + i, encode(i), encode(i + kLanes));
+  }
+  for (; i < n; ++i) {
+    codes[i] = static_cast<uint8_t>(encoding::encode<E>(to_float(x[i]), scales[i]));
+  }
+}
+
 // ---- codes to numbers
 
 // The values of two vectors of codes, kDecodedUnit<E> times smaller.
@@ -380,6 +412,39 @@ TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n
 #endif
     for (; i < n; ++i) from_float(encoding::decode<E>(codes[i]) * scale, out[i]);
   }
+}
+
+// The same, of codes with a scale each. `fits`: none of these is near the largest float.
+template <class E, class T>
+TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n,
+                                         const float* scales, [[maybe_unused]] bool fits) {
+  int64_t i = 0;
+  if constexpr (__is_same(T, double)) {
+    for (; i < n; ++i) {
+      out[i] = static_cast<double>(encoding::decode<E>(codes[i])) * static_cast<double>(scales[i]);
+    }
+  } else {
+#if defined(__AVX2__)
+    constexpr int64_t kLanes = Vec<T>::kLanes;
+    const auto unit = [&](int64_t j) { return load(scales + j).native * kDecodedUnit<E>; };
+    for (; fits && i + 2 * kLanes <= n; i += 2 * kLanes) {
+      Floats a, b;
+      decode_two<E>(codes + i, a, b);
+      store_two(out + i, Vec<T>(a * unit(i)), Vec<T>(b * unit(i + kLanes)), /*stream=*/false);
+    }
+#endif
+    for (; i < n; ++i) from_float(encoding::decode<E>(codes[i]) * scales[i], out[i]);
+  }
+}
+
+// Whether scales may be multiplied by what decode_two() leaves out.
+template <class E>
+TRANSFORMER_OPS_INLINE bool decodes_by_vectors([[maybe_unused]] float scale) {
+#if defined(__AVX2__)
+  return !(scale * kDecodedUnit<E> > encoding::kMost);
+#else
+  return true;
+#endif
 }
 
 }  // namespace

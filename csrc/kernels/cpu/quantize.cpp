@@ -173,9 +173,49 @@ class CodeRow {
   Scratch<uint8_t> bytes_;
 };
 
+// Which formats have blocks of one column.
+template <ScaleRule rule>
+constexpr bool kHasColumns = rule != ScaleRule::Float32;
+
+// Blocks of one column.
+template <ScaleRule rule, class E, class T>
+void quantize_columns(const kernel::Format& format, const T* x, float tensor_scale, uint8_t* codes,
+                      void* scales, int64_t rows, int64_t h) {
+  CodeRow<E> row_of(h);
+  Scratch<float> amax(h), encoding_scales(h);
+  float* const scale = encoding_scales.data();
+  for (int64_t first = 0, block = 0; first < rows; first += format.block_rows, block += h) {
+    const int64_t end = smaller(first + format.block_rows, rows);
+    for (int64_t j = 0; j < h; ++j) amax.data()[j] = 0.0f;
+    for (int64_t row = first; row < end; ++row) {
+      for_pieces(x + row * h, h, [&](const auto* numbers, int64_t i, int64_t n) {
+        keep_larger(numbers, amax.data() + i, n);
+      });
+    }
+    for (int64_t j = 0; j < h; ++j) {
+      const BlockScale found = encoding::block_scale<rule, E>(amax.data()[j], tensor_scale);
+      store_scale<rule>(scales, block + j, found);
+      scale[j] = found.encode;
+    }
+    for (int64_t row = first; row < end; ++row) {
+      uint8_t* const to = codes + row * row_of.bytes();
+      uint8_t* const bytes = row_of.begin(to);
+      for_pieces(x + row * h, h, [&](const auto* numbers, int64_t i, int64_t n) {
+        encode_bytes<E>(numbers, bytes + i, n, scale + i);
+      });
+      row_of.end(to);
+    }
+  }
+}
+
 template <ScaleRule rule, class E, class T>
 void quantize_blocks(const kernel::Format& format, const T* x, float tensor_scale, uint8_t* codes,
                      void* scales, int64_t rows, int64_t h) {
+  if constexpr (kHasColumns<rule>) {
+    if (format.block_columns == 1) {
+      return quantize_columns<rule, E>(format, x, tensor_scale, codes, scales, rows, h);
+    }
+  }
   const int64_t columns = format.block_columns, blocks = (h + columns - 1) / columns;
   CodeRow<E> row_of(h);
   if (format.block_rows == 1) {
@@ -206,9 +246,46 @@ void quantize_blocks(const kernel::Format& format, const T* x, float tensor_scal
 
 // ---- decode
 
+// One row of codes as bytes.
+template <class E>
+const uint8_t* unpacked(CodeRow<E>& row, const uint8_t* from, [[maybe_unused]] int64_t h) {
+  if constexpr (kPacked<E>) {
+    unpack(from, row.begin(nullptr), h);
+    return row.begin(nullptr);
+  } else {
+    return from;
+  }
+}
+
+// Blocks of one column.
+template <ScaleRule rule, class E, class T>
+void dequantize_columns(const kernel::Format& format, const uint8_t* codes, const void* scales,
+                        float decoded_tensor_scale, T* out, int64_t rows, int64_t h) {
+  CodeRow<E> row_of(h);
+  Scratch<float> scale(h);
+  bool fits = true;
+  for (int64_t row = 0; row < rows; ++row) {
+    if (row % format.block_rows == 0) {
+      fits = true;
+      for (int64_t j = 0; j < h; ++j) {
+        scale.data()[j] = encoding::decoding_scale<rule>(scales, row / format.block_rows * h + j,
+                                                         decoded_tensor_scale);
+        fits &= decodes_by_vectors<E>(scale.data()[j]);
+      }
+    }
+    decode_bytes<E>(unpacked(row_of, codes + row * row_of.bytes(), h), out + row * h, h,
+                    scale.data(), fits);
+  }
+}
+
 template <ScaleRule rule, class E, class T>
 void dequantize_rows(const kernel::Format& format, const uint8_t* codes, const void* scales,
                      float decoded_tensor_scale, T* out, int64_t rows, int64_t h) {
+  if constexpr (kHasColumns<rule>) {
+    if (format.block_columns == 1) {
+      return dequantize_columns<rule, E>(format, codes, scales, decoded_tensor_scale, out, rows, h);
+    }
+  }
   const int64_t columns = format.per_tensor() ? h : format.block_columns;
   const int64_t blocks = (h + columns - 1) / columns;
   CodeRow<E> row_of(h);
@@ -216,12 +293,7 @@ void dequantize_rows(const kernel::Format& format, const uint8_t* codes, const v
     // A block's numbers are whole vectors, too.
     const bool streams = stream && columns * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
     for (int64_t row = 0; row < rows; ++row) {
-      const uint8_t* from = codes + row * row_of.bytes();
-      if constexpr (kPacked<E>) {
-        uint8_t* const bytes = row_of.begin(nullptr);
-        unpack(from, bytes, h);
-        from = bytes;
-      }
+      const uint8_t* const from = unpacked(row_of, codes + row * row_of.bytes(), h);
       const int64_t first_scale = format.per_tensor() ? 0 : row / format.block_rows * blocks;
       for (int64_t i = 0, block = first_scale; i < h; i += columns, ++block) {
         const float scale = format.per_tensor() ? decoded_tensor_scale

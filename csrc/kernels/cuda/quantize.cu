@@ -1,5 +1,5 @@
-// Rows to codes and scales of blocks, and back. A thread has packs of 8 neighbouring numbers; all
-// blocks are as many columns wide as some of them.
+// Rows to codes and scales of blocks, and back. A thread has packs of 8 neighbouring numbers;
+// blocks are as many columns wide as some of them, or one column.
 #include "kernels/quantize.h"
 
 #include "kernels/cuda/bits.h"
@@ -129,15 +129,21 @@ TRANSFORMER_OPS_DEVICE void store_codes(uint8_t* to, const uint32_t (&code)[kPac
   }
 }
 
-template <class E, class T>
-TRANSFORMER_OPS_DEVICE void encode_pack(uint8_t* to, const Pack<T, kPack>& x, int count,
-                                        float scale) {
+// scale_of(j) of number j.
+template <class E, class T, class Scale>
+TRANSFORMER_OPS_DEVICE void encode_each(uint8_t* to, const Pack<T, kPack>& x, int count,
+                                        const Scale& scale_of) {
   uint32_t code[kPack];
 #pragma unroll
   for (int j = 0; j < kPack; ++j) {
-    code[j] = j < count ? encoding::encode<E>(to_number(x[j]), scale) & 0xff : 0;
+    code[j] = j < count ? encoding::encode<E>(to_number(x[j]), scale_of(j)) & 0xff : 0;
   }
   store_codes<E>(to, code, count);
+}
+template <class E, class T>
+TRANSFORMER_OPS_DEVICE void encode_pack(uint8_t* to, const Pack<T, kPack>& x, int count,
+                                        float scale) {
+  encode_each<E>(to, x, count, [scale](int) { return scale; });
 }
 
 // ---- what kernels take
@@ -166,7 +172,8 @@ struct Encoder {
   void* scales;
   uint8_t* decoded_tensor_scale;
   float most_of_tensor;  // what the largest number of the tensor becomes
-  Divisor by_blocks;
+  int64_t across;        // blocks of a row; packs where blocks are one column wide
+  Divisor by_across;
 
   __device__ __forceinline__ float tensor_scale() const {
     return amax == nullptr ? 1.0f
@@ -221,7 +228,7 @@ __global__ void __launch_bounds__(kElementThreads) encode_rows_kernel(Encoder<E,
   const int lanes = static_cast<int>(layout.block_columns) / kPack;
   const int64_t thread =
       static_cast<int64_t>(blockIdx.x) * kElementThreads + static_cast<int64_t>(threadIdx.x);
-  const int64_t block = thread / lanes, row = body.by_blocks.quotient(block);
+  const int64_t block = thread / lanes, row = body.by_across.quotient(block);
   const int lane = static_cast<int>(thread % lanes);
   const int64_t column = (block - row * layout.blocks) * layout.block_columns + lane * kPack;
   const int count = row < layout.rows ? count_of(column, layout.h) : 0;
@@ -242,7 +249,7 @@ template <bool Aligned, ScaleRule rule, class E, class T>
 __global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<E, T> body) {
   TRANSFORMER_OPS_SHARED(uint32_t, shared);
   const Layout& layout = body.layout;
-  const int64_t block = blockIdx.x, down = body.by_blocks.quotient(block);
+  const int64_t block = blockIdx.x, down = body.by_across.quotient(block);
   const int64_t left = (block - down * layout.blocks) * layout.block_columns;
   const int packs = static_cast<int>(layout.block_columns) / kPack;
   const int64_t all = layout.block_rows * packs;
@@ -272,6 +279,47 @@ __global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<
   });
 }
 
+// ---- blocks of one column: a thread has a pack of them
+
+template <bool Aligned, ScaleRule rule, class E, class T>
+__global__ void __launch_bounds__(kElementThreads) encode_columns_kernel(Encoder<E, T> body) {
+  const Layout& layout = body.layout;
+  const int64_t thread =
+      static_cast<int64_t>(blockIdx.x) * kElementThreads + static_cast<int64_t>(threadIdx.x);
+  const int64_t down = body.by_across.quotient(thread);
+  const int64_t column = (thread - down * body.across) * kPack;
+  const int64_t first = down * layout.block_rows;
+  const int count = first < layout.rows ? count_of(column, layout.h) : 0;
+  const float tensor_scale = body.tensor_scale();
+  if (thread == 0) body.store_tensor_scale(tensor_scale);
+  if (count == 0) return;
+  const int64_t end =
+      first + layout.block_rows < layout.rows ? first + layout.block_rows : layout.rows;
+  const auto load_row = [&](int64_t row) {
+    return load_group<Aligned>(body.x + row * layout.h + column, count);
+  };
+  uint32_t amax[kPack] = {};
+  for (int64_t row = first; row < end; ++row) {
+    const Pack<T, kPack> x = load_row(row);
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) {
+      amax[j] = larger(amax[j], encoding::bits_of(to_number(x[j])) & encoding::kMagnitude);
+    }
+  }
+  float scales[kPack];
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) {
+    const BlockScale scale =
+        encoding::block_scale<rule, E>(encoding::from_bits(amax[j]), tensor_scale);
+    scales[j] = scale.encode;
+    if (j < count) store_scale<rule>(body.scales, down * layout.h + column + j, scale);
+  }
+  for (int64_t row = first; row < end; ++row) {
+    encode_each<E>(body.codes_at(row, column), load_row(row), count,
+                   [&](int j) { return scales[j]; });
+  }
+}
+
 template <bool Aligned, ScaleRule rule, class E, class T>
 void encode(Stream stream, const Format& format, const Encoder<E, T>& body) {
   const Layout& layout = body.layout;
@@ -283,6 +331,12 @@ void encode(Stream stream, const Format& format, const Encoder<E, T>& body) {
     return;
   }
   const int64_t blocks = layout.blocks * ceil_div(layout.rows, layout.block_rows);
+  if (format.block_columns == 1) {
+    const int64_t threads = body.across * ceil_div(layout.rows, layout.block_rows);
+    launch(stream, {std::max<int64_t>(1, ceil_div(threads, kElementThreads)), kElementThreads},
+           encode_columns_kernel<Aligned, rule, E, T>, body);
+    return;
+  }
   if (format.block_rows == 1) {
     const int64_t threads = std::max<int64_t>(1, blocks * (layout.block_columns / kPack));
     launch(stream, {ceil_div(threads, kElementThreads), kElementThreads},
@@ -335,12 +389,13 @@ __global__ void __launch_bounds__(kElementThreads) decode_kernel(Decoder<E, T> b
   if (row >= layout.rows) return;
   const int count = count_of(column, layout.h);
   const float tensor_scale = float_at(body.decoded_tensor_scale);
+  const int64_t first_block = row / layout.block_rows * layout.blocks;
+  const auto scale_of = [&](int64_t block) {
+    return encoding::decoding_scale<rule>(body.scales, first_block + block, tensor_scale);
+  };
+  const bool has_columns = layout.block_columns == 1;
   float scale = tensor_scale;
-  if (!body.per_tensor) {
-    const int64_t block =
-        row / layout.block_rows * layout.blocks + body.by_columns.quotient(column);
-    scale = encoding::decoding_scale<rule>(body.scales, block, tensor_scale);
-  }
+  if (!body.per_tensor && !has_columns) scale = scale_of(body.by_columns.quotient(column));
   const int64_t row_bytes = (layout.h * kPackBytes<E> + kPack - 1) / kPack;
   const uint8_t* const from = body.codes + row * row_bytes + column / kPack * kPackBytes<E>;
   const bool packed = kPackBytes<E> < kPack;
@@ -349,6 +404,7 @@ __global__ void __launch_bounds__(kElementThreads) decode_kernel(Decoder<E, T> b
   for (int j = 0; j < kPack; ++j) {
     const uint32_t byte = j < count ? from[packed ? j / 2 : j] : 0;
     const uint32_t code = !packed ? byte : j % 2 == 0 ? byte & 0xf : byte >> 4;
+    if (has_columns && j < count) scale = scale_of(column + j);
     out[j] = scaled<T>(encoding::decode<E>(code), scale);
   }
   store_group<Aligned>(body.out + row * layout.h + column, out, count);
@@ -378,6 +434,7 @@ void quantize(Stream stream, const Format& format, DType dtype, const void* x, c
     using T = typename decltype(type)::type;
     with_format(format, [&]<class E, ScaleRule rule>(Type<E>, Rule<rule>) {
       const Layout layout(format, rows, h);
+      const int64_t across = format.block_columns == 1 ? ceil_div(h, kPack) : layout.blocks;
       const float most = format.per_tensor() ? E::kLargest : E::kLargest * 448.0f;
       const Encoder<E, T> body{layout,
                                static_cast<const T*>(x),
@@ -386,7 +443,8 @@ void quantize(Stream stream, const Format& format, DType dtype, const void* x, c
                                scales,
                                static_cast<uint8_t*>(decoded_tensor_scale),
                                most,
-                               Divisor(std::max<int64_t>(layout.blocks, 1))};
+                               across,
+                               Divisor(std::max<int64_t>(across, 1))};
       if (aligned16(x) && h % kPack == 0) return encode<true, rule>(stream, format, body);
       encode<false, rule>(stream, format, body);
     });

@@ -77,6 +77,24 @@ TEST(Pipeline, ComputesWhatPlainTorchDoes) {
             (std::vector<std::string>{"0.weight", "1.bias", "4.weight"}));
 }
 
+TEST(Pipeline, FollowsARecipe) {
+  Pipeline pipeline(block());
+  const Given given;
+  const at::Tensor exact = pipeline(given.input, given.parameters)[0];
+  pipeline.set_recipe(recipe_of("mx e4m3, mx e4m3, mx e5m2"));
+  const at::Tensor output = pipeline(given.input, given.parameters)[0];
+  EXPECT_FALSE(at::allclose(output, exact));
+  EXPECT_LT((output - exact).norm().item<double>(), 0.1 * exact.norm().item<double>());
+  EXPECT_EQ(steps(*pipeline.last_plan()), "linear_bias_activation Dropout BasicLinear ");
+  for (const at::Tensor& gradient : grad({output.sum()}, given.all())) {
+    EXPECT_TRUE(gradient.isfinite().all().item<bool>());
+  }
+  pipeline.set_recipe(nullptr);
+  EXPECT_TRUE(at::equal(pipeline(given.input, given.parameters)[0], exact));
+  const std::string error = error_of([&] { pipeline.set_recipe(recipe_of("custom 3")); });
+  EXPECT_EQ(error, "[Pipeline] recipe must name its formats, got custom 3");
+}
+
 TEST(Pipeline, KeepsAPlanForEachKey) {
   Pipeline pipeline(block(0.5));
   const Given given;

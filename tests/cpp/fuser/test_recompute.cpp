@@ -95,6 +95,49 @@ TEST(Recompute, KeepsWhatNothingKeptLeadsTo) {
   EXPECT_EQ(saved(recomputing_plan(nodes({"Add", "Product"}))), "s1.input ");
 }
 
+TEST(Recompute, SavesTheSmallInputOfAProducerInsteadOfItsOutput) {
+  const Plan plan = recomputing_plan(nodes({"Repeat", "Product"}));
+  EXPECT_EQ(saved(plan), "s0.input ");
+  const std::string text = to_text(plan);
+  EXPECT_NE(text.find("\n  x1 = recompute_repeat(g2, s0.input)\n"), std::string::npos) << text;
+  EXPECT_EQ(to_text(parse_plan(text)), text);
+  // Also where the producer itself has no backward.
+  const auto ops = nodes({"Repeat", "Product"});
+  PlanKey key = recomputing(ops);
+  key.tensors[0].requires_grad = false;
+  EXPECT_EQ(saved(toy::plan(ops, key)), "s0.input ");
+  // What is kept anyway, or computed again, serves instead.
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Norm", "Repeat", "Product"}))), "s0.input s0.rstd ");
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Square", "Same", "Repeat", "Product"}))), "s0.input ");
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Repeat", "Shift"}))), "");
+}
+
+TEST(Recompute, AnAddedInputIsSavedAsItsStepTookIt) {
+  Rule rule{.name = "repeat_product",
+            .pass = Pass::Forward,
+            .benefit = 1,
+            .pattern = {{"Repeat"}, {"Product"}},
+            .forward = "repeat_product(Tensor input, Tensor weight) -> Tensor output"};
+  const ScopedRule forward(std::move(rule));
+  const auto ops = nodes({"Repeat", "Product"});
+  PlanKey key = recomputing(ops);
+  toy::parameter(key, ops, 1).dtype = DType::BFloat16;
+  const std::string text = to_text(toy::plan(ops, key));
+  EXPECT_NE(text.find(", s0.input=t0.input"), std::string::npos) << text;
+  EXPECT_NE(text.find("\n  x1 = recompute_repeat(g2, s0.input)\n"), std::string::npos) << text;
+  EXPECT_EQ(text.find("recompute_cast"), std::string::npos) << text;
+}
+
+TEST(Recompute, AddsNoInputThatIsInsideAStep) {
+  Rule rule{.name = "shift_repeat",
+            .pass = Pass::Forward,
+            .benefit = 1,
+            .pattern = {{"Shift"}, {"Repeat"}},
+            .forward = "shift_repeat(Tensor input, Tensor shift) -> Tensor output"};
+  const ScopedRule forward(std::move(rule));
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Shift", "Repeat", "Product"}))), "s2.input ");
+}
+
 TEST(Recompute, KeepsWhatAProducerWithoutBackwardGives) {
   const auto ops = nodes({"Norm", "Product"});
   PlanKey key = recomputing(ops);

@@ -63,6 +63,13 @@ bool declare() {
                    .recompute = "recompute_mask(Tensor grad_output, Tensor input, Tensor mask) -> "
                                 "Tensor output",
                    .inactive = [](const Attributes&, bool training) { return !training; }});
+  add_declaration({.kind = "Repeat",
+                   .summary = "x several times, which costs little to do again",
+                   .forward = "repeat(Tensor input) -> Tensor output",
+                   .backward = "repeat_backward(Tensor grad_output) -> Tensor grad_input",
+                   .recompute = "recompute_repeat(Tensor grad_output, Tensor input) -> "
+                                "Tensor output",
+                   .recompute_adds_input = true});
   add_declaration({.kind = "Same", .summary = "x"});
   add_declaration({.kind = "View",
                    .summary = "reshape",

@@ -153,8 +153,25 @@ def describe(
         links=tuple(_links(plan, basic_ops)),
         near_misses=_relevant(plan, origins),
         saved=saved,
-        note=note,
+        note="; ".join(filter(None, [note, _formats(plan)])),
     )
+
+
+def _formats(plan: Plan) -> str:
+    """What a recipe asks of products."""
+    if plan.recipe is None:
+        return ""
+    every, *single = plan.recipe.split("; ")
+    rows = [_formats_of_op(every)] if not single else []
+    for row in single:
+        op, formats = row.split(": ")
+        rows.append(f"op {op} {_formats_of_op(formats)}")
+    return f"formats of products: {'; '.join(rows)}; emulated, by products of decoded tensors"
+
+
+def _formats_of_op(text: str) -> str:
+    names = ("input", "weight", "output gradient")
+    return ", ".join(f"{n} {f}" for n, f in zip(names, text.split(", "), strict=True))
 
 
 def _relevant(plan: Plan, origins: Mapping[tuple[str, str], str]) -> tuple[NearMiss, ...]:

@@ -1,0 +1,256 @@
+#include "fuser/quantize.h"
+
+#include <algorithm>
+
+#include "fuser/declaration.h"
+
+namespace transformer_ops {
+namespace {
+
+using Kind = Value::Kind;
+
+// The first quantized op of a step; -1 where there is none.
+int quantized_op(const Analysis& analysis, const Step& step) {
+  const auto found =
+      std::ranges::find_if(step.ops, [&](int op) { return analysis.is_quantized(op); });
+  return found == step.ops.end() ? -1 : *found;
+}
+
+const OpDeclaration& row_of(const Analysis& analysis, int op) {
+  return declaration(analysis.ops()[op].kind);
+}
+
+bool is_product(const OpDeclaration& row) { return !row.forward_schema.empty(); }
+
+class Quantize {
+ public:
+  Quantize(const Analysis& analysis, Step& step, int op)
+      : formats_(analysis.key().recipe->of(op)),
+        row_(row_of(analysis, op)),
+        attributes_(analysis.ops()[op].attributes),
+        dtype_(analysis.operand_dtype(op)),
+        compute_(analysis.compute_dtype(op)),
+        op_(op),
+        step_(step) {}
+
+  // ---- ops that are no product
+
+  // What the step hands on is rounded on the way.
+  void round_main(const char* rounds, const std::string& format) {
+    if (!std::get<bool>(attributes_.at(rounds)) || format.empty()) return;
+    for (Instruction& call : step_.instructions) {
+      if (!call.target.empty()) continue;
+      call = rounding(call.arguments[0], format, compute_, call.results[0], "quantize_dequantize");
+    }
+  }
+
+  // ---- products
+
+  void forward() {
+    const auto call = find_call();
+    Instruction product = *call;
+    std::vector<Instruction> code;
+    const Schema& schema = row_.forward_schema;
+    for (const std::string& operand : row_.operands) {
+      const int k = place_of(step_, product, schema, operand);
+      if (formats_.format(operand).empty() && dtype_ == compute_) continue;
+      product.arguments[k] =
+          rounded(operand, product.arguments[k], formats_.format(operand), "", code);
+    }
+    if (dtype_ == compute_) {
+      code.push_back(std::move(product));
+    } else {
+      const Value result = product.results[0];
+      product.results[0] = temporary("output");
+      code.push_back(std::move(product));
+      code.push_back(cast(temporary("output"), compute_, result));
+    }
+    replace(call, std::move(code));
+  }
+
+  void backward() {
+    const auto call = find_call();
+    const Instruction whole = *call;
+    const Schema& schema = row_.backward_schema;
+    const auto mask = std::get<std::vector<bool>>(
+        std::get<Attribute>(whole.arguments[schema_place(schema, "output_mask")]));
+    std::vector<Instruction> code;
+    if (std::ranges::count(mask, true) < 2 || !follows_the_sum()) {
+      one_call(whole, schema, mask, code);
+    } else {
+      for (size_t k = 0; k < mask.size(); ++k) {
+        std::vector<bool> one(mask.size(), false);
+        one[k] = mask[k];
+        if (mask[k]) one_call(whole, schema, one, code);
+      }
+    }
+    replace(call, std::move(code));
+  }
+
+ private:
+  // ---- the call of the product
+
+  std::vector<Instruction>::iterator find_call() {
+    return std::ranges::find_if(step_.instructions, [](const Instruction& instruction) {
+      return !instruction.target.empty() && instruction.target != kCast;
+    });
+  }
+
+  void replace(std::vector<Instruction>::iterator call, std::vector<Instruction> code) {
+    const auto next = step_.instructions.erase(call);
+    step_.instructions.insert(next, std::make_move_iterator(code.begin()),
+                              std::make_move_iterator(code.end()));
+  }
+
+  static int schema_place(const Schema& schema, const std::string& name) {
+    const auto field = std::ranges::find(schema.arguments, name, &Schema::Field::name);
+    return static_cast<int>(field - schema.arguments.begin());
+  }
+
+  // An operand of a call by its name in the op's own schema: a fused call has it where it reads
+  // the same tensor.
+  int place_of(const Step& step, const Instruction& call, const Schema& schema,
+               const std::string& operand) const {
+    if (call.target == schema.name) return schema_place(schema, operand);
+    const Value cast = temporary(operand);
+    const Value own =
+        operand == "input" ? Value{Kind::Main, step.first()} : Value{Kind::Parameter, op_, operand};
+    const auto found = std::ranges::find_if(call.arguments, [&](const Argument& argument) {
+      return argument == Argument(own) || argument == Argument(cast);
+    });
+    return static_cast<int>(found - call.arguments.begin());
+  }
+
+  // ---- operands
+
+  Value temporary(const std::string& name) const { return {Kind::Temporary, op_, name}; }
+
+  static Instruction cast(const Argument& from, DType dtype, const Value& to) {
+    return {.target = kCast, .arguments = {from, Attribute(to_text(dtype))}, .results = {to}};
+  }
+
+  static Instruction rounding(const Argument& from, const std::string& format, DType dtype,
+                              const Value& to, const std::string& target) {
+    return {.target = target,
+            .arguments = {from, Attribute(format), Attribute(to_text(dtype))},
+            .results = {to}};
+  }
+
+  // The operand as the product takes it; `use` tells two uses of it apart.
+  Value rounded(const std::string& operand, const Argument& from, const std::string& format,
+                const std::string& use, std::vector<Instruction>& code) const {
+    const Value to = temporary("rounded_" + operand + use);
+    code.push_back(format.empty() ? cast(from, dtype_, to)
+                                  : rounding(from, format, dtype_, to, "quantize_dequantize"));
+    return to;
+  }
+
+  // The same of a tensor from forward: the gradient keeps a compiler from rounding it there, and
+  // from keeping the result.
+  Value rounded_again(const std::string& operand, const Argument& from, const std::string& format,
+                      std::vector<Instruction>& code) const {
+    const Value to = temporary("rounded_" + operand);
+    Instruction call = format.empty()
+                           ? cast(from, dtype_, to)
+                           : rounding(from, format, dtype_, to, "quantize_dequantize_saved");
+    const Value gradient{Kind::Grad, step_.last() + 1};
+    if (!format.empty()) call.arguments.insert(call.arguments.begin(), gradient);
+    code.push_back(std::move(call));
+    return to;
+  }
+
+  // Do the blocks of the gradient's format follow the sum?
+  bool follows_the_sum() const {
+    return column_format(formats_.grad_output) != formats_.grad_output;
+  }
+
+  // The gradients that the mask names: that of x sums over the columns of W, that of W over the
+  // rows of the gradient and of x.
+  void one_call(Instruction call, const Schema& schema, const std::vector<bool>& mask,
+                std::vector<Instruction>& code) const {
+    const bool wants_input = mask[0];
+    for (size_t k = 0; k < schema.arguments.size(); ++k) {
+      const std::string& name = schema.arguments[k].name;
+      Argument& argument = call.arguments[k];
+      if (name == "output_mask") {
+        argument = Attribute(mask);
+      } else if (name == "grad_output") {
+        const std::string format =
+            wants_input ? formats_.grad_output : column_format(formats_.grad_output);
+        const std::string use = wants_input ? "" : "_columns";
+        if (!format.empty() || dtype_ != compute_) {
+          argument = rounded(name, argument, format, use, code);
+        }
+      } else if (std::ranges::find(row_.operands, name) != row_.operands.end()) {
+        if (!is_needed(name, mask)) {
+          argument = None{};
+        } else if (!formats_.format(name).empty() || dtype_ != compute_) {
+          argument = rounded_again(name, argument, column_format(formats_.format(name)), code);
+        }
+      }
+    }
+    std::optional<Instruction> narrow;
+    for (size_t k = 0; k < mask.size(); ++k) {
+      if (!mask[k]) call.results[k] = temporary("unused");
+    }
+    if (wants_input && dtype_ != compute_) {
+      narrow = cast(temporary("wide_grad_input"), compute_, call.results[0]);
+      call.results[0] = temporary("wide_grad_input");
+    }
+    code.push_back(std::move(call));
+    if (narrow) code.push_back(std::move(*narrow));
+  }
+
+  // Does a gradient that the mask names read the operand?
+  bool is_needed(const std::string& operand, const std::vector<bool>& mask) const {
+    const auto slot = std::ranges::find(row_.slots, operand, &Slot::name);
+    if (slot == row_.slots.end() || slot->needed_for.empty()) return true;
+    for (size_t k = 0; k < mask.size(); ++k) {
+      const std::string of = row_.backward_schema.results[k].name.substr(5);  // grad_<name>
+      if (mask[k] && std::ranges::find(slot->needed_for, of) != slot->needed_for.end()) return true;
+    }
+    return false;
+  }
+
+  const OperandFormats& formats_;
+  const OpDeclaration& row_;
+  const Attributes& attributes_;
+  DType dtype_;    // in which operands are exact
+  DType compute_;  // of the op without a recipe
+  int op_;
+  Step& step_;
+};
+
+}  // namespace
+
+void quantize_forward(const Analysis& analysis, Step& step) {
+  const int op = quantized_op(analysis, step);
+  if (op < 0) return;
+  Quantize quantize(analysis, step, op);
+  if (is_product(row_of(analysis, op))) return quantize.forward();
+  quantize.round_main("rounds_input", analysis.key().recipe->of(op).input);
+}
+
+void quantize_backward(const Analysis& analysis, Step& step) {
+  const int op = quantized_op(analysis, step);
+  if (op < 0 || step.skipped || step.instructions.empty()) return;
+  Quantize quantize(analysis, step, op);
+  if (is_product(row_of(analysis, op))) return quantize.backward();
+  quantize.round_main("rounds_grad_output", analysis.key().recipe->of(op).grad_output);
+}
+
+std::optional<std::string> quantized_product(const Match& match, Pass pass) {
+  const Analysis& analysis = match.analysis;
+  if (analysis.key().recipe == nullptr) return std::nullopt;
+  for (const int op : match.places) {
+    if (op < 0 || !analysis.is_quantized(op)) continue;
+    const std::string place = "op " + std::to_string(op);
+    if (pass != Pass::Forward || op != match.first()) return place + " takes quantized tensors";
+    if (analysis.operand_dtype(op) == analysis.compute_dtype(op)) continue;
+    return place + " computes in " + to_text(analysis.operand_dtype(op)) +
+           " from quantized tensors";
+  }
+  return std::nullopt;
+}
+
+}  // namespace transformer_ops

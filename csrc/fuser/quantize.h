@@ -1,0 +1,25 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "fuser/analysis.h"
+#include "fuser/plan.h"
+#include "fuser/rule.h"
+
+namespace transformer_ops {
+
+// Products y = x W^T under a recipe take operands that are rounded to its formats, by instructions
+// of their own:
+//   t1.rounded_weight = quantize_dequantize(p1.weight, "mx e4m3", "bfloat16")
+// Numbers of a format are exact in the dtype they are rounded in, so what is multiplied is what a
+// product of codes would multiply. Without a recipe nothing changes.
+void quantize_forward(const Analysis& analysis, Step& step);
+// The gradients of x and W are sums along different dimensions: where the blocks of a format follow
+// the sum, the two have a call each.
+void quantize_backward(const Analysis& analysis, Step& step);
+
+// Why no fusion may take these ops: one of them is a product that the fusion would not quantize.
+std::optional<std::string> quantized_product(const Match& match, Pass pass);
+
+}  // namespace transformer_ops

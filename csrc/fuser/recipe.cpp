@@ -1,0 +1,132 @@
+#include "fuser/recipe.h"
+
+#include <algorithm>
+#include <charconv>
+#include <mutex>
+#include <string_view>
+#include <vector>
+
+#include "fuser/error.h"
+#include "fuser/fork_safe_mutex.h"
+#include "kernels/format.h"
+
+namespace transformer_ops {
+namespace {
+
+using kernel::Format;
+using kernel::ScaleRule;
+
+constexpr std::string_view kExact = "exact", kCustom = "custom ";
+constexpr std::string OperandFormats::*kOperands[] = {
+    &OperandFormats::input, &OperandFormats::weight, &OperandFormats::grad_output};
+
+const Format& row_of(const std::string& format) {
+  const Format* const row = kernel::find_format(format);
+  check(row != nullptr, "[recipe] format must be one of kernels/format.h, or 'exact', got '",
+        format, "'");
+  return *row;
+}
+
+std::vector<std::string> split(const std::string& text, const std::string& separator) {
+  std::vector<std::string> parts;
+  size_t begin = 0;
+  for (size_t end; (end = text.find(separator, begin)) != std::string::npos;) {
+    parts.push_back(text.substr(begin, end - begin));
+    begin = end + separator.size();
+  }
+  parts.push_back(text.substr(begin));
+  return parts;
+}
+
+int64_t parse_number(const std::string& text) {
+  int64_t number = -1;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, number);
+  check(error == std::errc() && stop == end && number >= 0,
+        "[recipe] number must be an integer that is not negative, got '", text, "'");
+  return number;
+}
+
+OperandFormats parse_formats(const std::string& text) {
+  const std::vector<std::string> names = split(text, ", ");
+  check(names.size() == std::size(kOperands), "[recipe] formats must be 3, got '", text, "'");
+  OperandFormats formats;
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (names[i] != kExact) formats.*kOperands[i] = row_of(names[i]).name;
+  }
+  return formats;
+}
+
+std::string formats_text(const OperandFormats& formats) {
+  std::string text;
+  for (const auto operand : kOperands) {
+    const std::string& format = formats.*operand;
+    text += text.empty() ? "" : ", ";
+    text += format.empty() ? std::string(kExact) : format;
+  }
+  return text;
+}
+
+Recipe parse(const std::string& text) {
+  if (text.starts_with(kCustom)) return {.custom = parse_number(text.substr(kCustom.size()))};
+  const std::vector<std::string> parts = split(text, "; ");
+  Recipe recipe{.all = parse_formats(parts[0])};
+  for (size_t i = 1; i < parts.size(); ++i) {
+    const std::vector<std::string> row = split(parts[i], ": ");
+    check(row.size() == 2, "[recipe] formats of an op must be 'op: formats', got '", parts[i], "'");
+    recipe.ops[static_cast<int>(parse_number(row[0]))] = parse_formats(row[1]);
+  }
+  return recipe;
+}
+
+}  // namespace
+
+const std::string& OperandFormats::format(const std::string& operand) const {
+  if (operand == "weight") return weight;
+  return operand == "grad_output" ? grad_output : input;
+}
+
+const OperandFormats& Recipe::of(int op) const {
+  const auto found = ops.find(op);
+  return found == ops.end() ? all : found->second;
+}
+
+std::string to_text(const Recipe& recipe) {
+  if (recipe.custom >= 0) return std::string(kCustom) + std::to_string(recipe.custom);
+  std::string text = formats_text(recipe.all);
+  for (const auto& [op, formats] : recipe.ops) {
+    text += "; " + std::to_string(op) + ": " + formats_text(formats);
+  }
+  return text;
+}
+
+const Recipe* recipe_of(const std::string& text) {
+  static ForkSafeMutex mutex;
+  static auto* const recipes = new std::map<std::string, Recipe>();
+  const std::lock_guard lock(mutex);
+  const auto found = recipes->find(text);
+  if (found != recipes->end()) return &found->second;
+  return &recipes->emplace(text, parse(text)).first->second;
+}
+
+std::string column_format(const std::string& format) {
+  if (format.empty()) return format;
+  const Format& row = row_of(format);
+  if (row.block_rows != 1) return format;
+  const auto turned = std::ranges::find_if(kernel::kFormats, [&](const Format& other) {
+    return other.element == row.element && other.rule == row.rule &&
+           other.block_rows == row.block_columns && other.block_columns == 1;
+  });
+  check(turned != std::end(kernel::kFormats), "[recipe] format must have one of its columns, got '",
+        format, "'");
+  return turned->name;
+}
+
+DType operand_dtype(const std::string& format, DType wanted) {
+  if (format.empty() || wanted == DType::Float32 || wanted == DType::Float64) return wanted;
+  const ScaleRule rule = row_of(format).rule;
+  const bool is_short = rule == ScaleRule::PowerOfTwo || rule == ScaleRule::E8M0;
+  return is_short && wanted == DType::BFloat16 ? wanted : DType::Float32;
+}
+
+}  // namespace transformer_ops

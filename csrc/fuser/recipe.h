@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "fuser/dtype.h"
+
+namespace transformer_ops {
+
+// The formats (kernels/format.h) in which a product y = x W^T takes its operands; empty for one
+// that is taken as it is. A format whose blocks are parts of a row is for operands that are summed
+// along their rows; what is summed along its columns takes the format of its columns.
+struct OperandFormats {
+  std::string input = {};
+  std::string weight = {};
+  std::string grad_output = {};
+
+  // That of an operand by its name in a schema.
+  const std::string& format(const std::string& operand) const;
+  bool is_exact() const { return input.empty() && weight.empty() && grad_output.empty(); }
+  bool operator==(const OperandFormats&) const = default;
+};
+
+struct Recipe {
+  OperandFormats all = {};
+  std::map<int, OperandFormats> ops = {};  // those of single ops
+  // The number of a recipe that the host language has to ask about each op; else -1.
+  int64_t custom = -1;
+
+  const OperandFormats& of(int op) const;
+  bool operator==(const Recipe&) const = default;
+};
+
+// "mx e4m3, mx e4m3, mx e5m2" in the order of the fields, "exact" for an empty one; behind them
+// "; 3: exact, exact, exact" for each single op. "custom 7" for one of the host language.
+std::string to_text(const Recipe& recipe);
+// The one recipe of a text, which lives as long as the library: equal texts give equal pointers.
+// Throws PlanError for an unknown format, and for another number of them.
+const Recipe* recipe_of(const std::string& text);
+
+// The same format with blocks that are parts of a column; a format whose blocks are neither as it
+// is.
+std::string column_format(const std::string& format);
+
+// The dtype in which numbers of a format are exact, and products of them may be computed whose
+// result is `wanted`.
+DType operand_dtype(const std::string& format, DType wanted);
+
+}  // namespace transformer_ops

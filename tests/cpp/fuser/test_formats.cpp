@@ -1,0 +1,62 @@
+// Recipes as texts, and the formats that they name.
+#include <gtest/gtest.h>
+
+#include "fuser/error.h"
+#include "fuser/recipe.h"
+
+namespace transformer_ops {
+namespace {
+
+TEST(Recipe, IsOnePointerForEachText) {
+  const Recipe* const recipe = recipe_of("mx e4m3, exact, e5m2 1x128");
+  EXPECT_EQ(recipe, recipe_of("mx e4m3, exact, e5m2 1x128"));
+  EXPECT_NE(recipe, recipe_of("mx e4m3, exact, e5m2"));
+  EXPECT_EQ(recipe->all.format("input"), "mx e4m3");
+  EXPECT_EQ(recipe->all.format("weight"), "");
+  EXPECT_EQ(recipe->all.format("grad_output"), "e5m2 1x128");
+  EXPECT_EQ(to_text(*recipe), "mx e4m3, exact, e5m2 1x128");
+}
+
+TEST(Recipe, MayNameSingleOps) {
+  const std::string text = "mx e4m3, exact, exact; 2: exact, exact, exact; 5: e4m3, e4m3, e5m2";
+  const Recipe& recipe = *recipe_of(text);
+  EXPECT_EQ(recipe.of(1).input, "mx e4m3");
+  EXPECT_TRUE(recipe.of(2).is_exact());
+  EXPECT_EQ(recipe.of(5).grad_output, "e5m2");
+  EXPECT_EQ(to_text(recipe), text);
+  EXPECT_EQ(recipe_of("custom 7")->custom, 7);
+  EXPECT_EQ(to_text(*recipe_of("custom 7")), "custom 7");
+}
+
+TEST(Recipe, RefusesWhatIsNone) {
+  for (const char* text :
+       {"", "mx e4m3", "mx e4m3, exact", "mx e4m3, exact, fp8", "exact, exact, exact, exact",
+        "mx e4m3,exact,exact", "custom", "custom -1", "custom x", "exact, exact, exact; 1",
+        "exact, exact, exact; x: exact, exact, exact", "exact, exact, exact; 1: exact"}) {
+    EXPECT_THROW(recipe_of(text), PlanError) << text;
+  }
+}
+
+TEST(ColumnFormat, TurnsBlocksThatArePartsOfARow) {
+  EXPECT_EQ(column_format("mx e5m2"), "mx e5m2 32x1");
+  EXPECT_EQ(column_format("e4m3 1x128"), "e4m3 128x1");
+  EXPECT_EQ(column_format("nvfp4"), "nvfp4 16x1");
+  for (const char* same : {"", "e4m3", "e4m3 128x128", "nvfp4 16x16", "mx e5m2 32x1"}) {
+    EXPECT_EQ(column_format(same), same);
+  }
+  EXPECT_THROW(column_format("int8 1x32"), PlanError);
+}
+
+TEST(OperandDType, IsOneInWhichNumbersAreExact) {
+  EXPECT_EQ(operand_dtype("mx e4m3", DType::BFloat16), DType::BFloat16);
+  EXPECT_EQ(operand_dtype("e5m2 128x128", DType::BFloat16), DType::BFloat16);
+  // A scale in float32 has more bits, and float16 fewer exponents.
+  EXPECT_EQ(operand_dtype("e4m3", DType::BFloat16), DType::Float32);
+  EXPECT_EQ(operand_dtype("nvfp4", DType::BFloat16), DType::Float32);
+  EXPECT_EQ(operand_dtype("mx e4m3", DType::Float16), DType::Float32);
+  EXPECT_EQ(operand_dtype("mx e4m3", DType::Float64), DType::Float64);
+  EXPECT_EQ(operand_dtype("", DType::Float16), DType::Float16);
+}
+
+}  // namespace
+}  // namespace transformer_ops

@@ -1,0 +1,147 @@
+"""What several gloo processes run for `test_distributed.py`, each against one process: collectives
+and tensor parallelism. torch compares what all ranks call (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import transformer_ops as tops
+from transformer_ops.ops.collective import ReduceGradient
+
+OPS = (tops.AllGather, tops.ReduceScatter, tops.AllReduce, ReduceGradient)
+
+
+def draw(seed: int, size: int, *shape: int, equal: bool = False) -> list[Tensor]:
+    """A tensor for each rank, the same in all processes."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(size)]
+    return tensors[:1] * size if equal else tensors
+
+
+# ---- the ops
+
+
+def loss_of_all(op: type, inputs: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """That of all ranks in one process. What all ranks hold counts once."""
+    if op is tops.AllGather:
+        outputs = [torch.cat(inputs)] * len(inputs)
+    elif op is tops.ReduceScatter:
+        outputs = list(torch.stack(inputs).sum(0).chunk(len(inputs)))
+    elif op is tops.AllReduce:
+        outputs = [torch.stack(inputs).sum(0)]
+    else:
+        outputs = inputs[:1] * len(inputs)
+    losses = [(y.square() * w).sum() for y, w in zip(outputs, weights, strict=False)]
+    return torch.stack(losses).sum()
+
+
+def check_op(op: type, rank: int, size: int) -> None:
+    """Values, gradients and second derivatives."""
+    whole = 2 * size
+    rows, given_rows = {tops.AllGather: (2, whole), tops.ReduceScatter: (whole, 2)}.get(
+        op, (whole, whole)
+    )
+    inputs = draw(0, size, rows, 3, equal=op is ReduceGradient)
+    weights = draw(1, size, given_rows, 3, equal=op is tops.AllReduce)
+    given = draw(2, size, rows, 3, equal=op is ReduceGradient)
+
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    if op is ReduceGradient:
+        leaves = leaves[:1] * size
+    distinct = leaves[:1] if op is ReduceGradient else leaves
+    first = torch.autograd.grad(loss_of_all(op, leaves, weights), distinct, create_graph=True)
+    penalty = torch.stack([(g * v).sum() for g, v in zip(first, given, strict=False)]).sum()
+    second = torch.autograd.grad(penalty, distinct)
+    mine = 0 if op is ReduceGradient else rank
+
+    x = inputs[rank].clone().requires_grad_()
+    layer = tops.Sequential(op())
+    (got,) = torch.autograd.grad((layer(x).square() * weights[rank]).sum(), x, create_graph=True)
+    torch.testing.assert_close(got, first[mine])
+    (got,) = torch.autograd.grad((got * given[rank]).sum(), x)
+    torch.testing.assert_close(got, second[mine])
+    (got,) = torch.autograd.grad((layer(x).square() * weights[rank]).sum(), x)
+    torch.testing.assert_close(got, first[mine])
+    if size == 2:  # which takes its time
+        fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        (got,) = torch.autograd.grad((fast(x).square() * weights[rank]).sum(), x)
+        torch.testing.assert_close(got, first[mine])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        low = inputs[rank].to(dtype)
+        torch.testing.assert_close(layer(low).double(), layer(inputs[rank]), rtol=0.02, atol=0.02)
+
+
+# ---- split products
+
+
+def check_linear(mode: str, sequence: bool, bias: bool, rank: int, size: int) -> None:
+    """A shard of the weight gives its share of what the whole one gives."""
+    rows, h, f = 3 * size, 2 * size, 4 * size
+    x, weight, b, c = (
+        draw(k, 1, *shape)[0] for k, shape in enumerate(((rows, h), (f, h), (f,), (rows, f)))
+    )
+    whole = [tensor.requires_grad_() for tensor in (x, weight, b)]
+    y = torch.nn.functional.linear(x, weight, b if bias else None)
+    want = torch.autograd.grad((y.square() * c).sum(), whole, allow_unused=True)
+
+    def part(tensor: Tensor, dim: int | None) -> Tensor:
+        return tensor if dim is None else tensor.chunk(size, dim)[rank]
+
+    split = 0 if mode == "column" else 1
+    of_rows = 0 if sequence else None
+    of_x, of_y = (of_rows, 1) if mode == "column" else (1, of_rows)
+    layer = tops.Linear(
+        h,
+        f,
+        bias=bias,
+        dtype=torch.float64,
+        tensor_parallel_mode=mode,
+        sequence_parallel=sequence,
+    )
+    with torch.no_grad():
+        layer.weight.copy_(part(weight, split))
+        if bias:
+            # By "row" the biases of all ranks add up.
+            layer.bias.copy_(part(b, 0) if mode == "column" else b / size)
+    mine = part(x, of_x).detach().requires_grad_()
+    modules = [layer]
+    if bias and size == 2:
+        modules.append(torch.compile(layer, fullgraph=True, backend="aot_eager"))
+    for module in modules:
+        got = module(mine)
+        torch.testing.assert_close(got, part(y, of_y))
+        loss = (got.square() * part(c, of_y)).sum()
+        sources = [mine, *layer.parameters()]
+        dx, dw, *db = torch.autograd.grad(loss, sources)
+        torch.testing.assert_close(dx, part(want[0], of_x))
+        torch.testing.assert_close(dw, part(want[1], split))
+        if bias:
+            torch.testing.assert_close(db[0], part(want[2], 0 if mode == "column" else None))
+
+
+def work(rank: int, path: str, size: int) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        for op in OPS:
+            check_op(op, rank, size)
+        for mode, sequence, bias in itertools.product(
+            ("column", "row"), (False, True), (False, True)
+        ):
+            check_linear(mode, sequence, bias, rank, size)
+    finally:
+        dist.destroy_process_group()

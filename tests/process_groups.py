@@ -1,0 +1,88 @@
+"""Process groups in one process: the other ranks hold zeros.
+
+A gather appends zeros, and a sum is what this rank gives: each collective is its own exact
+reference, and gather and scatter are each other's transpose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    _create_work_from_future,
+    _register_process_group,
+    _resolve_process_group,
+)
+
+
+def done(result: Any) -> Any:
+    """Work that is finished."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
+
+
+class GroupOfZeros(dist.ProcessGroup):
+    """Rank 0 of a group whose other ranks hold zeros. `calls`: (collective, bytes of the input)."""
+
+    def __init__(self, size: int, name: str) -> None:
+        super().__init__(0, size)
+        self._name = name
+        self.calls: list[tuple[str, int]] = []
+
+    def getGroupName(self) -> str:
+        """What torch asks for."""
+        return self._name
+
+    def _note(self, name: str, tensors: list[Tensor]) -> None:
+        self.calls.append((name, sum(tensor.nbytes for tensor in tensors)))
+
+    @torch.no_grad()
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
+    ) -> Any:
+        self._note("gather", inputs)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            assert output.is_contiguous() and tensor.is_contiguous()
+            output.zero_()
+            output[: len(tensor)].copy_(tensor)
+        return done(outputs)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Any:
+        return self.allgather_into_tensor_coalesced([output], [tensor])
+
+    _allgather_base = all_gather_single  # its name before torch 2.15
+
+    @torch.no_grad()
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
+    ) -> Any:
+        self._note("scatter", inputs)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            assert output.is_contiguous() and tensor.is_contiguous()
+            output.copy_(tensor[: len(output)])
+        return done(outputs)
+
+    @torch.no_grad()
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Any:
+        self._note("reduce", tensors)
+        return done(tensors)
+
+
+_groups: dict[int, GroupOfZeros] = {}
+
+
+def group_of_zeros(size: int = 2) -> GroupOfZeros:
+    """One for each size, in every process that asks."""
+    if size not in _groups:
+        _groups[size] = GroupOfZeros(size, f"zeros{size}")
+    group = _groups[size]
+    try:
+        _resolve_process_group(group.group_name)
+    except RuntimeError:
+        # A test has destroyed all groups.
+        _register_process_group(group.group_name, group)
+    return group

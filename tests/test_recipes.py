@@ -1,0 +1,516 @@
+"""Recipes: products on quantized operands, against plain products of decoded ones."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import threading
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_near
+from op_cases import CASES, OpCase, run_seeded
+from test_fusions import saved_bytes
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import transformer_ops as tops
+from transformer_ops import recipe as recipes
+from transformer_ops.plan.plan import Plan
+from transformer_ops.quantization import checkpoint_contexts, current_recipe
+
+Recipe = recipes.Recipe
+RECIPES: dict[str, Recipe] = {
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "mxfp8 hybrid": recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
+    "current": recipes.Float8CurrentScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def rounded(tensor: Tensor, format: str) -> Tensor:
+    """In float64, where the numbers of all formats are exact but for a scale that is a float."""
+    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    codes, scale = torch.ops.transformer_ops.quantize(tensor, format)
+    name = str(wide).removeprefix("torch.")
+    return torch.ops.transformer_ops.dequantize(codes, scale, format, name, tensor.shape).double()
+
+
+def by_columns(matrix: Tensor, format: str) -> Tensor:
+    """With the blocks of a row along the columns, if the format has such blocks."""
+    is_square = "128x128" in format or "16x16" in format
+    flat = matrix.reshape(-1, matrix.shape[-1])
+    turned = flat if is_square else flat.t().contiguous()
+    found = rounded(turned, format)
+    return (found if is_square else found.t()).reshape(matrix.shape)
+
+
+class Product(torch.autograd.Function):
+    """x W^T of float64 tensors that hold numbers of `dtype`, as a recipe has it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe, ctx.dtype = recipe, dtype
+        of_input, of_weight, _ = recipe.operands
+        return rounded(x.to(dtype), of_input) @ rounded(weight.to(dtype), of_weight).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (x, weight), dtype = ctx.saved_tensors, ctx.dtype
+        of_input, of_weight, of_grad = ctx.recipe.operands
+        grad = grad.to(dtype)
+        grad_input = rounded(grad, of_grad) @ by_columns(weight.to(dtype), of_weight)
+        rows = by_columns(grad, of_grad).flatten(0, -2)
+        return (
+            grad_input,
+            rows.t() @ by_columns(x.to(dtype), of_input).flatten(0, -2),
+            None,
+            None,
+        )
+
+
+def outputs_and_gradients(run: Any, x: Tensor, parameters: list[Tensor], grad: Tensor) -> Any:
+    x = x.detach().requires_grad_()
+    y = run(x)
+    return y, *torch.autograd.grad(y, [x, *parameters], grad)
+
+
+def linear(dtype: torch.dtype, bias: bool = True, rows: int = 70) -> tuple[Any, Tensor, Tensor]:
+    """A Linear, an input and a gradient whose sizes no block divides."""
+    module = tops.Sequential(tops.Linear(72, 50, bias=bias)).to(dtype)
+    return module, torch.randn(2, rows, 72).to(dtype), torch.randn(2, rows, 50).to(dtype)
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_of_rounded_operands(name: str, dtype: torch.dtype) -> None:
+    recipe = RECIPES[name]
+    module, x, grad = linear(dtype)
+    with tops.autocast(recipe=recipe):
+        y = module(x.requires_grad_())
+    # Wherever backward runs.
+    y.backward(grad)
+    wide = [t.detach().double().requires_grad_() for t in (x, *module.parameters())]
+    meant = Product.apply(wide[0], wide[1], recipe, dtype) + wide[2]
+    meant.backward(grad.double())
+    found = (x, *module.parameters())
+    assert_near(y, meant, dtype, "output", factor=4)
+    for tensor, want in zip(found, wide, strict=True):
+        assert tensor.grad.dtype == dtype
+        size = want.grad.abs().max().item()
+        assert_near(tensor.grad / size, want.grad / size, dtype, str(tuple(want.shape)), factor=4)
+
+
+def mlp() -> list[nn.Module]:
+    return [
+        tops.RMSNorm(64),
+        tops.Linear(64, 256, bias=False),
+        tops.SwiGLU(),
+        tops.Linear(128, 64),
+        tops.Dropout(0.0),
+    ]
+
+
+def block(dtype: torch.dtype = torch.float32, **policies: Any) -> tops.Sequential:
+    torch.manual_seed(1)
+    return tops.Sequential(*mlp(), **policies).to(dtype)
+
+
+@every_recipe
+def test_fused_steps_compute_what_single_ops_do(name: str) -> None:
+    module = block()
+    x, grad = torch.randn(40, 64), torch.randn(40, 64)
+    parameters = list(module.parameters())
+
+    def one_by_one(x: Tensor) -> Tensor:
+        for op in module:
+            x = op(x)
+        return x
+
+    with tops.autocast(recipe=RECIPES[name]):
+        got = outputs_and_gradients(module, x, parameters, grad)
+        want = outputs_and_gradients(one_by_one, x, parameters, grad)
+    # A sum in another order may change a code.
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= 1e-2 * b.norm()
+    exact = outputs_and_gradients(module, x, parameters, grad)
+    error = (got[0] - exact[0]).norm() / exact[0].norm()
+    assert 1e-3 < error < (0.3 if name == "nvfp4" else 0.08)
+
+
+@every_recipe
+def test_the_plan_names_its_formats(name: str) -> None:
+    recipe = RECIPES[name]
+    module = block(torch.bfloat16)
+    with tops.autocast(recipe=recipe):
+        module(torch.randn(8, 64).bfloat16().requires_grad_())
+    plan = module.plans()[0]
+    text = str(plan)
+    assert f"recipe {recipe.key}\n" in text and plan.recipe == recipe.key
+    assert Plan.parse(text) == plan
+    of_input, of_weight, of_grad = recipe.operands
+    dtype = "bfloat16" if name in ("mxfp8", "mxfp8 hybrid", "block") else "float32"
+    assert f'rounded_weight = quantize_dequantize(p1.weight, "{of_weight}", "{dtype}")' in text
+    assert f'quantize_dequantize(x1, "{of_input}"' in text and f'"{of_grad}"' in text
+    assert f"formats of products: input {of_input}, weight {of_weight}" in str(module.explain())
+    # Outside of the region nothing is left of it.
+    module(torch.randn(8, 64).bfloat16())
+    assert "recipe" not in str(module.plans()[0]) and "formats" not in str(module.explain())
+
+
+def test_products_and_their_epilogues_stay_one_step() -> None:
+    module = tops.Sequential(tops.Linear(64, 64), tops.GELU(), tops.Linear(64, 64, bias=False))
+    with tops.autocast():
+        module(torch.randn(8, 64, requires_grad=True))
+    steps = [step.name for step in module.plans()[0].forward]
+    assert steps[0] == "linear_bias_activation"
+    # Its scale is a float32: products run in float32, and what follows takes their bfloat16.
+    module.bfloat16()
+    with tops.autocast(recipe=RECIPES["current"]):
+        module(torch.randn(8, 64).bfloat16().requires_grad_())
+    steps = [step.name for step in module.plans()[0].forward]
+    assert steps[0] == "BasicLinear"
+    misses = [miss.reason for miss in module.plans()[0].near_misses]
+    assert "op 0 computes in float32 from quantized tensors" in misses
+
+
+# ---- regions
+
+
+def test_regions() -> None:
+    module, x, _ = linear(torch.float32)
+    exact = module(x)
+    mx, current = RECIPES["mxfp8"], RECIPES["current"]
+    with tops.autocast() as region:
+        assert region.recipe == mx and current_recipe() == mx
+        first = module(x)
+        with tops.autocast(recipe=current):
+            second = module(x)
+            with tops.autocast(enabled=False):
+                assert torch.equal(module(x), exact) and current_recipe() is None
+            with region:
+                assert torch.equal(module(x), first)
+        assert torch.equal(module(x), first)
+    assert not torch.equal(first, second) and not torch.equal(first, exact)
+    assert torch.equal(module(x), exact) and current_recipe() is None
+    with pytest.raises(ZeroDivisionError), tops.autocast():
+        raise ZeroDivisionError
+    assert current_recipe() is None
+    # The value counts, not the object or its class.
+    with tops.autocast(recipe=recipes.MXFP8BlockScaling()):
+        module(x)
+    with tops.autocast(recipe=recipes.MXFP8BlockScaling(recipes.Format.E5M2)):
+        assert not torch.equal(module(x), first)
+
+
+def test_a_region_is_that_of_its_thread() -> None:
+    module, x, _ = linear(torch.float32)
+    exact, found = module(x), []
+    with tops.autocast():
+        inside = module(x)
+        thread = threading.Thread(target=lambda: found.append(module(x)))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], exact) and not torch.equal(inside, exact)
+
+
+def test_torch_autocast_within() -> None:
+    module, x, grad = linear(torch.float32)
+    low = copy.deepcopy(module).bfloat16()
+    with tops.autocast(), torch.autocast("cpu", torch.bfloat16):
+        y = module(x.requires_grad_())
+    y.backward(grad.bfloat16())
+    assert y.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
+    with tops.autocast():
+        z = low(x.detach().bfloat16())
+    # The weight is rounded from its float32.
+    assert (y - z).norm() <= 3e-2 * z.norm()
+    assert module[0].weight.grad.dtype == torch.float32
+
+
+def test_evaluation_and_frozen_tensors() -> None:
+    module, x, grad = linear(torch.float32)
+    with tops.autocast():
+        want = outputs_and_gradients(module, x, list(module.parameters()), grad)
+        with torch.no_grad():
+            assert torch.equal(module(x), want[0])
+        # Without the gradient of the input, and of the weight.
+        found = torch.autograd.grad(module(x), list(module.parameters()), grad)
+        for a, b in zip(found, want[2:], strict=True):
+            assert torch.equal(a, b)
+        module.requires_grad_(False)
+        x.requires_grad_()
+        assert torch.equal(torch.autograd.grad(module(x), x, grad)[0], want[1])
+
+
+def test_weights_that_accumulate() -> None:
+    module = tops.Sequential(tops.Linear(72, 50, accumulate_into_main_grad=True))
+    plain = tops.Sequential(tops.Linear(72, 50))
+    plain.load_state_dict(module.state_dict())
+    module[0].weight.main_grad = torch.ones(50, 72)
+    x, grad = torch.randn(70, 72), torch.randn(70, 50)
+    with tops.autocast():
+        y, z = module(x), plain(x)
+    y.backward(grad)
+    z.backward(grad)
+    torch.testing.assert_close(module[0].weight.main_grad, plain[0].weight.grad + 1)
+
+
+def test_activation_checkpointing() -> None:
+    module, x, grad = linear(torch.float32)
+    x.requires_grad_()
+    with tops.autocast():
+        want = torch.autograd.grad(module(x), list(module.parameters()), grad)
+        y = checkpoint(module, x, use_reentrant=False, context_fn=checkpoint_contexts)
+    for a, b in zip(torch.autograd.grad(y, list(module.parameters()), grad), want, strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_no_rounded_tensor_is_kept(backend: str) -> None:
+    exact = block(torch.bfloat16)
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    kept = saved_bytes(exact, x)
+    run: Any = exact
+    if backend != "eager":
+        run = torch.compile(exact, fullgraph=True, backend=backend)
+    with tops.autocast():
+        assert saved_bytes(run, x) <= kept
+
+
+# ---- Quantize
+
+
+@every_recipe
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+def test_quantize(name: str, forward: bool, backward: bool) -> None:
+    recipe = RECIPES[name]
+    op = tops.Quantize(forward=forward, backward=backward)
+    x, grad = torch.randn(9, 80, requires_grad=True), torch.randn(9, 80)
+    with tops.autocast(recipe=recipe):
+        y = op(x)
+    want = rounded(x.detach(), recipe.operands[0]).float() if forward else x
+    want_grad = rounded(grad, recipe.operands[2]).float() if backward else grad
+    assert torch.equal(y, want)
+    assert torch.equal(torch.autograd.grad(y, x, grad)[0], want_grad)
+    assert torch.equal(op(x), x)
+    # Between ops, and never passed over by a fusion.
+    ops = [tops.Linear(80, 40, bias=False), tops.Quantize(forward, backward), tops.SiLU()]
+    module = tops.Sequential(*ops)
+    with tops.autocast(recipe=recipe):
+        first = module(x)
+        hidden = op(ops[0](x))
+    torch.testing.assert_close(first, ops[2](hidden))
+
+
+def test_quantize_checks_its_arguments() -> None:
+    with pytest.raises(ValueError, match=r"\[Quantize\] rounds_input must be a bool, got 1"):
+        tops.Quantize(forward=1)  # type: ignore[arg-type]
+
+
+# ---- every op
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_op_under_a_recipe(case: OpCase) -> None:
+    op = case.build()
+    inputs = case.inputs()
+    exact = run_seeded(op, *inputs)
+    with tops.autocast():
+        found = run_seeded(op, *inputs)
+    for a, b in zip(*((t if isinstance(t, tuple) else (t,)) for t in (found, exact)), strict=True):
+        rounds = case.name.startswith(("BasicLinear", "Linear", "Quantize"))
+        assert torch.equal(a, b) != rounds
+        if rounds:
+            assert (a - b).norm() <= 0.1 * b.norm()
+
+
+# ---- compiled and exported
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@every_recipe
+def test_fullgraph(name: str, backend: str) -> None:
+    module = block()
+    x, grad = torch.randn(40, 64), torch.randn(40, 64)
+    parameters = list(module.parameters())
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    with tops.autocast(recipe=RECIPES[name]):
+        got = outputs_and_gradients(compiled, x, parameters, grad)
+        want = outputs_and_gradients(module, x, parameters, grad)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_one_compilation_a_recipe() -> None:
+    module, x, _ = linear(torch.float32)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    for _ in range(2):
+        compiled(x)
+        for recipe in RECIPES.values():
+            with tops.autocast(recipe=recipe):
+                assert torch.equal(compiled(x), module(x))
+            with tops.autocast(recipe=dataclasses.replace(recipe)):
+                compiled(x)
+    assert counter.frame_count == 1 + len(RECIPES)
+
+
+def test_a_region_within_a_graph() -> None:
+    module, x, _ = linear(torch.float32)
+    recipe = RECIPES["block"]
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first = module(x)
+        with tops.autocast(recipe=recipe):
+            second = module(x)
+        return first, second, module(x)
+
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    for a, b in zip(got, run(x), strict=True):
+        assert torch.equal(a, b)
+    assert current_recipe() is None
+
+
+def test_export() -> None:
+    module, x, _ = linear(torch.float32)
+    with tops.autocast():
+        want = module(x)
+        program = torch.export.export(module, (x,))
+    assert torch.equal(program.module()(x), want)
+    lowered = program.run_decompositions()
+    assert torch.equal(lowered.module()(x), want)
+
+
+# ---- formats by op and role
+
+
+def test_a_custom_recipe() -> None:
+    module = block()
+    last = module[3]
+    asked: list[recipes.QuantizerRole] = []
+
+    def formats(role: recipes.QuantizerRole) -> str | None:
+        asked.append(role)
+        if role.module is last or role.tensor_type == "grad_output":
+            return None
+        return "mx e4m3"
+
+    recipe = recipes.CustomRecipe(formats)
+    x, grad = torch.randn(40, 64), torch.randn(40, 64)
+    parameters = list(module.parameters())
+    with tops.autocast(recipe=recipe):
+        got = outputs_and_gradients(module, x, parameters, grad)
+    exact = "exact, exact, exact"
+    assert module.plans()[0].recipe == f"{exact}; 1: mx e4m3, mx e4m3, exact; 3: {exact}"
+    assert {(role.module_type, role.tensor_type) for role in asked} == {
+        ("linear", name) for name in ("input", "weight", "grad_output")
+    }
+    hidden = module[:1](x)
+    weight = rounded(module[1].weight.detach(), "mx e4m3").float()
+    hidden = rounded(hidden.detach(), "mx e4m3").float() @ weight.t()
+    torch.testing.assert_close(got[0], module[2:](hidden))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with tops.autocast(recipe=recipe):
+        for a, b in zip(got, outputs_and_gradients(compiled, x, parameters, grad), strict=True):
+            torch.testing.assert_close(a, b)
+        text = str(module.explain())
+    assert "op 1 input mx e4m3, weight mx e4m3, output gradient exact" in text
+    for answer, message in ((3, "must return the name of a format"), ("fp8", "format must be one")):
+        wrong = recipes.CustomRecipe(lambda role, answer=answer: answer)
+        with tops.autocast(recipe=wrong), pytest.raises(RuntimeError, match=message):
+            module(x)
+
+
+# ---- fusions of users
+
+
+class Fused(tops.FusedOperation):
+    def fuser_forward(self, basic_op_ctxs: Any, input_: Tensor, **unused: Any) -> Any:
+        return nn.functional.silu(input_ @ self.basic_ops[0].weight.t()), [(), ()]
+
+
+@torch.no_grad()
+def test_a_pattern_takes_no_quantized_product() -> None:
+    module = tops.Sequential(tops.BasicLinear(32, 32), tops.SiLU())
+    x = torch.randn(4, 32)
+    with tops.autocast():
+        want = module(x)
+    with tops.register_forward_fusion(Fused, pattern=[tops.BasicLinear, tops.SiLU]):
+        with tops.autocast():
+            assert torch.equal(module(x), want)
+            assert "op 0 takes quantized tensors" in str(module.explain())
+        assert module.plans()[0].recipe is not None
+        module(x)
+        assert module.plans()[0].forward[0].python is not None
+
+
+def test_a_function_gets_the_formats() -> None:
+    seen: list[Any] = []
+
+    def look(ops: Any, *, recipe: Any = None, **unused: Any) -> Any:
+        seen.append(recipe)
+        return ops
+
+    module, x, _ = linear(torch.float32)
+    with tops.register_forward_fusion(look):
+        module(x)
+        with tops.autocast():
+            module(x)
+    assert seen == [None, "mx e4m3, mx e4m3, mx e4m3"]
+
+
+# ---- errors
+
+
+def test_errors() -> None:
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: tops.autocast(recipe="mxfp8"), TypeError, r"\[autocast\] recipe must be one of"),
+        (lambda: tops.autocast(1), TypeError, r"\[autocast\] enabled must be a bool, got 1"),
+        (lambda: recipes.MXFP8BlockScaling(3), ValueError, "fp8_format must be one of Format"),
+        (
+            lambda: recipes.Float8BlockScaling(recipes.Format.E2M1),
+            ValueError,
+            r"\[Float8BlockScaling\] fp8_format must be one of Format.E4M3, Format.HYBRID",
+        ),
+        (lambda: recipes.CustomRecipe(3), TypeError, "qfactory must be a function of a role"),
+        (recipes.NVFP4BlockScaling, NotImplementedError, "disable_rht must be True, got False"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipes.MXFP8BlockScaling().fp8_format = recipes.Format.E5M2  # type: ignore[misc]
+
+
+def test_second_derivatives_and_transforms_are_refused() -> None:
+    module, x, _ = linear(torch.float32)
+    x.requires_grad_()
+    message = r"must run without a recipe, got the formats mx e4m3, mx e4m3, mx e4m3"
+    with tops.autocast():
+        with pytest.raises(NotImplementedError, match=message):
+            torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match=message):
+            torch.func.vmap(module)(x)
+
+
+def test_a_text_with_an_unknown_format() -> None:
+    module, x, _ = linear(torch.float32)
+    with tops.autocast():
+        module(x)
+    text = str(module.plans()[0])
+    for wrong, message in (
+        ("mx e4m3, mx e4m3", "formats must be 3"),
+        ("fp3, exact, exact", "format must be one of"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            Plan.parse(text.replace("mx e4m3, mx e4m3, mx e4m3", wrong))

@@ -1,0 +1,157 @@
+"""Parameters that are split over the ranks of a process group."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import check_bool
+from .process_group import find_group, group_name
+
+MODES = ("column", "row")
+
+
+def shard_size(op: str, name: str, size: int, ranks: int) -> int:
+    """What each rank has of `size`. ValueError where the ranks do not divide it."""
+    if size % ranks:
+        raise ValueError(
+            f"[{op}] {name} must be divisible by the {ranks} ranks of tensor_parallel_group, "
+            f"got {size}"
+        )
+    return size // ranks
+
+
+class TensorParallelMixin:
+    """A module whose parameters are split, or not: in a group of one rank nothing is."""
+
+    tensor_parallel_size: int = 1
+    _group_name: str | None = None
+
+    def _take_group(self, group: Any) -> None:
+        op = type(self).__name__
+        name = group_name(op, "tensor_parallel_group", group)
+        try:
+            size = int(find_group(op, "tensor_parallel_group", name).size())
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+        self._group_name, self.tensor_parallel_size = name, size
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The process group; None: all ranks, or nothing is split."""
+        if self._group_name is None:
+            return None
+        return find_group(type(self).__name__, "tensor_parallel_group", self._group_name)
+
+
+class SplitProductMixin(TensorParallelMixin):
+    """A product that is split: "column" its output features, "row" its input features."""
+
+    in_features: int
+    out_features: int
+    tensor_parallel_mode: str | None = None
+    sequence_parallel: bool = False
+    _are_parts_of_whole: bool = False
+
+    def _split(self, mode: str | None, group: Any, sequence_parallel: bool) -> None:
+        op = type(self).__name__
+        check_bool(op, "sequence_parallel", sequence_parallel)
+        if mode is None:
+            given = {"tensor_parallel_group": group, "sequence_parallel": sequence_parallel or None}
+            for name, value in given.items():
+                if value is not None:
+                    raise ValueError(
+                        f"[{op}] {name} must come with a tensor_parallel_mode, got {value!r} alone"
+                    )
+            return
+        if mode not in MODES:
+            raise ValueError(
+                f'[{op}] tensor_parallel_mode must be "column", "row" or None, got {mode!r}'
+            )
+        self._take_group(group)
+        if self.tensor_parallel_size > 1:
+            self.tensor_parallel_mode = mode
+            self.sequence_parallel = sequence_parallel
+        self._check_split(mode, self.tensor_parallel_size)
+
+    def _check_split(self, mode: str, ranks: int) -> None:
+        name = "out_features" if mode == "column" else "in_features"
+        shard_size(type(self).__name__, name, getattr(self, name), ranks)
+
+    def _split_parameters(self, mode: str, group: Any, sequence_parallel: bool) -> None:
+        """From now on the parameters are DTensors, each a whole of which this rank has a part."""
+        self._take_group(group)
+        self._are_parts_of_whole = True
+        if self.tensor_parallel_size > 1:
+            self.sequence_parallel = sequence_parallel
+            self.tensor_parallel_mode = mode
+
+    @property
+    def local_in_features(self) -> int:
+        """Columns of the weight on this rank."""
+        return self._local("in_features", "row")
+
+    @property
+    def local_out_features(self) -> int:
+        """Rows of the weight on this rank."""
+        return self._local("out_features", "column")
+
+    def _local(self, name: str, mode: str) -> int:
+        size: int = getattr(self, name)
+        if self.tensor_parallel_mode != mode:
+            return size
+        return shard_size(type(self).__name__, name, size, self.tensor_parallel_size)
+
+    def _tensor_parallel_repr(self) -> str:
+        if self.tensor_parallel_mode is None:
+            return ""
+        text = f", tensor_parallel_mode={self.tensor_parallel_mode!r}"
+        text += f", tensor_parallel_size={self.tensor_parallel_size}"
+        return text + ", sequence_parallel=True" * self.sequence_parallel
+
+
+# ---- parameters that are DTensors
+
+
+def is_dtensor(value: object) -> bool:
+    """Without importing what nobody may have asked for."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+class _Share(torch.autograd.Function):
+    """One of `ranks` equal parts of what all ranks add, each with the gradient of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
+        return whole / ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def local_parameter(owner: Any, name: str, parameter: Any) -> Tensor:
+    """What the owner computes with on this rank, of a DTensor on a mesh of one dimension.
+
+    RuntimeError where the parameter is not placed as the owner is split.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    op, mesh = type(owner).__name__, parameter.device_mesh
+    mode = getattr(owner, "tensor_parallel_mode", None)
+    is_whole = mode is None or (mode == "row" and name == "bias")
+    wanted = Replicate() if is_whole else Shard(0 if mode == "column" else 1)
+    if mesh.ndim != 1 or (parameter.placements != (wanted,) and mesh.size() > 1):
+        raise RuntimeError(
+            f"[{op}] {name} must be placed as ({wanted},) for tensor_parallel_mode={mode!r} "
+            f"(transformer_ops.parallel), got {parameter.placements}"
+        )
+    if getattr(owner, "_partial_gradients", False):
+        summed: Tensor = parameter.to_local(grad_placements=(Partial(),))
+        return summed
+    local: Tensor = parameter.to_local()
+    return _Share.apply(local, mesh.size()) if mode == "row" and is_whole else local

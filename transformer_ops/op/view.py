@@ -1,0 +1,46 @@
+"""Basic ops that are parts of another module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from .base import BasicOperation
+
+
+class View(BasicOperation):
+    """A basic op without state: everything is looked up on its owner, when it is needed."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        BasicOperation.__init__(self)
+        # Past nn.Module, which would register the owner as a submodule of its own part.
+        self.__dict__["_owner"] = owner
+
+    @property
+    def _parameter_owner(self) -> nn.Module:
+        owner: nn.Module = self.__dict__["_owner"]
+        return owner
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        owner = self._parameter_owner
+        for name in self._parameter_names:
+            yield prefix + ("." if prefix else "") + name, getattr(owner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._parameter_names:
+            setattr(self._parameter_owner, name, value)
+        elif name == "forward":
+            owner = type(self._parameter_owner).__name__
+            raise AttributeError(
+                f"[{self._kind}] forward must be set on the {owner}, which nobody calls in parts, "
+                f"got {value!r}"
+            )
+        else:
+            super().__setattr__(name, value)
+
+    def _get_name(self) -> str:
+        return str(self._kind)

@@ -1,0 +1,133 @@
+"""Collectives: along the rows (the first dimension) of the ranks of a process group.
+
+`process_group` is a ProcessGroup, a 1-dimensional DeviceMesh, or None for all ranks. Its size is
+read when the op is called; in a group of one rank the op hands its input on. All ranks must call
+the op, in the same order and with equal shapes. Copies share the group; a pickled op finds it by
+its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..op.base import BasicOperation
+from ..op.process_group import Ranks, find_group, group_name, ranks_of
+from ..op.tensor_parallel import SplitProductMixin
+from ..op.view import View
+
+__all__ = ["AllGather", "AllReduce", "ReduceScatter"]
+
+
+class Collective(BasicOperation):
+    """An op among the ranks of a process group."""
+
+    def __init__(self, process_group: Any = None) -> None:
+        super().__init__()
+        self.process_group = process_group
+
+    @property
+    def process_group(self) -> Any:
+        """The group; None: all ranks. RuntimeError where this process has none of its name."""
+        name = self._name_of_group()
+        return None if name is None else find_group(type(self).__name__, "process_group", name)
+
+    @process_group.setter
+    def process_group(self, value: Any) -> None:
+        self._group_name = group_name(type(self).__name__, "process_group", value)
+
+    def _name_of_group(self) -> str | None:
+        return self._group_name
+
+    def _ranks(self) -> Ranks:
+        return ranks_of(self, "process_group", self._name_of_group())
+
+    @property
+    def group(self) -> str:
+        """The name of the group, also where it is that of all ranks."""
+        return self._ranks().group
+
+    @property
+    def group_size(self) -> int:
+        """The number of its ranks now."""
+        return self._ranks().size
+
+    def extra_repr(self) -> str:
+        name = self._name_of_group()
+        return "" if name is None else f"process_group={name!r}"
+
+
+class AllGather(Collective, kind="AllGather"):
+    """The rows of all ranks, in their order.
+
+    `x[n, ...]` → `[ranks * n, ...]` in the input's dtype. The gradient is the sum of what all ranks
+    give for this rank's rows. ValueError for a group that is none.
+    """
+
+
+class ReduceScatter(Collective, kind="ReduceScatter"):
+    """This rank's rows of the sum over all ranks.
+
+    `x[n, ...]` → `[n / ranks, ...]` in the input's dtype; RuntimeError where the ranks do not
+    divide n. The gradient is gathered. ValueError for a group that is none.
+    """
+
+
+class AllReduce(Collective, kind="AllReduce"):
+    """The sum over all ranks, of any shape with rows, in the input's dtype.
+
+    All ranks go on with the same tensor, so each has its gradient already: it is handed on as it
+    is (Megatron's g; Shoeybi et al. 2019). ValueError for a group that is none.
+    """
+
+
+class ReduceGradient(Collective, kind="ReduceGradient"):
+    """The input, whose gradient is summed over all ranks (Megatron's f): what stands before a
+    product whose weight is split by rows."""
+
+
+# ---- around a product that is split
+
+
+class _SplitView(View):
+    """A collective among the group of its owner."""
+
+    def _name_of_group(self) -> str | None:
+        name: str | None = self.__dict__["_owner"]._group_name
+        return name
+
+    def _ranks(self) -> Ranks:
+        owner: SplitProductMixin = self.__dict__["_owner"]
+        ranks = ranks_of(self, "tensor_parallel_group", owner._group_name)
+        if ranks.size != owner.tensor_parallel_size:
+            raise RuntimeError(
+                f"[{type(owner).__name__}] tensor_parallel_group must have the "
+                f"{owner.tensor_parallel_size} ranks that the weight is split over, "
+                f"got {ranks.size}"
+            )
+        return ranks
+
+
+class _GatherView(_SplitView, AllGather):
+    pass
+
+
+class _ReduceGradientView(_SplitView, ReduceGradient):
+    pass
+
+
+class _ScatterView(_SplitView, ReduceScatter):
+    pass
+
+
+class _ReduceView(_SplitView, AllReduce):
+    pass
+
+
+def collectives_around(product: Any) -> tuple[list[BasicOperation], list[BasicOperation]]:
+    """What runs before a split product, and what after it and its bias."""
+    sequence = product.sequence_parallel
+    if product.tensor_parallel_mode == "column":
+        return [_GatherView(product) if sequence else _ReduceGradientView(product)], []
+    if product.tensor_parallel_mode == "row":
+        return [], [_ScatterView(product) if sequence else _ReduceView(product)]
+    return [], []

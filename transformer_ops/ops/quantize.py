@@ -1,0 +1,33 @@
+"""Rounding of main tensors to the format of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ..op.base import BasicOperation, Check
+from ..op.checks import check_bool
+
+__all__ = ["Quantize"]
+
+
+class Quantize(BasicOperation, kind="Quantize"):
+    """Rounds its input to the format that the recipe of `autocast` has for inputs, and its output's
+    gradient to that for gradients; shape and dtype stay. Outside of `autocast` it hands both on.
+
+    Args:
+        forward: whether the input is rounded.
+        backward: whether the gradient is.
+
+    ValueError unless both are bools.
+    """
+
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "rounds_input": check_bool,
+        "rounds_grad_output": check_bool,
+    }
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__()
+        self.rounds_input = forward
+        self.rounds_grad_output = backward

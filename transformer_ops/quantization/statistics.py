@@ -1,0 +1,227 @@
+"""What formats do to the tensors of a model: noise, underflow, saturation."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _C
+from ..op.base import BasicOperation, FusibleOperation
+from ..recipe import CustomRecipe, MXFP8BlockScaling, Recipe
+from .region import autocast
+
+ROLES = ("input", "weight", "grad_output")
+# As a byte; of E2M1, two codes.
+_LARGEST_CODE = {
+    torch.float8_e4m3fn: 0x7E,
+    torch.float8_e5m2: 0x7B,
+    torch.int8: 0x7F,
+    torch.uint8: 0x77,
+}
+_quantize = torch.ops.transformer_ops.quantize.default
+_dequantize = torch.ops.transformer_ops.dequantize.default
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor in one format: `signal_to_noise` in dB, infinite where nothing is lost and NaN for
+    a tensor of zeros; the shares of its numbers other than zero that become zero (`underflow`), and
+    of those above the largest number of their block, which they become (`saturated`)."""
+
+    module: str
+    role: str
+    format: str
+    signal_to_noise: float
+    underflow: float
+    saturated: float
+    is_recipe: bool  # the format is that of the recipe, not one to compare with
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows by module, role and format; prints as a table, also in a notebook."""
+
+    rows: tuple[Row, ...]
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """A dict for each row."""
+        return [asdict(row) for row in self.rows]
+
+    def __str__(self) -> str:
+        table = [_HEAD, *map(_cells, self.rows)]
+        widths = [max(len(row[k]) for row in table) for k in range(len(_HEAD))]
+        lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table)
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: Iterable[str]) -> str:
+            inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+            return f"<tr>{inner}</tr>"
+
+        lines = [line("th", _HEAD), *(line("td", _cells(row)) for row in self.rows)]
+        return f"<table>{''.join(lines)}</table>"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """A picture of the signal-to-noise ratios, by matplotlib, in the format of the suffix."""
+        from matplotlib.figure import Figure
+
+        places = list(dict.fromkeys((row.module, row.role) for row in self.rows))
+        formats = list(dict.fromkeys(row.format for row in self.rows))
+        figure = Figure(figsize=(8, 1.5 + 0.3 * len(places)), layout="constrained")
+        axes = figure.subplots()
+        for format in formats:
+            rows = [row for row in self.rows if row.format == format]
+            found = [row for row in rows if math.isfinite(row.signal_to_noise)]
+            heights = [places.index((row.module, row.role)) for row in found]
+            axes.plot([row.signal_to_noise for row in found], heights, "o", label=format)
+        axes.set_yticks(range(len(places)), [f"{name} {role}" for name, role in places])
+        axes.invert_yaxis()
+        axes.set_xlabel("signal-to-noise ratio, dB")
+        axes.grid(alpha=0.3)
+        axes.legend(title="format", loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.savefig(path)
+
+
+_HEAD = ("module", "tensor", "format", "SNR dB", "underflow", "saturated")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    format = row.format + (" *" if row.is_recipe else "")
+    return (
+        row.module,
+        row.role,
+        format,
+        f"{row.signal_to_noise:.1f}",
+        f"{row.underflow:.2%}",
+        f"{row.saturated:.2%}",
+    )
+
+
+def report(
+    model: nn.Module,
+    *inputs: Any,
+    recipe: Recipe | None = None,
+    formats: Sequence[str] = (),
+    loss: Callable[[Any], Tensor] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Runs forward and backward once, and says what formats do to the operands of each product.
+
+    Args:
+        model: with `Linear`s or `BasicLinear`s of this package anywhere in it.
+        inputs, kwargs: what it is called with.
+        recipe: the run is one under this recipe, whose formats are reported, marked by `*`; None
+            for `MXFP8BlockScaling()`.
+        formats: further formats of `torch.ops.transformer_ops.quantize` to compare with.
+        loss: of what the model returns, a scalar. By default a scalar output is the loss itself,
+            and of another tensor the mean of its squares is.
+
+    Parameters get no gradients, and buffers and random numbers are as after any call.
+
+    Raises:
+        ValueError: a model without such a product, or one that none of its calls reached.
+        TypeError: an output that is no tensor, without `loss`.
+        RuntimeError: an unknown format.
+    """
+    recipe = recipe or MXFP8BlockScaling()
+    products = _products(model)
+    if not products:
+        raise ValueError("[report] model must have a Linear or BasicLinear of transformer_ops")
+    seen: dict[tuple[str, str], Tensor] = {}
+    with _watched(products, seen):
+        with autocast(recipe=recipe):
+            output = model(*inputs, **kwargs)
+        value = _loss_of(output) if loss is None else loss(output)
+        wanted = [p for p in model.parameters() if p.requires_grad]
+        if value.requires_grad and wanted:
+            torch.autograd.grad(value, wanted, allow_unused=True)
+    if not seen:
+        raise ValueError("[report] model must call one of its products, got none that ran")
+    rows = []
+    for name, (_, op) in products.items():
+        own = _formats_of(recipe, op)
+        for role, format in zip(ROLES, own, strict=True):
+            tensor = seen.get((name, role))
+            if tensor is None:
+                continue
+            for found in dict.fromkeys((format, *formats)):
+                if found != "exact":
+                    rows.append(Row(name, role, found, *measure(tensor, found), found == format))
+    return Report(tuple(rows))
+
+
+def _products(model: nn.Module) -> dict[str, tuple[nn.Module, BasicOperation]]:
+    """By name, what is called, and the op in it that a recipe quantizes."""
+    found: dict[str, tuple[nn.Module, BasicOperation]] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, FusibleOperation) or module.is_fused_op:
+            continue
+        for op in module.basic_ops:
+            if not op.is_python and "weight" in _C.declaration(op._kind)["operands"]:
+                found[name or type(module).__name__] = (module, op)
+    return found
+
+
+def _formats_of(recipe: Recipe, op: BasicOperation) -> tuple[str, ...]:
+    if isinstance(recipe, CustomRecipe):
+        return tuple(recipe.formats_of("linear", op).split(", "))
+    return recipe.operands
+
+
+@contextlib.contextmanager
+def _watched(
+    products: dict[str, tuple[nn.Module, BasicOperation]], seen: dict[tuple[str, str], Tensor]
+) -> Iterator[None]:
+    handles = []
+    for name, (module, op) in products.items():
+
+        def before(module: nn.Module, args: Any, name: str = name, op: BasicOperation = op) -> None:
+            seen[name, "input"] = args[0].detach()
+            seen[name, "weight"] = op._parameter_tensors()[0].detach()
+
+        def after(module: nn.Module, grads: Any, name: str = name) -> None:
+            if grads[0] is not None:
+                seen[name, "grad_output"] = grads[0].detach()
+
+        handles.append(module.register_forward_pre_hook(before))
+        handles.append(module.register_full_backward_pre_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _loss_of(output: Any) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"[report] loss must be given where the model returns no tensor, got {output!r}"
+        )
+    return output if output.dim() == 0 else output.float().square().mean()
+
+
+def measure(tensor: Tensor, format: str) -> tuple[float, float, float]:
+    """The signal-to-noise ratio in dB, and the shares that underflow and saturate."""
+    dtype = "float64" if tensor.dtype is torch.float64 else "float32"
+    codes, scale = _quantize(tensor, format)
+    back = _dequantize(codes, scale, format, dtype, tensor.shape)
+    signal, noise = _power(tensor), _power(tensor.to(back.dtype) - back)
+    ratio = math.nan if signal == 0 else math.inf if noise == 0 else 10 * math.log10(signal / noise)
+    there = int(tensor.count_nonzero())
+    lost = int(((back == 0) & (tensor != 0)).sum())
+    codes.view(torch.uint8).fill_(_LARGEST_CODE[codes.dtype])
+    largest = _dequantize(codes, scale, format, dtype, tensor.shape)
+    clipped = int((tensor.abs() > largest).sum())
+    return ratio, lost / max(1, there), clipped / max(1, there)
+
+
+def _power(tensor: Tensor) -> float:
+    return float(tensor.double().square().sum())

@@ -1,0 +1,193 @@
+"""Recipes: the formats in which products take their operands, as frozen values."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+from .numbered import numbered
+
+__all__ = [
+    "CustomRecipe",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QuantizerRole",
+    "Recipe",
+]
+
+
+class FormatRange(NamedTuple):
+    """The largest numbers of a format's codes in forward and in backward."""
+
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(enum.Enum):
+    """What codes are: E4M3 and E5M2 have 4 and 5 bits of exponent (Micikevicius et al. 2022,
+    "FP8 formats for deep learning"), E2M1 is the 4-bit format of NVFP4. HYBRID is E4M3 in forward
+    and E5M2 for gradients."""
+
+    E2M1 = FormatRange(6.0, 6.0)
+    E4M3 = FormatRange(448.0, 448.0)
+    E5M2 = FormatRange(57344.0, 57344.0)
+    HYBRID = FormatRange(448.0, 57344.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The formats of operands. Recipes of equal fields are equal and share their plans; none has
+    any state."""
+
+    # Formats of `fp8_format` that this kind of scaling has.
+    _formats: ClassVar[tuple[Format, ...]] = ()
+
+    def __post_init__(self) -> None:
+        found = getattr(self, "fp8_format", None)
+        if self._formats and found not in self._formats:
+            names = ", ".join(f"Format.{format.name}" for format in self._formats)
+            raise ValueError(
+                f"[{type(self).__name__}] fp8_format must be one of {names}, got {found!r}"
+            )
+
+    @property
+    def operands(self) -> tuple[str, str, str]:
+        """The formats of a product's input, weight and output gradient, by their names in
+        `torch.ops.transformer_ops.quantize`, or "exact"."""
+        raise NotImplementedError
+
+    @property
+    def key(self) -> str:
+        """What plans depend on: the formats as one text."""
+        return ", ".join(self.operands)
+
+    def _elements(self) -> tuple[str, str]:
+        """Codes in forward and of gradients."""
+        format = getattr(self, "fp8_format", Format.E4M3)
+        forward = "e5m2" if format is Format.E5M2 else "e4m3"
+        return forward, "e4m3" if format is Format.E4M3 else "e5m2"
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8BlockScaling(Recipe):
+    """A scale for 32 neighbouring numbers, a power of two (OCP Microscaling formats 1.0; the
+    exponent is rounded up, so no number is clipped)."""
+
+    fp8_format: Format = Format.E4M3
+    _formats: ClassVar[tuple[Format, ...]] = (Format.E4M3, Format.E5M2, Format.HYBRID)
+
+    @property
+    def operands(self) -> tuple[str, str, str]:
+        forward, backward = self._elements()
+        return f"mx {forward}", f"mx {forward}", f"mx {backward}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8CurrentScaling(Recipe):
+    """One scale for a tensor, from its largest magnitude at each use."""
+
+    fp8_format: Format = Format.HYBRID
+    _formats: ClassVar[tuple[Format, ...]] = (Format.E4M3, Format.E5M2, Format.HYBRID)
+
+    @property
+    def operands(self) -> tuple[str, str, str]:
+        forward, backward = self._elements()
+        return forward, forward, backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8BlockScaling(Recipe):
+    """A scale, a power of two, for 128 neighbouring numbers of inputs and gradients, and for 128 x
+    128 numbers of weights (DeepSeek-V3, arXiv 2412.19437)."""
+
+    fp8_format: Format = Format.E4M3
+    _formats: ClassVar[tuple[Format, ...]] = (Format.E4M3, Format.HYBRID)
+
+    @property
+    def operands(self) -> tuple[str, str, str]:
+        forward, backward = self._elements()
+        return f"{forward} 1x128", f"{forward} 128x128", f"{backward} 1x128"
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4BlockScaling(Recipe):
+    """4-bit codes with a scale for 16 neighbouring numbers, in E4M3, and one for the tensor; for
+    16 x 16 numbers of weights unless `disable_2d_quantization`.
+
+    The recipe of NVIDIA also turns inputs and gradients by a random Hadamard transform and rounds
+    gradients stochastically. Neither is there yet: both have to be disabled, which
+    NotImplementedError says.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("disable_rht", "disable_stochastic_rounding"):
+            if not getattr(self, name):
+                raise NotImplementedError(
+                    f"[NVFP4BlockScaling] {name} must be True, got {getattr(self, name)!r}"
+                )
+
+    @property
+    def operands(self) -> tuple[str, str, str]:
+        weight = "nvfp4" if self.disable_2d_quantization else "nvfp4 16x16"
+        return "nvfp4", weight, "nvfp4"
+
+
+class QuantizerRole(NamedTuple):
+    """A tensor that a recipe may quantize: `tensor_type` is "input", "weight" or "grad_output" of
+    an op whose `module_type` is "linear" or "quantize"; `op` is that op, and `module` what carries
+    its parameters: the `Linear` around a `BasicLinear`."""
+
+    module_type: str
+    tensor_type: str
+    op: Any
+    module: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CustomRecipe(Recipe):
+    """Formats that a function gives for each op and role: `qfactory(role)` returns the name of a
+    format of `torch.ops.transformer_ops.quantize`, or None for a tensor that is taken as it is.
+
+    It is asked when a plan is made, so it must answer alike for the same op and role. Two of these
+    are equal where they are the same object.
+    """
+
+    qfactory: Callable[[QuantizerRole], str | None]
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __post_init__(self) -> None:
+        if not callable(self.qfactory):
+            raise TypeError(
+                f"[CustomRecipe] qfactory must be a function of a role, got {self.qfactory!r}"
+            )
+        object.__setattr__(self, "_number", numbered.add(self))
+
+    @property
+    def key(self) -> str:
+        """The number under which a planning call finds it."""
+        return f"custom {self._number}"  # type: ignore[attr-defined]
+
+    def formats_of(self, module_type: str, op: Any) -> str:
+        """The formats of one op as a text; RuntimeError where `qfactory` returns something else."""
+        found = []
+        for tensor_type in ("input", "weight", "grad_output"):
+            role = QuantizerRole(module_type, tensor_type, op, op._parameter_owner)
+            format = self.qfactory(role)
+            if format is not None and not isinstance(format, str):
+                raise RuntimeError(
+                    "[CustomRecipe] qfactory must return the name of a format or None, "
+                    f"got {format!r}"
+                )
+            found.append("exact" if format is None else format)
+        return ", ".join(found)
