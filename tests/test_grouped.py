@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import transformer_ops as tops
 
 o = torch.ops.transformer_ops
-Channels = tops.BasicOperation
 
 
 def experts(e: int, h: int, f: int, *, scaled: Callable[..., Any] = tops.ScaledSwiGLU) -> list[Any]:

@@ -127,8 +127,8 @@ def test_a_whole_layer(way: str) -> None:
     def meaning(x: Tensor) -> Tensor:
         y = F.rms_norm(x, (16,), norm, 1e-5)
         ids, probs, _ = plain(y, route, 2, score="softmax", normalize=True, balance=None)
-        rows = (t.flatten(0, -2) for t in (y, ids, probs))
-        return x + loop_over_experts(*rows, up, down).view_as(x)
+        y, ids, probs = (t.flatten(0, -2) for t in (y, ids, probs))
+        return x + loop_over_experts(y, ids, probs, up, down).view_as(x)
 
     torch.testing.assert_close(run(x), meaning(x))
     grad = torch.randn_like(x)
