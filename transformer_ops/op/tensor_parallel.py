@@ -174,7 +174,7 @@ def check_gates(ops: list[Any]) -> None:
     """ValueError where a gated linear unit gets columns of a whole that lie on other ranks."""
     product: Any = None
     for op in ops:
-        size = getattr(op, "glu_interleave_size", None)
+        size: Any = getattr(op, "glu_interleave_size", None)
         if op._is_gated and product is not None and not size:
             raise ValueError(
                 f"[{op._kind}] glu_interleave_size must be set behind a product that is split by "
