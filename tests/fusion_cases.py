@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from process_groups import group_of_zeros
 from torch import Tensor
 
 import transformer_ops as tops
@@ -237,6 +238,16 @@ def backward_cases() -> Iterator[Case]:
         yield Case("scaled_grouped_linear", "backward", block, (3, 4), name)
     alone = lambda: before(tops.Bias(16), tops.SwiGLU())  # noqa: E731
     yield Case("glu_bias", "backward", alone, (1, 2), "without Linear")
+    for rule, sequence in (("gather_linear", True), ("reduce_gradient_linear", False)):
+        split = {"tensor_parallel_mode": "column", "sequence_parallel": sequence}
+        block = lambda split=split: before(  # noqa: E731
+            tops.Linear(16, 24, tensor_parallel_group=group_of_zeros(), **split)
+        )
+        yield Case(rule, "backward", block, (1, 2, 3))
+        alone = lambda split=split: before(  # noqa: E731
+            tops.BasicLinear(16, 24, tensor_parallel_group=group_of_zeros(), **split)
+        )
+        yield Case(rule, "backward", alone, (1, 2), "without bias")
 
 
 CASES = [*cases(), *forward_cases(), *backward_cases()]

@@ -202,13 +202,13 @@ def dropout(p: float) -> Callable[[Tensor], Tensor]:
 GROUPS = 3
 
 
-def group_sizes(rows: int) -> list[int]:
+def used_rows(rows: int) -> list[int]:
     used = rows - rows // 6
     return [used // 3, 0, used - used // 3]
 
 
 def splits_for(x: Tensor) -> Tensor:
-    return torch.tensor(group_sizes(x.shape[:-1].numel()), device=x.device)
+    return torch.tensor(used_rows(x.shape[:-1].numel()), device=x.device)
 
 
 def row_numbers(x: Tensor) -> Tensor:

@@ -9,10 +9,19 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 import transformer_ops as tops
 from transformer_ops.ops.collective import ReduceGradient
+from transformer_ops.parallel import (
+    ColwiseParallel,
+    ReplicateParallel,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 OPS = (tops.AllGather, tops.ReduceScatter, tops.AllReduce, ReduceGradient)
 
@@ -125,6 +134,146 @@ def check_linear(mode: str, sequence: bool, bias: bool, rank: int, size: int) ->
             torch.testing.assert_close(db[0], part(want[2], 0 if mode == "column" else None))
 
 
+# ---- whole models: DTensor parameters
+
+
+class Net(nn.Module):
+    """Two blocks `x + down(act(up(norm(x))))` and a head, on rows."""
+
+    def __init__(self, gated: bool, width: int = 16) -> None:
+        super().__init__()
+        self.gated = gated
+        act = tops.SwiGLU(glu_interleave_size=2) if gated else tops.GELU()
+        wide = 64
+        self.blocks = nn.ModuleList(
+            tops.Sequential(
+                {
+                    "fork": tops.MakeExtraOutput().set_extra_output_channel(
+                        0, "residual", output_to_caller=False
+                    ),
+                    "norm": tops.RMSNorm(width),
+                    "up": tops.Linear(width, wide),
+                    "act": act,
+                    "down": tops.Linear(wide // (2 if gated else 1), width),
+                    "add": tops.AddExtraInput().set_extra_input_channel(0, "residual"),
+                }
+            )
+            for _ in range(2)
+        )
+        self.head = tops.Sequential({"norm": tops.LayerNorm(width), "out": tops.Linear(width, 8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make_net(gated: bool) -> Net:
+    torch.manual_seed(0)
+    net = Net(gated)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return net
+
+
+def split_net(net: Net, mesh: DeviceMesh, sequence: bool) -> None:
+    rows = Shard(0) if sequence else Replicate()
+    whole = SequenceParallel if sequence else ReplicateParallel
+    plan = {
+        "blocks.*.norm": whole(),
+        "blocks.*.up": ColwiseParallel(input_layouts=rows),
+        "blocks.*.down": RowwiseParallel(output_layouts=rows),
+        "head.norm": whole(),
+        "head.out": whole(),
+    }
+    parallelize_module(net, mesh, plan)
+
+
+ROWS = 16
+
+
+def data(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, 16, generator=generator), torch.randn(ROWS, 8, generator=generator)
+
+
+def train_net(
+    net: nn.Module, optimizer: torch.optim.Optimizer, steps: range, part: slice
+) -> list[Tensor]:
+    """Losses of this rank's rows, as parts of the mean over all, and norms of the gradients."""
+    found = []
+    for step in steps:
+        x, target = data(step)
+        optimizer.zero_grad()
+        loss = (net(x[part]) - target[part]).square().sum() / (ROWS * 8)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        optimizer.step()
+        found += [loss.detach(), norm.detach()]
+    return found
+
+
+def full_state(net: nn.Module) -> dict[str, Tensor]:
+    state = net.state_dict()
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
+
+
+def adam(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.02)
+
+
+class Run:
+    """A net that is split over all ranks, and its optimizer."""
+
+    def __init__(self, gated: bool, sequence: bool) -> None:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        self.net = make_net(gated)
+        split_net(self.net, init_device_mesh("cpu", (size,)), sequence)
+        assert all(isinstance(parameter, DTensor) for parameter in self.net.parameters())
+        self.optimizer = adam(self.net)
+        rows = ROWS // size
+        self.part = slice(rank * rows, rank * rows + rows) if sequence else slice(None)
+        self.copies = 1 if sequence else size  # of each row, among the ranks
+
+    def train(self, steps: range) -> tuple[Tensor, Tensor]:
+        """Losses over all rows, and norms of gradients."""
+        found = train_net(self.net, self.optimizer, steps, self.part)
+        losses = torch.stack(found[::2])
+        dist.all_reduce(losses)
+        return losses / self.copies, torch.stack(found[1::2])
+
+
+def check_net(gated: bool, sequence: bool) -> None:
+    """Training as one process does: losses, norms of gradients, parameters."""
+    steps = range(20)
+    whole = make_net(gated)
+    want = train_net(whole, adam(whole), steps, slice(None))
+    run = Run(gated, sequence)
+    losses, norms = run.train(steps)
+    torch.testing.assert_close(losses, torch.stack(want[::2]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norms, torch.stack(want[1::2]), rtol=1e-5, atol=1e-5)
+    for name, tensor in full_state(run.net).items():
+        torch.testing.assert_close(tensor, whole.state_dict()[name], rtol=1e-5, atol=1e-5)
+
+
+# ---- no rank waits for ever
+
+
+def check_modes() -> None:
+    """All ranks alternate training, eval, no-grad and frozen layers."""
+    run = Run(gated=False, sequence=True)
+    for step in range(200):
+        x, _ = data(step)
+        run.net.train(step % 4 != 1)
+        run.net.blocks[0].requires_grad_(step % 4 != 2)
+        with torch.set_grad_enabled(step % 4 != 3):
+            y = run.net(x[run.part])
+        if y.requires_grad:
+            y.sum().backward()
+
+
 def work(rank: int, path: str, size: int) -> None:
     """One rank."""
     torch.set_num_threads(1)
@@ -143,5 +292,9 @@ def work(rank: int, path: str, size: int) -> None:
             ("column", "row"), (False, True), (False, True)
         ):
             check_linear(mode, sequence, bias, rank, size)
+        if size == 2:  # which takes its time
+            for gated, sequence in ((False, True), (True, True), (False, False)):
+                check_net(gated, sequence)
+            check_modes()
     finally:
         dist.destroy_process_group()

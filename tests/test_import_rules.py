@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "transformer_ops"
 # From top to bottom: modules and sub-packages of transformer_ops.
 LAYERS = [
     "testing",
+    "parallel",
     "sequential",
     "fuser",
     "compile",

@@ -37,6 +37,14 @@ _library.listen()
 memory = _import_module(".memory", __name__)
 testing = _import_module(".testing", __name__)
 
+
+def __getattr__(name: str) -> object:
+    # Not before it is asked for: it loads DTensor.
+    if name == "parallel":
+        return _import_module(".parallel", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __version__: str = _built().VERSION
 
 # For CMAKE_PREFIX_PATH: find_package(transformer_ops) in a C++ project.

@@ -24,6 +24,7 @@ from .numbered import numbered
 from .op.base import BasicOperation, FusibleOperation, run_alone_by
 from .op.channels import Routed, resolve_channels
 from .op.hooks import has_hooks
+from .op.tensor_parallel import check_gates, is_dtensor, local_parameters
 from .plan.explain.explanation import Explanation
 from .plan.explain.summary import Group, describe
 from .plan.plan import Plan, declarations_of
@@ -88,6 +89,7 @@ class OperationFuser:
     def _capture(self) -> None:
         """Take the ops as they are now."""
         self._is_stale = False
+        check_gates(self._basic_ops)
         for op in (*self._ops, *self._basic_ops):
             op._add_holder(self)
         self._sources, self._visible = self._given_channels or self._route()
@@ -123,8 +125,10 @@ class OperationFuser:
         owned = [(op, places.get(id(op._parameter_owner), -1)) for op in self._basic_ops]
         if any(i < 0 or op.is_python for op, i in owned):
             return None
+        found = [(op._parameter_owner, n) for op in self._basic_ops for n in op._parameter_names]
         return Reads(
             tuple((i, name) for op, i in owned for name in op._parameter_names),
+            tuple(is_dtensor(getattr(owner, name, None)) for owner, name in found),
             self._absent,
             tuple(i if _asks_training(op) else None for op, i in owned),
         )
@@ -265,7 +269,7 @@ class OperationFuser:
 
     def _run(self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs | None) -> Any:
         if kwargs is not None:
-            output = self._call_with(kwargs, input, *extra_inputs)
+            output = self._call_with(kwargs, None, input, *extra_inputs)
             if output is not None:
                 return output
         rows = [op._parameter_tensors() for op in self._basic_ops]
@@ -273,11 +277,16 @@ class OperationFuser:
             # A Python op, or a module in it, has other parameters than before.
             self._capture()
         check_parameters(self._basic_ops)
+        given = None
+        if any(is_dtensor(tensor) for row in rows for tensor in row):
+            pairs = zip(self._basic_ops, rows, strict=True)
+            rows = [local_parameters(op, row) for op, row in pairs]
+            given = tuple(tensor for row in rows for tensor in row)
         overriding = _overriding([input, *extra_inputs, *(t for row in rows for t in row)])
         if overriding:
             arguments = (self, input, extra_inputs, kwargs)
             return handle_torch_function(run_group, overriding, *arguments)
-        output = self._call_with(kwargs, input, *extra_inputs)
+        output = self._call_with(kwargs, given, input, *extra_inputs)
         if output is None:
             raise RuntimeError(
                 "[OperationFuser] hooks must be registered before the call that they see, "

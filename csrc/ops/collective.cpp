@@ -73,6 +73,8 @@ const std::vector<std::string> kAttributes = {"group_size", "group"};
         .declaration = {.kind = "AllGather",
                         .summary = "the rows of all ranks",
                         .attributes = kAttributes,
+                        // Read by fused backward steps alone.
+                        .slots = {{"input", {"input"}}},
                         .recompute_adds_input = true,
                         .inactive = is_alone},
         .forward = kGather,

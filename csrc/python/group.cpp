@@ -124,9 +124,17 @@ bool has_torch_function(PyObject* tensor) {
   return found && !found.is(disabled);
 }
 
+// A DTensor, of which Python takes the local part.
+bool is_distributed(PyObject* tensor) {
+  static PyObject* const mesh = PyUnicode_InternFromString("device_mesh");
+  PyTypeObject* const type = Py_TYPE(tensor);
+  return !THPVariable_CheckTypeExact(type) &&
+         PyObject_HasAttr(reinterpret_cast<PyObject*>(type), mesh) == 1;
+}
+
 // A tensor that C++ can take.
 bool is_plain_tensor(PyObject* object) {
-  return THPVariable_Check(object) && !has_torch_function(object);
+  return THPVariable_Check(object) && !has_torch_function(object) && !is_distributed(object);
 }
 
 // `module`: its __dict__ where that has the flag.
@@ -218,7 +226,8 @@ void Group::check_absent() const {
   }
 }
 
-bool Group::gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensors) const {
+bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* parameters,
+                   Tensors& tensors) const {
   if (count != static_cast<Py_ssize_t>(1 + pipeline_.extra_inputs())) return false;
   check_absent();
   tensors.reserve(count + places_.size());
@@ -229,6 +238,13 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensor
     }
     if (!is_plain_tensor(arguments[i])) return false;
     tensors.push_back(THPVariable_Unpack(arguments[i]));
+  }
+  if (parameters != Py_None) {
+    for (const auto& found : py::reinterpret_borrow<py::tuple>(parameters)) {
+      if (!found.is_none() && !is_plain_tensor(found.ptr())) return false;
+      tensors.push_back(found.is_none() ? Tensor() : THPVariable_Unpack(found.ptr()));
+    }
+    return tensors.size() == static_cast<size_t>(count) + pipeline_.parameters();
   }
   for (const auto& place : places_) {
     if (place.parameters.is_none()) {
@@ -357,10 +373,11 @@ std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> 
   return last_;
 }
 
-PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kwargs) {
+PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kwargs,
+                      PyObject* parameters) {
   HANDLE_TH_ERRORS
   Tensors tensors;
-  if (is_cleared_ || has_hooks() || !gather(arguments, count, tensors)) Py_RETURN_NONE;
+  if (is_cleared_ || has_hooks() || !gather(arguments, count, parameters, tensors)) Py_RETURN_NONE;
   write_key(tensors);
   // A plan that could not be made leaves a stale one in place.
   if (!last_ || !pipeline_.is_current(*last_) || last_->key != scratch_key_) {
@@ -453,11 +470,11 @@ void make_collectable(PyHeapTypeObject* type) {
 }
 
 PyObject* call_group(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  return group_of(self)->call(arguments, count, nullptr);
+  return group_of(self)->call(arguments, count, nullptr, Py_None);
 }
 
 PyObject* call_group_with(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  return group_of(self)->call(arguments + 1, count - 1, arguments[0]);
+  return group_of(self)->call(arguments + 2, count - 2, arguments[0], arguments[1]);
 }
 
 using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
@@ -502,8 +519,8 @@ void bind_group(py::module_& module) {
       .def(
           "make_call_with",
           [](const py::object& group) { return make_call(call_with_method, group); },
-          "The same with a dict of keyword arguments for each basic op: (kwargs, input, "
-          "*extra_inputs).")
+          "The same with a dict of keyword arguments for each basic op, and with these parameters "
+          "instead of the modules' own, or None: (kwargs, parameters, input, *extra_inputs).")
       .def("plan", torch::wrap_pybind_function(&Group::plan))
       .def_property_readonly("optional_inputs",
                              [](Group& group) { return group.pipeline().optional_inputs(); })

@@ -57,7 +57,9 @@ class Group : private PlanHost {
   // METH_FASTCALL: (input, *extra_inputs) -> tensor, tuple of tensors, or None where Python has to
   // look (hooks, wrong arguments, tensors with a __torch_function__, an op with other parameters
   // than it had). An optional input may be None. `kwargs`: a dict for each basic op, or null.
-  PyObject* call(PyObject* const* arguments, Py_ssize_t count, PyObject* kwargs);
+  // `parameters`: a sequence in place of what the modules have, or None.
+  PyObject* call(PyObject* const* arguments, Py_ssize_t count, PyObject* kwargs,
+                 PyObject* parameters);
 
   // The plan for the key that these make. `tensors` are the main input, extra inputs and
   // parameters.
@@ -92,7 +94,8 @@ class Group : private PlanHost {
   std::vector<OpNode> take_ops(const py::list& ops, const py::list& places);
   bool has_hooks() const;
   void note_inputs(const Tensors& tensors, size_t parameters);
-  bool gather(PyObject* const* arguments, Py_ssize_t count, Tensors& tensors) const;
+  bool gather(PyObject* const* arguments, Py_ssize_t count, PyObject* parameters,
+              Tensors& tensors) const;
   void write_key(const Tensors& tensors);
   void plan_into_last(const PlanKey& key);
 

@@ -12,6 +12,7 @@ from .. import _C, peers
 from ..fusion import registry
 from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
+from ..op.tensor_parallel import is_dtensor, local_parameter
 from ..quantization.region import STATE as RECIPE_STATE
 from ..runtime.layout import Segment
 from ..runtime.main_grad import buffer_of, is_marked
@@ -29,6 +30,7 @@ class Reads(NamedTuple):
     """What a call of a group reads of its modules, by their index."""
 
     parameters: tuple[tuple[int, str], ...]
+    distributed: tuple[bool, ...]  # of each: is it a DTensor?
     absent: tuple[tuple[int, str], ...]  # parameters that are None
     training: tuple[int | None, ...]  # whose flag a basic op asks for
 
@@ -48,6 +50,13 @@ def traced_call(
         training = tuple(op.training for op in ops)
     else:
         parameters = [getattr(modules[place], name) for place, name in reads.parameters]
+        if any(reads.distributed):
+            parameters = [
+                local_parameter(modules[place], name, tensor) if is_distributed else tensor
+                for (place, name), tensor, is_distributed in zip(
+                    reads.parameters, parameters, reads.distributed, strict=True
+                )
+            ]
         training = tuple(place is not None and modules[place].training for place in reads.training)
         for place, name in reads.absent:
             if getattr(modules[place], name) is not None:
@@ -221,6 +230,10 @@ def check_call(
     for tensor, may_be_none in zip((input, *extra_inputs), (False, *optional), strict=True):
         if not (isinstance(tensor, Tensor) or (tensor is None and may_be_none)):
             raise TypeError(f"[OperationFuser] inputs must be tensors, got {type(tensor).__name__}")
+        if is_dtensor(tensor):
+            raise TypeError(
+                "[OperationFuser] inputs must be local tensors, got a DTensor; call its to_local()"
+            )
 
 
 def check_parameters(basic_ops: Sequence[BasicOperation]) -> None:

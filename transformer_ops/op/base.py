@@ -326,6 +326,8 @@ class BasicOperation(ChannelMixin, FusibleOperation):
     _kind: ClassVar[str | None] = None
     _parameter_names: ClassVar[tuple[str, ...]] = ()
     _attribute_names: ClassVar[tuple[str, ...]] = ()
+    # Multiplies one half of its columns by what it makes of the other.
+    _is_gated: ClassVar[bool] = False
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0

@@ -151,7 +151,44 @@ def local_parameter(owner: Any, name: str, parameter: Any) -> Tensor:
             f"(transformer_ops.parallel), got {parameter.placements}"
         )
     if getattr(owner, "_partial_gradients", False):
-        summed: Tensor = parameter.to_local(grad_placements=(Partial(),))
-        return summed
+        # The first of the two has the sum over the ranks as its backward.
+        whole = parameter.redistribute(placements=(Replicate(),))
+        part: Tensor = whole.to_local(grad_placements=(Partial(),))
+        return part
     local: Tensor = parameter.to_local()
     return _Share.apply(local, mesh.size()) if mode == "row" and is_whole else local
+
+
+def local_parameters(op: Any, tensors: list[Any]) -> list[Any]:
+    """Of a basic op: its parameters, where they are DTensors as it computes with them."""
+    owner, names = op._parameter_owner, op._parameter_names
+    if op.is_python:
+        return tensors  # whose methods take what it has
+    return [
+        local_parameter(owner, name, tensor) if is_dtensor(tensor) else tensor
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
+
+
+def check_gates(ops: list[Any]) -> None:
+    """ValueError where a gated linear unit gets columns of a whole that lie on other ranks."""
+    product: Any = None
+    for op in ops:
+        size: Any = getattr(op, "glu_interleave_size", None)
+        if op._is_gated and product is not None and not size:
+            raise ValueError(
+                f"[{op._kind}] glu_interleave_size must be set behind a product that is split by "
+                "columns, got None: the first ranks would have all gates and no values "
+                "(transformer_ops.parallel.interleave_glu)"
+            )
+        if op._is_gated and product is not None and product.local_out_features % (2 * size):
+            raise ValueError(
+                f"[{op._kind}] glu_interleave_size must be such that 2 * size divides the "
+                f"{product.local_out_features} columns of each rank, got {size}"
+            )
+        owner = op._parameter_owner
+        if op._kind == "BasicLinear":
+            is_column = owner.tensor_parallel_mode == "column" and owner._are_parts_of_whole
+            product = owner if is_column else None
+        elif op._is_gated or op._kind == "Reshape":
+            product = None

@@ -28,6 +28,8 @@ __all__ = [
 
 
 class _GLU(BasicOperation):
+    _is_gated = True
+
     def __init__(self) -> None:
         super().__init__()
 
@@ -55,6 +57,7 @@ class SReGLU(_GLU, kind="SReGLU"):
 class _InterleavedGLU(BasicOperation):
     """A GLU whose two inputs may alternate along the last dimension."""
 
+    _is_gated = True
     _checks: ClassVar[Mapping[str, Check]] = {"glu_interleave_size": check_optional_size}
 
     def __init__(self, glu_interleave_size: int | None) -> None:

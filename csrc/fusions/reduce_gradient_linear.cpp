@@ -1,0 +1,70 @@
+// backward:  g ─► [Bias'] ─► BasicLinear' ─► ReduceGradient' ─► g
+//
+//   grad_input  is summed over the ranks beside the product that gives grad_weight
+#include "bodies/bias.h"
+#include "bodies/linear.h"
+#include "bodies/parallel_linear.h"
+#include "op/buffer.h"
+#include "op/op.h"
+
+namespace transformer_ops {
+namespace {
+
+TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                  const Tensor& weight, int64_t group_size, std::string_view, bool with_bias) {
+  const TensorSpec whole = reduced(check, "input", input, group_size);
+  TensorSpecs specs = linear_backward_outputs(check, grad_output, input, weight, whole);
+  specs.push_back(with_bias ? bias_gradient(grad_output) : absent(grad_output.scalar_type()));
+  return specs;
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(const Call& call, const Tensor& grad_output,
+                                            const Tensor& input, const Tensor& weight,
+                                            int64_t group_size, std::string_view group,
+                                            bool with_bias) {
+  const Ranks ranks{group_size, group};
+  const auto made = [&](at::IntArrayRef sizes) {
+    return empty(sizes, grad_output.scalar_type(), grad_output.device());
+  };
+  Tensor grad_input = parallel_input_gradient(grad_output, weight);
+  start_reduce(call, ranks, grad_input);
+  const Tensor& main_grad = call.main_grad().buffer;
+  Tensor grad_weight = main_grad.defined() ? main_grad : made(weight.sizes());
+  Tensor grad_bias = made(with_bias ? weight.size(0) : 0);
+  parallel_weight_gradient(call, grad_output, input, grad_weight, with_bias ? grad_bias : Tensor());
+  finish(call, ranks, grad_input);
+  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
+                                                    const Tensor& input, const Tensor& weight,
+                                                    int64_t group_size, std::string_view group,
+                                                    bool with_bias) {
+  const auto [grad_input, grad_weight] = linear_backward_unfused(grad_output, input, weight);
+  return {reduce_unfused(check, grad_input, group_size, group), grad_weight,
+          with_bias ? sum_of_rows(grad_output) : Tensor()};
+}
+
+[[maybe_unused]] const bool registered = register_fused_op({
+    .rule = {.name = "reduce_gradient_linear",
+             .pass = Pass::Backward,
+             // As gather_linear.
+             .benefit = 8,
+             .pattern = {{"ReduceGradient"}, {"BasicLinear"}, optional_op({"Bias"})},
+             .why_not = why_not_parallel,
+             .bind =
+                 [](const Match& match) {
+                   return Bindings{{"with_bias", Attribute(match.has(2))}};
+                 }},
+    .backward = {.schema = "reduce_gradient_linear_backward(Tensor grad_output, Tensor input, "
+                           "Tensor weight, int group_size, str group, bool with_bias) -> "
+                           "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+                 .shape = shape,
+                 .cpu = backward,
+                 .cuda = backward,
+                 .unfused = backward_unfused,
+                 .accumulates = true},
+});
+
+}  // namespace
+}  // namespace transformer_ops

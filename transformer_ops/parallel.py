@@ -1,0 +1,206 @@
+"""Tensor and sequence parallelism of whole models: styles for torch's `parallelize_module`.
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    rows = Shard(0)  # between the products each rank has its share of the rows
+    parallelize_module(mlp, mesh, {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=rows),
+        "down": RowwiseParallel(output_layouts=rows),
+    })
+
+They make parameters DTensors and set how the op is split; there are no hooks, so that the ops stay
+in their groups. Activations are plain local tensors, of which a layout says what they hold:
+`Replicate()` all, `Shard(0)` this rank's rows, `Shard(-1)` its columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .ops.basic_linear import BasicLinear
+from .ops.linear import Linear
+
+__all__ = [
+    "ColwiseParallel",
+    "ReplicateParallel",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "deinterleave_glu",
+    "interleave_glu",
+    "local",
+]
+
+ROWS, COLUMNS = Shard(0), Shard(-1)
+
+
+class _SplitProduct(ParallelStyle):
+    """A Linear or BasicLinear whose weight is split."""
+
+    mode: str
+    dim: int  # of the weight
+
+    def __init__(self, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        style = type(self).__name__
+        if not isinstance(module, (Linear, BasicLinear)):
+            raise TypeError(
+                f"[{style}] module must be a Linear or BasicLinear of transformer_ops, "
+                f"got {type(module).__name__}"
+            )
+        if module.tensor_parallel_mode is not None:
+            raise ValueError(
+                f"[{style}] module must not be split yet, got {module.tensor_parallel_mode!r}"
+            )
+        module._check_split(self.mode, device_mesh.size())
+        placements = {"weight": Shard(self.dim), "bias": self._place_bias()}
+        _distribute(module, device_mesh, placements, self.src_data_rank)
+        module._split_parameters(self.mode, device_mesh, self.sequence_parallel)
+        return module
+
+    def _place_bias(self) -> Placement:
+        return ROWS if self.mode == "column" else Replicate()
+
+
+class ColwiseParallel(_SplitProduct):
+    """Splits the output features: the weight and the bias by rows, `Shard(0)`.
+
+    Args:
+        input_layouts: `Replicate()` (None), or `Shard(0)`: each rank has its share of the rows,
+            which are gathered.
+        output_layouts: `Shard(-1)` (None).
+
+    Before a gated linear unit the halves of the output have to lie on every rank: it needs a
+    `glu_interleave_size`, and the weight rows in that order (`interleave_glu`); ValueError
+    otherwise, at the first call.
+
+    Raises:
+        ValueError: another layout; a module that is split already; features that the ranks do not
+            divide.
+        TypeError: a module that is no product.
+    """
+
+    mode, dim = "column", 0
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None
+    ) -> None:
+        rows = _one_of(self, "input_layouts", input_layouts, Replicate(), ROWS)
+        _one_of(self, "output_layouts", output_layouts, COLUMNS)
+        super().__init__(rows == ROWS)
+
+
+class RowwiseParallel(_SplitProduct):
+    """Splits the input features: the weight by columns, `Shard(1)`. The bias is one for all ranks.
+
+    Args:
+        input_layouts: `Shard(-1)` (None).
+        output_layouts: `Replicate()` (None), or `Shard(0)`: each rank gets its share of the rows.
+
+    Raises as `ColwiseParallel`.
+    """
+
+    mode, dim = "row", 1
+
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None
+    ) -> None:
+        _one_of(self, "input_layouts", input_layouts, COLUMNS)
+        rows = _one_of(self, "output_layouts", output_layouts, Replicate(), ROWS)
+        super().__init__(rows == ROWS)
+
+
+class ReplicateParallel(ParallelStyle):
+    """Parameters that are whole on every rank, and of which all compute the same gradient.
+
+    For any module: ops of transformer_ops, and others that read them by `local`.
+    """
+
+    _is_partial = False
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        names = [name for name, parameter in module.named_parameters(recurse=False)]
+        _distribute(module, device_mesh, dict.fromkeys(names, Replicate()), self.src_data_rank)
+        module._partial_gradients = self._is_partial  # type: ignore[assignment]
+        return module
+
+
+class SequenceParallel(ReplicateParallel):
+    """The same for ops that see only this rank's rows: the gradients of all ranks are summed."""
+
+    _is_partial = True
+
+
+def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
+    """The tensor of this rank, for code that is no op of transformer_ops.
+
+    `partial`: its gradient is a part of what all ranks give. A plain tensor is returned as it is.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if not partial:
+        return parameter.to_local()
+    return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
+
+
+def interleave_glu(tensor: Tensor, size: int) -> Tensor:
+    """Rows `[a | b]` of a weight or bias before a gated linear unit, in the order for
+    `glu_interleave_size=size`: `size` of a, `size` of b, and so on.
+
+    ValueError unless `2 * size` divides the rows.
+    """
+    blocks = _blocks(tensor, size)
+    return tensor.unflatten(0, (2, blocks, size)).transpose(0, 1).flatten(0, 2)
+
+
+def deinterleave_glu(tensor: Tensor, size: int) -> Tensor:
+    """The inverse of `interleave_glu`."""
+    blocks = _blocks(tensor, size)
+    return tensor.unflatten(0, (blocks, 2, size)).transpose(0, 1).flatten(0, 2)
+
+
+def _blocks(tensor: Tensor, size: int) -> int:
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if size < 1 or rows % (2 * size):
+        raise ValueError(
+            f"[interleave_glu] tensor must have rows divisible by {2 * size}, "
+            f"got shape {tuple(tensor.shape)}"
+        )
+    return rows // (2 * size)
+
+
+def _one_of(style: Any, name: str, given: Placement | None, *known: Placement) -> Placement:
+    if given is None:
+        return known[0]
+    if given not in known:
+        rule = " or ".join(map(str, known))
+        raise ValueError(f"[{type(style).__name__}] {name} must be {rule}, got {given}")
+    return given
+
+
+def _distribute(
+    module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement], source: int | None
+) -> None:
+    """All or none of the parameters become DTensors."""
+    if mesh.ndim != 1:
+        raise ValueError(f"[parallel] mesh must have 1 dimension, got {mesh.ndim}")
+    made = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        tensor = distribute_tensor(parameter, mesh, [placements[name]], src_data_rank=source)
+        made[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    for name, parameter in made.items():
+        module.register_parameter(name, parameter)
