@@ -199,12 +199,10 @@ backward Mine ops=[1] python=2
 TEST(Recompute, AddsTheInputOfAProducerThatSaysSo) {
   const Plan plan = recomputing_plan(nodes({"Spread", "Product"}));
   EXPECT_EQ(saved(plan), "s0.places s0.input ");
-  EXPECT_NE(to_text(plan).find("x1 = recompute_spread(g2, s0.input, s0.places)"),
-            std::string::npos)
+  EXPECT_NE(to_text(plan).find("x1 = recompute_spread(g2, s0.input, s0.places)"), std::string::npos)
       << to_text(plan);
   EXPECT_EQ(to_text(parse_plan(to_text(plan))), to_text(plan));
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Spread", "Square", "Product"}))),
-            "s0.places s0.input ");
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Spread", "Square", "Product"}))), "s0.places s0.input ");
 }
 
 TEST(Recompute, AddsNoInputThatIsThereAnyway) {
