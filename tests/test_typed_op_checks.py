@@ -52,6 +52,8 @@ def test_products_read_their_factors_without_a_copy(dtype, layout):
     with torch.profiler.profile() as profile:
         got = o.linear(x, w)
     torch.testing.assert_close(got, F.linear(x, w), rtol=2e-2, atol=2e-1)
+    if dtype is torch.bfloat16 and "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return  # they run in float32 there
     assert "aten::copy_" not in {event.name for event in profile.events()}
 
 
