@@ -63,8 +63,8 @@ def main() -> None:
 
 
 def leaf(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device, and wanting a gradient."""
-    return tensor.detach().to(device).requires_grad_()
+    """On the device, and wanting a gradient if it can have one."""
+    return tensor.detach().to(device).requires_grad_(tensor.is_floating_point())
 
 
 if __name__ == "__main__":

@@ -133,14 +133,16 @@ SAME_WIDTH = [
     name for name, case in ROWS.items() if case.elementwise and not name.startswith("Dropout")
 ]
 SAME_WIDTH += ["Dropout-eval", "Dropout-none", "L2Normalization"]
-HALVING = [name for name in ROWS if "GLU" in name]
+# Their extra inputs are not like the main one: numbers of rows, places of rows.
+_OTHERS = {name for name, case in ROWS.items() if case.extras is not None}
+HALVING = [name for name in ROWS if "GLU" in name and name not in _OTHERS]
 PARAMETERS = ["Linear", "Linear-no-bias", "BasicLinear", "Bias", "LayerNorm", "RMSNorm"]
 PARAMETERS += ["LayerNorm-zero-centered", "RMSNorm-zero-centered"]
 ROW_OF = {"LayerNorm-zero-centered": "LayerNorm-zero-centered-2d"}
 ROW_OF |= {"RMSNorm-zero-centered": "RMSNorm-zero-centered-2d"}
 _USED = {ROW_OF.get(name, name) for name in (*SAME_WIDTH, *HALVING, *PARAMETERS)}
 # torch.func refuses collectives.
-_USED |= {name for name, case in ROWS.items() if case.distributed}
+_USED |= _OTHERS | {name for name, case in ROWS.items() if case.distributed}
 assert _USED | {"Dropout", "Dropout-all", "Reshape"} == set(ROWS), (
     "a row of op_cases.py has no place in models.py"
 )

@@ -147,6 +147,8 @@ def check_meta(call: Call, results: tuple[Tensor, ...] | None, text: str) -> int
         same = (results is None) == (found is None) and (text == meta_text or FOREIGN.search(text))
         # Copies on meta have memory and strides of their own.
         same = same or "main_grad must" in text
+        # A trace may know of a group what this process does not.
+        same = same or "process group" in text
         assert same, f"{call}: got {text!r}, on meta {meta_text!r}"
         return 1
     for got, fake in zip(results, found, strict=True):

@@ -25,10 +25,15 @@ GLUS = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "situglu", "clamp
 PAIRS = dict(_C.typed_op_pairs())
 
 
+# Tensors that say which rows belong together: tests/test_grouped.py and test_router.py draw them.
+_OF_ROWS = {"splits", "scales", "positions", "expert_ids", "probs", "balance"}
+
+
 def names() -> list[str]:
-    """Every typed op, and its variant that writes into a main_grad."""
+    """Every typed op of dense rows, and its variant that writes into a main_grad."""
     ops = torch.ops.transformer_ops
-    return sorted([*PAIRS, *(f"{n}_into" for n in PAIRS if hasattr(ops, f"{n}_into"))])
+    dense = [n for n in PAIRS if not _OF_ROWS & {a.name for a in overload(n)._schema.arguments}]
+    return sorted([*dense, *(f"{n}_into" for n in dense if hasattr(ops, f"{n}_into"))])
 
 
 def overload(name: str) -> Any:
