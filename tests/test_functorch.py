@@ -10,8 +10,12 @@ import transformer_ops as tops
 PLAIN = [case for case in CASES if case.extra_inputs == 0 and case.name != "MakeExtraOutput"]
 # vmap must be told what random ops shall do; `test_random_ops` does.
 SURE = [
-    case for case in PLAIN if case.name not in ("Dropout", "Dropout-all") and not case.distributed
+    case
+    for case in PLAIN
+    if case.name not in ("Dropout", "Dropout-all") and not case.distributed and not case.extras
 ]
+# Their extra inputs belong to all rows together. Of separate weights Python makes one.
+OF_ALL_ROWS = [case for case in CASES if case.extras and case.name != "GroupedLinear-bias-each"]
 
 
 def block():
@@ -44,6 +48,20 @@ def test_grad_jvp_and_vmap_of_every_op(case):
     torch.testing.assert_close(grad(loss(op))(x), grad(loss(reference))(x))
     torch.testing.assert_close(vmap(op)(x), torch.stack([op(row) for row in x]))
     got, want = jvp(op, (x,), (x + 1,)), jvp(reference, (x,), (x + 1,))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("case", OF_ALL_ROWS, ids=lambda case: case.name)
+def test_grad_with_extra_inputs_of_all_rows(case):
+    op = case.build(torch.float64)
+    x, *extra = (t.detach() for t in case.inputs(torch.float64))
+    parameters = {name: p.detach() for name, p in op.named_parameters()}
+
+    def first(found):
+        return found[0] if isinstance(found, tuple) else found
+
+    got = grad(lambda x: first(op(x, *extra)).square().sum())(x)
+    want = grad(lambda x: first(case.reference(x, *extra, **parameters)).square().sum())(x)
     torch.testing.assert_close(got, want)
 
 
