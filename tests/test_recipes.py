@@ -219,6 +219,27 @@ def test_a_region_is_that_of_its_thread() -> None:
     assert torch.equal(found[0], exact) and not torch.equal(inside, exact)
 
 
+def test_threads_may_share_a_region() -> None:
+    region, entered, left = tops.autocast(), threading.Event(), threading.Event()
+    found: list[Recipe | None] = []
+
+    def run() -> None:
+        with tops.autocast(recipe=RECIPES["block"]):
+            with region:
+                entered.set()
+                left.wait(60)
+            found.append(current_recipe())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    with region:
+        assert entered.wait(60)
+    assert current_recipe() is None
+    left.set()
+    thread.join()
+    assert found == [RECIPES["block"]]
+
+
 def test_torch_autocast_within() -> None:
     module, x, grad = linear(torch.float32)
     low = copy.deepcopy(module).bfloat16()

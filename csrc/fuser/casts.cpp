@@ -25,10 +25,6 @@ bool has_product(const Analysis& analysis, const Step& step) {
   });
 }
 
-Instruction make_cast(const Value& from, DType dtype, const Value& to) {
-  return {.target = kCast, .arguments = {from, Attribute(to_text(dtype))}, .results = {to}};
-}
-
 // Reads `to` instead of `from` in all calls of a step. Was there any?
 bool replace_argument(Step& step, const Value& from, const Value& to) {
   bool found = false;
@@ -103,6 +99,10 @@ const Instruction* find_input_cast(const Step& step) {
 }
 
 }  // namespace
+
+Instruction make_cast(const Argument& from, DType dtype, const Value& to) {
+  return {.target = kCast, .arguments = {from, Attribute(to_text(dtype))}, .results = {to}};
+}
 
 void add_forward_casts(const Analysis& analysis, Step& step) {
   const auto compute = compute_dtype(analysis, step);

@@ -13,6 +13,9 @@ void add_forward_casts(const Analysis& analysis, Step& step);
 // Parameters again; and the gradient of the main tensor to the dtype of that tensor.
 void add_backward_casts(const Analysis& analysis, Step& step);
 
+// to = cast(from, dtype)
+Instruction make_cast(const Argument& from, DType dtype, const Value& to);
+
 // The dtype to which a forward step casts its main tensor; none where it takes it as it is.
 std::optional<DType> input_cast(const Step& step);
 // Its main tensor as the ops of a forward step take it.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "fuser/casts.h"
 #include "fuser/declaration.h"
 
 namespace transformer_ops {
@@ -52,7 +53,7 @@ class Quantize {
     std::vector<Instruction> code;
     const Schema& schema = row_.forward_schema;
     for (const std::string& operand : row_.operands) {
-      const int k = place_of(step_, product, schema, operand);
+      const int k = place_of(product, schema, operand);
       if (formats_.format(operand).empty() && dtype_ == compute_) continue;
       product.arguments[k] =
           rounded(operand, product.arguments[k], formats_.format(operand), "", code);
@@ -63,7 +64,7 @@ class Quantize {
       const Value result = product.results[0];
       product.results[0] = temporary("output");
       code.push_back(std::move(product));
-      code.push_back(cast(temporary("output"), compute_, result));
+      code.push_back(make_cast(temporary("output"), compute_, result));
     }
     replace(call, std::move(code));
   }
@@ -109,12 +110,11 @@ class Quantize {
 
   // An operand of a call by its name in the op's own schema: a fused call has it where it reads
   // the same tensor.
-  int place_of(const Step& step, const Instruction& call, const Schema& schema,
-               const std::string& operand) const {
+  int place_of(const Instruction& call, const Schema& schema, const std::string& operand) const {
     if (call.target == schema.name) return schema_place(schema, operand);
     const Value cast = temporary(operand);
-    const Value own =
-        operand == "input" ? Value{Kind::Main, step.first()} : Value{Kind::Parameter, op_, operand};
+    const Value own = operand == "input" ? Value{Kind::Main, step_.first()}
+                                         : Value{Kind::Parameter, op_, operand};
     const auto found = std::ranges::find_if(call.arguments, [&](const Argument& argument) {
       return argument == Argument(own) || argument == Argument(cast);
     });
@@ -124,10 +124,6 @@ class Quantize {
   // ---- operands
 
   Value temporary(const std::string& name) const { return {Kind::Temporary, op_, name}; }
-
-  static Instruction cast(const Argument& from, DType dtype, const Value& to) {
-    return {.target = kCast, .arguments = {from, Attribute(to_text(dtype))}, .results = {to}};
-  }
 
   static Instruction rounding(const Argument& from, const std::string& format, DType dtype,
                               const Value& to, const std::string& target) {
@@ -140,7 +136,7 @@ class Quantize {
   Value rounded(const std::string& operand, const Argument& from, const std::string& format,
                 const std::string& use, std::vector<Instruction>& code) const {
     const Value to = temporary("rounded_" + operand + use);
-    code.push_back(format.empty() ? cast(from, dtype_, to)
+    code.push_back(format.empty() ? make_cast(from, dtype_, to)
                                   : rounding(from, format, dtype_, to, "quantize_dequantize"));
     return to;
   }
@@ -151,7 +147,7 @@ class Quantize {
                       std::vector<Instruction>& code) const {
     const Value to = temporary("rounded_" + operand);
     Instruction call = format.empty()
-                           ? cast(from, dtype_, to)
+                           ? make_cast(from, dtype_, to)
                            : rounding(from, format, dtype_, to, "quantize_dequantize_saved");
     const Value gradient{Kind::Grad, step_.last() + 1};
     if (!format.empty()) call.arguments.insert(call.arguments.begin(), gradient);
@@ -194,7 +190,7 @@ class Quantize {
       if (!mask[k]) call.results[k] = temporary("unused");
     }
     if (wants_input && dtype_ != compute_) {
-      narrow = cast(temporary("wide_grad_input"), compute_, call.results[0]);
+      narrow = make_cast(temporary("wide_grad_input"), compute_, call.results[0]);
       call.results[0] = temporary("wide_grad_input");
     }
     code.push_back(std::move(call));

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .. import _C
@@ -19,6 +18,8 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.recipe: Recipe | None = None
         self.key: str | None = None
+        # (recipe, outer) of the region around this one.
+        self.outer: tuple[Any, ...] = ()
 
 
 STATE = _State()
@@ -48,15 +49,16 @@ class autocast:
                 f"[autocast] recipe must be one of transformer_ops.recipe, got {recipe!r}"
             )
         self.recipe = (recipe or MXFP8BlockScaling()) if enabled else None
-        self._before: list[Recipe | None] = []
 
     def __enter__(self) -> autocast:
-        self._before.append(STATE.recipe)
+        # With the thread, not with this object, which several threads may enter.
+        STATE.outer = (STATE.recipe, STATE.outer)
         _set(self.recipe)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _set(self._before.pop())
+        recipe, STATE.outer = STATE.outer
+        _set(recipe)
 
 
 def _set(recipe: Recipe | None) -> None:
@@ -73,9 +75,4 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False,
     context_fn=checkpoint_contexts)`: the second run of a forward, which happens in backward, has
     the recipe of the first one."""
-    return _nothing(), autocast(STATE.recipe is not None, STATE.recipe)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+    return nullcontext(), autocast(STATE.recipe is not None, STATE.recipe)
