@@ -20,6 +20,7 @@ LAYERS = [
     "ops",
     "quantization",
     "op",
+    "quantized_tensor",
     "recipe",
     "memory",
     "library",

@@ -29,7 +29,7 @@ from .op import (  # noqa: E402
 )
 from .ops import *  # noqa: E402, F403
 from .plan.plan import Plan  # noqa: E402
-from .quantization import autocast  # noqa: E402
+from .quantization import QuantizedTensor, autocast, quantized_model_init  # noqa: E402
 from .sequential import Sequential  # noqa: E402
 
 _library.register()
@@ -58,6 +58,7 @@ __all__ = [
     "OperationContext",
     "OperationFuser",
     "Plan",
+    "QuantizedTensor",
     "Sequential",
     "autocast",
     "cmake_prefix_path",
@@ -66,6 +67,7 @@ __all__ = [
     "memory",
     "optional",
     "quantization",
+    "quantized_model_init",
     "recipe",
     "register_backward_fusion",
     "register_forward_backward_fusion",

@@ -29,6 +29,7 @@ from .plan.explain.explanation import Explanation
 from .plan.explain.summary import Group, describe
 from .plan.plan import Plan, declarations_of
 from .plan.saved_bytes import SavedBytes, likely_shape, saved_bytes
+from .quantized_tensor import QuantizedTensor, decoded, with_parts
 from .runtime.host import Kwargs, check_kwargs
 from .runtime.layout import (
     Layout,
@@ -129,6 +130,7 @@ class OperationFuser:
         return Reads(
             tuple((i, name) for op, i in owned for name in op._parameter_names),
             tuple(is_dtensor(getattr(owner, name, None)) for owner, name in found),
+            tuple(_format_of(getattr(owner, name, None)) for owner, name in found),
             self._absent,
             tuple(i if _asks_training(op) else None for op, i in owned),
         )
@@ -259,6 +261,8 @@ class OperationFuser:
     ) -> Any:
         self._refresh()
         check_call(self._optional, input, extra_inputs)
+        input, *extra = (decoded(tensor) for tensor in (input, *extra_inputs))
+        extra_inputs = tuple(extra)
         if kwargs is not None:
             check_kwargs(self._basic_ops, kwargs)
         if self._is_split():
@@ -353,7 +357,7 @@ class OperationFuser:
             inputs = [(shape, dtype) for dtype in self._traced_dtypes]
         tensors = [torch.empty(list(sizes), dtype=dtype, device="meta") for sizes, dtype in inputs]
         rows = [op._parameter_tensors() for op in self._basic_ops]
-        tensors += [tensor for row in rows for tensor in row if tensor is not None]
+        tensors += with_parts(tensor for row in rows for tensor in row)
         try:
             slots = entry.program.saved_slots_for(tensors)
         except RuntimeError:
@@ -388,6 +392,10 @@ def _overriding(tensors: Sequence[Tensor | None]) -> list[Tensor]:
         and type(tensor) not in _PLAIN_TENSORS
         and type(tensor).__torch_function__ is not disabled
     ]
+
+
+def _format_of(parameter: object) -> str | None:
+    return parameter.format if isinstance(parameter, QuantizedTensor) else None
 
 
 def _asks_training(op: BasicOperation) -> bool:

@@ -45,7 +45,7 @@ class Compiler {
     program_.plan = plan;
     program_.has_host_steps = plan.has_python_steps();
     parameters_.resize(plan.ops.size());
-    for (const Value& value : plan.parameters) parameters_[value.op].push_back(value);
+    for (const Value& value : plan.whole_parameters()) parameters_[value.op].push_back(value);
     for (const Value& value : plan.extra_inputs) feeds_[value] = value;
     for (const Route& route : plan.routes) feeds_[route.input] = route.output;
     for (const PlannedOp& op : plan.ops) program_.keeps_own.push_back(!op.native);
@@ -137,7 +137,8 @@ class Compiler {
       program_.input_grads.push_back(backward_.find({Kind::ExtraInputGrad, value.op, value.name}));
     }
     for (const Value& value : plan.parameters) {
-      program_.input_grads.push_back(backward_.find({Kind::ParameterGrad, value.op, value.name}));
+      const bool is_part = value.part != Value::Part::Whole;
+      program_.input_grads.push_back(is_part ? -1 : backward_.find(gradient_of(value)));
     }
     program_.backward.values = backward_.count();
     note_views();

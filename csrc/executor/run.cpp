@@ -78,6 +78,8 @@ void refuse_saved_codes(const Program& program, const char* what) {
   TORCH_CHECK_NOT_IMPLEMENTED(recipe == nullptr, "[Sequential] ", what,
                               " must run without a recipe, got the formats ",
                               recipe == nullptr ? "" : to_text(*recipe));
+  TORCH_CHECK_NOT_IMPLEMENTED(!program.plan.has_quantized_parameters(), "[Sequential] ", what,
+                              " must run over plain parameters, got quantized ones");
 }
 
 Tensors run(const SharedProgram& shared, at::TensorList tensors, const SharedHostCall& host) {
@@ -99,6 +101,10 @@ Tensors run(const SharedProgram& shared, at::TensorList tensors, const SharedHos
   if (wants_grad) {
     if (serves(program, tensors)) return run_differentiable(shared, host, tensors);
     refuse_host_steps(program, "flags of the call must be those of its plan");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !program.plan.has_quantized_parameters(),
+        "[run_plan] tensors that require gradients must be those that the plan of quantized ",
+        "parameters was made for, got others");
     // A plan that was made for other flags, as in an exported program.
     return run_differentiable(unfused_program_for(program, tensors), host, tensors);
   }

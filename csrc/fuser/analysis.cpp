@@ -31,8 +31,10 @@ bool Analysis::is_quantized(int op) const {
 DType Analysis::operand_dtype(int op) const {
   DType dtype = compute_dtype(op);
   const OperandFormats& formats = key_.recipe->of(op);
-  for (const auto* format : {&formats.input, &formats.weight, &formats.grad_output}) {
-    dtype = transformer_ops::operand_dtype(*format, dtype);
+  for (const char* operand : {"input", "weight", "grad_output"}) {
+    // What is held quantized is taken as it is.
+    if (!parameter_format(op, operand).empty()) continue;
+    dtype = transformer_ops::operand_dtype(formats.format(operand), dtype);
   }
   return dtype;
 }
@@ -77,6 +79,9 @@ void Analysis::check_tensors() const {
       const bool may_be_none = op.native && declaration(op.kind).is_optional(name);
       check(may_be_none || !parameters(i)[k].is_absent, "[", op.kind, "] ", name,
             " must be a tensor, got None");
+      const std::string format = parameter_format(i, name);
+      check(format.empty() || !op.native || declaration(op.kind).has_operand(name), "[", op.kind,
+            "] ", name, " must be a plain tensor, got one that is quantized as ", format);
     }
   }
 }
@@ -126,6 +131,12 @@ DType Analysis::extra_input_dtype(int op, int k) const {
 bool Analysis::has_parameter(int op, const std::string& name) const {
   const int k = position_of(ops_[op].parameters, name);
   return k >= 0 && !parameters(op)[k].is_absent;
+}
+
+std::string Analysis::parameter_format(int op, const std::string& name) const {
+  const int k = position_of(ops_[op].parameters, name);
+  const uint8_t number = k < 0 ? 0 : parameters(op)[k].format;
+  return number == 0 ? "" : format_name(number);
 }
 
 bool Analysis::has_extra_input(int op, int k) const {

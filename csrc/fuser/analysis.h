@@ -40,6 +40,8 @@ class Analysis {
   // Is a parameter or extra input of the op there? An optional one may be None.
   bool has_parameter(int op, const std::string& name) const;
   bool has_extra_input(int op, int k) const;
+  // In which a parameter is held; empty where it is a plain tensor.
+  std::string parameter_format(int op, const std::string& name) const;
 
   // Does anybody want the gradient of the main tensor at a boundary?
   bool needs_grad(int boundary) const { return needs_grad_[boundary]; }

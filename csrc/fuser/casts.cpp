@@ -25,19 +25,6 @@ bool has_product(const Analysis& analysis, const Step& step) {
   });
 }
 
-// Reads `to` instead of `from` in all calls of a step. Was there any?
-bool replace_argument(Step& step, const Value& from, const Value& to) {
-  bool found = false;
-  for (Instruction& instruction : step.instructions) {
-    for (Argument& argument : instruction.arguments) {
-      if (argument != Argument(from)) continue;
-      argument = to;
-      found = true;
-    }
-  }
-  return found;
-}
-
 // An operand that quantize.h rounds, from what it is, to the dtype of the product.
 bool is_rounded(const Analysis& analysis, int op, const std::string& name) {
   if (!analysis.is_quantized(op) || analysis.key().recipe->of(op).format(name).empty())
@@ -99,6 +86,18 @@ const Instruction* find_input_cast(const Step& step) {
 }
 
 }  // namespace
+
+bool replace_argument(Step& step, const Value& from, const Value& to) {
+  bool found = false;
+  for (Instruction& instruction : step.instructions) {
+    for (Argument& argument : instruction.arguments) {
+      if (argument != Argument(from)) continue;
+      argument = to;
+      found = true;
+    }
+  }
+  return found;
+}
 
 Instruction make_cast(const Argument& from, DType dtype, const Value& to) {
   return {.target = kCast, .arguments = {from, Attribute(to_text(dtype))}, .results = {to}};

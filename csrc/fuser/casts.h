@@ -13,6 +13,9 @@ void add_forward_casts(const Analysis& analysis, Step& step);
 // Parameters again; and the gradient of the main tensor to the dtype of that tensor.
 void add_backward_casts(const Analysis& analysis, Step& step);
 
+// Reads `to` instead of `from` in all calls of a step. Was there any?
+bool replace_argument(Step& step, const Value& from, const Value& to);
+
 // to = cast(from, dtype)
 Instruction make_cast(const Argument& from, DType dtype, const Value& to);
 

@@ -69,6 +69,8 @@ bool OpDeclaration::has_slot(const std::string& name) const {
   return std::ranges::find(slots, name, &Slot::name) != slots.end();
 }
 
+bool OpDeclaration::has_operand(const std::string& name) const { return contains(operands, name); }
+
 bool OpDeclaration::is_integer(const std::string& extra_tensor) const {
   return contains(integers, extra_tensor);
 }

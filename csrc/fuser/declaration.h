@@ -75,6 +75,7 @@ struct OpDeclaration {
   bool has_extra_output(const std::string& name) const;
   bool has_attribute(const std::string& name) const;
   bool has_slot(const std::string& name) const;
+  bool has_operand(const std::string& name) const;
   bool is_integer(const std::string& extra_tensor) const;
   // May the parameter or extra input be None?
   bool is_optional(const std::string& name) const;

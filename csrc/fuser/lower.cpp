@@ -40,12 +40,14 @@ class Lowering {
     for (const StepGroup& group : groups.backward) {
       Step& step = plan_.backward.emplace_back(lower_backward(group));
       if (step.python) continue;
+      decode_parameters(analysis_, Pass::Backward, step);
       quantize_backward(analysis_, step);
       add_backward_casts(analysis_, step);
     }
     for (const StepGroup& group : groups.forward) {
       Step& step = plan_.forward.emplace_back(lower_forward(group));
       if (step.python) continue;
+      decode_parameters(analysis_, Pass::Forward, step);
       add_forward_casts(analysis_, step);
       quantize_forward(analysis_, step);
     }
@@ -76,6 +78,9 @@ class Lowering {
       for (const std::string& name : op.parameters) {
         if (!analysis_.has_parameter(i, name)) continue;
         plan_.parameters.push_back({Kind::Parameter, i, name});
+        if (analysis_.parameter_format(i, name).empty()) continue;
+        plan_.parameters.push_back({Kind::Parameter, i, name, Value::Part::Codes});
+        plan_.parameters.push_back({Kind::Parameter, i, name, Value::Part::Scale});
       }
     }
   }
@@ -87,7 +92,7 @@ class Lowering {
       if (!analysis_.extra_input_requires_grad(input.op, k)) continue;
       plan_.gradients.push_back(gradient_of(input));
     }
-    for (const Value& parameter : plan_.parameters) {
+    for (const Value& parameter : plan_.whole_parameters()) {
       if (!analysis_.parameter_requires_grad(parameter.op, parameter.name)) continue;
       plan_.gradients.push_back(gradient_of(parameter));
     }

@@ -70,8 +70,9 @@ void verify_value(const Value& value, const Plan& plan) {
   const int count = plan.size() + (is_boundary(value.kind) ? 1 : 0);
   check(value.op >= 0 && value.op < count, "[plan] a value must name an op of the plan, got ",
         to_text(value), " with ", plan.size(), " ops");
-  check(value.part == Value::Part::Whole || value.kind == Kind::Slot,
-        "[plan] a part must be one of a slot, got ", to_text(value));
+  check(
+      value.part == Value::Part::Whole || value.kind == Kind::Slot || value.kind == Kind::Parameter,
+      "[plan] a part must be one of a slot or a parameter, got ", to_text(value));
   if (value.op == plan.size()) return;
   const auto* names = names_for(value, plan.ops[value.op]);
   check(names == nullptr || position_of(*names, value.name) >= 0, place_of(plan, value.op),
@@ -122,7 +123,9 @@ std::string join_names(const std::vector<std::string>& names) {
 std::vector<std::string> names_of(const std::vector<Value>& values, Kind kind, int i) {
   std::vector<std::string> names;
   for (const Value& value : values) {
-    if (value.kind == kind && value.op == i) names.push_back(value.name);
+    if (value.kind == kind && value.op == i && value.part == Value::Part::Whole) {
+      names.push_back(value.name);
+    }
   }
   return names;
 }
@@ -183,6 +186,20 @@ void verify_native_op(const Plan& plan, int i) {
   verify_names(place, "extra inputs", row, row.extra_inputs, names);
 }
 
+// A quantized parameter is followed by its codes and its scale.
+void verify_parts(const std::vector<Value>& parameters) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto place = static_cast<size_t>(parameters[i].part);
+    Value whole = parameters[i];
+    whole.part = Value::Part::Whole;
+    const bool fits =
+        place <= i && parameters[i - place] == whole &&
+        (place != 1 || (i + 1 < parameters.size() && parameters[i + 1].part == Value::Part::Scale));
+    check(fits, "[plan] codes and scale must stand behind their parameter, got ",
+          to_text(parameters[i]));
+  }
+}
+
 void verify_ops(const Plan& plan) {
   verify_routes(plan);
   const std::pair<const std::vector<Value>*, Kind> lists[] = {
@@ -199,6 +216,7 @@ void verify_ops(const Plan& plan) {
     check(std::ranges::is_sorted(*values, {}, &Value::op), "[plan] inputs, parameters and outputs ",
           "must be in the order of their ops");
   }
+  verify_parts(plan.parameters);
   for (int i = 0; i < plan.size(); ++i) {
     if (plan.ops[i].native) verify_native_op(plan, i);
   }
@@ -433,6 +451,18 @@ Value tensor_of(Value gradient) {
 bool Plan::has_python_steps() const {
   const auto is_python = [](const Step& step) { return step.python.has_value(); };
   return std::ranges::any_of(forward, is_python) || std::ranges::any_of(backward, is_python);
+}
+
+std::vector<Value> Plan::whole_parameters() const {
+  std::vector<Value> whole;
+  for (const Value& value : parameters) {
+    if (value.part == Value::Part::Whole) whole.push_back(value);
+  }
+  return whole;
+}
+
+bool Plan::has_quantized_parameters() const {
+  return whole_parameters().size() != parameters.size();
 }
 
 void verify(const Plan& plan) {

@@ -19,7 +19,7 @@ namespace transformer_ops {
 //   e1.ids o1.ids    extra input and output    de1.ids do1.ids  their gradients
 //   s1.input         saved slot                n1          the shape of x1
 //   t1.input         temporary of a step of op 1
-//   s1.input.codes s1.input.scale   parts of a slot that is kept in 8 bits
+//   s1.input.codes s1.input.scale   parts of a slot or a parameter that is held quantized
 struct Value {
   enum class Kind : uint8_t {
     Main,
@@ -39,7 +39,7 @@ struct Value {
   Kind kind = Kind::Main;
   int op = 0;
   std::string name = {};
-  Part part = Part::Whole;  // of a slot
+  Part part = Part::Whole;  // of a slot or a parameter
 
   auto operator<=>(const Value&) const = default;
 };
@@ -119,8 +119,9 @@ struct Route {
 struct Plan {
   std::vector<PlannedOp> ops = {};
   std::vector<Route> routes = {};
-  std::vector<Value> extra_inputs = {};   // from the caller, in order
-  std::vector<Value> parameters = {};     // in the order the executor takes them
+  std::vector<Value> extra_inputs = {};  // from the caller, in order
+  // In the order the executor takes them; behind a quantized one its codes and scale.
+  std::vector<Value> parameters = {};
   std::vector<Value> extra_outputs = {};  // to the caller, in order
   std::vector<Value> gradients = {};      // that backward yields: g0, de..., dp...
   int first_backward = 0;                 // ops before it need no gradient
@@ -135,6 +136,9 @@ struct Plan {
   int size() const { return static_cast<int>(ops.size()); }
   bool needs_backward() const { return first_backward < size(); }
   bool has_python_steps() const;
+  // The parameters as the ops know them, without the parts of quantized ones.
+  std::vector<Value> whole_parameters() const;
+  bool has_quantized_parameters() const;
 };
 
 std::string to_text(const Plan& plan);

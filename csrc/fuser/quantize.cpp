@@ -10,6 +10,9 @@ namespace {
 
 using Kind = Value::Kind;
 
+constexpr const char* kDecode = "dequantize";
+constexpr const char* kDecodeSaved = "decode_saved";
+
 // The first quantized op of a step; -1 where there is none.
 int quantized_op(const Analysis& analysis, const Step& step) {
   const auto found =
@@ -21,12 +24,24 @@ const OpDeclaration& row_of(const Analysis& analysis, int op) {
   return declaration(analysis.ops()[op].kind);
 }
 
+// Of a recipe; a parameter that is held quantized is taken as it is.
+OperandFormats formats_of(const Analysis& analysis, int op) {
+  OperandFormats formats = analysis.key().recipe->of(op);
+  if (!analysis.parameter_format(op, "weight").empty()) formats.weight = "";
+  return formats;
+}
+
+// Of a parameter, by decode_parameters().
+bool is_decoding(const Instruction& instruction) {
+  return instruction.target == kDecode || instruction.target == kDecodeSaved;
+}
+
 bool is_product(const OpDeclaration& row) { return !row.forward_schema.empty(); }
 
 class Quantize {
  public:
   Quantize(const Analysis& analysis, Step& step, int op)
-      : formats_(analysis.key().recipe->of(op)),
+      : formats_(formats_of(analysis, op)),
         row_(row_of(analysis, op)),
         attributes_(analysis.ops()[op].attributes),
         dtype_(analysis.operand_dtype(op)),
@@ -93,7 +108,8 @@ class Quantize {
 
   std::vector<Instruction>::iterator find_call() {
     return std::ranges::find_if(step_.instructions, [](const Instruction& instruction) {
-      return !instruction.target.empty() && instruction.target != kCast;
+      return !instruction.target.empty() && instruction.target != kCast &&
+             !is_decoding(instruction);
     });
   }
 
@@ -208,7 +224,7 @@ class Quantize {
     return false;
   }
 
-  const OperandFormats& formats_;
+  const OperandFormats formats_;
   const OpDeclaration& row_;
   const Attributes& attributes_;
   DType dtype_;    // in which operands are exact
@@ -218,6 +234,35 @@ class Quantize {
 };
 
 }  // namespace
+
+void decode_parameters(const Analysis& analysis, Pass pass, Step& step) {
+  std::vector<Instruction> code;
+  for (const int op : step.ops) {
+    for (const std::string& name : analysis.ops()[op].parameters) {
+      const std::string format = analysis.parameter_format(op, name);
+      if (format.empty()) continue;
+      const Value decoded{Kind::Temporary, op, name};
+      const bool is_argument = replace_argument(step, {Kind::Parameter, op, name}, decoded);
+      const bool is_slot = replace_argument(step, {Kind::Slot, op, name}, decoded);
+      if (!is_argument && !is_slot) continue;
+      const Value codes{Kind::Parameter, op, name, Value::Part::Codes};
+      const Value scale{Kind::Parameter, op, name, Value::Part::Scale};
+      const Attribute dtype = to_text(analysis.compute_dtype(op));
+      // The gradient keeps a compiler from decoding in forward, and from keeping the result.
+      const Value gradient{Kind::Grad, step.last() + 1};
+      if (pass == Pass::Backward) {
+        code.push_back({.target = kDecodeSaved,
+                        .arguments = {gradient, codes, scale, Attribute(format), dtype},
+                        .results = {decoded}});
+      } else {
+        code.push_back({.target = kDecode,
+                        .arguments = {codes, scale, Attribute(format), dtype, None{}},
+                        .results = {decoded}});
+      }
+    }
+  }
+  step.instructions.insert(step.instructions.begin(), code.begin(), code.end());
+}
 
 void quantize_forward(const Analysis& analysis, Step& step) {
   const int op = quantized_op(analysis, step);

@@ -9,11 +9,16 @@
 
 namespace transformer_ops {
 
+// A parameter that is held quantized is decoded where a step reads it, in backward again:
+//   t1.weight = dequantize(p1.weight.codes, p1.weight.scale, "mx e4m3", "bfloat16", none)
+void decode_parameters(const Analysis& analysis, Pass pass, Step& step);
+
 // Products y = x W^T under a recipe take operands that are rounded to its formats, by instructions
 // of their own:
 //   t1.rounded_weight = quantize_dequantize(p1.weight, "mx e4m3", "bfloat16")
 // Numbers of a format are exact in the dtype they are rounded in, so what is multiplied is what a
-// product of codes would multiply. Without a recipe nothing changes.
+// product of codes would multiply; one that is held quantized is taken as it is. Without a recipe
+// nothing changes.
 void quantize_forward(const Analysis& analysis, Step& step);
 // The gradients of x and W are sums along different dimensions: where the blocks of a format follow
 // the sum, the two have a call each.

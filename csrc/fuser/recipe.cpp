@@ -109,6 +109,14 @@ const Recipe* recipe_of(const std::string& text) {
   return &recipes->emplace(text, parse(text)).first->second;
 }
 
+uint8_t format_number(const std::string& name) {
+  return static_cast<uint8_t>(1 + (&row_of(name) - std::begin(kernel::kFormats)));
+}
+
+std::string format_name(uint8_t number) {
+  return number == 0 ? "" : kernel::kFormats[number - 1].name;
+}
+
 std::string column_format(const std::string& format) {
   if (format.empty()) return format;
   const Format& row = row_of(format);

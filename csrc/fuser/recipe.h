@@ -47,4 +47,8 @@ std::string column_format(const std::string& format);
 // result is `wanted`.
 DType operand_dtype(const std::string& format, DType wanted);
 
+// A format in keys: its number, from 1; 0 is none. Throws PlanError for an unknown name.
+uint8_t format_number(const std::string& name);
+std::string format_name(uint8_t number);
+
 }  // namespace transformer_ops

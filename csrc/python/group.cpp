@@ -137,6 +137,34 @@ bool is_plain_tensor(PyObject* object) {
   return THPVariable_Check(object) && !has_torch_function(object) && !is_distributed(object);
 }
 
+// transformer_ops.QuantizedTensor
+PyObject* quantized_class = nullptr;
+
+bool is_quantized(PyObject* tensor) {
+  return reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == quantized_class;
+}
+
+// A parameter for C++; false where only Python can take it.
+bool add_parameter(PyObject* object, Gathered& call) {
+  if (!is_plain_tensor(object)) return false;
+  if (is_quantized(object)) {
+    const auto tensor = py::reinterpret_borrow<py::object>(object);
+    call.quantized.push_back(
+        {call.tensors.size(), format_number(tensor.attr("format").cast<std::string>()),
+         tensor.attr("codes").cast<Tensor>(), tensor.attr("scale").cast<Tensor>()});
+  }
+  call.tensors.push_back(THPVariable_Unpack(object));
+  return true;
+}
+
+// A plan takes the parts of a quantized parameter behind it.
+void add_parts(Gathered& call) {
+  for (auto row = call.quantized.rbegin(); row != call.quantized.rend(); ++row) {
+    const auto place = call.tensors.begin() + static_cast<std::ptrdiff_t>(row->position) + 1;
+    call.tensors.insert(place, {std::move(row->codes), std::move(row->scale)});
+  }
+}
+
 // `module`: its __dict__ where that has the flag.
 bool is_training(const py::object& module) {
   static PyObject* const training = PyUnicode_InternFromString("training");
@@ -227,22 +255,26 @@ void Group::check_absent() const {
 }
 
 bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* parameters,
-                   Tensors& tensors) const {
+                   Gathered& call) const {
   if (count != static_cast<Py_ssize_t>(1 + pipeline_.extra_inputs())) return false;
   check_absent();
+  Tensors& tensors = call.tensors;
   tensors.reserve(count + places_.size());
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (arguments[i] == Py_None && i > 0 && pipeline_.optional_inputs()[i - 1]) {
       tensors.emplace_back();
       continue;
     }
-    if (!is_plain_tensor(arguments[i])) return false;
+    if (!is_plain_tensor(arguments[i]) || is_quantized(arguments[i])) return false;
     tensors.push_back(THPVariable_Unpack(arguments[i]));
   }
   if (parameters != Py_None) {
     for (const auto& found : py::reinterpret_borrow<py::tuple>(parameters)) {
-      if (!found.is_none() && !is_plain_tensor(found.ptr())) return false;
-      tensors.push_back(found.is_none() ? Tensor() : THPVariable_Unpack(found.ptr()));
+      if (found.is_none()) {
+        tensors.emplace_back();
+      } else if (!add_parameter(found.ptr(), call)) {
+        return false;
+      }
     }
     return tensors.size() == static_cast<size_t>(count) + pipeline_.parameters();
   }
@@ -267,8 +299,7 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* param
       tensors.emplace_back();
       continue;
     }
-    if (!is_plain_tensor(found)) return false;
-    tensors.push_back(THPVariable_Unpack(found));
+    if (!add_parameter(found, call)) return false;
   }
   return true;
 }
@@ -294,9 +325,12 @@ py::list Group::last_inputs() const {
   return list;
 }
 
-void Group::write_key(const Tensors& tensors) {
+void Group::write_key(const Gathered& call) {
   for (const int op : pipeline_.ask_training()) training_[op] = is_training(modules_[op]);
-  pipeline_.write_key(tensors, training_, current_recipe(), scratch_key_);
+  pipeline_.write_key(call.tensors, training_, current_recipe(), scratch_key_);
+  for (const QuantizedParameter& row : call.quantized) {
+    scratch_key_.tensors[row.position].format = row.format;
+  }
 }
 
 // ---- planning
@@ -363,8 +397,14 @@ std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> 
                                        const std::optional<std::string>& recipe) {
   std::vector<TensorMeta> metas;
   for (const TensorFacts& tensor : tensors) {
-    metas.push_back(tensor ? TensorMeta{to_dtype(tensor->first), tensor->second}
-                           : TensorMeta{.is_absent = true});
+    if (!tensor) {
+      metas.push_back({.is_absent = true});
+      continue;
+    }
+    const auto& [dtype, requires_grad, format] = *tensor;
+    metas.push_back({.dtype = to_dtype(dtype),
+                     .requires_grad = requires_grad,
+                     .format = format ? format_number(*format) : uint8_t{0}});
   }
   const auto type = c10::Device(device).type();
   const Recipe* const found = recipe ? recipe_of(*recipe) : nullptr;
@@ -376,9 +416,11 @@ std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> 
 PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kwargs,
                       PyObject* parameters) {
   HANDLE_TH_ERRORS
-  Tensors tensors;
-  if (is_cleared_ || has_hooks() || !gather(arguments, count, parameters, tensors)) Py_RETURN_NONE;
-  write_key(tensors);
+  Gathered gathered;
+  if (is_cleared_ || has_hooks() || !gather(arguments, count, parameters, gathered)) Py_RETURN_NONE;
+  write_key(gathered);
+  add_parts(gathered);
+  Tensors& tensors = gathered.tensors;
   // A plan that could not be made leaves a stale one in place.
   if (!last_ || !pipeline_.is_current(*last_) || last_->key != scratch_key_) {
     // A copy: planning calls Python, and another thread may write its key meanwhile.
@@ -530,6 +572,8 @@ void bind_group(py::module_& module) {
                              [](Group& group) { return group.pipeline().plans().size(); });
   module.def("set_recipe_state",
              [](const py::object& state) { Py_XSETREF(recipe_state, state.inc_ref().ptr()); });
+  module.def("set_quantized_class",
+             [](const py::object& type) { Py_XSETREF(quantized_class, type.inc_ref().ptr()); });
   module.def("parse_plan", torch::wrap_pybind_function([](const std::string& text) {
                const Plan plan = parse_plan(text);
                check_calls(plan);

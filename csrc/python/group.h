@@ -33,8 +33,22 @@ struct ParameterPlace {
   bool is_optional = false;
 };
 
-// (dtype, requires_grad); none for None.
-using TensorFacts = std::optional<std::pair<at::ScalarType, bool>>;
+// (dtype, requires_grad, format of a quantized one); none for None.
+using TensorFacts = std::optional<std::tuple<at::ScalarType, bool, std::optional<std::string>>>;
+
+// A parameter that is held quantized, by its position among the tensors of a call.
+struct QuantizedParameter {
+  size_t position;
+  uint8_t format;
+  at::Tensor codes;
+  at::Tensor scale;
+};
+
+// The tensors of a call.
+struct Gathered {
+  Tensors tensors;
+  std::vector<QuantizedParameter> quantized = {};
+};
 
 struct TensorShape {
   c10::SmallVector<int64_t, 5> sizes;
@@ -95,8 +109,8 @@ class Group : private PlanHost {
   bool has_hooks() const;
   void note_inputs(const Tensors& tensors, size_t parameters);
   bool gather(PyObject* const* arguments, Py_ssize_t count, PyObject* parameters,
-              Tensors& tensors) const;
-  void write_key(const Tensors& tensors);
+              Gathered& call) const;
+  void write_key(const Gathered& call);
   void plan_into_last(const PlanKey& key);
 
   std::vector<ParameterPlace> places_;

@@ -84,7 +84,7 @@ py::dict plan_to_python(const Plan& plan) {
   data["parameters"] = values_to_python(plan.parameters);
   data["extra_outputs"] = values_to_python(plan.extra_outputs);
   std::vector<std::vector<std::string>> parameters(plan.ops.size());
-  for (const Value& value : plan.parameters) parameters[value.op].push_back(value.name);
+  for (const Value& value : plan.whole_parameters()) parameters[value.op].push_back(value.name);
   std::vector<bool> wants_parameters(plan.ops.size());
   for (const Value& value : plan.gradients) {
     if (value.kind == Value::Kind::ParameterGrad) wants_parameters[value.op] = true;

@@ -14,12 +14,13 @@ from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.tensor_parallel import is_dtensor, local_parameter
 from ..quantization.region import STATE as RECIPE_STATE
+from ..quantized_tensor import QuantizedTensor, with_parts
 from ..runtime.layout import Segment
 from ..runtime.main_grad import buffer_of, is_marked
 from .graph import accumulating, number_of, plain_state, read, run_in_graph, state_places
 
-# Of a tensor: (dtype, requires_grad); None for one that is None.
-TensorFacts = tuple[torch.dtype, bool] | None
+# Of a tensor: (dtype, requires_grad, format of a quantized one); None for one that is None.
+TensorFacts = tuple[torch.dtype, bool, str | None] | None
 # (grad enabled, autocast dtype, device type, tensors, training flags, formats of a recipe)
 Facts = tuple[bool, torch.dtype | None, str, tuple[TensorFacts, ...], tuple[bool, ...], str | None]
 # Each name on the way from a global to an object is a guard of a compiled graph.
@@ -31,6 +32,7 @@ class Reads(NamedTuple):
 
     parameters: tuple[tuple[int, str], ...]
     distributed: tuple[bool, ...]  # of each: is it a DTensor?
+    formats: tuple[str | None, ...]  # of each that is quantized
     absent: tuple[tuple[int, str], ...]  # parameters that are None
     training: tuple[int | None, ...]  # whose flag a basic op asks for
 
@@ -48,7 +50,11 @@ def traced_call(
         ops = _basic_ops(modules)
         parameters = [tensor for op in ops for tensor in op._parameter_tensors()]
         training = tuple(op.training for op in ops)
+        formats = tuple(
+            tensor.format if isinstance(tensor, QuantizedTensor) else None for tensor in parameters
+        )
     else:
+        formats = reads.formats
         parameters = [getattr(modules[place], name) for place, name in reads.parameters]
         if any(reads.distributed):
             parameters = [
@@ -73,13 +79,17 @@ def traced_call(
     autocast = None
     if _has_autocast(device) and is_autocast_enabled(device):
         autocast = get_autocast_dtype(device)
+    plain = (None,) * (1 + len(extra_inputs))
     dtypes = tuple(
-        None if tensor is None else (tensor.dtype, tensor.requires_grad) for tensor in tensors
+        None if tensor is None else (tensor.dtype, tensor.requires_grad, format)
+        for tensor, format in zip(tensors, (*plain, *formats), strict=True)
     )
     facts = (is_grad_enabled(), autocast, device, dtypes, training, RECIPE_STATE.key)
     text = _native_plan(number, registry.VERSION, facts)
     extra = [tensor for tensor in extra_inputs if tensor is not None]
     given = [tensor for tensor in parameters if tensor is not None]
+    if any(formats):
+        given = with_parts(parameters)
     if text and not (kwargs and any(kwargs)):
         outputs = tuple(_run_plan(text, input, extra, given))
     else:
@@ -89,6 +99,9 @@ def traced_call(
         if plan < 0:
             return _run_outside(number, input, extra_inputs, kwargs)
         basic_ops = _basic_ops(modules)
+        if any(format is not None for format in formats):
+            # What stands in for a parameter in a Python step is one tensor.
+            return _run_outside(number, input, extra_inputs, kwargs)
         for state_place, value in plain_state(plan):
             # Never true while tracing: what Dynamo guards on.
             if read(basic_ops, state_place) != value:

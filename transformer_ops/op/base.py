@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 from .. import _C
 from ..numbered import numbered
 from ..peers import untraced
+from ..quantized_tensor import QuantizedTensor
 from . import methods
 from .channels import ChannelMixin
 from .checks import check_bool, check_float
@@ -260,6 +261,12 @@ class FusibleOperation(nn.Module, HeldMixin):
     def __delattr__(self, name: str) -> None:
         with self._noting_changes():
             super().__delattr__(name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        def apply(tensor: Tensor) -> Tensor:
+            return tensor.moved(fn) if isinstance(tensor, QuantizedTensor) else fn(tensor)
+
+        return super()._apply(apply, recurse)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `nn.Module.register_parameter`; groups of the op see the parameter."""

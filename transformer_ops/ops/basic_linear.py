@@ -14,6 +14,7 @@ from ..op.base import Attribute, BasicOperation, Check
 from ..op.checks import check_bool, check_size
 from ..op.parameters import new_parameter
 from ..op.tensor_parallel import SplitProductMixin
+from ..quantization.model_init import hold_quantized
 from .collective import collectives_around
 
 __all__ = ["BasicLinear"]
@@ -84,6 +85,7 @@ class BasicLinear(BasicOperation, SplitProductMixin, kind="BasicLinear"):
         shape = (self.local_out_features, self.local_in_features)
         self.weight = new_parameter(op, shape, device, dtype)
         self.reset_parameters()
+        hold_quantized(self, "weight")
 
     def reset_parameters(self) -> None:
         """Draw `weight` anew, inside the tracker's `fork()` where there is one."""

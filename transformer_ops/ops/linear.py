@@ -14,6 +14,7 @@ from ..op.parameters import new_parameter
 from ..op.state_dict import drop_if_empty
 from ..op.tensor_parallel import SplitProductMixin
 from ..op.view import View
+from ..quantization.model_init import hold_quantized
 from .basic_linear import BasicLinear, check_rng_tracker, init_weight
 from .bias import Bias
 from .collective import collectives_around
@@ -117,8 +118,9 @@ class Linear(FusibleOperation, SplitProductMixin):
         self.register_parameter(
             "bias", new_parameter(op, sizes[:1], device, dtype) if bias else None
         )
-        self._make_views()
+        views = self._make_views()
         self.reset_parameters()
+        hold_quantized(views.product, "weight")
 
     def _make_views(self) -> _Views:
         key = (self.tensor_parallel_mode, self.sequence_parallel)

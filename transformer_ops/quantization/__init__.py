@@ -1,6 +1,17 @@
 """Quantized products: the region of a recipe, and what its formats do to a model's tensors."""
 
+from ..quantized_tensor import QuantizedTensor
+from .model_init import quantized_model_init
 from .region import autocast, checkpoint_contexts, current_recipe
 from .statistics import Report, Row, report
 
-__all__ = ["Report", "Row", "autocast", "checkpoint_contexts", "current_recipe", "report"]
+__all__ = [
+    "QuantizedTensor",
+    "Report",
+    "Row",
+    "autocast",
+    "checkpoint_contexts",
+    "current_recipe",
+    "quantized_model_init",
+    "report",
+]

@@ -29,7 +29,8 @@ bool declare() {
                    .backward = "product_backward(Tensor grad_output, Tensor? input, "
                                "Tensor? weight, bool[2] output_mask) -> "
                                "(Tensor grad_input, Tensor grad_weight)",
-                   .dtype = DTypeRule::Parameter});
+                   .dtype = DTypeRule::Parameter,
+                   .operands = {"weight"}});
   add_declaration({.kind = "Shift",
                    .summary = "x + b",
                    .parameters = {"shift"},

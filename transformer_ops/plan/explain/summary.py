@@ -153,7 +153,7 @@ def describe(
         links=tuple(_links(plan, basic_ops)),
         near_misses=_relevant(plan, origins),
         saved=saved,
-        note="; ".join(filter(None, [note, _formats(plan)])),
+        note="; ".join(filter(None, [note, _formats(plan), _quantized_weights(plan)])),
     )
 
 
@@ -167,6 +167,19 @@ def _formats(plan: Plan) -> str:
         op, formats = row.split(": ")
         rows.append(f"op {op} {_formats_of_op(formats)}")
     return f"formats of products: {'; '.join(rows)}; emulated, by products of decoded tensors"
+
+
+def _quantized_weights(plan: Plan) -> str:
+    """The parameters that are held quantized."""
+    formats = {
+        argument: call.arguments[2]
+        for step in plan.forward
+        for call in step.instructions
+        for argument in call.arguments[:1]
+        if isinstance(argument, Value) and (argument.kind, argument.part) == ("parameter", "codes")
+    }
+    rows = [f"{v.op}.{v.name} {f[0]}" for v, f in formats.items() if isinstance(f, tuple)]
+    return f"weights held quantized: {', '.join(rows)}; decoded for each product" if rows else ""
 
 
 def _formats_of_op(text: str) -> str:
