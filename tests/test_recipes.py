@@ -504,7 +504,6 @@ def test_errors() -> None:
             r"\[Float8BlockScaling\] fp8_format must be one of Format.E4M3, Format.HYBRID",
         ),
         (lambda: recipes.CustomRecipe(3), TypeError, "qfactory must be a function of a role"),
-        (recipes.NVFP4BlockScaling, NotImplementedError, "disable_rht must be True, got False"),
     ]
     for call, error, message in cases:
         with pytest.raises(error, match=message):

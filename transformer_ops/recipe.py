@@ -63,7 +63,7 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """What plans depend on: the formats as one text."""
+        """What plans depend on: the formats, and how they are used, as one text."""
         return ", ".join(self.operands)
 
     def _elements(self) -> tuple[str, str]:
@@ -117,28 +117,29 @@ class Float8BlockScaling(Recipe):
 @dataclasses.dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
     """4-bit codes with a scale for 16 neighbouring numbers, in E4M3, and one for the tensor; for
-    16 x 16 numbers of weights unless `disable_2d_quantization`.
+    16 x 16 numbers of weights unless `disable_2d_quantization` (NVIDIA 2025, "Pretraining large
+    language models with NVFP4", arXiv 2509.25149).
 
-    The recipe of NVIDIA also turns inputs and gradients by a random Hadamard transform and rounds
-    gradients stochastically. Neither is there yet: both have to be disabled, which
-    NotImplementedError says.
+    For the gradient of the weight, 16 rows each of the input and of the output gradient are first
+    turned by a Hadamard transform with fixed signs, which spreads outliers; rows beyond the last
+    16 are not (`disable_rht`). Gradients are rounded up or down at random, by torch's generator,
+    so that their mean is kept (`disable_stochastic_rounding`).
     """
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("disable_rht", "disable_stochastic_rounding"):
-            if not getattr(self, name):
-                raise NotImplementedError(
-                    f"[NVFP4BlockScaling] {name} must be True, got {getattr(self, name)!r}"
-                )
-
     @property
     def operands(self) -> tuple[str, str, str]:
         weight = "nvfp4" if self.disable_2d_quantization else "nvfp4 16x16"
         return "nvfp4", weight, "nvfp4"
+
+    @property
+    def key(self) -> str:
+        words = [] if self.disable_rht else ["hadamard"]
+        words += [] if self.disable_stochastic_rounding else ["stochastic"]
+        return ", ".join([*self.operands, *words])
 
 
 class QuantizerRole(NamedTuple):

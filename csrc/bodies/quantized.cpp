@@ -5,6 +5,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/ldexp.h>
+#include <ATen/ops/rand_like.h>
 #include <ATen/ops/reciprocal.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/tensor.h>
@@ -86,6 +87,20 @@ Tensor encode(Element element, const Tensor& scaled) {
   const int64_t sign = element == Element::E2M1 ? 8 : 128;
   const Tensor code = at::where(scaled.isnan(), sign - 1, nearest);
   return (code + scaled.signbit() * sign).to(at::kByte);
+}
+
+// Up or down, more often to the nearer one. What is beyond the largest number becomes it.
+Tensor encode_stochastic(Element element, const Tensor& scaled) {
+  const std::vector<float> numbers = magnitudes(element);
+  const Tensor list = list_of(numbers, scaled), magnitude = scaled.abs();
+  const auto last = static_cast<int64_t>(numbers.size()) - 1;
+  const Tensor above = at::bucketize(magnitude, list, /*out_int32=*/false, /*right=*/true);
+  const Tensor lower = (above - 1).clamp(0, last), upper = above.clamp_max(last);
+  const Tensor low = list.index({lower}), gap = list.index({upper}) - low;
+  const Tensor goes_up = at::rand_like(magnitude) * gap < magnitude - low;
+  const int64_t sign = element == Element::E2M1 ? 8 : 128;
+  const Tensor code = at::where(goes_up.logical_and(gap > 0), upper, lower);
+  return (at::where(scaled.isnan(), sign - 1, code) + scaled.signbit() * sign).to(at::kByte);
 }
 
 // `codes` holds one a byte.
@@ -232,7 +247,8 @@ TensorSpec scale_spec(const Format& format, c10::SymIntArrayRef sizes) {
   return spec;
 }
 
-std::tuple<Tensor, Tensor> quantize_unfused(const Format& format, const Tensor& input) {
+std::tuple<Tensor, Tensor> quantize_unfused(const Format& format, const Tensor& input,
+                                            bool stochastic) {
   const auto sizes = input.sym_sizes();
   const TensorSpec codes = codes_spec(format, sizes), scale = scale_spec(format, sizes);
   const Blocks blocks(format, sizes);
@@ -255,7 +271,9 @@ std::tuple<Tensor, Tensor> quantize_unfused(const Format& format, const Tensor& 
   }
   // The sign is that of the number, also of NaN.
   const Tensor scaled = (split.abs() * scales.encode).copysign(split);
-  Tensor code = blocks.join(encode(format.element, scaled));
+  const Tensor encoded =
+      stochastic ? encode_stochastic(format.element, scaled) : encode(format.element, scaled);
+  Tensor code = blocks.join(encoded);
   if (format.bits == 4) code = pack(code);
   if (codes.dtype != at::kByte) code = code.contiguous().view(codes.dtype);
   Tensor stored = scales.stored;

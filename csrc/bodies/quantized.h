@@ -34,8 +34,10 @@ inline uint8_t* tensor_scale_of(const kernel::Format& format, const Tensor& scal
   return static_cast<uint8_t*>(scale.mutable_data_ptr()) + scale.nbytes() - sizeof(float);
 }
 
-// (codes, scale)
-std::tuple<Tensor, Tensor> quantize_unfused(const kernel::Format& format, const Tensor& input);
+// (codes, scale). `stochastic` rounds up or down at random, by torch's generator, so that the mean
+// is the number itself; not for integers.
+std::tuple<Tensor, Tensor> quantize_unfused(const kernel::Format& format, const Tensor& input,
+                                            bool stochastic = false);
 Tensor dequantize_unfused(const kernel::Format& format, const Tensor& codes, const Tensor& scale,
                           c10::SymIntArrayRef sizes, at::ScalarType dtype);
 

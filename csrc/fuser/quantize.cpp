@@ -12,6 +12,10 @@ using Kind = Value::Kind;
 
 constexpr const char* kDecode = "dequantize";
 constexpr const char* kDecodeSaved = "decode_saved";
+constexpr const char* kRound = "quantize_dequantize";
+constexpr const char* kRoundSaved = "quantize_dequantize_saved";
+constexpr const char* kRoundStochastic = "quantize_dequantize_stochastic";
+constexpr const char* kTransform = "hadamard_columns";
 
 // The first quantized op of a step; -1 where there is none.
 int quantized_op(const Analysis& analysis, const Step& step) {
@@ -52,11 +56,11 @@ class Quantize {
   // ---- ops that are no product
 
   // What the step hands on is rounded on the way.
-  void round_main(const char* rounds, const std::string& format) {
+  void round_main(const char* rounds, const std::string& format, const char* target) {
     if (!std::get<bool>(attributes_.at(rounds)) || format.empty()) return;
     for (Instruction& call : step_.instructions) {
       if (!call.target.empty()) continue;
-      call = rounding(call.arguments[0], format, compute_, call.results[0], "quantize_dequantize");
+      call = rounding(call.arguments[0], format, compute_, call.results[0], target);
     }
   }
 
@@ -152,21 +156,32 @@ class Quantize {
   Value rounded(const std::string& operand, const Argument& from, const std::string& format,
                 const std::string& use, std::vector<Instruction>& code) const {
     const Value to = temporary("rounded_" + operand + use);
+    const bool is_random = formats_.is_stochastic && operand == "grad_output";
+    const char* const target = is_random ? kRoundStochastic : kRound;
     code.push_back(format.empty() ? make_cast(from, dtype_, to)
-                                  : rounding(from, format, dtype_, to, "quantize_dequantize"));
+                                  : rounding(from, format, dtype_, to, target));
     return to;
   }
+
+  // The same numbers turned along the sum of the weight's gradient.
+  Value turned(const std::string& operand, const Argument& from,
+               std::vector<Instruction>& code) const {
+    const Value to = temporary("turned_" + operand);
+    code.push_back({.target = kTransform, .arguments = {gradient(), from}, .results = {to}});
+    return to;
+  }
+
+  // The gradient that the step takes.
+  Value gradient() const { return {Kind::Grad, step_.last() + 1}; }
 
   // The same of a tensor from forward: the gradient keeps a compiler from rounding it there, and
   // from keeping the result.
   Value rounded_again(const std::string& operand, const Argument& from, const std::string& format,
                       std::vector<Instruction>& code) const {
     const Value to = temporary("rounded_" + operand);
-    Instruction call = format.empty()
-                           ? make_cast(from, dtype_, to)
-                           : rounding(from, format, dtype_, to, "quantize_dequantize_saved");
-    const Value gradient{Kind::Grad, step_.last() + 1};
-    if (!format.empty()) call.arguments.insert(call.arguments.begin(), gradient);
+    Instruction call = format.empty() ? make_cast(from, dtype_, to)
+                                      : rounding(from, format, dtype_, to, kRoundSaved);
+    if (!format.empty()) call.arguments.insert(call.arguments.begin(), gradient());
     code.push_back(std::move(call));
     return to;
   }
@@ -180,7 +195,7 @@ class Quantize {
   // rows of the gradient and of x.
   void one_call(Instruction call, const Schema& schema, const std::vector<bool>& mask,
                 std::vector<Instruction>& code) const {
-    const bool wants_input = mask[0];
+    const bool wants_input = mask[0], transforms = formats_.transforms && !wants_input;
     for (size_t k = 0; k < schema.arguments.size(); ++k) {
       const std::string& name = schema.arguments[k].name;
       Argument& argument = call.arguments[k];
@@ -190,6 +205,7 @@ class Quantize {
         const std::string format =
             wants_input ? formats_.grad_output : column_format(formats_.grad_output);
         const std::string use = wants_input ? "" : "_columns";
+        if (transforms) argument = turned(name, argument, code);
         if (!format.empty() || dtype_ != compute_) {
           argument = rounded(name, argument, format, use, code);
         }
@@ -197,6 +213,7 @@ class Quantize {
         if (!is_needed(name, mask)) {
           argument = None{};
         } else if (!formats_.format(name).empty() || dtype_ != compute_) {
+          if (transforms) argument = turned(name, argument, code);
           argument = rounded_again(name, argument, column_format(formats_.format(name)), code);
         }
       }
@@ -269,7 +286,7 @@ void quantize_forward(const Analysis& analysis, Step& step) {
   if (op < 0) return;
   Quantize quantize(analysis, step, op);
   if (is_product(row_of(analysis, op))) return quantize.forward();
-  quantize.round_main("rounds_input", analysis.key().recipe->of(op).input);
+  quantize.round_main("rounds_input", analysis.key().recipe->of(op).input, kRound);
 }
 
 void quantize_backward(const Analysis& analysis, Step& step) {
@@ -277,7 +294,9 @@ void quantize_backward(const Analysis& analysis, Step& step) {
   if (op < 0 || step.skipped || step.instructions.empty()) return;
   Quantize quantize(analysis, step, op);
   if (is_product(row_of(analysis, op))) return quantize.backward();
-  quantize.round_main("rounds_grad_output", analysis.key().recipe->of(op).grad_output);
+  const OperandFormats& formats = analysis.key().recipe->of(op);
+  quantize.round_main("rounds_grad_output", formats.grad_output,
+                      formats.is_stochastic ? kRoundStochastic : kRound);
 }
 
 std::optional<std::string> quantized_product(const Match& match, Pass pass) {

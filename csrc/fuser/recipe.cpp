@@ -17,6 +17,7 @@ using kernel::Format;
 using kernel::ScaleRule;
 
 constexpr std::string_view kExact = "exact", kCustom = "custom ";
+constexpr std::string_view kHadamard = "hadamard", kStochastic = "stochastic";
 constexpr std::string OperandFormats::*kOperands[] = {
     &OperandFormats::input, &OperandFormats::weight, &OperandFormats::grad_output};
 
@@ -48,9 +49,15 @@ int64_t parse_number(const std::string& text) {
 }
 
 OperandFormats parse_formats(const std::string& text) {
-  const std::vector<std::string> names = split(text, ", ");
+  std::vector<std::string> names = split(text, ", ");
+  const auto take = [&](std::string_view word) {
+    const bool is_last = names.size() > std::size(kOperands) && names.back() == word;
+    if (is_last) names.pop_back();
+    return is_last;
+  };
+  const bool is_stochastic = take(kStochastic), transforms = take(kHadamard);
   check(names.size() == std::size(kOperands), "[recipe] formats must be 3, got '", text, "'");
-  OperandFormats formats;
+  OperandFormats formats{.transforms = transforms, .is_stochastic = is_stochastic};
   for (size_t i = 0; i < names.size(); ++i) {
     if (names[i] != kExact) formats.*kOperands[i] = row_of(names[i]).name;
   }
@@ -64,6 +71,8 @@ std::string formats_text(const OperandFormats& formats) {
     text += text.empty() ? "" : ", ";
     text += format.empty() ? std::string(kExact) : format;
   }
+  if (formats.transforms) text += ", " + std::string(kHadamard);
+  if (formats.is_stochastic) text += ", " + std::string(kStochastic);
   return text;
 }
 

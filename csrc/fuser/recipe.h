@@ -15,6 +15,11 @@ struct OperandFormats {
   std::string input = {};
   std::string weight = {};
   std::string grad_output = {};
+  // For the gradient of the weight, input and gradient are first turned by a Hadamard transform
+  // along the sum, which leaves the product as it is and spreads outliers over their block.
+  bool transforms = false;
+  // The gradient is rounded up or down at random, so that its mean is kept.
+  bool is_stochastic = false;
 
   // That of an operand by its name in a schema.
   const std::string& format(const std::string& operand) const;
@@ -32,8 +37,9 @@ struct Recipe {
   bool operator==(const Recipe&) const = default;
 };
 
-// "mx e4m3, mx e4m3, mx e5m2" in the order of the fields, "exact" for an empty one; behind them
-// "; 3: exact, exact, exact" for each single op. "custom 7" for one of the host language.
+// "mx e4m3, mx e4m3, mx e5m2" in the order of the fields, "exact" for an empty one, then
+// ", hadamard" and ", stochastic" where those are wanted; behind them "; 3: exact, exact, exact"
+// for each single op. "custom 7" for one of the host language.
 std::string to_text(const Recipe& recipe);
 // The one recipe of a text, which lives as long as the library: equal texts give equal pointers.
 // Throws PlanError for an unknown format, and for another number of them.

@@ -3,7 +3,10 @@
 // Rows are the leading dimensions together, blocks run along the last one; the last block of a row
 // may be shorter. No gradient passes: neither op's results require one, whatever the arguments.
 #include <ATen/Parallel.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/tensor.h>
 
+#include <bit>
 #include <cstring>
 #include <optional>
 
@@ -302,6 +305,55 @@ Tensor rounded_saved_meaning(const Checks& check, const Tensor&, const Tensor& i
   return rounded_meaning(check, input, format, dtype);
 }
 
+// ---- quantize_dequantize_stochastic: the same, up or down at random
+
+Tensor stochastic_meaning(const Checks& check, const Tensor& x, std::string_view format_name,
+                          std::string_view dtype) {
+  const Format& format = format_of(check, format_name);
+  TORCH_CHECK(format.element != kernel::Element::Int8, "[", check.op(),
+              "] format must be floating, got '", format_name, "'");
+  const auto [codes, scale] = quantize_unfused(format, x, /*stochastic=*/true);
+  return dequantize_unfused(format, codes, scale, x.sym_sizes(), dtype_of(check, dtype));
+}
+
+// ---- hadamard_columns: each 16 rows turned into 16 sums and differences of them, which are
+// orthonormal: a product that sums over the rows of two such tensors stays as it is. The rows that
+// are left stay, too. In float32.
+
+constexpr int64_t kTurned = 16;
+// Of TransformerEngine's recipe; which rows are negated first is arbitrary, but the same for both
+// operands.
+constexpr float kSigns[kTurned] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
+
+TensorSpecs turned_shape(const Checks& check, const Tensor&, const Tensor& input) {
+  check.compute_dtype("input", input);
+  TensorSpec spec = like(input);
+  spec.dtype = accumulate_dtype(input.scalar_type());
+  return {spec};
+}
+
+// Sylvester's matrix, [i, j] = (-1)^(ones that i and j share), with signs, orthonormal.
+Tensor hadamard(const Tensor& like) {
+  std::vector<float> numbers;
+  for (int64_t i = 0; i < kTurned; ++i) {
+    for (int64_t j = 0; j < kTurned; ++j) {
+      const bool is_odd = std::popcount(static_cast<uint64_t>(i & j)) % 2 == 1;
+      numbers.push_back(kSigns[j] * (is_odd ? -0.25f : 0.25f));
+    }
+  }
+  return at::tensor(numbers, at::kFloat).view({kTurned, kTurned}).to(like.options());
+}
+
+Tensor turned_meaning(const Tensor&, const Tensor& input) {
+  const Tensor x = to_accumulate(input);
+  const c10::SymInt h = x.dim() == 0 ? c10::SymInt(1) : x.sym_size(-1);
+  const Tensor rows = x.reshape_symint({-1, h});
+  const c10::SymInt whole = rows.sym_size(0) / kTurned * kTurned;
+  const Tensor blocks = rows.slice_symint(0, 0, whole).reshape_symint({-1, kTurned, h});
+  const Tensor turned = at::matmul(hadamard(x), blocks).reshape_symint({whole, h});
+  return at::cat({turned, rows.slice_symint(0, whole)}).reshape_symint(x.sym_sizes());
+}
+
 [[maybe_unused]] const bool registered = [] {
   register_typed_op({.schema = "quantize(Tensor input, str format) -> (Tensor codes, Tensor scale)",
                      .shape = quantize_shape,
@@ -339,6 +391,18 @@ Tensor rounded_saved_meaning(const Checks& check, const Tensor&, const Tensor& i
                      .unfused = rounded_saved_meaning,
                      .reads_first = false,
                      .differentiable = false});
+  register_typed_op({.schema = "quantize_dequantize_stochastic(Tensor input, str format, "
+                               "str dtype) -> Tensor output",
+                     .shape = rounded_shape,
+                     .unfused = stochastic_meaning,
+                     .random = true,
+                     .differentiable = false});
+  register_typed_op(
+      {.schema = "hadamard_columns(Tensor grad_output, Tensor input) -> Tensor output",
+       .shape = turned_shape,
+       .unfused = turned_meaning,
+       .reads_first = false,
+       .differentiable = false});
   return register_op({.declaration = {.kind = "Quantize",
                                       .summary = "x rounded to the formats of a recipe",
                                       .attributes = {"rounds_input", "rounds_grad_output"},

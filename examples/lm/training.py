@@ -33,7 +33,7 @@ RECIPES: dict[str, recipes.Recipe] = {
     "mxfp8": recipes.MXFP8BlockScaling(),
     "float8-current": recipes.Float8CurrentScaling(),
     "float8-block": recipes.Float8BlockScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+    "nvfp4": recipes.NVFP4BlockScaling(),
 }
 
 

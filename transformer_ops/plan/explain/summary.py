@@ -182,9 +182,18 @@ def _quantized_weights(plan: Plan) -> str:
     return f"weights held quantized: {', '.join(rows)}; decoded for each product" if rows else ""
 
 
+# Words behind the formats of a recipe.
+_USES = {
+    "hadamard": "both turned by a Hadamard transform for the weight's gradient",
+    "stochastic": "gradients rounded stochastically",
+}
+
+
 def _formats_of_op(text: str) -> str:
     names = ("input", "weight", "output gradient")
-    return ", ".join(f"{n} {f}" for n, f in zip(names, text.split(", "), strict=True))
+    found = text.split(", ")
+    rows = [f"{n} {f}" for n, f in zip(names, found[:3], strict=True)]
+    return ", ".join(rows + [_USES[word] for word in found[3:]])
 
 
 def _relevant(plan: Plan, origins: Mapping[tuple[str, str], str]) -> tuple[NearMiss, ...]:
