@@ -6,7 +6,10 @@ from __future__ import annotations
 import itertools
 import os
 from datetime import timedelta
+from pathlib import Path
 
+import distributed_worker
+import gpt_worker
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -274,13 +277,13 @@ def check_modes() -> None:
             y.sum().backward()
 
 
-def work(rank: int, path: str, size: int) -> None:
-    """One rank."""
+def work(rank: int, folder: str, size: int) -> None:
+    """One rank. The folder holds what one process and other jobs leave there."""
     torch.set_num_threads(1)
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{path}",
+        init_method=f"file://{folder}/rendezvous{size}",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=60),
@@ -293,8 +296,10 @@ def work(rank: int, path: str, size: int) -> None:
         ):
             check_linear(mode, sequence, bias, rank, size)
         if size == 2:  # which takes its time
-            for gated, sequence in ((False, True), (True, True), (False, False)):
+            distributed_worker.check(rank)
+            for gated, sequence in ((True, True), (False, False)):
                 check_net(gated, sequence)
             check_modes()
+        gpt_worker.check(Path(folder))
     finally:
         dist.destroy_process_group()
