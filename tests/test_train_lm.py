@@ -447,10 +447,13 @@ def test_two_processes_train_as_one_and_resume_each_other(tmp_path: Path) -> Non
     assert losses(out) == pytest.approx(want[:6], abs=1e-5)
     state = checkpoint.load(str(saved))
     assert state["model"]["blocks.0.mlp.up.weight"].shape == (256, 64)
-    # One process goes on from there, and two by FSDP2, under torchrun, from what that leaves.
+    # One process goes on from there, and from what that leaves four do, as the page has it.
     assert train_lm.main(["--resume", str(saved), "--steps", "7"]) == 0
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run_script(out, "--resume", str(saved), "--steps", "8", launcher=torchrun)
+    page = (EXAMPLES.parent / "docs" / "distributed.md").read_text()
+    (line,) = re.findall(r"^    torchrun (.*) examples/train_lm.py (.*)$", page, re.MULTILINE)
+    launcher = ("-m", "torch.distributed.run", *line[0].split())
+    arguments = ("--resume", str(saved), "--steps", "8", *line[1].split())
+    assert "4 processes" in run_script(out, *arguments, launcher=launcher)
     assert losses(out) == pytest.approx(want, abs=1e-5)
 
 
