@@ -4,6 +4,9 @@ python examples/train_lm.py                       Python's reference manual, on 
 python examples/train_lm.py --backend torch       the same in plain torch.nn
 python examples/train_lm.py --compare             both side by side: speed, memory, losses
 python examples/train_lm.py --resume out/checkpoint.pt --steps 2000
+python examples/train_lm.py --tensor-parallel 2   two processes share each product
+torchrun --nproc-per-node 4 examples/train_lm.py --tensor-parallel 2
+                                                  and FSDP2 over the two pairs
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from lm.failure import Failure, reason
 
 if TYPE_CHECKING:
     from lm.options import Options
+    from lm.training import Run
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,32 +36,67 @@ def run(arguments: list[str]) -> int:
     """Train and report, or raise Failure."""
     check_packages()
     from lm.options import parse
-    from lm.report import describe, report
     from lm.training import Run
 
     options, state = parse(arguments)
     if options.compare:
         return compare(options)
+    if options.tensor_parallel > 1 and "RANK" not in os.environ:
+        return launch(options.tensor_parallel, arguments)
     training = Run(options, state)
+    try:
+        return train(training, state is not None)
+    finally:
+        training.ranks.finish()
+
+
+def train(training: Run, is_resumed: bool) -> int:
+    """Train and report, on one process or on several of which the first prints."""
+    from lm.report import describe, report
+
+    options, say = training.options, print if training.ranks.is_first else quiet
     make_folder(Path(options.out))
     parameters = sum(p.numel() for p in training.model.parameters())
     text = len(training.corpus.training)
-    print(f"{parameters:,} parameters, {text:,} bytes of text, {describe(training)}")
-    if state is not None:
-        print(f"resumed {options.resume} after step {training.step}")
+    say(f"{parameters:,} parameters, {text:,} bytes of text, {describe(training)}")
+    if is_resumed:
+        say(f"resumed {options.resume} after step {training.step}")
     if not training.train():
-        print(
+        say(
             f"interrupted after step {training.step} of {options.steps}; "
             f"to go on: --resume {training.checkpoint}"
         )
         return 130
     try:
-        print(f"\n{report(training)}")
+        say(f"\n{report(training)}")
     except OSError as error:
         raise Failure(
             f"the loss curve could not be written to {options.out!r}: {reason(error)}"
         ) from error
     return 0
+
+
+def launch(processes: int, arguments: list[str]) -> int:
+    """The same command in so many processes, by torchrun. Returns the exit status."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // processes)))
+    command = ["--standalone", f"--nproc-per-node={processes}", __file__, *arguments]
+    try:
+        run(parse_args(command))
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException:
+        return 130
+    return 0
+
+
+def quiet(text: str) -> None:
+    """What other processes than the first print."""
 
 
 def compare(options: Options) -> int:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -57,27 +54,16 @@ def compare(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def work(rank: int, path: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path}",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=120),
-    )
-    try:
-        want = train(make_model(), None)
-        ddp = DistributedDataParallel(make_model())
-        compare({n.removeprefix("module."): t for n, t in train(ddp, rank).items()}, want)
-        mesh = init_device_mesh("cpu", (2,))
-        whole = fully_shard(make_model(), mesh=mesh)
-        assert all(isinstance(p, DTensor) for p in whole.parameters())
-        compare(train(whole, rank), want)
-        # One unit for each Linear, gathered and freed on its own.
-        parts = make_model()
-        for module in (parts[2], parts[4], parts):
-            fully_shard(module, mesh=mesh)
-        compare(train(parts, rank), want)
-    finally:
-        dist.destroy_process_group()
+def check(rank: int) -> None:
+    want = train(make_model(), None)
+    ddp = DistributedDataParallel(make_model())
+    compare({n.removeprefix("module."): t for n, t in train(ddp, rank).items()}, want)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = fully_shard(make_model(), mesh=mesh)
+    assert all(isinstance(p, DTensor) for p in whole.parameters())
+    compare(train(whole, rank), want)
+    # One unit for each Linear, gathered and freed on its own.
+    parts = make_model()
+    for module in (parts[2], parts[4], parts):
+        fully_shard(module, mesh=mesh)
+    compare(train(parts, rank), want)

@@ -1,12 +1,14 @@
 """What several gloo processes run for `test_distributed.py`, each against one process: collectives
-and tensor parallelism. torch compares what all ranks call (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+and tensor parallelism."""
 
 from __future__ import annotations
 
 import itertools
-import os
 from datetime import timedelta
+from pathlib import Path
 
+import distributed_worker
+import gpt_worker
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -227,10 +229,10 @@ def adam(net: nn.Module) -> torch.optim.Optimizer:
 class Run:
     """A net that is split over all ranks, and its optimizer."""
 
-    def __init__(self, gated: bool, sequence: bool) -> None:
+    def __init__(self, gated: bool, sequence: bool, mesh: DeviceMesh | None = None) -> None:
         size, rank = dist.get_world_size(), dist.get_rank()
         self.net = make_net(gated)
-        split_net(self.net, init_device_mesh("cpu", (size,)), sequence)
+        split_net(self.net, mesh or init_device_mesh("cpu", (size,)), sequence)
         assert all(isinstance(parameter, DTensor) for parameter in self.net.parameters())
         self.optimizer = adam(self.net)
         rows = ROWS // size
@@ -262,8 +264,11 @@ def check_net(gated: bool, sequence: bool) -> None:
 
 
 def check_modes() -> None:
-    """All ranks alternate training, eval, no-grad and frozen layers."""
-    run = Run(gated=False, sequence=True)
+    """All ranks alternate training, eval, no-grad and frozen layers; torch compares their calls."""
+    # As TORCH_DISTRIBUTED_DEBUG=DETAIL, for the groups that are made from now on.
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    run = Run(gated=False, sequence=True, mesh=mesh)
     for step in range(200):
         x, _ = data(step)
         run.net.train(step % 4 != 1)
@@ -272,15 +277,15 @@ def check_modes() -> None:
             y = run.net(x[run.part])
         if y.requires_grad:
             y.sum().backward()
+    dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-def work(rank: int, path: str, size: int) -> None:
-    """One rank."""
+def work(rank: int, folder: str, size: int) -> None:
+    """One rank. The folder holds what one process and other jobs leave there."""
     torch.set_num_threads(1)
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{path}",
+        init_method=f"file://{folder}/rendezvous{size}",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=60),
@@ -293,8 +298,10 @@ def work(rank: int, path: str, size: int) -> None:
         ):
             check_linear(mode, sequence, bias, rank, size)
         if size == 2:  # which takes its time
-            for gated, sequence in ((False, True), (True, True), (False, False)):
+            distributed_worker.check(rank)
+            for gated, sequence in ((True, True), (False, False)):
                 check_net(gated, sequence)
             check_modes()
+        gpt_worker.check(Path(folder))
     finally:
         dist.destroy_process_group()

@@ -1,16 +1,14 @@
 """Several gloo processes give the numbers of one: DDP, FSDP2, collectives, tensor parallelism."""
 
-import distributed_worker
+import gpt_worker
 import parallel_worker
-import pytest
 import torch
+from lm.parallel import Ranks
+from ranks import spawn
 
 
-def test_two_processes(tmp_path):
-    torch.multiprocessing.spawn(distributed_worker.work, (str(tmp_path / "rendezvous"),), nprocs=2)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_parallel(tmp_path, size):
-    arguments = (str(tmp_path / "rendezvous"), size)
-    torch.multiprocessing.spawn(parallel_worker.work, arguments, nprocs=size)
+def test_parallel(tmp_path):
+    torch.save(gpt_worker.one_process(), tmp_path / "one_process.pt")
+    for size in (4, 2):
+        spawn(parallel_worker.work, str(tmp_path), size, ranks=size)
+    gpt_worker.check_resumed(Ranks(1, torch.device("cpu")), tmp_path)

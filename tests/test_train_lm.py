@@ -423,3 +423,60 @@ def test_experts_agree_with_a_loop_over_them_for_50_steps() -> None:
 def test_more_experts_of_a_byte_than_there_are() -> None:
     with pytest.raises(Failure, match="--top-k must be at most --experts, 2, got 3"):
         parse(["--experts", "2", "--top-k", "3"])
+
+
+# ---- several processes
+
+
+def run_script(out: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
+    command = [sys.executable, *launcher, EXAMPLES / "train_lm.py", "--out", out, *arguments]
+    # What the launcher ends by itself it must not be the limit that ends.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_two_processes_train_as_one_and_resume_each_other(tmp_path: Path) -> None:
+    size = ["--batch", "4", "--context", "32", "--layers", "1", "--width", "64"]
+    assert train_lm.main([*size, "--steps", "8", "--out", str(tmp_path / "one")]) == 0
+    want = losses(tmp_path / "one")
+    out, saved = tmp_path / "two", tmp_path / "two" / "checkpoint.pt"
+    shown = run_script(out, *size, "--steps", "6", "--tensor-parallel", "2")
+    for piece in ("2 processes", "gather_linear", "ReduceScatter", "on this rank", "validation"):
+        assert piece in shown
+    assert losses(out) == pytest.approx(want[:6], abs=1e-5)
+    state = checkpoint.load(str(saved))
+    assert state["model"]["blocks.0.mlp.up.weight"].shape == (256, 64)
+    # One process goes on from there, and from what that leaves four do, as the page has it.
+    assert train_lm.main(["--resume", str(saved), "--steps", "7"]) == 0
+    page = (EXAMPLES.parent / "docs" / "distributed.md").read_text()
+    (line,) = re.findall(r"^    torchrun (.*) examples/train_lm.py (.*)$", page, re.MULTILINE)
+    launcher = ("-m", "torch.distributed.run", *line[0].split())
+    arguments = ("--resume", str(saved), "--steps", "8", *line[1].split())
+    assert "4 processes" in run_script(out, *arguments, launcher=launcher)
+    assert losses(out) == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--backend", "torch"], "--backend must be tops where processes share a model, got torch"),
+        (["--dropout", "0.1"], "--dropout must be 0.0 where processes share a model, got 0.1"),
+        (["--experts", "4"], "--experts must be 0"),
+        (["--compile"], "--compile must be absent"),
+        (["--compare"], "--compare must be absent"),
+        (["--width", "32"], "--tensor-parallel must divide the 1 heads of --width, got 2"),
+        (["--batch", "3"], "--batch must be divisible by the 2 processes, got 3"),
+        (["--tensor-parallel", "0"], "--tensor-parallel: must be at least 1, got 0"),
+    ],
+)
+def test_what_processes_cannot_share(arguments: list[str], text: str) -> None:
+    with pytest.raises(Failure, match=re.escape(text)):
+        parse(["--tensor-parallel", "2", *arguments])
+
+
+def test_processes_that_the_groups_do_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(Failure, match="--tensor-parallel must divide the 3 processes, got 2"):
+        parse(["--tensor-parallel", "2", "--batch", "6"])

@@ -24,7 +24,7 @@ from .numbered import numbered
 from .op.base import BasicOperation, FusibleOperation, run_alone_by
 from .op.channels import Routed, resolve_channels
 from .op.hooks import has_hooks
-from .op.tensor_parallel import check_gates, is_dtensor, local_parameters
+from .op.tensor_parallel import check_gates, is_dtensor, local_parameters, local_sizes
 from .plan.explain.explanation import Explanation
 from .plan.explain.summary import Group, describe
 from .plan.plan import Plan, declarations_of
@@ -356,7 +356,7 @@ class OperationFuser:
             shape = likely_shape(plan.ops, changes)
             inputs = [(shape, dtype) for dtype in self._traced_dtypes]
         tensors = [torch.empty(list(sizes), dtype=dtype, device="meta") for sizes, dtype in inputs]
-        rows = [op._parameter_tensors() for op in self._basic_ops]
+        rows = [local_sizes(op, op._parameter_tensors()) for op in self._basic_ops]
         tensors += with_parts(tensor for row in rows for tensor in row)
         try:
             slots = entry.program.saved_slots_for(tensors)

@@ -154,7 +154,8 @@ def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
         return parameter
     if not partial:
         return parameter.to_local()
-    return parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
+    whole = parameter.redistribute(placements=parameter.placements)
+    return whole.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
 def interleave_glu(tensor: Tensor, size: int) -> Tensor:

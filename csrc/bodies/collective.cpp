@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <stdexcept>
 #include <string>
 
 namespace transformer_ops {
@@ -33,6 +34,9 @@ void call(const Checks& check, const Ranks& ranks, const c10::OperatorHandle& op
                 "never made here, or is destroyed");
     error.add_context(c10::str("[", check.op(), "] over process group '", ranks.group, "'"));
     throw;
+  } catch (const std::runtime_error& error) {  // what gloo raises
+    TORCH_CHECK(false, "[", check.op(), "] process group '", ranks.group,
+                "' must have all its ranks, got: ", error.what());
   }
 }
 

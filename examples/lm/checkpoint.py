@@ -11,7 +11,7 @@ import torch
 
 from .failure import Failure, reason
 
-FORMAT = 1
+FORMAT = 2
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -56,6 +56,10 @@ def load(path: str) -> dict[str, Any]:
         raise Failure(f"--resume must be readable, got {path!r}: {reason(error)}") from error
     except Exception as error:  # torch.load raises whatever its unpickler meets
         raise Failure(f"--resume must be a checkpoint of train_lm.py, got {path!r}") from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if not isinstance(state, dict) or "format" not in state:
         raise Failure(f"--resume must be a checkpoint of train_lm.py, got {path!r}")
+    if state["format"] != FORMAT:
+        raise Failure(
+            f"--resume must be a checkpoint of format {FORMAT}, got {path!r} of {state['format']}"
+        )
     return state

@@ -42,7 +42,7 @@ class Comparison:
         order = list(BACKENDS)
         for run in self.runs.values():
             run.model.train()
-        with interruptible() as interrupted, progress(0, self.options.steps) as bar:
+        with interruptible() as interrupted, progress(0, self.options.steps, True) as bar:
             while self.step < self.options.steps and not interrupted():
                 for backend in order:
                     self.seconds[backend].append(self._one_step(backend))

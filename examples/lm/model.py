@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import transformer_ops as tops
+from transformer_ops.parallel import local
 
 from .experts import TorchExperts, expert_ops
 
@@ -93,8 +94,10 @@ class TorchBlock(nn.Module):
 
 
 def attention(qkv: Tensor, head_size: int) -> Tensor:
-    """Causal attention of `[batch, time, 3 * width]` queries, keys and values."""
-    q, k, v = (part.unflatten(-1, (-1, head_size)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
+    """Causal attention of `[batch, time, 3 * width]`: head by head its query, key and value."""
+    # Whole heads lie side by side, so that ranks can share them out.
+    heads = qkv.unflatten(-1, (-1, 3, head_size))
+    q, k, v = (part.transpose(1, 2) for part in heads.unbind(-2))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
 
 
@@ -144,10 +147,15 @@ class GPT(nn.Module):
         """What goes into the first block."""
         recent = F.pad(inputs, (RECENT - 1, 0)).unfold(-1, RECENT, 1)
         tables = VOCABULARY * torch.arange(RECENT, device=inputs.device)
-        return self.tokens(recent + tables).sum(-2) + self.positions.weight[: inputs.shape[-1]]
+        # Where ranks share a model, each embeds windows of its own.
+        tokens, positions = (
+            local(table.weight, partial=True) for table in (self.tokens, self.positions)
+        )
+        return F.embedding(recent + tables, tokens).sum(-2) + positions[: inputs.shape[-1]]
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        logits = self.logits(inputs).float()
+        logits = self.logits(inputs)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -38,6 +39,7 @@ class Options:
     recipe: str = "none"
     experts: int = 0
     top_k: int = 2
+    tensor_parallel: int = 1
     checkpoint_every: int = 200
     resume: str | None = None
     compare: bool = False
@@ -45,7 +47,8 @@ class Options:
     def state(self) -> dict[str, Any]:
         """What goes into a checkpoint."""
         state = asdict(self)
-        del state["resume"], state["compare"]
+        # Any number of processes may go on from it.
+        del state["resume"], state["compare"], state["tensor_parallel"]
         return state
 
 
@@ -92,7 +95,28 @@ def _checked(options: Options) -> Options:
         raise Failure(f"--recipe must be none with --backend torch, got {options.recipe}")
     if options.experts and options.top_k > options.experts:
         raise Failure(f"--top-k must be at most --experts, {options.experts}, got {options.top_k}")
+    if options.tensor_parallel > 1 or "RANK" in os.environ:
+        _check_parallel(options)
     return options
+
+
+def _check_parallel(options: Options) -> None:
+    wanted = {"backend": "tops", "dropout": 0.0, "experts": 0, "compile": False, "compare": False}
+    for name, value in wanted.items():
+        got = getattr(options, name)
+        if got != value:
+            must = "be absent" if value is False else f"be {value}"
+            shown = "" if value is False else f", got {got}"
+            raise Failure(f"--{name} must {must} where processes share a model{shown}")
+    ranks = options.tensor_parallel
+    heads = options.width // math.gcd(options.width, 32)
+    if heads % ranks:
+        raise Failure(f"--tensor-parallel must divide the {heads} heads of --width, got {ranks}")
+    count = int(os.environ.get("WORLD_SIZE", ranks))
+    if count % ranks:
+        raise Failure(f"--tensor-parallel must divide the {count} processes, got {ranks}")
+    if options.batch % count:
+        raise Failure(f"--batch must be divisible by the {count} processes, got {options.batch}")
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -130,6 +154,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--experts", type=_size, default=0,
         help="a mixture of so many experts in place of each block's MLP")  # fmt: skip
     add("--top-k", type=_size, default=2, help="experts of a byte")
+    add("--tensor-parallel", type=_size, default=1,
+        help="processes that share each product; FSDP2 takes the others of torchrun")  # fmt: skip
     add("--seed", type=_seed, default=0, help="of weights, data order and dropout")
     add("--checkpoint-every", type=_size, default=argparse.SUPPRESS,
         help=f"steps between checkpoints (default: {Options.checkpoint_every})")  # fmt: skip

@@ -10,6 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from transformer_ops.parallel import local
+
 from .model import generate
 from .training import LN2, Run
 
@@ -22,8 +24,9 @@ def report(run: Run) -> str:
     """The text of the report; writes the loss curve and the losses."""
     options = run.options
     curve, table = Path(options.out) / "loss.png", Path(options.out) / "losses.csv"
-    draw_losses(run, curve)
-    write_losses(run, table)
+    if run.ranks.is_first:
+        draw_losses(run, curve)
+        write_losses(run, table)
     kept = saved_bytes(run)
     tokens = options.batch * options.context
     held_out = sum(t.numel() for _, t in run.corpus.validation(options.batch, options.context))
@@ -31,13 +34,14 @@ def report(run: Run) -> str:
     speed = run.tokens_per_second
     trained = f"{speed:,.0f} tokens/s" if speed == speed else "too few steps to time"
     plan = plan_of_block(run)
+    whole = run.whole_model()
     with run.autocast():
-        sample = generate(run.model, PROMPT, SAMPLE_BYTES, 0.8, options.seed)
+        sample = generate(whole, PROMPT, SAMPLE_BYTES, 0.8, options.seed)
     lines = [
         f"validation         {bits:.4f} bits per byte on {held_out:,} held-out bytes",
         f"training speed     {trained} ({describe(run)})",
         f"saved for backward {kept:,} bytes a step, {kept / tokens:,.0f} a token, "
-        "parameters left out",
+        f"parameters left out{'' if run.ranks.is_alone else '; on this rank'}",
         "",
         "plan of one block",
         indented(plan),
@@ -62,7 +66,8 @@ def settings(run: Run) -> str:
     options = run.options
     compiled = ", compiled" if options.compile else ""
     threads = f", {torch.get_num_threads()} threads" if run.device.type == "cpu" else ""
-    return f"{compiled}, {options.dtype}, {run.device}{threads}"
+    ranks = "" if run.ranks.is_alone else f", {run.ranks.count} processes"
+    return f"{compiled}, {options.dtype}, {run.device}{ranks}{threads}"
 
 
 def printable(text: bytes) -> str:
@@ -78,8 +83,8 @@ def indented(text: str) -> str:
 
 def saved_bytes(run: Run) -> int:
     """Bytes that one training step keeps for backward: distinct storages, no parameters."""
-    inputs, targets = (t.to(run.device) for t in run.batches.draw())
-    own = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
+    inputs, targets = run.batches.draw()
+    own = {local(p).untyped_storage().data_ptr() for p in run.model.parameters()}
     found: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -100,10 +105,10 @@ def plan_of_block(run: Run) -> str:
     if run.options.backend == "torch":
         return "none: torch.nn runs op by op (--backend tops has one)"
     block = run.model.blocks[0]
-    inputs, _ = run.batches.draw()
+    inputs, targets = (run.ranks.part(t).to(run.device) for t in run.batches.draw())
     run.model.train()
     with run.autocast():
-        block(run.model.embed(inputs.to(run.device)))
+        run.model(inputs, targets)
     parts = ("attention_in", "attention_out", "mlp")
     return "\n\n".join(f"{part}\n{getattr(block, part).explain()}" for part in parts)
 

@@ -24,6 +24,7 @@ from .data import Batches, Corpus, read_text
 from .failure import Failure, reason
 from .model import GPT, initialize
 from .options import Options
+from .parallel import Ranks, load_whole, whole_state, whole_tensors
 
 LN2 = math.log(2)
 WARMUP = 50
@@ -45,18 +46,10 @@ class Run:
         self.device = usable_device(options.device)
         self.corpus = Corpus(read_text(options.data), options.context)
         self.checkpoint = Path(options.out) / "checkpoint.pt"
-        model = GPT(
-            options.backend,
-            context=options.context,
-            layers=options.layers,
-            width=options.width,
-            dropout=options.dropout,
-            saved=options.saved,
-            experts=options.experts,
-            top_k=options.top_k,
-        )
-        initialize(model, options.seed)
-        self.model = model.to(self.device)
+        self.ranks = Ranks(options.tensor_parallel, self.device)
+        self.model = self._new_model()
+        initialize(self.model, options.seed)
+        self.ranks.split(self.model.to(self.device))
         self.trained: Callable[[Tensor, Tensor], Tensor] = self.model
         if options.compile:
             self.trained = torch.compile(self.model, fullgraph=True)
@@ -71,16 +64,32 @@ class Run:
         if state is not None:
             self._restore(state)
 
+    def _new_model(self) -> GPT:
+        options = self.options
+        return GPT(
+            options.backend,
+            context=options.context,
+            layers=options.layers,
+            width=options.width,
+            dropout=options.dropout,
+            saved=options.saved,
+            experts=options.experts,
+            top_k=options.top_k,
+        )
+
     # ---- what a checkpoint holds
 
     def save(self) -> None:
         """Replace the checkpoint by the present state."""
+        model, optimizer = whole_state(self.model, self.optimizer)
+        if not self.ranks.is_first:
+            return
         state = {
             "options": self.options.state(),
             "text": self.corpus.digest,
             "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": model,
+            "optimizer": optimizer,
             "data_order": self.batches.generator.get_state(),
             "random": torch.get_rng_state(),
             "losses": self.losses,
@@ -93,8 +102,7 @@ class Run:
     def _restore(self, state: dict[str, Any]) -> None:
         if state["text"] != self.corpus.digest:
             raise Failure("--data must be the text that the checkpoint was trained on, got another")
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_whole(self.model, self.optimizer, (state["model"], state["optimizer"]))
         self.batches.generator.set_state(state["data_order"])
         torch.set_rng_state(state["random"])
         if self.device.type == "cuda" and "cuda_random" in state:
@@ -110,7 +118,8 @@ class Run:
         options = self.options
         self.model.train()
         timed, seconds = 0, 0.0
-        with interruptible() as interrupted, progress(self.step, options.steps) as bar:
+        steps = (self.step, options.steps)
+        with interruptible() as interrupted, progress(*steps, self.ranks.is_first) as bar:
             for done in range(max(0, options.steps - self.step)):
                 start = time.perf_counter()
                 bits = self._one_step() / LN2
@@ -119,12 +128,13 @@ class Run:
                     seconds += time.perf_counter() - start
                 bar.update()
                 bar.set_postfix_str(f"{bits:.3f} bits per byte", refresh=False)
-                last = self.step == options.steps or interrupted()
+                stop = self.ranks.any(interrupted())
+                last = self.step == options.steps or stop
                 if last or self.step % options.checkpoint_every == 0:
-                    if not interrupted():
+                    if not stop:
                         self.validation.append((self.step, self.validate()))
                     self.save()
-                if interrupted():
+                if stop:
                     break
         if timed:
             self.tokens_per_second = timed * options.batch * options.context / seconds
@@ -132,11 +142,11 @@ class Run:
 
     def _one_step(self) -> float:
         loss = self.loss(*self.batches.draw())
-        value = loss.item()
+        value = self.ranks.mean(loss.item())
         if not math.isfinite(value):
             raise Failure(f"the loss must be finite, got {value} at step {self.step}; lower --lr")
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        self.ranks.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.options.lr, self.options.decay_steps)
@@ -146,9 +156,10 @@ class Run:
         return value
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of one batch in nats a byte, as it is trained on."""
+        """Mean loss of this rank's part of a batch in nats a byte, as it is trained on."""
+        mine = (self.ranks.part(tensor).to(self.device) for tensor in (inputs, targets))
         with self.autocast():
-            return self.trained(inputs.to(self.device), targets.to(self.device))
+            return self.trained(*mine)
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
@@ -164,15 +175,24 @@ class Run:
     @torch.no_grad()
     def validate(self) -> float:
         """Bits per byte on the held-out text."""
-        self.model.eval()
+        model = self.whole_model()
+        model.eval()
         total, count = 0.0, 0
         with self.autocast():
             for inputs, targets in self.corpus.validation(16, self.options.context):
-                loss = self.model(inputs.to(self.device), targets.to(self.device))
+                loss = model(inputs.to(self.device), targets.to(self.device))
                 total += loss.item() * targets.numel()
                 count += targets.numel()
-        self.model.train()
+        model.train()
         return total / count / LN2
+
+    def whole_model(self) -> GPT:
+        """On this rank alone: a copy with whole parameters, where ranks share the model."""
+        if self.ranks.is_alone:
+            return self.model
+        model = self._new_model()
+        model.load_state_dict(whole_tensors(self.model))
+        return model.to(self.device)
 
 
 def usable_device(name: str) -> torch.device:
@@ -206,7 +226,7 @@ def learning_rate(step: int, peak: float, decay_steps: int) -> float:
     return peak * (0.525 + 0.475 * math.cos(math.pi * progress))
 
 
-def progress(initial: int, total: int) -> tqdm:
+def progress(initial: int, total: int, is_shown: bool) -> tqdm:
     """A progress bar in steps."""
     # In a log file every refresh is a line.
     pause = 0.1 if sys.stderr.isatty() else 10.0
@@ -216,6 +236,7 @@ def progress(initial: int, total: int) -> tqdm:
         unit="step",
         desc="training",
         dynamic_ncols=True,
+        disable=not is_shown,
         mininterval=pause,
         maxinterval=pause,
     )

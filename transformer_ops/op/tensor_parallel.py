@@ -170,6 +170,22 @@ def local_parameters(op: Any, tensors: list[Any]) -> list[Any]:
     ]
 
 
+def local_sizes(op: Any, tensors: list[Any]) -> list[Any]:
+    """The same without memory or values: of any mesh, also where FSDP2 has sharded what is split."""
+    owner, names = op._parameter_owner, op._parameter_names
+    return [
+        _local_size(owner, name, tensor) if is_dtensor(tensor) else tensor
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
+
+
+def _local_size(owner: Any, name: str, parameter: Any) -> Tensor:
+    mode, sizes = getattr(owner, "tensor_parallel_mode", None), list(parameter.shape)
+    if mode == "column" or (mode == "row" and name == "weight"):
+        sizes[0 if mode == "column" else 1] //= owner.tensor_parallel_size
+    return torch.empty(sizes, dtype=parameter.dtype, device="meta")
+
+
 def check_gates(ops: list[Any]) -> None:
     """ValueError where a gated linear unit gets columns of a whole that lie on other ranks."""
     product: Any = None

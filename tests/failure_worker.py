@@ -1,0 +1,80 @@
+"""What two gloo processes run for `test_distributed_failures.py`: one does something else, and
+the other one has to end with an error. Each writes into a file what it was told in each case."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import transformer_ops as tops
+
+# Longer than anything here takes on busy cores; what waits for nobody ends with an error then.
+TIMEOUT = timedelta(seconds=60)
+
+
+def mlp(group: Any) -> tops.Sequential:
+    split = {"sequence_parallel": True, "tensor_parallel_group": group}
+    return tops.Sequential(
+        tops.RMSNorm(8),
+        tops.Linear(8, 16, tensor_parallel_mode="column", **split),
+        tops.GELU(),
+        tops.Linear(16, 8, tensor_parallel_mode="row", **split),
+    )
+
+
+def step(module: tops.Sequential, with_grad: bool = True) -> None:
+    x = torch.randn(4, 8, requires_grad=with_grad)
+    y = module.requires_grad_(with_grad)(x)
+    if with_grad:
+        y.sum().backward()
+
+
+def other_plan(rank: int, module: tops.Sequential) -> None:
+    """One rank has a backward, and its collectives meet those of the other's next forward."""
+    step(module)
+    for _ in range(2):
+        step(module, with_grad=rank == 0)
+
+
+def other_rows(rank: int, module: tops.Sequential) -> None:
+    """The ranks have different numbers of rows."""
+    module(torch.randn(4 + 2 * rank, 8))
+
+
+def death(rank: int, module: tops.Sequential) -> None:
+    """One process is gone, without a word."""
+    step(module)
+    if rank == 1:
+        os._exit(0)
+    step(module)
+
+
+def work(rank: int, folder: str) -> None:
+    """One rank of all cases, each in a group of its own."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=2,
+        timeout=TIMEOUT,
+    )
+    told = {}
+    for case in (other_plan, other_rows, death):
+        # As TORCH_DISTRIBUTED_DEBUG, which is read when torch is loaded.
+        level = dist.DebugLevel.OFF if case is death else dist.DebugLevel.DETAIL
+        dist.set_debug_level(level)
+        module = mlp(dist.new_group())
+        try:
+            case(rank, module)
+        except RuntimeError as error:
+            told[case.__name__] = str(error)
+            Path(folder, f"told{rank}").write_text(json.dumps(told))
+    # At once: what is left of the groups would wait for the other one.
+    os._exit(0)
