@@ -8,7 +8,8 @@
 All ways of a case are timed in turn, round after round, in one process; a ratio is the median of
 the rounds' ratios. Each setting of the allocator has a process of its own, and so has each stack
 whose peak memory is measured. Cases are named as in rms_norm/fp32/8192x2048/default,
-peak/Llama block/bf16/1024x768x2048/ours, and calls (call_cost.py); --list shows them.
+peak/Llama block/bf16/1024x768x2048/ours, experts (experts.py) and calls (call_cost.py); --list
+shows them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from suite.results import Results
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded.json"
 CALLS = "calls"
+EXPERTS = "experts"
 PEAK = "peak"
 TUNABLES = {
     # glibc keeps what it has got from the kernel, and gets it in large pieces.
@@ -107,7 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def choose(options: argparse.Namespace) -> list[str]:
     """The names of the chosen cases, in order."""
-    everything = [case.id for case in timed(options)] + [s.id for s in stacks(options)] + [CALLS]
+    everything = [case.id for case in timed(options)] + [s.id for s in stacks(options)]
+    everything += [EXPERTS, CALLS]
     chosen = cases.selected(everything, options.only)
     return [name for name in everything if name in chosen]
 
@@ -135,7 +138,7 @@ def device(options: argparse.Namespace) -> torch.device:
 
 
 def measure(options: argparse.Namespace, chosen: list[str]) -> tuple[Results, int]:
-    """The results, and the exit status of call_cost.py."""
+    """The results, and the exit status of the programs that it runs."""
     start = time.perf_counter()
     about = describe(device(options), options.threads, environment(options))
     results = Results({**about, "quick": options.quick})
@@ -144,7 +147,8 @@ def measure(options: argparse.Namespace, chosen: list[str]) -> tuple[Results, in
     for allocator in cases.ALLOCATORS:
         run_worker([case for case in wanted if case.allocator == allocator], options, results)
     measure_peaks([stack for stack in stacks(options) if stack.id in chosen], options, results)
-    status = measure_calls(options, results) if CALLS in chosen else 0
+    status = measure_experts(options, results) if EXPERTS in chosen else 0
+    status |= measure_calls(options, results) if CALLS in chosen else 0
     results.about["seconds"] = round(time.perf_counter() - start)
     return results, status
 
@@ -238,20 +242,36 @@ def measure_peaks(found: list[cases.Stack], options: argparse.Namespace, results
 
 def measure_calls(options: argparse.Namespace, results: Results) -> int:
     """What a call costs: call_cost.py, on one thread."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "calls.json"
-        command = [sys.executable, str(HERE / "call_cost.py"), "--out", str(out), "--rounds", "30"]
-        command += [flag for flag in ("--quick", "--check") if getattr(options, flag[2:])]
-        status = subprocess.run(
-            command,
-            env={**environment(options), "OMP_NUM_THREADS": "1"},
-            check=False,
-        ).returncode
-        if out.exists():
-            results.calls = json.loads(out.read_text(encoding="utf-8"))
-        else:
-            results.errors[CALLS] = f"call_cost.py ended with status {status}"
+    one_thread = {**environment(options), "OMP_NUM_THREADS": "1"}
+    found, status = run_program("call_cost.py", options, one_thread, "--rounds", "30")
+    if found is None:
+        results.errors[CALLS] = f"call_cost.py ended with status {status}"
+    results.calls = found
     return status
+
+
+def measure_experts(options: argparse.Namespace, results: Results) -> int:
+    """Layers of experts: experts.py. Nothing of it runs on CUDA yet."""
+    threads = str(options.threads)
+    found, status = run_program(
+        "experts.py", options, environment(options, cases.WARM), "--threads", threads
+    )
+    if found is None:
+        results.errors[EXPERTS] = f"experts.py ended with status {status}"
+    results.experts = found
+    return status
+
+
+def run_program(
+    name: str, options: argparse.Namespace, environment: dict[str, str], *arguments: str
+) -> tuple[Any, int]:
+    """What a program of this folder writes as JSON, None where it fails; its exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, str(HERE / name), "--out", str(out), *arguments]
+        command += [flag for flag in ("--quick", "--check") if getattr(options, flag[2:])]
+        status = subprocess.run(command, env=environment, check=False).returncode
+        return json.loads(out.read_text(encoding="utf-8")) if out.exists() else None, status
 
 
 # ---- what becomes of it

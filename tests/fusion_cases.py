@@ -173,6 +173,13 @@ def cases() -> Iterator[Case]:
         activation = getattr(tops, name)
         block = lambda a=activation: before(a(), tops.Linear(16, 24))  # noqa: E731
         yield Case("activation_linear", "forward_backward", block, (1, 2), name)
+    options = {"bias": False, "single_grouped_weight": True}
+    for name, scaled in SCALED.items():
+        narrow = 16 if name == "ScaledSReLU" else 8
+        block = lambda s=scaled, n=narrow: with_experts(  # noqa: E731
+            tops.GroupedLinear(3, 16, 16, **options), s(), tops.GroupedLinear(3, n, 16, **options)
+        )
+        yield Case("moe_mlp", "forward_backward", block, (2, 3, 4, 5, 6), name)
 
 
 def residual(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:

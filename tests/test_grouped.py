@@ -136,6 +136,61 @@ def test_no_size_depends_on_data() -> None:
         torch.testing.assert_close(program.module()(*tensors), module(*tensors))
 
 
+# ---- the joint step
+
+
+def with_bias(ops: list[Any]) -> None:
+    ops[3] = tops.GroupedLinear(3, 8, 16, single_grouped_weight=True, single_grouped_bias=True)
+    ops[3].set_extra_input_channel(0, "splits")
+
+
+def frozen(ops: list[Any]) -> None:
+    ops[1].weight.requires_grad_(False)
+
+
+def accumulating(ops: list[Any]) -> None:
+    ops[1].accumulate_into_main_grad = True
+    ops[1].weight.main_grad = torch.zeros(3, 16, 16)
+
+
+def other_splits(ops: list[Any]) -> None:
+    ops[3] = tops.GroupedLinear(3, 8, 16, bias=False, single_grouped_weight=True)
+
+
+def visible_probs(ops: list[Any]) -> None:
+    ops[0].set_extra_output_channel(1, "probs", output_to_caller=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_bias, "a product has a bias"),
+        (frozen, "a weight needs no gradient"),
+        (accumulating, "a weight accumulates into main_grad"),
+        (other_splits, "an op takes splits, probabilities or positions from elsewhere"),
+        (visible_probs, "the probabilities are read elsewhere"),
+    ],
+)
+def test_why_a_layer_is_not_one_step(change: Callable[[list[Any]], None], reason: str) -> None:
+    ops = experts(3, 16, 8)
+    change(ops)
+    x, ids, probs = routed(9, 3, 2, 16)
+    extra = [torch.bincount(ids.flatten(), minlength=3)] if change is other_splits else []
+    module = tops.Sequential(*ops)
+    y = module(x, ids, probs, *extra)
+    y = y[0] if isinstance(y, tuple) else y
+    misses = [m.reason for m in module.plans()[0].near_misses if m.fusion == "moe_mlp"]
+    assert misses == [reason]
+    weights = [ops[1].weight, ops[3].weight]
+    exact = [leaf(t, torch.float64) for t in (x, probs, *weights)]
+    want = loop_over_experts(exact[0], ids, *exact[1:])
+    torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-5)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(
+        grad.double(), torch.autograd.grad(want.sum(), exact[0])[0], rtol=1e-4, atol=1e-5
+    )
+
+
 # ---- splits
 
 SPLITS = {

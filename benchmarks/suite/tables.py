@@ -232,6 +232,17 @@ def calls(results: Results, block: str) -> Table:
     return Table([block, *passes, *more], rows)
 
 
+def experts(results: Results) -> Table:
+    """What experts.py measured: ratios, and bytes a token, each with its limit."""
+    rows = []
+    for row in (results.experts or {}).get("rows", []):
+        found = number(row["found"])
+        verdict = "ok" if float(found) <= row["limit"] else "NO"
+        times = f"{row['ours']} / {row['theirs']}"
+        rows.append([row["what"], row["against"], f"{row['limit']:g}", f"{found} {verdict}", times])
+    return Table(["what", "against", "at most", "found", "ours / theirs"], rows)
+
+
 def everything(results: Results) -> str:
     """All tables with something in them, for the terminal."""
     times = "ms, forward / forward+backward"
@@ -247,6 +258,7 @@ def everything(results: Results) -> str:
     parts.append(("bytes kept for backward, blocks", memory(results)))
     parts.append(("bytes kept for backward, ops", saved_by_ops(results)))
     parts.append(("peak memory of a stack of 6 in training, above its parameters", peaks(results)))
+    parts.append(("layers of experts, forward+backward unless it says otherwise", experts(results)))
     if any(set(outcome.found.values()) != {None} for outcome in outcomes(results)):
         parts.append(("to reach", targets(results)))
     return "\n\n".join(f"== {title}\n{table.text()}" for title, table in parts if table.rows)

@@ -96,6 +96,21 @@ Tensor padded_rows_cpu(const Tensor& matrix, int64_t first, int64_t count, int64
   return padded;
 }
 
+RoundedRows::RoundedRows(const Tensor& out, int64_t first, int64_t count, int64_t rounded,
+                         int64_t limit) {
+  if (first + rounded <= limit) {
+    matrix_ = rows_of(out, first, rounded);
+    return;
+  }
+  own_ = rows_of(out, first, count);
+  matrix_ = rounded == count ? own_ : empty_cpu({rounded, out.size(1)}, out.scalar_type());
+}
+
+void RoundedRows::finish() const {
+  if (!own_.defined() || own_.is_same(matrix_)) return;
+  std::memcpy(own_.mutable_data_ptr(), matrix_.const_data_ptr(), own_.nbytes());
+}
+
 void grouped_product_cpu(const Groups& groups, const Tensor& out, const Tensor& left,
                          const Tensor& right) {
   const auto dtype = left.scalar_type();
@@ -106,15 +121,13 @@ void grouped_product_cpu(const Groups& groups, const Tensor& out, const Tensor& 
       if (count == 0) continue;
       const int64_t rounded = rounded_rows(count, dtype);
       const Tensor matrix = matrix_of(right, group);
-      if (first + rounded <= limit) {
-        // The next groups of this thread write their rows after this.
-        multiply_cpu(rows_of(out, first, rounded), rows_of(left, first, rounded), matrix);
-        continue;
-      }
-      const Tensor product = empty_cpu({rounded, out.size(1)}, dtype);
-      multiply_cpu(product, padded_rows_cpu(left, first, count, rounded), matrix);
-      const Tensor own = rows_of(out, first, count);
-      std::memcpy(own.mutable_data_ptr(), product.const_data_ptr(), own.nbytes());
+      const RoundedRows product(out, first, count, rounded, limit);
+      // The next groups of this thread write their rows after this.
+      multiply_cpu(product.matrix(),
+                   first + rounded <= limit ? rows_of(left, first, rounded)
+                                            : padded_rows_cpu(left, first, count, rounded),
+                   matrix);
+      product.finish();
     }
   };
   parallel_over_groups(groups, right.size(1) * right.size(2), multiply);
@@ -153,7 +166,9 @@ void parallel_over_groups(const Groups& groups, int64_t work,
   std::vector<int64_t> bounds = {0};
   for (int64_t thread = 1; thread < threads; ++thread) {
     int64_t group = bounds.back();
-    while (group < groups.count() && groups.end(group) <= groups.rows() * thread / threads) ++group;
+    const int64_t rows = groups.rows() * thread / threads;
+    // To whichever end of a group is nearer.
+    while (group < groups.count() && groups.begin(group) + groups.end(group) <= 2 * rows) ++group;
     bounds.push_back(group);
   }
   bounds.push_back(groups.count());

@@ -46,6 +46,21 @@ int64_t rounded_rows(int64_t count, at::ScalarType dtype);
 // unless both are the same.
 Tensor padded_rows_cpu(const Tensor& matrix, int64_t first, int64_t count, int64_t rounded);
 
+// Memory for the rows of a group in `out`, rounded: in place where what lies beyond them is written
+// later, which is up to `limit`; else in scratch, which finish() copies.
+class RoundedRows {
+ public:
+  explicit RoundedRows(Tensor scratch) : matrix_(std::move(scratch)) {}
+  RoundedRows(const Tensor& out, int64_t first, int64_t count, int64_t rounded, int64_t limit);
+
+  const Tensor& matrix() const { return matrix_; }
+  void finish() const;
+
+ private:
+  Tensor matrix_;
+  Tensor own_ = {};  // where scratch goes
+};
+
 // out = left right(group), for the rows of each group; other rows are not written. `right` is
 // [groups, inner, columns].
 void grouped_product_cpu(const Groups& groups, const Tensor& out, const Tensor& left,

@@ -70,17 +70,21 @@ TensorSpec spread_output(const Tensor& input, const Tensor& positions) {
 
 void spread_rows_cpu(const Tensor& input, const Places& places, int64_t copies,
                      const Tensor& output) {
-  const Tensor x = as_matrix(input);
-  const cpu::Rows in{x, x.size(1)}, out{output, x.size(1)};
-  const size_t bytes = static_cast<size_t>(in.width) * x.element_size();
+  copy_rows_cpu(as_matrix(input), places, copies, /*first=*/0, output);
+}
+
+void copy_rows_cpu(const Tensor& input, const Places& places, int64_t copies, int64_t first,
+                   const Tensor& output) {
+  const cpu::Rows in{input, input.size(1)}, out{output, input.size(1)};
+  const size_t bytes = static_cast<size_t>(in.width) * input.element_size();
   if (bytes == 0) return;
-  cpu::parallel(places.count(), in.width, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t place = begin; place < end; ++place) {
-      const int32_t copy = places.copy_at(place);
+  cpu::parallel(out.count(), in.width, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int32_t copy = places.copy_at(first + row);
       if (copy < 0) {
-        std::memset(out.write(place), 0, bytes);
+        std::memset(out.write(row), 0, bytes);
       } else {
-        std::memcpy(out.write(place), in.read(copy / copies), bytes);
+        std::memcpy(out.write(row), in.read(copy / copies), bytes);
       }
     }
   });
@@ -148,6 +152,35 @@ Tensor take_values_unfused(const Tensor& values, const Tensor& positions) {
   const Tensor flat = positions.reshape({-1}).to(at::kLong);
   const Tensor place = at::where(flat < 0, at::Scalar(flat.sym_size(0)), flat);
   return with_zero(values).index_select(0, place).reshape_symint(positions.sym_sizes());
+}
+
+TensorSpecs dispatch_outputs(const Checks& check, const Tensor& input, const Tensor& expert_ids,
+                             const Tensor& probs, int64_t num_experts) {
+  check.compute_dtype("input", input);
+  check.has_rows("input", input);
+  check.compute_dtype("probs", probs);
+  TORCH_CHECK(num_experts >= 1, "[", check.op(), "] num_experts must be at least 1, got ",
+              num_experts);
+  TORCH_CHECK(at::isIntegralType(expert_ids.scalar_type(), /*includeBool=*/false), "[", check.op(),
+              "] expert_ids must hold integers, got ", expert_ids.scalar_type());
+  const auto rows = input.sym_sizes().slice(0, input.dim() - 1);
+  const auto ids = expert_ids.sym_sizes();
+  TORCH_CHECK(!ids.empty() && ids.slice(0, ids.size() - 1).equals(rows), "[", check.op(),
+              "] expert_ids must have leading dimensions ", rows, ", got shape ", ids);
+  check.same_sizes("probs", probs, expert_ids);
+  const c10::SymInt places = expert_ids.sym_numel();
+  return {{{places, input.sym_size(-1)}, input.scalar_type()},
+          {{num_experts}, at::kLong},
+          {{places}, probs.scalar_type()},
+          {c10::SymDimVector(ids), at::kInt}};
+}
+
+Dispatched dispatch_unfused(const Tensor& input, const Tensor& expert_ids, const Tensor& probs,
+                            int64_t num_experts) {
+  const auto [positions, splits] = sort_by_group_unfused(expert_ids, num_experts);
+  const Tensor permuted =
+      spread_rows_unfused(probs.unsqueeze(-1), positions.unsqueeze(-1)).squeeze(-1);
+  return {spread_rows_unfused(input, positions), splits, permuted, positions};
 }
 
 void sort_by_group_cpu(const Checks& check, const Tensor& ids, const Tensor& splits,

@@ -28,6 +28,9 @@ class Places {
 TensorSpec spread_output(const Tensor& input, const Tensor& positions);
 void spread_rows_cpu(const Tensor& input, const Places& places, int64_t copies,
                      const Tensor& output);
+// The rows of `output` are the places from `first` on; `input` is a matrix.
+void copy_rows_cpu(const Tensor& input, const Places& places, int64_t copies, int64_t first,
+                   const Tensor& output);
 Tensor spread_rows_unfused(const Tensor& input, const Tensor& positions);
 
 // [places, h] -> [..., h]: output[r] is the sum over i of input[positions[r, i]], in this order, in
@@ -43,6 +46,14 @@ Tensor sum_rows_unfused(const Tensor& input, const Tensor& positions);
 void take_values_cpu(const Checks& check, const Tensor& values, const Tensor& positions,
                      const Tensor& output);
 Tensor take_values_unfused(const Tensor& values, const Tensor& positions);
+
+// What Dispatch gives: rows, splits, permuted probabilities and positions. Raises where its
+// arguments do not fit.
+TensorSpecs dispatch_outputs(const Checks& check, const Tensor& input, const Tensor& expert_ids,
+                             const Tensor& probs, int64_t num_experts);
+using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+Dispatched dispatch_unfused(const Tensor& input, const Tensor& expert_ids, const Tensor& probs,
+                            int64_t num_experts);
 
 // The order in which copies lie by their group, those of one group as they come: int32 positions
 // like `ids`, and the number of copies of each group. An id of -1 is in no group.

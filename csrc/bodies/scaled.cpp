@@ -104,8 +104,12 @@ Tensor scaled_unfused(const ScaledActivation& activation, const Tensor& input,
 
 void scaled_forward_cpu(const ScaledActivation& activation, const Tensor& input,
                         const Tensor& scales, const Tensor& output) {
-  const Tensor scale = cpu::to_accumulate(scales, input);
-  const cpu::Rows x{input, input.size(-1)}, y{output, output.size(-1)}, s{scale, 1};
+  scaled_rows_forward_cpu(activation, input, cpu::to_accumulate(scales, input), output);
+}
+
+void scaled_rows_forward_cpu(const ScaledActivation& activation, const Tensor& input,
+                             const Tensor& scales, const Tensor& output) {
+  const cpu::Rows x{input, input.size(-1)}, y{output, output.size(-1)}, s{scales, 1};
   const auto dtype = cpu::kernel_dtype(input);
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     if (activation.row.glu != nullptr) {

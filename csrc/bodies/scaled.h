@@ -37,6 +37,9 @@ Tensor scaled_unfused(const ScaledActivation& activation, const Tensor& input,
                       const Tensor& scales);
 void scaled_forward_cpu(const ScaledActivation& activation, const Tensor& input,
                         const Tensor& scales, const Tensor& output);
+// The same for matrices, where `scales` is a column in the accumulate dtype.
+void scaled_rows_forward_cpu(const ScaledActivation& activation, const Tensor& input,
+                             const Tensor& scales, const Tensor& output);
 void scaled_forward_cuda(const ScaledActivation& activation, const Tensor& input,
                          const Tensor& scales, const Tensor& output);
 

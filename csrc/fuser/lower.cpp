@@ -201,17 +201,19 @@ class Lowering {
     const int op = place_of(span, field);
     const auto& row = declaration(ops_[op].kind);
     if (row.has_extra_output(field.name)) return {Kind::ExtraOutput, op, field.name};
-    return {row.has_slot(field.name) ? Kind::Slot : Kind::Parameter, op, field.name};
+    // Forward can save the input of any op, whether its own backward reads it or not.
+    const bool is_slot = field.name == "input" || row.has_slot(field.name);
+    return {is_slot ? Kind::Slot : Kind::Parameter, op, field.name};
   }
 
   Argument forward_argument(const Span& span, const Schema::Field& field) const {
     const std::string& name = field.name;
+    if (name == "input") return Value{Kind::Main, span.first};
     if (const auto bound = span.bindings.find(name); bound != span.bindings.end()) {
       if (const auto* constant = std::get_if<Attribute>(&bound->second)) return *constant;
       const auto& source = std::get<Field>(bound->second);
       return tensor(place_of(span, source), source.name);
     }
-    if (name == "input") return Value{Kind::Main, span.first};
     if (const auto slot = suffix(name, "save_")) {
       return Attribute(needed_slots_.contains(result_value(span, *slot)));
     }

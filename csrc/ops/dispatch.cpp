@@ -11,27 +11,6 @@ namespace {
 
 using Mask = std::array<bool, 2>;  // which of (grad_input, grad_probs) are wanted
 
-TensorSpecs dispatch_shape(const Checks& check, const Tensor& input, const Tensor& expert_ids,
-                           const Tensor& probs, int64_t num_experts) {
-  check.compute_dtype("input", input);
-  check.has_rows("input", input);
-  check.compute_dtype("probs", probs);
-  TORCH_CHECK(num_experts >= 1, "[", check.op(), "] num_experts must be at least 1, got ",
-              num_experts);
-  TORCH_CHECK(at::isIntegralType(expert_ids.scalar_type(), /*includeBool=*/false), "[", check.op(),
-              "] expert_ids must hold integers, got ", expert_ids.scalar_type());
-  const auto rows = input.sym_sizes().slice(0, input.dim() - 1);
-  const auto ids = expert_ids.sym_sizes();
-  TORCH_CHECK(!ids.empty() && ids.slice(0, ids.size() - 1).equals(rows), "[", check.op(),
-              "] expert_ids must have leading dimensions ", rows, ", got shape ", ids);
-  check.same_sizes("probs", probs, expert_ids);
-  const c10::SymInt places = expert_ids.sym_numel();
-  return {{{places, input.sym_size(-1)}, input.scalar_type()},
-          {{num_experts}, at::kLong},
-          {{places}, probs.scalar_type()},
-          {c10::SymDimVector(ids), at::kInt}};
-}
-
 void dispatch_cpu(const Checks& check, const Tensor& input, const Tensor& expert_ids,
                   const Tensor& probs, int64_t, Tensor& output, Tensor& splits,
                   Tensor& permuted_probs, Tensor& positions) {
@@ -40,16 +19,6 @@ void dispatch_cpu(const Checks& check, const Tensor& input, const Tensor& expert
   spread_rows_cpu(input, places, expert_ids.size(-1), output);
   // Each number is a row of its own.
   spread_rows_cpu(probs.reshape({-1, 1}), places, 1, permuted_probs.unsqueeze(-1));
-}
-
-using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-Dispatched dispatch_unfused(const Tensor& input, const Tensor& expert_ids, const Tensor& probs,
-                            int64_t num_experts) {
-  const auto [positions, splits] = sort_by_group_unfused(expert_ids, num_experts);
-  const Tensor permuted =
-      spread_rows_unfused(probs.unsqueeze(-1), positions.unsqueeze(-1)).squeeze(-1);
-  return {spread_rows_unfused(input, positions), splits, permuted, positions};
 }
 
 TensorSpecs dispatch_backward_shape(const Checks& check, const Tensor& grad_output,
@@ -115,11 +84,13 @@ TensorSpecs recompute_shape(const Checks& check, const Tensor&, const Tensor& in
 Tensor replay_dispatch(const ReplayCall& call) {
   const Tensor positions = call.slot("positions");
   if (!positions.defined()) return {};
-  const Tensor probs = call.extra_input("probs");
+  const Tensor probs = call.extra_input("probs"), kept = call.slot("permuted_probs");
   const int64_t experts = std::get<int64_t>(call.attributes.at("num_experts"));
   call.give("splits", at::zeros({experts}, positions.options().dtype(at::kLong)));
-  call.give("permuted_probs",
-            spread_rows_unfused(probs.unsqueeze(-1), positions.unsqueeze(-1)).squeeze(-1));
+  Tensor permuted = spread_rows_unfused(probs.unsqueeze(-1), positions.unsqueeze(-1)).squeeze(-1);
+  // The values that were kept, with this history.
+  if (kept.defined()) permuted = permuted + (kept - permuted).detach();
+  call.give("permuted_probs", permuted);
   call.give("positions", positions);
   return spread_rows_unfused(call.input, positions);
 }
@@ -174,7 +145,7 @@ int64_t bits_of_position(const std::string&, int64_t, int64_t) { return 32; }
     .forward = {.schema = "dispatch(Tensor input, Tensor expert_ids, Tensor probs, "
                           "int num_experts) -> (Tensor output, Tensor splits, "
                           "Tensor permuted_probs, Tensor positions)",
-                .shape = dispatch_shape,
+                .shape = dispatch_outputs,
                 .cpu = dispatch_cpu,
                 .cuda = dispatch_unfused,
                 .unfused = dispatch_unfused},

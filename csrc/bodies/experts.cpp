@@ -1,0 +1,109 @@
+#include "bodies/experts.h"
+
+#include <cstring>
+
+#include "bodies/cpu.h"
+#include "bodies/linear.h"
+#include "bodies/product.h"
+
+namespace transformer_ops {
+
+Tensor GroupedRows::padded(int64_t first, int64_t count, int64_t rounded) const {
+  if (places_ == nullptr) return padded_rows_cpu(matrix_, first, count, rounded);
+  const Tensor found = empty_cpu({rounded, width()}, matrix_.scalar_type());
+  copy_rows_cpu(matrix_, *places_, copies_, first, rows_of(found, 0, count));
+  rows_of(found, count, rounded - count).zero_();
+  return found;
+}
+
+void check_experts(const Checks& check, const Experts& experts, const c10::SymInt& width,
+                   at::ScalarType dtype) {
+  const auto& [activation, up, down] = experts;
+  TORCH_CHECK(up.dim() == 3 && up.sym_size(2) == width, "[", check.op(),
+              "] up must have shape [*, *, ", width, "], got ", up.sym_sizes());
+  check.spec("up", up, {c10::SymDimVector(up.sym_sizes()), dtype});
+  const c10::SymInt groups = up.sym_size(0), hidden = up.sym_size(1);
+  TensorSpec activated{{hidden}, dtype};
+  if (activation.row.glu != nullptr) {
+    activated = glu_output(check, "hidden", activated, activation.glu);
+  }
+  TORCH_CHECK(
+      down.dim() == 3 && down.sym_size(0) == groups && down.sym_size(2) == activated.sizes[0], "[",
+      check.op(), "] down must have shape [", groups, ", *, ", activated.sizes[0], "], got ",
+      down.sym_sizes());
+  check.spec("down", down, {c10::SymDimVector(down.sym_sizes()), dtype});
+}
+
+void experts_forward_cpu(const Experts& experts, const Groups& groups, const GroupedRows& rows,
+                         const Tensor& scales, const Tensor& hidden, const Tensor& output) {
+  const auto& [activation, up, down] = experts;
+  const auto dtype = up.scalar_type();
+  const auto run = [&](int64_t begin, int64_t end) {
+    const int64_t limit = groups.end(end - 1);
+    for (int64_t group = begin; group < end; ++group) {
+      const int64_t first = groups.begin(group), count = groups.size(group);
+      if (count == 0) continue;
+      const int64_t rounded = rounded_rows(count, dtype);
+      const RoundedRows wide = hidden.defined()
+                                   ? RoundedRows(hidden, first, count, rounded, limit)
+                                   : RoundedRows(empty_cpu({rounded, up.size(1)}, dtype));
+      multiply_cpu(wide.matrix(), rows.padded(first, count, rounded),
+                   transposed(matrix_of(up, group)));
+      wide.finish();
+      const Tensor activated = empty_cpu({rounded, down.size(2)}, dtype);
+      scaled_rows_forward_cpu(activation, rows_of(wide.matrix(), 0, count),
+                              rows_of(scales, first, count), rows_of(activated, 0, count));
+      rows_of(activated, count, rounded - count).zero_();
+      const RoundedRows out(output, first, count, rounded, limit);
+      multiply_cpu(out.matrix(), activated, transposed(matrix_of(down, group)));
+      out.finish();
+    }
+  };
+  parallel_over_groups(groups, up.size(1) * up.size(2) + down.size(1) * down.size(2), run);
+  zero_rest_cpu(groups, output);
+  if (hidden.defined()) zero_rest_cpu(groups, hidden);
+}
+
+void experts_backward_cpu(const Experts& experts, const Groups& groups,
+                          const GroupedRows& grad_output, const GroupedRows& rows,
+                          const Tensor& hidden, const Tensor& scales,
+                          const ExpertGradients& gradients) {
+  const auto& [activation, up, down] = experts;
+  const auto dtype = up.scalar_type();
+  const auto run = [&](int64_t begin, int64_t end) {
+    const int64_t limit = groups.end(end - 1);
+    for (int64_t group = begin; group < end; ++group) {
+      const int64_t first = groups.begin(group), count = groups.size(group);
+      const Tensor grad_up = matrix_of(gradients.up, group);
+      const Tensor grad_down = matrix_of(gradients.down, group);
+      if (count == 0) {
+        grad_up.zero_();
+        grad_down.zero_();
+        continue;
+      }
+      const int64_t rounded = rounded_rows(count, dtype);
+      const Tensor grad = grad_output.padded(first, count, rounded);
+      // The gradient of what the activation gave, then that itself.
+      const Tensor activated = empty_cpu({rounded, down.size(2)}, dtype);
+      multiply_cpu(activated, grad, matrix_of(down, group));
+      const Tensor grad_hidden = empty_cpu({rounded, up.size(1)}, dtype);
+      rows_of(grad_hidden, count, rounded - count).zero_();
+      scaled_value_and_backward_cpu(activation, rows_of(activated, 0, count),
+                                    rows_of(hidden, first, count), rows_of(scales, first, count),
+                                    rows_of(grad_hidden, 0, count),
+                                    rows_of(gradients.scales, first, count));
+      product_cpu(grad_down, transposed(grad), activated, /*adds=*/false);
+      product_cpu(grad_up, transposed(grad_hidden), rows.padded(first, count, rounded),
+                  /*adds=*/false);
+      if (!gradients.rows.defined()) continue;
+      const RoundedRows out(gradients.rows, first, count, rounded, limit);
+      multiply_cpu(out.matrix(), grad_hidden, matrix_of(up, group));
+      out.finish();
+    }
+  };
+  parallel_over_groups(groups, 2 * (up.size(1) * up.size(2) + down.size(1) * down.size(2)), run);
+  zero_rest_cpu(groups, gradients.scales);
+  if (gradients.rows.defined()) zero_rest_cpu(groups, gradients.rows);
+}
+
+}  // namespace transformer_ops

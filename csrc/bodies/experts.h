@@ -1,0 +1,54 @@
+// Layers of experts: the rows of each group through a product, a scaled activation and a second
+// product, in scratch of that group.
+#pragma once
+
+#include "bodies/grouped.h"
+#include "bodies/permute.h"
+#include "bodies/scaled.h"
+
+namespace transformer_ops {
+
+// The rows of groups, one group after another: a matrix as it is, or rows at their places.
+class GroupedRows {
+ public:
+  explicit GroupedRows(Tensor matrix) : matrix_(std::move(matrix)) {}
+  GroupedRows(Tensor matrix, const Places& places, int64_t copies)
+      : matrix_(std::move(matrix)), places_(&places), copies_(copies) {}
+
+  int64_t width() const { return matrix_.size(1); }
+  // The rows from `first` on; those past `count` are zeros.
+  Tensor padded(int64_t first, int64_t count, int64_t rounded) const;
+
+ private:
+  Tensor matrix_;
+  const Places* places_ = nullptr;
+  int64_t copies_ = 1;
+};
+
+// `up` is [groups, hidden, in], `down` [groups, out, activated].
+struct Experts {
+  const ScaledActivation& activation;
+  const Tensor& up;
+  const Tensor& down;
+};
+
+// Raises where weights and activation do not fit rows of `width` numbers.
+void check_experts(const Checks& check, const Experts& experts, const c10::SymInt& width,
+                   at::ScalarType dtype);
+
+// hidden = rows up^T, unless it is undefined; output = scales act(rows up^T) down^T. Rows in no
+// group are zeros. `scales` is a column in the accumulate dtype.
+void experts_forward_cpu(const Experts& experts, const Groups& groups, const GroupedRows& rows,
+                         const Tensor& scales, const Tensor& hidden, const Tensor& output);
+
+// What backward writes; undefined ones are not computed, but for the weights'.
+struct ExpertGradients {
+  Tensor rows, up, down, scales;
+};
+// The gradients of the scales are a column in the accumulate dtype.
+void experts_backward_cpu(const Experts& experts, const Groups& groups,
+                          const GroupedRows& grad_output, const GroupedRows& rows,
+                          const Tensor& hidden, const Tensor& scales,
+                          const ExpertGradients& gradients);
+
+}  // namespace transformer_ops

@@ -1,0 +1,200 @@
+// joint:  x ─► Dispatch ─► GroupedLinear ─► Scaled* ─► GroupedLinear ─► Combine ─► y
+//         Expert by expert, rows gathered into scratch. Keeps x, the first product and positions.
+#include "bodies/cpu.h"
+#include "bodies/experts.h"
+#include "bodies/linear.h"
+#include "bodies/linear_recomputed.h"
+#include "op/op.h"
+
+namespace transformer_ops {
+namespace {
+
+using Mask = std::array<bool, 4>;  // which of (grad_input, grad_up, grad_down, grad_probs)
+
+Tensor column(const Tensor& scales, const Tensor& like) {
+  return cpu::to_accumulate(scales, like).view({-1, 1});
+}
+
+TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& expert_ids,
+                          const Tensor& probs, const Tensor& up, const Tensor& down,
+                          int64_t num_experts, const GluArguments& arguments, bool save_hidden) {
+  const ScaledActivation activation = scaled_of(check, arguments);
+  TensorSpecs specs = dispatch_outputs(check, input, expert_ids, probs, num_experts);
+  check_experts(check, {activation, up, down}, input.sym_size(-1), input.scalar_type());
+  TORCH_CHECK(up.sym_size(0) == num_experts, "[", check.op(), "] up must have ", num_experts,
+              " experts, got ", up.sym_size(0));
+  TensorSpec hidden = specs[0], output = like(input);
+  hidden.sizes.back() = up.sym_size(1);
+  output.sizes.back() = down.sym_size(1);
+  specs[0] = output;
+  specs.push_back(save_hidden ? hidden : absent(input.scalar_type()));
+  return specs;
+}
+
+void forward_cpu(const Checks& check, const Tensor& input, const Tensor& expert_ids,
+                 const Tensor& probs, const Tensor& up, const Tensor& down, int64_t,
+                 const GluArguments& arguments, bool save_hidden, Tensor& output, Tensor& splits,
+                 Tensor& permuted_probs, Tensor& positions, Tensor& hidden) {
+  const ScaledActivation activation = scaled_of(check, arguments);
+  sort_by_group_cpu(check, expert_ids, splits, positions);
+  const Places places(check, positions);
+  spread_rows_cpu(probs.reshape({-1, 1}), places, 1, permuted_probs.unsqueeze(-1));
+  const Groups groups(check, splits, places.count());
+  const Tensor rows = empty_cpu({places.count(), down.size(1)}, input.scalar_type());
+  experts_forward_cpu({activation, up, down}, groups,
+                      {as_matrix(input), places, expert_ids.size(-1)},
+                      column(permuted_probs, input), save_hidden ? hidden : Tensor(), rows);
+  sum_rows_cpu(check, rows, positions, output);
+}
+
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Forward forward_unfused(const Checks& check, const Tensor& input, const Tensor& expert_ids,
+                        const Tensor& probs, const Tensor& up, const Tensor& down,
+                        int64_t num_experts, const GluArguments& arguments, bool) {
+  const auto [rows, splits, permuted_probs, positions] =
+      dispatch_unfused(input, expert_ids, probs, num_experts);
+  const Tensor hidden = grouped_linear_unfused(rows, splits, up, nullptr, nullptr);
+  const Tensor activated = scaled_unfused(scaled_of(check, arguments), hidden, permuted_probs);
+  const Tensor y = grouped_linear_unfused(activated, splits, down, nullptr, nullptr);
+  return {sum_rows_unfused(y, positions), splits, permuted_probs, positions, hidden};
+}
+
+TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                           const Tensor& hidden, const Tensor& permuted_probs, const Tensor& splits,
+                           const Tensor& positions, const Tensor& up, const Tensor& down,
+                           const GluArguments& arguments, Mask wanted) {
+  const ScaledActivation activation = scaled_of(check, arguments);
+  check.compute_dtype("input", input);
+  check.has_rows("input", input);
+  const auto dtype = input.scalar_type();
+  check_positions(check, positions, input.sym_sizes().slice(0, input.dim() - 1));
+  check_experts(check, {activation, up, down}, input.sym_size(-1), dtype);
+  check_splits(check, splits, up.sym_size(0));
+  TensorSpec output = like(input);
+  output.sizes.back() = down.sym_size(1);
+  check.spec("grad_output", grad_output, output);
+  const c10::SymInt rows = positions.sym_numel();
+  check.spec("hidden", hidden, {{rows, up.sym_size(1)}, dtype});
+  check.compute_dtype("permuted_probs", permuted_probs);
+  check.spec("permuted_probs", permuted_probs, {{rows}, permuted_probs.scalar_type()});
+  const TensorSpec probs{c10::SymDimVector(positions.sym_sizes()), permuted_probs.scalar_type()};
+  const auto [wants_input, wants_up, wants_down, wants_probs] = wanted;
+  return {wants_input ? like(input) : absent(dtype), wants_up ? like(up) : absent(dtype),
+          wants_down ? like(down) : absent(dtype), wants_probs ? probs : absent(probs.dtype)};
+}
+
+void backward_cpu(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                  const Tensor& hidden, const Tensor& permuted_probs, const Tensor& splits,
+                  const Tensor& positions, const Tensor& up, const Tensor& down,
+                  const GluArguments& arguments, Mask wanted, Tensor& grad_input, Tensor& grad_up,
+                  Tensor& grad_down, Tensor& grad_probs) {
+  const ScaledActivation activation = scaled_of(check, arguments);
+  const auto [wants_input, wants_up, wants_down, wants_probs] = wanted;
+  const auto dtype = input.scalar_type();
+  const Places places(check, positions);
+  const int64_t copies = positions.size(-1);
+  const Groups groups(check, splits, places.count());
+  const Tensor scales = column(permuted_probs, input);
+  const ExpertGradients gradients{
+      .rows = wants_input ? empty_cpu({places.count(), up.size(2)}, dtype) : Tensor(),
+      .up = wants_up ? grad_up : empty_cpu(up.sizes(), dtype),
+      .down = wants_down ? grad_down : empty_cpu(down.sizes(), dtype),
+      .scales = empty_cpu(scales.sizes(), scales.scalar_type())};
+  experts_backward_cpu({activation, up, down}, groups, {as_matrix(grad_output), places, copies},
+                       {as_matrix(input), places, copies}, hidden, scales, gradients);
+  if (wants_input) sum_rows_cpu(check, gradients.rows, positions, grad_input);
+  if (wants_probs) {
+    const Tensor sums = gradients.scales.view({-1}).to(grad_probs.scalar_type());
+    take_values_cpu(check, sums, positions, grad_probs);
+  }
+}
+
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+Backward backward_unfused(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                          const Tensor& hidden, const Tensor& permuted_probs, const Tensor& splits,
+                          const Tensor& positions, const Tensor& up, const Tensor& down,
+                          const GluArguments& arguments, Mask wanted) {
+  const ScaledActivation activation = scaled_of(check, arguments);
+  const auto [wants_input, wants_up, wants_down, wants_probs] = wanted;
+  const Tensor activated = scaled_unfused(activation, hidden, permuted_probs);
+  const Tensor rows = spread_rows_unfused(input, positions);
+  const auto [grad_activated, grad_down, no_bias, no_scales] = grouped_linear_backward_unfused(
+      spread_rows_unfused(grad_output, positions), &activated, splits, &down, nullptr, nullptr,
+      {true, wants_down, false, false});
+  const auto [grad_hidden, grad_scales] =
+      gradients([&](const Tensor& x, const Tensor& s) { return scaled_unfused(activation, x, s); },
+                grad_activated, hidden, permuted_probs);
+  const auto [grad_rows, grad_up, no_bias_either, no_scales_either] =
+      grouped_linear_backward_unfused(grad_hidden, &rows, splits, &up, nullptr, nullptr,
+                                      {wants_input, wants_up, false, false});
+  return {wants_input ? sum_rows_unfused(grad_rows, positions) : Tensor(), grad_up, grad_down,
+          wants_probs ? take_values_unfused(grad_scales, positions) : Tensor()};
+}
+
+// Does extra input `k` of an op come from extra output `output` of the Dispatch, and nobody else's?
+bool takes(const Match& match, int op, int k, int output) {
+  const auto& source = match.op(op).sources[k];
+  return source && source->op == match.places[0] && source->output == output;
+}
+
+std::optional<std::string> why_not(const Match& match) {
+  enum { kDispatch, kUp, kActivation, kDown, kCombine };
+  enum { kSplits, kPermutedProbs, kPositions };
+  if (!match.key().grad_enabled) return "no gradient is wanted";
+  for (const int op : {kUp, kDown}) {
+    if (match.analysis.has_parameter(match.places[op], "bias")) return "a product has a bias";
+    if (!match.parameter_requires_grad(op, 0)) return "a weight needs no gradient";
+    const Attribute& accumulates = match.op(op).attributes.at("accumulate_into_main_grad");
+    if (std::get<bool>(accumulates)) return "a weight accumulates into main_grad";
+  }
+  if (!takes(match, kUp, 0, kSplits) || !takes(match, kDown, 0, kSplits) ||
+      !takes(match, kActivation, 0, kPermutedProbs) || !takes(match, kCombine, 0, kPositions)) {
+    return "an op takes splits, probabilities or positions from elsewhere";
+  }
+  if (match.op(kDispatch).visible[kPermutedProbs] ||
+      match.analysis.readers(match.places[kDispatch], kPermutedProbs).size() > 1) {
+    return "the probabilities are read elsewhere";
+  }
+  return why_not_recomputed(match, kActivation);
+}
+
+Bindings bind(const Match& match) {
+  Bindings bindings = bind_scaled(match, 2);
+  bindings["input"] = Field{0, "input"};
+  bindings["hidden"] = Field{2, "input"};
+  bindings["up"] = Field{1, "weight"};
+  bindings["down"] = Field{3, "weight"};
+  return bindings;
+}
+
+[[maybe_unused]] const bool registered = register_fused_op({
+    .rule = {.name = "moe_mlp",
+             .pass = Pass::Joint,
+             .benefit = 40,
+             .pattern =
+                 {{"Dispatch"}, {"GroupedLinear"}, scaled_kinds(), {"GroupedLinear"}, {"Combine"}},
+             .why_not = why_not,
+             .bind = bind},
+    .forward = {.schema = std::string("moe_mlp(Tensor input, Tensor expert_ids, Tensor probs, "
+                                      "Tensor up, Tensor down, int num_experts, ") +
+                          kGluArguments +
+                          ", bool save_hidden) -> (Tensor output, Tensor splits, "
+                          "Tensor permuted_probs, Tensor positions, Tensor hidden)",
+                .shape = forward_shape,
+                .cpu = forward_cpu,
+                .unfused = forward_unfused},
+    .backward = {.schema = std::string("moe_mlp_backward(Tensor grad_output, Tensor input, "
+                                       "Tensor hidden, Tensor permuted_probs, Tensor splits, "
+                                       "Tensor positions, Tensor up, Tensor down, ") +
+                           kGluArguments +
+                           ", bool[4] output_mask) -> (Tensor grad_input, Tensor grad_up, "
+                           "Tensor grad_down, Tensor grad_probs)",
+                 .shape = backward_shape,
+                 .cpu = backward_cpu,
+                 .unfused = backward_unfused},
+});
+
+}  // namespace
+}  // namespace transformer_ops
