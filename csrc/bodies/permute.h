@@ -45,13 +45,18 @@ void take_values_cpu(const Checks& check, const Tensor& values, const Tensor& po
 Tensor take_values_unfused(const Tensor& values, const Tensor& positions);
 
 // The order in which copies lie by their group, those of one group as they come: int32 positions
-// like `ids`, and the number of copies of each group. An id of -1 is in no group.
+// like `ids`, and the number of copies of each group. An id of -1 is in no group, and those
+// outside of `groups` are left out like it.
 struct Sorted {
   Tensor positions;
   Tensor splits;  // int64
 };
-void sort_by_group_cpu(const Checks& check, const Tensor& ids, const Tensor& splits,
-                       const Tensor& positions);
-Sorted sort_by_group_unfused(const Tensor& ids, int64_t groups);
+struct Groups {
+  int64_t first, count;
+};
+// `known`: the end of all ids that there may be.
+void sort_by_group_cpu(const Checks& check, const Tensor& ids, int64_t known, Groups groups,
+                       const Tensor& splits, const Tensor& positions);
+Sorted sort_by_group_unfused(const Tensor& ids, Groups groups);
 
 }  // namespace transformer_ops

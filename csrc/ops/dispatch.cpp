@@ -12,12 +12,17 @@ namespace {
 using Mask = std::array<bool, 2>;  // which of (grad_input, grad_probs) are wanted
 
 TensorSpecs dispatch_shape(const Checks& check, const Tensor& input, const Tensor& expert_ids,
-                           const Tensor& probs, int64_t num_experts) {
+                           const Tensor& probs, int64_t num_experts, int64_t first_expert,
+                           int64_t local_experts) {
   check.compute_dtype("input", input);
   check.has_rows("input", input);
   check.compute_dtype("probs", probs);
   TORCH_CHECK(num_experts >= 1, "[", check.op(), "] num_experts must be at least 1, got ",
               num_experts);
+  TORCH_CHECK(first_expert >= 0 && local_experts >= 1 && local_experts <= num_experts &&
+                  first_expert <= num_experts - local_experts,
+              "[", check.op(), "] first_expert and local_experts must lie within the ", num_experts,
+              " experts, got ", first_expert, " and ", local_experts);
   TORCH_CHECK(at::isIntegralType(expert_ids.scalar_type(), /*includeBool=*/false), "[", check.op(),
               "] expert_ids must hold integers, got ", expert_ids.scalar_type());
   const auto rows = input.sym_sizes().slice(0, input.dim() - 1);
@@ -27,15 +32,17 @@ TensorSpecs dispatch_shape(const Checks& check, const Tensor& input, const Tenso
   check.same_sizes("probs", probs, expert_ids);
   const c10::SymInt places = expert_ids.sym_numel();
   return {{{places, input.sym_size(-1)}, input.scalar_type()},
-          {{num_experts}, at::kLong},
+          {{local_experts}, at::kLong},
           {{places}, probs.scalar_type()},
           {c10::SymDimVector(ids), at::kInt}};
 }
 
 void dispatch_cpu(const Checks& check, const Tensor& input, const Tensor& expert_ids,
-                  const Tensor& probs, int64_t, Tensor& output, Tensor& splits,
-                  Tensor& permuted_probs, Tensor& positions) {
-  sort_by_group_cpu(check, expert_ids, splits, positions);
+                  const Tensor& probs, int64_t num_experts, int64_t first_expert,
+                  int64_t local_experts, Tensor& output, Tensor& splits, Tensor& permuted_probs,
+                  Tensor& positions) {
+  const Groups groups{first_expert, local_experts};
+  sort_by_group_cpu(check, expert_ids, num_experts, groups, splits, positions);
   const Places places(check, positions);
   spread_rows_cpu(input, places, expert_ids.size(-1), output);
   // Each number is a row of its own.
@@ -45,8 +52,8 @@ void dispatch_cpu(const Checks& check, const Tensor& input, const Tensor& expert
 using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 Dispatched dispatch_unfused(const Tensor& input, const Tensor& expert_ids, const Tensor& probs,
-                            int64_t num_experts) {
-  const auto [positions, splits] = sort_by_group_unfused(expert_ids, num_experts);
+                            int64_t, int64_t first_expert, int64_t local_experts) {
+  const auto [positions, splits] = sort_by_group_unfused(expert_ids, {first_expert, local_experts});
   const Tensor permuted =
       spread_rows_unfused(probs.unsqueeze(-1), positions.unsqueeze(-1)).squeeze(-1);
   return {spread_rows_unfused(input, positions), splits, permuted, positions};
@@ -116,7 +123,7 @@ Tensor replay_dispatch(const ReplayCall& call) {
   const Tensor positions = call.slot("positions");
   if (!positions.defined()) return {};
   const Tensor probs = call.extra_input("probs");
-  const int64_t experts = std::get<int64_t>(call.attributes.at("num_experts"));
+  const int64_t experts = std::get<int64_t>(call.attributes.at("local_experts"));
   call.give("splits", at::zeros({experts}, positions.options().dtype(at::kLong)));
   call.give("permuted_probs",
             spread_rows_unfused(probs.unsqueeze(-1), positions.unsqueeze(-1)).squeeze(-1));
@@ -164,7 +171,7 @@ int64_t bits_of_position(const std::string&, int64_t, int64_t) { return 32; }
 [[maybe_unused]] const bool registered_dispatch = register_op({
     .declaration = {.kind = "Dispatch",
                     .summary = "a copy of each row for each of its experts, sorted by expert",
-                    .attributes = {"num_experts"},
+                    .attributes = {"num_experts", "first_expert", "local_experts"},
                     .extra_inputs = {"expert_ids", "probs"},
                     .extra_outputs = {"splits", "permuted_probs", "positions"},
                     .integers = {"expert_ids", "splits", "positions"},
@@ -172,7 +179,8 @@ int64_t bits_of_position(const std::string&, int64_t, int64_t) { return 32; }
                     .recompute_adds_input = true,
                     .slot_bits = unknown_bits},
     .forward = {.schema = "dispatch(Tensor input, Tensor expert_ids, Tensor probs, "
-                          "int num_experts) -> (Tensor output, Tensor splits, "
+                          "int num_experts, int first_expert, int local_experts) -> "
+                          "(Tensor output, Tensor splits, "
                           "Tensor permuted_probs, Tensor positions)",
                 .shape = dispatch_shape,
                 .cpu = dispatch_cpu,
