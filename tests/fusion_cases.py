@@ -250,11 +250,27 @@ def backward_cases() -> Iterator[Case]:
         block = lambda split=split: before(  # noqa: E731
             tops.Linear(16, 24, tensor_parallel_group=group_of_zeros(), **split)
         )
-        yield Case(rule, "backward", block, (1, 2, 3))
+        passes = "forward, backward" if sequence else "backward"
+        yield Case(rule, passes, block, (1, 2, 3))
         alone = lambda split=split: before(  # noqa: E731
             tops.BasicLinear(16, 24, tensor_parallel_group=group_of_zeros(), **split)
         )
-        yield Case(rule, "backward", alone, (1, 2), "without bias")
+        yield Case(rule, passes, alone, (1, 2), "without bias")
+    for bias in (True, False):
+        block = lambda bias=bias: before(  # noqa: E731
+            tops.AllGather(group_of_zeros()),
+            tops.GELU(),
+            tops.Linear(
+                32,
+                24,
+                bias=bias,
+                tensor_parallel_mode="row",
+                tensor_parallel_group=group_of_zeros(),
+                sequence_parallel=True,
+            ),
+        )
+        extra = "" if bias else "without bias"
+        yield Case("linear_scatter", "forward", block, (3, 4, 5) if bias else (3, 4), extra)
 
 
 CASES = [*cases(), *forward_cases(), *backward_cases()]

@@ -260,14 +260,17 @@ def places_of(ids: Tensor) -> Tensor:
     return places.reshape(ids.shape).to(ids.device)
 
 
-def dispatch(x: Tensor, ids: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+def dispatch(
+    x: Tensor, ids: Tensor, probs: Tensor, groups: range = range(GROUPS)
+) -> tuple[Tensor, ...]:
+    ids = torch.where((ids >= groups.start) & (ids < groups.stop), ids, -1)
     places, rows = places_of(ids), x.reshape(-1, x.shape[-1])
     kept = places.flatten() >= 0
     at = (places.flatten()[kept].long(),)
     row = torch.arange(ids.numel(), device=x.device)[kept] // ids.shape[-1]
     output = rows.new_zeros(ids.numel(), x.shape[-1]).index_put(at, rows[row])
     permuted = probs.new_zeros(ids.numel()).index_put(at, probs.flatten()[kept])
-    splits = torch.tensor([int((ids == group).sum()) for group in range(GROUPS)]).to(ids)
+    splits = torch.tensor([int((ids == group).sum()) for group in groups]).to(ids)
     return output, splits, permuted, places
 
 
@@ -493,6 +496,13 @@ CASES = [
         "Dispatch",
         lambda: tops.Dispatch(GROUPS),
         dispatch,
+        lambda h, B: 4 * COPIES,
+        extras=lambda x: [ids_for(x), torch.stack([row_numbers(x)] * COPIES, -1)],
+    ),
+    OpCase(
+        "Dispatch-local",
+        lambda: tops.Dispatch(GROUPS, first_expert=1, local_experts=2),
+        lambda x, ids, probs: dispatch(x, ids, probs, range(1, 3)),
         lambda h, B: 4 * COPIES,
         extras=lambda x: [ids_for(x), torch.stack([row_numbers(x)] * COPIES, -1)],
     ),

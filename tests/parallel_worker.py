@@ -20,6 +20,7 @@ import transformer_ops as tops
 from transformer_ops.ops.collective import ReduceGradient
 from transformer_ops.parallel import (
     ColwiseParallel,
+    ExpertParallel,
     ReplicateParallel,
     RowwiseParallel,
     SequenceParallel,
@@ -260,6 +261,68 @@ def check_net(gated: bool, sequence: bool) -> None:
         torch.testing.assert_close(tensor, whole.state_dict()[name], rtol=1e-5, atol=1e-5)
 
 
+# ---- experts
+
+
+def expert_layer() -> tops.Sequential:
+    """On rows of all ranks, from the gather to the scatter, which one process passes over."""
+    torch.manual_seed(0)
+    router = tops.Router(8, 4, 2, dtype=torch.float64)
+    router.set_extra_output_channel(0, "ids", output_to_caller=False)
+    router.set_extra_output_channel(1, "probs", output_to_caller=False)
+    dispatch = tops.Dispatch(4)
+    dispatch.set_extra_input_channel(0, "ids").set_extra_input_channel(1, "probs")
+    for k, name in enumerate(("splits", "permuted_probs", "positions")):
+        dispatch.set_extra_output_channel(k, name, output_to_caller=False)
+    options = {"bias": False, "single_grouped_weight": True, "dtype": torch.float64}
+    up, down = tops.GroupedLinear(4, 8, 12, **options), tops.GroupedLinear(4, 6, 8, **options)
+    return tops.Sequential(
+        {
+            "norm": tops.RMSNorm(8, dtype=torch.float64),
+            "gather": tops.Identity(),
+            "router": router,
+            "dispatch": dispatch,
+            "up": up.set_extra_input_channel(0, "splits"),
+            "act": tops.ScaledSwiGLU().set_extra_input_channel(0, "permuted_probs"),
+            "down": down.set_extra_input_channel(0, "splits"),
+            "combine": tops.Combine().set_extra_input_channel(0, "positions"),
+            "scatter": tops.Identity(),
+        }
+    )
+
+
+def check_experts(rank: int, size: int) -> None:
+    """Each rank has its experts and its rows; the numbers are those of one process."""
+    x = draw(5, 1, 8, 8)[0].requires_grad_()
+    whole = expert_layer()
+    y, aux = whole(x)
+    loss = y.square().sum() + aux
+    want = torch.autograd.grad(loss, [x, *whole.parameters()])
+
+    shared = expert_layer()
+    parts = dict(shared.named_children())
+    parts |= {"gather": tops.AllGather(), "scatter": tops.ReduceScatter()}
+    shared = tops.Sequential(parts)
+    plan = {"norm": SequenceParallel(), "router": SequenceParallel()}
+    plan |= dict.fromkeys(("dispatch", "up", "down"), ExpertParallel())
+    parallelize_module(shared, init_device_mesh("cpu", (size,)), plan)
+    assert shared.up.weight.to_local().shape == (4 // size, 12, 8)
+    mine = x.detach().chunk(size)[rank].requires_grad_()
+    modules = [shared]
+    if size == 2:  # which takes its time
+        modules.append(torch.compile(shared, fullgraph=True, backend="aot_eager"))
+    for module in modules:
+        got, aux_loss = module(mine)
+        torch.testing.assert_close(got, y.chunk(size)[rank])
+        torch.testing.assert_close(aux_loss, aux)
+        # All ranks have the same auxiliary loss; it counts once.
+        loss = got.square().sum() + aux_loss / size
+        found = torch.autograd.grad(loss, [mine, *shared.parameters()])
+        torch.testing.assert_close(found[0], want[0].chunk(size)[rank])
+        for tensor, expected in zip(found[1:], want[1:], strict=True):
+            torch.testing.assert_close(tensor.full_tensor(), expected)
+
+
 # ---- no rank waits for ever
 
 
@@ -297,6 +360,7 @@ def work(rank: int, folder: str, size: int) -> None:
             ("column", "row"), (False, True), (False, True)
         ):
             check_linear(mode, sequence, bias, rank, size)
+        check_experts(rank, size)
         if size == 2:  # which takes its time
             distributed_worker.check(rank)
             for gated, sequence in ((True, True), (False, False)):

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench
 import call_cost
+import overlap
 import products
 import profile_block
 from suite import cases, check, guards, measure, pages, peak, tables, targets, timing
@@ -407,3 +408,15 @@ def test_a_product_by_both_libraries(which: str, monkeypatch: pytest.MonkeyPatch
     ours, theirs, ratio, *errors = (float(word) for word in row.split())
     assert min(ours, theirs, ratio) > 0
     assert 1e-9 < min(errors) <= max(errors) < 1e-6
+
+
+def test_overlap_measures_each_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    """Small sizes say nothing about time; what runs beside products has the numbers of the rest."""
+    assert overlap.main(["--quick"]) == 0
+    rules = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rules == [
+        ["gather_linear", "forward"],
+        ["linear_scatter", "forward"],
+        ["gather_linear", "backward"],
+        ["reduce_gradient_linear", "backward"],
+    ]

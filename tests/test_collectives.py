@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from checks import unfused
 from process_groups import GroupOfZeros, group_of_zeros
 from torch.distributed.device_mesh import init_device_mesh
 from torch.export import Dim, export
@@ -255,6 +256,34 @@ def test_collectives_of_an_mlp(group):
     module = mlp(group, False)
     module(x).sum().backward()
     assert group.calls == [("reduce", shard), ("reduce", shard)]
+
+
+@pytest.mark.parametrize("recompute", ["cheap", "none"])
+def test_collectives_in_chunks_beside_products(group, recompute):
+    """The numbers of the ops one after another; what is sent is the same, piece by piece."""
+    split = {"tensor_parallel_group": group, "sequence_parallel": True}
+    module = tops.Sequential(
+        tops.Linear(8, 6, tensor_parallel_mode="column", **split),
+        tops.Linear(6, 8, tensor_parallel_mode="row", **split),
+        recompute=recompute,
+    )
+    x = torch.randn(2, 203, 8, requires_grad=True)
+    leaves = [x, *module.parameters()]
+    y = module(x)
+    (plan,) = module.plans()
+    assert names(plan) == ["gather_linear", "linear_scatter"]
+    shard = [203 * 8 * 4] * 2  # the first dimension is what is cut
+    assert group.calls == [
+        *(("gather", size) for size in shard),
+        *(("scatter", 2 * size) for size in shard),
+    ]
+    got = torch.autograd.grad(y.square().sum(), leaves)
+    with unfused():
+        y_want = module(x)
+        want = torch.autograd.grad(y_want.square().sum(), leaves)
+    torch.testing.assert_close(y, y_want)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_what_an_mlp_keeps(group):

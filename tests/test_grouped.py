@@ -311,6 +311,9 @@ def test_bad_ids_and_positions() -> None:
         wrong[1, 0] = bad
         with pytest.raises(RuntimeError, match=rf"expert_ids must lie in \[-1, 3\), got {bad}"):
             tops.Dispatch(3)(x, wrong, probs)
+            tops.Dispatch(3, first_expert=1, local_experts=1)(x, wrong, probs)
+    with pytest.raises(RuntimeError, match="within the 3 experts, got 2 and 2"):
+        tops.Dispatch(3, first_expert=2, local_experts=2)(x, ids, probs)
     with pytest.raises(RuntimeError, match=r"probs must have shape \[4, 2\], got \[4, 1\]"):
         tops.Dispatch(3)(x, ids, probs[:, :1])
     with pytest.raises(RuntimeError, match=r"expert_ids must have leading dimensions \[4\]"):

@@ -85,7 +85,12 @@ NATIVE = [
         {},
     ),
     (ops.ScaledSReLU, "ScaledSReLU", {}, {}),
-    (lambda: ops.Dispatch(4), "Dispatch", {"num_experts": 4}, {}),
+    (
+        lambda: ops.Dispatch(4, first_expert=2, local_experts=2),
+        "Dispatch",
+        {"num_experts": 4, "first_expert": 2, "local_experts": 2},
+        {},
+    ),
     (ops.Combine, "Combine", {}, {}),
 ]
 IDS = [f"{kind}-{index}" for index, (_, kind, _, _) in enumerate(NATIVE)]

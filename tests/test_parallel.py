@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import transformer_ops as tops
 from transformer_ops.parallel import (
     ColwiseParallel,
+    ExpertParallel,
     ReplicateParallel,
     RowwiseParallel,
     SequenceParallel,
@@ -154,6 +155,26 @@ BAD = [
         lambda m: split(split(tops.Linear(4, 4), m, RowwiseParallel()), m, RowwiseParallel()),
         ValueError,
         "must not be split yet, got 'row'",
+    ),
+    (
+        lambda m: split(tops.Combine(), m, ExpertParallel()),
+        TypeError,
+        "a Dispatch or GroupedLinear",
+    ),
+    (
+        lambda m: split(tops.Dispatch(3), m, ExpertParallel()),
+        ValueError,
+        "divisible by the 2 ranks",
+    ),
+    (
+        lambda m: split(split(tops.Dispatch(4), m, ExpertParallel()), m, ExpertParallel()),
+        ValueError,
+        "local_experts must be all 4, got 2",
+    ),
+    (
+        lambda m: split(tops.GroupedLinear(2, 4, 4), m, ExpertParallel()),
+        ValueError,
+        "parameters must be one weight and at most one bias",
     ),
 ]
 

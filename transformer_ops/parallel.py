@@ -30,10 +30,13 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .ops.basic_linear import BasicLinear
+from .ops.dispatch import Dispatch
+from .ops.grouped_linear import GroupedLinear
 from .ops.linear import Linear
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
     "ReplicateParallel",
     "RowwiseParallel",
     "SequenceParallel",
@@ -122,6 +125,53 @@ class RowwiseParallel(_SplitProduct):
         _one_of(self, "input_layouts", input_layouts, COLUMNS)
         rows = _one_of(self, "output_layouts", output_layouts, Replicate(), ROWS)
         super().__init__(rows == ROWS)
+
+
+class ExpertParallel(ParallelStyle):
+    """Experts shared out among the ranks, an equal run of them to each.
+
+    For `Dispatch`, which then drops the copies that other ranks take, and for `GroupedLinear`,
+    whose parameters are split by experts, `Shard(0)`. Before them stands an `AllGather`, since
+    each rank has to see all tokens, and behind `Combine` a `ReduceScatter`; a `Router` between
+    them has the style `SequenceParallel`.
+
+    Raises:
+        ValueError: experts that the ranks do not divide, or that are shared already; a
+            GroupedLinear without `single_grouped_weight` (and `single_grouped_bias`).
+        TypeError: another module.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, (Dispatch, GroupedLinear)):
+            raise TypeError(
+                "[ExpertParallel] module must be a Dispatch or GroupedLinear, "
+                f"got {type(module).__name__}"
+            )
+        ranks, op = device_mesh.size(), type(module).__name__
+        experts = module.num_experts if isinstance(module, Dispatch) else module.num_groups
+        if experts % ranks:
+            raise ValueError(
+                f"[{op}] the number of experts must be divisible by the {ranks} ranks, "
+                f"got {experts}"
+            )
+        if isinstance(module, Dispatch):
+            if module.local_experts != experts:
+                raise ValueError(
+                    f"[{op}] local_experts must be all {experts}, got {module.local_experts}"
+                )
+            module.local_experts = experts // ranks
+            module.first_expert = device_mesh.get_local_rank() * module.local_experts
+            return module
+        names = {name for name, parameter in module.named_parameters(recurse=False)}
+        if module._are_experts_shared or not names <= {"weight", "bias"}:
+            raise ValueError(
+                f"[{op}] parameters must be one weight and at most one bias, not shared yet "
+                f"(single_grouped_weight=True, single_grouped_bias=True), got {sorted(names)}"
+            )
+        _distribute(module, device_mesh, dict.fromkeys(names, ROWS), self.src_data_rank)
+        module.num_groups = experts // ranks
+        module._are_experts_shared = True
+        return module
 
 
 class ReplicateParallel(ParallelStyle):

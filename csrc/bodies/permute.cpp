@@ -155,12 +155,17 @@ Tensor take_values_unfused(const Tensor& values, const Tensor& positions) {
 }
 
 TensorSpecs dispatch_outputs(const Checks& check, const Tensor& input, const Tensor& expert_ids,
-                             const Tensor& probs, int64_t num_experts) {
+                             const Tensor& probs, int64_t num_experts, int64_t first_expert,
+                             int64_t local_experts) {
   check.compute_dtype("input", input);
   check.has_rows("input", input);
   check.compute_dtype("probs", probs);
   TORCH_CHECK(num_experts >= 1, "[", check.op(), "] num_experts must be at least 1, got ",
               num_experts);
+  TORCH_CHECK(first_expert >= 0 && local_experts >= 1 && local_experts <= num_experts &&
+                  first_expert <= num_experts - local_experts,
+              "[", check.op(), "] first_expert and local_experts must lie within the ", num_experts,
+              " experts, got ", first_expert, " and ", local_experts);
   TORCH_CHECK(at::isIntegralType(expert_ids.scalar_type(), /*includeBool=*/false), "[", check.op(),
               "] expert_ids must hold integers, got ", expert_ids.scalar_type());
   const auto rows = input.sym_sizes().slice(0, input.dim() - 1);
@@ -170,53 +175,57 @@ TensorSpecs dispatch_outputs(const Checks& check, const Tensor& input, const Ten
   check.same_sizes("probs", probs, expert_ids);
   const c10::SymInt places = expert_ids.sym_numel();
   return {{{places, input.sym_size(-1)}, input.scalar_type()},
-          {{num_experts}, at::kLong},
+          {{local_experts}, at::kLong},
           {{places}, probs.scalar_type()},
           {c10::SymDimVector(ids), at::kInt}};
 }
 
 Dispatched dispatch_unfused(const Tensor& input, const Tensor& expert_ids, const Tensor& probs,
-                            int64_t num_experts) {
-  const auto [positions, splits] = sort_by_group_unfused(expert_ids, num_experts);
+                            int64_t, int64_t first_expert, int64_t local_experts) {
+  const auto [positions, splits] = sort_by_group_unfused(expert_ids, {first_expert, local_experts});
   const Tensor permuted =
       spread_rows_unfused(probs.unsqueeze(-1), positions.unsqueeze(-1)).squeeze(-1);
   return {spread_rows_unfused(input, positions), splits, permuted, positions};
 }
 
-void sort_by_group_cpu(const Checks& check, const Tensor& ids, const Tensor& splits,
-                       const Tensor& positions) {
+void sort_by_group_cpu(const Checks& check, const Tensor& ids, int64_t known, GroupRange groups,
+                       const Tensor& splits, const Tensor& positions) {
   const Tensor wide = ids.to(at::kLong);
   const auto* const id = wide.const_data_ptr<int64_t>();
-  const int64_t count = wide.numel(), groups = splits.numel();
+  const int64_t count = wide.numel();
   TORCH_CHECK(count <= std::numeric_limits<int32_t>::max(), "[", check.op(),
               "] expert_ids must be fewer than 2^31, got ", count);
-  std::vector<int64_t> next(groups + 1, 0);  // the first place of each group
+  const auto is_in = [groups](int64_t id) {
+    return id >= groups.first && id < groups.first + groups.count;
+  };
+  std::vector<int64_t> next(groups.count + 1, 0);  // the first place of each group
   for (int64_t i = 0; i < count; ++i) {
-    TORCH_CHECK(id[i] >= -1 && id[i] < groups, "[", check.op(), "] expert_ids must lie in [-1, ",
-                groups, "), got ", id[i]);
-    if (id[i] >= 0) ++next[id[i] + 1];
+    TORCH_CHECK(id[i] >= -1 && id[i] < known, "[", check.op(), "] expert_ids must lie in [-1, ",
+                known, "), got ", id[i]);
+    if (is_in(id[i])) ++next[id[i] - groups.first + 1];
   }
   auto* const sizes = splits.mutable_data_ptr<int64_t>();
-  for (int64_t group = 0; group < groups; ++group) {
+  for (int64_t group = 0; group < groups.count; ++group) {
     sizes[group] = next[group + 1];
     next[group + 1] += next[group];
   }
   auto* const place = positions.mutable_data_ptr<int32_t>();
   for (int64_t i = 0; i < count; ++i) {
-    place[i] = id[i] < 0 ? -1 : static_cast<int32_t>(next[id[i]]++);
+    place[i] = is_in(id[i]) ? static_cast<int32_t>(next[id[i] - groups.first]++) : -1;
   }
 }
 
-Sorted sort_by_group_unfused(const Tensor& ids, int64_t groups) {
-  const Tensor flat = ids.reshape({-1}).to(at::kLong);
+Sorted sort_by_group_unfused(const Tensor& ids, GroupRange groups) {
+  const Tensor flat = ids.reshape({-1}).to(at::kLong) - groups.first;
   const c10::SymInt count = flat.sym_size(0);
-  const Tensor group = at::arange(groups, flat.options());
+  const Tensor group = at::arange(groups.count, flat.options());
   const Tensor splits = (flat.unsqueeze(-1) == group).sum(0);
-  const Tensor key = at::where(flat < 0, groups, flat);
+  const Tensor is_out = (flat < 0).logical_or(flat >= groups.count);
+  const Tensor key = at::where(is_out, groups.count, flat);
   const Tensor order = at::argsort(key, /*stable=*/true, /*dim=*/0, /*descending=*/false);
   const Tensor number = at::arange(at::Scalar(count), flat.options());
   const Tensor place = at::zeros_like(flat).scatter(0, order, number);
-  const Tensor positions = at::where(flat < 0, -1, place).to(at::kInt);
+  const Tensor positions = at::where(is_out, -1, place).to(at::kInt);
   return {positions.reshape_symint(ids.sym_sizes()), splits};
 }
 

@@ -50,19 +50,25 @@ Tensor take_values_unfused(const Tensor& values, const Tensor& positions);
 // What Dispatch gives: rows, splits, permuted probabilities and positions. Raises where its
 // arguments do not fit.
 TensorSpecs dispatch_outputs(const Checks& check, const Tensor& input, const Tensor& expert_ids,
-                             const Tensor& probs, int64_t num_experts);
+                             const Tensor& probs, int64_t num_experts, int64_t first_expert,
+                             int64_t local_experts);
 using Dispatched = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 Dispatched dispatch_unfused(const Tensor& input, const Tensor& expert_ids, const Tensor& probs,
-                            int64_t num_experts);
+                            int64_t num_experts, int64_t first_expert, int64_t local_experts);
 
 // The order in which copies lie by their group, those of one group as they come: int32 positions
-// like `ids`, and the number of copies of each group. An id of -1 is in no group.
+// like `ids`, and the number of copies of each group. An id of -1 is in no group, and those
+// outside of `groups` are left out like it.
 struct Sorted {
   Tensor positions;
   Tensor splits;  // int64
 };
-void sort_by_group_cpu(const Checks& check, const Tensor& ids, const Tensor& splits,
-                       const Tensor& positions);
-Sorted sort_by_group_unfused(const Tensor& ids, int64_t groups);
+struct GroupRange {
+  int64_t first, count;
+};
+// `known`: the end of all ids that there may be.
+void sort_by_group_cpu(const Checks& check, const Tensor& ids, int64_t known, GroupRange groups,
+                       const Tensor& splits, const Tensor& positions);
+Sorted sort_by_group_unfused(const Tensor& ids, GroupRange groups);
 
 }  // namespace transformer_ops

@@ -17,11 +17,13 @@ Tensor column(const Tensor& scales, const Tensor& like) {
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& expert_ids,
                           const Tensor& probs, const Tensor& up, const Tensor& down,
-                          int64_t num_experts, const GluArguments& arguments, bool save_hidden) {
+                          int64_t num_experts, int64_t first_expert, int64_t local_experts,
+                          const GluArguments& arguments, bool save_hidden) {
   const ScaledActivation activation = scaled_of(check, arguments);
-  TensorSpecs specs = dispatch_outputs(check, input, expert_ids, probs, num_experts);
+  TensorSpecs specs =
+      dispatch_outputs(check, input, expert_ids, probs, num_experts, first_expert, local_experts);
   check_experts(check, {activation, up, down}, input.sym_size(-1), input.scalar_type());
-  TORCH_CHECK(up.sym_size(0) == num_experts, "[", check.op(), "] up must have ", num_experts,
+  TORCH_CHECK(up.sym_size(0) == local_experts, "[", check.op(), "] up must have ", local_experts,
               " experts, got ", up.sym_size(0));
   TensorSpec hidden = specs[0], output = like(input);
   hidden.sizes.back() = up.sym_size(1);
@@ -32,11 +34,13 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor
 }
 
 void forward_cpu(const Checks& check, const Tensor& input, const Tensor& expert_ids,
-                 const Tensor& probs, const Tensor& up, const Tensor& down, int64_t,
-                 const GluArguments& arguments, bool save_hidden, Tensor& output, Tensor& splits,
-                 Tensor& permuted_probs, Tensor& positions, Tensor& hidden) {
+                 const Tensor& probs, const Tensor& up, const Tensor& down, int64_t num_experts,
+                 int64_t first_expert, int64_t local_experts, const GluArguments& arguments,
+                 bool save_hidden, Tensor& output, Tensor& splits, Tensor& permuted_probs,
+                 Tensor& positions, Tensor& hidden) {
   const ScaledActivation activation = scaled_of(check, arguments);
-  sort_by_group_cpu(check, expert_ids, splits, positions);
+  sort_by_group_cpu(check, expert_ids, num_experts, {first_expert, local_experts}, splits,
+                    positions);
   const Places places(check, positions);
   spread_rows_cpu(probs.reshape({-1, 1}), places, 1, permuted_probs.unsqueeze(-1));
   const Groups groups(check, splits, places.count());
@@ -51,9 +55,10 @@ using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Forward forward_unfused(const Checks& check, const Tensor& input, const Tensor& expert_ids,
                         const Tensor& probs, const Tensor& up, const Tensor& down,
-                        int64_t num_experts, const GluArguments& arguments, bool) {
+                        int64_t num_experts, int64_t first_expert, int64_t local_experts,
+                        const GluArguments& arguments, bool) {
   const auto [rows, splits, permuted_probs, positions] =
-      dispatch_unfused(input, expert_ids, probs, num_experts);
+      dispatch_unfused(input, expert_ids, probs, num_experts, first_expert, local_experts);
   const Tensor hidden = grouped_linear_unfused(rows, splits, up, nullptr, nullptr);
   const Tensor activated = scaled_unfused(scaled_of(check, arguments), hidden, permuted_probs);
   const Tensor y = grouped_linear_unfused(activated, splits, down, nullptr, nullptr);
@@ -178,7 +183,8 @@ Bindings bind(const Match& match) {
              .why_not = why_not,
              .bind = bind},
     .forward = {.schema = std::string("moe_mlp(Tensor input, Tensor expert_ids, Tensor probs, "
-                                      "Tensor up, Tensor down, int num_experts, ") +
+                                      "Tensor up, Tensor down, int num_experts, int first_expert, "
+                                      "int local_experts, ") +
                           kGluArguments +
                           ", bool save_hidden) -> (Tensor output, Tensor splits, "
                           "Tensor permuted_probs, Tensor positions, Tensor hidden)",

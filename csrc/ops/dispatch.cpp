@@ -12,9 +12,11 @@ namespace {
 using Mask = std::array<bool, 2>;  // which of (grad_input, grad_probs) are wanted
 
 void dispatch_cpu(const Checks& check, const Tensor& input, const Tensor& expert_ids,
-                  const Tensor& probs, int64_t, Tensor& output, Tensor& splits,
-                  Tensor& permuted_probs, Tensor& positions) {
-  sort_by_group_cpu(check, expert_ids, splits, positions);
+                  const Tensor& probs, int64_t num_experts, int64_t first_expert,
+                  int64_t local_experts, Tensor& output, Tensor& splits, Tensor& permuted_probs,
+                  Tensor& positions) {
+  const GroupRange groups{first_expert, local_experts};
+  sort_by_group_cpu(check, expert_ids, num_experts, groups, splits, positions);
   const Places places(check, positions);
   spread_rows_cpu(input, places, expert_ids.size(-1), output);
   // Each number is a row of its own.
@@ -85,7 +87,7 @@ Tensor replay_dispatch(const ReplayCall& call) {
   const Tensor positions = call.slot("positions");
   if (!positions.defined()) return {};
   const Tensor probs = call.extra_input("probs"), kept = call.slot("permuted_probs");
-  const int64_t experts = std::get<int64_t>(call.attributes.at("num_experts"));
+  const int64_t experts = std::get<int64_t>(call.attributes.at("local_experts"));
   call.give("splits", at::zeros({experts}, positions.options().dtype(at::kLong)));
   Tensor permuted = spread_rows_unfused(probs.unsqueeze(-1), positions.unsqueeze(-1)).squeeze(-1);
   // The values that were kept, with this history.
@@ -135,7 +137,7 @@ int64_t bits_of_position(const std::string&, int64_t, int64_t) { return 32; }
 [[maybe_unused]] const bool registered_dispatch = register_op({
     .declaration = {.kind = "Dispatch",
                     .summary = "a copy of each row for each of its experts, sorted by expert",
-                    .attributes = {"num_experts"},
+                    .attributes = {"num_experts", "first_expert", "local_experts"},
                     .extra_inputs = {"expert_ids", "probs"},
                     .extra_outputs = {"splits", "permuted_probs", "positions"},
                     .integers = {"expert_ids", "splits", "positions"},
@@ -143,7 +145,8 @@ int64_t bits_of_position(const std::string&, int64_t, int64_t) { return 32; }
                     .recompute_adds_input = true,
                     .slot_bits = unknown_bits},
     .forward = {.schema = "dispatch(Tensor input, Tensor expert_ids, Tensor probs, "
-                          "int num_experts) -> (Tensor output, Tensor splits, "
+                          "int num_experts, int first_expert, int local_experts) -> "
+                          "(Tensor output, Tensor splits, "
                           "Tensor permuted_probs, Tensor positions)",
                 .shape = dispatch_outputs,
                 .cpu = dispatch_cpu,

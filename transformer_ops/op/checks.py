@@ -33,6 +33,11 @@ def check_size(op: str, name: str, value: object) -> int:
     return check_int(op, name, value, minimum=1)
 
 
+def check_index(op: str, name: str, value: object) -> int:
+    """An int (no bool) that is at least 0."""
+    return check_int(op, name, value, minimum=0)
+
+
 def check_optional_size(op: str, name: str, value: object) -> int | None:
     """None, or an int (no bool) that is at least 1."""
     return None if value is None else check_size(op, name, value)

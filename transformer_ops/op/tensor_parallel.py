@@ -145,6 +145,8 @@ def local_parameter(owner: Any, name: str, parameter: Any) -> Tensor:
     mode = getattr(owner, "tensor_parallel_mode", None)
     is_whole = mode is None or (mode == "row" and name == "bias")
     wanted = Replicate() if is_whole else Shard(0 if mode == "column" else 1)
+    if getattr(owner, "_are_experts_shared", False):
+        wanted = Shard(0)
     if mesh.ndim != 1 or (parameter.placements != (wanted,) and mesh.size() > 1):
         raise RuntimeError(
             f"[{op}] {name} must be placed as ({wanted},) for tensor_parallel_mode={mode!r} "
@@ -171,7 +173,7 @@ def local_parameters(op: Any, tensors: list[Any]) -> list[Any]:
 
 
 def local_sizes(op: Any, tensors: list[Any]) -> list[Any]:
-    """The same without memory or values: of any mesh, also where FSDP2 has sharded what is split."""
+    """The same without memory or values, also where FSDP2 has sharded what is split."""
     owner, names = op._parameter_owner, op._parameter_names
     return [
         _local_size(owner, name, tensor) if is_dtensor(tensor) else tensor
@@ -183,6 +185,8 @@ def _local_size(owner: Any, name: str, parameter: Any) -> Tensor:
     mode, sizes = getattr(owner, "tensor_parallel_mode", None), list(parameter.shape)
     if mode == "column" or (mode == "row" and name == "weight"):
         sizes[0 if mode == "column" else 1] //= owner.tensor_parallel_size
+    if getattr(owner, "_are_experts_shared", False):
+        sizes[0] = owner.num_groups
     return torch.empty(sizes, dtype=parameter.dtype, device="meta")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ..op.base import BasicOperation, Check
-from ..op.checks import check_size
+from ..op.checks import check_index, check_size
 
 __all__ = ["Combine", "Dispatch"]
 
@@ -17,21 +17,31 @@ class Dispatch(BasicOperation, kind="Dispatch"):
     `x[..., h]` and the extra inputs `expert_ids[..., k]`, integers, and `probs[..., k]` →
     `[n, h]`, where n is the number of ids, and the extra outputs
 
-    - `splits[num_experts]`, int64: how many rows each expert has;
+    - `splits[local_experts]`, int64: how many rows each expert has;
     - `permuted_probs[n]`: the probability of each row;
     - `positions[..., k]`, int32: where each copy lies, for `Combine`.
 
     Rows of one expert keep the order of their tokens. An id of -1 drops that copy: its position
-    is -1, and as many rows at the end are zeros. Gradients go to `x` and `probs`. RuntimeError for
-    an id outside [-1, num_experts) on the CPU (on CUDA it is not looked at), ValueError unless
-    `num_experts` >= 1.
+    is -1, and as many rows at the end are zeros. Where experts are shared out among processes, this
+    one has `local_experts` of them (None: all) from `first_expert` on, and copies for others are
+    dropped here. Gradients go to `x` and `probs`. RuntimeError for an id outside [-1, num_experts)
+    on the CPU (on CUDA it is not looked at), and for local experts beyond `num_experts`; ValueError
+    unless the numbers of experts are >= 1 and `first_expert` >= 0.
     """
 
-    _checks: ClassVar[Mapping[str, Check]] = {"num_experts": check_size}
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "num_experts": check_size,
+        "first_expert": check_index,
+        "local_experts": check_size,
+    }
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(
+        self, num_experts: int, *, first_expert: int = 0, local_experts: int | None = None
+    ) -> None:
         super().__init__()
         self.num_experts = num_experts
+        self.first_expert = first_expert
+        self.local_experts = num_experts if local_experts is None else local_experts
 
 
 class Combine(BasicOperation, kind="Combine"):

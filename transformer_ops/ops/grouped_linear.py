@@ -47,6 +47,9 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
         "accumulate_into_main_grad": check_bool,
     }
 
+    # Whether the parameters are DTensors of which each rank has its experts.
+    _are_experts_shared: bool = False
+
     num_groups: int
     in_features: int
     out_features: int

@@ -1,0 +1,92 @@
+// forward:  x ─► AllGather ─► BasicLinear ─► [Bias] ─► y
+//                   └─────────────┘ gathered: where backward is to read it
+//
+//   rows of x are gathered in chunks: one beside the product of the chunk before
+#include <ATen/ops/linear.h>
+
+#include "bodies/bias.h"
+#include "bodies/linear.h"
+#include "bodies/parallel_linear.h"
+#include "op/buffer.h"
+#include "op/op.h"
+
+namespace transformer_ops {
+namespace {
+
+TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
+                  const Tensor* bias, int64_t group_size, std::string_view, bool save_gathered) {
+  TensorSpec output = linear_output(check, input, weight);
+  if (bias != nullptr) check_linear_bias(check, *bias, output);
+  output.sizes[0] = gathered_rows(check, input, group_size);
+  const TensorSpec whole = gathered(check, "input", input, group_size);
+  return {output, save_gathered ? whole : absent(whole.dtype)};
+}
+
+void forward(const Checks& check, const Tensor& input, const Tensor& weight,
+             const Tensor* bias_or_none, int64_t group_size, std::string_view group,
+             bool save_gathered, Tensor& output, Tensor& whole) {
+  const Ranks ranks{group_size, group};
+  const Tensor bias = or_undefined(bias_or_none);
+  const auto chunks = chunks_of(input);
+  const int64_t rows = input.size(0);
+  const auto start = [&](const Chunk& chunk) {
+    auto sizes = input.sizes().vec();
+    sizes[0] = group_size * chunk.count;
+    Tensor part = save_gathered && chunks.size() == 1
+                      ? whole
+                      : empty(sizes, input.scalar_type(), input.device());
+    start_gather(check, input.narrow(0, chunk.first, chunk.count), ranks, part);
+    return part;
+  };
+  Tensor next = start(chunks.front());
+  for (size_t k = 0; k < chunks.size(); ++k) {
+    const Tensor part = next;
+    finish(check, ranks, part);
+    if (k + 1 < chunks.size()) next = start(chunks[k + 1]);
+    const auto [first, count] = chunks[k];
+    for (int64_t rank = 0; rank < group_size; ++rank) {
+      const Tensor block = part.narrow(0, rank * count, count);
+      parallel_product(block, weight, bias, output.narrow(0, rank * rows + first, count));
+      if (save_gathered && chunks.size() > 1) {
+        whole.narrow(0, rank * rows + first, count).copy_(block);
+      }
+    }
+  }
+}
+
+std::tuple<Tensor, Tensor> forward_unfused(const Checks& check, const Tensor& input,
+                                           const Tensor& weight, const Tensor* bias,
+                                           int64_t group_size, std::string_view group,
+                                           bool save_gathered) {
+  const Tensor whole = gather_unfused(check, input, group_size, group);
+  return {at::linear(whole, weight, or_undefined(bias)), save_gathered ? whole : Tensor()};
+}
+
+[[maybe_unused]] const bool registered = register_fused_op({
+    .rule = {.name = "gather_linear",
+             .pass = Pass::Forward,
+             // Before linear_epilogue; behind the rules that spare a pass over the output.
+             .benefit = 46,
+             .pattern = {{"AllGather"}, {"BasicLinear"}, optional_op({"Bias"})},
+             .why_not = [](const Match& match) -> std::optional<std::string> {
+               const Analysis& analysis = match.analysis;
+               if (analysis.dtypes()[match.places[0]] != analysis.compute_dtype(match.places[1])) {
+                 return "the input is cast before the product";
+               }
+               return different_bias_dtype(match, 1);
+             },
+             .bind =
+                 [](const Match&) {
+                   return Bindings{{"gathered", Field{1, "input"}}};
+                 }},
+    .forward = {.schema = "gather_linear(Tensor input, Tensor weight, Tensor? bias, "
+                          "int group_size, str group, bool save_gathered) -> "
+                          "(Tensor output, Tensor gathered)",
+                .shape = shape,
+                .cpu = forward,
+                .cuda = forward,
+                .unfused = forward_unfused},
+});
+
+}  // namespace
+}  // namespace transformer_ops
