@@ -289,6 +289,43 @@ def test_bad_tensors() -> None:
         tops.GroupedLinear(3, 16, 8)(x, sizes, scales)
 
 
+def test_bad_input_of_a_layer() -> None:
+    """The joint step says what its ops say, before anything has changed."""
+    module = tops.Sequential(*experts(3, 16, 8))
+    x, ids, probs = routed(9, 3, 2, 16)
+    module(x, ids, probs)
+    assert [step.name for step in module.plans()[0].forward] == ["moe_mlp"]
+    beyond, below = ids.clone(), ids.clone()
+    beyond[4, 1], below[0, 0] = 3, -2
+    for inputs, text in (
+        ((x, beyond, probs), r"expert_ids must lie in \[-1, 3\), got 3"),
+        ((x, below, probs), r"expert_ids must lie in \[-1, 3\), got -2"),
+        ((x, ids[:5], probs), r"expert_ids must have leading dimensions \[9\], got shape \[5, 2\]"),
+        ((x, ids, probs[:, :1]), r"probs must have shape \[9, 2\], got \[9, 1\]"),
+        ((x, ids.to("meta"), probs), "tensors must be on one device, got cpu and meta"),
+        ((x[:, :8], ids, probs), r"up must have shape \[\*, \*, 8\], got \[3, 16, 16\]"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"\[moe_mlp\] {text}"):
+            module(*inputs)
+    with pytest.raises(RuntimeError, match="expert_ids must hold integers, got float32"):
+        module(x, ids.float(), probs)
+
+
+@pytest.mark.parametrize("ids", ["one expert", "dropped", "no rows"])
+def test_a_layer_with_empty_experts(ids: str) -> None:
+    module = tops.Sequential(*experts(3, 16, 8))
+    x, chosen, probs = routed(0 if ids == "no rows" else 40, 3, 1, 16)
+    chosen.fill_(-1 if ids == "dropped" else 1)
+    y = module(x, chosen, probs)
+    grads = torch.autograd.grad(y.sum(), [x, probs, *module.parameters()])
+    exact = [leaf(t, torch.float64) for t in (x, probs, *module.parameters())]
+    want = loop_over_experts(exact[0], chosen, *exact[1:])
+    torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-5)
+    right = torch.autograd.grad(want.sum(), exact, materialize_grads=True)
+    for a, b in zip(grads, right, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
 # ---- dispatch
 
 
