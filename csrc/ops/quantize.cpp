@@ -317,7 +317,7 @@ Tensor rounded_saved_meaning(const Checks& check, const Tensor&, const Tensor& i
 // The matrices that are rounded, as rows (first, count): those of groups of rows, or, without
 // splits, those of a tensor of three dimensions.
 Groups groups_of(const Checks& check, const Tensor& input, const Tensor* splits) {
-  if (splits != nullptr) return Groups(check, *splits, as_matrix(input).size(0));
+  if (splits != nullptr) return Groups(check, splits->cpu(), as_matrix(input).size(0));
   const auto count = at::full({input.size(0)}, input.size(1), at::kLong);
   return Groups(check, count, input.size(0) * input.size(1));
 }
