@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import TOLERANCES, leaf, storage_bytes
 from op_cases import grouped_linear, places_of
+from test_fusions import saved_bytes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,7 +24,7 @@ def experts(e: int, h: int, f: int, *, scaled: Callable[..., Any] = tops.ScaledS
     for k, name in enumerate(("splits", "probs", "positions")):
         dispatch.set_extra_output_channel(k, name, output_to_caller=False)
     options = {"bias": False, "single_grouped_weight": True}
-    wide = 2 * f if scaled is not tops.ScaledSReLU else f
+    wide = f if isinstance(scaled(), tops.ScaledSReLU) else 2 * f
     return [
         dispatch,
         tops.GroupedLinear(e, h, wide, **options).set_extra_input_channel(0, "splits"),
@@ -288,6 +289,43 @@ def test_bad_tensors() -> None:
         tops.GroupedLinear(3, 16, 8)(x, sizes, scales)
 
 
+def test_bad_input_of_a_layer() -> None:
+    """The joint step says what its ops say, before anything has changed."""
+    module = tops.Sequential(*experts(3, 16, 8))
+    x, ids, probs = routed(9, 3, 2, 16)
+    module(x, ids, probs)
+    assert [step.name for step in module.plans()[0].forward] == ["moe_mlp"]
+    beyond, below = ids.clone(), ids.clone()
+    beyond[4, 1], below[0, 0] = 3, -2
+    for inputs, text in (
+        ((x, beyond, probs), r"expert_ids must lie in \[-1, 3\), got 3"),
+        ((x, below, probs), r"expert_ids must lie in \[-1, 3\), got -2"),
+        ((x, ids[:5], probs), r"expert_ids must have leading dimensions \[9\], got shape \[5, 2\]"),
+        ((x, ids, probs[:, :1]), r"probs must have shape \[9, 2\], got \[9, 1\]"),
+        ((x, ids.to("meta"), probs), "tensors must be on one device, got cpu and meta"),
+        ((x[:, :8], ids, probs), r"up must have shape \[\*, \*, 8\], got \[3, 16, 16\]"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"\[moe_mlp\] {text}"):
+            module(*inputs)
+    with pytest.raises(RuntimeError, match="expert_ids must hold integers, got float32"):
+        module(x, ids.float(), probs)
+
+
+@pytest.mark.parametrize("ids", ["one expert", "dropped", "no rows"])
+def test_a_layer_with_empty_experts(ids: str) -> None:
+    module = tops.Sequential(*experts(3, 16, 8))
+    x, chosen, probs = routed(0 if ids == "no rows" else 40, 3, 1, 16)
+    chosen.fill_(-1 if ids == "dropped" else 1)
+    y = module(x, chosen, probs)
+    grads = torch.autograd.grad(y.sum(), [x, probs, *module.parameters()])
+    exact = [leaf(t, torch.float64) for t in (x, probs, *module.parameters())]
+    want = loop_over_experts(exact[0], chosen, *exact[1:])
+    torch.testing.assert_close(y.double(), want, rtol=1e-4, atol=1e-5)
+    right = torch.autograd.grad(want.sum(), exact, materialize_grads=True)
+    for a, b in zip(grads, right, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
 # ---- dispatch
 
 
@@ -395,6 +433,57 @@ def test_accumulation_into_main_grad(overwrite: bool) -> None:
     torch.testing.assert_close(op.weight.main_grad, want.float() + (not overwrite), **near)
 
 
+def test_accumulation_into_a_main_grad_for_each_group() -> None:
+    op = tops.GroupedLinear(3, 16, 8, accumulate_into_main_grad=True)
+    plain = tops.GroupedLinear(3, 16, 8)
+    plain.load_state_dict(op.state_dict())
+    x, sizes = torch.randn(12, 16), torch.tensor([3, 4, 5])
+    with pytest.raises(RuntimeError, match="weight must have a main_grad to accumulate into"):
+        op(x, sizes)
+    weights = [op.weight0, op.weight1, op.weight2]
+    for weight in weights:
+        weight.main_grad = torch.ones(8, 16)
+    op.weight1.overwrite_main_grad = True
+    op.weight2.requires_grad_(False)
+    grad = torch.randn(12, 8)
+    op(x, sizes).backward(grad)
+    plain(x, sizes).backward(grad)
+    torch.testing.assert_close(op.weight0.main_grad, plain.weight0.grad + 1)
+    torch.testing.assert_close(op.weight1.main_grad, plain.weight1.grad)
+    torch.testing.assert_close(op.weight2.main_grad, torch.ones(8, 16))
+    assert all(weight.grad is None for weight in weights)
+    for k in range(3):
+        assert torch.equal(getattr(op, f"bias{k}").grad, getattr(plain, f"bias{k}").grad)
+    weights[0].grad_added_to_main_grad = False
+    op(x, sizes).backward(grad)
+    assert weights[0].grad_added_to_main_grad and not weights[0].grad.any()
+    torch.testing.assert_close(op.weight0.main_grad, 2 * plain.weight0.grad + 1)
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="single_grouped_weight=True in compiled code"):
+        compiled(x, sizes)
+
+
+@pytest.mark.parametrize("name", ["ScaledSwiGLU", "ScaledClampedQGeGLU", "ScaledSReLU"])
+def test_an_activation_that_is_always_computed_again(name: str) -> None:
+    """What the second product takes is kept under recompute="none", unless the op says no."""
+    kept, grads = [], []
+    for again in (False, True):
+        torch.manual_seed(0)
+        scaled = lambda again=again: getattr(tops, name)(activation_recompute_in_mlp=again)  # noqa: E731
+        module = tops.Sequential(*experts(3, 16, 8, scaled=scaled), recompute="none")
+        x, ids, probs = routed(9, 3, 2, 16)
+        kept.append(saved_bytes(module, x, ids, probs))
+        y = module(x, ids, probs)
+        grads.append(torch.autograd.grad(y.square().sum(), [x, probs, *module.parameters()]))
+        names = [step.name for step in module.plans()[0].backward]
+        assert ("scaled_grouped_linear" in names) == again
+    assert kept[0] - kept[1] == 9 * 2 * 8 * 4
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(ValueError, match=rf"\[{name}\] activation_recompute_in_mlp must be a bool"):
+        getattr(tops, name)(activation_recompute_in_mlp=1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "text"),
     [
@@ -402,10 +491,6 @@ def test_accumulation_into_main_grad(overwrite: bool) -> None:
         ((2, 4, 4), {"bias": 1}, "bias must be a bool, got 1"),
         ((2, 4, 4), {"single_grouped_weight": 1}, "single_grouped_weight must be a bool, got 1"),
         ((2, 4, 4), {"bias": False, "scale_bias": True}, "scale_bias must come with bias=True"),
-        (
-            *((2, 4, 4), {"accumulate_into_main_grad": True}),
-            "accumulate_into_main_grad must come with single_grouped_weight=True",
-        ),
     ],
 )
 def test_bad_constructor_arguments(

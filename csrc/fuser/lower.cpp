@@ -51,7 +51,7 @@ class Lowering {
       add_forward_casts(analysis_, step);
       quantize_forward(analysis_, step);
     }
-    if (key_.policies.recompute) recompute_cheap_outputs(plan_, dtypes());
+    recompute_cheap_outputs(plan_, dtypes(), /*all=*/key_.policies.recompute);
     if (!key_.policies.saved.is_exact()) compress_saved(plan_, dtypes());
     return std::move(plan_);
   }

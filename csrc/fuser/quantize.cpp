@@ -4,6 +4,7 @@
 
 #include "fuser/casts.h"
 #include "fuser/declaration.h"
+#include "fuser/error.h"
 
 namespace transformer_ops {
 namespace {
@@ -13,7 +14,7 @@ using Kind = Value::Kind;
 constexpr const char* kDecode = "dequantize";
 constexpr const char* kDecodeSaved = "decode_saved";
 constexpr const char* kRound = "quantize_dequantize";
-constexpr const char* kRoundSaved = "quantize_dequantize_saved";
+constexpr const char* kRoundGroups = "quantize_dequantize_groups";
 constexpr const char* kRoundStochastic = "quantize_dequantize_stochastic";
 constexpr const char* kTransform = "hadamard_columns";
 
@@ -69,6 +70,7 @@ class Quantize {
   void forward() {
     const auto call = find_call();
     Instruction product = *call;
+    splits_ = splits_of(product, row_.forward_schema);
     std::vector<Instruction> code;
     const Schema& schema = row_.forward_schema;
     for (const std::string& operand : row_.operands) {
@@ -80,6 +82,7 @@ class Quantize {
     if (dtype_ == compute_) {
       code.push_back(std::move(product));
     } else {
+      widen_parameters(product, schema, code);
       const Value result = product.results[0];
       product.results[0] = temporary("output");
       code.push_back(std::move(product));
@@ -94,21 +97,37 @@ class Quantize {
     const Schema& schema = row_.backward_schema;
     const auto mask = std::get<std::vector<bool>>(
         std::get<Attribute>(whole.arguments[schema_place(schema, "output_mask")]));
+    splits_ = splits_of(whole, schema);
     std::vector<Instruction> code;
-    if (std::ranges::count(mask, true) < 2 || !follows_the_sum()) {
-      one_call(whole, schema, mask, code);
-    } else {
-      for (size_t k = 0; k < mask.size(); ++k) {
-        std::vector<bool> one(mask.size(), false);
-        one[k] = mask[k];
-        if (mask[k]) one_call(whole, schema, one, code);
-      }
-    }
+    for (const std::vector<bool>& part : parts_of(mask)) one_call(whole, schema, part, code);
     replace(call, std::move(code));
   }
 
  private:
   // ---- the call of the product
+
+  // Masks of the calls that backward needs: the gradients of x and W together where one rounding
+  // serves both, what does not multiply (a bias) by the gradient as it is.
+  std::vector<std::vector<bool>> parts_of(const std::vector<bool>& mask) const {
+    std::vector<std::vector<bool>> parts;
+    for (size_t k = 0; k < mask.size(); ++k) {
+      if (!mask[k]) continue;
+      const bool joins = k == 1 ? mask[0] && !follows_the_sum() : k > 2 && mask[k - 1];
+      if (!joins) parts.emplace_back(mask.size(), false);
+      parts.back()[k] = true;
+    }
+    return parts;
+  }
+
+  static bool multiplies(const std::vector<bool>& mask) {
+    return mask[0] || (mask.size() > 1 && mask[1]);
+  }
+
+  // How many rows each group has, of a product of groups.
+  std::optional<Argument> splits_of(const Instruction& call, const Schema& schema) const {
+    if (!row_.has_extra_input("splits")) return std::nullopt;
+    return call.arguments[schema_place(schema, "splits")];
+  }
 
   std::vector<Instruction>::iterator find_call() {
     return std::ranges::find_if(step_.instructions, [](const Instruction& instruction) {
@@ -152,14 +171,26 @@ class Quantize {
             .results = {to}};
   }
 
+  // Of an operand. Those of groups are rounded group by group: the weights are a matrix each.
+  Instruction rounding_of(const std::string& operand, const Argument& from,
+                          const std::string& format, const Value& to, bool is_saved) const {
+    std::string target = splits_ ? kRoundGroups : kRound;
+    if (is_saved) target += "_saved";
+    if (formats_.is_stochastic && operand == "grad_output") target = kRoundStochastic;
+    Instruction call = rounding(from, format, dtype_, to, target);
+    if (splits_) {
+      const Argument rows = operand == "weight" ? Argument(None{}) : *splits_;
+      call.arguments.insert(call.arguments.begin() + 1, rows);
+    }
+    return call;
+  }
+
   // The operand as the product takes it; `use` tells two uses of it apart.
   Value rounded(const std::string& operand, const Argument& from, const std::string& format,
                 const std::string& use, std::vector<Instruction>& code) const {
     const Value to = temporary("rounded_" + operand + use);
-    const bool is_random = formats_.is_stochastic && operand == "grad_output";
-    const char* const target = is_random ? kRoundStochastic : kRound;
     code.push_back(format.empty() ? make_cast(from, dtype_, to)
-                                  : rounding(from, format, dtype_, to, target));
+                                  : rounding_of(operand, from, format, to, /*is_saved=*/false));
     return to;
   }
 
@@ -174,13 +205,29 @@ class Quantize {
   // The gradient that the step takes.
   Value gradient() const { return {Kind::Grad, step_.last() + 1}; }
 
+  // Parameters beside the operands in the dtype of the product, which is then rounded with them.
+  void widen_parameters(Instruction& product, const Schema& schema,
+                        std::vector<Instruction>& code) const {
+    for (const std::string& name : row_.parameters) {
+      if (is_operand(name) || product.target != schema.name) continue;
+      Argument& argument = product.arguments[schema_place(schema, name)];
+      if (std::holds_alternative<None>(argument)) continue;
+      code.push_back(make_cast(argument, dtype_, temporary("wide_" + name)));
+      argument = temporary("wide_" + name);
+    }
+  }
+
+  bool is_operand(const std::string& name) const {
+    return std::ranges::find(row_.operands, name) != row_.operands.end();
+  }
+
   // The same of a tensor from forward: the gradient keeps a compiler from rounding it there, and
   // from keeping the result.
   Value rounded_again(const std::string& operand, const Argument& from, const std::string& format,
                       std::vector<Instruction>& code) const {
     const Value to = temporary("rounded_" + operand);
     Instruction call = format.empty() ? make_cast(from, dtype_, to)
-                                      : rounding(from, format, dtype_, to, kRoundSaved);
+                                      : rounding_of(operand, from, format, to, /*is_saved=*/true);
     if (!format.empty()) call.arguments.insert(call.arguments.begin(), gradient());
     code.push_back(std::move(call));
     return to;
@@ -201,6 +248,8 @@ class Quantize {
       Argument& argument = call.arguments[k];
       if (name == "output_mask") {
         argument = Attribute(mask);
+      } else if (!multiplies(mask)) {
+        if (is_operand(name)) argument = None{};
       } else if (name == "grad_output") {
         const std::string format =
             wants_input ? formats_.grad_output : column_format(formats_.grad_output);
@@ -209,10 +258,10 @@ class Quantize {
         if (!format.empty() || dtype_ != compute_) {
           argument = rounded(name, argument, format, use, code);
         }
-      } else if (std::ranges::find(row_.operands, name) != row_.operands.end()) {
-        if (!is_needed(name, mask)) {
-          argument = None{};
-        } else if (!formats_.format(name).empty() || dtype_ != compute_) {
+      } else if (schema.arguments[k].type == "Tensor?" && !is_needed(name, mask)) {
+        argument = None{};
+      } else if (is_operand(name)) {
+        if (!formats_.format(name).empty() || dtype_ != compute_) {
           if (transforms) argument = turned(name, argument, code);
           argument = rounded_again(name, argument, column_format(formats_.format(name)), code);
         }
@@ -248,6 +297,7 @@ class Quantize {
   DType compute_;  // of the op without a recipe
   int op_;
   Step& step_;
+  std::optional<Argument> splits_ = {};
 };
 
 }  // namespace
@@ -284,9 +334,18 @@ void decode_parameters(const Analysis& analysis, Pass pass, Step& step) {
 void quantize_forward(const Analysis& analysis, Step& step) {
   const int op = quantized_op(analysis, step);
   if (op < 0) return;
+  const OpDeclaration& row = row_of(analysis, op);
+  check(
+      !row.has_extra_input("splits") || analysis.key().device != Device::Cuda, "[", row.kind,
+      "] recipe must be exact on CUDA, where the host does not know which rows are of one group, ",
+      "got ", to_text(Recipe{.all = analysis.key().recipe->of(op)}));
+  const OperandFormats& formats = analysis.key().recipe->of(op);
+  check(!row.has_extra_input("splits") || !(formats.transforms || formats.is_stochastic), "[",
+        row.kind, "] recipe must round groups to the nearest and turn none, got ",
+        to_text(Recipe{.all = formats}));
   Quantize quantize(analysis, step, op);
-  if (is_product(row_of(analysis, op))) return quantize.forward();
-  quantize.round_main("rounds_input", analysis.key().recipe->of(op).input, kRound);
+  if (is_product(row)) return quantize.forward();
+  quantize.round_main("rounds_input", formats.input, kRound);
 }
 
 void quantize_backward(const Analysis& analysis, Step& step) {

@@ -16,7 +16,8 @@ using Kind = Value::Kind;
 // Boundaries between which ops only hand the tensor on count as one: the first of them.
 class Recompute {
  public:
-  Recompute(Plan& plan, const std::vector<DType>& dtypes) : plan_(plan), dtypes_(dtypes) {
+  Recompute(Plan& plan, const std::vector<DType>& dtypes, bool all)
+      : plan_(plan), dtypes_(dtypes), all_(all) {
     for (const Step& step : plan_.forward) {
       casts_.insert(casts_.end(), step.ops.size(), input_cast(step));
     }
@@ -87,6 +88,7 @@ class Recompute {
   bool can_compute(int boundary) {
     const int op = boundary - 1;
     if (op < 0 || !is_native(op) || row(op).recompute_schema.empty()) return false;
+    if (!all_ && !asks_for_recompute(plan_.ops[op].attributes)) return false;
     return std::ranges::all_of(row(op).recompute_schema.arguments, [&](const auto& field) {
       if (field.name == "input") return has_input(op);
       const auto& slots = row(op).slots;
@@ -200,6 +202,7 @@ class Recompute {
 
   Plan& plan_;
   const std::vector<DType>& dtypes_;
+  bool all_;
   std::vector<std::optional<DType>> casts_;  // of the main tensor, by the step that covers an op
   std::set<Value> read_;
   std::map<int, std::vector<Value>> main_slots_;  // by boundary
@@ -210,8 +213,13 @@ class Recompute {
 
 }  // namespace
 
-void recompute_cheap_outputs(Plan& plan, const std::vector<DType>& dtypes) {
-  Recompute(plan, dtypes).run();
+void recompute_cheap_outputs(Plan& plan, const std::vector<DType>& dtypes, bool all) {
+  Recompute(plan, dtypes, all).run();
+}
+
+bool asks_for_recompute(const Attributes& attributes) {
+  const auto found = attributes.find("activation_recompute_in_mlp");
+  return found != attributes.end() && std::get<bool>(found->second);
 }
 
 }  // namespace transformer_ops

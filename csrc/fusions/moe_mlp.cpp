@@ -148,6 +148,7 @@ std::optional<std::string> why_not(const Match& match) {
   enum { kDispatch, kUp, kActivation, kDown, kCombine };
   enum { kSplits, kPermutedProbs, kPositions };
   if (!match.key().grad_enabled) return "no gradient is wanted";
+  if (!match.key().policies.recompute) return "nothing is computed again (recompute=\"none\")";
   for (const int op : {kUp, kDown}) {
     if (match.analysis.has_parameter(match.places[op], "bias")) return "a product has a bias";
     if (!match.parameter_requires_grad(op, 0)) return "a weight needs no gradient";

@@ -175,6 +175,7 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor* in
                   {"bias", {"scales"}},
                   {"scales", {"bias", "scales"}}},
         .dtype = DTypeRule::Parameter,
+        .operands = {"input", "weight"},
         .width = [](const Attributes& attributes,
                     int64_t) { return std::get<int64_t>(attributes.at("out_features")); },
         // A few numbers for all rows.

@@ -3,8 +3,11 @@
 // Rows are the leading dimensions together, blocks run along the last one; the last block of a row
 // may be shorter. No gradient passes: neither op's results require one, whatever the arguments.
 #include <ATen/Parallel.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include <bit>
 #include <cstring>
@@ -12,6 +15,9 @@
 
 #include "bodies/cpu.h"
 #include "bodies/cuda.h"
+#include "bodies/grouped.h"
+#include "bodies/linear.h"
+#include "bodies/product.h"
 #include "bodies/quantized.h"
 #include "kernels/encoding.h"
 #include "kernels/quantize.h"
@@ -227,9 +233,7 @@ TensorSpecs rounded_shape(const Checks& check, const Tensor& input, std::string_
 }
 
 // Codes and scales of a few rows at a time, which stay in the cache.
-void rounded_cpu(const Checks& check, const Tensor& x, std::string_view format_name,
-                 std::string_view, Tensor& output) {
-  const Format& format = format_of(check, format_name);
+void round_to_format(const Format& format, const Tensor& x, const Tensor& output) {
   const FlatRows shape(x.sizes());
   const auto from = kernel_dtype(x), to = kernel_dtype(output);
   const auto size = static_cast<int64_t>(x.element_size());
@@ -265,6 +269,11 @@ void rounded_cpu(const Checks& check, const Tensor& x, std::string_view format_n
       run((first + row) * shape.h, std::min(rows_at_once, rows - row), shape.h, codes, scales);
     }
   });
+}
+
+void rounded_cpu(const Checks& check, const Tensor& x, std::string_view format, std::string_view,
+                 Tensor& output) {
+  round_to_format(format_of(check, format), x, output);
 }
 
 void rounded_cuda(const Checks& check, const Tensor& x, std::string_view format,
@@ -354,6 +363,76 @@ Tensor turned_meaning(const Tensor&, const Tensor& input) {
   return at::cat({turned, rows.slice_symint(0, whole)}).reshape_symint(x.sym_sizes());
 }
 
+// ---- quantize_dequantize_groups: of the operands of grouped products, where each group is a
+// tensor of its own, so that no block and no scale is of two
+
+// The matrices that are rounded, as rows (first, count): those of groups of rows, or, without
+// splits, those of a tensor of three dimensions.
+Groups groups_of(const Checks& check, const Tensor& input, const Tensor* splits) {
+  if (splits != nullptr) return Groups(check, splits->cpu(), as_matrix(input).size(0));
+  const auto count = at::full({input.size(0)}, input.size(1), at::kLong);
+  return Groups(check, count, input.size(0) * input.size(1));
+}
+
+TensorSpecs groups_shape(const Checks& check, const Tensor& input, const Tensor* splits,
+                         std::string_view format, std::string_view dtype) {
+  check.compute_dtype("input", input);
+  check.has_rows("input", input);
+  TORCH_CHECK(splits != nullptr || input.dim() == 3, "[", check.op(),
+              "] input must have 3 dimensions where there are no splits, got shape ",
+              input.sym_sizes());
+  if (splits != nullptr) check_splits(check, *splits, splits->dim() > 0 ? splits->sym_size(0) : 0);
+  format_of(check, format);
+  TensorSpec spec = like(input);
+  spec.dtype = dtype_of(check, dtype);
+  return {spec};
+}
+
+void groups_cpu(const Checks& check, const Tensor& input, const Tensor* splits,
+                std::string_view format_name, std::string_view, Tensor& output) {
+  const kernel::Format& format = format_of(check, format_name);
+  const Groups groups = groups_of(check, input, splits);
+  const Tensor x = as_matrix(input), y = as_matrix(output);
+  for (int64_t group = 0; group < groups.count(); ++group) {
+    const int64_t first = groups.begin(group), count = groups.size(group);
+    if (count > 0) round_to_format(format, rows_of(x, first, count), rows_of(y, first, count));
+  }
+  zero_rest_cpu(groups, y);
+}
+
+Tensor groups_meaning(const Checks& check, const Tensor& input, const Tensor* splits,
+                      std::string_view format_name, std::string_view dtype) {
+  const kernel::Format& format = format_of(check, format_name);
+  const Groups groups = groups_of(check, input, splits);
+  const auto wanted = dtype_of(check, dtype);
+  const Tensor x = as_matrix(input);
+  const Tensor rest = at::zeros({x.size(0) - groups.rows(), x.size(1)}, x.options().dtype(wanted));
+  Tensors parts;
+  for (int64_t group = 0; group < groups.count(); ++group) {
+    const Tensor rows = x.narrow(0, groups.begin(group), groups.size(group));
+    const auto [codes, scale] = quantize_unfused(format, rows);
+    parts.push_back(dequantize_unfused(format, codes, scale, rows.sym_sizes(), wanted));
+  }
+  parts.push_back(rest);
+  return at::cat(parts).view(input.sizes());
+}
+
+TensorSpecs groups_saved_shape(const Checks& check, const Tensor&, const Tensor& input,
+                               const Tensor* splits, std::string_view format,
+                               std::string_view dtype) {
+  return groups_shape(check, input, splits, format, dtype);
+}
+
+void groups_saved_cpu(const Checks& check, const Tensor&, const Tensor& input, const Tensor* splits,
+                      std::string_view format, std::string_view dtype, Tensor& output) {
+  groups_cpu(check, input, splits, format, dtype, output);
+}
+
+Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& input,
+                            const Tensor* splits, std::string_view format, std::string_view dtype) {
+  return groups_meaning(check, input, splits, format, dtype);
+}
+
 [[maybe_unused]] const bool registered = [] {
   register_typed_op({.schema = "quantize(Tensor input, str format) -> (Tensor codes, Tensor scale)",
                      .shape = quantize_shape,
@@ -403,6 +482,20 @@ Tensor turned_meaning(const Tensor&, const Tensor& input) {
        .unfused = turned_meaning,
        .reads_first = false,
        .differentiable = false});
+  register_typed_op({.schema = "quantize_dequantize_groups(Tensor input, Tensor? splits, "
+                               "str format, str dtype) -> Tensor output",
+                     .shape = groups_shape,
+                     .cpu = groups_cpu,
+                     .unfused = groups_meaning,
+                     .differentiable = false});
+  register_typed_op({.schema = "quantize_dequantize_groups_saved(Tensor grad_output, "
+                               "Tensor input, Tensor? splits, str format, str dtype) -> "
+                               "Tensor output",
+                     .shape = groups_saved_shape,
+                     .cpu = groups_saved_cpu,
+                     .unfused = groups_saved_meaning,
+                     .reads_first = false,
+                     .differentiable = false});
   return register_op({.declaration = {.kind = "Quantize",
                                       .summary = "x rounded to the formats of a recipe",
                                       .attributes = {"rounds_input", "rounds_grad_output"},

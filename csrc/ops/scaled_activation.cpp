@@ -84,14 +84,20 @@ TypedOp make_backward(const ScaledRow& row) {
               }};
 }
 
+std::vector<std::string> names_of_attributes(const ScaledRow& row) {
+  std::vector<std::string> names = {"activation_recompute_in_mlp"};
+  if (row.glu != nullptr)
+    std::ranges::copy(names_of_attributes(*row.glu), std::back_inserter(names));
+  return names;
+}
+
 template <typename... Numbers>
 bool register_scaled(const ScaledRow& row) {
   const GluRow* const glu = row.glu;
   return register_op(
       {.declaration = {.kind = row.kind,
                        .summary = "scales[row] " + (glu != nullptr ? glu->formula : "max(x, 0)^2"),
-                       .attributes =
-                           glu != nullptr ? names_of_attributes(*glu) : std::vector<std::string>(),
+                       .attributes = names_of_attributes(row),
                        .extra_inputs = {"scales"},
                        .slots = {{"input"}, {"scales"}},
                        .dtype = DTypeRule::Autocast,

@@ -33,10 +33,11 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     dicts of both kinds load into both. Weights start kaiming-uniform with a = sqrt(5), biases at
     zero.
 
-    `accumulate_into_main_grad` and `rng_state_tracker_function` as in `BasicLinear`; the first
-    needs `single_grouped_weight`. ValueError for sizes below 1, flags that are no bools, and
-    `scale_bias` without a bias. RuntimeError on the CPU where splits are negative or add up to more
-    rows than there are (on CUDA they are not looked at).
+    `accumulate_into_main_grad` and `rng_state_tracker_function` as in `BasicLinear`: each parameter
+    has a `main_grad` of its own, and in compiled code there has to be the one of
+    `single_grouped_weight`. ValueError for sizes below 1, flags that are no bools, and `scale_bias`
+    without a bias. RuntimeError on the CPU where splits are negative or add up to more rows than
+    there are (on CUDA they are not looked at).
     """
 
     _fixed_once_captured: ClassVar[tuple[str, ...]] = ("accumulate_into_main_grad",)
@@ -84,11 +85,6 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
             "weight": check_bool(op, "single_grouped_weight", single_grouped_weight),
             "bias": check_bool(op, "single_grouped_bias", single_grouped_bias),
         }
-        if accumulate_into_main_grad and not single_grouped_weight:
-            raise ValueError(
-                f"[{op}] accumulate_into_main_grad must come with single_grouped_weight=True, "
-                f"got single_grouped_weight={single_grouped_weight}"
-            )
         self._rng_state_tracker_function = check_rng_tracker(op, rng_state_tracker_function)
         self.num_extra_inputs = 2 if scale_bias else 1
         shape = (self.num_groups, self.out_features, self.in_features)
@@ -120,8 +116,19 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
         if name in ("weight", "bias"):
             parts = self._parts(name)
             if parts:
-                return packed(parts)
+                return self._packed(name, parts)
         return super().__getattr__(name)
+
+    def _packed(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        found = packed(parts)
+        if name == "weight" and self.accumulate_into_main_grad:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"[{type(self).__name__}] accumulate_into_main_grad must come with "
+                    "single_grouped_weight=True in compiled code, got a parameter for each group"
+                )
+            found.parts = parts  # type: ignore[attr-defined]
+        return found
 
     def _pack(self) -> None:
         """Make the parameters of the groups neighbours in memory."""
@@ -203,10 +210,12 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.count = len(parts)
         first = parts[0].detach()
         shape = (len(parts), *first.shape)
         return first.as_strided(shape, (first.numel(), *first.stride()))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.unbind(0)
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return (None,) * ctx.count if grad is None else grad.unbind(0)

@@ -3,42 +3,110 @@
 `x[..., n]` and the extra input `scales[...]`, a number for each row, → `scales * act(x)` in the
 dtype of `x`, computed in float32 (float64 for float64) and rounded once. The scales keep their own
 dtype and get a gradient.
+
+With `activation_recompute_in_mlp` backward computes the output again for the product that follows,
+in place of keeping it, under `Sequential(..., recompute="none")` too; under the default, "cheap",
+it does so anyway. ValueError unless it is a bool.
 """
 
 from __future__ import annotations
 
-from ..op.base import BasicOperation
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ..op.base import BasicOperation, Check
+from ..op.checks import check_bool
 from .glu import _ClampedGLU, _InterleavedGLU, _SiTUGLU
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU"]
+
+_RECOMPUTE = {"activation_recompute_in_mlp": check_bool}
 
 
 class ScaledSwiGLU(_InterleavedGLU, kind="ScaledSwiGLU"):
     """`SwiGLU` times `scales`, an extra input with a number for each row.
 
-    Argument and error are those of `SwiGLU`.
+    Argument and error are those of `SwiGLU`; `activation_recompute_in_mlp`: backward computes the
+    output again for the next product, whatever the policy of the Sequential.
     """
 
-    def __init__(self, *, glu_interleave_size: int | None = None) -> None:
+    _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
+
+    activation_recompute_in_mlp: bool
+
+    def __init__(
+        self,
+        *,
+        glu_interleave_size: int | None = None,
+        activation_recompute_in_mlp: bool = False,
+    ) -> None:
         super().__init__(glu_interleave_size)
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
 
 class ScaledSiTUGLU(_SiTUGLU, kind="ScaledSiTUGLU"):
     """`SiTUGLU` times `scales`, an extra input with a number for each row.
 
-    Arguments and errors are those of `SiTUGLU`.
+    Arguments and errors are those of `SiTUGLU`; `activation_recompute_in_mlp`: backward computes
+    the output again for the next product, whatever the policy of the Sequential.
     """
+
+    _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
+
+    activation_recompute_in_mlp: bool
+
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        glu_interleave_size: int | None = None,
+        activation_recompute_in_mlp: bool = False,
+    ) -> None:
+        super().__init__(beta1=beta1, beta2=beta2, glu_interleave_size=glu_interleave_size)
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
 
 class ScaledClampedQGeGLU(_ClampedGLU, kind="ScaledClampedQGeGLU"):
     """`ClampedSwiGLU` times `scales`, an extra input with a number for each row.
 
-    Arguments and errors are those of `ClampedSwiGLU`.
+    Arguments and errors are those of `ClampedSwiGLU`; `activation_recompute_in_mlp`: backward
+    computes the output again for the next product, whatever the policy of the Sequential.
     """
+
+    _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
+
+    activation_recompute_in_mlp: bool
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        glu_interleave_size: int | None = None,
+        activation_recompute_in_mlp: bool = False,
+    ) -> None:
+        super().__init__(
+            limit=limit,
+            alpha=alpha,
+            glu_linear_offset=glu_linear_offset,
+            glu_interleave_size=glu_interleave_size,
+        )
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
 
 class ScaledSReLU(BasicOperation, kind="ScaledSReLU"):
-    """`max(x, 0)^2` times `scales`, an extra input with a number for each row."""
+    """`max(x, 0)^2` times `scales`, an extra input with a number for each row.
 
-    def __init__(self) -> None:
+    `activation_recompute_in_mlp`: backward computes the output again for the next product, whatever
+    the policy of the Sequential.
+    """
+
+    _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
+
+    activation_recompute_in_mlp: bool
+
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp

@@ -359,6 +359,8 @@ class HostCall:
     def accumulation(self, op: int) -> tuple[Tensor, bool] | None:
         """The buffer that a product may add its weight gradient to, and whether it overwrites."""
         weight = self.plan.weight_of(op)
+        if len(main_grad.parts_of(weight)) > 1:
+            return None  # a buffer each, which no one product fills
         own = main_grad.buffer_of(weight)
         takes_products = main_grad.takes_products(own.tensor, weight)
         return self.buffers.get(op, own) if takes_products else None
@@ -366,7 +368,9 @@ class HostCall:
     def accumulate(self, op: int, grad: Tensor | None) -> Tensor | None:
         """Adds a gradient to the buffer, unless a product did; returns what autograd gets."""
         weight = self.plan.weight_of(op)
-        if grad is not None:
+        if grad is not None and len(main_grad.parts_of(weight)) > 1:
+            main_grad.accumulate_parts(weight, grad)
+        elif grad is not None:
             buffer = self.buffers.get(op)
             main_grad.accumulate(main_grad.buffer_of(weight) if buffer is None else buffer, grad)
         return main_grad.for_autograd(weight)

@@ -43,6 +43,34 @@ backward Scale ops=[3]
 )");
 }
 
+// The rows of each group, and each weight, apart; a sum takes the gradient as it is.
+TEST(Lower, RoundsGroupByGroup) {
+  const auto ops = nodes({"Groups"});
+  PlanKey key = toy::key(ops);
+  key.tensors[1] = {};
+  key.recipe = recipe_of("mx e4m3, mx e4m3, mx e4m3");
+  EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
+recipe mx e4m3, mx e4m3, mx e4m3
+forward Groups ops=[0]
+  t0.rounded_input = quantize_dequantize_groups(x0, e0.splits, "mx e4m3", "float32")
+  t0.rounded_weight = quantize_dequantize_groups(p0.weight, none, "mx e4m3", "float32")
+  x1 = groups(t0.rounded_input, e0.splits, t0.rounded_weight, p0.bias)
+  save s0.input=x0, s0.splits=e0.splits, s0.weight=p0.weight
+backward Groups ops=[0]
+  t0.rounded_grad_output = quantize_dequantize_groups(g1, s0.splits, "mx e4m3", "float32")
+  t0.rounded_weight = quantize_dequantize_groups_saved(g1, s0.weight, none, "mx e4m3 32x1", "float32")
+  g0, t0.unused, t0.unused = groups_backward(t0.rounded_grad_output, none, s0.splits, t0.rounded_weight, [true, false, false])
+  t0.rounded_grad_output_columns = quantize_dequantize_groups(g1, s0.splits, "mx e4m3 32x1", "float32")
+  t0.rounded_input = quantize_dequantize_groups_saved(g1, s0.input, s0.splits, "mx e4m3 32x1", "float32")
+  t0.unused, dp0.weight, t0.unused = groups_backward(t0.rounded_grad_output_columns, t0.rounded_input, s0.splits, none, [false, true, false])
+  t0.unused, t0.unused, dp0.bias = groups_backward(g1, none, s0.splits, none, [false, false, true])
+)");
+  key.device = Device::Cuda;
+  EXPECT_EQ(error_of([&] { toy::plan(ops, key); }),
+            "[Groups] recipe must be exact on CUDA, where the host does not know which rows are of "
+            "one group, got mx e4m3, mx e4m3, mx e4m3");
+}
+
 TEST(Lower, SavesNothingWithoutGradients) {
   const auto ops = nodes({"Norm", "Product"});
   EXPECT_EQ(steps_text(toy::plan(ops, toy::key(ops, /*grad=*/false))), R"(first_backward 2

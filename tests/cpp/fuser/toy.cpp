@@ -93,6 +93,19 @@ bool declare() {
                               "Tensor output",
                    .backward = "pick_backward(Tensor grad_output, Tensor? ids, "
                                "bool[2] output_mask) -> (Tensor grad_rows, Tensor grad_table)"});
+  add_declaration({.kind = "Groups",
+                   .summary = "x W[g]^T + b[g] for the rows of each group",
+                   .parameters = {"weight", "bias"},
+                   .extra_inputs = {"splits"},
+                   .integers = {"splits"},
+                   .slots = {{"input", {"weight"}}, {"splits"}, {"weight", {"input"}}},
+                   .forward = "groups(Tensor input, Tensor splits, Tensor weight, Tensor bias) -> "
+                              "Tensor output",
+                   .backward = "groups_backward(Tensor grad_output, Tensor? input, Tensor splits, "
+                               "Tensor? weight, bool[3] output_mask) -> "
+                               "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+                   .dtype = DTypeRule::Parameter,
+                   .operands = {"input", "weight"}});
   add_declaration({.kind = "Router",
                    .summary = "x, a weight and an id for each row",
                    .extra_outputs = {"weights", "chosen"},

@@ -17,6 +17,7 @@ namespace transformer_ops::toy {
 //   Root     saves its output
 //   Add      an extra input                 Fork     an extra output
 //   Pick     rows and integers as extra inputs, a table; rows and table may be None
+//   Groups   a product of groups of rows, which a recipe rounds
 //   Router   floating and integer extra outputs
 //   Spread   larger than its input, which is saved to compute it again
 //   Choose   hands on, and gives integers

@@ -1,0 +1,96 @@
+"""Recipes on grouped products: each group is rounded as a Linear of its own is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_near
+from test_grouped import experts, routed
+from test_recipes import RECIPES, Product, every_recipe
+from torch import Tensor
+
+import transformer_ops as tops
+
+SIZES = torch.tensor([40, 0, 3, 57])
+ROWS = 104  # the last 4 in no group
+
+
+def groups_of(rows: Tensor) -> list[Tensor]:
+    return list(rows[:-4].split(SIZES.tolist()))
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_group_is_rounded_as_one_linear(name: str, dtype: torch.dtype) -> None:
+    """Sizes that no block divides: no block, and no scale, is of two groups."""
+    options = {"single_grouped_weight": True, "single_grouped_bias": True}
+    op = tops.GroupedLinear(4, 72, 50, **options).to(dtype)
+    with torch.no_grad():
+        op.weight[0] *= 100
+        op.bias.normal_()
+    x, grad = torch.randn(ROWS, 72).to(dtype), torch.randn(ROWS, 50).to(dtype)
+    x[:40] *= 1000
+    with tops.autocast(recipe=RECIPES[name]):
+        y = op(x.requires_grad_(), SIZES)
+    y.backward(grad)
+    assert not y[-4:].any() and not x.grad[-4:].any()
+    for group, rows in enumerate(groups_of(x)):
+        if len(rows) == 0:
+            assert not op.weight.grad[group].any()
+            continue
+        wide = [t.detach().double().requires_grad_() for t in (rows, op.weight[group])]
+        meant = Product.apply(*wide, RECIPES[name], dtype)
+        own = groups_of(grad)[group]
+        meant.backward(own.double())
+        bias = op.bias[group].double()
+        found = (groups_of(y)[group], groups_of(x.grad)[group], op.weight.grad[group])
+        for a, b in zip(found, (meant + bias, wide[0].grad, wide[1].grad), strict=True):
+            size = b.abs().max().item()
+            assert_near(a / size, b / size, dtype, "output and gradients", factor=4)
+        # A sum is no product: of the gradient as it is.
+        assert_near(op.bias.grad[group], own.double().sum(0), dtype, "bias", factor=4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_layer_under_a_recipe(backend: str) -> None:
+    """Eager and compiled, and what is kept is what is kept without a recipe."""
+    module = tops.Sequential(*experts(3, 64, 32))
+    x, ids, probs = routed(20, 3, 2, 64)
+    tensors = [x, probs, *module.parameters()]
+    run = module if backend == "eager" else torch.compile(module, fullgraph=True, backend=backend)
+    exact = torch.autograd.grad(module(x, ids, probs).square().sum(), tensors)
+    with tops.autocast(recipe=tops.recipe.MXFP8BlockScaling()):
+        y = run(x, ids, probs)
+        want = module(x, ids, probs)
+    torch.testing.assert_close(y, want)
+    (misses,) = {m.reason for m in module.plans()[0].near_misses if m.fusion == "moe_mlp"}
+    assert misses == "op 1 takes quantized tensors"
+    found = torch.autograd.grad(y.square().sum(), tensors)
+    for a, b in zip(found, exact, strict=True):
+        error = float((a - b).norm() / b.norm())
+        assert 0.001 < error < 0.15
+
+
+def test_the_text_of_a_plan_with_groups() -> None:
+    op = tops.GroupedLinear(4, 72, 50, bias=False, single_grouped_weight=True)
+    fuser = tops.OperationFuser([op])
+    with tops.autocast(recipe=tops.recipe.MXFP8BlockScaling()):
+        fuser(torch.randn(ROWS, 72, requires_grad=True), SIZES)
+    text = str(fuser.plan())
+    assert 'quantize_dequantize_groups(p0.weight, none, "mx e4m3", "float32")' in text
+    assert 'quantize_dequantize_groups(x0, e0.splits, "mx e4m3", "float32")' in text
+    assert str(tops.Plan.parse(text)) == text
+
+
+def test_bad_arguments_of_the_rounding() -> None:
+    run = torch.ops.transformer_ops.quantize_dequantize_groups
+    x = torch.randn(4, 6)
+    for arguments, text in (
+        ((x, None, "mx e4m3", "float32"), r"input must have 3 dimensions where there are no"),
+        ((x, torch.tensor([3, 2]), "mx e4m3", "float32"), "splits must add up to at most 4 rows"),
+        ((x, torch.tensor([-1, 2]), "mx e4m3", "float32"), "splits must be at least 0, got -1"),
+        ((x, torch.tensor([3]), "mx", "float32"), "format must be"),
+        ((x, torch.tensor([3]), "mx e4m3", "int8"), "dtype must be"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"\[quantize_dequantize_groups\] {text}"):
+            run(*arguments)
