@@ -428,3 +428,18 @@ def test_parts_that_do_not_fit():
     op.weight = nn.Parameter(QuantizedTensor(good.codes, good.scale, "e4m4", torch.float32))
     with pytest.raises(RuntimeError, match="format must be"):
         op(torch.randn(2, 64))
+
+
+@pytest.mark.parametrize("format", ["mx e4m3", "int8 1x32"])
+def test_experts_with_one_quantized_weight(format):
+    torch.manual_seed(0)
+    with tops.quantized_model_init(recipe=CustomRecipe(lambda role: format)):
+        model = tops.Sequential(tops.GroupedLinear(3, 64, 32, single_grouped_weight=True))
+        apart = tops.GroupedLinear(3, 64, 32)
+    assert model[0].weight.format == format and type(apart.weight0) is nn.Parameter
+    plain = copy.deepcopy(model)
+    plain[0].weight = nn.Parameter(model[0].weight.detach().dequantize())
+    splits = torch.tensor([4, 0, 5])
+    x = torch.randn(10, 64)
+    found = gradients(model, x, lambda x: model(x, splits))
+    assert_same(found, gradients(plain, x, lambda x: plain(x, splits)))

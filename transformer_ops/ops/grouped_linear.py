@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..op.base import BasicOperation, Check
 from ..op.checks import check_bool, check_size
 from ..op.parameters import new_parameter
+from ..quantization.model_init import hold_quantized
 from .basic_linear import check_rng_tracker
 
 __all__ = ["GroupedLinear"]
@@ -95,6 +96,8 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+        if single["weight"]:
+            hold_quantized(self, "weight")
 
     def _add_parameters(self, name: str, packed: nn.Parameter, single: bool) -> None:
         if single:

@@ -25,9 +25,9 @@ _STATE = _State()
 
 
 class quantized_model_init:
-    """Within this context, the weights of `Linear` and `BasicLinear` are made as
-    `QuantizedTensor`s in the format that the recipe has for weights: they take about a byte a
-    number (half a byte in NVFP4) instead of two or four.
+    """Within this context, the weights of `Linear` and `BasicLinear`, and of a `GroupedLinear` that
+    has one parameter for all groups, are made as `QuantizedTensor`s in the format that the recipe
+    has for weights: they take about a byte a number (half a byte in NVFP4) instead of two or four.
 
     A region may lie within another one; `enabled=False` makes plain weights again. It counts for
     the modules that the thread that entered it constructs.
