@@ -21,6 +21,6 @@ def test_ranks_that_go_different_ways(tmp_path: Path) -> None:
         assert re.search(r"\[all_gather\] over process group '\w+'", told["other_rows"])
         assert "Tensor shapes" in told["other_rows"]
     assert "[gather_linear_backward] over process group" in first["other_plan"]
-    assert "[reduce_scatter] over process group" in second["other_plan"]
+    assert "[linear_scatter] over process group" in second["other_plan"]
     want = r"\[\w+\] process group '\w+' must have all its ranks, got: .*[Cc]onnection"
     assert re.search(want, first["death"]), first["death"]
