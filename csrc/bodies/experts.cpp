@@ -1,12 +1,21 @@
 #include "bodies/experts.h"
 
-#include <cstring>
+#include <algorithm>
 
 #include "bodies/cpu.h"
 #include "bodies/linear.h"
 #include "bodies/product.h"
 
 namespace transformer_ops {
+namespace {
+
+// Of a row in the larger product: threads inside of products pay from some size of one on.
+int64_t work_of(const Experts& experts) {
+  return std::max(experts.up.size(1) * experts.up.size(2),
+                  experts.down.size(1) * experts.down.size(2));
+}
+
+}  // namespace
 
 Tensor GroupedRows::padded(int64_t first, int64_t count, int64_t rounded) const {
   if (places_ == nullptr) return padded_rows_cpu(matrix_, first, count, rounded);
@@ -59,7 +68,7 @@ void experts_forward_cpu(const Experts& experts, const Groups& groups, const Gro
       out.finish();
     }
   };
-  parallel_over_groups(groups, up.size(1) * up.size(2) + down.size(1) * down.size(2), run);
+  parallel_over_groups(groups, work_of(experts), run);
   zero_rest_cpu(groups, output);
   if (hidden.defined()) zero_rest_cpu(groups, hidden);
 }
@@ -101,7 +110,7 @@ void experts_backward_cpu(const Experts& experts, const Groups& groups,
       out.finish();
     }
   };
-  parallel_over_groups(groups, 2 * (up.size(1) * up.size(2) + down.size(1) * down.size(2)), run);
+  parallel_over_groups(groups, work_of(experts), run);
   zero_rest_cpu(groups, gradients.scales);
   if (gradients.rows.defined()) zero_rest_cpu(groups, gradients.rows);
 }
