@@ -17,6 +17,7 @@ from transformer_ops import _C, ops
 NAN, INF = math.nan, math.inf
 WANTS_A_GRADIENT = torch.tensor(2.0, requires_grad=True)
 
+KEEPS = {"activation_recompute_in_mlp": False}
 # What each native op reports to the planner: (op, kind, attributes, parameter shapes).
 NATIVE = [
     (lambda: ops.Identity(), "Identity", {}, {}),
@@ -71,20 +72,26 @@ NATIVE = [
         {"num_groups": 2, "in_features": 3, "out_features": 5, "accumulate_into_main_grad": False},
         {"weight": (2, 5, 3), "bias": (2, 5)},
     ),
-    (lambda: ops.ScaledSwiGLU(), "ScaledSwiGLU", {"glu_interleave_size": 0}, {}),
+    (lambda: ops.ScaledSwiGLU(), "ScaledSwiGLU", {**KEEPS, "glu_interleave_size": 0}, {}),
     (
         lambda: ops.ScaledSiTUGLU(beta1=2),
         "ScaledSiTUGLU",
-        {"glu_interleave_size": 0, "beta1": 2.0, "beta2": 25.0},
+        {**KEEPS, "glu_interleave_size": 0, "beta1": 2.0, "beta2": 25.0},
         {},
     ),
     (
-        lambda: ops.ScaledClampedQGeGLU(glu_interleave_size=8),
+        lambda: ops.ScaledClampedQGeGLU(glu_interleave_size=8, activation_recompute_in_mlp=True),
         "ScaledClampedQGeGLU",
-        {"glu_interleave_size": 8, "limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0},
+        {
+            "activation_recompute_in_mlp": True,
+            "glu_interleave_size": 8,
+            "limit": 7.0,
+            "alpha": 1.702,
+            "glu_linear_offset": 1.0,
+        },
         {},
     ),
-    (ops.ScaledSReLU, "ScaledSReLU", {}, {}),
+    (ops.ScaledSReLU, "ScaledSReLU", KEEPS, {}),
     (
         lambda: ops.Dispatch(4, first_expert=2, local_experts=2),
         "Dispatch",
