@@ -67,3 +67,48 @@ def check(rank: int) -> None:
     for module in (parts[2], parts[4], parts):
         fully_shard(module, mesh=mesh)
     compare(train(parts, rank), want)
+    check_quantized(rank)
+
+
+def quantized_model() -> nn.Module:
+    torch.manual_seed(0)
+    with tops.quantized_model_init():
+        return tops.Sequential(tops.Linear(32, 64), tops.GELU(), tops.Linear(64, 32, bias=False))
+
+
+def codes(tensor: Tensor) -> Tensor:
+    """The bytes of a quantized tensor of which this rank has all or a part."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    assert isinstance(local, tops.QuantizedTensor)
+    return local.codes.view(torch.uint8)
+
+
+def check_quantized(rank: int) -> None:
+    """Codes are sharded, gathered and trained as such."""
+    whole, sharded = quantized_model(), quantized_model()
+    for op in (sharded[0], sharded[2]):
+        fully_shard(op, mesh=init_device_mesh("cpu", (2,)))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (whole, sharded)]
+    for batch in torch.randn(STEPS, 8, 32, generator=torch.Generator().manual_seed(1)):
+        for model, optimizer, mine in zip(
+            (whole, sharded), optimizers, (batch, batch.chunk(2)[rank]), strict=True
+        ):
+            optimizer.zero_grad()
+            model(mine).square().mean().backward()
+            optimizer.step()
+        for one, other in zip(whole.parameters(), sharded.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None
+            torch.testing.assert_close(full(other.grad), one.grad, rtol=1e-4, atol=1e-6)
+    for place in (0, 2):
+        mine = codes(whole[place].weight).chunk(2)[rank]
+        # A sum in another order may change a code.
+        assert (mine != codes(sharded[place].weight)).float().mean() < 0.01
+    with tops.quantized_model_init():
+        odd = tops.BasicLinear(32, 7)
+    fully_shard(odd, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        odd(torch.randn(2, 32))
+    except ValueError as error:
+        assert "rows must be divisible by the 2 ranks" in str(error)
+    else:
+        raise AssertionError("rows that the ranks do not divide were taken")

@@ -443,3 +443,26 @@ def test_experts_with_one_quantized_weight(format):
     x = torch.randn(10, 64)
     found = gradients(model, x, lambda x: model(x, splits))
     assert_same(found, gradients(plain, x, lambda x: plain(x, splits)))
+
+
+def test_views_that_stay_quantized():
+    q = QuantizedTensor.quantize(torch.randn(8, 64), "mx e4m3")
+    numbers = q.dequantize()
+    views = [q.view(8, 64), q.view(-1), *q.split(3), *q.chunk(2), q[2:5], q.narrow(0, 1, 4)]
+    plain = [numbers, numbers.view(-1), *numbers.split(3), *numbers.chunk(2)]
+    for view, wanted in zip(views, [*plain, numbers[2:5], numbers.narrow(0, 1, 4)], strict=True):
+        assert isinstance(view, QuantizedTensor) and view.shape == wanted.shape
+        assert torch.equal(view.dequantize(), wanted)
+    views[-1].fill_(2.0)
+    assert torch.equal(q[1:5].dequantize(), torch.full((4, 64), 2.0))
+    zeros = q.new_zeros(3, 64)
+    assert isinstance(zeros, QuantizedTensor) and not zeros.dequantize().any()
+    # Blocks that are not parts of one row; a row that blocks do not fill.
+    for other in (
+        q[:, 3:7],
+        q.t(),
+        QuantizedTensor.quantize(torch.randn(4, 40), "mx e4m3").view(-1),
+    ):
+        assert type(other) is torch.Tensor
+    square = QuantizedTensor.quantize(torch.randn(256, 64), "e4m3 128x128")
+    assert type(square[:128]) is torch.Tensor and type(square.split(128)[0]) is torch.Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -32,8 +32,9 @@ class QuantizedTensor(Tensor):
 
     Every other operation of torch runs on the decoded numbers and gives plain tensors; one that
     writes into it, as optimizers do, decodes, runs and encodes again, so steps below half a code
-    are lost. `detach()`, `clone()`, `to(device)` stay quantized, and so do rows of a matrix whose
-    blocks are parts of a row; any other view is a copy. `to(dtype)` is plain.
+    are lost. `detach()`, `clone()`, `to(device)` stay quantized, and where blocks are parts of a row
+    so do runs of a matrix's rows, its flat view, and what FSDP2 makes of it. Any other view is a
+    copy. `to(dtype)` is plain.
 
     Args:
         codes, scale: what `torch.ops.transformer_ops.quantize(tensor, format)` returns.
@@ -159,13 +160,13 @@ class QuantizedTensor(Tensor):
                 return first._with_parts(lambda part: func(part))
             if func is _aten._to_copy.default and kwargs.get("dtype") is None:
                 return first._with_parts(lambda part: func(part, **kwargs))
-            if func is _aten.slice.Tensor and not kwargs:
-                rows = _sliced_rows(first, *args[1:])
-                if rows is not None:
-                    return rows
-        if func is _aten.copy_.default and isinstance(first, QuantizedTensor):
-            first._take(args[1])
-            return first
+            if func is _aten.copy_.default:
+                first._take(args[1])
+                return first
+            if func in _VIEWS and not any(kwargs.values()):
+                found = _VIEWS[func](first, *args[1:])
+                if found is not None:
+                    return found
         return _run_decoded(func, args, kwargs)
 
     def _with_parts(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
@@ -184,6 +185,35 @@ class QuantizedTensor(Tensor):
             )
         self.codes.copy_(source.codes)
         self.scale.copy_(source.scale)
+
+    # ---- for FSDP2, which gathers codes and scales in place of numbers
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """What is gathered. ValueError for rows that the ranks do not divide."""
+        if outer_size[0] % mesh.size():
+            raise ValueError(
+                f"[QuantizedTensor] rows must be divisible by the {mesh.size()} ranks that share "
+                f"them, got {outer_size[0]}"
+            )
+        # Gloo knows no 8-bit floating dtypes.
+        return (self.codes.view(torch.uint8), self.scale), None
+
+    def fsdp_post_all_gather(
+        self,
+        gathered: tuple[Tensor, ...],
+        metadata: None,
+        param_dtype: torch.dtype,
+        *,
+        out: QuantizedTensor | None = None,
+    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
+        """The whole tensor, and the tensors that hold it."""
+        codes, scale = gathered[0].view(self.codes.dtype), gathered[1]
+        if out is not None:
+            out.codes, out.scale = codes, scale
+            return None
+        return QuantizedTensor(codes, scale, self.format, param_dtype), gathered
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """The same codes on the device and with the dtype that `function`, as `Module._apply` has
@@ -259,18 +289,77 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Q
     return list(found.values())
 
 
-def _sliced_rows(
+# ---- what stays quantized; None where it does not. With FSDP2's way of sharding, it is enough.
+
+# Formats whose blocks are parts of a row, and how long those are.
+_ROW_BLOCKS = {
+    "e4m3 1x128": 128,
+    "e5m2 1x128": 128,
+    "int8 1x128": 128,
+    "int8 1x32": 32,
+    "mx e4m3": 32,
+    "mx e5m2": 32,
+}
+
+
+def _rows(
     tensor: QuantizedTensor,
     dim: int = 0,
     start: int | None = None,
     end: int | None = None,
     step: int = 1,
 ) -> QuantizedTensor | None:
-    """Rows of a matrix as a view of its codes; None where a block spans several."""
-    has_row_scales = tensor.scale.dim() == 2 and tensor.scale.shape[0] == tensor.shape[0]
-    if tensor.dim() != 2 or dim != 0 or step != 1 or not has_row_scales:
+    """Rows of a matrix as a view of its codes."""
+    if tensor.dim() != 2 or dim != 0 or step != 1 or tensor.format not in _ROW_BLOCKS:
         return None
     return tensor._with_parts(lambda part: part[start:end])
+
+
+def _split_rows(
+    tensor: QuantizedTensor, size: int, dim: int = 0
+) -> tuple[QuantizedTensor, ...] | None:
+    if tensor.dim() != 2 or dim != 0 or tensor.format not in _ROW_BLOCKS:
+        return None
+    parts = zip(tensor.codes.split(size), tensor.scale.split(size), strict=True)
+    return tuple(QuantizedTensor(*part, tensor.format, tensor.dtype) for part in parts)
+
+
+def _zero_rows(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor | None:
+    same_width = len(size) == tensor.dim() == 2 and size[1] == tensor.shape[1]
+    if not same_width or tensor.format not in _ROW_BLOCKS:
+        return None
+    return tensor._with_parts(lambda part: part.new_zeros((size[0], part.shape[1])))
+
+
+def _view(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor | None:
+    """Of the same shape, or flat where blocks fill their rows."""
+    if tuple(size) == tuple(tensor.shape):
+        return _same(tensor)
+    block = _ROW_BLOCKS.get(tensor.format)
+    is_flat = list(size) in ([-1], [tensor.numel()])
+    if block is None or not is_flat or tensor.shape[-1] % block:
+        return None
+    return tensor._with_parts(lambda part: part.view(-1))
+
+
+def _same(tensor: QuantizedTensor) -> QuantizedTensor:
+    return tensor._with_parts(lambda part: part.view(part.shape))
+
+
+def _as_strided(
+    tensor: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> QuantizedTensor | None:
+    is_same = (tuple(size), tuple(stride)) == (tuple(tensor.shape), tensor.stride())
+    return _same(tensor) if is_same and not offset else None
+
+
+_VIEWS: dict[Any, Callable[..., Any]] = {
+    _aten.slice.Tensor: _rows,
+    _aten.split.Tensor: _split_rows,
+    _aten.new_zeros.default: _zero_rows,
+    _aten.view.default: _view,
+    _aten.as_strided.default: _as_strided,
+}
 
 
 def _rebuild(
