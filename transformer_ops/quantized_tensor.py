@@ -32,7 +32,7 @@ class QuantizedTensor(Tensor):
 
     Every other operation of torch runs on the decoded numbers and gives plain tensors; one that
     writes into it, as optimizers do, decodes, runs and encodes again, so steps below half a code
-    are lost. `detach()`, `clone()`, `to(device)` stay quantized, and where blocks are parts of a row
+    are lost. `detach()`, `clone()` and `to(device)` stay quantized. Where blocks are parts of a row,
     so do runs of a matrix's rows, its flat view, and what FSDP2 makes of it. Any other view is a
     copy. `to(dtype)` is plain.
 
