@@ -32,9 +32,9 @@ class QuantizedTensor(Tensor):
 
     Every other operation of torch runs on the decoded numbers and gives plain tensors; one that
     writes into it, as optimizers do, decodes, runs and encodes again, so steps below half a code
-    are lost. `detach()`, `clone()` and `to(device)` stay quantized. Where blocks are parts of a row,
-    so do runs of a matrix's rows, its flat view, and what FSDP2 makes of it. Any other view is a
-    copy. `to(dtype)` is plain.
+    are lost. `detach()`, `clone()` and `to(device)` stay quantized. Where blocks are parts of a
+    row, so do runs of a matrix's rows, its flat view, and what FSDP2 makes of it. Any other view is
+    a copy. `to(dtype)` is plain.
 
     Args:
         codes, scale: what `torch.ops.transformer_ops.quantize(tensor, format)` returns.
