@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -103,6 +107,7 @@ def check_quantized(rank: int) -> None:
         mine = codes(whole[place].weight).chunk(2)[rank]
         # A sum in another order may change a code.
         assert (mine != codes(sharded[place].weight)).float().mean() < 0.01
+    check_checkpoint(rank, sharded)
     with tops.quantized_model_init():
         odd = tops.BasicLinear(32, 7)
     fully_shard(odd, mesh=init_device_mesh("cpu", (2,)))
@@ -112,3 +117,20 @@ def check_quantized(rank: int) -> None:
         assert "rows must be divisible by the 2 ranks" in str(error)
     else:
         raise AssertionError("rows that the ranks do not divide were taken")
+
+
+def check_checkpoint(rank: int, sharded: nn.Module) -> None:
+    """Codes that two ranks save are those that one loads."""
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save({"model": sharded.state_dict()}, checkpoint_id=folder[0])
+    whole = quantized_model()
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.zero_()
+    state = {"model": whole.state_dict()}
+    dcp.load(state, checkpoint_id=folder[0])
+    whole.load_state_dict(state["model"])
+    for place in (0, 2):
+        mine = codes(whole[place].weight).chunk(2)[rank]
+        assert torch.equal(mine, codes(sharded[place].weight))
