@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -466,3 +467,25 @@ def test_views_that_stay_quantized():
         assert type(other) is torch.Tensor
     square = QuantizedTensor.quantize(torch.randn(256, 64), "e4m3 128x128")
     assert type(square[:128]) is torch.Tensor and type(square.split(128)[0]) is torch.Tensor
+
+
+def test_threads_may_share_a_region():
+    region = tops.quantized_model_init()
+    entered, left = threading.Event(), threading.Event()
+    found = []
+
+    def other():
+        with tops.quantized_model_init(enabled=False), region:
+            entered.set()
+            left.wait()
+            found.append(tops.Linear(32, 32).weight)
+        found.append(tops.Linear(32, 32).weight)
+
+    thread = threading.Thread(target=other)
+    with region:
+        thread.start()
+        entered.wait()
+    assert type(tops.Linear(32, 32).weight) is nn.Parameter
+    left.set()
+    thread.join()
+    assert isinstance(found[0], QuantizedTensor) and type(found[1]) is nn.Parameter

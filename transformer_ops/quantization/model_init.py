@@ -17,8 +17,9 @@ __all__ = ["hold_quantized", "quantized_model_init"]
 
 class _State(threading.local):
     def __init__(self) -> None:
-        # The region of this thread, or None.
+        # The region of this thread, or None; and (region, outer) of the one around it.
         self.region: quantized_model_init | None = None
+        self.outer: tuple[Any, ...] = ()
 
 
 _STATE = _State()
@@ -64,15 +65,15 @@ class quantized_model_init:
             )
         self.recipe = (recipe or current_recipe() or MXFP8BlockScaling()) if enabled else None
         self.preserves = preserve_high_precision_init_val
-        self._outer: list[quantized_model_init | None] = []
 
     def __enter__(self) -> quantized_model_init:
-        self._outer.append(_STATE.region)
+        # With the thread, not with this object, which several threads may enter.
+        _STATE.outer = (_STATE.region, _STATE.outer)
         _STATE.region = self
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _STATE.region = self._outer.pop()
+        _STATE.region, _STATE.outer = _STATE.outer
 
 
 def hold_quantized(op: Any, *names: str) -> None:
