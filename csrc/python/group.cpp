@@ -1,6 +1,5 @@
 #include "python/group.h"
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -9,6 +8,7 @@
 #include "executor/run.h"
 #include "fuser/declaration.h"
 #include "python/plan_data.h"
+#include "python/tensors.h"
 
 namespace transformer_ops::python {
 namespace {
@@ -107,62 +107,6 @@ std::vector<StepGroup> rewrite_groups_from_python(const py::list& list,
     }
   }
   return groups;
-}
-
-// A tensor whose class wants to see the calls that it takes part in. Modes are left to torch's ops.
-bool has_torch_function(PyObject* tensor) {
-  if (THPVariable_CheckTypeExact(Py_TYPE(tensor))) return false;
-  static PyObject* const name = PyUnicode_InternFromString("__torch_function__");
-  static const py::object& disabled =
-      *new py::object(py::module_::import("torch._C").attr("_disabled_torch_function_impl"));
-  using at::impl::PythonTorchFunctionTLS;
-  if (PythonTorchFunctionTLS::get_disabled_state() != at::impl::TorchFunctionDisabledState::ENABLED)
-    return false;
-  const auto found = py::reinterpret_steal<py::object>(
-      PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(tensor)), name));
-  if (!found) PyErr_Clear();
-  return found && !found.is(disabled);
-}
-
-// A DTensor, of which Python takes the local part.
-bool is_distributed(PyObject* tensor) {
-  static PyObject* const mesh = PyUnicode_InternFromString("device_mesh");
-  PyTypeObject* const type = Py_TYPE(tensor);
-  return !THPVariable_CheckTypeExact(type) &&
-         PyObject_HasAttr(reinterpret_cast<PyObject*>(type), mesh) == 1;
-}
-
-// A tensor that C++ can take.
-bool is_plain_tensor(PyObject* object) {
-  return THPVariable_Check(object) && !has_torch_function(object) && !is_distributed(object);
-}
-
-// transformer_ops.QuantizedTensor
-PyObject* quantized_class = nullptr;
-
-bool is_quantized(PyObject* tensor) {
-  return reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == quantized_class;
-}
-
-// A parameter for C++; false where only Python can take it.
-bool add_parameter(PyObject* object, Gathered& call) {
-  if (!is_plain_tensor(object)) return false;
-  if (is_quantized(object)) {
-    const auto tensor = py::reinterpret_borrow<py::object>(object);
-    call.quantized.push_back(
-        {call.tensors.size(), format_number(tensor.attr("format").cast<std::string>()),
-         tensor.attr("codes").cast<Tensor>(), tensor.attr("scale").cast<Tensor>()});
-  }
-  call.tensors.push_back(THPVariable_Unpack(object));
-  return true;
-}
-
-// A plan takes the parts of a quantized parameter behind it.
-void add_parts(Gathered& call) {
-  for (auto row = call.quantized.rbegin(); row != call.quantized.rend(); ++row) {
-    const auto place = call.tensors.begin() + static_cast<std::ptrdiff_t>(row->position) + 1;
-    call.tensors.insert(place, {std::move(row->codes), std::move(row->scale)});
-  }
 }
 
 // `module`: its __dict__ where that has the flag.
@@ -572,8 +516,7 @@ void bind_group(py::module_& module) {
                              [](Group& group) { return group.pipeline().plans().size(); });
   module.def("set_recipe_state",
              [](const py::object& state) { Py_XSETREF(recipe_state, state.inc_ref().ptr()); });
-  module.def("set_quantized_class",
-             [](const py::object& type) { Py_XSETREF(quantized_class, type.inc_ref().ptr()); });
+  module.def("set_quantized_class", &set_quantized_class);
   module.def("parse_plan", torch::wrap_pybind_function([](const std::string& text) {
                const Plan plan = parse_plan(text);
                check_calls(plan);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "python/host.h"
+#include "python/tensors.h"
 #include "runtime/pipeline.h"
 
 namespace transformer_ops::python {
@@ -35,20 +36,6 @@ struct ParameterPlace {
 
 // (dtype, requires_grad, format of a quantized one); none for None.
 using TensorFacts = std::optional<std::tuple<at::ScalarType, bool, std::optional<std::string>>>;
-
-// A parameter that is held quantized, by its position among the tensors of a call.
-struct QuantizedParameter {
-  size_t position;
-  uint8_t format;
-  at::Tensor codes;
-  at::Tensor scale;
-};
-
-// The tensors of a call.
-struct Gathered {
-  Tensors tensors;
-  std::vector<QuantizedParameter> quantized = {};
-};
 
 struct TensorShape {
   c10::SmallVector<int64_t, 5> sizes;

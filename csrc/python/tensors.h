@@ -1,0 +1,37 @@
+// Tensors as Python gives them, for a call in C++.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+namespace transformer_ops::python {
+
+// A tensor that C++ can take: no DTensor, and none whose class wants to see the calls that it takes
+// part in.
+bool is_plain_tensor(PyObject* object);
+// Is it a transformer_ops.QuantizedTensor? That class is given once.
+bool is_quantized(PyObject* tensor);
+void set_quantized_class(const pybind11::object& type);
+
+// A parameter that is held quantized, by its position among the tensors of a call.
+struct QuantizedParameter {
+  size_t position;
+  uint8_t format;
+  at::Tensor codes;
+  at::Tensor scale;
+};
+
+// The tensors of a call.
+struct Gathered {
+  std::vector<at::Tensor> tensors;
+  std::vector<QuantizedParameter> quantized = {};
+};
+
+// A parameter for C++; false where only Python can take it.
+bool add_parameter(PyObject* object, Gathered& call);
+// A plan takes the parts of a quantized parameter behind it.
+void add_parts(Gathered& call);
+
+}  // namespace transformer_ops::python
