@@ -52,7 +52,15 @@ const Recipe* current_recipe() {
   static PyObject* const name = PyUnicode_InternFromString("key");
   const auto key = py::reinterpret_steal<py::object>(PyObject_GetAttr(recipe_state, name));
   if (!key) throw py::error_already_set();
-  return key.is_none() ? nullptr : recipe_of(key.cast<std::string>());
+  if (key.is_none()) return nullptr;
+  // Within a region it is the same object at each call.
+  static py::object& last_key = *new py::object();
+  static const Recipe* last = nullptr;
+  if (!key.is(last_key)) {
+    last = recipe_of(key.cast<std::string>());
+    last_key = key;
+  }
+  return last;
 }
 
 OpNode node_from(const py::handle& row) {
