@@ -13,6 +13,7 @@ from helpers import assert_near
 from op_cases import CASES, OpCase, run_seeded
 from test_fusions import saved_bytes
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import transformer_ops as tops
@@ -374,7 +375,7 @@ def test_fullgraph(name: str, backend: str) -> None:
 
 def test_one_compilation_a_recipe() -> None:
     module, x, _ = linear(torch.float32)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, fullgraph=True, backend=counter)
     for _ in range(2):
         compiled(x)
