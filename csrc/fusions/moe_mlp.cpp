@@ -56,13 +56,14 @@ using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 Forward forward_unfused(const Checks& check, const Tensor& input, const Tensor& expert_ids,
                         const Tensor& probs, const Tensor& up, const Tensor& down,
                         int64_t num_experts, int64_t first_expert, int64_t local_experts,
-                        const GluArguments& arguments, bool) {
+                        const GluArguments& arguments, bool save_hidden) {
   const auto [rows, splits, permuted_probs, positions] =
       dispatch_unfused(input, expert_ids, probs, num_experts, first_expert, local_experts);
   const Tensor hidden = grouped_linear_unfused(rows, splits, up, nullptr, nullptr);
   const Tensor activated = scaled_unfused(scaled_of(check, arguments), hidden, permuted_probs);
   const Tensor y = grouped_linear_unfused(activated, splits, down, nullptr, nullptr);
-  return {sum_rows_unfused(y, positions), splits, permuted_probs, positions, hidden};
+  return {sum_rows_unfused(y, positions), splits, permuted_probs, positions,
+          save_hidden ? hidden : Tensor()};
 }
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
@@ -191,6 +192,7 @@ Bindings bind(const Match& match) {
                           "Tensor permuted_probs, Tensor positions, Tensor hidden)",
                 .shape = forward_shape,
                 .cpu = forward_cpu,
+                .cuda = forward_unfused,
                 .unfused = forward_unfused},
     .backward = {.schema = std::string("moe_mlp_backward(Tensor grad_output, Tensor input, "
                                        "Tensor hidden, Tensor permuted_probs, Tensor splits, "
@@ -200,6 +202,7 @@ Bindings bind(const Match& match) {
                            "Tensor grad_down, Tensor grad_probs)",
                  .shape = backward_shape,
                  .cpu = backward_cpu,
+                 .cuda = backward_unfused,
                  .unfused = backward_unfused},
 });
 

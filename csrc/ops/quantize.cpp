@@ -486,6 +486,7 @@ Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& in
                                "str format, str dtype) -> Tensor output",
                      .shape = groups_shape,
                      .cpu = groups_cpu,
+                     .cuda = groups_meaning,
                      .unfused = groups_meaning,
                      .differentiable = false});
   register_typed_op({.schema = "quantize_dequantize_groups_saved(Tensor grad_output, "
@@ -493,6 +494,7 @@ Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& in
                                "Tensor output",
                      .shape = groups_saved_shape,
                      .cpu = groups_saved_cpu,
+                     .cuda = groups_saved_meaning,
                      .unfused = groups_saved_meaning,
                      .reads_first = false,
                      .differentiable = false});
