@@ -139,6 +139,33 @@ Backward backward_unfused(const Checks& check, const Tensor& grad_output, const 
           wants_probs ? take_values_unfused(grad_scales, positions) : Tensor()};
 }
 
+void backward_cuda(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                   const Tensor& hidden, const Tensor& permuted_probs, const Tensor& splits,
+                   const Tensor& positions, const Tensor& up, const Tensor& down,
+                   const GluArguments& arguments, Mask wanted, Tensor& grad_input, Tensor& grad_up,
+                   Tensor& grad_down, Tensor& grad_probs) {
+  const ScaledActivation activation = scaled_of(check, arguments);
+  const auto [wants_input, wants_up, wants_down, wants_probs] = wanted;
+  const auto make = [&](at::IntArrayRef sizes, at::ScalarType dtype) {
+    return empty(sizes, dtype, hidden.device());
+  };
+  const Tensor activated = make({hidden.size(0), down.size(2)}, hidden.scalar_type());
+  scaled_forward_cuda(activation, hidden, permuted_probs, activated);
+  const auto [grad_activated, of_down, no_bias, no_scales] = grouped_linear_backward_unfused(
+      spread_rows_unfused(grad_output, positions), &activated, splits, &down, nullptr, nullptr,
+      {true, wants_down, false, false});
+  const Tensor grad_hidden = make(hidden.sizes(), hidden.scalar_type());
+  const Tensor of_probs = make(permuted_probs.sizes(), permuted_probs.scalar_type());
+  scaled_backward_cuda(activation, grad_activated, hidden, permuted_probs, grad_hidden, of_probs);
+  const Tensor rows = spread_rows_unfused(input, positions);
+  const auto [grad_rows, of_up, no_bias_either, no_scales_either] = grouped_linear_backward_unfused(
+      grad_hidden, &rows, splits, &up, nullptr, nullptr, {wants_input, wants_up, false, false});
+  if (wants_input) grad_input.copy_(sum_rows_unfused(grad_rows, positions));
+  if (wants_up) grad_up.copy_(of_up);
+  if (wants_down) grad_down.copy_(of_down);
+  if (wants_probs) grad_probs.copy_(take_values_unfused(of_probs, positions));
+}
+
 // Does extra input `k` of an op come from extra output `output` of the Dispatch, and nobody else's?
 bool takes(const Match& match, int op, int k, int output) {
   const auto& source = match.op(op).sources[k];
@@ -202,7 +229,7 @@ Bindings bind(const Match& match) {
                            "Tensor grad_down, Tensor grad_probs)",
                  .shape = backward_shape,
                  .cpu = backward_cpu,
-                 .cuda = backward_unfused,
+                 .cuda = backward_cuda,
                  .unfused = backward_unfused},
 });
 
