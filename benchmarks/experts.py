@@ -77,7 +77,7 @@ class Row(NamedTuple):
         found = f"{self.found:.2f}" if self.found < 100 else f"{self.found:.0f}"
         verdict = "ok" if float(found) <= self.limit else "NO"
         return (
-            f"{self.what:<44}{self.against:<12}{self.limit:>8g}{found:>8} {verdict}"
+            f"{self.what:<48}{self.against:<12}{self.limit:>8g}{found:>8} {verdict}"
             f"  ({self.ours} against {self.theirs})"
         )
 
