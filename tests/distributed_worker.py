@@ -108,6 +108,15 @@ def check_quantized(rank: int) -> None:
         # A sum in another order may change a code.
         assert (mine != codes(sharded[place].weight)).float().mean() < 0.01
     check_checkpoint(rank, sharded)
+    replicated = DistributedDataParallel(quantized_model())
+    replicated(torch.full((2, 32), float(rank))).sum().backward()
+    weight = replicated.module[0].weight
+    replicas = [quantized_model() for _ in range(2)]
+    for k, replica in enumerate(replicas):
+        replica(torch.full((2, 32), float(k))).sum().backward()
+    mean = (replicas[0][0].weight.grad + replicas[1][0].weight.grad) / 2
+    assert torch.equal(codes(weight), codes(replicas[0][0].weight))
+    torch.testing.assert_close(weight.grad, mean)
     with tops.quantized_model_init():
         odd = tops.BasicLinear(32, 7)
     fully_shard(odd, mesh=init_device_mesh("cpu", (2,)))

@@ -204,6 +204,7 @@ def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
         return parameter
     if not partial:
         return parameter.to_local()
+    # Sums the parts in backward; to_local() alone would hand the parameter a partial gradient.
     whole = parameter.redistribute(placements=parameter.placements)
     return whole.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 

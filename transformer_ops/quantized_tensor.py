@@ -27,8 +27,9 @@ class QuantizedTensor(Tensor):
     """`codes` and `scale` in a format of `torch.ops.transformer_ops.quantize`, seen as a tensor of
     `dtype` and of the shape that was quantized.
 
-    As the weight of a `Linear` or `BasicLinear` it is decoded where the product reads it, in
-    backward again: what stays in memory is the codes. Its gradient is a plain tensor.
+    As the weight of a `Linear` or `BasicLinear`, or the one weight of a `GroupedLinear`, it is
+    decoded where the product reads it, in backward again: what stays in memory is the codes. Its
+    gradient is a plain tensor.
 
     Every other operation of torch runs on the decoded numbers and gives plain tensors; one that
     writes into it, as optimizers do, decodes, runs and encodes again, so steps below half a code
@@ -263,7 +264,9 @@ def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     plain: dict[int, Tensor] = {}
 
     def replace(tensor: QuantizedTensor) -> Tensor:
-        return plain.setdefault(id(tensor), _decode(tensor))
+        if id(tensor) not in plain:
+            plain[id(tensor)] = _decode(tensor)
+        return plain[id(tensor)]
 
     given_args, given_kwargs = tree_map_only(QuantizedTensor, replace, (args, kwargs))
     result = func(*given_args, **given_kwargs)

@@ -462,7 +462,8 @@ std::vector<Value> Plan::whole_parameters() const {
 }
 
 bool Plan::has_quantized_parameters() const {
-  return whole_parameters().size() != parameters.size();
+  return std::ranges::any_of(parameters,
+                             [](const Value& value) { return value.part != Value::Part::Whole; });
 }
 
 void verify(const Plan& plan) {

@@ -335,14 +335,15 @@ void quantize_forward(const Analysis& analysis, Step& step) {
   const int op = quantized_op(analysis, step);
   if (op < 0) return;
   const OpDeclaration& row = row_of(analysis, op);
-  check(
-      !row.has_extra_input("splits") || analysis.key().device != Device::Cuda, "[", row.kind,
-      "] recipe must be exact on CUDA, where the host does not know which rows are of one group, ",
-      "got ", to_text(Recipe{.all = analysis.key().recipe->of(op)}));
   const OperandFormats& formats = analysis.key().recipe->of(op);
-  check(!row.has_extra_input("splits") || !(formats.transforms || formats.is_stochastic), "[",
-        row.kind, "] recipe must round groups to the nearest and turn none, got ",
-        to_text(Recipe{.all = formats}));
+  if (row.has_extra_input("splits")) {
+    check(analysis.key().device != Device::Cuda, "[", row.kind, "] recipe must be exact on CUDA, ",
+          "where the host does not know which rows are of one group, got ",
+          to_text(Recipe{.all = formats}));
+    check(!formats.transforms && !formats.is_stochastic, "[", row.kind,
+          "] recipe must round groups to the nearest and turn none, got ",
+          to_text(Recipe{.all = formats}));
+  }
   Quantize quantize(analysis, step, op);
   if (is_product(row)) return quantize.forward();
   quantize.round_main("rounds_input", formats.input, kRound);

@@ -85,7 +85,7 @@ class BasicLinear(BasicOperation, SplitProductMixin, kind="BasicLinear"):
         shape = (self.local_out_features, self.local_in_features)
         self.weight = new_parameter(op, shape, device, dtype)
         self.reset_parameters()
-        hold_quantized(self, "weight")
+        hold_quantized(self)
 
     def reset_parameters(self) -> None:
         """Draw `weight` anew, inside the tracker's `fork()` where there is one."""

@@ -97,7 +97,7 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
             self.register_parameter("bias", None)
         self.reset_parameters()
         if single["weight"]:
-            hold_quantized(self, "weight")
+            hold_quantized(self)
 
     def _add_parameters(self, name: str, packed: nn.Parameter, single: bool) -> None:
         if single:

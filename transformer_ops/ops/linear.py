@@ -120,7 +120,7 @@ class Linear(FusibleOperation, SplitProductMixin):
         )
         views = self._make_views()
         self.reset_parameters()
-        hold_quantized(views.product, "weight")
+        hold_quantized(views.product)
 
     def _make_views(self) -> _Views:
         key = (self.tensor_parallel_mode, self.sequence_parallel)

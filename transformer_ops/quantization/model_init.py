@@ -76,23 +76,22 @@ class quantized_model_init:
         _STATE.region, _STATE.outer = _STATE.outer
 
 
-def hold_quantized(op: Any, *names: str) -> None:
-    """For the constructor of a product: in the region, weights of its owner become quantized."""
+def hold_quantized(op: Any) -> None:
+    """For the constructor of a product: in the region, its owner's weight becomes quantized."""
     region = _STATE.region
     if region is None or region.recipe is None:
         return
     format = _weight_format(region.recipe, op)
     if format == "exact":
         return
-    owner = op._parameter_owner
-    for name in names:
-        plain = getattr(owner, name)
-        # A parameter made as an inference tensor could never be trained.
-        with torch.inference_mode(False), torch.no_grad():
-            held: Any = nn.Parameter(QuantizedTensor.quantize(plain, format))
-            if region.preserves:
-                held._initial = plain.detach().clone().cpu()
-        owner.register_parameter(name, held)
+    owner: Any = op._parameter_owner
+    plain = owner.weight
+    # A parameter made as an inference tensor could never be trained.
+    with torch.inference_mode(False), torch.no_grad():
+        held: Any = nn.Parameter(QuantizedTensor.quantize(plain, format))
+        if region.preserves:
+            held._initial = plain.detach().clone().cpu()
+    owner.register_parameter("weight", held)
 
 
 def _weight_format(recipe: Recipe, op: Any) -> str:
