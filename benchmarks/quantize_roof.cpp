@@ -15,7 +15,6 @@
 #include <random>
 #include <vector>
 
-#include "kernels/cpu/kernels.h"
 #include "kernels/encoding.h"
 #include "kernels/quantize.h"
 

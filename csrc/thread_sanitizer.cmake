@@ -2,9 +2,16 @@
 # of the ops. The ops themselves and the kernels, which take minutes, are objects of another build.
 transformer_ops_glob(library_sources library.cpp executor/*.cpp runtime/*.cpp op/*.cpp)
 set(built ${TRANSFORMER_OPS_PLAIN_BUILD}/CMakeFiles)
-set(objects ${built}/transformer_ops.dir/csrc)
-file(GLOB op_objects CONFIGURE_DEPENDS ${objects}/bodies/*.o ${objects}/ops/*.o
-     ${objects}/fusions/*.o)
+set(objects ${built}/transformer_ops.dir)
+set(op_objects "")
+foreach(folder bodies ops fusions)
+  if(TRANSFORMER_OPS_UNITY)
+    file(GLOB found CONFIGURE_DEPENDS ${objects}/Unity/unity_${folder}_*.o)
+  else()
+    file(GLOB found CONFIGURE_DEPENDS ${objects}/csrc/${folder}/*.o)
+  endif()
+  list(APPEND op_objects ${found})
+endforeach()
 file(GLOB_RECURSE kernel_objects CONFIGURE_DEPENDS ${built}/transformer_ops_kernels_*.dir/*.o)
 if(NOT op_objects OR NOT kernel_objects)
   message(FATAL_ERROR "TRANSFORMER_OPS_PLAIN_BUILD must name the folder of a build without "

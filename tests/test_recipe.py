@@ -27,7 +27,7 @@ FUSION = """\
 
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::softcap_scale {
 namespace {
 
 Tensor softcap_scale(const Tensor& input, double cap, double scale) {
@@ -45,7 +45,7 @@ Tensor softcap_scale(const Tensor& input, double cap, double scale) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::softcap_scale
 """
 FUSION_ROW = """,
     Case(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from pathlib import Path
 
 from cmake_build import ROOT, build_folder
@@ -23,8 +24,14 @@ BUDGET = 120
 
 
 def name(source: Path, folder: Path) -> str:
-    """From the root of the project; of a file that the build itself wrote, its name."""
-    return source.name if source.is_relative_to(folder) else os.path.relpath(source, ROOT)
+    """From the root of the project; of files compiled as one, all names, else that of what the
+    build itself wrote."""
+    if not source.is_relative_to(folder):
+        return os.path.relpath(source, ROOT)
+    if source.parent.name != "Unity" or not source.exists():
+        return source.name
+    included = re.findall(r'^#include "(.*)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
+    return ", ".join(os.path.relpath(file, ROOT) for file in included)
 
 
 def compile_times(folder: Path) -> list[tuple[float, str]]:

@@ -57,6 +57,7 @@ def cmake_build(folder: Path, options: dict[str, str], targets: tuple[str, ...])
         # The tools of an isolated build are gone at the next one: never trust the cached paths.
         "CMAKE_MAKE_PROGRAM": tool("ninja"),
         "Python_EXECUTABLE": sys.executable,
+        "TRANSFORMER_OPS_UNITY": os.environ.get("TRANSFORMER_OPS_UNITY", "ON"),
         **options,
     }
     defines = [f"-D{name}={value}" for name, value in options.items()]

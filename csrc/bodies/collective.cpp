@@ -42,7 +42,7 @@ void call(const Checks& check, const Ranks& ranks, const c10::OperatorHandle& op
 
 std::string name_of(const Ranks& ranks) { return std::string(ranks.group); }
 
-c10::SymInt rows_of(const Checks& check, const char* name, const Tensor& tensor, int64_t ranks) {
+c10::SymInt row_count(const Checks& check, const char* name, const Tensor& tensor, int64_t ranks) {
   check.compute_dtype(name, tensor);
   check.has_rows(name, tensor);
   // So many that no number of rows overflows.
@@ -118,11 +118,11 @@ Tensor meaning(const Checks& check, const Tensor& input, int64_t ranks, std::str
 }  // namespace
 
 TensorSpec gathered(const Checks& check, const char* name, const Tensor& tensor, int64_t ranks) {
-  return with_rows(tensor, rows_of(check, name, tensor, ranks) * ranks);
+  return with_rows(tensor, row_count(check, name, tensor, ranks) * ranks);
 }
 
 TensorSpec scattered(const Checks& check, const char* name, const Tensor& tensor, int64_t ranks) {
-  const c10::SymInt rows = rows_of(check, name, tensor, ranks);
+  const c10::SymInt rows = row_count(check, name, tensor, ranks);
   TORCH_CHECK((rows % ranks) == 0, "[", check.op(), "] ", name,
               " must have a first dimension divisible by ", ranks, ", got shape ",
               tensor.sym_sizes());
@@ -130,7 +130,7 @@ TensorSpec scattered(const Checks& check, const char* name, const Tensor& tensor
 }
 
 TensorSpec reduced(const Checks& check, const char* name, const Tensor& tensor, int64_t ranks) {
-  rows_of(check, name, tensor, ranks);
+  row_count(check, name, tensor, ranks);
   return like(tensor);
 }
 

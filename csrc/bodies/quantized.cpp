@@ -20,7 +20,7 @@ using kernel::Element;
 using kernel::Format;
 using kernel::ScaleRule;
 
-c10::SymInt rows_of(c10::SymIntArrayRef sizes) {
+c10::SymInt row_count(c10::SymIntArrayRef sizes) {
   c10::SymInt rows = 1;
   for (size_t i = 0; i + 1 < sizes.size(); ++i) rows = rows * sizes[i];
   return rows;
@@ -124,7 +124,7 @@ struct Blocks {
   c10::SymInt rows, h, block_rows, block_columns, down, across;
 
   Blocks(const Format& format, c10::SymIntArrayRef sizes)
-      : rows(rows_of(sizes)),
+      : rows(row_count(sizes)),
         h(width_of(sizes)),
         block_rows(format.per_tensor() ? rows.max(1) : c10::SymInt(format.block_rows)),
         block_columns(format.per_tensor() ? h.max(1) : c10::SymInt(format.block_columns)),
@@ -237,7 +237,7 @@ TensorSpec codes_spec(const Format& format, c10::SymIntArrayRef sizes) {
 TensorSpec scale_spec(const Format& format, c10::SymIntArrayRef sizes) {
   if (format.per_tensor()) return {{}, at::kFloat};
   const c10::SymInt across = parts(width_of(sizes), format.block_columns);
-  const c10::SymInt down = parts(rows_of(sizes), format.block_rows);
+  const c10::SymInt down = parts(row_count(sizes), format.block_rows);
   if (format.has_tensor_scale()) return {{down * across + 4}, at::kByte};
   TensorSpec spec{{down, across}, format.rule == ScaleRule::E8M0 ? at::kByte : at::kFloat};
   if (format.block_rows == 1) {

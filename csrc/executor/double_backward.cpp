@@ -28,9 +28,9 @@ class Substitute : public torch::autograd::Function<Substitute> {
   }
 };
 
-class Replay {
+class Rerun {
  public:
-  Replay(const Program& program, const Tensors& saved) : program_(program), saved_(saved) {
+  Rerun(const Program& program, const Tensors& saved) : program_(program), saved_(saved) {
     const auto current = torch::autograd::get_current_node();
     node_ = dynamic_cast<CppNode<PlanFunction>*>(current.get());
     TORCH_CHECK(node_ != nullptr, "[double_backward] must run in the plan's own autograd node");
@@ -210,7 +210,7 @@ Tensors double_backward(const Program& program, const Tensors& saved, const Tens
   TORCH_CHECK(!program.accumulates, "[BasicLinear] create_graph=True must find no weight that ",
               "accumulates into main_grad, got one");
   refuse_saved_codes(program, "second derivatives");
-  Replay replay(program, saved);
+  Rerun replay(program, saved);
   const Tensors outputs = replay.run();
   Tensors wanted, differentiable, given;
   for (const Tensor& input : replay.inputs()) {

@@ -7,7 +7,7 @@
 namespace transformer_ops {
 namespace {
 
-struct All {
+struct Mutexes {
   std::mutex mutex;
   std::vector<ForkSafeMutex*> list;
 };
@@ -15,35 +15,35 @@ struct All {
 void lock_all();
 void unlock_all();
 
-All& all() {
+Mutexes& all_mutexes() {
   // Never deleted: a mutex may die after every other static object.
-  static All* const made = [] {
+  static Mutexes* const made = [] {
     pthread_atfork(lock_all, unlock_all, unlock_all);
-    return new All;
+    return new Mutexes;
   }();
   return *made;
 }
 
 void lock_all() {
-  all().mutex.lock();
-  for (ForkSafeMutex* mutex : all().list) mutex->lock();
+  all_mutexes().mutex.lock();
+  for (ForkSafeMutex* mutex : all_mutexes().list) mutex->lock();
 }
 
 void unlock_all() {
-  for (ForkSafeMutex* mutex : all().list) mutex->unlock();
-  all().mutex.unlock();
+  for (ForkSafeMutex* mutex : all_mutexes().list) mutex->unlock();
+  all_mutexes().mutex.unlock();
 }
 
 }  // namespace
 
 ForkSafeMutex::ForkSafeMutex() {
-  const std::lock_guard lock(all().mutex);
-  all().list.push_back(this);
+  const std::lock_guard lock(all_mutexes().mutex);
+  all_mutexes().list.push_back(this);
 }
 
 ForkSafeMutex::~ForkSafeMutex() {
-  const std::lock_guard lock(all().mutex);
-  std::erase(all().list, this);
+  const std::lock_guard lock(all_mutexes().mutex);
+  std::erase(all_mutexes().list, this);
 }
 
 }  // namespace transformer_ops

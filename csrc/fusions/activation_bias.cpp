@@ -7,7 +7,7 @@
 #include "kernels/bias.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::activation_bias {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& kept,
@@ -85,4 +85,4 @@ Bindings bind(const Match& match) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::activation_bias

@@ -11,7 +11,7 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/sqrt.h>
 
-namespace transformer_ops {
+namespace transformer_ops::fused::activation_linear {
 namespace {
 
 // Raises where its gradient does not follow from its output.
@@ -139,4 +139,4 @@ Bindings bind(const Match& match) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::activation_linear

@@ -7,7 +7,7 @@
 #include "bodies/norm.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::add_norm {
 namespace {
 
 // (output, sum, statistics...)
@@ -156,4 +156,4 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp op)
                                                         .unfused = add_rms_norm_unfused});
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::add_norm

@@ -11,7 +11,7 @@
 #include "kernels/dropout.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::bias_dropout_add {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& bias,
@@ -117,4 +117,4 @@ bool register_forward() {
 [[maybe_unused]] const bool registered = register_forward();
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::bias_dropout_add

@@ -6,7 +6,7 @@
 #include "op/buffer.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::bias_linear {
 namespace {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
@@ -73,4 +73,4 @@ std::optional<std::string> why_not(const Match& match) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::bias_linear

@@ -7,7 +7,7 @@
 #include "kernels/bias.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::dropout_bias {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& mask, double p) {
@@ -65,4 +65,4 @@ std::optional<std::string> why_not(const Match& match) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::dropout_bias

@@ -8,7 +8,7 @@
 #include "op/buffer.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::gather_linear {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
@@ -66,4 +66,4 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::gather_linear

@@ -10,7 +10,7 @@
 #include "op/buffer.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::gather_linear_forward {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
@@ -89,4 +89,4 @@ std::tuple<Tensor, Tensor> forward_unfused(const Checks& check, const Tensor& in
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::gather_linear_forward

@@ -7,7 +7,7 @@
 #include "kernels/bias.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::glu_bias {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
@@ -67,4 +67,4 @@ Bindings bind(const Match& match) { return bind_glu(match, 1); }
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::glu_bias

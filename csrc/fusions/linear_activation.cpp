@@ -11,7 +11,7 @@
 #include "kernels/bias.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::linear_activation {
 namespace {
 
 std::vector<std::string> activations_that_keep_input() {
@@ -131,4 +131,4 @@ Bindings bind(const Match& match) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::linear_activation

@@ -9,7 +9,7 @@
 #include "op/buffer.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::linear_bias_activation {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
@@ -91,4 +91,4 @@ Bindings bind(const Match& match) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::linear_bias_activation

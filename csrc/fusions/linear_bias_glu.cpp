@@ -10,7 +10,7 @@
 #include "kernels/glu.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::linear_bias_glu {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
@@ -89,4 +89,4 @@ Bindings bind(const Match& match) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::linear_bias_glu

@@ -18,7 +18,7 @@
 #include "kernels/dropout.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::linear_epilogue {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
@@ -144,4 +144,4 @@ Bindings bind(const Match& match) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::linear_epilogue

@@ -9,7 +9,7 @@
 #include "kernels/glu.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::linear_glu {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
@@ -85,4 +85,4 @@ Bindings bind(const Match& match) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::linear_glu

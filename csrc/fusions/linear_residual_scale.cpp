@@ -10,7 +10,7 @@
 #include "bodies/make_extra_output.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::linear_residual_scale {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor* grad_extra_output,
@@ -109,4 +109,4 @@ Bindings bind(const Match& match) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::linear_residual_scale

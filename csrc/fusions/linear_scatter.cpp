@@ -9,7 +9,7 @@
 #include "op/buffer.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::linear_scatter {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
@@ -63,4 +63,4 @@ Tensor forward_unfused(const Checks& check, const Tensor& input, const Tensor& w
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::linear_scatter

@@ -6,7 +6,7 @@
 #include "bodies/linear_recomputed.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::moe_mlp {
 namespace {
 
 using Mask = std::array<bool, 4>;  // which of (grad_input, grad_up, grad_down, grad_probs)
@@ -234,4 +234,4 @@ Bindings bind(const Match& match) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::moe_mlp

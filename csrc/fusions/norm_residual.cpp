@@ -5,7 +5,7 @@
 #include "bodies/norm.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::norm_residual {
 namespace {
 
 TensorSpec wanted_like(const Tensor& weight, bool wanted) {
@@ -195,4 +195,4 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp bac
                    .unfused = rms_norm_residual_unfused});
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::norm_residual

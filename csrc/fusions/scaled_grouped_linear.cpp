@@ -8,7 +8,7 @@
 #include "bodies/scaled.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::fused::scaled_grouped_linear {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
@@ -116,4 +116,4 @@ std::optional<std::string> why_not(const Match& match) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::fused::scaled_grouped_linear

@@ -190,10 +190,11 @@ struct BlockScale {
 };
 
 // Of the largest magnitude of a block, which is NaN where there is one. tensor_scale is that of
-// the format: see tensor_scale().
-template <ScaleRule rule, class E>
-TRANSFORMER_OPS_MATH BlockScale block_scale(float amax, float tensor_scale) {
-  if constexpr (rule == ScaleRule::E8M0) {
+// the format: see tensor_scale(). The rule is no template argument: once a block it costs next to
+// nothing, and what runs over the numbers is compiled for each element type alone.
+template <class E>
+TRANSFORMER_OPS_MATH BlockScale block_scale(ScaleRule rule, float amax, float tensor_scale) {
+  if (rule == ScaleRule::E8M0) {
     const uint32_t byte = encode_e8m0(product(amax, 1.0f / E::kLargest));
     // A block that is next to nothing is encoded as it is: as zeros.
     const float scale = byte == 255   ? from_bits(kNan)
@@ -201,34 +202,52 @@ TRANSFORMER_OPS_MATH BlockScale block_scale(float amax, float tensor_scale) {
                         : byte == 0   ? 1.0f
                                       : from_bits((254u - byte) << 23);
     return {scale, 0.0f, byte};
-  } else if constexpr (rule == ScaleRule::E4M3) {
+  }
+  if (rule == ScaleRule::E4M3) {
     const float wanted = product(amax, product(tensor_scale, 1.0f / 6.0f));
     const uint32_t byte = encode<E4M3>(wanted, 1.0f);
     const float scale = 1.0f / product(decode<E4M3>(byte), 1.0f / tensor_scale);
     return {scale > kMost ? kMost : scale, 0.0f, byte};
+  }
+  if constexpr (E::kInteger) {
+    // No code is NaN, so the scale is.
+    if (amax != amax) return {0.0f, from_bits(kNan)};
+    if (amax > kMost) amax = kMost;
+  }
+  float scale = encoding_scale(amax, E::kLargest);
+  if (rule == ScaleRule::PowerOfTwo) scale = from_bits(bits_of(scale) & kInfinity);
+  return {scale, 1.0f / scale};
+}
+
+// The rule of a format with elements E, known to the compiler where no other goes with them.
+template <class E>
+TRANSFORMER_OPS_MATH constexpr ScaleRule rule_for(const kernel::Format& format) {
+  if constexpr (E::kInteger) return ScaleRule::Float32;
+  if constexpr (E::kLargest == E2M1::kLargest) return ScaleRule::E4M3;
+  return format.rule;
+}
+
+// Whether the scales that follow this rule are stored as bytes.
+TRANSFORMER_OPS_MATH bool has_byte_scales(ScaleRule rule) {
+  return rule == ScaleRule::E8M0 || rule == ScaleRule::E4M3;
+}
+
+TRANSFORMER_OPS_MATH void store_scale(ScaleRule rule, void* scales, int64_t i,
+                                      const BlockScale& scale) {
+  if (has_byte_scales(rule)) {
+    static_cast<uint8_t*>(scales)[i] = static_cast<uint8_t>(scale.byte);
   } else {
-    if constexpr (E::kInteger) {
-      // No code is NaN, so the scale is.
-      if (amax != amax) return {0.0f, from_bits(kNan)};
-      if (amax > kMost) amax = kMost;
-    }
-    float scale = encoding_scale(amax, E::kLargest);
-    if constexpr (rule == ScaleRule::PowerOfTwo) scale = from_bits(bits_of(scale) & kInfinity);
-    return {scale, 1.0f / scale};
+    static_cast<float*>(scales)[i] = scale.number;
   }
 }
 
 // The value of a stored scale; decoded_tensor_scale is 1 / tensor_scale().
-template <ScaleRule rule>
-TRANSFORMER_OPS_MATH float decoding_scale(const void* scales, int64_t i,
+TRANSFORMER_OPS_MATH float decoding_scale(ScaleRule rule, const void* scales, int64_t i,
                                           float decoded_tensor_scale) {
-  if constexpr (rule == ScaleRule::E8M0) {
-    return decode_e8m0(static_cast<const uint8_t*>(scales)[i]);
-  } else if constexpr (rule == ScaleRule::E4M3) {
-    return product(decode<E4M3>(static_cast<const uint8_t*>(scales)[i]), decoded_tensor_scale);
-  } else {
-    return static_cast<const float*>(scales)[i];
-  }
+  if (!has_byte_scales(rule)) return static_cast<const float*>(scales)[i];
+  const uint32_t byte = static_cast<const uint8_t*>(scales)[i];
+  return rule == ScaleRule::E8M0 ? decode_e8m0(byte)
+                                 : product(decode<E4M3>(byte), decoded_tensor_scale);
 }
 
 // What encodes a tensor of one block, and what the scales of blocks are relative to in formats

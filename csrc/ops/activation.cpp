@@ -9,7 +9,7 @@
 #include "op/op.h"
 #include "op/recompute.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::activation {
 namespace {
 
 using cpu::Activation;
@@ -146,4 +146,4 @@ bool register_activations() {
 [[maybe_unused]] const bool registered = register_activations();
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::activation

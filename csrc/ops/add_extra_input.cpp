@@ -3,7 +3,7 @@
 
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::add_extra_input {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& extra_input) {
@@ -35,4 +35,4 @@ Tensor add_unfused(const Tensor& input, const Tensor& extra_input) { return inpu
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::add_extra_input

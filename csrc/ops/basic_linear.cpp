@@ -5,7 +5,7 @@
 #include "bodies/linear_cuda.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::basic_linear {
 namespace {
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& weight) {
@@ -77,4 +77,4 @@ LinearBackward backward_unfused(const Tensor& grad_output, const Tensor* input,
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::basic_linear

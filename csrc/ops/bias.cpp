@@ -8,7 +8,7 @@
 #include "op/op.h"
 #include "op/recompute.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::bias {
 namespace {
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& bias) {
@@ -72,4 +72,4 @@ const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor o
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::bias

@@ -10,7 +10,7 @@
 #include "op/op.h"
 #include "op/recompute.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::collective {
 namespace {
 
 void gather(const Checks& check, const Tensor& input, int64_t group_size, std::string_view group,
@@ -123,4 +123,4 @@ const std::vector<std::string> kAttributes = {"group_size", "group"};
     });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::collective

@@ -5,7 +5,7 @@
 #include "op/op.h"
 #include "op/recompute.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::constant_scale {
 namespace {
 
 void multiply(const Tensor& tensor, double scale, Tensor& result) {
@@ -37,4 +37,4 @@ const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::constant_scale

@@ -6,7 +6,7 @@
 #include "bodies/permute.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::dispatch {
 namespace {
 
 using Mask = std::array<bool, 2>;  // which of (grad_input, grad_probs) are wanted
@@ -190,4 +190,4 @@ int64_t bits_of_position(const std::string&, int64_t, int64_t) { return 32; }
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::dispatch

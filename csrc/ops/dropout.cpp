@@ -9,7 +9,7 @@
 #include "op/op.h"
 #include "op/recompute.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::dropout {
 namespace {
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, double p, bool save_mask) {
@@ -107,4 +107,4 @@ Tensor replay(const ReplayCall& call) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::dropout

@@ -6,7 +6,7 @@
 #include "op/op.h"
 #include "op/recompute.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::glu {
 namespace {
 
 template <typename... Numbers>
@@ -86,4 +86,4 @@ bool register_row(const GluRow& row) {
 [[maybe_unused]] const bool registered = std::ranges::all_of(glus(), register_row);
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::glu

@@ -6,7 +6,7 @@
 #include "bodies/product.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::grouped_linear {
 namespace {
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& splits,
@@ -202,4 +202,4 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor* in
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::grouped_linear

@@ -6,7 +6,7 @@
 #include "bodies/norm.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::l2_normalization {
 namespace {
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, double) {
@@ -103,4 +103,4 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::l2_normalization

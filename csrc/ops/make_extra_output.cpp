@@ -3,7 +3,7 @@
 
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::make_extra_output {
 namespace {
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output,
@@ -38,4 +38,4 @@ void backward(const Tensor& grad_output, const Tensor& grad_extra_output, Tensor
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::make_extra_output

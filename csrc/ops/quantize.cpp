@@ -22,7 +22,7 @@
 #include "kernels/encoding.h"
 #include "kernels/quantize.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::quantize {
 namespace {
 
 using kernel::Format;
@@ -505,4 +505,4 @@ Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& in
 }();
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::quantize

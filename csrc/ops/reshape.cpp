@@ -1,7 +1,7 @@
 // Reshape: torch's own op, forward to the given shape, backward to that of the input.
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::reshape {
 namespace {
 
 // The last size, unless it follows from the input.
@@ -22,4 +22,4 @@ int64_t width(const Attributes& attributes, int64_t) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::reshape

@@ -3,7 +3,7 @@
 #include "bodies/norm.h"
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::rms_norm {
 namespace {
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& weight, double,
@@ -90,4 +90,4 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::rms_norm

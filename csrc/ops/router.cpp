@@ -11,7 +11,7 @@
 
 #include "op/op.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::router {
 namespace {
 
 struct Settings {
@@ -181,4 +181,4 @@ Tensor replay(const ReplayCall& call) {
 });
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::router

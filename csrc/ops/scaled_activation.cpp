@@ -6,7 +6,7 @@
 #include "op/op.h"
 #include "op/recompute.h"
 
-namespace transformer_ops {
+namespace transformer_ops::ops::scaled_activation {
 namespace {
 
 using Mask = std::array<bool, 2>;  // which of (grad_input, grad_scales) are wanted
@@ -126,4 +126,4 @@ bool register_row(const ScaledRow& row) {
 [[maybe_unused]] const bool registered = std::ranges::all_of(scaled_activations(), register_row);
 
 }  // namespace
-}  // namespace transformer_ops
+}  // namespace transformer_ops::ops::scaled_activation

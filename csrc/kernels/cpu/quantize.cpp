@@ -48,26 +48,18 @@ TRANSFORMER_OPS_INLINE float larger_magnitude(float a, float b) {
 
 // ---- from a format to what is compiled for it
 
-template <ScaleRule rule>
-struct Rule {};
-
 template <class F>
-void with_format(const kernel::Format& format, F f) {
+void with_element(Element element, F f) {
   using namespace encoding;
-  const auto with_rule = [&](auto element) {
-    if (format.rule == ScaleRule::Float32) return f(element, Rule<ScaleRule::Float32>());
-    if (format.rule == ScaleRule::PowerOfTwo) return f(element, Rule<ScaleRule::PowerOfTwo>());
-    return f(element, Rule<ScaleRule::E8M0>());
-  };
-  switch (format.element) {
+  switch (element) {
     case Element::E4M3:
-      return with_rule(Tag<E4M3>());
+      return f(Tag<E4M3>());
     case Element::E5M2:
-      return with_rule(Tag<E5M2>());
+      return f(Tag<E5M2>());
     case Element::E2M1:
-      return f(Tag<E2M1>(), Rule<ScaleRule::E4M3>());
+      return f(Tag<E2M1>());
     case Element::Int8:
-      return f(Tag<Int8>(), Rule<ScaleRule::Float32>());
+      return f(Tag<Int8>());
   }
 }
 
@@ -93,23 +85,11 @@ TRANSFORMER_OPS_INLINE void unpack(const uint8_t* packed, uint8_t* codes, int64_
 
 // ---- encode
 
-template <ScaleRule rule>
-TRANSFORMER_OPS_INLINE void store_scale(void* scales, int64_t i, const BlockScale& scale) {
-  if constexpr (rule == ScaleRule::E8M0 || rule == ScaleRule::E4M3) {
-    as<uint8_t>(scales)[i] = static_cast<uint8_t>(scale.byte);
-  } else {
-    as<float>(scales)[i] = scale.number;
-  }
-}
-
-// Whether numbers of a block whose scale follows this rule are Known::Fits, given finite ones.
-template <ScaleRule rule, class E>
-constexpr bool kFits = E::kInteger || rule == ScaleRule::PowerOfTwo || rule == ScaleRule::E8M0;
-
-template <ScaleRule rule, class E, class N>
-TRANSFORMER_OPS_INLINE void encode_block(const N* x, uint8_t* codes, int64_t n, float amax,
-                                         float scale) {
-  if (kFits<rule, E> && encoding::is_finite(amax)) {
+template <class E, class N>
+TRANSFORMER_OPS_INLINE void encode_block(ScaleRule rule, const N* x, uint8_t* codes, int64_t n,
+                                         float amax, float scale) {
+  const bool fits = E::kInteger || rule == ScaleRule::PowerOfTwo || rule == ScaleRule::E8M0;
+  if (fits && encoding::is_finite(amax)) {
     encode_bytes<E, Known::Fits>(x, codes, n, scale);
   } else {
     encode_bytes<E, Known::Nothing>(x, codes, n, scale);
@@ -117,17 +97,19 @@ TRANSFORMER_OPS_INLINE void encode_block(const N* x, uint8_t* codes, int64_t n, 
 }
 
 // Blocks of one row.
-template <ScaleRule rule, class E, class T>
-void encode_row(const T* x, float tensor_scale, uint8_t* codes, void* scales, int64_t first_scale,
-                int64_t h, int64_t columns) {
+template <class E, class T>
+void encode_row(const kernel::Format& format, const T* x, float tensor_scale, uint8_t* codes,
+                void* scales, int64_t first_scale, int64_t h) {
+  const ScaleRule rule = encoding::rule_for<E>(format);
+  const int64_t columns = format.block_columns;
   PieceOf<T> piece;
   for (int64_t i = 0, block = first_scale; i < h; i += columns, ++block) {
     const int64_t n = smaller(columns, h - i);
     const auto* numbers = piece.read(x + i, n);
     const float amax = largest_of(numbers, n);
-    const BlockScale scale = encoding::block_scale<rule, E>(amax, tensor_scale);
-    store_scale<rule>(scales, block, scale);
-    encode_block<rule, E>(numbers, codes + i, n, amax, scale.encode);
+    const BlockScale scale = encoding::block_scale<E>(rule, amax, tensor_scale);
+    encoding::store_scale(rule, scales, block, scale);
+    encode_block<E>(rule, numbers, codes + i, n, amax, scale.encode);
   }
 }
 
@@ -146,14 +128,16 @@ void largest_of_blocks(const T* x, float* amax, int64_t rows, int64_t h, int64_t
 }
 
 // One row of blocks that span several rows.
-template <ScaleRule rule, class E, class T>
-void encode_row_of_blocks(const T* x, const float* amax, float tensor_scale, uint8_t* codes,
-                          int64_t h, int64_t columns) {
+template <class E, class T>
+void encode_row_of_blocks(const kernel::Format& format, const T* x, const float* amax,
+                          float tensor_scale, uint8_t* codes, int64_t h) {
+  const ScaleRule rule = encoding::rule_for<E>(format);
+  const int64_t columns = format.block_columns;
   PieceOf<T> piece;
   for (int64_t i = 0, block = 0; i < h; i += columns, ++block) {
     const int64_t n = smaller(columns, h - i);
-    const BlockScale scale = encoding::block_scale<rule, E>(amax[block], tensor_scale);
-    encode_block<rule, E>(piece.read(x + i, n), codes + i, n, amax[block], scale.encode);
+    const BlockScale scale = encoding::block_scale<E>(rule, amax[block], tensor_scale);
+    encode_block<E>(rule, piece.read(x + i, n), codes + i, n, amax[block], scale.encode);
   }
 }
 
@@ -173,14 +157,15 @@ class CodeRow {
   Scratch<uint8_t> bytes_;
 };
 
-// Which formats have blocks of one column.
-template <ScaleRule rule>
-constexpr bool kHasColumns = rule != ScaleRule::Float32;
+// Which element types have blocks of one column.
+template <class E>
+constexpr bool kHasColumns = !E::kInteger;
 
 // Blocks of one column.
-template <ScaleRule rule, class E, class T>
+template <class E, class T>
 void quantize_columns(const kernel::Format& format, const T* x, float tensor_scale, uint8_t* codes,
                       void* scales, int64_t rows, int64_t h) {
+  const ScaleRule rule = encoding::rule_for<E>(format);
   CodeRow<E> row_of(h);
   Scratch<float> amax(h), encoding_scales(h);
   float* const scale = encoding_scales.data();
@@ -193,8 +178,8 @@ void quantize_columns(const kernel::Format& format, const T* x, float tensor_sca
       });
     }
     for (int64_t j = 0; j < h; ++j) {
-      const BlockScale found = encoding::block_scale<rule, E>(amax.data()[j], tensor_scale);
-      store_scale<rule>(scales, block + j, found);
+      const BlockScale found = encoding::block_scale<E>(rule, amax.data()[j], tensor_scale);
+      encoding::store_scale(rule, scales, block + j, found);
       scale[j] = found.encode;
     }
     for (int64_t row = first; row < end; ++row) {
@@ -208,12 +193,13 @@ void quantize_columns(const kernel::Format& format, const T* x, float tensor_sca
   }
 }
 
-template <ScaleRule rule, class E, class T>
+template <class E, class T>
 void quantize_blocks(const kernel::Format& format, const T* x, float tensor_scale, uint8_t* codes,
                      void* scales, int64_t rows, int64_t h) {
-  if constexpr (kHasColumns<rule>) {
+  const ScaleRule rule = encoding::rule_for<E>(format);
+  if constexpr (kHasColumns<E>) {
     if (format.block_columns == 1) {
-      return quantize_columns<rule, E>(format, x, tensor_scale, codes, scales, rows, h);
+      return quantize_columns<E>(format, x, tensor_scale, codes, scales, rows, h);
     }
   }
   const int64_t columns = format.block_columns, blocks = (h + columns - 1) / columns;
@@ -221,8 +207,7 @@ void quantize_blocks(const kernel::Format& format, const T* x, float tensor_scal
   if (format.block_rows == 1) {
     for (int64_t row = 0; row < rows; ++row) {
       uint8_t* to = codes + row * row_of.bytes();
-      encode_row<rule, E>(x + row * h, tensor_scale, row_of.begin(to), scales, row * blocks, h,
-                          columns);
+      encode_row<E>(format, x + row * h, tensor_scale, row_of.begin(to), scales, row * blocks, h);
       row_of.end(to);
     }
     return;
@@ -232,13 +217,12 @@ void quantize_blocks(const kernel::Format& format, const T* x, float tensor_scal
     const int64_t count = smaller(format.block_rows, rows - first);
     largest_of_blocks(x + first * h, amax.data(), count, h, columns);
     for (int64_t block = 0; block < blocks; ++block) {
-      store_scale<rule>(scales, first / format.block_rows * blocks + block,
-                        encoding::block_scale<rule, E>(amax.data()[block], tensor_scale));
+      encoding::store_scale(rule, scales, first / format.block_rows * blocks + block,
+                            encoding::block_scale<E>(rule, amax.data()[block], tensor_scale));
     }
     for (int64_t row = first; row < first + count; ++row) {
       uint8_t* to = codes + row * row_of.bytes();
-      encode_row_of_blocks<rule, E>(x + row * h, amax.data(), tensor_scale, row_of.begin(to), h,
-                                    columns);
+      encode_row_of_blocks<E>(format, x + row * h, amax.data(), tensor_scale, row_of.begin(to), h);
       row_of.end(to);
     }
   }
@@ -258,9 +242,10 @@ const uint8_t* unpacked(CodeRow<E>& row, const uint8_t* from, [[maybe_unused]] i
 }
 
 // Blocks of one column.
-template <ScaleRule rule, class E, class T>
+template <class E, class T>
 void dequantize_columns(const kernel::Format& format, const uint8_t* codes, const void* scales,
                         float decoded_tensor_scale, T* out, int64_t rows, int64_t h) {
+  const ScaleRule rule = encoding::rule_for<E>(format);
   CodeRow<E> row_of(h);
   Scratch<float> scale(h);
   bool fits = true;
@@ -268,8 +253,8 @@ void dequantize_columns(const kernel::Format& format, const uint8_t* codes, cons
     if (row % format.block_rows == 0) {
       fits = true;
       for (int64_t j = 0; j < h; ++j) {
-        scale.data()[j] = encoding::decoding_scale<rule>(scales, row / format.block_rows * h + j,
-                                                         decoded_tensor_scale);
+        scale.data()[j] = encoding::decoding_scale(rule, scales, row / format.block_rows * h + j,
+                                                   decoded_tensor_scale);
         fits &= decodes_by_vectors<E>(scale.data()[j]);
       }
     }
@@ -278,18 +263,19 @@ void dequantize_columns(const kernel::Format& format, const uint8_t* codes, cons
   }
 }
 
-template <ScaleRule rule, class E, class T>
+template <class E, class T>
 void dequantize_rows(const kernel::Format& format, const uint8_t* codes, const void* scales,
                      float decoded_tensor_scale, T* out, int64_t rows, int64_t h) {
-  if constexpr (kHasColumns<rule>) {
+  const ScaleRule rule = encoding::rule_for<E>(format);
+  if constexpr (kHasColumns<E>) {
     if (format.block_columns == 1) {
-      return dequantize_columns<rule, E>(format, codes, scales, decoded_tensor_scale, out, rows, h);
+      return dequantize_columns<E>(format, codes, scales, decoded_tensor_scale, out, rows, h);
     }
   }
   const int64_t columns = format.per_tensor() ? h : format.block_columns;
   const int64_t blocks = (h + columns - 1) / columns;
   CodeRow<E> row_of(h);
-  with_streaming(out, rows, h, [&](bool stream) {
+  with_streaming(out, rows, h, [&, rule](bool stream) {
     // A block's numbers are whole vectors, too.
     const bool streams = stream && columns * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
     for (int64_t row = 0; row < rows; ++row) {
@@ -297,8 +283,8 @@ void dequantize_rows(const kernel::Format& format, const uint8_t* codes, const v
       const int64_t first_scale = format.per_tensor() ? 0 : row / format.block_rows * blocks;
       for (int64_t i = 0, block = first_scale; i < h; i += columns, ++block) {
         const float scale = format.per_tensor() ? decoded_tensor_scale
-                                                : encoding::decoding_scale<rule>(
-                                                      scales, block, decoded_tensor_scale);
+                                                : encoding::decoding_scale(rule, scales, block,
+                                                                           decoded_tensor_scale);
         decode_bytes<E>(from + i, out + row * h + i, smaller(columns, h - i), scale, streams);
       }
     }
@@ -321,14 +307,13 @@ void quantize(const kernel::Format& format, DType dtype, const void* x, float te
               void* codes, void* scales, int64_t rows, int64_t h) {
   if (rows == 0 || h == 0) return;
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    with_format(format, [&]<class E, ScaleRule rule>(Tag<E>, Rule<rule>) {
+    with_element(format.element, [&]<class E>(Tag<E>) {
       if (format.per_tensor()) {
         for_pieces(as<T>(x), rows * h, [&](const auto* numbers, int64_t first, int64_t n) {
           encode_bytes<E, Known::Nothing>(numbers, as<uint8_t>(codes) + first, n, tensor_scale);
         });
       } else {
-        quantize_blocks<rule, E>(format, as<T>(x), tensor_scale, as<uint8_t>(codes), scales, rows,
-                                 h);
+        quantize_blocks<E>(format, as<T>(x), tensor_scale, as<uint8_t>(codes), scales, rows, h);
       }
     });
   });
@@ -338,9 +323,9 @@ void dequantize(const kernel::Format& format, DType dtype, const void* codes, co
                 float decoded_tensor_scale, void* out, int64_t rows, int64_t h) {
   if (rows == 0 || h == 0) return;
   with_dtype(dtype, [&]<class T>(Tag<T>) {
-    with_format(format, [&]<class E, ScaleRule rule>(Tag<E>, Rule<rule>) {
-      dequantize_rows<rule, E>(format, as<uint8_t>(codes), scales, decoded_tensor_scale, as<T>(out),
-                               rows, h);
+    with_element(format.element, [&]<class E>(Tag<E>) {
+      dequantize_rows<E>(format, as<uint8_t>(codes), scales, decoded_tensor_scale, as<T>(out), rows,
+                         h);
     });
   });
 }

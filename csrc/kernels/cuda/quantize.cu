@@ -15,26 +15,18 @@ using kernel::ScaleRule;
 
 constexpr int kPack = kGroup;
 
-template <ScaleRule rule>
-struct Rule {};
-
 template <class F>
-void with_format(const Format& format, const F& f) {
+void with_element(Element element, const F& f) {
   using namespace encoding;
-  const auto with_rule = [&](auto element) {
-    if (format.rule == ScaleRule::Float32) return f(element, Rule<ScaleRule::Float32>());
-    if (format.rule == ScaleRule::PowerOfTwo) return f(element, Rule<ScaleRule::PowerOfTwo>());
-    return f(element, Rule<ScaleRule::E8M0>());
-  };
-  switch (format.element) {
+  switch (element) {
     case Element::E4M3:
-      return with_rule(Type<E4M3>());
+      return f(Type<E4M3>());
     case Element::E5M2:
-      return with_rule(Type<E5M2>());
+      return f(Type<E5M2>());
     case Element::E2M1:
-      return f(Type<E2M1>(), Rule<ScaleRule::E4M3>());
+      return f(Type<E2M1>());
     case Element::Int8:
-      return f(Type<Int8>(), Rule<ScaleRule::Float32>());
+      return f(Type<Int8>());
   }
 }
 
@@ -153,14 +145,16 @@ struct Layout {
   int64_t rows, h;
   int64_t block_rows, block_columns;
   int64_t blocks;  // of a row
+  ScaleRule rule;
 
-  Layout(const Format& format, int64_t rows, int64_t h)
+  Layout(const Format& format, ScaleRule rule, int64_t rows, int64_t h)
       : rows(rows),
         h(h),
         block_rows(format.per_tensor() ? std::max<int64_t>(rows, 1) : format.block_rows),
         block_columns(format.per_tensor() ? ceil_div(std::max<int64_t>(h, 1), kPack) * kPack
                                           : format.block_columns),
-        blocks(ceil_div(h, block_columns)) {}
+        blocks(ceil_div(h, block_columns)),
+        rule(rule) {}
 };
 
 template <class E, class T>
@@ -191,15 +185,6 @@ struct Encoder {
   }
 };
 
-template <ScaleRule rule>
-TRANSFORMER_OPS_DEVICE void store_scale(void* scales, int64_t i, const BlockScale& scale) {
-  if constexpr (rule == ScaleRule::E8M0 || rule == ScaleRule::E4M3) {
-    static_cast<uint8_t*>(scales)[i] = static_cast<uint8_t>(scale.byte);
-  } else {
-    static_cast<float*>(scales)[i] = scale.number;
-  }
-}
-
 TRANSFORMER_OPS_DEVICE int count_of(int64_t column, int64_t end) {
   const int64_t left = end - column;
   return left >= kPack ? kPack : left > 0 ? static_cast<int>(left) : 0;
@@ -222,7 +207,7 @@ __global__ void __launch_bounds__(kElementThreads)
 
 // ---- blocks of one row: some neighbouring lanes of a warp have one each
 
-template <bool Aligned, ScaleRule rule, class E, class T>
+template <bool Aligned, class E, class T>
 __global__ void __launch_bounds__(kElementThreads) encode_rows_kernel(Encoder<E, T> body) {
   const Layout& layout = body.layout;
   const int lanes = static_cast<int>(layout.block_columns) / kPack;
@@ -238,14 +223,15 @@ __global__ void __launch_bounds__(kElementThreads) encode_rows_kernel(Encoder<E,
   const float tensor_scale = body.tensor_scale();
   if (thread == 0) body.store_tensor_scale(tensor_scale);
   if (count == 0) return;
-  const BlockScale scale = encoding::block_scale<rule, E>(encoding::from_bits(amax), tensor_scale);
-  if (lane == 0) store_scale<rule>(body.scales, block, scale);
+  const BlockScale scale =
+      encoding::block_scale<E>(layout.rule, encoding::from_bits(amax), tensor_scale);
+  if (lane == 0) encoding::store_scale(layout.rule, body.scales, block, scale);
   encode_pack<E>(body.codes_at(row, column), x, count, scale.encode);
 }
 
 // ---- blocks of several rows: a block of threads has one each
 
-template <bool Aligned, ScaleRule rule, class E, class T>
+template <bool Aligned, class E, class T>
 __global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<E, T> body) {
   TRANSFORMER_OPS_SHARED(uint32_t, shared);
   const Layout& layout = body.layout;
@@ -268,10 +254,12 @@ __global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<
       [&](int64_t, int64_t, const Pack<T, kPack>& x, int) { amax = larger(amax, largest_of(x)); });
   amax = largest_of_block(amax, shared);
   const float tensor_scale = body.tensor_scale();
-  const BlockScale scale = encoding::block_scale<rule, E>(encoding::from_bits(amax), tensor_scale);
+  const BlockScale scale =
+      encoding::block_scale<E>(layout.rule, encoding::from_bits(amax), tensor_scale);
   if (threadIdx.x == 0) {
     // Of nothing there is one block of threads, but none of numbers.
-    if (left < layout.h && layout.rows > 0) store_scale<rule>(body.scales, block, scale);
+    if (left < layout.h && layout.rows > 0)
+      encoding::store_scale(layout.rule, body.scales, block, scale);
     if (block == 0) body.store_tensor_scale(tensor_scale);
   }
   for_packs([&](int64_t row, int64_t column, const Pack<T, kPack>& x, int count) {
@@ -281,7 +269,7 @@ __global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<
 
 // ---- blocks of one column: a thread has a pack of them
 
-template <bool Aligned, ScaleRule rule, class E, class T>
+template <bool Aligned, class E, class T>
 __global__ void __launch_bounds__(kElementThreads) encode_columns_kernel(Encoder<E, T> body) {
   const Layout& layout = body.layout;
   const int64_t thread =
@@ -310,9 +298,10 @@ __global__ void __launch_bounds__(kElementThreads) encode_columns_kernel(Encoder
 #pragma unroll
   for (int j = 0; j < kPack; ++j) {
     const BlockScale scale =
-        encoding::block_scale<rule, E>(encoding::from_bits(amax[j]), tensor_scale);
+        encoding::block_scale<E>(layout.rule, encoding::from_bits(amax[j]), tensor_scale);
     scales[j] = scale.encode;
-    if (j < count) store_scale<rule>(body.scales, down * layout.h + column + j, scale);
+    if (j < count)
+      encoding::store_scale(layout.rule, body.scales, down * layout.h + column + j, scale);
   }
   for (int64_t row = first; row < end; ++row) {
     encode_each<E>(body.codes_at(row, column), load_row(row), count,
@@ -320,7 +309,7 @@ __global__ void __launch_bounds__(kElementThreads) encode_columns_kernel(Encoder
   }
 }
 
-template <bool Aligned, ScaleRule rule, class E, class T>
+template <bool Aligned, class E, class T>
 void encode(Stream stream, const Format& format, const Encoder<E, T>& body) {
   const Layout& layout = body.layout;
   if (format.per_tensor()) {
@@ -334,19 +323,19 @@ void encode(Stream stream, const Format& format, const Encoder<E, T>& body) {
   if (format.block_columns == 1) {
     const int64_t threads = body.across * ceil_div(layout.rows, layout.block_rows);
     launch(stream, {std::max<int64_t>(1, ceil_div(threads, kElementThreads)), kElementThreads},
-           encode_columns_kernel<Aligned, rule, E, T>, body);
+           encode_columns_kernel<Aligned, E, T>, body);
     return;
   }
   if (format.block_rows == 1) {
     const int64_t threads = std::max<int64_t>(1, blocks * (layout.block_columns / kPack));
     launch(stream, {ceil_div(threads, kElementThreads), kElementThreads},
-           encode_rows_kernel<Aligned, rule, E, T>, body);
+           encode_rows_kernel<Aligned, E, T>, body);
     return;
   }
   const int64_t packs = format.block_rows * format.block_columns / kPack;
   const auto threads = static_cast<int>(std::min<int64_t>(packs, kElementThreads));
   launch(stream, {std::max<int64_t>(blocks, 1), threads, kSharedWords},
-         encode_blocks_kernel<Aligned, rule, E, T>, body);
+         encode_blocks_kernel<Aligned, E, T>, body);
 }
 
 // ---- decode
@@ -379,7 +368,7 @@ TRANSFORMER_OPS_DEVICE T scaled(float value, float scale) {
   }
 }
 
-template <bool Aligned, ScaleRule rule, class E, class T>
+template <bool Aligned, class E, class T>
 __global__ void __launch_bounds__(kElementThreads) decode_kernel(Decoder<E, T> body) {
   const Layout& layout = body.layout;
   const int64_t thread =
@@ -391,7 +380,7 @@ __global__ void __launch_bounds__(kElementThreads) decode_kernel(Decoder<E, T> b
   const float tensor_scale = float_at(body.decoded_tensor_scale);
   const int64_t first_block = row / layout.block_rows * layout.blocks;
   const auto scale_of = [&](int64_t block) {
-    return encoding::decoding_scale<rule>(body.scales, first_block + block, tensor_scale);
+    return encoding::decoding_scale(layout.rule, body.scales, first_block + block, tensor_scale);
   };
   const bool has_columns = layout.block_columns == 1;
   float scale = tensor_scale;
@@ -432,8 +421,8 @@ void quantize(Stream stream, const Format& format, DType dtype, const void* x, c
               void* codes, void* scales, void* decoded_tensor_scale, int64_t rows, int64_t h) {
   dispatch(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    with_format(format, [&]<class E, ScaleRule rule>(Type<E>, Rule<rule>) {
-      const Layout layout(format, rows, h);
+    with_element(format.element, [&]<class E>(Type<E>) {
+      const Layout layout(format, encoding::rule_for<E>(format), rows, h);
       const int64_t across = format.block_columns == 1 ? ceil_div(h, kPack) : layout.blocks;
       const float most = format.per_tensor() ? E::kLargest : E::kLargest * 448.0f;
       const Encoder<E, T> body{layout,
@@ -445,8 +434,8 @@ void quantize(Stream stream, const Format& format, DType dtype, const void* x, c
                                most,
                                across,
                                Divisor(std::max<int64_t>(across, 1))};
-      if (aligned16(x) && h % kPack == 0) return encode<true, rule>(stream, format, body);
-      encode<false, rule>(stream, format, body);
+      if (aligned16(x) && h % kPack == 0) return encode<true>(stream, format, body);
+      encode<false>(stream, format, body);
     });
   });
 }
@@ -457,8 +446,8 @@ void dequantize(Stream stream, const Format& format, DType dtype, const void* co
   if (rows == 0 || h == 0) return;
   dispatch(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    with_format(format, [&]<class E, ScaleRule rule>(Type<E>, Rule<rule>) {
-      const Layout layout(format, rows, h);
+    with_element(format.element, [&]<class E>(Type<E>) {
+      const Layout layout(format, encoding::rule_for<E>(format), rows, h);
       const int64_t packs = ceil_div(h, kPack);
       const Decoder<E, T> body{layout,
                                static_cast<const uint8_t*>(codes),
@@ -469,8 +458,8 @@ void dequantize(Stream stream, const Format& format, DType dtype, const void* co
                                Divisor(packs),
                                Divisor(layout.block_columns),
                                format.per_tensor()};
-      const auto kernel = aligned16(out) && h % kPack == 0 ? decode_kernel<true, rule, E, T>
-                                                           : decode_kernel<false, rule, E, T>;
+      const auto kernel =
+          aligned16(out) && h % kPack == 0 ? decode_kernel<true, E, T> : decode_kernel<false, E, T>;
       launch(stream, {ceil_div(rows * packs, kElementThreads), kElementThreads}, kernel, body);
     });
   });
