@@ -74,8 +74,7 @@ void compare(const kernel::Format& format) {
   for (uint64_t first = 0; first < uint64_t{1} << 32; first += x.size()) {
     for (size_t i = 0; i < x.size(); ++i) x[i] = from_bits(static_cast<uint32_t>(first + i));
     const auto run = [&](const char* isa, auto& to, auto& to_scales) {
-      const auto quantize = reinterpret_cast<decltype(cpu::quantize)::Pointer>(
-          cpu::find_for(isa, cpu::quantize.name()));
+      const auto quantize = cpu::quantize.function_of(cpu::find_for(isa, cpu::quantize.name()));
       quantize(format, kernel::DType::Float32, x.data(), 1.0f, to.data(), to_scales.data(), kRows,
                kWidth);
     };

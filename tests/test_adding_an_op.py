@@ -61,12 +61,11 @@ Tensor backward(const Tensor& grad_output, const Tensor& KEPT, double cap) {
                     .slots = {{"KEPT"}},
                     .dtype = DTypeRule::Autocast},
     .forward = {.schema = "NAME(Tensor input, float cap) -> Tensor output",
-                .cpu = forward,
-                .unfused = forward},
+                .bodies = {.cpu = forward, .unfused = forward}},
     .backward = {.schema = "NAME_backward(Tensor grad_output, Tensor KEPT, float cap) -> "
                            "Tensor grad_input",
                  .shape = backward_shape,
-                 .cpu = backward},
+                 .bodies = {.cpu = backward}},
 });
 
 }  // namespace
@@ -97,10 +96,10 @@ Tensor identity(const Tensor& input) { return input; }
     register_op({.forward = {.schema = "meaningless_softcap(Tensor input) -> Tensor output"}}) &&
     register_op({.forward = {.schema = "shapeless_softcap(Tensor input) -> "
                                        "(Tensor output, Tensor mask)",
-                             .cpu = [](const Tensor&, Tensor&, Tensor&) {}}}) &&
+                             .bodies = {.cpu = [](const Tensor&, Tensor&, Tensor&) {}}}}) &&
     register_op({.forward = {.schema = "half_softcap(Tensor input) -> (Tensor output, Tensor mask)",
                              .shape = with_mask,
-                             .unfused = identity}});
+                             .bodies = {.unfused = identity}}});
 
 }  // namespace
 }  // namespace transformer_ops
@@ -124,8 +123,7 @@ Tensor scaled(const Tensor& input, double cap, double scale) {
              .benefit = BENEFIT,
              .pattern = {{"Softcap"}, {"ConstantScale"}}},
     .forward = {.schema = "NAME(Tensor input, float cap, float scale) -> Tensor output",
-                .cpu = scaled,
-                .unfused = scaled},
+                .bodies = {.cpu = scaled, .unfused = scaled}},
 });
 
 }  // namespace
@@ -310,7 +308,7 @@ def test_without_a_body_the_unfused_meaning_runs(softcap: Any, grad: bool) -> No
 @pytest.mark.parametrize(
     ("name", "lack"),
     [
-        ("meaningless", "a body for cpu or .unfused, got neither"),
+        ("meaningless", "a body for cpu or .bodies.unfused, got neither"),
         ("shapeless", ".shape, got none"),
         ("half", "a body for cpu, got an unfused meaning that leaves out mask"),
     ],

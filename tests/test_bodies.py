@@ -28,7 +28,7 @@ void body(const Tensor& input, float p, Tensor& output) { output.copy_(input); }
 
 [[maybe_unused]] const bool registered = register_op(
     {.forward = {.schema = "wrong_body(Tensor input, Tensor? bias, float p) -> Tensor output",
-                 .cpu = body}});
+                 .bodies = {.cpu = body}}});
 
 }  // namespace
 }  // namespace transformer_ops
@@ -88,7 +88,7 @@ Tensor scale_columns(const Tensor& input, const Tensor* weight, double p) {
                     .attributes = {"p"},
                     .slots = {{"input"}}},
     .forward = {.schema = "scale_columns(Tensor input, Tensor? weight, float p) -> Tensor output",
-                .unfused = scale_columns},
+                .bodies = {.unfused = scale_columns}},
 });
 
 }  // namespace

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -125,6 +126,21 @@ def test_every_product_accumulates(
     assert weight.main_grad is buffer and buffer._version == 1
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@every_case
+def test_the_plan_names_the_buffer(case: Case) -> None:
+    module = tops.Sequential(*case.make(True))
+    weight = accumulating(module)
+    weight.main_grad = torch.zeros_like(weight)
+    backward(module, torch.randn(3, 16, requires_grad=True))
+    text = str(module.plans()[0])
+    (state,) = set(re.findall(r"st\d+\.main_grad", text))
+    assert text.count(state) == 1
+    # A text that gives the gradient to autograd would lose it: the product is told of the buffer.
+    lost = text.replace(state, state.replace("st", "dp").replace("main_grad", "weight"))
+    with pytest.raises(RuntimeError, match=rf"must yield the gradients .* got no {state}"):
+        tops.Plan.parse(lost)
 
 
 def test_under_autocast() -> None:

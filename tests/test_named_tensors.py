@@ -91,12 +91,12 @@ void backward(const Tensor& grad_output, const Tensor* input, const Tensor* prob
     .forward = {.schema = "scale_rows(Tensor input, Tensor? probs, Tensor ids, Tensor? weight) -> "
                           "Tensor output",
                 .shape = forward_shape,
-                .unfused = forward_unfused},
+                .bodies = {.unfused = forward_unfused}},
     .backward = {.schema = "scale_rows_backward(Tensor grad_output, Tensor? input, Tensor? probs, "
                            "Tensor? ids, Tensor? weight, bool[3] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_probs, Tensor grad_weight)",
                  .shape = backward_shape,
-                 .cpu = backward},
+                 .bodies = {.cpu = backward}},
 });
 
 }  // namespace

@@ -1,5 +1,6 @@
 """docs/adding-an-op.md, followed to the letter in a copy of the tree: two files and a row bring an
-op that all generic tests accept, one file and a row a fused op; and they go without a trace."""
+op that all generic tests accept, one file more its CUDA kernel, one file and a row a fused op; and
+they go without a trace."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ Tensor softcap_scale(const Tensor& input, double cap, double scale) {
              .benefit = 20,
              .pattern = {{"Softcap"}, {"ConstantScale"}}},
     .forward = {.schema = "softcap_scale(Tensor input, float cap, float scale) -> Tensor output",
-                .unfused = softcap_scale},
+                .bodies = {.unfused = softcap_scale}},
 });
 
 }  // namespace
@@ -66,6 +67,18 @@ def block(language: str, section: str) -> str:
     _, found, rest = PAGE.partition(f"\n## {section}")
     assert found
     return rest.partition(f"```{language}\n")[2].partition("```")[0]
+
+
+def with_cuda_body(cpp: str) -> str:
+    """The declaration with the lines that the section on kernels adds to it."""
+    for place, text in (
+        ('#include "op/op.h"\n', '#include "bodies/cuda.h"\n'),
+        ("[[maybe_unused]] const bool registered", block("cpp", "A CUDA kernel") + "\n"),
+        (".unfused = softcap}", ".cuda = softcap_cuda, "),
+    ):
+        assert cpp.count(place) == 1
+        cpp = cpp.replace(place, text + place)
+    return cpp
 
 
 def lines_by_hand(cpp: str, python: str, row: str) -> int:
@@ -107,7 +120,7 @@ class Copy:
     def python(self, *arguments: str) -> str:
         return self.run(sys.executable, *arguments)
 
-    def build(self) -> None:
+    def build(self, *targets: str) -> None:
         """Without optimization, which takes a third of the time."""
         cmake, folder = tool("cmake"), str(self.folder / "build" / "recipe")
         options = ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -g0 -DNDEBUG"]
@@ -115,8 +128,9 @@ class Copy:
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]
+        options.append("-DTRANSFORMER_OPS_TESTS=ON")
         self.run(cmake, "-S", ".", "-B", folder, "-G", "Ninja", *options)
-        self.run(cmake, "--build", folder, "--target", "extension")
+        self.run(cmake, "--build", folder, "--target", "extension", *targets)
         self.run(cmake, "--install", folder, "--prefix", str(self.folder))
 
     def test(self, *arguments: str) -> str:
@@ -145,7 +159,8 @@ def test_two_files_and_a_row(tmp_path: Path) -> None:
     cpp, python, row = block("cpp", "1."), block("py", "2."), block("text", "3.")
     assert lines_by_hand(cpp, python, row) <= 30
     files = {
-        "csrc/ops/softcap.cpp": cpp,
+        "csrc/ops/softcap.cpp": with_cuda_body(cpp),
+        "csrc/kernels/cuda/softcap.cu": block("cuda", "A CUDA kernel"),
         "transformer_ops/ops/softcap.py": python.replace("transformer_ops.op ", "..op "),
         "csrc/fusions/softcap_scale.cpp": FUSION,
     }
@@ -155,10 +170,14 @@ def test_two_files_and_a_row(tmp_path: Path) -> None:
     rows["tests/fusion_cases.py"] = (tmp_path / "tests/fusion_cases.py").read_text()
     copy.insert("tests/op_cases.py", "]\nNAMES = ", row)
     copy.insert("tests/fusion_cases.py", "]\n", FUSION_ROW)
-    copy.build()
+    copy.build("transformer_ops_emulated")
     copy.python("tools/make_reference.py")
     # Values and gradients in four dtypes, gradcheck, opcheck, fullgraph, meta, torch.func, errors.
     assert passed(copy.test("-k", OTHERS)) > 60
+    # The kernel, compiled for the CPU: where no file fills its slot, a call raises.
+    library = "build/recipe/tests/cpp/emulated/libtransformer_ops_emulated.so"
+    on_cuda = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--emulate-cuda", library)
+    assert passed(copy.python(*on_cuda, "tests/test_cuda.py", "-k", "Softcap")) >= 4
     # The check has teeth: an op without a row is missed.
     (tmp_path / "tests/op_cases.py").write_text(rows["tests/op_cases.py"])
     with pytest.raises(AssertionError, match="test_every_op_has_a_row"):

@@ -4,13 +4,13 @@
 
 namespace transformer_ops::cuda {
 
-kernel::Function find(const char* slot) {
-  const auto found =
+const kernel::Row& find(const char* slot) {
+  const auto* const found =
       backend() == nullptr ? nullptr : kernel::find(backend()->kernels, slot, "cuda");
   TORCH_CHECK(found != nullptr, "[kernels] ", slot,
               " must be a kernel of the CUDA backend that is loaded, got ",
               backend() == nullptr ? "no backend" : "none of that name");
-  return found;
+  return *found;
 }
 
 }  // namespace transformer_ops::cuda

@@ -73,19 +73,19 @@ Tensor normalize_unfused(const NormTensors& norm);
 // parameters of `schema`.
 template <typename... Parameters>
 TypedOp recompute_norm(const std::string& schema, NormTensors (*tensors)(Parameters...)) {
-  return {
-      .schema = schema,
-      .shape =
-          [tensors](const Checks& check, Parameters... parameters) {
-            return normalize_shape(check, tensors(parameters...));
-          },
-      .cpu = [tensors](Parameters... parameters,
-                       Tensor& output) { normalize_cpu(tensors(parameters...), output); },
-      .cuda = [tensors](Parameters... parameters,
-                        Tensor& output) { normalize_cuda(tensors(parameters...), output); },
-      .unfused =
-          [tensors](Parameters... parameters) { return normalize_unfused(tensors(parameters...)); },
-      .reads_first = false};
+  const auto shape = [tensors](const Checks& check, Parameters... parameters) {
+    return normalize_shape(check, tensors(parameters...));
+  };
+  const auto cpu = [tensors](Parameters... parameters, Tensor& output) {
+    normalize_cpu(tensors(parameters...), output);
+  };
+  const auto cuda = [tensors](Parameters... parameters, Tensor& output) {
+    normalize_cuda(tensors(parameters...), output);
+  };
+  const auto unfused = [tensors](Parameters... parameters) {
+    return normalize_unfused(tensors(parameters...));
+  };
+  return {.schema = schema, .shape = shape, .bodies = {cpu, cuda, unfused}, .reads_first = false};
 }
 
 }  // namespace transformer_ops

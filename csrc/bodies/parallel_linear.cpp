@@ -17,6 +17,20 @@ const Tensor& with_rows(const Checks& check, const Tensor& input) {
   return input;
 }
 
+std::optional<std::string> why_not(const Match& match) {
+  if (!match.input_requires_grad()) return "the input needs no gradient";
+  if (!match.parameter_requires_grad(1, 0)) return "the weight needs no gradient";
+  const Analysis& analysis = match.analysis;
+  if (analysis.dtypes()[match.places[0]] != analysis.compute_dtype(match.places[1])) {
+    return "the input is cast before the product";
+  }
+  if (!match.has(2)) return std::nullopt;
+  if (!match.parameter_requires_grad(2, 0)) return "the bias needs no gradient";
+  const bool differ = match.parameters(1)[0].dtype != match.parameters(2)[0].dtype;
+  return differ ? std::optional<std::string>("weight and bias have different dtypes")
+                : std::nullopt;
+}
+
 }  // namespace
 
 c10::SymInt gathered_rows(const Checks& check, const Tensor& input, int64_t ranks) {
@@ -69,26 +83,33 @@ void parallel_weight_gradient(const Call& call, const Tensor& grad_output, const
                               {.adds = adds, .grad_bias = std::move(grad_bias)});
 }
 
-std::optional<std::string> why_not_parallel(const Match& match) {
-  if (!match.input_requires_grad()) return "the input needs no gradient";
-  if (!match.parameter_requires_grad(1, 0)) return "the weight needs no gradient";
-  const Analysis& analysis = match.analysis;
-  if (analysis.dtypes()[match.places[0]] != analysis.compute_dtype(match.places[1])) {
-    return "the input is cast before the product";
-  }
-  if (!match.has(2)) return std::nullopt;
-  if (!match.parameter_requires_grad(2, 0)) return "the bias needs no gradient";
-  const bool differ = match.parameters(1)[0].dtype != match.parameters(2)[0].dtype;
-  return differ ? std::optional<std::string>("weight and bias have different dtypes")
-                : std::nullopt;
-}
-
 std::optional<std::string> different_bias_dtype(const Match& match, int product) {
   // Under autocast both are cast.
   if (!match.has(product + 1) || match.key().autocast) return std::nullopt;
   const bool differ = match.parameters(product)[0].dtype != match.parameters(product + 1)[0].dtype;
   return differ ? std::optional<std::string>("weight and bias have different dtypes")
                 : std::nullopt;
+}
+
+FusedOp make_rule(ParallelBackward parts) {
+  const auto bind = [](const Match& match) {
+    return Bindings{{"with_bias", Attribute(match.has(2))}};
+  };
+  return {
+      .rule = {.name = parts.name,
+               .pass = Pass::Backward,
+               // Before bias_linear, and after the rules that spare a pass over the gradient.
+               .benefit = 8,
+               .pattern = {{std::move(parts.collective)}, {"BasicLinear"}, optional_op({"Bias"})},
+               .why_not = why_not,
+               .bind = bind},
+      .backward = {.schema = parts.name +
+                             "_backward(Tensor grad_output, Tensor input, Tensor weight, "
+                             "int group_size, str group, bool with_bias) -> "
+                             "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+                   .shape = std::move(parts.shape),
+                   .bodies = std::move(parts.bodies),
+                   .accumulates = true}};
 }
 
 }  // namespace transformer_ops

@@ -7,7 +7,7 @@
 
 #include "bodies/collective.h"
 #include "fuser/rule.h"
-#include "op/body.h"
+#include "op/op.h"
 
 namespace transformer_ops {
 
@@ -38,7 +38,15 @@ void parallel_weight_gradient(const Call& call, const Tensor& grad_output, const
 // Why a rule of a product (op k of the match) and its bias does not fire, or none.
 std::optional<std::string> different_bias_dtype(const Match& match, int product);
 
-// Why a rule of {a collective}{BasicLinear}[{Bias}] does not fire, or none.
-std::optional<std::string> why_not_parallel(const Match& match);
+// What differs between the backward rules of {a collective}{BasicLinear}[{Bias}]. Bodies get the
+// fields of Tensor grad_output, Tensor input, Tensor weight, int group_size, str group,
+// bool with_bias, and give grad_input, grad_weight and grad_bias.
+struct ParallelBackward {
+  std::string name;
+  std::string collective;  // the kind of its op
+  ShapeRule shape;
+  Bodies bodies;
+};
+FusedOp make_rule(ParallelBackward parts);
 
 }  // namespace transformer_ops

@@ -348,19 +348,16 @@ class Compiler {
     const int first = step.first();
     const bool wants_input =
         first == 0 ? gradients_.contains({Kind::Grad, 0}) : first > plan.first_backward;
-    program_.accumulates |=
-        std::ranges::any_of(step.ops, [&](int op) { return accumulates_into_main_grad(op); });
     add_result({Kind::Grad, first}, wants_input, {.of = Of::Input, .op = first}, call);
     for (const int op : step.ops) {
-      const bool accumulates = accumulates_into_main_grad(op);
       for (size_t k = 0; k < parameters_[op].size(); ++k) {
         const Value grad{Kind::ParameterGrad, op, parameters_[op][k].name};
-        add_result(grad, gradients_.contains(grad),
-                   {.of = Of::Parameter,
-                    .op = op,
-                    .k = static_cast<int>(k),
-                    .accumulates = accumulates && k == 0},
-                   call);
+        const bool accumulates = plan.result_of(grad).kind == Kind::State;
+        program_.accumulates |= accumulates;
+        add_result(
+            grad, gradients_.contains(grad),
+            {.of = Of::Parameter, .op = op, .k = static_cast<int>(k), .accumulates = accumulates},
+            call);
       }
     }
     for (const int op : step.ops) {
@@ -425,17 +422,19 @@ class Compiler {
     return cast >= 0 ? cast : look_of({Kind::Main, first});
   }
 
-  bool accumulates_into_main_grad(int op) const {
-    const auto& attributes = program_.plan.ops[op].attributes;
-    const auto row = attributes.find("accumulate_into_main_grad");
-    return row != attributes.end() && row->second == Attribute(true);
+  // The gradient that a state takes.
+  Value gradient_for(const Value& state) const {
+    const auto& states = declaration(program_.plan.ops[state.op].kind).states;
+    const auto row = std::ranges::find(states, state.name, &State::name);
+    return {Kind::ParameterGrad, state.op, row->parameter};
   }
 
   void note_accumulation(const Instruction& instruction, Program::Call& call) {
     for (size_t i = 0; i < instruction.results.size(); ++i) {
       const Value& value = instruction.results[i];
-      const bool is_weight = value.kind == Kind::ParameterGrad && value.name == "weight";
-      if (!is_weight || !accumulates_into_main_grad(value.op)) continue;
+      if (value.kind != Kind::State) continue;
+      // What autograd is given in its place.
+      backward_.alias(gradient_for(value), call.results[i]);
       call.accumulates = {
           static_cast<int>(i), value.op,
           c10::Dispatcher::singleton().findSchema({torch_name(instruction.target) + "_into", ""})};

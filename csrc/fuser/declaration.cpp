@@ -45,6 +45,11 @@ void check_names(const OpDeclaration& row) {
     check(row.has_extra_input(name) || row.has_extra_output(name), "[declaration] '", row.kind,
           "' must have integers among its extra tensors, got '", name, "'");
   }
+  for (const State& state : row.states) {
+    check(row.has_parameter(state.parameter) && row.has_attribute(state.attribute),
+          "[declaration] '", row.kind, "' must have the parameter and the attribute of state '",
+          state.name, "', got '", state.parameter, "' and '", state.attribute, "'");
+  }
 }
 
 }  // namespace
@@ -73,6 +78,16 @@ bool OpDeclaration::has_operand(const std::string& name) const { return contains
 
 bool OpDeclaration::is_integer(const std::string& extra_tensor) const {
   return contains(integers, extra_tensor);
+}
+
+const State* OpDeclaration::state_of(const std::string& parameter, const Attributes& set) const {
+  const auto takes = [&](const State& state) {
+    const auto attribute = set.find(state.attribute);
+    return state.parameter == parameter && attribute != set.end() &&
+           attribute->second == Attribute(true);
+  };
+  const auto state = std::ranges::find_if(states, takes);
+  return state == states.end() ? nullptr : &*state;
 }
 
 bool OpDeclaration::is_optional(const std::string& name) const {

@@ -26,6 +26,14 @@ struct Slot {
   std::vector<std::string> needed_for = {};
 };
 
+// A buffer of the caller's, outside autograd: where the attribute is set, backward adds the
+// gradient of the parameter to it in place of giving it.
+struct State {
+  std::string name;
+  std::string parameter;
+  std::string attribute;
+};
+
 // The planner's half of an op's one declaration. Schema fields are bound by name:
 //   forward   input, a parameter, an attribute, an extra input, save_<slot> (is it needed?)
 //             -> output, an extra output, or a slot
@@ -43,6 +51,7 @@ struct OpDeclaration {
   std::vector<std::string> extra_outputs = {};
   std::vector<std::string> integers = {};  // extra tensors that hold integers: no gradients
   std::vector<Slot> slots = {};
+  std::vector<State> states = {};
   std::string forward = {};
   std::string backward = {};
   // Of a cheap producer: its output again, in backward. It takes the gradient that the reading step
@@ -77,6 +86,8 @@ struct OpDeclaration {
   bool has_slot(const std::string& name) const;
   bool has_operand(const std::string& name) const;
   bool is_integer(const std::string& extra_tensor) const;
+  // Which state takes the gradient of a parameter; null where autograd does.
+  const State* state_of(const std::string& parameter, const Attributes& attributes) const;
   // May the parameter or extra input be None?
   bool is_optional(const std::string& name) const;
 };

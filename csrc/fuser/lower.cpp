@@ -280,7 +280,8 @@ class Lowering {
   // Takes a result that nobody wants.
   static Value unused(const Span& span) { return {Kind::Temporary, span.first, "unused"}; }
 
-  // grad_<input, parameter or extra input> -> the value and whether anybody wants it.
+  // grad_<input, parameter or extra input> -> the value, or the state that it is added to, and
+  // whether anybody wants it.
   std::pair<Value, bool> backward_result(const Span& span, const std::string& name) const {
     if (name == "grad_input") return {{Kind::Grad, span.first}, analysis_.needs_grad(span.first)};
     std::string target = suffix(name, "grad_").value_or(name);
@@ -295,7 +296,7 @@ class Lowering {
           "' must name results grad_<parameter or extra input>, got '", name, "'");
     const Argument found = tensor(op, target);
     if (std::holds_alternative<None>(found)) return {unused(span), false};
-    return {gradient_of(std::get<Value>(found)), wants(op, target)};
+    return {plan_.result_of(gradient_of(std::get<Value>(found))), wants(op, target)};
   }
 
   std::vector<bool> output_mask(const Span& span, const Schema& schema) const {

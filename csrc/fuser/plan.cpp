@@ -22,7 +22,7 @@ struct KindRow {
 };
 
 // Longer prefixes first, so that "dp1.weight" is not read as a "d...".
-constexpr std::array<KindRow, 11> kKinds = {{
+constexpr std::array<KindRow, 12> kKinds = {{
     {Kind::ParameterGrad, "dp", "parameter_grad"},
     {Kind::ExtraInputGrad, "de", "extra_input_grad"},
     {Kind::ExtraOutputGrad, "do", "extra_output_grad"},
@@ -31,6 +31,7 @@ constexpr std::array<KindRow, 11> kKinds = {{
     {Kind::Parameter, "p", "parameter"},
     {Kind::ExtraInput, "e", "extra_input"},
     {Kind::ExtraOutput, "o", "extra_output"},
+    {Kind::State, "st", "state"},
     {Kind::Slot, "s", "slot"},
     {Kind::Shape, "n", "shape"},
     {Kind::Temporary, "t", "temporary"},
@@ -66,6 +67,13 @@ std::string place_of(const Plan& plan, int op) {
   return "[plan] op " + std::to_string(op) + " (" + plan.ops[op].kind + ")";
 }
 
+bool is_updated(const Plan& plan, const Value& state) {
+  const PlannedOp& op = plan.ops[state.op];
+  return op.native && std::ranges::any_of(declaration(op.kind).parameters, [&](const auto& name) {
+           return plan.result_of({Kind::ParameterGrad, state.op, name}) == state;
+         });
+}
+
 void verify_value(const Value& value, const Plan& plan) {
   const int count = plan.size() + (is_boundary(value.kind) ? 1 : 0);
   check(value.op >= 0 && value.op < count, "[plan] a value must name an op of the plan, got ",
@@ -74,6 +82,8 @@ void verify_value(const Value& value, const Plan& plan) {
       value.part == Value::Part::Whole || value.kind == Kind::Slot || value.kind == Kind::Parameter,
       "[plan] a part must be one of a slot or a parameter, got ", to_text(value));
   if (value.op == plan.size()) return;
+  check(value.kind != Kind::State || is_updated(plan, value), place_of(plan, value.op),
+        " must update the state that is named, got ", to_text(value));
   const auto* names = names_for(value, plan.ops[value.op]);
   check(names == nullptr || position_of(*names, value.name) >= 0, place_of(plan, value.op),
         " must have the tensor that is named, got ", to_text(value));
@@ -340,9 +350,9 @@ void verify_gradients(const Plan& plan, const DataFlow& backward) {
     const bool is_integer = gradient.kind == Kind::ExtraInputGrad && op.native &&
                             declaration(op.kind).is_integer(gradient.name);
     check(!is_integer, "[plan] gradients must be of floating tensors, got ", to_text(gradient));
-    check(backward.has(gradient) || in_python_backward(plan, gradient.op),
-          "[plan] backward must yield the gradients that the plan names, got no ",
-          to_text(gradient));
+    const Value result = plan.result_of(gradient);
+    check(backward.has(result) || in_python_backward(plan, gradient.op),
+          "[plan] backward must yield the gradients that the plan names, got no ", to_text(result));
   }
 }
 
@@ -459,6 +469,13 @@ std::vector<Value> Plan::whole_parameters() const {
     if (value.part == Value::Part::Whole) whole.push_back(value);
   }
   return whole;
+}
+
+Value Plan::result_of(const Value& gradient) const {
+  if (gradient.kind != Kind::ParameterGrad || !ops[gradient.op].native) return gradient;
+  const PlannedOp& op = ops[gradient.op];
+  const State* const state = declaration(op.kind).state_of(gradient.name, op.attributes);
+  return state == nullptr ? gradient : Value{Kind::State, gradient.op, state->name};
 }
 
 bool Plan::has_quantized_parameters() const {

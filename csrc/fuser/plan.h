@@ -33,6 +33,7 @@ struct Value {
     Slot,
     Shape,
     Temporary,
+    State,
   };
   enum class Part : uint8_t { Whole, Codes, Scale };
 
@@ -139,6 +140,8 @@ struct Plan {
   // The parameters as the ops know them, without the parts of quantized ones.
   std::vector<Value> whole_parameters() const;
   bool has_quantized_parameters() const;
+  // What backward writes for a gradient: itself, or the state that takes it.
+  Value result_of(const Value& gradient) const;
 };
 
 std::string to_text(const Plan& plan);

@@ -79,9 +79,7 @@ Bindings bind(const Match& match) {
                            "str activation) -> (Tensor grad_input, Tensor grad_bias)",
                  .shape = shape,
                  .overwrites = {"grad_output", "kept"},
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
 });
 
 }  // namespace

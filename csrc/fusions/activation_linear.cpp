@@ -124,17 +124,13 @@ Bindings bind(const Match& match) {
                           "(Tensor output, Tensor activated)",
                 .shape = forward_shape,
                 .any_strides = {"weight"},
-                .cpu = forward_cpu,
-                .cuda = forward_cuda,
-                .unfused = forward_unfused},
+                .bodies = {forward_cpu, forward_cuda, forward_unfused}},
     .backward = {.schema = "activation_linear_backward(Tensor grad_output, Tensor activated, "
                            "Tensor? weight, str activation, bool[2] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
                  .any_strides = {"grad_output", "weight"},
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = backward_unfused,
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });
 

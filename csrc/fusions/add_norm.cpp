@@ -140,20 +140,17 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp op)
        .forward = std::move(op)});
 }
 
-[[maybe_unused]] const bool registered = register_norm("add_layer_norm", "LayerNorm",
-                                                       {.schema = kLayerNorm,
-                                                        .shape = layer_norm_shape,
-                                                        .overwrites = {"input", "extra_input"},
-                                                        .cpu = layer_norm_cpu,
-                                                        .cuda = layer_norm_cuda,
-                                                        .unfused = add_layer_norm_unfused}) &&
-                                         register_norm("add_rms_norm", "RMSNorm",
-                                                       {.schema = kRMSNorm,
-                                                        .shape = rms_norm_shape,
-                                                        .overwrites = {"input", "extra_input"},
-                                                        .cpu = rms_norm_cpu,
-                                                        .cuda = rms_norm_cuda,
-                                                        .unfused = add_rms_norm_unfused});
+[[maybe_unused]] const bool registered =
+    register_norm("add_layer_norm", "LayerNorm",
+                  {.schema = kLayerNorm,
+                   .shape = layer_norm_shape,
+                   .overwrites = {"input", "extra_input"},
+                   .bodies = {layer_norm_cpu, layer_norm_cuda, add_layer_norm_unfused}}) &&
+    register_norm("add_rms_norm", "RMSNorm",
+                  {.schema = kRMSNorm,
+                   .shape = rms_norm_shape,
+                   .overwrites = {"input", "extra_input"},
+                   .bodies = {rms_norm_cpu, rms_norm_cuda, add_rms_norm_unfused}});
 
 }  // namespace
 }  // namespace transformer_ops::fused::add_norm

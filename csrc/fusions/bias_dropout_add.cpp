@@ -86,9 +86,7 @@ TypedOp typed_op() {
               "bool save_mask) -> (Tensor output, Tensor mask)",
           .shape = shape,
           .overwrites = {"input", "extra_input"},
-          .cpu = forward_cpu,
-          .cuda = forward_cuda,
-          .unfused = forward_unfused,
+          .bodies = {forward_cpu, forward_cuda, forward_unfused},
           .random = true};
 }
 

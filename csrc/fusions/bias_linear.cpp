@@ -66,9 +66,7 @@ std::optional<std::string> why_not(const Match& match) {
                            "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = shape,
                  .any_strides = {"input", "weight"},
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = backward_unfused,
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });
 

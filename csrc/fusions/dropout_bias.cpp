@@ -59,9 +59,7 @@ std::optional<std::string> why_not(const Match& match) {
                            "(Tensor grad_input, Tensor grad_bias)",
                  .shape = shape,
                  .overwrites = {"grad_output"},
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
 });
 
 }  // namespace

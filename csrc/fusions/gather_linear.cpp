@@ -44,26 +44,11 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
           with_bias ? sum_of_rows(grad_output) : Tensor()};
 }
 
-[[maybe_unused]] const bool registered = register_fused_op({
-    .rule = {.name = "gather_linear",
-             .pass = Pass::Backward,
-             // Before bias_linear, and after the rules that spare a pass over the gradient.
-             .benefit = 8,
-             .pattern = {{"AllGather"}, {"BasicLinear"}, optional_op({"Bias"})},
-             .why_not = why_not_parallel,
-             .bind =
-                 [](const Match& match) {
-                   return Bindings{{"with_bias", Attribute(match.has(2))}};
-                 }},
-    .backward = {.schema = "gather_linear_backward(Tensor grad_output, Tensor input, "
-                           "Tensor weight, int group_size, str group, bool with_bias) -> "
-                           "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-                 .shape = shape,
-                 .cpu = backward,
-                 .cuda = backward,
-                 .unfused = backward_unfused,
-                 .accumulates = true},
-});
+[[maybe_unused]] const bool registered =
+    register_fused_op(make_rule({.name = "gather_linear",
+                                 .collective = "AllGather",
+                                 .shape = shape,
+                                 .bodies = {backward, backward, backward_unfused}}));
 
 }  // namespace
 }  // namespace transformer_ops::fused::gather_linear

@@ -83,9 +83,7 @@ std::tuple<Tensor, Tensor> forward_unfused(const Checks& check, const Tensor& in
                           "int group_size, str group, bool save_gathered) -> "
                           "(Tensor output, Tensor gathered)",
                 .shape = shape,
-                .cpu = forward,
-                .cuda = forward,
-                .unfused = forward_unfused},
+                .bodies = {forward, forward, forward_unfused}},
 });
 
 }  // namespace

@@ -61,9 +61,7 @@ Bindings bind(const Match& match) { return bind_glu(match, 1); }
                            kGluArguments + ") -> (Tensor grad_input, Tensor grad_bias)",
                  .shape = shape,
                  .overwrites = {"input"},
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
 });
 
 }  // namespace

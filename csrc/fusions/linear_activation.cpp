@@ -124,9 +124,7 @@ Bindings bind(const Match& match) {
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = shape,
                  .overwrites = {"input"},
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = backward_unfused,
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });
 

@@ -85,9 +85,7 @@ Bindings bind(const Match& match) {
                           "str activation, bool save_kept) -> (Tensor output, Tensor kept)",
                 .shape = shape,
                 .any_strides = {"input", "weight"},
-                .cpu = forward_cpu,
-                .cuda = forward_cuda,
-                .unfused = forward_unfused},
+                .bodies = {forward_cpu, forward_cuda, forward_unfused}},
 });
 
 }  // namespace

@@ -138,9 +138,7 @@ Bindings bind(const Match& match) {
                           "Tensor? extra_input, float scale) -> Tensor output",
                 .shape = shape,
                 .any_strides = {"input", "weight", "extra_input"},
-                .cpu = forward_cpu,
-                .cuda = forward_cuda,
-                .unfused = forward_unfused},
+                .bodies = {forward_cpu, forward_cuda, forward_unfused}},
 });
 
 }  // namespace

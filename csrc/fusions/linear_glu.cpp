@@ -78,9 +78,7 @@ Bindings bind(const Match& match) {
                            kGluArguments + ") -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = shape,
                  .overwrites = {"input"},
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = backward_unfused,
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });
 

@@ -102,9 +102,7 @@ Bindings bind(const Match& match) {
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = shape,
                  .any_strides = {"grad_output", "input", "weight"},
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = backward_unfused,
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });
 

@@ -57,9 +57,7 @@ Tensor forward_unfused(const Checks& check, const Tensor& input, const Tensor& w
     .forward = {.schema = "linear_scatter(Tensor input, Tensor weight, Tensor? bias, "
                           "int group_size, str group) -> Tensor output",
                 .shape = shape,
-                .cpu = forward,
-                .cuda = forward,
-                .unfused = forward_unfused},
+                .bodies = {forward, forward, forward_unfused}},
 });
 
 }  // namespace

@@ -180,8 +180,9 @@ std::optional<std::string> why_not(const Match& match) {
   for (const int op : {kUp, kDown}) {
     if (match.analysis.has_parameter(match.places[op], "bias")) return "a product has a bias";
     if (!match.parameter_requires_grad(op, 0)) return "a weight needs no gradient";
-    const Attribute& accumulates = match.op(op).attributes.at("accumulate_into_main_grad");
-    if (std::get<bool>(accumulates)) return "a weight accumulates into main_grad";
+    if (declaration(match.kind(op)).state_of("weight", match.op(op).attributes) != nullptr) {
+      return "a weight accumulates into main_grad";
+    }
   }
   if (!takes(match, kUp, 0, kSplits) || !takes(match, kDown, 0, kSplits) ||
       !takes(match, kActivation, 0, kPermutedProbs) || !takes(match, kCombine, 0, kPositions)) {
@@ -218,9 +219,7 @@ Bindings bind(const Match& match) {
                           ", bool save_hidden) -> (Tensor output, Tensor splits, "
                           "Tensor permuted_probs, Tensor positions, Tensor hidden)",
                 .shape = forward_shape,
-                .cpu = forward_cpu,
-                .cuda = forward_unfused,
-                .unfused = forward_unfused},
+                .bodies = {forward_cpu, forward_unfused, forward_unfused}},
     .backward = {.schema = std::string("moe_mlp_backward(Tensor grad_output, Tensor input, "
                                        "Tensor hidden, Tensor permuted_probs, Tensor splits, "
                                        "Tensor positions, Tensor up, Tensor down, ") +
@@ -228,9 +227,7 @@ Bindings bind(const Match& match) {
                            ", bool[4] output_mask) -> (Tensor grad_input, Tensor grad_up, "
                            "Tensor grad_down, Tensor grad_probs)",
                  .shape = backward_shape,
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
 });
 
 }  // namespace

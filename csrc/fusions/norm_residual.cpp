@@ -180,9 +180,7 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp bac
                              "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                    .shape = layer_norm_shape,
                    .overwrites = {"grad_output", "grad_extra_output", "input"},
-                   .cpu = layer_norm_cpu,
-                   .cuda = layer_norm_cuda,
-                   .unfused = layer_norm_residual_unfused}) &&
+                   .bodies = {layer_norm_cpu, layer_norm_cuda, layer_norm_residual_unfused}}) &&
     register_norm("rms_norm_residual", "RMSNorm",
                   {.schema = "rms_norm_residual_backward(Tensor grad_output, "
                              "Tensor grad_extra_output, Tensor input, Tensor rstd, Tensor weight, "
@@ -190,9 +188,7 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp bac
                              "(Tensor grad_input, Tensor grad_weight)",
                    .shape = rms_norm_shape,
                    .overwrites = {"grad_output", "grad_extra_output", "input"},
-                   .cpu = rms_norm_cpu,
-                   .cuda = rms_norm_cuda,
-                   .unfused = rms_norm_residual_unfused});
+                   .bodies = {rms_norm_cpu, rms_norm_cuda, rms_norm_residual_unfused}});
 
 }  // namespace
 }  // namespace transformer_ops::fused::norm_residual

@@ -45,26 +45,11 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
           with_bias ? sum_of_rows(grad_output) : Tensor()};
 }
 
-[[maybe_unused]] const bool registered = register_fused_op({
-    .rule = {.name = "reduce_gradient_linear",
-             .pass = Pass::Backward,
-             // As gather_linear.
-             .benefit = 8,
-             .pattern = {{"ReduceGradient"}, {"BasicLinear"}, optional_op({"Bias"})},
-             .why_not = why_not_parallel,
-             .bind =
-                 [](const Match& match) {
-                   return Bindings{{"with_bias", Attribute(match.has(2))}};
-                 }},
-    .backward = {.schema = "reduce_gradient_linear_backward(Tensor grad_output, Tensor input, "
-                           "Tensor weight, int group_size, str group, bool with_bias) -> "
-                           "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-                 .shape = shape,
-                 .cpu = backward,
-                 .cuda = backward,
-                 .unfused = backward_unfused,
-                 .accumulates = true},
-});
+[[maybe_unused]] const bool registered =
+    register_fused_op(make_rule({.name = "reduce_gradient_linear",
+                                 .collective = "ReduceGradient",
+                                 .shape = shape,
+                                 .bodies = {backward, backward, backward_unfused}}));
 
 }  // namespace
 }  // namespace transformer_ops::fused::reduce_gradient_linear

@@ -109,9 +109,7 @@ std::optional<std::string> why_not(const Match& match) {
                            kGluArguments +
                            ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_scales)",
                  .shape = shape,
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = backward_unfused,
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });
 

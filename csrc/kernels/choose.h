@@ -11,18 +11,11 @@ namespace {
 
 template <class F>
 void with_activation(Activation activation, F f) {
-  switch (activation) {
-    case Activation::GELU:
-      return f(math::GELU());
-    case Activation::QGELU:
-      return f(math::QGELU());
-    case Activation::ReLU:
-      return f(math::ReLU());
-    case Activation::SReLU:
-      return f(math::SReLU());
-    case Activation::SiLU:
-      return f(math::SiLU());
-  }
+#define TRANSFORMER_OPS_CASE(name) \
+  case Activation::name:           \
+    return f(math::name());
+  switch (activation) { TRANSFORMER_OPS_ACTIVATIONS(TRANSFORMER_OPS_CASE) }
+#undef TRANSFORMER_OPS_CASE
 }
 
 // Numbers that the formula takes are of type A.

@@ -21,10 +21,10 @@ using kernel::GluKind;
 
 // The kernel for the widest instruction set of this machine that fills the slot. The environment
 // variable TRANSFORMER_OPS_ISA=default|avx2|avx512, read on the first call, lowers the choice.
-kernel::Function find(const char* slot);
+const kernel::Row& find(const char* slot);
 
 // The same for one instruction set, or the next lower one that fills it.
-kernel::Function find_for(std::string_view isa, const char* slot);
+const kernel::Row& find_for(std::string_view isa, const char* slot);
 
 // Whether the build and this machine have it.
 bool has_isa(std::string_view isa);

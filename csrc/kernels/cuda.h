@@ -22,7 +22,7 @@ using kernel::Glu;
 using kernel::GluKind;
 
 // Of the backend that is loaded; raises where there is none.
-kernel::Function find(const char* slot);
+const kernel::Row& find(const char* slot);
 
 template <class Signature>
 using Kernel = kernel::Kernel<Signature, find>;

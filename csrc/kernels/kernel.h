@@ -1,5 +1,6 @@
 // Kernels register themselves: a header of a family declares a slot for each kernel, here in
-// kernels/; a file of a backend, in cpu/ or cuda/, fills it.
+// kernels/; a file of a backend, in cpu/ or cuda/, fills it. A slot of one op may be declared in
+// the op's file and in the kernel's instead of a header: its first call compares the two.
 //
 //   inline const Kernel<void(DType, const void* x, void* y, int64_t n)> relu{"relu"};  // the slot
 //   relu(dtype, x, y, n);                                                               // a call
@@ -11,16 +12,18 @@
 #pragma once
 
 #include <cstring>
+#include <stdexcept>
+#include <string>
+#include <typeinfo>
 
 namespace transformer_ops::kernel {
-
-using Function = void (*)();
 
 // Its alignment is its size, so that those of a section make an array.
 struct alignas(32) Row {
   const char* slot;
   const char* backend;   // an instruction set, or "cuda"
   const void* function;  // where the pointer to it is: only that is a constant of the language
+  const std::type_info* type;  // of the function
 };
 static_assert(sizeof(Row) == 32);
 
@@ -39,12 +42,10 @@ static inline Rows rows_of_this_library() {
 }
 
 // Null where there is none.
-inline Function find(Rows rows, const char* slot, const char* backend) {
+inline const Row* find(Rows rows, const char* slot, const char* backend) {
   for (const Row* row = rows.begin; row != rows.end; ++row) {
     if (std::strcmp(row->slot, slot) == 0 && std::strcmp(row->backend, backend) == 0) {
-      Function function;
-      std::memcpy(&function, row->function, sizeof(function));
-      return function;
+      return row;
     }
   }
   return nullptr;
@@ -52,17 +53,30 @@ inline Function find(Rows rows, const char* slot, const char* backend) {
 
 // A slot. What fills it is looked up by its name at its first call: where no kernel fits, that call
 // raises. By name, because each library has slots of its own.
-template <class Signature, Function (*find)(const char* slot)>
+template <class Signature, const Row& (*find)(const char* slot)>
 class Kernel;
 
-template <class Result, class... Arguments, Function (*find)(const char* slot)>
+template <class Result, class... Arguments, const Row& (*find)(const char* slot)>
 class Kernel<Result(Arguments...), find> {
  public:
-  using Pointer = Result (*)(Arguments...);
+  using Signature = Result(Arguments...);
+  using Pointer = Signature*;
 
   constexpr explicit Kernel(const char* name) : name_(name) {}
 
   const char* name() const { return name_; }
+
+  // Raises where the row's function takes or returns something else.
+  Pointer function_of(const Row& row) const {
+    if (*row.type != typeid(Signature)) {
+      throw std::runtime_error("[kernels] " + std::string(name_) + " must be a " +
+                               typeid(Signature).name() + " for " + row.backend + ", got a " +
+                               row.type->name());
+    }
+    Pointer function;
+    std::memcpy(&function, row.function, sizeof(function));
+    return function;
+  }
 
   Result operator()(Arguments... arguments) const {
     Pointer function = __atomic_load_n(&function_, __ATOMIC_RELAXED);
@@ -73,7 +87,7 @@ class Kernel<Result(Arguments...), find> {
 
  private:
   [[gnu::noinline, gnu::cold]] Pointer choose() const {
-    const auto function = reinterpret_cast<Pointer>(find(name_));
+    const Pointer function = function_of(find(name_));
     __atomic_store_n(&function_, function, __ATOMIC_RELAXED);
     return function;
   }
@@ -85,8 +99,8 @@ class Kernel<Result(Arguments...), find> {
 }  // namespace transformer_ops::kernel
 
 // Fills a slot, from the namespace in which it is declared, with the function entry::slot there.
-#define TRANSFORMER_OPS_KERNEL(slot, backend)                                                 \
-  constexpr decltype(slot)::Pointer function_of_##slot = entry::slot;                         \
-  constexpr ::transformer_ops::kernel::Row row_of_##slot                                      \
-      [[maybe_unused, gnu::used, gnu::section("transformer_ops_kernels")]] = {#slot, backend, \
-                                                                              &function_of_##slot}
+#define TRANSFORMER_OPS_KERNEL(slot, backend)                                  \
+  constexpr decltype(slot)::Pointer function_of_##slot = entry::slot;          \
+  constexpr ::transformer_ops::kernel::Row row_of_##slot                       \
+      [[maybe_unused, gnu::used, gnu::section("transformer_ops_kernels")]] = { \
+          #slot, backend, &function_of_##slot, &typeid(decltype(slot)::Signature)}

@@ -54,7 +54,7 @@ void check_is_kept(const OpDeclaration& row, const std::string& op, const Schema
   const auto slot = std::ranges::find(row.slots, field.name, &Slot::name);
   const bool is_slot = slot != row.slots.end();
   TORCH_CHECK(is_slot || row.has_parameter(field.name), "[", op, "] slots must have '", field.name,
-              "', which the derivative of .unfused reads, got none; or give .backward");
+              "', which the derivative of .bodies.unfused reads, got none; or give .backward");
   TORCH_CHECK(!is_slot || slot->needed_for.empty(), "[", op, "] slot '", field.name,
               "' must be kept for all gradients where .backward is derived, got some of them");
 }
@@ -64,9 +64,9 @@ void check_is_kept(const OpDeclaration& row, const std::string& op, const Schema
 void complete(TypedOp& op) {
   const Schema schema = parse_schema(op.schema);
   op.shape.check(schema, op.schema, "shape");
-  op.cpu.check(schema, op.schema, "cpu");
-  op.cuda.check(schema, op.schema, "cuda");
-  op.unfused.check(schema, op.schema, "unfused", /*may_leave_out=*/true);
+  op.bodies.cpu.check(schema, op.schema, "cpu");
+  op.bodies.cuda.check(schema, op.schema, "cuda");
+  op.bodies.unfused.check(schema, op.schema, "unfused", /*may_leave_out=*/true);
   if (op.shape || schema.results.size() != 1) return;
   const auto first = std::ranges::find_if(schema.arguments, is_tensor);
   if (first == schema.arguments.end()) return;  // an error of its own

@@ -49,7 +49,8 @@ void register_pair(const std::string& library, TypedOp forward, TypedOp backward
 
 void derive_backward(Op& op) {
   const bool follows = op.backward.schema.empty() && !op.declaration.slots.empty();
-  if (follows && op.forward.unfused) op.backward = default_backward(op.declaration, op.forward);
+  if (follows && op.forward.bodies.unfused)
+    op.backward = default_backward(op.declaration, op.forward);
 }
 
 void register_op(const std::string& library, Op op) {

@@ -22,9 +22,7 @@ Tensor cast_unfused(const Tensor& grad_output, const Tensor& input) {
 [[maybe_unused]] const bool registered = register_op({
     .recompute = {.schema = "recompute_cast(Tensor grad_output, Tensor input) -> Tensor output",
                   .shape = cast_shape,
-                  .cpu = cast,
-                  .cuda = cast,
-                  .unfused = cast_unfused,
+                  .bodies = {.cpu = cast, .cuda = cast, .unfused = cast_unfused},
                   .reads_first = false},
 });
 
@@ -35,8 +33,9 @@ TypedOp recompute_by(TypedOp op) {
   op.schema = "recompute_" + op.schema;
   op.schema.insert(op.schema.find('(') + 1, "Tensor grad_output, ");
   for (TypedFunction* function :
-       {static_cast<TypedFunction*>(&op.shape), static_cast<TypedFunction*>(&op.cpu),
-        static_cast<TypedFunction*>(&op.cuda), static_cast<TypedFunction*>(&op.unfused)}) {
+       {static_cast<TypedFunction*>(&op.shape), static_cast<TypedFunction*>(&op.bodies.cpu),
+        static_cast<TypedFunction*>(&op.bodies.cuda),
+        static_cast<TypedFunction*>(&op.bodies.unfused)}) {
     function->skip_first();
   }
   op.reads_first = false;

@@ -206,7 +206,7 @@ class MetaKernel final : public Kernel {
   }
 };
 
-template <Body TypedOp::*body>
+template <Body Bodies::*body>
 class DeviceKernel final : public Kernel {
  public:
   using Kernel::Kernel;
@@ -219,7 +219,8 @@ class DeviceKernel final : public Kernel {
     const Call call = check_arguments(values);
     const auto device = variant_.signature.first_tensor(values).device();
     const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
-    Tensors results = op_.*body ? run_body(call, device, values) : run_meaning(call, own(values));
+    Tensors results =
+        op_.bodies.*body ? run_body(call, device, values) : run_meaning(call, own(values));
     if (variant_.is_into) bump_version(call.main_grad().buffer);
     push(stack, values.size(), std::move(results));
   }
@@ -227,12 +228,12 @@ class DeviceKernel final : public Kernel {
  private:
   Tensors run_body(const Call& call, c10::Device device, Values values) const {
     // The bodies of other libraries may do without ours.
-    if (body == &TypedOp::cuda && !has_namespace(variant_.name)) check_backend();
+    if (body == &Bodies::cuda && !has_namespace(variant_.name)) check_backend();
     const TensorSpecs specs = shape(call, own(values));
     variant_.signature.make_contiguous(values);
     Tensors results;
-    if ((op_.*body).fills()) results = allocate(specs, device, call, values);
-    (op_.*body)(call, own(values), results);
+    if ((op_.bodies.*body).fills()) results = allocate(specs, device, call, values);
+    (op_.bodies.*body)(call, own(values), results);
     return results;
   }
 
@@ -334,8 +335,8 @@ const Variant& add_variant(torch::Library& library, const TypedOp& op, const std
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   library.def(variant.schema.c_str(), op.random ? random_tags : tags);
   add_kernel<MetaKernel>(library, variant, DispatchKey::Meta);
-  add_kernel<DeviceKernel<&TypedOp::cpu>>(library, variant, DispatchKey::CPU);
-  add_kernel<DeviceKernel<&TypedOp::cuda>>(library, variant, DispatchKey::CUDA);
+  add_kernel<DeviceKernel<&Bodies::cpu>>(library, variant, DispatchKey::CPU);
+  add_kernel<DeviceKernel<&Bodies::cuda>>(library, variant, DispatchKey::CUDA);
   return variant;
 }
 
@@ -368,14 +369,14 @@ void register_typed_op(TypedOp op) {
 
 void register_cuda_bodies(c10::DispatchKey key) {
   for (const Variant* variant : all_variants()) {
-    add_kernel<DeviceKernel<&TypedOp::cuda>>(torch_library(variant->name), *variant, key);
+    add_kernel<DeviceKernel<&Bodies::cuda>>(torch_library(variant->name), *variant, key);
   }
 }
 
 std::vector<std::string> typed_ops_without_cuda() {
   std::vector<std::string> names;
   for (const auto& [name, op] : all_typed_ops()) {
-    if (op->cpu && !op->cuda) names.push_back(name);
+    if (op->bodies.cpu && !op->bodies.cuda) names.push_back(name);
   }
   return names;
 }

@@ -11,6 +11,15 @@
 
 namespace transformer_ops {
 
+// What computes a typed op.
+struct Bodies {
+  // Where one is absent, the unfused meaning runs on that device.
+  Body cpu = {};
+  Body cuda = {};
+  // Oracle, double backward, torch.func. Absent where the op is the backward of another.
+  Meaning unfused = {};
+};
+
 // One torch.ops.transformer_ops.<name>: functional, no result aliases an argument. One of another
 // library has a schema "<library>::<name>(...)" and is torch.ops.<library>.<name>.
 struct TypedOp {
@@ -24,11 +33,7 @@ struct TypedOp {
   std::vector<std::string> overwrites = {};
   // The arguments whose strides the bodies follow, by name; they get every other one contiguous.
   std::vector<std::string> any_strides = {};
-  // Where one is absent, the unfused meaning runs on that device.
-  Body cpu = {};
-  Body cuda = {};
-  // Oracle, double backward, torch.func. Absent where the op is the backward of another.
-  Meaning unfused = {};
+  Bodies bodies = {};
   bool random = false;      // draws from torch's generator
   bool reads_first = true;  // false: the first tensor only ties the op to backward
   // false: results never require a gradient, whatever the arguments do.

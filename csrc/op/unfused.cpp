@@ -71,7 +71,7 @@ Tensors unfused_backward(const TypedOp& forward, const std::string& name,
     TORCH_CHECK(!stack.back().isNone() || may_be_none, "[", name, "] double backward must have '",
                 field, "', got none: the first backward did not need it");
   }
-  const Tensors grads = gradients_of(forward.unfused, Checks(name.c_str()), std::move(stack),
+  const Tensors grads = gradients_of(forward.bodies.unfused, Checks(name.c_str()), std::move(stack),
                                      places, argument("grad_output").toTensor());
   Tensors results(schema.results.size());
   for (size_t k = 0; k < wanted.size(); ++k) results[wanted[k]] = grads[k];
@@ -103,7 +103,7 @@ bool is_new(const Tensor& tensor, Values values) {
 // The op whose backward is `name`, if that has a meaning; else null.
 const TypedOp* find_meant_forward(const std::string& name) {
   const TypedOp* const forward = find_typed_op(forward_of(name));
-  return forward != nullptr && forward->unfused ? forward : nullptr;
+  return forward != nullptr && forward->bodies.unfused ? forward : nullptr;
 }
 
 // A new tensor of what a caller expects. Results that nobody wants have no elements.
@@ -126,18 +126,19 @@ Tensors call_unfused(const std::string& name, c10::ArrayRef<c10::IValue> argumen
   std::vector<c10::IValue> values(arguments.begin(), arguments.end());
   const Checks check(name.c_str());
   if (op->shape) op->shape(check, values);  // the same errors as those of the op
-  if (op->unfused) return op->unfused(check, values);
+  if (op->bodies.unfused) return op->bodies.unfused(check, values);
   const TypedOp* const forward = find_meant_forward(name);
   TORCH_CHECK_NOT_IMPLEMENTED(forward != nullptr, "[", name,
-                              "] declaration must have .unfused, got none");
+                              "] declaration must have .bodies.unfused, got none");
   return unfused_backward(*forward, name, arguments);
 }
 
 Tensors run_unfused(const std::string& name, const Checks& check, Values values,
                     const TensorSpecs& specs) {
-  const bool is_meant = find_typed_op(name)->unfused || find_meant_forward(name) != nullptr;
+  const bool is_meant = find_typed_op(name)->bodies.unfused || find_meant_forward(name) != nullptr;
   TORCH_CHECK_NOT_IMPLEMENTED(is_meant, "[", check.op(), "] declaration must have a body for ",
-                              values[0].toTensor().device().type(), " or .unfused, got neither");
+                              values[0].toTensor().device().type(),
+                              " or .bodies.unfused, got neither");
   const WithAutograd guard;
   const Tensors found =
       call_unfused(name, c10::ArrayRef<c10::IValue>(values.data(), values.size()));

@@ -80,50 +80,52 @@ Tensor replay_srelu(const ReplayCall& call) {
 }
 
 TypedOp make_forward(const ActivationRow& row) {
+  const auto cpu = [&row](const Tensor& input, Tensor& output) {
+    activation_forward_cpu(row, input, output, {});
+  };
+  const auto cuda = [&row](const Tensor& input, Tensor& output) {
+    activation_forward_cuda(row, input, output, {});
+  };
   return {.schema = row.name + "(Tensor input) -> Tensor output",
           .overwrites = {"input"},
-          .cpu = [&row](const Tensor& input,
-                        Tensor& output) { activation_forward_cpu(row, input, output, {}); },
-          .cuda = [&row](const Tensor& input,
-                         Tensor& output) { activation_forward_cuda(row, input, output, {}); },
-          .unfused = row.unfused};
+          .bodies = {cpu, cuda, row.unfused}};
 }
 
 TypedOp make_masked_forward(const ActivationRow& row) {
+  const auto cpu = [&row](const Tensor& input, bool save_mask, Tensor& output, Tensor& mask) {
+    activation_forward_cpu(row, input, output, save_mask ? mask : Tensor());
+  };
+  const auto cuda = [&row](const Tensor& input, bool save_mask, Tensor& output, Tensor& mask) {
+    activation_forward_cuda(row, input, output, save_mask ? mask : Tensor());
+  };
+  const auto unfused = [&row](const Tensor& input, bool) { return row.unfused(input); };
   return {.schema = row.name + "(Tensor input, bool save_mask) -> (Tensor output, Tensor mask)",
           .shape = masked_forward_shape,
           .overwrites = {"input"},
-          .cpu =
-              [&row](const Tensor& input, bool save_mask, Tensor& output, Tensor& mask) {
-                activation_forward_cpu(row, input, output, save_mask ? mask : Tensor());
-              },
-          .cuda =
-              [&row](const Tensor& input, bool save_mask, Tensor& output, Tensor& mask) {
-                activation_forward_cuda(row, input, output, save_mask ? mask : Tensor());
-              },
-          .unfused = [&row](const Tensor& input, bool) { return row.unfused(input); }};
+          .bodies = {cpu, cuda, unfused}};
 }
 
 TypedOp make_backward(const ActivationRow& row) {
-  return {
-      .schema = row.name + "_backward(Tensor grad_output, Tensor input) -> Tensor grad_input",
-      .shape = backward_shape,
-      .overwrites = {"grad_output", "input"},
-      .cpu = [&row](const Tensor& grad_output, const Tensor& input,
-                    Tensor& grad_input) { backward_cpu(row, grad_output, input, grad_input); },
-      .cuda = [&row](const Tensor& grad_output, const Tensor& input,
-                     Tensor& grad_input) { backward_cuda(row, grad_output, input, grad_input); }};
+  const auto cpu = [&row](const Tensor& grad_output, const Tensor& input, Tensor& grad_input) {
+    backward_cpu(row, grad_output, input, grad_input);
+  };
+  const auto cuda = [&row](const Tensor& grad_output, const Tensor& input, Tensor& grad_input) {
+    backward_cuda(row, grad_output, input, grad_input);
+  };
+  return {.schema = row.name + "_backward(Tensor grad_output, Tensor input) -> Tensor grad_input",
+          .shape = backward_shape,
+          .overwrites = {"grad_output", "input"},
+          .bodies = {.cpu = cpu, .cuda = cuda}};
 }
 
 TypedOp make_masked_backward(const ActivationRow& row) {
+  const auto unfused = [&row](const Tensor& grad_output, const Tensor& mask) {
+    return activation_gradient_unfused(row, grad_output, mask);
+  };
   return {.schema = row.name + "_backward(Tensor grad_output, Tensor mask) -> Tensor grad_input",
           .shape = masked_backward_shape,
           .overwrites = {"grad_output", "mask"},
-          .cpu = masked_backward_cpu,
-          .cuda = masked_backward_cuda,
-          .unfused = [&row](const Tensor& grad_output, const Tensor& mask) {
-            return activation_gradient_unfused(row, grad_output, mask);
-          }};
+          .bodies = {masked_backward_cpu, masked_backward_cuda, unfused}};
 }
 
 bool register_activations() {

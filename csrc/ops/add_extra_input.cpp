@@ -29,9 +29,7 @@ Tensor add_unfused(const Tensor& input, const Tensor& extra_input) { return inpu
     .forward = {.schema = "add_extra_input(Tensor input, Tensor extra_input) -> Tensor output",
                 .shape = shape,
                 .overwrites = {"input", "extra_input"},
-                .cpu = add,
-                .cuda = add,
-                .unfused = add_unfused},
+                .bodies = {add, add, add_unfused}},
 });
 
 }  // namespace

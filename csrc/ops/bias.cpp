@@ -53,9 +53,7 @@ void backward_cuda(const Tensor& grad_output, Tensor& grad_bias) {
 const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor output",
                           .shape = forward_shape,
                           .overwrites = {"input"},
-                          .cpu = forward_cpu,
-                          .cuda = forward_cuda,
-                          .unfused = forward_unfused};
+                          .bodies = {forward_cpu, forward_cuda, forward_unfused}};
 
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "Bias",
@@ -65,9 +63,7 @@ const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor o
     .forward = kForward,
     .backward = {.schema = "bias_backward(Tensor grad_output) -> Tensor grad_bias",
                  .shape = backward_shape,
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = sum_of_rows},
+                 .bodies = {backward_cpu, backward_cuda, sum_of_rows}},
     .recompute = recompute_by(kForward),
 });
 

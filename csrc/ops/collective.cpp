@@ -47,9 +47,7 @@ TypedOp typed_op(const char* schema, const char* tensor, Sizes sizes, const Body
                        std::string_view) -> TensorSpecs {
             return {sizes(check, tensor, input, group_size)};
           },
-          .cpu = body,
-          .cuda = body,
-          .unfused = meaning};
+          .bodies = {body, body, meaning}};
 }
 
 TypedOp in_place(TypedOp op, const char* tensor) {

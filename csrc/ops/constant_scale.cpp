@@ -16,9 +16,7 @@ Tensor multiply_unfused(const Tensor& tensor, double scale) { return tensor * sc
 
 const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -> Tensor output",
                           .overwrites = {"input"},
-                          .cpu = multiply,
-                          .cuda = multiply,
-                          .unfused = multiply_unfused};
+                          .bodies = {multiply, multiply, multiply_unfused}};
 
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "ConstantScale",
@@ -30,9 +28,7 @@ const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -
     .backward = {.schema = "constant_scale_backward(Tensor grad_output, float scale) -> "
                            "Tensor grad_input",
                  .overwrites = {"grad_output"},
-                 .cpu = multiply,
-                 .cuda = multiply,
-                 .unfused = multiply_unfused},
+                 .bodies = {multiply, multiply, multiply_unfused}},
     .recompute = recompute_by(kForward),
 });
 

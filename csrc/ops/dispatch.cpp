@@ -149,22 +149,17 @@ int64_t bits_of_position(const std::string&, int64_t, int64_t) { return 32; }
                           "(Tensor output, Tensor splits, "
                           "Tensor permuted_probs, Tensor positions)",
                 .shape = dispatch_outputs,
-                .cpu = dispatch_cpu,
-                .cuda = dispatch_unfused,
-                .unfused = dispatch_unfused},
+                .bodies = {dispatch_cpu, dispatch_unfused, dispatch_unfused}},
     .backward = {.schema = "dispatch_backward(Tensor grad_output, Tensor? grad_permuted_probs, "
                            "Tensor positions, bool[2] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_probs)",
                  .shape = dispatch_backward_shape,
-                 .cpu = dispatch_backward_cpu,
-                 .cuda = dispatch_backward_cuda,
-                 .unfused = dispatch_backward_unfused},
+                 .bodies = {dispatch_backward_cpu, dispatch_backward_cuda,
+                            dispatch_backward_unfused}},
     .recompute = {.schema = "recompute_dispatch(Tensor grad_output, Tensor input, "
                             "Tensor positions) -> Tensor output",
                   .shape = recompute_shape,
-                  .cpu = recompute_cpu,
-                  .cuda = recompute_unfused,
-                  .unfused = recompute_unfused,
+                  .bodies = {recompute_cpu, recompute_unfused, recompute_unfused},
                   .reads_first = false},
     .replay = replay_dispatch,
 });
@@ -178,15 +173,11 @@ int64_t bits_of_position(const std::string&, int64_t, int64_t) { return 32; }
                     .slot_bits = bits_of_position},
     .forward = {.schema = "combine(Tensor input, Tensor positions) -> Tensor output",
                 .shape = combine_shape,
-                .cpu = combine_cpu,
-                .cuda = sum_rows_unfused,
-                .unfused = sum_rows_unfused},
+                .bodies = {combine_cpu, sum_rows_unfused, sum_rows_unfused}},
     .backward = {.schema = "combine_backward(Tensor grad_output, Tensor positions) -> "
                            "Tensor grad_input",
                  .shape = combine_backward_shape,
-                 .cpu = combine_backward_cpu,
-                 .cuda = spread_rows_unfused,
-                 .unfused = spread_rows_unfused},
+                 .bodies = {combine_backward_cpu, spread_rows_unfused, spread_rows_unfused}},
 });
 
 }  // namespace

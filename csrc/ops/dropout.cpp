@@ -66,9 +66,7 @@ TypedOp make_recompute() {
   return recompute_by({.schema = "dropout(Tensor input, Tensor mask, float p) -> Tensor output",
                        .shape = backward_shape,
                        .overwrites = {"input"},
-                       .cpu = backward_cpu,
-                       .cuda = backward_cuda,
-                       .unfused = dropout_unfused});
+                       .bodies = {backward_cpu, backward_cuda, dropout_unfused}});
 }
 
 // Without a mask dropout was off, or no gradient passes it.
@@ -91,17 +89,13 @@ Tensor replay(const ReplayCall& call) {
                           "(Tensor output, Tensor mask)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .cpu = forward_cpu,
-                .cuda = forward_cuda,
-                .unfused = forward_unfused,
+                .bodies = {forward_cpu, forward_cuda, forward_unfused},
                 .random = true},
     .backward = {.schema = "dropout_backward(Tensor grad_output, Tensor mask, float p) -> "
                            "Tensor grad_input",
                  .shape = backward_shape,
                  .overwrites = {"grad_output"},
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = dropout_unfused},
+                 .bodies = {backward_cpu, backward_cuda, dropout_unfused}},
     .recompute = make_recompute(),
     .replay = replay,
 });

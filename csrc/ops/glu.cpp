@@ -11,45 +11,48 @@ namespace {
 
 template <typename... Numbers>
 TypedOp make_forward(const GluRow& row) {
-  return {
-      .schema = row.name + "(Tensor input" + schema_of_attributes(row) + ") -> Tensor output",
-      .shape = [&row](const Checks& check, const Tensor& input, Numbers... numbers) -> TensorSpecs {
-        check.compute_dtype("input", input);
-        return {glu_output(check, "input", like(input), glu_with(row, numbers...))};
-      },
-      .cpu = [&row](const Tensor& input, Numbers... numbers,
-                    Tensor& output) { glu_forward_cpu(glu_with(row, numbers...), input, output); },
-      .cuda = [&row](
-                  const Tensor& input, Numbers... numbers,
-                  Tensor& output) { glu_forward_cuda(glu_with(row, numbers...), input, output); },
-      .unfused =
-          [&row](const Tensor& input, Numbers... numbers) {
-            return glu_unfused(row, input, glu_with(row, numbers...));
-          }};
+  const auto shape = [&row](const Checks& check, const Tensor& input,
+                            Numbers... numbers) -> TensorSpecs {
+    check.compute_dtype("input", input);
+    return {glu_output(check, "input", like(input), glu_with(row, numbers...))};
+  };
+  const auto cpu = [&row](const Tensor& input, Numbers... numbers, Tensor& output) {
+    glu_forward_cpu(glu_with(row, numbers...), input, output);
+  };
+  const auto cuda = [&row](const Tensor& input, Numbers... numbers, Tensor& output) {
+    glu_forward_cuda(glu_with(row, numbers...), input, output);
+  };
+  const auto unfused = [&row](const Tensor& input, Numbers... numbers) {
+    return glu_unfused(row, input, glu_with(row, numbers...));
+  };
+  return {.schema = row.name + "(Tensor input" + schema_of_attributes(row) + ") -> Tensor output",
+          .shape = shape,
+          .bodies = {cpu, cuda, unfused}};
 }
 
 template <typename... Numbers>
 TypedOp make_backward(const GluRow& row) {
-  return {.schema = row.name + "_backward(Tensor grad_output, Tensor input" +
-                    schema_of_attributes(row) + ") -> Tensor grad_input",
-          .shape = [&row](const Checks& check, const Tensor& grad_output, const Tensor& input,
-                          Numbers... numbers) -> TensorSpecs {
-            check.compute_dtype("input", input);
-            check.spec("grad_output", grad_output,
-                       glu_output(check, "input", like(input), glu_with(row, numbers...)));
-            return {like(input)};
-          },
-          .overwrites = {"input"},
-          .cpu =
-              [&row](const Tensor& grad_output, const Tensor& input, Numbers... numbers,
-                     Tensor& grad_input) {
-                glu_backward_cpu(glu_with(row, numbers...), grad_output, input, grad_input);
-              },
-          .cuda =
-              [&row](const Tensor& grad_output, const Tensor& input, Numbers... numbers,
-                     Tensor& grad_input) {
-                glu_backward_cuda(glu_with(row, numbers...), grad_output, input, grad_input);
-              }};
+  return {
+      .schema = row.name + "_backward(Tensor grad_output, Tensor input" +
+                schema_of_attributes(row) + ") -> Tensor grad_input",
+      .shape = [&row](const Checks& check, const Tensor& grad_output, const Tensor& input,
+                      Numbers... numbers) -> TensorSpecs {
+        check.compute_dtype("input", input);
+        check.spec("grad_output", grad_output,
+                   glu_output(check, "input", like(input), glu_with(row, numbers...)));
+        return {like(input)};
+      },
+      .overwrites = {"input"},
+      .bodies = {.cpu =
+                     [&row](const Tensor& grad_output, const Tensor& input, Numbers... numbers,
+                            Tensor& grad_input) {
+                       glu_backward_cpu(glu_with(row, numbers...), grad_output, input, grad_input);
+                     },
+                 .cuda =
+                     [&row](const Tensor& grad_output, const Tensor& input, Numbers... numbers,
+                            Tensor& grad_input) {
+                       glu_backward_cuda(glu_with(row, numbers...), grad_output, input, grad_input);
+                     }}};
 }
 
 // The numbers of a row have these types.

@@ -174,6 +174,7 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor* in
                   {"weight", {"input"}},
                   {"bias", {"scales"}},
                   {"scales", {"bias", "scales"}}},
+        .states = {{"main_grad", "weight", "accumulate_into_main_grad"}},
         .dtype = DTypeRule::Parameter,
         .operands = {"input", "weight"},
         .width = [](const Attributes& attributes,
@@ -187,17 +188,13 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor* in
     .forward = {.schema = "grouped_linear(Tensor input, Tensor splits, Tensor weight, "
                           "Tensor? bias, Tensor? scales) -> Tensor output",
                 .shape = forward_shape,
-                .cpu = forward_cpu,
-                .cuda = forward_cuda,
-                .unfused = grouped_linear_unfused},
+                .bodies = {forward_cpu, forward_cuda, grouped_linear_unfused}},
     .backward = {.schema = "grouped_linear_backward(Tensor grad_output, Tensor? input, "
                            "Tensor splits, Tensor? weight, Tensor? bias, Tensor? scales, "
                            "bool[4] output_mask) -> (Tensor grad_input, Tensor grad_weight, "
                            "Tensor grad_bias, Tensor grad_scales)",
                  .shape = backward_shape,
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = backward_unfused,
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });
 

@@ -87,16 +87,13 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                           "(Tensor output, Tensor rstd)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .cpu = forward_cpu,
-                .cuda = forward_cuda,
-                .unfused = forward_unfused},
+                .bodies = {forward_cpu, forward_cuda, forward_unfused}},
     // eps serves only the unfused meaning.
     .backward = {.schema = "l2_normalization_backward(Tensor grad_output, Tensor input, "
                            "Tensor rstd, float eps) -> Tensor grad_input",
                  .shape = backward_shape,
                  .overwrites = {"grad_output", "input"},
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda},
+                 .bodies = {.cpu = backward_cpu, .cuda = backward_cuda}},
     .recompute = recompute_norm("recompute_l2_normalization(Tensor grad_output, Tensor input, "
                                 "Tensor rstd) -> Tensor output",
                                 recompute_tensors),

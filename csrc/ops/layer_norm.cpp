@@ -92,17 +92,13 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                           "bool zero_centered_gamma) -> (Tensor output, Tensor mean, Tensor rstd)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .cpu = forward_cpu,
-                .cuda = forward_cuda,
-                .unfused = layer_norm_unfused},
+                .bodies = {forward_cpu, forward_cuda, layer_norm_unfused}},
     .backward = {.schema = "layer_norm_backward(Tensor grad_output, Tensor input, Tensor mean, "
                            "Tensor rstd, Tensor weight, float eps, bool zero_centered_gamma) -> "
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = backward_shape,
                  .overwrites = {"grad_output", "input"},
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda,
-                 .unfused = backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
     .recompute = recompute_norm(
         "recompute_layer_norm(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, "
         "Tensor weight, Tensor bias, bool zero_centered_gamma) -> Tensor output",

@@ -32,9 +32,7 @@ void backward(const Tensor& grad_output, const Tensor& grad_extra_output, Tensor
                            "Tensor grad_extra_output) -> Tensor grad_input",
                  .shape = backward_shape,
                  .overwrites = {"grad_output", "grad_extra_output"},
-                 .cpu = backward,
-                 .cuda = backward,
-                 .unfused = backward_unfused},
+                 .bodies = {backward, backward, backward_unfused}},
 });
 
 }  // namespace

@@ -436,66 +436,52 @@ Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& in
 [[maybe_unused]] const bool registered = [] {
   register_typed_op({.schema = "quantize(Tensor input, str format) -> (Tensor codes, Tensor scale)",
                      .shape = quantize_shape,
-                     .cpu = quantize_cpu,
-                     .cuda = quantize_cuda,
-                     .unfused = quantize_meaning,
+                     .bodies = {quantize_cpu, quantize_cuda, quantize_meaning},
                      .differentiable = false});
   register_typed_op({.schema = "dequantize(Tensor codes, Tensor scale, str format, str dtype, "
                                "SymInt[]? shape=None) -> Tensor output",
                      .shape = dequantize_shape,
-                     .cpu = dequantize_cpu,
-                     .cuda = dequantize_cuda,
-                     .unfused = dequantize_meaning,
+                     .bodies = {dequantize_cpu, dequantize_cuda, dequantize_meaning},
                      .differentiable = false});
   register_typed_op({.schema = "decode_saved(Tensor grad_output, Tensor codes, Tensor scale, "
                                "str format, str dtype) -> Tensor output",
                      .shape = decode_saved_shape,
-                     .cpu = decode_saved_cpu,
-                     .cuda = decode_saved_cuda,
-                     .unfused = decode_saved_meaning,
+                     .bodies = {decode_saved_cpu, decode_saved_cuda, decode_saved_meaning},
                      .reads_first = false,
                      .differentiable = false});
   register_typed_op({.schema = "quantize_dequantize(Tensor input, str format, str dtype) -> "
                                "Tensor output",
                      .shape = rounded_shape,
-                     .cpu = rounded_cpu,
-                     .cuda = rounded_cuda,
-                     .unfused = rounded_meaning,
+                     .bodies = {rounded_cpu, rounded_cuda, rounded_meaning},
                      .differentiable = false});
   register_typed_op({.schema = "quantize_dequantize_saved(Tensor grad_output, Tensor input, "
                                "str format, str dtype) -> Tensor output",
                      .shape = rounded_saved_shape,
-                     .cpu = rounded_saved_cpu,
-                     .cuda = rounded_saved_cuda,
-                     .unfused = rounded_saved_meaning,
+                     .bodies = {rounded_saved_cpu, rounded_saved_cuda, rounded_saved_meaning},
                      .reads_first = false,
                      .differentiable = false});
   register_typed_op({.schema = "quantize_dequantize_stochastic(Tensor input, str format, "
                                "str dtype) -> Tensor output",
                      .shape = rounded_shape,
-                     .unfused = stochastic_meaning,
+                     .bodies = {.unfused = stochastic_meaning},
                      .random = true,
                      .differentiable = false});
   register_typed_op(
       {.schema = "hadamard_columns(Tensor grad_output, Tensor input) -> Tensor output",
        .shape = turned_shape,
-       .unfused = turned_meaning,
+       .bodies = {.unfused = turned_meaning},
        .reads_first = false,
        .differentiable = false});
   register_typed_op({.schema = "quantize_dequantize_groups(Tensor input, Tensor? splits, "
                                "str format, str dtype) -> Tensor output",
                      .shape = groups_shape,
-                     .cpu = groups_cpu,
-                     .cuda = groups_meaning,
-                     .unfused = groups_meaning,
+                     .bodies = {groups_cpu, groups_meaning, groups_meaning},
                      .differentiable = false});
   register_typed_op({.schema = "quantize_dequantize_groups_saved(Tensor grad_output, "
                                "Tensor input, Tensor? splits, str format, str dtype) -> "
                                "Tensor output",
                      .shape = groups_saved_shape,
-                     .cpu = groups_saved_cpu,
-                     .cuda = groups_saved_meaning,
-                     .unfused = groups_saved_meaning,
+                     .bodies = {groups_saved_cpu, groups_saved_meaning, groups_saved_meaning},
                      .reads_first = false,
                      .differentiable = false});
   return register_op({.declaration = {.kind = "Quantize",

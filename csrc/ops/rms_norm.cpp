@@ -74,16 +74,13 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                           "bool zero_centered_gamma) -> (Tensor output, Tensor rstd)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .cpu = forward_cpu,
-                .cuda = forward_cuda,
-                .unfused = rms_norm_unfused},
+                .bodies = {forward_cpu, forward_cuda, rms_norm_unfused}},
     .backward = {.schema = "rms_norm_backward(Tensor grad_output, Tensor input, Tensor rstd, "
                            "Tensor weight, float eps, bool zero_centered_gamma) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
                  .overwrites = {"grad_output", "input"},
-                 .cpu = backward_cpu,
-                 .cuda = backward_cuda},
+                 .bodies = {.cpu = backward_cpu, .cuda = backward_cuda}},
     .recompute = recompute_norm("recompute_rms_norm(Tensor grad_output, Tensor input, Tensor rstd, "
                                 "Tensor weight, bool zero_centered_gamma) -> Tensor output",
                                 recompute_tensors),

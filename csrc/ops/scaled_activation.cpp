@@ -26,25 +26,25 @@ std::string attributes_of(const ScaledRow& row) {
 
 template <typename... Numbers>
 TypedOp make_forward(const ScaledRow& row) {
-  return {
-      .schema =
-          row.name + "(Tensor input, Tensor scales" + attributes_of(row) + ") -> Tensor output",
-      .shape = [&row](const Checks& check, const Tensor& input, const Tensor& scales,
-                      Numbers... numbers) -> TensorSpecs {
-        return {scaled_output(check, with(row, numbers...), input, scales)};
-      },
-      .cpu =
-          [&row](const Tensor& input, const Tensor& scales, Numbers... numbers, Tensor& output) {
-            scaled_forward_cpu(with(row, numbers...), input, scales, output);
-          },
-      .cuda =
-          [&row](const Tensor& input, const Tensor& scales, Numbers... numbers, Tensor& output) {
-            scaled_forward_cuda(with(row, numbers...), input, scales, output);
-          },
-      .unfused =
-          [&row](const Tensor& input, const Tensor& scales, Numbers... numbers) {
-            return scaled_unfused(with(row, numbers...), input, scales);
-          }};
+  const auto shape = [&row](const Checks& check, const Tensor& input, const Tensor& scales,
+                            Numbers... numbers) -> TensorSpecs {
+    return {scaled_output(check, with(row, numbers...), input, scales)};
+  };
+  const auto cpu = [&row](const Tensor& input, const Tensor& scales, Numbers... numbers,
+                          Tensor& output) {
+    scaled_forward_cpu(with(row, numbers...), input, scales, output);
+  };
+  const auto cuda = [&row](const Tensor& input, const Tensor& scales, Numbers... numbers,
+                           Tensor& output) {
+    scaled_forward_cuda(with(row, numbers...), input, scales, output);
+  };
+  const auto unfused = [&row](const Tensor& input, const Tensor& scales, Numbers... numbers) {
+    return scaled_unfused(with(row, numbers...), input, scales);
+  };
+  return {.schema =
+              row.name + "(Tensor input, Tensor scales" + attributes_of(row) + ") -> Tensor output",
+          .shape = shape,
+          .bodies = {cpu, cuda, unfused}};
 }
 
 TensorSpecs backward_shape(const Checks& check, const ScaledActivation& activation,
@@ -66,22 +66,23 @@ TypedOp make_backward(const ScaledRow& row) {
             return backward_shape(check, with(row, numbers...), grad_output, input, scales, wanted);
           },
           .overwrites = {"input"},
-          .cpu =
-              [&row](const Tensor& grad_output, const Tensor& input, const Tensor& scales,
-                     Numbers... numbers, Mask wanted, Tensor& grad_input, Tensor& grad_scales) {
-                const auto [wants_input, wants_scales] = wanted;
-                scaled_backward_cpu(with(row, numbers...), grad_output, input, scales,
-                                    wants_input ? grad_input : Tensor(),
-                                    wants_scales ? grad_scales : Tensor());
-              },
-          .cuda =
-              [&row](const Tensor& grad_output, const Tensor& input, const Tensor& scales,
-                     Numbers... numbers, Mask wanted, Tensor& grad_input, Tensor& grad_scales) {
-                const auto [wants_input, wants_scales] = wanted;
-                scaled_backward_cuda(with(row, numbers...), grad_output, input, scales,
-                                     wants_input ? grad_input : Tensor(),
-                                     wants_scales ? grad_scales : Tensor());
-              }};
+          .bodies = {
+              .cpu =
+                  [&row](const Tensor& grad_output, const Tensor& input, const Tensor& scales,
+                         Numbers... numbers, Mask wanted, Tensor& grad_input, Tensor& grad_scales) {
+                    const auto [wants_input, wants_scales] = wanted;
+                    scaled_backward_cpu(with(row, numbers...), grad_output, input, scales,
+                                        wants_input ? grad_input : Tensor(),
+                                        wants_scales ? grad_scales : Tensor());
+                  },
+              .cuda =
+                  [&row](const Tensor& grad_output, const Tensor& input, const Tensor& scales,
+                         Numbers... numbers, Mask wanted, Tensor& grad_input, Tensor& grad_scales) {
+                    const auto [wants_input, wants_scales] = wanted;
+                    scaled_backward_cuda(with(row, numbers...), grad_output, input, scales,
+                                         wants_input ? grad_input : Tensor(),
+                                         wants_scales ? grad_scales : Tensor());
+                  }}};
 }
 
 std::vector<std::string> names_of_attributes(const ScaledRow& row) {

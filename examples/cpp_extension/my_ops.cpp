@@ -82,13 +82,11 @@ Op softcap() {
                       .slots = {{"output"}},
                       .dtype = DTypeRule::Autocast},
       .forward = {.schema = "softcap(Tensor input, float cap) -> Tensor output",
-                  .cpu = softcap_cpu,
-                  .unfused = softcap_unfused},
+                  .bodies = {.cpu = softcap_cpu, .unfused = softcap_unfused}},
       .backward = {.schema = "softcap_backward(Tensor grad_output, Tensor output, float cap) -> "
                              "Tensor grad_input",
                    .shape = backward_shape,
-                   .cpu = backward_cpu,
-                   .unfused = backward_unfused},
+                   .bodies = {.cpu = backward_cpu, .unfused = backward_unfused}},
       .replay = replay,
   };
 }
@@ -123,8 +121,7 @@ FusedOp linear_softcap() {
       .forward = {.schema = "linear_softcap(Tensor input, Tensor weight, float cap) -> "
                             "Tensor output",
                   .shape = linear_softcap_shape,
-                  .cpu = linear_softcap_cpu,
-                  .unfused = linear_softcap_unfused},
+                  .bodies = {.cpu = linear_softcap_cpu, .unfused = linear_softcap_unfused}},
   };
 }
 

@@ -69,11 +69,13 @@ TEST(Dispatch, ChoosesAnInstructionSetOfThisMachine) {
   EXPECT_TRUE(has_isa(isa_name()));
   EXPECT_TRUE(has_isa("default"));
   EXPECT_FALSE(has_isa("mmx"));
-  EXPECT_EQ(find(bias_add.name()), find_for(isa_name(), bias_add.name()));
+  EXPECT_EQ(&find(bias_add.name()), &find_for(isa_name(), bias_add.name()));
 }
 
 TEST(Dispatch, EachInstructionSetHasAKernelOfItsOwn) {
-  const auto of = [](const char* isa) { return find_for(isa, bias_add.name()); };
+  const auto of = [](const char* isa) {
+    return bias_add.function_of(find_for(isa, bias_add.name()));
+  };
   if (has_isa("avx2")) {
     EXPECT_NE(of("avx2"), of("default"));
   }
@@ -89,12 +91,22 @@ double only_default(double x) { return 2.0 * x; }
 const Kernel<double(double)> only_default{"only_default"}, unfilled{"unfilled"};
 TRANSFORMER_OPS_KERNEL(only_default, "default");
 
+TEST(Dispatch, ASlotOfAnotherTypeThanItsKernelIsAnError) {
+  const Kernel<float(double)> declared_otherwise{"only_default"};
+  try {
+    declared_otherwise(1.0);
+    FAIL() << "must raise";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "[kernels] only_default must be a FfdE for default, got a FddE");
+  }
+}
+
 TEST(Dispatch, ASlotIsFilledByTheNextLowerInstructionSet) {
   EXPECT_EQ(only_default(1.5), 3.0);
   EXPECT_EQ(only_default(2.0), 4.0);
   for (const char* isa : {"default", "avx2", "avx512"}) {
     if (has_isa(isa)) {
-      EXPECT_EQ(find_for(isa, "only_default"), find_for("default", "only_default")) << isa;
+      EXPECT_EQ(&find_for(isa, "only_default"), &find_for("default", "only_default")) << isa;
     }
   }
 }

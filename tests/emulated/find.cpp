@@ -6,8 +6,8 @@
 
 namespace transformer_ops::cuda {
 
-kernel::Function find(const char* slot) {
-  if (const auto found = kernel::find(kernel::rows_of_this_library(), slot, "cuda")) return found;
+const kernel::Row& find(const char* slot) {
+  if (const auto* found = kernel::find(kernel::rows_of_this_library(), slot, "cuda")) return *found;
   throw std::runtime_error("no file fills " + std::string(slot));
 }
 

@@ -60,19 +60,19 @@ const char* isa_name() {
   return chosen;
 }
 
-kernel::Function find_for(std::string_view isa, const char* slot) {
+const kernel::Row& find_for(std::string_view isa, const char* slot) {
   bool lower = false;
   for (const Isa& next : isas()) {
     lower = lower || next.name == isa;
     if (!lower) continue;
-    if (const auto found = kernel::find(kernel::rows_of_this_library(), slot, next.name)) {
-      return found;
+    if (const auto* found = kernel::find(kernel::rows_of_this_library(), slot, next.name)) {
+      return *found;
     }
   }
   throw std::runtime_error("[kernels] " + std::string(slot) + " must have a CPU kernel for " +
                            std::string(isa) + " or a lower instruction set, got none");
 }
 
-kernel::Function find(const char* slot) { return find_for(isa_name(), slot); }
+const kernel::Row& find(const char* slot) { return find_for(isa_name(), slot); }
 
 }  // namespace transformer_ops::cpu

@@ -45,15 +45,16 @@ Tensor first_alone(const Checks&, const Tensor& input, const Tensor*, double, st
 }
 
 TEST(Body, MayFillOrMakeItsResults) {
-  EXPECT_EQ(error_of({.schema = kSchema, .shape = shape, .cpu = fill, .cuda = make}), "");
+  EXPECT_EQ(error_of({.schema = kSchema, .shape = shape, .bodies = {.cpu = fill, .cuda = make}}),
+            "");
   EXPECT_TRUE(Body(fill).fills());
   EXPECT_FALSE(Body(make).fills());
-  EXPECT_EQ(error_of({.schema = kSchema, .shape = shape, .unfused = first_alone}), "");
+  EXPECT_EQ(error_of({.schema = kSchema, .shape = shape, .bodies = {.unfused = first_alone}}), "");
 }
 
 TEST(Body, ADifferenceShowsBothSignatures) {
   const auto wrong = [](const Tensor&, const Tensor&, double, Tensor&, Tensor&) {};
-  EXPECT_EQ(error_of({.schema = kSchema, .cpu = wrong}),
+  EXPECT_EQ(error_of({.schema = kSchema, .bodies = {.cpu = wrong}}),
             std::string("[body_norm] cpu must be void(const Tensor& input, const Tensor* weight, "
                         "double eps, std::array<bool, 2> mask, std::string_view name, int64_t "
                         "size, Tensor& output, Tensor& rstd) as the schema '") +
@@ -68,26 +69,22 @@ TEST(Body, EveryKindOfDifferenceIsFound) {
     expect_text(error_of(std::move(op)), std::string("[body_wrong] ") + field);
   };
   // A type, the number of arguments, of results, and their order.
-  found("cpu must be void(", {.cpu = [](const Tensor&, bool, Tensor&, Tensor&) {}});
-  found("cpu must be void(", {.cpu = [](const Tensor*, double, Tensor&, Tensor&) {}});
-  found("cpu must be void(", {.cpu = [](const Tensor&, Tensor&, Tensor&) {}});
-  found("cpu must be void(", {.cpu = [](const Tensor&, double, Tensor&) {}});
-  found("cpu must be void(", {.cpu = [](Tensor&, Tensor&, const Tensor&, double) {}});
+  found("cpu must be void(", {.bodies = {.cpu = [](const Tensor&, bool, Tensor&, Tensor&) {}}});
+  found("cpu must be void(", {.bodies = {.cpu = [](const Tensor*, double, Tensor&, Tensor&) {}}});
+  found("cpu must be void(", {.bodies = {.cpu = [](const Tensor&, Tensor&, Tensor&) {}}});
+  found("cpu must be void(", {.bodies = {.cpu = [](const Tensor&, double, Tensor&) {}}});
+  found("cpu must be void(", {.bodies = {.cpu = [](Tensor&, Tensor&, const Tensor&, double) {}}});
   found("cuda must be std::tuple<Tensor, Tensor>(",
-        {.cuda = [](const Tensor& input, double) { return input; }});
+        {.bodies = {.cuda = [](const Tensor& input, double) { return input; }}});
   found("cuda must be std::tuple<Tensor, Tensor>(",
-        {.cuda = [](const Tensor& x, double) { return std::tuple(x, x, x); }});
+        {.bodies = {.cuda = [](const Tensor& x, double) { return std::tuple(x, x, x); }}});
   found("unfused must be std::tuple<Tensor, Tensor>(",
-        {.unfused = [](const Tensor& x, double) { return std::tuple(x, x, x); }});
+        {.bodies = {.unfused = [](const Tensor& x, double) { return std::tuple(x, x, x); }}});
   found("shape must be TensorSpecs(",
         {.shape = [](const Tensor& input) -> TensorSpecs { return {like(input)}; }});
   // A list of results may have any number of them.
-  EXPECT_EQ(error_of({.schema = schema,
-                      .unfused =
-                          [](const Tensor& x, double) {
-                            return Tensors{x, x};
-                          }}),
-            "");
+  const auto twice = [](const Tensor& x, double) { return Tensors{x, x}; };
+  EXPECT_EQ(error_of({.schema = schema, .bodies = {.unfused = twice}}), "");
 }
 
 TensorSpecs order_shape(const Checks& check, const Tensor& a, const Tensor* b, const Tensor* c,
@@ -132,7 +129,7 @@ TEST(Body, GetsItsArgumentsInOrder) {
            "int? g, bool h, str i, bool[3] j, SymInt k, SymInt[] l, int[] m) -> "
            "(Tensor x, Tensor y)",
        .shape = order_shape,
-       .cpu = order_body});
+       .bodies = {.cpu = order_body}});
   torch::jit::Stack stack = {at::ones({1}),
                              at::ones({2}),
                              c10::IValue(),
@@ -172,9 +169,9 @@ TEST(Defaults, OneResultIsLikeTheFirstTensor) {
 
 TypedOp scale_by(std::string schema) {
   return {.schema = std::move(schema),
-          .unfused = [](const Tensor& input, const Tensor& weight, double p) {
+          .bodies = {.unfused = [](const Tensor& input, const Tensor& weight, double p) {
             return input * weight * p;
-          }};
+          }}};
 }
 
 TEST(Defaults, ABackwardFollowsFromTheSlots) {

@@ -26,7 +26,7 @@ void throw_in_worker(const Tensor& input, bool throws, Tensor& output) {
 Tensor may_throw(const Tensor& input, bool throws) {
   static const bool registered = [] {
     register_typed_op({.schema = "may_throw(Tensor input, bool throws) -> Tensor output",
-                       .cpu = throw_in_worker});
+                       .bodies = {.cpu = throw_in_worker}});
     return true;
   }();
   static_cast<void>(registered);

@@ -14,7 +14,9 @@ namespace {
 Op op(const std::string& kind, const std::string& name) {
   return {.declaration = {.kind = kind, .summary = "2 tanh(x)"},
           .forward = {.schema = name + "(Tensor input) -> Tensor output",
-                      .unfused = [](const Tensor& input) { return Tensor(2 * at::tanh(input)); }}};
+                      .bodies = {.unfused = [](const Tensor& input) {
+                        return Tensor(2 * at::tanh(input));
+                      }}}};
 }
 
 // my_ops::Softcap + ConstantScale, wrong by a factor.
@@ -37,7 +39,7 @@ FusedOp rule(double factor,
                       .shape = [](const Tensor& input, double, double) -> TensorSpecs {
                         return {like(input), like(input)};
                       },
-                      .unfused = unfused}};
+                      .bodies = {.unfused = unfused}}};
 }
 
 Op op_of(const std::string& schema) {
@@ -62,7 +64,7 @@ const std::map<std::string, Add> kWrong = {
     {"body",
      [](Library& to) {
        Op wrong = op_of("other(Tensor input, float cap) -> Tensor output");
-       wrong.forward.cpu = [](const Tensor&, int64_t, Tensor&) {};
+       wrong.forward.bodies.cpu = [](const Tensor&, int64_t, Tensor&) {};
        to.add_op(wrong);
      }},
     {"overwrites",

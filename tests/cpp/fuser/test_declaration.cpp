@@ -50,6 +50,19 @@ TEST(Declaration, SaysWhichTensorsMayBeNoneAndWhichHoldIntegers) {
             "[declaration] 'Lost' must have integers among its extra tensors, got 'ids'");
 }
 
+TEST(Declaration, AStateIsOfAParameterAndAnAttribute) {
+  const OpDeclaration& tally = declaration("Tally");
+  ASSERT_NE(tally.state_of("weight", {{"tallies", Attribute(true)}}), nullptr);
+  EXPECT_EQ(tally.state_of("weight", {{"tallies", Attribute(true)}})->name, "total");
+  EXPECT_EQ(tally.state_of("weight", {{"tallies", Attribute(false)}}), nullptr);
+  EXPECT_EQ(tally.state_of("bias", {{"tallies", Attribute(true)}}), nullptr);
+  EXPECT_EQ(error_of([] {
+              add_declaration({.kind = "Lost", .attributes = {"on"}, .states = {{"s", "w", "on"}}});
+            }),
+            "[declaration] 'Lost' must have the parameter and the attribute of state 's', got 'w' "
+            "and 'on'");
+}
+
 TEST(SlotBits, FollowTheNameOfTheSlot) {
   EXPECT_EQ(slot_bits(declaration("Norm"), "input", 64, 16), 64 * 16);
   EXPECT_EQ(slot_bits(declaration("Norm"), "rstd", 64, 16), 32);

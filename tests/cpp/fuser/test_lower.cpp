@@ -43,6 +43,23 @@ backward Scale ops=[3]
 )");
 }
 
+std::vector<OpNode> tally(bool tallies) {
+  auto ops = nodes({"Tally"});
+  ops[0].attributes["tallies"] = Attribute(tallies);
+  return ops;
+}
+
+TEST(Lower, AStateTakesTheGradient) {
+  const Plan plan = toy::plan(tally(true));
+  EXPECT_EQ(plan.backward[0].instructions[0].results, (std::vector<Value>{
+                                                          {Value::Kind::Grad, 0},
+                                                          {Value::Kind::State, 0, "total"},
+                                                      }));
+  // Autograd is given something in its place.
+  EXPECT_EQ(to_text(plan.gradients[1]), "dp0.weight");
+  EXPECT_EQ(to_text(toy::plan(tally(false)).backward[0].instructions[0].results[1]), "dp0.weight");
+}
+
 // The rows of each group, and each weight, apart; a sum takes the gradient as it is.
 TEST(Lower, RoundsGroupByGroup) {
   const auto ops = nodes({"Groups"});

@@ -84,7 +84,7 @@ TEST(Attribute, NamesWhatIsWrong) {
 
 TEST(Value, RoundTrips) {
   for (const char* text : {"x0", "g12", "n3", "p1.weight", "dp1.weight", "e0.1", "de0.1", "o2.0",
-                           "do2.0", "s4.a", "s4.a.codes", "s4.a.scale"}) {
+                           "do2.0", "s4.a", "st4.a", "s4.a.codes", "s4.a.scale"}) {
     EXPECT_EQ(to_text(parse_value(text)), text);
   }
 }

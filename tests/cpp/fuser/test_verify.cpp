@@ -77,6 +77,24 @@ TEST(Verify, StepsSaveSlots) {
             "[plan] step 'Product' must save slots, got x3");
 }
 
+TEST(Verify, AStateIsUpdatedWhereTheOpSaysSo) {
+  auto ops = nodes({"Tally"});
+  ops[0].attributes["tallies"] = Attribute(true);
+  const auto with_result = [&](const char* text) {
+    return error_after(
+        [&](Plan& plan) { plan.backward[0].instructions[0].results[1] = value(text); },
+        toy::plan(ops));
+  };
+  EXPECT_EQ(with_result("st0.total"), "no error");
+  EXPECT_EQ(with_result("dp0.weight"),
+            "[plan] backward must yield the gradients that the plan names, got no st0.total");
+  EXPECT_EQ(with_result("st0.sum"),
+            "[plan] op 0 (Tally) must update the state that is named, got st0.sum");
+  ops[0].attributes["tallies"] = Attribute(false);
+  EXPECT_EQ(with_result("st0.total"),
+            "[plan] op 0 (Tally) must update the state that is named, got st0.total");
+}
+
 TEST(Verify, BackwardYieldsTheGradientsThatThePlanNames) {
   EXPECT_EQ(error_after([](Plan& plan) { plan.backward[1].instructions[0].results[1].name = "x"; }),
             "[plan] op 1 (Product) must have the tensor that is named, got dp1.x");

@@ -31,6 +31,17 @@ bool declare() {
                                "(Tensor grad_input, Tensor grad_weight)",
                    .dtype = DTypeRule::Parameter,
                    .operands = {"weight"}});
+  add_declaration({.kind = "Tally",
+                   .summary = "x W^T, whose weight may have a sum of gradients of its own",
+                   .parameters = {"weight"},
+                   .attributes = {"tallies"},
+                   .slots = {{"input", {"weight"}}, {"weight", {"input"}}},
+                   .states = {{"total", "weight", "tallies"}},
+                   .forward = "product(Tensor input, Tensor weight) -> Tensor output",
+                   .backward = "product_backward(Tensor grad_output, Tensor? input, "
+                               "Tensor? weight, bool[2] output_mask) -> "
+                               "(Tensor grad_input, Tensor grad_weight)",
+                   .dtype = DTypeRule::Parameter});
   add_declaration({.kind = "Shift",
                    .summary = "x + b",
                    .parameters = {"shift"},

@@ -158,7 +158,7 @@ class KernelTest : public testing::TestWithParam<Case> {
   // The kernel of a slot for this test's instruction set.
   template <class Slot>
   typename Slot::Pointer on(const Slot& slot) const {
-    return reinterpret_cast<typename Slot::Pointer>(find_for(GetParam().isa, slot.name()));
+    return slot.function_of(find_for(GetParam().isa, slot.name()));
   }
 
   const DType dtype = GetParam().dtype;

@@ -156,7 +156,7 @@ TEST(Encoding, ScalesOfBytes) {
 
 TEST(Encoding, ScalesOfBlocks) {
   const auto scale = [](float amax) {
-    return block_scale<ScaleRule::PowerOfTwo, E4M3>(amax, 1.0f);
+    return block_scale<E4M3>(ScaleRule::PowerOfTwo, amax, 1.0f);
   };
   for (const double nothing : {0.0, kInf, kNan}) {
     EXPECT_EQ(scale(static_cast<float>(nothing)).encode, 1.0f);
@@ -169,7 +169,7 @@ TEST(Encoding, ScalesOfBlocks) {
   EXPECT_EQ(scale(1e-45f).encode, 0x1p127f);
   EXPECT_EQ(encoding_scale(1e-40f, 448.0f), kMost);
   // Nothing else can tell of NaN among integers.
-  const auto integers = block_scale<ScaleRule::Float32, Int8>(static_cast<float>(kNan), 1.0f);
+  const auto integers = block_scale<Int8>(ScaleRule::Float32, static_cast<float>(kNan), 1.0f);
   EXPECT_EQ(integers.encode, 0.0f);
   EXPECT_TRUE(std::isnan(integers.number));
 }

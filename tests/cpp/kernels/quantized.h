@@ -31,18 +31,16 @@ struct Quantized {
 
   static int64_t row_bytes(const kernel::Format& f, int64_t h) { return (h * f.bits + 7) / 8; }
   static int64_t blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
-  static bool has_byte_scales(const kernel::Format& f) {
-    return f.rule == ScaleRule::E8M0 || f.rule == ScaleRule::E4M3;
-  }
   static int64_t scale_bytes(const kernel::Format& f, int64_t rows, int64_t h) {
     if (f.per_tensor()) return 0;
-    return blocks(rows, f.block_rows) * blocks(h, f.block_columns) * (has_byte_scales(f) ? 1 : 4);
+    return blocks(rows, f.block_rows) * blocks(h, f.block_columns) *
+           (encoding::has_byte_scales(f.rule) ? 1 : 4);
   }
 
   // Bytes and floats alike.
   void set_scales(float scale) {
     for (size_t i = 0; i < scales.size(); ++i) {
-      if (has_byte_scales(*format)) {
+      if (encoding::has_byte_scales(format->rule)) {
         scales[i] = static_cast<uint8_t>(encoding::encode_e8m0(scale));
       } else if (i % 4 == 0) {
         std::memcpy(scales.data() + i, &scale, 4);
@@ -50,31 +48,18 @@ struct Quantized {
     }
   }
   void set_scale(int64_t i, const encoding::BlockScale& scale) {
-    if (has_byte_scales(*format)) {
-      scales[i] = static_cast<uint8_t>(scale.byte);
-    } else {
-      std::memcpy(scales.data() + 4 * i, &scale.number, 4);
-    }
+    encoding::store_scale(format->rule, scales.data(), i, scale);
   }
 };
 
-// f(Number, rule) with what a format is compiled for.
-template <ScaleRule r>
-struct RuleTag {
-  static constexpr ScaleRule rule = r;
-};
+// f(Number) with the formulas of a format's elements.
 template <class F>
 auto with_formulas(const kernel::Format& format, F f) {
   using namespace encoding;
-  const auto with_rule = [&](auto number) {
-    if (format.rule == ScaleRule::Float32) return f(number, RuleTag<ScaleRule::Float32>());
-    if (format.rule == ScaleRule::PowerOfTwo) return f(number, RuleTag<ScaleRule::PowerOfTwo>());
-    return f(number, RuleTag<ScaleRule::E8M0>());
-  };
-  if (format.element == Element::E4M3) return with_rule(E4M3());
-  if (format.element == Element::E5M2) return with_rule(E5M2());
-  if (format.element == Element::E2M1) return f(E2M1(), RuleTag<ScaleRule::E4M3>());
-  return f(Int8(), RuleTag<ScaleRule::Float32>());
+  if (format.element == Element::E4M3) return f(E4M3());
+  if (format.element == Element::E5M2) return f(E5M2());
+  if (format.element == Element::E2M1) return f(E2M1());
+  return f(Int8());
 }
 
 inline float number(const Array& x, int64_t i) { return encoding::to_odd(x[i]); }
@@ -94,7 +79,7 @@ inline Quantized quantize_by_formula(const kernel::Format& format, const Array& 
   to.tensor_scale = encoding::tensor_scale(format, largest_by_formula(x));
   const int64_t height = format.per_tensor() ? std::max<int64_t>(rows, 1) : format.block_rows;
   const int64_t width = format.per_tensor() ? std::max<int64_t>(h, 1) : format.block_columns;
-  with_formulas(format, [&]<class E>(E, auto rule) {
+  with_formulas(format, [&]<class E>(E) {
     int64_t block = 0;
     for (int64_t top = 0; top < rows; top += height) {
       for (int64_t left = 0; left < h; left += width, ++block) {
@@ -103,7 +88,7 @@ inline Quantized quantize_by_formula(const kernel::Format& format, const Array& 
         for (int64_t r = top; r < bottom; ++r) {
           for (int64_t c = left; c < right; ++c) amax = larger(amax, number(x, r * h + c));
         }
-        auto scale = encoding::block_scale<rule.rule, E>(amax, to.tensor_scale);
+        auto scale = encoding::block_scale<E>(format.rule, amax, to.tensor_scale);
         if (format.per_tensor()) {
           scale.encode = to.tensor_scale;
         } else {
@@ -126,7 +111,7 @@ inline Array dequantize_by_formula(const Quantized& from, DType dtype, int64_t r
   const kernel::Format& format = *from.format;
   Array out(dtype, rows * h);
   const float decoded = 1.0f / from.tensor_scale;
-  with_formulas(format, [&]<class E>(E, auto rule) {
+  with_formulas(format, [&]<class E>(E) {
     for (int64_t i = 0; i < rows * h; ++i) {
       const int64_t r = i / h, c = i % h;
       const uint8_t byte = from.codes[r * Quantized::row_bytes(format, h) + c * format.bits / 8];
@@ -135,7 +120,7 @@ inline Array dequantize_by_formula(const Quantized& from, DType dtype, int64_t r
       if (!format.per_tensor()) {
         const int64_t block = r / format.block_rows * Quantized::blocks(h, format.block_columns) +
                               c / format.block_columns;
-        scale = encoding::decoding_scale<rule.rule>(from.scales.data(), block, decoded);
+        scale = encoding::decoding_scale(format.rule, from.scales.data(), block, decoded);
       }
       const float value = encoding::decode<E>(code);
       out.set(i, dtype == DType::Float64 ? static_cast<double>(value) * static_cast<double>(scale)
