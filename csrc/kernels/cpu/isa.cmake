@@ -33,8 +33,11 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   transformer_ops_add_isa(default)
   transformer_ops_add_isa(avx2 -ffp-contract=fast -mavx2 -mfma -mf16c)
   # A sanitizer's build is for this machine alone.
-  file(STRINGS /proc/cpuinfo avx512 REGEX "^flags.* avx512vl" LIMIT_COUNT 1)
-  if(TRANSFORMER_OPS_SANITIZE AND NOT avx512)
+  set(runs_here TRUE)
+  if(TRANSFORMER_OPS_SANITIZE AND EXISTS /proc/cpuinfo)
+    file(STRINGS /proc/cpuinfo runs_here REGEX "^flags.* avx512vl" LIMIT_COUNT 1)
+  endif()
+  if(NOT runs_here)
     message(STATUS "Without the AVX-512 kernels, which this machine cannot run")
   else()
     transformer_ops_add_isa(avx512 -ffp-contract=fast -mavx2 -mfma -mf16c -mavx512f -mavx512bw
