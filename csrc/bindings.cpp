@@ -43,6 +43,7 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   entry["summary"] = row.summary;
   entry["parameters"] = row.parameters;
   entry["attributes"] = row.attributes;
+  entry["flags"] = row.flags;
   py::dict types;  // of the attributes that a typed op takes
   for (const Schema* schema : {&row.backward_schema, &row.forward_schema}) {
     for (const auto& [type, name] : schema->arguments) {

@@ -300,3 +300,78 @@ def test_bad_values(make: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="saved_inputs must go with"):
         module.saved_inputs = True
     assert (module.saved, module.saved_inputs) == ("exact", False)
+
+
+# ---- one op's own wish
+
+CACHES = [
+    kind
+    for kind in dir(tops)
+    if "cache_quantized_input" in getattr(getattr(tops, kind), "_flag_names", ())
+]
+
+
+def e4m3(tensor: Tensor) -> Tensor:
+    codes, scale = torch.ops.transformer_ops.quantize(tensor, "e4m3")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return torch.ops.transformer_ops.dequantize(codes, scale, "e4m3", dtype, None)
+
+
+def test_all_that_keep_their_input_have_the_flag() -> None:
+    assert {"GELU", "SReLU", "SwiGLU", "ClampedSwiGLU", "ScaledSwiGLU"} <= set(CACHES)
+    assert "ReLU" not in CACHES  # a bit an element
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_op_keeps_its_input_in_8_bits(kind: str, dtype: torch.dtype) -> None:
+    exact, op = getattr(tops, kind)(), getattr(tops, kind)(cache_quantized_input=True)
+    assert "cache_quantized_input=True" in repr(op) and "cache" not in repr(exact)
+    x = torch.randn(5, 256).to(dtype).requires_grad_()
+    scales = [torch.rand(5)] * op.num_extra_inputs
+    y = op(x, *scales)
+    assert torch.equal(y, exact(x, *scales))
+    grad = torch.randn_like(y)
+    (found,) = torch.autograd.grad(y, x, grad)
+    near = e4m3(x.detach()).requires_grad_()
+    (expected,) = torch.autograd.grad(exact(near, *scales), near, grad)
+    assert torch.equal(found, expected)
+    assert saved_bytes(op, x, *scales) <= 5 * 256 + 4 + 5 * 4
+
+
+def test_in_a_block() -> None:
+    rows, hidden = 16, 64
+    block = [tops.Linear(hidden, hidden), tops.GELU(cache_quantized_input=True)]
+    module = module_of(lambda: [*block, tops.Linear(hidden, hidden)], torch.bfloat16)
+    x = torch.randn(rows, hidden, dtype=torch.bfloat16, requires_grad=True)
+    assert saved_bytes(module, x) == rows * (2 * hidden + hidden) + 4
+    assert "2.input 64.25 (e4m3)" in str(module.explain())
+    run = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for a, b in zip(gradients(run, x.detach()), gradients(module, x.detach()), strict=True):
+        torch.testing.assert_close(a, b)
+    module[1].cache_quantized_input = False
+    assert saved_bytes(module, x) == rows * 4 * hidden
+
+
+def test_beside_a_policy() -> None:
+    make = lambda: [  # noqa: E731
+        tops.ConstantScale(2.0),
+        tops.L2Normalization(),
+        tops.SiLU(cache_quantized_input=True),
+    ]
+    for saved, size in {"exact": 4 * 128, "int8": 128 + 4}.items():
+        module = module_of(make, recompute="none", saved=saved)
+        x = torch.randn(4, 128, requires_grad=True)
+        assert saved_bytes(module, x) == 4 * (size + 4) + 4 * 128 + 4
+        assert "2.input 129 (e4m3)" in str(module.explain())
+
+
+def test_bad_use_of_the_flag() -> None:
+    with pytest.raises(ValueError, match=r"\[GELU\] cache_quantized_input must be a bool, got 1"):
+        tops.GELU(cache_quantized_input=1)
+    with pytest.raises(TypeError):
+        tops.ReLU(cache_quantized_input=True)
+    x = torch.randn(4, 8, requires_grad=True)
+    y = tops.GELU(cache_quantized_input=True)(x)
+    with pytest.raises(NotImplementedError, match="must run without cache_quantized_input"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)[0].sum().backward()

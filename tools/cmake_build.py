@@ -58,6 +58,7 @@ def cmake_build(folder: Path, options: dict[str, str], targets: tuple[str, ...])
         "CMAKE_MAKE_PROGRAM": tool("ninja"),
         "Python_EXECUTABLE": sys.executable,
         "TRANSFORMER_OPS_UNITY": os.environ.get("TRANSFORMER_OPS_UNITY", "ON"),
+        "TRANSFORMER_OPS_NATIVE": os.environ.get("TRANSFORMER_OPS_NATIVE", "ON"),
         **options,
     }
     defines = [f"-D{name}={value}" for name, value in options.items()]
@@ -83,14 +84,23 @@ class CMakeBuild(build_ext):
             options = {"TRANSFORMER_OPS_WERROR": "ON"}
         else:
             folder, destination = ROOT / WHEEL_FOLDER / "cmake", Path(self.build_lib).resolve()
-            # A compiler newer than ours may warn of more; that must not stop a user's install.
-            options = {"TRANSFORMER_OPS_WERROR": "OFF"}
+            # A compiler newer than ours may warn of more; that must not stop a user's install. A
+            # wheel may be installed on other machines.
+            options = {
+                "TRANSFORMER_OPS_WERROR": "OFF",
+                "TRANSFORMER_OPS_NATIVE": os.environ.get("TRANSFORMER_OPS_NATIVE", "OFF"),
+            }
         cmake_build(folder, options, targets=("extension",))
         run([tool("cmake"), "--install", str(folder), "--prefix", str(destination)])
 
 
 def sanitizer_options(sanitizer: str) -> dict[str, str]:
-    options = {"TRANSFORMER_OPS_SANITIZE": sanitizer}
+    options = {
+        "TRANSFORMER_OPS_SANITIZE": sanitizer,
+        "TRANSFORMER_OPS_NATIVE": "ON",
+        # Without the optimizer g++ warns of what is right; the plain build reads these files.
+        "TRANSFORMER_OPS_WERROR": "OFF",
+    }
     if sanitizer == "thread":
         cmake_build(build_folder(), {}, targets=("transformer_ops",))
         options["TRANSFORMER_OPS_PLAIN_BUILD"] = str(build_folder())

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "fuser/casts.h"
+#include "fuser/declaration.h"
 #include "fuser/slots.h"
 
 namespace transformer_ops {
@@ -23,9 +24,18 @@ class Compress {
     for (const Step& step : plan_.forward) {
       for (const Instruction& instruction : step.instructions) note_aliases(instruction);
     }
-    if (plan_.saved.inputs) return;
-    held_ = {{Kind::Main, 0}, root({Kind::Main, plan_.size()})};
-    for (const Value& output : plan_.extra_outputs) held_.insert(root(output));
+    if (!plan_.saved.inputs) {
+      held_ = {{Kind::Main, 0}, root({Kind::Main, plan_.size()})};
+      for (const Value& output : plan_.extra_outputs) held_.insert(root(output));
+    }
+    for (const Step& step : plan_.forward) {
+      for (const Save& save : step.saves) {
+        const Value source = root(save.source);
+        if (!asks(save.slot) && (format_of(save.slot).empty() || held_.contains(source))) {
+          exact_.insert(source);
+        }
+      }
+    }
   }
 
   void run() {
@@ -70,24 +80,36 @@ class Compress {
     step.saves = std::move(saves);
   }
 
+  // The op's own wish is met for what the caller holds, too; not where another op has the tensor
+  // kept as it is.
   bool is_compressed(const Save& save, DType dtype) const {
-    const bool is_main = save.slot.name == "input" || save.slot.name == "output";
-    if (!is_main || dtype == DType::Unknown) return false;
-    const Kind kind = root(save.source).kind;
-    const bool is_callers = kind == Kind::Parameter || kind == Kind::ExtraInput;
-    return !is_callers && !held_.contains(root(save.source));
+    const Value source = root(save.source);
+    if (format_of(save.slot).empty() || dtype == DType::Unknown) return false;
+    if (source.kind == Kind::Parameter || source.kind == Kind::ExtraInput) return false;
+    return !exact_.contains(source);
+  }
+
+  bool asks(const Value& slot) const {
+    return slot.name == "input" && plan_.ops[slot.op].is_set(kCacheQuantizedInput);
+  }
+
+  // Empty for what is kept as it is.
+  std::string format_of(const Value& slot) const {
+    const bool is_main = slot.name == "input" || slot.name == "output";
+    if (!is_main) return "";
+    if (asks(slot)) return "e4m3";
+    return codes_of(plan_.saved.format);
   }
 
   void encode(const Save& save, Step& step, std::vector<Save>& saves) const {
     const Value codes = part_of(save.slot, Value::Part::Codes);
     const Value scale = part_of(save.slot, Value::Part::Scale);
-    step.instructions.push_back(
-        {.target = "quantize", .arguments = {save.source, format()}, .results = {codes, scale}});
+    step.instructions.push_back({.target = "quantize",
+                                 .arguments = {save.source, Attribute(format_of(save.slot))},
+                                 .results = {codes, scale}});
     saves.push_back({codes, codes});
     saves.push_back({scale, scale});
   }
-
-  Attribute format() const { return std::string(codes_of(plan_.saved.format)); }
 
   // ---- backward
 
@@ -111,7 +133,7 @@ class Compress {
     code.push_back(
         {.target = "decode_saved",
          .arguments = {Value{Kind::Grad, step.last() + 1}, part_of(slot, Value::Part::Codes),
-                       part_of(slot, Value::Part::Scale), format(),
+                       part_of(slot, Value::Part::Scale), Attribute(format_of(slot)),
                        Attribute(to_text(dtype_.at(slot)))},
          .results = {slot}});
   }
@@ -119,6 +141,7 @@ class Compress {
   Plan& plan_;
   const std::vector<DType>& dtypes_;
   std::map<Value, Value> roots_;
+  std::set<Value> exact_;              // roots that are kept as they are
   std::set<Value> held_;               // roots that the caller holds
   std::map<Value, Value> slots_;       // root -> the slot whose parts hold it
   std::map<Value, Value> first_slot_;  // slot -> that slot
@@ -128,6 +151,10 @@ class Compress {
 
 }  // namespace
 
-void compress_saved(Plan& plan, const std::vector<DType>& dtypes) { Compress(plan, dtypes).run(); }
+void compress_saved(Plan& plan, const std::vector<DType>& dtypes) {
+  const bool is_asked = std::ranges::any_of(
+      plan.ops, [](const PlannedOp& op) { return op.is_set(kCacheQuantizedInput); });
+  if (is_asked || !plan.saved.is_exact()) Compress(plan, dtypes).run();
+}
 
 }  // namespace transformer_ops

@@ -34,7 +34,7 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
 void check_names(const OpDeclaration& row) {
   std::vector<std::string> names = {"input", "output"};
   for (const auto* list :
-       {&row.parameters, &row.attributes, &row.extra_inputs, &row.extra_outputs}) {
+       {&row.parameters, &row.attributes, &row.flags, &row.extra_inputs, &row.extra_outputs}) {
     for (const std::string& name : *list) {
       check(!contains(names, name), "[declaration] '", row.kind, "' must have one '", name,
             "', got two");
@@ -69,6 +69,8 @@ bool OpDeclaration::has_extra_output(const std::string& name) const {
 bool OpDeclaration::has_attribute(const std::string& name) const {
   return contains(attributes, name);
 }
+
+bool OpDeclaration::has_flag(const std::string& name) const { return contains(flags, name); }
 
 bool OpDeclaration::has_slot(const std::string& name) const {
   return std::ranges::find(slots, name, &Slot::name) != slots.end();

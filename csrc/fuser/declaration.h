@@ -34,6 +34,10 @@ struct State {
   std::string attribute;
 };
 
+// A flag of ops whose input is kept as codes of E4M3 with one scale, whoever holds it, unless
+// another op has it kept as it is.
+inline constexpr const char* kCacheQuantizedInput = "cache_quantized_input";
+
 // The planner's half of an op's one declaration. Schema fields are bound by name:
 //   forward   input, a parameter, an attribute, an extra input, save_<slot> (is it needed?)
 //             -> output, an extra output, or a slot
@@ -47,6 +51,8 @@ struct OpDeclaration {
   std::string summary;
   std::vector<std::string> parameters = {};
   std::vector<std::string> attributes = {};
+  // Attributes that are false where an op has them not.
+  std::vector<std::string> flags = {};
   std::vector<std::string> extra_inputs = {};
   std::vector<std::string> extra_outputs = {};
   std::vector<std::string> integers = {};  // extra tensors that hold integers: no gradients
@@ -83,6 +89,7 @@ struct OpDeclaration {
   bool has_extra_input(const std::string& name) const;
   bool has_extra_output(const std::string& name) const;
   bool has_attribute(const std::string& name) const;
+  bool has_flag(const std::string& name) const;
   bool has_slot(const std::string& name) const;
   bool has_operand(const std::string& name) const;
   bool is_integer(const std::string& extra_tensor) const;

@@ -52,7 +52,7 @@ class Lowering {
       quantize_forward(analysis_, step);
     }
     recompute_cheap_outputs(plan_, dtypes(), /*all=*/key_.policies.recompute);
-    if (!key_.policies.saved.is_exact()) compress_saved(plan_, dtypes());
+    compress_saved(plan_, dtypes());
     return std::move(plan_);
   }
 

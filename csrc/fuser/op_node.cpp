@@ -14,7 +14,8 @@ OpNode make_op(const std::string& kind, Attributes attributes) {
     check(attributes.contains(name), "[", kind, "] attributes must have '", name, "', got none");
   }
   for (const auto& [name, value] : attributes) {
-    check(row.has_attribute(name), "[", kind, "] attributes must be declared, got '", name, "'");
+    check(row.has_attribute(name) || row.has_flag(name), "[", kind,
+          "] attributes must be declared, got '", name, "'");
   }
   OpNode op{.kind = kind,
             .attributes = std::move(attributes),

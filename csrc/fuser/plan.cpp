@@ -185,6 +185,12 @@ void verify_native_op(const Plan& plan, int i) {
     check(op.attributes.contains(name), place, " must have attribute '", name, "', got none");
     verify_attribute(place, row, name, op.attributes.at(name));
   }
+  for (const auto& name : row.flags) {
+    const auto flag = op.attributes.find(name);
+    check(flag == op.attributes.end() || fits(flag->second, "bool"), place,
+          " must have attribute '", name, "' of type bool, got ",
+          flag == op.attributes.end() ? "" : to_text(flag->second));
+  }
   verify_names(place, "parameters", row, row.parameters,
                names_of(plan.parameters, Kind::Parameter, i));
   std::vector<std::string> from_caller = names_of(plan.extra_inputs, Kind::ExtraInput, i);
@@ -458,6 +464,11 @@ Value tensor_of(Value gradient) {
   fail("[plan] value must be a gradient, got ", to_text(gradient));
 }
 
+bool PlannedOp::is_set(const std::string& flag) const {
+  const auto attribute = attributes.find(flag);
+  return attribute != attributes.end() && attribute->second == Attribute(true);
+}
+
 bool Plan::has_python_steps() const {
   const auto is_python = [](const Step& step) { return step.python.has_value(); };
   return std::ranges::any_of(forward, is_python) || std::ranges::any_of(backward, is_python);
@@ -481,6 +492,13 @@ Value Plan::result_of(const Value& gradient) const {
 bool Plan::has_quantized_parameters() const {
   return std::ranges::any_of(parameters,
                              [](const Value& value) { return value.part != Value::Part::Whole; });
+}
+
+bool Plan::saves_codes() const {
+  return std::ranges::any_of(forward, [](const Step& step) {
+    return std::ranges::any_of(
+        step.saves, [](const Save& save) { return save.slot.part == Value::Part::Codes; });
+  });
 }
 
 void verify(const Plan& plan) {

@@ -106,6 +106,7 @@ struct PlannedOp {
   std::vector<std::string> extra_inputs = {};
   std::vector<std::string> extra_outputs = {};
 
+  bool is_set(const std::string& flag) const;
   bool operator==(const PlannedOp&) const = default;
 };
 
@@ -140,6 +141,8 @@ struct Plan {
   // The parameters as the ops know them, without the parts of quantized ones.
   std::vector<Value> whole_parameters() const;
   bool has_quantized_parameters() const;
+  // Does forward save codes in the place of a tensor?
+  bool saves_codes() const;
   // What backward writes for a gradient: itself, or the state that takes it.
   Value result_of(const Value& gradient) const;
 };

@@ -13,6 +13,7 @@ namespace transformer_ops::ops::activation {
 namespace {
 
 using cpu::Activation;
+using Flags = std::vector<std::string>;
 
 TensorSpecs masked_forward_shape(const Checks& check, const Tensor& input, bool save_mask) {
   check.compute_dtype("input", input);
@@ -132,6 +133,7 @@ bool register_activations() {
   for (const ActivationRow& row : activations()) {
     Op op{.declaration = {.kind = row.kind,
                           .summary = row.formula,
+                          .flags = row.keeps_mask ? Flags{} : Flags{kCacheQuantizedInput},
                           .slots = {{row.keeps_mask ? "mask" : "input"}},
                           .dtype = DTypeRule::Autocast},
           .forward = row.keeps_mask ? make_masked_forward(row) : make_forward(row),

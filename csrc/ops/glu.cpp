@@ -62,6 +62,7 @@ bool register_glu(const GluRow& row) {
       {.declaration = {.kind = row.kind,
                        .summary = row.formula,
                        .attributes = names_of_attributes(row),
+                       .flags = {kCacheQuantizedInput},
                        .slots = {{"input"}},
                        .dtype = DTypeRule::Autocast,
                        .width = [](const Attributes&,

@@ -99,6 +99,7 @@ bool register_scaled(const ScaledRow& row) {
       {.declaration = {.kind = row.kind,
                        .summary = "scales[row] " + (glu != nullptr ? glu->formula : "max(x, 0)^2"),
                        .attributes = names_of_attributes(row),
+                       .flags = {kCacheQuantizedInput},
                        .extra_inputs = {"scales"},
                        .slots = {{"input"}, {"scales"}},
                        .dtype = DTypeRule::Autocast,

@@ -333,6 +333,8 @@ class BasicOperation(ChannelMixin, FusibleOperation):
     _kind: ClassVar[str | None] = None
     _parameter_names: ClassVar[tuple[str, ...]] = ()
     _attribute_names: ClassVar[tuple[str, ...]] = ()
+    # Attributes that plans know of where they are True.
+    _flag_names: ClassVar[tuple[str, ...]] = ()
     # Multiplies one half of its columns by what it makes of the other.
     _is_gated: ClassVar[bool] = False
 
@@ -350,20 +352,24 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         cls._kind = kind
         cls._parameter_names = tuple(row["parameters"])
         cls._attribute_names = tuple(row["attributes"])
+        cls._flag_names = tuple(row["flags"])
         cls.num_extra_inputs = len(row["extra_inputs"])
         cls.num_extra_outputs = len(row["extra_outputs"])
         types = row["attribute_types"].items()
         by_type = {name: _TYPE_CHECKS[type_] for name, type_ in types if type_ in _TYPE_CHECKS}
-        cls._checks = {**by_type, **cls._inherited_checks()}
+        flags = dict.fromkeys(cls._flag_names, check_bool)
+        cls._checks = {**by_type, **flags, **cls._inherited_checks()}
 
     def _attributes(self) -> dict[str, Attribute]:
         """Constructor state that the planner of a native op needs."""
-        found = ((name, getattr(self, name)) for name in self._attribute_names)
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in found}
+        found = {name: getattr(self, name) for name in self._attribute_names}
+        found |= {name: True for name in self._flag_names if getattr(self, name, False)}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
 
     def extra_repr(self) -> str:
         """The attributes of a native op; flags where they are set."""
-        found = ((name, getattr(self, name)) for name in self._attribute_names)
+        names = (*self._attribute_names, *self._flag_names)
+        found = ((name, getattr(self, name, None)) for name in names)
         return ", ".join(f"{name}={v}" for name, v in found if v is not None and v is not False)
 
     @property

@@ -1,4 +1,11 @@
-"""Elementwise activations: any shape, the input's dtype, computed in float32 (or float64)."""
+"""Elementwise activations: any shape, the input's dtype, computed in float32 (or float64).
+
+With `cache_quantized_input` the input is kept for backward as E4M3 codes with one scale for the
+tensor: one byte an element. The output is exact; the gradient, and what backward computes again
+from the input, is that of the rounded input. Not where another op keeps the tensor anyway.
+Second derivatives are a NotImplementedError then. `Sequential(..., saved="fp8")` keeps all
+tensors so, with a scale for 128 elements.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +15,36 @@ __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU"]
 
 
 class _Activation(BasicOperation):
-    def __init__(self) -> None:
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
+        self.cache_quantized_input = cache_quantized_input
 
 
 class GELU(_Activation, kind="GELU"):
     """`x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`, the tanh form.
 
-    Hendrycks and Gimpel 2016; `torch.nn.GELU(approximate="tanh")`.
+    Hendrycks and Gimpel 2016; `torch.nn.GELU(approximate="tanh")`. `cache_quantized_input`:
+    backward keeps the input in 8 bits (E4M3, one scale); ValueError unless it is a bool.
     """
 
 
 class QGELU(_Activation, kind="QGELU"):
-    """`x * sigmoid(1.702 x)`, the sigmoid form of GELU (Hendrycks and Gimpel 2016)."""
+    """`x * sigmoid(1.702 x)`, the sigmoid form of GELU (Hendrycks and Gimpel 2016).
+
+    `cache_quantized_input` as in `GELU`.
+    """
 
 
-class ReLU(_Activation, kind="ReLU"):
+class ReLU(BasicOperation, kind="ReLU"):
     """`max(x, 0)`. Backward keeps one bit an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
 
 
 class SReLU(_Activation, kind="SReLU"):
-    """`max(x, 0)^2` (So et al. 2021, Primer)."""
+    """`max(x, 0)^2` (So et al. 2021, Primer). `cache_quantized_input` as in `GELU`."""
 
 
 class SiLU(_Activation, kind="SiLU"):
-    """`x * sigmoid(x)` (Elfwing et al. 2017)."""
+    """`x * sigmoid(x)` (Elfwing et al. 2017). `cache_quantized_input` as in `GELU`."""

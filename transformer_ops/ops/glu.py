@@ -5,6 +5,9 @@
 
 The **first** half is activated; torch's GLU gates with the second. The output has the input's
 dtype, computed in float32 (float64 for float64).
+
+With `cache_quantized_input` the input is kept for backward as E4M3 codes with one scale for the
+tensor, as in `GELU`.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ __all__ = [
 class _GLU(BasicOperation):
     _is_gated = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
+        self.cache_quantized_input = cache_quantized_input
 
 
 class GLU(_GLU, kind="GLU"):
@@ -60,9 +64,10 @@ class _InterleavedGLU(BasicOperation):
     _is_gated = True
     _checks: ClassVar[Mapping[str, Check]] = {"glu_interleave_size": check_optional_size}
 
-    def __init__(self, glu_interleave_size: int | None) -> None:
+    def __init__(self, glu_interleave_size: int | None, cache_quantized_input: bool) -> None:
         super().__init__()
         self.glu_interleave_size = glu_interleave_size
+        self.cache_quantized_input = cache_quantized_input
 
     def _attributes(self) -> dict[str, Attribute]:
         return {**super()._attributes(), "glu_interleave_size": self.glu_interleave_size or 0}
@@ -75,8 +80,10 @@ class SwiGLU(_InterleavedGLU, kind="SwiGLU"):
     dimension; None: halves. ValueError unless it is None or >= 1.
     """
 
-    def __init__(self, *, glu_interleave_size: int | None = None) -> None:
-        super().__init__(glu_interleave_size)
+    def __init__(
+        self, *, glu_interleave_size: int | None = None, cache_quantized_input: bool = False
+    ) -> None:
+        super().__init__(glu_interleave_size, cache_quantized_input)
 
 
 class _SiTUGLU(_InterleavedGLU):
@@ -90,8 +97,9 @@ class _SiTUGLU(_InterleavedGLU):
         beta1: float = 4.0,
         beta2: float = 25.0,
         glu_interleave_size: int | None = None,
+        cache_quantized_input: bool = False,
     ) -> None:
-        super().__init__(glu_interleave_size)
+        super().__init__(glu_interleave_size, cache_quantized_input)
         self.beta1 = beta1
         self.beta2 = beta2
 
@@ -117,8 +125,9 @@ class _ClampedGLU(_InterleavedGLU):
         alpha: float = 1.702,
         glu_linear_offset: float = 1.0,
         glu_interleave_size: int | None = None,
+        cache_quantized_input: bool = False,
     ) -> None:
-        super().__init__(glu_interleave_size)
+        super().__init__(glu_interleave_size, cache_quantized_input)
         self.limit = limit
         self.alpha = alpha
         self.glu_linear_offset = glu_linear_offset

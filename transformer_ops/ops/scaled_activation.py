@@ -6,7 +6,7 @@ dtype and get a gradient.
 
 With `activation_recompute_in_mlp` backward computes the output again for the product that follows,
 in place of keeping it, under `Sequential(..., recompute="none")` too; under the default, "cheap",
-it does so anyway. ValueError unless it is a bool.
+it does so anyway. `cache_quantized_input` as in `GELU`. ValueError unless both are bools.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from ..op.base import BasicOperation, Check
+from ..op.base import Check
 from ..op.checks import check_bool
+from .activation import _Activation
 from .glu import _ClampedGLU, _InterleavedGLU, _SiTUGLU
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU"]
@@ -39,8 +40,9 @@ class ScaledSwiGLU(_InterleavedGLU, kind="ScaledSwiGLU"):
         *,
         glu_interleave_size: int | None = None,
         activation_recompute_in_mlp: bool = False,
+        cache_quantized_input: bool = False,
     ) -> None:
-        super().__init__(glu_interleave_size)
+        super().__init__(glu_interleave_size, cache_quantized_input)
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
 
@@ -62,8 +64,14 @@ class ScaledSiTUGLU(_SiTUGLU, kind="ScaledSiTUGLU"):
         beta2: float = 25.0,
         glu_interleave_size: int | None = None,
         activation_recompute_in_mlp: bool = False,
+        cache_quantized_input: bool = False,
     ) -> None:
-        super().__init__(beta1=beta1, beta2=beta2, glu_interleave_size=glu_interleave_size)
+        super().__init__(
+            beta1=beta1,
+            beta2=beta2,
+            glu_interleave_size=glu_interleave_size,
+            cache_quantized_input=cache_quantized_input,
+        )
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
 
@@ -86,17 +94,19 @@ class ScaledClampedQGeGLU(_ClampedGLU, kind="ScaledClampedQGeGLU"):
         glu_linear_offset: float = 1.0,
         glu_interleave_size: int | None = None,
         activation_recompute_in_mlp: bool = False,
+        cache_quantized_input: bool = False,
     ) -> None:
         super().__init__(
             limit=limit,
             alpha=alpha,
             glu_linear_offset=glu_linear_offset,
             glu_interleave_size=glu_interleave_size,
+            cache_quantized_input=cache_quantized_input,
         )
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
 
-class ScaledSReLU(BasicOperation, kind="ScaledSReLU"):
+class ScaledSReLU(_Activation, kind="ScaledSReLU"):
     """`max(x, 0)^2` times `scales`, an extra input with a number for each row.
 
     `activation_recompute_in_mlp`: backward computes the output again for the next product, whatever
@@ -107,6 +117,8 @@ class ScaledSReLU(BasicOperation, kind="ScaledSReLU"):
 
     activation_recompute_in_mlp: bool
 
-    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__()
+    def __init__(
+        self, *, activation_recompute_in_mlp: bool = False, cache_quantized_input: bool = False
+    ) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
         self.activation_recompute_in_mlp = activation_recompute_in_mlp

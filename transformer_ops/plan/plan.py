@@ -128,6 +128,11 @@ class Plan:
         readers = (reader for (reader, _), source in self.fed_by.items() if source == (op, output))
         return (op, output) in self._visible or any(reader not in ops for reader in readers)
 
+    def format_of(self, slot: Value) -> str:
+        """In what a slot of codes is kept: the name of the policy, or the op's own format."""
+        is_asked = slot.name == "input" and self.ops[slot.op][1].get("cache_quantized_input")
+        return "e4m3" if is_asked else self.saved
+
     def __str__(self) -> str:
         return self.text
 

@@ -1,4 +1,5 @@
 // Which kernel fills a slot on this machine.
+#include <algorithm>
 #include <cstdlib>
 #include <span>
 #include <stdexcept>
@@ -30,18 +31,27 @@ std::span<const Isa> isas() {
   return all;
 }
 
+// A build may leave out what the machine cannot run that it was made on.
+bool is_built(const Isa& isa) {
+  const auto [begin, end] = kernel::rows_of_this_library();
+  return std::any_of(begin, end,
+                     [&](const auto& row) { return row.backend == std::string_view(isa.name); });
+}
+
 const char* choose() {
   if (const char* requested = std::getenv("TRANSFORMER_OPS_ISA")) {
     for (const Isa& isa : isas()) {
-      if (isa.runs_here && std::string_view(isa.name) == requested) return isa.name;
+      if (isa.runs_here && is_built(isa) && std::string_view(isa.name) == requested) {
+        return isa.name;
+      }
     }
     throw std::runtime_error(
-        std::string("[kernels] TRANSFORMER_OPS_ISA must be default, avx2 or avx512, and supported "
-                    "by this machine, got ") +
+        std::string("[kernels] TRANSFORMER_OPS_ISA must be default, avx2 or avx512, supported by "
+                    "this machine and by the one that built the library, got ") +
         requested);
   }
   for (const Isa& isa : isas()) {
-    if (isa.runs_here) return isa.name;
+    if (isa.runs_here && is_built(isa)) return isa.name;
   }
   return "default";
 }

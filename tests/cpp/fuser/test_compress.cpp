@@ -139,6 +139,30 @@ TEST(Compress, WorksAcrossFusions) {
       << to_text(plan);
 }
 
+TEST(Compress, OneOpAsksForCodesOfItsInput) {
+  auto ops = nodes({"Square", "Square", "Root", "Square"});
+  for (OpNode& op : ops) {
+    if (op.kind == "Square") op.attributes[kCacheQuantizedInput] = true;
+  }
+  // Whoever holds the tensor; but the last one's input is kept as it is, for Root.
+  const Plan plan = plan_of(ops, {});
+  EXPECT_EQ(saved(plan),
+            "s0.input.codes s0.input.scale s1.input.codes s1.input.scale s2.output s3.input ");
+  EXPECT_NE(to_text(plan).find("op 0 Square cache_quantized_input=true\n"), std::string::npos);
+  EXPECT_NE(to_text(plan).find("quantize(x0, \"e4m3\")"), std::string::npos);
+  EXPECT_EQ(parse_plan(to_text(plan)), plan);
+  EXPECT_TRUE(plan.saves_codes());
+
+  // The policy takes what the op does not ask for.
+  ops[1].attributes.clear();
+  const Plan both = plan_of(ops);
+  EXPECT_NE(to_text(both).find("quantize(x0, \"e4m3\")"), std::string::npos);
+  EXPECT_NE(to_text(both).find("quantize(x1, \"int8 1x128\")"), std::string::npos);
+  ops[0].attributes[kCacheQuantizedInput] = int64_t{1};
+  EXPECT_EQ(error_of([&] { plan_of(ops); }),
+            "[plan] op 0 (Square) must have attribute 'cache_quantized_input' of type bool, got 1");
+}
+
 TEST(Compress, NothingIsKeptWithoutGradients) {
   const auto ops = nodes({"Norm", "Square"});
   PlanKey key = toy::key(ops, /*grad=*/false);

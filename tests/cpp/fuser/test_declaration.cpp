@@ -36,6 +36,10 @@ TEST(Declaration, HasOneThingOfAName) {
               add_declaration({.kind = "Twice", .parameters = {"scale"}, .attributes = {"scale"}});
             }),
             "[declaration] 'Twice' must have one 'scale', got two");
+  EXPECT_EQ(error_of([] {
+              add_declaration({.kind = "Twice", .attributes = {"is_on"}, .flags = {"is_on"}});
+            }),
+            "[declaration] 'Twice' must have one 'is_on', got two");
   EXPECT_EQ(error_of([] { add_declaration({.kind = "Twice", .extra_inputs = {"input"}}); }),
             "[declaration] 'Twice' must have one 'input', got two");
   EXPECT_FALSE(is_declared("Twice"));

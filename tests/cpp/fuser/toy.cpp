@@ -8,6 +8,7 @@ namespace {
 bool declare() {
   add_declaration({.kind = "Square",
                    .summary = "x^2",
+                   .flags = {kCacheQuantizedInput},
                    .slots = {{"input"}},
                    .forward = "square(Tensor input) -> Tensor output",
                    .backward = "square_backward(Tensor grad_output, Tensor input) -> "

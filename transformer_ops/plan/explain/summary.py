@@ -263,7 +263,7 @@ def _slots(
     else:
         slots = [slot for slot, source in step.sources if source.kind != "parameter"]
         places = list(dict.fromkeys((slot.op, slot.name) for slot in slots))
-        formats = {(slot.op, slot.name): plan.saved for slot in slots if slot.part}
+        formats = {(slot.op, slot.name): plan.format_of(slot) for slot in slots if slot.part}
     if saved is None:
         return tuple(Slot(*place, None, format=formats.get(place, "")) for place in places)
     found = []
