@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -264,7 +265,7 @@ def check_net(gated: bool, sequence: bool) -> None:
 # ---- experts
 
 
-def expert_layer() -> tops.Sequential:
+def expert_layer(delay: bool = False) -> tops.Sequential:
     """On rows of all ranks, from the gather to the scatter, which one process passes over."""
     torch.manual_seed(0)
     router = tops.Router(8, 4, 2, dtype=torch.float64)
@@ -275,6 +276,7 @@ def expert_layer() -> tops.Sequential:
     for k, name in enumerate(("splits", "permuted_probs", "positions")):
         dispatch.set_extra_output_channel(k, name, output_to_caller=False)
     options = {"bias": False, "single_grouped_weight": True, "dtype": torch.float64}
+    options["delay_wgrad_compute"] = delay
     up, down = tops.GroupedLinear(4, 8, 12, **options), tops.GroupedLinear(4, 6, 8, **options)
     return tops.Sequential(
         {
@@ -291,6 +293,53 @@ def expert_layer() -> tops.Sequential:
     )
 
 
+def shared_experts(mesh: DeviceMesh, delay: bool = False) -> tops.Sequential:
+    """The same layer, its experts on the ranks of a mesh."""
+    parts = dict(expert_layer(delay).named_children())
+    parts |= {"gather": tops.AllGather(mesh), "scatter": tops.ReduceScatter(mesh)}
+    shared = tops.Sequential(parts)
+    plan = {"norm": SequenceParallel(), "router": SequenceParallel()}
+    plan |= dict.fromkeys(("dispatch", "up", "down"), ExpertParallel())
+    return parallelize_module(shared, mesh, plan)
+
+
+def train_experts(layer: nn.Module, replicas: int, parts: slice, part: int, of: int) -> Tensor:
+    """Losses of three steps, on the rows of some replicas, of which this rank has a part."""
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.02)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        (rows,) = draw(step, 1, replicas * 8, 8)
+        loss = torch.zeros((), dtype=torch.float64)
+        for x in rows.chunk(replicas)[parts]:
+            y, aux = layer(x.chunk(of)[part])
+            loss = loss + y.square().sum() + aux / of
+        loss = loss / len(range(replicas)[parts])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def check_sharded_experts(rank: int, size: int, experts: int) -> None:
+    """FSDP2 over replicas, in each of which `experts` ranks share the experts, as one process."""
+    replicas = size // experts
+    names = ("replica", "experts")
+    mesh = init_device_mesh("cpu", (replicas, experts), mesh_dim_names=names)
+    whole = expert_layer()
+    want = train_experts(whole, replicas, slice(None), 0, 1)
+    shared = shared_experts(mesh["experts"])
+    fully_shard(shared, mesh=mesh["replica"])
+    weight = shared.up.weight
+    assert isinstance(weight, DTensor) and weight.to_local().shape[0] == 4 // size
+    mine = rank // experts
+    losses = train_experts(shared, replicas, slice(mine, mine + 1), rank % experts, experts)
+    dist.all_reduce(losses)
+    torch.testing.assert_close(losses / replicas, want)
+    for name, tensor in full_state(shared).items():
+        torch.testing.assert_close(tensor, whole.state_dict()[name])
+
+
 def check_experts(rank: int, size: int) -> None:
     """Each rank has its experts and its rows; the numbers are those of one process."""
     x = draw(5, 1, 8, 8)[0].requires_grad_()
@@ -299,13 +348,7 @@ def check_experts(rank: int, size: int) -> None:
     loss = y.square().sum() + aux
     want = torch.autograd.grad(loss, [x, *whole.parameters()])
 
-    shared = expert_layer()
-    parts = dict(shared.named_children())
-    parts |= {"gather": tops.AllGather(), "scatter": tops.ReduceScatter()}
-    shared = tops.Sequential(parts)
-    plan = {"norm": SequenceParallel(), "router": SequenceParallel()}
-    plan |= dict.fromkeys(("dispatch", "up", "down"), ExpertParallel())
-    parallelize_module(shared, init_device_mesh("cpu", (size,)), plan)
+    shared = shared_experts(init_device_mesh("cpu", (size,)))
     assert shared.up.weight.to_local().shape == (4 // size, 12, 8)
     mine = x.detach().chunk(size)[rank].requires_grad_()
     modules = [shared]
@@ -321,6 +364,14 @@ def check_experts(rank: int, size: int) -> None:
         torch.testing.assert_close(found[0], want[0].chunk(size)[rank])
         for tensor, expected in zip(found[1:], want[1:], strict=True):
             torch.testing.assert_close(tensor.full_tensor(), expected)
+    late = shared_experts(shared.up.weight.device_mesh, delay=True)
+    got, aux_loss = late(mine)
+    (got.square().sum() + aux_loss / size).backward()
+    assert late.up.weight.grad is None and late.router.weight.grad is not None
+    late.up.backward_dw()
+    late.down.backward_dw()
+    for parameter, expected in zip(late.parameters(), want[1:], strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected)
 
 
 # ---- no rank waits for ever
@@ -361,6 +412,8 @@ def work(rank: int, folder: str, size: int) -> None:
         ):
             check_linear(mode, sequence, bias, rank, size)
         check_experts(rank, size)
+        for experts in (1, 2):
+            check_sharded_experts(rank, size, experts)
         if size == 2:  # which takes its time
             distributed_worker.check(rank)
             for gated, sequence in ((True, True), (False, False)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -395,7 +397,8 @@ def test_state_dicts_of_both_layouts_load_into_both(single: bool) -> None:
 def test_parameters_for_each_group() -> None:
     """Neighbours in memory are taken as one, others are stacked; the gradients are the same."""
     op = tops.GroupedLinear(3, 16, 8)
-    assert op.weight.data_ptr() == op.weight0.data_ptr()
+    for each in (op, copy.deepcopy(op), copy.deepcopy(op).double(), pickle.loads(pickle.dumps(op))):
+        assert each.weight.data_ptr() == each.weight0.data_ptr()
     apart = tops.GroupedLinear(3, 16, 8)
     for name, parameter in op.named_parameters():
         setattr(apart, name, nn.Parameter(parameter.detach().clone()))

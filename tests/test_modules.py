@@ -69,7 +69,13 @@ NATIVE = [
     (
         lambda: ops.GroupedLinear(2, 3, 5, single_grouped_weight=True, single_grouped_bias=True),
         "GroupedLinear",
-        {"num_groups": 2, "in_features": 3, "out_features": 5, "accumulate_into_main_grad": False},
+        {
+            "num_groups": 2,
+            "in_features": 3,
+            "out_features": 5,
+            "accumulate_into_main_grad": False,
+            "delay_wgrad_compute": False,
+        },
         {"weight": (2, 5, 3), "bias": (2, 5)},
     ),
     (lambda: ops.ScaledSwiGLU(), "ScaledSwiGLU", {**KEEPS, "glu_interleave_size": 0}, {}),

@@ -142,6 +142,17 @@ class Compiler {
     }
     program_.backward.values = backward_.count();
     note_views();
+    note_delays();
+  }
+
+  void note_delays() {
+    const auto& parameters = program_.plan.parameters;
+    const size_t first = program_.inputs.size() - parameters.size();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const Value state = program_.plan.result_of(gradient_of(parameters[i]));
+      if (parameters[i].part != Value::Part::Whole || state.kind != Kind::State) continue;
+      if (row_of(state).later) program_.delayed.push_back(static_cast<int>(first + i));
+    }
   }
 
   // Ops of torch's own may give a view of what they are given.
@@ -422,22 +433,22 @@ class Compiler {
     return cast >= 0 ? cast : look_of({Kind::Main, first});
   }
 
-  // The gradient that a state takes.
-  Value gradient_for(const Value& state) const {
+  const State& row_of(const Value& state) const {
     const auto& states = declaration(program_.plan.ops[state.op].kind).states;
-    const auto row = std::ranges::find(states, state.name, &State::name);
-    return {Kind::ParameterGrad, state.op, row->parameter};
+    return *std::ranges::find(states, state.name, &State::name);
   }
 
   void note_accumulation(const Instruction& instruction, Program::Call& call) {
     for (size_t i = 0; i < instruction.results.size(); ++i) {
       const Value& value = instruction.results[i];
       if (value.kind != Kind::State) continue;
+      const State& state = row_of(value);
       // What autograd is given in its place.
-      backward_.alias(gradient_for(value), call.results[i]);
+      backward_.alias({Kind::ParameterGrad, value.op, state.parameter}, call.results[i]);
       call.accumulates = {
           static_cast<int>(i), value.op,
-          c10::Dispatcher::singleton().findSchema({torch_name(instruction.target) + "_into", ""})};
+          c10::Dispatcher::singleton().findSchema({torch_name(instruction.target) + "_into", ""}),
+          state.later};
       program_.accumulates = true;
     }
   }

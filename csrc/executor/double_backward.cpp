@@ -208,7 +208,7 @@ Tensors double_backward(const Program& program, const Tensors& saved, const Tens
                     "create_graph=True must have native ops only: Python steps have no "
                     "second derivative");
   TORCH_CHECK(!program.accumulates, "[BasicLinear] create_graph=True must find no weight that ",
-              "accumulates into main_grad, got one");
+              "accumulates into main_grad or whose gradient is delayed, got one");
   refuse_saved_codes(program, "second derivatives");
   Rerun replay(program, saved);
   const Tensors outputs = replay.run();

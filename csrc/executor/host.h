@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,6 +12,8 @@
 namespace transformer_ops {
 
 using Tensors = std::vector<at::Tensor>;
+
+class DelayedCall;
 
 // Where the gradient of a weight goes that is added to a buffer of the caller's.
 struct Accumulation {
@@ -63,6 +66,9 @@ class HostCall {
     uint64_t storage;  // slots in the same memory share one
   };
   virtual void note_saved(std::vector<SavedSlot> slots) = 0;
+
+  // Keeps the call that gives the gradient of an op's weight, to be run after backward.
+  virtual void delay(int op, std::shared_ptr<const DelayedCall> call) = 0;
 
   const uint64_t id;
 };

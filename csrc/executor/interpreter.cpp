@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <typeinfo>
 
+#include "executor/delayed_call.h"
 #include "op/unfused.h"
 
 namespace transformer_ops {
@@ -187,7 +188,13 @@ class Interpreter {
   // ---- weights that accumulate
 
   void accumulate(const Program::Call& call) {
-    const auto [position, op, into] = *call.accumulates;
+    const auto [position, op, into, later] = *call.accumulates;
+    if (later) {
+      const DelayedCall::Op delayed{call.op, into, position};
+      frame_.host->delay(op, std::make_shared<const DelayedCall>(delayed, stack_));
+      stack_.clear();
+      return;
+    }
     const auto target = frame_.host->accumulation(op);
     Tensor weight_grad;
     if (target && into) {

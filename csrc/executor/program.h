@@ -49,6 +49,7 @@ struct Program {
       int result;
       int op;
       std::optional<c10::OperatorHandle> into;
+      bool later;  // the host runs the call after backward
     };
     std::optional<Accumulates> accumulates = {};
   };
@@ -120,7 +121,7 @@ struct Program {
   Plan plan;
   uint64_t id = owned::next_id();
   bool has_host_steps = false;
-  bool accumulates = false;     // a weight's gradient goes into a buffer
+  bool accumulates = false;     // a weight's gradient goes into a buffer, or comes later
   bool gives_integers = false;  // an extra output that holds some
   bool random = false;          // draws from torch's generator
   bool only_views = false;      // its one output is its input, or a view of it
@@ -145,6 +146,7 @@ struct Program {
   std::vector<std::pair<int, int>> more_loads;  // (position in saved, another backward value)
   std::vector<int> input_grads;                 // parallel to inputs; -1 where there is none
   std::vector<bool> views;                      // parallel to input_grads: of other gradients
+  std::vector<int> delayed;                     // inputs whose gradients are left for later
 };
 
 // Throws c10::Error (RuntimeError) for an unknown op, or a call that does not fit the op's schema.

@@ -36,9 +36,19 @@ bool serves(const Program& program, at::TensorList tensors) {
   return true;
 }
 
+// Weights whose gradients are left for later are leaves of their own: else autograd would tell the
+// hooks of the parameters that backward gave none.
+Tensors with_own_leaves(const Program& program, at::TensorList tensors) {
+  Tensors own = tensors.vec();
+  for (const int position : program.delayed) {
+    const bool requires_grad = own[position].requires_grad();
+    own[position] = own[position].detach().set_requires_grad(requires_grad);
+  }
+  return own;
+}
+
 // The outputs of the node, among which those that need no gradient take their places.
-Tensors run_differentiable(const SharedProgram& program, const SharedHostCall& host,
-                           at::TensorList tensors) {
+Tensors apply(const SharedProgram& program, const SharedHostCall& host, at::TensorList tensors) {
   Tensors constants;
   const PlanCall call{program, host, constants};
   Tensors outputs =
@@ -46,6 +56,12 @@ Tensors run_differentiable(const SharedProgram& program, const SharedHostCall& h
   outputs.insert(outputs.begin() + 1, std::make_move_iterator(constants.begin()),
                  std::make_move_iterator(constants.end()));
   return outputs;
+}
+
+Tensors run_differentiable(const SharedProgram& program, const SharedHostCall& host,
+                           at::TensorList tensors) {
+  if (!host || program->delayed.empty()) return apply(program, host, tensors);
+  return apply(program, host, with_own_leaves(*program, tensors));
 }
 
 // The names of the steps that only the host language can run.

@@ -52,6 +52,17 @@ void check_names(const OpDeclaration& row) {
   }
 }
 
+// A gradient that is left for later has a call of its own.
+void check_delays(const OpDeclaration& row) {
+  const auto& fields = row.backward_schema.arguments;
+  const bool has_mask =
+      std::ranges::find(fields, "output_mask", &Schema::Field::name) != fields.end();
+  for (const State& state : row.states) {
+    check(!state.later || has_mask, "[declaration] '", row.kind,
+          "' must have an output_mask for state '", state.name, "', got '", row.backward, "'");
+  }
+}
+
 }  // namespace
 
 bool OpDeclaration::has_parameter(const std::string& name) const {
@@ -92,6 +103,16 @@ const State* OpDeclaration::state_of(const std::string& parameter, const Attribu
   return state == states.end() ? nullptr : &*state;
 }
 
+bool OpDeclaration::is_read(const std::string& argument, const std::vector<bool>& mask) const {
+  const auto slot = std::ranges::find(slots, argument, &Slot::name);
+  if (slot == slots.end() || slot->needed_for.empty()) return true;
+  for (size_t k = 0; k < mask.size(); ++k) {
+    const std::string of = backward_schema.results[k].name.substr(5);  // grad_<name>
+    if (mask[k] && contains(slot->needed_for, of)) return true;
+  }
+  return false;
+}
+
 bool OpDeclaration::is_optional(const std::string& name) const {
   const auto& fields = forward_schema.arguments;
   const auto field = std::ranges::find(fields, name, &Schema::Field::name);
@@ -113,6 +134,7 @@ OpDeclaration checked(OpDeclaration row) {
   row.backward_schema = parse_schema(row.backward);
   row.recompute_schema = parse_schema(row.recompute);
   check_names(row);
+  check_delays(row);
   return row;
 }
 

@@ -32,6 +32,8 @@ struct State {
   std::string name;
   std::string parameter;
   std::string attribute;
+  // No buffer: the host keeps the call that gives the gradient, and runs it when it is asked to.
+  bool later = false;
 };
 
 // A flag of ops whose input is kept as codes of E4M3 with one scale, whoever holds it, unless
@@ -95,6 +97,8 @@ struct OpDeclaration {
   bool is_integer(const std::string& extra_tensor) const;
   // Which state takes the gradient of a parameter; null where autograd does.
   const State* state_of(const std::string& parameter, const Attributes& attributes) const;
+  // Does backward read an argument for the gradients that its output mask names?
+  bool is_read(const std::string& argument, const std::vector<bool>& mask) const;
   // May the parameter or extra input be None?
   bool is_optional(const std::string& name) const;
 };

@@ -6,6 +6,7 @@
 #include "fuser/casts.h"
 #include "fuser/compress.h"
 #include "fuser/declaration.h"
+#include "fuser/delay.h"
 #include "fuser/error.h"
 #include "fuser/planner.h"
 #include "fuser/quantize.h"
@@ -43,6 +44,7 @@ class Lowering {
       decode_parameters(analysis_, Pass::Backward, step);
       quantize_backward(analysis_, step);
       add_backward_casts(analysis_, step);
+      delay_gradients(analysis_, step);
     }
     for (const StepGroup& group : groups.forward) {
       Step& step = plan_.forward.emplace_back(lower_forward(group));

@@ -258,7 +258,7 @@ class Quantize {
         if (!format.empty() || dtype_ != compute_) {
           argument = rounded(name, argument, format, use, code);
         }
-      } else if (schema.arguments[k].type == "Tensor?" && !is_needed(name, mask)) {
+      } else if (schema.arguments[k].type == "Tensor?" && !row_.is_read(name, mask)) {
         argument = None{};
       } else if (is_operand(name)) {
         if (!formats_.format(name).empty() || dtype_ != compute_) {
@@ -277,17 +277,6 @@ class Quantize {
     }
     code.push_back(std::move(call));
     if (narrow) code.push_back(std::move(*narrow));
-  }
-
-  // Does a gradient that the mask names read the operand?
-  bool is_needed(const std::string& operand, const std::vector<bool>& mask) const {
-    const auto slot = std::ranges::find(row_.slots, operand, &Slot::name);
-    if (slot == row_.slots.end() || slot->needed_for.empty()) return true;
-    for (size_t k = 0; k < mask.size(); ++k) {
-      const std::string of = row_.backward_schema.results[k].name.substr(5);  // grad_<name>
-      if (mask[k] && std::ranges::find(slot->needed_for, of) != slot->needed_for.end()) return true;
-    }
-    return false;
   }
 
   const OperandFormats formats_;

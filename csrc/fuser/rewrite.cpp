@@ -4,6 +4,7 @@
 #include <set>
 #include <utility>
 
+#include "fuser/delay.h"
 #include "fuser/quantize.h"
 
 namespace transformer_ops {
@@ -100,7 +101,8 @@ class Rewriter {
                       },
                   .why_not =
                       [&](const Match& match) {
-                        const auto reason = quantized_product(match, rule.pass);
+                        auto reason = quantized_product(match, rule.pass);
+                        if (!reason) reason = delayed_gradient(match, rule.pass);
                         return reason || !rule.why_not ? reason : rule.why_not(match);
                       },
                   .make =

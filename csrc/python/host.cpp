@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "executor/delayed_call.h"
 #include "executor/run.h"
 #include "executor/saved.h"
 
@@ -92,6 +93,11 @@ class PythonHostCall : public HostCall {
     handle_->last_dtype = dtype_;
   }
 
+  void delay(int op, std::shared_ptr<const DelayedCall> call) override {
+    const py::gil_scoped_acquire gil;
+    ask("delay", op, std::const_pointer_cast<DelayedCall>(call));
+  }
+
  private:
   // An error of the user's travels through C++, to whoever called or ran the backward.
   template <typename... Arguments>
@@ -145,6 +151,15 @@ SharedHostCall make_host_call(std::shared_ptr<ProgramHandle> handle, py::object 
 }
 
 void bind_host(py::module_& module) {
+  py::class_<DelayedCall, std::shared_ptr<DelayedCall>>(module, "DelayedCall")
+      .def("run", torch::wrap_pybind_function_no_gil(&DelayedCall::run),
+           "The gradient of the weight.")
+      .def("run_into",
+           torch::wrap_pybind_function_no_gil(
+               [](const DelayedCall& call, const at::Tensor& buffer, bool overwrite) {
+                 return call.run_into({buffer, overwrite});
+               }),
+           "Adds it to the buffer, or writes it there; False where the op cannot.");
   py::class_<ProgramHandle, std::shared_ptr<ProgramHandle>>(module, "Program")
       .def("run", torch::wrap_pybind_function(&run_with_host),
            "The outputs for tensors in plan order; `call` runs the Python steps.")

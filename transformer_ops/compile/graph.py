@@ -30,6 +30,9 @@ def number_of(plan: HostPlan) -> int:
 
 
 def _is_traceable(plan: HostPlan) -> bool:
+    # A gradient that comes later is no output of a graph.
+    if plan.delaying and plan.plan.needs_backward:
+        return False
     # A single method may do anything; what it does to its context cannot be told apart.
     if any(step.op._forward_style() == "single" for step in plan.forward_steps):
         return False

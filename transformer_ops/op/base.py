@@ -28,7 +28,14 @@ Check = Callable[[str, str, object], Any]
 _TYPE_CHECKS: dict[str, Check] = {"float": check_float, "bool": check_bool}
 
 # Attributes that belong to one process and one set of groups, never to a copy.
-_TRANSIENT = ("_own_group", "_channels_captured", "_number", "_holders", "_is_watched")
+_TRANSIENT = (
+    "_own_group",
+    "_channels_captured",
+    "_number",
+    "_holders",
+    "_is_watched",
+    "_delayed",
+)
 
 # How an op is called alone: the group that is made for it, and what Dynamo sees.
 _make_group: Callable[[FusibleOperation], Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,10 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     dicts of both kinds load into both. Weights start kaiming-uniform with a = sqrt(5), biases at
     zero.
 
+    With `delay_wgrad_compute` backward leaves the gradient of the weight to `backward_dw()`; a bias
+    gets its own in backward. In compiled code the call is then a graph break. RuntimeError for a
+    weight that is no parameter.
+
     `accumulate_into_main_grad` and `rng_state_tracker_function` as in `BasicLinear`: each parameter
     has a `main_grad` of its own, and in compiled code there has to be the one of
     `single_grouped_weight`. ValueError for sizes below 1, flags that are no bools, and `scale_bias`
@@ -41,12 +46,16 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     there are (on CUDA they are not looked at).
     """
 
-    _fixed_once_captured: ClassVar[tuple[str, ...]] = ("accumulate_into_main_grad",)
+    _fixed_once_captured: ClassVar[tuple[str, ...]] = (
+        "accumulate_into_main_grad",
+        "delay_wgrad_compute",
+    )
     _checks: ClassVar[Mapping[str, Check]] = {
         "num_groups": check_size,
         "in_features": check_size,
         "out_features": check_size,
         "accumulate_into_main_grad": check_bool,
+        "delay_wgrad_compute": check_bool,
     }
 
     # Whether the parameters are DTensors of which each rank has its experts.
@@ -56,6 +65,7 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     in_features: int
     out_features: int
     accumulate_into_main_grad: bool
+    delay_wgrad_compute: bool
 
     def __init__(
         self,
@@ -70,6 +80,7 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
         accumulate_into_main_grad: bool = False,
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
     ) -> None:
         super().__init__()
@@ -82,6 +93,7 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
         if scale_bias and not bias:
             raise ValueError(f"[{op}] scale_bias must come with bias=True, got bias={bias}")
         self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.delay_wgrad_compute = delay_wgrad_compute
         single = {
             "weight": check_bool(op, "single_grouped_weight", single_grouped_weight),
             "bias": check_bool(op, "single_grouped_bias", single_grouped_bias),
@@ -124,14 +136,40 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
 
     def _packed(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         found = packed(parts)
-        if name == "weight" and self.accumulate_into_main_grad:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    f"[{type(self).__name__}] accumulate_into_main_grad must come with "
-                    "single_grouped_weight=True in compiled code, got a parameter for each group"
-                )
+        if name != "weight":
+            return found
+        if not torch.compiler.is_compiling():
             found.parts = parts  # type: ignore[attr-defined]
+        elif self.accumulate_into_main_grad:
+            raise RuntimeError(
+                f"[{type(self).__name__}] accumulate_into_main_grad must come with "
+                "single_grouped_weight=True in compiled code, got a parameter for each group"
+            )
         return found
+
+    def need_backward_dw(self) -> bool:
+        """Whether backward leaves the gradient of the weight to `backward_dw()`."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradient of the first backward that is still to be finished.
+
+        It goes where backward would have put it: to `.grad`, with the hooks of the parameter, or to
+        `main_grad`. Nothing happens where no backward waits. RuntimeError, with nothing lost, where
+        what backward kept was modified in place since, or the weight has another shape.
+        """
+        delayed = self.__dict__.get("_delayed")
+        if not delayed:
+            return
+        finish = delayed.popleft()
+        try:
+            finish()
+        except BaseException:
+            delayed.appendleft(finish)
+            raise
+
+    def _delay(self, finish: Callable[[], None]) -> None:
+        self.__dict__.setdefault("_delayed", collections.deque()).append(finish)
 
     def _pack(self) -> None:
         """Make the parameters of the groups neighbours in memory."""

@@ -3,6 +3,7 @@ forward and backward."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.context import OperationContext
 from ..plan.plan import Plan, Step
-from . import main_grad, method_calls
+from . import delayed, main_grad, method_calls
 from .stand_ins import StandIns
 
 Kwargs = list[dict[str, Any]]
@@ -99,6 +100,12 @@ class HostPlan:
             for op, (_, attributes) in enumerate(plan.ops)
             if attributes.get("accumulate_into_main_grad")
         ]
+        # Ops that leave the gradient of their weight for later.
+        self.delaying = [
+            op
+            for op, (_, attributes) in enumerate(plan.ops)
+            if attributes.get("delay_wgrad_compute")
+        ]
         # Under torch.compile it is found by number.
         self.number: int | None = None
         self.changed_by_tracing: set[tuple[int, str]] = set()
@@ -126,6 +133,8 @@ class HostPlan:
             for op in self.accumulating:
                 if self.weight_of(op).requires_grad:
                     main_grad.check(self.weight_of(op))
+            for op in self.delaying:
+                delayed.check(self.weight_of(op))
         return HostCall(self, kwargs, stand_ins or _NO_STAND_INS, buffers or {})
 
 
@@ -359,7 +368,7 @@ class HostCall:
     def accumulation(self, op: int) -> tuple[Tensor, bool] | None:
         """The buffer that a product may add its weight gradient to, and whether it overwrites."""
         weight = self.plan.weight_of(op)
-        if len(main_grad.parts_of(weight)) > 1:
+        if main_grad.is_made_of_parts(weight):
             return None  # a buffer each, which no one product fills
         own = main_grad.buffer_of(weight)
         takes_products = main_grad.takes_products(own.tensor, weight)
@@ -367,10 +376,38 @@ class HostCall:
 
     def accumulate(self, op: int, grad: Tensor | None) -> Tensor | None:
         """Adds a gradient to the buffer, unless a product did; returns what autograd gets."""
+        if op in self.plan.delaying:
+            # Of a Python step, which has computed it already.
+            if grad is not None:
+                self.delay(op, delayed.Finished(grad))
+            return None
+        return self._accumulate_now(op, grad)
+
+    def _accumulate_now(self, op: int, grad: Tensor | None) -> Tensor | None:
         weight = self.plan.weight_of(op)
-        if grad is not None and len(main_grad.parts_of(weight)) > 1:
+        if grad is not None and main_grad.is_made_of_parts(weight):
             main_grad.accumulate_parts(weight, grad)
         elif grad is not None:
             buffer = self.buffers.get(op)
             main_grad.accumulate(main_grad.buffer_of(weight) if buffer is None else buffer, grad)
         return main_grad.for_autograd(weight)
+
+    # ---- weights whose gradients are left for later
+
+    def delay(self, op: int, product: delayed.Product) -> None:
+        """Keeps what gives the gradient of an op's weight until its `backward_dw()`."""
+        own: Any = self.plan.basic_ops[op]
+        own._delay(functools.partial(finish, self.plan, op, product))
+
+
+def finish(plan: HostPlan, op: int, product: delayed.Product) -> None:
+    """What backward left: the gradient of an op's weight, to its buffer or to autograd."""
+    call = plan.start()
+    if op not in plan.accumulating:
+        delayed.give_to_autograd(plan.weight_of(op), product.run)
+        return
+    target = call.accumulation(op)
+    is_added = target is not None and product.run_into(*target)
+    dummy = call._accumulate_now(op, None if is_added else product.run())
+    if dummy is not None:
+        delayed.give_to_autograd(plan.weight_of(op), lambda: dummy)

@@ -23,6 +23,11 @@ def parts_of(weight: Tensor) -> Sequence[Tensor]:
     return getattr(weight, "parts", None) or [weight]
 
 
+def is_made_of_parts(weight: Tensor) -> bool:
+    """Whether a weight stands for the parameters of groups, however many."""
+    return hasattr(weight, "parts")
+
+
 def check(weight: Tensor) -> None:
     """RuntimeError where a weight that accumulates has no `main_grad`."""
     for part in parts_of(weight):

@@ -67,6 +67,19 @@ TEST(Declaration, AStateIsOfAParameterAndAnAttribute) {
             "and 'on'");
 }
 
+TEST(Declaration, AGradientThatIsLeftForLaterNeedsAMask) {
+  const std::string backward =
+      "late_backward(Tensor grad_output) -> (Tensor grad_input, Tensor grad_w)";
+  EXPECT_EQ(error_of([&] {
+              add_declaration({.kind = "Late",
+                               .parameters = {"w"},
+                               .attributes = {"on"},
+                               .states = {{"s", "w", "on", /*later=*/true}},
+                               .backward = backward});
+            }),
+            "[declaration] 'Late' must have an output_mask for state 's', got '" + backward + "'");
+}
+
 TEST(SlotBits, FollowTheNameOfTheSlot) {
   EXPECT_EQ(slot_bits(declaration("Norm"), "input", 64, 16), 64 * 16);
   EXPECT_EQ(slot_bits(declaration("Norm"), "rstd", 64, 16), 32);

@@ -1,0 +1,63 @@
+#include "executor/delayed_call.h"
+
+#include "executor/interpreter.h"
+
+namespace transformer_ops {
+namespace {
+
+bool has_version(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() && !value.toTensor().is_inference();
+}
+
+uint32_t version_of(const c10::IValue& value) {
+  if (!has_version(value)) return 0;
+  return value.toTensor().unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+// The same tensor without the graph that it is part of.
+c10::IValue detached(const c10::IValue& value) {
+  if (!has_version(value)) return value;
+  const auto* const impl = value.toTensor().unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(),
+                                                  /*allow_tensor_metadata_change=*/false));
+}
+
+}  // namespace
+
+DelayedCall::DelayedCall(Op op, const torch::jit::Stack& arguments) : op_(std::move(op)) {
+  for (const c10::IValue& value : arguments) {
+    arguments_.push_back(detached(value));
+    versions_.push_back(version_of(value));
+  }
+}
+
+torch::jit::Stack DelayedCall::checked_arguments() const {
+  const c10::FunctionSchema& schema = op_.op.schema();
+  for (size_t i = 0; i < arguments_.size(); ++i) {
+    TORCH_CHECK(version_of(arguments_[i]) == versions_[i], "[",
+                schema.name().substr(schema.name().find("::") + 2), "] ",
+                schema.arguments()[i].name(),
+                " must not be modified in place before its delayed call, got version ",
+                version_of(arguments_[i]), " where backward had ", versions_[i]);
+  }
+  return arguments_;
+}
+
+at::Tensor DelayedCall::run() const {
+  torch::jit::Stack stack = checked_arguments();
+  const BelowAutograd below_autograd;
+  op_.op.callBoxed(stack);
+  return std::move(stack[op_.result]).toTensor();
+}
+
+bool DelayedCall::run_into(const Accumulation& target) const {
+  if (!op_.into) return false;
+  torch::jit::Stack stack = checked_arguments();
+  stack.emplace_back(target.buffer);
+  stack.emplace_back(target.overwrite);
+  const BelowAutograd below_autograd;
+  op_.into->callBoxed(stack);
+  return true;
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <optional>
+#include <vector>
+
+#include "executor/host.h"
+
+namespace transformer_ops {
+
+// The call of a typed op that gives the gradient of a weight, which backward left for later. Holds
+// its arguments. Throws where one of them was modified in place since.
+class DelayedCall {
+ public:
+  struct Op {
+    c10::OperatorHandle op;
+    std::optional<c10::OperatorHandle> into;  // puts it into a buffer
+    int result;                               // which one is the gradient
+  };
+
+  DelayedCall(Op op, const torch::jit::Stack& arguments);
+
+  at::Tensor run() const;
+  // False where the op cannot: nothing has happened then.
+  bool run_into(const Accumulation& target) const;
+
+ private:
+  torch::jit::Stack checked_arguments() const;
+
+  const Op op_;
+  torch::jit::Stack arguments_;
+  std::vector<uint32_t> versions_;  // of each argument; 0 for what is no tensor
+};
+
+}  // namespace transformer_ops
