@@ -4,11 +4,18 @@
 //   scale  [3]   of input, weight and output gradient
 //   amax   [3]   the largest magnitude of each since the scales were made; -1 where there was none
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <limits>
 
 #include "bodies/cpu.h"
 #include "bodies/quantized.h"
@@ -144,13 +151,94 @@ void record_in_aten(const Tensor& amax, const Tensor& found, int64_t place) {
 
 void record_meta(const Tensor&, const Tensor&, int64_t) {}
 
-// Their numbers as [buffers, 3]; the buffers are then as new.
-Tensor take_amaxes(at::TensorList buffers) {
-  for (const Tensor& buffer : buffers) check_amax("take_amaxes_", buffer);
+// ---- from region to region
+
+// The larger ones of forward and backward as [ops, 3]; the buffers are then as new. Infinite in
+// place of NaN, which not every reduction over processes knows to be larger than numbers.
+Tensor take_amaxes(at::TensorList forward, at::TensorList backward) {
+  for (const auto& buffers : {forward, backward}) {
+    for (const Tensor& buffer : buffers) check_amax("take_amaxes_", buffer);
+  }
   const at::AutoDispatchBelowADInplaceOrView no_version;
-  Tensor found = at::stack(buffers);
-  for (const Tensor& buffer : buffers) buffer.fill_(kNothing);
-  return found;
+  const Tensor met = at::maximum(at::stack(forward), at::stack(backward));
+  for (const auto& buffers : {forward, backward}) {
+    for (const Tensor& buffer : buffers) buffer.fill_(kNothing);
+  }
+  return at::where(met.isnan(), std::numeric_limits<float>::infinity(), met);
+}
+
+constexpr float kMost = std::numeric_limits<float>::max();
+
+// Of one place of an op: takes what was met into its column of the history; the next scale.
+float next_scale(float met, float* history, int64_t length, float scale, float largest, int margin,
+                 bool most_recent) {
+  if (!(met >= 0 && met <= kMost)) return scale;
+  float amax = met;
+  for (int64_t row = length - 1; row > 0; --row) {
+    history[row * kPlaces] = history[(row - 1) * kPlaces];
+    if (!most_recent) amax = std::max(amax, history[row * kPlaces]);
+  }
+  history[0] = met;
+  const float next = std::ldexp(std::min(largest / amax, kMost), -margin);
+  return amax > 0 && next > 0 && next <= kMost ? next : scale;
+}
+
+// Scales are new tensors: what backward has saved is what forward used.
+Tensors next_scales_cpu(const Tensor& met, at::TensorList histories, at::TensorList scales,
+                        at::TensorList largest, int64_t margin, bool most_recent) {
+  Tensors next;
+  for (size_t i = 0; i < scales.size(); ++i) {
+    next.push_back(at::empty_like(scales[i]));
+    for (int64_t place = 0; place < kPlaces; ++place) {
+      next[i].mutable_data_ptr<float>()[place] = next_scale(
+          met.const_data_ptr<float>()[i * kPlaces + place],
+          histories[i].mutable_data_ptr<float>() + place, histories[i].size(0),
+          scales[i].const_data_ptr<float>()[place], largest[i].const_data_ptr<float>()[place],
+          static_cast<int>(margin), most_recent);
+    }
+  }
+  return next;
+}
+
+// The same without reading a number on the host.
+Tensors next_scales_in_aten(const Tensor& met, at::TensorList histories, at::TensorList scales,
+                            at::TensorList largest, int64_t margin, bool most_recent) {
+  Tensors next;
+  for (size_t i = 0; i < scales.size(); ++i) {
+    const Tensor found = met.select(0, static_cast<int64_t>(i)), &history = histories[i];
+    const Tensor is_new = (found >= 0).logical_and(found.isfinite());
+    const Tensor later = at::cat({found.unsqueeze(0), history.narrow(0, 0, history.size(0) - 1)});
+    history.copy_(at::where(is_new, later, history));
+    const Tensor amax = most_recent ? history.select(0, 0) : at::amax(history, {0});
+    const Tensor scale =
+        (largest[i] / amax).clamp_max(static_cast<double>(kMost)) * std::ldexp(1.0, -margin);
+    const Tensor usable = is_new.logical_and(amax > 0).logical_and(scale > 0);
+    next.push_back(at::where(usable.logical_and(scale.isfinite()), scale, scales[i]));
+  }
+  return next;
+}
+
+Tensors next_scales(const Tensor& met, at::TensorList histories, at::TensorList scales,
+                    at::TensorList largest, int64_t margin, bool most_recent) {
+  constexpr const char* kOp = "next_scales_";
+  const size_t count = scales.size();
+  TORCH_CHECK(histories.size() == count && largest.size() == count, "[", kOp,
+              "] histories and largest must be as many as scales, ", count, ", got ",
+              histories.size(), " and ", largest.size());
+  for (size_t i = 0; i < count; ++i) {
+    check_amax(kOp, scales[i]);
+    check_amax(kOp, largest[i]);
+    const Tensor& history = histories[i];
+    TORCH_CHECK(history.dim() == 2 && history.size(0) > 0 && history.size(1) == kPlaces &&
+                    history.scalar_type() == at::kFloat && history.is_contiguous(),
+                "[", kOp, "] history must have rows of ", kPlaces, " numbers in float32, got ",
+                history.scalar_type(), " of shape ", history.sizes());
+  }
+  TORCH_CHECK(met.dim() == 2 && met.size(0) == static_cast<int64_t>(count) &&
+                  met.size(1) == kPlaces && met.scalar_type() == at::kFloat && met.is_contiguous(),
+              "[", kOp, "] met must have a row for each scale, got shape ", met.sizes());
+  const auto run = met.is_cpu() ? next_scales_cpu : next_scales_in_aten;
+  return run(met, histories, scales, largest, margin, most_recent);
 }
 
 TORCH_LIBRARY_FRAGMENT(transformer_ops, library) {
@@ -159,9 +247,15 @@ TORCH_LIBRARY_FRAGMENT(transformer_ops, library) {
   library.impl("record_amax_", c10::DispatchKey::CPU, TORCH_FN(record_cpu));
   library.impl("record_amax_", c10::DispatchKey::CUDA, TORCH_FN(record_in_aten));
   library.impl("record_amax_", c10::DispatchKey::Meta, TORCH_FN(record_meta));
-  library.def("take_amaxes_(Tensor(a!)[] amaxes) -> Tensor", tags);
+  library.def("take_amaxes_(Tensor(a!)[] forward, Tensor(b!)[] backward) -> Tensor", tags);
   library.impl("take_amaxes_", c10::DispatchKey::CPU, TORCH_FN(take_amaxes));
   library.impl("take_amaxes_", c10::DispatchKey::CUDA, TORCH_FN(take_amaxes));
+  library.def(
+      "next_scales_(Tensor met, Tensor(a!)[] histories, Tensor[] scales, Tensor[] largest, "
+      "int margin, bool most_recent) -> Tensor[]",
+      tags);
+  library.impl("next_scales_", c10::DispatchKey::CPU, TORCH_FN(next_scales));
+  library.impl("next_scales_", c10::DispatchKey::CUDA, TORCH_FN(next_scales));
 }
 
 [[maybe_unused]] const bool registered = [] {

@@ -17,6 +17,7 @@ from ..recipe import DelayedScaling
 __all__ = ["KeptScales", "reset_scales", "update_scales"]
 
 _take_amaxes = torch.ops.transformer_ops.take_amaxes_.default
+_next_scales = torch.ops.transformer_ops.next_scales_.default
 _lock = new_lock()
 
 
@@ -28,7 +29,7 @@ def update_scales(recipe: DelayedScaling, group: Any = None) -> None:
     group, over whose ranks magnitudes are reduced at once, each rank must have the same.
     """
     by_device: defaultdict[torch.device, list[Any]] = defaultdict(list)
-    with _lock, torch.inference_mode(False), torch.no_grad():
+    with _lock:
         for owner in owners_of_scales(recipe.key):
             by_device[owner._buffers["fp8_scale"].device].append(owner)  # type: ignore[union-attr]
         for owners in by_device.values():
@@ -36,32 +37,22 @@ def update_scales(recipe: DelayedScaling, group: Any = None) -> None:
 
 
 def _update(recipe: DelayedScaling, group: Any, owners: list[Any]) -> None:
-    def rows(name: str) -> list[Tensor]:
-        return [owner._buffers[name] for owner in owners]
+    buffers = [owner._buffers for owner in owners]
 
-    met = torch.maximum(_take_amaxes(rows("fp8_amax")), _take_amaxes(rows("fp8_grad_amax")))
-    # Not every reduction knows that NaN is larger than numbers.
-    met = torch.where(met.isnan(), torch.inf, met)
+    def rows(name: str) -> list[Tensor]:
+        return [found[name] for found in buffers]
+
+    met = _take_amaxes(rows("fp8_amax"), rows("fp8_grad_amax"))
     if group is not None:
         torch.distributed.all_reduce(met, torch.distributed.ReduceOp.MAX, group=group)
-    is_new = (met >= 0) & met.isfinite()
-    if met.device.type == "cpu" and not is_new.any():
-        return
-    history = torch.stack(rows("fp8_amax_history"))
-    later = torch.cat([met.unsqueeze(1), history[:, :-1]], dim=1)
-    history = torch.where(is_new.unsqueeze(1), later, history)
-    amax = history[:, 0] if recipe.amax_compute_algo == "most_recent" else history.amax(1)
-    most = torch.finfo(torch.float32).max
-    scale = (torch.stack(rows("fp8_largest")) / amax).clamp(max=most) / 2.0**recipe.margin
-    is_usable = is_new & (amax > 0) & (scale > 0) & scale.isfinite()
-    scale = torch.where(is_usable, scale, torch.stack(rows("fp8_scale")))
-    kept = list(_kept)
-    for i, owner in enumerate(owners):
-        for scales in kept:
-            scales.note(owner)
-        owner._buffers["fp8_amax_history"].copy_(history[i])
-        # A new tensor: what backward has saved is what forward used.
-        owner._buffers["fp8_scale"] = scale[i].clone()
+    is_most_recent = recipe.amax_compute_algo == "most_recent"
+    parts = rows("fp8_amax_history"), rows("fp8_scale"), rows("fp8_largest")
+    scales = _next_scales(met, *parts, recipe.margin, is_most_recent)
+    for kept in list(_kept):
+        for owner in owners:
+            kept.note(owner)
+    for found, scale in zip(buffers, scales, strict=True):
+        found["fp8_scale"] = scale
 
 
 def reset_scales(model: nn.Module) -> None:

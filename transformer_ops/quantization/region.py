@@ -83,7 +83,8 @@ class autocast:
                     "[autocast] a region of DelayedScaling must be entered outside of compiled "
                     "code, where scales are made, got one within"
                 )
-            if torch.is_grad_enabled():
+            # No inference tensors, which nobody could save for backward.
+            if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
                 update_scales(self.recipe, self.amax_reduction_group)  # type: ignore[arg-type]
         # With the thread, not with this object, which several threads may enter.
         STATE.outer = (STATE.recipe, STATE.is_delayed, STATE.outer)
