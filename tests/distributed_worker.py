@@ -72,6 +72,7 @@ def check(rank: int) -> None:
         fully_shard(module, mesh=mesh)
     compare(train(parts, rank), want)
     check_quantized(rank)
+    check_delayed(rank)
 
 
 def quantized_model() -> nn.Module:
@@ -126,6 +127,33 @@ def check_quantized(rank: int) -> None:
         assert "rows must be divisible by the 2 ranks" in str(error)
     else:
         raise AssertionError("rows that the ranks do not divide were taken")
+
+
+def check_delayed(rank: int) -> None:
+    """All ranks have the scales of the largest magnitude on any, by one reduction a step."""
+    recipe = tops.recipe.DelayedScaling(amax_history_len=2)
+    torch.manual_seed(0)
+    model = tops.Sequential(tops.Linear(8, 16), tops.GELU(), tops.Linear(16, 4))
+    reductions = []
+    reduce = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: reductions.append(args) or reduce(*args, **kwargs)
+    try:
+        for k in range(3):
+            with tops.autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
+                y = model(torch.full((2, 8), 1.0 + k + rank))
+            y.sum().backward()
+        alone = tops.recipe.DelayedScaling(amax_history_len=2, reduce_amax=False)
+        with torch.no_grad(), tops.autocast(recipe=alone):
+            model(torch.ones(2, 8))
+    finally:
+        dist.all_reduce = reduce
+    # The first has nothing to reduce yet.
+    assert len(reductions) == 2 and reductions[0][0].shape == (2, 3)
+    assert model[0].fp8_amax_history[:, 0].tolist() == [3.0, 2.0]
+    assert model[0].fp8_scale[0] == 448.0 / 3.0
+    both = [torch.empty(3) for _ in range(2)]
+    dist.all_gather(both, model[2].fp8_scale)
+    assert torch.equal(both[0], both[1]) and (both[0] != 1).all()
 
 
 def check_checkpoint(rank: int, sharded: nn.Module) -> None:

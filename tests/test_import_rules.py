@@ -20,6 +20,7 @@ LAYERS = [
     "ops",
     "quantization",
     "op",
+    "quantizers",
     "quantized_tensor",
     "recipe",
     "memory",

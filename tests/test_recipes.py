@@ -26,10 +26,12 @@ RECIPES: dict[str, Recipe] = {
     "mxfp8": recipes.MXFP8BlockScaling(),
     "mxfp8 hybrid": recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
     "current": recipes.Float8CurrentScaling(),
+    "delayed": recipes.DelayedScaling(amax_history_len=1),
     "block": recipes.Float8BlockScaling(),
     "nvfp4": recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
 }
 every_recipe = pytest.mark.parametrize("name", RECIPES)
+without_state = pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -81,6 +83,15 @@ def outputs_and_gradients(run: Any, x: Tensor, parameters: list[Tensor], grad: T
     return y, *torch.autograd.grad(y, [x, *parameters], grad)
 
 
+def settle(recipe: Recipe, run: Any, x: Tensor, grad: Tensor) -> None:
+    """A step on the same tensors before: delayed scales are then those of current scaling."""
+    if isinstance(recipe, recipes.DelayedScaling):
+        with tops.autocast(recipe=recipe):
+            y = run(x.detach().requires_grad_())
+        wanted = [p for p in run.parameters() if p.requires_grad]
+        torch.autograd.grad(y, wanted, grad)
+
+
 def linear(dtype: torch.dtype, bias: bool = True, rows: int = 70) -> tuple[Any, Tensor, Tensor]:
     """A Linear, an input and a gradient whose sizes no block divides."""
     module = tops.Sequential(tops.Linear(72, 50, bias=bias)).to(dtype)
@@ -92,6 +103,7 @@ def linear(dtype: torch.dtype, bias: bool = True, rows: int = 70) -> tuple[Any, 
 def test_a_product_of_rounded_operands(name: str, dtype: torch.dtype) -> None:
     recipe = RECIPES[name]
     module, x, grad = linear(dtype)
+    settle(recipe, module, x, grad)
     with tops.autocast(recipe=recipe):
         y = module(x.requires_grad_())
     # Wherever backward runs.
@@ -133,6 +145,7 @@ def test_fused_steps_compute_what_single_ops_do(name: str) -> None:
             x = op(x)
         return x
 
+    settle(RECIPES[name], module, x, grad)
     with tops.autocast(recipe=RECIPES[name]):
         got = outputs_and_gradients(module, x, parameters, grad)
         want = outputs_and_gradients(one_by_one, x, parameters, grad)
@@ -156,8 +169,12 @@ def test_the_plan_names_its_formats(name: str) -> None:
     assert Plan.parse(text) == plan
     of_input, of_weight, of_grad = recipe.operands
     dtype = "bfloat16" if name in ("mxfp8", "mxfp8 hybrid", "block") else "float32"
-    assert f'rounded_weight = quantize_dequantize(p1.weight, "{of_weight}", "{dtype}")' in text
-    assert f'quantize_dequantize(x1, "{of_input}"' in text and f'"{of_grad}"' in text
+    calls = ["rounded_weight = quantize_dequantize(p1.weight, ", "quantize_dequantize(x1, "]
+    if name == "delayed":
+        call = "st1.fp8_amax = quantize_dequantize_scaled"
+        calls = [f"{call}(p1.weight, st1.fp8_scale, 1, ", f"{call}(x1, st1.fp8_scale, 0, "]
+    assert f'{calls[0]}"{of_weight}", "{dtype}")' in text
+    assert f'{calls[1]}"{of_input}"' in text and f'"{of_grad}"' in text
     assert f"formats of products: input {of_input}, weight {of_weight}" in str(module.explain())
     # Outside of the region nothing is left of it.
     module(torch.randn(8, 64).bfloat16())
@@ -311,7 +328,7 @@ def test_no_rounded_tensor_is_kept(backend: str) -> None:
 # ---- Quantize
 
 
-@every_recipe
+@without_state
 @pytest.mark.parametrize("forward", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
 def test_quantize(name: str, forward: bool, backward: bool) -> None:
@@ -366,6 +383,7 @@ def test_fullgraph(name: str, backend: str) -> None:
     x, grad = torch.randn(40, 64), torch.randn(40, 64)
     parameters = list(module.parameters())
     compiled = torch.compile(module, fullgraph=True, backend=backend)
+    settle(RECIPES[name], module, x, grad)
     with tops.autocast(recipe=RECIPES[name]):
         got = outputs_and_gradients(compiled, x, parameters, grad)
         want = outputs_and_gradients(module, x, parameters, grad)

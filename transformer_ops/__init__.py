@@ -30,6 +30,13 @@ from .op import (  # noqa: E402
 from .ops import *  # noqa: E402, F403
 from .plan.plan import Plan  # noqa: E402
 from .quantization import QuantizedTensor, autocast, quantized_model_init  # noqa: E402
+from .quantizers import (  # noqa: E402
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from .sequential import Sequential  # noqa: E402
 
 _library.register()
@@ -52,9 +59,14 @@ cmake_prefix_path = _os.path.join(_os.path.dirname(__file__), "share", "cmake")
 
 __all__ = [
     "BasicOperation",
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
     "FusedOperation",
     "FusibleOperation",
     "FusionHandle",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
     "OperationContext",
     "OperationFuser",
     "Plan",

@@ -304,6 +304,14 @@ class OperationFuser:
         self._traced_dtypes = [found[0] for found in inputs if found is not None]
         return self._group.plan(grad, autocast, device, list(tensors), list(training), recipe)
 
+    def _state_places(self, facts: Facts) -> tuple[tuple[int, str], ...]:
+        """The module and the name of each state that a plan takes; module -1 where it is no part
+        of the group."""
+        places = {id(op): i for i, op in enumerate(self._ops)}
+        owners = [op._parameter_owner for op in self._basic_ops]
+        states = self._entry(facts).data["states"]
+        return tuple((places.get(id(owners[op]), -1), name) for _, op, name, _ in states)
+
     def _is_split(self) -> bool:
         """Whether a member has to be called, so that the group falls apart."""
         # The Sequential that made the group has looked.
@@ -358,6 +366,7 @@ class OperationFuser:
         tensors = [torch.empty(list(sizes), dtype=dtype, device="meta") for sizes, dtype in inputs]
         rows = [local_sizes(op, op._parameter_tensors()) for op in self._basic_ops]
         tensors += with_parts(tensor for row in rows for tensor in row)
+        tensors += [torch.empty(3, device="meta") for _ in self.plan().states]
         try:
             slots = entry.program.saved_slots_for(tensors)
         except RuntimeError:

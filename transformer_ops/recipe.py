@@ -11,6 +11,7 @@ from .numbered import numbered
 
 __all__ = [
     "CustomRecipe",
+    "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Format",
@@ -41,8 +42,7 @@ class Format(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The formats of operands. Recipes of equal fields are equal and share their plans; none has
-    any state."""
+    """The formats of operands. Recipes of equal fields are equal and share their plans."""
 
     # Formats of `fp8_format` that this kind of scaling has.
     _formats: ClassVar[tuple[Format, ...]] = ()
@@ -98,6 +98,59 @@ class Float8CurrentScaling(Recipe):
     def operands(self) -> tuple[str, str, str]:
         forward, backward = self._elements()
         return forward, forward, backward
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling(Recipe):
+    """One scale for a tensor, from the largest magnitudes of the tensors before it in the same
+    place (Micikevicius et al. 2022): no tensor has to be read before it can be rounded.
+
+    With a place each for input, weight and output gradient of every product, scales are
+
+        scale = largest number of the format / amax / 2^margin
+
+    where amax is the largest of the last `amax_history_len` magnitudes ("max"), or the last one
+    ("most_recent"). One that is zero or not finite leaves the scale as it is; the first is 1.
+    They change where an outermost `autocast` is entered with gradient mode on, and there alone;
+    with an `amax_reduction_group` and `reduce_amax` all ranks have the same.
+
+    ValueError for fields that are none of these.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    reduce_amax: bool = True
+    _formats: ClassVar[tuple[Format, ...]] = (Format.E4M3, Format.E5M2, Format.HYBRID)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length, algorithm = self.amax_history_len, self.amax_compute_algo
+        rules = {
+            "margin": (_is_int(self.margin) and abs(self.margin) < 64, "an integer below 64"),
+            "amax_history_len": (_is_int(length) and length > 0, "a positive integer"),
+            "amax_compute_algo": (algorithm in ("max", "most_recent"), "'max' or 'most_recent'"),
+            "reduce_amax": (isinstance(self.reduce_amax, bool), "a bool"),
+        }
+        for name, (is_right, rule) in rules.items():
+            if not is_right:
+                got = getattr(self, name)
+                raise ValueError(f"[DelayedScaling] {name} must be {rule}, got {got!r}")
+
+    @property
+    def operands(self) -> tuple[str, str, str]:
+        forward, backward = self._elements()
+        return forward, forward, backward
+
+    @property
+    def key(self) -> str:
+        """The scales are no part of it, and so neither is what they are made by."""
+        return ", ".join([*self.operands, f"delayed {self.amax_history_len}"])
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)

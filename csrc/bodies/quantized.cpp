@@ -225,6 +225,16 @@ const Format& format_of(const Checks& check, std::string_view name) {
   return *found;
 }
 
+at::ScalarType dtype_named(const Checks& check, std::string_view name) {
+  for (const auto& [text, dtype] :
+       {std::pair("float16", at::kHalf), std::pair("bfloat16", at::kBFloat16),
+        std::pair("float32", at::kFloat), std::pair("float64", at::kDouble)}) {
+    if (name == text) return dtype;
+  }
+  TORCH_CHECK(false, "[", check.op(),
+              "] dtype must be 'float16', 'bfloat16', 'float32' or 'float64', got '", name, "'");
+}
+
 TensorSpec codes_spec(const Format& format, c10::SymIntArrayRef sizes) {
   TensorSpec spec{c10::SymDimVector(sizes), at::kByte};
   if (format.element == Element::E4M3) spec.dtype = at::kFloat8_e4m3fn;
@@ -301,6 +311,16 @@ Tensor dequantize_unfused(const Format& format, const Tensor& codes, const Tenso
   if (!format.per_tensor()) scales = scales.reshape_symint({blocks.down, 1, blocks.across, 1});
   const Tensor values = values_of(format.element, blocks.split(bytes));
   return blocks.join(values.to(accumulate) * scales.to(accumulate)).to(dtype).reshape_symint(sizes);
+}
+
+std::tuple<Tensor, Tensor> round_by_scale_unfused(const Format& format, const Tensor& input,
+                                                  const Tensor& scale, at::ScalarType dtype) {
+  const auto accumulate = accumulate_dtype(dtype);
+  const Tensor x = to_float(input), zero = at::zeros({1}, x.options());
+  const Tensor scaled = (x.abs() * scale).copysign(x);
+  const Tensor values = values_of(format.element, encode(format.element, scaled)).to(accumulate);
+  return {(values * scale.reciprocal().to(accumulate)).to(dtype),
+          at::amax(at::cat({x.abs().flatten(), zero}))};
 }
 
 }  // namespace transformer_ops

@@ -10,6 +10,9 @@ namespace transformer_ops {
 // Raises where there is none of that name.
 const kernel::Format& format_of(const Checks& check, std::string_view name);
 
+// Raises where no op computes in it.
+at::ScalarType dtype_named(const Checks& check, std::string_view name);
+
 // Of a tensor of these sizes. Codes of 4 bits are two a byte: the last dimension is halved and
 // rounded up. There is a scale for each block of a row, or of several of the rows that the leading
 // dimensions make; of a tensor with one scale, it has no dimension. Scales of NVFP4 are the bytes
@@ -40,5 +43,9 @@ std::tuple<Tensor, Tensor> quantize_unfused(const kernel::Format& format, const 
                                             bool stochastic = false);
 Tensor dequantize_unfused(const kernel::Format& format, const Tensor& codes, const Tensor& scale,
                           c10::SymIntArrayRef sizes, at::ScalarType dtype);
+// Rounded to the numbers of a format, which is encoded by `scale`, a tensor of one number; and the
+// largest magnitude.
+std::tuple<Tensor, Tensor> round_by_scale_unfused(const kernel::Format& format, const Tensor& input,
+                                                  const Tensor& scale, at::ScalarType dtype);
 
 }  // namespace transformer_ops

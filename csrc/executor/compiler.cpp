@@ -71,7 +71,9 @@ class Compiler {
     insert_looks();
     if (may_lack_gradients_) mark_skippable(program_.backward);
     program_.always_reads_looks = std::ranges::any_of(program_.backward.lines, reads_looks);
-    mark_dead(program_.forward, {&program_.outputs, &program_.saved});
+    std::vector<int> updated;
+    for (const auto& [forward, backward] : program_.updated) updated.push_back(forward);
+    mark_dead(program_.forward, {&program_.outputs, &program_.saved, &updated});
     mark_dead(program_.backward, {&program_.input_grads});
     return std::move(program_);
   }
@@ -92,6 +94,7 @@ class Compiler {
     program_.inputs.push_back(forward_.define({Kind::Main, 0}));
     for (const Value& value : plan.extra_inputs) program_.inputs.push_back(forward_.define(value));
     for (const Value& value : plan.parameters) program_.inputs.push_back(forward_.define(value));
+    for (const Value& value : plan.states) program_.inputs.push_back(forward_.define(value));
     for (const Step& step : plan.forward) {
       const size_t first_line = program_.forward.lines.size();
       if (step.python) {
@@ -140,6 +143,7 @@ class Compiler {
       const bool is_part = value.part != Value::Part::Whole;
       program_.input_grads.push_back(is_part ? -1 : backward_.find(gradient_of(value)));
     }
+    program_.input_grads.resize(program_.inputs.size(), -1);
     program_.backward.values = backward_.count();
     note_views();
     note_delays();
@@ -147,7 +151,7 @@ class Compiler {
 
   void note_delays() {
     const auto& parameters = program_.plan.parameters;
-    const size_t first = program_.inputs.size() - parameters.size();
+    const size_t first = program_.inputs.size() - program_.plan.states.size() - parameters.size();
     for (size_t i = 0; i < parameters.size(); ++i) {
       const Value state = program_.plan.result_of(gradient_of(parameters[i]));
       if (parameters[i].part != Value::Part::Whole || state.kind != Kind::State) continue;
@@ -224,6 +228,12 @@ class Compiler {
     std::vector<Line> sums;
     for (const Value& value : instruction.results) {
       const int previous = values.find(value);
+      if (is_given(value)) {
+        call.results.push_back(values.fresh());
+        call.result_ops.push_back(value.op);
+        sums.push_back({record(instruction, value, call.results.back(), values), {}});
+        continue;
+      }
       // Several consumers of one channel: their gradients add up.
       if (value.kind == Kind::ExtraOutputGrad && previous >= 0) {
         call.results.push_back(values.fresh());
@@ -236,6 +246,29 @@ class Compiler {
     if (backward) note_accumulation(instruction, call);
     code.lines.push_back({std::move(call), {}});
     for (Line& sum : sums) code.lines.push_back(std::move(sum));
+  }
+
+  // Is it a state that comes with the parameters?
+  bool is_given(const Value& value) const {
+    const auto& states = program_.plan.states;
+    return std::ranges::find(states, value) != states.end();
+  }
+
+  // The place is that of the scale which the call takes.
+  Program::Record record(const Instruction& instruction, const Value& state, int found,
+                         Numbering& values) {
+    const auto* const place = instruction.arguments.size() > 2
+                                  ? std::get_if<Attribute>(&instruction.arguments[2])
+                                  : nullptr;
+    const auto* const number = place == nullptr ? nullptr : std::get_if<int64_t>(place);
+    TORCH_CHECK(number != nullptr, "[plan] a call that updates ", to_text(state),
+                " must have its place as third argument, got '", instruction.target, "'");
+    int index = values.find(state);
+    if (index < 0) {
+      index = values.define(state);
+      program_.updated.emplace_back(forward_.find(state), index);
+    }
+    return {found, index, *number};
   }
 
   void hand_over(const Instruction& instruction, Numbering& values, Program::Code& code) {
@@ -272,7 +305,8 @@ class Compiler {
                   to_text(value));
       return Program::ShapeOf{look};
     }
-    const bool from_forward = value.kind == Kind::Slot || value.kind == Kind::Parameter;
+    const bool from_forward =
+        value.kind == Kind::Slot || value.kind == Kind::Parameter || value.kind == Kind::State;
     if (&values == &backward_ && from_forward) return Program::Load{load(value)};
     const int index = values.find(value);
     check_written(value, index);
@@ -441,7 +475,7 @@ class Compiler {
   void note_accumulation(const Instruction& instruction, Program::Call& call) {
     for (size_t i = 0; i < instruction.results.size(); ++i) {
       const Value& value = instruction.results[i];
-      if (value.kind != Kind::State) continue;
+      if (value.kind != Kind::State || is_given(value)) continue;
       const State& state = row_of(value);
       // What autograd is given in its place.
       backward_.alias({Kind::ParameterGrad, value.op, state.parameter}, call.results[i]);

@@ -55,6 +55,15 @@ class Interpreter {
     if (frame_.is_partial && frame_.reached[copy.from]) frame_.reached[copy.to] = true;
   }
 
+  void operator()(const Program::Record& record) {
+    const Tensor& found = values_[record.found];
+    if (!found.defined()) return;
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("transformer_ops::record_amax_", "")
+                               .typed<void(const Tensor&, const Tensor&, int64_t)>();
+    op.call(values_[record.state], found, record.place);
+  }
+
   void operator()(const Program::TakeLook& take) {
     frame_.looks[take.look] = look_of(values_[take.value]);
   }

@@ -33,6 +33,7 @@ using torch::autograd::variable_list;
 constexpr size_t kFirstTensor = 1;
 // Of the native part of a call: its program; that one's id and looks.
 constexpr size_t kSavedData = 2;
+constexpr const char* kUpdated = "updated";
 
 // A leaf takes a gradient that nobody else holds as its own, and adds to it in place; it does not
 // see that other gradients share the memory of a view.
@@ -116,6 +117,11 @@ variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& ca
   }
   // None for the gradient of an output that no loss uses: what only it needs is not computed.
   context->set_materialize_grads(false);
+  if (!program->updated.empty()) {
+    Tensors updated;
+    for (const auto& [index, _] : program->updated) updated.push_back(frame.values[index]);
+    context->saved_data[kUpdated] = std::move(updated);
+  }
   variable_list saved;
   saved.reserve(program->saved.size());
   for (const int index : program->saved) saved.push_back(frame.values[index]);
@@ -139,7 +145,7 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
   const auto program =
       SharedProgram::from(context->saved_data["program"].toTensor(), unpack_id(looks));
   SharedHostCall host;
-  if (context->saved_data.size() > kSavedData) {
+  if (context->saved_data.size() > kSavedData + (program->updated.empty() ? 0 : 1)) {
     host = SharedHostCall::from(context->saved_data["host"].toTensor(),
                                 context->saved_data["host_id"].toInt());
   }
@@ -177,6 +183,12 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
     frame.values[program->loads[i]] = std::move(saved[i]);
   }
   saved.clear();
+  if (!program->updated.empty()) {
+    const Tensors updated = context->saved_data[kUpdated].toTensorVector();
+    for (size_t i = 0; i < updated.size(); ++i) {
+      frame.values[program->updated[i].second] = updated[i];
+    }
+  }
   interpret(*program, program->backward, frame);
   for (size_t i = 0; i < program->input_grads.size(); ++i) {
     const int index = program->input_grads[i];

@@ -29,6 +29,7 @@ struct ValuesOf {
   }
   void operator()(const Program::Cast& cast) { read = {cast.from}, written = {cast.to}; }
   void operator()(const Program::Copy& copy) { read = {copy.from}, written = {copy.to}; }
+  void operator()(const Program::Record& record) { read = {record.found, record.state}; }
   void operator()(const Program::TakeLook& take) { read = {take.value}; }
   void operator()(const Program::FitDtype& fit) { read = {fit.value}, written = {fit.value}; }
   void operator()(const Program::HostForward& call) {

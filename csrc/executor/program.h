@@ -68,6 +68,12 @@ struct Program {
     int value;
     int look;
   };
+  // Takes a largest magnitude into the state that keeps them.
+  struct Record {
+    int found;
+    int state;
+    int64_t place;
+  };
   // Casts a gradient to the dtype of its tensor, which a host step decided.
   struct FitDtype {
     int value;
@@ -109,7 +115,7 @@ struct Program {
     bool skippable = false;
   };
   struct Line {
-    std::variant<Call, Cast, Copy, TakeLook, FitDtype, HostForward, HostBackward> what;
+    std::variant<Call, Cast, Copy, Record, TakeLook, FitDtype, HostForward, HostBackward> what;
     std::vector<int> dead = {};  // values nobody reads after it
     int op = 0;                  // the first of its step
   };
@@ -127,7 +133,7 @@ struct Program {
   bool only_views = false;      // its one output is its input, or a view of it
 
   Code forward;
-  std::vector<int> inputs;   // main, extra inputs, parameters
+  std::vector<int> inputs;   // main, extra inputs, parameters, states
   std::vector<int> outputs;  // main, extra outputs
   // Of each op: does the host keep what it likes of it, instead of the slots of its declaration?
   std::vector<bool> keeps_own;
@@ -136,7 +142,10 @@ struct Program {
   size_t constants = 0;
   std::vector<int> saved;            // forward values to save, each once
   std::map<Value, int> saved_slots;  // slots and parameters -> position in saved
-  int looks = 0;                     // that forward takes and backward reads
+  // States that backward updates: forward value, backward value. No saved tensors, which hooks may
+  // copy, and which nobody may write to.
+  std::vector<std::pair<int, int>> updated;
+  int looks = 0;  // that forward takes and backward reads
   // Does backward read looks although all gradients are there?
   bool always_reads_looks = false;
 

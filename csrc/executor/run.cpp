@@ -11,7 +11,8 @@ namespace {
 void check_count(const Program& program, at::TensorList tensors) {
   TORCH_CHECK(tensors.size() == program.inputs.size(), "[run_plan] tensors must be 1 input, ",
               program.plan.extra_inputs.size(), " extra inputs and ",
-              program.plan.parameters.size(), " parameters, got ", tensors.size(), " in all");
+              program.plan.parameters.size(), " parameters and ", program.plan.states.size(),
+              " states, got ", tensors.size(), " in all");
 }
 
 bool under_functorch() {

@@ -26,7 +26,8 @@ bool is_real(const at::Tensor& tensor) {
 SavedSlots saved_slots(const Program& program, at::TensorList tensors, const Tensors& saved,
                        const std::vector<Tensors>& own) {
   std::set<uint64_t> parameters;
-  const size_t first_parameter = tensors.size() - program.plan.parameters.size();
+  const size_t first_parameter =
+      tensors.size() - program.plan.parameters.size() - program.plan.states.size();
   for (const at::Tensor& tensor : tensors.slice(first_parameter)) {
     parameters.insert(storage_of(tensor));
   }

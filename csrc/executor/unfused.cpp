@@ -36,6 +36,22 @@ std::vector<TensorMeta> with_absent(const Plan& plan, const std::vector<OpNode>&
   return all;
 }
 
+// The caller gives the states of the plan, whose scales may be frozen: what that does not update,
+// nothing does.
+void keep_states(const Plan& plan, Plan& unfused) {
+  for (auto* steps : {&unfused.forward, &unfused.backward}) {
+    for (Step& step : *steps) {
+      for (Instruction& instruction : step.instructions) {
+        for (Value& result : instruction.results) {
+          const bool is_other = contains(unfused.states, result) && !contains(plan.states, result);
+          if (is_other) result.kind = Kind::Temporary;
+        }
+      }
+    }
+  }
+  unfused.states = plan.states;
+}
+
 }  // namespace
 
 Plan unfused_plan(const Plan& plan, const std::vector<TensorMeta>& tensors) {
@@ -63,7 +79,9 @@ Plan unfused_plan(const Plan& plan, const std::vector<TensorMeta>& tensors) {
   }
   key.tensors = with_absent(plan, ops, tensors);
   groups.backward = groups.forward;
-  return lower(Analysis(ops, key), groups);
+  Plan unfused = lower(Analysis(ops, key), groups);
+  keep_states(plan, unfused);
+  return unfused;
 }
 
 }  // namespace transformer_ops

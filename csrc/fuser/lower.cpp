@@ -53,6 +53,7 @@ class Lowering {
       add_forward_casts(analysis_, step);
       quantize_forward(analysis_, step);
     }
+    list_states(plan_);
     recompute_cheap_outputs(plan_, dtypes(), /*all=*/key_.policies.recompute);
     compress_saved(plan_, dtypes());
     return std::move(plan_);

@@ -9,6 +9,7 @@
 #include "fuser/declaration.h"
 #include "fuser/error.h"
 #include "fuser/op_node.h"
+#include "fuser/quantize.h"
 
 namespace transformer_ops {
 namespace {
@@ -67,8 +68,10 @@ std::string place_of(const Plan& plan, int op) {
   return "[plan] op " + std::to_string(op) + " (" + plan.ops[op].kind + ")";
 }
 
-bool is_updated(const Plan& plan, const Value& state) {
+// Does the op have a state of that name: one that the plan is given, or one that takes a gradient?
+bool has_state(const Plan& plan, const Value& state) {
   const PlannedOp& op = plan.ops[state.op];
+  if (std::ranges::find(plan.states, state) != plan.states.end()) return true;
   return op.native && std::ranges::any_of(declaration(op.kind).parameters, [&](const auto& name) {
            return plan.result_of({Kind::ParameterGrad, state.op, name}) == state;
          });
@@ -82,8 +85,8 @@ void verify_value(const Value& value, const Plan& plan) {
       value.part == Value::Part::Whole || value.kind == Kind::Slot || value.kind == Kind::Parameter,
       "[plan] a part must be one of a slot or a parameter, got ", to_text(value));
   if (value.op == plan.size()) return;
-  check(value.kind != Kind::State || is_updated(plan, value), place_of(plan, value.op),
-        " must update the state that is named, got ", to_text(value));
+  check(value.kind != Kind::State || has_state(plan, value), place_of(plan, value.op),
+        " must have the state that is named, got ", to_text(value));
   const auto* names = names_for(value, plan.ops[value.op]);
   check(names == nullptr || position_of(*names, value.name) >= 0, place_of(plan, value.op),
         " must have the tensor that is named, got ", to_text(value));
@@ -220,19 +223,24 @@ void verify_ops(const Plan& plan) {
   verify_routes(plan);
   const std::pair<const std::vector<Value>*, Kind> lists[] = {
       {&plan.parameters, Kind::Parameter},
+      {&plan.states, Kind::State},
       {&plan.extra_inputs, Kind::ExtraInput},
       {&plan.extra_outputs, Kind::ExtraOutput},
   };
   for (const auto& [values, kind] : lists) {
     for (const Value& value : *values) {
       verify_value(value, plan);
-      check(value.kind == kind, "[plan] inputs, parameters and outputs must be listed as e1.0, ",
-            "p1.weight and o1.0, got ", to_text(value));
+      check(value.kind == kind, "[plan] inputs, parameters, states and outputs must be listed ",
+            "as e1.0, p1.weight, st1.fp8_scale and o1.0, got ", to_text(value));
     }
-    check(std::ranges::is_sorted(*values, {}, &Value::op), "[plan] inputs, parameters and outputs ",
-          "must be in the order of their ops");
+    check(std::ranges::is_sorted(*values, {}, &Value::op), "[plan] inputs, parameters, states and ",
+          "outputs must be in the order of their ops");
   }
   verify_parts(plan.parameters);
+  for (const Value& state : plan.states) {
+    check(std::ranges::find(kScaleStates, state.name) != std::end(kScaleStates),
+          place_of(plan, state.op), " must have a state of that name, got ", to_text(state));
+  }
   for (int i = 0; i < plan.size(); ++i) {
     if (plan.ops[i].native) verify_native_op(plan, i);
   }
@@ -316,6 +324,7 @@ void verify_joint_pairs(const std::vector<Step>& steps, const std::vector<Step>&
 DataFlow verify_forward(const Plan& plan) {
   DataFlow flow({{Kind::Main, 0}});
   for (const Value& value : plan.parameters) flow.add(value);
+  for (const Value& value : plan.states) flow.add(value);
   for (const Value& value : plan.extra_inputs) flow.add(value);
   for (const Step& step : plan.forward) {
     flow.require({Kind::Main, step.first()}, step);
@@ -365,6 +374,7 @@ void verify_gradients(const Plan& plan, const DataFlow& backward) {
 void verify_backward(const Plan& plan, const DataFlow& forward) {
   std::set<Value> known = {{Kind::Grad, plan.size()}};
   for (const Value& parameter : plan.parameters) known.insert(parameter);
+  for (const Value& state : plan.states) known.insert(state);
   for (const Value& output : plan.extra_outputs) {
     known.insert({Kind::ExtraOutputGrad, output.op, output.name});
   }

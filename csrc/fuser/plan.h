@@ -19,6 +19,7 @@ namespace transformer_ops {
 //   e1.ids o1.ids    extra input and output    de1.ids do1.ids  their gradients
 //   s1.input         saved slot                n1          the shape of x1
 //   t1.input         temporary of a step of op 1
+//   st1.fp8_scale    state: a buffer of the op's
 //   s1.input.codes s1.input.scale   parts of a slot or a parameter that is held quantized
 struct Value {
   enum class Kind : uint8_t {
@@ -124,6 +125,8 @@ struct Plan {
   std::vector<Value> extra_inputs = {};  // from the caller, in order
   // In the order the executor takes them; behind a quantized one its codes and scale.
   std::vector<Value> parameters = {};
+  // Buffers of the ops, behind the parameters: what a recipe keeps from call to call.
+  std::vector<Value> states = {};
   std::vector<Value> extra_outputs = {};  // to the caller, in order
   std::vector<Value> gradients = {};      // that backward yields: g0, de..., dp...
   int first_backward = 0;                 // ops before it need no gradient

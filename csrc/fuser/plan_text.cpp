@@ -2,6 +2,7 @@
 //   plan 4
 //   op 0 LayerNorm eps=1e-05 normalized_shape=[16] zero_centered_gamma=false
 //   inputs e2.ids | parameters p0.weight p0.bias | outputs o3.ids | route e4.ids=o3.ids
+//   states st0.fp8_scale
 //   gradients g0 dp0.weight dp0.bias
 //   first_backward 0
 //   forward layer_norm ops=[0]
@@ -163,6 +164,7 @@ class Parser {
     if (head == "backward") return parse_step(words, plan_.backward);
     if (head == "inputs") return parse_values(words, plan_.extra_inputs);
     if (head == "parameters") return parse_values(words, plan_.parameters);
+    if (head == "states") return parse_values(words, plan_.states);
     if (head == "outputs") return parse_values(words, plan_.extra_outputs);
     if (head == "gradients") return parse_values(words, plan_.gradients);
     if (head == "route") {
@@ -320,6 +322,7 @@ std::string to_text(const Plan& plan) {
   }
   text += values_line("inputs", plan.extra_inputs);
   text += values_line("parameters", plan.parameters);
+  text += values_line("states", plan.states);
   text += values_line("outputs", plan.extra_outputs);
   if (!plan.routes.empty()) {
     text += "route " +

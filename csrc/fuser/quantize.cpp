@@ -1,6 +1,7 @@
 #include "fuser/quantize.h"
 
 #include <algorithm>
+#include <set>
 
 #include "fuser/casts.h"
 #include "fuser/declaration.h"
@@ -15,6 +16,7 @@ constexpr const char* kDecode = "dequantize";
 constexpr const char* kDecodeSaved = "decode_saved";
 constexpr const char* kRound = "quantize_dequantize";
 constexpr const char* kRoundGroups = "quantize_dequantize_groups";
+constexpr const char* kRoundScaled = "quantize_dequantize_scaled";
 constexpr const char* kRoundStochastic = "quantize_dequantize_stochastic";
 constexpr const char* kTransform = "hadamard_columns";
 
@@ -47,6 +49,7 @@ class Quantize {
  public:
   Quantize(const Analysis& analysis, Step& step, int op)
       : formats_(formats_of(analysis, op)),
+        records_(analysis.key().grad_enabled),
         row_(row_of(analysis, op)),
         attributes_(analysis.ops()[op].attributes),
         dtype_(analysis.operand_dtype(op)),
@@ -174,6 +177,7 @@ class Quantize {
   // Of an operand. Those of groups are rounded group by group: the weights are a matrix each.
   Instruction rounding_of(const std::string& operand, const Argument& from,
                           const std::string& format, const Value& to, bool is_saved) const {
+    if (formats_.is_delayed()) return scaled_rounding(operand, from, format, to, is_saved);
     std::string target = splits_ ? kRoundGroups : kRound;
     if (is_saved) target += "_saved";
     if (formats_.is_stochastic && operand == "grad_output") target = kRoundStochastic;
@@ -181,6 +185,25 @@ class Quantize {
     if (splits_) {
       const Argument rows = operand == "weight" ? Argument(None{}) : *splits_;
       call.arguments.insert(call.arguments.begin() + 1, rows);
+    }
+    return call;
+  }
+
+  Instruction scaled_rounding(const std::string& operand, const Argument& from,
+                              const std::string& format, const Value& to, bool is_saved) const {
+    const bool is_gradient = operand == "grad_output";
+    const int64_t place = is_gradient ? 2 : operand == "weight" ? 1 : 0;
+    const Value scale{Kind::State, op_, kScaleStates[0]};
+    Instruction call{
+        .target = kRoundScaled,
+        .arguments = {from, scale, Attribute(place), Attribute(format), Attribute(to_text(dtype_))},
+        .results = {to}};
+    if (is_saved) {
+      call.target += "_saved";
+    } else if (records_) {
+      call.results.push_back({Kind::State, op_, kScaleStates[is_gradient ? 2 : 1]});
+    } else {
+      call.results.push_back(temporary("amax_" + operand));
     }
     return call;
   }
@@ -280,6 +303,7 @@ class Quantize {
   }
 
   const OperandFormats formats_;
+  const bool records_;  // largest magnitudes, for the scales of later calls
   const OpDeclaration& row_;
   const Attributes& attributes_;
   DType dtype_;    // in which operands are exact
@@ -329,12 +353,20 @@ void quantize_forward(const Analysis& analysis, Step& step) {
     check(analysis.key().device != Device::Cuda, "[", row.kind, "] recipe must be exact on CUDA, ",
           "where the host does not know which rows are of one group, got ",
           to_text(Recipe{.all = formats}));
+    check(!formats.is_delayed(), "[", row.kind, "] recipe must take scales from the tensors that ",
+          "they are for, got ", to_text(Recipe{.all = formats}));
     check(!formats.transforms && !formats.is_stochastic, "[", row.kind,
           "] recipe must round groups to the nearest and turn none, got ",
           to_text(Recipe{.all = formats}));
   }
   Quantize quantize(analysis, step, op);
   if (is_product(row)) return quantize.forward();
+  const auto rounds = [&](const char* flag) {
+    return std::get<bool>(analysis.ops()[op].attributes.at(flag));
+  };
+  check(!formats.is_delayed() || !(rounds("rounds_input") || rounds("rounds_grad_output")), "[",
+        row.kind, "] recipe must take scales from the tensors that they are for, got ",
+        to_text(Recipe{.all = formats}));
   quantize.round_main("rounds_input", formats.input, kRound);
 }
 
@@ -346,6 +378,27 @@ void quantize_backward(const Analysis& analysis, Step& step) {
   const OperandFormats& formats = analysis.key().recipe->of(op);
   quantize.round_main("rounds_grad_output", formats.grad_output,
                       formats.is_stochastic ? kRoundStochastic : kRound);
+}
+
+void list_states(Plan& plan) {
+  std::set<Value> found;
+  const auto add = [&](const Value& value) {
+    const auto end = std::end(kScaleStates);
+    const bool is_scale = std::find(std::begin(kScaleStates), end, value.name) != end;
+    if (value.kind == Kind::State && is_scale) found.insert(value);
+  };
+  for (const auto* steps : {&plan.forward, &plan.backward}) {
+    for (const Step& step : *steps) {
+      if (step.skipped) continue;
+      for (const Instruction& instruction : step.instructions) {
+        for (const Argument& argument : instruction.arguments) {
+          if (const auto* value = std::get_if<Value>(&argument)) add(*value);
+        }
+        for (const Value& result : instruction.results) add(result);
+      }
+    }
+  }
+  plan.states.assign(found.begin(), found.end());
 }
 
 std::optional<std::string> quantized_product(const Match& match, Pass pass) {

@@ -20,9 +20,18 @@ void decode_parameters(const Analysis& analysis, Pass pass, Step& step);
 // product of codes would multiply; one that is held quantized is taken as it is. Without a recipe
 // nothing changes.
 void quantize_forward(const Analysis& analysis, Step& step);
+// Under delayed scaling the scale is a state of the op, and the largest magnitude, of which the
+// next scales are made, goes to another one; backward rounds what forward rounded by the same
+// scale:
+//   t1.rounded_input, st1.fp8_amax = quantize_dequantize_scaled(x1, st1.fp8_scale, 0, "e4m3", ...)
 // The gradients of x and W are sums along different dimensions: where the blocks of a format follow
 // the sum, the two have a call each.
 void quantize_backward(const Analysis& analysis, Step& step);
+
+// The states of a product under delayed scaling, each with a place for input, weight and gradient:
+// the scales, and the largest magnitudes that forward and backward have met since those were made.
+inline constexpr const char* kScaleStates[] = {"fp8_scale", "fp8_amax", "fp8_grad_amax"};
+void list_states(Plan& plan);
 
 // Why no fusion may take these ops: one of them is a product that the fusion would not quantize.
 std::optional<std::string> quantized_product(const Match& match, Pass pass);

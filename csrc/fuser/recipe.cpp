@@ -17,7 +17,8 @@ using kernel::Format;
 using kernel::ScaleRule;
 
 constexpr std::string_view kExact = "exact", kCustom = "custom ";
-constexpr std::string_view kHadamard = "hadamard", kStochastic = "stochastic";
+constexpr std::string_view kHadamard = "hadamard", kStochastic = "stochastic",
+                           kDelayed = "delayed ";
 constexpr std::string OperandFormats::*kOperands[] = {
     &OperandFormats::input, &OperandFormats::weight, &OperandFormats::grad_output};
 
@@ -50,6 +51,12 @@ int64_t parse_number(const std::string& text) {
 
 OperandFormats parse_formats(const std::string& text) {
   std::vector<std::string> names = split(text, ", ");
+  int64_t history = 0;
+  if (names.size() > std::size(kOperands) && names.back().starts_with(kDelayed)) {
+    history = parse_number(names.back().substr(kDelayed.size()));
+    check(history > 0, "[recipe] length of a history must be positive, got '", text, "'");
+    names.pop_back();
+  }
   const auto take = [&](std::string_view word) {
     const bool is_last = names.size() > std::size(kOperands) && names.back() == word;
     if (is_last) names.pop_back();
@@ -57,9 +64,14 @@ OperandFormats parse_formats(const std::string& text) {
   };
   const bool is_stochastic = take(kStochastic), transforms = take(kHadamard);
   check(names.size() == std::size(kOperands), "[recipe] formats must be 3, got '", text, "'");
-  OperandFormats formats{.transforms = transforms, .is_stochastic = is_stochastic};
+  OperandFormats formats{
+      .transforms = transforms, .is_stochastic = is_stochastic, .history = history};
   for (size_t i = 0; i < names.size(); ++i) {
-    if (names[i] != kExact) formats.*kOperands[i] = row_of(names[i]).name;
+    if (names[i] == kExact) continue;
+    const Format& row = row_of(names[i]);
+    check(history == 0 || row.per_tensor(), "[recipe] delayed scales must be those of whole ",
+          "tensors, got '", text, "'");
+    formats.*kOperands[i] = row.name;
   }
   return formats;
 }
@@ -73,6 +85,7 @@ std::string formats_text(const OperandFormats& formats) {
   }
   if (formats.transforms) text += ", " + std::string(kHadamard);
   if (formats.is_stochastic) text += ", " + std::string(kStochastic);
+  if (formats.is_delayed()) text += ", " + std::string(kDelayed) + std::to_string(formats.history);
   return text;
 }
 

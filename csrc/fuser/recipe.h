@@ -20,9 +20,13 @@ struct OperandFormats {
   bool transforms = false;
   // The gradient is rounded up or down at random, so that its mean is kept.
   bool is_stochastic = false;
+  // How many calls' largest magnitudes the scales of the operands, states of the op, come from;
+  // 0 where a scale comes from the tensor itself.
+  int64_t history = 0;
 
   // That of an operand by its name in a schema.
   const std::string& format(const std::string& operand) const;
+  bool is_delayed() const { return history > 0; }
   bool is_exact() const { return input.empty() && weight.empty() && grad_output.empty(); }
   bool operator==(const OperandFormats&) const = default;
 };
@@ -38,7 +42,8 @@ struct Recipe {
 };
 
 // "mx e4m3, mx e4m3, mx e5m2" in the order of the fields, "exact" for an empty one, then
-// ", hadamard" and ", stochastic" where those are wanted; behind them "; 3: exact, exact, exact"
+// ", hadamard" and ", stochastic" where those are wanted, ", delayed 16" for scales from a history
+// of that length; behind them "; 3: exact, exact, exact"
 // for each single op. "custom 7" for one of the host language.
 std::string to_text(const Recipe& recipe);
 // The one recipe of a text, which lives as long as the library: equal texts give equal pointers.

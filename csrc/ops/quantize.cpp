@@ -117,16 +117,6 @@ std::tuple<Tensor, Tensor> quantize_meaning(const Checks& check, const Tensor& x
 
 // ---- dequantize
 
-at::ScalarType dtype_of(const Checks& check, std::string_view name) {
-  for (const auto& [text, dtype] :
-       {std::pair("float16", at::kHalf), std::pair("bfloat16", at::kBFloat16),
-        std::pair("float32", at::kFloat), std::pair("float64", at::kDouble)}) {
-    if (name == text) return dtype;
-  }
-  TORCH_CHECK(false, "[", check.op(),
-              "] dtype must be 'float16', 'bfloat16', 'float32' or 'float64', got '", name, "'");
-}
-
 // Of the tensor that was quantized, if the caller says it; else what the codes say.
 using GivenSizes = std::optional<std::vector<c10::SymInt>>;
 
@@ -147,7 +137,7 @@ TensorSpecs dequantize_shape(const Checks& check, const Tensor& codes, const Ten
                              std::string_view format_name, std::string_view dtype_name,
                              GivenSizes given) {
   const Format& format = format_of(check, format_name);
-  const auto dtype = dtype_of(check, dtype_name);
+  const auto dtype = dtype_named(check, dtype_name);
   const auto sizes = sizes_of(check, codes, format, given);
   check.spec("codes", codes, codes_spec(format, sizes));
   check.spec("scale", scale, scale_spec(format, sizes));
@@ -193,7 +183,7 @@ Tensor dequantize_meaning(const Checks& check, const Tensor& codes, const Tensor
                           GivenSizes given) {
   const Format& format = format_of(check, format_name);
   return dequantize_unfused(format, codes, scale, sizes_of(check, codes, format, given),
-                            dtype_of(check, dtype_name));
+                            dtype_named(check, dtype_name));
 }
 
 // ---- decode_saved: dequantize in backward, behind a gradient that keeps a compiler from decoding
@@ -228,7 +218,7 @@ TensorSpecs rounded_shape(const Checks& check, const Tensor& input, std::string_
   check.compute_dtype("input", input);
   format_of(check, format);
   TensorSpec spec = like(input);
-  spec.dtype = dtype_of(check, dtype);
+  spec.dtype = dtype_named(check, dtype);
   return {spec};
 }
 
@@ -291,7 +281,7 @@ Tensor rounded_meaning(const Checks& check, const Tensor& x, std::string_view fo
                        std::string_view dtype) {
   const Format& format = format_of(check, format_name);
   const auto [codes, scale] = quantize_unfused(format, x);
-  return dequantize_unfused(format, codes, scale, x.sym_sizes(), dtype_of(check, dtype));
+  return dequantize_unfused(format, codes, scale, x.sym_sizes(), dtype_named(check, dtype));
 }
 
 TensorSpecs rounded_saved_shape(const Checks& check, const Tensor&, const Tensor& input,
@@ -322,7 +312,7 @@ Tensor stochastic_meaning(const Checks& check, const Tensor& x, std::string_view
   TORCH_CHECK(format.element != kernel::Element::Int8, "[", check.op(),
               "] format must be floating, got '", format_name, "'");
   const auto [codes, scale] = quantize_unfused(format, x, /*stochastic=*/true);
-  return dequantize_unfused(format, codes, scale, x.sym_sizes(), dtype_of(check, dtype));
+  return dequantize_unfused(format, codes, scale, x.sym_sizes(), dtype_named(check, dtype));
 }
 
 // ---- hadamard_columns: each 16 rows turned into 16 sums and differences of them, which are
@@ -384,7 +374,7 @@ TensorSpecs groups_shape(const Checks& check, const Tensor& input, const Tensor*
   if (splits != nullptr) check_splits(check, *splits, splits->dim() > 0 ? splits->sym_size(0) : 0);
   format_of(check, format);
   TensorSpec spec = like(input);
-  spec.dtype = dtype_of(check, dtype);
+  spec.dtype = dtype_named(check, dtype);
   return {spec};
 }
 
@@ -404,7 +394,7 @@ Tensor groups_meaning(const Checks& check, const Tensor& input, const Tensor* sp
                       std::string_view format_name, std::string_view dtype) {
   const kernel::Format& format = format_of(check, format_name);
   const Groups groups = groups_of(check, input, splits);
-  const auto wanted = dtype_of(check, dtype);
+  const auto wanted = dtype_named(check, dtype);
   const Tensor x = as_matrix(input);
   const Tensor rest = at::zeros({x.size(0) - groups.rows(), x.size(1)}, x.options().dtype(wanted));
   Tensors parts;

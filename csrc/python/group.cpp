@@ -5,6 +5,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <set>
+
 #include "executor/run.h"
 #include "fuser/declaration.h"
 #include "python/plan_data.h"
@@ -169,6 +171,7 @@ std::vector<OpNode> Group::take_ops(const py::list& ops, const py::list& places)
   for (size_t i = 0; i < ops.size(); ++i) {
     OpNode op = node_from(ops[i]);
     const auto rows = py::cast<py::list>(places[i]);
+    first_place_.push_back(places_.size());
     for (const auto& row : rows) {
       const auto pair = py::cast<py::tuple>(row);
       if (py::isinstance<py::int_>(pair[1])) {
@@ -256,6 +259,20 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* param
   return true;
 }
 
+void Group::add_states(const Plan& plan, Tensors& tensors) const {
+  static PyObject* const buffers = PyUnicode_InternFromString("_buffers");
+  for (const Value& state : plan.states) {
+    const py::object& owner = places_[first_place_[state.op]].owner;
+    const auto dict = py::reinterpret_steal<py::object>(PyObject_GetAttr(owner.ptr(), buffers));
+    if (!dict) throw py::error_already_set();
+    PyObject* const found = PyDict_GetItemString(dict.ptr(), state.name.c_str());
+    TORCH_CHECK(found != nullptr && THPVariable_Check(found), "[", Py_TYPE(owner.ptr())->tp_name,
+                "] ", state.name, " must be there from the first call under the recipe on, ",
+                "got none; reset_scales() drops all states");
+    tensors.push_back(THPVariable_Unpack(found));
+  }
+}
+
 void Group::note_inputs(const Tensors& tensors, size_t parameters) {
   last_inputs_.resize(tensors.size() - parameters);
   for (size_t i = 0; i < last_inputs_.size(); ++i) {
@@ -336,6 +353,11 @@ void Group::finish(const SharedPlan& plan) {
   entry->handle = std::make_shared<ProgramHandle>(entry->program);
   entry->needs_host = entry->program->has_host_steps || entry->program->accumulates;
   if (entry->needs_host) entry->host = entry->session.attr("make_host")(entry);
+  std::set<int> with_states;
+  for (const Value& state : entry->plan.states) with_states.insert(state.op);
+  for (const int op : with_states) {
+    entry->session.attr("make_states")(op, to_text(Recipe{.all = entry->plan.recipe->of(op)}));
+  }
 }
 
 void Group::plan_into_last(const PlanKey& key) {
@@ -387,6 +409,7 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kw
   }
   pipeline_.drop_absent(tensors);
   note_inputs(tensors, entry->plan.parameters.size());
+  if (!entry->plan.states.empty()) add_states(entry->plan, tensors);
   Tensors outputs;
   {
     const py::gil_scoped_release no_gil;

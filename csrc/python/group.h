@@ -100,7 +100,11 @@ class Group : private PlanHost {
   void write_key(const Gathered& call);
   void plan_into_last(const PlanKey& key);
 
+  // The states of a plan, from the modules that own the parameters of their ops.
+  void add_states(const Plan& plan, Tensors& tensors) const;
+
   std::vector<ParameterPlace> places_;
+  std::vector<size_t> first_place_;  // of each op
   Pipeline pipeline_;
   std::vector<ParameterPlace> absent_;
   std::vector<py::object> modules_;

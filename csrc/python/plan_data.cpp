@@ -82,6 +82,7 @@ py::dict plan_to_python(const Plan& plan) {
   data["ops"] = ops;
   data["extra_inputs"] = values_to_python(plan.extra_inputs);
   data["parameters"] = values_to_python(plan.parameters);
+  data["states"] = values_to_python(plan.states);
   data["extra_outputs"] = values_to_python(plan.extra_outputs);
   std::vector<std::vector<std::string>> parameters(plan.ops.size());
   for (const Value& value : plan.whole_parameters()) parameters[value.op].push_back(value.name);

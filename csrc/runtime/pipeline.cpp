@@ -225,6 +225,9 @@ void Pipeline::train(bool on) { is_training_ = on; }
 void Pipeline::set_recipe(const Recipe* recipe) {
   TORCH_CHECK(recipe == nullptr || recipe->custom < 0,
               "[Pipeline] recipe must name its formats, got ", to_text(*recipe));
+  TORCH_CHECK(recipe == nullptr || !recipe->all.is_delayed(),
+              "[Pipeline] recipe must take scales from the tensors that they are for, got ",
+              to_text(*recipe));
   recipe_ = recipe;
 }
 

@@ -13,7 +13,7 @@ from .failure import Failure
 
 # A checkpoint fits only the run that has these in common with it.
 FIXED = ("layers", "width", "context", "seed", "batch", "experts", "top_k")
-RECIPES = ("mxfp8", "float8-current", "float8-block", "nvfp4")
+RECIPES = ("mxfp8", "delayed", "float8-current", "float8-block", "nvfp4")
 
 
 @dataclass(frozen=True)

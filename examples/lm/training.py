@@ -32,6 +32,7 @@ WARMUP = 50
 UNTIMED_STEPS = 3
 RECIPES: dict[str, recipes.Recipe] = {
     "mxfp8": recipes.MXFP8BlockScaling(),
+    "delayed": recipes.DelayedScaling(),
     "float8-current": recipes.Float8CurrentScaling(),
     "float8-block": recipes.Float8BlockScaling(),
     "nvfp4": recipes.NVFP4BlockScaling(),

@@ -121,7 +121,8 @@ def run_in_graph(
     rows = [op._parameter_tensors() for op in plan.basic_ops]
     parameters = [tensor for row in rows for tensor in row if tensor is not None]
     real = [*parameters, *(read(plan.basic_ops, place) for place in state_places(number))]
-    given = [*tensors[len(tensors) - len(parameters) :], *state]
+    end = len(tensors) - len(plan.plan.states)
+    given = [*tensors[end - len(parameters) : end], *state]
     before = _plain_state(plan)
     found = {op: Buffer(tensor, overwrites) for op, tensor, overwrites in buffers}
     outputs = plan.program.run(list(tensors), plan.start(kwargs, StandIns(real, given), found))

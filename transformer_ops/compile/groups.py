@@ -85,11 +85,20 @@ def traced_call(
         for tensor, format in zip(tensors, (*plain, *formats), strict=True)
     )
     facts = (is_grad_enabled(), autocast, device, dtypes, training, RECIPE_STATE.key)
+    keeps_scales = _keeps_scales(facts[5])
+    if keeps_scales:
+        # Planning makes the buffers of these very modules.
+        number = _number_of_group(number, tuple([module._number for module in modules]))
     text = _native_plan(number, registry.VERSION, facts)
+    states = _states_of(number, registry.VERSION, facts) if keeps_scales else ()
     extra = [tensor for tensor in extra_inputs if tensor is not None]
     given = [tensor for tensor in parameters if tensor is not None]
     if any(formats):
         given = with_parts(parameters)
+    if states:
+        if any(place < 0 for place, _ in states):
+            return _run_outside(number, input, extra_inputs, kwargs)
+        given = [*given, *(getattr(modules[place], name) for place, name in states)]
     if text and not (kwargs and any(kwargs)):
         outputs = tuple(_run_plan(text, input, extra, given))
     else:
@@ -206,6 +215,15 @@ def _native_plan(number: int, version: int, facts: Facts) -> str:
         group._capture()
     entry = group._entry(facts)
     return str(entry.text) if entry.native else ""
+
+
+def _keeps_scales(recipe: str | None) -> bool:
+    return recipe is not None and "delayed" in recipe
+
+
+@torch._dynamo.assume_constant_result
+def _states_of(number: int, version: int, facts: Facts) -> tuple[tuple[int, str], ...]:
+    return tuple(numbered.find(number)._state_places(facts))
 
 
 @torch._dynamo.assume_constant_result

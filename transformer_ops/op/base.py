@@ -12,7 +12,8 @@ from .. import _C
 from ..numbered import numbered
 from ..peers import untraced
 from ..quantized_tensor import QuantizedTensor
-from . import methods
+from ..quantizers import Quantizer
+from . import methods, scales
 from .channels import ChannelMixin
 from .checks import check_bool, check_float
 from .context import OperationContext
@@ -50,6 +51,16 @@ def run_alone_by(
     _make_group, _traced_alone = make_group, traced_alone
 
 
+# (op, mode, i) -> its quantizer.
+_quantizer_of: Callable[[Any, str, int], Quantizer | None]
+
+
+def quantizers_by(quantizer_of: Callable[[Any, str, int], Quantizer | None]) -> None:
+    """For the layer of recipes, once: the quantizer of an op."""
+    global _quantizer_of
+    _quantizer_of = quantizer_of
+
+
 # The mixin last: compiled graphs guard on each class that is searched before nn.Module.
 class FusibleOperation(nn.Module, HeldMixin):
     """A tensor operation that the fuser may plan: a basic op, a container, or a fused op.
@@ -60,6 +71,8 @@ class FusibleOperation(nn.Module, HeldMixin):
     _is_contract: ClassVar[bool] = True
     _own_group: Any = None
     _number: int
+    # Whether delayed scaling keeps scales with its parameters.
+    _takes_scales: ClassVar[bool] = False
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
@@ -270,8 +283,10 @@ class FusibleOperation(nn.Module, HeldMixin):
             super().__delattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        move = scales.moved_with(self, fn)
+
         def apply(tensor: Tensor) -> Tensor:
-            return tensor.moved(fn) if isinstance(tensor, QuantizedTensor) else fn(tensor)
+            return tensor.moved(fn) if isinstance(tensor, QuantizedTensor) else move(tensor)
 
         return super()._apply(apply, recurse)
 
@@ -295,6 +310,7 @@ class FusibleOperation(nn.Module, HeldMixin):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._add_number()
+        scales.register_scales(self)
 
     def _load_from_state_dict(
         self,
@@ -318,8 +334,11 @@ class FusibleOperation(nn.Module, HeldMixin):
             # Nothing of an op changes when one of its tensors does not fit.
             error_msgs.extend(mismatches)
             return
+        if self._takes_scales:
+            scales.make_room(self, state_dict, prefix)
         with without_pre_hooks(self):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+        missing_keys[:] = scales.without_scales(missing_keys, prefix)
 
 
 class BasicOperation(ChannelMixin, FusibleOperation):
@@ -366,6 +385,16 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         by_type = {name: _TYPE_CHECKS[type_] for name, type_ in types if type_ in _TYPE_CHECKS}
         flags = dict.fromkeys(cls._flag_names, check_bool)
         cls._checks = {**by_type, **flags, **cls._inherited_checks()}
+
+    def get_quantizer(self, mode: str, i: int) -> Quantizer | None:
+        """What quantizes a tensor of this op under the recipe of the region around, or else of the
+        last region that this thread entered: i = 0 is the input in mode "forward", the output
+        gradient in mode "backward"; i = 1 is the weight. None where a recipe takes the tensor as it
+        is, or there was no recipe.
+
+        ValueError for another mode.
+        """
+        return _quantizer_of(self, mode, i)
 
     def _attributes(self) -> dict[str, Attribute]:
         """Constructor state that the planner of a native op needs."""

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .scales import scale_errors
+
 
 def drop_if_empty(state_dict: dict[str, Any], key: str) -> None:
     """Drop the empty `_extra_state` that the reference writes for each of its ops."""
@@ -20,7 +22,9 @@ def drop_if_empty(state_dict: dict[str, Any], key: str) -> None:
 
 def shape_mismatches(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
     """One message, in nn.Module's words, for each own tensor that the state dict does not fit."""
-    messages = []
+    messages = scale_errors(module, state_dict, prefix) if _takes_scales(module) else []
+    if messages:
+        return messages
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         loaded = state_dict.get(prefix + name)
         if name in module._non_persistent_buffers_set or not isinstance(loaded, Tensor):
@@ -32,6 +36,10 @@ def shape_mismatches(module: nn.Module, state_dict: Mapping[str, Any], prefix: s
             f"checkpoint, the shape in current model is {tensor.shape}."
         )
     return messages
+
+
+def _takes_scales(module: nn.Module) -> bool:
+    return bool(getattr(type(module), "_takes_scales", False))
 
 
 def _fits(loaded: Tensor, tensor: Tensor) -> bool:

@@ -50,6 +50,7 @@ class BasicLinear(BasicOperation, SplitProductMixin, kind="BasicLinear"):
     divide.
     """
 
+    _takes_scales: ClassVar[bool] = True
     _fixed_once_captured: ClassVar[tuple[str, ...]] = ("accumulate_into_main_grad",)
     _checks: ClassVar[Mapping[str, Check]] = {
         "in_features": check_size,

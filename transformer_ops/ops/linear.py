@@ -88,6 +88,7 @@ class Linear(FusibleOperation, SplitProductMixin):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
+    _takes_scales = True
     _fixed_once_captured = BasicLinear._fixed_once_captured
     _checks = BasicLinear._checks
 

@@ -90,6 +90,8 @@ class Plan:
         self.native_ops = tuple(native for _, _, native in data["ops"])
         self.extra_inputs = _values(data["extra_inputs"])
         self.parameters = _values(data["parameters"])
+        # Buffers of ops, which a call gives behind the parameters.
+        self.states = _values(data["states"])
         self.extra_outputs = _values(data["extra_outputs"])
         # Extra input -> the extra output that feeds it.
         self.routes = {Value(*reader): Value(*source) for reader, source in data["routes"]}

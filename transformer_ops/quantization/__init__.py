@@ -1,6 +1,8 @@
 """Quantized products: the region of a recipe, and what its formats do to a model's tensors."""
 
 from ..quantized_tensor import QuantizedTensor
+from . import quantizer_of as _quantizer_of  # noqa: F401
+from .delayed import reset_scales
 from .model_init import quantized_model_init
 from .region import autocast, checkpoint_contexts, current_recipe
 from .statistics import Report, Row, report
@@ -14,4 +16,5 @@ __all__ = [
     "current_recipe",
     "quantized_model_init",
     "report",
+    "reset_scales",
 ]

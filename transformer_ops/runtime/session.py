@@ -6,6 +6,7 @@ from typing import Any
 
 from ..fusion.planning import PlanningSession
 from ..op.base import BasicOperation
+from ..op.scales import make_scales
 from ..plan.plan import Plan, declarations_of
 from .host import HostPlan
 
@@ -22,6 +23,10 @@ class Session(PlanningSession):
         if self.plan is None:
             self.plan = Plan(entry.text, entry.data, entry.near_misses, self.python_ops)
         return self.plan
+
+    def make_states(self, op: int, recipe: str) -> None:
+        """What a recipe keeps with the parameters of an op, where it is not there yet."""
+        make_scales(self.basic_ops[op]._parameter_owner, recipe)
 
     def make_host(self, entry: Any) -> HostPlan:
         """For a plan with Python steps."""

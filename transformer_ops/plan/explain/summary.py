@@ -193,7 +193,13 @@ def _formats_of_op(text: str) -> str:
     names = ("input", "weight", "output gradient")
     found = text.split(", ")
     rows = [f"{n} {f}" for n, f in zip(names, found[:3], strict=True)]
-    return ", ".join(rows + [_USES[word] for word in found[3:]])
+    return ", ".join(rows + [_use(word) for word in found[3:]])
+
+
+def _use(word: str) -> str:
+    if word.startswith("delayed "):
+        return f"scales from the last {word.removeprefix('delayed ')} regions"
+    return _USES[word]
 
 
 def _relevant(plan: Plan, origins: Mapping[tuple[str, str], str]) -> tuple[NearMiss, ...]:

@@ -1,0 +1,156 @@
+"""What delayed scaling keeps with the weight of a product: scales, and what they are made of.
+
+All are buffers of the module that owns the weight, with a place each for input, weight and output
+gradient:
+
+    fp8_scale          [3]     by which a tensor is multiplied before it is rounded
+    fp8_amax           [3]     the largest magnitudes that forward has met since; -1 for none
+    fp8_grad_amax      [3]     the same of backward
+    fp8_amax_history   [n, 3]  those of earlier regions, the latest one first
+    fp8_largest        [3]     the largest number of each format
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..locks import new_lock
+
+__all__ = ["drop_scales", "has_scales", "make_scales", "owners_of_scales"]
+
+NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_amax_history", "fp8_largest")
+_LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+_lock = new_lock()
+# By the number of the module, which is the same order on each rank of a program.
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def has_scales(owner: nn.Module) -> bool:
+    return "fp8_scale" in owner._buffers
+
+
+def key_of(owner: nn.Module) -> str:
+    """The key of the recipes that the buffers are for."""
+    found: str = owner.__dict__["_scales_key"]
+    return found
+
+
+def owners_of_scales(key: str) -> list[nn.Module]:
+    """The modules whose buffers are for recipes of this key, in the order they were made in."""
+    with _lock:
+        found = sorted(_owners.items())
+    return [owner for _, owner in found if has_scales(owner) and key_of(owner) == key]
+
+
+def register_scales(owner: nn.Module) -> None:
+    """For a module that got its buffers as a copy, too."""
+    if has_scales(owner):
+        with _lock:
+            _owners[owner._number] = owner  # type: ignore[index]
+
+
+def make_scales(owner: nn.Module, key: str) -> None:
+    """Buffers for recipes of this key, all scales 1, where there are none. RuntimeError where
+    there are some for another key."""
+    if not has_scales(owner):
+        *formats, length = key.split(", ")
+        device = next(iter(owner._parameters.values())).device  # type: ignore[union-attr]
+        _add(owner, key, formats, int(length.removeprefix("delayed ")), device)
+    elif key_of(owner) != key:
+        raise RuntimeError(
+            f"[{type(owner).__name__}] scales must be for the recipe '{key}', got those for "
+            f"'{key_of(owner)}'; tops.quantization.reset_scales(model) drops them"
+        )
+
+
+def _add(owner: nn.Module, key: str, formats: list[str], length: int, device: torch.device) -> None:
+    def filled(value: float, *shape: int) -> Tensor:
+        return torch.full(shape, value, dtype=torch.float32, device=device)
+
+    # No inference tensors: later calls write to them.
+    with torch.inference_mode(False), torch.no_grad():
+        owner.register_buffer("fp8_scale", filled(1, 3))
+        owner.register_buffer("fp8_amax", filled(-1, 3))
+        owner.register_buffer("fp8_grad_amax", filled(-1, 3))
+        owner.register_buffer("fp8_amax_history", filled(0, length, 3))
+        largest = torch.tensor([_LARGEST[format] for format in formats], dtype=torch.float32)
+        owner.register_buffer("fp8_largest", largest.to(device))
+    owner.__dict__["_scales_key"] = key
+    register_scales(owner)
+
+
+def drop_scales(owner: nn.Module) -> None:
+    for name in NAMES:
+        owner._buffers.pop(name, None)
+    owner.__dict__.pop("_scales_key", None)
+
+
+# ---- moving and loading
+
+
+def moved_with(
+    owner: nn.Module, function: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """What `Module._apply` is to call in place of `function`: the buffers stay in float32."""
+    if not has_scales(owner):
+        return function
+    buffers = {id(owner._buffers[name]) for name in NAMES}
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) not in buffers:
+            return function(tensor)
+        probe = function(torch.empty_like(tensor))
+        return function(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
+
+    return move
+
+
+def scale_errors(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+    """What is wrong with the buffers of a state dict, for a module that has or may get some."""
+    found = [name for name in NAMES if isinstance(state_dict.get(prefix + name), Tensor)]
+    what = f"[{type(owner).__name__}] scales of delayed scaling"
+    if not found:
+        return []
+    if len(found) < len(NAMES):
+        missing = ", ".join(prefix + name for name in NAMES if name not in found)
+        return [f"{what} must be loaded together, got none of {missing}"]
+    key = _key_in(state_dict, prefix)
+    if key is None:
+        return [f"{what} must be {', '.join(NAMES)} of one module, got tensors that do not fit"]
+    if has_scales(owner) and key_of(owner) != key:
+        return [
+            f"{what} must be for the recipe '{key_of(owner)}', got those for '{key}'; "
+            "tops.quantization.reset_scales(model) has it take any"
+        ]
+    return []
+
+
+def _key_in(state_dict: Mapping[str, Any], prefix: str) -> str | None:
+    """Of complete buffers, None where they do not fit together."""
+    *rows, history, largest = (state_dict[prefix + name] for name in NAMES)
+    if history.dim() != 2 or any(tuple(row.shape) != (3,) for row in (*rows, history[0], largest)):
+        return None
+    names = {number: name for name, number in _LARGEST.items()}
+    formats = [names.get(number) for number in largest.tolist()]
+    if None in formats:
+        return None
+    return ", ".join([*map(str, formats), f"delayed {len(history)}"])
+
+
+def make_room(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Buffers for those of a state dict without errors, where the module has none."""
+    if prefix + "fp8_scale" in state_dict and not has_scales(owner):
+        key = _key_in(state_dict, prefix)
+        assert key is not None
+        make_scales(owner, key)
+
+
+def without_scales(missing: list[str], prefix: str) -> list[str]:
+    """A state dict may do without scales: those there are stay."""
+    own = {prefix + name for name in NAMES}
+    return [key for key in missing if key not in own]

@@ -1,0 +1,60 @@
+"""The quantizers that ops have by the recipe they follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _C
+from ..op.base import quantizers_by
+from ..op.scales import has_scales, key_of
+from ..quantizers import Float8Quantizer, Quantizer, quantizer_for
+from ..recipe import CustomRecipe, DelayedScaling, Recipe
+from .region import STATE
+
+_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def quantizer_of(op: Any, mode: str, i: int) -> Quantizer | None:
+    if mode not in ("forward", "backward"):
+        raise ValueError(f"[{op._get_name()}] mode must be 'forward' or 'backward', got {mode!r}")
+    recipe = STATE.recipe or STATE.last
+    roles = _roles(op, mode)
+    if recipe is None or i not in range(len(roles)):
+        return None
+    place = ("input", "weight", "grad_output").index(roles[i])
+    if isinstance(recipe, DelayedScaling):
+        return _delayed(recipe, op, place)
+    return quantizer_for(_formats(recipe, op)[place])
+
+
+def _roles(op: Any, mode: str) -> list[str]:
+    """What a recipe may quantize of the op."""
+    if op.is_python or op._kind is None:
+        return []
+    operands: list[str] = list(_C.declaration(op._kind)["operands"])
+    if "weight" in operands:
+        return operands if mode == "forward" else ["grad_output"]
+    name = "input" if mode == "forward" else "grad_output"
+    return [name] if operands and getattr(op, f"rounds_{name}") else []
+
+
+def _formats(recipe: Recipe, op: Any) -> tuple[str, ...]:
+    if isinstance(recipe, CustomRecipe):
+        kind = "quantize" if op._kind == "Quantize" else "linear"
+        return tuple(recipe.formats_of(kind, op).split(", "))
+    return recipe.operands
+
+
+def _delayed(recipe: DelayedScaling, op: Any, place: int) -> Quantizer | None:
+    if not op._takes_scales:
+        return None
+    dtype, owner = _DTYPES[recipe.operands[place]], op._parameter_owner
+    if not has_scales(owner) or key_of(owner) != recipe.key:
+        return Float8Quantizer(torch.ones(()), torch.zeros(()), dtype)
+    amax = owner.fp8_grad_amax if place == 2 else owner.fp8_amax
+    return Float8Quantizer(owner.fp8_scale[place], amax[place], dtype)
+
+
+quantizers_by(quantizer_of)

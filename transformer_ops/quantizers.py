@@ -1,0 +1,160 @@
+"""Quantizers: what makes a QuantizedTensor of a tensor, in one format."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from .quantized_tensor import QuantizedTensor, decoded
+
+__all__ = [
+    "Float8BlockQuantizer",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "MXFP8Quantizer",
+    "NVFP4Quantizer",
+    "Quantizer",
+    "quantizer_for",
+]
+
+_ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_DTYPES = {name: dtype for dtype, name in _ELEMENTS.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantizer:
+    """`quantizer(tensor)` is the `QuantizedTensor` of a floating tensor, in `quantizer.format`, a
+    name of `torch.ops.transformer_ops.quantize`."""
+
+    @property
+    def format(self) -> str:
+        raise NotImplementedError
+
+    def __call__(self, tensor: Tensor) -> QuantizedTensor:
+        return QuantizedTensor.quantize(tensor, self.format)
+
+    def _element(self, dtype: torch.dtype) -> str:
+        if dtype not in _ELEMENTS:
+            raise ValueError(
+                f"[{type(self).__name__}] fp8_dtype must be torch.float8_e4m3fn or "
+                f"torch.float8_e5m2, got {dtype!r}"
+            )
+        return _ELEMENTS[dtype]
+
+    def __post_init__(self) -> None:
+        # Its arguments are checked here, and not at the first call.
+        _ = self.format
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Float8Quantizer(Quantizer):
+    """One scale for a tensor, which is given: numbers times `scale` are rounded to `fp8_dtype`. The
+    largest magnitude is taken into `amax`. Both are float32 tensors of one number."""
+
+    scale: Tensor
+    amax: Tensor
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("scale", "amax"):
+            found = getattr(self, name)
+            is_number = isinstance(found, Tensor) and found.numel() == 1
+            if not is_number or found.dtype != torch.float32:
+                raise ValueError(
+                    f"[Float8Quantizer] {name} must be a float32 tensor of one number, "
+                    f"got {found!r}"
+                )
+
+    @property
+    def format(self) -> str:
+        return self._element(self.fp8_dtype)
+
+    def __call__(self, tensor: Tensor) -> QuantizedTensor:
+        plain = decoded(tensor).detach().contiguous()
+        scale = self.scale.detach().reshape(1)
+        rounded, found = torch.ops.transformer_ops.quantize_dequantize_scaled(
+            plain, scale.expand(3).contiguous(), 0, self.format, "float32"
+        )
+        with torch.no_grad():
+            self.amax.copy_(torch.maximum(self.amax, found.reshape(self.amax.shape)))
+        # Numbers of the format but for an error of float32: none is rounded a second time.
+        codes = (rounded * scale).to(self.fp8_dtype)
+        return QuantizedTensor(codes, scale.reciprocal().reshape(()), self.format, tensor.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8CurrentScalingQuantizer(Quantizer):
+    """One scale for a tensor, from its largest magnitude."""
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+
+    @property
+    def format(self) -> str:
+        return self._element(self.fp8_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8BlockQuantizer(Quantizer):
+    """A scale, a power of two, for 128 neighbouring numbers of a row (`block_scaling_dim=1`), or of
+    a column (`columnwise`); or for 128 x 128 numbers (2)."""
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    block_scaling_dim: int = 1
+    columnwise: bool = False
+
+    @property
+    def format(self) -> str:
+        if self.block_scaling_dim not in (1, 2):
+            raise ValueError(
+                "[Float8BlockQuantizer] block_scaling_dim must be 1 or 2, "
+                f"got {self.block_scaling_dim!r}"
+            )
+        line = "128x1" if self.columnwise else "1x128"
+        block = line if self.block_scaling_dim == 1 else "128x128"
+        return f"{self._element(self.fp8_dtype)} {block}"
+
+
+@dataclasses.dataclass(frozen=True)
+class MXFP8Quantizer(Quantizer):
+    """A scale, the exponent of a power of two, for 32 neighbouring numbers of a row, or of a column
+    (`columnwise`)."""
+
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    columnwise: bool = False
+
+    @property
+    def format(self) -> str:
+        return f"mx {self._element(self.fp8_dtype)}{' 32x1' * self.columnwise}"
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4Quantizer(Quantizer):
+    """4-bit codes with a scale for 16 neighbouring numbers of a row, or of a column (`columnwise`),
+    or for 16 x 16 numbers (`with_2d_quantization`); and one for the tensor."""
+
+    with_2d_quantization: bool = False
+    columnwise: bool = False
+
+    @property
+    def format(self) -> str:
+        if self.with_2d_quantization:
+            return "nvfp4 16x16"
+        return "nvfp4 16x1" if self.columnwise else "nvfp4"
+
+
+def quantizer_for(format: str) -> Quantizer | None:
+    """Of a format whose scales come from the tensor; None for "exact", and for integers."""
+    words = format.split()
+    columnwise = words[-1] in ("128x1", "32x1", "16x1")
+    if words[0] == "mx":
+        return MXFP8Quantizer(_DTYPES[words[1]], columnwise)
+    if words[0] == "nvfp4":
+        return NVFP4Quantizer(words[-1] == "16x16", columnwise)
+    if words[0] not in _DTYPES:
+        return None
+    if len(words) == 1:
+        return Float8CurrentScalingQuantizer(_DTYPES[words[0]])
+    return Float8BlockQuantizer(_DTYPES[words[0]], 2 if words[1] == "128x128" else 1, columnwise)
