@@ -374,6 +374,26 @@ def check_experts(rank: int, size: int) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), expected)
 
 
+def check_delayed(rank: int, size: int) -> None:
+    """DDP averages a weight gradient that waits when `backward_dw()` gives it."""
+    options = {"bias": False, "dtype": torch.float64}
+    torch.manual_seed(0)
+    late = tops.GroupedLinear(2, 3, 4, delay_wgrad_compute=True, **options)
+    plain = tops.GroupedLinear(2, 3, 4, **options)
+    plain.load_state_dict(late.state_dict())
+    inputs, splits = draw(6, size, 5, 3), torch.tensor([2, 3])
+    for x in inputs:
+        (plain(x, splits).square().sum() / size).backward()
+    shared = nn.parallel.DistributedDataParallel(late)
+    for _ in range(2):
+        late.zero_grad()
+        shared(inputs[rank], splits).square().sum().backward()
+        assert late.weight0.grad is None
+        late.backward_dw()
+        for a, b in zip(late.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
 # ---- no rank waits for ever
 
 
@@ -412,6 +432,7 @@ def work(rank: int, folder: str, size: int) -> None:
         ):
             check_linear(mode, sequence, bias, rank, size)
         check_experts(rank, size)
+        check_delayed(rank, size)
         for experts in (1, 2):
             check_sharded_experts(rank, size, experts)
         if size == 2:  # which takes its time
