@@ -294,6 +294,35 @@ def test_fullgraph(backend: str) -> None:
     torch.testing.assert_close(scales(module), scales(other), rtol=1e-5, atol=0)
 
 
+class Twice(tops.BasicOperation):
+    def op_forward_compute(self, input_: Tensor, **unused: Any) -> Any:
+        return 2 * input_, ()
+
+    def op_forward_save_ctx(self, *args: Any, **unused: Any) -> None:
+        pass
+
+    def op_backward(self, ctx: Any, grad_output: Tensor) -> Any:
+        return 2 * grad_output, ()
+
+
+def test_python_steps_and_main_grad_in_a_graph() -> None:
+    linear = tops.BasicLinear(72, 50, accumulate_into_main_grad=True)
+    linear.weight.main_grad = torch.zeros(50, 72)
+    module = tops.Sequential(linear, Twice())
+    run = torch.compile(module, fullgraph=True, backend="aot_eager")
+    (x, grad), state = inputs(1), State(SHORT)
+    for _ in range(2):
+        with tops.autocast(recipe=SHORT):
+            y = run(x)
+        y.backward(grad)
+        state.enter()
+        z = Reference.apply(x, linear.weight.detach(), state)
+        state.round(2 * grad, 2)
+    torch.testing.assert_close(y, 2 * z)
+    torch.testing.assert_close(linear.fp8_scale, torch.stack(state.scale))
+    assert linear.weight.main_grad.any() and linear.weight.grad is None
+
+
 def test_a_region_within_a_graph_is_refused() -> None:
     module, (x, _) = linear(), inputs(0)
 

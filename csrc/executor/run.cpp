@@ -8,11 +8,16 @@
 namespace transformer_ops {
 namespace {
 
+std::string states_text(const Plan& plan) {
+  const size_t count = plan.states.size();
+  return count == 0 ? "" : " and " + std::to_string(count) + " states";
+}
+
 void check_count(const Program& program, at::TensorList tensors) {
   TORCH_CHECK(tensors.size() == program.inputs.size(), "[run_plan] tensors must be 1 input, ",
               program.plan.extra_inputs.size(), " extra inputs and ",
-              program.plan.parameters.size(), " parameters and ", program.plan.states.size(),
-              " states, got ", tensors.size(), " in all");
+              program.plan.parameters.size(), " parameters", states_text(program.plan), ", got ",
+              tensors.size(), " in all");
 }
 
 bool under_functorch() {

@@ -86,7 +86,7 @@ void verify_value(const Value& value, const Plan& plan) {
       "[plan] a part must be one of a slot or a parameter, got ", to_text(value));
   if (value.op == plan.size()) return;
   check(value.kind != Kind::State || has_state(plan, value), place_of(plan, value.op),
-        " must have the state that is named, got ", to_text(value));
+        " must update the state that is named, got ", to_text(value));
   const auto* names = names_for(value, plan.ops[value.op]);
   check(names == nullptr || position_of(*names, value.name) >= 0, place_of(plan, value.op),
         " must have the tensor that is named, got ", to_text(value));

@@ -155,10 +155,33 @@ void record_meta(const Tensor&, const Tensor&, int64_t) {}
 
 // The larger ones of forward and backward as [ops, 3]; the buffers are then as new. Infinite in
 // place of NaN, which not every reduction over processes knows to be larger than numbers.
+Tensor take_amaxes_cpu(at::TensorList forward, at::TensorList backward) {
+  const auto count = static_cast<int64_t>(forward.size());
+  Tensor met = empty({count, kPlaces}, at::kFloat, at::kCPU);
+  auto* const found = met.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < count; ++i) {
+    auto* const one = forward[i].mutable_data_ptr<float>();
+    auto* const other = backward[i].mutable_data_ptr<float>();
+    for (int64_t place = 0; place < kPlaces; ++place) {
+      const float larger = is_larger(one[place], other[place]) ? one[place] : other[place];
+      found[i * kPlaces + place] =
+          std::isnan(larger) ? std::numeric_limits<float>::infinity() : larger;
+      one[place] = other[place] = kNothing;
+    }
+  }
+  return met;
+}
+
 Tensor take_amaxes(at::TensorList forward, at::TensorList backward) {
+  TORCH_CHECK(forward.size() == backward.size(), "[take_amaxes_] backward must be as many as ",
+              "forward, ", forward.size(), ", got ", backward.size());
   for (const auto& buffers : {forward, backward}) {
     for (const Tensor& buffer : buffers) check_amax("take_amaxes_", buffer);
   }
+  const bool is_cpu = !forward.empty() &&
+                      std::ranges::all_of(forward, [](auto& t) { return t.is_cpu(); }) &&
+                      std::ranges::all_of(backward, [](auto& t) { return t.is_cpu(); });
+  if (is_cpu) return take_amaxes_cpu(forward, backward);
   const at::AutoDispatchBelowADInplaceOrView no_version;
   const Tensor met = at::maximum(at::stack(forward), at::stack(backward));
   for (const auto& buffers : {forward, backward}) {

@@ -199,7 +199,7 @@ TEST(Verify, OptionalTensorsMayBeMissing) {
 TEST(Verify, TensorsComeInTheOrderOfTheirOps) {
   EXPECT_EQ(error_after([](Plan& plan) { std::swap(plan.parameters[0], plan.parameters[1]); },
                         toy::plan(nodes({"Product", "Product"}))),
-            "[plan] inputs, parameters and outputs must be in the order of their ops");
+            "[plan] inputs, parameters, states and outputs must be in the order of their ops");
 }
 
 TEST(Verify, PythonStepsFillTheSlotsOfTheirOps) {
