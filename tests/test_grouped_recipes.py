@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import assert_near
 from test_grouped import experts, routed
-from test_recipes import RECIPES, Product, every_recipe
+from test_recipes import RECIPES, Product, without_state
 from torch import Tensor
 
 import transformer_ops as tops
@@ -19,7 +19,7 @@ def groups_of(rows: Tensor) -> list[Tensor]:
     return list(rows[:-4].split(SIZES.tolist()))
 
 
-@every_recipe
+@without_state
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_group_is_rounded_as_one_linear(name: str, dtype: torch.dtype) -> None:
     """Sizes that no block divides: no block, and no scale, is of two groups."""

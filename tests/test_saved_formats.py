@@ -370,7 +370,7 @@ def test_bad_use_of_the_flag() -> None:
     with pytest.raises(ValueError, match=r"\[GELU\] cache_quantized_input must be a bool, got 1"):
         tops.GELU(cache_quantized_input=1)
     with pytest.raises(TypeError):
-        tops.ReLU(cache_quantized_input=True)
+        tops.ReLU(cache_quantized_input=True)  # type: ignore[call-arg]
     x = torch.randn(4, 8, requires_grad=True)
     y = tops.GELU(cache_quantized_input=True)(x)
     with pytest.raises(NotImplementedError, match="must run without cache_quantized_input"):

@@ -92,9 +92,9 @@ void refuse_host_steps(const Program& program, const char* what) {
 }
 
 void refuse_saved_codes(const Program& program, const char* what) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !program.plan.saved.is_exact() || !program.plan.saves_codes(), "[Sequential] ", what,
-      " must run without cache_quantized_input, got an op that has it set");
+  TORCH_CHECK_NOT_IMPLEMENTED(!program.plan.saved.is_exact() || !program.plan.saves_codes(),
+                              "[Sequential] ", what,
+                              " must run without cache_quantized_input, got an op that has it set");
   const SavedFormat format = program.plan.saved.format;
   TORCH_CHECK_NOT_IMPLEMENTED(format == SavedFormat::Exact, "[Sequential] ", what,
                               " must run with saved=\"exact\", got saved=\"", to_text(format),

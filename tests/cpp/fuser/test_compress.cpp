@@ -148,7 +148,8 @@ TEST(Compress, OneOpAsksForCodesOfItsInput) {
   const Plan plan = plan_of(ops, {});
   EXPECT_EQ(saved(plan),
             "s0.input.codes s0.input.scale s1.input.codes s1.input.scale s2.output s3.input ");
-  EXPECT_NE(to_text(plan).find("op 0 Square cache_quantized_input=true\n"), std::string::npos);
+  EXPECT_NE(to_text(plan).find("op 0 Square training=true cache_quantized_input=true\n"),
+            std::string::npos);
   EXPECT_NE(to_text(plan).find("quantize(x0, \"e4m3\")"), std::string::npos);
   EXPECT_EQ(parse_plan(to_text(plan)), plan);
   EXPECT_TRUE(plan.saves_codes());
