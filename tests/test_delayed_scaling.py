@@ -415,7 +415,7 @@ def test_no_rounded_tensor_is_kept() -> None:
 
 
 def test_ops_without_scales() -> None:
-    rule = "recipe must take scales from the tensors that they are for"
+    rule = "recipe must be one without delayed scales"
     grouped = tops.GroupedLinear(2, 8, 8, bias=False)
     splits = torch.tensor([2, 2])
     with tops.autocast(recipe=SHORT):

@@ -1,6 +1,7 @@
 """State of op modules: what a state dict holds, and which ones are refused."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -55,6 +56,21 @@ def test_surplus_keys_are_errors():
             linear.load_state_dict({**state, key: value})
     with pytest.raises(RuntimeError, match="Missing key"):
         linear.load_state_dict({"weight": state["weight"]})
+
+
+@pytest.mark.parametrize("state", [torch.ones(3, dtype=torch.uint8), io.BytesIO(b"pickled")])
+def test_a_pickled_state_says_the_way(state):
+    linear = ops.Linear(3, 5)
+    for module, prefix in ((linear, "basic_ops.0."), (nn.Sequential(ops.GELU()), "0.")):
+        key = prefix + "_extra_state"
+        given = {**module.state_dict(), key: state}
+        with pytest.raises(
+            RuntimeError, match=rf'"{key} \(state must be tensors, .* leave the ent'
+        ):
+            module.load_state_dict(given)
+        # Where torch is asked to let it pass, it is the plain key.
+        assert module.load_state_dict(given, strict=False).unexpected_keys == [key]
+        assert key in given
 
 
 def test_state_dict_of_another_shape_changes_nothing():

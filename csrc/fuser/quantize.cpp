@@ -43,6 +43,12 @@ bool is_decoding(const Instruction& instruction) {
   return instruction.target == kDecode || instruction.target == kDecodeSaved;
 }
 
+// Scales from call to call are states of products of one weight alone.
+void refuse_delayed(const OpDeclaration& row, const OperandFormats& formats) {
+  check(!formats.is_delayed(), "[", row.kind, "] recipe must be one without delayed scales, which ",
+        "this op does not keep, got ", to_text(Recipe{.all = formats}));
+}
+
 bool is_product(const OpDeclaration& row) { return !row.forward_schema.empty(); }
 
 class Quantize {
@@ -353,8 +359,7 @@ void quantize_forward(const Analysis& analysis, Step& step) {
     check(analysis.key().device != Device::Cuda, "[", row.kind, "] recipe must be exact on CUDA, ",
           "where the host does not know which rows are of one group, got ",
           to_text(Recipe{.all = formats}));
-    check(!formats.is_delayed(), "[", row.kind, "] recipe must take scales from the tensors that ",
-          "they are for, got ", to_text(Recipe{.all = formats}));
+    refuse_delayed(row, formats);
     check(!formats.transforms && !formats.is_stochastic, "[", row.kind,
           "] recipe must round groups to the nearest and turn none, got ",
           to_text(Recipe{.all = formats}));
@@ -364,9 +369,7 @@ void quantize_forward(const Analysis& analysis, Step& step) {
   const auto rounds = [&](const char* flag) {
     return std::get<bool>(analysis.ops()[op].attributes.at(flag));
   };
-  check(!formats.is_delayed() || !(rounds("rounds_input") || rounds("rounds_grad_output")), "[",
-        row.kind, "] recipe must take scales from the tensors that they are for, got ",
-        to_text(Recipe{.all = formats}));
+  if (rounds("rounds_input") || rounds("rounds_grad_output")) refuse_delayed(row, formats);
   quantize.round_main("rounds_input", formats.input, kRound);
 }
 

@@ -43,8 +43,8 @@ struct Recipe {
 
 // "mx e4m3, mx e4m3, mx e5m2" in the order of the fields, "exact" for an empty one, then
 // ", hadamard" and ", stochastic" where those are wanted, ", delayed 16" for scales from a history
-// of that length; behind them "; 3: exact, exact, exact"
-// for each single op. "custom 7" for one of the host language.
+// of that length; behind them "; 3: exact, exact, exact" for each single op. "custom 7" for one of
+// the host language.
 std::string to_text(const Recipe& recipe);
 // The one recipe of a text, which lives as long as the library: equal texts give equal pointers.
 // Throws PlanError for an unknown format, and for another number of them.

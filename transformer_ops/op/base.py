@@ -19,7 +19,7 @@ from .checks import check_bool, check_float
 from .context import OperationContext
 from .holders import KEPT_DICTS, HeldMixin
 from .methods import unpacked
-from .state_dict import drop_if_empty, shape_mismatches, without_pre_hooks
+from .state_dict import shape_mismatches, take_extra_state, without_pre_hooks
 
 Attribute = bool | int | float | str | list[int]
 # (name of the op, name of the attribute, value) -> the value to keep; ValueError for a bad one.
@@ -328,7 +328,7 @@ class FusibleOperation(nn.Module, HeldMixin):
             hook(state_dict, prefix, local_metadata, strict, *lists)
         # A subclass with an extra state of its own gets to see it.
         if type(self).set_extra_state is nn.Module.set_extra_state:
-            drop_if_empty(state_dict, prefix + "_extra_state")
+            take_extra_state(state_dict, prefix + "_extra_state", unexpected_keys)
         mismatches = shape_mismatches(self, state_dict, prefix)
         if mismatches:
             # Nothing of an op changes when one of its tensors does not fit.

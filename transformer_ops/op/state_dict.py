@@ -13,11 +13,28 @@ from torch.nn.parameter import is_lazy
 from .scales import scale_errors
 
 
-def drop_if_empty(state_dict: dict[str, Any], key: str) -> None:
-    """Drop the empty `_extra_state` that the reference writes for each of its ops."""
-    value = state_dict.get(key, "absent")
-    if value is None or (value.numel() == 0 if isinstance(value, Tensor) else value == b""):
-        del state_dict[key]
+class PickledState(str):
+    """The key of an `_extra_state` that is not loaded. In the error for unexpected keys, which
+    torch raises where it loads strictly, it says why."""
+
+    def __format__(self, spec: str) -> str:
+        key = super().__format__(spec)
+        return (
+            f"{key} (state must be tensors, got a pickle as TransformerEngine writes it: "
+            "leave the entry out, and scales begin anew)"
+        )
+
+
+def take_extra_state(state_dict: dict[str, Any], key: str, unexpected_keys: list[str]) -> None:
+    """Takes out the `_extra_state` that the reference writes for each of its ops; one that is not
+    empty is an unexpected key."""
+    if key not in state_dict:
+        return
+    value = state_dict.pop(key)
+    is_bytes = isinstance(value, bytes)
+    is_empty = value.numel() == 0 if isinstance(value, Tensor) else is_bytes and not value
+    if not (is_empty or value is None):
+        unexpected_keys.append(PickledState(key))
 
 
 def shape_mismatches(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> list[str]:

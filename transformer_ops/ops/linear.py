@@ -11,7 +11,7 @@ from torch import nn
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import check_bool
 from ..op.parameters import new_parameter
-from ..op.state_dict import drop_if_empty
+from ..op.state_dict import take_extra_state
 from ..op.tensor_parallel import SplitProductMixin
 from ..op.view import View
 from ..quantization.model_init import hold_quantized
@@ -23,7 +23,7 @@ __all__ = ["Linear"]
 
 # Keys of the reference's state dict, whose Linear registers its basic ops.
 _REFERENCE_KEYS = {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
-_REFERENCE_EMPTY = ("basic_ops.0._extra_state", "basic_ops.1._extra_state")
+_REFERENCE_STATES = ("basic_ops.0._extra_state", "basic_ops.1._extra_state")
 
 
 class _WeightView(View, BasicLinear):
@@ -162,8 +162,8 @@ class Linear(FusibleOperation, SplitProductMixin):
         for reference, name in _REFERENCE_KEYS.items():
             if prefix + reference in state_dict and prefix + name not in state_dict:
                 state_dict[prefix + name] = state_dict.pop(prefix + reference)
-        for reference in _REFERENCE_EMPTY:
-            drop_if_empty(state_dict, prefix + reference)
+        for reference in _REFERENCE_STATES:
+            take_extra_state(state_dict, prefix + reference, unexpected_keys)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -199,7 +199,9 @@ TEST(Pipeline, RefusesWhatDoesNotFit) {
               make_op("GELU", {{"approximate", std::string("none")}});
             }),
             "[GELU] attributes must be declared, got 'approximate'");
-  EXPECT_EQ(error_of([] { make_op("ReLU", {{"cache_quantized_input", true}}); }),
+  EXPECT_EQ(error_of([] {
+              make_op("ReLU", {{"cache_quantized_input", true}});
+            }),
             "[ReLU] attributes must be declared, got 'cache_quantized_input'");
   EXPECT_EQ(error_of([] { Pipeline pipeline({}); }),
             "[Pipeline] ops must be one at least, got none");
