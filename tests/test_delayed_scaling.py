@@ -375,11 +375,13 @@ def test_a_state_dict_that_does_not_fit() -> None:
     before = copy.deepcopy(module.state_dict())
     incomplete = {k: v for k, v in before.items() if not k.endswith("largest")}
     torn = {k: v[:2] if k.endswith("scale") else v for k, v in before.items()}
+    empty = {k: v[:0] if k.endswith("history") else v for k, v in before.items()}
     for state, message in (
         (other.state_dict(), "must be for the recipe .*delayed 4', got those for .*delayed 3'"),
         (e4m3.state_dict(), "got those for 'e4m3, e4m3, e4m3, delayed 4'"),
         (incomplete, "must be loaded together, got none of 0.fp8_largest"),
         (torn, "of one module, got tensors that do not fit"),
+        (empty, "of one module, got tensors that do not fit"),
     ):
         state = {k: v + 1 if k.endswith("weight") else v for k, v in state.items()}
         with pytest.raises(RuntimeError, match=message):

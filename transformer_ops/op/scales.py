@@ -133,7 +133,9 @@ def scale_errors(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -
 def _key_in(state_dict: Mapping[str, Any], prefix: str) -> str | None:
     """Of complete buffers, None where they do not fit together."""
     *rows, history, largest = (state_dict[prefix + name] for name in NAMES)
-    if history.dim() != 2 or any(tuple(row.shape) != (3,) for row in (*rows, history[0], largest)):
+    if history.dim() != 2 or history.size(0) == 0 or history.size(1) != 3:
+        return None
+    if any(tuple(row.shape) != (3,) for row in (*rows, largest)):
         return None
     names = {number: name for name, number in _LARGEST.items()}
     formats = [names.get(number) for number in largest.tolist()]
