@@ -128,7 +128,7 @@ class Copy:
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]
-        options.append("-DTRANSFORMER_OPS_TESTS=ON")
+        options += ["-DTRANSFORMER_OPS_TESTS=ON", "-DTRANSFORMER_OPS_NATIVE=ON"]
         self.run(cmake, "-S", ".", "-B", folder, "-G", "Ninja", *options)
         self.run(cmake, "--build", folder, "--target", "extension", *targets)
         self.run(cmake, "--install", folder, "--prefix", str(self.folder))

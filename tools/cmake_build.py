@@ -95,12 +95,7 @@ class CMakeBuild(build_ext):
 
 
 def sanitizer_options(sanitizer: str) -> dict[str, str]:
-    options = {
-        "TRANSFORMER_OPS_SANITIZE": sanitizer,
-        "TRANSFORMER_OPS_NATIVE": "ON",
-        # Without the optimizer g++ warns of what is right; the plain build reads these files.
-        "TRANSFORMER_OPS_WERROR": "OFF",
-    }
+    options = {"TRANSFORMER_OPS_SANITIZE": sanitizer, "TRANSFORMER_OPS_NATIVE": "ON"}
     if sanitizer == "thread":
         cmake_build(build_folder(), {}, targets=("transformer_ops",))
         options["TRANSFORMER_OPS_PLAIN_BUILD"] = str(build_folder())

@@ -155,11 +155,13 @@ Tag read_tag(const std::string& path) {
   TORCH_CHECK(file, "[load_library] path must be a file that can be read, got '", path, "'");
   std::string bytes(fs::file_size(path), '\0');
   file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-  for (size_t at = 0; (at = bytes.find(kTagStart, at)) != std::string::npos; ++at) {
-    if (const auto tag = parse_tag(bytes.c_str() + at)) return *tag;
+  std::optional<Tag> tag;
+  for (size_t at = 0; !tag && (at = bytes.find(kTagStart, at)) != std::string::npos; ++at) {
+    tag = parse_tag(bytes.c_str() + at);
   }
-  TORCH_CHECK(false, "[load_library] file must be a library that calls TRANSFORMER_OPS_LIBRARY ",
+  TORCH_CHECK(tag, "[load_library] file must be a library that calls TRANSFORMER_OPS_LIBRARY ",
               "(transformer_ops/extension.h), got '", path, "'");
+  return *tag;
 }
 
 void check_built_for_us(const Tag& tag) {
