@@ -24,14 +24,15 @@ class Compress {
     for (const Step& step : plan_.forward) {
       for (const Instruction& instruction : step.instructions) note_aliases(instruction);
     }
+    std::set<Value> held;  // by the caller
     if (!plan_.saved.inputs) {
-      held_ = {{Kind::Main, 0}, root({Kind::Main, plan_.size()})};
-      for (const Value& output : plan_.extra_outputs) held_.insert(root(output));
+      held = {{Kind::Main, 0}, root({Kind::Main, plan_.size()})};
+      for (const Value& output : plan_.extra_outputs) held.insert(root(output));
     }
     for (const Step& step : plan_.forward) {
       for (const Save& save : step.saves) {
         const Value source = root(save.source);
-        if (!asks(save.slot) && (format_of(save.slot).empty() || held_.contains(source))) {
+        if (!asks(save.slot) && (format_of(save.slot).empty() || held.contains(source))) {
           exact_.insert(source);
         }
       }
@@ -142,7 +143,6 @@ class Compress {
   const std::vector<DType>& dtypes_;
   std::map<Value, Value> roots_;
   std::set<Value> exact_;              // roots that are kept as they are
-  std::set<Value> held_;               // roots that the caller holds
   std::map<Value, Value> slots_;       // root -> the slot whose parts hold it
   std::map<Value, Value> first_slot_;  // slot -> that slot
   std::map<Value, DType> dtype_;       // of those slots
