@@ -4,7 +4,8 @@
 //
 //   every_float
 //
-// Built with TRANSFORMER_OPS_TESTS. Exits with 1 at the first difference.
+// Built with TRANSFORMER_OPS_TESTS, and with TRANSFORMER_OPS_NATIVE=OFF for each instruction set
+// that the machine has. Exits with 1 at the first difference.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -78,8 +79,8 @@ void compare(const kernel::Format& format) {
       quantize(format, kernel::DType::Float32, x.data(), 1.0f, to.data(), to_scales.data(), kRows,
                kWidth);
     };
-    run("default", want, want_scales);
-    for (const char* isa : {"avx2", "avx512"}) {
+    run(cpu::isa_name(), want, want_scales);
+    for (const char* isa : {"default", "avx2", "avx512"}) {
       if (!cpu::has_isa(isa)) continue;
       run(isa, codes, scales);
       if (codes != want || scales != want_scales) fail(isa, static_cast<uint32_t>(first));
@@ -90,6 +91,12 @@ void compare(const kernel::Format& format) {
 }  // namespace
 
 int main() {
+  int isas = 0;
+  for (const char* isa : {"default", "avx2", "avx512"}) isas += cpu::has_isa(isa);
+  if (isas < 2) {
+    std::puts("every_float must have two instruction sets to compare: TRANSFORMER_OPS_NATIVE=OFF");
+    return 1;
+  }
   walk<E4M3>("formula of e4m3");
   walk<E5M2>("formula of e5m2");
   walk<E2M1>("formula of e2m1");

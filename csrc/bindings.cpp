@@ -1,7 +1,7 @@
 // transformer_ops._C: the fuser for Python.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "executor/program.h"
@@ -12,6 +12,12 @@
 #include "op/typed_op.h"
 #include "op/unfused.h"
 #include "python/group.h"
+
+// As torch/csrc/jit/python/pybind_utils.h has it, which would double the time that this file takes.
+namespace torch::jit {
+TORCH_PYTHON_API c10::IValue toIValue(py::handle object, const c10::TypePtr& type,
+                                      std::optional<int32_t> length);
+}
 
 namespace transformer_ops::python {
 namespace {
@@ -113,7 +119,7 @@ std::vector<std::optional<at::Tensor>> unfused(const std::string& name,
   const auto& fields = handle.schema().arguments();
   std::vector<c10::IValue> stack;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    stack.push_back(torch::jit::toIValue(arguments[i], fields[i].type()));
+    stack.push_back(torch::jit::toIValue(arguments[i], fields[i].type(), std::nullopt));
   }
   std::vector<std::optional<at::Tensor>> results;
   Tensors found;

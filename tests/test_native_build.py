@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ macro(file command)
   if(${command} STREQUAL GLOB)
     set(${ARGV1} kernel.cpp)
   else()
-    set(${ARGV2} ${FLAGS})
+    string(REGEX MATCH "${ARGV4}" ${ARGV2} "${FLAGS}")
   endif()
 endmacro()
 set(CMAKE_SYSTEM_PROCESSOR x86_64)
@@ -31,20 +32,28 @@ message(STATUS "objects: ${TRANSFORMER_OPS_KERNEL_OBJECTS}")
 message(STATUS "left out: ${TRANSFORMER_OPS_LEFT_OUT}")
 """
 CUDA = "the CUDA backend, by TRANSFORMER_OPS_CUDA=OFF"
-AVX512 = "kernels for AVX-512, which this machine lacks (TRANSFORMER_OPS_NATIVE=OFF builds them)"
+ZEN3 = "flags : fpu fma cx16 f16c avx avx2 bmi2"
+SKYLAKE = "flags : fpu fma cx16 f16c avx avx2 bmi2 avx512f avx512dq avx512bw avx512vl"
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux says what it can run")
 @pytest.mark.parametrize("others", ["", CUDA])
 @pytest.mark.parametrize(
-    ("native", "flags", "is_built"),
-    [("OFF", "", True), ("ON", "flags : avx512vl", True), ("ON", "", False)],
+    ("native", "sanitizer", "flags", "built"),
+    [
+        ("OFF", "OFF", "flags : fpu", "avx512 avx2 default"),
+        ("ON", "OFF", "flags : fpu", "default"),
+        ("ON", "OFF", ZEN3, "avx2"),
+        ("ON", "OFF", SKYLAKE, "avx512"),
+        ("ON", "address", ZEN3, "avx2 default"),
+        ("ON", "address", SKYLAKE, "avx512 avx2 default"),
+    ],
 )
-def test_kernels_that_the_machine_cannot_run(tmp_path, native, flags, is_built, others):
+def test_kernels_for_this_machine(tmp_path, native, sanitizer, flags, built, others):
     script = tmp_path / "isa.cmake"
     script.write_text(SCRIPT, encoding="utf-8")
     options = [f"-DTRANSFORMER_OPS_NATIVE={native}", f"-DFLAGS={flags}"]
-    options.append(f"-DTRANSFORMER_OPS_LEFT_OUT={others}")
+    options += [f"-DTRANSFORMER_OPS_SANITIZE={sanitizer}", f"-DTRANSFORMER_OPS_LEFT_OUT={others}"]
     done = subprocess.run(
         [tool("cmake"), *options, "-P", str(script)],
         cwd=ROOT,
@@ -54,7 +63,8 @@ def test_kernels_that_the_machine_cannot_run(tmp_path, native, flags, is_built, 
     )
     assert done.returncode == 0, done.stderr
     lines = dict(line[3:].split(": ", 1) for line in done.stdout.splitlines())
-    assert ("transformer_ops_kernels_avx512>" in lines["objects"]) == is_built
-    assert "transformer_ops_kernels_avx2>" in lines["objects"]
-    wanted = [text for text in (others, "" if is_built else AVX512) if text]
-    assert lines["left out"] == "; ".join(wanted)
+    isas = re.findall(r"transformer_ops_kernels_(avx\w+|default)>", lines["objects"])
+    assert isas == built.split()
+    names = ", ".join(isa for isa in ("avx512", "avx2", "default") if isa not in isas)
+    kernels = f"CPU kernels for {names} (TRANSFORMER_OPS_NATIVE=OFF builds them)" if names else ""
+    assert lines["left out"] == "; ".join(text for text in (others, kernels) if text)

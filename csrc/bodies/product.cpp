@@ -46,7 +46,7 @@ bool onednn_multiplies() {
 bool prefers_onednn() {
 #if defined(__x86_64__)
   return at::native::mkldnn_matmul != nullptr && at::hasMKLDNN() && __builtin_cpu_is("amd") &&
-         cpu::has_isa("avx512") && onednn_multiplies();
+         cpu::runs_isa("avx512") && onednn_multiplies();
 #else
   return false;
 #endif
@@ -91,7 +91,7 @@ void multiply_whole(const Tensor& out, const Tensor& left, const Tensor& right, 
 // Does PyTorch multiply numbers of 16 bits by oneDNN, on this processor and now?
 bool has_short_products(at::ScalarType dtype) {
 #if defined(__x86_64__)
-  static const bool has_bfloat16 = cpu::has_isa("avx512");
+  static const bool has_bfloat16 = cpu::runs_isa("avx512");
   static const bool has_half = __builtin_cpu_supports("avx512fp16");
   return (dtype == at::kHalf ? has_half : has_bfloat16) && at::globalContext().userEnabledMkldnn();
 #else

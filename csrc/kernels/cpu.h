@@ -26,7 +26,10 @@ const kernel::Row& find(const char* slot);
 // The same for one instruction set, or the next lower one that fills it.
 const kernel::Row& find_for(std::string_view isa, const char* slot);
 
-// Whether the build and this machine have it.
+// Whether this machine has it.
+bool runs_isa(std::string_view isa);
+
+// Whether this machine has it and the library was built for it.
 bool has_isa(std::string_view isa);
 
 const char* isa_name();

@@ -1,9 +1,11 @@
 // Which kernel fills a slot on this machine.
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "kernels/cpu.h"
 
@@ -31,39 +33,39 @@ std::span<const Isa> isas() {
   return all;
 }
 
-// A build may leave out what the machine cannot run that it was made on.
-bool is_built(const Isa& isa) {
-  const auto [begin, end] = kernel::rows_of_this_library();
-  return std::any_of(begin, end,
-                     [&](const auto& row) { return row.backend == std::string_view(isa.name); });
+// Those that the library was built for, which may be fewer: isa.cmake.
+bool is_built(std::string_view isa) {
+  static constexpr std::string_view built[] = {TRANSFORMER_OPS_ISAS};
+  return std::find(std::begin(built), std::end(built), isa) != std::end(built);
 }
 
 const char* choose() {
-  if (const char* requested = std::getenv("TRANSFORMER_OPS_ISA")) {
-    for (const Isa& isa : isas()) {
-      if (isa.runs_here && is_built(isa) && std::string_view(isa.name) == requested) {
-        return isa.name;
-      }
-    }
-    throw std::runtime_error(
-        std::string("[kernels] TRANSFORMER_OPS_ISA must be default, avx2 or avx512, supported by "
-                    "this machine and by the one that built the library, got ") +
-        requested);
-  }
+  const char* requested = std::getenv("TRANSFORMER_OPS_ISA");
+  std::string usable;
   for (const Isa& isa : isas()) {
-    if (isa.runs_here && is_built(isa)) return isa.name;
+    if (!has_isa(isa.name)) continue;
+    if (requested == nullptr || std::string_view(isa.name) == requested) return isa.name;
+    usable += (usable.empty() ? "" : ", ") + std::string(isa.name);
   }
-  return "default";
+  if (usable.empty()) {
+    throw std::runtime_error(
+        "[kernels] the library must be built for an instruction set of this machine "
+        "(TRANSFORMER_OPS_NATIVE=OFF builds it for all), got one for none of them");
+  }
+  throw std::runtime_error(
+      "[kernels] TRANSFORMER_OPS_ISA must be one that this machine has and the library was built "
+      "for (" +
+      usable + "), got " + requested);
 }
 
 }  // namespace
 
-bool has_isa(std::string_view name) {
-  for (const Isa& isa : isas()) {
-    if (isa.runs_here && isa.name == name) return true;
-  }
-  return false;
+bool runs_isa(std::string_view name) {
+  return std::any_of(isas().begin(), isas().end(),
+                     [&](const Isa& isa) { return isa.runs_here && isa.name == name; });
 }
+
+bool has_isa(std::string_view name) { return is_built(name) && runs_isa(name); }
 
 const char* isa_name() {
   static const char* const chosen = choose();
