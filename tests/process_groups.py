@@ -54,8 +54,6 @@ class GroupOfZeros(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Any:
         return self.allgather_into_tensor_coalesced([output], [tensor])
 
-    _allgather_base = all_gather_single  # its name before torch 2.15
-
     @torch.no_grad()
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], options: Any = None
@@ -73,6 +71,21 @@ class GroupOfZeros(dist.ProcessGroup):
 
 
 _groups: dict[int, GroupOfZeros] = {}
+
+
+def _gather_into(tensor: Tensor, size: int, name: str, *, out: Tensor) -> Tensor:
+    group = _resolve_process_group(name)
+    if isinstance(group, GroupOfZeros):
+        group.all_gather_single(out, tensor)
+        return out
+    gather = torch.ops._c10d_functional.all_gather_into_tensor
+    return out.copy_(torch.ops._c10d_functional.wait_tensor(gather(tensor, size, name)))
+
+
+if not hasattr(dist.ProcessGroup, "all_gather_single"):
+    # There, Python cannot override what this collective calls: torch 2.11.
+    _library = torch.library.Library("_c10d_functional", "IMPL")
+    _library.impl("all_gather_into_tensor_out", _gather_into, "CPU")
 
 
 def group_of_zeros(size: int = 2) -> GroupOfZeros:

@@ -110,6 +110,8 @@ def build_and_run_tests(sanitizer: str | None, parts: list[str]) -> None:
     folder = build_folder({None: "", "address": "-san", "thread": "-tsan"}[sanitizer])
     cmake_build(folder, options, targets=tuple(f"test_{part}" for part in parts) or ("cpp_tests",))
     chosen = ["--tests-regex", f"^({'|'.join(parts)})\\."] if parts else []
+    # Tests side by side must not take the cores from each other while their threads wait.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     run([tool("ctest"), "--output-on-failure", "--parallel", jobs(), *chosen], folder=folder)
 
 
