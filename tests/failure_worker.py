@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from process_groups import OLD_GROUPS
 
 import transformer_ops as tops
 
@@ -66,7 +67,7 @@ def work(rank: int, folder: str) -> None:
         timeout=TIMEOUT,
     )
     told = {}
-    for case in (other_plan, other_rows, death):
+    for case in (death,) if OLD_GROUPS else (other_plan, other_rows, death):
         # As TORCH_DISTRIBUTED_DEBUG, which is read when torch is loaded.
         level = dist.DebugLevel.OFF if case is death else dist.DebugLevel.DETAIL
         dist.set_debug_level(level)

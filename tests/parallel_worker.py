@@ -11,6 +11,7 @@ import distributed_worker
 import gpt_worker
 import torch
 import torch.distributed as dist
+from process_groups import DETAIL
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -400,7 +401,7 @@ def check_delayed(rank: int, size: int) -> None:
 def check_modes() -> None:
     """All ranks alternate training, eval, no-grad and frozen layers; torch compares their calls."""
     # As TORCH_DISTRIBUTED_DEBUG=DETAIL, for the groups that are made from now on.
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.set_debug_level(DETAIL)
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     run = Run(gated=False, sequence=True, mesh=mesh)
     for step in range(200):

@@ -6,6 +6,7 @@ reference, and gather and scatter are each other's transpose.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -82,14 +83,23 @@ def _gather_into(tensor: Tensor, size: int, name: str, *, out: Tensor) -> Tensor
     return out.copy_(torch.ops._c10d_functional.wait_tensor(gather(tensor, size, name)))
 
 
-if not hasattr(dist.ProcessGroup, "all_gather_single"):
-    # There, Python cannot override what this collective calls: torch 2.11.
-    _library = torch.library.Library("_c10d_functional", "IMPL")
-    _library.impl("all_gather_into_tensor_out", _gather_into, "CPU")
+# Of torch 2.11, whose groups compare no scatter of rows under DETAIL: they refuse it.
+OLD_GROUPS = not hasattr(dist.ProcessGroup, "all_gather_single")
+DETAIL = dist.DebugLevel.OFF if OLD_GROUPS else dist.DebugLevel.DETAIL
+
+
+@functools.cache
+def _take_over_the_gather() -> torch.library.Library:
+    """Of old groups, where Python cannot override what this collective calls."""
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor_out", _gather_into, "CPU")
+    return library
 
 
 def group_of_zeros(size: int = 2) -> GroupOfZeros:
     """One for each size, in every process that asks."""
+    if OLD_GROUPS:
+        _take_over_the_gather()
     if size not in _groups:
         _groups[size] = GroupOfZeros(size, f"zeros{size}")
     group = _groups[size]

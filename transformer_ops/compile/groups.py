@@ -15,7 +15,7 @@ from ..op.base import BasicOperation, FusibleOperation
 from ..op.tensor_parallel import is_dtensor, local_parameter
 from ..quantization.region import STATE as RECIPE_STATE
 from ..quantized_tensor import QuantizedTensor, with_parts
-from ..runtime.layout import Segment
+from ..runtime.layout import Segment, group_of_members
 from ..runtime.main_grad import buffer_of, is_marked
 from .graph import accumulating, number_of, plain_state, read, run_in_graph, state_places
 
@@ -38,14 +38,14 @@ class Reads(NamedTuple):
 
 
 def traced_call(
-    number: int,
+    state: str,
     modules: Sequence[FusibleOperation],
     input: Tensor,
     extra_inputs: tuple[Tensor | None, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     """What Dynamo sees of a group of these modules: plain tensors, and one op or Python steps."""
-    reads = _reads_constant(number)
+    reads = _reads_constant(state)
     if reads is None:
         ops = _basic_ops(modules)
         parameters = [tensor for op in ops for tensor in op._parameter_tensors()]
@@ -86,36 +86,37 @@ def traced_call(
     )
     facts = (is_grad_enabled(), autocast, device, dtypes, training, RECIPE_STATE.key)
     keeps_scales = _keeps_scales(facts[5])
+    members: tuple[int, ...] = ()
     if keeps_scales:
         # Planning makes the buffers of these very modules.
-        number = _number_of_group(number, tuple([module._number for module in modules]))
-    text = _native_plan(number, registry.VERSION, facts)
-    states = _states_of(number, registry.VERSION, facts) if keeps_scales else ()
+        members = tuple([module._number for module in modules])
+    text = _native_plan(state, members, registry.VERSION, facts)
+    states = _states_of(state, members, registry.VERSION, facts) if keeps_scales else ()
     extra = [tensor for tensor in extra_inputs if tensor is not None]
     given = [tensor for tensor in parameters if tensor is not None]
     if any(formats):
         given = with_parts(parameters)
     if states:
         if any(place < 0 for place, _ in states):
-            return _run_outside(number, input, extra_inputs, kwargs)
+            return _run_outside(state, members, input, extra_inputs, kwargs)
         given = [*given, *(getattr(modules[place], name) for place, name in states)]
     if text and not (kwargs and any(kwargs)):
         outputs = tuple(_run_plan(text, input, extra, given))
     else:
         # No graph for other modules in the same state: Dynamo guards on the numbers.
-        number = _number_of_group(number, tuple([module._number for module in modules]))
-        plan = _python_plan(number, registry.VERSION, facts)
+        members = tuple([module._number for module in modules])
+        plan = _python_plan(state, members, registry.VERSION, facts)
         if plan < 0:
-            return _run_outside(number, input, extra_inputs, kwargs)
+            return _run_outside(state, members, input, extra_inputs, kwargs)
         basic_ops = _basic_ops(modules)
         if any(format is not None for format in formats):
             # What stands in for a parameter in a Python step is one tensor.
-            return _run_outside(number, input, extra_inputs, kwargs)
+            return _run_outside(state, members, input, extra_inputs, kwargs)
         for state_place, value in plain_state(plan):
             # Never true while tracing: what Dynamo guards on.
             if read(basic_ops, state_place) != value:
-                return _run_outside(number, input, extra_inputs, kwargs)
-        state = [read(basic_ops, state_place) for state_place in state_places(plan)]
+                return _run_outside(state, members, input, extra_inputs, kwargs)
+        current = [read(basic_ops, state_place) for state_place in state_places(plan)]
         own = kwargs if kwargs is not None else [{} for _ in basic_ops]
         buffers = []
         for op, position in accumulating(plan):
@@ -124,9 +125,9 @@ def traced_call(
                 continue
             if is_marked(weight):
                 # Only a backward that runs in Python can set the mark.
-                return _run_outside(number, input, extra_inputs, kwargs)
+                return _run_outside(state, members, input, extra_inputs, kwargs)
             buffers.append((op, *buffer_of(weight)))
-        outputs = run_in_graph(plan, [input, *extra, *given], state, own, buffers)
+        outputs = run_in_graph(plan, [input, *extra, *given], current, own, buffers)
     return outputs[0] if len(outputs) == 1 else outputs
 
 
@@ -142,8 +143,10 @@ def traced_segment(
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     """What Dynamo sees of a group of a Sequential."""
-    assert segment.group_number is not None
-    return traced_call(segment.group_number, modules, input, extra_inputs, kwargs)
+    # Dynamo may trace a frame by itself whose caller it left to Python: with the groups themselves.
+    state = segment.group_state if segment.group is None else segment.group._traced_state
+    assert state is not None
+    return traced_call(state, modules, input, extra_inputs, kwargs)
 
 
 def traced_group(
@@ -154,11 +157,11 @@ def traced_group(
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     """What Dynamo sees of a group that is called on its own."""
-    number, optional, is_split = _group_in(state)
+    optional, is_split = _group_in(state)
     if is_split:
-        return _call_outside(number, input, extra_inputs, kwargs)
+        return _call_outside(state, input, extra_inputs, kwargs)
     check_call(optional, input, extra_inputs)
-    return traced_call(number, modules, input, extra_inputs, kwargs)
+    return traced_call(state, modules, input, extra_inputs, kwargs)
 
 
 def traced_alone(
@@ -169,48 +172,52 @@ def traced_alone(
     return traced_group(op._traced_state, (op,), input, extra_inputs, given)
 
 
-@torch._dynamo.assume_constant_result
-def _group_in(state: str) -> tuple[int, tuple[bool, ...], bool]:
-    group = next(found for found in peers.find(state) if found._shared_state() == state)
-    return group._number, group._optional, group._is_split()
+# A group is found by its state, as its peers may take its place; where none may, by the numbers of
+# its members, too.
+
+
+def _find_group(state: str, members: tuple[int, ...] = ()) -> Any:
+    if not members:
+        return peers.find(state)[0]
+    return group_of_members(state, [numbered.find(number) for number in members])
 
 
 @torch._dynamo.assume_constant_result
-def _number_of_group(number: int, members: tuple[int, ...]) -> int:
-    return int(numbered.find(number)._of_members(members)._number)
+def _group_in(state: str) -> tuple[tuple[bool, ...], bool]:
+    group = _find_group(state)
+    return group._optional, group._is_split()
 
 
 @torch._dynamo.assume_constant_result
-def _reads_constant(number: int) -> Reads | None:
-    group = numbered.find(number)
-    return group._reads()
+def _reads_constant(state: str) -> Reads | None:
+    reads: Reads | None = _find_group(state)._reads()
+    return reads
 
 
 @torch.compiler.disable
 def _call_outside(
-    number: int,
+    state: str,
     input: Tensor,
     extra_inputs: tuple[Tensor, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
-    group = numbered.find(number)
-    return group(input, *extra_inputs, basic_op_kwargs=kwargs)
+    return _find_group(state)(input, *extra_inputs, basic_op_kwargs=kwargs)
 
 
 @torch.compiler.disable
 def _run_outside(
-    number: int,
+    state: str,
+    members: tuple[int, ...],
     input: Tensor,
     extra_inputs: tuple[Tensor, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
-    group = numbered.find(number)
-    return group._run(input, extra_inputs, kwargs)
+    return _find_group(state, members)._run(input, extra_inputs, kwargs)
 
 
 @torch._dynamo.assume_constant_result
-def _native_plan(number: int, version: int, facts: Facts) -> str:
-    group = numbered.find(number)
+def _native_plan(state: str, members: tuple[int, ...], version: int, facts: Facts) -> str:
+    group = _find_group(state, members)
     if len(facts[3]) != 1 + group.num_extra_inputs + sum(group._num_parameters):
         group._capture()
     entry = group._entry(facts)
@@ -222,14 +229,15 @@ def _keeps_scales(recipe: str | None) -> bool:
 
 
 @torch._dynamo.assume_constant_result
-def _states_of(number: int, version: int, facts: Facts) -> tuple[tuple[int, str], ...]:
-    return tuple(numbered.find(number)._state_places(facts))
+def _states_of(
+    state: str, members: tuple[int, ...], version: int, facts: Facts
+) -> tuple[tuple[int, str], ...]:
+    return tuple(_find_group(state, members)._state_places(facts))
 
 
 @torch._dynamo.assume_constant_result
-def _python_plan(number: int, version: int, facts: Facts) -> int:
-    group = numbered.find(number)
-    return number_of(group._entry(facts).host)
+def _python_plan(state: str, members: tuple[int, ...], version: int, facts: Facts) -> int:
+    return number_of(_find_group(state, members)._entry(facts).host)
 
 
 @torch._dynamo.assume_constant_result

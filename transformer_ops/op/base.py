@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import disable, is_compiling, is_dynamo_compiling
 
 from .. import _C
 from ..numbered import numbered
@@ -266,9 +266,16 @@ class FusibleOperation(nn.Module, HeldMixin):
             )
         if self._is_seen_at_the_call(name, value):
             super().__setattr__(name, value)
-            return
-        with self._noting_changes():
-            super().__setattr__(name, value)
+        elif is_dynamo_compiling():
+            self._set_untraced(name, value)
+        else:
+            with self._noting_changes():
+                super().__setattr__(name, value)
+
+    @disable(reason="attributes of an op must be set outside of compiled code")
+    def _set_untraced(self, name: str, value: Any) -> None:
+        # A trace asks the op itself, which has its new value once the traced call ends.
+        setattr(self, name, value)
 
     def _is_seen_at_the_call(self, name: str, value: Any) -> bool:
         """Whether the next call sees what is set without being told."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,22 @@ from .hooks import HOOKS
 KEPT_DICTS = (*HOOKS, "_parameters")
 # A WeakSet must not change while it is copied.
 _holders_lock = new_lock()
+
+
+class Holder:
+    """What holds ops, and is told when they change."""
+
+    def _op_changed(self) -> None:
+        """A group of the op has to be made anew."""
+        raise NotImplementedError
+
+    def _plans_changed(self) -> None:
+        """The plans of the op's groups have to."""
+        raise NotImplementedError
+
+    def _is_group_of(self, ops: Sequence[Any]) -> bool:
+        """Whether it is a group of these very ops."""
+        return False
 
 
 class HeldMixin:
@@ -36,13 +52,12 @@ class HeldMixin:
         # A copy that is being made still carries what belongs to the original.
         return bool(own.get("_holders")) and numbered.find(own["_number"]) is self
 
-    def _add_holder(self, holder: Any) -> None:
-        """`holder._op_changed()` is called when a group of this op has to be made anew,
-        `holder._plans_changed()` when its plans have."""
+    def _add_holder(self, holder: Holder) -> None:
+        """From now on the holder is told when this op changes."""
         with _holders_lock:
             self.__dict__.setdefault("_holders", weakref.WeakSet()).add(holder)
 
-    def _current_holders(self) -> list[Any]:
+    def _current_holders(self) -> list[Holder]:
         with _holders_lock:
             return list(self.__dict__.get("_holders", ()))
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.channels import External, Routed, resolve_channels
 from ..op.hooks import has_hooks, hook_dicts
@@ -26,7 +25,7 @@ class Segment(NamedTuple):
     group: Any  # an OperationFuser; None in a trace, and where the module is called
     inputs: tuple[External | Routed, ...]  # where its extra inputs come from
     outputs: tuple[Routed, ...]  # its extra outputs that somebody outside it reads
-    group_number: int | None = None  # by which a trace finds the group
+    group_state: str | None = None  # by which a trace finds the group, or one that is its peer
 
 
 class Layout(NamedTuple):
@@ -143,8 +142,7 @@ def _make_segment(
     group = None
     if not alone[places[0]]:
         group = make_group([modules[i] for i in places], _channels=(sources, flags))
-    number = None if group is None else group._number
-    return Segment(tuple(places), tuple(positions), group, tuple(outside), tuple(outputs), number)
+    return Segment(tuple(places), tuple(positions), group, tuple(outside), tuple(outputs))
 
 
 def _has_to_be_called(module: nn.Module) -> bool:
@@ -169,7 +167,7 @@ def layout_content(layout: Layout) -> object | None:
         if segment.group is not None and content is None:
             return None
     segments = [
-        (segment._replace(group=None, group_number=None), content)
+        (segment._replace(group=None), content)
         for segment, content in zip(layout.segments, contents, strict=True)
     ]
     return (layout.names, layout.hooked, segments, layout.outputs, layout.num_extra_inputs)
@@ -204,7 +202,7 @@ def run_segments(
             else hidden[(source.position, source.output)]
             for source in segment.inputs
         ]
-        if segment.group_number is None:
+        if segment.group is None and segment.group_state is None:
             module = modules[segment.modules[0]]
             own = kwargs.get(segment.ops[0], {}) if segment.ops else {}
             output = module(input, *extra, **own)
@@ -237,11 +235,18 @@ def call_group(
     """The eager call of a group, which holds its modules."""
     group = segment.group
     if group is None:
-        assert segment.group_number is not None
+        assert segment.group_state is not None
         # A layout for traces, maybe of equal modules, in a frame that Dynamo left to Python.
-        numbers = tuple(module._number for module in modules)
-        group = numbered.find(segment.group_number)._of_members(numbers)
+        group = group_of_members(segment.group_state, modules)
     return group(input, *extra_inputs, basic_op_kwargs=kwargs)
+
+
+def group_of_members(state: str, modules: Sequence[Any]) -> Any:
+    """The group of these modules that is in the state."""
+    for holder in modules[0]._current_holders():
+        if holder._is_group_of(modules) and holder._shared_state() == state:
+            return holder
+    raise RuntimeError("[OperationFuser] modules must be edited outside of compiled code")
 
 
 def _check_outputs(module: nn.Module, output: Any, count: int) -> None:
