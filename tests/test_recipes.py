@@ -471,6 +471,22 @@ def test_a_custom_recipe() -> None:
             module(x)
 
 
+def test_a_custom_recipe_sees_the_modules_of_each_of_two_equal_blocks() -> None:
+    blocks = [block() for _ in range(4)]
+    for other in blocks[1:]:
+        other.load_state_dict(blocks[0].state_dict())
+    rounds = {blocks[1][1], blocks[3][3]}
+    recipe = recipes.CustomRecipe(lambda role: "mx e4m3" if role.module in rounds else None)
+    x = torch.randn(40, 64)
+    with tops.autocast(recipe=recipe):
+        want = [module(x) for module in blocks]
+        compiled = [torch.compile(module, fullgraph=True, backend="eager") for module in blocks]
+        for call, y in zip(compiled, want, strict=True):
+            torch.testing.assert_close(call(x), y)
+    torch.testing.assert_close(want[0], want[2])
+    assert not torch.equal(want[0], want[1]) and not torch.equal(want[1], want[3])
+
+
 # ---- fusions of users
 
 

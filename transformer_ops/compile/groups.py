@@ -87,8 +87,8 @@ def traced_call(
     facts = (is_grad_enabled(), autocast, device, dtypes, training, RECIPE_STATE.key)
     keeps_scales = _keeps_scales(facts[5])
     members: tuple[int, ...] = ()
-    if keeps_scales:
-        # Planning makes the buffers of these very modules.
+    if keeps_scales or _asks_modules(facts[5]):
+        # Planning makes the buffers of these very modules, or shows them to the user's recipe.
         members = tuple([module._number for module in modules])
     text = _native_plan(state, members, registry.VERSION, facts)
     states = _states_of(state, members, registry.VERSION, facts) if keeps_scales else ()
@@ -226,6 +226,10 @@ def _native_plan(state: str, members: tuple[int, ...], version: int, facts: Fact
 
 def _keeps_scales(recipe: str | None) -> bool:
     return recipe is not None and "delayed" in recipe
+
+
+def _asks_modules(recipe: str | None) -> bool:
+    return recipe is not None and recipe.startswith("custom ")
 
 
 @torch._dynamo.assume_constant_result
