@@ -8,6 +8,7 @@
 #include "fuser/declaration.h"
 #include "fuser/registry.h"
 #include "kernels/cpu.h"
+#include "op/buffer.h"
 #include "op/torch_library.h"
 #include "op/typed_op.h"
 #include "op/unfused.h"
@@ -163,6 +164,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("typed_op_pairs", &list_typed_op_pairs);
   module.def("typed_ops_without_cuda", &typed_ops_without_cuda);
   module.def("unfused", torch::wrap_pybind_function(&unfused));
+  module.def("write_next_result_into", [](const std::optional<at::Tensor>& buffer) {
+    write_next_result_into(buffer.value_or(at::Tensor()));
+  });
   module.def("isa_name", &cpu::isa_name);
   module.def("untraced", [](const py::function& method) {
     return py::cpp_function([method](const py::object& self) { return method(self); });

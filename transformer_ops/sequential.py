@@ -72,6 +72,8 @@ class Sequential(nn.Module, Holder):
         super().__init__()
         self._policies = Policies(recompute, saved, saved_inputs).checked("Sequential")
         self._layout: Layout | None = None
+        # (made for it, modules that are called as they write into buffers, such a layout)
+        self._split_layout: tuple[Layout, tuple[int, ...], Layout] | None = None
         self._peers: peers.Peers | None = None
         self._edits = 0
         self._number = numbered.add(self)
@@ -219,6 +221,7 @@ class Sequential(nn.Module, Holder):
     def _replicate_for_data_parallel(self) -> Any:
         replica = super()._replicate_for_data_parallel()
         replica._layout = None
+        replica._split_layout = None
         replica._peers = None
         replica._number = numbered.add(replica)
         return replica
@@ -226,7 +229,7 @@ class Sequential(nn.Module, Holder):
     def __getstate__(self) -> dict[str, Any]:
         # Without what Module.compile() keeps, which runs the original.
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_layout": None, "_peers": None}
+        return {**state, "_layout": None, "_split_layout": None, "_peers": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -298,8 +301,41 @@ class Sequential(nn.Module, Holder):
                 f"got {len(extra_inputs)}"
             )
         kwargs = self._kwargs_by_op(modules, op_kwargs)
+        if kwargs and any(getattr(module, "_takes_buffers", False) for module in modules):
+            called = self._modules_with_buffers(modules, kwargs)
+            if called:
+                return self._run_into_buffers(called, input, extra_inputs, kwargs)
         call = traced_segment if is_compiling() else call_group
         return run_segments(layout, modules, input, extra_inputs, kwargs, call)
+
+    @staticmethod
+    def _modules_with_buffers(
+        modules: list[nn.Module], kwargs: dict[int, dict[str, Any]]
+    ) -> tuple[int, ...]:
+        """The indices of those that write into buffers of the caller's."""
+        called, position = [], 0
+        for i, module in enumerate(modules):
+            if not isinstance(module, FusibleOperation):
+                continue
+            if module._takes_buffers and kwargs.get(position):
+                called.append(i)
+            position += len(module.basic_ops)
+        return tuple(called)
+
+    @disable(reason="buffers of the caller's must be given outside of compiled code")
+    def _run_into_buffers(
+        self,
+        called: tuple[int, ...],
+        input: Tensor,
+        extra_inputs: tuple[Tensor, ...],
+        kwargs: dict[int, dict[str, Any]],
+    ) -> Any:
+        base = self._with_current_hooks(self._current_layout())
+        split = self._split_layout
+        if split is None or split[0] is not base or split[1] != called:
+            layout = make_layout(self._get(), self._policies, OperationFuser, called)
+            self._split_layout = split = (base, called, layout)
+        return run_segments(split[2], self._get(), input, extra_inputs, kwargs, call_group)
 
     def _kwargs_by_op(
         self, modules: list[nn.Module], op_kwargs: OpKwargs | None

@@ -30,6 +30,8 @@ size_t first_limit() {
   return limit;
 }
 
+thread_local at::Tensor result_buffer;
+
 memory::Pool* make_pool() {
   // Never deleted: tensors may die after every static object.
   static memory::Pool* made = nullptr;
@@ -93,6 +95,16 @@ bool is_last_reference(const at::Tensor& tensor) {
   const auto deleter = tensor.storage().data_ptr().get_deleter();
   if (tensor.is_cpu()) return deleter == &give_back;
   return deleter == c10::GetAllocator(tensor.device().type())->raw_deleter();
+}
+
+void write_next_result_into(at::Tensor buffer) { result_buffer = std::move(buffer); }
+
+at::Tensor take_result_buffer(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
+  if (!result_buffer.defined()) return {};
+  const at::Tensor found = std::move(result_buffer);
+  const bool fits = found.sizes() == sizes && found.scalar_type() == dtype &&
+                    found.device() == device && found.is_contiguous();
+  return fits ? found : at::Tensor();
 }
 
 at::Tensor contiguous(const at::Tensor& tensor) {

@@ -20,6 +20,12 @@ bool is_last_reference(const at::Tensor& tensor);
 // The tensor itself where it is contiguous, else a copy.
 at::Tensor contiguous(const at::Tensor& tensor);
 
+// The next first result that a body fills on this thread goes into this tensor, where that has the
+// result's sizes, dtype and device and no gaps; an undefined one takes that back.
+void write_next_result_into(at::Tensor buffer);
+// That tensor, once; undefined where there is none, or it does not fit.
+at::Tensor take_result_buffer(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
+
 // Of the process; it outlives every tensor. Its first limit is TRANSFORMER_OPS_POOL_LIMIT.
 memory::Pool& pool();
 

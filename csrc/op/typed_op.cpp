@@ -263,6 +263,12 @@ class DeviceKernel final : public Kernel {
         continue;
       }
       const auto sizes = C10_AS_INTARRAYREF_SLOW(spec.sizes);
+      if (results.empty()) {
+        if (Tensor buffer = take_result_buffer(sizes, spec.dtype, device); buffer.defined()) {
+          results.push_back(std::move(buffer));
+          continue;
+        }
+      }
       const Tensor* const again =
           results.empty() ? find_memory(values, sizes, spec.dtype) : nullptr;
       results.push_back(again != nullptr ? *again : empty(sizes, spec.dtype, device));

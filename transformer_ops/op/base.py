@@ -71,6 +71,8 @@ class FusibleOperation(nn.Module, HeldMixin):
     _is_contract: ClassVar[bool] = True
     _own_group: Any = None
     _number: int
+    # Whether keyword arguments of a call may name tensors to write into.
+    _takes_buffers: ClassVar[bool] = False
     # Whether delayed scaling keeps scales with its parameters.
     _takes_scales: ClassVar[bool] = False
 
@@ -186,6 +188,8 @@ class FusibleOperation(nn.Module, HeldMixin):
 
         Returns a tensor, or a flat tuple (output, extra outputs...).
         """
+        if kwargs and self._takes_buffers:
+            return self._call_into(input, extra_inputs, kwargs)
         if is_compiling():
             return _traced_alone(self, input, extra_inputs, kwargs)
         group = self._own_group
@@ -252,6 +256,18 @@ class FusibleOperation(nn.Module, HeldMixin):
     ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
         """Gradients of (input, parameters of each basic op, extra inputs of each basic op)."""
         raise NotImplementedError(f"[{type(self).__name__}] fuser_backward must be defined")
+
+    @disable(reason="buffers of the caller's must be given outside of compiled code")
+    def _call_into(
+        self, input: Tensor, extra_inputs: tuple[Tensor, ...], buffers: dict[str, Any]
+    ) -> Tensor:
+        return self._run_into(input, extra_inputs, buffers)
+
+    def _run_into(
+        self, input: Tensor, extra_inputs: tuple[Tensor, ...], buffers: dict[str, Any]
+    ) -> Tensor:
+        """A call that writes into buffers of the caller's, by name."""
+        raise NotImplementedError(f"[{type(self).__name__}] _run_into must be defined")
 
     def __setattr__(self, name: str, value: Any) -> None:
         check = self._all_checks.get(name)

@@ -16,6 +16,7 @@ from ..op.checks import check_bool, check_size
 from ..op.parameters import new_parameter
 from ..quantization.model_init import hold_quantized
 from .basic_linear import check_rng_tracker
+from .grouped_buffers import run_into
 
 __all__ = ["GroupedLinear"]
 
@@ -39,6 +40,12 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     gets its own in backward. In compiled code the call is then a graph break. RuntimeError for a
     weight that is no parameter.
 
+    A call may name a contiguous tensor `output` that takes the output, and `grad_input`, which
+    takes the gradient of `x` in backward: keyword arguments of the op alone, or its `op_kwargs` in
+    a `Sequential`, where it is then a step of its own, outside of compiled code. What is returned
+    is the same memory. ValueError for a buffer of another shape, dtype or device; RuntimeError with
+    `accumulate_into_main_grad`, `delay_wgrad_compute` or a recipe; no second derivatives.
+
     `accumulate_into_main_grad` and `rng_state_tracker_function` as in `BasicLinear`: each parameter
     has a `main_grad` of its own, and in compiled code there has to be the one of
     `single_grouped_weight`. ValueError for sizes below 1, flags that are no bools, and `scale_bias`
@@ -58,6 +65,7 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
         "delay_wgrad_compute": check_bool,
     }
 
+    _takes_buffers: ClassVar[bool] = True
     # Whether the parameters are DTensors of which each rank has its experts.
     _are_experts_shared: bool = False
 
@@ -146,6 +154,11 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
                 "single_grouped_weight=True in compiled code, got a parameter for each group"
             )
         return found
+
+    def _run_into(
+        self, input: Tensor, extra_inputs: tuple[Tensor, ...], buffers: dict[str, Any]
+    ) -> Tensor:
+        return run_into(self, input, extra_inputs, buffers)
 
     def need_backward_dw(self) -> bool:
         """Whether backward leaves the gradient of the weight to `backward_dw()`."""

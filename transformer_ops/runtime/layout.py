@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -50,13 +50,17 @@ CallGroup = Callable[
 
 
 def make_layout(
-    modules: Sequence[nn.Module], policies: Policies, make_group: Callable[..., Any]
+    modules: Sequence[nn.Module],
+    policies: Policies,
+    make_group: Callable[..., Any],
+    called: Container[int] = (),
 ) -> Layout:
-    """The layout of the modules as they are now. `make_group`: the class `OperationFuser`.
+    """The layout of the modules as they are now. `make_group`: the class `OperationFuser`;
+    `called`: indices of modules that have to be called by themselves.
 
     Raises ValueError where the channels of the ops do not fit together.
     """
-    alone = [_has_to_be_called(module) for module in modules]
+    alone = [i in called or _has_to_be_called(module) for i, module in enumerate(modules)]
     basic_ops: list[BasicOperation] = []
     runs: list[tuple[list[int], list[int]]] = []  # (modules, basic ops)
     open_run = False

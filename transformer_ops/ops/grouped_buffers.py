@@ -1,0 +1,178 @@
+"""A GroupedLinear that writes into tensors of the caller's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .. import _C
+from ..quantization.region import STATE
+
+__all__: list[str] = []
+
+_PLAIN = (Tensor, nn.Parameter)
+_ops = torch.ops.transformer_ops
+
+
+class Buffers(NamedTuple):
+    """Tensors that take the output, and in backward the gradient of the input."""
+
+    output: Tensor | None = None
+    grad_input: Tensor | None = None
+
+
+def run_into(
+    op: Any, input: Tensor, extra_inputs: tuple[Tensor, ...], given: dict[str, Any]
+) -> Tensor:
+    """One call of a GroupedLinear with the buffers `given`.
+
+    Raises TypeError for another keyword argument and for what is no plain tensor, ValueError for a
+    buffer that does not fit, RuntimeError for what only a plan can do.
+    """
+    buffers = Buffers(**_checked_names(op, given))
+    if len(extra_inputs) != op.num_extra_inputs:
+        raise ValueError(
+            f"[{type(op).__name__}] extra inputs must be {op.num_extra_inputs}, "
+            f"got {len(extra_inputs)}"
+        )
+    splits, scales = (*extra_inputs, None)[:2]
+    weight, bias = op.weight, op.bias
+    tensors = {"input": input, "splits": splits, "weight": weight, "bias": bias, "scales": scales}
+    _check_setting(op, tensors)
+    dtype = _compute_dtype(input, weight)
+    input, weight = input.to(dtype), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    shape = (*input.shape[:-1], op.out_features)
+    _check_buffer(op, "output", buffers.output, shape, dtype, tensors)
+    _check_buffer(op, "grad_input", buffers.grad_input, input.shape, dtype, tensors)
+    output: Tensor = _Into.apply(input, splits, weight, bias, scales, buffers)
+    return output
+
+
+class _Into(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        splits: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scales: Tensor | None,
+        buffers: Buffers,
+    ) -> Tensor:
+        with _written_into(buffers.output) as written:
+            result = written(_ops.grouped_linear(input, splits, weight, bias, scales))
+        ctx.grad_input = buffers.grad_input
+        wants_input, _, wants_weight, wants_bias, wants_scales, _ = ctx.needs_input_grad
+        ctx.mask = [wants_input, wants_weight, wants_bias, wants_scales]
+        ctx.save_for_backward(
+            input if wants_weight else None,
+            splits,
+            weight if wants_input else None,
+            bias if wants_scales else None,
+            scales if wants_bias or wants_scales else None,
+        )
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        with _written_into(ctx.grad_input if ctx.mask[0] else None) as written:
+            grads = _ops.grouped_linear_backward(grad_output, *ctx.saved_tensors, ctx.mask)
+            found = [grad if flag else None for grad, flag in zip(grads, ctx.mask, strict=True)]
+            if ctx.mask[0]:
+                found[0] = written(found[0])
+        grad_input, grad_weight, grad_bias, grad_scales = found
+        return grad_input, None, grad_weight, grad_bias, grad_scales, None
+
+
+@contextmanager
+def _written_into(buffer: Tensor | None) -> Iterator[Any]:
+    """Has the next typed op write its first result into the buffer, and gives what to call on that
+    result: a tensor with the buffer's memory, whether the op could do that or not."""
+
+    def written(result: Tensor) -> Tensor:
+        if buffer is None:
+            return result
+        if result.data_ptr() != buffer.data_ptr():
+            buffer.detach().copy_(result)
+        torch.autograd.graph.increment_version(buffer)
+        return buffer.detach()
+
+    _C.write_next_result_into(buffer)
+    try:
+        yield written
+    finally:
+        _C.write_next_result_into(None)
+
+
+def _checked_names(op: Any, given: dict[str, Any]) -> dict[str, Any]:
+    unknown = sorted(given.keys() - set(Buffers._fields))
+    if unknown:
+        raise TypeError(
+            f"[{type(op).__name__}] keyword arguments must be among output and grad_input, "
+            f"got {unknown[0]!r}"
+        )
+    return given
+
+
+def _check_setting(op: Any, tensors: dict[str, Tensor | None]) -> None:
+    kind = type(op).__name__
+    for flag in ("accumulate_into_main_grad", "delay_wgrad_compute"):
+        if getattr(op, flag):
+            raise RuntimeError(
+                f"[{kind}] {flag} must be False where output or grad_input is given, got True"
+            )
+    if STATE.key is not None:
+        raise RuntimeError(
+            f"[{kind}] output and grad_input must be given outside of a recipe, got {STATE.key}"
+        )
+    for name, tensor in tensors.items():
+        if tensor is not None and type(tensor) not in _PLAIN:
+            raise TypeError(
+                f"[{kind}] {name} must be a plain tensor where output or grad_input is given, "
+                f"got a {type(tensor).__name__}"
+            )
+
+
+def _check_buffer(
+    op: Any,
+    name: str,
+    buffer: Any,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    tensors: dict[str, Tensor | None],
+) -> None:
+    if buffer is None:
+        return
+    kind = type(op).__name__
+    if type(buffer) not in _PLAIN:
+        raise TypeError(f"[{kind}] {name} must be a plain tensor, got a {type(buffer).__name__}")
+    device = tensors["input"].device  # type: ignore[union-attr]
+    found = (tuple(buffer.shape), buffer.dtype, buffer.device)
+    if found != (tuple(shape), dtype, device):
+        raise ValueError(
+            f"[{kind}] {name} must have shape {tuple(shape)}, {dtype}, on {device}, "
+            f"got {found[0]}, {found[1]}, on {found[2]}"
+        )
+    if not buffer.is_contiguous():
+        raise ValueError(f"[{kind}] {name} must be contiguous, got strides {buffer.stride()}")
+    if buffer.requires_grad:
+        raise ValueError(f"[{kind}] {name} must require no gradient, got one that does")
+    memory = buffer.untyped_storage().data_ptr()
+    for other, tensor in tensors.items():
+        if tensor is not None and tensor.untyped_storage().data_ptr() == memory:
+            raise ValueError(f"[{kind}] {name} must share no memory with {other}, got some")
+
+
+def _compute_dtype(input: Tensor, weight: Tensor) -> torch.dtype:
+    device = input.device.type
+    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocasts and weight.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
