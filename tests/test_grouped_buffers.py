@@ -124,9 +124,7 @@ def test_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         want = op(x, SPLITS)
         got = op(x, SPLITS, output=buffers(torch.bfloat16)["output"])
-        with pytest.raises(
-            ValueError, match=r"output must have shape .*bfloat16"
-        ):
+        with pytest.raises(ValueError, match=r"output must have shape .*bfloat16"):
             op(x, SPLITS, **buffers())
     torch.testing.assert_close(got, want)
     (grad,) = torch.autograd.grad(got.sum(), x)

@@ -236,6 +236,8 @@ class OperationFuser(Holder):
             state = f"{self._number}.{now}" if content is None else peers.digest(content)
             self._peers = peers.join(self, state, self._peers)
             self._shared = (now, state)
+        assert self._peers is not None
+        self._peers.note_asked(self)
         return self._shared[1]
 
     # All that a compiled graph guards on, beside what it reads of the ops.

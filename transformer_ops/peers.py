@@ -19,11 +19,21 @@ class Peers:
 
     def __init__(self) -> None:
         self._members: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._asked: weakref.ref[Any] | None = None
 
     def members(self) -> list[Any]:
-        """In no order."""
+        """The one that was asked last for its state comes first, as it is being traced; the others
+        in no order, and some of them may be garbage that is not collected yet."""
         with _lock:
-            return list(self._members)
+            found = list(self._members)
+        first = self._asked() if self._asked is not None else None
+        if first is None:
+            return found
+        return [first, *(member for member in found if member is not first)]
+
+    def note_asked(self, member: Any) -> None:
+        """Says that the member was asked for its state."""
+        self._asked = weakref.ref(member)
 
 
 def join(member: Any, state: str, left: Peers | None) -> Peers:

@@ -420,6 +420,8 @@ class Sequential(nn.Module, Holder):
             self._peers = peers.join(self, state, self._peers)
             if self._edits == edits:
                 self._layout = layout
+        assert self._peers is not None
+        self._peers.note_asked(self)
         return layout.state
 
     # All that a compiled graph guards on, beside what it reads of the modules.
@@ -465,9 +467,8 @@ def _layout_constant(state: str, edits: int) -> Layout:
     same = [layout for layout, count in found if layout and (layout.state, count) == (state, edits)]
     if not same:
         raise RuntimeError("[Sequential] modules must be edited outside of compiled code")
-    # Any of them may be garbage whose groups go next: the groups of all stand in for one another.
-    layouts = [_for_traces(layout) for layout in same]
-    return layouts[0]
+    # The first is being traced. Its groups are asked last, for the same reason.
+    return [_for_traces(layout) for layout in reversed(same)][-1]
 
 
 def _for_traces(layout: Layout) -> Layout:
