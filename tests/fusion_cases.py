@@ -76,6 +76,8 @@ def with_experts(*made: tops.BasicOperation, experts: int = 3) -> list[tops.Fusi
             op.set_extra_output_channel(k, name, output_to_caller=False)
     dispatch.set_extra_input_channel(0, "expert_ids").set_extra_input_channel(1, "probs")
     for op in made:
+        if op.num_extra_inputs == 0:
+            continue
         name = "splits" if isinstance(op, tops.GroupedLinear) else "permuted_probs"
         op.set_extra_input_channel(0, name)
     combine = tops.Combine().set_extra_input_channel(0, "positions")
@@ -180,6 +182,15 @@ def cases() -> Iterator[Case]:
             tops.GroupedLinear(3, 16, 16, **options), s(), tops.GroupedLinear(3, n, 16, **options)
         )
         yield Case("moe_mlp", "forward_backward", block, (2, 3, 4, 5, 6), name)
+        block = lambda s=scaled, n=narrow: with_experts(  # noqa: E731
+            tops.GroupedLinear(3, 16, 16, **options),
+            s(),
+            tops.GroupedLinear(3, n, 16, **options),
+            tops.SiLU(),
+        )
+        yield Case("grouped_mlp", "forward_backward", block, (3, 4, 5), name)
+        block = lambda s=scaled: with_experts(tops.GroupedLinear(3, 16, 16, **options), s())  # noqa: E731
+        yield Case("grouped_linear_scaled", "forward", block, (3, 4), name)
 
 
 def residual(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:

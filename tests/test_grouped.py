@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import unfused
 from helpers import TOLERANCES, leaf, storage_bytes
 from op_cases import grouped_linear, places_of
 from test_fusions import saved_bytes
@@ -466,6 +467,65 @@ def test_accumulation_into_a_main_grad_for_each_group() -> None:
         compiled(x, sizes)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+def test_rows_that_somebody_else_has_sorted(splits: list[int], dtype: torch.dtype) -> None:
+    """Two products with the activation between them are one step, if their splits are the same."""
+    options = {"bias": False, "single_grouped_weight": True}
+    module = tops.Sequential(
+        tops.GroupedLinear(3, 16, 32, **options),
+        tops.ScaledSwiGLU(),
+        tops.GroupedLinear(3, 16, 8, **options),
+    ).to(dtype)
+    sizes = 4 * torch.tensor(splits)
+    x = torch.randn(48, 16).to(dtype).requires_grad_()
+    scales = torch.rand(48).to(dtype).requires_grad_()
+    leaves = [x, scales, *module.parameters()]
+    grad = torch.randn(48, 8).to(dtype)
+    others = sizes.roll(1)
+    for down in (sizes, others):
+        found = module(x, sizes, scales, down)
+        grads = torch.autograd.grad(found, leaves, grad)
+        assert [step.name for step in module.plans()[0].forward] == ["grouped_mlp"]
+        with unfused():
+            want = module(x, sizes, scales, down)
+            wanted = torch.autograd.grad(want, leaves, grad)
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+        for a, b in zip((found, *grads), (want, *wanted), strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        used = max(int(sizes.sum()), 0)
+        assert not found[used:].any() and not grads[0][used:].any() and not grads[1][used:].any()
+    with torch.no_grad():
+        inferred = module(x, sizes, scales, sizes)
+        names = [step.name for step in module.plans()[0].forward]
+    assert names == ["grouped_linear_scaled", "GroupedLinear"]
+    torch.testing.assert_close(inferred, module(x, sizes, scales, sizes), rtol=2e-2, atol=2e-2)
+
+
+def test_why_two_products_are_no_one_step() -> None:
+    x, scales, sizes = torch.randn(12, 16), torch.rand(12), torch.tensor([3, 0, 9])
+
+    def misses(module: tops.Sequential) -> set[str]:
+        module(x.requires_grad_(), sizes, scales, sizes)
+        return {m.reason for m in module.plans()[0].near_misses if m.fusion == "grouped_mlp"}
+
+    def mlp(recompute: str = "cheap", **options: Any) -> tops.Sequential:
+        made = {"bias": False, "single_grouped_weight": True} | options
+        return tops.Sequential(
+            tops.GroupedLinear(3, 16, 32, **made),
+            tops.ScaledSwiGLU(),
+            tops.GroupedLinear(3, 16, 8, **made),
+            recompute=recompute,
+        )
+
+    assert misses(mlp()) == set()
+    assert misses(mlp(bias=True)) == {"a product has a bias"}
+    assert misses(mlp("none")) == {'nothing is computed again (recompute="none")'}
+    frozen = mlp()
+    frozen[0].weight.requires_grad_(False)
+    assert misses(frozen) == {"a weight needs no gradient"}
+
+
 @pytest.mark.parametrize("name", ["ScaledSwiGLU", "ScaledClampedQGeGLU", "ScaledSReLU"])
 def test_an_activation_that_is_always_computed_again(name: str) -> None:
     """What the second product takes is kept under recompute="none", unless the op says no."""
@@ -479,7 +539,7 @@ def test_an_activation_that_is_always_computed_again(name: str) -> None:
         y = module(x, ids, probs)
         grads.append(torch.autograd.grad(y.square().sum(), [x, probs, *module.parameters()]))
         names = [step.name for step in module.plans()[0].backward]
-        assert ("scaled_grouped_linear" in names) == again
+        assert ("grouped_mlp" in names) == again
     assert kept[0] - kept[1] == 9 * 2 * 8 * 4
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b)

@@ -15,6 +15,19 @@ int64_t work_of(const Experts& experts) {
                   experts.down.size(1) * experts.down.size(2));
 }
 
+// The rows of a group through its first product: in `hidden`, or in scratch.
+RoundedRows hidden_rows(const Tensor& up, const Groups& groups, int64_t group,
+                        const GroupedRows& rows, const Tensor& hidden, int64_t limit) {
+  const int64_t first = groups.begin(group), count = groups.size(group);
+  const int64_t rounded = rounded_rows(count, up.scalar_type());
+  RoundedRows wide = hidden.defined()
+                         ? RoundedRows(hidden, first, count, rounded, limit)
+                         : RoundedRows(empty_cpu({rounded, up.size(1)}, up.scalar_type()));
+  multiply_cpu(wide.matrix(), rows.padded(first, count, rounded), transposed(matrix_of(up, group)));
+  wide.finish();
+  return wide;
+}
+
 }  // namespace
 
 Tensor GroupedRows::padded(int64_t first, int64_t count, int64_t rounded) const {
@@ -32,15 +45,30 @@ void check_experts(const Checks& check, const Experts& experts, const c10::SymIn
               "] up must have shape [*, *, ", width, "], got ", up.sym_sizes());
   check.spec("up", up, {c10::SymDimVector(up.sym_sizes()), dtype});
   const c10::SymInt groups = up.sym_size(0), hidden = up.sym_size(1);
-  TensorSpec activated{{hidden}, dtype};
-  if (activation.row.glu != nullptr) {
-    activated = glu_output(check, "hidden", activated, activation.glu);
-  }
+  const TensorSpec activated = activated_output(check, "hidden", {{hidden}, dtype}, activation);
   TORCH_CHECK(
       down.dim() == 3 && down.sym_size(0) == groups && down.sym_size(2) == activated.sizes[0], "[",
       check.op(), "] down must have shape [", groups, ", *, ", activated.sizes[0], "], got ",
       down.sym_sizes());
   check.spec("down", down, {c10::SymDimVector(down.sym_sizes()), dtype});
+}
+
+void scaled_product_cpu(const ScaledActivation& activation, const Tensor& up, const Groups& groups,
+                        const GroupedRows& rows, const Tensor& scales, const Tensor& hidden,
+                        const Tensor& output) {
+  const auto run = [&](int64_t begin, int64_t end) {
+    const int64_t limit = groups.end(end - 1);
+    for (int64_t group = begin; group < end; ++group) {
+      const int64_t first = groups.begin(group), count = groups.size(group);
+      if (count == 0) continue;
+      const RoundedRows wide = hidden_rows(up, groups, group, rows, hidden, limit);
+      scaled_rows_forward_cpu(activation, rows_of(wide.matrix(), 0, count),
+                              rows_of(scales, first, count), rows_of(output, first, count));
+    }
+  };
+  parallel_over_groups(groups, up.size(1) * up.size(2), run);
+  zero_rest_cpu(groups, output);
+  if (hidden.defined()) zero_rest_cpu(groups, hidden);
 }
 
 void experts_forward_cpu(const Experts& experts, const Groups& groups, const GroupedRows& rows,
@@ -53,12 +81,7 @@ void experts_forward_cpu(const Experts& experts, const Groups& groups, const Gro
       const int64_t first = groups.begin(group), count = groups.size(group);
       if (count == 0) continue;
       const int64_t rounded = rounded_rows(count, dtype);
-      const RoundedRows wide = hidden.defined()
-                                   ? RoundedRows(hidden, first, count, rounded, limit)
-                                   : RoundedRows(empty_cpu({rounded, up.size(1)}, dtype));
-      multiply_cpu(wide.matrix(), rows.padded(first, count, rounded),
-                   transposed(matrix_of(up, group)));
-      wide.finish();
+      const RoundedRows wide = hidden_rows(up, groups, group, rows, hidden, limit);
       const Tensor activated = empty_cpu({rounded, down.size(2)}, dtype);
       scaled_rows_forward_cpu(activation, rows_of(wide.matrix(), 0, count),
                               rows_of(scales, first, count), rows_of(activated, 0, count));

@@ -36,8 +36,14 @@ struct Experts {
 void check_experts(const Checks& check, const Experts& experts, const c10::SymInt& width,
                    at::ScalarType dtype);
 
-// hidden = rows up^T, unless it is undefined; output = scales act(rows up^T) down^T. Rows in no
-// group are zeros. `scales` is a column in the accumulate dtype.
+// hidden = rows up^T, unless it is undefined; output = scales act(rows up^T). Rows in no group are
+// zeros. `scales` is a column in the accumulate dtype.
+void scaled_product_cpu(const ScaledActivation& activation, const Tensor& up, const Groups& groups,
+                        const GroupedRows& rows, const Tensor& scales, const Tensor& hidden,
+                        const Tensor& output);
+
+// hidden = rows up^T, unless it is undefined; output = scales act(rows up^T) down^T. The same
+// otherwise.
 void experts_forward_cpu(const Experts& experts, const Groups& groups, const GroupedRows& rows,
                          const Tensor& scales, const Tensor& hidden, const Tensor& output);
 

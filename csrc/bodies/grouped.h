@@ -22,6 +22,7 @@ class Groups {
   int64_t size(int64_t group) const { return end(group) - begin(group); }
   // Rows of all groups.
   int64_t rows() const { return ends_.back(); }
+  bool operator==(const Groups&) const = default;
 
  private:
   std::vector<int64_t> ends_;  // of the groups before each, and of all

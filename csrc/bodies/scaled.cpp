@@ -85,13 +85,22 @@ TensorSpec scaled_output(const Checks& check, const ScaledActivation& activation
                          const Tensor& input, const Tensor& scales) {
   check.compute_dtype("input", input);
   check.has_rows("input", input);
+  check_row_scales(check, scales, input);
+  return activated_output(check, "input", like(input), activation);
+}
+
+TensorSpec activated_output(const Checks& check, const char* name, const TensorSpec& input,
+                            const ScaledActivation& activation) {
+  if (activation.row.glu == nullptr) return input;
+  return glu_output(check, name, input, activation.glu);
+}
+
+void check_row_scales(const Checks& check, const Tensor& scales, const Tensor& input) {
   check.compute_dtype("scales", scales);
   const auto rows = input.sym_sizes().slice(0, input.dim() - 1);
   TORCH_CHECK(scales.sym_sizes().equals(rows), "[", check.op(),
               "] scales must have a number for each row, shape ", rows, ", got ",
               scales.sym_sizes());
-  if (activation.row.glu == nullptr) return like(input);
-  return glu_output(check, "input", like(input), activation.glu);
 }
 
 Tensor scaled_unfused(const ScaledActivation& activation, const Tensor& input,

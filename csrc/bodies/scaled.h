@@ -33,6 +33,11 @@ std::vector<std::string> scaled_kinds();
 TensorSpec scaled_output(const Checks& check, const ScaledActivation& activation,
                          const Tensor& input, const Tensor& scales);
 
+// Its parts: what the activation makes of `name`, and the scales of the rows of an input.
+TensorSpec activated_output(const Checks& check, const char* name, const TensorSpec& input,
+                            const ScaledActivation& activation);
+void check_row_scales(const Checks& check, const Tensor& scales, const Tensor& input);
+
 Tensor scaled_unfused(const ScaledActivation& activation, const Tensor& input,
                       const Tensor& scales);
 void scaled_forward_cpu(const ScaledActivation& activation, const Tensor& input,

@@ -1,0 +1,70 @@
+// forward:  x ─► GroupedLinear ─► Scaled* ─► y      group by group: the activation follows the
+// product
+//           while its rows are in cache. Keeps the product where backward reads it.
+#include "bodies/cpu.h"
+#include "bodies/experts.h"
+#include "bodies/linear.h"
+#include "op/op.h"
+
+namespace transformer_ops::fused::grouped_linear_scaled {
+namespace {
+
+TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& splits,
+                  const Tensor& weight, const Tensor& scales, const GluArguments& arguments,
+                  bool save_hidden) {
+  const TensorSpec hidden = grouped_linear_output(check, input, splits, weight, nullptr, nullptr);
+  check_row_scales(check, scales, input);
+  return {activated_output(check, "hidden", hidden, scaled_of(check, arguments)),
+          save_hidden ? hidden : absent(hidden.dtype)};
+}
+
+void forward_cpu(const Checks& check, const Tensor& input, const Tensor& splits,
+                 const Tensor& weight, const Tensor& scales, const GluArguments& arguments,
+                 bool save_hidden, Tensor& output, Tensor& hidden) {
+  const Tensor rows = as_matrix(input);
+  const Groups groups(check, splits, rows.size(0));
+  scaled_product_cpu(scaled_of(check, arguments), weight, groups, GroupedRows(rows),
+                     cpu::to_accumulate(scales, input).view({-1, 1}),
+                     save_hidden ? as_matrix(hidden) : Tensor(), as_matrix(output));
+}
+
+std::tuple<Tensor, Tensor> unfused(const Checks& check, const Tensor& input, const Tensor& splits,
+                                   const Tensor& weight, const Tensor& scales,
+                                   const GluArguments& arguments, bool save_hidden) {
+  const Tensor hidden = grouped_linear_unfused(input, splits, weight, nullptr, nullptr);
+  return {scaled_unfused(scaled_of(check, arguments), hidden, scales),
+          save_hidden ? hidden : Tensor()};
+}
+
+std::optional<std::string> why_not(const Match& match) {
+  if (match.analysis.has_parameter(match.places[0], "bias")) return "the product has a bias";
+  const auto& dtypes = match.analysis.dtypes();
+  if (match.analysis.compute_dtype(match.places[0]) != dtypes[match.first()]) {
+    return "the product computes in another dtype than its input's";
+  }
+  return std::nullopt;
+}
+
+Bindings bind(const Match& match) {
+  Bindings bindings = bind_scaled(match, 1);
+  bindings["scales"] = Field{1, "scales"};
+  bindings["hidden"] = Field{1, "input"};
+  return bindings;
+}
+
+[[maybe_unused]] const bool registered = register_fused_op({
+    .rule = {.name = "grouped_linear_scaled",
+             .pass = Pass::Forward,
+             .benefit = 30,
+             .pattern = {{"GroupedLinear"}, scaled_kinds()},
+             .why_not = why_not,
+             .bind = bind},
+    .forward = {.schema = std::string("grouped_linear_scaled(Tensor input, Tensor splits, "
+                                      "Tensor weight, Tensor scales, ") +
+                          kGluArguments + ", bool save_hidden) -> (Tensor output, Tensor hidden)",
+                .shape = shape,
+                .bodies = {forward_cpu, unfused, unfused}},
+});
+
+}  // namespace
+}  // namespace transformer_ops::fused::grouped_linear_scaled

@@ -1,0 +1,214 @@
+// joint:  x ─► GroupedLinear ─► Scaled* ─► GroupedLinear ─► y
+//         Group by group, in scratch. Keeps x, the first product and what scales the rows.
+#include "bodies/cpu.h"
+#include "bodies/experts.h"
+#include "bodies/linear.h"
+#include "bodies/linear_recomputed.h"
+#include "op/op.h"
+
+namespace transformer_ops::fused::grouped_mlp {
+namespace {
+
+using Mask = std::array<bool, 4>;  // which of (grad_input, grad_up, grad_down, grad_scales)
+
+// The two products may be given different splits, which only their numbers tell.
+struct SplitsOf {
+  const Tensor& up;
+  const Tensor& down;
+};
+
+TensorSpec check_hidden(const Checks& check, const Tensor& input, const SplitsOf& splits,
+                        const Tensor& scales, const Experts& experts) {
+  const auto groups = experts.up.dim() > 0 ? experts.up.sym_size(0) : c10::SymInt(0);
+  check_splits(check, splits.down, groups);
+  TensorSpec hidden = grouped_linear_output(check, input, splits.up, experts.up, nullptr, nullptr);
+  check_experts(check, experts, input.sym_size(-1), input.scalar_type());
+  check_row_scales(check, scales, input);
+  return hidden;
+}
+
+TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& splits,
+                          const Tensor& scales, const Tensor& down_splits, const Tensor& up,
+                          const Tensor& down, const GluArguments& arguments, bool save_hidden) {
+  const ScaledActivation activation = scaled_of(check, arguments);
+  const TensorSpec hidden =
+      check_hidden(check, input, {splits, down_splits}, scales, {activation, up, down});
+  TensorSpec output = like(input);
+  output.sizes.back() = down.sym_size(1);
+  return {output, save_hidden ? hidden : absent(input.scalar_type())};
+}
+
+using Forward = std::tuple<Tensor, Tensor>;
+
+Forward forward_unfused(const Checks& check, const Tensor& input, const Tensor& splits,
+                        const Tensor& scales, const Tensor& down_splits, const Tensor& up,
+                        const Tensor& down, const GluArguments& arguments, bool save_hidden) {
+  const Tensor hidden = grouped_linear_unfused(input, splits, up, nullptr, nullptr);
+  const Tensor activated = scaled_unfused(scaled_of(check, arguments), hidden, scales);
+  return {grouped_linear_unfused(activated, down_splits, down, nullptr, nullptr),
+          save_hidden ? hidden : Tensor()};
+}
+
+void forward_cpu(const Checks& check, const Tensor& input, const Tensor& splits,
+                 const Tensor& scales, const Tensor& down_splits, const Tensor& up,
+                 const Tensor& down, const GluArguments& arguments, bool save_hidden,
+                 Tensor& output, Tensor& hidden) {
+  const ScaledActivation activation = scaled_of(check, arguments);
+  const Tensor rows = as_matrix(input);
+  const Groups groups(check, splits, rows.size(0)), others(check, down_splits, rows.size(0));
+  if (groups != others) {
+    const auto [y, wide] = forward_unfused(check, input, splits, scales, down_splits, up, down,
+                                           arguments, save_hidden);
+    output.copy_(y);
+    if (save_hidden) hidden.copy_(wide);
+    return;
+  }
+  experts_forward_cpu({activation, up, down}, groups, GroupedRows(rows),
+                      cpu::to_accumulate(scales, input).view({-1, 1}),
+                      save_hidden ? as_matrix(hidden) : Tensor(), as_matrix(output));
+}
+
+TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                           const Tensor& hidden, const Tensor& scales, const Tensor& splits,
+                           const Tensor& down_splits, const Tensor& up, const Tensor& down,
+                           const GluArguments& arguments, Mask wanted) {
+  const ScaledActivation activation = scaled_of(check, arguments);
+  check.spec("hidden", hidden,
+             check_hidden(check, input, {splits, down_splits}, scales, {activation, up, down}));
+  TensorSpec output = like(input);
+  output.sizes.back() = down.sym_size(1);
+  check.spec("grad_output", grad_output, output);
+  const auto dtype = input.scalar_type();
+  const auto [wants_input, wants_up, wants_down, wants_scales] = wanted;
+  return {wants_input ? like(input) : absent(dtype), wants_up ? like(up) : absent(dtype),
+          wants_down ? like(down) : absent(dtype),
+          wants_scales ? like(scales) : absent(scales.scalar_type())};
+}
+
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+Backward backward_unfused(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                          const Tensor& hidden, const Tensor& scales, const Tensor& splits,
+                          const Tensor& down_splits, const Tensor& up, const Tensor& down,
+                          const GluArguments& arguments, Mask wanted) {
+  const ScaledActivation activation = scaled_of(check, arguments);
+  const auto [wants_input, wants_up, wants_down, wants_scales] = wanted;
+  const Tensor activated = scaled_unfused(activation, hidden, scales);
+  const auto [grad_activated, grad_down, no_bias, no_scales] =
+      grouped_linear_backward_unfused(grad_output, &activated, down_splits, &down, nullptr, nullptr,
+                                      {true, wants_down, false, false});
+  const auto [grad_hidden, grad_scales] =
+      gradients([&](const Tensor& x, const Tensor& s) { return scaled_unfused(activation, x, s); },
+                grad_activated, hidden, scales);
+  const auto [grad_input, grad_up, no_bias_either, no_scales_either] =
+      grouped_linear_backward_unfused(grad_hidden, &input, splits, &up, nullptr, nullptr,
+                                      {wants_input, wants_up, false, false});
+  return {grad_input, grad_up, grad_down, wants_scales ? grad_scales : Tensor()};
+}
+
+// The same by a kernel for the activation, into the results of a body.
+void backward_apart(const ScaledActivation& activation,
+                    decltype(&scaled_backward_cpu) scaled_backward, const Tensor& grad_output,
+                    const Tensor& input, const Tensor& hidden, const Tensor& scales,
+                    const SplitsOf& splits, const Tensor& up, const Tensor& down, Mask wanted,
+                    Tensor& grad_input, Tensor& grad_up, Tensor& grad_down, Tensor& grad_scales) {
+  const auto [wants_input, wants_up, wants_down, wants_scales] = wanted;
+  const Tensor activated = scaled_unfused(activation, hidden, scales);
+  const auto [grad_activated, of_down, no_bias, no_scales] =
+      grouped_linear_backward_unfused(grad_output, &activated, splits.down, &down, nullptr, nullptr,
+                                      {true, wants_down, false, false});
+  const Tensor grad_hidden = empty(hidden.sizes(), hidden.scalar_type(), hidden.device());
+  const Tensor of_scales =
+      wants_scales ? grad_scales : empty(scales.sizes(), scales.scalar_type(), scales.device());
+  scaled_backward(activation, grad_activated, hidden, scales, grad_hidden, of_scales);
+  const auto [of_input, of_up, no_bias_either, no_scales_either] = grouped_linear_backward_unfused(
+      grad_hidden, &input, splits.up, &up, nullptr, nullptr, {wants_input, wants_up, false, false});
+  if (wants_input) grad_input.copy_(of_input);
+  if (wants_up) grad_up.copy_(of_up);
+  if (wants_down) grad_down.copy_(of_down);
+}
+
+void backward_cpu(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                  const Tensor& hidden, const Tensor& scales, const Tensor& splits,
+                  const Tensor& down_splits, const Tensor& up, const Tensor& down,
+                  const GluArguments& arguments, Mask wanted, Tensor& grad_input, Tensor& grad_up,
+                  Tensor& grad_down, Tensor& grad_scales) {
+  const ScaledActivation activation = scaled_of(check, arguments);
+  const auto [wants_input, wants_up, wants_down, wants_scales] = wanted;
+  const Tensor rows = as_matrix(input);
+  const Groups groups(check, splits, rows.size(0)), others(check, down_splits, rows.size(0));
+  if (groups != others) {
+    return backward_apart(activation, scaled_backward_cpu, grad_output, input, hidden, scales,
+                          {splits, down_splits}, up, down, wanted, grad_input, grad_up, grad_down,
+                          grad_scales);
+  }
+  const auto dtype = input.scalar_type();
+  const Tensor column = cpu::to_accumulate(scales, input).view({-1, 1});
+  const ExpertGradients found{.rows = wants_input ? as_matrix(grad_input) : Tensor(),
+                              .up = wants_up ? grad_up : empty_cpu(up.sizes(), dtype),
+                              .down = wants_down ? grad_down : empty_cpu(down.sizes(), dtype),
+                              .scales = empty_cpu(column.sizes(), column.scalar_type())};
+  experts_backward_cpu({activation, up, down}, groups, GroupedRows(as_matrix(grad_output)),
+                       GroupedRows(rows), as_matrix(hidden), column, found);
+  if (wants_scales) grad_scales.copy_(found.scales.view(grad_scales.sizes()));
+}
+
+void backward_cuda(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                   const Tensor& hidden, const Tensor& scales, const Tensor& splits,
+                   const Tensor& down_splits, const Tensor& up, const Tensor& down,
+                   const GluArguments& arguments, Mask wanted, Tensor& grad_input, Tensor& grad_up,
+                   Tensor& grad_down, Tensor& grad_scales) {
+  backward_apart(scaled_of(check, arguments), scaled_backward_cuda, grad_output, input, hidden,
+                 scales, {splits, down_splits}, up, down, wanted, grad_input, grad_up, grad_down,
+                 grad_scales);
+}
+
+std::optional<std::string> why_not(const Match& match) {
+  enum { kUp, kActivation, kDown };
+  if (!match.key().grad_enabled) return "no gradient is wanted";
+  for (const int op : {kUp, kDown}) {
+    if (match.analysis.has_parameter(match.places[op], "bias")) return "a product has a bias";
+    if (!match.parameter_requires_grad(op, 0)) return "a weight needs no gradient";
+    if (declaration(match.kind(op)).state_of("weight", match.op(op).attributes) != nullptr) {
+      return "a weight accumulates into main_grad";
+    }
+  }
+  return why_not_recomputed(match, kActivation);
+}
+
+Bindings bind(const Match& match) {
+  Bindings bindings = bind_scaled(match, 1);
+  bindings["input"] = Field{0, "input"};
+  bindings["splits"] = Field{0, "splits"};
+  bindings["down_splits"] = Field{2, "splits"};
+  bindings["hidden"] = Field{1, "input"};
+  bindings["scales"] = Field{1, "scales"};
+  bindings["up"] = Field{0, "weight"};
+  bindings["down"] = Field{2, "weight"};
+  return bindings;
+}
+
+[[maybe_unused]] const bool registered = register_fused_op({
+    .rule = {.name = "grouped_mlp",
+             .pass = Pass::Joint,
+             .benefit = 35,
+             .pattern = {{"GroupedLinear"}, scaled_kinds(), {"GroupedLinear"}},
+             .why_not = why_not,
+             .bind = bind},
+    .forward = {.schema = std::string("grouped_mlp(Tensor input, Tensor splits, Tensor scales, "
+                                      "Tensor down_splits, Tensor up, Tensor down, ") +
+                          kGluArguments + ", bool save_hidden) -> (Tensor output, Tensor hidden)",
+                .shape = forward_shape,
+                .bodies = {forward_cpu, forward_unfused, forward_unfused}},
+    .backward = {.schema = std::string("grouped_mlp_backward(Tensor grad_output, Tensor input, "
+                                       "Tensor hidden, Tensor scales, Tensor splits, "
+                                       "Tensor down_splits, Tensor up, Tensor down, ") +
+                           kGluArguments +
+                           ", bool[4] output_mask) -> (Tensor grad_input, Tensor grad_up, "
+                           "Tensor grad_down, Tensor grad_scales)",
+                 .shape = backward_shape,
+                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
+});
+
+}  // namespace
+}  // namespace transformer_ops::fused::grouped_mlp
