@@ -69,6 +69,10 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   }
   entry["optional"] = optional;
   entry["slots"] = slots;
+  // (attribute that says so, is it for later?) of the states that take a gradient.
+  std::vector<std::pair<std::string, bool>> states;
+  for (const State& state : row.states) states.emplace_back(state.attribute, state.later);
+  entry["states"] = states;
   entry["needed_for"] = needed_for;
   entry["keeps_width"] = !row.width;
   entry["asks_training"] = static_cast<bool>(row.inactive);

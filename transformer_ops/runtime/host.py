@@ -65,7 +65,7 @@ class HostStep:
 class HostPlan:
     """What the Python steps of one plan share among calls. Only tracing changes it.
 
-    `slots`: those that the declaration of each native kind lists.
+    `rows`: the declaration of each native kind.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class HostPlan:
         program: Any,
         basic_ops: Sequence[BasicOperation],
         python_ops: Sequence[FusibleOperation],
-        slots: dict[str, list[str]],
+        rows: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.plan = plan
         self.program = program
         self.basic_ops = tuple(basic_ops)
-        self.slots = slots
+        self.slots: dict[str, list[str]] = {kind: row["slots"] for kind, row in rows.items()}
         # Ops whose contexts keep what they like; the others keep the slots of their declaration.
         self.is_free: list[bool] = program.keeps_own
         self.forward_steps = [
@@ -95,17 +95,13 @@ class HostPlan:
         # (op, slot) that backward reads.
         self.is_read = set(program.slots_read)
         # Ops with a weight that accumulates.
-        self.accumulating = [
-            op
-            for op, (_, attributes) in enumerate(plan.ops)
-            if attributes.get("accumulate_into_main_grad")
-        ]
+        self.accumulating: list[int] = []
         # Ops that leave the gradient of their weight for later.
-        self.delaying = [
-            op
-            for op, (_, attributes) in enumerate(plan.ops)
-            if attributes.get("delay_wgrad_compute")
-        ]
+        self.delaying: list[int] = []
+        for op, (kind, attributes) in enumerate(plan.ops):
+            for attribute, is_for_later in rows[kind]["states"] if plan.native_ops[op] else ():
+                if attributes.get(attribute):
+                    (self.delaying if is_for_later else self.accumulating).append(op)
         # Under torch.compile it is found by number.
         self.number: int | None = None
         self.changed_by_tracing: set[tuple[int, str]] = set()

@@ -31,5 +31,5 @@ class Session(PlanningSession):
     def make_host(self, entry: Any) -> HostPlan:
         """For a plan with Python steps."""
         plan = self.plan_of(entry)
-        slots = {kind: row["slots"] for kind, row in declarations_of(plan).items()}
-        return HostPlan(plan, entry.program, self.basic_ops, self.python_ops, slots)
+        rows = declarations_of(plan)
+        return HostPlan(plan, entry.program, self.basic_ops, self.python_ops, rows)
