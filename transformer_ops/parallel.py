@@ -185,7 +185,7 @@ class ReplicateParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = [name for name, parameter in module.named_parameters(recurse=False)]
         _distribute(module, device_mesh, dict.fromkeys(names, Replicate()), self.src_data_rank)
-        module._partial_gradients = self._is_partial  # type: ignore[assignment]
+        module._has_partial_gradients = self._is_partial  # type: ignore[assignment]
         return module
 
 

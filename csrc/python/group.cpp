@@ -254,6 +254,11 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* param
       tensors.emplace_back();
       continue;
     }
+    py::object local;
+    if (is_distributed(found)) {
+      local = local_parameter(place.owner, place.name, found);
+      found = local.ptr();
+    }
     if (!add_parameter(found, call)) return false;
   }
   return true;
@@ -548,6 +553,7 @@ void bind_group(py::module_& module) {
   module.def("set_recipe_state",
              [](const py::object& state) { Py_XSETREF(recipe_state, state.inc_ref().ptr()); });
   module.def("set_quantized_class", &set_quantized_class);
+  module.def("set_take_local", &set_take_local);
   module.def("parse_plan", torch::wrap_pybind_function([](const std::string& text) {
                const Plan plan = parse_plan(text);
                check_calls(plan);

@@ -13,6 +13,7 @@ namespace py = pybind11;
 
 // transformer_ops.QuantizedTensor
 PyObject* quantized_class = nullptr;
+PyObject* take_local = nullptr;
 
 // A tensor whose class wants to see the calls that it takes part in. Modes are left to torch's ops.
 bool has_torch_function(PyObject* tensor) {
@@ -29,7 +30,12 @@ bool has_torch_function(PyObject* tensor) {
   return found && !found.is(disabled);
 }
 
-// A DTensor, of which Python takes the local part.
+}  // namespace
+
+bool is_plain_tensor(PyObject* object) {
+  return THPVariable_Check(object) && !has_torch_function(object) && !is_distributed(object);
+}
+
 bool is_distributed(PyObject* tensor) {
   static PyObject* const mesh = PyUnicode_InternFromString("device_mesh");
   PyTypeObject* const type = Py_TYPE(tensor);
@@ -37,10 +43,16 @@ bool is_distributed(PyObject* tensor) {
          PyObject_HasAttr(reinterpret_cast<PyObject*>(type), mesh) == 1;
 }
 
-}  // namespace
+void set_take_local(const py::object& function) {
+  Py_XSETREF(take_local, function.inc_ref().ptr());
+}
 
-bool is_plain_tensor(PyObject* object) {
-  return THPVariable_Check(object) && !has_torch_function(object) && !is_distributed(object);
+py::object local_parameter(const py::object& module, const py::object& name, PyObject* parameter) {
+  PyObject* const arguments[] = {module.ptr(), name.ptr(), parameter};
+  const auto found = py::reinterpret_steal<py::object>(
+      PyObject_Vectorcall(take_local, arguments, std::size(arguments), nullptr));
+  if (!found) throw py::error_already_set();
+  return found;
 }
 
 bool is_quantized(PyObject* tensor) {

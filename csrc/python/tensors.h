@@ -15,6 +15,13 @@ bool is_plain_tensor(PyObject* object);
 bool is_quantized(PyObject* tensor);
 void set_quantized_class(const pybind11::object& type);
 
+// Is it a DTensor? Of one that is a parameter, Python says what its module computes with:
+// take_local(module, name, parameter), given once.
+bool is_distributed(PyObject* tensor);
+void set_take_local(const pybind11::object& take_local);
+pybind11::object local_parameter(const pybind11::object& module, const pybind11::object& name,
+                                 PyObject* parameter);
+
 // A parameter that is held quantized, by its position among the tensors of a call.
 struct QuantizedParameter {
   size_t position;

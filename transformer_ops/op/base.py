@@ -36,6 +36,7 @@ _TRANSIENT = (
     "_holders",
     "_is_watched",
     "_delayed",
+    "_placements_checked",
 )
 
 # How an op is called alone: the group that is made for it, and what Dynamo sees.
@@ -73,6 +74,10 @@ class FusibleOperation(nn.Module, HeldMixin):
     _number: int
     # Whether keyword arguments of a call may name tensors to write into.
     _takes_buffers: ClassVar[bool] = False
+    # Of parameters that are DTensors: does each rank have its experts? Is the gradient on each rank
+    # a part of the sum over all?
+    _are_experts_shared: bool = False
+    _has_partial_gradients: bool = False
     # Whether delayed scaling keeps scales with its parameters.
     _takes_scales: ClassVar[bool] = False
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from .. import _C
 from .checks import check_bool
 from .process_group import find_group, group_name
 
@@ -134,31 +136,60 @@ class _Share(torch.autograd.Function):
         return grad, None
 
 
+def _make_placements() -> dict[str | None, tuple[Any, ...]]:
+    """Of a parameter, by how its module is split. Imported once somebody has a DTensor."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    return {
+        "whole": (Replicate(),),
+        "column": (Shard(0),),
+        "row": (Shard(1),),
+        "experts": (Shard(0),),
+        "sums": (Partial(),),
+    }
+
+
 def local_parameter(owner: Any, name: str, parameter: Any) -> Tensor:
     """What the owner computes with on this rank, of a DTensor on a mesh of one dimension.
 
     RuntimeError where the parameter is not placed as the owner is split.
     """
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    op, mesh = type(owner).__name__, parameter.device_mesh
-    mode = getattr(owner, "tensor_parallel_mode", None)
-    is_whole = mode is None or (mode == "row" and name == "bias")
-    wanted = Replicate() if is_whole else Shard(0 if mode == "column" else 1)
-    if getattr(owner, "_are_experts_shared", False):
-        wanted = Shard(0)
-    if mesh.ndim != 1 or (parameter.placements != (wanted,) and mesh.size() > 1):
-        raise RuntimeError(
-            f"[{op}] {name} must be placed as ({wanted},) for tensor_parallel_mode={mode!r} "
-            f"(transformer_ops.parallel), got {parameter.placements}"
-        )
-    if getattr(owner, "_partial_gradients", False):
+    if is_compiling():
+        _check_placements(owner, name, parameter)
+    else:
+        # The tuple that was checked before, in most calls.
+        checked = owner.__dict__.setdefault("_placements_checked", {})
+        if checked.get(name) is not parameter.placements:
+            _check_placements(owner, name, parameter)
+            checked[name] = parameter.placements
+    if owner._has_partial_gradients:
+        placements = _make_placements()
         # The first of the two has the sum over the ranks as its backward.
-        whole = parameter.redistribute(placements=(Replicate(),))
-        part: Tensor = whole.to_local(grad_placements=(Partial(),))
+        whole = parameter.redistribute(placements=placements["whole"])
+        part: Tensor = whole.to_local(grad_placements=placements["sums"])
         return part
     local: Tensor = parameter.to_local()
-    return _Share.apply(local, mesh.size()) if mode == "row" and is_whole else local
+    if name == "bias" and getattr(owner, "tensor_parallel_mode", None) == "row":
+        return _Share.apply(local, parameter.device_mesh.size())
+    return local
+
+
+def _check_placements(owner: Any, name: str, parameter: Any) -> None:
+    mesh = parameter.device_mesh
+    mode = getattr(owner, "tensor_parallel_mode", None)
+    kind = "whole" if mode is None or (mode == "row" and name == "bias") else mode
+    if owner._are_experts_shared:
+        kind = "experts"
+    wanted = _make_placements()[kind]
+    if mesh.ndim != 1 or (parameter.placements != wanted and mesh.size() > 1):
+        raise RuntimeError(
+            f"[{type(owner).__name__}] {name} must be placed as {wanted} for "
+            f"tensor_parallel_mode={mode!r} (transformer_ops.parallel), "
+            f"got {parameter.placements}"
+        )
+
+
+_C.set_take_local(local_parameter)
 
 
 def local_parameters(op: Any, tensors: list[Any]) -> list[Any]:
@@ -185,7 +216,7 @@ def _local_size(owner: Any, name: str, parameter: Any) -> Tensor:
     mode, sizes = getattr(owner, "tensor_parallel_mode", None), list(parameter.shape)
     if mode == "column" or (mode == "row" and name == "weight"):
         sizes[0 if mode == "column" else 1] //= owner.tensor_parallel_size
-    if getattr(owner, "_are_experts_shared", False):
+    if owner._are_experts_shared:
         sizes[0] = owner.num_groups
     return torch.empty(sizes, dtype=parameter.dtype, device="meta")
 

@@ -66,8 +66,6 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     }
 
     _takes_buffers: ClassVar[bool] = True
-    # Whether the parameters are DTensors of which each rank has its experts.
-    _are_experts_shared: bool = False
 
     num_groups: int
     in_features: int
