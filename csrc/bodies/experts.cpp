@@ -4,6 +4,7 @@
 
 #include "bodies/cpu.h"
 #include "bodies/linear.h"
+#include "bodies/linear_recomputed.h"
 #include "bodies/product.h"
 
 namespace transformer_ops {
@@ -36,6 +37,18 @@ Tensor GroupedRows::padded(int64_t first, int64_t count, int64_t rounded) const 
   copy_rows_cpu(matrix_, *places_, copies_, first, rows_of(found, 0, count));
   rows_of(found, count, rounded - count).zero_();
   return found;
+}
+
+std::optional<std::string> why_not_experts(const Match& match, int up, int activation, int down) {
+  if (!match.key().grad_enabled) return "no gradient is wanted";
+  for (const int op : {up, down}) {
+    if (match.analysis.has_parameter(match.places[op], "bias")) return "a product has a bias";
+    if (!match.parameter_requires_grad(op, 0)) return "a weight needs no gradient";
+    if (declaration(match.kind(op)).state_of("weight", match.op(op).attributes) != nullptr) {
+      return "a weight accumulates into main_grad";
+    }
+  }
+  return why_not_recomputed(match, activation);
 }
 
 void check_experts(const Checks& check, const Experts& experts, const c10::SymInt& width,

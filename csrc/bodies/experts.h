@@ -5,6 +5,7 @@
 #include "bodies/grouped.h"
 #include "bodies/permute.h"
 #include "bodies/scaled.h"
+#include "fuser/rule.h"
 
 namespace transformer_ops {
 
@@ -31,6 +32,10 @@ struct Experts {
   const Tensor& up;
   const Tensor& down;
 };
+
+// For joint rules: why two products and the activation between them, at these places of the match,
+// are no one step.
+std::optional<std::string> why_not_experts(const Match& match, int up, int activation, int down);
 
 // Raises where weights and activation do not fit rows of `width` numbers.
 void check_experts(const Checks& check, const Experts& experts, const c10::SymInt& width,

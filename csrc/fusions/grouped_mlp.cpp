@@ -3,7 +3,6 @@
 #include "bodies/cpu.h"
 #include "bodies/experts.h"
 #include "bodies/linear.h"
-#include "bodies/linear_recomputed.h"
 #include "op/op.h"
 
 namespace transformer_ops::fused::grouped_mlp {
@@ -163,18 +162,7 @@ void backward_cuda(const Checks& check, const Tensor& grad_output, const Tensor&
                  grad_scales);
 }
 
-std::optional<std::string> why_not(const Match& match) {
-  enum { kUp, kActivation, kDown };
-  if (!match.key().grad_enabled) return "no gradient is wanted";
-  for (const int op : {kUp, kDown}) {
-    if (match.analysis.has_parameter(match.places[op], "bias")) return "a product has a bias";
-    if (!match.parameter_requires_grad(op, 0)) return "a weight needs no gradient";
-    if (declaration(match.kind(op)).state_of("weight", match.op(op).attributes) != nullptr) {
-      return "a weight accumulates into main_grad";
-    }
-  }
-  return why_not_recomputed(match, kActivation);
-}
+std::optional<std::string> why_not(const Match& match) { return why_not_experts(match, 0, 1, 2); }
 
 Bindings bind(const Match& match) {
   Bindings bindings = bind_scaled(match, 1);

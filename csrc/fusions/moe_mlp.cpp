@@ -3,7 +3,6 @@
 #include "bodies/cpu.h"
 #include "bodies/experts.h"
 #include "bodies/linear.h"
-#include "bodies/linear_recomputed.h"
 #include "op/op.h"
 
 namespace transformer_ops::fused::moe_mlp {
@@ -175,15 +174,8 @@ bool takes(const Match& match, int op, int k, int output) {
 std::optional<std::string> why_not(const Match& match) {
   enum { kDispatch, kUp, kActivation, kDown, kCombine };
   enum { kSplits, kPermutedProbs, kPositions };
-  if (!match.key().grad_enabled) return "no gradient is wanted";
   if (!match.key().policies.recompute) return "nothing is computed again (recompute=\"none\")";
-  for (const int op : {kUp, kDown}) {
-    if (match.analysis.has_parameter(match.places[op], "bias")) return "a product has a bias";
-    if (!match.parameter_requires_grad(op, 0)) return "a weight needs no gradient";
-    if (declaration(match.kind(op)).state_of("weight", match.op(op).attributes) != nullptr) {
-      return "a weight accumulates into main_grad";
-    }
-  }
+  if (auto why = why_not_experts(match, kUp, kActivation, kDown)) return why;
   if (!takes(match, kUp, 0, kSplits) || !takes(match, kDown, 0, kSplits) ||
       !takes(match, kActivation, 0, kPermutedProbs) || !takes(match, kCombine, 0, kPositions)) {
     return "an op takes splits, probabilities or positions from elsewhere";
@@ -192,7 +184,7 @@ std::optional<std::string> why_not(const Match& match) {
       match.analysis.readers(match.places[kDispatch], kPermutedProbs).size() > 1) {
     return "the probabilities are read elsewhere";
   }
-  return why_not_recomputed(match, kActivation);
+  return std::nullopt;
 }
 
 Bindings bind(const Match& match) {
