@@ -400,7 +400,7 @@ def _format_of(parameter: object) -> str | None:
 
 
 def _asks_training(op: BasicOperation) -> bool:
-    return bool(_C.declaration(op._kind)["asks_training"])
+    return bool(op._declaration()["asks_training"])
 
 
 def _check_ops(ops: Iterable[FusibleOperation]) -> list[FusibleOperation]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .. import _C
 from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import DTYPES
@@ -50,7 +49,7 @@ class PlanningSession:
         custom = numbered.find(recipe)
         rows = ["exact, exact, exact"]
         for number, op in enumerate(self.basic_ops):
-            operands = [] if op.is_python else _C.declaration(op._kind)["operands"]
+            operands = [] if op.is_python else op._declaration()["operands"]
             if operands:
                 module_type = "linear" if "weight" in operands else "quantize"
                 rows.append(f"{number}: {custom.formats_of(module_type, op)}")

@@ -424,6 +424,11 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         """
         return _quantizer_of(self, mode, i)
 
+    def _declaration(self) -> dict[str, Any]:
+        """Of a native op."""
+        assert self._kind is not None
+        return _C.declaration(self._kind)
+
     def _attributes(self) -> dict[str, Attribute]:
         """Constructor state that the planner of a native op needs."""
         found = {name: getattr(self, name) for name in self._attribute_names}

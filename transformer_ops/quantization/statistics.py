@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _C
 from ..op.base import BasicOperation, FusibleOperation
 from ..recipe import CustomRecipe, MXFP8BlockScaling, Recipe
 from .region import autocast
@@ -165,7 +164,7 @@ def _products(model: nn.Module) -> dict[str, tuple[nn.Module, BasicOperation]]:
         if not isinstance(module, FusibleOperation) or module.is_fused_op:
             continue
         for op in module.basic_ops:
-            if not op.is_python and "weight" in _C.declaration(op._kind)["operands"]:
+            if not op.is_python and "weight" in op._declaration()["operands"]:
                 found[name or type(module).__name__] = (module, op)
     return found
 
