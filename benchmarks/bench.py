@@ -55,7 +55,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--quick", action="store_true", help="few cases, no Inductor, no peak memory")
     add("--check", action="store_true",
         help=f"exit 1 where a ratio is over {check.WORSE} times the recorded one "
-        f"(times on other vector instructions: {check.WORSE_ELSEWHERE:g})")  # fmt: skip
+        f"(times on another processor: {check.WORSE_ELSEWHERE:g})")  # fmt: skip
     add("--recorded", type=Path, default=RECORDED, help="what --check compares to")
     add("--only", action="append", default=[], metavar="PATTERN",
         help="cases whose name contains it; * and ? as in a shell; may be repeated")  # fmt: skip
@@ -297,7 +297,10 @@ def compare(results: Results, options: argparse.Namespace) -> int:
     limit = check.time_limit(results, recorded)
     if limit != check.WORSE:
         features = ", ".join(recorded.about.get("features", ()))
-        print(f"recorded with {features}: times here may be {limit:g} times the recorded ones")
+        cpu = recorded.about.get("cpu")
+        print(
+            f"recorded on {cpu} ({features}): times here may be {limit:g} times the recorded ones"
+        )
     worse, compared = check.compare(results, recorded)
     again = {regression.case for regression in worse}
     if again:
