@@ -298,9 +298,7 @@ def compare(results: Results, options: argparse.Namespace) -> int:
     if limit != check.WORSE:
         features = ", ".join(recorded.about.get("features", ()))
         cpu = recorded.about.get("cpu")
-        print(
-            f"recorded on {cpu} ({features}): times here may be {limit:g} times the recorded ones"
-        )
+        print(f"recorded on {cpu} ({features}): times may be {limit:g} times the recorded ones")
     worse, compared = check.compare(results, recorded)
     again = {regression.case for regression in worse}
     if again:
