@@ -42,6 +42,7 @@ class SlowGroup(dist.ProcessGroup):
     def __init__(self) -> None:
         super().__init__(0, 2)
         self.seconds = 0.0
+        self._free = 0.0  # when the last one ends
         self._queue: SimpleQueue[tuple[float, Call, Any]] = SimpleQueue()
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -52,13 +53,14 @@ class SlowGroup(dist.ProcessGroup):
     @torch.no_grad()
     def _serve(self) -> None:
         while True:
-            seconds, move, future = self._queue.get()
-            time.sleep(seconds)
+            end, move, future = self._queue.get()
+            time.sleep(max(end - time.perf_counter(), 0.0))
             future.set_result(move())
 
     def _start(self, rows: int, move: Call) -> Any:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        self._queue.put((self.seconds * rows, move, future))
+        self._free = max(self._free, time.perf_counter()) + self.seconds * rows
+        self._queue.put((self._free, move, future))
         return _create_work_from_future(future)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> Any:
@@ -111,11 +113,14 @@ def cases(group: SlowGroup, rows: int, width: int) -> list[Case]:
     def one() -> Tensor:
         return x @ w.t()
 
+    def dgrad() -> Tensor:
+        return x @ w
+
     def wgrad() -> Tensor:
         return x.t() @ x
 
-    def two() -> tuple[Tensor, Tensor]:
-        return x @ w, wgrad()
+    def both() -> tuple[Tensor, Tensor]:
+        return dgrad(), wgrad()
 
     sizes = {"width": width, "moved": rows}
     gather = [tops.AllGather(group), linear()]
@@ -124,7 +129,8 @@ def cases(group: SlowGroup, rows: int, width: int) -> list[Case]:
     return [
         Case("gather_linear", False, gather, rows // 2, products=one, **sizes),
         Case("linear_scatter", False, scatter, rows, products=one, **sizes),
-        Case("gather_linear", True, gather, rows // 2, products=two, **sizes),
+        Case("gather_linear", True, gather, rows // 2, products=both, **sizes),
+        Case("linear_scatter", True, scatter, rows, products=dgrad, **sizes),
         Case("reduce_gradient_linear", True, reduce, rows, products=wgrad, **sizes),
     ]
 

@@ -268,20 +268,24 @@ def backward_cases() -> Iterator[Case]:
         )
         yield Case(rule, passes, alone, (1, 2), "without bias")
     for bias in (True, False):
-        block = lambda bias=bias: before(  # noqa: E731
-            tops.AllGather(group_of_zeros()),
-            tops.GELU(),
-            tops.Linear(
-                32,
-                24,
-                bias=bias,
-                tensor_parallel_mode="row",
-                tensor_parallel_group=group_of_zeros(),
-                sequence_parallel=True,
-            ),
+        row = lambda bias=bias: tops.Linear(  # noqa: E731
+            32,
+            24,
+            bias=bias,
+            tensor_parallel_mode="row",
+            tensor_parallel_group=group_of_zeros(),
+            sequence_parallel=True,
         )
         extra = "" if bias else "without bias"
-        yield Case("linear_scatter", "forward", block, (3, 4, 5) if bias else (3, 4), extra)
+        ops = (3, 4, 5) if bias else (3, 4)
+        block = lambda row=row: before(  # noqa: E731
+            tops.AllGather(group_of_zeros()), tops.GELU(), row()
+        )
+        yield Case("linear_scatter", "forward", block, ops, extra)
+        block = lambda row=row: before(  # noqa: E731
+            tops.AllGather(group_of_zeros()), tops.RMSNorm(16), row()
+        )
+        yield Case("linear_scatter", "forward, backward", block, ops, extra)
 
 
 CASES = [*cases(), *forward_cases(), *backward_cases()]

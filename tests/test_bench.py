@@ -423,5 +423,6 @@ def test_overlap_measures_each_rule(capsys: pytest.CaptureFixture[str]) -> None:
         ["gather_linear", "forward"],
         ["linear_scatter", "forward"],
         ["gather_linear", "backward"],
+        ["linear_scatter", "backward"],
         ["reduce_gradient_linear", "backward"],
     ]

@@ -259,7 +259,17 @@ def test_collectives_of_an_mlp(group):
 
 
 @pytest.mark.parametrize("recompute", ["cheap", "none"])
-def test_collectives_in_chunks_beside_products(group, recompute):
+@pytest.mark.parametrize(
+    ("shape", "forward", "backward"),
+    [
+        ((2, 203, 8), [1, 1], [1, 1]),
+        ((1500, 8), [108, 428, 428, 428, 108], [128, 414, 415, 415, 128]),
+        ((200, 8), [64, 72, 64], [200]),
+        ((140, 8), [76, 64], [140]),
+        ((5, 8), [5], [5]),
+    ],
+)
+def test_collectives_in_chunks_beside_products(group, recompute, shape, forward, backward):
     """The numbers of the ops one after another; what is sent is the same, piece by piece."""
     split = {"tensor_parallel_group": group, "sequence_parallel": True}
     module = tops.Sequential(
@@ -267,17 +277,21 @@ def test_collectives_in_chunks_beside_products(group, recompute):
         tops.Linear(6, 8, tensor_parallel_mode="row", **split),
         recompute=recompute,
     )
-    x = torch.randn(2, 203, 8, requires_grad=True)
+    x = torch.randn(shape, requires_grad=True)
     leaves = [x, *module.parameters()]
     y = module(x)
     (plan,) = module.plans()
     assert names(plan) == ["gather_linear", "linear_scatter"]
-    shard = [203 * 8 * 4] * 2  # the first dimension is what is cut
+    assert [step.name for step in plan.backward] == ["gather_linear", "linear_scatter"]
+    row = x[0].nbytes  # the first dimension is what is cut
     assert group.calls == [
-        *(("gather", size) for size in shard),
-        *(("scatter", 2 * size) for size in shard),
+        *(("gather", count * row) for count in forward),
+        *(("scatter", 2 * count * row) for count in forward),
     ]
+    group.calls.clear()
     got = torch.autograd.grad(y.square().sum(), leaves)
+    assert group.calls[: len(backward)] == [("gather", count * row) for count in backward]
+    assert group.calls[len(backward) :] == [("gather", x.nbytes), ("scatter", 2 * x.nbytes)]
     with unfused():
         y_want = module(x)
         want = torch.autograd.grad(y_want.square().sum(), leaves)

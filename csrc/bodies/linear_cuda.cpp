@@ -271,6 +271,11 @@ Tensor linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weigh
   return std::get<0>(linear_backward_cuda(grad_output, {}, weight));
 }
 
+void linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight,
+                                const Tensor& grad_input) {
+  product(Factor(grad_output), Factor(weight), grad_input);
+}
+
 void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
                                  const Tensor& grad_weight, const WeightGradient& how) {
   const Factor grad = Factor(grad_output).t(), x(input);

@@ -33,6 +33,8 @@ struct WeightGradient {
   Tensor grad_bias = {};
 };
 Tensor linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight);
+void linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight,
+                                const Tensor& grad_input);
 void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
                                  const Tensor& grad_weight, const WeightGradient& how = {});
 

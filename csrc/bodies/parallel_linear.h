@@ -1,6 +1,7 @@
 // Split products with their collectives beside them.
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,20 +17,34 @@ namespace transformer_ops {
 c10::SymInt gathered_rows(const Checks& check, const Tensor& input, int64_t ranks);
 c10::SymInt scattered_rows(const Checks& check, const Tensor& input, int64_t ranks);
 
-// A run of the first dimension.
+// A run of the first dimension of what each rank has.
 struct Chunk {
   int64_t first, count;
 };
 // Those in which a collective of `rows` goes beside products: one at least, and no more than are
-// worth a product and a collective of their own.
-std::vector<Chunk> chunks_of(const Tensor& rows);
+// worth a product and a collective of their own. The first and the last are small, as the
+// collective of the one and the product of the other have nothing beside them.
+std::vector<Chunk> chunks_of(const Tensor& rows, const Ranks& ranks, int64_t least_rows);
+// A product has at least as many rows of all ranks: MKL takes longer for a row where there are
+// fewer, and adds in another order there, where the weight is not transposed.
+inline constexpr int64_t kLeastRows = 128, kLeastRowsOfGradient = 256;
+
+// The rows of a chunk among those of all ranks, rank by rank: [ranks, count, ...].
+Tensor rows_of_ranks(const Tensor& whole, const Ranks& ranks, const Chunk& chunk);
 
 // input W^T [+ b] into `output`, all contiguous.
 void parallel_product(const Tensor& input, const Tensor& weight, const Tensor& bias,
                       const Tensor& output);
+// grad_output W into `grad_input`, likewise.
+void parallel_input_gradient(const Tensor& grad_output, const Tensor& weight,
+                             const Tensor& grad_input);
 
-// grad_output W.
-Tensor parallel_input_gradient(const Tensor& grad_output, const Tensor& weight);
+// Gathers `input` in chunks, each beside `product(rows, into)` of the one before. `output` gets the
+// results of all ranks' rows, and `whole`, where it is defined, the rows.
+void gather_beside(const Checks& check, const Tensor& input, const Ranks& ranks, int64_t least_rows,
+                   Tensor whole, const Tensor& output,
+                   const std::function<void(const Tensor&, const Tensor&)>& product);
+
 // grad_output^T input into `grad_weight`, or added to it where the call says so; and the column
 // sums of grad_output into `grad_bias`, where that is defined.
 void parallel_weight_gradient(const Call& call, const Tensor& grad_output, const Tensor& input,
@@ -38,12 +53,12 @@ void parallel_weight_gradient(const Call& call, const Tensor& grad_output, const
 // Why a rule of a product (op k of the match) and its bias does not fire, or none.
 std::optional<std::string> different_bias_dtype(const Match& match, int product);
 
-// What differs between the backward rules of {a collective}{BasicLinear}[{Bias}]. Bodies get the
-// fields of Tensor grad_output, Tensor input, Tensor weight, int group_size, str group,
-// bool with_bias, and give grad_input, grad_weight and grad_bias.
+// What differs between the backward rules of a BasicLinear [and a Bias] with a collective before
+// them or behind. Bodies get the fields of Tensor grad_output, Tensor input, Tensor weight,
+// int group_size, str group, bool with_bias, and give grad_input, grad_weight and grad_bias.
 struct ParallelBackward {
   std::string name;
-  std::string collective;  // the kind of its op
+  std::vector<PatternOp> pattern;
   ShapeRule shape;
   Bodies bodies;
 };

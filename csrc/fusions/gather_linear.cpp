@@ -25,9 +25,11 @@ void backward(const Call& call, const Tensor& grad_output, const Tensor& input,
   const Ranks ranks{group_size, group};
   auto sizes = input.sizes().vec();
   sizes[0] *= group_size;
-  Tensor whole = empty(sizes, input.scalar_type(), input.device());
+  const auto made = [&] { return empty(sizes, input.scalar_type(), input.device()); };
+  Tensor whole = made();
   start_gather(call, input, ranks, whole);
-  const Tensor grad_whole = parallel_input_gradient(grad_output, weight);
+  const Tensor grad_whole = made();
+  parallel_input_gradient(grad_output, weight, grad_whole);
   finish(call, ranks, whole);
   start_scatter(call, grad_whole, ranks, grad_input);
   parallel_weight_gradient(call, grad_output, whole, grad_weight, with_bias ? grad_bias : Tensor());
@@ -46,7 +48,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
 
 [[maybe_unused]] const bool registered =
     register_fused_op(make_rule({.name = "gather_linear",
-                                 .collective = "AllGather",
+                                 .pattern = {{"AllGather"}, {"BasicLinear"}, optional_op({"Bias"})},
                                  .shape = shape,
                                  .bodies = {backward, backward, backward_unfused}}));
 

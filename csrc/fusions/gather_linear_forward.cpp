@@ -7,7 +7,6 @@
 #include "bodies/bias.h"
 #include "bodies/linear.h"
 #include "bodies/parallel_linear.h"
-#include "op/buffer.h"
 #include "op/op.h"
 
 namespace transformer_ops::fused::gather_linear_forward {
@@ -27,31 +26,9 @@ void forward(const Checks& check, const Tensor& input, const Tensor& weight,
              bool save_gathered, Tensor& output, Tensor& whole) {
   const Ranks ranks{group_size, group};
   const Tensor bias = or_undefined(bias_or_none);
-  const auto chunks = chunks_of(input);
-  const int64_t rows = input.size(0);
-  const auto start = [&](const Chunk& chunk) {
-    auto sizes = input.sizes().vec();
-    sizes[0] = group_size * chunk.count;
-    Tensor part = save_gathered && chunks.size() == 1
-                      ? whole
-                      : empty(sizes, input.scalar_type(), input.device());
-    start_gather(check, input.narrow(0, chunk.first, chunk.count), ranks, part);
-    return part;
-  };
-  Tensor next = start(chunks.front());
-  for (size_t k = 0; k < chunks.size(); ++k) {
-    const Tensor part = next;
-    finish(check, ranks, part);
-    if (k + 1 < chunks.size()) next = start(chunks[k + 1]);
-    const auto [first, count] = chunks[k];
-    for (int64_t rank = 0; rank < group_size; ++rank) {
-      const Tensor block = part.narrow(0, rank * count, count);
-      parallel_product(block, weight, bias, output.narrow(0, rank * rows + first, count));
-      if (save_gathered && chunks.size() > 1) {
-        whole.narrow(0, rank * rows + first, count).copy_(block);
-      }
-    }
-  }
+  gather_beside(
+      check, input, ranks, kLeastRows, save_gathered ? whole : Tensor(), output,
+      [&](const Tensor& rows, const Tensor& into) { parallel_product(rows, weight, bias, into); });
 }
 
 std::tuple<Tensor, Tensor> forward_unfused(const Checks& check, const Tensor& input,

@@ -25,21 +25,18 @@ void forward(const Checks& check, const Tensor& input, const Tensor& weight,
              Tensor& output) {
   const Ranks ranks{group_size, group};
   const Tensor bias = or_undefined(bias_or_none);
-  const int64_t rows = output.size(0);
   auto sizes = output.sizes().vec();
-  std::vector<Tensor> started;
-  for (const auto& [first, count] : chunks_of(output)) {
-    // The same rows of every rank, one after another.
-    sizes[0] = group_size * count;
-    const Tensor sums = empty(sizes, output.scalar_type(), output.device());
-    for (int64_t rank = 0; rank < group_size; ++rank) {
-      parallel_product(input.narrow(0, rank * rows + first, count), weight, bias,
-                       sums.narrow(0, rank * count, count));
-    }
-    started.push_back(output.narrow(0, first, count));
-    start_scatter(check, sums, ranks, started.back());
+  sizes[0] = input.size(0);
+  const Tensor sums = empty(sizes, output.scalar_type(), output.device());
+  for (const Chunk& chunk : chunks_of(output, ranks, kLeastRows)) {
+    const Tensor part = sums.narrow(0, group_size * chunk.first, group_size * chunk.count);
+    const Tensor rows = rows_of_ranks(input, ranks, chunk).flatten(0, 1);
+    parallel_product(rows.contiguous(), weight, bias, part);
+    Tensor into = output.narrow(0, chunk.first, chunk.count);
+    start_scatter(check, part, ranks, into);
   }
-  for (const Tensor& part : started) finish(check, ranks, part);
+  // Torch knows what has started by its memory, so one is all of them.
+  finish(check, ranks, output);
 }
 
 Tensor forward_unfused(const Checks& check, const Tensor& input, const Tensor& weight,

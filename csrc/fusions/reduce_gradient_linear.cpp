@@ -26,7 +26,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Call& call, const Tensor& grad
   const auto made = [&](at::IntArrayRef sizes) {
     return empty(sizes, grad_output.scalar_type(), grad_output.device());
   };
-  Tensor grad_input = parallel_input_gradient(grad_output, weight);
+  Tensor grad_input = made(input.sizes());
+  parallel_input_gradient(grad_output, weight, grad_input);
   start_reduce(call, ranks, grad_input);
   const Tensor& main_grad = call.main_grad().buffer;
   Tensor grad_weight = main_grad.defined() ? main_grad : made(weight.sizes());
@@ -47,7 +48,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
 
 [[maybe_unused]] const bool registered =
     register_fused_op(make_rule({.name = "reduce_gradient_linear",
-                                 .collective = "ReduceGradient",
+                                 .pattern = {{"ReduceGradient"}, {"BasicLinear"}, optional_op({"Bias"})},
                                  .shape = shape,
                                  .bodies = {backward, backward, backward_unfused}}));
 
