@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 PACKAGE = Path(__file__).parent.parent / "transformer_ops"
 
@@ -87,6 +90,21 @@ def test_a_module_loads_by_this_signature() -> None:
         "unexpected_keys",
         "error_msgs",
     ]
+
+
+def test_a_dtensor_keeps_its_local_tensor() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        local = torch.randn(2, 3)
+        parameter = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))
+        with torch.no_grad():
+            kept = parameter._local_tensor  # type: ignore[attr-defined]
+            assert type(kept) is Tensor
+            assert torch.equal(kept, local)
+            assert kept.data_ptr() == parameter.to_local().data_ptr()  # type: ignore[attr-defined]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")

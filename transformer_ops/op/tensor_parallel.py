@@ -154,6 +154,7 @@ def local_parameter(owner: Any, name: str, parameter: Any) -> Tensor:
 
     RuntimeError where the parameter is not placed as the owner is split.
     """
+    local: Tensor
     if is_compiling():
         _check_placements(owner, name, parameter)
     else:
@@ -162,16 +163,23 @@ def local_parameter(owner: Any, name: str, parameter: Any) -> Tensor:
         if checked.get(name) is not parameter.placements:
             _check_placements(owner, name, parameter)
             checked[name] = parameter.placements
+        if not torch.is_grad_enabled():
+            # to_local() would make another Parameter of it.
+            local = parameter._local_tensor
+            return local / parameter.device_mesh.size() if _is_shared(owner, name) else local
     if owner._has_partial_gradients:
         placements = _make_placements()
         # The first of the two has the sum over the ranks as its backward.
         whole = parameter.redistribute(placements=placements["whole"])
         part: Tensor = whole.to_local(grad_placements=placements["sums"])
         return part
-    local: Tensor = parameter.to_local()
-    if name == "bias" and getattr(owner, "tensor_parallel_mode", None) == "row":
-        return _Share.apply(local, parameter.device_mesh.size())
-    return local
+    local = parameter.to_local()
+    return _Share.apply(local, parameter.device_mesh.size()) if _is_shared(owner, name) else local
+
+
+def _is_shared(owner: Any, name: str) -> bool:
+    """Does each rank add its share of one bias?"""
+    return name == "bias" and getattr(owner, "tensor_parallel_mode", None) == "row"
 
 
 def _check_placements(owner: Any, name: str, parameter: Any) -> None:
