@@ -413,19 +413,7 @@ def test_no_rounded_tensor_is_kept() -> None:
         assert saved_bytes(module, x) <= kept + 12
 
 
-# ---- ops without scales, and arguments
-
-
-def test_ops_without_scales() -> None:
-    rule = "recipe must be one without delayed scales"
-    grouped = tops.GroupedLinear(2, 8, 8, bias=False)
-    splits = torch.tensor([2, 2])
-    with tops.autocast(recipe=SHORT):
-        with pytest.raises(RuntimeError, match=r"\[Quantize\] " + rule):
-            tops.Quantize()(torch.randn(4, 8))
-        with pytest.raises(RuntimeError, match=r"\[GroupedLinear\] " + rule):
-            grouped(torch.randn(4, 8), splits)
-        tops.Quantize(forward=False)(torch.randn(4, 8))
+# ---- arguments
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,43 @@ def test_the_text_of_a_plan_with_groups() -> None:
     assert str(tops.Plan.parse(text)) == text
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turned_groups(dtype: torch.dtype) -> None:
+    """Under a Hadamard transform, too: no 16 rows that are turned are of two groups."""
+    recipe = tops.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True)
+    op = tops.GroupedLinear(4, 72, 50, bias=False, single_grouped_weight=True).to(dtype)
+    x, grad = torch.randn(ROWS, 72).to(dtype), torch.randn(ROWS, 50).to(dtype)
+    fuser = tops.OperationFuser([op])
+    with tops.autocast(recipe=recipe):
+        y = fuser(x.requires_grad_(), SIZES)
+    y.backward(grad)
+    assert str(fuser.plan()).count("hadamard_columns_groups(") == 2
+    for group, rows in enumerate(groups_of(x)):
+        if len(rows) == 0:
+            continue
+        one = tops.BasicLinear(72, 50).to(dtype)
+        one.weight.data.copy_(op.weight[group])
+        leaf = rows.detach().requires_grad_()
+        with tops.autocast(recipe=recipe):
+            meant = one(leaf)
+        meant.backward(groups_of(grad)[group])
+        found = (groups_of(y)[group], groups_of(x.grad)[group], op.weight.grad[group])
+        for a, b in zip(found, (meant, leaf.grad, one.weight.grad), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_groups_rounded_at_random() -> None:
+    run = torch.ops.transformer_ops.quantize_dequantize_groups_stochastic
+    x = torch.randn(ROWS, 72)
+    draws = torch.stack([run(x, SIZES, "mx e4m3", "float32") for _ in range(300)])
+    nearest = torch.ops.transformer_ops.quantize_dequantize_groups(x, SIZES, "mx e4m3", "float32")
+    assert not draws[:, -4:].any()
+    error, own = (draws.mean(0) - x)[:-4], (nearest - x)[:-4]
+    assert error.norm() < 0.2 * own.norm()
+    with pytest.raises(RuntimeError, match="format must be floating, got 'int8 1x32'"):
+        run(x, SIZES, "int8 1x32", "float32")
+
+
 def test_bad_arguments_of_the_rounding() -> None:
     run = torch.ops.transformer_ops.quantize_dequantize_groups
     x = torch.randn(4, 6)

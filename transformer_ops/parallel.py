@@ -29,6 +29,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .op.scales import has_scales
 from .ops.basic_linear import BasicLinear
 from .ops.dispatch import Dispatch
 from .ops.grouped_linear import GroupedLinear
@@ -167,6 +168,11 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(
                 f"[{op}] parameters must be one weight and at most one bias, not shared yet "
                 f"(single_grouped_weight=True, single_grouped_bias=True), got {sorted(names)}"
+            )
+        if has_scales(module):
+            raise ValueError(
+                f"[{op}] scales of delayed scaling must not be there, which ranks that share "
+                "experts do not keep; tops.quantization.reset_scales(model) drops them"
             )
         _distribute(module, device_mesh, dict.fromkeys(names, ROWS), self.src_data_rank)
         module.num_groups = experts // ranks

@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
@@ -47,6 +48,21 @@ void check_splits(const Checks& check, const Tensor& splits, const c10::SymInt& 
               "] splits must hold integers, got ", splits.scalar_type());
   TORCH_CHECK(splits.dim() == 1 && splits.sym_size(0) == groups, "[", check.op(),
               "] splits must have shape [", groups, "], got ", splits.sym_sizes());
+}
+
+void check_rounded_groups(const Checks& check, const Tensor& input, const Tensor* splits) {
+  check.compute_dtype("input", input);
+  check.has_rows("input", input);
+  TORCH_CHECK(splits != nullptr || input.dim() == 3, "[", check.op(),
+              "] input must have 3 dimensions where there are no splits, got shape ",
+              input.sym_sizes());
+  if (splits != nullptr) check_splits(check, *splits, splits->dim() > 0 ? splits->sym_size(0) : 0);
+}
+
+Groups rounded_groups(const Checks& check, const Tensor& input, const Tensor* splits) {
+  if (splits != nullptr) return Groups(check, splits->cpu(), as_matrix(input).size(0));
+  const auto count = at::full({input.size(0)}, input.size(1), at::kLong);
+  return Groups(check, count, input.size(0) * input.size(1));
 }
 
 TensorSpec grouped_linear_output(const Checks& check, const Tensor& input, const Tensor& splits,

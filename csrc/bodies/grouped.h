@@ -31,6 +31,11 @@ class Groups {
 // Raises unless `splits` holds an integer for each of `groups`.
 void check_splits(const Checks& check, const Tensor& splits, const c10::SymInt& groups);
 
+// The matrices that are rounded each on its own, as groups of rows: those of `splits`, or without
+// them those of a tensor of three dimensions.
+void check_rounded_groups(const Checks& check, const Tensor& input, const Tensor* splits);
+Groups rounded_groups(const Checks& check, const Tensor& input, const Tensor* splits);
+
 // Arguments of GroupedLinear. `weight` is [groups, out, in], `bias` [groups, out], and `scales`
 // has a number for each row that the bias is multiplied by.
 TensorSpec grouped_linear_output(const Checks& check, const Tensor& input, const Tensor& splits,

@@ -17,8 +17,11 @@ constexpr const char* kDecodeSaved = "decode_saved";
 constexpr const char* kRound = "quantize_dequantize";
 constexpr const char* kRoundGroups = "quantize_dequantize_groups";
 constexpr const char* kRoundScaled = "quantize_dequantize_scaled";
+constexpr const char* kRoundGroupsScaled = "quantize_dequantize_groups_scaled";
 constexpr const char* kRoundStochastic = "quantize_dequantize_stochastic";
+constexpr const char* kRoundGroupsStochastic = "quantize_dequantize_groups_stochastic";
 constexpr const char* kTransform = "hadamard_columns";
+constexpr const char* kTransformGroups = "hadamard_columns_groups";
 
 // The first quantized op of a step; -1 where there is none.
 int quantized_op(const Analysis& analysis, const Step& step) {
@@ -43,12 +46,6 @@ bool is_decoding(const Instruction& instruction) {
   return instruction.target == kDecode || instruction.target == kDecodeSaved;
 }
 
-// Scales from call to call are states of products of one weight alone.
-void refuse_delayed(const OpDeclaration& row, const OperandFormats& formats) {
-  check(!formats.is_delayed(), "[", row.kind, "] recipe must be one without delayed scales, which ",
-        "this op does not keep, got ", to_text(Recipe{.all = formats}));
-}
-
 bool is_product(const OpDeclaration& row) { return !row.forward_schema.empty(); }
 
 class Quantize {
@@ -58,19 +55,20 @@ class Quantize {
         records_(analysis.key().grad_enabled),
         row_(row_of(analysis, op)),
         attributes_(analysis.ops()[op].attributes),
-        dtype_(analysis.operand_dtype(op)),
+        dtype_(is_product(row_) ? analysis.operand_dtype(op) : analysis.compute_dtype(op)),
         compute_(analysis.compute_dtype(op)),
         op_(op),
         step_(step) {}
 
   // ---- ops that are no product
 
-  // What the step hands on is rounded on the way.
-  void round_main(const char* rounds, const std::string& format, const char* target) {
-    if (!std::get<bool>(attributes_.at(rounds)) || format.empty()) return;
+  // What the step hands on is rounded on the way, as an operand of that name.
+  void round_main(const std::string& operand) {
+    const std::string& format = formats_.format(operand);
+    if (!std::get<bool>(attributes_.at("rounds_" + operand)) || format.empty()) return;
     for (Instruction& call : step_.instructions) {
       if (!call.target.empty()) continue;
-      call = rounding(call.arguments[0], format, compute_, call.results[0], target);
+      call = rounding_of(operand, call.arguments[0], format, call.results[0], /*is_saved=*/false);
     }
   }
 
@@ -180,19 +178,23 @@ class Quantize {
             .results = {to}};
   }
 
-  // Of an operand. Those of groups are rounded group by group: the weights are a matrix each.
+  // Of an operand. Those of groups are rounded group by group.
   Instruction rounding_of(const std::string& operand, const Argument& from,
                           const std::string& format, const Value& to, bool is_saved) const {
     if (formats_.is_delayed()) return scaled_rounding(operand, from, format, to, is_saved);
     std::string target = splits_ ? kRoundGroups : kRound;
     if (is_saved) target += "_saved";
-    if (formats_.is_stochastic && operand == "grad_output") target = kRoundStochastic;
-    Instruction call = rounding(from, format, dtype_, to, target);
-    if (splits_) {
-      const Argument rows = operand == "weight" ? Argument(None{}) : *splits_;
-      call.arguments.insert(call.arguments.begin() + 1, rows);
+    if (formats_.is_stochastic && operand == "grad_output") {
+      target = splits_ ? kRoundGroupsStochastic : kRoundStochastic;
     }
+    Instruction call = rounding(from, format, dtype_, to, target);
+    if (splits_) call.arguments.insert(call.arguments.begin() + 1, rows_of(operand));
     return call;
+  }
+
+  // Of the groups of an operand; the weights are a matrix each.
+  Argument rows_of(const std::string& operand) const {
+    return operand == "weight" ? Argument(None{}) : *splits_;
   }
 
   Instruction scaled_rounding(const std::string& operand, const Argument& from,
@@ -200,10 +202,11 @@ class Quantize {
     const bool is_gradient = operand == "grad_output";
     const int64_t place = is_gradient ? 2 : operand == "weight" ? 1 : 0;
     const Value scale{Kind::State, op_, kScaleStates[0]};
-    Instruction call{
-        .target = kRoundScaled,
-        .arguments = {from, scale, Attribute(place), Attribute(format), Attribute(to_text(dtype_))},
-        .results = {to}};
+    Instruction call{.target = splits_ ? kRoundGroupsScaled : kRoundScaled,
+                     .arguments = {from, scale, Attribute(place)},
+                     .results = {to}};
+    if (splits_) call.arguments.push_back(rows_of(operand));
+    call.arguments.insert(call.arguments.end(), {Attribute(format), Attribute(to_text(dtype_))});
     if (is_saved) {
       call.target += "_saved";
     } else if (records_) {
@@ -228,6 +231,10 @@ class Quantize {
                std::vector<Instruction>& code) const {
     const Value to = temporary("turned_" + operand);
     code.push_back({.target = kTransform, .arguments = {gradient(), from}, .results = {to}});
+    if (splits_) {
+      code.back().target = kTransformGroups;
+      code.back().arguments.push_back(*splits_);
+    }
     return to;
   }
 
@@ -312,7 +319,7 @@ class Quantize {
   const bool records_;  // largest magnitudes, for the scales of later calls
   const OpDeclaration& row_;
   const Attributes& attributes_;
-  DType dtype_;    // in which operands are exact
+  DType dtype_;    // in which operands of a product are exact
   DType compute_;  // of the op without a recipe
   int op_;
   Step& step_;
@@ -359,18 +366,10 @@ void quantize_forward(const Analysis& analysis, Step& step) {
     check(analysis.key().device != Device::Cuda, "[", row.kind, "] recipe must be exact on CUDA, ",
           "where the host does not know which rows are of one group, got ",
           to_text(Recipe{.all = formats}));
-    refuse_delayed(row, formats);
-    check(!formats.transforms && !formats.is_stochastic, "[", row.kind,
-          "] recipe must round groups to the nearest and turn none, got ",
-          to_text(Recipe{.all = formats}));
   }
   Quantize quantize(analysis, step, op);
   if (is_product(row)) return quantize.forward();
-  const auto rounds = [&](const char* flag) {
-    return std::get<bool>(analysis.ops()[op].attributes.at(flag));
-  };
-  if (rounds("rounds_input") || rounds("rounds_grad_output")) refuse_delayed(row, formats);
-  quantize.round_main("rounds_input", formats.input, kRound);
+  quantize.round_main("input");
 }
 
 void quantize_backward(const Analysis& analysis, Step& step) {
@@ -378,9 +377,7 @@ void quantize_backward(const Analysis& analysis, Step& step) {
   if (op < 0 || step.skipped || step.instructions.empty()) return;
   Quantize quantize(analysis, step, op);
   if (is_product(row_of(analysis, op))) return quantize.backward();
-  const OperandFormats& formats = analysis.key().recipe->of(op);
-  quantize.round_main("rounds_grad_output", formats.grad_output,
-                      formats.is_stochastic ? kRoundStochastic : kRound);
+  quantize.round_main("grad_output");
 }
 
 void list_states(Plan& plan) {

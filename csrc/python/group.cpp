@@ -152,6 +152,7 @@ Group::Group(const py::list& ops, const py::list& places, const py::list& module
     absent_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
   }
   for (const auto& module : modules) {
+    owners_.push_back(module.attr("_parameter_owner"));
     // A class may compute the flag.
     const bool is_computed = py::hasattr(py::type::of(module), "training");
     modules_.push_back(is_computed ? py::reinterpret_borrow<py::object>(module)
@@ -171,7 +172,6 @@ std::vector<OpNode> Group::take_ops(const py::list& ops, const py::list& places)
   for (size_t i = 0; i < ops.size(); ++i) {
     OpNode op = node_from(ops[i]);
     const auto rows = py::cast<py::list>(places[i]);
-    first_place_.push_back(places_.size());
     for (const auto& row : rows) {
       const auto pair = py::cast<py::tuple>(row);
       if (py::isinstance<py::int_>(pair[1])) {
@@ -267,7 +267,7 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* param
 void Group::add_states(const Plan& plan, Tensors& tensors) const {
   static PyObject* const buffers = PyUnicode_InternFromString("_buffers");
   for (const Value& state : plan.states) {
-    const py::object& owner = places_[first_place_[state.op]].owner;
+    const py::object& owner = owners_[state.op];
     const auto dict = py::reinterpret_steal<py::object>(PyObject_GetAttr(owner.ptr(), buffers));
     if (!dict) throw py::error_already_set();
     PyObject* const found = PyDict_GetItemString(dict.ptr(), state.name.c_str());
@@ -353,7 +353,7 @@ UserMatcher Group::match(CachedPlan& plan, const Fusion& fusion,
   return user;
 }
 
-void Group::finish(const SharedPlan& plan) {
+void Group::finish(const SharedPlan& plan, Device device) {
   const auto entry = std::static_pointer_cast<PlanEntry>(plan);
   entry->handle = std::make_shared<ProgramHandle>(entry->program);
   entry->needs_host = entry->program->has_host_steps || entry->program->accumulates;
@@ -361,7 +361,8 @@ void Group::finish(const SharedPlan& plan) {
   std::set<int> with_states;
   for (const Value& state : entry->plan.states) with_states.insert(state.op);
   for (const int op : with_states) {
-    entry->session.attr("make_states")(op, to_text(Recipe{.all = entry->plan.recipe->of(op)}));
+    const std::string recipe = to_text(Recipe{.all = entry->plan.recipe->of(op)});
+    entry->session.attr("make_states")(op, recipe, device == Device::Cuda ? "cuda" : "cpu");
   }
 }
 

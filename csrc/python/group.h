@@ -89,7 +89,7 @@ class Group : private PlanHost {
                                  const std::vector<StepGroup>& groups) override;
   UserMatcher match(CachedPlan& plan, const Fusion& fusion,
                     const std::vector<StepGroup>& groups) override;
-  void finish(const SharedPlan& plan) override;
+  void finish(const SharedPlan& plan, Device device) override;
 
   // The ops as nodes; notes where their parameters are.
   std::vector<OpNode> take_ops(const py::list& ops, const py::list& places);
@@ -100,11 +100,11 @@ class Group : private PlanHost {
   void write_key(const Gathered& call);
   void plan_into_last(const PlanKey& key);
 
-  // The states of a plan, from the modules that own the parameters of their ops.
+  // The states of a plan, from the modules that own those of their ops.
   void add_states(const Plan& plan, Tensors& tensors) const;
 
   std::vector<ParameterPlace> places_;
-  std::vector<size_t> first_place_;  // of each op
+  std::vector<py::object> owners_;  // of each op's parameters and states
   Pipeline pipeline_;
   std::vector<ParameterPlace> absent_;
   std::vector<py::object> modules_;

@@ -176,7 +176,7 @@ SharedPlan Pipeline::make(const PlanKey& key) const {
   made->version = version;
   made->generation = generation;
   made->program = share(compile(made->plan));
-  if (host_) host_->finish(made);
+  if (host_) host_->finish(made, key.device);
   return made;
 }
 

@@ -42,7 +42,7 @@ class PlanHost {
   // Says of a user's pattern what it takes.
   virtual UserMatcher match(CachedPlan& plan, const Fusion& fusion,
                             const std::vector<StepGroup>& groups) = 0;
-  virtual void finish(const SharedPlan& plan) = 0;
+  virtual void finish(const SharedPlan& plan, Device device) = 0;
 };
 
 // Plans at the first call for each key, and keeps the plans. May be called from several threads.

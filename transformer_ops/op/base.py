@@ -417,8 +417,9 @@ class BasicOperation(ChannelMixin, FusibleOperation):
     def get_quantizer(self, mode: str, i: int) -> Quantizer | None:
         """What quantizes a tensor of this op under the recipe of the region around, or else of the
         last region that this thread entered: i = 0 is the input in mode "forward", the output
-        gradient in mode "backward"; i = 1 is the weight. None where a recipe takes the tensor as it
-        is, or there was no recipe.
+        gradient in mode "backward"; i = 1 is the weight. Of a grouped product i = 2 g and 2 g + 1
+        are input and weight of group g, and i = g its output gradient. None where a recipe takes
+        the tensor as it is, or there was no recipe.
 
         ValueError for another mode.
         """

@@ -1,13 +1,15 @@
-"""What delayed scaling keeps with the weight of a product: scales, and what they are made of.
+"""What delayed scaling keeps with an op: scales, and what they are made of.
 
-All are buffers of the module that owns the weight, with a place each for input, weight and output
-gradient:
+All are buffers of the module that owns the op's weight, with a place each for input, weight and
+output gradient:
 
     fp8_scale          [3]     by which a tensor is multiplied before it is rounded
     fp8_amax           [3]     the largest magnitudes that forward has met since; -1 for none
     fp8_grad_amax      [3]     the same of backward
     fp8_amax_history   [n, 3]  those of earlier regions, the latest one first
     fp8_largest        [3]     the largest number of each format
+
+Of a `GroupedLinear` all but the last have one more dimension, of groups.
 """
 
 from __future__ import annotations
@@ -54,13 +56,19 @@ def register_scales(owner: nn.Module) -> None:
             _owners[owner._number] = owner  # type: ignore[index]
 
 
-def make_scales(owner: nn.Module, key: str) -> None:
-    """Buffers for recipes of this key, all scales 1, where there are none. RuntimeError where
-    there are some for another key."""
+def make_scales(owner: nn.Module, key: str, device: torch.device | str = "cpu") -> None:
+    """Buffers for recipes of this key, all scales 1, where there are none: on the device of the
+    parameters, or on `device` where there are no parameters. RuntimeError where there are some for
+    another key, and for experts that ranks share."""
+    if getattr(owner, "_are_experts_shared", False):
+        raise RuntimeError(
+            f"[{type(owner).__name__}] recipe must be one without delayed scales where ranks share "
+            f"the experts, got '{key}': a checkpoint would keep the scales of one rank alone"
+        )
     if not has_scales(owner):
         *formats, length = key.split(", ")
-        device = next(iter(owner._parameters.values())).device  # type: ignore[union-attr]
-        _add(owner, key, formats, int(length.removeprefix("delayed ")), device)
+        known = [p.device for p in owner._parameters.values() if p is not None]
+        _add(owner, key, formats, int(length.removeprefix("delayed ")), [*known, device][0])
     elif key_of(owner) != key:
         raise RuntimeError(
             f"[{type(owner).__name__}] scales must be for the recipe '{key}', got those for "
@@ -68,20 +76,30 @@ def make_scales(owner: nn.Module, key: str) -> None:
         )
 
 
-def _add(owner: nn.Module, key: str, formats: list[str], length: int, device: torch.device) -> None:
+def _add(
+    owner: nn.Module, key: str, formats: list[str], length: int, device: torch.device | str
+) -> None:
+    shape = _shape(owner)
+
     def filled(value: float, *shape: int) -> Tensor:
         return torch.full(shape, value, dtype=torch.float32, device=device)
 
     # No inference tensors: later calls write to them.
     with torch.inference_mode(False), torch.no_grad():
-        owner.register_buffer("fp8_scale", filled(1, 3))
-        owner.register_buffer("fp8_amax", filled(-1, 3))
-        owner.register_buffer("fp8_grad_amax", filled(-1, 3))
-        owner.register_buffer("fp8_amax_history", filled(0, length, 3))
+        owner.register_buffer("fp8_scale", filled(1, *shape))
+        owner.register_buffer("fp8_amax", filled(-1, *shape))
+        owner.register_buffer("fp8_grad_amax", filled(-1, *shape))
+        owner.register_buffer("fp8_amax_history", filled(0, length, *shape))
         largest = torch.tensor([_LARGEST[format] for format in formats], dtype=torch.float32)
         owner.register_buffer("fp8_largest", largest.to(device))
     owner.__dict__["_scales_key"] = key
     register_scales(owner)
+
+
+def _shape(owner: nn.Module) -> tuple[int, ...]:
+    """Of the scales."""
+    groups: int | None = getattr(owner, "num_groups", None)
+    return (3,) if groups is None else (3, groups)
 
 
 def drop_scales(owner: nn.Module) -> None:
@@ -119,7 +137,7 @@ def scale_errors(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -
     if len(found) < len(NAMES):
         missing = ", ".join(prefix + name for name in NAMES if name not in found)
         return [f"{what} must be loaded together, got none of {missing}"]
-    key = _key_in(state_dict, prefix)
+    key = _key_in(owner, state_dict, prefix)
     if key is None:
         return [f"{what} must be {', '.join(NAMES)} of one module, got tensors that do not fit"]
     if has_scales(owner) and key_of(owner) != key:
@@ -130,12 +148,13 @@ def scale_errors(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -
     return []
 
 
-def _key_in(state_dict: Mapping[str, Any], prefix: str) -> str | None:
-    """Of complete buffers, None where they do not fit together."""
+def _key_in(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+    """Of complete buffers, None where they do not fit together, or the module."""
     *rows, history, largest = (state_dict[prefix + name] for name in NAMES)
-    if history.dim() != 2 or history.size(0) == 0 or history.size(1) != 3:
+    shape = _shape(owner)
+    if history.dim() == 0 or len(history) == 0 or tuple(history.shape[1:]) != shape:
         return None
-    if any(tuple(row.shape) != (3,) for row in (*rows, largest)):
+    if any(tuple(row.shape) != shape for row in rows) or tuple(largest.shape) != (3,):
         return None
     names = {number: name for name, number in _LARGEST.items()}
     formats = [names.get(number) for number in largest.tolist()]
@@ -147,7 +166,7 @@ def _key_in(state_dict: Mapping[str, Any], prefix: str) -> str | None:
 def make_room(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
     """Buffers for those of a state dict without errors, where the module has none."""
     if prefix + "fp8_scale" in state_dict and not has_scales(owner):
-        key = _key_in(state_dict, prefix)
+        key = _key_in(owner, state_dict, prefix)
         assert key is not None
         make_scales(owner, key)
 

@@ -66,6 +66,7 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     }
 
     _takes_buffers: ClassVar[bool] = True
+    _takes_scales: ClassVar[bool] = True
 
     num_groups: int
     in_features: int

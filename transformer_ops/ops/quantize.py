@@ -22,6 +22,7 @@ class Quantize(BasicOperation, kind="Quantize"):
     ValueError unless both are bools.
     """
 
+    _takes_scales: ClassVar[bool] = True
     _checks: ClassVar[Mapping[str, Check]] = {
         "rounds_input": check_bool,
         "rounds_grad_output": check_bool,

@@ -13,6 +13,7 @@ from ..quantizers import Float8Quantizer, Quantizer, quantizer_for
 from ..recipe import CustomRecipe, DelayedScaling, Recipe
 from .region import STATE
 
+_PLACES = ("input", "weight", "grad_output")
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
@@ -23,19 +24,21 @@ def quantizer_of(op: Any, mode: str, i: int) -> Quantizer | None:
     roles = _roles(op, mode)
     if recipe is None or i not in range(len(roles)):
         return None
-    place = ("input", "weight", "grad_output").index(roles[i])
+    place = _PLACES.index(roles[i])
     if isinstance(recipe, DelayedScaling):
-        return _delayed(recipe, op, place)
+        group = i // (2 if mode == "forward" else 1)
+        return _delayed(recipe, op, place, group)
     return quantizer_for(_formats(recipe, op)[place])
 
 
 def _roles(op: Any, mode: str) -> list[str]:
-    """What a recipe may quantize of the op."""
+    """What a recipe may quantize of the op; of a grouped one, group by group."""
     if op.is_python or op._kind is None:
         return []
     operands: list[str] = list(_C.declaration(op._kind)["operands"])
     if "weight" in operands:
-        return operands if mode == "forward" else ["grad_output"]
+        of_one = operands if mode == "forward" else ["grad_output"]
+        return of_one * getattr(op, "num_groups", 1)
     name = "input" if mode == "forward" else "grad_output"
     return [name] if operands and getattr(op, f"rounds_{name}") else []
 
@@ -47,14 +50,17 @@ def _formats(recipe: Recipe, op: Any) -> tuple[str, ...]:
     return recipe.operands
 
 
-def _delayed(recipe: DelayedScaling, op: Any, place: int) -> Quantizer | None:
+def _delayed(recipe: DelayedScaling, op: Any, place: int, group: int) -> Quantizer | None:
     if not op._takes_scales:
         return None
     dtype, owner = _DTYPES[recipe.operands[place]], op._parameter_owner
     if not has_scales(owner) or key_of(owner) != recipe.key:
         return Float8Quantizer(torch.ones(()), torch.zeros(()), dtype)
-    amax = owner.fp8_grad_amax if place == 2 else owner.fp8_amax
-    return Float8Quantizer(owner.fp8_scale[place], amax[place], dtype)
+    amax = (owner.fp8_grad_amax if place == 2 else owner.fp8_amax)[place]
+    scale = owner.fp8_scale[place]
+    if scale.dim():
+        scale, amax = scale[group], amax[group]
+    return Float8Quantizer(scale, amax, dtype)
 
 
 quantizers_by(quantizer_of)

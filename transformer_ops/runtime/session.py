@@ -24,9 +24,10 @@ class Session(PlanningSession):
             self.plan = Plan(entry.text, entry.data, entry.near_misses, self.python_ops)
         return self.plan
 
-    def make_states(self, op: int, recipe: str) -> None:
-        """What a recipe keeps with the parameters of an op, where it is not there yet."""
-        make_scales(self.basic_ops[op]._parameter_owner, recipe)
+    def make_states(self, op: int, recipe: str, device: str) -> None:
+        """What a recipe keeps with the parameters of an op, where it is not there yet; for calls on
+        devices of that type."""
+        make_scales(self.basic_ops[op]._parameter_owner, recipe, device)
 
     def make_host(self, entry: Any) -> HostPlan:
         """For a plan with Python steps."""

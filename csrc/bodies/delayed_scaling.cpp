@@ -1,0 +1,18 @@
+#include "bodies/delayed_scaling.h"
+
+namespace transformer_ops::delayed_scaling {
+
+void check_place(const char* op, int64_t place) {
+  TORCH_CHECK(place >= 0 && place < kPlaces, "[", op, "] place must be 0, 1 or 2, got ", place);
+}
+
+bool is_larger(float a, float b) { return a > b || (a != a && b == b); }
+
+void take_larger(std::atomic_ref<float> best, float found) {
+  float known = best.load(std::memory_order_relaxed);
+  while (is_larger(found, known) &&
+         !best.compare_exchange_weak(known, found, std::memory_order_relaxed)) {
+  }
+}
+
+}  // namespace transformer_ops::delayed_scaling

@@ -1,0 +1,24 @@
+// Delayed scaling: tensors rounded by a scale that is known before them, because it comes from the
+// largest magnitudes of earlier ones. Whoever calls keeps these in buffers of its own, [3] or, of
+// ops that work on groups, [3, groups]:
+//
+//   scale   of input, weight and output gradient
+//   amax    the largest magnitude of each since the scales were made; -1 where there was none
+#pragma once
+
+#include <atomic>
+
+#include "op/typed_op.h"
+
+namespace transformer_ops::delayed_scaling {
+
+inline constexpr int64_t kPlaces = 3;
+inline constexpr float kNothing = -1.0f;
+
+void check_place(const char* op, int64_t place);
+
+// NaN is larger than all numbers.
+bool is_larger(float a, float b);
+void take_larger(std::atomic_ref<float> best, float found);
+
+}  // namespace transformer_ops::delayed_scaling

@@ -1,0 +1,114 @@
+#include "bodies/rounding.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/tensor.h>
+
+#include <bit>
+
+#include "kernels/encoding.h"
+#include "kernels/quantize.h"
+
+namespace transformer_ops {
+namespace {
+
+using kernel::Format;
+
+constexpr int64_t kTurned = 16;
+// Of TransformerEngine's recipe; which rows are negated first is arbitrary, but the same for both
+// operands.
+constexpr float kSigns[kTurned] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
+
+// Sylvester's matrix, [i, j] = (-1)^(ones that i and j share), with signs, orthonormal.
+Tensor hadamard(const Tensor& like) {
+  std::vector<float> numbers;
+  for (int64_t i = 0; i < kTurned; ++i) {
+    for (int64_t j = 0; j < kTurned; ++j) {
+      const bool is_odd = std::popcount(static_cast<uint64_t>(i & j)) % 2 == 1;
+      numbers.push_back(kSigns[j] * (is_odd ? -0.25f : 0.25f));
+    }
+  }
+  return at::tensor(numbers, at::kFloat).view({kTurned, kTurned}).to(like.options());
+}
+
+}  // namespace
+
+float largest_cpu(const Tensor& x) {
+  const auto dtype = kernel_dtype(x);
+  const auto larger = [](float a, float b) {
+    return encoding::bits_of(a) > encoding::bits_of(b) ? a : b;
+  };
+  return at::parallel_reduce(
+      0, x.numel(), 65536, 0.0f,
+      [&](int64_t begin, int64_t end, float best) {
+        const char* const from = bytes_at(x, begin * static_cast<int64_t>(x.element_size()));
+        return larger(best, cpu::largest(dtype, from, end - begin));
+      },
+      larger);
+}
+
+// Codes and scales of a few rows at a time, which stay in the cache.
+void round_to_format_cpu(const Format& format, const Tensor& x, const Tensor& output) {
+  const FlatRows shape(x.sizes());
+  const auto from = kernel_dtype(x), to = kernel_dtype(output);
+  const auto size = static_cast<int64_t>(x.element_size());
+  const auto output_size = static_cast<int64_t>(output.element_size());
+  float tensor_scale = 1.0f;
+  if (format.per_tensor() || format.has_tensor_scale()) {
+    tensor_scale = encoding::tensor_scale(format, largest_cpu(x));
+  }
+  const auto run = [&](int64_t element, int64_t rows, int64_t h, std::vector<char>& codes,
+                       std::vector<float>& scales) {
+    cpu::quantize(format, from, bytes_at(x, element * size), tensor_scale, codes.data(),
+                  scales.data(), rows, h);
+    cpu::dequantize(format, to, codes.data(), scales.data(), 1.0f / tensor_scale,
+                    bytes_at(output, element * output_size), rows, h);
+  };
+  if (format.per_tensor()) {
+    constexpr int64_t kPiece = 4096;
+    cpu::parallel(x.numel(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
+      std::vector<char> codes(kPiece);
+      std::vector<float> scales(1);
+      for (int64_t i = begin; i < end; i += kPiece) {
+        run(i, 1, std::min(kPiece, end - i), codes, scales);
+      }
+    });
+    return;
+  }
+  const int64_t rows_at_once = std::max<int64_t>(format.block_rows, 16);
+  for_blocks(format, shape, [&](int64_t first, int64_t rows, int64_t) {
+    std::vector<char> codes(rows_at_once * row_bytes(format, shape.h));
+    // Of at least one byte each.
+    std::vector<float> scales(rows_at_once * shape.h);
+    for (int64_t row = 0; row < rows; row += rows_at_once) {
+      run((first + row) * shape.h, std::min(rows_at_once, rows - row), shape.h, codes, scales);
+    }
+  });
+}
+
+Tensor round_to_format_unfused(const Format& format, const Tensor& x, at::ScalarType dtype) {
+  const auto [codes, scale] = quantize_unfused(format, x);
+  return dequantize_unfused(format, codes, scale, x.sym_sizes(), dtype);
+}
+
+Tensor round_stochastically(const Checks& check, std::string_view format_name, const Tensor& x,
+                            at::ScalarType dtype) {
+  const Format& format = format_of(check, format_name);
+  TORCH_CHECK(format.element != kernel::Element::Int8, "[", check.op(),
+              "] format must be floating, got '", format_name, "'");
+  const auto [codes, scale] = quantize_unfused(format, x, /*stochastic=*/true);
+  return dequantize_unfused(format, codes, scale, x.sym_sizes(), dtype);
+}
+
+Tensor turn_columns(const Tensor& input) {
+  const Tensor x = to_accumulate(input);
+  const c10::SymInt h = x.dim() == 0 ? c10::SymInt(1) : x.sym_size(-1);
+  const Tensor rows = x.reshape_symint({-1, h});
+  const c10::SymInt whole = rows.sym_size(0) / kTurned * kTurned;
+  const Tensor blocks = rows.slice_symint(0, 0, whole).reshape_symint({-1, kTurned, h});
+  const Tensor turned = at::matmul(hadamard(x), blocks).reshape_symint({whole, h});
+  return at::cat({turned, rows.slice_symint(0, whole)}).reshape_symint(x.sym_sizes());
+}
+
+}  // namespace transformer_ops

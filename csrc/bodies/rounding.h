@@ -1,0 +1,45 @@
+// Rounding to the numbers of a format: what the ops that do it share.
+#pragma once
+
+#include <algorithm>
+
+#include "bodies/cpu.h"
+#include "bodies/quantized.h"
+
+namespace transformer_ops {
+
+inline int64_t row_bytes(const kernel::Format& format, int64_t h) {
+  return (h * format.bits + 7) / 8;
+}
+
+inline char* bytes_at(const Tensor& tensor, int64_t bytes) {
+  return static_cast<char*>(const_cast<void*>(tensor.const_data_ptr())) + bytes;
+}
+
+// f(first row, rows, first block) of whole blocks, on several threads.
+template <typename Function>
+void for_blocks(const kernel::Format& format, const FlatRows& shape, const Function& function) {
+  const int64_t bands = (shape.rows + format.block_rows - 1) / format.block_rows;
+  const int64_t across = (shape.h + format.block_columns - 1) / format.block_columns;
+  cpu::parallel(bands, format.block_rows * shape.h, 1, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * format.block_rows;
+    const int64_t last = std::min(end * format.block_rows, shape.rows);
+    function(first, last - first, begin * across);
+  });
+}
+
+// The largest magnitude; NaN is larger than all numbers.
+float largest_cpu(const Tensor& x);
+
+void round_to_format_cpu(const kernel::Format& format, const Tensor& x, const Tensor& output);
+Tensor round_to_format_unfused(const kernel::Format& format, const Tensor& x, at::ScalarType dtype);
+// Up or down at random, so that the mean is the number itself. Raises for a format of integers.
+Tensor round_stochastically(const Checks& check, std::string_view format, const Tensor& x,
+                            at::ScalarType dtype);
+
+// Each 16 rows of a matrix turned into 16 sums and differences of them, which are orthonormal: a
+// product that sums over the rows of two such tensors stays as it is. The rows that are left stay,
+// too. In float32, of doubles in float64.
+Tensor turn_columns(const Tensor& input);
+
+}  // namespace transformer_ops

@@ -1,0 +1,128 @@
+// quantize_dequantize and hadamard_columns of the operands of grouped products, where each group is
+// a tensor of its own, so that no block and no scale is of two.
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
+
+#include "bodies/grouped.h"
+#include "bodies/linear.h"
+#include "bodies/product.h"
+#include "bodies/rounding.h"
+#include "op/op.h"
+
+namespace transformer_ops::ops::quantize_groups {
+namespace {
+
+TensorSpecs groups_shape(const Checks& check, const Tensor& input, const Tensor* splits,
+                         std::string_view format, std::string_view dtype) {
+  check_rounded_groups(check, input, splits);
+  format_of(check, format);
+  TensorSpec spec = like(input);
+  spec.dtype = dtype_named(check, dtype);
+  return {spec};
+}
+
+void groups_cpu(const Checks& check, const Tensor& input, const Tensor* splits,
+                std::string_view format_name, std::string_view, Tensor& output) {
+  const kernel::Format& format = format_of(check, format_name);
+  const Groups groups = rounded_groups(check, input, splits);
+  const Tensor x = as_matrix(input), y = as_matrix(output);
+  for (int64_t group = 0; group < groups.count(); ++group) {
+    const int64_t first = groups.begin(group), count = groups.size(group);
+    if (count > 0) round_to_format_cpu(format, rows_of(x, first, count), rows_of(y, first, count));
+  }
+  zero_rest_cpu(groups, y);
+}
+
+// `each` of the rows of one group after another; those of no group are zeros.
+template <typename Each>
+Tensor group_by_group(const Checks& check, const Tensor& input, const Tensor* splits,
+                      const Each& each) {
+  const Groups groups = rounded_groups(check, input, splits);
+  const Tensor x = as_matrix(input);
+  Tensors parts;
+  for (int64_t group = 0; group < groups.count(); ++group) {
+    parts.push_back(each(x.narrow(0, groups.begin(group), groups.size(group))));
+  }
+  const auto dtype = parts.empty() ? input.scalar_type() : parts[0].scalar_type();
+  parts.push_back(at::zeros({x.size(0) - groups.rows(), x.size(1)}, x.options().dtype(dtype)));
+  return at::cat(parts).view(input.sizes());
+}
+
+Tensor groups_meaning(const Checks& check, const Tensor& input, const Tensor* splits,
+                      std::string_view format_name, std::string_view dtype) {
+  const kernel::Format& format = format_of(check, format_name);
+  const auto wanted = dtype_named(check, dtype);
+  return group_by_group(check, input, splits, [&](const Tensor& rows) {
+    return round_to_format_unfused(format, rows, wanted);
+  });
+}
+
+TensorSpecs groups_saved_shape(const Checks& check, const Tensor&, const Tensor& input,
+                               const Tensor* splits, std::string_view format,
+                               std::string_view dtype) {
+  return groups_shape(check, input, splits, format, dtype);
+}
+
+void groups_saved_cpu(const Checks& check, const Tensor&, const Tensor& input, const Tensor* splits,
+                      std::string_view format, std::string_view dtype, Tensor& output) {
+  groups_cpu(check, input, splits, format, dtype, output);
+}
+
+Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& input,
+                            const Tensor* splits, std::string_view format, std::string_view dtype) {
+  return groups_meaning(check, input, splits, format, dtype);
+}
+
+// ---- the same up or down at random, and turned by columns
+
+Tensor stochastic_meaning(const Checks& check, const Tensor& input, const Tensor* splits,
+                          std::string_view format, std::string_view dtype) {
+  const auto wanted = dtype_named(check, dtype);
+  return group_by_group(check, input, splits, [&](const Tensor& rows) {
+    return round_stochastically(check, format, rows, wanted);
+  });
+}
+
+TensorSpecs turned_shape(const Checks& check, const Tensor&, const Tensor& input,
+                         const Tensor& splits) {
+  check_rounded_groups(check, input, &splits);
+  TensorSpec spec = like(input);
+  spec.dtype = accumulate_dtype(input.scalar_type());
+  return {spec};
+}
+
+Tensor turned_meaning(const Checks& check, const Tensor&, const Tensor& input,
+                      const Tensor& splits) {
+  return group_by_group(check, input, &splits, turn_columns);
+}
+
+[[maybe_unused]] const bool registered = [] {
+  register_typed_op({.schema = "quantize_dequantize_groups(Tensor input, Tensor? splits, "
+                               "str format, str dtype) -> Tensor output",
+                     .shape = groups_shape,
+                     .bodies = {groups_cpu, groups_meaning, groups_meaning},
+                     .differentiable = false});
+  register_typed_op({.schema = "quantize_dequantize_groups_saved(Tensor grad_output, "
+                               "Tensor input, Tensor? splits, str format, str dtype) -> "
+                               "Tensor output",
+                     .shape = groups_saved_shape,
+                     .bodies = {groups_saved_cpu, groups_saved_meaning, groups_saved_meaning},
+                     .reads_first = false,
+                     .differentiable = false});
+  register_typed_op({.schema = "quantize_dequantize_groups_stochastic(Tensor input, "
+                               "Tensor? splits, str format, str dtype) -> Tensor output",
+                     .shape = groups_shape,
+                     .bodies = {.unfused = stochastic_meaning},
+                     .random = true,
+                     .differentiable = false});
+  register_typed_op({.schema = "hadamard_columns_groups(Tensor grad_output, Tensor input, "
+                               "Tensor splits) -> Tensor output",
+                     .shape = turned_shape,
+                     .bodies = {.unfused = turned_meaning},
+                     .reads_first = false,
+                     .differentiable = false});
+  return true;
+}();
+
+}  // namespace
+}  // namespace transformer_ops::ops::quantize_groups
