@@ -46,11 +46,11 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
           with_bias ? sum_of_rows(grad_output) : Tensor()};
 }
 
-[[maybe_unused]] const bool registered =
-    register_fused_op(make_rule({.name = "reduce_gradient_linear",
-                                 .pattern = {{"ReduceGradient"}, {"BasicLinear"}, optional_op({"Bias"})},
-                                 .shape = shape,
-                                 .bodies = {backward, backward, backward_unfused}}));
+[[maybe_unused]] const bool registered = register_fused_op(
+    make_rule({.name = "reduce_gradient_linear",
+               .pattern = {{"ReduceGradient"}, {"BasicLinear"}, optional_op({"Bias"})},
+               .shape = shape,
+               .bodies = {backward, backward, backward_unfused}}));
 
 }  // namespace
 }  // namespace transformer_ops::fused::reduce_gradient_linear
