@@ -2,14 +2,15 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <vector>
 
 #include "bodies/delayed_scaling.h"
 #include "op/buffer.h"
@@ -111,27 +112,43 @@ Tensor take_amaxes(at::TensorList forward, at::TensorList backward) {
 
 constexpr float kMost = std::numeric_limits<float>::max();
 
-// A column of a history.
-struct Column {
+bool is_usable(float met) { return met >= 0 && met <= kMost; }
+
+// The last `length` magnitudes of an op, the latest first; each row has one for each scale.
+struct History {
   float* first;
-  int64_t length, stride;
+  int64_t length, count;
 
-  float& operator[](int64_t row) const { return first[row * stride]; }
-};
-
-// Of one scale: takes what was met into its column of the history; the next one.
-float next_scale(float met, const Column& history, float scale, float largest, int margin,
-                 bool most_recent) {
-  if (!(met >= 0 && met <= kMost)) return scale;
-  float amax = met;
-  for (int64_t row = history.length - 1; row > 0; --row) {
-    history[row] = history[row - 1];
-    if (!most_recent) amax = std::max(amax, history[row]);
+  // Takes in what was met, where that is usable.
+  void take(const float* met) const {
+    if (std::all_of(met, met + count, is_usable)) {
+      std::memmove(first + count, first, (length - 1) * count * sizeof(float));
+      std::copy_n(met, count, first);
+      return;
+    }
+    for (int64_t k = 0; k < count; ++k) {
+      if (!is_usable(met[k])) continue;
+      for (int64_t row = length - 1; row > 0; --row) {
+        first[row * count + k] = first[(row - 1) * count + k];
+      }
+      first[k] = met[k];
+    }
   }
-  history[0] = met;
-  const float next = std::ldexp(std::min(largest / amax, kMost), -margin);
-  return amax > 0 && next > 0 && next <= kMost ? next : scale;
-}
+
+  // Several rows at a time, so that the inner loop runs in vectors.
+  std::vector<float> largest() const {
+    const int64_t width = 16 * count, whole = length * count / width * width;
+    std::vector<float> best(width, 0.0f);
+    for (int64_t i = 0; i < whole; i += width) {
+      for (int64_t k = 0; k < width; ++k) best[k] = std::max(best[k], first[i + k]);
+    }
+    for (int64_t i = whole; i < length * count; ++i) {
+      best[i - whole] = std::max(best[i - whole], first[i]);
+    }
+    for (int64_t k = count; k < width; ++k) best[k % count] = std::max(best[k % count], best[k]);
+    return best;
+  }
+};
 
 // Scales are new tensors: what backward has saved is what forward used.
 Tensors next_scales_cpu(const Tensor& met, at::TensorList histories, at::TensorList scales,
@@ -139,14 +156,22 @@ Tensors next_scales_cpu(const Tensor& met, at::TensorList histories, at::TensorL
   Tensors next;
   const float* found = met.const_data_ptr<float>();
   for (size_t i = 0; i < scales.size(); ++i) {
-    next.push_back(at::empty_like(scales[i]));
     const int64_t count = scales[i].numel(), groups = groups_of(scales[i]);
+    const History history{histories[i].mutable_data_ptr<float>(), histories[i].size(0), count};
+    history.take(found);
+    const auto amax =
+        most_recent ? std::vector<float>(history.first, history.first + count) : history.largest();
+    next.push_back(empty(scales[i].sizes(), at::kFloat, at::kCPU));
+    auto* const to = next[i].mutable_data_ptr<float>();
+    const float* const known = scales[i].const_data_ptr<float>();
+    const float* const most = largest[i].const_data_ptr<float>();
     for (int64_t k = 0; k < count; ++k) {
-      const Column history{histories[i].mutable_data_ptr<float>() + k, histories[i].size(0), count};
-      next[i].mutable_data_ptr<float>()[k] = next_scale(
-          *found++, history, scales[i].const_data_ptr<float>()[k],
-          largest[i].const_data_ptr<float>()[k / groups], static_cast<int>(margin), most_recent);
+      const float scale =
+          std::ldexp(std::min(most[k / groups] / amax[k], kMost), -static_cast<int>(margin));
+      const bool is_new = is_usable(found[k]) && amax[k] > 0 && scale > 0 && scale <= kMost;
+      to[k] = is_new ? scale : known[k];
     }
+    found += count;
   }
   return next;
 }

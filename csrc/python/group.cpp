@@ -434,6 +434,7 @@ int Group::traverse(visitproc visit, void* arg) const {
     Py_VISIT(place.owner.ptr());
     Py_VISIT(place.parameters.ptr());
   }
+  for (const auto& owner : owners_) Py_VISIT(owner.ptr());
   for (const auto& module : modules_) Py_VISIT(module.ptr());
   for (const auto& dict : hook_dicts_) Py_VISIT(dict.ptr());
   Py_VISIT(new_session_.ptr());
@@ -457,6 +458,7 @@ int Group::traverse(visitproc visit, void* arg) const {
 void Group::clear() {
   // Moved out first: what dies may call back.
   const auto places = std::exchange(places_, {});
+  const auto owners = std::exchange(owners_, {});
   const auto absent = std::exchange(absent_, {});
   const auto modules = std::exchange(modules_, {});
   const auto hook_dicts = std::exchange(hook_dicts_, {});
