@@ -146,6 +146,7 @@ PYBIND11_MODULE(_C, module) {
   bind_group(module);
   bind_memory(module);
   bind_listeners(module);
+  bind_delayed_scales(module);
   module.def("add_user_fusion",
              [](const std::string& name, const std::string& pass, const std::string& origin,
                 bool prepend, const std::vector<std::pair<std::vector<std::string>, bool>>& rows) {

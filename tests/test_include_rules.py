@@ -45,7 +45,7 @@ FOLDERS = [
     Folder("cuda", ("bodies", "op", "kernels"), ("torch", "cuda")),
     # No particular op, no body, no kernel: rows of the registry.
     Folder("executor", ("op", "fuser"), TORCH),
-    Folder("runtime", ("executor", "op", "fuser"), TORCH),
+    Folder("runtime", ("executor", "op", "fuser", "bodies/delayed_scaling.h"), TORCH),
     Folder("python", ("runtime", "executor", "op", "fuser"), ("torch", "python")),
     Folder("pch.h", ("op",), TORCH),
     # For libraries of others: nothing of ours includes it.

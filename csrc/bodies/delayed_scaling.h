@@ -16,6 +16,8 @@ inline constexpr int64_t kPlaces = 3;
 inline constexpr float kNothing = -1.0f;
 
 void check_place(const char* op, int64_t place);
+// That a buffer has a row for each place.
+void check_row(const char* op, const char* name, const Tensor& buffer);
 
 // NaN is larger than all numbers.
 bool is_larger(float a, float b);

@@ -120,5 +120,6 @@ class Group : private PlanHost {
 void bind_group(py::module_& module);
 void bind_memory(py::module_& module);
 void bind_listeners(py::module_& module);
+void bind_delayed_scales(py::module_& module);
 
 }  // namespace transformer_ops::python

@@ -15,6 +15,7 @@ Of a `GroupedLinear` all but the last have one more dimension, of groups.
 from __future__ import annotations
 
 import weakref
+from bisect import insort
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,8 +29,10 @@ __all__ = ["drop_scales", "has_scales", "make_scales", "owners_of_scales"]
 NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_amax_history", "fp8_largest")
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 _lock = new_lock()
-# By the number of the module, which is the same order on each rank of a program.
-_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# By the key of their recipes, and sorted by the number of the module, which is the same order on each
+# rank of a program. Lists of references, as each region reads them: it costs a region 6 us to go
+# through a dictionary of weak values.
+_owners: dict[str, list[tuple[int, weakref.ref[nn.Module]]]] = {}
 
 
 def has_scales(owner: nn.Module) -> bool:
@@ -45,15 +48,22 @@ def key_of(owner: nn.Module) -> str:
 def owners_of_scales(key: str) -> list[nn.Module]:
     """The modules whose buffers are for recipes of this key, in the order they were made in."""
     with _lock:
-        found = sorted(_owners.items())
-    return [owner for _, owner in found if has_scales(owner) and key_of(owner) == key]
+        return [owner for _, known in _owners.get(key, ()) if (owner := known()) is not None]
 
 
 def register_scales(owner: nn.Module) -> None:
     """For a module that got its buffers as a copy, too."""
     if has_scales(owner):
         with _lock:
-            _owners[owner._number] = owner  # type: ignore[index]
+            known = _others(owner)
+            insort(known, (owner._number, weakref.ref(owner)))  # type: ignore[arg-type]
+            _owners[key_of(owner)] = known
+
+
+def _others(owner: nn.Module) -> list[tuple[int, weakref.ref[nn.Module]]]:
+    """Those of the same key that are alive."""
+    known = _owners.get(key_of(owner), ())
+    return [entry for entry in known if entry[1]() not in (None, owner)]
 
 
 def make_scales(owner: nn.Module, key: str, device: torch.device | str = "cpu") -> None:
@@ -103,6 +113,8 @@ def _shape(owner: nn.Module) -> tuple[int, ...]:
 
 
 def drop_scales(owner: nn.Module) -> None:
+    with _lock:
+        _owners[key_of(owner)] = _others(owner)
     for name in NAMES:
         owner._buffers.pop(name, None)
     owner.__dict__.pop("_scales_key", None)

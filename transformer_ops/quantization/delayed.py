@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import _C
 from ..locks import new_lock
 from ..op.base import FusibleOperation
 from ..op.scales import drop_scales, has_scales, owners_of_scales
@@ -16,8 +17,6 @@ from ..recipe import DelayedScaling
 
 __all__ = ["KeptScales", "reset_scales", "update_scales"]
 
-_take_amaxes = torch.ops.transformer_ops.take_amaxes_.default
-_next_scales = torch.ops.transformer_ops.next_scales_.default
 _lock = new_lock()
 
 
@@ -28,31 +27,18 @@ def update_scales(recipe: DelayedScaling, group: Any = None) -> None:
     All products of the process whose scales are for recipes of this key take part: with a process
     group, over whose ranks magnitudes are reduced at once, each rank must have the same.
     """
-    by_device: defaultdict[torch.device, list[Any]] = defaultdict(list)
+    reduce = None
+    if group is not None and recipe.reduce_amax:
+        maximum = torch.distributed.ReduceOp.MAX
+        reduce = partial(torch.distributed.all_reduce, op=maximum, group=group)
     with _lock:
-        for owner in owners_of_scales(recipe.key):
-            by_device[owner._buffers["fp8_scale"].device].append(owner)  # type: ignore[union-attr]
-        for owners in by_device.values():
-            _update(recipe, group if recipe.reduce_amax else None, owners)
-
-
-def _update(recipe: DelayedScaling, group: Any, owners: list[Any]) -> None:
-    buffers = [owner._buffers for owner in owners]
-
-    def rows(name: str) -> list[Tensor]:
-        return [found[name] for found in buffers]
-
-    met = _take_amaxes(rows("fp8_amax"), rows("fp8_grad_amax"))
-    if group is not None:
-        torch.distributed.all_reduce(met, torch.distributed.ReduceOp.MAX, group=group)
-    is_most_recent = recipe.amax_compute_algo == "most_recent"
-    parts = rows("fp8_amax_history"), rows("fp8_scale"), rows("fp8_largest")
-    scales = _next_scales(met, *parts, recipe.margin, is_most_recent)
-    for kept in list(_kept):
-        for owner in owners:
-            kept.note(owner)
-    for found, scale in zip(buffers, scales, strict=True):
-        found["fp8_scale"] = scale
+        owners: list[Any] = owners_of_scales(recipe.key)
+        for known in _kept:
+            if (kept := known()) is not None:
+                for owner in owners:
+                    kept.note(owner)
+        buffers = [owner._buffers for owner in owners]
+        _C.update_scales(buffers, recipe.margin, recipe.amax_compute_algo == "most_recent", reduce)
 
 
 def reset_scales(model: nn.Module) -> None:
@@ -75,7 +61,8 @@ class KeptScales:
         self._old: dict[int, Tensor] = {}
         self._around: list[list[tuple[Any, Tensor, Tensor]]] = []
         with _lock:
-            _kept.add(self)
+            _kept[:] = [known for known in _kept if known() is not None]
+            _kept.append(weakref.ref(self))
 
     def note(self, owner: Any) -> None:
         """Called before the module gets a new scale."""
@@ -97,4 +84,5 @@ class KeptScales:
                 owner._buffers["fp8_amax"] = amax
 
 
-_kept: weakref.WeakSet[KeptScales] = weakref.WeakSet()
+# A list: a region goes through it.
+_kept: list[weakref.ref[KeptScales]] = []

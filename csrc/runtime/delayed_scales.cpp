@@ -1,0 +1,199 @@
+#include "runtime/delayed_scales.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/where.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "op/buffer.h"
+
+namespace transformer_ops::delayed_scaling {
+namespace {
+
+using at::Tensor;
+
+int64_t count_of(Owners owners) {
+  int64_t count = 0;
+  for (const Buffers* one : owners) count += one->scale.numel();
+  return count;
+}
+
+void check(const Buffers& owner) {
+  check_row("autocast", "fp8_scale", owner.scale);
+  for (const auto& [name, amax] :
+       {std::pair("fp8_amax", owner.amax), {"fp8_grad_amax", owner.grad_amax}}) {
+    check_row("autocast", name, amax);
+    TORCH_CHECK(amax.sizes() == owner.scale.sizes(), "[autocast] ", name, " must have shape ",
+                owner.scale.sizes(), ", as fp8_scale has, got ", amax.sizes());
+  }
+  check_row("autocast", "fp8_largest", owner.largest);
+  TORCH_CHECK(owner.largest.dim() == 1, "[autocast] fp8_largest must have shape [", kPlaces,
+              "], got ", owner.largest.sizes());
+  const Tensor& history = owner.history;
+  TORCH_CHECK(history.dim() == owner.scale.dim() + 1 && history.size(0) > 0 &&
+                  history.sizes().slice(1) == owner.scale.sizes() &&
+                  history.scalar_type() == at::kFloat && history.is_contiguous(),
+              "[autocast] fp8_amax_history must have rows of shape ", owner.scale.sizes(),
+              " in float32, got ", history.scalar_type(), " of shape ", history.sizes());
+  for (const Tensor* one : {&owner.amax, &owner.grad_amax, &owner.largest, &history}) {
+    TORCH_CHECK(one->device() == owner.scale.device(),
+                "[autocast] buffers of delayed scaling must be on the device of fp8_scale, ",
+                owner.scale.device(), ", got one on ", one->device());
+  }
+}
+
+// ---- what calls have met
+
+Tensor take_amaxes_cpu(Owners owners) {
+  Tensor met = empty({count_of(owners)}, at::kFloat, at::kCPU);
+  auto* found = met.mutable_data_ptr<float>();
+  for (const Buffers* owner : owners) {
+    auto* const one = owner->amax.mutable_data_ptr<float>();
+    auto* const other = owner->grad_amax.mutable_data_ptr<float>();
+    for (int64_t k = 0; k < owner->amax.numel(); ++k) {
+      const bool is_nan = std::isnan(one[k]) || std::isnan(other[k]);
+      *found++ = is_nan ? std::numeric_limits<float>::infinity() : std::max(one[k], other[k]);
+      one[k] = other[k] = kNothing;
+    }
+  }
+  return met;
+}
+
+Tensor take_amaxes_in_aten(Owners owners) {
+  const at::AutoDispatchBelowADInplaceOrView no_version;
+  std::vector<Tensor> forward, backward;
+  for (const Buffers* owner : owners) {
+    forward.push_back(owner->amax.flatten());
+    backward.push_back(owner->grad_amax.flatten());
+  }
+  const Tensor met = at::maximum(at::cat(forward), at::cat(backward));
+  for (const auto& buffers : {forward, backward}) {
+    for (const Tensor& buffer : buffers) buffer.fill_(kNothing);
+  }
+  return at::where(met.isnan(), std::numeric_limits<float>::infinity(), met);
+}
+
+// ---- histories
+
+constexpr float kMost = std::numeric_limits<float>::max();
+
+bool is_usable(float met) { return met >= 0 && met <= kMost; }
+
+// The last `length` magnitudes of an op, the latest first; each row has one for each scale.
+struct History {
+  float* first;
+  int64_t length, count;
+
+  // Takes in what was met, where that is usable.
+  void take(const float* met) const {
+    if (std::all_of(met, met + count, is_usable)) {
+      std::memmove(first + count, first, (length - 1) * count * sizeof(float));
+      std::copy_n(met, count, first);
+      return;
+    }
+    for (int64_t k = 0; k < count; ++k) {
+      if (!is_usable(met[k])) continue;
+      for (int64_t row = length - 1; row > 0; --row) {
+        first[row * count + k] = first[(row - 1) * count + k];
+      }
+      first[k] = met[k];
+    }
+  }
+
+  // Several rows at a time, so that the inner loop runs in vectors.
+  std::vector<float> largest() const {
+    const int64_t width = 16 * count, whole = length * count / width * width;
+    std::vector<float> best(width, 0.0f);
+    for (int64_t i = 0; i < whole; i += width) {
+      for (int64_t k = 0; k < width; ++k) best[k] = std::max(best[k], first[i + k]);
+    }
+    for (int64_t i = whole; i < length * count; ++i) {
+      best[i - whole] = std::max(best[i - whole], first[i]);
+    }
+    for (int64_t k = count; k < width; ++k) best[k % count] = std::max(best[k % count], best[k]);
+    return best;
+  }
+};
+
+void next_scales_cpu(Owners owners, const float* met, int64_t margin, bool most_recent) {
+  for (Buffers* owner : owners) {
+    const int64_t count = owner->scale.numel(), groups = count / kPlaces;
+    const History history{owner->history.mutable_data_ptr<float>(), owner->history.size(0), count};
+    history.take(met);
+    const auto amax =
+        most_recent ? std::vector<float>(history.first, history.first + count) : history.largest();
+    Tensor next = empty(owner->scale.sizes(), at::kFloat, at::kCPU);
+    auto* const to = next.mutable_data_ptr<float>();
+    const float* const known = owner->scale.const_data_ptr<float>();
+    const float* const most = owner->largest.const_data_ptr<float>();
+    for (int64_t k = 0; k < count; ++k) {
+      const float scale =
+          std::ldexp(std::min(most[k / groups] / amax[k], kMost), -static_cast<int>(margin));
+      const bool is_new = is_usable(met[k]) && amax[k] > 0 && scale > 0 && scale <= kMost;
+      to[k] = is_new ? scale : known[k];
+    }
+    owner->scale = std::move(next);
+    met += count;
+  }
+}
+
+// The same without reading a number on the host.
+void next_scales_in_aten(Owners owners, const Tensor& met, int64_t margin, bool most_recent) {
+  int64_t first = 0;
+  for (Buffers* owner : owners) {
+    const Tensor &scale = owner->scale, &history = owner->history;
+    const Tensor found = met.narrow(0, first, scale.numel()).view(scale.sizes());
+    first += scale.numel();
+    const Tensor is_new = (found >= 0).logical_and(found.isfinite());
+    const Tensor later = at::cat({found.unsqueeze(0), history.narrow(0, 0, history.size(0) - 1)});
+    history.copy_(at::where(is_new, later, history));
+    const Tensor amax = most_recent ? history.select(0, 0) : at::amax(history, {0});
+    const Tensor most = scale.dim() > 1 ? owner->largest.unsqueeze(-1) : owner->largest;
+    const Tensor next =
+        (most / amax).clamp_max(static_cast<double>(kMost)) * std::ldexp(1.0, -margin);
+    const Tensor usable = is_new.logical_and(amax > 0).logical_and(next > 0);
+    owner->scale = at::where(usable.logical_and(next.isfinite()), next, scale);
+  }
+}
+
+void next_scales(Owners owners, const Tensor& met, int64_t margin, bool most_recent) {
+  const int64_t count = count_of(owners);
+  TORCH_CHECK(met.dim() == 1 && met.size(0) == count && met.scalar_type() == at::kFloat &&
+                  met.is_contiguous(),
+              "[autocast] reduced magnitudes must be a number for each scale, ", count,
+              ", got shape ", met.sizes());
+  if (met.is_cpu()) {
+    next_scales_cpu(owners, met.const_data_ptr<float>(), margin, most_recent);
+  } else {
+    next_scales_in_aten(owners, met, margin, most_recent);
+  }
+}
+
+}  // namespace
+
+void update_scales(std::vector<Buffers>& all, int64_t margin, bool most_recent,
+                   const std::function<void(Tensor&)>& reduce) {
+  for (const Buffers& owner : all) check(owner);
+  std::vector<bool> done(all.size());
+  for (size_t first = 0; first < all.size(); ++first) {
+    if (done[first]) continue;
+    const c10::Device device = all[first].scale.device();
+    std::vector<Buffers*> owners;
+    for (size_t i = first; i < all.size(); ++i) {
+      if (all[i].scale.device() != device) continue;
+      owners.push_back(&all[i]);
+      done[i] = true;
+    }
+    Tensor met = device.is_cpu() ? take_amaxes_cpu(owners) : take_amaxes_in_aten(owners);
+    if (reduce) reduce(met);
+    next_scales(owners, met, margin, most_recent);
+  }
+}
+
+}  // namespace transformer_ops::delayed_scaling
