@@ -29,7 +29,7 @@ __all__ = ["drop_scales", "has_scales", "make_scales", "owners_of_scales"]
 NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_amax_history", "fp8_largest")
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 _lock = new_lock()
-# By the key of their recipes, and sorted by the number of the module, which is the same order on each
+# By the key of their recipes, sorted by the number of the module, which is the same order on each
 # rank of a program. Lists of references, as each region reads them: it costs a region 6 us to go
 # through a dictionary of weak values.
 _owners: dict[str, list[tuple[int, weakref.ref[nn.Module]]]] = {}
