@@ -17,7 +17,8 @@ from __future__ import annotations
 import weakref
 from bisect import insort
 from collections.abc import Callable, Mapping
-from typing import Any
+from operator import itemgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +56,8 @@ def register_scales(owner: nn.Module) -> None:
     """For a module that got its buffers as a copy, too."""
     if has_scales(owner):
         with _lock:
-            known = _others(owner)
-            insort(known, (owner._number, weakref.ref(owner)))  # type: ignore[arg-type]
+            known, number = _others(owner), cast(int, owner._number)
+            insort(known, (number, weakref.ref(owner)), key=itemgetter(0))
             _owners[key_of(owner)] = known
 
 
