@@ -168,12 +168,15 @@ def test_the_plan_names_its_formats(name: str) -> None:
     assert f"recipe {recipe.key}\n" in text and plan.recipe == recipe.key
     assert Plan.parse(text) == plan
     of_input, of_weight, of_grad = recipe.operands
-    dtype = "bfloat16" if name in ("mxfp8", "mxfp8 hybrid", "block") else "float32"
-    calls = ["rounded_weight = quantize_dequantize(p1.weight, ", "quantize_dequantize(x1, "]
+    # Of a tensor with one scale, the values of codes: those are exact in bfloat16.
+    has_scale = name in ("current", "delayed", "nvfp4")
+    call = "quantize_values" if has_scale else "quantize_dequantize"
+    calls = [f"{call}(p1.weight, ", f"{call}(x1, "]
     if name == "delayed":
-        call = "st1.fp8_amax = quantize_dequantize_scaled"
+        call = "st1.fp8_amax = quantize_values_scaled"
         calls = [f"{call}(p1.weight, st1.fp8_scale, 1, ", f"{call}(x1, st1.fp8_scale, 0, "]
-    assert f'{calls[0]}"{of_weight}", "{dtype}")' in text
+    assert f'{calls[0]}"{of_weight}", "bfloat16")' in text
+    assert ("linear_scaled(" in text) == has_scale
     assert f'{calls[1]}"{of_input}"' in text and f'"{of_grad}"' in text
     assert f"formats of products: input {of_input}, weight {of_weight}" in str(module.explain())
     # Outside of the region nothing is left of it.
@@ -187,10 +190,15 @@ def test_products_and_their_epilogues_stay_one_step() -> None:
         module(torch.randn(8, 64, requires_grad=True))
     steps = [step.name for step in module.plans()[0].forward]
     assert steps[0] == "linear_bias_activation"
-    # Its scale is a float32: products run in float32, and what follows takes their bfloat16.
     module.bfloat16()
     with tops.autocast(recipe=RECIPES["current"]):
         module(torch.randn(8, 64).bfloat16().requires_grad_())
+    steps = [step.name for step in module.plans()[0].forward]
+    assert steps[0] == "linear_bias_activation"
+    # Values of codes go into float32 there: what follows takes their float16.
+    module.half()
+    with tops.autocast(recipe=RECIPES["current"]):
+        module(torch.randn(8, 64).half().requires_grad_())
     steps = [step.name for step in module.plans()[0].forward]
     assert steps[0] == "BasicLinear"
     misses = [miss.reason for miss in module.plans()[0].near_misses]

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/matmul.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -136,6 +137,22 @@ Tensor as_matrix(const Tensor& tensor) {
   c10::SymInt rows = 1;
   for (const auto& size : tensor.sym_sizes().slice(0, tensor.dim() - 1)) rows *= size;
   return tensor.reshape_symint({rows, tensor.sym_size(-1)});
+}
+
+ScaledOperand scaled_operand(const Tensor& left, const OperandScales& scales) {
+  const double factor = scales.factor();
+  using Limits = std::numeric_limits<float>;
+  if (factor >= Limits::min() && factor <= Limits::max()) return {left, factor};
+  // No more than has to: the operand, too, is of a dtype with the exponents of float32.
+  int moved = std::ilogb(factor);
+  moved -= std::clamp(moved, Limits::min_exponent - 1, Limits::max_exponent - 1);
+  Tensor multiple = left;
+  for (int rest = moved; rest != 0;) {
+    const int step = std::clamp(rest, -126, 126);  // a power of two that float32 holds
+    multiple = multiple * std::ldexp(1.0, step);
+    rest -= step;
+  }
+  return {multiple, std::ldexp(factor, -moved)};
 }
 
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias, double scale) {

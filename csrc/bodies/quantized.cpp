@@ -313,14 +313,31 @@ Tensor dequantize_unfused(const Format& format, const Tensor& codes, const Tenso
   return blocks.join(values.to(accumulate) * scales.to(accumulate)).to(dtype).reshape_symint(sizes);
 }
 
+std::tuple<Tensor, Tensor> values_unfused(const Format& format, const Tensor& input,
+                                          at::ScalarType dtype, bool stochastic) {
+  auto [codes, stored] = quantize_unfused(format, input, stochastic);
+  const Tensor one = at::ones({}, input.options().dtype(at::kFloat));
+  Tensor scale = stored;
+  if (format.has_tensor_scale()) {
+    const auto count = stored.sym_size(0) - 4;
+    // Of their own: a view as float needs whole words.
+    scale = stored.slice_symint(0, count).clone().view(at::kFloat).reshape({});
+    stored = at::cat({stored.slice_symint(0, 0, count), bytes_of(one)});
+  } else {
+    stored = one;
+  }
+  return {dequantize_unfused(format, codes, stored, input.sym_sizes(), dtype), scale};
+}
+
 std::tuple<Tensor, Tensor> round_by_scale_unfused(const Format& format, const Tensor& input,
-                                                  const Tensor& scale, at::ScalarType dtype) {
+                                                  const Tensor& scale, at::ScalarType dtype,
+                                                  bool decodes) {
   const auto accumulate = accumulate_dtype(dtype);
   const Tensor x = to_float(input), zero = at::zeros({1}, x.options());
   const Tensor scaled = (x.abs() * scale).copysign(x);
-  const Tensor values = values_of(format.element, encode(format.element, scaled)).to(accumulate);
-  return {(values * scale.reciprocal().to(accumulate)).to(dtype),
-          at::amax(at::cat({x.abs().flatten(), zero}))};
+  Tensor values = values_of(format.element, encode(format.element, scaled)).to(accumulate);
+  if (decodes) values = values * scale.reciprocal().to(accumulate);
+  return {values.to(dtype), at::amax(at::cat({x.abs().flatten(), zero}))};
 }
 
 }  // namespace transformer_ops

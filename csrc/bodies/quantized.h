@@ -43,9 +43,14 @@ std::tuple<Tensor, Tensor> quantize_unfused(const kernel::Format& format, const 
                                             bool stochastic = false);
 Tensor dequantize_unfused(const kernel::Format& format, const Tensor& codes, const Tensor& scale,
                           c10::SymIntArrayRef sizes, at::ScalarType dtype);
+// The values of the codes, and the scale of the tensor by which they are to be multiplied: of a
+// format that has one.
+std::tuple<Tensor, Tensor> values_unfused(const kernel::Format& format, const Tensor& input,
+                                          at::ScalarType dtype, bool stochastic = false);
 // Rounded to the numbers of a format, which is encoded by `scale`, a tensor of one number; and the
-// largest magnitude.
+// largest magnitude. Without `decodes` the values of the codes, not divided by the scale.
 std::tuple<Tensor, Tensor> round_by_scale_unfused(const kernel::Format& format, const Tensor& input,
-                                                  const Tensor& scale, at::ScalarType dtype);
+                                                  const Tensor& scale, at::ScalarType dtype,
+                                                  bool decodes = true);
 
 }  // namespace transformer_ops

@@ -48,21 +48,26 @@ float largest_cpu(const Tensor& x) {
       larger);
 }
 
-// Codes and scales of a few rows at a time, which stay in the cache.
 void round_to_format_cpu(const Format& format, const Tensor& x, const Tensor& output) {
+  float scale = 1.0f;
+  if (format.per_tensor() || format.has_tensor_scale()) {
+    scale = encoding::tensor_scale(format, largest_cpu(x));
+  }
+  round_by_tensor_scale_cpu(format, x, scale, 1.0f / scale, output);
+}
+
+// Codes and scales of a few rows at a time, which stay in the cache.
+void round_by_tensor_scale_cpu(const Format& format, const Tensor& x, float encodes, float decodes,
+                               const Tensor& output) {
   const FlatRows shape(x.sizes());
   const auto from = kernel_dtype(x), to = kernel_dtype(output);
   const auto size = static_cast<int64_t>(x.element_size());
   const auto output_size = static_cast<int64_t>(output.element_size());
-  float tensor_scale = 1.0f;
-  if (format.per_tensor() || format.has_tensor_scale()) {
-    tensor_scale = encoding::tensor_scale(format, largest_cpu(x));
-  }
   const auto run = [&](int64_t element, int64_t rows, int64_t h, std::vector<char>& codes,
                        std::vector<float>& scales) {
-    cpu::quantize(format, from, bytes_at(x, element * size), tensor_scale, codes.data(),
-                  scales.data(), rows, h);
-    cpu::dequantize(format, to, codes.data(), scales.data(), 1.0f / tensor_scale,
+    cpu::quantize(format, from, bytes_at(x, element * size), encodes, codes.data(), scales.data(),
+                  rows, h);
+    cpu::dequantize(format, to, codes.data(), scales.data(), decodes,
                     bytes_at(output, element * output_size), rows, h);
   };
   if (format.per_tensor()) {

@@ -32,6 +32,10 @@ void for_blocks(const kernel::Format& format, const FlatRows& shape, const Funct
 float largest_cpu(const Tensor& x);
 
 void round_to_format_cpu(const kernel::Format& format, const Tensor& x, const Tensor& output);
+// The same by a given scale of the tensor: numbers are encoded by `encodes`, and what their codes
+// stand for is multiplied by `decodes`.
+void round_by_tensor_scale_cpu(const kernel::Format& format, const Tensor& x, float encodes,
+                               float decodes, const Tensor& output);
 Tensor round_to_format_unfused(const kernel::Format& format, const Tensor& x, at::ScalarType dtype);
 // Up or down at random, so that the mean is the number itself. Raises for a format of integers.
 Tensor round_stochastically(const Checks& check, std::string_view format, const Tensor& x,

@@ -31,12 +31,19 @@ bool Analysis::is_quantized(int op) const {
 DType Analysis::operand_dtype(int op) const {
   DType dtype = compute_dtype(op);
   const OperandFormats& formats = key_.recipe->of(op);
+  // Elsewhere nobody reads a scale on the host.
+  const bool scalable = declaration(ops_[op].kind).scalable && key_.device == Device::Cpu;
   for (const char* operand : {"input", "weight", "grad_output"}) {
     // What is held quantized is taken as it is.
     if (!parameter_format(op, operand).empty()) continue;
-    dtype = transformer_ops::operand_dtype(formats.format(operand), dtype);
+    dtype = transformer_ops::operand_dtype(formats.format(operand), dtype, scalable);
   }
   return dtype;
+}
+
+bool Analysis::has_scale(int op, const std::string& operand) const {
+  if (operand_dtype(op) != DType::BFloat16 || !parameter_format(op, operand).empty()) return false;
+  return has_tensor_scale(key_.recipe->of(op).format(operand));
 }
 
 void Analysis::number_tensors() {

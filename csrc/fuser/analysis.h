@@ -29,6 +29,8 @@ class Analysis {
   bool is_quantized(int op) const;
   // The dtype of those operands, in which such a product is computed.
   DType operand_dtype(int op) const;
+  // Does such a product get an operand as the values of its codes, and their scale beside them?
+  bool has_scale(int op, const std::string& operand) const;
 
   // Of the main tensor at each boundary.
   const std::vector<DType>& dtypes() const { return dtypes_; }

@@ -75,6 +75,8 @@ struct OpDeclaration {
   // main tensor, or the gradient, where its attribute `rounds_input`, or `rounds_grad_output`, says
   // so.
   std::vector<std::string> operands = {};
+  // Whether there are <forward>_scaled and <backward>_scaled, for operands that come with a scale.
+  bool scalable = false;
   // Does nothing in this mode: planned as a plain hand-over, and patterns pass over it.
   std::function<bool(const Attributes&, bool training)> inactive = {};
   // Width of the last dimension after the op; -1 where it cannot be known.

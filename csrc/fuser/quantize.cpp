@@ -20,6 +20,9 @@ constexpr const char* kRoundScaled = "quantize_dequantize_scaled";
 constexpr const char* kRoundGroupsScaled = "quantize_dequantize_groups_scaled";
 constexpr const char* kRoundStochastic = "quantize_dequantize_stochastic";
 constexpr const char* kRoundGroupsStochastic = "quantize_dequantize_groups_stochastic";
+constexpr const char* kValues = "quantize_values";
+constexpr const char* kValuesStochastic = "quantize_values_stochastic";
+constexpr const char* kValuesScaled = "quantize_values_scaled";
 constexpr const char* kTransform = "hadamard_columns";
 constexpr const char* kTransformGroups = "hadamard_columns_groups";
 
@@ -57,6 +60,7 @@ class Quantize {
         attributes_(analysis.ops()[op].attributes),
         dtype_(is_product(row_) ? analysis.operand_dtype(op) : analysis.compute_dtype(op)),
         compute_(analysis.compute_dtype(op)),
+        analysis_(analysis),
         op_(op),
         step_(step) {}
 
@@ -86,6 +90,7 @@ class Quantize {
       product.arguments[k] =
           rounded(operand, product.arguments[k], formats_.format(operand), "", code);
     }
+    take_scales(product, {"input"}, {"weight"});
     if (dtype_ == compute_) {
       code.push_back(std::move(product));
     } else {
@@ -114,12 +119,14 @@ class Quantize {
   // ---- the call of the product
 
   // Masks of the calls that backward needs: the gradients of x and W together where one rounding
-  // serves both, what does not multiply (a bias) by the gradient as it is.
+  // serves both and neither has a scale of its own, what does not multiply (a bias) by the gradient
+  // as it is.
   std::vector<std::vector<bool>> parts_of(const std::vector<bool>& mask) const {
     std::vector<std::vector<bool>> parts;
     for (size_t k = 0; k < mask.size(); ++k) {
       if (!mask[k]) continue;
-      const bool joins = k == 1 ? mask[0] && !follows_the_sum() : k > 2 && mask[k - 1];
+      const bool joins =
+          k == 1 ? mask[0] && !follows_the_sum() && !has_scales() : k > 2 && mask[k - 1];
       if (!joins) parts.emplace_back(mask.size(), false);
       parts.back()[k] = true;
     }
@@ -182,14 +189,48 @@ class Quantize {
   Instruction rounding_of(const std::string& operand, const Argument& from,
                           const std::string& format, const Value& to, bool is_saved) const {
     if (formats_.is_delayed()) return scaled_rounding(operand, from, format, to, is_saved);
-    std::string target = splits_ ? kRoundGroups : kRound;
+    const bool has_scale = this->has_scale(operand);
+    std::string target = has_scale ? kValues : splits_ ? kRoundGroups : kRound;
     if (is_saved) target += "_saved";
     if (formats_.is_stochastic && operand == "grad_output") {
-      target = splits_ ? kRoundGroupsStochastic : kRoundStochastic;
+      target = has_scale ? kValuesStochastic : splits_ ? kRoundGroupsStochastic : kRoundStochastic;
     }
     Instruction call = rounding(from, format, dtype_, to, target);
     if (splits_) call.arguments.insert(call.arguments.begin() + 1, rows_of(operand));
+    if (has_scale) call.results.push_back(scale_of(to));
     return call;
+  }
+
+  // ---- scales beside operands
+
+  bool has_scale(const std::string& operand) const {
+    return is_product(row_) && analysis_.has_scale(op_, operand);
+  }
+
+  bool has_scales() const {
+    return has_scale("input") || has_scale("weight") || has_scale("grad_output");
+  }
+
+  // Of what an operand was rounded to.
+  static Value scale_of(Value rounded) {
+    rounded.name += "_scale";
+    return rounded;
+  }
+
+  // An operand of a product, and which rounding of it.
+  struct Use {
+    std::string operand;
+    std::string use = {};
+  };
+
+  // Has a product that was given rounded operands multiply by their scales, too.
+  void take_scales(Instruction& product, const Use& left, const Use& right) const {
+    if (!has_scale(left.operand) && !has_scale(right.operand)) return;
+    product.target += "_scaled";
+    for (const auto& [operand, use] : {left, right}) {
+      const Value scale = scale_of(temporary("rounded_" + operand + use));
+      product.arguments.push_back(has_scale(operand) ? Argument(scale) : Argument(None{}));
+    }
   }
 
   // Of the groups of an operand; the weights are a matrix each.
@@ -202,11 +243,15 @@ class Quantize {
     const bool is_gradient = operand == "grad_output";
     const int64_t place = is_gradient ? 2 : operand == "weight" ? 1 : 0;
     const Value scale{Kind::State, op_, kScaleStates[0]};
-    Instruction call{.target = splits_ ? kRoundGroupsScaled : kRoundScaled,
+    const bool has_scale = this->has_scale(operand);
+    Instruction call{.target = has_scale ? kValuesScaled
+                               : splits_ ? kRoundGroupsScaled
+                                         : kRoundScaled,
                      .arguments = {from, scale, Attribute(place)},
                      .results = {to}};
     if (splits_) call.arguments.push_back(rows_of(operand));
     call.arguments.insert(call.arguments.end(), {Attribute(format), Attribute(to_text(dtype_))});
+    if (has_scale) call.results.push_back(scale_of(to));
     if (is_saved) {
       call.target += "_saved";
     } else if (records_) {
@@ -221,9 +266,16 @@ class Quantize {
   Value rounded(const std::string& operand, const Argument& from, const std::string& format,
                 const std::string& use, std::vector<Instruction>& code) const {
     const Value to = temporary("rounded_" + operand + use);
+    if (is_written(to, code)) return to;
     code.push_back(format.empty() ? make_cast(from, dtype_, to)
                                   : rounding_of(operand, from, format, to, /*is_saved=*/false));
     return to;
+  }
+
+  static bool is_written(const Value& value, const std::vector<Instruction>& code) {
+    return std::ranges::any_of(code, [&](const Instruction& call) {
+      return std::ranges::find(call.results, value) != call.results.end();
+    });
   }
 
   // The same numbers turned along the sum of the weight's gradient.
@@ -274,6 +326,12 @@ class Quantize {
     return column_format(formats_.grad_output) != formats_.grad_output;
   }
 
+  // Which of two roundings of the gradient is meant.
+  std::string use_of_gradient(bool wants_input) const {
+    const bool is_one = !follows_the_sum() && !formats_.transforms;
+    return wants_input || is_one ? "" : "_columns";
+  }
+
   // The gradients that the mask names: that of x sums over the columns of W, that of W over the
   // rows of the gradient and of x.
   void one_call(Instruction call, const Schema& schema, const std::vector<bool>& mask,
@@ -289,7 +347,7 @@ class Quantize {
       } else if (name == "grad_output") {
         const std::string format =
             wants_input ? formats_.grad_output : column_format(formats_.grad_output);
-        const std::string use = wants_input ? "" : "_columns";
+        const std::string use = use_of_gradient(wants_input);
         if (transforms) argument = turned(name, argument, code);
         if (!format.empty() || dtype_ != compute_) {
           argument = rounded(name, argument, format, use, code);
@@ -302,6 +360,10 @@ class Quantize {
           argument = rounded_again(name, argument, column_format(formats_.format(name)), code);
         }
       }
+    }
+    if (multiplies(mask)) {
+      take_scales(call, {"grad_output", use_of_gradient(wants_input)},
+                  {wants_input ? "weight" : "input"});
     }
     std::optional<Instruction> narrow;
     for (size_t k = 0; k < mask.size(); ++k) {
@@ -321,10 +383,15 @@ class Quantize {
   const Attributes& attributes_;
   DType dtype_;    // in which operands of a product are exact
   DType compute_;  // of the op without a recipe
+  const Analysis& analysis_;
   int op_;
   Step& step_;
   std::optional<Argument> splits_ = {};
 };
+
+bool has_scaled_operand(const Analysis& analysis, int op) {
+  return analysis.has_scale(op, "input") || analysis.has_scale(op, "weight");
+}
 
 }  // namespace
 
@@ -401,14 +468,17 @@ void list_states(Plan& plan) {
   plan.states.assign(found.begin(), found.end());
 }
 
-std::optional<std::string> quantized_product(const Match& match, Pass pass) {
+std::optional<std::string> quantized_product(const Match& match, Pass pass, bool scalable) {
   const Analysis& analysis = match.analysis;
   if (analysis.key().recipe == nullptr) return std::nullopt;
   for (const int op : match.places) {
     if (op < 0 || !analysis.is_quantized(op)) continue;
     const std::string place = "op " + std::to_string(op);
     if (pass != Pass::Forward || op != match.first()) return place + " takes quantized tensors";
-    if (analysis.operand_dtype(op) == analysis.compute_dtype(op)) continue;
+    if (analysis.operand_dtype(op) == analysis.compute_dtype(op)) {
+      if (scalable || !has_scaled_operand(analysis, op)) continue;
+      return place + " takes operands with a scale beside them";
+    }
     return place + " computes in " + to_text(analysis.operand_dtype(op)) +
            " from quantized tensors";
   }

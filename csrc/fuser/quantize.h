@@ -19,6 +19,10 @@ void decode_parameters(const Analysis& analysis, Pass pass, Step& step);
 // Numbers of a format are exact in the dtype they are rounded in, so what is multiplied is what a
 // product of codes would multiply; one that is held quantized is taken as it is. Without a recipe
 // nothing changes.
+// Where a format has one scale of the tensor, a product in bfloat16 takes the values of the codes,
+// which are exact there, and the scale beside them:
+//   t1.rounded_input, t1.rounded_input_scale = quantize_values(x1, "e4m3", "bfloat16")
+//   x2 = linear_scaled(t1.rounded_input, t1.rounded_weight, t1.rounded_input_scale, ...)
 void quantize_forward(const Analysis& analysis, Step& step);
 // Under delayed scaling the scale is a state of the op, and the largest magnitude, of which the
 // next scales are made, goes to another one; backward rounds what forward rounded by the same
@@ -34,6 +38,7 @@ inline constexpr const char* kScaleStates[] = {"fp8_scale", "fp8_amax", "fp8_gra
 void list_states(Plan& plan);
 
 // Why no fusion may take these ops: one of them is a product that the fusion would not quantize.
-std::optional<std::string> quantized_product(const Match& match, Pass pass);
+// `scalable`: there is a form of the fused op for operands that come with a scale.
+std::optional<std::string> quantized_product(const Match& match, Pass pass, bool scalable);
 
 }  // namespace transformer_ops

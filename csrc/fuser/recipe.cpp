@@ -152,10 +152,18 @@ std::string column_format(const std::string& format) {
   return turned->name;
 }
 
-DType operand_dtype(const std::string& format, DType wanted) {
+bool has_tensor_scale(const std::string& format) {
+  if (format.empty()) return false;
+  const Format& row = row_of(format);
+  return row.per_tensor() || row.has_tensor_scale();
+}
+
+// Values of codes are exact in bfloat16, also times a power of two or a scale in E4M3.
+DType operand_dtype(const std::string& format, DType wanted, bool scalable) {
   if (format.empty() || wanted == DType::Float32 || wanted == DType::Float64) return wanted;
   const ScaleRule rule = row_of(format).rule;
-  const bool is_short = rule == ScaleRule::PowerOfTwo || rule == ScaleRule::E8M0;
+  const bool is_short = rule == ScaleRule::PowerOfTwo || rule == ScaleRule::E8M0 ||
+                        (scalable && has_tensor_scale(format));
   return is_short && wanted == DType::BFloat16 ? wanted : DType::Float32;
 }
 

@@ -54,9 +54,12 @@ const Recipe* recipe_of(const std::string& text);
 // is.
 std::string column_format(const std::string& format);
 
+// Has a format one scale of the whole tensor, beside those of blocks or alone?
+bool has_tensor_scale(const std::string& format);
+
 // The dtype in which numbers of a format are exact, and products of them may be computed whose
-// result is `wanted`.
-DType operand_dtype(const std::string& format, DType wanted);
+// result is `wanted`. `scalable`: the product takes a scale of the whole tensor beside the numbers.
+DType operand_dtype(const std::string& format, DType wanted, bool scalable);
 
 // A format in keys: its number, from 1; 0 is none. Throws PlanError for an unknown name.
 uint8_t format_number(const std::string& name);

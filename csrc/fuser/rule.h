@@ -79,6 +79,8 @@ struct Rule {
   std::string forward = {};
   std::string backward = {};
   std::function<Bindings(const Match&)> bind = {};
+  // Whether there is a <forward>_scaled, for operands that come with a scale.
+  bool scalable = false;
 
   Schema forward_schema = {};
   Schema backward_schema = {};

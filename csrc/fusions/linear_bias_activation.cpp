@@ -40,10 +40,11 @@ std::tuple<Tensor, Tensor> activated(const ActivationRow& row, const Tensor& sum
   return {output, save_kept ? sum : empty({0}, sum.scalar_type(), sum.device())};
 }
 
-std::tuple<Tensor, Tensor> forward_cpu(const Checks& check, const Tensor& input,
-                                       const Tensor& weight, const Tensor& bias,
-                                       std::string_view activation, bool save_kept) {
-  return activated(activation_of(check, activation), linear_cpu(input, weight, bias), save_kept,
+std::tuple<Tensor, Tensor> forward_cpu(const Call& call, const Tensor& input, const Tensor& weight,
+                                       const Tensor& bias, std::string_view activation,
+                                       bool save_kept) {
+  const auto [x, factor] = scaled_operand(input, call.scales());
+  return activated(activation_of(call, activation), linear_cpu(x, weight, bias, factor), save_kept,
                    activation_forward_cpu);
 }
 
@@ -85,7 +86,8 @@ Bindings bind(const Match& match) {
                           "str activation, bool save_kept) -> (Tensor output, Tensor kept)",
                 .shape = shape,
                 .any_strides = {"input", "weight"},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused}},
+                .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                .scalable = true},
 });
 
 }  // namespace

@@ -32,11 +32,12 @@ Tensor kept_of(const Tensor& product, bool save_kept) {
   return save_kept ? product : empty({0}, product.scalar_type(), product.device());
 }
 
-std::tuple<Tensor, Tensor> forward_cpu(const Checks& check, const Tensor& input,
-                                       const Tensor& weight, const Tensor& bias,
-                                       const GluArguments& arguments, bool save_kept) {
-  const cpu::Glu glu = read_glu(check, arguments);
-  const Tensor product = linear_cpu(input, weight), output = half_of(product);
+std::tuple<Tensor, Tensor> forward_cpu(const Call& call, const Tensor& input, const Tensor& weight,
+                                       const Tensor& bias, const GluArguments& arguments,
+                                       bool save_kept) {
+  const cpu::Glu glu = read_glu(call, arguments);
+  const auto [left, factor] = scaled_operand(input, call.scales());
+  const Tensor product = linear_cpu(left, weight, /*bias=*/{}, factor), output = half_of(product);
   const Tensor added = cpu::to_accumulate(bias, product);
   const cpu::Rows x{product, product.size(-1)}, y{output, output.size(-1)};
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
@@ -83,7 +84,8 @@ Bindings bind(const Match& match) {
                     kGluArguments + ", bool save_kept) -> (Tensor output, Tensor kept)",
                 .shape = shape,
                 .any_strides = {"input", "weight"},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused}},
+                .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                .scalable = true},
 });
 
 }  // namespace

@@ -58,7 +58,7 @@ Tensor scale_and_add(Tensor sum, double scale, const Tensor& extra) {
   constexpr double kMostHalf = 65504;  // add_out takes no factor that its dtype does not hold
   const bool too_large =
       sum.scalar_type() == at::kHalf && std::isfinite(scale) && std::abs(scale) > kMostHalf;
-  if (!extra.defined() || too_large) {
+  if (scale != 1 && (!extra.defined() || too_large)) {
     // mul_ would round the factor to the dtype.
     at::mul_out(sum, sum, at::native::wrapped_scalar_tensor(scale));
     scale = 1;
@@ -74,12 +74,13 @@ bool product_scales(double scale, const Tensor& bias) {
   return scale == 1 || (scale != 0 && !bias.defined());
 }
 
-Tensor forward_cpu(const Tensor& input, const Tensor& weight, const Tensor* bias_or_none,
-                   const Tensor* extra_input, double scale) {
+Tensor forward_cpu(const Call& call, const Tensor& left, const Tensor& weight,
+                   const Tensor* bias_or_none, const Tensor* extra_input, double scale) {
   const Tensor bias = or_undefined(bias_or_none), extra = or_undefined(extra_input);
+  const auto [input, factor] = scaled_operand(left, call.scales());
   scale = factor_of(input.scalar_type(), scale);
-  if (!product_scales(scale, bias)) {
-    return scale_and_add(linear_cpu(input, weight, bias), scale, extra);
+  if (factor != 1 || !product_scales(scale, bias)) {
+    return scale_and_add(linear_cpu(input, weight, bias, factor), scale, extra);
   }
   if (!extra.defined()) return linear_cpu(input, weight, bias, scale);
   if (extra.element_size() > 2) {
@@ -138,7 +139,8 @@ Bindings bind(const Match& match) {
                           "Tensor? extra_input, float scale) -> Tensor output",
                 .shape = shape,
                 .any_strides = {"input", "weight", "extra_input"},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused}},
+                .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                .scalable = true},
 });
 
 }  // namespace

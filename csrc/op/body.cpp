@@ -6,6 +6,14 @@
 #include "fuser/schema.h"
 
 namespace transformer_ops {
+
+double OperandScales::factor() const {
+  const auto number = [](const Tensor& scale) {
+    return scale.defined() ? static_cast<double>(*scale.const_data_ptr<float>()) : 1.0;
+  };
+  return number(left) * number(right);
+}
+
 namespace {
 
 template <typename... T>

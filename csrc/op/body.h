@@ -26,16 +26,26 @@ struct MainGrad {
   bool adds = false;   // to what is there; else it takes its place
 };
 
+// The numbers by which the operands of a product are to be multiplied; undefined: by 1.
+struct OperandScales {
+  Tensor left = {}, right = {};
+
+  // Both together, of scales on the CPU.
+  double factor() const;
+};
+
 // What a body may ask for beside its arguments.
 class Call : public Checks {
  public:
-  explicit Call(const char* op, MainGrad main_grad = {})
-      : Checks(op), main_grad_(std::move(main_grad)) {}
+  explicit Call(const char* op, MainGrad main_grad = {}, OperandScales scales = {})
+      : Checks(op), main_grad_(std::move(main_grad)), scales_(std::move(scales)) {}
 
   const MainGrad& main_grad() const { return main_grad_; }
+  const OperandScales& scales() const { return scales_; }
 
  private:
   MainGrad main_grad_;
+  OperandScales scales_;
 };
 
 // The arguments of one call of a typed op, in schema order.

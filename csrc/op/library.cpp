@@ -95,7 +95,7 @@ class LibraryRows {
     const Signature signature(op.schema, op.any_strides);
     for (const std::string& name : op.overwrites) signature.index_of(name, "overwrites");
     check_new(name);
-    if (op.accumulates) check_new(name + "_into");
+    for (const std::string& other : other_names(name, op)) check_new(other);
   }
 
   void check_schema(const std::string& schema) const {

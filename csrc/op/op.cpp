@@ -58,6 +58,7 @@ void register_op(const std::string& library, Op op) {
   op.declaration.forward = op.forward.schema;
   op.declaration.backward = op.backward.schema;
   op.declaration.recompute = op.recompute.schema;
+  op.declaration.scalable = op.forward.scalable && op.backward.scalable;
   if (op.replay) add_replay(op.declaration.kind, std::move(op.replay));
   if (!op.declaration.kind.empty()) add_declaration(std::move(op.declaration));
   register_pair(library, std::move(op.forward), std::move(op.backward));
@@ -79,6 +80,7 @@ const Replay& find_replay(const std::string& kind) {
 void register_fused_op(const std::string& library, FusedOp op) {
   op.rule.forward = op.forward.schema;
   op.rule.backward = op.backward.schema;
+  op.rule.scalable = op.forward.scalable;
   register_pair(library, std::move(op.forward), std::move(op.backward));
   // Last: from now on plans may call the typed ops.
   add_rule(std::move(op.rule), library);

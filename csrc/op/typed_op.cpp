@@ -64,17 +64,30 @@ void push_results(Stack* stack, size_t arguments, Tensors results) {
   for (Tensor& result : results) stack->emplace_back(std::move(result));
 }
 
-std::string into(const std::string& name) { return name + "_into"; }
+// What is registered beside a typed op under names of its own.
+struct Form {
+  bool is_scaled = false;  // takes scales of its operands
+  bool is_into = false;    // writes into main_grad
 
-std::string into_schema(const std::string& name, std::string schema) {
+  size_t added_arguments() const { return (is_scaled ? 2 : 0) + (is_into ? 2 : 0); }
+};
+
+std::string name_of(const std::string& base, Form form) {
+  return base + (form.is_scaled ? "_scaled" : "") + (form.is_into ? "_into" : "");
+}
+
+std::string schema_of(const std::string& base, Form form, std::string schema) {
   const auto replace = [&](std::string_view from, const std::string& to) {
     const size_t at = schema.find(from);
     TORCH_INTERNAL_ASSERT(at != std::string::npos, "'", from, "' in ", schema);
     schema.replace(at, from.size(), to);
   };
-  replace(name, into(name));
-  replace(") ->", ", Tensor(a!) main_grad, bool overwrite) ->");
-  replace(", Tensor grad_weight", "");
+  replace(base, name_of(base, form));
+  if (form.is_scaled) replace(") ->", ", Tensor? left_scale, Tensor? right_scale) ->");
+  if (form.is_into) {
+    replace(") ->", ", Tensor(a!) main_grad, bool overwrite) ->");
+    replace(", Tensor grad_weight", "");
+  }
   return schema;
 }
 
@@ -84,15 +97,15 @@ std::vector<std::string> taken_as_they_are(const TypedOp& op) {
   return names;
 }
 
-// What is registered under one name: a typed op, or its variant <name>_into.
+// What is registered under one name: a typed op in one of its forms.
 struct Variant {
-  Variant(const TypedOp& typed_op, const std::string& base_name, bool writes_into)
+  Variant(const TypedOp& typed_op, const std::string& base_name, Form its_form)
       : op(typed_op),
         base(base_name),
-        name(writes_into ? into(base_name) : base_name),
-        schema(writes_into ? into_schema(base_name, op.schema) : op.schema),
+        name(name_of(base_name, its_form)),
+        schema(schema_of(base_name, its_form, op.schema)),
         signature(schema, taken_as_they_are(op)),
-        is_into(writes_into) {
+        form(its_form) {
     for (const auto& argument : op.overwrites) {
       overwrites.push_back(signature.index_of(argument, "overwrites"));
     }
@@ -102,7 +115,7 @@ struct Variant {
   const std::string base, name, schema;
   const Signature signature;
   std::vector<size_t> overwrites;  // arguments
-  const bool is_into;
+  const Form form;
 };
 
 // They live as long as the library, and stay where they are.
@@ -116,9 +129,9 @@ Variants& variants() {
   return variants;
 }
 
-const Variant& keep_variant(const TypedOp& op, const std::string& base, bool writes_into) {
+const Variant& keep_variant(const TypedOp& op, const std::string& base, Form form) {
   const std::lock_guard lock(variants().mutex);
-  return variants().rows.emplace_back(op, base, writes_into);
+  return variants().rows.emplace_back(op, base, form);
 }
 
 std::vector<const Variant*> all_variants() {
@@ -163,27 +176,42 @@ class Kernel : public c10::OperatorKernel {
   Call check_arguments(Values values) const {
     const char* const name = variant_.name.c_str();
     variant_.signature.check(name, values);
-    if (!variant_.is_into) return Call(name);
-    const size_t own = values.size() - 2;
-    return Call(name, {values[own].toTensor(), !values[own + 1].toBool()});
+    const Form form = variant_.form;
+    Values added = values.last(form.added_arguments());
+    OperandScales scales;
+    if (form.is_scaled) {
+      scales = {scale_of("left_scale", added[0]), scale_of("right_scale", added[1])};
+      added = added.subspan(2);
+    }
+    MainGrad main_grad;
+    if (form.is_into) main_grad = {added[0].toTensor(), !added[1].toBool()};
+    return Call(name, std::move(main_grad), std::move(scales));
   }
 
-  // Those that the bodies see: without main_grad and what belongs to it.
+  // Those that the bodies see: without scales, main_grad and what belongs to it.
   Values own(Values values) const {
-    return variant_.is_into ? values.first(values.size() - 2) : values;
+    return values.first(values.size() - variant_.form.added_arguments());
   }
 
   TensorSpecs shape(const Call& call, Values own) const {
     TORCH_CHECK_NOT_IMPLEMENTED(op_.shape, "[", call.op(),
                                 "] declaration must have .shape, got none");
     TensorSpecs specs = op_.shape(call, own);
-    if (variant_.is_into) check_main_grad(call, own, specs[kGradWeight]);
+    if (variant_.form.is_into) check_main_grad(call, own, specs[kGradWeight]);
     return specs;
   }
 
   void push(Stack* stack, size_t arguments, Tensors results) const {
-    if (variant_.is_into) results.erase(results.begin() + kGradWeight);
+    if (variant_.form.is_into) results.erase(results.begin() + kGradWeight);
     push_results(stack, arguments, std::move(results));
+  }
+
+  Tensor scale_of(const char* argument, c10::IValue& value) const {
+    const Tensor* const scale = BodyParameter<const Tensor*>::get(value);
+    TORCH_CHECK(scale == nullptr || (scale->dim() == 0 && scale->scalar_type() == at::kFloat), "[",
+                variant_.name, "] ", argument, " must be one float32 without dimensions, got ",
+                scale->scalar_type(), " of shape ", scale->sym_sizes());
+    return or_undefined(scale);
   }
 
   const Variant& variant_;
@@ -219,9 +247,11 @@ class DeviceKernel final : public Kernel {
     const Call call = check_arguments(values);
     const auto device = variant_.signature.first_tensor(values).device();
     const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
+    TORCH_CHECK_NOT_IMPLEMENTED(!variant_.form.is_scaled || device.is_cpu(), "[", variant_.name,
+                                "] operands must be on the CPU, got ", device.type());
     Tensors results =
         op_.bodies.*body ? run_body(call, device, values) : run_meaning(call, own(values));
-    if (variant_.is_into) bump_version(call.main_grad().buffer);
+    if (variant_.form.is_into) bump_version(call.main_grad().buffer);
     push(stack, values.size(), std::move(results));
   }
 
@@ -258,7 +288,7 @@ class DeviceKernel final : public Kernel {
     Tensors results;
     results.reserve(specs.size());
     for (const auto& spec : specs) {
-      if (variant_.is_into && results.size() == kGradWeight) {
+      if (variant_.form.is_into && results.size() == kGradWeight) {
         results.push_back(call.main_grad().buffer);
         continue;
       }
@@ -334,8 +364,8 @@ void add_kernel(torch::Library& library, const Variant& variant, DispatchKey key
 }
 
 const Variant& add_variant(torch::Library& library, const TypedOp& op, const std::string& base,
-                           bool writes_into) {
-  const Variant& variant = keep_variant(op, base, writes_into);
+                           Form form) {
+  const Variant& variant = keep_variant(op, base, form);
   const std::vector<at::Tag> random_tags = {at::Tag::pt2_compliant_tag,
                                             at::Tag::nondeterministic_seeded};
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
@@ -344,6 +374,15 @@ const Variant& add_variant(torch::Library& library, const TypedOp& op, const std
   add_kernel<DeviceKernel<&Bodies::cpu>>(library, variant, DispatchKey::CPU);
   add_kernel<DeviceKernel<&Bodies::cuda>>(library, variant, DispatchKey::CUDA);
   return variant;
+}
+
+// Those beside the op itself.
+std::vector<Form> forms_of(const TypedOp& op) {
+  std::vector<Form> forms;
+  if (op.accumulates) forms.push_back({.is_into = true});
+  if (op.scalable) forms.push_back({.is_scaled = true});
+  if (op.accumulates && op.scalable) forms.push_back({.is_scaled = true, .is_into = true});
+  return forms;
 }
 
 // A library may be loaded while others run.
@@ -364,13 +403,19 @@ void register_typed_op(TypedOp op) {
   torch::Library& library = torch_library(name);
   complete(op);
   const TypedOp& kept = add_typed_op(name, std::move(op));
-  const Variant& variant = add_variant(library, kept, name, /*writes_into=*/false);
+  const Variant& variant = add_variant(library, kept, name, {});
   for (const auto key :
        {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::AutogradMeta}) {
     add_kernel<AutogradShortcut>(library, variant, key);
   }
-  // For backward, so without an autograd kernel.
-  if (kept.accumulates) add_variant(library, kept, name, /*writes_into=*/true);
+  // For the passes of a plan, so without an autograd kernel.
+  for (const Form form : forms_of(kept)) add_variant(library, kept, name, form);
+}
+
+std::vector<std::string> other_names(const std::string& name, const TypedOp& op) {
+  std::vector<std::string> names;
+  for (const Form form : forms_of(op)) names.push_back(name_of(name, form));
+  return names;
 }
 
 void register_cuda_bodies(c10::DispatchKey key) {

@@ -41,11 +41,19 @@ struct TypedOp {
   // Result 1 is the gradient of a weight, and the bodies put it where call.main_grad() says. Then
   // there is also <name>_into(..., Tensor(a!) main_grad, bool overwrite), without that result.
   bool accumulates = false;
+  // A product whose operands may come as multiples of what they stand for, as the codes of a
+  // quantized tensor do: then there is also <name>_scaled(..., Tensor? left_scale,
+  // Tensor? right_scale), on the CPU and without a gradient, and the bodies multiply by what
+  // call.scales() says. Backward is asked for one of its two products at a time.
+  bool scalable = false;
 };
 
 // Registers schema, CPU and CUDA kernel, and the shape rule as Meta kernel. Raises where a function
 // is not what the schema says, and where `any_strides` or `overwrites` names no tensor argument.
 void register_typed_op(TypedOp op);
+
+// What else it registers: <name>_into, <name>_scaled, <name>_scaled_into.
+std::vector<std::string> other_names(const std::string& name, const TypedOp& op);
 
 // Has the CUDA bodies serve tensors of another device type too: a backend that stands in for CUDA.
 void register_cuda_bodies(c10::DispatchKey key);

@@ -12,7 +12,10 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor
   return {linear_output(check, input, weight)};
 }
 
-Tensor forward_cpu(const Tensor& input, const Tensor& weight) { return linear_cpu(input, weight); }
+Tensor forward_cpu(const Call& call, const Tensor& input, const Tensor& weight) {
+  const auto [x, factor] = scaled_operand(input, call.scales());
+  return linear_cpu(x, weight, /*bias=*/{}, factor);
+}
 
 Tensor forward_cuda(const Tensor& input, const Tensor& weight) {
   return linear_cuda(input, weight);
@@ -30,8 +33,10 @@ TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const
 LinearBackward backward_cpu(const Call& call, const Tensor& grad_output,
                             std::optional<Tensor> input, const Tensor* weight, LinearMask wanted) {
   const auto [wants_input, wants_weight] = wanted;
-  return linear_backward_cpu(grad_output, factor(wants_weight, std::move(input)),
-                             factor(wants_input, weight), {.main_grad = call.main_grad()});
+  const auto [grad, scale] = scaled_operand(grad_output, call.scales());
+  return linear_backward_cpu(grad, factor(wants_weight, std::move(input)),
+                             factor(wants_input, weight),
+                             {.scale = scale, .main_grad = call.main_grad()});
 }
 
 LinearBackward backward_cuda(const Call& call, const Tensor& grad_output,
@@ -64,13 +69,15 @@ LinearBackward backward_unfused(const Tensor& grad_output, const Tensor* input,
     .forward = {.schema = "linear(Tensor input, Tensor weight) -> Tensor output",
                 .shape = forward_shape,
                 .any_strides = {"input", "weight"},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused}},
+                .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                .scalable = true},
     .backward = {.schema = "linear_backward(Tensor grad_output, Tensor? input, Tensor? weight, "
                            "bool[2] output_mask) -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
                  .any_strides = {"grad_output", "input", "weight"},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused},
-                 .accumulates = true},
+                 .accumulates = true,
+                 .scalable = true},
 });
 
 }  // namespace

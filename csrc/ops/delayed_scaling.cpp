@@ -40,9 +40,9 @@ TensorSpecs scaled_shape(const Checks& check, const Tensor& input, const Tensor&
   return {spec, {{}, at::kFloat}};
 }
 
-// `record` is called with the largest magnitude of each part.
+// What codes stand for is multiplied by `decodes`; `record` is called with each part.
 template <typename Record>
-void round_by_scale(const kernel::Format& format, const Tensor& x, float scale,
+void round_by_scale(const kernel::Format& format, const Tensor& x, float scale, float decodes,
                     const Tensor& output, const Record& record) {
   // Codes and numbers stay in the first cache.
   constexpr int64_t kPiece = 4096;
@@ -57,21 +57,26 @@ void round_by_scale(const kernel::Format& format, const Tensor& x, float scale,
     for (int64_t i = begin; i < end; i += kPiece) {
       const int64_t n = std::min(kPiece, end - i);
       cpu::quantize(format, from, source + i * size, scale, codes.data(), &unused, 1, n);
-      cpu::dequantize(format, to, codes.data(), &unused, 1.0f / scale, target + i * output_size, 1,
-                      n);
+      cpu::dequantize(format, to, codes.data(), &unused, decodes, target + i * output_size, 1, n);
       record(from, source + i * size, n);
     }
   });
 }
 
-void scaled_cpu(const Checks& check, const Tensor& x, const Tensor& scale, int64_t place,
-                std::string_view format, std::string_view, Tensor& output, Tensor& amax) {
+// The largest magnitude into `amax`.
+void round_and_note(const kernel::Format& format, const Tensor& x, float scale, float decodes,
+                    const Tensor& output, const Tensor& amax) {
   auto& best = *amax.mutable_data_ptr<float>();
   best = 0;
-  round_by_scale(scaled_format(check, format), x, scale.const_data_ptr<float>()[place], output,
-                 [&](auto dtype, const void* part, int64_t n) {
-                   take_larger(std::atomic_ref(best), cpu::largest(dtype, part, n));
-                 });
+  round_by_scale(format, x, scale, decodes, output, [&](auto dtype, const void* part, int64_t n) {
+    take_larger(std::atomic_ref(best), cpu::largest(dtype, part, n));
+  });
+}
+
+void scaled_cpu(const Checks& check, const Tensor& x, const Tensor& scale, int64_t place,
+                std::string_view format, std::string_view, Tensor& output, Tensor& amax) {
+  const float encodes = scale.const_data_ptr<float>()[place];
+  round_and_note(scaled_format(check, format), x, encodes, 1.0f / encodes, output, amax);
 }
 
 std::tuple<Tensor, Tensor> scaled_meaning(const Checks& check, const Tensor& x, const Tensor& scale,
@@ -92,13 +97,62 @@ TensorSpecs saved_shape(const Checks& check, const Tensor&, const Tensor& input,
 
 void saved_cpu(const Checks& check, const Tensor&, const Tensor& x, const Tensor& scale,
                int64_t place, std::string_view format, std::string_view, Tensor& output) {
-  round_by_scale(scaled_format(check, format), x, scale.const_data_ptr<float>()[place], output,
+  const float encodes = scale.const_data_ptr<float>()[place];
+  round_by_scale(scaled_format(check, format), x, encodes, 1.0f / encodes, output,
                  [](auto, const void*, int64_t) {});
 }
 
 Tensor saved_meaning(const Checks& check, const Tensor&, const Tensor& x, const Tensor& scale,
                      int64_t place, std::string_view format, std::string_view dtype) {
   return std::get<0>(scaled_meaning(check, x, scale, place, format, dtype));
+}
+
+// ---- quantize_values_scaled: as quantize_values, by such a scale
+
+TensorSpecs values_shape(const Checks& check, const Tensor& input, const Tensor& scale,
+                         int64_t place, std::string_view format, std::string_view dtype) {
+  const TensorSpecs specs = scaled_shape(check, input, scale, place, format, dtype);
+  return {specs[0], {{}, at::kFloat}, specs[1]};
+}
+
+void values_cpu(const Checks& check, const Tensor& x, const Tensor& scale, int64_t place,
+                std::string_view format, std::string_view, Tensor& output, Tensor& decodes,
+                Tensor& amax) {
+  const float encodes = scale.const_data_ptr<float>()[place];
+  round_and_note(scaled_format(check, format), x, encodes, /*decodes=*/1.0f, output, amax);
+  *decodes.mutable_data_ptr<float>() = 1.0f / encodes;
+}
+
+std::tuple<Tensor, Tensor, Tensor> values_meaning(const Checks& check, const Tensor& x,
+                                                  const Tensor& scale, int64_t place,
+                                                  std::string_view format, std::string_view dtype) {
+  const Tensor encodes = scale.select(0, place);
+  const auto [output, amax] = round_by_scale_unfused(scaled_format(check, format), x, encodes,
+                                                     dtype_named(check, dtype), /*decodes=*/false);
+  return {output, encodes.reciprocal(), amax};
+}
+
+TensorSpecs values_saved_shape(const Checks& check, const Tensor&, const Tensor& input,
+                               const Tensor& scale, int64_t place, std::string_view format,
+                               std::string_view dtype) {
+  const TensorSpecs specs = values_shape(check, input, scale, place, format, dtype);
+  return {specs[0], specs[1]};
+}
+
+void values_saved_cpu(const Checks& check, const Tensor&, const Tensor& x, const Tensor& scale,
+                      int64_t place, std::string_view format, std::string_view, Tensor& output,
+                      Tensor& decodes) {
+  const float encodes = scale.const_data_ptr<float>()[place];
+  round_by_scale(scaled_format(check, format), x, encodes, /*decodes=*/1.0f, output,
+                 [](auto, const void*, int64_t) {});
+  *decodes.mutable_data_ptr<float>() = 1.0f / encodes;
+}
+
+std::tuple<Tensor, Tensor> values_saved_meaning(const Checks& check, const Tensor&, const Tensor& x,
+                                                const Tensor& scale, int64_t place,
+                                                std::string_view format, std::string_view dtype) {
+  const auto [output, decodes, amax] = values_meaning(check, x, scale, place, format, dtype);
+  return {output, decodes};
 }
 
 // ---- the same group by group, each with a scale of its own: of the operands of grouped products
@@ -128,8 +182,8 @@ void groups_cpu(const Checks& check, const Tensor& input, const Tensor& scale, i
     const int64_t first = groups.begin(group), count = groups.size(group);
     found[group] = count > 0 ? 0.0f : kNothing;
     if (count == 0) continue;
-    round_by_scale(format, rows_of(x, first, count), scales[group], rows_of(y, first, count),
-                   [&](auto dtype, const void* part, int64_t n) {
+    round_by_scale(format, rows_of(x, first, count), scales[group], 1.0f / scales[group],
+                   rows_of(y, first, count), [&](auto dtype, const void* part, int64_t n) {
                      take_larger(std::atomic_ref(found[group]), cpu::largest(dtype, part, n));
                    });
   }
@@ -183,6 +237,19 @@ Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& in
                                "Tensor scale, int place, str format, str dtype) -> Tensor output",
                      .shape = saved_shape,
                      .bodies = {saved_cpu, saved_meaning, saved_meaning},
+                     .reads_first = false,
+                     .differentiable = false});
+  register_typed_op({.schema = "quantize_values_scaled(Tensor input, Tensor scale, int place, "
+                               "str format, str dtype) -> (Tensor output, Tensor decodes, "
+                               "Tensor amax)",
+                     .shape = values_shape,
+                     .bodies = {.cpu = values_cpu, .unfused = values_meaning},
+                     .differentiable = false});
+  register_typed_op({.schema = "quantize_values_scaled_saved(Tensor grad_output, Tensor input, "
+                               "Tensor scale, int place, str format, str dtype) -> "
+                               "(Tensor output, Tensor decodes)",
+                     .shape = values_saved_shape,
+                     .bodies = {.cpu = values_saved_cpu, .unfused = values_saved_meaning},
                      .reads_first = false,
                      .differentiable = false});
   register_typed_op({.schema = "quantize_dequantize_groups_scaled(Tensor input, Tensor scale, "

@@ -48,14 +48,18 @@ TEST(ColumnFormat, TurnsBlocksThatArePartsOfARow) {
 }
 
 TEST(OperandDType, IsOneInWhichNumbersAreExact) {
-  EXPECT_EQ(operand_dtype("mx e4m3", DType::BFloat16), DType::BFloat16);
-  EXPECT_EQ(operand_dtype("e5m2 128x128", DType::BFloat16), DType::BFloat16);
+  EXPECT_EQ(operand_dtype("mx e4m3", DType::BFloat16, false), DType::BFloat16);
+  EXPECT_EQ(operand_dtype("e5m2 128x128", DType::BFloat16, false), DType::BFloat16);
   // A scale in float32 has more bits, and float16 fewer exponents.
-  EXPECT_EQ(operand_dtype("e4m3", DType::BFloat16), DType::Float32);
-  EXPECT_EQ(operand_dtype("nvfp4", DType::BFloat16), DType::Float32);
-  EXPECT_EQ(operand_dtype("mx e4m3", DType::Float16), DType::Float32);
-  EXPECT_EQ(operand_dtype("mx e4m3", DType::Float64), DType::Float64);
-  EXPECT_EQ(operand_dtype("", DType::Float16), DType::Float16);
+  EXPECT_EQ(operand_dtype("e4m3", DType::BFloat16, false), DType::Float32);
+  EXPECT_EQ(operand_dtype("nvfp4", DType::BFloat16, false), DType::Float32);
+  EXPECT_EQ(operand_dtype("e4m3", DType::BFloat16, true), DType::BFloat16);
+  EXPECT_EQ(operand_dtype("nvfp4", DType::BFloat16, true), DType::BFloat16);
+  EXPECT_EQ(operand_dtype("int8 1x32", DType::BFloat16, true), DType::Float32);
+  EXPECT_EQ(operand_dtype("e4m3", DType::Float16, true), DType::Float32);
+  EXPECT_EQ(operand_dtype("mx e4m3", DType::Float16, false), DType::Float32);
+  EXPECT_EQ(operand_dtype("mx e4m3", DType::Float64, false), DType::Float64);
+  EXPECT_EQ(operand_dtype("", DType::Float16, false), DType::Float16);
 }
 
 }  // namespace

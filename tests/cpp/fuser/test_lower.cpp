@@ -88,6 +88,63 @@ backward Groups ops=[0]
             "one group, got mx e4m3, mx e4m3, mx e4m3");
 }
 
+PlanKey with_recipe(const std::vector<OpNode>& ops, const char* recipe, DType dtype) {
+  PlanKey key = toy::key(ops);
+  for (TensorMeta& tensor : key.tensors) tensor.dtype = dtype;
+  key.recipe = recipe_of(recipe);
+  return key;
+}
+
+// Values of codes are exact in bfloat16, their scale is not: it goes beside them.
+TEST(Lower, ProductsIn16BitsTakeScalesBesideTheirOperands) {
+  const auto ops = nodes({"Product"});
+  PlanKey key = with_recipe(ops, "e4m3, e4m3, e5m2", DType::BFloat16);
+  EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
+recipe e4m3, e4m3, e5m2
+forward Product ops=[0]
+  t0.rounded_input, t0.rounded_input_scale = quantize_values(x0, "e4m3", "bfloat16")
+  t0.rounded_weight, t0.rounded_weight_scale = quantize_values(p0.weight, "e4m3", "bfloat16")
+  x1 = product_scaled(t0.rounded_input, t0.rounded_weight, t0.rounded_input_scale, t0.rounded_weight_scale)
+  save s0.input=x0, s0.weight=p0.weight
+backward Product ops=[0]
+  t0.rounded_grad_output, t0.rounded_grad_output_scale = quantize_values(g1, "e5m2", "bfloat16")
+  t0.rounded_weight, t0.rounded_weight_scale = quantize_values_saved(g1, s0.weight, "e4m3", "bfloat16")
+  g0, t0.unused = product_backward_scaled(t0.rounded_grad_output, none, t0.rounded_weight, [true, false], t0.rounded_grad_output_scale, t0.rounded_weight_scale)
+  t0.rounded_input, t0.rounded_input_scale = quantize_values_saved(g1, s0.input, "e4m3", "bfloat16")
+  t0.unused, dp0.weight = product_backward_scaled(t0.rounded_grad_output, t0.rounded_input, none, [false, true], t0.rounded_grad_output_scale, t0.rounded_input_scale)
+)");
+  // Where no host reads a scale, and in wider dtypes, numbers are rounded as they are.
+  key.device = Device::Cuda;
+  EXPECT_EQ(steps_text(toy::plan(ops, key)).find("_scaled"), std::string::npos);
+  key = with_recipe(ops, "e4m3, e4m3, e5m2", DType::Float32);
+  EXPECT_EQ(steps_text(toy::plan(ops, key)).find("_scaled"), std::string::npos);
+}
+
+TEST(Lower, AnOperandWithoutAScaleHasNoneBesideIt) {
+  const auto ops = nodes({"Product"});
+  const std::string text =
+      steps_text(toy::plan(ops, with_recipe(ops, "mx e4m3, e4m3, exact", DType::BFloat16)));
+  EXPECT_NE(text.find("x1 = product_scaled(t0.rounded_input, t0.rounded_weight, none, "
+                      "t0.rounded_weight_scale)"),
+            std::string::npos);
+  EXPECT_NE(text.find("t0.unused, dp0.weight = product_backward(g1, t0.rounded_input, none, "
+                      "[false, true])"),
+            std::string::npos);
+}
+
+TEST(Lower, FusedOpsWithoutAFormForScalesAreRefused) {
+  const auto ops = nodes({"Product", "Shift", "Square"});
+  const ScopedRule rule(toy::forward_rule());
+  const auto planned = [&](const char* recipe) {
+    return make_plan(ops, with_recipe(ops, recipe, DType::BFloat16));
+  };
+  EXPECT_EQ(planned("mx e4m3, mx e4m3, mx e4m3").plan.forward.size(), 1);
+  const Planned refused = planned("e4m3, e4m3, e4m3");
+  EXPECT_EQ(refused.plan.forward.size(), 3);
+  ASSERT_EQ(refused.near_misses.size(), 1);
+  EXPECT_EQ(refused.near_misses[0].reason, "op 0 takes operands with a scale beside them");
+}
+
 TEST(Lower, SavesNothingWithoutGradients) {
   const auto ops = nodes({"Norm", "Product"});
   EXPECT_EQ(steps_text(toy::plan(ops, toy::key(ops, /*grad=*/false))), R"(first_backward 2

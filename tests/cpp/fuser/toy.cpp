@@ -31,7 +31,8 @@ bool declare() {
                                "Tensor? weight, bool[2] output_mask) -> "
                                "(Tensor grad_input, Tensor grad_weight)",
                    .dtype = DTypeRule::Parameter,
-                   .operands = {"weight"}});
+                   .operands = {"input", "weight"},
+                   .scalable = true});
   add_declaration({.kind = "Tally",
                    .summary = "x W^T, whose weight may have a sum of gradients of its own",
                    .parameters = {"weight"},

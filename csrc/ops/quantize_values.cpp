@@ -1,0 +1,91 @@
+// Quantized tensors as the values of their codes, and the scale by which those are to be
+// multiplied: in formats with a scale of the whole tensor. The values are exact in bfloat16, so a
+// product multiplies them there, and its result by the scales.
+#include "bodies/cpu.h"
+#include "bodies/rounding.h"
+#include "kernels/encoding.h"
+#include "op/op.h"
+
+namespace transformer_ops::ops::quantize_values {
+namespace {
+
+using kernel::Format;
+
+const Format& format_with_scale(const Checks& check, std::string_view name) {
+  const Format& format = format_of(check, name);
+  TORCH_CHECK(format.per_tensor() || format.has_tensor_scale(), "[", check.op(),
+              "] format must have a scale of the tensor, got '", name, "'");
+  return format;
+}
+
+TensorSpecs values_shape(const Checks& check, const Tensor& input, std::string_view format,
+                         std::string_view dtype) {
+  check.compute_dtype("input", input);
+  format_with_scale(check, format);
+  TensorSpec spec = like(input);
+  spec.dtype = dtype_named(check, dtype);
+  return {spec, {{}, at::kFloat}};
+}
+
+void values_cpu(const Checks& check, const Tensor& x, std::string_view format_name,
+                std::string_view, Tensor& output, Tensor& scale) {
+  const Format& format = format_with_scale(check, format_name);
+  const float encodes = encoding::tensor_scale(format, largest_cpu(x));
+  round_by_tensor_scale_cpu(format, x, encodes, /*decodes=*/1.0f, output);
+  *scale.mutable_data_ptr<float>() = 1.0f / encodes;
+}
+
+std::tuple<Tensor, Tensor> values_meaning(const Checks& check, const Tensor& x,
+                                          std::string_view format, std::string_view dtype) {
+  return values_unfused(format_with_scale(check, format), x, dtype_named(check, dtype));
+}
+
+// ---- in backward, of a tensor from forward: behind a gradient, which keeps a compiler from doing
+// it in forward
+
+TensorSpecs saved_shape(const Checks& check, const Tensor&, const Tensor& input,
+                        std::string_view format, std::string_view dtype) {
+  return values_shape(check, input, format, dtype);
+}
+
+void saved_cpu(const Checks& check, const Tensor&, const Tensor& x, std::string_view format,
+               std::string_view dtype, Tensor& output, Tensor& scale) {
+  values_cpu(check, x, format, dtype, output, scale);
+}
+
+std::tuple<Tensor, Tensor> saved_meaning(const Checks& check, const Tensor&, const Tensor& x,
+                                         std::string_view format, std::string_view dtype) {
+  return values_meaning(check, x, format, dtype);
+}
+
+// ---- rounded up or down at random
+
+std::tuple<Tensor, Tensor> stochastic_meaning(const Checks& check, const Tensor& x,
+                                              std::string_view format, std::string_view dtype) {
+  return values_unfused(format_with_scale(check, format), x, dtype_named(check, dtype),
+                        /*stochastic=*/true);
+}
+
+[[maybe_unused]] const bool registered = [] {
+  register_typed_op({.schema = "quantize_values(Tensor input, str format, str dtype) -> "
+                               "(Tensor output, Tensor scale)",
+                     .shape = values_shape,
+                     .bodies = {.cpu = values_cpu, .unfused = values_meaning},
+                     .differentiable = false});
+  register_typed_op({.schema = "quantize_values_saved(Tensor grad_output, Tensor input, "
+                               "str format, str dtype) -> (Tensor output, Tensor scale)",
+                     .shape = saved_shape,
+                     .bodies = {.cpu = saved_cpu, .unfused = saved_meaning},
+                     .reads_first = false,
+                     .differentiable = false});
+  register_typed_op({.schema = "quantize_values_stochastic(Tensor input, str format, "
+                               "str dtype) -> (Tensor output, Tensor scale)",
+                     .shape = values_shape,
+                     .bodies = {.unfused = stochastic_meaning},
+                     .random = true,
+                     .differentiable = false});
+  return true;
+}();
+
+}  // namespace
+}  // namespace transformer_ops::ops::quantize_values
