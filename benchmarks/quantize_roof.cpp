@@ -1,4 +1,5 @@
-// What it costs to encode and decode bfloat16 numbers, as multiples of a copy of them.
+// What it costs to encode and decode bfloat16 numbers, and to round them to those of a format, as
+// multiples of a copy of them.
 //
 //   quantize_roof [elements in 1024, 1024] [rounds=200]
 //
@@ -81,6 +82,14 @@ int main(int argc, char** argv) {
                        }
                        cpu::quantize(format, bf16, x.data(), to.tensor_scale, to.codes.data(),
                                      to.scales.data(), rows, kWidth);
+                     }});
+    table.push_back({"round  " + name, [&] {
+                       float scale = 1.0f;
+                       if (format.per_tensor() || format.has_tensor_scale()) {
+                         scale = encoding::tensor_scale(format, cpu::largest(bf16, x.data(), n));
+                       }
+                       cpu::round_to_format(format, bf16, bf16, x.data(), scale, 1.0f / scale,
+                                            y.data(), rows, kWidth);
                      }});
     table.push_back({"decode " + name, [&] {
                        cpu::dequantize(format, bf16, to.codes.data(), to.scales.data(),

@@ -32,6 +32,16 @@ Tensor hadamard(const Tensor& like) {
   return at::tensor(numbers, at::kFloat).view({kTurned, kTurned}).to(like.options());
 }
 
+// What the scales of blocks are relative to, or all there is of one; else 1.
+float tensor_scale_cpu(const Format& format, const Tensor& x) {
+  if (!format.per_tensor() && !format.has_tensor_scale()) return 1.0f;
+  return encoding::tensor_scale(format, largest_cpu(x));
+}
+
+char* element_at(const Tensor& tensor, int64_t i) {
+  return bytes_at(tensor, i * static_cast<int64_t>(tensor.element_size()));
+}
+
 }  // namespace
 
 float largest_cpu(const Tensor& x) {
@@ -49,47 +59,25 @@ float largest_cpu(const Tensor& x) {
 }
 
 void round_to_format_cpu(const Format& format, const Tensor& x, const Tensor& output) {
-  float scale = 1.0f;
-  if (format.per_tensor() || format.has_tensor_scale()) {
-    scale = encoding::tensor_scale(format, largest_cpu(x));
-  }
+  const float scale = tensor_scale_cpu(format, x);
   round_by_tensor_scale_cpu(format, x, scale, 1.0f / scale, output);
 }
 
-// Codes and scales of a few rows at a time, which stay in the cache.
 void round_by_tensor_scale_cpu(const Format& format, const Tensor& x, float encodes, float decodes,
                                const Tensor& output) {
   const FlatRows shape(x.sizes());
   const auto from = kernel_dtype(x), to = kernel_dtype(output);
-  const auto size = static_cast<int64_t>(x.element_size());
-  const auto output_size = static_cast<int64_t>(output.element_size());
-  const auto run = [&](int64_t element, int64_t rows, int64_t h, std::vector<char>& codes,
-                       std::vector<float>& scales) {
-    cpu::quantize(format, from, bytes_at(x, element * size), encodes, codes.data(), scales.data(),
-                  rows, h);
-    cpu::dequantize(format, to, codes.data(), scales.data(), decodes,
-                    bytes_at(output, element * output_size), rows, h);
+  const auto run = [&](int64_t element, int64_t rows, int64_t h) {
+    cpu::round_to_format(format, from, to, element_at(x, element), encodes, decodes,
+                         element_at(output, element), rows, h);
   };
   if (format.per_tensor()) {
-    constexpr int64_t kPiece = 4096;
-    cpu::parallel(x.numel(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-      std::vector<char> codes(kPiece);
-      std::vector<float> scales(1);
-      for (int64_t i = begin; i < end; i += kPiece) {
-        run(i, 1, std::min(kPiece, end - i), codes, scales);
-      }
-    });
+    cpu::parallel(x.numel(), 1, cpu::kMaskAlign,
+                  [&](int64_t begin, int64_t end) { run(begin, 1, end - begin); });
     return;
   }
-  const int64_t rows_at_once = std::max<int64_t>(format.block_rows, 16);
-  for_blocks(format, shape, [&](int64_t first, int64_t rows, int64_t) {
-    std::vector<char> codes(rows_at_once * row_bytes(format, shape.h));
-    // Of at least one byte each.
-    std::vector<float> scales(rows_at_once * shape.h);
-    for (int64_t row = 0; row < rows; row += rows_at_once) {
-      run((first + row) * shape.h, std::min(rows_at_once, rows - row), shape.h, codes, scales);
-    }
-  });
+  for_blocks(format, shape,
+             [&](int64_t first, int64_t rows, int64_t) { run(first * shape.h, rows, shape.h); });
 }
 
 Tensor round_to_format_unfused(const Format& format, const Tensor& x, at::ScalarType dtype) {

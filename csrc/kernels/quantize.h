@@ -23,6 +23,21 @@ inline const Kernel<void(const kernel::Format&, DType, const void* codes, const 
                          float decoded_tensor_scale, void* out, int64_t rows, int64_t h)>
     dequantize{"dequantize"};
 
+// What quantize() and dequantize() make of the numbers, bit for bit, without codes on the way.
+inline const Kernel<void(const kernel::Format&, DType from, DType to, const void* x,
+                         float tensor_scale, float decoded_tensor_scale, void* out, int64_t rows,
+                         int64_t h)>
+    round_to_format{"round_to_format"};
+
+// The same up or down at random, so that the mean is the number itself; what is too large becomes
+// the largest number. Not for integers. Number i of row r goes by 16 bits: the piece i % 8 of
+// Philox4x32-7(key = seed, counter = r * ceil(h / 8) + i / 8), where the first row of x has the
+// number first_row.
+inline const Kernel<void(const kernel::Format&, DType from, DType to, const void* x,
+                         float tensor_scale, float decoded_tensor_scale, uint64_t seed,
+                         int64_t first_row, void* out, int64_t rows, int64_t h)>
+    round_at_random{"round_at_random"};
+
 }  // namespace transformer_ops::cpu
 
 namespace transformer_ops::cuda {

@@ -89,6 +89,16 @@ TRANSFORMER_OPS_INLINE uint32_t largest_magnitude(const T* x, int64_t n) {
     for (int64_t lane = 0; lane < kLanes; ++lane) best = first[lane] > best ? first[lane] : best;
 #endif
   }
+#if defined(__AVX2__)
+  // Blocks of 16 short numbers are less than a vector.
+  typedef Bit Few __attribute__((vector_size(16)));
+  constexpr int64_t kFew = 16 / sizeof(Bit);
+  if (i + kFew <= n) {
+    Few most = {};
+    for (; i + kFew <= n; i += kFew) most = larger(most, load_unaligned<Few>(x + i) & kAll);
+    best = larger(best, largest_lane((__m128i)most, Bit()));
+  }
+#endif
   for (; i < n; ++i) {
     Bit bits;
     memcpy(&bits, x + i, sizeof(bits));
@@ -125,6 +135,23 @@ TRANSFORMER_OPS_INLINE void keep_larger(const T* x, float* best, int64_t n) {
     const uint32_t magnitude = float_bits(to_float(x[i])) & encoding::kMagnitude;
     best[i] = bits_float(larger(magnitude, float_bits(best[i])));
   }
+}
+
+template <class Bits, class T>
+TRANSFORMER_OPS_INLINE void keep_larger_lanes(const T* x, Magnitude<T>* best) {
+  constexpr auto kAll = static_cast<Magnitude<T>>(static_cast<Magnitude<T>>(~Magnitude<T>{0}) >> 1);
+  const Bits most = larger(load_unaligned<Bits>(x) & kAll, load_unaligned<Bits>(best));
+  memcpy(best, &most, sizeof(most));
+}
+// The same of magnitudes as bits.
+template <class T>
+TRANSFORMER_OPS_INLINE void keep_larger_bits(const T* x, Magnitude<T>* best, int64_t n) {
+  typedef Magnitude<T> Bits __attribute__((vector_size(kVectorBytes)));
+  typedef Magnitude<T> One __attribute__((vector_size(sizeof(Magnitude<T>))));
+  constexpr int64_t kLanes = kVectorBytes / sizeof(Magnitude<T>);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) keep_larger_lanes<Bits>(x + i, best + i);
+  for (; i < n; ++i) keep_larger_lanes<One>(x + i, best + i);
 }
 
 // ---- numbers to codes

@@ -2,6 +2,7 @@
 #include "kernels/quantize.h"
 
 #include "codes.h"
+#include "elements.h"
 #include "rows.h"
 #include "scratch.h"
 
@@ -9,7 +10,6 @@ namespace transformer_ops::cpu {
 namespace {
 
 using encoding::BlockScale;
-using kernel::Element;
 using kernel::ScaleRule;
 
 // ---- numbers as kernels take them: float64 by way of float (encoding.h), the others as they are
@@ -46,22 +46,7 @@ TRANSFORMER_OPS_INLINE float larger_magnitude(float a, float b) {
   return float_bits(a) > float_bits(b) ? a : b;
 }
 
-// ---- from a format to what is compiled for it
-
-template <class F>
-void with_element(Element element, F f) {
-  using namespace encoding;
-  switch (element) {
-    case Element::E4M3:
-      return f(Tag<E4M3>());
-    case Element::E5M2:
-      return f(Tag<E5M2>());
-    case Element::E2M1:
-      return f(Tag<E2M1>());
-    case Element::Int8:
-      return f(Tag<Int8>());
-  }
-}
+// ---- codes of four bits
 
 template <class E>
 constexpr bool kPacked = E::kLargest == encoding::E2M1::kLargest;

@@ -1,0 +1,31 @@
+// Rows rounded to the nearest numbers of a format.
+#include "rounding.h"
+
+#include "elements.h"
+#include "kernels/quantize.h"
+
+namespace transformer_ops::cpu {
+namespace {
+namespace entry {
+
+void round_to_format(const kernel::Format& format, DType from, DType to, const void* x,
+                     float tensor_scale, float decoded_tensor_scale, void* out, int64_t rows,
+                     int64_t h) {
+  if (rows == 0 || h == 0) return;
+  with_element(format.element, [&]<class E>(Tag<E>) {
+    with_dtype(from, [&]<class T>(Tag<T>) {
+      with_dtype(to, [&]<class U>(Tag<U>) {
+        ToNearest rounding;
+        round_rows<E>(format, as<T>(x), tensor_scale, decoded_tensor_scale, as<U>(out), 0, rows, h,
+                      rounding);
+      });
+    });
+  });
+}
+
+}  // namespace entry
+
+TRANSFORMER_OPS_KERNEL(round_to_format, TRANSFORMER_OPS_ISA);
+
+}  // namespace
+}  // namespace transformer_ops::cpu

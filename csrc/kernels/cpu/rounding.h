@@ -1,0 +1,421 @@
+// Numbers rounded to those of a format, by vectors of floats: what encode and decode of
+// kernels/encoding.h make of them, bit for bit.
+//
+// A matrix is rounded by strips, the rows of one row of blocks: first the largest magnitudes of the
+// blocks, then their scales, then the numbers.
+#pragma once
+
+#include "codes.h"
+#include "masked.h"
+#include "scratch.h"
+
+namespace transformer_ops::cpu {
+namespace {
+
+using kernel::ScaleRule;
+
+// What is known of numbers: nothing, that they are finite, or that they are and, scaled, become no
+// more than the largest number.
+enum class Range { Any, Finite, Fits };
+
+// Of NaN the value of its code, else the rounded magnitude.
+template <class E>
+TRANSFORMER_OPS_INLINE Floats value_or_nan(Vec<float> scaled, Floats value) {
+  const float nan = encoding::decode<E>(E::kNanCode);
+  return select(scaled == scaled, Vec<float>(value), Vec<float>(nan)).native;
+}
+
+// To the nearest, ties to even.
+struct ToNearest {
+  static constexpr bool kToNearest = true;
+  TRANSFORMER_OPS_INLINE void start_row(int64_t) {}
+
+  // The value of the code of x * scale; `i` is the column of the first lane.
+  template <class E, Range range>
+  TRANSFORMER_OPS_INLINE Floats round(Floats x, Floats scale, int64_t) const {
+    using V = Vec<float>;
+    if constexpr (E::kInteger) {
+      V scaled(x * scale);
+      if constexpr (range == Range::Any) scaled = select(scaled == scaled, scaled, V(0.0f));
+      if constexpr (range != Range::Fits) {
+        scaled = at_least(at_most(scaled, E::kLargest), -E::kLargest);
+      }
+      return __builtin_convertvector(round_to_int(scaled.native), Floats);
+    } else {
+      constexpr auto kLeast = static_cast<int32_t>(encoding::kLeastExponent<E>);
+      const V scaled((Floats)((Ints)x & 0x7fffffff) * scale);
+      V magnitude = scaled;
+      if constexpr (range != Range::Fits) magnitude = at_most(scaled, E::kLargest);
+      const Ints exponent = larger(
+          (Ints)magnitude.native & static_cast<int32_t>(encoding::kInfinity), kLeast + Ints{});
+      const auto addend = (Floats)(exponent + static_cast<int32_t>(encoding::kToLastBit<E>));
+      Floats value = magnitude.native + addend - addend;
+      if constexpr (range == Range::Any) value = value_or_nan<E>(scaled, value);
+      return copy_sign(V(value), V(x)).native;
+    }
+  }
+};
+
+// ---- scales
+
+// The same for all numbers of a run, or one for each.
+struct OneScale {
+  float encode, decode;
+  TRANSFORMER_OPS_INLINE Floats encoding(int64_t) const { return encode + Floats{}; }
+  TRANSFORMER_OPS_INLINE Floats decoding(int64_t) const { return decode + Floats{}; }
+};
+// Arrays that can be read for a whole vector at their end.
+struct ScalesOfColumns {
+  const float *encode, *decode;
+  TRANSFORMER_OPS_INLINE Floats encoding(int64_t i) const {
+    return load_unaligned<Floats>(encode + i);
+  }
+  TRANSFORMER_OPS_INLINE Floats decoding(int64_t i) const {
+    return load_unaligned<Floats>(decode + i);
+  }
+};
+
+template <class E, ScaleRule rule>
+void scales_by_rule(const float* amax, int64_t n, float tensor_scale, float decoded_tensor_scale,
+                    float* encode, float* decode) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    const encoding::BlockScale scale = encoding::block_scale<E>(rule, amax[i], tensor_scale);
+    encode[i] = scale.encode;
+    if constexpr (rule == ScaleRule::E8M0) {
+      decode[i] = encoding::decode_e8m0(scale.byte);
+    } else if constexpr (rule == ScaleRule::E4M3) {
+      decode[i] = encoding::decode<encoding::E4M3>(scale.byte) * decoded_tensor_scale;
+    } else {
+      decode[i] = scale.number;
+    }
+  }
+}
+
+// What encodes and decodes blocks with these largest magnitudes.
+template <class E>
+void scales_of_blocks(const kernel::Format& format, const float* amax, int64_t n,
+                      float tensor_scale, float decoded_tensor_scale, float* encode,
+                      float* decode) {
+  const auto run = [&]<ScaleRule rule>() {
+    scales_by_rule<E, rule>(amax, n, tensor_scale, decoded_tensor_scale, encode, decode);
+  };
+  if constexpr (E::kInteger) {
+    run.template operator()<ScaleRule::Float32>();
+  } else if constexpr (E::kLargest == encoding::E2M1::kLargest) {
+    run.template operator()<ScaleRule::E4M3>();
+  } else if (format.rule == ScaleRule::E8M0) {
+    run.template operator()<ScaleRule::E8M0>();
+  } else {
+    run.template operator()<ScaleRule::PowerOfTwo>();
+  }
+}
+
+// ---- numbers of one row
+
+// value * scale, in double for doubles.
+template <class U>
+TRANSFORMER_OPS_INLINE void store_scaled(U* out, Floats value, Floats scale) {
+  if constexpr (__is_same(U, double)) {
+    const DoublesOfFloats product = __builtin_convertvector(value, DoublesOfFloats) *
+                                    __builtin_convertvector(scale, DoublesOfFloats);
+    memcpy(out, &product, sizeof(product));
+  } else {
+    store(out, Vec<U>(value * scale));
+  }
+}
+template <class U>
+TRANSFORMER_OPS_INLINE void store_scaled(U* out, Floats value, Floats scale, int64_t count) {
+  U lanes[Vec<float>::kLanes];
+  store_scaled(lanes, value, scale);
+  memcpy(out, lanes, static_cast<size_t>(count) * sizeof(U));
+}
+
+// Column i of the row is x[0].
+template <class E, Range range, class N, class U, class Scales, class Rounding>
+TRANSFORMER_OPS_INLINE void round_run(const N* x, U* out, int64_t i, int64_t n, Scales scales,
+                                      const Rounding& rounding) {
+  constexpr int64_t kLanes = Vec<N>::kLanes;
+  const auto value = [&](int64_t at, auto lanes) __attribute__((always_inline)) {
+    return rounding.template round<E, range>(load(x + at, lanes).native, scales.encoding(i + at),
+                                             i + at);
+  };
+  int64_t at = 0;
+  if constexpr (sizeof(U) == 2) {
+    for (; at + 2 * kLanes <= n; at += 2 * kLanes) {
+      const Floats a = value(at, AllLanes()) * scales.decoding(i + at);
+      const Floats b = value(at + kLanes, AllLanes()) * scales.decoding(i + at + kLanes);
+      store_two(out + at, Vec<U>(a), Vec<U>(b), /*stream=*/false);
+    }
+  }
+  for (; at + kLanes <= n; at += kLanes) {
+    store_scaled(out + at, value(at, AllLanes()), scales.decoding(i + at));
+  }
+  if (at < n) {
+    store_scaled(out + at, value(at, FirstLanes{n - at}), scales.decoding(i + at), n - at);
+  }
+}
+
+// ---- bfloat16 numbers whose scale is a power of two, rounded as the 16 bits that they are
+
+typedef uint16_t Words __attribute__((vector_size(kVectorBytes)));
+constexpr int64_t kWordLanes = kVectorBytes / 2;
+
+// Whether a lane is all ones, of lanes that are that or zero.
+[[maybe_unused]] TRANSFORMER_OPS_INLINE bool any(Words mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi16_mask((__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_epi8((__m256i)mask) != 0;
+#elif defined(__SSE2__)
+  return _mm_movemask_epi8((__m128i)mask) != 0;
+#else
+  uint64_t bits = 0;
+  for (int64_t i = 0; i < kWordLanes; ++i) bits |= mask[i];
+  return bits != 0;
+#endif
+}
+
+// The least bfloat16 number, as bits, whose code is normal; more than all numbers where that is no
+// normal bfloat16 number.
+template <class E>
+TRANSFORMER_OPS_INLINE uint16_t least_normal(float encode) {
+  const int exponent = static_cast<int>(float_bits(encode) >> 23) - 127;
+  const int least = 127 + E::kLeast - exponent;
+  return static_cast<uint16_t>(least > 0 ? least << 7 : 0xffff);
+}
+
+// False, with nothing done, where a number but zero is below `least`.
+template <class E>
+TRANSFORMER_OPS_INLINE bool round_normal(const BFloat16* x, BFloat16* out, Words least) {
+  constexpr int kDropped = 7 - E::kMantissa;
+  constexpr uint16_t kBelowHalf = (1 << (kDropped - 1)) - 1;
+  constexpr auto kKept = static_cast<uint16_t>(~((1 << kDropped) - 1));
+  const auto numbers = load_unaligned<Words>(x);
+  const Words magnitude = numbers & 0x7fff;
+#if defined(__AVX512F__)
+  const auto small = _mm512_cmplt_epu16_mask((__m512i)magnitude, (__m512i)least);
+  if (_mm512_mask_test_epi16_mask(small, (__m512i)magnitude, (__m512i)magnitude) != 0) return false;
+#else
+  if (any((Words)(magnitude < least) & (Words)(magnitude != 0))) return false;
+#endif
+  const Words odd = numbers >> kDropped & 1;
+  const Words rounded = (numbers + kBelowHalf + odd) & kKept;
+  memcpy(out, &rounded, sizeof(rounded));
+  return true;
+}
+
+// As far as whole vectors go: how many numbers that is. least(i) are the bounds from column i on.
+template <class E, class Scales, class Least>
+TRANSFORMER_OPS_INLINE int64_t round_words(const BFloat16* x, BFloat16* out, int64_t i, int64_t n,
+                                           Scales scales, Least least) {
+  int64_t at = 0;
+  for (; at + kWordLanes <= n; at += kWordLanes) {
+    if (__builtin_expect(round_normal<E>(x + at, out + at, least(i + at)), 1)) continue;
+    round_run<E, Range::Fits>(x + at, out + at, i + at, kWordLanes, scales, ToNearest());
+  }
+  return at;
+}
+
+// ---- strips
+
+// The element types that have formats with one scale, and those with blocks of one column.
+template <class E>
+constexpr bool kHasOneScale = !E::kInteger && E::kLargest != encoding::E2M1::kLargest;
+template <class E>
+constexpr bool kHasBlocksOfAColumn = !E::kInteger;
+
+// Of numbers that are finite.
+template <class E>
+constexpr Range kFiniteRange =
+    E::kLargest == encoding::E2M1::kLargest ? Range::Finite : Range::Fits;
+
+template <class N>
+constexpr uint32_t kInfinityOf = 0x7f80;
+template <>
+constexpr uint32_t kInfinityOf<Half> = 0x7c00;
+template <>
+constexpr uint32_t kInfinityOf<float> = 0x7f800000;
+
+template <class E, class N, class U, class Rounding>
+class Strips {
+ public:
+  Strips(const kernel::Format& format, float tensor_scale, float decoded_tensor_scale, int64_t h,
+         Rounding& rounding)
+      : format_(format),
+        tensor_scale_(tensor_scale),
+        decoded_tensor_scale_(decoded_tensor_scale),
+        h_(h),
+        blocks_((h + format.block_columns - 1) / format.block_columns),
+        rounding_(rounding),
+        // Whole vectors at the end, too.
+        best_(blocks_ + kWordLanes),
+        least_(kByWords ? blocks_ + kWordLanes : 0),
+        amax_(blocks_),
+        encode_(blocks_ + kWordLanes),
+        decode_(blocks_ + kWordLanes) {}
+
+  // Rows of one row of blocks, of which the first is number `row`.
+  void round(const N* x, U* out, int64_t row, int64_t rows) {
+    find_scales(x, rows);
+    for (int64_t r = 0; r < rows; ++r) {
+      rounding_.start_row(row + r);
+      if constexpr (kHasBlocksOfAColumn<E>) {
+        if (format_.block_columns == 1) {
+          round_columns(x + r * h_, out + r * h_);
+          continue;
+        }
+      }
+      round_blocks(x + r * h_, out + r * h_);
+    }
+  }
+
+ private:
+  using Bit = Magnitude<N>;
+  static constexpr bool kByWords =
+      Rounding::kToNearest && kHasOneScale<E> && __is_same(N, BFloat16) && __is_same(U, BFloat16);
+
+  void find_scales(const N* x, int64_t rows) {
+    Bit* const best = best_.data();
+    memset(best, 0, static_cast<size_t>(blocks_) * sizeof(Bit));
+    for (int64_t r = 0; r < rows; ++r) {
+      if (format_.block_columns == 1) {
+        keep_larger_bits(x + r * h_, best, h_);
+        continue;
+      }
+      for (int64_t i = 0, block = 0; i < h_; i += format_.block_columns, ++block) {
+        const int64_t n = smaller(format_.block_columns, h_ - i);
+        best[block] = larger(best[block], static_cast<Bit>(largest_magnitude(x + r * h_ + i, n)));
+      }
+    }
+    uint32_t largest = 0;
+    for (int64_t block = 0; block < blocks_; ++block) {
+      amax_.data()[block] = number_of(best[block], N());
+      largest = larger(largest, static_cast<uint32_t>(best[block]));
+    }
+    is_finite_ = largest < kInfinityOf<N>;
+    scales_of_blocks<E>(format_, amax_.data(), blocks_, tensor_scale_, decoded_tensor_scale_,
+                        encode_.data(), decode_.data());
+    if constexpr (kByWords) {
+      for (int64_t block = 0; block < blocks_; ++block) {
+        least_.data()[block] = least_normal<E>(encode_.data()[block]);
+      }
+    }
+  }
+
+  void round_blocks(const N* x, U* out) {
+    if (is_finite_) {
+      round_blocks<kFiniteRange<E>>(x, out);
+    } else {
+      round_blocks<Range::Any>(x, out);
+    }
+  }
+  template <Range range>
+  void round_blocks(const N* x, U* out) {
+    for (int64_t i = 0, block = 0; i < h_; i += format_.block_columns, ++block) {
+      const int64_t n = smaller(format_.block_columns, h_ - i);
+      const OneScale scale{encode_.data()[block], decode_.data()[block]};
+      int64_t done = 0;
+      if constexpr (kByWords && range != Range::Any) {
+        const Words least = least_.data()[block] + Words{};
+        done = round_words<E>(
+            x + i, out + i, i, n,
+            scale, [&](int64_t) __attribute__((always_inline)) { return least; });
+      }
+      round_run<E, range>(x + i + done, out + i + done, i + done, n - done, scale, rounding_);
+    }
+  }
+
+  void round_columns(const N* x, U* out) {
+    const ScalesOfColumns scales{encode_.data(), decode_.data()};
+    if (!is_finite_) {
+      round_run<E, Range::Any>(x, out, 0, h_, scales, rounding_);
+      return;
+    }
+    int64_t done = 0;
+    if constexpr (kByWords) {
+      const auto least = [this](int64_t i) __attribute__((always_inline)) {
+        return load_unaligned<Words>(least_.data() + i);
+      };
+      done = round_words<E>(x, out, 0, h_, scales, least);
+    }
+    round_run<E, kFiniteRange<E>>(x + done, out + done, done, h_ - done, scales, rounding_);
+  }
+
+  const kernel::Format& format_;
+  float tensor_scale_, decoded_tensor_scale_;
+  int64_t h_, blocks_;
+  Rounding& rounding_;
+  Scratch<Bit> best_;
+  Scratch<uint16_t> least_;
+  Scratch<float> amax_, encode_, decode_;
+  bool is_finite_ = true;
+};
+
+// ---- numbers of any dtype
+
+// Which dtypes need no float between them.
+template <class T, class U>
+constexpr bool kIsDirect =
+    !__is_same(T, double) && (__is_same(T, U) || __is_same(T, float) || __is_same(U, float));
+
+TRANSFORMER_OPS_INLINE void to_floats(const double* x, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) out[i] = encoding::to_odd(x[i]);
+}
+template <class T>
+TRANSFORMER_OPS_INLINE void to_floats(const T* x, float* out, int64_t n) {
+  to_acc(x, out, n);
+}
+
+// One scale for all.
+template <class E, class T, class U, class Rounding>
+void round_tensor(const T* x, OneScale scale, U* out, int64_t first_row, int64_t rows, int64_t h,
+                  Rounding& rounding) {
+  constexpr int64_t kPiece = 512;
+  float floats[kIsDirect<T, U> ? 1 : kPiece];
+  for (int64_t row = 0; row < rows; ++row, x += h, out += h) {
+    rounding.start_row(first_row + row);
+    if constexpr (kIsDirect<T, U>) {
+      round_run<E, Range::Any>(x, out, 0, h, scale, rounding);
+    } else {
+      for (int64_t i = 0; i < h; i += kPiece) {
+        const int64_t n = smaller(kPiece, h - i);
+        to_floats(x + i, floats, n);
+        round_run<E, Range::Any>(static_cast<const float*>(floats), out + i, i, n, scale, rounding);
+      }
+    }
+  }
+}
+
+template <class E, class T, class U, class Rounding>
+void round_rows(const kernel::Format& format, const T* x, float tensor_scale,
+                float decoded_tensor_scale, U* out, int64_t first_row, int64_t rows, int64_t h,
+                Rounding& rounding) {
+  if constexpr (kHasOneScale<E>) {
+    if (format.per_tensor()) {
+      return round_tensor<E>(x, OneScale{tensor_scale, decoded_tensor_scale}, out, first_row, rows,
+                             h, rounding);
+    }
+  }
+  const auto run = [&](const auto* numbers, int64_t row, int64_t count, auto& strips) {
+    strips.round(numbers, out + row * h, first_row + row, count);
+  };
+  const int64_t height = format.block_rows;
+  if constexpr (kIsDirect<T, U>) {
+    Strips<E, T, U, Rounding> strips(format, tensor_scale, decoded_tensor_scale, h, rounding);
+    for (int64_t row = 0; row < rows; row += height) {
+      run(x + row * h, row, smaller(height, rows - row), strips);
+    }
+  } else {
+    Strips<E, float, U, Rounding> strips(format, tensor_scale, decoded_tensor_scale, h, rounding);
+    Scratch<float> floats(smaller(height, rows) * h);
+    for (int64_t row = 0; row < rows; row += height) {
+      const int64_t count = smaller(height, rows - row);
+      to_floats(x + row * h, floats.data(), count * h);
+      run(static_cast<const float*>(floats.data()), row, count, strips);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace transformer_ops::cpu
