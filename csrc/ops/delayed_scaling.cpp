@@ -12,6 +12,7 @@
 #include "bodies/linear.h"
 #include "bodies/product.h"
 #include "bodies/quantized.h"
+#include "bodies/rounding.h"
 #include "kernels/quantize.h"
 #include "op/op.h"
 
@@ -44,21 +45,16 @@ TensorSpecs scaled_shape(const Checks& check, const Tensor& input, const Tensor&
 template <typename Record>
 void round_by_scale(const kernel::Format& format, const Tensor& x, float scale, float decodes,
                     const Tensor& output, const Record& record) {
-  // Codes and numbers stay in the first cache.
-  constexpr int64_t kPiece = 4096;
+  constexpr int64_t kPiece = 4096;  // stays in the first cache
   const auto from = kernel_dtype(x), to = kernel_dtype(output);
-  const auto* const source = static_cast<const char*>(x.const_data_ptr());
-  auto* const target = static_cast<char*>(output.mutable_data_ptr());
   const auto size = static_cast<int64_t>(x.element_size());
   const auto output_size = static_cast<int64_t>(output.element_size());
   cpu::parallel(x.numel(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-    std::vector<char> codes(kPiece);
-    float unused = 0;
     for (int64_t i = begin; i < end; i += kPiece) {
       const int64_t n = std::min(kPiece, end - i);
-      cpu::quantize(format, from, source + i * size, scale, codes.data(), &unused, 1, n);
-      cpu::dequantize(format, to, codes.data(), &unused, decodes, target + i * output_size, 1, n);
-      record(from, source + i * size, n);
+      cpu::round_to_format(format, from, to, bytes_at(x, i * size), scale, decodes,
+                           bytes_at(output, i * output_size), 1, n);
+      record(from, bytes_at(x, i * size), n);
     }
   });
 }
