@@ -8,8 +8,8 @@
 All ways of a case are timed in turn, round after round, in one process; a ratio is the median of
 the rounds' ratios. Each setting of the allocator has a process of its own, and so has each stack
 whose peak memory is measured. Cases are named as in rms_norm/fp32/8192x2048/default,
-peak/Llama block/bf16/1024x768x2048/ours, experts (experts.py) and calls (call_cost.py); --list
-shows them.
+peak/Llama block/bf16/1024x768x2048/ours, experts and quantized (programs of those names) and calls
+(call_cost.py); --list shows them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from suite.results import Results
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded.json"
 CALLS = "calls"
-EXPERTS = "experts"
+LIMITED = ("experts", "quantized")  # programs of rows.py
 PEAK = "peak"
 TUNABLES = {
     # glibc keeps what it has got from the kernel, and gets it in large pieces.
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
 def choose(options: argparse.Namespace) -> list[str]:
     """The names of the chosen cases, in order."""
     everything = [case.id for case in timed(options)] + [s.id for s in stacks(options)]
-    everything += [EXPERTS, CALLS]
+    everything += [*LIMITED, CALLS]
     chosen = cases.selected(everything, options.only)
     return [name for name in everything if name in chosen]
 
@@ -147,7 +147,9 @@ def measure(options: argparse.Namespace, chosen: list[str]) -> tuple[Results, in
     for allocator in cases.ALLOCATORS:
         run_worker([case for case in wanted if case.allocator == allocator], options, results)
     measure_peaks([stack for stack in stacks(options) if stack.id in chosen], options, results)
-    status = measure_experts(options, results) if EXPERTS in chosen else 0
+    status = 0
+    for name in LIMITED:
+        status |= measure_limited(name, options, results) if name in chosen else 0
     status |= measure_calls(options, results) if CALLS in chosen else 0
     results.about["seconds"] = round(time.perf_counter() - start)
     return results, status
@@ -250,15 +252,16 @@ def measure_calls(options: argparse.Namespace, results: Results) -> int:
     return status
 
 
-def measure_experts(options: argparse.Namespace, results: Results) -> int:
-    """Layers of experts: experts.py. Nothing of it runs on CUDA yet."""
+def measure_limited(name: str, options: argparse.Namespace, results: Results) -> int:
+    """Rows with limits, which a program of its own measures on the CPU."""
     threads = str(options.threads)
     found, status = run_program(
-        "experts.py", options, environment(options, cases.WARM), "--threads", threads
+        f"{name}.py", options, environment(options, cases.WARM), "--threads", threads
     )
     if found is None:
-        results.errors[EXPERTS] = f"experts.py ended with status {status}"
-    results.experts = found
+        results.errors[name] = f"{name}.py ended with status {status}"
+    else:
+        results.limited[name] = found
     return status
 
 

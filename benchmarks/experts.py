@@ -10,38 +10,29 @@ of the rounds'.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator
 from itertools import cycle
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.nn.functional as F
-from suite import pages
-from suite.machine import describe
 from suite.measure import saved_bytes
-from suite.results import Results
-from suite.timing import Call, Clock, interleave, ratio
+from suite.rows import Row, run, timed
+from suite.timing import Call, Clock, interleave
 from torch import Tensor, nn
 
 import transformer_ops as tops
 
 OURS, GROUPED_MM, LOOP = WAYS = ("ours", "grouped_mm", "loop")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-RECORDED = Path(__file__).with_name("recorded.json")
 CPU = torch.device("cpu")
 # Sets of splits that take turns where they change: more than a run of rounds goes through.
 ROUTINGS = 64
-# --check lets a ratio be so many times its limit: machines that others use are noisy.
-SLACK = 1.5
 
 
 class Size(NamedTuple):
@@ -60,26 +51,6 @@ class Size(NamedTuple):
 FEW = Size(512, 8, 2, 256, 512)
 MANY = Size(512, 64, 8, 256, 128)
 TINY = Size(4, 64, 8, 16, 16)
-
-
-class Row(NamedTuple):
-    """What is to be at most `limit`: a ratio, or bytes."""
-
-    what: str
-    against: str
-    limit: float
-    found: float
-    ours: str
-    theirs: str
-
-    def text(self) -> str:
-        """A line of a table."""
-        found = f"{self.found:.2f}" if self.found < 100 else f"{self.found:.0f}"
-        verdict = "ok" if float(found) <= self.limit else "NO"
-        return (
-            f"{self.what:<48}{self.against:<12}{self.limit:>8g}{found:>8} {verdict}"
-            f"  ({self.ours} against {self.theirs})"
-        )
 
 
 def experts(size: Size) -> tops.Sequential:
@@ -207,7 +178,7 @@ def step_rows(size: Size, dtype: str, limits: dict[str, float], seconds: float) 
     }
     times = interleave(calls, seconds, Clock(CPU))
     for name, limit in limits.items():
-        yield _row(f"{size}, {dtype}", name, limit, times, OURS, name)
+        yield timed(f"{size}, {dtype}", name, limit, times, OURS, name)
 
 
 def changing_row(size: Size, dtype: str, way: str, limit: float, seconds: float) -> Row:
@@ -218,15 +189,7 @@ def changing_row(size: Size, dtype: str, way: str, limit: float, seconds: float)
         "repeated": make_calls(module, size, dtype)[1],
     }
     times = interleave(calls, seconds, Clock(CPU))
-    return _row(f"{size}, {dtype}, {way}: new splits", "repeated", limit, times, "new", "repeated")
-
-
-def _row(
-    what: str, against: str, limit: float, times: dict[str, list[float]], way: str, other: str
-) -> Row:
-    found = ratio(times[way], times[other])
-    ours, theirs = (f"{statistics.median(times[name]):.2f} ms" for name in (way, other))
-    return Row(what, against, limit, found, ours, theirs)
+    return timed(f"{size}, {dtype}, {way}: new splits", "repeated", limit, times, "new", "repeated")
 
 
 def bytes_row(size: Size, limit: int) -> Row:
@@ -258,7 +221,7 @@ def host_rows(limits: tuple[float, float], rounds: int) -> Iterator[Row]:
                 for _ in range(5):
                     call()
                 spent.append(200 * (time.thread_time() - begin))
-        yield _row(f"{TINY}: host, {name}", GROUPED_MM, limits[index], times, OURS, GROUPED_MM)
+        yield timed(f"{TINY}: host, {name}", GROUPED_MM, limits[index], times, OURS, GROUPED_MM)
     torch.set_num_threads(threads)
 
 
@@ -275,36 +238,5 @@ def rows(quick: bool) -> Iterator[Row]:
     yield from host_rows((1.0, 0.8), 15 if quick else 60)
 
 
-def main() -> int:
-    """Prints the rows, one as soon as it is measured."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--check", action="store_true", help=f"fail beyond {SLACK} times a limit")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    parser.add_argument("--record", action="store_true", help="write the rows into the checkout")
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    about = describe(CPU, options.threads, dict(os.environ))
-    found = []
-    for row in rows(options.quick):
-        found.append(row)
-        print(row.text(), flush=True)
-    content: dict[str, Any] = {"about": about, "rows": [row._asdict() for row in found]}
-    if options.out:
-        options.out.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    if options.record:
-        results = Results.read(RECORDED)
-        results.experts = content
-        RECORDED.write_text(results.text(), encoding="utf-8")
-        pages.write(results)
-    worse = [row for row in found if row.found > (SLACK if row.found < 100 else 1) * row.limit]
-    for row in worse if options.check else ():
-        print(f"[experts] {row.text()}", file=sys.stderr)
-    return int(options.check and bool(worse))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("experts", __doc__ or "", rows))

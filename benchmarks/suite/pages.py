@@ -20,10 +20,10 @@ def _table(table: tables.Table) -> str:
     return table.markdown() if table.rows else ""
 
 
-def _experts(results: Results) -> str:
+def _limited(results: Results, name: str) -> str:
     # Its machine may be another one than that of the rest.
-    about = (results.experts or {}).get("about")
-    return f"{_table(tables.experts(results))}\n\n{caption(about)}." if about else ""
+    about = results.limited.get(name, {}).get("about")
+    return f"{_table(tables.limited(results, name))}\n\n{caption(about)}." if about else ""
 
 
 PARTS: dict[str, Callable[[Results], str]] = {
@@ -37,7 +37,8 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "saved": lambda results: _table(tables.memory(results)),
     "saved by ops": lambda results: _table(tables.saved_by_ops(results)),
     "peaks": lambda results: _table(tables.peaks(results)),
-    "experts": lambda results: _experts(results),
+    "experts": lambda results: _limited(results, "experts"),
+    "quantized": lambda results: _limited(results, "quantized"),
     "calls": lambda results: "\n\n".join(
         tables.calls(results, block).markdown() for block in (results.calls or {}).get("blocks", {})
     ),

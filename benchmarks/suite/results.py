@@ -77,7 +77,8 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     peaks: dict[str, int] = field(default_factory=dict)  # bytes by the id of the stack
     calls: dict[str, Any] | None = None  # what call_cost.py wrote
-    experts: dict[str, Any] | None = None  # what experts.py wrote
+    # What the programs of rows.py wrote, by name: experts, quantized.
+    limited: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # by the id of the case
 
     def add(self, given: dict[str, Any]) -> None:
@@ -119,7 +120,7 @@ class Results:
         head = {"format": FORMAT, "about": self.about, "peaks": self.peaks, "errors": self.errors}
         parts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
         parts.append(f'"calls": {json.dumps(self.calls)}')
-        parts.append(f'"experts": {json.dumps(self.experts)}')
+        parts.append(f'"limited": {json.dumps(self.limited)}')
         parts.append(f'"rows": [\n  {rows}\n ]')
         return "{\n " + ",\n ".join(parts) + "\n}\n"
 
@@ -146,7 +147,7 @@ class Results:
                 f"[bench] {path} must be of format {FORMAT}, got {given.get('format')!r}"
             )
         rows = [Row(row) for row in given["rows"]]
-        experts = given.get("experts")  # runs of before it was measured have none
+        limited = given.get("limited", {})  # runs of before it was measured have none
         return Results(
-            given["about"], rows, given["peaks"], given["calls"], experts, given["errors"]
+            given["about"], rows, given["peaks"], given["calls"], limited, given["errors"]
         )

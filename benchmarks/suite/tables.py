@@ -232,11 +232,18 @@ def calls(results: Results, block: str) -> Table:
     return Table([block, *passes, *more], rows)
 
 
-def experts(results: Results) -> Table:
-    """What experts.py measured: ratios, and bytes a token, each with its limit."""
+def rounded(found: float) -> str:
+    """As a row with a limit shows it, and holds it against that."""
+    if abs(found) >= 100:
+        return f"{found:.0f}"
+    return f"{found:.2f}" if abs(found) >= 0.1 else f"{found:.4f}"
+
+
+def limited(results: Results, name: str) -> Table:
+    """What a program of rows.py measured: ratios, bytes a token, each with its limit."""
     rows = []
-    for row in (results.experts or {}).get("rows", []):
-        found = number(row["found"])
+    for row in results.limited.get(name, {}).get("rows", []):
+        found = rounded(row["found"])
         verdict = "ok" if float(found) <= row["limit"] else "NO"
         times = f"{row['ours']} / {row['theirs']}"
         rows.append([row["what"], row["against"], f"{row['limit']:g}", f"{found} {verdict}", times])
@@ -258,7 +265,9 @@ def everything(results: Results) -> str:
     parts.append(("bytes kept for backward, blocks", memory(results)))
     parts.append(("bytes kept for backward, ops", saved_by_ops(results)))
     parts.append(("peak memory of a stack of 6 in training, above its parameters", peaks(results)))
-    parts.append(("layers of experts, forward+backward unless it says otherwise", experts(results)))
+    title = "layers of experts, forward+backward unless it says otherwise"
+    parts.append((title, limited(results, "experts")))
+    parts.append(("tensors in 8 bits and fewer", limited(results, "quantized")))
     if any(set(outcome.found.values()) != {None} for outcome in outcomes(results)):
         parts.append(("to reach", targets(results)))
     return "\n\n".join(f"== {title}\n{table.text()}" for title, table in parts if table.rows)

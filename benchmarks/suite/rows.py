@@ -1,0 +1,83 @@
+"""Rows with a limit each, which programs beside bench.py measure: printed, checked and recorded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from . import pages
+from .machine import describe
+from .results import Results
+from .tables import rounded
+from .timing import ratio
+
+RECORDED = Path(__file__).parents[1] / "recorded.json"
+# --check lets a ratio be so many times its limit: machines that others use are noisy.
+SLACK = 1.5
+
+
+class Row(NamedTuple):
+    """What is to be at most `limit`: a ratio, bytes, or a difference."""
+
+    what: str
+    against: str
+    limit: float
+    found: float
+    ours: str
+    theirs: str
+
+    def text(self) -> str:
+        """A line of a table."""
+        found = rounded(self.found)
+        verdict = "ok" if float(found) <= self.limit else "NO"
+        return (
+            f"{self.what:<72}{self.against:<12}{self.limit:>8g}{found:>8} {verdict}"
+            f"  ({self.ours} against {self.theirs})"
+        )
+
+
+def timed(
+    what: str, against: str, limit: float, times: dict[str, list[float]], way: str, other: str
+) -> Row:
+    """Of rounds of two ways, in milliseconds."""
+    found = ratio(times[way], times[other])
+    ours, theirs = (f"{statistics.median(times[name]):.2f} ms" for name in (way, other))
+    return Row(what, against, limit, found, ours, theirs)
+
+
+def run(name: str, doc: str, rows: Callable[[bool], Iterable[Row]]) -> int:
+    """A program that measures `rows(quick)`, whose part of the record is `name`. Returns its exit
+    status."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rows and rounds")
+    parser.add_argument("--check", action="store_true", help=f"fail beyond {SLACK} times a limit")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--record", action="store_true", help="write the rows into the checkout")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    about = describe(torch.device("cpu"), options.threads, dict(os.environ))
+    found = []
+    for row in rows(options.quick):
+        found.append(row)
+        print(row.text(), flush=True)
+    content: dict[str, Any] = {"about": about, "rows": [row._asdict() for row in found]}
+    if options.out:
+        options.out.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    if options.record:
+        results = Results.read(RECORDED)
+        results.limited[name] = content
+        RECORDED.write_text(results.text(), encoding="utf-8")
+        pages.write(results)
+    worse = [row for row in found if row.found > (SLACK if row.found < 100 else 1) * row.limit]
+    for row in worse if options.check else ():
+        print(f"[{name}] {row.text()}", file=sys.stderr)
+    return int(options.check and bool(worse))
