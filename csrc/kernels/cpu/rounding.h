@@ -272,6 +272,8 @@ class Strips {
 
  private:
   using Bit = Magnitude<N>;
+  // At random, what else is known saves next to nothing.
+  static constexpr Range kFinite = Rounding::kToNearest ? kFiniteRange<E> : Range::Any;
   static constexpr bool kByWords =
       Rounding::kToNearest && kHasOneScale<E> && __is_same(N, BFloat16) && __is_same(U, BFloat16);
 
@@ -305,7 +307,7 @@ class Strips {
 
   void round_blocks(const N* x, U* out) {
     if (is_finite_) {
-      round_blocks<kFiniteRange<E>>(x, out);
+      round_blocks<kFinite>(x, out);
     } else {
       round_blocks<Range::Any>(x, out);
     }
@@ -339,7 +341,7 @@ class Strips {
       };
       done = round_words<E>(x, out, 0, h_, scales, least);
     }
-    round_run<E, kFiniteRange<E>>(x + done, out + done, done, h_ - done, scales, rounding_);
+    round_run<E, kFinite>(x + done, out + done, done, h_ - done, scales, rounding_);
   }
 
   const kernel::Format& format_;
