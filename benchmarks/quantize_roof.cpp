@@ -75,22 +75,27 @@ int main(int argc, char** argv) {
         std::make_unique<Encoded>(Encoded{std::vector<uint8_t>(n), std::vector<uint8_t>(n), 1.0f}));
     Encoded& to = *all.back();
     const std::string name = format.name;
-    table.push_back({"encode " + name, [&] {
-                       if (format.per_tensor() || format.has_tensor_scale()) {
-                         const float amax = cpu::largest(bf16, x.data(), n);
-                         to.tensor_scale = encoding::tensor_scale(format, amax);
-                       }
+    const auto scale_of = [&] {
+      if (!format.per_tensor() && !format.has_tensor_scale()) return 1.0f;
+      return encoding::tensor_scale(format, cpu::largest(bf16, x.data(), n));
+    };
+    table.push_back({"encode " + name, [&, scale_of] {
+                       to.tensor_scale = scale_of();
                        cpu::quantize(format, bf16, x.data(), to.tensor_scale, to.codes.data(),
                                      to.scales.data(), rows, kWidth);
                      }});
-    table.push_back({"round  " + name, [&] {
-                       float scale = 1.0f;
-                       if (format.per_tensor() || format.has_tensor_scale()) {
-                         scale = encoding::tensor_scale(format, cpu::largest(bf16, x.data(), n));
-                       }
+    table.push_back({"round " + name, [&, scale_of] {
+                       const float scale = scale_of();
                        cpu::round_to_format(format, bf16, bf16, x.data(), scale, 1.0f / scale,
                                             y.data(), rows, kWidth);
                      }});
+    if (format.element != kernel::Element::Int8) {
+      table.push_back({"random " + name, [&, scale_of] {
+                         const float scale = scale_of();
+                         cpu::round_at_random(format, bf16, bf16, x.data(), scale, 1.0f / scale,
+                                              /*seed=*/1, /*first_row=*/0, y.data(), rows, kWidth);
+                       }});
+    }
     table.push_back({"decode " + name, [&] {
                        cpu::dequantize(format, bf16, to.codes.data(), to.scales.data(),
                                        1.0f / to.tensor_scale, y.data(), rows, kWidth);

@@ -84,6 +84,38 @@ def test_the_generator_of_torch_repeats_it() -> None:
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4 16x1", "nvfp4 16x16", "e4m3"])
+def test_threads_do_not_change_it(format: str) -> None:
+    x, splits = torch.randn(500, 300), torch.tensor([100, 0, 100, 300])
+    x[100:200] = x[:100]
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            one = ops.quantize_dequantize_stochastic(x, format, "float32")
+            groups = ops.quantize_dequantize_groups_stochastic(x, splits, format, "float32")
+            found.append((one, groups, ops.hadamard_columns(x, x)))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert torch.equal(a, b)
+    # Groups draw numbers of their own.
+    assert not torch.equal(found[0][1][:100], found[0][1][100:200])
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mx e4m3", "e5m2"])
+def test_what_is_too_large_becomes_the_largest(format: str) -> None:
+    torch.manual_seed(0)
+    x = torch.rand(64, 64) * 2 - 1
+    x[:, 0], x[:, 1] = torch.inf, -torch.inf
+    nearest = ops.quantize_dequantize(x, format, "float32")
+    for _ in range(10):
+        found = ops.quantize_dequantize_stochastic(x, format, "float32")
+        assert torch.equal(found[:, :2], nearest[:, :2]) and found[:, 2:].isfinite().all()
+
+
 def gradients(model: tops.Sequential, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     model.zero_grad()
     x = x.detach().requires_grad_()

@@ -26,12 +26,13 @@ Tensor dropout_unfused(const Tensor& tensor, const Tensor& mask, double p) {
   return at::where(kept, tensor * (p < 1 ? 1 / (1 - p) : 0.0), 0);
 }
 
-uint64_t draw_seed(double p) {
-  if (!draws(p)) return 0;
+uint64_t draw_seed() {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   const std::lock_guard lock(generator.mutex());
   return at::check_generator<at::CPUGeneratorImpl>(generator)->random64();
 }
+
+uint64_t draw_seed(double p) { return draws(p) ? draw_seed() : 0; }
 
 cuda::Philox draw_philox(c10::Device device, double p) {
   return draws(p) ? cuda::backend()->draw(device, cuda::kPhiloxOffsets) : cuda::Philox();

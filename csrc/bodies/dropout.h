@@ -16,6 +16,8 @@ void check_probability(const Checks& check, double p);
 // The gradient by a mask's bits: zero where dropped, whatever the value.
 Tensor dropout_unfused(const Tensor& tensor, const Tensor& mask, double p);
 
+// 64 bits of torch's generator.
+uint64_t draw_seed();
 // The key of one call's mask; draws from torch's generator only where p needs it.
 uint64_t draw_seed(double p);
 // The same on CUDA.

@@ -8,6 +8,7 @@
 #include <bit>
 
 #include "kernels/encoding.h"
+#include "kernels/hadamard.h"
 #include "kernels/quantize.h"
 
 namespace transformer_ops {
@@ -15,21 +16,19 @@ namespace {
 
 using kernel::Format;
 
-constexpr int64_t kTurned = 16;
-// Of TransformerEngine's recipe; which rows are negated first is arbitrary, but the same for both
-// operands.
-constexpr float kSigns[kTurned] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
+using kernel::kHadamardRows;
+using kernel::kHadamardSigns;
 
 // Sylvester's matrix, [i, j] = (-1)^(ones that i and j share), with signs, orthonormal.
 Tensor hadamard(const Tensor& like) {
   std::vector<float> numbers;
-  for (int64_t i = 0; i < kTurned; ++i) {
-    for (int64_t j = 0; j < kTurned; ++j) {
+  for (int64_t i = 0; i < kHadamardRows; ++i) {
+    for (int64_t j = 0; j < kHadamardRows; ++j) {
       const bool is_odd = std::popcount(static_cast<uint64_t>(i & j)) % 2 == 1;
-      numbers.push_back(kSigns[j] * (is_odd ? -0.25f : 0.25f));
+      numbers.push_back(kHadamardSigns[j] * (is_odd ? -0.25f : 0.25f));
     }
   }
-  return at::tensor(numbers, at::kFloat).view({kTurned, kTurned}).to(like.options());
+  return at::tensor(numbers, at::kFloat).view({kHadamardRows, kHadamardRows}).to(like.options());
 }
 
 // What the scales of blocks are relative to, or all there is of one; else 1.
@@ -85,21 +84,53 @@ Tensor round_to_format_unfused(const Format& format, const Tensor& x, at::Scalar
   return dequantize_unfused(format, codes, scale, x.sym_sizes(), dtype);
 }
 
-Tensor round_stochastically(const Checks& check, std::string_view format_name, const Tensor& x,
-                            at::ScalarType dtype) {
-  const Format& format = format_of(check, format_name);
+const Format& random_format(const Checks& check, std::string_view name) {
+  const Format& format = format_of(check, name);
   TORCH_CHECK(format.element != kernel::Element::Int8, "[", check.op(),
-              "] format must be floating, got '", format_name, "'");
+              "] format must be floating, got '", name, "'");
+  return format;
+}
+
+void round_at_random_cpu(const Format& format, const Tensor& x, uint64_t seed, int64_t first_row,
+                         const Tensor& output) {
+  const FlatRows shape(x.sizes());
+  const auto from = kernel_dtype(x), to = kernel_dtype(output);
+  const float tensor_scale = tensor_scale_cpu(format, x);
+  const auto run = [&](int64_t first, int64_t rows) {
+    cpu::round_at_random(format, from, to, element_at(x, first * shape.h), tensor_scale,
+                         1.0f / tensor_scale, seed, first_row + first,
+                         element_at(output, first * shape.h), rows, shape.h);
+  };
+  if (format.per_tensor()) {
+    cpu::parallel(shape.rows, shape.h, 1,
+                  [&](int64_t begin, int64_t end) { run(begin, end - begin); });
+    return;
+  }
+  for_blocks(format, shape, [&](int64_t first, int64_t rows, int64_t) { run(first, rows); });
+}
+
+Tensor round_at_random_unfused(const Format& format, const Tensor& x, at::ScalarType dtype) {
   const auto [codes, scale] = quantize_unfused(format, x, /*stochastic=*/true);
   return dequantize_unfused(format, codes, scale, x.sym_sizes(), dtype);
+}
+
+void turn_columns_cpu(const Tensor& input, const Tensor& output) {
+  const FlatRows shape(input.sizes());
+  const int64_t blocks = (shape.rows + kHadamardRows - 1) / kHadamardRows;
+  cpu::parallel(blocks, kHadamardRows * shape.h, 1, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kHadamardRows;
+    const int64_t last = std::min(end * kHadamardRows, shape.rows);
+    cpu::hadamard_rows(kernel_dtype(input), element_at(input, first * shape.h),
+                       element_at(output, first * shape.h), last - first, shape.h);
+  });
 }
 
 Tensor turn_columns(const Tensor& input) {
   const Tensor x = to_accumulate(input);
   const c10::SymInt h = x.dim() == 0 ? c10::SymInt(1) : x.sym_size(-1);
   const Tensor rows = x.reshape_symint({-1, h});
-  const c10::SymInt whole = rows.sym_size(0) / kTurned * kTurned;
-  const Tensor blocks = rows.slice_symint(0, 0, whole).reshape_symint({-1, kTurned, h});
+  const c10::SymInt whole = rows.sym_size(0) / kHadamardRows * kHadamardRows;
+  const Tensor blocks = rows.slice_symint(0, 0, whole).reshape_symint({-1, kHadamardRows, h});
   const Tensor turned = at::matmul(hadamard(x), blocks).reshape_symint({whole, h});
   return at::cat({turned, rows.slice_symint(0, whole)}).reshape_symint(x.sym_sizes());
 }

@@ -37,13 +37,20 @@ void round_to_format_cpu(const kernel::Format& format, const Tensor& x, const Te
 void round_by_tensor_scale_cpu(const kernel::Format& format, const Tensor& x, float encodes,
                                float decodes, const Tensor& output);
 Tensor round_to_format_unfused(const kernel::Format& format, const Tensor& x, at::ScalarType dtype);
-// Up or down at random, so that the mean is the number itself. Raises for a format of integers.
-Tensor round_stochastically(const Checks& check, std::string_view format, const Tensor& x,
-                            at::ScalarType dtype);
+
+// Raises where numbers cannot be rounded to it at random: for a format of integers.
+const kernel::Format& random_format(const Checks& check, std::string_view name);
+// Up or down at random, so that the mean is the number itself. What becomes of a row depends on
+// `seed` and on its number, of which x's first row has `first_row`.
+void round_at_random_cpu(const kernel::Format& format, const Tensor& x, uint64_t seed,
+                         int64_t first_row, const Tensor& output);
+// The same by numbers of torch's generator.
+Tensor round_at_random_unfused(const kernel::Format& format, const Tensor& x, at::ScalarType dtype);
 
 // Each 16 rows of a matrix turned into 16 sums and differences of them, which are orthonormal: a
 // product that sums over the rows of two such tensors stays as it is. The rows that are left stay,
-// too. In float32, of doubles in float64.
+// too. In float32, of doubles in float64. The kernel adds in another order than the ATen call.
+void turn_columns_cpu(const Tensor& input, const Tensor& output);
 Tensor turn_columns(const Tensor& input);
 
 }  // namespace transformer_ops

@@ -8,6 +8,7 @@
 
 #include "bodies/cpu.h"
 #include "bodies/cuda.h"
+#include "bodies/dropout.h"
 #include "bodies/rounding.h"
 #include "kernels/encoding.h"
 #include "kernels/quantize.h"
@@ -223,9 +224,20 @@ Tensor rounded_saved_meaning(const Checks& check, const Tensor&, const Tensor& i
 
 // ---- quantize_dequantize_stochastic: the same, up or down at random
 
-Tensor stochastic_meaning(const Checks& check, const Tensor& x, std::string_view format_name,
+TensorSpecs stochastic_shape(const Checks& check, const Tensor& input, std::string_view format,
+                             std::string_view dtype) {
+  random_format(check, format);
+  return rounded_shape(check, input, format, dtype);
+}
+
+void stochastic_cpu(const Checks& check, const Tensor& x, std::string_view format, std::string_view,
+                    Tensor& output) {
+  round_at_random_cpu(random_format(check, format), x, draw_seed(), /*first_row=*/0, output);
+}
+
+Tensor stochastic_meaning(const Checks& check, const Tensor& x, std::string_view format,
                           std::string_view dtype) {
-  return round_stochastically(check, format_name, x, dtype_named(check, dtype));
+  return round_at_random_unfused(random_format(check, format), x, dtype_named(check, dtype));
 }
 
 // ---- hadamard_columns: each 16 rows turned into 16 sums and differences of them, which are
@@ -237,6 +249,10 @@ TensorSpecs turned_shape(const Checks& check, const Tensor&, const Tensor& input
   TensorSpec spec = like(input);
   spec.dtype = accumulate_dtype(input.scalar_type());
   return {spec};
+}
+
+void turned_cpu(const Tensor&, const Tensor& input, Tensor& output) {
+  turn_columns_cpu(input, output);
 }
 
 Tensor turned_meaning(const Tensor&, const Tensor& input) { return turn_columns(input); }
@@ -270,14 +286,14 @@ Tensor turned_meaning(const Tensor&, const Tensor& input) { return turn_columns(
                      .differentiable = false});
   register_typed_op({.schema = "quantize_dequantize_stochastic(Tensor input, str format, "
                                "str dtype) -> Tensor output",
-                     .shape = rounded_shape,
-                     .bodies = {.unfused = stochastic_meaning},
+                     .shape = stochastic_shape,
+                     .bodies = {stochastic_cpu, stochastic_meaning, stochastic_meaning},
                      .random = true,
                      .differentiable = false});
   register_typed_op(
       {.schema = "hadamard_columns(Tensor grad_output, Tensor input) -> Tensor output",
        .shape = turned_shape,
-       .bodies = {.unfused = turned_meaning},
+       .bodies = {turned_cpu, turned_meaning, turned_meaning},
        .reads_first = false,
        .differentiable = false});
   return register_op({.declaration = {.kind = "Quantize",

@@ -3,6 +3,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
 
+#include "bodies/dropout.h"
 #include "bodies/grouped.h"
 #include "bodies/linear.h"
 #include "bodies/product.h"
@@ -21,16 +22,26 @@ TensorSpecs groups_shape(const Checks& check, const Tensor& input, const Tensor*
   return {spec};
 }
 
-void groups_cpu(const Checks& check, const Tensor& input, const Tensor* splits,
-                std::string_view format_name, std::string_view, Tensor& output) {
-  const kernel::Format& format = format_of(check, format_name);
+// each(rows of input, rows of output, the first one's number) of each group; rows of none are
+// zeros.
+template <typename Each>
+void group_by_group_cpu(const Checks& check, const Tensor& input, const Tensor* splits,
+                        const Tensor& output, const Each& each) {
   const Groups groups = rounded_groups(check, input, splits);
   const Tensor x = as_matrix(input), y = as_matrix(output);
   for (int64_t group = 0; group < groups.count(); ++group) {
     const int64_t first = groups.begin(group), count = groups.size(group);
-    if (count > 0) round_to_format_cpu(format, rows_of(x, first, count), rows_of(y, first, count));
+    if (count > 0) each(rows_of(x, first, count), rows_of(y, first, count), first);
   }
   zero_rest_cpu(groups, y);
+}
+
+void groups_cpu(const Checks& check, const Tensor& input, const Tensor* splits,
+                std::string_view format_name, std::string_view, Tensor& output) {
+  const kernel::Format& format = format_of(check, format_name);
+  group_by_group_cpu(check, input, splits, output, [&](const Tensor& x, const Tensor& y, int64_t) {
+    round_to_format_cpu(format, x, y);
+  });
 }
 
 // `each` of the rows of one group after another; those of no group are zeros.
@@ -75,11 +86,28 @@ Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& in
 
 // ---- the same up or down at random, and turned by columns
 
+TensorSpecs stochastic_shape(const Checks& check, const Tensor& input, const Tensor* splits,
+                             std::string_view format, std::string_view dtype) {
+  random_format(check, format);
+  return groups_shape(check, input, splits, format, dtype);
+}
+
+void stochastic_cpu(const Checks& check, const Tensor& input, const Tensor* splits,
+                    std::string_view format_name, std::string_view, Tensor& output) {
+  const kernel::Format& format = random_format(check, format_name);
+  const uint64_t seed = draw_seed();
+  group_by_group_cpu(check, input, splits, output,
+                     [&](const Tensor& x, const Tensor& y, int64_t first_row) {
+                       round_at_random_cpu(format, x, seed, first_row, y);
+                     });
+}
+
 Tensor stochastic_meaning(const Checks& check, const Tensor& input, const Tensor* splits,
-                          std::string_view format, std::string_view dtype) {
+                          std::string_view format_name, std::string_view dtype) {
+  const kernel::Format& format = random_format(check, format_name);
   const auto wanted = dtype_named(check, dtype);
   return group_by_group(check, input, splits, [&](const Tensor& rows) {
-    return round_stochastically(check, format, rows, wanted);
+    return round_at_random_unfused(format, rows, wanted);
   });
 }
 
@@ -89,6 +117,12 @@ TensorSpecs turned_shape(const Checks& check, const Tensor&, const Tensor& input
   TensorSpec spec = like(input);
   spec.dtype = accumulate_dtype(input.scalar_type());
   return {spec};
+}
+
+void turned_cpu(const Checks& check, const Tensor&, const Tensor& input, const Tensor& splits,
+                Tensor& output) {
+  group_by_group_cpu(check, input, &splits, output,
+                     [](const Tensor& x, const Tensor& y, int64_t) { turn_columns_cpu(x, y); });
 }
 
 Tensor turned_meaning(const Checks& check, const Tensor&, const Tensor& input,
@@ -111,14 +145,14 @@ Tensor turned_meaning(const Checks& check, const Tensor&, const Tensor& input,
                      .differentiable = false});
   register_typed_op({.schema = "quantize_dequantize_groups_stochastic(Tensor input, "
                                "Tensor? splits, str format, str dtype) -> Tensor output",
-                     .shape = groups_shape,
-                     .bodies = {.unfused = stochastic_meaning},
+                     .shape = stochastic_shape,
+                     .bodies = {stochastic_cpu, stochastic_meaning, stochastic_meaning},
                      .random = true,
                      .differentiable = false});
   register_typed_op({.schema = "hadamard_columns_groups(Tensor grad_output, Tensor input, "
                                "Tensor splits) -> Tensor output",
                      .shape = turned_shape,
-                     .bodies = {.unfused = turned_meaning},
+                     .bodies = {turned_cpu, turned_meaning, turned_meaning},
                      .reads_first = false,
                      .differentiable = false});
   return true;

@@ -225,6 +225,27 @@ constexpr bool kHasOneScale = !E::kInteger && E::kLargest != encoding::E2M1::kLa
 template <class E>
 constexpr bool kHasBlocksOfAColumn = !E::kInteger;
 
+// A number that the compiler knows.
+template <int64_t value>
+struct Fixed {
+  constexpr operator int64_t() const { return value; }
+};
+
+// The blocks of a row that are shortest: with their width known, no end of a block is looked for.
+template <class E>
+constexpr int64_t kShortBlock = E::kLargest == encoding::E2M1::kLargest ? 16 : 32;
+
+// f(block, first column, how many) for the blocks of a row of h.
+template <class E, class F>
+TRANSFORMER_OPS_INLINE void for_blocks_of_row(int64_t columns, int64_t h, F f) {
+  int64_t i = 0, block = 0;
+  if (columns == kShortBlock<E>) {
+    constexpr Fixed<kShortBlock<E>> kWidth;
+    for (; i + kWidth <= h; i += kWidth, ++block) f(block, i, kWidth);
+  }
+  for (; i < h; i += columns, ++block) f(block, i, smaller(columns, h - i));
+}
+
 // Of numbers that are finite.
 template <class E>
 constexpr Range kFiniteRange =
@@ -272,6 +293,8 @@ class Strips {
 
  private:
   using Bit = Magnitude<N>;
+  // At random, what else is known saves next to nothing.
+  static constexpr Range kFinite = Rounding::kToNearest ? kFiniteRange<E> : Range::Any;
   static constexpr bool kByWords =
       Rounding::kToNearest && kHasOneScale<E> && __is_same(N, BFloat16) && __is_same(U, BFloat16);
 
@@ -283,10 +306,12 @@ class Strips {
         keep_larger_bits(x + r * h_, best, h_);
         continue;
       }
-      for (int64_t i = 0, block = 0; i < h_; i += format_.block_columns, ++block) {
-        const int64_t n = smaller(format_.block_columns, h_ - i);
-        best[block] = larger(best[block], static_cast<Bit>(largest_magnitude(x + r * h_ + i, n)));
-      }
+      const N* const row = x + r * h_;
+      for_blocks_of_row<E>(
+          format_.block_columns,
+          h_, [&](int64_t block, int64_t i, auto n) __attribute__((always_inline)) {
+            best[block] = larger(best[block], static_cast<Bit>(largest_magnitude(row + i, n)));
+          });
     }
     uint32_t largest = 0;
     for (int64_t block = 0; block < blocks_; ++block) {
@@ -305,25 +330,26 @@ class Strips {
 
   void round_blocks(const N* x, U* out) {
     if (is_finite_) {
-      round_blocks<kFiniteRange<E>>(x, out);
+      round_blocks<kFinite>(x, out);
     } else {
       round_blocks<Range::Any>(x, out);
     }
   }
   template <Range range>
   void round_blocks(const N* x, U* out) {
-    for (int64_t i = 0, block = 0; i < h_; i += format_.block_columns, ++block) {
-      const int64_t n = smaller(format_.block_columns, h_ - i);
-      const OneScale scale{encode_.data()[block], decode_.data()[block]};
-      int64_t done = 0;
-      if constexpr (kByWords && range != Range::Any) {
-        const Words least = least_.data()[block] + Words{};
-        done = round_words<E>(
-            x + i, out + i, i, n,
-            scale, [&](int64_t) __attribute__((always_inline)) { return least; });
-      }
-      round_run<E, range>(x + i + done, out + i + done, i + done, n - done, scale, rounding_);
-    }
+    for_blocks_of_row<E>(
+        format_.block_columns,
+        h_, [&](int64_t block, int64_t i, auto n) __attribute__((always_inline)) {
+          const OneScale scale{encode_.data()[block], decode_.data()[block]};
+          int64_t done = 0;
+          if constexpr (kByWords && range != Range::Any) {
+            const Words least = least_.data()[block] + Words{};
+            done = round_words<E>(
+                x + i, out + i, i, n,
+                scale, [&](int64_t) __attribute__((always_inline)) { return least; });
+          }
+          round_run<E, range>(x + i + done, out + i + done, i + done, n - done, scale, rounding_);
+        });
   }
 
   void round_columns(const N* x, U* out) {
@@ -339,7 +365,7 @@ class Strips {
       };
       done = round_words<E>(x, out, 0, h_, scales, least);
     }
-    round_run<E, kFiniteRange<E>>(x + done, out + done, done, h_ - done, scales, rounding_);
+    round_run<E, kFinite>(x + done, out + done, done, h_ - done, scales, rounding_);
   }
 
   const kernel::Format& format_;

@@ -2,6 +2,8 @@
 // random, the two numbers around each.
 #include <algorithm>
 
+#include "../../../csrc/kernels/random.h"
+#include "kernels/hadamard.h"
 #include "kernels/quantize.h"
 #include "quantized.h"
 
@@ -140,6 +142,153 @@ TEST_P(RoundingTest, RandomBits) {
     }
     for (const kernel::Format& format : kernel::kFormats) {
       for (const DType to : kDTypes) expect_codes(format, to, x.data(), kRows, kH);
+    }
+  }
+}
+
+// ---- at random
+
+// Of the 16 bits of column i, with which a number goes up where they are among the largest.
+uint32_t random_bits(uint64_t seed, int64_t row, int64_t i, int64_t h) {
+  const auto counter = static_cast<uint64_t>(row * ((h + 7) / 8) + i / 8);
+  const random::Words words = random::philox(seed, counter, 0);
+  return words.word[i % 8 / 2] >> (16 * (i % 2)) & 0xffff;
+}
+
+// The magnitude that a scaled number becomes, or both that it may where a float cannot tell.
+struct Choice {
+  double one, other;
+};
+template <class E>
+Choice choose(double scaled, uint32_t bits) {
+  double lower = 0, upper = E::kLargest;
+  for (uint32_t code = 0; code < E::kSign; ++code) {
+    const double number = decode<E>(code);
+    if (!std::isfinite(number)) break;
+    if (number <= scaled) lower = number;
+    if (number >= scaled) {
+      upper = number;
+      break;
+    }
+  }
+  if (scaled >= E::kLargest || lower == upper) return {std::min<double>(scaled, E::kLargest), -1};
+  const double ups = (scaled - lower) / (upper - lower) * 65536 + 0.5;
+  const bool is_up = bits >= 65536 - std::floor(ups);
+  const bool is_tie = std::abs(ups - std::round(ups)) < 0x1p-4;
+  return {is_up ? upper : lower, is_tie ? (is_up ? lower : upper) : -1};
+}
+
+struct Scales {
+  float encode, decode;
+};
+// Of the block of a number; all numbers are finite.
+template <class E>
+Scales scales_of(const Quantized& codes, float amax, int64_t block) {
+  const kernel::Format& format = *codes.format;
+  const float decoded = 1.0f / codes.tensor_scale;
+  if (format.per_tensor()) return {codes.tensor_scale, decoded};
+  return {block_scale<E>(format.rule, amax, codes.tensor_scale).encode,
+          decoding_scale(format.rule, codes.scales.data(), block, decoded)};
+}
+
+// The largest magnitude of each block.
+std::vector<float> largest_of_blocks(const kernel::Format& format, const Array& x, int64_t rows,
+                                     int64_t h) {
+  if (format.per_tensor()) return {0};
+  const int64_t across = Quantized::blocks(h, format.block_columns);
+  std::vector<float> found(Quantized::blocks(rows, format.block_rows) * across);
+  for (int64_t i = 0; i < rows * h; ++i) {
+    float& best = found[i / h / format.block_rows * across + i % h / format.block_columns];
+    best = larger(best, number(x, i));
+  }
+  return found;
+}
+
+TEST_P(RoundingTest, AtRandomByTheBitsOfItsPlace) {
+  constexpr uint64_t kSeed = 0x123456789abcdef0;
+  constexpr int64_t kFirstRow = 160;
+  for (const kernel::Format& format : kernel::kFormats) {
+    if (format.element == Element::Int8) continue;
+    for (const auto& [rows, h] : kQuantizedShapes) {
+      Array x = hard_numbers(dtype, rows, h);
+      const Quantized codes = quantize_by_formula(format, x, rows, h);
+      const float decoded = 1.0f / codes.tensor_scale;
+      const std::vector<float> amax = largest_of_blocks(format, x, rows, h);
+      const auto block_of = [&](int64_t i) {
+        if (format.per_tensor()) return int64_t{0};
+        return i / h / format.block_rows * Quantized::blocks(h, format.block_columns) +
+               i % h / format.block_columns;
+      };
+      for (const DType to : kDTypes) {
+        Array out(to, rows * h);
+        on(round_at_random)(format, dtype, to, x.data(), codes.tensor_scale, decoded, kSeed,
+                            kFirstRow, out.data(), rows, h);
+        with_formulas(format, [&]<class E>(E) {
+          if constexpr (!E::kInteger) {
+            for (int64_t i = 0; i < rows * h; ++i) {
+              const auto [encode, decode] = scales_of<E>(codes, amax[block_of(i)], block_of(i));
+              const Choice choice = choose<E>(std::abs(number(x, i)) * encode,
+                                              random_bits(kSeed, kFirstRow + i / h, i % h, h));
+              const auto value = [&](double code) {
+                const double exact = code * static_cast<double>(decode);
+                const double product = to == DType::Float64 ? exact : static_cast<float>(exact);
+                return std::copysign(round_to(product, to), number(x, i));
+              };
+              ASSERT_TRUE(same(out[i], value(choice.one)) || same(out[i], value(choice.other)))
+                  << format.name << " " << rows << " x " << h << " at " << i << ": of " << x[i]
+                  << " " << out[i] << ", want " << value(choice.one);
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST_P(RoundingTest, AtRandomNumbersOfTheFormatAndNaNStay) {
+  for (const kernel::Format& format : kernel::kFormats) {
+    if (format.element == Element::Int8) continue;
+    for (const double special : {0.0, kInf, -kInf, kNan, 1e300}) {
+      Array x(dtype, 4 * 100, 0.5);
+      x.set(7, special);
+      x.set(8, -0.0);
+      const float scale = tensor_scale(format, on(largest)(dtype, x.data(), x.size()));
+      Array nearest(dtype, x.size()), out(dtype, x.size());
+      on(round_to_format)(format, dtype, dtype, x.data(), scale, 1.0f / scale, nearest.data(), 4,
+                          100);
+      on(round_at_random)(format, dtype, dtype, x.data(), scale, 1.0f / scale, 3, 0, out.data(), 4,
+                          100);
+      for (int64_t i = 0; i < x.size(); ++i) {
+        // What is far below the largest number of a block becomes zero or the least number.
+        if (std::isfinite(special) && special != 0 && x[i] != special) continue;
+        // The scales of E4M3 are rounded: 0.5 need be none of the block's numbers.
+        if (format.rule == ScaleRule::E4M3 && x[i] == 0.5) continue;
+        ASSERT_TRUE(same(out[i], nearest[i])) << format.name << " " << special << " at " << i;
+      }
+    }
+  }
+}
+
+// ---- the Hadamard transform: its sums in another order than those of a product
+
+TEST_P(RoundingTest, SumsAndDifferencesOfSixteenRows) {
+  for (const int64_t rows : {0, 7, 16, 40}) {
+    for (const int64_t h : {1, 17, 64, 333}) {
+      Array x = random(rows * h), out(acc, rows * h);
+      on(hadamard_rows)(dtype, x.data(), out.data(), rows, h);
+      for (int64_t i = 0; i < rows * h; ++i) {
+        const int64_t row = i / h % 16, first = i - row * h;
+        if (i / h >= rows / 16 * 16) {
+          ASSERT_EQ(out[i], x[i]) << rows << " x " << h << " at " << i;
+          continue;
+        }
+        double sum = 0;
+        for (int64_t j = 0; j < 16; ++j) {
+          const bool is_odd = __builtin_popcountll(static_cast<uint64_t>(row & j)) % 2 == 1;
+          sum += x[first + j * h] * kernel::kHadamardSigns[j] * (is_odd ? -0.25 : 0.25);
+        }
+        ASSERT_NEAR(out[i], sum, 64 * compute_epsilon()) << rows << " x " << h << " at " << i;
+      }
     }
   }
 }
