@@ -93,13 +93,17 @@ const Format& random_format(const Checks& check, std::string_view name) {
 
 void round_at_random_cpu(const Format& format, const Tensor& x, uint64_t seed, int64_t first_row,
                          const Tensor& output) {
+  const float scale = tensor_scale_cpu(format, x);
+  round_at_random_cpu(format, x, scale, 1.0f / scale, seed, first_row, output);
+}
+
+void round_at_random_cpu(const Format& format, const Tensor& x, float encodes, float decodes,
+                         uint64_t seed, int64_t first_row, const Tensor& output) {
   const FlatRows shape(x.sizes());
   const auto from = kernel_dtype(x), to = kernel_dtype(output);
-  const float tensor_scale = tensor_scale_cpu(format, x);
   const auto run = [&](int64_t first, int64_t rows) {
-    cpu::round_at_random(format, from, to, element_at(x, first * shape.h), tensor_scale,
-                         1.0f / tensor_scale, seed, first_row + first,
-                         element_at(output, first * shape.h), rows, shape.h);
+    cpu::round_at_random(format, from, to, element_at(x, first * shape.h), encodes, decodes, seed,
+                         first_row + first, element_at(output, first * shape.h), rows, shape.h);
   };
   if (format.per_tensor()) {
     cpu::parallel(shape.rows, shape.h, 1,

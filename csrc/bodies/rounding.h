@@ -44,6 +44,8 @@ const kernel::Format& random_format(const Checks& check, std::string_view name);
 // `seed` and on its number, of which x's first row has `first_row`.
 void round_at_random_cpu(const kernel::Format& format, const Tensor& x, uint64_t seed,
                          int64_t first_row, const Tensor& output);
+void round_at_random_cpu(const kernel::Format& format, const Tensor& x, float encodes,
+                         float decodes, uint64_t seed, int64_t first_row, const Tensor& output);
 // The same by numbers of torch's generator.
 Tensor round_at_random_unfused(const kernel::Format& format, const Tensor& x, at::ScalarType dtype);
 

@@ -2,6 +2,7 @@
 // multiplied: in formats with a scale of the whole tensor. The values are exact in bfloat16, so a
 // product multiplies them there, and its result by the scales.
 #include "bodies/cpu.h"
+#include "bodies/dropout.h"
 #include "bodies/rounding.h"
 #include "kernels/encoding.h"
 #include "op/op.h"
@@ -60,6 +61,14 @@ std::tuple<Tensor, Tensor> saved_meaning(const Checks& check, const Tensor&, con
 
 // ---- rounded up or down at random
 
+void stochastic_cpu(const Checks& check, const Tensor& x, std::string_view format_name,
+                    std::string_view, Tensor& output, Tensor& scale) {
+  const Format& format = format_with_scale(check, format_name);
+  const float encodes = encoding::tensor_scale(format, largest_cpu(x));
+  round_at_random_cpu(format, x, encodes, /*decodes=*/1.0f, draw_seed(), /*first_row=*/0, output);
+  *scale.mutable_data_ptr<float>() = 1.0f / encodes;
+}
+
 std::tuple<Tensor, Tensor> stochastic_meaning(const Checks& check, const Tensor& x,
                                               std::string_view format, std::string_view dtype) {
   return values_unfused(format_with_scale(check, format), x, dtype_named(check, dtype),
@@ -81,7 +90,7 @@ std::tuple<Tensor, Tensor> stochastic_meaning(const Checks& check, const Tensor&
   register_typed_op({.schema = "quantize_values_stochastic(Tensor input, str format, "
                                "str dtype) -> (Tensor output, Tensor scale)",
                      .shape = values_shape,
-                     .bodies = {.unfused = stochastic_meaning},
+                     .bodies = {.cpu = stochastic_cpu, .unfused = stochastic_meaning},
                      .random = true,
                      .differentiable = false});
   return true;
