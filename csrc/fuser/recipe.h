@@ -38,6 +38,7 @@ struct Recipe {
   int64_t custom = -1;
 
   const OperandFormats& of(int op) const;
+  bool has_delayed() const;  // scales, of any op
   bool operator==(const Recipe&) const = default;
 };
 
@@ -53,6 +54,11 @@ const Recipe* recipe_of(const std::string& text);
 // The same format with blocks that are parts of a column; a format whose blocks are neither as it
 // is.
 std::string column_format(const std::string& format);
+
+// The largest number of a format's codes; 0 of the empty one.
+float largest_number(const std::string& format);
+// The format of that largest number which has one scale for a tensor; empty where there is none.
+std::string format_of_tensor(float largest);
 
 // The dtype in which numbers of a format are exact, and products of them may be computed whose
 // result is `wanted`.
