@@ -113,6 +113,11 @@ const OperandFormats& Recipe::of(int op) const {
   return found == ops.end() ? all : found->second;
 }
 
+bool Recipe::has_delayed() const {
+  const auto is_delayed = [](const auto& row) { return row.second.is_delayed(); };
+  return all.is_delayed() || std::ranges::any_of(ops, is_delayed);
+}
+
 std::string to_text(const Recipe& recipe) {
   if (recipe.custom >= 0) return std::string(kCustom) + std::to_string(recipe.custom);
   std::string text = formats_text(recipe.all);
@@ -156,6 +161,17 @@ bool has_tensor_scale(const std::string& format) {
   if (format.empty()) return false;
   const Format& row = row_of(format);
   return row.per_tensor() || row.has_tensor_scale();
+}
+
+float largest_number(const std::string& format) {
+  return format.empty() ? 0.0f : row_of(format).largest;
+}
+
+std::string format_of_tensor(float largest) {
+  const auto found = std::ranges::find_if(kernel::kFormats, [&](const Format& row) {
+    return row.per_tensor() && row.largest == largest;
+  });
+  return found == std::end(kernel::kFormats) ? "" : found->name;
 }
 
 // Values of codes are exact in bfloat16, also times a power of two or a scale in E4M3.

@@ -38,6 +38,7 @@ struct Recipe {
   int64_t custom = -1;
 
   const OperandFormats& of(int op) const;
+  bool has_delayed() const;  // scales, of any op
   bool operator==(const Recipe&) const = default;
 };
 
@@ -56,6 +57,10 @@ std::string column_format(const std::string& format);
 
 // Has a format one scale of the whole tensor, beside those of blocks or alone?
 bool has_tensor_scale(const std::string& format);
+// The largest number of a format's codes; 0 of the empty one.
+float largest_number(const std::string& format);
+// The format of that largest number which has one scale for a tensor; empty where there is none.
+std::string format_of_tensor(float largest);
 
 // The dtype in which numbers of a format are exact, and products of them may be computed whose
 // result is `wanted`. `scalable`: the product takes a scale of the whole tensor beside the numbers.

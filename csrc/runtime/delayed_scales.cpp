@@ -17,6 +17,7 @@ namespace transformer_ops::delayed_scaling {
 namespace {
 
 using at::Tensor;
+using Owners = c10::ArrayRef<Buffers*>;
 
 int64_t count_of(Owners owners) {
   int64_t count = 0;
@@ -24,42 +25,23 @@ int64_t count_of(Owners owners) {
   return count;
 }
 
-void check(const Buffers& owner) {
-  check_row("autocast", "fp8_scale", owner.scale);
-  for (const auto& [name, amax] :
-       {std::pair("fp8_amax", owner.amax), {"fp8_grad_amax", owner.grad_amax}}) {
-    check_row("autocast", name, amax);
-    TORCH_CHECK(amax.sizes() == owner.scale.sizes(), "[autocast] ", name, " must have shape ",
-                owner.scale.sizes(), ", as fp8_scale has, got ", amax.sizes());
-  }
-  check_row("autocast", "fp8_largest", owner.largest);
-  TORCH_CHECK(owner.largest.dim() == 1, "[autocast] fp8_largest must have shape [", kPlaces,
-              "], got ", owner.largest.sizes());
-  const Tensor& history = owner.history;
-  TORCH_CHECK(history.dim() == owner.scale.dim() + 1 && history.size(0) > 0 &&
-                  history.sizes().slice(1) == owner.scale.sizes() &&
-                  history.scalar_type() == at::kFloat && history.is_contiguous(),
-              "[autocast] fp8_amax_history must have rows of shape ", owner.scale.sizes(),
-              " in float32, got ", history.scalar_type(), " of shape ", history.sizes());
-  for (const Tensor* one : {&owner.amax, &owner.grad_amax, &owner.largest, &history}) {
-    TORCH_CHECK(one->device() == owner.scale.device(),
-                "[autocast] buffers of delayed scaling must be on the device of fp8_scale, ",
-                owner.scale.device(), ", got one on ", one->device());
-  }
-}
-
 // ---- what calls have met
+
+// What calls of other threads record meanwhile counts before or after.
+float take(float& amax) {
+  return std::atomic_ref(amax).exchange(kNothing, std::memory_order_relaxed);
+}
 
 Tensor take_amaxes_cpu(Owners owners) {
   Tensor met = empty({count_of(owners)}, at::kFloat, at::kCPU);
   auto* found = met.mutable_data_ptr<float>();
   for (const Buffers* owner : owners) {
-    auto* const one = owner->amax.mutable_data_ptr<float>();
-    auto* const other = owner->grad_amax.mutable_data_ptr<float>();
+    auto* const forward = owner->amax.mutable_data_ptr<float>();
+    auto* const backward = owner->grad_amax.mutable_data_ptr<float>();
     for (int64_t k = 0; k < owner->amax.numel(); ++k) {
-      const bool is_nan = std::isnan(one[k]) || std::isnan(other[k]);
-      *found++ = is_nan ? std::numeric_limits<float>::infinity() : std::max(one[k], other[k]);
-      one[k] = other[k] = kNothing;
+      const float one = take(forward[k]), other = take(backward[k]);
+      const bool is_nan = std::isnan(one) || std::isnan(other);
+      *found++ = is_nan ? std::numeric_limits<float>::infinity() : std::max(one, other);
     }
   }
   return met;
@@ -177,9 +159,33 @@ void next_scales(Owners owners, const Tensor& met, int64_t margin, bool most_rec
 
 }  // namespace
 
+void check(const char* who, const Buffers& owner) {
+  check_row(who, "fp8_scale", owner.scale);
+  for (const auto& [name, amax] :
+       {std::pair("fp8_amax", owner.amax), {"fp8_grad_amax", owner.grad_amax}}) {
+    check_row(who, name, amax);
+    TORCH_CHECK(amax.sizes() == owner.scale.sizes(), "[", who, "] ", name, " must have shape ",
+                owner.scale.sizes(), ", as fp8_scale has, got ", amax.sizes());
+  }
+  check_row(who, "fp8_largest", owner.largest);
+  TORCH_CHECK(owner.largest.dim() == 1, "[", who, "] fp8_largest must have shape [", kPlaces,
+              "], got ", owner.largest.sizes());
+  const Tensor& history = owner.history;
+  TORCH_CHECK(history.dim() == owner.scale.dim() + 1 && history.size(0) > 0 &&
+                  history.sizes().slice(1) == owner.scale.sizes() &&
+                  history.scalar_type() == at::kFloat && history.is_contiguous(),
+              "[", who, "] fp8_amax_history must have rows of shape ", owner.scale.sizes(),
+              " in float32, got ", history.scalar_type(), " of shape ", history.sizes());
+  for (const Tensor* one : {&owner.amax, &owner.grad_amax, &owner.largest, &history}) {
+    TORCH_CHECK(one->device() == owner.scale.device(), "[", who,
+                "] buffers of delayed scaling must be on the device of fp8_scale, ",
+                owner.scale.device(), ", got one on ", one->device());
+  }
+}
+
 void update_scales(std::vector<Buffers>& all, int64_t margin, bool most_recent,
                    const std::function<void(Tensor&)>& reduce) {
-  for (const Buffers& owner : all) check(owner);
+  for (const Buffers& owner : all) check("autocast", owner);
   std::vector<bool> done(all.size());
   for (size_t first = 0; first < all.size(); ++first) {
     if (done[first]) continue;

@@ -13,7 +13,8 @@ struct Buffers {
   at::Tensor scale, amax, grad_amax, history;
   at::Tensor largest;  // [3], of the formats
 };
-using Owners = c10::ArrayRef<Buffers*>;
+// Throws c10::Error where they do not fit together; `who` begins the message.
+void check(const char* who, const Buffers& buffers);
 
 // Takes the larger magnitudes of forward and backward into the histories, and empties those two.
 // Scales are new tensors: what backward has saved is what forward used. A magnitude that is not

@@ -214,6 +214,7 @@ std::vector<at::Tensor> Pipeline::operator()(const at::Tensor& input, at::Tensor
     last_.swap(last);
   }
   drop_absent(tensors);
+  scales_.add_states(found->plan, input.device(), tensors);
   return run(found->program, tensors);
 }
 
@@ -225,10 +226,15 @@ void Pipeline::train(bool on) { is_training_ = on; }
 void Pipeline::set_recipe(const Recipe* recipe) {
   TORCH_CHECK(recipe == nullptr || recipe->custom < 0,
               "[Pipeline] recipe must name its formats, got ", to_text(*recipe));
-  TORCH_CHECK(recipe == nullptr || !recipe->all.is_delayed(),
-              "[Pipeline] recipe must take scales from the tensors that they are for, got ",
-              to_text(*recipe));
   recipe_ = recipe;
+}
+
+void Pipeline::update_scales(const ScaleUpdate& how) {
+  const Recipe* const recipe = recipe_;
+  TORCH_CHECK(recipe != nullptr && recipe->has_delayed(),
+              "[Pipeline] recipe must have delayed scales where they are updated, got ",
+              recipe == nullptr ? "none" : "'" + to_text(*recipe) + "'");
+  scales_.update(how);
 }
 
 std::vector<std::string> Pipeline::parameter_names() const {

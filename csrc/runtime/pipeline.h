@@ -11,6 +11,7 @@
 #include "fuser/fork_safe_mutex.h"
 #include "fuser/op_node.h"
 #include "fuser/planner.h"
+#include "runtime/op_scales.h"
 
 namespace transformer_ops {
 
@@ -89,6 +90,18 @@ class Pipeline {
   // Of the calls from now on; null for none. See recipe_of(). Throws c10::Error for one of a host
   // language.
   void set_recipe(const Recipe* recipe);
+  // Of delayed scaling, once a step and before its first forward: makes scales of what calls with
+  // gradients have met since the last time, forward and backward. Scales are made by the first call
+  // that needs them, and are 1 until then. Throws c10::Error without a recipe that has delayed
+  // scales.
+  void update_scales(const ScaleUpdate& how = {});
+  // What delayed scaling keeps, for a checkpoint: "op.name" -> tensor, with the names and shapes of
+  // the buffers of a Python module; set_scales() copies them.
+  OpScales::Named scales() const { return scales_.named(); }
+  // Throws c10::Error for those that do not fit the ops, before anything changes.
+  void set_scales(const OpScales::Named& scales) { scales_.set(ops_, scales); }
+  // For a recipe of other formats, or another length of the history.
+  void reset_scales() { scales_.clear(); }
   // "op.name" of each parameter, in the order of the call.
   std::vector<std::string> parameter_names() const;
   // The plan of the last call. Throws c10::Error before any.
@@ -116,6 +129,7 @@ class Pipeline {
   SharedPlan last_;
   std::atomic<bool> is_training_ = true;
   std::atomic<const Recipe*> recipe_ = nullptr;
+  OpScales scales_;
 };
 
 }  // namespace transformer_ops

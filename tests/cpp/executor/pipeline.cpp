@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <cmath>
 #include <thread>
 
 #include "fuser/error.h"
@@ -93,6 +94,269 @@ TEST(Pipeline, FollowsARecipe) {
   EXPECT_TRUE(at::equal(pipeline(given.input, given.parameters)[0], exact));
   const std::string error = error_of([&] { pipeline.set_recipe(recipe_of("custom 3")); });
   EXPECT_EQ(error, "[Pipeline] recipe must name its formats, got custom 3");
+}
+
+// ---- delayed scaling
+
+constexpr const char* kDelayed = "e4m3, e4m3, e5m2, delayed 4";
+constexpr int64_t kHistory = 4;
+
+// x W^T under delayed scaling, rounded by hand; its places are those of fp8_scale.
+class Product {
+ public:
+  explicit Product(at::Tensor weight) : weight_(std::move(weight)) {}
+
+  at::Tensor forward(const at::Tensor& input) {
+    input_ = round(input, 0);
+    rounded_weight_ = round(weight_, 1);
+    return at::linear(input_, rounded_weight_);
+  }
+  // Gradients of input and weight.
+  std::pair<at::Tensor, at::Tensor> backward(const at::Tensor& gradient) {
+    const at::Tensor rounded = round(gradient, 2);
+    return {rounded.mm(rounded_weight_), rounded.t().mm(input_)};
+  }
+  void update(const ScaleUpdate& how = {}) {
+    for (Place& place : places_) {
+      if (place.met < 0) continue;
+      place.history.insert(place.history.begin(), std::exchange(place.met, -1.0f));
+      place.history.resize(kHistory);
+      const float amax = how.most_recent ? place.history[0] : std::ranges::max(place.history);
+      if (amax > 0) place.scale = std::ldexp(place.largest / amax, -static_cast<int>(how.margin));
+    }
+  }
+
+  at::Tensor scale() const {
+    return at::tensor({places_[0].scale, places_[1].scale, places_[2].scale});
+  }
+  at::Tensor history() const {
+    std::vector<at::Tensor> columns;
+    for (const Place& place : places_) columns.push_back(at::tensor(place.history));
+    return at::stack(columns, 1);
+  }
+
+ private:
+  struct Place {
+    at::ScalarType dtype;
+    float largest;
+    float scale = 1, met = -1;
+    std::vector<float> history = std::vector<float>(kHistory);  // the latest first
+  };
+
+  at::Tensor round(const at::Tensor& tensor, int number) {
+    Place& place = places_[number];
+    place.met = std::max(place.met, tensor.abs().max().item<float>());
+    const at::Tensor scaled = (tensor * place.scale).clamp(-place.largest, place.largest);
+    return scaled.to(place.dtype).to(at::kFloat) * (1.0f / place.scale);
+  }
+
+  at::Tensor weight_, input_, rounded_weight_;
+  Place places_[3] = {
+      {at::kFloat8_e4m3fn, 448}, {at::kFloat8_e4m3fn, 448}, {at::kFloat8_e5m2, 57344}};
+};
+
+// Two products with a ReLU in between, and the same rounded by hand.
+struct Delayed {
+  explicit Delayed(const char* recipe = kDelayed) {
+    at::manual_seed(7);
+    for (const auto& [out, in] : {std::pair(kHidden, kWidth), {kWidth, kHidden}}) {
+      weights.push_back(at::randn({out, in}).requires_grad_());
+      products.emplace_back(weights.back().detach());
+    }
+    pipeline.set_recipe(recipe_of(recipe));
+  }
+
+  // Outputs and gradients of a step whose tensors are of another size each time.
+  std::vector<at::Tensor> step(int k) {
+    const at::Tensor output = pipeline(input(k), weights)[0];
+    std::vector<at::Tensor> all = {output.detach()};
+    for (const at::Tensor& one : grad({output}, weights, {gradient(k)})) all.push_back(one);
+    return all;
+  }
+  std::vector<at::Tensor> by_hand(int k) {
+    const at::Tensor hidden = products[0].forward(input(k));
+    const at::Tensor output = products[1].forward(hidden.relu());
+    const auto [inner, second] = products[1].backward(gradient(k));
+    const auto [_, first] = products[0].backward(inner * (hidden > 0));
+    return {output, first, second};
+  }
+  void update(const ScaleUpdate& how = {}) {
+    pipeline.update_scales(how);
+    for (Product& product : products) product.update(how);
+  }
+
+  at::Tensor input(int k) const { return sized(k, {6, kWidth}); }
+  at::Tensor gradient(int k) const { return 1e-4 * sized(k + 100, {6, kWidth}); }
+  static at::Tensor sized(int k, at::IntArrayRef sizes) {
+    at::manual_seed(k);
+    constexpr float kSizes[] = {1.0f, 30.0f, 0.2f};
+    return kSizes[k % 3] * at::randn(sizes);
+  }
+
+  Pipeline pipeline = Pipeline({linear(kWidth, kHidden), make_op("ReLU"), linear(kHidden, kWidth)});
+  std::vector<at::Tensor> weights;
+  std::vector<Product> products;
+};
+
+void expect_equal(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& wanted) {
+  ASSERT_EQ(got.size(), wanted.size());
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(at::equal(got[i], wanted[i])) << i;
+}
+
+TEST(DelayedScaling, StepsAreThoseOfTheFormula) {
+  for (const ScaleUpdate& how : {ScaleUpdate{}, {.margin = 2, .most_recent = true}}) {
+    Delayed delayed;
+    for (int k = 0; k < 7; ++k) {
+      delayed.update(how);
+      expect_equal(delayed.step(k), delayed.by_hand(k));
+      const auto scales = delayed.pipeline.scales();
+      ASSERT_EQ(scales.size(), 10u);
+      for (int product = 0; product < 2; ++product) {
+        const std::string op = std::to_string(2 * product) + ".";
+        const Product& by_hand = delayed.products[product];
+        EXPECT_TRUE(at::equal(scales.at(op + "fp8_scale"), by_hand.scale())) << op << k;
+        EXPECT_TRUE(at::equal(scales.at(op + "fp8_amax_history"), by_hand.history())) << op << k;
+      }
+    }
+  }
+}
+
+TEST(DelayedScaling, TakesTheLargestOfAllCallsWithGradients) {
+  Delayed delayed;
+  delayed.pipeline.update_scales();  // before any call there is nothing to do
+  EXPECT_TRUE(delayed.pipeline.scales().empty());
+  const at::Tensor kept = delayed.pipeline(delayed.input(0), delayed.weights)[0];
+  delayed.pipeline(3 * delayed.input(0), delayed.weights);
+  {
+    const at::NoGradGuard no_grad;
+    delayed.pipeline(100 * delayed.input(0), delayed.weights);
+  }
+  {
+    const c10::InferenceMode inference;
+    delayed.pipeline(100 * delayed.input(0), delayed.weights);
+  }
+  delayed.pipeline.update_scales();
+  const at::Tensor amax = 3 * delayed.input(0).abs().max();
+  const auto history = delayed.pipeline.scales().at("0.fp8_amax_history");
+  EXPECT_EQ(history[0][0].item<float>(), amax.item<float>());
+  EXPECT_EQ(history[0][2].item<float>(), 0);
+  // Backward has the scales of its forward, and what it meets counts later.
+  const auto got = grad({kept}, delayed.weights, {delayed.gradient(0)});
+  const auto wanted = delayed.by_hand(0);
+  expect_equal(got, {wanted[1], wanted[2]});
+  delayed.pipeline.update_scales();
+  EXPECT_GT(delayed.pipeline.scales().at("0.fp8_amax_history")[0][2].item<float>(), 0);
+}
+
+TEST(DelayedScaling, ReducesMagnitudesOverProcesses) {
+  Delayed delayed;
+  delayed.step(0);
+  std::vector<int64_t> counts;
+  const auto reduce = [&](at::Tensor& met) {
+    counts.push_back(met.numel());
+    met.fill_(7);  // of another process
+  };
+  delayed.pipeline.update_scales({.reduce = reduce});
+  EXPECT_EQ(counts, std::vector<int64_t>({6}));
+  const auto scale = delayed.pipeline.scales().at("2.fp8_scale");
+  EXPECT_TRUE(at::equal(scale, at::tensor({64.0f, 64.0f, 8192.0f})));
+}
+
+TEST(DelayedScaling, ResumesBitForBit) {
+  Delayed delayed, resumed;
+  for (int k = 0; k < 3; ++k) {
+    delayed.update();
+    delayed.step(k);
+  }
+  const auto saved = delayed.pipeline.scales();
+  resumed.pipeline.set_scales(saved);
+  delayed.update();
+  resumed.update();
+  expect_equal(resumed.step(3), delayed.step(3));
+  // They are copies: the one that goes on changes nothing of the other.
+  EXPECT_FALSE(saved.at("0.fp8_amax").is_same(resumed.pipeline.scales().at("0.fp8_amax")));
+  EXPECT_EQ(resumed.pipeline.scales().size(), saved.size());
+}
+
+TEST(DelayedScaling, KeepsScalesOfEachGroup) {
+  Pipeline pipeline({make_op("GroupedLinear", {{"num_groups", int64_t{2}},
+                                               {"in_features", kWidth},
+                                               {"out_features", kHidden},
+                                               {"accumulate_into_main_grad", false},
+                                               {"delay_wgrad_compute", false}})});
+  pipeline.set_recipe(recipe_of(kDelayed));
+  const at::Tensor input = at::randn({6, kWidth}), splits = at::tensor({6, 0}, at::kLong);
+  const at::Tensor weight = at::randn({2, kHidden, kWidth}).requires_grad_();
+  pipeline(input, {weight, at::Tensor()}, {splits, at::Tensor()});
+  pipeline.update_scales();
+  const auto scale = pipeline.scales().at("0.fp8_scale");
+  ASSERT_EQ(scale.sizes(), at::IntArrayRef({3, 2}));
+  EXPECT_EQ(scale[0][0].item<float>(), (448 / input.abs().max()).item<float>());
+  EXPECT_EQ(scale[0][1].item<float>(), 1);  // it had no rows
+  EXPECT_EQ(scale[1][1].item<float>(), (448 / weight[1].abs().max()).item<float>());
+}
+
+TEST(DelayedScaling, ThreadsShareScales) {
+  Delayed delayed;
+  const at::Tensor input = delayed.input(1);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&, i] {
+      for (int k = 0; k < 20; ++k) {
+        if (i == 0 && k % 4 == 0) delayed.pipeline.update_scales();
+        delayed.pipeline(input, delayed.weights)[0].sum().backward();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  delayed.pipeline.update_scales();
+  const at::Tensor amax = input.abs().max();
+  const auto scale = delayed.pipeline.scales().at("0.fp8_scale");
+  EXPECT_EQ(scale[0].item<float>(), (448 / amax).item<float>());
+}
+
+TEST(DelayedScaling, RefusesWhatDoesNotFit) {
+  Delayed delayed;
+  Pipeline& pipeline = delayed.pipeline;
+  delayed.step(0);
+  EXPECT_EQ(error_of([&] { pipeline.update_scales({.margin = -64}); }),
+            "[Pipeline] margin must be an integer below 64, got -64");
+  pipeline.set_recipe(recipe_of("e4m3, e4m3, e4m3, delayed 4"));
+  EXPECT_EQ(error_of([&] { delayed.step(1); }),
+            "[BasicLinear] scales must be for the recipe 'e4m3, e4m3, e4m3, delayed 4', got those "
+            "for 'e4m3, e4m3, e5m2, delayed 4'; reset_scales() drops them");
+  const auto saved = pipeline.scales();
+  pipeline.reset_scales();
+  EXPECT_TRUE(pipeline.scales().empty());
+  delayed.step(1);
+  pipeline.set_recipe(recipe_of("e4m3, e4m3, e4m3"));
+  EXPECT_EQ(error_of([&] { pipeline.update_scales(); }),
+            "[Pipeline] recipe must have delayed scales where they are updated, got 'e4m3, e4m3, "
+            "e4m3'");
+  pipeline.set_recipe(nullptr);
+  EXPECT_EQ(error_of([&] { pipeline.update_scales(); }),
+            "[Pipeline] recipe must have delayed scales where they are updated, got none");
+
+  const auto refuses = [&](const std::string& name, const at::Tensor& tensor,
+                           const std::string& message) {
+    auto wrong = saved;
+    wrong[name] = tensor;
+    EXPECT_EQ(error_of([&] { pipeline.set_scales(wrong); }), "[Pipeline] " + message);
+  };
+  const std::string named =
+      "scales must be named 'op.name', for an op that takes rounded tensors, got ";
+  refuses("1.fp8_scale", at::ones({3}), named + "'1.fp8_scale'");
+  refuses("9.fp8_scale", at::ones({3}), named + "'9.fp8_scale'");
+  refuses("fp8_scale", at::ones({3}), named + "'fp8_scale'");
+  refuses("0.scale", at::ones({3}), named + "'0.scale'");
+  refuses("2.fp8_amax", {}, "scales of an op must be set together, got none of 2.fp8_amax");
+  refuses("2.fp8_amax", at::ones({2}),
+          "fp8_amax must hold 3 rows in float32, got Float of shape [2]");
+  refuses("0.fp8_largest", at::ones({3}),
+          "fp8_largest must hold the largest numbers of formats, got 1");
+  EXPECT_EQ(pipeline.scales().at("0.fp8_largest")[2].item<float>(), 448);
+  pipeline.set_scales(saved);
+  EXPECT_EQ(pipeline.scales().at("0.fp8_largest")[2].item<float>(), 57344);
 }
 
 TEST(Pipeline, KeepsAPlanForEachKey) {

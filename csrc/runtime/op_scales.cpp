@@ -1,0 +1,201 @@
+#include "runtime/op_scales.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstdlib>
+#include <set>
+
+#include "fuser/declaration.h"
+#include "fuser/recipe.h"
+
+namespace transformer_ops {
+namespace {
+
+using at::Tensor;
+using delayed_scaling::Buffers;
+using delayed_scaling::kNothing;
+using delayed_scaling::kPlaces;
+
+constexpr std::pair<const char*, Tensor Buffers::*> kNames[] = {
+    {"fp8_scale", &Buffers::scale},         {"fp8_amax", &Buffers::amax},
+    {"fp8_grad_amax", &Buffers::grad_amax}, {"fp8_amax_history", &Buffers::history},
+    {"fp8_largest", &Buffers::largest},
+};
+
+// [3], or [3, groups].
+std::vector<int64_t> shape_of(const Attributes& attributes) {
+  const auto groups = attributes.find("num_groups");
+  if (groups == attributes.end()) return {kPlaces};
+  return {kPlaces, std::get<int64_t>(groups->second)};
+}
+
+// By place.
+std::array<std::string, kPlaces> formats_of(const OperandFormats& formats) {
+  return {formats.input, formats.weight, formats.grad_output};
+}
+
+Buffers make_buffers(const OperandFormats& formats, const std::vector<int64_t>& shape,
+                     c10::Device device) {
+  // No inference tensors: later calls write to them.
+  const c10::InferenceMode no_inference(false);
+  const at::NoGradGuard no_grad;
+  const auto options = at::dtype(at::kFloat).device(device);
+  std::vector<int64_t> rows = shape;
+  rows.insert(rows.begin(), formats.history);
+  std::vector<float> largest;
+  for (const std::string& format : formats_of(formats)) largest.push_back(largest_number(format));
+  return {.scale = at::full(shape, 1, options),
+          .amax = at::full(shape, kNothing, options),
+          .grad_amax = at::full(shape, kNothing, options),
+          .history = at::full(rows, 0, options),
+          .largest = at::tensor(largest, at::kFloat).to(device)};
+}
+
+// The recipe that buffers are for.
+std::string recipe_in(const Buffers& buffers) {
+  const Tensor largest = buffers.largest.cpu();
+  OperandFormats formats{.history = buffers.history.size(0)};
+  int64_t place = 0;
+  for (std::string* const format : {&formats.input, &formats.weight, &formats.grad_output}) {
+    const float number = largest.const_data_ptr<float>()[place++];
+    *format = format_of_tensor(number);
+    TORCH_CHECK(number == 0 || !format->empty(),
+                "[Pipeline] fp8_largest must hold the largest numbers of formats, got ", number);
+  }
+  return to_text(Recipe{.all = formats});
+}
+
+// "3.fp8_scale" -> 3.
+int op_of(const std::string& name, const std::vector<OpNode>& ops) {
+  int op = -1;
+  const size_t dot = std::min(name.find('.'), name.size());
+  const auto [stop, error] = std::from_chars(name.data(), name.data() + dot, op);
+  const bool is_number = error == std::errc() && stop == name.data() + dot;
+  const bool is_there = is_number && op >= 0 && op < std::ssize(ops) && ops[op].native &&
+                        !declaration(ops[op].kind).operands.empty();
+  const bool is_name = std::ranges::any_of(kNames, [&](const auto& row) {
+    return name.compare(std::min(dot + 1, name.size()), std::string::npos, row.first) == 0;
+  });
+  TORCH_CHECK(is_there && is_name,
+              "[Pipeline] scales must be named 'op.name', for an op that takes "
+              "rounded tensors, got '",
+              name, "'");
+  return op;
+}
+
+Buffers buffers_of(int op, const OpNode& node, const OpScales::Named& named) {
+  Buffers buffers;
+  for (const auto& [name, field] : kNames) {
+    const std::string full = std::to_string(op) + "." + name;
+    const auto found = named.find(full);
+    TORCH_CHECK(found != named.end() && found->second.defined(),
+                "[Pipeline] scales of an op must be set together, got none of ", full);
+    // Nobody else's: calls and updates write to them.
+    buffers.*field = found->second.detach().clone();
+  }
+  delayed_scaling::check("Pipeline", buffers);
+  const std::vector<int64_t> shape = shape_of(node.attributes);
+  TORCH_CHECK(buffers.scale.sizes() == at::IntArrayRef(shape), "[Pipeline] ", op,
+              ".fp8_scale must have shape ", at::IntArrayRef(shape), ", got ",
+              buffers.scale.sizes());
+  return buffers;
+}
+
+Tensor Buffers::*field_of(const std::string& state) {
+  return std::ranges::find(kNames, state, [](const auto& row) { return row.first; })->second;
+}
+
+}  // namespace
+
+std::pair<OpScales::Kept, bool> OpScales::find(int op) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = all_.find(op);
+  return found == all_.end() ? std::pair<Kept, bool>({}, false) : std::pair(found->second, true);
+}
+
+OpScales::Kept OpScales::find_or_make(const Plan& plan, int op, c10::Device device) {
+  const OperandFormats& formats = plan.recipe->of(op);
+  const std::string recipe = to_text(Recipe{.all = formats});
+  auto [kept, is_there] = find(op);
+  if (!is_there) {
+    // Without the lock: a fork takes all of them, the memory pool's too.
+    Kept made{recipe, make_buffers(formats, shape_of(plan.ops[op].attributes), device)};
+    const std::lock_guard lock(mutex_);
+    kept = all_.try_emplace(op, std::move(made)).first->second;
+  }
+  TORCH_CHECK(kept.recipe == recipe, "[", plan.ops[op].kind, "] scales must be for the recipe '",
+              recipe, "', got those for '", kept.recipe, "'; reset_scales() drops them");
+  return kept;
+}
+
+void OpScales::add_states(const Plan& plan, c10::Device device, Tensors& tensors) {
+  std::map<int, Kept> ops;
+  for (const Value& state : plan.states) {
+    auto found = ops.find(state.op);
+    if (found == ops.end()) {
+      found = ops.emplace(state.op, find_or_make(plan, state.op, device)).first;
+    }
+    tensors.push_back(found->second.buffers.*field_of(state.name));
+  }
+}
+
+OpScales::All OpScales::copy() const {
+  const std::lock_guard lock(mutex_);
+  return all_;
+}
+
+void OpScales::update(const ScaleUpdate& how) {
+  TORCH_CHECK(std::abs(how.margin) < 64, "[Pipeline] margin must be an integer below 64, got ",
+              how.margin);
+  const All before = copy();
+  std::vector<Buffers> buffers;
+  for (const auto& [op, kept] : before) buffers.push_back(kept.buffers);
+  delayed_scaling::update_scales(buffers, how.margin, how.most_recent, how.reduce);
+  const std::lock_guard lock(mutex_);
+  auto updated = buffers.begin();
+  for (const auto& [op, kept] : before) {
+    const auto now = all_.find(op);
+    // clear() may have come in between.
+    const bool is_same = now != all_.end() && now->second.buffers.scale.is_same(kept.buffers.scale);
+    if (is_same) std::swap(now->second.buffers.scale, updated->scale);
+    ++updated;
+  }
+}
+
+OpScales::Named OpScales::named() const {
+  Named named;
+  for (const auto& [op, kept] : copy()) {
+    for (const auto& [name, field] : kNames) {
+      named[std::to_string(op) + "." + name] = kept.buffers.*field;
+    }
+  }
+  return named;
+}
+
+void OpScales::set(const std::vector<OpNode>& ops, const Named& named) {
+  const c10::InferenceMode no_inference(false);
+  std::set<int> given;
+  for (const auto& [name, tensor] : named) given.insert(op_of(name, ops));
+  All all;
+  for (const int op : given) {
+    Buffers buffers = buffers_of(op, ops[op], named);
+    std::string recipe = recipe_in(buffers);
+    all.emplace(op, Kept{std::move(recipe), std::move(buffers)});
+  }
+  const std::lock_guard lock(mutex_);
+  all_.swap(all);
+}
+
+void OpScales::clear() {
+  All all;  // dies without the lock
+  const std::lock_guard lock(mutex_);
+  all_.swap(all);
+}
+
+}  // namespace transformer_ops
