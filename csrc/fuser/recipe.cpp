@@ -158,6 +158,11 @@ bool has_tensor_scale(const std::string& format) {
   return row.per_tensor() || row.has_tensor_scale();
 }
 
+std::string codes_dtype(const std::string& format) {
+  if (format.empty() || !row_of(format).per_tensor()) return "";
+  return row_of(format).element == kernel::Element::E4M3 ? "float8_e4m3fn" : "float8_e5m2";
+}
+
 // Values of codes are exact in bfloat16, also times a power of two or a scale in E4M3.
 DType operand_dtype(const std::string& format, DType wanted, bool scalable) {
   if (format.empty() || wanted == DType::Float32 || wanted == DType::Float64) return wanted;

@@ -57,6 +57,9 @@ std::string column_format(const std::string& format);
 // Has a format one scale of the whole tensor, beside those of blocks or alone?
 bool has_tensor_scale(const std::string& format);
 
+// The dtype of the codes of a format with that scale alone; empty for others.
+std::string codes_dtype(const std::string& format);
+
 // The dtype in which numbers of a format are exact, and products of them may be computed whose
 // result is `wanted`. `scalable`: the product takes a scale of the whole tensor beside the numbers.
 DType operand_dtype(const std::string& format, DType wanted, bool scalable);

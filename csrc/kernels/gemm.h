@@ -35,6 +35,8 @@ struct Gemm {
   void* d = nullptr;
   int64_t d_stride = 0;
   double alpha = 1.0, beta = 0.0;
+  // Where the host does not know alpha: both in device memory, and beta here as well.
+  const float* factors = nullptr;
   Epilogue epilogue = Epilogue::None;
   const void* bias = nullptr;     // of result_dtype
   void* bias_gradient = nullptr;  // of result_dtype

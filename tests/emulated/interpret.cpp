@@ -80,6 +80,8 @@ void interpret(const GemmPlan& plan) {
   const LtEpilogue epilogue = problem.epilogue;
   const DType dtype = problem.result_dtype;
   const int64_t inner = a.cols;
+  const double alpha = plan.factors != nullptr ? plan.factors[0] : plan.alpha;
+  const double beta = plan.factors != nullptr ? plan.factors[1] : plan.beta;
   std::vector<double> row_sums(static_cast<size_t>(a.rows));
   for (int64_t j = 0; j < b.cols; ++j) {
     for (int64_t i = 0; i < a.rows; ++i) {
@@ -87,8 +89,8 @@ void interpret(const GemmPlan& plan) {
       const double* const right = b.values.data() + j * inner;
       double sum = 0;
       for (int64_t l = 0; l < inner; ++l) sum += left[l] * right[l];
-      double x = plan.alpha * sum;
-      if (plan.beta != 0) x += plan.beta * get_number(dtype, plan.c, i + j * problem.c.ld);
+      double x = alpha * sum;
+      if (beta != 0) x += beta * get_number(dtype, plan.c, i + j * problem.c.ld);
       if (adds_bias(epilogue)) x += get_number(dtype, plan.bias, i);
       x = after_bias(epilogue, x, plan.aux, i + j * problem.aux_ld, dtype);
       row_sums[static_cast<size_t>(i)] += x;

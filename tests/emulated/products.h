@@ -30,6 +30,7 @@ struct Product {
   int64_t pad = 0;        // surplus elements of each row as stored
   int64_t offset = 0;     // elements that A, B and C lie behind an aligned address
   bool tf32 = false;
+  bool factors_on_device = false;
 };
 
 // Where gemm() finds its operands.
@@ -64,6 +65,7 @@ class Array {
       set_number(dtype_, bytes_.data(), i + offset_, normal(random));
     }
   }
+  void set(int64_t i, double value) { set_number(dtype_, bytes_.data(), i + offset_, value); }
   void upload() const { memory_.upload(device_, bytes_.data(), bytes_.size()); }
   void download() { memory_.download(bytes_.data(), device_, bytes_.size()); }
 
@@ -163,6 +165,10 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
     array->upload();
   }
 
+  Array factors(memory, DType::Float32, 2);
+  factors.set(0, product.alpha);
+  factors.set(1, product.beta);
+  factors.upload();
   Gemm call = {
       .m = m,
       .n = n,
@@ -175,8 +181,11 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
       .c_stride = product.beta == 0 ? 0 : start.stride,
       .d = d.array.device(),
       .d_stride = d.stride,
-      .alpha = product.alpha,
+      // Not read, where the factors are elsewhere.
+      .alpha = product.factors_on_device ? 0.0 : product.alpha,
       .beta = product.beta,
+      .factors =
+          product.factors_on_device ? reinterpret_cast<const float*>(factors.device()) : nullptr,
       .epilogue = product.epilogue,
       .bias = adds_bias ? bias.device() : nullptr,
       .bias_gradient = sums ? gradient.device() : nullptr,
@@ -301,6 +310,14 @@ inline std::vector<Product> products() {
   };
   add("scaled", {.alpha = -1.5});
   add("residual", {.beta = 1.0});
+  add("factors", {.alpha = -1.5, .factors_on_device = true});
+  add("factors_gelu",
+      {.epilogue = Epilogue::GeluBias, .extra = true, .alpha = 0.25, .factors_on_device = true});
+  add("factors_accumulate", {.result_dtype = DType::Float32,
+                             .alpha = 0.25,
+                             .beta = 1.0,
+                             .in_place = true,
+                             .factors_on_device = true});
   add("residual_bias", {.epilogue = Epilogue::Bias, .alpha = 0.5, .beta = 1.0});
   add("accumulate", {.result_dtype = DType::Float32, .beta = 1.0, .in_place = true});
   add("accumulate_tn",

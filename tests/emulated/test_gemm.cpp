@@ -121,6 +121,7 @@ TEST(GemmPlan, ProblemsThatMayNeedAnotherAlgorithmDiffer) {
   add([](Gemm& g) { g.result_dtype = DType::Float32; });
   add([](Gemm& g) { g.partial_sums = PartialSums::FullPrecision; });
   add([](Gemm& g) { g.partial_sums = PartialSums::None; });
+  add([](Gemm& g) { g.factors = reinterpret_cast<const float*>(memory); });
   add([](Gemm& g) { g.a.data = memory + 16; });
   add([](Gemm& g) { g.b.data = memory + 16; });
   add([](Gemm& g) { g.b.data = memory + 2; });

@@ -84,6 +84,9 @@ class Operation {
     descriptor_.reset(made);
     if (problem.transpose_a) set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
     if (problem.transpose_b) set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_T);
+    if (problem.factors_on_device) {
+      set(CUBLASLT_MATMUL_DESC_POINTER_MODE, CUBLASLT_POINTER_MODE_DEVICE);
+    }
     if (problem.epilogue == LtEpilogue::Default) return;
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, problem.epilogue);
     if (plan.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, plan.bias);
@@ -252,12 +255,13 @@ bool entry::gemm(Stream stream, const Gemm& gemm) {
   void* const workspace = bytes > 0 ? gemm.allocate(gemm.owner, bytes) : nullptr;
   const Operation operation(*plan);
   const Layouts& layouts = answer->layouts;
-  const auto alpha = static_cast<float>(plan->alpha), beta = static_cast<float>(plan->beta);
+  const float on_host[] = {static_cast<float>(plan->alpha), static_cast<float>(plan->beta)};
+  const float* const factors = plan->factors != nullptr ? plan->factors : on_host;
   const AllowedInCapture allowed;
-  const cublasStatus_t status =
-      cublasLtMatmul(handle, operation.get(), &alpha, plan->a, layouts.a.get(), plan->b,
-                     layouts.b.get(), &beta, plan->c, layouts.c.get(), plan->d, layouts.d.get(),
-                     &answer->algorithm, workspace, bytes, static_cast<cudaStream_t>(stream));
+  const cublasStatus_t status = cublasLtMatmul(
+      handle, operation.get(), factors, plan->a, layouts.a.get(), plan->b, layouts.b.get(),
+      factors + 1, plan->c, layouts.c.get(), plan->d, layouts.d.get(), &answer->algorithm,
+      workspace, bytes, static_cast<cudaStream_t>(stream));
   if (status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
   check(status, "run a product");
   return true;

@@ -76,6 +76,7 @@ std::optional<GemmPlan> plan_gemm(const Gemm& gemm) {
                   .c = reads_c ? Layout{gemm.n, gemm.m, gemm.c_stride} : d,
                   .d = d,
                   .aux_ld = gemm.aux != nullptr ? gemm.aux_stride : 0,
+                  .factors_on_device = gemm.factors != nullptr,
                   .alignment = {}},
       .a = gemm.b.data,
       .b = gemm.a.data,
@@ -84,7 +85,8 @@ std::optional<GemmPlan> plan_gemm(const Gemm& gemm) {
       .bias = gemm.bias != nullptr ? gemm.bias : gemm.bias_gradient,
       .aux = gemm.aux,
       .alpha = gemm.alpha,
-      .beta = gemm.beta};
+      .beta = gemm.beta,
+      .factors = gemm.factors};
   for (const Layout& layout : {plan.problem.a, plan.problem.b, plan.problem.c, plan.problem.d}) {
     if (layout.ld < layout.rows) return std::nullopt;
   }
@@ -112,6 +114,7 @@ size_t LtProblemHash::operator()(const LtProblem& problem) const {
     add(layout.ld);
   }
   add(problem.aux_ld);
+  add(problem.factors_on_device);
   for (const uint16_t alignment : problem.alignment) add(alignment);
   return hash;
 }

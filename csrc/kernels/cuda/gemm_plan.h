@@ -43,6 +43,7 @@ struct LtProblem {
   bool transpose_a, transpose_b;
   Layout a, b, c, d;  // as stored
   int64_t aux_ld;     // 0: no aux
+  bool factors_on_device;
   // Of a, b, c, d, bias and aux: the largest power of two up to 256 that divides the address.
   std::array<uint16_t, 6> alignment;
 
@@ -63,6 +64,7 @@ struct GemmPlan {
   const void* bias;  // or where a bias gradient goes
   const void* aux;
   double alpha, beta;
+  const float* factors;  // null, or both in device memory
 };
 
 // None where cuBLASLt's rules exclude it; where they do not, it may still have no algorithm.

@@ -25,6 +25,7 @@ size_t size_of_attribute(cublasLtMatmulDescAttributes_t attribute) {
     case CUBLASLT_MATMUL_DESC_TRANSA:
     case CUBLASLT_MATMUL_DESC_TRANSB:
     case CUBLASLT_MATMUL_DESC_EPILOGUE:
+    case CUBLASLT_MATMUL_DESC_POINTER_MODE:
       return 4;
     case CUBLASLT_MATMUL_DESC_BIAS_POINTER:
     case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER:
@@ -222,6 +223,10 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
       c_layout->data[0] != d_layout->data[0]) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
+  // There is no other way to tell whose memory the factors are in.
+  const bool on_device =
+      desc->data[CUBLASLT_MATMUL_DESC_POINTER_MODE] == CUBLASLT_POINTER_MODE_DEVICE;
+  if (on_device && beta != static_cast<const float*>(alpha) + 1) return CUBLAS_STATUS_INVALID_VALUE;
   transformer_ops::cuda::interpret(
       {.problem = {.dtype = dtype_of(a_layout->data[0]),
                    .result_dtype = dtype_of(d_layout->data[0]),
@@ -236,6 +241,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                    .c = layout_of(*c_layout),
                    .d = layout_of(*d_layout),
                    .aux_ld = static_cast<int64_t>(desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD]),
+                   .factors_on_device = on_device,
                    .alignment = {}},
        .a = a,
        .b = b,
@@ -244,7 +250,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
        .bias = pointer(desc->data[CUBLASLT_MATMUL_DESC_BIAS_POINTER]),
        .aux = pointer(desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER]),
        .alpha = *static_cast<const float*>(alpha),
-       .beta = *static_cast<const float*>(beta)});
+       .beta = *static_cast<const float*>(beta),
+       .factors = on_device ? static_cast<const float*>(alpha) : nullptr});
   return CUBLAS_STATUS_SUCCESS;
 }
 
