@@ -5,6 +5,7 @@ cuBLASLt has none. `pytest --emulate-cuda` runs them through the CUDA bodies as 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -36,6 +37,19 @@ def codes(*shape: int, format: str = "e4m3") -> tuple[Tensor, Tensor, Tensor]:
 
 def by_columns(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous().t()
+
+
+def products() -> list[str]:
+    """What cuBLASLt was asked for since the last call, where it is emulated."""
+    return torch.ops.transformer_ops_emulated.products()
+
+
+@pytest.fixture
+def no_codes() -> Iterator[None]:
+    """On a GPU before compute capability 8.9."""
+    torch.ops.transformer_ops_emulated.set_multiplies_codes(False)
+    yield
+    torch.ops.transformer_ops_emulated.set_multiplies_codes(True)
 
 
 # ---- typed ops
@@ -140,6 +154,75 @@ def test_what_operands_must_be() -> None:
         o.linear_backward_scaled(g, x, None, [False, True], None, scale)
 
 
+# ---- what CUDA's bodies ask cuBLASLt for
+
+
+def asked(formats: tuple[str, str], size: tuple[int, int, int]) -> list[str]:
+    """By forward, with and without an epilogue, and by both gradients."""
+    rows, k, n = size
+    x, x_scale, _ = codes(rows, k, format=formats[0])
+    w, w_scale, _ = codes(n, k, format=formats[1])
+    g, g_scale, _ = codes(rows, n, format=formats[0])
+    bias, extra = torch.randn(n).bfloat16(), torch.randn(rows, n).bfloat16()
+    products()
+    o.linear_scaled(x, w, x_scale, w_scale)
+    o.linear_epilogue_scaled(x, w, bias, extra, 1.0, x_scale, w_scale)
+    o.linear_bias_activation_scaled(x, w, bias, "gelu", True, x_scale, w_scale)
+    o.linear_backward_scaled(g, None, w, [True, False], g_scale, w_scale)
+    o.linear_backward_scaled(g, x, None, [False, True], g_scale, x_scale)
+    buffer = torch.zeros(n, k)
+    o.linear_backward_scaled_into(g, x, None, [False, True], g_scale, x_scale, buffer, False)
+    return products()
+
+
+@pytest.mark.emulated
+def test_codes_are_multiplied() -> None:
+    assert asked(("e4m3", "e4m3"), (32, 48, 64)) == [
+        "plain 32x64x48 e4m3 e4m3 -> bfloat16 fast",
+        "bias 32x64x48 e4m3 e4m3 -> bfloat16 beta=1 fast",
+        "gelu_aux_bias 32x64x48 e4m3 e4m3 -> bfloat16 fast",
+        # Sums of gradients are exact.
+        "plain 32x48x64 e4m3 e4m3 -> bfloat16",
+        "plain 64x48x32 e4m3 e4m3 -> bfloat16",
+        "plain 64x48x32 e4m3 e4m3 -> float32 beta=1",
+    ]
+    assert asked(("e5m2", "e4m3"), (5, 48, 64))[3] == "plain 5x48x64 e5m2 e4m3 -> bfloat16"
+
+
+DECODED = [
+    "plain {m}x{n}x{k} bfloat16 -> bfloat16",
+    "bias {m}x{n}x{k} bfloat16 -> bfloat16 beta=1",
+    "gelu_aux_bias {m}x{n}x{k} bfloat16 -> bfloat16",
+    "plain {m}x{k}x{n} bfloat16 -> bfloat16",
+    "plain {n}x{k}x{m} bfloat16 -> bfloat16",
+    "plain {n}x{k}x{m} bfloat16 -> float32 beta=1",
+]
+
+
+def decoded(m: int, k: int, n: int) -> list[str]:
+    return [row.format(m=m, k=k, n=n) for row in DECODED]
+
+
+@pytest.mark.emulated
+def test_elsewhere_their_values_are(no_codes: None) -> None:
+    assert asked(("e4m3", "e4m3"), (32, 48, 64)) == decoded(32, 48, 64)
+
+
+@pytest.mark.emulated
+def test_of_other_sizes_their_values_are() -> None:
+    assert asked(("e4m3", "e4m3"), (32, 48, 72))[:3] == decoded(32, 48, 72)[:3]
+    assert asked(("e4m3", "e4m3"), (32, 40, 64))[:3] == decoded(32, 40, 64)[:3]
+    # A gradient of the weight sums over rows.
+    assert asked(("e4m3", "e4m3"), (24, 48, 64))[4:] == decoded(24, 48, 64)[4:]
+    assert asked(("e5m2", "e5m2"), (32, 48, 64))[4:] == decoded(32, 48, 64)[4:]
+
+
+@pytest.mark.emulated
+def test_values_multiply_as_codes_do(no_codes: None) -> None:
+    test_forward(("e5m2", "e4m3"), (32, 48, 64))
+    test_backward(("e5m2", "e4m3"), (32, 48, 64))
+
+
 # ---- codes instead of values
 
 
@@ -227,13 +310,23 @@ RECIPES = [Float8CurrentScaling(), DelayedScaling(amax_history_len=1)]
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("width", [64, 40])
-def test_a_module(recipe: Recipe, width: int) -> None:
+def test_a_module(recipe: Recipe, width: int, request: pytest.FixtureRequest) -> None:
     module = block(width)
     x = torch.randn(32, width).bfloat16()
     step(module, x, recipe)  # delayed scales are of an earlier step
     want = step(copy.deepcopy(module), x, recipe)
     step(module, x, recipe)
-    for got, right in zip(run_for_cuda(module, x), want, strict=True):
+    emulated = request.config.getoption("--emulate-cuda") is not None
+    if emulated:
+        products()
+    found = run_for_cuda(module, x)
+    if emulated:
+        lines = products()
+        assert any("e4m3 e4m3" in line for line in lines)
+        # Of 40 columns none.
+        assert any("e5m2 e4m3" in line for line in lines)
+        assert any("bfloat16 ->" in line for line in lines) == (width == 40)
+    for got, right in zip(found, want, strict=True):
         assert got.dtype == right.dtype == torch.bfloat16
         assert (got - right).double().norm() <= 2**-6 * right.double().norm()
 

@@ -53,9 +53,16 @@ class Factor {
   at::ScalarType product_dtype() const { return transformer_ops::product_dtype(tensor_); }
   Matrix matrix() const { return {cuda::read(tensor_), stride_, transposed_}; }
 
+  bool has_codes() const { return is_codes(dtype()); }
+  // Stored as itself, or as its transpose.
+  Factor stored(bool as_transpose) const {
+    if (transposed_ == as_transpose) return *this;
+    const Factor copy(contiguous(as_transpose ? tensor().t() : tensor()));
+    return as_transpose ? copy.t() : copy;
+  }
   // The values of codes, which are exact in bfloat16.
   Factor decoded() const {
-    if (!is_codes(dtype())) return *this;
+    if (!has_codes()) return *this;
     const Factor values(tensor_.to(at::kBFloat16));
     return flipped_ ? values.t() : values;
   }
@@ -78,14 +85,20 @@ class Factor {
   bool flipped_ = false;     // of the tensor
 };
 
-// Of a product. What operands of the dtype are multiplied by is in device memory.
+// Of a product. Their scales are in device memory.
 struct Operands {
   Factor left, right;
   OperandScales scales = {};
+  bool fast_sums = false;  // of codes
 
   int64_t rows() const { return left.rows(); }
   int64_t cols() const { return right.cols(); }
 };
+
+// x W^T. The sums of gradients take no fewer bits, as in TransformerEngine.
+Operands of_forward(const Tensor& input, const Tensor& weight, const OperandScales& scales) {
+  return {Factor(input), Factor(weight).t(), scales, /*fast_sums=*/true};
+}
 
 Tensor empty_rows(const Tensor& like, int64_t width, at::ScalarType dtype) {
   c10::DimVector sizes(like.sizes());
@@ -117,22 +130,23 @@ bool tf32() {
 
 // result = left right; callers add to it.
 Gemm describe(const Factor& left, const Factor& right, const Tensor& result) {
-  TORCH_CHECK(left.cols() == right.rows() && left.dtype() == right.dtype(),
+  const auto dtype = left.product_dtype();
+  TORCH_CHECK(left.cols() == right.rows() && dtype == right.product_dtype(),
               "[linear] factors must fit in shape and dtype, got [", left.rows(), ", ", left.cols(),
               "] ", left.dtype(), " and [", right.rows(), ", ", right.cols(), "] ", right.dtype());
   Gemm gemm = {.m = left.rows(),
                .n = right.cols(),
                .k = left.cols(),
-               .dtype = kernel_dtype(left.dtype()),
+               .dtype = kernel_dtype(dtype),
                .result_dtype = kernel_dtype(result),
                .a = left.matrix(),
                .b = right.matrix(),
                .d = cuda::write(result),
                .d_stride = right.cols()};
-  if (left.dtype() == at::kFloat) {
+  if (dtype == at::kFloat) {
     gemm.tf32 = tf32();
-  } else if (left.dtype() != at::kDouble) {
-    gemm.partial_sums = partial_sums(left.dtype());
+  } else if (dtype != at::kDouble) {
+    gemm.partial_sums = partial_sums(dtype);
   }
   return gemm;
 }
@@ -198,9 +212,38 @@ Tensor factors_on_device(const OperandScales& scales, double alpha, double beta)
 
 using Fill = c10::function_ref<void(Gemm&)>;
 
+Matrix matrix_of_codes(const Factor& factor, const Tensor& scale) {
+  Matrix matrix = factor.matrix();
+  matrix.codes = factor.dtype() == at::kFloat8_e4m3fn ? cuda::Codes::E4M3 : cuda::Codes::E5M2;
+  if (scale.defined()) matrix.scale = scale.const_data_ptr<float>();
+  return matrix;
+}
+
+// Whether copies of operands are worth asking cuBLASLt for their product.
+bool may_multiply_codes(const Operands& operands) {
+  const Factor &left = operands.left, &right = operands.right;
+  return left.has_codes() && right.has_codes() &&
+         (left.dtype() == at::kFloat8_e4m3fn || right.dtype() == at::kFloat8_e4m3fn) &&
+         cuda::has_size_of_codes(right.cols(), left.cols()) && cuda::multiplies_codes();
+}
+
+bool run_codes(const Operands& operands, double scale, const Tensor& result, Fill fill) {
+  if (!may_multiply_codes(operands)) return false;
+  const Factor left = operands.left.stored(/*as_transpose=*/false),
+               right = operands.right.stored(/*as_transpose=*/true);
+  Gemm gemm = describe(left, right, result);
+  gemm.a = matrix_of_codes(left, operands.scales.left);
+  gemm.b = matrix_of_codes(right, operands.scales.right);
+  gemm.fast_sums = operands.fast_sums;
+  gemm.alpha = scale;
+  fill(gemm);
+  return queue(gemm, result);
+}
+
 // result = scale left right by cuBLASLt, and what else `fill` says. False where it has no
 // algorithm: nothing was done, and the operands are what ATen multiplies.
 bool run(Operands& operands, double scale, const Tensor& result, Fill fill) {
+  if (run_codes(operands, scale, result, fill)) return true;
   operands.left = operands.left.decoded();
   operands.right = operands.right.decoded();
   Gemm gemm = describe(operands.left, operands.right, result);
@@ -254,7 +297,7 @@ void product(Operands operands, const Tensor& result, double scale = 1.0,
 
 Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias, double scale,
                    const OperandScales& scales) {
-  Operands operands{Factor(input), Factor(weight).t(), scales};
+  Operands operands = of_forward(input, weight, scales);
   Tensor result = empty_rows(input, operands.cols(), product_dtype(input));
   if (!bias.defined()) {
     product(operands, result, scale);
@@ -276,20 +319,23 @@ std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight
                                        const Tensor& bias, Tensor* kept,
                                        const OperandScales& scales) {
   if (!has_gelu_epilogue(product_dtype(input), weight.size(0))) return std::nullopt;
-  Operands operands{Factor(input), Factor(weight).t(), scales};
+  Operands operands = of_forward(input, weight, scales);
   Tensor result = empty_rows(input, operands.cols(), product_dtype(input));
   if (kept != nullptr) *kept = empty(result.sizes(), result.scalar_type(), result.device());
-  const bool done = run(operands, /*scale=*/1.0, result, [&](Gemm& gemm) {
+  const auto fill = [&](Gemm& gemm) {
     set_bias(gemm, Epilogue::GeluBias, bias);
     if (kept != nullptr) set_aux(gemm, cuda::write(*kept));
-  });
+  };
+  // Where there is a product of codes, but without GELU, that is faster than one of their values.
+  const bool done = may_multiply_codes(operands) ? run_codes(operands, /*scale=*/1.0, result, fill)
+                                                 : run(operands, /*scale=*/1.0, result, fill);
   if (!done) return std::nullopt;
   return result;
 }
 
 Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias,
                        const Tensor& extra, double scale, const OperandScales& scales) {
-  Operands operands{Factor(input), Factor(weight).t(), scales};
+  Operands operands = of_forward(input, weight, scales);
   const Tensor start = contiguous(extra);
   Tensor result = empty_rows(input, operands.cols(), product_dtype(input));
   if (!bias.defined()) {
