@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 
 import transformer_ops as tops
 from transformer_ops import _C
+from transformer_ops.plan.explain.summary import describe
 from transformer_ops.plan.plan import Plan
+from transformer_ops.quantization import available
 from transformer_ops.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, Recipe
 
 o = torch.ops.transformer_ops
@@ -351,3 +354,78 @@ def test_one_exact_operand_has_values_beside_it() -> None:
     got = run_for_cuda(module, x)
     for a, b in zip(got, want, strict=True):
         assert (a - b).double().norm() <= 2**-6 * b.double().norm()
+
+
+# ---- what is said of it
+
+
+def test_explain_says_what_is_emulated() -> None:
+    module, recipe = block(), Float8CurrentScaling()
+    step(module, torch.randn(32, 64).bfloat16(), recipe)
+    plan = module.plans()[0]
+    ops = [op for m in module for op in getattr(m, "basic_ops", [m])]
+    formats = "formats of products: input e4m3, weight e4m3, output gradient e5m2"
+    note = describe(plan, ops, {}, None).note
+    assert note == f"{formats}; emulated, by products of decoded tensors"
+    assert describe(Plan.parse(cuda_plan(plan)), ops, {}, None).note == (
+        f"{formats}; codes are multiplied in FP8, from compute capability 8.9 on and where sizes "
+        "are multiples of 16; all else is emulated, by products of decoded tensors"
+    )
+
+
+def test_which_device_has_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated = "recipes are emulated, by products of decoded tensors"
+    assert tops.is_fp8_available("cpu") is True
+    assert tops.is_fp8_available("cpu", return_reason=True) == (True, f"on the CPU {emulated}")
+    text = "device must be CPU or CUDA, got meta"
+    assert tops.is_fp8_available("meta", return_reason=True) == (False, text)
+    if not torch.cuda.is_available():
+        assert tops.is_fp8_available(return_reason=True) == (True, f"on the CPU {emulated}")
+
+    info = SimpleNamespace(CUDA=None)
+    monkeypatch.setattr(available, "build_info", lambda: info)
+    found, reason = tops.is_fp8_available("cuda", return_reason=True)
+    assert not found and "must be built with TRANSFORMER_OPS_CUDA=ON" in reason
+    info.CUDA = {"toolkit": "13.0", "architectures": "9.0a"}
+    capability = [(8, 6)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    text = f"compute capability must be at least 8.9, got 8.6: {emulated}"
+    assert tops.is_fp8_available("cuda", return_reason=True) == (False, text)
+    for capability[0] in ((8, 9), (9, 0), (10, 0), (12, 1)):
+        assert tops.is_fp8_available("cuda:0", return_reason=True) == (True, "")
+
+
+# ---- on a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("width", [64, 40])
+def test_a_gpu_has_the_cpus_numbers(recipe: Recipe, width: int) -> None:
+    module = block(width)
+    x = torch.randn(32, width).bfloat16()
+    step(module, x, recipe)
+    on_gpu = copy.deepcopy(module).cuda()
+    want, got = step(module, x, recipe), step(on_gpu, x.cuda(), recipe)
+    assert '"float8_e4m3fn"' in str(on_gpu.plans()[-1])
+    for a, b in zip(got, want, strict=True):
+        assert (a.cpu() - b).double().norm() <= 2**-5 * b.double().norm()
+
+
+@pytest.mark.cuda
+def test_a_captured_step() -> None:
+    module, x = block().cuda(), torch.randn(32, 64, device="cuda").bfloat16()
+    recipe = Float8CurrentScaling()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(module, x, recipe)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step(module, x, recipe)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    for got, want in zip(results, step(module, x, recipe), strict=True):
+        torch.testing.assert_close(got, want)
