@@ -345,6 +345,18 @@ def test_no_host_reads_a_number(recipe: Recipe) -> None:
     assert not names & {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero"}
 
 
+def test_compiled_code_has_no_break() -> None:
+    module, x = block(), torch.randn(32, 64).bfloat16()
+    step(module, x, Float8CurrentScaling())
+    text, want = cuda_plan(module.plans()[0]), run_for_cuda(module, x)
+    parameters = [p.detach().requires_grad_() for p in module.parameters()]
+    run = torch.compile(lambda x, given: o.run_plan(text, x, [], given)[0], fullgraph=True)
+    y = run(x, parameters)
+    got = [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).double().norm() <= 2**-6 * b.double().norm()
+
+
 def test_one_exact_operand_has_values_beside_it() -> None:
     """Not codes: both operands are of one dtype, or decoded."""
     module = tops.Sequential(tops.Linear(32, 32, bias=False), tops.GELU()).bfloat16()
