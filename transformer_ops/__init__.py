@@ -29,7 +29,12 @@ from .op import (  # noqa: E402
 )
 from .ops import *  # noqa: E402, F403
 from .plan.plan import Plan  # noqa: E402
-from .quantization import QuantizedTensor, autocast, quantized_model_init  # noqa: E402
+from .quantization import (  # noqa: E402
+    QuantizedTensor,
+    autocast,
+    is_fp8_available,
+    quantized_model_init,
+)
 from .quantizers import (  # noqa: E402
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -75,6 +80,7 @@ __all__ = [
     "autocast",
     "cmake_prefix_path",
     "fusions",
+    "is_fp8_available",
     "load_library",
     "memory",
     "optional",

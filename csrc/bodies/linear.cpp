@@ -42,9 +42,11 @@ Tensor repeat_rows(const Tensor& row, int64_t count) {
   return rows;
 }
 
+// Of a product of that operand.
 TensorSpec last_size(const Tensor& tensor, const c10::SymInt& size) {
   TensorSpec spec = like(tensor);
   spec.sizes.back() = size;
+  spec.dtype = product_dtype(tensor);
   return spec;
 }
 
@@ -52,23 +54,25 @@ TensorSpec last_size(const Tensor& tensor, const c10::SymInt& size) {
 void check_backward_weight(const Checks& check, const Tensor& weight, const Tensor& grad) {
   TORCH_CHECK(weight.dim() == 2 && weight.sym_size(0) == grad.sym_size(-1), "[", check.op(),
               "] weight must have shape [", grad.sym_size(-1), ", *], got ", weight.sym_sizes());
-  TORCH_CHECK(weight.scalar_type() == grad.scalar_type(), "[", check.op(),
-              "] weight must have dtype ", grad.scalar_type(), ", got ", weight.scalar_type());
+  TORCH_CHECK(product_dtype(weight) == product_dtype(grad), "[", check.op(),
+              "] weight must have dtype ", product_dtype(grad), ", got ", weight.scalar_type());
+  check.operand_dtype("weight", weight);
 }
 
 }  // namespace
 
 TensorSpec linear_output(const Checks& check, const Tensor& input, const Tensor& weight) {
-  check.compute_dtype("input", input);
+  check.operand_dtype("input", input);
   TORCH_CHECK(weight.dim() == 2, "[", check.op(), "] weight must have 2 dimensions, got shape ",
               weight.sym_sizes());
   TORCH_CHECK(input.dim() >= 1, "[", check.op(), "] input must have at least 1 dimension, got 0");
   TORCH_CHECK(input.sym_size(-1) == weight.sym_size(1), "[", check.op(),
               "] input must have last dimension ", weight.sym_size(1), ", got shape ",
               input.sym_sizes());
-  TORCH_CHECK(input.scalar_type() == weight.scalar_type(), "[", check.op(),
+  TORCH_CHECK(product_dtype(input) == product_dtype(weight), "[", check.op(),
               "] input must have the weight's dtype ", weight.scalar_type(), ", got ",
               input.scalar_type());
+  check.operand_dtype("weight", weight);
   return last_size(input, weight.sym_size(0));
 }
 
@@ -96,10 +100,10 @@ std::optional<std::string> different_linear_dtypes(const Match& match) {
 TensorSpecs linear_backward_outputs(const Checks& check, const Tensor& grad_output,
                                     const Tensor* input, const Tensor* weight, LinearMask wanted,
                                     const char* input_name) {
-  check.compute_dtype("grad_output", grad_output);
+  check.operand_dtype("grad_output", grad_output);
   check.has_rows("grad_output", grad_output);
   const auto [wants_input, wants_weight] = wanted;
-  const TensorSpec none = absent(grad_output.scalar_type());
+  const TensorSpec none = absent(product_dtype(grad_output));
   TensorSpecs specs = {none, none};
   if (wants_input) {
     TORCH_CHECK(weight != nullptr, "[", check.op(),
@@ -111,9 +115,13 @@ TensorSpecs linear_backward_outputs(const Checks& check, const Tensor& grad_outp
     TORCH_CHECK(input != nullptr, "[", check.op(), "] ", input_name,
                 " must be given for grad_weight, got none");
     check.has_rows(input_name, *input);
-    check.spec(input_name, *input,
-               wants_input ? specs[0] : last_size(grad_output, input->sym_size(-1)));
-    specs[1] = {{grad_output.sym_size(-1), input->sym_size(-1)}, grad_output.scalar_type()};
+    TensorSpec as_input = wants_input ? specs[0] : last_size(grad_output, input->sym_size(-1));
+    if (as_input.dtype == product_dtype(*input)) {
+      check.operand_dtype(input_name, *input);
+      as_input.dtype = input->scalar_type();
+    }
+    check.spec(input_name, *input, as_input);
+    specs[1] = {{grad_output.sym_size(-1), input->sym_size(-1)}, product_dtype(grad_output)};
   }
   return specs;
 }

@@ -66,6 +66,7 @@ struct LinearGradients {
   double scale = 1.0;    // of both
   Tensor residual = {};  // is added to grad_input
   MainGrad main_grad = {};
+  OperandScales scales = {};  // on CUDA, of the one product that is wanted
 };
 
 // What linear_backward_* multiply: undefined where nobody wants the gradient that it serves.

@@ -4,6 +4,8 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
+#include <c10/util/FunctionRef.h>
 #include <c10/util/accumulate.h>
 
 #include <utility>
@@ -48,7 +50,22 @@ class Factor {
   int64_t rows() const { return rows_; }
   int64_t cols() const { return cols_; }
   at::ScalarType dtype() const { return tensor_.scalar_type(); }
+  at::ScalarType product_dtype() const { return transformer_ops::product_dtype(tensor_); }
   Matrix matrix() const { return {cuda::read(tensor_), stride_, transposed_}; }
+
+  bool has_codes() const { return is_codes(dtype()); }
+  // Stored as itself, or as its transpose.
+  Factor stored(bool as_transpose) const {
+    if (transposed_ == as_transpose) return *this;
+    const Factor copy(contiguous(as_transpose ? tensor().t() : tensor()));
+    return as_transpose ? copy.t() : copy;
+  }
+  // The values of codes, which are exact in bfloat16.
+  Factor decoded() const {
+    if (!has_codes()) return *this;
+    const Factor values(tensor_.to(at::kBFloat16));
+    return flipped_ ? values.t() : values;
+  }
 
   // For ATen.
   Tensor tensor() const {
@@ -67,6 +84,21 @@ class Factor {
   bool transposed_ = false;  // as Matrix says
   bool flipped_ = false;     // of the tensor
 };
+
+// Of a product. Their scales are in device memory.
+struct Operands {
+  Factor left, right;
+  OperandScales scales = {};
+  bool fast_sums = false;  // of codes
+
+  int64_t rows() const { return left.rows(); }
+  int64_t cols() const { return right.cols(); }
+};
+
+// x W^T. The sums of gradients take no fewer bits, as in TransformerEngine.
+Operands of_forward(const Tensor& input, const Tensor& weight, const OperandScales& scales) {
+  return {Factor(input), Factor(weight).t(), scales, /*fast_sums=*/true};
+}
 
 Tensor empty_rows(const Tensor& like, int64_t width, at::ScalarType dtype) {
   c10::DimVector sizes(like.sizes());
@@ -98,22 +130,23 @@ bool tf32() {
 
 // result = left right; callers add to it.
 Gemm describe(const Factor& left, const Factor& right, const Tensor& result) {
-  TORCH_CHECK(left.cols() == right.rows() && left.dtype() == right.dtype(),
+  const auto dtype = left.product_dtype();
+  TORCH_CHECK(left.cols() == right.rows() && dtype == right.product_dtype(),
               "[linear] factors must fit in shape and dtype, got [", left.rows(), ", ", left.cols(),
               "] ", left.dtype(), " and [", right.rows(), ", ", right.cols(), "] ", right.dtype());
   Gemm gemm = {.m = left.rows(),
                .n = right.cols(),
                .k = left.cols(),
-               .dtype = kernel_dtype(left.dtype()),
+               .dtype = kernel_dtype(dtype),
                .result_dtype = kernel_dtype(result),
                .a = left.matrix(),
                .b = right.matrix(),
                .d = cuda::write(result),
                .d_stride = right.cols()};
-  if (left.dtype() == at::kFloat) {
+  if (dtype == at::kFloat) {
     gemm.tf32 = tf32();
-  } else if (left.dtype() != at::kDouble) {
-    gemm.partial_sums = partial_sums(left.dtype());
+  } else if (dtype != at::kDouble) {
+    gemm.partial_sums = partial_sums(dtype);
   }
   return gemm;
 }
@@ -153,12 +186,83 @@ void* allocate(void* owner, uint64_t bytes) {
   return cuda::write(workspace.memory);
 }
 
-// False where cuBLASLt has no algorithm: nothing was done.
-bool run(Gemm& gemm, const Tensor& result) {
+bool queue(Gemm& gemm, const Tensor& result) {
   Workspace workspace{result.device()};
   gemm.allocate = allocate;
   gemm.owner = &workspace;
   return cuda::gemm(cuda::stream_of(result), gemm);
+}
+
+// Both scales and `scale` as one float32.
+Tensor one_factor(const OperandScales& scales, double scale) {
+  const Tensor both = !scales.right.defined()  ? scales.left
+                      : !scales.left.defined() ? scales.right
+                                               : at::mul(scales.left, scales.right);
+  return scale == 1.0 ? both : both * scale;
+}
+
+// What cuBLASLt reads where the host does not know alpha.
+Tensor factors_on_device(const OperandScales& scales, double alpha, double beta) {
+  Tensor factors =
+      empty({2}, at::kFloat, (scales.left.defined() ? scales.left : scales.right).device());
+  factors[0].copy_(one_factor(scales, alpha));
+  factors[1].fill_(beta);
+  return factors;
+}
+
+using Fill = c10::function_ref<void(Gemm&)>;
+
+Matrix matrix_of_codes(const Factor& factor, const Tensor& scale) {
+  Matrix matrix = factor.matrix();
+  matrix.codes = factor.dtype() == at::kFloat8_e4m3fn ? cuda::Codes::E4M3 : cuda::Codes::E5M2;
+  if (scale.defined()) matrix.scale = scale.const_data_ptr<float>();
+  return matrix;
+}
+
+// Whether copies of operands are worth asking cuBLASLt for their product.
+bool may_multiply_codes(const Operands& operands) {
+  const Factor &left = operands.left, &right = operands.right;
+  return left.has_codes() && right.has_codes() &&
+         (left.dtype() == at::kFloat8_e4m3fn || right.dtype() == at::kFloat8_e4m3fn) &&
+         cuda::has_size_of_codes(right.cols(), left.cols()) && cuda::multiplies_codes();
+}
+
+bool run_codes(const Operands& operands, double scale, const Tensor& result, Fill fill) {
+  if (!may_multiply_codes(operands)) return false;
+  const Factor left = operands.left.stored(/*as_transpose=*/false),
+               right = operands.right.stored(/*as_transpose=*/true);
+  Gemm gemm = describe(left, right, result);
+  gemm.a = matrix_of_codes(left, operands.scales.left);
+  gemm.b = matrix_of_codes(right, operands.scales.right);
+  gemm.fast_sums = operands.fast_sums;
+  gemm.alpha = scale;
+  fill(gemm);
+  return queue(gemm, result);
+}
+
+// result = scale left right by cuBLASLt, and what else `fill` says. False where it has no
+// algorithm: nothing was done, and the operands are what ATen multiplies.
+bool run(Operands& operands, double scale, const Tensor& result, Fill fill) {
+  if (run_codes(operands, scale, result, fill)) return true;
+  operands.left = operands.left.decoded();
+  operands.right = operands.right.decoded();
+  Gemm gemm = describe(operands.left, operands.right, result);
+  gemm.alpha = scale;
+  fill(gemm);
+  Tensor factors;
+  if (operands.scales.defined()) {
+    factors = factors_on_device(operands.scales, gemm.alpha, gemm.beta);
+    gemm.factors = factors.const_data_ptr<float>();
+  }
+  return queue(gemm, result);
+}
+
+// One rounding, as cuBLASLt has it.
+void scaled_by_aten(const Operands& operands, double scale, const Tensor& start, Tensor out) {
+  Tensor sum = to_accumulate(at::mm(operands.left.tensor(), operands.right.tensor()));
+  sum.mul_(one_factor(operands.scales, scale));
+  if (start.defined()) sum.add_(start);
+  out.copy_(sum);
 }
 
 void product_by_aten(const Factor& left, const Factor& right, double scale, const Tensor& start,
@@ -177,65 +281,73 @@ void product_by_aten(const Factor& left, const Factor& right, double scale, cons
 }
 
 // result = scale left right + start; an undefined start is zero.
-void product(const Factor& left, const Factor& right, const Tensor& result, double scale = 1.0,
+void product(Operands operands, const Tensor& result, double scale = 1.0,
              const Tensor& start = {}) {
-  Gemm gemm = describe(left, right, result);
-  gemm.alpha = scale;
-  if (start.defined()) set_start(gemm, start);
-  if (run(gemm, result)) return;
-  const Tensor out = result.view({left.rows(), right.cols()});
-  product_by_aten(left, right, scale, start.defined() ? start.view(out.sizes()) : start, out);
+  const bool done = run(operands, scale, result, [&](Gemm& gemm) {
+    if (start.defined()) set_start(gemm, start);
+  });
+  if (done) return;
+  const Tensor out = result.view({operands.rows(), operands.cols()});
+  const Tensor from = start.defined() ? start.view(out.sizes()) : start;
+  if (operands.scales.defined()) return scaled_by_aten(operands, scale, from, out);
+  product_by_aten(operands.left, operands.right, scale, from, out);
 }
 
 }  // namespace
 
-Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias, double scale) {
-  const Factor x(input), w = Factor(weight).t();
-  Tensor result = empty_rows(input, w.cols(), input.scalar_type());
+Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias, double scale,
+                   const OperandScales& scales) {
+  Operands operands = of_forward(input, weight, scales);
+  Tensor result = empty_rows(input, operands.cols(), product_dtype(input));
   if (!bias.defined()) {
-    product(x, w, result, scale);
+    product(operands, result, scale);
     return result;
   }
-  Gemm gemm = describe(x, w, result);
-  gemm.alpha = scale;
-  set_bias(gemm, Epilogue::Bias, bias);
-  if (!run(gemm, result)) {
-    Tensor out = result.view({x.rows(), w.cols()});
-    at::addmm_out(out, bias, x.tensor(), w.tensor(), /*beta=*/1, scale);
+  const bool done =
+      run(operands, scale, result, [&](Gemm& gemm) { set_bias(gemm, Epilogue::Bias, bias); });
+  if (done) return result;
+  Tensor out = result.view({operands.rows(), operands.cols()});
+  if (scales.defined()) {
+    scaled_by_aten(operands, scale, bias, out);
+  } else {
+    at::addmm_out(out, bias, operands.left.tensor(), operands.right.tensor(), /*beta=*/1, scale);
   }
   return result;
 }
 
 std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight,
-                                       const Tensor& bias, Tensor* kept) {
-  if (!has_gelu_epilogue(input.scalar_type(), weight.size(0))) return std::nullopt;
-  const Factor x(input), w = Factor(weight).t();
-  Tensor result = empty_rows(input, w.cols(), input.scalar_type());
-  Gemm gemm = describe(x, w, result);
-  set_bias(gemm, Epilogue::GeluBias, bias);
-  if (kept != nullptr) {
-    *kept = empty(result.sizes(), result.scalar_type(), result.device());
-    set_aux(gemm, cuda::write(*kept));
-  }
-  if (!run(gemm, result)) return std::nullopt;
+                                       const Tensor& bias, Tensor* kept,
+                                       const OperandScales& scales) {
+  if (!has_gelu_epilogue(product_dtype(input), weight.size(0))) return std::nullopt;
+  Operands operands = of_forward(input, weight, scales);
+  Tensor result = empty_rows(input, operands.cols(), product_dtype(input));
+  if (kept != nullptr) *kept = empty(result.sizes(), result.scalar_type(), result.device());
+  const auto fill = [&](Gemm& gemm) {
+    set_bias(gemm, Epilogue::GeluBias, bias);
+    if (kept != nullptr) set_aux(gemm, cuda::write(*kept));
+  };
+  // Where there is a product of codes, but without GELU, that is faster than one of their values.
+  const bool done = may_multiply_codes(operands) ? run_codes(operands, /*scale=*/1.0, result, fill)
+                                                 : run(operands, /*scale=*/1.0, result, fill);
+  if (!done) return std::nullopt;
   return result;
 }
 
 Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias,
-                       const Tensor& extra, double scale) {
-  const Factor x(input), w = Factor(weight).t();
+                       const Tensor& extra, double scale, const OperandScales& scales) {
+  Operands operands = of_forward(input, weight, scales);
   const Tensor start = contiguous(extra);
-  Tensor result = empty_rows(input, w.cols(), input.scalar_type());
+  Tensor result = empty_rows(input, operands.cols(), product_dtype(input));
   if (!bias.defined()) {
-    product(x, w, result, scale, start);
+    product(operands, result, scale, start);
     return result;
   }
-  Gemm gemm = describe(x, w, result);
-  gemm.alpha = scale;
-  set_start(gemm, start);
-  set_bias(gemm, Epilogue::Bias, bias);
-  if (!run(gemm, result)) {
-    product(x, w, result, scale, start);
+  const bool done = run(operands, scale, result, [&](Gemm& gemm) {
+    set_start(gemm, start);
+    set_bias(gemm, Epilogue::Bias, bias);
+  });
+  if (!done) {
+    product(operands, result, scale, start);
     result.add_(bias);
   }
   return result;
@@ -244,22 +356,23 @@ Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& 
 LinearBackward linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
                                     const LinearGradients& fused) {
   const Factor grad(grad_output);
-  const auto dtype = grad_output.scalar_type();
+  const auto dtype = product_dtype(grad_output);
   Tensor grad_input, grad_weight;
   if (input.defined()) {
     const MainGrad& main_grad = fused.main_grad;
     grad_weight = main_grad.buffer.defined()
                       ? main_grad.buffer
                       : empty({grad.cols(), input.size(-1)}, dtype, grad_output.device());
-    linear_weight_gradient_cuda(grad_output, input, grad_weight,
-                                {.adds = main_grad.adds, .scale = fused.scale});
+    linear_weight_gradient_cuda(
+        grad_output, input, grad_weight,
+        {.adds = main_grad.adds, .scale = fused.scale, .scales = fused.scales});
     input.reset();
   }
   if (weight.defined()) {
     const Factor w(weight);
     const Tensor& start = fused.residual;
     grad_input = empty_rows(grad_output, w.cols(), start.defined() ? start.scalar_type() : dtype);
-    product(grad, w, grad_input, fused.scale, start);
+    product({grad, w, fused.scales}, grad_input, fused.scale, start);
   }
   for (Tensor* const result : {&grad_input, &grad_weight}) {
     if (!result->defined()) *result = empty({0}, dtype, grad_output.device());
@@ -273,18 +386,19 @@ Tensor linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weigh
 
 void linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight,
                                 const Tensor& grad_input) {
-  product(Factor(grad_output), Factor(weight), grad_input);
+  product({Factor(grad_output), Factor(weight)}, grad_input);
 }
 
 void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
                                  const Tensor& grad_weight, const WeightGradient& how) {
-  const Factor grad = Factor(grad_output).t(), x(input);
-  const auto dtype = grad.dtype(), wanted = grad_weight.scalar_type();
+  Operands operands{Factor(grad_output).t(), Factor(input), how.scales};
+  const auto dtype = product_dtype(grad_output), wanted = grad_weight.scalar_type();
   const bool takes_sums = wanted == dtype || (wanted == at::kFloat && dtype != at::kDouble);
   if (!takes_sums || !grad_weight.is_contiguous()) {
     const Tensor found = empty(grad_weight.sizes(), dtype, grad_weight.device());
-    linear_weight_gradient_cuda(grad_output, input, found,
-                                {.scale = how.scale, .grad_bias = how.grad_bias});
+    linear_weight_gradient_cuda(
+        grad_output, input, found,
+        {.scale = how.scale, .grad_bias = how.grad_bias, .scales = how.scales});
     how.adds ? grad_weight.add_(found) : grad_weight.copy_(found);
     return;
   }
@@ -293,18 +407,20 @@ void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
     // Those sums have the dtype of grad_weight.
     const Tensor sums =
         wanted == dtype ? how.grad_bias : empty(how.grad_bias.sizes(), wanted, input.device());
-    Gemm gemm = describe(grad, x, grad_weight);
-    if (start.defined()) set_start(gemm, start);
-    gemm.epilogue = Epilogue::SumA;
-    gemm.bias_gradient = cuda::write(sums);
     // With TF32 it might add up what the product rounds.
-    if (!gemm.tf32 && run(gemm, grad_weight)) {
+    const bool rounds = dtype == at::kFloat && tf32();
+    const bool done = !rounds && run(operands, /*scale=*/1.0, grad_weight, [&](Gemm& gemm) {
+      if (start.defined()) set_start(gemm, start);
+      gemm.epilogue = Epilogue::SumA;
+      gemm.bias_gradient = cuda::write(sums);
+    });
+    if (done) {
       if (wanted != dtype) how.grad_bias.copy_(sums);
       return;
     }
     sum_columns_cuda(grad_output, how.grad_bias);
   }
-  product(grad, x, grad_weight, how.scale, start);
+  product(operands, grad_weight, how.scale, start);
 }
 
 bool linear_gelu_backward_cuda(const Tensor& grad_output, const Tensor& weight, const Tensor& input,
@@ -314,12 +430,13 @@ bool linear_gelu_backward_cuda(const Tensor& grad_output, const Tensor& weight, 
   const Tensor result = grad_input.is_alias_of(input)
                             ? empty(input.sizes(), input.scalar_type(), input.device())
                             : grad_input;
-  const Factor grad(grad_output), w(weight);
-  Gemm gemm = describe(grad, w, result);
-  gemm.epilogue = Epilogue::DGelu;
-  set_aux(gemm, const_cast<void*>(cuda::read(input)));
-  if (grad_bias.defined()) gemm.bias_gradient = cuda::write(grad_bias);
-  if (!run(gemm, result)) return false;
+  Operands operands{Factor(grad_output), Factor(weight)};
+  const bool done = run(operands, /*scale=*/1.0, result, [&](Gemm& gemm) {
+    gemm.epilogue = Epilogue::DGelu;
+    set_aux(gemm, const_cast<void*>(cuda::read(input)));
+    if (grad_bias.defined()) gemm.bias_gradient = cuda::write(grad_bias);
+  });
+  if (!done) return false;
   grad_input = result;
   return true;
 }

@@ -1,5 +1,8 @@
 // Products on CUDA: by cuBLASLt where it has an algorithm, else by ATen. Factors may have any
 // strides, biases and residuals are contiguous.
+//
+// Factors may come with scales, which stay in device memory, and be codes then. Where float32 does
+// not hold both scales together, a product is zero or infinite, and NaN where it would be zero.
 #pragma once
 
 #include <optional>
@@ -10,16 +13,17 @@ namespace transformer_ops {
 
 // scale x W^T [+ b] for any number of leading dimensions.
 Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias = {},
-                   double scale = 1.0);
+                   double scale = 1.0, const OperandScales& scales = {});
 
 // gelu(x W^T + b) by one kernel, or none where there is no such. `kept`, where not null, takes the
 // argument of gelu.
 std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight,
-                                       const Tensor& bias, Tensor* kept);
+                                       const Tensor& bias, Tensor* kept,
+                                       const OperandScales& scales = {});
 
 // scale x W^T [+ b] + extra, all of one dtype; `extra` has the result's shape, and any strides.
 Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias,
-                       const Tensor& extra, double scale = 1.0);
+                       const Tensor& extra, double scale = 1.0, const OperandScales& scales = {});
 
 // As linear_backward_cpu. With a float32 residual the gradient of a 16-bit input is float32 too.
 LinearBackward linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
@@ -31,6 +35,7 @@ struct WeightGradient {
   double scale = 1.0;
   // Where defined, takes the column sums of grad_output, which is contiguous then; scale is 1.
   Tensor grad_bias = {};
+  OperandScales scales = {};
 };
 Tensor linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight);
 void linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight,

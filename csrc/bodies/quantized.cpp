@@ -235,6 +235,17 @@ at::ScalarType dtype_named(const Checks& check, std::string_view name) {
               "] dtype must be 'float16', 'bfloat16', 'float32' or 'float64', got '", name, "'");
 }
 
+at::ScalarType operand_dtype_named(const Checks& check, const Format& format,
+                                   std::string_view name) {
+  if (!name.starts_with("float8")) return dtype_named(check, name);
+  const std::string_view codes = format.element == Element::E4M3 ? "float8_e4m3fn" : "float8_e5m2";
+  TORCH_CHECK(
+      format.per_tensor() && name == codes, "[", check.op(),
+      "] dtype must be that of a product, or of the codes of a format with one scale, got '", name,
+      "' for '", format.name, "'");
+  return codes_spec(format, {}).dtype;
+}
+
 TensorSpec codes_spec(const Format& format, c10::SymIntArrayRef sizes) {
   TensorSpec spec{c10::SymDimVector(sizes), at::kByte};
   if (format.element == Element::E4M3) spec.dtype = at::kFloat8_e4m3fn;
@@ -326,6 +337,7 @@ std::tuple<Tensor, Tensor> values_unfused(const Format& format, const Tensor& in
   } else {
     stored = one;
   }
+  if (is_codes(dtype)) return {codes, scale};
   return {dequantize_unfused(format, codes, stored, input.sym_sizes(), dtype), scale};
 }
 
@@ -334,10 +346,12 @@ std::tuple<Tensor, Tensor> round_by_scale_unfused(const Format& format, const Te
                                                   bool decodes) {
   const auto accumulate = accumulate_dtype(dtype);
   const Tensor x = to_float(input), zero = at::zeros({1}, x.options());
-  const Tensor scaled = (x.abs() * scale).copysign(x);
-  Tensor values = values_of(format.element, encode(format.element, scaled)).to(accumulate);
+  const Tensor codes = encode(format.element, (x.abs() * scale).copysign(x));
+  const Tensor amax = at::amax(at::cat({x.abs().flatten(), zero}));
+  if (is_codes(dtype)) return {codes.contiguous().view(dtype), amax};
+  Tensor values = values_of(format.element, codes).to(accumulate);
   if (decodes) values = values * scale.reciprocal().to(accumulate);
-  return {values.to(dtype), at::amax(at::cat({x.abs().flatten(), zero}))};
+  return {values.to(dtype), amax};
 }
 
 }  // namespace transformer_ops

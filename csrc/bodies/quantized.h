@@ -13,6 +13,10 @@ const kernel::Format& format_of(const Checks& check, std::string_view name);
 // Raises where no op computes in it.
 at::ScalarType dtype_named(const Checks& check, std::string_view name);
 
+// What an operand of a product is rounded to: one of those, or codes of a format with one scale.
+at::ScalarType operand_dtype_named(const Checks& check, const kernel::Format& format,
+                                   std::string_view name);
+
 // Of a tensor of these sizes. Codes of 4 bits are two a byte: the last dimension is halved and
 // rounded up. There is a scale for each block of a row, or of several of the rows that the leading
 // dimensions make; of a tensor with one scale, it has no dimension. Scales of NVFP4 are the bytes
@@ -43,12 +47,12 @@ std::tuple<Tensor, Tensor> quantize_unfused(const kernel::Format& format, const 
                                             bool stochastic = false);
 Tensor dequantize_unfused(const kernel::Format& format, const Tensor& codes, const Tensor& scale,
                           c10::SymIntArrayRef sizes, at::ScalarType dtype);
-// The values of the codes, and the scale of the tensor by which they are to be multiplied: of a
-// format that has one.
+// The values of the codes, or codes, and the scale of the tensor by which they are to be
+// multiplied: of a format that has one.
 std::tuple<Tensor, Tensor> values_unfused(const kernel::Format& format, const Tensor& input,
                                           at::ScalarType dtype, bool stochastic = false);
 // Rounded to the numbers of a format, which is encoded by `scale`, a tensor of one number; and the
-// largest magnitude. Without `decodes` the values of the codes, not divided by the scale.
+// largest magnitude. Without `decodes` the values of the codes, not divided by the scale, or codes.
 std::tuple<Tensor, Tensor> round_by_scale_unfused(const kernel::Format& format, const Tensor& input,
                                                   const Tensor& scale, at::ScalarType dtype,
                                                   bool decodes = true);

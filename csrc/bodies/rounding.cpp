@@ -79,6 +79,18 @@ void round_by_tensor_scale_cpu(const Format& format, const Tensor& x, float enco
              [&](int64_t first, int64_t rows, int64_t) { run(first * shape.h, rows, shape.h); });
 }
 
+void encode_operand_cpu(const Format& format, const Tensor& x, float encodes,
+                        const Tensor& output) {
+  if (!is_codes(output.scalar_type())) {
+    round_by_tensor_scale_cpu(format, x, encodes, /*decodes=*/1.0f, output);
+    return;
+  }
+  cpu::parallel(x.numel(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
+    cpu::quantize(format, kernel_dtype(x), element_at(x, begin), encodes, bytes_at(output, begin),
+                  /*scales=*/nullptr, 1, end - begin);
+  });
+}
+
 Tensor round_to_format_unfused(const Format& format, const Tensor& x, at::ScalarType dtype) {
   const auto [codes, scale] = quantize_unfused(format, x);
   return dequantize_unfused(format, codes, scale, x.sym_sizes(), dtype);

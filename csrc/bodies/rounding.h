@@ -36,6 +36,9 @@ void round_to_format_cpu(const kernel::Format& format, const Tensor& x, const Te
 // stand for is multiplied by `decodes`.
 void round_by_tensor_scale_cpu(const kernel::Format& format, const Tensor& x, float encodes,
                                float decodes, const Tensor& output);
+// Values of codes or, where `output` is of their dtype, codes.
+void encode_operand_cpu(const kernel::Format& format, const Tensor& x, float encodes,
+                        const Tensor& output);
 Tensor round_to_format_unfused(const kernel::Format& format, const Tensor& x, at::ScalarType dtype);
 
 // Raises where numbers cannot be rounded to it at random: for a format of integers.

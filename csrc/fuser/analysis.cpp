@@ -31,8 +31,8 @@ bool Analysis::is_quantized(int op) const {
 DType Analysis::operand_dtype(int op) const {
   DType dtype = compute_dtype(op);
   const OperandFormats& formats = key_.recipe->of(op);
-  // Elsewhere nobody reads a scale on the host.
-  const bool scalable = declaration(ops_[op].kind).scalable && key_.device == Device::Cpu;
+  // Elsewhere nobody multiplies by a scale.
+  const bool scalable = declaration(ops_[op].kind).scalable && key_.device != Device::Other;
   for (const char* operand : {"input", "weight", "grad_output"}) {
     // What is held quantized is taken as it is.
     if (!parameter_format(op, operand).empty()) continue;

@@ -79,6 +79,7 @@ class Quantize {
   // ---- products
 
   void forward() {
+    takes_codes_ = may_take_codes({"input", "weight"});
     const auto call = find_call();
     Instruction product = *call;
     splits_ = splits_of(product, row_.forward_schema);
@@ -104,6 +105,7 @@ class Quantize {
   }
 
   void backward() {
+    takes_codes_ = may_take_codes({"input", "weight", "grad_output"}) && !formats_.is_stochastic;
     const auto call = find_call();
     const Instruction whole = *call;
     const Schema& schema = row_.backward_schema;
@@ -178,10 +180,10 @@ class Quantize {
 
   Value temporary(const std::string& name) const { return {Kind::Temporary, op_, name}; }
 
-  static Instruction rounding(const Argument& from, const std::string& format, DType dtype,
-                              const Value& to, const std::string& target) {
+  Instruction rounding(const Argument& from, const std::string& format, const Value& to,
+                       const std::string& target) const {
     return {.target = target,
-            .arguments = {from, Attribute(format), Attribute(to_text(dtype))},
+            .arguments = {from, Attribute(format), Attribute(rounded_dtype(format))},
             .results = {to}};
   }
 
@@ -195,7 +197,7 @@ class Quantize {
     if (formats_.is_stochastic && operand == "grad_output") {
       target = has_scale ? kValuesStochastic : splits_ ? kRoundGroupsStochastic : kRoundStochastic;
     }
-    Instruction call = rounding(from, format, dtype_, to, target);
+    Instruction call = rounding(from, format, to, target);
     if (splits_) call.arguments.insert(call.arguments.begin() + 1, rows_of(operand));
     if (has_scale) call.results.push_back(scale_of(to));
     return call;
@@ -209,6 +211,18 @@ class Quantize {
 
   bool has_scales() const {
     return has_scale("input") || has_scale("weight") || has_scale("grad_output");
+  }
+
+  // A GPU multiplies codes, or decodes them, where both operands are such.
+  bool may_take_codes(std::initializer_list<const char*> operands) const {
+    return analysis_.key().device == Device::Cuda &&
+           std::ranges::all_of(operands, [&](const std::string& operand) {
+             return has_scale(operand) && !codes_dtype(formats_.format(operand)).empty();
+           });
+  }
+
+  std::string rounded_dtype(const std::string& format) const {
+    return takes_codes_ ? codes_dtype(format) : to_text(dtype_);
   }
 
   // Of what an operand was rounded to.
@@ -250,7 +264,8 @@ class Quantize {
                      .arguments = {from, scale, Attribute(place)},
                      .results = {to}};
     if (splits_) call.arguments.push_back(rows_of(operand));
-    call.arguments.insert(call.arguments.end(), {Attribute(format), Attribute(to_text(dtype_))});
+    call.arguments.insert(call.arguments.end(),
+                          {Attribute(format), Attribute(rounded_dtype(format))});
     if (has_scale) call.results.push_back(scale_of(to));
     if (is_saved) {
       call.target += "_saved";
@@ -387,6 +402,7 @@ class Quantize {
   int op_;
   Step& step_;
   std::optional<Argument> splits_ = {};
+  bool takes_codes_ = false;  // instead of their values
 };
 
 bool has_scaled_operand(const Analysis& analysis, int op) {

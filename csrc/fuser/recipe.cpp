@@ -174,6 +174,11 @@ std::string format_of_tensor(float largest) {
   return found == std::end(kernel::kFormats) ? "" : found->name;
 }
 
+std::string codes_dtype(const std::string& format) {
+  if (format.empty() || !row_of(format).per_tensor()) return "";
+  return row_of(format).element == kernel::Element::E4M3 ? "float8_e4m3fn" : "float8_e5m2";
+}
+
 // Values of codes are exact in bfloat16, also times a power of two or a scale in E4M3.
 DType operand_dtype(const std::string& format, DType wanted, bool scalable) {
   if (format.empty() || wanted == DType::Float32 || wanted == DType::Float64) return wanted;

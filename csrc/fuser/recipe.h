@@ -62,6 +62,9 @@ float largest_number(const std::string& format);
 // The format of that largest number which has one scale for a tensor; empty where there is none.
 std::string format_of_tensor(float largest);
 
+// The dtype of the codes of a format with that scale alone; empty for others.
+std::string codes_dtype(const std::string& format);
+
 // The dtype in which numbers of a format are exact, and products of them may be computed whose
 // result is `wanted`. `scalable`: the product takes a scale of the whole tensor beside the numbers.
 DType operand_dtype(const std::string& format, DType wanted, bool scalable);

@@ -51,16 +51,18 @@ std::tuple<Tensor, Tensor> forward_cpu(const Call& call, const Tensor& input, co
 // Of cuBLASLt's activations, GELU alone: its ReLU keeps a mask whose order of bits NVIDIA does not
 // document, in rows of multiples of 128 bits, and may turn NaN into 0 as fmaxf does. On a GPU
 // tests/emulated/check_products.cpp says what they are.
-std::tuple<Tensor, Tensor> forward_cuda(const Checks& check, const Tensor& input,
-                                        const Tensor& weight, const Tensor& bias,
-                                        std::string_view activation, bool save_kept) {
-  const ActivationRow& row = activation_of(check, activation);
+std::tuple<Tensor, Tensor> forward_cuda(const Call& call, const Tensor& input, const Tensor& weight,
+                                        const Tensor& bias, std::string_view activation,
+                                        bool save_kept) {
+  const ActivationRow& row = activation_of(call, activation);
   if (row.activation == kernel::Activation::GELU) {
-    Tensor kept = empty({0}, input.scalar_type(), input.device());
-    const auto output = linear_gelu_cuda(input, weight, bias, save_kept ? &kept : nullptr);
+    Tensor kept = empty({0}, product_dtype(input), input.device());
+    const auto output =
+        linear_gelu_cuda(input, weight, bias, save_kept ? &kept : nullptr, call.scales());
     if (output) return {*output, kept};
   }
-  return activated(row, linear_cuda(input, weight, bias), save_kept, activation_forward_cuda);
+  const Tensor sum = linear_cuda(input, weight, bias, /*scale=*/1.0, call.scales());
+  return activated(row, sum, save_kept, activation_forward_cuda);
 }
 
 Tensor forward_unfused(const Checks& check, const Tensor& input, const Tensor& weight,

@@ -48,12 +48,13 @@ std::tuple<Tensor, Tensor> forward_cpu(const Call& call, const Tensor& input, co
   return {output, kept_of(product, save_kept)};
 }
 
-std::tuple<Tensor, Tensor> forward_cuda(const Checks& check, const Tensor& input,
-                                        const Tensor& weight, const Tensor& bias,
-                                        const GluArguments& arguments, bool save_kept) {
-  const Tensor product = linear_cuda(input, weight), output = half_of(product);
-  cuda::bias_glu_forward(cuda::stream_of(product), read_glu(check, arguments),
-                         kernel_dtype(product), cuda::read(product), cuda::vector(bias),
+std::tuple<Tensor, Tensor> forward_cuda(const Call& call, const Tensor& input, const Tensor& weight,
+                                        const Tensor& bias, const GluArguments& arguments,
+                                        bool save_kept) {
+  const Tensor product = linear_cuda(input, weight, /*bias=*/{}, /*scale=*/1.0, call.scales());
+  const Tensor output = half_of(product);
+  cuda::bias_glu_forward(cuda::stream_of(product), read_glu(call, arguments), kernel_dtype(product),
+                         cuda::read(product), cuda::vector(bias),
                          save_kept ? cuda::write(product) : nullptr, cuda::write(output),
                          cuda::rows_of(product), output.size(-1));
   return {output, kept_of(product, save_kept)};

@@ -94,15 +94,16 @@ Tensor forward_cpu(const Call& call, const Tensor& left, const Tensor& weight,
   return product;
 }
 
-Tensor forward_cuda(const Tensor& input, const Tensor& weight, const Tensor* bias_or_none,
-                    const Tensor* extra_input, double scale) {
+Tensor forward_cuda(const Call& call, const Tensor& input, const Tensor& weight,
+                    const Tensor* bias_or_none, const Tensor* extra_input, double scale) {
   const Tensor bias = or_undefined(bias_or_none), extra = or_undefined(extra_input);
-  scale = factor_of(input.scalar_type(), scale);
+  scale = factor_of(product_dtype(input), scale);
   if (!product_scales(scale, bias)) {
-    return scale_and_add(linear_cuda(input, weight, bias), scale, extra);
+    const Tensor sum = linear_cuda(input, weight, bias, /*scale=*/1.0, call.scales());
+    return scale_and_add(sum, scale, extra);
   }
-  return extra.defined() ? linear_add_cuda(input, weight, bias, extra, scale)
-                         : linear_cuda(input, weight, bias, scale);
+  return extra.defined() ? linear_add_cuda(input, weight, bias, extra, scale, call.scales())
+                         : linear_cuda(input, weight, bias, scale, call.scales());
 }
 
 Tensor forward_unfused(const Tensor& input, const Tensor& weight, const Tensor* bias,

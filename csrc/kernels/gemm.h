@@ -19,15 +19,20 @@ enum class Epilogue : uint8_t {
 // How the sums over parts of k may be added up: torch's settings for float16 and bfloat16.
 enum class PartialSums : uint8_t { AnyPrecision, FullPrecision, None };
 
+// FP8 that stands for numbers, or numbers of the product's dtype.
+enum class Codes : uint8_t { None, E4M3, E5M2 };
+
 struct Matrix {
   const void* data = nullptr;
   int64_t stride = 0;       // elements from row to row as stored
   bool transposed = false;  // stored as its transpose
+  Codes codes = Codes::None;
+  const float* scale = nullptr;  // of codes, by which they are multiplied; in device memory
 };
 
 struct Gemm {
   int64_t m, n, k;     // none is 0
-  DType dtype;         // of A and B
+  DType dtype;         // of A and B, unless they are codes: BFloat16 then
   DType result_dtype;  // of C and D: dtype, or Float32
   Matrix a, b;
   const void* c = nullptr;  // may be d; read where beta is not 0
@@ -35,17 +40,28 @@ struct Gemm {
   void* d = nullptr;
   int64_t d_stride = 0;
   double alpha = 1.0, beta = 0.0;
+  // Where the host does not know alpha: both in device memory, and beta here as well.
+  const float* factors = nullptr;
   Epilogue epilogue = Epilogue::None;
   const void* bias = nullptr;     // of result_dtype
   void* bias_gradient = nullptr;  // of result_dtype
   void* aux = nullptr;            // m rows, of result_dtype; read by DGelu and DRelu
   int64_t aux_stride = 0;         // elements from row to row; bits for ReLU
   bool tf32 = false;              // torch's setting for float32
+  bool fast_sums = false;         // of codes: with fewer bits than float32
   PartialSums partial_sums = PartialSums::AnyPrecision;
   // Gives memory that stays valid on the stream while the product runs. Called once or not at all.
   void* (*allocate)(void* owner, uint64_t bytes) = nullptr;
   void* owner = nullptr;
 };
+
+// Does the current device multiply codes at all?
+inline const Kernel<bool()> multiplies_codes{"multiplies_codes"};
+
+// Codes are multiplied where both matrices are such, and not both E5M2: A as it is, B stored as its
+// transpose, which all GPUs have that multiply codes (cuBLAS documentation, "cublasLtMatmul"). k
+// and n, the rows of what is stored and all addresses are multiples of 16 bytes.
+constexpr bool has_size_of_codes(int64_t n, int64_t k) { return n % 16 == 0 && k % 16 == 0; }
 
 // False where cuBLASLt has no algorithm for it, and then nothing was queued.
 inline const Kernel<bool(Stream, const Gemm&)> gemm{"gemm"};

@@ -48,11 +48,11 @@ inline const Kernel<int64_t(int64_t n)> largest_parts{"largest_parts"};
 inline const Kernel<void(Stream, DType, const void* x, float* partials, int64_t n)> largest{
     "largest"};
 
-// amax is null but for formats with one block, or a scale of the tensor: these store its inverse,
-// 4 bytes of any alignment.
+// Formats with one block, or a scale of the tensor, take either amax or the scale itself, and store
+// its inverse, 4 bytes of any alignment; for others these are null.
 inline const Kernel<void(Stream, const kernel::Format&, DType, const void* x, const float* amax,
-                         void* codes, void* scales, void* decoded_tensor_scale, int64_t rows,
-                         int64_t h)>
+                         const float* tensor_scale, void* codes, void* scales,
+                         void* decoded_tensor_scale, int64_t rows, int64_t h)>
     quantize{"quantize"};
 
 inline const Kernel<void(Stream, const kernel::Format&, DType, const void* codes,

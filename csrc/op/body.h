@@ -30,6 +30,7 @@ struct MainGrad {
 struct OperandScales {
   Tensor left = {}, right = {};
 
+  bool defined() const { return left.defined() || right.defined(); }
   // Both together, of scales on the CPU.
   double factor() const;
 };
@@ -37,8 +38,9 @@ struct OperandScales {
 // What a body may ask for beside its arguments.
 class Call : public Checks {
  public:
-  explicit Call(const char* op, MainGrad main_grad = {}, OperandScales scales = {})
-      : Checks(op), main_grad_(std::move(main_grad)), scales_(std::move(scales)) {}
+  explicit Call(const char* op, MainGrad main_grad = {}, OperandScales scales = {},
+                bool takes_codes = false)
+      : Checks(op, takes_codes), main_grad_(std::move(main_grad)), scales_(std::move(scales)) {}
 
   const MainGrad& main_grad() const { return main_grad_; }
   const OperandScales& scales() const { return scales_; }

@@ -9,6 +9,18 @@ void Checks::compute_dtype(const char* name, const Tensor& tensor) const {
       "[", op_, "] ", name, " must be float16, bfloat16, float32 or float64, got ", dtype);
 }
 
+void Checks::operand_dtype(const char* name, const Tensor& tensor) const {
+  if (!takes_codes_ || !is_codes(tensor.scalar_type())) compute_dtype(name, tensor);
+}
+
+bool is_codes(at::ScalarType dtype) {
+  return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2;
+}
+
+at::ScalarType product_dtype(const Tensor& operand) {
+  return is_codes(operand.scalar_type()) ? at::kBFloat16 : operand.scalar_type();
+}
+
 void Checks::same_sizes(const char* name, const Tensor& tensor, const Tensor& like) const {
   TORCH_CHECK(tensor.sym_sizes().equals(like.sym_sizes()), "[", op_, "] ", name,
               " must have shape ", like.sym_sizes(), ", got ", tensor.sym_sizes());

@@ -24,13 +24,16 @@ using TensorSpecs = c10::SmallVector<TensorSpec, 4>;
 // Each raises `[op] name must RULE, got VALUE`.
 class Checks {
  public:
-  explicit Checks(const char* op) : op_(op) {}
+  // takes_codes: operands of a product may be codes of FP8.
+  explicit Checks(const char* op, bool takes_codes = false) : op_(op), takes_codes_(takes_codes) {}
 
   // Names the op in an error text.
   const char* op() const { return op_; }
 
   // float16, bfloat16, float32 or float64.
   void compute_dtype(const char* name, const Tensor& tensor) const;
+  // The same, or codes where the product takes them.
+  void operand_dtype(const char* name, const Tensor& tensor) const;
   void same_sizes(const char* name, const Tensor& tensor, const Tensor& like) const;
   // This size and dtype: gradients and saved tensors.
   void spec(const char* name, const Tensor& tensor, const TensorSpec& spec) const;
@@ -40,7 +43,12 @@ class Checks {
 
  private:
   const char* op_;
+  bool takes_codes_;
 };
+
+// Codes of FP8, and what a product of such an operand has: bfloat16 of codes.
+bool is_codes(at::ScalarType dtype);
+at::ScalarType product_dtype(const Tensor& operand);
 
 TensorSpec like(const Tensor& tensor);
 // Of a result that nobody wants.

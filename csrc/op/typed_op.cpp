@@ -185,7 +185,7 @@ class Kernel : public c10::OperatorKernel {
     }
     MainGrad main_grad;
     if (form.is_into) main_grad = {added[0].toTensor(), !added[1].toBool()};
-    return Call(name, std::move(main_grad), std::move(scales));
+    return Call(name, std::move(main_grad), std::move(scales), form.is_scaled);
   }
 
   // Those that the bodies see: without scales, main_grad and what belongs to it.
@@ -247,8 +247,8 @@ class DeviceKernel final : public Kernel {
     const Call call = check_arguments(values);
     const auto device = variant_.signature.first_tensor(values).device();
     const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
-    TORCH_CHECK_NOT_IMPLEMENTED(!variant_.form.is_scaled || device.is_cpu(), "[", variant_.name,
-                                "] operands must be on the CPU, got ", device.type());
+    TORCH_CHECK_NOT_IMPLEMENTED(!variant_.form.is_scaled || op_.bodies.*body, "[", variant_.name,
+                                "] declaration must have a body for ", device.type(), ", got none");
     Tensors results =
         op_.bodies.*body ? run_body(call, device, values) : run_meaning(call, own(values));
     if (variant_.form.is_into) bump_version(call.main_grad().buffer);
@@ -261,10 +261,19 @@ class DeviceKernel final : public Kernel {
     if (body == &Bodies::cuda && !has_namespace(variant_.name)) check_backend();
     const TensorSpecs specs = shape(call, own(values));
     variant_.signature.make_contiguous(values);
+    if (variant_.form.is_scaled && body == &Bodies::cpu) decode(own(values));
     Tensors results;
     if ((op_.bodies.*body).fills()) results = allocate(specs, device, call, values);
     (op_.bodies.*body)(call, own(values), results);
     return results;
+  }
+
+  // Values of codes are exact in bfloat16.
+  static void decode(Values values) {
+    for (c10::IValue& value : values) {
+      if (!value.isTensor() || !value.toTensor().defined()) continue;
+      if (is_codes(value.toTensor().scalar_type())) value = value.toTensor().to(at::kBFloat16);
+    }
   }
 
   Tensors run_meaning(const Call& call, Values own) const {

@@ -43,8 +43,9 @@ struct TypedOp {
   bool accumulates = false;
   // A product whose operands may come as multiples of what they stand for, as the codes of a
   // quantized tensor do: then there is also <name>_scaled(..., Tensor? left_scale,
-  // Tensor? right_scale), on the CPU and without a gradient, and the bodies multiply by what
-  // call.scales() says. Backward is asked for one of its two products at a time.
+  // Tensor? right_scale), without a gradient, and the bodies multiply by what call.scales() says.
+  // Backward is asked for one of its two products at a time. Operands may be codes of FP8, too: the
+  // result is bfloat16 then, and the CPU's body gets their values in it.
   bool scalable = false;
 };
 

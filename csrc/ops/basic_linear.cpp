@@ -17,8 +17,8 @@ Tensor forward_cpu(const Call& call, const Tensor& input, const Tensor& weight) 
   return linear_cpu(x, weight, /*bias=*/{}, factor);
 }
 
-Tensor forward_cuda(const Tensor& input, const Tensor& weight) {
-  return linear_cuda(input, weight);
+Tensor forward_cuda(const Call& call, const Tensor& input, const Tensor& weight) {
+  return linear_cuda(input, weight, /*bias=*/{}, /*scale=*/1.0, call.scales());
 }
 
 Tensor forward_unfused(const Tensor& input, const Tensor& weight) {
@@ -43,7 +43,8 @@ LinearBackward backward_cuda(const Call& call, const Tensor& grad_output,
                              std::optional<Tensor> input, const Tensor* weight, LinearMask wanted) {
   const auto [wants_input, wants_weight] = wanted;
   return linear_backward_cuda(grad_output, factor(wants_weight, std::move(input)),
-                              factor(wants_input, weight), {.main_grad = call.main_grad()});
+                              factor(wants_input, weight),
+                              {.main_grad = call.main_grad(), .scales = call.scales()});
 }
 
 LinearBackward backward_unfused(const Tensor& grad_output, const Tensor* input,

@@ -11,7 +11,7 @@
 #include "bodies/grouped.h"
 #include "bodies/linear.h"
 #include "bodies/product.h"
-#include "bodies/quantized.h"
+#include "bodies/quantized_cuda.h"
 #include "bodies/rounding.h"
 #include "kernels/quantize.h"
 #include "op/op.h"
@@ -107,24 +107,40 @@ Tensor saved_meaning(const Checks& check, const Tensor&, const Tensor& x, const 
 
 TensorSpecs values_shape(const Checks& check, const Tensor& input, const Tensor& scale,
                          int64_t place, std::string_view format, std::string_view dtype) {
-  const TensorSpecs specs = scaled_shape(check, input, scale, place, format, dtype);
+  TensorSpecs specs = scaled_shape(check, input, scale, place, format, "float32");
+  specs[0].dtype = operand_dtype_named(check, scaled_format(check, format), dtype);
   return {specs[0], {{}, at::kFloat}, specs[1]};
 }
 
 void values_cpu(const Checks& check, const Tensor& x, const Tensor& scale, int64_t place,
                 std::string_view format, std::string_view, Tensor& output, Tensor& decodes,
                 Tensor& amax) {
+  const kernel::Format& row = scaled_format(check, format);
   const float encodes = scale.const_data_ptr<float>()[place];
-  round_and_note(scaled_format(check, format), x, encodes, /*decodes=*/1.0f, output, amax);
+  if (is_codes(output.scalar_type())) {
+    encode_operand_cpu(row, x, encodes, output);
+    *amax.mutable_data_ptr<float>() = largest_cpu(x);
+  } else {
+    round_and_note(row, x, encodes, /*decodes=*/1.0f, output, amax);
+  }
   *decodes.mutable_data_ptr<float>() = 1.0f / encodes;
+}
+
+void values_cuda(const Checks& check, const Tensor& x, const Tensor& scale, int64_t place,
+                 std::string_view format, std::string_view, Tensor& output, Tensor& decodes,
+                 Tensor& amax) {
+  encode_operand_cuda(scaled_format(check, format), x, output, decodes,
+                      scale.const_data_ptr<float>() + place);
+  amax.copy_(largest_cuda(x)[0]);
 }
 
 std::tuple<Tensor, Tensor, Tensor> values_meaning(const Checks& check, const Tensor& x,
                                                   const Tensor& scale, int64_t place,
                                                   std::string_view format, std::string_view dtype) {
   const Tensor encodes = scale.select(0, place);
-  const auto [output, amax] = round_by_scale_unfused(scaled_format(check, format), x, encodes,
-                                                     dtype_named(check, dtype), /*decodes=*/false);
+  const kernel::Format& row = scaled_format(check, format);
+  const auto [output, amax] = round_by_scale_unfused(
+      row, x, encodes, operand_dtype_named(check, row, dtype), /*decodes=*/false);
   return {output, encodes.reciprocal(), amax};
 }
 
@@ -139,9 +155,15 @@ void values_saved_cpu(const Checks& check, const Tensor&, const Tensor& x, const
                       int64_t place, std::string_view format, std::string_view, Tensor& output,
                       Tensor& decodes) {
   const float encodes = scale.const_data_ptr<float>()[place];
-  round_by_scale(scaled_format(check, format), x, encodes, /*decodes=*/1.0f, output,
-                 [](auto, const void*, int64_t) {});
+  encode_operand_cpu(scaled_format(check, format), x, encodes, output);
   *decodes.mutable_data_ptr<float>() = 1.0f / encodes;
+}
+
+void values_saved_cuda(const Checks& check, const Tensor&, const Tensor& x, const Tensor& scale,
+                       int64_t place, std::string_view format, std::string_view, Tensor& output,
+                       Tensor& decodes) {
+  encode_operand_cuda(scaled_format(check, format), x, output, decodes,
+                      scale.const_data_ptr<float>() + place);
 }
 
 std::tuple<Tensor, Tensor> values_saved_meaning(const Checks& check, const Tensor&, const Tensor& x,
@@ -239,13 +261,13 @@ Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& in
                                "str format, str dtype) -> (Tensor output, Tensor decodes, "
                                "Tensor amax)",
                      .shape = values_shape,
-                     .bodies = {.cpu = values_cpu, .unfused = values_meaning},
+                     .bodies = {values_cpu, values_cuda, values_meaning},
                      .differentiable = false});
   register_typed_op({.schema = "quantize_values_scaled_saved(Tensor grad_output, Tensor input, "
                                "Tensor scale, int place, str format, str dtype) -> "
                                "(Tensor output, Tensor decodes)",
                      .shape = values_saved_shape,
-                     .bodies = {.cpu = values_saved_cpu, .unfused = values_saved_meaning},
+                     .bodies = {values_saved_cpu, values_saved_cuda, values_saved_meaning},
                      .reads_first = false,
                      .differentiable = false});
   register_typed_op({.schema = "quantize_dequantize_groups_scaled(Tensor input, Tensor scale, "

@@ -9,6 +9,7 @@
 #include "bodies/cpu.h"
 #include "bodies/cuda.h"
 #include "bodies/dropout.h"
+#include "bodies/quantized_cuda.h"
 #include "bodies/rounding.h"
 #include "kernels/encoding.h"
 #include "kernels/quantize.h"
@@ -55,18 +56,7 @@ void quantize_cpu(const Checks& check, const Tensor& x, std::string_view format_
 void quantize_cuda(const Checks& check, const Tensor& x, std::string_view format_name,
                    Tensor& codes, Tensor& scale) {
   const Format& format = format_of(check, format_name);
-  const FlatRows shape(x.sizes());
-  const auto stream = cuda::stream_of(x);
-  uint8_t* const tensor_scale = tensor_scale_of(format, scale);
-  Tensor amax;
-  if (tensor_scale != nullptr) {
-    amax = empty({cuda::largest_parts(x.numel())}, at::kFloat, x.device());
-    cuda::largest(stream, kernel_dtype(x), cuda::read(x), amax.mutable_data_ptr<float>(),
-                  x.numel());
-  }
-  cuda::quantize(stream, format, kernel_dtype(x), cuda::read(x),
-                 amax.defined() ? amax.const_data_ptr<float>() : nullptr, cuda::write(codes),
-                 cuda::write(scale), tensor_scale, shape.rows, shape.h);
+  encode_cuda(format, x, cuda::write(codes), cuda::write(scale), tensor_scale_of(format, scale));
 }
 
 std::tuple<Tensor, Tensor> quantize_meaning(const Checks& check, const Tensor& x,

@@ -1,8 +1,10 @@
 // Quantized tensors as the values of their codes, and the scale by which those are to be
 // multiplied: in formats with a scale of the whole tensor. The values are exact in bfloat16, so a
-// product multiplies them there, and its result by the scales.
+// product multiplies them there, and its result by the scales. In formats with that scale alone
+// the codes themselves, where a device may multiply those.
 #include "bodies/cpu.h"
 #include "bodies/dropout.h"
+#include "bodies/quantized_cuda.h"
 #include "bodies/rounding.h"
 #include "kernels/encoding.h"
 #include "op/op.h"
@@ -22,9 +24,8 @@ const Format& format_with_scale(const Checks& check, std::string_view name) {
 TensorSpecs values_shape(const Checks& check, const Tensor& input, std::string_view format,
                          std::string_view dtype) {
   check.compute_dtype("input", input);
-  format_with_scale(check, format);
   TensorSpec spec = like(input);
-  spec.dtype = dtype_named(check, dtype);
+  spec.dtype = operand_dtype_named(check, format_with_scale(check, format), dtype);
   return {spec, {{}, at::kFloat}};
 }
 
@@ -32,13 +33,19 @@ void values_cpu(const Checks& check, const Tensor& x, std::string_view format_na
                 std::string_view, Tensor& output, Tensor& scale) {
   const Format& format = format_with_scale(check, format_name);
   const float encodes = encoding::tensor_scale(format, largest_cpu(x));
-  round_by_tensor_scale_cpu(format, x, encodes, /*decodes=*/1.0f, output);
+  encode_operand_cpu(format, x, encodes, output);
   *scale.mutable_data_ptr<float>() = 1.0f / encodes;
+}
+
+void values_cuda(const Checks& check, const Tensor& x, std::string_view format, std::string_view,
+                 Tensor& output, Tensor& scale) {
+  encode_operand_cuda(format_with_scale(check, format), x, output, scale);
 }
 
 std::tuple<Tensor, Tensor> values_meaning(const Checks& check, const Tensor& x,
                                           std::string_view format, std::string_view dtype) {
-  return values_unfused(format_with_scale(check, format), x, dtype_named(check, dtype));
+  const Format& row = format_with_scale(check, format);
+  return values_unfused(row, x, operand_dtype_named(check, row, dtype));
 }
 
 // ---- in backward, of a tensor from forward: behind a gradient, which keeps a compiler from doing
@@ -54,12 +61,26 @@ void saved_cpu(const Checks& check, const Tensor&, const Tensor& x, std::string_
   values_cpu(check, x, format, dtype, output, scale);
 }
 
+void saved_cuda(const Checks& check, const Tensor&, const Tensor& x, std::string_view format,
+                std::string_view dtype, Tensor& output, Tensor& scale) {
+  values_cuda(check, x, format, dtype, output, scale);
+}
+
 std::tuple<Tensor, Tensor> saved_meaning(const Checks& check, const Tensor&, const Tensor& x,
                                          std::string_view format, std::string_view dtype) {
   return values_meaning(check, x, format, dtype);
 }
 
-// ---- rounded up or down at random
+// ---- values alone, rounded up or down at random
+
+TensorSpecs stochastic_shape(const Checks& check, const Tensor& input, std::string_view format,
+                             std::string_view dtype) {
+  check.compute_dtype("input", input);
+  format_with_scale(check, format);
+  TensorSpec spec = like(input);
+  spec.dtype = dtype_named(check, dtype);
+  return {spec, {{}, at::kFloat}};
+}
 
 void stochastic_cpu(const Checks& check, const Tensor& x, std::string_view format_name,
                     std::string_view, Tensor& output, Tensor& scale) {
@@ -79,17 +100,17 @@ std::tuple<Tensor, Tensor> stochastic_meaning(const Checks& check, const Tensor&
   register_typed_op({.schema = "quantize_values(Tensor input, str format, str dtype) -> "
                                "(Tensor output, Tensor scale)",
                      .shape = values_shape,
-                     .bodies = {.cpu = values_cpu, .unfused = values_meaning},
+                     .bodies = {values_cpu, values_cuda, values_meaning},
                      .differentiable = false});
   register_typed_op({.schema = "quantize_values_saved(Tensor grad_output, Tensor input, "
                                "str format, str dtype) -> (Tensor output, Tensor scale)",
                      .shape = saved_shape,
-                     .bodies = {.cpu = saved_cpu, .unfused = saved_meaning},
+                     .bodies = {saved_cpu, saved_cuda, saved_meaning},
                      .reads_first = false,
                      .differentiable = false});
   register_typed_op({.schema = "quantize_values_stochastic(Tensor input, str format, "
                                "str dtype) -> (Tensor output, Tensor scale)",
-                     .shape = values_shape,
+                     .shape = stochastic_shape,
                      .bodies = {.cpu = stochastic_cpu, .unfused = stochastic_meaning},
                      .random = true,
                      .differentiable = false});

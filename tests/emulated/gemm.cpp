@@ -1,6 +1,7 @@
 // cuBLASLt's part of the emulated library.
 #include "gemm.h"
 
+#include <atomic>
 #include <mutex>
 #include <utility>
 
@@ -12,6 +13,7 @@ namespace {
 constexpr size_t kMostSeen = 64;
 
 std::mutex mutex;
+std::atomic<bool> of_codes = true;
 std::vector<GemmPlan> seen;
 
 }  // namespace
@@ -21,9 +23,13 @@ std::vector<GemmPlan> take_products() {
   return std::exchange(seen, {});
 }
 
+void set_multiplies_codes(bool value) { of_codes = value; }
+
+bool entry::multiplies_codes() { return of_codes; }
+
 bool entry::gemm(Stream, const Gemm& gemm) {
   const auto plan = plan_gemm(gemm);
-  if (!plan) return false;
+  if (!plan || (plan->problem.a_codes != Codes::None && !of_codes)) return false;
   interpret(*plan);
   const std::lock_guard lock(mutex);
   if (seen.size() == kMostSeen) seen.clear();
@@ -31,6 +37,7 @@ bool entry::gemm(Stream, const Gemm& gemm) {
   return true;
 }
 
+TRANSFORMER_OPS_KERNEL(multiplies_codes, "cuda");
 TRANSFORMER_OPS_KERNEL(gemm, "cuda");
 
 }  // namespace transformer_ops::cuda

@@ -9,4 +9,7 @@ namespace transformer_ops::cuda {
 // The products computed since the last call; no more than the latest few.
 std::vector<GemmPlan> take_products();
 
+// Whether the device that is emulated multiplies codes; at first it does.
+void set_multiplies_codes(bool value);
+
 }  // namespace transformer_ops::cuda

@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "kernels/encoding.h"
 #include "kernels/math.h"
 #include "numbers.h"
 
@@ -24,7 +25,15 @@ struct Operand {
   int64_t rows, cols;
 };
 
-Operand read(DType dtype, const void* data, const Layout& layout, bool transpose, bool by_rows) {
+double get(DType dtype, Codes codes, const void* data, int64_t i) {
+  if (codes == Codes::None) return get_number(dtype, data, i);
+  const uint32_t code = static_cast<const uint8_t*>(data)[i];
+  return codes == Codes::E4M3 ? encoding::decode<encoding::E4M3>(code)
+                              : encoding::decode<encoding::E5M2>(code);
+}
+
+Operand read(DType dtype, Codes codes, const float* scale, const void* data, const Layout& layout,
+             bool transpose, bool by_rows) {
   Operand operand = {
       {}, transpose ? layout.cols : layout.rows, transpose ? layout.rows : layout.cols};
   operand.values.resize(static_cast<size_t>(layout.rows * layout.cols));
@@ -32,7 +41,8 @@ Operand read(DType dtype, const void* data, const Layout& layout, bool transpose
     for (int64_t i = 0; i < layout.rows; ++i) {
       const int64_t row = transpose ? j : i, col = transpose ? i : j;
       const int64_t at = by_rows ? row * operand.cols + col : col * operand.rows + row;
-      operand.values[static_cast<size_t>(at)] = get_number(dtype, data, i + j * layout.ld);
+      operand.values[static_cast<size_t>(at)] =
+          get(dtype, codes, data, i + j * layout.ld) * (scale != nullptr ? *scale : 1.0f);
     }
   }
   return operand;
@@ -75,11 +85,15 @@ void interpret(const GemmPlan& plan) {
   for (const void* read : {plan.a, plan.b, plan.aux}) {
     if (read == plan.d) throw std::runtime_error("[gemm] D must not be what the product reads");
   }
-  const Operand a = read(problem.dtype, plan.a, problem.a, problem.transpose_a, /*by_rows=*/true);
-  const Operand b = read(problem.dtype, plan.b, problem.b, problem.transpose_b, /*by_rows=*/false);
+  const Operand a = read(problem.dtype, problem.a_codes, plan.a_scale, plan.a, problem.a,
+                         problem.transpose_a, /*by_rows=*/true);
+  const Operand b = read(problem.dtype, problem.b_codes, plan.b_scale, plan.b, problem.b,
+                         problem.transpose_b, /*by_rows=*/false);
   const LtEpilogue epilogue = problem.epilogue;
   const DType dtype = problem.result_dtype;
   const int64_t inner = a.cols;
+  const double alpha = plan.factors != nullptr ? plan.factors[0] : plan.alpha;
+  const double beta = plan.factors != nullptr ? plan.factors[1] : plan.beta;
   std::vector<double> row_sums(static_cast<size_t>(a.rows));
   for (int64_t j = 0; j < b.cols; ++j) {
     for (int64_t i = 0; i < a.rows; ++i) {
@@ -87,8 +101,8 @@ void interpret(const GemmPlan& plan) {
       const double* const right = b.values.data() + j * inner;
       double sum = 0;
       for (int64_t l = 0; l < inner; ++l) sum += left[l] * right[l];
-      double x = plan.alpha * sum;
-      if (plan.beta != 0) x += plan.beta * get_number(dtype, plan.c, i + j * problem.c.ld);
+      double x = alpha * sum;
+      if (beta != 0) x += beta * get_number(dtype, plan.c, i + j * problem.c.ld);
       if (adds_bias(epilogue)) x += get_number(dtype, plan.bias, i);
       x = after_bias(epilogue, x, plan.aux, i + j * problem.aux_ld, dtype);
       row_sums[static_cast<size_t>(i)] += x;

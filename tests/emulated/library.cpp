@@ -53,7 +53,13 @@ const char* text(DType dtype) {
   return "float64";
 }
 
-// "epilogue m x n x k dtype -> dtype [beta]" of each product since the last call, row-major.
+const char* text(DType dtype, Codes codes) {
+  if (codes == Codes::None) return text(dtype);
+  return codes == Codes::E4M3 ? "e4m3" : "e5m2";
+}
+
+// "epilogue m x n x k dtype -> dtype [beta] [fast]" of each product since the last call, row-major;
+// the dtypes of both operands where they are codes.
 std::vector<std::string> products() {
   std::vector<std::string> found;
   for (const GemmPlan& plan : take_products()) {
@@ -61,14 +67,20 @@ std::vector<std::string> products() {
     const int64_t k = problem.transpose_a ? problem.a.rows : problem.a.cols;
     std::ostringstream line;
     line << text(problem.epilogue) << ' ' << problem.d.cols << 'x' << problem.d.rows << 'x' << k
-         << ' ' << text(problem.dtype) << " -> " << text(problem.result_dtype);
+         << ' ' << text(problem.dtype, problem.b_codes);
+    if (problem.a_codes != Codes::None) line << ' ' << text(problem.dtype, problem.a_codes);
+    line << " -> " << text(problem.result_dtype);
     if (plan.beta != 0) line << " beta=" << plan.beta;
+    if (problem.fast_sums) line << " fast";
     found.push_back(line.str());
   }
   return found;
 }
 
-TORCH_LIBRARY(transformer_ops_emulated, library) { library.def("products() -> str[]", products); }
+TORCH_LIBRARY(transformer_ops_emulated, library) {
+  library.def("products() -> str[]", products);
+  library.def("set_multiplies_codes(bool value) -> ()", set_multiplies_codes);
+}
 
 [[maybe_unused]] const bool installed = [] {
   static const Backend backend = {kernel::rows_of_this_library(),

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels/cuda/gemm_plan.h"
+#include "kernels/encoding.h"
 #include "kernels/math.h"
 #include "numbers.h"
 
@@ -30,6 +31,10 @@ struct Product {
   int64_t pad = 0;        // surplus elements of each row as stored
   int64_t offset = 0;     // elements that A, B and C lie behind an aligned address
   bool tf32 = false;
+  bool factors_on_device = false;
+  Codes a_codes = Codes::None, b_codes = Codes::None;
+  bool has_scales = false;  // of codes
+  bool fast_sums = false;
 };
 
 // Where gemm() finds its operands.
@@ -64,6 +69,21 @@ class Array {
       set_number(dtype_, bytes_.data(), i + offset_, normal(random));
     }
   }
+  // One a byte: an array of 16-bit numbers has room for twice as many.
+  void fill_codes(Codes codes, std::mt19937& random) {
+    std::normal_distribution<float> normal;
+    for (char& byte : bytes_) {
+      const float x = normal(random);
+      byte = static_cast<char>(codes == Codes::E4M3 ? encoding::encode<encoding::E4M3>(x, 1.0f)
+                                                    : encoding::encode<encoding::E5M2>(x, 1.0f));
+    }
+  }
+  double get_code(Codes codes, int64_t i) const {
+    const auto byte = static_cast<uint8_t>(bytes_[static_cast<size_t>(i)]);
+    return codes == Codes::E4M3 ? encoding::decode<encoding::E4M3>(byte)
+                                : encoding::decode<encoding::E5M2>(byte);
+  }
+  void set(int64_t i, double value) { set_number(dtype_, bytes_.data(), i + offset_, value); }
   void upload() const { memory_.upload(device_, bytes_.data(), bytes_.size()); }
   void download() { memory_.download(bytes_.data(), device_, bytes_.size()); }
 
@@ -96,14 +116,25 @@ class Array {
 // A row-major matrix, or the transpose of one.
 struct Stored {
   Stored(const Memory& memory, DType dtype, int64_t rows, int64_t cols, bool transposed,
-         const Product& product)
+         const Product& product, Codes codes = Codes::None, float scale = 1.0f)
       : stride((transposed ? rows : cols) + product.pad),
         transposed(transposed),
+        codes(codes),
+        scale(scale),
         array(memory, dtype, (transposed ? cols : rows) * stride, product.offset) {}
 
+  void fill(std::mt19937& random) {
+    codes == Codes::None ? array.fill(random) : array.fill_codes(codes, random);
+  }
+
   int64_t index(int64_t i, int64_t j) const { return transposed ? j * stride + i : i * stride + j; }
-  double operator()(int64_t i, int64_t j) const { return array.get(index(i, j)); }
-  Matrix matrix() const { return {array.device(), stride, transposed}; }
+  double operator()(int64_t i, int64_t j) const {
+    if (codes == Codes::None) return array.get(index(i, j));
+    return array.get_code(codes, index(i, j)) * static_cast<double>(scale);
+  }
+  Matrix matrix(const float* scale_at) const {
+    return {array.device(), stride, transposed, codes, scale_at};
+  }
   std::vector<double> values(int64_t rows, int64_t cols) const {
     std::vector<double> found;
     for (int64_t i = 0; i < rows * cols; ++i) found.push_back((*this)(i / cols, i % cols));
@@ -112,6 +143,8 @@ struct Stored {
 
   int64_t stride;
   bool transposed;
+  Codes codes;
+  float scale;
   Array array;
 };
 
@@ -148,13 +181,21 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
   const bool sums = of_a || of_b || (product.extra && reads_aux);
 
   std::mt19937 random(7);
-  Stored a(memory, product.dtype, m, k, product.a_transposed, product);
-  Stored b(memory, product.dtype, k, n, product.b_transposed, product);
+  const float a_scale = product.has_scales ? 0.375f : 1.0f;
+  const float b_scale = product.has_scales ? 2.5f : 1.0f;
+  Stored a(memory, product.dtype, m, k, product.a_transposed, product, product.a_codes, a_scale);
+  Stored b(memory, product.dtype, k, n, product.b_transposed, product, product.b_codes, b_scale);
   Stored c(memory, result, m, n, false, product), d(memory, result, m, n, false, product);
   Array bias(memory, result, n), gradient(memory, result, of_a ? m : n);
   // Bits of random numbers' bytes do for a mask.
   Array aux(memory, relu ? DType::Float16 : result, relu ? m * n / 16 : m * n);
-  for (Array* array : {&a.array, &b.array, &c.array, &bias, &aux}) array->fill(random);
+  for (Stored* stored : {&a, &b}) stored->fill(random);
+  for (Array* array : {&c.array, &bias, &aux}) array->fill(random);
+  Array scales(memory, DType::Float32, 2);
+  scales.set(0, a_scale);
+  scales.set(1, b_scale);
+  const auto* const scale_at =
+      product.has_scales ? reinterpret_cast<const float*>(scales.device()) : nullptr;
   const Array before = aux;
   Stored& start = product.in_place ? d : c;
   if (product.in_place) d.array.fill(random);
@@ -163,34 +204,45 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
     array->upload();
   }
 
+  Array factors(memory, DType::Float32, 2);
+  factors.set(0, product.alpha);
+  factors.set(1, product.beta);
+  factors.upload();
+  scales.upload();
   Gemm call = {
       .m = m,
       .n = n,
       .k = k,
       .dtype = product.dtype,
       .result_dtype = result,
-      .a = a.matrix(),
-      .b = b.matrix(),
+      .a = a.matrix(scale_at),
+      .b = b.matrix(scale_at != nullptr ? scale_at + 1 : nullptr),
       .c = product.beta == 0 ? nullptr : start.array.device(),
       .c_stride = product.beta == 0 ? 0 : start.stride,
       .d = d.array.device(),
       .d_stride = d.stride,
-      .alpha = product.alpha,
+      // Not read, where the factors are elsewhere.
+      .alpha = product.factors_on_device ? 0.0 : product.alpha,
       .beta = product.beta,
+      .factors =
+          product.factors_on_device ? reinterpret_cast<const float*>(factors.device()) : nullptr,
       .epilogue = product.epilogue,
       .bias = adds_bias ? bias.device() : nullptr,
       .bias_gradient = sums ? gradient.device() : nullptr,
       .aux = has_aux ? aux.device() : nullptr,
       .aux_stride = has_aux ? n : 0,
       .tf32 = product.tf32,
+      .fast_sums = product.fast_sums,
       .allocate = [](void* owner,
                      uint64_t bytes) { return static_cast<const Memory*>(owner)->allocate(bytes); },
       .owner = const_cast<Memory*>(&memory)};
   if (!entry::gemm(nullptr, call)) return Outcome::Unsupported;
   for (Array* array : {&d.array, &gradient, &aux}) array->download();
 
-  // Errors of float sums grow with the terms; TF32 keeps 10 bits of each factor.
-  const double sum_error = product.tf32 ? 0x1p-9 : 0x1p-20;
+  // Errors of float sums grow with the terms; TF32 keeps 10 bits of each factor, and an H100's sums
+  // of products of codes are less exact than float32's: 2^-12 of them is lost, 2^-10 with few bits.
+  const bool of_codes = product.a_codes != Codes::None;
+  const double sum_error = product.tf32 ? 0x1p-9 : !of_codes ? 0x1p-20 : 0x1p-10;
   const bool gelu = product.epilogue == Epilogue::GeluBias || product.epilogue == Epilogue::DGelu;
   Differences differences;
   const std::vector<double> left = a.values(m, k), right = b.values(k, n);
@@ -301,6 +353,14 @@ inline std::vector<Product> products() {
   };
   add("scaled", {.alpha = -1.5});
   add("residual", {.beta = 1.0});
+  add("factors", {.alpha = -1.5, .factors_on_device = true});
+  add("factors_gelu",
+      {.epilogue = Epilogue::GeluBias, .extra = true, .alpha = 0.25, .factors_on_device = true});
+  add("factors_accumulate", {.result_dtype = DType::Float32,
+                             .alpha = 0.25,
+                             .beta = 1.0,
+                             .in_place = true,
+                             .factors_on_device = true});
   add("residual_bias", {.epilogue = Epilogue::Bias, .alpha = 0.5, .beta = 1.0});
   add("accumulate", {.result_dtype = DType::Float32, .beta = 1.0, .in_place = true});
   add("accumulate_tn",
@@ -318,6 +378,27 @@ inline std::vector<Product> products() {
   add("row", {.epilogue = Epilogue::Bias, .b_transposed = true, .m = 1});
   add("column", {.m = 96, .n = 1, .k = 64});
   add("tf32", {.dtype = DType::Float32, .result_dtype = DType::Float32, .tf32 = true});
+  // Of codes, all that ops ask for.
+  const auto of_codes = [&](const char* name, Codes a, Codes b, Product product) {
+    product.b_transposed = true;
+    product.has_scales = true;
+    product.k = 80;
+    product.a_codes = a;
+    product.b_codes = b;
+    add(name, product);
+  };
+  of_codes("e4m3", Codes::E4M3, Codes::E4M3, {});
+  of_codes("e4m3_fast", Codes::E4M3, Codes::E4M3, {.fast_sums = true});
+  of_codes("e5m2_e4m3", Codes::E5M2, Codes::E4M3, {.m = 7, .alpha = 0.5});
+  of_codes("e4m3_e5m2", Codes::E4M3, Codes::E5M2, {.n = 144});
+  of_codes("e4m3_strided", Codes::E4M3, Codes::E4M3, {.pad = 16});
+  of_codes("e4m3_bias", Codes::E4M3, Codes::E4M3, {.epilogue = Epilogue::Bias, .fast_sums = true});
+  of_codes("e4m3_gelu", Codes::E4M3, Codes::E4M3, {.epilogue = Epilogue::GeluBias});
+  of_codes("e4m3_gelu_aux", Codes::E4M3, Codes::E4M3,
+           {.epilogue = Epilogue::GeluBias, .extra = true});
+  of_codes("e4m3_residual", Codes::E4M3, Codes::E4M3, {.epilogue = Epilogue::Bias, .beta = 1.0});
+  of_codes("e5m2_accumulate", Codes::E5M2, Codes::E4M3,
+           {.result_dtype = DType::Float32, .beta = 1.0, .in_place = true});
   return found;
 }
 

@@ -91,6 +91,71 @@ TEST(GemmPlan, AuxOfGeluHasRowsOf8AndOfRelu128) {
   EXPECT_FALSE(fits(Epilogue::DRelu, 192, 128, memory));
 }
 
+// E4M3 times E4M3, as codes have to be stored.
+Gemm codes() {
+  static const float scales[2] = {0.5f, 0.25f};
+  Gemm gemm = example();
+  gemm.a = {memory, 16, false, Codes::E4M3, scales};
+  gemm.b = {memory, 16, true, Codes::E4M3, scales + 1};
+  return gemm;
+}
+
+TEST(GemmPlan, CodesKeepTheirTypesAndScales) {
+  Gemm gemm = codes();
+  gemm.a.codes = Codes::E5M2;
+  gemm.fast_sums = true;
+  const GemmPlan plan = *plan_gemm(gemm);
+  // cuBLASLt's A is the row-major B, and is transposed.
+  EXPECT_EQ(plan.problem.a_codes, Codes::E4M3);
+  EXPECT_EQ(plan.problem.b_codes, Codes::E5M2);
+  EXPECT_EQ(plan.a_scale, gemm.b.scale);
+  EXPECT_EQ(plan.b_scale, gemm.a.scale);
+  EXPECT_TRUE(plan.problem.transpose_a);
+  EXPECT_FALSE(plan.problem.transpose_b);
+  EXPECT_TRUE(plan.problem.fast_sums);
+}
+
+TEST(GemmPlan, RefusesWhatNoGpuMultipliesOfCodes) {
+  const auto refused = [](auto change) {
+    Gemm gemm = codes();
+    change(gemm);
+    return !plan_gemm(gemm);
+  };
+  EXPECT_FALSE(refused([](Gemm&) {}));
+  EXPECT_FALSE(refused([](Gemm& g) { g.m = 3; }));
+  EXPECT_FALSE(refused([](Gemm& g) { g.b.codes = Codes::E5M2; }));
+  EXPECT_FALSE(refused([](Gemm& g) { g.result_dtype = DType::Float32; }));
+  EXPECT_FALSE(refused([](Gemm& g) { g.a.scale = g.b.scale = nullptr; }));
+  // Of one operand alone, and of E5M2 twice.
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.codes = Codes::None; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.codes = Codes::None; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.codes = g.b.codes = Codes::E5M2; }));
+  // The layout.
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.transposed = true; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b = {memory, 128, false, Codes::E4M3, nullptr}; }));
+  // Multiples of 16 bytes.
+  EXPECT_TRUE(refused([](Gemm& g) { g.k = 8; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.n = 120; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.stride = 24; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.stride = 24; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.d_stride = 132; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.data = memory + 8; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.data = memory + 8; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.d = memory + 8; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.beta = 1, g.c = memory + 8, g.c_stride = 128; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.beta = 1, g.c = memory, g.c_stride = 132; }));
+  EXPECT_FALSE(refused([](Gemm& g) { g.beta = 1, g.c = memory, g.c_stride = 136; }));
+  // Dtypes and epilogues.
+  EXPECT_TRUE(refused([](Gemm& g) { g.dtype = g.result_dtype = DType::Float16; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.factors = g.a.scale; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.epilogue = Epilogue::DGelu; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.epilogue = Epilogue::SumA; }));
+  EXPECT_FALSE(refused([](Gemm& g) { g.epilogue = Epilogue::Bias, g.bias = memory; }));
+  EXPECT_TRUE(refused([](Gemm& g) {
+    g.epilogue = Epilogue::Bias, g.bias = memory, g.result_dtype = DType::Float32;
+  }));
+}
+
 TEST(GemmPlan, OperandsSwapAndBecomeTransposes) {
   Gemm gemm = example();
   gemm.a.transposed = true;
@@ -121,6 +186,11 @@ TEST(GemmPlan, ProblemsThatMayNeedAnotherAlgorithmDiffer) {
   add([](Gemm& g) { g.result_dtype = DType::Float32; });
   add([](Gemm& g) { g.partial_sums = PartialSums::FullPrecision; });
   add([](Gemm& g) { g.partial_sums = PartialSums::None; });
+  add([](Gemm& g) { g.factors = reinterpret_cast<const float*>(memory); });
+  add([](Gemm& g) { g = codes(); });
+  add([](Gemm& g) { g = codes(), g.fast_sums = true; });
+  add([](Gemm& g) { g = codes(), g.a.codes = Codes::E5M2; });
+  add([](Gemm& g) { g = codes(), g.b.codes = Codes::E5M2; });
   add([](Gemm& g) { g.a.data = memory + 16; });
   add([](Gemm& g) { g.b.data = memory + 16; });
   add([](Gemm& g) { g.b.data = memory + 2; });
@@ -151,6 +221,7 @@ TEST(GemmPlan, WhatDoesNotMatterIsLeftOut) {
   EXPECT_TRUE(same([](Gemm& g) { g.a.data = memory + 256; }));
   EXPECT_TRUE(same([](Gemm& g) { g.c = memory + 2, g.c_stride = 999; }));  // beta is 0
   EXPECT_TRUE(same([](Gemm& g) { g.tf32 = true; }));                       // of bfloat16
+  EXPECT_TRUE(same([](Gemm& g) { g.fast_sums = true; }));                  // likewise
 }
 
 }  // namespace

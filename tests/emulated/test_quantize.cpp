@@ -24,6 +24,18 @@ class QuantizeTest : public DeviceTest {
     return partials[0];
   }
 
+  // By the scale itself instead of the largest magnitude.
+  void expect_given_scale(const Format& format, const Buffer& x, const Quantized& want,
+                          int64_t rows, int64_t h) {
+    Quantized got(format, rows, h);
+    float decoded = 0.0f;
+    cuda::quantize(nullptr, format, dtype, x.data(), /*amax=*/nullptr, &want.tensor_scale,
+                   got.codes.data(), got.scales.data(), &decoded, rows, h);
+    ASSERT_EQ(got.codes, want.codes) << format.name << " " << rows << " x " << h;
+    ASSERT_EQ(got.scales, want.scales) << format.name << " " << rows << " x " << h;
+    EXPECT_EQ(decoded, 1.0f / want.tensor_scale);
+  }
+
   void expect_formula(const Format& format, const Array& numbers, int64_t rows, int64_t h) {
     const Quantized want = cpu::quantize_by_formula(format, numbers, rows, h);
     const Buffer x = copy(numbers);
@@ -34,8 +46,9 @@ class QuantizeTest : public DeviceTest {
     float decoded = 1.0f;
     got.codes.push_back(0xa5);
     got.scales.push_back(0xa5);
-    cuda::quantize(nullptr, format, dtype, x.data(), of_tensor ? &amax : nullptr, got.codes.data(),
-                   got.scales.data(), of_tensor ? &decoded : nullptr, rows, h);
+    cuda::quantize(nullptr, format, dtype, x.data(), of_tensor ? &amax : nullptr,
+                   /*tensor_scale=*/nullptr, got.codes.data(), got.scales.data(),
+                   of_tensor ? &decoded : nullptr, rows, h);
     EXPECT_EQ(got.codes.back(), 0xa5) << "after the codes";
     EXPECT_EQ(got.scales.back(), 0xa5) << "after the scales";
     got.codes.pop_back();
@@ -43,6 +56,7 @@ class QuantizeTest : public DeviceTest {
     ASSERT_EQ(got.codes, want.codes) << format.name << " " << rows << " x " << h;
     ASSERT_EQ(got.scales, want.scales) << format.name << " " << rows << " x " << h;
     EXPECT_EQ(decoded, 1.0f / want.tensor_scale);
+    if (of_tensor) expect_given_scale(format, x, want, rows, h);
     const Array expected = cpu::dequantize_by_formula(want, dtype, rows, h);
     const Buffer out = make(rows * h);
     cuda::dequantize(nullptr, format, dtype, want.codes.data(), want.scales.data(),

@@ -2,6 +2,7 @@
 
 from ..quantized_tensor import QuantizedTensor
 from . import quantizer_of as _quantizer_of  # noqa: F401
+from .available import is_fp8_available
 from .delayed import reset_scales
 from .model_init import quantized_model_init
 from .region import autocast, checkpoint_contexts, current_recipe
@@ -14,6 +15,7 @@ __all__ = [
     "autocast",
     "checkpoint_contexts",
     "current_recipe",
+    "is_fp8_available",
     "quantized_model_init",
     "report",
     "reset_scales",

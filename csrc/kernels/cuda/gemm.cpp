@@ -46,7 +46,8 @@ void check(cudaError_t error, const char* rule) {
                            cudaGetErrorName(error));
 }
 
-cudaDataType_t data_type(DType dtype) {
+cudaDataType_t data_type(DType dtype, Codes codes = Codes::None) {
+  if (codes != Codes::None) return codes == Codes::E4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
   switch (dtype) {
     case DType::Float16:
       return CUDA_R_16F;
@@ -84,6 +85,12 @@ class Operation {
     descriptor_.reset(made);
     if (problem.transpose_a) set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
     if (problem.transpose_b) set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_T);
+    if (problem.factors_on_device) {
+      set(CUBLASLT_MATMUL_DESC_POINTER_MODE, CUBLASLT_POINTER_MODE_DEVICE);
+    }
+    if (plan.a_scale != nullptr) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, plan.a_scale);
+    if (plan.b_scale != nullptr) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, plan.b_scale);
+    if (problem.fast_sums) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{1});
     if (problem.epilogue == LtEpilogue::Default) return;
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, problem.epilogue);
     if (plan.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, plan.bias);
@@ -106,9 +113,9 @@ class Operation {
 
 class MatrixLayout {
  public:
-  MatrixLayout(DType dtype, const Layout& layout) {
+  MatrixLayout(cudaDataType_t type, const Layout& layout) {
     cublasLtMatrixLayout_t made = nullptr;
-    check(cublasLtMatrixLayoutCreate(&made, data_type(dtype), static_cast<uint64_t>(layout.rows),
+    check(cublasLtMatrixLayoutCreate(&made, type, static_cast<uint64_t>(layout.rows),
                                      static_cast<uint64_t>(layout.cols), layout.ld),
           "describe a matrix");
     descriptor_.reset(made);
@@ -122,10 +129,10 @@ class MatrixLayout {
 
 struct Layouts {
   explicit Layouts(const LtProblem& problem)
-      : a(problem.dtype, problem.a),
-        b(problem.dtype, problem.b),
-        c(problem.result_dtype, problem.c),
-        d(problem.result_dtype, problem.d) {}
+      : a(data_type(problem.dtype, problem.a_codes), problem.a),
+        b(data_type(problem.dtype, problem.b_codes), problem.b),
+        c(data_type(problem.result_dtype), problem.c),
+        d(data_type(problem.result_dtype), problem.d) {}
 
   MatrixLayout a, b, c, d;
 };
@@ -243,26 +250,37 @@ Prepared prepare(const GemmPlan& plan) {
 
 }  // namespace
 
+// Compute capability 8.9 is the first (cuBLAS documentation, "cublasLtMatmul").
+bool entry::multiplies_codes() {
+  int device = 0, major = 0, minor = 0;
+  check(cudaGetDevice(&device), "have a current device");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "know a device");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "know a device");
+  return major * 10 + minor >= 89;
+}
+
 bool entry::gemm(Stream stream, const Gemm& gemm) {
   const auto plan = plan_gemm(gemm);
-  if (!plan) return false;
+  if (!plan || (plan->problem.a_codes != Codes::None && !multiplies_codes())) return false;
   const auto [handle, answer] = prepare(*plan);
   const size_t bytes = answer->workspace_bytes;
   if (!answer->supported || (bytes > 0 && gemm.allocate == nullptr)) return false;
   void* const workspace = bytes > 0 ? gemm.allocate(gemm.owner, bytes) : nullptr;
   const Operation operation(*plan);
   const Layouts& layouts = answer->layouts;
-  const auto alpha = static_cast<float>(plan->alpha), beta = static_cast<float>(plan->beta);
+  const float on_host[] = {static_cast<float>(plan->alpha), static_cast<float>(plan->beta)};
+  const float* const factors = plan->factors != nullptr ? plan->factors : on_host;
   const AllowedInCapture allowed;
-  const cublasStatus_t status =
-      cublasLtMatmul(handle, operation.get(), &alpha, plan->a, layouts.a.get(), plan->b,
-                     layouts.b.get(), &beta, plan->c, layouts.c.get(), plan->d, layouts.d.get(),
-                     &answer->algorithm, workspace, bytes, static_cast<cudaStream_t>(stream));
+  const cublasStatus_t status = cublasLtMatmul(
+      handle, operation.get(), factors, plan->a, layouts.a.get(), plan->b, layouts.b.get(),
+      factors + 1, plan->c, layouts.c.get(), plan->d, layouts.d.get(), &answer->algorithm,
+      workspace, bytes, static_cast<cudaStream_t>(stream));
   if (status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
   check(status, "run a product");
   return true;
 }
 
+TRANSFORMER_OPS_KERNEL(multiplies_codes, "cuda");
 TRANSFORMER_OPS_KERNEL(gemm, "cuda");
 
 }  // namespace transformer_ops::cuda

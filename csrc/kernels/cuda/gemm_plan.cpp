@@ -45,6 +45,29 @@ bool aux_fits(const Gemm& gemm) {
          alignment(gemm.aux) >= 16;
 }
 
+bool has_codes(const Gemm& gemm) {
+  return gemm.a.codes != Codes::None || gemm.b.codes != Codes::None;
+}
+
+// By the rules of kernels/gemm.h; of epilogues, those that ops ask for.
+bool codes_fit(const Gemm& gemm) {
+  if (gemm.a.codes == Codes::None || gemm.b.codes == Codes::None) return false;
+  if (gemm.a.codes == Codes::E5M2 && gemm.b.codes == Codes::E5M2) return false;
+  const bool has_epilogue = gemm.epilogue == Epilogue::None || gemm.epilogue == Epilogue::Bias ||
+                            gemm.epilogue == Epilogue::GeluBias;
+  // With float32 results it adds no bias of float32.
+  if (!has_epilogue || (gemm.bias != nullptr && gemm.result_dtype != DType::BFloat16)) return false;
+  if (gemm.dtype != DType::BFloat16 || gemm.factors != nullptr) return false;
+  if (gemm.a.transposed || !gemm.b.transposed || !has_size_of_codes(gemm.n, gemm.k)) return false;
+  if (gemm.a.stride % 16 != 0 || gemm.b.stride % 16 != 0) return false;
+  const int64_t result_bytes = gemm.result_dtype == DType::Float32 ? 4 : 2;
+  if (gemm.d_stride * result_bytes % 16 != 0) return false;
+  if (gemm.beta != 0.0 && (gemm.c_stride * result_bytes % 16 != 0 || alignment(gemm.c) < 16)) {
+    return false;
+  }
+  return alignment(gemm.a.data) >= 16 && alignment(gemm.b.data) >= 16 && alignment(gemm.d) >= 16;
+}
+
 // Of a rows x cols matrix, row-major.
 Layout layout_of(const Matrix& matrix, int64_t rows, int64_t cols) {
   return matrix.transposed ? Layout{rows, cols, matrix.stride} : Layout{cols, rows, matrix.stride};
@@ -59,6 +82,7 @@ std::optional<GemmPlan> plan_gemm(const Gemm& gemm) {
   if (gemm.dtype == DType::Float64) return std::nullopt;
   if (gemm.result_dtype != gemm.dtype && gemm.result_dtype != DType::Float32) return std::nullopt;
   if (gemm.aux != nullptr && !aux_fits(gemm)) return std::nullopt;
+  if (has_codes(gemm) && !codes_fit(gemm)) return std::nullopt;
 
   const bool float32 = gemm.dtype == DType::Float32;
   const bool reads_c = gemm.beta != 0.0;
@@ -66,7 +90,10 @@ std::optional<GemmPlan> plan_gemm(const Gemm& gemm) {
   GemmPlan plan = {
       .problem = {.dtype = gemm.dtype,
                   .result_dtype = gemm.result_dtype,
+                  .a_codes = gemm.b.codes,
+                  .b_codes = gemm.a.codes,
                   .tf32 = float32 && gemm.tf32,
+                  .fast_sums = has_codes(gemm) && gemm.fast_sums,
                   .partial_sums = float32 ? PartialSums::AnyPrecision : gemm.partial_sums,
                   .epilogue = *epilogue,
                   .transpose_a = gemm.b.transposed,
@@ -76,6 +103,7 @@ std::optional<GemmPlan> plan_gemm(const Gemm& gemm) {
                   .c = reads_c ? Layout{gemm.n, gemm.m, gemm.c_stride} : d,
                   .d = d,
                   .aux_ld = gemm.aux != nullptr ? gemm.aux_stride : 0,
+                  .factors_on_device = gemm.factors != nullptr,
                   .alignment = {}},
       .a = gemm.b.data,
       .b = gemm.a.data,
@@ -83,8 +111,11 @@ std::optional<GemmPlan> plan_gemm(const Gemm& gemm) {
       .d = gemm.d,
       .bias = gemm.bias != nullptr ? gemm.bias : gemm.bias_gradient,
       .aux = gemm.aux,
+      .a_scale = gemm.b.scale,
+      .b_scale = gemm.a.scale,
       .alpha = gemm.alpha,
-      .beta = gemm.beta};
+      .beta = gemm.beta,
+      .factors = gemm.factors};
   for (const Layout& layout : {plan.problem.a, plan.problem.b, plan.problem.c, plan.problem.d}) {
     if (layout.ld < layout.rows) return std::nullopt;
   }
@@ -101,7 +132,10 @@ size_t LtProblemHash::operator()(const LtProblem& problem) const {
   };
   add(problem.dtype);
   add(problem.result_dtype);
+  add(problem.a_codes);
+  add(problem.b_codes);
   add(problem.tf32);
+  add(problem.fast_sums);
   add(problem.partial_sums);
   add(problem.epilogue);
   add(problem.transpose_a);
@@ -112,6 +146,7 @@ size_t LtProblemHash::operator()(const LtProblem& problem) const {
     add(layout.ld);
   }
   add(problem.aux_ld);
+  add(problem.factors_on_device);
   for (const uint16_t alignment : problem.alignment) add(alignment);
   return hash;
 }

@@ -37,12 +37,15 @@ struct Layout {
 struct LtProblem {
   DType dtype;
   DType result_dtype;
+  Codes a_codes, b_codes;  // instead of numbers of dtype
   bool tf32;
+  bool fast_sums;  // of codes
   PartialSums partial_sums;
   LtEpilogue epilogue;
   bool transpose_a, transpose_b;
   Layout a, b, c, d;  // as stored
   int64_t aux_ld;     // 0: no aux
+  bool factors_on_device;
   // Of a, b, c, d, bias and aux: the largest power of two up to 256 that divides the address.
   std::array<uint16_t, 6> alignment;
 
@@ -62,7 +65,10 @@ struct GemmPlan {
   void* d;
   const void* bias;  // or where a bias gradient goes
   const void* aux;
+  const float* a_scale;  // of codes, in device memory; null: 1
+  const float* b_scale;
   double alpha, beta;
+  const float* factors;  // null, or both in device memory
 };
 
 // None where cuBLASLt's rules exclude it; where they do not, it may still have no algorithm.
@@ -70,7 +76,8 @@ std::optional<GemmPlan> plan_gemm(const Gemm& gemm);
 
 // What fills the slot: of gemm.cpp, or of tests.
 namespace entry {
+bool multiplies_codes();
 bool gemm(Stream stream, const Gemm& gemm);
-}
+}  // namespace entry
 
 }  // namespace transformer_ops::cuda

@@ -162,6 +162,7 @@ struct Encoder {
   Layout layout;
   const T* x;
   const uint32_t* amax;  // of the tensor, where the format needs it
+  const float* given;    // the scale of the tensor, instead
   uint8_t* codes;
   void* scales;
   uint8_t* decoded_tensor_scale;
@@ -170,6 +171,7 @@ struct Encoder {
   Divisor by_across;
 
   __device__ __forceinline__ float tensor_scale() const {
+    if (given != nullptr) return *given;
     return amax == nullptr ? 1.0f
                            : encoding::encoding_scale(encoding::from_bits(*amax), most_of_tensor);
   }
@@ -418,7 +420,8 @@ void largest(Stream stream, DType dtype, const void* x, float* partials, int64_t
 }
 
 void quantize(Stream stream, const Format& format, DType dtype, const void* x, const float* amax,
-              void* codes, void* scales, void* decoded_tensor_scale, int64_t rows, int64_t h) {
+              const float* tensor_scale, void* codes, void* scales, void* decoded_tensor_scale,
+              int64_t rows, int64_t h) {
   dispatch(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     with_element(format.element, [&]<class E>(Type<E>) {
@@ -428,6 +431,7 @@ void quantize(Stream stream, const Format& format, DType dtype, const void* x, c
       const Encoder<E, T> body{layout,
                                static_cast<const T*>(x),
                                reinterpret_cast<const uint32_t*>(amax),
+                               tensor_scale,
                                static_cast<uint8_t*>(codes),
                                scales,
                                static_cast<uint8_t*>(decoded_tensor_scale),

@@ -113,11 +113,40 @@ backward Product ops=[0]
   t0.rounded_input, t0.rounded_input_scale = quantize_values_saved(g1, s0.input, "e4m3", "bfloat16")
   t0.unused, dp0.weight = product_backward_scaled(t0.rounded_grad_output, t0.rounded_input, none, [false, true], t0.rounded_grad_output_scale, t0.rounded_input_scale)
 )");
-  // Where no host reads a scale, and in wider dtypes, numbers are rounded as they are.
-  key.device = Device::Cuda;
+  // Where nobody multiplies by a scale, and in wider dtypes, numbers are rounded as they are.
+  key.device = Device::Other;
   EXPECT_EQ(steps_text(toy::plan(ops, key)).find("_scaled"), std::string::npos);
   key = with_recipe(ops, "e4m3, e4m3, e5m2", DType::Float32);
   EXPECT_EQ(steps_text(toy::plan(ops, key)).find("_scaled"), std::string::npos);
+}
+
+// How often a text has each dtype of operands: values, E4M3 and E5M2 codes.
+std::array<int, 3> operand_dtypes(const std::vector<OpNode>& ops, PlanKey key) {
+  key.device = Device::Cuda;
+  const std::string text = steps_text(toy::plan(ops, key));
+  const auto count = [&](const std::string& word) {
+    int found = 0;
+    for (size_t at = 0; (at = text.find(word, at)) != std::string::npos; ++at) ++found;
+    return found;
+  };
+  EXPECT_GT(count("product_scaled("), 0) << text;
+  return {count("\"bfloat16\")"), count("\"float8_e4m3fn\")"), count("\"float8_e5m2\")")};
+}
+
+TEST(Lower, ProductsOnCudaTakeCodesWhereOneScaleIsAllThereIs) {
+  const auto ops = nodes({"Product"});
+  const auto found = [&](const char* recipe) {
+    return operand_dtypes(ops, with_recipe(ops, recipe, DType::BFloat16));
+  };
+  using Counts = std::array<int, 3>;
+  EXPECT_EQ(found("e4m3, e4m3, e5m2"), (Counts{0, 4, 1}));
+  EXPECT_EQ(found("e4m3, e4m3, e5m2, delayed 4"), (Counts{0, 4, 1}));
+  // No codes of both operands.
+  EXPECT_EQ(found("e4m3, e4m3, exact"), (Counts{2, 2, 0}));
+  EXPECT_EQ(found("e4m3, exact, e4m3"), (Counts{3, 0, 0}));
+  EXPECT_EQ(found("e4m3, mx e4m3, e4m3"), (Counts{5, 0, 0}));
+  EXPECT_EQ(found("nvfp4, nvfp4 16x16, nvfp4"), (Counts{6, 0, 0}));
+  EXPECT_EQ(found("e4m3, e4m3, e4m3, stochastic"), (Counts{3, 2, 0}));
 }
 
 TEST(Lower, AnOperandWithoutAScaleHasNoneBesideIt) {

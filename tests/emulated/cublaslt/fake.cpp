@@ -25,7 +25,12 @@ size_t size_of_attribute(cublasLtMatmulDescAttributes_t attribute) {
     case CUBLASLT_MATMUL_DESC_TRANSA:
     case CUBLASLT_MATMUL_DESC_TRANSB:
     case CUBLASLT_MATMUL_DESC_EPILOGUE:
+    case CUBLASLT_MATMUL_DESC_POINTER_MODE:
       return 4;
+    case CUBLASLT_MATMUL_DESC_FAST_ACCUM:
+      return 1;
+    case CUBLASLT_MATMUL_DESC_A_SCALE_POINTER:
+    case CUBLASLT_MATMUL_DESC_B_SCALE_POINTER:
     case CUBLASLT_MATMUL_DESC_BIAS_POINTER:
     case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER:
     case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD:
@@ -55,6 +60,11 @@ DType dtype_of(uint64_t type) {
   return type == CUDA_R_16BF ? DType::BFloat16 : DType::Float32;
 }
 
+Codes codes_of(uint64_t type) {
+  if (type == CUDA_R_8F_E4M3) return Codes::E4M3;
+  return type == CUDA_R_8F_E5M2 ? Codes::E5M2 : Codes::None;
+}
+
 Layout layout_of(const cublasLtMatrixLayoutOpaque_t& matrix) {
   const auto at = [&matrix](int i) { return static_cast<int64_t>(matrix.data[i]); };
   return {at(1), at(2), at(3)};
@@ -64,11 +74,15 @@ void needs_relaxed_mode() {
   if (!fake().relaxed) fake().asked_unrelaxed = true;
 }
 
+const float* number_at(uint64_t bits) { return reinterpret_cast<const float*>(bits); }
+
 const void* pointer(uint64_t bits) { return reinterpret_cast<const void*>(bits); }
 
 }  // namespace
 }  // namespace transformer_ops::cuda
 
+using transformer_ops::cuda::Codes;
+using transformer_ops::cuda::codes_of;
 using transformer_ops::cuda::dtype_of;
 using transformer_ops::cuda::fake;
 using transformer_ops::cuda::kCompute;
@@ -77,6 +91,7 @@ using transformer_ops::cuda::kMark;
 using transformer_ops::cuda::kScale;
 using transformer_ops::cuda::layout_of;
 using transformer_ops::cuda::needs_relaxed_mode;
+using transformer_ops::cuda::number_at;
 using transformer_ops::cuda::pointer;
 using transformer_ops::cuda::size_of_attribute;
 
@@ -100,8 +115,8 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value = attribute == cudaDevAttrComputeCapabilityMajor   ? 7
-           : attribute == cudaDevAttrComputeCapabilityMinor ? 5
+  *value = attribute == cudaDevAttrComputeCapabilityMajor   ? fake().capability / 10
+           : attribute == cudaDevAttrComputeCapabilityMinor ? fake().capability % 10
                                                             : 0;
   return cudaSuccess;
 }
@@ -215,17 +230,33 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   ++fake().products;
   fake().workspace = workspace;
   fake().compute_type = desc->data[kCompute];
+  fake().fast_sums = desc->data[CUBLASLT_MATMUL_DESC_FAST_ACCUM] != 0;
   if (fake().outcome != CUBLAS_STATUS_SUCCESS) return fake().outcome;
+  const Codes a_codes = codes_of(a_layout->data[0]), b_codes = codes_of(b_layout->data[0]);
+  // Of codes it has one layout alone.
+  if (a_codes != Codes::None && (desc->data[CUBLASLT_MATMUL_DESC_TRANSA] != CUBLAS_OP_T ||
+                                 desc->data[CUBLASLT_MATMUL_DESC_TRANSB] != CUBLAS_OP_N)) {
+    return CUBLAS_STATUS_INVALID_VALUE;
+  }
   if (handle == nullptr || algo->data[0] != kMark || desc->data[kScale] != CUDA_R_32F ||
       workspace_bytes < fake().workspace_bytes ||
-      (workspace == nullptr) != (workspace_bytes == 0) || a_layout->data[0] != b_layout->data[0] ||
+      (workspace == nullptr) != (workspace_bytes == 0) ||
+      (a_codes == Codes::None) != (b_codes == Codes::None) ||
+      (a_codes == Codes::None && a_layout->data[0] != b_layout->data[0]) ||
       c_layout->data[0] != d_layout->data[0]) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
+  // There is no other way to tell whose memory the factors are in.
+  const bool on_device =
+      desc->data[CUBLASLT_MATMUL_DESC_POINTER_MODE] == CUBLASLT_POINTER_MODE_DEVICE;
+  if (on_device && beta != static_cast<const float*>(alpha) + 1) return CUBLAS_STATUS_INVALID_VALUE;
   transformer_ops::cuda::interpret(
       {.problem = {.dtype = dtype_of(a_layout->data[0]),
                    .result_dtype = dtype_of(d_layout->data[0]),
+                   .a_codes = a_codes,
+                   .b_codes = b_codes,
                    .tf32 = desc->data[kCompute] == CUBLAS_COMPUTE_32F_FAST_TF32,
+                   .fast_sums = fake().fast_sums,
                    .partial_sums = {},
                    .epilogue = static_cast<transformer_ops::cuda::LtEpilogue>(
                        desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE]),
@@ -236,6 +267,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                    .c = layout_of(*c_layout),
                    .d = layout_of(*d_layout),
                    .aux_ld = static_cast<int64_t>(desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD]),
+                   .factors_on_device = on_device,
                    .alignment = {}},
        .a = a,
        .b = b,
@@ -243,8 +275,11 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
        .d = d,
        .bias = pointer(desc->data[CUBLASLT_MATMUL_DESC_BIAS_POINTER]),
        .aux = pointer(desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER]),
+       .a_scale = number_at(desc->data[CUBLASLT_MATMUL_DESC_A_SCALE_POINTER]),
+       .b_scale = number_at(desc->data[CUBLASLT_MATMUL_DESC_B_SCALE_POINTER]),
        .alpha = *static_cast<const float*>(alpha),
-       .beta = *static_cast<const float*>(beta)});
+       .beta = *static_cast<const float*>(beta),
+       .factors = on_device ? static_cast<const float*>(alpha) : nullptr});
   return CUBLAS_STATUS_SUCCESS;
 }
 

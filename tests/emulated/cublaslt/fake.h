@@ -14,6 +14,7 @@ namespace transformer_ops::cuda {
 struct FakeCublasLt {
   // ---- how it behaves
   int device = 0;
+  int capability = 75;           // of all devices, as major * 10 + minor
   uint64_t workspace_bytes = 0;  // that its algorithm needs
   cublasStatus_t answer = CUBLAS_STATUS_SUCCESS;
   int answers = 1;  // that the heuristics find
@@ -24,6 +25,7 @@ struct FakeCublasLt {
   std::atomic<int> descriptors = 0;  // of products and preferences, alive
   std::map<cublasLtMatmulPreferenceAttributes_t, uint64_t> preference = {};
   uint64_t compute_type = 0;
+  bool fast_sums = false;
   int cleared = 0;                            // errors that CUDA's runtime remembers
   std::atomic<bool> asked_unrelaxed = false;  // in which something would have failed in a capture
   static inline thread_local bool relaxed = false;  // this thread's mode of captures now

@@ -21,12 +21,16 @@ class CublasLt : public testing::Test {
     fake().answer = fake().outcome = CUBLAS_STATUS_SUCCESS;
     fake().answers = 1;
     fake().workspace_bytes = 0;
+    fake().capability = 90;
     fake().questions = fake().products = 0;
     fake().relaxed = false;
     fake().asked_unrelaxed = false;
   }
 
-  void TearDown() override { EXPECT_EQ(fake().descriptors, 0); }
+  void TearDown() override {
+    EXPECT_EQ(fake().descriptors, 0);
+    fake().capability = 75;
+  }
 
   // Small enough for `memory`.
   static Gemm example() {
@@ -54,6 +58,23 @@ TEST_F(CublasLt, DescriptorsSayWhatIsComputed) {
     EXPECT_EQ(check_product(product, memory, text), Outcome::Right) << product.name << ": " << text;
     EXPECT_EQ(fake().compute_type, static_cast<uint64_t>(product.tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32
                                                                       : CUBLAS_COMPUTE_32F));
+    EXPECT_EQ(fake().fast_sums, product.fast_sums) << product.name;
+  }
+}
+
+TEST_F(CublasLt, MultipliesCodesFromComputeCapability89On) {
+  for (const auto& [capability, wanted] :
+       {std::pair(80, false), {86, false}, {89, true}, {90, true}, {120, true}}) {
+    fake().device = 2000 + capability;
+    fake().capability = capability;
+    EXPECT_EQ(entry::multiplies_codes(), wanted) << capability;
+    Gemm call = example();
+    call.n = 16;
+    call.a = {memory, 16, false, Codes::E4M3};
+    call.b = {memory + 512, 16, true, Codes::E4M3};
+    call.d_stride = 16;
+    EXPECT_EQ(entry::gemm(nullptr, call), wanted) << capability;
+    EXPECT_TRUE(entry::gemm(nullptr, example()));
   }
 }
 

@@ -166,7 +166,23 @@ def _formats(plan: Plan) -> str:
     for row in single:
         op, formats = row.split(": ")
         rows.append(f"op {op} {_formats_of_op(formats)}")
-    return f"formats of products: {'; '.join(rows)}; emulated, by products of decoded tensors"
+    return f"formats of products: {'; '.join(rows)}; {_how(plan)}"
+
+
+def _how(plan: Plan) -> str:
+    arguments = (
+        argument
+        for step in (*plan.forward, *plan.backward)
+        for call in step.instructions
+        for argument in call.arguments
+    )
+    emulated = "emulated, by products of decoded tensors"
+    if not any(a in (("float8_e4m3fn",), ("float8_e5m2",)) for a in arguments):
+        return emulated
+    return (
+        "codes are multiplied in FP8, from compute capability 8.9 on and where sizes are multiples "
+        f"of 16; all else is {emulated}"
+    )
 
 
 def _quantized_weights(plan: Plan) -> str:
