@@ -29,7 +29,12 @@ from .op import (  # noqa: E402
 )
 from .ops import *  # noqa: E402, F403
 from .plan.plan import Plan  # noqa: E402
-from .quantization import QuantizedTensor, autocast, quantized_model_init  # noqa: E402
+from .quantization import (  # noqa: E402
+    QuantizedTensor,
+    autocast,
+    frozen_weights,
+    quantized_model_init,
+)
 from .quantizers import (  # noqa: E402
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -74,6 +79,7 @@ __all__ = [
     "Sequential",
     "autocast",
     "cmake_prefix_path",
+    "frozen_weights",
     "fusions",
     "load_library",
     "memory",

@@ -3,6 +3,7 @@
 from ..quantized_tensor import QuantizedTensor
 from . import quantizer_of as _quantizer_of  # noqa: F401
 from .delayed import reset_scales
+from .frozen import frozen_weights
 from .model_init import quantized_model_init
 from .region import autocast, checkpoint_contexts, current_recipe
 from .statistics import Report, Row, report
@@ -14,6 +15,7 @@ __all__ = [
     "autocast",
     "checkpoint_contexts",
     "current_recipe",
+    "frozen_weights",
     "quantized_model_init",
     "report",
     "reset_scales",
