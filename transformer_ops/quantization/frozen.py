@@ -24,8 +24,7 @@ class frozen_weights:
     It counts for the thread that entered it and for no other, which leaves out backward on CUDA.
     Rounded weights take their memory until the outermost context is left. What is computed does
     not change: a backward that runs later, a call of another thread, a weight that is made anew
-    at each call (parametrized, distributed, cast by `torch.autocast`) and compiled code round as
-    ever.
+    at each call (parametrized, distributed) and compiled code round as ever.
 
     Raises:
         RuntimeError: in a call with a weight that was modified in place since it was rounded.
