@@ -4,7 +4,8 @@
 
 A Llama block in bfloat16 under each recipe against the same block without one: the time of forward
 and backward, and the same of tiny tensors, where only host time counts (medians over interleaved
-rounds). Then the relative error of the loss's gradients of the example GPT. --check holds the
+rounds); then that of four microbatches in a region of the recipe, within frozen_weights() against
+without it; then the relative error of the loss's gradients of the example GPT. --check holds the
 errors, which repeat exactly, to their limits.
 """
 
@@ -67,6 +68,36 @@ def step_ratios(tokens: int, hidden: int, ffn: int, seconds: float) -> dict[str,
     return {name: ratio(times[name], times["none"]) for name in RECIPES}
 
 
+def frozen_ratios(tokens: int, hidden: int, ffn: int, seconds: float) -> dict[str, float]:
+    """Forward and backward of four microbatches within frozen_weights(), against none."""
+    found = {}
+    for name in RECIPES:
+        torch.manual_seed(0)
+        x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+        module = blocks.LLAMA_BLOCK.ours(hidden, ffn).to(torch.bfloat16)
+        call = make_calls(module, [x], list(module.parameters()))[1]
+        plain = within(name, four(call))
+        times = interleave({"plain": plain, "frozen": frozen(plain)}, seconds, Clock(CPU))
+        found[name] = ratio(times["frozen"], times["plain"])
+    return found
+
+
+def four(call: Call) -> Call:
+    def run() -> None:
+        for _ in range(4):
+            call()
+
+    return run
+
+
+def frozen(call: Call) -> Call:
+    def run() -> None:
+        with tops.frozen_weights():
+            call()
+
+    return run
+
+
 def gradients(name: str) -> Tensor:
     """All gradients of the example GPT in float32, in one vector."""
     model = GPT("tops", context=128, layers=4, width=128, dropout=0.0)
@@ -82,6 +113,11 @@ def gradients(name: str) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+def show(ratios: dict[str, float]) -> None:
+    for name, found in ratios.items():
+        print(f"  {name:<16}{found:.2f}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Prints what recipes cost.")
     parser.add_argument("--quick", action="store_true", help="a smaller block, fewer rounds")
@@ -94,8 +130,10 @@ def main() -> int:
         ("a block of 2 tokens, h = 32, f = 64: host time", (2, 32, 64)),
     ):
         print(f"{title}: time of forward and backward against none, in bfloat16")
-        for name, found in step_ratios(tokens, hidden, ffn, seconds).items():
-            print(f"  {name:<16}{found:.2f}")
+        show(step_ratios(tokens, hidden, ffn, seconds))
+    size = (256, *size[1:])
+    print(f"four microbatches of {size[0]} tokens, h = {size[1]}, f = {size[2]}: frozen_weights()")
+    show(frozen_ratios(*size, seconds / len(RECIPES)))
     print("example GPT: relative error of all gradients")
     exact, failed = gradients("none"), False
     for name in RECIPES:

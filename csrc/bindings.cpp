@@ -4,6 +4,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "executor/frozen_weights.h"
 #include "executor/program.h"
 #include "fuser/declaration.h"
 #include "fuser/registry.h"
@@ -173,6 +174,8 @@ PYBIND11_MODULE(_C, module) {
     write_next_result_into(buffer.value_or(at::Tensor()));
   });
   module.def("isa_name", &cpu::isa_name);
+  module.def("enter_frozen_weights", &FrozenWeights::enter);
+  module.def("leave_frozen_weights", torch::wrap_pybind_function(&FrozenWeights::leave));
   module.def("untraced", [](const py::function& method) {
     return py::cpp_function([method](const py::object& self) { return method(self); });
   });

@@ -32,6 +32,7 @@ from .plan.plan import Plan  # noqa: E402
 from .quantization import (  # noqa: E402
     QuantizedTensor,
     autocast,
+    frozen_weights,
     is_fp8_available,
     quantized_model_init,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "Sequential",
     "autocast",
     "cmake_prefix_path",
+    "frozen_weights",
     "fusions",
     "is_fp8_available",
     "load_library",

@@ -225,6 +225,7 @@ class Compiler {
       call.operands.push_back(operand(argument, values));
     }
     if (call.typed && call.typed->random) program_.random = true;
+    if (call.typed && !call.typed->makes.empty()) call.made_once = made_once(instruction, call);
     std::vector<Line> sums;
     for (const Value& value : instruction.results) {
       const int previous = values.find(value);
@@ -246,6 +247,41 @@ class Compiler {
     if (backward) note_accumulation(instruction, call);
     code.lines.push_back({std::move(call), {}});
     for (Line& sum : sums) code.lines.push_back(std::move(sum));
+  }
+
+  // Where all that the call reads is a parameter, states and constants.
+  std::optional<MadeOfWeights::Call> made_once(const Instruction& instruction,
+                                               const Program::Call& call) const {
+    MadeOfWeights::Call made{.key = call.typed->makes, .weight = -1};
+    for (size_t k = call.typed->reads_first ? 0 : 1; k < call.operands.size(); ++k) {
+      const Argument& argument = instruction.arguments[k];
+      if (const auto* constant = std::get_if<Attribute>(&argument)) {
+        made.key += ", " + to_text(*constant);
+        continue;
+      }
+      if (std::holds_alternative<None>(argument)) continue;
+      const auto* const load = std::get_if<Program::Load>(&call.operands[k]);
+      const Value value = origin(std::get<Value>(argument));
+      if (load != nullptr && value.kind == Kind::State) {
+        made.states.push_back(load->value);
+      } else if (load != nullptr && value.kind == Kind::Parameter && made.weight < 0) {
+        made.weight = load->value;
+        made.what = "[" + program_.plan.ops[value.op].kind + "] " + value.name;
+      } else {
+        return std::nullopt;
+      }
+    }
+    return made.weight < 0 ? std::nullopt : std::optional(made);
+  }
+
+  // The parameter that a slot holds, if it holds one.
+  Value origin(const Value& value) const {
+    const auto source = value.kind == Kind::Slot ? sources_.find(value) : sources_.end();
+    if (source == sources_.end()) return value;
+    for (const Value& parameter : program_.plan.parameters) {
+      if (forward_.find(parameter) == source->second) return parameter;
+    }
+    return value;
   }
 
   // Is it a state that comes with the parameters?

@@ -117,6 +117,29 @@ class Interpreter {
 
  private:
   void run_call(const Program::Call& call) {
+    MadeOfWeights* const made = call.made_once ? MadeOfWeights::current() : nullptr;
+    if (made != nullptr && MadeOfWeights::may_keep(values_[call.made_once->weight])) {
+      run_once(call, *made);
+    } else {
+      run_now(call);
+    }
+  }
+
+  void run_once(const Program::Call& call, MadeOfWeights& made) {
+    const MadeOfWeights::Call& once = *call.made_once;
+    const Tensor weight = values_[once.weight];
+    Tensors states, results;
+    for (const int state : once.states) states.push_back(values_[state]);
+    if (const Tensors* const known = made.find(once, weight, states, call.results.size())) {
+      for (size_t i = 0; i < call.results.size(); ++i) values_[call.results[i]] = (*known)[i];
+      return;
+    }
+    run_now(call);
+    for (const int result : call.results) results.push_back(values_[result]);
+    made.add(once, weight, states, std::move(results));
+  }
+
+  void run_now(const Program::Call& call) {
     load(call);
     try {
       if (call.accumulates && frame_.host != nullptr) {

@@ -7,6 +7,7 @@
 #include <variant>
 #include <vector>
 
+#include "executor/frozen_weights.h"
 #include "executor/owned.h"
 #include "fuser/plan.h"
 #include "op/typed_op.h"
@@ -52,6 +53,7 @@ struct Program {
       bool later;  // the host runs the call after backward
     };
     std::optional<Accumulates> accumulates = {};
+    std::optional<MadeOfWeights::Call> made_once = {};  // where weights are frozen
   };
   struct Cast {
     std::string step;

@@ -38,6 +38,9 @@ struct TypedOp {
   bool reads_first = true;  // false: the first tensor only ties the op to backward
   // false: results never require a gradient, whatever the arguments do.
   bool differentiable = true;
+  // Where the calls of a region share what they make of weights (executor/frozen_weights.h): ops of
+  // one name, but for a first tensor that ties to backward, give the same for the same arguments.
+  std::string makes = {};
   // Result 1 is the gradient of a weight, and the bodies put it where call.main_grad() says. Then
   // there is also <name>_into(..., Tensor(a!) main_grad, bool overwrite), without that result.
   bool accumulates = false;

@@ -250,39 +250,45 @@ Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& in
                                "str format, str dtype) -> (Tensor output, Tensor amax)",
                      .shape = scaled_shape,
                      .bodies = {scaled_cpu, scaled_meaning, scaled_meaning},
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize_dequantize_scaled"});
   register_typed_op({.schema = "quantize_dequantize_scaled_saved(Tensor grad_output, Tensor input, "
                                "Tensor scale, int place, str format, str dtype) -> Tensor output",
                      .shape = saved_shape,
                      .bodies = {saved_cpu, saved_meaning, saved_meaning},
                      .reads_first = false,
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize_dequantize_scaled"});
   register_typed_op({.schema = "quantize_values_scaled(Tensor input, Tensor scale, int place, "
                                "str format, str dtype) -> (Tensor output, Tensor decodes, "
                                "Tensor amax)",
                      .shape = values_shape,
                      .bodies = {values_cpu, values_cuda, values_meaning},
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize_values_scaled"});
   register_typed_op({.schema = "quantize_values_scaled_saved(Tensor grad_output, Tensor input, "
                                "Tensor scale, int place, str format, str dtype) -> "
                                "(Tensor output, Tensor decodes)",
                      .shape = values_saved_shape,
                      .bodies = {values_saved_cpu, values_saved_cuda, values_saved_meaning},
                      .reads_first = false,
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize_values_scaled"});
   register_typed_op({.schema = "quantize_dequantize_groups_scaled(Tensor input, Tensor scale, "
                                "int place, Tensor? splits, str format, str dtype) -> "
                                "(Tensor output, Tensor amax)",
                      .shape = groups_shape,
                      .bodies = {groups_cpu, groups_meaning, groups_meaning},
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize_dequantize_groups_scaled"});
   register_typed_op({.schema = "quantize_dequantize_groups_scaled_saved(Tensor grad_output, "
                                "Tensor input, Tensor scale, int place, Tensor? splits, "
                                "str format, str dtype) -> Tensor output",
                      .shape = groups_saved_shape,
                      .bodies = {groups_saved_cpu, groups_saved_meaning, groups_saved_meaning},
                      .reads_first = false,
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize_dequantize_groups_scaled"});
   return true;
 }();
 

@@ -267,13 +267,15 @@ Tensor turned_meaning(const Tensor&, const Tensor& input) { return turn_columns(
                                "Tensor output",
                      .shape = rounded_shape,
                      .bodies = {rounded_cpu, rounded_cuda, rounded_meaning},
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize_dequantize"});
   register_typed_op({.schema = "quantize_dequantize_saved(Tensor grad_output, Tensor input, "
                                "str format, str dtype) -> Tensor output",
                      .shape = rounded_saved_shape,
                      .bodies = {rounded_saved_cpu, rounded_saved_cuda, rounded_saved_meaning},
                      .reads_first = false,
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize_dequantize"});
   register_typed_op({.schema = "quantize_dequantize_stochastic(Tensor input, str format, "
                                "str dtype) -> Tensor output",
                      .shape = stochastic_shape,

@@ -135,14 +135,16 @@ Tensor turned_meaning(const Checks& check, const Tensor&, const Tensor& input,
                                "str format, str dtype) -> Tensor output",
                      .shape = groups_shape,
                      .bodies = {groups_cpu, groups_meaning, groups_meaning},
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize_dequantize_groups"});
   register_typed_op({.schema = "quantize_dequantize_groups_saved(Tensor grad_output, "
                                "Tensor input, Tensor? splits, str format, str dtype) -> "
                                "Tensor output",
                      .shape = groups_saved_shape,
                      .bodies = {groups_saved_cpu, groups_saved_meaning, groups_saved_meaning},
                      .reads_first = false,
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize_dequantize_groups"});
   register_typed_op({.schema = "quantize_dequantize_groups_stochastic(Tensor input, "
                                "Tensor? splits, str format, str dtype) -> Tensor output",
                      .shape = stochastic_shape,

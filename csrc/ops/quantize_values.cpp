@@ -101,13 +101,15 @@ std::tuple<Tensor, Tensor> stochastic_meaning(const Checks& check, const Tensor&
                                "(Tensor output, Tensor scale)",
                      .shape = values_shape,
                      .bodies = {values_cpu, values_cuda, values_meaning},
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize_values"});
   register_typed_op({.schema = "quantize_values_saved(Tensor grad_output, Tensor input, "
                                "str format, str dtype) -> (Tensor output, Tensor scale)",
                      .shape = saved_shape,
                      .bodies = {saved_cpu, saved_cuda, saved_meaning},
                      .reads_first = false,
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize_values"});
   register_typed_op({.schema = "quantize_values_stochastic(Tensor input, str format, "
                                "str dtype) -> (Tensor output, Tensor scale)",
                      .shape = stochastic_shape,

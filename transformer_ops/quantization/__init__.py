@@ -4,6 +4,7 @@ from ..quantized_tensor import QuantizedTensor
 from . import quantizer_of as _quantizer_of  # noqa: F401
 from .available import is_fp8_available
 from .delayed import reset_scales
+from .frozen import frozen_weights
 from .model_init import quantized_model_init
 from .region import autocast, checkpoint_contexts, current_recipe
 from .statistics import Report, Row, report
@@ -15,6 +16,7 @@ __all__ = [
     "autocast",
     "checkpoint_contexts",
     "current_recipe",
+    "frozen_weights",
     "is_fp8_available",
     "quantized_model_init",
     "report",

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <thread>
 
+#include "executor/frozen_weights.h"
 #include "fuser/error.h"
 
 namespace transformer_ops {
@@ -94,6 +95,35 @@ TEST(Pipeline, FollowsARecipe) {
   EXPECT_TRUE(at::equal(pipeline(given.input, given.parameters)[0], exact));
   const std::string error = error_of([&] { pipeline.set_recipe(recipe_of("custom 3")); });
   EXPECT_EQ(error, "[Pipeline] recipe must name its formats, got custom 3");
+}
+
+TEST(Pipeline, RoundsFrozenWeightsOnce) {
+  Pipeline pipeline(block());
+  pipeline.set_recipe(recipe_of("mx e4m3, mx e4m3, mx e5m2"));
+  Given given;
+  const auto step = [&] {
+    std::vector<at::Tensor> all = pipeline(given.input, given.parameters);
+    for (const at::Tensor& one : grad({all[0].sum()}, given.all())) all.push_back(one);
+    return all;
+  };
+  const auto wanted = step();
+  {
+    const FrozenWeights region;
+    for (int k = 0; k < 2; ++k) {
+      const auto got = step();
+      for (size_t i = 0; i < wanted.size(); ++i) EXPECT_TRUE(at::equal(got[i], wanted[i])) << i;
+    }
+    {
+      const at::NoGradGuard no_grad;
+      given.parameters[2].mul_(2);
+    }
+    const auto version = given.parameters[2]._version();
+    EXPECT_EQ(error_of(step),
+              "[BasicLinear] weight must not be modified within frozen_weights(), got version " +
+                  std::to_string(version) + " where it was rounded at version " +
+                  std::to_string(version - 1));
+  }
+  EXPECT_FALSE(at::equal(step()[0], wanted[0]));
 }
 
 // ---- delayed scaling

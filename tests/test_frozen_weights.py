@@ -1,0 +1,277 @@
+"""frozen_weights(): each weight is rounded once in a region, and nothing else changes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import transformer_ops as tops
+from transformer_ops.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+
+# Formats of a weight's columns and rows differ in the first alone.
+ONE_FORMAT = [
+    Float8CurrentScaling(),
+    DelayedScaling(amax_history_len=4),
+    Float8BlockScaling(),
+    NVFP4BlockScaling(disable_stochastic_rounding=True),
+]
+RECIPES = [MXFP8BlockScaling(), *ONE_FORMAT]
+
+
+def named(recipe: Recipe) -> str:
+    return type(recipe).__name__
+
+
+class Counter(TorchDispatchMode):
+    """Counts the roundings of tensors of some shapes."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shapes, self.count = shapes, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "quantize_dequantize" in str(func):
+            tensors = [a for a in args if isinstance(a, Tensor)]
+            rounded = tensors[1 if "_saved" in str(func) else 0]
+            self.count += tuple(rounded.shape) in self.shapes
+        return func(*args, **(kwargs or {}))
+
+
+def make() -> nn.Module:
+    """Two groups of ops, and two products with the same weight."""
+    torch.manual_seed(0)
+    first, second = tops.Linear(64, 96), tops.Linear(64, 96)
+    second.weight = first.weight
+    module = nn.Sequential(
+        tops.Sequential(first, tops.SwiGLU(), tops.Linear(48, 64)),
+        nn.Tanh(),
+        tops.Sequential(second, tops.GELU()),
+    )
+    return module
+
+
+WEIGHTS = ((96, 64), (64, 48))
+
+
+def microbatches(module: nn.Module, recipe: Recipe | None, steps: int = 3) -> list[Tensor]:
+    outputs = []
+    for k in range(steps):
+        torch.manual_seed(k)
+        x = torch.randn(5, 64)
+        with tops.autocast(recipe is not None, recipe):
+            y = module(x)
+        outputs.append(y.detach())
+        y.pow(2).sum().backward()
+    return outputs
+
+
+def state(module: nn.Module) -> list[Tensor]:
+    """As it is now: a region of delayed scaling changes all modules of the process."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return [tensor.clone() for tensor in (*gradients, *module.buffers())]
+
+
+def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=named)
+def test_it_computes_the_same_and_rounds_less(recipe: Recipe) -> None:
+    plain, module = make(), make()
+    # The tied weight has scales of its own in each op under delayed scaling, new ones in each
+    # region of it.
+    with Counter(*WEIGHTS) as before:
+        wanted = microbatches(plain, recipe) + state(plain)
+    with Counter(*WEIGHTS) as counter, tops.frozen_weights():
+        got = microbatches(module, recipe) + state(module)
+    assert_equal(got, wanted)
+    # Three products; the first needs no gradient of its input.
+    assert before.count == 3 * (3 + 2)
+    if not isinstance(recipe, DelayedScaling):
+        assert counter.count == (2 if recipe in ONE_FORMAT else 4)
+    else:
+        assert counter.count == 3 * 3
+    # And outside as ever.
+    with Counter(*WEIGHTS) as counter:
+        microbatches(module, recipe, 1)
+    assert counter.count == 3 + 2
+
+
+def test_microbatches_of_a_region_of_delayed_scaling() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    plain, module = make(), make()
+    with tops.autocast(recipe=recipe):
+        wanted = microbatches(plain, recipe) + state(plain)
+    with Counter(*WEIGHTS) as counter, tops.frozen_weights(), tops.autocast(recipe=recipe):
+        got = microbatches(module, recipe) + state(module)
+    assert_equal(got, wanted)
+    assert counter.count == 3
+
+
+def test_several_recipes_and_none_in_a_region() -> None:
+    plain, module = make(), make()
+    delayed = next(r for r in RECIPES if isinstance(r, DelayedScaling))
+    order = [*RECIPES, None, delayed, *RECIPES]
+    wanted = [y for recipe in order for y in microbatches(plain, recipe, 1)] + state(plain)
+    with tops.frozen_weights(), tops.frozen_weights():
+        got = [y for recipe in order for y in microbatches(module, recipe, 1)] + state(module)
+    assert_equal(got, wanted)
+
+
+def test_groups_of_experts() -> None:
+    def run(module: nn.Module) -> list[Tensor]:
+        splits = torch.tensor([3, 0, 4])
+        for k in range(3):
+            torch.manual_seed(k)
+            with tops.autocast():
+                y = module(torch.randn(7, 64), splits)
+            y.pow(2).sum().backward()
+        return state(module)
+
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        modules.append(tops.GroupedLinear(3, 64, 32, single_grouped_weight=True))
+    wanted = run(modules[0])
+    with Counter((3, 32, 64)) as counter, tops.frozen_weights():
+        assert_equal(run(modules[1]), wanted)
+    assert counter.count == 1
+
+
+def test_backward_after_the_region() -> None:
+    plain, module, recipe, x = make(), make(), MXFP8BlockScaling(), torch.randn(5, 64)
+    with tops.autocast(recipe=recipe):
+        plain(x).sum().backward()
+        with tops.frozen_weights():
+            y = module(x)
+    with Counter(*WEIGHTS) as counter:
+        y.sum().backward()
+    assert counter.count == 2
+    assert_equal(state(module), state(plain))
+
+
+def test_a_step_between_regions() -> None:
+    plain, module = make(), make()
+    for model in (plain, module):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            if model is module:
+                with tops.frozen_weights():
+                    microbatches(model, MXFP8BlockScaling())
+            else:
+                microbatches(model, MXFP8BlockScaling())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(list(module.parameters()), list(plain.parameters()))
+
+
+def test_a_weight_that_changes_within_is_an_error() -> None:
+    module, recipe = make(), MXFP8BlockScaling()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    with pytest.raises(
+        RuntimeError,
+        match=r"\[BasicLinear\] weight must not be modified within frozen_weights\(\), got "
+        r"version 2 where it was rounded at version 1",
+    ):
+        with tops.frozen_weights():
+            microbatches(module, recipe)
+            optimizer.step()
+            microbatches(module, recipe)
+    # The region is left, and so is what it kept.
+    with Counter(*WEIGHTS) as counter:
+        microbatches(module, recipe, 1)
+    assert counter.count == 5
+
+
+def test_a_weight_that_is_put_in_the_place_of_another() -> None:
+    plain, module, recipe = make(), make(), MXFP8BlockScaling()
+
+    def run(model: Any) -> list[Tensor]:
+        outputs = microbatches(model, recipe, 1)
+        linear = model[0][2]
+        linear.weight = nn.Parameter(2 * linear.weight.detach())
+        outputs += microbatches(model, recipe, 1)
+        linear.weight.data = 3 * linear.weight.detach()
+        return outputs + microbatches(model, recipe, 1)
+
+    wanted = run(plain)
+    with tops.frozen_weights():
+        assert_equal(run(module), wanted)
+
+
+def test_weights_made_at_each_call_round_as_ever() -> None:
+    modules = [make(), make()]
+    for module in modules:
+        nn.utils.parametrizations.weight_norm(module[0][2], "weight")  # type: ignore[index]
+    wanted = microbatches(modules[0], MXFP8BlockScaling())
+    with tops.frozen_weights():
+        assert_equal(microbatches(modules[1], MXFP8BlockScaling()), wanted)
+
+
+def test_inference_and_training_share_a_region() -> None:
+    plain, module, x = make(), make(), torch.randn(5, 64)
+    wanted = microbatches(plain, MXFP8BlockScaling())
+    with tops.frozen_weights():
+        with torch.inference_mode(), tops.autocast():
+            module(x)
+        with torch.no_grad(), tops.autocast():
+            module(x)
+        assert_equal(microbatches(module, MXFP8BlockScaling()), wanted)
+    assert_equal(state(module), state(plain))
+
+
+def test_a_region_counts_for_its_thread() -> None:
+    module, counts = make(), []
+
+    def run() -> None:
+        with Counter(*WEIGHTS) as counter:
+            microbatches(module, MXFP8BlockScaling(), 1)
+        counts.append(counter.count)
+
+    with tops.frozen_weights():
+        for _ in range(2):
+            run()
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert counts == [4, 0, 5]
+    with pytest.raises(RuntimeError, match=r"\[frozen_weights\] region must be left by the thread"):
+        tops.frozen_weights().__exit__()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("is_within", [False, True])
+def test_compiled_code_is_right(backend: str, is_within: bool) -> None:
+    plain, module, recipe = make(), make(), MXFP8BlockScaling()
+
+    def call(x: Tensor) -> Any:
+        if is_within:
+            with tops.frozen_weights():
+                return module(x)
+        return module(x)
+
+    compiled: Any = torch.compile(call, fullgraph=True, backend=backend)
+    x, optimizer = torch.randn(5, 64), torch.optim.SGD(module.parameters(), 0.1)
+    for _ in range(2):
+        with tops.autocast(recipe=recipe), tops.frozen_weights():
+            with torch.no_grad():
+                for a, b in zip(plain.parameters(), module.parameters(), strict=True):
+                    a.copy_(b)
+            y, z = compiled(x), plain(x)
+        torch.testing.assert_close(y, z)
+        y.sum().backward()
+        optimizer.step()
