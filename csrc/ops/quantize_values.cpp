@@ -113,7 +113,7 @@ std::tuple<Tensor, Tensor> stochastic_meaning(const Checks& check, const Tensor&
   register_typed_op({.schema = "quantize_values_stochastic(Tensor input, str format, "
                                "str dtype) -> (Tensor output, Tensor scale)",
                      .shape = stochastic_shape,
-                     .bodies = {.cpu = stochastic_cpu, .unfused = stochastic_meaning},
+                     .bodies = {stochastic_cpu, stochastic_meaning, stochastic_meaning},
                      .random = true,
                      .differentiable = false});
   return true;
