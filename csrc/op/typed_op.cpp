@@ -314,7 +314,8 @@ class DeviceKernel final : public Kernel {
     const bool fills = (op_.bodies.*body).fills();
     if (fills) results = allocate(specs, device, call, values);
     (op_.bodies.*body)(call, own(values), results);
-    return fills ? results : as_results(std::move(results.tensors), specs);
+    if (!fills) results = as_results(std::move(results.tensors), specs);
+    return results;
   }
 
   Results run_meaning(const Call& call, Values own) const {
