@@ -4,8 +4,9 @@
 
 What stands between a router and the residual: SwiGLU experts on ids and probabilities that are
 given. The others are a layer on torch.nn.functional.grouped_mm and Hugging Face's loop over
-experts, both in plain torch. All ways of a row take turns, round after round; a ratio is the median
-of the rounds'.
+experts, both in plain torch. Then a compiled product with a parameter for each expert, against one
+that stacks them and one with a single parameter. All ways of a row take turns, round after round; a
+ratio is the median of the rounds'.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import cycle
 from typing import NamedTuple
 
@@ -192,6 +194,56 @@ def changing_row(size: Size, dtype: str, way: str, limit: float, seconds: float)
     return timed(f"{size}, {dtype}, {way}: new splits", "repeated", limit, times, "new", "repeated")
 
 
+class Stacked(nn.Module):
+    """A product of groups with a parameter for each, which it stacks at each call."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.product = product(size, single=True)
+        weights = self.product.weight.detach()
+        self.parts = nn.ParameterList([nn.Parameter(weight.clone()) for weight in weights])
+        self.product.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor, splits: Tensor) -> Tensor:
+        """The rows of each group by its weight."""
+        weights = {"weight": torch.stack(list(self.parts))}
+        found: Tensor = torch.func.functional_call(self.product, weights, (x, splits))
+        return found
+
+
+def product(size: Size, single: bool) -> tops.GroupedLinear:
+    """The first product of a layer."""
+    torch.manual_seed(0)
+    return tops.GroupedLinear(
+        size.experts, size.width, 2 * size.hidden, bias=False, single_grouped_weight=single
+    )
+
+
+def layout_rows(size: Size, limits: dict[str, float], seconds: float) -> Iterator[Row]:
+    """A compiled product with a parameter for each expert, forward and backward."""
+    rows = size.tokens * size.top_k
+    splits = torch.full((size.experts,), rows // size.experts)
+    ways: dict[str, nn.Module] = {
+        OURS: product(size, single=False),
+        "one": product(size, single=True),
+        "stacked": Stacked(size),
+    }
+    calls = {}
+    for name, module in ways.items():
+        compiled = torch.compile(module, fullgraph=True)
+        x = torch.randn(rows, size.width, requires_grad=True)
+        grad = torch.randn(rows, 2 * size.hidden)
+        wanted = [x, *(p for p in module.parameters() if p.requires_grad)]
+        calls[name] = partial(_training, compiled, (x, splits), wanted, grad)
+    times = interleave(calls, seconds, Clock(CPU))
+    for name, limit in limits.items():
+        yield _row(f"{size}, a weight each, compiled", name, limit, times, OURS, name)
+
+
+def _training(module: Any, inputs: tuple[Tensor, ...], wanted: list[Tensor], grad: Tensor) -> Any:
+    return torch.autograd.grad(module(*inputs), wanted, grad)
+
+
 def bytes_row(size: Size, limit: int) -> Row:
     """What is kept for backward, bytes a token in bf16."""
     kept = {}
@@ -233,6 +285,8 @@ def rows(quick: bool) -> Iterator[Row]:
         yield from step_rows(MANY, dtype, {GROUPED_MM: 0.80}, seconds)
     for size in (FEW, MANY):
         yield changing_row(size, "bf16", OURS, 1.15, seconds)
+    for size in (FEW, MANY):
+        yield from layout_rows(size, {"stacked": 1.0, "one": 1.1}, seconds)
     yield bytes_row(FEW, 4624)
     yield bytes_row(MANY, 4672)
     yield from host_rows((1.0, 0.8), 15 if quick else 60)

@@ -50,6 +50,9 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   entry["kind"] = row.kind;
   entry["summary"] = row.summary;
   entry["parameters"] = row.parameters;
+  std::map<std::string, std::pair<std::string, std::string>> lists;
+  for (const ListedParameter& list : row.lists) lists[list.parameter] = {list.count, list.single};
+  entry["lists"] = lists;
   entry["attributes"] = row.attributes;
   entry["flags"] = row.flags;
   py::dict types;  // of the attributes that a typed op takes

@@ -191,6 +191,14 @@ def cases() -> Iterator[Case]:
         yield Case("grouped_mlp", "forward_backward", block, (3, 4, 5), name)
         block = lambda s=scaled: with_experts(tops.GroupedLinear(3, 16, 16, **options), s())  # noqa: E731
         yield Case("grouped_linear_scaled", "forward", block, (3, 4), name)
+    product = lambda width: tops.GroupedLinear(3, width, 16, bias=False)  # noqa: E731
+    each = "a parameter each"
+    block = lambda: with_experts(product(16), tops.ScaledSwiGLU(), product(8))  # noqa: E731
+    yield Case("moe_mlp", "forward_backward", block, (2, 3, 4, 5, 6), each)
+    block = lambda: with_experts(product(16), tops.ScaledSwiGLU(), product(8), tops.SiLU())  # noqa: E731
+    yield Case("grouped_mlp", "forward_backward", block, (3, 4, 5), each)
+    block = lambda: with_experts(product(16), tops.ScaledSwiGLU())  # noqa: E731
+    yield Case("grouped_linear_scaled", "forward", block, (3, 4), each)
 
 
 def residual(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
@@ -254,6 +262,10 @@ def backward_cases() -> Iterator[Case]:
             s(), tops.GroupedLinear(3, w, 16, bias=False, single_grouped_weight=True)
         )
         yield Case("scaled_grouped_linear", "backward", block, (3, 4), name)
+    block = lambda: with_experts(  # noqa: E731
+        tops.ScaledSwiGLU(), tops.GroupedLinear(3, 8, 16, bias=False)
+    )
+    yield Case("scaled_grouped_linear", "backward", block, (3, 4), "a parameter each")
     alone = lambda: before(tops.Bias(16), tops.SwiGLU())  # noqa: E731
     yield Case("glu_bias", "backward", alone, (1, 2), "without Linear")
     for rule, sequence in (("gather_linear", True), ("reduce_gradient_linear", False)):

@@ -124,13 +124,13 @@ def test_the_plan_and_what_is_refused() -> None:
     module(torch.randn(8, 16, requires_grad=True), SPLITS, torch.rand(8), SPLITS)
     text = str(module.plans()[0])
     assert (
-        "t2.unused, st2.delayed_wgrad, t2.unused, t2.unused = grouped_linear_backward(g3, x2, "
-        "s2.splits, none, none, none, [false, true, false, false])"
+        "t2.unused, [st2.delayed_wgrad0..2], [], t2.unused = grouped_linear_backward(g3, x2, "
+        "s2.splits, none, none, none, false, true, [false, true, false, false])"
     ) in text
     assert "op 2 leaves the gradient of its weight for later" in str(module.explain())
     assert str(tops.Plan.parse(text)) == text
     with pytest.raises(RuntimeError, match="must update the state that is named"):
-        tops.Plan.parse(text.replace("st2.delayed_wgrad", "st2.main_grad"))
+        tops.Plan.parse(text.replace("st2.delayed_wgrad0..2", "st2.main_grad0..2"))
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -277,27 +277,33 @@ def test_the_text_of_a_plan_gives_autograd_the_gradient() -> None:
     assert torch.equal(late.weight.grad, plain.weight.grad)
 
 
+MASK = [True, True, False, False]  # gradients of input and weight
+
+
 class TwiceTheGradient(tops.FusedOperation):
     """Of a product of groups: a backward in Python that computes the gradient of the weight."""
 
     def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
-        x, splits, weight, _, _ = basic_op_ctxs[0].saved_tensors
+        x, splits, *weights, _, _ = basic_op_ctxs[0].saved_tensors
         grads = torch.ops.transformer_ops.grouped_linear_backward(
-            grad_output, x, splits, weight, None, None, [True, True, False, False]
+            grad_output, x, splits, weights, [], None, len(weights) == 1, True, MASK
         )
-        return grads[0], [(2 * grads[1],)], [(None,)]
+        return grads[0], [[2 * grad for grad in grads[1]]], [(None,)]
 
 
-def test_a_fusion_in_python_has_computed_it() -> None:
-    late, plain = pair(single_grouped_weight=True, bias=False)
+@pytest.mark.parametrize("single", [True, False])
+def test_a_fusion_in_python_has_computed_it(single: bool) -> None:
+    late, plain = pair(single_grouped_weight=single, bias=False)
     module, x = tops.Sequential(late), torch.randn(8, 16, requires_grad=True)
     with tops.register_backward_fusion(TwiceTheGradient, pattern=[tops.GroupedLinear]):
         module(x, SPLITS).sum().backward()
         assert module.plans()[0].backward[0].fused_op is not None
     plain(x, SPLITS).sum().backward()
-    assert late.weight.grad is None
+    assert all(weight.grad is None for weight in late.parameters())
     late.backward_dw()
-    assert torch.equal(late.weight.grad, 2 * plain.weight.grad)
+    for weight, other in zip(late.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weight.grad, 2 * other.grad)
+    late.backward_dw()  # nothing is left
 
 
 def test_checkpointing_and_kept_graphs() -> None:

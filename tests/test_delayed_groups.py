@@ -88,8 +88,8 @@ def test_the_plan_of_groups() -> None:
     call = (
         'st0.fp8_amax = quantize_dequantize_groups_scaled({}, st0.fp8_scale, {}, "e4m3", "float64")'
     )
-    assert call.format("x0", "0, e0.splits") in text
-    assert call.format("p0.weight", "1, none") in text
+    assert call.format("[x0]", "0, e0.splits") in text
+    assert call.format("[p0.weight]", "1, none") in text
     assert str(Plan.parse(text)) == text
 
 
@@ -228,13 +228,13 @@ def test_bad_arguments_of_the_rounding() -> None:
         ((x, scale, 0, torch.tensor([3, 2]), "e4m3", "float32"), "splits must add up to at most 4"),
     ):
         with pytest.raises(RuntimeError, match=rf"\[quantize_dequantize_groups_scaled\] {text}"):
-            run(*arguments)
+            run([arguments[0]], *arguments[1:])
 
 
 def test_magnitudes_of_groups() -> None:
     run = torch.ops.transformer_ops.quantize_dequantize_groups_scaled
     x = torch.arange(8.0).reshape(4, 2)
     x[3, 1] = torch.nan
-    y, amax = run(x, torch.ones(3, 4), 0, torch.tensor([2, 0, 1, 1]), "e4m3", "float32")
+    (y,), amax = run([x], torch.ones(3, 4), 0, torch.tensor([2, 0, 1, 1]), "e4m3", "float32")
     torch.testing.assert_close(amax, torch.tensor([3, -1, 5, torch.nan]), equal_nan=True)
     torch.testing.assert_close(y, x, equal_nan=True)

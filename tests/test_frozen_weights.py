@@ -43,9 +43,10 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "quantize_dequantize" in str(func):
-            tensors = [a for a in args if isinstance(a, Tensor)]
-            rounded = tensors[1 if "_saved" in str(func) else 0]
-            self.count += tuple(rounded.shape) in self.shapes
+            operands = [a for a in args if isinstance(a, Tensor | list)]
+            rounded = operands[1 if "_saved" in str(func) else 0]
+            tensors = rounded if isinstance(rounded, list) else [rounded]
+            self.count += tuple(tensors[0].shape) in self.shapes
         return func(*args, **(kwargs or {}))
 
 
@@ -132,7 +133,8 @@ def test_several_recipes_and_none_in_a_region() -> None:
     assert_equal(got, wanted)
 
 
-def test_groups_of_experts() -> None:
+@pytest.mark.parametrize("is_single", [True, False])
+def test_groups_of_experts(is_single: bool) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         splits = torch.tensor([3, 0, 4])
         for k in range(3):
@@ -145,11 +147,25 @@ def test_groups_of_experts() -> None:
     modules = []
     for _ in range(2):
         torch.manual_seed(0)
-        modules.append(tops.GroupedLinear(3, 64, 32, single_grouped_weight=True))
+        modules.append(tops.GroupedLinear(3, 64, 32, single_grouped_weight=is_single))
     wanted = run(modules[0])
-    with Counter((3, 32, 64)) as counter, tops.frozen_weights():
+    with Counter((3, 32, 64) if is_single else (32, 64)) as counter, tops.frozen_weights():
         assert_equal(run(modules[1]), wanted)
     assert counter.count == 1
+
+
+def test_one_weight_of_a_list_that_changes_or_is_replaced() -> None:
+    module, x, splits = tops.GroupedLinear(3, 64, 32), torch.randn(7, 64), torch.tensor([3, 0, 4])
+    with torch.no_grad(), tops.frozen_weights(), tops.autocast():
+        before = module(x, splits)
+        module.weight2 = nn.Parameter(module.weight2 * 3)
+        with Counter((32, 64)) as counter:
+            after = module(x, splits)
+        assert counter.count == 1
+        assert torch.equal(before[:3], after[:3]) and not torch.equal(before[3:], after[3:])
+        module.weight1.mul_(2)
+        with pytest.raises(RuntimeError, match=r"\[GroupedLinear\] weight1 must not be modified"):
+            module(x, splits)
 
 
 def test_backward_after_the_region() -> None:

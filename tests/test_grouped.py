@@ -13,7 +13,7 @@ from checks import unfused
 from helpers import TOLERANCES, leaf, storage_bytes
 from op_cases import grouped_linear, places_of
 from test_fusions import saved_bytes
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import transformer_ops as tops
@@ -396,20 +396,29 @@ def test_state_dicts_of_both_layouts_load_into_both(single: bool) -> None:
 
 
 def test_parameters_for_each_group() -> None:
-    """Neighbours in memory are taken as one, others are stacked; the gradients are the same."""
+    """They are taken, and get gradients, as they are, wherever they lie."""
     op = tops.GroupedLinear(3, 16, 8)
-    for each in (op, copy.deepcopy(op), copy.deepcopy(op).double(), pickle.loads(pickle.dumps(op))):
-        assert each.weight.data_ptr() == each.weight0.data_ptr()
-    apart = tops.GroupedLinear(3, 16, 8)
-    for name, parameter in op.named_parameters():
-        setattr(apart, name, nn.Parameter(parameter.detach().clone()))
-    assert apart.weight.data_ptr() != apart.weight0.data_ptr()
+    apart = tops.GroupedLinear(3, 16, 8, single_grouped_weight=True, single_grouped_bias=True)
+    apart.load_state_dict(op.state_dict())
     x, sizes = torch.randn(12, 16), torch.tensor([3, 0, 5])
-    for module in (op, apart):
+    for module in (op, apart, copy.deepcopy(op).double(), pickle.loads(pickle.dumps(op))):
         module(x, sizes).square().sum().backward()
-    for a, b in zip(op.parameters(), apart.parameters(), strict=True):
-        assert a.grad is not None and torch.equal(a.grad, b.grad)
-        assert a.grad.shape == a.shape
+    for name in ("weight", "bias"):
+        for k, grad in enumerate(getattr(apart, name).grad):
+            own = getattr(op, f"{name}{k}")
+            assert torch.equal(own.grad, grad) and own.grad.shape == own.shape
+    assert len({p.grad.untyped_storage().data_ptr() for p in op.parameters()}) == 6
+    x.requires_grad_()
+    y = op(x, sizes)
+    with torch.no_grad():
+        op.weight1.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with torch.no_grad():
+        op.weight1.sub_(1)
+    x = x.detach()
+    op.zero_grad()
+    op(x, sizes).square().sum().backward()
     fast = torch.compile(op, fullgraph=True, backend="aot_eager")
     grads = torch.autograd.grad(fast(x, sizes).square().sum(), list(op.parameters()))
     for a, parameter in zip(grads, op.parameters(), strict=True):
@@ -462,9 +471,97 @@ def test_accumulation_into_a_main_grad_for_each_group() -> None:
     op(x, sizes).backward(grad)
     assert weights[0].grad_added_to_main_grad and not weights[0].grad.any()
     torch.testing.assert_close(op.weight0.main_grad, 2 * plain.weight0.grad + 1)
-    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="single_grouped_weight=True in compiled code"):
-        compiled(x, sizes)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_main_grad_for_each_group_in_a_graph(backend: str, frozen: bool) -> None:
+    op = tops.GroupedLinear(3, 16, 8, bias=False, accumulate_into_main_grad=True)
+    plain = tops.GroupedLinear(3, 16, 8, bias=False)
+    plain.load_state_dict(op.state_dict())
+    x, sizes, grad = torch.randn(12, 16), torch.tensor([3, 4, 5]), torch.randn(12, 8)
+    for weight in op.parameters():
+        weight.main_grad = torch.ones(8, 16)
+    op.weight1.requires_grad_(not frozen)
+    plain(x, sizes).backward(grad)
+    compiled = torch.compile(op, fullgraph=True, backend=backend)
+    for calls in (1, 2):
+        compiled(x, sizes).backward(grad)
+        for k, weight in enumerate(op.parameters()):
+            want = 0 if frozen and k == 1 else calls * getattr(plain, f"weight{k}").grad
+            torch.testing.assert_close(weight.main_grad, 1 + want + torch.zeros(8, 16))
+            assert weight.grad is None
+    for weight in op.parameters():
+        weight.overwrite_main_grad = True
+    compiled(x, sizes).backward(grad)
+    torch.testing.assert_close(op.weight2.main_grad, plain.weight2.grad)
+
+
+def listed(ops: list[Any]) -> list[Any]:
+    """The same with a parameter for each expert."""
+    found = []
+    for op in ops:
+        if isinstance(op, tops.GroupedLinear):
+            own = tops.GroupedLinear(op.num_groups, op.in_features, op.out_features, bias=False)
+            own.load_state_dict(op.state_dict())
+            op = own.set_extra_input_channel(0, "splits")
+        found.append(op)
+    return found
+
+
+@pytest.mark.parametrize("way", backends())
+def test_a_layer_with_a_parameter_for_each_expert(way: str) -> None:
+    """The joint step takes and gives lists: no tensor of all experts is made."""
+    single = tops.Sequential(*experts(5, 16, 8))
+    module = tops.Sequential(*listed(experts(5, 16, 8)))
+    module.load_state_dict(single.state_dict())
+    run = backends()[way](module)
+    for tokens in (37, 1):
+        x, ids, probs = routed(tokens, 5, 2, 16)
+        found = torch.autograd.grad(run(x, ids, probs).square().sum(), (x, *module.parameters()))
+        want = torch.autograd.grad(single(x, ids, probs).square().sum(), (x, *single.parameters()))
+        up, down = torch.stack(found[1:6]), torch.stack(found[6:])
+        torch.testing.assert_close((found[0], up, down), want, rtol=0, atol=0)
+    module(x, ids, probs)
+    assert [step.name for step in module.plans()[0].forward] == ["moe_mlp"]
+    text = str(module.plans()[0])
+    assert "[p1.weight0..4], [p3.weight0..4]" in text and "[dp1.weight0..4], [dp3" in text
+    assert str(tops.Plan.parse(text)) == text
+
+
+def test_nothing_is_stacked_in_a_graph() -> None:
+    targets: set[str] = set()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        targets.update(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    op = tops.GroupedLinear(3, 16, 8)
+    x, sizes = torch.randn(12, 16), torch.tensor([3, 4, 5])
+    aot = torch._dynamo.backends.common.aot_autograd(fw_compiler=backend, bw_compiler=backend)
+    torch.compile(op, fullgraph=True, backend=aot)(x, sizes).sum().backward()
+    assert "transformer_ops.grouped_linear.default" in targets
+    assert "transformer_ops.grouped_linear_backward.default" in targets
+    assert not [t for t in targets if any(word in t for word in ("stack", "cat", "clone", "copy"))]
+
+
+def test_a_list_of_another_length() -> None:
+    op = tops.GroupedLinear(3, 16, 8)
+    x, sizes = torch.randn(12, 16), torch.tensor([3, 4, 5])
+    op(x, sizes)
+    weights = list(op.parameters())[:3]
+    for bad, text in (
+        (weights[:2], r"splits must have shape \[2\], got \[3\]"),
+        ([*weights[:2], torch.randn(8, 15)], r"weight must have shape \[8, 16\], got \[8, 15\]"),
+        ([torch.stack(weights)], "weight must be a tensor for each group where single_grouped"),
+        ([], "weight must be given, got an empty list"),
+    ):
+        with pytest.raises(RuntimeError, match=rf"\[grouped_linear\] {text}"):
+            o.grouped_linear(x, sizes, bad, [], None, False, True)
+    op.num_groups = 2
+    with pytest.raises(RuntimeError, match=r"splits must have shape \[2\], got \[3\]"):
+        op(x, sizes)
+    op(x, sizes[:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

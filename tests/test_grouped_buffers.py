@@ -58,14 +58,15 @@ def test_both_buffers(given: dict[str, Any], dtype: torch.dtype) -> None:
 
 def test_the_op_itself_writes_there() -> None:
     x, weight, output = torch.randn(10, 8), torch.randn(3, 16, 8), torch.empty(10, 16)
+    run = torch.ops.transformer_ops.grouped_linear
     _C.write_next_result_into(output)
-    result = torch.ops.transformer_ops.grouped_linear(x, SPLITS, weight, None, None)
+    result = run(x, SPLITS, [weight], [], None, True, True)
     assert result.data_ptr() == output.data_ptr()
     # Once; and not where it does not fit.
-    result = torch.ops.transformer_ops.grouped_linear(x, SPLITS, weight, None, None)
+    result = run(x, SPLITS, [weight], [], None, True, True)
     assert result.data_ptr() != output.data_ptr()
     _C.write_next_result_into(output.t())
-    result = torch.ops.transformer_ops.grouped_linear(x, SPLITS, weight, None, None)
+    result = run(x, SPLITS, [weight], [], None, True, True)
     assert result.shape == output.shape and result.data_ptr() != output.data_ptr()
 
 

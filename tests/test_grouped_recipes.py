@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers import assert_near
@@ -77,8 +79,8 @@ def test_the_text_of_a_plan_with_groups() -> None:
     with tops.autocast(recipe=tops.recipe.MXFP8BlockScaling()):
         fuser(torch.randn(ROWS, 72, requires_grad=True), SIZES)
     text = str(fuser.plan())
-    assert 'quantize_dequantize_groups(p0.weight, none, "mx e4m3", "float32")' in text
-    assert 'quantize_dequantize_groups(x0, e0.splits, "mx e4m3", "float32")' in text
+    assert 'quantize_dequantize_groups([p0.weight], none, "mx e4m3", "float32")' in text
+    assert 'quantize_dequantize_groups([x0], e0.splits, "mx e4m3", "float32")' in text
     assert str(tops.Plan.parse(text)) == text
 
 
@@ -110,13 +112,14 @@ def test_turned_groups(dtype: torch.dtype) -> None:
 def test_groups_rounded_at_random() -> None:
     run = torch.ops.transformer_ops.quantize_dequantize_groups_stochastic
     x = torch.randn(ROWS, 72)
-    draws = torch.stack([run(x, SIZES, "mx e4m3", "float32") for _ in range(300)])
-    nearest = torch.ops.transformer_ops.quantize_dequantize_groups(x, SIZES, "mx e4m3", "float32")
+    draws = torch.stack([run([x], SIZES, "mx e4m3", "float32")[0] for _ in range(300)])
+    rounded = torch.ops.transformer_ops.quantize_dequantize_groups
+    (nearest,) = rounded([x], SIZES, "mx e4m3", "float32")
     assert not draws[:, -4:].any()
     error, own = (draws.mean(0) - x)[:-4], (nearest - x)[:-4]
     assert error.norm() < 0.2 * own.norm()
     with pytest.raises(RuntimeError, match="format must be floating, got 'int8 1x32'"):
-        run(x, SIZES, "int8 1x32", "float32")
+        run([x], SIZES, "int8 1x32", "float32")
 
 
 def test_bad_arguments_of_the_rounding() -> None:
@@ -130,4 +133,43 @@ def test_bad_arguments_of_the_rounding() -> None:
         ((x, torch.tensor([3]), "mx e4m3", "int8"), "dtype must be"),
     ):
         with pytest.raises(RuntimeError, match=rf"\[quantize_dequantize_groups\] {text}"):
-            run(*arguments)
+            run([arguments[0]], *arguments[1:])
+    with pytest.raises(RuntimeError, match="input must be one tensor where there are splits"):
+        run([x, x], torch.tensor([3]), "mx e4m3", "float32")
+    with pytest.raises(RuntimeError, match=r"input must have 2 dimensions .*\[1, 4, 6\]"):
+        run([x, x[None]], None, "mx e4m3", "float32")
+    with pytest.raises(RuntimeError, match="input must be of one dtype, got Float and Double"):
+        run([x, x.double()], None, "mx e4m3", "float32")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        tops.recipe.MXFP8BlockScaling(),
+        tops.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+        tops.recipe.DelayedScaling(),
+    ],
+    ids=["mxfp8", "nvfp4", "delayed"],
+)
+def test_weights_of_both_layouts_are_rounded_alike(recipe: Any, compiled: bool) -> None:
+    make = lambda single: tops.GroupedLinear(  # noqa: E731
+        4, 72, 50, single_grouped_weight=single, single_grouped_bias=single
+    )
+    single, listed = make(True), make(False)
+    listed.load_state_dict(single.state_dict())
+    x, grad = torch.randn(ROWS, 72), torch.randn(ROWS, 50)
+    found = []
+    for op in (single, listed):
+        run = torch.compile(op, fullgraph=True, backend="aot_eager") if compiled else op
+        for _ in range(2):
+            op.zero_grad()
+            leaf = x.clone().requires_grad_()
+            with tops.autocast(recipe=recipe):
+                y = run(leaf, SIZES)
+            y.backward(grad)
+        grads = [p.grad for p in op.parameters()]
+        if op is listed:
+            grads = [torch.stack(grads[:4]), torch.stack(grads[4:])]
+        found.append((y, leaf.grad, *grads))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)

@@ -75,8 +75,24 @@ NATIVE = [
             "out_features": 5,
             "accumulate_into_main_grad": False,
             "delay_wgrad_compute": False,
+            "single_grouped_weight": True,
+            "single_grouped_bias": True,
         },
         {"weight": (2, 5, 3), "bias": (2, 5)},
+    ),
+    (
+        lambda: ops.GroupedLinear(2, 3, 5),
+        "GroupedLinear",
+        {
+            "num_groups": 2,
+            "in_features": 3,
+            "out_features": 5,
+            "accumulate_into_main_grad": False,
+            "delay_wgrad_compute": False,
+            "single_grouped_weight": False,
+            "single_grouped_bias": False,
+        },
+        {"weight0": (5, 3), "weight1": (5, 3), "bias0": (5,), "bias1": (5,)},
     ),
     (lambda: ops.ScaledSwiGLU(), "ScaledSwiGLU", {**KEEPS, "glu_interleave_size": 0}, {}),
     (
@@ -118,7 +134,7 @@ def test_native_op(make, kind, attributes, shapes):
         type(value) for value in attributes.values()
     ]
     assert {name: tuple(p.shape) for name, p in op.named_parameters()} == shapes
-    assert op._parameter_names == tuple(shapes)
+    assert op._tensor_names() == tuple(shapes)
     assert [p is q for p, q in zip(op._parameter_tensors(), op.parameters(), strict=True)] == [
         True
     ] * len(shapes)

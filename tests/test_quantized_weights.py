@@ -432,14 +432,16 @@ def test_parts_that_do_not_fit():
 
 
 @pytest.mark.parametrize("format", ["mx e4m3", "int8 1x32"])
-def test_experts_with_one_quantized_weight(format):
+@pytest.mark.parametrize("single", [True, False])
+def test_experts_with_quantized_weights(format, single):
     torch.manual_seed(0)
     with tops.quantized_model_init(recipe=CustomRecipe(lambda role: format)):
-        model = tops.Sequential(tops.GroupedLinear(3, 64, 32, single_grouped_weight=True))
-        apart = tops.GroupedLinear(3, 64, 32)
-    assert model[0].weight.format == format and type(apart.weight0) is nn.Parameter
+        model = tops.Sequential(tops.GroupedLinear(3, 64, 32, single_grouped_weight=single))
     plain = copy.deepcopy(model)
-    plain[0].weight = nn.Parameter(model[0].weight.detach().dequantize())
+    for name in ["weight"] if single else ["weight0", "weight1", "weight2"]:
+        held = getattr(model[0], name)
+        assert held.format == format
+        setattr(plain[0], name, nn.Parameter(held.detach().dequantize()))
     splits = torch.tensor([4, 0, 5])
     x = torch.randn(10, 64)
     found = gradients(model, x, lambda x: model(x, splits))

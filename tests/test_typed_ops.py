@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import as_tuple
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from typed_op_samples import NAMES, samples
 from typed_op_samples import overload as op
 
@@ -34,21 +34,18 @@ def saving(name, sample):
 
 def away_from_zero(sample):
     """Where an output of an activation is zero, its slope jumps."""
-    return [
-        value.masked_fill(value == 0, 0.5)
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value
-        for value in sample
-    ]
+    fill = lambda v: v.masked_fill(v == 0, 0.5) if v.is_floating_point() else v  # noqa: E731
+    return tree_map_only(torch.Tensor, fill, list(sample))
 
 
 def with_grad(sample):
-    return [
-        value.clone().requires_grad_()
-        if isinstance(value, torch.Tensor) and value.is_floating_point()
-        else value
-        for value in sample
-    ]
+    leaf = lambda v: v.clone().requires_grad_() if v.is_floating_point() else v  # noqa: E731
+    return tree_map_only(torch.Tensor, leaf, list(sample))
+
+
+def tensors_in(values):
+    """Those of lists one by one."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def form(sample):
@@ -56,7 +53,7 @@ def form(sample):
     return str(
         [
             (v.dim(), v.dtype) if isinstance(v, torch.Tensor) else isinstance(v, str) or v
-            for v in sample
+            for v in tree_leaves(list(sample))
         ]
     )
 
@@ -75,34 +72,34 @@ def test_opcheck(name):
 
 
 def size_of(sample):
-    return sum(value.numel() for value in sample if isinstance(value, torch.Tensor))
+    return sum(tensor.numel() for tensor in tensors_in(sample))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradcheck(name):
     for number, sample in enumerate(sorted(samples(name), key=size_of)):
         sample = with_grad(away_from_zero(saving(name, sample)))
+        leaves, spec = tree_flatten(sample)
         places = [
-            i for i, v in enumerate(sample) if isinstance(v, torch.Tensor) and v.requires_grad
+            i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.requires_grad
         ]
         # Next to a product of another dtype: too coarse for differences.
-        if any(sample[i].dtype != torch.float64 for i in places):
+        if any(leaves[i].dtype != torch.float64 for i in places):
             continue
 
-        def function(*tensors, sample=sample, places=places):
-            arguments = list(sample)
+        def function(*tensors, leaves=leaves, spec=spec, places=places):
+            values = list(leaves)
             for place, tensor in zip(places, tensors, strict=True):
-                arguments[place] = tensor
+                values[place] = tensor
             torch.manual_seed(0)
-            results = op(name)(*arguments)
-            results = results if isinstance(results, tuple) else (results,)
-            return tuple(r for r in results if r.requires_grad)
+            results = op(name)(*tree_unflatten(values, spec))
+            return tuple(r for r in tensors_in(results) if r.requires_grad)
 
         # Statistics depend on the input, but a backward op takes them as given.
         if is_backward(name) and not consistent(name):
             continue
         # Every number of the smallest samples, and random directions of the others.
-        tensors = [sample[i] for i in places]
+        tensors = [leaves[i] for i in places]
         fast = number >= 3 or size_of(sample) > MOST_NUMBERS
         assert torch.autograd.gradcheck(function, tensors, atol=1e-4, fast_mode=fast)
 
@@ -118,11 +115,9 @@ def test_meta_gives_shapes_and_dtypes(name):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for sample in samples(name, dtype):
             real = op(name)(*sample)
-            moved = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in sample]
+            moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), list(sample))
             fake = op(name)(*moved)
-            real = real if isinstance(real, tuple) else (real,)
-            fake = fake if isinstance(fake, tuple) else (fake,)
-            for a, b in zip(real, fake, strict=True):
+            for a, b in zip(tensors_in(real), tensors_in(fake), strict=True):
                 assert b.is_meta and a.shape == b.shape and a.dtype == b.dtype
                 assert a.stride() == b.stride()
 
@@ -130,10 +125,9 @@ def test_meta_gives_shapes_and_dtypes(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_never_mutates_and_never_aliases(name):
     for sample in samples(name, torch.float32):
-        tensors = [v for v in sample if isinstance(v, torch.Tensor)]
+        tensors = tensors_in(list(sample))
         before = [tensor.clone() for tensor in tensors]
-        results = op(name)(*sample)
-        results = results if isinstance(results, tuple) else (results,)
+        results = tensors_in(op(name)(*sample))
         for tensor, copy in zip(tensors, before, strict=True):
             assert torch.equal(tensor, copy)
         storages = [t.untyped_storage()._cdata for t in (*tensors, *results) if t.numel()]
@@ -146,8 +140,7 @@ def test_unfused_meaning(name):
     if torch.Tag.nondeterministic_seeded in op(name).tags:
         return
     for sample in samples(name):
-        got = op(name)(*sample)
-        got = got if isinstance(got, tuple) else (got,)
+        got = tensors_in(op(name)(*sample))
         want = _C.unfused(name, tuple(sample))
         for a, b in zip(got, want, strict=False):
             if b is not None:
@@ -159,15 +152,16 @@ def test_wrong_arguments_name_the_op(name):
     (sample, *_) = samples(name, torch.float32)
     # The values of the gradient do not matter to what is computed again.
     first = 1 if name.startswith("recompute_") else 0
-    for i, value in enumerate(sample):
+    leaves, spec = tree_flatten(list(sample))
+    for i, value in enumerate(leaves):
         if i < first or not isinstance(value, torch.Tensor) or value.dtype == torch.uint8:
             continue
         other = torch.int64 if value.is_floating_point() else torch.float32
         for bad in (value.to(other), value.to("meta"), value.new_zeros(5, 3, 7, 7)):
-            arguments = [*sample[:i], bad, *sample[i + 1 :]]
+            arguments = tree_unflatten([*leaves[:i], bad, *leaves[i + 1 :]], spec)
             if i == first and bad.shape == (5, 3, 7, 7) and _takes_any_shape(name):
                 continue
-            if i == 0 and bad.is_meta and sum(isinstance(v, torch.Tensor) for v in sample) == 1:
+            if i == 0 and bad.is_meta and len(tensors_in(leaves)) == 1:
                 continue
             with pytest.raises(RuntimeError, match=rf"^\[{name}\] .* must .*, got "):
                 op(name)(*arguments)
@@ -185,12 +179,13 @@ def _takes_any_shape(name):
 def test_on_cuda(name):
     """The numbers of the CPU; without the backend, how to build it."""
     for sample in samples(name):
-        moved = [v.cuda() if isinstance(v, torch.Tensor) else v for v in sample]
+        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(), list(sample))
         if build_info().CUDA is None:
             with pytest.raises(NotImplementedError, match="TRANSFORMER_OPS_CUDA=ON"):
                 op(name)(*moved)
             continue
-        for got, want in zip(as_tuple(op(name)(*moved)), as_tuple(op(name)(*sample)), strict=True):
+        results = tensors_in(op(name)(*moved)), tensors_in(op(name)(*sample))
+        for got, want in zip(*results, strict=True):
             assert got.is_cuda
             if torch.Tag.nondeterministic_seeded not in op(name).tags:
                 torch.testing.assert_close(got.cpu(), want)

@@ -11,6 +11,7 @@ from fusion_cases import CASES as FUSIONS
 from op_cases import CASES, OpCase
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 import transformer_ops as tops
 from transformer_ops import _C
@@ -40,9 +41,11 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "transformer_ops":
             assert not kwargs and len(args) == len(func._schema.arguments)
-            key = tuple((v.dim(), v.dtype) if isinstance(v, Tensor) else repr(v) for v in args)
+            form = lambda v: (v.dim(), v.dtype) if isinstance(v, Tensor) else repr(v)  # noqa: E731
+            leaves, spec = tree_flatten(list(args))
+            key = (*map(form, leaves), str(spec))
             # A call may be given the last reference to a tensor, and write to it.
-            sample = [v.detach().clone() if isinstance(v, Tensor) else v for v in args]
+            sample = tree_map_only(Tensor, lambda v: v.detach().clone(), list(args))
             self.samples.setdefault(func._schema.name.split("::")[1], {})[key] = sample
         return func(*args, **(kwargs or {}))
 

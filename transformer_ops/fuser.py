@@ -128,9 +128,9 @@ class OperationFuser(Holder):
         owned = [(op, places.get(id(op._parameter_owner), -1)) for op in self._basic_ops]
         if any(i < 0 or op.is_python for op, i in owned):
             return None
-        found = [(op._parameter_owner, n) for op in self._basic_ops for n in op._parameter_names]
+        found = [(op._parameter_owner, n) for op in self._basic_ops for n in op._tensor_names()]
         return Reads(
-            tuple((i, name) for op, i in owned for name in op._parameter_names),
+            tuple((i, name) for op, i in owned for name in op._tensor_names()),
             tuple(is_dtensor(getattr(owner, name, None)) for owner, name in found),
             tuple(_format_of(getattr(owner, name, None)) for owner, name in found),
             self._absent,
@@ -422,7 +422,7 @@ def _is_view(op: BasicOperation) -> bool:
 def _places(op: BasicOperation) -> list[tuple[Any, str | int]]:
     if op.is_python:
         return [(op, len(op._parameter_tensors()))]
-    return [(op._parameter_owner, name) for name in op._parameter_names]
+    return [(op._parameter_owner, name) for name in op._tensor_names()]
 
 
 run_alone_by(lambda op: OperationFuser([op], _own=True), traced_alone)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import _C
 from .locks import new_lock
@@ -77,20 +78,20 @@ def _register_pair(forward: str, backward: str) -> None:
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         values = dict(zip((*arguments, *results), (*inputs, *outputs), strict=True))
-        tensors = {n: v for n, v in values.items() if n in wanted and isinstance(v, Tensor)}
-        ctx.names = list(tensors)
-        ctx.constants = {n: v for n, v in values.items() if n in wanted and n not in tensors}
-        ctx.save_for_backward(*tensors.values())
+        kept = {n: v for n, v in values.items() if n in wanted}
+        leaves, ctx.spec = tree_flatten(kept)
+        _save(ctx, leaves)
         # The others serve this backward only.
         rest = zip(results, outputs, strict=True)
         ctx.mark_non_differentiable(*(o for name, o in rest if f"grad_{name}" not in wanted))
 
     def backward_function(ctx: Any, *grads: Tensor | None) -> Any:
-        values = dict(zip(ctx.names, ctx.saved_tensors, strict=True)) | ctx.constants
+        values = tree_unflatten(_saved(ctx), ctx.spec)
         values |= {f"grad_{name}": grad for name, grad in zip(results, grads, strict=True)}
         values.setdefault("grad_output", None)  # where the op's input is handed on
         if "output_mask" in wanted:
-            values["output_mask"] = [ctx.needs_input_grad[arguments.index(name)] for name in given]
+            mask = (_any(ctx.needs_input_grad[arguments.index(name)]) for name in given)
+            values["output_mask"] = list(mask)
         returned = _overload(backward)(*[values[name] for name in wanted])
         found = returned if isinstance(returned, tuple) else (returned,)
         by_name = dict(zip(given, found, strict=True))
@@ -98,7 +99,7 @@ def _register_pair(forward: str, backward: str) -> None:
         for name in ("input", "extra_input"):
             by_name.setdefault(name, values["grad_output"])
         return tuple(
-            by_name.get(name) if needed else None
+            _needed(by_name.get(name), needed)
             for name, needed in zip(arguments, ctx.needs_input_grad, strict=True)
         )
 
@@ -110,27 +111,24 @@ def _register_unfused(name: str) -> None:
     is_forward = _overload(name)._schema.returns[0].name == "output"
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
-        ctx.constants = [None if isinstance(value, Tensor) else value for value in inputs]
-        ctx.save_for_backward(*[inputs[i] for i in ctx.places])
+        leaves, ctx.spec = tree_flatten(list(inputs))
+        _save(ctx, leaves)
         if is_forward and isinstance(output, tuple):
             # The other results serve a backward only.
             ctx.mark_non_differentiable(*output[1:])
 
-    def backward_function(ctx: Any, *grads: Tensor | None) -> Any:
-        values = list(ctx.constants)
+    def backward_function(ctx: Any, *grads: Any) -> Any:
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            tensors = [_input_of(tensor) for tensor in ctx.saved_tensors]
-            for place, tensor in zip(ctx.places, tensors, strict=True):
-                values[place] = tensor
-            results = _C.unfused(name, tuple(values))
+            leaves = [_input_of(v) if isinstance(v, Tensor) else v for v in _saved(ctx)]
+            results = _C.unfused(name, tuple(tree_unflatten(leaves, ctx.spec)))
+            given = [g for grad in grads for g in (grad if isinstance(grad, list) else [grad])]
             pairs = [
                 (result, grad)
-                for result, grad in zip(results, grads, strict=False)
+                for result, grad in zip(results, given, strict=False)
                 if result is not None and grad is not None and result.requires_grad
             ]
-            inputs = [tensor for tensor in tensors if tensor.requires_grad]
+            inputs = [v for v in leaves if isinstance(v, Tensor) and v.requires_grad]
             found = iter(
                 torch.autograd.grad(
                     [result for result, _ in pairs],
@@ -142,13 +140,49 @@ def _register_unfused(name: str) -> None:
                 if pairs
                 else [None] * len(inputs)
             )
-        by_place = {
-            place: next(found) if tensor.requires_grad else None
-            for place, tensor in zip(ctx.places, tensors, strict=True)
-        }
-        return tuple(by_place.get(i) for i in range(len(values)))
+        by_leaf = [
+            next(found) if isinstance(v, Tensor) and v.requires_grad else None for v in leaves
+        ]
+        # A list of flags or sizes has one gradient, which is none.
+        values = tree_unflatten(leaves, ctx.spec)
+        by_argument = tree_unflatten(by_leaf, ctx.spec)
+        return tuple(
+            grads if _is_tensor_list(value) or isinstance(value, Tensor) else None
+            for value, grads in zip(values, by_argument, strict=True)
+        )
 
     torch.library.register_autograd(_full(name), backward_function, setup_context=setup_context)
+
+
+def _save(ctx: Any, leaves: list[Any]) -> None:
+    """Keeps tensors by autograd's own means, other values as they are."""
+    ctx.places = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
+    ctx.constants = [None if isinstance(value, Tensor) else value for value in leaves]
+    ctx.save_for_backward(*[leaves[i] for i in ctx.places])
+
+
+def _saved(ctx: Any) -> list[Any]:
+    leaves = list(ctx.constants)
+    for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+        leaves[place] = tensor
+    return leaves
+
+
+def _is_tensor_list(value: Any) -> bool:
+    # As torch has it: an empty list is one of tensors.
+    return isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
+
+
+def _any(needed: Any) -> bool:
+    return any(needed) if isinstance(needed, list) else bool(needed)
+
+
+def _needed(grad: Any, needed: Any) -> Any:
+    """The gradients that are needed, of an argument or of each tensor in its list."""
+    if not isinstance(needed, list):
+        return grad if needed else None
+    given = grad if any(needed) else [None] * len(needed)
+    return [g if is_needed else None for g, is_needed in zip(given, needed, strict=True)]
 
 
 def _input_of(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class QuantizedTensor(Tensor):
     """`codes` and `scale` in a format of `torch.ops.transformer_ops.quantize`, seen as a tensor of
     `dtype` and of the shape that was quantized.
 
-    As the weight of a `Linear` or `BasicLinear`, or the one weight of a `GroupedLinear`, it is
+    As the weight of a `Linear` or `BasicLinear`, or a weight of a `GroupedLinear`, it is
     decoded where the product reads it, in backward again: what stays in memory is the codes. Its
     gradient is a plain tensor.
 

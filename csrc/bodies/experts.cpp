@@ -12,19 +12,19 @@ namespace {
 
 // Of a row in the larger product: threads inside of products pay from some size of one on.
 int64_t work_of(const Experts& experts) {
-  return std::max(experts.up.size(1) * experts.up.size(2),
-                  experts.down.size(1) * experts.down.size(2));
+  return std::max(experts.up.size(0) * experts.up.size(1),
+                  experts.down.size(0) * experts.down.size(1));
 }
 
 // The rows of a group through its first product: in `hidden`, or in scratch.
-RoundedRows hidden_rows(const Tensor& up, const Groups& groups, int64_t group,
+RoundedRows hidden_rows(const GroupTensors& up, const Groups& groups, int64_t group,
                         const GroupedRows& rows, const Tensor& hidden, int64_t limit) {
   const int64_t first = groups.begin(group), count = groups.size(group);
   const int64_t rounded = rounded_rows(count, up.scalar_type());
   RoundedRows wide = hidden.defined()
                          ? RoundedRows(hidden, first, count, rounded, limit)
-                         : RoundedRows(empty_cpu({rounded, up.size(1)}, up.scalar_type()));
-  multiply_cpu(wide.matrix(), rows.padded(first, count, rounded), transposed(matrix_of(up, group)));
+                         : RoundedRows(empty_cpu({rounded, up.size(0)}, up.scalar_type()));
+  multiply_cpu(wide.matrix(), rows.padded(first, count, rounded), transposed(weight_of(up, group)));
   wide.finish();
   return wide;
 }
@@ -43,7 +43,7 @@ std::optional<std::string> why_not_experts(const Match& match, int up, int activ
   if (!match.key().grad_enabled) return "no gradient is wanted";
   for (const int op : {up, down}) {
     if (match.analysis.has_parameter(match.places[op], "bias")) return "a product has a bias";
-    if (!match.parameter_requires_grad(op, 0)) return "a weight needs no gradient";
+    if (!match.parameter_requires_grad(op, "weight")) return "a weight needs no gradient";
     if (declaration(match.kind(op)).state_of("weight", match.op(op).attributes) != nullptr) {
       return "a weight accumulates into main_grad";
     }
@@ -54,21 +54,25 @@ std::optional<std::string> why_not_experts(const Match& match, int up, int activ
 void check_experts(const Checks& check, const Experts& experts, const c10::SymInt& width,
                    at::ScalarType dtype) {
   const auto& [activation, up, down] = experts;
-  TORCH_CHECK(up.dim() == 3 && up.sym_size(2) == width, "[", check.op(),
-              "] up must have shape [*, *, ", width, "], got ", up.sym_sizes());
-  check.spec("up", up, {c10::SymDimVector(up.sym_sizes()), dtype});
-  const c10::SymInt groups = up.sym_size(0), hidden = up.sym_size(1);
+  check_group_columns(check, "up", up, width, dtype);
+  const c10::SymInt hidden = up.sym_size(0);
   const TensorSpec activated = activated_output(check, "hidden", {{hidden}, dtype}, activation);
-  TORCH_CHECK(
-      down.dim() == 3 && down.sym_size(0) == groups && down.sym_size(2) == activated.sizes[0], "[",
-      check.op(), "] down must have shape [", groups, ", *, ", activated.sizes[0], "], got ",
-      down.sym_sizes());
-  check.spec("down", down, {c10::SymDimVector(down.sym_sizes()), dtype});
+  check_group_columns(check, "down", down, activated.sizes[0], dtype);
+  TORCH_CHECK(down.sym_count() == up.sym_count(), "[", check.op(), "] down must have ",
+              up.sym_count(), " groups as up has, got ", down.sym_count());
 }
 
-void scaled_product_cpu(const ScaledActivation& activation, const Tensor& up, const Groups& groups,
-                        const GroupedRows& rows, const Tensor& scales, const Tensor& hidden,
-                        const Tensor& output) {
+Tensors scratch_like(const Tensors& weights) {
+  Tensors scratch;
+  for (const Tensor& weight : weights) {
+    scratch.push_back(empty_cpu(weight.sizes(), weight.scalar_type()));
+  }
+  return scratch;
+}
+
+void scaled_product_cpu(const ScaledActivation& activation, const GroupTensors& up,
+                        const Groups& groups, const GroupedRows& rows, const Tensor& scales,
+                        const Tensor& hidden, const Tensor& output) {
   const auto run = [&](int64_t begin, int64_t end) {
     const int64_t limit = groups.end(end - 1);
     for (int64_t group = begin; group < end; ++group) {
@@ -79,7 +83,7 @@ void scaled_product_cpu(const ScaledActivation& activation, const Tensor& up, co
                               rows_of(scales, first, count), rows_of(output, first, count));
     }
   };
-  parallel_over_groups(groups, up.size(1) * up.size(2), run);
+  parallel_over_groups(groups, up.size(0) * up.size(1), run);
   zero_rest_cpu(groups, output);
   if (hidden.defined()) zero_rest_cpu(groups, hidden);
 }
@@ -95,12 +99,12 @@ void experts_forward_cpu(const Experts& experts, const Groups& groups, const Gro
       if (count == 0) continue;
       const int64_t rounded = rounded_rows(count, dtype);
       const RoundedRows wide = hidden_rows(up, groups, group, rows, hidden, limit);
-      const Tensor activated = empty_cpu({rounded, down.size(2)}, dtype);
+      const Tensor activated = empty_cpu({rounded, down.size(1)}, dtype);
       scaled_rows_forward_cpu(activation, rows_of(wide.matrix(), 0, count),
                               rows_of(scales, first, count), rows_of(activated, 0, count));
       rows_of(activated, count, rounded - count).zero_();
       const RoundedRows out(output, first, count, rounded, limit);
-      multiply_cpu(out.matrix(), activated, transposed(matrix_of(down, group)));
+      multiply_cpu(out.matrix(), activated, transposed(weight_of(down, group)));
       out.finish();
     }
   };
@@ -119,8 +123,8 @@ void experts_backward_cpu(const Experts& experts, const Groups& groups,
     const int64_t limit = groups.end(end - 1);
     for (int64_t group = begin; group < end; ++group) {
       const int64_t first = groups.begin(group), count = groups.size(group);
-      const Tensor grad_up = matrix_of(gradients.up, group);
-      const Tensor grad_down = matrix_of(gradients.down, group);
+      const Tensor grad_up = weight_of(gradients.up, group);
+      const Tensor grad_down = weight_of(gradients.down, group);
       if (count == 0) {
         grad_up.zero_();
         grad_down.zero_();
@@ -129,9 +133,9 @@ void experts_backward_cpu(const Experts& experts, const Groups& groups,
       const int64_t rounded = rounded_rows(count, dtype);
       const Tensor grad = grad_output.padded(first, count, rounded);
       // The gradient of what the activation gave, then that itself.
-      const Tensor activated = empty_cpu({rounded, down.size(2)}, dtype);
-      multiply_cpu(activated, grad, matrix_of(down, group));
-      const Tensor grad_hidden = empty_cpu({rounded, up.size(1)}, dtype);
+      const Tensor activated = empty_cpu({rounded, down.size(1)}, dtype);
+      multiply_cpu(activated, grad, weight_of(down, group));
+      const Tensor grad_hidden = empty_cpu({rounded, up.size(0)}, dtype);
       rows_of(grad_hidden, count, rounded - count).zero_();
       scaled_value_and_backward_cpu(activation, rows_of(activated, 0, count),
                                     rows_of(hidden, first, count), rows_of(scales, first, count),
@@ -142,7 +146,7 @@ void experts_backward_cpu(const Experts& experts, const Groups& groups,
                   /*adds=*/false);
       if (!gradients.rows.defined()) continue;
       const RoundedRows out(gradients.rows, first, count, rounded, limit);
-      multiply_cpu(out.matrix(), grad_hidden, matrix_of(up, group));
+      multiply_cpu(out.matrix(), grad_hidden, weight_of(up, group));
       out.finish();
     }
   };

@@ -26,11 +26,14 @@ class GroupedRows {
   int64_t copies_ = 1;
 };
 
-// `up` is [groups, hidden, in], `down` [groups, out, activated].
+// A tensor of `up` is [hidden, in], one of `down` [out, activated].
 struct Experts {
+  Experts(const ScaledActivation& scaled, const Tensors& first, const Tensors& second)
+      : activation(scaled), up(group_weights(first)), down(group_weights(second)) {}
+
   const ScaledActivation& activation;
-  const Tensor& up;
-  const Tensor& down;
+  GroupTensors up;
+  GroupTensors down;
 };
 
 // For joint rules: why two products and the activation between them, at these places of the match,
@@ -43,19 +46,23 @@ void check_experts(const Checks& check, const Experts& experts, const c10::SymIn
 
 // hidden = rows up^T, unless it is undefined; output = scales act(rows up^T). Rows in no group are
 // zeros. `scales` is a column in the accumulate dtype.
-void scaled_product_cpu(const ScaledActivation& activation, const Tensor& up, const Groups& groups,
-                        const GroupedRows& rows, const Tensor& scales, const Tensor& hidden,
-                        const Tensor& output);
+void scaled_product_cpu(const ScaledActivation& activation, const GroupTensors& up,
+                        const Groups& groups, const GroupedRows& rows, const Tensor& scales,
+                        const Tensor& hidden, const Tensor& output);
 
 // hidden = rows up^T, unless it is undefined; output = scales act(rows up^T) down^T. The same
 // otherwise.
 void experts_forward_cpu(const Experts& experts, const Groups& groups, const GroupedRows& rows,
                          const Tensor& scales, const Tensor& hidden, const Tensor& output);
 
-// What backward writes; undefined ones are not computed, but for the weights'.
+// What backward writes. Rows may be undefined: nobody wants them.
 struct ExpertGradients {
-  Tensor rows, up, down, scales;
+  Tensor rows;
+  GroupTensors up, down;
+  Tensor scales;
 };
+// Memory for gradients of weights that nobody wants.
+Tensors scratch_like(const Tensors& weights);
 // The gradients of the scales are a column in the accumulate dtype.
 void experts_backward_cpu(const Experts& experts, const Groups& groups,
                           const GroupedRows& grad_output, const GroupedRows& rows,

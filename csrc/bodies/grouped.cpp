@@ -2,7 +2,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
@@ -50,47 +49,128 @@ void check_splits(const Checks& check, const Tensor& splits, const c10::SymInt& 
               "] splits must have shape [", groups, "], got ", splits.sym_sizes());
 }
 
-void check_rounded_groups(const Checks& check, const Tensor& input, const Tensor* splits) {
-  check.compute_dtype("input", input);
-  check.has_rows("input", input);
-  TORCH_CHECK(splits != nullptr || input.dim() == 3, "[", check.op(),
-              "] input must have 3 dimensions where there are no splits, got shape ",
-              input.sym_sizes());
+void check_rounded_groups(const Checks& check, const Tensors& input, const Tensor* splits) {
+  const bool is_one = input.size() == 1;
+  TORCH_CHECK(splits == nullptr || is_one, "[", check.op(),
+              "] input must be one tensor where there are splits, got ", input.size());
+  for (const Tensor& tensor : input) {
+    check.compute_dtype("input", tensor);
+    check.has_rows("input", tensor);
+    TORCH_CHECK(splits != nullptr || tensor.dim() == (is_one ? 3 : 2), "[", check.op(),
+                "] input must have ", is_one ? 3 : 2, " dimensions where there are no splits, ",
+                "got shape ", tensor.sym_sizes());
+    TORCH_CHECK(tensor.scalar_type() == input[0].scalar_type(), "[", check.op(),
+                "] input must be of one dtype, got ", input[0].scalar_type(), " and ",
+                tensor.scalar_type());
+  }
   if (splits != nullptr) check_splits(check, *splits, splits->dim() > 0 ? splits->sym_size(0) : 0);
 }
 
-Groups rounded_groups(const Checks& check, const Tensor& input, const Tensor* splits) {
-  if (splits != nullptr) return Groups(check, splits->cpu(), as_matrix(input).size(0));
-  const auto count = at::full({input.size(0)}, input.size(1), at::kLong);
-  return Groups(check, count, input.size(0) * input.size(1));
+c10::SymInt count_rounded_groups(const Tensors& input, const Tensor* splits) {
+  if (splits != nullptr) return splits->sym_size(0);
+  return input.size() == 1 ? input[0].sym_size(0) : c10::SymInt(std::ssize(input));
+}
+
+RoundedGroups rounded_groups(const Checks& check, const Tensors& input, const Tensor* splits) {
+  if (input.size() > 1) return {input, Tensor()};
+  if (splits == nullptr) return {input[0].unbind(0), Tensor()};
+  const Tensor rows = as_matrix(input[0]);
+  const Groups groups(check, splits->cpu(), rows.size(0));
+  RoundedGroups found;
+  for (int64_t group = 0; group < groups.count(); ++group) {
+    found.matrices.push_back(rows.narrow(0, groups.begin(group), groups.size(group)));
+  }
+  found.rest = rows.narrow(0, groups.rows(), rows.size(0) - groups.rows());
+  return found;
+}
+
+c10::SymInt GroupTensors::sym_count() const {
+  return is_stack_ ? first().sym_size(0) : c10::SymInt(std::ssize(*list_));
+}
+
+int64_t GroupTensors::count() const { return is_stack_ ? first().size(0) : std::ssize(*list_); }
+
+Tensor GroupTensors::operator[](int64_t group) const {
+  return is_stack_ ? first().select(0, group) : (*list_)[group];
+}
+
+void GroupTensors::check(const Checks& check, const char* name, const c10::SymInt& groups,
+                         const TensorSpec& of_one) const {
+  if (empty()) return;
+  if (is_stack_) {
+    TensorSpec whole{{groups}, of_one.dtype};
+    whole.sizes.append(of_one.sizes.begin(), of_one.sizes.end());
+    return check.spec(name, first(), whole);
+  }
+  TORCH_CHECK(groups == std::ssize(*list_), "[", check.op(), "] ", name,
+              " must have a tensor for each of ", groups, " groups, got ", list_->size());
+  for (const Tensor& tensor : *list_) check.spec(name, tensor, of_one);
+}
+
+void check_group_weights(const Checks& check, const char* name, const GroupTensors& weights) {
+  TORCH_CHECK(!weights.empty(), "[", check.op(), "] ", name, " must be given, got an empty list");
+  const Tensor& first = weights.list()[0];
+  TORCH_CHECK(weights.is_stack() || first.dim() == 2, "[", check.op(), "] ", name,
+              weights.list().size() == 1
+                  ? " must have 3 dimensions, got shape "
+                  : " must be one tensor of 3 dimensions or matrices, got shape ",
+              first.sym_sizes());
+  weights.check(check, name, weights.sym_count(),
+                {{weights.sym_size(0), weights.sym_size(1)}, weights.scalar_type()});
+}
+
+void check_group_columns(const Checks& check, const char* name, const GroupTensors& weights,
+                         const c10::SymInt& columns, at::ScalarType dtype) {
+  check_group_weights(check, name, weights);
+  TORCH_CHECK(weights.sym_size(1) == columns, "[", check.op(), "] ", name, " must have shape ",
+              weights.is_stack() ? "[*, *, " : "[*, ", columns, "], got ",
+              weights.list()[0].sym_sizes());
+  weights.check(check, name, weights.sym_count(), {{weights.sym_size(0), columns}, dtype});
+}
+
+Tensor weight_of(const GroupTensors& weights, int64_t group) {
+  return weights.is_stack() ? matrix_of(weights.list()[0], group) : weights.list()[group];
+}
+
+TensorSpec group_gradients(const c10::SymInt& groups, const TensorSpec& of_one, bool is_stack) {
+  if (is_stack) {
+    TensorSpec whole{{groups}, of_one.dtype};
+    whole.sizes.append(of_one.sizes.begin(), of_one.sizes.end());
+    return list_of({whole});
+  }
+  return list_of(std::vector<TensorSpec>(groups.guard_int(__FILE__, __LINE__), of_one));
 }
 
 TensorSpec grouped_linear_output(const Checks& check, const Tensor& input, const Tensor& splits,
-                                 const Tensor& weight, const Tensor* bias, const Tensor* scales) {
+                                 const GroupTensors& weight) {
   check.compute_dtype("input", input);
   check.has_rows("input", input);
-  TORCH_CHECK(weight.dim() == 3, "[", check.op(), "] weight must have 3 dimensions, got shape ",
-              weight.sym_sizes());
-  TORCH_CHECK(input.sym_size(-1) == weight.sym_size(2), "[", check.op(),
-              "] input must have last dimension ", weight.sym_size(2), ", got shape ",
+  check_group_weights(check, "weight", weight);
+  TORCH_CHECK(input.sym_size(-1) == weight.sym_size(1), "[", check.op(),
+              "] input must have last dimension ", weight.sym_size(1), ", got shape ",
               input.sym_sizes());
   TORCH_CHECK(input.scalar_type() == weight.scalar_type(), "[", check.op(),
               "] input must have the weight's dtype ", weight.scalar_type(), ", got ",
               input.scalar_type());
-  check_splits(check, splits, weight.sym_size(0));
-  if (bias != nullptr) {
-    check.spec("bias", *bias, {{weight.sym_size(0), weight.sym_size(1)}, weight.scalar_type()});
-  }
+  check_splits(check, splits, weight.sym_count());
+  TensorSpec output = like(input);
+  output.sizes.back() = weight.sym_size(0);
+  return output;
+}
+
+TensorSpec grouped_linear_output(const Checks& check, const Tensor& input, const Tensor& splits,
+                                 const GroupTensors& weight, const GroupTensors& bias,
+                                 const Tensor* scales) {
+  TensorSpec output = grouped_linear_output(check, input, splits, weight);
+  bias.check(check, "bias", weight.sym_count(), {{weight.sym_size(0)}, weight.scalar_type()});
   if (scales != nullptr) {
-    TORCH_CHECK(bias != nullptr, "[", check.op(), "] scales must come with a bias, got none");
+    TORCH_CHECK(!bias.empty(), "[", check.op(), "] scales must come with a bias, got none");
     check.compute_dtype("scales", *scales);
     const auto rows = input.sym_sizes().slice(0, input.dim() - 1);
     TORCH_CHECK(scales->sym_sizes().equals(rows), "[", check.op(),
                 "] scales must have a number for each row, shape ", rows, ", got ",
                 scales->sym_sizes());
   }
-  TensorSpec output = like(input);
-  output.sizes.back() = weight.sym_size(1);
   return output;
 }
 
@@ -128,7 +208,7 @@ void RoundedRows::finish() const {
 }
 
 void grouped_product_cpu(const Groups& groups, const Tensor& out, const Tensor& left,
-                         const Tensor& right) {
+                         const GroupTensors& weights, bool transposes) {
   const auto dtype = left.scalar_type();
   const auto multiply = [&](int64_t first_group, int64_t last_group) {
     const int64_t limit = groups.end(last_group - 1);
@@ -136,25 +216,25 @@ void grouped_product_cpu(const Groups& groups, const Tensor& out, const Tensor& 
       const int64_t count = groups.size(group), first = groups.begin(group);
       if (count == 0) continue;
       const int64_t rounded = rounded_rows(count, dtype);
-      const Tensor matrix = matrix_of(right, group);
+      const Tensor weight = weight_of(weights, group);
       const RoundedRows product(out, first, count, rounded, limit);
       // The next groups of this thread write their rows after this.
       multiply_cpu(product.matrix(),
                    first + rounded <= limit ? rows_of(left, first, rounded)
                                             : padded_rows_cpu(left, first, count, rounded),
-                   matrix);
+                   transposes ? transposed(weight) : weight);
       product.finish();
     }
   };
-  parallel_over_groups(groups, right.size(1) * right.size(2), multiply);
+  parallel_over_groups(groups, weights.size(0) * weights.size(1), multiply);
 }
 
-void grouped_weight_gradient_cpu(const Groups& groups, const Tensor& out, const Tensor& left,
+void grouped_weight_gradient_cpu(const Groups& groups, const GroupTensors& out, const Tensor& left,
                                  const Tensor& right, bool adds) {
   const auto multiply = [&](int64_t first_group, int64_t last_group) {
     for (int64_t group = first_group; group < last_group; ++group) {
       const int64_t count = groups.size(group), first = groups.begin(group);
-      const Tensor result = matrix_of(out, group);
+      const Tensor result = weight_of(out, group);
       if (count == 0) {
         if (!adds) result.zero_();
         continue;
@@ -164,7 +244,7 @@ void grouped_weight_gradient_cpu(const Groups& groups, const Tensor& out, const 
                   padded_rows_cpu(right, first, count, rounded), adds);
     }
   };
-  parallel_over_groups(groups, out.size(1) * out.size(2), multiply);
+  parallel_over_groups(groups, out.size(0) * out.size(1), multiply);
 }
 
 void parallel_over_groups(const Groups& groups, int64_t work,
@@ -200,15 +280,16 @@ void zero_rest_cpu(const Groups& groups, const Tensor& matrix) {
   if (count > 0) rows_of(matrix, groups.rows(), count).zero_();
 }
 
-Tensor grouped_linear_unfused(const Tensor& input, const Tensor& splits, const Tensor& weight,
-                              const Tensor* bias, const Tensor* scales) {
+Tensor grouped_linear_unfused(const Tensor& input, const Tensor& splits, const Tensors& weight,
+                              const Tensors& bias, const Tensor* scales) {
+  const GroupTensors weights = group_weights(weight), biases = group_biases(bias);
   const Tensor x = as_matrix(input);
   const Tensor is_member = members(splits, x.sym_size(0));
   Tensor output;
-  for (int64_t group = 0; group < weight.size(0); ++group) {
-    Tensor rows = x.matmul(weight.select(0, group).t());
-    if (bias != nullptr) {
-      Tensor added = bias->select(0, group);
+  for (int64_t group = 0; group < weights.count(); ++group) {
+    Tensor rows = x.matmul(weights[group].t());
+    if (!biases.empty()) {
+      Tensor added = biases[group];
       if (scales != nullptr) added = scales->reshape({-1, 1}) * added;
       rows = (rows + added).to(input.scalar_type());
     }
@@ -216,15 +297,16 @@ Tensor grouped_linear_unfused(const Tensor& input, const Tensor& splits, const T
     output = output.defined() ? output + rows : rows;
   }
   c10::SymDimVector sizes(input.sym_sizes());
-  sizes.back() = weight.sym_size(1);
+  sizes.back() = weights.sym_size(0);
   return output.reshape_symint(sizes);
 }
 
 GroupedBackward grouped_linear_backward_unfused(const Tensor& grad_output, const Tensor* input,
-                                                const Tensor& splits, const Tensor* weight,
-                                                const Tensor* bias, const Tensor* scales,
-                                                GroupedMask wanted) {
+                                                const Tensor& splits, const Tensors& weight,
+                                                const Tensors& bias, const Tensor* scales,
+                                                GroupedLayout layout, GroupedMask wanted) {
   const auto [wants_input, wants_weight, wants_bias, wants_scales] = wanted;
+  const GroupTensors weights = group_weights(weight), biases = group_biases(bias);
   const Tensor grad = as_matrix(grad_output);
   const Tensor is_member = members(splits, grad.sym_size(0));
   const Tensor x = wants_weight ? as_matrix(*input) : Tensor();
@@ -234,27 +316,44 @@ GroupedBackward grouped_linear_backward_unfused(const Tensor& grad_output, const
   const auto add = [](Tensor& sum, const Tensor& part) { sum = sum.defined() ? sum + part : part; };
   for (int64_t group = 0; group < splits.size(0); ++group) {
     const Tensor is_own = is_member.select(0, group);
-    if (wants_input) {
-      add(grad_input, where_member(is_own, grad.matmul(weight->select(0, group))));
-    }
+    if (wants_input) add(grad_input, where_member(is_own, grad.matmul(weights[group])));
     if (wants_weight) {
       grad_weights.push_back(where_member(is_own, grad).t().matmul(where_member(is_own, x)));
     }
-    if (wants_bias) grad_biases.push_back(where_member(is_own, scaled).sum(0));
-    if (wants_scales) {
-      add(grad_scales, where_member(is_own, grad * bias->select(0, group)).sum(-1));
+    if (wants_bias) {
+      grad_biases.push_back(where_member(is_own, scaled).sum(0).to(grad.scalar_type()));
     }
+    if (wants_scales) add(grad_scales, where_member(is_own, grad * biases[group]).sum(-1));
   }
   if (wants_input) {
     c10::SymDimVector sizes(grad_output.sym_sizes());
-    sizes.back() = weight->sym_size(2);
+    sizes.back() = weights.sym_size(1);
     grad_input = grad_input.reshape_symint(sizes);
   }
   if (wants_scales) {
     grad_scales = grad_scales.reshape_symint(scales->sym_sizes()).to(scales->scalar_type());
   }
-  return {grad_input, wants_weight ? at::stack(grad_weights) : Tensor(),
-          wants_bias ? at::stack(grad_biases).to(grad.scalar_type()) : Tensor(), grad_scales};
+  if (wants_weight && layout.stacks_weight) grad_weights = {at::stack(grad_weights)};
+  if (wants_bias && layout.stacks_bias) grad_biases = {at::stack(grad_biases)};
+  return {grad_input, grad_weights, grad_biases, grad_scales};
+}
+
+std::tuple<Tensor, Tensors> grouped_product_backward_unfused(const Tensor& grad_output,
+                                                             const Tensor& input,
+                                                             const Tensor& splits,
+                                                             const Tensors& weight,
+                                                             std::array<bool, 2> wanted) {
+  const GroupedLayout layout{.stacks_weight = group_weights(weight).is_stack()};
+  const auto [grad_input, grad_weight, no_bias, no_scales] =
+      grouped_linear_backward_unfused(grad_output, &input, splits, weight, {}, nullptr, layout,
+                                      {wanted[0], wanted[1], false, false});
+  return {grad_input, grad_weight};
+}
+
+void take_gradients(const Tensors& results, const Tensors& found, bool adds) {
+  for (size_t i = 0; i < found.size(); ++i) {
+    adds ? results[i].add_(found[i]) : results[i].copy_(found[i]);
+  }
 }
 
 }  // namespace transformer_ops

@@ -20,6 +20,7 @@ std::string kind_of(const Argument& argument) {
   if (const auto* constant = std::get_if<Attribute>(&argument)) {
     return std::visit(KindOf{}, *constant);
   }
+  if (std::holds_alternative<ValueList>(argument)) return "Tensor[]";
   const auto* value = std::get_if<Value>(&argument);
   if (value == nullptr) return "None";
   return value->kind == Value::Kind::Shape ? "int[]" : "Tensor";
@@ -33,13 +34,24 @@ std::string text_of(const Instruction& instruction) {
     text << (i > 0 ? ", " : "") << kind_of(instruction.arguments[i]);
   }
   text << ") -> (";
-  for (size_t i = 0; i < instruction.results.size(); ++i) text << (i > 0 ? ", " : "") << "Tensor";
+  for (size_t i = 0; i < instruction.results.size(); ++i) {
+    const bool is_list = std::holds_alternative<ValueList>(instruction.results[i]);
+    text << (i > 0 ? ", " : "") << (is_list ? "Tensor[]" : "Tensor");
+  }
   text << ")";
   return text.str();
 }
 
 bool is_integer(const c10::Type& type) {
   return type.kind() == TypeKind::IntType || type.kind() == TypeKind::SymIntType;
+}
+
+bool is_tensor(const c10::Type& type) { return type.kind() == TypeKind::TensorType; }
+
+bool fits(const Result& result, const c10::Type& type) {
+  if (std::holds_alternative<Value>(result)) return is_tensor(type);
+  const auto* const list = type.castRaw<c10::ListType>();
+  return list != nullptr && is_tensor(*list->getElementType());
 }
 
 bool fits_list(const Argument& argument, const c10::Type& element, std::optional<int32_t> length) {
@@ -56,6 +68,13 @@ bool fits_list(const Argument& argument, const c10::Type& element, std::optional
       return fits && fits_length(sizes->size());
     }
   }
+  if (const auto* const list = std::get_if<ValueList>(&argument)) {
+    return is_tensor(element) && std::ranges::all_of(*list, [](const Value& value) {
+             return value.kind != Value::Kind::Shape;
+           });
+  }
+  // A list that is not there is empty.
+  if (std::holds_alternative<None>(argument)) return is_tensor(element);
   const auto* value = std::get_if<Value>(&argument);
   return value != nullptr && value->kind == Value::Kind::Shape && is_integer(element) && !length;
 }
@@ -94,9 +113,10 @@ bool fits(const Instruction& instruction, const c10::FunctionSchema& schema) {
     if (!fits(instruction.arguments[i], *fields[i].real_type(), fields[i].N())) return false;
   }
   if (instruction.results.size() != schema.returns().size()) return false;
-  return std::ranges::all_of(schema.returns(), [](const c10::Argument& result) {
-    return result.type()->kind() == TypeKind::TensorType;
-  });
+  for (size_t i = 0; i < instruction.results.size(); ++i) {
+    if (!fits(instruction.results[i], *schema.returns()[i].type())) return false;
+  }
+  return true;
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // A plan -> the lines that the interpreter runs.
 #include <algorithm>
+#include <array>
 #include <set>
 
 #include "executor/check_call.h"
@@ -205,7 +206,7 @@ class Compiler {
                     Program::Code& code) {
     const auto& dtype = std::get<Attribute>(instruction.arguments[1]);
     const int from = std::get<Program::Load>(operand(instruction.arguments[0], values)).value;
-    const int to = values.define(instruction.results[0]);
+    const int to = values.define(std::get<Value>(instruction.results[0]));
     const auto torch_dtype = to_torch(parse_dtype(std::get<std::string>(dtype)));
     code.lines.push_back({Program::Cast{step, torch_dtype, from, to}, {}});
   }
@@ -215,25 +216,35 @@ class Compiler {
     Program::Call call{
         find_op(instruction.target), find_typed_op(instruction.target), instruction.target, {}, {}};
     const bool backward = &values == &backward_;
-    for (const Argument& argument : instruction.arguments) {
-      const auto* value = std::get_if<Value>(&argument);
-      if (backward && value != nullptr && is_gradient(*value)) {
+    if (backward) {
+      for_each_value(instruction.arguments, [&](const Value& value) {
+        if (!is_gradient(value)) return;
         // Of an extra output that no step of backward reads, nobody may have given one.
-        if (values.find(*value) < 0 && program_.has_host_steps) values.define(*value);
-        call.gradients.push_back(gradient(*value));
-      }
-      call.operands.push_back(operand(argument, values));
+        if (values.find(value) < 0 && program_.has_host_steps) values.define(value);
+        call.gradients.push_back(gradient(value));
+      });
     }
+    for (size_t i = 0; i < instruction.arguments.size(); ++i) {
+      const Argument& argument = instruction.arguments[i];
+      const bool is_list =
+          call.op.schema().arguments()[i].type()->kind() == c10::TypeKind::ListType;
+      if (is_list && std::holds_alternative<None>(argument)) {
+        call.operands.emplace_back(Program::LoadList());
+      } else {
+        call.operands.push_back(operand(argument, values));
+      }
+    }
+    note_counts(instruction, call);
     if (call.typed && call.typed->random) program_.random = true;
     if (call.typed && !call.typed->makes.empty()) call.made_once = made_once(instruction, call);
     std::vector<Line> sums;
-    for (const Value& value : instruction.results) {
+    for_each_value(instruction.results, [&](const Value& value) {
       const int previous = values.find(value);
       if (is_given(value)) {
         call.results.push_back(values.fresh());
         call.result_ops.push_back(value.op);
         sums.push_back({record(instruction, value, call.results.back(), values), {}});
-        continue;
+        return;
       }
       // Several consumers of one channel: their gradients add up.
       if (value.kind == Kind::ExtraOutputGrad && previous >= 0) {
@@ -243,35 +254,54 @@ class Compiler {
         call.results.push_back(values.define(value));
       }
       call.result_ops.push_back(value.op);
-    }
+    });
     if (backward) note_accumulation(instruction, call);
     code.lines.push_back({std::move(call), {}});
     for (Line& sum : sums) code.lines.push_back(std::move(sum));
   }
 
-  // Where all that the call reads is a parameter, states and constants.
+  // Where all that the call reads is a parameter, which may be a list, states and constants.
   std::optional<MadeOfWeights::Call> made_once(const Instruction& instruction,
                                                const Program::Call& call) const {
-    MadeOfWeights::Call made{.key = call.typed->makes, .weight = -1};
+    MadeOfWeights::Call made{.key = call.typed->makes};
     for (size_t k = call.typed->reads_first ? 0 : 1; k < call.operands.size(); ++k) {
       const Argument& argument = instruction.arguments[k];
       if (const auto* constant = std::get_if<Attribute>(&argument)) {
         made.key += ", " + to_text(*constant);
-        continue;
-      }
-      if (std::holds_alternative<None>(argument)) continue;
-      const auto* const load = std::get_if<Program::Load>(&call.operands[k]);
-      const Value value = origin(std::get<Value>(argument));
-      if (load != nullptr && value.kind == Kind::State) {
-        made.states.push_back(load->value);
-      } else if (load != nullptr && value.kind == Kind::Parameter && made.weight < 0) {
-        made.weight = load->value;
-        made.what = "[" + program_.plan.ops[value.op].kind + "] " + value.name;
-      } else {
+      } else if (!std::holds_alternative<None>(argument) &&
+                 !take(argument, call.operands[k], made)) {
         return std::nullopt;
       }
     }
-    return made.weight < 0 ? std::nullopt : std::optional(made);
+    return made.weights.empty() ? std::nullopt : std::optional(made);
+  }
+
+  // Takes an operand that is a state or the first parameter; is it one?
+  bool take(const Argument& argument, const Program::Operand& operand,
+            MadeOfWeights::Call& made) const {
+    if (const auto* const loads = std::get_if<Program::LoadList>(&operand)) {
+      if (!made.weights.empty()) return false;
+      const auto* const list = std::get_if<ValueList>(&argument);
+      for (size_t i = 0; i < loads->size(); ++i) {
+        const Value value = origin((*list)[i]);
+        if (value.kind != Kind::Parameter) return false;
+        made.weights.push_back({(*loads)[i].value, named(value)});
+      }
+      return !loads->empty();
+    }
+    const auto* const load = std::get_if<Program::Load>(&operand);
+    const Value value = origin(std::get<Value>(argument));
+    if (load != nullptr && value.kind == Kind::State) {
+      made.states.push_back(load->value);
+      return true;
+    }
+    if (load == nullptr || value.kind != Kind::Parameter || !made.weights.empty()) return false;
+    made.weights.push_back({load->value, named(value)});
+    return true;
+  }
+
+  std::string named(const Value& parameter) const {
+    return "[" + program_.plan.ops[parameter.op].kind + "] " + parameter.name;
   }
 
   // The parameter that a slot holds, if it holds one.
@@ -282,6 +312,15 @@ class Compiler {
       if (forward_.find(parameter) == source->second) return parameter;
     }
     return value;
+  }
+
+  static void note_counts(const Instruction& instruction, Program::Call& call) {
+    const auto is_list = [](const Result& each) { return std::holds_alternative<ValueList>(each); };
+    if (std::ranges::none_of(instruction.results, is_list)) return;
+    for (const Result& result : instruction.results) {
+      const auto* const list = std::get_if<ValueList>(&result);
+      call.counts.push_back(list == nullptr ? -1 : static_cast<int>(list->size()));
+    }
   }
 
   // Is it a state that comes with the parameters?
@@ -312,7 +351,7 @@ class Compiler {
     TORCH_CHECK(source != nullptr, "[plan] a hand-over must name a value");
     const int from = values.find(*source);
     check_written(*source, from);
-    for (const Value& result : instruction.results) {
+    for_each_value(instruction.results, [&](const Value& result) {
       const int previous = values.find(result);
       if (result.kind == Kind::ExtraOutputGrad && previous >= 0) {
         code.lines.push_back({Program::Copy{from, previous}, {}});
@@ -322,7 +361,7 @@ class Compiler {
       } else {
         values.alias(result, from);
       }
-    }
+    });
   }
 
   static void check_written(const Value& value, int index) {
@@ -333,6 +372,13 @@ class Compiler {
     if (std::holds_alternative<None>(argument)) return Program::Constant{c10::IValue()};
     if (const auto* constant = std::get_if<Attribute>(&argument)) {
       return Program::Constant{to_ivalue(*constant)};
+    }
+    if (const auto* list = std::get_if<ValueList>(&argument)) {
+      Program::LoadList loads;
+      for (const Value& value : *list) {
+        loads.push_back(std::get<Program::Load>(operand(value, values)));
+      }
+      return loads;
     }
     const Value& value = std::get<Value>(argument);
     if (value.kind == Kind::Shape) {
@@ -397,13 +443,18 @@ class Compiler {
     }
     for (const int op : step.ops) {
       if (program_.keeps_own[op]) continue;
-      for (const Slot& slot : declaration(plan.ops[op].kind).slots) {
-        const Value value{Kind::Slot, op, slot.name};
+      for (const std::string& name : slots_of(op)) {
+        const Value value{Kind::Slot, op, name};
         call.results.push_back(forward_.define(value));
         if (op >= plan.first_backward) sources_[value] = call.results.back();
       }
     }
     program_.forward.lines.push_back({std::move(call)});
+  }
+
+  std::vector<std::string> slots_of(int op) const {
+    const PlannedOp& planned = program_.plan.ops[op];
+    return declaration(planned.kind).slot_tensors(planned.attributes);
   }
 
   Program::HostForward::OpDtype dtype_of(int op) const {
@@ -486,8 +537,8 @@ class Compiler {
   Program::HostBackward::Saved saved_of(int op) {
     if (program_.keeps_own[op]) return {.own_row = op};
     Program::HostBackward::Saved saved{.dtype = dtype_look(op)};
-    for (const Slot& slot : declaration(program_.plan.ops[op].kind).slots) {
-      const Value value{Kind::Slot, op, slot.name};
+    for (const std::string& name : slots_of(op)) {
+      const Value value{Kind::Slot, op, name};
       const bool is_there = backward_.find(value) >= 0 || sources_.contains(value);
       saved.slots.push_back(is_there ? load(value) : -1);
     }
@@ -505,21 +556,34 @@ class Compiler {
 
   const State& row_of(const Value& state) const {
     const auto& states = declaration(program_.plan.ops[state.op].kind).states;
-    return *std::ranges::find(states, state.name, &State::name);
+    return *std::ranges::find_if(
+        states, [&](const State& row) { return state.name.starts_with(row.name); });
   }
 
   void note_accumulation(const Instruction& instruction, Program::Call& call) {
+    size_t first = 0;
     for (size_t i = 0; i < instruction.results.size(); ++i) {
-      const Value& value = instruction.results[i];
-      if (value.kind != Kind::State || is_given(value)) continue;
-      const State& state = row_of(value);
-      // What autograd is given in its place.
-      backward_.alias({Kind::ParameterGrad, value.op, state.parameter}, call.results[i]);
-      call.accumulates = {
-          static_cast<int>(i), value.op,
-          c10::Dispatcher::singleton().findSchema({torch_name(instruction.target) + "_into", ""}),
-          state.later};
-      program_.accumulates = true;
+      const std::array<Result, 1> result = {instruction.results[i]};
+      std::vector<bool> wanted;
+      const State* state = nullptr;
+      int op = -1;
+      for_each_value(result, [&](const Value& value) {
+        wanted.push_back(value.kind == Kind::State && !is_given(value));
+        if (!wanted.back()) return;
+        state = &row_of(value);
+        op = value.op;
+        // What autograd is given in its place.
+        const std::string number = value.name.substr(state->name.size());
+        backward_.alias({Kind::ParameterGrad, op, state->parameter + number},
+                        call.results[first + wanted.size() - 1]);
+      });
+      if (state != nullptr) {
+        const auto into =
+            c10::Dispatcher::singleton().findSchema({torch_name(instruction.target) + "_into", ""});
+        call.accumulates = {static_cast<int>(i), first, wanted, op, into, state->later};
+        program_.accumulates = true;
+      }
+      first += wanted.size();
     }
   }
 

@@ -9,13 +9,24 @@ bool has_version(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined() && !value.toTensor().is_inference();
 }
 
+// Of a list the sum, as versions only grow.
 uint32_t version_of(const c10::IValue& value) {
+  if (value.isTensorList()) {
+    uint32_t sum = 0;
+    for (const c10::IValue& item : value.toListRef()) sum += version_of(item);
+    return sum;
+  }
   if (!has_version(value)) return 0;
   return value.toTensor().unsafeGetTensorImpl()->version_counter().current_version();
 }
 
 // The same tensor without the graph that it is part of.
 c10::IValue detached(const c10::IValue& value) {
+  if (value.isTensorList()) {
+    Tensors list;
+    for (const c10::IValue& item : value.toListRef()) list.push_back(detached(item).toTensor());
+    return list;
+  }
   if (!has_version(value)) return value;
   const auto* const impl = value.toTensor().unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(),
@@ -23,6 +34,18 @@ c10::IValue detached(const c10::IValue& value) {
 }
 
 }  // namespace
+
+void push_accumulation(const Accumulation& target, const c10::OperatorHandle& into,
+                       torch::jit::Stack& stack) {
+  const auto& fields = into.schema().arguments();
+  const bool is_list = fields[fields.size() - 2].type()->kind() == c10::TypeKind::ListType;
+  if (is_list) {
+    stack.emplace_back(target.buffers);
+  } else {
+    stack.emplace_back(target.buffers[0]);
+  }
+  stack.emplace_back(target.overwrite);
+}
 
 DelayedCall::DelayedCall(Op op, const torch::jit::Stack& arguments) : op_(std::move(op)) {
   for (const c10::IValue& value : arguments) {
@@ -43,18 +66,18 @@ torch::jit::Stack DelayedCall::checked_arguments() const {
   return arguments_;
 }
 
-at::Tensor DelayedCall::run() const {
+Tensors DelayedCall::run() const {
   torch::jit::Stack stack = checked_arguments();
   const BelowAutograd below_autograd;
   op_.op.callBoxed(stack);
-  return std::move(stack[op_.result]).toTensor();
+  c10::IValue& found = stack[op_.result];
+  return found.isTensorList() ? found.toTensorVector() : Tensors{std::move(found).toTensor()};
 }
 
 bool DelayedCall::run_into(const Accumulation& target) const {
   if (!op_.into) return false;
   torch::jit::Stack stack = checked_arguments();
-  stack.emplace_back(target.buffer);
-  stack.emplace_back(target.overwrite);
+  push_accumulation(target, *op_.into, stack);
   const BelowAutograd below_autograd;
   op_.into->callBoxed(stack);
   return true;

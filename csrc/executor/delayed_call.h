@@ -17,12 +17,13 @@ class DelayedCall {
   struct Op {
     c10::OperatorHandle op;
     std::optional<c10::OperatorHandle> into;  // puts it into a buffer
-    int result;                               // which one is the gradient
+    int result;                               // which one is the gradient, or a list of them
   };
 
   DelayedCall(Op op, const torch::jit::Stack& arguments);
 
-  at::Tensor run() const;
+  // The gradients of the tensors of the weight.
+  std::vector<at::Tensor> run() const;
   // False where the op cannot: nothing has happened then.
   bool run_into(const Accumulation& target) const;
 
@@ -33,5 +34,10 @@ class DelayedCall {
   torch::jit::Stack arguments_;
   std::vector<uint32_t> versions_;  // of each argument; 0 for what is no tensor
 };
+
+// The arguments that an op <name>_into has beside those of <name>: the buffer, or a list of them,
+// and whether it is overwritten.
+void push_accumulation(const Accumulation& target, const c10::OperatorHandle& into,
+                       torch::jit::Stack& stack);
 
 }  // namespace transformer_ops

@@ -44,15 +44,32 @@ bool MadeOfWeights::Known::is(const at::Tensor& tensor) const {
          data_ == tensor.const_data_ptr();
 }
 
-const Tensors* MadeOfWeights::find(const Call& call, const at::Tensor& weight,
-                                   const Tensors& states, size_t count) const {
-  const auto rows = rows_.find(weight.unsafeGetTensorImpl());
+std::vector<MadeOfWeights::Known> MadeOfWeights::Known::all(const Tensors& tensors) {
+  return {tensors.begin(), tensors.end()};
+}
+
+bool MadeOfWeights::Row::is_of(const Tensors& tensors) const {
+  return std::ranges::equal(weights, tensors,
+                            [](const Known& known, auto& weight) { return known.is(weight); });
+}
+
+bool MadeOfWeights::Row::is_gone() const {
+  return std::ranges::any_of(weights, &Known::is_gone) ||
+         std::ranges::any_of(states, &Known::is_gone);
+}
+
+const Tensors* MadeOfWeights::find(const Call& call, const Tensors& weights, const Tensors& states,
+                                   size_t count) const {
+  const auto rows = rows_.find(weights[0].unsafeGetTensorImpl());
   if (rows == rows_.end()) return nullptr;
   for (const Row& row : rows->second) {
-    if (!row.weight.is(weight)) continue;
-    TORCH_CHECK(row.weight.version() == version_of(weight), call.what,
-                " must not be modified within frozen_weights(), got version ", version_of(weight),
-                " where it was rounded at version ", row.weight.version());
+    if (!row.is_of(weights)) continue;
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const uint32_t version = version_of(weights[i]), known = row.weights[i].version();
+      TORCH_CHECK(version == known, call.weights[i].what,
+                  " must not be modified within frozen_weights(), got version ", version,
+                  " where it was rounded at version ", known);
+    }
     const bool fits = row.key == call.key && row.results.size() >= count &&
                       std::ranges::equal(row.states, states, [](const Known& known, auto& state) {
                         return known.is(state) && known.version() == version_of(state);
@@ -62,22 +79,19 @@ const Tensors* MadeOfWeights::find(const Call& call, const at::Tensor& weight,
   return nullptr;
 }
 
-void MadeOfWeights::add(const Call& call, const at::Tensor& weight, const Tensors& states,
+void MadeOfWeights::add(const Call& call, const Tensors& weights, const Tensors& states,
                         Tensors results) {
   if (rows_.size() >= swept_at_) forget_dead();
-  Row row{call.key, Known(weight), {}, std::move(results)};
-  for (const at::Tensor& state : states) row.states.emplace_back(state);
-  std::vector<Row>& rows = rows_[weight.unsafeGetTensorImpl()];
+  std::vector<Row>& rows = rows_[weights[0].unsafeGetTensorImpl()];
   // What was put in the place of a weight or a scale leaves those of the old one.
-  std::erase_if(rows, [&](const Row& old) {
-    return !old.weight.is(weight) || std::ranges::any_of(old.states, &Known::is_gone);
-  });
-  rows.push_back(std::move(row));
+  std::erase_if(rows,
+                [&](const Row& old) { return !old.weights[0].is(weights[0]) || old.is_gone(); });
+  rows.push_back({call.key, Known::all(weights), Known::all(states), std::move(results)});
 }
 
 void MadeOfWeights::forget_dead() {
   std::erase_if(rows_, [](const auto& entry) {
-    return std::ranges::all_of(entry.second, [](const Row& row) { return row.weight.is_gone(); });
+    return std::ranges::all_of(entry.second, [](const Row& row) { return row.is_gone(); });
   });
   swept_at_ = std::max(swept_at_, 2 * rows_.size());
 }

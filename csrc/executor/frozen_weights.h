@@ -26,15 +26,18 @@ class FrozenWeights {
   static void leave();
 };
 
-// The results of calls that take a weight, constants and states.
+// The results of calls that take weights, constants and states.
 class MadeOfWeights {
  public:
   // What tells calls apart, beside the tensors that they take.
   struct Call {
-    std::string key;          // of the op and its constants
-    std::string what;         // "[BasicLinear] weight", for errors
-    int weight;               // values
-    std::vector<int> states;  // the same
+    struct Weight {
+      int value;
+      std::string what;  // "[BasicLinear] weight", for errors
+    };
+    std::string key;              // of the op and its constants
+    std::vector<Weight> weights;  // of a list all its tensors
+    std::vector<int> states;      // values
   };
 
   // Those of the calling thread; null where it has entered no region.
@@ -44,9 +47,9 @@ class MadeOfWeights {
 
   // At least `count` results; null where they are not there. Throws c10::Error for a weight that
   // was modified in place since they were made.
-  const Tensors* find(const Call& call, const at::Tensor& weight, const Tensors& states,
+  const Tensors* find(const Call& call, const Tensors& weights, const Tensors& states,
                       size_t count) const;
-  void add(const Call& call, const at::Tensor& weight, const Tensors& states, Tensors results);
+  void add(const Call& call, const Tensors& weights, const Tensors& states, Tensors results);
 
  private:
   // A tensor as it was, without owning it.
@@ -56,6 +59,7 @@ class MadeOfWeights {
     bool is(const at::Tensor& tensor) const;  // the same object with the same memory
     bool is_gone() const { return tensor_.expired(); }
     uint32_t version() const { return version_; }
+    static std::vector<Known> all(const Tensors& tensors);
 
    private:
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor_;
@@ -64,14 +68,17 @@ class MadeOfWeights {
   };
   struct Row {
     std::string key;
-    Known weight;
+    std::vector<Known> weights;
     std::vector<Known> states;
     Tensors results;
+
+    bool is_of(const Tensors& tensors) const;
+    bool is_gone() const;
   };
 
   void forget_dead();
 
-  std::unordered_map<const c10::TensorImpl*, std::vector<Row>> rows_;  // by weight
+  std::unordered_map<const c10::TensorImpl*, std::vector<Row>> rows_;  // by the first weight
   size_t swept_at_ = 64;  // so many weights there may be before the dead ones are looked for
 };
 

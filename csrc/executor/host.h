@@ -15,9 +15,10 @@ using Tensors = std::vector<at::Tensor>;
 
 class DelayedCall;
 
-// Where the gradient of a weight goes that is added to a buffer of the caller's.
+// Where the gradient of a weight goes that is added to a buffer of the caller's; of a listed
+// weight, a buffer for each tensor.
 struct Accumulation {
-  at::Tensor buffer;
+  Tensors buffers;
   bool overwrite = false;
 };
 
@@ -52,11 +53,12 @@ class HostCall {
   // For errors.
   virtual std::string parameter_name(int op, int k) = 0;
 
-  // Of a weight that accumulates, the buffer, if a product may add to it, and how; the gradient is
-  // given to accumulate() otherwise. Throws where the weight has no buffer at all.
+  // Of a weight that accumulates, the buffers, if a product may add to them, and how; the gradients
+  // are given to accumulate() otherwise. Throws where the weight has no buffer at all.
   virtual std::optional<Accumulation> accumulation(int op) = 0;
-  // What autograd gets for a weight whose gradient is in its buffer, or is `gradient`, to be added.
-  virtual at::Tensor accumulate(int op, const at::Tensor& gradient) = 0;
+  // What autograd gets for tensor k of a weight whose gradient is in its buffer, or is `gradient`,
+  // to be added.
+  virtual at::Tensor accumulate(int op, int k, const at::Tensor& gradient) = 0;
 
   // Bytes kept for backward, by slot. Called where a call is real and not a trace.
   struct SavedSlot {

@@ -1,6 +1,7 @@
 #include "executor/interpreter.h"
 
 #include <algorithm>
+#include <ranges>
 #include <typeinfo>
 
 #include "executor/delayed_call.h"
@@ -118,7 +119,10 @@ class Interpreter {
  private:
   void run_call(const Program::Call& call) {
     MadeOfWeights* const made = call.made_once ? MadeOfWeights::current() : nullptr;
-    if (made != nullptr && MadeOfWeights::may_keep(values_[call.made_once->weight])) {
+    const auto may_keep = [&](const MadeOfWeights::Call::Weight& weight) {
+      return MadeOfWeights::may_keep(values_[weight.value]);
+    };
+    if (made != nullptr && std::ranges::all_of(call.made_once->weights, may_keep)) {
       run_once(call, *made);
     } else {
       run_now(call);
@@ -127,16 +131,16 @@ class Interpreter {
 
   void run_once(const Program::Call& call, MadeOfWeights& made) {
     const MadeOfWeights::Call& once = *call.made_once;
-    const Tensor weight = values_[once.weight];
-    Tensors states, results;
+    Tensors weights, states, results;
+    for (const auto& weight : once.weights) weights.push_back(values_[weight.value]);
     for (const int state : once.states) states.push_back(values_[state]);
-    if (const Tensors* const known = made.find(once, weight, states, call.results.size())) {
+    if (const Tensors* const known = made.find(once, weights, states, call.results.size())) {
       for (size_t i = 0; i < call.results.size(); ++i) values_[call.results[i]] = (*known)[i];
       return;
     }
     run_now(call);
     for (const int result : call.results) results.push_back(values_[result]);
-    made.add(once, weight, states, std::move(results));
+    made.add(once, weights, states, std::move(results));
   }
 
   void run_now(const Program::Call& call) {
@@ -161,8 +165,28 @@ class Interpreter {
       return;
     }
     call.op.callBoxed(stack_);
+    take_results(call);
+  }
+
+  void take_results(const Program::Call& call) {
+    if (!call.counts.empty()) return take_lists(call);
     for (size_t i = 0; i < call.results.size(); ++i) {
       values_[call.results[i]] = std::move(stack_[i]).toTensor();
+    }
+  }
+
+  void take_lists(const Program::Call& call) {
+    auto next = call.results.begin();
+    for (size_t i = 0; i < call.counts.size(); ++i) {
+      if (call.counts[i] < 0) {
+        values_[*next++] = std::move(stack_[i]).toTensor();
+        continue;
+      }
+      const auto list = stack_[i].toListRef();
+      TORCH_CHECK(list.size() == static_cast<size_t>(call.counts[i]), "[", call.name, "] ",
+                  call.op.schema().returns()[i].name(), " must have ", call.counts[i],
+                  " tensors, as the plan says, got ", list.size());
+      for (const c10::IValue& item : list) values_[*next++] = item.toTensor();
     }
   }
 
@@ -172,6 +196,8 @@ class Interpreter {
       if (const auto* load = std::get_if<Program::Load>(&operand)) {
         Tensor& value = values_[load->value];
         load->last ? stack_.emplace_back(std::move(value)) : stack_.emplace_back(value);
+      } else if (const auto* list = std::get_if<Program::LoadList>(&operand)) {
+        stack_.emplace_back(load_list(*list));
       } else if (const auto* constant = std::get_if<Program::Constant>(&operand)) {
         stack_.push_back(constant->value);
       } else {
@@ -179,6 +205,16 @@ class Interpreter {
         stack_.emplace_back(c10::SymIntArrayRef(look->sizes));
       }
     }
+  }
+
+  c10::List<Tensor> load_list(const Program::LoadList& loads) {
+    c10::List<Tensor> list;
+    list.reserve(loads.size());
+    for (const auto& load : loads) {
+      Tensor& value = values_[load.value];
+      load.last ? list.push_back(std::move(value)) : list.push_back(value);
+    }
+    return list;
   }
 
   // ---- missing gradients
@@ -220,7 +256,7 @@ class Interpreter {
   // ---- weights that accumulate
 
   void accumulate(const Program::Call& call) {
-    const auto [position, op, into, later] = *call.accumulates;
+    const auto& [position, first, wanted, op, into, later] = *call.accumulates;
     if (later) {
       const DelayedCall::Op delayed{call.op, into, position};
       frame_.host->delay(op, std::make_shared<const DelayedCall>(delayed, stack_));
@@ -228,20 +264,25 @@ class Interpreter {
       return;
     }
     const auto target = frame_.host->accumulation(op);
-    Tensor weight_grad;
-    if (target && into) {
-      stack_.emplace_back(target->buffer);
-      stack_.emplace_back(target->overwrite);
+    // Such an op gives no lists.
+    const auto is_other_list = [&](int i) { return i != position && call.counts[i] > 0; };
+    const bool gives_lists = std::ranges::any_of(
+        std::views::iota(0, static_cast<int>(std::ssize(call.counts))), is_other_list);
+    if (target && into && !gives_lists) {
+      push_accumulation(*target, *into, stack_);
       into->callBoxed(stack_);
-      stack_.insert(stack_.begin() + position, Tensor());
+      if (call.counts.empty()) stack_.insert(stack_.begin() + position, Tensor());
+      for (size_t i = 0; i < call.counts.size(); ++i) {
+        if (call.counts[i] >= 0) stack_.insert(stack_.begin() + i, Tensors(call.counts[i]));
+      }
     } else {
       call.op.callBoxed(stack_);
-      weight_grad = stack_[position].toTensor();
     }
-    for (size_t i = 0; i < call.results.size(); ++i) {
-      values_[call.results[i]] = std::move(stack_[i]).toTensor();
+    take_results(call);
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      Tensor& value = values_[call.results[first + i]];
+      value = wanted[i] ? frame_.host->accumulate(op, static_cast<int>(i), value) : Tensor();
     }
-    values_[call.results[position]] = frame_.host->accumulate(op, weight_grad);
   }
 
   // ---- steps of the host language
@@ -298,7 +339,7 @@ class Interpreter {
           /*keep_dtype=*/result.accumulates);
     }
     if (gradient.defined() && result.accumulates) {
-      gradient = frame_.host->accumulate(result.op, gradient);
+      gradient = frame_.host->accumulate(result.op, result.k, gradient);
     }
     const bool is_there = gradient.defined() && depends;
     Tensor& value = values_[result.value];

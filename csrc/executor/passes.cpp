@@ -44,9 +44,13 @@ void mark_dead(Program::Code& code, std::initializer_list<const std::vector<int>
   for (auto line = code.lines.rbegin(); line != code.lines.rend(); ++line) {
     const std::vector<int> read = values_read(*line);
     if (auto* call = std::get_if<Program::Call>(&line->what)) {
+      const auto mark = [&](Program::Load& load) {
+        load.last = !seen[load.value] && std::ranges::count(read, load.value) == 1;
+      };
       for (auto& operand : call->operands) {
-        auto* load = std::get_if<Program::Load>(&operand);
-        if (load) load->last = !seen[load->value] && std::ranges::count(read, load->value) == 1;
+        if (auto* load = std::get_if<Program::Load>(&operand)) mark(*load);
+        if (auto* list = std::get_if<Program::LoadList>(&operand))
+          std::ranges::for_each(*list, mark);
       }
     }
     for (const auto& values : {read, values_written(*line)}) {

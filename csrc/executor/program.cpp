@@ -24,6 +24,9 @@ struct ValuesOf {
   void operator()(const Program::Call& call) {
     for (const auto& operand : call.operands) {
       if (const auto* load = std::get_if<Program::Load>(&operand)) read.push_back(load->value);
+      if (const auto* list = std::get_if<Program::LoadList>(&operand)) {
+        for (const auto& load : *list) read.push_back(load.value);
+      }
     }
     written = call.results;
   }

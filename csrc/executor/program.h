@@ -26,7 +26,8 @@ struct Program {
     int value;
     bool last = false;  // nobody reads it afterwards: the call may have its memory
   };
-  using Operand = std::variant<Load, Constant, ShapeOf>;
+  using LoadList = std::vector<Load>;
+  using Operand = std::variant<Load, Constant, ShapeOf, LoadList>;
 
   // A gradient that comes in behind op `op` reaches the gradients of that op and those before it.
   struct Gradient {
@@ -39,7 +40,9 @@ struct Program {
     const TypedOp* typed;  // null for an op of torch's own
     std::string name;
     std::vector<Operand> operands;
-    std::vector<int> results;
+    std::vector<int> results;  // those of lists one by one
+    // Where a result is a list: of each result how many tensors it has, -1 for one that is none.
+    std::vector<int> counts = {};
     std::vector<Gradient> gradients = {};  // among the values it reads
     std::vector<int> result_ops = {};      // parallel to results: what the gradient belongs to
     // Gives nothing but gradients in whose place zeros can be made: needless where nobody gave one.
@@ -47,7 +50,9 @@ struct Program {
     // The result that is the gradient of a weight which accumulates, the op of that weight, and
     // the op that puts it into the buffer itself.
     struct Accumulates {
-      int result;
+      int result;                // as the op's schema counts
+      size_t first;              // among `results`
+      std::vector<bool> wanted;  // of each tensor of a list
       int op;
       std::optional<c10::OperatorHandle> into;
       bool later;  // the host runs the call after backward

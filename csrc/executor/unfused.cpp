@@ -42,10 +42,10 @@ void keep_states(const Plan& plan, Plan& unfused) {
   for (auto* steps : {&unfused.forward, &unfused.backward}) {
     for (Step& step : *steps) {
       for (Instruction& instruction : step.instructions) {
-        for (Value& result : instruction.results) {
+        for_each_value(instruction.results, [&](Value& result) {
           const bool is_other = contains(unfused.states, result) && !contains(plan.states, result);
           if (is_other) result.kind = Kind::Temporary;
-        }
+        });
       }
     }
   }

@@ -6,6 +6,15 @@
 #include "fuser/error.h"
 
 namespace transformer_ops {
+namespace {
+
+using Names = std::vector<std::string>;
+
+std::string name_of_format(const std::string& format) {
+  return format.empty() ? "a plain tensor" : format;
+}
+
+}  // namespace
 
 Analysis::Analysis(const std::vector<OpNode>& ops, const PlanKey& key) : ops_(ops), key_(key) {
   number_tensors();
@@ -81,15 +90,43 @@ void Analysis::check_tensors() const {
       check(!row.is_integer(name) || given.dtype == DType::Unknown, "[", op.kind, "] ", name,
             " must hold integers, got ", to_text(given.dtype));
     }
+    check_parameters(i);
+  }
+}
+
+void Analysis::check_parameters(int i) const {
+  const OpNode& op = ops_[i];
+  if (!op.native) {
     for (size_t k = 0; k < op.parameters.size(); ++k) {
-      const std::string& name = op.parameters[k];
-      const bool may_be_none = op.native && declaration(op.kind).is_optional(name);
-      check(may_be_none || !parameters(i)[k].is_absent, "[", op.kind, "] ", name,
+      check(!parameters(i)[k].is_absent, "[", op.kind, "] ", op.parameters[k],
             " must be a tensor, got None");
-      const std::string format = parameter_format(i, name);
-      check(format.empty() || !op.native || declaration(op.kind).has_operand(name), "[", op.kind,
-            "] ", name, " must be a plain tensor, got one that is quantized as ", format);
     }
+    return;
+  }
+  const OpDeclaration& row = declaration(op.kind);
+  for (const ListedParameter& list : row.lists) {
+    const Names names = row.tensors_of(list.parameter, op.attributes);
+    Names given = op.parameters;
+    std::erase_if(given, [&](auto& name) { return row.parameter_of(name) != list.parameter; });
+    check(given == names, "[", op.kind, "] ", list.parameter, " must be a list of ", names.size(),
+          " tensors, as ", list.count, " says, got ", given.size());
+    const bool is_absent = list.optional && !has_parameter(i, list.parameter);
+    const std::string format = parameter_format(i, list.parameter);
+    for (const std::string& name : names) {
+      check(parameter_format(i, name) == format, "[", op.kind, "] ", name, " must be held as ",
+            names[0], " is, got ", name_of_format(parameter_format(i, name)), " and ",
+            name_of_format(format));
+      check(is_absent || has_tensor(i, name), "[", op.kind, "] ", name,
+            " must be a tensor, got None");
+    }
+  }
+  for (size_t k = 0; k < op.parameters.size(); ++k) {
+    const std::string& name = op.parameters[k];
+    check(row.is_optional(name) || !parameters(i)[k].is_absent, "[", op.kind, "] ", name,
+          " must be a tensor, got None");
+    const std::string format = parameter_format(i, name);
+    check(format.empty() || row.has_operand(row.parameter_of(name)), "[", op.kind, "] ", name,
+          " must be a plain tensor, got one that is quantized as ", format);
   }
 }
 
@@ -136,12 +173,23 @@ DType Analysis::extra_input_dtype(int op, int k) const {
 }
 
 bool Analysis::has_parameter(int op, const std::string& name) const {
+  return std::ranges::any_of(tensors_of(op, name),
+                             [&](const std::string& tensor) { return has_tensor(op, tensor); });
+}
+
+bool Analysis::has_tensor(int op, const std::string& name) const {
   const int k = position_of(ops_[op].parameters, name);
   return k >= 0 && !parameters(op)[k].is_absent;
 }
 
+std::vector<std::string> Analysis::tensors_of(int op, const std::string& parameter) const {
+  const OpNode& node = ops_[op];
+  if (!node.native) return {parameter};
+  return declaration(node.kind).tensors_of(parameter, node.attributes);
+}
+
 std::string Analysis::parameter_format(int op, const std::string& name) const {
-  const int k = position_of(ops_[op].parameters, name);
+  const int k = position_of(ops_[op].parameters, tensors_of(op, name).front());
   const uint8_t number = k < 0 ? 0 : parameters(op)[k].format;
   return number == 0 ? "" : format_name(number);
 }
@@ -176,8 +224,10 @@ void Analysis::propagate_requires_grad() {
 }
 
 bool Analysis::parameter_requires_grad(int op, const std::string& name) const {
-  const int k = position_of(ops_[op].parameters, name);
-  return k >= 0 && parameter_requires_grad(op, k);
+  return std::ranges::any_of(tensors_of(op, name), [&](const std::string& tensor) {
+    const int k = position_of(ops_[op].parameters, tensor);
+    return k >= 0 && parameter_requires_grad(op, k);
+  });
 }
 
 bool Analysis::extra_input_requires_grad(int op, int k) const {

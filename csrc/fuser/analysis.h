@@ -39,10 +39,12 @@ class Analysis {
   // The dtype that an op computes in.
   DType compute_dtype(int op) const { return required_dtype(op).value_or(dtypes_[op]); }
   DType extra_input_dtype(int op, int k) const;
-  // Is a parameter or extra input of the op there? An optional one may be None.
+  // Is a parameter, tensor of one or extra input of the op there? An optional one may be None.
   bool has_parameter(int op, const std::string& name) const;
   bool has_extra_input(int op, int k) const;
-  // In which a parameter is held; empty where it is a plain tensor.
+  // Of a parameter, the names of its tensors: more than one where it is a list.
+  std::vector<std::string> tensors_of(int op, const std::string& parameter) const;
+  // In which a parameter, or each tensor of it, is held; empty where it is a plain tensor.
   std::string parameter_format(int op, const std::string& name) const;
 
   // Does anybody want the gradient of the main tensor at a boundary?
@@ -54,6 +56,7 @@ class Analysis {
   bool parameter_requires_grad(int op, int k) const {
     return key_.grad_enabled && parameters(op)[k].requires_grad;
   }
+  // Of a list: does any of its tensors?
   bool parameter_requires_grad(int op, const std::string& name) const;
   bool extra_input_requires_grad(int op, int k) const;
   // Does an extra input hold integers, which have no gradient?
@@ -70,6 +73,8 @@ class Analysis {
  private:
   void number_tensors();
   void check_tensors() const;
+  void check_parameters(int i) const;
+  bool has_tensor(int op, const std::string& name) const;
   void propagate_dtypes();
   void propagate_requires_grad();
   // Of an extra input from the caller.

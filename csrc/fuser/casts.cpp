@@ -27,10 +27,11 @@ bool has_product(const Analysis& analysis, const Step& step) {
 
 // An operand that quantize.h rounds, from what it is, to the dtype of the product.
 bool is_rounded(const Analysis& analysis, int op, const std::string& name) {
-  if (!analysis.is_quantized(op) || analysis.key().recipe->of(op).format(name).empty())
-    return false;
-  const auto& operands = declaration(analysis.ops()[op].kind).operands;
-  return std::ranges::find(operands, name) != operands.end();
+  const OpDeclaration& row = declaration(analysis.ops()[op].kind);
+  const std::string operand = row.parameter_of(name);
+  if (!analysis.is_quantized(op) || !row.has_operand(operand)) return false;
+  if (analysis.key().recipe->of(op).format(operand).empty()) return false;
+  return true;
 }
 
 // Of a Linear's step: gamma, beta or bias of another dtype than the product's, too. Backward may
@@ -90,11 +91,11 @@ const Instruction* find_input_cast(const Step& step) {
 bool replace_argument(Step& step, const Value& from, const Value& to) {
   bool found = false;
   for (Instruction& instruction : step.instructions) {
-    for (Argument& argument : instruction.arguments) {
-      if (argument != Argument(from)) continue;
-      argument = to;
+    for_each_value(instruction.arguments, [&](Value& value) {
+      if (value != from) return;
+      value = to;
       found = true;
-    }
+    });
   }
   return found;
 }
@@ -124,7 +125,7 @@ void add_backward_casts(const Analysis& analysis, Step& step) {
   const Value gradient{Kind::Grad, step.first()};
   const Value produced{Kind::Temporary, step.first(), "grad_input"};
   for (Instruction& instruction : step.instructions) {
-    const auto result = std::ranges::find(instruction.results, gradient);
+    const auto result = std::ranges::find(instruction.results, Result(gradient));
     if (result == instruction.results.end()) continue;
     *result = produced;
     step.instructions.push_back(make_cast(produced, wanted, gradient));
@@ -140,7 +141,7 @@ std::optional<DType> input_cast(const Step& step) {
 
 Value taken_input(const Step& step) {
   const Instruction* const cast = find_input_cast(step);
-  return cast != nullptr ? cast->results[0] : Value{Kind::Main, step.first()};
+  return cast != nullptr ? std::get<Value>(cast->results[0]) : Value{Kind::Main, step.first()};
 }
 
 }  // namespace transformer_ops

@@ -54,7 +54,8 @@ class Compress {
     if (!is_view) return;
     const auto* source = std::get_if<Value>(&instruction.arguments[0]);
     if (source == nullptr) return;
-    for (const Value& result : instruction.results) roots_[result] = root(*source);
+    for_each_value(instruction.results,
+                   [&](const Value& result) { roots_[result] = root(*source); });
   }
 
   // The value that first held the memory of this one.

@@ -9,6 +9,9 @@
 namespace transformer_ops {
 namespace {
 
+// Of a list: more than anybody has, and few enough for names.
+constexpr int64_t kMostTensors = 100'000;
+
 // A library that declares more may be loaded while others plan.
 struct Declarations {
   ForkSafeMutex mutex;
@@ -30,6 +33,10 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::ranges::find(names, name) != names.end();
 }
 
+std::string without_number(const std::string& name) {
+  return name.substr(0, name.find_last_not_of("0123456789") + 1);
+}
+
 // Schemas are bound by name, so each has to mean one thing.
 void check_names(const OpDeclaration& row) {
   std::vector<std::string> names = {"input", "output"};
@@ -49,6 +56,30 @@ void check_names(const OpDeclaration& row) {
     check(row.has_parameter(state.parameter) && row.has_attribute(state.attribute),
           "[declaration] '", row.kind, "' must have the parameter and the attribute of state '",
           state.name, "', got '", state.parameter, "' and '", state.attribute, "'");
+  }
+}
+
+// Of lists: what says how many, and names that are no other's.
+void check_lists(const OpDeclaration& row) {
+  for (const ListedParameter& list : row.lists) {
+    const std::string place = "[declaration] '" + row.kind + "' list '" + list.parameter + "' ";
+    check(row.has_parameter(list.parameter), place, "must be one of the parameters, got none");
+    check(row.has_attribute(list.count), place, "must have its count as an attribute, got '",
+          list.count, "'");
+    check(list.single.empty() || row.has_attribute(list.single), place,
+          "must have its flag as an attribute, got '", list.single, "'");
+    for (const std::string& name : row.parameters) {
+      check(name == list.parameter || without_number(name) != list.parameter, place,
+            "must have its names to itself, got parameter '", name, "'");
+    }
+  }
+  for (const Schema* schema : {&row.forward_schema, &row.backward_schema}) {
+    for (const Schema::Field& field : schema->arguments) {
+      const bool is_list = row.list_of(field.name) != nullptr;
+      check(!row.has_parameter(field.name) || is_list == (field.type == "Tensor[]"),
+            "[declaration] '", row.kind, "' must take '", field.name, "' as ",
+            is_list ? "Tensor[]" : "one tensor", ", got ", field.type);
+    }
   }
 }
 
@@ -93,6 +124,48 @@ bool OpDeclaration::is_integer(const std::string& extra_tensor) const {
   return contains(integers, extra_tensor);
 }
 
+const ListedParameter* OpDeclaration::list_of(const std::string& parameter) const {
+  const auto list = std::ranges::find(lists, parameter, &ListedParameter::parameter);
+  return list == lists.end() ? nullptr : &*list;
+}
+
+std::vector<std::string> OpDeclaration::tensors_of(const std::string& parameter,
+                                                   const Attributes& set) const {
+  const ListedParameter* const list = list_of(parameter);
+  if (list == nullptr) return {parameter};
+  const auto single = set.find(list->single);
+  if (single != set.end() && single->second == Attribute(true)) return {parameter};
+  const auto found = set.find(list->count);
+  const auto* const count = found == set.end() ? nullptr : std::get_if<int64_t>(&found->second);
+  check(count != nullptr && *count >= 1 && *count <= kMostTensors, "[", kind, "] ", list->count,
+        " must be a number of tensors, 1 to ", kMostTensors, ", got ",
+        found == set.end() ? "none" : to_text(found->second));
+  std::vector<std::string> names;
+  for (int64_t i = 0; i < *count; ++i) names.push_back(parameter + std::to_string(i));
+  return names;
+}
+
+std::vector<std::string> OpDeclaration::parameter_tensors(const Attributes& set) const {
+  std::vector<std::string> names;
+  for (const std::string& parameter : parameters) {
+    std::ranges::move(tensors_of(parameter, set), std::back_inserter(names));
+  }
+  return names;
+}
+
+std::vector<std::string> OpDeclaration::slot_tensors(const Attributes& set) const {
+  std::vector<std::string> names;
+  for (const Slot& slot : slots)
+    std::ranges::move(tensors_of(slot.name, set), std::back_inserter(names));
+  return names;
+}
+
+std::string OpDeclaration::parameter_of(const std::string& tensor) const {
+  if (has_parameter(tensor)) return tensor;
+  const std::string name = without_number(tensor);
+  return name != tensor && list_of(name) != nullptr ? name : "";
+}
+
 const State* OpDeclaration::state_of(const std::string& parameter, const Attributes& set) const {
   const auto takes = [&](const State& state) {
     const auto attribute = set.find(state.attribute);
@@ -114,6 +187,7 @@ bool OpDeclaration::is_read(const std::string& argument, const std::vector<bool>
 }
 
 bool OpDeclaration::is_optional(const std::string& name) const {
+  if (const auto* const list = list_of(parameter_of(name))) return list->optional;
   const auto& fields = forward_schema.arguments;
   const auto field = std::ranges::find(fields, name, &Schema::Field::name);
   return field != fields.end() && field->type == "Tensor?";
@@ -134,6 +208,7 @@ OpDeclaration checked(OpDeclaration row) {
   row.backward_schema = parse_schema(row.backward);
   row.recompute_schema = parse_schema(row.recompute);
   check_names(row);
+  check_lists(row);
   check_delays(row);
   return row;
 }
@@ -152,7 +227,7 @@ bool is_quantized(const OpDeclaration& row, int op, const Recipe* recipe) {
 
 int64_t slot_bits(const OpDeclaration& row, const std::string& slot, int64_t width,
                   int64_t element_bits) {
-  if (row.has_parameter(slot)) return 0;
+  if (!row.parameter_of(slot).empty()) return 0;
   if (row.slot_bits) return row.slot_bits(slot, width, element_bits);
   const bool is_tensor = slot == "input" || slot == "output";
   if (!is_tensor && slot != "mask") return std::max<int64_t>(32, element_bits);

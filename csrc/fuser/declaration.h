@@ -36,6 +36,16 @@ struct State {
   bool later = false;
 };
 
+// A parameter that is a list: tensors <parameter>0, <parameter>1, ..., as many as an attribute
+// says, which schemas take as `Tensor[]`. A missing one, where it may be missing, is an empty list.
+struct ListedParameter {
+  std::string parameter;
+  std::string count;
+  // Where this flag is set, one tensor of the parameter's own name is all of the list.
+  std::string single = {};
+  bool optional = false;
+};
+
 // A flag of ops whose input is kept as codes of E4M3 with one scale, whoever holds it, unless
 // another op has it kept as it is.
 inline constexpr const char* kCacheQuantizedInput = "cache_quantized_input";
@@ -46,12 +56,14 @@ inline constexpr const char* kCacheQuantizedInput = "cache_quantized_input";
 //   backward  grad_output, grad_<extra output>, a slot, a parameter, an attribute, output_mask,
 //             input_shape -> grad_input, grad_<parameter>, grad_<extra input>
 //   recompute grad_output, input, a slot, a parameter, an attribute -> output
-// A parameter or an extra input may be None where forward takes it as `Tensor?`.
+// A parameter or an extra input may be None where forward takes it as `Tensor?`. Of a list, fields
+// are `Tensor[]`: all its tensors, and a gradient for each.
 // An absent forward, or an absent grad_input, hands the tensor on.
 struct OpDeclaration {
   std::string kind;
   std::string summary;
   std::vector<std::string> parameters = {};
+  std::vector<ListedParameter> lists = {};  // of the parameters
   std::vector<std::string> attributes = {};
   // Attributes that are false where an op has them not.
   std::vector<std::string> flags = {};
@@ -97,11 +109,21 @@ struct OpDeclaration {
   bool has_slot(const std::string& name) const;
   bool has_operand(const std::string& name) const;
   bool is_integer(const std::string& extra_tensor) const;
+  // Null where the parameter is one tensor.
+  const ListedParameter* list_of(const std::string& parameter) const;
+  // The names of a parameter's tensors, and those of all parameters. Throws PlanError for a count
+  // of less than 1.
+  std::vector<std::string> tensors_of(const std::string& parameter, const Attributes&) const;
+  std::vector<std::string> parameter_tensors(const Attributes& attributes) const;
+  // The names of the slots, a list's one by one.
+  std::vector<std::string> slot_tensors(const Attributes& attributes) const;
+  // The parameter that a tensor of such a name belongs to; empty where there is none.
+  std::string parameter_of(const std::string& tensor) const;
   // Which state takes the gradient of a parameter; null where autograd does.
   const State* state_of(const std::string& parameter, const Attributes& attributes) const;
   // Does backward read an argument for the gradients that its output mask names?
   bool is_read(const std::string& argument, const std::vector<bool>& mask) const;
-  // May the parameter or extra input be None?
+  // May the parameter, tensor of one or extra input be None?
   bool is_optional(const std::string& name) const;
 };
 

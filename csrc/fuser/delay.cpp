@@ -1,6 +1,7 @@
 #include "fuser/delay.h"
 
 #include <algorithm>
+#include <array>
 
 #include "fuser/declaration.h"
 
@@ -29,20 +30,60 @@ std::vector<bool> mask_of(const Instruction& call, const OpDeclaration& row) {
   return std::get<std::vector<bool>>(std::get<Attribute>(call.arguments[mask - fields.begin()]));
 }
 
+// Does the result hold what goes into this state, or into those of the tensors of a list?
+bool fills(const Result& result, int op, const State& state) {
+  bool found = false;
+  std::array<Result, 1> results = {result};
+  for_each_value(results, [&](const Value& value) {
+    found |= value.kind == Kind::State && value.op == op && value.name.starts_with(state.name);
+  });
+  return found;
+}
+
 // The same call for the gradients that the mask names.
 Instruction part_of(Instruction call, const OpDeclaration& row, const std::vector<bool>& mask) {
   const auto& fields = row.backward_schema.arguments;
   for (size_t k = 0; k < fields.size(); ++k) {
     if (fields[k].name == "output_mask") {
       call.arguments[k] = Attribute(mask);
-    } else if (fields[k].type == "Tensor?" && !row.is_read(fields[k].name, mask)) {
+    } else if (fields[k].may_be_absent() && !row.is_read(fields[k].name, mask)) {
       call.arguments[k] = None{};
     }
   }
   for (size_t k = 0; k < mask.size(); ++k) {
-    if (!mask[k]) call.results[k] = {Kind::Temporary, call.results[k].op, "unused"};
+    if (!mask[k]) call.results[k] = unused_like(call.results[k]);
   }
   return call;
+}
+
+bool is_full_list(const Result& result) {
+  const auto* const list = std::get_if<ValueList>(&result);
+  return list != nullptr && !list->empty();
+}
+
+// Lists of gradients beside one that goes into buffers get a call of their own: an op that writes
+// there gives no lists, which torch could not functionalize.
+void give_lists_apart(const OpNode& node, int op, Step& step) {
+  if (!node.native || declaration(node.kind).states.empty()) return;
+  const OpDeclaration& row = declaration(node.kind);
+  const auto call =
+      std::ranges::find(step.instructions, row.backward_schema.name, &Instruction::target);
+  if (call == step.instructions.end()) return;
+  const auto is_accumulated = [&](const Result& result) {
+    return std::ranges::any_of(row.states,
+                               [&](const State& state) { return fills(result, op, state); });
+  };
+  const Instruction whole = *call;
+  const auto into = std::ranges::find_if(whole.results, is_accumulated);
+  if (into == whole.results.end() || !is_full_list(*into)) return;
+  std::vector<bool> first = mask_of(whole, row), lists(first.size(), false);
+  for (size_t k = 0; k < first.size(); ++k) {
+    lists[k] = is_full_list(whole.results[k]) && &whole.results[k] != &*into;
+    first[k] = first[k] && !lists[k];
+  }
+  if (std::ranges::find(lists, true) == lists.end()) return;
+  *call = part_of(whole, row, lists);
+  step.instructions.insert(call, part_of(whole, row, first));
 }
 
 }  // namespace
@@ -50,15 +91,18 @@ Instruction part_of(Instruction call, const OpDeclaration& row, const std::vecto
 void delay_gradients(const Analysis& analysis, Step& step) {
   for (const int op : step.ops) {
     const State* const state = delayed_state(analysis, op);
-    if (state == nullptr) continue;
+    if (state == nullptr) {
+      give_lists_apart(analysis.ops()[op], op, step);
+      continue;
+    }
     const OpDeclaration& row = declaration(analysis.ops()[op].kind);
-    const Value delayed{Kind::State, op, state->name};
+    const auto is_delayed = [&](const Result& result) { return fills(result, op, *state); };
     const auto call = std::ranges::find_if(step.instructions, [&](const Instruction& each) {
-      return std::ranges::find(each.results, delayed) != each.results.end();
+      return std::ranges::any_of(each.results, is_delayed);
     });
     const Instruction whole = *call;
     std::vector<bool> now = mask_of(whole, row), later(now.size(), false);
-    const auto k = std::ranges::find(whole.results, delayed) - whole.results.begin();
+    const auto k = std::ranges::find_if(whole.results, is_delayed) - whole.results.begin();
     now[k] = false;
     later[k] = true;
     *call = part_of(whole, row, later);

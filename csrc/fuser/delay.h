@@ -14,6 +14,7 @@ namespace transformer_ops {
 //   g1 = grouped_linear_backward(g2, none, s1.splits, s1.weight, none, none, [true, false, ...])
 //   st1.delayed_wgrad = grouped_linear_backward(g2, s1.input, s1.splits, none, none, none,
 //       [false, true, false, false])
+// What goes into buffers has one too, where the op gives lists beside it.
 void delay_gradients(const Analysis& analysis, Step& step);
 
 // Why no rule of this pass may take these ops: the gradient of one's weight is left for later.

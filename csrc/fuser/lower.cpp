@@ -1,6 +1,7 @@
 // Groups of ops -> steps with instructions. Backward is lowered first: what it reads is what
 // forward saves.
 #include <algorithm>
+#include <array>
 #include <set>
 
 #include "fuser/casts.h"
@@ -122,13 +123,25 @@ class Lowering {
     return {Kind::ExtraInput, op, ops_[op].extra_inputs[k]};
   }
 
-  // A tensor that the op takes by name; none where an optional one is None.
+  // A tensor, or a list, that the op takes by name; none where an optional one is None.
   Argument tensor(int op, const std::string& name) const {
     const int extra = position_of(ops_[op].extra_inputs, name);
     const bool is_there =
         extra < 0 ? analysis_.has_parameter(op, name) : analysis_.has_extra_input(op, extra);
     if (!is_there) return None{};
-    return extra < 0 ? Value{Kind::Parameter, op, name} : extra_input(op, extra);
+    return extra < 0 ? whole({Kind::Parameter, op, name}) : extra_input(op, extra);
+  }
+
+  // The value itself, or those of the list that its name stands for.
+  Argument whole(const Value& value) const {
+    const OpNode& op = ops_[value.op];
+    const bool is_list = op.native && declaration(op.kind).list_of(value.name) != nullptr;
+    if (!is_list) return value;
+    ValueList list;
+    for (const std::string& name : analysis_.tensors_of(value.op, value.name)) {
+      list.push_back({value.kind, value.op, name});
+    }
+    return list;
   }
 
   // ---- binding schema fields by name
@@ -261,7 +274,7 @@ class Lowering {
 
   // Notes that forward has to save the slot; none where no wanted gradient reads it.
   Argument need(const Value& slot) {
-    if (slot.kind != Kind::Slot) return slot;
+    if (slot.kind != Kind::Slot) return whole(slot);
     if (is_absent(slot)) return None{};
     const auto& slots = declaration(ops_[slot.op].kind).slots;
     const auto row = std::ranges::find(slots, slot.name, &Slot::name);
@@ -269,8 +282,9 @@ class Lowering {
         std::ranges::none_of(row->needed_for, [&](auto& name) { return wants(slot.op, name); })) {
       return None{};
     }
-    needed_slots_.insert(slot);
-    return slot;
+    std::array<Argument, 1> found = {whole(slot)};
+    for_each_value(found, [&](const Value& value) { needed_slots_.insert(value); });
+    return found[0];
   }
 
   // Is the slot that of an optional tensor that is None?
@@ -282,30 +296,46 @@ class Lowering {
 
   // Takes a result that nobody wants.
   static Value unused(const Span& span) { return {Kind::Temporary, span.first, "unused"}; }
+  static Result unused(const Span& span, const Schema::Field& field) {
+    return field.type == "Tensor[]" ? Result(ValueList()) : Result(unused(span));
+  }
 
   // grad_<input, parameter or extra input> -> the value, or the state that it is added to, and
   // whether anybody wants it.
-  std::pair<Value, bool> backward_result(const Span& span, const std::string& name) const {
-    if (name == "grad_input") return {{Kind::Grad, span.first}, analysis_.needs_grad(span.first)};
+  std::pair<Result, bool> backward_result(const Span& span, const Schema::Field& field) const {
+    const std::string& name = field.name;
+    if (name == "grad_input") {
+      return {Value{Kind::Grad, span.first}, analysis_.needs_grad(span.first)};
+    }
     std::string target = suffix(name, "grad_").value_or(name);
     int op = op_with_tensor(span, target);
     if (const auto bound = span.bindings.find(target); bound != span.bindings.end()) {
-      const auto& field = std::get<Field>(bound->second);
-      op = place_of(span, field);
-      target = field.name;
+      const auto& source = std::get<Field>(bound->second);
+      op = place_of(span, source);
+      target = source.name;
     }
-    if (op < 0 && lacks_an_op(span)) return {unused(span), false};
+    if (op < 0 && lacks_an_op(span)) return {unused(span, field), false};
     check(op >= 0, "[plan] '", span.group.name,
           "' must name results grad_<parameter or extra input>, got '", name, "'");
     const Argument found = tensor(op, target);
-    if (std::holds_alternative<None>(found)) return {unused(span), false};
-    return {plan_.result_of(gradient_of(std::get<Value>(found))), wants(op, target)};
+    if (std::holds_alternative<None>(found) || !wants(op, target)) {
+      return {unused(span, field), false};
+    }
+    if (const auto* const value = std::get_if<Value>(&found)) {
+      return {plan_.result_of(gradient_of(*value)), true};
+    }
+    ValueList gradients;
+    for (const Value& value : std::get<ValueList>(found)) {
+      const bool is_wanted = wants(op, value.name);
+      gradients.push_back(is_wanted ? plan_.result_of(gradient_of(value)) : unused(span));
+    }
+    return {std::move(gradients), true};
   }
 
   std::vector<bool> output_mask(const Span& span, const Schema& schema) const {
     std::vector<bool> mask;
     for (const auto& field : schema.results) {
-      mask.push_back(backward_result(span, field.name).second);
+      mask.push_back(backward_result(span, field).second);
     }
     return mask;
   }
@@ -362,8 +392,8 @@ class Lowering {
     Instruction call{.target = schema.name};
     bool wanted = false;
     for (const auto& field : schema.results) {
-      const auto [value, is_wanted] = backward_result(span, field.name);
-      call.results.push_back(is_wanted ? value : unused(span));
+      auto [value, is_wanted] = backward_result(span, field);
+      call.results.push_back(is_wanted ? std::move(value) : unused(span, field));
       wanted |= is_wanted;
     }
     if (!wanted) return step;
@@ -377,7 +407,7 @@ class Lowering {
   // The gradient goes on to the input and to the extra inputs that `schema` gives no gradient of.
   Instruction backward_hand_over(const Step& step, const Schema& schema) const {
     Instruction instruction{.arguments = {Value{Kind::Grad, step.last() + 1}},
-                            .results = {{Kind::Grad, step.first()}}};
+                            .results = {Value{Kind::Grad, step.first()}}};
     for (const int op : step.ops) {
       for (int k = 0; k < std::ssize(ops_[op].extra_inputs); ++k) {
         if (analysis_.is_integer(op, k) || !analysis_.has_extra_input(op, k)) continue;
@@ -404,14 +434,14 @@ class Lowering {
     Instruction call{.target = schema.name};
     if (schema.empty()) {
       call.arguments = {Value{Kind::Main, span.first}};
-      call.results = {{Kind::Main, span.last + 1}};
+      call.results = {Value{Kind::Main, span.last + 1}};
       for (int k = 0; k < std::ssize(ops_[span.first].extra_outputs); ++k) {
         call.results.push_back(extra_output(span.first, k));
       }
     } else {
       if (!schema.has_result("output")) {
         step.instructions.push_back({.arguments = {Value{Kind::Main, span.first}},
-                                     .results = {{Kind::Main, span.last + 1}}});
+                                     .results = {Value{Kind::Main, span.last + 1}}});
       }
       for (const auto& field : schema.arguments) {
         call.arguments.push_back(forward_argument(span, field));
@@ -435,11 +465,10 @@ class Lowering {
   // Where forward finds a slot; none leaves the slot unsaved, which verify() reports.
   std::optional<Value> slot_source(const Span& span, const Instruction& call,
                                    const Value& slot) const {
-    if (std::ranges::find(call.results, slot) != call.results.end()) return slot;
+    if (call.writes(slot)) return slot;
     const OpDeclaration& row = declaration(ops_[slot.op].kind);
-    if (row.has_parameter(slot.name) || row.has_extra_input(slot.name)) {
-      return std::get<Value>(tensor(slot.op, slot.name));
-    }
+    if (!row.parameter_of(slot.name).empty()) return Value{Kind::Parameter, slot.op, slot.name};
+    if (row.has_extra_input(slot.name)) return std::get<Value>(tensor(slot.op, slot.name));
     if (row.has_extra_output(slot.name)) return Value{Kind::ExtraOutput, slot.op, slot.name};
     if (slot.name == "input" && slot.op == span.first) return Value{Kind::Main, span.first};
     if (slot.name == "input") {
@@ -449,7 +478,7 @@ class Lowering {
       const bool hands_on = declaration(ops_[before].kind).forward_schema.empty();
       if (!hands_on || ops_[before].extra_outputs.empty()) return std::nullopt;
       const Value twin = extra_output(before, 0);
-      if (std::ranges::find(call.results, twin) != call.results.end()) return twin;
+      if (call.writes(twin)) return twin;
     }
     if (slot.name == "output" && slot.op == span.last) return Value{Kind::Main, span.last + 1};
     return std::nullopt;

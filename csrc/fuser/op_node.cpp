@@ -20,8 +20,8 @@ OpNode make_op(const std::string& kind, Attributes attributes) {
   OpNode op{.kind = kind,
             .attributes = std::move(attributes),
             .extra_inputs = row.extra_inputs,
-            .extra_outputs = row.extra_outputs,
-            .parameters = row.parameters};
+            .extra_outputs = row.extra_outputs};
+  op.parameters = row.parameter_tensors(op.attributes);
   op.sources.resize(op.extra_inputs.size());
   op.visible.assign(op.extra_outputs.size(), true);
   return op;

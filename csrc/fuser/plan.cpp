@@ -47,20 +47,24 @@ bool is_boundary(Kind kind) {
   return kind == Kind::Main || kind == Kind::Grad || kind == Kind::Shape;
 }
 
-// The names that a value of this kind may have; null where it may have any.
-const std::vector<std::string>* names_for(const Value& value, const PlannedOp& op) {
+// The names that a value of this kind may have; none where it may have any.
+std::optional<std::vector<std::string>> names_for(const Value& value, const PlannedOp& op) {
   switch (value.kind) {
     case Kind::ExtraInput:
     case Kind::ExtraInputGrad:
-      return &op.extra_inputs;
+      return op.extra_inputs;
     case Kind::ExtraOutput:
     case Kind::ExtraOutputGrad:
-      return &op.extra_outputs;
+      return op.extra_outputs;
     case Kind::Parameter:
-    case Kind::ParameterGrad:
-      return op.native ? &declaration(op.kind).parameters : nullptr;
+    case Kind::ParameterGrad: {
+      if (!op.native) return std::nullopt;
+      // Of the one parameter that it may belong to: a list is long.
+      const OpDeclaration& row = declaration(op.kind);
+      return row.tensors_of(row.parameter_of(value.name), op.attributes);
+    }
     default:
-      return nullptr;
+      return std::nullopt;
   }
 }
 
@@ -72,9 +76,11 @@ std::string place_of(const Plan& plan, int op) {
 bool has_state(const Plan& plan, const Value& state) {
   const PlannedOp& op = plan.ops[state.op];
   if (std::ranges::find(plan.states, state) != plan.states.end()) return true;
-  return op.native && std::ranges::any_of(declaration(op.kind).parameters, [&](const auto& name) {
-           return plan.result_of({Kind::ParameterGrad, state.op, name}) == state;
-         });
+  if (!op.native) return false;
+  const auto names = declaration(op.kind).parameter_tensors(op.attributes);
+  return std::ranges::any_of(names, [&](const auto& name) {
+    return plan.result_of({Kind::ParameterGrad, state.op, name}) == state;
+  });
 }
 
 void verify_value(const Value& value, const Plan& plan) {
@@ -87,8 +93,8 @@ void verify_value(const Value& value, const Plan& plan) {
   if (value.op == plan.size()) return;
   check(value.kind != Kind::State || has_state(plan, value), place_of(plan, value.op),
         " must update the state that is named, got ", to_text(value));
-  const auto* names = names_for(value, plan.ops[value.op]);
-  check(names == nullptr || position_of(*names, value.name) >= 0, place_of(plan, value.op),
+  const auto names = names_for(value, plan.ops[value.op]);
+  check(!names || position_of(*names, value.name) >= 0, place_of(plan, value.op),
         " must have the tensor that is named, got ", to_text(value));
 }
 
@@ -98,9 +104,35 @@ void verify_cast(const Step& step, const Instruction& cast) {
   const auto* text = dtype != nullptr ? std::get_if<std::string>(dtype) : nullptr;
   const auto* from = text != nullptr ? std::get_if<Value>(&arguments[0]) : nullptr;
   const bool fits = from != nullptr && from->kind != Kind::Shape && cast.results.size() == 1 &&
+                    std::holds_alternative<Value>(cast.results[0]) &&
                     parse_dtype(*text) != DType::Unknown;
   check(fits, "[plan] step '", step.name, "' must cast one tensor to one dtype, got a cast of ",
         arguments.size(), " arguments to ", cast.results.size(), " results");
+}
+
+// A list has all tensors of a parameter, in order, or one tensor.
+void verify_list(const Step& step, const ValueList& list, const Plan& plan) {
+  for (const Value& value : list) {
+    const bool is_held = value.kind == Kind::Parameter || value.kind == Kind::Slot ||
+                         value.kind == Kind::ParameterGrad;
+    if (!is_held || value.op < 0 || value.op >= plan.size() || !plan.ops[value.op].native) continue;
+    const OpDeclaration& row = declaration(plan.ops[value.op].kind);
+    const std::string parameter = row.parameter_of(value.name);
+    if (row.list_of(parameter) == nullptr) continue;
+    ValueList all;
+    for (const std::string& name : row.tensors_of(parameter, plan.ops[value.op].attributes)) {
+      all.push_back({value.kind, value.op, name, value.part});
+    }
+    // Some of them as casts, or decoded, under the same names; gradients that nobody wants.
+    const auto is_same = [&](const Value& a, const Value& b) {
+      const bool is_unused = value.kind == Kind::ParameterGrad && a.kind == Kind::Temporary;
+      return a.op == b.op && (a.name == b.name || is_unused);
+    };
+    check(std::ranges::equal(list, all, is_same), place_of(plan, value.op),
+          " must have a list of all ", all.size(), " tensors of '", parameter, "' in step '",
+          step.name, "', got ", to_text(list));
+    return;
+  }
 }
 
 void verify_values(const std::vector<Step>& steps, const Plan& plan) {
@@ -108,9 +140,14 @@ void verify_values(const std::vector<Step>& steps, const Plan& plan) {
     for (const Instruction& instruction : step.instructions) {
       if (instruction.target == kCast) verify_cast(step, instruction);
       for (const Argument& argument : instruction.arguments) {
-        if (const auto* value = std::get_if<Value>(&argument)) verify_value(*value, plan);
+        if (const auto* list = std::get_if<ValueList>(&argument)) verify_list(step, *list, plan);
       }
-      for (const Value& result : instruction.results) verify_value(result, plan);
+      for (const Result& result : instruction.results) {
+        if (const auto* list = std::get_if<ValueList>(&result)) verify_list(step, *list, plan);
+      }
+      const auto verify_one = [&](const Value& value) { verify_value(value, plan); };
+      for_each_value(instruction.arguments, verify_one);
+      for_each_value(instruction.results, verify_one);
     }
   }
 }
@@ -194,7 +231,7 @@ void verify_native_op(const Plan& plan, int i) {
           " must have attribute '", name, "' of type bool, got ",
           flag == op.attributes.end() ? "" : to_text(flag->second));
   }
-  verify_names(place, "parameters", row, row.parameters,
+  verify_names(place, "parameters", row, row.parameter_tensors(op.attributes),
                names_of(plan.parameters, Kind::Parameter, i));
   std::vector<std::string> from_caller = names_of(plan.extra_inputs, Kind::ExtraInput, i);
   std::vector<std::string> names = from_caller;
@@ -274,10 +311,8 @@ class DataFlow {
   }
 
   void run(const Instruction& instruction, const Step& step) {
-    for (const Argument& argument : instruction.arguments) {
-      if (const auto* value = std::get_if<Value>(&argument)) require(*value, step);
-    }
-    for (const Value& result : instruction.results) add(result);
+    for_each_value(instruction.arguments, [&](const Value& value) { require(value, step); });
+    for_each_value(instruction.results, [&](const Value& result) { add(result); });
   }
 
   void require(const Value& value, const Step& step) const {
@@ -382,22 +417,19 @@ void verify_backward(const Plan& plan, const DataFlow& forward) {
   for (auto step = plan.backward.rbegin(); step != plan.backward.rend(); ++step) {
     if (step->skipped) continue;
     for (const Instruction& instruction : step->instructions) {
-      for (const Argument& argument : instruction.arguments) {
-        const auto* value = std::get_if<Value>(&argument);
-        if (value == nullptr) continue;
-        if (value->kind == Kind::Slot && !flow.has(*value)) {
+      for_each_value(instruction.arguments, [&](const Value& value) {
+        if (value.kind == Kind::Slot && !flow.has(value)) {
           // A Python forward step fills the slots of the ops it covers when it runs.
-          check(forward.has(*value) || inside_python_step(plan, value->op),
-                "[plan] backward step '", step->name, "' must read a slot that forward saves, got ",
-                to_text(*value));
-          flow.add(*value);
-        } else if (value->kind == Kind::Shape) {
-          check(forward.has({Kind::Main, value->op}) || inside_python_step(plan, value->op),
+          check(forward.has(value) || inside_python_step(plan, value.op), "[plan] backward step '",
+                step->name, "' must read a slot that forward saves, got ", to_text(value));
+          flow.add(value);
+        } else if (value.kind == Kind::Shape) {
+          check(forward.has({Kind::Main, value.op}) || inside_python_step(plan, value.op),
                 "[plan] backward step '", step->name,
-                "' must read the shape of what forward writes, got ", to_text(*value));
-          flow.add(*value);
+                "' must read the shape of what forward writes, got ", to_text(value));
+          flow.add(value);
         }
-      }
+      });
       flow.run(instruction, *step);
     }
     if (step->python) {
@@ -474,6 +506,17 @@ Value tensor_of(Value gradient) {
   fail("[plan] value must be a gradient, got ", to_text(gradient));
 }
 
+Result unused_like(const Result& result) {
+  const auto* const value = std::get_if<Value>(&result);
+  return value == nullptr ? Result(ValueList()) : Value{Kind::Temporary, value->op, "unused"};
+}
+
+bool Instruction::writes(const Value& value) const {
+  bool found = false;
+  for_each_value(results, [&](const Value& result) { found |= result == value; });
+  return found;
+}
+
 bool PlannedOp::is_set(const std::string& flag) const {
   const auto attribute = attributes.find(flag);
   return attribute != attributes.end() && attribute->second == Attribute(true);
@@ -495,8 +538,12 @@ std::vector<Value> Plan::whole_parameters() const {
 Value Plan::result_of(const Value& gradient) const {
   if (gradient.kind != Kind::ParameterGrad || !ops[gradient.op].native) return gradient;
   const PlannedOp& op = ops[gradient.op];
-  const State* const state = declaration(op.kind).state_of(gradient.name, op.attributes);
-  return state == nullptr ? gradient : Value{Kind::State, gradient.op, state->name};
+  const OpDeclaration& row = declaration(op.kind);
+  const std::string parameter = row.parameter_of(gradient.name);
+  const State* const state = row.state_of(parameter, op.attributes);
+  if (state == nullptr) return gradient;
+  // Of a tensor of a list, with its number.
+  return {Kind::State, gradient.op, state->name + gradient.name.substr(parameter.size())};
 }
 
 bool Plan::has_quantized_parameters() const {

@@ -20,6 +20,7 @@ namespace transformer_ops {
 //   s1.input         saved slot                n1          the shape of x1
 //   t1.input         temporary of a step of op 1
 //   st1.fp8_scale    state: a buffer of the op's
+//   p1.weight0..3    four of them, p1.weight0 to p1.weight3: a listed parameter's, for one
 //   s1.input.codes s1.input.scale   parts of a slot or a parameter that is held quantized
 struct Value {
   enum class Kind : uint8_t {
@@ -58,18 +59,37 @@ Value parse_value(const std::string& text);
 struct None {
   bool operator==(const None&) const = default;
 };
-using Argument = std::variant<Value, Attribute, None>;
+// Tensors that a call takes, or gives, as one list.
+using ValueList = std::vector<Value>;
+std::string to_text(const ValueList& list);
+using Argument = std::variant<Value, ValueList, Attribute, None>;
+using Result = std::variant<Value, ValueList>;
+
+// Calls function(value) for each value among arguments or results, those of lists too.
+template <typename Items, typename Function>
+void for_each_value(Items& items, Function&& function) {
+  for (auto& item : items) {
+    if (auto* const value = std::get_if<Value>(&item)) function(*value);
+    if (auto* const list = std::get_if<ValueList>(&item)) {
+      for (auto& value : *list) function(value);
+    }
+  }
+}
 
 // The target that gives its first argument in the dtype that the second one names.
 inline constexpr const char* kCast = "cast";
+
+// In the place of a result of the same call that nobody wants, or that another call gives.
+Result unused_like(const Result& result);
 
 // results = target(arguments): a typed op, an op of torch's by its full name, or a cast. Without a
 // target every result is the one argument itself.
 struct Instruction {
   std::string target = {};
   std::vector<Argument> arguments = {};
-  std::vector<Value> results = {};
+  std::vector<Result> results = {};
 
+  bool writes(const Value& value) const;
   bool operator==(const Instruction&) const = default;
 };
 

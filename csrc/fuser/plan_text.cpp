@@ -9,6 +9,8 @@
 //     x1, s0.mean, s0.rstd = layer_norm(x0, p0.weight, p0.bias, 1e-05, false)
 //     save s0.input=x0, s0.mean=s0.mean
 #include <algorithm>
+#include <cctype>
+#include <cstring>
 #include <sstream>
 
 #include "fuser/declaration.h"
@@ -20,9 +22,11 @@ namespace transformer_ops {
 namespace {
 
 constexpr const char* kHeader = "plan 4";
+constexpr int kLongestRun = 100'000;
 
 std::string argument_text(const Argument& argument) {
   if (const auto* value = std::get_if<Value>(&argument)) return to_text(*value);
+  if (const auto* list = std::get_if<ValueList>(&argument)) return to_text(*list);
   if (const auto* constant = std::get_if<Attribute>(&argument)) return to_text(*constant);
   return "none";
 }
@@ -34,7 +38,85 @@ std::string join(const List& list, const char* separator, Function&& item_text) 
   return text;
 }
 
-std::string value_text(const Value& value) { return to_text(value); }
+std::string result_text(const Result& result) {
+  if (const auto* list = std::get_if<ValueList>(&result)) return to_text(*list);
+  return to_text(std::get<Value>(result));
+}
+
+// "weight12": its letters, and its number; -1 where it has none.
+std::pair<std::string, int> split_number(const std::string& name) {
+  const size_t letters = name.find_last_not_of("0123456789") + 1;
+  const bool is_plain = letters < name.size() && name.size() - letters < 7 &&
+                        (name[letters] != '0' || letters + 1 == name.size());
+  return {name.substr(0, letters), is_plain ? std::stoi(name.substr(letters)) : -1};
+}
+
+// Does `next` come behind `value` in a list of tensors?
+bool follows(const Value& value, const Value& next) {
+  const auto [name, number] = split_number(value.name);
+  Value expected = value;
+  expected.name = name + std::to_string(number + 1);
+  return number >= 0 && !name.empty() && value.part == Value::Part::Whole && next == expected;
+}
+
+// How many values from `first` on read as one run: w0..3.
+size_t run_length(const ValueList& values, size_t first) {
+  size_t count = 1;
+  while (first + count < values.size() &&
+         follows(values[first + count - 1], values[first + count])) {
+    ++count;
+  }
+  return count;
+}
+
+std::string run_text(const ValueList& values, size_t first, size_t count) {
+  const std::string text = to_text(values[first]);
+  if (count == 1) return text;
+  return text + ".." + std::to_string(split_number(values[first + count - 1].name).second);
+}
+
+std::vector<std::string> run_texts(const ValueList& values) {
+  std::vector<std::string> texts;
+  for (size_t first = 0; first < values.size();) {
+    const size_t count = run_length(values, first);
+    texts.push_back(run_text(values, first, count));
+    first += count;
+  }
+  return texts;
+}
+
+// Slots and what they hold; runs of both side by side.
+std::string saves_text(const std::vector<Save>& saves) {
+  ValueList slots, sources;
+  for (const Save& save : saves) {
+    slots.push_back(save.slot);
+    sources.push_back(save.source);
+  }
+  std::string text;
+  for (size_t first = 0; first < saves.size();) {
+    const size_t count = std::min(run_length(slots, first), run_length(sources, first));
+    text += (text.empty() ? "" : ", ") + run_text(slots, first, count) + "=" +
+            run_text(sources, first, count);
+    first += count;
+  }
+  return text;
+}
+
+// A value, or a run of them.
+ValueList parse_run(const std::string& text) {
+  const size_t dots = text.find("..");
+  if (dots == std::string::npos) return {parse_value(text)};
+  const Value first = parse_value(text.substr(0, dots));
+  const auto [name, number] = split_number(first.name);
+  const auto [no_name, last] = split_number(text.substr(dots + 2));
+  check(number >= 0 && no_name.empty() && last > number && last - number < kLongestRun,
+        "[plan] a run of values must read like p1.weight0..3, got '", text, "'");
+  ValueList values;
+  for (int i = number; i <= last; ++i) {
+    values.push_back({first.kind, first.op, name + std::to_string(i), first.part});
+  }
+  return values;
+}
 
 // A user's name of any text; quoted where it is not one plain word.
 std::string name_text(const std::string& name) {
@@ -50,7 +132,7 @@ std::string parse_name(const std::string& text) {
 
 std::string instruction_text(const Instruction& instruction) {
   const std::string arguments = join(instruction.arguments, ", ", argument_text);
-  const std::string results = join(instruction.results, ", ", value_text);
+  const std::string results = join(instruction.results, ", ", result_text);
   if (instruction.target.empty()) return "  " + results + " = " + arguments + "\n";
   return "  " + results + " = " + instruction.target + "(" + arguments + ")\n";
 }
@@ -64,10 +146,7 @@ std::string step_text(const Step& step, const char* direction) {
   text += "\n";
   for (const Instruction& instruction : step.instructions) text += instruction_text(instruction);
   if (!step.saves.empty()) {
-    text += "  save " +
-            join(step.saves, ", ",
-                 [](const Save& save) { return to_text(save.slot) + "=" + to_text(save.source); }) +
-            "\n";
+    text += "  save " + saves_text(step.saves) + "\n";
   }
   return text;
 }
@@ -106,8 +185,31 @@ std::pair<std::string, std::string> split_once(const std::string& text, char sep
   return {text.substr(0, at), text.substr(at + 1)};
 }
 
+// [p1.weight0..3] and [x1]: neither flags nor numbers.
+bool is_list_of_values(const std::string& text) {
+  const auto starts_with = [&](const char* word) {
+    return text.compare(1, std::strlen(word), word) == 0;
+  };
+  const bool has_word = text.size() > 2 && text.front() == '[' && std::isalpha(text[1]) != 0;
+  return has_word && !starts_with("true") && !starts_with("false");
+}
+
+ValueList parse_list(const std::string& text) {
+  check(text.ends_with(']'), "[plan] a list of values must end with ']', got '", text, "'");
+  ValueList list;
+  for (const std::string& word : split(text.substr(1, text.size() - 2), ',')) {
+    for (Value& value : parse_run(word)) list.push_back(std::move(value));
+  }
+  return list;
+}
+
+Result parse_result(const std::string& text) {
+  return text.starts_with('[') ? Result(parse_list(text)) : parse_value(text);
+}
+
 Argument parse_argument(const std::string& text) {
   if (text == "none") return None{};
+  if (is_list_of_values(text)) return parse_list(text);
   const bool is_constant = text == "true" || text == "false" ||
                            std::string("\"[-0123456789").find(text.front()) != std::string::npos ||
                            text == "inf" || text == "nan";
@@ -251,7 +353,9 @@ class Parser {
   }
 
   static void parse_values(const std::vector<std::string>& words, std::vector<Value>& values) {
-    for (const auto& word : words) values.push_back(parse_value(word));
+    for (const auto& word : words) {
+      for (Value& value : parse_run(word)) values.push_back(std::move(value));
+    }
   }
 
   void parse_instruction(const std::string& text) {
@@ -260,7 +364,7 @@ class Parser {
     check(equals != std::string::npos, "[plan] an instruction must read 'results = ...'");
     Instruction instruction;
     for (const auto& word : split(text.substr(0, equals), ',')) {
-      instruction.results.push_back(parse_value(word));
+      instruction.results.push_back(parse_result(word));
     }
     std::string call = text.substr(equals + 3);
     if (call.ends_with(")")) {
@@ -280,7 +384,10 @@ class Parser {
     check(step_ != nullptr, "[plan] a save must follow a step");
     for (const auto& word : split(text, ',')) {
       const auto [slot, source] = split_once(word, '=');
-      step_->saves.push_back({parse_value(slot), parse_value(source)});
+      const ValueList slots = parse_run(slot), sources = parse_run(source);
+      check(slots.size() == sources.size(), "[plan] a save must have a source for each slot, got '",
+            word, "'");
+      for (size_t i = 0; i < slots.size(); ++i) step_->saves.push_back({slots[i], sources[i]});
     }
   }
 
@@ -289,7 +396,9 @@ class Parser {
 };
 
 std::string values_line(const char* head, const std::vector<Value>& values) {
-  return values.empty() ? "" : std::string(head) + " " + join(values, " ", value_text) + "\n";
+  const auto as_it_is = [](const std::string& text) { return text; };
+  if (values.empty()) return "";
+  return std::string(head) + " " + join(run_texts(values), " ", as_it_is) + "\n";
 }
 
 // Of the extra tensors of a Python op, whose names are their numbers.
@@ -309,6 +418,10 @@ std::string saved_text(const SavedAs& saved) {
 }
 
 }  // namespace
+
+std::string to_text(const ValueList& list) {
+  return "[" + join(run_texts(list), ", ", [](const std::string& text) { return text; }) + "]";
+}
 
 std::string to_text(const Plan& plan) {
   std::string text = std::string(kHeader) + "\n";

@@ -96,7 +96,7 @@ class Quantize {
       code.push_back(std::move(product));
     } else {
       widen_parameters(product, schema, code);
-      const Value result = product.results[0];
+      const Value result = std::get<Value>(product.results[0]);
       product.results[0] = temporary("output");
       code.push_back(std::move(product));
       code.push_back(make_cast(temporary("output"), compute_, result));
@@ -167,11 +167,15 @@ class Quantize {
   // the same tensor.
   int place_of(const Instruction& call, const Schema& schema, const std::string& operand) const {
     if (call.target == schema.name) return schema_place(schema, operand);
-    const Value cast = temporary(operand);
-    const Value own = operand == "input" ? Value{Kind::Main, step_.first()}
-                                         : Value{Kind::Parameter, op_, operand};
+    // Of a list, the first.
+    const std::string name = row_.tensors_of(operand, attributes_).front();
+    const Value cast = temporary(name);
+    const Value own =
+        operand == "input" ? Value{Kind::Main, step_.first()} : Value{Kind::Parameter, op_, name};
     const auto found = std::ranges::find_if(call.arguments, [&](const Argument& argument) {
-      return argument == Argument(own) || argument == Argument(cast);
+      const auto* const list = std::get_if<ValueList>(&argument);
+      const Argument first = list == nullptr ? argument : list->front();
+      return first == Argument(own) || first == Argument(cast);
     });
     return static_cast<int>(found - call.arguments.begin());
   }
@@ -180,7 +184,51 @@ class Quantize {
 
   Value temporary(const std::string& name) const { return {Kind::Temporary, op_, name}; }
 
-  Instruction rounding(const Argument& from, const std::string& format, const Value& to,
+  // In the place of an operand: where that is a list, one of each of its tensors.
+  Result places(const std::string& prefix, const std::string& operand, const std::string& use,
+                const Argument& from) const {
+    if (!std::holds_alternative<ValueList>(from)) return temporary(prefix + operand + use);
+    ValueList list;
+    for (const std::string& name : row_.tensors_of(operand, attributes_)) {
+      list.push_back(temporary(prefix + name + use));
+    }
+    return list;
+  }
+
+  static Argument taken(const Result& result) {
+    if (const auto* const list = std::get_if<ValueList>(&result)) return *list;
+    return std::get<Value>(result);
+  }
+
+  template <typename Item>
+  static ValueList as_list(const Item& item) {
+    const auto* const list = std::get_if<ValueList>(&item);
+    return list != nullptr ? *list : ValueList{std::get<Value>(item)};
+  }
+
+  // A cast of each.
+  static void add_casts(const Argument& from, DType dtype, const Result& to,
+                        std::vector<Instruction>& code) {
+    const ValueList sources = as_list(from), casts = as_list(to);
+    for (size_t i = 0; i < sources.size(); ++i) {
+      code.push_back(make_cast(sources[i], dtype, casts[i]));
+    }
+  }
+
+  // Calls that round each; groups are rounded by one call, which takes and gives a list.
+  void add_roundings(const std::string& operand, const Argument& from, const std::string& format,
+                     const Result& to, bool is_saved, std::vector<Instruction>& code) const {
+    const ValueList sources = as_list(from), results = as_list(to);
+    const size_t calls = splits_ ? 1 : sources.size();
+    for (size_t i = 0; i < calls; ++i) {
+      Instruction call = splits_ ? rounding_of(operand, sources, format, results, is_saved)
+                                 : rounding_of(operand, sources[i], format, results[i], is_saved);
+      if (is_saved) call.arguments.insert(call.arguments.begin(), gradient());
+      code.push_back(std::move(call));
+    }
+  }
+
+  Instruction rounding(const Argument& from, const std::string& format, const Result& to,
                        const std::string& target) const {
     return {.target = target,
             .arguments = {from, Attribute(format), Attribute(rounded_dtype(format))},
@@ -189,7 +237,7 @@ class Quantize {
 
   // Of an operand. Those of groups are rounded group by group.
   Instruction rounding_of(const std::string& operand, const Argument& from,
-                          const std::string& format, const Value& to, bool is_saved) const {
+                          const std::string& format, const Result& to, bool is_saved) const {
     if (formats_.is_delayed()) return scaled_rounding(operand, from, format, to, is_saved);
     const bool has_scale = this->has_scale(operand);
     std::string target = has_scale ? kValues : splits_ ? kRoundGroups : kRound;
@@ -199,7 +247,7 @@ class Quantize {
     }
     Instruction call = rounding(from, format, to, target);
     if (splits_) call.arguments.insert(call.arguments.begin() + 1, rows_of(operand));
-    if (has_scale) call.results.push_back(scale_of(to));
+    if (has_scale) call.results.push_back(scale_of(std::get<Value>(to)));
     return call;
   }
 
@@ -253,7 +301,7 @@ class Quantize {
   }
 
   Instruction scaled_rounding(const std::string& operand, const Argument& from,
-                              const std::string& format, const Value& to, bool is_saved) const {
+                              const std::string& format, const Result& to, bool is_saved) const {
     const bool is_gradient = operand == "grad_output";
     const int64_t place = is_gradient ? 2 : operand == "weight" ? 1 : 0;
     const Value scale{Kind::State, op_, kScaleStates[0]};
@@ -266,11 +314,11 @@ class Quantize {
     if (splits_) call.arguments.push_back(rows_of(operand));
     call.arguments.insert(call.arguments.end(),
                           {Attribute(format), Attribute(rounded_dtype(format))});
-    if (has_scale) call.results.push_back(scale_of(to));
+    if (has_scale) call.results.push_back(scale_of(std::get<Value>(to)));
     if (is_saved) {
       call.target += "_saved";
     } else if (records_) {
-      call.results.push_back({Kind::State, op_, kScaleStates[is_gradient ? 2 : 1]});
+      call.results.push_back(Value{Kind::State, op_, kScaleStates[is_gradient ? 2 : 1]});
     } else {
       call.results.push_back(temporary("amax_" + operand));
     }
@@ -278,19 +326,22 @@ class Quantize {
   }
 
   // The operand as the product takes it; `use` tells two uses of it apart.
-  Value rounded(const std::string& operand, const Argument& from, const std::string& format,
-                const std::string& use, std::vector<Instruction>& code) const {
-    const Value to = temporary("rounded_" + operand + use);
-    if (is_written(to, code)) return to;
-    code.push_back(format.empty() ? make_cast(from, dtype_, to)
-                                  : rounding_of(operand, from, format, to, /*is_saved=*/false));
-    return to;
+  Argument rounded(const std::string& operand, const Argument& from, const std::string& format,
+                   const std::string& use, std::vector<Instruction>& code) const {
+    const Result to = places("rounded_", operand, use, from);
+    if (is_written(to, code)) return taken(to);
+    if (format.empty()) {
+      add_casts(from, dtype_, to, code);
+    } else {
+      add_roundings(operand, from, format, to, /*is_saved=*/false, code);
+    }
+    return taken(to);
   }
 
-  static bool is_written(const Value& value, const std::vector<Instruction>& code) {
-    return std::ranges::any_of(code, [&](const Instruction& call) {
-      return std::ranges::find(call.results, value) != call.results.end();
-    });
+  static bool is_written(const Result& result, const std::vector<Instruction>& code) {
+    const auto is_same = [&](const Result& each) { return as_list(each) == as_list(result); };
+    return std::ranges::any_of(
+        code, [&](const Instruction& call) { return std::ranges::any_of(call.results, is_same); });
   }
 
   // The same numbers turned along the sum of the weight's gradient.
@@ -315,8 +366,9 @@ class Quantize {
       if (is_operand(name) || product.target != schema.name) continue;
       Argument& argument = product.arguments[schema_place(schema, name)];
       if (std::holds_alternative<None>(argument)) continue;
-      code.push_back(make_cast(argument, dtype_, temporary("wide_" + name)));
-      argument = temporary("wide_" + name);
+      const Result to = places("wide_", name, "", argument);
+      add_casts(argument, dtype_, to, code);
+      argument = taken(to);
     }
   }
 
@@ -326,14 +378,15 @@ class Quantize {
 
   // The same of a tensor from forward: the gradient keeps a compiler from rounding it there, and
   // from keeping the result.
-  Value rounded_again(const std::string& operand, const Argument& from, const std::string& format,
-                      std::vector<Instruction>& code) const {
-    const Value to = temporary("rounded_" + operand);
-    Instruction call = format.empty() ? make_cast(from, dtype_, to)
-                                      : rounding_of(operand, from, format, to, /*is_saved=*/true);
-    if (!format.empty()) call.arguments.insert(call.arguments.begin(), gradient());
-    code.push_back(std::move(call));
-    return to;
+  Argument rounded_again(const std::string& operand, const Argument& from,
+                         const std::string& format, std::vector<Instruction>& code) const {
+    const Result to = places("rounded_", operand, "", from);
+    if (format.empty()) {
+      add_casts(from, dtype_, to, code);
+    } else {
+      add_roundings(operand, from, format, to, /*is_saved=*/true, code);
+    }
+    return taken(to);
   }
 
   // Do the blocks of the gradient's format follow the sum?
@@ -367,7 +420,7 @@ class Quantize {
         if (!format.empty() || dtype_ != compute_) {
           argument = rounded(name, argument, format, use, code);
         }
-      } else if (schema.arguments[k].type == "Tensor?" && !row_.is_read(name, mask)) {
+      } else if (schema.arguments[k].may_be_absent() && !row_.is_read(name, mask)) {
         argument = None{};
       } else if (is_operand(name)) {
         if (!formats_.format(name).empty() || dtype_ != compute_) {
@@ -382,10 +435,10 @@ class Quantize {
     }
     std::optional<Instruction> narrow;
     for (size_t k = 0; k < mask.size(); ++k) {
-      if (!mask[k]) call.results[k] = temporary("unused");
+      if (!mask[k]) call.results[k] = unused_like(call.results[k]);
     }
     if (wants_input && dtype_ != compute_) {
-      narrow = make_cast(temporary("wide_grad_input"), compute_, call.results[0]);
+      narrow = make_cast(temporary("wide_grad_input"), compute_, std::get<Value>(call.results[0]));
       call.results[0] = temporary("wide_grad_input");
     }
     code.push_back(std::move(call));
@@ -474,10 +527,8 @@ void list_states(Plan& plan) {
     for (const Step& step : *steps) {
       if (step.skipped) continue;
       for (const Instruction& instruction : step.instructions) {
-        for (const Argument& argument : instruction.arguments) {
-          if (const auto* value = std::get_if<Value>(&argument)) add(*value);
-        }
-        for (const Value& result : instruction.results) add(result);
+        for_each_value(instruction.arguments, add);
+        for_each_value(instruction.results, add);
       }
     }
   }

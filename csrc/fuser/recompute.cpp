@@ -140,10 +140,9 @@ class Recompute {
   void rewrite(Step& step) {
     std::vector<Instruction> before;
     for (Instruction& instruction : step.instructions) {
-      for (Argument& argument : instruction.arguments) {
-        const auto* slot = std::get_if<Value>(&argument);
-        if (slot != nullptr && is_computed(*slot)) argument = compute_slot(*slot, step, before);
-      }
+      for_each_value(instruction.arguments, [&](Value& slot) {
+        if (is_computed(slot)) slot = compute_slot(slot, step, before);
+      });
     }
     if (step.python && !step.joint) {
       for (const Value& slot : slots_read(plan_, step)) {

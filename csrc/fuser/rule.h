@@ -52,6 +52,9 @@ struct Match {
   bool parameter_requires_grad(int k, int i) const {
     return analysis.parameter_requires_grad(places[k], i);
   }
+  bool parameter_requires_grad(int k, const std::string& parameter) const {
+    return analysis.parameter_requires_grad(places[k], parameter);
+  }
   // Does anybody want the gradient of the first op's input?
   bool input_requires_grad() const { return analysis.needs_grad(first()); }
   // Does the caller or another op see the extra output of op k?

@@ -11,6 +11,9 @@ struct Schema {
   struct Field {
     std::string type;
     std::string name;
+
+    // A list that is not there is empty.
+    bool may_be_absent() const { return type == "Tensor?" || type == "Tensor[]"; }
   };
   std::string name;
   std::vector<Field> arguments;

@@ -10,28 +10,28 @@ namespace transformer_ops::fused::grouped_linear_scaled {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& splits,
-                  const Tensor& weight, const Tensor& scales, const GluArguments& arguments,
+                  const Tensors& weight, const Tensor& scales, const GluArguments& arguments,
                   bool save_hidden) {
-  const TensorSpec hidden = grouped_linear_output(check, input, splits, weight, nullptr, nullptr);
+  const TensorSpec hidden = grouped_linear_output(check, input, splits, group_weights(weight));
   check_row_scales(check, scales, input);
   return {activated_output(check, "hidden", hidden, scaled_of(check, arguments)),
           save_hidden ? hidden : absent(hidden.dtype)};
 }
 
 void forward_cpu(const Checks& check, const Tensor& input, const Tensor& splits,
-                 const Tensor& weight, const Tensor& scales, const GluArguments& arguments,
+                 const Tensors& weight, const Tensor& scales, const GluArguments& arguments,
                  bool save_hidden, Tensor& output, Tensor& hidden) {
   const Tensor rows = as_matrix(input);
   const Groups groups(check, splits, rows.size(0));
-  scaled_product_cpu(scaled_of(check, arguments), weight, groups, GroupedRows(rows),
+  scaled_product_cpu(scaled_of(check, arguments), group_weights(weight), groups, GroupedRows(rows),
                      cpu::to_accumulate(scales, input).view({-1, 1}),
                      save_hidden ? as_matrix(hidden) : Tensor(), as_matrix(output));
 }
 
 std::tuple<Tensor, Tensor> unfused(const Checks& check, const Tensor& input, const Tensor& splits,
-                                   const Tensor& weight, const Tensor& scales,
+                                   const Tensors& weight, const Tensor& scales,
                                    const GluArguments& arguments, bool save_hidden) {
-  const Tensor hidden = grouped_linear_unfused(input, splits, weight, nullptr, nullptr);
+  const Tensor hidden = grouped_linear_unfused(input, splits, weight);
   return {scaled_unfused(scaled_of(check, arguments), hidden, scales),
           save_hidden ? hidden : Tensor()};
 }
@@ -60,7 +60,7 @@ Bindings bind(const Match& match) {
              .why_not = why_not,
              .bind = bind},
     .forward = {.schema = std::string("grouped_linear_scaled(Tensor input, Tensor splits, "
-                                      "Tensor weight, Tensor scales, ") +
+                                      "Tensor[] weight, Tensor scales, ") +
                           kGluArguments + ", bool save_hidden) -> (Tensor output, Tensor hidden)",
                 .shape = shape,
                 .bodies = {forward_cpu, unfused, unfused}},

@@ -18,39 +18,37 @@ struct SplitsOf {
 
 TensorSpec check_hidden(const Checks& check, const Tensor& input, const SplitsOf& splits,
                         const Tensor& scales, const Experts& experts) {
-  const auto groups = experts.up.dim() > 0 ? experts.up.sym_size(0) : c10::SymInt(0);
-  check_splits(check, splits.down, groups);
-  TensorSpec hidden = grouped_linear_output(check, input, splits.up, experts.up, nullptr, nullptr);
+  TensorSpec hidden = grouped_linear_output(check, input, splits.up, experts.up);
+  check_splits(check, splits.down, experts.up.sym_count());
   check_experts(check, experts, input.sym_size(-1), input.scalar_type());
   check_row_scales(check, scales, input);
   return hidden;
 }
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& splits,
-                          const Tensor& scales, const Tensor& down_splits, const Tensor& up,
-                          const Tensor& down, const GluArguments& arguments, bool save_hidden) {
+                          const Tensor& scales, const Tensor& down_splits, const Tensors& up,
+                          const Tensors& down, const GluArguments& arguments, bool save_hidden) {
   const ScaledActivation activation = scaled_of(check, arguments);
-  const TensorSpec hidden =
-      check_hidden(check, input, {splits, down_splits}, scales, {activation, up, down});
+  const Experts experts{activation, up, down};
+  const TensorSpec hidden = check_hidden(check, input, {splits, down_splits}, scales, experts);
   TensorSpec output = like(input);
-  output.sizes.back() = down.sym_size(1);
+  output.sizes.back() = experts.down.sym_size(0);
   return {output, save_hidden ? hidden : absent(input.scalar_type())};
 }
 
 using Forward = std::tuple<Tensor, Tensor>;
 
 Forward forward_unfused(const Checks& check, const Tensor& input, const Tensor& splits,
-                        const Tensor& scales, const Tensor& down_splits, const Tensor& up,
-                        const Tensor& down, const GluArguments& arguments, bool save_hidden) {
-  const Tensor hidden = grouped_linear_unfused(input, splits, up, nullptr, nullptr);
+                        const Tensor& scales, const Tensor& down_splits, const Tensors& up,
+                        const Tensors& down, const GluArguments& arguments, bool save_hidden) {
+  const Tensor hidden = grouped_linear_unfused(input, splits, up);
   const Tensor activated = scaled_unfused(scaled_of(check, arguments), hidden, scales);
-  return {grouped_linear_unfused(activated, down_splits, down, nullptr, nullptr),
-          save_hidden ? hidden : Tensor()};
+  return {grouped_linear_unfused(activated, down_splits, down), save_hidden ? hidden : Tensor()};
 }
 
 void forward_cpu(const Checks& check, const Tensor& input, const Tensor& splits,
-                 const Tensor& scales, const Tensor& down_splits, const Tensor& up,
-                 const Tensor& down, const GluArguments& arguments, bool save_hidden,
+                 const Tensor& scales, const Tensor& down_splits, const Tensors& up,
+                 const Tensors& down, const GluArguments& arguments, bool save_hidden,
                  Tensor& output, Tensor& hidden) {
   const ScaledActivation activation = scaled_of(check, arguments);
   const Tensor rows = as_matrix(input);
@@ -69,39 +67,37 @@ void forward_cpu(const Checks& check, const Tensor& input, const Tensor& splits,
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
                            const Tensor& hidden, const Tensor& scales, const Tensor& splits,
-                           const Tensor& down_splits, const Tensor& up, const Tensor& down,
+                           const Tensor& down_splits, const Tensors& up, const Tensors& down,
                            const GluArguments& arguments, Mask wanted) {
   const ScaledActivation activation = scaled_of(check, arguments);
-  check.spec("hidden", hidden,
-             check_hidden(check, input, {splits, down_splits}, scales, {activation, up, down}));
+  const Experts experts{activation, up, down};
+  check.spec("hidden", hidden, check_hidden(check, input, {splits, down_splits}, scales, experts));
   TensorSpec output = like(input);
-  output.sizes.back() = down.sym_size(1);
+  output.sizes.back() = experts.down.sym_size(0);
   check.spec("grad_output", grad_output, output);
   const auto dtype = input.scalar_type();
   const auto [wants_input, wants_up, wants_down, wants_scales] = wanted;
-  return {wants_input ? like(input) : absent(dtype), wants_up ? like(up) : absent(dtype),
-          wants_down ? like(down) : absent(dtype),
+  return {wants_input ? like(input) : absent(dtype), wants_up ? like(up) : list_of({}),
+          wants_down ? like(down) : list_of({}),
           wants_scales ? like(scales) : absent(scales.scalar_type())};
 }
 
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Backward = std::tuple<Tensor, Tensors, Tensors, Tensor>;
 
 Backward backward_unfused(const Checks& check, const Tensor& grad_output, const Tensor& input,
                           const Tensor& hidden, const Tensor& scales, const Tensor& splits,
-                          const Tensor& down_splits, const Tensor& up, const Tensor& down,
+                          const Tensor& down_splits, const Tensors& up, const Tensors& down,
                           const GluArguments& arguments, Mask wanted) {
   const ScaledActivation activation = scaled_of(check, arguments);
   const auto [wants_input, wants_up, wants_down, wants_scales] = wanted;
   const Tensor activated = scaled_unfused(activation, hidden, scales);
-  const auto [grad_activated, grad_down, no_bias, no_scales] =
-      grouped_linear_backward_unfused(grad_output, &activated, down_splits, &down, nullptr, nullptr,
-                                      {true, wants_down, false, false});
+  const auto [grad_activated, grad_down] = grouped_product_backward_unfused(
+      grad_output, activated, down_splits, down, {true, wants_down});
   const auto [grad_hidden, grad_scales] =
       gradients([&](const Tensor& x, const Tensor& s) { return scaled_unfused(activation, x, s); },
                 grad_activated, hidden, scales);
-  const auto [grad_input, grad_up, no_bias_either, no_scales_either] =
-      grouped_linear_backward_unfused(grad_hidden, &input, splits, &up, nullptr, nullptr,
-                                      {wants_input, wants_up, false, false});
+  const auto [grad_input, grad_up] =
+      grouped_product_backward_unfused(grad_hidden, input, splits, up, {wants_input, wants_up});
   return {grad_input, grad_up, grad_down, wants_scales ? grad_scales : Tensor()};
 }
 
@@ -109,29 +105,28 @@ Backward backward_unfused(const Checks& check, const Tensor& grad_output, const 
 void backward_apart(const ScaledActivation& activation,
                     decltype(&scaled_backward_cpu) scaled_backward, const Tensor& grad_output,
                     const Tensor& input, const Tensor& hidden, const Tensor& scales,
-                    const SplitsOf& splits, const Tensor& up, const Tensor& down, Mask wanted,
-                    Tensor& grad_input, Tensor& grad_up, Tensor& grad_down, Tensor& grad_scales) {
+                    const SplitsOf& splits, const Tensors& up, const Tensors& down, Mask wanted,
+                    Tensor& grad_input, Tensors& grad_up, Tensors& grad_down, Tensor& grad_scales) {
   const auto [wants_input, wants_up, wants_down, wants_scales] = wanted;
   const Tensor activated = scaled_unfused(activation, hidden, scales);
-  const auto [grad_activated, of_down, no_bias, no_scales] =
-      grouped_linear_backward_unfused(grad_output, &activated, splits.down, &down, nullptr, nullptr,
-                                      {true, wants_down, false, false});
+  const auto [grad_activated, of_down] = grouped_product_backward_unfused(
+      grad_output, activated, splits.down, down, {true, wants_down});
   const Tensor grad_hidden = empty(hidden.sizes(), hidden.scalar_type(), hidden.device());
   const Tensor of_scales =
       wants_scales ? grad_scales : empty(scales.sizes(), scales.scalar_type(), scales.device());
   scaled_backward(activation, grad_activated, hidden, scales, grad_hidden, of_scales);
-  const auto [of_input, of_up, no_bias_either, no_scales_either] = grouped_linear_backward_unfused(
-      grad_hidden, &input, splits.up, &up, nullptr, nullptr, {wants_input, wants_up, false, false});
+  const auto [of_input, of_up] =
+      grouped_product_backward_unfused(grad_hidden, input, splits.up, up, {wants_input, wants_up});
   if (wants_input) grad_input.copy_(of_input);
-  if (wants_up) grad_up.copy_(of_up);
-  if (wants_down) grad_down.copy_(of_down);
+  take_gradients(grad_up, of_up);
+  take_gradients(grad_down, of_down);
 }
 
 void backward_cpu(const Checks& check, const Tensor& grad_output, const Tensor& input,
                   const Tensor& hidden, const Tensor& scales, const Tensor& splits,
-                  const Tensor& down_splits, const Tensor& up, const Tensor& down,
-                  const GluArguments& arguments, Mask wanted, Tensor& grad_input, Tensor& grad_up,
-                  Tensor& grad_down, Tensor& grad_scales) {
+                  const Tensor& down_splits, const Tensors& up, const Tensors& down,
+                  const GluArguments& arguments, Mask wanted, Tensor& grad_input, Tensors& grad_up,
+                  Tensors& grad_down, Tensor& grad_scales) {
   const ScaledActivation activation = scaled_of(check, arguments);
   const auto [wants_input, wants_up, wants_down, wants_scales] = wanted;
   const Tensor rows = as_matrix(input);
@@ -141,11 +136,12 @@ void backward_cpu(const Checks& check, const Tensor& grad_output, const Tensor& 
                           {splits, down_splits}, up, down, wanted, grad_input, grad_up, grad_down,
                           grad_scales);
   }
-  const auto dtype = input.scalar_type();
+  const Tensors own_up = wants_up ? Tensors() : scratch_like(up);
+  const Tensors own_down = wants_down ? Tensors() : scratch_like(down);
   const Tensor column = cpu::to_accumulate(scales, input).view({-1, 1});
   const ExpertGradients found{.rows = wants_input ? as_matrix(grad_input) : Tensor(),
-                              .up = wants_up ? grad_up : empty_cpu(up.sizes(), dtype),
-                              .down = wants_down ? grad_down : empty_cpu(down.sizes(), dtype),
+                              .up = group_weights(wants_up ? grad_up : own_up),
+                              .down = group_weights(wants_down ? grad_down : own_down),
                               .scales = empty_cpu(column.sizes(), column.scalar_type())};
   experts_backward_cpu({activation, up, down}, groups, GroupedRows(as_matrix(grad_output)),
                        GroupedRows(rows), as_matrix(hidden), column, found);
@@ -154,9 +150,9 @@ void backward_cpu(const Checks& check, const Tensor& grad_output, const Tensor& 
 
 void backward_cuda(const Checks& check, const Tensor& grad_output, const Tensor& input,
                    const Tensor& hidden, const Tensor& scales, const Tensor& splits,
-                   const Tensor& down_splits, const Tensor& up, const Tensor& down,
-                   const GluArguments& arguments, Mask wanted, Tensor& grad_input, Tensor& grad_up,
-                   Tensor& grad_down, Tensor& grad_scales) {
+                   const Tensor& down_splits, const Tensors& up, const Tensors& down,
+                   const GluArguments& arguments, Mask wanted, Tensor& grad_input, Tensors& grad_up,
+                   Tensors& grad_down, Tensor& grad_scales) {
   backward_apart(scaled_of(check, arguments), scaled_backward_cuda, grad_output, input, hidden,
                  scales, {splits, down_splits}, up, down, wanted, grad_input, grad_up, grad_down,
                  grad_scales);
@@ -184,16 +180,16 @@ Bindings bind(const Match& match) {
              .why_not = why_not,
              .bind = bind},
     .forward = {.schema = std::string("grouped_mlp(Tensor input, Tensor splits, Tensor scales, "
-                                      "Tensor down_splits, Tensor up, Tensor down, ") +
+                                      "Tensor down_splits, Tensor[] up, Tensor[] down, ") +
                           kGluArguments + ", bool save_hidden) -> (Tensor output, Tensor hidden)",
                 .shape = forward_shape,
                 .bodies = {forward_cpu, forward_unfused, forward_unfused}},
     .backward = {.schema = std::string("grouped_mlp_backward(Tensor grad_output, Tensor input, "
                                        "Tensor hidden, Tensor scales, Tensor splits, "
-                                       "Tensor down_splits, Tensor up, Tensor down, ") +
+                                       "Tensor down_splits, Tensor[] up, Tensor[] down, ") +
                            kGluArguments +
-                           ", bool[4] output_mask) -> (Tensor grad_input, Tensor grad_up, "
-                           "Tensor grad_down, Tensor grad_scales)",
+                           ", bool[4] output_mask) -> (Tensor grad_input, Tensor[] grad_up, "
+                           "Tensor[] grad_down, Tensor grad_scales)",
                  .shape = backward_shape,
                  .bodies = {backward_cpu, backward_cuda, backward_unfused}},
 });

@@ -15,25 +15,26 @@ Tensor column(const Tensor& scales, const Tensor& like) {
 }
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& expert_ids,
-                          const Tensor& probs, const Tensor& up, const Tensor& down,
+                          const Tensor& probs, const Tensors& up, const Tensors& down,
                           int64_t num_experts, int64_t first_expert, int64_t local_experts,
                           const GluArguments& arguments, bool save_hidden) {
   const ScaledActivation activation = scaled_of(check, arguments);
   TensorSpecs specs =
       dispatch_outputs(check, input, expert_ids, probs, num_experts, first_expert, local_experts);
-  check_experts(check, {activation, up, down}, input.sym_size(-1), input.scalar_type());
-  TORCH_CHECK(up.sym_size(0) == local_experts, "[", check.op(), "] up must have ", local_experts,
-              " experts, got ", up.sym_size(0));
+  const Experts experts{activation, up, down};
+  check_experts(check, experts, input.sym_size(-1), input.scalar_type());
+  TORCH_CHECK(experts.up.sym_count() == local_experts, "[", check.op(), "] up must have ",
+              local_experts, " experts, got ", experts.up.sym_count());
   TensorSpec hidden = specs[0], output = like(input);
-  hidden.sizes.back() = up.sym_size(1);
-  output.sizes.back() = down.sym_size(1);
+  hidden.sizes.back() = experts.up.sym_size(0);
+  output.sizes.back() = experts.down.sym_size(0);
   specs[0] = output;
   specs.push_back(save_hidden ? hidden : absent(input.scalar_type()));
   return specs;
 }
 
 void forward_cpu(const Checks& check, const Tensor& input, const Tensor& expert_ids,
-                 const Tensor& probs, const Tensor& up, const Tensor& down, int64_t num_experts,
+                 const Tensor& probs, const Tensors& up, const Tensors& down, int64_t num_experts,
                  int64_t first_expert, int64_t local_experts, const GluArguments& arguments,
                  bool save_hidden, Tensor& output, Tensor& splits, Tensor& permuted_probs,
                  Tensor& positions, Tensor& hidden) {
@@ -43,9 +44,9 @@ void forward_cpu(const Checks& check, const Tensor& input, const Tensor& expert_
   const Places places(check, positions);
   spread_rows_cpu(probs.reshape({-1, 1}), places, 1, permuted_probs.unsqueeze(-1));
   const Groups groups(check, splits, places.count());
-  const Tensor rows = empty_cpu({places.count(), down.size(1)}, input.scalar_type());
-  experts_forward_cpu({activation, up, down}, groups,
-                      {as_matrix(input), places, expert_ids.size(-1)},
+  const Experts experts{activation, up, down};
+  const Tensor rows = empty_cpu({places.count(), experts.down.size(0)}, input.scalar_type());
+  experts_forward_cpu(experts, groups, {as_matrix(input), places, expert_ids.size(-1)},
                       column(permuted_probs, input), save_hidden ? hidden : Tensor(), rows);
   sum_rows_cpu(check, rows, positions, output);
 }
@@ -53,47 +54,48 @@ void forward_cpu(const Checks& check, const Tensor& input, const Tensor& expert_
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Forward forward_unfused(const Checks& check, const Tensor& input, const Tensor& expert_ids,
-                        const Tensor& probs, const Tensor& up, const Tensor& down,
+                        const Tensor& probs, const Tensors& up, const Tensors& down,
                         int64_t num_experts, int64_t first_expert, int64_t local_experts,
                         const GluArguments& arguments, bool save_hidden) {
   const auto [rows, splits, permuted_probs, positions] =
       dispatch_unfused(input, expert_ids, probs, num_experts, first_expert, local_experts);
-  const Tensor hidden = grouped_linear_unfused(rows, splits, up, nullptr, nullptr);
+  const Tensor hidden = grouped_linear_unfused(rows, splits, up);
   const Tensor activated = scaled_unfused(scaled_of(check, arguments), hidden, permuted_probs);
-  const Tensor y = grouped_linear_unfused(activated, splits, down, nullptr, nullptr);
+  const Tensor y = grouped_linear_unfused(activated, splits, down);
   return {sum_rows_unfused(y, positions), splits, permuted_probs, positions,
           save_hidden ? hidden : Tensor()};
 }
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
                            const Tensor& hidden, const Tensor& permuted_probs, const Tensor& splits,
-                           const Tensor& positions, const Tensor& up, const Tensor& down,
+                           const Tensor& positions, const Tensors& up, const Tensors& down,
                            const GluArguments& arguments, Mask wanted) {
   const ScaledActivation activation = scaled_of(check, arguments);
   check.compute_dtype("input", input);
   check.has_rows("input", input);
   const auto dtype = input.scalar_type();
   check_positions(check, positions, input.sym_sizes().slice(0, input.dim() - 1));
-  check_experts(check, {activation, up, down}, input.sym_size(-1), dtype);
-  check_splits(check, splits, up.sym_size(0));
+  const Experts experts{activation, up, down};
+  check_experts(check, experts, input.sym_size(-1), dtype);
+  check_splits(check, splits, experts.up.sym_count());
   TensorSpec output = like(input);
-  output.sizes.back() = down.sym_size(1);
+  output.sizes.back() = experts.down.sym_size(0);
   check.spec("grad_output", grad_output, output);
   const c10::SymInt rows = positions.sym_numel();
-  check.spec("hidden", hidden, {{rows, up.sym_size(1)}, dtype});
+  check.spec("hidden", hidden, {{rows, experts.up.sym_size(0)}, dtype});
   check.compute_dtype("permuted_probs", permuted_probs);
   check.spec("permuted_probs", permuted_probs, {{rows}, permuted_probs.scalar_type()});
   const TensorSpec probs{c10::SymDimVector(positions.sym_sizes()), permuted_probs.scalar_type()};
   const auto [wants_input, wants_up, wants_down, wants_probs] = wanted;
-  return {wants_input ? like(input) : absent(dtype), wants_up ? like(up) : absent(dtype),
-          wants_down ? like(down) : absent(dtype), wants_probs ? probs : absent(probs.dtype)};
+  return {wants_input ? like(input) : absent(dtype), wants_up ? like(up) : list_of({}),
+          wants_down ? like(down) : list_of({}), wants_probs ? probs : absent(probs.dtype)};
 }
 
 void backward_cpu(const Checks& check, const Tensor& grad_output, const Tensor& input,
                   const Tensor& hidden, const Tensor& permuted_probs, const Tensor& splits,
-                  const Tensor& positions, const Tensor& up, const Tensor& down,
-                  const GluArguments& arguments, Mask wanted, Tensor& grad_input, Tensor& grad_up,
-                  Tensor& grad_down, Tensor& grad_probs) {
+                  const Tensor& positions, const Tensors& up, const Tensors& down,
+                  const GluArguments& arguments, Mask wanted, Tensor& grad_input, Tensors& grad_up,
+                  Tensors& grad_down, Tensor& grad_probs) {
   const ScaledActivation activation = scaled_of(check, arguments);
   const auto [wants_input, wants_up, wants_down, wants_probs] = wanted;
   const auto dtype = input.scalar_type();
@@ -101,12 +103,15 @@ void backward_cpu(const Checks& check, const Tensor& grad_output, const Tensor& 
   const int64_t copies = positions.size(-1);
   const Groups groups(check, splits, places.count());
   const Tensor scales = column(permuted_probs, input);
+  const Experts experts{activation, up, down};
+  const Tensors own_up = wants_up ? Tensors() : scratch_like(up);
+  const Tensors own_down = wants_down ? Tensors() : scratch_like(down);
   const ExpertGradients gradients{
-      .rows = wants_input ? empty_cpu({places.count(), up.size(2)}, dtype) : Tensor(),
-      .up = wants_up ? grad_up : empty_cpu(up.sizes(), dtype),
-      .down = wants_down ? grad_down : empty_cpu(down.sizes(), dtype),
+      .rows = wants_input ? empty_cpu({places.count(), experts.up.size(1)}, dtype) : Tensor(),
+      .up = group_weights(wants_up ? grad_up : own_up),
+      .down = group_weights(wants_down ? grad_down : own_down),
       .scales = empty_cpu(scales.sizes(), scales.scalar_type())};
-  experts_backward_cpu({activation, up, down}, groups, {as_matrix(grad_output), places, copies},
+  experts_backward_cpu(experts, groups, {as_matrix(grad_output), places, copies},
                        {as_matrix(input), places, copies}, hidden, scales, gradients);
   if (wants_input) sum_rows_cpu(check, gradients.rows, positions, grad_input);
   if (wants_probs) {
@@ -115,53 +120,51 @@ void backward_cpu(const Checks& check, const Tensor& grad_output, const Tensor& 
   }
 }
 
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Backward = std::tuple<Tensor, Tensors, Tensors, Tensor>;
 
 Backward backward_unfused(const Checks& check, const Tensor& grad_output, const Tensor& input,
                           const Tensor& hidden, const Tensor& permuted_probs, const Tensor& splits,
-                          const Tensor& positions, const Tensor& up, const Tensor& down,
+                          const Tensor& positions, const Tensors& up, const Tensors& down,
                           const GluArguments& arguments, Mask wanted) {
   const ScaledActivation activation = scaled_of(check, arguments);
   const auto [wants_input, wants_up, wants_down, wants_probs] = wanted;
   const Tensor activated = scaled_unfused(activation, hidden, permuted_probs);
   const Tensor rows = spread_rows_unfused(input, positions);
-  const auto [grad_activated, grad_down, no_bias, no_scales] = grouped_linear_backward_unfused(
-      spread_rows_unfused(grad_output, positions), &activated, splits, &down, nullptr, nullptr,
-      {true, wants_down, false, false});
+  const auto [grad_activated, grad_down] = grouped_product_backward_unfused(
+      spread_rows_unfused(grad_output, positions), activated, splits, down, {true, wants_down});
   const auto [grad_hidden, grad_scales] =
       gradients([&](const Tensor& x, const Tensor& s) { return scaled_unfused(activation, x, s); },
                 grad_activated, hidden, permuted_probs);
-  const auto [grad_rows, grad_up, no_bias_either, no_scales_either] =
-      grouped_linear_backward_unfused(grad_hidden, &rows, splits, &up, nullptr, nullptr,
-                                      {wants_input, wants_up, false, false});
+  const auto [grad_rows, grad_up] =
+      grouped_product_backward_unfused(grad_hidden, rows, splits, up, {wants_input, wants_up});
   return {wants_input ? sum_rows_unfused(grad_rows, positions) : Tensor(), grad_up, grad_down,
           wants_probs ? take_values_unfused(grad_scales, positions) : Tensor()};
 }
 
 void backward_cuda(const Checks& check, const Tensor& grad_output, const Tensor& input,
                    const Tensor& hidden, const Tensor& permuted_probs, const Tensor& splits,
-                   const Tensor& positions, const Tensor& up, const Tensor& down,
-                   const GluArguments& arguments, Mask wanted, Tensor& grad_input, Tensor& grad_up,
-                   Tensor& grad_down, Tensor& grad_probs) {
+                   const Tensor& positions, const Tensors& up, const Tensors& down,
+                   const GluArguments& arguments, Mask wanted, Tensor& grad_input, Tensors& grad_up,
+                   Tensors& grad_down, Tensor& grad_probs) {
   const ScaledActivation activation = scaled_of(check, arguments);
   const auto [wants_input, wants_up, wants_down, wants_probs] = wanted;
   const auto make = [&](at::IntArrayRef sizes, at::ScalarType dtype) {
     return empty(sizes, dtype, hidden.device());
   };
-  const Tensor activated = make({hidden.size(0), down.size(2)}, hidden.scalar_type());
+  const Tensor activated =
+      make({hidden.size(0), group_weights(down).size(1)}, hidden.scalar_type());
   scaled_forward_cuda(activation, hidden, permuted_probs, activated);
-  const auto [grad_activated, of_down, no_bias, no_scales] = grouped_linear_backward_unfused(
-      spread_rows_unfused(grad_output, positions), &activated, splits, &down, nullptr, nullptr,
-      {true, wants_down, false, false});
+  const auto [grad_activated, of_down] = grouped_product_backward_unfused(
+      spread_rows_unfused(grad_output, positions), activated, splits, down, {true, wants_down});
   const Tensor grad_hidden = make(hidden.sizes(), hidden.scalar_type());
   const Tensor of_probs = make(permuted_probs.sizes(), permuted_probs.scalar_type());
   scaled_backward_cuda(activation, grad_activated, hidden, permuted_probs, grad_hidden, of_probs);
   const Tensor rows = spread_rows_unfused(input, positions);
-  const auto [grad_rows, of_up, no_bias_either, no_scales_either] = grouped_linear_backward_unfused(
-      grad_hidden, &rows, splits, &up, nullptr, nullptr, {wants_input, wants_up, false, false});
+  const auto [grad_rows, of_up] =
+      grouped_product_backward_unfused(grad_hidden, rows, splits, up, {wants_input, wants_up});
   if (wants_input) grad_input.copy_(sum_rows_unfused(grad_rows, positions));
-  if (wants_up) grad_up.copy_(of_up);
-  if (wants_down) grad_down.copy_(of_down);
+  take_gradients(grad_up, of_up);
+  take_gradients(grad_down, of_down);
   if (wants_probs) grad_probs.copy_(take_values_unfused(of_probs, positions));
 }
 
@@ -204,20 +207,21 @@ Bindings bind(const Match& match) {
                  {{"Dispatch"}, {"GroupedLinear"}, scaled_kinds(), {"GroupedLinear"}, {"Combine"}},
              .why_not = why_not,
              .bind = bind},
-    .forward = {.schema = std::string("moe_mlp(Tensor input, Tensor expert_ids, Tensor probs, "
-                                      "Tensor up, Tensor down, int num_experts, int first_expert, "
-                                      "int local_experts, ") +
-                          kGluArguments +
-                          ", bool save_hidden) -> (Tensor output, Tensor splits, "
-                          "Tensor permuted_probs, Tensor positions, Tensor hidden)",
+    .forward = {.schema =
+                    std::string("moe_mlp(Tensor input, Tensor expert_ids, Tensor probs, "
+                                "Tensor[] up, Tensor[] down, int num_experts, int first_expert, "
+                                "int local_experts, ") +
+                    kGluArguments +
+                    ", bool save_hidden) -> (Tensor output, Tensor splits, "
+                    "Tensor permuted_probs, Tensor positions, Tensor hidden)",
                 .shape = forward_shape,
                 .bodies = {forward_cpu, forward_unfused, forward_unfused}},
     .backward = {.schema = std::string("moe_mlp_backward(Tensor grad_output, Tensor input, "
                                        "Tensor hidden, Tensor permuted_probs, Tensor splits, "
-                                       "Tensor positions, Tensor up, Tensor down, ") +
+                                       "Tensor positions, Tensor[] up, Tensor[] down, ") +
                            kGluArguments +
-                           ", bool[4] output_mask) -> (Tensor grad_input, Tensor grad_up, "
-                           "Tensor grad_down, Tensor grad_probs)",
+                           ", bool[4] output_mask) -> (Tensor grad_input, Tensor[] grad_up, "
+                           "Tensor[] grad_down, Tensor grad_probs)",
                  .shape = backward_shape,
                  .bodies = {backward_cpu, backward_cuda, backward_unfused}},
 });

@@ -12,22 +12,21 @@ namespace transformer_ops::fused::scaled_grouped_linear {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                  const Tensor& scales, const Tensor& splits, const Tensor& weight,
+                  const Tensor& scales, const Tensor& splits, const Tensors& weight,
                   const GluArguments& arguments) {
   const TensorSpec y = scaled_output(check, scaled_of(check, arguments), input, scales);
-  TORCH_CHECK(weight.dim() == 3 && weight.sym_size(2) == y.sizes.back(), "[", check.op(),
-              "] weight must have shape [*, *, ", y.sizes.back(), "], got ", weight.sym_sizes());
-  check.spec("weight", weight, {c10::SymDimVector(weight.sym_sizes()), y.dtype});
-  check_splits(check, splits, weight.sym_size(0));
+  const GroupTensors weights = group_weights(weight);
+  check_group_columns(check, "weight", weights, y.sizes.back(), y.dtype);
+  check_splits(check, splits, weights.sym_count());
   TensorSpec output = y;
-  output.sizes.back() = weight.sym_size(1);
+  output.sizes.back() = weights.sym_size(0);
   check.spec("grad_output", grad_output, output);
   return {like(input), like(weight), like(scales)};
 }
 
 void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& input,
-                  const Tensor& scales, const Tensor& splits, const Tensor& weight,
-                  const GluArguments& arguments, Tensor& grad_input, Tensor& grad_weight,
+                  const Tensor& scales, const Tensor& splits, const Tensors& weight,
+                  const GluArguments& arguments, Tensor& grad_input, Tensors& grad_weight,
                   Tensor& grad_scales) {
   const ScaledActivation activation = scaled_of(call, arguments);
   const Tensor grad = as_matrix(grad_output), x = as_matrix(input), grad_x = as_matrix(grad_input);
@@ -36,9 +35,10 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
   const Tensor sums =
       in_place ? grad_scales.view({-1, 1}) : empty_cpu(scale.sizes(), scale.scalar_type());
   const Groups groups(call, splits, grad.size(0));
+  const GroupTensors weights = group_weights(weight), found = group_weights(grad_weight);
   const auto run_group = [&](int64_t group) {
     const int64_t first = groups.begin(group), count = groups.size(group);
-    const Tensor grad_w = matrix_of(grad_weight, group);
+    const Tensor grad_w = weight_of(found, group);
     if (count == 0) {
       if (!call.main_grad().adds) grad_w.zero_();
       return;
@@ -46,14 +46,14 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
     const int64_t rounded = rounded_rows(count, grad.scalar_type());
     const Tensor rows = padded_rows_cpu(grad, first, count, rounded);
     // The gradient of y, then y. Rows of zeros stay zeros.
-    const Tensor buffer = empty_cpu({rounded, weight.size(2)}, grad.scalar_type());
-    multiply_cpu(buffer, rows, matrix_of(weight, group));
+    const Tensor buffer = empty_cpu({rounded, weights.size(1)}, grad.scalar_type());
+    multiply_cpu(buffer, rows, weight_of(weights, group));
     scaled_value_and_backward_cpu(activation, rows_of(buffer, 0, count), rows_of(x, first, count),
                                   rows_of(scale, first, count), rows_of(grad_x, first, count),
                                   rows_of(sums, first, count));
     product_cpu(grad_w, transposed(rows), buffer, call.main_grad().adds);
   };
-  parallel_over_groups(groups, 2 * weight.size(1) * weight.size(2),
+  parallel_over_groups(groups, 2 * weights.size(0) * weights.size(1),
                        [&](int64_t begin, int64_t end) {
                          for (int64_t group = begin; group < end; ++group) run_group(group);
                        });
@@ -62,14 +62,14 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
   if (!in_place) grad_scales.copy_(sums.view(grad_scales.sizes()));
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
-                                                    const Tensor& input, const Tensor& scales,
-                                                    const Tensor& splits, const Tensor& weight,
-                                                    const GluArguments& arguments) {
+std::tuple<Tensor, Tensors, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
+                                                     const Tensor& input, const Tensor& scales,
+                                                     const Tensor& splits, const Tensors& weight,
+                                                     const GluArguments& arguments) {
   const ScaledActivation activation = scaled_of(check, arguments);
   const Tensor y = scaled_unfused(activation, input, scales);
-  const auto [grad_y, grad_weight, no_bias, no_scales] = grouped_linear_backward_unfused(
-      grad_output, &y, splits, &weight, nullptr, nullptr, {true, true, false, false});
+  const auto [grad_y, grad_weight] =
+      grouped_product_backward_unfused(grad_output, y, splits, weight, {true, true});
   const auto [grad_input, grad_scales] =
       gradients([&](const Tensor& x, const Tensor& s) { return scaled_unfused(activation, x, s); },
                 grad_y, input, scales);
@@ -77,17 +77,17 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
 }
 
 void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& input,
-                   const Tensor& scales, const Tensor& splits, const Tensor& weight,
-                   const GluArguments& arguments, Tensor& grad_input, Tensor& grad_weight,
+                   const Tensor& scales, const Tensor& splits, const Tensors& weight,
+                   const GluArguments& arguments, Tensor& grad_input, Tensors& grad_weight,
                    Tensor& grad_scales) {
   const ScaledActivation activation = scaled_of(call, arguments);
   c10::DimVector sizes(input.sizes());
-  sizes.back() = weight.size(2);
+  sizes.back() = group_weights(weight).size(1);
   const Tensor y = empty(sizes, input.scalar_type(), input.device());
   scaled_forward_cuda(activation, input, scales, y);
-  const auto [grad_y, grad_w, no_bias, no_scales] = grouped_linear_backward_unfused(
-      grad_output, &y, splits, &weight, nullptr, nullptr, {true, true, false, false});
-  call.main_grad().adds ? grad_weight.add_(grad_w) : grad_weight.copy_(grad_w);
+  const auto [grad_y, grad_w] =
+      grouped_product_backward_unfused(grad_output, y, splits, weight, {true, true});
+  take_gradients(grad_weight, grad_w, call.main_grad().adds);
   scaled_backward_cuda(activation, grad_y, input, scales, grad_input, grad_scales);
 }
 
@@ -105,9 +105,9 @@ std::optional<std::string> why_not(const Match& match) {
              .bind = [](const Match& match) { return bind_scaled(match, 0); }},
     .backward = {.schema = std::string("scaled_grouped_linear_backward(Tensor grad_output, "
                                        "Tensor input, Tensor scales, Tensor splits, "
-                                       "Tensor weight, ") +
+                                       "Tensor[] weight, ") +
                            kGluArguments +
-                           ") -> (Tensor grad_input, Tensor grad_weight, Tensor grad_scales)",
+                           ") -> (Tensor grad_input, Tensor[] grad_weight, Tensor grad_scales)",
                  .shape = shape,
                  .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},

@@ -22,7 +22,7 @@ constexpr std::initializer_list<CppParameter> kTypes = {cpp_parameter<T>()...};
 // The first C++ type that stands for a schema type.
 std::string cpp_type(const std::string& schema_type) {
   for (const CppParameter& row :
-       kTypes<const Tensor&, const Tensor*, double, std::optional<double>, int64_t,
+       kTypes<const Tensor&, const Tensor*, const Tensors&, double, std::optional<double>, int64_t,
               std::optional<int64_t>, c10::SymInt, bool, std::string_view, std::array<bool, 1>,
               std::array<bool, 2>, std::array<bool, 3>, std::array<bool, 4>, std::array<bool, 5>,
               std::vector<int64_t>, std::vector<c10::SymInt>,
@@ -38,13 +38,33 @@ std::string join(const std::vector<std::string>& parts) {
   return text;
 }
 
-std::string returned_text(const std::string& returned, size_t results) {
-  if (returned != "std::tuple") return returned;
-  return "std::tuple<" + join(std::vector<std::string>(results, "Tensor")) + ">";
-}
-
 bool has_context(const CppParameter* parameters) {
   return parameters->name != nullptr && std::string_view(parameters->name).starts_with("const C");
+}
+
+// Are those of a tuple lists where the schema has lists?
+bool fits_lists(const CppSignature& got, const Schema& schema) {
+  if (got.lists == nullptr) return true;
+  for (int i = 0; i < got.results && i < std::ssize(schema.results); ++i) {
+    if (got.lists[i] != (schema.results[i].type == "Tensor[]")) return false;
+  }
+  return true;
+}
+
+std::string returned_text(const std::string& returned, const Schema& schema) {
+  if (returned != "std::tuple") return returned;
+  std::vector<std::string> types;
+  for (const auto& result : schema.results) {
+    types.emplace_back(result.type == "Tensor[]" ? "Tensors" : "Tensor");
+  }
+  return "std::tuple<" + join(types) + ">";
+}
+
+std::string returned_text(const CppSignature& got) {
+  if (std::string_view(got.returned) != "std::tuple") return got.returned;
+  std::vector<std::string> types;
+  for (int i = 0; i < got.results; ++i) types.emplace_back(got.lists[i] ? "Tensors" : "Tensor");
+  return "std::tuple<" + join(types) + ">";
 }
 
 // A meaning may leave out results after the first; a list may have any number.
@@ -70,27 +90,27 @@ void TypedFunction::check(const Schema& schema, const std::string& text, const c
   std::vector<std::string> result_types;
   if (fills) {
     for (const auto& result : schema.results) {
-      wanted_types.emplace_back();  // no argument
-      wanted_texts.push_back("Tensor& " + result.name);
+      wanted_types.push_back("-> " + result.type);
+      wanted_texts.push_back((result.type == "Tensor[]" ? "Tensors& " : "Tensor& ") + result.name);
     }
   }
   std::vector<std::string> got_types, got_texts;
   if (has_context(got.parameters)) got_texts.emplace_back(got.parameters->name);
   for (const auto* one = got.parameters + got_texts.size(); one->name != nullptr; ++one) {
-    got_types.emplace_back(one->schema == nullptr ? "" : one->schema);
+    got_types.push_back(one->schema == nullptr ? std::string("-> ") + one->result : one->schema);
     got_texts.emplace_back(one->name);
   }
-  if (join(got_types) == join(wanted_types) &&
+  if (join(got_types) == join(wanted_types) && fits_lists(got, schema) &&
       fits_results(got, schema.results.size(), may_leave_out))
     return;
   std::string returned = got.returned;
   if (returned == "Tensor" || returned == "std::tuple") {
-    returned = schema.results.size() == 1 ? "Tensor" : "std::tuple";
+    const bool is_one = schema.results.size() == 1 && schema.results[0].type != "Tensor[]";
+    returned = is_one ? "Tensor" : schema.results.size() == 1 ? "Tensors" : "std::tuple";
   }
-  TORCH_CHECK(false, "[", schema.name, "] ", field, " must be ",
-              returned_text(returned, schema.results.size()), "(", join(wanted_texts),
-              ") as the schema '", text, "' says, got ", returned_text(got.returned, got.results),
-              "(", join(got_texts), ")");
+  TORCH_CHECK(false, "[", schema.name, "] ", field, " must be ", returned_text(returned, schema),
+              "(", join(wanted_texts), ") as the schema '", text, "' says, got ",
+              returned_text(got), "(", join(got_texts), ")");
 }
 
 }  // namespace transformer_ops

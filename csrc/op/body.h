@@ -22,8 +22,9 @@ struct Schema;
 
 // Where the gradient of a weight goes instead of into a result.
 struct MainGrad {
-  Tensor buffer = {};  // undefined: there is none
-  bool adds = false;   // to what is there; else it takes its place
+  Tensor buffer = {};    // undefined: there is none
+  bool adds = false;     // to what is there; else it takes its place
+  Tensors buffers = {};  // of a listed weight, one for each tensor
 };
 
 // The numbers by which the operands of a product are to be multiplied; undefined: by 1.
@@ -53,25 +54,36 @@ class Call : public Checks {
 // The arguments of one call of a typed op, in schema order.
 using Values = std::span<c10::IValue>;
 
+// The results of one call. One that is a list is in `lists`, at the same place; `lists` is empty
+// where none is.
+struct Results {
+  Tensors tensors = {};
+  std::vector<Tensors> lists = {};
+};
+
 // ---- a signature as registration sees it
 
 struct CppParameter {
-  const char* name;    // as C++ spells it
-  const char* schema;  // the schema types that it stands for; null where it is no argument
+  const char* name;         // as C++ spells it
+  const char* schema;       // the schema types that it stands for; null where it is no argument
+  const char* result = "";  // the schema type of the result that it takes
 };
 
 struct CppSignature {
   static constexpr int kAny = -1;
 
   const CppParameter* parameters;  // the last one has no name
-  const char* returned;            // "std::tuple" for any tuple of tensors
+  const char* returned;            // "std::tuple" for any tuple of tensors and lists of them
   int results;                     // returned ones, or parameters that are filled
+  const bool* lists = nullptr;     // of each in a tuple: is it a list?
 };
 
 template <typename P>
 constexpr bool is_context = std::is_same_v<P, const Checks&> || std::is_same_v<P, const Call&>;
 template <typename P>
-constexpr bool is_result = std::is_same_v<P, Tensor&>;
+constexpr bool is_list_result = std::is_same_v<P, Tensors&>;
+template <typename P>
+constexpr bool is_result = std::is_same_v<P, Tensor&> || is_list_result<P>;
 
 template <typename P>
 constexpr size_t argument_count() {
@@ -90,13 +102,16 @@ constexpr CppParameter cpp_parameter() {
     return {"const Checks&", nullptr};
   } else if constexpr (std::is_same_v<P, const Call&>) {
     return {"const Call&", nullptr};
+  } else if constexpr (is_list_result<P>) {
+    return {"Tensors&", nullptr, "Tensor[]"};
   } else if constexpr (is_result<P>) {
-    return {"Tensor&", nullptr};
+    return {"Tensor&", nullptr, "Tensor"};
   } else {
     return {BodyParameter<P>::kName, BodyParameter<P>::kSchema};
   }
 }
 
+// The results one after another, those of lists too.
 template <typename R>
 struct Returned;
 template <>
@@ -126,14 +141,23 @@ struct Returned<Tensor> {
 };
 template <typename... T>
 struct Returned<std::tuple<T...>> {
-  static_assert((std::is_same_v<T, Tensor> && ...), "results are tensors");
+  static_assert(((std::is_same_v<T, Tensor> || std::is_same_v<T, Tensors>)&&...),
+                "results are tensors, or lists of them");
   static constexpr char kName[] = "std::tuple";
   static constexpr int kResults = sizeof...(T);
+  static constexpr bool kLists[] = {std::is_same_v<T, Tensors>...};
   static Tensors list(std::tuple<T...> found) {
     Tensors results;
     results.reserve(sizeof...(T));
-    std::apply([&](auto&... result) { (results.push_back(std::move(result)), ...); }, found);
+    std::apply([&](auto&... result) { (add(results, result), ...); }, found);
     return results;
+  }
+
+ private:
+  static void add(Tensors& results, Tensor& result) { results.push_back(std::move(result)); }
+  static void add(Tensors& results, Tensors& list) {
+    results.insert(results.end(), std::make_move_iterator(list.begin()),
+                   std::make_move_iterator(list.end()));
   }
 };
 
@@ -157,11 +181,18 @@ struct Callable<R (*)(P...)> {
       return Returned<R>::kResults;
     }
   }
-  static constexpr CppSignature kSignature = {kParameters, Returned<R>::kName, results()};
+  static constexpr const bool* lists() {
+    if constexpr (requires { Returned<R>::kLists; }) {
+      return Returned<R>::kLists;
+    } else {
+      return nullptr;
+    }
+  }
+  static constexpr CppSignature kSignature = {kParameters, Returned<R>::kName, results(), lists()};
 
   template <typename Function, typename Context>
   [[gnu::always_inline]] static R call(const Function& function, const Context& context,
-                                       Values values, Tensor* results) {
+                                       Values values, Results* results) {
     return unpack(function, context, values, results, std::index_sequence_for<P...>());
   }
 
@@ -181,18 +212,20 @@ struct Callable<R (*)(P...)> {
 
   template <typename Function, typename Context, size_t... I>
   [[gnu::always_inline]] static R unpack(const Function& function, const Context& context,
-                                         Values values, Tensor* results,
+                                         Values values, Results* results,
                                          std::index_sequence<I...>) {
     return function(get<P, kPlaces[I]>(context, values, results)...);
   }
 
   template <typename Parameter, size_t place, typename Context>
   [[gnu::always_inline]] static decltype(auto) get(const Context& context, Values values,
-                                                   Tensor* results) {
+                                                   Results* results) {
     if constexpr (is_context<Parameter>) {
       return (context);
+    } else if constexpr (is_list_result<Parameter>) {
+      return (results->lists[place]);
     } else if constexpr (is_result<Parameter>) {
-      return (results[place]);
+      return (results->tensors[place]);
     } else {
       return BodyParameter<Parameter>::get(values[place]);
     }
@@ -290,7 +323,7 @@ class Meaning : public TypedFunction {
   Tensors (*run_)(const void*, const Checks&, Values) = nullptr;
 };
 
-// Fills results that the frame has made, or makes and returns them.
+// Fills results that the frame has made, or makes and returns them: one after another.
 class Body : public TypedFunction {
  public:
   Body() = default;
@@ -300,24 +333,24 @@ class Body : public TypedFunction {
   }
 
   bool fills() const { return fills_; }
-  void operator()(const Call& call, Values values, Tensors& results) const {
+  void operator()(const Call& call, Values values, Results& results) const {
     run_(target(), call, seen(values), results);
   }
 
  private:
   template <typename Function>
-  static void run(const void* target, const Call& call, Values values, Tensors& results) {
+  static void run(const void* target, const Call& call, Values values, Results& results) {
     using Target = Callable<Function>;
     const auto& function = *static_cast<const Function*>(target);
     if constexpr (Target::kFills) {
-      Target::call(function, call, values, results.data());
+      Target::call(function, call, values, &results);
     } else {
-      results =
+      results.tensors =
           Returned<typename Target::Result>::list(Target::call(function, call, values, nullptr));
     }
   }
 
-  void (*run_)(const void*, const Call&, Values, Tensors&) = nullptr;
+  void (*run_)(const void*, const Call&, Values, Results&) = nullptr;
   bool fills_ = true;
 };
 

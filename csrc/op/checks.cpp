@@ -51,6 +51,16 @@ TensorSpec like(const Tensor& tensor) {
   return {c10::SymDimVector(tensor.sym_sizes()), tensor.scalar_type()};
 }
 
+TensorSpec list_of(std::vector<TensorSpec> specs) {
+  return {.sizes = {}, .dtype = at::kFloat, .list = std::move(specs)};
+}
+
+TensorSpec like(const Tensors& list) {
+  std::vector<TensorSpec> specs;
+  for (const Tensor& tensor : list) specs.push_back(like(tensor));
+  return list_of(std::move(specs));
+}
+
 TensorSpec absent(at::ScalarType dtype) { return {{0}, dtype}; }
 
 TensorSpec row_statistics(const Tensor& tensor, int64_t dims) {

@@ -6,6 +6,7 @@
 #include <c10/core/SymIntArrayRef.h>
 #include <c10/util/SmallVector.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,8 @@ using Tensors = std::vector<Tensor>;
 struct TensorSpec {
   c10::SymDimVector sizes;
   at::ScalarType dtype;
+  // Of a result `Tensor[]`, those of its tensors; the fields above say nothing then.
+  std::optional<std::vector<TensorSpec>> list = {};
 };
 using TensorSpecs = c10::SmallVector<TensorSpec, 4>;
 
@@ -51,6 +54,9 @@ bool is_codes(at::ScalarType dtype);
 at::ScalarType product_dtype(const Tensor& operand);
 
 TensorSpec like(const Tensor& tensor);
+// Of a list; nobody wants one without tensors.
+TensorSpec list_of(std::vector<TensorSpec> specs);
+TensorSpec like(const Tensors& list);
 // Of a result that nobody wants.
 TensorSpec absent(at::ScalarType dtype);
 // One number per row over the last `dims` dimensions: float32, or float64 for float64.

@@ -6,6 +6,7 @@ namespace transformer_ops {
 namespace {
 
 bool is_tensor(const Schema::Field& field) { return field.type.starts_with("Tensor"); }
+bool is_list(const Schema::Field& field) { return field.type == "Tensor[]"; }
 bool is_switch(const Schema::Field& field) { return field.name.starts_with("save_"); }
 
 TensorSpecs like_first(const std::string& name, const Tensor& first, const Checks& check) {
@@ -17,6 +18,7 @@ TensorSpecs like_first(const std::string& name, const Tensor& first, const Check
 struct Gradient {
   size_t place;  // among the arguments of backward
   std::string name;
+  bool is_list;
 };
 
 struct Backward {
@@ -35,6 +37,10 @@ struct Backward {
     TensorSpecs specs;
     for (const Gradient& gradient : gradients) {
       const bool is_wanted = !has_mask || values.back().toListRef()[specs.size()].toBool();
+      if (gradient.is_list) {
+        specs.push_back(is_wanted ? like(values[gradient.place].toTensorVector()) : list_of({}));
+        continue;
+      }
       const auto* const tensor = BodyParameter<const Tensor*>::get(values[gradient.place]);
       TORCH_CHECK(tensor != nullptr || !is_wanted, "[", check.op(), "] ", gradient.name,
                   " must be given for its gradient, got none");
@@ -67,9 +73,9 @@ void complete(TypedOp& op) {
   op.bodies.cpu.check(schema, op.schema, "cpu");
   op.bodies.cuda.check(schema, op.schema, "cuda");
   op.bodies.unfused.check(schema, op.schema, "unfused", /*may_leave_out=*/true);
-  if (op.shape || schema.results.size() != 1) return;
+  if (op.shape || schema.results.size() != 1 || is_list(schema.results[0])) return;
   const auto first = std::ranges::find_if(schema.arguments, is_tensor);
-  if (first == schema.arguments.end()) return;  // an error of its own
+  if (first == schema.arguments.end() || is_list(*first)) return;  // an error of its own
   op.shape = ShapeRule::of_values([i = first - schema.arguments.begin(), name = first->name](
                                       const Checks& check, Values values) {
     return like_first(name, values[i].toTensor(), check);
@@ -88,8 +94,9 @@ TypedOp default_backward(const OpDeclaration& row, const TypedOp& forward) {
     check_is_kept(row, schema.name, field);
     arguments += ", " + field.type + " " + field.name;
     if (takes_gradient(row, field)) {
-      results += (results.empty() ? "Tensor grad_" : ", Tensor grad_") + field.name;
-      backward.gradients.push_back({place, field.name});
+      results += (results.empty() ? "" : ", ") +
+                 std::string(is_list(field) ? "Tensor[]" : "Tensor") + " grad_" + field.name;
+      backward.gradients.push_back({place, field.name, is_list(field)});
     }
     ++place;
   }

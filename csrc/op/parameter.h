@@ -38,6 +38,13 @@ struct BodyParameter<const at::Tensor*> {
   }
 };
 
+// A list: of a listed parameter, for one.
+template <>
+struct BodyParameter<const std::vector<at::Tensor>&> {
+  static constexpr char kSchema[] = "Tensor[]", kName[] = "const Tensors&";
+  static std::vector<at::Tensor> get(c10::IValue& value) { return value.toTensorVector(); }
+};
+
 // For functions that take an undefined tensor for none.
 inline at::Tensor or_undefined(const at::Tensor* tensor) {
   return tensor != nullptr ? *tensor : at::Tensor();

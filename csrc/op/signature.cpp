@@ -32,19 +32,24 @@ Signature::Signature(const std::string& schema, const std::vector<std::string>& 
   name_ = parsed.name;
   for (size_t i = 0; i < parsed.arguments.size(); ++i) {
     const auto& [type, name] = parsed.arguments[i];
-    if (type.starts_with("Tensor") && list_size(type) == std::nullopt && !type.ends_with("[]")) {
-      tensors_.push_back({i, name, type.ends_with('?')});
+    if (type.starts_with("Tensor")) {
+      (type.ends_with("[]") ? tensor_lists_ : tensors_).push_back({i, name, type.ends_with('?')});
       const bool is_written = type.find('!') != std::string::npos;
       if (!is_written && !std::ranges::count(any_strides, name)) contiguous_.push_back(i);
     } else if (const auto size = list_size(type)) {
       lists_.push_back({i, name, *size});
     }
   }
-  TORCH_CHECK(!tensors_.empty(), "[", parsed.name, "] schema must have a tensor argument, got '",
-              schema, "'");
+  const bool has_tensor = !tensors_.empty() || !tensor_lists_.empty();
+  TORCH_CHECK(has_tensor, "[", parsed.name, "] schema must have a tensor argument, got '", schema,
+              "'");
+  const bool begins_with_list = !tensor_lists_.empty() && tensor_lists_.front().index == 0;
+  first_ =
+      begins_with_list || tensors_.empty() ? tensor_lists_.front().index : tensors_.front().index;
   for (const auto& name : any_strides) {
-    TORCH_CHECK(std::ranges::count(tensors_, name, &TensorArgument::name), "[", name_,
-                "] any_strides must name tensor arguments, got '", name, "'");
+    const bool is_known = std::ranges::count(tensors_, name, &TensorArgument::name) ||
+                          std::ranges::count(tensor_lists_, name, &TensorArgument::name);
+    TORCH_CHECK(is_known, "[", name_, "] any_strides must name tensor arguments, got '", name, "'");
   }
 }
 
@@ -59,26 +64,61 @@ void Signature::check(const char* op, std::span<c10::IValue> values) const {
   const auto is_given = [&](size_t i) {
     return values[i].isTensor() && values[i].toTensor().defined();
   };
-  const size_t first = tensors_.front().index;
+  if (!tensor_lists_.empty()) check_lists_are_full(op, values);
   for (const auto& [index, name, optional] : tensors_) {
     if (is_given(index)) {
-      check_tensor(op, name, values[index].toTensor(), values[first].toTensor().device());
+      check_tensor(op, name, values[index].toTensor(), first_tensor(values).device());
     } else {
       TORCH_CHECK(optional, "[", op, "] ", name, " must be a tensor, got None");
     }
   }
+  if (!tensor_lists_.empty()) check_lists(op, values);
   for (const auto& [index, name, size] : lists_) {
     const size_t got = values[index].toListRef().size();
     TORCH_CHECK(got == size, "[", op, "] ", name, " must have ", size, " elements, got ", got);
   }
 }
 
+// First of all, as the first tensor may be of one.
+void Signature::check_lists_are_full(const char* op, std::span<c10::IValue> values) const {
+  for (const auto& [index, name, _] : tensor_lists_) {
+    const auto list = values[index].toListRef();
+    TORCH_CHECK(index != first_ || !list.empty(), "[", op, "] ", name,
+                " must have a tensor, got an empty list");
+    for (size_t i = 0; i < list.size(); ++i) {
+      const std::string element = name + "[" + std::to_string(i) + "]";
+      TORCH_CHECK(list[i].isTensor() && list[i].toTensor().defined(), "[", op, "] ", element,
+                  " must be a tensor, got None");
+    }
+  }
+}
+
+void Signature::check_lists(const char* op, std::span<c10::IValue> values) const {
+  for (const auto& [index, name, _] : tensor_lists_) {
+    for (const c10::IValue& item : values[index].toListRef()) {
+      check_tensor(op, name, item.toTensor(), first_tensor(values).device());
+    }
+  }
+}
+
 void Signature::make_contiguous(std::span<c10::IValue> values) const {
   for (const size_t i : contiguous_) {
+    if (values[i].isTensorList()) make_contiguous(values[i]);
     if (!values[i].isTensor()) continue;
     const at::Tensor& tensor = values[i].toTensor();
     if (tensor.defined() && !tensor.is_contiguous()) values[i] = contiguous(tensor);
   }
+}
+
+void Signature::make_contiguous(c10::IValue& value) {
+  const auto is_contiguous = [](const c10::IValue& item) {
+    return item.toTensor().is_contiguous();
+  };
+  const auto list = value.toListRef();
+  if (std::ranges::all_of(list, is_contiguous)) return;
+  std::vector<at::Tensor> copies;
+  for (const c10::IValue& item : list) copies.push_back(contiguous(item.toTensor()));
+  value = std::move(copies);
 }
 
 }  // namespace transformer_ops

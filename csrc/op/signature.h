@@ -19,12 +19,15 @@ class Signature {
   // Raises where no tensor argument of that name is required. `field` of a declaration names it.
   size_t index_of(const std::string& tensor, const char* field) const;
 
+  // Of a list, its first.
   const at::Tensor& first_tensor(std::span<c10::IValue> values) const {
-    return values[tensors_.front().index].toTensor();
+    const c10::IValue& value = values[first_];
+    return value.isTensor() ? value.toTensor() : value.toListRef()[0].toTensor();
   }
 
   // Raises where a tensor is missing, has no memory or is on another device than the first, and
-  // where a list has another length than the schema says. `op` names the op in an error text.
+  // where a list of flags has another length than the schema says. `op` names the op in an error
+  // text.
   void check(const char* op, std::span<c10::IValue> values) const;
 
   void make_contiguous(std::span<c10::IValue> values) const;
@@ -41,9 +44,16 @@ class Signature {
     size_t size;
   };
 
+  void check_lists_are_full(const char* op, std::span<c10::IValue> values) const;
+  void check_lists(const char* op, std::span<c10::IValue> values) const;
+  // Of a list.
+  static void make_contiguous(c10::IValue& value);
+
   std::string name_;
   std::vector<TensorArgument> tensors_;
-  std::vector<ListArgument> lists_;
+  std::vector<ListArgument> lists_;  // of flags
+  std::vector<TensorArgument> tensor_lists_;
+  size_t first_ = 0;                // a tensor that has to be there, or a list
   std::vector<size_t> contiguous_;  // indices of tensors
 };
 

@@ -15,6 +15,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <regex>
 #include <span>
 
 #include "fuser/fork_safe_mutex.h"
@@ -59,9 +61,38 @@ const TypedOp& add_typed_op(const std::string& name, TypedOp op) {
   return row->second;
 }
 
-void push_results(Stack* stack, size_t arguments, Tensors results) {
+// `skipped`: a result that the schema does not have, and then no list, either.
+void push_results(Stack* stack, size_t arguments, Results results, std::optional<size_t> skipped,
+                  const std::vector<bool>& lists) {
   stack->erase(stack->end() - static_cast<std::ptrdiff_t>(arguments), stack->end());
-  for (Tensor& result : results) stack->emplace_back(std::move(result));
+  for (size_t i = 0; i < results.tensors.size(); ++i) {
+    if (i == skipped || (skipped && !lists.empty() && lists[i])) continue;
+    if (!lists.empty() && lists[i]) {
+      stack->emplace_back(std::move(results.lists[i]));
+    } else {
+      stack->emplace_back(std::move(results.tensors[i]));
+    }
+  }
+}
+
+// What a body that returns its results gives one after another.
+Results grouped(const std::string& name, Tensors found, const TensorSpecs& specs) {
+  size_t count = 0;
+  for (const TensorSpec& spec : specs) count += spec.list ? spec.list->size() : 1;
+  TORCH_CHECK(found.size() == count, "[", name, "] body must return ", count,
+              " tensors, those of lists too, got ", found.size());
+  Results results;
+  results.lists.resize(specs.size());
+  auto next = std::make_move_iterator(found.begin());
+  for (size_t i = 0; i < specs.size(); ++i) {
+    if (!specs[i].list) {
+      results.tensors.push_back(*next++);
+      continue;
+    }
+    results.tensors.emplace_back();
+    for (size_t k = 0; k < specs[i].list->size(); ++k) results.lists[i].push_back(*next++);
+  }
+  return results;
 }
 
 // What is registered beside a typed op under names of its own.
@@ -84,11 +115,16 @@ std::string schema_of(const std::string& base, Form form, std::string schema) {
   };
   replace(base, name_of(base, form));
   if (form.is_scaled) replace(") ->", ", Tensor? left_scale, Tensor? right_scale) ->");
-  if (form.is_into) {
-    replace(") ->", ", Tensor(a!) main_grad, bool overwrite) ->");
-    replace(", Tensor grad_weight", "");
-  }
-  return schema;
+  if (!form.is_into) return schema;
+  const std::string result = ", Tensor[] grad_weight";
+  const bool is_list = schema.find(result) != std::string::npos;
+  replace(") ->", is_list ? ", Tensor(a!)[] main_grad, bool overwrite) ->"
+                          : ", Tensor(a!) main_grad, bool overwrite) ->");
+  replace(is_list ? result : ", Tensor grad_weight", "");
+  // torch cannot functionalize an op that writes and gives lists.
+  const std::regex lists(", Tensor\\[\\] grad_\\w+");
+  const size_t results = schema.find("->");
+  return schema.substr(0, results) + std::regex_replace(schema.substr(results), lists, "");
 }
 
 std::vector<std::string> taken_as_they_are(const TypedOp& op) {
@@ -106,6 +142,11 @@ struct Variant {
         schema(schema_of(base_name, its_form, op.schema)),
         signature(schema, taken_as_they_are(op)),
         form(its_form) {
+    const Schema own = parse_schema(op.schema);
+    const auto is_list = [](const Schema::Field& field) { return field.type == "Tensor[]"; };
+    if (std::ranges::any_of(own.results, is_list)) {
+      for (const auto& result : own.results) lists.push_back(is_list(result));
+    }
     for (const auto& argument : op.overwrites) {
       overwrites.push_back(signature.index_of(argument, "overwrites"));
     }
@@ -115,6 +156,7 @@ struct Variant {
   const std::string base, name, schema;
   const Signature signature;
   std::vector<size_t> overwrites;  // arguments
+  std::vector<bool> lists;         // of each result of `op`: is it a list? Empty where none is
   const Form form;
 };
 
@@ -141,21 +183,37 @@ std::vector<const Variant*> all_variants() {
   return found;
 }
 
-void check_main_grad(const Call& call, Values values, const TensorSpec& grad_weight) {
-  const Tensor& buffer = call.main_grad().buffer;
+void check_apart(const Call& call, const Tensor& buffer, const c10::IValue& value) {
+  if (value.isTensorList()) {
+    for (const c10::IValue& item : value.toListRef()) check_apart(call, buffer, item);
+  }
+  if (!value.isTensor() || !value.toTensor().defined()) return;
+  const auto overlap = at::get_overlap_status(buffer, value.toTensor());
+  TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+              "[", call.op(),
+              "] main_grad must share no memory with an argument, got one of shape ",
+              value.toTensor().sym_sizes());
+}
+
+void check_main_grad(const Call& call, Values values, const Tensor& buffer,
+                     const TensorSpec& grad_weight) {
   call.compute_dtype("main_grad", buffer);
   TORCH_CHECK(buffer.sym_sizes().equals(grad_weight.sizes), "[", call.op(),
               "] main_grad must have shape ", c10::SymIntArrayRef(grad_weight.sizes), ", got ",
               buffer.sym_sizes());
   TORCH_CHECK(at::has_internal_overlap(buffer) != at::MemOverlap::Yes, "[", call.op(),
               "] main_grad must have memory for each element, got strides ", buffer.sym_strides());
-  for (const auto& value : values) {
-    if (!value.isTensor() || !value.toTensor().defined()) continue;
-    const auto overlap = at::get_overlap_status(buffer, value.toTensor());
-    TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
-                "[", call.op(),
-                "] main_grad must share no memory with an argument, got one of shape ",
-                value.toTensor().sym_sizes());
+  for (const auto& value : values) check_apart(call, buffer, value);
+}
+
+void check_main_grad(const Call& call, Values values, const TensorSpec& grad_weight) {
+  const auto& [buffer, adds, buffers] = call.main_grad();
+  if (!grad_weight.list) return check_main_grad(call, values, buffer, grad_weight);
+  TORCH_CHECK(buffers.size() == grad_weight.list->size(), "[", call.op(),
+              "] main_grad must have a buffer for each of ", grad_weight.list->size(),
+              " weights, got ", buffers.size());
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    check_main_grad(call, values, buffers[i], (*grad_weight.list)[i]);
   }
 }
 
@@ -184,7 +242,14 @@ class Kernel : public c10::OperatorKernel {
       added = added.subspan(2);
     }
     MainGrad main_grad;
-    if (form.is_into) main_grad = {added[0].toTensor(), !added[1].toBool()};
+    if (form.is_into) {
+      main_grad.adds = !added[1].toBool();
+      if (added[0].isTensor()) {
+        main_grad.buffer = added[0].toTensor();
+      } else {
+        main_grad.buffers = added[0].toTensorVector();
+      }
+    }
     return Call(name, std::move(main_grad), std::move(scales), form.is_scaled);
   }
 
@@ -197,13 +262,22 @@ class Kernel : public c10::OperatorKernel {
     TORCH_CHECK_NOT_IMPLEMENTED(op_.shape, "[", call.op(),
                                 "] declaration must have .shape, got none");
     TensorSpecs specs = op_.shape(call, own);
+    for (size_t i = 0; variant_.form.is_into && i < variant_.lists.size(); ++i) {
+      TORCH_CHECK(i == kGradWeight || !specs[i].list || specs[i].list->empty(), "[", call.op(),
+                  "] output_mask must name no other list of gradients, got result ", i);
+    }
     if (variant_.form.is_into) check_main_grad(call, own, specs[kGradWeight]);
     return specs;
   }
 
-  void push(Stack* stack, size_t arguments, Tensors results) const {
-    if (variant_.form.is_into) results.erase(results.begin() + kGradWeight);
-    push_results(stack, arguments, std::move(results));
+  Results as_results(Tensors found, const TensorSpecs& specs) const {
+    if (variant_.lists.empty()) return {.tensors = std::move(found)};
+    return grouped(variant_.name, std::move(found), specs);
+  }
+
+  void push(Stack* stack, size_t arguments, Results results) const {
+    const auto skipped = variant_.form.is_into ? std::optional(kGradWeight) : std::nullopt;
+    push_results(stack, arguments, std::move(results), skipped, variant_.lists);
   }
 
   Tensor scale_of(const char* argument, c10::IValue& value) const {
@@ -226,10 +300,19 @@ class MetaKernel final : public Kernel {
     const auto values = arguments(handle, stack);
     const Call call = check_arguments(values);
     const auto options = variant_.signature.first_tensor(values).options();
-    Tensors results;
-    for (const auto& spec : shape(call, own(values))) {
-      results.push_back(at::empty_symint(spec.sizes, options.dtype(spec.dtype)));
+    Tensors found;
+    const auto add = [&](const TensorSpec& spec) {
+      found.push_back(at::empty_symint(spec.sizes, options.dtype(spec.dtype)));
+    };
+    const TensorSpecs specs = shape(call, own(values));
+    for (const auto& spec : specs) {
+      if (spec.list) {
+        for (const auto& one : *spec.list) add(one);
+      } else {
+        add(spec);
+      }
     }
+    Results results = as_results(std::move(found), specs);
     push(stack, values.size(), std::move(results));
   }
 };
@@ -249,22 +332,24 @@ class DeviceKernel final : public Kernel {
     const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
     TORCH_CHECK_NOT_IMPLEMENTED(!variant_.form.is_scaled || op_.bodies.*body, "[", variant_.name,
                                 "] declaration must have a body for ", device.type(), ", got none");
-    Tensors results =
+    Results results =
         op_.bodies.*body ? run_body(call, device, values) : run_meaning(call, own(values));
-    if (variant_.form.is_into) bump_version(call.main_grad().buffer);
+    if (variant_.form.is_into) bump_versions(call.main_grad());
     push(stack, values.size(), std::move(results));
   }
 
  private:
-  Tensors run_body(const Call& call, c10::Device device, Values values) const {
+  Results run_body(const Call& call, c10::Device device, Values values) const {
     // The bodies of other libraries may do without ours.
     if (body == &Bodies::cuda && !has_namespace(variant_.name)) check_backend();
     const TensorSpecs specs = shape(call, own(values));
     variant_.signature.make_contiguous(values);
     if (variant_.form.is_scaled && body == &Bodies::cpu) decode(own(values));
-    Tensors results;
-    if ((op_.bodies.*body).fills()) results = allocate(specs, device, call, values);
+    Results results;
+    const bool fills = (op_.bodies.*body).fills();
+    if (fills) results = allocate(specs, device, call, values);
     (op_.bodies.*body)(call, own(values), results);
+    if (!fills) results = as_results(std::move(results.tensors), specs);
     return results;
   }
 
@@ -276,11 +361,15 @@ class DeviceKernel final : public Kernel {
     }
   }
 
-  Tensors run_meaning(const Call& call, Values own) const {
-    Tensors results = run_unfused(variant_.base, call, own, shape(call, own));
-    const MainGrad& main_grad = call.main_grad();
-    if (main_grad.buffer.defined() && main_grad.adds) main_grad.buffer.add_(results[kGradWeight]);
-    if (main_grad.buffer.defined() && !main_grad.adds) main_grad.buffer.copy_(results[kGradWeight]);
+  Results run_meaning(const Call& call, Values own) const {
+    const TensorSpecs specs = shape(call, own);
+    Results results = as_results(run_unfused(variant_.base, call, own, specs), specs);
+    const auto& [buffer, adds, buffers] = call.main_grad();
+    const auto take = [&, adds = adds](const Tensor& to, const Tensor& found) {
+      adds ? to.add_(found) : to.copy_(found);
+    };
+    if (buffer.defined()) take(buffer, results.tensors[kGradWeight]);
+    for (size_t i = 0; i < buffers.size(); ++i) take(buffers[i], results.lists[kGradWeight][i]);
     return results;
   }
 
@@ -292,12 +381,21 @@ class DeviceKernel final : public Kernel {
   }
 
   // Without the dispatcher: sizes are plain integers here.
-  Tensors allocate(const TensorSpecs& specs, c10::Device device, const Call& call,
+  Results allocate(const TensorSpecs& specs, c10::Device device, const Call& call,
                    Values values) const {
-    Tensors results;
+    Results found;
+    Tensors& results = found.tensors;
     results.reserve(specs.size());
+    if (!variant_.lists.empty()) found.lists.resize(specs.size());
     for (const auto& spec : specs) {
-      if (variant_.form.is_into && results.size() == kGradWeight) {
+      const size_t place = results.size();
+      const bool is_main_grad = variant_.form.is_into && place == kGradWeight;
+      if (spec.list) {
+        found.lists[place] = is_main_grad ? call.main_grad().buffers : allocate(*spec.list, device);
+        results.emplace_back();
+        continue;
+      }
+      if (is_main_grad) {
         results.push_back(call.main_grad().buffer);
         continue;
       }
@@ -312,7 +410,16 @@ class DeviceKernel final : public Kernel {
           results.empty() ? find_memory(values, sizes, spec.dtype) : nullptr;
       results.push_back(again != nullptr ? *again : empty(sizes, spec.dtype, device));
     }
-    return results;
+    return found;
+  }
+
+  static Tensors allocate(const std::vector<TensorSpec>& list, c10::Device device) {
+    Tensors tensors;
+    tensors.reserve(list.size());
+    for (const TensorSpec& spec : list) {
+      tensors.push_back(empty(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype, device));
+    }
+    return tensors;
   }
 
   const Tensor* find_memory(Values values, at::IntArrayRef sizes, at::ScalarType dtype) const {
@@ -323,6 +430,11 @@ class DeviceKernel final : public Kernel {
       }
     }
     return nullptr;
+  }
+
+  static void bump_versions(const MainGrad& main_grad) {
+    if (main_grad.buffer.defined()) bump_version(main_grad.buffer);
+    for (const Tensor& buffer : main_grad.buffers) bump_version(buffer);
   }
 
   static void bump_version(const Tensor& buffer) {
@@ -357,6 +469,7 @@ class AutogradShortcut final : public Kernel {
 
  private:
   static bool wants_grad(const c10::IValue& value) {
+    if (value.isTensorList()) return std::ranges::any_of(value.toListRef(), wants_grad);
     if (!value.isTensor()) return false;
     const Tensor& tensor = value.toTensor();
     // Forward-mode AD works under no_grad too.

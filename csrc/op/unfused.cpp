@@ -23,14 +23,30 @@ const Schema& schema_of(const TypedOp& op) {
   return row->second;
 }
 
-// Gradients of the first result for the arguments at `places`.
+// The tensors of an argument, or of none.
+Tensors tensors_of(const c10::IValue& value) {
+  return value.isTensorList() ? value.toTensorVector() : Tensors{value.toTensor()};
+}
+
+// Gradients of the first result for the arguments at `places`, those of lists one after another.
 Tensors gradients_of(const Meaning& unfused, const Checks& check,
                      std::vector<c10::IValue> arguments, const std::vector<size_t>& places,
                      const Tensor& grad_output) {
   Tensors inputs;
-  for (const size_t place : places) inputs.push_back(arguments[place].toTensor());
+  for (const size_t place : places) {
+    std::ranges::move(tensors_of(arguments[place]), std::back_inserter(inputs));
+  }
   const auto first_result = [&](const Tensors& leaves) {
-    for (size_t k = 0; k < places.size(); ++k) arguments[places[k]] = leaves[k];
+    auto next = leaves.begin();
+    for (const size_t place : places) {
+      if (arguments[place].isTensorList()) {
+        const auto end = next + std::ssize(arguments[place].toListRef());
+        arguments[place] = Tensors(next, end);
+        next = end;
+      } else {
+        arguments[place] = *next++;
+      }
+    }
     return unfused(check, arguments)[0];
   };
   return differentiate(first_result, inputs, grad_output);
@@ -67,14 +83,26 @@ Tensors unfused_backward(const TypedOp& forward, const std::string& name,
     const auto& [type, field] = fields[i];
     const bool is_switch = field.starts_with("save_");
     stack.push_back(is_switch ? c10::IValue(false) : argument(field));
-    const bool may_be_none = type == "Tensor?" && !std::ranges::count(places, i);
-    TORCH_CHECK(!stack.back().isNone() || may_be_none, "[", name, "] double backward must have '",
-                field, "', got none: the first backward did not need it");
+    const bool may_be_none = fields[i].may_be_absent() && !std::ranges::count(places, i);
+    const bool is_none =
+        stack.back().isNone() || (stack.back().isTensorList() && stack.back().toListRef().empty());
+    TORCH_CHECK(!is_none || may_be_none, "[", name, "] double backward must have '", field,
+                "', got none: the first backward did not need it");
   }
+  std::vector<size_t> counts;  // of the tensors at each place
+  for (const size_t place : places) counts.push_back(tensors_of(stack[place]).size());
   const Tensors grads = gradients_of(forward.bodies.unfused, Checks(name.c_str()), std::move(stack),
                                      places, argument("grad_output").toTensor());
-  Tensors results(schema.results.size());
-  for (size_t k = 0; k < wanted.size(); ++k) results[wanted[k]] = grads[k];
+  Tensors results;
+  auto next = grads.begin();
+  for (size_t k = 0; k < schema.results.size(); ++k) {
+    const auto place = std::ranges::find(wanted, k) - wanted.begin();
+    if (place < std::ssize(wanted)) {
+      for (size_t i = 0; i < counts[place]; ++i) results.push_back(*next++);
+    } else if (schema.results[k].type != "Tensor[]") {
+      results.emplace_back();
+    }
+  }
   return results;
 }
 
@@ -96,7 +124,10 @@ class WithAutograd {
 
 bool is_new(const Tensor& tensor, Values values) {
   return std::ranges::none_of(values, [&](const c10::IValue& value) {
-    return value.isTensor() && value.toTensor().defined() && tensor.is_alias_of(value.toTensor());
+    if (!value.isTensor() && !value.isTensorList()) return false;
+    return std::ranges::any_of(tensors_of(value), [&](const Tensor& other) {
+      return other.defined() && tensor.is_alias_of(other);
+    });
   });
 }
 
@@ -109,7 +140,7 @@ const TypedOp* find_meant_forward(const std::string& name) {
 // A new tensor of what a caller expects. Results that nobody wants have no elements.
 Tensor as_result(const Checks& check, Values values, const std::string& name, const Tensor& found,
                  const TensorSpec& spec) {
-  const Tensor& first = values[0].toTensor();
+  const Tensor first = tensors_of(values[0])[0];
   if (spec.sizes.size() == 1 && spec.sizes[0] == 0) return first.new_empty({0}, spec.dtype);
   TORCH_CHECK(found.defined(), "[", check.op(), "] declaration must have a body for ",
               first.device().type(), ", got an unfused meaning that leaves out ", name);
@@ -137,16 +168,25 @@ Tensors run_unfused(const std::string& name, const Checks& check, Values values,
                     const TensorSpecs& specs) {
   const bool is_meant = find_typed_op(name)->bodies.unfused || find_meant_forward(name) != nullptr;
   TORCH_CHECK_NOT_IMPLEMENTED(is_meant, "[", check.op(), "] declaration must have a body for ",
-                              values[0].toTensor().device().type(),
+                              tensors_of(values[0])[0].device().type(),
                               " or .bodies.unfused, got neither");
   const WithAutograd guard;
   const Tensors found =
       call_unfused(name, c10::ArrayRef<c10::IValue>(values.data(), values.size()));
   const auto& fields = schema_of(*find_typed_op(name)).results;
   Tensors results;
+  size_t next = 0;
+  const auto add = [&](const std::string& name, const TensorSpec& spec) {
+    const Tensor result = next < found.size() ? found[next] : Tensor();
+    ++next;
+    results.push_back(as_result(check, values, name, result, spec));
+  };
   for (size_t i = 0; i < specs.size(); ++i) {
-    const Tensor result = i < found.size() ? found[i] : Tensor();
-    results.push_back(as_result(check, values, fields[i].name, result, specs[i]));
+    if (!specs[i].list) {
+      add(fields[i].name, specs[i]);
+    } else {
+      for (const TensorSpec& spec : *specs[i].list) add(fields[i].name, spec);
+    }
   }
   return results;
 }

@@ -175,73 +175,76 @@ std::tuple<Tensor, Tensor> values_saved_meaning(const Checks& check, const Tenso
 
 // ---- the same group by group, each with a scale of its own: of the operands of grouped products
 
-TensorSpecs groups_shape(const Checks& check, const Tensor& input, const Tensor& scale,
+TensorSpecs groups_shape(const Checks& check, const Tensors& input, const Tensor& scale,
                          int64_t place, const Tensor* splits, std::string_view format,
                          std::string_view dtype) {
   check_rounded_groups(check, input, splits);
-  const c10::SymInt groups = splits != nullptr ? splits->sym_size(0) : input.sym_size(0);
+  const c10::SymInt groups = count_rounded_groups(input, splits);
   check.spec("scale", scale, {{kPlaces, groups}, at::kFloat});
   check_place(check.op(), place);
   scaled_format(check, format);
-  TensorSpec spec = like(input);
-  spec.dtype = dtype_named(check, dtype);
-  return {spec, {{groups}, at::kFloat}};
+  TensorSpec specs = like(input);
+  for (TensorSpec& spec : *specs.list) spec.dtype = dtype_named(check, dtype);
+  return {specs, {{groups}, at::kFloat}};
 }
 
-void groups_cpu(const Checks& check, const Tensor& input, const Tensor& scale, int64_t place,
+void groups_cpu(const Checks& check, const Tensors& input, const Tensor& scale, int64_t place,
                 const Tensor* splits, std::string_view format_name, std::string_view,
-                Tensor& output, Tensor& amax) {
+                Tensors& output, Tensor& amax) {
   const kernel::Format& format = scaled_format(check, format_name);
-  const Groups groups = rounded_groups(check, input, splits);
-  const Tensor x = as_matrix(input), y = as_matrix(output);
-  const float* const scales = scale.const_data_ptr<float>() + place * groups.count();
+  const RoundedGroups x = rounded_groups(check, input, splits);
+  const RoundedGroups y = rounded_groups(check, output, splits);
+  const float* const scales = scale.const_data_ptr<float>() + place * std::ssize(x.matrices);
   auto* const found = amax.mutable_data_ptr<float>();
-  for (int64_t group = 0; group < groups.count(); ++group) {
-    const int64_t first = groups.begin(group), count = groups.size(group);
-    found[group] = count > 0 ? 0.0f : kNothing;
-    if (count == 0) continue;
-    round_by_scale(format, rows_of(x, first, count), scales[group], 1.0f / scales[group],
-                   rows_of(y, first, count), [&](auto dtype, const void* part, int64_t n) {
+  for (size_t group = 0; group < x.matrices.size(); ++group) {
+    const bool is_empty = x.matrices[group].size(0) == 0;
+    found[group] = is_empty ? kNothing : 0.0f;
+    if (is_empty) continue;
+    round_by_scale(format, x.matrices[group], scales[group], 1.0f / scales[group],
+                   y.matrices[group], [&](auto dtype, const void* part, int64_t n) {
                      take_larger(std::atomic_ref(found[group]), cpu::largest(dtype, part, n));
                    });
   }
-  zero_rest_cpu(groups, y);
+  if (y.rest.defined()) y.rest.zero_();
 }
 
-std::tuple<Tensor, Tensor> groups_meaning(const Checks& check, const Tensor& input,
-                                          const Tensor& scale, int64_t place, const Tensor* splits,
-                                          std::string_view format, std::string_view dtype) {
-  const Groups groups = rounded_groups(check, input, splits);
+std::tuple<Tensors, Tensor> groups_meaning(const Checks& check, const Tensors& input,
+                                           const Tensor& scale, int64_t place, const Tensor* splits,
+                                           std::string_view format, std::string_view dtype) {
+  const auto [matrices, rest] = rounded_groups(check, input, splits);
   const auto wanted = dtype_named(check, dtype);
-  const Tensor x = as_matrix(input), scales = scale.select(0, place);
+  const Tensor scales = scale.select(0, place);
   Tensors parts, amaxes;
-  for (int64_t group = 0; group < groups.count(); ++group) {
-    const Tensor rows = x.narrow(0, groups.begin(group), groups.size(group));
+  for (size_t group = 0; group < matrices.size(); ++group) {
     const auto [part, amax] =
-        round_by_scale_unfused(scaled_format(check, format), rows, scales.select(0, group), wanted);
+        round_by_scale_unfused(scaled_format(check, format), matrices[group],
+                               scales.select(0, static_cast<int64_t>(group)), wanted);
     parts.push_back(part);
-    amaxes.push_back(groups.size(group) > 0 ? amax : at::full_like(amax, kNothing));
+    amaxes.push_back(matrices[group].size(0) > 0 ? amax : at::full_like(amax, kNothing));
   }
-  parts.push_back(at::zeros({x.size(0) - groups.rows(), x.size(1)}, x.options().dtype(wanted)));
-  return {at::cat(parts).view(input.sizes()), at::stack(amaxes).to(at::kFloat)};
+  const Tensor amax = at::stack(amaxes).to(at::kFloat);
+  if (input.size() > 1) return {parts, amax};
+  if (rest.defined()) parts.push_back(at::zeros(rest.sizes(), rest.options().dtype(wanted)));
+  const Tensor output = rest.defined() ? at::cat(parts) : at::stack(parts);
+  return {Tensors{output.view(input[0].sizes())}, amax};
 }
 
-TensorSpecs groups_saved_shape(const Checks& check, const Tensor&, const Tensor& input,
+TensorSpecs groups_saved_shape(const Checks& check, const Tensor&, const Tensors& input,
                                const Tensor& scale, int64_t place, const Tensor* splits,
                                std::string_view format, std::string_view dtype) {
   return {groups_shape(check, input, scale, place, splits, format, dtype)[0]};
 }
 
-void groups_saved_cpu(const Checks& check, const Tensor&, const Tensor& input, const Tensor& scale,
+void groups_saved_cpu(const Checks& check, const Tensor&, const Tensors& input, const Tensor& scale,
                       int64_t place, const Tensor* splits, std::string_view format,
-                      std::string_view dtype, Tensor& output) {
+                      std::string_view dtype, Tensors& output) {
   Tensor amax = empty({scale.size(1)}, at::kFloat, at::kCPU);
   groups_cpu(check, input, scale, place, splits, format, dtype, output, amax);
 }
 
-Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& input,
-                            const Tensor& scale, int64_t place, const Tensor* splits,
-                            std::string_view format, std::string_view dtype) {
+Tensors groups_saved_meaning(const Checks& check, const Tensor&, const Tensors& input,
+                             const Tensor& scale, int64_t place, const Tensor* splits,
+                             std::string_view format, std::string_view dtype) {
   return std::get<0>(groups_meaning(check, input, scale, place, splits, format, dtype));
 }
 
@@ -274,16 +277,16 @@ Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& in
                      .reads_first = false,
                      .differentiable = false,
                      .makes = "quantize_values_scaled"});
-  register_typed_op({.schema = "quantize_dequantize_groups_scaled(Tensor input, Tensor scale, "
+  register_typed_op({.schema = "quantize_dequantize_groups_scaled(Tensor[] input, Tensor scale, "
                                "int place, Tensor? splits, str format, str dtype) -> "
-                               "(Tensor output, Tensor amax)",
+                               "(Tensor[] output, Tensor amax)",
                      .shape = groups_shape,
                      .bodies = {groups_cpu, groups_meaning, groups_meaning},
                      .differentiable = false,
                      .makes = "quantize_dequantize_groups_scaled"});
   register_typed_op({.schema = "quantize_dequantize_groups_scaled_saved(Tensor grad_output, "
-                               "Tensor input, Tensor scale, int place, Tensor? splits, "
-                               "str format, str dtype) -> Tensor output",
+                               "Tensor[] input, Tensor scale, int place, Tensor? splits, "
+                               "str format, str dtype) -> Tensor[] output",
                      .shape = groups_saved_shape,
                      .bodies = {groups_saved_cpu, groups_saved_meaning, groups_saved_meaning},
                      .reads_first = false,

@@ -1,6 +1,7 @@
 // quantize_dequantize and hadamard_columns of the operands of grouped products, where each group is
 // a tensor of its own, so that no block and no scale is of two.
 #include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
 #include "bodies/dropout.h"
@@ -13,54 +14,55 @@
 namespace transformer_ops::ops::quantize_groups {
 namespace {
 
-TensorSpecs groups_shape(const Checks& check, const Tensor& input, const Tensor* splits,
+TensorSpecs groups_shape(const Checks& check, const Tensors& input, const Tensor* splits,
                          std::string_view format, std::string_view dtype) {
   check_rounded_groups(check, input, splits);
   format_of(check, format);
-  TensorSpec spec = like(input);
-  spec.dtype = dtype_named(check, dtype);
-  return {spec};
+  TensorSpec specs = like(input);
+  for (TensorSpec& spec : *specs.list) spec.dtype = dtype_named(check, dtype);
+  return {specs};
 }
 
-// each(rows of input, rows of output, the first one's number) of each group; rows of none are
+// each(matrix of input, of output, the number of its first row) of each group; rows of none are
 // zeros.
 template <typename Each>
-void group_by_group_cpu(const Checks& check, const Tensor& input, const Tensor* splits,
-                        const Tensor& output, const Each& each) {
-  const Groups groups = rounded_groups(check, input, splits);
-  const Tensor x = as_matrix(input), y = as_matrix(output);
-  for (int64_t group = 0; group < groups.count(); ++group) {
-    const int64_t first = groups.begin(group), count = groups.size(group);
-    if (count > 0) each(rows_of(x, first, count), rows_of(y, first, count), first);
+void group_by_group_cpu(const Checks& check, const Tensors& input, const Tensor* splits,
+                        const Tensors& output, const Each& each) {
+  const RoundedGroups x = rounded_groups(check, input, splits);
+  const RoundedGroups y = rounded_groups(check, output, splits);
+  int64_t first = 0;
+  for (size_t i = 0; i < x.matrices.size(); ++i) {
+    const int64_t count = x.matrices[i].size(0);
+    if (count > 0) each(x.matrices[i], y.matrices[i], first);
+    first += count;
   }
-  zero_rest_cpu(groups, y);
+  if (y.rest.defined()) y.rest.zero_();
 }
 
-void groups_cpu(const Checks& check, const Tensor& input, const Tensor* splits,
-                std::string_view format_name, std::string_view, Tensor& output) {
+void groups_cpu(const Checks& check, const Tensors& input, const Tensor* splits,
+                std::string_view format_name, std::string_view, Tensors& output) {
   const kernel::Format& format = format_of(check, format_name);
   group_by_group_cpu(check, input, splits, output, [&](const Tensor& x, const Tensor& y, int64_t) {
     round_to_format_cpu(format, x, y);
   });
 }
 
-// `each` of the rows of one group after another; those of no group are zeros.
+// `each` of one group after another; rows of no group are zeros.
 template <typename Each>
-Tensor group_by_group(const Checks& check, const Tensor& input, const Tensor* splits,
-                      const Each& each) {
-  const Groups groups = rounded_groups(check, input, splits);
-  const Tensor x = as_matrix(input);
+Tensors group_by_group(const Checks& check, const Tensors& input, const Tensor* splits,
+                       const Each& each) {
+  const auto [matrices, rest] = rounded_groups(check, input, splits);
   Tensors parts;
-  for (int64_t group = 0; group < groups.count(); ++group) {
-    parts.push_back(each(x.narrow(0, groups.begin(group), groups.size(group))));
-  }
-  const auto dtype = parts.empty() ? input.scalar_type() : parts[0].scalar_type();
-  parts.push_back(at::zeros({x.size(0) - groups.rows(), x.size(1)}, x.options().dtype(dtype)));
-  return at::cat(parts).view(input.sizes());
+  for (const Tensor& matrix : matrices) parts.push_back(each(matrix));
+  if (input.size() > 1) return parts;
+  if (!rest.defined()) return {parts.empty() ? input[0] : at::stack(parts)};
+  const auto dtype = parts.empty() ? rest.scalar_type() : parts[0].scalar_type();
+  parts.push_back(at::zeros(rest.sizes(), rest.options().dtype(dtype)));
+  return {at::cat(parts).view(input[0].sizes())};
 }
 
-Tensor groups_meaning(const Checks& check, const Tensor& input, const Tensor* splits,
-                      std::string_view format_name, std::string_view dtype) {
+Tensors groups_meaning(const Checks& check, const Tensors& input, const Tensor* splits,
+                       std::string_view format_name, std::string_view dtype) {
   const kernel::Format& format = format_of(check, format_name);
   const auto wanted = dtype_named(check, dtype);
   return group_by_group(check, input, splits, [&](const Tensor& rows) {
@@ -68,32 +70,34 @@ Tensor groups_meaning(const Checks& check, const Tensor& input, const Tensor* sp
   });
 }
 
-TensorSpecs groups_saved_shape(const Checks& check, const Tensor&, const Tensor& input,
+TensorSpecs groups_saved_shape(const Checks& check, const Tensor&, const Tensors& input,
                                const Tensor* splits, std::string_view format,
                                std::string_view dtype) {
   return groups_shape(check, input, splits, format, dtype);
 }
 
-void groups_saved_cpu(const Checks& check, const Tensor&, const Tensor& input, const Tensor* splits,
-                      std::string_view format, std::string_view dtype, Tensor& output) {
+void groups_saved_cpu(const Checks& check, const Tensor&, const Tensors& input,
+                      const Tensor* splits, std::string_view format, std::string_view dtype,
+                      Tensors& output) {
   groups_cpu(check, input, splits, format, dtype, output);
 }
 
-Tensor groups_saved_meaning(const Checks& check, const Tensor&, const Tensor& input,
-                            const Tensor* splits, std::string_view format, std::string_view dtype) {
+Tensors groups_saved_meaning(const Checks& check, const Tensor&, const Tensors& input,
+                             const Tensor* splits, std::string_view format,
+                             std::string_view dtype) {
   return groups_meaning(check, input, splits, format, dtype);
 }
 
 // ---- the same up or down at random, and turned by columns
 
-TensorSpecs stochastic_shape(const Checks& check, const Tensor& input, const Tensor* splits,
+TensorSpecs stochastic_shape(const Checks& check, const Tensors& input, const Tensor* splits,
                              std::string_view format, std::string_view dtype) {
   random_format(check, format);
   return groups_shape(check, input, splits, format, dtype);
 }
 
-void stochastic_cpu(const Checks& check, const Tensor& input, const Tensor* splits,
-                    std::string_view format_name, std::string_view, Tensor& output) {
+void stochastic_cpu(const Checks& check, const Tensors& input, const Tensor* splits,
+                    std::string_view format_name, std::string_view, Tensors& output) {
   const kernel::Format& format = random_format(check, format_name);
   const uint64_t seed = draw_seed();
   group_by_group_cpu(check, input, splits, output,
@@ -102,8 +106,8 @@ void stochastic_cpu(const Checks& check, const Tensor& input, const Tensor* spli
                      });
 }
 
-Tensor stochastic_meaning(const Checks& check, const Tensor& input, const Tensor* splits,
-                          std::string_view format_name, std::string_view dtype) {
+Tensors stochastic_meaning(const Checks& check, const Tensors& input, const Tensor* splits,
+                           std::string_view format_name, std::string_view dtype) {
   const kernel::Format& format = random_format(check, format_name);
   const auto wanted = dtype_named(check, dtype);
   return group_by_group(check, input, splits, [&](const Tensor& rows) {
@@ -113,7 +117,7 @@ Tensor stochastic_meaning(const Checks& check, const Tensor& input, const Tensor
 
 TensorSpecs turned_shape(const Checks& check, const Tensor&, const Tensor& input,
                          const Tensor& splits) {
-  check_rounded_groups(check, input, &splits);
+  check_rounded_groups(check, {input}, &splits);
   TensorSpec spec = like(input);
   spec.dtype = accumulate_dtype(input.scalar_type());
   return {spec};
@@ -121,32 +125,32 @@ TensorSpecs turned_shape(const Checks& check, const Tensor&, const Tensor& input
 
 void turned_cpu(const Checks& check, const Tensor&, const Tensor& input, const Tensor& splits,
                 Tensor& output) {
-  group_by_group_cpu(check, input, &splits, output,
+  group_by_group_cpu(check, {input}, &splits, {output},
                      [](const Tensor& x, const Tensor& y, int64_t) { turn_columns_cpu(x, y); });
 }
 
 Tensor turned_meaning(const Checks& check, const Tensor&, const Tensor& input,
                       const Tensor& splits) {
-  return group_by_group(check, input, &splits, turn_columns);
+  return group_by_group(check, {input}, &splits, turn_columns)[0];
 }
 
 [[maybe_unused]] const bool registered = [] {
-  register_typed_op({.schema = "quantize_dequantize_groups(Tensor input, Tensor? splits, "
-                               "str format, str dtype) -> Tensor output",
+  register_typed_op({.schema = "quantize_dequantize_groups(Tensor[] input, Tensor? splits, "
+                               "str format, str dtype) -> Tensor[] output",
                      .shape = groups_shape,
                      .bodies = {groups_cpu, groups_meaning, groups_meaning},
                      .differentiable = false,
                      .makes = "quantize_dequantize_groups"});
   register_typed_op({.schema = "quantize_dequantize_groups_saved(Tensor grad_output, "
-                               "Tensor input, Tensor? splits, str format, str dtype) -> "
-                               "Tensor output",
+                               "Tensor[] input, Tensor? splits, str format, str dtype) -> "
+                               "Tensor[] output",
                      .shape = groups_saved_shape,
                      .bodies = {groups_saved_cpu, groups_saved_meaning, groups_saved_meaning},
                      .reads_first = false,
                      .differentiable = false,
                      .makes = "quantize_dequantize_groups"});
-  register_typed_op({.schema = "quantize_dequantize_groups_stochastic(Tensor input, "
-                               "Tensor? splits, str format, str dtype) -> Tensor output",
+  register_typed_op({.schema = "quantize_dequantize_groups_stochastic(Tensor[] input, "
+                               "Tensor? splits, str format, str dtype) -> Tensor[] output",
                      .shape = stochastic_shape,
                      .bodies = {stochastic_cpu, stochastic_meaning, stochastic_meaning},
                      .random = true,

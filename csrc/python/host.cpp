@@ -78,12 +78,12 @@ class PythonHostCall : public HostCall {
     const py::object found = ask("accumulation", op);
     if (found.is_none()) return std::nullopt;
     const auto pair = py::cast<py::tuple>(found);
-    return Accumulation{from_python(pair[0]), py::cast<bool>(pair[1])};
+    return Accumulation{tensors_from(pair[0]), py::cast<bool>(pair[1])};
   }
 
-  at::Tensor accumulate(int op, const at::Tensor& gradient) override {
+  at::Tensor accumulate(int op, int k, const at::Tensor& gradient) override {
     const py::gil_scoped_acquire gil;
-    return from_python(ask("accumulate", op, python::to_python(gradient)));
+    return from_python(ask("accumulate", op, k, python::to_python(gradient)));
   }
 
   void note_saved(std::vector<SavedSlot> slots) override {
@@ -153,13 +153,13 @@ SharedHostCall make_host_call(std::shared_ptr<ProgramHandle> handle, py::object 
 void bind_host(py::module_& module) {
   py::class_<DelayedCall, std::shared_ptr<DelayedCall>>(module, "DelayedCall")
       .def("run", torch::wrap_pybind_function_no_gil(&DelayedCall::run),
-           "The gradient of the weight.")
+           "The gradient of each tensor of the weight.")
       .def("run_into",
            torch::wrap_pybind_function_no_gil(
-               [](const DelayedCall& call, const at::Tensor& buffer, bool overwrite) {
-                 return call.run_into({buffer, overwrite});
+               [](const DelayedCall& call, const std::vector<at::Tensor>& buffers, bool overwrite) {
+                 return call.run_into({buffers, overwrite});
                }),
-           "Adds it to the buffer, or writes it there; False where the op cannot.");
+           "Adds each to its buffer, or writes it there; False where the op cannot.");
   py::class_<ProgramHandle, std::shared_ptr<ProgramHandle>>(module, "Program")
       .def("run", torch::wrap_pybind_function(&run_with_host),
            "The outputs for tensors in plan order; `call` runs the Python steps.")

@@ -2,6 +2,8 @@
 
 #include <pybind11/stl.h>
 
+#include "fuser/declaration.h"
+
 namespace transformer_ops::python {
 namespace {
 
@@ -10,9 +12,16 @@ py::tuple value_to_python(const Value& value) {
   return py::make_tuple(name_of(value.kind), value.op, value.name, name_of(value.part));
 }
 
-// A constant is in a tuple of its own.
+py::list values_to_python(const std::vector<Value>& values) {
+  py::list list;
+  for (const Value& value : values) list.append(value_to_python(value));
+  return list;
+}
+
+// A constant is in a tuple of its own, a list of values a list.
 py::object argument_to_python(const Argument& argument) {
   if (const auto* value = std::get_if<Value>(&argument)) return value_to_python(*value);
+  if (const auto* list = std::get_if<ValueList>(&argument)) return values_to_python(*list);
   if (const auto* constant = std::get_if<Attribute>(&argument)) {
     return py::make_tuple(std::visit([](const auto& item) { return py::cast(item); }, *constant));
   }
@@ -30,7 +39,11 @@ py::dict step_to_python(const Step& step) {
     for (const Argument& argument : instruction.arguments) {
       arguments.append(argument_to_python(argument));
     }
-    for (const Value& result : instruction.results) results.append(value_to_python(result));
+    for (const Result& result : instruction.results) {
+      const auto* const list = std::get_if<ValueList>(&result);
+      results.append(list == nullptr ? py::object(value_to_python(std::get<Value>(result)))
+                                     : py::object(values_to_python(*list)));
+    }
     instructions.append(py::make_tuple(instruction.target, arguments, results));
   }
   for (const Save& save : step.saves) {
@@ -45,12 +58,6 @@ py::dict step_to_python(const Step& step) {
   row["joint"] = step.joint;
   row["skipped"] = step.skipped;
   return row;
-}
-
-py::list values_to_python(const std::vector<Value>& values) {
-  py::list list;
-  for (const Value& value : values) list.append(value_to_python(value));
-  return list;
 }
 
 // (op, position) of an extra tensor.
@@ -90,12 +97,18 @@ py::dict plan_to_python(const Plan& plan) {
   for (const Value& value : plan.gradients) {
     if (value.kind == Value::Kind::ParameterGrad) wants_parameters[value.op] = true;
   }
+  std::vector<std::vector<std::string>> slots(plan.ops.size());
+  for (int i = 0; i < plan.size(); ++i) {
+    const PlannedOp& op = plan.ops[i];
+    if (op.native) slots[i] = declaration(op.kind).slot_tensors(op.attributes);
+  }
   py::dict fed_by;
   for (const Route& route : plan.routes)
     fed_by[place_of(plan, route.input)] = place_of(plan, route.output);
   py::list visible;
   for (const Value& value : plan.extra_outputs) visible.append(place_of(plan, value));
   data["parameter_names"] = parameters;
+  data["slots"] = slots;
   data["wants_parameters"] = wants_parameters;
   data["fed_by"] = fed_by;
   data["visible"] = visible;

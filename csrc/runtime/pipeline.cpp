@@ -241,7 +241,7 @@ std::vector<std::string> Pipeline::parameter_names() const {
   std::vector<std::string> names;
   for (size_t i = 0; i < ops_.size(); ++i) {
     if (!ops_[i].native) continue;
-    for (const std::string& name : declaration(ops_[i].kind).parameters) {
+    for (const std::string& name : ops_[i].parameters) {
       names.push_back(std::to_string(i) + "." + name);
     }
   }

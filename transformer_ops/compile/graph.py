@@ -46,11 +46,16 @@ def _is_traceable(plan: HostPlan) -> bool:
 
 
 @torch._dynamo.assume_constant_result
-def accumulating(number: int) -> tuple[tuple[int, int], ...]:
-    """Of each weight that accumulates: its op, and its position among all parameters."""
+def accumulating(number: int) -> tuple[tuple[int, int, int], ...]:
+    """Of each weight that accumulates: its op, which tensor of the weight it is, and its position
+    among all parameters."""
     plan: HostPlan = numbered.find(number)
     counts = [len(op._parameter_tensors()) for op in plan.basic_ops]
-    return tuple((op, sum(counts[:op])) for op in plan.accumulating)
+    return tuple(
+        (op, k, sum(counts[:op]) + k)
+        for op in plan.accumulating
+        for k in range(len(plan.weights_of(op)))
+    )
 
 
 @torch._dynamo.assume_constant_result
@@ -110,11 +115,12 @@ def run_in_graph(
     tensors: Sequence[Tensor],
     state: Sequence[Tensor],
     kwargs: Kwargs,
-    buffers: Sequence[tuple[int, Tensor, bool]],
+    buffers: Sequence[tuple[int, int, Tensor, bool]],
 ) -> tuple[Tensor, ...]:
     """Run a plan with the tensors of a trace instead of those that its ops hold.
 
-    `buffers`: (op, main_grad, whether it is overwritten) for each weight that accumulates.
+    `buffers`: (op, which tensor of its weight, main_grad, whether it is overwritten) for each
+    weight that accumulates.
     """
     plan: HostPlan = numbered.find(number)
     check_kwargs(plan.basic_ops, kwargs)
@@ -124,7 +130,7 @@ def run_in_graph(
     end = len(tensors) - len(plan.plan.states)
     given = [*tensors[end - len(parameters) : end], *state]
     before = _plain_state(plan)
-    found = {op: Buffer(tensor, overwrites) for op, tensor, overwrites in buffers}
+    found = {(op, k): Buffer(tensor, overwrites) for op, k, tensor, overwrites in buffers}
     outputs = plan.program.run(list(tensors), plan.start(kwargs, StandIns(real, given), found))
     after = _plain_state(plan)
     # A method that counts its calls would be traced at each of them.

@@ -119,14 +119,14 @@ def traced_call(
         current = [read(basic_ops, state_place) for state_place in state_places(plan)]
         own = kwargs if kwargs is not None else [{} for _ in basic_ops]
         buffers = []
-        for op, position in accumulating(plan):
+        for op, k, position in accumulating(plan):
             weight = parameters[position]
             if not (is_grad_enabled() and weight.requires_grad):
                 continue
             if is_marked(weight):
                 # Only a backward that runs in Python can set the mark.
                 return _run_outside(state, members, input, extra_inputs, kwargs)
-            buffers.append((op, *buffer_of(weight)))
+            buffers.append((op, k, *buffer_of(weight)))
         outputs = run_in_graph(plan, [input, *extra, *given], current, own, buffers)
     return outputs[0] if len(outputs) == 1 else outputs
 
@@ -250,9 +250,13 @@ def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
 
 
+def _optional_tensors(op: BasicOperation) -> tuple[str, ...]:
+    """The tensors of parameters, and the extra inputs, that may be None."""
+    return tuple(name for one in _optional(op._kind) for name in op._names_in(one))
+
+
 @torch._dynamo.assume_constant_result
-def _optional_tensors(kind: str | None) -> tuple[str, ...]:
-    """The parameters and extra inputs that may be None."""
+def _optional(kind: str | None) -> tuple[str, ...]:
     return () if kind is None else tuple(_C.declaration(kind)["optional"])
 
 
@@ -282,8 +286,8 @@ def check_call(
 def check_parameters(basic_ops: Sequence[BasicOperation]) -> None:
     """Raises TypeError for a parameter of a native op that is no tensor."""
     for op in basic_ops:
-        for name, tensor in zip(op._parameter_names, op._parameter_tensors(), strict=False):
-            if tensor is None and name in _optional_tensors(op._kind):
+        for name, tensor in zip(op._tensor_names(), op._parameter_tensors(), strict=False):
+            if tensor is None and name in _optional_tensors(op):
                 continue
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"[{op._kind}] {name} must be a tensor, got {tensor!r}")

@@ -219,7 +219,7 @@ def _call(
 
 def _check_dtypes(op: BasicOperation) -> None:
     # A plan knows only the dtypes that have kernels, and could not say what it got.
-    for name, tensor in zip(op._parameter_names, op._parameter_tensors(), strict=False):
+    for name, tensor in zip(op._tensor_names(), op._parameter_tensors(), strict=False):
         if not op.is_python and tensor is not None and tensor.dtype not in DTYPES:
             raise RuntimeError(
                 f"[{op._kind}] {name} must be float16, bfloat16, float32 or float64, "

@@ -386,6 +386,9 @@ class BasicOperation(ChannelMixin, FusibleOperation):
     _is_contract: ClassVar[bool] = True
     _kind: ClassVar[str | None] = None
     _parameter_names: ClassVar[tuple[str, ...]] = ()
+    # Of parameters that are lists of tensors: the attribute that says how many, and the one that
+    # says where one tensor stands for all ("": none does).
+    _lists: ClassVar[Mapping[str, tuple[str, str]]] = {}
     _attribute_names: ClassVar[tuple[str, ...]] = ()
     # Attributes that plans know of where they are True.
     _flag_names: ClassVar[tuple[str, ...]] = ()
@@ -405,6 +408,7 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         row = _C.declaration(kind)
         cls._kind = kind
         cls._parameter_names = tuple(row["parameters"])
+        cls._lists = row["lists"]
         cls._attribute_names = tuple(row["attributes"])
         cls._flag_names = tuple(row["flags"])
         cls.num_extra_inputs = len(row["extra_inputs"])
@@ -447,8 +451,23 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         """The module that carries the parameters, looked up at every call."""
         return self
 
+    def _names_in(self, parameter: str) -> tuple[str, ...]:
+        """The names of the tensors of a parameter: its own, or those of its list."""
+        if parameter not in self._lists:
+            return (parameter,)
+        count, single = self._lists[parameter]
+        if single and getattr(self, single):
+            return (parameter,)
+        return tuple(f"{parameter}{i}" for i in range(getattr(self, count)))
+
+    def _tensor_names(self) -> tuple[str, ...]:
+        """The names of the tensors of all parameters that a native op declares."""
+        if not self._lists:
+            return self._parameter_names
+        return tuple(n for parameter in self._parameter_names for n in self._names_in(parameter))
+
     def _reads(self, parameter: str) -> bool:
-        return parameter in self._parameter_names
+        return parameter in self._tensor_names()
 
     def _parameter_tensors(self) -> list[Any]:
         """Current tensors of the parameters, in the order in which backward gives gradients.
@@ -458,7 +477,7 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         """
         owner = self._parameter_owner
         if self._kind is not None and self._python_backward is None:
-            return [getattr(owner, name) for name in self._parameter_names]
+            return [getattr(owner, name) for name in self._tensor_names()]
         parametrizations = getattr(owner, "parametrizations", None)
         if parametrizations is None:
             return list(self.parameters())

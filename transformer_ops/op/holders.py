@@ -79,6 +79,12 @@ class HeldMixin:
         except (AttributeError, RuntimeError):
             return None  # one was deleted or is unknown now, which the next call says
 
+    def _listed_names(self) -> list[tuple[str, ...]] | None:
+        try:
+            return [op._tensor_names() for op in self.basic_ops if op._lists]
+        except (AttributeError, TypeError):
+            return None
+
     def _watch(self) -> None:
         """From now on plans depend on what the user keeps as attributes of the op."""
         self.__dict__["_is_watched"] = True
@@ -95,9 +101,11 @@ class HeldMixin:
             yield
             return
         structure, attributes = self._structure(), self._planned_attributes()
+        names = self._listed_names()
         yield
         now = self._structure()
-        if len(now) != len(structure) or not all(map(operator.is_, now, structure)):
+        same = len(now) == len(structure) and all(map(operator.is_, now, structure))
+        if not same or self._listed_names() != names:
             self._make_groups_stale()
         if self._planned_attributes() != attributes:
             for holder in self._current_holders():

@@ -202,7 +202,7 @@ _C.set_take_local(local_parameter)
 
 def local_parameters(op: Any, tensors: list[Any]) -> list[Any]:
     """Of a basic op: its parameters, where they are DTensors as it computes with them."""
-    owner, names = op._parameter_owner, op._parameter_names
+    owner, names = op._parameter_owner, op._tensor_names()
     if op.is_python:
         return tensors  # whose methods take what it has
     return [
@@ -213,7 +213,7 @@ def local_parameters(op: Any, tensors: list[Any]) -> list[Any]:
 
 def local_sizes(op: Any, tensors: list[Any]) -> list[Any]:
     """The same without memory or values, also where FSDP2 has sharded what is split."""
-    owner, names = op._parameter_owner, op._parameter_names
+    owner, names = op._parameter_owner, op._tensor_names()
     return [
         _local_size(owner, name, tensor) if is_dtensor(tensor) else tensor
         for name, tensor in zip(names, tensors, strict=True)

@@ -41,54 +41,85 @@ def run_into(
             f"got {len(extra_inputs)}"
         )
     splits, scales = (*extra_inputs, None)[:2]
-    weight, bias = op.weight, op.bias
-    tensors = {"input": input, "splits": splits, "weight": weight, "bias": bias, "scales": scales}
+    weights, biases = _tensors_of(op, "weight"), _tensors_of(op, "bias")
+    tensors = {"input": input, "splits": splits, "scales": scales}
+    for name, given_tensors in (("weight", weights), ("bias", biases)):
+        tensors |= dict(zip(op._names_in(name), given_tensors, strict=False))
     _check_setting(op, tensors)
-    dtype = _compute_dtype(input, weight)
-    input, weight = input.to(dtype), weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
+    dtype = _compute_dtype(input, weights[0])
+    input, *cast = (tensor.to(dtype) for tensor in (input, *weights, *biases))
     shape = (*input.shape[:-1], op.out_features)
     _check_buffer(op, "output", buffers.output, shape, dtype, tensors)
     _check_buffer(op, "grad_input", buffers.grad_input, input.shape, dtype, tensors)
-    output: Tensor = _Into.apply(input, splits, weight, bias, scales, buffers)
+    layout = Layout(len(weights), op.single_grouped_weight, op.single_grouped_bias)
+    output: Tensor = _Into.apply(buffers, layout, input, splits, scales, *cast)
     return output
+
+
+def _tensors_of(op: Any, name: str) -> list[Tensor]:
+    found = [getattr(op, each) for each in op._names_in(name)]
+    return [] if found == [None] else found
+
+
+class Layout(NamedTuple):
+    """How many of the parameters are weights, and which are one for all groups."""
+
+    weights: int
+    single_weight: bool
+    single_bias: bool
 
 
 class _Into(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        buffers: Buffers,
+        layout: Layout,
         input: Tensor,
         splits: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
         scales: Tensor | None,
-        buffers: Buffers,
+        *parameters: Tensor,
     ) -> Tensor:
+        count, *single = layout
+        weights, biases = list(parameters[:count]), list(parameters[count:])
         with _written_into(buffers.output) as written:
-            result = written(_ops.grouped_linear(input, splits, weight, bias, scales))
-        ctx.grad_input = buffers.grad_input
-        wants_input, _, wants_weight, wants_bias, wants_scales, _ = ctx.needs_input_grad
+            result = written(_ops.grouped_linear(input, splits, weights, biases, scales, *single))
+        ctx.grad_input, ctx.single = buffers.grad_input, single
+        wants_input, _, wants_scales, *needed = ctx.needs_input_grad[2:]
+        wants_weight, wants_bias = any(needed[:count]), any(needed[count:])
         ctx.mask = [wants_input, wants_weight, wants_bias, wants_scales]
+        ctx.counts = (len(weights), len(biases))
+        ctx.kept = (len(weights) if wants_input else 0, len(biases) if wants_scales else 0)
         ctx.save_for_backward(
             input if wants_weight else None,
             splits,
-            weight if wants_input else None,
-            bias if wants_scales else None,
             scales if wants_bias or wants_scales else None,
+            *(weights if wants_input else ()),
+            *(biases if wants_scales else ()),
         )
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
+        input, splits, scales, *parameters = ctx.saved_tensors
+        weights, biases = parameters[: ctx.kept[0]], parameters[ctx.kept[0] :]
         with _written_into(ctx.grad_input if ctx.mask[0] else None) as written:
-            grads = _ops.grouped_linear_backward(grad_output, *ctx.saved_tensors, ctx.mask)
-            found = [grad if flag else None for grad, flag in zip(grads, ctx.mask, strict=True)]
+            grad_input, grad_weights, grad_biases, grad_scales = _ops.grouped_linear_backward(
+                grad_output, input, splits, weights, biases, scales, *ctx.single, ctx.mask
+            )
             if ctx.mask[0]:
-                found[0] = written(found[0])
-        grad_input, grad_weight, grad_bias, grad_scales = found
-        return grad_input, None, grad_weight, grad_bias, grad_scales, None
+                grad_input = written(grad_input)
+        wants_input, _, _, wants_scales = ctx.mask
+        return (
+            None,
+            None,
+            grad_input if wants_input else None,
+            None,
+            grad_scales if wants_scales else None,
+            *(grad_weights or [None] * ctx.counts[0]),
+            *(grad_biases or [None] * ctx.counts[1]),
+        )
 
 
 @contextmanager

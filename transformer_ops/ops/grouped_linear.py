@@ -31,8 +31,8 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     bias is multiplied by, and gets a gradient.
 
     With `single_grouped_weight` there is one parameter `weight[num_groups, out_features,
-    in_features]`, which costs least; else `weight0`, `weight1`, ... of `[out_features,
-    in_features]`, neighbours in one buffer. `single_grouped_bias` says the same of the bias. State
+    in_features]`; else `weight0`, `weight1`, ... of `[out_features, in_features]`, which products
+    take and give gradients of as they are. `single_grouped_bias` says the same of the bias. State
     dicts of both kinds load into both. Weights start kaiming-uniform with a = sqrt(5), biases at
     zero.
 
@@ -47,15 +47,16 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     `accumulate_into_main_grad`, `delay_wgrad_compute` or a recipe; no second derivatives.
 
     `accumulate_into_main_grad` and `rng_state_tracker_function` as in `BasicLinear`: each parameter
-    has a `main_grad` of its own, and in compiled code there has to be the one of
-    `single_grouped_weight`. ValueError for sizes below 1, flags that are no bools, and `scale_bias`
-    without a bias. RuntimeError on the CPU where splits are negative or add up to more rows than
-    there are (on CUDA they are not looked at).
+    has a `main_grad` of its own. ValueError for sizes below 1, flags that are no bools, and
+    `scale_bias` without a bias. RuntimeError on the CPU where splits are negative or add up to more
+    rows than there are (on CUDA they are not looked at).
     """
 
     _fixed_once_captured: ClassVar[tuple[str, ...]] = (
         "accumulate_into_main_grad",
         "delay_wgrad_compute",
+        "single_grouped_weight",
+        "single_grouped_bias",
     )
     _checks: ClassVar[Mapping[str, Check]] = {
         "num_groups": check_size,
@@ -63,6 +64,8 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
         "out_features": check_size,
         "accumulate_into_main_grad": check_bool,
         "delay_wgrad_compute": check_bool,
+        "single_grouped_weight": check_bool,
+        "single_grouped_bias": check_bool,
     }
 
     _takes_buffers: ClassVar[bool] = True
@@ -73,6 +76,12 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     out_features: int
     accumulate_into_main_grad: bool
     delay_wgrad_compute: bool
+    # Whether one parameter stands for those of all groups; a bias that is None is one.
+    single_grouped_weight: bool
+    single_grouped_bias: bool
+    # Where they are.
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -101,58 +110,40 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
             raise ValueError(f"[{op}] scale_bias must come with bias=True, got bias={bias}")
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
-        single = {
-            "weight": check_bool(op, "single_grouped_weight", single_grouped_weight),
-            "bias": check_bool(op, "single_grouped_bias", single_grouped_bias),
-        }
+        self.single_grouped_weight = single_grouped_weight
+        self.single_grouped_bias = check_bool(op, "single_grouped_bias", single_grouped_bias)
+        self.single_grouped_bias |= not bias
         self._rng_state_tracker_function = check_rng_tracker(op, rng_state_tracker_function)
         self.num_extra_inputs = 2 if scale_bias else 1
         shape = (self.num_groups, self.out_features, self.in_features)
-        self._add_parameters("weight", new_parameter(op, shape, device, dtype), single["weight"])
+        self._add_parameters("weight", shape, device, dtype, self.single_grouped_weight)
         if bias:
-            packed = new_parameter(op, shape[:2], device, dtype)
-            self._add_parameters("bias", packed, single["bias"])
+            self._add_parameters("bias", shape[:2], device, dtype, self.single_grouped_bias)
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
-        if single["weight"]:
-            hold_quantized(self)
+        hold_quantized(self)
 
-    def _add_parameters(self, name: str, packed: nn.Parameter, single: bool) -> None:
+    def _add_parameters(
+        self, name: str, shape: tuple[int, ...], device: Any, dtype: Any, single: bool
+    ) -> None:
+        op = type(self).__name__
         if single:
-            self.register_parameter(name, packed)
+            self.register_parameter(name, new_parameter(op, shape, device, dtype))
             return
-        for i, part in enumerate(packed.detach()):
-            # Not under inference mode: it could never be trained.
-            with torch.inference_mode(False):
-                self.register_parameter(f"{name}{i}", nn.Parameter(part))
+        for i in range(self.num_groups):
+            self.register_parameter(f"{name}{i}", new_parameter(op, shape[1:], device, dtype))
 
     def _parts(self, name: str) -> list[Tensor]:
         """The parameters of the groups; none where there is one for all."""
-        if name in self._parameters or f"{name}0" not in self._parameters:
-            return []
-        return [getattr(self, f"{name}{i}") for i in range(self.num_groups)]
+        names = self._names_in(name)
+        return [] if names == (name,) else [getattr(self, part) for part in names]
 
-    def __getattr__(self, name: str) -> Any:
-        # What nn.Module does not find: one tensor in the place of the parameters of the groups.
-        if name in ("weight", "bias"):
-            parts = self._parts(name)
-            if parts:
-                return self._packed(name, parts)
-        return super().__getattr__(name)
-
-    def _packed(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        found = packed(parts)
-        if name != "weight":
-            return found
-        if not torch.compiler.is_compiling():
-            found.parts = parts  # type: ignore[attr-defined]
-        elif self.accumulate_into_main_grad:
-            raise RuntimeError(
-                f"[{type(self).__name__}] accumulate_into_main_grad must come with "
-                "single_grouped_weight=True in compiled code, got a parameter for each group"
-            )
-        return found
+    def extra_repr(self) -> str:
+        """The attributes; layouts where there is one parameter for all groups."""
+        found = super().extra_repr()
+        has_bias = self._parameters.get("bias", self) is not None
+        return found if has_bias else found.replace(", single_grouped_bias=True", "")
 
     def _run_into(
         self, input: Tensor, extra_inputs: tuple[Tensor, ...], buffers: dict[str, Any]
@@ -183,32 +174,14 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     def _delay(self, finish: Callable[[], None]) -> None:
         self.__dict__.setdefault("_delayed", collections.deque()).append(finish)
 
-    def _pack(self) -> None:
-        """Make the parameters of the groups neighbours in memory."""
-        for name in ("weight", "bias"):
-            parts = self._parts(name)
-            apart = bool(parts) and not _are_neighbours(parts)
-            if apart and all(type(p) is nn.Parameter and not p.is_meta for p in parts):
-                with torch.no_grad():
-                    for part, row in zip(parts, torch.stack(parts), strict=True):
-                        part.data = row
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
-        super()._apply(fn, recurse)
-        self._pack()
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._pack()
-
     def reset_parameters(self) -> None:
         """Draw the weights anew, inside the tracker's `fork()`, and set biases to zero."""
         tracker = self._rng_state_tracker_function
         with contextlib.nullcontext() if tracker is None else tracker().fork():
             for weight in self._parts("weight") or self.weight.detach():
                 nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        for bias in self._parts("bias") or [self.bias]:
+        biases: Sequence[Tensor | None] = self._parts("bias") or [self.bias]
+        for bias in biases:
             if bias is not None:
                 nn.init.zeros_(bias)
 
@@ -233,42 +206,3 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-
-def packed(parts: Sequence[Tensor]) -> Tensor:
-    """The tensors as one, of one dimension more: without a copy where they are neighbours."""
-    if torch.compiler.is_compiling() or not _are_neighbours(parts):
-        return torch.stack(list(parts))
-    found: Tensor = _Packed.apply(*parts)
-    return found
-
-
-def _are_neighbours(parts: Sequence[Tensor]) -> bool:
-    first = parts[0]
-    # What stands in for a parameter, under torch.func for one, may have no memory.
-    if any(type(part) is not nn.Parameter for part in parts) or first.is_meta:
-        return False
-    step = first.numel() * first.element_size()
-    start, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    return all(
-        part.is_contiguous()
-        and part.data_ptr() == start + i * step
-        and part.untyped_storage().data_ptr() == storage
-        for i, part in enumerate(parts)
-    )
-
-
-class _Packed(torch.autograd.Function):
-    """Neighbours as one tensor; each gets its part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.count = len(parts)
-        first = parts[0].detach()
-        shape = (len(parts), *first.shape)
-        return first.as_strided(shape, (first.numel(), *first.stride()))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
-        return (None,) * ctx.count if grad is None else grad.unbind(0)

@@ -22,8 +22,8 @@ class Value(NamedTuple):
     part: str = ""
 
 
-# A tensor of the plan, a constant in a 1-tuple, or None.
-Argument = Value | tuple[Any] | None
+# A tensor of the plan, a list of them, a constant in a 1-tuple, or None.
+Argument = Value | list[Value] | tuple[Any] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +32,17 @@ class Instruction:
 
     target: str
     arguments: tuple[Argument, ...]
-    results: tuple[Value, ...]
+    results: tuple[Value | list[Value], ...]
+
+    @property
+    def reads(self) -> list[Value]:
+        """The tensors among the arguments, those of lists one by one."""
+        return _flat(self.arguments)
+
+    @property
+    def writes(self) -> list[Value]:
+        """The results, those of lists one by one."""
+        return _flat(self.results)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +108,8 @@ class Plan:
         # Names of each op's parameters, and whether backward yields a gradient of any.
         self.parameter_names: list[list[str]] = data["parameter_names"]
         self.wants_parameters: list[bool] = data["wants_parameters"]
+        # Names of what each native op may keep for backward.
+        self.slots: list[list[str]] = data["slots"]
         # (op, extra input) -> (op, extra output) that feeds it
         self.fed_by: dict[tuple[int, int], tuple[int, int]] = data["fed_by"]
         self._visible = set(data["visible"])
@@ -160,7 +172,20 @@ def _values(rows: Iterable[tuple[str, int, str]]) -> tuple[Value, ...]:
     return tuple(Value(*row) for row in rows)
 
 
-def _argument(row: tuple[Any, ...] | None) -> Argument:
+def _flat(items: Iterable[Any]) -> list[Value]:
+    found: list[Value] = []
+    for item in items:
+        found += item if isinstance(item, list) else [item] if isinstance(item, Value) else []
+    return found
+
+
+def _result(row: Any) -> Value | list[Value]:
+    return [Value(*value) for value in row] if isinstance(row, list) else Value(*row)
+
+
+def _argument(row: Any) -> Argument:
+    if isinstance(row, list):
+        return _result(row)
     return row if row is None or len(row) == 1 else Value(*row)
 
 
@@ -176,7 +201,7 @@ def _step(row: dict[str, Any], python_ops: list[Any] | None) -> Step:
         joint=row["joint"],
         skipped=row["skipped"],
         instructions=tuple(
-            Instruction(target, tuple(map(_argument, arguments)), _values(results))
+            Instruction(target, tuple(map(_argument, arguments)), tuple(map(_result, results)))
             for target, arguments, results in row["instructions"]
         ),
         sources=sources,

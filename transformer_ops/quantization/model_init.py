@@ -77,7 +77,8 @@ class quantized_model_init:
 
 
 def hold_quantized(op: Any) -> None:
-    """For the constructor of a product: in the region, its owner's weight becomes quantized."""
+    """For the constructor of a product: in the region, its owner's weight, or each tensor of its
+    list, becomes quantized."""
     region = _STATE.region
     if region is None or region.recipe is None:
         return
@@ -85,13 +86,14 @@ def hold_quantized(op: Any) -> None:
     if format == "exact":
         return
     owner: Any = op._parameter_owner
-    plain = owner.weight
-    # A parameter made as an inference tensor could never be trained.
-    with torch.inference_mode(False), torch.no_grad():
-        held: Any = nn.Parameter(QuantizedTensor.quantize(plain, format))
-        if region.preserves:
-            held._initial = plain.detach().clone().cpu()
-    owner.register_parameter("weight", held)
+    for name in op._names_in("weight"):
+        plain = getattr(owner, name)
+        # A parameter made as an inference tensor could never be trained.
+        with torch.inference_mode(False), torch.no_grad():
+            held: Any = nn.Parameter(QuantizedTensor.quantize(plain, format))
+            if region.preserves:
+                held._initial = plain.detach().clone().cpu()
+        owner.register_parameter(name, held)
 
 
 def _weight_format(recipe: Recipe, op: Any) -> str:

@@ -184,7 +184,11 @@ def _watched(
 
         def before(module: nn.Module, args: Any, name: str = name, op: BasicOperation = op) -> None:
             seen[name, "input"] = args[0].detach()
-            seen[name, "weight"] = op._parameter_tensors()[0].detach()
+            weights = op._parameter_tensors()[: len(op._names_in("weight"))]
+            # Of groups, as one tensor.
+            seen[name, "weight"] = (
+                weights[0] if len(weights) == 1 else torch.stack(weights)
+            ).detach()
 
         def after(module: nn.Module, grads: Any, name: str = name) -> None:
             if grads[0] is not None:

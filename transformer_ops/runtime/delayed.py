@@ -2,74 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..op.tensor_parallel import is_dtensor
-from .main_grad import is_made_of_parts, parts_of
 
 
 class Product(Protocol):
-    """What gives the gradient of a weight: a `_C.DelayedCall`."""
+    """What gives the gradients of a weight, or of its tensors: a `_C.DelayedCall`."""
 
-    def run(self) -> Tensor:
-        """The gradient."""
+    def run(self) -> list[Tensor | None]:
+        """The gradients."""
 
-    def run_into(self, buffer: Tensor, overwrite: bool) -> bool:
-        """Adds it to the buffer, or writes it there; False where that cannot be done."""
+    def run_into(self, buffers: list[Tensor], overwrite: bool) -> bool:
+        """Adds them to the buffers, or writes them there; False where that cannot be done."""
 
 
 class Finished:
-    """A gradient that a Python step has given."""
+    """Gradients that a Python step has given, by the number of the tensor among `count`."""
 
-    def __init__(self, grad: Tensor) -> None:
-        self.grad = grad
+    def __init__(self, count: int) -> None:
+        self.grads: list[Tensor | None] = [None] * count
 
-    def run(self) -> Tensor:
-        return self.grad
+    def run(self) -> list[Tensor | None]:
+        return self.grads
 
-    def run_into(self, buffer: Tensor, overwrite: bool) -> bool:
+    def run_into(self, buffers: list[Tensor], overwrite: bool) -> bool:
         return False
 
 
-def check(weight: Tensor) -> None:
+def check(weights: Sequence[Tensor]) -> None:
     """RuntimeError where a weight is no parameter, to which a gradient could be given later."""
-    for part in parts_of(weight):
-        if not part.is_leaf:
-            raise RuntimeError(
-                "[GroupedLinear] weight must be a parameter where its gradient is delayed, "
-                "got a tensor that is computed of others"
-            )
+    if not all(weight.is_leaf for weight in weights):
+        raise RuntimeError(
+            "[GroupedLinear] weight must be a parameter where its gradient is delayed, "
+            "got a tensor that is computed of others"
+        )
 
 
-def give_to_autograd(weight: Tensor, compute: Callable[[], Tensor]) -> None:
-    """Has autograd add a gradient to `.grad`, as it would have done in backward: with hooks."""
-    parts = parts_of(weight)
-    if any(part.requires_grad for part in parts):
+def give_to_autograd(
+    weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]
+) -> None:
+    """Has autograd add gradients to `.grad`, as it would have done in backward: with hooks."""
+    if any(weight.requires_grad for weight in weights):
         with torch.enable_grad():
-            _Later.apply(compute, is_made_of_parts(weight), *parts).backward()
+            _Later.apply(compute, *weights).backward()
 
 
 class _Later(torch.autograd.Function):
     """Nothing, made of parameters; its backward computes their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Callable[[], Tensor], split: bool, *parts: Tensor) -> Tensor:
-        ctx.compute, ctx.split, ctx.parts = compute, split, parts
+    def forward(
+        ctx: Any, compute: Callable[[], Sequence[Tensor | None]], *weights: Tensor
+    ) -> Tensor:
+        ctx.compute, ctx.weights = compute, weights
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> Any:
-        grad = ctx.compute()
-        grads = grad.unbind(0) if ctx.split else [grad]
-        found = [_gradient_for(p, g) for p, g in zip(ctx.parts, grads, strict=True)]
-        return None, None, *found
+        grads = ctx.compute()
+        return None, *(_gradient_for(p, g) for p, g in zip(ctx.weights, grads, strict=True))
 
 
-def _gradient_for(part: Tensor, grad: Tensor) -> Tensor:
+def _gradient_for(part: Tensor, grad: Tensor | None) -> Tensor | None:
+    if grad is None or not part.requires_grad:
+        return None
     own: Any = part
     shape = own.to_local().shape if is_dtensor(part) else part.shape
     if shape != grad.shape:

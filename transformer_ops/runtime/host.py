@@ -19,6 +19,8 @@ from .stand_ins import StandIns
 
 Kwargs = list[dict[str, Any]]
 Tensors = Sequence[Tensor | None]
+# An op, and which tensor of its weight.
+Weight = tuple[int, int]
 
 _NO_STAND_INS = StandIns()
 # Attributes of a context that hold what it saves.
@@ -79,7 +81,6 @@ class HostPlan:
         self.plan = plan
         self.program = program
         self.basic_ops = tuple(basic_ops)
-        self.slots: dict[str, list[str]] = {kind: row["slots"] for kind, row in rows.items()}
         # Ops whose contexts keep what they like; the others keep the slots of their declaration.
         self.is_free: list[bool] = program.keeps_own
         self.forward_steps = [
@@ -111,26 +112,28 @@ class HostPlan:
         """The Python steps of both passes."""
         return self.forward_steps + self.backward_steps
 
-    def weight_of(self, op: int) -> Tensor:
-        """The weight of an op that accumulates."""
-        return cast(Tensor, self.basic_ops[op]._parameter_tensors()[0])
+    def weights_of(self, op: int) -> list[Tensor]:
+        """The weight of an op that accumulates, or the tensors of its list."""
+        basic = self.basic_ops[op]
+        count = len(basic._names_in(basic._parameter_names[0]))
+        return basic._parameter_tensors()[:count]
 
     def start(
         self,
         kwargs: Kwargs | None = None,
         stand_ins: StandIns | None = None,
-        buffers: Mapping[int, main_grad.Buffer] | None = None,
+        buffers: Mapping[Weight, main_grad.Buffer] | None = None,
     ) -> HostCall:
         """A new call. RuntimeError where a weight that accumulates has no buffer.
 
-        `buffers`: by op, what a trace has in the place of the buffers that the weights have.
+        `buffers`: by weight, what a trace has in the place of the buffers that the weights have.
         """
         if self.plan.needs_backward:
             for op in self.accumulating:
-                if self.weight_of(op).requires_grad:
-                    main_grad.check(self.weight_of(op))
+                for weight in self.weights_of(op):
+                    main_grad.check(weight)
             for op in self.delaying:
-                delayed.check(self.weight_of(op))
+                delayed.check(self.weights_of(op))
         return HostCall(self, kwargs, stand_ins or _NO_STAND_INS, buffers or {})
 
 
@@ -143,7 +146,7 @@ class HostCall:
         plan: HostPlan,
         kwargs: Kwargs | None,
         stand_ins: StandIns,
-        buffers: Mapping[int, main_grad.Buffer],
+        buffers: Mapping[Weight, main_grad.Buffer],
     ) -> None:
         self.plan = plan
         self.kwargs = kwargs
@@ -151,6 +154,8 @@ class HostCall:
         self.buffers = buffers
         self.contexts: dict[int, OperationContext] = {}
         self.own: dict[int, Tensors] = {}
+        # Weight gradients that Python steps gave, to be handed out later, by op.
+        self.finished: dict[int, delayed.Finished] = {}
         # id -> (tensor handed to a Python step in its place, the tensor itself)
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
         # Ids of the tensors that steps were handed or returned; and of those that an op keeps as
@@ -245,7 +250,7 @@ class HostCall:
                 self.own[op] = kept
             return []
         kind = plan.plan.ops[op][0]
-        slots = plan.slots[kind]
+        slots = plan.plan.slots[op]
         if op < plan.plan.first_backward:
             return [None] * len(slots)
         missing = [slot for slot, tensor in zip(slots, kept, strict=False) if tensor is None]
@@ -361,30 +366,41 @@ class HostCall:
 
     # ---- weights that accumulate
 
-    def accumulation(self, op: int) -> tuple[Tensor, bool] | None:
-        """The buffer that a product may add its weight gradient to, and whether it overwrites."""
-        weight = self.plan.weight_of(op)
-        if main_grad.is_made_of_parts(weight):
-            return None  # a buffer each, which no one product fills
-        own = main_grad.buffer_of(weight)
-        takes_products = main_grad.takes_products(own.tensor, weight)
-        return self.buffers.get(op, own) if takes_products else None
+    def accumulation(self, op: int) -> tuple[list[Tensor], bool] | None:
+        """The buffers that a product may add its weight gradients to, and whether it overwrites."""
+        weights = self.plan.weights_of(op)
+        if len(weights) > 1 and not all(weight.requires_grad for weight in weights):
+            return None
+        own = [main_grad.buffer_of(weight) for weight in weights]
+        if not all(map(main_grad.takes_products, (b.tensor for b in own), weights)):
+            return None
+        given = [self.buffers.get((op, k), buffer) for k, buffer in enumerate(own)]
+        if len({buffer.overwrites for buffer in given}) > 1:
+            return None
+        return [buffer.tensor for buffer in given], given[0].overwrites
 
-    def accumulate(self, op: int, grad: Tensor | None) -> Tensor | None:
-        """Adds a gradient to the buffer, unless a product did; returns what autograd gets."""
+    def accumulate(self, op: int, k: int, grad: Tensor | None) -> Tensor | None:
+        """Adds the gradient of tensor k of a weight to its buffer, unless a product did; returns
+        what autograd gets."""
         if op in self.plan.delaying:
             # Of a Python step, which has computed it already.
             if grad is not None:
-                self.delay(op, delayed.Finished(grad))
+                self._finished(op, k).grads[k] = grad
             return None
-        return self._accumulate_now(op, grad)
+        return self._accumulate_now(op, k, grad)
 
-    def _accumulate_now(self, op: int, grad: Tensor | None) -> Tensor | None:
-        weight = self.plan.weight_of(op)
-        if grad is not None and main_grad.is_made_of_parts(weight):
-            main_grad.accumulate_parts(weight, grad)
-        elif grad is not None:
-            buffer = self.buffers.get(op)
+    def _finished(self, op: int, k: int) -> delayed.Finished:
+        """What takes tensor k of this backward's gradients."""
+        found = self.finished.get(op)
+        if found is None or any(grad is not None for grad in found.grads[k:]):
+            found = self.finished[op] = delayed.Finished(len(self.plan.weights_of(op)))
+            self.delay(op, found)
+        return found
+
+    def _accumulate_now(self, op: int, k: int, grad: Tensor | None) -> Tensor | None:
+        weight = self.plan.weights_of(op)[k]
+        if grad is not None:
+            buffer = self.buffers.get((op, k))
             main_grad.accumulate(main_grad.buffer_of(weight) if buffer is None else buffer, grad)
         return main_grad.for_autograd(weight)
 
@@ -398,12 +414,16 @@ class HostCall:
 
 def finish(plan: HostPlan, op: int, product: delayed.Product) -> None:
     """What backward left: the gradient of an op's weight, to its buffer or to autograd."""
-    call = plan.start()
+    call, weights = plan.start(), plan.weights_of(op)
     if op not in plan.accumulating:
-        delayed.give_to_autograd(plan.weight_of(op), product.run)
+        delayed.give_to_autograd(weights, product.run)
         return
     target = call.accumulation(op)
     is_added = target is not None and product.run_into(*target)
-    dummy = call._accumulate_now(op, None if is_added else product.run())
-    if dummy is not None:
-        delayed.give_to_autograd(plan.weight_of(op), lambda: dummy)
+    grads = [None] * len(weights) if is_added else product.run()
+    dummies = [
+        call._accumulate_now(op, k, grad) if weight.requires_grad else None
+        for k, (weight, grad) in enumerate(zip(weights, grads, strict=True))
+    ]
+    if any(dummy is not None for dummy in dummies):
+        delayed.give_to_autograd(weights, lambda: dummies)

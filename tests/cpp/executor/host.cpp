@@ -58,7 +58,7 @@ struct Scale : HostCall {
     return "op" + std::to_string(op) + "." + std::to_string(k);
   }
   std::optional<Accumulation> accumulation(int) override { return std::nullopt; }
-  at::Tensor accumulate(int, const at::Tensor& gradient) override { return gradient; }
+  at::Tensor accumulate(int, int, const at::Tensor& gradient) override { return gradient; }
   void note_saved(std::vector<SavedSlot> slots) override { noted = std::move(slots); }
   void delay(int, std::shared_ptr<const DelayedCall>) override { FAIL() << "nothing is delayed"; }
 

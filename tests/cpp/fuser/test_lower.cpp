@@ -51,13 +51,15 @@ std::vector<OpNode> tally(bool tallies) {
 
 TEST(Lower, AStateTakesTheGradient) {
   const Plan plan = toy::plan(tally(true));
-  EXPECT_EQ(plan.backward[0].instructions[0].results, (std::vector<Value>{
-                                                          {Value::Kind::Grad, 0},
-                                                          {Value::Kind::State, 0, "total"},
+  EXPECT_EQ(plan.backward[0].instructions[0].results, (std::vector<Result>{
+                                                          Value{Value::Kind::Grad, 0},
+                                                          Value{Value::Kind::State, 0, "total"},
                                                       }));
   // Autograd is given something in its place.
   EXPECT_EQ(to_text(plan.gradients[1]), "dp0.weight");
-  EXPECT_EQ(to_text(toy::plan(tally(false)).backward[0].instructions[0].results[1]), "dp0.weight");
+  EXPECT_EQ(
+      to_text(std::get<Value>(toy::plan(tally(false)).backward[0].instructions[0].results[1])),
+      "dp0.weight");
 }
 
 // The rows of each group, and each weight, apart; a sum takes the gradient as it is.
@@ -69,16 +71,16 @@ TEST(Lower, RoundsGroupByGroup) {
   EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
 recipe mx e4m3, mx e4m3, mx e4m3
 forward Groups ops=[0]
-  t0.rounded_input = quantize_dequantize_groups(x0, e0.splits, "mx e4m3", "float32")
-  t0.rounded_weight = quantize_dequantize_groups(p0.weight, none, "mx e4m3", "float32")
+  [t0.rounded_input] = quantize_dequantize_groups([x0], e0.splits, "mx e4m3", "float32")
+  [t0.rounded_weight] = quantize_dequantize_groups([p0.weight], none, "mx e4m3", "float32")
   x1 = groups(t0.rounded_input, e0.splits, t0.rounded_weight, p0.bias)
   save s0.input=x0, s0.splits=e0.splits, s0.weight=p0.weight
 backward Groups ops=[0]
-  t0.rounded_grad_output = quantize_dequantize_groups(g1, s0.splits, "mx e4m3", "float32")
-  t0.rounded_weight = quantize_dequantize_groups_saved(g1, s0.weight, none, "mx e4m3 32x1", "float32")
+  [t0.rounded_grad_output] = quantize_dequantize_groups([g1], s0.splits, "mx e4m3", "float32")
+  [t0.rounded_weight] = quantize_dequantize_groups_saved(g1, [s0.weight], none, "mx e4m3 32x1", "float32")
   g0, t0.unused, t0.unused = groups_backward(t0.rounded_grad_output, none, s0.splits, t0.rounded_weight, [true, false, false])
-  t0.rounded_grad_output_columns = quantize_dequantize_groups(g1, s0.splits, "mx e4m3 32x1", "float32")
-  t0.rounded_input = quantize_dequantize_groups_saved(g1, s0.input, s0.splits, "mx e4m3 32x1", "float32")
+  [t0.rounded_grad_output_columns] = quantize_dequantize_groups([g1], s0.splits, "mx e4m3 32x1", "float32")
+  [t0.rounded_input] = quantize_dequantize_groups_saved(g1, [s0.input], s0.splits, "mx e4m3 32x1", "float32")
   t0.unused, dp0.weight, t0.unused = groups_backward(t0.rounded_grad_output_columns, t0.rounded_input, s0.splits, none, [false, true, false])
   t0.unused, t0.unused, dp0.bias = groups_backward(g1, none, s0.splits, none, [false, false, true])
 )");

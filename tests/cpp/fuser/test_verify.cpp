@@ -96,7 +96,9 @@ TEST(Verify, AStateIsUpdatedWhereTheOpSaysSo) {
 }
 
 TEST(Verify, BackwardYieldsTheGradientsThatThePlanNames) {
-  EXPECT_EQ(error_after([](Plan& plan) { plan.backward[1].instructions[0].results[1].name = "x"; }),
+  EXPECT_EQ(error_after([](Plan& plan) {
+              std::get<Value>(plan.backward[1].instructions[0].results[1]).name = "x";
+            }),
             "[plan] op 1 (Product) must have the tensor that is named, got dp1.x");
   EXPECT_EQ(error_after([](Plan& plan) {
               plan.backward[1].instructions[0].results[1] = value("t1.unused");

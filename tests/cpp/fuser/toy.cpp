@@ -44,6 +44,20 @@ bool declare() {
                                "Tensor? weight, bool[2] output_mask) -> "
                                "(Tensor grad_input, Tensor grad_weight)",
                    .dtype = DTypeRule::Parameter});
+  add_declaration({.kind = "Blend",
+                   .summary = "x times the sum of W[i], plus that of b[i]",
+                   .parameters = {"weight", "shift"},
+                   .lists = {{"weight", "count"}, {"shift", "count", "single", /*optional=*/true}},
+                   .attributes = {"count", "single", "tallies"},
+                   .slots = {{"input", {"weight"}}, {"weight", {"input"}}},
+                   .states = {{"total", "weight", "tallies"}},
+                   .forward = "blend(Tensor input, Tensor[] weight, Tensor[] shift) -> "
+                              "Tensor output",
+                   .backward = "blend_backward(Tensor grad_output, Tensor? input, "
+                               "Tensor[] weight, Tensor[] shift, int count, "
+                               "bool[3] output_mask) -> (Tensor grad_input, "
+                               "Tensor[] grad_weight, Tensor[] grad_shift)",
+                   .dtype = DTypeRule::Parameter});
   add_declaration({.kind = "Shift",
                    .summary = "x + b",
                    .parameters = {"shift"},
@@ -157,6 +171,8 @@ bool declare() {
 Attribute default_of(const std::string& attribute) {
   if (attribute == "factor") return 2.0;
   if (attribute == "eps") return 1e-5;
+  if (attribute == "count") return int64_t{3};
+  if (attribute == "single") return false;
   return std::vector<int64_t>{-1, 4};
 }
 

@@ -12,6 +12,7 @@ namespace transformer_ops::toy {
 
 //   Square   saves its input                Product  a weight; saves what is needed
 //   Tally    a weight, whose gradient goes into a state if `tallies`
+//   Blend    lists of 3 weights and of 3 shifts, which may be one or none
 //   Shift    a bias                         Scale    saves nothing
 //   Norm     saves input and a statistic    Mask     saves a bit mask, only when training
 //   Same     hands on                       View     reads the shape of its input in backward

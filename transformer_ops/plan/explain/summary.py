@@ -311,7 +311,7 @@ def _reads(plan: Plan, step: Step, saved: SavedBytes | None) -> tuple[str, ...]:
         places = _slots_of(step, saved) if saved is not None else []
     else:
         own = set(_results(step))
-        read = [a for call in step.instructions for a in call.arguments if isinstance(a, Value)]
+        read = [value for call in step.instructions for value in call.reads]
         slots = [value for value in read if value.kind == "slot" and value not in own]
         places = [(value.op, value.name) for value in slots]
     parameters = {
@@ -325,7 +325,7 @@ def _reads(plan: Plan, step: Step, saved: SavedBytes | None) -> tuple[str, ...]:
 
 
 def _results(step: Step) -> list[Value]:
-    return [value for call in step.instructions for value in call.results]
+    return [value for call in step.instructions for value in call.writes]
 
 
 def _computes(step: Step) -> tuple[str, ...]:
