@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import cycle
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -237,7 +237,7 @@ def layout_rows(size: Size, limits: dict[str, float], seconds: float) -> Iterato
         calls[name] = partial(_training, compiled, (x, splits), wanted, grad)
     times = interleave(calls, seconds, Clock(CPU))
     for name, limit in limits.items():
-        yield _row(f"{size}, a weight each, compiled", name, limit, times, OURS, name)
+        yield timed(f"{size}, a weight each, compiled", name, limit, times, OURS, name)
 
 
 def _training(module: Any, inputs: tuple[Tensor, ...], wanted: list[Tensor], grad: Tensor) -> Any:

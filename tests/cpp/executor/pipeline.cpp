@@ -308,16 +308,20 @@ TEST(DelayedScaling, ResumesBitForBit) {
   EXPECT_EQ(resumed.pipeline.scales().size(), saved.size());
 }
 
-TEST(DelayedScaling, KeepsScalesOfEachGroup) {
+void check_scales_of_groups(bool is_single) {
   Pipeline pipeline({make_op("GroupedLinear", {{"num_groups", int64_t{2}},
                                                {"in_features", kWidth},
                                                {"out_features", kHidden},
+                                               {"single_grouped_weight", is_single},
+                                               {"single_grouped_bias", is_single},
                                                {"accumulate_into_main_grad", false},
                                                {"delay_wgrad_compute", false}})});
   pipeline.set_recipe(recipe_of(kDelayed));
   const at::Tensor input = at::randn({6, kWidth}), splits = at::tensor({6, 0}, at::kLong);
   const at::Tensor weight = at::randn({2, kHidden, kWidth}).requires_grad_();
-  pipeline(input, {weight, at::Tensor()}, {splits, at::Tensor()});
+  std::vector<at::Tensor> parameters = {weight, at::Tensor()};
+  if (!is_single) parameters = {weight[0], weight[1], at::Tensor(), at::Tensor()};
+  pipeline(input, parameters, {splits, at::Tensor()});
   pipeline.update_scales();
   const auto scale = pipeline.scales().at("0.fp8_scale");
   ASSERT_EQ(scale.sizes(), at::IntArrayRef({3, 2}));
@@ -325,6 +329,10 @@ TEST(DelayedScaling, KeepsScalesOfEachGroup) {
   EXPECT_EQ(scale[0][1].item<float>(), 1);  // it had no rows
   EXPECT_EQ(scale[1][1].item<float>(), (448 / weight[1].abs().max()).item<float>());
 }
+
+TEST(DelayedScaling, KeepsScalesOfEachGroup) { check_scales_of_groups(/*is_single=*/true); }
+
+TEST(DelayedScaling, KeepsScalesOfEachOfAList) { check_scales_of_groups(/*is_single=*/false); }
 
 TEST(DelayedScaling, ThreadsShareScales) {
   Delayed delayed;
