@@ -118,6 +118,8 @@ def test_what_a_scale_must_be():
             match=r"\[linear_scaled\] right_scale must be one float32 without dimensions",
         ):
             o.linear_scaled(x, w, one, wrong)
+    with pytest.raises(RuntimeError, match=r"input must have at least the exponents of bfloat16"):
+        o.linear_scaled(x.half(), w.half(), one, one)
 
 
 # ---- values of codes

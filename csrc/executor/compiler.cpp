@@ -4,6 +4,8 @@
 #include <set>
 
 #include "executor/check_call.h"
+#include "executor/made_once.h"
+#include "executor/numbering.h"
 #include "executor/passes.h"
 #include "executor/program.h"
 #include "fuser/declaration.h"
@@ -15,23 +17,6 @@ namespace {
 
 using Kind = Value::Kind;
 using Line = Program::Line;
-
-// Numbers the values of one direction. A hand-over only gives a value a second name.
-class Numbering {
- public:
-  int fresh() { return count_++; }
-  int define(const Value& value) { return names_[value] = fresh(); }
-  void alias(const Value& value, int index) { names_[value] = index; }
-  int find(const Value& value) const {
-    const auto row = names_.find(value);
-    return row == names_.end() ? -1 : row->second;
-  }
-  int count() const { return count_; }
-
- private:
-  std::map<Value, int> names_;
-  int count_ = 0;
-};
 
 c10::OperatorHandle find_op(const std::string& name) {
   const std::string full = torch_name(name);
@@ -65,11 +50,11 @@ class Compiler {
     check_calls(plan);
     compile_forward();
     if (plan.needs_backward()) compile_backward();
-    program_.only_views = has_only_views();
+    note_views(program_);
     for (const int output : program_.outputs) {
       TORCH_CHECK(output >= 0, "[plan] forward must write every output, got one that it does not");
     }
-    insert_looks();
+    looks_.insert_into(program_);
     if (may_lack_gradients_) mark_skippable(program_.backward);
     program_.always_reads_looks = std::ranges::any_of(program_.backward.lines, reads_looks);
     std::vector<int> updated;
@@ -146,7 +131,6 @@ class Compiler {
     }
     program_.input_grads.resize(program_.inputs.size(), -1);
     program_.backward.values = backward_.count();
-    note_views();
     note_delays();
   }
 
@@ -160,35 +144,12 @@ class Compiler {
     }
   }
 
-  // Ops of torch's own may give a view of what they are given.
-  void note_views() {
-    std::vector<bool> views(program_.backward.values, false);
-    for (const Line& line : program_.backward.lines) {
-      const auto* call = std::get_if<Program::Call>(&line.what);
-      if (call == nullptr || call->typed != nullptr) continue;
-      for (const int result : call->results) views[result] = true;
-    }
-    for (const int index : program_.input_grads) {
-      program_.views.push_back(index >= 0 && views[index]);
-    }
-  }
-
   // The first op that a step of backward covers.
   int first_live_op() const {
     for (const Step& step : program_.plan.backward) {
       if (!step.skipped) return program_.plan.needs_backward() ? step.first() : 0;
     }
     return 0;
-  }
-
-  bool has_only_views() const {
-    if (program_.inputs.size() != 1 || program_.outputs.size() != 1) return false;
-    const auto is_view = [](const Line& line) {
-      const auto* call = std::get_if<Program::Call>(&line.what);
-      return call != nullptr && call->name == "aten::reshape";
-    };
-    return std::ranges::all_of(program_.forward.lines, is_view) &&
-           std::ranges::all_of(program_.backward.lines, is_view);
   }
 
   void compile_step(const Step& step, Numbering& values, Program::Code& code) {
@@ -236,7 +197,10 @@ class Compiler {
     }
     note_counts(instruction, call);
     if (call.typed && call.typed->random) program_.random = true;
-    if (call.typed && !call.typed->makes.empty()) call.made_once = made_once(instruction, call);
+    if (call.typed && !call.typed->makes.empty()) {
+      call.made_once = made_once(program_.plan, instruction, call,
+                                 [&](const Value& value) { return origin(value); });
+    }
     std::vector<Line> sums;
     for_each_value(instruction.results, [&](const Value& value) {
       const int previous = values.find(value);
@@ -258,50 +222,6 @@ class Compiler {
     if (backward) note_accumulation(instruction, call);
     code.lines.push_back({std::move(call), {}});
     for (Line& sum : sums) code.lines.push_back(std::move(sum));
-  }
-
-  // Where all that the call reads is a parameter, which may be a list, states and constants.
-  std::optional<MadeOfWeights::Call> made_once(const Instruction& instruction,
-                                               const Program::Call& call) const {
-    MadeOfWeights::Call made{.key = call.typed->makes};
-    for (size_t k = call.typed->reads_first ? 0 : 1; k < call.operands.size(); ++k) {
-      const Argument& argument = instruction.arguments[k];
-      if (const auto* constant = std::get_if<Attribute>(&argument)) {
-        made.key += ", " + to_text(*constant);
-      } else if (!std::holds_alternative<None>(argument) &&
-                 !take(argument, call.operands[k], made)) {
-        return std::nullopt;
-      }
-    }
-    return made.weights.empty() ? std::nullopt : std::optional(made);
-  }
-
-  // Takes an operand that is a state or the first parameter; is it one?
-  bool take(const Argument& argument, const Program::Operand& operand,
-            MadeOfWeights::Call& made) const {
-    if (const auto* const loads = std::get_if<Program::LoadList>(&operand)) {
-      if (!made.weights.empty()) return false;
-      const auto* const list = std::get_if<ValueList>(&argument);
-      for (size_t i = 0; i < loads->size(); ++i) {
-        const Value value = origin((*list)[i]);
-        if (value.kind != Kind::Parameter) return false;
-        made.weights.push_back({(*loads)[i].value, named(value)});
-      }
-      return !loads->empty();
-    }
-    const auto* const load = std::get_if<Program::Load>(&operand);
-    const Value value = origin(std::get<Value>(argument));
-    if (load != nullptr && value.kind == Kind::State) {
-      made.states.push_back(load->value);
-      return true;
-    }
-    if (load == nullptr || value.kind != Kind::Parameter || !made.weights.empty()) return false;
-    made.weights.push_back({load->value, named(value)});
-    return true;
-  }
-
-  std::string named(const Value& parameter) const {
-    return "[" + program_.plan.ops[parameter.op].kind + "] " + parameter.name;
   }
 
   // The parameter that a slot holds, if it holds one.
@@ -604,42 +524,15 @@ class Compiler {
     const int index = backward_.find(value);
     if (!may_lack_gradients_) return {index, op};
     const auto given = given_gradients_.find(index);
-    return {
-        index, op,
-        given == given_gradients_.end() ? look_of(tensor_of(value)) : request_look(given->second)};
+    return {index, op,
+            given == given_gradients_.end() ? look_of(tensor_of(value))
+                                            : looks_.request(given->second)};
   }
 
   // The look of a forward value; -1 where forward makes no such value.
   int look_of(const Value& value) {
     const int index = forward_.find(value);
-    return index < 0 ? -1 : request_look(index);
-  }
-
-  int request_look(int index) {
-    const auto [row, is_new] = looks_.try_emplace(index, program_.looks);
-    if (is_new) ++program_.looks;
-    return row->second;
-  }
-
-  // Each behind the line that writes the value, so that no look keeps a value.
-  void insert_looks() {
-    if (looks_.empty()) return;
-    std::vector<Line> lines;
-    const auto add = [&](const std::vector<int>& values, int op) {
-      for (const int value : values) {
-        const auto row = looks_.find(value);
-        if (row == looks_.end()) continue;
-        lines.push_back({.what = Program::TakeLook{value, row->second}, .op = op});
-      }
-    };
-    add(program_.inputs, 0);
-    for (Line& line : program_.forward.lines) {
-      const std::vector<int> written = values_written(line);
-      const int op = line.op;
-      lines.push_back(std::move(line));
-      add(written, op);
-    }
-    program_.forward.lines = std::move(lines);
+    return index < 0 ? -1 : looks_.request(index);
   }
 
   Program program_;
@@ -648,8 +541,8 @@ class Compiler {
   std::map<Value, Value> feeds_;                // extra input -> what it is
   Numbering forward_;
   Numbering backward_;
+  LookNumbers looks_;                   // of forward values
   std::map<Value, int> sources_;        // slot -> forward value
-  std::map<int, int> looks_;            // forward value -> look
   std::map<int, int> given_gradients_;  // gradient of the main output -> that forward value
   bool may_lack_gradients_ = false;
   int forward_step_ = 0;  // among those of the host

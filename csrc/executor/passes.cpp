@@ -4,6 +4,19 @@
 #include <set>
 
 namespace transformer_ops {
+namespace {
+
+bool has_only_views(const Program& program) {
+  if (program.inputs.size() != 1 || program.outputs.size() != 1) return false;
+  const auto is_view = [](const Program::Line& line) {
+    const auto* call = std::get_if<Program::Call>(&line.what);
+    return call != nullptr && call->name == "aten::reshape";
+  };
+  return std::ranges::all_of(program.forward.lines, is_view) &&
+         std::ranges::all_of(program.backward.lines, is_view);
+}
+
+}  // namespace
 
 void mark_skippable(Program::Code& code) {
   std::set<int> needed;  // zeros cannot be made for it
@@ -60,6 +73,18 @@ void mark_dead(Program::Code& code, std::initializer_list<const std::vector<int>
       }
     }
   }
+}
+
+void note_views(Program& program) {
+  program.only_views = has_only_views(program);
+  // Ops of torch's own may give a view of what they are given.
+  std::vector<bool> views(program.backward.values, false);
+  for (const Program::Line& line : program.backward.lines) {
+    const auto* call = std::get_if<Program::Call>(&line.what);
+    if (call == nullptr || call->typed != nullptr) continue;
+    for (const int result : call->results) views[result] = true;
+  }
+  for (const int index : program.input_grads) program.views.push_back(index >= 0 && views[index]);
 }
 
 }  // namespace transformer_ops

@@ -14,4 +14,8 @@ void mark_skippable(Program::Code& code);
 // Notes behind each line the values that nobody reads any more, but for those in `kept`.
 void mark_dead(Program::Code& code, std::initializer_list<const std::vector<int>*> kept);
 
+// Notes which gradients of inputs may be views of what backward was given, and whether the program
+// gives nothing but a view of its input.
+void note_views(Program& program);
+
 }  // namespace transformer_ops

@@ -93,6 +93,7 @@ void TypedFunction::check(const Schema& schema, const std::string& text, const c
       wanted_types.push_back("-> " + result.type);
       wanted_texts.push_back((result.type == "Tensor[]" ? "Tensors& " : "Tensor& ") + result.name);
     }
+    if (drops_last_) wanted_types.emplace_back("-> Tensor");
   }
   std::vector<std::string> got_types, got_texts;
   if (has_context(got.parameters)) got_texts.emplace_back(got.parameters->name);
@@ -101,7 +102,7 @@ void TypedFunction::check(const Schema& schema, const std::string& text, const c
     got_texts.emplace_back(one->name);
   }
   if (join(got_types) == join(wanted_types) && fits_lists(got, schema) &&
-      fits_results(got, schema.results.size(), may_leave_out))
+      fits_results(got, schema.results.size() + (drops_last_ ? 1 : 0), may_leave_out))
     return;
   std::string returned = got.returned;
   if (returned == "Tensor" || returned == "std::tuple") {

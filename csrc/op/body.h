@@ -244,6 +244,8 @@ class TypedFunction {
              bool may_leave_out = false) const;
   // A function behind one more tensor argument, which it does not see.
   void skip_first() { ++skipped_; }
+  // One whose last result, a tensor, nobody wants: it gets none to fill.
+  void drop_last_result() { drops_last_ = true; }
 
  protected:
   template <typename Function>
@@ -258,6 +260,7 @@ class TypedFunction {
   std::shared_ptr<const void> target_;
   const CppSignature* signature_ = nullptr;  // null: made by the frame for its schema
   size_t skipped_ = 0;
+  bool drops_last_ = false;
 };
 
 template <typename Function>
@@ -285,7 +288,9 @@ class ShapeRule : public TypedFunction {
   }
 
   TensorSpecs operator()(const Checks& check, Values values) const {
-    return run_(target(), check, seen(values));
+    TensorSpecs specs = run_(target(), check, seen(values));
+    if (drops_last_) specs.pop_back();
+    return specs;
   }
 
  private:
@@ -309,7 +314,9 @@ class Meaning : public TypedFunction {
   }
 
   Tensors operator()(const Checks& check, Values values) const {
-    return run_(target(), check, seen(values));
+    Tensors results = run_(target(), check, seen(values));
+    if (drops_last_) results.pop_back();
+    return results;
   }
 
  private:
@@ -334,7 +341,9 @@ class Body : public TypedFunction {
 
   bool fills() const { return fills_; }
   void operator()(const Call& call, Values values, Results& results) const {
+    if (drops_last_ && fills_) results.tensors.emplace_back();
     run_(target(), call, seen(values), results);
+    if (drops_last_) results.tensors.pop_back();
   }
 
  private:

@@ -10,7 +10,11 @@ void Checks::compute_dtype(const char* name, const Tensor& tensor) const {
 }
 
 void Checks::operand_dtype(const char* name, const Tensor& tensor) const {
-  if (!takes_codes_ || !is_codes(tensor.scalar_type())) compute_dtype(name, tensor);
+  if (takes_codes_ && is_codes(tensor.scalar_type())) return;
+  compute_dtype(name, tensor);
+  TORCH_CHECK(!takes_codes_ || tensor.scalar_type() != at::kHalf, "[", op_, "] ", name,
+              " must have at least the exponents of bfloat16 beside a scale, got ",
+              tensor.scalar_type());
 }
 
 bool is_codes(at::ScalarType dtype) {

@@ -1,5 +1,8 @@
 #include "op/recompute.h"
 
+#include <array>
+#include <utility>
+
 #include "op/defaults.h"
 #include "op/op.h"
 
@@ -26,20 +29,44 @@ Tensor cast_unfused(const Tensor& grad_output, const Tensor& input) {
                   .reads_first = false},
 });
 
+std::array<TypedFunction*, 4> functions_of(TypedOp& op) {
+  return {&op.shape, &op.bodies.cpu, &op.bodies.cuda, &op.bodies.unfused};
+}
+
+TypedOp behind_gradient(TypedOp op) {
+  complete(op);
+  op.schema.insert(op.schema.find('(') + 1, "Tensor grad_output, ");
+  for (TypedFunction* function : functions_of(op)) function->skip_first();
+  op.reads_first = false;
+  return op;
+}
+
+// "-> (Tensor output, Tensor amax)" without the last.
+void drop_last_result(TypedOp& op) {
+  op.schema.erase(op.schema.rfind(", "));
+  const size_t results = op.schema.find("-> (") + 3;
+  if (op.schema.find(',', results) == std::string::npos) {
+    op.schema.erase(results, 1);
+  } else {
+    op.schema += ')';
+  }
+  for (TypedFunction* function : functions_of(op)) function->drop_last_result();
+}
+
 }  // namespace
 
 TypedOp recompute_by(TypedOp op) {
-  complete(op);
+  op = behind_gradient(std::move(op));
   op.schema = "recompute_" + op.schema;
-  op.schema.insert(op.schema.find('(') + 1, "Tensor grad_output, ");
-  for (TypedFunction* function :
-       {static_cast<TypedFunction*>(&op.shape), static_cast<TypedFunction*>(&op.bodies.cpu),
-        static_cast<TypedFunction*>(&op.bodies.cuda),
-        static_cast<TypedFunction*>(&op.bodies.unfused)}) {
-    function->skip_first();
-  }
-  op.reads_first = false;
   return op;
+}
+
+void register_for_both_passes(const TypedOp& op, LastResult last) {
+  TypedOp saved = behind_gradient(op);
+  saved.schema.insert(saved.schema.find('('), "_saved");
+  if (last == LastResult::InForward) drop_last_result(saved);
+  register_typed_op(op);
+  register_typed_op(std::move(saved));
 }
 
 }  // namespace transformer_ops

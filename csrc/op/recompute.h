@@ -1,4 +1,5 @@
-// Cheap outputs computed again in backward: typed ops "recompute_<op>". Their first argument is the
+// What backward computes again from tensors that forward saved: cheap outputs, by typed ops
+// "recompute_<op>", and operands rounded again, by "<op>_saved". Their first argument is the
 // gradient that the reading step is given. They do not read its values: with it, torch.compile
 // neither merges them with forward nor saves their result there.
 #pragma once
@@ -9,5 +10,10 @@ namespace transformer_ops {
 
 // That of a forward whose arguments are all there in backward.
 TypedOp recompute_by(TypedOp forward);
+
+// Registers a typed op, and <name>_saved(Tensor grad_output, ...) beside it. That may lack the last
+// result, a tensor: bodies see it undefined then.
+enum class LastResult : uint8_t { InBoth, InForward };
+void register_for_both_passes(const TypedOp& op, LastResult last = LastResult::InBoth);
 
 }  // namespace transformer_ops

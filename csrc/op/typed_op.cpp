@@ -1,6 +1,5 @@
 #include "op/typed_op.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
@@ -11,12 +10,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <regex>
 #include <span>
 
 #include "fuser/fork_safe_mutex.h"
@@ -24,9 +21,11 @@
 #include "op/backend.h"
 #include "op/buffer.h"
 #include "op/defaults.h"
+#include "op/main_grad.h"
 #include "op/signature.h"
 #include "op/torch_library.h"
 #include "op/unfused.h"
+#include "op/variant.h"
 
 namespace transformer_ops {
 namespace {
@@ -93,128 +92,6 @@ Results grouped(const std::string& name, Tensors found, const TensorSpecs& specs
     for (size_t k = 0; k < specs[i].list->size(); ++k) results.lists[i].push_back(*next++);
   }
   return results;
-}
-
-// What is registered beside a typed op under names of its own.
-struct Form {
-  bool is_scaled = false;  // takes scales of its operands
-  bool is_into = false;    // writes into main_grad
-
-  size_t added_arguments() const { return (is_scaled ? 2 : 0) + (is_into ? 2 : 0); }
-};
-
-std::string name_of(const std::string& base, Form form) {
-  return base + (form.is_scaled ? "_scaled" : "") + (form.is_into ? "_into" : "");
-}
-
-std::string schema_of(const std::string& base, Form form, std::string schema) {
-  const auto replace = [&](std::string_view from, const std::string& to) {
-    const size_t at = schema.find(from);
-    TORCH_INTERNAL_ASSERT(at != std::string::npos, "'", from, "' in ", schema);
-    schema.replace(at, from.size(), to);
-  };
-  replace(base, name_of(base, form));
-  if (form.is_scaled) replace(") ->", ", Tensor? left_scale, Tensor? right_scale) ->");
-  if (!form.is_into) return schema;
-  const std::string result = ", Tensor[] grad_weight";
-  const bool is_list = schema.find(result) != std::string::npos;
-  replace(") ->", is_list ? ", Tensor(a!)[] main_grad, bool overwrite) ->"
-                          : ", Tensor(a!) main_grad, bool overwrite) ->");
-  replace(is_list ? result : ", Tensor grad_weight", "");
-  // torch cannot functionalize an op that writes and gives lists.
-  const std::regex lists(", Tensor\\[\\] grad_\\w+");
-  const size_t results = schema.find("->");
-  return schema.substr(0, results) + std::regex_replace(schema.substr(results), lists, "");
-}
-
-std::vector<std::string> taken_as_they_are(const TypedOp& op) {
-  std::vector<std::string> names = op.any_strides;
-  if (!op.reads_first) names.push_back(parse_schema(op.schema).arguments[0].name);
-  return names;
-}
-
-// What is registered under one name: a typed op in one of its forms.
-struct Variant {
-  Variant(const TypedOp& typed_op, const std::string& base_name, Form its_form)
-      : op(typed_op),
-        base(base_name),
-        name(name_of(base_name, its_form)),
-        schema(schema_of(base_name, its_form, op.schema)),
-        signature(schema, taken_as_they_are(op)),
-        form(its_form) {
-    const Schema own = parse_schema(op.schema);
-    const auto is_list = [](const Schema::Field& field) { return field.type == "Tensor[]"; };
-    if (std::ranges::any_of(own.results, is_list)) {
-      for (const auto& result : own.results) lists.push_back(is_list(result));
-    }
-    for (const auto& argument : op.overwrites) {
-      overwrites.push_back(signature.index_of(argument, "overwrites"));
-    }
-  }
-
-  const TypedOp& op;
-  const std::string base, name, schema;
-  const Signature signature;
-  std::vector<size_t> overwrites;  // arguments
-  std::vector<bool> lists;         // of each result of `op`: is it a list? Empty where none is
-  const Form form;
-};
-
-// They live as long as the library, and stay where they are.
-struct Variants {
-  ForkSafeMutex mutex;
-  std::deque<Variant> rows;
-};
-
-Variants& variants() {
-  static Variants variants;
-  return variants;
-}
-
-const Variant& keep_variant(const TypedOp& op, const std::string& base, Form form) {
-  const std::lock_guard lock(variants().mutex);
-  return variants().rows.emplace_back(op, base, form);
-}
-
-std::vector<const Variant*> all_variants() {
-  const std::lock_guard lock(variants().mutex);
-  std::vector<const Variant*> found;
-  for (const Variant& variant : variants().rows) found.push_back(&variant);
-  return found;
-}
-
-void check_apart(const Call& call, const Tensor& buffer, const c10::IValue& value) {
-  if (value.isTensorList()) {
-    for (const c10::IValue& item : value.toListRef()) check_apart(call, buffer, item);
-  }
-  if (!value.isTensor() || !value.toTensor().defined()) return;
-  const auto overlap = at::get_overlap_status(buffer, value.toTensor());
-  TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
-              "[", call.op(),
-              "] main_grad must share no memory with an argument, got one of shape ",
-              value.toTensor().sym_sizes());
-}
-
-void check_main_grad(const Call& call, Values values, const Tensor& buffer,
-                     const TensorSpec& grad_weight) {
-  call.compute_dtype("main_grad", buffer);
-  TORCH_CHECK(buffer.sym_sizes().equals(grad_weight.sizes), "[", call.op(),
-              "] main_grad must have shape ", c10::SymIntArrayRef(grad_weight.sizes), ", got ",
-              buffer.sym_sizes());
-  TORCH_CHECK(at::has_internal_overlap(buffer) != at::MemOverlap::Yes, "[", call.op(),
-              "] main_grad must have memory for each element, got strides ", buffer.sym_strides());
-  for (const auto& value : values) check_apart(call, buffer, value);
-}
-
-void check_main_grad(const Call& call, Values values, const TensorSpec& grad_weight) {
-  const auto& [buffer, adds, buffers] = call.main_grad();
-  if (!grad_weight.list) return check_main_grad(call, values, buffer, grad_weight);
-  TORCH_CHECK(buffers.size() == grad_weight.list->size(), "[", call.op(),
-              "] main_grad must have a buffer for each of ", grad_weight.list->size(),
-              " weights, got ", buffers.size());
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    check_main_grad(call, values, buffers[i], (*grad_weight.list)[i]);
-  }
 }
 
 // What every kernel of a typed op starts from.
@@ -364,12 +241,7 @@ class DeviceKernel final : public Kernel {
   Results run_meaning(const Call& call, Values own) const {
     const TensorSpecs specs = shape(call, own);
     Results results = as_results(run_unfused(variant_.base, call, own, specs), specs);
-    const auto& [buffer, adds, buffers] = call.main_grad();
-    const auto take = [&, adds = adds](const Tensor& to, const Tensor& found) {
-      adds ? to.add_(found) : to.copy_(found);
-    };
-    if (buffer.defined()) take(buffer, results.tensors[kGradWeight]);
-    for (size_t i = 0; i < buffers.size(); ++i) take(buffers[i], results.lists[kGradWeight][i]);
+    put(call.main_grad(), results, kGradWeight);
     return results;
   }
 
@@ -431,15 +303,6 @@ class DeviceKernel final : public Kernel {
     }
     return nullptr;
   }
-
-  static void bump_versions(const MainGrad& main_grad) {
-    if (main_grad.buffer.defined()) bump_version(main_grad.buffer);
-    for (const Tensor& buffer : main_grad.buffers) bump_version(buffer);
-  }
-
-  static void bump_version(const Tensor& buffer) {
-    if (!buffer.is_inference()) buffer.unsafeGetTensorImpl()->bump_version();
-  }
 };
 
 std::function<void()>& autograd_maker() {
@@ -496,15 +359,6 @@ const Variant& add_variant(torch::Library& library, const TypedOp& op, const std
   add_kernel<DeviceKernel<&Bodies::cpu>>(library, variant, DispatchKey::CPU);
   add_kernel<DeviceKernel<&Bodies::cuda>>(library, variant, DispatchKey::CUDA);
   return variant;
-}
-
-// Those beside the op itself.
-std::vector<Form> forms_of(const TypedOp& op) {
-  std::vector<Form> forms;
-  if (op.accumulates) forms.push_back({.is_into = true});
-  if (op.scalable) forms.push_back({.is_scaled = true});
-  if (op.accumulates && op.scalable) forms.push_back({.is_scaled = true, .is_into = true});
-  return forms;
 }
 
 // A library may be loaded while others run.

@@ -15,6 +15,7 @@
 #include "bodies/rounding.h"
 #include "kernels/quantize.h"
 #include "op/op.h"
+#include "op/recompute.h"
 
 namespace transformer_ops::ops::delayed_scaling {
 namespace {
@@ -59,20 +60,24 @@ void round_by_scale(const kernel::Format& format, const Tensor& x, float scale, 
   });
 }
 
-// The largest magnitude into `amax`.
+// Null where nobody wants it, as in backward.
+float* data_of(const Tensor& amax) {
+  return amax.defined() ? amax.mutable_data_ptr<float>() : nullptr;
+}
+
+// The largest magnitude into `amax`, unless that is null.
 void round_and_note(const kernel::Format& format, const Tensor& x, float scale, float decodes,
-                    const Tensor& output, const Tensor& amax) {
-  auto& best = *amax.mutable_data_ptr<float>();
-  best = 0;
+                    const Tensor& output, float* amax) {
+  if (amax != nullptr) *amax = 0;
   round_by_scale(format, x, scale, decodes, output, [&](auto dtype, const void* part, int64_t n) {
-    take_larger(std::atomic_ref(best), cpu::largest(dtype, part, n));
+    if (amax != nullptr) take_larger(std::atomic_ref(*amax), cpu::largest(dtype, part, n));
   });
 }
 
 void scaled_cpu(const Checks& check, const Tensor& x, const Tensor& scale, int64_t place,
                 std::string_view format, std::string_view, Tensor& output, Tensor& amax) {
   const float encodes = scale.const_data_ptr<float>()[place];
-  round_and_note(scaled_format(check, format), x, encodes, 1.0f / encodes, output, amax);
+  round_and_note(scaled_format(check, format), x, encodes, 1.0f / encodes, output, data_of(amax));
 }
 
 std::tuple<Tensor, Tensor> scaled_meaning(const Checks& check, const Tensor& x, const Tensor& scale,
@@ -80,27 +85,6 @@ std::tuple<Tensor, Tensor> scaled_meaning(const Checks& check, const Tensor& x, 
                                           std::string_view dtype) {
   return round_by_scale_unfused(scaled_format(check, format), x, scale.select(0, place),
                                 dtype_named(check, dtype));
-}
-
-// ---- the same in backward, of what forward rounded: behind a gradient, which keeps a compiler
-// from doing it in forward
-
-TensorSpecs saved_shape(const Checks& check, const Tensor&, const Tensor& input,
-                        const Tensor& scale, int64_t place, std::string_view format,
-                        std::string_view dtype) {
-  return {scaled_shape(check, input, scale, place, format, dtype)[0]};
-}
-
-void saved_cpu(const Checks& check, const Tensor&, const Tensor& x, const Tensor& scale,
-               int64_t place, std::string_view format, std::string_view, Tensor& output) {
-  const float encodes = scale.const_data_ptr<float>()[place];
-  round_by_scale(scaled_format(check, format), x, encodes, 1.0f / encodes, output,
-                 [](auto, const void*, int64_t) {});
-}
-
-Tensor saved_meaning(const Checks& check, const Tensor&, const Tensor& x, const Tensor& scale,
-                     int64_t place, std::string_view format, std::string_view dtype) {
-  return std::get<0>(scaled_meaning(check, x, scale, place, format, dtype));
 }
 
 // ---- quantize_values_scaled: as quantize_values, by such a scale
@@ -119,9 +103,9 @@ void values_cpu(const Checks& check, const Tensor& x, const Tensor& scale, int64
   const float encodes = scale.const_data_ptr<float>()[place];
   if (is_codes(output.scalar_type())) {
     encode_operand_cpu(row, x, encodes, output);
-    *amax.mutable_data_ptr<float>() = largest_cpu(x);
+    if (amax.defined()) *amax.mutable_data_ptr<float>() = largest_cpu(x);
   } else {
-    round_and_note(row, x, encodes, /*decodes=*/1.0f, output, amax);
+    round_and_note(row, x, encodes, /*decodes=*/1.0f, output, data_of(amax));
   }
   *decodes.mutable_data_ptr<float>() = 1.0f / encodes;
 }
@@ -131,7 +115,7 @@ void values_cuda(const Checks& check, const Tensor& x, const Tensor& scale, int6
                  Tensor& amax) {
   encode_operand_cuda(scaled_format(check, format), x, output, decodes,
                       scale.const_data_ptr<float>() + place);
-  amax.copy_(largest_cuda(x)[0]);
+  if (amax.defined()) amax.copy_(largest_cuda(x)[0]);
 }
 
 std::tuple<Tensor, Tensor, Tensor> values_meaning(const Checks& check, const Tensor& x,
@@ -142,35 +126,6 @@ std::tuple<Tensor, Tensor, Tensor> values_meaning(const Checks& check, const Ten
   const auto [output, amax] = round_by_scale_unfused(
       row, x, encodes, operand_dtype_named(check, row, dtype), /*decodes=*/false);
   return {output, encodes.reciprocal(), amax};
-}
-
-TensorSpecs values_saved_shape(const Checks& check, const Tensor&, const Tensor& input,
-                               const Tensor& scale, int64_t place, std::string_view format,
-                               std::string_view dtype) {
-  const TensorSpecs specs = values_shape(check, input, scale, place, format, dtype);
-  return {specs[0], specs[1]};
-}
-
-void values_saved_cpu(const Checks& check, const Tensor&, const Tensor& x, const Tensor& scale,
-                      int64_t place, std::string_view format, std::string_view, Tensor& output,
-                      Tensor& decodes) {
-  const float encodes = scale.const_data_ptr<float>()[place];
-  encode_operand_cpu(scaled_format(check, format), x, encodes, output);
-  *decodes.mutable_data_ptr<float>() = 1.0f / encodes;
-}
-
-void values_saved_cuda(const Checks& check, const Tensor&, const Tensor& x, const Tensor& scale,
-                       int64_t place, std::string_view format, std::string_view, Tensor& output,
-                       Tensor& decodes) {
-  encode_operand_cuda(scaled_format(check, format), x, output, decodes,
-                      scale.const_data_ptr<float>() + place);
-}
-
-std::tuple<Tensor, Tensor> values_saved_meaning(const Checks& check, const Tensor&, const Tensor& x,
-                                                const Tensor& scale, int64_t place,
-                                                std::string_view format, std::string_view dtype) {
-  const auto [output, decodes, amax] = values_meaning(check, x, scale, place, format, dtype);
-  return {output, decodes};
 }
 
 // ---- the same group by group, each with a scale of its own: of the operands of grouped products
@@ -195,15 +150,15 @@ void groups_cpu(const Checks& check, const Tensors& input, const Tensor& scale, 
   const RoundedGroups x = rounded_groups(check, input, splits);
   const RoundedGroups y = rounded_groups(check, output, splits);
   const float* const scales = scale.const_data_ptr<float>() + place * std::ssize(x.matrices);
-  auto* const found = amax.mutable_data_ptr<float>();
+  float* const amaxes = data_of(amax);
   for (size_t group = 0; group < x.matrices.size(); ++group) {
-    const bool is_empty = x.matrices[group].size(0) == 0;
-    found[group] = is_empty ? kNothing : 0.0f;
-    if (is_empty) continue;
-    round_by_scale(format, x.matrices[group], scales[group], 1.0f / scales[group],
-                   y.matrices[group], [&](auto dtype, const void* part, int64_t n) {
-                     take_larger(std::atomic_ref(found[group]), cpu::largest(dtype, part, n));
-                   });
+    float* const found = amaxes == nullptr ? nullptr : amaxes + group;
+    if (x.matrices[group].size(0) > 0) {
+      round_and_note(format, x.matrices[group], scales[group], 1.0f / scales[group],
+                     y.matrices[group], found);
+    } else if (found != nullptr) {
+      *found = kNothing;
+    }
   }
   if (y.rest.defined()) y.rest.zero_();
 }
@@ -229,69 +184,31 @@ std::tuple<Tensors, Tensor> groups_meaning(const Checks& check, const Tensors& i
   return {Tensors{output.view(input[0].sizes())}, amax};
 }
 
-TensorSpecs groups_saved_shape(const Checks& check, const Tensor&, const Tensors& input,
-                               const Tensor& scale, int64_t place, const Tensor* splits,
-                               std::string_view format, std::string_view dtype) {
-  return {groups_shape(check, input, scale, place, splits, format, dtype)[0]};
-}
-
-void groups_saved_cpu(const Checks& check, const Tensor&, const Tensors& input, const Tensor& scale,
-                      int64_t place, const Tensor* splits, std::string_view format,
-                      std::string_view dtype, Tensors& output) {
-  Tensor amax = empty({scale.size(1)}, at::kFloat, at::kCPU);
-  groups_cpu(check, input, scale, place, splits, format, dtype, output, amax);
-}
-
-Tensors groups_saved_meaning(const Checks& check, const Tensor&, const Tensors& input,
-                             const Tensor& scale, int64_t place, const Tensor* splits,
-                             std::string_view format, std::string_view dtype) {
-  return std::get<0>(groups_meaning(check, input, scale, place, splits, format, dtype));
-}
-
 [[maybe_unused]] const bool registered = [] {
-  register_typed_op({.schema = "quantize_dequantize_scaled(Tensor input, Tensor scale, int place, "
-                               "str format, str dtype) -> (Tensor output, Tensor amax)",
-                     .shape = scaled_shape,
-                     .bodies = {scaled_cpu, scaled_meaning, scaled_meaning},
-                     .differentiable = false,
-                     .makes = "quantize_dequantize_scaled"});
-  register_typed_op({.schema = "quantize_dequantize_scaled_saved(Tensor grad_output, Tensor input, "
-                               "Tensor scale, int place, str format, str dtype) -> Tensor output",
-                     .shape = saved_shape,
-                     .bodies = {saved_cpu, saved_meaning, saved_meaning},
-                     .reads_first = false,
-                     .differentiable = false,
-                     .makes = "quantize_dequantize_scaled"});
-  register_typed_op({.schema = "quantize_values_scaled(Tensor input, Tensor scale, int place, "
-                               "str format, str dtype) -> (Tensor output, Tensor decodes, "
-                               "Tensor amax)",
-                     .shape = values_shape,
-                     .bodies = {values_cpu, values_cuda, values_meaning},
-                     .differentiable = false,
-                     .makes = "quantize_values_scaled"});
-  register_typed_op({.schema = "quantize_values_scaled_saved(Tensor grad_output, Tensor input, "
-                               "Tensor scale, int place, str format, str dtype) -> "
-                               "(Tensor output, Tensor decodes)",
-                     .shape = values_saved_shape,
-                     .bodies = {values_saved_cpu, values_saved_cuda, values_saved_meaning},
-                     .reads_first = false,
-                     .differentiable = false,
-                     .makes = "quantize_values_scaled"});
-  register_typed_op({.schema = "quantize_dequantize_groups_scaled(Tensor[] input, Tensor scale, "
-                               "int place, Tensor? splits, str format, str dtype) -> "
-                               "(Tensor[] output, Tensor amax)",
-                     .shape = groups_shape,
-                     .bodies = {groups_cpu, groups_meaning, groups_meaning},
-                     .differentiable = false,
-                     .makes = "quantize_dequantize_groups_scaled"});
-  register_typed_op({.schema = "quantize_dequantize_groups_scaled_saved(Tensor grad_output, "
-                               "Tensor[] input, Tensor scale, int place, Tensor? splits, "
-                               "str format, str dtype) -> Tensor[] output",
-                     .shape = groups_saved_shape,
-                     .bodies = {groups_saved_cpu, groups_saved_meaning, groups_saved_meaning},
-                     .reads_first = false,
-                     .differentiable = false,
-                     .makes = "quantize_dequantize_groups_scaled"});
+  register_for_both_passes(
+      {.schema = "quantize_dequantize_scaled(Tensor input, Tensor scale, int place, str format, "
+                 "str dtype) -> (Tensor output, Tensor amax)",
+       .shape = scaled_shape,
+       .bodies = {scaled_cpu, scaled_meaning, scaled_meaning},
+       .differentiable = false,
+       .makes = "quantize_dequantize_scaled"},
+      LastResult::InForward);
+  register_for_both_passes(
+      {.schema = "quantize_values_scaled(Tensor input, Tensor scale, int place, str format, "
+                 "str dtype) -> (Tensor output, Tensor decodes, Tensor amax)",
+       .shape = values_shape,
+       .bodies = {values_cpu, values_cuda, values_meaning},
+       .differentiable = false,
+       .makes = "quantize_values_scaled"},
+      LastResult::InForward);
+  register_for_both_passes(
+      {.schema = "quantize_dequantize_groups_scaled(Tensor[] input, Tensor scale, int place, "
+                 "Tensor? splits, str format, str dtype) -> (Tensor[] output, Tensor amax)",
+       .shape = groups_shape,
+       .bodies = {groups_cpu, groups_meaning, groups_meaning},
+       .differentiable = false,
+       .makes = "quantize_dequantize_groups_scaled"},
+      LastResult::InForward);
   return true;
 }();
 

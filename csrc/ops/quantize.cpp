@@ -192,26 +192,6 @@ Tensor rounded_meaning(const Checks& check, const Tensor& x, std::string_view fo
   return round_to_format_unfused(format_of(check, format_name), x, dtype_named(check, dtype));
 }
 
-TensorSpecs rounded_saved_shape(const Checks& check, const Tensor&, const Tensor& input,
-                                std::string_view format, std::string_view dtype) {
-  return rounded_shape(check, input, format, dtype);
-}
-
-void rounded_saved_cpu(const Checks& check, const Tensor&, const Tensor& input,
-                       std::string_view format, std::string_view dtype, Tensor& output) {
-  rounded_cpu(check, input, format, dtype, output);
-}
-
-void rounded_saved_cuda(const Checks& check, const Tensor&, const Tensor& input,
-                        std::string_view format, std::string_view dtype, Tensor& output) {
-  rounded_cuda(check, input, format, dtype, output);
-}
-
-Tensor rounded_saved_meaning(const Checks& check, const Tensor&, const Tensor& input,
-                             std::string_view format, std::string_view dtype) {
-  return rounded_meaning(check, input, format, dtype);
-}
-
 // ---- quantize_dequantize_stochastic: the same, up or down at random
 
 TensorSpecs stochastic_shape(const Checks& check, const Tensor& input, std::string_view format,
@@ -263,19 +243,12 @@ Tensor turned_meaning(const Tensor&, const Tensor& input) { return turn_columns(
                      .bodies = {decode_saved_cpu, decode_saved_cuda, decode_saved_meaning},
                      .reads_first = false,
                      .differentiable = false});
-  register_typed_op({.schema = "quantize_dequantize(Tensor input, str format, str dtype) -> "
-                               "Tensor output",
-                     .shape = rounded_shape,
-                     .bodies = {rounded_cpu, rounded_cuda, rounded_meaning},
-                     .differentiable = false,
-                     .makes = "quantize_dequantize"});
-  register_typed_op({.schema = "quantize_dequantize_saved(Tensor grad_output, Tensor input, "
-                               "str format, str dtype) -> Tensor output",
-                     .shape = rounded_saved_shape,
-                     .bodies = {rounded_saved_cpu, rounded_saved_cuda, rounded_saved_meaning},
-                     .reads_first = false,
-                     .differentiable = false,
-                     .makes = "quantize_dequantize"});
+  register_for_both_passes({.schema = "quantize_dequantize(Tensor input, str format, str dtype) -> "
+                                      "Tensor output",
+                            .shape = rounded_shape,
+                            .bodies = {rounded_cpu, rounded_cuda, rounded_meaning},
+                            .differentiable = false,
+                            .makes = "quantize_dequantize"});
   register_typed_op({.schema = "quantize_dequantize_stochastic(Tensor input, str format, "
                                "str dtype) -> Tensor output",
                      .shape = stochastic_shape,

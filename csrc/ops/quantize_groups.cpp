@@ -10,6 +10,7 @@
 #include "bodies/product.h"
 #include "bodies/rounding.h"
 #include "op/op.h"
+#include "op/recompute.h"
 
 namespace transformer_ops::ops::quantize_groups {
 namespace {
@@ -70,24 +71,6 @@ Tensors groups_meaning(const Checks& check, const Tensors& input, const Tensor* 
   });
 }
 
-TensorSpecs groups_saved_shape(const Checks& check, const Tensor&, const Tensors& input,
-                               const Tensor* splits, std::string_view format,
-                               std::string_view dtype) {
-  return groups_shape(check, input, splits, format, dtype);
-}
-
-void groups_saved_cpu(const Checks& check, const Tensor&, const Tensors& input,
-                      const Tensor* splits, std::string_view format, std::string_view dtype,
-                      Tensors& output) {
-  groups_cpu(check, input, splits, format, dtype, output);
-}
-
-Tensors groups_saved_meaning(const Checks& check, const Tensor&, const Tensors& input,
-                             const Tensor* splits, std::string_view format,
-                             std::string_view dtype) {
-  return groups_meaning(check, input, splits, format, dtype);
-}
-
 // ---- the same up or down at random, and turned by columns
 
 TensorSpecs stochastic_shape(const Checks& check, const Tensors& input, const Tensor* splits,
@@ -135,20 +118,12 @@ Tensor turned_meaning(const Checks& check, const Tensor&, const Tensor& input,
 }
 
 [[maybe_unused]] const bool registered = [] {
-  register_typed_op({.schema = "quantize_dequantize_groups(Tensor[] input, Tensor? splits, "
-                               "str format, str dtype) -> Tensor[] output",
-                     .shape = groups_shape,
-                     .bodies = {groups_cpu, groups_meaning, groups_meaning},
-                     .differentiable = false,
-                     .makes = "quantize_dequantize_groups"});
-  register_typed_op({.schema = "quantize_dequantize_groups_saved(Tensor grad_output, "
-                               "Tensor[] input, Tensor? splits, str format, str dtype) -> "
-                               "Tensor[] output",
-                     .shape = groups_saved_shape,
-                     .bodies = {groups_saved_cpu, groups_saved_meaning, groups_saved_meaning},
-                     .reads_first = false,
-                     .differentiable = false,
-                     .makes = "quantize_dequantize_groups"});
+  register_for_both_passes({.schema = "quantize_dequantize_groups(Tensor[] input, Tensor? splits, "
+                                      "str format, str dtype) -> Tensor[] output",
+                            .shape = groups_shape,
+                            .bodies = {groups_cpu, groups_meaning, groups_meaning},
+                            .differentiable = false,
+                            .makes = "quantize_dequantize_groups"});
   register_typed_op({.schema = "quantize_dequantize_groups_stochastic(Tensor[] input, "
                                "Tensor? splits, str format, str dtype) -> Tensor[] output",
                      .shape = stochastic_shape,

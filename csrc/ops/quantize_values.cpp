@@ -8,6 +8,7 @@
 #include "bodies/rounding.h"
 #include "kernels/encoding.h"
 #include "op/op.h"
+#include "op/recompute.h"
 
 namespace transformer_ops::ops::quantize_values {
 namespace {
@@ -48,29 +49,6 @@ std::tuple<Tensor, Tensor> values_meaning(const Checks& check, const Tensor& x,
   return values_unfused(row, x, operand_dtype_named(check, row, dtype));
 }
 
-// ---- in backward, of a tensor from forward: behind a gradient, which keeps a compiler from doing
-// it in forward
-
-TensorSpecs saved_shape(const Checks& check, const Tensor&, const Tensor& input,
-                        std::string_view format, std::string_view dtype) {
-  return values_shape(check, input, format, dtype);
-}
-
-void saved_cpu(const Checks& check, const Tensor&, const Tensor& x, std::string_view format,
-               std::string_view dtype, Tensor& output, Tensor& scale) {
-  values_cpu(check, x, format, dtype, output, scale);
-}
-
-void saved_cuda(const Checks& check, const Tensor&, const Tensor& x, std::string_view format,
-                std::string_view dtype, Tensor& output, Tensor& scale) {
-  values_cuda(check, x, format, dtype, output, scale);
-}
-
-std::tuple<Tensor, Tensor> saved_meaning(const Checks& check, const Tensor&, const Tensor& x,
-                                         std::string_view format, std::string_view dtype) {
-  return values_meaning(check, x, format, dtype);
-}
-
 // ---- values alone, rounded up or down at random
 
 TensorSpecs stochastic_shape(const Checks& check, const Tensor& input, std::string_view format,
@@ -97,19 +75,12 @@ std::tuple<Tensor, Tensor> stochastic_meaning(const Checks& check, const Tensor&
 }
 
 [[maybe_unused]] const bool registered = [] {
-  register_typed_op({.schema = "quantize_values(Tensor input, str format, str dtype) -> "
-                               "(Tensor output, Tensor scale)",
-                     .shape = values_shape,
-                     .bodies = {values_cpu, values_cuda, values_meaning},
-                     .differentiable = false,
-                     .makes = "quantize_values"});
-  register_typed_op({.schema = "quantize_values_saved(Tensor grad_output, Tensor input, "
-                               "str format, str dtype) -> (Tensor output, Tensor scale)",
-                     .shape = saved_shape,
-                     .bodies = {saved_cpu, saved_cuda, saved_meaning},
-                     .reads_first = false,
-                     .differentiable = false,
-                     .makes = "quantize_values"});
+  register_for_both_passes({.schema = "quantize_values(Tensor input, str format, str dtype) -> "
+                                      "(Tensor output, Tensor scale)",
+                            .shape = values_shape,
+                            .bodies = {values_cpu, values_cuda, values_meaning},
+                            .differentiable = false,
+                            .makes = "quantize_values"});
   register_typed_op({.schema = "quantize_values_stochastic(Tensor input, str format, "
                                "str dtype) -> (Tensor output, Tensor scale)",
                      .shape = stochastic_shape,

@@ -1,0 +1,63 @@
+#include "op/main_grad.h"
+
+#include <ATen/MemoryOverlap.h>
+
+namespace transformer_ops {
+namespace {
+
+void check_apart(const Call& call, const Tensor& buffer, const c10::IValue& value) {
+  if (value.isTensorList()) {
+    for (const c10::IValue& item : value.toListRef()) check_apart(call, buffer, item);
+  }
+  if (!value.isTensor() || !value.toTensor().defined()) return;
+  const auto overlap = at::get_overlap_status(buffer, value.toTensor());
+  TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+              "[", call.op(),
+              "] main_grad must share no memory with an argument, got one of shape ",
+              value.toTensor().sym_sizes());
+}
+
+void check_main_grad(const Call& call, Values values, const Tensor& buffer,
+                     const TensorSpec& grad_weight) {
+  call.compute_dtype("main_grad", buffer);
+  TORCH_CHECK(buffer.sym_sizes().equals(grad_weight.sizes), "[", call.op(),
+              "] main_grad must have shape ", c10::SymIntArrayRef(grad_weight.sizes), ", got ",
+              buffer.sym_sizes());
+  TORCH_CHECK(at::has_internal_overlap(buffer) != at::MemOverlap::Yes, "[", call.op(),
+              "] main_grad must have memory for each element, got strides ", buffer.sym_strides());
+  for (const auto& value : values) check_apart(call, buffer, value);
+}
+
+void put(const Tensor& buffer, bool adds, const Tensor& result) {
+  adds ? buffer.add_(result) : buffer.copy_(result);
+}
+
+void bump_version(const Tensor& buffer) {
+  if (!buffer.is_inference()) buffer.unsafeGetTensorImpl()->bump_version();
+}
+
+}  // namespace
+
+void check_main_grad(const Call& call, Values values, const TensorSpec& grad_weight) {
+  const auto& [buffer, adds, buffers] = call.main_grad();
+  if (!grad_weight.list) return check_main_grad(call, values, buffer, grad_weight);
+  TORCH_CHECK(buffers.size() == grad_weight.list->size(), "[", call.op(),
+              "] main_grad must have a buffer for each of ", grad_weight.list->size(),
+              " weights, got ", buffers.size());
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    check_main_grad(call, values, buffers[i], (*grad_weight.list)[i]);
+  }
+}
+
+void put(const MainGrad& main_grad, const Results& results, size_t place) {
+  const auto& [buffer, adds, buffers] = main_grad;
+  if (buffer.defined()) put(buffer, adds, results.tensors[place]);
+  for (size_t i = 0; i < buffers.size(); ++i) put(buffers[i], adds, results.lists[place][i]);
+}
+
+void bump_versions(const MainGrad& main_grad) {
+  if (main_grad.buffer.defined()) bump_version(main_grad.buffer);
+  for (const Tensor& buffer : main_grad.buffers) bump_version(buffer);
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,93 @@
+#include "op/variant.h"
+
+#include <algorithm>
+#include <deque>
+#include <mutex>
+#include <regex>
+
+#include "fuser/fork_safe_mutex.h"
+#include "fuser/schema.h"
+
+namespace transformer_ops {
+namespace {
+
+std::string schema_of(const std::string& base, Form form, std::string schema) {
+  const auto replace = [&](std::string_view from, const std::string& to) {
+    const size_t at = schema.find(from);
+    TORCH_INTERNAL_ASSERT(at != std::string::npos, "'", from, "' in ", schema);
+    schema.replace(at, from.size(), to);
+  };
+  replace(base, name_of(base, form));
+  if (form.is_scaled) replace(") ->", ", Tensor? left_scale, Tensor? right_scale) ->");
+  if (!form.is_into) return schema;
+  const std::string result = ", Tensor[] grad_weight";
+  const bool is_list = schema.find(result) != std::string::npos;
+  replace(") ->", is_list ? ", Tensor(a!)[] main_grad, bool overwrite) ->"
+                          : ", Tensor(a!) main_grad, bool overwrite) ->");
+  replace(is_list ? result : ", Tensor grad_weight", "");
+  // torch cannot functionalize an op that writes and gives lists.
+  const std::regex lists(", Tensor\\[\\] grad_\\w+");
+  const size_t results = schema.find("->");
+  return schema.substr(0, results) + std::regex_replace(schema.substr(results), lists, "");
+}
+
+std::vector<std::string> taken_as_they_are(const TypedOp& op) {
+  std::vector<std::string> names = op.any_strides;
+  if (!op.reads_first) names.push_back(parse_schema(op.schema).arguments[0].name);
+  return names;
+}
+
+struct Variants {
+  ForkSafeMutex mutex;
+  std::deque<Variant> rows;
+};
+
+Variants& variants() {
+  static Variants variants;
+  return variants;
+}
+
+}  // namespace
+
+std::vector<Form> forms_of(const TypedOp& op) {
+  std::vector<Form> forms;
+  if (op.accumulates) forms.push_back({.is_into = true});
+  if (op.scalable) forms.push_back({.is_scaled = true});
+  if (op.accumulates && op.scalable) forms.push_back({.is_scaled = true, .is_into = true});
+  return forms;
+}
+
+std::string name_of(const std::string& base, Form form) {
+  return base + (form.is_scaled ? "_scaled" : "") + (form.is_into ? "_into" : "");
+}
+
+Variant::Variant(const TypedOp& typed_op, const std::string& base_name, Form its_form)
+    : op(typed_op),
+      base(base_name),
+      name(name_of(base_name, its_form)),
+      schema(schema_of(base_name, its_form, op.schema)),
+      signature(schema, taken_as_they_are(op)),
+      form(its_form) {
+  const Schema own = parse_schema(op.schema);
+  const auto is_list = [](const Schema::Field& field) { return field.type == "Tensor[]"; };
+  if (std::ranges::any_of(own.results, is_list)) {
+    for (const auto& result : own.results) lists.push_back(is_list(result));
+  }
+  for (const auto& argument : op.overwrites) {
+    overwrites.push_back(signature.index_of(argument, "overwrites"));
+  }
+}
+
+const Variant& keep_variant(const TypedOp& op, const std::string& base, Form form) {
+  const std::lock_guard lock(variants().mutex);
+  return variants().rows.emplace_back(op, base, form);
+}
+
+std::vector<const Variant*> all_variants() {
+  const std::lock_guard lock(variants().mutex);
+  std::vector<const Variant*> found;
+  for (const Variant& variant : variants().rows) found.push_back(&variant);
+  return found;
+}
+
+}  // namespace transformer_ops

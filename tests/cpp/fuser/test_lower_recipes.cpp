@@ -1,0 +1,131 @@
+// Plans under a recipe: what is rounded, and which products take scales beside their operands.
+#include <gtest/gtest.h>
+
+#include <array>
+
+#include "toy.h"
+
+namespace transformer_ops {
+namespace {
+
+using toy::error_of;
+using toy::nodes;
+using toy::ScopedRule;
+using toy::steps_text;
+
+// The rows of each group, and each weight, apart; a sum takes the gradient as it is.
+TEST(LowerRecipes, RoundsGroupByGroup) {
+  const auto ops = nodes({"Groups"});
+  PlanKey key = toy::key(ops);
+  key.tensors[1] = {};
+  key.recipe = recipe_of("mx e4m3, mx e4m3, mx e4m3");
+  EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
+recipe mx e4m3, mx e4m3, mx e4m3
+forward Groups ops=[0]
+  [t0.rounded_input] = quantize_dequantize_groups([x0], e0.splits, "mx e4m3", "float32")
+  [t0.rounded_weight] = quantize_dequantize_groups([p0.weight], none, "mx e4m3", "float32")
+  x1 = groups(t0.rounded_input, e0.splits, t0.rounded_weight, p0.bias)
+  save s0.input=x0, s0.splits=e0.splits, s0.weight=p0.weight
+backward Groups ops=[0]
+  [t0.rounded_grad_output] = quantize_dequantize_groups([g1], s0.splits, "mx e4m3", "float32")
+  [t0.rounded_weight] = quantize_dequantize_groups_saved(g1, [s0.weight], none, "mx e4m3 32x1", "float32")
+  g0, t0.unused, t0.unused = groups_backward(t0.rounded_grad_output, none, s0.splits, t0.rounded_weight, [true, false, false])
+  [t0.rounded_grad_output_columns] = quantize_dequantize_groups([g1], s0.splits, "mx e4m3 32x1", "float32")
+  [t0.rounded_input] = quantize_dequantize_groups_saved(g1, [s0.input], s0.splits, "mx e4m3 32x1", "float32")
+  t0.unused, dp0.weight, t0.unused = groups_backward(t0.rounded_grad_output_columns, t0.rounded_input, s0.splits, none, [false, true, false])
+  t0.unused, t0.unused, dp0.bias = groups_backward(g1, none, s0.splits, none, [false, false, true])
+)");
+  key.device = Device::Cuda;
+  EXPECT_EQ(error_of([&] { toy::plan(ops, key); }),
+            "[Groups] recipe must be exact on CUDA, where the host does not know which rows are of "
+            "one group, got mx e4m3, mx e4m3, mx e4m3");
+}
+
+PlanKey with_recipe(const std::vector<OpNode>& ops, const char* recipe, DType dtype) {
+  PlanKey key = toy::key(ops);
+  for (TensorMeta& tensor : key.tensors) tensor.dtype = dtype;
+  key.recipe = recipe_of(recipe);
+  return key;
+}
+
+// Values of codes are exact in bfloat16, their scale is not: it goes beside them.
+TEST(LowerRecipes, ProductsIn16BitsTakeScalesBesideTheirOperands) {
+  const auto ops = nodes({"Product"});
+  PlanKey key = with_recipe(ops, "e4m3, e4m3, e5m2", DType::BFloat16);
+  EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
+recipe e4m3, e4m3, e5m2
+forward Product ops=[0]
+  t0.rounded_input, t0.rounded_input_scale = quantize_values(x0, "e4m3", "bfloat16")
+  t0.rounded_weight, t0.rounded_weight_scale = quantize_values(p0.weight, "e4m3", "bfloat16")
+  x1 = product_scaled(t0.rounded_input, t0.rounded_weight, t0.rounded_input_scale, t0.rounded_weight_scale)
+  save s0.input=x0, s0.weight=p0.weight
+backward Product ops=[0]
+  t0.rounded_grad_output, t0.rounded_grad_output_scale = quantize_values(g1, "e5m2", "bfloat16")
+  t0.rounded_weight, t0.rounded_weight_scale = quantize_values_saved(g1, s0.weight, "e4m3", "bfloat16")
+  g0, t0.unused = product_backward_scaled(t0.rounded_grad_output, none, t0.rounded_weight, [true, false], t0.rounded_grad_output_scale, t0.rounded_weight_scale)
+  t0.rounded_input, t0.rounded_input_scale = quantize_values_saved(g1, s0.input, "e4m3", "bfloat16")
+  t0.unused, dp0.weight = product_backward_scaled(t0.rounded_grad_output, t0.rounded_input, none, [false, true], t0.rounded_grad_output_scale, t0.rounded_input_scale)
+)");
+  // Where nobody multiplies by a scale, and in wider dtypes, numbers are rounded as they are.
+  key.device = Device::Other;
+  EXPECT_EQ(steps_text(toy::plan(ops, key)).find("_scaled"), std::string::npos);
+  key = with_recipe(ops, "e4m3, e4m3, e5m2", DType::Float32);
+  EXPECT_EQ(steps_text(toy::plan(ops, key)).find("_scaled"), std::string::npos);
+}
+
+// How often a text has each dtype of operands: values, E4M3 and E5M2 codes.
+std::array<int, 3> operand_dtypes(const std::vector<OpNode>& ops, PlanKey key) {
+  key.device = Device::Cuda;
+  const std::string text = steps_text(toy::plan(ops, key));
+  const auto count = [&](const std::string& word) {
+    int found = 0;
+    for (size_t at = 0; (at = text.find(word, at)) != std::string::npos; ++at) ++found;
+    return found;
+  };
+  EXPECT_GT(count("product_scaled("), 0) << text;
+  return {count("\"bfloat16\")"), count("\"float8_e4m3fn\")"), count("\"float8_e5m2\")")};
+}
+
+TEST(LowerRecipes, ProductsOnCudaTakeCodesWhereOneScaleIsAllThereIs) {
+  const auto ops = nodes({"Product"});
+  const auto found = [&](const char* recipe) {
+    return operand_dtypes(ops, with_recipe(ops, recipe, DType::BFloat16));
+  };
+  using Counts = std::array<int, 3>;
+  EXPECT_EQ(found("e4m3, e4m3, e5m2"), (Counts{0, 4, 1}));
+  EXPECT_EQ(found("e4m3, e4m3, e5m2, delayed 4"), (Counts{0, 4, 1}));
+  // No codes of both operands.
+  EXPECT_EQ(found("e4m3, e4m3, exact"), (Counts{2, 2, 0}));
+  EXPECT_EQ(found("e4m3, exact, e4m3"), (Counts{3, 0, 0}));
+  EXPECT_EQ(found("e4m3, mx e4m3, e4m3"), (Counts{5, 0, 0}));
+  EXPECT_EQ(found("nvfp4, nvfp4 16x16, nvfp4"), (Counts{6, 0, 0}));
+  EXPECT_EQ(found("e4m3, e4m3, e4m3, stochastic"), (Counts{3, 2, 0}));
+}
+
+TEST(LowerRecipes, AnOperandWithoutAScaleHasNoneBesideIt) {
+  const auto ops = nodes({"Product"});
+  const std::string text =
+      steps_text(toy::plan(ops, with_recipe(ops, "mx e4m3, e4m3, exact", DType::BFloat16)));
+  EXPECT_NE(text.find("x1 = product_scaled(t0.rounded_input, t0.rounded_weight, none, "
+                      "t0.rounded_weight_scale)"),
+            std::string::npos);
+  EXPECT_NE(text.find("t0.unused, dp0.weight = product_backward(g1, t0.rounded_input, none, "
+                      "[false, true])"),
+            std::string::npos);
+}
+
+TEST(LowerRecipes, FusedOpsWithoutAFormForScalesAreRefused) {
+  const auto ops = nodes({"Product", "Shift", "Square"});
+  const ScopedRule rule(toy::forward_rule());
+  const auto planned = [&](const char* recipe) {
+    return make_plan(ops, with_recipe(ops, recipe, DType::BFloat16));
+  };
+  EXPECT_EQ(planned("mx e4m3, mx e4m3, mx e4m3").plan.forward.size(), 1);
+  const Planned refused = planned("e4m3, e4m3, e4m3");
+  EXPECT_EQ(refused.plan.forward.size(), 3);
+  ASSERT_EQ(refused.near_misses.size(), 1);
+  EXPECT_EQ(refused.near_misses[0].reason, "op 0 takes operands with a scale beside them");
+}
+
+}  // namespace
+}  // namespace transformer_ops
