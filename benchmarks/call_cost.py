@@ -4,7 +4,8 @@
 
 Every way of a block is timed in turn, round after round, in this one process on one thread; a
 ratio is the median over the rounds of way / eager. Guards are what Dynamo checks before a compiled
-call: the lines of their tree.
+call: the lines of their tree, and the microseconds that they take. A graph without work has as many
+parameters as the block: what is left is what torch.compile itself costs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -26,14 +26,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import blocks
 import torch
 import ways
-from suite.guards import count_guards
+from suite.guards import Guards, look_at_guards
+from suite.machine import describe
 from torch import Tensor, nn
 
 Call = Callable[[], object]
 PASSES = ["forward", "forward+backward", "forward no grad"]
 OURS = "ours"
 OURS_IN_PYTHON = "ours, a fusion in Python"
-GUARDS = "guards"
+NO_WORK = "no work, compiled"
+GUARDS, GUARDS_US = "guards", "guards us"
 # What --check lets pass; the aims are 0.6, 0.7 and 2.5, and machines that others use are noisy.
 LIMITS = {OURS: {"forward": 0.8, "forward+backward": 0.85}, OURS_IN_PYTHON: {"forward": 3.0}}
 BATCH_SECONDS = 0.002
@@ -44,7 +46,7 @@ class Way(NamedTuple):
 
     name: str
     calls: dict[str, Call]
-    guards: int | None = None  # where it is compiled
+    guards: Guards | None = None  # where it is compiled
 
 
 def make_calls(module: nn.Module, tokens: int, hidden: int) -> dict[str, Call]:
@@ -73,15 +75,21 @@ def make_ways(block: blocks.Block, tokens: int, hidden: int, ffn: int, compiled:
     eager, ours = block.eager(hidden, ffn), block.ours(hidden, ffn)
     blocks.copy_parameters(eager, ours)
     modules: dict[str, Any] = {"eager": eager, OURS: ours}
-    guards: dict[str, int] = {}
+    guards: dict[str, Guards] = {}
     if compiled:
         x = torch.randn(tokens, hidden, requires_grad=True)
-        for name, make in (("eager", block.eager), (OURS, block.ours)):
-            guards[f"{name}, compiled"] = count_guards(make(hidden, ffn), x)
+        to_compile = {
+            "eager, compiled": block.eager,
+            "ours, compiled": block.ours,
+            NO_WORK: lambda h, f: ways.NoWork(block.eager(h, f)),
+        }
+        guards = {name: look_at_guards(make(hidden, ffn), x) for name, make in to_compile.items()}
         # Dynamo would check the graphs that were counted too.
         torch._dynamo.reset()
-        modules["eager, compiled"] = torch.compile(block.eager(hidden, ffn))
-        modules["ours, compiled"] = torch.compile(block.ours(hidden, ffn), fullgraph=True)
+        for name, make in to_compile.items():
+            modules[name] = torch.compile(make(hidden, ffn), fullgraph=True)
+        alone = torch.compile(block.ours(hidden, ffn), fullgraph=True, backend="eager")
+        modules["ours, Dynamo alone"] = alone
     if block is blocks.MLP:
         modules["typed ops, register_autograd"] = ways.TypedOps(eager)
         modules["Python autograd.Function"] = ways.PythonFunction(eager)
@@ -137,19 +145,19 @@ def summarize(
             ratios = [a / b for a, b in zip(values, times["eager"][name], strict=True)]
             row[name] = {"us": statistics.median(values), "ratio": statistics.median(ratios)}
         if way.guards is not None:
-            row[GUARDS] = way.guards
+            row[GUARDS], row[GUARDS_US] = way.guards.lines, way.guards.us
         rows.append(row)
     return rows
 
 
 def table(block: str, rows: list[dict[str, object]]) -> str:
     """Rows as aligned text."""
-    lines = [f"{block:<32}" + "".join(f"{name:>22}" for name in PASSES) + f"{GUARDS:>8}"]
+    lines = [f"{block:<32}" + "".join(f"{name:>22}" for name in PASSES) + f"{GUARDS:>16}"]
     for row in rows:
         cells = [f"{row[p]['us']:8.1f} us {row[p]['ratio']:6.2f}x" for p in PASSES]  # type: ignore[index]
-        guards = row.get(GUARDS, "-")
+        guards = f"{row[GUARDS]} {row[GUARDS_US]:6.1f} us" if GUARDS in row else "-"
         lines.append(
-            f"  {row['way']:<30}" + "".join(f"{cell:>22}" for cell in cells) + f"{guards:>8}"
+            f"  {row['way']:<30}" + "".join(f"{cell:>22}" for cell in cells) + f"{guards:>16}"
         )
     return "\n".join(lines)
 
@@ -200,8 +208,7 @@ def main() -> int:
         print(table(block.name, results[block.name]), flush=True)
     if options.out:
         about = {
-            "torch": torch.__version__,
-            "machine": platform.machine(),
+            "about": describe(torch.device("cpu"), 1, dict(os.environ)),
             "rounds": rounds,
             **sizes,
         }

@@ -71,6 +71,35 @@ class PythonFunction(_Parameters):
         return out
 
 
+class _NoWork(torch.autograd.Function):
+    """One new tensor forward; backward hands on tensors that exist."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, *ctx.saved_tensors
+
+
+class NoWork(nn.Module):
+    """As many parameters as a block has, and gradients for them that nothing computes."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        # Attributes of one module: the fewest guards.
+        self.names = tuple(f"p{i}" for i, _ in enumerate(block.parameters()))
+        for name, parameter in zip(self.names, block.parameters(), strict=True):
+            self.register_parameter(name, parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape in, same shape out."""
+        out: Tensor = _NoWork.apply(x, *[getattr(self, name) for name in self.names])
+        return out
+
+
 class _LinearGELU(tops.FusedOperation):
     """Linear, bias and GELU by three calls of torch, for the built-in backward."""
 

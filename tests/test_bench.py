@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench
+import blocks
 import call_cost
 import overlap
 import products
@@ -22,6 +25,7 @@ import profile_block
 from suite import cases, check, guards, measure, pages, peak, tables, targets, timing
 from suite.cases import BLOCK_SIZE, COMPILED, EAGER, FORWARD, OP_SIZE, OURS, TRAINING
 from suite.results import Results
+from ways import NoWork
 
 CPU = torch.device("cpu")
 ABOUT = {
@@ -158,18 +162,40 @@ def test_roof_counts_bytes_in_copies_of_the_input() -> None:
 def test_the_table_of_calls_has_guards_where_they_were_counted() -> None:
     times = {name: {"us": 10.0, "ratio": 0.5} for name in call_cost.PASSES}
     way = {"way": "ours, compiled", **times}
-    calls = {"blocks": {"a": [{"way": "eager", **times}, {**way, "guards": 128}], "b": [way]}}
+    counted = {"guards": 128, "guards us": 3.21}
+    calls = {"blocks": {"a": [{"way": "eager", **times}, {**way, **counted}], "b": [way]}}
     found = Results(dict(ABOUT), calls=calls)
     table = tables.calls(found, "a")
     assert table.headers == ["a", *call_cost.PASSES, "guards"]
-    assert [line[-1] for line in table.rows] == ["-", "128"]
+    assert [line[-1] for line in table.rows] == ["-", "128 (3.2)"]
     assert tables.calls(found, "b").headers == ["b", *call_cost.PASSES]
 
 
 def test_guards_grow_with_what_is_checked() -> None:
     x = torch.randn(2, 4)
     one, three = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(*(nn.Linear(4, 4) for _ in "abc"))
-    assert 0 < guards.count_guards(one, x) < guards.count_guards(three, x)
+    few, many = (guards.look_at_guards(module, x) for module in (one, three))
+    assert 0 < few.lines < many.lines
+    assert 0 < few.us < many.us
+
+
+@pytest.mark.parametrize("block", blocks.BLOCKS, ids=lambda block: block.name)
+def test_a_graph_without_work_has_the_gradients_of_the_block(block: blocks.Block) -> None:
+    """Else it would be no bound of what compiled calls cost."""
+    plain = block.eager(8, 16)
+    module, x = NoWork(plain), torch.randn(4, 8, requires_grad=True)
+    graphs: list[list[str]] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found = [node for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append([str(node.target) for node in found])
+        return make_boxed_func(graph.forward)
+
+    call = torch.compile(module, fullgraph=True, backend=aot_autograd(fw_compiler=note))
+    wanted = [x, *module.parameters()]
+    found = torch.autograd.grad(call(x).sum(), wanted)
+    assert [g.shape for g in found] == [t.shape for t in [x, *plain.parameters()]]
+    assert graphs == [["aten.empty_like.default"], []]
 
 
 # ---- peak memory

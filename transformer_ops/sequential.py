@@ -300,7 +300,7 @@ class Sequential(nn.Module, Holder):
                 f"[Sequential] extra inputs must be {layout.num_extra_inputs}, "
                 f"got {len(extra_inputs)}"
             )
-        kwargs = self._kwargs_by_op(modules, op_kwargs)
+        kwargs = self._kwargs_by_op(modules, op_kwargs) if op_kwargs else {}
         if kwargs and any(getattr(module, "_takes_buffers", False) for module in modules):
             called = self._modules_with_buffers(modules, kwargs)
             if called:
@@ -338,10 +338,8 @@ class Sequential(nn.Module, Holder):
         return run_segments(split[2], self._get(), input, extra_inputs, kwargs, call_group)
 
     def _kwargs_by_op(
-        self, modules: list[nn.Module], op_kwargs: OpKwargs | None
+        self, modules: list[nn.Module], op_kwargs: OpKwargs
     ) -> dict[int, dict[str, Any]]:
-        if not op_kwargs:
-            return {}
         by_module: dict[int, dict[str, Any]] = {}
         for key, given in op_kwargs.items():
             if isinstance(key, int) and not isinstance(key, bool) and 0 <= key < len(modules):

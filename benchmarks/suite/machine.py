@@ -56,7 +56,7 @@ def caption(about: dict[str, Any]) -> str:
     """The machine in one line."""
     where = about.get("gpu") or (
         f"{about['cpu']}, {about['cores']} cores ({', '.join(about['features']) or 'no SIMD'}), "
-        f"{about['threads']} threads"
+        f"{about['threads']} thread{'s' if about['threads'] > 1 else ''}"
     )
     settings = "".join(f", {name}={value}" for name, value in about["environment"].items())
     return f"{where}, torch {about['torch']}{settings}, {about['date']}, commit {about['commit']}"

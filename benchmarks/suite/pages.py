@@ -26,6 +26,14 @@ def _limited(results: Results, name: str) -> str:
     return f"{_table(tables.limited(results, name))}\n\n{caption(about)}." if about else ""
 
 
+def _calls(results: Results) -> str:
+    calls = results.calls
+    if calls is None:
+        return ""
+    made = [tables.calls(results, block).markdown() for block in calls["blocks"]]
+    return "\n\n".join([*made, f"{caption(calls['about'])}."])
+
+
 PARTS: dict[str, Callable[[Results], str]] = {
     "machine": lambda results: caption(results.about) + ".",
     "targets": lambda results: _table(tables.targets(results)),
@@ -39,9 +47,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "peaks": lambda results: _table(tables.peaks(results)),
     "experts": lambda results: _limited(results, "experts"),
     "quantized": lambda results: _limited(results, "quantized"),
-    "calls": lambda results: "\n\n".join(
-        tables.calls(results, block).markdown() for block in (results.calls or {}).get("blocks", {})
-    ),
+    "calls": lambda results: _calls(results),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .cases import (
     ALLOCATORS,
@@ -27,8 +27,8 @@ from .results import Results, Row
 from .targets import Outcome, outcomes
 
 NOTHING = "-"
-# The key of call_cost.py.
-GUARDS = "guards"
+# Keys of call_cost.py.
+GUARDS, GUARDS_US = "guards", "guards us"
 
 
 class Table(NamedTuple):
@@ -218,18 +218,22 @@ def to_eager(results: Results) -> Table:
 def calls(results: Results, block: str) -> Table:
     """What call_cost.py measured for a block: microseconds a call, the ratio to eager, guards."""
     found = (results.calls or {}).get("blocks", {}).get(block, [])
-    passes = [key for key in found[0] if key not in ("way", GUARDS)] if found else []
+    passes = [key for key in found[0] if key not in ("way", GUARDS, GUARDS_US)] if found else []
     # A run without torch.compile has none.
     more = [GUARDS] if any(GUARDS in row for row in found) else []
     rows = [
         [
             row["way"],
             *(f"{row[p]['us']:.1f} ({row[p]['ratio']:.2f}x)" for p in passes),
-            *(str(row.get(key, NOTHING)) for key in more),
+            *(_guards(row) for _ in more),
         ]
         for row in found
     ]
     return Table([block, *passes, *more], rows)
+
+
+def _guards(row: dict[str, Any]) -> str:
+    return f"{row[GUARDS]} ({row[GUARDS_US]:.1f})" if GUARDS in row else NOTHING
 
 
 def rounded(found: float) -> str:

@@ -84,10 +84,12 @@ def traced_call(
         None if tensor is None else (tensor.dtype, tensor.requires_grad, format)
         for tensor, format in zip(tensors, (*plain, *formats), strict=True)
     )
-    facts = (is_grad_enabled(), autocast, device, dtypes, training, RECIPE_STATE.key)
-    keeps_scales = _keeps_scales(facts[5])
+    recipe = RECIPE_STATE.key
+    facts = (is_grad_enabled(), autocast, device, dtypes, training, recipe)
+    # A function that is not called is no guard.
+    keeps_scales = recipe is not None and _keeps_scales(recipe)
     members: tuple[int, ...] = ()
-    if keeps_scales or _asks_modules(facts[5]):
+    if keeps_scales or (recipe is not None and _asks_modules(recipe)):
         # Planning makes the buffers of these very modules, or shows them to the user's recipe.
         members = tuple([module._number for module in modules])
     text = _native_plan(state, members, registry.VERSION, facts)
@@ -224,12 +226,12 @@ def _native_plan(state: str, members: tuple[int, ...], version: int, facts: Fact
     return str(entry.text) if entry.native else ""
 
 
-def _keeps_scales(recipe: str | None) -> bool:
-    return recipe is not None and "delayed" in recipe
+def _keeps_scales(recipe: str) -> bool:
+    return "delayed" in recipe
 
 
-def _asks_modules(recipe: str | None) -> bool:
-    return recipe is not None and recipe.startswith("custom ")
+def _asks_modules(recipe: str) -> bool:
+    return recipe.startswith("custom ")
 
 
 @torch._dynamo.assume_constant_result
