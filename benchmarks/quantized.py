@@ -76,16 +76,22 @@ def copy_rows(seconds: float) -> Iterator[Row]:
     def encode(format: str) -> Call:
         return lambda: ops.quantize(x, format)
 
+    def decode(format: str) -> Call:
+        codes: tuple[Tensor, Tensor] = ops.quantize(x, format)
+        return lambda: ops.dequantize(*codes, format, "bfloat16")
+
     calls: dict[str, Call] = {"copy": lambda: out.copy_(x)}
     limits = {"int8 1x128": 1.3, "e4m3 1x128": 2.2}
     for format in limits:
         calls[f"encode {format}"] = encode(format)
-    codes: tuple[Tensor, Tensor] = ops.quantize(x, "e4m3 1x128")
-    calls["decode e4m3 1x128"] = lambda: ops.dequantize(*codes, "e4m3 1x128", "bfloat16")
+    decoded = ("e4m3 1x128", "mx e4m3", "int8 1x128")
+    for format in decoded:
+        calls[f"decode {format}"] = decode(format)
     times = interleave(calls, seconds, Clock(CPU))
     for format, limit in limits.items():
         yield timed(f"encode {format}", "copy", limit, times, f"encode {format}", "copy")
-    yield timed("decode e4m3 1x128", "copy", 1.2, times, "decode e4m3 1x128", "copy")
+    for format in decoded:
+        yield timed(f"decode {format}", "copy", 1.2, times, f"decode {format}", "copy")
     torch.set_num_threads(threads)
 
 

@@ -226,6 +226,51 @@ const uint8_t* unpacked(CodeRow<E>& row, const uint8_t* from, [[maybe_unused]] i
   }
 }
 
+// n scales as floats.
+void decode_scales(ScaleRule rule, const void* scales, int64_t first, int64_t n, float tensor_scale,
+                   float* out) {
+  if (rule == ScaleRule::E4M3) {
+    const uint8_t* const codes = as<uint8_t>(scales) + first;
+    return decode_bytes<encoding::E4M3>(codes, out, n, tensor_scale, /*stream=*/false);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = encoding::decoding_scale(rule, scales, first + i, tensor_scale);
+  }
+}
+
+// The scales of a row of blocks: those of 4-bit codes, which are many, are decoded together.
+template <class E>
+class RowOfScales {
+ public:
+  RowOfScales(const kernel::Format& format, const void* scales, float tensor_scale, int64_t blocks)
+      : rule_(encoding::rule_for<E>(format)),
+        scales_(scales),
+        tensor_scale_(tensor_scale),
+        per_tensor_(format.per_tensor()),
+        blocks_(blocks),
+        decoded_(kPacked<E> ? blocks : 0) {}
+
+  void start(int64_t row) {
+    first_ = row * blocks_;
+    if constexpr (kPacked<E>) {
+      decode_scales(rule_, scales_, first_, blocks_, tensor_scale_, decoded_.data());
+    }
+  }
+  float operator[](int64_t block) {
+    if constexpr (kPacked<E>) return decoded_.data()[block];
+    if (per_tensor_) return tensor_scale_;
+    return encoding::decoding_scale(rule_, scales_, first_ + block, tensor_scale_);
+  }
+
+ private:
+  ScaleRule rule_;
+  const void* scales_;
+  float tensor_scale_;
+  bool per_tensor_;
+  int64_t blocks_, first_ = 0;
+  Scratch<float> decoded_;
+};
+
 // Blocks of one column.
 template <class E, class T>
 void dequantize_columns(const kernel::Format& format, const uint8_t* codes, const void* scales,
@@ -233,25 +278,24 @@ void dequantize_columns(const kernel::Format& format, const uint8_t* codes, cons
   const ScaleRule rule = encoding::rule_for<E>(format);
   CodeRow<E> row_of(h);
   Scratch<float> scale(h);
-  bool fits = true;
-  for (int64_t row = 0; row < rows; ++row) {
-    if (row % format.block_rows == 0) {
-      fits = true;
-      for (int64_t j = 0; j < h; ++j) {
-        scale.data()[j] = encoding::decoding_scale(rule, scales, row / format.block_rows * h + j,
-                                                   decoded_tensor_scale);
-        fits &= decodes_by_vectors<E>(scale.data()[j]);
+  with_streaming(out, rows, h, [&, rule](bool stream) {
+    bool fits = true;
+    for (int64_t row = 0; row < rows; ++row) {
+      if (row % format.block_rows == 0) {
+        const int64_t first = row / format.block_rows * h;
+        decode_scales(rule, scales, first, h, decoded_tensor_scale, scale.data());
+        fits = true;
+        for (int64_t j = 0; j < h; ++j) fits &= decodes_by_vectors<E>(scale.data()[j]);
       }
+      decode_bytes<E>(unpacked(row_of, codes + row * row_of.bytes(), h), out + row * h, h,
+                      scale.data(), fits, stream);
     }
-    decode_bytes<E>(unpacked(row_of, codes + row * row_of.bytes(), h), out + row * h, h,
-                    scale.data(), fits);
-  }
+  });
 }
 
 template <class E, class T>
 void dequantize_rows(const kernel::Format& format, const uint8_t* codes, const void* scales,
                      float decoded_tensor_scale, T* out, int64_t rows, int64_t h) {
-  const ScaleRule rule = encoding::rule_for<E>(format);
   if constexpr (kHasColumns<E>) {
     if (format.block_columns == 1) {
       return dequantize_columns<E>(format, codes, scales, decoded_tensor_scale, out, rows, h);
@@ -260,17 +304,18 @@ void dequantize_rows(const kernel::Format& format, const uint8_t* codes, const v
   const int64_t columns = format.per_tensor() ? h : format.block_columns;
   const int64_t blocks = (h + columns - 1) / columns;
   CodeRow<E> row_of(h);
-  with_streaming(out, rows, h, [&, rule](bool stream) {
+  RowOfScales<E> scale(format, scales, decoded_tensor_scale, blocks);
+  with_streaming(out, rows, h, [&](bool stream) {
     // A block's numbers are whole vectors, too.
     const bool streams = stream && columns * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
     for (int64_t row = 0; row < rows; ++row) {
       const uint8_t* const from = unpacked(row_of, codes + row * row_of.bytes(), h);
-      const int64_t first_scale = format.per_tensor() ? 0 : row / format.block_rows * blocks;
-      for (int64_t i = 0, block = first_scale; i < h; i += columns, ++block) {
-        const float scale = format.per_tensor() ? decoded_tensor_scale
-                                                : encoding::decoding_scale(rule, scales, block,
-                                                                           decoded_tensor_scale);
-        decode_bytes<E>(from + i, out + row * h + i, smaller(columns, h - i), scale, streams);
+      if (format.per_tensor() || row % format.block_rows == 0) {
+        scale.start(format.per_tensor() ? 0 : row / format.block_rows);
+      }
+      for (int64_t i = 0, block = 0; i < h; i += columns, ++block) {
+        decode_bytes<E>(from + i, out + row * h + i, smaller(columns, h - i), scale[block],
+                        streams);
       }
     }
   });

@@ -261,7 +261,11 @@ TEST_P(QuantizeTest, EveryShortNumber) {
 
 TEST_P(QuantizeTest, EveryCodeDecodes) {
   for (const kernel::Format& format : kernel::kFormats) {
-    for (const float scale : {1.0f, 0.3f, 0x1p-127f, 0x1p120f, kMost, static_cast<float>(kNan)}) {
+    std::vector<float> scales = {0.0f, 0.3f, -0.5f, 0x1.8p3f, kMost, static_cast<float>(kNan)};
+    for (int exponent = -149; exponent < 128; ++exponent) {
+      scales.push_back(std::ldexp(1.0f, exponent));
+    }
+    for (const float scale : scales) {
       Quantized all(format, 1, 256);
       for (size_t i = 0; i < all.codes.size(); ++i) all.codes[i] = static_cast<uint8_t>(i);
       all.tensor_scale = 1.0f / scale;
@@ -280,21 +284,24 @@ TEST_P(QuantizeTest, EveryCodeDecodes) {
 // Decoded rows that go past the caches.
 TEST_P(QuantizeTest, StreamedRowsAreTheSame) {
   const int64_t rows = 4099, h = 2048;
-  const kernel::Format& format = *kernel::find_format("e4m3 1x128");
-  Array x = hard_numbers(dtype, 1, h);
-  Quantized row(format, 1, h), all(format, rows, h);
-  on(quantize)(format, dtype, x.data(), 1.0f, row.codes.data(), row.scales.data(), 1, h);
-  for (int64_t i = 0; i < rows; ++i) {
-    std::ranges::copy(row.codes, all.codes.begin() + i * h);
-    std::ranges::copy(row.scales, all.scales.begin() + i * static_cast<int64_t>(row.scales.size()));
-  }
   const int64_t bytes = cpu::format(dtype).bytes;
   std::unique_ptr<char[]> memory(new char[rows * h * bytes + 64]), one(new char[h * bytes]);
   char* const out = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
-  on(dequantize)(format, dtype, all.codes.data(), all.scales.data(), 1.0f, out, rows, h);
-  on(dequantize)(format, dtype, row.codes.data(), row.scales.data(), 1.0f, one.get(), 1, h);
-  for (int64_t i = 0; i < rows; ++i) {
-    ASSERT_EQ(std::memcmp(out + i * h * bytes, one.get(), h * bytes), 0) << i;
+  Array x = hard_numbers(dtype, 1, h);
+  for (const char* name : {"e4m3 1x128", "e4m3 128x1", "mx e5m2", "nvfp4"}) {
+    const kernel::Format& format = *kernel::find_format(name);
+    Quantized row(format, 1, h), all(format, rows, h);
+    on(quantize)(format, dtype, x.data(), 1.0f, row.codes.data(), row.scales.data(), 1, h);
+    const auto repeat = [](const auto& from, auto& to) {
+      for (size_t i = 0; i < to.size(); i += from.size()) std::ranges::copy(from, to.begin() + i);
+    };
+    repeat(row.codes, all.codes);
+    repeat(row.scales, all.scales);
+    on(dequantize)(format, dtype, all.codes.data(), all.scales.data(), 1.0f, out, rows, h);
+    on(dequantize)(format, dtype, row.codes.data(), row.scales.data(), 1.0f, one.get(), 1, h);
+    for (int64_t i = 0; i < rows; ++i) {
+      ASSERT_EQ(std::memcmp(out + i * h * bytes, one.get(), h * bytes), 0) << name << " " << i;
+    }
   }
 }
 
