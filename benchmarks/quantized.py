@@ -34,9 +34,11 @@ ops = torch.ops.transformer_ops
 CPU = torch.device("cpu")
 SAVED, SAVED_INPUTS = Policy("fp8"), Policy("fp8", inputs=True)
 STEPS = 200
+# Four texts of 2048 tokens.
+MANY_ROWS = Size(8192, 768, 2048)
 
 
-def saved_rows(size: Size, seconds: float, with_peaks: bool) -> Iterator[Row]:
+def saved_rows(size: Size, seconds: float) -> Iterator[Row]:
     """A block that keeps tensors in 8 bits."""
     what = f"Llama block T{size.tokens} h{size.hidden} f{size.ffn}, bf16"
     exact = saved_formats.kept_bytes(EXACT, size)
@@ -51,11 +53,18 @@ def saved_rows(size: Size, seconds: float, with_peaks: bool) -> Iterator[Row]:
         calls[policy.name] = make_calls(module, [x], list(module.parameters()))[1]
     times = interleave(calls, seconds, Clock(CPU))
     yield timed(f"{what}: {SAVED.name}, step", "exact", 1.05, times, SAVED.name, EXACT.name)
-    if with_peaks:
-        peaks = [saved_formats.stack_peak_apart(policy, size) for policy in (SAVED, EXACT)]
-        text = (f"{peak / 1e6:.0f} MB" for peak in peaks)
-        what = f"{what}: {SAVED.name}, peak of 6"
-        yield Row(what, "exact", 0.75, peaks[0] / peaks[1], *text)
+
+
+def peak_row(size: Size) -> Row:
+    """The peak of a stack of blocks in training.
+
+    Of few rows it is that of backward at the first block, mostly gradients of parameters under
+    either policy. Of many rows it is that at the end of forward, mostly tensors kept for backward.
+    """
+    what = f"Llama block T{size.tokens} h{size.hidden} f{size.ffn}, bf16: {SAVED.name}, peak of 6"
+    peaks = [saved_formats.stack_peak_apart(policy, size) for policy in (SAVED, EXACT)]
+    text = (f"{peak / 1e6:.0f} MB" for peak in peaks)
+    return Row(what, "exact", 0.75, peaks[0] / peaks[1], *text)
 
 
 def error_rows() -> Iterator[Row]:
@@ -160,7 +169,10 @@ def rows(quick: bool) -> Iterator[Row]:
     """All rows, in the order in which they are measured."""
     seconds = 1.0 if quick else 8.0
     size = Size(256, 256, 512) if quick else Size(1024, 768, 2048)
-    yield from saved_rows(size, seconds, with_peaks=not quick)
+    yield from saved_rows(size, seconds)
+    if not quick:
+        yield peak_row(size)
+        yield peak_row(MANY_ROWS)
     yield from error_rows()
     yield from copy_rows(seconds / 2)
     if not quick:

@@ -22,6 +22,7 @@ BLOCKS = {
     ],
     "unfused": lambda f: [tops.SiLU(), tops.BasicLinear(HIDDEN, f), tops.Dropout(0.1), tops.SiLU()],
 }
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 every_block = pytest.mark.parametrize("name", BLOCKS)
 
 
@@ -53,6 +54,59 @@ print(memory.stats().peak_in_use_bytes)
     assert whole == 4 * (hidden + kept * wide + (kept + 1) * weight + hidden)
     # The output of the activation, and the norm's before.
     assert forward <= 4 * (hidden + (kept + 1) * wide + hidden)
+
+
+@pytest.mark.parametrize("saved", ["exact", "fp8"])
+def test_many_rows_a_stack_holds_most_at_the_end_of_forward(saved: str) -> None:
+    """Inputs of all blocks but the first, and what is kept of the units' inputs.
+
+    Beside them a unit's output, and the output of the stack; in 8 bits, before there is one, the
+    last unit's input itself.
+    """
+    forward, whole = peaks_of_a_stack(saved, rows=4096)
+    hidden, wide = 2 * 4096 * STACK_HIDDEN, 2 * 4096 * STACK_WIDE
+    codes = wide + 4 * 4096 * 2 * STACK_WIDE // 128  # of a unit's input, which is 2 * wide
+    if saved == "exact":
+        want = (STACK - 1) * hidden + STACK * 2 * wide + wide + hidden
+    else:
+        want = (STACK - 1) * hidden + STACK * codes + 2 * wide + wide
+    assert forward == whole == want
+
+
+def test_few_rows_a_stack_holds_most_when_all_gradients_are_there() -> None:
+    """Beside those of parameters: the output and its gradient, a gradient of a unit's input, and a
+    norm's output computed again."""
+    _, whole = peaks_of_a_stack("fp8", rows=256)
+    hidden, wide = 2 * 256 * STACK_HIDDEN, 2 * 256 * STACK_WIDE
+    weights = STACK * 2 * 3 * STACK_HIDDEN * STACK_WIDE
+    assert whole == weights + 3 * hidden + 2 * wide
+
+
+STACK, STACK_HIDDEN, STACK_WIDE = 4, 512, 1024
+
+
+def peaks_of_a_stack(saved: str, rows: int) -> tuple[int, int]:
+    """Bytes of Llama blocks in bfloat16 in forward, and in a whole step."""
+    script = (
+        HEADER
+        + f"""
+import sys
+from test_peak_memory import *
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from blocks import LLAMA_BLOCK
+blocks = [LLAMA_BLOCK.ours(STACK_HIDDEN, STACK_WIDE).bfloat16() for _ in range(STACK)]
+for one in blocks:
+    one.saved = "{saved}"
+x = torch.randn({rows}, STACK_HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+y = torch.nn.Sequential(*blocks)(x)
+print(memory.stats().peak_in_use_bytes)
+y.backward(torch.ones_like(y))
+print(memory.stats().peak_in_use_bytes)
+"""
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    forward, whole = map(int, run_script(script, PYTHONPATH=path).split())
+    return forward, whole
 
 
 def test_inference_writes_over_what_nobody_reads_again() -> None:
