@@ -177,9 +177,7 @@ class NVFP4Quantizer(Quantizer):
         return QuantizedTensor(codes, found.scale, self.format, tensor.dtype)
 
 
-# Of E2M1: half way between its magnitudes, which are 0, 0.5, 1, 1.5, 2, 3, 4 and 6.
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_TWO_ONES = 0x22  # a byte of two codes that stand for 1
+_TWO_ONES = 0x22  # a byte of two codes of E2M1 that stand for 1
 _SIGN = 8
 
 
@@ -189,14 +187,13 @@ def _codes_at_random(plain: Tensor, nearest: QuantizedTensor) -> Tensor:
     rounded = ops.quantize_dequantize_stochastic(plain, format, "float32")
     ones = torch.full_like(nearest.codes, _TWO_ONES)
     unit = ops.dequantize(ones, nearest.scale, format, "float32", plain.shape)
-    # Values of codes but for an error of float32: none is rounded a second time.
-    value = rounded / unit
-    midpoints = torch.tensor(_MIDPOINTS, device=value.device)
-    code = torch.bucketize(value.abs(), midpoints) + _SIGN * value.signbit()
-    low, high = code.unflatten(-1, (-1, 2)).unbind(-1)
-    has_values = unit.unflatten(-1, (-1, 2))[..., 0]
-    is_number = (has_values != 0) & has_values.isfinite()
-    return torch.where(is_number, (low + 16 * high).to(torch.uint8), nearest.codes)
+    # Values of codes but for an error of float32: none is rounded a second time. Where the scale
+    # is zero or NaN, so is what any code stands for.
+    value = rounded.abs().div_(unit).nan_to_num_(0)
+    # Codes 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4 and 6: two, one, a half code for each 1.
+    code = torch.minimum(torch.minimum(2 * value, 2 + value), 4 + value / 2).round_()
+    pairs = (code + _SIGN * rounded.signbit()).to(torch.uint8).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def quantizer_for(format: str) -> Quantizer | None:
