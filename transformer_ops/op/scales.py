@@ -54,8 +54,8 @@ def owners_of_scales(key: str) -> list[nn.Module]:
 
 
 def register_scales(owner: nn.Module) -> None:
-    """For a module that got its buffers as a copy, too."""
-    if has_scales(owner):
+    """For a module that got its buffers as a copy, too. Fake ones have no numbers to change."""
+    if has_scales(owner) and not isinstance(owner.fp8_scale, torch._subclasses.FakeTensor):
         with _lock:
             known, number = _others(owner), cast(int, owner._number)
             insort(known, (number, weakref.ref(owner)), key=itemgetter(0))
