@@ -11,6 +11,7 @@ import torch
 from test_fusions import saved_bytes
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import transformer_ops as tops
@@ -385,6 +386,21 @@ def test_export_freezes_scales() -> None:
         program = torch.export.export(module, (x,))
     assert torch.equal(program.module()(x), want)
     assert "0.fp8_scale" in dict(program.named_buffers())
+
+
+def test_fake_modules_leave_regions_as_they_are() -> None:
+    module, other = linear(), linear()
+    with FakeTensorMode():
+        fake = tops.Sequential(tops.Linear(72, 50, bias=False))
+        for k in range(3):
+            step(fake, k)
+    assert isinstance(fake[0].fp8_scale, FakeTensor)
+    for k in range(3):
+        step(module, k)
+    del fake
+    for k in range(3):
+        step(other, k)
+    assert torch.equal(module[0].fp8_scale, other[0].fp8_scale)
 
 
 # ---- states as buffers

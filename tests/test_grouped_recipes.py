@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_near
+from recipe_cases import RECIPES, Product, without_state
 from test_grouped import experts, routed
-from test_recipes import RECIPES, Product, without_state
 from torch import Tensor
 
 import transformer_ops as tops

@@ -53,6 +53,64 @@ def test_a_given_scale(dtype: torch.dtype) -> None:
     assert amax == 5
 
 
+NVFP4 = [
+    tops.NVFP4Quantizer(stochastic_rounding=True),
+    tops.NVFP4Quantizer(columnwise=True, stochastic_rounding=True),
+    tops.NVFP4Quantizer(with_2d_quantization=True, stochastic_rounding=True),
+    tops.NVFP4Quantizer(columnwise=True, with_rht=True),
+    tops.NVFP4Quantizer(columnwise=True, with_rht=True, stochastic_rounding=True),
+]
+
+
+@pytest.mark.parametrize("quantizer", NVFP4, ids=lambda quantizer: str(quantizer))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_nvfp4_turned_and_at_random(quantizer: Any, dtype: torch.dtype) -> None:
+    """What the steps of a recipe make of the tensor, bit for bit."""
+    ops = torch.ops.transformer_ops
+    x = torch.randn(2, 20, 48, dtype=dtype)
+    x[0, :, 16:31], x[1] = 0, 1e-3 * x[1]
+    x[0, 0, 0], x[1, 19, 47] = 300, -0.0
+    torch.manual_seed(3)
+    found = quantizer(x)
+    assert found.dtype == dtype and found.shape == x.shape and found.format == quantizer.format
+    numbers = ops.hadamard_columns(x, x) if quantizer.with_rht else x
+    torch.manual_seed(3)
+    how = "_stochastic" if quantizer.stochastic_rounding else ""
+    name = str(dtype).removeprefix("torch.")
+    want = getattr(ops, f"quantize_dequantize{how}")(numbers, quantizer.format, name)
+    assert torch.equal(found.dequantize(), want)
+    assert quantizer.stochastic_rounding != torch.equal(
+        found.codes, tops.QuantizedTensor.quantize(numbers, quantizer.format).codes
+    )
+
+
+def test_nvfp4_at_random_of_what_is_no_number() -> None:
+    x = torch.zeros(32, 32)
+    quantizer = tops.NVFP4Quantizer(stochastic_rounding=True)
+    assert not quantizer(x).dequantize().any()
+    x[0, 0], x[20, 20] = torch.nan, torch.inf
+    nearest = tops.NVFP4Quantizer()(x).dequantize()
+    torch.testing.assert_close(quantizer(x).dequantize(), nearest, equal_nan=True, rtol=0, atol=0)
+
+
+def test_a_product_of_turned_tensors() -> None:
+    x, grad = torch.randn(64, 32), torch.randn(64, 16)
+    quantizer = tops.NVFP4Quantizer(columnwise=True, with_rht=True)
+    got = quantizer(grad).dequantize().t() @ quantizer(x).dequantize()
+    exact = grad.t() @ x
+    assert 0.01 < (got - exact).norm() / exact.norm() < 0.2
+
+
+def test_of_an_op_under_nvfp4() -> None:
+    op = tops.BasicLinear(16, 16)
+    with tops.autocast(recipe=recipes.NVFP4BlockScaling()):
+        assert op.get_quantizer("forward", 0) == tops.NVFP4Quantizer()
+        assert op.get_quantizer("forward", 1) == tops.NVFP4Quantizer(with_2d_quantization=True)
+        assert op.get_quantizer("backward", 0) == tops.NVFP4Quantizer(stochastic_rounding=True)
+    with tops.autocast(recipe=recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)):
+        assert op.get_quantizer("backward", 0) == tops.NVFP4Quantizer()
+
+
 def test_of_an_op() -> None:
     op, last = tops.BasicLinear(8, 8), tops.Linear(8, 8).basic_ops[0]
     with tops.autocast(recipe=recipes.Float8BlockScaling()):
@@ -95,6 +153,11 @@ def test_errors() -> None:
     for make, message in (
         (lambda: tops.MXFP8Quantizer(torch.float16), "fp8_dtype must be torch.float8_e4m3fn or"),
         (lambda: tops.Float8BlockQuantizer(block_scaling_dim=3), "block_scaling_dim must be 1 or"),
+        (lambda: tops.Float8BlockQuantizer(E4M3, True), "block_scaling_dim must be 1 or 2, got T"),
+        (lambda: tops.NVFP4Quantizer("e2m1"), "with_2d_quantization must be a bool, got 'e2m1'"),
+        (lambda: tops.MXFP8Quantizer(E4M3, 1), "columnwise must be a bool, got 1"),
+        (lambda: tops.NVFP4Quantizer(with_rht=True), "with_rht must come with columnwise and"),
+        (lambda: tops.NVFP4Quantizer(True, True, True), "without with_2d_quantization, got NVFP4"),
         (lambda: tops.Float8Quantizer(1.0, one), "scale must be a float32 tensor of one number"),
         (lambda: tops.Float8Quantizer(one, torch.ones(2)), "amax must be a float32 tensor"),
     ):

@@ -10,10 +10,25 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_near
-from op_cases import CASES, OpCase, run_seeded
+from op_cases import CASES, OpCase
+from recipe_cases import (
+    EVERY_RECIPE,
+    RECIPES,
+    Product,
+    Recipe,
+    assert_rounded,
+    block,
+    every_recipe,
+    gradients_of,
+    linear,
+    outputs_and_gradients,
+    rounded,
+    rounds,
+    settle,
+    without_state,
+)
 from test_fusions import saved_bytes
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import transformer_ops as tops
@@ -21,81 +36,7 @@ from transformer_ops import recipe as recipes
 from transformer_ops.plan.plan import Plan
 from transformer_ops.quantization import checkpoint_contexts, current_recipe
 
-Recipe = recipes.Recipe
-RECIPES: dict[str, Recipe] = {
-    "mxfp8": recipes.MXFP8BlockScaling(),
-    "mxfp8 hybrid": recipes.MXFP8BlockScaling(recipes.Format.HYBRID),
-    "current": recipes.Float8CurrentScaling(),
-    "delayed": recipes.DelayedScaling(amax_history_len=1),
-    "block": recipes.Float8BlockScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
-}
-every_recipe = pytest.mark.parametrize("name", RECIPES)
-without_state = pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def rounded(tensor: Tensor, format: str) -> Tensor:
-    """In float64, where the numbers of all formats are exact but for a scale that is a float."""
-    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
-    codes, scale = torch.ops.transformer_ops.quantize(tensor, format)
-    name = str(wide).removeprefix("torch.")
-    return torch.ops.transformer_ops.dequantize(codes, scale, format, name, tensor.shape).double()
-
-
-def by_columns(matrix: Tensor, format: str) -> Tensor:
-    """With the blocks of a row along the columns, if the format has such blocks."""
-    is_square = "128x128" in format or "16x16" in format
-    flat = matrix.reshape(-1, matrix.shape[-1])
-    turned = flat if is_square else flat.t().contiguous()
-    found = rounded(turned, format)
-    return (found if is_square else found.t()).reshape(matrix.shape)
-
-
-class Product(torch.autograd.Function):
-    """x W^T of float64 tensors that hold numbers of `dtype`, as a recipe has it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.recipe, ctx.dtype = recipe, dtype
-        of_input, of_weight, _ = recipe.operands
-        return rounded(x.to(dtype), of_input) @ rounded(weight.to(dtype), of_weight).t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (x, weight), dtype = ctx.saved_tensors, ctx.dtype
-        of_input, of_weight, of_grad = ctx.recipe.operands
-        grad = grad.to(dtype)
-        grad_input = rounded(grad, of_grad) @ by_columns(weight.to(dtype), of_weight)
-        rows = by_columns(grad, of_grad).flatten(0, -2)
-        return (
-            grad_input,
-            rows.t() @ by_columns(x.to(dtype), of_input).flatten(0, -2),
-            None,
-            None,
-        )
-
-
-def outputs_and_gradients(run: Any, x: Tensor, parameters: list[Tensor], grad: Tensor) -> Any:
-    x = x.detach().requires_grad_()
-    y = run(x)
-    return y, *torch.autograd.grad(y, [x, *parameters], grad)
-
-
-def settle(recipe: Recipe, run: Any, x: Tensor, grad: Tensor) -> None:
-    """A step on the same tensors before: delayed scales are then those of current scaling."""
-    if isinstance(recipe, recipes.DelayedScaling):
-        with tops.autocast(recipe=recipe):
-            y = run(x.detach().requires_grad_())
-        wanted = [p for p in run.parameters() if p.requires_grad]
-        torch.autograd.grad(y, wanted, grad)
-
-
-def linear(dtype: torch.dtype, bias: bool = True, rows: int = 70) -> tuple[Any, Tensor, Tensor]:
-    """A Linear, an input and a gradient whose sizes no block divides."""
-    module = tops.Sequential(tops.Linear(72, 50, bias=bias)).to(dtype)
-    return module, torch.randn(2, rows, 72).to(dtype), torch.randn(2, rows, 50).to(dtype)
 
 
 @every_recipe
@@ -117,21 +58,6 @@ def test_a_product_of_rounded_operands(name: str, dtype: torch.dtype) -> None:
         assert tensor.grad.dtype == dtype
         size = want.grad.abs().max().item()
         assert_near(tensor.grad / size, want.grad / size, dtype, str(tuple(want.shape)), factor=4)
-
-
-def mlp() -> list[nn.Module]:
-    return [
-        tops.RMSNorm(64),
-        tops.Linear(64, 256, bias=False),
-        tops.SwiGLU(),
-        tops.Linear(128, 64),
-        tops.Dropout(0.0),
-    ]
-
-
-def block(dtype: torch.dtype = torch.float32, **policies: Any) -> tops.Sequential:
-    torch.manual_seed(1)
-    return tops.Sequential(*mlp(), **policies).to(dtype)
 
 
 @every_recipe
@@ -367,102 +293,15 @@ def test_quantize_checks_its_arguments() -> None:
 # ---- every op
 
 
-def gradients_of(run: Any, op: Any, inputs: list[Tensor]) -> list[Tensor]:
-    """Outputs and all gradients of the call from the same state of the generator."""
-    leaves = [t for t in (*inputs, *op.parameters()) if t.is_floating_point()]
-    for leaf in leaves:
-        leaf.requires_grad_()
-    found = run_seeded(run, *inputs)
-    outputs = list(found) if isinstance(found, tuple) else [found]
-    sums = [t for t in outputs if t.requires_grad]
-    torch.manual_seed(1)
-    grads = torch.autograd.grad(
-        sums, leaves, [torch.randn_like(t) for t in sums], allow_unused=True
-    )
-    return [t.detach().double() for t in (*outputs, *grads) if t is not None]
-
-
-@pytest.mark.parametrize("name", [*RECIPES, "nvfp4 at random"])
+@pytest.mark.parametrize("name", EVERY_RECIPE)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_op_under_every_recipe(case: OpCase, name: str) -> None:
-    recipe = {**RECIPES, "nvfp4 at random": recipes.NVFP4BlockScaling()}[name]
     op, inputs = case.build(), case.inputs()
     exact = gradients_of(op, op, inputs)
-    with tops.autocast(recipe=recipe):
+    with tops.autocast(recipe=EVERY_RECIPE[name]):
         found = gradients_of(op, op, inputs)
-    rounds = case.name.startswith(("BasicLinear", "GroupedLinear", "Linear", "Quantize"))
-    assert all(map(torch.equal, found, exact)) != rounds
-    for a, b in zip(found, exact, strict=True):
-        assert (a - b).norm() <= (0.35 if "nvfp4" in name else 0.15) * b.norm()
-    if not rounds:
-        return
-    # Compiled, and with gradients in another order of rounding at most.
-    fast = torch.compile(op, fullgraph=True, backend="aot_eager")
-    with tops.autocast(recipe=recipe):
-        again, want = (gradients_of(run, op, inputs) for run in (fast, op))
-    if name != "nvfp4 at random":  # whose numbers a graph draws in another order
-        for a, b in zip(again, want, strict=True):
-            torch.testing.assert_close(a, b)
-    for a, b in zip(again, exact, strict=True):
-        assert (a - b).norm() <= (0.35 if "nvfp4" in name else 0.15) * b.norm()
-
-
-# ---- compiled and exported
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@every_recipe
-def test_fullgraph(name: str, backend: str) -> None:
-    module = block()
-    x, grad = torch.randn(40, 64), torch.randn(40, 64)
-    parameters = list(module.parameters())
-    compiled = torch.compile(module, fullgraph=True, backend=backend)
-    settle(RECIPES[name], module, x, grad)
-    with tops.autocast(recipe=RECIPES[name]):
-        got = outputs_and_gradients(compiled, x, parameters, grad)
-        want = outputs_and_gradients(module, x, parameters, grad)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_one_compilation_a_recipe() -> None:
-    module, x, _ = linear(torch.float32)
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(module, fullgraph=True, backend=counter)
-    for _ in range(2):
-        compiled(x)
-        for recipe in RECIPES.values():
-            with tops.autocast(recipe=recipe):
-                assert torch.equal(compiled(x), module(x))
-            with tops.autocast(recipe=dataclasses.replace(recipe)):
-                compiled(x)
-    assert counter.frame_count == 1 + len(RECIPES)
-
-
-def test_a_region_within_a_graph() -> None:
-    module, x, _ = linear(torch.float32)
-    recipe = RECIPES["block"]
-
-    def run(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        first = module(x)
-        with tops.autocast(recipe=recipe):
-            second = module(x)
-        return first, second, module(x)
-
-    got = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
-    for a, b in zip(got, run(x), strict=True):
-        assert torch.equal(a, b)
-    assert current_recipe() is None
-
-
-def test_export() -> None:
-    module, x, _ = linear(torch.float32)
-    with tops.autocast():
-        want = module(x)
-        program = torch.export.export(module, (x,))
-    assert torch.equal(program.module()(x), want)
-    lowered = program.run_decompositions()
-    assert torch.equal(lowered.module()(x), want)
+    assert all(map(torch.equal, found, exact)) != rounds(case)
+    assert_rounded(found, exact, name)
 
 
 # ---- formats by op and role

@@ -44,6 +44,7 @@ NAMES = [
     "torch._dynamo.allow_in_graph",
     "torch._dynamo.assume_constant_result",
     "torch._dynamo.config.patch",
+    "torch._subclasses.FakeTensor",
     "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.utils._pytree",
 ]

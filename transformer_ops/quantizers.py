@@ -46,6 +46,12 @@ class Quantizer:
     def __post_init__(self) -> None:
         # Its arguments are checked here, and not at the first call.
         _ = self.format
+        for field in dataclasses.fields(self):
+            found = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(found, bool):
+                raise ValueError(
+                    f"[{type(self).__name__}] {field.name} must be a bool, got {found!r}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,7 +105,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
 @dataclasses.dataclass(frozen=True)
 class Float8BlockQuantizer(Quantizer):
     """A scale, a power of two, for 128 neighbouring numbers of a row (`block_scaling_dim=1`), or of
-    a column (`columnwise`); or for 128 x 128 numbers (2)."""
+    a column (`columnwise`); or for 128 x 128 numbers (2), which are the same both ways."""
 
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
     block_scaling_dim: int = 1
@@ -107,7 +113,7 @@ class Float8BlockQuantizer(Quantizer):
 
     @property
     def format(self) -> str:
-        if self.block_scaling_dim not in (1, 2):
+        if self.block_scaling_dim not in (1, 2) or isinstance(self.block_scaling_dim, bool):
             raise ValueError(
                 "[Float8BlockQuantizer] block_scaling_dim must be 1 or 2, "
                 f"got {self.block_scaling_dim!r}"
@@ -133,16 +139,61 @@ class MXFP8Quantizer(Quantizer):
 @dataclasses.dataclass(frozen=True)
 class NVFP4Quantizer(Quantizer):
     """4-bit codes with a scale for 16 neighbouring numbers of a row, or of a column (`columnwise`),
-    or for 16 x 16 numbers (`with_2d_quantization`); and one for the tensor."""
+    or for 16 x 16 numbers (`with_2d_quantization`); and one for the tensor.
+
+    With `with_rht` each 16 rows are turned by the Hadamard transform of `recipe.NVFP4BlockScaling`
+    before they are rounded by columns, and the result reads as the turned numbers: for a product
+    over the rows with another such tensor. With `stochastic_rounding` numbers are rounded up or
+    down at random, by torch's generator, so that their mean is kept.
+
+    ValueError for `with_rht` by rows, or with blocks of 16 x 16.
+    """
 
     with_2d_quantization: bool = False
     columnwise: bool = False
+    with_rht: bool = False
+    stochastic_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.with_rht and (self.with_2d_quantization or not self.columnwise):
+            raise ValueError(
+                "[NVFP4Quantizer] with_rht must come with columnwise and without "
+                f"with_2d_quantization, got {self}"
+            )
 
     @property
     def format(self) -> str:
         if self.with_2d_quantization:
             return "nvfp4 16x16"
         return "nvfp4 16x1" if self.columnwise else "nvfp4"
+
+    def __call__(self, tensor: Tensor) -> QuantizedTensor:
+        plain = decoded(tensor).detach().contiguous()
+        if self.with_rht:
+            plain = torch.ops.transformer_ops.hadamard_columns(plain, plain)
+        found = QuantizedTensor.quantize(plain, self.format)
+        codes = _codes_at_random(plain, found) if self.stochastic_rounding else found.codes
+        return QuantizedTensor(codes, found.scale, self.format, tensor.dtype)
+
+
+_TWO_ONES = 0x22  # a byte of two codes of E2M1 that stand for 1
+_SIGN = 8
+
+
+def _codes_at_random(plain: Tensor, nearest: QuantizedTensor) -> Tensor:
+    """Codes of NVFP4 for the scales of `nearest`."""
+    ops, format = torch.ops.transformer_ops, nearest.format
+    rounded = ops.quantize_dequantize_stochastic(plain, format, "float32")
+    ones = torch.full_like(nearest.codes, _TWO_ONES)
+    unit = ops.dequantize(ones, nearest.scale, format, "float32", plain.shape)
+    # Values of codes but for an error of float32: none is rounded a second time. Where the scale
+    # is zero or NaN, so is what any code stands for.
+    value = rounded.abs().div_(unit).nan_to_num_(0)
+    # Codes 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4 and 6: two, one, a half code for each 1.
+    code = torch.minimum(torch.minimum(2 * value, 2 + value), 4 + value / 2).round_()
+    pairs = (code + _SIGN * rounded.signbit()).to(torch.uint8).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def quantizer_for(format: str) -> Quantizer | None:

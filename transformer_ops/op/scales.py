@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_exporting
 
 from ..locks import new_lock
 
@@ -53,8 +54,8 @@ def owners_of_scales(key: str) -> list[nn.Module]:
 
 
 def register_scales(owner: nn.Module) -> None:
-    """For a module that got its buffers as a copy, too."""
-    if has_scales(owner):
+    """For a module that got its buffers as a copy, too. Fake ones have no numbers to change."""
+    if has_scales(owner) and not isinstance(owner.fp8_scale, torch._subclasses.FakeTensor):
         with _lock:
             known, number = _others(owner), cast(int, owner._number)
             insort(known, (number, weakref.ref(owner)), key=itemgetter(0))
@@ -70,13 +71,19 @@ def _others(owner: nn.Module) -> list[tuple[int, weakref.ref[nn.Module]]]:
 def make_scales(owner: nn.Module, key: str, device: torch.device | str = "cpu") -> None:
     """Buffers for recipes of this key, all scales 1, where there are none: on the device of the
     parameters, or on `device` where there are no parameters. RuntimeError where there are some for
-    another key, and for experts that ranks share."""
+    another key, for experts that ranks share, and where an export would have to make them."""
     if getattr(owner, "_are_experts_shared", False):
         raise RuntimeError(
             f"[{type(owner).__name__}] recipe must be one without delayed scales where ranks share "
             f"the experts, got '{key}': a checkpoint would keep the scales of one rank alone"
         )
     if not has_scales(owner):
+        if is_exporting():
+            # The buffers that a program may have are known before it is traced.
+            raise RuntimeError(
+                f"[{type(owner).__name__}] scales must be made before torch.export, by a call "
+                f"with the recipe, got none for '{key}'"
+            )
         *formats, length = key.split(", ")
         known = [p.device for p in owner._parameters.values() if p is not None]
         _add(owner, key, formats, int(length.removeprefix("delayed ")), [*known, device][0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ import torch
 from .. import _C
 from ..op.base import quantizers_by
 from ..op.scales import has_scales, key_of
-from ..quantizers import Float8Quantizer, Quantizer, quantizer_for
-from ..recipe import CustomRecipe, DelayedScaling, Recipe
+from ..quantizers import Float8Quantizer, NVFP4Quantizer, Quantizer, quantizer_for
+from ..recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling, Recipe
 from .region import STATE
 
 _PLACES = ("input", "weight", "grad_output")
@@ -28,7 +29,11 @@ def quantizer_of(op: Any, mode: str, i: int) -> Quantizer | None:
     if isinstance(recipe, DelayedScaling):
         group = i // (2 if mode == "forward" else 1)
         return _delayed(recipe, op, place, group)
-    return quantizer_for(_formats(recipe, op)[place])
+    found = quantizer_for(_formats(recipe, op)[place])
+    is_random = isinstance(recipe, NVFP4BlockScaling) and not recipe.disable_stochastic_rounding
+    if is_random and isinstance(found, NVFP4Quantizer) and roles[i] == "grad_output":
+        return dataclasses.replace(found, stochastic_rounding=True)
+    return found
 
 
 def _roles(op: Any, mode: str) -> list[str]:
