@@ -82,6 +82,8 @@ void Signature::check(const char* op, std::span<c10::IValue> values) const {
 // First of all, as the first tensor may be of one.
 void Signature::check_lists_are_full(const char* op, std::span<c10::IValue> values) const {
   for (const auto& [index, name, _] : tensor_lists_) {
+    // A package of AOTInductor gives none for an empty list.
+    if (values[index].isNone()) values[index] = c10::List<at::Tensor>();
     const auto list = values[index].toListRef();
     TORCH_CHECK(index != first_ || !list.empty(), "[", op, "] ", name,
                 " must have a tensor, got an empty list");
