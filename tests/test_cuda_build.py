@@ -18,6 +18,7 @@ from fusion_cases import CASES as FUSIONS
 from helpers import DTYPES, as_tuple
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 from typed_op_samples import NAMES, PAIRS, samples
 from typed_op_samples import overload as op
 
@@ -58,12 +59,11 @@ def test_typed_op_on_fake_cuda_tensors(name):
         for sample in samples(name, dtype):
             real = as_tuple(op(name)(*sample))
             with fake_cuda():
-                fakes = [
-                    torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v
-                    for v in sample
-                ]
+                fakes = pytree.tree_map_only(
+                    Tensor, lambda v: torch.empty(v.shape, dtype=v.dtype), list(sample)
+                )
                 results = as_tuple(op(name)(*fakes))
-            for a, b in zip(results, real, strict=True):
+            for a, b in zip(*map(pytree.tree_leaves, (results, real)), strict=True):
                 assert (a.device, a.shape, a.dtype) == (CUDA, b.shape, b.dtype)
 
 

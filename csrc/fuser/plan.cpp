@@ -126,7 +126,7 @@ void verify_list(const Step& step, const ValueList& list, const Plan& plan) {
     // Some of them as casts, or decoded, under the same names; gradients that nobody wants.
     const auto is_same = [&](const Value& a, const Value& b) {
       const bool is_unused = value.kind == Kind::ParameterGrad && a.kind == Kind::Temporary;
-      return a.op == b.op && (a.name == b.name || is_unused);
+      return is_unused || (a.op == b.op && a.name == b.name);
     };
     check(std::ranges::equal(list, all, is_same), place_of(plan, value.op),
           " must have a list of all ", all.size(), " tensors of '", parameter, "' in step '",
