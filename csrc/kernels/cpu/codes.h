@@ -511,7 +511,7 @@ TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n
     }
 #endif
     const float unit = scale * kDecodedUnit<E>;
-    const Floats units = unit - Floats{};
+    const Floats units = unit - Floats{};  // not +: -0 keeps its sign
     if (!(unit > encoding::kMost)) {
       for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
         Floats a, b;
