@@ -55,6 +55,15 @@ bool Analysis::has_scale(int op, const std::string& operand) const {
   return has_tensor_scale(key_.recipe->of(op).format(operand));
 }
 
+bool Analysis::has_blocks(int op, std::initializer_list<const char*> operands) const {
+  const bool may_multiply = key_.device == Device::Cuda && declaration(ops_[op].kind).scalable;
+  if (!may_multiply || operand_dtype(op) != DType::BFloat16) return false;
+  return std::ranges::all_of(operands, [&](const std::string& operand) {
+    return parameter_format(op, operand).empty() &&
+           has_block_codes(key_.recipe->of(op).format(operand));
+  });
+}
+
 void Analysis::number_tensors() {
   readers_.resize(ops_.size());
   for (int i = 0; i < size(); ++i) readers_[i].resize(ops_[i].extra_outputs.size());

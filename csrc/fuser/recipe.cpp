@@ -179,6 +179,10 @@ std::string codes_dtype(const std::string& format) {
   return row_of(format).element == kernel::Element::E4M3 ? "float8_e4m3fn" : "float8_e5m2";
 }
 
+bool has_block_codes(const std::string& format) {
+  return !format.empty() && row_of(format).rule == ScaleRule::PowerOfTwo;
+}
+
 // Values of codes are exact in bfloat16, also times a power of two or a scale in E4M3.
 DType operand_dtype(const std::string& format, DType wanted, bool scalable) {
   if (format.empty() || wanted == DType::Float32 || wanted == DType::Float64) return wanted;

@@ -65,6 +65,10 @@ std::string format_of_tensor(float largest);
 // The dtype of the codes of a format with that scale alone; empty for others.
 std::string codes_dtype(const std::string& format);
 
+// Are the codes FP8, and is a power of two in float32 the scale of each block, which is 128 numbers
+// of a row or a column, or of both?
+bool has_block_codes(const std::string& format);
+
 // The dtype in which numbers of a format are exact, and products of them may be computed whose
 // result is `wanted`. `scalable`: the product takes a scale of the whole tensor beside the numbers.
 DType operand_dtype(const std::string& format, DType wanted, bool scalable);

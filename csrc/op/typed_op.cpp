@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
@@ -217,6 +218,17 @@ void check_main_grad(const Call& call, Values values, const TensorSpec& grad_wei
   }
 }
 
+// The numbers that codes with scales of blocks of 128 rows, columns or both stand for.
+Tensor times_blocks(const Tensor& codes, const Tensor& scale) {
+  const int64_t h = codes.size(-1), across = scale.size(-1);
+  const int64_t rows = c10::multiply_integers(codes.sizes().slice(0, codes.dim() - 1));
+  const int64_t down = c10::multiply_integers(scale.sizes().slice(0, scale.dim() - 1));
+  Tensor each = scale.reshape({down, across});
+  if (down != rows) each = each.repeat_interleave(128, 0).narrow(0, 0, rows);
+  if (across != h) each = each.repeat_interleave(128, 1).narrow(1, 0, h);
+  return (codes.to(at::kFloat) * each.reshape(codes.sizes())).to(at::kBFloat16);
+}
+
 // What every kernel of a typed op starts from.
 class Kernel : public c10::OperatorKernel {
  public:
@@ -282,8 +294,9 @@ class Kernel : public c10::OperatorKernel {
 
   Tensor scale_of(const char* argument, c10::IValue& value) const {
     const Tensor* const scale = BodyParameter<const Tensor*>::get(value);
-    TORCH_CHECK(scale == nullptr || (scale->dim() == 0 && scale->scalar_type() == at::kFloat), "[",
-                variant_.name, "] ", argument, " must be one float32 without dimensions, got ",
+    TORCH_CHECK(scale == nullptr || scale->scalar_type() == at::kFloat, "[", variant_.name, "] ",
+                argument,
+                " must be one float32 without dimensions, or one for each block of codes,", " got ",
                 scale->scalar_type(), " of shape ", scale->sym_sizes());
     return or_undefined(scale);
   }
@@ -344,7 +357,14 @@ class DeviceKernel final : public Kernel {
     if (body == &Bodies::cuda && !has_namespace(variant_.name)) check_backend();
     const TensorSpecs specs = shape(call, own(values));
     variant_.signature.make_contiguous(values);
-    if (variant_.form.is_scaled && body == &Bodies::cpu) decode(own(values));
+    if (variant_.form.is_scaled && body == &Bodies::cpu) {
+      return run_body(decoded(call, own(values)), specs, device, values);
+    }
+    return run_body(call, specs, device, values);
+  }
+
+  Results run_body(const Call& call, const TensorSpecs& specs, c10::Device device,
+                   Values values) const {
     Results results;
     const bool fills = (op_.bodies.*body).fills();
     if (fills) results = allocate(specs, device, call, values);
@@ -353,12 +373,22 @@ class DeviceKernel final : public Kernel {
     return results;
   }
 
-  // Values of codes are exact in bfloat16.
-  static void decode(Values values) {
+  // Values instead of codes, times the scales of blocks where there are such: exact in bfloat16.
+  Call decoded(const Call& call, Values values) const {
+    OperandScales scales = call.scales();
+    Tensor* scale = &scales.left;
     for (c10::IValue& value : values) {
       if (!value.isTensor() || !value.toTensor().defined()) continue;
-      if (is_codes(value.toTensor().scalar_type())) value = value.toTensor().to(at::kBFloat16);
+      const Tensor& tensor = value.toTensor();
+      if (is_codes(tensor.scalar_type())) {
+        const bool has_blocks = is_of_blocks(*scale);
+        value = has_blocks ? times_blocks(tensor, *scale) : tensor.to(at::kBFloat16);
+        if (has_blocks) *scale = Tensor();
+      }
+      // The first tensor is the left operand, and of the others one has codes.
+      scale = &scales.right;
     }
+    return Call(variant_.name.c_str(), call.main_grad(), std::move(scales), /*takes_codes=*/true);
   }
 
   Results run_meaning(const Call& call, Values own) const {

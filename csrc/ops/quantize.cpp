@@ -64,6 +64,29 @@ std::tuple<Tensor, Tensor> quantize_meaning(const Checks& check, const Tensor& x
   return quantize_unfused(format_of(check, format_name), x);
 }
 
+// ---- quantize_saved: the same in backward, of a tensor from forward: behind a gradient, which
+// keeps a compiler from doing it in forward
+
+TensorSpecs quantize_saved_shape(const Checks& check, const Tensor&, const Tensor& input,
+                                 std::string_view format) {
+  return quantize_shape(check, input, format);
+}
+
+void quantize_saved_cpu(const Checks& check, const Tensor&, const Tensor& x,
+                        std::string_view format, Tensor& codes, Tensor& scale) {
+  quantize_cpu(check, x, format, codes, scale);
+}
+
+void quantize_saved_cuda(const Checks& check, const Tensor&, const Tensor& x,
+                         std::string_view format, Tensor& codes, Tensor& scale) {
+  quantize_cuda(check, x, format, codes, scale);
+}
+
+std::tuple<Tensor, Tensor> quantize_saved_meaning(const Checks& check, const Tensor&,
+                                                  const Tensor& x, std::string_view format) {
+  return quantize_meaning(check, x, format);
+}
+
 // ---- dequantize
 
 // Of the tensor that was quantized, if the caller says it; else what the codes say.
@@ -251,7 +274,15 @@ Tensor turned_meaning(const Tensor&, const Tensor& input) { return turn_columns(
   register_typed_op({.schema = "quantize(Tensor input, str format) -> (Tensor codes, Tensor scale)",
                      .shape = quantize_shape,
                      .bodies = {quantize_cpu, quantize_cuda, quantize_meaning},
-                     .differentiable = false});
+                     .differentiable = false,
+                     .makes = "quantize"});
+  register_typed_op({.schema = "quantize_saved(Tensor grad_output, Tensor input, str format) -> "
+                               "(Tensor codes, Tensor scale)",
+                     .shape = quantize_saved_shape,
+                     .bodies = {quantize_saved_cpu, quantize_saved_cuda, quantize_saved_meaning},
+                     .reads_first = false,
+                     .differentiable = false,
+                     .makes = "quantize"});
   register_typed_op({.schema = "dequantize(Tensor codes, Tensor scale, str format, str dtype, "
                                "SymInt[]? shape=None) -> Tensor output",
                      .shape = dequantize_shape,

@@ -156,6 +156,47 @@ TEST(GemmPlan, RefusesWhatNoGpuMultipliesOfCodes) {
   }));
 }
 
+// The same with scales of vectors and of blocks.
+Gemm blocks() {
+  Gemm gemm = codes();
+  gemm.k = gemm.a.stride = gemm.b.stride = 128;
+  gemm.a.scaling = Scaling::Vectors128;
+  gemm.b.scaling = Scaling::Blocks128;
+  gemm.a.scale = gemm.b.scale = reinterpret_cast<const float*>(memory);
+  return gemm;
+}
+
+TEST(GemmPlan, ScalesOfBlocksAreAddedUpInFullPrecision) {
+  Gemm gemm = blocks();
+  gemm.fast_sums = true;
+  const GemmPlan plan = *plan_gemm(gemm);
+  EXPECT_EQ(plan.problem.a_scaling, Scaling::Blocks128);
+  EXPECT_EQ(plan.problem.b_scaling, Scaling::Vectors128);
+  EXPECT_FALSE(plan.problem.fast_sums);
+}
+
+TEST(GemmPlan, RefusesWhatNoGpuMultipliesOfBlocks) {
+  const auto refused = [](auto change) {
+    Gemm gemm = blocks();
+    change(gemm);
+    return !plan_gemm(gemm);
+  };
+  EXPECT_FALSE(refused([](Gemm&) {}));
+  EXPECT_FALSE(refused(
+      [](Gemm& g) { g.a.scaling = Scaling::Blocks128, g.b.scaling = Scaling::Vectors128; }));
+  EXPECT_FALSE(refused([](Gemm& g) { g.b.scaling = Scaling::Vectors128; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scaling = Scaling::Blocks128; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scaling = Scaling::Matrix; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.scaling = Scaling::Matrix; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scale = nullptr; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.scale = nullptr; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scale = reinterpret_cast<const float*>(memory + 8); }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.scale = reinterpret_cast<const float*>(memory + 4); }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.m = 6; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.k = 112; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.n = 120; }));
+}
+
 TEST(GemmPlan, OperandsSwapAndBecomeTransposes) {
   Gemm gemm = example();
   gemm.a.transposed = true;
@@ -191,6 +232,9 @@ TEST(GemmPlan, ProblemsThatMayNeedAnotherAlgorithmDiffer) {
   add([](Gemm& g) { g = codes(), g.fast_sums = true; });
   add([](Gemm& g) { g = codes(), g.a.codes = Codes::E5M2; });
   add([](Gemm& g) { g = codes(), g.b.codes = Codes::E5M2; });
+  add([](Gemm& g) { g = blocks(); });
+  add([](Gemm& g) { g = blocks(), g.b.scaling = Scaling::Vectors128; });
+  add([](Gemm& g) { g = blocks(), std::swap(g.a.scaling, g.b.scaling); });
   add([](Gemm& g) { g.a.data = memory + 16; });
   add([](Gemm& g) { g.b.data = memory + 16; });
   add([](Gemm& g) { g.b.data = memory + 2; });

@@ -38,6 +38,7 @@ struct LtProblem {
   DType dtype;
   DType result_dtype;
   Codes a_codes, b_codes;  // instead of numbers of dtype
+  Scaling a_scaling, b_scaling;
   bool tf32;
   bool fast_sums;  // of codes
   PartialSums partial_sums;
@@ -71,12 +72,15 @@ struct GemmPlan {
   const float* factors;  // null, or both in device memory
 };
 
+inline bool has_blocks(const LtProblem& problem) { return problem.a_scaling != Scaling::Matrix; }
+
 // None where cuBLASLt's rules exclude it; where they do not, it may still have no algorithm.
 std::optional<GemmPlan> plan_gemm(const Gemm& gemm);
 
 // What fills the slot: of gemm.cpp, or of tests.
 namespace entry {
 bool multiplies_codes();
+bool multiplies_blocks();
 bool gemm(Stream stream, const Gemm& gemm);
 }  // namespace entry
 

@@ -78,6 +78,26 @@ TEST_F(CublasLt, MultipliesCodesFromComputeCapability89On) {
   }
 }
 
+TEST_F(CublasLt, MultipliesBlocksOnComputeCapability90Alone) {
+  alignas(256) static char codes[16 * 128];
+  for (const auto& [capability, wanted] :
+       {std::pair(80, false), {89, false}, {90, true}, {100, false}, {120, false}}) {
+    fake().device = 3000 + capability;
+    fake().capability = capability;
+    EXPECT_EQ(entry::multiplies_blocks(), wanted) << capability;
+    Gemm call = example();
+    call.n = 16;
+    call.k = 128;
+    const auto* const scales = reinterpret_cast<const float*>(memory + 2048);
+    call.a = {codes, 128, false, Codes::E4M3, scales, Scaling::Vectors128};
+    call.b = {codes, 128, true, Codes::E4M3, scales, Scaling::Blocks128};
+    call.d_stride = 16;
+    EXPECT_EQ(entry::gemm(nullptr, call), wanted) << capability;
+    call.a.scaling = call.b.scaling = Scaling::Matrix;
+    EXPECT_EQ(entry::gemm(nullptr, call), capability >= 89) << capability;
+  }
+}
+
 TEST_F(CublasLt, IsAskedOnceForEachProblemAndDevice) {
   Gemm call = example();
   const int handles = fake().handles;

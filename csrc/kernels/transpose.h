@@ -1,0 +1,14 @@
+// Matrices turned round on CUDA: what cuBLASLt takes of codes and of their scales.
+#pragma once
+
+#include "kernels/cuda.h"
+
+namespace transformer_ops::cuda {
+
+// to[j * to_stride + i] = from[i * from_stride + j] for i < rows and j < cols, of elements of 1 or
+// 4 bytes. What lies between rows of `to` stays as it is.
+inline const Kernel<void(Stream, int bytes, const void* from, int64_t from_stride, void* to,
+                         int64_t to_stride, int64_t rows, int64_t cols)>
+    transpose{"transpose"};
+
+}  // namespace transformer_ops::cuda
