@@ -346,6 +346,25 @@ def test_no_host_reads_a_number() -> None:
     assert not names & {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero"}
 
 
+def test_frozen_weights_are_encoded_once() -> None:
+    module, x = block(), torch.randn(128, 128).bfloat16()
+    step(module, x, RECIPES[0])
+    text, parameters = cuda_plan(module.plans()[0]), list(module.parameters())
+    counts, results = [], []
+    with tops.frozen_weights():
+        for _ in range(2):
+            with torch.profiler.profile() as profile:
+                y = o.run_plan(text, x, [], parameters)[0]
+                results.append([y, *torch.autograd.grad(y.float().square().sum(), parameters)])
+            names = [event.name.split("::")[-1] for event in profile.events()]
+            counts.append([names.count("quantize"), names.count("quantize_saved")])
+    # Three inputs and three gradients, along both dimensions; three weights, whose blocks are the
+    # same along both.
+    assert counts == [[12, 3], [9, 3]]
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_has_no_break(dynamic: bool) -> None:
     module, x = block(), torch.randn(128, 128).bfloat16()
