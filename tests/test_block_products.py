@@ -1,5 +1,5 @@
-"""Products of FP8 codes with a scale for each block of 128, as plans for CUDA have them: decoded on
-the CPU, and on CUDA where cuBLASLt has none. `pytest --emulate-cuda` runs them through the CUDA
+"""Products of FP8 codes with a scale for each block, as plans for CUDA have them: decoded on the
+CPU, and on CUDA where cuBLASLt has none. `pytest --emulate-cuda` runs them through the CUDA
 bodies as well, whose scales are read in the layout that cuBLASLt documents.
 """
 
@@ -21,7 +21,13 @@ from transformer_ops import _C
 from transformer_ops.plan.explain.summary import describe
 from transformer_ops.plan.plan import Plan
 from transformer_ops.quantization import available
-from transformer_ops.recipe import CustomRecipe, Float8BlockScaling, Format
+from transformer_ops.recipe import (
+    CustomRecipe,
+    Float8BlockScaling,
+    Format,
+    MXFP8BlockScaling,
+    Recipe,
+)
 
 o = torch.ops.transformer_ops
 
@@ -46,10 +52,22 @@ def codes(*shape: int, format: str) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.fixture
 def no_blocks() -> Iterator[None]:
-    """On a GPU of another compute capability than 9.0."""
+    """On a GPU that multiplies codes of one scale alone."""
     torch.ops.transformer_ops_emulated.set_multiplies_blocks(False)
+    torch.ops.transformer_ops_emulated.set_multiplies_mx(False)
     yield
     torch.ops.transformer_ops_emulated.set_multiplies_blocks(True)
+    torch.ops.transformer_ops_emulated.set_multiplies_mx(True)
+
+
+def rows_of(element: str, blocks: str) -> str:
+    """Of what is summed along its rows; `blocks`: 1x128, 128x128 or mx."""
+    return f"mx {element}" if blocks == "mx" else f"{element} {blocks}"
+
+
+def columns_of(element: str, blocks: str) -> str:
+    """Of what is summed along its columns; `blocks`: 128x1, 128x128 or mx."""
+    return f"mx {element} 32x1" if blocks == "mx" else f"{element} {blocks}"
 
 
 # ---- typed ops
@@ -57,11 +75,12 @@ def no_blocks() -> Iterator[None]:
 
 @pairs
 @every_size
-@pytest.mark.parametrize("weight", ["1x128", "128x128"])
+@pytest.mark.parametrize("weight", ["1x128", "128x128", "mx"])
 def test_forward(elements: tuple[str, str], size: tuple[int, int, int], weight: str) -> None:
     rows, k, n = size
-    x, x_scale, wide_x = codes(rows, k, format=f"{elements[0]} 1x128")
-    w, w_scale, wide_w = codes(n, k, format=f"{elements[1]} {weight}")
+    own = "mx" if weight == "mx" else "1x128"
+    x, x_scale, wide_x = codes(rows, k, format=rows_of(elements[0], own))
+    w, w_scale, wide_w = codes(n, k, format=rows_of(elements[1], weight))
     scales = (x_scale, w_scale)
     product = wide_x @ wide_w.t()
     for a in (x, by_columns(x)):
@@ -87,16 +106,17 @@ def test_forward(elements: tuple[str, str], size: tuple[int, int, int], weight: 
 
 @pairs
 @every_size
-@pytest.mark.parametrize("weight", ["128x1", "128x128"])
+@pytest.mark.parametrize("weight", ["128x1", "128x128", "mx"])
 def test_backward(elements: tuple[str, str], size: tuple[int, int, int], weight: str) -> None:
     rows, k, n = size
-    g, g_scale, wide_g = codes(rows, n, format=f"{elements[0]} 1x128")
-    w, w_scale, wide_w = codes(n, k, format=f"{elements[1]} {weight}")
+    by_rows, by_columns = ("mx", "mx") if weight == "mx" else ("1x128", "128x1")
+    g, g_scale, wide_g = codes(rows, n, format=rows_of(elements[0], by_rows))
+    w, w_scale, wide_w = codes(n, k, format=columns_of(elements[1], weight))
     got, none = o.linear_backward_scaled(g, None, w, [True, False], g_scale, w_scale)
     assert_near(got, wide_g @ wide_w)
     assert none.numel() == 0 and none.dtype == torch.bfloat16
-    g, g_scale, wide_g = codes(rows, n, format=f"{elements[0]} 128x1")
-    x, x_scale, wide_x = codes(rows, k, format=f"{elements[1]} 128x1")
+    g, g_scale, wide_g = codes(rows, n, format=columns_of(elements[0], by_columns))
+    x, x_scale, wide_x = codes(rows, k, format=columns_of(elements[1], by_columns))
     got = o.linear_backward_scaled(g, x, None, [False, True], g_scale, x_scale)[1]
     assert_near(got, wide_g.t() @ wide_x)
     for dtype in (torch.float32, torch.bfloat16):
@@ -126,13 +146,22 @@ def test_beside_other_operands() -> None:
     assert_near(o.linear_scaled(x, one, scale, factor), want)
 
 
-# Blocks that do not follow the sum, and the same blocks 128 x 128 on both sides.
+# Blocks that do not follow the sum, 128 x 128 on both sides, and of different formats.
 @pytest.mark.parametrize(
-    "blocks", [("128x1", "1x128"), ("1x128", "128x1"), ("128x128", "128x128")], ids=str
+    "formats",
+    [
+        ("e4m3 128x1", "e4m3 1x128"),
+        ("e4m3 1x128", "e4m3 128x1"),
+        ("e4m3 128x128", "e4m3 128x128"),
+        ("mx e4m3 32x1", "mx e4m3"),
+        ("mx e4m3", "mx e4m3 32x1"),
+        ("mx e4m3", "e4m3 1x128"),
+    ],
+    ids=str,
 )
-def test_other_blocks_are_decoded(blocks: tuple[str, str], request: pytest.FixtureRequest) -> None:
-    x, x_scale, wide_x = codes(128, 256, format=f"e4m3 {blocks[0]}")
-    w, w_scale, wide_w = codes(128, 256, format=f"e4m3 {blocks[1]}")
+def test_other_blocks_are_decoded(formats: tuple[str, str], request: pytest.FixtureRequest) -> None:
+    x, x_scale, wide_x = codes(128, 256, format=formats[0])
+    w, w_scale, wide_w = codes(128, 256, format=formats[1])
     emulated = request.config.getoption("--emulate-cuda") is not None
     if emulated:
         products()
@@ -152,6 +181,10 @@ def test_what_scales_must_be() -> None:
         o.linear_scaled(x, w, scale, torch.ones(64, 2))
     with pytest.raises(RuntimeError, match=r"\[linear_scaled\] left_scale must be one float32"):
         o.linear_scaled(x, w, scale.double(), None)
+    with pytest.raises(RuntimeError, match=r"\[linear_scaled\] left_scale must be one float32"):
+        o.linear_scaled(x, w, torch.tensor(127, dtype=torch.uint8), None)
+    with pytest.raises(RuntimeError, match=rf"\[linear_scaled\] left_scale {rule} input, got"):
+        o.linear_scaled(x, w, scale.byte(), None)
     name = r"\[linear_backward_scaled\]"
     with pytest.raises(RuntimeError, match=rf"{name} right_scale {rule} input, got"):
         o.linear_backward_scaled(g, x, None, [False, True], one, scale[1:])
@@ -218,6 +251,41 @@ def test_codes_are_multiplied() -> None:
     ]
 
 
+@pytest.mark.emulated
+def test_codes_of_mx_are_multiplied() -> None:
+    x, x_scale, _ = codes(64, 96, format="mx e5m2")
+    w, w_scale, _ = codes(160, 96, format="mx e4m3")
+    products()
+    o.linear_scaled(x, w, x_scale, w_scale)
+    g, g_scale, _ = codes(64, 160, format="mx e4m3")
+    w, w_scale, _ = codes(160, 96, format="mx e4m3 32x1")
+    o.linear_backward_scaled(g, None, w, [True, False], g_scale, w_scale)
+    g, g_scale, _ = codes(64, 160, format="mx e5m2 32x1")
+    x, x_scale, _ = codes(64, 96, format="mx e4m3 32x1")
+    o.linear_backward_scaled(g, x, None, [False, True], g_scale, x_scale)
+    assert products() == [
+        "plain 64x160x96 e5m2/mx e4m3/mx -> bfloat16",
+        "plain 64x96x160 e4m3/mx e4m3/mx -> bfloat16",
+        "plain 160x96x64 e5m2/mx e4m3/mx -> bfloat16",
+    ]
+    for rows, k, n in ((64, 80, 160), (64, 96, 144), (48, 96, 160)):
+        x, x_scale, _ = codes(rows, k, format="mx e4m3")
+        w, w_scale, _ = codes(n, k, format="mx e4m3")
+        o.linear_scaled(x, w, x_scale, w_scale)
+        assert products() == [f"plain {rows}x{n}x{k} bfloat16 -> bfloat16"]
+
+
+# Of numbers that are neither subnormal nor infinite.
+@pytest.mark.parametrize(("byte", "size"), [(0, 4.0), (1, 4.0), (254, 2**-5), (255, 1.0)])
+def test_scales_of_mx_at_their_ends(byte: int, size: float) -> None:
+    x, w = (torch.full((32, 32), number).to(torch.float8_e4m3fn) for number in (size, 1.0))
+    scale = torch.full((32, 1), byte, dtype=torch.uint8)
+    one = torch.full((32, 1), 127, dtype=torch.uint8)
+    wide = o.dequantize(x, scale, "mx e4m3", "float64") @ w.double().t()
+    got = o.linear_scaled(x, w, scale, one).double()
+    torch.testing.assert_close(got, wide, rtol=0, atol=0, equal_nan=True)
+
+
 def decoded(m: int, k: int, n: int) -> list[str]:
     return [
         f"plain {m}x{n}x{k} bfloat16 -> bfloat16",
@@ -249,6 +317,8 @@ def test_of_other_sizes_they_are_decoded() -> None:
 def test_decoded_products_are_right(no_blocks: None) -> None:
     test_forward(("e4m3", "e4m3"), (256, 640, 144), "128x128")
     test_backward(("e4m3", "e4m3"), (256, 640, 144), "128x128")
+    test_forward(("e4m3", "e4m3"), (256, 640, 144), "mx")
+    test_backward(("e4m3", "e4m3"), (256, 640, 144), "mx")
 
 
 # ---- whole modules: the plan for CUDA, by the CPU's kernels or by emulated ones
@@ -290,8 +360,13 @@ def block(width: int = 128) -> tops.Sequential:
     ).bfloat16()
 
 
-RECIPES = [Float8BlockScaling(), Float8BlockScaling(fp8_format=Format.HYBRID)]
-every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.fp8_format.name)
+RECIPES = [
+    Float8BlockScaling(),
+    Float8BlockScaling(fp8_format=Format.HYBRID),
+    MXFP8BlockScaling(),
+    MXFP8BlockScaling(fp8_format=Format.HYBRID),
+]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.key)
 
 
 def test_the_plan_for_a_gpu() -> None:
@@ -307,8 +382,8 @@ def test_the_plan_for_a_gpu() -> None:
 
 
 @every_recipe
-@pytest.mark.parametrize("width", [128, 96])
-def test_a_module(recipe: Float8BlockScaling, width: int, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("width", [128, 80])
+def test_a_module(recipe: Recipe, width: int, request: pytest.FixtureRequest) -> None:
     module = block(width)
     x = torch.randn(128, width).bfloat16()
     want = step(module, x, recipe)
@@ -318,9 +393,11 @@ def test_a_module(recipe: Float8BlockScaling, width: int, request: pytest.Fixtur
     found = run_for_cuda(module, x)
     if emulated:
         lines = products()
-        assert any("e4m3/1x128 e4m3/128x128" in line for line in lines)
-        # Sums over 96 columns are of decoded numbers.
-        assert any("bfloat16 ->" in line for line in lines) == (width == 96)
+        is_mx = isinstance(recipe, MXFP8BlockScaling)
+        blocks = "e4m3/mx e4m3/mx" if is_mx else "e4m3/1x128 e4m3/128x128"
+        assert any(blocks in line for line in lines)
+        # Sums over 80 columns are of decoded numbers.
+        assert any("bfloat16 ->" in line for line in lines) == (width == 80)
     for got, right in zip(found, want, strict=True):
         assert got.dtype == right.dtype == torch.bfloat16
         assert (got - right).double().norm() <= 2**-6 * right.double().norm()
@@ -405,6 +482,18 @@ def test_explain_says_what_is_emulated() -> None:
     )
 
 
+def test_explain_says_which_gpus_multiply_mxfp8() -> None:
+    module = block()
+    step(module, torch.randn(32, 128).bfloat16(), MXFP8BlockScaling())
+    plan = Plan.parse(cuda_plan(module.plans()[0]))
+    ops = [op for m in module for op in getattr(m, "basic_ops", [m])]
+    assert describe(plan, ops, {}, None).note == (
+        "formats of products: input mx e4m3, weight mx e4m3, output gradient mx e4m3; codes of "
+        "MXFP8 are multiplied, from compute capability 10.0 on and where sizes are multiples of "
+        "32; all else is emulated, by products of decoded tensors"
+    )
+
+
 def test_saved_codes_are_no_product() -> None:
     module = tops.Sequential(tops.Linear(64, 64), tops.GELU(), tops.Linear(64, 64), saved="fp8")
     module(torch.randn(4, 64).requires_grad_())
@@ -414,7 +503,7 @@ def test_saved_codes_are_no_product() -> None:
 
 CHECKS = {
     "fp8_block_scaling": ((9, 0), (10, 0), "compute capability must be 9.0, got 10.0"),
-    "mxfp8": (None, (10, 0), "device must be the CPU, got cuda"),
+    "mxfp8": ((10, 0), (9, 0), "compute capability must be at least 10.0, got 9.0"),
     "nvfp4": (None, (10, 0), "device must be the CPU, got cuda"),
 }
 
@@ -450,13 +539,13 @@ def test_which_device_has_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.cuda
 @every_recipe
-@pytest.mark.parametrize("width", [128, 96])
-def test_a_gpu_has_the_cpus_numbers(recipe: Float8BlockScaling, width: int) -> None:
+@pytest.mark.parametrize("width", [128, 80])
+def test_a_gpu_has_the_cpus_numbers(recipe: Recipe, width: int) -> None:
     module = block(width)
     x = torch.randn(128, width).bfloat16()
     on_gpu = copy.deepcopy(module).cuda()
     want, got = step(module, x, recipe), step(on_gpu, x.cuda(), recipe)
-    assert 'quantize(p1.weight, "e4m3 128x128")' in str(on_gpu.plans()[-1])
+    assert "= quantize(p1.weight, " in str(on_gpu.plans()[-1])
     for a, b in zip(got, want, strict=True):
         assert (a.cpu() - b).double().norm() <= 2**-5 * b.double().norm()
 

@@ -26,6 +26,9 @@ using cuda::Gemm;
 using cuda::Matrix;
 using cuda::Scaling;
 
+// E8M0, or float32.
+bool has_mx(const Tensor& scale) { return scale.scalar_type() == at::kByte; }
+
 // A tensor of any strides as a matrix of its last dimension; its transpose costs nothing.
 class Factor {
  public:
@@ -79,14 +82,17 @@ class Factor {
   std::optional<Scaling> scaling(const Tensor& scale) const {
     const auto [down, across] = blocks_of(scale);
     const int64_t outer = flipped_ ? across : down, inner = flipped_ ? down : across;
-    if (inner * kBlock != cols_) return std::nullopt;
-    if (outer == rows_) return Scaling::Vectors128;
+    const bool is_mx = has_mx(scale);
+    if (inner * (is_mx ? 32 : kBlock) != cols_) return std::nullopt;
+    if (outer == rows_) return is_mx ? Scaling::Vectors32 : Scaling::Vectors128;
+    if (is_mx) return std::nullopt;
     return outer == (rows_ + kBlock - 1) / kBlock ? std::optional(Scaling::Blocks128)
                                                   : std::nullopt;
   }
   // The scales as the product reads them (kernels/gemm.h).
   Tensor stored_scales(const Tensor& scale, Scaling scaling) const {
     const auto [down, across] = blocks_of(scale);
+    if (scaling == Scaling::Vectors32) return in_tiles(scale.contiguous(), across);
     // Next to each other in memory are those of one block's rows; of 128 x 128 those of the blocks.
     const bool is_2d = scaling == Scaling::Blocks128, turns = is_2d == flipped_;
     const int64_t count = turns ? down : across, lines = turns ? across : down;
@@ -121,6 +127,15 @@ class Factor {
   static std::pair<int64_t, int64_t> blocks_of(const Tensor& scale) {
     const auto sizes = scale.sizes();
     return {c10::multiply_integers(sizes.slice(0, sizes.size() - 1)), sizes.back()};
+  }
+
+  Tensor in_tiles(const Tensor& scale, int64_t across) const {
+    const int64_t inners = cols_ / 32;
+    const int64_t tiles = (rows_ + 127) / 128 * ((inners + 3) / 4);
+    const Tensor out = empty({tiles * 512}, at::kByte, scale.device());
+    cuda::tile_scales(cuda::stream_of(out), cuda::read(scale), flipped_ ? 1 : across,
+                      flipped_ ? across : 1, cuda::write(out), rows_, inners);
+    return out;
   }
 
   Tensor times_blocks(const Tensor& scale) const {
@@ -270,7 +285,7 @@ using Fill = c10::function_ref<void(Gemm&)>;
 Matrix matrix_of_codes(const Factor& factor, const Tensor& scale, Scaling scaling) {
   Matrix matrix = factor.matrix();
   matrix.codes = factor.dtype() == at::kFloat8_e4m3fn ? cuda::Codes::E4M3 : cuda::Codes::E5M2;
-  if (scale.defined()) matrix.scale = scale.const_data_ptr<float>();
+  if (scale.defined()) matrix.scale = cuda::read(scale);
   matrix.scaling = scaling;
   return matrix;
 }
@@ -294,7 +309,11 @@ std::optional<Scalings> scalings_of_codes(const Operands& operands) {
     return is_one ? std::optional<Scalings>(std::in_place) : std::nullopt;
   }
   if (!is_of_blocks(left_scale) || !is_of_blocks(right_scale)) return std::nullopt;
-  if (!cuda::has_size_of_blocks(m, n, k) || !cuda::multiplies_blocks()) return std::nullopt;
+  const bool is_mx = has_mx(left_scale);
+  if (is_mx != has_mx(right_scale)) return std::nullopt;
+  const bool may_multiply = is_mx ? cuda::has_size_of_mx(m, n, k) && cuda::multiplies_mx()
+                                  : cuda::has_size_of_blocks(m, n, k) && cuda::multiplies_blocks();
+  if (!may_multiply) return std::nullopt;
   const auto of_left = left.scaling(left_scale), of_right = right.t().scaling(right_scale);
   if (!of_left || !of_right) return std::nullopt;
   if (*of_left == Scaling::Blocks128 && *of_right == Scaling::Blocks128) return std::nullopt;

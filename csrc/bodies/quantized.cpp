@@ -269,11 +269,12 @@ TensorSpec scale_spec(const Format& format, c10::SymIntArrayRef sizes) {
 }
 
 const Format* find_block_format(const Tensor& codes, const Tensor& scale) {
-  if (scale.scalar_type() != at::kFloat) return nullptr;
   for (const Format& format : kernel::kFormats) {
-    if (format.rule != ScaleRule::PowerOfTwo) continue;
+    if (format.rule != ScaleRule::PowerOfTwo && format.rule != ScaleRule::E8M0) continue;
+    const TensorSpec spec = scale_spec(format, codes.sym_sizes());
+    if (spec.dtype != scale.scalar_type()) continue;
     if (codes_spec(format, {}).dtype != codes.scalar_type()) continue;
-    if (scale.sym_sizes().equals(scale_spec(format, codes.sym_sizes()).sizes)) return &format;
+    if (scale.sym_sizes().equals(spec.sizes)) return &format;
   }
   return nullptr;
 }

@@ -28,6 +28,10 @@ enum class Scaling : uint8_t {
   Matrix,      // 0: all codes
   Vectors128,  // b * rows + i: 128 of a row
   Blocks128,   // i / 128 * stride + b: 128 x 128; stride is the number of b, as a multiple of 4
+  // 32 of a row, of which the scale is a byte, the exponent of a power of two (E8M0): in tiles of
+  // 128 rows and 4 blocks, one after another row by row, at i % 32 * 16 + i % 128 / 32 * 4 + b % 4
+  // of a tile. Tiles at the end are filled up with zeros.
+  Vectors32,
 };
 
 struct Matrix {
@@ -35,7 +39,8 @@ struct Matrix {
   int64_t stride = 0;       // elements from row to row as stored
   bool transposed = false;  // stored as its transpose
   Codes codes = Codes::None;
-  const float* scale = nullptr;  // of codes, by which they are multiplied; in device memory
+  // Of codes, by which they are multiplied, in device memory: float32, if `scaling` says no other.
+  const void* scale = nullptr;
   Scaling scaling = Scaling::Matrix;
 };
 
@@ -78,6 +83,13 @@ constexpr bool has_size_of_codes(int64_t n, int64_t k) { return n % 16 == 0 && k
 inline const Kernel<bool()> multiplies_blocks{"multiplies_blocks"};
 constexpr bool has_size_of_blocks(int64_t m, int64_t n, int64_t k) {
   return m % 4 == 0 && n % 16 == 0 && k % 128 == 0;
+}
+
+// Both matrices Vectors32: from compute capability 10.0 on (same documentation, "16/32-Element 1D
+// Block Scaling"). We ask for multiples of a block, as TransformerEngine does.
+inline const Kernel<bool()> multiplies_mx{"multiplies_mx"};
+constexpr bool has_size_of_mx(int64_t m, int64_t n, int64_t k) {
+  return m % 32 == 0 && n % 32 == 0 && k % 32 == 0;
 }
 
 // False where cuBLASLt has no algorithm for it, and then nothing was queued.

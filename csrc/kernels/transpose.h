@@ -11,4 +11,10 @@ inline const Kernel<void(Stream, int bytes, const void* from, int64_t from_strid
                          int64_t to_stride, int64_t rows, int64_t cols)>
     transpose{"transpose"};
 
+// Scales of one byte in tiles (Scaling::Vectors32 of kernels/gemm.h), of `outers` rows and `inners`
+// blocks: that of row i and block b is from[i * outer_stride + b * inner_stride].
+inline const Kernel<void(Stream, const void* from, int64_t outer_stride, int64_t inner_stride,
+                         void* to, int64_t outers, int64_t inners)>
+    tile_scales{"tile_scales"};
+
 }  // namespace transformer_ops::cuda

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -218,14 +219,21 @@ void check_main_grad(const Call& call, Values values, const TensorSpec& grad_wei
   }
 }
 
-// The numbers that codes with scales of blocks of 128 rows, columns or both stand for.
+// The numbers that codes with scales of blocks stand for: of 128 rows, columns or both, by float32;
+// of 32 rows or columns, by E8M0.
 Tensor times_blocks(const Tensor& codes, const Tensor& scale) {
   const int64_t h = codes.size(-1), across = scale.size(-1);
   const int64_t rows = c10::multiply_integers(codes.sizes().slice(0, codes.dim() - 1));
   const int64_t down = c10::multiply_integers(scale.sizes().slice(0, scale.dim() - 1));
+  const bool is_mx = scale.scalar_type() == at::kByte;
+  const int64_t block = is_mx ? 32 : 128;
   Tensor each = scale.reshape({down, across});
-  if (down != rows) each = each.repeat_interleave(128, 0).narrow(0, 0, rows);
-  if (across != h) each = each.repeat_interleave(128, 1).narrow(1, 0, h);
+  if (is_mx) {
+    const Tensor powers = (each.to(at::kDouble) - 127).exp2().to(at::kFloat);
+    each = powers.masked_fill(each == 255, std::numeric_limits<float>::quiet_NaN());
+  }
+  if (down != rows) each = each.repeat_interleave(block, 0).narrow(0, 0, rows);
+  if (across != h) each = each.repeat_interleave(block, 1).narrow(1, 0, h);
   return (codes.to(at::kFloat) * each.reshape(codes.sizes())).to(at::kBFloat16);
 }
 
@@ -294,8 +302,9 @@ class Kernel : public c10::OperatorKernel {
 
   Tensor scale_of(const char* argument, c10::IValue& value) const {
     const Tensor* const scale = BodyParameter<const Tensor*>::get(value);
-    TORCH_CHECK(scale == nullptr || scale->scalar_type() == at::kFloat, "[", variant_.name, "] ",
-                argument,
+    const bool fits = scale == nullptr || scale->scalar_type() == at::kFloat ||
+                      (scale->scalar_type() == at::kByte && scale->dim() > 0);
+    TORCH_CHECK(fits, "[", variant_.name, "] ", argument,
                 " must be one float32 without dimensions, or one for each block of codes,", " got ",
                 scale->scalar_type(), " of shape ", scale->sym_sizes());
     return or_undefined(scale);

@@ -1,5 +1,7 @@
 #include "interpret.h"
 
+#include <cmath>
+#include <limits>
 #include <stdexcept>
 #include <vector>
 
@@ -33,24 +35,32 @@ double get(DType dtype, Codes codes, const void* data, int64_t i) {
 }
 
 // What element (outer, inner) of A, or of B's transpose, is multiplied by: as the cuBLAS
-// documentation lays out scales ("128-element 1D and 128x128 2D Block Scaling For FP8 Data Types",
-// "Scaling factors layouts"), with outer dimension and blocks of the inner one.
-double scale_at(const float* scale, Scaling scaling, int64_t outer, int64_t inner, int64_t outers,
+// documentation lays out scales ("Scaling factors layouts" of "128-element 1D and 128x128 2D Block
+// Scaling For FP8 Data Types", "1D Block Scaling Factors Layout").
+double scale_at(const void* scale, Scaling scaling, int64_t outer, int64_t inner, int64_t outers,
                 int64_t inners) {
   if (scale == nullptr) return 1.0;
+  const auto* const numbers = static_cast<const float*>(scale);
   const int64_t blocks = (inners + 127) / 128, block = inner / 128;
   switch (scaling) {
     case Scaling::Vectors128:
-      return scale[outer + block * outers];
+      return numbers[outer + block * outers];
     case Scaling::Blocks128:
-      return scale[outer / 128 * ((blocks + 3) / 4 * 4) + block];
+      return numbers[outer / 128 * ((blocks + 3) / 4 * 4) + block];
+    case Scaling::Vectors32: {
+      // A tile of scales is that of 128 x 128 elements.
+      const int64_t tile = outer / 128 * blocks + block, row = outer % 128;
+      const int64_t at = tile * 512 + row % 32 * 16 + row / 32 * 4 + inner / 32 % 4;
+      const uint8_t byte = static_cast<const uint8_t*>(scale)[at];
+      return byte == 255 ? std::numeric_limits<double>::quiet_NaN() : std::ldexp(1.0, byte - 127);
+    }
     case Scaling::Matrix:
       break;
   }
-  return *scale;
+  return *numbers;
 }
 
-Operand read(DType dtype, Codes codes, const float* scale, Scaling scaling, const void* data,
+Operand read(DType dtype, Codes codes, const void* scale, Scaling scaling, const void* data,
              const Layout& layout, bool transpose, bool by_rows) {
   Operand operand = {
       {}, transpose ? layout.cols : layout.rows, transpose ? layout.rows : layout.cols};

@@ -57,6 +57,7 @@ std::string text(DType dtype, Codes codes, Scaling scaling) {
   if (codes == Codes::None) return text(dtype);
   const std::string name = codes == Codes::E4M3 ? "e4m3" : "e5m2";
   if (scaling == Scaling::Vectors128) return name + "/1x128";
+  if (scaling == Scaling::Vectors32) return name + "/mx";
   return scaling == Scaling::Blocks128 ? name + "/128x128" : name;
 }
 
@@ -85,6 +86,7 @@ TORCH_LIBRARY(transformer_ops_emulated, library) {
   library.def("products() -> str[]", products);
   library.def("set_multiplies_codes(bool value) -> ()", set_multiplies_codes);
   library.def("set_multiplies_blocks(bool value) -> ()", set_multiplies_blocks);
+  library.def("set_multiplies_mx(bool value) -> ()", set_multiplies_mx);
 }
 
 [[maybe_unused]] const bool installed = [] {

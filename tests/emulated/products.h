@@ -79,6 +79,10 @@ class Array {
                                                     : encoding::encode<encoding::E5M2>(x, 1.0f));
     }
   }
+  void set_byte(int64_t i, uint8_t byte) {
+    bytes_[static_cast<size_t>(i)] = static_cast<char>(byte);
+  }
+  uint8_t get_byte(int64_t i) const { return static_cast<uint8_t>(bytes_[static_cast<size_t>(i)]); }
   double get_code(Codes codes, int64_t i) const {
     const auto byte = static_cast<uint8_t>(bytes_[static_cast<size_t>(i)]);
     return codes == Codes::E4M3 ? encoding::decode<encoding::E4M3>(byte)
@@ -120,30 +124,37 @@ struct Scales {
   Scales(const Memory& memory, Scaling scaling, int64_t outers, int64_t inners, double one)
       : scaling(scaling),
         outers(outers),
-        stride((inners + 511) / 512 * 4),
-        array(memory, DType::Float32, count(scaling, outers, inners)) {
+        blocks((inners + 127) / 128),
+        array(memory, DType::Float32, count()) {
     std::mt19937 random(static_cast<unsigned>(outers));
     for (int64_t i = 0; i < array.size(); ++i) {
       const int power = static_cast<int>(random() % 5) - 2;
       array.set(i, scaling == Scaling::Matrix ? one : std::ldexp(1.0, power));
     }
+    for (int64_t i = 0; scaling == Scaling::Vectors32 && i < array.size() * 4; ++i) {
+      array.set_byte(i, static_cast<uint8_t>(125 + random() % 5));
+    }
   }
 
-  static int64_t count(Scaling scaling, int64_t outers, int64_t inners) {
+  int64_t count() const {
     if (scaling == Scaling::Matrix) return 1;
-    if (scaling == Scaling::Vectors128) return outers * ((inners + 127) / 128);
-    return (outers + 127) / 128 * ((inners + 511) / 512 * 4);
+    if (scaling == Scaling::Vectors128) return outers * blocks;
+    const int64_t down = (outers + 127) / 128;
+    return scaling == Scaling::Vectors32 ? down * blocks * 128 : down * stride();
   }
+  int64_t stride() const { return (blocks + 3) / 4 * 4; }
   double of(int64_t outer, int64_t inner) const {
+    const int64_t block = inner / 128, row = outer % 128;
     if (scaling == Scaling::Matrix) return array.get(0);
-    const int64_t block = inner / 128;
-    return array.get(scaling == Scaling::Vectors128 ? block * outers + outer
-                                                    : outer / 128 * stride + block);
+    if (scaling == Scaling::Vectors128) return array.get(block * outers + outer);
+    if (scaling == Scaling::Blocks128) return array.get(outer / 128 * stride() + block);
+    const int64_t at = (outer / 128 * blocks + block) * 512 + row % 32 * 16 + row / 32 * 4;
+    return std::ldexp(1.0, array.get_byte(at + inner / 32 % 4) - 127);
   }
-  const float* device() const { return reinterpret_cast<const float*>(array.device()); }
+  const void* device() const { return array.device(); }
 
   Scaling scaling;
-  int64_t outers, stride;
+  int64_t outers, blocks;
   Array array;
 };
 
@@ -165,7 +176,7 @@ struct Stored {
     return codes == Codes::None ? array.get(index(i, j)) : array.get_code(codes, index(i, j));
   }
   Matrix matrix(const Product& product, const Scales& scales) const {
-    const float* const scale = product.has_scales ? scales.device() : nullptr;
+    const void* const scale = product.has_scales ? scales.device() : nullptr;
     return {array.device(), stride, transposed, codes, scale, scales.scaling};
   }
   // Of A, whose columns are summed over, or of B, whose rows are.
@@ -446,6 +457,13 @@ inline std::vector<Product> products() {
   of_blocks("blocks_vectors", blocks, vectors, {.m = 132});
   of_blocks("vectors_vectors", vectors, vectors, {.k = 256});
   of_blocks("vectors_e5m2", vectors, vectors, {.m = 4, .k = 128, .a_codes = Codes::E5M2});
+  const Scaling mx = Scaling::Vectors32;
+  of_blocks("mx", mx, mx, {.m = 160, .n = 160});
+  of_blocks("mx_e5m2", mx, mx, {.m = 32, .k = 96, .a_codes = Codes::E5M2});
+  of_blocks("mx_gelu_aux", mx, mx, {.epilogue = Epilogue::GeluBias, .extra = true, .m = 32});
+  of_blocks("mx_residual", mx, mx, {.epilogue = Epilogue::Bias, .m = 32, .beta = 1.0});
+  of_blocks("mx_accumulate", mx, mx,
+            {.result_dtype = DType::Float32, .m = 32, .beta = 1.0, .in_place = true});
   of_blocks("blocks_bias", vectors, blocks, {.epilogue = Epilogue::Bias});
   of_blocks("blocks_gelu", vectors, blocks, {.epilogue = Epilogue::GeluBias});
   of_blocks("blocks_gelu_aux", vectors, blocks, {.epilogue = Epilogue::GeluBias, .extra = true});

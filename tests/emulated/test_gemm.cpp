@@ -147,7 +147,7 @@ TEST(GemmPlan, RefusesWhatNoGpuMultipliesOfCodes) {
   EXPECT_FALSE(refused([](Gemm& g) { g.beta = 1, g.c = memory, g.c_stride = 136; }));
   // Dtypes and epilogues.
   EXPECT_TRUE(refused([](Gemm& g) { g.dtype = g.result_dtype = DType::Float16; }));
-  EXPECT_TRUE(refused([](Gemm& g) { g.factors = g.a.scale; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.factors = static_cast<const float*>(g.a.scale); }));
   EXPECT_TRUE(refused([](Gemm& g) { g.epilogue = Epilogue::DGelu; }));
   EXPECT_TRUE(refused([](Gemm& g) { g.epilogue = Epilogue::SumA; }));
   EXPECT_FALSE(refused([](Gemm& g) { g.epilogue = Epilogue::Bias, g.bias = memory; }));
@@ -188,6 +188,9 @@ TEST(GemmPlan, RefusesWhatNoGpuMultipliesOfBlocks) {
   EXPECT_TRUE(refused([](Gemm& g) { g.a.scaling = Scaling::Blocks128; }));
   EXPECT_TRUE(refused([](Gemm& g) { g.a.scaling = Scaling::Matrix; }));
   EXPECT_TRUE(refused([](Gemm& g) { g.b.scaling = Scaling::Matrix; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scaling = Scaling::Vectors32; }));
+  EXPECT_FALSE(refused([](Gemm& g) { g.a.scaling = g.b.scaling = Scaling::Vectors32, g.m = 32; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scaling = g.b.scaling = Scaling::Vectors32, g.m = 4; }));
   EXPECT_TRUE(refused([](Gemm& g) { g.a.scale = nullptr; }));
   EXPECT_TRUE(refused([](Gemm& g) { g.b.scale = nullptr; }));
   EXPECT_TRUE(refused([](Gemm& g) { g.a.scale = reinterpret_cast<const float*>(memory + 8); }));
@@ -234,6 +237,7 @@ TEST(GemmPlan, ProblemsThatMayNeedAnotherAlgorithmDiffer) {
   add([](Gemm& g) { g = codes(), g.b.codes = Codes::E5M2; });
   add([](Gemm& g) { g = blocks(); });
   add([](Gemm& g) { g = blocks(), g.b.scaling = Scaling::Vectors128; });
+  add([](Gemm& g) { g = blocks(), g.m = 32, g.a.scaling = g.b.scaling = Scaling::Vectors32; });
   add([](Gemm& g) { g = blocks(), std::swap(g.a.scaling, g.b.scaling); });
   add([](Gemm& g) { g.a.data = memory + 16; });
   add([](Gemm& g) { g.b.data = memory + 16; });

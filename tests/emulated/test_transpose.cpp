@@ -1,7 +1,8 @@
 // Matrices turned round, in memory of any alignment and with surplus between their rows.
 #include <gtest/gtest.h>
 
-#include <cstring>
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "kernels/transpose.h"
@@ -40,6 +41,30 @@ TEST(Transpose, TurnsEveryElementAndNothingElse) {
     for (const int64_t shift : {0, 1, 4}) {
       expect_turned<uint8_t>(shape, shift);
       expect_turned<uint32_t>(shape, shift);
+    }
+  }
+}
+
+// By the indices of the cuBLAS documentation, "1D Block Scaling Factors Layout".
+TEST(Transpose, ScalesInTiles) {
+  for (const auto& [outers, inners] : {std::pair<int64_t, int64_t>{128, 4}, {32, 1}, {300, 9}}) {
+    for (const bool by_columns : {false, true}) {
+      std::vector<uint8_t> from(static_cast<size_t>(outers * inners));
+      for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint8_t>(1 + i * 7 % 255);
+      const int64_t across = (inners + 3) / 4, tiles = (outers + 127) / 128 * across;
+      std::vector<uint8_t> to(static_cast<size_t>(tiles * 512 + 4), 0xa5), want(to.size());
+      std::fill(want.end() - 4, want.end(), 0xa5);
+      const int64_t outer_stride = by_columns ? 1 : inners, inner_stride = by_columns ? outers : 1;
+      for (int64_t i = 0; i < outers; ++i) {
+        for (int64_t b = 0; b < inners; ++b) {
+          const int64_t tile = i / 128 * across + b / 4;
+          const int64_t at = tile * 512 + i % 32 * 16 + i % 128 / 32 * 4 + b % 4;
+          want[static_cast<size_t>(at)] =
+              from[static_cast<size_t>(i * outer_stride + b * inner_stride)];
+        }
+      }
+      tile_scales(nullptr, from.data(), outer_stride, inner_stride, to.data(), outers, inners);
+      EXPECT_EQ(to, want) << outers << " x " << inners;
     }
   }
 }

@@ -85,10 +85,10 @@ def is_mxfp8_available(
 def is_mxfp8_available(
     device: _Device = None, *, return_reason: bool = False
 ) -> bool | tuple[bool, str]:
-    """Whether `MXFP8BlockScaling` is of use on a device: as `is_fp8_available`, but on no GPU yet,
-    because its products are of decoded tensors on all of them.
+    """Whether `MXFP8BlockScaling` is of use on a device: as `is_fp8_available`, but a GPU needs
+    compute capability 10.0, and the build CUDA 12.9 or newer.
     """
-    found = _look(device) or _on_no_gpu(device)
+    found = _look(device) or _toolkit() or _capability(device, (10, 0), None, "at least 10.0")
     return found if return_reason else found[0]
 
 
@@ -107,7 +107,9 @@ def is_nvfp4_available(
 def is_nvfp4_available(
     device: _Device = None, *, return_reason: bool = False
 ) -> bool | tuple[bool, str]:
-    """Whether `NVFP4BlockScaling` is of use on a device: as `is_mxfp8_available`."""
+    """Whether `NVFP4BlockScaling` is of use on a device: as `is_fp8_available`, but on no GPU yet,
+    because its products are of decoded tensors on all of them.
+    """
     found = _look(device) or _on_no_gpu(device)
     return found if return_reason else found[0]
 

@@ -130,6 +130,8 @@ class Operation {
         return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
       case Scaling::Blocks128:
         return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+      case Scaling::Vectors32:
+        return CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
       case Scaling::Matrix:
         break;
     }
@@ -288,6 +290,7 @@ int capability() {
 
 bool can_multiply(const LtProblem& problem) {
   if (problem.a_codes == Codes::None) return true;
+  if (problem.a_scaling == Scaling::Vectors32) return entry::multiplies_mx();
   return has_blocks(problem) ? entry::multiplies_blocks() : entry::multiplies_codes();
 }
 
@@ -297,6 +300,8 @@ bool can_multiply(const LtProblem& problem) {
 bool entry::multiplies_codes() { return capability() >= 89; }
 
 bool entry::multiplies_blocks() { return TRANSFORMER_OPS_HAS_BLOCKS && capability() == 90; }
+
+bool entry::multiplies_mx() { return TRANSFORMER_OPS_HAS_BLOCKS && capability() >= 100; }
 
 bool entry::gemm(Stream stream, const Gemm& gemm) {
   const auto plan = plan_gemm(gemm);
@@ -321,6 +326,7 @@ bool entry::gemm(Stream stream, const Gemm& gemm) {
 
 TRANSFORMER_OPS_KERNEL(multiplies_codes, "cuda");
 TRANSFORMER_OPS_KERNEL(multiplies_blocks, "cuda");
+TRANSFORMER_OPS_KERNEL(multiplies_mx, "cuda");
 TRANSFORMER_OPS_KERNEL(gemm, "cuda");
 
 }  // namespace transformer_ops::cuda

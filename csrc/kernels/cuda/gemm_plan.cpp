@@ -54,11 +54,14 @@ bool has_blocks(const Matrix& matrix) { return matrix.scaling != Scaling::Matrix
 // By the rules of kernels/gemm.h.
 bool blocks_fit(const Gemm& gemm) {
   if (!has_blocks(gemm.a) && !has_blocks(gemm.b)) return true;
-  const bool both_2d = gemm.a.scaling == Scaling::Blocks128 && gemm.b.scaling == Scaling::Blocks128;
-  if (!has_blocks(gemm.a) || !has_blocks(gemm.b) || both_2d) return false;
   if (gemm.a.scale == nullptr || gemm.b.scale == nullptr) return false;
-  return has_size_of_blocks(gemm.m, gemm.n, gemm.k) && alignment(gemm.a.scale) >= 16 &&
-         alignment(gemm.b.scale) >= 16;
+  if (alignment(gemm.a.scale) < 16 || alignment(gemm.b.scale) < 16) return false;
+  if (gemm.a.scaling == Scaling::Vectors32 || gemm.b.scaling == Scaling::Vectors32) {
+    return gemm.a.scaling == gemm.b.scaling && has_size_of_mx(gemm.m, gemm.n, gemm.k);
+  }
+  const bool both_2d = gemm.a.scaling == Scaling::Blocks128 && gemm.b.scaling == Scaling::Blocks128;
+  return has_blocks(gemm.a) && has_blocks(gemm.b) && !both_2d &&
+         has_size_of_blocks(gemm.m, gemm.n, gemm.k);
 }
 
 // By the rules of kernels/gemm.h; of epilogues, those that ops ask for.

@@ -66,8 +66,8 @@ struct GemmPlan {
   void* d;
   const void* bias;  // or where a bias gradient goes
   const void* aux;
-  const float* a_scale;  // of codes, in device memory; null: 1
-  const float* b_scale;
+  const void* a_scale;  // of codes, in device memory; null: 1
+  const void* b_scale;
   double alpha, beta;
   const float* factors;  // null, or both in device memory
 };
@@ -81,6 +81,7 @@ std::optional<GemmPlan> plan_gemm(const Gemm& gemm);
 namespace entry {
 bool multiplies_codes();
 bool multiplies_blocks();
+bool multiplies_mx();
 bool gemm(Stream stream, const Gemm& gemm);
 }  // namespace entry
 

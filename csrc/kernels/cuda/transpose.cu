@@ -109,6 +109,37 @@ __global__ void __launch_bounds__(kThreads) turn_words_kernel(Turn turn) {
   }
 }
 
+// ---- scales in tiles of 128 rows and 4 blocks: a thread has 4 bytes of a row
+
+constexpr int kTileRows = 128;
+
+struct Tiles {
+  const uint8_t* from;
+  int64_t outer_stride, inner_stride;
+  uint32_t* to;
+  int64_t outers, inners;
+  int64_t across;  // tiles of a row
+  int64_t words;
+};
+
+__global__ void __launch_bounds__(kThreads) tile_kernel(Tiles tiles) {
+  const int64_t at =
+      static_cast<int64_t>(blockIdx.x) * kThreads + static_cast<int64_t>(threadIdx.x);
+  if (at >= tiles.words) return;
+  const int64_t tile = at / kTileRows, place = at % kTileRows;
+  const int64_t outer = tile / tiles.across * kTileRows + place % 4 * 32 + place / 4;
+  const int64_t inner = tile % tiles.across * 4;
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (outer >= tiles.outers || inner + i >= tiles.inners) continue;
+    const uint8_t* const scale =
+        tiles.from + outer * tiles.outer_stride + (inner + i) * tiles.inner_stride;
+    word |= static_cast<uint32_t>(*scale) << (8 * i);
+  }
+  tiles.to[at] = word;
+}
+
 namespace entry {
 
 void transpose(Stream stream, int bytes, const void* from, int64_t from_stride, void* to,
@@ -127,9 +158,19 @@ void transpose(Stream stream, int bytes, const void* from, int64_t from_stride, 
          aligned ? turn_bytes_kernel<true> : turn_bytes_kernel<false>, turn);
 }
 
+void tile_scales(Stream stream, const void* from, int64_t outer_stride, int64_t inner_stride,
+                 void* to, int64_t outers, int64_t inners) {
+  const int64_t across = ceil_div(inners, 4);
+  const int64_t words = ceil_div(outers, kTileRows) * across * kTileRows;
+  launch(stream, {ceil_div(words, kThreads), kThreads}, tile_kernel,
+         Tiles{static_cast<const uint8_t*>(from), outer_stride, inner_stride,
+               static_cast<uint32_t*>(to), outers, inners, across, words});
+}
+
 }  // namespace entry
 
 TRANSFORMER_OPS_KERNEL(transpose, "cuda");
+TRANSFORMER_OPS_KERNEL(tile_scales, "cuda");
 
 }  // namespace
 }  // namespace transformer_ops::cuda

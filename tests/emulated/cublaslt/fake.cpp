@@ -83,6 +83,8 @@ std::optional<Scaling> scaling_of(uint64_t mode) {
       return Scaling::Vectors128;
     case CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F:
       return Scaling::Blocks128;
+    case CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0:
+      return Scaling::Vectors32;
     default:
       return std::nullopt;
   }
@@ -97,6 +99,7 @@ bool takes_scales(const cublasLtMatmulDescOpaque_t& desc, const Layout& a, const
   if (a_scaling == Scaling::Matrix && b_scaling == Scaling::Matrix) return true;
   if (a_scaling == Scaling::Matrix || b_scaling == Scaling::Matrix) return false;
   if (a_scaling == Scaling::Blocks128 && b_scaling == Scaling::Blocks128) return false;
+  if ((a_scaling == Scaling::Vectors32) != (b_scaling == Scaling::Vectors32)) return false;
   for (const auto attribute :
        {CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER}) {
     if (desc.data[attribute] == 0 || desc.data[attribute] % 16 != 0) return false;
@@ -113,8 +116,6 @@ Layout layout_of(const cublasLtMatrixLayoutOpaque_t& matrix) {
 void needs_relaxed_mode() {
   if (!fake().relaxed) fake().asked_unrelaxed = true;
 }
-
-const float* number_at(uint64_t bits) { return reinterpret_cast<const float*>(bits); }
 
 const void* pointer(uint64_t bits) { return reinterpret_cast<const void*>(bits); }
 
@@ -133,9 +134,9 @@ using transformer_ops::cuda::kMark;
 using transformer_ops::cuda::kScale;
 using transformer_ops::cuda::layout_of;
 using transformer_ops::cuda::needs_relaxed_mode;
-using transformer_ops::cuda::number_at;
 using transformer_ops::cuda::place_of;
 using transformer_ops::cuda::pointer;
+using transformer_ops::cuda::Scaling;
 using transformer_ops::cuda::scaling_of;
 using transformer_ops::cuda::size_of_attribute;
 using transformer_ops::cuda::takes_scales;
@@ -258,7 +259,11 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
   if (handle == nullptr || desc->data[kMade] != kMark || wanted < 1) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
-  if (desc->data[kAScaling] != 0 && fake().capability != 90) return CUBLAS_STATUS_NOT_SUPPORTED;
+  const auto scaling = scaling_of(desc->data[kAScaling]);
+  const bool is_mx = scaling == Scaling::Vectors32;
+  if (scaling != Scaling::Matrix && (is_mx ? fake().capability < 100 : fake().capability != 90)) {
+    return CUBLAS_STATUS_NOT_SUPPORTED;
+  }
   *found = fake().answers;
   results[0].algo.data[0] = kMark;
   results[0].workspaceSize = fake().workspace_bytes;
@@ -327,8 +332,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
        .d = d,
        .bias = pointer(desc->data[CUBLASLT_MATMUL_DESC_BIAS_POINTER]),
        .aux = pointer(desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER]),
-       .a_scale = number_at(desc->data[CUBLASLT_MATMUL_DESC_A_SCALE_POINTER]),
-       .b_scale = number_at(desc->data[CUBLASLT_MATMUL_DESC_B_SCALE_POINTER]),
+       .a_scale = pointer(desc->data[CUBLASLT_MATMUL_DESC_A_SCALE_POINTER]),
+       .b_scale = pointer(desc->data[CUBLASLT_MATMUL_DESC_B_SCALE_POINTER]),
        .alpha = *static_cast<const float*>(alpha),
        .beta = *static_cast<const float*>(beta),
        .factors = on_device ? static_cast<const float*>(alpha) : nullptr});

@@ -52,6 +52,9 @@ class CublasLt : public testing::Test {
 
 TEST_F(CublasLt, DescriptorsSayWhatIsComputed) {
   for (const Product& product : products()) {
+    // No GPU has both.
+    fake().capability = product.a_scaling == Scaling::Vectors32 ? 100 : 90;
+    fake().device = 5000 + fake().capability;
     HostMemory blocks;
     const Memory memory = blocks.get();
     std::string text;
@@ -95,6 +98,23 @@ TEST_F(CublasLt, MultipliesBlocksOnComputeCapability90Alone) {
     EXPECT_EQ(entry::gemm(nullptr, call), wanted) << capability;
     call.a.scaling = call.b.scaling = Scaling::Matrix;
     EXPECT_EQ(entry::gemm(nullptr, call), capability >= 89) << capability;
+  }
+}
+
+TEST_F(CublasLt, MultipliesMxFromComputeCapability100On) {
+  alignas(256) static char codes[32 * 128], result[32 * 32 * 2];
+  for (const auto& [capability, wanted] :
+       {std::pair(89, false), {90, false}, {100, true}, {120, true}}) {
+    fake().device = 4000 + capability;
+    fake().capability = capability;
+    EXPECT_EQ(entry::multiplies_mx(), wanted) << capability;
+    Gemm call = example();
+    call.m = call.n = call.d_stride = 32;
+    call.k = 128;
+    call.a = {codes, 128, false, Codes::E4M3, memory + 2048, Scaling::Vectors32};
+    call.b = {codes, 128, true, Codes::E4M3, memory + 2048, Scaling::Vectors32};
+    call.d = result;
+    EXPECT_EQ(entry::gemm(nullptr, call), wanted) << capability;
   }
 }
 

@@ -178,21 +178,27 @@ def _how(plan: Plan) -> str:
             "codes are multiplied in FP8, from compute capability 8.9 on and where sizes are "
             "multiples of 16"
         )
-    if any(map(_gives_blocks, calls)):
+    formats = {_format_of_blocks(call) for call in calls}
+    if any(format.startswith("e") for format in formats):
         rows.append(
             "codes with a scale for each block are multiplied in FP8, on compute capability 9.0 "
             "and where sums are over multiples of 128, rows are multiples of 4 and columns of 16"
+        )
+    if any(format.startswith("mx") for format in formats):
+        rows.append(
+            "codes of MXFP8 are multiplied, from compute capability 10.0 on and where sizes are "
+            "multiples of 32"
         )
     emulated = "emulated, by products of decoded tensors"
     return "; ".join([*rows, f"all else is {emulated}"]) if rows else emulated
 
 
-def _gives_blocks(call: Instruction) -> bool:
-    """Codes of an operand, and a scale for each of their blocks."""
-    if call.target not in ("quantize", "quantize_saved"):
-        return False
+def _format_of_blocks(call: Instruction) -> str:
+    """Of a call that gives codes of an operand, and a scale for each of their blocks."""
+    format = call.arguments[-1] if call.target in ("quantize", "quantize_saved") else None
     value = call.results[0]
-    return isinstance(value, Value) and value.kind == "temporary"
+    is_operand = isinstance(value, Value) and value.kind == "temporary"
+    return str(format[0]) if is_operand and isinstance(format, tuple) else ""
 
 
 def _quantized_weights(plan: Plan) -> str:
