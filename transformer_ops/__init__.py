@@ -34,6 +34,9 @@ from .quantization import (  # noqa: E402
     autocast,
     frozen_weights,
     is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
     quantized_model_init,
 )
 from .quantizers import (  # noqa: E402
@@ -83,6 +86,9 @@ __all__ = [
     "frozen_weights",
     "fusions",
     "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "load_library",
     "memory",
     "optional",

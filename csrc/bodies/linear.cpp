@@ -9,6 +9,7 @@
 
 #include "bodies/cpu.h"
 #include "bodies/product.h"
+#include "bodies/quantized.h"
 
 namespace transformer_ops {
 namespace {
@@ -59,6 +60,31 @@ void check_backward_weight(const Checks& check, const Tensor& weight, const Tens
   check.operand_dtype("weight", weight);
 }
 
+// One number, or one for each block of the operand's codes.
+void check_scale(const Checks& check, const char* name, const Tensor& scale,
+                 const char* operand_name, const Tensor& operand) {
+  if (!is_of_blocks(scale)) return;
+  TORCH_CHECK(operand.dim() > 0 && find_block_format(operand, scale) != nullptr, "[", check.op(),
+              "] ", name, " must be one float32 without dimensions, or one for each block of the ",
+              "codes of ", operand_name, ", got shape ", scale.sym_sizes(), " for ",
+              operand.scalar_type(), " of shape ", operand.sym_sizes());
+}
+
+// The product is that of grad_output and the one operand that is there.
+void check_backward_scales(const Checks& check, const Tensor& grad_output, const Tensor* input,
+                           const Tensor* weight, LinearMask wanted, const char* input_name) {
+  const auto& [left, right] = check.scales();
+  check_scale(check, "left_scale", left, "grad_output", grad_output);
+  if (!is_of_blocks(left) && !is_of_blocks(right)) return;
+  const auto [wants_input, wants_weight] = wanted;
+  TORCH_CHECK(wants_input != wants_weight && (input == nullptr) == wants_input &&
+                  (weight == nullptr) == wants_weight,
+              "[", check.op(), "] output_mask must name one gradient, and only ", input_name,
+              " or weight be given for it, where scales are of blocks");
+  wants_input ? check_scale(check, "right_scale", right, "weight", *weight)
+              : check_scale(check, "right_scale", right, input_name, *input);
+}
+
 }  // namespace
 
 TensorSpec linear_output(const Checks& check, const Tensor& input, const Tensor& weight) {
@@ -73,6 +99,8 @@ TensorSpec linear_output(const Checks& check, const Tensor& input, const Tensor&
               "] input must have the weight's dtype ", weight.scalar_type(), ", got ",
               input.scalar_type());
   check.operand_dtype("weight", weight);
+  check_scale(check, "left_scale", check.scales().left, "input", input);
+  check_scale(check, "right_scale", check.scales().right, "weight", weight);
   return last_size(input, weight.sym_size(0));
 }
 
@@ -123,6 +151,7 @@ TensorSpecs linear_backward_outputs(const Checks& check, const Tensor& grad_outp
     check.spec(input_name, *input, as_input);
     specs[1] = {{grad_output.sym_size(-1), input->sym_size(-1)}, product_dtype(grad_output)};
   }
+  check_backward_scales(check, grad_output, input, weight, wanted, input_name);
   return specs;
 }
 

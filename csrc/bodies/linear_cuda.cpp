@@ -5,6 +5,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/FunctionRef.h>
 #include <c10/util/accumulate.h>
 
@@ -12,7 +13,10 @@
 
 #include "bodies/bias.h"
 #include "bodies/cuda.h"
+#include "bodies/quantized.h"
 #include "kernels/gemm.h"
+#include "kernels/quantize.h"
+#include "kernels/transpose.h"
 
 namespace transformer_ops {
 namespace {
@@ -20,6 +24,10 @@ namespace {
 using cuda::Epilogue;
 using cuda::Gemm;
 using cuda::Matrix;
+using cuda::Scaling;
+
+// E8M0, or float32.
+bool has_mx(const Tensor& scale) { return scale.scalar_type() == at::kByte; }
 
 // A tensor of any strides as a matrix of its last dimension; its transpose costs nothing.
 class Factor {
@@ -54,17 +62,52 @@ class Factor {
   Matrix matrix() const { return {cuda::read(tensor_), stride_, transposed_}; }
 
   bool has_codes() const { return is_codes(dtype()); }
-  // Stored as itself, or as its transpose.
+  // Codes that are stored as themselves, or as their transpose.
   Factor stored(bool as_transpose) const {
     if (transposed_ == as_transpose) return *this;
-    const Factor copy(contiguous(as_transpose ? tensor().t() : tensor()));
-    return as_transpose ? copy.t() : copy;
+    const int64_t rows = transposed_ ? cols_ : rows_, cols = transposed_ ? rows_ : cols_;
+    const Tensor copy = empty({cols, rows}, dtype(), tensor_.device());
+    cuda::transpose(cuda::stream_of(copy), /*bytes=*/1, cuda::read(tensor_), stride_,
+                    cuda::write(copy), rows, rows, cols);
+    return as_transpose ? Factor(copy).t() : Factor(copy);
   }
-  // The values of codes, which are exact in bfloat16.
-  Factor decoded() const {
+  // The values of codes, which are exact in bfloat16, also times the scales of their blocks.
+  Factor decoded(const Tensor& scale) const {
     if (!has_codes()) return *this;
-    const Factor values(tensor_.to(at::kBFloat16));
+    const Factor values(is_of_blocks(scale) ? times_blocks(scale) : tensor_.to(at::kBFloat16));
     return flipped_ ? values.t() : values;
+  }
+  // Which codes have a scale in common, where the columns are summed over; none where cuBLASLt has
+  // no such scales.
+  std::optional<Scaling> scaling(const Tensor& scale) const {
+    const auto [down, across] = blocks_of(scale);
+    const int64_t outer = flipped_ ? across : down, inner = flipped_ ? down : across;
+    const bool is_mx = has_mx(scale);
+    if (inner * (is_mx ? 32 : kBlock) != cols_) return std::nullopt;
+    if (outer == rows_) return is_mx ? Scaling::Vectors32 : Scaling::Vectors128;
+    if (is_mx) return std::nullopt;
+    return outer == (rows_ + kBlock - 1) / kBlock ? std::optional(Scaling::Blocks128)
+                                                  : std::nullopt;
+  }
+  // The scales as the product reads them (kernels/gemm.h).
+  Tensor stored_scales(const Tensor& scale, Scaling scaling) const {
+    const auto [down, across] = blocks_of(scale);
+    if (scaling == Scaling::Vectors32) return in_tiles(scale.contiguous(), across);
+    // Next to each other in memory are those of one block's rows; of 128 x 128 those of the blocks.
+    const bool is_2d = scaling == Scaling::Blocks128, turns = is_2d == flipped_;
+    const int64_t count = turns ? down : across, lines = turns ? across : down;
+    const int64_t stride = is_2d ? (count + 3) / 4 * 4 : count;
+    const Tensor numbers = scale.contiguous();
+    if (!turns && stride == count) return numbers;
+    const Tensor out = stride == count ? empty({lines, stride}, at::kFloat, numbers.device())
+                                       : at::zeros({lines, stride}, numbers.options());
+    if (turns) {
+      cuda::transpose(cuda::stream_of(out), /*bytes=*/4, cuda::read(numbers), across,
+                      cuda::write(out), stride, down, across);
+    } else {
+      out.narrow(1, 0, count).copy_(numbers.view({lines, count}));
+    }
+    return out;
   }
 
   // For ATen.
@@ -74,8 +117,35 @@ class Factor {
   }
 
  private:
+  static constexpr int64_t kBlock = 128;
+
   static bool fits(int64_t outer, int64_t inner, int64_t rows, int64_t cols) {
     return (inner == 1 || cols == 1) && (outer >= cols || rows == 1);
+  }
+
+  // Of the tensor: blocks of its rows, and of its columns.
+  static std::pair<int64_t, int64_t> blocks_of(const Tensor& scale) {
+    const auto sizes = scale.sizes();
+    return {c10::multiply_integers(sizes.slice(0, sizes.size() - 1)), sizes.back()};
+  }
+
+  Tensor in_tiles(const Tensor& scale, int64_t across) const {
+    const int64_t inners = cols_ / 32;
+    const int64_t tiles = (rows_ + 127) / 128 * ((inners + 3) / 4);
+    const Tensor out = empty({tiles * 512}, at::kByte, scale.device());
+    cuda::tile_scales(cuda::stream_of(out), cuda::read(scale), flipped_ ? 1 : across,
+                      flipped_ ? across : 1, cuda::write(out), rows_, inners);
+    return out;
+  }
+
+  Tensor times_blocks(const Tensor& scale) const {
+    const Tensor codes = contiguous(tensor_), numbers = scale.contiguous();
+    const Tensor values = empty(codes.sizes(), at::kBFloat16, codes.device());
+    const FlatRows shape(codes.sizes());
+    cuda::dequantize(cuda::stream_of(values), *find_block_format(codes, numbers),
+                     kernel_dtype(values), cuda::read(codes), cuda::read(numbers),
+                     /*decoded_tensor_scale=*/nullptr, cuda::write(values), shape.rows, shape.h);
+    return values;
   }
 
   Tensor tensor_;
@@ -212,40 +282,80 @@ Tensor factors_on_device(const OperandScales& scales, double alpha, double beta)
 
 using Fill = c10::function_ref<void(Gemm&)>;
 
-Matrix matrix_of_codes(const Factor& factor, const Tensor& scale) {
+Matrix matrix_of_codes(const Factor& factor, const Tensor& scale, Scaling scaling) {
   Matrix matrix = factor.matrix();
   matrix.codes = factor.dtype() == at::kFloat8_e4m3fn ? cuda::Codes::E4M3 : cuda::Codes::E5M2;
-  if (scale.defined()) matrix.scale = scale.const_data_ptr<float>();
+  if (scale.defined()) matrix.scale = cuda::read(scale);
+  matrix.scaling = scaling;
   return matrix;
 }
 
-// Whether copies of operands are worth asking cuBLASLt for their product.
-bool may_multiply_codes(const Operands& operands) {
+// Of both operands.
+struct Scalings {
+  Scaling left = Scaling::Matrix, right = Scaling::Matrix;
+};
+
+// What is worth asking cuBLASLt for a product of copies of codes; else none.
+std::optional<Scalings> scalings_of_codes(const Operands& operands) {
   const Factor &left = operands.left, &right = operands.right;
-  return left.has_codes() && right.has_codes() &&
-         (left.dtype() == at::kFloat8_e4m3fn || right.dtype() == at::kFloat8_e4m3fn) &&
-         cuda::has_size_of_codes(right.cols(), left.cols()) && cuda::multiplies_codes();
+  const auto& [left_scale, right_scale] = operands.scales;
+  if (!left.has_codes() || !right.has_codes()) return std::nullopt;
+  if (left.dtype() != at::kFloat8_e4m3fn && right.dtype() != at::kFloat8_e4m3fn) {
+    return std::nullopt;
+  }
+  const int64_t m = left.rows(), n = right.cols(), k = left.cols();
+  if (!is_of_blocks(left_scale) && !is_of_blocks(right_scale)) {
+    const bool is_one = cuda::has_size_of_codes(n, k) && cuda::multiplies_codes();
+    return is_one ? std::optional<Scalings>(std::in_place) : std::nullopt;
+  }
+  if (!is_of_blocks(left_scale) || !is_of_blocks(right_scale)) return std::nullopt;
+  const bool is_mx = has_mx(left_scale);
+  if (is_mx != has_mx(right_scale)) return std::nullopt;
+  const bool may_multiply = is_mx ? cuda::has_size_of_mx(m, n, k) && cuda::multiplies_mx()
+                                  : cuda::has_size_of_blocks(m, n, k) && cuda::multiplies_blocks();
+  if (!may_multiply) return std::nullopt;
+  const auto of_left = left.scaling(left_scale), of_right = right.t().scaling(right_scale);
+  if (!of_left || !of_right) return std::nullopt;
+  if (*of_left == Scaling::Blocks128 && *of_right == Scaling::Blocks128) return std::nullopt;
+  return Scalings{*of_left, *of_right};
+}
+
+// Scales of blocks in the layout that is multiplied.
+OperandScales stored_scales(const Operands& operands, const Scalings& scalings) {
+  if (scalings.left == Scaling::Matrix) return operands.scales;
+  return {operands.left.stored_scales(operands.scales.left, scalings.left),
+          operands.right.t().stored_scales(operands.scales.right, scalings.right)};
 }
 
 bool run_codes(const Operands& operands, double scale, const Tensor& result, Fill fill) {
-  if (!may_multiply_codes(operands)) return false;
+  const auto scalings = scalings_of_codes(operands);
+  if (!scalings) return false;
   const Factor left = operands.left.stored(/*as_transpose=*/false),
                right = operands.right.stored(/*as_transpose=*/true);
+  const OperandScales scales = stored_scales(operands, *scalings);
   Gemm gemm = describe(left, right, result);
-  gemm.a = matrix_of_codes(left, operands.scales.left);
-  gemm.b = matrix_of_codes(right, operands.scales.right);
+  gemm.a = matrix_of_codes(left, scales.left, scalings->left);
+  gemm.b = matrix_of_codes(right, scales.right, scalings->right);
   gemm.fast_sums = operands.fast_sums;
   gemm.alpha = scale;
   fill(gemm);
   return queue(gemm, result);
 }
 
+// Numbers instead of codes, multiplied by the scales of blocks; other scales stay beside them.
+void decode(Operands& operands) {
+  operands.left = operands.left.decoded(operands.scales.left);
+  operands.right = operands.right.decoded(operands.scales.right);
+  for (Tensor* const scale : {&operands.scales.left, &operands.scales.right}) {
+    if (is_of_blocks(*scale)) *scale = Tensor();
+  }
+}
+
 // result = scale left right by cuBLASLt, and what else `fill` says. False where it has no
 // algorithm: nothing was done, and the operands are what ATen multiplies.
 bool run(Operands& operands, double scale, const Tensor& result, Fill fill) {
   if (run_codes(operands, scale, result, fill)) return true;
-  operands.left = operands.left.decoded();
-  operands.right = operands.right.decoded();
+  decode(operands);
   Gemm gemm = describe(operands.left, operands.right, result);
   gemm.alpha = scale;
   fill(gemm);
@@ -307,7 +417,7 @@ Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias
       run(operands, scale, result, [&](Gemm& gemm) { set_bias(gemm, Epilogue::Bias, bias); });
   if (done) return result;
   Tensor out = result.view({operands.rows(), operands.cols()});
-  if (scales.defined()) {
+  if (operands.scales.defined()) {
     scaled_by_aten(operands, scale, bias, out);
   } else {
     at::addmm_out(out, bias, operands.left.tensor(), operands.right.tensor(), /*beta=*/1, scale);
@@ -327,8 +437,8 @@ std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight
     if (kept != nullptr) set_aux(gemm, cuda::write(*kept));
   };
   // Where there is a product of codes, but without GELU, that is faster than one of their values.
-  const bool done = may_multiply_codes(operands) ? run_codes(operands, /*scale=*/1.0, result, fill)
-                                                 : run(operands, /*scale=*/1.0, result, fill);
+  const bool done = scalings_of_codes(operands) ? run_codes(operands, /*scale=*/1.0, result, fill)
+                                                : run(operands, /*scale=*/1.0, result, fill);
   if (!done) return std::nullopt;
   return result;
 }

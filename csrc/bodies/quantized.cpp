@@ -268,6 +268,17 @@ TensorSpec scale_spec(const Format& format, c10::SymIntArrayRef sizes) {
   return spec;
 }
 
+const Format* find_block_format(const Tensor& codes, const Tensor& scale) {
+  for (const Format& format : kernel::kFormats) {
+    if (format.rule != ScaleRule::PowerOfTwo && format.rule != ScaleRule::E8M0) continue;
+    const TensorSpec spec = scale_spec(format, codes.sym_sizes());
+    if (spec.dtype != scale.scalar_type()) continue;
+    if (codes_spec(format, {}).dtype != codes.scalar_type()) continue;
+    if (scale.sym_sizes().equals(spec.sizes)) return &format;
+  }
+  return nullptr;
+}
+
 std::tuple<Tensor, Tensor> quantize_unfused(const Format& format, const Tensor& input,
                                             bool stochastic) {
   const auto sizes = input.sym_sizes();

@@ -24,6 +24,11 @@ at::ScalarType operand_dtype_named(const Checks& check, const kernel::Format& fo
 TensorSpec codes_spec(const kernel::Format& format, c10::SymIntArrayRef sizes);
 TensorSpec scale_spec(const kernel::Format& format, c10::SymIntArrayRef sizes);
 
+// The format with a power of two, or E8M0, for each block that codes and scales may be of; null
+// where there is none. By their sizes alone: where those fit two formats, the scales mean the same
+// in both.
+const kernel::Format* find_block_format(const Tensor& codes, const Tensor& scale);
+
 // A tensor as rows of its last dimension; one without dimensions is one row of one number.
 struct FlatRows {
   int64_t rows = 1, h = 1;

@@ -2,6 +2,7 @@
 // guards and by lowering.
 #pragma once
 
+#include <initializer_list>
 #include <optional>
 #include <span>
 #include <string>
@@ -31,6 +32,8 @@ class Analysis {
   DType operand_dtype(int op) const;
   // Does such a product get an operand as the values of its codes, and their scale beside them?
   bool has_scale(int op, const std::string& operand) const;
+  // Does such a product get all these operands as codes, and beside them a scale for each block?
+  bool has_blocks(int op, std::initializer_list<const char*> operands) const;
 
   // Of the main tensor at each boundary.
   const std::vector<DType>& dtypes() const { return dtypes_; }

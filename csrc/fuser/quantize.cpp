@@ -12,6 +12,7 @@ namespace {
 
 using Kind = Value::Kind;
 
+constexpr const char* kEncode = "quantize";
 constexpr const char* kDecode = "dequantize";
 constexpr const char* kDecodeSaved = "decode_saved";
 constexpr const char* kRound = "quantize_dequantize";
@@ -80,6 +81,7 @@ class Quantize {
 
   void forward() {
     takes_codes_ = may_take_codes({"input", "weight"});
+    has_blocks_ = analysis_.has_blocks(op_, {"input", "weight"});
     const auto call = find_call();
     Instruction product = *call;
     splits_ = splits_of(product, row_.forward_schema);
@@ -105,7 +107,9 @@ class Quantize {
   }
 
   void backward() {
+    const bool is_plain = !formats_.is_stochastic && !formats_.transforms;
     takes_codes_ = may_take_codes({"input", "weight", "grad_output"}) && !formats_.is_stochastic;
+    has_blocks_ = analysis_.has_blocks(op_, {"input", "weight", "grad_output"}) && is_plain;
     const auto call = find_call();
     const Instruction whole = *call;
     const Schema& schema = row_.backward_schema;
@@ -235,10 +239,18 @@ class Quantize {
             .results = {to}};
   }
 
+  static Instruction encoding(const Argument& from, const std::string& format, const Result& to,
+                              bool is_saved) {
+    return {.target = std::string(kEncode) + (is_saved ? "_saved" : ""),
+            .arguments = {from, Attribute(format)},
+            .results = {to, scale_of(std::get<Value>(to))}};
+  }
+
   // Of an operand. Those of groups are rounded group by group.
   Instruction rounding_of(const std::string& operand, const Argument& from,
                           const std::string& format, const Result& to, bool is_saved) const {
     if (formats_.is_delayed()) return scaled_rounding(operand, from, format, to, is_saved);
+    if (has_blocks_) return encoding(from, format, to, is_saved);
     const bool has_scale = this->has_scale(operand);
     std::string target = has_scale ? kValues : splits_ ? kRoundGroups : kRound;
     if (is_saved) target += "_saved";
@@ -254,7 +266,7 @@ class Quantize {
   // ---- scales beside operands
 
   bool has_scale(const std::string& operand) const {
-    return is_product(row_) && analysis_.has_scale(op_, operand);
+    return is_product(row_) && (has_blocks_ || analysis_.has_scale(op_, operand));
   }
 
   bool has_scales() const {
@@ -456,10 +468,12 @@ class Quantize {
   Step& step_;
   std::optional<Argument> splits_ = {};
   bool takes_codes_ = false;  // instead of their values
+  bool has_blocks_ = false;   // of codes, with a scale each
 };
 
 bool has_scaled_operand(const Analysis& analysis, int op) {
-  return analysis.has_scale(op, "input") || analysis.has_scale(op, "weight");
+  return analysis.has_scale(op, "input") || analysis.has_scale(op, "weight") ||
+         analysis.has_blocks(op, {"input", "weight"});
 }
 
 }  // namespace

@@ -23,7 +23,9 @@ void decode_parameters(const Analysis& analysis, Pass pass, Step& step);
 // which are exact there, and the scale beside them:
 //   t1.rounded_input, t1.rounded_input_scale = quantize_values(x1, "e4m3", "bfloat16")
 //   x2 = linear_scaled(t1.rounded_input, t1.rounded_weight, t1.rounded_input_scale, ...)
-// On CUDA codes instead of their values, where that scale is all there is: "float8_e4m3fn".
+// On CUDA codes instead of their values, where that scale is all there is: "float8_e4m3fn"; and
+// where both operands have FP8 codes with a scale for each block of 128, or of 32, those:
+//   t1.rounded_input, t1.rounded_input_scale = quantize(x1, "e4m3 1x128")
 void quantize_forward(const Analysis& analysis, Step& step);
 // Under delayed scaling the scale is a state of the op, and the largest magnitude, of which the
 // next scales are made, goes to another one; backward rounds what forward rounded by the same

@@ -179,6 +179,13 @@ std::string codes_dtype(const std::string& format) {
   return row_of(format).element == kernel::Element::E4M3 ? "float8_e4m3fn" : "float8_e5m2";
 }
 
+int64_t block_of_codes(const std::string& format) {
+  if (format.empty()) return 0;
+  const Format& row = row_of(format);
+  const bool is_power = row.rule == ScaleRule::PowerOfTwo || row.rule == ScaleRule::E8M0;
+  return is_power ? std::max(row.block_rows, row.block_columns) : 0;
+}
+
 // Values of codes are exact in bfloat16, also times a power of two or a scale in E4M3.
 DType operand_dtype(const std::string& format, DType wanted, bool scalable) {
   if (format.empty() || wanted == DType::Float32 || wanted == DType::Float64) return wanted;

@@ -65,6 +65,10 @@ std::string format_of_tensor(float largest);
 // The dtype of the codes of a format with that scale alone; empty for others.
 std::string codes_dtype(const std::string& format);
 
+// How many FP8 codes of a row or a column, or of both, have a power of two as their scale: 128 of
+// which it is in float32, 32 of which it is a byte; 0 in other formats.
+int64_t block_of_codes(const std::string& format);
+
 // The dtype in which numbers of a format are exact, and products of them may be computed whose
 // result is `wanted`. `scalable`: the product takes a scale of the whole tensor beside the numbers.
 DType operand_dtype(const std::string& format, DType wanted, bool scalable);

@@ -22,12 +22,26 @@ enum class PartialSums : uint8_t { AnyPrecision, FullPrecision, None };
 // FP8 that stands for numbers, or numbers of the product's dtype.
 enum class Codes : uint8_t { None, E4M3, E5M2 };
 
+// Which codes have a scale in common, of A, m x k, and of B's transpose, n x k. That of row i and
+// of the 128 columns with number b is at the place that the comment says.
+enum class Scaling : uint8_t {
+  Matrix,      // 0: all codes
+  Vectors128,  // b * rows + i: 128 of a row
+  Blocks128,   // i / 128 * stride + b: 128 x 128; stride is the number of b, as a multiple of 4
+  // 32 of a row, of which the scale is a byte, the exponent of a power of two (E8M0): in tiles of
+  // 128 rows and 4 blocks, one after another row by row, at i % 32 * 16 + i % 128 / 32 * 4 + b % 4
+  // of a tile. Tiles at the end are filled up with zeros.
+  Vectors32,
+};
+
 struct Matrix {
   const void* data = nullptr;
   int64_t stride = 0;       // elements from row to row as stored
   bool transposed = false;  // stored as its transpose
   Codes codes = Codes::None;
-  const float* scale = nullptr;  // of codes, by which they are multiplied; in device memory
+  // Of codes, by which they are multiplied, in device memory: float32, if `scaling` says no other.
+  const void* scale = nullptr;
+  Scaling scaling = Scaling::Matrix;
 };
 
 struct Gemm {
@@ -62,6 +76,21 @@ inline const Kernel<bool()> multiplies_codes{"multiplies_codes"};
 // transpose, which all GPUs have that multiply codes (cuBLAS documentation, "cublasLtMatmul"). k
 // and n, the rows of what is stored and all addresses are multiples of 16 bytes.
 constexpr bool has_size_of_codes(int64_t n, int64_t k) { return n % 16 == 0 && k % 16 == 0; }
+
+// Codes with scales of blocks, both matrices and not both Blocks128: on compute capability 9.0
+// alone (same documentation, "128-element 1D and 128x128 2D Block Scaling"), with sums of full
+// precision. It has no rule that k ends with a block; we ask for that.
+inline const Kernel<bool()> multiplies_blocks{"multiplies_blocks"};
+constexpr bool has_size_of_blocks(int64_t m, int64_t n, int64_t k) {
+  return m % 4 == 0 && n % 16 == 0 && k % 128 == 0;
+}
+
+// Both matrices Vectors32: from compute capability 10.0 on (same documentation, "16/32-Element 1D
+// Block Scaling"). We ask for multiples of a block, as TransformerEngine does.
+inline const Kernel<bool()> multiplies_mx{"multiplies_mx"};
+constexpr bool has_size_of_mx(int64_t m, int64_t n, int64_t k) {
+  return m % 32 == 0 && n % 32 == 0 && k % 32 == 0;
+}
 
 // False where cuBLASLt has no algorithm for it, and then nothing was queued.
 inline const Kernel<bool(Stream, const Gemm&)> gemm{"gemm"};

@@ -27,28 +27,17 @@ struct MainGrad {
   Tensors buffers = {};  // of a listed weight, one for each tensor
 };
 
-// The numbers by which the operands of a product are to be multiplied; undefined: by 1.
-struct OperandScales {
-  Tensor left = {}, right = {};
-
-  bool defined() const { return left.defined() || right.defined(); }
-  // Both together, of scales on the CPU.
-  double factor() const;
-};
-
 // What a body may ask for beside its arguments.
 class Call : public Checks {
  public:
   explicit Call(const char* op, MainGrad main_grad = {}, OperandScales scales = {},
                 bool takes_codes = false)
-      : Checks(op, takes_codes), main_grad_(std::move(main_grad)), scales_(std::move(scales)) {}
+      : Checks(op, takes_codes, std::move(scales)), main_grad_(std::move(main_grad)) {}
 
   const MainGrad& main_grad() const { return main_grad_; }
-  const OperandScales& scales() const { return scales_; }
 
  private:
   MainGrad main_grad_;
-  OperandScales scales_;
 };
 
 // The arguments of one call of a typed op, in schema order.

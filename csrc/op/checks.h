@@ -8,6 +8,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace transformer_ops {
@@ -24,14 +25,28 @@ struct TensorSpec {
 };
 using TensorSpecs = c10::SmallVector<TensorSpec, 4>;
 
+// The numbers by which the operands of a product are to be multiplied, one each or one for each
+// block of its codes; undefined: by 1.
+struct OperandScales {
+  Tensor left = {}, right = {};
+
+  bool defined() const { return left.defined() || right.defined(); }
+  // Both together, of scales on the CPU, which are one each.
+  double factor() const;
+};
+// Those of blocks have dimensions: the rows and columns of the blocks.
+inline bool is_of_blocks(const Tensor& scale) { return scale.defined() && scale.dim() > 0; }
+
 // Each raises `[op] name must RULE, got VALUE`.
 class Checks {
  public:
   // takes_codes: operands of a product may be codes of FP8.
-  explicit Checks(const char* op, bool takes_codes = false) : op_(op), takes_codes_(takes_codes) {}
+  explicit Checks(const char* op, bool takes_codes = false, OperandScales scales = {})
+      : op_(op), takes_codes_(takes_codes), scales_(std::move(scales)) {}
 
   // Names the op in an error text.
   const char* op() const { return op_; }
+  const OperandScales& scales() const { return scales_; }
 
   // float16, bfloat16, float32 or float64.
   void compute_dtype(const char* name, const Tensor& tensor) const;
@@ -47,6 +62,7 @@ class Checks {
  private:
   const char* op_;
   bool takes_codes_;
+  OperandScales scales_;
 };
 
 // Codes of FP8, and what a product of such an operand has: bfloat16 of codes.

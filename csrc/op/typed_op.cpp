@@ -20,6 +20,7 @@
 #include "fuser/schema.h"
 #include "op/backend.h"
 #include "op/buffer.h"
+#include "op/codes.h"
 #include "op/defaults.h"
 #include "op/main_grad.h"
 #include "op/signature.h"
@@ -159,8 +160,10 @@ class Kernel : public c10::OperatorKernel {
 
   Tensor scale_of(const char* argument, c10::IValue& value) const {
     const Tensor* const scale = BodyParameter<const Tensor*>::get(value);
-    TORCH_CHECK(scale == nullptr || (scale->dim() == 0 && scale->scalar_type() == at::kFloat), "[",
-                variant_.name, "] ", argument, " must be one float32 without dimensions, got ",
+    const bool fits = scale == nullptr || scale->scalar_type() == at::kFloat ||
+                      (scale->scalar_type() == at::kByte && scale->dim() > 0);
+    TORCH_CHECK(fits, "[", variant_.name, "] ", argument,
+                " must be one float32 without dimensions, or one for each block of codes,", " got ",
                 scale->scalar_type(), " of shape ", scale->sym_sizes());
     return or_undefined(scale);
   }
@@ -221,7 +224,14 @@ class DeviceKernel final : public Kernel {
     if (body == &Bodies::cuda && !has_namespace(variant_.name)) check_backend();
     const TensorSpecs specs = shape(call, own(values));
     variant_.signature.make_contiguous(values);
-    if (variant_.form.is_scaled && body == &Bodies::cpu) decode(own(values));
+    if (variant_.form.is_scaled && body == &Bodies::cpu) {
+      return run_body(decoded(call, own(values)), specs, device, values);
+    }
+    return run_body(call, specs, device, values);
+  }
+
+  Results run_body(const Call& call, const TensorSpecs& specs, c10::Device device,
+                   Values values) const {
     Results results;
     const bool fills = (op_.bodies.*body).fills();
     if (fills) results = allocate(specs, device, call, values);
@@ -230,12 +240,22 @@ class DeviceKernel final : public Kernel {
     return results;
   }
 
-  // Values of codes are exact in bfloat16.
-  static void decode(Values values) {
+  // Values instead of codes, times the scales of blocks where there are such: exact in bfloat16.
+  Call decoded(const Call& call, Values values) const {
+    OperandScales scales = call.scales();
+    Tensor* scale = &scales.left;
     for (c10::IValue& value : values) {
       if (!value.isTensor() || !value.toTensor().defined()) continue;
-      if (is_codes(value.toTensor().scalar_type())) value = value.toTensor().to(at::kBFloat16);
+      const Tensor& tensor = value.toTensor();
+      if (is_codes(tensor.scalar_type())) {
+        const bool has_blocks = is_of_blocks(*scale);
+        value = has_blocks ? times_blocks(tensor, *scale) : tensor.to(at::kBFloat16);
+        if (has_blocks) *scale = Tensor();
+      }
+      // The first tensor is the left operand, and of the others one has codes.
+      scale = &scales.right;
     }
+    return Call(variant_.name.c_str(), call.main_grad(), std::move(scales), /*takes_codes=*/true);
   }
 
   Results run_meaning(const Call& call, Values own) const {

@@ -48,7 +48,8 @@ struct TypedOp {
   // quantized tensor do: then there is also <name>_scaled(..., Tensor? left_scale,
   // Tensor? right_scale), without a gradient, and the bodies multiply by what call.scales() says.
   // Backward is asked for one of its two products at a time. Operands may be codes of FP8, too: the
-  // result is bfloat16 then, and the CPU's body gets their values in it.
+  // result is bfloat16 then, and the CPU's body gets their values in it. On CUDA codes may have a
+  // scale for each block, which the shape rule compares with them (bodies/linear.h has one).
   bool scalable = false;
 };
 

@@ -13,6 +13,8 @@
 #include "bodies/rounding.h"
 #include "kernels/encoding.h"
 #include "kernels/quantize.h"
+#include "op/op.h"
+#include "op/recompute.h"
 
 namespace transformer_ops::ops::quantize {
 namespace {
@@ -228,10 +230,12 @@ void turned_cpu(const Tensor&, const Tensor& input, Tensor& output) {
 Tensor turned_meaning(const Tensor&, const Tensor& input) { return turn_columns(input); }
 
 [[maybe_unused]] const bool registered = [] {
-  register_typed_op({.schema = "quantize(Tensor input, str format) -> (Tensor codes, Tensor scale)",
-                     .shape = quantize_shape,
-                     .bodies = {quantize_cpu, quantize_cuda, quantize_meaning},
-                     .differentiable = false});
+  register_for_both_passes(
+      {.schema = "quantize(Tensor input, str format) -> (Tensor codes, Tensor scale)",
+       .shape = quantize_shape,
+       .bodies = {quantize_cpu, quantize_cuda, quantize_meaning},
+       .differentiable = false,
+       .makes = "quantize"});
   register_typed_op({.schema = "dequantize(Tensor codes, Tensor scale, str format, str dtype, "
                                "SymInt[]? shape=None) -> Tensor output",
                      .shape = dequantize_shape,

@@ -11,5 +11,7 @@ std::vector<GemmPlan> take_products();
 
 // Whether the device that is emulated multiplies codes; at first it does.
 void set_multiplies_codes(bool value);
+void set_multiplies_blocks(bool value);  // likewise, with scales of blocks
+void set_multiplies_mx(bool value);
 
 }  // namespace transformer_ops::cuda

@@ -1,5 +1,7 @@
 #include "interpret.h"
 
+#include <cmath>
+#include <limits>
 #include <stdexcept>
 #include <vector>
 
@@ -32,8 +34,34 @@ double get(DType dtype, Codes codes, const void* data, int64_t i) {
                               : encoding::decode<encoding::E5M2>(code);
 }
 
-Operand read(DType dtype, Codes codes, const float* scale, const void* data, const Layout& layout,
-             bool transpose, bool by_rows) {
+// What element (outer, inner) of A, or of B's transpose, is multiplied by: as the cuBLAS
+// documentation lays out scales ("Scaling factors layouts" of "128-element 1D and 128x128 2D Block
+// Scaling For FP8 Data Types", "1D Block Scaling Factors Layout").
+double scale_at(const void* scale, Scaling scaling, int64_t outer, int64_t inner, int64_t outers,
+                int64_t inners) {
+  if (scale == nullptr) return 1.0;
+  const auto* const numbers = static_cast<const float*>(scale);
+  const int64_t blocks = (inners + 127) / 128, block = inner / 128;
+  switch (scaling) {
+    case Scaling::Vectors128:
+      return numbers[outer + block * outers];
+    case Scaling::Blocks128:
+      return numbers[outer / 128 * ((blocks + 3) / 4 * 4) + block];
+    case Scaling::Vectors32: {
+      // A tile of scales is that of 128 x 128 elements.
+      const int64_t tile = outer / 128 * blocks + block, row = outer % 128;
+      const int64_t at = tile * 512 + row % 32 * 16 + row / 32 * 4 + inner / 32 % 4;
+      const uint8_t byte = static_cast<const uint8_t*>(scale)[at];
+      return byte == 255 ? std::numeric_limits<double>::quiet_NaN() : std::ldexp(1.0, byte - 127);
+    }
+    case Scaling::Matrix:
+      break;
+  }
+  return *numbers;
+}
+
+Operand read(DType dtype, Codes codes, const void* scale, Scaling scaling, const void* data,
+             const Layout& layout, bool transpose, bool by_rows) {
   Operand operand = {
       {}, transpose ? layout.cols : layout.rows, transpose ? layout.rows : layout.cols};
   operand.values.resize(static_cast<size_t>(layout.rows * layout.cols));
@@ -41,8 +69,11 @@ Operand read(DType dtype, Codes codes, const float* scale, const void* data, con
     for (int64_t i = 0; i < layout.rows; ++i) {
       const int64_t row = transpose ? j : i, col = transpose ? i : j;
       const int64_t at = by_rows ? row * operand.cols + col : col * operand.rows + row;
-      operand.values[static_cast<size_t>(at)] =
-          get(dtype, codes, data, i + j * layout.ld) * (scale != nullptr ? *scale : 1.0f);
+      // A is read by rows and B by columns, and the sum runs along those.
+      const double factor = by_rows
+                                ? scale_at(scale, scaling, row, col, operand.rows, operand.cols)
+                                : scale_at(scale, scaling, col, row, operand.cols, operand.rows);
+      operand.values[static_cast<size_t>(at)] = get(dtype, codes, data, i + j * layout.ld) * factor;
     }
   }
   return operand;
@@ -85,10 +116,10 @@ void interpret(const GemmPlan& plan) {
   for (const void* read : {plan.a, plan.b, plan.aux}) {
     if (read == plan.d) throw std::runtime_error("[gemm] D must not be what the product reads");
   }
-  const Operand a = read(problem.dtype, problem.a_codes, plan.a_scale, plan.a, problem.a,
-                         problem.transpose_a, /*by_rows=*/true);
-  const Operand b = read(problem.dtype, problem.b_codes, plan.b_scale, plan.b, problem.b,
-                         problem.transpose_b, /*by_rows=*/false);
+  const Operand a = read(problem.dtype, problem.a_codes, plan.a_scale, problem.a_scaling, plan.a,
+                         problem.a, problem.transpose_a, /*by_rows=*/true);
+  const Operand b = read(problem.dtype, problem.b_codes, plan.b_scale, problem.b_scaling, plan.b,
+                         problem.b, problem.transpose_b, /*by_rows=*/false);
   const LtEpilogue epilogue = problem.epilogue;
   const DType dtype = problem.result_dtype;
   const int64_t inner = a.cols;

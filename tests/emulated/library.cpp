@@ -53,13 +53,16 @@ const char* text(DType dtype) {
   return "float64";
 }
 
-const char* text(DType dtype, Codes codes) {
+std::string text(DType dtype, Codes codes, Scaling scaling) {
   if (codes == Codes::None) return text(dtype);
-  return codes == Codes::E4M3 ? "e4m3" : "e5m2";
+  const std::string name = codes == Codes::E4M3 ? "e4m3" : "e5m2";
+  if (scaling == Scaling::Vectors128) return name + "/1x128";
+  if (scaling == Scaling::Vectors32) return name + "/mx";
+  return scaling == Scaling::Blocks128 ? name + "/128x128" : name;
 }
 
 // "epilogue m x n x k dtype -> dtype [beta] [fast]" of each product since the last call, row-major;
-// the dtypes of both operands where they are codes.
+// the dtypes of both operands where they are codes, with the blocks that have a scale.
 std::vector<std::string> products() {
   std::vector<std::string> found;
   for (const GemmPlan& plan : take_products()) {
@@ -67,8 +70,10 @@ std::vector<std::string> products() {
     const int64_t k = problem.transpose_a ? problem.a.rows : problem.a.cols;
     std::ostringstream line;
     line << text(problem.epilogue) << ' ' << problem.d.cols << 'x' << problem.d.rows << 'x' << k
-         << ' ' << text(problem.dtype, problem.b_codes);
-    if (problem.a_codes != Codes::None) line << ' ' << text(problem.dtype, problem.a_codes);
+         << ' ' << text(problem.dtype, problem.b_codes, problem.b_scaling);
+    if (problem.a_codes != Codes::None) {
+      line << ' ' << text(problem.dtype, problem.a_codes, problem.a_scaling);
+    }
     line << " -> " << text(problem.result_dtype);
     if (plan.beta != 0) line << " beta=" << plan.beta;
     if (problem.fast_sums) line << " fast";
@@ -80,6 +85,8 @@ std::vector<std::string> products() {
 TORCH_LIBRARY(transformer_ops_emulated, library) {
   library.def("products() -> str[]", products);
   library.def("set_multiplies_codes(bool value) -> ()", set_multiplies_codes);
+  library.def("set_multiplies_blocks(bool value) -> ()", set_multiplies_blocks);
+  library.def("set_multiplies_mx(bool value) -> ()", set_multiplies_mx);
 }
 
 [[maybe_unused]] const bool installed = [] {

@@ -34,6 +34,7 @@ struct Product {
   bool factors_on_device = false;
   Codes a_codes = Codes::None, b_codes = Codes::None;
   bool has_scales = false;  // of codes
+  Scaling a_scaling = Scaling::Matrix, b_scaling = Scaling::Matrix;
   bool fast_sums = false;
 };
 
@@ -78,6 +79,10 @@ class Array {
                                                     : encoding::encode<encoding::E5M2>(x, 1.0f));
     }
   }
+  void set_byte(int64_t i, uint8_t byte) {
+    bytes_[static_cast<size_t>(i)] = static_cast<char>(byte);
+  }
+  uint8_t get_byte(int64_t i) const { return static_cast<uint8_t>(bytes_[static_cast<size_t>(i)]); }
   double get_code(Codes codes, int64_t i) const {
     const auto byte = static_cast<uint8_t>(bytes_[static_cast<size_t>(i)]);
     return codes == Codes::E4M3 ? encoding::decode<encoding::E4M3>(byte)
@@ -113,14 +118,53 @@ class Array {
   char* device_;
 };
 
+// Scales of codes as cuBLASLt reads them: of the rows of A and the columns of B, `outers` numbers,
+// and of blocks of `inners`, which are summed over. Powers of two, but for that of a whole matrix.
+struct Scales {
+  Scales(const Memory& memory, Scaling scaling, int64_t outers, int64_t inners, double one)
+      : scaling(scaling),
+        outers(outers),
+        blocks((inners + 127) / 128),
+        array(memory, DType::Float32, count()) {
+    std::mt19937 random(static_cast<unsigned>(outers));
+    for (int64_t i = 0; i < array.size(); ++i) {
+      const int power = static_cast<int>(random() % 5) - 2;
+      array.set(i, scaling == Scaling::Matrix ? one : std::ldexp(1.0, power));
+    }
+    for (int64_t i = 0; scaling == Scaling::Vectors32 && i < array.size() * 4; ++i) {
+      array.set_byte(i, static_cast<uint8_t>(125 + random() % 5));
+    }
+  }
+
+  int64_t count() const {
+    if (scaling == Scaling::Matrix) return 1;
+    if (scaling == Scaling::Vectors128) return outers * blocks;
+    const int64_t down = (outers + 127) / 128;
+    return scaling == Scaling::Vectors32 ? down * blocks * 128 : down * stride();
+  }
+  int64_t stride() const { return (blocks + 3) / 4 * 4; }
+  double of(int64_t outer, int64_t inner) const {
+    const int64_t block = inner / 128, row = outer % 128;
+    if (scaling == Scaling::Matrix) return array.get(0);
+    if (scaling == Scaling::Vectors128) return array.get(block * outers + outer);
+    if (scaling == Scaling::Blocks128) return array.get(outer / 128 * stride() + block);
+    const int64_t at = (outer / 128 * blocks + block) * 512 + row % 32 * 16 + row / 32 * 4;
+    return std::ldexp(1.0, array.get_byte(at + inner / 32 % 4) - 127);
+  }
+  const void* device() const { return array.device(); }
+
+  Scaling scaling;
+  int64_t outers, blocks;
+  Array array;
+};
+
 // A row-major matrix, or the transpose of one.
 struct Stored {
   Stored(const Memory& memory, DType dtype, int64_t rows, int64_t cols, bool transposed,
-         const Product& product, Codes codes = Codes::None, float scale = 1.0f)
+         const Product& product, Codes codes = Codes::None)
       : stride((transposed ? rows : cols) + product.pad),
         transposed(transposed),
         codes(codes),
-        scale(scale),
         array(memory, dtype, (transposed ? cols : rows) * stride, product.offset) {}
 
   void fill(std::mt19937& random) {
@@ -129,22 +173,26 @@ struct Stored {
 
   int64_t index(int64_t i, int64_t j) const { return transposed ? j * stride + i : i * stride + j; }
   double operator()(int64_t i, int64_t j) const {
-    if (codes == Codes::None) return array.get(index(i, j));
-    return array.get_code(codes, index(i, j)) * static_cast<double>(scale);
+    return codes == Codes::None ? array.get(index(i, j)) : array.get_code(codes, index(i, j));
   }
-  Matrix matrix(const float* scale_at) const {
-    return {array.device(), stride, transposed, codes, scale_at};
+  Matrix matrix(const Product& product, const Scales& scales) const {
+    const void* const scale = product.has_scales ? scales.device() : nullptr;
+    return {array.device(), stride, transposed, codes, scale, scales.scaling};
   }
-  std::vector<double> values(int64_t rows, int64_t cols) const {
+  // Of A, whose columns are summed over, or of B, whose rows are.
+  std::vector<double> values(int64_t rows, int64_t cols, const Scales& scales, bool is_left) const {
     std::vector<double> found;
-    for (int64_t i = 0; i < rows * cols; ++i) found.push_back((*this)(i / cols, i % cols));
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < cols; ++j) {
+        found.push_back((*this)(i, j) * (is_left ? scales.of(i, j) : scales.of(j, i)));
+      }
+    }
     return found;
   }
 
   int64_t stride;
   bool transposed;
   Codes codes;
-  float scale;
   Array array;
 };
 
@@ -181,21 +229,16 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
   const bool sums = of_a || of_b || (product.extra && reads_aux);
 
   std::mt19937 random(7);
-  const float a_scale = product.has_scales ? 0.375f : 1.0f;
-  const float b_scale = product.has_scales ? 2.5f : 1.0f;
-  Stored a(memory, product.dtype, m, k, product.a_transposed, product, product.a_codes, a_scale);
-  Stored b(memory, product.dtype, k, n, product.b_transposed, product, product.b_codes, b_scale);
+  const Scales a_scales(memory, product.a_scaling, m, k, product.has_scales ? 0.375 : 1.0);
+  const Scales b_scales(memory, product.b_scaling, n, k, product.has_scales ? 2.5 : 1.0);
+  Stored a(memory, product.dtype, m, k, product.a_transposed, product, product.a_codes);
+  Stored b(memory, product.dtype, k, n, product.b_transposed, product, product.b_codes);
   Stored c(memory, result, m, n, false, product), d(memory, result, m, n, false, product);
   Array bias(memory, result, n), gradient(memory, result, of_a ? m : n);
   // Bits of random numbers' bytes do for a mask.
   Array aux(memory, relu ? DType::Float16 : result, relu ? m * n / 16 : m * n);
   for (Stored* stored : {&a, &b}) stored->fill(random);
   for (Array* array : {&c.array, &bias, &aux}) array->fill(random);
-  Array scales(memory, DType::Float32, 2);
-  scales.set(0, a_scale);
-  scales.set(1, b_scale);
-  const auto* const scale_at =
-      product.has_scales ? reinterpret_cast<const float*>(scales.device()) : nullptr;
   const Array before = aux;
   Stored& start = product.in_place ? d : c;
   if (product.in_place) d.array.fill(random);
@@ -208,15 +251,16 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
   factors.set(0, product.alpha);
   factors.set(1, product.beta);
   factors.upload();
-  scales.upload();
+  a_scales.array.upload();
+  b_scales.array.upload();
   Gemm call = {
       .m = m,
       .n = n,
       .k = k,
       .dtype = product.dtype,
       .result_dtype = result,
-      .a = a.matrix(scale_at),
-      .b = b.matrix(scale_at != nullptr ? scale_at + 1 : nullptr),
+      .a = a.matrix(product, a_scales),
+      .b = b.matrix(product, b_scales),
       .c = product.beta == 0 ? nullptr : start.array.device(),
       .c_stride = product.beta == 0 ? 0 : start.stride,
       .d = d.array.device(),
@@ -245,7 +289,8 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
   const double sum_error = product.tf32 ? 0x1p-9 : !of_codes ? 0x1p-20 : 0x1p-10;
   const bool gelu = product.epilogue == Epilogue::GeluBias || product.epilogue == Epilogue::DGelu;
   Differences differences;
-  const std::vector<double> left = a.values(m, k), right = b.values(k, n);
+  const std::vector<double> left = a.values(m, k, a_scales, /*is_left=*/true);
+  const std::vector<double> right = b.values(k, n, b_scales, /*is_left=*/false);
   std::vector<double> columns(static_cast<size_t>(n)), column_errors(static_cast<size_t>(n));
   for (int64_t i = 0; i < m; ++i) {
     for (int64_t j = 0; j < n; ++j) {
@@ -399,6 +444,32 @@ inline std::vector<Product> products() {
   of_codes("e4m3_residual", Codes::E4M3, Codes::E4M3, {.epilogue = Epilogue::Bias, .beta = 1.0});
   of_codes("e5m2_accumulate", Codes::E5M2, Codes::E4M3,
            {.result_dtype = DType::Float32, .beta = 1.0, .in_place = true});
+  // The same with scales of blocks; in parts of blocks too, but for k.
+  const auto of_blocks = [&](const char* name, Scaling a, Scaling b, Product product) {
+    of_codes(name, product.a_codes == Codes::None ? Codes::E4M3 : product.a_codes, Codes::E4M3,
+             product);
+    found.back().k = product.k == Product().k ? 640 : product.k;
+    found.back().a_scaling = a;
+    found.back().b_scaling = b;
+  };
+  const Scaling vectors = Scaling::Vectors128, blocks = Scaling::Blocks128;
+  of_blocks("vectors_blocks", vectors, blocks, {.n = 144});
+  of_blocks("blocks_vectors", blocks, vectors, {.m = 132});
+  of_blocks("vectors_vectors", vectors, vectors, {.k = 256});
+  of_blocks("vectors_e5m2", vectors, vectors, {.m = 4, .k = 128, .a_codes = Codes::E5M2});
+  const Scaling mx = Scaling::Vectors32;
+  of_blocks("mx", mx, mx, {.m = 160, .n = 160});
+  of_blocks("mx_e5m2", mx, mx, {.m = 32, .k = 96, .a_codes = Codes::E5M2});
+  of_blocks("mx_gelu_aux", mx, mx, {.epilogue = Epilogue::GeluBias, .extra = true, .m = 32});
+  of_blocks("mx_residual", mx, mx, {.epilogue = Epilogue::Bias, .m = 32, .beta = 1.0});
+  of_blocks("mx_accumulate", mx, mx,
+            {.result_dtype = DType::Float32, .m = 32, .beta = 1.0, .in_place = true});
+  of_blocks("blocks_bias", vectors, blocks, {.epilogue = Epilogue::Bias});
+  of_blocks("blocks_gelu", vectors, blocks, {.epilogue = Epilogue::GeluBias});
+  of_blocks("blocks_gelu_aux", vectors, blocks, {.epilogue = Epilogue::GeluBias, .extra = true});
+  of_blocks("blocks_residual", vectors, blocks, {.epilogue = Epilogue::Bias, .beta = 1.0});
+  of_blocks("vectors_accumulate", vectors, vectors,
+            {.result_dtype = DType::Float32, .beta = 1.0, .in_place = true});
   return found;
 }
 

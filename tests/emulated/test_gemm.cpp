@@ -147,13 +147,57 @@ TEST(GemmPlan, RefusesWhatNoGpuMultipliesOfCodes) {
   EXPECT_FALSE(refused([](Gemm& g) { g.beta = 1, g.c = memory, g.c_stride = 136; }));
   // Dtypes and epilogues.
   EXPECT_TRUE(refused([](Gemm& g) { g.dtype = g.result_dtype = DType::Float16; }));
-  EXPECT_TRUE(refused([](Gemm& g) { g.factors = g.a.scale; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.factors = static_cast<const float*>(g.a.scale); }));
   EXPECT_TRUE(refused([](Gemm& g) { g.epilogue = Epilogue::DGelu; }));
   EXPECT_TRUE(refused([](Gemm& g) { g.epilogue = Epilogue::SumA; }));
   EXPECT_FALSE(refused([](Gemm& g) { g.epilogue = Epilogue::Bias, g.bias = memory; }));
   EXPECT_TRUE(refused([](Gemm& g) {
     g.epilogue = Epilogue::Bias, g.bias = memory, g.result_dtype = DType::Float32;
   }));
+}
+
+// The same with scales of vectors and of blocks.
+Gemm blocks() {
+  Gemm gemm = codes();
+  gemm.k = gemm.a.stride = gemm.b.stride = 128;
+  gemm.a.scaling = Scaling::Vectors128;
+  gemm.b.scaling = Scaling::Blocks128;
+  gemm.a.scale = gemm.b.scale = reinterpret_cast<const float*>(memory);
+  return gemm;
+}
+
+TEST(GemmPlan, ScalesOfBlocksAreAddedUpInFullPrecision) {
+  Gemm gemm = blocks();
+  gemm.fast_sums = true;
+  const GemmPlan plan = *plan_gemm(gemm);
+  EXPECT_EQ(plan.problem.a_scaling, Scaling::Blocks128);
+  EXPECT_EQ(plan.problem.b_scaling, Scaling::Vectors128);
+  EXPECT_FALSE(plan.problem.fast_sums);
+}
+
+TEST(GemmPlan, RefusesWhatNoGpuMultipliesOfBlocks) {
+  const auto refused = [](auto change) {
+    Gemm gemm = blocks();
+    change(gemm);
+    return !plan_gemm(gemm);
+  };
+  EXPECT_FALSE(refused([](Gemm&) {}));
+  EXPECT_FALSE(refused(
+      [](Gemm& g) { g.a.scaling = Scaling::Blocks128, g.b.scaling = Scaling::Vectors128; }));
+  EXPECT_FALSE(refused([](Gemm& g) { g.b.scaling = Scaling::Vectors128; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scaling = Scaling::Blocks128; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scaling = Scaling::Matrix; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.scaling = Scaling::Matrix; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scaling = Scaling::Vectors32; }));
+  EXPECT_FALSE(refused([](Gemm& g) { g.a.scaling = g.b.scaling = Scaling::Vectors32, g.m = 32; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scaling = g.b.scaling = Scaling::Vectors32, g.m = 4; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scale = nullptr; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.scale = nullptr; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scale = reinterpret_cast<const float*>(memory + 8); }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.scale = reinterpret_cast<const float*>(memory + 4); }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.m = 6; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.k = 112; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.n = 120; }));
 }
 
 TEST(GemmPlan, OperandsSwapAndBecomeTransposes) {
@@ -191,6 +235,10 @@ TEST(GemmPlan, ProblemsThatMayNeedAnotherAlgorithmDiffer) {
   add([](Gemm& g) { g = codes(), g.fast_sums = true; });
   add([](Gemm& g) { g = codes(), g.a.codes = Codes::E5M2; });
   add([](Gemm& g) { g = codes(), g.b.codes = Codes::E5M2; });
+  add([](Gemm& g) { g = blocks(); });
+  add([](Gemm& g) { g = blocks(), g.b.scaling = Scaling::Vectors128; });
+  add([](Gemm& g) { g = blocks(), g.m = 32, g.a.scaling = g.b.scaling = Scaling::Vectors32; });
+  add([](Gemm& g) { g = blocks(), std::swap(g.a.scaling, g.b.scaling); });
   add([](Gemm& g) { g.a.data = memory + 16; });
   add([](Gemm& g) { g.b.data = memory + 16; });
   add([](Gemm& g) { g.b.data = memory + 2; });

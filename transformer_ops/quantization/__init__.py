@@ -2,7 +2,12 @@
 
 from ..quantized_tensor import QuantizedTensor
 from . import quantizer_of as _quantizer_of  # noqa: F401
-from .available import is_fp8_available
+from .available import (
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
 from .delayed import reset_scales
 from .frozen import frozen_weights
 from .model_init import quantized_model_init
@@ -18,6 +23,9 @@ __all__ = [
     "current_recipe",
     "frozen_weights",
     "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "quantized_model_init",
     "report",
     "reset_scales",

@@ -8,25 +8,30 @@ import torch
 
 from .._loader import build_info
 
-__all__ = ["is_fp8_available"]
+__all__ = [
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+]
 
 _EMULATED = "recipes are emulated, by products of decoded tensors"
 
-
-@overload
-def is_fp8_available(
-    device: torch.device | str | int | None = None, *, return_reason: Literal[False] = False
-) -> bool: ...
+_Device = torch.device | str | int | None
 
 
 @overload
+def is_fp8_available(device: _Device = None, *, return_reason: Literal[False] = False) -> bool: ...
+
+
+@overload
 def is_fp8_available(
-    device: torch.device | str | int | None = None, *, return_reason: Literal[True]
+    device: _Device = None, *, return_reason: Literal[True]
 ) -> tuple[bool, str]: ...
 
 
 def is_fp8_available(
-    device: torch.device | str | int | None = None, *, return_reason: bool = False
+    device: _Device = None, *, return_reason: bool = False
 ) -> bool | tuple[bool, str]:
     """Whether recipes in FP8 are of use on a device.
 
@@ -39,21 +44,111 @@ def is_fp8_available(
             is none.
         return_reason: also why it is False, or what is emulated; empty where neither is so.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = _look(torch.device(device))
+    found = _look(device) or _capability(device, (8, 9), None, "at least 8.9")
     return found if return_reason else found[0]
 
 
-def _look(device: torch.device) -> tuple[bool, str]:
+@overload
+def is_fp8_block_scaling_available(
+    device: _Device = None, *, return_reason: Literal[False] = False
+) -> bool: ...
+
+
+@overload
+def is_fp8_block_scaling_available(
+    device: _Device = None, *, return_reason: Literal[True]
+) -> tuple[bool, str]: ...
+
+
+def is_fp8_block_scaling_available(
+    device: _Device = None, *, return_reason: bool = False
+) -> bool | tuple[bool, str]:
+    """Whether `Float8BlockScaling` is of use on a device: as `is_fp8_available`, but on a GPU it
+    takes compute capability 9.0, no later one, and a build with CUDA 12.9 or newer.
+    """
+    found = _look(device) or _toolkit() or _capability(device, (9, 0), (9, 0), "9.0")
+    return found if return_reason else found[0]
+
+
+@overload
+def is_mxfp8_available(
+    device: _Device = None, *, return_reason: Literal[False] = False
+) -> bool: ...
+
+
+@overload
+def is_mxfp8_available(
+    device: _Device = None, *, return_reason: Literal[True]
+) -> tuple[bool, str]: ...
+
+
+def is_mxfp8_available(
+    device: _Device = None, *, return_reason: bool = False
+) -> bool | tuple[bool, str]:
+    """Whether `MXFP8BlockScaling` is of use on a device: as `is_fp8_available`, but a GPU needs
+    compute capability 10.0, and the build CUDA 12.9 or newer.
+    """
+    found = _look(device) or _toolkit() or _capability(device, (10, 0), None, "at least 10.0")
+    return found if return_reason else found[0]
+
+
+@overload
+def is_nvfp4_available(
+    device: _Device = None, *, return_reason: Literal[False] = False
+) -> bool: ...
+
+
+@overload
+def is_nvfp4_available(
+    device: _Device = None, *, return_reason: Literal[True]
+) -> tuple[bool, str]: ...
+
+
+def is_nvfp4_available(
+    device: _Device = None, *, return_reason: bool = False
+) -> bool | tuple[bool, str]:
+    """Whether `NVFP4BlockScaling` is of use on a device: as `is_fp8_available`, but on no GPU yet,
+    because its products are of decoded tensors on all of them.
+    """
+    found = _look(device) or _on_no_gpu(device)
+    return found if return_reason else found[0]
+
+
+def _device(device: _Device) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def _look(given: _Device) -> tuple[bool, str] | None:
+    """The answer where it does not depend on the GPU."""
+    device = _device(given)
     if device.type == "cpu":
         return True, f"on the CPU {_EMULATED}"
     if device.type != "cuda":
         return False, f"device must be CPU or CUDA, got {device}"
     if build_info().CUDA is None:
         return False, "transformer_ops must be built with TRANSFORMER_OPS_CUDA=ON, got a CPU build"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 9):
-        text = ".".join(map(str, capability))
-        return False, f"compute capability must be at least 8.9, got {text}: {_EMULATED}"
-    return True, ""
+    return None
+
+
+def _capability(
+    device: _Device, least: tuple[int, int], most: tuple[int, int] | None, rule: str
+) -> tuple[bool, str]:
+    found = torch.cuda.get_device_capability(_device(device))
+    if found >= least and (most is None or found <= most):
+        return True, ""
+    text = ".".join(map(str, found))
+    return False, f"compute capability must be {rule}, got {text}: {_EMULATED}"
+
+
+def _toolkit() -> tuple[bool, str] | None:
+    info = build_info().CUDA
+    assert info is not None
+    if tuple(map(int, info["toolkit"].split(".")[:2])) >= (12, 9):
+        return None
+    return False, f"the CUDA toolkit must be at least 12.9, got {info['toolkit']}: {_EMULATED}"
+
+
+def _on_no_gpu(device: _Device) -> tuple[bool, str]:
+    return False, f"device must be the CPU, got {_device(device)}: {_EMULATED}"

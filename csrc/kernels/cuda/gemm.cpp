@@ -29,6 +29,12 @@ static_assert(static_cast<int>(LtEpilogue::DGeluBgrad) == CUBLASLT_EPILOGUE_DGEL
 static_assert(static_cast<int>(LtEpilogue::BgradA) == CUBLASLT_EPILOGUE_BGRADA);
 static_assert(static_cast<int>(LtEpilogue::BgradB) == CUBLASLT_EPILOGUE_BGRADB);
 
+#if CUDART_VERSION >= 12090
+#define TRANSFORMER_OPS_HAS_BLOCKS 1
+#else
+#define TRANSFORMER_OPS_HAS_BLOCKS 0
+#endif
+
 // What NVIDIA recommends for Hopper and later (cuBLAS documentation, "cuBLAS workspace").
 constexpr uint64_t kMostWorkspaceBytes = uint64_t{32} << 20;
 // Far more than a model's shapes; a program whose shapes keep changing starts again.
@@ -90,6 +96,7 @@ class Operation {
     }
     if (plan.a_scale != nullptr) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, plan.a_scale);
     if (plan.b_scale != nullptr) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, plan.b_scale);
+    set_scaling(problem);
     if (problem.fast_sums) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{1});
     if (problem.epilogue == LtEpilogue::Default) return;
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, problem.epilogue);
@@ -107,6 +114,30 @@ class Operation {
     check(cublasLtMatmulDescSetAttribute(get(), attribute, &value, sizeof(value)),
           "describe a product");
   }
+
+  void set_scaling([[maybe_unused]] const LtProblem& problem) {
+#if TRANSFORMER_OPS_HAS_BLOCKS
+    if (!has_blocks(problem)) return;
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, mode(problem.a_scaling));
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, mode(problem.b_scaling));
+#endif
+  }
+
+#if TRANSFORMER_OPS_HAS_BLOCKS
+  static int32_t mode(Scaling scaling) {
+    switch (scaling) {
+      case Scaling::Vectors128:
+        return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+      case Scaling::Blocks128:
+        return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+      case Scaling::Vectors32:
+        return CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+      case Scaling::Matrix:
+        break;
+    }
+    return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  }
+#endif
 
   Descriptor<cublasLtMatmulDescOpaque_t, cublasLtMatmulDescDestroy> descriptor_;
 };
@@ -248,20 +279,33 @@ Prepared prepare(const GemmPlan& plan) {
   return {device.handle, answer};
 }
 
-}  // namespace
-
-// Compute capability 8.9 is the first (cuBLAS documentation, "cublasLtMatmul").
-bool entry::multiplies_codes() {
+// Of the current device, as major * 10 + minor.
+int capability() {
   int device = 0, major = 0, minor = 0;
   check(cudaGetDevice(&device), "have a current device");
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "know a device");
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "know a device");
-  return major * 10 + minor >= 89;
+  return major * 10 + minor;
 }
+
+bool can_multiply(const LtProblem& problem) {
+  if (problem.a_codes == Codes::None) return true;
+  if (problem.a_scaling == Scaling::Vectors32) return entry::multiplies_mx();
+  return has_blocks(problem) ? entry::multiplies_blocks() : entry::multiplies_codes();
+}
+
+}  // namespace
+
+// Compute capability 8.9 is the first (cuBLAS documentation, "cublasLtMatmul").
+bool entry::multiplies_codes() { return capability() >= 89; }
+
+bool entry::multiplies_blocks() { return TRANSFORMER_OPS_HAS_BLOCKS && capability() == 90; }
+
+bool entry::multiplies_mx() { return TRANSFORMER_OPS_HAS_BLOCKS && capability() >= 100; }
 
 bool entry::gemm(Stream stream, const Gemm& gemm) {
   const auto plan = plan_gemm(gemm);
-  if (!plan || (plan->problem.a_codes != Codes::None && !multiplies_codes())) return false;
+  if (!plan || !can_multiply(plan->problem)) return false;
   const auto [handle, answer] = prepare(*plan);
   const size_t bytes = answer->workspace_bytes;
   if (!answer->supported || (bytes > 0 && gemm.allocate == nullptr)) return false;
@@ -281,6 +325,8 @@ bool entry::gemm(Stream stream, const Gemm& gemm) {
 }
 
 TRANSFORMER_OPS_KERNEL(multiplies_codes, "cuda");
+TRANSFORMER_OPS_KERNEL(multiplies_blocks, "cuda");
+TRANSFORMER_OPS_KERNEL(multiplies_mx, "cuda");
 TRANSFORMER_OPS_KERNEL(gemm, "cuda");
 
 }  // namespace transformer_ops::cuda

@@ -49,6 +49,21 @@ bool has_codes(const Gemm& gemm) {
   return gemm.a.codes != Codes::None || gemm.b.codes != Codes::None;
 }
 
+bool has_blocks(const Matrix& matrix) { return matrix.scaling != Scaling::Matrix; }
+
+// By the rules of kernels/gemm.h.
+bool blocks_fit(const Gemm& gemm) {
+  if (!has_blocks(gemm.a) && !has_blocks(gemm.b)) return true;
+  if (gemm.a.scale == nullptr || gemm.b.scale == nullptr) return false;
+  if (alignment(gemm.a.scale) < 16 || alignment(gemm.b.scale) < 16) return false;
+  if (gemm.a.scaling == Scaling::Vectors32 || gemm.b.scaling == Scaling::Vectors32) {
+    return gemm.a.scaling == gemm.b.scaling && has_size_of_mx(gemm.m, gemm.n, gemm.k);
+  }
+  const bool both_2d = gemm.a.scaling == Scaling::Blocks128 && gemm.b.scaling == Scaling::Blocks128;
+  return has_blocks(gemm.a) && has_blocks(gemm.b) && !both_2d &&
+         has_size_of_blocks(gemm.m, gemm.n, gemm.k);
+}
+
 // By the rules of kernels/gemm.h; of epilogues, those that ops ask for.
 bool codes_fit(const Gemm& gemm) {
   if (gemm.a.codes == Codes::None || gemm.b.codes == Codes::None) return false;
@@ -59,6 +74,7 @@ bool codes_fit(const Gemm& gemm) {
   if (!has_epilogue || (gemm.bias != nullptr && gemm.result_dtype != DType::BFloat16)) return false;
   if (gemm.dtype != DType::BFloat16 || gemm.factors != nullptr) return false;
   if (gemm.a.transposed || !gemm.b.transposed || !has_size_of_codes(gemm.n, gemm.k)) return false;
+  if (!blocks_fit(gemm)) return false;
   if (gemm.a.stride % 16 != 0 || gemm.b.stride % 16 != 0) return false;
   const int64_t result_bytes = gemm.result_dtype == DType::Float32 ? 4 : 2;
   if (gemm.d_stride * result_bytes % 16 != 0) return false;
@@ -92,8 +108,10 @@ std::optional<GemmPlan> plan_gemm(const Gemm& gemm) {
                   .result_dtype = gemm.result_dtype,
                   .a_codes = gemm.b.codes,
                   .b_codes = gemm.a.codes,
+                  .a_scaling = gemm.b.scaling,
+                  .b_scaling = gemm.a.scaling,
                   .tf32 = float32 && gemm.tf32,
-                  .fast_sums = has_codes(gemm) && gemm.fast_sums,
+                  .fast_sums = has_codes(gemm) && !has_blocks(gemm.a) && gemm.fast_sums,
                   .partial_sums = float32 ? PartialSums::AnyPrecision : gemm.partial_sums,
                   .epilogue = *epilogue,
                   .transpose_a = gemm.b.transposed,
@@ -134,6 +152,8 @@ size_t LtProblemHash::operator()(const LtProblem& problem) const {
   add(problem.result_dtype);
   add(problem.a_codes);
   add(problem.b_codes);
+  add(problem.a_scaling);
+  add(problem.b_scaling);
   add(problem.tf32);
   add(problem.fast_sums);
   add(problem.partial_sums);

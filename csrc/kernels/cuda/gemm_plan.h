@@ -38,6 +38,7 @@ struct LtProblem {
   DType dtype;
   DType result_dtype;
   Codes a_codes, b_codes;  // instead of numbers of dtype
+  Scaling a_scaling, b_scaling;
   bool tf32;
   bool fast_sums;  // of codes
   PartialSums partial_sums;
@@ -65,11 +66,13 @@ struct GemmPlan {
   void* d;
   const void* bias;  // or where a bias gradient goes
   const void* aux;
-  const float* a_scale;  // of codes, in device memory; null: 1
-  const float* b_scale;
+  const void* a_scale;  // of codes, in device memory; null: 1
+  const void* b_scale;
   double alpha, beta;
   const float* factors;  // null, or both in device memory
 };
+
+inline bool has_blocks(const LtProblem& problem) { return problem.a_scaling != Scaling::Matrix; }
 
 // None where cuBLASLt's rules exclude it; where they do not, it may still have no algorithm.
 std::optional<GemmPlan> plan_gemm(const Gemm& gemm);
@@ -77,6 +80,8 @@ std::optional<GemmPlan> plan_gemm(const Gemm& gemm);
 // What fills the slot: of gemm.cpp, or of tests.
 namespace entry {
 bool multiplies_codes();
+bool multiplies_blocks();
+bool multiplies_mx();
 bool gemm(Stream stream, const Gemm& gemm);
 }  // namespace entry
 

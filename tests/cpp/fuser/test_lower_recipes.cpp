@@ -73,6 +73,50 @@ backward Product ops=[0]
   EXPECT_EQ(steps_text(toy::plan(ops, key)).find("_scaled"), std::string::npos);
 }
 
+// A GPU may multiply codes with scales of blocks. Elsewhere they are decoded.
+TEST(LowerRecipes, ProductsOnCudaTakeCodesWithScalesOfBlocks) {
+  const auto ops = nodes({"Product"});
+  const char* const recipe = "e4m3 1x128, e4m3 128x128, e5m2 1x128";
+  PlanKey key = with_recipe(ops, recipe, DType::BFloat16);
+  EXPECT_EQ(steps_text(toy::plan(ops, key)).find("_scaled"), std::string::npos);
+  key.device = Device::Cuda;
+  EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
+recipe e4m3 1x128, e4m3 128x128, e5m2 1x128
+forward Product ops=[0]
+  t0.rounded_input, t0.rounded_input_scale = quantize(x0, "e4m3 1x128")
+  t0.rounded_weight, t0.rounded_weight_scale = quantize(p0.weight, "e4m3 128x128")
+  x1 = product_scaled(t0.rounded_input, t0.rounded_weight, t0.rounded_input_scale, t0.rounded_weight_scale)
+  save s0.input=x0, s0.weight=p0.weight
+backward Product ops=[0]
+  t0.rounded_grad_output, t0.rounded_grad_output_scale = quantize(g1, "e5m2 1x128")
+  t0.rounded_weight, t0.rounded_weight_scale = quantize_saved(g1, s0.weight, "e4m3 128x128")
+  g0, t0.unused = product_backward_scaled(t0.rounded_grad_output, none, t0.rounded_weight, [true, false], t0.rounded_grad_output_scale, t0.rounded_weight_scale)
+  t0.rounded_grad_output_columns, t0.rounded_grad_output_columns_scale = quantize(g1, "e5m2 128x1")
+  t0.rounded_input, t0.rounded_input_scale = quantize_saved(g1, s0.input, "e4m3 128x1")
+  t0.unused, dp0.weight = product_backward_scaled(t0.rounded_grad_output_columns, t0.rounded_input, none, [false, true], t0.rounded_grad_output_columns_scale, t0.rounded_input_scale)
+)");
+  const auto has_codes = [&](const char* formats, DType dtype) {
+    PlanKey other = with_recipe(ops, formats, dtype);
+    other.device = Device::Cuda;
+    const std::string text = steps_text(toy::plan(ops, other));
+    return std::pair(text.find("= quantize(x0") != std::string::npos,
+                     text.find(" = quantize_saved(") != std::string::npos);
+  };
+  EXPECT_EQ(has_codes(recipe, DType::BFloat16), std::pair(true, true));
+  // The gradient decides on backward alone.
+  EXPECT_EQ(has_codes("e4m3 1x128, e4m3 1x128, exact", DType::BFloat16), std::pair(true, false));
+  EXPECT_EQ(has_codes("mx e4m3, mx e4m3, mx e5m2", DType::BFloat16), std::pair(true, true));
+  // Other dtypes, one operand alone, other scales, and what is rounded at random.
+  EXPECT_EQ(has_codes(recipe, DType::Float32), std::pair(false, false));
+  EXPECT_EQ(has_codes(recipe, DType::Float16), std::pair(false, false));
+  for (const char* formats : {"e4m3 1x128, exact, e4m3 1x128", "e4m3 1x128, e4m3, e4m3 1x128",
+                              "mx e4m3, e4m3 128x128, mx e4m3", "nvfp4, nvfp4, nvfp4"}) {
+    EXPECT_EQ(has_codes(formats, DType::BFloat16), std::pair(false, false)) << formats;
+  }
+  EXPECT_EQ(has_codes("e4m3 1x128, e4m3 128x128, e4m3 1x128, stochastic", DType::BFloat16),
+            std::pair(true, false));
+}
+
 // How often a text has each dtype of operands: values, E4M3 and E5M2 codes.
 std::array<int, 3> operand_dtypes(const std::vector<OpNode>& ops, PlanKey key) {
   key.device = Device::Cuda;

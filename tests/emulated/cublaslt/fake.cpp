@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstring>
+#include <optional>
 
 #include "interpret.h"
 
@@ -17,6 +18,13 @@ namespace {
 
 // Opaque structures hold attributes by their numbers, and here what they are made with.
 constexpr int kCompute = 0, kScale = 1, kMade = 31;
+// Those beyond the end of the structure are where no other is.
+constexpr int kAScaling = 29, kBScaling = 30;
+
+int place_of(cublasLtMatmulDescAttributes_t attribute) {
+  if (attribute == CUBLASLT_MATMUL_DESC_A_SCALE_MODE) return kAScaling;
+  return attribute == CUBLASLT_MATMUL_DESC_B_SCALE_MODE ? kBScaling : attribute;
+}
 constexpr uint64_t kMark = 0x6d61646520736f21;
 
 // As cublasLt.h gives them; 0: not one that gemm.cpp needs.
@@ -26,6 +34,8 @@ size_t size_of_attribute(cublasLtMatmulDescAttributes_t attribute) {
     case CUBLASLT_MATMUL_DESC_TRANSB:
     case CUBLASLT_MATMUL_DESC_EPILOGUE:
     case CUBLASLT_MATMUL_DESC_POINTER_MODE:
+    case CUBLASLT_MATMUL_DESC_A_SCALE_MODE:
+    case CUBLASLT_MATMUL_DESC_B_SCALE_MODE:
       return 4;
     case CUBLASLT_MATMUL_DESC_FAST_ACCUM:
       return 1;
@@ -65,6 +75,39 @@ Codes codes_of(uint64_t type) {
   return type == CUDA_R_8F_E5M2 ? Codes::E5M2 : Codes::None;
 }
 
+std::optional<Scaling> scaling_of(uint64_t mode) {
+  switch (mode) {
+    case CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F:
+      return Scaling::Matrix;
+    case CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F:
+      return Scaling::Vectors128;
+    case CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F:
+      return Scaling::Blocks128;
+    case CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0:
+      return Scaling::Vectors32;
+    default:
+      return std::nullopt;
+  }
+}
+
+// The rules of the cuBLAS documentation, "128-element 1D and 128x128 2D Block Scaling For FP8 Data
+// Types"; torch has one more, that sums are not fast.
+bool takes_scales(const cublasLtMatmulDescOpaque_t& desc, const Layout& a, const Layout& b) {
+  const auto a_scaling = scaling_of(desc.data[kAScaling]);
+  const auto b_scaling = scaling_of(desc.data[kBScaling]);
+  if (!a_scaling || !b_scaling) return false;
+  if (a_scaling == Scaling::Matrix && b_scaling == Scaling::Matrix) return true;
+  if (a_scaling == Scaling::Matrix || b_scaling == Scaling::Matrix) return false;
+  if (a_scaling == Scaling::Blocks128 && b_scaling == Scaling::Blocks128) return false;
+  if ((a_scaling == Scaling::Vectors32) != (b_scaling == Scaling::Vectors32)) return false;
+  for (const auto attribute :
+       {CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER}) {
+    if (desc.data[attribute] == 0 || desc.data[attribute] % 16 != 0) return false;
+  }
+  // Of the one layout of codes, the columns are M and N.
+  return a.cols % 4 == 0 && b.cols % 4 == 0 && desc.data[CUBLASLT_MATMUL_DESC_FAST_ACCUM] == 0;
+}
+
 Layout layout_of(const cublasLtMatrixLayoutOpaque_t& matrix) {
   const auto at = [&matrix](int i) { return static_cast<int64_t>(matrix.data[i]); };
   return {at(1), at(2), at(3)};
@@ -73,8 +116,6 @@ Layout layout_of(const cublasLtMatrixLayoutOpaque_t& matrix) {
 void needs_relaxed_mode() {
   if (!fake().relaxed) fake().asked_unrelaxed = true;
 }
-
-const float* number_at(uint64_t bits) { return reinterpret_cast<const float*>(bits); }
 
 const void* pointer(uint64_t bits) { return reinterpret_cast<const void*>(bits); }
 
@@ -85,15 +126,20 @@ using transformer_ops::cuda::Codes;
 using transformer_ops::cuda::codes_of;
 using transformer_ops::cuda::dtype_of;
 using transformer_ops::cuda::fake;
+using transformer_ops::cuda::kAScaling;
+using transformer_ops::cuda::kBScaling;
 using transformer_ops::cuda::kCompute;
 using transformer_ops::cuda::kMade;
 using transformer_ops::cuda::kMark;
 using transformer_ops::cuda::kScale;
 using transformer_ops::cuda::layout_of;
 using transformer_ops::cuda::needs_relaxed_mode;
-using transformer_ops::cuda::number_at;
+using transformer_ops::cuda::place_of;
 using transformer_ops::cuda::pointer;
+using transformer_ops::cuda::Scaling;
+using transformer_ops::cuda::scaling_of;
 using transformer_ops::cuda::size_of_attribute;
+using transformer_ops::cuda::takes_scales;
 
 extern "C" {
 
@@ -163,8 +209,9 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc,
   if (desc->data[kMade] != kMark || size != size_of_attribute(attribute)) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
-  desc->data[attribute] = 0;
-  std::memcpy(&desc->data[attribute], value, size);
+  uint64_t& place = desc->data[place_of(attribute)];
+  place = 0;
+  std::memcpy(&place, value, size);
   return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -212,6 +259,11 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
   if (handle == nullptr || desc->data[kMade] != kMark || wanted < 1) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
+  const auto scaling = scaling_of(desc->data[kAScaling]);
+  const bool is_mx = scaling == Scaling::Vectors32;
+  if (scaling != Scaling::Matrix && (is_mx ? fake().capability < 100 : fake().capability != 90)) {
+    return CUBLAS_STATUS_NOT_SUPPORTED;
+  }
   *found = fake().answers;
   results[0].algo.data[0] = kMark;
   results[0].workspaceSize = fake().workspace_bytes;
@@ -238,6 +290,9 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                                  desc->data[CUBLASLT_MATMUL_DESC_TRANSB] != CUBLAS_OP_N)) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
+  if (!takes_scales(*desc, layout_of(*a_layout), layout_of(*b_layout))) {
+    return CUBLAS_STATUS_INVALID_VALUE;
+  }
   if (handle == nullptr || algo->data[0] != kMark || desc->data[kScale] != CUDA_R_32F ||
       workspace_bytes < fake().workspace_bytes ||
       (workspace == nullptr) != (workspace_bytes == 0) ||
@@ -255,6 +310,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                    .result_dtype = dtype_of(d_layout->data[0]),
                    .a_codes = a_codes,
                    .b_codes = b_codes,
+                   .a_scaling = *scaling_of(desc->data[kAScaling]),
+                   .b_scaling = *scaling_of(desc->data[kBScaling]),
                    .tf32 = desc->data[kCompute] == CUBLAS_COMPUTE_32F_FAST_TF32,
                    .fast_sums = fake().fast_sums,
                    .partial_sums = {},
@@ -275,8 +332,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
        .d = d,
        .bias = pointer(desc->data[CUBLASLT_MATMUL_DESC_BIAS_POINTER]),
        .aux = pointer(desc->data[CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER]),
-       .a_scale = number_at(desc->data[CUBLASLT_MATMUL_DESC_A_SCALE_POINTER]),
-       .b_scale = number_at(desc->data[CUBLASLT_MATMUL_DESC_B_SCALE_POINTER]),
+       .a_scale = pointer(desc->data[CUBLASLT_MATMUL_DESC_A_SCALE_POINTER]),
+       .b_scale = pointer(desc->data[CUBLASLT_MATMUL_DESC_B_SCALE_POINTER]),
        .alpha = *static_cast<const float*>(alpha),
        .beta = *static_cast<const float*>(beta),
        .factors = on_device ? static_cast<const float*>(alpha) : nullptr});

@@ -52,6 +52,9 @@ class CublasLt : public testing::Test {
 
 TEST_F(CublasLt, DescriptorsSayWhatIsComputed) {
   for (const Product& product : products()) {
+    // No GPU has both.
+    fake().capability = product.a_scaling == Scaling::Vectors32 ? 100 : 90;
+    fake().device = 5000 + fake().capability;
     HostMemory blocks;
     const Memory memory = blocks.get();
     std::string text;
@@ -75,6 +78,43 @@ TEST_F(CublasLt, MultipliesCodesFromComputeCapability89On) {
     call.d_stride = 16;
     EXPECT_EQ(entry::gemm(nullptr, call), wanted) << capability;
     EXPECT_TRUE(entry::gemm(nullptr, example()));
+  }
+}
+
+TEST_F(CublasLt, MultipliesBlocksOnComputeCapability90Alone) {
+  alignas(256) static char codes[16 * 128];
+  for (const auto& [capability, wanted] :
+       {std::pair(80, false), {89, false}, {90, true}, {100, false}, {120, false}}) {
+    fake().device = 3000 + capability;
+    fake().capability = capability;
+    EXPECT_EQ(entry::multiplies_blocks(), wanted) << capability;
+    Gemm call = example();
+    call.n = 16;
+    call.k = 128;
+    const auto* const scales = reinterpret_cast<const float*>(memory + 2048);
+    call.a = {codes, 128, false, Codes::E4M3, scales, Scaling::Vectors128};
+    call.b = {codes, 128, true, Codes::E4M3, scales, Scaling::Blocks128};
+    call.d_stride = 16;
+    EXPECT_EQ(entry::gemm(nullptr, call), wanted) << capability;
+    call.a.scaling = call.b.scaling = Scaling::Matrix;
+    EXPECT_EQ(entry::gemm(nullptr, call), capability >= 89) << capability;
+  }
+}
+
+TEST_F(CublasLt, MultipliesMxFromComputeCapability100On) {
+  alignas(256) static char codes[32 * 128], result[32 * 32 * 2];
+  for (const auto& [capability, wanted] :
+       {std::pair(89, false), {90, false}, {100, true}, {120, true}}) {
+    fake().device = 4000 + capability;
+    fake().capability = capability;
+    EXPECT_EQ(entry::multiplies_mx(), wanted) << capability;
+    Gemm call = example();
+    call.m = call.n = call.d_stride = 32;
+    call.k = 128;
+    call.a = {codes, 128, false, Codes::E4M3, memory + 2048, Scaling::Vectors32};
+    call.b = {codes, 128, true, Codes::E4M3, memory + 2048, Scaling::Vectors32};
+    call.d = result;
+    EXPECT_EQ(entry::gemm(nullptr, call), wanted) << capability;
   }
 }
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...fusion.registry import FusionHandle, fusions
 from ...op.base import BasicOperation
-from ..plan import NearMiss, Plan, Step, Value
+from ..plan import Instruction, NearMiss, Plan, Step, Value
 from ..saved_bytes import SavedBytes
 
 
@@ -170,19 +170,35 @@ def _formats(plan: Plan) -> str:
 
 
 def _how(plan: Plan) -> str:
-    arguments = (
-        argument
-        for step in (*plan.forward, *plan.backward)
-        for call in step.instructions
-        for argument in call.arguments
-    )
+    calls = [c for step in (*plan.forward, *plan.backward) for c in step.instructions]
+    codes = (("float8_e4m3fn",), ("float8_e5m2",))
+    rows = []
+    if any(argument in codes for call in calls for argument in call.arguments):
+        rows.append(
+            "codes are multiplied in FP8, from compute capability 8.9 on and where sizes are "
+            "multiples of 16"
+        )
+    formats = {_format_of_blocks(call) for call in calls}
+    if any(format.startswith("e") for format in formats):
+        rows.append(
+            "codes with a scale for each block are multiplied in FP8, on compute capability 9.0 "
+            "and where sums are over multiples of 128, rows are multiples of 4 and columns of 16"
+        )
+    if any(format.startswith("mx") for format in formats):
+        rows.append(
+            "codes of MXFP8 are multiplied, from compute capability 10.0 on and where sizes are "
+            "multiples of 32"
+        )
     emulated = "emulated, by products of decoded tensors"
-    if not any(a in (("float8_e4m3fn",), ("float8_e5m2",)) for a in arguments):
-        return emulated
-    return (
-        "codes are multiplied in FP8, from compute capability 8.9 on and where sizes are multiples "
-        f"of 16; all else is {emulated}"
-    )
+    return "; ".join([*rows, f"all else is {emulated}"]) if rows else emulated
+
+
+def _format_of_blocks(call: Instruction) -> str:
+    """Of a call that gives codes of an operand, and a scale for each of their blocks."""
+    format = call.arguments[-1] if call.target in ("quantize", "quantize_saved") else None
+    value = call.results[0]
+    is_operand = isinstance(value, Value) and value.kind == "temporary"
+    return str(format[0]) if is_operand and isinstance(format, tuple) else ""
 
 
 def _quantized_weights(plan: Plan) -> str:

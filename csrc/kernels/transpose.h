@@ -1,0 +1,20 @@
+// Matrices turned round on CUDA: what cuBLASLt takes of codes and of their scales.
+#pragma once
+
+#include "kernels/cuda.h"
+
+namespace transformer_ops::cuda {
+
+// to[j * to_stride + i] = from[i * from_stride + j] for i < rows and j < cols, of elements of 1 or
+// 4 bytes. What lies between rows of `to` stays as it is.
+inline const Kernel<void(Stream, int bytes, const void* from, int64_t from_stride, void* to,
+                         int64_t to_stride, int64_t rows, int64_t cols)>
+    transpose{"transpose"};
+
+// Scales of one byte in tiles (Scaling::Vectors32 of kernels/gemm.h), of `outers` rows and `inners`
+// blocks: that of row i and block b is from[i * outer_stride + b * inner_stride].
+inline const Kernel<void(Stream, const void* from, int64_t outer_stride, int64_t inner_stride,
+                         void* to, int64_t outers, int64_t inners)>
+    tile_scales{"tile_scales"};
+
+}  // namespace transformer_ops::cuda
