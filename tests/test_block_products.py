@@ -31,8 +31,9 @@ from transformer_ops.recipe import (
 
 o = torch.ops.transformer_ops
 
-# Rows, input and output features; a GPU multiplies codes of the first two, all sums of the first.
-SIZES = [(256, 640, 144), (132, 128, 256), (6, 130, 24), (1, 128, 16)]
+# Rows, input and output features; GPUs multiply some codes of the first two with scales of 128, and
+# those of the third with scales of 32.
+SIZES = [(256, 640, 144), (132, 128, 256), (160, 96, 288), (6, 130, 24), (1, 128, 16)]
 every_size = pytest.mark.parametrize("size", SIZES, ids=str)
 pairs = pytest.mark.parametrize(
     "elements", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e5m2", "e5m2")], ids=str
