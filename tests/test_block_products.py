@@ -478,8 +478,8 @@ def test_explain_says_what_is_emulated() -> None:
     assert note == f"formats of products: {formats}; emulated, by products of decoded tensors"
     assert describe(Plan.parse(cuda_plan(plan)), ops, {}, None).note == (
         f"formats of products: {formats}; codes with a scale for each block are multiplied in FP8, "
-        "on compute capability 9.0 and where sums are over multiples of 128, rows are multiples of "
-        "4 and columns of 16; all else is emulated, by products of decoded tensors"
+        "with CUDA 12.9 on compute capability 9.0, and where sums are over multiples of 128, rows "
+        "are multiples of 4 and columns of 16; all else is emulated, by products of decoded tensors"
     )
 
 
@@ -490,8 +490,8 @@ def test_explain_says_which_gpus_multiply_mxfp8() -> None:
     ops = [op for m in module for op in getattr(m, "basic_ops", [m])]
     assert describe(plan, ops, {}, None).note == (
         "formats of products: input mx e4m3, weight mx e4m3, output gradient mx e4m3; codes of "
-        "MXFP8 are multiplied, from compute capability 10.0 on and where sizes are multiples of "
-        "32; all else is emulated, by products of decoded tensors"
+        "MXFP8 are multiplied, with CUDA 12.9 from compute capability 10.0 on, and where sizes are "
+        "multiples of 32; all else is emulated, by products of decoded tensors"
     )
 
 

@@ -163,6 +163,24 @@ def test_main_grad(single: bool) -> None:
     assert bool(first.main_grad.any())
 
 
+def test_a_buffer_that_does_not_fit_changes_no_other() -> None:
+    late = tops.GroupedLinear(3, 16, 8, accumulate_into_main_grad=True, delay_wgrad_compute=True)
+    weights = [late.weight0, late.weight1, late.weight2]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    late(torch.randn(8, 16), SPLITS).sum().backward()
+    weights[1].main_grad = torch.zeros(7)
+    with pytest.raises(
+        RuntimeError, match=r"\[GroupedLinear\] weight1.main_grad must have shape \[8, 16\]"
+    ):
+        late.backward_dw()
+    assert not weights[0].main_grad.any()
+    weights[1].main_grad = torch.zeros_like(weights[1])
+    late.backward_dw()
+    once = weights[0].main_grad.clone()
+    assert once.any()
+
+
 def test_hooks_of_the_parameters_run() -> None:
     late, _ = pair()
     seen: list[str] = []

@@ -446,12 +446,48 @@ def test_accumulation_into_main_grad(overwrite: bool) -> None:
     torch.testing.assert_close(op.weight.main_grad, want.float() + (not overwrite), **near)
 
 
+def test_one_parameter_for_two_groups() -> None:
+    """Its gradients add up in its buffer, which no product fills for both."""
+    x, sizes = torch.randn(12, 16), torch.tensor([3, 4, 5])
+    op, plain = (tops.GroupedLinear(3, 16, 8, accumulate_into_main_grad=k) for k in (True, False))
+    plain.load_state_dict(op.state_dict())
+    for each in (op, plain):
+        each.weight1 = each.weight0
+    op.weight0.main_grad = torch.zeros(8, 16)
+    op.weight2.main_grad = torch.zeros(8, 16)
+    for each in (op, plain):
+        each(x, sizes).square().sum().backward()
+    torch.testing.assert_close(op.weight0.main_grad, plain.weight0.grad)
+    torch.testing.assert_close(op.weight2.main_grad, plain.weight2.grad)
+
+
+def test_buffers_that_share_memory_are_refused() -> None:
+    x, grad, sizes = torch.randn(12, 16), torch.randn(12, 8), torch.tensor([7, 5])
+    weights = list(torch.randn(2, 8, 16))
+    flat = torch.zeros(2 * 8 * 16 + 16)
+    apart = [flat[:128].view(8, 16), flat[144:].view(8, 16)]
+    shared = [flat[:128].view(8, 16), flat[112:240].view(8, 16)]
+    schema = o.grouped_linear_backward_into.default._schema
+    given = {"grad_output": grad, "input": x, "splits": sizes, "weight": weights}
+    given |= {"output_mask": [False, True, False, False], "overwrite": True}
+    given |= {"single_grouped_weight": False, "single_grouped_bias": False}
+    run = lambda buffers: o.grouped_linear_backward_into(  # noqa: E731
+        **{a.name: given.get(a.name, [] if a.name == "bias" else None) for a in schema.arguments}
+        | {"main_grad": buffers}
+    )
+    run(apart)
+    torch.testing.assert_close(apart[0], grad[:7].T @ x[:7])
+    for buffers in (shared, [apart[0], apart[0]]):
+        with pytest.raises(RuntimeError, match="main_grad must be apart for each weight"):
+            run(buffers)
+
+
 def test_accumulation_into_a_main_grad_for_each_group() -> None:
     op = tops.GroupedLinear(3, 16, 8, accumulate_into_main_grad=True)
     plain = tops.GroupedLinear(3, 16, 8)
     plain.load_state_dict(op.state_dict())
     x, sizes = torch.randn(12, 16), torch.tensor([3, 4, 5])
-    with pytest.raises(RuntimeError, match="weight must have a main_grad to accumulate into"):
+    with pytest.raises(RuntimeError, match="weight0 must have a main_grad to accumulate into"):
         op(x, sizes)
     weights = [op.weight0, op.weight1, op.weight2]
     for weight in weights:

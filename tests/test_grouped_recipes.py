@@ -126,7 +126,10 @@ def test_bad_arguments_of_the_rounding() -> None:
     run = torch.ops.transformer_ops.quantize_dequantize_groups
     x = torch.randn(4, 6)
     for arguments, text in (
-        ((x, None, "mx e4m3", "float32"), r"input must have 3 dimensions where there are no"),
+        (
+            (x[None, None], None, "mx e4m3", "float32"),
+            r"input must have 2 or 3 dimensions where there are no",
+        ),
         ((x, torch.tensor([3, 2]), "mx e4m3", "float32"), "splits must add up to at most 4 rows"),
         ((x, torch.tensor([-1, 2]), "mx e4m3", "float32"), "splits must be at least 0, got -1"),
         ((x, torch.tensor([3]), "mx", "float32"), "format must be"),
@@ -140,6 +143,40 @@ def test_bad_arguments_of_the_rounding() -> None:
         run([x, x[None]], None, "mx e4m3", "float32")
     with pytest.raises(RuntimeError, match="input must be of one dtype, got Float and Double"):
         run([x, x.double()], None, "mx e4m3", "float32")
+
+
+@without_state
+def test_one_group_with_a_weight_of_its_own(name: str) -> None:
+    one, plain = tops.GroupedLinear(1, 64, 32), tops.Linear(64, 32)
+    plain.load_state_dict({"weight": one.weight0, "bias": one.bias0})
+    found = []
+    for op, extra in ((one, [torch.tensor([48])]), (plain, [])):
+        x = torch.linspace(-1, 2, 48 * 64).view(48, 64).requires_grad_()
+        torch.manual_seed(0)
+        with tops.autocast(recipe=RECIPES[name]):
+            y = op(x, *extra)
+        y.square().sum().backward()
+        found.append((y, x.grad, *(p.grad for p in op.parameters())))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@without_state
+def test_weights_of_several_dtypes(name: str) -> None:
+    """They are rounded from the dtype of the product."""
+    mixed, plain = tops.GroupedLinear(4, 72, 50), tops.GroupedLinear(4, 72, 50)
+    with torch.no_grad():
+        mixed.weight1.copy_(mixed.weight1.bfloat16())
+    plain.load_state_dict(mixed.state_dict())
+    mixed.weight1 = torch.nn.Parameter(mixed.weight1.bfloat16())
+    x = torch.randn(ROWS, 72)
+    for op in (mixed, plain):
+        torch.manual_seed(0)
+        with tops.autocast(recipe=RECIPES[name]):
+            op(x, SIZES).square().sum().backward()
+    assert mixed.weight1.grad.dtype == torch.bfloat16
+    for a, b in zip(mixed.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad.to(a.dtype))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -328,9 +328,12 @@ def test_the_plan_names_them() -> None:
         r"'ChooseRows', got \[p2.weight0..1\]",
     ):
         Plan.parse(wrong)
-    wrong = text.replace("[p2.weight0..2]", "p2.weight0")
-    with pytest.raises(RuntimeError, match=r"call must fit the op's schema .*Tensor\[\] weight"):
-        Plan.parse(wrong)
+    for other in ("p2.weight0", "[]"):
+        wrong = text.replace("[p2.weight0..2]", other)
+        with pytest.raises(
+            RuntimeError, match=r"call must fit the op's schema .*Tensor\[\] weight"
+        ):
+            Plan.parse(wrong)
 
 
 def test_another_number_of_tensors() -> None:

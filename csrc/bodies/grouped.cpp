@@ -56,9 +56,9 @@ void check_rounded_groups(const Checks& check, const Tensors& input, const Tenso
   for (const Tensor& tensor : input) {
     check.compute_dtype("input", tensor);
     check.has_rows("input", tensor);
-    TORCH_CHECK(splits != nullptr || tensor.dim() == (is_one ? 3 : 2), "[", check.op(),
-                "] input must have ", is_one ? 3 : 2, " dimensions where there are no splits, ",
-                "got shape ", tensor.sym_sizes());
+    TORCH_CHECK(splits != nullptr || tensor.dim() == 2 || (is_one && tensor.dim() == 3), "[",
+                check.op(), "] input must have ", is_one ? "2 or 3" : "2",
+                " dimensions where there are no splits, got shape ", tensor.sym_sizes());
     TORCH_CHECK(tensor.scalar_type() == input[0].scalar_type(), "[", check.op(),
                 "] input must be of one dtype, got ", input[0].scalar_type(), " and ",
                 tensor.scalar_type());
@@ -66,14 +66,20 @@ void check_rounded_groups(const Checks& check, const Tensors& input, const Tenso
   if (splits != nullptr) check_splits(check, *splits, splits->dim() > 0 ? splits->sym_size(0) : 0);
 }
 
+namespace {
+
+// Of tensors without splits: is it one that holds a matrix for each group?
+bool is_stack(const Tensors& input) { return input.size() == 1 && input[0].dim() == 3; }
+
+}  // namespace
+
 c10::SymInt count_rounded_groups(const Tensors& input, const Tensor* splits) {
   if (splits != nullptr) return splits->sym_size(0);
-  return input.size() == 1 ? input[0].sym_size(0) : c10::SymInt(std::ssize(input));
+  return is_stack(input) ? input[0].sym_size(0) : c10::SymInt(std::ssize(input));
 }
 
 RoundedGroups rounded_groups(const Checks& check, const Tensors& input, const Tensor* splits) {
-  if (input.size() > 1) return {input, Tensor()};
-  if (splits == nullptr) return {input[0].unbind(0), Tensor()};
+  if (splits == nullptr) return {is_stack(input) ? input[0].unbind(0) : input, Tensor()};
   const Tensor rows = as_matrix(input[0]);
   const Groups groups(check, splits->cpu(), rows.size(0));
   RoundedGroups found;

@@ -76,7 +76,7 @@ TensorSpec group_gradients(const c10::SymInt& groups, const TensorSpec& of_one, 
 void check_splits(const Checks& check, const Tensor& splits, const c10::SymInt& groups);
 
 // The matrices that are rounded each on its own: the rows of each of `splits` in one tensor, or
-// without them those of one tensor of three dimensions, or those of a list.
+// without them those of one tensor of three dimensions, or those of a list, which may be of one.
 void check_rounded_groups(const Checks& check, const Tensors& input, const Tensor* splits);
 c10::SymInt count_rounded_groups(const Tensors& input, const Tensor* splits);
 // Views of them. `rest`: of one tensor, the rows in no group; else undefined.

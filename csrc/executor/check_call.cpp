@@ -64,7 +64,7 @@ bool fits_list(const Argument& argument, const c10::Type& element, std::optional
     }
     if (const auto* sizes = std::get_if<std::vector<int64_t>>(constant)) {
       // An empty list has no kind of its own.
-      const bool fits = is_integer(element) || sizes->empty();
+      const bool fits = is_integer(element) || (sizes->empty() && !is_tensor(element));
       return fits && fits_length(sizes->size());
     }
   }

@@ -476,8 +476,8 @@ class Compiler {
 
   const State& row_of(const Value& state) const {
     const auto& states = declaration(program_.plan.ops[state.op].kind).states;
-    return *std::ranges::find_if(
-        states, [&](const State& row) { return state.name.starts_with(row.name); });
+    return *std::ranges::find_if(states,
+                                 [&](const State& row) { return row.has_value(state.name); });
   }
 
   void note_accumulation(const Instruction& instruction, Program::Call& call) {

@@ -39,9 +39,12 @@ MadeOfWeights::Known::Known(const at::Tensor& tensor)
       data_(tensor.const_data_ptr()),
       version_(version_of(tensor)) {}
 
+bool MadeOfWeights::Known::is_object(const at::Tensor& tensor) const {
+  return tensor_._unsafe_get_target() == tensor.unsafeGetTensorImpl() && !tensor_.expired();
+}
+
 bool MadeOfWeights::Known::is(const at::Tensor& tensor) const {
-  return tensor_._unsafe_get_target() == tensor.unsafeGetTensorImpl() && !tensor_.expired() &&
-         data_ == tensor.const_data_ptr();
+  return is_object(tensor) && data_ == tensor.const_data_ptr();
 }
 
 std::vector<MadeOfWeights::Known> MadeOfWeights::Known::all(const Tensors& tensors) {
@@ -51,6 +54,11 @@ std::vector<MadeOfWeights::Known> MadeOfWeights::Known::all(const Tensors& tenso
 bool MadeOfWeights::Row::is_of(const Tensors& tensors) const {
   return std::ranges::equal(weights, tensors,
                             [](const Known& known, auto& weight) { return known.is(weight); });
+}
+
+bool MadeOfWeights::Row::has_objects(const Tensors& tensors) const {
+  return std::ranges::equal(
+      weights, tensors, [](const Known& known, auto& weight) { return known.is_object(weight); });
 }
 
 bool MadeOfWeights::Row::is_gone() const {
@@ -84,8 +92,10 @@ void MadeOfWeights::add(const Call& call, const Tensors& weights, const Tensors&
   if (rows_.size() >= swept_at_) forget_dead();
   std::vector<Row>& rows = rows_[weights[0].unsafeGetTensorImpl()];
   // What was put in the place of a weight or a scale leaves those of the old one.
-  std::erase_if(rows,
-                [&](const Row& old) { return !old.weights[0].is(weights[0]) || old.is_gone(); });
+  std::erase_if(rows, [&](const Row& old) {
+    const bool is_old = old.has_objects(weights) && !old.is_of(weights);
+    return is_old || !old.weights[0].is(weights[0]) || old.is_gone();
+  });
   rows.push_back({call.key, Known::all(weights), Known::all(states), std::move(results)});
 }
 

@@ -57,6 +57,7 @@ class MadeOfWeights {
    public:
     explicit Known(const at::Tensor& tensor);
     bool is(const at::Tensor& tensor) const;  // the same object with the same memory
+    bool is_object(const at::Tensor& tensor) const;
     bool is_gone() const { return tensor_.expired(); }
     uint32_t version() const { return version_; }
     static std::vector<Known> all(const Tensors& tensors);
@@ -73,6 +74,7 @@ class MadeOfWeights {
     Tensors results;
 
     bool is_of(const Tensors& tensors) const;
+    bool has_objects(const Tensors& tensors) const;
     bool is_gone() const;
   };
 

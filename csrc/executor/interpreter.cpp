@@ -272,8 +272,12 @@ class Interpreter {
       push_accumulation(*target, *into, stack_);
       into->callBoxed(stack_);
       if (call.counts.empty()) stack_.insert(stack_.begin() + position, Tensor());
-      for (size_t i = 0; i < call.counts.size(); ++i) {
-        if (call.counts[i] >= 0) stack_.insert(stack_.begin() + i, Tensors(call.counts[i]));
+      for (int i = 0; i < std::ssize(call.counts); ++i) {
+        if (call.counts[i] >= 0) {
+          stack_.insert(stack_.begin() + i, Tensors(call.counts[i]));
+        } else if (i == position) {
+          stack_.insert(stack_.begin() + i, Tensor());
+        }
       }
     } else {
       call.op.callBoxed(stack_);

@@ -58,14 +58,12 @@ bool Analysis::has_scale(int op, const std::string& operand) const {
 bool Analysis::has_blocks(int op, std::initializer_list<const char*> operands) const {
   const bool may_multiply = key_.device == Device::Cuda && declaration(ops_[op].kind).scalable;
   if (!may_multiply || operand_dtype(op) != DType::BFloat16) return false;
-  const auto block_of = [&](const std::string& operand) {
-    const bool is_plain = parameter_format(op, operand).empty();
-    return is_plain ? block_of_codes(key_.recipe->of(op).format(operand)) : 0;
-  };
-  const int64_t block = block_of(*operands.begin());
-  return block > 0 && std::ranges::all_of(operands, [&](const std::string& operand) {
-           return block_of(operand) == block;
-         });
+  std::vector<std::string> formats;
+  for (const std::string operand : operands) {
+    if (!parameter_format(op, operand).empty()) return false;
+    formats.push_back(key_.recipe->of(op).format(operand));
+  }
+  return are_multiplied_in_blocks(formats);
 }
 
 void Analysis::number_tensors() {

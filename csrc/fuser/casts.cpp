@@ -25,12 +25,21 @@ bool has_product(const Analysis& analysis, const Step& step) {
   });
 }
 
-// An operand that quantize.h rounds, from what it is, to the dtype of the product.
+// An operand that quantize.h rounds, from what it is, to the dtype of the product. One call rounds
+// a list, so that is of one dtype.
 bool is_rounded(const Analysis& analysis, int op, const std::string& name) {
-  const OpDeclaration& row = declaration(analysis.ops()[op].kind);
+  const OpNode& node = analysis.ops()[op];
+  const OpDeclaration& row = declaration(node.kind);
   const std::string operand = row.parameter_of(name);
   if (!analysis.is_quantized(op) || !row.has_operand(operand)) return false;
   if (analysis.key().recipe->of(op).format(operand).empty()) return false;
+  std::optional<DType> first;
+  for (size_t k = 0; k < node.parameters.size(); ++k) {
+    if (row.parameter_of(node.parameters[k]) != operand) continue;
+    const DType dtype = analysis.parameters(op)[k].dtype;
+    if (dtype != first.value_or(dtype)) return false;
+    first = dtype;
+  }
   return true;
 }
 

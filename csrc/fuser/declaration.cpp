@@ -166,6 +166,10 @@ std::string OpDeclaration::parameter_of(const std::string& tensor) const {
   return name != tensor && list_of(name) != nullptr ? name : "";
 }
 
+bool State::has_value(const std::string& value) const {
+  return value == name || without_number(value) == name;
+}
+
 const State* OpDeclaration::state_of(const std::string& parameter, const Attributes& set) const {
   const auto takes = [&](const State& state) {
     const auto attribute = set.find(state.attribute);

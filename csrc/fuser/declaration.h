@@ -34,6 +34,9 @@ struct State {
   std::string attribute;
   // No buffer: the host keeps the call that gives the gradient, and runs it when it is asked to.
   bool later = false;
+
+  // Is a value of that name this state, or that of one tensor of a listed parameter?
+  bool has_value(const std::string& value) const;
 };
 
 // A parameter that is a list: tensors <parameter>0, <parameter>1, ..., as many as an attribute

@@ -35,7 +35,7 @@ bool fills(const Result& result, int op, const State& state) {
   bool found = false;
   std::array<Result, 1> results = {result};
   for_each_value(results, [&](const Value& value) {
-    found |= value.kind == Kind::State && value.op == op && value.name.starts_with(state.name);
+    found |= value.kind == Kind::State && value.op == op && state.has_value(value.name);
   });
   return found;
 }

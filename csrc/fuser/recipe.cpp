@@ -179,11 +179,20 @@ std::string codes_dtype(const std::string& format) {
   return row_of(format).element == kernel::Element::E4M3 ? "float8_e4m3fn" : "float8_e5m2";
 }
 
-int64_t block_of_codes(const std::string& format) {
-  if (format.empty()) return 0;
-  const Format& row = row_of(format);
-  const bool is_power = row.rule == ScaleRule::PowerOfTwo || row.rule == ScaleRule::E8M0;
-  return is_power ? std::max(row.block_rows, row.block_columns) : 0;
+bool are_multiplied_in_blocks(const std::vector<std::string>& formats) {
+  bool are_square = true, are_e5m2 = true;
+  int64_t block = 0;
+  for (const std::string& format : formats) {
+    if (format.empty()) return false;
+    const Format& row = row_of(format);
+    const int64_t size = std::max(row.block_rows, row.block_columns);
+    if (row.rule != ScaleRule::PowerOfTwo && row.rule != ScaleRule::E8M0) return false;
+    if (block != 0 && size != block) return false;
+    block = size;
+    are_square &= row.block_rows == row.block_columns;
+    are_e5m2 &= row.element == kernel::Element::E5M2;
+  }
+  return !are_square && !are_e5m2;
 }
 
 // Values of codes are exact in bfloat16, also times a power of two or a scale in E4M3.

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "fuser/dtype.h"
 
@@ -65,9 +66,10 @@ std::string format_of_tensor(float largest);
 // The dtype of the codes of a format with that scale alone; empty for others.
 std::string codes_dtype(const std::string& format);
 
-// How many FP8 codes of a row or a column, or of both, have a power of two as their scale: 128 of
-// which it is in float32, 32 of which it is a byte; 0 in other formats.
-int64_t block_of_codes(const std::string& format);
+// Does a GPU multiply codes of these formats, which have a power of two as the scale of each block:
+// in float32 of one of 128, as a byte of one of 32? All blocks of one size, but not all square, nor
+// all codes E5M2.
+bool are_multiplied_in_blocks(const std::vector<std::string>& formats);
 
 // The dtype in which numbers of a format are exact, and products of them may be computed whose
 // result is `wanted`. `scalable`: the product takes a scale of the whole tensor beside the numbers.

@@ -23,7 +23,7 @@ enum class PartialSums : uint8_t { AnyPrecision, FullPrecision, None };
 enum class Codes : uint8_t { None, E4M3, E5M2 };
 
 // Which codes have a scale in common, of A, m x k, and of B's transpose, n x k. That of row i and
-// of the 128 columns with number b is at the place that the comment says.
+// of the columns of block b is at the place that the comment says.
 enum class Scaling : uint8_t {
   Matrix,      // 0: all codes
   Vectors128,  // b * rows + i: 128 of a row

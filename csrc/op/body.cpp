@@ -87,7 +87,6 @@ void TypedFunction::check(const Schema& schema, const std::string& text, const c
     wanted_types.push_back(type);
     wanted_texts.push_back(cpp_type(type) + " " + name);
   }
-  std::vector<std::string> result_types;
   if (fills) {
     for (const auto& result : schema.results) {
       wanted_types.push_back("-> " + result.type);
@@ -102,7 +101,8 @@ void TypedFunction::check(const Schema& schema, const std::string& text, const c
     got_texts.emplace_back(one->name);
   }
   if (join(got_types) == join(wanted_types) && fits_lists(got, schema) &&
-      fits_results(got, schema.results.size() + (drops_last_ ? 1 : 0), may_leave_out))
+      fits_results(got, schema.results.size() + (drops_last_ ? 1 : 0),
+                   may_leave_out && !drops_last_))
     return;
   std::string returned = got.returned;
   if (returned == "Tensor" || returned == "std::tuple") {

@@ -2,6 +2,9 @@
 
 #include <ATen/MemoryOverlap.h>
 
+#include <algorithm>
+#include <utility>
+
 namespace transformer_ops {
 namespace {
 
@@ -28,6 +31,21 @@ void check_main_grad(const Call& call, Values values, const Tensor& buffer,
   for (const auto& value : values) check_apart(call, buffer, value);
 }
 
+// Many are views of one flat buffer: each is compared with the next one in memory.
+void check_apart(const Call& call, Tensors buffers) {
+  const auto place = [](const Tensor& buffer) {
+    return std::pair(buffer.storage().unsafeGetStorageImpl(),
+                     buffer.sym_storage_offset().maybe_as_int().value_or(0));
+  };
+  std::ranges::sort(buffers, {}, place);
+  for (size_t i = 1; i < buffers.size(); ++i) {
+    const auto overlap = at::get_overlap_status(buffers[i - 1], buffers[i]);
+    TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
+                "[", call.op(), "] main_grad must be apart for each weight, got two of shape ",
+                buffers[i].sym_sizes(), " that share memory");
+  }
+}
+
 void put(const Tensor& buffer, bool adds, const Tensor& result) {
   adds ? buffer.add_(result) : buffer.copy_(result);
 }
@@ -47,6 +65,7 @@ void check_main_grad(const Call& call, Values values, const TensorSpec& grad_wei
   for (size_t i = 0; i < buffers.size(); ++i) {
     check_main_grad(call, values, buffers[i], (*grad_weight.list)[i]);
   }
+  check_apart(call, buffers);
 }
 
 void put(const MainGrad& main_grad, const Results& results, size_t place) {

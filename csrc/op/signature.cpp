@@ -97,8 +97,10 @@ void Signature::check_lists_are_full(const char* op, std::span<c10::IValue> valu
 
 void Signature::check_lists(const char* op, std::span<c10::IValue> values) const {
   for (const auto& [index, name, _] : tensor_lists_) {
-    for (const c10::IValue& item : values[index].toListRef()) {
-      check_tensor(op, name, item.toTensor(), first_tensor(values).device());
+    const auto list = values[index].toListRef();
+    for (size_t i = 0; i < list.size(); ++i) {
+      const std::string element = name + "[" + std::to_string(i) + "]";
+      check_tensor(op, element, list[i].toTensor(), first_tensor(values).device());
     }
   }
 }

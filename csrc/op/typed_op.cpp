@@ -163,7 +163,7 @@ class Kernel : public c10::OperatorKernel {
     const bool fits = scale == nullptr || scale->scalar_type() == at::kFloat ||
                       (scale->scalar_type() == at::kByte && scale->dim() > 0);
     TORCH_CHECK(fits, "[", variant_.name, "] ", argument,
-                " must be one float32 without dimensions, or one for each block of codes,", " got ",
+                " must be one float32 without dimensions, or one for each block of codes, got ",
                 scale->scalar_type(), " of shape ", scale->sym_sizes());
     return or_undefined(scale);
   }

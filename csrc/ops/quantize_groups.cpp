@@ -56,7 +56,7 @@ Tensors group_by_group(const Checks& check, const Tensors& input, const Tensor* 
   Tensors parts;
   for (const Tensor& matrix : matrices) parts.push_back(each(matrix));
   if (input.size() > 1) return parts;
-  if (!rest.defined()) return {parts.empty() ? input[0] : at::stack(parts)};
+  if (!rest.defined()) return {parts.empty() ? input[0] : at::stack(parts).view(input[0].sizes())};
   const auto dtype = parts.empty() ? rest.scalar_type() : parts[0].scalar_type();
   parts.push_back(at::zeros(rest.sizes(), rest.options().dtype(dtype)));
   return {at::cat(parts).view(input[0].sizes())};

@@ -57,8 +57,14 @@ def run_into(
 
 
 def _tensors_of(op: Any, name: str) -> list[Tensor]:
-    found = [getattr(op, each) for each in op._names_in(name)]
-    return [] if found == [None] else found
+    names = op._names_in(name)
+    found = [getattr(op, each) for each in names]
+    if name == "bias" and all(tensor is None for tensor in found):
+        return []
+    for each, tensor in zip(names, found, strict=True):
+        if tensor is None:
+            raise RuntimeError(f"[{type(op).__name__}] {each} must be a tensor, got None")
+    return found
 
 
 class Layout(NamedTuple):

@@ -130,8 +130,8 @@ class HostPlan:
         """
         if self.plan.needs_backward:
             for op in self.accumulating:
-                for weight in self.weights_of(op):
-                    main_grad.check(weight)
+                for k, weight in enumerate(self.weights_of(op)):
+                    main_grad.check(weight, self.basic_ops[op], k)
             for op in self.delaying:
                 delayed.check(self.weights_of(op))
         return HostCall(self, kwargs, stand_ins or _NO_STAND_INS, buffers or {})
@@ -376,6 +376,9 @@ class HostCall:
             return None
         given = [self.buffers.get((op, k), buffer) for k, buffer in enumerate(own)]
         if len({buffer.overwrites for buffer in given}) > 1:
+            return None
+        # One parameter in two places: its gradients add up.
+        if len({id(buffer.tensor) for buffer in given}) < len(given):
             return None
         return [buffer.tensor for buffer in given], given[0].overwrites
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,17 +17,38 @@ class Buffer(NamedTuple):
     overwrites: bool
 
 
-def check(weight: Tensor) -> None:
-    """RuntimeError where a weight that accumulates has no `main_grad`."""
-    if weight.requires_grad and getattr(weight, "main_grad", None) is None:
+def check(weight: Tensor, own: Any = None, k: int = 0) -> None:
+    """RuntimeError where a weight that accumulates, tensor k of those of the op `own`, has no
+    `main_grad`, or one that does not fit."""
+    if not weight.requires_grad:
+        return
+    buffer = getattr(weight, "main_grad", None)
+    if buffer is None:
+        raise RuntimeError(f"{_named(own, k)} must have a main_grad to accumulate into, got none")
+    if not _takes(buffer.shape, weight.shape) or not buffer.is_floating_point():
         raise RuntimeError(
-            "[BasicLinear] weight must have a main_grad to accumulate into, got none"
+            f"{_named(own, k)}.main_grad must have shape {list(weight.shape)} and hold floating "
+            f"point numbers, got {list(buffer.shape)} of {buffer.dtype}"
         )
 
 
-def buffer_of(weight: Tensor) -> Buffer:
+def _takes(buffer: torch.Size, grad: torch.Size) -> bool:
+    """Whether a gradient can be added to a buffer, to whose shape it is broadcast."""
+    if buffer == grad:
+        return True
+    tail = buffer[len(buffer) - len(grad) :]
+    return len(buffer) >= len(grad) and all(b in (1, a) for a, b in zip(tail, grad, strict=True))
+
+
+def _named(own: Any, k: int) -> str:
+    if own is None:
+        return "[BasicLinear] weight"
+    return f"[{type(own).__name__}] {own._names_in(own._parameter_names[0])[k]}"
+
+
+def buffer_of(weight: Tensor, own: Any = None, k: int = 0) -> Buffer:
     """`weight.main_grad`, which has to be there; written where `overwrite_main_grad` is set."""
-    check(weight)
+    check(weight, own, k)
     overwrites = bool(getattr(weight, "overwrite_main_grad", False))
     return Buffer(weight.main_grad, overwrites)  # type: ignore[attr-defined]
 

@@ -29,7 +29,7 @@ static_assert(static_cast<int>(LtEpilogue::DGeluBgrad) == CUBLASLT_EPILOGUE_DGEL
 static_assert(static_cast<int>(LtEpilogue::BgradA) == CUBLASLT_EPILOGUE_BGRADA);
 static_assert(static_cast<int>(LtEpilogue::BgradB) == CUBLASLT_EPILOGUE_BGRADB);
 
-#if CUDART_VERSION >= 12090
+#if CUBLAS_VERSION >= 120900
 #define TRANSFORMER_OPS_HAS_BLOCKS 1
 #else
 #define TRANSFORMER_OPS_HAS_BLOCKS 0
@@ -288,6 +288,9 @@ int capability() {
   return major * 10 + minor;
 }
 
+// Scales of blocks came with 12.9. The library that runs may be older than the headers.
+bool knows_blocks() { return TRANSFORMER_OPS_HAS_BLOCKS && cublasLtGetVersion() >= 120900; }
+
 bool can_multiply(const LtProblem& problem) {
   if (problem.a_codes == Codes::None) return true;
   if (problem.a_scaling == Scaling::Vectors32) return entry::multiplies_mx();
@@ -299,9 +302,9 @@ bool can_multiply(const LtProblem& problem) {
 // Compute capability 8.9 is the first (cuBLAS documentation, "cublasLtMatmul").
 bool entry::multiplies_codes() { return capability() >= 89; }
 
-bool entry::multiplies_blocks() { return TRANSFORMER_OPS_HAS_BLOCKS && capability() == 90; }
+bool entry::multiplies_blocks() { return knows_blocks() && capability() == 90; }
 
-bool entry::multiplies_mx() { return TRANSFORMER_OPS_HAS_BLOCKS && capability() >= 100; }
+bool entry::multiplies_mx() { return knows_blocks() && capability() >= 100; }
 
 bool entry::gemm(Stream stream, const Gemm& gemm) {
   const auto plan = plan_gemm(gemm);

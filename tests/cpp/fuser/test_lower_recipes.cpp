@@ -109,8 +109,10 @@ backward Product ops=[0]
   // Other dtypes, one operand alone, other scales, and what is rounded at random.
   EXPECT_EQ(has_codes(recipe, DType::Float32), std::pair(false, false));
   EXPECT_EQ(has_codes(recipe, DType::Float16), std::pair(false, false));
-  for (const char* formats : {"e4m3 1x128, exact, e4m3 1x128", "e4m3 1x128, e4m3, e4m3 1x128",
-                              "mx e4m3, e4m3 128x128, mx e4m3", "nvfp4, nvfp4, nvfp4"}) {
+  for (const char* formats :
+       {"e4m3 1x128, exact, e4m3 1x128", "e4m3 1x128, e4m3, e4m3 1x128",
+        "mx e4m3, e4m3 128x128, mx e4m3", "nvfp4, nvfp4, nvfp4",
+        "e4m3 128x128, e4m3 128x128, e4m3 128x128", "mx e5m2, mx e5m2, mx e5m2"}) {
     EXPECT_EQ(has_codes(formats, DType::BFloat16), std::pair(false, false)) << formats;
   }
   EXPECT_EQ(has_codes("e4m3 1x128, e4m3 128x128, e4m3 1x128, stochastic", DType::BFloat16),

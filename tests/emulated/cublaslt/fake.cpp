@@ -179,6 +179,8 @@ const char* cublasLtGetStatusName(cublasStatus_t status) {
   return status == CUBLAS_STATUS_EXECUTION_FAILED ? "CUBLAS_STATUS_EXECUTION_FAILED" : "another";
 }
 
+size_t cublasLtGetVersion() { return fake().version; }
+
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
   needs_relaxed_mode();
   *handle = reinterpret_cast<cublasLtHandle_t>(static_cast<uintptr_t>(++fake().handles));

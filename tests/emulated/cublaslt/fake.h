@@ -14,7 +14,8 @@ namespace transformer_ops::cuda {
 struct FakeCublasLt {
   // ---- how it behaves
   int device = 0;
-  int capability = 75;           // of all devices, as major * 10 + minor
+  int capability = 75;  // of all devices, as major * 10 + minor
+  size_t version = 130000;
   uint64_t workspace_bytes = 0;  // that its algorithm needs
   cublasStatus_t answer = CUBLAS_STATUS_SUCCESS;
   int answers = 1;  // that the heuristics find

@@ -118,6 +118,19 @@ TEST_F(CublasLt, MultipliesMxFromComputeCapability100On) {
   }
 }
 
+// One that is older than the headers that this was compiled with.
+TEST_F(CublasLt, AnOldLibraryKnowsNoBlocks) {
+  for (const auto& [version, wanted] : {std::pair(120803, false), {120900, true}}) {
+    fake().version = version;
+    fake().capability = 90;
+    EXPECT_EQ(entry::multiplies_blocks(), wanted) << version;
+    EXPECT_TRUE(entry::multiplies_codes());
+    fake().capability = 100;
+    EXPECT_EQ(entry::multiplies_mx(), wanted) << version;
+  }
+  fake().version = 130000;
+}
+
 TEST_F(CublasLt, IsAskedOnceForEachProblemAndDevice) {
   Gemm call = example();
   const int handles = fake().handles;

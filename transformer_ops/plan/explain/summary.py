@@ -181,13 +181,14 @@ def _how(plan: Plan) -> str:
     formats = {_format_of_blocks(call) for call in calls}
     if any(format.startswith("e") for format in formats):
         rows.append(
-            "codes with a scale for each block are multiplied in FP8, on compute capability 9.0 "
-            "and where sums are over multiples of 128, rows are multiples of 4 and columns of 16"
+            "codes with a scale for each block are multiplied in FP8, with CUDA 12.9 on compute "
+            "capability 9.0, and where sums are over multiples of 128, rows are multiples of 4 "
+            "and columns of 16"
         )
     if any(format.startswith("mx") for format in formats):
         rows.append(
-            "codes of MXFP8 are multiplied, from compute capability 10.0 on and where sizes are "
-            "multiples of 32"
+            "codes of MXFP8 are multiplied, with CUDA 12.9 from compute capability 10.0 on, and "
+            "where sizes are multiples of 32"
         )
     emulated = "emulated, by products of decoded tensors"
     return "; ".join([*rows, f"all else is {emulated}"]) if rows else emulated
