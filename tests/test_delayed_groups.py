@@ -224,7 +224,7 @@ def test_bad_arguments_of_the_rounding() -> None:
         ((x, torch.ones(3), 0, splits, "e4m3", "float32"), r"scale must have shape \[3, 2\]"),
         ((x, scale, 3, splits, "e4m3", "float32"), "place must be 0, 1 or 2, got 3"),
         ((x, scale, 0, splits, "mx e4m3", "float32"), "format must have one scale"),
-        ((x, scale, 0, None, "e4m3", "float32"), "input must have 3 dimensions"),
+        ((x[None, None], scale, 0, None, "e4m3", "float32"), "input must have 2 or 3 dimensions"),
         ((x, scale, 0, torch.tensor([3, 2]), "e4m3", "float32"), "splits must add up to at most 4"),
     ):
         with pytest.raises(RuntimeError, match=rf"\[quantize_dequantize_groups_scaled\] {text}"):

@@ -43,7 +43,7 @@ def _takes(buffer: torch.Size, grad: torch.Size) -> bool:
 def _named(own: Any, k: int) -> str:
     if own is None:
         return "[BasicLinear] weight"
-    return f"[{type(own).__name__}] {own._names_in(own._parameter_names[0])[k]}"
+    return f"[{own._kind}] {own._names_in(own._parameter_names[0])[k]}"
 
 
 def buffer_of(weight: Tensor, own: Any = None, k: int = 0) -> Buffer:
