@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_fp8_products import assert_near_in_16_bits, by_columns, products, step
+from test_fp8_products import assert_near_in_16_bits, by_columns, products, run_text, step
+from test_fp8_products import block as block_of
 from test_scaled_products import assert_near
 from torch import Tensor
 
@@ -344,21 +345,11 @@ def cuda_plan(plan: Plan) -> str:
 
 
 def run_for_cuda(module: tops.Sequential, x: Tensor) -> list[Tensor]:
-    parameters = [p.detach().requires_grad_() for p in module.parameters()]
-    y = o.run_plan(cuda_plan(module.plans()[0]), x, [], parameters)[0]
-    return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
+    return run_text(module, cuda_plan(module.plans()[0]), x)
 
 
 def block(width: int = 128) -> tops.Sequential:
-    torch.manual_seed(0)
-    return tops.Sequential(
-        tops.RMSNorm(width),
-        tops.Linear(width, 256),
-        tops.GELU(),
-        tops.Linear(256, 2 * width, bias=False),
-        tops.SwiGLU(),
-        tops.Linear(width, width),
-    ).bfloat16()
+    return block_of(width, hidden=256)
 
 
 RECIPES = [

@@ -282,11 +282,16 @@ def cuda_plan(plan: Plan) -> str:
 
 
 def run_for_cuda(module: tops.Sequential, x: Tensor) -> list[Tensor]:
+    return run_text(module, cuda_plan(module.plans()[0]), x)
+
+
+def run_text(module: tops.Sequential, text: str, x: Tensor) -> list[Tensor]:
+    """The output and the gradients of the parameters by another plan than the module's."""
     plan = module.plans()[0]
     parameters = [p.detach().requires_grad_() for p in module.parameters()]
     owners = [m for m in module for _ in getattr(m, "basic_ops", [m])]
     states = [getattr(owners[value.op], value.name) for value in plan.states]
-    y = o.run_plan(cuda_plan(plan), x, [], [*parameters, *states])[0]
+    y = o.run_plan(text, x, [], [*parameters, *states])[0]
     return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
 
 
@@ -296,13 +301,13 @@ def step(module: tops.Sequential, x: Tensor, recipe: Recipe) -> list[Tensor]:
     return [y, *torch.autograd.grad(y.float().square().sum(), list(module.parameters()))]
 
 
-def block(width: int = 64) -> tops.Sequential:
+def block(width: int = 64, hidden: int = 96) -> tops.Sequential:
     torch.manual_seed(0)
     return tops.Sequential(
         tops.RMSNorm(width),
-        tops.Linear(width, 96),
+        tops.Linear(width, hidden),
         tops.GELU(),
-        tops.Linear(96, 2 * width, bias=False),
+        tops.Linear(hidden, 2 * width, bias=False),
         tops.SwiGLU(),
         tops.Linear(width, width),
     ).bfloat16()
