@@ -70,9 +70,10 @@ void normalize_cuda(const NormTensors& norm, const Tensor& output);
 Tensor normalize_unfused(const NormTensors& norm);
 
 // The typed op that computes a norm's output again, from its statistics; `tensors` has the
-// parameters of `schema`.
+// parameters of `schema`, of which `by_rows` have a row for each of the output.
 template <typename... Parameters>
-TypedOp recompute_norm(const std::string& schema, NormTensors (*tensors)(Parameters...)) {
+TypedOp recompute_norm(const std::string& schema, NormTensors (*tensors)(Parameters...),
+                       std::vector<std::string> by_rows) {
   const auto shape = [tensors](const Checks& check, Parameters... parameters) {
     return normalize_shape(check, tensors(parameters...));
   };
@@ -85,7 +86,11 @@ TypedOp recompute_norm(const std::string& schema, NormTensors (*tensors)(Paramet
   const auto unfused = [tensors](Parameters... parameters) {
     return normalize_unfused(tensors(parameters...));
   };
-  return {.schema = schema, .shape = shape, .bodies = {cpu, cuda, unfused}, .reads_first = false};
+  return {.schema = schema,
+          .shape = shape,
+          .bodies = {cpu, cuda, unfused},
+          .reads_first = false,
+          .by_rows = std::move(by_rows)};
 }
 
 }  // namespace transformer_ops

@@ -10,6 +10,7 @@
 #include "executor/program.h"
 #include "fuser/declaration.h"
 #include "fuser/error.h"
+#include "op/dtype.h"
 #include "op/torch_library.h"
 
 namespace transformer_ops {

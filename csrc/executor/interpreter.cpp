@@ -5,6 +5,7 @@
 #include <typeinfo>
 
 #include "executor/delayed_call.h"
+#include "op/dtype.h"
 #include "op/unfused.h"
 
 namespace transformer_ops {

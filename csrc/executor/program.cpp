@@ -76,36 +76,6 @@ SharedProgram share(Program program) {
   return SharedProgram(std::make_unique<const Program>(std::move(program)));
 }
 
-at::ScalarType to_torch(DType dtype) {
-  switch (dtype) {
-    case DType::Float16:
-      return at::kHalf;
-    case DType::BFloat16:
-      return at::kBFloat16;
-    case DType::Float32:
-      return at::kFloat;
-    case DType::Float64:
-      return at::kDouble;
-    default:
-      TORCH_CHECK(false, "[plan] dtype must be known, got ", to_text(dtype));
-  }
-}
-
-DType to_dtype(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kHalf:
-      return DType::Float16;
-    case at::kBFloat16:
-      return DType::BFloat16;
-    case at::kFloat:
-      return DType::Float32;
-    case at::kDouble:
-      return DType::Float64;
-    default:
-      return DType::Unknown;
-  }
-}
-
 c10::IValue to_ivalue(const Attribute& attribute) {
   struct Converter {
     c10::IValue operator()(bool value) const { return value; }

@@ -190,8 +190,6 @@ SharedProgram program_for(std::string_view text);
 // for. Kept in the same place.
 SharedProgram unfused_program_for(const Program& program, at::TensorList tensors);
 
-at::ScalarType to_torch(DType dtype);
-DType to_dtype(at::ScalarType dtype);
 c10::IValue to_ivalue(const Attribute& attribute);
 
 }  // namespace transformer_ops

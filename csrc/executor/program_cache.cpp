@@ -10,6 +10,7 @@
 #include "executor/unfused.h"
 #include "fuser/error.h"
 #include "fuser/fork_safe_mutex.h"
+#include "op/dtype.h"
 
 namespace transformer_ops {
 namespace {

@@ -12,6 +12,7 @@
 #include "fuser/planner.h"
 #include "fuser/quantize.h"
 #include "fuser/recompute.h"
+#include "fuser/round_results.h"
 
 namespace transformer_ops {
 namespace {
@@ -57,6 +58,10 @@ class Lowering {
     list_states(plan_);
     recompute_cheap_outputs(plan_, dtypes(), /*all=*/key_.policies.recompute);
     compress_saved(plan_, dtypes());
+    // Elsewhere than on the CPU nobody rounds in the same pass.
+    if (key_.recipe != nullptr && key_.device == Device::Cpu && !key_.decomposed) {
+      round_results(plan_, dtypes());
+    }
     return std::move(plan_);
   }
 

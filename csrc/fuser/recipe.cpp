@@ -163,6 +163,11 @@ bool has_tensor_scale(const std::string& format) {
   return row.per_tensor() || row.has_tensor_scale();
 }
 
+int64_t rows_of_block(std::string_view format) {
+  const Format* const row = kernel::find_format(format);
+  return row == nullptr || row->has_tensor_scale() ? 0 : row->block_rows;
+}
+
 float largest_number(const std::string& format) {
   return format.empty() ? 0.0f : row_of(format).largest;
 }

@@ -145,12 +145,14 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp op)
                   {.schema = kLayerNorm,
                    .shape = layer_norm_shape,
                    .overwrites = {"input", "extra_input"},
-                   .bodies = {layer_norm_cpu, layer_norm_cuda, add_layer_norm_unfused}}) &&
+                   .bodies = {layer_norm_cpu, layer_norm_cuda, add_layer_norm_unfused},
+                   .by_rows = {"input", "extra_input"}}) &&
     register_norm("add_rms_norm", "RMSNorm",
                   {.schema = kRMSNorm,
                    .shape = rms_norm_shape,
                    .overwrites = {"input", "extra_input"},
-                   .bodies = {rms_norm_cpu, rms_norm_cuda, add_rms_norm_unfused}});
+                   .bodies = {rms_norm_cpu, rms_norm_cuda, add_rms_norm_unfused},
+                   .by_rows = {"input", "extra_input"}});
 
 }  // namespace
 }  // namespace transformer_ops::fused::add_norm

@@ -295,7 +295,18 @@ class ShapeRule : public TypedFunction {
 // out.
 class Meaning : public TypedFunction {
  public:
+  using FromValues = std::function<Tensors(const Checks&, Values)>;
+
   Meaning() = default;
+  // One that the frame has made for its schema.
+  static Meaning of_values(FromValues function) {
+    Meaning meaning;
+    meaning.run_ = [](const void* target, const Checks& check, Values values) {
+      return (*static_cast<const FromValues*>(target))(check, values);
+    };
+    meaning.target_ = std::make_shared<const FromValues>(std::move(function));
+    return meaning;
+  }
   template <PlainFunction Function>
   Meaning(Function function) : run_(&run<Function>) {
     static_assert(!Callable<Function>::kFills, "a meaning returns its results");
@@ -322,7 +333,18 @@ class Meaning : public TypedFunction {
 // Fills results that the frame has made, or makes and returns them: one after another.
 class Body : public TypedFunction {
  public:
+  using FromValues = std::function<void(const Call&, Values, Results&)>;
+
   Body() = default;
+  // One that the frame has made for its schema, and that fills its results.
+  static Body of_values(FromValues function) {
+    Body body;
+    body.run_ = [](const void* target, const Call& call, Values values, Results& results) {
+      (*static_cast<const FromValues*>(target))(call, values, results);
+    };
+    body.target_ = std::make_shared<const FromValues>(std::move(function));
+    return body;
+  }
   template <PlainFunction Function>
   Body(Function function) : run_(&run<Function>), fills_(Callable<Function>::kFills) {
     hold(std::move(function));

@@ -17,12 +17,14 @@
 #include <span>
 
 #include "fuser/fork_safe_mutex.h"
+#include "fuser/round_results.h"
 #include "fuser/schema.h"
 #include "op/backend.h"
 #include "op/buffer.h"
 #include "op/codes.h"
 #include "op/defaults.h"
 #include "op/main_grad.h"
+#include "op/rounded.h"
 #include "op/signature.h"
 #include "op/torch_library.h"
 #include "op/unfused.h"
@@ -406,11 +408,15 @@ void register_typed_op(TypedOp op) {
   }
   // For the passes of a plan, so without an autograd kernel.
   for (const Form form : forms_of(kept)) add_variant(library, kept, name, form);
+  if (!kept.by_rows.empty()) register_typed_op(rounded_by(kept));
+  // Last: from now on plans may call them.
+  set_traits(name, {.rounds = !kept.by_rows.empty(), .reads_first = kept.reads_first});
 }
 
 std::vector<std::string> other_names(const std::string& name, const TypedOp& op) {
   std::vector<std::string> names;
   for (const Form form : forms_of(op)) names.push_back(name_of(name, form));
+  if (!op.by_rows.empty()) names.push_back(rounded_name(name));
   return names;
 }
 

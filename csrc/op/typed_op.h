@@ -51,13 +51,18 @@ struct TypedOp {
   // result is bfloat16 then, and the CPU's body gets their values in it. On CUDA codes may have a
   // scale for each block, which the shape rule compares with them (bodies/linear.h has one).
   bool scalable = false;
+  // The tensor arguments that have a row for each row of the results, where that row of the results
+  // depends on no other one of theirs; the first result is not the gradient of a parameter. Then
+  // there is also <name>_rounded (op/rounded.h), whose first result is rounded to a format in the
+  // same pass. Empty: there is none.
+  std::vector<std::string> by_rows = {};
 };
 
 // Registers schema, CPU and CUDA kernel, and the shape rule as Meta kernel. Raises where a function
 // is not what the schema says, and where `any_strides` or `overwrites` names no tensor argument.
 void register_typed_op(TypedOp op);
 
-// What else it registers: <name>_into, <name>_scaled, <name>_scaled_into.
+// What else it registers: <name>_into, <name>_scaled, <name>_scaled_into, <name>_rounded.
 std::vector<std::string> other_names(const std::string& name, const TypedOp& op);
 
 // Has the CUDA bodies serve tensors of another device type too: a backend that stands in for CUDA.

@@ -89,7 +89,8 @@ TypedOp make_forward(const ActivationRow& row) {
   };
   return {.schema = row.name + "(Tensor input) -> Tensor output",
           .overwrites = {"input"},
-          .bodies = {cpu, cuda, row.unfused}};
+          .bodies = {cpu, cuda, row.unfused},
+          .by_rows = {"input"}};
 }
 
 TypedOp make_masked_forward(const ActivationRow& row) {
@@ -103,7 +104,8 @@ TypedOp make_masked_forward(const ActivationRow& row) {
   return {.schema = row.name + "(Tensor input, bool save_mask) -> (Tensor output, Tensor mask)",
           .shape = masked_forward_shape,
           .overwrites = {"input"},
-          .bodies = {cpu, cuda, unfused}};
+          .bodies = {cpu, cuda, unfused},
+          .by_rows = {"input"}};
 }
 
 TypedOp make_backward(const ActivationRow& row) {
@@ -116,7 +118,8 @@ TypedOp make_backward(const ActivationRow& row) {
   return {.schema = row.name + "_backward(Tensor grad_output, Tensor input) -> Tensor grad_input",
           .shape = backward_shape,
           .overwrites = {"grad_output", "input"},
-          .bodies = {.cpu = cpu, .cuda = cuda}};
+          .bodies = {.cpu = cpu, .cuda = cuda},
+          .by_rows = {"grad_output", "input"}};
 }
 
 TypedOp make_masked_backward(const ActivationRow& row) {
@@ -126,7 +129,8 @@ TypedOp make_masked_backward(const ActivationRow& row) {
   return {.schema = row.name + "_backward(Tensor grad_output, Tensor mask) -> Tensor grad_input",
           .shape = masked_backward_shape,
           .overwrites = {"grad_output", "mask"},
-          .bodies = {masked_backward_cpu, masked_backward_cuda, unfused}};
+          .bodies = {masked_backward_cpu, masked_backward_cuda, unfused},
+          .by_rows = {"grad_output", "mask"}};
 }
 
 bool register_activations() {

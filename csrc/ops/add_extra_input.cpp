@@ -29,7 +29,8 @@ Tensor add_unfused(const Tensor& input, const Tensor& extra_input) { return inpu
     .forward = {.schema = "add_extra_input(Tensor input, Tensor extra_input) -> Tensor output",
                 .shape = shape,
                 .overwrites = {"input", "extra_input"},
-                .bodies = {add, add, add_unfused}},
+                .bodies = {add, add, add_unfused},
+                .by_rows = {"input", "extra_input"}},
 });
 
 }  // namespace

@@ -53,7 +53,8 @@ void backward_cuda(const Tensor& grad_output, Tensor& grad_bias) {
 const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor output",
                           .shape = forward_shape,
                           .overwrites = {"input"},
-                          .bodies = {forward_cpu, forward_cuda, forward_unfused}};
+                          .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                          .by_rows = {"input"}};
 
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "Bias",

@@ -16,7 +16,8 @@ Tensor multiply_unfused(const Tensor& tensor, double scale) { return tensor * sc
 
 const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -> Tensor output",
                           .overwrites = {"input"},
-                          .bodies = {multiply, multiply, multiply_unfused}};
+                          .bodies = {multiply, multiply, multiply_unfused},
+                          .by_rows = {"input"}};
 
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "ConstantScale",
@@ -28,7 +29,8 @@ const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -
     .backward = {.schema = "constant_scale_backward(Tensor grad_output, float scale) -> "
                            "Tensor grad_input",
                  .overwrites = {"grad_output"},
-                 .bodies = {multiply, multiply, multiply_unfused}},
+                 .bodies = {multiply, multiply, multiply_unfused},
+                 .by_rows = {"grad_output"}},
     .recompute = recompute_by(kForward),
 });
 

@@ -27,7 +27,8 @@ TypedOp make_forward(const GluRow& row) {
   };
   return {.schema = row.name + "(Tensor input" + schema_of_attributes(row) + ") -> Tensor output",
           .shape = shape,
-          .bodies = {cpu, cuda, unfused}};
+          .bodies = {cpu, cuda, unfused},
+          .by_rows = {"input"}};
 }
 
 template <typename... Numbers>
@@ -52,7 +53,8 @@ TypedOp make_backward(const GluRow& row) {
                      [&row](const Tensor& grad_output, const Tensor& input, Numbers... numbers,
                             Tensor& grad_input) {
                        glu_backward_cuda(glu_with(row, numbers...), grad_output, input, grad_input);
-                     }}};
+                     }},
+      .by_rows = {"grad_output", "input"}};
 }
 
 // The numbers of a row have these types.

@@ -87,16 +87,18 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                           "(Tensor output, Tensor rstd)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused}},
+                .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                .by_rows = {"input"}},
     // eps serves only the unfused meaning.
     .backward = {.schema = "l2_normalization_backward(Tensor grad_output, Tensor input, "
                            "Tensor rstd, float eps) -> Tensor grad_input",
                  .shape = backward_shape,
                  .overwrites = {"grad_output", "input"},
-                 .bodies = {.cpu = backward_cpu, .cuda = backward_cuda}},
+                 .bodies = {.cpu = backward_cpu, .cuda = backward_cuda},
+                 .by_rows = {"grad_output", "input", "rstd"}},
     .recompute = recompute_norm("recompute_l2_normalization(Tensor grad_output, Tensor input, "
                                 "Tensor rstd) -> Tensor output",
-                                recompute_tensors),
+                                recompute_tensors, {"input", "rstd"}),
 });
 
 }  // namespace

@@ -92,7 +92,8 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                           "bool zero_centered_gamma) -> (Tensor output, Tensor mean, Tensor rstd)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .bodies = {forward_cpu, forward_cuda, layer_norm_unfused}},
+                .bodies = {forward_cpu, forward_cuda, layer_norm_unfused},
+                .by_rows = {"input"}},
     .backward = {.schema = "layer_norm_backward(Tensor grad_output, Tensor input, Tensor mean, "
                            "Tensor rstd, Tensor weight, float eps, bool zero_centered_gamma) -> "
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
@@ -102,7 +103,7 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
     .recompute = recompute_norm(
         "recompute_layer_norm(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, "
         "Tensor weight, Tensor bias, bool zero_centered_gamma) -> Tensor output",
-        recompute_tensors),
+        recompute_tensors, {"input", "mean", "rstd"}),
 });
 
 }  // namespace

@@ -74,7 +74,8 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                           "bool zero_centered_gamma) -> (Tensor output, Tensor rstd)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .bodies = {forward_cpu, forward_cuda, rms_norm_unfused}},
+                .bodies = {forward_cpu, forward_cuda, rms_norm_unfused},
+                .by_rows = {"input"}},
     .backward = {.schema = "rms_norm_backward(Tensor grad_output, Tensor input, Tensor rstd, "
                            "Tensor weight, float eps, bool zero_centered_gamma) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
@@ -83,7 +84,7 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                  .bodies = {.cpu = backward_cpu, .cuda = backward_cuda}},
     .recompute = recompute_norm("recompute_rms_norm(Tensor grad_output, Tensor input, Tensor rstd, "
                                 "Tensor weight, bool zero_centered_gamma) -> Tensor output",
-                                recompute_tensors),
+                                recompute_tensors, {"input", "rstd"}),
 });
 
 }  // namespace

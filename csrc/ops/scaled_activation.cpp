@@ -44,7 +44,8 @@ TypedOp make_forward(const ScaledRow& row) {
   return {.schema =
               row.name + "(Tensor input, Tensor scales" + attributes_of(row) + ") -> Tensor output",
           .shape = shape,
-          .bodies = {cpu, cuda, unfused}};
+          .bodies = {cpu, cuda, unfused},
+          .by_rows = {"input", "scales"}};
 }
 
 TensorSpecs backward_shape(const Checks& check, const ScaledActivation& activation,
@@ -82,7 +83,8 @@ TypedOp make_backward(const ScaledRow& row) {
                     scaled_backward_cuda(with(row, numbers...), grad_output, input, scales,
                                          wants_input ? grad_input : Tensor(),
                                          wants_scales ? grad_scales : Tensor());
-                  }}};
+                  }},
+          .by_rows = {"grad_output", "input", "scales"}};
 }
 
 std::vector<std::string> names_of_attributes(const ScaledRow& row) {

@@ -1,3 +1,4 @@
+#include "op/dtype.h"
 #include "python/group.h"
 
 #include <pybind11/stl.h>

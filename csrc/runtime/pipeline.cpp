@@ -1,3 +1,4 @@
+#include "op/dtype.h"
 #include "runtime/pipeline.h"
 
 #include <ATen/autocast_mode.h>

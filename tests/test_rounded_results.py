@@ -1,0 +1,235 @@
+"""<op>_rounded: ops that round their first result on the way, as a product under a recipe takes it.
+
+What they give is, bit for bit, what `quantize_dequantize` makes of what the op gives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_ops as tops
+
+OPS = torch.ops.transformer_ops
+ROUNDED = "_rounded"
+NAMES = sorted(
+    schema.name.removeprefix("transformer_ops::").removesuffix(ROUNDED)
+    for schema in torch._C._jit_get_all_schemas()
+    if schema.name.startswith("transformer_ops::") and schema.name.endswith(ROUNDED)
+)
+# (of the result, of its columns): blocks of rows, of columns, of both; rows of a block 1, 32, 128.
+FORMATS = [
+    ("mx e4m3", ""),
+    ("mx e4m3", "mx e4m3 32x1"),
+    ("e5m2 1x128", "e5m2 128x1"),
+    ("e4m3 128x128", ""),
+    ("int8 1x32", "mx e5m2 32x1"),
+]
+FORMAT_IDS = [f"{rows}, {columns or 'none'}" for rows, columns in FORMATS]
+
+
+def forward_of(name: str) -> str:
+    return name.removeprefix("recompute_").removesuffix("_backward")
+
+
+def schema_of(name: str) -> Any:
+    return getattr(OPS, name).default._schema
+
+
+def attribute(name: str, type: str) -> Any:
+    """A valid value of an argument that is no tensor."""
+    if name.startswith("save_") or type == "List[bool]":
+        return [True, True] if type == "List[bool]" else True
+    known = {"eps": 1e-5, "scale": 0.7, "glu_interleave_size": 0, "zero_centered_gamma": False}
+    return known.get(name, 1.5)
+
+
+def arguments(name: str, x: Tensor, known: dict[str, Any] | None = None) -> list[Any]:
+    """Of an op that is given `x`; what its forward gives is `known` by name."""
+    numbers = torch.Generator().manual_seed(3)
+
+    def randn(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=numbers).to(x.dtype)
+
+    makers = {
+        "input": lambda: x,
+        "extra_input": lambda: randn(*x.shape),
+        "grad_output": lambda: randn(*(known or {})["output"].shape),
+        "weight": lambda: randn(*x.shape[-1:]),
+        "bias": lambda: randn(*x.shape[-1:]),
+        "scales": lambda: randn(*x.shape[:-1]).float(),
+    }
+    values = []
+    for argument in schema_of(name).arguments:
+        if known is not None and argument.name in known:
+            values.append(known[argument.name])
+        elif argument.name in makers:
+            values.append(makers[argument.name]())
+        else:
+            values.append(attribute(argument.name, str(argument.type)))
+    return values
+
+
+def call_of(name: str, x: Tensor) -> list[Any]:
+    """Arguments of the op `name`: of a backward, those that follow from its forward."""
+    forward = forward_of(name)
+    if forward == name:
+        return arguments(name, x)
+    taken = arguments(forward, x)
+    results = getattr(OPS, forward)(*taken)
+    results = results if isinstance(results, tuple) else (results,)
+    schema = schema_of(forward)
+    known = {argument.name: value for argument, value in zip(schema.arguments, taken, strict=True)}
+    known |= {result.name: value for result, value in zip(schema.returns, results, strict=True)}
+    return arguments(name, x, known)
+
+
+def check(name: str, x: Tensor, formats: tuple[str, str]) -> None:
+    taken = call_of(name, x)
+    copies = [value.clone() if isinstance(value, Tensor) else value for value in taken]
+    want = getattr(OPS, name)(*copies)
+    first, *rest = want if isinstance(want, tuple) else (want,)
+    *got, columns = getattr(OPS, name + ROUNDED)(*taken, *formats)
+    dtype = str(first.dtype).removeprefix("torch.")
+    rounded = [OPS.quantize_dequantize(first, format, dtype) for format in formats if format]
+    for a, b in zip([got[0], columns][: len(rounded)], rounded, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+    assert formats[1] or columns.numel() == 0
+    for a, b in zip(got[1:], rest, strict=True):
+        assert torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
+def test_ops_that_give_rows_round_them() -> None:
+    # Each op made of rows; sums over rows and what is drawn at random are not.
+    for name in ("gelu", "relu", "swiglu", "rms_norm", "layer_norm", "add_rms_norm", "bias"):
+        assert name in NAMES
+    assert not {"linear", "dropout", "rms_norm_backward", "bias_backward"} & set(NAMES)
+    assert len(NAMES) >= 50
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=FORMAT_IDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_the_op_and_then_the_rounding(name: str, formats: tuple[str, str]) -> None:
+    # Many bands of rows, of which the last is no whole one, nor are the last blocks.
+    torch.manual_seed(0)
+    check(name, torch.randn(2, 301, 1056).bfloat16(), formats)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "name", ["silu", "swiglu_backward", "add_layer_norm", "recompute_rms_norm"]
+)
+def test_in_every_dtype(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    check(name, torch.randn(2, 301, 1056).to(dtype), ("mx e4m3", "mx e4m3 32x1"))
+
+
+@pytest.mark.parametrize("shape", [(64,), (0, 64), (1, 64), (3, 0, 64), (2, 3, 5, 64)], ids=str)
+@pytest.mark.parametrize("name", ["gelu", "swiglu", "rms_norm", "srelu_backward"])
+def test_few_rows_and_many_dimensions(name: str, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    check(name, torch.randn(shape).bfloat16(), ("mx e4m3", "e4m3 128x1"))
+
+
+def test_numbers_that_are_none_stay_in_their_block() -> None:
+    x = torch.randn(700, 1056).bfloat16()
+    x[3, 5], x[400, 900] = float("nan"), float("inf")
+    for formats in FORMATS:
+        check("silu", x, formats)
+
+
+def test_norms_over_several_dimensions() -> None:
+    x, weight = torch.randn(301, 4, 256).bfloat16(), torch.randn(4, 256).bfloat16()
+    y, rstd = OPS.rms_norm(x, weight, 1e-5, False)
+    for rows, columns in FORMATS:
+        got = OPS.rms_norm_rounded(x, weight, 1e-5, False, rows, columns)
+        assert torch.equal(got[0], OPS.quantize_dequantize(y, rows, "bfloat16"))
+        assert torch.equal(got[1], rstd)
+        if columns:
+            assert torch.equal(got[2], OPS.quantize_dequantize(y, columns, "bfloat16"))
+
+
+def test_strides_and_arguments_that_are_not_to_be_written() -> None:
+    x = torch.randn(1056, 700).bfloat16().t()
+    before = x.clone()
+    got, _ = OPS.silu_rounded(x, "mx e4m3", "")
+    assert torch.equal(got, OPS.quantize_dequantize(OPS.silu(x), "mx e4m3", "bfloat16"))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "nvfp4", "fp8", ""])
+def test_a_format_must_be_of_blocks_alone(format: str) -> None:
+    text = rf"\[silu_rounded\] format must be one whose scales are those of blocks, got '{format}'"
+    x = torch.randn(2, 32)
+    with pytest.raises(RuntimeError, match=text):
+        OPS.silu_rounded(x, format, "")
+    if format:
+        with pytest.raises(RuntimeError, match=text):
+            OPS.silu_rounded(x, "mx e4m3", format)
+
+
+def test_shapes_without_memory() -> None:
+    x = torch.empty(3, 64, device="meta", dtype=torch.bfloat16)
+    output, columns = OPS.swiglu_rounded(x, 0, "mx e4m3", "mx e4m3 32x1")
+    assert output.shape == columns.shape == (3, 32) and columns.dtype == torch.bfloat16
+    assert OPS.swiglu_rounded(x, 0, "mx e4m3", "")[1].shape == (0,)
+
+
+# ---- in plans
+
+
+def plan_text(module: tops.Sequential, *inputs: Any, **kwargs: Any) -> str:
+    with tops.autocast(recipe=tops.recipe.MXFP8BlockScaling()):
+        module(*inputs, **kwargs)
+    return str(module.plans()[0])
+
+
+def block(*head: tops.FusibleOperation, **kwargs: Any) -> tops.Sequential:
+    return tops.Sequential(
+        *head, tops.Linear(64, 128, bias=False), tops.SwiGLU(), tops.Linear(64, 64), **kwargs
+    ).bfloat16()
+
+
+def test_plans_round_where_a_value_is_made() -> None:
+    text = plan_text(block(tops.RMSNorm(64)), torch.randn(8, 64).bfloat16().requires_grad_())
+    assert (
+        'x1, s0.rstd, t1.unused = rms_norm_rounded(x0, p0.weight, 1e-05, false, "mx e4m3", "")'
+        in text
+    )
+    assert "x2 = linear(x1, t1.rounded_weight)" in text
+    assert "g2, t1.rounded_grad_output_columns = swiglu_backward_rounded(g3, " in text
+    assert 'recompute_swiglu_rounded(g4, s2.input, 0, "mx e4m3 32x1", "")' in text
+
+
+def test_what_others_see_stays_as_it_is() -> None:
+    x = torch.randn(8, 64).bfloat16().requires_grad_()
+    # Kept for backward; handed to the caller; read by a second op.
+    kept = plan_text(block(tops.RMSNorm(64), recompute="none"), x)
+    assert "x1, s0.rstd = rms_norm(x0" in kept and "quantize_dequantize(x1, " in kept
+    handed_out = plan_text(block(tops.RMSNorm(64), tops.MakeExtraOutput()), x)
+    assert "x1, s0.rstd = rms_norm(x0" in handed_out and "quantize_dequantize(x2, " in handed_out
+    last = plan_text(tops.Sequential(tops.Linear(64, 64), tops.GELU()).bfloat16(), x)
+    assert "gelu_rounded" not in last
+
+
+@pytest.mark.parametrize("recompute", ["cheap", "none"])
+def test_a_block_gives_the_same_numbers(recompute: str) -> None:
+    """Where a value is kept, its rounding has an op of its own: the same numbers, both ways."""
+    torch.manual_seed(0)
+    module = block(tops.LayerNorm(64), recompute="cheap")
+    other = block(tops.LayerNorm(64), recompute=recompute)
+    other.load_state_dict(module.state_dict())
+    x, grad = torch.randn(300, 64).bfloat16(), torch.randn(300, 64).bfloat16()
+    found = []
+    for each in (module, other):
+        for recipe in (tops.recipe.MXFP8BlockScaling(), tops.recipe.Float8BlockScaling()):
+            leaf = x.clone().requires_grad_()
+            with tops.autocast(recipe=recipe):
+                output = each(leaf)
+            gradients = torch.autograd.grad(output, [leaf, *each.parameters()], grad)
+            found.append([output, *gradients])
+    for a, b in zip(found[0] + found[1], found[2] + found[3], strict=True):
+        assert torch.equal(a, b)
