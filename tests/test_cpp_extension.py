@@ -164,6 +164,21 @@ def test_the_plan_names_rule_and_ops(my_ops: Any) -> None:
     assert "from my_ops" not in explained
 
 
+def test_an_op_made_of_rows_rounds_what_a_product_takes(my_ops: Any) -> None:
+    module = tops.Sequential(my_ops.Softcap(2.0), tops.Linear(64, 8, bias=False)).bfloat16()
+    x = torch.randn(3000, 64).bfloat16()
+    with tops.autocast(recipe=tops.recipe.MXFP8BlockScaling()), torch.no_grad():
+        output = module(x)
+        weight = torch.ops.transformer_ops.quantize_dequantize(
+            module[1].weight, "mx e4m3", "bfloat16"
+        )
+    text = str(module.plans()[0])
+    assert 'x1, t1.unused = my_ops::softcap_rounded(x0, 2.0, "mx e4m3", "")' in text
+    capped = torch.ops.my_ops.softcap(x, 2.0)
+    rounded = torch.ops.transformer_ops.quantize_dequantize(capped, "mx e4m3", "bfloat16")
+    assert torch.equal(output, torch.ops.transformer_ops.linear(rounded, weight))
+
+
 def test_check_fusion_of_the_rule(my_ops: Any) -> None:
     (rule,) = (handle for handle in tops.fusions() if handle.origin == "my_ops")
 

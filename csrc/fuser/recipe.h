@@ -64,8 +64,8 @@ float largest_number(const std::string& format);
 // The format of that largest number which has one scale for a tensor; empty where there is none.
 std::string format_of_tensor(float largest);
 
-// The rows of a block of a format; 0 where a number depends on the whole tensor, and for a name that
-// is none.
+// The rows of a block of a format; 0 where a number depends on the whole tensor, and for a name
+// that is none.
 int64_t rows_of_block(std::string_view format);
 
 // The dtype of the codes of a format with that scale alone; empty for others.

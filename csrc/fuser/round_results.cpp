@@ -98,8 +98,8 @@ class RoundResults {
     if (value.kind != Kind::Main && value.kind != Kind::Grad) return false;
     if (kept_.contains(value) || roundings.size() > 2) return false;
     const std::string dtype = to_text(dtypes_[value.op]);
-    return std::ranges::all_of(
-        roundings, [&](const Rounding& rounding) { return rounding.dtype == dtype; });
+    return std::ranges::all_of(roundings,
+                               [&](const Rounding& rounding) { return rounding.dtype == dtype; });
   }
 
   // The value itself becomes the first rounding of it.

@@ -13,15 +13,16 @@ namespace transformer_ops {
 // becomes
 //   x1, s0.rstd, t0.unused = rms_norm_rounded(x0, ..., "mx e4m3", "")
 // and a gradient that its reader takes by rows and by columns
-//   g2, t1.rounded_grad_output_columns = swiglu_backward_rounded(g3, s2.input, 0, "mx e4m3", "mx ...")
+//   g2, t1.rounded_grad_output_columns = swiglu_backward_rounded(g3, s2.input, 0, "mx e4m3", "mx
+//   ...")
 // `dtypes`: of the main tensor at each boundary. Formats with a scale of the whole tensor, numbers
 // rounded in another dtype, and products of groups are left as they are.
 void round_results(Plan& plan, const std::vector<DType>& dtypes);
 
 // What typed ops are that plans call.
 struct TargetTraits {
-  bool rounds = false;        // there is <target>_rounded
-  bool reads_first = true;    // the values of its first argument, which else ties it to backward
+  bool rounds = false;      // there is <target>_rounded
+  bool reads_first = true;  // the values of its first argument, which else ties it to backward
 };
 void set_traits(const std::string& target, TargetTraits traits);
 

@@ -81,8 +81,8 @@ class Rounded {
     results_ = schema.results.size();
     for (const std::string& name : op_.by_rows) {
       const auto field = std::ranges::find(schema.arguments, name, &Schema::Field::name);
-      const bool is_tensor = field != schema.arguments.end() &&
-                             (field->type == "Tensor" || field->type == "Tensor?");
+      const bool is_tensor =
+          field != schema.arguments.end() && (field->type == "Tensor" || field->type == "Tensor?");
       TORCH_CHECK(is_tensor, "[", name_, "] by_rows must name tensor arguments, got '", name, "'");
       by_rows_.push_back(static_cast<size_t>(field - schema.arguments.begin()));
     }
@@ -247,8 +247,8 @@ TypedOp rounded_by(const TypedOp& op) {
     });
   }
   if (op.bodies.cuda) {
-    made.bodies.cuda = Body::of_values(
-        [rounded](const Call& call, Values values, Results& results) {
+    made.bodies.cuda =
+        Body::of_values([rounded](const Call& call, Values values, Results& results) {
           rounded->run_cuda(call, values, results);
         });
   }

@@ -1,4 +1,3 @@
-#include "op/dtype.h"
 #include "python/group.h"
 
 #include <pybind11/stl.h>
@@ -10,6 +9,7 @@
 
 #include "executor/run.h"
 #include "fuser/declaration.h"
+#include "op/dtype.h"
 #include "python/plan_data.h"
 #include "python/tensors.h"
 

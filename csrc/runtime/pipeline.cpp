@@ -1,4 +1,3 @@
-#include "op/dtype.h"
 #include "runtime/pipeline.h"
 
 #include <ATen/autocast_mode.h>
@@ -8,6 +7,7 @@
 #include "executor/run.h"
 #include "fuser/declaration.h"
 #include "fuser/error.h"
+#include "op/dtype.h"
 
 namespace transformer_ops {
 namespace {

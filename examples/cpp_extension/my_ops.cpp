@@ -82,7 +82,8 @@ Op softcap() {
                       .slots = {{"output"}},
                       .dtype = DTypeRule::Autocast},
       .forward = {.schema = "softcap(Tensor input, float cap) -> Tensor output",
-                  .bodies = {.cpu = softcap_cpu, .unfused = softcap_unfused}},
+                  .bodies = {.cpu = softcap_cpu, .unfused = softcap_unfused},
+                  .by_rows = {"input"}},
       .backward = {.schema = "softcap_backward(Tensor grad_output, Tensor output, float cap) -> "
                              "Tensor grad_input",
                    .shape = backward_shape,
