@@ -81,7 +81,7 @@ c10::SymInt count_rounded_groups(const Tensors& input, const Tensor* splits) {
 RoundedGroups rounded_groups(const Checks& check, const Tensors& input, const Tensor* splits) {
   if (splits == nullptr) return {is_stack(input) ? input[0].unbind(0) : input, Tensor()};
   const Tensor rows = as_matrix(input[0]);
-  const Groups groups(check, splits->cpu(), rows.size(0));
+  const Groups groups(check, *splits, rows.size(0));
   RoundedGroups found;
   for (int64_t group = 0; group < groups.count(); ++group) {
     found.matrices.push_back(rows.narrow(0, groups.begin(group), groups.size(group)));

@@ -79,7 +79,8 @@ void check_splits(const Checks& check, const Tensor& splits, const c10::SymInt& 
 // without them those of one tensor of three dimensions, or those of a list, which may be of one.
 void check_rounded_groups(const Checks& check, const Tensors& input, const Tensor* splits);
 c10::SymInt count_rounded_groups(const Tensors& input, const Tensor* splits);
-// Views of them. `rest`: of one tensor, the rows in no group; else undefined.
+// Views of them; splits are read, on the CPU. `rest`: of one tensor, the rows in no group; else
+// undefined.
 struct RoundedGroups {
   Tensors matrices;
   Tensor rest;

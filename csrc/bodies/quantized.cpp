@@ -1,15 +1,16 @@
 #include "bodies/quantized.h"
 
 #include <ATen/ops/amax.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/bucketize.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/full_like.h>
-#include <ATen/ops/ldexp.h>
 #include <ATen/ops/rand_like.h>
 #include <ATen/ops/reciprocal.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
+
+#include <cmath>
+#include <limits>
 
 #include "kernels/encoding.h"
 
@@ -37,34 +38,52 @@ std::string names() {
   return text;
 }
 
-// ---- in ATen, in another way than the kernels: by lists of all numbers
+// ---- in ATen, in another way than the kernels: by lists of all numbers, which are made on the
+// device, because a copy from the host would wait for it
 
-float decode(Element element, uint32_t code) {
-  switch (element) {
-    case Element::E4M3:
-      return encoding::decode<encoding::E4M3>(code);
-    case Element::E5M2:
-      return encoding::decode<encoding::E5M2>(code);
-    case Element::E2M1:
-      return encoding::decode<encoding::E2M1>(code);
-    case Element::Int8:
-      return encoding::decode<encoding::Int8>(code);
-  }
-  return 0;
+// How many codes without a sign are numbers.
+template <class E>
+constexpr int64_t kNumbers = E::kFirstNan - E::kInfinities;
+
+template <class E>
+Tensor decode(const Tensor& code) {
+  const Tensor magnitude = code.bitwise_and(E::kSign - 1);
+  const Tensor fraction = magnitude.bitwise_and((1 << E::kMantissa) - 1);
+  const Tensor exponent = magnitude.bitwise_right_shift(E::kMantissa);
+  const Tensor normal = ((exponent + (126 + E::kLeast)).bitwise_left_shift(23) +
+                         fraction.bitwise_left_shift(23 - E::kMantissa))
+                            .view(at::kFloat);
+  const Tensor small = fraction * std::ldexp(1.0, E::kLeast - E::kMantissa);
+  Tensor value = at::where(exponent == 0, small, normal);
+  value = value.masked_fill(magnitude >= kNumbers<E>, std::numeric_limits<double>::infinity());
+  value = value.masked_fill(magnitude >= static_cast<int64_t>(E::kFirstNan),
+                            std::numeric_limits<double>::quiet_NaN());
+  return at::where(code.bitwise_and(E::kSign) != 0, -value, value).to(at::kFloat);
 }
 
-Tensor list_of(const std::vector<float>& numbers, const Tensor& like) {
-  return at::tensor(numbers, at::kFloat).to(like.device());
+// What codes from 0 on stand for.
+Tensor numbers_of(Element element, int64_t count, const Tensor& like) {
+  const Tensor code = at::arange(count, like.options().dtype(at::kInt));
+  switch (element) {
+    case Element::E4M3:
+      return decode<encoding::E4M3>(code);
+    case Element::E5M2:
+      return decode<encoding::E5M2>(code);
+    case Element::E2M1:
+      return decode<encoding::E2M1>(code.bitwise_and(15));
+    case Element::Int8:
+      return code.to(at::kByte).view(at::kChar).to(at::kFloat);
+  }
+  return {};
 }
 
 // The magnitudes of codes 0, 1... that are numbers.
-std::vector<float> magnitudes(Element element) {
-  std::vector<float> found;
-  const uint32_t end = element == Element::E2M1 ? 8 : 128;
-  for (uint32_t code = 0; code < end && encoding::is_finite(decode(element, code)); ++code) {
-    found.push_back(decode(element, code));
-  }
-  return found;
+Tensor magnitudes(Element element, const Tensor& like) {
+  using namespace encoding;
+  const int64_t count = element == Element::E2M1   ? kNumbers<E2M1>
+                        : element == Element::E4M3 ? kNumbers<E4M3>
+                                                   : kNumbers<E5M2>;
+  return numbers_of(element, count, like);
 }
 
 // Codes in uint8, one a byte.
@@ -76,10 +95,8 @@ Tensor encode(Element element, const Tensor& scaled) {
         .to(at::kChar)
         .view(at::kByte);
   }
-  const std::vector<float> numbers = magnitudes(element);
-  std::vector<float> ties;
-  for (size_t i = 0; i + 1 < numbers.size(); ++i) ties.push_back((numbers[i] + numbers[i + 1]) / 2);
-  const Tensor at_tie = list_of(ties, scaled), magnitude = scaled.abs();
+  const Tensor numbers = magnitudes(element, scaled), magnitude = scaled.abs();
+  const Tensor at_tie = (numbers.slice(0, 1) + numbers.slice(0, 0, -1)) / 2;
   const Tensor lower = at::bucketize(magnitude, at_tie);
   // Of a tie, the upper number where the lower one is odd.
   const Tensor upper = at::bucketize(magnitude, at_tie, /*out_int32=*/false, /*right=*/true);
@@ -91,9 +108,8 @@ Tensor encode(Element element, const Tensor& scaled) {
 
 // Up or down, more often to the nearer one. What is beyond the largest number becomes it.
 Tensor encode_stochastic(Element element, const Tensor& scaled) {
-  const std::vector<float> numbers = magnitudes(element);
-  const Tensor list = list_of(numbers, scaled), magnitude = scaled.abs();
-  const auto last = static_cast<int64_t>(numbers.size()) - 1;
+  const Tensor list = magnitudes(element, scaled), magnitude = scaled.abs();
+  const int64_t last = list.size(0) - 1;
   const Tensor above = at::bucketize(magnitude, list, /*out_int32=*/false, /*right=*/true);
   const Tensor lower = (above - 1).clamp(0, last), upper = above.clamp_max(last);
   const Tensor low = list.index({lower}), gap = list.index({upper}) - low;
@@ -105,9 +121,7 @@ Tensor encode_stochastic(Element element, const Tensor& scaled) {
 
 // `codes` holds one a byte.
 Tensor values_of(Element element, const Tensor& codes) {
-  std::vector<float> numbers;
-  for (uint32_t code = 0; code < 256; ++code) numbers.push_back(decode(element, code & 0xff));
-  return list_of(numbers, codes).index({codes.to(at::kLong)});
+  return numbers_of(element, 256, codes).index({codes.to(at::kLong)});
 }
 
 // Float64 rounds to odd: what is lost becomes the last bit.
@@ -123,10 +137,13 @@ Tensor to_float(const Tensor& input) {
 struct Blocks {
   c10::SymInt rows, h, block_rows, block_columns, down, across;
 
-  Blocks(const Format& format, c10::SymIntArrayRef sizes)
+  // `by_rows`: one block of the tensor is one of each of its rows.
+  Blocks(const Format& format, c10::SymIntArrayRef sizes, bool by_rows = false)
       : rows(row_count(sizes)),
         h(width_of(sizes)),
-        block_rows(format.per_tensor() ? rows.max(1) : c10::SymInt(format.block_rows)),
+        block_rows(!format.per_tensor() ? c10::SymInt(format.block_rows)
+                   : by_rows            ? c10::SymInt(1)
+                                        : rows.max(1)),
         block_columns(format.per_tensor() ? h.max(1) : c10::SymInt(format.block_columns)),
         down((rows + block_rows - 1) / block_rows),
         across((h + block_columns - 1) / block_columns) {}
@@ -152,14 +169,13 @@ Tensor encoding_scale(const Tensor& amax, double largest) {
   return at::where(usable, scale, at::full_like(amax, 1.0));
 }
 
-Tensor power_of_two(const Tensor& exponent) {
-  return at::ldexp(at::full_like(exponent, 1.0, exponent.options().dtype(at::kDouble)), exponent)
-      .to(at::kFloat);
-}
-
+// By bits: a power of a GPU need not be exact.
 Tensor decoded_e8m0(const Tensor& bytes) {
-  return at::where(bytes == 255, std::numeric_limits<float>::quiet_NaN(),
-                   power_of_two(bytes.to(at::kInt) - 127));
+  const Tensor exponent = bytes.to(at::kInt);
+  const Tensor bits = at::where(exponent == 0, 0x00400000, exponent.bitwise_left_shift(23));
+  return bits.to(at::kInt)
+      .view(at::kFloat)
+      .masked_fill(bytes == 255, std::numeric_limits<double>::quiet_NaN());
 }
 
 struct Scales {
@@ -215,6 +231,59 @@ Tensor unpack(const Tensor& packed, const c10::SymInt& h) {
 }
 
 Tensor bytes_of(const Tensor& tensor) { return tensor.reshape({1}).view(at::kByte); }
+
+Tensor largest_of_blocks(const Tensor& split) {
+  return at::amax(split.abs(), {1, 3}, /*keepdim=*/true);
+}
+
+// By the largest magnitude of each block and of the tensor.
+struct Encoded {
+  Tensor codes;                      // of blocks, one a byte
+  Tensor stored, tensor_scale = {};  // the latter where the format has one beside those of blocks
+
+  Encoded(const Format& format, const Tensor& split, const Tensor& amax, const Tensor& of_tensor,
+          bool stochastic) {
+    Scales scales;
+    if (format.per_tensor()) {
+      scales = float_scales(format, of_tensor);
+    } else if (format.rule == ScaleRule::E8M0) {
+      scales = e8m0_scales(amax, format.largest);
+    } else if (format.rule == ScaleRule::E4M3) {
+      tensor_scale = encoding_scale(of_tensor, 448.0 * format.largest);
+      scales = e4m3_scales(amax, tensor_scale);
+    } else {
+      scales = float_scales(format, amax);
+    }
+    // The sign is that of the number, also of NaN.
+    const Tensor scaled = (split.abs() * scales.encode).copysign(split);
+    codes = stochastic ? encode_stochastic(format.element, scaled) : encode(format.element, scaled);
+    stored = scales.stored;
+  }
+};
+
+// `of_tensor`: the inverse of the tensor's scale, where the format has one beside those of blocks.
+Tensor decoding_scales(const Format& format, const Tensor& stored, const Tensor& of_tensor) {
+  if (format.rule == ScaleRule::E8M0) return decoded_e8m0(stored);
+  if (format.rule == ScaleRule::E4M3) return values_of(Element::E4M3, stored) * of_tensor;
+  return stored;
+}
+
+// In the dtype of their sums.
+Tensor decode_blocks(const Format& format, const Tensor& codes, const Tensor& scales,
+                     at::ScalarType dtype) {
+  const auto accumulate = accumulate_dtype(dtype);
+  return values_of(format.element, codes).to(accumulate) * scales.to(accumulate);
+}
+
+// By a scale that is given.
+Tensor codes_by_scale(const Format& format, const Tensor& x, const Tensor& scale) {
+  return encode(format.element, (x.abs() * scale).copysign(x));
+}
+
+Tensor decode_by_scale(const Format& format, const Tensor& codes, const Tensor& scale,
+                       at::ScalarType dtype) {
+  return decode_blocks(format, codes, scale.reciprocal(), dtype).to(dtype);
+}
 
 }  // namespace
 
@@ -288,29 +357,13 @@ std::tuple<Tensor, Tensor> quantize_unfused(const Format& format, const Tensor& 
   const Tensor x = to_float(input), zero = at::zeros({1}, x.options());
   const Tensor of_tensor = at::amax(at::cat({x.abs().flatten(), zero}));
   const Tensor split = blocks.split(x);
-  const Tensor amax = at::amax(split.abs(), {1, 3}, /*keepdim=*/true);
-  Scales scales;
-  Tensor tensor_scale;
-  if (format.per_tensor()) {
-    scales = float_scales(format, of_tensor);
-  } else if (format.rule == ScaleRule::E8M0) {
-    scales = e8m0_scales(amax, format.largest);
-  } else if (format.rule == ScaleRule::E4M3) {
-    tensor_scale = encoding_scale(of_tensor, 448.0 * format.largest);
-    scales = e4m3_scales(amax, tensor_scale);
-  } else {
-    scales = float_scales(format, amax);
-  }
-  // The sign is that of the number, also of NaN.
-  const Tensor scaled = (split.abs() * scales.encode).copysign(split);
-  const Tensor encoded =
-      stochastic ? encode_stochastic(format.element, scaled) : encode(format.element, scaled);
-  Tensor code = blocks.join(encoded);
+  const Encoded encoded(format, split, largest_of_blocks(split), of_tensor, stochastic);
+  Tensor code = blocks.join(encoded.codes);
   if (format.bits == 4) code = pack(code);
   if (codes.dtype != at::kByte) code = code.contiguous().view(codes.dtype);
-  Tensor stored = scales.stored;
-  if (tensor_scale.defined()) {
-    stored = at::cat({stored.flatten(), bytes_of(tensor_scale.reciprocal())});
+  Tensor stored = encoded.stored;
+  if (format.has_tensor_scale()) {
+    stored = at::cat({stored.flatten(), bytes_of(encoded.tensor_scale.reciprocal())});
   }
   return {code.reshape_symint(codes.sizes), stored.reshape_symint(scale.sizes)};
 }
@@ -318,21 +371,37 @@ std::tuple<Tensor, Tensor> quantize_unfused(const Format& format, const Tensor& 
 Tensor dequantize_unfused(const Format& format, const Tensor& codes, const Tensor& scale,
                           c10::SymIntArrayRef sizes, at::ScalarType dtype) {
   const Blocks blocks(format, sizes);
-  const auto accumulate = accumulate_dtype(dtype);
   Tensor bytes = codes.contiguous().view(at::kByte).reshape_symint(
       {blocks.rows, format.bits == 4 ? parts(blocks.h, 2) : blocks.h});
   if (format.bits == 4) bytes = unpack(bytes, blocks.h);
-  Tensor scales = scale;
-  if (format.rule == ScaleRule::E8M0) scales = decoded_e8m0(scale);
-  if (format.rule == ScaleRule::E4M3) {
+  Tensor stored = scale, of_tensor;
+  if (format.has_tensor_scale()) {
     const auto count = scale.sym_size(0) - 4;
     // Of their own: a view as float needs whole words.
-    const Tensor of_tensor = scale.slice_symint(0, count).clone().view(at::kFloat);
-    scales = values_of(Element::E4M3, scale.slice_symint(0, 0, count)) * of_tensor;
+    of_tensor = scale.slice_symint(0, count).clone().view(at::kFloat);
+    stored = scale.slice_symint(0, 0, count);
   }
+  Tensor scales = decoding_scales(format, stored, of_tensor);
   if (!format.per_tensor()) scales = scales.reshape_symint({blocks.down, 1, blocks.across, 1});
-  const Tensor values = values_of(format.element, blocks.split(bytes));
-  return blocks.join(values.to(accumulate) * scales.to(accumulate)).to(dtype).reshape_symint(sizes);
+  const Tensor values = decode_blocks(format, blocks.split(bytes), scales, dtype);
+  return blocks.join(values).to(dtype).reshape_symint(sizes);
+}
+
+Tensor round_bands_unfused(const Format& format, const Tensor& rows,
+                           c10::function_ref<Tensor(const Tensor&)> of_groups, at::ScalarType dtype,
+                           bool stochastic) {
+  const Blocks blocks(format, rows.sym_sizes(), /*by_rows=*/true);
+  const Tensor split = blocks.split(to_float(rows)), amax = largest_of_blocks(split);
+  Tensor of_group, decoded;
+  if (format.per_tensor() || format.has_tensor_scale()) {
+    // One more, so that rows without numbers have an amax, too.
+    const Tensor of_band = at::amax(at::constant_pad_nd(amax.flatten(1), {0, 1}), 1);
+    of_group = of_groups(of_band).reshape({-1, 1, 1, 1});
+  }
+  const Encoded encoded(format, split, amax, of_group, stochastic);
+  if (format.has_tensor_scale()) decoded = encoded.tensor_scale.reciprocal();
+  const Tensor scales = decoding_scales(format, encoded.stored, decoded);
+  return blocks.join(decode_blocks(format, encoded.codes, scales, dtype)).to(dtype);
 }
 
 std::tuple<Tensor, Tensor> values_unfused(const Format& format, const Tensor& input,
@@ -355,14 +424,21 @@ std::tuple<Tensor, Tensor> values_unfused(const Format& format, const Tensor& in
 std::tuple<Tensor, Tensor> round_by_scale_unfused(const Format& format, const Tensor& input,
                                                   const Tensor& scale, at::ScalarType dtype,
                                                   bool decodes) {
-  const auto accumulate = accumulate_dtype(dtype);
   const Tensor x = to_float(input), zero = at::zeros({1}, x.options());
-  const Tensor codes = encode(format.element, (x.abs() * scale).copysign(x));
+  const Tensor codes = codes_by_scale(format, x, scale);
   const Tensor amax = at::amax(at::cat({x.abs().flatten(), zero}));
   if (is_codes(dtype)) return {codes.contiguous().view(dtype), amax};
-  Tensor values = values_of(format.element, codes).to(accumulate);
-  if (decodes) values = values * scale.reciprocal().to(accumulate);
-  return {values.to(dtype), amax};
+  if (decodes) return {decode_by_scale(format, codes, scale, dtype), amax};
+  return {values_of(format.element, codes).to(dtype), amax};
+}
+
+std::tuple<Tensor, Tensor> round_rows_by_scale_unfused(const Format& format, const Tensor& rows,
+                                                       const Tensor& scales, at::ScalarType dtype) {
+  const Tensor x = to_float(rows);
+  // A column more, so that rows without numbers have an amax, too.
+  const Tensor amax = at::amax(at::constant_pad_nd(x.abs(), {0, 1}), 1);
+  const Tensor codes = codes_by_scale(format, x, scales);
+  return {decode_by_scale(format, codes, scales, dtype), amax};
 }
 
 }  // namespace transformer_ops

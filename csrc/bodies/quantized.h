@@ -2,6 +2,8 @@
 // they mean in plain ATen calls.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
+
 #include "kernels/format.h"
 #include "op/typed_op.h"
 
@@ -52,6 +54,12 @@ std::tuple<Tensor, Tensor> quantize_unfused(const kernel::Format& format, const 
                                             bool stochastic = false);
 Tensor dequantize_unfused(const kernel::Format& format, const Tensor& codes, const Tensor& scale,
                           c10::SymIntArrayRef sizes, at::ScalarType dtype);
+// Rows of groups, rounded to the numbers of a format as a tensor for each group: the bands of
+// block_rows rows, or of one row where a tensor is one block, are of one group each. `of_groups` is
+// given the largest magnitude of each band, and gives that of its group.
+Tensor round_bands_unfused(const kernel::Format& format, const Tensor& rows,
+                           c10::function_ref<Tensor(const Tensor&)> of_groups, at::ScalarType dtype,
+                           bool stochastic);
 // The values of the codes, or codes, and the scale of the tensor by which they are to be
 // multiplied: of a format that has one.
 std::tuple<Tensor, Tensor> values_unfused(const kernel::Format& format, const Tensor& input,
@@ -61,5 +69,9 @@ std::tuple<Tensor, Tensor> values_unfused(const kernel::Format& format, const Te
 std::tuple<Tensor, Tensor> round_by_scale_unfused(const kernel::Format& format, const Tensor& input,
                                                   const Tensor& scale, at::ScalarType dtype,
                                                   bool decodes = true);
+// The same of each row of a matrix, by a column of scales.
+std::tuple<Tensor, Tensor> round_rows_by_scale_unfused(const kernel::Format& format,
+                                                       const Tensor& rows, const Tensor& scales,
+                                                       at::ScalarType dtype);
 
 }  // namespace transformer_ops

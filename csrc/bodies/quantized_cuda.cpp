@@ -1,6 +1,12 @@
 #include "bodies/quantized_cuda.h"
 
+#include <ATen/ops/arange.h>
+#include <ATen/ops/zeros.h>
+
 #include "bodies/cuda.h"
+#include "bodies/group_bands.h"
+#include "bodies/grouped.h"
+#include "bodies/linear.h"
 #include "kernels/quantize.h"
 
 namespace transformer_ops {
@@ -40,6 +46,83 @@ void encode_operand_cuda(const Format& format, const Tensor& x, const Tensor& ou
   cuda::dequantize(cuda::stream_of(x), format, kernel_dtype(output), cuda::read(codes),
                    cuda::read(scales), /*decoded_tensor_scale=*/nullptr, cuda::write(output),
                    shape.rows, shape.h);
+}
+
+namespace {
+
+// Rows of some groups, and where those end; undefined: all are of one.
+struct DeviceGroups {
+  Tensor rows, ends, bands = {};
+  int64_t count = 1;
+
+  // The groups of one tensor.
+  DeviceGroups(const Tensor& input, const Tensor* splits) : rows(as_matrix(input)) {
+    if (splits != nullptr) {
+      ends = group_ends(*splits, rows.size(0));
+    } else if (input.dim() == 3) {
+      const auto options = input.options().dtype(at::kLong);
+      ends = at::arange(1, input.size(0) + 1, options) * input.size(1);
+    } else {
+      return;
+    }
+    count = ends.size(0);
+  }
+
+  Tensor sizes() const { return group_sizes(ends); }
+  void count_bands(const Format& format) {
+    if (ends.defined() && format.block_rows > 1) bands = band_ends(sizes(), format.block_rows);
+  }
+  cuda::GroupEnds view() const { return {data_of(ends), data_of(bands), count}; }
+
+  static const int64_t* data_of(const Tensor& tensor) {
+    return tensor.defined() ? tensor.const_data_ptr<int64_t>() : nullptr;
+  }
+};
+
+// What the matrices from `first` on have in a tensor with one for each.
+const float* numbers_from(const Tensor& of_groups, size_t first) {
+  return of_groups.defined() ? of_groups.const_data_ptr<float>() + first : nullptr;
+}
+
+void largest_of_groups_cuda(const DeviceGroups& groups, float* amax) {
+  const Tensor& rows = groups.rows;
+  cuda::largest_of_groups(cuda::stream_of(rows), kernel_dtype(rows), cuda::read(rows),
+                          groups.view(), amax, rows.size(0), rows.size(1));
+}
+
+}  // namespace
+
+void round_groups_cuda(const Format& format, const Tensors& input, const Tensor* splits,
+                       const Tensors& output, const Tensor& encodes) {
+  const bool of_tensor = format.per_tensor() || format.has_tensor_scale();
+  for (size_t i = 0; i < input.size(); ++i) {
+    DeviceGroups groups(input[i], splits);
+    groups.count_bands(format);
+    Tensor amax;
+    if (of_tensor && !encodes.defined()) {
+      amax = at::zeros({groups.count}, input[i].options().dtype(at::kFloat));
+      largest_of_groups_cuda(groups, amax.mutable_data_ptr<float>());
+    }
+    const Tensor& rows = groups.rows;
+    cuda::round_groups(cuda::stream_of(rows), format, kernel_dtype(rows), kernel_dtype(output[i]),
+                       cuda::read(rows), groups.view(), numbers_from(amax, 0),
+                       numbers_from(encodes, i), cuda::write(output[i]), rows.size(0),
+                       rows.size(1));
+  }
+}
+
+void largest_of_groups_cuda(const Tensors& input, const Tensor* splits, float nothing,
+                            const Tensor& amax) {
+  for (size_t i = 0; i < input.size(); ++i) {
+    const DeviceGroups groups(input[i], splits);
+    const Tensor own = amax.narrow(0, static_cast<int64_t>(i), groups.count);
+    if (groups.ends.defined()) {
+      own.zero_().masked_fill_(groups.sizes() <= 0, nothing);
+    } else {
+      own.fill_(groups.rows.size(0) > 0 ? 0.0f : nothing);
+    }
+    largest_of_groups_cuda(groups, own.mutable_data_ptr<float>());
+  }
 }
 
 }  // namespace transformer_ops

@@ -18,4 +18,13 @@ void encode_cuda(const kernel::Format& format, const Tensor& x, void* codes, voi
 void encode_operand_cuda(const kernel::Format& format, const Tensor& x, const Tensor& output,
                          const Tensor& decodes, const float* encodes = nullptr);
 
+// Matrices that are rounded each on its own: check_rounded_groups() says which. `encodes` holds a
+// scale for each, in formats that have one of the tensor; by default they follow from the largest
+// magnitudes. Nothing is read on the host.
+void round_groups_cuda(const kernel::Format& format, const Tensors& input, const Tensor* splits,
+                       const Tensors& output, const Tensor& encodes = {});
+// `amax` takes the largest magnitude of each, `nothing` where that has no rows.
+void largest_of_groups_cuda(const Tensors& input, const Tensor* splits, float nothing,
+                            const Tensor& amax);
+
 }  // namespace transformer_ops

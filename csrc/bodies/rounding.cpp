@@ -1,12 +1,14 @@
 #include "bodies/rounding.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/bitwise_right_shift.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/tensor.h>
 
-#include <bit>
-
+#include "bodies/group_bands.h"
+#include "bodies/linear.h"
 #include "kernels/encoding.h"
 #include "kernels/hadamard.h"
 #include "kernels/quantize.h"
@@ -19,16 +21,26 @@ using kernel::Format;
 using kernel::kHadamardRows;
 using kernel::kHadamardSigns;
 
-// Sylvester's matrix, [i, j] = (-1)^(ones that i and j share), with signs, orthonormal.
+// Sylvester's matrix, [i, j] = (-1)^(ones that i and j share), with signs, orthonormal. Made on the
+// device, because a copy from the host would wait for it.
 Tensor hadamard(const Tensor& like) {
-  std::vector<float> numbers;
-  for (int64_t i = 0; i < kHadamardRows; ++i) {
-    for (int64_t j = 0; j < kHadamardRows; ++j) {
-      const bool is_odd = std::popcount(static_cast<uint64_t>(i & j)) % 2 == 1;
-      numbers.push_back(kHadamardSigns[j] * (is_odd ? -0.25f : 0.25f));
-    }
+  int64_t negated = 0;
+  for (int64_t j = 0; j < kHadamardRows; ++j) {
+    if (kHadamardSigns[j] < 0) negated |= int64_t{1} << j;
   }
-  return at::tensor(numbers, at::kFloat).view({kHadamardRows, kHadamardRows}).to(like.options());
+  const Tensor i = at::arange(kHadamardRows, like.options().dtype(at::kInt));
+  Tensor odd = i.unsqueeze(1).bitwise_and(i);
+  for (const int half : {2, 1}) odd = odd.bitwise_xor(odd.bitwise_right_shift(half));
+  const Tensor is_negated = at::bitwise_right_shift(at::full_like(i, negated), i);
+  const Tensor is_minus = odd.bitwise_xor(is_negated).bitwise_and(1);
+  return (0.25 - is_minus * 0.5).to(like.scalar_type());
+}
+
+// Of each 16 rows of a matrix.
+Tensor turn_blocks(const Tensor& rows) {
+  const Tensor blocks =
+      rows.reshape_symint({rows.sym_size(0) / kHadamardRows, kHadamardRows, rows.sym_size(1)});
+  return at::matmul(hadamard(rows), blocks).reshape_symint(rows.sym_sizes());
 }
 
 // What the scales of blocks are relative to, or all there is of one; else 1.
@@ -96,6 +108,28 @@ Tensor round_to_format_unfused(const Format& format, const Tensor& x, at::Scalar
   return dequantize_unfused(format, codes, scale, x.sym_sizes(), dtype);
 }
 
+Tensor round_groups_unfused(const Format& format, const Tensor& input, const Tensor& splits,
+                            at::ScalarType dtype, bool stochastic) {
+  const Tensor rows = as_matrix(input);
+  const int64_t height = format.per_tensor() ? 1 : format.block_rows;
+  const GroupBands bands(splits, rows.sym_size(0), height);
+  const auto of_groups = [&](const Tensor& amax) { return bands.spread(bands.largest(amax), 0); };
+  const Tensor rounded =
+      round_bands_unfused(format, bands.lay_out(rows), of_groups, dtype, stochastic);
+  return bands.take_back(rounded).reshape_symint(input.sym_sizes());
+}
+
+std::tuple<Tensor, Tensor> round_groups_by_scale_unfused(const Format& format, const Tensor& input,
+                                                         const Tensor& scales, const Tensor& splits,
+                                                         at::ScalarType dtype, double nothing) {
+  const Tensor rows = as_matrix(input);
+  const GroupBands bands(splits, rows.sym_size(0), /*height=*/1);
+  const auto [rounded, of_rows] =
+      round_rows_by_scale_unfused(format, rows, bands.spread(scales, 1).unsqueeze(-1), dtype);
+  const Tensor amax = bands.largest(of_rows).masked_fill(bands.has_rows().logical_not(), nothing);
+  return {bands.take_back(rounded).reshape_symint(input.sym_sizes()), amax};
+}
+
 const Format& random_format(const Checks& check, std::string_view name) {
   const Format& format = format_of(check, name);
   TORCH_CHECK(format.element != kernel::Element::Int8, "[", check.op(),
@@ -142,13 +176,17 @@ void turn_columns_cpu(const Tensor& input, const Tensor& output) {
 }
 
 Tensor turn_columns(const Tensor& input) {
-  const Tensor x = to_accumulate(input);
-  const c10::SymInt h = x.dim() == 0 ? c10::SymInt(1) : x.sym_size(-1);
-  const Tensor rows = x.reshape_symint({-1, h});
+  const Tensor x = to_accumulate(input), rows = x.dim() == 0 ? x.reshape({1, 1}) : as_matrix(x);
   const c10::SymInt whole = rows.sym_size(0) / kHadamardRows * kHadamardRows;
-  const Tensor blocks = rows.slice_symint(0, 0, whole).reshape_symint({-1, kHadamardRows, h});
-  const Tensor turned = at::matmul(hadamard(x), blocks).reshape_symint({whole, h});
+  const Tensor turned = turn_blocks(rows.slice_symint(0, 0, whole));
   return at::cat({turned, rows.slice_symint(0, whole)}).reshape_symint(x.sym_sizes());
+}
+
+Tensor turn_columns_of_groups(const Tensor& input, const Tensor& splits) {
+  const Tensor rows = as_matrix(to_accumulate(input));
+  const GroupBands bands(splits, rows.sym_size(0), kHadamardRows);
+  const Tensor turned = bands.take_back_whole(turn_blocks(bands.lay_out(rows)), rows);
+  return turned.reshape_symint(input.sym_sizes());
 }
 
 }  // namespace transformer_ops

@@ -41,6 +41,15 @@ void encode_operand_cpu(const kernel::Format& format, const Tensor& x, float enc
                         const Tensor& output);
 Tensor round_to_format_unfused(const kernel::Format& format, const Tensor& x, at::ScalarType dtype);
 
+// The rows of each group as a tensor of their own, on the device alone; rows of none are zeros.
+Tensor round_groups_unfused(const kernel::Format& format, const Tensor& input, const Tensor& splits,
+                            at::ScalarType dtype, bool stochastic = false);
+// The same by a scale for each group; and the largest magnitude of each, `nothing` of no rows.
+std::tuple<Tensor, Tensor> round_groups_by_scale_unfused(const kernel::Format& format,
+                                                         const Tensor& input, const Tensor& scales,
+                                                         const Tensor& splits, at::ScalarType dtype,
+                                                         double nothing);
+
 // Raises where numbers cannot be rounded to it at random: for a format of integers.
 const kernel::Format& random_format(const Checks& check, std::string_view name);
 // Up or down at random, so that the mean is the number itself. What becomes of a row depends on
@@ -57,5 +66,6 @@ Tensor round_at_random_unfused(const kernel::Format& format, const Tensor& x, at
 // too. In float32, of doubles in float64. The kernel adds in another order than the ATen call.
 void turn_columns_cpu(const Tensor& input, const Tensor& output);
 Tensor turn_columns(const Tensor& input);
+Tensor turn_columns_of_groups(const Tensor& input, const Tensor& splits);
 
 }  // namespace transformer_ops

@@ -510,15 +510,8 @@ void decode_parameters(const Analysis& analysis, Pass pass, Step& step) {
 void quantize_forward(const Analysis& analysis, Step& step) {
   const int op = quantized_op(analysis, step);
   if (op < 0) return;
-  const OpDeclaration& row = row_of(analysis, op);
-  const OperandFormats& formats = analysis.key().recipe->of(op);
-  if (row.has_extra_input("splits")) {
-    check(analysis.key().device != Device::Cuda, "[", row.kind, "] recipe must be exact on CUDA, ",
-          "where the host does not know which rows are of one group, got ",
-          to_text(Recipe{.all = formats}));
-  }
   Quantize quantize(analysis, step, op);
-  if (is_product(row)) return quantize.forward();
+  if (is_product(row_of(analysis, op))) return quantize.forward();
   quantize.round_main("input");
 }
 

@@ -60,4 +60,26 @@ inline const Kernel<void(Stream, const kernel::Format&, DType, const void* codes
                          int64_t rows, int64_t h)>
     dequantize{"dequantize"};
 
+// Rows of groups, one group after another, in device memory: where each of `count` ends, counted in
+// rows and in bands of the format's block_rows, of which each group begins one. What is behind the
+// last one is in none. Without `rows` all rows are of one group.
+struct GroupEnds {
+  const int64_t* rows = nullptr;
+  const int64_t* bands = nullptr;
+  int64_t count = 1;
+};
+
+// The largest magnitude of each group, or what amax holds where that is larger.
+inline const Kernel<void(Stream, DType, const void* x, const GroupEnds&, float* amax, int64_t rows,
+                         int64_t h)>
+    largest_of_groups{"largest_of_groups"};
+
+// What quantize() and dequantize() make of each group as a tensor, bit for bit, without codes on
+// the way; rows of none become zeros. Formats with one block, or a scale of the tensor, take amax
+// or the scales themselves, a number for each group.
+inline const Kernel<void(Stream, const kernel::Format&, DType from, DType to, const void* x,
+                         const GroupEnds&, const float* amax, const float* scales, void* out,
+                         int64_t rows, int64_t h)>
+    round_groups{"round_groups"};
+
 }  // namespace transformer_ops::cuda

@@ -1,8 +1,8 @@
 // Rounding by the scales of delayed scaling.
 #include <ATen/ops/cat.h>
-#include <ATen/ops/full_like.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 
@@ -163,25 +163,38 @@ void groups_cpu(const Checks& check, const Tensors& input, const Tensor& scale, 
   if (y.rest.defined()) y.rest.zero_();
 }
 
+void groups_cuda(const Checks& check, const Tensors& input, const Tensor& scale, int64_t place,
+                 const Tensor* splits, std::string_view format, std::string_view, Tensors& output,
+                 Tensor& amax) {
+  round_groups_cuda(scaled_format(check, format), input, splits, output, scale.select(0, place));
+  if (amax.defined()) largest_of_groups_cuda(input, splits, kNothing, amax);
+}
+
 std::tuple<Tensors, Tensor> groups_meaning(const Checks& check, const Tensors& input,
                                            const Tensor& scale, int64_t place, const Tensor* splits,
-                                           std::string_view format, std::string_view dtype) {
-  const auto [matrices, rest] = rounded_groups(check, input, splits);
+                                           std::string_view format_name, std::string_view dtype) {
+  const kernel::Format& format = scaled_format(check, format_name);
   const auto wanted = dtype_named(check, dtype);
   const Tensor scales = scale.select(0, place);
-  Tensors parts, amaxes;
-  for (size_t group = 0; group < matrices.size(); ++group) {
-    const auto [part, amax] =
-        round_by_scale_unfused(scaled_format(check, format), matrices[group],
-                               scales.select(0, static_cast<int64_t>(group)), wanted);
-    parts.push_back(part);
-    amaxes.push_back(matrices[group].size(0) > 0 ? amax : at::full_like(amax, kNothing));
+  if (splits != nullptr) {
+    const auto [output, amax] =
+        round_groups_by_scale_unfused(format, input[0], scales, *splits, wanted, kNothing);
+    return {Tensors{output}, amax};
   }
-  const Tensor amax = at::stack(amaxes).to(at::kFloat);
-  if (input.size() > 1) return {parts, amax};
-  if (rest.defined()) parts.push_back(at::zeros(rest.sizes(), rest.options().dtype(wanted)));
-  const Tensor output = rest.defined() ? at::cat(parts) : at::stack(parts);
-  return {Tensors{output.view(input[0].sizes())}, amax};
+  Tensors parts, amaxes = {at::empty({0}, scales.options())};
+  for (const Tensor& matrix : rounded_groups(check, input, nullptr).matrices) {
+    const auto group = static_cast<int64_t>(parts.size());
+    const auto [part, amax] =
+        round_by_scale_unfused(format, matrix, scales.select(0, group), wanted);
+    parts.push_back(part);
+    amaxes.push_back(matrix.sym_size(0) > 0 ? amax.reshape({1})
+                                            : at::full({1}, kNothing, amax.options()));
+  }
+  const Tensor amax = at::cat(amaxes);
+  if (parts.empty()) {
+    return {Tensors{input[0].to(wanted, /*non_blocking=*/false, /*copy=*/true)}, amax};
+  }
+  return {input[0].dim() == 3 ? Tensors{at::stack(parts)} : parts, amax};
 }
 
 [[maybe_unused]] const bool registered = [] {
@@ -205,7 +218,7 @@ std::tuple<Tensors, Tensor> groups_meaning(const Checks& check, const Tensors& i
       {.schema = "quantize_dequantize_groups_scaled(Tensor[] input, Tensor scale, int place, "
                  "Tensor? splits, str format, str dtype) -> (Tensor[] output, Tensor amax)",
        .shape = groups_shape,
-       .bodies = {groups_cpu, groups_meaning, groups_meaning},
+       .bodies = {groups_cpu, groups_cuda, groups_meaning},
        .differentiable = false,
        .makes = "quantize_dequantize_groups_scaled"},
       LastResult::InForward);

@@ -1,13 +1,12 @@
 // quantize_dequantize and hadamard_columns of the operands of grouped products, where each group is
 // a tensor of its own, so that no block and no scale is of two.
-#include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
 
 #include "bodies/dropout.h"
 #include "bodies/grouped.h"
 #include "bodies/linear.h"
 #include "bodies/product.h"
+#include "bodies/quantized_cuda.h"
 #include "bodies/rounding.h"
 #include "op/op.h"
 #include "op/recompute.h"
@@ -48,26 +47,30 @@ void groups_cpu(const Checks& check, const Tensors& input, const Tensor* splits,
   });
 }
 
-// `each` of one group after another; rows of no group are zeros.
+void groups_cuda(const Checks& check, const Tensors& input, const Tensor* splits,
+                 std::string_view format_name, std::string_view, Tensors& output) {
+  round_groups_cuda(format_of(check, format_name), input, splits, output);
+}
+
+// Matrices without splits, each by `each`.
 template <typename Each>
-Tensors group_by_group(const Checks& check, const Tensors& input, const Tensor* splits,
-                       const Each& each) {
-  const auto [matrices, rest] = rounded_groups(check, input, splits);
+Tensors matrix_by_matrix(const Checks& check, const Tensors& input, at::ScalarType dtype,
+                         const Each& each) {
   Tensors parts;
-  for (const Tensor& matrix : matrices) parts.push_back(each(matrix));
-  if (input.size() > 1) return parts;
-  if (!rest.defined()) return {parts.empty() ? input[0] : at::stack(parts).view(input[0].sizes())};
-  const auto dtype = parts.empty() ? rest.scalar_type() : parts[0].scalar_type();
-  parts.push_back(at::zeros(rest.sizes(), rest.options().dtype(dtype)));
-  return {at::cat(parts).view(input[0].sizes())};
+  for (const Tensor& matrix : rounded_groups(check, input, nullptr).matrices) {
+    parts.push_back(each(matrix));
+  }
+  if (parts.empty()) return {input[0].to(dtype, /*non_blocking=*/false, /*copy=*/true)};
+  return input[0].dim() == 3 ? Tensors{at::stack(parts)} : parts;
 }
 
 Tensors groups_meaning(const Checks& check, const Tensors& input, const Tensor* splits,
                        std::string_view format_name, std::string_view dtype) {
   const kernel::Format& format = format_of(check, format_name);
   const auto wanted = dtype_named(check, dtype);
-  return group_by_group(check, input, splits, [&](const Tensor& rows) {
-    return round_to_format_unfused(format, rows, wanted);
+  if (splits != nullptr) return {round_groups_unfused(format, input[0], *splits, wanted)};
+  return matrix_by_matrix(check, input, wanted, [&](const Tensor& matrix) {
+    return round_to_format_unfused(format, matrix, wanted);
   });
 }
 
@@ -93,8 +96,11 @@ Tensors stochastic_meaning(const Checks& check, const Tensors& input, const Tens
                            std::string_view format_name, std::string_view dtype) {
   const kernel::Format& format = random_format(check, format_name);
   const auto wanted = dtype_named(check, dtype);
-  return group_by_group(check, input, splits, [&](const Tensor& rows) {
-    return round_at_random_unfused(format, rows, wanted);
+  if (splits != nullptr) {
+    return {round_groups_unfused(format, input[0], *splits, wanted, /*stochastic=*/true)};
+  }
+  return matrix_by_matrix(check, input, wanted, [&](const Tensor& matrix) {
+    return round_at_random_unfused(format, matrix, wanted);
   });
 }
 
@@ -112,16 +118,15 @@ void turned_cpu(const Checks& check, const Tensor&, const Tensor& input, const T
                      [](const Tensor& x, const Tensor& y, int64_t) { turn_columns_cpu(x, y); });
 }
 
-Tensor turned_meaning(const Checks& check, const Tensor&, const Tensor& input,
-                      const Tensor& splits) {
-  return group_by_group(check, {input}, &splits, turn_columns)[0];
+Tensor turned_meaning(const Tensor&, const Tensor& input, const Tensor& splits) {
+  return turn_columns_of_groups(input, splits);
 }
 
 [[maybe_unused]] const bool registered = [] {
   register_for_both_passes({.schema = "quantize_dequantize_groups(Tensor[] input, Tensor? splits, "
                                       "str format, str dtype) -> Tensor[] output",
                             .shape = groups_shape,
-                            .bodies = {groups_cpu, groups_meaning, groups_meaning},
+                            .bodies = {groups_cpu, groups_cuda, groups_meaning},
                             .differentiable = false,
                             .makes = "quantize_dequantize_groups"});
   register_typed_op({.schema = "quantize_dequantize_groups_stochastic(Tensor[] input, "

@@ -96,6 +96,12 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>((uint64_t{a} * b) >> 32);
 }
+// Threads take turns at barriers alone.
+inline int atomicMax(int* address, int value) {
+  const int before = *address;
+  if (value > before) *address = value;
+  return before;
+}
 template <class T>
 T __ldg(const T* address) {
   return *address;

@@ -8,7 +8,6 @@
 namespace transformer_ops {
 namespace {
 
-using toy::error_of;
 using toy::nodes;
 using toy::ScopedRule;
 using toy::steps_text;
@@ -19,7 +18,8 @@ TEST(LowerRecipes, RoundsGroupByGroup) {
   PlanKey key = toy::key(ops);
   key.tensors[1] = {};
   key.recipe = recipe_of("mx e4m3, mx e4m3, mx e4m3");
-  EXPECT_EQ(steps_text(toy::plan(ops, key)), R"(first_backward 0
+  const std::string on_cpu = steps_text(toy::plan(ops, key));
+  EXPECT_EQ(on_cpu, R"(first_backward 0
 recipe mx e4m3, mx e4m3, mx e4m3
 forward Groups ops=[0]
   [t0.rounded_input] = quantize_dequantize_groups([x0], e0.splits, "mx e4m3", "float32")
@@ -35,10 +35,21 @@ backward Groups ops=[0]
   t0.unused, dp0.weight, t0.unused = groups_backward(t0.rounded_grad_output_columns, t0.rounded_input, s0.splits, none, [false, true, false])
   t0.unused, t0.unused, dp0.bias = groups_backward(g1, none, s0.splits, none, [false, false, true])
 )");
+  // No product of groups takes codes.
   key.device = Device::Cuda;
-  EXPECT_EQ(error_of([&] { toy::plan(ops, key); }),
-            "[Groups] recipe must be exact on CUDA, where the host does not know which rows are of "
-            "one group, got mx e4m3, mx e4m3, mx e4m3");
+  EXPECT_EQ(steps_text(toy::plan(ops, key)), on_cpu);
+  for (const char* const recipe :
+       {"e4m3, e4m3, e5m2", "e4m3 1x128, e4m3 128x128, e4m3 1x128", "e4m3, e4m3, e5m2, delayed 4",
+        "nvfp4, nvfp4 16x16, nvfp4, hadamard, stochastic"}) {
+    for (TensorMeta& tensor : key.tensors) tensor.dtype = DType::BFloat16;
+    key.tensors[1] = {};
+    key.recipe = recipe_of(recipe);
+    key.device = Device::Cpu;
+    const std::string wanted = steps_text(toy::plan(ops, key));
+    key.device = Device::Cuda;
+    EXPECT_EQ(steps_text(toy::plan(ops, key)), wanted) << recipe;
+    EXPECT_EQ(wanted.find("float8"), std::string::npos) << recipe;
+  }
 }
 
 PlanKey with_recipe(const std::vector<OpNode>& ops, const char* recipe, DType dtype) {
