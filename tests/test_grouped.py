@@ -533,6 +533,30 @@ def test_a_main_grad_for_each_group_in_a_graph(backend: str, frozen: bool) -> No
     torch.testing.assert_close(op.weight2.main_grad, plain.weight2.grad)
 
 
+@pytest.mark.parametrize("way", ["eager", "aot_eager"])
+@pytest.mark.parametrize("single", [False, True])
+def test_errors_name_the_op_and_its_weight(way: str, single: bool) -> None:
+    op = tops.GroupedLinear(
+        3, 16, 8, accumulate_into_main_grad=True, single_grouped_weight=single
+    )
+    x, sizes = torch.randn(12, 16), torch.tensor([3, 4, 5])
+    name = "weight" if single else "weight1"
+    weight = getattr(op, name)
+    for other in op.parameters():
+        if other is not weight:
+            other.main_grad = torch.zeros_like(other)
+    run = backends()[way](tops.Sequential(tops.GELU(), op))
+    with pytest.raises(
+        Exception, match=rf"\[GroupedLinear\] {name} must have a main_grad to accumulate into"
+    ):
+        run(x, sizes)
+    weight.main_grad = torch.zeros(8, 15)
+    with pytest.raises(
+        Exception, match=rf"\[GroupedLinear\] {name}.main_grad must have shape .*16\] and hold"
+    ):
+        run(x, sizes)
+
+
 def listed(ops: list[Any]) -> list[Any]:
     """The same with a parameter for each expert."""
     found = []
