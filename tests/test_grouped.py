@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import transformer_ops as tops
+from transformer_ops.op import BasicOperation
 
 o = torch.ops.transformer_ops
 
@@ -536,9 +537,7 @@ def test_a_main_grad_for_each_group_in_a_graph(backend: str, frozen: bool) -> No
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
 @pytest.mark.parametrize("single", [False, True])
 def test_errors_name_the_op_and_its_weight(way: str, single: bool) -> None:
-    op = tops.GroupedLinear(
-        3, 16, 8, accumulate_into_main_grad=True, single_grouped_weight=single
-    )
+    op = tops.GroupedLinear(3, 16, 8, accumulate_into_main_grad=True, single_grouped_weight=single)
     x, sizes = torch.randn(12, 16), torch.tensor([3, 4, 5])
     name = "weight" if single else "weight1"
     weight = getattr(op, name)
@@ -555,6 +554,31 @@ def test_errors_name_the_op_and_its_weight(way: str, single: bool) -> None:
         Exception, match=rf"\[GroupedLinear\] {name}.main_grad must have shape .*16\] and hold"
     ):
         run(x, sizes)
+
+
+def test_the_names_of_a_list_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call makes none, nor asks for all of a list's tensors at each of them; an edit does."""
+    op = tops.GroupedLinear(3, 16, 8, bias=False, accumulate_into_main_grad=True)
+    x, sizes = torch.randn(12, 16), torch.tensor([3, 9, 0])
+    for weight in op.parameters():
+        weight.main_grad = torch.zeros(8, 16)
+    op(x, sizes).sum().backward()
+    made: list[str] = []
+    names_in = BasicOperation._names_in
+
+    def noted(op: BasicOperation, parameter: str) -> tuple[str, ...]:
+        made.append(parameter)
+        return names_in(op, parameter)
+
+    monkeypatch.setattr(BasicOperation, "_names_in", noted)
+    op(x, sizes).sum().backward()
+    assert made == []
+    op.num_groups = 2
+    del op.weight2
+    op(x, sizes[:2]).sum().backward()
+    assert made
+    want = x[3:].sum(0).expand(8, 16)
+    torch.testing.assert_close(op.weight1.main_grad, 3 * want)
 
 
 def listed(ops: list[Any]) -> list[Any]:
