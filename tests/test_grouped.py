@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import transformer_ops as tops
+from transformer_ops.op import BasicOperation
 
 o = torch.ops.transformer_ops
 
@@ -531,6 +532,53 @@ def test_a_main_grad_for_each_group_in_a_graph(backend: str, frozen: bool) -> No
         weight.overwrite_main_grad = True
     compiled(x, sizes).backward(grad)
     torch.testing.assert_close(op.weight2.main_grad, plain.weight2.grad)
+
+
+@pytest.mark.parametrize("way", ["eager", "aot_eager"])
+@pytest.mark.parametrize("single", [False, True])
+def test_errors_name_the_op_and_its_weight(way: str, single: bool) -> None:
+    op = tops.GroupedLinear(3, 16, 8, accumulate_into_main_grad=True, single_grouped_weight=single)
+    x, sizes = torch.randn(12, 16), torch.tensor([3, 4, 5])
+    name = "weight" if single else "weight1"
+    weight = getattr(op, name)
+    for other in op.parameters():
+        if other is not weight:
+            other.main_grad = torch.zeros_like(other)
+    run = backends()[way](tops.Sequential(tops.GELU(), op))
+    with pytest.raises(
+        Exception, match=rf"\[GroupedLinear\] {name} must have a main_grad to accumulate into"
+    ):
+        run(x, sizes)
+    weight.main_grad = torch.zeros(8, 15)
+    with pytest.raises(
+        Exception, match=rf"\[GroupedLinear\] {name}.main_grad must have shape .*16\] and hold"
+    ):
+        run(x, sizes)
+
+
+def test_the_names_of_a_list_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call makes none, nor asks for all of a list's tensors at each of them; an edit does."""
+    op = tops.GroupedLinear(3, 16, 8, bias=False, accumulate_into_main_grad=True)
+    x, sizes = torch.randn(12, 16), torch.tensor([3, 9, 0])
+    for weight in op.parameters():
+        weight.main_grad = torch.zeros(8, 16)
+    op(x, sizes).sum().backward()
+    made: list[str] = []
+    names_in = BasicOperation._names_in
+
+    def noted(op: BasicOperation, parameter: str) -> tuple[str, ...]:
+        made.append(parameter)
+        return names_in(op, parameter)
+
+    monkeypatch.setattr(BasicOperation, "_names_in", noted)
+    op(x, sizes).sum().backward()
+    assert made == []
+    op.num_groups = 2
+    del op.weight2
+    op(x, sizes[:2]).sum().backward()
+    assert made
+    want = x[3:].sum(0).expand(8, 16)
+    torch.testing.assert_close(op.weight1.main_grad, 3 * want)
 
 
 def listed(ops: list[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from transformer_ops import _C
 
+o = torch.ops.transformer_ops
 quantize = torch.ops.transformer_ops.quantize.default
 dequantize = torch.ops.transformer_ops.dequantize.default
 
@@ -320,12 +321,25 @@ def test_export_with_a_dynamic_dimension(format: str) -> None:
 
 @every_format
 def test_no_gradient_passes(format: str) -> None:
+    """Where autograd would record a call, that is an error: its result would have no history."""
     x = torch.randn(4, 64, requires_grad=True)
-    codes, scale = quantize(x, format)
+    refused = lambda op, name: pytest.raises(  # noqa: E731
+        NotImplementedError, match=rf"\[{op}\] {name} must require no gradient, as none passes"
+    )
+    for call in (quantize, lambda x, format: o.quantize_dequantize(x, format, "float32")):
+        with refused(r"quantize\w*", "input"):
+            call(x, format)
+        with torch.autograd.forward_ad.dual_level(), refused(r"quantize\w*", "input"):
+            dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+            call(dual, format)
+    with torch.no_grad():
+        codes, scale = quantize(x, format)
     assert not codes.requires_grad and not scale.requires_grad
+    assert_same_bytes((codes, scale), quantize(x.detach(), format), format)
     if scale.is_floating_point():
-        scale.requires_grad_()
-    assert not dequantize(codes, scale, format, "float32", None).requires_grad
+        with refused("dequantize", "scale"):
+            dequantize(codes, scale.requires_grad_(), format, "float32", None)
+    assert not dequantize(codes, scale.detach(), format, "float32", None).requires_grad
 
 
 @every_format

@@ -175,6 +175,33 @@ def test_export_with_saved_formats(name: str, saved: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_recipe
+def test_a_decomposed_program_loses_no_gradient_silently(name: str, dtype: torch.dtype) -> None:
+    """Its rounded operands have none, nor have products of codes: a call that wants it raises."""
+    module, x, grad = linear(dtype)
+    with tops.autocast(recipe=RECIPES[name]):
+        module(x)
+        want = module(x)
+        lowered = export(module, (x,)).run_decompositions().module()
+    parameters = dict(lowered.named_parameters())
+    with pytest.raises(
+        NotImplementedError, match=r"\[\w+\] input must require no gradient, as none passes"
+    ):
+        lowered(x)
+    with torch.no_grad():
+        assert torch.equal(lowered(x), want)
+    parameters["0.weight"].requires_grad_(False)
+    if any("_scaled" in str(n.target) and "linear" in str(n.target) for n in lowered.graph.nodes):
+        with pytest.raises(NotImplementedError, match=r"\[linear\w+\] bias must require no grad"):
+            lowered(x)
+    else:
+        lowered(x).backward(grad)
+        torch.testing.assert_close(parameters["0.bias"].grad, grad.flatten(0, 1).sum(0))
+    parameters["0.bias"].requires_grad_(False)
+    assert torch.equal(lowered(x), want)
+
+
 def test_an_export_makes_no_scales() -> None:
     module, x, _ = linear(torch.float32)
     recipe = recipes.DelayedScaling(amax_history_len=3)

@@ -340,7 +340,9 @@ class AutogradShortcut final : public Kernel {
 
   void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) const {
     const DispatchKeySet rest = keys & c10::after_autograd_keyset;
-    if (op_.differentiable && std::ranges::any_of(arguments(handle, stack), wants_grad)) {
+    const Values values = arguments(handle, stack);
+    if (const auto wanting = std::ranges::find_if(values, wants_grad); wanting != values.end()) {
+      check_differentiable(handle, wanting - values.begin());
       if (!is_made_.load(std::memory_order_acquire)) [[unlikely]] {
         if (autograd_maker()) autograd_maker()();
         is_made_.store(true, std::memory_order_release);
@@ -353,6 +355,16 @@ class AutogradShortcut final : public Kernel {
   }
 
  private:
+  // Plans have gradients of their own, within which nothing is recorded here.
+  void check_differentiable(const OperatorHandle& handle, ptrdiff_t argument) const {
+    const Form form = variant_.form;
+    TORCH_CHECK_NOT_IMPLEMENTED(op_.differentiable && !form.is_scaled && !form.is_into, "[",
+                                variant_.name, "] ", handle.schema().arguments()[argument].name(),
+                                " must require no gradient, as none passes through this op, got "
+                                "one that does; detach() it, "
+                                "or call the op under torch.no_grad()");
+  }
+
   static bool wants_grad(const c10::IValue& value) {
     if (value.isTensorList()) return std::ranges::any_of(value.toListRef(), wants_grad);
     if (!value.isTensor()) return false;
@@ -370,8 +382,7 @@ void add_kernel(torch::Library& library, const Variant& variant, DispatchKey key
   library.impl(variant.name.c_str(), torch::dispatch(key, std::move(kernel)));
 }
 
-const Variant& add_variant(torch::Library& library, const TypedOp& op, const std::string& base,
-                           Form form) {
+void add_variant(torch::Library& library, const TypedOp& op, const std::string& base, Form form) {
   const Variant& variant = keep_variant(op, base, form);
   const std::vector<at::Tag> random_tags = {at::Tag::pt2_compliant_tag,
                                             at::Tag::nondeterministic_seeded};
@@ -380,7 +391,10 @@ const Variant& add_variant(torch::Library& library, const TypedOp& op, const std
   add_kernel<MetaKernel>(library, variant, DispatchKey::Meta);
   add_kernel<DeviceKernel<&Bodies::cpu>>(library, variant, DispatchKey::CPU);
   add_kernel<DeviceKernel<&Bodies::cuda>>(library, variant, DispatchKey::CUDA);
-  return variant;
+  for (const auto key :
+       {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::AutogradMeta}) {
+    add_kernel<AutogradShortcut>(library, variant, key);
+  }
 }
 
 // A library may be loaded while others run.
@@ -401,12 +415,8 @@ void register_typed_op(TypedOp op) {
   torch::Library& library = torch_library(name);
   complete(op);
   const TypedOp& kept = add_typed_op(name, std::move(op));
-  const Variant& variant = add_variant(library, kept, name, {});
-  for (const auto key :
-       {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::AutogradMeta}) {
-    add_kernel<AutogradShortcut>(library, variant, key);
-  }
-  // For the passes of a plan, so without an autograd kernel.
+  add_variant(library, kept, name, {});
+  // For the passes of a plan: no gradient passes through them.
   for (const Form form : forms_of(kept)) add_variant(library, kept, name, form);
   if (!kept.by_rows.empty()) register_typed_op(rounded_by(kept));
   // Last: from now on plans may call them.

@@ -36,7 +36,7 @@ struct TypedOp {
   Bodies bodies = {};
   bool random = false;      // draws from torch's generator
   bool reads_first = true;  // false: the first tensor only ties the op to backward
-  // false: results never require a gradient, whatever the arguments do.
+  // false: no gradient passes through, and where autograd would record one, a call raises.
   bool differentiable = true;
   // Where the calls of a region share what they make of weights (executor/frozen_weights.h): ops of
   // one name, but for a first tensor that ties to backward, give the same for the same arguments.

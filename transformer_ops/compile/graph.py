@@ -54,7 +54,7 @@ def accumulating(number: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(
         (op, k, sum(counts[:op]) + k)
         for op in plan.accumulating
-        for k in range(len(plan.weights_of(op)))
+        for k in range(len(plan.weight_names[op]))
     )
 
 

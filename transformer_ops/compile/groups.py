@@ -128,7 +128,7 @@ def traced_call(
             if is_marked(weight):
                 # Only a backward that runs in Python can set the mark.
                 return _run_outside(state, members, input, extra_inputs, kwargs)
-            buffers.append((op, k, *buffer_of(weight)))
+            buffers.append((op, k, *buffer_of(weight, basic_ops[op], k)))
         outputs = run_in_graph(plan, [input, *extra, *given], current, own, buffers)
     return outputs[0] if len(outputs) == 1 else outputs
 

@@ -103,6 +103,11 @@ class HostPlan:
             for attribute, is_for_later in rows[kind]["states"] if plan.native_ops[op] else ():
                 if attributes.get(attribute):
                     (self.delaying if is_for_later else self.accumulating).append(op)
+        # The names of the tensors of their weights: with another number of them comes another plan.
+        self.weight_names = {
+            op: basic_ops[op]._names_in(basic_ops[op]._parameter_names[0])
+            for op in (*self.accumulating, *self.delaying)
+        }
         # Under torch.compile it is found by number.
         self.number: int | None = None
         self.changed_by_tracing: set[tuple[int, str]] = set()
@@ -114,9 +119,13 @@ class HostPlan:
 
     def weights_of(self, op: int) -> list[Tensor]:
         """The weight of an op that accumulates, or the tensors of its list."""
-        basic = self.basic_ops[op]
-        count = len(basic._names_in(basic._parameter_names[0]))
-        return basic._parameter_tensors()[:count]
+        owner = self.basic_ops[op]._parameter_owner
+        return [getattr(owner, name) for name in self.weight_names[op]]
+
+    def weight_of(self, op: int, k: int) -> Tensor:
+        """Tensor k of the weight of such an op."""
+        weight: Tensor = getattr(self.basic_ops[op]._parameter_owner, self.weight_names[op][k])
+        return weight
 
     def start(
         self,
@@ -396,12 +405,12 @@ class HostCall:
         """What takes tensor k of this backward's gradients."""
         found = self.finished.get(op)
         if found is None or any(grad is not None for grad in found.grads[k:]):
-            found = self.finished[op] = delayed.Finished(len(self.plan.weights_of(op)))
+            found = self.finished[op] = delayed.Finished(len(self.plan.weight_names[op]))
             self.delay(op, found)
         return found
 
     def _accumulate_now(self, op: int, k: int, grad: Tensor | None) -> Tensor | None:
-        weight = self.plan.weights_of(op)[k]
+        weight = self.plan.weight_of(op, k)
         if grad is not None:
             buffer = self.buffers.get((op, k))
             main_grad.accumulate(main_grad.buffer_of(weight) if buffer is None else buffer, grad)
