@@ -11,7 +11,7 @@ import pytest
 import torch
 from checks import unfused
 from helpers import TOLERANCES, leaf, storage_bytes
-from op_cases import grouped_linear, places_of
+from op_references import grouped_linear, places_of
 from test_fusions import saved_bytes
 from torch import Tensor
 from torch.nn import functional as F
