@@ -2,7 +2,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "executor/run.h"
+#include "executor/check_call.h"
 #include "python/group.h"
 #include "python/plan_data.h"
 #include "python/tensors.h"
