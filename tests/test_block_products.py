@@ -12,8 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_fp8_products import assert_near_in_16_bits, by_columns, products, run_text, step
-from test_fp8_products import block as block_of
+from cuda_plans import (
+    assert_near_in_norm,
+    check_a_captured_step,
+    check_that_compiled_code_has_no_break,
+    check_that_no_host_reads_a_number,
+    cuda_plan,
+    run_for_cuda,
+    step,
+)
+from cuda_plans import block as block_of
+from test_fp8_products import assert_near_in_16_bits, by_columns, products
 from test_scaled_products import assert_near
 from torch import Tensor
 
@@ -326,28 +335,6 @@ def test_decoded_products_are_right(no_blocks: None) -> None:
 # ---- whole modules: the plan for CUDA, by the CPU's kernels or by emulated ones
 
 
-def cuda_plan(plan: Plan) -> str:
-    """What a plan for the CPU is for CUDA."""
-    operand = r"t\d+\.rounded_\w+"
-    text, found = re.subn(
-        rf'({operand}) = quantize_dequantize(_saved)?\((.*), "bfloat16"\)',
-        r"\1, \1_scale = quantize\2(\3)",
-        str(plan),
-    )
-    assert found > 0
-    text, found = re.subn(
-        rf"= (\w+)\((({operand}).*?({operand}).*)\)\n",
-        r"= \1_scaled(\2, \3_scale, \4_scale)\n",
-        text,
-    )
-    assert found > 0
-    return text
-
-
-def run_for_cuda(module: tops.Sequential, x: Tensor) -> list[Tensor]:
-    return run_text(module, cuda_plan(module.plans()[0]), x)
-
-
 def block(width: int = 128) -> tops.Sequential:
     return block_of(width, hidden=256)
 
@@ -390,9 +377,7 @@ def test_a_module(recipe: Recipe, width: int, request: pytest.FixtureRequest) ->
         assert any(blocks in line for line in lines)
         # Sums over 80 columns are of decoded numbers.
         assert any("bfloat16 ->" in line for line in lines) == (width == 80)
-    for got, right in zip(found, want, strict=True):
-        assert got.dtype == right.dtype == torch.bfloat16
-        assert (got - right).double().norm() <= 2**-6 * right.double().norm()
+    assert_near_in_norm(found, want)
 
 
 @pytest.mark.emulated
@@ -408,11 +393,7 @@ def test_elsewhere_a_module_computes_what_the_recipe_says(no_blocks: None) -> No
 def test_no_host_reads_a_number() -> None:
     module, x = block(), torch.randn(128, 128).bfloat16()
     step(module, x, RECIPES[0])
-    with torch.profiler.profile() as profile:
-        run_for_cuda(module, x)
-    names = {event.name for event in profile.events()}
-    assert any("linear_scaled" in name for name in names)
-    assert not names & {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero"}
+    check_that_no_host_reads_a_number(module, x)
 
 
 def test_frozen_weights_are_encoded_once() -> None:
@@ -438,15 +419,7 @@ def test_frozen_weights_are_encoded_once() -> None:
 def test_compiled_code_has_no_break(dynamic: bool) -> None:
     module, x = block(), torch.randn(128, 128).bfloat16()
     step(module, x, RECIPES[0])
-    text, want = cuda_plan(module.plans()[0]), run_for_cuda(module, x)
-    parameters = [p.detach().requires_grad_() for p in module.parameters()]
-    run = torch.compile(
-        lambda x, given: o.run_plan(text, x, [], given)[0], fullgraph=True, dynamic=dynamic
-    )
-    y = run(x, parameters)
-    got = [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
-    for a, b in zip(got, want, strict=True):
-        assert (a - b).double().norm() <= 2**-6 * b.double().norm()
+    check_that_compiled_code_has_no_break(module, x, dynamic=dynamic)
 
 
 def test_one_exact_operand_has_numbers_beside_it() -> None:
@@ -538,23 +511,10 @@ def test_a_gpu_has_the_cpus_numbers(recipe: Recipe, width: int) -> None:
     on_gpu = copy.deepcopy(module).cuda()
     want, got = step(module, x, recipe), step(on_gpu, x.cuda(), recipe)
     assert "= quantize(p1.weight, " in str(on_gpu.plans()[-1])
-    for a, b in zip(got, want, strict=True):
-        assert (a.cpu() - b).double().norm() <= 2**-5 * b.double().norm()
+    assert_near_in_norm(got, want, error=2**-5)
 
 
 @pytest.mark.cuda
 def test_a_captured_step() -> None:
     module, x = block().cuda(), torch.randn(128, 128, device="cuda").bfloat16()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(module, x, RECIPES[0])
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step(module, x, RECIPES[0])
-    x.copy_(torch.randn_like(x))
-    graph.replay()
-    for got, want in zip(results, step(module, x, RECIPES[0]), strict=True):
-        torch.testing.assert_close(got, want)
+    check_a_captured_step(module, x, RECIPES[0])

@@ -13,19 +13,15 @@ from checks import check_fusion, check_op
 from fusion_cases import CASES as FUSIONS
 from fusion_cases import Case as FusionCase
 from helpers import as_tuple, every_dtype, floating, leaf, off_the_grid, strided
-from op_cases import (
-    CASES,
-    NAMES,
-    OpCase,
+from op_cases import CASES, NAMES, OpCase, nothing, run_seeded
+from op_references import (
     clamped,
     gated,
     interleaved,
     l2_normalization,
     layer_norm,
-    nothing,
     qgelu,
     rms_norm,
-    run_seeded,
     srelu,
 )
 from test_compile import FUSED, assert_same, block, compiled

@@ -10,6 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cuda_plans import (
+    DTYPES,
+    assert_near_in_norm,
+    check_a_captured_step,
+    check_that_compiled_code_has_no_break,
+    check_that_no_host_reads_a_number,
+    cuda_plan,
+    run_for_cuda,
+    step,
+)
+from cuda_plans import block as block_of
 from test_scaled_products import assert_near
 from torch import Tensor
 
@@ -22,7 +33,6 @@ from transformer_ops.recipe import CustomRecipe, DelayedScaling, Float8CurrentSc
 
 o = torch.ops.transformer_ops
 
-DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 # Rows, input and output features; a GPU multiplies codes of the first.
 SIZES = [(32, 48, 64), (6, 20, 24)]
 pairs = pytest.mark.parametrize(
@@ -272,45 +282,8 @@ def test_codes_of_another_format_are_refused() -> None:
 # ---- whole modules: the plan for CUDA, by the CPU's kernels or by emulated ones
 
 
-def cuda_plan(plan: Plan) -> str:
-    """What a plan for the CPU is for CUDA."""
-    text = str(plan)
-    for format, dtype in DTYPES.items():
-        text = text.replace(f'"{format}", "bfloat16")', f'"{format}", "{dtype}")')
-    assert text != str(plan)
-    return text
-
-
-def run_for_cuda(module: tops.Sequential, x: Tensor) -> list[Tensor]:
-    return run_text(module, cuda_plan(module.plans()[0]), x)
-
-
-def run_text(module: tops.Sequential, text: str, x: Tensor) -> list[Tensor]:
-    """The output and the gradients of the parameters by another plan than the module's."""
-    plan = module.plans()[0]
-    parameters = [p.detach().requires_grad_() for p in module.parameters()]
-    owners = [m for m in module for _ in getattr(m, "basic_ops", [m])]
-    states = [getattr(owners[value.op], value.name) for value in plan.states]
-    y = o.run_plan(text, x, [], [*parameters, *states])[0]
-    return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
-
-
-def step(module: tops.Sequential, x: Tensor, recipe: Recipe) -> list[Tensor]:
-    with tops.autocast(recipe=recipe):
-        y = module(x)
-    return [y, *torch.autograd.grad(y.float().square().sum(), list(module.parameters()))]
-
-
-def block(width: int = 64, hidden: int = 96) -> tops.Sequential:
-    torch.manual_seed(0)
-    return tops.Sequential(
-        tops.RMSNorm(width),
-        tops.Linear(width, hidden),
-        tops.GELU(),
-        tops.Linear(hidden, 2 * width, bias=False),
-        tops.SwiGLU(),
-        tops.Linear(width, width),
-    ).bfloat16()
+def block(width: int = 64) -> tops.Sequential:
+    return block_of(width, hidden=96)
 
 
 RECIPES = [Float8CurrentScaling(), DelayedScaling(amax_history_len=1)]
@@ -334,32 +307,20 @@ def test_a_module(recipe: Recipe, width: int, request: pytest.FixtureRequest) ->
         # Of 40 columns none.
         assert any("e5m2 e4m3" in line for line in lines)
         assert any("bfloat16 ->" in line for line in lines) == (width == 40)
-    for got, right in zip(found, want, strict=True):
-        assert got.dtype == right.dtype == torch.bfloat16
-        assert (got - right).double().norm() <= 2**-6 * right.double().norm()
+    assert_near_in_norm(found, want)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 def test_no_host_reads_a_number(recipe: Recipe) -> None:
     module, x = block(), torch.randn(32, 64).bfloat16()
     step(module, x, recipe)
-    with torch.profiler.profile() as profile:
-        run_for_cuda(module, x)
-    names = {event.name for event in profile.events()}
-    assert any("linear_scaled" in name for name in names)
-    assert not names & {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero"}
+    check_that_no_host_reads_a_number(module, x)
 
 
 def test_compiled_code_has_no_break() -> None:
     module, x = block(), torch.randn(32, 64).bfloat16()
     step(module, x, Float8CurrentScaling())
-    text, want = cuda_plan(module.plans()[0]), run_for_cuda(module, x)
-    parameters = [p.detach().requires_grad_() for p in module.parameters()]
-    run = torch.compile(lambda x, given: o.run_plan(text, x, [], given)[0], fullgraph=True)
-    y = run(x, parameters)
-    got = [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
-    for a, b in zip(got, want, strict=True):
-        assert (a - b).double().norm() <= 2**-6 * b.double().norm()
+    check_that_compiled_code_has_no_break(module, x)
 
 
 def test_one_exact_operand_has_values_beside_it() -> None:
@@ -368,9 +329,7 @@ def test_one_exact_operand_has_values_beside_it() -> None:
     x = torch.randn(16, 32).bfloat16().requires_grad_()
     recipe = CustomRecipe(lambda role: "e4m3" if role.tensor_type == "input" else None)
     want = step(module, x, recipe)
-    got = run_for_cuda(module, x)
-    for a, b in zip(got, want, strict=True):
-        assert (a - b).double().norm() <= 2**-6 * b.double().norm()
+    assert_near_in_norm(run_for_cuda(module, x), want)
 
 
 # ---- what is said of it
@@ -425,24 +384,10 @@ def test_a_gpu_has_the_cpus_numbers(recipe: Recipe, width: int) -> None:
     on_gpu = copy.deepcopy(module).cuda()
     want, got = step(module, x, recipe), step(on_gpu, x.cuda(), recipe)
     assert '"float8_e4m3fn"' in str(on_gpu.plans()[-1])
-    for a, b in zip(got, want, strict=True):
-        assert (a.cpu() - b).double().norm() <= 2**-5 * b.double().norm()
+    assert_near_in_norm(got, want, error=2**-5)
 
 
 @pytest.mark.cuda
 def test_a_captured_step() -> None:
     module, x = block().cuda(), torch.randn(32, 64, device="cuda").bfloat16()
-    recipe = Float8CurrentScaling()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(module, x, recipe)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step(module, x, recipe)
-    x.copy_(torch.randn_like(x))
-    graph.replay()
-    for got, want in zip(results, step(module, x, recipe), strict=True):
-        torch.testing.assert_close(got, want)
+    check_a_captured_step(module, x, Float8CurrentScaling())

@@ -281,6 +281,27 @@ def test_the_typed_op_by_itself(kind: str) -> None:
     )
 
 
+def test_a_list_that_the_first_backward_did_not_need() -> None:
+    """Without its weights the meaning of the op is another one, or none."""
+    backward = torch.ops.transformer_ops.choose_rows_backward
+    op = classes["ChooseRows"](4).double()
+    x, g = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in "xg")
+    ids, wanted = torch.tensor([0, 2, 0]), [False, False, True]
+    weights, shifts = tensors_of(op, "weight"), tensors_of(op, "shift")
+    _, _, grads = backward(g, x, ids, weights, shifts, COUNT, wanted)
+    (found,) = torch.autograd.grad(sum(grads).sum(), g)
+    assert torch.equal(found, torch.ones_like(g))
+    _, _, grads = backward(g, x, ids, [], shifts, COUNT, wanted)
+    with pytest.raises(
+        RuntimeError, match=r"\[choose_rows_backward\] double backward must have 'weight', got none"
+    ):
+        torch.autograd.grad(sum(grads).sum(), g)
+    # One that may be missing is missing.
+    _, grads, _ = backward(g, x, ids, weights, [], COUNT, [False, True, False])
+    (found,) = torch.autograd.grad(sum(grads).sum(), g)
+    torch.testing.assert_close(found, x)
+
+
 @pytest.mark.parametrize("shift", [True, False])
 def test_export(shift: bool) -> None:
     module = block(shift=shift)

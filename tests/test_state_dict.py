@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import transformer_ops as tops
 from transformer_ops import ops
 from transformer_ops.op import BasicOperation
 
@@ -98,3 +99,53 @@ def test_a_user_op_keeps_its_extra_state():
     op.count = 3
     twin.load_state_dict(op.state_dict(), strict=True)
     assert twin.count == 3
+
+
+def transpose(state_dict, prefix, *unused):
+    state_dict[prefix + "weight"] = state_dict[prefix + "weight"].T
+
+
+@pytest.mark.parametrize("make", [tops.Linear, nn.Linear])
+def test_pre_hooks_run_before_shapes_are_checked(make):
+    for nested in (True, False):
+        linear = make(3, 5)
+        module = tops.Sequential(linear, tops.GELU()) if nested else linear
+        linear._register_load_state_dict_pre_hook(transpose)
+        state = module.state_dict()
+        name = next(key for key in state if key.endswith("weight"))
+        state[name] = torch.ones(3, 5)
+        module.load_state_dict(state)
+        assert torch.equal(linear.weight, torch.ones(5, 3))
+        state[name] = torch.ones(3, 4)
+        with pytest.raises(RuntimeError, match=r"size mismatch for .*weight"):
+            module.load_state_dict(state)
+        assert torch.equal(linear.weight, torch.ones(5, 3))
+
+
+def test_a_pre_hook_of_a_parent_may_edit_what_a_child_loads():
+    inner = tops.Sequential(nn.Linear(3, 5), tops.Linear(5, 5))
+    module = tops.Sequential(inner)
+    inner._register_load_state_dict_pre_hook(
+        lambda state, prefix, *unused: transpose(state, prefix + "0.")
+    )
+    state = module.state_dict()
+    state["0.0.weight"] = torch.ones(3, 5)
+    module.load_state_dict(state)
+    assert torch.equal(inner[0].weight, torch.ones(5, 3))
+
+
+def test_a_sequential_loads_what_plain_torch_loads():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(()))
+            self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+        def forward(self, x):
+            return x * self.scale
+
+    module = tops.Sequential(Odd(), nn.LazyLinear(4))
+    state = {"0.scale": torch.ones(1), "1.weight": torch.ones(4, 3), "1.bias": torch.ones(4)}
+    nn.Sequential(Odd(), nn.LazyLinear(4)).load_state_dict(state)
+    module.load_state_dict(state)
+    assert module[0].scale == 1 and module[1].weight.shape == (4, 3)

@@ -2,6 +2,8 @@
 
 #include <sstream>
 
+#include "op/torch_library.h"
+
 namespace transformer_ops {
 namespace {
 
@@ -119,13 +121,31 @@ bool fits(const Instruction& instruction, const c10::FunctionSchema& schema) {
   return true;
 }
 
-}  // namespace
-
 void check_call(const Instruction& instruction, const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   TORCH_CHECK(fits(instruction, schema) && !schema.is_mutable(),
               "[plan] call must fit the op's schema '", schema, "', got '", text_of(instruction),
               "'; a plan's text belongs to the release of transformer_ops that made it");
+}
+
+}  // namespace
+
+c10::OperatorHandle find_op(const std::string& name) {
+  const std::string full = torch_name(name);
+  const auto handle = c10::Dispatcher::singleton().findSchema({full, ""});
+  TORCH_CHECK(handle.has_value(), "[plan] op must be registered, got '", full, "'");
+  return *handle;
+}
+
+void check_calls(const Plan& plan) {
+  for (const auto* steps : {&plan.forward, &plan.backward}) {
+    for (const Step& step : *steps) {
+      for (const Instruction& instruction : step.instructions) {
+        if (instruction.target.empty() || instruction.target == kCast) continue;
+        check_call(instruction, find_op(instruction.target));
+      }
+    }
+  }
 }
 
 }  // namespace transformer_ops

@@ -6,8 +6,11 @@
 
 namespace transformer_ops {
 
-// Raises where a call does not fit the schema of its op: a text that was made for another release,
-// or by hand.
-void check_call(const Instruction& instruction, const c10::OperatorHandle& op);
+// A typed op, or one of torch's own. Throws c10::Error (RuntimeError) where there is none.
+c10::OperatorHandle find_op(const std::string& name);
+
+// Throws c10::Error where a call does not fit the schema of its op: in a text that was made for
+// another release, or by hand. Calls that the host language runs are left out.
+void check_calls(const Plan& plan);
 
 }  // namespace transformer_ops

@@ -19,13 +19,6 @@ namespace {
 using Kind = Value::Kind;
 using Line = Program::Line;
 
-c10::OperatorHandle find_op(const std::string& name) {
-  const std::string full = torch_name(name);
-  const auto handle = c10::Dispatcher::singleton().findSchema({full, ""});
-  TORCH_CHECK(handle.has_value(), "[plan] op must be registered, got '", full, "'");
-  return *handle;
-}
-
 class Compiler {
  public:
   explicit Compiler(const Plan& plan) : gradients_(plan.gradients.begin(), plan.gradients.end()) {
@@ -551,17 +544,6 @@ class Compiler {
 };
 
 }  // namespace
-
-void check_calls(const Plan& plan) {
-  for (const auto* steps : {&plan.forward, &plan.backward}) {
-    for (const Step& step : *steps) {
-      for (const Instruction& instruction : step.instructions) {
-        if (instruction.target.empty() || instruction.target == kCast) continue;
-        check_call(instruction, find_op(instruction.target));
-      }
-    }
-  }
-}
 
 Program compile(const Plan& plan) { return Compiler(plan).run(); }
 

@@ -168,9 +168,6 @@ struct Program {
 // Throws c10::Error (RuntimeError) for an unknown op, or a call that does not fit the op's schema.
 Program compile(const Plan& plan);
 
-// The same check without the rest; calls that the host language runs are left out.
-void check_calls(const Plan& plan);
-
 // The values that a line reads and writes.
 std::vector<int> values_read(const Program::Line& line);
 std::vector<int> values_written(const Program::Line& line);

@@ -201,6 +201,13 @@ const std::map<std::string, OpDeclaration>& declarations() { return all().rows; 
 
 bool is_declared(const std::string& kind) { return find(kind) != nullptr; }
 
+const OpDeclaration* find_declaration_of(const std::string& forward) {
+  const std::lock_guard lock(all().mutex);
+  const auto row = std::ranges::find_if(
+      all().rows, [&](const auto& each) { return each.second.forward_schema.name == forward; });
+  return row == all().rows.end() ? nullptr : &row->second;
+}
+
 const OpDeclaration& declaration(const std::string& kind) {
   const OpDeclaration* row = find(kind);
   check(row != nullptr, "[plan] op kind must be declared, got '", kind, "'");

@@ -52,6 +52,7 @@ Value gradient_of(Value tensor);
 Value tensor_of(Value gradient);
 
 std::string to_text(const Value& value);
+bool is_boundary(Value::Kind kind);     // x1, g1 and n1 have no name
 const char* name_of(Value::Kind kind);  // "main", "extra_input_grad"
 const char* name_of(Value::Part part);  // "", "codes", "scale"
 Value parse_value(const std::string& text);

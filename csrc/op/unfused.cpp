@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 
+#include "fuser/declaration.h"
 #include "fuser/fork_safe_mutex.h"
 #include "fuser/schema.h"
 
@@ -52,6 +53,14 @@ Tensors gradients_of(const Meaning& unfused, const Checks& check,
   return differentiate(first_result, inputs, grad_output);
 }
 
+// May a tensor argument of an op, or a list, be left out? Of a list the declaration says so.
+bool may_be_absent(const TypedOp& op, const Schema::Field& field) {
+  if (!field.may_be_absent()) return false;
+  const OpDeclaration* const row = find_declaration_of(schema_of(op).name);
+  const auto* const list = row == nullptr ? nullptr : row->list_of(field.name);
+  return list == nullptr || list->optional;
+}
+
 // The backward of `forward`, as the vector-Jacobian product of its unfused meaning.
 Tensors unfused_backward(const TypedOp& forward, const std::string& name,
                          c10::ArrayRef<c10::IValue> arguments) {
@@ -83,10 +92,11 @@ Tensors unfused_backward(const TypedOp& forward, const std::string& name,
     const auto& [type, field] = fields[i];
     const bool is_switch = field.starts_with("save_");
     stack.push_back(is_switch ? c10::IValue(false) : argument(field));
-    const bool may_be_none = fields[i].may_be_absent() && !std::ranges::count(places, i);
     const bool is_none =
         stack.back().isNone() || (stack.back().isTensorList() && stack.back().toListRef().empty());
-    TORCH_CHECK(!is_none || may_be_none, "[", name, "] double backward must have '", field,
+    const bool is_missing =
+        is_none && (std::ranges::count(places, i) > 0 || !may_be_absent(forward, fields[i]));
+    TORCH_CHECK(!is_missing, "[", name, "] double backward must have '", field,
                 "', got none: the first backward did not need it");
   }
   std::vector<size_t> counts;  // of the tensors at each place

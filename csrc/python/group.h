@@ -117,6 +117,9 @@ class Group : private PlanHost {
   std::vector<TensorShape> last_inputs_;
 };
 
+// Python's object whose `key` names the recipe of the calling thread, or is None.
+void set_recipe_state(const py::object& state);
+
 void bind_group(py::module_& module);
 void bind_memory(py::module_& module);
 void bind_listeners(py::module_& module);

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from helpers import strided
-from op_cases import CASES, OpCase, layer_norm, rms_norm
+from op_cases import CASES, OpCase
+from op_references import layer_norm, rms_norm
 from torch import Tensor, nn
 from user_fusions import Gate, ScaleShift, SingleSquare
 

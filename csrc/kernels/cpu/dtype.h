@@ -47,6 +47,9 @@ constexpr bool kIsAcc = sizeof(T) == sizeof(Acc<T>);
 TRANSFORMER_OPS_INLINE uint32_t float_bits(float x) { return __builtin_bit_cast(uint32_t, x); }
 TRANSFORMER_OPS_INLINE float bits_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
+TRANSFORMER_OPS_INLINE float to_float(float x) { return x; }
+TRANSFORMER_OPS_INLINE void from_float(float x, float& out) { out = x; }
+
 TRANSFORMER_OPS_INLINE float to_float(BFloat16 x) {
   return bits_float(static_cast<uint32_t>(x.bits) << 16);
 }

@@ -122,5 +122,15 @@ TRANSFORMER_OPS_INLINE Vec<T> where_bits(uint64_t bits, Vec<T> x) {
 #endif
 }
 
+// ---- halves ----
+
+#if defined(__AVX512F__)
+// By the masked form: gcc 12 warns of an uninitialized value in the plain one.
+template <int which>
+TRANSFORMER_OPS_INLINE __m256i half_of(__m512i x) {
+  return _mm512_maskz_extracti64x4_epi64(0xf, x, which);
+}
+#endif
+
 }  // namespace
 }  // namespace transformer_ops::cpu

@@ -2,6 +2,7 @@
 #include "kernels/quantize.h"
 
 #include "codes.h"
+#include "decoding.h"
 #include "elements.h"
 #include "rows.h"
 #include "scratch.h"

@@ -1,0 +1,247 @@
+// Codes to numbers, by vectors: the formulas of kernels/encoding.h, bit for bit.
+#pragma once
+
+#include "kernels/encoding.h"
+#include "lanes.h"
+#include "simd_ops.h"
+
+namespace transformer_ops::cpu {
+namespace {
+
+namespace encoding = transformer_ops::encoding;
+
+// The values of two vectors of codes, kDecodedUnit<E> times smaller.
+template <class E>
+constexpr float kDecodedUnit = 1.0f;
+
+#if defined(__AVX2__)
+// By way of float16, whose subnormal numbers cost nothing: those of the codes are some of them.
+template <>
+constexpr float kDecodedUnit<encoding::E4M3> = 256.0f;
+
+#if defined(__AVX512F__)
+using CodeBytes = __m256i;
+using CodeWords = __m512i;
+TRANSFORMER_OPS_INLINE CodeBytes load_bytes(const uint8_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+TRANSFORMER_OPS_INLINE CodeBytes load_half(const uint8_t* p) {
+  return _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+TRANSFORMER_OPS_INLINE CodeWords widen(CodeBytes x) {
+  return _mm512_maskz_cvtepi8_epi16(0xffffffff, x);
+}
+TRANSFORMER_OPS_INLINE void halves_to_floats(CodeWords x, Floats& a, Floats& b) {
+  a = (Floats)_mm512_maskz_cvtph_ps(0xffff, half_of<0>(x));
+  b = (Floats)_mm512_maskz_cvtph_ps(0xffff, half_of<1>(x));
+}
+TRANSFORMER_OPS_INLINE void ints_to_floats(CodeBytes x, Floats& a, Floats& b) {
+  const __m128i low = _mm256_castsi256_si128(x), high = _mm256_extracti128_si256(x, 1);
+  a = __builtin_convertvector((Ints)_mm512_maskz_cvtepi8_epi32(0xffff, low), Floats);
+  b = __builtin_convertvector((Ints)_mm512_maskz_cvtepi8_epi32(0xffff, high), Floats);
+}
+TRANSFORMER_OPS_INLINE CodeBytes look_up(const uint8_t* table, CodeBytes x) {
+  return _mm256_shuffle_epi8(
+      _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table))), x);
+}
+#else
+using CodeBytes = __m128i;
+using CodeWords = __m256i;
+TRANSFORMER_OPS_INLINE CodeBytes load_bytes(const uint8_t* p) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+TRANSFORMER_OPS_INLINE CodeBytes load_half(const uint8_t* p) {
+  return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+}
+TRANSFORMER_OPS_INLINE CodeWords widen(CodeBytes x) { return _mm256_cvtepi8_epi16(x); }
+TRANSFORMER_OPS_INLINE void halves_to_floats(CodeWords x, Floats& a, Floats& b) {
+  a = (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(x));
+  b = (Floats)_mm256_cvtph_ps(_mm256_extracti128_si256(x, 1));
+}
+TRANSFORMER_OPS_INLINE void ints_to_floats(CodeBytes x, Floats& a, Floats& b) {
+  a = __builtin_convertvector((Ints)_mm256_cvtepi8_epi32(x), Floats);
+  b = __builtin_convertvector((Ints)_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)), Floats);
+}
+TRANSFORMER_OPS_INLINE CodeBytes look_up(const uint8_t* table, CodeBytes x) {
+  return _mm_shuffle_epi8(_mm_load_si128(reinterpret_cast<const __m128i*>(table)), x);
+}
+#endif
+
+// The upper bytes of E2M1's sixteen numbers in float16.
+alignas(16) constexpr uint8_t kUpperBytes[16] = {0x00, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46,
+                                                 0x80, 0xb8, 0xbc, 0xbe, 0xc0, 0xc2, 0xc4, 0xc6};
+
+template <class E>
+TRANSFORMER_OPS_INLINE void decode_two(CodeBytes bytes, Floats& a, Floats& b) {
+  typedef int16_t Words __attribute__((vector_size(sizeof(CodeWords))));
+  if constexpr (E::kInteger) {
+    ints_to_floats(bytes, a, b);
+  } else if constexpr (E::kMantissa == 3) {
+    // One more exponent bit, and three more of the mantissa; NaN is no large number: it alone
+    // carries into the highest bit of the exponent.
+    const Words wide = (Words)widen(bytes) << 7;
+    const Words magnitude = wide & 0x3f80;
+    const Words nan = (magnitude + 0x80) & 0x4000;
+    halves_to_floats((CodeWords)((wide & static_cast<int16_t>(0x8000)) | magnitude | nan), a, b);
+  } else if constexpr (E::kMantissa == 2) {
+    halves_to_floats((CodeWords)((Words)widen(bytes) << 8), a, b);
+  } else {
+    halves_to_floats((CodeWords)((Words)widen(look_up(kUpperBytes, bytes)) << 8), a, b);
+  }
+}
+#endif
+
+#if defined(__AVX512F__)
+template <class E>
+constexpr bool kShifts = false;
+template <>
+constexpr bool kShifts<encoding::E4M3> = true;
+template <>
+constexpr bool kShifts<encoding::E5M2> = true;
+
+// Codes times a power of two as bfloat16 numbers: no product, as only the exponent changes.
+template <class E>
+class ShiftedCodes {
+  typedef int16_t Words __attribute__((vector_size(64)));
+  static constexpr int kFew = 1 << E::kMantissa, kDropped = 7 - E::kMantissa;
+
+  // By the five lowest bits of a code: its number where it is subnormal, infinite or NaN.
+  struct Table {
+    alignas(64) int16_t numbers[32] = {};
+    constexpr Table() {
+      for (int i = 1, bit = 0; i < kFew; ++i) {
+        if (i == 2 << bit) ++bit;
+        numbers[i] = static_cast<int16_t>((127 + E::kLeast - E::kMantissa + bit) << 7 |
+                                          (i << (7 - bit) & 0x7f));
+      }
+      for (uint32_t i = E::kFirstNan - E::kInfinities; i < E::kSign; ++i) {
+        numbers[i % 32] = i < E::kFirstNan ? 0x7f80 : 0x7fc0;
+      }
+    }
+  };
+
+ public:
+  // Whether scale is such a power, and no number becomes subnormal or infinite.
+  static TRANSFORMER_OPS_INLINE bool fits(float scale) {
+    constexpr uint32_t kLargest = E::kFirstNan - E::kInfinities - 1;
+    constexpr int kMost = static_cast<int>(kLargest >> E::kMantissa) - 1 + E::kLeast;
+    constexpr int kFirst = -126 - (E::kLeast - E::kMantissa), kLast = 127 - kMost;
+    // Of a negative scale it is above them all.
+    const int exponent = exponent_of(scale);
+    return float_bits(scale) << 9 == 0 && exponent >= kFirst && exponent <= kLast;
+  }
+
+  TRANSFORMER_OPS_INLINE explicit ShiftedCodes(float scale) {
+    static constexpr Table kTable;
+    const auto by = static_cast<int16_t>(exponent_of(scale) * (1 << 7));
+    const __m512i table = _mm512_load_si512(kTable.numbers);
+    others_ = _mm512_mask_add_epi16(table, (1u << kFew) - 2, table, _mm512_set1_epi16(by));
+    first_ = (Words)_mm512_set1_epi16(static_cast<int16_t>(by + ((127 + E::kLeast) << 7)));
+  }
+
+  // The numbers of 32 codes.
+  TRANSFORMER_OPS_INLINE __m512i operator()(__m256i codes) const {
+    constexpr int16_t kNormal = E::kFirstNan - E::kInfinities - kFew;
+    const __m512i wide = _mm512_maskz_cvtepi8_epi16(0xffffffff, codes);
+    const Words above = ((Words)wide & 0x7f) - static_cast<int16_t>(kFew);
+    const auto other = _mm512_cmpge_epu16_mask((__m512i)above, _mm512_set1_epi16(kNormal));
+    const __m512i normal = (__m512i)((above << kDropped) + first_);
+    const auto magnitude = (Words)_mm512_mask_permutexvar_epi16(normal, other, wide, others_);
+    return (__m512i)(magnitude | ((Words)wide & static_cast<int16_t>(0x8000)));
+  }
+
+  // How many of n codes it decodes: whole vectors.
+  TRANSFORMER_OPS_INLINE int64_t operator()(const uint8_t* codes, BFloat16* out, int64_t n,
+                                            bool stream) const {
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) store_native(out + i, (*this)(load_bytes(codes + i)), stream);
+    return i;
+  }
+
+ private:
+  static TRANSFORMER_OPS_INLINE int exponent_of(float x) {
+    return static_cast<int>(float_bits(x) >> 23) - 127;
+  }
+
+  __m512i others_;
+  Words first_;  // the least normal number
+};
+#endif
+
+// Codes of one byte each to code * scale.
+template <class E, class T>
+TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n, float scale,
+                                         [[maybe_unused]] bool stream) {
+  int64_t i = 0;
+  if constexpr (__is_same(T, double)) {
+    for (; i < n; ++i) {
+      out[i] = static_cast<double>(encoding::decode<E>(codes[i])) * static_cast<double>(scale);
+    }
+    return;
+  } else {
+#if defined(__AVX2__)
+    constexpr int64_t kLanes = Vec<T>::kLanes;
+#if defined(__AVX512F__)
+    if constexpr (__is_same(T, BFloat16) && kShifts<E>) {
+      if (ShiftedCodes<E>::fits(scale)) {
+        i = ShiftedCodes<E>(scale)(codes, out, n, stream);
+        if (i == n) return;
+      }
+    }
+#endif
+    const float unit = scale * kDecodedUnit<E>;
+    const Floats units = unit - Floats{};  // not +: -0 keeps its sign
+    if (!(unit > encoding::kMost)) {
+      for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+        Floats a, b;
+        decode_two<E>(load_bytes(codes + i), a, b);
+        store_two(out + i, Vec<T>(a * units), Vec<T>(b * units), stream);
+      }
+      if (i + kLanes <= n) {
+        Floats a, b;
+        decode_two<E>(load_half(codes + i), a, b);
+        store(out + i, Vec<T>(a * units));
+        i += kLanes;
+      }
+    }
+#endif
+    for (; i < n; ++i) from_float(encoding::decode<E>(codes[i]) * scale, out[i]);
+  }
+}
+
+// The same, of codes with a scale each. `fits`: none of these is near the largest float.
+template <class E, class T>
+TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n,
+                                         const float* scales, [[maybe_unused]] bool fits,
+                                         [[maybe_unused]] bool stream) {
+  int64_t i = 0;
+  if constexpr (__is_same(T, double)) {
+    for (; i < n; ++i) {
+      out[i] = static_cast<double>(encoding::decode<E>(codes[i])) * static_cast<double>(scales[i]);
+    }
+  } else {
+#if defined(__AVX2__)
+    constexpr int64_t kLanes = Vec<T>::kLanes;
+    const auto unit = [&](int64_t j) { return load(scales + j).native * kDecodedUnit<E>; };
+    for (; fits && i + 2 * kLanes <= n; i += 2 * kLanes) {
+      Floats a, b;
+      decode_two<E>(load_bytes(codes + i), a, b);
+      store_two(out + i, Vec<T>(a * unit(i)), Vec<T>(b * unit(i + kLanes)), stream);
+    }
+#endif
+    for (; i < n; ++i) from_float(encoding::decode<E>(codes[i]) * scales[i], out[i]);
+  }
+}
+
+// Whether scales may be multiplied by what decode_two() leaves out.
+template <class E>
+TRANSFORMER_OPS_INLINE bool decodes_by_vectors([[maybe_unused]] float scale) {
+#if defined(__AVX2__)
+  return !(scale * kDecodedUnit<E> > encoding::kMost);
+#else
+  return true;
+#endif
+}
+
+}  // namespace
+}  // namespace transformer_ops::cpu

@@ -1,0 +1,180 @@
+"""What ops mean in plain PyTorch, and the extra inputs that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def qgelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def srelu(x: Tensor) -> Tensor:
+    return F.relu(x) ** 2
+
+
+def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def reference(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return activation(a) * b
+
+    return reference
+
+
+def interleaved(size: int, reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The reference on halves, for blocks of `size` that alternate."""
+
+    def halves_first(x: Tensor) -> Tensor:
+        blocks = x.unflatten(-1, (-1, 2, size))
+        return reference(
+            torch.cat((blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)), -1)
+        )
+
+    return halves_first
+
+
+def situ(x: Tensor, beta1: float = 4.0, beta2: float = 25.0) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * beta2 * torch.tanh(b / beta2)
+
+
+def clamped(x: Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    # Not torch.clamp: whether its gradient passes at the limit depends on torch's version.
+    gate = torch.where(a > limit, limit, a)
+    linear = torch.where(b.abs() > limit, limit * b.sign(), b)
+    return gate * torch.sigmoid(alpha * gate) * (linear + offset)
+
+
+def layer_norm(eps: float = 1e-5, zero_centered: bool = False) -> Callable[..., Tensor]:
+    def reference(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight + 1 if zero_centered else weight, bias, eps)
+
+    return reference
+
+
+def rms_norm(eps: float = 1e-5, zero_centered: bool = False) -> Callable[..., Tensor]:
+    def reference(x: Tensor, *, weight: Tensor) -> Tensor:
+        dims = tuple(range(-weight.dim(), 0))
+        scale = weight + 1 if zero_centered else weight
+        return x * torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + eps) * scale
+
+    return reference
+
+
+def l2_normalization(eps: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + eps)
+
+
+def gather(x: Tensor) -> Tensor:
+    """Among two ranks, of which the other holds zeros."""
+    return torch.cat((x, torch.zeros_like(x)))
+
+
+def scatter(x: Tensor) -> Tensor:
+    return x.chunk(2)[0]
+
+
+def split(mode: str, sequence: bool) -> Callable[..., Tensor]:
+    """A Linear of which this rank has a shard."""
+
+    def reference(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = F.linear(gather(x) if mode == "column" and sequence else x, weight, bias)
+        return scatter(y) if mode == "row" and sequence else y
+
+    return reference
+
+
+# Rows in three groups, of which one is empty; a sixth of them are in none.
+GROUPS = 3
+
+
+def used_rows(rows: int) -> list[int]:
+    used = rows - rows // 6
+    return [used // 3, 0, used - used // 3]
+
+
+def splits_for(x: Tensor) -> Tensor:
+    return torch.tensor(used_rows(x.shape[:-1].numel()), device=x.device)
+
+
+def row_numbers(x: Tensor) -> Tensor:
+    """One for each row, near 1."""
+    return 1 + 0.1 * torch.randn(x.shape[:-1]).to(x)
+
+
+def grouped_linear(
+    x: Tensor, splits: Tensor, scales: Tensor | None = None, **parameters: Tensor
+) -> Tensor:
+    weight, bias = (
+        parameters.get(name, [parameters.get(f"{name}{i}") for i in range(GROUPS)])
+        for name in ("weight", "bias")
+    )
+    rows, done = x.reshape(-1, x.shape[-1]), 0
+    found = []
+    for group, size in enumerate(splits.tolist()):
+        y = rows[done : done + size] @ weight[group].T
+        if bias[group] is not None:
+            scale = 1 if scales is None else scales.flatten()[done : done + size, None]
+            y = y + scale * bias[group]
+        found.append(y)
+        done += size
+    found.append(torch.zeros(len(rows) - done, found[0].shape[-1]).to(x))
+    return torch.cat(found).reshape(*x.shape[:-1], found[0].shape[-1])
+
+
+def scaled(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, scales: reference(x) * scales.unsqueeze(-1)
+
+
+COPIES = 2  # of each token
+
+
+def ids_for(x: Tensor) -> Tensor:
+    """Of GROUPS experts, of which one has nothing; some copies are dropped."""
+    tokens = x.shape[:-1]
+    ids = torch.arange(tokens.numel() * COPIES).reshape(*tokens, COPIES)
+    return torch.tensor([0, 2, 2, -1, 0], device=x.device)[(ids % 5).to(x.device)]
+
+
+def places_of(ids: Tensor) -> Tensor:
+    """Where the copies lie, by Python's own sort."""
+    flat = ids.flatten().tolist()
+    order = sorted((i for i in range(len(flat)) if flat[i] >= 0), key=lambda i: flat[i])
+    places = torch.full((len(flat),), -1, dtype=torch.int32)
+    for place, i in enumerate(order):
+        places[i] = place
+    return places.reshape(ids.shape).to(ids.device)
+
+
+def dispatch(
+    x: Tensor, ids: Tensor, probs: Tensor, groups: range = range(GROUPS)
+) -> tuple[Tensor, ...]:
+    ids = torch.where((ids >= groups.start) & (ids < groups.stop), ids, -1)
+    places, rows = places_of(ids), x.reshape(-1, x.shape[-1])
+    kept = places.flatten() >= 0
+    at = (places.flatten()[kept].long(),)
+    row = torch.arange(ids.numel(), device=x.device)[kept] // ids.shape[-1]
+    output = rows.new_zeros(ids.numel(), x.shape[-1]).index_put(at, rows[row])
+    permuted = probs.new_zeros(ids.numel()).index_put(at, probs.flatten()[kept])
+    splits = torch.tensor([int((ids == group).sum()) for group in groups]).to(ids)
+    return output, splits, permuted, places
+
+
+def places_for(x: Tensor) -> Tensor:
+    """Where the copies of tokens are, one of each, that make the rows of `x`."""
+    ids = torch.tensor([0, 2, 2, -1, 0])[torch.arange(len(x)) % 5]
+    return places_of(ids.unsqueeze(-1)).to(x.device)
+
+
+def combine(x: Tensor, positions: Tensor) -> Tensor:
+    found = torch.cat([x, torch.zeros(1, x.shape[-1]).to(x)])
+    return found[positions.long()].sum(-2)
