@@ -127,6 +127,40 @@ def test_steps_are_those_of_the_formula(recipe: Delayed) -> None:
         torch.testing.assert_close(history[: len(rows), place], rows, rtol=2e-7, atol=0)
 
 
+@pytest.mark.parametrize("length", [1, 7, 8, 35, 1024])
+def test_the_largest_of_a_history_wherever_it_is(length: int) -> None:
+    module, recipe = linear(), Delayed(amax_history_len=length)
+    step(module, 0, recipe)
+    op = module[0]
+    for row in range(0, length, 1 if length < 100 else 41):
+        op.fp8_amax.fill_(0.5)
+        op.fp8_grad_amax.fill_(-1)
+        op.fp8_amax_history.fill_(0.25)
+        # It is at `row` when the latest one has come in; of the last row it has left.
+        op.fp8_amax_history[row] = torch.tensor([2.0, 0.375, 4.0])
+        with tops.autocast(recipe=recipe):
+            pass
+        found = [2.0, 0.5, 4.0] if row + 1 < length else [0.5] * 3
+        assert torch.equal(op.fp8_scale, op.fp8_largest / torch.tensor(found))
+
+
+def test_a_scale_that_stays_is_the_same_tensor() -> None:
+    module = linear()
+    step(module, 0)
+    step(module, 0)
+    known = module[0].fp8_scale
+    step(module, 0)
+    assert module[0].fp8_scale is known
+    step(module, 1)
+    with torch.no_grad():
+        module[0].weight.mul_(2)
+    step(module, 1)
+    changed, before = module[0].fp8_scale, known.clone()
+    step(module, 1)
+    assert module[0].fp8_scale is not changed
+    assert torch.equal(known, before)
+
+
 def test_the_plan_shows_scales_as_states() -> None:
     module = linear()
     step(module, 0)

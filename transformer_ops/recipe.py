@@ -54,6 +54,8 @@ class Recipe:
             raise ValueError(
                 f"[{type(self).__name__}] fp8_format must be one of {names}, got {found!r}"
             )
+        # Each region asks for it, and it takes as long as a few calls of ops to write.
+        object.__setattr__(self, "_key", self._make_key())
 
     @property
     def operands(self) -> tuple[str, str, str]:
@@ -64,6 +66,9 @@ class Recipe:
     @property
     def key(self) -> str:
         """What plans depend on: the formats, and how they are used, as one text."""
+        return self._key  # type: ignore[attr-defined]
+
+    def _make_key(self) -> str:
         return ", ".join(self.operands)
 
     def _elements(self) -> tuple[str, str]:
@@ -143,8 +148,7 @@ class DelayedScaling(Recipe):
         forward, backward = self._elements()
         return forward, forward, backward
 
-    @property
-    def key(self) -> str:
+    def _make_key(self) -> str:
         """The scales are no part of it, and so neither is what they are made by."""
         return ", ".join([*self.operands, f"delayed {self.amax_history_len}"])
 
@@ -188,8 +192,7 @@ class NVFP4BlockScaling(Recipe):
         weight = "nvfp4" if self.disable_2d_quantization else "nvfp4 16x16"
         return "nvfp4", weight, "nvfp4"
 
-    @property
-    def key(self) -> str:
+    def _make_key(self) -> str:
         words = [] if self.disable_rht else ["hadamard"]
         words += [] if self.disable_stochastic_rounding else ["stochastic"]
         return ", ".join([*self.operands, *words])
@@ -225,12 +228,8 @@ class CustomRecipe(Recipe):
             raise TypeError(
                 f"[CustomRecipe] qfactory must be a function of a role, got {self.qfactory!r}"
             )
-        object.__setattr__(self, "_number", numbered.add(self))
-
-    @property
-    def key(self) -> str:
-        """The number under which a planning call finds it."""
-        return f"custom {self._number}"  # type: ignore[attr-defined]
+        # The number under which a planning call finds it.
+        object.__setattr__(self, "_key", f"custom {numbered.add(self)}")
 
     def formats_of(self, module_type: str, op: Any) -> str:
         """The formats of one op as a text; RuntimeError where `qfactory` returns something else."""

@@ -97,8 +97,8 @@ Tensors run_forward(const Program& program, at::TensorList tensors, Frame& frame
 }
 
 variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& call,
-                                    at::TensorList tensors) {
-  const auto& [program, host, constants] = call;
+                                    at::TensorList) {
+  const auto& [program, host, tensors, constants] = call;
   Frame frame{.host = host ? &*host : nullptr};
   const BelowAutograd below_autograd;
   Tensors outputs = run_forward(*program, tensors, frame);
@@ -156,7 +156,7 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
   }
   variable_list result(kFirstTensor);
   if (std::ranges::none_of(grads, [](const Tensor& grad) { return grad.defined(); })) {
-    result.resize(kFirstTensor + program->inputs.size());
+    result.resize(kFirstTensor + program->inputs.size() - program->plan.states.size());
     return result;
   }
   if (at::GradMode::is_enabled()) {
@@ -190,7 +190,7 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
     }
   }
   interpret(*program, program->backward, frame);
-  for (size_t i = 0; i < program->input_grads.size(); ++i) {
+  for (size_t i = 0; i < program->input_grads.size() - program->plan.states.size(); ++i) {
     const int index = program->input_grads[i];
     const bool yields = index >= 0 && (!frame.is_partial || frame.reached[index]);
     result.push_back(yields ? frame.values[index] : Tensor());

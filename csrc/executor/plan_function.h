@@ -10,16 +10,22 @@ namespace transformer_ops {
 struct PlanCall {
   const SharedProgram& program;
   const SharedHostCall& host;  // or none
+  at::TensorList tensors;      // in plan order
   Tensors& constants;
+
+  // Those that the node knows of: states have no gradients, and each input of a node costs time.
+  at::TensorList inputs() const {
+    return tensors.slice(0, tensors.size() - program->plan.states.size());
+  }
 };
 
-// The autograd node of a whole plan. Inputs: the call, then the tensors in plan order.
+// The autograd node of a whole plan. Inputs: the call, then its inputs().
 class PlanFunction : public torch::autograd::Function<PlanFunction> {
  public:
   static constexpr bool is_traceable = true;
 
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
-                                                const PlanCall& call, at::TensorList tensors);
+                                                const PlanCall& call, at::TensorList inputs);
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& grads);
 };
@@ -29,8 +35,8 @@ class PlanFunction : public torch::autograd::Function<PlanFunction> {
 class HostPlanFunction : public torch::autograd::Function<HostPlanFunction> {
  public:
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
-                                                const PlanCall& call, at::TensorList tensors) {
-    return PlanFunction::forward(context, call, tensors);
+                                                const PlanCall& call, at::TensorList inputs) {
+    return PlanFunction::forward(context, call, inputs);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& grads) {

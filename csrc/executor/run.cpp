@@ -56,9 +56,9 @@ Tensors with_own_leaves(const Program& program, at::TensorList tensors) {
 // The outputs of the node, among which those that need no gradient take their places.
 Tensors apply(const SharedProgram& program, const SharedHostCall& host, at::TensorList tensors) {
   Tensors constants;
-  const PlanCall call{program, host, constants};
-  Tensors outputs =
-      host ? HostPlanFunction::apply(call, tensors) : PlanFunction::apply(call, tensors);
+  const PlanCall call{program, host, tensors, constants};
+  Tensors outputs = host ? HostPlanFunction::apply(call, call.inputs())
+                         : PlanFunction::apply(call, call.inputs());
   outputs.insert(outputs.begin() + 1, std::make_move_iterator(constants.begin()),
                  std::make_move_iterator(constants.end()));
   return outputs;

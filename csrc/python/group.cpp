@@ -266,15 +266,20 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* param
   return true;
 }
 
-void Group::add_states(const Plan& plan, Tensors& tensors) const {
-  static PyObject* const buffers = PyUnicode_InternFromString("_buffers");
-  for (const Value& state : plan.states) {
-    const py::object& owner = owners_[state.op];
-    const auto dict = py::reinterpret_steal<py::object>(PyObject_GetAttr(owner.ptr(), buffers));
-    if (!dict) throw py::error_already_set();
-    PyObject* const found = PyDict_GetItemString(dict.ptr(), state.name.c_str());
+void Group::add_states(const PlanEntry& entry, Tensors& tensors) const {
+  static PyObject* const name = PyUnicode_InternFromString("_buffers");
+  const std::vector<Value>& states = entry.plan.states;
+  py::object buffers;
+  for (size_t i = 0; i < states.size(); ++i) {
+    const py::object& owner = owners_[states[i].op];
+    if (i == 0 || states[i].op != states[i - 1].op) {
+      buffers = py::reinterpret_steal<py::object>(PyObject_GetAttr(owner.ptr(), name));
+      if (!buffers) throw py::error_already_set();
+    }
+    PyObject* const found = PyDict_GetItemWithError(buffers.ptr(), entry.state_names[i].ptr());
+    if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
     TORCH_CHECK(found != nullptr && THPVariable_Check(found), "[", Py_TYPE(owner.ptr())->tp_name,
-                "] ", state.name, " must be there from the first call under the recipe on, ",
+                "] ", states[i].name, " must be there from the first call under the recipe on, ",
                 "got none; reset_scales() drops all states");
     tensors.push_back(THPVariable_Unpack(found));
   }
@@ -361,7 +366,11 @@ void Group::finish(const SharedPlan& plan, Device device) {
   entry->needs_host = entry->program->has_host_steps || entry->program->accumulates;
   if (entry->needs_host) entry->host = entry->session.attr("make_host")(entry);
   std::set<int> with_states;
-  for (const Value& state : entry->plan.states) with_states.insert(state.op);
+  for (const Value& state : entry->plan.states) {
+    with_states.insert(state.op);
+    entry->state_names.push_back(
+        py::reinterpret_steal<py::str>(PyUnicode_InternFromString(state.name.c_str())));
+  }
   for (const int op : with_states) {
     const std::string recipe = to_text(Recipe{.all = entry->plan.recipe->of(op)});
     entry->session.attr("make_states")(op, recipe, device == Device::Cuda ? "cuda" : "cpu");
@@ -417,7 +426,7 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kw
   }
   pipeline_.drop_absent(tensors);
   note_inputs(tensors, entry->plan.parameters.size());
-  if (!entry->plan.states.empty()) add_states(entry->plan, tensors);
+  if (!entry->plan.states.empty()) add_states(*entry, tensors);
   Tensors outputs;
   {
     const py::gil_scoped_release no_gil;

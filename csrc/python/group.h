@@ -20,6 +20,7 @@ struct PlanEntry : CachedPlan {
   std::shared_ptr<ProgramHandle> handle;
   py::object session;  // holds the Python objects that steps refer to by number
   py::object host;     // transformer_ops.runtime.host.HostPlan; null where all is native
+  std::vector<py::str> state_names;  // of the plan's states, as keys of dicts
 
   bool needs_host = false;
 };
@@ -101,7 +102,7 @@ class Group : private PlanHost {
   void plan_into_last(const PlanKey& key);
 
   // The states of a plan, from the modules that own those of their ops.
-  void add_states(const Plan& plan, Tensors& tensors) const;
+  void add_states(const PlanEntry& entry, Tensors& tensors) const;
 
   std::vector<ParameterPlace> places_;
   std::vector<py::object> owners_;  // of each op's parameters and states

@@ -94,6 +94,19 @@ TEST_P(RoundingTest, AdversarialRows) {
   }
 }
 
+// Short rows of whole blocks are taken together, more of them than go at a time.
+TEST_P(RoundingTest, RowsOfWholeBlocks) {
+  for (const auto& [rows, h] : std::initializer_list<std::pair<int64_t, int64_t>>{
+           {300, 32}, {37, 128}, {9, 1024}, {2, 4096}}) {
+    for (const double special : {1.0, kInf, kNan, 1e-40}) {
+      Array x = hard_numbers(dtype, rows, h);
+      x.set(h / 2, special);
+      x.set(rows * h - 1, -special);
+      for (const kernel::Format& format : kernel::kFormats) expect_codes(format, x, rows, h);
+    }
+  }
+}
+
 // Every number of 16 bits that is not above the largest of its block, for blocks of many sizes;
 // in each block is a number of that size.
 TEST_P(RoundingTest, EveryShortNumberAtManyScales) {
