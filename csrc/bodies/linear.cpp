@@ -10,6 +10,7 @@
 #include "bodies/cpu.h"
 #include "bodies/product.h"
 #include "bodies/quantized.h"
+#include "op/codes.h"
 
 namespace transformer_ops {
 namespace {
@@ -60,9 +61,30 @@ void check_backward_weight(const Checks& check, const Tensor& weight, const Tens
   check.operand_dtype("weight", weight);
 }
 
+// Pairs of codes go with others alone, because their sum is half as long.
+void check_pairs(const Checks& check, const char* name, const Tensor& operand,
+                 const char* other_name, const Tensor& other) {
+  TORCH_CHECK(has_pairs(operand) == has_pairs(other), "[", check.op(), "] ", name,
+              " must have pairs of codes where ", other_name, " has such, got ",
+              operand.scalar_type(), " and ", other.scalar_type());
+}
+
+void check_scale_of_pairs(const Checks& check, const char* name, const Tensor& scale,
+                          const char* operand_name, const Tensor& pairs, bool of_rows) {
+  const std::string rule = std::string(" must have a byte for each block of 16 or 16 x 16 codes ") +
+                           "of " + operand_name + ", and 4 more, got ";
+  TORCH_CHECK(scale.defined(), "[", check.op(), "] ", name, rule, "none");
+  TORCH_CHECK(blocks_of_pairs(pairs, scale, of_rows), "[", check.op(), "] ", name, rule,
+              scale.scalar_type(), " of shape ", scale.sym_sizes(), " for pairs of shape ",
+              pairs.sym_sizes());
+}
+
 // One number, or one for each block of the operand's codes.
 void check_scale(const Checks& check, const char* name, const Tensor& scale,
-                 const char* operand_name, const Tensor& operand) {
+                 const char* operand_name, const Tensor& operand, bool sums_rows) {
+  if (has_pairs(operand)) {
+    return check_scale_of_pairs(check, name, scale, operand_name, operand, sums_rows);
+  }
   if (!is_of_blocks(scale)) return;
   TORCH_CHECK(operand.dim() > 0 && find_block_format(operand, scale) != nullptr, "[", check.op(),
               "] ", name, " must be one float32 without dimensions, or one for each block of the ",
@@ -74,15 +96,18 @@ void check_scale(const Checks& check, const char* name, const Tensor& scale,
 void check_backward_scales(const Checks& check, const Tensor& grad_output, const Tensor* input,
                            const Tensor* weight, LinearMask wanted, const char* input_name) {
   const auto& [left, right] = check.scales();
-  check_scale(check, "left_scale", left, "grad_output", grad_output);
-  if (!is_of_blocks(left) && !is_of_blocks(right)) return;
   const auto [wants_input, wants_weight] = wanted;
+  if (wants_input) check_pairs(check, "weight", *weight, "grad_output", grad_output);
+  if (wants_weight) check_pairs(check, input_name, *input, "grad_output", grad_output);
+  check_scale(check, "left_scale", left, "grad_output", grad_output, /*sums_rows=*/!wants_input);
+  if (!is_of_blocks(left) && !is_of_blocks(right)) return;
   TORCH_CHECK(wants_input != wants_weight && (input == nullptr) == wants_input &&
                   (weight == nullptr) == wants_weight,
               "[", check.op(), "] output_mask must name one gradient, and only ", input_name,
               " or weight be given for it, where scales are of blocks");
-  wants_input ? check_scale(check, "right_scale", right, "weight", *weight)
-              : check_scale(check, "right_scale", right, input_name, *input);
+  const char* const name = wants_input ? "weight" : input_name;
+  const Tensor& operand = wants_input ? *weight : *input;
+  check_scale(check, "right_scale", right, name, operand, /*sums_rows=*/true);
 }
 
 }  // namespace
@@ -99,8 +124,9 @@ TensorSpec linear_output(const Checks& check, const Tensor& input, const Tensor&
               "] input must have the weight's dtype ", weight.scalar_type(), ", got ",
               input.scalar_type());
   check.operand_dtype("weight", weight);
-  check_scale(check, "left_scale", check.scales().left, "input", input);
-  check_scale(check, "right_scale", check.scales().right, "weight", weight);
+  check_pairs(check, "weight", weight, "input", input);
+  check_scale(check, "left_scale", check.scales().left, "input", input, /*sums_rows=*/false);
+  check_scale(check, "right_scale", check.scales().right, "weight", weight, /*sums_rows=*/false);
   return last_size(input, weight.sym_size(0));
 }
 

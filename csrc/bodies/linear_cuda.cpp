@@ -17,6 +17,7 @@
 #include "kernels/gemm.h"
 #include "kernels/quantize.h"
 #include "kernels/transpose.h"
+#include "op/codes.h"
 
 namespace transformer_ops {
 namespace {
@@ -29,12 +30,16 @@ using cuda::Scaling;
 // E8M0, or float32.
 bool has_mx(const Tensor& scale) { return scale.scalar_type() == at::kByte; }
 
-// A tensor of any strides as a matrix of its last dimension; its transpose costs nothing.
+// A tensor of any strides as a matrix of its last dimension; its transpose costs nothing. Of pairs
+// of codes it has both, of two columns.
 class Factor {
  public:
   explicit Factor(Tensor tensor) : tensor_(std::move(tensor)), cols_(tensor_.size(-1)) {
     rows_ = c10::multiply_integers(tensor_.sizes().begin(), tensor_.sizes().end() - 1);
-    if (tensor_.is_contiguous()) {
+    if (is_paired()) {
+      tensor_ = contiguous(tensor_);
+      stride_ = cols_ = 2 * cols_;
+    } else if (tensor_.is_contiguous()) {
       stride_ = cols_;
     } else if (tensor_.dim() == 2 && fits(tensor_.stride(0), tensor_.stride(1), rows_, cols_)) {
       stride_ = tensor_.stride(0);
@@ -45,6 +50,21 @@ class Factor {
       tensor_ = contiguous(tensor_);
       stride_ = cols_;
     }
+  }
+
+  // Of what is summed over its rows: pairs are of two of those, and are turned round, as which they
+  // are multiplied.
+  static Factor of_rows(const Tensor& tensor) {
+    if (!has_pairs(tensor)) return Factor(tensor);
+    const Tensor pairs = contiguous(tensor);
+    const int64_t h = pairs.size(-1);
+    const int64_t rows = c10::multiply_integers(pairs.sizes().slice(0, pairs.dim() - 1));
+    const Tensor turned = empty({h, rows}, at::kByte, pairs.device());
+    cuda::transpose(cuda::stream_of(turned), /*bytes=*/1, cuda::read(pairs), h, cuda::write(turned),
+                    rows, rows, h);
+    Factor result(turned);
+    result.has_turned_blocks_ = true;
+    return result.t();
   }
 
   Factor t() const {
@@ -62,9 +82,10 @@ class Factor {
   Matrix matrix() const { return {cuda::read(tensor_), stride_, transposed_}; }
 
   bool has_codes() const { return is_codes(dtype()); }
-  // Codes that are stored as themselves, or as their transpose.
+  bool is_paired() const { return has_pairs(tensor_); }
+  // Codes that are stored as themselves, or as their transpose; pairs are stored along the sum.
   Factor stored(bool as_transpose) const {
-    if (transposed_ == as_transpose) return *this;
+    if (transposed_ == as_transpose || is_paired()) return *this;
     const int64_t rows = transposed_ ? cols_ : rows_, cols = transposed_ ? rows_ : cols_;
     const Tensor copy = empty({cols, rows}, dtype(), tensor_.device());
     cuda::transpose(cuda::stream_of(copy), /*bytes=*/1, cuda::read(tensor_), stride_,
@@ -74,12 +95,15 @@ class Factor {
   // The values of codes, which are exact in bfloat16, also times the scales of their blocks.
   Factor decoded(const Tensor& scale) const {
     if (!has_codes()) return *this;
-    const Factor values(is_of_blocks(scale) ? times_blocks(scale) : tensor_.to(at::kBFloat16));
+    const Factor values(is_paired()           ? times_blocks_of_pairs(scale)
+                        : is_of_blocks(scale) ? times_blocks(scale)
+                                              : tensor_.to(at::kBFloat16));
     return flipped_ ? values.t() : values;
   }
   // Which codes have a scale in common, where the columns are summed over; none where cuBLASLt has
   // no such scales.
   std::optional<Scaling> scaling(const Tensor& scale) const {
+    if (is_paired()) return Scaling::Vectors16;
     const auto [down, across] = blocks_of(scale);
     const int64_t outer = flipped_ ? across : down, inner = flipped_ ? down : across;
     const bool is_mx = has_mx(scale);
@@ -91,8 +115,13 @@ class Factor {
   }
   // The scales as the product reads them (kernels/gemm.h).
   Tensor stored_scales(const Tensor& scale, Scaling scaling) const {
+    if (scaling == Scaling::Vectors16) return in_tiles(scale.contiguous(), pair_blocks(scale));
     const auto [down, across] = blocks_of(scale);
-    if (scaling == Scaling::Vectors32) return in_tiles(scale.contiguous(), across);
+    if (scaling == Scaling::Vectors32) {
+      return in_tiles(scale.contiguous(), {.inner = cols_ / 32,
+                                           .outer_stride = flipped_ ? 1 : across,
+                                           .inner_stride = flipped_ ? across : 1});
+    }
     // Next to each other in memory are those of one block's rows; of 128 x 128 those of the blocks.
     const bool is_2d = scaling == Scaling::Blocks128, turns = is_2d == flipped_;
     const int64_t count = turns ? down : across, lines = turns ? across : down;
@@ -129,13 +158,53 @@ class Factor {
     return {c10::multiply_integers(sizes.slice(0, sizes.size() - 1)), sizes.back()};
   }
 
-  Tensor in_tiles(const Tensor& scale, int64_t across) const {
-    const int64_t inners = cols_ / 32;
-    const int64_t tiles = (rows_ + 127) / 128 * ((inners + 3) / 4);
+  // Where the scale of row i and of block b of the columns is: i / height * outer_stride + b *
+  // inner_stride.
+  struct Places {
+    int64_t inner;  // blocks of the columns
+    int64_t height = 1;
+    int64_t outer_stride, inner_stride;
+  };
+
+  // Of pairs, whose columns are summed over.
+  Places pair_blocks(const Tensor& scale) const {
+    const Tensor along_rows = has_turned_blocks_ ? tensor_.t() : tensor_;
+    const PairBlocks blocks = *blocks_of_pairs(along_rows, scale, has_turned_blocks_);
+    const int64_t inner = blocks.inner.expect_int(), outer = blocks.outer.expect_int();
+    return {.inner = inner,
+            .height = blocks.height,
+            .outer_stride = has_turned_blocks_ ? 1 : inner,
+            .inner_stride = has_turned_blocks_ ? outer : 1};
+  }
+
+  Tensor in_tiles(const Tensor& scale, const Places& places) const {
+    const int64_t tiles = (rows_ + 127) / 128 * ((places.inner + 3) / 4);
     const Tensor out = empty({tiles * 512}, at::kByte, scale.device());
-    cuda::tile_scales(cuda::stream_of(out), cuda::read(scale), flipped_ ? 1 : across,
-                      flipped_ ? across : 1, cuda::write(out), rows_, inners);
+    cuda::tile_scales(cuda::stream_of(out), cuda::read(scale), places.height, places.outer_stride,
+                      places.inner_stride, cuda::write(out), rows_, places.inner);
     return out;
+  }
+
+  // Without the scale of the tensor.
+  Tensor times_blocks_of_pairs(const Tensor& scale) const {
+    const Places places = pair_blocks(scale);
+    Tensor numbers = scale.contiguous();
+    if (has_turned_blocks_) {
+      const int64_t across = places.inner_stride;
+      const Tensor turned = empty({across * places.inner}, at::kByte, numbers.device());
+      cuda::transpose(cuda::stream_of(turned), /*bytes=*/1, cuda::read(numbers), across,
+                      cuda::write(turned), places.inner, places.inner, across);
+      numbers = turned;
+    }
+    c10::DimVector sizes(tensor_.sizes());
+    sizes.back() *= 2;
+    const Tensor values = empty(sizes, at::kBFloat16, tensor_.device());
+    const FlatRows shape(sizes);
+    cuda::dequantize(cuda::stream_of(values),
+                     *kernel::find_format(places.height == 1 ? "nvfp4" : "nvfp4 16x16"),
+                     kernel_dtype(values), cuda::read(tensor_), cuda::read(numbers),
+                     /*decoded_tensor_scale=*/nullptr, cuda::write(values), shape.rows, shape.h);
+    return values;
   }
 
   Tensor times_blocks(const Tensor& scale) const {
@@ -153,6 +222,8 @@ class Factor {
   int64_t stride_ = 0;
   bool transposed_ = false;  // as Matrix says
   bool flipped_ = false;     // of the tensor
+  // Of pairs: the tensor is the transpose of what the scales are of.
+  bool has_turned_blocks_ = false;
 };
 
 // Of a product. Their scales are in device memory.
@@ -271,12 +342,23 @@ Tensor one_factor(const OperandScales& scales, double scale) {
   return scale == 1.0 ? both : both * scale;
 }
 
+// Of the scale of an operand, which is contiguous, the float32 that is of the tensor; null: none.
+const void* tensor_scale_at(const Tensor& scale) {
+  if (!scale.defined()) return nullptr;
+  const auto* const bytes = static_cast<const char*>(cuda::read(scale));
+  return bytes + scale.nbytes() - sizeof(float);
+}
+
 // What cuBLASLt reads where the host does not know alpha.
 Tensor factors_on_device(const OperandScales& scales, double alpha, double beta) {
-  Tensor factors =
-      empty({2}, at::kFloat, (scales.left.defined() ? scales.left : scales.right).device());
-  factors[0].copy_(one_factor(scales, alpha));
-  factors[1].fill_(beta);
+  const auto in_a_row = [](const Tensor& scale) {
+    return scale.defined() ? contiguous(scale) : scale;
+  };
+  const Tensor left = in_a_row(scales.left), right = in_a_row(scales.right);
+  const Tensor factors = empty({2}, at::kFloat, (left.defined() ? left : right).device());
+  cuda::join_factors(cuda::stream_of(factors), tensor_scale_at(left), tensor_scale_at(right),
+                     static_cast<float>(alpha), static_cast<float>(beta),
+                     factors.mutable_data_ptr<float>());
   return factors;
 }
 
@@ -284,7 +366,9 @@ using Fill = c10::function_ref<void(Gemm&)>;
 
 Matrix matrix_of_codes(const Factor& factor, const Tensor& scale, Scaling scaling) {
   Matrix matrix = factor.matrix();
-  matrix.codes = factor.dtype() == at::kFloat8_e4m3fn ? cuda::Codes::E4M3 : cuda::Codes::E5M2;
+  matrix.codes = factor.is_paired()                     ? cuda::Codes::E2M1
+                 : factor.dtype() == at::kFloat8_e4m3fn ? cuda::Codes::E4M3
+                                                        : cuda::Codes::E5M2;
   if (scale.defined()) matrix.scale = cuda::read(scale);
   matrix.scaling = scaling;
   return matrix;
@@ -300,6 +384,12 @@ std::optional<Scalings> scalings_of_codes(const Operands& operands) {
   const Factor &left = operands.left, &right = operands.right;
   const auto& [left_scale, right_scale] = operands.scales;
   if (!left.has_codes() || !right.has_codes()) return std::nullopt;
+  if (left.is_paired()) {
+    const bool may_multiply =
+        cuda::has_size_of_nvfp4(right.cols(), left.cols()) && cuda::multiplies_nvfp4();
+    return may_multiply ? std::optional(Scalings{Scaling::Vectors16, Scaling::Vectors16})
+                        : std::nullopt;
+  }
   if (left.dtype() != at::kFloat8_e4m3fn && right.dtype() != at::kFloat8_e4m3fn) {
     return std::nullopt;
   }
@@ -339,16 +429,27 @@ bool run_codes(const Operands& operands, double scale, const Tensor& result, Fil
   gemm.fast_sums = operands.fast_sums;
   gemm.alpha = scale;
   fill(gemm);
+  Tensor factors;
+  if (scalings->left == Scaling::Vectors16) {
+    factors = factors_on_device(operands.scales, gemm.alpha, gemm.beta);
+    gemm.factors = factors.const_data_ptr<float>();
+  }
   return queue(gemm, result);
 }
 
 // Numbers instead of codes, multiplied by the scales of blocks; other scales stay beside them.
 void decode(Operands& operands) {
-  operands.left = operands.left.decoded(operands.scales.left);
-  operands.right = operands.right.decoded(operands.scales.right);
-  for (Tensor* const scale : {&operands.scales.left, &operands.scales.right}) {
-    if (is_of_blocks(*scale)) *scale = Tensor();
-  }
+  const auto decode = [](Factor& factor, Tensor& scale) {
+    const bool is_paired = factor.is_paired();
+    factor = factor.decoded(scale);
+    if (is_paired) {
+      scale = scale_of_tensor(scale);
+    } else if (is_of_blocks(scale)) {
+      scale = Tensor();
+    }
+  };
+  decode(operands.left, operands.scales.left);
+  decode(operands.right, operands.scales.right);
 }
 
 // result = scale left right by cuBLASLt, and what else `fill` says. False where it has no
@@ -465,24 +566,23 @@ Tensor linear_add_cuda(const Tensor& input, const Tensor& weight, const Tensor& 
 
 LinearBackward linear_backward_cuda(const Tensor& grad_output, Tensor input, const Tensor& weight,
                                     const LinearGradients& fused) {
-  const Factor grad(grad_output);
   const auto dtype = product_dtype(grad_output);
   Tensor grad_input, grad_weight;
   if (input.defined()) {
     const MainGrad& main_grad = fused.main_grad;
     grad_weight = main_grad.buffer.defined()
                       ? main_grad.buffer
-                      : empty({grad.cols(), input.size(-1)}, dtype, grad_output.device());
+                      : empty({grad_output.size(-1), input.size(-1)}, dtype, grad_output.device());
     linear_weight_gradient_cuda(
         grad_output, input, grad_weight,
         {.adds = main_grad.adds, .scale = fused.scale, .scales = fused.scales});
     input.reset();
   }
   if (weight.defined()) {
-    const Factor w(weight);
+    const Factor w = Factor::of_rows(weight);
     const Tensor& start = fused.residual;
     grad_input = empty_rows(grad_output, w.cols(), start.defined() ? start.scalar_type() : dtype);
-    product({grad, w, fused.scales}, grad_input, fused.scale, start);
+    product({Factor(grad_output), w, fused.scales}, grad_input, fused.scale, start);
   }
   for (Tensor* const result : {&grad_input, &grad_weight}) {
     if (!result->defined()) *result = empty({0}, dtype, grad_output.device());
@@ -501,7 +601,7 @@ void linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight,
 
 void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
                                  const Tensor& grad_weight, const WeightGradient& how) {
-  Operands operands{Factor(grad_output).t(), Factor(input), how.scales};
+  Operands operands{Factor::of_rows(grad_output).t(), Factor::of_rows(input), how.scales};
   const auto dtype = product_dtype(grad_output), wanted = grad_weight.scalar_type();
   const bool takes_sums = wanted == dtype || (wanted == at::kFloat && dtype != at::kDouble);
   if (!takes_sums || !grad_weight.is_contiguous()) {

@@ -30,6 +30,15 @@ void encode_cuda(const Format& format, const Tensor& x, void* codes, void* scale
                  decodes, shape.rows, shape.h);
 }
 
+void encode_row_pairs_cuda(const Format& format, const Tensor& x, const Tensor& codes,
+                           const Tensor& scale) {
+  const FlatRows shape(x.sizes());
+  const Tensor amax = largest_cuda(x);
+  cuda::quantize_row_pairs(cuda::stream_of(x), format, kernel_dtype(x), cuda::read(x),
+                           amax.const_data_ptr<float>(), cuda::write(codes), cuda::write(scale),
+                           tensor_scale_of(format, scale), shape.rows, shape.h);
+}
+
 void encode_operand_cuda(const Format& format, const Tensor& x, const Tensor& output,
                          const Tensor& decodes, const float* encodes) {
   if (is_codes(output.scalar_type())) {

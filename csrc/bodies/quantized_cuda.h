@@ -13,6 +13,10 @@ Tensor largest_cuda(const Tensor& x);
 void encode_cuda(const kernel::Format& format, const Tensor& x, void* codes, void* scales,
                  void* decodes, const float* encodes = nullptr);
 
+// Of NVFP4 whose blocks are 16 rows high: codes of two rows in a byte.
+void encode_row_pairs_cuda(const kernel::Format& format, const Tensor& x, const Tensor& codes,
+                           const Tensor& scale);
+
 // What a product takes of such a format: the values of the codes or, where `output` is of their
 // dtype, the codes. `decodes` takes by what those are to be multiplied.
 void encode_operand_cuda(const kernel::Format& format, const Tensor& x, const Tensor& output,

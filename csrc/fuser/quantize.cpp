@@ -13,6 +13,7 @@ namespace {
 using Kind = Value::Kind;
 
 constexpr const char* kEncode = "quantize";
+constexpr const char* kEncodeColumns = "quantize_columns";
 constexpr const char* kDecode = "dequantize";
 constexpr const char* kDecodeSaved = "decode_saved";
 constexpr const char* kRound = "quantize_dequantize";
@@ -109,7 +110,10 @@ class Quantize {
   void backward() {
     const bool is_plain = !formats_.is_stochastic && !formats_.transforms;
     takes_codes_ = may_take_codes({"input", "weight", "grad_output"}) && !formats_.is_stochastic;
-    has_blocks_ = analysis_.has_blocks(op_, {"input", "weight", "grad_output"}) && is_plain;
+    // Pairs of codes, which may be rounded at random, have one gradient for each of both products.
+    const bool has_pairs = has_pairs_of_codes(formats_.grad_output) && follows_the_sum();
+    has_blocks_ = analysis_.has_blocks(op_, {"input", "weight", "grad_output"}) &&
+                  (has_pairs || (is_plain && !has_pairs_of_codes(formats_.grad_output)));
     const auto call = find_call();
     const Instruction whole = *call;
     const Schema& schema = row_.backward_schema;
@@ -239,9 +243,13 @@ class Quantize {
             .results = {to}};
   }
 
-  static Instruction encoding(const Argument& from, const std::string& format, const Result& to,
-                              bool is_saved) {
-    return {.target = std::string(kEncode) + (is_saved ? "_saved" : ""),
+  Instruction encoding(const std::string& operand, const Argument& from, const std::string& format,
+                       const Result& to, bool is_saved) const {
+    // What backward takes from forward it sums over rows, and pairs of codes are along the sum.
+    const bool sums_rows = is_saved || format != formats_.format(operand);
+    std::string target = sums_rows && has_pairs_of_codes(format) ? kEncodeColumns : kEncode;
+    if (formats_.is_stochastic && operand == "grad_output") target += "_stochastic";
+    return {.target = target + (is_saved ? "_saved" : ""),
             .arguments = {from, Attribute(format)},
             .results = {to, scale_of(std::get<Value>(to))}};
   }
@@ -250,7 +258,7 @@ class Quantize {
   Instruction rounding_of(const std::string& operand, const Argument& from,
                           const std::string& format, const Result& to, bool is_saved) const {
     if (formats_.is_delayed()) return scaled_rounding(operand, from, format, to, is_saved);
-    if (has_blocks_) return encoding(from, format, to, is_saved);
+    if (has_blocks_) return encoding(operand, from, format, to, is_saved);
     const bool has_scale = this->has_scale(operand);
     std::string target = has_scale ? kValues : splits_ ? kRoundGroups : kRound;
     if (is_saved) target += "_saved";

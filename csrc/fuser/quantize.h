@@ -24,8 +24,10 @@ void decode_parameters(const Analysis& analysis, Pass pass, Step& step);
 //   t1.rounded_input, t1.rounded_input_scale = quantize_values(x1, "e4m3", "bfloat16")
 //   x2 = linear_scaled(t1.rounded_input, t1.rounded_weight, t1.rounded_input_scale, ...)
 // On CUDA codes instead of their values, where that scale is all there is: "float8_e4m3fn"; and
-// where both operands have FP8 codes with a scale for each block of 128, or of 32, those:
+// where both operands have FP8 codes with a scale for each block of 128, or of 32, or are in NVFP4,
+// those:
 //   t1.rounded_input, t1.rounded_input_scale = quantize(x1, "e4m3 1x128")
+// Of NVFP4, what is summed over its rows is rounded by quantize_columns.
 void quantize_forward(const Analysis& analysis, Step& step);
 // Under delayed scaling the scale is a state of the op, and the largest magnitude, of which the
 // next scales are made, goes to another one; backward rounds what forward rounded by the same

@@ -184,7 +184,15 @@ std::string codes_dtype(const std::string& format) {
   return row_of(format).element == kernel::Element::E4M3 ? "float8_e4m3fn" : "float8_e5m2";
 }
 
+bool has_pairs_of_codes(const std::string& format) {
+  return !format.empty() && row_of(format).element == kernel::Element::E2M1;
+}
+
 bool are_multiplied_in_blocks(const std::vector<std::string>& formats) {
+  const auto is_nvfp4 = [](const std::string& format) {
+    return has_pairs_of_codes(format) && row_of(format).block_columns == 16;
+  };
+  if (std::ranges::all_of(formats, is_nvfp4)) return true;
   bool are_square = true, are_e5m2 = true;
   int64_t block = 0;
   for (const std::string& format : formats) {

@@ -71,10 +71,12 @@ int64_t rows_of_block(std::string_view format);
 // The dtype of the codes of a format with that scale alone; empty for others.
 std::string codes_dtype(const std::string& format);
 
-// Does a GPU multiply codes of these formats, which have a power of two as the scale of each block:
-// in float32 of one of 128, as a byte of one of 32? All blocks of one size, but not all square, nor
-// all codes E5M2.
+// Does a GPU multiply codes of these formats? Those with a power of two as the scale of each block,
+// in float32 of one of 128, as a byte of one of 32: all blocks of one size, but not all square, nor
+// all codes E5M2. Those of NVFP4 whose blocks are rows or square.
 bool are_multiplied_in_blocks(const std::vector<std::string>& formats);
+// Of 4 bits, two in a byte.
+bool has_pairs_of_codes(const std::string& format);
 
 // The dtype in which numbers of a format are exact, and products of them may be computed whose
 // result is `wanted`. `scalable`: the product takes a scale of the whole tensor beside the numbers.

@@ -19,8 +19,9 @@ enum class Epilogue : uint8_t {
 // How the sums over parts of k may be added up: torch's settings for float16 and bfloat16.
 enum class PartialSums : uint8_t { AnyPrecision, FullPrecision, None };
 
-// FP8 that stands for numbers, or numbers of the product's dtype.
-enum class Codes : uint8_t { None, E4M3, E5M2 };
+// FP8 or FP4 that stands for numbers, or numbers of the product's dtype. Of E2M1 two are a byte,
+// the first one lowest.
+enum class Codes : uint8_t { None, E4M3, E5M2, E2M1 };
 
 // Which codes have a scale in common, of A, m x k, and of B's transpose, n x k. That of row i and
 // of the columns of block b is at the place that the comment says.
@@ -32,6 +33,7 @@ enum class Scaling : uint8_t {
   // 128 rows and 4 blocks, one after another row by row, at i % 32 * 16 + i % 128 / 32 * 4 + b % 4
   // of a tile. Tiles at the end are filled up with zeros.
   Vectors32,
+  Vectors16,  // the same of 16 of a row, of which the byte is a number in E4M3
 };
 
 struct Matrix {
@@ -91,6 +93,12 @@ inline const Kernel<bool()> multiplies_mx{"multiplies_mx"};
 constexpr bool has_size_of_mx(int64_t m, int64_t n, int64_t k) {
   return m % 32 == 0 && n % 32 == 0 && k % 32 == 0;
 }
+
+// Both matrices E2M1 with Vectors16, which go with nothing else: likewise from compute capability
+// 10.0 on. k is a multiple of 16 bytes, and so are the rows of what is stored; n is one of 16, as
+// torch asks (`_scaled_mm`). Here the factors may be in device memory.
+inline const Kernel<bool()> multiplies_nvfp4{"multiplies_nvfp4"};
+constexpr bool has_size_of_nvfp4(int64_t n, int64_t k) { return n % 16 == 0 && k % 32 == 0; }
 
 // False where cuBLASLt has no algorithm for it, and then nothing was queued.
 inline const Kernel<bool(Stream, const Gemm&)> gemm{"gemm"};

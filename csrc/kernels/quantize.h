@@ -55,6 +55,13 @@ inline const Kernel<void(Stream, const kernel::Format&, DType, const void* x, co
                          void* decoded_tensor_scale, int64_t rows, int64_t h)>
     quantize{"quantize"};
 
+// The same of NVFP4 whose blocks are 16 rows high, from amax, with codes of two rows in a byte, the
+// upper one lowest: ceil(rows / 2) rows of h bytes.
+inline const Kernel<void(Stream, const kernel::Format&, DType, const void* x, const float* amax,
+                         void* codes, void* scales, void* decoded_tensor_scale, int64_t rows,
+                         int64_t h)>
+    quantize_row_pairs{"quantize_row_pairs"};
+
 inline const Kernel<void(Stream, const kernel::Format&, DType, const void* codes,
                          const void* scales, const void* decoded_tensor_scale, void* out,
                          int64_t rows, int64_t h)>

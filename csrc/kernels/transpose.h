@@ -11,10 +11,17 @@ inline const Kernel<void(Stream, int bytes, const void* from, int64_t from_strid
                          int64_t to_stride, int64_t rows, int64_t cols)>
     transpose{"transpose"};
 
-// Scales of one byte in tiles (Scaling::Vectors32 of kernels/gemm.h), of `outers` rows and `inners`
-// blocks: that of row i and block b is from[i * outer_stride + b * inner_stride].
-inline const Kernel<void(Stream, const void* from, int64_t outer_stride, int64_t inner_stride,
-                         void* to, int64_t outers, int64_t inners)>
+// Scales of one byte in tiles (Scaling::Vectors32 and Vectors16 of kernels/gemm.h), of `outers`
+// rows and `inners` blocks: that of row i and block b is from[i / height * outer_stride + b *
+// inner_stride].
+inline const Kernel<void(Stream, const void* from, int64_t height, int64_t outer_stride,
+                         int64_t inner_stride, void* to, int64_t outers, int64_t inners)>
     tile_scales{"tile_scales"};
+
+// What Gemm::factors takes: left * right * alpha, and beta. Of left and right, 4 bytes of any
+// alignment that hold a float32, a null one is 1.
+inline const Kernel<void(Stream, const void* left, const void* right, float alpha, float beta,
+                         float* to)>
+    join_factors{"join_factors"};
 
 }  // namespace transformer_ops::cuda

@@ -18,8 +18,10 @@ void Checks::operand_dtype(const char* name, const Tensor& tensor) const {
 }
 
 bool is_codes(at::ScalarType dtype) {
-  return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2;
+  return dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2 || dtype == at::kByte;
 }
+
+bool has_pairs(const Tensor& operand) { return operand.scalar_type() == at::kByte; }
 
 at::ScalarType product_dtype(const Tensor& operand) {
   return is_codes(operand.scalar_type()) ? at::kBFloat16 : operand.scalar_type();

@@ -34,7 +34,8 @@ struct OperandScales {
   // Both together, of scales on the CPU, which are one each.
   double factor() const;
 };
-// Those of blocks have dimensions: the rows and columns of the blocks.
+// Those of blocks have dimensions: the rows and columns of the blocks or, of pairs of codes, one
+// with those and the 4 bytes of a float32.
 inline bool is_of_blocks(const Tensor& scale) { return scale.defined() && scale.dim() > 0; }
 
 // Each raises `[op] name must RULE, got VALUE`.
@@ -65,9 +66,11 @@ class Checks {
   OperandScales scales_;
 };
 
-// Codes of FP8, and what a product of such an operand has: bfloat16 of codes.
+// Codes of FP8, or pairs of FP4; and what a product of such an operand has: bfloat16 of codes.
 bool is_codes(at::ScalarType dtype);
 at::ScalarType product_dtype(const Tensor& operand);
+// Pairs of codes of FP4: of two numbers that follow each other along the sum, the first one lowest.
+bool has_pairs(const Tensor& operand);
 
 TensorSpec like(const Tensor& tensor);
 // Of a list; nobody wants one without tensors.

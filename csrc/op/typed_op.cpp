@@ -246,10 +246,15 @@ class DeviceKernel final : public Kernel {
   Call decoded(const Call& call, Values values) const {
     OperandScales scales = call.scales();
     Tensor* scale = &scales.left;
+    const auto [left_by_rows, right_by_rows] = sums_rows(values);
     for (c10::IValue& value : values) {
       if (!value.isTensor() || !value.toTensor().defined()) continue;
       const Tensor& tensor = value.toTensor();
-      if (is_codes(tensor.scalar_type())) {
+      if (is_codes(tensor.scalar_type()) && has_pairs(tensor)) {
+        value = times_blocks_of_pairs(tensor, *scale,
+                                      scale == &scales.left ? left_by_rows : right_by_rows);
+        *scale = scale_of_tensor(*scale);
+      } else if (is_codes(tensor.scalar_type())) {
         const bool has_blocks = is_of_blocks(*scale);
         value = has_blocks ? times_blocks(tensor, *scale) : tensor.to(at::kBFloat16);
         if (has_blocks) *scale = Tensor();
@@ -258,6 +263,14 @@ class DeviceKernel final : public Kernel {
       scale = &scales.right;
     }
     return Call(variant_.name.c_str(), call.main_grad(), std::move(scales), /*takes_codes=*/true);
+  }
+
+  // Of the left and the right operand, is it summed over its rows? In forward neither is; a
+  // gradient is that of an input, or that of a weight.
+  static std::pair<bool, bool> sums_rows(Values values) {
+    const auto mask = std::ranges::find_if(values, [](auto& value) { return value.isBoolList(); });
+    if (mask == values.end()) return {false, false};
+    return {!mask->toBoolList().get(0), true};
   }
 
   Results run_meaning(const Call& call, Values own) const {

@@ -13,5 +13,6 @@ std::vector<GemmPlan> take_products();
 void set_multiplies_codes(bool value);
 void set_multiplies_blocks(bool value);  // likewise, with scales of blocks
 void set_multiplies_mx(bool value);
+void set_multiplies_nvfp4(bool value);
 
 }  // namespace transformer_ops::cuda

@@ -29,6 +29,10 @@ struct Operand {
 
 double get(DType dtype, Codes codes, const void* data, int64_t i) {
   if (codes == Codes::None) return get_number(dtype, data, i);
+  if (codes == Codes::E2M1) {
+    const uint32_t both = static_cast<const uint8_t*>(data)[i / 2];
+    return encoding::decode<encoding::E2M1>(i % 2 == 0 ? both & 0xf : both >> 4);
+  }
   const uint32_t code = static_cast<const uint8_t*>(data)[i];
   return codes == Codes::E4M3 ? encoding::decode<encoding::E4M3>(code)
                               : encoding::decode<encoding::E5M2>(code);
@@ -53,6 +57,12 @@ double scale_at(const void* scale, Scaling scaling, int64_t outer, int64_t inner
       const int64_t at = tile * 512 + row % 32 * 16 + row / 32 * 4 + inner / 32 % 4;
       const uint8_t byte = static_cast<const uint8_t*>(scale)[at];
       return byte == 255 ? std::numeric_limits<double>::quiet_NaN() : std::ldexp(1.0, byte - 127);
+    }
+    case Scaling::Vectors16: {
+      // A tile of scales is that of 128 x 64 elements.
+      const int64_t tile = outer / 128 * ((inners + 63) / 64) + inner / 64, row = outer % 128;
+      const int64_t at = tile * 512 + row % 32 * 16 + row / 32 * 4 + inner / 16 % 4;
+      return encoding::decode<encoding::E4M3>(static_cast<const uint8_t*>(scale)[at]);
     }
     case Scaling::Matrix:
       break;

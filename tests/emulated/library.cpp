@@ -55,6 +55,7 @@ const char* text(DType dtype) {
 
 std::string text(DType dtype, Codes codes, Scaling scaling) {
   if (codes == Codes::None) return text(dtype);
+  if (codes == Codes::E2M1) return scaling == Scaling::Vectors16 ? "nvfp4" : "e2m1";
   const std::string name = codes == Codes::E4M3 ? "e4m3" : "e5m2";
   if (scaling == Scaling::Vectors128) return name + "/1x128";
   if (scaling == Scaling::Vectors32) return name + "/mx";
@@ -76,6 +77,7 @@ std::vector<std::string> products() {
     }
     line << " -> " << text(problem.result_dtype);
     if (plan.beta != 0) line << " beta=" << plan.beta;
+    if (problem.a_codes == Codes::E2M1 && problem.factors_on_device) line << " factors";
     if (problem.fast_sums) line << " fast";
     found.push_back(line.str());
   }
@@ -87,6 +89,7 @@ TORCH_LIBRARY(transformer_ops_emulated, library) {
   library.def("set_multiplies_codes(bool value) -> ()", set_multiplies_codes);
   library.def("set_multiplies_blocks(bool value) -> ()", set_multiplies_blocks);
   library.def("set_multiplies_mx(bool value) -> ()", set_multiplies_mx);
+  library.def("set_multiplies_nvfp4(bool value) -> ()", set_multiplies_nvfp4);
 }
 
 [[maybe_unused]] const bool installed = [] {

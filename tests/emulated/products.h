@@ -70,10 +70,14 @@ class Array {
       set_number(dtype_, bytes_.data(), i + offset_, normal(random));
     }
   }
-  // One a byte: an array of 16-bit numbers has room for twice as many.
+  // One or two a byte: an array of 16-bit numbers has room for as many.
   void fill_codes(Codes codes, std::mt19937& random) {
     std::normal_distribution<float> normal;
     for (char& byte : bytes_) {
+      if (codes == Codes::E2M1) {
+        byte = static_cast<char>(random() & 0xff);
+        continue;
+      }
       const float x = normal(random);
       byte = static_cast<char>(codes == Codes::E4M3 ? encoding::encode<encoding::E4M3>(x, 1.0f)
                                                     : encoding::encode<encoding::E5M2>(x, 1.0f));
@@ -84,6 +88,10 @@ class Array {
   }
   uint8_t get_byte(int64_t i) const { return static_cast<uint8_t>(bytes_[static_cast<size_t>(i)]); }
   double get_code(Codes codes, int64_t i) const {
+    if (codes == Codes::E2M1) {
+      return encoding::decode<encoding::E2M1>(i % 2 == 0 ? get_byte(i / 2) & 0xfu
+                                                         : get_byte(i / 2) >> 4);
+    }
     const auto byte = static_cast<uint8_t>(bytes_[static_cast<size_t>(i)]);
     return codes == Codes::E4M3 ? encoding::decode<encoding::E4M3>(byte)
                                 : encoding::decode<encoding::E5M2>(byte);
@@ -124,23 +132,29 @@ struct Scales {
   Scales(const Memory& memory, Scaling scaling, int64_t outers, int64_t inners, double one)
       : scaling(scaling),
         outers(outers),
-        blocks((inners + 127) / 128),
+        // Of scales of 16, those of 64 numbers, which are in a tile.
+        blocks(scaling == Scaling::Vectors16 ? (inners + 63) / 64 : (inners + 127) / 128),
         array(memory, DType::Float32, count()) {
     std::mt19937 random(static_cast<unsigned>(outers));
     for (int64_t i = 0; i < array.size(); ++i) {
       const int power = static_cast<int>(random() % 5) - 2;
       array.set(i, scaling == Scaling::Matrix ? one : std::ldexp(1.0, power));
     }
-    for (int64_t i = 0; scaling == Scaling::Vectors32 && i < array.size() * 4; ++i) {
-      array.set_byte(i, static_cast<uint8_t>(125 + random() % 5));
+    for (int64_t i = 0; is_in_tiles() && i < array.size() * 4; ++i) {
+      const uint32_t e4m3 = encoding::encode<encoding::E4M3>(0.5f + static_cast<float>(i % 7), 1);
+      array.set_byte(
+          i, static_cast<uint8_t>(scaling == Scaling::Vectors16 ? e4m3 : 125 + random() % 5));
     }
   }
 
+  bool is_in_tiles() const {
+    return scaling == Scaling::Vectors32 || scaling == Scaling::Vectors16;
+  }
   int64_t count() const {
     if (scaling == Scaling::Matrix) return 1;
     if (scaling == Scaling::Vectors128) return outers * blocks;
     const int64_t down = (outers + 127) / 128;
-    return scaling == Scaling::Vectors32 ? down * blocks * 128 : down * stride();
+    return is_in_tiles() ? down * blocks * 128 : down * stride();
   }
   int64_t stride() const { return (blocks + 3) / 4 * 4; }
   double of(int64_t outer, int64_t inner) const {
@@ -148,6 +162,11 @@ struct Scales {
     if (scaling == Scaling::Matrix) return array.get(0);
     if (scaling == Scaling::Vectors128) return array.get(block * outers + outer);
     if (scaling == Scaling::Blocks128) return array.get(outer / 128 * stride() + block);
+    if (scaling == Scaling::Vectors16) {
+      const int64_t tile = outer / 128 * blocks + inner / 64;
+      const int64_t place = tile * 512 + row % 32 * 16 + row / 32 * 4 + inner % 64 / 16;
+      return encoding::decode<encoding::E4M3>(array.get_byte(place));
+    }
     const int64_t at = (outer / 128 * blocks + block) * 512 + row % 32 * 16 + row / 32 * 4;
     return std::ldexp(1.0, array.get_byte(at + inner / 32 % 4) - 127);
   }
@@ -464,6 +483,22 @@ inline std::vector<Product> products() {
   of_blocks("mx_residual", mx, mx, {.epilogue = Epilogue::Bias, .m = 32, .beta = 1.0});
   of_blocks("mx_accumulate", mx, mx,
             {.result_dtype = DType::Float32, .m = 32, .beta = 1.0, .in_place = true});
+  // FP4, with factors in device memory, as the ops have it.
+  const auto of_nvfp4 = [&](const char* name, Product product) {
+    product.a_codes = Codes::E2M1;
+    product.factors_on_device = true;
+    of_codes(name, Codes::E2M1, Codes::E2M1, product);
+    found.back().k = product.k == Product().k ? 352 : product.k;
+    found.back().a_scaling = found.back().b_scaling = Scaling::Vectors16;
+  };
+  of_nvfp4("nvfp4", {.m = 160, .n = 272, .alpha = 0.75});
+  of_nvfp4("nvfp4_few_rows", {.m = 7, .k = 32});
+  of_nvfp4("nvfp4_strided", {.pad = 32});
+  of_nvfp4("nvfp4_bias", {.epilogue = Epilogue::Bias, .alpha = 0.125});
+  of_nvfp4("nvfp4_gelu_aux", {.epilogue = Epilogue::GeluBias, .extra = true, .alpha = 0.0625});
+  of_nvfp4("nvfp4_residual", {.epilogue = Epilogue::Bias, .alpha = 0.5, .beta = 1.0});
+  of_nvfp4("nvfp4_accumulate",
+           {.result_dtype = DType::Float32, .alpha = 0.25, .beta = 1.0, .in_place = true});
   of_blocks("blocks_bias", vectors, blocks, {.epilogue = Epilogue::Bias});
   of_blocks("blocks_gelu", vectors, blocks, {.epilogue = Epilogue::GeluBias});
   of_blocks("blocks_gelu_aux", vectors, blocks, {.epilogue = Epilogue::GeluBias, .extra = true});

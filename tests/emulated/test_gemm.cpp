@@ -200,6 +200,50 @@ TEST(GemmPlan, RefusesWhatNoGpuMultipliesOfBlocks) {
   EXPECT_TRUE(refused([](Gemm& g) { g.n = 120; }));
 }
 
+// FP4 with scales of vectors of 16.
+Gemm nvfp4() {
+  Gemm gemm = blocks();
+  gemm.m = 7;
+  gemm.a.codes = gemm.b.codes = Codes::E2M1;
+  gemm.a.scaling = gemm.b.scaling = Scaling::Vectors16;
+  gemm.factors = reinterpret_cast<const float*>(memory);
+  gemm.fast_sums = true;
+  return gemm;
+}
+
+TEST(GemmPlan, Fp4HasScalesOf16AndFactorsOnTheDevice) {
+  const GemmPlan plan = *plan_gemm(nvfp4());
+  EXPECT_EQ(plan.problem.a_codes, Codes::E2M1);
+  EXPECT_EQ(plan.problem.b_codes, Codes::E2M1);
+  EXPECT_EQ(plan.problem.a_scaling, Scaling::Vectors16);
+  EXPECT_EQ(plan.problem.b_scaling, Scaling::Vectors16);
+  EXPECT_TRUE(plan.problem.factors_on_device);
+  EXPECT_FALSE(plan.problem.fast_sums);
+  // In elements.
+  EXPECT_EQ(plan.problem.a, (Layout{128, 128, 128}));
+  const auto refused = [](auto change) {
+    Gemm gemm = nvfp4();
+    change(gemm);
+    return !plan_gemm(gemm);
+  };
+  EXPECT_FALSE(refused([](Gemm& g) { g.k = 96; }));
+  EXPECT_FALSE(refused([](Gemm& g) { g.n = 144, g.d_stride = 144; }));
+  EXPECT_FALSE(refused([](Gemm& g) { g.factors = nullptr; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.k = 112; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.n = 120; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.stride = 144; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.stride = 144; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.transposed = true; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.transposed = false; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scale = nullptr; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.scale = memory + 8; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.codes = Codes::E4M3; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.codes = g.b.codes = Codes::E4M3; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.b.scaling = Scaling::Vectors32; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.m = 32, g.a.scaling = g.b.scaling = Scaling::Vectors32; }));
+  EXPECT_TRUE(refused([](Gemm& g) { g.a.scaling = g.b.scaling = Scaling::Matrix; }));
+}
+
 TEST(GemmPlan, OperandsSwapAndBecomeTransposes) {
   Gemm gemm = example();
   gemm.a.transposed = true;
@@ -239,6 +283,8 @@ TEST(GemmPlan, ProblemsThatMayNeedAnotherAlgorithmDiffer) {
   add([](Gemm& g) { g = blocks(), g.b.scaling = Scaling::Vectors128; });
   add([](Gemm& g) { g = blocks(), g.m = 32, g.a.scaling = g.b.scaling = Scaling::Vectors32; });
   add([](Gemm& g) { g = blocks(), std::swap(g.a.scaling, g.b.scaling); });
+  add([](Gemm& g) { g = nvfp4(); });
+  add([](Gemm& g) { g = nvfp4(), g.factors = nullptr; });
   add([](Gemm& g) { g.a.data = memory + 16; });
   add([](Gemm& g) { g.b.data = memory + 16; });
   add([](Gemm& g) { g.b.data = memory + 2; });

@@ -90,6 +90,41 @@ TEST_P(QuantizeTest, AdversarialRows) {
   }
 }
 
+// The codes of the formula, of two rows in a byte instead of two columns.
+std::vector<uint8_t> pairs_of_rows(const std::vector<uint8_t>& codes, int64_t rows, int64_t h) {
+  std::vector<uint8_t> pairs(static_cast<size_t>((rows + 1) / 2 * h));
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < h; ++j) {
+      const uint8_t both = codes[static_cast<size_t>(i * ((h + 1) / 2) + j / 2)];
+      const int code = j % 2 == 0 ? both & 0xf : both >> 4;
+      uint8_t& pair = pairs[static_cast<size_t>(i / 2 * h + j)];
+      pair = static_cast<uint8_t>(pair | (i % 2 == 0 ? code : code << 4));
+    }
+  }
+  return pairs;
+}
+
+TEST_P(QuantizeTest, PairsOfRowsHaveTheSameCodes) {
+  for (const char* name : {"nvfp4 16x1", "nvfp4 16x16"}) {
+    const Format& format = *kernel::find_format(name);
+    for (const auto& [rows, h] : cpu::kQuantizedShapes) {
+      const Array numbers = cpu::hard_numbers(dtype, rows, h);
+      const Quantized want = cpu::quantize_by_formula(format, numbers, rows, h);
+      const Buffer x = copy(numbers);
+      const float amax = largest(x, rows * h);
+      std::vector<uint8_t> codes = pairs_of_rows(want.codes, rows, h), got(codes.size() + 1, 0xa5);
+      codes.push_back(0xa5);
+      Quantized found(format, rows, h);
+      float decoded = 0.0f;
+      quantize_row_pairs(nullptr, format, dtype, x.data(), &amax, got.data(), found.scales.data(),
+                         &decoded, rows, h);
+      ASSERT_EQ(got, codes) << name << " " << rows << " x " << h;
+      ASSERT_EQ(found.scales, want.scales) << name << " " << rows << " x " << h;
+      EXPECT_EQ(decoded, 1.0f / want.tensor_scale);
+    }
+  }
+}
+
 // More packs than one round of the threads has.
 TEST_P(QuantizeTest, TheLargestOfMany) {
   const int64_t n = 20011;

@@ -2,7 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <utility>
+#include <array>
+#include <cstring>
 #include <vector>
 
 #include "kernels/transpose.h"
@@ -47,26 +48,47 @@ TEST(Transpose, TurnsEveryElementAndNothingElse) {
 
 // By the indices of the cuBLAS documentation, "1D Block Scaling Factors Layout".
 TEST(Transpose, ScalesInTiles) {
-  for (const auto& [outers, inners] : {std::pair<int64_t, int64_t>{128, 4}, {32, 1}, {300, 9}}) {
+  struct Case {
+    int64_t outers, inners, height;
+  };
+  for (const auto& [outers, inners, height] :
+       {Case{128, 4, 1}, {32, 1, 1}, {300, 9, 1}, {300, 9, 16}, {16, 5, 16}}) {
     for (const bool by_columns : {false, true}) {
-      std::vector<uint8_t> from(static_cast<size_t>(outers * inners));
+      const int64_t down = (outers + height - 1) / height;
+      std::vector<uint8_t> from(static_cast<size_t>(down * inners));
       for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<uint8_t>(1 + i * 7 % 255);
       const int64_t across = (inners + 3) / 4, tiles = (outers + 127) / 128 * across;
       std::vector<uint8_t> to(static_cast<size_t>(tiles * 512 + 4), 0xa5), want(to.size());
       std::fill(want.end() - 4, want.end(), 0xa5);
-      const int64_t outer_stride = by_columns ? 1 : inners, inner_stride = by_columns ? outers : 1;
+      const int64_t outer_stride = by_columns ? 1 : inners, inner_stride = by_columns ? down : 1;
       for (int64_t i = 0; i < outers; ++i) {
         for (int64_t b = 0; b < inners; ++b) {
           const int64_t tile = i / 128 * across + b / 4;
           const int64_t at = tile * 512 + i % 32 * 16 + i % 128 / 32 * 4 + b % 4;
           want[static_cast<size_t>(at)] =
-              from[static_cast<size_t>(i * outer_stride + b * inner_stride)];
+              from[static_cast<size_t>(i / height * outer_stride + b * inner_stride)];
         }
       }
-      tile_scales(nullptr, from.data(), outer_stride, inner_stride, to.data(), outers, inners);
-      EXPECT_EQ(to, want) << outers << " x " << inners;
+      tile_scales(nullptr, from.data(), height, outer_stride, inner_stride, to.data(), outers,
+                  inners);
+      EXPECT_EQ(to, want) << outers << " x " << inners << ", " << height << " high";
     }
   }
+}
+
+TEST(Transpose, FactorsOfAProductAreJoined) {
+  const float left = 3.0f, right = -0.125f;
+  alignas(4) char bytes[9];  // neither is aligned
+  std::memcpy(bytes + 1, &left, sizeof(left));
+  std::memcpy(bytes + 5, &right, sizeof(right));
+  const auto joined = [](const void* a, const void* b) {
+    std::array<float, 3> to = {9, 9, 9};
+    join_factors(nullptr, a, b, /*alpha=*/0.5f, /*beta=*/2.0f, to.data());
+    return to;
+  };
+  EXPECT_EQ(joined(bytes + 1, bytes + 5), (std::array{-0.1875f, 2.0f, 9.0f}));
+  EXPECT_EQ(joined(nullptr, bytes + 5), (std::array{-0.0625f, 2.0f, 9.0f}));
+  EXPECT_EQ(joined(bytes + 1, nullptr), (std::array{1.5f, 2.0f, 9.0f}));
 }
 
 }  // namespace

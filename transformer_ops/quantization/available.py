@@ -107,10 +107,8 @@ def is_nvfp4_available(
 def is_nvfp4_available(
     device: _Device = None, *, return_reason: bool = False
 ) -> bool | tuple[bool, str]:
-    """Whether `NVFP4BlockScaling` is of use on a device: as `is_fp8_available`, but on no GPU yet,
-    because its products are of decoded tensors on all of them.
-    """
-    found = _look(device) or _on_no_gpu(device)
+    """Whether `NVFP4BlockScaling` is of use on a device: as `is_mxfp8_available`."""
+    found = _look(device) or _toolkit() or _capability(device, (10, 0), None, "at least 10.0")
     return found if return_reason else found[0]
 
 
@@ -148,7 +146,3 @@ def _toolkit() -> tuple[bool, str] | None:
     if tuple(map(int, info["toolkit"].split(".")[:2])) >= (12, 9):
         return None
     return False, f"the CUDA toolkit must be at least 12.9, got {info['toolkit']}: {_EMULATED}"
-
-
-def _on_no_gpu(device: _Device) -> tuple[bool, str]:
-    return False, f"device must be the CPU, got {_device(device)}: {_EMULATED}"

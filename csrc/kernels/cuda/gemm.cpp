@@ -52,8 +52,15 @@ void check(cudaError_t error, const char* rule) {
                            cudaGetErrorName(error));
 }
 
+cudaDataType_t data_type(Codes codes) {
+#if TRANSFORMER_OPS_HAS_BLOCKS
+  if (codes == Codes::E2M1) return CUDA_R_4F_E2M1;
+#endif
+  return codes == Codes::E4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
+}
+
 cudaDataType_t data_type(DType dtype, Codes codes = Codes::None) {
-  if (codes != Codes::None) return codes == Codes::E4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
+  if (codes != Codes::None) return data_type(codes);
   switch (dtype) {
     case DType::Float16:
       return CUDA_R_16F;
@@ -132,6 +139,8 @@ class Operation {
         return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
       case Scaling::Vectors32:
         return CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+      case Scaling::Vectors16:
+        return CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3;
       case Scaling::Matrix:
         break;
     }
@@ -293,6 +302,7 @@ bool knows_blocks() { return TRANSFORMER_OPS_HAS_BLOCKS && cublasLtGetVersion() 
 
 bool can_multiply(const LtProblem& problem) {
   if (problem.a_codes == Codes::None) return true;
+  if (problem.a_scaling == Scaling::Vectors16) return entry::multiplies_nvfp4();
   if (problem.a_scaling == Scaling::Vectors32) return entry::multiplies_mx();
   return has_blocks(problem) ? entry::multiplies_blocks() : entry::multiplies_codes();
 }
@@ -305,6 +315,8 @@ bool entry::multiplies_codes() { return capability() >= 89; }
 bool entry::multiplies_blocks() { return knows_blocks() && capability() == 90; }
 
 bool entry::multiplies_mx() { return knows_blocks() && capability() >= 100; }
+
+bool entry::multiplies_nvfp4() { return knows_blocks() && capability() >= 100; }
 
 bool entry::gemm(Stream stream, const Gemm& gemm) {
   const auto plan = plan_gemm(gemm);
@@ -330,6 +342,7 @@ bool entry::gemm(Stream stream, const Gemm& gemm) {
 TRANSFORMER_OPS_KERNEL(multiplies_codes, "cuda");
 TRANSFORMER_OPS_KERNEL(multiplies_blocks, "cuda");
 TRANSFORMER_OPS_KERNEL(multiplies_mx, "cuda");
+TRANSFORMER_OPS_KERNEL(multiplies_nvfp4, "cuda");
 TRANSFORMER_OPS_KERNEL(gemm, "cuda");
 
 }  // namespace transformer_ops::cuda

@@ -56,12 +56,20 @@ bool blocks_fit(const Gemm& gemm) {
   if (!has_blocks(gemm.a) && !has_blocks(gemm.b)) return true;
   if (gemm.a.scale == nullptr || gemm.b.scale == nullptr) return false;
   if (alignment(gemm.a.scale) < 16 || alignment(gemm.b.scale) < 16) return false;
+  if (gemm.a.scaling == Scaling::Vectors16 || gemm.b.scaling == Scaling::Vectors16) {
+    return gemm.a.scaling == gemm.b.scaling && has_size_of_nvfp4(gemm.n, gemm.k);
+  }
   if (gemm.a.scaling == Scaling::Vectors32 || gemm.b.scaling == Scaling::Vectors32) {
     return gemm.a.scaling == gemm.b.scaling && has_size_of_mx(gemm.m, gemm.n, gemm.k);
   }
   const bool both_2d = gemm.a.scaling == Scaling::Blocks128 && gemm.b.scaling == Scaling::Blocks128;
   return has_blocks(gemm.a) && has_blocks(gemm.b) && !both_2d &&
          has_size_of_blocks(gemm.m, gemm.n, gemm.k);
+}
+
+// E2M1 goes with scales of 16 alone, and they with it.
+bool has_own_scaling(const Matrix& matrix) {
+  return (matrix.codes == Codes::E2M1) == (matrix.scaling == Scaling::Vectors16);
 }
 
 // By the rules of kernels/gemm.h; of epilogues, those that ops ask for.
@@ -72,10 +80,13 @@ bool codes_fit(const Gemm& gemm) {
                             gemm.epilogue == Epilogue::GeluBias;
   // With float32 results it adds no bias of float32.
   if (!has_epilogue || (gemm.bias != nullptr && gemm.result_dtype != DType::BFloat16)) return false;
-  if (gemm.dtype != DType::BFloat16 || gemm.factors != nullptr) return false;
+  const bool is_fp4 = gemm.a.codes == Codes::E2M1;
+  if (!has_own_scaling(gemm.a) || !has_own_scaling(gemm.b)) return false;
+  if (gemm.dtype != DType::BFloat16 || (gemm.factors != nullptr && !is_fp4)) return false;
   if (gemm.a.transposed || !gemm.b.transposed || !has_size_of_codes(gemm.n, gemm.k)) return false;
   if (!blocks_fit(gemm)) return false;
-  if (gemm.a.stride % 16 != 0 || gemm.b.stride % 16 != 0) return false;
+  const int64_t word = is_fp4 ? 32 : 16;  // codes of 16 bytes
+  if (gemm.a.stride % word != 0 || gemm.b.stride % word != 0) return false;
   const int64_t result_bytes = gemm.result_dtype == DType::Float32 ? 4 : 2;
   if (gemm.d_stride * result_bytes % 16 != 0) return false;
   if (gemm.beta != 0.0 && (gemm.c_stride * result_bytes % 16 != 0 || alignment(gemm.c) < 16)) {

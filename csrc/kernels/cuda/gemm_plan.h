@@ -82,6 +82,7 @@ namespace entry {
 bool multiplies_codes();
 bool multiplies_blocks();
 bool multiplies_mx();
+bool multiplies_nvfp4();
 bool gemm(Stream stream, const Gemm& gemm);
 }  // namespace entry
 

@@ -42,6 +42,22 @@ __global__ void __launch_bounds__(kElementThreads)
 
 // ---- codes of a pack
 
+// The first `wanted` of them.
+template <int N>
+TRANSFORMER_OPS_DEVICE void store_bytes(uint8_t* to, const uint8_t (&bytes)[N], int wanted) {
+  if (wanted == N && reinterpret_cast<uintptr_t>(to) % N == 0) {
+    using Word = std::conditional_t<N == 8, uint64_t, uint32_t>;
+    Word word;
+    memcpy(&word, bytes, sizeof(word));
+    *reinterpret_cast<Word*>(to) = word;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    if (j < wanted) to[j] = bytes[j];
+  }
+}
+
 template <class E>
 TRANSFORMER_OPS_DEVICE void store_codes(uint8_t* to, const uint32_t (&code)[kPack], int count) {
   uint8_t bytes[kPackBytes<E>];
@@ -51,29 +67,23 @@ TRANSFORMER_OPS_DEVICE void store_codes(uint8_t* to, const uint32_t (&code)[kPac
     bytes[j] = static_cast<uint8_t>(packed ? code[2 * j % kPack] | code[(2 * j + 1) % kPack] << 4
                                            : code[j]);
   }
-  const int wanted = (count * kPackBytes<E> + kPack - 1) / kPack;
-  if (wanted == kPackBytes<E> && reinterpret_cast<uintptr_t>(to) % kPackBytes<E> == 0) {
-    using Word = std::conditional_t<kPackBytes<E> == 8, uint64_t, uint32_t>;
-    Word word;
-    memcpy(&word, bytes, sizeof(word));
-    *reinterpret_cast<Word*>(to) = word;
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kPackBytes<E>; ++j) {
-    if (j < wanted) to[j] = bytes[j];
-  }
+  store_bytes(to, bytes, (count * kPackBytes<E> + kPack - 1) / kPack);
 }
 
-// scale_of(j) of number j.
+// scale_of(j) of number j; zeros behind `count`.
 template <class E, class T, class Scale>
-TRANSFORMER_OPS_DEVICE void encode_each(uint8_t* to, const Pack<T, kPack>& x, int count,
-                                        const Scale& scale_of) {
-  uint32_t code[kPack];
+TRANSFORMER_OPS_DEVICE void codes_of(uint32_t (&code)[kPack], const Pack<T, kPack>& x, int count,
+                                     const Scale& scale_of) {
 #pragma unroll
   for (int j = 0; j < kPack; ++j) {
     code[j] = j < count ? encoding::encode<E>(to_number(x[j]), scale_of(j)) & 0xff : 0;
   }
+}
+template <class E, class T, class Scale>
+TRANSFORMER_OPS_DEVICE void encode_each(uint8_t* to, const Pack<T, kPack>& x, int count,
+                                        const Scale& scale_of) {
+  uint32_t code[kPack];
+  codes_of<E>(code, x, count, scale_of);
   store_codes<E>(to, code, count);
 }
 template <class E, class T>
@@ -131,6 +141,24 @@ struct Encoder {
   }
 };
 
+// Of 4 bits, those of a row, which is even, and of the next, of which there may be none, in a byte.
+template <bool Aligned, class E, class T, class Scale>
+TRANSFORMER_OPS_DEVICE void encode_pair(const Encoder<E, T>& body, int64_t row, int64_t column,
+                                        int count, const Scale& scale_of) {
+  const int64_t h = body.layout.h;
+  const T* const from = body.x + row * h + column;
+  const int below = row + 1 < body.layout.rows ? count : 0;
+  uint32_t upper[kPack], lower[kPack];
+  codes_of<E>(upper, load_group<Aligned>(from, count), count, scale_of);
+  Pack<T, kPack> next = {};
+  if (below > 0) next = load_group<Aligned>(from + h, below);
+  codes_of<E>(lower, next, below, scale_of);
+  uint8_t bytes[kPack];
+#pragma unroll
+  for (int j = 0; j < kPack; ++j) bytes[j] = static_cast<uint8_t>(upper[j] | lower[j] << 4);
+  store_bytes(body.codes + row / 2 * h + column, bytes, count);
+}
+
 // ---- one scale for all
 
 template <bool Aligned, class E, class T>
@@ -172,7 +200,8 @@ __global__ void __launch_bounds__(kElementThreads) encode_rows_kernel(Encoder<E,
 
 // ---- blocks of several rows: a block of threads has one each
 
-template <bool Aligned, class E, class T>
+// Pairs: of two rows in a byte.
+template <bool Aligned, bool Pairs, class E, class T>
 __global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<E, T> body) {
   TRANSFORMER_OPS_SHARED(uint32_t, shared);
   const Layout& layout = body.layout;
@@ -204,13 +233,17 @@ __global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<
     if (block == 0) body.store_tensor_scale(tensor_scale);
   }
   for_packs([&](int64_t row, int64_t column, const Pack<T, kPack>& x, int count) {
-    encode_pack<E>(body.codes_at(row, column), x, count, scale.encode);
+    if constexpr (!Pairs) {
+      encode_pack<E>(body.codes_at(row, column), x, count, scale.encode);
+    } else if (row % 2 == 0) {
+      encode_pair<Aligned>(body, row, column, count, [&](int) { return scale.encode; });
+    }
   });
 }
 
 // ---- blocks of one column: a thread has a pack of them
 
-template <bool Aligned, class E, class T>
+template <bool Aligned, bool Pairs, class E, class T>
 __global__ void __launch_bounds__(kElementThreads) encode_columns_kernel(Encoder<E, T> body) {
   const Layout& layout = body.layout;
   const int64_t thread =
@@ -244,10 +277,29 @@ __global__ void __launch_bounds__(kElementThreads) encode_columns_kernel(Encoder
     if (j < count)
       encoding::store_scale(layout.rule, body.scales, down * layout.h + column + j, scale);
   }
-  for (int64_t row = first; row < end; ++row) {
-    encode_each<E>(body.codes_at(row, column), load_row(row), count,
-                   [&](int j) { return scales[j]; });
+  const auto scale_of = [&](int j) { return scales[j]; };
+  for (int64_t row = first; row < end; row += Pairs ? 2 : 1) {
+    if constexpr (Pairs) {
+      encode_pair<Aligned>(body, row, column, count, scale_of);
+    } else {
+      encode_each<E>(body.codes_at(row, column), load_row(row), count, scale_of);
+    }
   }
+}
+
+template <bool Aligned, bool Pairs, class E, class T>
+void encode_high(Stream stream, const Format& format, const Encoder<E, T>& body) {
+  const Layout& layout = body.layout;
+  const int64_t bands = ceil_div(layout.rows, layout.block_rows);
+  if (format.block_columns == 1) {
+    const int64_t blocks = std::max<int64_t>(1, ceil_div(body.across * bands, kElementThreads));
+    launch(stream, {blocks, kElementThreads}, encode_columns_kernel<Aligned, Pairs, E, T>, body);
+    return;
+  }
+  const int64_t packs = format.block_rows * format.block_columns / kPack;
+  const auto threads = static_cast<int>(std::min<int64_t>(packs, kElementThreads));
+  launch(stream, {std::max<int64_t>(layout.blocks * bands, 1), threads, kSharedWords},
+         encode_blocks_kernel<Aligned, Pairs, E, T>, body);
 }
 
 template <bool Aligned, class E, class T>
@@ -260,23 +312,29 @@ void encode(Stream stream, const Format& format, const Encoder<E, T>& body) {
     launch(stream, {blocks, kElementThreads}, encode_all_kernel<Aligned, E, T>, body, n);
     return;
   }
-  const int64_t blocks = layout.blocks * ceil_div(layout.rows, layout.block_rows);
-  if (format.block_columns == 1) {
-    const int64_t threads = body.across * ceil_div(layout.rows, layout.block_rows);
-    launch(stream, {std::max<int64_t>(1, ceil_div(threads, kElementThreads)), kElementThreads},
-           encode_columns_kernel<Aligned, E, T>, body);
-    return;
-  }
-  if (format.block_rows == 1) {
-    const int64_t threads = std::max<int64_t>(1, blocks * (layout.block_columns / kPack));
-    launch(stream, {ceil_div(threads, kElementThreads), kElementThreads},
-           encode_rows_kernel<Aligned, E, T>, body);
-    return;
-  }
-  const int64_t packs = format.block_rows * format.block_columns / kPack;
-  const auto threads = static_cast<int>(std::min<int64_t>(packs, kElementThreads));
-  launch(stream, {std::max<int64_t>(blocks, 1), threads, kSharedWords},
-         encode_blocks_kernel<Aligned, E, T>, body);
+  if (format.block_rows != 1) return encode_high<Aligned, /*Pairs=*/false>(stream, format, body);
+  const int64_t blocks = layout.blocks * layout.rows;
+  const int64_t threads = std::max<int64_t>(1, blocks * (layout.block_columns / kPack));
+  launch(stream, {ceil_div(threads, kElementThreads), kElementThreads},
+         encode_rows_kernel<Aligned, E, T>, body);
+}
+
+template <class E, class T>
+Encoder<E, T> encoder(const Format& format, const void* x, const float* amax,
+                      const float* tensor_scale, void* codes, void* scales,
+                      void* decoded_tensor_scale, int64_t rows, int64_t h) {
+  const Layout layout(format, encoding::rule_for<E>(format), rows, h);
+  const int64_t across = format.block_columns == 1 ? ceil_div(h, kPack) : layout.blocks;
+  return {layout,
+          static_cast<const T*>(x),
+          reinterpret_cast<const uint32_t*>(amax),
+          tensor_scale,
+          static_cast<uint8_t*>(codes),
+          scales,
+          static_cast<uint8_t*>(decoded_tensor_scale),
+          format.per_tensor() ? E::kLargest : E::kLargest * 448.0f,
+          across,
+          Divisor(std::max<int64_t>(across, 1))};
 }
 
 // ---- decode
@@ -355,22 +413,24 @@ void quantize(Stream stream, const Format& format, DType dtype, const void* x, c
   dispatch(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     with_element(format.element, [&]<class E>(Type<E>) {
-      const Layout layout(format, encoding::rule_for<E>(format), rows, h);
-      const int64_t across = format.block_columns == 1 ? ceil_div(h, kPack) : layout.blocks;
-      const float most = format.per_tensor() ? E::kLargest : E::kLargest * 448.0f;
-      const Encoder<E, T> body{layout,
-                               static_cast<const T*>(x),
-                               reinterpret_cast<const uint32_t*>(amax),
-                               tensor_scale,
-                               static_cast<uint8_t*>(codes),
-                               scales,
-                               static_cast<uint8_t*>(decoded_tensor_scale),
-                               most,
-                               across,
-                               Divisor(std::max<int64_t>(across, 1))};
+      const auto body = encoder<E, T>(format, x, amax, tensor_scale, codes, scales,
+                                      decoded_tensor_scale, rows, h);
       if (aligned16(x) && h % kPack == 0) return encode<true>(stream, format, body);
       encode<false>(stream, format, body);
     });
+  });
+}
+
+void quantize_row_pairs(Stream stream, const Format& format, DType dtype, const void* x,
+                        const float* amax, void* codes, void* scales, void* decoded_tensor_scale,
+                        int64_t rows, int64_t h) {
+  dispatch(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const auto body = encoder<encoding::E2M1, T>(format, x, amax, /*tensor_scale=*/nullptr, codes,
+                                                 scales, decoded_tensor_scale, rows, h);
+    if (aligned16(x) && h % kPack == 0)
+      return encode_high<true, /*Pairs=*/true>(stream, format, body);
+    encode_high<false, /*Pairs=*/true>(stream, format, body);
   });
 }
 
@@ -404,6 +464,7 @@ void dequantize(Stream stream, const Format& format, DType dtype, const void* co
 TRANSFORMER_OPS_KERNEL(largest_parts, "cuda");
 TRANSFORMER_OPS_KERNEL(largest, "cuda");
 TRANSFORMER_OPS_KERNEL(quantize, "cuda");
+TRANSFORMER_OPS_KERNEL(quantize_row_pairs, "cuda");
 TRANSFORMER_OPS_KERNEL(dequantize, "cuda");
 
 }  // namespace

@@ -115,7 +115,7 @@ constexpr int kTileRows = 128;
 
 struct Tiles {
   const uint8_t* from;
-  int64_t outer_stride, inner_stride;
+  int64_t height, outer_stride, inner_stride;
   uint32_t* to;
   int64_t outers, inners;
   int64_t across;  // tiles of a row
@@ -134,10 +134,28 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(Tiles tiles) {
   for (int i = 0; i < 4; ++i) {
     if (outer >= tiles.outers || inner + i >= tiles.inners) continue;
     const uint8_t* const scale =
-        tiles.from + outer * tiles.outer_stride + (inner + i) * tiles.inner_stride;
+        tiles.from + outer / tiles.height * tiles.outer_stride + (inner + i) * tiles.inner_stride;
     word |= static_cast<uint32_t>(*scale) << (8 * i);
   }
   tiles.to[at] = word;
+}
+
+// ---- factors of a product
+
+TRANSFORMER_OPS_DEVICE float factor_at(const uint8_t* bytes) {
+  if (bytes == nullptr) return 1.0f;
+  uint32_t bits = 0;
+  for (int i = 0; i < 4; ++i) bits |= static_cast<uint32_t>(bytes[i]) << (8 * i);
+  float factor;
+  memcpy(&factor, &bits, sizeof(factor));
+  return factor;
+}
+
+__global__ void factors_kernel(const uint8_t* left, const uint8_t* right, float alpha, float beta,
+                               float* to) {
+  if (threadIdx.x != 0) return;
+  to[0] = factor_at(left) * factor_at(right) * alpha;
+  to[1] = beta;
 }
 
 namespace entry {
@@ -158,19 +176,26 @@ void transpose(Stream stream, int bytes, const void* from, int64_t from_stride, 
          aligned ? turn_bytes_kernel<true> : turn_bytes_kernel<false>, turn);
 }
 
-void tile_scales(Stream stream, const void* from, int64_t outer_stride, int64_t inner_stride,
-                 void* to, int64_t outers, int64_t inners) {
+void tile_scales(Stream stream, const void* from, int64_t height, int64_t outer_stride,
+                 int64_t inner_stride, void* to, int64_t outers, int64_t inners) {
   const int64_t across = ceil_div(inners, 4);
   const int64_t words = ceil_div(outers, kTileRows) * across * kTileRows;
   launch(stream, {ceil_div(words, kThreads), kThreads}, tile_kernel,
-         Tiles{static_cast<const uint8_t*>(from), outer_stride, inner_stride,
+         Tiles{static_cast<const uint8_t*>(from), height, outer_stride, inner_stride,
                static_cast<uint32_t*>(to), outers, inners, across, words});
+}
+
+void join_factors(Stream stream, const void* left, const void* right, float alpha, float beta,
+                  float* to) {
+  launch(stream, {1, kWarp}, factors_kernel, static_cast<const uint8_t*>(left),
+         static_cast<const uint8_t*>(right), alpha, beta, to);
 }
 
 }  // namespace entry
 
 TRANSFORMER_OPS_KERNEL(transpose, "cuda");
 TRANSFORMER_OPS_KERNEL(tile_scales, "cuda");
+TRANSFORMER_OPS_KERNEL(join_factors, "cuda");
 
 }  // namespace
 }  // namespace transformer_ops::cuda

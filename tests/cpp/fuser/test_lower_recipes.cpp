@@ -117,17 +117,55 @@ backward Product ops=[0]
   // The gradient decides on backward alone.
   EXPECT_EQ(has_codes("e4m3 1x128, e4m3 1x128, exact", DType::BFloat16), std::pair(true, false));
   EXPECT_EQ(has_codes("mx e4m3, mx e4m3, mx e5m2", DType::BFloat16), std::pair(true, true));
+  EXPECT_EQ(has_codes("nvfp4, nvfp4 16x16, exact", DType::BFloat16), std::pair(true, false));
   // Other dtypes, one operand alone, other scales, and what is rounded at random.
   EXPECT_EQ(has_codes(recipe, DType::Float32), std::pair(false, false));
   EXPECT_EQ(has_codes(recipe, DType::Float16), std::pair(false, false));
   for (const char* formats :
        {"e4m3 1x128, exact, e4m3 1x128", "e4m3 1x128, e4m3, e4m3 1x128",
-        "mx e4m3, e4m3 128x128, mx e4m3", "nvfp4, nvfp4, nvfp4",
+        "mx e4m3, e4m3 128x128, mx e4m3", "nvfp4, mx e4m3, nvfp4", "nvfp4 16x1, nvfp4, nvfp4",
         "e4m3 128x128, e4m3 128x128, e4m3 128x128", "mx e5m2, mx e5m2, mx e5m2"}) {
     EXPECT_EQ(has_codes(formats, DType::BFloat16), std::pair(false, false)) << formats;
   }
   EXPECT_EQ(has_codes("e4m3 1x128, e4m3 128x128, e4m3 1x128, stochastic", DType::BFloat16),
             std::pair(true, false));
+}
+
+// Codes of 4 bits are two in a byte: along the sum, by quantize_columns where that is over rows.
+TEST(LowerRecipes, ProductsOnCudaTakePairsOfCodes) {
+  const auto ops = nodes({"Product"});
+  const auto text_of = [&](const char* recipe, DType dtype = DType::BFloat16) {
+    PlanKey key = with_recipe(ops, recipe, dtype);
+    key.device = Device::Cuda;
+    return steps_text(toy::plan(ops, key));
+  };
+  const std::string whole = "nvfp4, nvfp4 16x16, nvfp4, hadamard, stochastic";
+  EXPECT_EQ(text_of(whole.c_str()), "first_backward 0\nrecipe " + whole + R"(
+forward Product ops=[0]
+  t0.rounded_input, t0.rounded_input_scale = quantize(x0, "nvfp4")
+  t0.rounded_weight, t0.rounded_weight_scale = quantize(p0.weight, "nvfp4 16x16")
+  x1 = product_scaled(t0.rounded_input, t0.rounded_weight, t0.rounded_input_scale, t0.rounded_weight_scale)
+  save s0.input=x0, s0.weight=p0.weight
+backward Product ops=[0]
+  t0.rounded_grad_output, t0.rounded_grad_output_scale = quantize_stochastic(g1, "nvfp4")
+  t0.rounded_weight, t0.rounded_weight_scale = quantize_columns_saved(g1, s0.weight, "nvfp4 16x16")
+  g0, t0.unused = product_backward_scaled(t0.rounded_grad_output, none, t0.rounded_weight, [true, false], t0.rounded_grad_output_scale, t0.rounded_weight_scale)
+  t0.turned_grad_output = hadamard_columns(g1, g1)
+  t0.rounded_grad_output_columns, t0.rounded_grad_output_columns_scale = quantize_columns_stochastic(t0.turned_grad_output, "nvfp4 16x1")
+  t0.turned_input = hadamard_columns(g1, s0.input)
+  t0.rounded_input, t0.rounded_input_scale = quantize_columns_saved(g1, t0.turned_input, "nvfp4 16x1")
+  t0.unused, dp0.weight = product_backward_scaled(t0.rounded_grad_output_columns, t0.rounded_input, none, [false, true], t0.rounded_grad_output_columns_scale, t0.rounded_input_scale)
+)");
+  const std::string plain = text_of("nvfp4, nvfp4, nvfp4");
+  EXPECT_EQ(plain.find("stochastic"), std::string::npos);
+  EXPECT_NE(plain.find("= quantize_columns(g1, \"nvfp4 16x1\")"), std::string::npos);
+  EXPECT_NE(plain.find("= quantize_columns_saved(g1, s0.weight, \"nvfp4 16x1\")"),
+            std::string::npos);
+  // Of square blocks of the gradient one rounding would serve two products, which take two.
+  const std::string square = text_of("nvfp4, nvfp4, nvfp4 16x16");
+  EXPECT_NE(square.find("= quantize(x0, \"nvfp4\")"), std::string::npos);
+  EXPECT_EQ(square.find("quantize_columns"), std::string::npos);
+  EXPECT_EQ(text_of(whole.c_str(), DType::Float32).find("quantize_columns"), std::string::npos);
 }
 
 // How often a text has each dtype of operands: values, E4M3 and E5M2 codes.
@@ -155,7 +193,8 @@ TEST(LowerRecipes, ProductsOnCudaTakeCodesWhereOneScaleIsAllThereIs) {
   EXPECT_EQ(found("e4m3, e4m3, exact"), (Counts{2, 2, 0}));
   EXPECT_EQ(found("e4m3, exact, e4m3"), (Counts{3, 0, 0}));
   EXPECT_EQ(found("e4m3, mx e4m3, e4m3"), (Counts{5, 0, 0}));
-  EXPECT_EQ(found("nvfp4, nvfp4 16x16, nvfp4"), (Counts{6, 0, 0}));
+  EXPECT_EQ(found("nvfp4, e4m3, nvfp4"), (Counts{6, 0, 0}));
+  EXPECT_EQ(found("nvfp4, nvfp4, nvfp4 16x16"), (Counts{3, 0, 0}));
   EXPECT_EQ(found("e4m3, e4m3, e4m3, stochastic"), (Counts{3, 2, 0}));
 }
 

@@ -71,6 +71,7 @@ DType dtype_of(uint64_t type) {
 }
 
 Codes codes_of(uint64_t type) {
+  if (type == CUDA_R_4F_E2M1) return Codes::E2M1;
   if (type == CUDA_R_8F_E4M3) return Codes::E4M3;
   return type == CUDA_R_8F_E5M2 ? Codes::E5M2 : Codes::None;
 }
@@ -85,6 +86,8 @@ std::optional<Scaling> scaling_of(uint64_t mode) {
       return Scaling::Blocks128;
     case CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0:
       return Scaling::Vectors32;
+    case CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3:
+      return Scaling::Vectors16;
     default:
       return std::nullopt;
   }
@@ -99,12 +102,19 @@ bool takes_scales(const cublasLtMatmulDescOpaque_t& desc, const Layout& a, const
   if (a_scaling == Scaling::Matrix && b_scaling == Scaling::Matrix) return true;
   if (a_scaling == Scaling::Matrix || b_scaling == Scaling::Matrix) return false;
   if (a_scaling == Scaling::Blocks128 && b_scaling == Scaling::Blocks128) return false;
-  if ((a_scaling == Scaling::Vectors32) != (b_scaling == Scaling::Vectors32)) return false;
+  for (const Scaling of_bytes : {Scaling::Vectors32, Scaling::Vectors16}) {
+    if ((a_scaling == of_bytes) != (b_scaling == of_bytes)) return false;
+  }
   for (const auto attribute :
        {CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER}) {
     if (desc.data[attribute] == 0 || desc.data[attribute] % 16 != 0) return false;
   }
-  // Of the one layout of codes, the columns are M and N.
+  // Rows of FP4 are whole bytes, and have whole blocks.
+  if (a_scaling == Scaling::Vectors16 && (a.rows % 16 != 0 || a.ld % 32 != 0 || b.ld % 32 != 0)) {
+    return false;
+  }
+  // Of the one layout of codes, the columns are M and N; they may be any number of rows of FP4.
+  if (a_scaling == Scaling::Vectors16) return desc.data[CUBLASLT_MATMUL_DESC_FAST_ACCUM] == 0;
   return a.cols % 4 == 0 && b.cols % 4 == 0 && desc.data[CUBLASLT_MATMUL_DESC_FAST_ACCUM] == 0;
 }
 
@@ -262,7 +272,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     return CUBLAS_STATUS_INVALID_VALUE;
   }
   const auto scaling = scaling_of(desc->data[kAScaling]);
-  const bool is_mx = scaling == Scaling::Vectors32;
+  const bool is_mx = scaling == Scaling::Vectors32 || scaling == Scaling::Vectors16;
   if (scaling != Scaling::Matrix && (is_mx ? fake().capability < 100 : fake().capability != 90)) {
     return CUBLAS_STATUS_NOT_SUPPORTED;
   }
@@ -294,6 +304,13 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   }
   if (!takes_scales(*desc, layout_of(*a_layout), layout_of(*b_layout))) {
     return CUBLAS_STATUS_INVALID_VALUE;
+  }
+  // FP4 has scales of 16, and nothing else has.
+  for (const auto& [codes, mode] :
+       {std::pair(a_codes, desc->data[kAScaling]), std::pair(b_codes, desc->data[kBScaling])}) {
+    if ((codes == Codes::E2M1) != (scaling_of(mode) == Scaling::Vectors16)) {
+      return CUBLAS_STATUS_INVALID_VALUE;
+    }
   }
   if (handle == nullptr || algo->data[0] != kMark || desc->data[kScale] != CUDA_R_32F ||
       workspace_bytes < fake().workspace_bytes ||

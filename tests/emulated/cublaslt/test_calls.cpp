@@ -53,7 +53,9 @@ class CublasLt : public testing::Test {
 TEST_F(CublasLt, DescriptorsSayWhatIsComputed) {
   for (const Product& product : products()) {
     // No GPU has both.
-    fake().capability = product.a_scaling == Scaling::Vectors32 ? 100 : 90;
+    const bool is_later =
+        product.a_scaling == Scaling::Vectors32 || product.a_scaling == Scaling::Vectors16;
+    fake().capability = is_later ? 100 : 90;
     fake().device = 5000 + fake().capability;
     HostMemory blocks;
     const Memory memory = blocks.get();
@@ -108,12 +110,16 @@ TEST_F(CublasLt, MultipliesMxFromComputeCapability100On) {
     fake().device = 4000 + capability;
     fake().capability = capability;
     EXPECT_EQ(entry::multiplies_mx(), wanted) << capability;
+    EXPECT_EQ(entry::multiplies_nvfp4(), wanted) << capability;
     Gemm call = example();
     call.m = call.n = call.d_stride = 32;
     call.k = 128;
     call.a = {codes, 128, false, Codes::E4M3, memory + 2048, Scaling::Vectors32};
     call.b = {codes, 128, true, Codes::E4M3, memory + 2048, Scaling::Vectors32};
     call.d = result;
+    EXPECT_EQ(entry::gemm(nullptr, call), wanted) << capability;
+    call.a.codes = call.b.codes = Codes::E2M1;
+    call.a.scaling = call.b.scaling = Scaling::Vectors16;
     EXPECT_EQ(entry::gemm(nullptr, call), wanted) << capability;
   }
 }
@@ -127,6 +133,7 @@ TEST_F(CublasLt, AnOldLibraryKnowsNoBlocks) {
     EXPECT_TRUE(entry::multiplies_codes());
     fake().capability = 100;
     EXPECT_EQ(entry::multiplies_mx(), wanted) << version;
+    EXPECT_EQ(entry::multiplies_nvfp4(), wanted) << version;
   }
   fake().version = 130000;
 }

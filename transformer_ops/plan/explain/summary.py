@@ -190,13 +190,28 @@ def _how(plan: Plan) -> str:
             "codes of MXFP8 are multiplied, with CUDA 12.9 from compute capability 10.0 on, and "
             "where sizes are multiples of 32"
         )
+    if any(format.startswith("nvfp4") for format in formats):
+        rows.append(
+            "codes of NVFP4 are multiplied, with CUDA 12.9 from compute capability 10.0 on, and "
+            "where sums are over multiples of 32 and columns are multiples of 16"
+        )
     emulated = "emulated, by products of decoded tensors"
     return "; ".join([*rows, f"all else is {emulated}"]) if rows else emulated
 
 
+_ENCODERS = {
+    "quantize",
+    "quantize_saved",
+    "quantize_stochastic",
+    "quantize_columns",
+    "quantize_columns_saved",
+    "quantize_columns_stochastic",
+}
+
+
 def _format_of_blocks(call: Instruction) -> str:
     """Of a call that gives codes of an operand, and a scale for each of their blocks."""
-    format = call.arguments[-1] if call.target in ("quantize", "quantize_saved") else None
+    format = call.arguments[-1] if call.target in _ENCODERS else None
     value = call.results[0]
     is_operand = isinstance(value, Value) and value.kind == "temporary"
     return str(format[0]) if is_operand and isinstance(format, tuple) else ""
