@@ -116,6 +116,15 @@ def test_the_mean_of_codes_at_random() -> None:
     assert (total / 400 - x).abs().mean() <= nearest / 4
 
 
+@pytest.mark.parametrize("shape", [(32, 48), (2, 9, 7)], ids=str)
+def test_what_compilers_know_of_codes(shape: tuple[int, ...]) -> None:
+    """Sizes, and that nothing is written."""
+    x, test_utils = torch.randn(shape), ("test_schema", "test_faketensor")
+    for name in ("quantize_columns", "quantize_columns_stochastic", "quantize_stochastic"):
+        for format in ("nvfp4 16x1", "nvfp4 16x16"):
+            torch.library.opcheck(getattr(o, name).default, (x, format), test_utils=test_utils)
+
+
 def test_other_formats_are_refused() -> None:
     x = torch.randn(4, 32)
     for name in ("quantize_columns", "quantize_columns_stochastic"):
