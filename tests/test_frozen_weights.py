@@ -105,7 +105,8 @@ def test_it_computes_the_same_and_rounds_less(recipe: Recipe) -> None:
     if not isinstance(recipe, DelayedScaling):
         assert counter.count == (2 if recipe in ONE_FORMAT else 4)
     else:
-        assert 3 <= counter.count <= 3 * 3
+        # Three calls of each; two find what the same scale gave before.
+        assert counter.count == 3 * 3 - 2
     # And outside as ever.
     with Counter(*WEIGHTS) as counter:
         microbatches(module, recipe, 1)

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_fp8_products import assert_near_in_16_bits, by_columns, products, run_text, step
-from test_fp8_products import block as block_of
+from cuda_plans import block as block_of
+from cuda_plans import run_text, step
+from test_fp8_products import assert_near_in_16_bits, by_columns, products
 from test_scaled_products import assert_near
 from torch import Tensor
 
@@ -114,6 +115,15 @@ def test_the_mean_of_codes_at_random() -> None:
         total += o.dequantize(*o.quantize_stochastic(x, "nvfp4"), "nvfp4", "float64")
     nearest = (o.quantize_dequantize(x, "nvfp4", "float64") - x).abs().mean()
     assert (total / 400 - x).abs().mean() <= nearest / 4
+
+
+@pytest.mark.parametrize("shape", [(32, 48), (2, 9, 7)], ids=str)
+def test_what_compilers_know_of_codes(shape: tuple[int, ...]) -> None:
+    """Sizes, and that nothing is written."""
+    x, test_utils = torch.randn(shape), ("test_schema", "test_faketensor")
+    for name in ("quantize_columns", "quantize_columns_stochastic", "quantize_stochastic"):
+        for format in ("nvfp4 16x1", "nvfp4 16x16"):
+            torch.library.opcheck(getattr(o, name).default, (x, format), test_utils=test_utils)
 
 
 def test_other_formats_are_refused() -> None:
