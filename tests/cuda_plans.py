@@ -19,11 +19,51 @@ DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 def cuda_plan(plan: Plan) -> str:
     """What a plan for the CPU is for CUDA."""
-    text = with_scales_of_blocks(str(plan))
+    text = with_scales_of_blocks(with_calls_that_round(str(plan)))
     for format, dtype in DTYPES.items():
         text = text.replace(f'"{format}", "bfloat16")', f'"{format}", "{dtype}")')
     assert text != str(plan)
     return text
+
+
+def with_calls_that_round(text: str) -> str:
+    """With rounding as a call of its own, which only the CPU does where a value is made."""
+    call = re.compile(r'  (.*), (\S+) = (\S+)_rounded\((.*), "([^"]*)", "([^"]*)"\)')
+    start = text.index("\nbackward ") + 1 if "\nbackward " in text else len(text)
+    passes = []
+    for lines in (text[:start].splitlines(), text[start:].splitlines()):
+        # What was rounded in place of a value: boundary i lies before op i, which reads it.
+        names = {
+            value: f"t{int(value[1:]) - 1}.rounded_grad_output"
+            if value[0] == "g"
+            else f"t{value[1:]}.rounded_input"
+            for value in (m[1].split(", ")[0] for m in map(call.fullmatch, lines) if m)
+        }
+        for line in lines:
+            found = call.fullmatch(line)
+            if found is None:
+                passes.append(with_operands(line, names))
+                continue
+            results, columns, op, arguments, format, column_format = found.groups()
+            value = results.split(", ")[0]
+            passes.append(f"  {results} = {op}({arguments})")
+            # What backward computes again is behind the gradient that ties it there.
+            again = op.startswith("recompute_")
+            use, tie = ("_saved", arguments.split(", ")[0] + ", ") if again else ("", "")
+            for name, wanted in ((names[value], format), (columns, column_format)):
+                if wanted:
+                    rounding = f'quantize_dequantize{use}({tie}{value}, "{wanted}", "bfloat16")'
+                    passes.append(f"  {name} = {rounding}")
+    return "\n".join(passes) + "\n"
+
+
+def with_operands(line: str, names: dict[str, str]) -> str:
+    """A product takes what was rounded; a value that ties a call to backward is as good as it."""
+    if " = linear" not in line:
+        return line
+    for value, name in names.items():
+        line = re.sub(rf"([(, ]){value}([,)])", rf"\1{name}\2", line)
+    return line
 
 
 def with_scales_of_blocks(text: str) -> str:
@@ -47,11 +87,16 @@ def with_scales_of_blocks(text: str) -> str:
 
 def run_for_cuda(module: tops.Sequential, x: Tensor) -> list[Tensor]:
     """The output and the gradients of the parameters by the plan for CUDA."""
+    return run_text(module, cuda_plan(module.plans()[0]), x)
+
+
+def run_text(module: tops.Sequential, text: str, x: Tensor) -> list[Tensor]:
+    """The same by another plan than the module's."""
     plan = module.plans()[0]
     parameters = [p.detach().requires_grad_() for p in module.parameters()]
     owners = [m for m in module for _ in getattr(m, "basic_ops", [m])]
     states = [getattr(owners[value.op], value.name) for value in plan.states]
-    y = o.run_plan(cuda_plan(plan), x, [], [*parameters, *states])[0]
+    y = o.run_plan(text, x, [], [*parameters, *states])[0]
     return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
 
 
