@@ -5,6 +5,7 @@ What they give is, bit for bit, what `quantize_dequantize` makes of what the op 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -213,6 +214,47 @@ def test_what_others_see_stays_as_it_is() -> None:
     assert "x1, s0.rstd = rms_norm(x0" in handed_out and "quantize_dequantize(x2, " in handed_out
     last = plan_text(tops.Sequential(tops.Linear(64, 64), tops.GELU()).bfloat16(), x)
     assert "gelu_rounded" not in last
+
+
+ROUNDS_MAIN = {
+    "last": lambda: [tops.GELU(), tops.Quantize()],
+    "first": lambda: [tops.Quantize(forward=True, backward=True), tops.GELU()],
+    "between": lambda: [tops.RMSNorm(64), tops.Quantize(), tops.Linear(64, 64)],
+    "gradient": lambda: [
+        tops.Linear(64, 64),
+        tops.Quantize(forward=False, backward=True),
+        tops.GELU(),
+        tops.Linear(64, 64),
+    ],
+    "both": lambda: [
+        tops.Linear(64, 128, bias=False),
+        tops.SwiGLU(),
+        tops.Quantize(forward=True, backward=True),
+        tops.Linear(64, 64, bias=False),
+    ],
+}
+
+
+@pytest.mark.parametrize("recompute", ["cheap", "none"])
+@pytest.mark.parametrize(
+    "recipe", [tops.recipe.MXFP8BlockScaling(), tops.recipe.Float8BlockScaling()]
+)
+@pytest.mark.parametrize("name", ROUNDS_MAIN)
+def test_an_op_that_rounds_its_main_tensor(name: str, recipe: Any, recompute: str) -> None:
+    """What it gives is a boundary of the plan, and no operand of a product: the same numbers as op
+    by op, where nothing is rounded in another op's pass."""
+    torch.manual_seed(0)
+    ops = ROUNDS_MAIN[name]()
+    module = tops.Sequential(*ops, recompute=recompute).bfloat16()
+    x, grad = torch.randn(300, 64).bfloat16(), torch.randn(300, 64).bfloat16()
+    found = []
+    for run in (module, lambda x: functools.reduce(lambda y, op: op(y), ops, x)):
+        leaf = x.clone().requires_grad_()
+        with tops.autocast(recipe=recipe):
+            output = run(leaf)
+        found.append([output, *torch.autograd.grad(output, [leaf, *module.parameters()], grad)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("recompute", ["cheap", "none"])

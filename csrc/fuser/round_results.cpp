@@ -30,7 +30,7 @@ TargetTraits traits_of(const std::string& target) {
   return row == targets().rows.end() ? TargetTraits() : row->second;
 }
 
-// A call that rounds a value: what it reads, and what it makes of it.
+// A call that rounds an operand of a product: what it reads, and what it makes of it.
 struct Rounding {
   Value from;
   Value to;
@@ -48,7 +48,8 @@ std::optional<Rounding> rounding_of(const Instruction& call) {
   const size_t first = is_saved ? 1 : 0;
   Rounding found{std::get<Value>(call.arguments[first]), std::get<Value>(call.results[0]),
                  text_of(call.arguments[first + 1]), text_of(call.arguments[first + 2])};
-  if (rows_of_block(found.format) == 0) return std::nullopt;
+  // An op that rounds its main tensor gives a boundary, which others may see.
+  if (found.to.kind != Kind::Temporary || rows_of_block(found.format) == 0) return std::nullopt;
   return found;
 }
 
