@@ -386,6 +386,9 @@ WRONG = {
     "type": r"\[{}\] schema must be one that torch reads, got '{}::other\(Tensor x\) -> Tensr y'",
     "body": r"\[{}::other\] .* must be .* as the schema '.*' says, got .*int64_t",
     "overwrites": r"\[{}::other\] overwrites must name tensor arguments, got 'output'",
+    "by rows": r"\[{}::other\] by_rows must name tensor arguments, got 'output'",
+    "by rows to lists": r"\[{}::other\] by_rows must be of an op that gives tensors, got one",
+    "rounded schema": r"\[{}::other\] by_rows must be of an op without an argument 'format', got",
     "throws": "no licence",
     "throws a number": "must throw nothing but std::exception",
 }

@@ -6,6 +6,7 @@ What they give is, bit for bit, what `quantize_dequantize` makes of what the op 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -216,7 +217,7 @@ def test_what_others_see_stays_as_it_is() -> None:
     assert "gelu_rounded" not in last
 
 
-ROUNDS_MAIN = {
+ROUNDS_MAIN: dict[str, Callable[[], list[Any]]] = {
     "last": lambda: [tops.GELU(), tops.Quantize()],
     "first": lambda: [tops.Quantize(forward=True, backward=True), tops.GELU()],
     "between": lambda: [tops.RMSNorm(64), tops.Quantize(), tops.Linear(64, 64)],

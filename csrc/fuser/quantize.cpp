@@ -16,7 +16,6 @@ constexpr const char* kEncode = "quantize";
 constexpr const char* kEncodeColumns = "quantize_columns";
 constexpr const char* kDecode = "dequantize";
 constexpr const char* kDecodeSaved = "decode_saved";
-constexpr const char* kRound = "quantize_dequantize";
 constexpr const char* kRoundGroups = "quantize_dequantize_groups";
 constexpr const char* kRoundScaled = "quantize_dequantize_scaled";
 constexpr const char* kRoundGroupsScaled = "quantize_dequantize_groups_scaled";
@@ -260,7 +259,7 @@ class Quantize {
     if (formats_.is_delayed()) return scaled_rounding(operand, from, format, to, is_saved);
     if (has_blocks_) return encoding(operand, from, format, to, is_saved);
     const bool has_scale = this->has_scale(operand);
-    std::string target = has_scale ? kValues : splits_ ? kRoundGroups : kRound;
+    std::string target = has_scale ? kValues : splits_ ? kRoundGroups : kRoundCall;
     if (is_saved) target += "_saved";
     if (formats_.is_stochastic && operand == "grad_output") {
       target = has_scale ? kValuesStochastic : splits_ ? kRoundGroupsStochastic : kRoundStochastic;

@@ -9,6 +9,10 @@
 
 namespace transformer_ops {
 
+// A tensor rounded to the numbers of a format. In backward "_saved" stands behind it: of a tensor
+// from forward, after the gradient that ties the call there.
+inline constexpr const char* kRoundCall = "quantize_dequantize";
+
 // A parameter that is held quantized is decoded where a step reads it, in backward again:
 //   t1.weight = dequantize(p1.weight.codes, p1.weight.scale, "mx e4m3", "bfloat16", none)
 void decode_parameters(const Analysis& analysis, Pass pass, Step& step);

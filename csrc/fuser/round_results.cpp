@@ -7,6 +7,7 @@
 #include <span>
 
 #include "fuser/fork_safe_mutex.h"
+#include "fuser/quantize.h"
 
 namespace transformer_ops {
 namespace {
@@ -43,8 +44,8 @@ const std::string& text_of(const Argument& argument) {
 }
 
 std::optional<Rounding> rounding_of(const Instruction& call) {
-  const bool is_saved = call.target == "quantize_dequantize_saved";
-  if (!is_saved && call.target != "quantize_dequantize") return std::nullopt;
+  const bool is_saved = call.target == std::string(kRoundCall) + "_saved";
+  if (!is_saved && call.target != kRoundCall) return std::nullopt;
   const size_t first = is_saved ? 1 : 0;
   Rounding found{std::get<Value>(call.arguments[first]), std::get<Value>(call.results[0]),
                  text_of(call.arguments[first + 1]), text_of(call.arguments[first + 2])};

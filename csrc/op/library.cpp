@@ -14,6 +14,7 @@
 #include "fuser/fork_safe_mutex.h"
 #include "fuser/registry.h"
 #include "op/defaults.h"
+#include "op/rounded.h"
 #include "op/signature.h"
 #include "op/torch_library.h"
 
@@ -96,6 +97,7 @@ class LibraryRows {
     for (const std::string& name : op.overwrites) signature.index_of(name, "overwrites");
     check_new(name);
     for (const std::string& other : other_names(name, op)) check_new(other);
+    if (!op.by_rows.empty()) rounded_by(op);
   }
 
   void check_schema(const std::string& schema) const {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "fuser/quantize.h"
 #include "fuser/recipe.h"
 #include "fuser/schema.h"
 #include "op/dtype.h"
@@ -19,7 +20,7 @@ namespace {
 constexpr int64_t kBytesAtOnce = 256 << 10;
 
 const TypedOp& rounding_op() {
-  static const TypedOp& op = *find_typed_op("quantize_dequantize");
+  static const TypedOp& op = *find_typed_op(kRoundCall);
   return op;
 }
 
@@ -28,6 +29,7 @@ std::vector<c10::IValue> rounding(const Tensor& x, const c10::IValue& format) {
 }
 
 // The two arguments that <op>_rounded adds.
+constexpr const char* kAdded[] = {"format", "column_format"};
 struct Formats {
   const c10::IValue &first, &columns;
 
@@ -79,6 +81,13 @@ class Rounded {
     name_ = schema.name;
     arguments_ = schema.arguments.size();
     results_ = schema.results.size();
+    TORCH_CHECK(
+        std::ranges::all_of(schema.results, [](auto& field) { return field.type == "Tensor"; }),
+        "[", name_, "] by_rows must be of an op that gives tensors, got one that gives lists");
+    for (const char* const added : kAdded) {
+      TORCH_CHECK(!schema.has_argument(added), "[", name_,
+                  "] by_rows must be of an op without an argument '", added, "', got one");
+    }
     for (const std::string& name : op_.by_rows) {
       const auto field = std::ranges::find(schema.arguments, name, &Schema::Field::name);
       const bool is_tensor =
@@ -221,8 +230,8 @@ std::string schema_of(const TypedOp& op) {
   const size_t arrow = schema.rfind(") ->");
   std::string results = schema.substr(arrow + 5);
   if (results.starts_with('(')) results = results.substr(1, results.size() - 2);
-  return schema.substr(0, arrow) + ", str format, str column_format) -> (" + results + ", Tensor " +
-         parsed.results[0].name + "_columns)";
+  return schema.substr(0, arrow) + ", str " + kAdded[0] + ", str " + kAdded[1] + ") -> (" +
+         results + ", Tensor " + parsed.results[0].name + "_columns)";
 }
 
 }  // namespace

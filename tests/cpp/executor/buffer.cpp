@@ -61,6 +61,22 @@ TEST(Buffer, IsLikeATensorOfTorch) {
   EXPECT_THROW(empty_cpu({int64_t{1} << 40, int64_t{1} << 40}, at::kFloat), c10::Error);
 }
 
+// Below the pool's smallest block, where memory is malloc's.
+TEST(Buffer, SmallOnesLieOnTheBoundaryOfTorchsOwn) {
+  Tensors kept;
+  for (int64_t bytes = 1; bytes < 3000; bytes += 7) {
+    const Tensor small = empty_cpu({bytes}, at::kByte);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(small.const_data_ptr()) % c10::gAlignment, 0U);
+    small.fill_(bytes % 251);
+    kept.push_back(small);
+    if (bytes % 3 == 0) kept.erase(kept.begin());
+  }
+  for (const Tensor& small : kept) EXPECT_TRUE((small == small.numel() % 251).all().item<bool>());
+  const Tensor grown = empty_cpu({3}, at::kFloat).fill_(2);
+  grown.resize_({2000});
+  EXPECT_TRUE(at::equal(grown.narrow(0, 0, 3), at::full({3}, 2.0f)));
+}
+
 TEST(Buffer, AnotherThreadMayDropTheLastReference) {
   const size_t in_use = pool().stats().in_use_bytes;
   Tensor tensor = empty_cpu({1024, 1024}, at::kFloat);

@@ -73,6 +73,29 @@ const std::map<std::string, Add> kWrong = {
        wrong.forward.overwrites = {"output"};
        to.add_op(wrong);
      }},
+    {"by rows",
+     [](Library& to) {
+       Op wrong = op_of("other(Tensor input) -> Tensor output");
+       wrong.forward.by_rows = {"output"};
+       to.add_op(wrong);
+     }},
+    {"by rows to lists",
+     [](Library& to) {
+       Op wrong = op_of("other(Tensor input) -> Tensor[] output");
+       wrong.forward.bodies = {};
+       wrong.forward.shape = [](const Tensor& input) -> TensorSpecs {
+         return {list_of({like(input)})};
+       };
+       wrong.forward.by_rows = {"input"};
+       to.add_op(wrong);
+     }},
+    {"rounded schema",
+     [](Library& to) {
+       Op wrong = op_of("other(Tensor input, str format) -> Tensor output");
+       wrong.forward.bodies = {};
+       wrong.forward.by_rows = {"input"};
+       to.add_op(wrong);
+     }},
     {"throws", [](Library&) { throw std::runtime_error("no licence"); }},
     {"throws a number", [](Library&) { throw 3; }},
 };
