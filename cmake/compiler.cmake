@@ -11,9 +11,11 @@ set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 
 find_program(CCACHE_PROGRAM ccache)
 if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
-  # Without these two, ccache refuses every file that uses the precompiled header.
+  # Without these two, ccache refuses every file that uses the precompiled header. With comments left
+  # out, it would give a header back that is of another text, and be included beside that.
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
-                                  CCACHE_SLOPPINESS=pch_defines,time_macros ${CCACHE_PROGRAM})
+                                  CCACHE_SLOPPINESS=pch_defines,time_macros
+                                  CCACHE_COMMENTS=1 ${CCACHE_PROGRAM})
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     add_compile_options(-fpch-preprocess)
   endif()

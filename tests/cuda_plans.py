@@ -1,15 +1,17 @@
-"""Plans for CUDA under a recipe, made of those for the CPU: products take codes and scales.
-Kernels of the CPU run them, or emulated ones."""
+"""Plans for CUDA under a recipe, made without a GPU: products take codes and scales. Kernels of the
+CPU run them, or emulated ones."""
 
 from __future__ import annotations
 
-import re
+import copy
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import transformer_ops as tops
 from transformer_ops.plan.plan import Plan
+from transformer_ops.quantization import reset_scales
 from transformer_ops.recipe import Recipe
 
 o = torch.ops.transformer_ops
@@ -17,93 +19,32 @@ o = torch.ops.transformer_ops
 DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 
-def cuda_plan(plan: Plan) -> str:
-    """What a plan for the CPU is for CUDA."""
-    text = with_pairs_of_codes(with_scales_of_blocks(with_calls_that_round(str(plan))))
-    for format, dtype in DTYPES.items():
-        text = text.replace(f'"{format}", "bfloat16")', f'"{format}", "{dtype}")')
-    assert text != str(plan)
-    return text
+def on_cuda(module: tops.Sequential, x: Tensor, recipe: Recipe) -> tops.Sequential:
+    """A copy that has run under a recipe on a GPU, as far as its planner knows: no tensor of it has
+    memory."""
+    twin = copy.deepcopy(module)
+    reset_scales(twin)
+    with FakeTensorMode(), tops.autocast(recipe=recipe):
+        for part in twin.modules():
+            for name, value in part.named_parameters(recurse=False):
+                fake = torch.empty(value.shape, dtype=value.dtype, device="cuda")
+                setattr(part, name, torch.nn.Parameter(fake, value.requires_grad))
+        twin(torch.empty(x.shape, dtype=x.dtype, device="cuda", requires_grad=x.requires_grad))
+    return twin
 
 
-def with_calls_that_round(text: str) -> str:
-    """With rounding as a call of its own, which only the CPU does where a value is made."""
-    call = re.compile(r'  (.*), (\S+) = (\S+)_rounded\((.*), "([^"]*)", "([^"]*)"\)')
-    start = text.index("\nbackward ") + 1 if "\nbackward " in text else len(text)
-    passes = []
-    for lines in (text[:start].splitlines(), text[start:].splitlines()):
-        # What was rounded in place of a value: boundary i lies before op i, which reads it.
-        names = {
-            value: f"t{int(value[1:]) - 1}.rounded_grad_output"
-            if value[0] == "g"
-            else f"t{value[1:]}.rounded_input"
-            for value in (m[1].split(", ")[0] for m in map(call.fullmatch, lines) if m)
-        }
-        for line in lines:
-            found = call.fullmatch(line)
-            if found is None:
-                passes.append(with_operands(line, names))
-                continue
-            results, columns, op, arguments, format, column_format = found.groups()
-            value = results.split(", ")[0]
-            passes.append(f"  {results} = {op}({arguments})")
-            # What backward computes again is behind the gradient that ties it there.
-            again = op.startswith("recompute_")
-            use, tie = ("_saved", arguments.split(", ")[0] + ", ") if again else ("", "")
-            for name, wanted in ((names[value], format), (columns, column_format)):
-                if wanted:
-                    rounding = f'quantize_dequantize{use}({tie}{value}, "{wanted}", "bfloat16")'
-                    passes.append(f"  {name} = {rounding}")
-    return "\n".join(passes) + "\n"
-
-
-def with_operands(line: str, names: dict[str, str]) -> str:
-    """A product takes what was rounded; a value that ties a call to backward is as good as it."""
-    if " = linear" not in line:
-        return line
-    for value, name in names.items():
-        line = re.sub(rf"([(, ]){value}([,)])", rf"\1{name}\2", line)
-    return line
-
-
-def with_scales_of_blocks(text: str) -> str:
-    """Of formats that have them, as in "mx e4m3"."""
-    operand = r"t\d+\.rounded_\w+"
-    text, found = re.subn(
-        rf'({operand}) = quantize_dequantize(_saved)?\((.*"[^"]* [^"]*"), "bfloat16"\)',
-        r"\1, \1_scale = quantize\2(\3)",
-        text,
-    )
-    if not found:
-        return text
-    text, found = re.subn(
-        rf"= (\w+)\((({operand}).*?({operand}).*)\)\n",
-        r"= \1_scaled(\2, \3_scale, \4_scale)\n",
-        text,
-    )
-    assert found > 0
-    return text
-
-
-def with_pairs_of_codes(text: str) -> str:
-    """Of NVFP4, along the sum of the product that takes them."""
-
-    def encoding(found: re.Match[str]) -> str:
-        use, arguments, format = found.groups()
-        sums_rows = use == "_saved" or format.endswith("16x1")
-        return f'quantize{"_columns" if sums_rows else ""}{use or ""}({arguments}, "{format}")'
-
-    call = r'quantize_values(_saved|_stochastic)?\((.*), "(nvfp4.*?)", "bfloat16"\)'
-    return re.sub(call, encoding, text)
-
-
-def run_for_cuda(module: tops.Sequential, x: Tensor) -> list[Tensor]:
+def run_for_cuda(module: tops.Sequential, x: Tensor, recipe: Recipe) -> list[Tensor]:
     """The output and the gradients of the parameters by the plan for CUDA."""
-    plan = module.plans()[0]
+    # Another region makes new scales.
+    buffers = {name: value.clone() for name, value in module.named_buffers()}
+    return run(on_cuda(module, x, recipe).plans()[0], module, x, buffers)
+
+
+def run(plan: Plan, module: tops.Sequential, x: Tensor, buffers: dict[str, Tensor]) -> list[Tensor]:
     parameters = [p.detach().requires_grad_() for p in module.parameters()]
-    owners = [m for m in module for _ in getattr(m, "basic_ops", [m])]
-    states = [getattr(owners[value.op], value.name) for value in plan.states]
-    y = o.run_plan(cuda_plan(plan), x, [], [*parameters, *states])[0]
+    places = [i for i, m in enumerate(module) for _ in getattr(m, "basic_ops", [m])]
+    states = [buffers[f"{places[value.op]}.{value.name}"] for value in plan.states]
+    y = o.run_plan(str(plan), x, [], [*parameters, *states])[0]
     return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
 
 
@@ -132,9 +73,11 @@ def assert_near_in_norm(found: list[Tensor], want: list[Tensor], error: float = 
         assert (a.to(b.device) - b).double().norm() <= error * b.double().norm()
 
 
-def check_that_no_host_reads_a_number(module: tops.Sequential, x: Tensor) -> None:
+def check_that_no_host_reads_a_number(module: tops.Sequential, x: Tensor, recipe: Recipe) -> None:
+    step(module, x, recipe)  # which makes states
+    plan = on_cuda(module, x, recipe).plans()[0]
     with torch.profiler.profile() as profile:
-        run_for_cuda(module, x)
+        run(plan, module, x, dict(module.named_buffers()))
     names = {event.name for event in profile.events()}
     assert any("linear_scaled" in name for name in names)
     assert any("linear_backward_scaled" in name for name in names)
@@ -142,9 +85,14 @@ def check_that_no_host_reads_a_number(module: tops.Sequential, x: Tensor) -> Non
 
 
 def check_that_compiled_code_has_no_break(
-    module: tops.Sequential, x: Tensor, *, dynamic: bool | None = None, error: float = 2**-6
+    module: tops.Sequential,
+    x: Tensor,
+    recipe: Recipe,
+    *,
+    dynamic: bool | None = None,
+    error: float = 2**-6,
 ) -> None:
-    text, want = cuda_plan(module.plans()[0]), run_for_cuda(module, x)
+    text, want = str(on_cuda(module, x, recipe).plans()[0]), run_for_cuda(module, x, recipe)
     parameters = [p.detach().requires_grad_() for p in module.parameters()]
     run = torch.compile(
         lambda x, given: o.run_plan(text, x, [], given)[0], fullgraph=True, dynamic=dynamic

@@ -17,7 +17,7 @@ from cuda_plans import (
     check_a_captured_step,
     check_that_compiled_code_has_no_break,
     check_that_no_host_reads_a_number,
-    cuda_plan,
+    on_cuda,
     run_for_cuda,
     step,
 )
@@ -28,7 +28,6 @@ from torch import Tensor
 
 import transformer_ops as tops
 from transformer_ops import _C
-from transformer_ops.plan.explain.summary import describe
 from transformer_ops.plan.plan import Plan
 from transformer_ops.quantization import available
 from transformer_ops.recipe import (
@@ -350,9 +349,7 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.key)
 
 def test_the_plan_for_a_gpu() -> None:
     """What the planner writes for CUDA is in tests/cpp/fuser/test_lower.cpp."""
-    module = block()
-    step(module, torch.randn(4, 128).bfloat16(), RECIPES[0])
-    text = cuda_plan(module.plans()[0])
+    text = str(on_cuda(block(), torch.randn(4, 128).bfloat16(), RECIPES[0]).plans()[0])
     assert str(Plan.parse(text)) == text
     line = '  t1.rounded_weight, t1.rounded_weight_scale = quantize(p1.weight, "e4m3 128x128")\n'
     assert line in text and "quantize_dequantize" not in text
@@ -369,7 +366,7 @@ def test_a_module(recipe: Recipe, width: int, request: pytest.FixtureRequest) ->
     emulated = request.config.getoption("--emulate-cuda") is not None
     if emulated:
         products()
-    found = run_for_cuda(module, x)
+    found = run_for_cuda(module, x, recipe)
     if emulated:
         lines = products()
         is_mx = isinstance(recipe, MXFP8BlockScaling)
@@ -386,20 +383,18 @@ def test_elsewhere_a_module_computes_what_the_recipe_says(no_blocks: None) -> No
     for recipe in RECIPES:
         module, x = block(), torch.randn(128, 128).bfloat16()
         want = step(module, x, recipe)
-        for got, right in zip(run_for_cuda(module, x), want, strict=True):
+        for got, right in zip(run_for_cuda(module, x, recipe), want, strict=True):
             assert torch.equal(got, right)
 
 
 def test_no_host_reads_a_number() -> None:
-    module, x = block(), torch.randn(128, 128).bfloat16()
-    step(module, x, RECIPES[0])
-    check_that_no_host_reads_a_number(module, x)
+    check_that_no_host_reads_a_number(block(), torch.randn(128, 128).bfloat16(), RECIPES[0])
 
 
 def test_frozen_weights_are_encoded_once() -> None:
     module, x = block(), torch.randn(128, 128).bfloat16()
-    step(module, x, RECIPES[0])
-    text, parameters = cuda_plan(module.plans()[0]), list(module.parameters())
+    text = str(on_cuda(module, x, RECIPES[0]).plans()[0])
+    parameters = list(module.parameters())
     counts, results = [], []
     with tops.frozen_weights():
         for _ in range(2):
@@ -417,30 +412,29 @@ def test_frozen_weights_are_encoded_once() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_has_no_break(dynamic: bool) -> None:
-    module, x = block(), torch.randn(128, 128).bfloat16()
-    step(module, x, RECIPES[0])
-    check_that_compiled_code_has_no_break(module, x, dynamic=dynamic)
+    x = torch.randn(128, 128).bfloat16()
+    check_that_compiled_code_has_no_break(block(), x, RECIPES[0], dynamic=dynamic)
 
 
 def test_one_exact_operand_has_numbers_beside_it() -> None:
     module = tops.Sequential(tops.Linear(128, 32, bias=False), tops.GELU()).bfloat16()
     recipe = CustomRecipe(lambda role: "e4m3 1x128" if role.tensor_type == "input" else None)
-    step(module, torch.randn(16, 128).bfloat16().requires_grad_(), recipe)
-    assert "_scaled" not in str(module.plans()[0])
+    x = torch.randn(16, 128).bfloat16()
+    assert "_scaled" not in str(on_cuda(module, x, recipe).plans()[0])
+    for got, want in zip(run_for_cuda(module, x, recipe), step(module, x, recipe), strict=True):
+        assert torch.equal(got, want)
 
 
 # ---- what is said of it
 
 
 def test_explain_says_what_is_emulated() -> None:
-    module, recipe = block(), RECIPES[0]
-    step(module, torch.randn(32, 128).bfloat16(), recipe)
-    plan = module.plans()[0]
-    ops = [op for m in module for op in getattr(m, "basic_ops", [m])]
+    module, x = block(), torch.randn(32, 128).bfloat16()
+    step(module, x, RECIPES[0])
     formats = "input e4m3 1x128, weight e4m3 128x128, output gradient e4m3 1x128"
-    note = describe(plan, ops, {}, None).note
+    note = module.explain().groups[0].note
     assert note == f"formats of products: {formats}; emulated, by products of decoded tensors"
-    assert describe(Plan.parse(cuda_plan(plan)), ops, {}, None).note == (
+    assert on_cuda(module, x, RECIPES[0]).explain().groups[0].note == (
         f"formats of products: {formats}; codes with a scale for each block are multiplied in FP8, "
         "with CUDA 12.9 on compute capability 9.0, and where sums are over multiples of 128, rows "
         "are multiples of 4 and columns of 16; all else is emulated, by products of decoded tensors"
@@ -448,11 +442,8 @@ def test_explain_says_what_is_emulated() -> None:
 
 
 def test_explain_says_which_gpus_multiply_mxfp8() -> None:
-    module = block()
-    step(module, torch.randn(32, 128).bfloat16(), MXFP8BlockScaling())
-    plan = Plan.parse(cuda_plan(module.plans()[0]))
-    ops = [op for m in module for op in getattr(m, "basic_ops", [m])]
-    assert describe(plan, ops, {}, None).note == (
+    module = on_cuda(block(), torch.randn(32, 128).bfloat16(), MXFP8BlockScaling())
+    assert module.explain().groups[0].note == (
         "formats of products: input mx e4m3, weight mx e4m3, output gradient mx e4m3; codes of "
         "MXFP8 are multiplied, with CUDA 12.9 from compute capability 10.0 on, and where sizes are "
         "multiples of 32; all else is emulated, by products of decoded tensors"

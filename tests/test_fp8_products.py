@@ -16,7 +16,7 @@ from cuda_plans import (
     check_a_captured_step,
     check_that_compiled_code_has_no_break,
     check_that_no_host_reads_a_number,
-    cuda_plan,
+    on_cuda,
     run_for_cuda,
     step,
 )
@@ -26,8 +26,6 @@ from torch import Tensor
 
 import transformer_ops as tops
 from transformer_ops import _C
-from transformer_ops.plan.explain.summary import describe
-from transformer_ops.plan.plan import Plan
 from transformer_ops.quantization import available
 from transformer_ops.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, Recipe
 
@@ -300,7 +298,7 @@ def test_a_module(recipe: Recipe, width: int, request: pytest.FixtureRequest) ->
     emulated = request.config.getoption("--emulate-cuda") is not None
     if emulated:
         products()
-    found = run_for_cuda(module, x)
+    found = run_for_cuda(module, x, recipe)
     if emulated:
         lines = products()
         assert any("e4m3 e4m3" in line for line in lines)
@@ -312,15 +310,12 @@ def test_a_module(recipe: Recipe, width: int, request: pytest.FixtureRequest) ->
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 def test_no_host_reads_a_number(recipe: Recipe) -> None:
-    module, x = block(), torch.randn(32, 64).bfloat16()
-    step(module, x, recipe)
-    check_that_no_host_reads_a_number(module, x)
+    check_that_no_host_reads_a_number(block(), torch.randn(32, 64).bfloat16(), recipe)
 
 
 def test_compiled_code_has_no_break() -> None:
-    module, x = block(), torch.randn(32, 64).bfloat16()
-    step(module, x, Float8CurrentScaling())
-    check_that_compiled_code_has_no_break(module, x)
+    x = torch.randn(32, 64).bfloat16()
+    check_that_compiled_code_has_no_break(block(), x, Float8CurrentScaling())
 
 
 def test_one_exact_operand_has_values_beside_it() -> None:
@@ -329,7 +324,8 @@ def test_one_exact_operand_has_values_beside_it() -> None:
     x = torch.randn(16, 32).bfloat16().requires_grad_()
     recipe = CustomRecipe(lambda role: "e4m3" if role.tensor_type == "input" else None)
     want = step(module, x, recipe)
-    assert_near_in_norm(run_for_cuda(module, x), want)
+    assert "float8" not in str(on_cuda(module, x, recipe).plans()[0])
+    assert_near_in_norm(run_for_cuda(module, x, recipe), want)
 
 
 # ---- what is said of it
@@ -337,13 +333,12 @@ def test_one_exact_operand_has_values_beside_it() -> None:
 
 def test_explain_says_what_is_emulated() -> None:
     module, recipe = block(), Float8CurrentScaling()
-    step(module, torch.randn(32, 64).bfloat16(), recipe)
-    plan = module.plans()[0]
-    ops = [op for m in module for op in getattr(m, "basic_ops", [m])]
+    x = torch.randn(32, 64).bfloat16()
+    step(module, x, recipe)
     formats = "formats of products: input e4m3, weight e4m3, output gradient e5m2"
-    note = describe(plan, ops, {}, None).note
+    note = module.explain().groups[0].note
     assert note == f"{formats}; emulated, by products of decoded tensors"
-    assert describe(Plan.parse(cuda_plan(plan)), ops, {}, None).note == (
+    assert on_cuda(module, x, recipe).explain().groups[0].note == (
         f"{formats}; codes are multiplied in FP8, from compute capability 8.9 on and where sizes "
         "are multiples of 16; all else is emulated, by products of decoded tensors"
     )

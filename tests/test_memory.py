@@ -304,9 +304,9 @@ def test_tensors_may_outlive_the_interpreter() -> None:
         + """
 import builtins, threading
 builtins.kept = gelu(torch.randn(256, 512))
-def drop(tensor):
-    threading.Event().wait(0.05)
-threading.Thread(target=drop, args=(gelu(torch.randn(256, 512)),), daemon=True).start()
+def hold(tensor):
+    threading.Event().wait()  # woken at the end, it would abort: destructors of torch take the GIL
+threading.Thread(target=hold, args=(gelu(torch.randn(256, 512)),), daemon=True).start()
 """
     )
     run_script(script)

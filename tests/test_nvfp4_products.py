@@ -11,22 +11,22 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cuda_plans import block as block_of
 from cuda_plans import (
+    assert_near_in_norm,
     check_a_captured_step,
     check_that_compiled_code_has_no_break,
     check_that_no_host_reads_a_number,
-    cuda_plan,
+    on_cuda,
     run_for_cuda,
     step,
 )
+from cuda_plans import block as block_of
 from test_fp8_products import assert_near_in_16_bits, by_columns, products
 from test_scaled_products import assert_near
 from torch import Tensor
 
 import transformer_ops as tops
 from transformer_ops import _C
-from transformer_ops.plan.explain.summary import describe
 from transformer_ops.plan.plan import Plan
 from transformer_ops.recipe import CustomRecipe, NVFP4BlockScaling, Recipe
 
@@ -360,9 +360,7 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=["hadamard", "plai
 
 def test_the_plan_for_a_gpu() -> None:
     """What the planner writes for CUDA is in tests/cpp/fuser/test_lower_recipes.cpp."""
-    module = block()
-    step(module, torch.randn(4, 64).bfloat16(), AT_RANDOM)
-    text = cuda_plan(module.plans()[0])
+    text = str(on_cuda(block(), torch.randn(4, 64).bfloat16(), AT_RANDOM).plans()[0])
     assert str(Plan.parse(text)) == text
     for line in (
         '  t1.rounded_weight, t1.rounded_weight_scale = quantize(p1.weight, "nvfp4 16x16")\n',
@@ -382,7 +380,7 @@ def test_a_module(recipe: Recipe, rows: int, width: int, request: pytest.Fixture
     emulated = request.config.getoption("--emulate-cuda") is not None
     if emulated:
         products()
-    found = run_for_cuda(module, x)
+    found = run_for_cuda(module, x, recipe)
     if emulated:
         lines = products()
         assert any("nvfp4" in line for line in lines) == (width != 41)
@@ -405,7 +403,7 @@ def test_elsewhere_a_module_computes_what_the_recipe_says(width: int, no_nvfp4: 
         torch.manual_seed(3)
         want = step(module, x, recipe)
         torch.manual_seed(3)
-        for got, right in zip(run_for_cuda(module, x), want, strict=True):
+        for got, right in zip(run_for_cuda(module, x, recipe), want, strict=True):
             assert torch.equal(got, right)
 
 
@@ -416,22 +414,20 @@ def test_gradients_at_random_are_multiplied_as_codes() -> None:
     want = step(module, x, AT_RANDOM)
     products()
     torch.manual_seed(3)
-    found = run_for_cuda(module, x)
+    found = run_for_cuda(module, x, AT_RANDOM)
     assert all("nvfp4 nvfp4" in line for line in products())
     for got, right in zip(found, want, strict=True):
         assert (got - right).double().norm() <= 0.35 * right.double().norm()
 
 
 def test_no_host_reads_a_number() -> None:
-    module, x = block(), torch.randn(64, 64).bfloat16()
-    step(module, x, RECIPES[0])
-    check_that_no_host_reads_a_number(module, x)
+    check_that_no_host_reads_a_number(block(), torch.randn(64, 64).bfloat16(), RECIPES[0])
 
 
 def test_frozen_weights_are_encoded_once() -> None:
     module, x = block(), torch.randn(64, 64).bfloat16()
-    step(module, x, RECIPES[0])
-    text, parameters = cuda_plan(module.plans()[0]), list(module.parameters())
+    text = str(on_cuda(module, x, RECIPES[0]).plans()[0])
+    parameters = list(module.parameters())
     counts, results = [], []
     with tops.frozen_weights():
         for _ in range(2):
@@ -448,33 +444,32 @@ def test_frozen_weights_are_encoded_once() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_has_no_break(dynamic: bool) -> None:
-    module, x = block(), torch.randn(64, 64).bfloat16()
-    step(module, x, RECIPES[0])
-    check_that_compiled_code_has_no_break(module, x, dynamic=dynamic, error=2**-5)
+    x = torch.randn(64, 64).bfloat16()
+    check_that_compiled_code_has_no_break(block(), x, RECIPES[0], dynamic=dynamic, error=2**-5)
 
 
 def test_one_exact_operand_has_values_beside_it() -> None:
     module = tops.Sequential(tops.Linear(32, 32, bias=False), tops.GELU()).bfloat16()
     recipe = CustomRecipe(lambda role: "nvfp4" if role.tensor_type == "input" else None)
-    step(module, torch.randn(16, 32).bfloat16().requires_grad_(), recipe)
-    assert 'quantize_values(x0, "nvfp4", "bfloat16")' in str(module.plans()[0])
+    x = torch.randn(16, 32).bfloat16()
+    plan = on_cuda(module, x, recipe).plans()[0]
+    assert 'quantize_values(x0, "nvfp4", "bfloat16")' in str(plan)
+    assert_near_in_norm(run_for_cuda(module, x, recipe), step(module, x, recipe))
 
 
 # ---- what is said of it
 
 
 def test_explain_says_which_gpus_multiply_it() -> None:
-    module = block()
-    step(module, torch.randn(32, 64).bfloat16(), AT_RANDOM)
-    plan = module.plans()[0]
-    ops = [op for m in module for op in getattr(m, "basic_ops", [m])]
+    module, x = block(), torch.randn(32, 64).bfloat16()
+    step(module, x, AT_RANDOM)
     formats = (
         "formats of products: input nvfp4, weight nvfp4 16x16, output gradient nvfp4, both turned "
         "by a Hadamard transform for the weight's gradient, gradients rounded stochastically"
     )
-    note = describe(plan, ops, {}, None).note
+    note = module.explain().groups[0].note
     assert note == f"{formats}; emulated, by products of decoded tensors"
-    assert describe(Plan.parse(cuda_plan(plan)), ops, {}, None).note == (
+    assert on_cuda(module, x, AT_RANDOM).explain().groups[0].note == (
         f"{formats}; codes of NVFP4 are multiplied, with CUDA 12.9 from compute capability 10.0 "
         "on, and where sums are over multiples of 32 and columns are multiples of 16; all else is "
         "emulated, by products of decoded tensors"

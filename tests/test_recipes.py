@@ -97,16 +97,22 @@ def test_the_plan_names_its_formats(name: str) -> None:
     # Of a tensor with one scale, the values of codes: those are exact in bfloat16.
     has_scale = name in ("current", "delayed", "nvfp4")
     call = "quantize_values" if has_scale else "quantize_dequantize"
-    calls = [f"{call}(p1.weight, ", f"{call}(x1, "]
+    lines = [
+        f'{call}(p1.weight, "{of_weight}", "bfloat16")',
+        # The norm rounds what it gives, where a scale does not follow from the whole tensor.
+        f'quantize_values(x1, "{of_input}"'
+        if has_scale
+        else f'rms_norm_rounded(x0, p0.weight, 1e-05, false, "{of_input}", "")',
+    ]
     if name == "delayed":
-        call = "st1.fp8_amax = quantize_values_scaled"
-        calls = [f"{call}(p1.weight, st1.fp8_scale, 1, ", f"{call}(x1, st1.fp8_scale, 0, "]
-    assert f'{calls[0]}"{of_weight}", "bfloat16")' in text
+        scaled = "rms_norm_rounded_scaled(x0, p0.weight, 1e-05, false, st1.fp8_scale, 0, "
+        lines = [
+            f'quantize_values_scaled(p1.weight, st1.fp8_scale, 1, "{of_weight}", "bfloat16")',
+            f'st1.fp8_amax = {scaled}"{of_input}", true)',
+        ]
+    for line in lines:
+        assert line in text
     assert ("linear_scaled(" in text) == has_scale
-    if has_scale:
-        assert f'{calls[1]}"{of_input}"' in text
-    else:  # the norm rounds what it gives
-        assert f'rms_norm_rounded(x0, p0.weight, 1e-05, false, "{of_input}", "")' in text
     assert f'"{of_grad}"' in text
     assert f"formats of products: input {of_input}, weight {of_weight}" in str(module.explain())
     # Outside of the region nothing is left of it.

@@ -8,11 +8,12 @@
 
 #include <atomic>
 
+#include "fuser/quantize.h"
 #include "op/typed_op.h"
 
 namespace transformer_ops::delayed_scaling {
 
-inline constexpr int64_t kPlaces = 3;
+inline constexpr int64_t kPlaces = kScalePlaces;
 inline constexpr float kNothing = -1.0f;
 
 void check_place(const char* op, int64_t place);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <array>
 #include <set>
+#include <span>
 
 #include "executor/check_call.h"
 #include "executor/made_once.h"
@@ -243,15 +244,20 @@ class Compiler {
     return std::ranges::find(states, value) != states.end();
   }
 
-  // The place is that of the scale which the call takes.
+  // The place is that of the scale which the call takes, and stands behind it.
   Program::Record record(const Instruction& instruction, const Value& state, int found,
                          Numbering& values) {
-    const auto* const place = instruction.arguments.size() > 2
-                                  ? std::get_if<Attribute>(&instruction.arguments[2])
-                                  : nullptr;
+    const auto is_state = [](const Argument& argument) {
+      const auto* const value = std::get_if<Value>(&argument);
+      return value != nullptr && value->kind == Kind::State;
+    };
+    const std::span arguments(instruction.arguments);
+    const auto scale = std::ranges::find_if(arguments, is_state);
+    const bool has_place = arguments.end() - scale > 1;
+    const auto* const place = has_place ? std::get_if<Attribute>(&scale[1]) : nullptr;
     const auto* const number = place == nullptr ? nullptr : std::get_if<int64_t>(place);
     TORCH_CHECK(number != nullptr, "[plan] a call that updates ", to_text(state),
-                " must have its place as third argument, got '", instruction.target, "'");
+                " must take a scale and its place, got '", instruction.target, "'");
     int index = values.find(state);
     if (index < 0) {
       index = values.define(state);

@@ -23,7 +23,6 @@ constexpr const char* kRoundStochastic = "quantize_dequantize_stochastic";
 constexpr const char* kRoundGroupsStochastic = "quantize_dequantize_groups_stochastic";
 constexpr const char* kValues = "quantize_values";
 constexpr const char* kValuesStochastic = "quantize_values_stochastic";
-constexpr const char* kValuesScaled = "quantize_values_scaled";
 constexpr const char* kTransform = "hadamard_columns";
 constexpr const char* kTransformGroups = "hadamard_columns_groups";
 
@@ -325,7 +324,7 @@ class Quantize {
     const int64_t place = is_gradient ? 2 : operand == "weight" ? 1 : 0;
     const Value scale{Kind::State, op_, kScaleStates[0]};
     const bool has_scale = this->has_scale(operand);
-    Instruction call{.target = has_scale ? kValuesScaled
+    Instruction call{.target = has_scale ? kRoundValuesScaled
                                : splits_ ? kRoundGroupsScaled
                                          : kRoundScaled,
                      .arguments = {from, scale, Attribute(place)},

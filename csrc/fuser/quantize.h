@@ -12,6 +12,9 @@ namespace transformer_ops {
 // A tensor rounded to the numbers of a format. In backward "_saved" stands behind it: of a tensor
 // from forward, after the gradient that ties the call there.
 inline constexpr const char* kRoundCall = "quantize_dequantize";
+// To values of codes, by a scale that is a state: the scale that decodes them and the largest
+// magnitude beside them.
+inline constexpr const char* kRoundValuesScaled = "quantize_values_scaled";
 
 // A parameter that is held quantized is decoded where a step reads it, in backward again:
 //   t1.weight = dequantize(p1.weight.codes, p1.weight.scale, "mx e4m3", "bfloat16", none)
@@ -44,6 +47,7 @@ void quantize_backward(const Analysis& analysis, Step& step);
 // The states of a product under delayed scaling, each with a place for input, weight and gradient:
 // the scales, and the largest magnitudes that forward and backward have met since those were made.
 inline constexpr const char* kScaleStates[] = {"fp8_scale", "fp8_amax", "fp8_grad_amax"};
+inline constexpr int64_t kScalePlaces = 3;
 void list_states(Plan& plan);
 
 // Why no fusion may take these ops: one of them is a product that the fusion would not quantize.

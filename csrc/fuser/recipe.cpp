@@ -168,6 +168,11 @@ int64_t rows_of_block(std::string_view format) {
   return row == nullptr || row->has_tensor_scale() ? 0 : row->block_rows;
 }
 
+bool has_one_scale(std::string_view format) {
+  const Format* const row = kernel::find_format(format);
+  return row != nullptr && row->per_tensor();
+}
+
 float largest_number(const std::string& format) {
   return format.empty() ? 0.0f : row_of(format).largest;
 }

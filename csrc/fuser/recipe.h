@@ -67,6 +67,8 @@ std::string format_of_tensor(float largest);
 // The rows of a block of a format; 0 where a number depends on the whole tensor, and for a name
 // that is none.
 int64_t rows_of_block(std::string_view format);
+// Has a format one scale for a tensor, and no others? No for a name that is none.
+bool has_one_scale(std::string_view format);
 
 // The dtype of the codes of a format with that scale alone; empty for others.
 std::string codes_dtype(const std::string& format);

@@ -37,6 +37,12 @@ struct Rounding {
   Value to;
   std::string format;
   std::string dtype;
+  // Of one by a scale that is known before: what that is, and the results beside the operand. The
+  // largest magnitude is noted in forward alone.
+  std::vector<Argument> scale = {};
+  std::vector<Result> numbers = {};
+
+  bool has_blocks() const { return scale.empty(); }
 };
 
 const std::string& text_of(const Argument& argument) {
@@ -44,13 +50,22 @@ const std::string& text_of(const Argument& argument) {
 }
 
 std::optional<Rounding> rounding_of(const Instruction& call) {
-  const bool is_saved = call.target == std::string(kRoundCall) + "_saved";
-  if (!is_saved && call.target != kRoundCall) return std::nullopt;
-  const size_t first = is_saved ? 1 : 0;
-  Rounding found{std::get<Value>(call.arguments[first]), std::get<Value>(call.results[0]),
-                 text_of(call.arguments[first + 1]), text_of(call.arguments[first + 2])};
+  constexpr std::string_view kSaved = "_saved";
+  const bool is_saved = call.target.ends_with(kSaved);
+  const std::string_view target(call.target.data(),
+                                call.target.size() - (is_saved ? kSaved.size() : 0));
+  const bool is_scaled = target == kRoundValuesScaled;
+  if (!is_scaled && target != kRoundCall) return std::nullopt;
+  const std::span read = std::span(call.arguments).subspan(is_saved ? 1 : 0);
+  Rounding found{std::get<Value>(read[0]), std::get<Value>(call.results[0]),
+                 text_of(*(read.end() - 2)), text_of(read.back())};
+  if (is_scaled) {
+    found.scale.assign(read.begin() + 1, read.end() - 2);
+    found.numbers.assign(call.results.begin() + 1, call.results.end());
+  }
   // An op that rounds its main tensor gives a boundary, which others may see.
-  if (found.to.kind != Kind::Temporary || rows_of_block(found.format) == 0) return std::nullopt;
+  if (found.to.kind != Kind::Temporary) return std::nullopt;
+  if (found.has_blocks() && rows_of_block(found.format) == 0) return std::nullopt;
   return found;
 }
 
@@ -98,7 +113,8 @@ class RoundResults {
   // A boundary has the dtype of the op that reads it, which is what it is rounded in.
   bool fits(const Value& value, const std::vector<Rounding>& roundings) const {
     if (value.kind != Kind::Main && value.kind != Kind::Grad) return false;
-    if (kept_.contains(value) || roundings.size() > 2) return false;
+    const bool has_blocks = std::ranges::all_of(roundings, &Rounding::has_blocks);
+    if (kept_.contains(value) || roundings.size() > (has_blocks ? 2 : 1)) return false;
     const std::string dtype = to_text(dtypes_[value.op]);
     return std::ranges::all_of(roundings,
                                [&](const Rounding& rounding) { return rounding.dtype == dtype; });
@@ -106,13 +122,32 @@ class RoundResults {
 
   // The value itself becomes the first rounding of it.
   void take(Instruction& call, const std::vector<Rounding>& roundings) {
-    call.target += "_rounded";
-    const bool has_two = roundings.size() == 2;
-    call.arguments.push_back(Attribute(roundings[0].format));
-    call.arguments.push_back(Attribute(has_two ? roundings[1].format : std::string()));
-    call.results.push_back(has_two ? Result(roundings[1].to) : unused_like(call.results[0]));
+    const Rounding& first = roundings[0];
+    if (first.has_blocks()) {
+      round_by_blocks(call, first.format, roundings.size() == 2 ? &roundings[1] : nullptr);
+    } else {
+      round_by_scale(call, first);
+    }
     for (const Rounding& rounding : roundings) taken_.insert(rounding.to);
-    for (Step* const step : steps_) replace_argument(*step, roundings[0].to, roundings[0].from);
+    for (Step* const step : steps_) replace_argument(*step, first.to, first.from);
+  }
+
+  static void round_by_blocks(Instruction& call, const std::string& format,
+                              const Rounding* columns) {
+    call.target += "_rounded";
+    call.arguments.push_back(Attribute(format));
+    call.arguments.push_back(Attribute(columns == nullptr ? std::string() : columns->format));
+    call.results.push_back(columns == nullptr ? unused_like(call.results[0]) : Result(columns->to));
+  }
+
+  static void round_by_scale(Instruction& call, const Rounding& rounding) {
+    const bool has_amax = rounding.numbers.size() == 2;
+    call.target += "_rounded_scaled";
+    call.arguments.insert(call.arguments.end(), rounding.scale.begin(), rounding.scale.end());
+    call.arguments.push_back(Attribute(rounding.format));
+    call.arguments.push_back(Attribute(has_amax));
+    call.results.insert(call.results.end(), rounding.numbers.begin(), rounding.numbers.end());
+    if (!has_amax) call.results.push_back(unused_like(call.results[0]));
   }
 
   std::vector<Step*> steps_;

@@ -15,13 +15,19 @@ namespace transformer_ops {
 // and a gradient that its reader takes by rows and by columns
 //   g2, t1.rounded_grad_output_columns = swiglu_backward_rounded(g3, s2.input, 0, "mx e4m3", "mx
 //   ...")
-// `dtypes`: of the main tensor at each boundary. Formats with a scale of the whole tensor, numbers
-// rounded in another dtype, and products of groups are left as they are.
+// Under delayed scaling the scale is known before the tensor:
+//   t1.rounded_input, t1.rounded_input_scale, st1.fp8_amax =
+//       quantize_values_scaled(x1, st1.fp8_scale, 0, "e4m3", "bfloat16")
+// becomes
+//   x1, s0.rstd, t1.rounded_input_scale, st1.fp8_amax =
+//       rms_norm_rounded_scaled(x0, ..., st1.fp8_scale, 0, "e4m3", true)
+// `dtypes`: of the main tensor at each boundary. Formats whose scale follows from the whole tensor,
+// numbers rounded in another dtype, and products of groups are left as they are.
 void round_results(Plan& plan, const std::vector<DType>& dtypes);
 
 // What typed ops are that plans call.
 struct TargetTraits {
-  bool rounds = false;      // there is <target>_rounded
+  bool rounds = false;      // there are <target>_rounded and <target>_rounded_scaled
   bool reads_first = true;  // the values of its first argument, which else ties it to backward
 };
 void set_traits(const std::string& target, TargetTraits traits);

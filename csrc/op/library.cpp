@@ -97,7 +97,6 @@ class LibraryRows {
     for (const std::string& name : op.overwrites) signature.index_of(name, "overwrites");
     check_new(name);
     for (const std::string& other : other_names(name, op)) check_new(other);
-    if (!op.by_rows.empty()) rounded_by(op);
   }
 
   void check_schema(const std::string& schema) const {

@@ -431,7 +431,7 @@ void register_typed_op(TypedOp op) {
   add_variant(library, kept, name, {});
   // For the passes of a plan: no gradient passes through them.
   for (const Form form : forms_of(kept)) add_variant(library, kept, name, form);
-  if (!kept.by_rows.empty()) register_typed_op(rounded_by(kept));
+  for (TypedOp& rounded : rounded_by(kept)) register_typed_op(std::move(rounded));
   // Last: from now on plans may call them.
   set_traits(name, {.rounds = !kept.by_rows.empty(), .reads_first = kept.reads_first});
 }
@@ -439,7 +439,7 @@ void register_typed_op(TypedOp op) {
 std::vector<std::string> other_names(const std::string& name, const TypedOp& op) {
   std::vector<std::string> names;
   for (const Form form : forms_of(op)) names.push_back(name_of(name, form));
-  if (!op.by_rows.empty()) names.push_back(rounded_name(name));
+  for (const TypedOp& rounded : rounded_by(op)) names.push_back(parse_schema(rounded.schema).name);
   return names;
 }
 

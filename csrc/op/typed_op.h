@@ -53,8 +53,8 @@ struct TypedOp {
   bool scalable = false;
   // The tensor arguments that have a row for each row of the results, where that row of the results
   // depends on no other one of theirs; the first result is not the gradient of a parameter. Then
-  // there is also <name>_rounded (op/rounded.h), whose first result is rounded to a format in the
-  // same pass. Empty: there is none.
+  // there are also <name>_rounded and <name>_rounded_scaled (op/rounded.h), whose first result is
+  // rounded to a format in the same pass. Empty: there are none.
   std::vector<std::string> by_rows = {};
 };
 
@@ -62,7 +62,8 @@ struct TypedOp {
 // is not what the schema says, and where `any_strides` or `overwrites` names no tensor argument.
 void register_typed_op(TypedOp op);
 
-// What else it registers: <name>_into, <name>_scaled, <name>_scaled_into, <name>_rounded.
+// What else it registers: <name>_into, <name>_scaled, <name>_scaled_into, <name>_rounded,
+// <name>_rounded_scaled.
 std::vector<std::string> other_names(const std::string& name, const TypedOp& op);
 
 // Has the CUDA bodies serve tensors of another device type too: a backend that stands in for CUDA.

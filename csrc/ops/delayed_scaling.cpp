@@ -42,7 +42,8 @@ TensorSpecs scaled_shape(const Checks& check, const Tensor& input, const Tensor&
   return {spec, {{}, at::kFloat}};
 }
 
-// What codes stand for is multiplied by `decodes`; `record` is called with each part.
+// What codes stand for is multiplied by `decodes`; `record` is called with each part, before that
+// is rounded, which may be in place.
 template <typename Record>
 void round_by_scale(const kernel::Format& format, const Tensor& x, float scale, float decodes,
                     const Tensor& output, const Record& record) {
@@ -53,9 +54,9 @@ void round_by_scale(const kernel::Format& format, const Tensor& x, float scale, 
   cpu::parallel(x.numel(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += kPiece) {
       const int64_t n = std::min(kPiece, end - i);
+      record(from, bytes_at(x, i * size), n);
       cpu::round_to_format(format, from, to, bytes_at(x, i * size), scale, decodes,
                            bytes_at(output, i * output_size), 1, n);
-      record(from, bytes_at(x, i * size), n);
     }
   });
 }

@@ -1,0 +1,167 @@
+#include "op/row_rounding.h"
+
+#include <ATen/ops/clone.h>
+
+#include <algorithm>
+#include <array>
+
+#include "fuser/dtype.h"
+#include "fuser/quantize.h"
+#include "fuser/recipe.h"
+#include "op/dtype.h"
+
+namespace transformer_ops {
+namespace {
+
+// Of the ops that round. They are looked up once: their names are among those of the library.
+const Bodies& round_bodies() {
+  static const Bodies& bodies = find_typed_op(kRoundCall)->bodies;
+  return bodies;
+}
+const Bodies& round_scaled_bodies() {
+  static const Bodies& bodies = find_typed_op(kRoundValuesScaled)->bodies;
+  return bodies;
+}
+
+// As an argument of those. Made once: each text in an argument is memory of its own.
+const c10::IValue& dtype_of(const Tensor& x) {
+  static const std::vector<c10::IValue> names = [] {
+    std::vector<c10::IValue> names;
+    for (int i = 0; i <= static_cast<int>(DType::Float64); ++i) {
+      names.emplace_back(to_text(static_cast<DType>(i)));
+    }
+    return names;
+  }();
+  return names[static_cast<size_t>(to_dtype(x.scalar_type()))];
+}
+
+// ---- by the scales of blocks
+
+struct Formats {
+  const c10::IValue &rows, &columns;
+
+  explicit Formats(Values added) : rows(added[0]), columns(added[1]) {}
+  bool has_columns() const { return !columns.toStringView().empty(); }
+};
+
+void check_blocks(const Checks& check, const c10::IValue& format) {
+  TORCH_CHECK(rows_of_block(format.toStringView()) > 0, "[", check.op(),
+              "] format must be one whose scales are those of blocks, got '", format.toStringView(),
+              "'");
+}
+
+void check_formats(const Checks& check, Values added) {
+  const Formats formats(added);
+  check_blocks(check, formats.rows);
+  if (formats.has_columns()) check_blocks(check, formats.columns);
+}
+
+TensorSpecs columns_shape(const TensorSpec& first, Values added) {
+  return {Formats(added).has_columns() ? first : absent(first.dtype)};
+}
+
+Tensors blocks_meaning(const Checks& check, const Tensor& x, Values added) {
+  const Formats formats(added);
+  const auto round = [&](const c10::IValue& format) {
+    std::array<c10::IValue, 3> values = {x, format, dtype_of(x)};
+    return round_bodies().unfused(check, values)[0];
+  };
+  return {round(formats.rows), formats.has_columns() ? round(formats.columns) : x.new_empty({0})};
+}
+
+int64_t rows_of_blocks(Values added) {
+  const Formats formats(added);
+  const int64_t rows = rows_of_block(formats.rows.toStringView());
+  if (!formats.has_columns()) return rows;
+  return std::max(rows, rows_of_block(formats.columns.toStringView()));
+}
+
+void round_blocks(Body Bodies::*on_device, const Call& call, const Tensor& x, Values added,
+                  const Tensors& results) {
+  const Formats formats(added);
+  const auto round_to = [&](const c10::IValue& format, const Tensor& to) {
+    std::array<c10::IValue, 3> values = {x, format, dtype_of(x)};
+    Results rounded{{to}};
+    (round_bodies().*on_device)(call, values, rounded);
+  };
+  if (formats.has_columns()) round_to(formats.columns, results[0]);
+  round_to(formats.rows, x);
+}
+
+// ---- by a scale of the tensor
+
+struct Scale {
+  const c10::IValue &scale, &place, &format;
+  bool with_amax;
+
+  explicit Scale(Values added)
+      : scale(added[0]), place(added[1]), format(added[2]), with_amax(added[3].toBool()) {}
+
+  std::array<c10::IValue, 5> arguments(const Tensor& x) const {
+    return {x, scale, place, format, dtype_of(x)};
+  }
+};
+
+void check_scale(const Checks& check, Values added) {
+  const Scale scale(added);
+  check.spec("fp8_scale", scale.scale.toTensor(), {{kScalePlaces}, at::kFloat});
+  const int64_t place = scale.place.toInt();
+  TORCH_CHECK(place >= 0 && place < kScalePlaces, "[", check.op(),
+              "] fp8_place must be 0, 1 or 2, got ", place);
+  TORCH_CHECK(has_one_scale(scale.format.toStringView()), "[", check.op(),
+              "] format must have one scale for a tensor, got '", scale.format.toStringView(), "'");
+}
+
+TensorSpecs numbers_shape(const TensorSpec&, Values added) {
+  const TensorSpec number = {{}, at::kFloat};
+  return {number, Scale(added).with_amax ? number : absent(at::kFloat)};
+}
+
+Tensors scaled_meaning(const Checks& check, const Tensor& x, Values added) {
+  const Scale scale(added);
+  std::array values = scale.arguments(x);
+  Tensors found = round_scaled_bodies().unfused(check, values);
+  if (!scale.with_amax) found.back() = found.back().new_empty({0});
+  return found;
+}
+
+int64_t one_row(Values) { return 1; }
+
+void round_by_scale(Body Bodies::*on_device, const Call& call, const Tensor& x, Values added,
+                    const Tensors& results) {
+  // The CPU's body reads the elements before it writes them.
+  const Tensor exact = on_device == &Bodies::cpu ? x : x.clone();
+  const Scale scale(added);
+  std::array values = scale.arguments(exact);
+  Results rounded{{x, results[0], scale.with_amax ? results[1] : Tensor()}};
+  (round_scaled_bodies().*on_device)(call, values, rounded);
+}
+
+}  // namespace
+
+const std::vector<RowRounding>& row_roundings() {
+  static const std::vector<RowRounding> rows = {
+      {.suffix = "_rounded",
+       .arguments = {{"str", "format"}, {"str", "column_format"}},
+       .results = {"columns"},
+       .check = check_formats,
+       .shape = columns_shape,
+       .meaning = blocks_meaning,
+       .rows_of_block = rows_of_blocks,
+       .run = round_blocks},
+      {.suffix = "_rounded_scaled",
+       .arguments = {{"Tensor", "fp8_scale"},
+                     {"int", "fp8_place"},
+                     {"str", "format"},
+                     {"bool", "with_amax"}},
+       .results = {"decodes", "amax"},
+       .check = check_scale,
+       .shape = numbers_shape,
+       .meaning = scaled_meaning,
+       .rows_of_block = one_row,
+       .run = round_by_scale},
+  };
+  return rows;
+}
+
+}  // namespace transformer_ops
