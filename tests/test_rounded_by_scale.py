@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_rounded_results import NAMES, ROUNDS_MAIN, block, call_of, schema_of
+from test_rounded_results import NAMES, ROUNDS_MAIN, block, call_of, plan_text, schema_of
 from torch import Tensor
 
 import transformer_ops as tops
@@ -150,14 +150,10 @@ def test_shapes_without_memory() -> None:
 # ---- in plans
 
 
-def plan_text(module: tops.Sequential, *inputs: Any) -> str:
-    with tops.autocast(recipe=DELAYED):
-        module(*inputs)
-    return str(module.plans()[0])
-
-
 def test_plans_round_where_a_value_is_made() -> None:
-    text = plan_text(block(tops.RMSNorm(64)), torch.randn(8, 64).bfloat16().requires_grad_())
+    text = plan_text(
+        block(tops.RMSNorm(64)), torch.randn(8, 64).bfloat16().requires_grad_(), DELAYED
+    )
     for line in (
         "x1, s0.rstd, t1.rounded_input_scale, st1.fp8_amax = rms_norm_rounded_scaled("
         'x0, p0.weight, 1e-05, false, st1.fp8_scale, 0, "e4m3", true)',
@@ -175,12 +171,13 @@ def test_plans_round_where_a_value_is_made() -> None:
 
 def test_what_others_see_stays_as_it_is() -> None:
     x = torch.randn(8, 64).bfloat16().requires_grad_()
-    kept = plan_text(block(tops.RMSNorm(64), recompute="none"), x)
+    kept = plan_text(block(tops.RMSNorm(64), recompute="none"), x, DELAYED)
     assert "x1, s0.rstd = rms_norm(x0" in kept and "quantize_values_scaled(x1, " in kept
-    handed_out = plan_text(block(tops.RMSNorm(64), tops.MakeExtraOutput()), x)
+    handed_out = plan_text(block(tops.RMSNorm(64), tops.MakeExtraOutput()), x, DELAYED)
     assert "x1, s0.rstd = rms_norm(x0" in handed_out and "quantize_values_scaled(x2" in handed_out
     # A product in float32 takes numbers, not values of codes.
-    wide = plan_text(block(tops.RMSNorm(64)).float(), x.detach().float().requires_grad_())
+    y = x.detach().float().requires_grad_()
+    wide = plan_text(block(tops.RMSNorm(64)).float(), y, DELAYED)
     assert "x1, s0.rstd = rms_norm(x0" in wide and "quantize_dequantize_scaled(x1, " in wide
 
 

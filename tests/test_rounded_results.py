@@ -183,9 +183,12 @@ def test_shapes_without_memory() -> None:
 # ---- in plans
 
 
-def plan_text(module: tops.Sequential, *inputs: Any, **kwargs: Any) -> str:
-    with tops.autocast(recipe=tops.recipe.MXFP8BlockScaling()):
-        module(*inputs, **kwargs)
+MXFP8 = tops.recipe.MXFP8BlockScaling()
+
+
+def plan_text(module: tops.Sequential, x: Tensor, recipe: tops.recipe.Recipe = MXFP8) -> str:
+    with tops.autocast(recipe=recipe):
+        module(x)
     return str(module.plans()[0])
 
 

@@ -134,7 +134,7 @@ class RoundResults {
 
   static void round_by_blocks(Instruction& call, const std::string& format,
                               const Rounding* columns) {
-    call.target += "_rounded";
+    call.target += kRounded;
     call.arguments.push_back(Attribute(format));
     call.arguments.push_back(Attribute(columns == nullptr ? std::string() : columns->format));
     call.results.push_back(columns == nullptr ? unused_like(call.results[0]) : Result(columns->to));
@@ -142,7 +142,7 @@ class RoundResults {
 
   static void round_by_scale(Instruction& call, const Rounding& rounding) {
     const bool has_amax = rounding.numbers.size() == 2;
-    call.target += "_rounded_scaled";
+    call.target += kRoundedScaled;
     call.arguments.insert(call.arguments.end(), rounding.scale.begin(), rounding.scale.end());
     call.arguments.push_back(Attribute(rounding.format));
     call.arguments.push_back(Attribute(has_amax));

@@ -25,6 +25,11 @@ namespace transformer_ops {
 // numbers rounded in another dtype, and products of groups are left as they are.
 void round_results(Plan& plan, const std::vector<DType>& dtypes);
 
+// Behind the name of an op that rounds its first result: by scales of blocks, by one that is known
+// before (op/row_rounding.h has what each takes and gives).
+inline constexpr const char* kRounded = "_rounded";
+inline constexpr const char* kRoundedScaled = "_rounded_scaled";
+
 // What typed ops are that plans call.
 struct TargetTraits {
   bool rounds = false;      // there are <target>_rounded and <target>_rounded_scaled

@@ -8,6 +8,7 @@
 #include "fuser/dtype.h"
 #include "fuser/quantize.h"
 #include "fuser/recipe.h"
+#include "fuser/round_results.h"
 #include "op/dtype.h"
 
 namespace transformer_ops {
@@ -141,7 +142,7 @@ void round_by_scale(Body Bodies::*on_device, const Call& call, const Tensor& x, 
 
 const std::vector<RowRounding>& row_roundings() {
   static const std::vector<RowRounding> rows = {
-      {.suffix = "_rounded",
+      {.suffix = kRounded,
        .arguments = {{"str", "format"}, {"str", "column_format"}},
        .results = {"columns"},
        .check = check_formats,
@@ -149,7 +150,7 @@ const std::vector<RowRounding>& row_roundings() {
        .meaning = blocks_meaning,
        .rows_of_block = rows_of_blocks,
        .run = round_blocks},
-      {.suffix = "_rounded_scaled",
+      {.suffix = kRoundedScaled,
        .arguments = {{"Tensor", "fp8_scale"},
                      {"int", "fp8_place"},
                      {"str", "format"},
