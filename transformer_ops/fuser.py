@@ -166,8 +166,9 @@ class OperationFuser(Holder):
             [(s.position, s.output) if isinstance(s, Routed) else None for s in row]
             for row in routing.inputs
         ]
+        shown = set(routing.visible_outputs)
         visible = [
-            [(position, k) in routing.visible_outputs for k in range(op.num_extra_outputs)]
+            [(position, k) in shown for k in range(op.num_extra_outputs)]
             for position, op in enumerate(self._basic_ops)
         ]
         return sources, visible

@@ -3,6 +3,7 @@
 #include <array>
 #include <set>
 #include <span>
+#include <unordered_map>
 
 #include "executor/check_call.h"
 #include "executor/made_once.h"
@@ -74,7 +75,10 @@ class Compiler {
     const Plan& plan = program_.plan;
     program_.inputs.push_back(forward_.define({Kind::Main, 0}));
     for (const Value& value : plan.extra_inputs) program_.inputs.push_back(forward_.define(value));
-    for (const Value& value : plan.parameters) program_.inputs.push_back(forward_.define(value));
+    for (const Value& value : plan.parameters) {
+      program_.inputs.push_back(forward_.define(value));
+      numbered_parameters_.emplace(program_.inputs.back(), value);
+    }
     for (const Value& value : plan.states) program_.inputs.push_back(forward_.define(value));
     for (const Step& step : plan.forward) {
       const size_t first_line = program_.forward.lines.size();
@@ -223,10 +227,8 @@ class Compiler {
   Value origin(const Value& value) const {
     const auto source = value.kind == Kind::Slot ? sources_.find(value) : sources_.end();
     if (source == sources_.end()) return value;
-    for (const Value& parameter : program_.plan.parameters) {
-      if (forward_.find(parameter) == source->second) return parameter;
-    }
-    return value;
+    const auto parameter = numbered_parameters_.find(source->second);
+    return parameter == numbered_parameters_.end() ? value : parameter->second;
   }
 
   static void note_counts(const Instruction& instruction, Program::Call& call) {
@@ -239,10 +241,7 @@ class Compiler {
   }
 
   // Is it a state that comes with the parameters?
-  bool is_given(const Value& value) const {
-    const auto& states = program_.plan.states;
-    return std::ranges::find(states, value) != states.end();
-  }
+  bool is_given(const Value& value) const { return has_value(program_.plan.states, value); }
 
   // The place is that of the scale which the call takes, and stands behind it.
   Program::Record record(const Instruction& instruction, const Value& state, int found,
@@ -467,8 +466,7 @@ class Compiler {
 
   // What the step of forward that covers a native op computed in; -1 where the host ran it.
   int dtype_look(int op) {
-    const auto covers = [&](const Step& step) { return step.first() <= op && op <= step.last(); };
-    const auto step = std::ranges::find_if(program_.plan.forward, covers);
+    const auto step = std::ranges::lower_bound(program_.plan.forward, op, {}, &Step::last);
     if (step->python) return -1;
     const int first = step->first(), cast = look_of({Kind::Temporary, first, "input"});
     return cast >= 0 ? cast : look_of({Kind::Main, first});
@@ -540,6 +538,7 @@ class Compiler {
   std::vector<std::vector<Value>> parameters_;  // of each op
   std::map<Value, Value> feeds_;                // extra input -> what it is
   Numbering forward_;
+  std::unordered_map<int, Value> numbered_parameters_;  // by their numbers in forward
   Numbering backward_;
   LookNumbers looks_;                   // of forward values
   std::map<Value, int> sources_;        // slot -> forward value

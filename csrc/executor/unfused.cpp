@@ -1,7 +1,5 @@
 #include "executor/unfused.h"
 
-#include <algorithm>
-
 #include "fuser/planner.h"
 
 namespace transformer_ops {
@@ -9,10 +7,6 @@ namespace transformer_ops {
 namespace {
 
 using Kind = Value::Kind;
-
-bool contains(const std::vector<Value>& values, const Value& value) {
-  return std::ranges::find(values, value) != values.end();
-}
 
 // The tensors of a key: with those that are None, which a plan does not list.
 std::vector<TensorMeta> with_absent(const Plan& plan, const std::vector<OpNode>& ops,
@@ -25,12 +19,12 @@ std::vector<TensorMeta> with_absent(const Plan& plan, const std::vector<OpNode>&
   for (int i = 0; i < plan.size(); ++i) {
     for (size_t k = 0; k < ops[i].extra_inputs.size(); ++k) {
       if (ops[i].sources[k]) continue;
-      add(contains(plan.extra_inputs, {Kind::ExtraInput, i, ops[i].extra_inputs[k]}));
+      add(has_value(plan.extra_inputs, {Kind::ExtraInput, i, ops[i].extra_inputs[k]}));
     }
   }
   for (int i = 0; i < plan.size(); ++i) {
     for (const std::string& name : ops[i].parameters) {
-      add(contains(plan.parameters, {Kind::Parameter, i, name}));
+      add(has_value(plan.parameters, {Kind::Parameter, i, name}));
     }
   }
   return all;
@@ -43,7 +37,8 @@ void keep_states(const Plan& plan, Plan& unfused) {
     for (Step& step : *steps) {
       for (Instruction& instruction : step.instructions) {
         for_each_value(instruction.results, [&](Value& result) {
-          const bool is_other = contains(unfused.states, result) && !contains(plan.states, result);
+          const bool is_other =
+              has_value(unfused.states, result) && !has_value(plan.states, result);
           if (is_other) result.kind = Kind::Temporary;
         });
       }
@@ -71,7 +66,7 @@ Plan unfused_plan(const Plan& plan, const std::vector<TensorMeta>& tensors) {
           output.op, position_of(plan.ops[output.op].extra_outputs, output.name)};
     }
     for (size_t k = 0; k < op.extra_outputs.size(); ++k) {
-      op.visible[k] = contains(plan.extra_outputs, {Kind::ExtraOutput, i, op.extra_outputs[k]});
+      op.visible[k] = has_value(plan.extra_outputs, {Kind::ExtraOutput, i, op.extra_outputs[k]});
     }
     key.training.push_back(planned.training);
     ops.push_back(std::move(op));

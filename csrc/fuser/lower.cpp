@@ -461,9 +461,11 @@ class Lowering {
   }
 
   void add_saves(const Span& span, const Instruction& call, Step& step) const {
-    for (const Value& slot : needed_slots_) {
-      if (slot.op < span.first || slot.op > span.last) continue;
-      if (const auto source = slot_source(span, call, slot)) step.saves.push_back({slot, *source});
+    // Slots are in the order of their ops.
+    const auto end = needed_slots_.lower_bound({Kind::Slot, span.last + 1});
+    for (auto slot = needed_slots_.lower_bound({Kind::Slot, span.first}); slot != end; ++slot) {
+      if (const auto source = slot_source(span, call, *slot))
+        step.saves.push_back({*slot, *source});
     }
   }
 

@@ -106,6 +106,15 @@ Value tensor_of(Value gradient) {
   fail("[plan] value must be a gradient, got ", to_text(gradient));
 }
 
+std::span<const Value> values_of(const std::vector<Value>& values, int op) {
+  return std::ranges::equal_range(values, op, {}, &Value::op);
+}
+
+bool has_value(const std::vector<Value>& values, const Value& value) {
+  const auto found = values_of(values, value.op);
+  return std::ranges::find(found, value) != found.end();
+}
+
 Result unused_like(const Result& result) {
   const auto* const value = std::get_if<Value>(&result);
   return value == nullptr ? Result(ValueList()) : Value{Kind::Temporary, value->op, "unused"};

@@ -2,6 +2,7 @@
 
 #include <compare>
 #include <optional>
+#include <span>
 #include <string>
 #include <variant>
 #include <vector>
@@ -56,6 +57,10 @@ bool is_boundary(Value::Kind kind);     // x1, g1 and n1 have no name
 const char* name_of(Value::Kind kind);  // "main", "extra_input_grad"
 const char* name_of(Value::Part part);  // "", "codes", "scale"
 Value parse_value(const std::string& text);
+// The values of one op, and whether a value is there, in a list that is in the order of its ops, as
+// all lists of a plan are.
+std::span<const Value> values_of(const std::vector<Value>& values, int op);
+bool has_value(const std::vector<Value>& values, const Value& value);
 
 struct None {
   bool operator==(const None&) const = default;

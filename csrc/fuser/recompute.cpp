@@ -106,8 +106,9 @@ class Recompute {
 
   // The step of forward whose input is that of `op`; null where that is inside of a step.
   Step* step_that_takes(int op) {
-    const auto step = std::ranges::find(plan_.forward, op, &Step::first);
-    return step == plan_.forward.end() || step->python ? nullptr : &*step;
+    const auto step = std::ranges::lower_bound(plan_.forward, op, {}, &Step::first);
+    const bool starts_here = step != plan_.forward.end() && step->first() == op;
+    return starts_here && !step->python ? &*step : nullptr;
   }
 
   // Saves the input of `op` for this alone.

@@ -66,11 +66,9 @@ class Rewriter {
   void drop_beaten(Pass pass, const Groups& groups) {
     std::erase_if(misses_, [&](const Miss& miss) {
       if (miss.near.pass != pass || (miss.by_user && !miss.near.structural)) return false;
-      return std::ranges::any_of(groups, [&](const StepGroup& group) {
-        const int first = miss.near.ops.front();
-        return group.count > 1 && group.first <= first &&
-               first + miss.length <= group.first + group.count;
-      });
+      const int first = miss.near.ops.front();
+      const auto group = std::prev(std::ranges::upper_bound(groups, first, {}, &StepGroup::first));
+      return group->count > 1 && first + miss.length <= group->first + group->count;
     });
   }
 

@@ -41,6 +41,7 @@ struct Rounding {
   // largest magnitude is noted in forward alone.
   std::vector<Argument> scale = {};
   std::vector<Result> numbers = {};
+  Step* step = nullptr;  // the one that calls it, and alone reads what it makes
 
   bool has_blocks() const { return scale.empty(); }
 };
@@ -75,10 +76,10 @@ class RoundResults {
   // Its steps in the order they run. `kept`: values that others see.
   RoundResults(std::vector<Step*> steps, const std::vector<DType>& dtypes, std::set<Value> kept)
       : steps_(std::move(steps)), dtypes_(dtypes), kept_(std::move(kept)) {
-    for (const Step* const step : steps_) {
+    for (Step* const step : steps_) {
       for (const Save& save : step->saves) kept_.insert(save.source);
       if (step->python) kept_.insert({{Kind::Main, step->first()}, {Kind::Grad, step->last() + 1}});
-      for (const Instruction& call : step->instructions) note_reads(call);
+      for (const Instruction& call : step->instructions) note_reads(call, step);
     }
   }
 
@@ -100,8 +101,9 @@ class RoundResults {
   }
 
  private:
-  void note_reads(const Instruction& call) {
+  void note_reads(const Instruction& call, Step* step) {
     if (auto rounding = rounding_of(call)) {
+      rounding->step = step;
       roundings_[rounding->from].push_back(std::move(*rounding));
       return;
     }
@@ -129,7 +131,7 @@ class RoundResults {
       round_by_scale(call, first);
     }
     for (const Rounding& rounding : roundings) taken_.insert(rounding.to);
-    for (Step* const step : steps_) replace_argument(*step, first.to, first.from);
+    replace_argument(*first.step, first.to, first.from);
   }
 
   static void round_by_blocks(Instruction& call, const std::string& format,

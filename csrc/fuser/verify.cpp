@@ -43,7 +43,7 @@ std::string place_of(const Plan& plan, int op) {
 // Does the op have a state of that name: one that the plan is given, or one that takes a gradient?
 bool has_state(const Plan& plan, const Value& state) {
   const PlannedOp& op = plan.ops[state.op];
-  if (std::ranges::find(plan.states, state) != plan.states.end()) return true;
+  if (has_value(plan.states, state)) return true;
   if (!op.native) return false;
   const auto names = declaration(op.kind).parameter_tensors(op.attributes);
   return std::ranges::any_of(names, [&](const auto& name) {
@@ -137,13 +137,11 @@ std::string join_names(const std::vector<std::string>& names) {
   return text.empty() ? "none" : text;
 }
 
-// The names of `values` that belong to op i and are of this kind.
-std::vector<std::string> names_of(const std::vector<Value>& values, Kind kind, int i) {
+// The names of the values of op i.
+std::vector<std::string> names_of(const std::vector<Value>& values, int i) {
   std::vector<std::string> names;
-  for (const Value& value : values) {
-    if (value.kind == kind && value.op == i && value.part == Value::Part::Whole) {
-      names.push_back(value.name);
-    }
+  for (const Value& value : values_of(values, i)) {
+    if (value.part == Value::Part::Whole) names.push_back(value.name);
   }
   return names;
 }
@@ -184,8 +182,9 @@ void verify_names(const std::string& place, const char* what, const OpDeclaratio
         join_names(names));
 }
 
-// A native op has the attributes and tensors that its kind declares, and no others.
-void verify_native_op(const Plan& plan, int i) {
+// A native op has the attributes and tensors that its kind declares, and no others. `routed`: the
+// extra inputs that it takes from other ops.
+void verify_native_op(const Plan& plan, int i, const std::vector<std::string>& routed) {
   const PlannedOp& op = plan.ops[i];
   const OpDeclaration& row = declaration(op.kind);
   const std::string place = place_of(plan, i);
@@ -200,12 +199,9 @@ void verify_native_op(const Plan& plan, int i) {
           flag == op.attributes.end() ? "" : to_text(flag->second));
   }
   verify_names(place, "parameters", row, row.parameter_tensors(op.attributes),
-               names_of(plan.parameters, Kind::Parameter, i));
-  std::vector<std::string> from_caller = names_of(plan.extra_inputs, Kind::ExtraInput, i);
-  std::vector<std::string> names = from_caller;
-  for (const Route& route : plan.routes) {
-    if (route.input.op == i) names.push_back(route.input.name);
-  }
+               names_of(plan.parameters, i));
+  std::vector<std::string> names = names_of(plan.extra_inputs, i);
+  names.insert(names.end(), routed.begin(), routed.end());
   std::ranges::sort(names, {}, [&](auto& name) { return position_of(row.extra_inputs, name); });
   verify_names(place, "extra inputs", row, row.extra_inputs, names);
 }
@@ -233,21 +229,25 @@ void verify_ops(const Plan& plan) {
       {&plan.extra_outputs, Kind::ExtraOutput},
   };
   for (const auto& [values, kind] : lists) {
+    check(std::ranges::is_sorted(*values, {}, &Value::op), "[plan] inputs, parameters, states and ",
+          "outputs must be in the order of their ops");
+  }
+  for (const auto& [values, kind] : lists) {
     for (const Value& value : *values) {
       verify_value(value, plan);
       check(value.kind == kind, "[plan] inputs, parameters, states and outputs must be listed ",
             "as e1.0, p1.weight, st1.fp8_scale and o1.0, got ", to_text(value));
     }
-    check(std::ranges::is_sorted(*values, {}, &Value::op), "[plan] inputs, parameters, states and ",
-          "outputs must be in the order of their ops");
   }
   verify_parts(plan.parameters);
   for (const Value& state : plan.states) {
     check(std::ranges::find(kScaleStates, state.name) != std::end(kScaleStates),
           place_of(plan, state.op), " must have a state of that name, got ", to_text(state));
   }
+  std::vector<std::vector<std::string>> routed(plan.ops.size());
+  for (const Route& route : plan.routes) routed[route.input.op].push_back(route.input.name);
   for (int i = 0; i < plan.size(); ++i) {
-    if (plan.ops[i].native) verify_native_op(plan, i);
+    if (plan.ops[i].native) verify_native_op(plan, i, routed[i]);
   }
   verify_values(plan.forward, plan);
   verify_values(plan.backward, plan);
@@ -297,9 +297,7 @@ void add_python_results(const Step& step, const Plan& plan, bool forward, DataFl
   flow.add({main, forward ? step.last() + 1 : step.first()});
   if (!forward) return;
   for (const int op : step.ops) {
-    for (const Value& output : plan.extra_outputs) {
-      if (output.op == op) flow.add(output);
-    }
+    for (const Value& output : values_of(plan.extra_outputs, op)) flow.add(output);
     for (const Route& route : plan.routes) {
       if (route.output.op == op) flow.add(route.output);
     }
@@ -313,12 +311,13 @@ bool inside_python_step(const Plan& plan, int op) {
                              [&](const Step& step) { return step.python && covers(step, op); });
 }
 
+// Both lists cover the ops in order.
 void verify_joint_pairs(const std::vector<Step>& steps, const std::vector<Step>& others) {
   for (const Step& step : steps) {
     if (!step.joint) continue;
-    const bool paired = std::ranges::any_of(others, [&](const Step& other) {
-      return other.joint && other.name == step.name && other.ops == step.ops;
-    });
+    const auto other = std::ranges::lower_bound(others, step.first(), {}, &Step::first);
+    const bool paired =
+        other != others.end() && other->joint && other->name == step.name && other->ops == step.ops;
     check(paired, "[plan] joint step '", step.name, "' must be in both passes; ",
           "another fusion took its ops in one of them");
   }
@@ -359,10 +358,8 @@ void verify_gradients(const Plan& plan, const DataFlow& backward) {
     const Value parameter{Kind::Parameter, gradient.op, gradient.name};
     const bool is_input =
         gradient == Value{Kind::Grad, 0} ||
-        (gradient.kind == Kind::ExtraInputGrad &&
-         std::ranges::find(plan.extra_inputs, extra) != plan.extra_inputs.end()) ||
-        (gradient.kind == Kind::ParameterGrad &&
-         std::ranges::find(plan.parameters, parameter) != plan.parameters.end());
+        (gradient.kind == Kind::ExtraInputGrad && has_value(plan.extra_inputs, extra)) ||
+        (gradient.kind == Kind::ParameterGrad && has_value(plan.parameters, parameter));
     check(is_input, "[plan] gradients must be those of the plan's inputs, got ", to_text(gradient));
     const PlannedOp& op = plan.ops[std::min(gradient.op, plan.size() - 1)];
     const bool is_integer = gradient.kind == Kind::ExtraInputGrad && op.native &&

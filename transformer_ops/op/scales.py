@@ -15,7 +15,7 @@ Of a `GroupedLinear` all but the last have one more dimension, of groups.
 from __future__ import annotations
 
 import weakref
-from bisect import insort
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any, cast
@@ -35,6 +35,8 @@ _lock = new_lock()
 # rank of a program. Lists of references, as each region reads them: it costs a region 6 us to go
 # through a dictionary of weak values. Nobody changes a list, so who reads needs no lock.
 _owners: dict[str, list[tuple[int, weakref.ref[nn.Module]]]] = {}
+# How many there were when those that are gone were last taken out.
+_counted: dict[str, int] = {}
 
 
 def has_scales(owner: nn.Module) -> bool:
@@ -56,15 +58,21 @@ def register_scales(owner: nn.Module) -> None:
     """For a module that got its buffers as a copy, too. Fake ones have no numbers to change."""
     if has_scales(owner) and not isinstance(owner.fp8_scale, torch._subclasses.FakeTensor):
         with _lock:
-            known, number = _others(owner), cast(int, owner._number)
-            insort(known, (number, weakref.ref(owner)), key=itemgetter(0))
-            _owners[key_of(owner)] = known
+            _change_owners(owner, [(cast(int, owner._number), weakref.ref(owner))])
 
 
-def _others(owner: nn.Module) -> list[tuple[int, weakref.ref[nn.Module]]]:
-    """Those of the same key that are alive."""
-    known = _owners.get(key_of(owner), ())
-    return [entry for entry in known if entry[1]() not in (None, owner)]
+def _change_owners(owner: nn.Module, entries: list[tuple[int, weakref.ref[nn.Module]]]) -> None:
+    """Replaces the entries of this module. Modules that are gone are looked for only when the list
+    is twice as long as it was the last time: adding one module must not look at all others."""
+    key, number = key_of(owner), cast(int, owner._number)
+    known = _owners.get(key, [])
+    place = bisect_left(known, number, key=itemgetter(0))
+    after = place + (place < len(known) and known[place][0] == number)
+    known = [*known[:place], *entries, *known[after:]]
+    if len(known) > 2 * _counted.get(key, 8):
+        known = [entry for entry in known if entry[1]() is not None]
+        _counted[key] = len(known)
+    _owners[key] = known
 
 
 def make_scales(owner: nn.Module, key: str, device: torch.device | str = "cpu") -> None:
@@ -121,7 +129,7 @@ def _shape(owner: nn.Module) -> tuple[int, ...]:
 
 def drop_scales(owner: nn.Module) -> None:
     with _lock:
-        _owners[key_of(owner)] = _others(owner)
+        _change_owners(owner, [])
     for name in NAMES:
         owner._buffers.pop(name, None)
     owner.__dict__.pop("_scales_key", None)

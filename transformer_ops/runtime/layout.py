@@ -79,9 +79,10 @@ def make_layout(
         open_run = not alone[i]
     routing = resolve_channels(basic_ops)
     visible = [Routed(*pair) for pair in routing.visible_outputs]
+    shared = _read_outside(routing.inputs, [positions for _, positions in runs]) | set(visible)
     make = functools.partial(make_group, **policies._asdict())
     segments = tuple(
-        _make_segment(modules, basic_ops, run, alone, routing.inputs, visible, make) for run in runs
+        _make_segment(modules, basic_ops, run, alone, routing.inputs, shared, make) for run in runs
     )
     whole = segments[0].group if len(segments) == 1 else None
     fusible = (module for module in modules if isinstance(module, FusibleOperation))
@@ -100,13 +101,26 @@ def make_layout(
     )
 
 
+def _read_outside(
+    inputs: tuple[tuple[External | Routed, ...], ...], runs: list[list[int]]
+) -> set[Routed]:
+    """The extra outputs that an op of another run reads."""
+    run_of = {position: i for i, positions in enumerate(runs) for position in positions}
+    return {
+        source
+        for position, row in enumerate(inputs)
+        for source in row
+        if isinstance(source, Routed) and run_of[source.position] != run_of[position]
+    }
+
+
 def _make_segment(
     modules: Sequence[nn.Module],
     basic_ops: list[BasicOperation],
     run: tuple[list[int], list[int]],
     alone: list[bool],
     inputs: tuple[tuple[External | Routed, ...], ...],
-    visible: list[Routed],
+    shared: set[Routed],
     make_group: Callable[..., Any],
 ) -> Segment:
     places, positions = run
@@ -126,20 +140,13 @@ def _make_segment(
                 row.append(None)
                 outside.append(source)
         sources.append(row)
-    read_outside = {
-        source
-        for position, row in enumerate(inputs)
-        if position not in mine
-        for source in row
-        if isinstance(source, Routed)
-    }
     outputs: list[Routed] = []
     flags: list[list[bool]] = []
     for position in positions:
         flags.append([])
         for k in range(basic_ops[position].num_extra_outputs):
             key = Routed(position, k)
-            seen = alone[places[0]] or key in visible or key in read_outside
+            seen = alone[places[0]] or key in shared
             flags[-1].append(seen)
             if seen:
                 outputs.append(key)
