@@ -66,7 +66,7 @@ def test_a_layer_under_a_recipe(backend: str) -> None:
         want = module(x, ids, probs)
     torch.testing.assert_close(y, want)
     (misses,) = {m.reason for m in module.plans()[0].near_misses if m.fusion == "moe_mlp"}
-    assert misses == "op 1 takes quantized tensors"
+    assert misses == "op 1 takes rounded operands"
     found = torch.autograd.grad(y.square().sum(), tensors)
     for a, b in zip(found, exact, strict=True):
         error = float((a - b).norm() / b.norm())

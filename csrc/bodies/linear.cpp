@@ -202,10 +202,11 @@ Tensor as_matrix(const Tensor& tensor) {
   return tensor.reshape_symint({rows, tensor.sym_size(-1)});
 }
 
-ScaledOperand scaled_operand(const Tensor& left, const OperandScales& scales) {
-  const double factor = scales.factor();
+ScaledOperand scaled_operand(const Tensor& left, const OperandScales& scales, double scale) {
+  const double factor = scales.factor() * scale;
   using Limits = std::numeric_limits<float>;
-  if (factor >= Limits::min() && factor <= Limits::max()) return {left, factor};
+  const double size = std::abs(factor);
+  if (size >= Limits::min() && size <= Limits::max()) return {left, factor};
   // No more than has to: the operand, too, is of a dtype with the exponents of float32.
   int moved = std::ilogb(factor);
   moved -= std::clamp(moved, Limits::min_exponent - 1, Limits::max_exponent - 1);

@@ -41,13 +41,13 @@ TensorSpecs linear_backward_outputs(const Checks& check, const Tensor& grad_outp
 // All leading dimensions as one; there is at least one dimension.
 Tensor as_matrix(const Tensor& tensor);
 
-// A product of operands that are multiples of what they stand for. What float32 does not hold of
-// the factor, a power of two, is in the left operand: both are exact.
+// A product of operands that are multiples of what they stand for, times `scale`. What float32 does
+// not hold of the factor, a power of two, is in the left operand: both are exact.
 struct ScaledOperand {
   Tensor tensor;
   double factor;
 };
-ScaledOperand scaled_operand(const Tensor& left, const OperandScales& scales);
+ScaledOperand scaled_operand(const Tensor& left, const OperandScales& scales, double scale = 1.0);
 
 // scale x W^T [+ b] for any number of leading dimensions; the bias is contiguous.
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias = {},

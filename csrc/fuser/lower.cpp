@@ -40,14 +40,7 @@ class Lowering {
   }
 
   Plan run(const Rewritten& groups) {
-    for (const StepGroup& group : groups.backward) {
-      Step& step = plan_.backward.emplace_back(lower_backward(group));
-      if (step.python) continue;
-      decode_parameters(analysis_, Pass::Backward, step);
-      quantize_backward(analysis_, step);
-      add_backward_casts(analysis_, step);
-      delay_gradients(analysis_, step);
-    }
+    for (const StepGroup& group : groups.backward) plan_.backward.push_back(backward_step(group));
     for (const StepGroup& group : groups.forward) {
       Step& step = plan_.forward.emplace_back(lower_forward(group));
       if (step.python) continue;
@@ -378,6 +371,31 @@ class Lowering {
       if (analysis_.extra_output_is_read(op, k)) return false;
     }
     return true;
+  }
+
+  // Does each op have a call of its own, because its product takes rounded operands?
+  bool has_calls_of_ops(const StepGroup& group) const {
+    if (!group.rule || group.rule->under_recipe != UnderRecipe::EachCall) return false;
+    return std::ranges::any_of(group.places,
+                               [&](int op) { return op >= 0 && analysis_.is_quantized(op); });
+  }
+
+  Step backward_step(const StepGroup& group) {
+    if (has_calls_of_ops(group)) {
+      Step step = make_step(group);
+      for (int op = step.last(); op >= step.first(); --op) {
+        Step part = backward_step({.first = op, .name = ops_[op].kind});
+        std::ranges::move(part.instructions, std::back_inserter(step.instructions));
+      }
+      return step;
+    }
+    Step step = lower_backward(group);
+    if (step.python) return step;
+    decode_parameters(analysis_, Pass::Backward, step);
+    quantize_backward(analysis_, backward_schema(group), step);
+    add_backward_casts(analysis_, step);
+    delay_gradients(analysis_, step);
+    return step;
   }
 
   Step lower_backward(const StepGroup& group) {

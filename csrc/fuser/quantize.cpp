@@ -97,15 +97,12 @@ class Quantize {
       code.push_back(std::move(product));
     } else {
       widen_parameters(product, schema, code);
-      const Value result = std::get<Value>(product.results[0]);
-      product.results[0] = temporary("output");
-      code.push_back(std::move(product));
-      code.push_back(make_cast(temporary("output"), compute_, result));
+      widen_call(std::move(product), code);
     }
     replace(call, std::move(code));
   }
 
-  void backward() {
+  void backward(const Schema& schema) {
     const bool is_plain = !formats_.is_stochastic && !formats_.transforms;
     takes_codes_ = may_take_codes({"input", "weight", "grad_output"}) && !formats_.is_stochastic;
     // Pairs of codes, which may be rounded at random, have one gradient for each of both products.
@@ -114,7 +111,6 @@ class Quantize {
                   (has_pairs || (is_plain && !has_pairs_of_codes(formats_.grad_output)));
     const auto call = find_call();
     const Instruction whole = *call;
-    const Schema& schema = row_.backward_schema;
     const auto mask = std::get<std::vector<bool>>(
         std::get<Attribute>(whole.arguments[schema_place(schema, "output_mask")]));
     splits_ = splits_of(whole, schema);
@@ -380,14 +376,44 @@ class Quantize {
   // Parameters beside the operands in the dtype of the product, which is then rounded with them.
   void widen_parameters(Instruction& product, const Schema& schema,
                         std::vector<Instruction>& code) const {
+    if (product.target != schema.name) return;
     for (const std::string& name : row_.parameters) {
-      if (is_operand(name) || product.target != schema.name) continue;
+      if (is_operand(name)) continue;
       Argument& argument = product.arguments[schema_place(schema, name)];
       if (std::holds_alternative<None>(argument)) continue;
       const Result to = places("wide_", name, "", argument);
       add_casts(argument, dtype_, to, code);
       argument = taken(to);
     }
+  }
+
+  // What the call of a step takes beside its operands in the dtype of the product, and its results
+  // rounded to what they are without a recipe. Saved masks have no such dtype.
+  void widen_call(Instruction call, std::vector<Instruction>& code) const {
+    for (Argument& argument : call.arguments) {
+      auto* const value = std::get_if<Value>(&argument);
+      if (value == nullptr || value->kind == Kind::Temporary || value->kind == Kind::Shape)
+        continue;
+      const Value wide{Kind::Temporary, value->op, "wide_" + value->name};
+      code.push_back(make_cast(*value, dtype_, wide));
+      *value = wide;
+    }
+    std::vector<Instruction> casts;
+    for (Result& result : call.results) {
+      auto* const value = std::get_if<Value>(&result);
+      if (value == nullptr) continue;
+      const bool is_input = value->kind == Kind::Slot && value->name == "input";
+      if (value->kind != Kind::Main && !(is_input && is_saved(*value))) continue;
+      const Value wide = temporary(is_input ? "wide_kept" : "output");
+      casts.push_back(make_cast(wide, compute_, *value));
+      *value = wide;
+    }
+    code.push_back(std::move(call));
+    code.insert(code.end(), casts.begin(), casts.end());
+  }
+
+  bool is_saved(const Value& slot) const {
+    return std::ranges::find(step_.saves, slot, &Save::slot) != step_.saves.end();
   }
 
   bool is_operand(const std::string& name) const {
@@ -438,7 +464,7 @@ class Quantize {
         if (!format.empty() || dtype_ != compute_) {
           argument = rounded(name, argument, format, use, code);
         }
-      } else if (schema.arguments[k].may_be_absent() && !row_.is_read(name, mask)) {
+      } else if (schema.arguments[k].may_be_absent() && !is_read(name, mask)) {
         argument = None{};
       } else if (is_operand(name)) {
         if (!formats_.format(name).empty() || dtype_ != compute_) {
@@ -461,6 +487,11 @@ class Quantize {
     }
     code.push_back(std::move(call));
     if (narrow) code.push_back(std::move(*narrow));
+  }
+
+  // Gradients that are added to that of x are, beside the operands, all that a call may do without.
+  bool is_read(const std::string& name, const std::vector<bool>& mask) const {
+    return name.starts_with("grad_") ? mask[0] : row_.is_read(name, mask);
   }
 
   const OperandFormats formats_;
@@ -521,11 +552,11 @@ void quantize_forward(const Analysis& analysis, Step& step) {
   quantize.round_main("input");
 }
 
-void quantize_backward(const Analysis& analysis, Step& step) {
+void quantize_backward(const Analysis& analysis, const Schema& schema, Step& step) {
   const int op = quantized_op(analysis, step);
   if (op < 0 || step.skipped || step.instructions.empty()) return;
   Quantize quantize(analysis, step, op);
-  if (is_product(row_of(analysis, op))) return quantize.backward();
+  if (is_product(row_of(analysis, op))) return quantize.backward(schema);
   quantize.round_main("grad_output");
 }
 
@@ -548,21 +579,40 @@ void list_states(Plan& plan) {
   plan.states.assign(found.begin(), found.end());
 }
 
-std::optional<std::string> quantized_product(const Match& match, Pass pass, bool scalable) {
+namespace {
+
+std::string op_text(int op) { return "op " + std::to_string(op); }
+
+// The first product among the ops that takes rounded operands, or an op that rounds; -1: none.
+int quantized_op(const Match& match) {
+  if (match.analysis.key().recipe == nullptr) return -1;
+  const auto found = std::ranges::find_if(
+      match.places, [&](int op) { return op >= 0 && match.analysis.is_quantized(op); });
+  return found == match.places.end() ? -1 : *found;
+}
+
+}  // namespace
+
+std::optional<std::string> quantized_product(const Match& match) {
+  const int op = quantized_op(match);
+  if (op < 0) return std::nullopt;
+  return op_text(op) + " takes rounded operands";
+}
+
+std::optional<std::string> quantized_product(const Match& match, const Rule& rule) {
   const Analysis& analysis = match.analysis;
-  if (analysis.key().recipe == nullptr) return std::nullopt;
-  for (const int op : match.places) {
-    if (op < 0 || !analysis.is_quantized(op)) continue;
-    const std::string place = "op " + std::to_string(op);
-    if (pass != Pass::Forward || op != match.first()) return place + " takes quantized tensors";
-    if (analysis.operand_dtype(op) == analysis.compute_dtype(op)) {
-      if (scalable || !has_scaled_operand(analysis, op)) continue;
-      return place + " takes operands with a scale beside them";
-    }
-    return place + " computes in " + to_text(analysis.operand_dtype(op)) +
-           " from quantized tensors";
+  const int op = quantized_op(match);
+  if (op < 0) return std::nullopt;
+  const bool is_forward = rule.pass == Pass::Forward && op == match.first();
+  const bool is_backward = rule.pass == Pass::Backward && rule.under_recipe != UnderRecipe::Refused;
+  if (!is_forward && !is_backward) return op_text(op) + " takes rounded operands";
+  if (rule.scalable || rule.under_recipe == UnderRecipe::EachCall) return std::nullopt;
+  if (analysis.operand_dtype(op) != analysis.compute_dtype(op)) {
+    return op_text(op) + " computes in " + to_text(analysis.operand_dtype(op)) +
+           " from rounded operands";
   }
-  return std::nullopt;
+  if (!has_scaled_operand(analysis, op)) return std::nullopt;
+  return op_text(op) + " takes operands with a scale beside them";
 }
 
 }  // namespace transformer_ops

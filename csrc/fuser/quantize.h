@@ -6,6 +6,7 @@
 #include "fuser/analysis.h"
 #include "fuser/plan.h"
 #include "fuser/rule.h"
+#include "fuser/schema.h"
 
 namespace transformer_ops {
 
@@ -35,14 +36,16 @@ void decode_parameters(const Analysis& analysis, Pass pass, Step& step);
 // those:
 //   t1.rounded_input, t1.rounded_input_scale = quantize(x1, "e4m3 1x128")
 // Of NVFP4, what is summed over its rows is rounded by quantize_columns.
+// A product of float16 is computed in float32, and a fused one with it: the tensors beside its
+// operands are cast, and what it gives is rounded once.
 void quantize_forward(const Analysis& analysis, Step& step);
 // Under delayed scaling the scale is a state of the op, and the largest magnitude, of which the
 // next scales are made, goes to another one; backward rounds what forward rounded by the same
 // scale:
 //   t1.rounded_input, st1.fp8_amax = quantize_dequantize_scaled(x1, st1.fp8_scale, 0, "e4m3", ...)
 // The gradients of x and W are sums along different dimensions: where the blocks of a format follow
-// the sum, the two have a call each.
-void quantize_backward(const Analysis& analysis, Step& step);
+// the sum, the two have a call each. `schema`: that of the step's call.
+void quantize_backward(const Analysis& analysis, const Schema& schema, Step& step);
 
 // The states of a product under delayed scaling, each with a place for input, weight and gradient:
 // the scales, and the largest magnitudes that forward and backward have met since those were made.
@@ -50,8 +53,9 @@ inline constexpr const char* kScaleStates[] = {"fp8_scale", "fp8_amax", "fp8_gra
 inline constexpr int64_t kScalePlaces = 3;
 void list_states(Plan& plan);
 
-// Why no fusion may take these ops: one of them is a product that the fusion would not quantize.
-// `scalable`: there is a form of the fused op for operands that come with a scale.
-std::optional<std::string> quantized_product(const Match& match, Pass pass, bool scalable);
+// Why a rule, or a fusion in the host language, may not take these ops: one of them is a product
+// whose operands it would not round.
+std::optional<std::string> quantized_product(const Match& match, const Rule& rule);
+std::optional<std::string> quantized_product(const Match& match);
 
 }  // namespace transformer_ops

@@ -99,7 +99,7 @@ class Rewriter {
                       },
                   .why_not =
                       [&](const Match& match) {
-                        auto reason = quantized_product(match, rule.pass, rule.scalable);
+                        auto reason = quantized_product(match, rule);
                         if (!reason) reason = delayed_gradient(match, rule.pass);
                         return reason || !rule.why_not ? reason : rule.why_not(match);
                       },
@@ -128,8 +128,7 @@ class Rewriter {
          .fits = [&](size_t entry, size_t at) { return user.fits[entry][at]; },
          .why_not =
              [&](const Match& match) {
-               const auto reason = quantized_product(match, Pass::Joint, /*scalable=*/false);
-               if (reason) return reason;
+               if (const auto reason = quantized_product(match)) return reason;
                return user.why_not(match.first(), match.last() - match.first() + 1);
              },
          .make = [&](int first, int count, const auto&) { return user.make(first, count); }},

@@ -68,6 +68,13 @@ struct Field {
 };
 using Bindings = std::map<std::string, std::variant<Field, Attribute>>;
 
+// What becomes of a step of backward where a recipe has its product take rounded operands.
+enum class UnderRecipe {
+  Refused,   // the rule takes no such product
+  OneCall,   // its own call takes the rounded operands; each gradient may be asked for on its own
+  EachCall,  // the calls of its ops follow each other in one step
+};
+
 // One fused op: what, when not and why, with what. The driver scans; matching never mutates.
 struct Rule {
   std::string name;
@@ -82,8 +89,9 @@ struct Rule {
   std::string forward = {};
   std::string backward = {};
   std::function<Bindings(const Match&)> bind = {};
-  // Whether there is a <forward>_scaled, for operands that come with a scale.
+  // Whether there is a <forward>_scaled (<backward>_scaled), for operands that come with a scale.
   bool scalable = false;
+  UnderRecipe under_recipe = UnderRecipe::Refused;  // in backward
 
   Schema forward_schema = {};
   Schema backward_schema = {};

@@ -61,7 +61,8 @@ std::optional<std::string> why_not(const Match& match) {
              // After the rules that spare a pass over the gradient.
              .benefit = 5,
              .pattern = {{"BasicLinear"}, {"Bias"}},
-             .why_not = why_not},
+             .why_not = why_not,
+             .under_recipe = UnderRecipe::EachCall},
     .backward = {.schema = "bias_linear_backward(Tensor grad_output, Tensor input, Tensor weight) "
                            "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = shape,

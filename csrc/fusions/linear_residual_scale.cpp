@@ -5,6 +5,8 @@
 // onto the residual's.
 #include <ATen/ops/add.h>
 
+#include <cmath>
+
 #include "bodies/linear.h"
 #include "bodies/linear_cuda.h"
 #include "bodies/make_extra_output.h"
@@ -28,8 +30,8 @@ using Product = LinearBackward (*)(const Tensor&, Tensor, const Tensor&, const L
 // `adds`: may the product start from the residual?
 LinearBackward backward(Product product, bool adds, const Call& call, const Tensor& grad_output,
                         const Tensor& residual, std::optional<Tensor> input, const Tensor* weight,
-                        double scale, LinearMask wanted) {
-  scale = factor_of(grad_output.scalar_type(), scale);
+                        double scale, LinearMask wanted, const OperandScales& scales = {}) {
+  scale = factor_of(product_dtype(grad_output), scale);
   const auto [wants_input, wants_weight] = wanted;
   // A product that is scaled by zero is not computed, and NaN would not pass.
   const Tensor grad = scale == 0 ? grad_output * scale : grad_output;
@@ -37,7 +39,8 @@ LinearBackward backward(Product product, bool adds, const Call& call, const Tens
       product(grad, factor(wants_weight, std::move(input)), factor(wants_input, weight),
               {.scale = scale == 0 ? 1.0 : scale,
                .residual = adds ? residual : Tensor(),
-               .main_grad = call.main_grad()});
+               .main_grad = call.main_grad(),
+               .scales = scales});
   if (!residual.defined() || adds) return grads;
   auto& [grad_input, grad_weight] = grads;
   grad_input = at::add(grad_input, residual);
@@ -49,19 +52,25 @@ LinearBackward backward_cpu(const Call& call, const Tensor& grad_output,
                             const Tensor* weight, double scale, LinearMask wanted) {
   const Tensor residual = or_undefined(grad_extra_output);
   const bool adds = residual.defined() && residual.scalar_type() == grad_output.scalar_type();
-  return backward(linear_backward_cpu, adds, call, grad_output, residual, std::move(input), weight,
-                  scale, wanted);
+  if (!call.scales().defined()) {
+    return backward(linear_backward_cpu, adds, call, grad_output, residual, std::move(input),
+                    weight, scale, wanted);
+  }
+  const auto [grad, factor] = scaled_operand(grad_output, call.scales(), scale);
+  return backward(linear_backward_cpu, adds, call, grad, residual, std::move(input), weight, factor,
+                  wanted);
 }
 
 LinearBackward backward_cuda(const Call& call, const Tensor& grad_output,
                              const Tensor* grad_extra_output, std::optional<Tensor> input,
                              const Tensor* weight, double scale, LinearMask wanted) {
   const Tensor residual = or_undefined(grad_extra_output);
+  const auto dtype = product_dtype(grad_output);
   const bool adds = residual.defined() &&
-                    (residual.scalar_type() == grad_output.scalar_type() ||
-                     (residual.scalar_type() == at::kFloat && grad_output.element_size() == 2));
+                    (residual.scalar_type() == dtype ||
+                     (residual.scalar_type() == at::kFloat && c10::elementSize(dtype) == 2));
   return backward(linear_backward_cuda, adds, call, grad_output, residual, std::move(input), weight,
-                  scale, wanted);
+                  scale, wanted, call.scales());
 }
 
 LinearBackward backward_unfused(const Tensor& grad_output, const Tensor* grad_extra_output,
@@ -75,9 +84,20 @@ LinearBackward backward_unfused(const Tensor& grad_output, const Tensor* grad_ex
   return {grad_input, grad_weight};
 }
 
+// A gradient that is rounded before it is scaled is what is rounded after it where the scale is a
+// power of two, and neither overflows nor loses digits.
+bool commutes_with_rounding(double scale) {
+  int exponent;
+  return std::abs(std::frexp(scale, &exponent)) == 0.5 && std::abs(exponent) <= 16;
+}
+
 std::optional<std::string> why_not(const Match& match) {
   if (match.has(2) && std::get<double>(match.op(2).attributes.at("scale")) == 0) {
     return "the scale is 0, with which a product may hide NaN and infinity";
+  }
+  if (match.has(2) && match.analysis.is_quantized(match.places[1]) &&
+      !commutes_with_rounding(std::get<double>(match.op(2).attributes.at("scale")))) {
+    return "the scale is no power of two from 2^-17 to 2^15, so the scaled gradient is rounded";
   }
   return match.has(0) ? no_extra_gradient(match) : std::nullopt;
 }
@@ -95,7 +115,8 @@ Bindings bind(const Match& match) {
                          {"BasicLinear"},
                          optional_op({"ConstantScale"})},
              .why_not = why_not,
-             .bind = bind},
+             .bind = bind,
+             .under_recipe = UnderRecipe::OneCall},
     .backward = {.schema = "linear_residual_scale_backward(Tensor grad_output, "
                            "Tensor? grad_extra_output, Tensor? input, Tensor? weight, "
                            "float scale, bool[2] output_mask) -> "
@@ -103,7 +124,8 @@ Bindings bind(const Match& match) {
                  .shape = shape,
                  .any_strides = {"grad_output", "input", "weight"},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused},
-                 .accumulates = true},
+                 .accumulates = true,
+                 .scalable = true},
 });
 
 }  // namespace

@@ -80,7 +80,7 @@ const Replay& find_replay(const std::string& kind) {
 void register_fused_op(const std::string& library, FusedOp op) {
   op.rule.forward = op.forward.schema;
   op.rule.backward = op.backward.schema;
-  op.rule.scalable = op.forward.scalable;
+  op.rule.scalable = op.rule.pass == Pass::Backward ? op.backward.scalable : op.forward.scalable;
   register_pair(library, std::move(op.forward), std::move(op.backward));
   // Last: from now on plans may call the typed ops.
   add_rule(std::move(op.rule), library);
