@@ -82,6 +82,22 @@ class TestOps:
         error = (buffer - 1 - wide_g.t() @ wide_x).abs().max()
         assert error <= 2 * torch.finfo(dtype).eps * (wide_g.t() @ wide_x).abs().max() + 1e-6
 
+    @pytest.mark.parametrize("scale", [1.0, -0.25])
+    def test_backward_with_a_residual(self, scales, dtype, scale):
+        residual = torch.randn(ROWS, IN).to(dtype)
+        (g, w), factors, (wide_g, wide_w) = self.operands(scales, dtype, (ROWS, OUT), (OUT, IN))
+        backward = o.linear_residual_scale_backward_scaled
+        product = scale * (wide_g @ wide_w)
+        got = backward(g, None, None, w, scale, [True, False], *factors)[0]
+        assert_near(got, product)
+        got = backward(g, residual, None, w, scale, [True, False], *factors)[0]
+        size = (product.abs() + residual.abs()).max()
+        error = (got.double() - product - residual.double()).abs().max()
+        assert error <= 2 * torch.finfo(dtype).eps * size
+        (g, x), factors, (wide_g, wide_x) = self.operands(scales, dtype, (ROWS, OUT), (ROWS, IN))
+        got = backward(g, None, x, None, scale, [False, True], *factors)[1]
+        assert_near(got, scale * (wide_g.t() @ wide_x))
+
 
 @dtypes
 def test_factors_that_float32_does_not_hold(dtype, request):
