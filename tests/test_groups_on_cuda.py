@@ -26,6 +26,8 @@ o = torch.ops.transformer_ops
 FORMATS = [
     "e4m3",
     "e5m2",
+    "e4m3 pow2",
+    "e5m2 pow2",
     "e4m3 1x128",
     "e5m2 1x128",
     "e4m3 128x1",

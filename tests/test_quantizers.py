@@ -18,6 +18,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
     ("quantizer", "format"),
     [
         (tops.Float8CurrentScalingQuantizer(E5M2), "e5m2"),
+        (tops.Float8CurrentScalingQuantizer(E4M3, force_pow_2_scales=True), "e4m3 pow2"),
         (tops.Float8BlockQuantizer(), "e4m3 1x128"),
         (tops.Float8BlockQuantizer(E5M2, columnwise=True), "e5m2 128x1"),
         (tops.Float8BlockQuantizer(block_scaling_dim=2), "e4m3 128x128"),
@@ -156,6 +157,7 @@ def test_errors() -> None:
         (lambda: tops.Float8BlockQuantizer(E4M3, True), "block_scaling_dim must be 1 or 2, got T"),
         (lambda: tops.NVFP4Quantizer("e2m1"), "with_2d_quantization must be a bool, got 'e2m1'"),
         (lambda: tops.MXFP8Quantizer(E4M3, 1), "columnwise must be a bool, got 1"),
+        (lambda: tops.Float8CurrentScalingQuantizer(E4M3, 1), "force_pow_2_scales must be a bool"),
         (lambda: tops.NVFP4Quantizer(with_rht=True), "with_rht must come with columnwise and"),
         (lambda: tops.NVFP4Quantizer(True, True, True), "without with_2d_quantization, got NVFP4"),
         (lambda: tops.Float8Quantizer(1.0, one), "scale must be a float32 tensor of one number"),

@@ -93,13 +93,15 @@ class Float8Quantizer(Quantizer):
 
 @dataclasses.dataclass(frozen=True)
 class Float8CurrentScalingQuantizer(Quantizer):
-    """One scale for a tensor, from its largest magnitude."""
+    """One scale for a tensor, from its largest magnitude. With `force_pow_2_scales` it is rounded
+    down to a power of two, and numbers that `fp8_dtype` has, times any power of two, are exact."""
 
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
+    force_pow_2_scales: bool = False
 
     @property
     def format(self) -> str:
-        return self._element(self.fp8_dtype)
+        return f"{self._element(self.fp8_dtype)}{' pow2' * self.force_pow_2_scales}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +208,6 @@ def quantizer_for(format: str) -> Quantizer | None:
         return NVFP4Quantizer(words[-1] == "16x16", columnwise)
     if words[0] not in _DTYPES:
         return None
-    if len(words) == 1:
-        return Float8CurrentScalingQuantizer(_DTYPES[words[0]])
+    if words[-1] in (words[0], "pow2"):
+        return Float8CurrentScalingQuantizer(_DTYPES[words[0]], words[-1] == "pow2")
     return Float8BlockQuantizer(_DTYPES[words[0]], 2 if words[1] == "128x128" else 1, columnwise)

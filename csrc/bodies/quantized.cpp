@@ -339,7 +339,7 @@ TensorSpec scale_spec(const Format& format, c10::SymIntArrayRef sizes) {
 
 const Format* find_block_format(const Tensor& codes, const Tensor& scale) {
   for (const Format& format : kernel::kFormats) {
-    if (format.rule != ScaleRule::PowerOfTwo && format.rule != ScaleRule::E8M0) continue;
+    if (!format.has_block_powers()) continue;
     const TensorSpec spec = scale_spec(format, codes.sym_sizes());
     if (spec.dtype != scale.scalar_type()) continue;
     if (codes_spec(format, {}).dtype != codes.scalar_type()) continue;

@@ -14,7 +14,6 @@ namespace transformer_ops {
 namespace {
 
 using kernel::Format;
-using kernel::ScaleRule;
 
 constexpr std::string_view kExact = "exact", kCustom = "custom ";
 constexpr std::string_view kHadamard = "hadamard", kStochastic = "stochastic",
@@ -69,8 +68,8 @@ OperandFormats parse_formats(const std::string& text) {
   for (size_t i = 0; i < names.size(); ++i) {
     if (names[i] == kExact) continue;
     const Format& row = row_of(names[i]);
-    check(history == 0 || row.per_tensor(), "[recipe] delayed scales must be those of whole ",
-          "tensors, got '", text, "'");
+    check(history == 0 || format_of_tensor(row.largest) == row.name,
+          "[recipe] format of delayed scales must be 'e4m3' or 'e5m2', got '", text, "'");
     formats.*kOperands[i] = row.name;
   }
   return formats;
@@ -179,7 +178,7 @@ float largest_number(const std::string& format) {
 
 std::string format_of_tensor(float largest) {
   const auto found = std::ranges::find_if(kernel::kFormats, [&](const Format& row) {
-    return row.per_tensor() && row.largest == largest;
+    return row.per_tensor() && row.rule == kernel::ScaleRule::Float32 && row.largest == largest;
   });
   return found == std::end(kernel::kFormats) ? "" : found->name;
 }
@@ -204,7 +203,7 @@ bool are_multiplied_in_blocks(const std::vector<std::string>& formats) {
     if (format.empty()) return false;
     const Format& row = row_of(format);
     const int64_t size = std::max(row.block_rows, row.block_columns);
-    if (row.rule != ScaleRule::PowerOfTwo && row.rule != ScaleRule::E8M0) return false;
+    if (!row.has_block_powers()) return false;
     if (block != 0 && size != block) return false;
     block = size;
     are_square &= row.block_rows == row.block_columns;
@@ -216,9 +215,7 @@ bool are_multiplied_in_blocks(const std::vector<std::string>& formats) {
 // Values of codes are exact in bfloat16, also times a power of two or a scale in E4M3.
 DType operand_dtype(const std::string& format, DType wanted, bool scalable) {
   if (format.empty() || wanted == DType::Float32 || wanted == DType::Float64) return wanted;
-  const ScaleRule rule = row_of(format).rule;
-  const bool is_short = rule == ScaleRule::PowerOfTwo || rule == ScaleRule::E8M0 ||
-                        (scalable && has_tensor_scale(format));
+  const bool is_short = row_of(format).has_block_powers() || (scalable && has_tensor_scale(format));
   return is_short && wanted == DType::BFloat16 ? wanted : DType::Float32;
 }
 

@@ -61,7 +61,8 @@ std::string column_format(const std::string& format);
 bool has_tensor_scale(const std::string& format);
 // The largest number of a format's codes; 0 of the empty one.
 float largest_number(const std::string& format);
-// The format of that largest number which has one scale for a tensor; empty where there is none.
+// The format of that largest number which has one scale for a tensor, any float; empty where there
+// is none.
 std::string format_of_tensor(float largest);
 
 // The rows of a block of a format; 0 where a number depends on the whole tensor, and for a name

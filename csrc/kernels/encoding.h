@@ -168,6 +168,12 @@ TRANSFORMER_OPS_MATH float encoding_scale(float amax, float largest) {
   return is_finite(scale) ? scale : kMost;
 }
 
+// The same by the rule of a format.
+TRANSFORMER_OPS_MATH float encoding_scale(ScaleRule rule, float amax, float largest) {
+  const float scale = encoding_scale(amax, largest);
+  return rule == ScaleRule::PowerOfTwo ? from_bits(bits_of(scale) & kInfinity) : scale;
+}
+
 // The exponent of the least power of two that is not below x >= 0.
 TRANSFORMER_OPS_MATH uint32_t encode_e8m0(float x) {
   const uint32_t bits = bits_of(x);
@@ -214,8 +220,7 @@ TRANSFORMER_OPS_MATH BlockScale block_scale(ScaleRule rule, float amax, float te
     if (amax != amax) return {0.0f, from_bits(kNan)};
     if (amax > kMost) amax = kMost;
   }
-  float scale = encoding_scale(amax, E::kLargest);
-  if (rule == ScaleRule::PowerOfTwo) scale = from_bits(bits_of(scale) & kInfinity);
+  const float scale = encoding_scale(rule, amax, E::kLargest);
   return {scale, 1.0f / scale};
 }
 
@@ -253,7 +258,7 @@ TRANSFORMER_OPS_MATH float decoding_scale(ScaleRule rule, const void* scales, in
 // What encodes a tensor of one block, and what the scales of blocks are relative to in formats
 // that have one for the tensor; else 1.
 TRANSFORMER_OPS_MATH float tensor_scale(const kernel::Format& format, float amax) {
-  if (format.per_tensor()) return encoding_scale(amax, format.largest);
+  if (format.per_tensor()) return encoding_scale(format.rule, amax, format.largest);
   if (format.has_tensor_scale()) return encoding_scale(amax, E4M3::kLargest * format.largest);
   return 1.0f;
 }

@@ -34,6 +34,10 @@ struct Format {
   constexpr bool per_tensor() const { return block_columns == 0; }
   // Whether there is one scale of the tensor besides those of blocks.
   constexpr bool has_tensor_scale() const { return rule == ScaleRule::E4M3; }
+  // Whether the scale of each block is a power of two.
+  constexpr bool has_block_powers() const {
+    return !per_tensor() && (rule == ScaleRule::PowerOfTwo || rule == ScaleRule::E8M0);
+  }
 };
 
 namespace {
@@ -41,6 +45,8 @@ namespace {
 inline constexpr Format kFormats[] = {
     {"e4m3", Element::E4M3, ScaleRule::Float32, 8, 448.0f, 0, 0},
     {"e5m2", Element::E5M2, ScaleRule::Float32, 8, 57344.0f, 0, 0},
+    {"e4m3 pow2", Element::E4M3, ScaleRule::PowerOfTwo, 8, 448.0f, 0, 0},
+    {"e5m2 pow2", Element::E5M2, ScaleRule::PowerOfTwo, 8, 57344.0f, 0, 0},
     {"e4m3 1x128", Element::E4M3, ScaleRule::PowerOfTwo, 8, 448.0f, 1, 128},
     {"e5m2 1x128", Element::E5M2, ScaleRule::PowerOfTwo, 8, 57344.0f, 1, 128},
     {"e4m3 128x1", Element::E4M3, ScaleRule::PowerOfTwo, 8, 448.0f, 128, 1},

@@ -126,8 +126,8 @@ struct Encoder {
 
   __device__ __forceinline__ float tensor_scale() const {
     if (given != nullptr) return *given;
-    return amax == nullptr ? 1.0f
-                           : encoding::encoding_scale(encoding::from_bits(*amax), most_of_tensor);
+    if (amax == nullptr) return 1.0f;
+    return encoding::encoding_scale(layout.rule, encoding::from_bits(*amax), most_of_tensor);
   }
   __device__ __forceinline__ uint8_t* codes_at(int64_t row, int64_t column) const {
     const int64_t row_bytes = (layout.h * kPackBytes<E> + kPack - 1) / kPack;

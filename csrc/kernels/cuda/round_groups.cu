@@ -167,7 +167,7 @@ struct Rounding {
   __device__ __forceinline__ float tensor_scale(int64_t group) const {
     if (group == groups.count) return 1.0f;
     if (given != nullptr) return given[group];
-    return amax == nullptr ? 1.0f : encoding::encoding_scale(amax[group], most_of_tensor);
+    return amax == nullptr ? 1.0f : encoding::encoding_scale(rule, amax[group], most_of_tensor);
   }
 };
 

@@ -32,7 +32,8 @@ TEST(Recipe, RefusesWhatIsNone) {
   for (const char* text :
        {"", "mx e4m3", "mx e4m3, exact", "mx e4m3, exact, fp8", "exact, exact, exact, exact",
         "mx e4m3,exact,exact", "custom", "custom -1", "custom x", "exact, exact, exact; 1",
-        "exact, exact, exact; x: exact, exact, exact", "exact, exact, exact; 1: exact"}) {
+        "exact, exact, exact; x: exact, exact, exact", "exact, exact, exact; 1: exact",
+        "mx e4m3, mx e4m3, mx e4m3, delayed 4", "e4m3, e4m3 pow2, e5m2, delayed 4"}) {
     EXPECT_THROW(recipe_of(text), PlanError) << text;
   }
 }
@@ -41,10 +42,25 @@ TEST(ColumnFormat, TurnsBlocksThatArePartsOfARow) {
   EXPECT_EQ(column_format("mx e5m2"), "mx e5m2 32x1");
   EXPECT_EQ(column_format("e4m3 1x128"), "e4m3 128x1");
   EXPECT_EQ(column_format("nvfp4"), "nvfp4 16x1");
-  for (const char* same : {"", "e4m3", "e4m3 128x128", "nvfp4 16x16", "mx e5m2 32x1"}) {
+  for (const char* same :
+       {"", "e4m3", "e5m2 pow2", "e4m3 128x128", "nvfp4 16x16", "mx e5m2 32x1"}) {
     EXPECT_EQ(column_format(same), same);
   }
   EXPECT_THROW(column_format("int8 1x32"), PlanError);
+}
+
+TEST(Formats, WithOneScaleForATensor) {
+  EXPECT_EQ(format_of_tensor(448.0f), "e4m3");
+  EXPECT_EQ(format_of_tensor(57344.0f), "e5m2");
+  EXPECT_EQ(format_of_tensor(6.0f), "");
+  for (const char* format : {"e4m3", "e4m3 pow2"}) {
+    EXPECT_TRUE(has_one_scale(format));
+    EXPECT_EQ(codes_dtype(format), "float8_e4m3fn");
+    // Its scale is that of no block, and a product takes it beside the codes.
+    EXPECT_FALSE(are_multiplied_in_blocks({format, format}));
+    EXPECT_EQ(operand_dtype(format, DType::BFloat16, true), DType::BFloat16);
+    EXPECT_EQ(operand_dtype(format, DType::BFloat16, false), DType::Float32);
+  }
 }
 
 TEST(OperandDType, IsOneInWhichNumbersAreExact) {

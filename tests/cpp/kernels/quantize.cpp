@@ -174,6 +174,20 @@ TEST(Encoding, ScalesOfBlocks) {
   EXPECT_TRUE(std::isnan(integers.number));
 }
 
+TEST(Encoding, ScalesOfTensors) {
+  const kernel::Format& any = *kernel::find_format("e4m3");
+  const kernel::Format& power = *kernel::find_format("e4m3 pow2");
+  for (const double nothing : {0.0, kInf, kNan}) {
+    EXPECT_EQ(tensor_scale(power, static_cast<float>(nothing)), 1.0f);
+  }
+  EXPECT_EQ(tensor_scale(any, 3.0f), 448.0f / 3.0f);
+  EXPECT_EQ(tensor_scale(power, 3.0f), 128.0f);
+  EXPECT_EQ(tensor_scale(power, 448.0f), 1.0f);
+  EXPECT_EQ(tensor_scale(power, 449.0f), 0.5f);
+  EXPECT_EQ(tensor_scale(power, 1e-45f), 0x1p127f);
+  EXPECT_EQ(tensor_scale(*kernel::find_format("e5m2 pow2"), 57344.0f), 1.0f);
+}
+
 TEST(Encoding, DoublesAreRoundedOnce) {
   EXPECT_EQ(to_odd(1.0), 1.0f);
   EXPECT_EQ(to_odd(1.0 + 0x1p-40), 1.0f + 0x1p-23f);
