@@ -72,12 +72,13 @@ def check(rank: int) -> None:
         fully_shard(module, mesh=mesh)
     compare(train(parts, rank), want)
     check_quantized(rank)
+    check_delayed_weights()
     check_delayed(rank)
 
 
-def quantized_model() -> nn.Module:
+def quantized_model(recipe: tops.recipe.Recipe | None = None) -> nn.Module:
     torch.manual_seed(0)
-    with tops.quantized_model_init():
+    with tops.quantized_model_init(recipe=recipe):
         return tops.Sequential(tops.Linear(32, 64), tops.GELU(), tops.Linear(64, 32, bias=False))
 
 
@@ -127,6 +128,20 @@ def check_quantized(rank: int) -> None:
         assert "rows must be divisible by the 2 ranks" in str(error)
     else:
         raise AssertionError("rows that the ranks do not divide were taken")
+
+
+def check_delayed_weights() -> None:
+    """Their numbers are sharded, and are exactly those that codes of one rank take again."""
+    whole, sharded = (quantized_model(tops.recipe.DelayedScaling()) for _ in range(2))
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    weights = {name: full(tensor) for name, tensor in sharded.state_dict().items()}
+    other = quantized_model(tops.recipe.DelayedScaling())
+    other[0].reset_parameters()
+    other.load_state_dict(weights)
+    for place in (0, 2):
+        assert type(weights[f"{place}.weight"]) is Tensor
+        assert torch.equal(codes(other[place].weight), codes(whole[place].weight))
+        assert other[place].weight.scale == whole[place].weight.scale
 
 
 def check_delayed(rank: int) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import transformer_ops as tops
 from transformer_ops.recipe import (
     CustomRecipe,
+    DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -20,7 +21,7 @@ from transformer_ops.recipe import (
 )
 
 FORMATS = ["e4m3", "e5m2", "e4m3 1x128", "e4m3 128x128", "mx e4m3", "nvfp4", "nvfp4 16x16"]
-FORMATS += ["int8 1x32"]
+FORMATS += ["int8 1x32", "e4m3 pow2"]
 NVFP4 = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
 QuantizedTensor = tops.QuantizedTensor
 
@@ -305,6 +306,7 @@ def test_as_input_of_a_group():
     [
         (None, "mx e4m3"),
         (Float8CurrentScaling(), "e4m3"),
+        (DelayedScaling(), "e4m3 pow2"),
         (Float8BlockScaling(), "e4m3 128x128"),
         (NVFP4, "nvfp4 16x16"),
         (CustomRecipe(lambda role: "int8 1x32"), "int8 1x32"),

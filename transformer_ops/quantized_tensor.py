@@ -14,6 +14,8 @@ from . import _C
 __all__ = ["QuantizedTensor"]
 
 _aten = torch.ops.aten
+# Ends the name of a format whose one scale for a tensor is a power of two.
+_POW2 = " pow2"
 # What gives the same numbers, and so keeps the codes.
 _SAME = {
     _aten.alias.default,
@@ -176,7 +178,7 @@ class QuantizedTensor(Tensor):
 
     def _take(self, source: Tensor) -> None:
         """Hold the numbers of `source`."""
-        if not (isinstance(source, QuantizedTensor) and source.format == self.format):
+        if not (isinstance(source, QuantizedTensor) and _have_same_parts(source, self)):
             expanded = decoded(source).to(self.device, self.dtype).expand(self.shape)
             source = QuantizedTensor.quantize(expanded, self.format)
         if source.shape != self.shape:
@@ -237,6 +239,12 @@ class QuantizedTensor(Tensor):
 def decoded(tensor: Tensor) -> Tensor:
     """A plain tensor as it is, the numbers of a quantized one."""
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def _have_same_parts(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether codes and scales mean the same in both. A power of two is a rule for scales that are
+    made, and decodes as any other scale does."""
+    return a.format.removesuffix(_POW2) == b.format.removesuffix(_POW2)
 
 
 def with_parts(parameters: Iterable[Tensor | None]) -> list[Tensor]:
