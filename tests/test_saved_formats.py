@@ -317,12 +317,32 @@ def e4m3(tensor: Tensor) -> Tensor:
     return torch.ops.transformer_ops.dequantize(codes, scale, "e4m3", dtype, None)
 
 
-def test_all_that_keep_their_input_have_the_flag() -> None:
-    assert {"GELU", "SReLU", "SwiGLU", "ClampedSwiGLU", "ScaledSwiGLU"} <= set(CACHES)
-    assert "ReLU" not in CACHES  # a bit an element
+def test_every_activation_and_gated_unit_has_the_flag() -> None:
+    modules = (tops.ops.activation, tops.ops.glu, tops.ops.scaled_activation)
+    wanted = {kind for module in modules for kind in module.__all__}
+    assert {"GELU", "ReLU", "SwiGLU", "ScaledSwiGLU"} <= wanted == set(CACHES)
 
 
-@pytest.mark.parametrize("kind", CACHES)
+def test_where_a_bit_is_saved_the_flag_changes_nothing() -> None:
+    x = torch.randn(5, 256)
+    x[0, :3] = torch.tensor([0.0, 1e-30, -1e-30])  # which E4M3 codes would not tell apart
+    exact, op = tops.ReLU(), tops.ReLU(cache_quantized_input=True)
+    assert "cache_quantized_input=True" in repr(op)
+    for make in (lambda op: [op], lambda op: [tops.Linear(256, 256), op, tops.Linear(256, 64)]):
+        modules = [tops.Sequential(*make(op)) for op in (exact, op)]
+        modules[1].load_state_dict(modules[0].state_dict())
+        found, want = (gradients(module, x) for module in (modules[1], modules[0]))
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+        leaf = x.clone().requires_grad_()
+        assert saved_bytes(modules[1], leaf) == saved_bytes(modules[0], leaf)
+        first, second = (str(module.plans()[0]) for module in modules)
+        assert second.replace(" cache_quantized_input=true", "") == first != second
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad((op(leaf) ** 2).sum(), leaf, create_graph=True)
+    assert torch.equal(torch.autograd.grad(grad.sum(), leaf)[0], 2.0 * (x > 0))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CACHES if kind != "ReLU"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_op_keeps_its_input_in_8_bits(kind: str, dtype: torch.dtype) -> None:
     exact, op = getattr(tops, kind)(), getattr(tops, kind)(cache_quantized_input=True)
@@ -369,8 +389,8 @@ def test_beside_a_policy() -> None:
 def test_bad_use_of_the_flag() -> None:
     with pytest.raises(ValueError, match=r"\[GELU\] cache_quantized_input must be a bool, got 1"):
         tops.GELU(cache_quantized_input=1)
-    with pytest.raises(TypeError):
-        tops.ReLU(cache_quantized_input=True)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"\[ReLU\] cache_quantized_input must be a bool, got 1"):
+        tops.ReLU(cache_quantized_input=1)
     x = torch.randn(4, 8, requires_grad=True)
     y = tops.GELU(cache_quantized_input=True)(x)
     with pytest.raises(NotImplementedError, match="must run without cache_quantized_input"):

@@ -13,7 +13,6 @@ namespace transformer_ops::ops::activation {
 namespace {
 
 using cpu::Activation;
-using Flags = std::vector<std::string>;
 
 TensorSpecs masked_forward_shape(const Checks& check, const Tensor& input, bool save_mask) {
   check.compute_dtype("input", input);
@@ -137,7 +136,8 @@ bool register_activations() {
   for (const ActivationRow& row : activations()) {
     Op op{.declaration = {.kind = row.kind,
                           .summary = row.formula,
-                          .flags = row.keeps_mask ? Flags{} : Flags{kCacheQuantizedInput},
+                          // Of no effect where a mask is saved: that is smaller than codes.
+                          .flags = {kCacheQuantizedInput},
                           .slots = {{row.keeps_mask ? "mask" : "input"}},
                           .dtype = DTypeRule::Autocast},
           .forward = row.keeps_mask ? make_masked_forward(row) : make_forward(row),

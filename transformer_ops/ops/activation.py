@@ -3,8 +3,8 @@
 With `cache_quantized_input` the input is kept for backward as E4M3 codes with one scale for the
 tensor: one byte an element. The output is exact; the gradient, and what backward computes again
 from the input, is that of the rounded input. Not where another op keeps the tensor anyway.
-Second derivatives are a NotImplementedError then. `Sequential(..., saved="fp8")` keeps all
-tensors so, with a scale for 128 elements.
+Second derivatives are a NotImplementedError then. `ReLU` saves exact bits in any case.
+`Sequential(..., saved="fp8")` keeps all tensors so, with a scale for 128 elements.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class QGELU(_Activation, kind="QGELU"):
     """
 
 
-class ReLU(BasicOperation, kind="ReLU"):
-    """`max(x, 0)`. Backward keeps one bit an element."""
+class ReLU(_Activation, kind="ReLU"):
+    """`max(x, 0)`. Backward saves one exact bit an element.
 
-    def __init__(self) -> None:
-        super().__init__()
+    `cache_quantized_input` changes nothing, because a bit is less than a byte: the same is saved,
+    and the gradient stays exact. ValueError unless it is a bool.
+    """
 
 
 class SReLU(_Activation, kind="SReLU"):

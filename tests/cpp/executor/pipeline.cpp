@@ -502,9 +502,9 @@ TEST(Pipeline, RefusesWhatDoesNotFit) {
             }),
             "[GELU] attributes must be declared, got 'approximate'");
   EXPECT_EQ(error_of([] {
-              make_op("ReLU", {{"cache_quantized_input", true}});
+              make_op("Bias", {{"size", int64_t{4}}, {"cache_quantized_input", true}});
             }),
-            "[ReLU] attributes must be declared, got 'cache_quantized_input'");
+            "[Bias] attributes must be declared, got 'cache_quantized_input'");
   EXPECT_EQ(error_of([] { Pipeline pipeline({}); }),
             "[Pipeline] ops must be one at least, got none");
 
