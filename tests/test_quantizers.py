@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -60,6 +61,11 @@ NVFP4 = [
     tops.NVFP4Quantizer(with_2d_quantization=True, stochastic_rounding=True),
     tops.NVFP4Quantizer(columnwise=True, with_rht=True),
     tops.NVFP4Quantizer(columnwise=True, with_rht=True, stochastic_rounding=True),
+    # By rows, and of rows in squares, the transform is left out.
+    tops.NVFP4Quantizer(with_rht=True),
+    tops.NVFP4Quantizer(with_rht=True, stochastic_rounding=True),
+    tops.NVFP4Quantizer(with_2d_quantization=True, with_rht=True),
+    tops.NVFP4Quantizer(with_2d_quantization=True, columnwise=True, with_rht=True),
 ]
 
 
@@ -74,7 +80,8 @@ def test_nvfp4_turned_and_at_random(quantizer: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     found = quantizer(x)
     assert found.dtype == dtype and found.shape == x.shape and found.format == quantizer.format
-    numbers = ops.hadamard_columns(x, x) if quantizer.with_rht else x
+    turns = quantizer.with_rht and quantizer.columnwise
+    numbers = ops.hadamard_columns(x, x) if turns else x
     torch.manual_seed(3)
     how = "_stochastic" if quantizer.stochastic_rounding else ""
     name = str(dtype).removeprefix("torch.")
@@ -105,11 +112,31 @@ def test_a_product_of_turned_tensors() -> None:
 def test_of_an_op_under_nvfp4() -> None:
     op = tops.BasicLinear(16, 16)
     with tops.autocast(recipe=recipes.NVFP4BlockScaling()):
-        assert op.get_quantizer("forward", 0) == tops.NVFP4Quantizer()
+        assert op.get_quantizer("forward", 0) == tops.NVFP4Quantizer(with_rht=True)
         assert op.get_quantizer("forward", 1) == tops.NVFP4Quantizer(with_2d_quantization=True)
-        assert op.get_quantizer("backward", 0) == tops.NVFP4Quantizer(stochastic_rounding=True)
-    with tops.autocast(recipe=recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)):
+        assert op.get_quantizer("backward", 0) == tops.NVFP4Quantizer(
+            with_rht=True, stochastic_rounding=True
+        )
+    exact = recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)
+    with tops.autocast(recipe=exact):
+        assert op.get_quantizer("forward", 0) == tops.NVFP4Quantizer()
         assert op.get_quantizer("backward", 0) == tops.NVFP4Quantizer()
+    with tops.autocast(recipe=recipes.NVFP4BlockScaling()):
+        assert tops.Quantize().get_quantizer("forward", 0) == tops.NVFP4Quantizer(with_rht=True)
+
+
+def test_of_an_op_by_columns_under_nvfp4() -> None:
+    """What the product takes for the gradient of the weight."""
+    op = tops.BasicLinear(32, 48)
+    recipe = recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
+    x, grad = torch.randn(64, 32, requires_grad=True), torch.randn(64, 48)
+    with tops.autocast(recipe=recipe):
+        op(x).backward(grad)
+        of_input, of_grad = op.get_quantizer("forward", 0), op.get_quantizer("backward", 0)
+    assert isinstance(of_input, tops.NVFP4Quantizer) and isinstance(of_grad, tops.NVFP4Quantizer)
+    by_columns = [dataclasses.replace(q, columnwise=True) for q in (of_grad, of_input)]
+    rounded = [q(t.detach()).dequantize() for q, t in zip(by_columns, (grad, x), strict=True)]
+    torch.testing.assert_close(op.weight.grad, rounded[0].t() @ rounded[1])
 
 
 def test_of_an_op() -> None:
@@ -158,8 +185,7 @@ def test_errors() -> None:
         (lambda: tops.NVFP4Quantizer("e2m1"), "with_2d_quantization must be a bool, got 'e2m1'"),
         (lambda: tops.MXFP8Quantizer(E4M3, 1), "columnwise must be a bool, got 1"),
         (lambda: tops.Float8CurrentScalingQuantizer(E4M3, 1), "force_pow_2_scales must be a bool"),
-        (lambda: tops.NVFP4Quantizer(with_rht=True), "with_rht must come with columnwise and"),
-        (lambda: tops.NVFP4Quantizer(True, True, True), "without with_2d_quantization, got NVFP4"),
+        (lambda: tops.NVFP4Quantizer(with_rht="yes"), "with_rht must be a bool, got 'yes'"),
         (lambda: tops.Float8Quantizer(1.0, one), "scale must be a float32 tensor of one number"),
         (lambda: tops.Float8Quantizer(one, torch.ones(2)), "amax must be a float32 tensor"),
     ):

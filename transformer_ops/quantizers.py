@@ -143,26 +143,20 @@ class NVFP4Quantizer(Quantizer):
     """4-bit codes with a scale for 16 neighbouring numbers of a row, or of a column (`columnwise`),
     or for 16 x 16 numbers (`with_2d_quantization`); and one for the tensor.
 
-    With `with_rht` each 16 rows are turned by the Hadamard transform of `recipe.NVFP4BlockScaling`
-    before they are rounded by columns, and the result reads as the turned numbers: for a product
-    over the rows with another such tensor. With `stochastic_rounding` numbers are rounded up or
-    down at random, by torch's generator, so that their mean is kept.
+    `with_rht` means what it means in TransformerEngine: the Hadamard transform of
+    `recipe.NVFP4BlockScaling` is applied to the data by columns only. With `columnwise` each 16
+    rows are transformed before they are rounded, and the result reads as the transformed numbers:
+    for a product that sums over the rows, with another such tensor. By rows `with_rht` changes
+    nothing. With `stochastic_rounding` numbers are rounded up or down at random, by torch's
+    generator, so that their mean is kept.
 
-    ValueError for `with_rht` by rows, or with blocks of 16 x 16.
+    ValueError for an argument that is no bool.
     """
 
     with_2d_quantization: bool = False
     columnwise: bool = False
     with_rht: bool = False
     stochastic_rounding: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.with_rht and (self.with_2d_quantization or not self.columnwise):
-            raise ValueError(
-                "[NVFP4Quantizer] with_rht must come with columnwise and without "
-                f"with_2d_quantization, got {self}"
-            )
 
     @property
     def format(self) -> str:
@@ -172,7 +166,7 @@ class NVFP4Quantizer(Quantizer):
 
     def __call__(self, tensor: Tensor) -> QuantizedTensor:
         plain = decoded(tensor).detach().contiguous()
-        if self.with_rht:
+        if self.with_rht and self.columnwise:
             plain = torch.ops.transformer_ops.hadamard_columns(plain, plain)
         found = QuantizedTensor.quantize(plain, self.format)
         codes = _codes_at_random(plain, found) if self.stochastic_rounding else found.codes

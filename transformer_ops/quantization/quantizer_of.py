@@ -30,9 +30,12 @@ def quantizer_of(op: Any, mode: str, i: int) -> Quantizer | None:
         group = i // (2 if mode == "forward" else 1)
         return _delayed(recipe, op, place, group)
     found = quantizer_for(_formats(recipe, op)[place])
-    is_random = isinstance(recipe, NVFP4BlockScaling) and not recipe.disable_stochastic_rounding
-    if is_random and isinstance(found, NVFP4Quantizer) and roles[i] == "grad_output":
-        return dataclasses.replace(found, stochastic_rounding=True)
+    if isinstance(recipe, NVFP4BlockScaling) and roles[i] != "weight":
+        assert isinstance(found, NVFP4Quantizer)
+        is_random = roles[i] == "grad_output" and not recipe.disable_stochastic_rounding
+        found = dataclasses.replace(
+            found, with_rht=not recipe.disable_rht, stochastic_rounding=is_random
+        )
     return found
 
 
