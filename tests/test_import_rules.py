@@ -25,6 +25,7 @@ LAYERS = [
     "recipe",
     "memory",
     "library",
+    "marks",
     "numbered",
     "peers",
     "locks",

@@ -41,8 +41,8 @@ def has_attribute(path: str) -> bool:
 NAMES = [
     "torch._C._disabled_torch_function_impl",
     "torch._C._is_torch_function_enabled",
-    "torch._dynamo.allow_in_graph",
-    "torch._dynamo.assume_constant_result",
+    "torch._disable_dynamo",
+    "torch._dynamo",
     "torch._dynamo.config.patch",
     "torch._subclasses.FakeTensor",
     "torch.distributed.distributed_c10d._resolve_process_group",

@@ -48,7 +48,6 @@ from .quantizers import (  # noqa: E402
 )
 from .sequential import Sequential  # noqa: E402
 
-_library.register()
 _library.listen()
 memory = _import_module(".memory", __name__)
 testing = _import_module(".testing", __name__)

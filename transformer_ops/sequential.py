@@ -6,13 +6,13 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.compiler import disable, is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from . import peers
 from .compile.groups import traced_segment
 from .fuser import OperationFuser
+from .marks import constant, disabled, may_be_traced
 from .numbered import numbered
 from .op.base import FusibleOperation
 from .op.holders import Holder
@@ -121,7 +121,7 @@ class Sequential(nn.Module, Holder):
         self._edits += 1
         self._layout = None
 
-    @disable(reason="policies of a Sequential must be set outside of compiled code")
+    @disabled("policies of a Sequential must be set outside of compiled code")
     def _set_policies_untraced(self, **changes: Any) -> None:
         # A trace asks the Sequential itself, which has its new ones once the traced call ends.
         self._set_policies(**changes)
@@ -304,7 +304,8 @@ class Sequential(nn.Module, Holder):
         if kwargs and any(getattr(module, "_takes_buffers", False) for module in modules):
             called = self._modules_with_buffers(modules, kwargs)
             if called:
-                return self._run_into_buffers(called, input, extra_inputs, kwargs)
+                run = self._run_untraced if may_be_traced() else self._run_into_buffers
+                return run(called, input, extra_inputs, kwargs)
         call = traced_segment if is_compiling() else call_group
         return run_segments(layout, modules, input, extra_inputs, kwargs, call)
 
@@ -322,7 +323,10 @@ class Sequential(nn.Module, Holder):
             position += len(module.basic_ops)
         return tuple(called)
 
-    @disable(reason="buffers of the caller's must be given outside of compiled code")
+    @disabled("buffers of the caller's must be given outside of compiled code")
+    def _run_untraced(self, *arguments: Any) -> Any:
+        return self._run_into_buffers(*arguments)
+
     def _run_into_buffers(
         self,
         called: tuple[int, ...],
@@ -459,7 +463,7 @@ def _is_current(layout: Layout, modules: Mapping[str, nn.Module | None]) -> bool
     return layout.whole is not None or hooked_now(layout) == layout.hooked
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _layout_constant(state: str, edits: int) -> Layout:
     found = ((other._layout, other._edits) for other in peers.find(state))
     same = [layout for layout, count in found if layout and (layout.state, count) == (state, edits)]

@@ -389,6 +389,12 @@ class AutogradShortcut final : public Kernel {
   mutable std::atomic<bool> is_made_ = false;
 };
 
+// Of each device on which a typed op may run, also with a user's kernel. Python kernels are
+// registered by the shortcut, at the first gradient: without it there would be none.
+constexpr auto autograd_keys = {DispatchKey::AutogradCPU,  DispatchKey::AutogradCUDA,
+                                DispatchKey::AutogradMeta, DispatchKey::AutogradMPS,
+                                DispatchKey::AutogradXPU,  DispatchKey::AutogradPrivateUse1};
+
 template <typename KernelType>
 void add_kernel(torch::Library& library, const Variant& variant, DispatchKey key) {
   auto kernel = torch::CppFunction::makeFromBoxedFunctor(std::make_unique<KernelType>(variant));
@@ -404,10 +410,7 @@ void add_variant(torch::Library& library, const TypedOp& op, const std::string& 
   add_kernel<MetaKernel>(library, variant, DispatchKey::Meta);
   add_kernel<DeviceKernel<&Bodies::cpu>>(library, variant, DispatchKey::CPU);
   add_kernel<DeviceKernel<&Bodies::cuda>>(library, variant, DispatchKey::CUDA);
-  for (const auto key :
-       {DispatchKey::AutogradCPU, DispatchKey::AutogradCUDA, DispatchKey::AutogradMeta}) {
-    add_kernel<AutogradShortcut>(library, variant, key);
-  }
+  for (const auto key : autograd_keys) add_kernel<AutogradShortcut>(library, variant, key);
 }
 
 // A library may be loaded while others run.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..marks import constant
 from ..numbered import numbered
 from ..op.base import BasicOperation
 from ..runtime.host import HostPlan, Kwargs, check_kwargs
@@ -45,7 +46,7 @@ def _is_traceable(plan: HostPlan) -> bool:
     return True
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def accumulating(number: int) -> tuple[tuple[int, int, int], ...]:
     """Of each weight that accumulates: its op, which tensor of the weight it is, and its position
     among all parameters."""
@@ -58,7 +59,7 @@ def accumulating(number: int) -> tuple[tuple[int, int, int], ...]:
     )
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def state_places(number: int) -> tuple[Place, ...]:
     """The tensors other than parameters that Python ops may read from themselves."""
     plan: HostPlan = numbered.find(number)
@@ -70,7 +71,7 @@ def state_places(number: int) -> tuple[Place, ...]:
     )
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def plain_state(number: int) -> tuple[tuple[Place, Any], ...]:
     """The plain values of Python ops, which become constants of a trace."""
     plan: HostPlan = numbered.find(number)
@@ -109,7 +110,6 @@ def read(ops: Sequence[BasicOperation], place: Place) -> Any:
     return found
 
 
-@torch._dynamo.allow_in_graph
 def run_in_graph(
     number: int,
     tensors: Sequence[Tensor],

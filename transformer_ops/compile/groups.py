@@ -10,6 +10,7 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabl
 
 from .. import _C, peers
 from ..fusion import registry
+from ..marks import constant, disabled
 from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.tensor_parallel import is_dtensor, local_parameter
@@ -184,19 +185,19 @@ def _find_group(state: str, members: tuple[int, ...] = ()) -> Any:
     return group_of_members(state, [numbered.find(number) for number in members])
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _group_in(state: str) -> tuple[tuple[bool, ...], bool]:
     group = _find_group(state)
     return group._optional, group._is_split()
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _reads_constant(state: str) -> Reads | None:
     reads: Reads | None = _find_group(state)._reads()
     return reads
 
 
-@torch.compiler.disable
+@disabled()
 def _call_outside(
     state: str,
     input: Tensor,
@@ -206,7 +207,7 @@ def _call_outside(
     return _find_group(state)(input, *extra_inputs, basic_op_kwargs=kwargs)
 
 
-@torch.compiler.disable
+@disabled()
 def _run_outside(
     state: str,
     members: tuple[int, ...],
@@ -217,7 +218,7 @@ def _run_outside(
     return _find_group(state, members)._run(input, extra_inputs, kwargs)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _native_plan(state: str, members: tuple[int, ...], version: int, facts: Facts) -> str:
     group = _find_group(state, members)
     if len(facts[3]) != 1 + group.num_extra_inputs + sum(group._num_parameters):
@@ -234,19 +235,21 @@ def _asks_modules(recipe: str) -> bool:
     return recipe.startswith("custom ")
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _states_of(
     state: str, members: tuple[int, ...], version: int, facts: Facts
 ) -> tuple[tuple[int, str], ...]:
     return tuple(_find_group(state, members)._state_places(facts))
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _python_plan(state: str, members: tuple[int, ...], version: int, facts: Facts) -> int:
+    # A trace asks for the plan before it comes to the call.
+    torch.compiler.allow_in_graph(run_in_graph)
     return number_of(_find_group(state, members)._entry(facts).host)
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _has_autocast(device: str) -> bool:
     """False for the meta device, for one. Dynamo of torch 2.11 cannot trace the question."""
     return torch.amp.is_autocast_available(device)
@@ -257,7 +260,7 @@ def _optional_tensors(op: BasicOperation) -> tuple[str, ...]:
     return tuple(name for one in _optional(op._kind) for name in op._names_in(one))
 
 
-@torch._dynamo.assume_constant_result
+@constant
 def _optional(kind: str | None) -> tuple[str, ...]:
     return () if kind is None else tuple(_C.declaration(kind)["optional"])
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.compiler import disable, is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .. import _C
+from ..marks import disabled, may_be_traced
 from ..numbered import numbered
 from ..peers import untraced
 from ..quantized_tensor import QuantizedTensor
@@ -194,7 +195,8 @@ class FusibleOperation(nn.Module, HeldMixin):
         Returns a tensor, or a flat tuple (output, extra outputs...).
         """
         if kwargs and self._takes_buffers:
-            return self._call_into(input, extra_inputs, kwargs)
+            call = self._call_into if may_be_traced() else self._run_into
+            return call(input, extra_inputs, kwargs)
         if is_compiling():
             return _traced_alone(self, input, extra_inputs, kwargs)
         group = self._own_group
@@ -262,7 +264,7 @@ class FusibleOperation(nn.Module, HeldMixin):
         """Gradients of (input, parameters of each basic op, extra inputs of each basic op)."""
         raise NotImplementedError(f"[{type(self).__name__}] fuser_backward must be defined")
 
-    @disable(reason="buffers of the caller's must be given outside of compiled code")
+    @disabled("buffers of the caller's must be given outside of compiled code")
     def _call_into(
         self, input: Tensor, extra_inputs: tuple[Tensor, ...], buffers: dict[str, Any]
     ) -> Tensor:
@@ -293,7 +295,7 @@ class FusibleOperation(nn.Module, HeldMixin):
             with self._noting_changes():
                 super().__setattr__(name, value)
 
-    @disable(reason="attributes of an op must be set outside of compiled code")
+    @disabled("attributes of an op must be set outside of compiled code")
     def _set_untraced(self, name: str, value: Any) -> None:
         # A trace asks the op itself, which has its new value once the traced call ends.
         setattr(self, name, value)

@@ -1,0 +1,45 @@
+"""What Dynamo has to know about functions, without loading Dynamo.
+
+The decorators of `torch.compiler` import `torch._dynamo`, which takes as long as `import torch`.
+A program that compiles nothing should not wait for it. Each mark sets the attributes that the
+decorator sets, and Dynamo reads them when it traces. `torch.compiler.allow_in_graph` sets none, so
+compile/groups.py calls it during the trace.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant(function: Function) -> Function:
+    """As `torch.compiler.assume_constant_result`: a trace calls it and keeps the result."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def disabled(reason: str | None = None) -> Callable[[Function], Function]:
+    """As `torch.compiler.disable`: the graph breaks at the call, for this reason.
+
+    Calling the function loads Dynamo. Where no trace may be running, ask `may_be_traced` first.
+    """
+
+    def mark(function: Function) -> Function:
+        wrapped: Any = torch._disable_dynamo(function)
+        wrapped._torchdynamo_disable = True
+        wrapped._torchdynamo_disable_msg = reason
+        found: Function = wrapped
+        return found
+
+    return mark
+
+
+def may_be_traced() -> bool:
+    """Whether a trace is running, or Dynamo may compile the frames that are called from here."""
+    return is_dynamo_compiling() or "torch._dynamo" in sys.modules
