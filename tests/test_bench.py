@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench
 import blocks
 import call_cost
+import imports
 import overlap
 import products
 import profile_block
@@ -427,6 +429,15 @@ def test_the_profile_of_a_block(
     assert "aten::addmm" in eager
     assert "transformer_ops" not in eager
     assert "transformer_ops::linear_activation_backward" in ours
+
+
+def test_imports_are_timed_in_one_process_and_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_torch, of_ours = imports.round_of(dict(os.environ))
+    assert 0 < of_ours < of_torch
+    times = {imports.TORCH: [1000.0, 2000.0, 900.0], imports.OURS: [100.0, 180.0, 900.0]}
+    monkeypatch.setattr(imports, "measure", lambda rounds: times)
+    (found,) = imports.rows(quick=True)
+    assert (found.limit, found.found) == (0.15, 0.1)
 
 
 @pytest.mark.parametrize("which", ["forward", "grad_input", "grad_weight"])
