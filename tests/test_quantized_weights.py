@@ -433,7 +433,7 @@ def test_parts_that_do_not_fit():
         op(torch.randn(2, 64))
 
 
-@pytest.mark.parametrize("format", ["mx e4m3", "int8 1x32"])
+@pytest.mark.parametrize("format", ["mx e4m3", "int8 1x32", "e4m3 pow2"])
 @pytest.mark.parametrize("single", [True, False])
 def test_experts_with_quantized_weights(format, single):
     torch.manual_seed(0)
