@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import bench
 import blocks
 import call_cost
-import imports
 import overlap
 import products
 import profile_block
+import startup
 from suite import cases, check, guards, measure, pages, peak, tables, targets, timing
 from suite.cases import BLOCK_SIZE, COMPILED, EAGER, FORWARD, OP_SIZE, OURS, TRAINING
 from suite.results import Results
@@ -432,12 +432,14 @@ def test_the_profile_of_a_block(
 
 
 def test_imports_are_timed_in_one_process_and_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_torch, of_ours = imports.round_of(dict(os.environ))
+    of_torch, of_ours = startup.round_of(dict(os.environ))
     assert 0 < of_ours < of_torch
-    times = {imports.TORCH: [1000.0, 2000.0, 900.0], imports.OURS: [100.0, 180.0, 900.0]}
-    monkeypatch.setattr(imports, "measure", lambda rounds: times)
-    (found,) = imports.rows(quick=True)
-    assert (found.limit, found.found) == (0.15, 0.1)
+    times = {startup.TORCH: [1000.0, 2000.0, 900.0], startup.OURS: [100.0, 180.0, 900.0]}
+    monkeypatch.setattr(startup, "measure", lambda rounds: times)
+    monkeypatch.setattr(startup, "LONG", 2 * startup.SHORT)
+    imported, planned = startup.rows(quick=True)
+    assert (imported.limit, imported.found) == (0.15, 0.1)
+    assert planned.limit == 1.3 and planned.found > 0
 
 
 @pytest.mark.parametrize("which", ["forward", "grad_input", "grad_weight"])

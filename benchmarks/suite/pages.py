@@ -47,7 +47,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "peaks": lambda results: _table(tables.peaks(results)),
     "experts": lambda results: _limited(results, "experts"),
     "quantized": lambda results: _limited(results, "quantized"),
-    "imports": lambda results: _limited(results, "imports"),
+    "startup": lambda results: _limited(results, "startup"),
     "calls": lambda results: _calls(results),
 }
 

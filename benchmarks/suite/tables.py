@@ -272,7 +272,7 @@ def everything(results: Results) -> str:
     title = "layers of experts, forward+backward unless it says otherwise"
     parts.append((title, limited(results, "experts")))
     parts.append(("tensors in 8 bits and fewer", limited(results, "quantized")))
-    parts.append(("imports, each round a fresh process", limited(results, "imports")))
+    parts.append(("what happens once: the import, and a first call", limited(results, "startup")))
     if any(set(outcome.found.values()) != {None} for outcome in outcomes(results)):
         parts.append(("to reach", targets(results)))
     return "\n\n".join(f"== {title}\n{table.text()}" for title, table in parts if table.rows)
