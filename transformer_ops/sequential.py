@@ -271,10 +271,10 @@ class Sequential(nn.Module, Holder):
             RuntimeError: a tensor that does not fit an op.
         """
         if is_compiling():
-            layout = _layout_constant(self._traced_state, self._edits)
+            traced = _layout_constant(self._traced_state, self._edits)
             # By name: Dynamo guards on those alone that are read.
-            modules = [self._modules[name] for name in layout.names]
-            return self._run(layout, modules, input, extra_inputs, op_kwargs)  # type: ignore[arg-type]
+            modules = [self._modules[name] for name in traced.names]
+            return self._run(traced, modules, input, extra_inputs, op_kwargs)  # type: ignore[arg-type]
         layout = self._layout
         if layout is None or not _is_current(layout, self._modules):
             layout = self._make_layout()

@@ -212,7 +212,7 @@ def _run_outside(
     state: str,
     members: tuple[int, ...],
     input: Tensor,
-    extra_inputs: tuple[Tensor, ...],
+    extra_inputs: tuple[Tensor | None, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     return _find_group(state, members)._run(input, extra_inputs, kwargs)
