@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -20,8 +21,8 @@ _POW2 = " pow2"
 _SAME = {
     _aten.alias.default,
     _aten.clone.default,
-    _aten.contiguous.default,
     _aten.detach.default,
+    _aten.lift_fresh.default,
 }
 
 
@@ -70,9 +71,12 @@ class QuantizedTensor(Tensor):
         shape = list(codes.shape)
         if codes.dtype == torch.uint8:
             shape[-1] *= 2  # two codes in a byte
-        return Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=codes.device, requires_grad=requires_grad
-        )
+        # A view shares the version counter of its tensor, and an inference tensor has none. So the
+        # wrapper is one if its codes are, in whatever mode it is made.
+        with _mode_of(codes):
+            found = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        # Outside of the mode: torch refuses a gradient of an inference tensor.
+        return cast(QuantizedTensor, found.requires_grad_() if requires_grad else found)
 
     def __init__(
         self,
@@ -92,15 +96,15 @@ class QuantizedTensor(Tensor):
         """The numbers of a floating tensor, rounded to those of a format.
 
         Raises:
-            RuntimeError: an unknown format; a tensor without dimensions.
-            ValueError: an odd last dimension where two codes share a byte.
+            RuntimeError: an unknown format; a tensor that is not floating.
+            ValueError: an odd last dimension, or none, where two codes share a byte.
         """
         plain = decoded(tensor).detach()
         codes, scale = torch.ops.transformer_ops.quantize(plain.contiguous(), format)
-        if codes.dtype == torch.uint8 and plain.shape[-1] % 2:
+        if codes.dtype == torch.uint8 and (plain.dim() == 0 or plain.shape[-1] % 2):
             raise ValueError(
                 f"[QuantizedTensor] last dimension must be even for format '{format}', "
-                f"got {plain.shape[-1]}"
+                f"got {plain.shape[-1] if plain.dim() else 'none'}"
             )
         return cls(codes, scale, format, tensor.dtype)
 
@@ -129,7 +133,7 @@ class QuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As bytes: pickle, without torch.save, cannot take codes of 8-bit floating dtypes.
-        parts = (self.codes.view(torch.uint8), self.codes.dtype, self.scale)
+        parts = (_viewed(self.codes, torch.uint8), self.codes.dtype, self.scale)
         state = (self.requires_grad, isinstance(self, nn.Parameter), self._initial)
         return _rebuild, (*parts, self.format, self.dtype, *state)
 
@@ -157,6 +161,10 @@ class QuantizedTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # Inference mode brings such ops here, which autograd takes apart elsewhere.
+        found = func.decompose(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
         first = args[0] if args else None
         if isinstance(first, QuantizedTensor):
             if func in _SAME:
@@ -170,6 +178,9 @@ class QuantizedTensor(Tensor):
                 found = _VIEWS[func](first, *args[1:])
                 if found is not None:
                     return found
+            if func.is_view:
+                with _mode_of(first):
+                    return _run_decoded(func, args, kwargs)
         return _run_decoded(func, args, kwargs)
 
     def _with_parts(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
@@ -177,15 +188,19 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(*parts, self.format, self.dtype)
 
     def _take(self, source: Tensor) -> None:
-        """Hold the numbers of `source`."""
-        if not (isinstance(source, QuantizedTensor) and _have_same_parts(source, self)):
-            expanded = decoded(source).to(self.device, self.dtype).expand(self.shape)
-            source = QuantizedTensor.quantize(expanded, self.format)
-        if source.shape != self.shape:
+        """Hold the numbers of `source`, which is broadcast."""
+        if not _broadcasts(source.shape, self.shape):
             raise RuntimeError(
-                f"[QuantizedTensor] source must have shape {tuple(self.shape)}, "
+                f"[QuantizedTensor] source of copy_ must broadcast to shape {tuple(self.shape)}, "
                 f"got {tuple(source.shape)}"
             )
+        if not (
+            isinstance(source, QuantizedTensor)
+            and _have_same_parts(source, self)
+            and source.shape == self.shape
+        ):
+            expanded = decoded(source).to(self.device, self.dtype).expand(self.shape)
+            source = QuantizedTensor.quantize(expanded, self.format)
         self.codes.copy_(source.codes)
         self.scale.copy_(source.scale)
 
@@ -236,6 +251,12 @@ class QuantizedTensor(Tensor):
         return found
 
 
+def _viewed(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    # Of torch's views it is the one whose mode is not that of its tensor.
+    with _mode_of(codes):
+        return codes.view(dtype)
+
+
 def decoded(tensor: Tensor) -> Tensor:
     """A plain tensor as it is, the numbers of a quantized one."""
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
@@ -245,6 +266,11 @@ def _have_same_parts(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     """Whether codes and scales mean the same in both. A power of two is a rule for scales that are
     made, and decodes as any other scale does."""
     return a.format.removesuffix(_POW2) == b.format.removesuffix(_POW2)
+
+
+def _broadcasts(source: torch.Size, target: torch.Size) -> bool:
+    pairs = zip(reversed(source), reversed(target), strict=False)
+    return len(source) <= len(target) and all(a in (1, b) for a, b in pairs)
 
 
 def with_parts(parameters: Iterable[Tensor | None]) -> list[Tensor]:
@@ -267,6 +293,17 @@ def _decode(tensor: QuantizedTensor) -> Tensor:
     return found
 
 
+@contextmanager
+def _mode_of(tensor: Tensor) -> Iterator[None]:
+    """What is made within is an inference tensor if `tensor` is one."""
+    is_inference = tensor.is_inference()
+    if is_inference == torch.is_inference_mode_enabled():
+        yield
+    else:
+        with torch.inference_mode(is_inference), torch.no_grad():
+            yield
+
+
 def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any op on the numbers; what it writes into quantized tensors is encoded again."""
     plain: dict[int, Tensor] = {}
@@ -280,6 +317,12 @@ def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     result = func(*given_args, **given_kwargs)
     written = _written(func, args, kwargs)
     back = {id(plain[id(tensor)]): tensor for tensor in written}
+    for tensor in written:
+        if plain[id(tensor)].shape != tensor.shape:
+            raise RuntimeError(
+                f"[QuantizedTensor] {func._schema.name} must keep the shape "
+                f"{tuple(tensor.shape)}, got {tuple(plain[id(tensor)].shape)}"
+            )
     with torch.no_grad():
         for tensor in written:
             tensor._take(plain[id(tensor)])
@@ -383,7 +426,8 @@ def _rebuild(
     is_parameter: bool,
     initial: Tensor | None,
 ) -> QuantizedTensor:
-    found: Any = QuantizedTensor(codes.view(codes_dtype), scale, format, dtype, requires_grad)
+    codes = _viewed(codes, codes_dtype)
+    found: Any = QuantizedTensor(codes, scale, format, dtype, requires_grad)
     if is_parameter:
         found = nn.Parameter(found, requires_grad)
     found._initial = initial
