@@ -76,8 +76,8 @@ void compare(const kernel::Format& format) {
     for (size_t i = 0; i < x.size(); ++i) x[i] = from_bits(static_cast<uint32_t>(first + i));
     const auto run = [&](const char* isa, auto& to, auto& to_scales) {
       const auto quantize = cpu::quantize.function_of(cpu::find_for(isa, cpu::quantize.name()));
-      quantize(format, kernel::DType::Float32, x.data(), 1.0f, to.data(), to_scales.data(), kRows,
-               kWidth);
+      quantize(format, kernel::DType::Float32, x.data(), {.amax = 2688.0f}, to.data(),
+               to_scales.data(), kRows, kWidth);
     };
     run(cpu::isa_name(), want, want_scales);
     for (const char* isa : {"default", "avx2", "avx512"}) {
@@ -101,7 +101,8 @@ int main() {
   walk<E5M2>("formula of e5m2");
   walk<E2M1>("formula of e2m1");
   walk<Int8>("formula of int8");
-  for (const char* name : {"e4m3", "e5m2", "e4m3 1x128", "mx e5m2", "nvfp4", "int8 1x32"}) {
+  for (const char* name : {"e4m3", "e5m2", "e4m3 1x128", "mx e5m2", "nvfp4", "nvfp4 4over6",
+                           "nvfp4 4over6 mse", "int8 1x32"}) {
     compare(*kernel::find_format(name));
   }
 }

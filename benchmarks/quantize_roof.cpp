@@ -76,24 +76,23 @@ int main(int argc, char** argv) {
     Encoded& to = *all.back();
     const std::string name = format.name;
     const auto scale_of = [&] {
-      if (!format.per_tensor() && !format.has_tensor_scale()) return 1.0f;
-      return encoding::tensor_scale(format, cpu::largest(bf16, x.data(), n));
+      if (!format.per_tensor() && !format.has_tensor_scale()) return kernel::TensorScale();
+      return encoding::scale_of_tensor(format, cpu::largest(bf16, x.data(), n));
     };
     table.push_back({"encode " + name, [&, scale_of] {
-                       to.tensor_scale = scale_of();
-                       cpu::quantize(format, bf16, x.data(), to.tensor_scale, to.codes.data(),
+                       const auto scale = scale_of();
+                       to.tensor_scale = scale.encode;
+                       cpu::quantize(format, bf16, x.data(), scale, to.codes.data(),
                                      to.scales.data(), rows, kWidth);
                      }});
     table.push_back({"round " + name, [&, scale_of] {
-                       const float scale = scale_of();
-                       cpu::round_to_format(format, bf16, bf16, x.data(), scale, 1.0f / scale,
-                                            y.data(), rows, kWidth);
+                       cpu::round_to_format(format, bf16, bf16, x.data(), scale_of(), y.data(),
+                                            rows, kWidth);
                      }});
     if (format.element != kernel::Element::Int8) {
       table.push_back({"random " + name, [&, scale_of] {
-                         const float scale = scale_of();
-                         cpu::round_at_random(format, bf16, bf16, x.data(), scale, 1.0f / scale,
-                                              /*seed=*/1, /*first_row=*/0, y.data(), rows, kWidth);
+                         cpu::round_at_random(format, bf16, bf16, x.data(), scale_of(), /*seed=*/1,
+                                              /*first_row=*/0, y.data(), rows, kWidth);
                        }});
     }
     table.push_back({"decode " + name, [&] {

@@ -41,6 +41,9 @@ FORMATS = [
     "nvfp4",
     "nvfp4 16x1",
     "nvfp4 16x16",
+    "nvfp4 4over6",
+    "nvfp4 4over6 mse 16x1",
+    "nvfp4 4over6 448 16x16",
     "int8 1x32",
     "int8 1x128",
 ]

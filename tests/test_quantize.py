@@ -21,8 +21,11 @@ FP8 = ("e4m3", "e5m2", "e4m3 1x128", "e5m2 1x128", "e4m3 128x128", "e5m2 128x128
 FP8 += ("e4m3 pow2", "e5m2 pow2")
 MX = ("mx e4m3", "mx e5m2")
 # Each column as the formats above have a row.
-COLUMNS = ("e4m3 128x1", "e5m2 128x1", "mx e4m3 32x1", "mx e5m2 32x1", "nvfp4 16x1")
-NVFP4 = ("nvfp4", "nvfp4 16x16")
+COLUMNS = (
+    *("e4m3 128x1", "e5m2 128x1", "mx e4m3 32x1", "mx e5m2 32x1", "nvfp4 16x1"),
+    "nvfp4 4over6 16x1",
+)
+NVFP4 = ("nvfp4", "nvfp4 16x16", "nvfp4 4over6", "nvfp4 4over6 mse 448 16x16")
 INT8 = ("int8 1x32", "int8 1x128")
 FORMATS = (*FP8, *MX, *COLUMNS, *NVFP4, *INT8)
 SHAPES = ((), (1,), (300,), (0,), (3, 0), (0, 5), (2, 3, 33), (131, 130), (4, 256))

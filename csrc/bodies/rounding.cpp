@@ -17,6 +17,7 @@ namespace transformer_ops {
 namespace {
 
 using kernel::Format;
+using kernel::TensorScale;
 
 using kernel::kHadamardRows;
 using kernel::kHadamardSigns;
@@ -43,12 +44,6 @@ Tensor turn_blocks(const Tensor& rows) {
   return at::matmul(hadamard(rows), blocks).reshape_symint(rows.sym_sizes());
 }
 
-// What the scales of blocks are relative to, or all there is of one; else 1.
-float tensor_scale_cpu(const Format& format, const Tensor& x) {
-  if (!format.per_tensor() && !format.has_tensor_scale()) return 1.0f;
-  return encoding::tensor_scale(format, largest_cpu(x));
-}
-
 char* element_at(const Tensor& tensor, int64_t i) {
   return bytes_at(tensor, i * static_cast<int64_t>(tensor.element_size()));
 }
@@ -69,17 +64,21 @@ float largest_cpu(const Tensor& x) {
       larger);
 }
 
-void round_to_format_cpu(const Format& format, const Tensor& x, const Tensor& output) {
-  const float scale = tensor_scale_cpu(format, x);
-  round_by_tensor_scale_cpu(format, x, scale, 1.0f / scale, output);
+TensorScale tensor_scale_cpu(const Format& format, const Tensor& x) {
+  if (!format.per_tensor() && !format.has_tensor_scale()) return {};
+  return encoding::scale_of_tensor(format, largest_cpu(x));
 }
 
-void round_by_tensor_scale_cpu(const Format& format, const Tensor& x, float encodes, float decodes,
+void round_to_format_cpu(const Format& format, const Tensor& x, const Tensor& output) {
+  round_by_tensor_scale_cpu(format, x, tensor_scale_cpu(format, x), output);
+}
+
+void round_by_tensor_scale_cpu(const Format& format, const Tensor& x, const TensorScale& scale,
                                const Tensor& output) {
   const FlatRows shape(x.sizes());
   const auto from = kernel_dtype(x), to = kernel_dtype(output);
   const auto run = [&](int64_t element, int64_t rows, int64_t h) {
-    cpu::round_to_format(format, from, to, element_at(x, element), encodes, decodes,
+    cpu::round_to_format(format, from, to, element_at(x, element), scale,
                          element_at(output, element), rows, h);
   };
   if (format.per_tensor()) {
@@ -91,14 +90,14 @@ void round_by_tensor_scale_cpu(const Format& format, const Tensor& x, float enco
              [&](int64_t first, int64_t rows, int64_t) { run(first * shape.h, rows, shape.h); });
 }
 
-void encode_operand_cpu(const Format& format, const Tensor& x, float encodes,
+void encode_operand_cpu(const Format& format, const Tensor& x, const TensorScale& scale,
                         const Tensor& output) {
   if (!is_codes(output.scalar_type())) {
-    round_by_tensor_scale_cpu(format, x, encodes, /*decodes=*/1.0f, output);
+    round_by_tensor_scale_cpu(format, x, not_decoded(scale), output);
     return;
   }
   cpu::parallel(x.numel(), 1, cpu::kMaskAlign, [&](int64_t begin, int64_t end) {
-    cpu::quantize(format, kernel_dtype(x), element_at(x, begin), encodes, bytes_at(output, begin),
+    cpu::quantize(format, kernel_dtype(x), element_at(x, begin), scale, bytes_at(output, begin),
                   /*scales=*/nullptr, 1, end - begin);
   });
 }
@@ -139,16 +138,15 @@ const Format& random_format(const Checks& check, std::string_view name) {
 
 void round_at_random_cpu(const Format& format, const Tensor& x, uint64_t seed, int64_t first_row,
                          const Tensor& output) {
-  const float scale = tensor_scale_cpu(format, x);
-  round_at_random_cpu(format, x, scale, 1.0f / scale, seed, first_row, output);
+  round_at_random_cpu(format, x, tensor_scale_cpu(format, x), seed, first_row, output);
 }
 
-void round_at_random_cpu(const Format& format, const Tensor& x, float encodes, float decodes,
+void round_at_random_cpu(const Format& format, const Tensor& x, const TensorScale& scale,
                          uint64_t seed, int64_t first_row, const Tensor& output) {
   const FlatRows shape(x.sizes());
   const auto from = kernel_dtype(x), to = kernel_dtype(output);
   const auto run = [&](int64_t first, int64_t rows) {
-    cpu::round_at_random(format, from, to, element_at(x, first * shape.h), encodes, decodes, seed,
+    cpu::round_at_random(format, from, to, element_at(x, first * shape.h), scale, seed,
                          first_row + first, element_at(output, first * shape.h), rows, shape.h);
   };
   if (format.per_tensor()) {

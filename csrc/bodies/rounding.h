@@ -30,15 +30,22 @@ void for_blocks(const kernel::Format& format, const FlatRows& shape, const Funct
 
 // The largest magnitude; NaN is larger than all numbers.
 float largest_cpu(const Tensor& x);
+// What the scales of blocks are relative to, or all there is of one; of formats without, ones.
+kernel::TensorScale tensor_scale_cpu(const kernel::Format& format, const Tensor& x);
+
+// To round to values of codes, which are multiplied by the scale later.
+inline kernel::TensorScale not_decoded(kernel::TensorScale scale) {
+  scale.decode = 1.0f;
+  return scale;
+}
 
 void round_to_format_cpu(const kernel::Format& format, const Tensor& x, const Tensor& output);
-// The same by a given scale of the tensor: numbers are encoded by `encodes`, and what their codes
-// stand for is multiplied by `decodes`.
-void round_by_tensor_scale_cpu(const kernel::Format& format, const Tensor& x, float encodes,
-                               float decodes, const Tensor& output);
-// Values of codes or, where `output` is of their dtype, codes.
-void encode_operand_cpu(const kernel::Format& format, const Tensor& x, float encodes,
-                        const Tensor& output);
+// The same by a given scale of the tensor.
+void round_by_tensor_scale_cpu(const kernel::Format& format, const Tensor& x,
+                               const kernel::TensorScale& scale, const Tensor& output);
+// Values of codes, not multiplied by `scale.decode`, or, where `output` is of their dtype, codes.
+void encode_operand_cpu(const kernel::Format& format, const Tensor& x,
+                        const kernel::TensorScale& scale, const Tensor& output);
 Tensor round_to_format_unfused(const kernel::Format& format, const Tensor& x, at::ScalarType dtype);
 
 // The rows of each group as a tensor of their own, on the device alone; rows of none are zeros.
@@ -56,8 +63,9 @@ const kernel::Format& random_format(const Checks& check, std::string_view name);
 // `seed` and on its number, of which x's first row has `first_row`.
 void round_at_random_cpu(const kernel::Format& format, const Tensor& x, uint64_t seed,
                          int64_t first_row, const Tensor& output);
-void round_at_random_cpu(const kernel::Format& format, const Tensor& x, float encodes,
-                         float decodes, uint64_t seed, int64_t first_row, const Tensor& output);
+void round_at_random_cpu(const kernel::Format& format, const Tensor& x,
+                         const kernel::TensorScale& scale, uint64_t seed, int64_t first_row,
+                         const Tensor& output);
 // The same by numbers of torch's generator.
 Tensor round_at_random_unfused(const kernel::Format& format, const Tensor& x, at::ScalarType dtype);
 

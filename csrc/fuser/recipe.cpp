@@ -148,8 +148,7 @@ std::string column_format(const std::string& format) {
   const Format& row = row_of(format);
   if (row.block_rows != 1) return format;
   const auto turned = std::ranges::find_if(kernel::kFormats, [&](const Format& other) {
-    return other.element == row.element && other.rule == row.rule &&
-           other.block_rows == row.block_columns && other.block_columns == 1;
+    return other.is_like(row) && other.block_rows == row.block_columns && other.block_columns == 1;
   });
   check(turned != std::end(kernel::kFormats), "[recipe] format must have one of its columns, got '",
         format, "'");

@@ -188,12 +188,21 @@ TRANSFORMER_OPS_MATH float decode_e8m0(uint32_t exponent) {
   return from_bits(exponent == 255 ? kNan : exponent << 23);
 }
 
-// What encodes a block, and what is stored to decode it: a float, or a byte.
+// What encodes a block, and what is stored to decode it: a float, or a byte. Where that is an E4M3
+// byte, `number` is its value.
 struct BlockScale {
   float encode;
   float number = 0.0f;
   uint32_t byte = 0;
 };
+
+// The scale that stores the E4M3 number next to `wanted`.
+TRANSFORMER_OPS_MATH BlockScale e4m3_scale(float wanted, float tensor_scale) {
+  const uint32_t byte = encode<E4M3>(wanted, 1.0f);
+  const float number = decode<E4M3>(byte);
+  const float scale = 1.0f / product(number, 1.0f / tensor_scale);
+  return {scale > kMost ? kMost : scale, number, byte};
+}
 
 // Of the largest magnitude of a block, which is NaN where there is one. tensor_scale is that of
 // the format: see tensor_scale(). The rule is no template argument: once a block it costs next to
@@ -210,10 +219,7 @@ TRANSFORMER_OPS_MATH BlockScale block_scale(ScaleRule rule, float amax, float te
     return {scale, 0.0f, byte};
   }
   if (rule == ScaleRule::E4M3) {
-    const float wanted = product(amax, product(tensor_scale, 1.0f / 6.0f));
-    const uint32_t byte = encode<E4M3>(wanted, 1.0f);
-    const float scale = 1.0f / product(decode<E4M3>(byte), 1.0f / tensor_scale);
-    return {scale > kMost ? kMost : scale, 0.0f, byte};
+    return e4m3_scale(product(amax, product(tensor_scale, 1.0f / 6.0f)), tensor_scale);
   }
   if constexpr (E::kInteger) {
     // No code is NaN, so the scale is.
@@ -259,8 +265,61 @@ TRANSFORMER_OPS_MATH float decoding_scale(ScaleRule rule, const void* scales, in
 // that have one for the tensor; else 1.
 TRANSFORMER_OPS_MATH float tensor_scale(const kernel::Format& format, float amax) {
   if (format.per_tensor()) return encoding_scale(format.rule, amax, format.largest);
-  if (format.has_tensor_scale()) return encoding_scale(amax, E4M3::kLargest * format.largest);
+  if (format.has_tensor_scale()) return encoding_scale(amax, format.largest_scale * format.largest);
   return 1.0f;
+}
+
+TRANSFORMER_OPS_MATH kernel::TensorScale scale_of_tensor(const kernel::Format& format, float amax) {
+  const float encode = tensor_scale(format, amax);
+  return {encode, 1.0f / encode, amax};
+}
+
+// ---- 4 over 6: Cook et al. 2025 (arXiv 2512.02010), in the order of TransformerEngine's float
+// operations (common/cast/nvfp4/quantize_4over6_kernel.cuh)
+
+// The scales by which the largest number of a block becomes 6, or 4.
+struct ScaleChoice {
+  BlockScale six, four;
+};
+
+TRANSFORMER_OPS_MATH ScaleChoice scale_choice(float amax, float tensor_scale) {
+  const float six = product(amax / E2M1::kLargest, tensor_scale);
+  return {e4m3_scale(six, tensor_scale), e4m3_scale(product(six, 1.5f), tensor_scale)};
+}
+
+// A square that no compiler fuses with a sum: exact in double, and rounded once.
+TRANSFORMER_OPS_MATH float square(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(x, x);
+#else
+  return static_cast<float>(static_cast<double>(x) * static_cast<double>(x));
+#endif
+}
+
+// How the rounding errors of a tensor are measured.
+struct ErrorRule {
+  float amax;  // of the tensor
+  float most;  // what that becomes: 6 times the largest scale
+  bool squared;
+};
+
+TRANSFORMER_OPS_MATH ErrorRule error_rule(const kernel::Format& format, float amax) {
+  return {amax, format.largest * format.largest_scale,
+          format.four_over_six == kernel::FourOverSix::Squared};
+}
+
+// The error of x, whose code has this value, in a block whose scale is this E4M3 number.
+TRANSFORMER_OPS_MATH float rounding_error(const ErrorRule& rule, float x, float value,
+                                          float number) {
+  const float back = product(product(value, number), rule.amax) / rule.most;
+  const float error = back - x;
+  return rule.squared ? square(error) : math::abs(error);
+}
+
+// The errors of a block are summed in the order of its numbers. In a square, each row is summed by
+// itself; then row r + 8 is added to row r, then r + 4, r + 2 and r + 1. Ties and NaN take six.
+TRANSFORMER_OPS_MATH bool takes_four(float error_of_six, float error_of_four) {
+  return error_of_four < error_of_six;
 }
 
 }  // namespace

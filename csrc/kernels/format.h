@@ -23,6 +23,10 @@ enum class ScaleRule : uint8_t {
   E4M3,        // a byte, an E4M3 number, times one float32 of the whole tensor
 };
 
+// "4 over 6": the largest number of a block becomes 6, the largest code, or 4, whichever has the
+// smaller sum of absolute, or squared, rounding errors. Off: it becomes the largest code.
+enum class FourOverSix : uint8_t { Off, Absolute, Squared };
+
 struct Format {
   const char* name;  // in plans, schemas and reports
   Element element;
@@ -30,6 +34,9 @@ struct Format {
   int bits;                           // of a code; below 8 they are packed, the first one lowest
   float largest;                      // of the codes' values
   int64_t block_rows, block_columns;  // 0: one block, the tensor
+  FourOverSix four_over_six = FourOverSix::Off;
+  // Where scales of blocks are relative to one of the tensor, the scale of its largest number.
+  float largest_scale = 448.0f;
 
   constexpr bool per_tensor() const { return block_columns == 0; }
   // Whether there is one scale of the tensor besides those of blocks.
@@ -38,9 +45,31 @@ struct Format {
   constexpr bool has_block_powers() const {
     return !per_tensor() && (rule == ScaleRule::PowerOfTwo || rule == ScaleRule::E8M0);
   }
+  // Whether the scale of a block depends on more than its largest number.
+  constexpr bool chooses_scale() const { return four_over_six != FourOverSix::Off; }
+  // Whether two formats differ in their blocks alone.
+  constexpr bool is_like(const Format& other) const {
+    return element == other.element && rule == other.rule && four_over_six == other.four_over_six &&
+           largest_scale == other.largest_scale;
+  }
+};
+
+// What a kernel is told of the whole tensor.
+struct TensorScale {
+  float encode = 1.0f;  // encoding::tensor_scale()
+  float decode = 1.0f;  // what multiplies decoded numbers, mostly the inverse
+  float amax = 0.0f;    // the largest magnitude, read where formats choose scales
 };
 
 namespace {
+
+// A largest scale of 256 leaves room for the scales that are stretched by 1.5; above 448 they are
+// clipped.
+constexpr Format four_over_six(const char* name, FourOverSix errors, float largest_scale,
+                               int64_t block_rows, int64_t block_columns) {
+  return {name,          Element::E2M1, ScaleRule::E4M3, 4, 6.0f, block_rows,
+          block_columns, errors,        largest_scale};
+}
 
 inline constexpr Format kFormats[] = {
     {"e4m3", Element::E4M3, ScaleRule::Float32, 8, 448.0f, 0, 0},
@@ -60,6 +89,18 @@ inline constexpr Format kFormats[] = {
     {"nvfp4", Element::E2M1, ScaleRule::E4M3, 4, 6.0f, 1, 16},
     {"nvfp4 16x1", Element::E2M1, ScaleRule::E4M3, 4, 6.0f, 16, 1},
     {"nvfp4 16x16", Element::E2M1, ScaleRule::E4M3, 4, 6.0f, 16, 16},
+    four_over_six("nvfp4 4over6", FourOverSix::Absolute, 256.0f, 1, 16),
+    four_over_six("nvfp4 4over6 16x1", FourOverSix::Absolute, 256.0f, 16, 1),
+    four_over_six("nvfp4 4over6 16x16", FourOverSix::Absolute, 256.0f, 16, 16),
+    four_over_six("nvfp4 4over6 448", FourOverSix::Absolute, 448.0f, 1, 16),
+    four_over_six("nvfp4 4over6 448 16x1", FourOverSix::Absolute, 448.0f, 16, 1),
+    four_over_six("nvfp4 4over6 448 16x16", FourOverSix::Absolute, 448.0f, 16, 16),
+    four_over_six("nvfp4 4over6 mse", FourOverSix::Squared, 256.0f, 1, 16),
+    four_over_six("nvfp4 4over6 mse 16x1", FourOverSix::Squared, 256.0f, 16, 1),
+    four_over_six("nvfp4 4over6 mse 16x16", FourOverSix::Squared, 256.0f, 16, 16),
+    four_over_six("nvfp4 4over6 mse 448", FourOverSix::Squared, 448.0f, 1, 16),
+    four_over_six("nvfp4 4over6 mse 448 16x1", FourOverSix::Squared, 448.0f, 16, 1),
+    four_over_six("nvfp4 4over6 mse 448 16x16", FourOverSix::Squared, 448.0f, 16, 16),
     {"int8 1x32", Element::Int8, ScaleRule::Float32, 8, 127.0f, 1, 32},
     {"int8 1x128", Element::Int8, ScaleRule::Float32, 8, 127.0f, 1, 128},
 };

@@ -7,14 +7,16 @@
 
 namespace transformer_ops::cpu {
 
+using kernel::TensorScale;
+
 // Rows have ceil(h / 2) bytes of codes where those have 4 bits, else h. A range of rows starts at a
 // multiple of the format's block_rows, and has all scales of its blocks.
 
 // The largest magnitude as float32, NaN where there is one; 0 of nothing.
 inline const Kernel<float(DType, const void* x, int64_t n)> largest{"largest"};
 
-// tensor_scale is encoding::tensor_scale(). Scales of a format that has one block are not written.
-inline const Kernel<void(const kernel::Format&, DType, const void* x, float tensor_scale,
+// Scales of a format that has one block are not written.
+inline const Kernel<void(const kernel::Format&, DType, const void* x, const TensorScale&,
                          void* codes, void* scales, int64_t rows, int64_t h)>
     quantize{"quantize"};
 
@@ -25,8 +27,7 @@ inline const Kernel<void(const kernel::Format&, DType, const void* codes, const 
 
 // What quantize() and dequantize() make of the numbers, bit for bit, without codes on the way.
 inline const Kernel<void(const kernel::Format&, DType from, DType to, const void* x,
-                         float tensor_scale, float decoded_tensor_scale, void* out, int64_t rows,
-                         int64_t h)>
+                         const TensorScale&, void* out, int64_t rows, int64_t h)>
     round_to_format{"round_to_format"};
 
 // The same up or down at random, so that the mean is the number itself; what is too large becomes
@@ -34,8 +35,8 @@ inline const Kernel<void(const kernel::Format&, DType from, DType to, const void
 // Philox4x32-7(key = seed, counter = r * ceil(h / 8) + i / 8), where the first row of x has the
 // number first_row.
 inline const Kernel<void(const kernel::Format&, DType from, DType to, const void* x,
-                         float tensor_scale, float decoded_tensor_scale, uint64_t seed,
-                         int64_t first_row, void* out, int64_t rows, int64_t h)>
+                         const TensorScale&, uint64_t seed, int64_t first_row, void* out,
+                         int64_t rows, int64_t h)>
     round_at_random{"round_at_random"};
 
 }  // namespace transformer_ops::cpu
@@ -49,7 +50,8 @@ inline const Kernel<void(Stream, DType, const void* x, float* partials, int64_t 
     "largest"};
 
 // Formats with one block, or a scale of the tensor, take either amax or the scale itself, and store
-// its inverse, 4 bytes of any alignment; for others these are null.
+// its inverse, 4 bytes of any alignment; for others these are null. Those that choose scales take
+// amax.
 inline const Kernel<void(Stream, const kernel::Format&, DType, const void* x, const float* amax,
                          const float* tensor_scale, void* codes, void* scales,
                          void* decoded_tensor_scale, int64_t rows, int64_t h)>
@@ -83,7 +85,7 @@ inline const Kernel<void(Stream, DType, const void* x, const GroupEnds&, float* 
 
 // What quantize() and dequantize() make of each group as a tensor, bit for bit, without codes on
 // the way; rows of none become zeros. Formats with one block, or a scale of the tensor, take amax
-// or the scales themselves, a number for each group.
+// or the scales themselves, a number for each group; those that choose scales take amax.
 inline const Kernel<void(Stream, const kernel::Format&, DType from, DType to, const void* x,
                          const GroupEnds&, const float* amax, const float* scales, void* out,
                          int64_t rows, int64_t h)>

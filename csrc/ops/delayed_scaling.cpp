@@ -55,7 +55,7 @@ void round_by_scale(const kernel::Format& format, const Tensor& x, float scale, 
     for (int64_t i = begin; i < end; i += kPiece) {
       const int64_t n = std::min(kPiece, end - i);
       record(from, bytes_at(x, i * size), n);
-      cpu::round_to_format(format, from, to, bytes_at(x, i * size), scale, decodes,
+      cpu::round_to_format(format, from, to, bytes_at(x, i * size), {scale, decodes},
                            bytes_at(output, i * output_size), 1, n);
     }
   });
@@ -103,7 +103,7 @@ void values_cpu(const Checks& check, const Tensor& x, const Tensor& scale, int64
   const kernel::Format& row = scaled_format(check, format);
   const float encodes = scale.const_data_ptr<float>()[place];
   if (is_codes(output.scalar_type())) {
-    encode_operand_cpu(row, x, encodes, output);
+    encode_operand_cpu(row, x, {encodes}, output);
     if (amax.defined()) *amax.mutable_data_ptr<float>() = largest_cpu(x);
   } else {
     round_and_note(row, x, encodes, /*decodes=*/1.0f, output, data_of(amax));

@@ -11,7 +11,6 @@
 #include "bodies/dropout.h"
 #include "bodies/quantized_cuda.h"
 #include "bodies/rounding.h"
-#include "kernels/encoding.h"
 #include "kernels/quantize.h"
 #include "op/op.h"
 #include "op/recompute.h"
@@ -35,14 +34,12 @@ void quantize_cpu(const Checks& check, const Tensor& x, std::string_view format_
   const FlatRows shape(x.sizes());
   const auto dtype = kernel_dtype(x);
   const auto size = static_cast<int64_t>(x.element_size());
-  float tensor_scale = 1.0f;
+  const kernel::TensorScale of_tensor = tensor_scale_cpu(format, x);
   if (uint8_t* const to = tensor_scale_of(format, scale)) {
-    tensor_scale = encoding::tensor_scale(format, largest_cpu(x));
-    const float decoded = 1.0f / tensor_scale;
-    std::memcpy(to, &decoded, sizeof(decoded));
+    std::memcpy(to, &of_tensor.decode, sizeof(of_tensor.decode));
   }
   const auto run = [&](int64_t element, int64_t byte, int64_t block, int64_t rows, int64_t h) {
-    cpu::quantize(format, dtype, bytes_at(x, element * size), tensor_scale, bytes_at(codes, byte),
+    cpu::quantize(format, dtype, bytes_at(x, element * size), of_tensor, bytes_at(codes, byte),
                   bytes_at(scale, block * static_cast<int64_t>(scale.element_size())), rows, h);
   };
   if (format.per_tensor()) {

@@ -6,7 +6,6 @@
 #include "bodies/dropout.h"
 #include "bodies/quantized_cuda.h"
 #include "bodies/rounding.h"
-#include "kernels/encoding.h"
 #include "op/op.h"
 #include "op/recompute.h"
 
@@ -33,9 +32,9 @@ TensorSpecs values_shape(const Checks& check, const Tensor& input, std::string_v
 void values_cpu(const Checks& check, const Tensor& x, std::string_view format_name,
                 std::string_view, Tensor& output, Tensor& scale) {
   const Format& format = format_with_scale(check, format_name);
-  const float encodes = encoding::tensor_scale(format, largest_cpu(x));
-  encode_operand_cpu(format, x, encodes, output);
-  *scale.mutable_data_ptr<float>() = 1.0f / encodes;
+  const kernel::TensorScale found = tensor_scale_cpu(format, x);
+  encode_operand_cpu(format, x, found, output);
+  *scale.mutable_data_ptr<float>() = found.decode;
 }
 
 void values_cuda(const Checks& check, const Tensor& x, std::string_view format, std::string_view,
@@ -63,9 +62,9 @@ TensorSpecs stochastic_shape(const Checks& check, const Tensor& input, std::stri
 void stochastic_cpu(const Checks& check, const Tensor& x, std::string_view format_name,
                     std::string_view, Tensor& output, Tensor& scale) {
   const Format& format = format_with_scale(check, format_name);
-  const float encodes = encoding::tensor_scale(format, largest_cpu(x));
-  round_at_random_cpu(format, x, encodes, /*decodes=*/1.0f, draw_seed(), /*first_row=*/0, output);
-  *scale.mutable_data_ptr<float>() = 1.0f / encodes;
+  const kernel::TensorScale found = tensor_scale_cpu(format, x);
+  round_at_random_cpu(format, x, not_decoded(found), draw_seed(), /*first_row=*/0, output);
+  *scale.mutable_data_ptr<float>() = found.decode;
 }
 
 std::tuple<Tensor, Tensor> stochastic_meaning(const Checks& check, const Tensor& x,

@@ -1,9 +1,9 @@
 // Rows to codes and scales of blocks, and back.
 #include "kernels/quantize.h"
 
-#include "codes.h"
 #include "decoding.h"
 #include "elements.h"
+#include "four_over_six.h"
 #include "rows.h"
 #include "scratch.h"
 
@@ -113,17 +113,16 @@ void largest_of_blocks(const T* x, float* amax, int64_t rows, int64_t h, int64_t
   }
 }
 
-// One row of blocks that span several rows.
+// One row of blocks whose scales are known.
 template <class E, class T>
 void encode_row_of_blocks(const kernel::Format& format, const T* x, const float* amax,
-                          float tensor_scale, uint8_t* codes, int64_t h) {
+                          const float* scales, uint8_t* codes, int64_t h) {
   const ScaleRule rule = encoding::rule_for<E>(format);
   const int64_t columns = format.block_columns;
   PieceOf<T> piece;
   for (int64_t i = 0, block = 0; i < h; i += columns, ++block) {
     const int64_t n = smaller(columns, h - i);
-    const BlockScale scale = encoding::block_scale<E>(rule, amax[block], tensor_scale);
-    encode_block<E>(rule, piece.read(x + i, n), codes + i, n, amax[block], scale.encode);
+    encode_block<E>(rule, piece.read(x + i, n), codes + i, n, amax[block], scales[block]);
   }
 }
 
@@ -147,15 +146,75 @@ class CodeRow {
 template <class E>
 constexpr bool kHasColumns = !E::kInteger;
 
+// The scales of a strip, the rows of one row of blocks, by the largest magnitudes of those.
+template <class E, class T>
+class ScalesOfStrip {
+ public:
+  ScalesOfStrip(const kernel::Format& format, const TensorScale& tensor, void* scales, int64_t h)
+      : format_(format),
+        tensor_scale_(tensor.encode),
+        scales_(scales),
+        h_(h),
+        blocks_((h + format.block_columns - 1) / format.block_columns),
+        encode_(blocks_),
+        choices_(format, tensor, h),
+        floats_(format.chooses_scale() && kConverts ? format.block_rows * h : 0) {}
+
+  void set(const T* x, int64_t strip, int64_t rows, const float* amax) {
+    const int64_t first = strip * blocks_;
+    if constexpr (kPacked<E>) {
+      if (format_.chooses_scale()) return choose(x, first, rows, amax);
+    }
+    const ScaleRule rule = encoding::rule_for<E>(format_);
+    for (int64_t block = 0; block < blocks_; ++block) {
+      const BlockScale found = encoding::block_scale<E>(rule, amax[block], tensor_scale_);
+      encoding::store_scale(rule, scales_, first + block, found);
+      encode_.data()[block] = found.encode;
+    }
+  }
+  // What encodes each block.
+  const float* encode() { return encode_.data(); }
+
+ private:
+  using Number = typename PieceOf<T>::Number;
+  static constexpr bool kConverts = !__is_same(Number, T);
+
+  void choose(const T* x, int64_t first, int64_t rows, const float* amax) {
+    choices_.choose(numbers(x, rows), rows, amax);
+    const float *const encode = choices_.encode(), *const number = choices_.number();
+    for (int64_t block = 0; block < blocks_; ++block) {
+      const uint32_t byte = encoding::encode<encoding::E4M3>(number[block], 1.0f);
+      static_cast<uint8_t*>(scales_)[first + block] = static_cast<uint8_t>(byte);
+      encode_.data()[block] = encode[block];
+    }
+  }
+
+  const Number* numbers(const T* x, [[maybe_unused]] int64_t rows) {
+    if constexpr (kConverts) {
+      for (int64_t i = 0; i < rows * h_; ++i) floats_.data()[i] = encoding::to_odd(x[i]);
+      return floats_.data();
+    } else {
+      return x;
+    }
+  }
+
+  const kernel::Format& format_;
+  float tensor_scale_;
+  void* scales_;
+  int64_t h_, blocks_;
+  Scratch<float> encode_;
+  ScaleChoices<Number> choices_;
+  Scratch<float> floats_;
+};
+
 // Blocks of one column.
 template <class E, class T>
-void quantize_columns(const kernel::Format& format, const T* x, float tensor_scale, uint8_t* codes,
-                      void* scales, int64_t rows, int64_t h) {
-  const ScaleRule rule = encoding::rule_for<E>(format);
+void quantize_columns(const kernel::Format& format, const T* x, const TensorScale& tensor,
+                      uint8_t* codes, void* scales, int64_t rows, int64_t h) {
   CodeRow<E> row_of(h);
-  Scratch<float> amax(h), encoding_scales(h);
-  float* const scale = encoding_scales.data();
-  for (int64_t first = 0, block = 0; first < rows; first += format.block_rows, block += h) {
+  Scratch<float> amax(h);
+  ScalesOfStrip<E, T> strip(format, tensor, scales, h);
+  for (int64_t first = 0, number = 0; first < rows; first += format.block_rows, ++number) {
     const int64_t end = smaller(first + format.block_rows, rows);
     for (int64_t j = 0; j < h; ++j) amax.data()[j] = 0.0f;
     for (int64_t row = first; row < end; ++row) {
@@ -163,16 +222,12 @@ void quantize_columns(const kernel::Format& format, const T* x, float tensor_sca
         keep_larger(numbers, amax.data() + i, n);
       });
     }
-    for (int64_t j = 0; j < h; ++j) {
-      const BlockScale found = encoding::block_scale<E>(rule, amax.data()[j], tensor_scale);
-      encoding::store_scale(rule, scales, block + j, found);
-      scale[j] = found.encode;
-    }
+    strip.set(x + first * h, number, end - first, amax.data());
     for (int64_t row = first; row < end; ++row) {
       uint8_t* const to = codes + row * row_of.bytes();
       uint8_t* const bytes = row_of.begin(to);
       for_pieces(x + row * h, h, [&](const auto* numbers, int64_t i, int64_t n) {
-        encode_bytes<E>(numbers, bytes + i, n, scale + i);
+        encode_bytes<E>(numbers, bytes + i, n, strip.encode() + i);
       });
       row_of.end(to);
     }
@@ -180,35 +235,33 @@ void quantize_columns(const kernel::Format& format, const T* x, float tensor_sca
 }
 
 template <class E, class T>
-void quantize_blocks(const kernel::Format& format, const T* x, float tensor_scale, uint8_t* codes,
-                     void* scales, int64_t rows, int64_t h) {
-  const ScaleRule rule = encoding::rule_for<E>(format);
+void quantize_blocks(const kernel::Format& format, const T* x, const TensorScale& tensor,
+                     uint8_t* codes, void* scales, int64_t rows, int64_t h) {
   if constexpr (kHasColumns<E>) {
     if (format.block_columns == 1) {
-      return quantize_columns<E>(format, x, tensor_scale, codes, scales, rows, h);
+      return quantize_columns<E>(format, x, tensor, codes, scales, rows, h);
     }
   }
   const int64_t columns = format.block_columns, blocks = (h + columns - 1) / columns;
   CodeRow<E> row_of(h);
-  if (format.block_rows == 1) {
+  if (format.block_rows == 1 && !format.chooses_scale()) {
     for (int64_t row = 0; row < rows; ++row) {
       uint8_t* to = codes + row * row_of.bytes();
-      encode_row<E>(format, x + row * h, tensor_scale, row_of.begin(to), scales, row * blocks, h);
+      encode_row<E>(format, x + row * h, tensor.encode, row_of.begin(to), scales, row * blocks, h);
       row_of.end(to);
     }
     return;
   }
   Scratch<float> amax(blocks);
-  for (int64_t first = 0; first < rows; first += format.block_rows) {
+  ScalesOfStrip<E, T> strip(format, tensor, scales, h);
+  for (int64_t first = 0, number = 0; first < rows; first += format.block_rows, ++number) {
     const int64_t count = smaller(format.block_rows, rows - first);
     largest_of_blocks(x + first * h, amax.data(), count, h, columns);
-    for (int64_t block = 0; block < blocks; ++block) {
-      encoding::store_scale(rule, scales, first / format.block_rows * blocks + block,
-                            encoding::block_scale<E>(rule, amax.data()[block], tensor_scale));
-    }
+    strip.set(x + first * h, number, count, amax.data());
     for (int64_t row = first; row < first + count; ++row) {
       uint8_t* to = codes + row * row_of.bytes();
-      encode_row_of_blocks<E>(format, x + row * h, amax.data(), tensor_scale, row_of.begin(to), h);
+      encode_row_of_blocks<E>(format, x + row * h, amax.data(), strip.encode(), row_of.begin(to),
+                              h);
       row_of.end(to);
     }
   }
@@ -334,17 +387,17 @@ float largest(DType dtype, const void* x, int64_t n) {
   return best;
 }
 
-void quantize(const kernel::Format& format, DType dtype, const void* x, float tensor_scale,
+void quantize(const kernel::Format& format, DType dtype, const void* x, const TensorScale& tensor,
               void* codes, void* scales, int64_t rows, int64_t h) {
   if (rows == 0 || h == 0) return;
   with_dtype(dtype, [&]<class T>(Tag<T>) {
     with_element(format.element, [&]<class E>(Tag<E>) {
       if (format.per_tensor()) {
         for_pieces(as<T>(x), rows * h, [&](const auto* numbers, int64_t first, int64_t n) {
-          encode_bytes<E, Known::Nothing>(numbers, as<uint8_t>(codes) + first, n, tensor_scale);
+          encode_bytes<E, Known::Nothing>(numbers, as<uint8_t>(codes) + first, n, tensor.encode);
         });
       } else {
-        quantize_blocks<E>(format, as<T>(x), tensor_scale, as<uint8_t>(codes), scales, rows, h);
+        quantize_blocks<E>(format, as<T>(x), tensor, as<uint8_t>(codes), scales, rows, h);
       }
     });
   });

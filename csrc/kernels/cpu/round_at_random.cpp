@@ -57,16 +57,15 @@ class AtRandom {
 namespace entry {
 
 void round_at_random(const kernel::Format& format, DType from, DType to, const void* x,
-                     float tensor_scale, float decoded_tensor_scale, uint64_t seed,
-                     int64_t first_row, void* out, int64_t rows, int64_t h) {
+                     const TensorScale& tensor, uint64_t seed, int64_t first_row, void* out,
+                     int64_t rows, int64_t h) {
   if (rows == 0 || h == 0) return;
   AtRandom rounding(seed, h);
   with_element(format.element, [&]<class E>(Tag<E>) {
     if constexpr (!E::kInteger) {
       with_dtype(from, [&]<class T>(Tag<T>) {
         with_dtype(to, [&]<class U>(Tag<U>) {
-          round_rows<E>(format, as<T>(x), tensor_scale, decoded_tensor_scale, as<U>(out), first_row,
-                        rows, h, rounding);
+          round_rows<E>(format, as<T>(x), tensor, as<U>(out), first_row, rows, h, rounding);
         });
       });
     }

@@ -9,15 +9,13 @@ namespace {
 namespace entry {
 
 void round_to_format(const kernel::Format& format, DType from, DType to, const void* x,
-                     float tensor_scale, float decoded_tensor_scale, void* out, int64_t rows,
-                     int64_t h) {
+                     const TensorScale& tensor, void* out, int64_t rows, int64_t h) {
   if (rows == 0 || h == 0) return;
   with_element(format.element, [&]<class E>(Tag<E>) {
     with_dtype(from, [&]<class T>(Tag<T>) {
       with_dtype(to, [&]<class U>(Tag<U>) {
         ToNearest rounding;
-        round_rows<E>(format, as<T>(x), tensor_scale, decoded_tensor_scale, as<U>(out), 0, rows, h,
-                      rounding);
+        round_rows<E>(format, as<T>(x), tensor, as<U>(out), 0, rows, h, rounding);
       });
     });
   });

@@ -5,56 +5,14 @@
 // blocks, then their scales, then the numbers.
 #pragma once
 
-#include "codes.h"
-#include "masked.h"
+#include "four_over_six.h"
 #include "scratch.h"
 
 namespace transformer_ops::cpu {
 namespace {
 
 using kernel::ScaleRule;
-
-// What is known of numbers: nothing, that they are finite, or that they are and, scaled, become no
-// more than the largest number.
-enum class Range { Any, Finite, Fits };
-
-// Of NaN the value of its code, else the rounded magnitude.
-template <class E>
-TRANSFORMER_OPS_INLINE Floats value_or_nan(Vec<float> scaled, Floats value) {
-  const float nan = encoding::decode<E>(E::kNanCode);
-  return select(scaled == scaled, Vec<float>(value), Vec<float>(nan)).native;
-}
-
-// To the nearest, ties to even.
-struct ToNearest {
-  static constexpr bool kToNearest = true;
-  TRANSFORMER_OPS_INLINE void start_row(int64_t) {}
-
-  // The value of the code of x * scale; `i` is the column of the first lane.
-  template <class E, Range range>
-  TRANSFORMER_OPS_INLINE Floats round(Floats x, Floats scale, int64_t) const {
-    using V = Vec<float>;
-    if constexpr (E::kInteger) {
-      V scaled(x * scale);
-      if constexpr (range == Range::Any) scaled = select(scaled == scaled, scaled, V(0.0f));
-      if constexpr (range != Range::Fits) {
-        scaled = at_least(at_most(scaled, E::kLargest), -E::kLargest);
-      }
-      return __builtin_convertvector(round_to_int(scaled.native), Floats);
-    } else {
-      constexpr auto kLeast = static_cast<int32_t>(encoding::kLeastExponent<E>);
-      const V scaled((Floats)((Ints)x & 0x7fffffff) * scale);
-      V magnitude = scaled;
-      if constexpr (range != Range::Fits) magnitude = at_most(scaled, E::kLargest);
-      const Ints exponent = larger(
-          (Ints)magnitude.native & static_cast<int32_t>(encoding::kInfinity), kLeast + Ints{});
-      const auto addend = (Floats)(exponent + static_cast<int32_t>(encoding::kToLastBit<E>));
-      Floats value = magnitude.native + addend - addend;
-      if constexpr (range == Range::Any) value = value_or_nan<E>(scaled, value);
-      return copy_sign(V(value), V(x)).native;
-    }
-  }
-};
+using kernel::TensorScale;
 
 // ---- scales
 
@@ -76,16 +34,17 @@ struct ScalesOfColumns {
 };
 
 template <class E, ScaleRule rule>
-void scales_by_rule(const float* amax, int64_t n, float tensor_scale, float decoded_tensor_scale,
-                    float* encode, float* decode) {
+void scales_by_rule(const float* amax, int64_t n, const TensorScale& tensor, float* encode,
+                    float* decode) {
+  const float encodes = tensor.encode, decodes = tensor.decode;
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) {
-    const encoding::BlockScale scale = encoding::block_scale<E>(rule, amax[i], tensor_scale);
+    const encoding::BlockScale scale = encoding::block_scale<E>(rule, amax[i], encodes);
     encode[i] = scale.encode;
     if constexpr (rule == ScaleRule::E8M0) {
       decode[i] = encoding::decode_e8m0(scale.byte);
     } else if constexpr (rule == ScaleRule::E4M3) {
-      decode[i] = encoding::decode<encoding::E4M3>(scale.byte) * decoded_tensor_scale;
+      decode[i] = scale.number * decodes;
     } else {
       decode[i] = scale.number;
     }
@@ -95,10 +54,9 @@ void scales_by_rule(const float* amax, int64_t n, float tensor_scale, float deco
 // What encodes and decodes blocks with these largest magnitudes.
 template <class E>
 void scales_of_blocks(const kernel::Format& format, const float* amax, int64_t n,
-                      float tensor_scale, float decoded_tensor_scale, float* encode,
-                      float* decode) {
+                      const TensorScale& tensor, float* encode, float* decode) {
   const auto run = [&]<ScaleRule rule>() {
-    scales_by_rule<E, rule>(amax, n, tensor_scale, decoded_tensor_scale, encode, decode);
+    scales_by_rule<E, rule>(amax, n, tensor, encode, decode);
   };
   if constexpr (E::kInteger) {
     run.template operator()<ScaleRule::Float32>();
@@ -224,6 +182,9 @@ template <class E>
 constexpr bool kHasOneScale = !E::kInteger && E::kLargest != encoding::E2M1::kLargest;
 template <class E>
 constexpr bool kHasBlocksOfAColumn = !E::kInteger;
+// The element types of formats that choose a scale.
+template <class E>
+constexpr bool kMayChoose = E::kLargest == encoding::E2M1::kLargest;
 
 // A number that the compiler knows.
 template <int64_t value>
@@ -261,11 +222,9 @@ constexpr uint32_t kInfinityOf<float> = 0x7f800000;
 template <class E, class N, class U, class Rounding>
 class Strips {
  public:
-  Strips(const kernel::Format& format, float tensor_scale, float decoded_tensor_scale, int64_t h,
-         Rounding& rounding)
+  Strips(const kernel::Format& format, const TensorScale& tensor, int64_t h, Rounding& rounding)
       : format_(format),
-        tensor_scale_(tensor_scale),
-        decoded_tensor_scale_(decoded_tensor_scale),
+        tensor_(tensor),
         h_(h),
         blocks_((h + format.block_columns - 1) / format.block_columns),
         rounding_(rounding),
@@ -274,7 +233,8 @@ class Strips {
         least_(kByWords ? blocks_ + kWordLanes : 0),
         amax_(blocks_),
         encode_(blocks_ + kWordLanes),
-        decode_(blocks_ + kWordLanes) {}
+        decode_(blocks_ + kWordLanes),
+        choices_(format, tensor, h) {}
 
   // Rows of one row of blocks, of which the first is number `row`.
   void round(const N* x, U* out, int64_t row, int64_t rows) {
@@ -319,12 +279,23 @@ class Strips {
       largest = larger(largest, static_cast<uint32_t>(best[block]));
     }
     is_finite_ = largest < kInfinityOf<N>;
-    scales_of_blocks<E>(format_, amax_.data(), blocks_, tensor_scale_, decoded_tensor_scale_,
-                        encode_.data(), decode_.data());
+    if constexpr (kMayChoose<E>) {
+      if (format_.chooses_scale()) return choose_scales(x, rows);
+    }
+    scales_of_blocks<E>(format_, amax_.data(), blocks_, tensor_, encode_.data(), decode_.data());
     if constexpr (kByWords) {
       for (int64_t block = 0; block < blocks_; ++block) {
         least_.data()[block] = least_normal<E>(encode_.data()[block]);
       }
+    }
+  }
+
+  void choose_scales(const N* x, int64_t rows) {
+    choices_.choose(x, rows, amax_.data());
+    const float *const encode = choices_.encode(), *const number = choices_.number();
+    for (int64_t block = 0; block < blocks_; ++block) {
+      encode_.data()[block] = encode[block];
+      decode_.data()[block] = number[block] * tensor_.decode;
     }
   }
 
@@ -369,12 +340,13 @@ class Strips {
   }
 
   const kernel::Format& format_;
-  float tensor_scale_, decoded_tensor_scale_;
+  TensorScale tensor_;
   int64_t h_, blocks_;
   Rounding& rounding_;
   Scratch<Bit> best_;
   Scratch<uint16_t> least_;
   Scratch<float> amax_, encode_, decode_;
+  ScaleChoices<N> choices_;
   bool is_finite_ = true;
 };
 
@@ -415,20 +387,19 @@ void round_tensor(const T* x, OneScale scale, U* out, int64_t first_row, int64_t
 
 // By strips of rows.
 template <class E, class T, class U, class Rounding>
-void round_strips(const kernel::Format& format, const T* x, float tensor_scale,
-                  float decoded_tensor_scale, U* out, int64_t first_row, int64_t rows, int64_t h,
-                  Rounding& rounding) {
+void round_strips(const kernel::Format& format, const T* x, const TensorScale& tensor, U* out,
+                  int64_t first_row, int64_t rows, int64_t h, Rounding& rounding) {
   const auto run = [&](const auto* numbers, int64_t row, int64_t count, auto& strips) {
     strips.round(numbers, out + row * h, first_row + row, count);
   };
   const int64_t height = format.block_rows;
   if constexpr (kIsDirect<T, U>) {
-    Strips<E, T, U, Rounding> strips(format, tensor_scale, decoded_tensor_scale, h, rounding);
+    Strips<E, T, U, Rounding> strips(format, tensor, h, rounding);
     for (int64_t row = 0; row < rows; row += height) {
       run(x + row * h, row, smaller(height, rows - row), strips);
     }
   } else {
-    Strips<E, float, U, Rounding> strips(format, tensor_scale, decoded_tensor_scale, h, rounding);
+    Strips<E, float, U, Rounding> strips(format, tensor, h, rounding);
     Scratch<float> floats(smaller(height, rows) * h);
     for (int64_t row = 0; row < rows; row += height) {
       const int64_t count = smaller(height, rows - row);
@@ -449,18 +420,17 @@ int64_t rows_in_one(const kernel::Format& format, int64_t rows, int64_t h) {
 }
 
 template <class E, class T, class U, class Rounding>
-void round_rows(const kernel::Format& format, const T* x, float tensor_scale,
-                float decoded_tensor_scale, U* out, int64_t first_row, int64_t rows, int64_t h,
-                Rounding& rounding) {
+void round_rows(const kernel::Format& format, const T* x, const TensorScale& tensor, U* out,
+                int64_t first_row, int64_t rows, int64_t h, Rounding& rounding) {
   if constexpr (kHasOneScale<E>) {
     if (format.per_tensor()) {
-      return round_tensor<E>(x, OneScale{tensor_scale, decoded_tensor_scale}, out, first_row, rows,
-                             h, rounding);
+      return round_tensor<E>(x, OneScale{tensor.encode, tensor.decode}, out, first_row, rows, h,
+                             rounding);
     }
   }
   const auto run = [&](int64_t row, int64_t count, int64_t width) {
-    round_strips<E>(format, x + row * h, tensor_scale, decoded_tensor_scale, out + row * h,
-                    first_row + row, count, width, rounding);
+    round_strips<E>(format, x + row * h, tensor, out + row * h, first_row + row, count, width,
+                    rounding);
   };
   const int64_t together = rows_in_one<Rounding>(format, rows, h);
   if (together <= 1) return run(0, rows, h);

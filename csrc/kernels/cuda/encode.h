@@ -27,6 +27,10 @@ void with_element(Element element, const F& f) {
   }
 }
 
+// The element types of formats that choose a scale.
+template <class E>
+constexpr bool kMayChoose = E::kLargest == encoding::E2M1::kLargest;
+
 // ---- magnitudes, as bits: those of a float are ordered as it is, and NaN is above all
 
 TRANSFORMER_OPS_DEVICE float to_number(double x) { return encoding::to_odd(x); }

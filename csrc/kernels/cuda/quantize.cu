@@ -2,7 +2,7 @@
 // blocks are as many columns wide as some of them, or one column.
 #include "kernels/quantize.h"
 
-#include "kernels/cuda/encode.h"
+#include "kernels/cuda/four_over_six.h"
 
 namespace transformer_ops::cuda {
 namespace {
@@ -121,13 +121,24 @@ struct Encoder {
   void* scales;
   uint8_t* decoded_tensor_scale;
   float most_of_tensor;  // what the largest number of the tensor becomes
-  int64_t across;        // blocks of a row; packs where blocks are one column wide
+  kernel::FourOverSix four_over_six;
+  int64_t across;  // blocks of a row; packs where blocks are one column wide
   Divisor by_across;
 
   __device__ __forceinline__ float tensor_scale() const {
     if (given != nullptr) return *given;
     if (amax == nullptr) return 1.0f;
     return encoding::encoding_scale(layout.rule, encoding::from_bits(*amax), most_of_tensor);
+  }
+  __device__ __forceinline__ bool chooses_scale() const {
+    return kMayChoose<E> && four_over_six != kernel::FourOverSix::Off;
+  }
+  __device__ __forceinline__ encoding::ErrorRule error_rule() const {
+    return {encoding::from_bits(*amax), most_of_tensor,
+            four_over_six == kernel::FourOverSix::Squared};
+  }
+  __device__ __forceinline__ BlockScale scale_of(uint32_t amax_of_block, float scale) const {
+    return encoding::block_scale<E>(layout.rule, encoding::from_bits(amax_of_block), scale);
   }
   __device__ __forceinline__ uint8_t* codes_at(int64_t row, int64_t column) const {
     const int64_t row_bytes = (layout.h * kPackBytes<E> + kPack - 1) / kPack;
@@ -191,9 +202,10 @@ __global__ void __launch_bounds__(kElementThreads) encode_rows_kernel(Encoder<E,
   const uint32_t amax = largest_of_lanes(largest_of(x), lanes);
   const float tensor_scale = body.tensor_scale();
   if (thread == 0) body.store_tensor_scale(tensor_scale);
+  const BlockScale scale = body.chooses_scale()
+                               ? choose_for_row(body.error_rule(), amax, tensor_scale, x)
+                               : body.scale_of(amax, tensor_scale);
   if (count == 0) return;
-  const BlockScale scale =
-      encoding::block_scale<E>(layout.rule, encoding::from_bits(amax), tensor_scale);
   if (lane == 0) encoding::store_scale(layout.rule, body.scales, block, scale);
   encode_pack<E>(body.codes_at(row, column), x, count, scale.encode);
 }
@@ -209,14 +221,20 @@ __global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<
   const int64_t left = (block - down * layout.blocks) * layout.block_columns;
   const int packs = static_cast<int>(layout.block_columns) / kPack;
   const int64_t all = layout.block_rows * packs;
+  // Of what is not there, zeros.
+  const auto with_pack = [&](int64_t i, const auto& f) {
+    const int64_t row = down * layout.block_rows + i / packs;
+    const int64_t column = left + i % packs * kPack;
+    const int count = row < layout.rows ? count_of(column, layout.h) : 0;
+    Pack<T, kPack> x = {};
+    if (count > 0) x = load_group<Aligned>(body.x + row * layout.h + column, count);
+    return f(row, column, x, count);
+  };
   const auto for_packs = [&](const auto& f) {
     for (int64_t i = threadIdx.x; i < all; i += blockDim.x) {
-      const int64_t row = down * layout.block_rows + i / packs;
-      const int64_t column = left + i % packs * kPack;
-      const int count = row < layout.rows ? count_of(column, layout.h) : 0;
-      if (count > 0) {
-        f(row, column, load_group<Aligned>(body.x + row * layout.h + column, count), count);
-      }
+      with_pack(i, [&](int64_t row, int64_t column, const Pack<T, kPack>& x, int count) {
+        if (count > 0) f(row, column, x, count);
+      });
     }
   };
   uint32_t amax = 0;
@@ -224,8 +242,12 @@ __global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<
       [&](int64_t, int64_t, const Pack<T, kPack>& x, int) { amax = larger(amax, largest_of(x)); });
   amax = largest_of_block(amax, shared);
   const float tensor_scale = body.tensor_scale();
-  const BlockScale scale =
-      encoding::block_scale<E>(layout.rule, encoding::from_bits(amax), tensor_scale);
+  BlockScale scale = body.scale_of(amax, tensor_scale);
+  if (body.chooses_scale()) {  // a warp has the block
+    with_pack(threadIdx.x, [&](int64_t, int64_t, const Pack<T, kPack>& x, int) {
+      scale = choose_for_square(body.error_rule(), amax, tensor_scale, x);
+    });
+  }
   if (threadIdx.x == 0) {
     // Of nothing there is one block of threads, but none of numbers.
     if (left < layout.h && layout.rows > 0)
@@ -268,16 +290,19 @@ __global__ void __launch_bounds__(kElementThreads) encode_columns_kernel(Encoder
       amax[j] = larger(amax[j], encoding::bits_of(to_number(x[j])) & encoding::kMagnitude);
     }
   }
-  float scales[kPack];
+  BlockScale scales[kPack];
+  if (body.chooses_scale()) {
+    choose_columns(body.error_rule(), amax, tensor_scale, first, end, load_row, scales);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) scales[j] = body.scale_of(amax[j], tensor_scale);
+  }
 #pragma unroll
   for (int j = 0; j < kPack; ++j) {
-    const BlockScale scale =
-        encoding::block_scale<E>(layout.rule, encoding::from_bits(amax[j]), tensor_scale);
-    scales[j] = scale.encode;
     if (j < count)
-      encoding::store_scale(layout.rule, body.scales, down * layout.h + column + j, scale);
+      encoding::store_scale(layout.rule, body.scales, down * layout.h + column + j, scales[j]);
   }
-  const auto scale_of = [&](int j) { return scales[j]; };
+  const auto scale_of = [&](int j) { return scales[j].encode; };
   for (int64_t row = first; row < end; row += Pairs ? 2 : 1) {
     if constexpr (Pairs) {
       encode_pair<Aligned>(body, row, column, count, scale_of);
@@ -332,7 +357,8 @@ Encoder<E, T> encoder(const Format& format, const void* x, const float* amax,
           static_cast<uint8_t*>(codes),
           scales,
           static_cast<uint8_t*>(decoded_tensor_scale),
-          format.per_tensor() ? E::kLargest : E::kLargest * 448.0f,
+          format.per_tensor() ? format.largest : format.largest * format.largest_scale,
+          format.four_over_six,
           across,
           Divisor(std::max<int64_t>(across, 1))};
 }

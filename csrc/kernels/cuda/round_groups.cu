@@ -1,7 +1,7 @@
 // Rows of groups rounded to the numbers of a format, each group as a tensor of its own, without
 // codes on the way. Which rows are of which group is looked up in device memory. A thread has packs
 // of 8 neighbouring numbers; their dtypes are looked up, too, for the sake of fewer kernels.
-#include "kernels/cuda/encode.h"
+#include "kernels/cuda/four_over_six.h"
 #include "kernels/quantize.h"
 
 namespace transformer_ops::cuda {
@@ -159,6 +159,7 @@ struct Rounding {
   const float* given;  // the scale of each, instead
   bool per_tensor;
   float most_of_tensor;
+  kernel::FourOverSix four_over_six;
   ScaleRule rule;
   int64_t block_rows, block_columns;
   int64_t across;  // blocks of a row; packs where blocks are one column wide
@@ -169,17 +170,27 @@ struct Rounding {
     if (given != nullptr) return given[group];
     return amax == nullptr ? 1.0f : encoding::encoding_scale(rule, amax[group], most_of_tensor);
   }
+  template <class E>
+  __device__ __forceinline__ bool chooses_scale() const {
+    return kMayChoose<E> && four_over_six != kernel::FourOverSix::Off;
+  }
+  // Of no group, of nothing.
+  __device__ __forceinline__ encoding::ErrorRule error_rule(int64_t group) const {
+    return {group == groups.count ? 0.0f : amax[group], most_of_tensor,
+            four_over_six == kernel::FourOverSix::Squared};
+  }
 };
+
+TRANSFORMER_OPS_DEVICE Scale within_tensor(const encoding::BlockScale& scale, float tensor_scale) {
+  return {scale.encode, encoding::product(scale.number, 1.0f / tensor_scale)};
+}
 
 template <class E>
 TRANSFORMER_OPS_DEVICE Scale scale_of(const Rounding& body, uint32_t amax, float tensor_scale) {
   if (body.per_tensor) return {tensor_scale, 1.0f / tensor_scale};
   const auto scale = encoding::block_scale<E>(body.rule, encoding::from_bits(amax), tensor_scale);
   if (body.rule == ScaleRule::E8M0) return {scale.encode, encoding::decode_e8m0(scale.byte)};
-  if (body.rule == ScaleRule::E4M3) {
-    const float block = encoding::decode<encoding::E4M3>(scale.byte);
-    return {scale.encode, encoding::product(block, 1.0f / tensor_scale)};
-  }
+  if (body.rule == ScaleRule::E4M3) return within_tensor(scale, tensor_scale);
   return {scale.encode, scale.number};
 }
 
@@ -218,9 +229,14 @@ __global__ void __launch_bounds__(kElementThreads) round_rows_kernel(Rounding bo
   Numbers x = {};
   if (is_member) x = body.x.load(row, column, count);
   const uint32_t amax = largest_of_lanes(largest_of(x), lanes);
+  const float tensor_scale = body.tensor_scale(group);
+  Scale scale = scale_of<E>(body, amax, tensor_scale);
+  if (body.chooses_scale<E>()) {
+    scale =
+        within_tensor(choose_for_row(body.error_rule(group), amax, tensor_scale, x), tensor_scale);
+  }
   if (count == 0) return;
   if (!is_member) return store_zeros(body, row, column, count);
-  const Scale scale = scale_of<E>(body, amax, body.tensor_scale(group));
   store_rounded<E>(body, row, column, count, x, [&](int) { return scale; });
 }
 
@@ -237,9 +253,10 @@ __global__ void __launch_bounds__(kElementThreads) round_columns_kernel(Rounding
     for (int64_t row = band.first; row < band.end; ++row) store_zeros(body, row, column, count);
     return;
   }
+  const auto load_row = [&](int64_t row) { return body.x.load(row, column, count); };
   uint32_t amax[kPack] = {};
   for (int64_t row = band.first; row < band.end; ++row) {
-    const Numbers x = body.x.load(row, column, count);
+    const Numbers x = load_row(row);
 #pragma unroll
     for (int j = 0; j < kPack; ++j) {
       amax[j] = larger(amax[j], encoding::bits_of(x[j]) & encoding::kMagnitude);
@@ -249,9 +266,15 @@ __global__ void __launch_bounds__(kElementThreads) round_columns_kernel(Rounding
   Scale scales[kPack];
 #pragma unroll
   for (int j = 0; j < kPack; ++j) scales[j] = scale_of<E>(body, amax[j], tensor_scale);
+  if (body.chooses_scale<E>()) {
+    encoding::BlockScale choices[kPack];
+    choose_columns(body.error_rule(band.group), amax, tensor_scale, band.first, band.end, load_row,
+                   choices);
+#pragma unroll
+    for (int j = 0; j < kPack; ++j) scales[j] = within_tensor(choices[j], tensor_scale);
+  }
   for (int64_t row = band.first; row < band.end; ++row) {
-    store_rounded<E>(body, row, column, count, body.x.load(row, column, count),
-                     [&](int j) { return scales[j]; });
+    store_rounded<E>(body, row, column, count, load_row(row), [&](int j) { return scales[j]; });
   }
 }
 
@@ -281,7 +304,17 @@ __global__ void __launch_bounds__(kElementThreads) round_blocks_kernel(Rounding 
     amax = larger(amax, largest_of(body.x.load(row, column, count)));
   });
   amax = largest_of_block(amax, shared);
-  const Scale scale = scale_of<E>(body, amax, body.tensor_scale(band.group));
+  const float tensor_scale = body.tensor_scale(band.group);
+  Scale scale = scale_of<E>(body, amax, tensor_scale);
+  if (body.chooses_scale<E>()) {  // a warp has the block
+    const int64_t row = band.first + threadIdx.x / packs;
+    const int64_t column = left + threadIdx.x % packs * kPack;
+    const int count = row < band.end ? count_of(column, body.x.h) : 0;
+    Numbers x = {};
+    if (count > 0) x = body.x.load(row, column, count);
+    scale = within_tensor(choose_for_square(body.error_rule(band.group), amax, tensor_scale, x),
+                          tensor_scale);
+  }
   for_packs([&](int64_t row, int64_t column, int count) {
     store_rounded<E>(body, row, column, count, body.x.load(row, column, count),
                      [&](int) { return scale; });
@@ -334,7 +367,8 @@ void round_groups(Stream stream, const Format& format, DType from, DType to, con
                         amax,
                         scales,
                         per_tensor,
-                        per_tensor ? E::kLargest : E::kLargest * 448.0f,
+                        per_tensor ? format.largest : format.largest * format.largest_scale,
+                        format.four_over_six,
                         encoding::rule_for<E>(format),
                         per_tensor ? 1 : format.block_rows,
                         columns,

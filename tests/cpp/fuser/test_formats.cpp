@@ -15,6 +15,9 @@ TEST(Recipe, IsOnePointerForEachText) {
   EXPECT_EQ(recipe->all.format("weight"), "");
   EXPECT_EQ(recipe->all.format("grad_output"), "e5m2 1x128");
   EXPECT_EQ(to_text(*recipe), "mx e4m3, exact, e5m2 1x128");
+  const std::string chosen =
+      "nvfp4 4over6 mse, nvfp4 4over6 448 16x16, nvfp4, hadamard, stochastic";
+  EXPECT_EQ(to_text(*recipe_of(chosen)), chosen);
 }
 
 TEST(Recipe, MayNameSingleOps) {
@@ -42,8 +45,10 @@ TEST(ColumnFormat, TurnsBlocksThatArePartsOfARow) {
   EXPECT_EQ(column_format("mx e5m2"), "mx e5m2 32x1");
   EXPECT_EQ(column_format("e4m3 1x128"), "e4m3 128x1");
   EXPECT_EQ(column_format("nvfp4"), "nvfp4 16x1");
-  for (const char* same :
-       {"", "e4m3", "e5m2 pow2", "e4m3 128x128", "nvfp4 16x16", "mx e5m2 32x1"}) {
+  EXPECT_EQ(column_format("nvfp4 4over6"), "nvfp4 4over6 16x1");
+  EXPECT_EQ(column_format("nvfp4 4over6 mse 448"), "nvfp4 4over6 mse 448 16x1");
+  for (const char* same : {"", "e4m3", "e5m2 pow2", "e4m3 128x128", "nvfp4 16x16",
+                           "nvfp4 4over6 16x16", "mx e5m2 32x1"}) {
     EXPECT_EQ(column_format(same), same);
   }
   EXPECT_THROW(column_format("int8 1x32"), PlanError);

@@ -161,6 +161,13 @@ backward Product ops=[0]
   EXPECT_NE(plain.find("= quantize_columns(g1, \"nvfp4 16x1\")"), std::string::npos);
   EXPECT_NE(plain.find("= quantize_columns_saved(g1, s0.weight, \"nvfp4 16x1\")"),
             std::string::npos);
+  const std::string chosen = text_of("nvfp4 4over6, nvfp4 4over6 mse 16x16, nvfp4, hadamard");
+  for (const char* call :
+       {"quantize(x0, \"nvfp4 4over6\")", "quantize(p0.weight, \"nvfp4 4over6 mse 16x16\")",
+        "quantize_columns_saved(g1, s0.weight, \"nvfp4 4over6 mse 16x16\")",
+        "quantize_columns_saved(g1, t0.turned_input, \"nvfp4 4over6 16x1\")"}) {
+    EXPECT_NE(chosen.find(call), std::string::npos) << call << " in\n" << chosen;
+  }
   // Of square blocks of the gradient one rounding would serve two products, which take two.
   const std::string square = text_of("nvfp4, nvfp4, nvfp4 16x16");
   EXPECT_NE(square.find("= quantize(x0, \"nvfp4\")"), std::string::npos);

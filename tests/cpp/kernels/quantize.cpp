@@ -218,9 +218,8 @@ class QuantizeTest : public KernelTest {
     const float amax = on(largest)(dtype, x.data(), x.size());
     EXPECT_TRUE(same_float(amax, largest_by_formula(x))) << amax;
     Quantized got(format, rows, h);
-    got.tensor_scale = tensor_scale(format, amax);
-    on(quantize)(format, dtype, x.data(), got.tensor_scale, got.codes.data(), got.scales.data(),
-                 rows, h);
+    on(quantize)(format, dtype, x.data(), scale_of_tensor(format, amax), got.codes.data(),
+                 got.scales.data(), rows, h);
     ASSERT_EQ(got.codes, want.codes) << format.name << " " << rows << " x " << h;
     ASSERT_EQ(got.scales, want.scales) << format.name << " " << rows << " x " << h;
     const Array expected = dequantize_by_formula(want, dtype, rows, h);
@@ -305,7 +304,7 @@ TEST_P(QuantizeTest, StreamedRowsAreTheSame) {
   for (const char* name : {"e4m3 1x128", "e4m3 128x1", "mx e5m2", "nvfp4"}) {
     const kernel::Format& format = *kernel::find_format(name);
     Quantized row(format, 1, h), all(format, rows, h);
-    on(quantize)(format, dtype, x.data(), 1.0f, row.codes.data(), row.scales.data(), 1, h);
+    on(quantize)(format, dtype, x.data(), TensorScale(), row.codes.data(), row.scales.data(), 1, h);
     const auto repeat = [](const auto& from, auto& to) {
       for (size_t i = 0; i < to.size(); i += from.size()) std::ranges::copy(from, to.begin() + i);
     };

@@ -9,6 +9,7 @@ namespace transformer_ops::cpu {
 
 using kernel::Element;
 using kernel::ScaleRule;
+using kernel::TensorScale;
 
 struct QuantizedShape {
   int64_t rows, h;
@@ -24,7 +25,8 @@ inline bool same_float(float a, float b) { return same(a, b); }
 struct Quantized {
   const kernel::Format* format;
   std::vector<uint8_t> codes, scales;
-  float tensor_scale = 1.0f;
+  float tensor_scale = 1.0f, tensor_amax = 0.0f;
+  std::vector<float> encoding_scales;  // of blocks, from quantize_by_formula()
 
   Quantized(const kernel::Format& f, int64_t rows, int64_t h)
       : format(&f), codes(rows * row_bytes(f, h)), scales(scale_bytes(f, rows, h)) {}
@@ -36,6 +38,8 @@ struct Quantized {
     return blocks(rows, f.block_rows) * blocks(h, f.block_columns) *
            (encoding::has_byte_scales(f.rule) ? 1 : 4);
   }
+
+  TensorScale of_tensor() const { return {tensor_scale, 1.0f / tensor_scale, tensor_amax}; }
 
   // Bytes and floats alike.
   void set_scales(float scale) {
@@ -73,10 +77,46 @@ inline float largest_by_formula(const Array& x) {
   return best;
 }
 
+// Some rows and columns.
+struct Area {
+  int64_t top, left, bottom, right;
+};
+
+// The sum of errors of a block, by a scale; rows of squares first, then those of their halves.
+inline float sum_of_errors(const encoding::ErrorRule& rule, bool rows_in_order, const Array& x,
+                           int64_t h, const Area& block, const encoding::BlockScale& scale) {
+  using namespace encoding;
+  std::vector<float> sums(16, 0.0f);
+  for (int64_t r = block.top; r < block.bottom; ++r) {
+    float& sum = sums[rows_in_order ? 0 : r - block.top];
+    for (int64_t c = block.left; c < block.right; ++c) {
+      const float number = cpu::number(x, r * h + c);
+      sum += rounding_error(rule, number, decode<E2M1>(encode<E2M1>(number, scale.encode)),
+                            scale.number);
+    }
+  }
+  for (size_t half = 8; half > 0; half /= 2) {
+    for (size_t r = 0; r < half; ++r) sums[r] += sums[r + half];
+  }
+  return sums[0];
+}
+
+inline encoding::BlockScale chosen_scale(const kernel::Format& format, const Array& x, int64_t h,
+                                         const Area& block, float amax, float tensor_amax) {
+  const auto rule = encoding::error_rule(format, tensor_amax);
+  const bool is_column = format.block_columns == 1;
+  const auto [six, four] =
+      encoding::scale_choice(amax, encoding::tensor_scale(format, tensor_amax));
+  const bool takes_four = encoding::takes_four(sum_of_errors(rule, is_column, x, h, block, six),
+                                               sum_of_errors(rule, is_column, x, h, block, four));
+  return takes_four ? four : six;
+}
+
 inline Quantized quantize_by_formula(const kernel::Format& format, const Array& x, int64_t rows,
                                      int64_t h) {
   Quantized to(format, rows, h);
-  to.tensor_scale = encoding::tensor_scale(format, largest_by_formula(x));
+  to.tensor_amax = largest_by_formula(x);
+  to.tensor_scale = encoding::tensor_scale(format, to.tensor_amax);
   const int64_t height = format.per_tensor() ? std::max<int64_t>(rows, 1) : format.block_rows;
   const int64_t width = format.per_tensor() ? std::max<int64_t>(h, 1) : format.block_columns;
   with_formulas(format, [&]<class E>(E) {
@@ -89,6 +129,10 @@ inline Quantized quantize_by_formula(const kernel::Format& format, const Array& 
           for (int64_t c = left; c < right; ++c) amax = larger(amax, number(x, r * h + c));
         }
         auto scale = encoding::block_scale<E>(format.rule, amax, to.tensor_scale);
+        if (format.chooses_scale()) {
+          scale = chosen_scale(format, x, h, {top, left, bottom, right}, amax, to.tensor_amax);
+        }
+        to.encoding_scales.push_back(scale.encode);
         if (format.per_tensor()) {
           scale.encode = to.tensor_scale;
         } else {

@@ -33,22 +33,22 @@ class RoundingTest : public KernelTest {
     return (number & ((uint64_t{1} << (8 * bytes_of(of) - 1)) - 1)) > infinity;
   }
 
-  Bytes through_codes(const kernel::Format& format, DType to, const void* x, float scale,
-                      int64_t rows, int64_t h) {
+  Bytes through_codes(const kernel::Format& format, DType to, const void* x,
+                      const TensorScale& scale, int64_t rows, int64_t h) {
     Quantized codes(format, rows, h);
     on(quantize)(format, dtype, x, scale, codes.codes.data(), codes.scales.data(), rows, h);
     Bytes out(rows * h * bytes_of(to));
-    on(dequantize)(format, to, codes.codes.data(), codes.scales.data(), 1.0f / scale, out.data(),
+    on(dequantize)(format, to, codes.codes.data(), codes.scales.data(), scale.decode, out.data(),
                    rows, h);
     return out;
   }
 
   void expect_codes(const kernel::Format& format, DType to, const void* x, int64_t rows,
                     int64_t h) {
-    const float amax = on(largest)(dtype, x, rows * h), scale = tensor_scale(format, amax);
+    const auto scale = scale_of_tensor(format, on(largest)(dtype, x, rows * h));
     const Bytes want = through_codes(format, to, x, scale, rows, h);
     Bytes got(want.size());
-    on(round_to_format)(format, dtype, to, x, scale, 1.0f / scale, got.data(), rows, h);
+    on(round_to_format)(format, dtype, to, x, scale, got.data(), rows, h);
     if (got == want) return;
     for (int64_t i = 0; i < rows * h; ++i) {
       const uint64_t found = bits(got, to, i), wanted = bits(want, to, i);
@@ -195,26 +195,12 @@ struct Scales {
   float encode, decode;
 };
 // Of the block of a number; all numbers are finite.
-template <class E>
-Scales scales_of(const Quantized& codes, float amax, int64_t block) {
+Scales scales_of(const Quantized& codes, int64_t block) {
   const kernel::Format& format = *codes.format;
   const float decoded = 1.0f / codes.tensor_scale;
   if (format.per_tensor()) return {codes.tensor_scale, decoded};
-  return {block_scale<E>(format.rule, amax, codes.tensor_scale).encode,
+  return {codes.encoding_scales[block],
           decoding_scale(format.rule, codes.scales.data(), block, decoded)};
-}
-
-// The largest magnitude of each block.
-std::vector<float> largest_of_blocks(const kernel::Format& format, const Array& x, int64_t rows,
-                                     int64_t h) {
-  if (format.per_tensor()) return {0};
-  const int64_t across = Quantized::blocks(h, format.block_columns);
-  std::vector<float> found(Quantized::blocks(rows, format.block_rows) * across);
-  for (int64_t i = 0; i < rows * h; ++i) {
-    float& best = found[i / h / format.block_rows * across + i % h / format.block_columns];
-    best = larger(best, number(x, i));
-  }
-  return found;
 }
 
 TEST_P(RoundingTest, AtRandomByTheBitsOfItsPlace) {
@@ -225,8 +211,6 @@ TEST_P(RoundingTest, AtRandomByTheBitsOfItsPlace) {
     for (const auto& [rows, h] : kQuantizedShapes) {
       Array x = hard_numbers(dtype, rows, h);
       const Quantized codes = quantize_by_formula(format, x, rows, h);
-      const float decoded = 1.0f / codes.tensor_scale;
-      const std::vector<float> amax = largest_of_blocks(format, x, rows, h);
       const auto block_of = [&](int64_t i) {
         if (format.per_tensor()) return int64_t{0};
         return i / h / format.block_rows * Quantized::blocks(h, format.block_columns) +
@@ -234,12 +218,12 @@ TEST_P(RoundingTest, AtRandomByTheBitsOfItsPlace) {
       };
       for (const DType to : kDTypes) {
         Array out(to, rows * h);
-        on(round_at_random)(format, dtype, to, x.data(), codes.tensor_scale, decoded, kSeed,
-                            kFirstRow, out.data(), rows, h);
+        on(round_at_random)(format, dtype, to, x.data(), codes.of_tensor(), kSeed, kFirstRow,
+                            out.data(), rows, h);
         with_formulas(format, [&]<class E>(E) {
           if constexpr (!E::kInteger) {
             for (int64_t i = 0; i < rows * h; ++i) {
-              const auto [encode, decode] = scales_of<E>(codes, amax[block_of(i)], block_of(i));
+              const auto [encode, decode] = scales_of(codes, block_of(i));
               const Choice choice = choose<E>(std::abs(number(x, i)) * encode,
                                               random_bits(kSeed, kFirstRow + i / h, i % h, h));
               const auto value = [&](double code) {
@@ -265,12 +249,10 @@ TEST_P(RoundingTest, AtRandomNumbersOfTheFormatAndNaNStay) {
       Array x(dtype, 4 * 100, 0.5);
       x.set(7, special);
       x.set(8, -0.0);
-      const float scale = tensor_scale(format, on(largest)(dtype, x.data(), x.size()));
+      const auto scale = scale_of_tensor(format, on(largest)(dtype, x.data(), x.size()));
       Array nearest(dtype, x.size()), out(dtype, x.size());
-      on(round_to_format)(format, dtype, dtype, x.data(), scale, 1.0f / scale, nearest.data(), 4,
-                          100);
-      on(round_at_random)(format, dtype, dtype, x.data(), scale, 1.0f / scale, 3, 0, out.data(), 4,
-                          100);
+      on(round_to_format)(format, dtype, dtype, x.data(), scale, nearest.data(), 4, 100);
+      on(round_at_random)(format, dtype, dtype, x.data(), scale, 3, 0, out.data(), 4, 100);
       for (int64_t i = 0; i < x.size(); ++i) {
         // What is far below the largest number of a block becomes zero or the least number.
         if (std::isfinite(special) && special != 0 && x[i] != special) continue;
