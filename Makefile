@@ -28,7 +28,7 @@ EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransfo
     tests/test_main_grad.py tests/test_quantize.py tests/test_saved_formats.py \
     tests/test_scaled_products.py tests/test_fp8_products.py \
     tests/test_block_products.py tests/test_groups_on_cuda.py tests/test_nvfp4_products.py \
-    tests/test_rounded_by_scale.py
+    tests/test_rounded_by_scale.py tests/test_four_over_six.py
 
 # Files of tests side by side: most of their time is one thread of a compiler. Threads that wait for
 # their next loop must not take the cores from the tests beside them: small products take 20 times as long.

@@ -20,6 +20,9 @@ RECIPES: dict[str, Recipe] = {
     "delayed": recipes.DelayedScaling(amax_history_len=1),
     "block": recipes.Float8BlockScaling(),
     "nvfp4": recipes.NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+    "nvfp4 4over6": recipes.NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, nvfp4_4over6="all"
+    ),
 }
 # With what draws numbers, and what has a tensor of its own format or none.
 EVERY_RECIPE: dict[str, Recipe] = {

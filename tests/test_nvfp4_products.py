@@ -78,7 +78,9 @@ def pairs_of_rows(codes: Tensor, rows: int, h: int) -> Tensor:
     return each[::2] | each[1::2] << 4
 
 
-@pytest.mark.parametrize("format", ["nvfp4 16x1", "nvfp4 16x16"])
+@pytest.mark.parametrize(
+    "format", ["nvfp4 16x1", "nvfp4 16x16", "nvfp4 4over6 16x1", "nvfp4 4over6 mse 16x16"]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (32, 48), (2, 9, 7), (3, 40, 72), (0, 5), (5, 0)])
 def test_pairs_of_rows(format: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -96,7 +98,7 @@ def test_pairs_of_rows(format: str, dtype: torch.dtype, shape: tuple[int, ...]) 
 
 def test_codes_at_random() -> None:
     x = torch.randn(64, 48)
-    for format in ("nvfp4", "nvfp4 16x1", "nvfp4 16x16"):
+    for format in ("nvfp4", "nvfp4 16x1", "nvfp4 16x16", "nvfp4 4over6 16x1"):
         codes, scale = o.quantize_stochastic(x, format)
         assert torch.equal(scale, o.quantize(x, format)[1])
         nearest = o.quantize_dequantize(x, format, "float64")
@@ -136,7 +138,7 @@ def test_other_formats_are_refused() -> None:
     x = torch.randn(4, 32)
     for name in ("quantize_columns", "quantize_columns_stochastic"):
         for format in ("nvfp4", "mx e4m3 32x1"):
-            text = rf"\[{name}\] format must be 'nvfp4 16x1' or 'nvfp4 16x16', got '{format}'"
+            text = rf"\[{name}\] format must be of NVFP4 with blocks of 16 rows, got '{format}'"
             with pytest.raises(RuntimeError, match=text):
                 getattr(o, name)(x, format)
         with pytest.raises(RuntimeError, match=rf"\[{name}\] input must have at least 1 dimension"):
@@ -354,8 +356,11 @@ RECIPES = [
     NVFP4BlockScaling(disable_stochastic_rounding=True),
     NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
     CustomRecipe(lambda role: "nvfp4"),
+    NVFP4BlockScaling(disable_stochastic_rounding=True, nvfp4_4over6="all"),
 ]
-every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=["hadamard", "plain", "rows"])
+every_recipe = pytest.mark.parametrize(
+    "recipe", RECIPES, ids=["hadamard", "plain", "rows", "4over6"]
+)
 
 
 def test_the_plan_for_a_gpu() -> None:

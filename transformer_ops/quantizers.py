@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .quantized_tensor import QuantizedTensor, decoded
+from .recipe import nvfp4_format
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -150,19 +151,41 @@ class NVFP4Quantizer(Quantizer):
     nothing. With `stochastic_rounding` numbers are rounded up or down at random, by torch's
     generator, so that their mean is kept.
 
-    ValueError for an argument that is no bool.
+    With `nvfp4_use_4over6` the largest number of a block becomes 6 or 4, whichever has the smaller
+    sum of rounding errors, absolute or squared (`nvfp4_4over6_err_mode`, "MAE" or "MSE"), as under
+    `recipe.NVFP4BlockScaling(nvfp4_4over6=)`; `nvfp4_e4m3_max`, 448 or 256, is the largest scale of
+    a block then. With `stochastic_rounding` the scale is that of rounding to the nearest.
+
+    ValueError for other arguments, and for `nvfp4_e4m3_max=256` without `nvfp4_use_4over6`.
     """
 
     with_2d_quantization: bool = False
     columnwise: bool = False
     with_rht: bool = False
     stochastic_rounding: bool = False
+    nvfp4_use_4over6: bool = False
+    nvfp4_e4m3_max: int = 448
+    nvfp4_4over6_err_mode: str = "MAE"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mode, largest = self.nvfp4_4over6_err_mode, self.nvfp4_e4m3_max
+        if mode not in ("MAE", "MSE"):
+            raise ValueError(
+                f"[NVFP4Quantizer] nvfp4_4over6_err_mode must be 'MAE' or 'MSE', got {mode!r}"
+            )
+        if largest != 448 and not (self.nvfp4_use_4over6 and largest == 256):
+            raise ValueError(
+                "[NVFP4Quantizer] nvfp4_e4m3_max must be 448, or 256 with nvfp4_use_4over6, "
+                f"got {largest!r}"
+            )
 
     @property
     def format(self) -> str:
+        name = nvfp4_format(self.nvfp4_use_4over6, self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode)
         if self.with_2d_quantization:
-            return "nvfp4 16x16"
-        return "nvfp4 16x1" if self.columnwise else "nvfp4"
+            return f"{name} 16x16"
+        return f"{name} 16x1" if self.columnwise else name
 
     def __call__(self, tensor: Tensor) -> QuantizedTensor:
         plain = decoded(tensor).detach().contiguous()
@@ -199,7 +222,13 @@ def quantizer_for(format: str) -> Quantizer | None:
     if words[0] == "mx":
         return MXFP8Quantizer(_DTYPES[words[1]], columnwise)
     if words[0] == "nvfp4":
-        return NVFP4Quantizer(words[-1] == "16x16", columnwise)
+        return NVFP4Quantizer(
+            words[-1] == "16x16",
+            columnwise,
+            nvfp4_use_4over6="4over6" in words,
+            nvfp4_e4m3_max=256 if "4over6" in words and "448" not in words else 448,
+            nvfp4_4over6_err_mode="MSE" if "mse" in words else "MAE",
+        )
     if words[0] not in _DTYPES:
         return None
     if words[-1] in (words[0], "pow2"):

@@ -171,6 +171,20 @@ class Float8BlockScaling(Recipe):
         return f"{forward} 1x128", f"{forward} 128x128", f"{backward} 1x128"
 
 
+def nvfp4_format(four_over_six: bool, e4m3_max: int, err_mode: str) -> str:
+    """The name of the format whose blocks are parts of a row."""
+    words = ["mse"] * (err_mode == "MSE") + ["448"] * (e4m3_max == 448)
+    return " ".join(["nvfp4", *(["4over6", *words] if four_over_six else [])])
+
+
+_SCOPES = ("none", "weights", "activations", "all")
+_NVFP4_CHOICES = {
+    "nvfp4_4over6": _SCOPES,
+    "nvfp4_4over6_e4m3_use_256": _SCOPES,
+    "nvfp4_4over6_err_mode": ("MAE", "MSE"),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
     """4-bit codes with a scale for 16 neighbouring numbers, in E4M3, and one for the tensor; for
@@ -181,16 +195,44 @@ class NVFP4BlockScaling(Recipe):
     turned by a Hadamard transform with fixed signs, which spreads outliers; rows beyond the last
     16 are not (`disable_rht`). Gradients are rounded up or down at random, by torch's generator,
     so that their mean is kept (`disable_stochastic_rounding`).
+
+    `nvfp4_4over6` chooses the scale of each block (Cook et al. 2025, "Four Over Six", arXiv
+    2512.02010): its largest number becomes 6 or 4, whichever has the smaller sum of rounding
+    errors. "weights", "activations" (the inputs) or "all" says of which tensors; gradients are
+    rounded as ever. `nvfp4_4over6_err_mode` sums absolute ("MAE") or squared ("MSE") errors. Scales
+    of blocks go up to 256 instead of 448 for the tensors that `nvfp4_4over6_e4m3_use_256` names.
+    Names, order of operations and results are those of TransformerEngine
+    (`transformer_engine/common/recipe/__init__.py`), which refuses the transform for tensors with a
+    choice; here the transformed numbers have it, too.
+
+    ValueError for fields that are none of these.
     """
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            found, allowed = getattr(self, field.name), _NVFP4_CHOICES.get(field.name)
+            rule = "a bool" if allowed is None else f"one of {', '.join(map(repr, allowed))}"
+            if not (isinstance(found, bool) if allowed is None else found in allowed):
+                raise ValueError(f"[NVFP4BlockScaling] {field.name} must be {rule}, got {found!r}")
+        super().__post_init__()
 
     @property
     def operands(self) -> tuple[str, str, str]:
-        weight = "nvfp4" if self.disable_2d_quantization else "nvfp4 16x16"
-        return "nvfp4", weight, "nvfp4"
+        weight = self._format("weights") + " 16x16" * (not self.disable_2d_quantization)
+        return self._format("activations"), weight, "nvfp4"
+
+    def _format(self, tensors: str) -> str:
+        if self.nvfp4_4over6 not in (tensors, "all"):
+            return "nvfp4"
+        uses_256 = self.nvfp4_4over6_e4m3_use_256 in (tensors, "all")
+        return nvfp4_format(True, 256 if uses_256 else 448, self.nvfp4_4over6_err_mode)
 
     def _make_key(self) -> str:
         words = [] if self.disable_rht else ["hadamard"]

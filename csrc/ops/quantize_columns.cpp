@@ -43,7 +43,7 @@ Tensor pairs_of_rows(const Tensor& codes, const c10::SymInt& rows, const c10::Sy
 const Format& format_of_columns(const Checks& check, std::string_view name) {
   const Format& format = format_of(check, name);
   TORCH_CHECK(format.element == Element::E2M1 && format.block_rows == 16, "[", check.op(),
-              "] format must be 'nvfp4 16x1' or 'nvfp4 16x16', got '", name, "'");
+              "] format must be of NVFP4 with blocks of 16 rows, got '", name, "'");
   return format;
 }
 
