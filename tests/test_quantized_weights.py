@@ -306,7 +306,7 @@ def test_as_input_of_a_group():
     [
         (None, "mx e4m3"),
         (Float8CurrentScaling(), "e4m3"),
-        (DelayedScaling(), "e4m3 pow2"),
+        (DelayedScaling(), "e4m3"),
         (Float8BlockScaling(), "e4m3 128x128"),
         (NVFP4, "nvfp4 16x16"),
         (CustomRecipe(lambda role: "int8 1x32"), "int8 1x32"),

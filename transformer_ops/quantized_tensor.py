@@ -15,7 +15,8 @@ from . import _C
 __all__ = ["QuantizedTensor"]
 
 _aten = torch.ops.aten
-# Ends the name of a format whose one scale for a tensor is a power of two.
+# Formats with one scale for a tensor, any float; and what ends the name where it is a power of two.
+_ELEMENTS = ("e4m3", "e5m2")
 _POW2 = " pow2"
 # What gives the same numbers, and so keeps the codes.
 _SAME = {
@@ -200,7 +201,7 @@ class QuantizedTensor(Tensor):
             and source.shape == self.shape
         ):
             expanded = decoded(source).to(self.device, self.dtype).expand(self.shape)
-            source = QuantizedTensor.quantize(expanded, self.format)
+            source = _encoded(expanded, self.format)
         self.codes.copy_(source.codes)
         self.scale.copy_(source.scale)
 
@@ -260,6 +261,23 @@ def _viewed(codes: Tensor, dtype: torch.dtype) -> Tensor:
 def decoded(tensor: Tensor) -> Tensor:
     """A plain tensor as it is, the numbers of a quantized one."""
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def _encoded(tensor: Tensor, format: str) -> QuantizedTensor:
+    """What a quantized tensor takes of numbers that are written into it. With one scale for a
+    tensor, those that the format has, times a power of two, stay what they are; others have the
+    scale of the largest magnitude. Always a power of two would leave a number that is written again
+    and again in one place, and train worse."""
+    found = QuantizedTensor.quantize(tensor, format)
+    if format not in _ELEMENTS:
+        return found
+    powers = QuantizedTensor.quantize(tensor, format + _POW2)
+    # No branch: a device answers late, and a compiler not at all.
+    is_exact = (_decode(powers) == tensor).all()
+    parts = (powers.codes.view(torch.uint8), found.codes.view(torch.uint8))
+    codes = torch.where(is_exact, *parts).view(found.codes.dtype)
+    scale = torch.where(is_exact, powers.scale, found.scale)
+    return QuantizedTensor(codes, scale, format, tensor.dtype)
 
 
 def _have_same_parts(a: QuantizedTensor, b: QuantizedTensor) -> bool:

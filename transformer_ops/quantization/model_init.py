@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..quantized_tensor import QuantizedTensor
-from ..recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, Recipe
+from ..recipe import CustomRecipe, MXFP8BlockScaling, Recipe
 from .region import current_recipe
 
 __all__ = ["hold_quantized", "quantized_model_init"]
@@ -29,7 +29,7 @@ class quantized_model_init:
     """Within this context, the weights of `Linear` and `BasicLinear`, and of a `GroupedLinear` that
     has one parameter for all groups, are made as `QuantizedTensor`s in the format that the recipe
     has for weights: they take about a byte a number (half a byte in NVFP4) instead of two or four.
-    Under `DelayedScaling` each has its own scale, a power of two, which each write makes anew.
+    Under `DelayedScaling`, too, each write makes the scale anew from the numbers.
 
     A region may lie within another one; `enabled=False` makes plain weights again. It counts for
     the modules that the thread that entered it constructs.
@@ -100,6 +100,4 @@ def hold_quantized(op: Any) -> None:
 def _weight_format(recipe: Recipe, op: Any) -> str:
     if isinstance(recipe, CustomRecipe):
         return recipe.formats_of("linear", op).split(", ")[1]
-    format = recipe.operands[1]
-    # So that numbers that are exact with a scale of 1, the first one of this recipe, stay exact.
-    return f"{format} pow2" if isinstance(recipe, DelayedScaling) else format
+    return recipe.operands[1]
