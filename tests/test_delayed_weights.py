@@ -161,6 +161,18 @@ def make_block() -> tops.Sequential:
         )
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@torch.no_grad()
+def test_compiled_writes(backend: str) -> None:
+    weight, twin = held("e4m3").weight, held("e4m3").weight
+    write = torch.compile(lambda to, x: to.copy_(x), fullgraph=True, backend=backend)
+    late = torch.where(torch.arange(256).view(8, 32) < 200, 1.0, 1.1)
+    for x in (numbers("e4m3"), torch.randn(8, 32), late):
+        write(weight, x)
+        twin.copy_(x)
+        assert torch.equal(raw(weight), raw(twin)) and weight.scale == twin.scale
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_training(compiled: bool) -> None:
     model, recipe = make_block(), DelayedScaling(amax_history_len=4)

@@ -15,8 +15,9 @@ from . import _C
 __all__ = ["QuantizedTensor"]
 
 _aten = torch.ops.aten
-# Formats with one scale for a tensor, any float; and what ends the name where it is a power of two.
-_ELEMENTS = ("e4m3", "e5m2")
+# Formats with one scale for a tensor, any float, with the significant bits of their numbers; and
+# what ends the name where the scale is a power of two.
+_ELEMENTS = {"e4m3": 4, "e5m2": 3}
 _POW2 = " pow2"
 # What gives the same numbers, and so keeps the codes.
 _SAME = {
@@ -269,7 +270,7 @@ def _encoded(tensor: Tensor, format: str) -> QuantizedTensor:
     scale of the largest magnitude. Always a power of two would leave a number that is written again
     and again in one place, and train worse."""
     found = QuantizedTensor.quantize(tensor, format)
-    if format not in _ELEMENTS:
+    if format not in _ELEMENTS or _is_seen_to_differ(tensor, format):
         return found
     powers = QuantizedTensor.quantize(tensor, format + _POW2)
     # No branch: a device answers late, and a compiler not at all.
@@ -278,6 +279,16 @@ def _encoded(tensor: Tensor, format: str) -> QuantizedTensor:
     codes = torch.where(is_exact, *parts).view(found.codes.dtype)
     scale = torch.where(is_exact, powers.scale, found.scale)
     return QuantizedTensor(codes, scale, format, tensor.dtype)
+
+
+def _is_seen_to_differ(tensor: Tensor, format: str) -> bool:
+    """Whether the first numbers show that the format has not all, where reading them is cheap:
+    nearly always, and a write costs no more then."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu":
+        return False
+    first = tensor[(0,) * (tensor.dim() - 1)][:64] if tensor.numel() else tensor
+    scaled = torch.frexp(first).mantissa * 2 ** _ELEMENTS[format]
+    return bool((scaled != scaled.round()).any())
 
 
 def _have_same_parts(a: QuantizedTensor, b: QuantizedTensor) -> bool:
