@@ -32,14 +32,17 @@ EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransfo
 
 # Files of tests side by side: most of their time is one thread of a compiler. Threads that wait for
 # their next loop must not take the cores from the tests beside them: small products take 20 times as long.
-PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+PYTEST := env OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: test check slow train bench build build-times lint format sanitize fuzz clean FORCE
+# Every part runs, and the last lines list what failed in all of them.
+PARTS := $(BIN)/python tools/run_parts.py
+
+.PHONY: test test-processors check slow train bench build build-times lint format sanitize fuzz clean FORCE
 
 test: build
-	$(BIN)/python tools/cmake_build.py
-	$(PYTEST) -m "not slow" tests $(ARGS)
-	$(PYTEST) $(EMULATED) $(ARGS)
+	$(PARTS) --part "C++ tests" $(BIN)/python tools/cmake_build.py \
+	    --part "Python tests" $(PYTEST) -m "not slow" tests $(ARGS) \
+	    --part "Python tests on emulated CUDA kernels" $(PYTEST) $(EMULATED) $(ARGS)
 	@sed -n 's/^LEFT_OUT = "\(..*\)"/Left out: \1/p' transformer_ops/_build_info.py
 
 # The first lane of CI, under 5 minutes on 2 cores once all is built: format and lint, the C++ tests
@@ -48,6 +51,11 @@ check: lint
 	$(BIN)/python tools/cmake_build.py --only fuser memory
 	$(MAKE) --no-print-directory build
 	$(PYTEST) tests/test_ops.py --dist load -k "float32 or bfloat16" $(ARGS)
+
+# What depends on the processor, as on smaller x86 processors than this one. All have kernels where
+# TRANSFORMER_OPS_NATIVE=OFF: `make` alone builds them for this machine's widest instruction set.
+test-processors: build
+	$(BIN)/python tools/run_on_processors.py $(PYTEST) $(ON_PROCESSORS) $(ARGS)
 
 # What `make test` leaves out: adding and deleting an op in a copy of the tree, with a build of its own.
 slow: build
@@ -70,12 +78,13 @@ $(PACKAGES): constraints.txt
 	@touch $@
 
 # Every environment of this checkout shares the built files in transformer_ops/: build again after
-# a `make` with another TORCH or TRANSFORMER_OPS_CUDA. The build folder of each torch is kept, so that
-# takes seconds.
+# a `make` with another TORCH, TRANSFORMER_OPS_CUDA or TRANSFORMER_OPS_NATIVE. The build folder of each
+# torch is kept, so that takes seconds.
 built = $(shell sed -n 's/^$(1) = "\(.*\)"/\1/p' transformer_ops/_build_info.py 2>/dev/null)
 installed := $(shell sed -n "s/^__version__ = '\(.*\)'/\1/p" \
     $(VENV)/lib/python3*/site-packages/torch/version.py 2>/dev/null)
-ifneq ($(call built,TORCH_VERSION) $(call built,CUDA_ASKED),$(installed) $(TRANSFORMER_OPS_CUDA))
+ifneq ($(call built,TORCH_VERSION) $(call built,CUDA_ASKED) $(call built,NATIVE),\
+    $(installed) $(TRANSFORMER_OPS_CUDA) $(or $(TRANSFORMER_OPS_NATIVE),ON))
 $(BUILT): FORCE
 endif
 
@@ -86,11 +95,11 @@ $(BUILT): $(PACKAGES) $(SOURCES)
 
 # What .ci/run checks besides the tests.
 lint: $(PACKAGES)
-	$(BIN)/clang-format --dry-run -Werror $(CPP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy transformer_ops tools benchmarks examples
-	$(BIN)/mypy --config-file tests/mypy.ini tests
+	$(PARTS) --part clang-format $(BIN)/clang-format --dry-run -Werror $(CPP) \
+	    --part ruff $(BIN)/ruff check . \
+	    --part "ruff format" $(BIN)/ruff format --check . \
+	    --part mypy $(BIN)/mypy transformer_ops tools benchmarks examples \
+	    --part "mypy, tests" $(BIN)/mypy --config-file tests/mypy.ini tests
 
 format: $(PACKAGES)
 	$(BIN)/clang-format -i $(CPP)
@@ -102,8 +111,8 @@ build-times: build
 	$(BIN)/python tools/build_times.py $(ARGS)
 
 sanitize: build
-	$(BIN)/python tools/cmake_build.py --sanitize address
-	$(BIN)/python tools/cmake_build.py --sanitize thread
+	$(PARTS) --part "address sanitizer" $(BIN)/python tools/cmake_build.py --sanitize address \
+	    --part "thread sanitizer" $(BIN)/python tools/cmake_build.py --sanitize thread
 
 # Random models, texts, calls and threads against plain torch, from a seed that no run had before:
 #   make fuzz ARGS="--seconds 600 --only pipelines,threads"

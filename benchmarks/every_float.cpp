@@ -79,7 +79,7 @@ void compare(const kernel::Format& format) {
       quantize(format, kernel::DType::Float32, x.data(), {.amax = 2688.0f}, to.data(),
                to_scales.data(), kRows, kWidth);
     };
-    run(cpu::isa_name(), want, want_scales);
+    run(cpu::processor().kernels, want, want_scales);
     for (const char* isa : {"default", "avx2", "avx512"}) {
       if (!cpu::has_isa(isa)) continue;
       run(isa, codes, scales);

@@ -223,7 +223,8 @@ int main(int argc, char** argv) {
   };
   const int64_t tokens = number(1, 8192), h = number(2, 2048);
   const auto rounds = static_cast<int>(number(3, 25));
-  std::printf("%s, %ld x %ld\n", isa_name(), static_cast<long>(tokens), static_cast<long>(h));
+  std::printf("%s, %ld x %ld\n", processor().kernels, static_cast<long>(tokens),
+              static_cast<long>(h));
   measure(DType::Float32, "fp32", tokens, h, rounds, argc > 4 ? argv[4] : "");
   measure(DType::BFloat16, "bf16", tokens, h, rounds, argc > 4 ? argv[4] : "");
 }

@@ -104,7 +104,7 @@ int main(int argc, char** argv) {
     for (Row& row : table) row.times.push_back(milliseconds(row.run));
   }
   const double copy = table[0].median();
-  std::printf("%s, %ld x %ld bfloat16 numbers, copy %.3f ms\n", cpu::isa_name(),
+  std::printf("%s, %ld x %ld bfloat16 numbers, copy %.3f ms\n", cpu::processor().kernels,
               static_cast<long>(rows), static_cast<long>(kWidth), copy);
   for (Row& row : table) {
     std::printf("%-20s %7.3f ms  %5.2f\n", row.name.c_str(), row.median(), row.median() / copy);

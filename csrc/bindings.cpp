@@ -176,7 +176,12 @@ PYBIND11_MODULE(_C, module) {
   module.def("write_next_result_into", [](const std::optional<at::Tensor>& buffer) {
     write_next_result_into(buffer.value_or(at::Tensor()));
   });
-  module.def("isa_name", &cpu::isa_name);
+  module.def("processor_levels", &cpu::processor_levels);
+  module.def("processor", [] {
+    const cpu::Processor& found = cpu::processor();
+    return py::make_tuple(found.level, found.kernels, found.multiplies_bfloat16,
+                          found.multiplies_half, found.prefers_onednn);
+  });
   module.def("enter_frozen_weights", &FrozenWeights::enter);
   module.def("leave_frozen_weights", torch::wrap_pybind_function(&FrozenWeights::leave));
   module.def("untraced", [](const py::function& method) {

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import transformer_ops as tops
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 every_dtype = pytest.mark.parametrize(
@@ -90,3 +92,17 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     """Bytes of the distinct storages of the tensors."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
+
+
+def widened_bytes(rows: int, inner: int, columns: int) -> int:
+    """Bytes that a product of bfloat16 holds beside its operands and its result."""
+    return 0 if tops.processor().multiplies_bfloat16 else block_bytes(rows, inner, columns)
+
+
+def block_bytes(rows: int, inner: int, columns: int) -> int:
+    """The same without instructions for it: one block of each matrix, in float32.
+
+    docs/architecture.md, "Memory".
+    """
+    rows, inner, columns = min(rows, 1024), min(inner, 512), min(columns, 1024)
+    return 4 * (rows * inner + inner * columns + rows * columns)

@@ -23,6 +23,7 @@ LAYERS = [
     "quantizers",
     "quantized_tensor",
     "recipe",
+    "cpu",
     "memory",
     "library",
     "marks",

@@ -11,6 +11,7 @@ _load()
 from . import library as _library  # noqa: E402
 from . import ops as _ops  # noqa: E402
 from . import quantization, recipe  # noqa: E402
+from .cpu import Processor, processor  # noqa: E402
 from .fuser import OperationFuser  # noqa: E402
 from .fusion.pattern import optional  # noqa: E402
 from .fusion.registry import (  # noqa: E402
@@ -78,6 +79,7 @@ __all__ = [
     "OperationContext",
     "OperationFuser",
     "Plan",
+    "Processor",
     "QuantizedTensor",
     "Sequential",
     "autocast",
@@ -91,6 +93,7 @@ __all__ = [
     "load_library",
     "memory",
     "optional",
+    "processor",
     "quantization",
     "quantized_model_init",
     "recipe",

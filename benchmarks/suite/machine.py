@@ -14,23 +14,24 @@ import torch
 import transformer_ops as tops
 
 ROOT = Path(__file__).parents[2]
-# What the kernels choose by, as Linux names it, and the usual name.
+# The usual names of what the library sees of an x86 processor, by its level.
 FEATURES = {
-    "avx512_bf16": "AVX512-BF16",
-    "avx512f": "AVX-512",
-    "avx2": "AVX2",
-    "asimd": "NEON",
+    "avx512_fp16": ["AVX512-BF16", "AVX-512", "AVX2"],
+    "avx512_bf16": ["AVX512-BF16", "AVX-512", "AVX2"],
+    "avx512": ["AVX-512", "AVX2"],
+    "avx2": ["AVX2"],
 }
 
 
 def describe(device: torch.device, threads: int, environment: dict[str, str]) -> dict[str, Any]:
     """Machine, versions, commit and settings, for JSON."""
     cpu = _cpuinfo()
+    neon = ["NEON"] if "asimd" in cpu.get("flags", "") else []
     about: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
         "cpu": cpu.get("model name", platform.processor() or platform.machine()),
-        "features": [usual for flag, usual in FEATURES.items() if flag in cpu.get("flags", "")],
+        "features": FEATURES.get(tops.processor().level, neon),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
         "system": f"{platform.system()} {platform.release()}",

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "bodies/widened_product.h"
 #include "kernels/cpu.h"
 #include "op/buffer.h"
 
@@ -41,15 +42,10 @@ bool onednn_multiplies() {
   }
 }
 
-// Processors on which oneDNN multiplies float32 faster than MKL, which at::mm calls: measured on a
-// Zen 4.
+// Does oneDNN multiply float32 faster than MKL, which at::mm calls?
 bool prefers_onednn() {
-#if defined(__x86_64__)
-  return at::native::mkldnn_matmul != nullptr && at::hasMKLDNN() && __builtin_cpu_is("amd") &&
-         cpu::runs_isa("avx512") && onednn_multiplies();
-#else
-  return false;
-#endif
+  return cpu::processor().prefers_onednn && at::native::mkldnn_matmul != nullptr &&
+         at::hasMKLDNN() && onednn_multiplies();
 }
 
 // Stored by rows or by columns, without gaps: PyTorch copies others before it calls oneDNN.
@@ -88,41 +84,6 @@ void multiply_whole(const Tensor& out, const Tensor& left, const Tensor& right, 
   }
 }
 
-// Does PyTorch multiply numbers of 16 bits by oneDNN, on this processor and now?
-bool has_short_products(at::ScalarType dtype) {
-#if defined(__x86_64__)
-  static const bool has_bfloat16 = cpu::runs_isa("avx512");
-  static const bool has_half = __builtin_cpu_supports("avx512fp16");
-  return (dtype == at::kHalf ? has_half : has_bfloat16) && at::globalContext().userEnabledMkldnn();
-#else
-  return true;
-#endif
-}
-
-// In float32, stored by rows or by columns as it was.
-Tensor widened(const Tensor& matrix) {
-  const bool by_columns = matrix.stride(0) == 1 && matrix.stride(1) != 1;
-  const Tensor rows = by_columns ? transposed(matrix) : matrix;
-  const Tensor wide = empty_cpu(rows.sizes(), at::kFloat);
-  wide.copy_(rows);
-  return by_columns ? transposed(wide) : wide;
-}
-
-// Numbers of 16 bits as float32, and the sums rounded once, as PyTorch's own loops have it, which
-// take 8 to 60 times as long: 16 to 512 rows, 64 to 768 columns on a Zen 3.
-void multiply_widened(const Tensor& out, const Tensor& left, const Tensor& right, double beta,
-                      double scale) {
-  constexpr int64_t kRows = 512;
-  const Tensor factor = widened(right);
-  for (int64_t first = 0; first < left.size(0); first += kRows) {
-    const int64_t count = std::min(kRows, left.size(0) - first);
-    const Tensor part = rows_of(out, first, count);
-    const Tensor sum = beta == 0 ? empty_cpu(part.sizes(), at::kFloat) : widened(part);
-    multiply_whole(sum, widened(rows_of(left, first, count)), factor, beta, scale);
-    part.copy_(sum);
-  }
-}
-
 // Rows of `left` that a product takes at a time. oneDNN adds up so many bfloat16 products in a
 // buffer of 1.4 to 2.9 MB beside the result: 512 rows at a time do without it, in 0.95 to 0.99 of
 // the time (1024 to 4096 rows, 256 to 4096 columns). Other sizes and layouts took longer in parts.
@@ -144,6 +105,11 @@ Tensor rows_of(const Tensor& matrix, int64_t first, int64_t count) {
   return strided(matrix, count, matrix.size(1), stride, matrix.stride(1), first * stride);
 }
 
+Tensor columns_of(const Tensor& matrix, int64_t first, int64_t count) {
+  const int64_t stride = matrix.stride(1);
+  return strided(matrix, matrix.size(0), count, matrix.stride(0), stride, first * stride);
+}
+
 Tensor matrix_of(const Tensor& stack, int64_t index) {
   return strided(stack, stack.size(1), stack.size(2), stack.stride(1), stack.stride(2),
                  index * stack.stride(0));
@@ -151,10 +117,7 @@ Tensor matrix_of(const Tensor& stack, int64_t index) {
 
 void multiply_cpu(const Tensor& out, const Tensor& left, const Tensor& right, double beta,
                   double scale) {
-  const auto dtype = left.scalar_type();
-  if ((dtype == at::kBFloat16 || dtype == at::kHalf) && !has_short_products(dtype)) {
-    return multiply_widened(out, left, right, beta, scale);
-  }
+  if (is_widened(left, right)) return multiply_widened(out, left, right, beta, scale);
   const int64_t rows = left.size(0), part = rows_at_once(left);
   if (part == rows) return multiply_whole(out, left, right, beta, scale);
   for (int64_t first = 0; first < rows; first += part) {

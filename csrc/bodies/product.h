@@ -8,8 +8,10 @@ namespace transformer_ops {
 // matrix.t(), without the dispatcher.
 at::Tensor transposed(const at::Tensor& matrix);
 
-// matrix.narrow(0, first, count) and stack.select(0, index), likewise.
+// matrix.narrow(0, first, count), matrix.narrow(1, first, count) and stack.select(0, index),
+// likewise.
 at::Tensor rows_of(const at::Tensor& matrix, int64_t first, int64_t count);
+at::Tensor columns_of(const at::Tensor& matrix, int64_t first, int64_t count);
 at::Tensor matrix_of(const at::Tensor& stack, int64_t index);
 
 // out = beta out + scale left right, for matrices of one dtype.

@@ -1,5 +1,6 @@
 // The CPU kernels of every instruction set of this machine against plain loops in double precision.
 // Here: conversions and the choice of kernels; the kernels themselves in kernels/.
+#include <algorithm>
 #include <set>
 
 #include "kernels/bias.h"
@@ -68,12 +69,21 @@ TEST_P(KernelTest, ConvertAdds) {
 // ---- dispatch ----
 
 TEST(Dispatch, ChoosesAnInstructionSetOfThisMachine) {
-  EXPECT_TRUE(has_isa(isa_name()));
-  EXPECT_TRUE(runs_isa(isa_name()));
-  EXPECT_TRUE(runs_isa("default"));
-  EXPECT_FALSE(runs_isa("mmx"));
+  const char* const kernels = processor().kernels;
+  EXPECT_TRUE(has_isa(kernels));
   EXPECT_FALSE(has_isa("mmx"));
-  EXPECT_EQ(&find(bias_add.name()), &find_for(isa_name(), bias_add.name()));
+  EXPECT_EQ(&find(bias_add.name()), &find_for(kernels, bias_add.name()));
+}
+
+TEST(Dispatch, AProcessorHasWhatLowerLevelsHave) {
+  const Processor& found = processor();
+  EXPECT_EQ(&found, &processor());
+  const auto levels = processor_levels();
+  EXPECT_NE(std::find(levels.begin(), levels.end(), found.level), levels.end());
+  EXPECT_TRUE(has_isa(found.kernels));
+  EXPECT_LE(found.multiplies_half, found.multiplies_bfloat16);
+  EXPECT_LE(found.multiplies_bfloat16, found.converts_half);
+  EXPECT_FALSE(found.multiplies_bfloat16 && found.onednn_emulates_bfloat16);
 }
 
 TEST(Dispatch, EachInstructionSetHasAKernelOfItsOwn) {
@@ -122,7 +132,7 @@ TEST(Dispatch, ASlotThatNothingFillsSaysSo) {
     FAIL();
   } catch (const std::runtime_error& error) {
     EXPECT_EQ(std::string(error.what()), "[kernels] unfilled must have a CPU kernel for " +
-                                             std::string(isa_name()) +
+                                             std::string(processor().kernels) +
                                              " or a lower instruction set, got none");
   }
 }

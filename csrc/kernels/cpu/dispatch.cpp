@@ -1,4 +1,4 @@
-// Which kernel fills a slot on this machine.
+// What the processor has, and which kernel fills a slot on it.
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
@@ -6,19 +6,22 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "kernels/cpu.h"
 
 namespace transformer_ops::cpu {
 namespace {
 
-struct Isa {
+// Processors of a level have all that those below have.
+struct Level {
   const char* name;
+  const char* kernels;  // the instruction set that they are compiled for
   bool runs_here;
 };
 
 // Widest first.
-std::span<const Isa> isas() {
+std::span<const Level> levels() {
 #if defined(__x86_64__)
   // Every machine with AVX2 and FMA has F16C, which clang 14 does not know by name here.
   __builtin_cpu_init();
@@ -26,9 +29,15 @@ std::span<const Isa> isas() {
   static const bool avx512 =
       avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  static const Isa all[] = {{"avx512", avx512}, {"avx2", avx2}, {"default", true}};
+  static const bool bfloat16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  static const bool half = bfloat16 && __builtin_cpu_supports("avx512fp16");
+  static const Level all[] = {{"avx512_fp16", "avx512", half},
+                              {"avx512_bf16", "avx512", bfloat16},
+                              {"avx512", "avx512", avx512},
+                              {"avx2", "avx2", avx2},
+                              {"default", "default", true}};
 #else
-  static const Isa all[] = {{"default", true}};
+  static const Level all[] = {{"default", "default", true}};
 #endif
   return all;
 }
@@ -39,15 +48,35 @@ bool is_built(std::string_view isa) {
   return std::find(std::begin(built), std::end(built), isa) != std::end(built);
 }
 
-const char* choose() {
-  const char* requested = std::getenv("TRANSFORMER_OPS_ISA");
-  std::string usable;
-  for (const Isa& isa : isas()) {
-    if (!has_isa(isa.name)) continue;
-    if (requested == nullptr || std::string_view(isa.name) == requested) return isa.name;
-    usable += (usable.empty() ? "" : ", ") + std::string(isa.name);
+std::span<const Level> from(const Level& level) {
+  return levels().subspan(&level - levels().data());
+}
+
+// The kernels of that level or of the next lower one that was built; null where there are none.
+const char* kernels_for(const Level& level) {
+  for (const Level& next : from(level)) {
+    if (is_built(next.kernels)) return next.kernels;
   }
-  if (usable.empty()) {
+  return nullptr;
+}
+
+// Those that this machine has and that there are kernels for.
+std::vector<const Level*> usable_levels() {
+  std::vector<const Level*> usable;
+  for (const Level& level : levels()) {
+    if (level.runs_here && kernels_for(level) != nullptr) usable.push_back(&level);
+  }
+  return usable;
+}
+
+const Level& choose_level() {
+  const char* const requested = std::getenv("TRANSFORMER_OPS_ISA");
+  std::string names;
+  for (const Level* level : usable_levels()) {
+    if (requested == nullptr || std::string_view(level->name) == requested) return *level;
+    names += (names.empty() ? "" : ", ") + std::string(level->name);
+  }
+  if (names.empty()) {
     throw std::runtime_error(
         "[kernels] the library must be built for an instruction set of this machine "
         "(TRANSFORMER_OPS_NATIVE=OFF builds it for all), got one for none of them");
@@ -55,29 +84,54 @@ const char* choose() {
   throw std::runtime_error(
       "[kernels] TRANSFORMER_OPS_ISA must be one that this machine has and the library was built "
       "for (" +
-      usable + "), got " + requested);
+      names + "; TRANSFORMER_OPS_NATIVE=OFF builds it for all), got " + requested);
+}
+
+Processor find_processor() {
+  const Level& level = choose_level();
+#if defined(__x86_64__)
+  const auto reaches = [&](std::string_view name) {
+    return std::ranges::any_of(from(level), [&](const Level& next) { return next.name == name; });
+  };
+  Processor found{};
+  found.level = level.name;
+  found.kernels = kernels_for(level);
+  found.multiplies_bfloat16 = reaches("avx512_bf16");
+  found.multiplies_half = reaches("avx512_fp16");
+  found.onednn_emulates_bfloat16 = reaches("avx512") && !found.multiplies_bfloat16;
+  found.converts_half = reaches("avx2");
+  found.prefers_onednn = reaches("avx512") && __builtin_cpu_is("amd");  // measured on a Zen 4
+  return found;
+#else
+  return {level.name, kernels_for(level), true, true, false, true, false};
+#endif
 }
 
 }  // namespace
 
-bool runs_isa(std::string_view name) {
-  return std::any_of(isas().begin(), isas().end(),
-                     [&](const Isa& isa) { return isa.runs_here && isa.name == name; });
+const Processor& processor() {
+  static const Processor found = find_processor();
+  return found;
 }
 
-bool has_isa(std::string_view name) { return is_built(name) && runs_isa(name); }
+std::vector<std::string> processor_levels() {
+  std::vector<std::string> names;
+  for (const Level* level : usable_levels()) names.emplace_back(level->name);
+  return names;
+}
 
-const char* isa_name() {
-  static const char* const chosen = choose();
-  return chosen;
+bool has_isa(std::string_view isa) {
+  return is_built(isa) && std::ranges::any_of(levels(), [&](const Level& level) {
+           return level.runs_here && level.kernels == isa;
+         });
 }
 
 const kernel::Row& find_for(std::string_view isa, const char* slot) {
   bool lower = false;
-  for (const Isa& next : isas()) {
-    lower = lower || next.name == isa;
+  for (const Level& next : levels()) {
+    lower = lower || next.kernels == isa;
     if (!lower) continue;
-    if (const auto* found = kernel::find(kernel::rows_of_this_library(), slot, next.name)) {
+    if (const auto* found = kernel::find(kernel::rows_of_this_library(), slot, next.kernels)) {
       return *found;
     }
   }
@@ -85,6 +139,6 @@ const kernel::Row& find_for(std::string_view isa, const char* slot) {
                            std::string(isa) + " or a lower instruction set, got none");
 }
 
-const kernel::Row& find(const char* slot) { return find_for(isa_name(), slot); }
+const kernel::Row& find(const char* slot) { return find_for(processor().kernels, slot); }
 
 }  // namespace transformer_ops::cpu

@@ -1,0 +1,83 @@
+"""Runs the parts of a make target one after another, the later ones too where one fails.
+
+python tools/run_parts.py --part NAME COMMAND... --part NAME COMMAND...
+
+The last lines name every part, and every test that pytest or ctest says failed. Exits with 1 if any
+part failed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# pytest's short summary; and ctest's list, such as "  12 - fuser.Plan.Parses (Failed)".
+FAILURES = re.compile(r"(?:FAILED|ERROR) \S+.*|\s*\d+ - \S+ \([^()]+\)(?: .*)?")
+
+
+class Outcome(NamedTuple):
+    name: str
+    status: int
+    failures: list[str]
+
+
+def run_part(name: str, command: list[str]) -> Outcome:
+    """Passes the output of the command on as it comes."""
+    environment = {**os.environ, **({"FORCE_COLOR": "1"} if sys.stdout.isatty() else {})}
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+    except OSError as error:
+        print(error, flush=True)
+        return Outcome(name, 127, [])
+    assert process.stdout is not None
+    output = b""
+    while chunk := os.read(process.stdout.fileno(), 65536):
+        output += chunk
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.flush()
+    status = process.wait()
+    lines = (COLOUR.sub("", line) for line in output.decode(errors="replace").splitlines())
+    failures = [line.strip() for line in lines if FAILURES.fullmatch(line)] if status else []
+    return Outcome(name, status, failures)
+
+
+def read_parts(arguments: list[str]) -> list[tuple[str, list[str]]]:
+    parts: list[list[str]] = []
+    for argument in arguments:
+        if argument == "--part":
+            parts.append([])
+        elif parts:
+            parts[-1].append(argument)
+        else:
+            raise SystemExit(__doc__)
+    if not parts or any(len(part) < 2 for part in parts):
+        raise SystemExit(__doc__)
+    return [(name, command) for name, *command in parts]
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    lines = [""]
+    for name, status, failures in outcomes:
+        lines.append(f"{name}: " + (f"failed (exit status {status})" if status else "passed"))
+        lines += [f"  {failure}" for failure in failures]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    outcomes = []
+    for name, command in read_parts(arguments):
+        print(f"== {name}", flush=True)
+        outcomes.append(run_part(name, command))
+    print(summary(outcomes))
+    return int(any(outcome.status for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
