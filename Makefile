@@ -28,7 +28,12 @@ EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransfo
     tests/test_main_grad.py tests/test_quantize.py tests/test_saved_formats.py \
     tests/test_scaled_products.py tests/test_fp8_products.py \
     tests/test_block_products.py tests/test_groups_on_cuda.py tests/test_nvfp4_products.py \
-    tests/test_rounded_by_scale.py tests/test_four_over_six.py
+    tests/test_rounded_by_scale.py tests/test_four_over_six.py tests/test_fusions_under_recipes.py
+
+# What depends on how products run: numbers, bytes and plans.
+ON_PROCESSORS := tests/test_processor.py tests/test_widened_products.py tests/test_peak_memory.py \
+    tests/test_products.py tests/test_epilogues.py tests/test_recompute.py tests/test_residual_fusions.py \
+    tests/test_scaled_products.py tests/test_fusions_under_recipes.py tests/test_main_grad.py
 
 # Files of tests side by side: most of their time is one thread of a compiler. Threads that wait for
 # their next loop must not take the cores from the tests beside them: small products take 20 times as long.

@@ -2,8 +2,8 @@
 
 python tools/run_on_processors.py COMMAND...
 
-TRANSFORMER_OPS_ISA has the library behave as on one; PyTorch, oneDNN and MKL have variables of their
-own. Kernels for all of them are in a build with TRANSFORMER_OPS_NATIVE=OFF.
+TRANSFORMER_OPS_ISA has the library behave as on one; PyTorch, oneDNN and MKL have variables of
+their own. Kernels for all of them are in a build with TRANSFORMER_OPS_NATIVE=OFF.
 """
 
 from __future__ import annotations
