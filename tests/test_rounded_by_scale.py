@@ -163,7 +163,7 @@ def test_plans_round_where_a_value_is_made() -> None:
         'g3, s2.input, 0, st1.fp8_scale, 2, "e5m2", true)',
         # Forward has noted its magnitude.
         "x3, t3.rounded_input_scale, t3.unused = recompute_swiglu_rounded_scaled("
-        'g4, s2.input, 0, st3.fp8_scale, 0, "e4m3", false)',
+        'g5, s2.input, 0, st3.fp8_scale, 0, "e4m3", false)',
     ):
         assert f"  {line}\n" in text, text
     assert str(tops.Plan.parse(text)) == text

@@ -206,7 +206,7 @@ def test_plans_round_where_a_value_is_made() -> None:
     )
     assert "x2 = linear(x1, t1.rounded_weight)" in text
     assert "g2, t1.rounded_grad_output_columns = swiglu_backward_rounded(g3, " in text
-    assert 'recompute_swiglu_rounded(g4, s2.input, 0, "mx e4m3 32x1", "")' in text
+    assert 'recompute_swiglu_rounded(g5, s2.input, 0, "mx e4m3 32x1", "")' in text
 
 
 def test_what_others_see_stays_as_it_is() -> None:

@@ -59,6 +59,12 @@ def test_all_parts_pass() -> None:
     assert output == "== a\n== b c\n--part= x\n\na: passed\nb c: passed\n"
 
 
+def test_a_pattern_finds_what_an_earlier_part_made(tmp_path: Path) -> None:
+    made = tmp_path / "made-by-a"
+    status, output = run_parts("--part", "a", "touch", made, "--part", "b", "ls", tmp_path / "ma*")
+    assert status == 0 and f"== b\n{made}\n" in output
+
+
 def test_a_part_that_cannot_start_fails() -> None:
     status, output = run_parts("--part", "a", "/no/such/program", "--part", "b", "true")
     assert status == 1

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+from glob import glob
 from typing import NamedTuple
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -25,11 +26,16 @@ class Outcome(NamedTuple):
     failures: list[str]
 
 
+def expanded(command: list[str]) -> list[str]:
+    """With files in the place of patterns. An earlier part may have built them."""
+    return [name for word in command for name in (glob(word) if "*" in word else []) or [word]]
+
+
 def run_part(name: str, command: list[str]) -> Outcome:
     """Passes the output of the command on as it comes."""
     environment = {**os.environ, **({"FORCE_COLOR": "1"} if sys.stdout.isatty() else {})}
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+        process = subprocess.Popen(expanded(command), stdout=subprocess.PIPE, env=environment)
     except OSError as error:
         print(error, flush=True)
         return Outcome(name, 127, [])

@@ -97,7 +97,8 @@ class Quantize {
       code.push_back(std::move(product));
     } else {
       widen_parameters(product, schema, code);
-      widen_call(std::move(product), code);
+      if (product.target != schema.name) widen_arguments(product, code);
+      widen_results(std::move(product), code);
     }
     replace(call, std::move(code));
   }
@@ -387,17 +388,22 @@ class Quantize {
     }
   }
 
-  // What the call of a step takes beside its operands in the dtype of the product, and its results
-  // rounded to what they are without a recipe. Saved masks have no such dtype.
-  void widen_call(Instruction call, std::vector<Instruction>& code) const {
+  // What a fused call takes beside its operands, a bias or a residual, in the dtype of the product.
+  void widen_arguments(Instruction& call, std::vector<Instruction>& code) const {
     for (Argument& argument : call.arguments) {
       auto* const value = std::get_if<Value>(&argument);
-      if (value == nullptr || value->kind == Kind::Temporary || value->kind == Kind::Shape)
-        continue;
+      if (value == nullptr) continue;
+      const bool is_beside = value->kind == Kind::Parameter || value->kind == Kind::ExtraInput ||
+                             value->kind == Kind::ExtraOutput;
+      if (!is_beside) continue;
       const Value wide{Kind::Temporary, value->op, "wide_" + value->name};
       code.push_back(make_cast(*value, dtype_, wide));
       *value = wide;
     }
+  }
+
+  // The call, and its results rounded to what they are without a recipe. A saved mask is no such.
+  void widen_results(Instruction call, std::vector<Instruction>& code) const {
     std::vector<Instruction> casts;
     for (Result& result : call.results) {
       auto* const value = std::get_if<Value>(&result);
