@@ -9,6 +9,8 @@ their own. Kernels for all of them are in a build with TRANSFORMER_OPS_NATIVE=OF
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 
 from run_parts import main
 
@@ -35,7 +37,10 @@ def parts(command: list[str]) -> list[str]:
     own, *lower = _C.processor_levels()
     found: list[str] = []
     for level in [level for level in lower if level in VARIABLES]:
-        variables = {"TRANSFORMER_OPS_ISA": level, **VARIABLES[level]}
+        # Inductor would take code from its cache that was made for wider vectors.
+        cache = Path(tempfile.gettempdir()) / f"torchinductor-as-on-{level}"
+        variables = {"TRANSFORMER_OPS_ISA": level, "TORCHINDUCTOR_CACHE_DIR": cache}
+        variables |= VARIABLES[level]
         settings = [f"{name}={value}" for name, value in variables.items()]
         found += ["--part", f"as on a processor with {level}", "env", *settings, *command]
     missing = ", ".join(level for level in VARIABLES if level not in (own, *lower))
