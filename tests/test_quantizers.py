@@ -61,7 +61,7 @@ NVFP4 = [
     tops.NVFP4Quantizer(with_2d_quantization=True, stochastic_rounding=True),
     tops.NVFP4Quantizer(columnwise=True, with_rht=True),
     tops.NVFP4Quantizer(columnwise=True, with_rht=True, stochastic_rounding=True),
-    # By rows, and of rows in squares, the transform is left out.
+    # The transform is not applied by rows, nor to square blocks.
     tops.NVFP4Quantizer(with_rht=True),
     tops.NVFP4Quantizer(with_rht=True, stochastic_rounding=True),
     tops.NVFP4Quantizer(with_2d_quantization=True, with_rht=True),

@@ -254,7 +254,7 @@ class QuantizedTensor(Tensor):
 
 
 def _viewed(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    # Of torch's views it is the one whose mode is not that of its tensor.
+    # It is the only view of torch that takes the mode of its caller, not that of its tensor.
     with _mode_of(codes):
         return codes.view(dtype)
 

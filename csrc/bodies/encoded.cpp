@@ -81,7 +81,7 @@ Tensor encode_numbers(Element element, const Tensor& scaled) {
   const Tensor numbers = magnitudes(element, scaled), magnitude = scaled.abs();
   const Tensor at_tie = (numbers.slice(0, 1) + numbers.slice(0, 0, -1)) / 2;
   const Tensor lower = at::bucketize(magnitude, at_tie);
-  // Of a tie, the upper number where the lower one is odd.
+  // Ties round to even: to the upper number if the lower one is odd.
   const Tensor upper = at::bucketize(magnitude, at_tie, /*out_int32=*/false, /*right=*/true);
   const Tensor nearest = at::where(lower.bitwise_and(1) == 1, upper, lower);
   const int64_t sign = element == Element::E2M1 ? 8 : 128;
@@ -183,7 +183,7 @@ Tensor sum_in_order(const Tensor& parts, int64_t dim) {
   return sum;
 }
 
-// Of the blocks of `split`, by scales for each of them.
+// The sums of the rounding errors of each block of `split`, by a scale for each.
 Tensor sums_of_errors(const Format& format, const Tensor& split, const Scales& scales,
                       const Tensor& of_tensor) {
   const Tensor codes = encode_numbers(format.element, scaled_by(scales, split));

@@ -9,11 +9,11 @@ namespace transformer_ops {
 // Codes of numbers that are scaled already, in uint8, one a byte; and the numbers of codes.
 Tensor encode_numbers(kernel::Element element, const Tensor& scaled);
 Tensor values_of_codes(kernel::Element element, const Tensor& codes);
-// By bits: a power of a GPU need not be exact.
+// Shifts bits, because a power that a GPU computes need not be exact.
 Tensor decoded_e8m0(const Tensor& bytes);
 
-// Of blocks as [down, block_rows, across, block_columns], by the largest magnitude of each and of
-// the tensor. `stochastic` rounds up or down at random.
+// The codes and scales of blocks [down, block_rows, across, block_columns], from the largest
+// magnitude of each block and of the tensor. `stochastic` rounds up or down at random.
 struct Encoded {
   Tensor codes;                      // of blocks, one a byte
   Tensor stored, tensor_scale = {};  // the latter where the format has one beside those of blocks

@@ -33,7 +33,7 @@ float largest_cpu(const Tensor& x);
 // What the scales of blocks are relative to, or all there is of one; of formats without, ones.
 kernel::TensorScale tensor_scale_cpu(const kernel::Format& format, const Tensor& x);
 
-// To round to values of codes, which are multiplied by the scale later.
+// Rounds to the values of codes: a later product multiplies them by the scale.
 inline kernel::TensorScale not_decoded(kernel::TensorScale scale) {
   scale.decode = 1.0f;
   return scale;

@@ -3,7 +3,6 @@
 #include <array>
 #include <set>
 #include <span>
-#include <unordered_map>
 
 #include "executor/check_call.h"
 #include "executor/made_once.h"
@@ -75,10 +74,8 @@ class Compiler {
     const Plan& plan = program_.plan;
     program_.inputs.push_back(forward_.define({Kind::Main, 0}));
     for (const Value& value : plan.extra_inputs) program_.inputs.push_back(forward_.define(value));
-    for (const Value& value : plan.parameters) {
-      program_.inputs.push_back(forward_.define(value));
-      numbered_parameters_.emplace(program_.inputs.back(), value);
-    }
+    first_parameter_ = forward_.count();
+    for (const Value& value : plan.parameters) program_.inputs.push_back(forward_.define(value));
     for (const Value& value : plan.states) program_.inputs.push_back(forward_.define(value));
     for (const Step& step : plan.forward) {
       const size_t first_line = program_.forward.lines.size();
@@ -227,8 +224,9 @@ class Compiler {
   Value origin(const Value& value) const {
     const auto source = value.kind == Kind::Slot ? sources_.find(value) : sources_.end();
     if (source == sources_.end()) return value;
-    const auto parameter = numbered_parameters_.find(source->second);
-    return parameter == numbered_parameters_.end() ? value : parameter->second;
+    const auto& parameters = program_.plan.parameters;
+    const int place = source->second - first_parameter_;
+    return place >= 0 && place < std::ssize(parameters) ? parameters[place] : value;
   }
 
   static void note_counts(const Instruction& instruction, Program::Call& call) {
@@ -538,7 +536,7 @@ class Compiler {
   std::vector<std::vector<Value>> parameters_;  // of each op
   std::map<Value, Value> feeds_;                // extra input -> what it is
   Numbering forward_;
-  std::unordered_map<int, Value> numbered_parameters_;  // by their numbers in forward
+  int first_parameter_ = 0;  // its number in forward; the others follow it
   Numbering backward_;
   LookNumbers looks_;                   // of forward values
   std::map<Value, int> sources_;        // slot -> forward value

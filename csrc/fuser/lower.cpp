@@ -482,8 +482,8 @@ class Lowering {
     // Slots are in the order of their ops.
     const auto end = needed_slots_.lower_bound({Kind::Slot, span.last + 1});
     for (auto slot = needed_slots_.lower_bound({Kind::Slot, span.first}); slot != end; ++slot) {
-      if (const auto source = slot_source(span, call, *slot))
-        step.saves.push_back({*slot, *source});
+      const auto source = slot_source(span, call, *slot);
+      if (source) step.saves.push_back({*slot, *source});
     }
   }
 

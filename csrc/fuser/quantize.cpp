@@ -1,6 +1,7 @@
 #include "fuser/quantize.h"
 
 #include <algorithm>
+#include <array>
 #include <set>
 
 #include "fuser/casts.h"
@@ -26,11 +27,12 @@ constexpr const char* kValuesStochastic = "quantize_values_stochastic";
 constexpr const char* kTransform = "hadamard_columns";
 constexpr const char* kTransformGroups = "hadamard_columns_groups";
 
-// The first quantized op of a step; -1 where there is none.
-int quantized_op(const Analysis& analysis, const Step& step) {
+// The first of these ops that takes rounded operands, or rounds; -1 if there is none. An absent op
+// of a match is negative.
+int quantized_op(const Analysis& analysis, const std::vector<int>& ops) {
   const auto found =
-      std::ranges::find_if(step.ops, [&](int op) { return analysis.is_quantized(op); });
-  return found == step.ops.end() ? -1 : *found;
+      std::ranges::find_if(ops, [&](int op) { return op >= 0 && analysis.is_quantized(op); });
+  return found == ops.end() ? -1 : *found;
 }
 
 const OpDeclaration& row_of(const Analysis& analysis, int op) {
@@ -96,8 +98,7 @@ class Quantize {
     if (dtype_ == compute_) {
       code.push_back(std::move(product));
     } else {
-      widen_parameters(product, schema, code);
-      if (product.target != schema.name) widen_arguments(product, code);
+      widen_arguments(product, code);
       widen_results(std::move(product), code);
     }
     replace(call, std::move(code));
@@ -374,35 +375,26 @@ class Quantize {
   // The gradient that the step takes.
   Value gradient() const { return {Kind::Grad, step_.last() + 1}; }
 
-  // Parameters beside the operands in the dtype of the product, which is then rounded with them.
-  void widen_parameters(Instruction& product, const Schema& schema,
-                        std::vector<Instruction>& code) const {
-    if (product.target != schema.name) return;
-    for (const std::string& name : row_.parameters) {
-      if (is_operand(name)) continue;
-      Argument& argument = product.arguments[schema_place(schema, name)];
-      if (std::holds_alternative<None>(argument)) continue;
-      const Result to = places("wide_", name, "", argument);
-      add_casts(argument, dtype_, to, code);
-      argument = taken(to);
-    }
-  }
-
-  // What a fused call takes beside its operands, a bias or a residual, in the dtype of the product.
+  // Casts what the call takes beside its operands, such as a bias or a residual, to the dtype of
+  // the product. The operands are temporaries by now, and group sizes stay integers.
   void widen_arguments(Instruction& call, std::vector<Instruction>& code) const {
     for (Argument& argument : call.arguments) {
-      auto* const value = std::get_if<Value>(&argument);
-      if (value == nullptr) continue;
-      const bool is_beside = value->kind == Kind::Parameter || value->kind == Kind::ExtraInput ||
-                             value->kind == Kind::ExtraOutput;
-      if (!is_beside) continue;
-      const Value wide{Kind::Temporary, value->op, "wide_" + value->name};
-      code.push_back(make_cast(*value, dtype_, wide));
-      *value = wide;
+      if (argument == splits_) continue;
+      std::array<Argument, 1> found = {argument};
+      for_each_value(found, [&](Value& value) {
+        const bool is_beside = value.kind == Kind::Parameter || value.kind == Kind::ExtraInput ||
+                               value.kind == Kind::ExtraOutput;
+        if (!is_beside) return;
+        const Value wide{Kind::Temporary, value.op, "wide_" + value.name};
+        code.push_back(make_cast(value, dtype_, wide));
+        value = wide;
+      });
+      argument = found[0];
     }
   }
 
-  // The call, and its results rounded to what they are without a recipe. A saved mask is no such.
+  // Adds the call, and casts of its results to the dtype that they have without a recipe. A saved
+  // mask has none.
   void widen_results(Instruction call, std::vector<Instruction>& code) const {
     std::vector<Instruction> casts;
     for (Result& result : call.results) {
@@ -495,7 +487,8 @@ class Quantize {
     if (narrow) code.push_back(std::move(*narrow));
   }
 
-  // Gradients that are added to that of x are, beside the operands, all that a call may do without.
+  // The gradient of an extra output is added to that of x. All else is read as the op's own
+  // backward reads it.
   bool is_read(const std::string& name, const std::vector<bool>& mask) const {
     return name.starts_with("grad_") ? mask[0] : row_.is_read(name, mask);
   }
@@ -551,7 +544,7 @@ void decode_parameters(const Analysis& analysis, Pass pass, Step& step) {
 }
 
 void quantize_forward(const Analysis& analysis, Step& step) {
-  const int op = quantized_op(analysis, step);
+  const int op = quantized_op(analysis, step.ops);
   if (op < 0) return;
   Quantize quantize(analysis, step, op);
   if (is_product(row_of(analysis, op))) return quantize.forward();
@@ -559,7 +552,7 @@ void quantize_forward(const Analysis& analysis, Step& step) {
 }
 
 void quantize_backward(const Analysis& analysis, const Schema& schema, Step& step) {
-  const int op = quantized_op(analysis, step);
+  const int op = quantized_op(analysis, step.ops);
   if (op < 0 || step.skipped || step.instructions.empty()) return;
   Quantize quantize(analysis, step, op);
   if (is_product(row_of(analysis, op))) return quantize.backward(schema);
@@ -585,40 +578,27 @@ void list_states(Plan& plan) {
   plan.states.assign(found.begin(), found.end());
 }
 
-namespace {
-
-std::string op_text(int op) { return "op " + std::to_string(op); }
-
-// The first product among the ops that takes rounded operands, or an op that rounds; -1: none.
-int quantized_op(const Match& match) {
-  if (match.analysis.key().recipe == nullptr) return -1;
-  const auto found = std::ranges::find_if(
-      match.places, [&](int op) { return op >= 0 && match.analysis.is_quantized(op); });
-  return found == match.places.end() ? -1 : *found;
-}
-
-}  // namespace
-
 std::optional<std::string> quantized_product(const Match& match) {
-  const int op = quantized_op(match);
+  const int op = quantized_op(match.analysis, match.places);
   if (op < 0) return std::nullopt;
-  return op_text(op) + " takes rounded operands";
+  return "op " + std::to_string(op) + " takes rounded operands";
 }
 
 std::optional<std::string> quantized_product(const Match& match, const Rule& rule) {
   const Analysis& analysis = match.analysis;
-  const int op = quantized_op(match);
+  const int op = quantized_op(analysis, match.places);
   if (op < 0) return std::nullopt;
   const bool is_forward = rule.pass == Pass::Forward && op == match.first();
   const bool is_backward = rule.pass == Pass::Backward && rule.under_recipe != UnderRecipe::Refused;
-  if (!is_forward && !is_backward) return op_text(op) + " takes rounded operands";
+  if (!is_forward && !is_backward) return quantized_product(match);
   if (rule.scalable || rule.under_recipe == UnderRecipe::EachCall) return std::nullopt;
-  if (analysis.operand_dtype(op) != analysis.compute_dtype(op)) {
-    return op_text(op) + " computes in " + to_text(analysis.operand_dtype(op)) +
-           " from rounded operands";
+  const std::string place = "op " + std::to_string(op);
+  const DType dtype = analysis.operand_dtype(op);
+  if (dtype != analysis.compute_dtype(op)) {
+    return place + " computes in " + to_text(dtype) + " from rounded operands";
   }
   if (!has_scaled_operand(analysis, op)) return std::nullopt;
-  return op_text(op) + " takes operands with a scale beside them";
+  return place + " takes operands with a scale beside them";
 }
 
 }  // namespace transformer_ops

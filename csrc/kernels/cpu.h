@@ -39,8 +39,8 @@ struct Processor {
   bool prefers_onednn;
 };
 
-// Of this machine. The environment variable TRANSFORMER_OPS_ISA, read on the first call, names a
-// lower level, and the library behaves as on a processor that has no more.
+// Describes this machine. The environment variable TRANSFORMER_OPS_ISA, read on the first call,
+// names a lower level, and the library behaves as on a processor that has no more.
 const Processor& processor();
 
 // The levels that TRANSFORMER_OPS_ISA may name: this machine has them, and the library was built

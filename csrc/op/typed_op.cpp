@@ -389,8 +389,8 @@ class AutogradShortcut final : public Kernel {
   mutable std::atomic<bool> is_made_ = false;
 };
 
-// Of each device on which a typed op may run, also with a user's kernel. Python kernels are
-// registered by the shortcut, at the first gradient: without it there would be none.
+// The devices on which a typed op may run, with a kernel of the user's too. The shortcut registers
+// the Python kernels at the first gradient: a device without it would have no gradients.
 constexpr auto autograd_keys = {DispatchKey::AutogradCPU,  DispatchKey::AutogradCUDA,
                                 DispatchKey::AutogradMeta, DispatchKey::AutogradMPS,
                                 DispatchKey::AutogradXPU,  DispatchKey::AutogradPrivateUse1};

@@ -136,7 +136,7 @@ bool register_activations() {
   for (const ActivationRow& row : activations()) {
     Op op{.declaration = {.kind = row.kind,
                           .summary = row.formula,
-                          // Of no effect where a mask is saved: that is smaller than codes.
+                          // It changes nothing if a mask is saved, which is smaller.
                           .flags = {kCacheQuantizedInput},
                           .slots = {{row.keeps_mask ? "mask" : "input"}},
                           .dtype = DTypeRule::Autocast},

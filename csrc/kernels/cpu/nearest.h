@@ -10,14 +10,14 @@ namespace {
 // more than the largest number.
 enum class Range { Any, Finite, Fits };
 
-// Of NaN the value of its code, else the rounded magnitude.
+// Returns the value of the NaN code for NaN, else the rounded magnitude.
 template <class E>
 TRANSFORMER_OPS_INLINE Floats value_or_nan(Vec<float> scaled, Floats value) {
   const float nan = encoding::decode<E>(E::kNanCode);
   return select(scaled == scaled, Vec<float>(value), Vec<float>(nan)).native;
 }
 
-// To the nearest, ties to even.
+// Rounds to the nearest number. Ties round to even.
 struct ToNearest {
   static constexpr bool kToNearest = true;
   TRANSFORMER_OPS_INLINE void start_row(int64_t) {}

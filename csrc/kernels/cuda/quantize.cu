@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<
   const int64_t left = (block - down * layout.blocks) * layout.block_columns;
   const int packs = static_cast<int>(layout.block_columns) / kPack;
   const int64_t all = layout.block_rows * packs;
-  // Of what is not there, zeros.
+  // Numbers beyond the tensor count as zeros.
   const auto with_pack = [&](int64_t i, const auto& f) {
     const int64_t row = down * layout.block_rows + i / packs;
     const int64_t column = left + i % packs * kPack;

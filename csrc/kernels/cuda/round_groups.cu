@@ -174,7 +174,7 @@ struct Rounding {
   __device__ __forceinline__ bool chooses_scale() const {
     return kMayChoose<E> && four_over_six != kernel::FourOverSix::Off;
   }
-  // Of no group, of nothing.
+  // Rows behind the last group have an amax of zero.
   __device__ __forceinline__ encoding::ErrorRule error_rule(int64_t group) const {
     return {group == groups.count ? 0.0f : amax[group], most_of_tensor,
             four_over_six == kernel::FourOverSix::Squared};
