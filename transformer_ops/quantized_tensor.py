@@ -75,8 +75,12 @@ class QuantizedTensor(Tensor):
             shape[-1] *= 2  # two codes in a byte
         # A view shares the version counter of its tensor, and an inference tensor has none. So the
         # wrapper is one if its codes are, in whatever mode it is made.
-        with _mode_of(codes):
-            found = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        make = Tensor._make_wrapper_subclass
+        if _has_other_mode(codes):
+            with _mode_of(codes):
+                found = make(cls, shape, dtype=dtype, device=codes.device)
+        else:
+            found = make(cls, shape, dtype=dtype, device=codes.device)
         # Outside of the mode: torch refuses a gradient of an inference tensor.
         return cast(QuantizedTensor, found.requires_grad_() if requires_grad else found)
 
@@ -163,10 +167,6 @@ class QuantizedTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # Inference mode brings such ops here, which autograd takes apart elsewhere.
-        found = func.decompose(*args, **kwargs)
-        if found is not NotImplemented:
-            return found
         first = args[0] if args else None
         if isinstance(first, QuantizedTensor):
             if func in _SAME:
@@ -180,7 +180,12 @@ class QuantizedTensor(Tensor):
                 found = _VIEWS[func](first, *args[1:])
                 if found is not None:
                     return found
-            if func.is_view:
+            if first.is_inference() or torch.is_inference_mode_enabled():
+                # Elsewhere autograd takes composite ops apart before they come here.
+                found = func.decompose(*args, **kwargs)
+                if found is not NotImplemented:
+                    return found
+            if func.is_view and _has_other_mode(first):
                 with _mode_of(first):
                     return _run_decoded(func, args, kwargs)
         return _run_decoded(func, args, kwargs)
@@ -322,15 +327,20 @@ def _decode(tensor: QuantizedTensor) -> Tensor:
     return found
 
 
+def _has_other_mode(tensor: Tensor) -> bool:
+    """Whether a tensor that is made now is an inference tensor and this one is not, or the other
+    way round."""
+    return tensor.is_inference() != torch.is_inference_mode_enabled()
+
+
 @contextmanager
 def _mode_of(tensor: Tensor) -> Iterator[None]:
     """What is made within is an inference tensor if `tensor` is one."""
-    is_inference = tensor.is_inference()
-    if is_inference == torch.is_inference_mode_enabled():
-        yield
-    else:
-        with torch.inference_mode(is_inference), torch.no_grad():
+    if _has_other_mode(tensor):
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             yield
+    else:
+        yield
 
 
 def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
