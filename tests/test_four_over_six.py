@@ -191,6 +191,18 @@ def test_errors_are_smaller(block: str) -> None:
     assert error("nvfp4 4over6 mse", 2) < (1.01 if "16x16" in block else 0.9) * error("nvfp4", 2)
 
 
+@pytest.mark.parametrize(
+    ("block", "wanted"), [("", (20.4, 21.1, 21.2)), (" 16x16", (19.1, 19.1, 19.1))]
+)
+def test_ratios_that_the_docs_name(block: str, wanted: tuple[float, ...]) -> None:
+    """docs/quantization.md, in dB, of normal numbers."""
+    x = torch.randn(1024, 1024)
+    for name, ratio in zip(("nvfp4", "nvfp4 4over6", "nvfp4 4over6 mse"), wanted, strict=True):
+        noise = ops.quantize_dequantize(x, name + block, "float32") - x
+        found = 10 * (x.square().mean() / noise.square().mean()).log10().item()
+        assert abs(found - ratio) < 0.1
+
+
 @pytest.mark.parametrize("format", ["nvfp4 4over6", "nvfp4 4over6 mse 16x1", "nvfp4 4over6 16x16"])
 def test_at_random(format: str) -> None:
     """By the scales of rounding to the nearest, and the mean is kept."""

@@ -71,6 +71,31 @@ def test_a_sequential_that_ends_with_quantize_feeds_the_next(name: str, dtype: t
         assert torch.equal(a, b)
 
 
+def test_nvfp4_rounds_twice_where_blocks_run_along_other_dimensions() -> None:
+    recipe = RECIPES["nvfp4"]
+    torch.manual_seed(0)
+    norm, linear = tops.RMSNorm(64), tops.BasicLinear(64, 48)
+    found = []
+    for run in (tops.Sequential(norm, tops.Quantize(), linear), tops.Sequential(norm, linear)):
+        y = called(run, torch.randn(40, 64, generator=torch.Generator().manual_seed(1)), recipe)
+        found.append((y.detach(), *torch.autograd.grad(y.sum(), linear.weight)))
+    (y, grad), (want, want_grad) = found
+    torch.testing.assert_close(y, want, rtol=0, atol=1e-5)
+    assert 0.01 < (grad - want_grad).norm() / want_grad.norm() < 0.2
+
+
+@every_dtype
+@pytest.mark.parametrize("name", [name for name in RECIPES if "nvfp4" not in name])
+def test_a_quantized_input_gives_what_its_numbers_do(name: str, dtype: torch.dtype) -> None:
+    recipe, linear, x = RECIPES[name], tops.BasicLinear(64, 48, dtype=dtype), rows(dtype)
+    wanted = called(linear, x, recipe)
+    quantizer = linear.get_quantizer("forward", 0)
+    assert quantizer is not None
+    quantized = quantizer(x)
+    assert isinstance(quantized, tops.QuantizedTensor)
+    assert torch.equal(called(linear, quantized, recipe), wanted)
+
+
 @pytest.mark.parametrize("name", EVERY_RECIPE)
 def test_a_leaf_gradient_is_plain_and_adds_up_exactly(name: str) -> None:
     quantize, recipe = tops.Quantize(forward=False, backward=True), EVERY_RECIPE[name]

@@ -58,14 +58,15 @@ def register_scales(owner: nn.Module) -> None:
     """For a module that got its buffers as a copy, too. Fake ones have no numbers to change."""
     if has_scales(owner) and not isinstance(owner.fp8_scale, torch._subclasses.FakeTensor):
         with _lock:
-            _change_owners(owner, [(cast(int, owner._number), weakref.ref(owner))])
+            _list_owner(owner, is_one=True)
 
 
-def _change_owners(owner: nn.Module, entries: list[tuple[int, weakref.ref[nn.Module]]]) -> None:
-    """Replaces the entries of this module. Modules that are gone are looked for only when the list
-    is twice as long as it was the last time: adding one module must not look at all others."""
+def _list_owner(owner: nn.Module, is_one: bool) -> None:
+    """Adds the module to the owners, or removes it. Modules that are gone are looked for only when
+    the list is twice as long as it was the last time: adding one must not look at all others."""
     key, number = key_of(owner), cast(int, owner._number)
     known = _owners.get(key, [])
+    entries = [(number, weakref.ref(owner))] * is_one
     place = bisect_left(known, number, key=itemgetter(0))
     after = place + (place < len(known) and known[place][0] == number)
     known = [*known[:place], *entries, *known[after:]]
@@ -129,7 +130,7 @@ def _shape(owner: nn.Module) -> tuple[int, ...]:
 
 def drop_scales(owner: nn.Module) -> None:
     with _lock:
-        _change_owners(owner, [])
+        _list_owner(owner, is_one=False)
     for name in NAMES:
         owner._buffers.pop(name, None)
     owner.__dict__.pop("_scales_key", None)
