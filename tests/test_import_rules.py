@@ -26,6 +26,7 @@ LAYERS = [
     "cpu",
     "memory",
     "library",
+    "constructors",
     "marks",
     "numbered",
     "peers",

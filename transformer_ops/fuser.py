@@ -21,6 +21,7 @@ from .compile.groups import (
     traced_alone,
     traced_group,
 )
+from .constructors import names_its_arguments
 from .numbered import numbered
 from .op.base import BasicOperation, FusibleOperation, run_alone_by
 from .op.channels import Routed, resolve_channels
@@ -52,6 +53,7 @@ Channels = tuple[Sources, Sequence[Sequence[bool]]]
 _PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
 
 
+@names_its_arguments
 class OperationFuser(Holder):
     """A group of ops that run as one plan.
 

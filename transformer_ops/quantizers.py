@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from .constructors import names_its_arguments
 from .quantized_tensor import QuantizedTensor, decoded
 from .recipe import nvfp4_format
 
@@ -24,6 +25,7 @@ _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _DTYPES = {name: dtype for dtype, name in _ELEMENTS.items()}
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
     """`quantizer(tensor)` is the `QuantizedTensor` of a floating tensor, in `quantizer.format`, a
@@ -55,6 +57,7 @@ class Quantizer:
                 )
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True, eq=False)
 class Float8Quantizer(Quantizer):
     """One scale for a tensor, which is given: numbers times `scale` are rounded to `fp8_dtype`. The
@@ -92,6 +95,7 @@ class Float8Quantizer(Quantizer):
         return QuantizedTensor(codes, scale.reciprocal().reshape(()), self.format, tensor.dtype)
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class Float8CurrentScalingQuantizer(Quantizer):
     """One scale for a tensor, from its largest magnitude. With `force_pow_2_scales` it is rounded
@@ -105,6 +109,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         return f"{self._element(self.fp8_dtype)}{' pow2' * self.force_pow_2_scales}"
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class Float8BlockQuantizer(Quantizer):
     """A scale, a power of two, for 128 neighbouring numbers of a row (`block_scaling_dim=1`), or of
@@ -126,6 +131,7 @@ class Float8BlockQuantizer(Quantizer):
         return f"{self._element(self.fp8_dtype)} {block}"
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class MXFP8Quantizer(Quantizer):
     """A scale, the exponent of a power of two, for 32 neighbouring numbers of a row, or of a column
@@ -139,6 +145,7 @@ class MXFP8Quantizer(Quantizer):
         return f"mx {self._element(self.fp8_dtype)}{' 32x1' * self.columnwise}"
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class NVFP4Quantizer(Quantizer):
     """4-bit codes with a scale for 16 neighbouring numbers of a row, or of a column (`columnwise`),

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+from .constructors import names_its_arguments
 from .numbered import numbered
 
 __all__ = [
@@ -40,6 +41,7 @@ class Format(enum.Enum):
     HYBRID = FormatRange(448.0, 57344.0)
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """The formats of operands. Recipes of equal fields are equal and share their plans."""
@@ -78,6 +80,7 @@ class Recipe:
         return forward, "e4m3" if format is Format.E4M3 else "e5m2"
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
     """A scale for 32 neighbouring numbers, a power of two (OCP Microscaling formats 1.0; the
@@ -92,6 +95,7 @@ class MXFP8BlockScaling(Recipe):
         return f"mx {forward}", f"mx {forward}", f"mx {backward}"
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
     """One scale for a tensor, from its largest magnitude at each use."""
@@ -105,6 +109,7 @@ class Float8CurrentScaling(Recipe):
         return forward, forward, backward
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(Recipe):
     """One scale for a tensor, from the largest magnitudes of the tensors before it in the same
@@ -157,6 +162,7 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
     """A scale, a power of two, for 128 neighbouring numbers of inputs and gradients, and for 128 x
@@ -185,6 +191,7 @@ _NVFP4_CHOICES = {
 }
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
     """4-bit codes with a scale for 16 neighbouring numbers, in E4M3, and one for the tensor; for
@@ -251,6 +258,7 @@ class QuantizerRole(NamedTuple):
     module: Any
 
 
+@names_its_arguments
 @dataclasses.dataclass(frozen=True, eq=False)
 class CustomRecipe(Recipe):
     """Formats that a function gives for each op and role: `qfactory(role)` returns the name of a

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from . import peers
 from .compile.groups import traced_segment
+from .constructors import names_its_arguments
 from .fuser import OperationFuser
 from .marks import constant, disabled, may_be_traced
 from .numbered import numbered
@@ -35,6 +36,7 @@ from .runtime.policies import Policies
 OpKwargs = Mapping[Any, dict[str, Any]]
 
 
+@names_its_arguments
 class Sequential(nn.Module, Holder):
     """Modules in order; maximal runs of fusible ops form one group each.
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from .. import _C
+from ..constructors import names_its_arguments
 from ..marks import disabled, may_be_traced
 from ..numbered import numbered
 from ..peers import untraced
@@ -64,6 +65,7 @@ def quantizers_by(quantizer_of: Callable[[Any, str, int], Quantizer | None]) -> 
 
 
 # The mixin last: compiled graphs guard on each class that is searched before nn.Module.
+@names_its_arguments
 class FusibleOperation(nn.Module, HeldMixin):
     """A tensor operation that the fuser may plan: a basic op, a container, or a fused op.
 
@@ -100,6 +102,7 @@ class FusibleOperation(nn.Module, HeldMixin):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        names_its_arguments(cls)
         methods.check_methods(cls)
         families = cls._method_families()
         cls._python_forward = methods.forward_implementation(cls, families)
