@@ -313,6 +313,22 @@ class OperationFuser(Holder):
         is_within_layout = self._given_channels is not None
         return not is_within_layout and (self._calls_members or has_hooks(self._members))
 
+    def _why_split(self) -> str:
+        """Which member makes it fall apart, and by what."""
+        for member in self._members:
+            name = type(member).__name__
+            if member._has_own_forward:
+                return (
+                    f"[{name}] a member of an OperationFuser in a compiled graph must have no "
+                    "forward of its own, got one; Sequential takes it"
+                )
+            if has_hooks([member]):
+                return (
+                    f"[{name}] a member of an OperationFuser in a compiled graph must have no "
+                    "hooks, got some; Sequential takes them"
+                )
+        return ""
+
     def _split_at_members(self) -> Layout:
         layout = self._split
         if layout is None or hooked_now(layout) != layout.hooked:

@@ -9,6 +9,7 @@ compile/groups.py calls it during the trace.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,7 +25,16 @@ def constant(function: Function) -> Function:
     return function
 
 
-def disabled(reason: str | None = None) -> Callable[[Function], Function]:
+class Reason(threading.local):
+    """A reason that only a trace knows. Dynamo asks for its text when the graph breaks."""
+
+    text = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def disabled(reason: str | Reason | None = None) -> Callable[[Function], Function]:
     """As `torch.compiler.disable`: the graph breaks at the call, for this reason.
 
     Calling the function loads Dynamo. Where no trace may be running, ask `may_be_traced` first.

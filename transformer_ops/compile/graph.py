@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..marks import constant
 from ..numbered import numbered
 from ..op.base import BasicOperation
+from ..op.methods import single_name, split_names
 from ..runtime.host import HostPlan, Kwargs, check_kwargs
 from ..runtime.main_grad import Buffer
 from ..runtime.stand_ins import StandIns
@@ -23,27 +24,48 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
 
 def number_of(plan: HostPlan) -> int:
     """The number by which `run_in_graph` finds a plan; -1 where it needs a graph break."""
-    if not _is_traceable(plan):
+    if obstacle(plan):
         return -1
     if plan.number is None:
         plan.number = numbered.add(plan)
     return plan.number
 
 
-def _is_traceable(plan: HostPlan) -> bool:
+def obstacle(plan: HostPlan) -> str:
+    """Why a plan needs a graph break; empty where it needs none."""
     # A gradient that comes later is no output of a graph.
     if plan.delaying and plan.plan.needs_backward:
-        return False
+        name = type(plan.basic_ops[plan.delaying[0]]._parameter_owner).__name__
+        return (
+            f"[{name}] delay_wgrad_compute must be False in a compiled graph with a backward, "
+            "got True"
+        )
     # A single method may do anything; what it does to its context cannot be told apart.
-    if any(step.op._forward_style() == "single" for step in plan.forward_steps):
-        return False
-    for op in {step.op for step in plan.steps}:
+    for step in plan.forward_steps:
+        found = step.op._python_forward
+        if found is not None and found.style == "single":
+            compute, save = split_names(found.family)
+            return (
+                f"[{type(step.op).__name__}] forward must be the split pair {compute} and {save} "
+                f"in a compiled graph, got the single method {single_name(found.family)}"
+            )
+    for step in plan.steps:
+        name = type(step.op).__name__
         # A fused op hangs on no module: its tensors would become constants.
-        if op.is_fused_op and next(_tensor_paths(op), None) is not None:
-            return False
-        if any(hasattr(basic._parameter_owner, "parametrizations") for basic in op.basic_ops):
-            return False
-    return True
+        path = next(_tensor_paths(step.op), None) if step.op.is_fused_op else None
+        if path is not None:
+            return (
+                f"[{name}] a fused op must leave its tensors to its basic ops in a compiled graph, "
+                f"got its own {path}"
+            )
+        for basic in step.op.basic_ops:
+            parametrizations = getattr(basic._parameter_owner, "parametrizations", None)
+            if parametrizations is not None:
+                return (
+                    f"[{name}] the parameters of a Python step must not be parametrized in a "
+                    f"compiled graph, got parametrizations of {', '.join(parametrizations)}"
+                )
+    return ""
 
 
 @constant

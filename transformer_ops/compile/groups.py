@@ -10,7 +10,7 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabl
 
 from .. import _C, peers
 from ..fusion import registry
-from ..marks import constant, disabled
+from ..marks import Reason, constant, disabled
 from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.tensor_parallel import is_dtensor, local_parameter
@@ -18,7 +18,15 @@ from ..quantization.region import STATE as RECIPE_STATE
 from ..quantized_tensor import QuantizedTensor, with_parts
 from ..runtime.layout import Segment, group_of_members
 from ..runtime.main_grad import buffer_of, is_marked
-from .graph import accumulating, number_of, plain_state, read, run_in_graph, state_places
+from .graph import (
+    accumulating,
+    number_of,
+    obstacle,
+    plain_state,
+    read,
+    run_in_graph,
+    state_places,
+)
 
 # Of a tensor: (dtype, requires_grad, format of a quantized one); None for one that is None.
 TensorFacts = tuple[torch.dtype, bool, str | None] | None
@@ -26,6 +34,8 @@ TensorFacts = tuple[torch.dtype, bool, str | None] | None
 Facts = tuple[bool, torch.dtype | None, str, tuple[TensorFacts, ...], tuple[bool, ...], str | None]
 # Each name on the way from a global to an object is a guard of a compiled graph.
 _run_plan = torch.ops.transformer_ops.run_plan
+# Why the call that is being traced leaves the graph.
+_reason = Reason()
 
 
 class Reads(NamedTuple):
@@ -101,6 +111,7 @@ def traced_call(
         given = with_parts(parameters)
     if states:
         if any(place < 0 for place, _ in states):
+            _because_of_scales(state, members, states)
             return _run_outside(state, members, input, extra_inputs, kwargs)
         given = [*given, *(getattr(modules[place], name) for place, name in states)]
     if text and not (kwargs and any(kwargs)):
@@ -110,14 +121,17 @@ def traced_call(
         members = tuple([module._number for module in modules])
         plan = _python_plan(state, members, registry.VERSION, facts)
         if plan < 0:
+            _because_of_plan(state, members, registry.VERSION, facts)
             return _run_outside(state, members, input, extra_inputs, kwargs)
         basic_ops = _basic_ops(modules)
         if any(format is not None for format in formats):
             # What stands in for a parameter in a Python step is one tensor.
+            _because_of_formats(plan, formats)
             return _run_outside(state, members, input, extra_inputs, kwargs)
         for state_place, value in plain_state(plan):
             # Never true while tracing: what Dynamo guards on.
             if read(basic_ops, state_place) != value:
+                _because_of_value(plan, state_place)
                 return _run_outside(state, members, input, extra_inputs, kwargs)
         current = [read(basic_ops, state_place) for state_place in state_places(plan)]
         own = kwargs if kwargs is not None else [{} for _ in basic_ops]
@@ -128,6 +142,7 @@ def traced_call(
                 continue
             if is_marked(weight):
                 # Only a backward that runs in Python can set the mark.
+                _because_of_mark(plan, op)
                 return _run_outside(state, members, input, extra_inputs, kwargs)
             buffers.append((op, k, *buffer_of(weight, basic_ops[op], k)))
         outputs = run_in_graph(plan, [input, *extra, *given], current, own, buffers)
@@ -162,6 +177,7 @@ def traced_group(
     """What Dynamo sees of a group that is called on its own."""
     optional, is_split = _group_in(state)
     if is_split:
+        _because_of_members(state)
         return _call_outside(state, input, extra_inputs, kwargs)
     check_call(optional, input, extra_inputs)
     return traced_call(state, modules, input, extra_inputs, kwargs)
@@ -197,7 +213,66 @@ def _reads_constant(state: str) -> Reads | None:
     return reads
 
 
-@disabled()
+# Each says why the call of a disabled function that follows it leaves the graph.
+
+
+def _owner_name(plan: int, op: int) -> str:
+    return type(numbered.find(plan).basic_ops[op]._parameter_owner).__name__
+
+
+@constant
+def _because_of_scales(
+    state: str, members: tuple[int, ...], states: tuple[tuple[int, str], ...]
+) -> None:
+    group = _find_group(state, members)
+    name = next(name for place, name in states if place < 0)
+    owners = [op._parameter_owner for op in group._basic_ops]
+    owner = next((owner for owner in owners if name in owner._buffers), owners[0])
+    _reason.text = (
+        f"[{type(owner).__name__}] a module with scales must be called itself in a compiled graph, "
+        f"got its basic ops, which do not hold {name}"
+    )
+
+
+@constant
+def _because_of_plan(state: str, members: tuple[int, ...], version: int, facts: Facts) -> None:
+    _reason.text = obstacle(_find_group(state, members)._entry(facts).host)
+
+
+@constant
+def _because_of_formats(plan: int, formats: tuple[str | None, ...]) -> None:
+    steps = numbered.find(plan).steps
+    name = type(steps[0].op).__name__ if steps else _owner_name(plan, 0)
+    format = next(format for format in formats if format is not None)
+    _reason.text = (
+        f"[{name}] weights must be plain in a compiled graph with Python steps or main_grad, "
+        f"got one in the format {format}"
+    )
+
+
+@constant
+def _because_of_value(plan: int, place: tuple[int, str]) -> None:
+    op, path = place
+    _reason.text = (
+        f"[{_owner_name(plan, op)}] {path} must be set outside of compiled code, "
+        "got another value within it"
+    )
+
+
+@constant
+def _because_of_mark(plan: int, op: int) -> None:
+    _reason.text = (
+        f"[{_owner_name(plan, op)}] weight must have no grad_added_to_main_grad in a compiled "
+        "graph, got one: only a backward outside of the graph can set it"
+    )
+
+
+@constant
+def _because_of_members(state: str) -> None:
+    _reason.text = _find_group(state)._why_split()
+
+
+@disabled(_reason)
 def _call_outside(
     state: str,
     input: Tensor,
@@ -207,7 +282,7 @@ def _call_outside(
     return _find_group(state)(input, *extra_inputs, basic_op_kwargs=kwargs)
 
 
-@disabled()
+@disabled(_reason)
 def _run_outside(
     state: str,
     members: tuple[int, ...],
