@@ -232,6 +232,13 @@ CASES = [
         bad=((16,), r"\[rms_norm\] input must end in dimensions"),
     ),
     OpCase(
+        "RMSNorm-eps-of-the-dtype",
+        lambda: tops.RMSNorm(16, eps=None),
+        lambda x, *, weight: F.rms_norm(x, weight.shape, weight),
+        statistics(1),
+        bad=((3, 15), r"\[rms_norm\] input must end in dimensions \[16\], got shape \[3, 15\]"),
+    ),
+    OpCase(
         "L2Normalization",
         lambda: tops.L2Normalization(eps=1e-3),
         l2_normalization(1e-3),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -228,6 +230,35 @@ def test_a_weight_that_is_put_in_the_place_of_another() -> None:
     wanted = run(plain)
     with tops.frozen_weights():
         assert_equal(run(module), wanted)
+
+
+# Writes to the memory of a parameter, and whether torch counts them.
+WRITES: dict[str, tuple[Callable[[Tensor], object], bool]] = {
+    "in place": (lambda weight: weight.detach().mul_(2), True),
+    "data": (lambda weight: weight.data.mul_(2), False),
+    "numpy": (
+        lambda weight: np.multiply(weight.detach().numpy(), 2, weight.detach().numpy()),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_that_torch_does_not_count_is_not_noticed(name: str) -> None:
+    """As docs/quantization.md says: the product is that of the weight before."""
+    write, is_counted = WRITES[name]
+    linear, x = tops.Linear(64, 32, bias=False), torch.randn(8, 64)
+    with tops.autocast(recipe=MXFP8BlockScaling()):
+        with tops.frozen_weights():
+            before = linear(x)
+            write(linear.weight)
+            if is_counted:
+                with pytest.raises(RuntimeError, match="weight must not be modified within"):
+                    linear(x)
+            else:
+                assert torch.equal(linear(x), before)
+        # A power of two changes no rounding.
+        assert torch.equal(linear(x), 2 * before)
 
 
 def test_weights_made_at_each_call_round_as_ever() -> None:

@@ -1,4 +1,5 @@
-"""Differences from te.ops: what `Quantize` returns, and when delayed scales move."""
+"""Differences from te.ops: what `Quantize` returns, and when delayed scales move; and one from
+torch that is theirs, too: gradients at a limit."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_references import clamped
 from recipe_cases import EVERY_RECIPE, RECIPES
 from torch import Tensor
 
@@ -275,3 +277,42 @@ def test_a_checkpoint_between_steps_has_the_scales_of_the_step_before() -> None:
         with tops.autocast(recipe=RECIPE):
             one(x)
         assert one.fp8_scale[0] == torch.tensor(448.0) / torch.tensor(3.0)
+
+
+# ---- gradients at the limit of a clamped unit
+
+LIMIT = 0.75
+
+
+def clamped_by_torch(x: Tensor) -> Tensor:
+    gate, linear = x.chunk(2, dim=-1)
+    gate, linear = gate.clamp(max=LIMIT), linear.clamp(-LIMIT, LIMIT)
+    return gate * torch.sigmoid(1.702 * gate) * (linear + 1)
+
+
+@pytest.mark.parametrize("op", ["ClampedSwiGLU", "ScaledClampedQGeGLU"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_passes_at_the_limit(op: str, dtype: torch.dtype) -> None:
+    module = getattr(tops, op)(limit=LIMIT)
+    scales = [torch.ones(4, dtype=dtype)] if op.startswith("Scaled") else []
+    # At the limit, within it and beyond it: of the gate, and of the other half.
+    gates = torch.tensor([LIMIT, 0.5, 1.0, 0.5], dtype=dtype)
+    others = torch.tensor([0.5, -LIMIT, LIMIT, 1.0], dtype=dtype)
+    x = torch.stack([gates, others], dim=-1).requires_grad_()
+    found, passing, torchs = (
+        torch.autograd.grad(call(x).sum(), x)[0]
+        for call in (
+            lambda x: module(x, *scales),
+            lambda x: clamped(x, limit=LIMIT),
+            clamped_by_torch,
+        )
+    )
+    torch.testing.assert_close(found, passing)
+    passes = torch.tensor([[True, True], [True, True], [False, True], [True, False]])
+    assert torch.equal(found != 0, passes)
+    # Elsewhere both are the same; at the limit torch's depends on its version.
+    at_limit = x.detach().abs() == LIMIT
+    torch.testing.assert_close(found[~at_limit], torchs[~at_limit])
+    assert at_limit.sum() == 3 and torch.all(
+        (torchs == 0) | torch.isclose(torchs, found, rtol=1e-2)
+    )

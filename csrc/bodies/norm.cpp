@@ -5,6 +5,7 @@
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <limits>
 #include <numeric>
 
 #include "bodies/cpu.h"
@@ -55,14 +56,22 @@ Tensor layer_norm_unfused(const Tensor& input, const Tensor& weight, const Tenso
   return y.to(input.scalar_type());
 }
 
-Tensor rms_norm_unfused(const Tensor& input, const Tensor& weight, double eps,
+double rms_norm_eps(std::optional<double> eps, const Tensor& input) {
+  if (eps) return *eps;
+  return accumulate_dtype(input.scalar_type()) == at::kDouble
+             ? std::numeric_limits<double>::epsilon()
+             : std::numeric_limits<float>::epsilon();
+}
+
+Tensor rms_norm_unfused(const Tensor& input, const Tensor& weight, std::optional<double> eps,
                         bool zero_centered_gamma) {
   const Tensor x = to_accumulate(input);
   const Tensor gamma = weight.to(x.scalar_type());
   std::vector<int64_t> dims(gamma.dim());
   std::iota(dims.begin(), dims.end(), -gamma.dim());
   const Tensor squares = at::mean(x.square(), dims, /*keepdim=*/true);
-  const Tensor y = x * at::rsqrt(squares + eps) * (zero_centered_gamma ? gamma + 1 : gamma);
+  const Tensor y =
+      x * at::rsqrt(squares + rms_norm_eps(eps, input)) * (zero_centered_gamma ? gamma + 1 : gamma);
   return y.to(input.scalar_type());
 }
 
@@ -78,10 +87,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_gradients(const Tensor& grad_outpu
 }
 
 std::tuple<Tensor, Tensor> rms_norm_gradients(const Tensor& grad_output, const Tensor& input,
-                                              const Tensor& weight, double eps,
+                                              const Tensor& weight, std::optional<double> eps,
                                               bool zero_centered_gamma) {
+  const double epsilon = rms_norm_eps(eps, input);
   const auto norm = [&](const Tensor& x, const Tensor& gamma) {
-    return rms_norm_unfused(x, gamma, eps, zero_centered_gamma);
+    return rms_norm_unfused(x, gamma, epsilon, zero_centered_gamma);
   };
   const auto [grad_input, grad_weight] = gradients(norm, grad_output, input, weight);
   return {grad_input, grad_weight};

@@ -1,6 +1,7 @@
 // What the norms and the fused ops that contain one share.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -24,14 +25,17 @@ void check_layer_norm_backward(const Checks& check, const Tensor& grad_output, c
 
 Tensor layer_norm_unfused(const Tensor& input, const Tensor& weight, const Tensor& bias, double eps,
                           bool zero_centered_gamma);
-Tensor rms_norm_unfused(const Tensor& input, const Tensor& weight, double eps,
+// Of an RMSNorm without one: the machine epsilon of the dtype that sums are taken in, as
+// torch.nn.RMSNorm has it.
+double rms_norm_eps(std::optional<double> eps, const Tensor& input);
+Tensor rms_norm_unfused(const Tensor& input, const Tensor& weight, std::optional<double> eps,
                         bool zero_centered_gamma);
 // The bias does not reach backward: its gradient does not depend on it.
 std::tuple<Tensor, Tensor, Tensor> layer_norm_gradients(const Tensor& grad_output,
                                                         const Tensor& input, const Tensor& weight,
                                                         double eps, bool zero_centered_gamma);
 std::tuple<Tensor, Tensor> rms_norm_gradients(const Tensor& grad_output, const Tensor& input,
-                                              const Tensor& weight, double eps,
+                                              const Tensor& weight, std::optional<double> eps,
                                               bool zero_centered_gamma);
 
 // ---- kernels

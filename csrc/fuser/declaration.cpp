@@ -194,7 +194,7 @@ bool OpDeclaration::is_optional(const std::string& name) const {
   if (const auto* const list = list_of(parameter_of(name))) return list->optional;
   const auto& fields = forward_schema.arguments;
   const auto field = std::ranges::find(fields, name, &Schema::Field::name);
-  return field != fields.end() && field->type == "Tensor?";
+  return field != fields.end() && field->type.ends_with('?');
 }
 
 const std::map<std::string, OpDeclaration>& declarations() { return all().rows; }

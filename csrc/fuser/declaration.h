@@ -126,7 +126,8 @@ struct OpDeclaration {
   const State* state_of(const std::string& parameter, const Attributes& attributes) const;
   // Does backward read an argument for the gradients that its output mask names?
   bool is_read(const std::string& argument, const std::vector<bool>& mask) const;
-  // May the parameter, tensor of one or extra input be None?
+  // May the parameter, tensor of one, extra input or attribute be None? Ops leave out such an
+  // attribute.
   bool is_optional(const std::string& name) const;
 };
 

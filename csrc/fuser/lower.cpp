@@ -197,6 +197,12 @@ class Lowering {
     return find_op(span, [&](const OpDeclaration& row) { return row.has_attribute(name); });
   }
 
+  Argument attribute(int op, const std::string& name) const {
+    const auto found = ops_[op].attributes.find(name);
+    if (found == ops_[op].attributes.end()) return None{};
+    return found->second;
+  }
+
   // For an argument of an op that is absent.
   None absent(const Span& span, const Schema::Field& field) const {
     check(lacks_an_op(span) && field.type == "Tensor?", "[plan] '", span.group.name,
@@ -232,7 +238,7 @@ class Lowering {
       return Attribute(needed_slots_.contains(result_value(span, *slot)));
     }
     if (const int op = op_with_tensor(span, name); op >= 0) return tensor(op, name);
-    if (const int op = op_with_attribute(span, name); op >= 0) return ops_[op].attributes.at(name);
+    if (const int op = op_with_attribute(span, name); op >= 0) return attribute(op, name);
     return absent(span, field);
   }
 
@@ -265,7 +271,7 @@ class Lowering {
     }
     if (const int op = op_with_slot(span, name); op >= 0) return need({Kind::Slot, op, name});
     if (const int op = op_with_parameter(span, name); op >= 0) return tensor(op, name);
-    if (const int op = op_with_attribute(span, name); op >= 0) return ops_[op].attributes.at(name);
+    if (const int op = op_with_attribute(span, name); op >= 0) return attribute(op, name);
     if (span.group.joint) return need({Kind::Slot, span.first, name});
     return absent(span, field);
   }

@@ -11,7 +11,8 @@ OpNode make_op(const std::string& kind, Attributes attributes) {
   check(is_declared(kind), "[Pipeline] kind must be that of a declared op, got '", kind, "'");
   const OpDeclaration& row = declaration(kind);
   for (const std::string& name : row.attributes) {
-    check(attributes.contains(name), "[", kind, "] attributes must have '", name, "', got none");
+    check(attributes.contains(name) || row.is_optional(name), "[", kind, "] attributes must have '",
+          name, "', got none");
   }
   for (const auto& [name, value] : attributes) {
     check(row.has_attribute(name) || row.has_flag(name), "[", kind,

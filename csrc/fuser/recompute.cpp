@@ -195,6 +195,7 @@ class Recompute {
     }
     const auto attribute = plan_.ops[op].attributes.find(name);
     if (attribute != plan_.ops[op].attributes.end()) return attribute->second;
+    if (row(op).has_attribute(name)) return None{};
     return Value{Kind::Slot, op, name};
   }
 

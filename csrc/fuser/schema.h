@@ -13,7 +13,7 @@ struct Schema {
     std::string name;
 
     // A list that is not there is empty.
-    bool may_be_absent() const { return type == "Tensor?" || type == "Tensor[]"; }
+    bool may_be_absent() const { return type.ends_with('?') || type == "Tensor[]"; }
   };
   std::string name;
   std::vector<Field> arguments;

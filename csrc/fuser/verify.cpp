@@ -147,6 +147,7 @@ std::vector<std::string> names_of(const std::vector<Value>& values, int i) {
 }
 
 bool fits(const Attribute& attribute, const std::string& type) {
+  if (type.ends_with('?')) return fits(attribute, type.substr(0, type.size() - 1));
   if (type == "bool") return std::holds_alternative<bool>(attribute);
   if (type == "float") return std::holds_alternative<double>(attribute);
   if (type == "str") return std::holds_alternative<std::string>(attribute);
@@ -189,8 +190,12 @@ void verify_native_op(const Plan& plan, int i, const std::vector<std::string>& r
   const OpDeclaration& row = declaration(op.kind);
   const std::string place = place_of(plan, i);
   for (const auto& name : row.attributes) {
-    check(op.attributes.contains(name), place, " must have attribute '", name, "', got none");
-    verify_attribute(place, row, name, op.attributes.at(name));
+    const auto found = op.attributes.find(name);
+    if (found == op.attributes.end()) {
+      check(row.is_optional(name), place, " must have attribute '", name, "', got none");
+    } else {
+      verify_attribute(place, row, name, found->second);
+    }
   }
   for (const auto& name : row.flags) {
     const auto flag = op.attributes.find(name);

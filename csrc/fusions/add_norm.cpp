@@ -69,41 +69,43 @@ Tensor add_layer_norm_unfused(const Tensor& input, const Tensor& extra_input, co
 // ---- RMSNorm
 
 constexpr const char* kRMSNorm =
-    "add_rms_norm(Tensor input, Tensor extra_input, Tensor weight, float eps, "
+    "add_rms_norm(Tensor input, Tensor extra_input, Tensor weight, float? eps, "
     "bool zero_centered_gamma, bool save_sum) -> (Tensor output, Tensor sum, Tensor rstd)";
 
 TensorSpecs rms_norm_shape(const Checks& check, const Tensor& input, const Tensor& extra_input,
-                           const Tensor& weight, double, bool, bool save_sum) {
+                           const Tensor& weight, std::optional<double>, bool, bool save_sum) {
   check_norm(check, input, weight);
   return outputs(check, input, extra_input, weight, save_sum, 1);
 }
 
-void rms_norm_cpu(const Tensor& input, const Tensor& extra_input, const Tensor& weight, double eps,
-                  bool zero_centered_gamma, bool save_sum, Tensor& output, Tensor& sum,
-                  Tensor& rstd) {
+void rms_norm_cpu(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
+                  std::optional<double> eps, bool zero_centered_gamma, bool save_sum,
+                  Tensor& output, Tensor& sum, Tensor& rstd) {
   const cpu::Rows x{input, weight.numel()}, extra{extra_input, x.width};
   const cpu::Rows y{output, x.width}, sums{sum, x.width}, rstds{rstd, 1};
   const Tensor gamma = cpu::to_accumulate(weight, input, gamma_offset(zero_centered_gamma));
+  const double epsilon = rms_norm_eps(eps, input);
   // Rows without elements have statistics too.
   cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::add_rms_norm_forward(cpu::kernel_dtype(input), x.read(begin), extra.read(begin),
-                              gamma.const_data_ptr(), eps, save_sum ? sums.write(begin) : nullptr,
-                              y.write(begin), rstds.write(begin), end - begin, x.width);
+                              gamma.const_data_ptr(), epsilon,
+                              save_sum ? sums.write(begin) : nullptr, y.write(begin),
+                              rstds.write(begin), end - begin, x.width);
   });
 }
 
-void rms_norm_cuda(const Tensor& input, const Tensor& extra_input, const Tensor& weight, double eps,
-                   bool zero_centered_gamma, bool save_sum, Tensor& output, Tensor& sum,
-                   Tensor& rstd) {
-  auto norm =
-      cuda::norm_of(cuda::Norm::RMSNorm, input, weight, eps, zero_centered_gamma, output, rstd);
+void rms_norm_cuda(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
+                   std::optional<double> eps, bool zero_centered_gamma, bool save_sum,
+                   Tensor& output, Tensor& sum, Tensor& rstd) {
+  auto norm = cuda::norm_of(cuda::Norm::RMSNorm, input, weight, rms_norm_eps(eps, input),
+                            zero_centered_gamma, output, rstd);
   norm.extra = cuda::read(extra_input);
   norm.sum = save_sum ? cuda::write(sum) : nullptr;
   cuda::norm_forward(cuda::stream_of(input), norm);
 }
 
 Tensor add_rms_norm_unfused(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
-                            double eps, bool zero_centered_gamma, bool) {
+                            std::optional<double> eps, bool zero_centered_gamma, bool) {
   return rms_norm_unfused(input + extra_input, weight, eps, zero_centered_gamma);
 }
 

@@ -114,7 +114,7 @@ using RMSNormMask = std::array<bool, 2>;
 
 TensorSpecs rms_norm_shape(const Checks& check, const Tensor& grad_output,
                            const Tensor& grad_extra_output, const Tensor& input, const Tensor& rstd,
-                           const Tensor& weight, double, bool, RMSNormMask wanted) {
+                           const Tensor& weight, std::optional<double>, bool, RMSNormMask wanted) {
   check_rms_norm_backward(check, grad_output, input, rstd, weight);
   const auto [wants_input, wants_weight] = wanted;
   return {with_extra_gradient(check, like(input), grad_extra_output, wants_input),
@@ -122,8 +122,9 @@ TensorSpecs rms_norm_shape(const Checks& check, const Tensor& grad_output,
 }
 
 void rms_norm_cpu(const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input,
-                  const Tensor& rstd, const Tensor& weight, double, bool zero_centered_gamma,
-                  RMSNormMask wanted, Tensor& grad_input, Tensor& grad_weight) {
+                  const Tensor& rstd, const Tensor& weight, std::optional<double>,
+                  bool zero_centered_gamma, RMSNormMask wanted, Tensor& grad_input,
+                  Tensor& grad_weight) {
   const auto [wants_input, wants_weight] = wanted;
   const int64_t width = weight.numel();
   const Rows rows(grad_output, grad_extra_output, input, rstd, grad_input);
@@ -140,8 +141,9 @@ void rms_norm_cpu(const Tensor& grad_output, const Tensor& grad_extra_output, co
 }
 
 void rms_norm_cuda(const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input,
-                   const Tensor& rstd, const Tensor& weight, double, bool zero_centered_gamma,
-                   RMSNormMask wanted, Tensor& grad_input, Tensor& grad_weight) {
+                   const Tensor& rstd, const Tensor& weight, std::optional<double>,
+                   bool zero_centered_gamma, RMSNormMask wanted, Tensor& grad_input,
+                   Tensor& grad_weight) {
   const auto [wants_input, wants_weight] = wanted;
   const Rows rows(grad_output, grad_extra_output, input, rstd, grad_input);
   auto norm = rows.cuda(cuda::Norm::RMSNorm, weight, zero_centered_gamma, grad_input);
@@ -149,11 +151,9 @@ void rms_norm_cuda(const Tensor& grad_output, const Tensor& grad_extra_output, c
   cuda::run_norm_backward(rows.x, norm);
 }
 
-std::tuple<Tensor, Tensor> rms_norm_residual_unfused(const Tensor& grad_output,
-                                                     const Tensor& grad_extra_output,
-                                                     const Tensor& input, const Tensor&,
-                                                     const Tensor& weight, double eps,
-                                                     bool zero_centered_gamma, RMSNormMask wanted) {
+std::tuple<Tensor, Tensor> rms_norm_residual_unfused(
+    const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input, const Tensor&,
+    const Tensor& weight, std::optional<double> eps, bool zero_centered_gamma, RMSNormMask wanted) {
   const auto [wants_input, wants_weight] = wanted;
   const auto [grad_input, grad_weight] =
       rms_norm_gradients(grad_output, input, weight, eps, zero_centered_gamma);
@@ -184,7 +184,7 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp bac
     register_norm("rms_norm_residual", "RMSNorm",
                   {.schema = "rms_norm_residual_backward(Tensor grad_output, "
                              "Tensor grad_extra_output, Tensor input, Tensor rstd, Tensor weight, "
-                             "float eps, bool zero_centered_gamma, bool[2] output_mask) -> "
+                             "float? eps, bool zero_centered_gamma, bool[2] output_mask) -> "
                              "(Tensor grad_input, Tensor grad_weight)",
                    .shape = rms_norm_shape,
                    .overwrites = {"grad_output", "grad_extra_output", "input"},

@@ -53,7 +53,7 @@ Tensors gradients_of(const Meaning& unfused, const Checks& check,
   return differentiate(first_result, inputs, grad_output);
 }
 
-// May a tensor argument of an op, or a list, be left out? Of a list the declaration says so.
+// May an argument of an op be left out? Of a list the declaration says so.
 bool may_be_absent(const TypedOp& op, const Schema::Field& field) {
   if (!field.may_be_absent()) return false;
   const OpDeclaration* const row = find_declaration_of(schema_of(op).name);

@@ -6,38 +6,40 @@
 namespace transformer_ops::ops::rms_norm {
 namespace {
 
-TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& weight, double,
-                          bool) {
+TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& weight,
+                          std::optional<double>, bool) {
   check_norm(check, input, weight);
   return {like(input), row_statistics(input, weight.dim())};
 }
 
-void forward_cpu(const Tensor& input, const Tensor& weight, double eps, bool zero_centered_gamma,
-                 Tensor& output, Tensor& rstd) {
+void forward_cpu(const Tensor& input, const Tensor& weight, std::optional<double> eps,
+                 bool zero_centered_gamma, Tensor& output, Tensor& rstd) {
   const cpu::Rows x{input, weight.numel()}, y{output, x.width}, rstds{rstd, 1};
   const Tensor gamma = cpu::to_accumulate(weight, input, gamma_offset(zero_centered_gamma));
+  const double epsilon = rms_norm_eps(eps, input);
   // Rows without elements have statistics too.
   cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::rms_norm_forward(cpu::kernel_dtype(input), x.read(begin), gamma.const_data_ptr(), eps,
+    cpu::rms_norm_forward(cpu::kernel_dtype(input), x.read(begin), gamma.const_data_ptr(), epsilon,
                           y.write(begin), rstds.write(begin), end - begin, x.width);
   });
 }
 
-void forward_cuda(const Tensor& input, const Tensor& weight, double eps, bool zero_centered_gamma,
-                  Tensor& output, Tensor& rstd) {
-  cuda::norm_forward(cuda::stream_of(input), cuda::norm_of(cuda::Norm::RMSNorm, input, weight, eps,
-                                                           zero_centered_gamma, output, rstd));
+void forward_cuda(const Tensor& input, const Tensor& weight, std::optional<double> eps,
+                  bool zero_centered_gamma, Tensor& output, Tensor& rstd) {
+  cuda::norm_forward(cuda::stream_of(input),
+                     cuda::norm_of(cuda::Norm::RMSNorm, input, weight, rms_norm_eps(eps, input),
+                                   zero_centered_gamma, output, rstd));
 }
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                           const Tensor& rstd, const Tensor& weight, double, bool) {
+                           const Tensor& rstd, const Tensor& weight, std::optional<double>, bool) {
   check_rms_norm_backward(check, grad_output, input, rstd, weight);
   return {like(input), like(weight)};
 }
 
 void backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& rstd,
-                  const Tensor& weight, double, bool zero_centered_gamma, Tensor& grad_input,
-                  Tensor& grad_weight) {
+                  const Tensor& weight, std::optional<double>, bool zero_centered_gamma,
+                  Tensor& grad_input, Tensor& grad_weight) {
   const cpu::Rows x{input, weight.numel()}, grad{grad_output, x.width}, rstds{rstd, 1};
   const Tensor gamma = cpu::to_accumulate(weight, input, gamma_offset(zero_centered_gamma));
   const cpu::Rows grad_x{grad_input, x.width};
@@ -50,8 +52,8 @@ void backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& 
 }
 
 void backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor& rstd,
-                   const Tensor& weight, double, bool zero_centered_gamma, Tensor& grad_input,
-                   Tensor& grad_weight) {
+                   const Tensor& weight, std::optional<double>, bool zero_centered_gamma,
+                   Tensor& grad_input, Tensor& grad_weight) {
   auto norm = cuda::norm_backward_of(cuda::Norm::RMSNorm, grad_output, input, rstd, weight,
                                      zero_centered_gamma, grad_input);
   norm.grad_gamma = cuda::gradient(grad_weight);
@@ -70,14 +72,14 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                     .attributes = {"normalized_shape", "eps", "zero_centered_gamma"},
                     .slots = {{"input"}, {"rstd"}},
                     .dtype = DTypeRule::Autocast},
-    .forward = {.schema = "rms_norm(Tensor input, Tensor weight, float eps, "
+    .forward = {.schema = "rms_norm(Tensor input, Tensor weight, float? eps, "
                           "bool zero_centered_gamma) -> (Tensor output, Tensor rstd)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
                 .bodies = {forward_cpu, forward_cuda, rms_norm_unfused},
                 .by_rows = {"input"}},
     .backward = {.schema = "rms_norm_backward(Tensor grad_output, Tensor input, Tensor rstd, "
-                           "Tensor weight, float eps, bool zero_centered_gamma) -> "
+                           "Tensor weight, float? eps, bool zero_centered_gamma) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
                  .overwrites = {"grad_output", "input"},

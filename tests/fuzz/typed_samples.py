@@ -134,7 +134,8 @@ class Sampler:
             return self.random.random() < 0.5
         if kind == "int":
             return self.interleave
-        if kind == "float":
+        # The statistics of a norm follow from a number, in every dtype.
+        if kind in ("float", "Optional[float]"):
             known = {"eps": self.eps, "p": self.p}
             return known.get(name, self.random.choice((0.5, 1.0, 1.7)))
         assert kind.startswith("List[bool]"), kind
@@ -320,6 +321,7 @@ BAD_TENSORS: tuple[Callable[[Random, Tensor], Any], ...] = (
 )
 BAD_CONSTANTS: dict[str, tuple[Any, ...]] = {
     "float": (math.nan, math.inf, -math.inf, 0.0, -1.0, 1e300, 1e-300, 2),
+    "Optional[float]": (None, math.nan, math.inf, 0.0, -1.0, 1e300, 1e-300, 2, "1", True),
     "int": (0, 1, 3, -1, 2**31, 2**62, 2**63 - 1, -(2**63), 2**64, 1.5),
     "bool": (True, False, None, 2),
     "str": ("", "gelu", "GELU", "swiglu", "silu", "\0", "x" * 1000, "é", None),

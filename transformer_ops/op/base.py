@@ -17,7 +17,7 @@ from ..quantized_tensor import QuantizedTensor
 from ..quantizers import Quantizer
 from . import methods, scales
 from .channels import ChannelMixin
-from .checks import check_bool, check_float
+from .checks import check_bool, check_float, check_optional_float
 from .context import OperationContext
 from .holders import KEPT_DICTS, HeldMixin
 from .methods import unpacked
@@ -28,7 +28,11 @@ Attribute = bool | int | float | str | list[int]
 Check = Callable[[str, str, object], Any]
 
 # By the type that a schema gives an attribute, where the class states no check of its own.
-_TYPE_CHECKS: dict[str, Check] = {"float": check_float, "bool": check_bool}
+_TYPE_CHECKS: dict[str, Check] = {
+    "float": check_float,
+    "float?": check_optional_float,
+    "bool": check_bool,
+}
 
 # Attributes that belong to one process and one set of groups, never to a copy.
 _TRANSIENT = (
@@ -442,6 +446,7 @@ class BasicOperation(ChannelMixin, FusibleOperation):
     def _attributes(self) -> dict[str, Attribute]:
         """Constructor state that the planner of a native op needs."""
         found = {name: getattr(self, name) for name in self._attribute_names}
+        found = {name: value for name, value in found.items() if value is not None}
         found |= {name: True for name in self._flag_names if getattr(self, name, False)}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
 

@@ -72,6 +72,11 @@ def check_bool(op: str, name: str, value: object) -> bool:
     return value
 
 
+def check_optional_float(op: str, name: str, value: object) -> float | None:
+    """None, or a finite number."""
+    return None if value is None else check_float(op, name, value)
+
+
 def check_float(op: str, name: str, value: object) -> float:
     """A finite number."""
     return _check_number(op, name, value, "must be a finite number", -math.inf, math.inf)
@@ -80,6 +85,11 @@ def check_float(op: str, name: str, value: object) -> float:
 def check_not_negative(op: str, name: str, value: object) -> float:
     """A finite number >= 0."""
     return _check_number(op, name, value, "must be a finite number >= 0", 0.0, math.inf)
+
+
+def check_optional_not_negative(op: str, name: str, value: object) -> float | None:
+    """None, or a finite number >= 0."""
+    return None if value is None else check_not_negative(op, name, value)
 
 
 def check_positive(op: str, name: str, value: object) -> float:

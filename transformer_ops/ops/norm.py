@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..op.base import BasicOperation, Check
-from ..op.checks import check_not_negative, check_sizes
+from ..op.checks import check_not_negative, check_optional_not_negative, check_sizes
 from ..op.parameters import new_parameter
 
 __all__ = ["LayerNorm", "RMSNorm"]
@@ -74,5 +74,25 @@ class RMSNorm(_Norm, kind="RMSNorm"):
 
     Zhang and Sennrich 2019. `x[..., *normalized_shape]`, `weight[*normalized_shape]` → the shape
     and dtype of `x`, computed in float32 (float64 for float64). With `zero_centered_gamma` the
-    scale is `1 + weight` and `weight` starts at zero. Errors are those of `LayerNorm`.
+    scale is `1 + weight` and `weight` starts at zero. `eps=None` is that of `torch.nn.RMSNorm`: the
+    machine epsilon of the dtype that it computes in. Errors are those of `LayerNorm`.
     """
+
+    _checks: ClassVar[Mapping[str, Check]] = {"eps": check_optional_not_negative}
+
+    def __init__(
+        self,
+        normalized_shape: Iterable[int] | int,
+        *,
+        eps: float | None = 1e-5,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        super().__init__(
+            normalized_shape,
+            eps=eps,  # type: ignore[arg-type]
+            device=device,
+            dtype=dtype,
+            zero_centered_gamma=zero_centered_gamma,
+        )
