@@ -9,8 +9,7 @@ std::optional<std::string> no_extra_gradient(const Match& match) {
 }
 
 TensorSpec with_extra_gradient(const Checks& check, const TensorSpec& grad_input,
-                               const Tensor& grad_extra_output, bool wanted) {
-  TORCH_CHECK(wanted, "[", check.op(), "] output_mask must ask for grad_input, got false");
+                               const Tensor& grad_extra_output) {
   check.compute_dtype("grad_extra_output", grad_extra_output);
   const auto dtype = c10::promoteTypes(grad_input.dtype, grad_extra_output.scalar_type());
   check.spec("grad_extra_output", grad_extra_output,

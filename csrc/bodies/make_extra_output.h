@@ -10,9 +10,9 @@ namespace transformer_ops {
 std::optional<std::string> no_extra_gradient(const Match& match);
 
 // The sum of a gradient like `grad_input` and of the extra output's, in the wider of their dtypes.
-// Raises where they do not fit, and where nobody wants the sum.
+// Raises where they do not fit.
 TensorSpec with_extra_gradient(const Checks& check, const TensorSpec& grad_input,
-                               const Tensor& grad_extra_output, bool wanted);
+                               const Tensor& grad_extra_output);
 
 // How a kernel for a norm of `input` adds the extra output's gradient on the way to `sum`.
 struct ExtraGradient {

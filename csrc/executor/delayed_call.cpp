@@ -1,5 +1,7 @@
 #include "executor/delayed_call.h"
 
+#include <algorithm>
+
 #include "executor/interpreter.h"
 
 namespace transformer_ops {
@@ -71,11 +73,17 @@ Tensors DelayedCall::run() const {
   const BelowAutograd below_autograd;
   op_.op.callBoxed(stack);
   c10::IValue& found = stack[op_.result];
-  return found.isTensorList() ? found.toTensorVector() : Tensors{std::move(found).toTensor()};
+  Tensors gradients =
+      found.isTensorList() ? found.toTensorVector() : Tensors{std::move(found).toTensor()};
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (!op_.wanted[i]) gradients[i].reset();
+  }
+  return gradients;
 }
 
 bool DelayedCall::run_into(const Accumulation& target) const {
-  if (!op_.into) return false;
+  const bool all_wanted = std::ranges::find(op_.wanted, false) == op_.wanted.end();
+  if (!op_.into || !all_wanted) return false;
   torch::jit::Stack stack = checked_arguments();
   push_accumulation(target, *op_.into, stack);
   const BelowAutograd below_autograd;

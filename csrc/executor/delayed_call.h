@@ -18,13 +18,14 @@ class DelayedCall {
     c10::OperatorHandle op;
     std::optional<c10::OperatorHandle> into;  // puts it into a buffer
     int result;                               // which one is the gradient, or a list of them
+    std::vector<bool> wanted = {true};        // of each of its tensors
   };
 
   DelayedCall(Op op, const torch::jit::Stack& arguments);
 
-  // The gradients of the tensors of the weight.
+  // The gradients of the tensors of the weight; undefined where backward was not asked for one.
   std::vector<at::Tensor> run() const;
-  // False where the op cannot: nothing has happened then.
+  // False where the op cannot, or not all are wanted: nothing has happened then.
   bool run_into(const Accumulation& target) const;
 
  private:

@@ -203,7 +203,8 @@ class Rerun {
 
 }  // namespace
 
-Tensors double_backward(const Program& program, const Tensors& saved, const Tensors& grads) {
+Tensors double_backward(const Program& program, const Tensors& saved, const Tensors& grads,
+                        const std::vector<bool>& asked) {
   refuse_host_steps(program,
                     "create_graph=True must have native ops only: Python steps have no "
                     "second derivative");
@@ -213,8 +214,12 @@ Tensors double_backward(const Program& program, const Tensors& saved, const Tens
   Rerun replay(program, saved);
   const Tensors outputs = replay.run();
   Tensors wanted, differentiable, given;
-  for (const Tensor& input : replay.inputs()) {
-    if (input.requires_grad()) wanted.push_back(input);
+  const Tensors& inputs = replay.inputs();
+  const auto is_wanted = [&](size_t i) {
+    return inputs[i].requires_grad() && (asked.empty() || asked[i]);
+  };
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (is_wanted(i)) wanted.push_back(inputs[i]);
   }
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (!outputs[i].requires_grad() || !grads[i].defined()) continue;
@@ -225,9 +230,7 @@ Tensors double_backward(const Program& program, const Tensors& saved, const Tens
                                               /*create_graph=*/true, /*allow_unused=*/true);
   Tensors results;
   auto next = found.begin();
-  for (const Tensor& input : replay.inputs()) {
-    results.push_back(input.requires_grad() ? *next++ : Tensor());
-  }
+  for (size_t i = 0; i < inputs.size(); ++i) results.push_back(is_wanted(i) ? *next++ : Tensor());
   return results;
 }
 

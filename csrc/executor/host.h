@@ -54,7 +54,8 @@ class HostCall {
   virtual std::string parameter_name(int op, int k) = 0;
 
   // Of a weight that accumulates, the buffers, if a product may add to them, and how; the gradients
-  // are given to accumulate() otherwise. Throws where the weight has no buffer at all.
+  // are given to accumulate() otherwise, which is called in either case. Throws where the weight
+  // has no buffer at all.
   virtual std::optional<Accumulation> accumulation(int op) = 0;
   // What autograd gets for tensor k of a weight whose gradient is in its buffer, or is `gradient`,
   // to be added.

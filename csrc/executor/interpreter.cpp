@@ -259,17 +259,19 @@ class Interpreter {
   void accumulate(const Program::Call& call) {
     const auto& [position, first, wanted, op, into, later] = *call.accumulates;
     if (later) {
-      const DelayedCall::Op delayed{call.op, into, position};
+      const DelayedCall::Op delayed{call.op, into, position, wanted};
       frame_.host->delay(op, std::make_shared<const DelayedCall>(delayed, stack_));
       stack_.clear();
       return;
     }
-    const auto target = frame_.host->accumulation(op);
     // Such an op gives no lists.
     const auto is_other_list = [&](int i) { return i != position && call.counts[i] > 0; };
     const bool gives_lists = std::ranges::any_of(
         std::views::iota(0, static_cast<int>(std::ssize(call.counts))), is_other_list);
-    if (target && into && !gives_lists) {
+    const bool all_wanted = std::ranges::find(wanted, false) == wanted.end();
+    std::optional<Accumulation> target;
+    if (into && all_wanted && !gives_lists) target = frame_.host->accumulation(op);
+    if (target) {
       push_accumulation(*target, *into, stack_);
       into->callBoxed(stack_);
       if (call.counts.empty()) stack_.insert(stack_.begin() + position, Tensor());

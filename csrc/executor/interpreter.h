@@ -3,6 +3,7 @@
 #include "executor/host.h"
 #include "executor/look.h"
 #include "executor/program.h"
+#include "op/main_grad.h"
 
 namespace transformer_ops {
 
@@ -32,6 +33,7 @@ class BelowAutograd {
  private:
   at::AutoDispatchBelowAutograd below_autograd_;
   c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
+  AsksTheEngine asks_the_engine_;
 };
 
 }  // namespace transformer_ops

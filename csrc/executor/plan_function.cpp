@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "executor/partial_backward.h"
 #include "executor/saved.h"
 
 namespace transformer_ops {
@@ -75,6 +76,29 @@ std::vector<Tensors> load_own(AutogradContext* context, const variable_list& sav
     }
   }
   return rows;
+}
+
+// ---- what the engine asks for
+
+// Which of the inputs' gradients are wanted; empty if all are. The gradient of a weight that is
+// left for later comes with that of the input, as nobody can ask for it by name.
+std::vector<bool> wanted_gradients(const AutogradContext& context, const Program& program) {
+  const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
+  if (asked == nullptr || asked->empty()) return {};
+  const size_t count = program.inputs.size() - program.plan.states.size();
+  const size_t tensors = 1 + program.plan.extra_inputs.size();
+  std::vector<bool> wanted(count, false);
+  bool all = true, any_tensor = false, has_tensor = false;
+  for (size_t i = 0; i < count; ++i) {
+    if (program.input_grads[i] < 0) continue;
+    wanted[i] = context.needs_input_grad(i);
+    all &= wanted[i];
+    has_tensor |= i < tensors;
+    any_tensor |= i < tensors && wanted[i];
+  }
+  if (all) return {};
+  for (const int position : program.delayed) wanted[position] = any_tensor || !has_tensor;
+  return wanted;
 }
 
 }  // namespace
@@ -159,8 +183,9 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
     result.resize(kFirstTensor + program->inputs.size() - program->plan.states.size());
     return result;
   }
+  const std::vector<bool> wanted = wanted_gradients(*context, *program);
   if (at::GradMode::is_enabled()) {
-    std::ranges::move(double_backward(*program, saved, grads), std::back_inserter(result));
+    std::ranges::move(double_backward(*program, saved, grads, wanted), std::back_inserter(result));
     return result;
   }
   Frame frame{.host = host ? &*host : nullptr};
@@ -189,10 +214,16 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
       frame.values[program->updated[i].second] = updated[i];
     }
   }
-  interpret(*program, program->backward, frame);
+  std::shared_ptr<const PartialBackward> part;
+  if (!wanted.empty()) {
+    part = program->parts->find_or_make(*program, wanted);
+    for (const int value : part->unread) frame.values[value].reset();
+  }
+  interpret(*program, part ? part->code : program->backward, frame);
   for (size_t i = 0; i < program->input_grads.size() - program->plan.states.size(); ++i) {
     const int index = program->input_grads[i];
-    const bool yields = index >= 0 && (!frame.is_partial || frame.reached[index]);
+    const bool is_wanted = index >= 0 && (wanted.empty() || wanted[i]);
+    const bool yields = is_wanted && (!frame.is_partial || frame.reached[index]);
     result.push_back(yields ? frame.values[index] : Tensor());
     if (yields && program->views[i]) unshare(result.back());
   }

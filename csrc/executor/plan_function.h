@@ -49,7 +49,9 @@ Tensors run_forward(const Program& program, at::TensorList tensors, Frame& frame
 
 // What PlanFunction's backward gives under create_graph=True: the gradients of the program's
 // inputs as a differentiable function of the inputs and `grads`, some of which may be undefined.
-// The ops are replayed unfused from what was saved.
-Tensors double_backward(const Program& program, const Tensors& saved, const Tensors& grads);
+// The ops are replayed unfused from what was saved. `wanted`: of each input, whether its gradient
+// is; empty where all are.
+Tensors double_backward(const Program& program, const Tensors& saved, const Tensors& grads,
+                        const std::vector<bool>& wanted);
 
 }  // namespace transformer_ops

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "executor/host.h"
+#include "executor/partial_backward.h"
 
 namespace transformer_ops {
 
@@ -73,6 +74,7 @@ bool reads_looks(const Program::Line& line) {
 }
 
 SharedProgram share(Program program) {
+  program.parts = std::make_shared<PartialBackwards>();
   return SharedProgram(std::make_unique<const Program>(std::move(program)));
 }
 

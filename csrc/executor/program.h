@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <map>
+#include <memory>
 #include <string>
 #include <variant>
 #include <vector>
@@ -13,6 +14,8 @@
 #include "op/typed_op.h"
 
 namespace transformer_ops {
+
+class PartialBackwards;
 
 // A plan with its values numbered and its ops looked up: what the interpreter runs.
 struct Program {
@@ -163,6 +166,7 @@ struct Program {
   std::vector<int> input_grads;                 // parallel to inputs; -1 where there is none
   std::vector<bool> views;                      // parallel to input_grads: of other gradients
   std::vector<int> delayed;                     // inputs whose gradients are left for later
+  std::shared_ptr<PartialBackwards> parts;      // of backward, made when they are asked for
 };
 
 // Throws c10::Error (RuntimeError) for an unknown op, or a call that does not fit the op's schema.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "executor/backward_pass.h"
 #include "executor/plan_function.h"
 #include "executor/preflight.h"
 
@@ -110,6 +111,7 @@ void refuse_saved_codes(const Program& program, const char* what) {
 Tensors run(const SharedProgram& shared, at::TensorList tensors, const SharedHostCall& host) {
   const Program& program = *shared;
   check_count(program, tensors);
+  current_backward_pass();
   if (under_functorch() || std::ranges::any_of(tensors, has_tangent)) {
     refuse_host_steps(program, "torch.func transforms must run over native ops only");
     refuse_saved_codes(program, "torch.func transforms");

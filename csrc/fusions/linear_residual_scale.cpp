@@ -18,9 +18,8 @@ namespace {
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor* grad_extra_output,
                   const Tensor* input, const Tensor* weight, double, LinearMask wanted) {
   TensorSpecs specs = linear_backward_outputs(check, grad_output, input, weight, wanted);
-  if (grad_extra_output != nullptr) {
-    const auto [wants_input, wants_weight] = wanted;
-    specs[0] = with_extra_gradient(check, specs[0], *grad_extra_output, wants_input);
+  if (grad_extra_output != nullptr && wanted[0]) {
+    specs[0] = with_extra_gradient(check, specs[0], *grad_extra_output);
   }
   return specs;
 }
@@ -50,7 +49,7 @@ LinearBackward backward(Product product, bool adds, const Call& call, const Tens
 LinearBackward backward_cpu(const Call& call, const Tensor& grad_output,
                             const Tensor* grad_extra_output, std::optional<Tensor> input,
                             const Tensor* weight, double scale, LinearMask wanted) {
-  const Tensor residual = or_undefined(grad_extra_output);
+  const Tensor residual = factor(wanted[0] && grad_extra_output != nullptr, grad_extra_output);
   const bool adds = residual.defined() && residual.scalar_type() == grad_output.scalar_type();
   if (!call.scales().defined()) {
     return backward(linear_backward_cpu, adds, call, grad_output, residual, std::move(input),
@@ -64,7 +63,7 @@ LinearBackward backward_cpu(const Call& call, const Tensor& grad_output,
 LinearBackward backward_cuda(const Call& call, const Tensor& grad_output,
                              const Tensor* grad_extra_output, std::optional<Tensor> input,
                              const Tensor* weight, double scale, LinearMask wanted) {
-  const Tensor residual = or_undefined(grad_extra_output);
+  const Tensor residual = factor(wanted[0] && grad_extra_output != nullptr, grad_extra_output);
   const auto dtype = product_dtype(grad_output);
   const bool adds = residual.defined() &&
                     (residual.scalar_type() == dtype ||
@@ -80,7 +79,7 @@ LinearBackward backward_unfused(const Tensor& grad_output, const Tensor* grad_ex
   auto [grad_input, grad_weight] =
       linear_backward_unfused(scale == 1 ? grad_output : grad_output * scale,
                               factor(wants_weight, input), factor(wants_input, weight));
-  if (grad_extra_output != nullptr) grad_input = grad_input + *grad_extra_output;
+  if (grad_extra_output != nullptr && wants_input) grad_input = grad_input + *grad_extra_output;
   return {grad_input, grad_weight};
 }
 

@@ -3,6 +3,7 @@
 #include "bodies/cpu.h"
 #include "bodies/make_extra_output.h"
 #include "bodies/norm.h"
+#include "op/buffer.h"
 #include "op/op.h"
 
 namespace transformer_ops::fused::norm_residual {
@@ -10,6 +11,18 @@ namespace {
 
 TensorSpec wanted_like(const Tensor& weight, bool wanted) {
   return wanted ? like(weight) : absent(weight.scalar_type());
+}
+
+// Of the gradient of the input.
+TensorSpec sum_spec(const Checks& check, const Tensor& input, const Tensor& grad_extra_output,
+                    bool wanted) {
+  const TensorSpec sum = with_extra_gradient(check, like(input), grad_extra_output);
+  return wanted ? sum : absent(sum.dtype);
+}
+
+// Where the kernels write it, which give it even if only sums of columns are wanted.
+Tensor sum_memory(const Tensor& grad_input, const Tensor& input, bool wanted) {
+  return wanted ? grad_input : empty(input.sizes(), grad_input.scalar_type(), input.device());
 }
 
 // What the kernels of both norms get: grad_output, input and statistics in one dtype, and how they
@@ -51,8 +64,8 @@ TensorSpecs layer_norm_shape(const Checks& check, const Tensor& grad_output,
                              bool, LayerNormMask wanted) {
   check_layer_norm_backward(check, grad_output, input, mean, rstd, weight);
   const auto [wants_input, wants_weight, wants_bias] = wanted;
-  return {with_extra_gradient(check, like(input), grad_extra_output, wants_input),
-          wanted_like(weight, wants_weight), wanted_like(weight, wants_bias)};
+  return {sum_spec(check, input, grad_extra_output, wants_input), wanted_like(weight, wants_weight),
+          wanted_like(weight, wants_bias)};
 }
 
 void layer_norm_cpu(const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input,
@@ -61,12 +74,13 @@ void layer_norm_cpu(const Tensor& grad_output, const Tensor& grad_extra_output, 
                     Tensor& grad_weight, Tensor& grad_bias) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
   const int64_t width = weight.numel();
-  const Rows rows(grad_output, grad_extra_output, input, rstd, grad_input);
+  const Tensor sum = sum_memory(grad_input, input, wants_input);
+  const Rows rows(grad_output, grad_extra_output, input, rstd, sum);
   const Tensor gamma = cpu::to_accumulate(weight, rows.x, gamma_offset(zero_centered_gamma));
   const Tensor statistics = rows.statistics(mean);
   const cpu::Rows grad{rows.grad, width}, x{rows.x, width}, means{statistics, 1};
   const cpu::Rows rstds{rows.rstd, 1}, residual{rows.extra.gradient, width};
-  const cpu::Rows grad_x{grad_input, width};
+  const cpu::Rows grad_x{sum, width};
   Tensors sums_of;
   if (wants_weight) sums_of.push_back(grad_weight);
   if (wants_bias) sums_of.push_back(grad_bias);
@@ -86,9 +100,10 @@ void layer_norm_cuda(const Tensor& grad_output, const Tensor& grad_extra_output,
                      const Tensor& weight, double, bool zero_centered_gamma, LayerNormMask wanted,
                      Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
-  const Rows rows(grad_output, grad_extra_output, input, rstd, grad_input);
+  const Tensor sum = sum_memory(grad_input, input, wants_input);
+  const Rows rows(grad_output, grad_extra_output, input, rstd, sum);
   const Tensor means = rows.statistics(mean);
-  auto norm = rows.cuda(cuda::Norm::LayerNorm, weight, zero_centered_gamma, grad_input);
+  auto norm = rows.cuda(cuda::Norm::LayerNorm, weight, zero_centered_gamma, sum);
   norm.mean = cuda::read(means);
   norm.grad_gamma = gradient_if(wants_weight, grad_weight);
   norm.grad_beta = gradient_if(wants_bias, grad_bias);
@@ -104,8 +119,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_residual_unfused(const Tensor& gra
   const auto [wants_input, wants_weight, wants_bias] = wanted;
   const auto [grad_input, grad_weight, grad_bias] =
       layer_norm_gradients(grad_output, input, weight, eps, zero_centered_gamma);
-  return {grad_input + grad_extra_output, wants_weight ? grad_weight : Tensor(),
-          wants_bias ? grad_bias : Tensor()};
+  return {wants_input ? grad_input + grad_extra_output : Tensor(),
+          wants_weight ? grad_weight : Tensor(), wants_bias ? grad_bias : Tensor()};
 }
 
 // ---- RMSNorm
@@ -117,7 +132,7 @@ TensorSpecs rms_norm_shape(const Checks& check, const Tensor& grad_output,
                            const Tensor& weight, std::optional<double>, bool, RMSNormMask wanted) {
   check_rms_norm_backward(check, grad_output, input, rstd, weight);
   const auto [wants_input, wants_weight] = wanted;
-  return {with_extra_gradient(check, like(input), grad_extra_output, wants_input),
+  return {sum_spec(check, input, grad_extra_output, wants_input),
           wanted_like(weight, wants_weight)};
 }
 
@@ -127,10 +142,11 @@ void rms_norm_cpu(const Tensor& grad_output, const Tensor& grad_extra_output, co
                   Tensor& grad_weight) {
   const auto [wants_input, wants_weight] = wanted;
   const int64_t width = weight.numel();
-  const Rows rows(grad_output, grad_extra_output, input, rstd, grad_input);
+  const Tensor sum = sum_memory(grad_input, input, wants_input);
+  const Rows rows(grad_output, grad_extra_output, input, rstd, sum);
   const Tensor gamma = cpu::to_accumulate(weight, rows.x, gamma_offset(zero_centered_gamma));
   const cpu::Rows grad{rows.grad, width}, x{rows.x, width}, rstds{rows.rstd, 1};
-  const cpu::Rows residual{rows.extra.gradient, width}, grad_x{grad_input, width};
+  const cpu::Rows residual{rows.extra.gradient, width}, grad_x{sum, width};
   cpu::sum_rows(x.count(), width, rows.x, {&grad_weight, wants_weight ? size_t{1} : 0},
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
                   cpu::rms_norm_residual_backward(
@@ -145,8 +161,9 @@ void rms_norm_cuda(const Tensor& grad_output, const Tensor& grad_extra_output, c
                    bool zero_centered_gamma, RMSNormMask wanted, Tensor& grad_input,
                    Tensor& grad_weight) {
   const auto [wants_input, wants_weight] = wanted;
-  const Rows rows(grad_output, grad_extra_output, input, rstd, grad_input);
-  auto norm = rows.cuda(cuda::Norm::RMSNorm, weight, zero_centered_gamma, grad_input);
+  const Tensor sum = sum_memory(grad_input, input, wants_input);
+  const Rows rows(grad_output, grad_extra_output, input, rstd, sum);
+  auto norm = rows.cuda(cuda::Norm::RMSNorm, weight, zero_centered_gamma, sum);
   norm.grad_gamma = gradient_if(wants_weight, grad_weight);
   cuda::run_norm_backward(rows.x, norm);
 }
@@ -157,7 +174,8 @@ std::tuple<Tensor, Tensor> rms_norm_residual_unfused(
   const auto [wants_input, wants_weight] = wanted;
   const auto [grad_input, grad_weight] =
       rms_norm_gradients(grad_output, input, weight, eps, zero_centered_gamma);
-  return {grad_input + grad_extra_output, wants_weight ? grad_weight : Tensor()};
+  return {wants_input ? grad_input + grad_extra_output : Tensor(),
+          wants_weight ? grad_weight : Tensor()};
 }
 
 // ---- rules

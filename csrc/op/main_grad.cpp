@@ -2,6 +2,10 @@
 
 #include <ATen/MemoryOverlap.h>
 
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -54,7 +58,36 @@ void bump_version(const Tensor& buffer) {
   if (!buffer.is_inference()) buffer.unsafeGetTensorImpl()->bump_version();
 }
 
+thread_local bool asks_the_engine = false;
+
+void check_asked(const Call& call, const torch::autograd::Node& node, const Tensor& buffer) {
+  for (uint32_t i = 0; i < node.num_outputs(); ++i) {
+    const auto* const leaf =
+        dynamic_cast<const torch::autograd::AccumulateGrad*>(node.next_edge(i).function.get());
+    if (leaf == nullptr || !leaf->variable.sizes().equals(buffer.sizes())) continue;
+    TORCH_CHECK(
+        node.task_should_compute_output(i), "[", call.op(),
+        "] compiled code must be asked for the gradients of all its weights that accumulate "
+        "into main_grad, got a backward that leaves out one of shape ",
+        leaf->variable.sizes());
+  }
+}
+
 }  // namespace
+
+AsksTheEngine::AsksTheEngine() : before_(std::exchange(asks_the_engine, true)) {}
+AsksTheEngine::~AsksTheEngine() { asks_the_engine = before_; }
+
+void check_asked(const Call& call) {
+  if (asks_the_engine) return;
+  const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
+  if (asked == nullptr || asked->empty()) return;
+  const auto node = torch::autograd::get_current_node();
+  if (node == nullptr) return;
+  const auto& [buffer, adds, buffers] = call.main_grad();
+  if (buffer.defined()) check_asked(call, *node, buffer);
+  for (const Tensor& each : buffers) check_asked(call, *node, each);
+}
 
 void check_main_grad(const Call& call, Values values, const TensorSpec& grad_weight) {
   const auto& [buffer, adds, buffers] = call.main_grad();

@@ -8,6 +8,22 @@ namespace transformer_ops {
 // Raises where a buffer does not fit its weight, or shares memory with an argument.
 void check_main_grad(const Call& call, Values values, const TensorSpec& grad_weight);
 
+// While one lives, the thread runs a plan, which has asked the engine what is wanted.
+class AsksTheEngine {
+ public:
+  AsksTheEngine();
+  ~AsksTheEngine();
+  AsksTheEngine(const AsksTheEngine&) = delete;
+  AsksTheEngine& operator=(const AsksTheEngine&) = delete;
+
+ private:
+  bool before_;
+};
+
+// Raises in compiled code, which gives all gradients of its backward, where the engine is asked for
+// some of them and not for that of the weight. The weight is one of this shape.
+void check_asked(const Call& call);
+
 // Puts the result at `place` there, which was made elsewhere.
 void put(const MainGrad& main_grad, const Results& results, size_t place);
 

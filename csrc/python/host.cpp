@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "executor/backward_pass.h"
 #include "executor/delayed_call.h"
 #include "executor/run.h"
 #include "executor/saved.h"
@@ -151,6 +152,8 @@ SharedHostCall make_host_call(std::shared_ptr<ProgramHandle> handle, py::object 
 }
 
 void bind_host(py::module_& module) {
+  module.def("current_backward_pass", &current_backward_pass,
+             "The number of the backward pass that runs, the outermost one; 0 outside of any.");
   py::class_<DelayedCall, std::shared_ptr<DelayedCall>>(module, "DelayedCall")
       .def("run", torch::wrap_pybind_function_no_gil(&DelayedCall::run),
            "The gradient of each tensor of the weight.")

@@ -28,8 +28,9 @@ class BasicLinear(BasicOperation, SplitProductMixin, kind="BasicLinear"):
     the input's dtype. The weight starts kaiming-uniform with a = sqrt(5) (He et al. 2015), as in
     `torch.nn.Linear`.
 
-    With `accumulate_into_main_grad` the weight gradient is added into `weight.main_grad` (written,
-    where the parameter has `overwrite_main_grad` set) instead of being returned.
+    With `accumulate_into_main_grad` the weight gradient is added into `weight.main_grad` instead of
+    being returned. Where the parameter has `overwrite_main_grad` set, the first gradient of each
+    backward pass is written there, and those of further uses of the weight are added.
     `rng_state_tracker_function` returns an object whose `fork()` is a context manager around the
     initialization of the weight.
 

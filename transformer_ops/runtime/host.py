@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .. import _C
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.context import OperationContext
 from ..plan.plan import Plan, Step
@@ -132,10 +133,12 @@ class HostPlan:
         kwargs: Kwargs | None = None,
         stand_ins: StandIns | None = None,
         buffers: Mapping[Weight, main_grad.Buffer] | None = None,
+        backward_pass: int | None = None,
     ) -> HostCall:
         """A new call. RuntimeError where a weight that accumulates has no buffer.
 
         `buffers`: by weight, what a trace has in the place of the buffers that the weights have.
+        `backward_pass`: what the gradients belong to, where it is not the pass that runs.
         """
         if self.plan.needs_backward:
             for op in self.accumulating:
@@ -143,7 +146,8 @@ class HostPlan:
                     main_grad.check(weight, self.basic_ops[op], k)
             for op in self.delaying:
                 delayed.check(self.weights_of(op))
-        return HostCall(self, kwargs, stand_ins or _NO_STAND_INS, buffers or {})
+        stand_ins = stand_ins or _NO_STAND_INS
+        return HostCall(self, kwargs, stand_ins, buffers or {}, backward_pass)
 
 
 class HostCall:
@@ -156,11 +160,13 @@ class HostCall:
         kwargs: Kwargs | None,
         stand_ins: StandIns,
         buffers: Mapping[Weight, main_grad.Buffer],
+        backward_pass: int | None,
     ) -> None:
         self.plan = plan
         self.kwargs = kwargs
         self.stand_ins = stand_ins
         self.buffers = buffers
+        self.given_pass = backward_pass
         self.contexts: dict[int, OperationContext] = {}
         self.own: dict[int, Tensors] = {}
         # Weight gradients that Python steps gave, to be handed out later, by op.
@@ -375,6 +381,10 @@ class HostCall:
 
     # ---- weights that accumulate
 
+    def backward_pass(self) -> int:
+        """What the gradients belong to: the number of the pass that runs or that left them."""
+        return _C.current_backward_pass() if self.given_pass is None else self.given_pass
+
     def accumulation(self, op: int) -> tuple[list[Tensor], bool] | None:
         """The buffers that a product may add its weight gradients to, and whether it overwrites."""
         weights = self.plan.weights_of(op)
@@ -384,12 +394,14 @@ class HostCall:
         if not all(map(main_grad.takes_products, (b.tensor for b in own), weights)):
             return None
         given = [self.buffers.get((op, k), buffer) for k, buffer in enumerate(own)]
-        if len({buffer.overwrites for buffer in given}) > 1:
+        backward_pass = self.backward_pass()
+        overwrites = {buffer.is_first(backward_pass) for buffer in given}
+        if len(overwrites) > 1:
             return None
         # One parameter in two places: its gradients add up.
         if len({id(buffer.tensor) for buffer in given}) < len(given):
             return None
-        return [buffer.tensor for buffer in given], given[0].overwrites
+        return [buffer.tensor for buffer in given], overwrites.pop()
 
     def accumulate(self, op: int, k: int, grad: Tensor | None) -> Tensor | None:
         """Adds the gradient of tensor k of a weight to its buffer, unless a product did; returns
@@ -399,7 +411,7 @@ class HostCall:
             if grad is not None:
                 self._finished(op, k).grads[k] = grad
             return None
-        return self._accumulate_now(op, k, grad)
+        return self.accumulate_now(op, k, grad)
 
     def _finished(self, op: int, k: int) -> delayed.Finished:
         """What takes tensor k of this backward's gradients."""
@@ -409,11 +421,14 @@ class HostCall:
             self.delay(op, found)
         return found
 
-    def _accumulate_now(self, op: int, k: int, grad: Tensor | None) -> Tensor | None:
+    def accumulate_now(self, op: int, k: int, grad: Tensor | None) -> Tensor | None:
+        """The same where the gradient does not wait."""
         weight = self.plan.weight_of(op, k)
+        buffer = self.buffers.get((op, k)) or main_grad.buffer_of(weight)
+        backward_pass = self.backward_pass()
         if grad is not None:
-            buffer = self.buffers.get((op, k))
-            main_grad.accumulate(main_grad.buffer_of(weight) if buffer is None else buffer, grad)
+            main_grad.accumulate(buffer, grad, backward_pass)
+        buffer.note(backward_pass)
         return main_grad.for_autograd(weight)
 
     # ---- weights whose gradients are left for later
@@ -421,12 +436,12 @@ class HostCall:
     def delay(self, op: int, product: delayed.Product) -> None:
         """Keeps what gives the gradient of an op's weight until its `backward_dw()`."""
         own: Any = self.plan.basic_ops[op]
-        own._delay(functools.partial(finish, self.plan, op, product))
+        own._delay(functools.partial(finish, self.plan, op, product, self.backward_pass()))
 
 
-def finish(plan: HostPlan, op: int, product: delayed.Product) -> None:
+def finish(plan: HostPlan, op: int, product: delayed.Product, backward_pass: int) -> None:
     """What backward left: the gradient of an op's weight, to its buffer or to autograd."""
-    call, weights = plan.start(), plan.weights_of(op)
+    call, weights = plan.start(backward_pass=backward_pass), plan.weights_of(op)
     if op not in plan.accumulating:
         delayed.give_to_autograd(weights, product.run)
         return
@@ -434,7 +449,9 @@ def finish(plan: HostPlan, op: int, product: delayed.Product) -> None:
     is_added = target is not None and product.run_into(*target)
     grads = [None] * len(weights) if is_added else product.run()
     dummies = [
-        call._accumulate_now(op, k, grad) if weight.requires_grad else None
+        call.accumulate_now(op, k, grad)
+        if weight.requires_grad and (is_added or grad is not None)
+        else None
         for k, (weight, grad) in enumerate(zip(weights, grads, strict=True))
     ]
     if any(dummy is not None for dummy in dummies):

@@ -6,15 +6,37 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+# Of buffers that are overwritten, the number of the backward pass that wrote last.
+_LAST_PASS: Any = WeakTensorKeyDictionary()
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Buffer(NamedTuple):
-    """Where the gradient of a weight goes, and whether it takes the place of what is there."""
+    """Where the gradient of a weight goes, and whether the first one of a backward pass takes the
+    place of what is there."""
 
     tensor: Tensor
     overwrites: bool
+
+    def is_first(self, backward_pass: int) -> bool:
+        """Whether the next gradient takes the place of what is there. RuntimeError if a later pass
+        has written to the buffer already."""
+        if not self.overwrites:
+            return False
+        last = _LAST_PASS.get(self.tensor, 0)
+        if 0 < backward_pass < last:
+            raise RuntimeError(
+                "[BasicLinear] gradients for a main_grad with overwrite_main_grad must come in the "
+                "order of their backward passes, got one of a pass before the one that wrote last"
+            )
+        return last != backward_pass or backward_pass == 0
+
+    def note(self, backward_pass: int) -> None:
+        """Takes down that this pass has written to the buffer."""
+        if self.overwrites:
+            _LAST_PASS[self.tensor] = backward_pass
 
 
 def check(weight: Tensor, own: Any = None, k: int = 0) -> None:
@@ -65,10 +87,10 @@ def takes_products(buffer: Tensor, weight: Tensor) -> bool:
     )
 
 
-def accumulate(buffer: Buffer, grad: Tensor) -> None:
+def accumulate(buffer: Buffer, grad: Tensor, backward_pass: int) -> None:
     """Adds `grad` to the buffer, or writes it there."""
     with torch.no_grad():
-        if buffer.overwrites:
+        if buffer.is_first(backward_pass):
             buffer.tensor.copy_(grad)
         else:
             buffer.tensor.add_(grad)

@@ -1,0 +1,88 @@
+#include "executor/backward_pass.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "fuser/fork_safe_mutex.h"
+
+namespace transformer_ops {
+namespace {
+
+// One of the engine's graph tasks, and the pass that it belongs to. The task owns `lives`, and
+// destroys it after success and failure alike.
+struct Task {
+  int id;
+  uint64_t pass;
+  std::weak_ptr<void> lives;
+};
+
+// Several threads may run nodes of one task.
+class Tasks {
+ public:
+  Task find_or_add(int id, uint64_t pass_of_outer) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(rows_, [](const auto& row) { return row.second.lives.expired(); });
+    const auto [row, is_new] = rows_.try_emplace(id);
+    if (is_new) {
+      const auto lives = std::make_shared<char>();
+      torch::autograd::Engine::get_default_engine().queue_callback([lives] {});
+      row->second = {id, pass_of_outer > 0 ? pass_of_outer : ++passes_, lives};
+    }
+    return row->second;
+  }
+
+ private:
+  ForkSafeMutex mutex_;
+  std::map<int, Task> rows_;
+  uint64_t passes_ = 0;
+};
+
+Tasks& tasks() {
+  // Never deleted: a thread may run while static objects die.
+  static auto* const tasks = new Tasks;
+  return *tasks;
+}
+
+// The tasks that were seen on one thread, where they run one inside the other.
+class Seen {
+ public:
+  uint64_t pass_of(int id) {
+    std::erase_if(running_, [](const Task& task) { return task.lives.expired(); });
+    const auto known = std::ranges::find(running_, id, &Task::id);
+    if (known != running_.end()) return known->pass;
+    const Task task = tasks().find_or_add(id, pass_around(id));
+    running_.push_back(task);
+    last_ = task;
+    return task.pass;
+  }
+
+ private:
+  // Ids grow. A later task that was seen first on this thread ran inside this one.
+  uint64_t pass_around(int id) const {
+    if (!running_.empty()) return running_.back().pass;
+    return last_.id > id ? last_.pass : 0;
+  }
+
+  std::vector<Task> running_;
+  Task last_{-1, 0, {}};
+};
+
+Seen& seen() {
+  static thread_local Seen seen;
+  return seen;
+}
+
+}  // namespace
+
+uint64_t current_backward_pass() {
+  const int id = torch::autograd::get_current_graph_task_id();
+  return id < 0 ? 0 : seen().pass_of(id);
+}
+
+}  // namespace transformer_ops

@@ -1,0 +1,182 @@
+#include "executor/partial_backward.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <mutex>
+#include <ranges>
+
+#include "executor/passes.h"
+#include "fuser/declaration.h"
+
+namespace transformer_ops {
+namespace {
+
+using Line = Program::Line;
+
+// More sets of gradients than a training loop asks for. With more, all are made anew.
+constexpr size_t kMostParts = 64;
+
+// The declaration whose backward the typed op is, or its form for operands that come with a scale.
+const OpDeclaration* find_declaration_of_backward(const std::string& name) {
+  for (const auto& [_, row] : declarations()) {
+    const std::string& backward = row.backward_schema.name;
+    if (name == backward || (row.scalable && name == backward + "_scaled")) return &row;
+  }
+  return nullptr;
+}
+
+// Which results of a call are live: for each of its schema's, is any of its tensors?
+std::vector<bool> live_results(const Program::Call& call, const std::vector<bool>& is_live) {
+  std::vector<bool> live;
+  auto next = call.results.begin();
+  const auto take = [&](int count) {
+    const auto end = next + count;
+    live.push_back(std::any_of(next, end, [&](int value) { return is_live[value]; }));
+    next = end;
+  };
+  if (call.counts.empty()) {
+    for (size_t i = 0; i < call.results.size(); ++i) take(1);
+  } else {
+    for (const int count : call.counts) take(count < 0 ? 1 : count);
+  }
+  return live;
+}
+
+// A list that the mask does not ask for is empty.
+void drop_lists(Program::Call& call, const std::vector<bool>& mask) {
+  size_t first = 0;
+  for (size_t i = 0; i < call.counts.size(); ++i) {
+    const int count = call.counts[i];
+    if (i >= mask.size() || mask[i] || count < 0) {
+      first += std::abs(count);
+      continue;
+    }
+    const auto drop = [&](std::vector<int>& list) {
+      const auto begin = list.begin() + static_cast<std::ptrdiff_t>(first);
+      list.erase(begin, begin + count);
+    };
+    drop(call.results);
+    drop(call.result_ops);
+    if (call.accumulates && call.accumulates->first > first) call.accumulates->first -= count;
+    call.counts[i] = 0;
+  }
+}
+
+// Has the call compute no gradient that nobody wants, where its schema has a mask to say so.
+void narrow_mask(Program::Call& call, const std::vector<bool>& live) {
+  const auto& fields = call.op.schema().arguments();
+  const auto place = std::ranges::find(fields, "output_mask", &c10::Argument::name);
+  if (place == fields.end()) return;
+  auto& constant = std::get<Program::Constant>(call.operands[place - fields.begin()]);
+  const auto given = constant.value.toBoolList();
+  std::vector<bool> mask;
+  for (size_t i = 0; i < given.size(); ++i) mask.push_back(given.get(i) && live[i]);
+  // What comes behind the gradients belongs to the first, such as its amax.
+  const auto behind = live.begin() + static_cast<std::ptrdiff_t>(mask.size());
+  mask[0] = mask[0] || (given.get(0) && std::find(behind, live.end(), true) != live.end());
+  constant.value = c10::IValue(mask);
+  drop_lists(call, mask);
+  const OpDeclaration* const row = find_declaration_of_backward(call.name);
+  for (size_t i = 0; row != nullptr && i < fields.size(); ++i) {
+    const bool may_be_absent = fields[i].type()->kind() == c10::TypeKind::OptionalType;
+    if (may_be_absent && !row->is_read(fields[i].name(), mask)) {
+      call.operands[i] = Program::Constant{c10::IValue()};
+    }
+  }
+}
+
+void narrow(Program::Call& call, const std::vector<bool>& is_live) {
+  if (call.accumulates) {
+    auto& [result, first, wanted, op, into, later] = *call.accumulates;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      wanted[i] = wanted[i] && is_live[call.results[first + i]];
+    }
+    if (std::ranges::find(wanted, true) == wanted.end()) call.accumulates.reset();
+  }
+  narrow_mask(call, live_results(call, is_live));
+}
+
+void narrow(Program::HostBackward& call, const std::vector<bool>& is_live) {
+  for (auto& result : call.results) {
+    if (result.value >= 0 && !is_live[result.value]) result.value = -1;
+  }
+}
+
+class Prune {
+ public:
+  Prune(const Program::Code& code, std::vector<bool> is_live)
+      : is_live_(std::move(is_live)), is_written_(code.values, false) {
+    for (const Line& line : code.lines | std::views::reverse) add(line);
+    std::ranges::reverse(lines_);
+  }
+
+  std::vector<Line> take_lines() {
+    // What a call found besides its gradients is noted wherever the call runs.
+    std::erase_if(lines_, [&](const Line& line) {
+      const auto* const record = std::get_if<Program::Record>(&line.what);
+      return record != nullptr && !is_written_[record->found];
+    });
+    return std::move(lines_);
+  }
+
+  bool is_read(int value) const { return is_live_[value]; }
+
+ private:
+  // Keeps the line if something live is among what it writes.
+  void add(Line line) {
+    line.dead.clear();
+    if (std::holds_alternative<Program::Record>(line.what))
+      return lines_.push_back(std::move(line));
+    const std::vector<int> written = values_written(line);
+    if (std::ranges::none_of(written, [&](int value) { return is_live_[value]; })) return;
+    if (auto* const call = std::get_if<Program::Call>(&line.what)) narrow(*call, is_live_);
+    if (auto* const host = std::get_if<Program::HostBackward>(&line.what)) narrow(*host, is_live_);
+    for (const int value : values_read(line)) is_live_[value] = true;
+    for (const int value : written) is_written_[value] = true;
+    lines_.push_back(std::move(line));
+  }
+
+  std::vector<bool> is_live_;
+  std::vector<bool> is_written_;
+  std::vector<Line> lines_;
+};
+
+}  // namespace
+
+PartialBackward partial_backward(const Program& program, const std::vector<bool>& wanted) {
+  std::vector<int> kept;
+  std::vector<bool> is_live(program.backward.values, false);
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (!wanted[i] || program.input_grads[i] < 0) continue;
+    kept.push_back(program.input_grads[i]);
+    is_live[kept.back()] = true;
+  }
+  Prune prune(program.backward, std::move(is_live));
+  PartialBackward part{.code = {prune.take_lines(), program.backward.values}};
+  for (const int value : program.loads) {
+    if (!prune.is_read(value)) part.unread.push_back(value);
+  }
+  for (const auto& [_, value] : program.more_loads) {
+    if (!prune.is_read(value)) part.unread.push_back(value);
+  }
+  mark_dead(part.code, {&kept});
+  return part;
+}
+
+std::shared_ptr<const PartialBackward> PartialBackwards::find_or_make(
+    const Program& program, const std::vector<bool>& wanted) {
+  if (auto found = find(wanted)) return found;
+  auto made = std::make_shared<const PartialBackward>(partial_backward(program, wanted));
+  Rows evicted;  // dies without the lock
+  const std::lock_guard lock(mutex_);
+  if (rows_.size() >= kMostParts) std::swap(rows_, evicted);
+  return rows_.try_emplace(wanted, std::move(made)).first->second;
+}
+
+std::shared_ptr<const PartialBackward> PartialBackwards::find(const std::vector<bool>& wanted) {
+  const std::lock_guard lock(mutex_);
+  const auto row = rows_.find(wanted);
+  return row == rows_.end() ? nullptr : row->second;
+}
+
+}  // namespace transformer_ops
