@@ -36,7 +36,7 @@ def linear_activation(
 ) -> tuple[list[Tensor], list[Tensor], list[str]]:
     """Results, what they should be, and the products without their dtypes."""
     g, x, w = made(dtype, (6, 16), (6, width), (16, width))
-    results = list(typed.linear_activation_backward(g, x, w, name, bias))[: 3 if bias else 2]
+    results = list(typed.linear_activation_backward(g, x, w, name, [True, True, bias]))[: 2 + bias]
     found = [line.rpartition(f" {name_of(dtype)} -> {name_of(dtype)}")[0] for line in products()]
     exact = x.double().requires_grad_()
     y = F.gelu(exact, approximate="tanh") if name == "gelu" else F.silu(exact)
@@ -71,10 +71,12 @@ def test_other_gradients_take_a_pass(dtype: torch.dtype, name: str, width: int) 
 
 def test_a_misaligned_gelu_takes_a_pass() -> None:
     g, x, w = made(torch.bfloat16, (6, 16), (6, 24), (16, 24))
-    want = typed.linear_activation_backward(g, x, w, "gelu", False)
+    want = typed.linear_activation_backward(g, x, w, "gelu", [True, True, False])
     assert products()[1].startswith("dgelu")
     for a, b in zip(
-        typed.linear_activation_backward(g, off_the_grid(x), w, "gelu", False), want, strict=True
+        typed.linear_activation_backward(g, off_the_grid(x), w, "gelu", [True, True, False]),
+        want,
+        strict=True,
     ):
         torch.testing.assert_close(a, b)
     assert products()[1].startswith("plain")
@@ -96,7 +98,7 @@ def test_a_gelu_block_has_one_product_for_each() -> None:
 @every_dtype
 def test_the_bias_gradient_comes_out_of_the_weight_gradient(dtype: torch.dtype) -> None:
     g, x, w = made(dtype, (2, 3, 24), (2, 3, 16), (24, 16))
-    results = typed.bias_linear_backward(g, x, w)
+    results = typed.bias_linear_backward(g, x, w, [True] * 3)
     both = f"{name_of(dtype)} -> {name_of(dtype)}"
     if dtype == torch.float64:
         assert products() == []
@@ -111,6 +113,6 @@ def test_the_bias_gradient_comes_out_of_the_weight_gradient(dtype: torch.dtype) 
 def test_tf32_does_not_round_the_bias_gradient() -> None:
     g, x, w = made(torch.float32, (6, 24), (6, 16), (24, 16))
     with tf32(True):
-        results = typed.bias_linear_backward(g, x, w)
+        results = typed.bias_linear_backward(g, x, w, [True] * 3)
     assert [line.split()[0] for line in products()] == ["plain", "plain"]
     torch.testing.assert_close(results[2], g.sum(0))

@@ -244,9 +244,11 @@ def test_16_bit_products_add_to_float32(name: str) -> None:
     x, w = made(torch.bfloat16, (64, 16), (24, 16))
     buffer = torch.zeros(24, 16)
     exact = torch.zeros(24, 16, dtype=torch.float64)
-    rest = {"linear_backward": [[True, True]], "linear_activation_backward": ["gelu", False]}.get(
-        name, []
-    )
+    rest = {
+        "linear_backward": [[True, True]],
+        "linear_activation_backward": ["gelu", [True, True, False]],
+        "bias_linear_backward": [[True] * 3],
+    }.get(name, [])
     for _ in range(20):
         g = torch.randn(64, 24).bfloat16()
         op(name + "_into")(g, x, w, *rest, buffer, False)
@@ -265,7 +267,7 @@ def test_16_bit_products_add_to_float32(name: str) -> None:
 @pytest.mark.emulated
 def test_the_bias_gradient_keeps_its_dtype() -> None:
     g, x, w = made(torch.bfloat16, (64, 24), (64, 16), (24, 16))
-    _, grad_bias = op("bias_linear_backward_into")(g, x, w, torch.zeros(24, 16), True)
+    _, grad_bias = op("bias_linear_backward_into")(g, x, w, [True] * 3, torch.zeros(24, 16), True)
     assert grad_bias.dtype == torch.bfloat16
     assert products()[0] == "bgradb 24x16x64 bfloat16 -> float32"
     torch.testing.assert_close(grad_bias, g.float().sum(0).bfloat16())

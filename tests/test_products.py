@@ -110,7 +110,7 @@ def test_large_products_of_slices() -> None:
     # 1024 rows of a weight with so few outputs are taken by slices of 384 columns.
     rows, n, columns = 1024, 64, 1100
     x, w, g = made(torch.float32, "cpu", (rows, columns), (n, columns), (rows, n))
-    dx, dw = typed.linear_activation_backward(g, x, w, "silu", False)[:2]
+    dx, dw = typed.linear_activation_backward(g, x, w, "silu", [True, True, False])[:2]
     xd = x.double().requires_grad_()
     activated = F.silu(xd)
     (want,) = torch.autograd.grad(activated, xd, g.double() @ w.double())
@@ -120,7 +120,7 @@ def test_large_products_of_slices() -> None:
     check(dw / rows**0.5, want / rows**0.5, torch.float32, "grad_weight")
     before = torch.randn_like(dw)
     total = before.clone()
-    typed.linear_activation_backward_into(g, x, w, "silu", False, total, False)
+    typed.linear_activation_backward_into(g, x, w, "silu", [True, True, False], total, False)
     check(total / rows**0.5, (before + want) / rows**0.5, torch.float32, "main_grad")
 
 

@@ -79,12 +79,12 @@ def test_products_without_features(lead, sizes):
     for got in (
         o.linear_backward(grad, x, w, [True, True]),
         o.linear_residual_scale_backward(grad, None, x, w, 1.0, [True, True]),
-        o.bias_linear_backward(grad, x, w)[:2],
+        o.bias_linear_backward(grad, x, w, [True] * 3)[:2],
         o.linear_residual_scale_backward(grad, torch.zeros_like(x), x, w, 1.0, [True, True]),
     ):
         torch.testing.assert_close(list(got), wanted)
     kept = torch.randn(*lead, width)
-    grads = o.linear_activation_backward(grad, kept, w, "silu", False)
+    grads = o.linear_activation_backward(grad, kept, w, "silu", [True, True, False])
     torch.testing.assert_close(grads[0], grad @ w * slope(kept))
 
 

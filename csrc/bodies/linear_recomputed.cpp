@@ -44,6 +44,10 @@ std::optional<std::string> why_not_recomputed(const Match& match, int k) {
   return std::nullopt;
 }
 
+Tensor memory_for(const Tensor& gradient, bool wanted, const Tensor& input) {
+  return wanted ? gradient : empty(input.sizes(), input.scalar_type(), input.device());
+}
+
 void linear_recomputed_cpu(const Call& call, const Tensor& grad_output, const Tensor& weight,
                            const Tensor& grad_weight, int64_t before, int64_t unit,
                            c10::function_ref<void(const Tensor& buffer, int64_t first)> pass) {
@@ -55,6 +59,7 @@ void linear_recomputed_cpu(const Call& call, const Tensor& grad_output, const Te
     Tensor buffer = empty_cpu({rows, count}, grad.scalar_type());
     product_cpu(buffer, grad, weight.narrow(1, first, count), /*adds=*/false);
     pass(buffer, first);
+    if (!grad_weight.defined()) continue;
     // oneDNN's copies of the operands take 2.0 MB for 1024 columns and 2.7 MB for twice as many.
     const int64_t part = grad.scalar_type() == at::kBFloat16 ? 1024 : count;
     for (int64_t column = 0; column < count; column += part) {
@@ -66,10 +71,11 @@ void linear_recomputed_cpu(const Call& call, const Tensor& grad_output, const Te
 }
 
 std::tuple<Tensor, Tensor> linear_recomputed_unfused(
-    const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+    const Tensor& grad_output, const Tensor& input, const Tensor& weight, bool wants_weight,
     c10::function_ref<Tensor(const Tensor&)> function) {
   const Tensor grad_y = at::matmul(grad_output, weight);
   const auto [grad_input] = gradients(function, grad_y, input);
+  if (!wants_weight) return {grad_input, Tensor()};
   return {grad_input, as_matrix(grad_output).t().mm(as_matrix(function(input)))};
 }
 

@@ -10,42 +10,62 @@ namespace transformer_ops::fused::bias_linear {
 namespace {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+// Which of (grad_input, grad_weight, grad_bias) are wanted.
+using Mask = std::array<bool, 3>;
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                  const Tensor& weight) {
+                  const Tensor& weight, Mask wanted) {
   check.has_rows("input", input);
   TensorSpecs specs = linear_backward_outputs(check, grad_output, input, weight, like(input));
   specs.push_back(bias_gradient(grad_output));
+  for (size_t k = 0; k < specs.size(); ++k) {
+    if (!wanted[k]) specs[k] = absent(grad_output.scalar_type());
+  }
   return specs;
 }
 
 Gradients backward_cpu(const Call& call, const Tensor& grad_output, Tensor input,
-                       const Tensor& weight) {
-  Tensor grad_bias = empty_cpu({grad_output.size(-1)}, grad_output.scalar_type());
-  sum_columns_cpu(grad_output, grad_bias);
-  auto [grad_input, grad_weight] =
-      linear_backward_cpu(grad_output, std::move(input), weight, {.main_grad = call.main_grad()});
+                       const Tensor& weight, Mask wanted) {
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
+  Tensor grad_bias = empty_cpu({wants_bias ? grad_output.size(-1) : 0}, grad_output.scalar_type());
+  if (wants_bias) sum_columns_cpu(grad_output, grad_bias);
+  if (!wants_weight) input.reset();
+  auto [grad_input, grad_weight] = linear_backward_cpu(
+      grad_output, std::move(input), factor(wants_input, &weight), {.main_grad = call.main_grad()});
   return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
 }
 
 Gradients backward_cuda(const Call& call, const Tensor& grad_output, Tensor input,
-                        const Tensor& weight) {
-  const auto made = [&](at::IntArrayRef sizes) {
-    return empty(sizes, grad_output.scalar_type(), grad_output.device());
+                        const Tensor& weight, Mask wanted) {
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
+  const auto made = [&](bool is_wanted, at::IntArrayRef sizes) {
+    constexpr std::array<int64_t, 1> none = {0};
+    return empty(is_wanted ? sizes : at::IntArrayRef(none), grad_output.scalar_type(),
+                 grad_output.device());
   };
   const MainGrad& main_grad = call.main_grad();
-  Tensor grad_weight = main_grad.buffer.defined() ? main_grad.buffer : made(weight.sizes());
-  Tensor grad_bias = made(weight.size(0));
-  linear_weight_gradient_cuda(grad_output, input, grad_weight,
-                              {.adds = main_grad.adds, .grad_bias = grad_bias});
+  Tensor grad_weight =
+      main_grad.buffer.defined() ? main_grad.buffer : made(wants_weight, weight.sizes());
+  Tensor grad_bias = made(wants_bias, weight.size(0));
+  if (wants_weight) {
+    linear_weight_gradient_cuda(
+        grad_output, input, grad_weight,
+        {.adds = main_grad.adds, .grad_bias = wants_bias ? grad_bias : Tensor()});
+  } else if (wants_bias) {
+    sum_columns_cuda(grad_output, grad_bias);
+  }
   input.reset();
-  return {linear_input_gradient_cuda(grad_output, weight), std::move(grad_weight),
-          std::move(grad_bias)};
+  Tensor grad_input =
+      wants_input ? linear_input_gradient_cuda(grad_output, weight) : made(false, {});
+  return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
 }
 
-Gradients backward_unfused(const Tensor& grad_output, const Tensor& input, const Tensor& weight) {
-  const auto [grad_input, grad_weight] = linear_backward_unfused(grad_output, input, weight);
-  return {grad_input, grad_weight, sum_of_rows(grad_output)};
+Gradients backward_unfused(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                           Mask wanted) {
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
+  const auto [grad_input, grad_weight] = linear_backward_unfused(
+      grad_output, factor(wants_weight, &input), factor(wants_input, &weight));
+  return {grad_input, grad_weight, wants_bias ? sum_of_rows(grad_output) : Tensor()};
 }
 
 std::optional<std::string> why_not(const Match& match) {
@@ -63,12 +83,14 @@ std::optional<std::string> why_not(const Match& match) {
              .pattern = {{"BasicLinear"}, {"Bias"}},
              .why_not = why_not,
              .under_recipe = UnderRecipe::EachCall},
-    .backward = {.schema = "bias_linear_backward(Tensor grad_output, Tensor input, Tensor weight) "
-                           "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
-                 .shape = shape,
-                 .any_strides = {"input", "weight"},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
-                 .accumulates = true},
+    .backward =
+        {.schema =
+             "bias_linear_backward(Tensor grad_output, Tensor input, Tensor weight, "
+             "bool[3] output_mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
+         .shape = shape,
+         .any_strides = {"input", "weight"},
+         .bodies = {backward_cpu, backward_cuda, backward_unfused},
+         .accumulates = true},
 });
 
 }  // namespace

@@ -22,26 +22,34 @@ std::vector<std::string> activations_that_keep_input() {
   return kinds;
 }
 
+// Which of (grad_input, grad_weight, grad_bias) are wanted.
+using Mask = std::array<bool, 3>;
+
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                  const Tensor& weight, std::string_view activation, bool with_bias) {
+                  const Tensor& weight, std::string_view activation, Mask wanted) {
   check.compute_dtype("input", input);
   check.has_rows("input", input);
   const ActivationRow& row = activation_of(check, activation);
   TORCH_CHECK(!row.keeps_mask, "[", check.op(), "] activation must keep its input, got '", row.name,
               "'");
   TensorSpecs specs = linear_backward_outputs(check, grad_output, input, weight, like(input));
-  specs.push_back(with_bias ? bias_gradient(input) : absent(input.scalar_type()));
+  specs.push_back(bias_gradient(input));
+  for (size_t k = 0; k < specs.size(); ++k) {
+    if (!wanted[k]) specs[k] = absent(input.scalar_type());
+  }
   return specs;
 }
 
 void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& input,
-                  const Tensor& weight, std::string_view activation, bool with_bias,
+                  const Tensor& weight, std::string_view activation, Mask wanted,
                   Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
   const ActivationRow& row = activation_of(call, activation);
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
+  const Tensor of_input = memory_for(grad_input, wants_input, input);
   const auto dtype = cpu::kernel_dtype(input);
   const int64_t stride = input.size(-1);
   const auto pass = [&](const Tensor& buffer, int64_t first) {
-    const cpu::Rows both{buffer, buffer.size(1)}, x{input, stride}, grad_x{grad_input, stride};
+    const cpu::Rows both{buffer, buffer.size(1)}, x{input, stride}, grad_x{of_input, stride};
     const int64_t offset = first * input.element_size();
     const auto add_rows = [&](int64_t begin, int64_t end, void* sums) {
       cpu::activation_value_and_backward(row.activation, dtype, both.write(begin),
@@ -49,7 +57,7 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
                                          static_cast<char*>(grad_x.write(begin)) + offset, sums,
                                          end - begin, both.width, stride);
     };
-    if (!with_bias) {
+    if (!wants_bias) {
       cpu::parallel(both.count(), both.width, 1,
                     [&](int64_t begin, int64_t end) { add_rows(begin, end, nullptr); });
       return;
@@ -60,43 +68,48 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
                     add_rows(begin, end, sums[0]);
                   });
   };
-  linear_recomputed_cpu(call, grad_output, weight, grad_weight, stride, 64, pass);
+  linear_recomputed_cpu(call, grad_output, weight, wants_weight ? grad_weight : Tensor(), stride,
+                        64, pass);
 }
 
 void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& input,
-                   const Tensor& weight, std::string_view activation, bool with_bias,
+                   const Tensor& weight, std::string_view activation, Mask wanted,
                    Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
   const ActivationRow& row = activation_of(call, activation);
-  {
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
+  if (wants_weight) {
     // Gone before its gradient is made.
     const Tensor y = empty(input.sizes(), input.scalar_type(), input.device());
     activation_forward_cuda(row, input, y, {});
     linear_weight_gradient_cuda(grad_output, y, grad_weight, {.adds = call.main_grad().adds});
   }
+  Tensor of_input = memory_for(grad_input, wants_input, input);
   if (row.activation == kernel::Activation::GELU &&
-      linear_gelu_backward_cuda(grad_output, weight, input, grad_input,
-                                with_bias ? grad_bias : Tensor())) {
+      linear_gelu_backward_cuda(grad_output, weight, input, of_input,
+                                wants_bias ? grad_bias : Tensor())) {
     return;
   }
   const Tensor grad_y = linear_input_gradient_cuda(grad_output, weight);
   const auto stream = cuda::stream_of(input);
-  if (!with_bias) {
+  if (!wants_bias) {
     cuda::activation_backward(stream, row.activation, kernel_dtype(input), cuda::read(grad_y),
-                              cuda::read(input), cuda::write(grad_input), input.numel());
+                              cuda::read(input), cuda::write(of_input), input.numel());
     return;
   }
   const cuda::ColumnSums sums(input, grad_bias);
   cuda::activation_bias_backward(stream, row.activation, kernel_dtype(input), cuda::read(grad_y),
-                                 cuda::read(input), cuda::write(grad_input), sums.kernel, sums.rows,
+                                 cuda::read(input), cuda::write(of_input), sums.kernel, sums.rows,
                                  sums.width);
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
                                                     const Tensor& input, const Tensor& weight,
-                                                    std::string_view activation, bool with_bias) {
+                                                    std::string_view activation, Mask wanted) {
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
   const auto [grad_input, grad_weight] = linear_recomputed_unfused(
-      grad_output, input, weight, activation_of(check, activation).unfused);
-  return {grad_input, grad_weight, with_bias ? sum_of_rows(grad_input) : Tensor()};
+      grad_output, input, weight, wants_weight, activation_of(check, activation).unfused);
+  return {wants_input ? grad_input : Tensor(), grad_weight,
+          wants_bias ? sum_of_rows(grad_input) : Tensor()};
 }
 
 std::optional<std::string> why_not(const Match& match) {
@@ -108,8 +121,7 @@ std::optional<std::string> why_not(const Match& match) {
 
 Bindings bind(const Match& match) {
   return {{"activation", Attribute(activation_of_kind(match.kind(1)).name)},
-          {"input", Field{1, "input"}},
-          {"with_bias", Attribute(match.has(0))}};
+          {"input", Field{1, "input"}}};
 }
 
 [[maybe_unused]] const bool registered = register_fused_op({
@@ -120,7 +132,7 @@ Bindings bind(const Match& match) {
              .why_not = why_not,
              .bind = bind},
     .backward = {.schema = "linear_activation_backward(Tensor grad_output, Tensor input, "
-                           "Tensor weight, str activation, bool with_bias) -> "
+                           "Tensor weight, str activation, bool[3] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = shape,
                  .overwrites = {"input"},

@@ -13,51 +13,64 @@ namespace transformer_ops::fused::linear_glu {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                  const Tensor& weight, const GluArguments& arguments) {
+                  const Tensor& weight, const GluArguments& arguments, LinearMask wanted) {
   check.compute_dtype("input", input);
   const TensorSpec y = glu_output(check, "input", like(input), read_glu(check, arguments));
-  return linear_backward_outputs(check, grad_output, input, weight, y);
+  TensorSpecs specs = linear_backward_outputs(check, grad_output, input, weight, y);
+  for (size_t k = 0; k < specs.size(); ++k) {
+    if (!wanted[k]) specs[k] = absent(input.scalar_type());
+  }
+  return specs;
 }
 
 void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& input,
-                  const Tensor& weight, const GluArguments& arguments, Tensor& grad_input,
-                  Tensor& grad_weight) {
+                  const Tensor& weight, const GluArguments& arguments, LinearMask wanted,
+                  Tensor& grad_input, Tensor& grad_weight) {
   const cpu::Glu glu = read_glu(call, arguments);
+  const auto [wants_input, wants_weight] = wanted;
+  const Tensor of_input = memory_for(grad_input, wants_input, input);
   const int64_t width = input.size(-1);
   const int64_t block = std::max<int64_t>(1, glu.interleave);
   const int64_t unit = (64 + block - 1) / block * block;
   const auto pass = [&](const Tensor& buffer, int64_t first) {
-    const cpu::Rows both{buffer, buffer.size(1)}, x{input, width}, grad_x{grad_input, width};
+    const cpu::Rows both{buffer, buffer.size(1)}, x{input, width}, grad_x{of_input, width};
     cpu::parallel(both.count(), both.width, 1, [&](int64_t begin, int64_t end) {
       cpu::glu_value_and_backward(glu, cpu::kernel_dtype(input), both.write(begin), x.read(begin),
                                   grad_x.write(begin), end - begin, both.width, width / 2, first);
     });
   };
-  linear_recomputed_cpu(call, grad_output, weight, grad_weight, width, unit, pass);
+  linear_recomputed_cpu(call, grad_output, weight, wants_weight ? grad_weight : Tensor(), width,
+                        unit, pass);
 }
 
 void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& input,
-                   const Tensor& weight, const GluArguments& arguments, Tensor& grad_input,
-                   Tensor& grad_weight) {
+                   const Tensor& weight, const GluArguments& arguments, LinearMask wanted,
+                   Tensor& grad_input, Tensor& grad_weight) {
   const cuda::Glu glu = read_glu(call, arguments);
+  const auto [wants_input, wants_weight] = wanted;
   c10::DimVector sizes(input.sizes());
   sizes.back() /= 2;
-  {
+  if (wants_weight) {
     // Gone before its gradient is made.
     const Tensor y = empty(sizes, input.scalar_type(), input.device());
     glu_forward_cuda(glu, input, y);
     linear_weight_gradient_cuda(grad_output, y, grad_weight, {.adds = call.main_grad().adds});
   }
+  if (!wants_input) return;
   const Tensor grad_y = linear_input_gradient_cuda(grad_output, weight);
   glu_backward_cuda(glu, grad_y, input, grad_input);
 }
 
 std::tuple<Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
                                             const Tensor& input, const Tensor& weight,
-                                            const GluArguments& arguments) {
-  return linear_recomputed_unfused(grad_output, input, weight, [&](const Tensor& x) {
+                                            const GluArguments& arguments, LinearMask wanted) {
+  const auto [wants_input, wants_weight] = wanted;
+  const auto function = [&](const Tensor& x) {
     return glu_unfused(glu_of(check, arguments), x, read_glu(check, arguments));
-  });
+  };
+  const auto [grad_input, grad_weight] =
+      linear_recomputed_unfused(grad_output, input, weight, wants_weight, function);
+  return {wants_input ? grad_input : Tensor(), grad_weight};
 }
 
 Bindings bind(const Match& match) {
@@ -75,7 +88,8 @@ Bindings bind(const Match& match) {
              .bind = bind},
     .backward = {.schema = std::string("linear_glu_backward(Tensor grad_output, Tensor input, "
                                        "Tensor weight, ") +
-                           kGluArguments + ") -> (Tensor grad_input, Tensor grad_weight)",
+                           kGluArguments +
+                           ", bool[2] output_mask) -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = shape,
                  .overwrites = {"input"},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused},
