@@ -16,6 +16,7 @@ from op_cases import OpCase, run_seeded
 from recipe_cases import RECIPES
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from typed_op_samples import PAIRS, overload, samples
 
 import transformer_ops as tops
 
@@ -72,6 +73,16 @@ def test_each_half_of_a_grouped_linear() -> None:
     assert calls(y, [weights[1]]) == ["grouped_linear_backward[0, 1, 0, 0]"]
     assert calls(y, biases) == ["grouped_linear_backward[0, 0, 1, 0]"]
     assert calls(y, [x, *biases]) == ["grouped_linear_backward[1, 0, 1, 0]"]
+
+
+def test_fused_products_leave_out_what_nobody_wants() -> None:
+    x = torch.randn(4, 32, requires_grad=True)
+    for name, fused in (("activation", "linear_activation"), ("mlp", "linear_glu")):
+        y = SEQUENTIALS[name]()(x)
+        of_x = [call for call in calls(y, [x]) if "linear" in call]
+        assert len(of_x) == 2
+        assert of_x[0].startswith(f"{fused}_backward[1, 0")
+        assert of_x[1].startswith(("linear_backward[1, 0]", "bias_linear_backward[1, 0, 0]"))
 
 
 def test_a_gradient_of_a_frozen_part_costs_no_product() -> None:
@@ -220,6 +231,32 @@ def test_every_fusion(case: Case) -> None:
     module = tops.Sequential(*case.make())
     inputs = [t.requires_grad_() for t in case.inputs(torch.randn(3, 4, 16))]
     check_one_by_one(lambda *x: run_seeded(module, *x), inputs, list(module.parameters()))
+
+
+def argument_names(name: str) -> list[str]:
+    return [argument.name for argument in overload(name)._schema.arguments]
+
+
+OPS_WITH_BACKWARD = {*PAIRS, *filter(None, PAIRS.values())}
+MASKED = sorted(name for name in OPS_WITH_BACKWARD if "output_mask" in argument_names(name))
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_every_mask(name: str) -> None:
+    """Each gradient alone, and all but one, are those of a call for all."""
+    place = argument_names(name).index("output_mask")
+    for sample in samples(name):
+        mask = sample[place]
+        whole = overload(name)(*copy.deepcopy(sample))
+        wanted = [k for k, is_wanted in enumerate(mask) if is_wanted]
+        for some in [*([k] for k in wanted), *([j for j in wanted if j != k] for k in wanted)]:
+            if not some:
+                continue
+            narrowed = copy.deepcopy(sample)
+            narrowed[place] = [k in some for k in range(len(mask))]
+            found = overload(name)(*narrowed)
+            for k in some:
+                torch.testing.assert_close(found[k], whole[k])
 
 
 @pytest.mark.parametrize("lost", [0, 1])
