@@ -36,15 +36,15 @@ def on_cuda(module: tops.Sequential, x: Tensor, recipe: Recipe) -> tops.Sequenti
 def run_for_cuda(module: tops.Sequential, x: Tensor, recipe: Recipe) -> list[Tensor]:
     """The output and the gradients of the parameters by the plan for CUDA."""
     # Another region makes new scales.
-    buffers = {name: value.clone() for name, value in module.named_buffers()}
-    return run(on_cuda(module, x, recipe).plans()[0], module, x, buffers)
+    states = {name: value.clone() for name, value in module.state_dict().items()}
+    return run(on_cuda(module, x, recipe).plans()[0], module, x, states)
 
 
-def run(plan: Plan, module: tops.Sequential, x: Tensor, buffers: dict[str, Tensor]) -> list[Tensor]:
+def run(plan: Plan, module: tops.Sequential, x: Tensor, states: dict[str, Tensor]) -> list[Tensor]:
     parameters = [p.detach().requires_grad_() for p in module.parameters()]
     places = [i for i, m in enumerate(module) for _ in getattr(m, "basic_ops", [m])]
-    states = [buffers[f"{places[value.op]}.{value.name}"] for value in plan.states]
-    y = o.run_plan(str(plan), x, [], [*parameters, *states])[0]
+    given = [states[f"{places[value.op]}.{value.name}"] for value in plan.states]
+    y = o.run_plan(str(plan), x, [], [*parameters, *given])[0]
     return [y, *torch.autograd.grad(y.float().square().sum(), parameters)]
 
 
@@ -77,7 +77,7 @@ def check_that_no_host_reads_a_number(module: tops.Sequential, x: Tensor, recipe
     step(module, x, recipe)  # which makes states
     plan = on_cuda(module, x, recipe).plans()[0]
     with torch.profiler.profile() as profile:
-        run(plan, module, x, dict(module.named_buffers()))
+        run(plan, module, x, module.state_dict())
     names = {event.name for event in profile.events()}
     assert any("linear_scaled" in name for name in names)
     assert any("linear_backward_scaled" in name for name in names)

@@ -83,7 +83,8 @@ def microbatches(module: nn.Module, recipe: Recipe | None, steps: int = 3) -> li
 def state(module: nn.Module) -> list[Tensor]:
     """As it is now: a region of delayed scaling changes all modules of the process."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    return [tensor.clone() for tensor in (*gradients, *module.buffers())]
+    states = [value for name, value in module.state_dict().items() if "fp8_" in name]
+    return [tensor.clone() for tensor in (*gradients, *states)]
 
 
 def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:

@@ -39,6 +39,8 @@ def has_attribute(path: str) -> bool:
 
 # What Python code names; each must be there.
 NAMES = [
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._current_graph_task_id",
     "torch._C._disabled_torch_function_impl",
     "torch._C._is_torch_function_enabled",
     "torch._disable_dynamo",
@@ -47,6 +49,7 @@ NAMES = [
     "torch._subclasses.FakeTensor",
     "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.utils._pytree",
+    "torch.utils.checkpoint._CheckpointFrame",
 ]
 MODULE_DICTS = [
     "_backward_hooks",

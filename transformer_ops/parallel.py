@@ -29,7 +29,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .op.scales import has_scales
+from .op.scales import drop_scales, has_scales, is_new
 from .ops.basic_linear import BasicLinear
 from .ops.dispatch import Dispatch
 from .ops.grouped_linear import GroupedLinear
@@ -169,6 +169,8 @@ class ExpertParallel(ParallelStyle):
                 f"[{op}] parameters must be one weight and at most one bias, not shared yet "
                 f"(single_grouped_weight=True, single_grouped_bias=True), got {sorted(names)}"
             )
+        if has_scales(module) and is_new(module):
+            drop_scales(module)
         if has_scales(module):
             raise ValueError(
                 f"[{op}] scales of delayed scaling must not be there, which ranks that share "

@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <set>
+#include <map>
 
 #include "executor/run.h"
 #include "fuser/declaration.h"
@@ -44,25 +44,6 @@ void take_names(const OpDeclaration& row, OpNode& op) {
                     op.visible.size());
   op.extra_inputs.assign(row.extra_inputs.begin(), row.extra_inputs.begin() + given);
   op.extra_outputs = row.extra_outputs;
-}
-
-// Python's object whose `key` names the recipe of the calling thread, or is None.
-PyObject* recipe_state = nullptr;
-
-const Recipe* current_recipe() {
-  if (recipe_state == nullptr) return nullptr;
-  static PyObject* const name = PyUnicode_InternFromString("key");
-  const auto key = py::reinterpret_steal<py::object>(PyObject_GetAttr(recipe_state, name));
-  if (!key) throw py::error_already_set();
-  if (key.is_none()) return nullptr;
-  // Within a region it is the same object at each call.
-  static py::object& last_key = *new py::object();
-  static const Recipe* last = nullptr;
-  if (!key.is(last_key)) {
-    last = recipe_of(key.cast<std::string>());
-    last_key = key;
-  }
-  return last;
 }
 
 OpNode node_from(const py::handle& row) {
@@ -141,8 +122,6 @@ PyObject* wrap(const Tensors& outputs) {
 }
 
 }  // namespace
-
-void set_recipe_state(const py::object& state) { Py_XSETREF(recipe_state, state.inc_ref().ptr()); }
 
 Group::Group(const py::list& ops, const py::list& places, const py::list& modules,
              const py::list& hooked, const py::list& absent, py::object new_session,
@@ -267,16 +246,16 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* param
 }
 
 void Group::add_states(const PlanEntry& entry, Tensors& tensors) const {
-  static PyObject* const name = PyUnicode_InternFromString("_buffers");
+  static PyObject* const name = PyUnicode_InternFromString("__dict__");
   const std::vector<Value>& states = entry.plan.states;
-  py::object buffers;
+  py::object attributes;
   for (size_t i = 0; i < states.size(); ++i) {
     const py::object& owner = owners_[states[i].op];
     if (i == 0 || states[i].op != states[i - 1].op) {
-      buffers = py::reinterpret_steal<py::object>(PyObject_GetAttr(owner.ptr(), name));
-      if (!buffers) throw py::error_already_set();
+      attributes = py::reinterpret_steal<py::object>(PyObject_GetAttr(owner.ptr(), name));
+      if (!attributes) throw py::error_already_set();
     }
-    PyObject* const found = PyDict_GetItemWithError(buffers.ptr(), entry.state_names[i].ptr());
+    PyObject* const found = PyDict_GetItemWithError(attributes.ptr(), entry.state_names[i].ptr());
     if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
     TORCH_CHECK(found != nullptr && THPVariable_Check(found), "[", Py_TYPE(owner.ptr())->tp_name,
                 "] ", states[i].name, " must be there from the first call under the recipe on, ",
@@ -306,9 +285,9 @@ py::list Group::last_inputs() const {
   return list;
 }
 
-void Group::write_key(const Gathered& call) {
+void Group::write_key(const Gathered& call, const Recipe* recipe) {
   for (const int op : pipeline_.ask_training()) training_[op] = is_training(modules_[op]);
-  pipeline_.write_key(call.tensors, training_, current_recipe(), scratch_key_);
+  pipeline_.write_key(call.tensors, training_, recipe, scratch_key_);
   for (const QuantizedParameter& row : call.quantized) {
     scratch_key_.tensors[row.position].format = row.format;
   }
@@ -365,15 +344,16 @@ void Group::finish(const SharedPlan& plan, Device device) {
   entry->handle = std::make_shared<ProgramHandle>(entry->program);
   entry->needs_host = entry->program->has_host_steps || entry->program->accumulates;
   if (entry->needs_host) entry->host = entry->session.attr("make_host")(entry);
-  std::set<int> with_states;
+  std::map<int, bool> records;  // by op: does the plan write to its state?
   for (const Value& state : entry->plan.states) {
-    with_states.insert(state.op);
+    records[state.op] |= state.name != "fp8_scale";
     entry->state_names.push_back(
         py::reinterpret_steal<py::str>(PyUnicode_InternFromString(state.name.c_str())));
   }
-  for (const int op : with_states) {
+  for (const auto& [op, is_written] : records) {
     const std::string recipe = to_text(Recipe{.all = entry->plan.recipe->of(op)});
-    entry->session.attr("make_states")(op, recipe, device == Device::Cuda ? "cuda" : "cpu");
+    const char* const type = device == Device::Cuda ? "cuda" : "cpu";
+    entry->session.attr("make_states")(op, recipe, type, is_written);
   }
 }
 
@@ -409,7 +389,8 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kw
   HANDLE_TH_ERRORS
   Gathered gathered;
   if (is_cleared_ || has_hooks() || !gather(arguments, count, parameters, gathered)) Py_RETURN_NONE;
-  write_key(gathered);
+  const RecipeOfCall recipe(last_run_);
+  write_key(gathered, recipe.get());
   add_parts(gathered);
   Tensors& tensors = gathered.tensors;
   // A plan that could not be made leaves a stale one in place.
@@ -449,6 +430,7 @@ int Group::traverse(visitproc visit, void* arg) const {
   for (const auto& module : modules_) Py_VISIT(module.ptr());
   for (const auto& dict : hook_dicts_) Py_VISIT(dict.ptr());
   Py_VISIT(new_session_.ptr());
+  if (const int stop = last_run_.traverse(visit, arg)) return stop;
   const auto visit_session = [&](const PlanEntry& entry, bool is_ours) {
     // Held by Python too: reachable from there.
     if (!is_ours) return 0;
@@ -476,6 +458,7 @@ void Group::clear() {
   pipeline_.forget_plans();
   const auto last = std::exchange(last_, nullptr);
   const auto new_session = std::exchange(new_session_, py::none());
+  const auto last_run = std::exchange(last_run_, {});
   is_cleared_ = true;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "python/host.h"
+#include "python/second_run.h"
 #include "python/tensors.h"
 #include "runtime/pipeline.h"
 
@@ -98,7 +99,7 @@ class Group : private PlanHost {
   void note_inputs(const Tensors& tensors, size_t parameters);
   bool gather(PyObject* const* arguments, Py_ssize_t count, PyObject* parameters,
               Gathered& call) const;
-  void write_key(const Gathered& call);
+  void write_key(const Gathered& call, const Recipe* recipe);
   void plan_into_last(const PlanKey& key);
 
   // The states of a plan, from the modules that own those of their ops.
@@ -116,10 +117,8 @@ class Group : private PlanHost {
   PlanKey scratch_key_;
   std::shared_ptr<PlanEntry> last_;
   std::vector<TensorShape> last_inputs_;
+  LastRun last_run_;
 };
-
-// Python's object whose `key` names the recipe of the calling thread, or is None.
-void set_recipe_state(const py::object& state);
 
 void bind_group(py::module_& module);
 void bind_memory(py::module_& module);

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
+from torch.compiler import is_exporting
 
 from .. import _C, peers
 from ..fusion import registry
@@ -14,7 +15,8 @@ from ..marks import Reason, constant, disabled
 from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.tensor_parallel import is_dtensor, local_parameter
-from ..quantization.region import STATE as RECIPE_STATE
+from ..quantization.second_run import check_traced_call
+from ..quantization.state import STATE as RECIPE_STATE
 from ..quantized_tensor import QuantizedTensor, with_parts
 from ..runtime.layout import Segment, group_of_members
 from ..runtime.main_grad import buffer_of, is_marked
@@ -113,7 +115,9 @@ def traced_call(
         if any(place < 0 for place, _ in states):
             _because_of_scales(state, members, states)
             return _run_outside(state, members, input, extra_inputs, kwargs)
-        given = [*given, *(getattr(modules[place], name) for place, name in states)]
+        own = [getattr(modules[place], name) for place, name in states]
+        # An exported program may not write to its constants, of which no region makes scales.
+        given = [*given, *(map(torch.clone, own) if is_exporting() else own)]
     if text and not (kwargs and any(kwargs)):
         outputs = tuple(_run_plan(text, input, extra, given))
     else:
@@ -295,6 +299,7 @@ def _run_outside(
 
 @constant
 def _native_plan(state: str, members: tuple[int, ...], version: int, facts: Facts) -> str:
+    check_traced_call()
     group = _find_group(state, members)
     if len(facts[3]) != 1 + group.num_extra_inputs + sum(group._num_parameters):
         group._capture()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ _TRANSIENT = (
     "_is_watched",
     "_delayed",
     "_placements_checked",
+    scales.RUN,
 )
 
 # How an op is called alone: the group that is made for it, and what Dynamo sees.
@@ -320,12 +321,28 @@ class FusibleOperation(nn.Module, HeldMixin):
             super().__delattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        move = scales.moved_with(self, fn)
-
         def apply(tensor: Tensor) -> Tensor:
-            return tensor.moved(fn) if isinstance(tensor, QuantizedTensor) else move(tensor)
+            return tensor.moved(fn) if isinstance(tensor, QuantizedTensor) else fn(tensor)
 
-        return super()._apply(apply, recurse)
+        super()._apply(apply, recurse)
+        scales.move_scales(self, fn)
+        return self
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """As `nn.Module.named_buffers`; with `recurse=False` scales of delayed scaling, too."""
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if not recurse:
+            start = prefix + "." if prefix else ""
+            yield from ((start + name, tensor) for name, tensor in scales.tensors_of(self))
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in scales.tensors_of(self):
+            destination[prefix + name] = tensor if keep_vars else tensor.detach()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `nn.Module.register_parameter`; groups of the op see the parameter."""
@@ -375,7 +392,8 @@ class FusibleOperation(nn.Module, HeldMixin):
             scales.make_room(self, state_dict, prefix)
         with without_pre_hooks(self):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
-        missing_keys[:] = scales.without_scales(missing_keys, prefix)
+        if self._takes_scales:
+            scales.load_scales(self, state_dict, prefix, unexpected_keys)
 
 
 class BasicOperation(ChannelMixin, FusibleOperation):

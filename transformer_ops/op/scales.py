@@ -1,6 +1,6 @@
-"""What delayed scaling keeps with an op: scales, and what they are made of.
+"""The state of delayed scaling: scales, and the magnitudes that they are made of.
 
-All are buffers of the module that owns the op's weight, with a place each for input, weight and
+The module that owns the weight of a product keeps it, with a place each for input, weight and
 output gradient:
 
     fp8_scale          [3]     by which a tensor is multiplied before it is rounded
@@ -9,14 +9,19 @@ output gradient:
     fp8_amax_history   [n, 3]  those of earlier regions, the latest one first
     fp8_largest        [3]     the largest number of each format
 
-Of a `GroupedLinear` all but the last have one more dimension, of groups.
+All but the last have one more dimension in a `GroupedLinear`: groups.
+
+These tensors are attributes and entries of the state dict, but no buffers. Wrappers treat buffers
+in ways that would change the numbers: DDP broadcasts them from rank 0 at each forward if they exist
+when it wraps the module, and FSDP1 casts them to `buffer_dtype`. `named_buffers(recurse=False)`
+lists them: torch.distributed.checkpoint and the device moves of FSDP ask each module in this way.
 """
 
 from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from typing import Any, cast
 
@@ -26,21 +31,34 @@ from torch.compiler import is_exporting
 
 from ..locks import new_lock
 
-__all__ = ["drop_scales", "has_scales", "make_scales", "owners_of_scales"]
+__all__ = ["drop_scales", "has_scales", "make_scales", "note_run", "owners_of_scales"]
 
 NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_amax_history", "fp8_largest")
+# The attribute of a module whose calls have recorded magnitudes.
+RUN = "_scales_have_run"
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 _lock = new_lock()
-# By the key of their recipes, sorted by the number of the module, which is the same order on each
-# rank of a program. Lists of references, as each region reads them: it costs a region 6 us to go
-# through a dictionary of weak values. Nobody changes a list, so who reads needs no lock.
+# Not torch's own, whose numbers users may have seeded.
+_probes = torch.Generator()
+# The modules with scales, by the key of their recipes, sorted by the number of the module, which
+# gives the same order on each rank of a program. Lists of references, because it costs a region 6 us
+# to go through a dictionary of weak values. Lists are replaced, never changed, so readers need no
+# lock.
 _owners: dict[str, list[tuple[int, weakref.ref[nn.Module]]]] = {}
+# How often scales of that key were made, loaded or dropped, or a module ran for the first time.
+_versions: dict[str, int] = {}
 # How many there were when those that are gone were last taken out.
 _counted: dict[str, int] = {}
 
 
 def has_scales(owner: nn.Module) -> bool:
-    return "fp8_scale" in owner._buffers
+    return "fp8_scale" in owner.__dict__
+
+
+def tensors_of(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The names and tensors of the state; nothing where there is none."""
+    if has_scales(owner):
+        yield from ((name, owner.__dict__[name]) for name in NAMES)
 
 
 def key_of(owner: nn.Module) -> str:
@@ -50,15 +68,41 @@ def key_of(owner: nn.Module) -> str:
 
 
 def owners_of_scales(key: str) -> list[nn.Module]:
-    """The modules whose buffers are for recipes of this key, in the order they were made in."""
+    """The modules with scales for recipes of this key, in the order they were made in."""
     return [owner for _, known in _owners.get(key, ()) if (owner := known()) is not None]
 
 
+def state_version(key: str) -> int:
+    """Changes when scales are made, loaded or dropped, other than by a region."""
+    return _versions.get(key, 0)
+
+
+def _note_change(owner: nn.Module) -> None:
+    key = key_of(owner)
+    _versions[key] = _versions.get(key, 0) + 1
+
+
 def register_scales(owner: nn.Module) -> None:
-    """For a module that got its buffers as a copy, too. Fake ones have no numbers to change."""
-    if has_scales(owner) and not isinstance(owner.fp8_scale, torch._subclasses.FakeTensor):
-        with _lock:
-            _list_owner(owner, is_one=True)
+    """Has the module take part in regions, where it has scales: a copy, too. Fake scales have no
+    numbers to change."""
+    if has_scales(owner):
+        if not isinstance(owner.__dict__["fp8_scale"], torch._subclasses.FakeTensor):
+            with _lock:
+                _list_owner(owner, is_one=True)
+        _note_change(owner)
+
+
+def has_run(owner: nn.Module) -> bool:
+    """Whether a call of it has recorded magnitudes. One that has not, as a copy for averages that
+    one rank keeps, need not be there on every rank."""
+    return RUN in owner.__dict__
+
+
+def note_run(owner: nn.Module) -> None:
+    """A call of the module records magnitudes."""
+    if not has_run(owner):
+        owner.__dict__[RUN] = True
+        _note_change(owner)
 
 
 def _list_owner(owner: nn.Module, is_one: bool) -> None:
@@ -77,49 +121,78 @@ def _list_owner(owner: nn.Module, is_one: bool) -> None:
 
 
 def make_scales(owner: nn.Module, key: str, device: torch.device | str = "cpu") -> None:
-    """Buffers for recipes of this key, all scales 1, where there are none: on the device of the
-    parameters, or on `device` where there are no parameters. RuntimeError where there are some for
-    another key, for experts that ranks share, and where an export would have to make them."""
+    """Makes the state for recipes of this key, all scales 1, where there is none: on the device of
+    the parameters, or on `device` where there are no parameters. A state of another key that has
+    met nothing yet is replaced. RuntimeError for one that has, for experts that ranks share, and
+    where an export would have to make it."""
+    check_key(owner, key)
+    if has_scales(owner) and key_of(owner) != key:
+        drop_scales(owner)
+    if not has_scales(owner):
+        if is_exporting():
+            # A program has the constants that are there when it is traced.
+            raise RuntimeError(
+                f"[{type(owner).__name__}] scales must be made before torch.export, by "
+                f"tops.quantization.make_scales(model, recipe) or a call, got none for '{key}'"
+            )
+        _set_new(owner, key, _device_of(owner, device))
+    elif owner.__dict__["fp8_scale"].is_meta:
+        _set_new(owner, key, _device_of(owner, device))
+
+
+def check_key(owner: nn.Module, key: str) -> None:
+    """What `make_scales` raises for a module and the key of a recipe."""
     if getattr(owner, "_are_experts_shared", False):
         raise RuntimeError(
             f"[{type(owner).__name__}] recipe must be one without delayed scales where ranks share "
             f"the experts, got '{key}': a checkpoint would keep the scales of one rank alone"
         )
-    if not has_scales(owner):
-        if is_exporting():
-            # The buffers that a program may have are known before it is traced.
-            raise RuntimeError(
-                f"[{type(owner).__name__}] scales must be made before torch.export, by a call "
-                f"with the recipe, got none for '{key}'"
-            )
-        *formats, length = key.split(", ")
-        known = [p.device for p in owner._parameters.values() if p is not None]
-        _add(owner, key, formats, int(length.removeprefix("delayed ")), [*known, device][0])
-    elif key_of(owner) != key:
+    if has_scales(owner) and key_of(owner) != key and not is_new(owner):
         raise RuntimeError(
             f"[{type(owner).__name__}] scales must be for the recipe '{key}', got those for "
             f"'{key_of(owner)}'; tops.quantization.reset_scales(model) drops them"
         )
 
 
-def _add(
-    owner: nn.Module, key: str, formats: list[str], length: int, device: torch.device | str
-) -> None:
-    shape = _shape(owner)
+def _device_of(owner: nn.Module, otherwise: torch.device | str) -> torch.device | str:
+    known = (p.device for p in owner._parameters.values() if p is not None)
+    return next(known, otherwise)
+
+
+def renew_scales(owner: nn.Module) -> None:
+    """Has scales begin at 1 again, where there are any: the parameters are new."""
+    if has_scales(owner):
+        _set_new(owner, key_of(owner), owner.__dict__["fp8_scale"].device)
+
+
+def _set_new(owner: nn.Module, key: str, device: torch.device | str) -> None:
+    *formats, length = key.split(", ")
+    rows, shape = int(length.removeprefix("delayed ")), _shape(owner)
 
     def filled(value: float, *shape: int) -> Tensor:
         return torch.full(shape, value, dtype=torch.float32, device=device)
 
     # No inference tensors: later calls write to them.
     with torch.inference_mode(False), torch.no_grad():
-        owner.register_buffer("fp8_scale", filled(1, *shape))
-        owner.register_buffer("fp8_amax", filled(-1, *shape))
-        owner.register_buffer("fp8_grad_amax", filled(-1, *shape))
-        owner.register_buffer("fp8_amax_history", filled(0, length, *shape))
         largest = torch.tensor([_LARGEST[format] for format in formats], dtype=torch.float32)
-        owner.register_buffer("fp8_largest", largest.to(device))
-    owner.__dict__["_scales_key"] = key
+        owner.__dict__.update(
+            fp8_scale=filled(1, *shape),
+            fp8_amax=filled(-1, *shape),
+            fp8_grad_amax=filled(-1, *shape),
+            fp8_amax_history=filled(0, rows, *shape),
+            fp8_largest=largest.to(device),
+            _scales_key=key,
+        )
     register_scales(owner)
+
+
+def is_new(owner: nn.Module) -> bool:
+    """Whether the state has met nothing yet."""
+    state = dict(tensors_of(owner))
+    first = {"fp8_scale": 1, "fp8_amax": -1, "fp8_grad_amax": -1, "fp8_amax_history": 0}
+    return state["fp8_scale"].is_meta or all(
+        bool((state[name] == value).all()) for name, value in first.items()
+    )
 
 
 def _shape(owner: nn.Module) -> tuple[int, ...]:
@@ -131,33 +204,37 @@ def _shape(owner: nn.Module) -> tuple[int, ...]:
 def drop_scales(owner: nn.Module) -> None:
     with _lock:
         _list_owner(owner, is_one=False)
-    for name in NAMES:
-        owner._buffers.pop(name, None)
-    owner.__dict__.pop("_scales_key", None)
+        _note_change(owner)
+    for name in (*NAMES, "_scales_key", RUN):
+        owner.__dict__.pop(name, None)
 
 
 # ---- moving and loading
 
 
-def moved_with(
-    owner: nn.Module, function: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
-    """What `Module._apply` is to call in place of `function`: the buffers stay in float32."""
+def move_scales(owner: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """What `Module._apply(function)` does to the state. It stays in float32, whatever dtype the
+    parameters get. Where `function` empties tensors (`to_empty`), scales begin at 1 again."""
     if not has_scales(owner):
-        return function
-    buffers = {id(owner._buffers[name]) for name in NAMES}
-
-    def move(tensor: Tensor) -> Tensor:
-        if id(tensor) not in buffers:
-            return function(tensor)
-        probe = function(torch.empty_like(tensor))
-        return function(tensor) if probe.dtype == tensor.dtype else tensor.to(probe.device)
-
-    return move
+        return
+    scale = owner.__dict__["fp8_scale"]
+    is_fake = isinstance(scale, torch._subclasses.FakeTensor)
+    # Numbers that all dtypes have, and that memory does not hold by chance.
+    probe = torch.randint(1, 256, (8,), generator=_probes).float()
+    moved = function(
+        torch.empty_like(scale) if scale.is_meta or is_fake else probe.to(scale.device)
+    )
+    if not moved.is_meta and not is_fake:
+        if scale.is_meta or not torch.equal(moved.to("cpu", torch.float32), probe):
+            _set_new(owner, key_of(owner), moved.device)
+            return
+    for name, tensor in tensors_of(owner):
+        to = function(tensor) if moved.dtype == torch.float32 else tensor.to(moved.device)
+        owner.__dict__[name] = to
 
 
 def scale_errors(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-    """What is wrong with the buffers of a state dict, for a module that has or may get some."""
+    """What is wrong with the scales of a state dict, for a module that has or may get some."""
     found = [name for name in NAMES if isinstance(state_dict.get(prefix + name), Tensor)]
     what = f"[{type(owner).__name__}] scales of delayed scaling"
     if not found:
@@ -168,7 +245,7 @@ def scale_errors(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -
     key = _key_in(owner, state_dict, prefix)
     if key is None:
         return [f"{what} must be {', '.join(NAMES)} of one module, got tensors that do not fit"]
-    if has_scales(owner) and key_of(owner) != key:
+    if has_scales(owner) and key_of(owner) != key and not is_new(owner):
         return [
             f"{what} must be for the recipe '{key_of(owner)}', got those for '{key}'; "
             "tops.quantization.reset_scales(model) has it take any"
@@ -177,7 +254,7 @@ def scale_errors(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -
 
 
 def _key_in(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> str | None:
-    """Of complete buffers, None where they do not fit together, or the module."""
+    """The key of complete scales; None where they do not fit together, or the module."""
     *rows, history, largest = (state_dict[prefix + name] for name in NAMES)
     shape = _shape(owner)
     if history.dim() == 0 or len(history) == 0 or tuple(history.shape[1:]) != shape:
@@ -192,14 +269,25 @@ def _key_in(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> str
 
 
 def make_room(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Buffers for those of a state dict without errors, where the module has none."""
-    if prefix + "fp8_scale" in state_dict and not has_scales(owner):
+    """Makes the state that `load_scales` loads, of a state dict without errors."""
+    if prefix + "fp8_scale" in state_dict:
         key = _key_in(owner, state_dict, prefix)
         assert key is not None
         make_scales(owner, key)
 
 
-def without_scales(missing: list[str], prefix: str) -> list[str]:
-    """A state dict may do without scales: those there are stay."""
-    own = {prefix + name for name in NAMES}
-    return [key for key in missing if key not in own]
+def load_scales(
+    owner: nn.Module, state_dict: Mapping[str, Any], prefix: str, unexpected_keys: list[str]
+) -> None:
+    """Takes the scales of a state dict. It may do without: those there are stay."""
+    loaded = {name: state_dict[prefix + name] for name in NAMES if prefix + name in state_dict}
+    if not loaded:
+        return
+    make_room(owner, state_dict, prefix)  # parameters may have left the meta device since
+    unexpected_keys[:] = [key for key in unexpected_keys if key.removeprefix(prefix) not in loaded]
+    device = owner.__dict__["fp8_scale"].device
+    with torch.inference_mode(False), torch.no_grad():
+        for name, tensor in loaded.items():
+            # New tensors: backward may have saved the old ones.
+            owner.__dict__[name] = tensor.detach().to(device, torch.float32, copy=True).contiguous()
+    _note_change(owner)

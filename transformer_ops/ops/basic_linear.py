@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..op.base import Attribute, BasicOperation, Check
 from ..op.checks import check_bool, check_size
 from ..op.parameters import new_parameter
+from ..op.scales import renew_scales
 from ..op.tensor_parallel import SplitProductMixin
 from ..quantization.model_init import hold_quantized
 from .collective import collectives_around
@@ -92,6 +93,7 @@ class BasicLinear(BasicOperation, SplitProductMixin, kind="BasicLinear"):
     def reset_parameters(self) -> None:
         """Draw `weight` anew, inside the tracker's `fork()` where there is one."""
         init_weight(self.weight, self._rng_state_tracker_function, self.in_features)
+        renew_scales(self)
 
     @property
     def basic_ops(self) -> list[BasicOperation]:

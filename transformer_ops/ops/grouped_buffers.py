@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .. import _C
-from ..quantization.region import STATE
+from ..quantization.state import STATE
 
 __all__: list[str] = []
 

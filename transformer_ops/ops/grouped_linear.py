@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..op.base import BasicOperation, Check
 from ..op.checks import check_bool, check_size
 from ..op.parameters import new_parameter
+from ..op.scales import renew_scales
 from ..quantization.model_init import hold_quantized
 from .basic_linear import check_rng_tracker
 from .grouped_buffers import run_into
@@ -184,6 +185,7 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
         for bias in biases:
             if bias is not None:
                 nn.init.zeros_(bias)
+        renew_scales(self)
 
     def _load_from_state_dict(
         self,

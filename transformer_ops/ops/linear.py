@@ -11,6 +11,7 @@ from torch import nn
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import check_bool
 from ..op.parameters import new_parameter
+from ..op.scales import renew_scales
 from ..op.state_dict import take_extra_state
 from ..op.tensor_parallel import SplitProductMixin
 from ..op.view import View
@@ -133,6 +134,7 @@ class Linear(FusibleOperation, SplitProductMixin):
     def reset_parameters(self) -> None:
         """Draw `weight` anew and set `bias` to zeros."""
         init_weight(self.weight, self._rng_state_tracker_function, self.in_features)
+        renew_scales(self)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from ..op.base import BasicOperation, Check
 from ..op.checks import check_bool
+from ..quantization.model_init import hold_scales
 
 __all__ = ["Quantize"]
 
@@ -32,3 +33,4 @@ class Quantize(BasicOperation, kind="Quantize"):
         super().__init__()
         self.rounds_input = forward
         self.rounds_grad_output = backward
+        hold_scales(self)

@@ -8,7 +8,7 @@ from .available import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from .delayed import reset_scales
+from .delayed import make_scales, reset_scales
 from .frozen import frozen_weights
 from .model_init import quantized_model_init
 from .region import autocast, checkpoint_contexts, current_recipe
@@ -26,6 +26,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_scales",
     "quantized_model_init",
     "report",
     "reset_scales",

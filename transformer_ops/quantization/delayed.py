@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 import weakref
 from functools import partial
 from typing import Any
@@ -11,11 +13,13 @@ from torch import Tensor, nn
 
 from .. import _C
 from ..locks import new_lock
+from ..op import scales
 from ..op.base import FusibleOperation
 from ..op.scales import drop_scales, has_scales, owners_of_scales
 from ..recipe import DelayedScaling
+from .agreement import agree
 
-__all__ = ["KeptScales", "reset_scales", "update_scales"]
+__all__ = ["KeptScales", "make_scales", "reset_scales", "update_scales"]
 
 _lock = new_lock()
 
@@ -24,21 +28,65 @@ def update_scales(recipe: DelayedScaling, group: Any = None) -> None:
     """Takes what calls have met since the last time into the histories, and makes new scales of
     them. A tensor that none met, or one with an infinity or NaN in it, leaves both as they are.
 
-    All products of the process whose scales are for recipes of this key take part: with a process
-    group, over whose ranks magnitudes are reduced at once, each rank must have the same.
+    All modules with scales for recipes of this key take part. With a process group, over whose
+    ranks magnitudes are reduced at once, those take part that have run, and copies that every rank
+    has. RuntimeError on every rank where other modules have run on some, or recipes or scales are
+    others, before anything changes.
     """
     reduce = None
-    if group is not None and recipe.reduce_amax:
-        maximum = torch.distributed.ReduceOp.MAX
-        reduce = partial(torch.distributed.all_reduce, op=maximum, group=group)
+    if recipe.reduce_amax:
+        if group is None:
+            _warn_without_group()
+        else:
+            maximum = torch.distributed.ReduceOp.MAX
+            reduce = partial(torch.distributed.all_reduce, op=maximum, group=group)
     with _lock:
         owners: list[Any] = owners_of_scales(recipe.key)
+        if reduce is not None:
+            owners = agree(owners, recipe, group)
         for known in _kept:
             if (kept := known()) is not None:
                 for owner in owners:
                     kept.note(owner)
-        buffers = [owner._buffers for owner in owners]
-        _C.update_scales(buffers, recipe.margin, recipe.amax_compute_algo == "most_recent", reduce)
+        tensors = [vars(owner) for owner in owners]
+        _C.update_scales(tensors, recipe.margin, recipe.amax_compute_algo == "most_recent", reduce)
+
+
+def _warn_without_group() -> None:
+    distributed = torch.distributed
+    if (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    ):
+        warnings.warn(
+            "[autocast] DelayedScaling without an amax_reduction_group keeps scales of its own on "
+            "each rank, and a checkpoint holds those of one rank: pass the group, or "
+            "reduce_amax=False to keep them so",
+            stacklevel=4,
+        )
+
+
+def make_scales(model: nn.Module, recipe: DelayedScaling) -> None:
+    """Makes the state of delayed scaling in every product of `model` that has none: all scales
+    are 1, and the state dict has their keys from now on. Without it the first call makes the state.
+
+    Call it before the model is asked for its keys, as `torch.distributed.checkpoint` does to load
+    them: a checkpoint's scales are not loaded into a model that has none. Products that are
+    constructed under `autocast` or `quantized_model_init` with `DelayedScaling` have it, too.
+
+    Raises:
+        TypeError: `recipe` is no `DelayedScaling`.
+        RuntimeError: a product has scales for other formats or another length of the history, or
+            experts that ranks share; then nothing has changed.
+    """
+    if not isinstance(recipe, DelayedScaling):
+        raise TypeError(f"[make_scales] recipe must be a DelayedScaling, got {recipe!r}")
+    found = [m for m in model.modules() if isinstance(m, FusibleOperation) and m._takes_scales]
+    for module in found:
+        scales.check_key(module, recipe.key)
+    for module in found:
+        scales.make_scales(module, recipe.key)
 
 
 def reset_scales(model: nn.Module) -> None:
@@ -57,32 +105,42 @@ class KeptScales:
     and what they meet goes nowhere."""
 
     def __init__(self, recipe: DelayedScaling) -> None:
-        self._key = recipe.key
-        self._old: dict[int, Tensor] = {}
-        self._around: list[list[tuple[Any, Tensor, Tensor]]] = []
+        self.recipe = recipe
         with _lock:
+            # Within another one of this thread, those that it has put in place.
+            inner = _ENTERED.kept[-1] if _ENTERED.kept else None
+            self._old: dict[int, Tensor] = dict(inner._old) if inner is not None else {}
             _kept[:] = [known for known in _kept if known() is not None]
             _kept.append(weakref.ref(self))
+        self._around: list[list[tuple[Any, Tensor, Tensor]]] = []
 
     def note(self, owner: Any) -> None:
         """Called before the module gets a new scale."""
-        self._old.setdefault(owner._number, owner._buffers["fp8_scale"])
+        self._old.setdefault(owner._number, owner.fp8_scale)
 
     def __enter__(self) -> None:
         with _lock:
-            owners: list[Any] = owners_of_scales(self._key)
-            found = [(o, o._buffers["fp8_scale"], o._buffers["fp8_amax"]) for o in owners]
+            owners: list[Any] = owners_of_scales(self.recipe.key)
+            found = [(owner, owner.fp8_scale, owner.fp8_amax) for owner in owners]
             self._around.append(found)
             for owner, scale, amax in found:
-                owner._buffers["fp8_scale"] = self._old.get(owner._number, scale)
-                owner._buffers["fp8_amax"] = amax.clone()
+                attributes = vars(owner)
+                attributes["fp8_scale"] = self._old.get(owner._number, scale)
+                attributes["fp8_amax"] = amax.clone()
+        _ENTERED.kept.append(self)
 
     def __exit__(self, *exception: object) -> None:
+        _ENTERED.kept.pop()
         with _lock:
             for owner, scale, amax in self._around.pop():
-                owner._buffers["fp8_scale"] = scale
-                owner._buffers["fp8_amax"] = amax
+                vars(owner).update(fp8_scale=scale, fp8_amax=amax)
 
 
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.kept: list[KeptScales] = []
+
+
+_ENTERED = _Entered()
 # A list: a region goes through it.
 _kept: list[weakref.ref[KeptScales]] = []

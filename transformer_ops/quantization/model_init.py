@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..op.scales import make_scales
 from ..quantized_tensor import QuantizedTensor
-from ..recipe import CustomRecipe, MXFP8BlockScaling, Recipe
+from ..recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, Recipe
 from .region import current_recipe
 
 __all__ = ["hold_quantized", "quantized_model_init"]
@@ -79,8 +80,9 @@ class quantized_model_init:
 
 def hold_quantized(op: Any) -> None:
     """For the constructor of a product: in the region, its owner's weight, or each tensor of its
-    list, becomes quantized."""
+    list, becomes quantized. Scales of delayed scaling are there from the start."""
     region = _STATE.region
+    hold_scales(op)
     if region is None or region.recipe is None:
         return
     format = _weight_format(region.recipe, op)
@@ -95,6 +97,16 @@ def hold_quantized(op: Any) -> None:
             if region.preserves:
                 held._initial = plain.detach().clone().cpu()
         owner.register_parameter(name, held)
+
+
+def hold_scales(op: Any) -> None:
+    """For the constructor of an op that takes scales: within a region of `DelayedScaling` it has
+    them from the start."""
+    found = [current_recipe(), None if _STATE.region is None else _STATE.region.recipe]
+    for recipe in found:
+        if isinstance(recipe, DelayedScaling):
+            make_scales(op._parameter_owner, recipe.key)
+            return
 
 
 def _weight_format(recipe: Recipe, op: Any) -> str:

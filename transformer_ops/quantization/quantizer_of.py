@@ -12,7 +12,7 @@ from ..op.base import quantizers_by
 from ..op.scales import has_scales, key_of
 from ..quantizers import Float8Quantizer, NVFP4Quantizer, Quantizer, quantizer_for
 from ..recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling, Recipe
-from .region import STATE
+from .state import STATE
 
 _PLACES = ("input", "weight", "grad_output")
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

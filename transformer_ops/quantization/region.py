@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
-from .. import _C
 from ..recipe import DelayedScaling, MXFP8BlockScaling, Recipe
-from .delayed import KeptScales, update_scales
+from .delayed import update_scales
+from .second_run import FirstRun, FirstRunContext, SecondRunContext, enter, leave
+from .state import STATE, set_recipe
 
 __all__ = ["autocast", "checkpoint_contexts", "current_recipe"]
-
-
-class _State(threading.local):
-    # In compiled code Dynamo guards on these two by value. Not in the class: there Dynamo of torch
-    # 2.11 would find them for every thread.
-    def __init__(self) -> None:
-        self.recipe: Recipe | None = None
-        self.key: str | None = None
-        # That of the region entered last.
-        self.last: Recipe | None = None
-        # Whether a region of delayed scaling is around.
-        self.is_delayed = False
-        # (recipe, is_delayed, outer) of the region around this one.
-        self.outer: tuple[Any, ...] = ()
-
-
-STATE = _State()
-# Calls of groups read `key` from it.
-_C.set_recipe_state(STATE)
 
 
 class autocast:
@@ -75,46 +57,36 @@ class autocast:
         self.recipe = (recipe or MXFP8BlockScaling()) if enabled else None
         self.amax_reduction_group = amax_reduction_group
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether its recipe is a `DelayedScaling`."""
+        return isinstance(self.recipe, DelayedScaling)
+
     def __enter__(self) -> autocast:
         is_delayed = isinstance(self.recipe, DelayedScaling)
-        if is_delayed and not STATE.is_delayed:
-            if is_compiling():
-                raise RuntimeError(
-                    "[autocast] a region of DelayedScaling must be entered outside of compiled "
-                    "code, where scales are made, got one within"
-                )
-            # No inference tensors, which nobody could save for backward.
-            if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-                update_scales(self.recipe, self.amax_reduction_group)  # type: ignore[arg-type]
+        if not is_compiling():
+            enter(self, self.recipe, self._update)
+        elif is_delayed and not STATE.is_delayed:
+            raise RuntimeError(
+                "[autocast] a region of DelayedScaling must be entered outside of compiled "
+                "code, where scales are made, got one within"
+            )
         # With the thread, not with this object, which several threads may enter.
         STATE.outer = (STATE.recipe, STATE.is_delayed, STATE.outer)
         STATE.is_delayed = is_delayed or STATE.is_delayed
-        _set(self.recipe)
+        set_recipe(self.recipe)
         return self
+
+    def _update(self) -> None:
+        # No inference tensors, which nobody could save for backward.
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            update_scales(self.recipe, self.amax_reduction_group)  # type: ignore[arg-type]
 
     def __exit__(self, *exception: object) -> None:
         recipe, STATE.is_delayed, STATE.outer = STATE.outer
-        _set(recipe)
-
-
-class _SecondRun(autocast):
-    """The region of a forward that runs again in backward: the scales are those of the first run,
-    and nothing is recorded twice."""
-
-    def __init__(self, recipe: DelayedScaling) -> None:
-        super().__init__(recipe=recipe)
-        self._kept = KeptScales(recipe)
-
-    def __enter__(self) -> autocast:
-        STATE.outer = (STATE.recipe, STATE.is_delayed, STATE.outer)
-        STATE.is_delayed = True
-        _set(self.recipe)
-        self._kept.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._kept.__exit__(*exception)
-        super().__exit__(*exception)
+        set_recipe(recipe)
+        if not is_compiling():
+            leave(self)
 
 
 def _is_group(found: object) -> bool:
@@ -122,22 +94,37 @@ def _is_group(found: object) -> bool:
     return distributed.is_available() and isinstance(found, distributed.ProcessGroup)
 
 
-def _set(recipe: Recipe | None) -> None:
-    STATE.recipe = recipe
-    if recipe is not None:
-        STATE.last = recipe
-    STATE.key = None if recipe is None else recipe.key
-
-
 def current_recipe() -> Recipe | None:
     """The recipe of the innermost `autocast` of this thread; None outside of any."""
     return STATE.recipe
 
 
-def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def checkpoint_contexts(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
     """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False,
     context_fn=checkpoint_contexts)`: the second run of a forward, which happens in backward, has
-    the recipe of the first one, and its scales."""
-    if isinstance(STATE.recipe, DelayedScaling):
-        return nullcontext(), _SecondRun(STATE.recipe)
-    return nullcontext(), autocast(STATE.recipe is not None, STATE.recipe)
+    the recipe of the first one, and its scales.
+
+    Calls outside of compiled code follow their first run without it, too. It is needed where a
+    compiled function is checkpointed from outside, and by checkpoints of other libraries.
+
+    Args:
+        context_fn: further contexts, as those of `create_selective_checkpoint_contexts`:
+            `context_fn=partial(checkpoint_contexts, further)`.
+    """
+    if is_compiling():
+        # The graph has the recipe. torch asks for two dispatch modes there.
+        return (context_fn or _recompute_all)()
+    run = FirstRun()
+    run.note(STATE.recipe)
+    first, second = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
+    return FirstRunContext(run, first), SecondRunContext(run, second)
+
+
+def _recompute_all() -> Contexts:
+    checkpoint = torch.utils.checkpoint
+    policy = checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+    found: Contexts = checkpoint.create_selective_checkpoint_contexts(lambda *_, **__: policy)
+    return found

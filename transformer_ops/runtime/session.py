@@ -6,7 +6,7 @@ from typing import Any
 
 from ..fusion.planning import PlanningSession
 from ..op.base import BasicOperation
-from ..op.scales import make_scales
+from ..op.scales import make_scales, note_run
 from ..plan.plan import Plan, declarations_of
 from .host import HostPlan
 
@@ -24,10 +24,13 @@ class Session(PlanningSession):
             self.plan = Plan(entry.text, entry.data, entry.near_misses, self.python_ops)
         return self.plan
 
-    def make_states(self, op: int, recipe: str, device: str) -> None:
-        """What a recipe keeps with the parameters of an op, where it is not there yet; for calls on
-        devices of that type."""
-        make_scales(self.basic_ops[op]._parameter_owner, recipe, device)
+    def make_states(self, op: int, recipe: str, device: str, records: bool) -> None:
+        """Makes the state of a recipe for the parameters of an op, where it is not there yet; for
+        calls on devices of that type. The plan `records` magnitudes, or only reads scales."""
+        owner = self.basic_ops[op]._parameter_owner
+        make_scales(owner, recipe, device)
+        if records:
+            note_run(owner)
 
     def make_host(self, entry: Any) -> HostPlan:
         """For a plan with Python steps."""

@@ -1,0 +1,53 @@
+"""What each thread knows of the regions that it is in."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+from .. import _C
+from ..recipe import Recipe
+
+__all__ = ["STATE", "Entry", "set_recipe"]
+
+
+class Entry(NamedTuple):
+    """A region that is entered outside of compiled code."""
+
+    region: Any
+    task: int  # the backward pass in which it was entered, -1 for none
+    pack: Any  # the hook that packed saved tensors then: that of the innermost checkpoint
+    kept: Any  # the scales that it has put in place, or None
+    with_grad: bool  # whether gradient mode was on
+
+
+class _State(threading.local):
+    # In compiled code Dynamo guards on these two by value. Not in the class: there Dynamo of torch
+    # 2.11 would find them for every thread.
+    def __init__(self) -> None:
+        self.recipe: Recipe | None = None
+        self.key: str | None = None
+        # That of the region entered last.
+        self.last: Recipe | None = None
+        # Whether a region of delayed scaling is around.
+        self.is_delayed = False
+        # (recipe, is_delayed, outer) of the region around this one.
+        self.outer: tuple[Any, ...] = ()
+        # The innermost last.
+        self.entries: list[Entry] = []
+        self.with_grad = False
+        # First runs whose checkpoint cannot be told from torch's hooks, the innermost last.
+        self.first_runs: list[Any] = []
+
+
+STATE = _State()
+# Calls of groups read `key` and `recipe` from it.
+_C.set_recipe_state(STATE)
+
+
+def set_recipe(recipe: Recipe | None) -> None:
+    """Makes it the recipe of this thread's calls."""
+    STATE.recipe = recipe
+    if recipe is not None:
+        STATE.last = recipe
+    STATE.key = None if recipe is None else recipe.key
