@@ -1,6 +1,7 @@
 #include "executor/saved.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <set>
@@ -58,6 +59,9 @@ SavedSlots saved_slots(const Program& program, at::TensorList tensors, const Ten
 Tensors run_on_meta(const Program& program, at::TensorList tensors) {
   Frame frame;
   const BelowAutograd below_autograd;
+  // Dispatch modes of the caller's see the real run alone: selective checkpointing counts calls.
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(
+      c10::DispatchKeySet{c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
   frame.values.resize(program.forward.values);
   frame.looks.resize(program.looks);
   for (size_t i = 0; i < tensors.size(); ++i) {

@@ -41,7 +41,7 @@ _lock = new_lock()
 # Not torch's own, whose numbers users may have seeded.
 _probes = torch.Generator()
 # The modules with scales, by the key of their recipes, sorted by the number of the module, which
-# gives the same order on each rank of a program. Lists of references, because it costs a region 6 us
+# gives the same order on each rank of a program. Lists of references, because a region needs 6 us
 # to go through a dictionary of weak values. Lists are replaced, never changed, so readers need no
 # lock.
 _owners: dict[str, list[tuple[int, weakref.ref[nn.Module]]]] = {}

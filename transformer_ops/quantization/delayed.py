@@ -123,10 +123,12 @@ class KeptScales:
             owners: list[Any] = owners_of_scales(self.recipe.key)
             found = [(owner, owner.fp8_scale, owner.fp8_amax) for owner in owners]
             self._around.append(found)
-            for owner, scale, amax in found:
-                attributes = vars(owner)
-                attributes["fp8_scale"] = self._old.get(owner._number, scale)
-                attributes["fp8_amax"] = amax.clone()
+            # Dispatch modes count calls of the first run, which are those of the second one.
+            with torch._C._DisableTorchDispatch():
+                for owner, scale, amax in found:
+                    attributes = vars(owner)
+                    attributes["fp8_scale"] = self._old.get(owner._number, scale)
+                    attributes["fp8_amax"] = amax.clone()
         _ENTERED.kept.append(self)
 
     def __exit__(self, *exception: object) -> None:

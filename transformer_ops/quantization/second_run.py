@@ -113,12 +113,11 @@ def enter(region: Any, recipe: Recipe | None, update: Any) -> None:
     task, pack = current_task(), top_pack()
     is_delayed = isinstance(recipe, DelayedScaling)
     if task == -1:
-        is_outermost = is_delayed and not STATE.is_delayed
-        if is_outermost:
+        if is_delayed and not STATE.is_delayed:
             update()
         run = _first_run_at(pack)
         if run is not None:
-            _note_region(run, recipe, is_outermost)
+            _note_region(run, recipe)
         push(Entry(region, task, pack, None, torch.is_grad_enabled()))
         return
     kept = _kept_of_first_run(recipe, task, pack)
@@ -126,12 +125,12 @@ def enter(region: Any, recipe: Recipe | None, update: Any) -> None:
         kept.__enter__()
     nested = None if _second_run_at(pack)[0] else _first_run_at(pack)
     if nested is not None:
-        _note_region(nested, recipe, kept is not None)
+        _note_region(nested, recipe)
     push(Entry(region, task, pack, kept, torch.is_grad_enabled()))
 
 
-def _note_region(run: FirstRun, recipe: Recipe | None, has_scales: bool) -> None:
-    kept = KeptScales(recipe) if has_scales and isinstance(recipe, DelayedScaling) else None
+def _note_region(run: FirstRun, recipe: Recipe | None) -> None:
+    kept = KeptScales(recipe) if isinstance(recipe, DelayedScaling) else None
     run.regions.append((None if recipe is None else recipe.key, kept))
 
 
