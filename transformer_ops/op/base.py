@@ -341,8 +341,7 @@ class FusibleOperation(nn.Module, HeldMixin):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, tensor in scales.tensors_of(self):
-            destination[prefix + name] = tensor if keep_vars else tensor.detach()
+        scales.save_scales(self, destination, prefix, keep_vars)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `nn.Module.register_parameter`; groups of the op see the parameter."""

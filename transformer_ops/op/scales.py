@@ -19,6 +19,7 @@ lists them: torch.distributed.checkpoint and the device moves of FSDP ask each m
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +37,8 @@ __all__ = ["drop_scales", "has_scales", "make_scales", "note_run", "owners_of_sc
 NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_amax_history", "fp8_largest")
 # The attribute of a module whose calls have recorded magnitudes.
 RUN = "_scales_have_run"
+# That of one that was loaded without scales before it had any.
+NOT_LOADED = "_scales_not_loaded"
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 _lock = new_lock()
 # Not torch's own, whose numbers users may have seeded.
@@ -45,6 +48,8 @@ _probes = torch.Generator()
 # to go through a dictionary of weak values. Lists are replaced, never changed, so readers need no
 # lock.
 _owners: dict[str, list[tuple[int, weakref.ref[nn.Module]]]] = {}
+# The keys of recipes whose magnitudes are reduced over ranks.
+reduced: set[str] = set()
 # How often scales of that key were made, loaded or dropped, or a module ran for the first time.
 _versions: dict[str, int] = {}
 # How many there were when those that are gone were last taken out.
@@ -98,6 +103,17 @@ def has_run(owner: nn.Module) -> bool:
     return RUN in owner.__dict__
 
 
+def warn_of_a_start(owner: nn.Module) -> None:
+    """For a call that makes the state: a warning where a state dict was loaded that had none."""
+    if owner.__dict__.pop(NOT_LOADED, False) and not has_scales(owner):
+        warnings.warn(
+            f"[{type(owner).__name__}] scales of delayed scaling begin at 1, because the state "
+            "dict that was loaded has none: if its checkpoint has them, call "
+            "tops.quantization.make_scales(model, recipe) before the model is asked for its keys",
+            stacklevel=2,
+        )
+
+
 def note_run(owner: nn.Module) -> None:
     """A call of the module records magnitudes."""
     if not has_run(owner):
@@ -126,6 +142,7 @@ def make_scales(owner: nn.Module, key: str, device: torch.device | str = "cpu") 
     met nothing yet is replaced. RuntimeError for one that has, for experts that ranks share, and
     where an export would have to make it."""
     check_key(owner, key)
+    owner.__dict__.pop(NOT_LOADED, None)
     if has_scales(owner) and key_of(owner) != key:
         drop_scales(owner)
     if not has_scales(owner):
@@ -212,6 +229,26 @@ def drop_scales(owner: nn.Module) -> None:
 # ---- moving and loading
 
 
+def save_scales(
+    owner: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool
+) -> None:
+    """Puts the state into a state dict. A warning where it lacks what other ranks have met."""
+    for name, tensor in tensors_of(owner):
+        destination[prefix + name] = tensor if keep_vars else tensor.detach()
+    if has_scales(owner) and key_of(owner) in reduced and _has_records(owner):
+        warnings.warn(
+            f"[{type(owner).__name__}] a state dict lacks the magnitudes that other ranks have met "
+            "since the last region: call tops.quantization.update_scales(recipe, group) on every "
+            "rank before",
+            stacklevel=2,
+        )
+
+
+def _has_records(owner: nn.Module) -> bool:
+    records = (owner.__dict__[name] for name in ("fp8_amax", "fp8_grad_amax"))
+    return any(bool((record >= 0).any()) for record in records if not record.is_meta)
+
+
 def move_scales(owner: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """What `Module._apply(function)` does to the state. It stays in float32, whatever dtype the
     parameters get. Where `function` empties tensors (`to_empty`), scales begin at 1 again."""
@@ -282,6 +319,8 @@ def load_scales(
     """Takes the scales of a state dict. It may do without: those there are stay."""
     loaded = {name: state_dict[prefix + name] for name in NAMES if prefix + name in state_dict}
     if not loaded:
+        if not has_scales(owner):
+            owner.__dict__[NOT_LOADED] = True
         return
     make_room(owner, state_dict, prefix)  # parameters may have left the meta device since
     unexpected_keys[:] = [key for key in unexpected_keys if key.removeprefix(prefix) not in loaded]

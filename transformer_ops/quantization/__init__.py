@@ -8,7 +8,7 @@ from .available import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from .delayed import make_scales, reset_scales
+from .delayed import make_scales, reset_scales, update_scales
 from .frozen import frozen_weights
 from .model_init import quantized_model_init
 from .region import autocast, checkpoint_contexts, current_recipe
@@ -30,4 +30,5 @@ __all__ = [
     "quantized_model_init",
     "report",
     "reset_scales",
+    "update_scales",
 ]

@@ -22,28 +22,40 @@ from .agreement import agree
 __all__ = ["KeptScales", "make_scales", "reset_scales", "update_scales"]
 
 _lock = new_lock()
+# The states of scales for which it was asked whether ranks keep their own.
+_looked_at: dict[str, int] = {}
 
 
-def update_scales(recipe: DelayedScaling, group: Any = None) -> None:
-    """Takes what calls have met since the last time into the histories, and makes new scales of
-    them. A tensor that none met, or one with an infinity or NaN in it, leaves both as they are.
+def update_scales(recipe: DelayedScaling, amax_reduction_group: Any = None) -> None:
+    """Makes scales of what calls have met since the last time, as entering a region of `recipe`
+    does. A tensor that none met, or one with an infinity or NaN in it, changes nothing.
 
-    All modules with scales for recipes of this key take part. With a process group, over whose
-    ranks magnitudes are reduced at once, those take part that have run, and copies that every rank
-    has. RuntimeError on every rank where other modules have run on some, or recipes or scales are
-    others, before anything changes.
+    Call it on every rank before a checkpoint is saved in a run with an `amax_reduction_group`:
+    otherwise the checkpoint has what one rank has met alone. The next region then finds nothing
+    new, so the run goes on with the same scales as without the call.
+
+    All modules of the process with scales for the formats and the length of the history take part.
+    With a process group, over whose ranks magnitudes are reduced at once, those take part that
+    have run, and others of which every rank has one.
+
+    Raises:
+        TypeError: `recipe` is no `DelayedScaling`.
+        RuntimeError: on every rank, where other modules have run on some, or recipes or scales
+            differ; then nothing has changed.
     """
-    reduce = None
+    group = amax_reduction_group
+    if not isinstance(recipe, DelayedScaling):
+        raise TypeError(f"[update_scales] recipe must be a DelayedScaling, got {recipe!r}")
+    reduce, key = None, recipe.key
     if recipe.reduce_amax:
         if group is None:
-            _warn_without_group()
+            if _looked_at.get(key) != scales.state_version(key):
+                _warn_without_group(key)
         else:
             maximum = torch.distributed.ReduceOp.MAX
             reduce = partial(torch.distributed.all_reduce, op=maximum, group=group)
     with _lock:
-        owners: list[Any] = owners_of_scales(recipe.key)
-        if reduce is not None:
-            owners = agree(owners, recipe, group)
+        owners = agree(recipe, group) if reduce else owners_of_scales(key)
         for known in _kept:
             if (kept := known()) is not None:
                 for owner in owners:
@@ -52,7 +64,8 @@ def update_scales(recipe: DelayedScaling, group: Any = None) -> None:
         _C.update_scales(tensors, recipe.margin, recipe.amax_compute_algo == "most_recent", reduce)
 
 
-def _warn_without_group() -> None:
+def _warn_without_group(key: str) -> None:
+    _looked_at[key] = scales.state_version(key)
     distributed = torch.distributed
     if (
         distributed.is_available()

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from ..recipe import DelayedScaling, MXFP8BlockScaling, Recipe
 from .delayed import update_scales
-from .second_run import FirstRun, FirstRunContext, SecondRunContext, enter, leave
+from .second_run import FirstRun, FirstRunContext, SecondRunContext, enter, leave, may_run_again
 from .state import STATE, set_recipe
 
 __all__ = ["autocast", "checkpoint_contexts", "current_recipe"]
@@ -65,7 +65,10 @@ class autocast:
     def __enter__(self) -> autocast:
         is_delayed = isinstance(self.recipe, DelayedScaling)
         if not is_compiling():
-            enter(self, self.recipe, self._update)
+            if may_run_again():
+                enter(self, self.recipe, self._update if is_delayed else None)
+            elif is_delayed:
+                self._update()
         elif is_delayed and not STATE.is_delayed:
             raise RuntimeError(
                 "[autocast] a region of DelayedScaling must be entered outside of compiled "
@@ -78,8 +81,9 @@ class autocast:
         return self
 
     def _update(self) -> None:
+        has_grad = STATE.with_grad = torch.is_grad_enabled()
         # No inference tensors, which nobody could save for backward.
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        if has_grad and not STATE.is_delayed and not torch.is_inference_mode_enabled():
             update_scales(self.recipe, self.amax_reduction_group)  # type: ignore[arg-type]
 
     def __exit__(self, *exception: object) -> None:

@@ -10,6 +10,7 @@ last call of the same group outside of a backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +24,7 @@ from .state import STATE, Entry, set_recipe
 __all__ = ["FirstRun", "FirstRunContext", "SecondRunContext", "enter", "leave"]
 
 current_task = torch._C._current_graph_task_id
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _NAME = "_transformer_ops_first_run"
 _CONTEXT = "context_fn=tops.quantization.checkpoint_contexts (with use_reentrant=False)"
 
@@ -72,7 +74,7 @@ class FirstRun:
 
 def top_pack() -> Any:
     """The hook that packs the tensors that are saved now, or None."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = _top_hooks(False)
     return None if hooks is None else hooks[0]
 
 
@@ -107,18 +109,23 @@ def _second_run_at(pack: Any) -> tuple[bool, FirstRun | None]:
 # ---- regions
 
 
-def enter(region: Any, recipe: Recipe | None, update: Any) -> None:
-    """What entering a region outside of compiled code does. `update()` makes new scales; in a
-    backward pass they are those of the first run instead. RuntimeError where none are known."""
+def may_run_again() -> bool:
+    """Whether calls now are the first or the second run of a checkpoint, as far as can be told."""
+    return current_task() != -1 or _top_hooks(False) is not None or bool(STATE.first_runs)
+
+
+def enter(region: Any, recipe: Recipe | None, update: Callable[[], None] | None) -> None:
+    """What entering a region outside of compiled code does, where `may_run_again()`. `update()`
+    makes new scales; in a backward pass they are those of the first run instead. RuntimeError where
+    none are known."""
     task, pack = current_task(), top_pack()
-    is_delayed = isinstance(recipe, DelayedScaling)
     if task == -1:
-        if is_delayed and not STATE.is_delayed:
+        if update is not None:
             update()
         run = _first_run_at(pack)
         if run is not None:
             _note_region(run, recipe)
-        push(Entry(region, task, pack, None, torch.is_grad_enabled()))
+        STATE.entries.append(Entry(region, task, pack, None))
         return
     kept = _kept_of_first_run(recipe, task, pack)
     if kept is not None:
@@ -126,7 +133,7 @@ def enter(region: Any, recipe: Recipe | None, update: Any) -> None:
     nested = None if _second_run_at(pack)[0] else _first_run_at(pack)
     if nested is not None:
         _note_region(nested, recipe)
-    push(Entry(region, task, pack, kept, torch.is_grad_enabled()))
+    STATE.entries.append(Entry(region, task, pack, kept))
 
 
 def _note_region(run: FirstRun, recipe: Recipe | None) -> None:
@@ -148,19 +155,13 @@ def _kept_of_first_run(recipe: Recipe | None, task: int, pack: Any) -> KeptScale
     return None
 
 
-def push(entry: Entry) -> None:
-    """Makes it the innermost one."""
-    STATE.entries.append(entry)
-    STATE.with_grad = entry.with_grad
-
-
 def leave(region: Any) -> None:
     """What leaving it does."""
-    if STATE.entries and STATE.entries[-1].region is region:
-        entry = STATE.entries.pop()
-        STATE.with_grad = bool(STATE.entries) and STATE.entries[-1].with_grad
-        if entry.kept is not None:
-            entry.kept.__exit__()
+    entries = STATE.entries
+    if entries and entries[-1].region is region:
+        kept = entries.pop().kept
+        if kept is not None:
+            kept.__exit__()
 
 
 # ---- calls
@@ -176,7 +177,7 @@ class _Region:
     def __enter__(self) -> None:
         if self.kept is not None:
             self.kept.__enter__()
-        push(Entry(self, current_task(), top_pack(), self.kept, torch.is_grad_enabled()))
+        STATE.entries.append(Entry(self, current_task(), top_pack(), self.kept))
         STATE.outer = (STATE.recipe, STATE.is_delayed, STATE.outer)
         STATE.is_delayed = self.is_delayed or STATE.is_delayed
         set_recipe(self.recipe)

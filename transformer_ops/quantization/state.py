@@ -12,13 +12,12 @@ __all__ = ["STATE", "Entry", "set_recipe"]
 
 
 class Entry(NamedTuple):
-    """A region that is entered outside of compiled code."""
+    """A region that is entered outside of compiled code, in a run of a checkpoint."""
 
     region: Any
     task: int  # the backward pass in which it was entered, -1 for none
     pack: Any  # the hook that packed saved tensors then: that of the innermost checkpoint
     kept: Any  # the scales that it has put in place, or None
-    with_grad: bool  # whether gradient mode was on
 
 
 class _State(threading.local):
@@ -35,6 +34,7 @@ class _State(threading.local):
         self.outer: tuple[Any, ...] = ()
         # The innermost last.
         self.entries: list[Entry] = []
+        # Whether gradient mode was on where a region of delayed scaling was entered last.
         self.with_grad = False
         # First runs whose checkpoint cannot be told from torch's hooks, the innermost last.
         self.first_runs: list[Any] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..fusion.planning import PlanningSession
 from ..op.base import BasicOperation
-from ..op.scales import make_scales, note_run
+from ..op.scales import make_scales, note_run, warn_of_a_start
 from ..plan.plan import Plan, declarations_of
 from .host import HostPlan
 
@@ -28,6 +28,7 @@ class Session(PlanningSession):
         """Makes the state of a recipe for the parameters of an op, where it is not there yet; for
         calls on devices of that type. The plan `records` magnitudes, or only reads scales."""
         owner = self.basic_ops[op]._parameter_owner
+        warn_of_a_start(owner)
         make_scales(owner, recipe, device)
         if records:
             note_run(owner)
