@@ -1,5 +1,6 @@
 #include "executor/plan_function.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/alias.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -76,6 +77,24 @@ std::vector<Tensors> load_own(AutogradContext* context, const variable_list& sav
     }
   }
   return rows;
+}
+
+// ---- activation checkpointing
+
+// Whether this is the second run of a checkpoint, whose hook takes what forward saves.
+bool runs_again() {
+  return torch::autograd::get_current_graph_task_id() != -1 &&
+         at::SavedTensorDefaultHooks::get_hooks().has_value();
+}
+
+// That hook keeps tensors without gradients as they are. A frozen parameter may be emptied behind
+// its module (offloading, ZeRO-3) before backward reads it: an alias keeps its numbers.
+void keep_numbers(variable_list& saved) {
+  for (Tensor& tensor : saved) {
+    if (tensor.defined() && !tensor.requires_grad() && is_real(tensor)) {
+      tensor = tensor.variable_data();
+    }
+  }
 }
 
 // ---- what the engine asks for
@@ -160,6 +179,7 @@ variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& ca
       host->note_saved(saved_slots(*program, tensors, saved, own));
     }
   }
+  if (runs_again()) keep_numbers(saved);
   context->save_for_backward(std::move(saved));
   return outputs;
 }
