@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "fuser/fork_safe_mutex.h"
@@ -26,18 +27,24 @@ struct Task {
 class Tasks {
  public:
   Task find_or_add(int id, uint64_t pass_of_outer) {
+    if (const auto found = find(id)) return *found;
+    // The engine takes a lock of its own.
+    const auto lives = std::make_shared<char>();
+    torch::autograd::Engine::get_default_engine().queue_callback([lives] {});
     const std::lock_guard lock(mutex_);
-    std::erase_if(rows_, [](const auto& row) { return row.second.lives.expired(); });
     const auto [row, is_new] = rows_.try_emplace(id);
-    if (is_new) {
-      const auto lives = std::make_shared<char>();
-      torch::autograd::Engine::get_default_engine().queue_callback([lives] {});
-      row->second = {id, pass_of_outer > 0 ? pass_of_outer : ++passes_, lives};
-    }
+    if (is_new) row->second = {id, pass_of_outer > 0 ? pass_of_outer : ++passes_, lives};
     return row->second;
   }
 
  private:
+  std::optional<Task> find(int id) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(rows_, [](const auto& row) { return row.second.lives.expired(); });
+    const auto row = rows_.find(id);
+    return row == rows_.end() ? std::nullopt : std::optional(row->second);
+  }
+
   ForkSafeMutex mutex_;
   std::map<int, Task> rows_;
   uint64_t passes_ = 0;
