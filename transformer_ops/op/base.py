@@ -416,6 +416,8 @@ class BasicOperation(ChannelMixin, FusibleOperation):
     # says where one tensor stands for all ("": none does).
     _lists: ClassVar[Mapping[str, tuple[str, str]]] = {}
     _attribute_names: ClassVar[tuple[str, ...]] = ()
+    # Those that may be None, of which plans then know nothing.
+    _optional_attributes: ClassVar[frozenset[str]] = frozenset()
     # Attributes that plans know of where they are True.
     _flag_names: ClassVar[tuple[str, ...]] = ()
     # Multiplies one half of its columns by what it makes of the other.
@@ -440,6 +442,7 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         cls.num_extra_inputs = len(row["extra_inputs"])
         cls.num_extra_outputs = len(row["extra_outputs"])
         types = row["attribute_types"].items()
+        cls._optional_attributes = frozenset(n for n, type_ in types if type_.endswith("?"))
         by_type = {name: _TYPE_CHECKS[type_] for name, type_ in types if type_ in _TYPE_CHECKS}
         flags = dict.fromkeys(cls._flag_names, check_bool)
         cls._checks = {**by_type, **flags, **cls._inherited_checks()}
@@ -463,7 +466,9 @@ class BasicOperation(ChannelMixin, FusibleOperation):
     def _attributes(self) -> dict[str, Attribute]:
         """Constructor state that the planner of a native op needs."""
         found = {name: getattr(self, name) for name in self._attribute_names}
-        found = {name: value for name, value in found.items() if value is not None}
+        for name in self._optional_attributes:
+            if found[name] is None:
+                del found[name]
         found |= {name: True for name in self._flag_names if getattr(self, name, False)}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
 
