@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -64,6 +65,16 @@ def device(request) -> torch.device:
     """Where the CUDA bodies of the ops run."""
     emulated = request.config.getoption("--emulate-cuda") is not None
     return torch.device("cpu") if emulated else torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def few_objects():
+    """For tests that collect garbage: what is older than they are is left alone. With the objects
+    of a few thousand tests one collection takes seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ from torch import nn
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 class Double(tops.BasicOperation):
     """A Python op in the split style."""

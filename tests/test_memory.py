@@ -19,6 +19,8 @@ from torch import Tensor
 import transformer_ops as tops
 from transformer_ops import memory
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 ROWS, WIDTH = 256, 512
 BYTES = ROWS * WIDTH * 4
 
