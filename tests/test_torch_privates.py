@@ -50,7 +50,6 @@ NAMES = [
     "torch._subclasses.FakeTensor",
     "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.utils._pytree",
-    "torch.utils.checkpoint._CheckpointFrame",
 ]
 MODULE_DICTS = [
     "_backward_hooks",

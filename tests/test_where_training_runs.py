@@ -172,7 +172,7 @@ def test_a_checkpoint_changes_nothing(name: str, way: str, is_inside: bool) -> N
     model = Model()
     model.way = WAYS[way]
     if is_inside and (name, way) in UNKNOWN:
-        with pytest.raises(RuntimeError, match=r"\[autocast\] .* got one whose first run is not"):
+        with pytest.raises(RuntimeError, match=r"a region of DelayedScaling must not be entered"):
             train(model, RECIPES[name], range(1), is_inside=True)
         return
     found = train(model, RECIPES[name], range(STEPS), is_inside=is_inside)
@@ -210,10 +210,12 @@ def test_a_resumed_run_goes_on_as_it_would_have(name: str, way: str, is_inside: 
 # ---- several microbatches
 
 
-@pytest.mark.parametrize("way", ["non-reentrant", "contexts", "sequential"])
+@pytest.mark.parametrize("way", ["reentrant", "non-reentrant", "contexts", "sequential"])
 @every_place
 def test_forwards_before_their_backwards(way: str, is_inside: bool) -> None:
     """As pipelines have them: each second run has the scales of its own first run."""
+    if is_inside and way == "reentrant":
+        pytest.skip("refused: test_a_checkpoint_changes_nothing")
     found: list[Tensor] = []
     for model in (Model(), Model()):
         model.way = plain if not found else WAYS[way]
@@ -234,13 +236,6 @@ def interleaved(run: Run, model: Model) -> list[Tensor]:
     for y, grad in outputs:
         y.backward(grad)
     return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def test_reentrant_checkpoints_with_other_scales_are_refused() -> None:
-    model = Model()
-    model.way = WAYS["reentrant"]
-    with pytest.raises(RuntimeError, match="must have the scales of its first run, got other ones"):
-        interleaved(within(functools.partial(tops.autocast, recipe=DELAYED), model), model)
 
 
 def test_backward_in_a_region_of_another_recipe() -> None:

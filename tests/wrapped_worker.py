@@ -256,6 +256,31 @@ def check_a_copy_on_one_rank(rank: int) -> None:
     del ema
 
 
+def check_modules_that_run_on_one_rank(rank: int) -> None:
+    """Every rank has both: what one of them met is reduced, and known to all."""
+    modules = nn.ModuleList([tops.Linear(8, 8), tops.Linear(8, 8, bias=False)])
+    make_scales(modules, DELAYED)
+    for _ in range(2):
+        with region(DELAYED):
+            modules[rank](torch.full((2, 8), [1.0, 4.0][rank])).sum().backward()
+    assert [float(m.fp8_scale[0]) for m in modules] == [448.0, 112.0]
+
+
+def check_two_groups(rank: int) -> None:
+    """Scales that another group has changed are noticed."""
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    op = tops.Linear(8, 8)
+    for k, group in enumerate((dist.group.WORLD, alone, dist.group.WORLD)):
+        with (
+            nullcontext()
+            if k < 2
+            else pytest.raises(RuntimeError, match="must be the same on all"),
+            tops.autocast(recipe=DELAYED, amax_reduction_group=group),
+        ):
+            op(torch.full((2, 8), 1.0 + rank)).sum().backward()
+    reset_scales(op)
+
+
 def check_disagreement(
     message: str, prepare: Callable[[int], tuple[Any, recipes.DelayedScaling]], rank: int
 ) -> None:
@@ -277,7 +302,7 @@ def one_runs(rank: int) -> tuple[Any, recipes.DelayedScaling]:
     op, other = tops.Linear(8, 8), tops.Linear(8, 24, bias=False)
     with region(DELAYED):
         op(torch.ones(2, 8)).sum().backward()
-        if rank == 0:
+        if rank == 0:  # which makes its scales there alone
             other(torch.ones(2, 8)).sum().backward()
     return nn.ModuleList([op, other]), DELAYED
 
@@ -324,6 +349,8 @@ def work(rank: int, folder: str) -> None:
     )
     try:
         check_a_copy_on_one_rank(rank)
+        check_modules_that_run_on_one_rank(rank)
+        check_two_groups(rank)
         for message, prepare in DISAGREEMENTS:
             check_disagreement(message, prepare, rank)
         check_without_a_group(rank)

@@ -51,16 +51,13 @@ void update_scales(const py::list& owners, int64_t margin, bool most_recent,
   std::function<void(at::Tensor&)> callback;
   if (!reduce.is_none()) callback = [&](at::Tensor& met) { reduce(met); };
   delayed_scaling::update_scales(all, margin, most_recent, callback);
-  bool has_changed = false;
   for (size_t i = 0; i < all.size(); ++i) {
     if (all[i].scale.is_same(buffer(owners[i], names.scale))) continue;
-    has_changed = true;
     const auto scale = py::reinterpret_steal<py::object>(THPVariable_Wrap(all[i].scale));
     if (!scale || PyDict_SetItem(owners[i].ptr(), names.scale.ptr(), scale.ptr()) != 0) {
       throw py::error_already_set();
     }
   }
-  if (has_changed) note_changed_scales();
 }
 
 }  // namespace

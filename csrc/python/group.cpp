@@ -389,7 +389,7 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kw
   HANDLE_TH_ERRORS
   Gathered gathered;
   if (is_cleared_ || has_hooks() || !gather(arguments, count, parameters, gathered)) Py_RETURN_NONE;
-  const RecipeOfCall recipe(last_run_);
+  const RecipeOfCall recipe;
   write_key(gathered, recipe.get());
   add_parts(gathered);
   Tensors& tensors = gathered.tensors;
@@ -430,7 +430,6 @@ int Group::traverse(visitproc visit, void* arg) const {
   for (const auto& module : modules_) Py_VISIT(module.ptr());
   for (const auto& dict : hook_dicts_) Py_VISIT(dict.ptr());
   Py_VISIT(new_session_.ptr());
-  if (const int stop = last_run_.traverse(visit, arg)) return stop;
   const auto visit_session = [&](const PlanEntry& entry, bool is_ours) {
     // Held by Python too: reachable from there.
     if (!is_ours) return 0;
@@ -458,7 +457,6 @@ void Group::clear() {
   pipeline_.forget_plans();
   const auto last = std::exchange(last_, nullptr);
   const auto new_session = std::exchange(new_session_, py::none());
-  const auto last_run = std::exchange(last_run_, {});
   is_cleared_ = true;
 }
 

@@ -117,7 +117,6 @@ class Group : private PlanHost {
   PlanKey scratch_key_;
   std::shared_ptr<PlanEntry> last_;
   std::vector<TensorShape> last_inputs_;
-  LastRun last_run_;
 };
 
 void bind_group(py::module_& module);

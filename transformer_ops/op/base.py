@@ -363,7 +363,7 @@ class FusibleOperation(nn.Module, HeldMixin):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._add_number()
-        scales.register_scales(self)
+        scales.register_copy(self)
 
     def _load_from_state_dict(
         self,

@@ -37,6 +37,7 @@ __all__ = ["drop_scales", "has_scales", "make_scales", "note_run", "owners_of_sc
 NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_amax_history", "fp8_largest")
 # The attribute of a module whose calls have recorded magnitudes.
 RUN = "_scales_have_run"
+NAME = "_scales_name"
 # That of one that was loaded without scales before it had any.
 NOT_LOADED = "_scales_not_loaded"
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -48,8 +49,8 @@ _probes = torch.Generator()
 # to go through a dictionary of weak values. Lists are replaced, never changed, so readers need no
 # lock.
 _owners: dict[str, list[tuple[int, weakref.ref[nn.Module]]]] = {}
-# The keys of recipes whose magnitudes are reduced over ranks.
-reduced: set[str] = set()
+# The keys of recipes whose magnitudes are reduced over ranks, and the name of the group.
+reduced: dict[str, str] = {}
 # How often scales of that key were made, loaded or dropped, or a module ran for the first time.
 _versions: dict[str, int] = {}
 # How many there were when those that are gone were last taken out.
@@ -57,7 +58,7 @@ _counted: dict[str, int] = {}
 
 
 def has_scales(owner: nn.Module) -> bool:
-    return "fp8_scale" in owner.__dict__
+    return "_scales_key" in owner.__dict__
 
 
 def tensors_of(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -83,7 +84,11 @@ def state_version(key: str) -> int:
 
 
 def _note_change(owner: nn.Module) -> None:
-    key = key_of(owner)
+    note_change(key_of(owner))
+
+
+def note_change(key: str) -> None:
+    """Has ranks compare the scales of that key before they reduce magnitudes again."""
     _versions[key] = _versions.get(key, 0) + 1
 
 
@@ -95,6 +100,22 @@ def register_scales(owner: nn.Module) -> None:
             with _lock:
                 _list_owner(owner, is_one=True)
         _note_change(owner)
+
+
+def register_copy(owner: nn.Module) -> None:
+    """For a module that got its attributes from another one."""
+    name = owner.__dict__.pop(NAME, None)
+    if has_scales(owner):
+        owner.__dict__[NAME] = "a copy of " + (name or name_of(owner)).removeprefix("a copy of ")
+    register_scales(owner)
+
+
+def name_of(owner: nn.Module) -> str:
+    """By which ranks compare modules. It is kept, because each region asks for it."""
+    known: str | None = owner.__dict__.get(NAME)
+    if known is None:
+        known = owner.__dict__[NAME] = f"{type(owner).__name__}({owner.extra_repr()})"
+    return known
 
 
 def has_run(owner: nn.Module) -> bool:
@@ -153,7 +174,7 @@ def make_scales(owner: nn.Module, key: str, device: torch.device | str = "cpu") 
                 f"tops.quantization.make_scales(model, recipe) or a call, got none for '{key}'"
             )
         _set_new(owner, key, _device_of(owner, device))
-    elif owner.__dict__["fp8_scale"].is_meta:
+    elif owner.__dict__["fp8_scale"].is_meta or _is_elsewhere(owner, device):
         _set_new(owner, key, _device_of(owner, device))
 
 
@@ -171,9 +192,25 @@ def check_key(owner: nn.Module, key: str) -> None:
         )
 
 
+# Called with a module before its scales are replaced, other than by a region.
+listeners: list[Callable[[nn.Module], None]] = []
+
+
+def _tell(owner: nn.Module) -> None:
+    if has_scales(owner):
+        for listener in listeners:
+            listener(owner)
+
+
 def _device_of(owner: nn.Module, otherwise: torch.device | str) -> torch.device | str:
     known = (p.device for p in owner._parameters.values() if p is not None)
     return next(known, otherwise)
+
+
+def _is_elsewhere(owner: nn.Module, device: torch.device | str) -> bool:
+    """Whether new scales of a module without parameters are on another device than its calls."""
+    there = owner.__dict__["fp8_scale"].device.type != torch.device(device).type
+    return there and not owner._parameters and is_new(owner)
 
 
 def renew_scales(owner: nn.Module) -> None:
@@ -183,6 +220,7 @@ def renew_scales(owner: nn.Module) -> None:
 
 
 def _set_new(owner: nn.Module, key: str, device: torch.device | str) -> None:
+    _tell(owner)
     *formats, length = key.split(", ")
     rows, shape = int(length.removeprefix("delayed ")), _shape(owner)
 
@@ -191,13 +229,14 @@ def _set_new(owner: nn.Module, key: str, device: torch.device | str) -> None:
 
     # No inference tensors: later calls write to them.
     with torch.inference_mode(False), torch.no_grad():
-        largest = torch.tensor([_LARGEST[format] for format in formats], dtype=torch.float32)
+        numbers = [_LARGEST[format] for format in formats]
+        largest = torch.tensor(numbers, dtype=torch.float32, device=device)
         owner.__dict__.update(
             fp8_scale=filled(1, *shape),
             fp8_amax=filled(-1, *shape),
             fp8_grad_amax=filled(-1, *shape),
             fp8_amax_history=filled(0, rows, *shape),
-            fp8_largest=largest.to(device),
+            fp8_largest=largest,
             _scales_key=key,
         )
     register_scales(owner)
@@ -323,6 +362,7 @@ def load_scales(
             owner.__dict__[NOT_LOADED] = True
         return
     make_room(owner, state_dict, prefix)  # parameters may have left the meta device since
+    _tell(owner)
     unexpected_keys[:] = [key for key in unexpected_keys if key.removeprefix(prefix) not in loaded]
     device = owner.__dict__["fp8_scale"].device
     with torch.inference_mode(False), torch.no_grad():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..op.scales import has_run, owners_of_scales, reduced, state_version, tensors_of
+from ..op.scales import has_run, name_of, owners_of_scales, reduced, state_version, tensors_of
 from ..recipe import DelayedScaling
 
 # The state of the scales that ranks have agreed on, by the name of the group.
@@ -21,61 +21,74 @@ _agreed: dict[tuple[str, str], int] = {}
 
 
 class _Facts(NamedTuple):
-    """What one rank has: of each module its name, and a sum of its scales and history."""
+    """One rank's recipe, and its modules: the name of each, and a checksum of its scales."""
 
     recipe: str
-    run: list[tuple[str, int]]
-    others: list[tuple[str, int]]  # modules that have not run: copies, or loaded ones
+    modules: list[tuple[str, int]]
+    run: list[tuple[str, int]]  # those that have run
+    others: list[tuple[str, int]]
+
+
+class _Survey(NamedTuple):
+    """The modules of this rank, and what all ranks have in common."""
+
+    modules: list[Any]
+    run: list[Any]
+    others: list[Any]
+    is_known: bool  # the recipe is the same, and nothing has changed since ranks agreed
+    same_modules: bool
+    same_run: bool
 
 
 def agree(recipe: DelayedScaling, group: Any) -> list[Any]:
-    """The modules that take part: those that have run, and of the others those that every rank has.
+    """The modules whose magnitudes are reduced: all of them if every rank has the same. If a rank
+    has others, as a copy for moving averages, those that have run, and copies that all have.
 
-    RuntimeError on every rank of the group where other modules have run on some, or the recipe, or
-    the scales and histories are others. It takes one small reduction; numbers are compared only
-    after scales were made, loaded or dropped on some rank.
+    RuntimeError on every rank of the group if modules that have run differ, or recipes, or scales.
+    It takes one small reduction. Checksums are compared only after scales were made, loaded or
+    dropped on some rank, or changed without this group.
     """
-    run, others, largest, smallest = _survey(recipe, group)
-    if largest[:4] != smallest[:4]:
+    found = _survey(recipe, group)
+    if not (found.same_modules or found.same_run):
         # Modules that are gone may wait for the collector on some ranks.
-        del run, others
+        del found
         gc.collect()
-        run, others, largest, smallest = _survey(recipe, group)
-    is_same = largest[:4] == smallest[:4] and largest[0] == 1
-    if is_same and smallest[4] == 0:
-        others = []
-    elif not is_same or largest[4:] != smallest[4:]:
-        others = _compare(run, others, recipe, group)
+        found = _survey(recipe, group)
+    if found.is_known and found.same_modules:
+        owners = found.modules
+    else:
+        owners = _compare(found, recipe, group)
     _agreed[_place(recipe, group)] = state_version(recipe.key)
     if torch.distributed.get_world_size(group) > 1:
-        reduced.add(recipe.key)
-    return run + others
+        reduced[recipe.key] = group.group_name
+    return owners
 
 
 def _place(recipe: DelayedScaling, group: Any) -> tuple[str, str]:
     return group.group_name, recipe.key
 
 
-def _survey(
-    recipe: DelayedScaling, group: Any
-) -> tuple[list[Any], list[Any], list[int], list[int]]:
-    """The modules that have run, the others, and the largest and smallest numbers of any rank:
-    whether the state is known, the recipe, those that have run, the others."""
-    owners = owners_of_scales(recipe.key)
-    run = [owner for owner in owners if has_run(owner)]
-    others = [owner for owner in owners if not has_run(owner)]
+def _survey(recipe: DelayedScaling, group: Any) -> _Survey:
+    modules = owners_of_scales(recipe.key)
+    run = [owner for owner in modules if has_run(owner)]
+    others = [owner for owner in modules if not has_run(owner)]
     is_known = _agreed.get(_place(recipe, group)) == state_version(recipe.key)
-    mine = [is_known, _crc(repr(recipe)), len(run), _crc(_shapes(run))]
-    mine += [len(others), _crc(_shapes(others))]
-    return run, others, *_extremes(mine, group)
+    mine = [is_known, _crc(repr(recipe)), *_count(modules), *_count(run), len(others)]
+    largest, smallest = _extremes(mine, group)
+    same = [a == b for a, b in zip(largest, smallest, strict=True)]
+    # A rank without others has none to share: what ranks know of those that have run is enough.
+    are_known = smallest[0] == 1 and same[1]
+    if are_known and all(same[4:6]) and not all(same[2:4]) and smallest[6] == 0:
+        return _Survey(run, run, [], True, True, True)
+    return _Survey(modules, run, others, are_known, all(same[2:4]), all(same[4:6]))
+
+
+def _count(owners: Sequence[Any]) -> list[int]:
+    return [len(owners), _crc(" ".join(map(name_of, owners)))]
 
 
 def _crc(text: str) -> int:
     return zlib.crc32(text.encode())
-
-
-def _shapes(owners: Sequence[Any]) -> str:
-    return str([tuple(owner.fp8_scale.shape) for owner in owners])
 
 
 def _extremes(mine: Sequence[int], group: Any) -> tuple[list[int], list[int]]:
@@ -93,7 +106,7 @@ def _device_of(group: Any) -> torch.device:
 
 
 def _facts(owner: Any) -> tuple[str, int]:
-    return f"{type(owner).__name__}({owner.extra_repr()})", _sum_of(owner)
+    return name_of(owner), _sum_of(owner)
 
 
 def _sum_of(owner: Any) -> int:
@@ -108,35 +121,38 @@ def _bytes_of(tensor: Tensor) -> bytes:
     return bytes(tensor.detach().cpu().contiguous().view(torch.uint8).flatten().tolist())
 
 
-def _compare(
-    run: Sequence[Any], others: Sequence[Any], recipe: DelayedScaling, group: Any
-) -> list[Any]:
-    """Of `others`, those that every rank has, in the same order on each."""
-    mine = _Facts(repr(recipe), list(map(_facts, run)), list(map(_facts, others)))
+def _compare(survey: _Survey, recipe: DelayedScaling, group: Any) -> list[Any]:
+    mine = _Facts(repr(recipe), *(list(map(_facts, rows)) for rows in survey[:3]))
     found: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(found, mine, group=group)
+    names = [[name for name, _ in facts.modules] for facts in found]
+    same_modules = all(row == names[0] for row in names)
     for rank, facts in enumerate(found):
-        _check_same(found[0], facts, rank)
+        _check_same(found[0], facts, rank, same_modules)
+    if same_modules:
+        return survey.modules
     counts = functools.reduce(operator.and_, (Counter(facts.others) for facts in found))
     known: dict[tuple[str, int], list[Any]] = {}
-    for owner, facts in zip(others, mine.others, strict=True):
+    for owner, facts in zip(survey.others, mine.others, strict=True):
         known.setdefault(facts, []).append(owner)
-    return [owner for key in sorted(counts) for owner in known[key][: counts[key]]]
+    shared = [owner for key in sorted(counts) for owner in known[key][: counts[key]]]
+    return survey.run + shared
 
 
-def _check_same(first: _Facts, other: _Facts, rank: int) -> None:
+def _check_same(first: _Facts, other: _Facts, rank: int, same_modules: bool) -> None:
     if other.recipe != first.recipe:
         raise RuntimeError(
             "[autocast] recipe must be the same on all ranks of amax_reduction_group, got "
             f"{first.recipe} on rank 0 and {other.recipe} on rank {rank}"
         )
-    names, other_names = ([name for name, _ in facts.run] for facts in (first, other))
+    one, two = (first.modules, other.modules) if same_modules else (first.run, other.run)
+    names, other_names = ([name for name, _ in rows] for rows in (one, two))
     if other_names != names:
         raise RuntimeError(
             "[autocast] modules that run under the recipe must be the same on all ranks of "
             f"amax_reduction_group, got {_difference(names, other_names, rank)}"
         )
-    changed = [one[0] for one, two in zip(first.run, other.run, strict=True) if one != two]
+    changed = [a[0] for a, b in zip(one, two, strict=True) if a != b]
     if changed:
         raise RuntimeError(
             "[autocast] scales and histories must be the same on all ranks of "

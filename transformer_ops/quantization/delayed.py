@@ -46,6 +46,10 @@ def update_scales(recipe: DelayedScaling, amax_reduction_group: Any = None) -> N
     group = amax_reduction_group
     if not isinstance(recipe, DelayedScaling):
         raise TypeError(f"[update_scales] recipe must be a DelayedScaling, got {recipe!r}")
+    if group is not None and not hasattr(group, "group_name"):
+        raise TypeError(
+            f"[update_scales] amax_reduction_group must be a process group or None, got {group!r}"
+        )
     reduce, key = None, recipe.key
     if recipe.reduce_amax:
         if group is None:
@@ -60,6 +64,9 @@ def update_scales(recipe: DelayedScaling, amax_reduction_group: Any = None) -> N
             if (kept := known()) is not None:
                 for owner in owners:
                     kept.note(owner)
+        if key in scales.reduced and (group is None or group.group_name != scales.reduced[key]):
+            # Ranks may have other scales now.
+            scales.note_change(key)
         tensors = [vars(owner) for owner in owners]
         _C.update_scales(tensors, recipe.margin, recipe.amax_compute_algo == "most_recent", reduce)
 
@@ -84,9 +91,9 @@ def make_scales(model: nn.Module, recipe: DelayedScaling) -> None:
     """Makes the state of delayed scaling in every product of `model` that has none: all scales
     are 1, and the state dict has their keys from now on. Without it the first call makes the state.
 
-    Call it before the model is asked for its keys, as `torch.distributed.checkpoint` does to load
-    them: a checkpoint's scales are not loaded into a model that has none. Products that are
-    constructed under `autocast` or `quantized_model_init` with `DelayedScaling` have it, too.
+    Call it before `torch.distributed.checkpoint` loads a model: it loads the keys that the model
+    has. (`load_state_dict` makes scales itself if the state dict has them.) Products that are
+    constructed within `autocast` with `DelayedScaling` have scales from the start.
 
     Raises:
         TypeError: `recipe` is no `DelayedScaling`.
@@ -95,6 +102,8 @@ def make_scales(model: nn.Module, recipe: DelayedScaling) -> None:
     """
     if not isinstance(recipe, DelayedScaling):
         raise TypeError(f"[make_scales] recipe must be a DelayedScaling, got {recipe!r}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"[make_scales] model must be an nn.Module, got {model!r}")
     found = [m for m in model.modules() if isinstance(m, FusibleOperation) and m._takes_scales]
     for module in found:
         scales.check_key(module, recipe.key)
@@ -114,11 +123,11 @@ def reset_scales(model: nn.Module) -> None:
 
 
 class KeptScales:
-    """The scales of a recipe as they were when this was made. Within its context calls use those,
-    and what they meet goes nowhere."""
+    """The scales of a recipe as they were when this was made. Within its context calls use those.
+    Unless it `records`, magnitudes of calls within it are dropped."""
 
-    def __init__(self, recipe: DelayedScaling) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: DelayedScaling, *, records: bool = False) -> None:
+        self.recipe, self.records = recipe, records
         with _lock:
             # Within another one of this thread, those that it has put in place.
             inner = _ENTERED.kept[-1] if _ENTERED.kept else None
@@ -141,7 +150,8 @@ class KeptScales:
                 for owner, scale, amax in found:
                     attributes = vars(owner)
                     attributes["fp8_scale"] = self._old.get(owner._number, scale)
-                    attributes["fp8_amax"] = amax.clone()
+                    if not self.records:
+                        attributes["fp8_amax"] = amax.clone()
         _ENTERED.kept.append(self)
 
     def __exit__(self, *exception: object) -> None:
@@ -159,3 +169,12 @@ class _Entered(threading.local):
 _ENTERED = _Entered()
 # A list: a region goes through it.
 _kept: list[weakref.ref[KeptScales]] = []
+
+
+def _note_replaced(owner: nn.Module) -> None:
+    for known in _kept:
+        if (kept := known()) is not None:
+            kept.note(owner)
+
+
+scales.listeners.append(_note_replaced)

@@ -100,13 +100,11 @@ def hold_quantized(op: Any) -> None:
 
 
 def hold_scales(op: Any) -> None:
-    """For the constructor of an op that takes scales: within a region of `DelayedScaling` it has
-    them from the start."""
-    found = [current_recipe(), None if _STATE.region is None else _STATE.region.recipe]
-    for recipe in found:
-        if isinstance(recipe, DelayedScaling):
-            make_scales(op._parameter_owner, recipe.key)
-            return
+    """For the constructor of an op that takes scales: within `autocast` with `DelayedScaling` it
+    has them from the start."""
+    recipe = current_recipe()
+    if isinstance(recipe, DelayedScaling):
+        make_scales(op._parameter_owner, recipe.key)
 
 
 def _weight_format(recipe: Recipe, op: Any) -> str:

@@ -11,7 +11,15 @@ from torch.compiler import is_compiling
 
 from ..recipe import DelayedScaling, MXFP8BlockScaling, Recipe
 from .delayed import update_scales
-from .second_run import FirstRun, FirstRunContext, SecondRunContext, enter, leave, may_run_again
+from .second_run import (
+    FirstRun,
+    FirstRunContext,
+    SecondRunContext,
+    enter,
+    leave,
+    may_run_again,
+    recipe_of_second_run,
+)
 from .state import STATE, set_recipe
 
 __all__ = ["autocast", "checkpoint_contexts", "current_recipe"]
@@ -65,6 +73,7 @@ class autocast:
     def __enter__(self) -> autocast:
         is_delayed = isinstance(self.recipe, DelayedScaling)
         if not is_compiling():
+            STATE.with_grad = torch.is_grad_enabled()
             if may_run_again():
                 enter(self, self.recipe, self._update if is_delayed else None)
             elif is_delayed:
@@ -81,9 +90,12 @@ class autocast:
         return self
 
     def _update(self) -> None:
-        has_grad = STATE.with_grad = torch.is_grad_enabled()
         # No inference tensors, which nobody could save for backward.
-        if has_grad and not STATE.is_delayed and not torch.is_inference_mode_enabled():
+        if (
+            torch.is_grad_enabled()
+            and not STATE.is_delayed
+            and not torch.is_inference_mode_enabled()
+        ):
             update_scales(self.recipe, self.amax_reduction_group)  # type: ignore[arg-type]
 
     def __exit__(self, *exception: object) -> None:
@@ -100,29 +112,36 @@ def _is_group(found: object) -> bool:
 
 def current_recipe() -> Recipe | None:
     """The recipe of the innermost `autocast` of this thread; None outside of any."""
-    return STATE.recipe
+    return STATE.recipe if is_compiling() else recipe_of_second_run()
 
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def checkpoint_contexts(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
-    """For `torch.utils.checkpoint.checkpoint(..., use_reentrant=False,
-    context_fn=checkpoint_contexts)`: the second run of a forward, which happens in backward, has
-    the recipe of the first one, and its scales.
+    """Returns two contexts for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False,
+    context_fn=checkpoint_contexts)`, which runs a forward again in the backward pass: the second
+    run has the recipe of the first one, and its scales.
 
-    Calls outside of compiled code follow their first run without it, too. It is needed where a
-    compiled function is checkpointed from outside, and by checkpoints of other libraries.
+    Eager calls do not need it: they follow their first run by themselves. Compiled functions that
+    are checkpointed from eager code do.
 
     Args:
-        context_fn: further contexts, as those of `create_selective_checkpoint_contexts`:
-            `context_fn=partial(checkpoint_contexts, further)`.
+        context_fn: makes two further contexts, such as `create_selective_checkpoint_contexts` with
+            a policy: `context_fn=partial(checkpoint_contexts, further)`. None for none.
+
+    Raises:
+        TypeError: `context_fn` cannot be called.
     """
+    if context_fn is not None and not callable(context_fn):
+        raise TypeError(
+            f"[checkpoint_contexts] context_fn must be callable or None, got {context_fn!r}"
+        )
     if is_compiling():
         # The graph has the recipe. torch asks for two dispatch modes there.
         return (context_fn or _recompute_all)()
     run = FirstRun()
-    run.note(STATE.recipe)
+    run.note(recipe_of_second_run())
     first, second = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
     return FirstRunContext(run, first), SecondRunContext(run, second)
 

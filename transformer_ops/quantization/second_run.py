@@ -1,18 +1,19 @@
 """Forwards that run again in a backward pass, as activation checkpointing has them: the second run
 has the recipe and the scales of the first one.
 
-`torch.utils.checkpoint` saves and restores torch's own autocast state and has no such place for
-that of others. Its non-reentrant form packs saved tensors by a hook of its own, whose closure has
-the object of the checkpoint: what the first run had is kept there, and the second run finds it. A
-second run without that hook (reentrant checkpoints, checkpoints of other libraries) follows the
-last call of the same group outside of a backward pass.
+`torch.utils.checkpoint` saves torch's own autocast state for the second run, and offers no place
+for ours. So the first run leaves a note on the object that torch makes for each checkpoint: the
+frame of a non-reentrant one, the context of the autograd function of a reentrant one. Both are
+found on Python's stack, as are checkpoints of other libraries that are autograd functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,145 +31,228 @@ _CONTEXT = "context_fn=tops.quantization.checkpoint_contexts (with use_reentrant
 
 
 class FirstRun:
-    """What the first run of a forward had: the recipe around it, and the regions within it."""
+    """What the first run of a forward had: the recipe around it, and the regions inside it."""
 
     def __init__(self) -> None:
         self.is_noted = False
         self.recipe: Recipe | None = None
         self.kept: KeptScales | None = None
-        # (key, scales) of each region within, in order.
-        self.regions: list[tuple[str | None, KeptScales | None]] = []
-        # The hook of the second run that goes on, and how many regions it has entered.
+        # The regions that it entered, in order, with their scales.
+        self.regions: list[tuple[Recipe | None, KeptScales | None]] = []
+        # The second run that is going on, and how many regions it has entered.
         self._second: Any = None
         self._position = 0
 
-    def note(self, recipe: Recipe | None) -> None:
-        """Takes the recipe around it, unless one was taken before."""
+    def note(self, recipe: Recipe | None, records: bool = True) -> None:
+        """Takes the recipe around it, unless one was taken before. The first run `records`
+        magnitudes, or leaves that to the second one."""
         if not self.is_noted:
             self.is_noted, self.recipe = True, recipe
-            self.kept = KeptScales(recipe) if isinstance(recipe, DelayedScaling) else None
-
-    def begin_again(self, second: Any) -> None:
-        """A second run, named by any object, enters its first region."""
-        self._second, self._position = second, 0
+            self.kept = _kept(recipe, records)
 
     def next_region(self, recipe: Recipe | None, second: Any) -> KeptScales | None:
-        """The scales of a region that the second run enters. RuntimeError where the first run
-        entered another one."""
+        """The scales of a region that a second run enters. RuntimeError if the first run entered
+        another one there."""
         if second is not self._second:
-            self.begin_again(second)
-        key = None if recipe is None else recipe.key
+            self._second, self._position = second, 0
         known = self.regions[self._position : self._position + 1]
-        if not known or known[0][0] != key:
-            first = "no region" if not known else known[0][0] or "a region without a recipe"
-            raise RuntimeError(
-                "[autocast] a forward that runs again in a backward pass must enter the regions of "
-                f"its first run, {first}, got {key or 'a region without a recipe'}"
-            )
+        if not known or _key(known[0][0]) != _key(recipe):
+            raise _other_region(known[0][0] if known else "none", recipe)
         self._position += 1
         return known[0][1]
 
 
-# ---- the checkpoint that a run belongs to
+def _kept(recipe: Recipe | None, records: bool) -> KeptScales | None:
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    return KeptScales(recipe, records=not records)
 
 
-def top_pack() -> Any:
-    """The hook that packs the tensors that are saved now, or None."""
-    hooks = _top_hooks(False)
-    return None if hooks is None else hooks[0]
+def _key(recipe: Recipe | None) -> str | None:
+    return None if recipe is None else recipe.key
 
 
-def _in_closure(pack: Any, name: str) -> Any:
-    function = getattr(pack, "_torchdynamo_orig_callable", pack)
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    return function.__closure__[names.index(name)].cell_contents if name in names else None
+def _other_region(first: Any, second: Any) -> RuntimeError:
+    return RuntimeError(
+        "[autocast] a forward that runs again in a backward pass must enter the regions of its "
+        f"first run, got the recipe {second} where the first run had {first}"
+    )
 
 
-def _is_checkpoint(found: Any) -> bool:
-    return isinstance(found, torch.utils.checkpoint._CheckpointFrame)
+# ---- the checkpoint that a call belongs to
 
 
-def _first_run_at(pack: Any) -> FirstRun | None:
-    """The run of a checkpoint that runs for the first time and packs by this hook."""
-    checkpoint = _in_closure(pack, "frame")
-    if _is_checkpoint(checkpoint):
-        found: FirstRun = vars(checkpoint).setdefault(_NAME, FirstRun())
+class Checkpoint(NamedTuple):
+    """The innermost checkpoint on the stack."""
+
+    holder: Any  # torch's object
+    is_second: bool
+    run: Any = None  # names one second run
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether its first run is without gradient mode, so that it records nothing."""
+        return isinstance(self.holder, torch.autograd.function.FunctionCtx)
+
+    @property
+    def first_run(self) -> FirstRun | None:
+        """The note on it."""
+        found: FirstRun | None = vars(self.holder).get(_NAME)
         return found
-    return STATE.first_runs[-1] if STATE.first_runs else None
+
+    def make_first_run(self) -> FirstRun:
+        """The note on it, which is made if there is none."""
+        found: FirstRun = vars(self.holder).setdefault(_NAME, FirstRun())
+        return found
 
 
-def _second_run_at(pack: Any) -> tuple[bool, FirstRun | None]:
-    """Whether a checkpoint runs again that packs by this hook, and what its first run had."""
-    reference = _in_closure(pack, "target_frame_ref")
-    checkpoint = None if reference is None else reference()
-    if not _is_checkpoint(checkpoint):
-        return False, None
-    return True, vars(checkpoint).get(_NAME)
+def find_checkpoint() -> Checkpoint | None:
+    """The innermost checkpoint that runs."""
+    found = next(_on_stack(), None)
+    hooked = _of_hook()
+    # A composable checkpoint runs between two hooks of a module, and is not on the stack.
+    if hooked is None or (found is not None and found.is_reentrant):
+        return found
+    return found if found is not None and found.holder is hooked.holder else hooked
+
+
+def _on_stack() -> Iterator[Checkpoint]:
+    """Those on Python's stack, from the innermost frame outwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        look = _LOOKS.get(frame.f_code.co_name)
+        found = None if look is None else look(frame)
+        if found is not None:
+            yield found
+        frame = frame.f_back
+
+
+def _of_hook() -> Checkpoint | None:
+    """The one whose hook packs saved tensors now."""
+    hooks = _top_hooks(False)
+    if hooks is None:
+        return None
+    function = getattr(hooks[0], "_torchdynamo_orig_callable", hooks[0])
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is None or not cells or function.__module__ != "torch.utils.checkpoint":
+        return None
+    known = dict(zip(code.co_freevars, cells, strict=True))
+    if "frame" in known:
+        return Checkpoint(known["frame"].cell_contents, False)
+    if "target_frame_ref" in known:
+        holder = known["target_frame_ref"].cell_contents()
+        return Checkpoint(holder, True, known["gid"].cell_contents)
+    return None
+
+
+def _is_torch(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+
+
+def _non_reentrant(frame: FrameType) -> Checkpoint | None:
+    """`checkpoint()` runs the function. Its generator holds the frame of the checkpoint."""
+    generator = frame.f_locals.get("gen") if _is_torch(frame) else None
+    if generator is None or generator.gi_frame is None:
+        return None
+    holder = generator.gi_frame.f_locals.get("new_frame")
+    return None if holder is None else Checkpoint(holder, False)
+
+
+def _non_reentrant_again(frame: FrameType) -> Checkpoint | None:
+    """The hook that unpacks a saved tensor runs the function again."""
+    holder = frame.f_locals.get("frame") if _is_torch(frame) else None
+    return None if holder is None else Checkpoint(holder, True, frame.f_locals.get("gid"))
+
+
+def _function_context(frame: FrameType) -> Any:
+    if frame.f_code.co_varnames[:1] != ("ctx",):
+        return None
+    context = frame.f_locals.get("ctx")
+    return context if isinstance(context, torch.autograd.function.FunctionCtx) else None
+
+
+def _reentrant(frame: FrameType) -> Checkpoint | None:
+    context = _function_context(frame)
+    return None if context is None else Checkpoint(context, False)
+
+
+def _reentrant_again(frame: FrameType) -> Checkpoint | None:
+    """Another autograd function may call modules in its backward for reasons of its own."""
+    context = _function_context(frame)
+    if context is None or not (_is_torch(frame) or _NAME in vars(context)):
+        return None
+    return Checkpoint(context, True, current_task())
+
+
+_LOOKS: dict[str, Callable[[FrameType], Checkpoint | None]] = {
+    "checkpoint": _non_reentrant,
+    "_checkpoint_impl": _non_reentrant,
+    "unpack_hook": _non_reentrant_again,
+    "forward": _reentrant,
+    "backward": _reentrant_again,
+}
 
 
 # ---- regions
 
 
 def may_run_again() -> bool:
-    """Whether calls now are the first or the second run of a checkpoint, as far as can be told."""
-    return current_task() != -1 or _top_hooks(False) is not None or bool(STATE.first_runs)
+    """Whether calls now may be the first or the second run of a checkpoint. Cheap, and true without
+    need at times: in a backward pass, under hooks of saved tensors, without gradient mode."""
+    return current_task() != -1 or _top_hooks(False) is not None or not torch.is_grad_enabled()
 
 
 def enter(region: Any, recipe: Recipe | None, update: Callable[[], None] | None) -> None:
-    """What entering a region outside of compiled code does, where `may_run_again()`. `update()`
-    makes new scales; in a backward pass they are those of the first run instead. RuntimeError where
-    none are known."""
-    task, pack = current_task(), top_pack()
-    if task == -1:
+    """Enters a region outside of compiled code, if `may_run_again()`. `update()` makes new scales;
+    a second run takes those of the first run instead. RuntimeError if there are none."""
+    task, checkpoint = current_task(), find_checkpoint()
+    kept = None
+    if checkpoint is not None and checkpoint.is_second:
+        if update is not None and checkpoint.is_reentrant and not _is_within_delayed(task):
+            raise RuntimeError(
+                "[autocast] a region of DelayedScaling must not be entered in a reentrant "
+                "checkpoint, whose first run is without gradient mode and makes no scales: pass "
+                "use_reentrant=False, or enter the region around the checkpoint"
+            )
+        run = checkpoint.first_run
+        if run is None:
+            raise _other_region("none", recipe)
+        kept = run.next_region(recipe, checkpoint.run)
+    elif task == -1:
         if update is not None:
             update()
-        run = _first_run_at(pack)
-        if run is not None:
-            _note_region(run, recipe)
-        STATE.entries.append(Entry(region, task, pack, None))
-        return
-    kept = _kept_of_first_run(recipe, task, pack)
-    if kept is not None:
-        kept.__enter__()
-    nested = None if _second_run_at(pack)[0] else _first_run_at(pack)
-    if nested is not None:
-        _note_region(nested, recipe)
-    STATE.entries.append(Entry(region, task, pack, kept))
-
-
-def _note_region(run: FirstRun, recipe: Recipe | None) -> None:
-    kept = KeptScales(recipe) if isinstance(recipe, DelayedScaling) else None
-    run.regions.append((None if recipe is None else recipe.key, kept))
-
-
-def _kept_of_first_run(recipe: Recipe | None, task: int, pack: Any) -> KeptScales | None:
-    is_again, run = _second_run_at(pack)
-    if is_again and run is not None:
-        return run.next_region(recipe, pack)
-    is_within = any(e.task == task and e.region.is_delayed for e in STATE.entries)
-    if isinstance(recipe, DelayedScaling) and not is_within:
+    elif update is not None and not _is_within_delayed(task):
         raise RuntimeError(
             "[autocast] a region of DelayedScaling must not be entered in a backward pass, where "
-            "scales do not change, but by a checkpoint with use_reentrant=False that ran before "
-            "outside of any; got one whose first run is not known"
+            "scales do not change, got one that no checkpoint has entered before the pass (enter "
+            "it around a nested checkpoint)"
         )
-    return None
+    if checkpoint is not None and not checkpoint.is_second:
+        kept_later = _kept(recipe, not checkpoint.is_reentrant)
+        checkpoint.make_first_run().regions.append((recipe, kept_later))
+    if kept is not None:
+        kept.__enter__()
+    holder = None if checkpoint is None else checkpoint.holder
+    STATE.entries.append(Entry(region, task, holder, kept))
+
+
+def _is_within_delayed(task: int) -> bool:
+    return any(entry.task == task and entry.region.is_delayed for entry in STATE.entries)
 
 
 def leave(region: Any) -> None:
-    """What leaving it does."""
+    """Leaves a region, in whatever order."""
     entries = STATE.entries
-    if entries and entries[-1].region is region:
-        kept = entries.pop().kept
-        if kept is not None:
-            kept.__exit__()
-
-
-# ---- calls
+    for i in range(len(entries) - 1, -1, -1):
+        if entries[i].region is region:
+            kept = entries.pop(i).kept
+            if kept is not None:
+                kept.__exit__()
+            return
 
 
 class _Region:
-    """Within it, calls have the recipe and the scales of a first run."""
+    """Calls within it have the recipe and the scales of a first run."""
 
     def __init__(self, recipe: Recipe | None, kept: KeptScales | None) -> None:
         self.recipe, self.kept = recipe, kept
@@ -177,7 +261,7 @@ class _Region:
     def __enter__(self) -> None:
         if self.kept is not None:
             self.kept.__enter__()
-        STATE.entries.append(Entry(self, current_task(), top_pack(), self.kept))
+        STATE.entries.append(Entry(self, current_task(), None, self.kept))
         STATE.outer = (STATE.recipe, STATE.is_delayed, STATE.outer)
         STATE.is_delayed = self.is_delayed or STATE.is_delayed
         set_recipe(self.recipe)
@@ -189,97 +273,104 @@ class _Region:
 
 
 class FirstRunContext:
-    """Around the first run of a forward; with a context of the caller's in it."""
+    """Surrounds the first run of a forward, with a context of the caller inside."""
 
     def __init__(self, run: FirstRun, inner: AbstractContextManager[Any]) -> None:
         self.run, self.inner = run, inner
-        self._is_listed = False
 
     def __enter__(self) -> None:
-        checkpoint = _in_closure(top_pack(), "frame")
-        if _is_checkpoint(checkpoint):
-            vars(checkpoint)[_NAME] = self.run
-        else:
-            STATE.first_runs.append(self.run)
-            self._is_listed = True
         self.inner.__enter__()
+        checkpoint = find_checkpoint()
+        if checkpoint is not None and not checkpoint.is_second:
+            vars(checkpoint.holder)[_NAME] = self.run
 
     def __exit__(self, *exception: Any) -> Any:
-        if self._is_listed:
-            STATE.first_runs.pop()
         return self.inner.__exit__(*exception)
 
 
 class SecondRunContext:
-    """Around each second run of it."""
+    """Surrounds each second run of it."""
 
     def __init__(self, run: FirstRun, inner: AbstractContextManager[Any]) -> None:
         self.run, self.inner = run, inner
-        self._regions: list[_Region] = []
+        self._stacks: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        region = _Region(self.run.recipe, self.run.kept)
-        region.__enter__()
-        self._regions.append(region)
-        self.run.begin_again(top_pack())
-        self.inner.__enter__()
+        with ExitStack() as stack:
+            stack.enter_context(_Region(self.run.recipe, self.run.kept))
+            stack.enter_context(self.inner)
+            self._stacks.append(stack.pop_all())
 
     def __exit__(self, *exception: Any) -> Any:
-        found = self.inner.__exit__(*exception)
-        self._regions.pop().__exit__()
-        return found
+        return self._stacks.pop().__exit__(*exception)
+
+
+# ---- calls
 
 
 def note_call() -> None:
-    """A call under a recipe saves tensors by a hook: it may be the first run of a checkpoint."""
-    pack = top_pack()
-    if not STATE.entries or STATE.entries[-1].pack is not pack:
-        run = _first_run_at(pack)
-        if run is not None:
-            run.note(STATE.recipe)
+    """Notes the recipe of a call that may be the first run of a checkpoint, and of those around."""
+    innermost = find_checkpoint()
+    if innermost is None:
+        return
+    for checkpoint in (innermost, *_on_stack()):
+        # The second run enters a region of its own if the first one did.
+        is_inside = bool(STATE.entries) and STATE.entries[-1].holder is checkpoint.holder
+        if checkpoint.is_second or is_inside:
+            return
+        checkpoint.make_first_run().note(STATE.recipe, not checkpoint.is_reentrant)
 
 
-def region_of_call(has_run: bool, recipe: Recipe | None, same_scales: bool) -> _Region | None:
-    """The region for a call in a backward pass, None to leave it in the one that is around.
+def region_of_call() -> _Region | None:
+    """The region that a call in a backward pass has to enter: that of its first run. None if the
+    call is no second run, or is in the region already. RuntimeError if the first run was in a
+    region that the second one has not entered."""
+    if _is_in_region_of_the_pass():
+        return None
+    checkpoint = find_checkpoint()
+    if checkpoint is None:
+        return None
+    run = checkpoint.first_run
+    if not checkpoint.is_second:
+        # The first run of a checkpoint that a second run makes: its own recipe is that of the
+        # second run around it.
+        outer = next((found for found in _on_stack() if found.is_second), None)
+        if outer is None:
+            return None
+        run = outer.first_run
+    if run is None:
+        return None if STATE.key is None else _Region(None, None)
+    if not run.is_noted and run.regions:
+        raise _other_region(run.regions[0][0], "none")
+    if run.kept is None and _key(run.recipe) == STATE.key:
+        return None
+    return _Region(run.recipe, run.kept)
 
-    `has_run`: the group was called outside of backward passes, the last time under `recipe`; since
-    then delayed scaling has the same scales. RuntimeError where the recipe or the scales of the
-    first run are not known.
-    """
-    if STATE.entries and STATE.entries[-1].task == current_task():
-        return None
-    is_again, run = _second_run_at(top_pack())
-    kept = None
-    if is_again and run is not None and run.is_noted:
-        recipe, kept = run.recipe, run.kept
-    elif is_again:
-        if not has_run and STATE.last is not None:
-            raise RuntimeError(
-                "[Sequential] a forward that runs again in a backward pass must have the recipe of "
-                f"its first run, got none that is known: pass {_CONTEXT} to the checkpoint"
-            )
-        recipe = None
-    elif not has_run:
-        return None
-    elif isinstance(recipe, DelayedScaling) and not same_scales:
-        raise RuntimeError(
-            "[Sequential] a forward that runs again in a backward pass must have the scales of its "
-            f"first run, got other ones since: pass {_CONTEXT} to the checkpoint"
-        )
-    if kept is None and (recipe and recipe.key) == STATE.key:
-        return None
-    return _Region(recipe, kept)
+
+def _is_in_region_of_the_pass() -> bool:
+    return bool(STATE.entries) and STATE.entries[-1].task == current_task()
+
+
+def recipe_of_second_run() -> Recipe | None:
+    """The recipe that calls have now: in a second run, that of the first one."""
+    if current_task() != -1 and not _is_in_region_of_the_pass():
+        checkpoint = find_checkpoint()
+        if checkpoint is not None and checkpoint.is_second:
+            run = checkpoint.first_run
+            return None if run is None else run.recipe
+    return STATE.recipe
 
 
 def check_traced_call() -> None:
-    """For a call that is traced: RuntimeError where a checkpoint from outside of compiled code runs
-    it again without the recipe. The graph of the first run had one, or it would be used again."""
-    if current_task() == -1 or STATE.last is None:
+    """For a call that is traced: RuntimeError if a checkpoint outside of compiled code runs it
+    again without the recipe of the first run."""
+    if current_task() == -1 or not _C.has_used_recipes() or _is_in_region_of_the_pass():
         return
-    if STATE.entries and STATE.entries[-1].task == current_task():
+    checkpoint = find_checkpoint()
+    if checkpoint is None or not checkpoint.is_second:
         return
-    is_again, run = _second_run_at(top_pack())
-    if is_again and run is None:
+    run = checkpoint.first_run
+    if run is None or not run.is_noted or _key(run.recipe) != STATE.key:
         raise RuntimeError(
             "[Sequential] compiled code that runs again in a backward pass must have the recipe of "
             f"its first run, got none that is known: pass {_CONTEXT} to the checkpoint"

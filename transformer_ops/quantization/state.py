@@ -16,7 +16,7 @@ class Entry(NamedTuple):
 
     region: Any
     task: int  # the backward pass in which it was entered, -1 for none
-    pack: Any  # the hook that packed saved tensors then: that of the innermost checkpoint
+    holder: Any  # torch's object of the checkpoint whose run entered it, or None
     kept: Any  # the scales that it has put in place, or None
 
 
@@ -32,12 +32,10 @@ class _State(threading.local):
         self.is_delayed = False
         # (recipe, is_delayed, outer) of the region around this one.
         self.outer: tuple[Any, ...] = ()
-        # The innermost last.
-        self.entries: list[Entry] = []
-        # Whether gradient mode was on where a region of delayed scaling was entered last.
+        # Whether gradient mode was on where the region was entered.
         self.with_grad = False
-        # First runs whose checkpoint cannot be told from torch's hooks, the innermost last.
-        self.first_runs: list[Any] = []
+        # Regions that a run of a checkpoint has entered, the innermost last.
+        self.entries: list[Entry] = []
 
 
 STATE = _State()

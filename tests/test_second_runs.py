@@ -1,0 +1,224 @@
+"""Second runs of checkpointed forwards, in the ways that scripts have them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.utils.checkpoint import checkpoint
+
+import transformer_ops as tops
+from transformer_ops import recipe as recipes
+from transformer_ops.quantization import checkpoint_contexts, current_recipe
+from transformer_ops.quantization.state import STATE
+
+MX = recipes.MXFP8BlockScaling()
+DELAYED = recipes.DelayedScaling(amax_history_len=3)
+Function = Callable[[Tensor, tops.Sequential, tops.Sequential], Tensor]
+
+
+def block(seed: int) -> tops.Sequential:
+    torch.manual_seed(seed)
+    return tops.Sequential(
+        tops.LayerNorm(32), tops.Linear(32, 64), tops.GELU(), tops.Linear(64, 32)
+    )
+
+
+def rows(seed: int = 0) -> Tensor:
+    return torch.randn(24, 32, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def without_gradients(x: Tensor, a: tops.Sequential, b: tops.Sequential) -> Tensor:
+    with torch.no_grad():
+        gate = a(x)
+    found: Tensor = b(x) * gate
+    return found
+
+
+def offloaded(x: Tensor, a: tops.Sequential, b: tops.Sequential) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        h = b(x)
+    found: Tensor = h * h
+    return found
+
+
+def by_recipe(x: Tensor, a: tops.Sequential, b: tops.Sequential) -> Tensor:
+    found: Tensor = a(x) if current_recipe() is None else b(x)
+    return found
+
+
+FUNCTIONS: dict[str, Function] = {
+    "one block": lambda x, a, b: b(x),
+    "a part without gradients": without_gradients,
+    "non-reentrant inside": lambda x, a, b: checkpoint(b, x, use_reentrant=False),
+    "reentrant inside": lambda x, a, b: checkpoint(b, x, use_reentrant=True),
+    "contexts inside": lambda x, a, b: checkpoint(
+        b, x, use_reentrant=False, context_fn=checkpoint_contexts
+    ),
+    "a module made inside": lambda x, a, b: tops.Sequential(*b)(x),
+    "offloaded inside": offloaded,
+    "by the recipe": by_recipe,
+}
+
+
+def validate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(rows(3))
+
+
+def gradients(run: Callable[[Function], Function], function: Function, recipe: Any) -> list[Tensor]:
+    a, b, x = block(1), block(2), rows()
+    with tops.autocast(recipe=recipe):
+        function(rows(5), a, b).sum().backward()
+    a.zero_grad()
+    b.zero_grad()
+    with tops.autocast(recipe=recipe):
+        y = run(function)(x, a, b)
+    # What other calls do in between does not matter.
+    validate(b)
+    with tops.autocast(recipe=recipes.Float8CurrentScaling()):
+        b(rows(4))
+    y.sum().backward()
+    found = [x.grad, *(p.grad for module in (a, b) for p in module.parameters())]
+    return [grad for grad in found if grad is not None]
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("recipe", [MX, DELAYED], ids=["mxfp8", "delayed"])
+def test_as_the_first_run(recipe: recipes.Recipe, name: str, reentrant: bool) -> None:
+    def checkpointed(function: Function) -> Function:
+        def run(x: Tensor, a: tops.Sequential, b: tops.Sequential) -> Tensor:
+            found: Tensor = checkpoint(lambda x: function(x, a, b), x, use_reentrant=reentrant)
+            return found
+
+        return run
+
+    want = gradients(lambda function: function, FUNCTIONS[name], recipe)
+    found = gradients(checkpointed, FUNCTIONS[name], recipe)
+    assert len(found) == len(want) > 4
+    for one, other in zip(found, want, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_composable_checkpoint() -> None:
+    x, plain, wrapped = rows(), block(2), nn.Sequential(block(2))
+    composable_checkpoint(wrapped)
+    with tops.autocast(recipe=MX):
+        outputs = wrapped(x), plain(x)
+    one, other = (torch.autograd.grad(y.sum(), x)[0] for y in outputs)
+    assert torch.equal(one, other)
+
+
+def test_two_backward_passes() -> None:
+    x, b = rows(), block(2)
+    with tops.autocast(recipe=DELAYED):
+        y = checkpoint(b, x, use_reentrant=False, context_fn=checkpoint_contexts)
+        want = torch.autograd.grad(b(x).sum(), x)[0]
+    for keep in (True, False):
+        assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=keep)[0], want)
+
+
+def test_scales_that_are_loaded_in_between() -> None:
+    x, b = rows(), block(2)
+    for k in range(2):
+        with tops.autocast(recipe=DELAYED):
+            b(rows(k)).sum().backward()
+    with tops.autocast(recipe=DELAYED):
+        y, plain = checkpoint(b, x, use_reentrant=False), b(x)
+    want = torch.autograd.grad(plain.sum(), x)[0]
+    state = b.state_dict().items()
+    b.load_state_dict({k: 2 * v if k.endswith("fp8_scale") else v for k, v in state})
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+
+
+def test_calls_that_are_no_second_run() -> None:
+    """A hook of a backward pass calls a module that ran under a recipe before."""
+    x, aux, b = rows(), block(7), block(1)
+    with tops.autocast(recipe=MX):
+        aux(x)
+    want, seen = aux(x), []
+
+    def hook(grad: Tensor) -> None:
+        with torch.enable_grad():
+            seen.append(aux(x))
+
+    y = b(x)
+    y.register_hook(hook)
+    y.sum().backward()
+    assert torch.equal(seen[0], want)
+    # A checkpoint without a recipe, of a group that was never called before.
+    z = checkpoint(lambda x: tops.Sequential(*b)(x), x, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(z.sum(), x)[0], torch.autograd.grad(b(x).sum(), x)[0])
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_region_that_only_one_run_enters(first: bool) -> None:
+    enters, b = [first], block(2)
+
+    def run(x: Tensor) -> Tensor:
+        with tops.autocast(recipe=MX) if enters[0] else contextlib.nullcontext():
+            found: Tensor = b(x)
+            return found
+
+    y = checkpoint(run, rows(), use_reentrant=False)
+    enters[0] = not first
+    with pytest.raises(RuntimeError, match=r"must enter the regions of its first run, got"):
+        y.sum().backward()
+    assert current_recipe() is None and not STATE.entries
+
+
+@pytest.mark.parametrize("threaded", [False, True], ids=["here", "in a thread"])
+def test_compiled_code_beside_an_op(threaded: bool) -> None:
+    first, x, errors = block(1), rows(), []
+    compiled = torch.compile(block(2 + threaded), backend="aot_eager", fullgraph=True)
+    with tops.autocast(recipe=MX):
+        y = checkpoint(lambda x: compiled(first(x)), x, use_reentrant=False)
+
+    def run() -> None:
+        try:
+            y.sum().backward()
+        except Exception as error:
+            errors.append(str(error))
+
+    if threaded:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    else:
+        run()
+    assert len(errors) == 1 and "pass context_fn=tops.quantization.checkpoint" in errors[0]
+
+
+def test_a_context_that_raises_leaves_nothing_behind() -> None:
+    class Raises(contextlib.nullcontext[None]):
+        def __enter__(self) -> None:
+            raise ValueError("no")
+
+    def contexts() -> Any:
+        return checkpoint_contexts(lambda: (contextlib.nullcontext(), Raises()))
+
+    with tops.autocast(recipe=MX):
+        y = checkpoint(block(2), rows(), use_reentrant=False, context_fn=contexts)
+    with pytest.raises(ValueError, match="no"):
+        y.sum().backward()
+    assert current_recipe() is None and not STATE.entries
+
+
+def test_regions_that_are_left_in_another_order() -> None:
+    with torch.autograd.graph.save_on_cpu():
+        one, two = tops.autocast(recipe=MX), tops.autocast(recipe=DELAYED)
+        one.__enter__()
+        two.__enter__()
+        one.__exit__()
+        two.__exit__()
+    assert not STATE.entries
