@@ -378,7 +378,7 @@ std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> 
                      .format = format ? format_number(*format) : uint8_t{0}});
   }
   const auto type = c10::Device(device).type();
-  const Recipe* const found = recipe ? recipe_of(*recipe) : nullptr;
+  const Recipe* const found = recipe ? recipe_named(*recipe) : nullptr;
   plan_into_last(pipeline_.key(grad, type, autocast, std::move(metas), training, found));
   last_inputs_.clear();
   return last_;

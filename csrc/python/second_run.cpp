@@ -83,6 +83,11 @@ void set_second_run(const py::object& note, const py::object& region) {
   Py_XSETREF(region_of_call, region.inc_ref().ptr());
 }
 
+const Recipe* recipe_named(const std::string& key) {
+  used_recipes = true;
+  return recipe_of(key);
+}
+
 bool has_used_recipes() { return used_recipes; }
 
 }  // namespace transformer_ops::python

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <string>
 
 #include "fuser/recipe.h"
 
@@ -33,7 +34,9 @@ class RecipeOfCall {
 void set_recipe_state(const py::object& state);
 // Those of transformer_ops/quantization/second_run.py.
 void set_second_run(const py::object& note_call, const py::object& region_of_call);
-// Whether any call of the process had a recipe.
+// The recipe of a key, for a call that is traced.
+const Recipe* recipe_named(const std::string& key);
+// Whether any call of the process, also in compiled code, had a recipe.
 bool has_used_recipes();
 
 }  // namespace transformer_ops::python

@@ -1,20 +1,20 @@
 """The state of delayed scaling: scales, and the magnitudes that they are made of.
 
-The module that owns the weight of a product keeps it, with a place each for input, weight and
-output gradient:
+The module that owns the weight of a product holds the state. Each tensor has three entries, for
+input, weight and output gradient:
 
-    fp8_scale          [3]     by which a tensor is multiplied before it is rounded
-    fp8_amax           [3]     the largest magnitudes that forward has met since; -1 for none
-    fp8_grad_amax      [3]     the same of backward
-    fp8_amax_history   [n, 3]  those of earlier regions, the latest one first
+    fp8_scale          [3]     a tensor is multiplied by it before it is rounded
+    fp8_amax           [3]     the largest magnitudes of forward since the last region; -1 for none
+    fp8_grad_amax      [3]     the same for backward
+    fp8_amax_history   [n, 3]  the magnitudes of earlier regions, the latest one first
     fp8_largest        [3]     the largest number of each format
 
-All but the last have one more dimension in a `GroupedLinear`: groups.
+In a `GroupedLinear` all but the last have one more dimension: groups.
 
-These tensors are attributes and entries of the state dict, but no buffers. Wrappers treat buffers
-in ways that would change the numbers: DDP broadcasts them from rank 0 at each forward if they exist
-when it wraps the module, and FSDP1 casts them to `buffer_dtype`. `named_buffers(recurse=False)`
-lists them: torch.distributed.checkpoint and the device moves of FSDP ask each module in this way.
+The tensors are attributes and entries of the state dict. They are not in `buffers()`, because
+wrappers would change them: DDP broadcasts buffers from rank 0 at each forward if they exist when it
+wraps the module, and FSDP1 casts them to `buffer_dtype`. Only `named_buffers(recurse=False)` of the
+module itself lists them, which torch.distributed.checkpoint and the device moves of FSDP call.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ __all__ = ["drop_scales", "has_scales", "make_scales", "note_run", "owners_of_sc
 NAMES = ("fp8_scale", "fp8_amax", "fp8_grad_amax", "fp8_amax_history", "fp8_largest")
 # The attribute of a module whose calls have recorded magnitudes.
 RUN = "_scales_have_run"
+# The name by which ranks compare modules.
 NAME = "_scales_name"
-# That of one that was loaded without scales before it had any.
+# The attribute of a module that was loaded from a state dict without scales before it had any.
 NOT_LOADED = "_scales_not_loaded"
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 _lock = new_lock()
@@ -53,7 +54,7 @@ _owners: dict[str, list[tuple[int, weakref.ref[nn.Module]]]] = {}
 reduced: dict[str, str] = {}
 # How often scales of that key were made, loaded or dropped, or a module ran for the first time.
 _versions: dict[str, int] = {}
-# How many there were when those that are gone were last taken out.
+# The length of each list when dead references were last removed from it.
 _counted: dict[str, int] = {}
 
 
@@ -62,13 +63,13 @@ def has_scales(owner: nn.Module) -> bool:
 
 
 def tensors_of(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The names and tensors of the state; nothing where there is none."""
+    """The names and tensors of the state, if there is one."""
     if has_scales(owner):
         yield from ((name, owner.__dict__[name]) for name in NAMES)
 
 
 def key_of(owner: nn.Module) -> str:
-    """The key of the recipes that the buffers are for."""
+    """The key of the recipes that the scales are for."""
     found: str = owner.__dict__["_scales_key"]
     return found
 
@@ -93,8 +94,7 @@ def note_change(key: str) -> None:
 
 
 def register_scales(owner: nn.Module) -> None:
-    """Has the module take part in regions, where it has scales: a copy, too. Fake scales have no
-    numbers to change."""
+    """Has a module with scales take part in regions. Fake scales have no numbers to change."""
     if has_scales(owner):
         if not isinstance(owner.__dict__["fp8_scale"], torch._subclasses.FakeTensor):
             with _lock:
@@ -111,7 +111,7 @@ def register_copy(owner: nn.Module) -> None:
 
 
 def name_of(owner: nn.Module) -> str:
-    """By which ranks compare modules. It is kept, because each region asks for it."""
+    """The name by which ranks compare modules. It is cached, because each region asks for it."""
     known: str | None = owner.__dict__.get(NAME)
     if known is None:
         known = owner.__dict__[NAME] = f"{type(owner).__name__}({owner.extra_repr()})"
@@ -119,13 +119,13 @@ def name_of(owner: nn.Module) -> str:
 
 
 def has_run(owner: nn.Module) -> bool:
-    """Whether a call of it has recorded magnitudes. One that has not, as a copy for averages that
-    one rank keeps, need not be there on every rank."""
+    """Whether a call of the module has recorded magnitudes. If not, ranks may lack it: it may be a
+    copy for moving averages."""
     return RUN in owner.__dict__
 
 
 def warn_of_a_start(owner: nn.Module) -> None:
-    """For a call that makes the state: a warning where a state dict was loaded that had none."""
+    """Warns, before a call makes scales, if a state dict without scales was loaded."""
     if owner.__dict__.pop(NOT_LOADED, False) and not has_scales(owner):
         warnings.warn(
             f"[{type(owner).__name__}] scales of delayed scaling begin at 1, because the state "
@@ -136,7 +136,7 @@ def warn_of_a_start(owner: nn.Module) -> None:
 
 
 def note_run(owner: nn.Module) -> None:
-    """A call of the module records magnitudes."""
+    """Notes that a call of the module records magnitudes."""
     if not has_run(owner):
         owner.__dict__[RUN] = True
         _note_change(owner)
@@ -158,10 +158,10 @@ def _list_owner(owner: nn.Module, is_one: bool) -> None:
 
 
 def make_scales(owner: nn.Module, key: str, device: torch.device | str = "cpu") -> None:
-    """Makes the state for recipes of this key, all scales 1, where there is none: on the device of
-    the parameters, or on `device` where there are no parameters. A state of another key that has
-    met nothing yet is replaced. RuntimeError for one that has, for experts that ranks share, and
-    where an export would have to make it."""
+    """Makes the state for recipes of this key if there is none, with scales of 1. It is on the
+    device of the parameters, or on `device` if there are no parameters. An unused state of another
+    key is replaced. RuntimeError if that state is used, if ranks share the experts, and if an
+    export would have to make the state."""
     check_key(owner, key)
     owner.__dict__.pop(NOT_LOADED, None)
     if has_scales(owner) and key_of(owner) != key:
@@ -179,7 +179,7 @@ def make_scales(owner: nn.Module, key: str, device: torch.device | str = "cpu") 
 
 
 def check_key(owner: nn.Module, key: str) -> None:
-    """What `make_scales` raises for a module and the key of a recipe."""
+    """Raises what `make_scales` raises for a module and the key of a recipe."""
     if getattr(owner, "_are_experts_shared", False):
         raise RuntimeError(
             f"[{type(owner).__name__}] recipe must be one without delayed scales where ranks share "
@@ -214,7 +214,7 @@ def _is_elsewhere(owner: nn.Module, device: torch.device | str) -> bool:
 
 
 def renew_scales(owner: nn.Module) -> None:
-    """Has scales begin at 1 again, where there are any: the parameters are new."""
+    """Sets the scales of a module to 1 again, because its parameters are new."""
     if has_scales(owner):
         _set_new(owner, key_of(owner), owner.__dict__["fp8_scale"].device)
 
@@ -243,7 +243,7 @@ def _set_new(owner: nn.Module, key: str, device: torch.device | str) -> None:
 
 
 def is_new(owner: nn.Module) -> bool:
-    """Whether the state has met nothing yet."""
+    """Whether the state is as it was made: no magnitude was recorded or loaded."""
     state = dict(tensors_of(owner))
     first = {"fp8_scale": 1, "fp8_amax": -1, "fp8_grad_amax": -1, "fp8_amax_history": 0}
     return state["fp8_scale"].is_meta or all(
@@ -295,7 +295,7 @@ def move_scales(owner: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         return
     scale = owner.__dict__["fp8_scale"]
     is_fake = isinstance(scale, torch._subclasses.FakeTensor)
-    # Numbers that all dtypes have, and that memory does not hold by chance.
+    # All dtypes can represent these numbers, and memory does not hold them by chance.
     probe = torch.randint(1, 256, (8,), generator=_probes).float()
     moved = function(
         torch.empty_like(scale) if scale.is_meta or is_fake else probe.to(scale.device)
@@ -355,7 +355,7 @@ def make_room(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> N
 def load_scales(
     owner: nn.Module, state_dict: Mapping[str, Any], prefix: str, unexpected_keys: list[str]
 ) -> None:
-    """Takes the scales of a state dict. It may do without: those there are stay."""
+    """Loads the scales of a state dict. Without any, the module's own scales stay."""
     loaded = {name: state_dict[prefix + name] for name in NAMES if prefix + name in state_dict}
     if not loaded:
         if not has_scales(owner):

@@ -22,26 +22,26 @@ from .agreement import agree
 __all__ = ["KeptScales", "make_scales", "reset_scales", "update_scales"]
 
 _lock = new_lock()
-# The states of scales for which it was asked whether ranks keep their own.
+# By key, the version of the scales for which a missing group was last looked for.
 _looked_at: dict[str, int] = {}
 
 
 def update_scales(recipe: DelayedScaling, amax_reduction_group: Any = None) -> None:
-    """Makes scales of what calls have met since the last time, as entering a region of `recipe`
-    does. A tensor that none met, or one with an infinity or NaN in it, changes nothing.
+    """Makes new scales from the magnitudes that calls have recorded since the last time, as a
+    region of `recipe` does when it is entered. Magnitudes that are not finite are dropped.
 
-    Call it on every rank before a checkpoint is saved in a run with an `amax_reduction_group`:
-    otherwise the checkpoint has what one rank has met alone. The next region then finds nothing
-    new, so the run goes on with the same scales as without the call.
+    In a run with an `amax_reduction_group`, call it on every rank before you save a checkpoint:
+    otherwise the checkpoint has the magnitudes of one rank only. The next region then finds no new
+    magnitudes, so the run continues with the same scales as without the call.
 
-    All modules of the process with scales for the formats and the length of the history take part.
-    With a process group, over whose ranks magnitudes are reduced at once, those take part that
-    have run, and others of which every rank has one.
+    It updates all modules of the process whose scales are for these formats and this length of the
+    history. With a process group, it reduces the magnitudes of all ranks first, of the modules that
+    every rank has.
 
     Raises:
         TypeError: `recipe` is no `DelayedScaling`.
-        RuntimeError: on every rank, where other modules have run on some, or recipes or scales
-            differ; then nothing has changed.
+        RuntimeError: on every rank, if modules that have run, recipes or scales differ between
+            ranks; nothing has changed then.
     """
     group = amax_reduction_group
     if not isinstance(recipe, DelayedScaling):
@@ -129,7 +129,7 @@ class KeptScales:
     def __init__(self, recipe: DelayedScaling, *, records: bool = False) -> None:
         self.recipe, self.records = recipe, records
         with _lock:
-            # Within another one of this thread, those that it has put in place.
+            # If this thread is inside of another one, its scales are in place now.
             inner = _ENTERED.kept[-1] if _ENTERED.kept else None
             self._old: dict[int, Tensor] = dict(inner._old) if inner is not None else {}
             _kept[:] = [known for known in _kept if known() is not None]

@@ -34,15 +34,16 @@ class autocast:
     Args:
         enabled: False for exact operands.
         recipe: one of `transformer_ops.recipe`; None for `MXFP8BlockScaling()`.
-        amax_reduction_group: the process group over whose ranks `DelayedScaling` reduces the
-            magnitudes that scales are made of; no other recipe keeps any.
+        amax_reduction_group: the process group over whose ranks `DelayedScaling` reduces
+            magnitudes. Other recipes do not use it.
 
-    Where a thread enters a region of `DelayedScaling` that lies in no other one, with gradient mode
-    on, scales are made of what calls have met until then.
+    Entering an outermost region of `DelayedScaling` with gradient mode on makes new scales from the
+    magnitudes that calls have recorded before.
 
     Raises:
-        TypeError: `recipe` is none, `enabled` no bool, or the group no process group.
-        RuntimeError: on entering such a region of `DelayedScaling` in compiled code.
+        TypeError: `recipe` is not a recipe, `enabled` not a bool, or the group not a process group.
+        RuntimeError: on entering an outermost region of `DelayedScaling` in compiled code, or in a
+            backward pass that does not run a checkpoint again.
     """
 
     def __init__(

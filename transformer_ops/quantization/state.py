@@ -21,12 +21,12 @@ class Entry(NamedTuple):
 
 
 class _State(threading.local):
-    # In compiled code Dynamo guards on these two by value. Not in the class: there Dynamo of torch
-    # 2.11 would find them for every thread.
+    # Compiled code guards on the values of the first two. They are no class attributes, because
+    # Dynamo of torch 2.11 would find those for every thread.
     def __init__(self) -> None:
         self.recipe: Recipe | None = None
         self.key: str | None = None
-        # That of the region entered last.
+        # The recipe of the region that was entered last.
         self.last: Recipe | None = None
         # Whether a region of delayed scaling is around.
         self.is_delayed = False
