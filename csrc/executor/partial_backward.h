@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "executor/program.h"
-#include "fuser/fork_safe_mutex.h"
 
 namespace transformer_ops {
 
@@ -30,7 +29,6 @@ class PartialBackwards {
 
   std::shared_ptr<const PartialBackward> find(const std::vector<bool>& wanted);
 
-  ForkSafeMutex mutex_;
   Rows rows_;
 };
 
