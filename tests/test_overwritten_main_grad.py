@@ -60,24 +60,22 @@ def inductor(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return torch.compile(module, fullgraph=True)
 
 
-def reentrant(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Each part runs in a backward pass of its own, inside that of the loss."""
-
+def by_parts(module: nn.Module, use_reentrant: bool) -> Callable[[Tensor], Tensor]:
     def call(x: Tensor) -> Tensor:
         for part in module.parts:
-            x = checkpoint(part, x, use_reentrant=True)
+            x = checkpoint(part, x, use_reentrant=use_reentrant)
         return x
 
     return call
 
 
-def reentrant_and_plain(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    def call(x: Tensor) -> Tensor:
-        for part in module.parts:
-            x = checkpoint(part, x, use_reentrant=True)
-        return module(x)
+def reentrant(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Each part runs in a backward pass of its own, inside that of the loss."""
+    return by_parts(module, use_reentrant=True)
 
-    return call
+
+def reentrant_and_plain(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: module(reentrant(module)(x))
 
 
 def nested(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -91,12 +89,7 @@ def nested(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def non_reentrant(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    def call(x: Tensor) -> Tensor:
-        for part in module.parts:
-            x = checkpoint(part, x, use_reentrant=False)
-        return x
-
-    return call
+    return by_parts(module, use_reentrant=False)
 
 
 def as_it_is(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -219,7 +212,7 @@ def test_delayed_gradients_belong_to_the_pass_that_left_them() -> None:
             for weight in (w for op in ops for w in op.parameters()):
                 weight.grad = None
             ops[1](ops[0](x, SPLITS), SPLITS).square().sum().backward()
-    # Those of the first pass, then of the second, each in another order of the ops.
+    # The gradients of the first pass come first, and each pass has another order of the ops.
     for op in (own[0], own[1], own[1], own[0]):
         op.backward_dw()
     check_grouped(own, plain)

@@ -125,6 +125,29 @@ def test_two_backward_passes() -> None:
         assert torch.equal(torch.autograd.grad(y.sum(), x, retain_graph=keep)[0], want)
 
 
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_two_regions_in_one_checkpoint(reentrant: bool) -> None:
+    """Also after so many backward passes that equal numbers of them are different objects."""
+    a, b, x = block(1), block(2), rows()
+
+    def function(x: Tensor) -> Tensor:
+        with tops.autocast(recipe=MX):
+            y = a(x)
+        with tops.autocast(recipe=recipes.Float8CurrentScaling()):
+            found: Tensor = b(y)
+        return found
+
+    for _ in range(300):
+        torch.ones(1, requires_grad=True).sum().backward()
+    grads: list[Tensor] = []
+    for y in (function(x), checkpoint(function, x, use_reentrant=reentrant)):
+        x.grad = None
+        y.sum().backward()
+        assert x.grad is not None
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
 def test_scales_that_are_loaded_in_between() -> None:
     x, b = rows(), block(2)
     for k in range(2):

@@ -175,29 +175,28 @@ def check_wrapper(by: str, name: str, rank: int, *, checkpoints: bool) -> None:
     final = state_of(whole)
     with annotated(f"{by} {name} straight, checkpoints={checkpoints}"):
         assert_same(found, want)
-    if by in ("fsdp1", "fsdp2") and rank > 0:
-        full = {}
+    shared = [full]  # which ranks of a sharded model may lack
+    dist.broadcast_object_list(shared)
     for resume in (resume_sharded, resume_before, resume_from_one_rank):
-        if resume is resume_before and not full:
-            full_here = [None]
-        else:
-            full_here = [full]
-        dist.broadcast_object_list(full_here)
         fresh = Model()
         fresh.checkpoints = checkpoints
-        again = resume(by, fresh, recipe, folder[0], full_here[0], rank)
+        again = resume(by, fresh, recipe, folder[0], dict(shared[0]), rank)
         outputs = train(again, recipe, range(RESUMED, STEPS), rank)
         with annotated(f"{by} {name} {resume.__name__}, checkpoints={checkpoints}"):
             assert_same(outputs, want[RESUMED:])
             assert_same(state_of(again), final)
 
 
+def wrapped_with_scales(by: str, fresh: Model, recipe: Any) -> nn.Module:
+    if isinstance(recipe, recipes.DelayedScaling):
+        make_scales(fresh, recipe)
+    return wrapped(by, fresh)
+
+
 def resume_sharded(
     by: str, fresh: Model, recipe: Any, folder: Any, full: Any, rank: int
 ) -> nn.Module:
-    if isinstance(recipe, recipes.DelayedScaling):
-        make_scales(fresh, recipe)
-    model = wrapped(by, fresh)
+    model = wrapped_with_scales(by, fresh, recipe)
     state = get_model_state_dict(model)
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state)
@@ -207,7 +206,7 @@ def resume_sharded(
 def resume_before(
     by: str, fresh: Model, recipe: Any, folder: Any, full: Any, rank: int
 ) -> nn.Module:
-    """What a wrapper finds has scales already."""
+    """The wrapper gets a model that has scales."""
     fresh.load_state_dict(full)
     return wrapped(by, fresh)
 
@@ -215,16 +214,14 @@ def resume_before(
 def resume_from_one_rank(
     by: str, fresh: Model, recipe: Any, folder: Any, full: Any, rank: int
 ) -> nn.Module:
-    if isinstance(recipe, recipes.DelayedScaling):
-        make_scales(fresh, recipe)
-    model = wrapped(by, fresh)
+    model = wrapped_with_scales(by, fresh, recipe)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full if rank == 0 else {}, options=options)
     return model
 
 
 def check_microbatches(by: str, rank: int) -> None:
-    """New or resumed, wrappers leave alone what was met between two microbatches of a region."""
+    """Wrappers do not change the magnitudes that one microbatch of a region leaves to the next."""
     states = []
     for is_resumed in (False, True):
         model = Model()

@@ -44,10 +44,6 @@ std::optional<std::string> why_not_recomputed(const Match& match, int k) {
   return std::nullopt;
 }
 
-Tensor memory_for(const Tensor& gradient, bool wanted, const Tensor& input) {
-  return wanted ? gradient : empty(input.sizes(), input.scalar_type(), input.device());
-}
-
 void linear_recomputed_cpu(const Call& call, const Tensor& grad_output, const Tensor& weight,
                            const Tensor& grad_weight, int64_t before, int64_t unit,
                            c10::function_ref<void(const Tensor& buffer, int64_t first)> pass) {

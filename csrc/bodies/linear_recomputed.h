@@ -12,10 +12,6 @@ namespace transformer_ops {
 // Why such a rule does not fire, or none. Op k of the match is the activation or GLU.
 std::optional<std::string> why_not_recomputed(const Match& match, int k);
 
-// What a backward writes, which makes the gradient of its input on the way to all others:
-// `gradient` itself if it is wanted, else memory like `input`.
-Tensor memory_for(const Tensor& gradient, bool wanted, const Tensor& input);
-
 // grad_weight, unless it is undefined, by slices of a multiple of `unit` columns, each of which is
 // y's gradient first and then y, so that a wide one is never there as a whole. pass(buffer, first):
 // `buffer` holds y's gradient from column `first` on, and takes y. `before`: the columns of the

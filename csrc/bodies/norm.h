@@ -25,8 +25,8 @@ void check_layer_norm_backward(const Checks& check, const Tensor& grad_output, c
 
 Tensor layer_norm_unfused(const Tensor& input, const Tensor& weight, const Tensor& bias, double eps,
                           bool zero_centered_gamma);
-// Of an RMSNorm without one: the machine epsilon of the dtype that sums are taken in, as
-// torch.nn.RMSNorm has it.
+// `eps`, or if there is none that of torch.nn.RMSNorm: the machine epsilon of the dtype in which
+// the norm computes.
 double rms_norm_eps(std::optional<double> eps, const Tensor& input);
 Tensor rms_norm_unfused(const Tensor& input, const Tensor& weight, std::optional<double> eps,
                         bool zero_centered_gamma);

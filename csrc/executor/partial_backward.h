@@ -18,7 +18,7 @@ struct PartialBackward {
 // `wanted`: for each of the program's inputs, whether its gradient is.
 PartialBackward partial_backward(const Program& program, const std::vector<bool>& wanted);
 
-// Those of one program that were asked for.
+// Caches the partial backwards of one program that were asked for.
 class PartialBackwards {
  public:
   std::shared_ptr<const PartialBackward> find_or_make(const Program& program,

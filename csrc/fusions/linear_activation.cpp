@@ -9,6 +9,7 @@
 #include "bodies/linear_recomputed.h"
 #include "kernels/activation.h"
 #include "kernels/bias.h"
+#include "op/buffer.h"
 #include "op/op.h"
 
 namespace transformer_ops::fused::linear_activation {

@@ -7,6 +7,7 @@
 #include "bodies/linear_cuda.h"
 #include "bodies/linear_recomputed.h"
 #include "kernels/glu.h"
+#include "op/buffer.h"
 #include "op/op.h"
 
 namespace transformer_ops::fused::linear_glu {

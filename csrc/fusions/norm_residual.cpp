@@ -13,16 +13,11 @@ TensorSpec wanted_like(const Tensor& weight, bool wanted) {
   return wanted ? like(weight) : absent(weight.scalar_type());
 }
 
-// Of the gradient of the input.
+// What the gradient of the input looks like, which is a sum.
 TensorSpec sum_spec(const Checks& check, const Tensor& input, const Tensor& grad_extra_output,
                     bool wanted) {
   const TensorSpec sum = with_extra_gradient(check, like(input), grad_extra_output);
   return wanted ? sum : absent(sum.dtype);
-}
-
-// Where the kernels write it, which give it even if only sums of columns are wanted.
-Tensor sum_memory(const Tensor& grad_input, const Tensor& input, bool wanted) {
-  return wanted ? grad_input : empty(input.sizes(), grad_input.scalar_type(), input.device());
 }
 
 // What the kernels of both norms get: grad_output, input and statistics in one dtype, and how they
@@ -74,7 +69,7 @@ void layer_norm_cpu(const Tensor& grad_output, const Tensor& grad_extra_output, 
                     Tensor& grad_weight, Tensor& grad_bias) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
   const int64_t width = weight.numel();
-  const Tensor sum = sum_memory(grad_input, input, wants_input);
+  const Tensor sum = memory_for(grad_input, wants_input, input);
   const Rows rows(grad_output, grad_extra_output, input, rstd, sum);
   const Tensor gamma = cpu::to_accumulate(weight, rows.x, gamma_offset(zero_centered_gamma));
   const Tensor statistics = rows.statistics(mean);
@@ -100,7 +95,7 @@ void layer_norm_cuda(const Tensor& grad_output, const Tensor& grad_extra_output,
                      const Tensor& weight, double, bool zero_centered_gamma, LayerNormMask wanted,
                      Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
-  const Tensor sum = sum_memory(grad_input, input, wants_input);
+  const Tensor sum = memory_for(grad_input, wants_input, input);
   const Rows rows(grad_output, grad_extra_output, input, rstd, sum);
   const Tensor means = rows.statistics(mean);
   auto norm = rows.cuda(cuda::Norm::LayerNorm, weight, zero_centered_gamma, sum);
@@ -142,7 +137,7 @@ void rms_norm_cpu(const Tensor& grad_output, const Tensor& grad_extra_output, co
                   Tensor& grad_weight) {
   const auto [wants_input, wants_weight] = wanted;
   const int64_t width = weight.numel();
-  const Tensor sum = sum_memory(grad_input, input, wants_input);
+  const Tensor sum = memory_for(grad_input, wants_input, input);
   const Rows rows(grad_output, grad_extra_output, input, rstd, sum);
   const Tensor gamma = cpu::to_accumulate(weight, rows.x, gamma_offset(zero_centered_gamma));
   const cpu::Rows grad{rows.grad, width}, x{rows.x, width}, rstds{rows.rstd, 1};
@@ -161,7 +156,7 @@ void rms_norm_cuda(const Tensor& grad_output, const Tensor& grad_extra_output, c
                    bool zero_centered_gamma, RMSNormMask wanted, Tensor& grad_input,
                    Tensor& grad_weight) {
   const auto [wants_input, wants_weight] = wanted;
-  const Tensor sum = sum_memory(grad_input, input, wants_input);
+  const Tensor sum = memory_for(grad_input, wants_input, input);
   const Rows rows(grad_output, grad_extra_output, input, rstd, sum);
   auto norm = rows.cuda(cuda::Norm::RMSNorm, weight, zero_centered_gamma, sum);
   norm.grad_gamma = gradient_if(wants_weight, grad_weight);

@@ -114,6 +114,10 @@ at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device
                                               std::nullopt));
 }
 
+at::Tensor memory_for(const at::Tensor& gradient, bool wanted, const at::Tensor& input) {
+  return wanted ? gradient : empty(input.sizes(), gradient.scalar_type(), input.device());
+}
+
 bool is_last_reference(const at::Tensor& tensor) {
   if (tensor.use_count() != 1 || tensor.storage().use_count() != 1) return false;
   const auto deleter = tensor.storage().data_ptr().get_deleter();

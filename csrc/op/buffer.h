@@ -14,6 +14,10 @@ at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype);
 // A contiguous tensor on any device: by empty_cpu, or by the device's caching allocator.
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
 
+// Where a backward writes the gradient of its input, which it makes on the way to all others:
+// `gradient` itself if it is wanted, else memory of that dtype and of the sizes of `input`.
+at::Tensor memory_for(const at::Tensor& gradient, bool wanted, const at::Tensor& input);
+
 // Is `tensor` all that is left of memory that empty() gave? Then nobody sees what is written to it.
 bool is_last_reference(const at::Tensor& tensor);
 

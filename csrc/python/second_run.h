@@ -32,7 +32,7 @@ class RecipeOfCall {
 
 // `state`: Python's object whose `key` names the recipe of the calling thread, or is None.
 void set_recipe_state(const py::object& state);
-// Those of transformer_ops/quantization/second_run.py.
+// Installs the two functions of that name in transformer_ops/quantization/second_run.py.
 void set_second_run(const py::object& note_call, const py::object& region_of_call);
 // The recipe of a key, for a call that is traced.
 const Recipe* recipe_named(const std::string& key);

@@ -14,6 +14,7 @@ from ..fusion import registry
 from ..marks import Reason, constant, disabled
 from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
+from ..op.scales import has_scales
 from ..op.tensor_parallel import is_dtensor, local_parameter
 from ..quantization.second_run import check_traced_call
 from ..quantization.state import STATE as RECIPE_STATE
@@ -231,7 +232,7 @@ def _because_of_scales(
     group = _find_group(state, members)
     name = next(name for place, name in states if place < 0)
     owners = [op._parameter_owner for op in group._basic_ops]
-    owner = next((owner for owner in owners if name in owner._buffers), owners[0])
+    owner = next(filter(has_scales, owners))
     _reason.text = (
         f"[{type(owner).__name__}] a module with scales must be called itself in a compiled graph, "
         f"got its basic ops, which do not hold {name}"

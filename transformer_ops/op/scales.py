@@ -209,8 +209,8 @@ def _device_of(owner: nn.Module, otherwise: torch.device | str) -> torch.device 
 
 def _is_elsewhere(owner: nn.Module, device: torch.device | str) -> bool:
     """Whether new scales of a module without parameters are on another device than its calls."""
-    there = owner.__dict__["fp8_scale"].device.type != torch.device(device).type
-    return there and not owner._parameters and is_new(owner)
+    is_other = owner.__dict__["fp8_scale"].device.type != torch.device(device).type
+    return is_other and not owner._parameters and is_new(owner)
 
 
 def renew_scales(owner: nn.Module) -> None:

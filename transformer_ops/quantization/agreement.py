@@ -16,7 +16,7 @@ from torch import Tensor
 from ..op.scales import has_run, name_of, owners_of_scales, reduced, state_version, tensors_of
 from ..recipe import DelayedScaling
 
-# The state of the scales that ranks have agreed on, by the name of the group.
+# The version of the scales that ranks have agreed on, by the name of the group and the key.
 _agreed: dict[tuple[str, str], int] = {}
 
 
@@ -38,6 +38,7 @@ class _Survey(NamedTuple):
     is_known: bool  # the recipe is the same, and nothing has changed since ranks agreed
     same_modules: bool
     same_run: bool
+    has_others: bool  # whether every rank has modules that have not run
 
 
 def agree(recipe: DelayedScaling, group: Any) -> list[Any]:
@@ -56,6 +57,8 @@ def agree(recipe: DelayedScaling, group: Any) -> list[Any]:
         found = _survey(recipe, group)
     if found.is_known and found.same_modules:
         owners = found.modules
+    elif found.is_known and found.same_run and not found.has_others:
+        owners = found.run
     else:
         owners = _compare(found, recipe, group)
     _agreed[_place(recipe, group)] = state_version(recipe.key)
@@ -76,11 +79,15 @@ def _survey(recipe: DelayedScaling, group: Any) -> _Survey:
     mine = [is_known, _crc(repr(recipe)), *_count(modules), *_count(run), len(others)]
     largest, smallest = _extremes(mine, group)
     same = [a == b for a, b in zip(largest, smallest, strict=True)]
-    # A rank without others has none to share: what ranks know of those that have run is enough.
-    are_known = smallest[0] == 1 and same[1]
-    if are_known and all(same[4:6]) and not all(same[2:4]) and smallest[6] == 0:
-        return _Survey(run, run, [], True, True, True)
-    return _Survey(modules, run, others, are_known, all(same[2:4]), all(same[4:6]))
+    return _Survey(
+        modules,
+        run,
+        others,
+        is_known=smallest[0] == 1 and same[1],
+        same_modules=all(same[2:4]),
+        same_run=all(same[4:6]),
+        has_others=smallest[6] > 0,
+    )
 
 
 def _count(owners: Sequence[Any]) -> list[int]:

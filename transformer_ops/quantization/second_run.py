@@ -53,7 +53,7 @@ class FirstRun:
     def next_region(self, recipe: Recipe | None, second: Any) -> KeptScales | None:
         """The scales of a region that a second run enters. RuntimeError if the first run entered
         another one there."""
-        if second is not self._second:
+        if second != self._second:
             self._second, self._position = second, 0
         known = self.regions[self._position : self._position + 1]
         if not known or _key(known[0][0]) != _key(recipe):
@@ -83,11 +83,11 @@ def _other_region(first: Any, second: Any) -> RuntimeError:
 
 
 class Checkpoint(NamedTuple):
-    """The innermost checkpoint on the stack."""
+    """A checkpoint whose function is running."""
 
     holder: Any  # torch's object
     is_second: bool
-    run: Any = None  # names one second run
+    run: int | None = None  # the number of the second run
 
     @property
     def is_reentrant(self) -> bool:
@@ -107,17 +107,26 @@ class Checkpoint(NamedTuple):
 
 
 def find_checkpoint() -> Checkpoint | None:
-    """The innermost checkpoint that runs."""
-    found = next(_on_stack(), None)
+    """Returns the innermost checkpoint that is running."""
+    return next(_running(), None)
+
+
+def _running() -> Iterator[Checkpoint]:
+    """Yields the checkpoints that are running, from the innermost outwards."""
     hooked = _of_hook()
-    # A composable checkpoint runs between two hooks of a module, and is not on the stack.
-    if hooked is None or (found is not None and found.is_reentrant):
-        return found
-    return found if found is not None and found.holder is hooked.holder else hooked
+    for found in _on_stack():
+        if hooked is not None and not found.is_reentrant:
+            # A composable checkpoint runs between two hooks of a module, and is not on the stack.
+            if found.holder is not hooked.holder:
+                yield hooked
+            hooked = None
+        yield found
+    if hooked is not None:
+        yield hooked
 
 
 def _on_stack() -> Iterator[Checkpoint]:
-    """Those on Python's stack, from the innermost frame outwards."""
+    """Yields the checkpoints on Python's stack, from the innermost frame outwards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         look = _LOOKS.get(frame.f_code.co_name)
@@ -128,7 +137,7 @@ def _on_stack() -> Iterator[Checkpoint]:
 
 
 def _of_hook() -> Checkpoint | None:
-    """The one whose hook packs saved tensors now."""
+    """Returns the checkpoint whose hook packs saved tensors now."""
     hooks = _top_hooks(False)
     if hooks is None:
         return None
@@ -309,11 +318,8 @@ class SecondRunContext:
 
 
 def note_call() -> None:
-    """Notes the recipe of a call that may be the first run of a checkpoint, and of those around."""
-    innermost = find_checkpoint()
-    if innermost is None:
-        return
-    for checkpoint in (innermost, *_on_stack()):
+    """Notes the recipe of a call on the checkpoints whose first run it is in."""
+    for checkpoint in _running():
         # The second run enters a region of its own if the first one did.
         is_inside = bool(STATE.entries) and STATE.entries[-1].holder is checkpoint.holder
         if checkpoint.is_second or is_inside:
@@ -327,17 +333,11 @@ def region_of_call() -> _Region | None:
     region that the second one has not entered."""
     if _is_in_region_of_the_pass():
         return None
-    checkpoint = find_checkpoint()
+    # A second run may make checkpoints of its own: their first run has the recipe around it.
+    checkpoint = next((found for found in _running() if found.is_second), None)
     if checkpoint is None:
         return None
     run = checkpoint.first_run
-    if not checkpoint.is_second:
-        # The first run of a checkpoint that a second run makes: its own recipe is that of the
-        # second run around it.
-        outer = next((found for found in _on_stack() if found.is_second), None)
-        if outer is None:
-            return None
-        run = outer.first_run
     if run is None:
         return None if STATE.key is None else _Region(None, None)
     if not run.is_noted and run.regions:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# Of buffers that are overwritten, the number of the backward pass that wrote last.
+# The number of the backward pass that wrote last, for each buffer that is overwritten.
 _LAST_PASS: Any = WeakTensorKeyDictionary()
 _PLAIN = (Tensor, torch.nn.Parameter)
 
