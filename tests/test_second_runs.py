@@ -181,6 +181,67 @@ def test_calls_that_are_no_second_run() -> None:
     assert torch.equal(torch.autograd.grad(z.sum(), x)[0], torch.autograd.grad(b(x).sum(), x)[0])
 
 
+@pytest.mark.parametrize("threaded", [False, True], ids=["here", "in a thread"])
+def test_compiled_code_beside_an_op(threaded: bool) -> None:
+    first, second, x = block(1), block(2 + threaded), rows()
+    compiled = torch.compile(second, backend="aot_eager", fullgraph=True)
+    with tops.autocast(recipe=MX):
+        y = checkpoint(lambda x: compiled(first(x)), x, use_reentrant=False)
+        want = second(first(x))
+
+    def run() -> None:
+        y.sum().backward()
+
+    if threaded:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    else:
+        run()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.autograd.grad(want.sum(), x)[0])
+
+
+def test_second_runs_of_two_threads_beside_each_other() -> None:
+    """Each has the scales of its first run, whoever enters and leaves first."""
+    b, meeting = block(2), threading.Barrier(2, timeout=60)
+
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            meeting.wait()
+            return grad
+
+    def waits(x: Tensor) -> Tensor:
+        y: Tensor = b(x)
+        if torch._C._current_graph_task_id() != -1:
+            meeting.wait()
+        y = b(y)
+        if torch._C._current_graph_task_id() != -1:
+            meeting.wait()
+        return y
+
+    runs = []
+    for i in range(2):
+        x, plain = rows(i), rows(i)
+        with tops.autocast(recipe=DELAYED):
+            runs.append((x, checkpoint(waits, x, use_reentrant=False), plain, b(b(plain))))
+        with tops.autocast(recipe=DELAYED), torch.no_grad():
+            b(rows(i) * 7**i)
+    wanted = [torch.autograd.grad(y.sum(), x)[0] for _, _, x, y in runs]
+    threads = [threading.Thread(target=y.sum().backward) for _, y, _, _ in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for (x, *_), want in zip(runs, wanted, strict=True):
+        assert x.grad is not None and torch.equal(x.grad, want)
+
+
 # ---- what is refused
 
 
@@ -198,28 +259,6 @@ def test_a_region_that_only_one_run_enters(first: bool) -> None:
     with pytest.raises(RuntimeError, match=r"must enter the regions of its first run, got"):
         y.sum().backward()
     assert current_recipe() is None and not STATE.entries
-
-
-@pytest.mark.parametrize("threaded", [False, True], ids=["here", "in a thread"])
-def test_compiled_code_beside_an_op(threaded: bool) -> None:
-    first, x, errors = block(1), rows(), []
-    compiled = torch.compile(block(2 + threaded), backend="aot_eager", fullgraph=True)
-    with tops.autocast(recipe=MX):
-        y = checkpoint(lambda x: compiled(first(x)), x, use_reentrant=False)
-
-    def run() -> None:
-        try:
-            y.sum().backward()
-        except Exception as error:
-            errors.append(str(error))
-
-    if threaded:
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    else:
-        run()
-    assert len(errors) == 1 and "pass context_fn=tops.quantization.checkpoint" in errors[0]
 
 
 def test_a_context_that_raises_leaves_nothing_behind() -> None:
@@ -245,3 +284,30 @@ def test_regions_that_are_left_in_another_order() -> None:
         one.__exit__()
         two.__exit__()
     assert not STATE.entries
+
+
+@pytest.mark.parametrize("is_called", [False, True], ids=["at once", "called since"])
+def test_scales_that_are_reset_before_the_second_run(is_called: bool) -> None:
+    b, x = block(2), rows()
+    for _ in range(2):
+        with tops.autocast(recipe=DELAYED):
+            y = checkpoint(b, x, use_reentrant=False)
+            want = b(x)
+    want = torch.autograd.grad(want.sum(), x)[0]
+    tops.quantization.reset_scales(b)
+    if is_called:
+        with tops.autocast(recipe=DELAYED):
+            b(rows())
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+    assert torch.equal(b[1].fp8_scale, torch.ones(3))
+
+
+def test_a_recipe_of_other_formats_since() -> None:
+    b, x = block(2), rows()
+    with tops.autocast(recipe=DELAYED):
+        y = checkpoint(b, x, use_reentrant=False)
+    tops.quantization.reset_scales(b)
+    with tops.autocast(recipe=recipes.DelayedScaling(amax_history_len=7)):
+        b(rows()).sum().backward()
+    with pytest.raises(RuntimeError, match="scales must be for the recipe .* delayed 3"):
+        y.sum().backward()

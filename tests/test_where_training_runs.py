@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -271,20 +272,55 @@ def test_a_second_run_with_another_region(second: str | None) -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("is_cached", [False, True], ids=["new", "compiled before"])
 # The gradients of NVFP4 are rounded at random.
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "nvfp4"])
-def test_compiled_code_in_a_checkpoint_says_what_to_write(name: str) -> None:
+def test_compiled_code_in_a_checkpoint(name: str, is_cached: bool, is_reentrant: bool) -> None:
     block, (x, _) = Model().blocks[0], batch(0)
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    graphs = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, backend=graphs, fullgraph=True)
     x.requires_grad_()
-    with tops.autocast(recipe=RECIPES[name]):
-        y = checkpoint(compiled, x, use_reentrant=False)
-    with pytest.raises(Exception, match=r"pass context_fn=tops\.quantization\."):
+    if is_cached:
+        plain = checkpoint(compiled, x, use_reentrant=is_reentrant)
+        torch.autograd.grad(plain.sum(), x) if not is_reentrant else plain.sum().backward()
+    contexts: tuple[dict[str, Any], ...] = ({}, {"context_fn": checkpoint_contexts})
+    for context in contexts:
+        if context and is_reentrant:
+            continue
+        x.grad = None
+        with tops.autocast(recipe=RECIPES[name]):
+            y = checkpoint(compiled, x, use_reentrant=is_reentrant, **context)
+            want = block(x)
+        count = graphs.frame_count
         y.sum().backward()
-    with tops.autocast(recipe=RECIPES[name]):
-        y = checkpoint(compiled, x, use_reentrant=False, context_fn=checkpoint_contexts)
+        # The first run of a reentrant checkpoint is without gradients.
+        assert graphs.frame_count - count == is_reentrant
+        assert torch.equal(x.grad, torch.autograd.grad(want.sum(), x)[0])
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_scales_that_change_before_the_second_run(is_compiled: bool, is_reentrant: bool) -> None:
+    block, (x, _) = Model().blocks[0], batch(0)
+    called = torch.compile(block, backend="aot_eager", fullgraph=True) if is_compiled else block
+    x.requires_grad_()
+    region = functools.partial(tops.autocast, recipe=DELAYED)
+    with region():
+        block(x * 9).sum().backward()
+    x.grad = None
+    with region():
+        y = checkpoint(called, x, use_reentrant=is_reentrant)
         want = block(x)
-    assert torch.equal(*(torch.autograd.grad(output.sum(), x)[0] for output in (y, want)))
+    with region():
+        block(x * 5)
+    magnitudes = [block[1].fp8_amax.clone(), block[1].fp8_amax_history.clone()]
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(want.sum(), x)[0])
+    if not is_reentrant:  # whose magnitudes of forward are those of its second run
+        assert torch.equal(block[1].fp8_amax, magnitudes[0])
+    assert torch.equal(block[1].fp8_amax_history, magnitudes[1])
+    assert (block[1].fp8_grad_amax[2] > 0).all()
 
 
 def test_scales_never_change_during_a_backward_pass() -> None:

@@ -246,15 +246,11 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* param
 }
 
 void Group::add_states(const PlanEntry& entry, Tensors& tensors) const {
-  static PyObject* const name = PyUnicode_InternFromString("__dict__");
   const std::vector<Value>& states = entry.plan.states;
   py::object attributes;
   for (size_t i = 0; i < states.size(); ++i) {
     const py::object& owner = owners_[states[i].op];
-    if (i == 0 || states[i].op != states[i - 1].op) {
-      attributes = py::reinterpret_steal<py::object>(PyObject_GetAttr(owner.ptr(), name));
-      if (!attributes) throw py::error_already_set();
-    }
+    if (i == 0 || states[i].op != states[i - 1].op) attributes = state_of_call(owner);
     PyObject* const found = PyDict_GetItemWithError(attributes.ptr(), entry.state_names[i].ptr());
     if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
     TORCH_CHECK(found != nullptr && THPVariable_Check(found), "[", Py_TYPE(owner.ptr())->tp_name,

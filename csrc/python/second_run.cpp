@@ -11,8 +11,12 @@ namespace {
 
 // Never freed: calls may come while the interpreter ends.
 PyObject* recipe_state = nullptr;
-PyObject* note_call = nullptr;
-PyObject* region_of_call = nullptr;
+struct {
+  PyObject* note_call = nullptr;
+  PyObject* region_of_call = nullptr;
+  PyObject* key_of_call = nullptr;
+  PyObject* state_of_call = nullptr;
+} asked;
 bool used_recipes = false;
 
 py::object of_state(PyObject* name) {
@@ -49,21 +53,70 @@ bool may_be_checkpointed(bool has_recipe) {
   return has_recipe && !at::GradMode::is_enabled() && of_state(with_grad).ptr() == Py_True;
 }
 
+py::object key_of_state() {
+  static PyObject* const key = PyUnicode_InternFromString("key");
+  return of_state(key);
+}
+
+void note_if_checkpointed(bool has_recipe) {
+  if (used_recipes && asked.note_call != nullptr && may_be_checkpointed(has_recipe))
+    call(asked.note_call);
+}
+
+bool may_be_second_run(const PyObject* function) {
+  return used_recipes && function != nullptr && torch::autograd::get_current_graph_task_id() != -1;
+}
+
+PyObject* key_of_compiled_call(PyObject* /*self*/, void* /*closure*/) noexcept {
+  try {
+    if (may_be_second_run(asked.key_of_call)) return call(asked.key_of_call).release().ptr();
+    py::object key = key_of_state();
+    used_recipes = used_recipes || !key.is_none();
+    note_if_checkpointed(!key.is_none());
+    return key.release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  }
+}
+
+// `name` is the string of Python.
+PyObject* state_of_compiled_call(PyObject* owner, void* name) noexcept {
+  try {
+    const py::object state = state_of_call(py::reinterpret_borrow<py::object>(owner));
+    PyObject* const found = PyDict_GetItemWithError(state.ptr(), static_cast<PyObject*>(name));
+    if (found == nullptr && PyErr_Occurred() == nullptr)
+      PyErr_SetObject(PyExc_AttributeError, static_cast<PyObject*>(name));
+    return Py_XNewRef(found);
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  }
+}
+
 }  // namespace
 
 RecipeOfCall::RecipeOfCall() {
-  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  if (in_backward && used_recipes && region_of_call != nullptr) {
-    py::object region = call(region_of_call);
+  if (may_be_second_run(asked.region_of_call)) {
+    py::object region = call(asked.region_of_call);
     if (!region.is_none()) {
       region.attr("__enter__")();
       region_.reset(region.release().ptr());
     }
   }
-  static PyObject* const key = PyUnicode_InternFromString("key");
-  recipe_ = recipe_with(of_state(key));
-  if (used_recipes && note_call != nullptr && may_be_checkpointed(recipe_ != nullptr))
-    call(note_call);
+  recipe_ = recipe_with(key_of_state());
+  note_if_checkpointed(recipe_ != nullptr);
+}
+
+py::object state_of_call(const py::object& owner) {
+  static PyObject* const kept = PyUnicode_InternFromString("kept");
+  static PyObject* const attributes = PyUnicode_InternFromString("__dict__");
+  const bool is_own = !may_be_second_run(asked.state_of_call) && of_state(kept).is_none();
+  auto found = py::reinterpret_steal<py::object>(
+      is_own ? PyObject_GetAttr(owner.ptr(), attributes)
+             : PyObject_CallOneArg(asked.state_of_call, owner.ptr()));
+  if (!found) throw py::error_already_set();
+  return found;
 }
 
 void RecipeOfCall::Leave::operator()(PyObject* region) const {
@@ -78,9 +131,38 @@ void RecipeOfCall::Leave::operator()(PyObject* region) const {
 
 void set_recipe_state(const py::object& state) { Py_XSETREF(recipe_state, state.inc_ref().ptr()); }
 
-void set_second_run(const py::object& note, const py::object& region) {
-  Py_XSETREF(note_call, note.inc_ref().ptr());
-  Py_XSETREF(region_of_call, region.inc_ref().ptr());
+void set_second_run(const py::object& note_call, const py::object& region_of_call,
+                    const py::object& key_of_call, const py::object& state_of_call) {
+  Py_XSETREF(asked.note_call, note_call.inc_ref().ptr());
+  Py_XSETREF(asked.region_of_call, region_of_call.inc_ref().ptr());
+  Py_XSETREF(asked.key_of_call, key_of_call.inc_ref().ptr());
+  Py_XSETREF(asked.state_of_call, state_of_call.inc_ref().ptr());
+}
+
+py::object recipe_of_compiled_calls() {
+  static PyGetSetDef attributes[] = {{"key", &key_of_compiled_call, nullptr, nullptr, nullptr},
+                                     {nullptr}};
+  static PyType_Slot slots[] = {{Py_tp_getset, attributes}, {0, nullptr}};
+  static PyType_Spec spec = {"transformer_ops._C.RecipeOfCompiledCalls", sizeof(PyObject), 0,
+                             Py_TPFLAGS_DEFAULT, slots};
+  const auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
+  if (!type) throw py::error_already_set();
+  return type();
+}
+
+py::object state_attribute(const py::type& owner, const std::string& name) {
+  // A descriptor keeps a pointer to its definition, whose closure is the name.
+  struct Attribute {
+    std::string name;
+    PyGetSetDef definition;
+  };
+  auto* const attribute = new Attribute{name, {}};
+  attribute->definition = {attribute->name.c_str(), &state_of_compiled_call, nullptr, nullptr,
+                           PyUnicode_InternFromString(name.c_str())};
+  auto found = py::reinterpret_steal<py::object>(
+      PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(owner.ptr()), &attribute->definition));
+  if (!found) throw py::error_already_set();
+  return found;
 }
 
 const Recipe* recipe_named(const std::string& key) {

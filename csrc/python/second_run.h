@@ -30,10 +30,27 @@ class RecipeOfCall {
   const Recipe* recipe_ = nullptr;
 };
 
-// `state`: Python's object whose `key` names the recipe of the calling thread, or is None.
+// The dict with the state that a call uses of a module with scales, by name: its own, or, in a
+// second run, that of the first one.
+py::object state_of_call(const py::object& owner);
+
+// `state`: Python's object whose `key` names the recipe of the calling thread, or is None, and
+// whose `kept` has the scales of a first run, or is None.
 void set_recipe_state(const py::object& state);
-// Installs the two functions of that name in transformer_ops/quantization/second_run.py.
-void set_second_run(const py::object& note_call, const py::object& region_of_call);
+// Installs the functions of that name in transformer_ops/quantization/second_run.py.
+void set_second_run(const py::object& note_call, const py::object& region_of_call,
+                    const py::object& key_of_call, const py::object& state_of_call);
+
+// What compiled code reads: Dynamo guards on it, and gives it to the graph, so it is read before
+// each call of a graph. These are C attributes, because Dynamo would trace into a property of
+// Python.
+//
+// An object whose `key` is that of the recipe that the thread's calls have, or None. Reading it
+// also notes a first run, as an eager call does.
+py::object recipe_of_compiled_calls();
+// An attribute for this class of modules: the state of that name which a call uses.
+py::object state_attribute(const py::type& owner, const std::string& name);
+
 // The recipe of a key, for a call that is traced.
 const Recipe* recipe_named(const std::string& key);
 // Whether any call of the process, also in compiled code, had a recipe.

@@ -17,6 +17,7 @@ from ..op.base import BasicOperation, FusibleOperation
 from ..op.scales import has_scales
 from ..op.tensor_parallel import is_dtensor, local_parameter
 from ..quantization.second_run import check_traced_call
+from ..quantization.state import COMPILED as COMPILED_RECIPE
 from ..quantization.state import STATE as RECIPE_STATE
 from ..quantized_tensor import QuantizedTensor, with_parts
 from ..runtime.layout import Segment, group_of_members
@@ -98,7 +99,7 @@ def traced_call(
         None if tensor is None else (tensor.dtype, tensor.requires_grad, format)
         for tensor, format in zip(tensors, (*plain, *formats), strict=True)
     )
-    recipe = RECIPE_STATE.key
+    recipe = RECIPE_STATE.key if RECIPE_STATE.is_traced else COMPILED_RECIPE.key
     facts = (is_grad_enabled(), autocast, device, dtypes, training, recipe)
     # A function that is not called is no guard.
     keeps_scales = recipe is not None and _keeps_scales(recipe)
@@ -230,7 +231,7 @@ def _because_of_scales(
     state: str, members: tuple[int, ...], states: tuple[tuple[int, str], ...]
 ) -> None:
     group = _find_group(state, members)
-    name = next(name for place, name in states if place < 0)
+    name = next(name.removeprefix("_call_") for place, name in states if place < 0)
     owners = [op._parameter_owner for op in group._basic_ops]
     owner = next(filter(has_scales, owners))
     _reason.text = (
@@ -320,7 +321,9 @@ def _asks_modules(recipe: str) -> bool:
 def _states_of(
     state: str, members: tuple[int, ...], version: int, facts: Facts
 ) -> tuple[tuple[int, str], ...]:
-    return tuple(_find_group(state, members)._state_places(facts))
+    """The states of the plan: by module, and the attribute that has the state of a call."""
+    found = _find_group(state, members)._state_places(facts)
+    return tuple((place, f"_call_{name}") for place, name in found)
 
 
 @constant

@@ -192,7 +192,7 @@ def check_key(owner: nn.Module, key: str) -> None:
         )
 
 
-# Called with a module before its scales are replaced, other than by a region.
+# Called with a module before its scales are replaced or dropped, other than by a region.
 listeners: list[Callable[[nn.Module], None]] = []
 
 
@@ -258,6 +258,7 @@ def _shape(owner: nn.Module) -> tuple[int, ...]:
 
 
 def drop_scales(owner: nn.Module) -> None:
+    _tell(owner)
     with _lock:
         _list_owner(owner, is_one=False)
         _note_change(owner)

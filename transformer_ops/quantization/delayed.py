@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from functools import partial
@@ -123,50 +122,37 @@ def reset_scales(model: nn.Module) -> None:
 
 
 class KeptScales:
-    """The scales of a recipe as they were when this was made. Within its context calls use those.
-    Unless it `records`, magnitudes of calls within it are dropped."""
+    """The scales of a recipe as they were when this was made, for the calls of a second run.
 
-    def __init__(self, recipe: DelayedScaling, *, records: bool = False) -> None:
+    `inner`: the one that calls of this thread have now. Unless it `records`, magnitudes of calls
+    are dropped.
+    """
+
+    def __init__(
+        self, recipe: DelayedScaling, inner: KeptScales | None = None, *, records: bool = False
+    ) -> None:
         self.recipe, self.records = recipe, records
         with _lock:
-            # If this thread is inside of another one, its scales are in place now.
-            inner = _ENTERED.kept[-1] if _ENTERED.kept else None
-            self._old: dict[int, Tensor] = dict(inner._old) if inner is not None else {}
+            # By number of a module, the scale that it had, if it has another one now.
+            self._old: dict[int, Tensor] = {} if inner is None else dict(inner._old)
             _kept[:] = [known for known in _kept if known() is not None]
             _kept.append(weakref.ref(self))
-        self._around: list[list[tuple[Any, Tensor, Tensor]]] = []
 
     def note(self, owner: Any) -> None:
         """Called before the module gets a new scale."""
         self._old.setdefault(owner._number, owner.fp8_scale)
 
-    def __enter__(self) -> None:
-        with _lock:
-            owners: list[Any] = owners_of_scales(self.recipe.key)
-            found = [(owner, owner.fp8_scale, owner.fp8_amax) for owner in owners]
-            self._around.append(found)
-            # Dispatch modes count calls of the first run, which are those of the second one.
-            with torch._C._DisableTorchDispatch():
-                for owner, scale, amax in found:
-                    attributes = vars(owner)
-                    attributes["fp8_scale"] = self._old.get(owner._number, scale)
-                    if not self.records:
-                        attributes["fp8_amax"] = amax.clone()
-        _ENTERED.kept.append(self)
-
-    def __exit__(self, *exception: object) -> None:
-        _ENTERED.kept.pop()
-        with _lock:
-            for owner, scale, amax in self._around.pop():
-                vars(owner).update(fp8_scale=scale, fp8_amax=amax)
+    def state_of(self, owner: Any) -> dict[str, Tensor]:
+        """The state of a module for a call."""
+        # Dispatch modes count calls of the first run, which are those of the second one.
+        with _lock, torch._C._DisableTorchDispatch():
+            found = dict(scales.tensors_of(owner))
+            found["fp8_scale"] = self._old.get(owner._number, found["fp8_scale"])
+            if not self.records:
+                found["fp8_amax"] = found["fp8_amax"].clone()
+            return found
 
 
-class _Entered(threading.local):
-    def __init__(self) -> None:
-        self.kept: list[KeptScales] = []
-
-
-_ENTERED = _Entered()
 # A list: a region goes through it.
 _kept: list[weakref.ref[KeptScales]] = []
 

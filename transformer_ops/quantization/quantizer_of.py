@@ -12,6 +12,7 @@ from ..op.base import quantizers_by
 from ..op.scales import has_scales, key_of
 from ..quantizers import Float8Quantizer, NVFP4Quantizer, Quantizer, quantizer_for
 from ..recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling, Recipe
+from .second_run import state_of_call
 from .state import STATE
 
 _PLACES = ("input", "weight", "grad_output")
@@ -64,8 +65,9 @@ def _delayed(recipe: DelayedScaling, op: Any, place: int, group: int) -> Quantiz
     dtype, owner = _DTYPES[recipe.operands[place]], op._parameter_owner
     if not has_scales(owner) or key_of(owner) != recipe.key:
         return Float8Quantizer(torch.ones(()), torch.zeros(()), dtype)
-    amax = (owner.fp8_grad_amax if place == 2 else owner.fp8_amax)[place]
-    scale = owner.fp8_scale[place]
+    state = state_of_call(owner)
+    amax = state["fp8_grad_amax" if place == 2 else "fp8_amax"][place]
+    scale = state["fp8_scale"][place]
     if scale.dim():
         scale, amax = scale[group], amax[group]
     return Float8Quantizer(scale, amax, dtype)

@@ -20,7 +20,7 @@ from .second_run import (
     may_run_again,
     recipe_of_second_run,
 )
-from .state import STATE, set_recipe
+from .state import STATE, enter_region, leave_region
 
 __all__ = ["autocast", "checkpoint_contexts", "current_recipe"]
 
@@ -85,9 +85,7 @@ class autocast:
                 "code, where scales are made, got one within"
             )
         # With the thread, not with this object, which several threads may enter.
-        STATE.outer = (STATE.recipe, STATE.is_delayed, STATE.outer)
-        STATE.is_delayed = is_delayed or STATE.is_delayed
-        set_recipe(self.recipe)
+        enter_region(self.recipe, is_delayed, is_compiling())
         return self
 
     def _update(self) -> None:
@@ -100,8 +98,7 @@ class autocast:
             update_scales(self.recipe, self.amax_reduction_group)  # type: ignore[arg-type]
 
     def __exit__(self, *exception: object) -> None:
-        recipe, STATE.is_delayed, STATE.outer = STATE.outer
-        set_recipe(recipe)
+        leave_region()
         if not is_compiling():
             leave(self)
 
@@ -124,8 +121,8 @@ def checkpoint_contexts(context_fn: Callable[[], Contexts] | None = None) -> Con
     context_fn=checkpoint_contexts)`, which runs a forward again in the backward pass: the second
     run has the recipe of the first one, and its scales.
 
-    Eager calls do not need it: they follow their first run by themselves. Compiled functions that
-    are checkpointed from eager code do.
+    Calls follow their first run without it, too, eager and compiled ones. It is for programs that
+    name the contexts of every library.
 
     Args:
         context_fn: makes two further contexts, such as `create_selective_checkpoint_contexts` with

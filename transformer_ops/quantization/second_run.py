@@ -16,18 +16,19 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import _C
+from ..op.base import FusibleOperation
 from ..recipe import DelayedScaling, Recipe
 from .delayed import KeptScales
-from .state import STATE, Entry, set_recipe
+from .state import STATE, Entry, enter_region, leave_region
 
 __all__ = ["FirstRun", "FirstRunContext", "SecondRunContext", "enter", "leave"]
 
 current_task = torch._C._current_graph_task_id
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _NAME = "_transformer_ops_first_run"
-_CONTEXT = "context_fn=tops.quantization.checkpoint_contexts (with use_reentrant=False)"
 
 
 class FirstRun:
@@ -65,7 +66,7 @@ class FirstRun:
 def _kept(recipe: Recipe | None, records: bool) -> KeptScales | None:
     if not isinstance(recipe, DelayedScaling):
         return None
-    return KeptScales(recipe, records=not records)
+    return KeptScales(recipe, STATE.kept, records=not records)
 
 
 def _key(recipe: Recipe | None) -> str | None:
@@ -239,14 +240,16 @@ def enter(region: Any, recipe: Recipe | None, update: Callable[[], None] | None)
     if checkpoint is not None and not checkpoint.is_second:
         kept_later = _kept(recipe, not checkpoint.is_reentrant)
         checkpoint.make_first_run().regions.append((recipe, kept_later))
-    if kept is not None:
-        kept.__enter__()
-    holder = None if checkpoint is None else checkpoint.holder
-    STATE.entries.append(Entry(region, task, holder, kept))
+    _add_entry(region, task, None if checkpoint is None else checkpoint.holder, kept)
 
 
 def _is_within_delayed(task: int) -> bool:
     return any(entry.task == task and entry.region.is_delayed for entry in STATE.entries)
+
+
+def _add_entry(region: Any, task: int, holder: Any, kept: KeptScales | None) -> None:
+    STATE.entries.append(Entry(region, task, holder, kept))
+    STATE.kept = STATE.kept if kept is None else kept
 
 
 def leave(region: Any) -> None:
@@ -254,9 +257,9 @@ def leave(region: Any) -> None:
     entries = STATE.entries
     for i in range(len(entries) - 1, -1, -1):
         if entries[i].region is region:
-            kept = entries.pop(i).kept
-            if kept is not None:
-                kept.__exit__()
+            if entries.pop(i).kept is not None:
+                found = (entry.kept for entry in reversed(entries))
+                STATE.kept = next((kept for kept in found if kept is not None), None)
             return
 
 
@@ -268,16 +271,11 @@ class _Region:
         self.is_delayed = isinstance(recipe, DelayedScaling)
 
     def __enter__(self) -> None:
-        if self.kept is not None:
-            self.kept.__enter__()
-        STATE.entries.append(Entry(self, current_task(), None, self.kept))
-        STATE.outer = (STATE.recipe, STATE.is_delayed, STATE.outer)
-        STATE.is_delayed = self.is_delayed or STATE.is_delayed
-        set_recipe(self.recipe)
+        _add_entry(self, current_task(), None, self.kept)
+        enter_region(self.recipe, self.is_delayed)
 
     def __exit__(self, *exception: object) -> None:
-        recipe, STATE.is_delayed, STATE.outer = STATE.outer
-        set_recipe(recipe)
+        leave_region()
         leave(self)
 
 
@@ -361,20 +359,48 @@ def recipe_of_second_run() -> Recipe | None:
     return STATE.recipe
 
 
+def _first_run_of_compiled_call() -> FirstRun | None:
+    """The first run that a compiled call in a backward pass has to follow, if that is not done by a
+    region. No region can be entered for it, as guards are checked before it."""
+    if _is_in_region_of_the_pass():
+        return None
+    checkpoint = next((found for found in _running() if found.is_second), None)
+    return None if checkpoint is None else checkpoint.first_run or FirstRun()
+
+
+def _lacks_region(run: FirstRun) -> bool:
+    return not run.is_noted and bool(run.regions)
+
+
+def key_of_call() -> str | None:
+    """The key of the recipe that a compiled call in a backward pass has. No graph is compiled for
+    the key that a call gets which lacks a region of its first run."""
+    run = _first_run_of_compiled_call()
+    if run is None:
+        return STATE.key
+    return f"{run.regions[0][0]}, lacking" if _lacks_region(run) else _key(run.recipe)
+
+
 def check_traced_call() -> None:
-    """For a call that is traced: RuntimeError if a checkpoint outside of compiled code runs it
-    again without the recipe of the first run."""
-    if current_task() == -1 or not _C.has_used_recipes() or _is_in_region_of_the_pass():
-        return
-    checkpoint = find_checkpoint()
-    if checkpoint is None or not checkpoint.is_second:
-        return
-    run = checkpoint.first_run
-    if run is None or not run.is_noted or _key(run.recipe) != STATE.key:
-        raise RuntimeError(
-            "[Sequential] compiled code that runs again in a backward pass must have the recipe of "
-            f"its first run, got none that is known: pass {_CONTEXT} to the checkpoint"
-        )
+    """For a call that is traced: RuntimeError if it lacks a region of its first run."""
+    if current_task() != -1 and _C.has_used_recipes():
+        run = _first_run_of_compiled_call()
+        if run is not None and _lacks_region(run):
+            raise _other_region(run.regions[0][0], "none")
 
 
-_C.set_second_run(note_call, region_of_call)
+def state_of_call(owner: Any) -> dict[str, Tensor]:
+    """The state of a module with scales that a call uses, by name: its own, or, in a second run,
+    that of the first one."""
+    kept = STATE.kept
+    if kept is None and current_task() != -1:
+        run = _first_run_of_compiled_call()
+        kept = None if run is None else run.kept
+    return vars(owner) if kept is None else kept.state_of(owner)
+
+
+_C.set_second_run(note_call, region_of_call, key_of_call, state_of_call)
+# Compiled code reads the state of a call by these attributes of a module. They are C attributes,
+# because Dynamo would trace into a property of Python.
+for _name in ("fp8_scale", "fp8_amax", "fp8_grad_amax"):
+    setattr(FusibleOperation, f"_call_{_name}", _C.state_attribute(FusibleOperation, _name))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from .. import _C
 from ..recipe import Recipe
 
-__all__ = ["STATE", "Entry", "set_recipe"]
+__all__ = ["COMPILED", "STATE", "Entry", "enter_region", "leave_region"]
 
 
 class Entry(NamedTuple):
@@ -17,12 +17,12 @@ class Entry(NamedTuple):
     region: Any
     task: int  # the backward pass in which it was entered, -1 for none
     holder: Any  # torch's object of the checkpoint whose run entered it, or None
-    kept: Any  # the scales that it has put in place, or None
+    kept: Any  # the scales of the first run, or None
 
 
 class _State(threading.local):
-    # Compiled code guards on the values of the first two. They are no class attributes, because
-    # Dynamo of torch 2.11 would find those for every thread.
+    # Compiled code guards on some of the values. They are no class attributes, because Dynamo of
+    # torch 2.11 would find those for every thread.
     def __init__(self) -> None:
         self.recipe: Recipe | None = None
         self.key: str | None = None
@@ -30,21 +30,39 @@ class _State(threading.local):
         self.last: Recipe | None = None
         # Whether a region of delayed scaling is around.
         self.is_delayed = False
-        # (recipe, is_delayed, outer) of the region around this one.
+        # Whether the innermost region was entered in compiled code.
+        self.is_traced = False
+        # (recipe, is_delayed, is_traced, outer) of the region around this one.
         self.outer: tuple[Any, ...] = ()
         # Whether gradient mode was on where the region was entered.
         self.with_grad = False
         # Regions that a run of a checkpoint has entered, the innermost last.
         self.entries: list[Entry] = []
+        # The scales of the innermost entry that has some: those of a first run.
+        self.kept: Any = None
 
 
 STATE = _State()
-# Calls of groups read `key` and `recipe` from it.
+# Calls of groups read `key` and `kept` from it.
 _C.set_recipe_state(STATE)
+# Its `key` is the recipe of calls in compiled code, outside of regions within that code.
+COMPILED = _C.recipe_of_compiled_calls()
 
 
-def set_recipe(recipe: Recipe | None) -> None:
-    """Makes it the recipe of this thread's calls."""
+def enter_region(recipe: Recipe | None, is_delayed: bool, is_traced: bool = False) -> None:
+    """Makes it the recipe of this thread's calls, until `leave_region()`."""
+    STATE.outer = (STATE.recipe, STATE.is_delayed, STATE.is_traced, STATE.outer)
+    STATE.is_delayed = is_delayed or STATE.is_delayed
+    STATE.is_traced = is_traced
+    _set_recipe(recipe)
+
+
+def leave_region() -> None:
+    recipe, STATE.is_delayed, STATE.is_traced, STATE.outer = STATE.outer
+    _set_recipe(recipe)
+
+
+def _set_recipe(recipe: Recipe | None) -> None:
     STATE.recipe = recipe
     if recipe is not None:
         STATE.last = recipe
