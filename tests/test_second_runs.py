@@ -309,5 +309,5 @@ def test_a_recipe_of_other_formats_since() -> None:
     tops.quantization.reset_scales(b)
     with tops.autocast(recipe=recipes.DelayedScaling(amax_history_len=7)):
         b(rows()).sum().backward()
-    with pytest.raises(RuntimeError, match="scales must be for the recipe .* delayed 3"):
+    with pytest.raises(RuntimeError, match=r"scales must be for the recipe .* delayed 3"):
         y.sum().backward()
