@@ -395,6 +395,27 @@ def check_delayed(rank: int, size: int) -> None:
             torch.testing.assert_close(a.grad, b.grad)
 
 
+def check_halves(mode: str, sequence: bool, rank: int, size: int) -> None:
+    """Each gradient alone is that of a backward for all; of a row product ranks may ask for
+    different ones, because the gather is the same for all of them."""
+    rows = 640 * size  # so many that backward gathers them in chunks
+    torch.manual_seed(rank)
+    layer = tops.Linear(4 * size, 6 * size, tensor_parallel_mode=mode, sequence_parallel=sequence)
+    mine = rows // size if mode == "column" and sequence else rows
+    x = torch.randn(mine, layer.weight.shape[1], requires_grad=True)
+    y = layer(x)
+    grad = torch.randn_like(y)
+    tensors = [x, layer.weight, layer.bias]
+    whole = torch.autograd.grad(y, tensors, grad, retain_graph=True)
+    orders = [[0, 1, 2]]
+    if mode == "row":
+        orders.append([(k + rank) % 3 for k in range(3)])
+    for order in orders:
+        for k in order:
+            (got,) = torch.autograd.grad(y, tensors[k], grad, retain_graph=True)
+            assert torch.equal(got, whole[k]), (mode, sequence, k)
+
+
 # ---- no rank waits for ever
 
 
@@ -432,6 +453,8 @@ def work(rank: int, folder: str, size: int) -> None:
             ("column", "row"), (False, True), (False, True)
         ):
             check_linear(mode, sequence, bias, rank, size)
+        for mode, sequence in (("column", True), ("row", True), ("column", False)):
+            check_halves(mode, sequence, rank, size)
         check_experts(rank, size)
         check_delayed(rank, size)
         for experts in (1, 2):

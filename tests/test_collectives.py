@@ -64,7 +64,10 @@ def test_a_gather_is_done_again_and_its_input_kept(group):
     assert "32 bytes a row kept for backward" in str(module.explain())
     (plan,) = module.plans()
     # One step gathers beside a product, and scatters beside another.
-    assert 'gather_linear_backward(g3, s0.input, s1.weight, 2, "zeros2", true)' in str(plan)
+    assert (
+        'gather_linear_backward(g3, s0.input, s1.weight, 2, "zeros2", [true, true, true])'
+        in str(plan)
+    )
     group.calls.clear()
     module(torch.randn(4, 8)).sum().backward()  # whose gradient nobody wants
     assert [name for name, _ in group.calls] == ["gather", "gather"]
@@ -75,6 +78,37 @@ def test_a_gather_is_done_again_and_its_input_kept(group):
     module(torch.randn(4, 8)).sum().backward()
     assert [name for name, _ in group.calls] == ["gather"]
     assert "64 bytes a row kept for backward" in str(module.explain())
+
+
+# By name of a split product: how it is split, and the collectives of backward for the input, the
+# weight and the bias alone.
+HALVES = {
+    "gather_linear": ("column", True, (["scatter"], ["gather"], [])),
+    "linear_scatter": ("row", True, (["gather"],) * 3),
+    "reduce_gradient_linear": ("column", False, (["reduce"], [], [])),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_each_gradient_has_its_own_collectives(group, name):
+    """A gather that all gradients read runs for each of them."""
+    mode, sequence, wanted = HALVES[name]
+    linear = tops.Linear(
+        32, 24, tensor_parallel_mode=mode, tensor_parallel_group=group, sequence_parallel=sequence
+    )
+    module = tops.Sequential(linear)
+    x = torch.randn(4, linear.weight.shape[1], requires_grad=True)
+    y = module(x)
+    (plan,) = module.plans()
+    assert name in [step.name for step in plan.backward]
+    tensors = (x, linear.weight, linear.bias)
+    grad = torch.randn_like(y)
+    whole = torch.autograd.grad(y, tensors, grad, retain_graph=True)
+    for tensor, want, calls in zip(tensors, whole, wanted, strict=True):
+        group.calls.clear()
+        (got,) = torch.autograd.grad(y, tensor, grad, retain_graph=True)
+        assert torch.equal(got, want)
+        assert [call for call, _ in group.calls] == calls
 
 
 def test_a_norm_before_a_gather_is_computed_again_too(group):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -256,7 +257,47 @@ def test_every_mask(name: str) -> None:
             narrowed[place] = [k in some for k in range(len(mask))]
             found = overload(name)(*narrowed)
             for k in some:
-                torch.testing.assert_close(found[k], whole[k])
+                assert_equal(found[k], whole[k])
+
+
+def assert_equal(got: Tensor | list[Tensor], want: Tensor | list[Tensor]) -> None:
+    both = ([t] if isinstance(t, Tensor) else t for t in (got, want))
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
+# By fused op, what each gradient costs alone: of the products of all, the halves.
+HALVES = {
+    "bias_linear_backward": (1, 1, 0),
+    "gather_linear_backward": (1, 1, 0),
+    "linear_activation_backward": (1, 1, 1),  # the bias sums what the input gets
+    "linear_glu_backward": (1, 1),
+    "linear_scatter_backward": (1, 1, 0),
+    "reduce_gradient_linear_backward": (1, 1, 0),
+    "scaled_grouped_linear_backward": (1, 1, 1),  # the scales, too
+}
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="only MKL lists its products")
+@pytest.mark.parametrize("name", HALVES)
+def test_each_gradient_costs_its_own_products(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    def products(sample: Any, mask: list[bool]) -> int:
+        sample = copy.deepcopy(sample)
+        sample[place] = mask
+        capfd.readouterr()
+        with torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):
+            overload(name)(*sample)
+        ctypes.CDLL(None).fflush(None)
+        return capfd.readouterr().out.count("GEMM(")
+
+    place = argument_names(name).index("output_mask")
+    for sample in samples(name):
+        given = sample[place]
+        whole = products(sample, given)
+        assert whole > 0 and whole % 2 == 0
+        for k, halves in enumerate(HALVES[name]):
+            if given[k]:
+                alone = [i == k for i in range(len(given))]
+                assert products(sample, alone) == halves * whole // 2, k
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -100,14 +100,16 @@ void parallel_input_gradient(const Tensor& grad_output, const Tensor& weight,
 
 void parallel_weight_gradient(const Call& call, const Tensor& grad_output, const Tensor& input,
                               const Tensor& grad_weight, Tensor grad_bias) {
-  const bool adds = call.main_grad().adds;
-  if (grad_output.is_cpu()) {
-    product_cpu(grad_weight, transposed(as_matrix(grad_output)), as_matrix(input), adds);
-    if (grad_bias.defined()) sum_columns_cpu(grad_output, grad_bias);
-    return;
+  const bool adds = call.main_grad().adds, is_cpu = grad_output.is_cpu();
+  if (grad_weight.defined() && !is_cpu) {
+    return linear_weight_gradient_cuda(grad_output, input, grad_weight,
+                                       {.adds = adds, .grad_bias = std::move(grad_bias)});
   }
-  linear_weight_gradient_cuda(grad_output, input, grad_weight,
-                              {.adds = adds, .grad_bias = std::move(grad_bias)});
+  if (grad_weight.defined()) {
+    product_cpu(grad_weight, transposed(as_matrix(grad_output)), as_matrix(input), adds);
+  }
+  if (!grad_bias.defined()) return;
+  is_cpu ? sum_columns_cpu(grad_output, grad_bias) : sum_columns_cuda(grad_output, grad_bias);
 }
 
 void gather_beside(const Checks& check, const Tensor& input, const Ranks& ranks, int64_t least_rows,
@@ -118,7 +120,8 @@ void gather_beside(const Checks& check, const Tensor& input, const Ranks& ranks,
     if (!whole.defined()) whole = empty_for(chunks[0], input, ranks);
     start_gather(check, input, ranks, whole);
     finish(check, ranks, whole);
-    return product(whole, output);
+    if (output.defined()) product(whole, output);
+    return;
   }
   // One waits while another is on its way.
   std::deque<Tensor> started;
@@ -138,6 +141,7 @@ void gather_beside(const Checks& check, const Tensor& input, const Ranks& ranks,
       rows_of_ranks(into, ranks, chunks[k]).copy_(part.unflatten(0, {ranks.count, -1}));
     };
     if (whole.defined()) put(rows, whole);
+    if (!output.defined()) continue;
     const Tensor results = empty_for(chunks[k], output, ranks);
     product(rows, results);
     put(results, output);
@@ -152,21 +156,27 @@ std::optional<std::string> different_bias_dtype(const Match& match, int product)
                 : std::nullopt;
 }
 
+TensorSpecs parallel_outputs(TensorSpecs of_product, const Tensor& grad_output,
+                             ParallelMask wanted) {
+  TensorSpecs specs = std::move(of_product);
+  specs.push_back(bias_gradient(grad_output));
+  for (size_t k = 0; k < specs.size(); ++k) {
+    if (!wanted[k]) specs[k] = absent(grad_output.scalar_type());
+  }
+  return specs;
+}
+
 FusedOp make_rule(ParallelBackward parts) {
   const int product = parts.pattern[0].kinds[0] == "BasicLinear" ? 0 : 1;
-  const auto bind = [product](const Match& match) {
-    return Bindings{{"with_bias", Attribute(match.has(product + 1))}};
-  };
   return {.rule = {.name = parts.name,
                    .pass = Pass::Backward,
                    // Before bias_linear, and after the rules that spare a pass over the gradient.
                    .benefit = 8,
                    .pattern = std::move(parts.pattern),
-                   .why_not = [product](const Match& match) { return why_not(match, product); },
-                   .bind = bind},
+                   .why_not = [product](const Match& match) { return why_not(match, product); }},
           .backward = {.schema = parts.name +
                                  "_backward(Tensor grad_output, Tensor input, Tensor weight, "
-                                 "int group_size, str group, bool with_bias) -> "
+                                 "int group_size, str group, bool[3] output_mask) -> "
                                  "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                        .shape = std::move(parts.shape),
                        .bodies = std::move(parts.bodies),

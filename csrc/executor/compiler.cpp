@@ -13,6 +13,7 @@
 #include "fuser/error.h"
 #include "op/dtype.h"
 #include "op/torch_library.h"
+#include "op/variant.h"
 
 namespace transformer_ops {
 namespace {
@@ -174,6 +175,7 @@ class Compiler {
         find_op(instruction.target), find_typed_op(instruction.target), instruction.target, {}, {}};
     const bool backward = &values == &backward_;
     if (backward) {
+      call.backward_of = backward_of(instruction.target);
       for_each_value(instruction.arguments, [&](const Value& value) {
         if (!is_gradient(value)) return;
         // Of an extra output that no step of backward reads, nobody may have given one.
@@ -218,6 +220,12 @@ class Compiler {
     if (backward) note_accumulation(instruction, call);
     code.lines.push_back({std::move(call), {}});
     for (Line& sum : sums) code.lines.push_back(std::move(sum));
+  }
+
+  // An op may be called in a form of its own, such as that for operands with scales.
+  static const OpDeclaration* backward_of(const std::string& target) {
+    const Variant* const variant = find_variant(target);
+    return variant == nullptr ? nullptr : find_declaration_of_backward(variant->base);
   }
 
   // The parameter that a slot holds, if it holds one.

@@ -6,7 +6,6 @@
 #include <ranges>
 
 #include "executor/passes.h"
-#include "fuser/declaration.h"
 #include "fuser/fork_safe_mutex.h"
 
 namespace transformer_ops {
@@ -16,15 +15,6 @@ using Line = Program::Line;
 
 // More sets of gradients than a training loop asks for. With more, all are made anew.
 constexpr size_t kMostParts = 64;
-
-// The declaration whose backward the typed op is, or its form for operands that come with a scale.
-const OpDeclaration* find_declaration_of_backward(const std::string& name) {
-  for (const auto& [_, row] : declarations()) {
-    const std::string& backward = row.backward_schema.name;
-    if (name == backward || (row.scalable && name == backward + "_scaled")) return &row;
-  }
-  return nullptr;
-}
 
 // Which results of a call are live: for each of its schema's, is any of its tensors?
 std::vector<bool> live_results(const Program::Call& call, const std::vector<bool>& is_live) {
@@ -77,10 +67,10 @@ void narrow_mask(Program::Call& call, const std::vector<bool>& live) {
   mask[0] = mask[0] || (given.get(0) && std::find(behind, live.end(), true) != live.end());
   constant.value = c10::IValue(mask);
   drop_lists(call, mask);
-  const OpDeclaration* const row = find_declaration_of_backward(call.name);
-  for (size_t i = 0; row != nullptr && i < fields.size(); ++i) {
+  if (call.backward_of == nullptr) return;
+  for (size_t i = 0; i < fields.size(); ++i) {
     const bool may_be_absent = fields[i].type()->kind() == c10::TypeKind::OptionalType;
-    if (may_be_absent && !row->is_read(fields[i].name(), mask)) {
+    if (may_be_absent && !call.backward_of->is_read(fields[i].name(), mask)) {
       call.operands[i] = Program::Constant{c10::IValue()};
     }
   }

@@ -10,6 +10,7 @@
 
 #include "executor/frozen_weights.h"
 #include "executor/owned.h"
+#include "fuser/declaration.h"
 #include "fuser/plan.h"
 #include "op/typed_op.h"
 
@@ -48,6 +49,8 @@ struct Program {
     std::vector<int> counts = {};
     std::vector<Gradient> gradients = {};  // among the values it reads
     std::vector<int> result_ops = {};      // parallel to results: what the gradient belongs to
+    // The row of the basic op whose backward it is, if it is one.
+    const OpDeclaration* backward_of = nullptr;
     // Gives nothing but gradients in whose place zeros can be made: needless where nobody gave one.
     bool skippable = false;
     // The result that is the gradient of a weight which accumulates, the op of that weight, and

@@ -29,6 +29,13 @@ const OpDeclaration* find(const std::string& kind) {
   return row == all().rows.end() ? nullptr : &row->second;
 }
 
+const OpDeclaration* find_by(Schema OpDeclaration::*schema, const std::string& name) {
+  const std::lock_guard lock(all().mutex);
+  const auto row = std::ranges::find_if(
+      all().rows, [&](const auto& each) { return (each.second.*schema).name == name; });
+  return row == all().rows.end() ? nullptr : &row->second;
+}
+
 bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::ranges::find(names, name) != names.end();
 }
@@ -202,10 +209,11 @@ const std::map<std::string, OpDeclaration>& declarations() { return all().rows; 
 bool is_declared(const std::string& kind) { return find(kind) != nullptr; }
 
 const OpDeclaration* find_declaration_of(const std::string& forward) {
-  const std::lock_guard lock(all().mutex);
-  const auto row = std::ranges::find_if(
-      all().rows, [&](const auto& each) { return each.second.forward_schema.name == forward; });
-  return row == all().rows.end() ? nullptr : &row->second;
+  return find_by(&OpDeclaration::forward_schema, forward);
+}
+
+const OpDeclaration* find_declaration_of_backward(const std::string& backward) {
+  return find_by(&OpDeclaration::backward_schema, backward);
 }
 
 const OpDeclaration& declaration(const std::string& kind) {

@@ -137,6 +137,8 @@ const OpDeclaration& declaration(const std::string& kind);
 bool is_declared(const std::string& kind);
 // The row whose forward is that typed op; null where there is none.
 const OpDeclaration* find_declaration_of(const std::string& forward);
+// The same for the typed op of backward.
+const OpDeclaration* find_declaration_of_backward(const std::string& backward);
 // The row with its schemas parsed. Throws PlanError for two things of one name, and for `integers`
 // that are no extra tensors.
 OpDeclaration checked(OpDeclaration row);

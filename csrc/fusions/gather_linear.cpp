@@ -2,6 +2,8 @@
 //
 //   rows of all ranks  gather beside the product that gives grad_input of all ranks' rows,
 //   grad_input         scatter of its sums beside the product that gives grad_weight
+//
+//   Alone, grad_input takes the scatter only, grad_weight the gather, and grad_bias neither.
 #include "bodies/bias.h"
 #include "bodies/linear.h"
 #include "bodies/parallel_linear.h"
@@ -12,38 +14,46 @@ namespace transformer_ops::fused::gather_linear {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                  const Tensor& weight, int64_t group_size, std::string_view, bool with_bias) {
+                  const Tensor& weight, int64_t group_size, std::string_view, ParallelMask wanted) {
   const TensorSpec whole = gathered(check, "input", input, group_size);
-  TensorSpecs specs = linear_backward_outputs(check, grad_output, input, weight, whole);
-  specs.push_back(with_bias ? bias_gradient(grad_output) : absent(grad_output.scalar_type()));
-  return specs;
+  return parallel_outputs(linear_backward_outputs(check, grad_output, input, weight, whole),
+                          grad_output, wanted);
 }
 
 void backward(const Call& call, const Tensor& grad_output, const Tensor& input,
-              const Tensor& weight, int64_t group_size, std::string_view group, bool with_bias,
+              const Tensor& weight, int64_t group_size, std::string_view group, ParallelMask wanted,
               Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
   const Ranks ranks{group_size, group};
   auto sizes = input.sizes().vec();
   sizes[0] *= group_size;
   const auto made = [&] { return empty(sizes, input.scalar_type(), input.device()); };
-  Tensor whole = made();
-  start_gather(call, input, ranks, whole);
-  const Tensor grad_whole = made();
-  parallel_input_gradient(grad_output, weight, grad_whole);
-  finish(call, ranks, whole);
-  start_scatter(call, grad_whole, ranks, grad_input);
-  parallel_weight_gradient(call, grad_output, whole, grad_weight, with_bias ? grad_bias : Tensor());
-  finish(call, ranks, grad_input);
+  Tensor whole, grad_whole;
+  if (wants_weight) {
+    whole = made();
+    start_gather(call, input, ranks, whole);
+  }
+  if (wants_input) {
+    grad_whole = made();
+    parallel_input_gradient(grad_output, weight, grad_whole);
+  }
+  if (wants_weight) finish(call, ranks, whole);
+  if (wants_input) start_scatter(call, grad_whole, ranks, grad_input);
+  parallel_weight_gradient(call, grad_output, whole, wants_weight ? grad_weight : Tensor(),
+                           wants_bias ? grad_bias : Tensor());
+  if (wants_input) finish(call, ranks, grad_input);
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
                                                     const Tensor& input, const Tensor& weight,
                                                     int64_t group_size, std::string_view group,
-                                                    bool with_bias) {
+                                                    ParallelMask wanted) {
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
+  const Tensor whole = wants_weight ? gather_unfused(check, input, group_size, group) : Tensor();
   const auto [grad_whole, grad_weight] =
-      linear_backward_unfused(grad_output, gather_unfused(check, input, group_size, group), weight);
-  return {scatter_unfused(check, grad_whole, group_size, group), grad_weight,
-          with_bias ? sum_of_rows(grad_output) : Tensor()};
+      linear_backward_unfused(grad_output, whole, factor(wants_input, &weight));
+  return {wants_input ? scatter_unfused(check, grad_whole, group_size, group) : Tensor(),
+          grad_weight, wants_bias ? sum_of_rows(grad_output) : Tensor()};
 }
 
 [[maybe_unused]] const bool registered =

@@ -41,6 +41,12 @@ TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& 
   return specs;
 }
 
+// The gradient of the bias sums that of the input.
+RecomputedParts parts_of(Mask wanted) {
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
+  return {.grad_y = wants_input || wants_bias, .weight = wants_weight};
+}
+
 void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& input,
                   const Tensor& weight, std::string_view activation, Mask wanted,
                   Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
@@ -69,8 +75,7 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
                     add_rows(begin, end, sums[0]);
                   });
   };
-  linear_recomputed_cpu(call, grad_output, weight, wants_weight ? grad_weight : Tensor(), stride,
-                        64, pass);
+  linear_recomputed_cpu(call, grad_output, weight, parts_of(wanted), grad_weight, stride, 64, pass);
 }
 
 void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& input,
@@ -84,6 +89,7 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& in
     activation_forward_cuda(row, input, y, {});
     linear_weight_gradient_cuda(grad_output, y, grad_weight, {.adds = call.main_grad().adds});
   }
+  if (!wants_input && !wants_bias) return;
   Tensor of_input = memory_for(grad_input, wants_input, input);
   if (row.activation == kernel::Activation::GELU &&
       linear_gelu_backward_cuda(grad_output, weight, input, of_input,
@@ -108,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
                                                     std::string_view activation, Mask wanted) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
   const auto [grad_input, grad_weight] = linear_recomputed_unfused(
-      grad_output, input, weight, wants_weight, activation_of(check, activation).unfused);
+      grad_output, input, weight, parts_of(wanted), activation_of(check, activation).unfused);
   return {wants_input ? grad_input : Tensor(), grad_weight,
           wants_bias ? sum_of_rows(grad_input) : Tensor()};
 }

@@ -40,7 +40,7 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
                                   grad_x.write(begin), end - begin, both.width, width / 2, first);
     });
   };
-  linear_recomputed_cpu(call, grad_output, weight, wants_weight ? grad_weight : Tensor(), width,
+  linear_recomputed_cpu(call, grad_output, weight, {wants_input, wants_weight}, grad_weight, width,
                         unit, pass);
 }
 
@@ -70,7 +70,7 @@ std::tuple<Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& g
     return glu_unfused(glu_of(check, arguments), x, read_glu(check, arguments));
   };
   const auto [grad_input, grad_weight] =
-      linear_recomputed_unfused(grad_output, input, weight, wants_weight, function);
+      linear_recomputed_unfused(grad_output, input, weight, {wants_input, wants_weight}, function);
   return {wants_input ? grad_input : Tensor(), grad_weight};
 }
 

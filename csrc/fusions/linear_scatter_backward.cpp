@@ -1,7 +1,7 @@
 // backward:  g ─► ReduceScatter' ─► [Bias'] ─► BasicLinear' ─► g
 //
 //   rows of g are gathered in chunks: one beside the product that gives grad_input of the chunk
-//   before; then grad_weight, which sums over all of them
+//   before; then grad_weight, which sums over all of them. Each gradient alone takes the gather.
 #include "bodies/bias.h"
 #include "bodies/linear.h"
 #include "bodies/parallel_linear.h"
@@ -12,33 +12,41 @@ namespace transformer_ops::fused::linear_scatter_backward {
 namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                  const Tensor& weight, int64_t group_size, std::string_view, bool with_bias) {
+                  const Tensor& weight, int64_t group_size, std::string_view, ParallelMask wanted) {
   TensorSpec output = linear_output(check, input, weight);
   output.sizes[0] = scattered_rows(check, input, group_size);
   check.spec("grad_output", grad_output, output);
-  return {like(input), like(weight),
-          with_bias ? bias_gradient(grad_output) : absent(grad_output.scalar_type())};
+  return parallel_outputs({like(input), like(weight)}, grad_output, wanted);
 }
 
 void backward(const Call& call, const Tensor& grad_output, const Tensor& input,
-              const Tensor& weight, int64_t group_size, std::string_view group, bool with_bias,
+              const Tensor& weight, int64_t group_size, std::string_view group, ParallelMask wanted,
               Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
   auto sizes = grad_output.sizes().vec();
   sizes[0] = input.size(0);
-  const Tensor whole = empty(sizes, grad_output.scalar_type(), grad_output.device());
-  gather_beside(
-      call, grad_output, {group_size, group}, kLeastRowsOfGradient, whole, grad_input,
-      [&](const Tensor& rows, const Tensor& into) { parallel_input_gradient(rows, weight, into); });
-  parallel_weight_gradient(call, whole, input, grad_weight, with_bias ? grad_bias : Tensor());
+  Tensor whole;
+  if (wants_weight || wants_bias) {
+    whole = empty(sizes, grad_output.scalar_type(), grad_output.device());
+  }
+  gather_beside(call, grad_output, {group_size, group}, kLeastRowsOfGradient, whole,
+                wants_input ? grad_input : Tensor(), [&](const Tensor& rows, const Tensor& into) {
+                  parallel_input_gradient(rows, weight, into);
+                });
+  if (!whole.defined()) return;
+  parallel_weight_gradient(call, whole, input, wants_weight ? grad_weight : Tensor(),
+                           wants_bias ? grad_bias : Tensor());
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
                                                     const Tensor& input, const Tensor& weight,
                                                     int64_t group_size, std::string_view group,
-                                                    bool with_bias) {
+                                                    ParallelMask wanted) {
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
   const Tensor whole = gather_unfused(check, grad_output, group_size, group);
-  const auto [grad_input, grad_weight] = linear_backward_unfused(whole, input, weight);
-  return {grad_input, grad_weight, with_bias ? sum_of_rows(whole) : Tensor()};
+  const auto [grad_input, grad_weight] =
+      linear_backward_unfused(whole, factor(wants_weight, &input), factor(wants_input, &weight));
+  return {grad_input, grad_weight, wants_bias ? sum_of_rows(whole) : Tensor()};
 }
 
 [[maybe_unused]] const bool registered = register_fused_op(

@@ -1,7 +1,7 @@
 #include "op/variant.h"
 
 #include <algorithm>
-#include <deque>
+#include <map>
 #include <mutex>
 #include <regex>
 
@@ -39,7 +39,7 @@ std::vector<std::string> taken_as_they_are(const TypedOp& op) {
 
 struct Variants {
   ForkSafeMutex mutex;
-  std::deque<Variant> rows;
+  std::map<std::string, Variant> rows;
 };
 
 Variants& variants() {
@@ -80,14 +80,22 @@ Variant::Variant(const TypedOp& typed_op, const std::string& base_name, Form its
 
 const Variant& keep_variant(const TypedOp& op, const std::string& base, Form form) {
   const std::lock_guard lock(variants().mutex);
-  return variants().rows.emplace_back(op, base, form);
+  const auto [row, is_new] = variants().rows.try_emplace(name_of(base, form), op, base, form);
+  TORCH_CHECK(is_new, "[typed op] name must be new, got '", row->first, "'");
+  return row->second;
 }
 
 std::vector<const Variant*> all_variants() {
   const std::lock_guard lock(variants().mutex);
   std::vector<const Variant*> found;
-  for (const Variant& variant : variants().rows) found.push_back(&variant);
+  for (const auto& [_, variant] : variants().rows) found.push_back(&variant);
   return found;
+}
+
+const Variant* find_variant(const std::string& name) {
+  const std::lock_guard lock(variants().mutex);
+  const auto row = variants().rows.find(name);
+  return row == variants().rows.end() ? nullptr : &row->second;
 }
 
 }  // namespace transformer_ops

@@ -35,5 +35,7 @@ struct Variant {
 // They live as long as the library, and stay where they are.
 const Variant& keep_variant(const TypedOp& op, const std::string& base, Form form);
 std::vector<const Variant*> all_variants();
+// By its own name; null where there is none.
+const Variant* find_variant(const std::string& name);
 
 }  // namespace transformer_ops
