@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import json
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from process_groups import OLD_GROUPS
+from ranks import start_group
 
 import transformer_ops as tops
-
-# Longer than anything here takes on busy cores; what waits for nobody ends with an error then.
-TIMEOUT = timedelta(seconds=60)
 
 
 def mlp(group: Any) -> tops.Sequential:
@@ -58,14 +55,7 @@ def death(rank: int, module: tops.Sequential) -> None:
 
 def work(rank: int, folder: str) -> None:
     """One rank of all cases, each in a group of its own."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=2,
-        timeout=TIMEOUT,
-    )
+    start_group(rank, 2, folder)
     told = {}
     for case in (death,) if OLD_GROUPS else (other_plan, other_rows, death):
         # As TORCH_DISTRIBUTED_DEBUG, which is read when torch is loaded.

@@ -4,7 +4,6 @@ and tensor parallelism."""
 from __future__ import annotations
 
 import itertools
-from datetime import timedelta
 from pathlib import Path
 
 import distributed_worker
@@ -12,6 +11,7 @@ import gpt_worker
 import torch
 import torch.distributed as dist
 from process_groups import DETAIL
+from ranks import group_of_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -438,15 +438,7 @@ def check_modes() -> None:
 
 def work(rank: int, folder: str, size: int) -> None:
     """One rank. The folder holds what one process and other jobs leave there."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous{size}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with group_of_ranks(rank, size, folder):
         for op in OPS:
             check_op(op, rank, size)
         for mode, sequence, bias in itertools.product(
@@ -465,5 +457,3 @@ def work(rank: int, folder: str, size: int) -> None:
                 check_net(gated, sequence)
             check_modes()
         gpt_worker.check(Path(folder))
-    finally:
-        dist.destroy_process_group()

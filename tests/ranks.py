@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # On two busy cores, several times what the longest job takes on free ones.
 LIMIT = 500
+# Longer than any collective takes on busy cores; what waits for nobody ends with an error then.
+TIMEOUT = timedelta(seconds=60)
 
 
 def spawn(work: Callable[..., None], *arguments: Any, ranks: int, limit: float = LIMIT) -> None:
@@ -24,3 +29,26 @@ def spawn(work: Callable[..., None], *arguments: Any, ranks: int, limit: float =
         for process in context.processes:
             process.kill()
             process.join()
+
+
+def start_group(rank: int, size: int, folder: str) -> None:
+    """The process joins the world of a job, whose processes have a core each and meet in
+    `folder`."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous{size}",
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
+    )
+
+
+@contextmanager
+def group_of_ranks(rank: int, size: int, folder: str) -> Iterator[None]:
+    """The same for a block of code."""
+    start_group(rank, size, folder)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

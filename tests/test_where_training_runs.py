@@ -9,20 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from checkpointing import WAYS, Run, plain, within
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    checkpoint_sequential,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 import transformer_ops as tops
 from transformer_ops import recipe as recipes
 from transformer_ops.quantization import checkpoint_contexts, make_scales
 
-Run = Callable[..., Any]
 DELAYED = recipes.DelayedScaling(amax_history_len=3)
 RECIPES: dict[str, recipes.Recipe] = {
     "mxfp8": recipes.MXFP8BlockScaling(),
@@ -55,64 +50,6 @@ class Model(nn.Module):
         return self.head(self.way(self.blocks, x, self.region))
 
 
-def within(region: Callable[[], Any] | None, run: Run) -> Run:
-    """The call within a region of its own."""
-    if region is None:
-        return run
-
-    def surrounded(*arguments: Any) -> Any:
-        with region():
-            return run(*arguments)
-
-    return surrounded
-
-
-def plain(blocks: nn.Sequential, x: Tensor, region: Any) -> Tensor:
-    for block in blocks:
-        x = within(region, block)(x)
-    return x
-
-
-def checkpointed(**options: Any) -> Run:
-    def way(blocks: nn.Sequential, x: Tensor, region: Any) -> Tensor:
-        for block in blocks:
-            x = checkpoint(within(region, block), x, **options)
-        return x
-
-    return way
-
-
-def sequential(blocks: nn.Sequential, x: Tensor, region: Any) -> Tensor:
-    functions = [within(region, block) for block in blocks]
-    found: Tensor = checkpoint_sequential(functions, 2, x, use_reentrant=False)
-    return found
-
-
-def nested(blocks: nn.Sequential, x: Tensor, region: Any) -> Tensor:
-    inner = checkpointed(use_reentrant=False)
-    found: Tensor = checkpoint(inner, blocks, x, region, use_reentrant=False)
-    return found
-
-
-def selective() -> Any:
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_product = "linear" in str(op)
-        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-WAYS: dict[str, Run] = {
-    "reentrant": checkpointed(use_reentrant=True),
-    "non-reentrant": checkpointed(use_reentrant=False),
-    "contexts": checkpointed(use_reentrant=False, context_fn=checkpoint_contexts),
-    "selective": checkpointed(use_reentrant=False, context_fn=selective),
-    "both contexts": checkpointed(
-        use_reentrant=False, context_fn=functools.partial(checkpoint_contexts, selective)
-    ),
-    "sequential": sequential,
-    "nested": nested,
-}
 # In compiled code a context function must give dispatch modes.
 COMPILED = ("non-reentrant", "contexts", "selective", "both contexts")
 
@@ -193,8 +130,6 @@ def test_a_checkpoint_in_compiled_code_changes_nothing(name: str, way: str) -> N
 @pytest.mark.parametrize("way", ["plain", "non-reentrant", "compiled"])
 @every_recipe
 def test_a_resumed_run_goes_on_as_it_would_have(name: str, way: str, is_inside: bool) -> None:
-    if way == "compiled" and is_inside and name == "delayed":
-        pytest.skip("a region of delayed scaling is entered outside of compiled code")
     recipe = RECIPES[name]
     models = Model(), Model()
     for model in models:

@@ -1,20 +1,24 @@
-"""What two gloo processes run for `test_wrapped_training.py`: training under recipes in every
-wrapper of torch, straight and resumed, against data parallelism by hand."""
+"""What two gloo processes run for `test_wrapped_training.py`: training under recipes, with every
+kind of activation checkpointing and place of the region, in every wrapper of torch, straight and
+resumed, against data parallelism by hand."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpointing import WAYS, Run, plain, within
+from pairs import Row, pairwise
+from ranks import group_of_ranks
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import (
@@ -24,35 +28,44 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import transformer_ops as tops
 from transformer_ops import recipe as recipes
 from transformer_ops.quantization import make_scales, reset_scales, update_scales
 
 DELAYED = recipes.DelayedScaling(amax_history_len=2)
-RECIPES: dict[str, recipes.Recipe] = {"mxfp8": recipes.MXFP8BlockScaling(), "delayed": DELAYED}
+RECIPES: dict[str, recipes.Recipe] = {
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "delayed": DELAYED,
+    "current": recipes.Float8CurrentScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(),
+}
 STEPS, RESUMED, RATE = 4, 2, 2.0**-12
 FULL = StateDictOptions(full_state_dict=True)
 
 
 class Model(nn.Module):
-    """Two blocks and a head; blocks are checkpointed if `checkpoints` is set."""
+    """Two blocks and a head. `way` calls the blocks; `region()`, if there is one, surrounds each
+    and the head."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            tops.Sequential(tops.RMSNorm(32), tops.Linear(32, 64), tops.SwiGLU()) for _ in range(2)
+        self.blocks = nn.Sequential(
+            *(
+                tops.Sequential(tops.RMSNorm(32), tops.Linear(32, 64), tops.SwiGLU())
+                for _ in range(2)
+            )
         )
         self.head = tops.Linear(32, 32)
-        self.checkpoints = False
+        self.way: Run = plain
+        self.region: Callable[[], Any] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
-        y: Tensor = self.head(x)
+        y: Tensor = within(self.region, self.head)(self.way(self.blocks, x, self.region))
         return y
 
 
@@ -76,7 +89,11 @@ def by_fsdp1(model: Model) -> nn.Module:
     mixed = MixedPrecision(buffer_dtype=torch.bfloat16)
     cpu = torch.device("cpu")
     return FullyShardedDataParallel(
-        model, use_orig_params=True, device_id=cpu, mixed_precision=mixed
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({tops.Sequential}),
+        use_orig_params=True,
+        device_id=cpu,
+        mixed_precision=mixed,
     )
 
 
@@ -100,14 +117,22 @@ def region(recipe: recipes.Recipe) -> Any:
 
 
 def train(
-    model: nn.Module, recipe: recipes.Recipe, steps: range, rank: int, *, microbatches: int = 1
+    model: nn.Module,
+    recipe: recipes.Recipe | None,
+    steps: range,
+    rank: int,
+    *,
+    microbatches: int = 1,
 ) -> list[Tensor]:
-    """The outputs on this rank. Without a wrapper gradients are averaged by hand."""
+    """The outputs on this rank. Without a recipe regions are inside of the model, without a wrapper
+    gradients are averaged by hand."""
     outputs = []
     for step in steps:
         model.zero_grad()
         x, grad = batch(step, rank)
-        with region(recipe):
+        x.requires_grad_()
+        torch.manual_seed(step)  # for what rounds at random
+        with nullcontext() if recipe is None else region(recipe):
             for part in range(microbatches):
                 y = model(x / (1 + part))
                 if microbatches == 1:
@@ -156,35 +181,90 @@ def assert_same(found: Any, want: Any) -> None:
         assert torch.equal(a, b) and a.isfinite().all()
 
 
-def check_wrapper(by: str, name: str, rank: int, *, checkpoints: bool) -> None:
-    recipe = RECIPES[name]
-    plain, model = Model(), Model()
-    model.checkpoints = checkpoints
-    want = train(plain, recipe, range(STEPS), rank)
-    whole = wrapped(by, model)
-    found = train(whole, recipe, range(RESUMED), rank)
-    if isinstance(recipe, recipes.DelayedScaling):
-        with pytest.warns(UserWarning, match="lacks the magnitudes that other ranks have met"):
-            whole.state_dict()
-        update_scales(recipe, dist.group.WORLD)
-    folder = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folder)
-    dcp.save(get_model_state_dict(whole), checkpoint_id=folder[0])
-    full = state_of(whole)
-    found += train(whole, recipe, range(RESUMED, STEPS), rank)
-    final = state_of(whole)
-    with annotated(f"{by} {name} straight, checkpoints={checkpoints}"):
-        assert_same(found, want)
-    shared = [full]  # which ranks of a sharded model may lack
-    dist.broadcast_object_list(shared)
-    for resume in (resume_sharded, resume_before, resume_from_one_rank):
-        fresh = Model()
-        fresh.checkpoints = checkpoints
-        again = resume(by, fresh, recipe, folder[0], dict(shared[0]), rank)
-        outputs = train(again, recipe, range(RESUMED, STEPS), rank)
-        with annotated(f"{by} {name} {resume.__name__}, checkpoints={checkpoints}"):
-            assert_same(outputs, want[RESUMED:])
-            assert_same(state_of(again), final)
+# ---- the table
+
+# None: all in one run. The others go on in a new model.
+RESUMES: dict[str, Run | None] = {"straight": None}
+KINDS: dict[str, Run] = {
+    "none": plain,
+    "compiled": plain,
+    **{k: WAYS[k] for k in ("reentrant", "non-reentrant", "selective", "sequential")},
+}
+# What errors say of rows that are refused.
+REFUSED: list[tuple[Row, str]] = [
+    (
+        {"recipe": "delayed", "kind": "reentrant", "region": "inside"},
+        "a region of DelayedScaling must not be entered",
+    ),
+    (
+        {"recipe": "delayed", "kind": "compiled", "region": "inside"},
+        "a region of DelayedScaling must be entered outside of compiled code",
+    ),
+]
+
+
+def refusal(row: Row) -> str | None:
+    for some, message in REFUSED:
+        if some.items() <= row.items():
+            return message
+    return None
+
+
+def model_of(row: Row) -> Model:
+    model = Model()
+    model.way = KINDS[row["kind"]]
+    if row["region"] == "inside":
+        model.region = functools.partial(region, RECIPES[row["recipe"]])
+    if row["kind"] == "compiled":
+        # Wrappers call what surrounds the compiled code.
+        for part in (*model.blocks, model.head):
+            run = within(model.region, part.forward)
+            part.forward = torch.compile(run, backend="aot_eager", fullgraph=True)
+        model.region = None
+    return model
+
+
+def train_row(model: nn.Module, row: Row, steps: range, rank: int) -> list[Tensor]:
+    is_inside = row["region"] == "inside"
+    return train(model, None if is_inside else RECIPES[row["recipe"]], steps, rank)
+
+
+@functools.cache
+def wanted(recipe: str, place: str, rank: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs of the plain run, and what it ends with."""
+    row = {"recipe": recipe, "kind": "none", "region": place}
+    model = model_of(row)
+    outputs = train_row(model, row, range(STEPS), rank)
+    return outputs, state_of(model)
+
+
+def check_row(row: Row, rank: int) -> None:
+    torch._dynamo.reset()
+    recipe, by = RECIPES[row["recipe"]], row["wrapper"]
+    want, final = wanted(row["recipe"], row["region"], rank)
+    whole = wrapped(by, model_of(row))
+    resume = RESUMES[row["run"]]
+    if resume is None:
+        found = train_row(whole, row, range(STEPS), rank)
+    else:
+        found = train_row(whole, row, range(RESUMED), rank)
+        if isinstance(recipe, recipes.DelayedScaling):
+            with pytest.warns(UserWarning, match="lacks the magnitudes that other ranks have met"):
+                whole.state_dict()
+            update_scales(recipe, dist.group.WORLD)
+        whole = resume(by, model_of(row), recipe, whole, rank)
+        found += train_row(whole, row, range(RESUMED, STEPS), rank)
+    assert_same(found, want)
+    assert_same(state_of(whole), final)
+
+
+def check_refusal(row: Row, rank: int) -> None:
+    torch._dynamo.reset()
+    whole = wrapped(row["wrapper"], model_of(row))
+    with pytest.raises(Exception, match=refusal(row)):
+        train_row(whole, row, range(1), rank)
+    if isinstance(RECIPES[row["recipe"]], recipes.DelayedScaling):
+        reset_scales(whole)
 
 
 def wrapped_with_scales(by: str, fresh: Model, recipe: Any) -> nn.Module:
@@ -193,31 +273,57 @@ def wrapped_with_scales(by: str, fresh: Model, recipe: Any) -> nn.Module:
     return wrapped(by, fresh)
 
 
-def resume_sharded(
-    by: str, fresh: Model, recipe: Any, folder: Any, full: Any, rank: int
-) -> nn.Module:
+def shared_full_state(model: nn.Module) -> dict[str, Tensor]:
+    """That of rank 0: ranks of a sharded model may lack parts."""
+    shared = [state_of(model)]
+    dist.broadcast_object_list(shared)
+    return dict(shared[0])
+
+
+def resume_sharded(by: str, fresh: Model, recipe: Any, old: nn.Module, rank: int) -> nn.Module:
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save(get_model_state_dict(old), checkpoint_id=folder[0])
     model = wrapped_with_scales(by, fresh, recipe)
     state = get_model_state_dict(model)
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=folder[0])
     set_model_state_dict(model, state)
     return model
 
 
-def resume_before(
-    by: str, fresh: Model, recipe: Any, folder: Any, full: Any, rank: int
-) -> nn.Module:
+def resume_before(by: str, fresh: Model, recipe: Any, old: nn.Module, rank: int) -> nn.Module:
     """The wrapper gets a model that has scales."""
-    fresh.load_state_dict(full)
+    fresh.load_state_dict(shared_full_state(old))
     return wrapped(by, fresh)
 
 
 def resume_from_one_rank(
-    by: str, fresh: Model, recipe: Any, folder: Any, full: Any, rank: int
+    by: str, fresh: Model, recipe: Any, old: nn.Module, rank: int
 ) -> nn.Module:
+    full = shared_full_state(old)
     model = wrapped_with_scales(by, fresh, recipe)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, full if rank == 0 else {}, options=options)
     return model
+
+
+RESUMES |= {
+    "sharded": resume_sharded,
+    "before the wrapper": resume_before,
+    "from one rank": resume_from_one_rank,
+}
+AXES = {
+    "recipe": list(RECIPES),
+    "kind": list(KINDS),
+    "region": ["outside", "inside"],
+    "wrapper": list(WRAPPERS),
+    "run": list(RESUMES),
+}
+TABLE = pairwise(AXES, lambda row: refusal(row) is None)
+# Of each refused combination a row in every wrapper.
+REFUSED_ROWS = [
+    {"run": "straight", "wrapper": by, **some} for some, _ in REFUSED for by in WRAPPERS
+]
 
 
 def check_microbatches(by: str, rank: int) -> None:
@@ -336,15 +442,7 @@ def check_without_a_group(rank: int) -> None:
 
 
 def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/wrapped",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
-    try:
+    with group_of_ranks(rank, 2, folder):
         check_a_copy_on_one_rank(rank)
         check_modules_that_run_on_one_rank(rank)
         check_two_groups(rank)
@@ -352,9 +450,8 @@ def work(rank: int, folder: str) -> None:
             check_disagreement(message, prepare, rank)
         check_without_a_group(rank)
         for by in WRAPPERS:
-            for name in RECIPES:
-                for checkpoints in (False, True):
-                    check_wrapper(by, name, rank, checkpoints=checkpoints)
             check_microbatches(by, rank)
-    finally:
-        dist.destroy_process_group()
+        for check, rows in ((check_row, TABLE), (check_refusal, REFUSED_ROWS)):
+            for row in rows:
+                with annotated(str(row)):
+                    check(row, rank)

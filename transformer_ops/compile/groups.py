@@ -103,10 +103,10 @@ def traced_call(
     facts = (is_grad_enabled(), autocast, device, dtypes, training, recipe)
     # A function that is not called is no guard.
     keeps_scales = recipe is not None and _keeps_scales(recipe)
-    members: tuple[int, ...] = ()
+    members: tuple[str, ...] = ()
     if keeps_scales or (recipe is not None and _asks_modules(recipe)):
         # Planning makes the buffers of these very modules, or shows them to the user's recipe.
-        members = tuple([module._number for module in modules])
+        members = tuple([module._traced_number for module in modules])
     text = _native_plan(state, members, registry.VERSION, facts)
     states = _states_of(state, members, registry.VERSION, facts) if keeps_scales else ()
     extra = [tensor for tensor in extra_inputs if tensor is not None]
@@ -124,7 +124,7 @@ def traced_call(
         outputs = tuple(_run_plan(text, input, extra, given))
     else:
         # No graph for other modules in the same state: Dynamo guards on the numbers.
-        members = tuple([module._number for module in modules])
+        members = tuple([module._traced_number for module in modules])
         plan = _python_plan(state, members, registry.VERSION, facts)
         if plan < 0:
             _because_of_plan(state, members, registry.VERSION, facts)
@@ -201,10 +201,10 @@ def traced_alone(
 # its members, too.
 
 
-def _find_group(state: str, members: tuple[int, ...] = ()) -> Any:
+def _find_group(state: str, members: tuple[str, ...] = ()) -> Any:
     if not members:
         return peers.find(state)[0]
-    return group_of_members(state, [numbered.find(number) for number in members])
+    return group_of_members(state, [numbered.find(int(number)) for number in members])
 
 
 @constant
@@ -228,7 +228,7 @@ def _owner_name(plan: int, op: int) -> str:
 
 @constant
 def _because_of_scales(
-    state: str, members: tuple[int, ...], states: tuple[tuple[int, str], ...]
+    state: str, members: tuple[str, ...], states: tuple[tuple[int, str], ...]
 ) -> None:
     group = _find_group(state, members)
     name = next(name.removeprefix("_call_") for place, name in states if place < 0)
@@ -241,7 +241,7 @@ def _because_of_scales(
 
 
 @constant
-def _because_of_plan(state: str, members: tuple[int, ...], version: int, facts: Facts) -> None:
+def _because_of_plan(state: str, members: tuple[str, ...], version: int, facts: Facts) -> None:
     _reason.text = obstacle(_find_group(state, members)._entry(facts).host)
 
 
@@ -291,7 +291,7 @@ def _call_outside(
 @disabled(_reason)
 def _run_outside(
     state: str,
-    members: tuple[int, ...],
+    members: tuple[str, ...],
     input: Tensor,
     extra_inputs: tuple[Tensor | None, ...],
     kwargs: list[dict[str, Any]] | None,
@@ -300,7 +300,7 @@ def _run_outside(
 
 
 @constant
-def _native_plan(state: str, members: tuple[int, ...], version: int, facts: Facts) -> str:
+def _native_plan(state: str, members: tuple[str, ...], version: int, facts: Facts) -> str:
     check_traced_call()
     group = _find_group(state, members)
     if len(facts[3]) != 1 + group.num_extra_inputs + sum(group._num_parameters):
@@ -319,7 +319,7 @@ def _asks_modules(recipe: str) -> bool:
 
 @constant
 def _states_of(
-    state: str, members: tuple[int, ...], version: int, facts: Facts
+    state: str, members: tuple[str, ...], version: int, facts: Facts
 ) -> tuple[tuple[int, str], ...]:
     """The states of the plan: by module, and the attribute that has the state of a call."""
     found = _find_group(state, members)._state_places(facts)
@@ -327,7 +327,7 @@ def _states_of(
 
 
 @constant
-def _python_plan(state: str, members: tuple[int, ...], version: int, facts: Facts) -> int:
+def _python_plan(state: str, members: tuple[str, ...], version: int, facts: Facts) -> int:
     # A trace asks for the plan before it comes to the call.
     torch.compiler.allow_in_graph(run_in_graph)
     return number_of(_find_group(state, members)._entry(facts).host)

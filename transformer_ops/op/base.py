@@ -39,6 +39,7 @@ _TRANSIENT = (
     "_own_group",
     "_channels_captured",
     "_number",
+    "_traced_number",
     "_holders",
     "_is_watched",
     "_delayed",
@@ -80,6 +81,8 @@ class FusibleOperation(nn.Module, HeldMixin):
     _is_contract: ClassVar[bool] = True
     _own_group: Any = None
     _number: int
+    # The same for traces: Dynamo makes an int of a module that FSDP manages symbolic.
+    _traced_number: str
     # Whether keyword arguments of a call may name tensors to write into.
     _takes_buffers: ClassVar[bool] = False
     # Of parameters that are DTensors: does each rank have its experts? Is the gradient on each rank
@@ -157,7 +160,8 @@ class FusibleOperation(nn.Module, HeldMixin):
 
     def _add_number(self) -> None:
         # Past __setattr__: no part of the plans.
-        self.__dict__["_number"] = numbered.add(self)
+        number = numbered.add(self)
+        self.__dict__.update(_number=number, _traced_number=str(number))
 
     def _make_own_group(self) -> Any:
         if self._own_group is None:
