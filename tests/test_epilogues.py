@@ -116,3 +116,17 @@ def test_tf32_does_not_round_the_bias_gradient() -> None:
         results = typed.bias_linear_backward(g, x, w, [True] * 3)
     assert [line.split()[0] for line in products()] == ["plain", "plain"]
     torch.testing.assert_close(results[2], g.sum(0))
+
+
+@pytest.mark.parametrize("name", ["linear_activation", "bias_linear"])
+def test_each_gradient_has_its_own_products(name: str) -> None:
+    """The bias of `linear_activation` sums the gradient of the input."""
+    op = getattr(typed, f"{name}_backward")
+    g, x, w = made(torch.float32, (6, 16), (6, 24), (16, 24))
+    more = ["silu"] if name == "linear_activation" else []
+    whole = op(g, x, w, *more, [True] * 3)
+    assert len(products()) == 2
+    for k, count in enumerate((1, 1, len(more))):
+        found = op(g, x, w, *more, [i == k for i in range(3)])
+        torch.testing.assert_close(found[k], whole[k])
+        assert len(products()) == count
