@@ -183,8 +183,6 @@ def assert_same(found: Any, want: Any) -> None:
 
 # ---- the table
 
-# None: all in one run. The others go on in a new model.
-RESUMES: dict[str, Run | None] = {"straight": None}
 KINDS: dict[str, Run] = {
     "none": plain,
     "compiled": plain,
@@ -307,7 +305,9 @@ def resume_from_one_rank(
     return model
 
 
-RESUMES |= {
+# How a run goes on in a new model; straight ones do not.
+RESUMES: dict[str, Run | None] = {
+    "straight": None,
     "sharded": resume_sharded,
     "before the wrapper": resume_before,
     "from one rank": resume_from_one_rank,
