@@ -27,6 +27,7 @@ from op_references import (
     interleaved,
     l2_normalization,
     layer_norm,
+    packed_linear,
     places_for,
     qgelu,
     rms_norm,
@@ -200,6 +201,20 @@ CASES = [
         F.linear,
         all_of_input,
         bad=((3, 15), r"\[linear\] input"),
+    ),
+    OpCase(
+        "PackedLinear",
+        lambda: tops.PackedLinear(16, (8, 16), bias=False),
+        packed_linear,
+        all_of_input,
+        bad=((3, 15), r"\[packed_linear\] input must have last dimension 16, got shape \[3, 15\]"),
+    ),
+    OpCase(
+        "PackedLinear-bias",
+        lambda: tops.PackedLinear(16, (8, 4, 4)),
+        packed_linear,
+        all_of_input,
+        bad=((3, 15), r"\[packed_linear\] input"),
     ),
     OpCase(
         "LayerNorm",

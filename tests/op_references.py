@@ -131,6 +131,14 @@ def grouped_linear(
     return torch.cat(found).reshape(*x.shape[:-1], found[0].shape[-1])
 
 
+def packed_linear(x: Tensor, **parameters: Tensor) -> Tensor:
+    weight, bias = (
+        [tensor for name, tensor in parameters.items() if name.startswith(prefix)]
+        for prefix in ("weight", "bias")
+    )
+    return F.linear(x, torch.cat(weight), torch.cat(bias) if bias else None)
+
+
 def scaled(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, scales: reference(x) * scales.unsqueeze(-1)
 

@@ -15,13 +15,6 @@
 namespace transformer_ops {
 namespace {
 
-Tensor with_last_size(const Tensor& matrix, const Tensor& like, int64_t size) {
-  if (like.dim() == 2) return matrix;
-  auto sizes = like.sizes().vec();
-  sizes.back() = size;
-  return matrix.view(sizes);
-}
-
 // scale left right + start, into recycled memory: mm alone would take fresh memory each time. An
 // undefined start is zero.
 Tensor product(const Tensor& left, const Tensor& right, double scale = 1.0,
@@ -30,18 +23,6 @@ Tensor product(const Tensor& left, const Tensor& right, double scale = 1.0,
   if (start.defined()) result.view(start.sizes()).copy_(start);
   multiply_cpu(result, left, right, /*beta=*/start.defined() ? 1 : 0, scale);
   return result;
-}
-
-// Every row is the bias: where the product's sums start.
-Tensor repeat_rows(const Tensor& row, int64_t count) {
-  Tensor rows = empty_cpu({count, row.size(0)}, row.scalar_type());
-  const cpu::Rows out{rows, row.size(0)};
-  cpu::parallel(out.count(), out.width, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      std::memcpy(out.write(i), row.const_data_ptr(), row.nbytes());
-    }
-  });
-  return rows;
 }
 
 // Of a product of that operand.
@@ -194,6 +175,13 @@ TensorSpecs linear_backward_outputs(const Checks& check, const Tensor& grad_outp
   return {like(input), like(weight)};
 }
 
+Tensor with_last_size(const Tensor& matrix, const Tensor& like, int64_t size) {
+  if (like.dim() == 2) return matrix;
+  auto sizes = like.sizes().vec();
+  sizes.back() = size;
+  return matrix.view(sizes);
+}
+
 Tensor as_matrix(const Tensor& tensor) {
   if (tensor.dim() == 2) return tensor;
   // Not -1: where the last dimension is empty, no number of rows follows from that of elements.
@@ -219,12 +207,23 @@ ScaledOperand scaled_operand(const Tensor& left, const OperandScales& scales, do
   return {multiple, std::ldexp(factor, -moved)};
 }
 
+Tensor repeat_rows_cpu(const Tensor& row, int64_t count) {
+  Tensor rows = empty_cpu({count, row.size(0)}, row.scalar_type());
+  const cpu::Rows out{rows, row.size(0)};
+  cpu::parallel(out.count(), out.width, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      std::memcpy(out.write(i), row.const_data_ptr(), row.nbytes());
+    }
+  });
+  return rows;
+}
+
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias, double scale) {
   const Tensor matrix = as_matrix(input);
   if (!bias.defined()) {
     return with_last_size(product(matrix, transposed(weight), scale), input, weight.size(0));
   }
-  const Tensor output = repeat_rows(bias, matrix.size(0));
+  const Tensor output = repeat_rows_cpu(bias, matrix.size(0));
   multiply_cpu(output, matrix, transposed(weight), /*beta=*/1, scale);
   return with_last_size(output, input, weight.size(0));
 }

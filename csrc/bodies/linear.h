@@ -40,6 +40,8 @@ TensorSpecs linear_backward_outputs(const Checks& check, const Tensor& grad_outp
 
 // All leading dimensions as one; there is at least one dimension.
 Tensor as_matrix(const Tensor& tensor);
+// The way back, with another last dimension.
+Tensor with_last_size(const Tensor& matrix, const Tensor& like, int64_t size);
 
 // A product of operands that are multiples of what they stand for, times `scale`. What float32 does
 // not hold of the factor, a power of two, is in the left operand: both are exact.
@@ -48,6 +50,9 @@ struct ScaledOperand {
   double factor;
 };
 ScaledOperand scaled_operand(const Tensor& left, const OperandScales& scales, double scale = 1.0);
+
+// A matrix of which every row is the bias: where the sums of a product start.
+Tensor repeat_rows_cpu(const Tensor& row, int64_t count);
 
 // scale x W^T [+ b] for any number of leading dimensions; the bias is contiguous.
 Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias = {},

@@ -326,6 +326,17 @@ Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias
   return result;
 }
 
+void linear_into_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias, Tensor out) {
+  Operands operands = of_forward(input, weight, {});
+  const bool done = run(operands, /*scale=*/1.0, out, [&](Gemm& gemm) {
+    gemm.d_stride = out.stride(0);
+    if (bias.defined()) set_bias(gemm, Epilogue::Bias, bias);
+  });
+  if (done) return;
+  const Tensor left = operands.left.tensor(), right = operands.right.tensor();
+  bias.defined() ? at::addmm_out(out, bias, left, right) : at::mm_out(out, left, right);
+}
+
 std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight,
                                        const Tensor& bias, Tensor* kept,
                                        const OperandScales& scales) {

@@ -15,6 +15,9 @@ namespace transformer_ops {
 Tensor linear_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias = {},
                    double scale = 1.0, const OperandScales& scales = {});
 
+// x W^T [+ b] into `out`, a matrix whose rows may lie apart.
+void linear_into_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias, Tensor out);
+
 // gelu(x W^T + b) by one kernel, or none where there is no such. `kept`, where not null, takes the
 // argument of gelu.
 std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight,

@@ -65,14 +65,27 @@ bool is_for_onednn(const Tensor& out, const Tensor& left, const Tensor& right) {
   if (!preferred || left.scalar_type() != at::kFloat) return false;
   const int64_t rows = left.size(0), inner = left.size(1), columns = right.size(1);
   return std::min({rows, inner, columns}) >= kLeastSize && rows * inner * columns >= kLeastWork &&
-         out.stride(1) == 1 && is_dense(left) && is_dense(right) &&
-         at::globalContext().userEnabledMkldnn();
+         out.stride(1) == 1 && is_dense(right) && at::globalContext().userEnabledMkldnn();
+}
+
+// Stored by rows or by columns, with gaps between them: some columns of a larger matrix.
+bool has_gaps(const Tensor& matrix) {
+  return !is_dense(matrix) && (matrix.stride(1) == 1 || matrix.stride(0) == 1);
+}
+
+// The same without gaps, stored by rows or by columns as it was.
+Tensor without_gaps(const Tensor& matrix) {
+  const bool by_columns = matrix.stride(0) == 1 && matrix.stride(1) != 1;
+  const Tensor rows = by_columns ? transposed(matrix) : matrix;
+  const Tensor copy = empty_cpu(rows.sizes(), rows.scalar_type());
+  copy.copy_(rows);
+  return by_columns ? transposed(copy) : copy;
 }
 
 void multiply_whole(const Tensor& out, const Tensor& left, const Tensor& right, double beta,
                     double scale) {
   // Nobody measured oneDNN with a scale.
-  if (scale == 1 && is_for_onednn(out, left, right)) {
+  if (scale == 1 && is_dense(left) && is_for_onednn(out, left, right)) {
     at::native::mkldnn_matmul(left, right, out, static_cast<float>(beta), /*alpha=*/1);
     return;
   }
@@ -118,11 +131,16 @@ Tensor matrix_of(const Tensor& stack, int64_t index) {
 void multiply_cpu(const Tensor& out, const Tensor& left, const Tensor& right, double beta,
                   double scale) {
   if (is_widened(left, right)) return multiply_widened(out, left, right, beta, scale);
-  const int64_t rows = left.size(0), part = rows_at_once(left);
-  if (part == rows) return multiply_whole(out, left, right, beta, scale);
+  // Copies of so many rows and oneDNN together took 0.87 to 0.99 of MKL's time.
+  constexpr int64_t kRowsOfCopy = 512;
+  const bool copies = scale == 1 && has_gaps(left) && is_for_onednn(out, left, right);
+  const int64_t rows = left.size(0), part = copies ? kRowsOfCopy : rows_at_once(left);
+  if (!copies && part == rows) return multiply_whole(out, left, right, beta, scale);
   for (int64_t first = 0; first < rows; first += part) {
     const int64_t count = std::min(part, rows - first);
-    multiply_whole(rows_of(out, first, count), rows_of(left, first, count), right, beta, scale);
+    const Tensor rows_of_left = rows_of(left, first, count);
+    multiply_whole(rows_of(out, first, count), copies ? without_gaps(rows_of_left) : rows_of_left,
+                   right, beta, scale);
   }
 }
 

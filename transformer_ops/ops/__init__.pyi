@@ -29,6 +29,7 @@ from .linear import Linear as Linear
 from .make_extra_output import MakeExtraOutput as MakeExtraOutput
 from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm
+from .packed_linear import PackedLinear as PackedLinear
 from .quantize import Quantize as Quantize
 from .reshape import Reshape as Reshape
 from .router import Router as Router
@@ -68,6 +69,7 @@ __all__ = [
     "MakeExtraOutput",
     "LayerNorm",
     "RMSNorm",
+    "PackedLinear",
     "Quantize",
     "Reshape",
     "Router",
