@@ -131,7 +131,9 @@ def gradients_of(run: Any, op: Any, inputs: list[Tensor]) -> list[Tensor]:
 
 def rounds(case: OpCase) -> bool:
     """Whether a recipe changes what the op computes."""
-    return case.name.startswith(("BasicLinear", "GroupedLinear", "Linear", "Quantize"))
+    return case.name.startswith(
+        ("BasicLinear", "GroupedLinear", "Linear", "PackedLinear", "Quantize")
+    )
 
 
 def assert_rounded(found: list[Tensor], exact: list[Tensor], name: str) -> None:

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 
@@ -26,12 +27,6 @@ int64_t total(at::IntArrayRef sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
 }
 
-std::vector<int64_t> rows_of_each(const Tensors& weight) {
-  std::vector<int64_t> rows;
-  for (const Tensor& tensor : weight) rows.push_back(tensor.size(0));
-  return rows;
-}
-
 // Calls function(i, first) for the columns of each weight.
 template <typename Function>
 void for_each_part(at::IntArrayRef columns, const Function& function) {
@@ -42,12 +37,19 @@ void for_each_part(at::IntArrayRef columns, const Function& function) {
   }
 }
 
-// Views of runs of the first dimension.
-Tensors views_of(const Tensor& whole, at::IntArrayRef counts) {
-  Tensors parts;
-  for_each_part(
-      counts, [&](size_t i, int64_t first) { parts.push_back(whole.narrow(0, first, counts[i])); });
-  return parts;
+// Runs of the first dimension of new memory, which lives as long as one of them. Each is a storage
+// of its own, so that none is an alias of another.
+Tensors runs_of(const Tensor& whole, at::IntArrayRef counts) {
+  Tensors runs;
+  const int64_t bytes = whole.numel() == 0 ? 0 : whole.stride(0) * whole.element_size();
+  auto* const data = static_cast<char*>(whole.mutable_data_ptr());
+  for_each_part(counts, [&](size_t i, int64_t first) {
+    c10::DimVector sizes(whole.sizes());
+    sizes[0] = counts[i];
+    runs.push_back(at::from_blob(
+        data + first * bytes, sizes, [whole](void*) {}, whole.options()));
+  });
+  return runs;
 }
 
 // The biases one behind another, which are few numbers.
@@ -56,18 +58,20 @@ Tensor bias_of_all(const Tensors& bias) {
   return whole.defined() ? whole : at::cat(bias);
 }
 
-void check_weight(const Checks& check, size_t i, const Tensor& weight, const c10::SymInt* rows,
-                  const c10::SymInt* columns, at::ScalarType dtype) {
-  check.compute_dtype(numbered("weight", i).c_str(), weight);
-  const bool fits = weight.dim() == 2 && (rows == nullptr || weight.sym_size(0) == *rows) &&
-                    (columns == nullptr || weight.sym_size(1) == *columns);
-  const auto text = [](const c10::SymInt* size) {
-    return size == nullptr ? std::string("*") : c10::str(*size);
-  };
-  TORCH_CHECK(fits, "[", check.op(), "] weight", i, " must have shape [", text(rows), ", ",
-              text(columns), "], got ", weight.sym_sizes());
-  TORCH_CHECK(weight.scalar_type() == dtype, "[", check.op(), "] weight", i, " must have dtype ",
-              dtype, ", got ", weight.scalar_type());
+// Raises unless each is of this dtype and of a matrix of `inner` columns, or null: of as many as
+// the first one has. Returns how many.
+c10::SymInt check_weights(const Checks& check, const Tensors& weight, at::IntArrayRef columns,
+                          at::ScalarType dtype) {
+  TORCH_CHECK(!weight.empty() && weight.size() == columns.size(), "[", check.op(),
+              "] weight must have a tensor for each of ", columns.size(), " out_features, got ",
+              weight.size());
+  TORCH_CHECK(weight[0].dim() == 2, "[", check.op(),
+              "] weight[0] must have 2 dimensions, got shape ", weight[0].sym_sizes());
+  const c10::SymInt inner = weight[0].sym_size(1);
+  for (size_t i = 0; i < weight.size(); ++i) {
+    check.spec(numbered("weight", i).c_str(), weight[i], {{columns[i], inner}, dtype});
+  }
+  return inner;
 }
 
 }  // namespace
@@ -75,29 +79,21 @@ void check_weight(const Checks& check, size_t i, const Tensor& weight, const c10
 // ---- checks
 
 TensorSpec packed_linear_output(const Checks& check, const Tensor& input, const Tensors& weight,
-                                const Tensors& bias) {
+                                const Tensors& bias, at::IntArrayRef columns) {
   check.compute_dtype("input", input);
   check.has_rows("input", input);
-  TORCH_CHECK(!weight.empty(), "[", check.op(), "] weight must be given, got an empty list");
-  check_weight(check, 0, weight[0], nullptr, nullptr, weight[0].scalar_type());
-  const c10::SymInt inner = weight[0].sym_size(1);
+  const auto dtype = input.scalar_type();
+  const c10::SymInt inner = check_weights(check, weight, columns, dtype);
   TORCH_CHECK(input.sym_size(-1) == inner, "[", check.op(), "] input must have last dimension ",
               inner, ", got shape ", input.sym_sizes());
-  TORCH_CHECK(input.scalar_type() == weight[0].scalar_type(), "[", check.op(),
-              "] input must have the weights' dtype ", weight[0].scalar_type(), ", got ",
-              input.scalar_type());
-  TensorSpec output = like(input);
-  output.sizes.back() = 0;
-  for (size_t i = 0; i < weight.size(); ++i) {
-    check_weight(check, i, weight[i], nullptr, &inner, input.scalar_type());
-    output.sizes.back() += weight[i].sym_size(0);
-  }
-  TORCH_CHECK(bias.empty() || bias.size() == weight.size(), "[", check.op(),
-              "] bias must have a tensor for each of ", weight.size(), " weights, got ",
+  TORCH_CHECK(bias.empty() || bias.size() == columns.size(), "[", check.op(),
+              "] bias must have a tensor for each of ", columns.size(), " out_features, got ",
               bias.size());
   for (size_t i = 0; i < bias.size(); ++i) {
-    check.spec(numbered("bias", i).c_str(), bias[i], {{weight[i].sym_size(0)}, output.dtype});
+    check.spec(numbered("bias", i).c_str(), bias[i], {{columns[i]}, dtype});
   }
+  TensorSpec output = like(input);
+  output.sizes.back() = total(columns);
   return output;
 }
 
@@ -114,16 +110,8 @@ TensorSpecs packed_linear_backward_outputs(const Checks& check, const Tensor& gr
   const TensorSpec none = absent(dtype), no_list = list_of({});
   TensorSpecs specs = {none, no_list, no_list};
   if (wants_input) {
-    TORCH_CHECK(weight.size() == columns.size(), "[", check.op(),
-                "] weight must have a tensor for each of ", columns.size(),
-                " outputs for grad_input, got ", weight.size());
-    for (size_t i = 0; i < weight.size(); ++i) {
-      const c10::SymInt rows = columns[i];
-      const c10::SymInt inner = i == 0 ? c10::SymInt(0) : weight[0].sym_size(1);
-      check_weight(check, i, weight[i], &rows, i == 0 ? nullptr : &inner, dtype);
-    }
     specs[0] = like(grad_output);
-    specs[0].sizes.back() = weight[0].sym_size(1);
+    specs[0].sizes.back() = check_weights(check, weight, columns, dtype);
   }
   if (wants_weight) {
     TORCH_CHECK(input != nullptr, "[", check.op(),
@@ -162,9 +150,9 @@ Tensor joined(const Tensors& tensors) {
 
 // ---- CPU
 
-Tensor packed_linear_cpu(const Tensor& input, const Tensors& weight, const Tensors& bias) {
+Tensor packed_linear_cpu(const Tensor& input, const Tensors& weight, const Tensors& bias,
+                         at::IntArrayRef columns) {
   const Tensor x = as_matrix(input), whole = joined(weight);
-  const auto columns = rows_of_each(weight);
   const int64_t width = total(columns);
   const Tensor output = bias.empty() ? empty_cpu({x.size(0), width}, x.scalar_type())
                                      : repeat_rows_cpu(bias_of_all(bias), x.size(0));
@@ -209,7 +197,7 @@ Tensors weight_gradients_cpu(const Tensor& grad, const Tensor& input, at::IntArr
   if (buffers.empty()) {
     const Tensor all = empty_cpu({grad.size(1), input.size(1)}, grad.scalar_type());
     multiply_cpu(all, transposed(grad), input);
-    return views_of(all, columns);
+    return runs_of(all, columns);
   }
   if (const Tensor all = joined(buffers); all.defined()) {
     product_cpu(all, transposed(grad), input, adds);
@@ -239,7 +227,7 @@ PackedBackward packed_linear_backward_cpu(const Tensor& grad_output, std::option
   if (wants_bias) {
     Tensor all = empty_cpu({grad.size(1)}, dtype);
     sum_columns_cpu(contiguous(grad), all);
-    grad_bias = views_of(all, columns);
+    grad_bias = runs_of(all, columns);
   }
   grad_input = wants_input ? with_last_size(input_gradient_cpu(grad, weight, columns), grad_output,
                                             weight[0].size(1))
@@ -249,11 +237,11 @@ PackedBackward packed_linear_backward_cpu(const Tensor& grad_output, std::option
 
 // ---- CUDA
 
-Tensor packed_linear_cuda(const Tensor& input, const Tensors& weight, const Tensors& bias) {
+Tensor packed_linear_cuda(const Tensor& input, const Tensors& weight, const Tensors& bias,
+                          at::IntArrayRef columns) {
   if (const Tensor whole = joined(weight); whole.defined()) {
     return linear_cuda(input, whole, bias.empty() ? Tensor() : bias_of_all(bias));
   }
-  const auto columns = rows_of_each(weight);
   c10::DimVector sizes(input.sizes());
   sizes.back() = total(columns);
   Tensor output = empty(sizes, input.scalar_type(), input.device());
@@ -278,22 +266,19 @@ PackedBackward packed_linear_backward_cuda(const Tensor& grad_output, std::optio
     Tensor x = as_matrix(*input);
     input.reset();
     const auto& [no_buffer, adds, buffers] = main_grad;
-    const Tensor all =
-        buffers.empty() ? empty({grad.size(1), x.size(1)}, dtype, device) : joined(buffers);
-    grad_weight = buffers.empty() ? views_of(all, columns) : buffers;
-    if (all.defined()) {
-      linear_weight_gradient_cuda(grad, x, all, {.adds = adds});
-    } else {
-      for_each_part(columns, [&](size_t i, int64_t first) {
-        linear_weight_gradient_cuda(columns_of(grad, first, columns[i]), x, buffers[i],
-                                    {.adds = adds});
-      });
-    }
+    for_each_part(columns, [&](size_t i, int64_t first) {
+      const Tensor found =
+          buffers.empty() ? empty({columns[i], x.size(1)}, dtype, device) : buffers[i];
+      linear_weight_gradient_cuda(columns_of(grad, first, columns[i]), x, found, {.adds = adds});
+      grad_weight.push_back(found);
+    });
   }
   if (wants_bias) {
     const Tensor all = empty({grad.size(1)}, dtype, device);
     sum_columns_cuda(contiguous(grad), all);
-    grad_bias = views_of(all, columns);
+    for_each_part(columns, [&](size_t i, int64_t first) {
+      grad_bias.push_back(all.narrow(0, first, columns[i]).clone());
+    });
   }
   if (!wants_input) {
     grad_input = empty({0}, dtype, device);

@@ -14,11 +14,10 @@ using PackedMask = std::array<bool, 3>;
 // Lists that are not wanted are empty.
 using PackedBackward = std::tuple<Tensor, Tensors, Tensors>;
 
-// Each weight is [columns of its own, columns of the input], and a bias, where there are any, is
-// [columns of its own]. Raises where they do not fit.
+// `columns`: of the output of each weight. A weight is [its columns, columns of the input], and a
+// bias, where there are any, is [its columns]. Raises where they do not fit.
 TensorSpec packed_linear_output(const Checks& check, const Tensor& input, const Tensors& weight,
-                                const Tensors& bias);
-// `columns`: of the output of each weight.
+                                const Tensors& bias, at::IntArrayRef columns);
 TensorSpecs packed_linear_backward_outputs(const Checks& check, const Tensor& grad_output,
                                            const Tensor* input, const Tensors& weight,
                                            at::IntArrayRef columns, PackedMask wanted);
@@ -27,13 +26,15 @@ TensorSpecs packed_linear_backward_outputs(const Checks& check, const Tensor& gr
 // storage; else undefined. Never a copy.
 Tensor joined(const Tensors& tensors);
 
-Tensor packed_linear_cpu(const Tensor& input, const Tensors& weight, const Tensors& bias);
-Tensor packed_linear_cuda(const Tensor& input, const Tensors& weight, const Tensors& bias);
+Tensor packed_linear_cpu(const Tensor& input, const Tensors& weight, const Tensors& bias,
+                         at::IntArrayRef columns);
+Tensor packed_linear_cuda(const Tensor& input, const Tensors& weight, const Tensors& bias,
+                          at::IntArrayRef columns);
 Tensor packed_linear_unfused(const Tensor& input, const Tensors& weight, const Tensors& bias);
 
-// The gradients of weights, or of biases, are views of one buffer, one behind another, unless they
-// go into main_grad. The input's memory is given back before grad_input is made, if nobody else
-// holds it.
+// On the CPU the gradients of all weights lie in one allocation, one behind another, each as a
+// storage of its own, unless they go into main_grad; so do those of all biases. The input's memory
+// is given back before grad_input is made, if nobody else holds it.
 PackedBackward packed_linear_backward_cpu(const Tensor& grad_output, std::optional<Tensor> input,
                                           const Tensors& weight, at::IntArrayRef columns,
                                           PackedMask wanted, const MainGrad& main_grad);

@@ -224,6 +224,10 @@ class Quantize {
                      const Result& to, bool is_saved, std::vector<Instruction>& code) const {
     const ValueList sources = as_list(from), results = as_list(to);
     const size_t calls = splits_ ? 1 : sources.size();
+    const bool has_scales = formats_.is_delayed() && std::holds_alternative<ValueList>(from);
+    check(splits_ || !has_scales, "[", row_.kind,
+          "] recipe must have no delayed scales, which are those of one weight, got ",
+          sources.size(), " weights");
     for (size_t i = 0; i < calls; ++i) {
       Instruction call = splits_ ? rounding_of(operand, sources, format, results, is_saved)
                                  : rounding_of(operand, sources[i], format, results[i], is_saved);

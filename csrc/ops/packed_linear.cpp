@@ -9,8 +9,23 @@ namespace transformer_ops::ops::packed_linear {
 namespace {
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensors& weight,
-                          const Tensors& bias) {
-  return {packed_linear_output(check, input, weight, bias)};
+                          const Tensors& bias, std::vector<int64_t> out_features) {
+  return {packed_linear_output(check, input, weight, bias, out_features)};
+}
+
+Tensor forward_cpu(const Tensor& input, const Tensors& weight, const Tensors& bias,
+                   std::vector<int64_t> out_features) {
+  return packed_linear_cpu(input, weight, bias, out_features);
+}
+
+Tensor forward_cuda(const Tensor& input, const Tensors& weight, const Tensors& bias,
+                    std::vector<int64_t> out_features) {
+  return packed_linear_cuda(input, weight, bias, out_features);
+}
+
+Tensor forward_unfused(const Tensor& input, const Tensors& weight, const Tensors& bias,
+                       std::vector<int64_t>) {
+  return packed_linear_unfused(input, weight, bias);
 }
 
 PackedBackward backward_cpu(const Call& call, const Tensor& grad_output,
@@ -56,11 +71,11 @@ PackedBackward backward_unfused(const Tensor& grad_output, const Tensor* input,
                const auto& columns = std::get<std::vector<int64_t>>(attributes.at("out_features"));
                return std::accumulate(columns.begin(), columns.end(), int64_t{0});
              }},
-    .forward = {.schema = "packed_linear(Tensor input, Tensor[] weight, Tensor[] bias) -> "
-                          "Tensor output",
+    .forward = {.schema = "packed_linear(Tensor input, Tensor[] weight, Tensor[] bias, "
+                          "int[] out_features) -> Tensor output",
                 .shape = forward_shape,
                 .any_strides = {"input", "weight"},
-                .bodies = {packed_linear_cpu, packed_linear_cuda, packed_linear_unfused}},
+                .bodies = {forward_cpu, forward_cuda, forward_unfused}},
     .backward = {.schema = "packed_linear_backward(Tensor grad_output, Tensor? input, "
                            "Tensor[] weight, int[] out_features, bool[3] output_mask) -> "
                            "(Tensor grad_input, Tensor[] grad_weight, Tensor[] grad_bias)",
