@@ -33,7 +33,7 @@ class TypedOps(_Parameters):
     def forward(self, x: Tensor) -> Tensor:
         """Shape in, same shape out."""
         gamma, beta, w1, b1, w2, b2 = self._read()
-        y = typed.layer_norm(x, gamma, beta, EPS, False)[0]
+        y = typed.layer_norm(x, gamma, beta, list(gamma.shape), EPS, False)[0]
         y = typed.gelu(typed.bias(typed.linear(y, w1), b1))
         out: Tensor = typed.bias(typed.linear(y, w2), b2)
         return out
@@ -45,7 +45,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         gamma, beta, w1, b1, w2, b2 = parameters
-        y, mean, rstd = typed.layer_norm(x, gamma, beta, EPS, False)
+        y, mean, rstd = typed.layer_norm(x, gamma, beta, list(gamma.shape), EPS, False)
         activated, kept = typed.linear_bias_activation(y, w1, b1, "gelu", True)
         out: Tensor = typed.linear_epilogue(activated, w2, b2, None, 1.0)
         ctx.save_for_backward(x, mean, rstd, gamma, y, w1, kept, activated, w2)
@@ -58,7 +58,8 @@ class _Function(torch.autograd.Function):
         grad, grad_w2 = typed.linear_backward(grad, activated, w2, [True, True])
         grad, grad_b1 = typed.activation_bias_backward(grad, kept, "gelu")
         grad, grad_w1 = typed.linear_backward(grad, y, w1, [True, True])
-        grads = typed.layer_norm_backward(grad, x, mean, rstd, gamma, EPS, False)
+        shape, mask = list(gamma.shape), [True, True, True]
+        grads = typed.layer_norm_backward(grad, x, mean, rstd, gamma, shape, EPS, False, mask)
         return *grads, grad_w1, grad_b1, grad_w2, grad_b2
 
 

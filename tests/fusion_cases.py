@@ -11,7 +11,10 @@ from torch import Tensor
 
 import transformer_ops as tops
 
-ACTIVATIONS = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU"]
+ACTIVATIONS: dict[str, Callable[[], tops.FusibleOperation]] = {
+    **{name: getattr(tops, name) for name in ("GELU", "QGELU", "ReLU", "SReLU", "SiLU")},
+    "GELU exact": lambda: tops.GELU("none"),
+}
 
 
 class Case(NamedTuple):
@@ -44,6 +47,7 @@ def before(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
 
 GLUS: dict[str, Callable[[], tops.FusibleOperation]] = {
     **{name: getattr(tops, name) for name in ("GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU")},
+    "GEGLU exact": lambda: tops.GEGLU("none"),
     "SwiGLU": tops.SwiGLU,
     "SwiGLU interleaved": lambda: tops.SwiGLU(glu_interleave_size=4),
     "SiTUGLU": lambda: tops.SiTUGLU(beta1=0.5, beta2=2.0, glu_interleave_size=2),
@@ -51,7 +55,10 @@ GLUS: dict[str, Callable[[], tops.FusibleOperation]] = {
 }
 NORMS: dict[str, Callable[[], tops.FusibleOperation]] = {
     "layer_norm": lambda: tops.LayerNorm(16, eps=1e-3),
+    "layer_norm without bias": lambda: tops.LayerNorm(16, bias=False),
+    "layer_norm not affine": lambda: tops.LayerNorm(16, elementwise_affine=False),
     "rms_norm": lambda: tops.RMSNorm(16, eps=1e-3, zero_centered_gamma=True),
+    "rms_norm not affine": lambda: tops.RMSNorm(16, elementwise_affine=False),
 }
 
 
@@ -101,7 +108,7 @@ def two_blocks(norm: Callable[[], tops.FusibleOperation]) -> list[tops.FusibleOp
     """Where two pre-norm blocks meet: the new residual goes on by a channel."""
     fork = tops.MakeExtraOutput().set_extra_output_channel(0, "next", output_to_caller=False)
     join = tops.AddExtraInput().set_extra_input_channel(0, "next")
-    return [tops.GELU(), tops.AddExtraInput(), fork, norm(), tops.GELU(), join]
+    return [tops.GELU(), tops.AddExtraInput(), fork, norm(), tops.Bias(16), tops.GELU(), join]
 
 
 def forward_cases() -> Iterator[Case]:
@@ -117,17 +124,20 @@ def forward_cases() -> Iterator[Case]:
     yield Case("bias_add", "forward", bias_add, (1, 2), extra_inputs=1)
     yield Case("bias_add", "forward", lambda: plain(0.0), (1, 2, 3), "dropout off", extra_inputs=1)
     for name, norm in NORMS.items():
-        add = lambda n=norm: [tops.GELU(), tops.AddExtraInput(), n()]  # noqa: E731
-        yield Case(f"add_{name}", "forward", add, (1, 2), extra_inputs=1)
+        # Each row has parameters.
+        add = lambda n=norm: [tops.GELU(), tops.AddExtraInput(), n(), tops.Bias(16)]  # noqa: E731
+        rule, _, form = f"add_{name}".partition(" ")
+        yield Case(rule, "forward", add, (1, 2), form, extra_inputs=1)
         hand_out = lambda n=norm: [  # noqa: E731
             tops.GELU(),
             tops.AddExtraInput(),
             tops.MakeExtraOutput(),
             n(),
+            tops.Bias(16),
         ]
-        residual = Case(f"add_{name}", "forward", hand_out, (1, 2, 3), "residual", extra_inputs=1)
+        residual = Case(rule, "forward", hand_out, (1, 2, 3), f"residual {form}", extra_inputs=1)
         yield residual
-        yield residual._replace(make=lambda n=norm: two_blocks(n), extra="channel")
+        yield residual._replace(make=lambda n=norm: two_blocks(n), extra=f"channel {form}")
     yield from linear_epilogues()
     for name, glu in GLUS.items():
         block = lambda g=glu: before(tops.Linear(16, 24), g(), tops.L2Normalization())  # noqa: E731
@@ -164,8 +174,7 @@ def linear_epilogues() -> Iterator[Case]:
 
 def cases() -> Iterator[Case]:
     """Rows of rules without a residual or a GLU."""
-    for name in ACTIVATIONS:
-        activation = getattr(tops, name)
+    for name, activation in ACTIVATIONS.items():
         block = lambda a=activation: before(tops.Linear(16, 24), a(), tops.L2Normalization())  # noqa: E731
         yield Case("linear_bias_activation", "forward", block, (1, 2, 3), name)
         yield Case("activation_bias", "backward", block, (2, 3), name)
@@ -216,8 +225,12 @@ def backward_cases() -> Iterator[Case]:
         yield Case(name, "backward", hidden, (1, 2), "hidden")
         visible = lambda n=norm: before(tops.MakeExtraOutput(), n(16))  # noqa: E731
         yield Case(name, "backward", visible, (1, 2), "visible")
+        bare = lambda n=norm: residual(n(16, elementwise_affine=False))  # noqa: E731
+        yield Case(name, "backward", bare, (1, 2), "not affine")
         centered = lambda n=norm: residual(n(16, zero_centered_gamma=True))  # noqa: E731
         yield Case(name, "backward", centered, (1, 2), "zero-centered")
+    half = lambda: residual(tops.LayerNorm(16, bias=False))  # noqa: E731
+    yield Case("layer_norm_residual", "backward", half, (1, 2), "without bias")
     linear = lambda: residual(tops.Linear(16, 24), tops.SiLU(), tops.Linear(24, 16))  # noqa: E731
     yield Case("linear_residual_scale", "backward", linear, (1, 2), "hidden")
     linear = lambda: before(tops.MakeExtraOutput(), tops.BasicLinear(16, 24))  # noqa: E731
@@ -240,8 +253,8 @@ def backward_cases() -> Iterator[Case]:
     yield Case("dropout_bias", "backward", dropout, (2, 3))
     alone = lambda: before(tops.Bias(16), tops.Dropout(1.0), tops.Bias(16))  # noqa: E731
     yield Case("dropout_bias", "backward", alone, (1, 2), "all dropped, without Linear")
-    for name in ("GELU", "QGELU", "SiLU"):
-        activation = getattr(tops, name)
+    for name in ("GELU", "GELU exact", "QGELU", "SiLU"):
+        activation = ACTIVATIONS[name]
         block = lambda a=activation: before(tops.Linear(16, 24), a(), tops.BasicLinear(24, 16))  # noqa: E731
         yield Case("linear_activation", "backward", block, (2, 3, 4), name)
         alone = lambda a=activation: before(a(), tops.BasicLinear(16, 24))  # noqa: E731

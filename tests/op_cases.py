@@ -141,8 +141,25 @@ def dropout(p: float) -> Callable[[Tensor], Tensor]:
 # ---- rows
 
 
-def _activation(name: str, reference: Callable[..., Result], saved: Any = all_of_input) -> OpCase:
-    return OpCase(name, getattr(tops, name), reference, saved, elementwise=True)
+def _activation(
+    name: str,
+    reference: Callable[..., Result],
+    saved: Any = all_of_input,
+    label: str = "",
+    **kwargs: Any,
+) -> OpCase:
+    make = functools.partial(getattr(tops, name), **kwargs)
+    return OpCase(name + label, make, reference, saved, elementwise=True)
+
+
+# Where the name of the typed op is not that of the class.
+TYPED_GLUS = {
+    "GEGLU-exact": "exact_geglu",
+    "ClampedSwiGLU": "clamped_swiglu",
+    "ClampedSwiGLU-interleaved": "clamped_swiglu",
+    "SwiGLU-interleaved": "swiglu",
+    "SiTUGLU-interleaved": "situglu",
+}
 
 
 def _glu(name: str, reference: Callable[..., Result], label: str = "", **kwargs: Any) -> OpCase:
@@ -151,7 +168,7 @@ def _glu(name: str, reference: Callable[..., Result], label: str = "", **kwargs:
         lambda: getattr(tops, name)(**kwargs),
         reference,
         all_of_input,
-        bad=((3, 7), rf"\[{name.lower() if name != 'ClampedSwiGLU' else 'clamped_swiglu'}\] input"),
+        bad=((3, 7), rf"\[{TYPED_GLUS.get(name + label, name.lower())}\] input"),
     )
 
 
@@ -232,6 +249,21 @@ CASES = [
         bad=((3, 16), r"\[layer_norm\] input must end in dimensions \[2, 8\], got shape \[3, 16\]"),
     ),
     OpCase(
+        "LayerNorm-no-bias",
+        lambda: tops.LayerNorm(16, bias=False),
+        layer_norm(),
+        statistics(2),
+        bad=((3, 15), r"\[layer_norm\] input must end in dimensions \[16\], got shape \[3, 15\]"),
+    ),
+    OpCase(
+        "LayerNorm-not-affine-2d",
+        lambda: tops.LayerNorm((2, 8), 0.1, False),
+        lambda x: F.layer_norm(x, (2, 8), eps=0.1),
+        statistics(2),
+        row=(2, 8),
+        bad=((3, 16), r"\[layer_norm\] input must end in dimensions \[2, 8\], got shape \[3, 16\]"),
+    ),
+    OpCase(
         "RMSNorm",
         lambda: tops.RMSNorm(16),
         rms_norm(),
@@ -254,6 +286,21 @@ CASES = [
         bad=((3, 15), r"\[rms_norm\] input must end in dimensions \[16\], got shape \[3, 15\]"),
     ),
     OpCase(
+        "RMSNorm-not-affine",
+        lambda: tops.RMSNorm(16, elementwise_affine=False),
+        lambda x: F.rms_norm(x, (16,), eps=1e-5),
+        statistics(1),
+        bad=((3, 15), r"\[rms_norm\] input must end in dimensions \[16\], got shape \[3, 15\]"),
+    ),
+    OpCase(
+        "RMSNorm-not-affine-2d",
+        lambda: tops.RMSNorm((2, 8), eps=0.1, elementwise_affine=False),
+        lambda x: F.rms_norm(x, (2, 8), eps=0.1),
+        statistics(1),
+        row=(2, 8),
+        bad=((16,), r"\[rms_norm\] input must end in dimensions"),
+    ),
+    OpCase(
         "L2Normalization",
         lambda: tops.L2Normalization(eps=1e-3),
         l2_normalization(1e-3),
@@ -261,12 +308,14 @@ CASES = [
         bad=((), r"\[l2_normalization\] input must have at least 1 dimension, got 0"),
     ),
     _activation("GELU", gelu),
+    _activation("GELU", F.gelu, label="-exact", approximate="none"),
     _activation("QGELU", qgelu),
     _activation("ReLU", F.relu, bit_mask),
     _activation("SReLU", srelu),
     _activation("SiLU", F.silu),
     _glu("GLU", gated(torch.sigmoid)),
     _glu("GEGLU", gated(gelu)),
+    _glu("GEGLU", gated(F.gelu), "-exact", approximate="none"),
     _glu("QGEGLU", gated(qgelu)),
     _glu("ReGLU", gated(F.relu)),
     _glu("SReGLU", gated(srelu)),

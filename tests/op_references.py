@@ -55,7 +55,7 @@ def clamped(x: Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float =
 
 
 def layer_norm(eps: float = 1e-5, zero_centered: bool = False) -> Callable[..., Tensor]:
-    def reference(x: Tensor, *, weight: Tensor, bias: Tensor) -> Tensor:
+    def reference(x: Tensor, *, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.layer_norm(x, weight.shape, weight + 1 if zero_centered else weight, bias, eps)
 
     return reference

@@ -7,9 +7,11 @@ smallest normal number.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import mpmath  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
@@ -102,6 +104,26 @@ def gelu_slope(x: Array) -> Array:
     return sigmoid(u) * (1 + x * sigmoid(-u) * (LINEAR + 3 * CUBIC * x * x))
 
 
+@functools.cache
+def normal_tail(t: float) -> Real:
+    """The share of the standard normal distribution that lies beyond t >= 0."""
+    with mpmath.workprec(80):
+        return Real(mpmath.nstr(mpmath.erfc(mpmath.mpf(t) / mpmath.sqrt(2)) / 2, 24))
+
+
+def normal_share(x: Array) -> Array:
+    """The share below x."""
+    middle = (np.abs(x) > 1e-12) & (np.abs(x) < 45)
+    tail = np.where(np.abs(x) < 1, 0.5 - np.abs(x) / np.sqrt(Real(8) * np.arctan(Real(1))), Real(0))
+    tail[middle] = [normal_tail(float(t)) for t in np.abs(x[middle])]
+    return np.where(x < 0, tail, 1 - tail)
+
+
+def exact_gelu_slope(x: Array) -> Array:
+    density = np.exp(-(np.clip(x, -1000, 1000) ** 2) / 2) / np.sqrt(Real(8) * np.arctan(Real(1)))
+    return normal_share(x) + x * density
+
+
 def silu_slope(x: Array) -> Array:
     x = np.clip(x, -11000, 11000)
     return sigmoid(x) * (1 + x * sigmoid(-x))
@@ -121,6 +143,12 @@ ACTIVATIONS: dict[
         gelu_slope,
         lambda x: F.gelu(x, approximate="tanh"),
         lambda g, x: torch.ops.aten.gelu_backward(g, x, approximate="tanh"),
+    ),
+    "exact_gelu": (
+        lambda x: x * normal_share(x),
+        exact_gelu_slope,
+        F.gelu,
+        torch.ops.aten.gelu_backward,
     ),
     "silu": (lambda x: x * sigmoid(x), silu_slope, F.silu, torch.ops.aten.silu_backward),
     "relu": (
@@ -216,16 +244,18 @@ def test_norms(norm, dtype, kind):
     ex, ew, eb, eg = exact(x), exact(weight), exact(bias), exact(grad)
     if norm == "rms_norm":
         theirs = F.rms_norm(leaf, [width], weight, eps)
-        y, rstd = OPS.rms_norm(x, weight, eps, False)
-        grad_x = OPS.rms_norm_backward(grad, x, rstd, weight, eps, False)[0]
+        y, rstd = OPS.rms_norm(x, weight, [width], eps, False)
+        grad_x = OPS.rms_norm_backward(grad, x, rstd, weight, [width], eps, False, [True, True])[0]
         scale = 1 / np.sqrt((ex * ex).mean(-1, keepdims=True) + Real(eps))
         n = ex * scale
         want, weighted = n * ew, eg * ew
         want_grad = scale * (weighted - n * (weighted * n).mean(-1, keepdims=True))
     else:
         theirs = F.layer_norm(leaf, [width], weight, bias, eps)
-        y, mean, rstd = OPS.layer_norm(x, weight, bias, eps, False)
-        grad_x = OPS.layer_norm_backward(grad, x, mean, rstd, weight, eps, False)[0]
+        y, mean, rstd = OPS.layer_norm(x, weight, bias, [width], eps, False)
+        grad_x = OPS.layer_norm_backward(
+            grad, x, mean, rstd, weight, [width], eps, False, [True] * 3
+        )[0]
         centered = ex - ex.mean(-1, keepdims=True)
         scale = 1 / np.sqrt((centered * centered).mean(-1, keepdims=True) + Real(eps))
         n = centered * scale

@@ -85,7 +85,7 @@ def test_the_text_is_the_call_as_one_would_write_it() -> None:
         tops.RMSNorm(8, bias=True)  # type: ignore[call-arg]
     assert str(found.value) == (
         "[RMSNorm] got an unexpected keyword argument 'bias'; it takes RMSNorm(normalized_shape, "
-        "*, eps=1e-05, device=None, dtype=None, zero_centered_gamma=False)"
+        "eps=1e-05, elementwise_affine=True, device=None, dtype=None, *, zero_centered_gamma=False)"
     )
     with pytest.raises(TypeError, match=r"it takes Float8BlockScaling\(fp8_format=Format.E4M3\)"):
         tops.recipe.Float8BlockScaling(block=1)  # type: ignore[call-arg]

@@ -208,12 +208,18 @@ def test_a_deleted_parameter_is_missed_by_name(run, alone):
         module(x)
 
 
-def test_a_norm_without_its_bias_says_so():
-    norm = tops.LayerNorm(8)
-    norm(torch.randn(4, 8))
-    norm.bias = None
-    with pytest.raises(TypeError, match=r"\[LayerNorm\] bias must be a tensor, got None"):
-        norm(torch.randn(4, 8))
+def test_a_norm_may_lose_its_parameters():
+    x, norm, plain = torch.randn(4, 8), tops.LayerNorm(8), nn.LayerNorm(8)
+    fast = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    for name in ("bias", "weight"):
+        for module in (norm, plain):
+            setattr(module, name, None)
+        torch.testing.assert_close(norm(x), plain(x))
+        torch.testing.assert_close(fast(x), plain(x))
+    centered = tops.RMSNorm(8, zero_centered_gamma=True)
+    centered.weight = None
+    with pytest.raises(RuntimeError, match="zero_centered_gamma must be false without a weight"):
+        centered(x)
 
 
 class Shift(tops.BasicOperation):

@@ -49,6 +49,8 @@ NATIVE = [
         (getattr(ops, kind), kind, {}, {})
         for kind in "GELU QGELU ReLU SReLU SiLU GLU GEGLU QGEGLU ReGLU SReGLU".split()
     ],
+    (lambda: ops.GELU("none"), "ExactGELU", {}, {}),
+    (lambda: ops.GEGLU(approximate="none"), "ExactGEGLU", {}, {}),
     (lambda: ops.SwiGLU(), "SwiGLU", {"glu_interleave_size": 0}, {}),
     (lambda: ops.SwiGLU(glu_interleave_size=32), "SwiGLU", {"glu_interleave_size": 32}, {}),
     (
@@ -285,6 +287,12 @@ BAD_ARGUMENTS = [
             ((4,), {"eps": NAN}, "eps must be a finite number >= 0, got nan"),
             ((4,), {"eps": INF}, "eps must be a finite number >= 0, got inf"),
             ((4,), {"eps": "1"}, "eps must be a finite number >= 0, got '1'"),
+            ((4, 1e-5, 1), {}, "elementwise_affine must be a bool, got 1"),
+            (
+                (4,),
+                {"elementwise_affine": False, "zero_centered_gamma": True},
+                "zero_centered_gamma must be False where there is no weight, got True",
+            ),
             ((4,), {"zero_centered_gamma": 1}, "zero_centered_gamma must be a bool, got 1"),
         )
     ],
@@ -331,7 +339,6 @@ def test_bad_constructor_argument(make, message):
 
 def test_arguments_beyond_the_catalogue_are_refused():
     for make in (
-        lambda: ops.GELU(approximate="none"),  # type: ignore[call-arg]
         lambda: ops.GLU(glu_interleave_size=2),  # type: ignore[call-arg]
         lambda: ops.RMSNorm(4, bias=True),  # type: ignore[call-arg]
         lambda: ops.Bias(4, None),

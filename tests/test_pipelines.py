@@ -24,6 +24,7 @@ SHAPES = ((5,), (), (3, 4), (0,), (2, 0), (2, 1, 3))
 ROWS = {case.name: case for case in CASES}
 SAME_WIDTH = [
     "GELU",
+    "GELU-exact",
     "QGELU",
     "ReLU",
     "SReLU",
@@ -33,7 +34,16 @@ SAME_WIDTH = [
     "L2Normalization",
 ]
 SAME_WIDTH += ["Dropout-eval", "Dropout-none"]
-HALVING = ["GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU", "SwiGLU-interleaved"]
+HALVING = [
+    "GLU",
+    "GEGLU",
+    "GEGLU-exact",
+    "QGEGLU",
+    "ReGLU",
+    "SReGLU",
+    "SwiGLU",
+    "SwiGLU-interleaved",
+]
 HALVING += ["SiTUGLU", "ClampedSwiGLU"]
 KINDS = (*SAME_WIDTH, *HALVING, "Linear", "Linear", "Linear", "BasicLinear", "Bias", "LayerNorm")
 KINDS += ("RMSNorm", "AddExtraInput", "MakeExtraOutput", "ReLU", "SReLU", "GELU")

@@ -40,6 +40,6 @@ def test_every_op_and_fusion_is_listed() -> None:
 def test_rows_of_known_ops() -> None:
     page = make_reference().reference()
     assert "| `ReLU` | `max(x, 0)` | - | - | `mask` h/8 |" in page
-    assert "| `weight` | - | `input` hB, `rstd` 4 |" in page
+    assert "| `weight` (or None) | - | `input` hB, `rstd` 4 |" in page
     assert "| `activation_linear` | joint | 10 | (ReLU, SReLU) + BasicLinear |" in page
     assert "Dropout(p)\n" in page

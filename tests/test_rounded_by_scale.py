@@ -111,8 +111,10 @@ def test_strides_and_arguments_that_are_not_to_be_written() -> None:
 
 def test_norms_over_several_dimensions() -> None:
     x, weight = torch.randn(301, 4, 256).bfloat16(), torch.randn(4, 256).bfloat16()
-    y, rstd = OPS.rms_norm(x, weight, 1e-5, False)
-    got = OPS.rms_norm_rounded_scaled(x, weight, 1e-5, False, scales(), 0, "e4m3", True)
+    y, rstd = OPS.rms_norm(x, weight, list(weight.shape), 1e-5, False)
+    got = OPS.rms_norm_rounded_scaled(
+        x, weight, list(weight.shape), 1e-5, False, scales(), 0, "e4m3", True
+    )
     want, decodes, amax = OPS.quantize_values_scaled(y, scales(), 0, "e4m3", "bfloat16")
     for a, b in zip(got, (want, rstd, decodes, amax), strict=True):
         assert equal(a, b)
@@ -156,7 +158,7 @@ def test_plans_round_where_a_value_is_made() -> None:
     )
     for line in (
         "x1, s0.rstd, t1.rounded_input_scale, st1.fp8_amax = rms_norm_rounded_scaled("
-        'x0, p0.weight, 1e-05, false, st1.fp8_scale, 0, "e4m3", true)',
+        'x0, p0.weight, [64], 1e-05, false, st1.fp8_scale, 0, "e4m3", true)',
         "x2 = linear_scaled(x1, t1.rounded_weight, t1.rounded_input_scale, "
         "t1.rounded_weight_scale)",
         "g2, t1.rounded_grad_output_scale, st1.fp8_grad_amax = swiglu_backward_rounded_scaled("

@@ -60,6 +60,7 @@ def arguments(name: str, x: Tensor, known: dict[str, Any] | None = None) -> list
         "input": lambda: x,
         "extra_input": lambda: randn(*x.shape),
         "grad_output": lambda: randn(*(known or {})["output"].shape),
+        "normalized_shape": lambda: [x.shape[-1]],
         "weight": lambda: randn(*x.shape[-1:]),
         "bias": lambda: randn(*x.shape[-1:]),
         "scales": lambda: randn(*x.shape[:-1]).float(),
@@ -145,9 +146,9 @@ def test_numbers_that_are_none_stay_in_their_block() -> None:
 
 def test_norms_over_several_dimensions() -> None:
     x, weight = torch.randn(301, 4, 256).bfloat16(), torch.randn(4, 256).bfloat16()
-    y, rstd = OPS.rms_norm(x, weight, 1e-5, False)
+    y, rstd = OPS.rms_norm(x, weight, list(weight.shape), 1e-5, False)
     for rows, columns in FORMATS:
-        got = OPS.rms_norm_rounded(x, weight, 1e-5, False, rows, columns)
+        got = OPS.rms_norm_rounded(x, weight, list(weight.shape), 1e-5, False, rows, columns)
         assert torch.equal(got[0], OPS.quantize_dequantize(y, rows, "bfloat16"))
         assert torch.equal(got[1], rstd)
         if columns:
@@ -200,10 +201,8 @@ def block(*head: tops.FusibleOperation, **kwargs: Any) -> tops.Sequential:
 
 def test_plans_round_where_a_value_is_made() -> None:
     text = plan_text(block(tops.RMSNorm(64)), torch.randn(8, 64).bfloat16().requires_grad_())
-    assert (
-        'x1, s0.rstd, t1.unused = rms_norm_rounded(x0, p0.weight, 1e-05, false, "mx e4m3", "")'
-        in text
-    )
+    rounded = 'rms_norm_rounded(x0, p0.weight, [64], 1e-05, false, "mx e4m3", "")'
+    assert f"x1, s0.rstd, t1.unused = {rounded}" in text
     assert "x2 = linear(x1, t1.rounded_weight)" in text
     assert "g2, t1.rounded_grad_output_columns = swiglu_backward_rounded(g3, " in text
     assert 'recompute_swiglu_rounded(g5, s2.input, 0, "mx e4m3 32x1", "")' in text

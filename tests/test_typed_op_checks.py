@@ -157,7 +157,7 @@ BAD = {
     ),
     "a mask of none of three": (
         lambda: o.layer_norm_residual_backward(
-            r(2, 4), r(2, 4), r(2, 4), r(2), r(2), r(4), 1e-5, False, []
+            r(2, 4), r(2, 4), r(2, 4), r(2), r(2), r(4), [4], 1e-5, False, []
         ),
         "[layer_norm_residual_backward] output_mask must have 3 elements, got 0",
     ),
@@ -201,7 +201,8 @@ BAD = {
     ),
     "an unknown activation": (
         lambda: o.linear_bias_activation(r(2, 4), r(5, 4), r(5), "elu", True),
-        "[linear_bias_activation] activation must be one of gelu, qgelu, relu, srelu, silu, got 'e",
+        "[linear_bias_activation] activation must be one of gelu, exact_gelu, qgelu, relu, srelu, "
+        "silu, got 'elu'",
     ),
     "an unknown GLU": (
         lambda: o.glu_bias_backward(r(2, 4), r(2, 8), "glue", 0, 1.0, 1.0, 1.0, 1.0, 0.0),
@@ -279,5 +280,9 @@ def test_statistics_of_rows_without_elements():
     x, w = torch.empty(3, 0), torch.empty(0)
     rstd = torch.full((3,), torch.inf)
     for _ in range(3):
-        assert torch.equal(o.rms_norm(x, w, 0.0, False)[1].nan_to_num(nan=torch.inf), rstd)
-        assert torch.equal(o.layer_norm(x, w, w, 0.0, False)[2].nan_to_num(nan=torch.inf), rstd)
+        assert torch.equal(
+            o.rms_norm(x, w, list(w.shape), 0.0, False)[1].nan_to_num(nan=torch.inf), rstd
+        )
+        assert torch.equal(
+            o.layer_norm(x, w, w, list(w.shape), 0.0, False)[2].nan_to_num(nan=torch.inf), rstd
+        )

@@ -38,8 +38,9 @@ not edit. The docstring of each class has shapes, dtypes, errors and the source 
 def reference() -> str:
     """The text of the page."""
     kinds = {row["kind"]: row for row in _C.declarations()}
-    ops = [kinds[name] for name in tops.ops.__all__ if name in kinds]
-    containers = [name for name in tops.ops.__all__ if name not in kinds]
+    of_class = {name: getattr(getattr(tops, name), "_kinds", ()) for name in tops.ops.__all__}
+    ops = [kinds[kind] for found in of_class.values() for kind in found]
+    containers = [name for name, found in of_class.items() if not found]
     rules = [row for row in _C.rules() if row["origin"] == "built-in"]
     parts = [
         INTRO,
@@ -47,7 +48,7 @@ def reference() -> str:
         table(["op", "computes", "parameters", "extra", "keeps"], map(op_row, ops)),
         "## Constructors\n",
         "```text",
-        *(constructor(name) for name in sorted([*containers, *(op["kind"] for op in ops)])),
+        *(constructor(name) for name in sorted(of_class)),
         "```\n",
         *(container(name) for name in containers),
         "## Fusions\n",

@@ -18,6 +18,7 @@ namespace {
 using cpu::Activation;
 
 Tensor gelu(const Tensor& x) { return at::gelu(x, "tanh"); }
+Tensor exact_gelu(const Tensor& x) { return at::gelu(x, "none"); }
 Tensor qgelu(const Tensor& input) {
   const Tensor x = to_accumulate(input);
   return (x * at::sigmoid(1.702 * x)).to(input.scalar_type());
@@ -31,6 +32,8 @@ Tensor silu(const Tensor& x) { return at::silu(x); }
 const std::vector<ActivationRow>& activations() {
   static const std::vector<ActivationRow> rows = {
       {"GELU", "gelu", "0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))", Activation::GELU, gelu},
+      {"ExactGELU", "exact_gelu", "0.5 x (1 + erf(x / sqrt(2)))", Activation::ExactGELU,
+       exact_gelu},
       {"QGELU", "qgelu", "x sigmoid(1.702 x)", Activation::QGELU, qgelu},
       {"ReLU", "relu", "max(x, 0)", Activation::ReLU, relu, /*keeps_mask=*/true},
       {"SReLU", "srelu", "max(x, 0)^2", Activation::SReLU, srelu},

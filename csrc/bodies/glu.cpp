@@ -28,6 +28,7 @@ const GluAttribute& interleave() {
 
 Tensor glu(const Tensor& a, const Tensor& b, const Glu&) { return at::sigmoid(a) * b; }
 Tensor geglu(const Tensor& a, const Tensor& b, const Glu&) { return at::gelu(a, "tanh") * b; }
+Tensor exact_geglu(const Tensor& a, const Tensor& b, const Glu&) { return at::gelu(a, "none") * b; }
 Tensor qgeglu(const Tensor& a, const Tensor& b, const Glu&) {
   return a * at::sigmoid(1.702 * a) * b;
 }
@@ -59,6 +60,12 @@ const std::vector<GluRow>& glus() {
   static const std::vector<GluRow> rows = {
       {"GLU", "glu", "sigmoid(a) b", GluKind::GLU, {}, glu},
       {"GEGLU", "geglu", "gelu(a) b", GluKind::GEGLU, {}, geglu},
+      {"ExactGEGLU",
+       "exact_geglu",
+       "0.5 a (1 + erf(a / sqrt(2))) b",
+       GluKind::ExactGEGLU,
+       {},
+       exact_geglu},
       {"QGEGLU", "qgeglu", "a sigmoid(1.702 a) b", GluKind::QGEGLU, {}, qgeglu},
       {"ReGLU", "reglu", "max(a, 0) b", GluKind::ReGLU, {}, reglu},
       {"SReGLU", "sreglu", "max(a, 0)^2 b", GluKind::SReGLU, {}, sreglu},

@@ -1,9 +1,11 @@
 // What the norms and the fused ops that contain one share.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "bodies/cuda.h"
 #include "kernels/norm.h"
@@ -11,46 +13,73 @@
 
 namespace transformer_ops {
 
-// ---- checks: a norm is over the trailing dimensions, which are those of its weight
+// The sizes of the trailing dimensions that a norm is over. A null weight or bias is absent.
+using NormShape = std::vector<int64_t>;
 
-void check_norm(const Checks& check, const Tensor& input, const Tensor& weight);
-void check_layer_norm(const Checks& check, const Tensor& input, const Tensor& weight,
-                      const Tensor& bias);
-void check_rms_norm_backward(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                             const Tensor& rstd, const Tensor& weight);
-void check_layer_norm_backward(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                               const Tensor& mean, const Tensor& rstd, const Tensor& weight);
+// ---- checks
+
+void check_norm(const Checks& check, const Tensor& input, const Tensor* weight, const Tensor* bias,
+                const NormShape& shape, bool zero_centered_gamma);
+// A null mean is absent.
+void check_norm_backward(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                         const Tensor* mean, const Tensor& rstd, const Tensor* weight,
+                         const NormShape& shape, bool wants_weight);
+// Of a parameter. That of a bias has the dtype of the weight, or without one of the input.
+TensorSpec norm_gradient(const Tensor& input, const Tensor* weight, const NormShape& shape,
+                         bool wanted);
 
 // ---- meanings
 
-Tensor layer_norm_unfused(const Tensor& input, const Tensor& weight, const Tensor& bias, double eps,
-                          bool zero_centered_gamma);
+Tensor layer_norm_unfused(const Tensor& input, const Tensor* weight, const Tensor* bias,
+                          const NormShape& shape, double eps, bool zero_centered_gamma);
 // `eps`, or if there is none that of torch.nn.RMSNorm: the machine epsilon of the dtype in which
 // the norm computes.
 double rms_norm_eps(std::optional<double> eps, const Tensor& input);
-Tensor rms_norm_unfused(const Tensor& input, const Tensor& weight, std::optional<double> eps,
-                        bool zero_centered_gamma);
-// The bias does not reach backward: its gradient does not depend on it.
+Tensor rms_norm_unfused(const Tensor& input, const Tensor* weight, const NormShape& shape,
+                        std::optional<double> eps, bool zero_centered_gamma);
+// Those that are wanted. The bias does not reach backward: its gradient does not depend on it.
+using LayerNormMask = std::array<bool, 3>;
+using RMSNormMask = std::array<bool, 2>;
 std::tuple<Tensor, Tensor, Tensor> layer_norm_gradients(const Tensor& grad_output,
-                                                        const Tensor& input, const Tensor& weight,
-                                                        double eps, bool zero_centered_gamma);
+                                                        const Tensor& input, const Tensor* weight,
+                                                        const NormShape& shape, double eps,
+                                                        bool zero_centered_gamma,
+                                                        LayerNormMask wanted);
 std::tuple<Tensor, Tensor> rms_norm_gradients(const Tensor& grad_output, const Tensor& input,
-                                              const Tensor& weight, std::optional<double> eps,
-                                              bool zero_centered_gamma);
+                                              const Tensor* weight, const NormShape& shape,
+                                              std::optional<double> eps, bool zero_centered_gamma,
+                                              RMSNormMask wanted);
 
 // ---- kernels
 
+// Elements of a row.
+int64_t norm_width(const NormShape& shape);
 // What they add to the weight.
 inline double gamma_offset(bool zero_centered_gamma) { return zero_centered_gamma ? 1.0 : 0.0; }
 
+namespace cpu {
+
+// The weight and the bias as kernels take them, who get null where there is none.
+struct NormParameters {
+  NormParameters(const Tensor& input, const Tensor* weight, const Tensor* bias,
+                 bool zero_centered_gamma);
+
+  const Tensor gamma_tensor, beta_tensor;
+  const void *const gamma, *const beta;
+};
+
+}  // namespace cpu
+
 namespace cuda {
 
-// RMSNorm; a LayerNorm has a beta and means beside it.
-NormForward norm_of(Norm norm, const Tensor& input, const Tensor& weight, double eps,
-                    bool zero_centered_gamma, const Tensor& output, const Tensor& rstd);
+// RMSNorm; a LayerNorm has means beside it.
+NormForward norm_of(Norm norm, const Tensor& input, const Tensor* weight, const Tensor* bias,
+                    const NormShape& shape, double eps, bool zero_centered_gamma,
+                    const Tensor& output, const Tensor& rstd);
 NormBackward norm_backward_of(Norm norm, const Tensor& grad_output, const Tensor& input,
-                              const Tensor& rstd, const Tensor& weight, bool zero_centered_gamma,
-                              const Tensor& grad_input);
+                              const Tensor& rstd, const Tensor* weight, const NormShape& shape,
+                              bool zero_centered_gamma, const Tensor& grad_input);
+Gradient gradient_if(bool wanted, const Tensor& gradient);
 // With memory for its sums over rows; `x` is the norm's input.
 void run_norm_backward(const Tensor& x, NormBackward norm);
 

@@ -191,7 +191,10 @@ class Recompute {
     }
     const auto& parameters = row(op).parameters;
     if (std::ranges::find(parameters, name) != parameters.end()) {
-      return Value{Kind::Parameter, op, name};
+      const Value parameter{Kind::Parameter, op, name};
+      // One that is None is no parameter of the plan.
+      if (std::ranges::find(plan_.parameters, parameter) == plan_.parameters.end()) return None{};
+      return parameter;
     }
     const auto attribute = plan_.ops[op].attributes.find(name);
     if (attribute != plan_.ops[op].attributes.end()) return attribute->second;

@@ -12,101 +12,104 @@ namespace {
 
 // (output, sum, statistics...)
 TensorSpecs outputs(const Checks& check, const Tensor& input, const Tensor& extra_input,
-                    const Tensor& weight, bool save_sum, int statistics) {
+                    const NormShape& shape, bool save_sum, int statistics) {
   check_extra_input(check, extra_input, like(input));
   TensorSpecs specs = {like(input), save_sum ? like(input) : absent(input.scalar_type())};
-  specs.resize(2 + statistics, row_statistics(input, weight.dim()));
+  specs.resize(2 + statistics, row_statistics(input, std::ssize(shape)));
   return specs;
 }
 
 // ---- LayerNorm
 
 constexpr const char* kLayerNorm =
-    "add_layer_norm(Tensor input, Tensor extra_input, Tensor weight, Tensor bias, float eps, "
-    "bool zero_centered_gamma, bool save_sum) -> (Tensor output, Tensor sum, Tensor mean, "
-    "Tensor rstd)";
+    "add_layer_norm(Tensor input, Tensor extra_input, Tensor? weight, Tensor? bias, "
+    "int[] normalized_shape, float eps, bool zero_centered_gamma, bool save_sum) -> "
+    "(Tensor output, Tensor sum, Tensor mean, Tensor rstd)";
 
 TensorSpecs layer_norm_shape(const Checks& check, const Tensor& input, const Tensor& extra_input,
-                             const Tensor& weight, const Tensor& bias, double, bool,
-                             bool save_sum) {
-  check_layer_norm(check, input, weight, bias);
-  return outputs(check, input, extra_input, weight, save_sum, 2);
+                             const Tensor* weight, const Tensor* bias, const NormShape& shape,
+                             double, bool zero_centered_gamma, bool save_sum) {
+  check_norm(check, input, weight, bias, shape, zero_centered_gamma);
+  return outputs(check, input, extra_input, shape, save_sum, 2);
 }
 
-void layer_norm_cpu(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
-                    const Tensor& bias, double eps, bool zero_centered_gamma, bool save_sum,
-                    Tensor& output, Tensor& sum, Tensor& mean, Tensor& rstd) {
-  const cpu::Rows x{input, weight.numel()}, extra{extra_input, x.width};
+void layer_norm_cpu(const Tensor& input, const Tensor& extra_input, const Tensor* weight,
+                    const Tensor* bias, const NormShape& shape, double eps,
+                    bool zero_centered_gamma, bool save_sum, Tensor& output, Tensor& sum,
+                    Tensor& mean, Tensor& rstd) {
+  const cpu::Rows x{input, norm_width(shape)}, extra{extra_input, x.width};
   const cpu::Rows y{output, x.width}, sums{sum, x.width}, means{mean, 1}, rstds{rstd, 1};
-  const Tensor gamma = cpu::to_accumulate(weight, input, gamma_offset(zero_centered_gamma));
-  const Tensor beta = cpu::to_accumulate(bias, input);
+  const cpu::NormParameters parameters(input, weight, bias, zero_centered_gamma);
   // Rows without elements have statistics too.
   cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::add_layer_norm_forward(cpu::kernel_dtype(input), x.read(begin), extra.read(begin),
-                                gamma.const_data_ptr(), beta.const_data_ptr(), eps,
+                                parameters.gamma, parameters.beta, eps,
                                 save_sum ? sums.write(begin) : nullptr, y.write(begin),
                                 means.write(begin), rstds.write(begin), end - begin, x.width);
   });
 }
 
-void layer_norm_cuda(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
-                     const Tensor& bias, double eps, bool zero_centered_gamma, bool save_sum,
-                     Tensor& output, Tensor& sum, Tensor& mean, Tensor& rstd) {
-  auto norm =
-      cuda::norm_of(cuda::Norm::LayerNorm, input, weight, eps, zero_centered_gamma, output, rstd);
-  norm.beta = cuda::vector(bias);
+void layer_norm_cuda(const Tensor& input, const Tensor& extra_input, const Tensor* weight,
+                     const Tensor* bias, const NormShape& shape, double eps,
+                     bool zero_centered_gamma, bool save_sum, Tensor& output, Tensor& sum,
+                     Tensor& mean, Tensor& rstd) {
+  auto norm = cuda::norm_of(cuda::Norm::LayerNorm, input, weight, bias, shape, eps,
+                            zero_centered_gamma, output, rstd);
   norm.mean = cuda::write(mean);
   norm.extra = cuda::read(extra_input);
   norm.sum = save_sum ? cuda::write(sum) : nullptr;
   cuda::norm_forward(cuda::stream_of(input), norm);
 }
 
-Tensor add_layer_norm_unfused(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
-                              const Tensor& bias, double eps, bool zero_centered_gamma, bool) {
-  return layer_norm_unfused(input + extra_input, weight, bias, eps, zero_centered_gamma);
+Tensor add_layer_norm_unfused(const Tensor& input, const Tensor& extra_input, const Tensor* weight,
+                              const Tensor* bias, const NormShape& shape, double eps,
+                              bool zero_centered_gamma, bool) {
+  return layer_norm_unfused(input + extra_input, weight, bias, shape, eps, zero_centered_gamma);
 }
 
 // ---- RMSNorm
 
 constexpr const char* kRMSNorm =
-    "add_rms_norm(Tensor input, Tensor extra_input, Tensor weight, float? eps, "
-    "bool zero_centered_gamma, bool save_sum) -> (Tensor output, Tensor sum, Tensor rstd)";
+    "add_rms_norm(Tensor input, Tensor extra_input, Tensor? weight, int[] normalized_shape, "
+    "float? eps, bool zero_centered_gamma, bool save_sum) -> (Tensor output, Tensor sum, "
+    "Tensor rstd)";
 
 TensorSpecs rms_norm_shape(const Checks& check, const Tensor& input, const Tensor& extra_input,
-                           const Tensor& weight, std::optional<double>, bool, bool save_sum) {
-  check_norm(check, input, weight);
-  return outputs(check, input, extra_input, weight, save_sum, 1);
+                           const Tensor* weight, const NormShape& shape, std::optional<double>,
+                           bool zero_centered_gamma, bool save_sum) {
+  check_norm(check, input, weight, nullptr, shape, zero_centered_gamma);
+  return outputs(check, input, extra_input, shape, save_sum, 1);
 }
 
-void rms_norm_cpu(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
-                  std::optional<double> eps, bool zero_centered_gamma, bool save_sum,
-                  Tensor& output, Tensor& sum, Tensor& rstd) {
-  const cpu::Rows x{input, weight.numel()}, extra{extra_input, x.width};
+void rms_norm_cpu(const Tensor& input, const Tensor& extra_input, const Tensor* weight,
+                  const NormShape& shape, std::optional<double> eps, bool zero_centered_gamma,
+                  bool save_sum, Tensor& output, Tensor& sum, Tensor& rstd) {
+  const cpu::Rows x{input, norm_width(shape)}, extra{extra_input, x.width};
   const cpu::Rows y{output, x.width}, sums{sum, x.width}, rstds{rstd, 1};
-  const Tensor gamma = cpu::to_accumulate(weight, input, gamma_offset(zero_centered_gamma));
+  const cpu::NormParameters parameters(input, weight, nullptr, zero_centered_gamma);
   const double epsilon = rms_norm_eps(eps, input);
   // Rows without elements have statistics too.
   cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::add_rms_norm_forward(cpu::kernel_dtype(input), x.read(begin), extra.read(begin),
-                              gamma.const_data_ptr(), epsilon,
-                              save_sum ? sums.write(begin) : nullptr, y.write(begin),
-                              rstds.write(begin), end - begin, x.width);
+                              parameters.gamma, epsilon, save_sum ? sums.write(begin) : nullptr,
+                              y.write(begin), rstds.write(begin), end - begin, x.width);
   });
 }
 
-void rms_norm_cuda(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
-                   std::optional<double> eps, bool zero_centered_gamma, bool save_sum,
-                   Tensor& output, Tensor& sum, Tensor& rstd) {
-  auto norm = cuda::norm_of(cuda::Norm::RMSNorm, input, weight, rms_norm_eps(eps, input),
-                            zero_centered_gamma, output, rstd);
+void rms_norm_cuda(const Tensor& input, const Tensor& extra_input, const Tensor* weight,
+                   const NormShape& shape, std::optional<double> eps, bool zero_centered_gamma,
+                   bool save_sum, Tensor& output, Tensor& sum, Tensor& rstd) {
+  auto norm = cuda::norm_of(cuda::Norm::RMSNorm, input, weight, nullptr, shape,
+                            rms_norm_eps(eps, input), zero_centered_gamma, output, rstd);
   norm.extra = cuda::read(extra_input);
   norm.sum = save_sum ? cuda::write(sum) : nullptr;
   cuda::norm_forward(cuda::stream_of(input), norm);
 }
 
-Tensor add_rms_norm_unfused(const Tensor& input, const Tensor& extra_input, const Tensor& weight,
-                            std::optional<double> eps, bool zero_centered_gamma, bool) {
-  return rms_norm_unfused(input + extra_input, weight, eps, zero_centered_gamma);
+Tensor add_rms_norm_unfused(const Tensor& input, const Tensor& extra_input, const Tensor* weight,
+                            const NormShape& shape, std::optional<double> eps,
+                            bool zero_centered_gamma, bool) {
+  return rms_norm_unfused(input + extra_input, weight, shape, eps, zero_centered_gamma);
 }
 
 // ---- rules

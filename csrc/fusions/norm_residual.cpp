@@ -9,10 +9,6 @@
 namespace transformer_ops::fused::norm_residual {
 namespace {
 
-TensorSpec wanted_like(const Tensor& weight, bool wanted) {
-  return wanted ? like(weight) : absent(weight.scalar_type());
-}
-
 // What the gradient of the input looks like, which is a sum.
 TensorSpec sum_spec(const Checks& check, const Tensor& input, const Tensor& grad_extra_output,
                     bool wanted) {
@@ -32,10 +28,10 @@ struct Rows {
 
   Tensor statistics(const Tensor& tensor) const { return tensor.to(accumulate_dtype(extra.dtype)); }
 
-  cuda::NormBackward cuda(cuda::Norm norm, const Tensor& weight, bool zero_centered_gamma,
-                          const Tensor& grad_input) const {
+  cuda::NormBackward cuda(cuda::Norm norm, const Tensor* weight, const NormShape& shape,
+                          bool zero_centered_gamma, const Tensor& grad_input) const {
     auto kernel =
-        cuda::norm_backward_of(norm, grad, x, rstd, weight, zero_centered_gamma, grad_input);
+        cuda::norm_backward_of(norm, grad, x, rstd, weight, shape, zero_centered_gamma, grad_input);
     kernel.residual = cuda::read(extra.gradient);
     kernel.residual_dtype = kernel_dtype(extra.gradient);
     return kernel;
@@ -45,33 +41,28 @@ struct Rows {
   Tensor grad, x, rstd;
 };
 
-cuda::Gradient gradient_if(bool wanted, Tensor& gradient) {
-  return wanted ? cuda::gradient(gradient) : cuda::Gradient();
-}
-
 // ---- LayerNorm
-
-using LayerNormMask = std::array<bool, 3>;
 
 TensorSpecs layer_norm_shape(const Checks& check, const Tensor& grad_output,
                              const Tensor& grad_extra_output, const Tensor& input,
-                             const Tensor& mean, const Tensor& rstd, const Tensor& weight, double,
-                             bool, LayerNormMask wanted) {
-  check_layer_norm_backward(check, grad_output, input, mean, rstd, weight);
+                             const Tensor& mean, const Tensor& rstd, const Tensor* weight,
+                             const NormShape& shape, double, bool, LayerNormMask wanted) {
+  check_norm_backward(check, grad_output, input, &mean, rstd, weight, shape, wanted[1]);
   const auto [wants_input, wants_weight, wants_bias] = wanted;
-  return {sum_spec(check, input, grad_extra_output, wants_input), wanted_like(weight, wants_weight),
-          wanted_like(weight, wants_bias)};
+  return {sum_spec(check, input, grad_extra_output, wants_input),
+          norm_gradient(input, weight, shape, wants_weight),
+          norm_gradient(input, weight, shape, wants_bias)};
 }
 
 void layer_norm_cpu(const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input,
-                    const Tensor& mean, const Tensor& rstd, const Tensor& weight, double,
-                    bool zero_centered_gamma, LayerNormMask wanted, Tensor& grad_input,
-                    Tensor& grad_weight, Tensor& grad_bias) {
+                    const Tensor& mean, const Tensor& rstd, const Tensor* weight,
+                    const NormShape& shape, double, bool zero_centered_gamma, LayerNormMask wanted,
+                    Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
-  const int64_t width = weight.numel();
+  const int64_t width = norm_width(shape);
   const Tensor sum = memory_for(grad_input, wants_input, input);
   const Rows rows(grad_output, grad_extra_output, input, rstd, sum);
-  const Tensor gamma = cpu::to_accumulate(weight, rows.x, gamma_offset(zero_centered_gamma));
+  const cpu::NormParameters parameters(rows.x, weight, nullptr, zero_centered_gamma);
   const Tensor statistics = rows.statistics(mean);
   const cpu::Rows grad{rows.grad, width}, x{rows.x, width}, means{statistics, 1};
   const cpu::Rows rstds{rows.rstd, 1}, residual{rows.extra.gradient, width};
@@ -83,94 +74,90 @@ void layer_norm_cpu(const Tensor& grad_output, const Tensor& grad_extra_output, 
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
                   cpu::layer_norm_residual_backward(
                       cpu::kernel_dtype(rows.x), rows.extra.wide, grad.read(begin), x.read(begin),
-                      means.read(begin), rstds.read(begin), gamma.const_data_ptr(),
-                      residual.read(begin), grad_x.write(begin),
-                      wants_weight ? sums.front() : nullptr, wants_bias ? sums.back() : nullptr,
-                      end - begin, width);
+                      means.read(begin), rstds.read(begin), parameters.gamma, residual.read(begin),
+                      grad_x.write(begin), wants_weight ? sums.front() : nullptr,
+                      wants_bias ? sums.back() : nullptr, end - begin, width);
                 });
 }
 
 void layer_norm_cuda(const Tensor& grad_output, const Tensor& grad_extra_output,
                      const Tensor& input, const Tensor& mean, const Tensor& rstd,
-                     const Tensor& weight, double, bool zero_centered_gamma, LayerNormMask wanted,
-                     Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
+                     const Tensor* weight, const NormShape& shape, double, bool zero_centered_gamma,
+                     LayerNormMask wanted, Tensor& grad_input, Tensor& grad_weight,
+                     Tensor& grad_bias) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
   const Tensor sum = memory_for(grad_input, wants_input, input);
   const Rows rows(grad_output, grad_extra_output, input, rstd, sum);
   const Tensor means = rows.statistics(mean);
-  auto norm = rows.cuda(cuda::Norm::LayerNorm, weight, zero_centered_gamma, sum);
+  auto norm = rows.cuda(cuda::Norm::LayerNorm, weight, shape, zero_centered_gamma, sum);
   norm.mean = cuda::read(means);
-  norm.grad_gamma = gradient_if(wants_weight, grad_weight);
-  norm.grad_beta = gradient_if(wants_bias, grad_bias);
+  norm.grad_gamma = cuda::gradient_if(wants_weight, grad_weight);
+  norm.grad_beta = cuda::gradient_if(wants_bias, grad_bias);
   cuda::run_norm_backward(rows.x, norm);
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_residual_unfused(const Tensor& grad_output,
-                                                               const Tensor& grad_extra_output,
-                                                               const Tensor& input, const Tensor&,
-                                                               const Tensor&, const Tensor& weight,
-                                                               double eps, bool zero_centered_gamma,
-                                                               LayerNormMask wanted) {
-  const auto [wants_input, wants_weight, wants_bias] = wanted;
+std::tuple<Tensor, Tensor, Tensor> layer_norm_residual_unfused(
+    const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input, const Tensor&,
+    const Tensor&, const Tensor* weight, const NormShape& shape, double eps,
+    bool zero_centered_gamma, LayerNormMask wanted) {
   const auto [grad_input, grad_weight, grad_bias] =
-      layer_norm_gradients(grad_output, input, weight, eps, zero_centered_gamma);
-  return {wants_input ? grad_input + grad_extra_output : Tensor(),
-          wants_weight ? grad_weight : Tensor(), wants_bias ? grad_bias : Tensor()};
+      layer_norm_gradients(grad_output, input, weight, shape, eps, zero_centered_gamma, wanted);
+  return {wanted[0] ? grad_input + grad_extra_output : Tensor(), grad_weight, grad_bias};
 }
 
 // ---- RMSNorm
 
-using RMSNormMask = std::array<bool, 2>;
-
 TensorSpecs rms_norm_shape(const Checks& check, const Tensor& grad_output,
                            const Tensor& grad_extra_output, const Tensor& input, const Tensor& rstd,
-                           const Tensor& weight, std::optional<double>, bool, RMSNormMask wanted) {
-  check_rms_norm_backward(check, grad_output, input, rstd, weight);
+                           const Tensor* weight, const NormShape& shape, std::optional<double>,
+                           bool, RMSNormMask wanted) {
+  check_norm_backward(check, grad_output, input, nullptr, rstd, weight, shape, wanted[1]);
   const auto [wants_input, wants_weight] = wanted;
   return {sum_spec(check, input, grad_extra_output, wants_input),
-          wanted_like(weight, wants_weight)};
+          norm_gradient(input, weight, shape, wants_weight)};
 }
 
 void rms_norm_cpu(const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input,
-                  const Tensor& rstd, const Tensor& weight, std::optional<double>,
-                  bool zero_centered_gamma, RMSNormMask wanted, Tensor& grad_input,
-                  Tensor& grad_weight) {
+                  const Tensor& rstd, const Tensor* weight, const NormShape& shape,
+                  std::optional<double>, bool zero_centered_gamma, RMSNormMask wanted,
+                  Tensor& grad_input, Tensor& grad_weight) {
   const auto [wants_input, wants_weight] = wanted;
-  const int64_t width = weight.numel();
+  const int64_t width = norm_width(shape);
   const Tensor sum = memory_for(grad_input, wants_input, input);
   const Rows rows(grad_output, grad_extra_output, input, rstd, sum);
-  const Tensor gamma = cpu::to_accumulate(weight, rows.x, gamma_offset(zero_centered_gamma));
+  const cpu::NormParameters parameters(rows.x, weight, nullptr, zero_centered_gamma);
   const cpu::Rows grad{rows.grad, width}, x{rows.x, width}, rstds{rows.rstd, 1};
   const cpu::Rows residual{rows.extra.gradient, width}, grad_x{sum, width};
   cpu::sum_rows(x.count(), width, rows.x, {&grad_weight, wants_weight ? size_t{1} : 0},
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
                   cpu::rms_norm_residual_backward(
                       cpu::kernel_dtype(rows.x), rows.extra.wide, grad.read(begin), x.read(begin),
-                      rstds.read(begin), gamma.const_data_ptr(), residual.read(begin),
+                      rstds.read(begin), parameters.gamma, residual.read(begin),
                       grad_x.write(begin), wants_weight ? sums[0] : nullptr, end - begin, width);
                 });
 }
 
 void rms_norm_cuda(const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input,
-                   const Tensor& rstd, const Tensor& weight, std::optional<double>,
-                   bool zero_centered_gamma, RMSNormMask wanted, Tensor& grad_input,
-                   Tensor& grad_weight) {
+                   const Tensor& rstd, const Tensor* weight, const NormShape& shape,
+                   std::optional<double>, bool zero_centered_gamma, RMSNormMask wanted,
+                   Tensor& grad_input, Tensor& grad_weight) {
   const auto [wants_input, wants_weight] = wanted;
   const Tensor sum = memory_for(grad_input, wants_input, input);
   const Rows rows(grad_output, grad_extra_output, input, rstd, sum);
-  auto norm = rows.cuda(cuda::Norm::RMSNorm, weight, zero_centered_gamma, sum);
-  norm.grad_gamma = gradient_if(wants_weight, grad_weight);
+  auto norm = rows.cuda(cuda::Norm::RMSNorm, weight, shape, zero_centered_gamma, sum);
+  norm.grad_gamma = cuda::gradient_if(wants_weight, grad_weight);
   cuda::run_norm_backward(rows.x, norm);
 }
 
-std::tuple<Tensor, Tensor> rms_norm_residual_unfused(
-    const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input, const Tensor&,
-    const Tensor& weight, std::optional<double> eps, bool zero_centered_gamma, RMSNormMask wanted) {
-  const auto [wants_input, wants_weight] = wanted;
+std::tuple<Tensor, Tensor> rms_norm_residual_unfused(const Tensor& grad_output,
+                                                     const Tensor& grad_extra_output,
+                                                     const Tensor& input, const Tensor&,
+                                                     const Tensor* weight, const NormShape& shape,
+                                                     std::optional<double> eps,
+                                                     bool zero_centered_gamma, RMSNormMask wanted) {
   const auto [grad_input, grad_weight] =
-      rms_norm_gradients(grad_output, input, weight, eps, zero_centered_gamma);
-  return {wants_input ? grad_input + grad_extra_output : Tensor(),
-          wants_weight ? grad_weight : Tensor()};
+      rms_norm_gradients(grad_output, input, weight, shape, eps, zero_centered_gamma, wanted);
+  return {wanted[0] ? grad_input + grad_extra_output : Tensor(), grad_weight};
 }
 
 // ---- rules
@@ -188,16 +175,17 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp bac
     register_norm("layer_norm_residual", "LayerNorm",
                   {.schema = "layer_norm_residual_backward(Tensor grad_output, "
                              "Tensor grad_extra_output, Tensor input, Tensor mean, Tensor rstd, "
-                             "Tensor weight, float eps, bool zero_centered_gamma, "
-                             "bool[3] output_mask) -> "
+                             "Tensor? weight, int[] normalized_shape, float eps, "
+                             "bool zero_centered_gamma, bool[3] output_mask) -> "
                              "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                    .shape = layer_norm_shape,
                    .overwrites = {"grad_output", "grad_extra_output", "input"},
                    .bodies = {layer_norm_cpu, layer_norm_cuda, layer_norm_residual_unfused}}) &&
     register_norm("rms_norm_residual", "RMSNorm",
                   {.schema = "rms_norm_residual_backward(Tensor grad_output, "
-                             "Tensor grad_extra_output, Tensor input, Tensor rstd, Tensor weight, "
-                             "float? eps, bool zero_centered_gamma, bool[2] output_mask) -> "
+                             "Tensor grad_extra_output, Tensor input, Tensor rstd, Tensor? weight, "
+                             "int[] normalized_shape, float? eps, bool zero_centered_gamma, "
+                             "bool[2] output_mask) -> "
                              "(Tensor grad_input, Tensor grad_weight)",
                    .shape = rms_norm_shape,
                    .overwrites = {"grad_output", "grad_extra_output", "input"},

@@ -26,6 +26,8 @@ void with_glu(const Glu& glu, F f) {
       return f(math::GatedBy<math::Sigmoid>());
     case GluKind::GEGLU:
       return f(math::GatedBy<math::GELU>());
+    case GluKind::ExactGEGLU:
+      return f(math::GatedBy<math::ExactGELU>());
     case GluKind::QGEGLU:
       return f(math::GatedBy<math::QGELU>());
     case GluKind::ReGLU:

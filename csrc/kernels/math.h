@@ -37,6 +37,24 @@ TRANSFORMER_OPS_MATH double exp2_of_nonpositive(double x) { return ::exp2(x); }
 TRANSFORMER_OPS_MATH float tanh(float x) { return ::tanhf(x); }
 TRANSFORMER_OPS_MATH double tanh(double x) { return ::tanh(x); }
 
+// The standard normal distribution at t >= 0: its density, and the share that lies beyond t.
+template <class A>
+struct Normal {
+  A density, beyond;
+};
+TRANSFORMER_OPS_MATH float share_beyond(float t) {
+#if defined(__CUDA_ARCH__)
+  return ::normcdff(-t);
+#else
+  return 0.5f * ::erfcf(0.70710678f * t);
+#endif
+}
+TRANSFORMER_OPS_MATH double share_beyond(double t) { return 0.5 * ::erfc(0.7071067811865476 * t); }
+template <class A>
+TRANSFORMER_OPS_MATH Normal<A> normal(A t) {
+  return {A(0.3989422804014327) * exp_of_nonpositive(A(-0.5) * (t * t)), share_beyond(t)};
+}
+
 // a b + c, rounded once.
 TRANSFORMER_OPS_MATH float fused(float a, float b, float c) { return ::fmaf(a, b, c); }
 TRANSFORMER_OPS_MATH double fused(double a, double b, double c) { return ::fma(a, b, c); }
@@ -163,6 +181,23 @@ struct GELU {
   static constexpr double kLinear = 1.5957691216057308;  // 2 sqrt(2 / pi)
   static constexpr double kCubic = kLinear * 0.044715;
   static constexpr double kLog2e = 1.4426950408889634;
+};
+
+// x/2 (1 + erf(x / sqrt(2))), without the cancellation in the negative tail.
+struct ExactGELU {
+  template <class A>
+  TRANSFORMER_OPS_MATH_MEMBER A forward(A x) const {
+    const A beyond = normal(abs(x)).beyond;
+    return x * select_negative(x, beyond, A(1) - beyond);
+  }
+  template <class A>
+  TRANSFORMER_OPS_MATH_MEMBER A backward(A grad, A x) const {
+    const A t = abs(x);
+    const auto n = normal(t);
+    // The slopes at x and -x add up to one.
+    const A slope = n.beyond - t * n.density;
+    return grad * select_negative(x, slope, A(1) - slope);
+  }
 };
 
 struct ReLU {

@@ -8,13 +8,24 @@ namespace transformer_ops::kernel {
 enum class DType : uint8_t { Float32, Float64, Float16, BFloat16 };
 
 // The elementwise activations: each has a formula of this name in math.h.
-#define TRANSFORMER_OPS_ACTIVATIONS(each) each(GELU) each(QGELU) each(ReLU) each(SReLU) each(SiLU)
+#define TRANSFORMER_OPS_ACTIVATIONS(each) \
+  each(GELU) each(ExactGELU) each(QGELU) each(ReLU) each(SReLU) each(SiLU)
 
 #define TRANSFORMER_OPS_NAME(name) name,
 enum class Activation : uint8_t { TRANSFORMER_OPS_ACTIVATIONS(TRANSFORMER_OPS_NAME) };
 #undef TRANSFORMER_OPS_NAME
 
-enum class GluKind : uint8_t { GLU, GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, SiTUGLU, ClampedSwiGLU };
+enum class GluKind : uint8_t {
+  GLU,
+  GEGLU,
+  ExactGEGLU,
+  QGEGLU,
+  ReGLU,
+  SReGLU,
+  SwiGLU,
+  SiTUGLU,
+  ClampedSwiGLU
+};
 
 struct Glu {
   GluKind kind = GluKind::GLU;

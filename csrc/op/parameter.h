@@ -127,6 +127,11 @@ struct BodyParameter<std::vector<int64_t>> {
 };
 
 template <>
+struct BodyParameter<const std::vector<int64_t>&> : BodyParameter<std::vector<int64_t>> {
+  static constexpr char kName[] = "const std::vector<int64_t>&";
+};
+
+template <>
 struct BodyParameter<std::vector<c10::SymInt>> {
   static constexpr char kSchema[] = "SymInt[]", kName[] = "std::vector<c10::SymInt>";
   static std::vector<c10::SymInt> get(c10::IValue& value) { return value.toSymIntVector(); }

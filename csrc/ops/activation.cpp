@@ -1,4 +1,4 @@
-// Elementwise activations: GELU, QGELU, ReLU, SReLU, SiLU. ReLU keeps one bit an element.
+// Elementwise activations: GELU in two forms, QGELU, ReLU, SReLU, SiLU. ReLU keeps bits.
 #include <ATen/ops/sqrt.h>
 #include <ATen/ops/where.h>
 

@@ -6,79 +6,94 @@
 namespace transformer_ops::ops::layer_norm {
 namespace {
 
-TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& weight,
-                          const Tensor& bias, double, bool) {
-  check_layer_norm(check, input, weight, bias);
-  return {like(input), row_statistics(input, weight.dim()), row_statistics(input, weight.dim())};
+TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor* weight,
+                          const Tensor* bias, const NormShape& shape, double,
+                          bool zero_centered_gamma) {
+  check_norm(check, input, weight, bias, shape, zero_centered_gamma);
+  const TensorSpec statistics = row_statistics(input, std::ssize(shape));
+  return {like(input), statistics, statistics};
 }
 
-void forward_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias, double eps,
-                 bool zero_centered_gamma, Tensor& output, Tensor& mean, Tensor& rstd) {
-  const cpu::Rows x{input, weight.numel()}, y{output, x.width}, means{mean, 1}, rstds{rstd, 1};
-  const Tensor gamma = cpu::to_accumulate(weight, input, gamma_offset(zero_centered_gamma));
-  const Tensor beta = cpu::to_accumulate(bias, input);
+void forward_cpu(const Tensor& input, const Tensor* weight, const Tensor* bias,
+                 const NormShape& shape, double eps, bool zero_centered_gamma, Tensor& output,
+                 Tensor& mean, Tensor& rstd) {
+  const cpu::Rows x{input, norm_width(shape)}, y{output, x.width}, means{mean, 1}, rstds{rstd, 1};
+  const cpu::NormParameters parameters(input, weight, bias, zero_centered_gamma);
   // Rows without elements have statistics too.
   cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::layer_norm_forward(cpu::kernel_dtype(input), x.read(begin), gamma.const_data_ptr(),
-                            beta.const_data_ptr(), eps, y.write(begin), means.write(begin),
+    cpu::layer_norm_forward(cpu::kernel_dtype(input), x.read(begin), parameters.gamma,
+                            parameters.beta, eps, y.write(begin), means.write(begin),
                             rstds.write(begin), end - begin, x.width);
   });
 }
 
-void forward_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias, double eps,
-                  bool zero_centered_gamma, Tensor& output, Tensor& mean, Tensor& rstd) {
-  auto norm =
-      cuda::norm_of(cuda::Norm::LayerNorm, input, weight, eps, zero_centered_gamma, output, rstd);
-  norm.beta = cuda::vector(bias);
+void forward_cuda(const Tensor& input, const Tensor* weight, const Tensor* bias,
+                  const NormShape& shape, double eps, bool zero_centered_gamma, Tensor& output,
+                  Tensor& mean, Tensor& rstd) {
+  auto norm = cuda::norm_of(cuda::Norm::LayerNorm, input, weight, bias, shape, eps,
+                            zero_centered_gamma, output, rstd);
   norm.mean = cuda::write(mean);
   cuda::norm_forward(cuda::stream_of(input), norm);
 }
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                           const Tensor& mean, const Tensor& rstd, const Tensor& weight, double,
-                           bool) {
-  check_layer_norm_backward(check, grad_output, input, mean, rstd, weight);
-  return {like(input), like(weight), like(weight)};
+                           const Tensor& mean, const Tensor& rstd, const Tensor* weight,
+                           const NormShape& shape, double, bool, LayerNormMask wanted) {
+  check_norm_backward(check, grad_output, input, &mean, rstd, weight, shape, wanted[1]);
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
+  return {wants_input ? like(input) : absent(input.scalar_type()),
+          norm_gradient(input, weight, shape, wants_weight),
+          norm_gradient(input, weight, shape, wants_bias)};
 }
 
 void backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-                  const Tensor& rstd, const Tensor& weight, double, bool zero_centered_gamma,
-                  Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
-  const cpu::Rows x{input, weight.numel()}, grad{grad_output, x.width};
-  const cpu::Rows means{mean, 1}, rstds{rstd, 1}, grad_x{grad_input, x.width};
-  const Tensor gamma = cpu::to_accumulate(weight, input, gamma_offset(zero_centered_gamma));
-  Tensor sums_of[] = {grad_weight, grad_bias};
+                  const Tensor& rstd, const Tensor* weight, const NormShape& shape, double,
+                  bool zero_centered_gamma, LayerNormMask wanted, Tensor& grad_input,
+                  Tensor& grad_weight, Tensor& grad_bias) {
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
+  const Tensor of_input = memory_for(grad_input, wants_input, input);
+  const cpu::Rows x{input, norm_width(shape)}, grad{grad_output, x.width};
+  const cpu::Rows means{mean, 1}, rstds{rstd, 1}, grad_x{of_input, x.width};
+  const cpu::NormParameters parameters(input, weight, nullptr, zero_centered_gamma);
+  Tensors sums_of;
+  if (wants_weight) sums_of.push_back(grad_weight);
+  if (wants_bias) sums_of.push_back(grad_bias);
   cpu::sum_rows(x.count(), x.width, input, sums_of,
                 [&](int64_t begin, int64_t end, const std::vector<void*>& sums) {
-                  cpu::layer_norm_backward(cpu::kernel_dtype(input), grad.read(begin),
-                                           x.read(begin), means.read(begin), rstds.read(begin),
-                                           gamma.const_data_ptr(), grad_x.write(begin), sums[0],
-                                           sums[1], end - begin, x.width);
+                  cpu::layer_norm_backward(
+                      cpu::kernel_dtype(input), grad.read(begin), x.read(begin), means.read(begin),
+                      rstds.read(begin), parameters.gamma, grad_x.write(begin),
+                      wants_weight ? sums.front() : nullptr, wants_bias ? sums.back() : nullptr,
+                      end - begin, x.width);
                 });
 }
 
 void backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-                   const Tensor& rstd, const Tensor& weight, double, bool zero_centered_gamma,
-                   Tensor& grad_input, Tensor& grad_weight, Tensor& grad_bias) {
-  auto norm = cuda::norm_backward_of(cuda::Norm::LayerNorm, grad_output, input, rstd, weight,
-                                     zero_centered_gamma, grad_input);
+                   const Tensor& rstd, const Tensor* weight, const NormShape& shape, double,
+                   bool zero_centered_gamma, LayerNormMask wanted, Tensor& grad_input,
+                   Tensor& grad_weight, Tensor& grad_bias) {
+  const auto [wants_input, wants_weight, wants_bias] = wanted;
+  const Tensor of_input = memory_for(grad_input, wants_input, input);
+  auto norm = cuda::norm_backward_of(cuda::Norm::LayerNorm, grad_output, input, rstd, weight, shape,
+                                     zero_centered_gamma, of_input);
   norm.mean = cuda::read(mean);
-  norm.grad_gamma = cuda::gradient(grad_weight);
-  norm.grad_beta = cuda::gradient(grad_bias);
+  norm.grad_gamma = cuda::gradient_if(wants_weight, grad_weight);
+  norm.grad_beta = cuda::gradient_if(wants_bias, grad_bias);
   cuda::run_norm_backward(input, norm);
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Tensor& grad_output, const Tensor& input,
                                                     const Tensor&, const Tensor&,
-                                                    const Tensor& weight, double eps,
-                                                    bool zero_centered_gamma) {
-  return layer_norm_gradients(grad_output, input, weight, eps, zero_centered_gamma);
+                                                    const Tensor* weight, const NormShape& shape,
+                                                    double eps, bool zero_centered_gamma,
+                                                    LayerNormMask wanted) {
+  return layer_norm_gradients(grad_output, input, weight, shape, eps, zero_centered_gamma, wanted);
 }
 
 NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& mean,
-                              const Tensor& rstd, const Tensor& weight, const Tensor& bias,
+                              const Tensor& rstd, const Tensor* weight, const Tensor* bias,
                               bool zero_centered_gamma) {
-  return {input, &mean, rstd, &weight, &bias, zero_centered_gamma};
+  return {input, &mean, rstd, weight, bias, zero_centered_gamma};
 }
 
 [[maybe_unused]] const bool registered = register_op({
@@ -88,21 +103,23 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                     .attributes = {"normalized_shape", "eps", "zero_centered_gamma"},
                     .slots = {{"input"}, {"mean"}, {"rstd"}},
                     .dtype = DTypeRule::Autocast},
-    .forward = {.schema = "layer_norm(Tensor input, Tensor weight, Tensor bias, float eps, "
-                          "bool zero_centered_gamma) -> (Tensor output, Tensor mean, Tensor rstd)",
+    .forward = {.schema = "layer_norm(Tensor input, Tensor? weight, Tensor? bias, "
+                          "int[] normalized_shape, float eps, bool zero_centered_gamma) -> (Tensor "
+                          "output, Tensor mean, Tensor rstd)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
                 .bodies = {forward_cpu, forward_cuda, layer_norm_unfused},
                 .by_rows = {"input"}},
     .backward = {.schema = "layer_norm_backward(Tensor grad_output, Tensor input, Tensor mean, "
-                           "Tensor rstd, Tensor weight, float eps, bool zero_centered_gamma) -> "
+                           "Tensor rstd, Tensor? weight, int[] normalized_shape, float eps, "
+                           "bool zero_centered_gamma, bool[3] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = backward_shape,
                  .overwrites = {"grad_output", "input"},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused}},
     .recompute = recompute_norm(
         "recompute_layer_norm(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, "
-        "Tensor weight, Tensor bias, bool zero_centered_gamma) -> Tensor output",
+        "Tensor? weight, Tensor? bias, bool zero_centered_gamma) -> Tensor output",
         recompute_tensors, {"input", "mean", "rstd"}),
 });
 

@@ -10,8 +10,8 @@ using kernel::Real;
 class ActivationTest : public DeviceTest {};
 INSTANTIATE_TEST_SUITE_P(Cuda, ActivationTest, testing::ValuesIn(cases()), case_name);
 
-constexpr Activation kActivations[] = {Activation::GELU, Activation::QGELU, Activation::ReLU,
-                                       Activation::SReLU, Activation::SiLU};
+constexpr Activation kActivations[] = {Activation::GELU, Activation::ExactGELU, Activation::QGELU,
+                                       Activation::ReLU, Activation::SReLU,     Activation::SiLU};
 // The last one takes several blocks.
 constexpr int64_t kSizes[] = {0, 1, 7, 8, 33, 8192 + 13};
 
@@ -77,7 +77,9 @@ TEST_P(ActivationTest, ActivationsOnTheWholeRange) {
       const Real exact =
           a == Activation::GELU ? x[i] * kernel::sigmoid(u) : kernel::activation(a, x[i]);
       const double expected = static_cast<double>(exact);
-      const double argument = a == Activation::GELU ? static_cast<double>(u) : 1.702 * x[i];
+      const double argument = a == Activation::GELU        ? static_cast<double>(u)
+                              : a == Activation::ExactGELU ? x[i] * x[i] / 2
+                                                           : 1.702 * x[i];
       const double relative = std::isfinite(argument) ? 1 + std::min(std::abs(argument), 1e3) : 0;
       const double lost = std::abs(x[i]) < 1e30 ? 1e-38 * (1 + std::abs(x[i])) / 5e-7 : 0;
       expect_near(dtype, y[i], expected, relative * std::abs(expected) + lost, "y", i);

@@ -115,6 +115,8 @@ class Sampler:
 
     def value(self, name: str, kind: str) -> Any:
         epilogue = ("bias", "extra_input", "grad_extra_output")
+        if kind == "Optional[Tensor]" and "_norm" in self.base and name in ("weight", "bias"):
+            self.values.setdefault(name, None if self.random.random() < 0.3 else self.weight())
         if kind == "Optional[Tensor]" and name in epilogue and self.random.random() < 0.3:
             return None
         if name not in self.values:
@@ -130,6 +132,11 @@ class Sampler:
             return self.ranks
         if kind == "str":
             return self.glu if name == "glu" else self.activation
+        if name == "normalized_shape":
+            return [*self.lead, self.width][-self.row_dims :]
+        lacks_weight = "_norm" in self.base and self.values.get("weight", self) is None
+        if name == "zero_centered_gamma" and lacks_weight:
+            return False
         if kind == "bool":
             return self.random.random() < 0.5
         if kind == "int":
@@ -145,6 +152,8 @@ class Sampler:
         ]
         if "residual" in self.base:
             mask[0] = True
+        if lacks_weight:
+            mask[1] = False
         return mask
 
     def is_product(self) -> bool:

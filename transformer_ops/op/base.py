@@ -415,6 +415,8 @@ class BasicOperation(ChannelMixin, FusibleOperation):
 
     _is_contract: ClassVar[bool] = True
     _kind: ClassVar[str | None] = None
+    # The declarations that instances may stand for.
+    _kinds: ClassVar[tuple[str, ...]] = ()
     _parameter_names: ClassVar[tuple[str, ...]] = ()
     # Of parameters that are lists of tensors: the attribute that says how many, and the one that
     # says where one tensor stands for all ("": none does).
@@ -439,6 +441,7 @@ class BasicOperation(ChannelMixin, FusibleOperation):
     def _take_declaration(cls, kind: str) -> None:
         row = _C.declaration(kind)
         cls._kind = kind
+        cls._kinds = (kind,)
         cls._parameter_names = tuple(row["parameters"])
         cls._lists = row["lists"]
         cls._attribute_names = tuple(row["attributes"])

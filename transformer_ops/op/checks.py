@@ -72,6 +72,13 @@ def check_bool(op: str, name: str, value: object) -> bool:
     return value
 
 
+def check_approximate(op: str, name: str, value: object) -> str:
+    """The name of a form of GELU, as in `torch.nn.GELU`."""
+    if not isinstance(value, str) or value not in ("none", "tanh"):
+        raise ValueError(f"[{op}] {name} must be 'none' or 'tanh', got {value!r}")
+    return value
+
+
 def check_optional_float(op: str, name: str, value: object) -> float | None:
     """None, or a finite number."""
     return None if value is None else check_float(op, name, value)

@@ -74,7 +74,8 @@ class HeldMixin:
     def _planned_attributes(self) -> list[str] | None:
         try:
             # repr() tells -0.0 from 0.0 and True from 1.
-            native = [repr(op._attributes()) for op in self.basic_ops if not op.is_python]
+            ops = [op for op in self.basic_ops if not op.is_python]
+            native = [f"{op._kind} {op._attributes()!r}" for op in ops]
             return native + [repr(op._own_values()) for op in self.basic_ops if op._is_watched]
         except (AttributeError, RuntimeError):
             return None  # one was deleted or is unknown now, which the next call says

@@ -9,7 +9,11 @@ Second derivatives are a NotImplementedError then. `ReLU` saves exact bits in an
 
 from __future__ import annotations
 
-from ..op.base import BasicOperation
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ..op.base import BasicOperation, Check
+from ..op.checks import check_approximate
 
 __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU"]
 
@@ -20,18 +24,43 @@ class _Activation(BasicOperation):
         self.cache_quantized_input = cache_quantized_input
 
 
-class GELU(_Activation, kind="GELU"):
-    """`x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`, the tanh form.
+class _TanhGELU(_Activation, kind="GELU"):
+    """What a GELU takes from its declaration; the exact form's says the same."""
 
-    Hendrycks and Gimpel 2016; `torch.nn.GELU(approximate="tanh")`. `cache_quantized_input`:
-    backward keeps the input in 8 bits (E4M3, one scale); ValueError unless it is a bool.
+
+class GELU(_TanhGELU):
+    """The tanh form of GELU unless `approximate="none"`, while `torch.nn.GELU()` is exact.
+
+    "tanh" is `x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`, "none" the exact
+    `x/2 * (1 + erf(x / sqrt(2)))` (Hendrycks and Gimpel 2016). `cache_quantized_input`: backward
+    keeps the input in 8 bits (E4M3, one scale). ValueError for another `approximate`, or a
+    `cache_quantized_input` that is no bool.
     """
+
+    _kinds = ("GELU", "ExactGELU")
+    _checks: ClassVar[Mapping[str, Check]] = {"approximate": check_approximate}
+
+    # Also of modules that were pickled without it.
+    approximate: str = "tanh"
+
+    def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.approximate = approximate
+
+    @property
+    def _kind(self) -> str:  # type: ignore[override]
+        return "ExactGELU" if self.approximate == "none" else "GELU"
+
+    def extra_repr(self) -> str:
+        """The form where it is not the tanh one, and the flag where it is set."""
+        form = "approximate='none'" if self.approximate == "none" else ""
+        return ", ".join(filter(None, (form, super().extra_repr())))
 
 
 class QGELU(_Activation, kind="QGELU"):
     """`x * sigmoid(1.702 x)`, the sigmoid form of GELU (Hendrycks and Gimpel 2016).
 
-    `cache_quantized_input` as in `GELU`.
+    It is the "quick GELU" of CLIP. `cache_quantized_input` as in `GELU`.
     """
 
 

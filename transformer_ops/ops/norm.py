@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from ..op.base import BasicOperation, Check
-from ..op.checks import check_not_negative, check_optional_not_negative, check_sizes
+from ..op.checks import check_bool, check_not_negative, check_optional_not_negative, check_sizes
 from ..op.parameters import new_parameter
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
 
 class _Norm(BasicOperation):
-    """What the two norms share: a scale over the trailing dimensions."""
+    """What the two norms share: a scale over the trailing dimensions, which may be absent."""
 
     _checks: ClassVar[Mapping[str, Check]] = {
         "normalized_shape": check_sizes,
@@ -24,32 +24,44 @@ class _Norm(BasicOperation):
     }
 
     normalized_shape: tuple[int, ...]
-    weight: nn.Parameter
+    weight: nn.Parameter | None
 
     def __init__(
         self,
         normalized_shape: Iterable[int] | int,
-        *,
-        eps: float = 1e-5,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
+        eps: float | None,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
+        zero_centered_gamma: bool,
+        present: Mapping[str, bool],
     ) -> None:
         super().__init__()
+        op = type(self).__name__
         self.normalized_shape = normalized_shape  # type: ignore[assignment]
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
-        op = type(self).__name__
+        if zero_centered_gamma and not present["weight"]:
+            raise ValueError(
+                f"[{op}] zero_centered_gamma must be False where there is no weight, got True"
+            )
         for name in self._parameter_names:
-            setattr(self, name, new_parameter(op, self.normalized_shape, device, dtype))
+            made = new_parameter(op, self.normalized_shape, device, dtype)
+            self.register_parameter(name, made if present[name] else None)
         self.reset_parameters()
+
+    @property
+    def elementwise_affine(self) -> bool:
+        """Whether there is a weight."""
+        return self.weight is not None
 
     def reset_parameters(self) -> None:
         """Set the scale to one (a zero-centred `weight` to zero), and a bias to zero."""
-        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
     def extra_repr(self) -> str:
         text = f"{self.normalized_shape}, eps={self.eps}"
+        text += ", elementwise_affine=False" * (not self.elementwise_affine)
         return text + (", zero_centered_gamma=True" * self.zero_centered_gamma)
 
 
@@ -59,23 +71,49 @@ class LayerNorm(_Norm, kind="LayerNorm"):
     Ba et al. 2016, var without Bessel's correction. `x[..., *normalized_shape]`, `weight` and
     `bias` `[*normalized_shape]` → the shape and dtype of `x`, computed in float32 (float64 for
     float64). With `zero_centered_gamma` the scale is `1 + weight` and `weight` starts at zero.
-    ValueError for sizes below 1, eps negative or not finite, or a flag that is no bool.
+    `bias=False` leaves out the bias, `elementwise_affine=False` the weight, too, as in
+    `torch.nn.LayerNorm`. ValueError for sizes below 1, eps negative or not finite, a flag that is
+    no bool, and `zero_centered_gamma` without a weight.
     """
 
-    bias: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        normalized_shape: Iterable[int] | int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        op = type(self).__name__
+        check_bool(op, "elementwise_affine", elementwise_affine)
+        check_bool(op, "bias", bias)
+        present = {"weight": elementwise_affine, "bias": elementwise_affine and bias}
+        super().__init__(normalized_shape, eps, device, dtype, zero_centered_gamma, present)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        lacks_bias = self.elementwise_affine and self.bias is None
+        return super().extra_repr() + ", bias=False" * lacks_bias
 
 
 class RMSNorm(_Norm, kind="RMSNorm"):
-    """`x / sqrt(mean(x^2) + eps) * weight` over the trailing dimensions.
+    """`eps` is 1e-5 unless given; that of `torch.nn.RMSNorm` is None, the machine epsilon of the
+    dtype that it computes in.
 
-    Zhang and Sennrich 2019. `x[..., *normalized_shape]`, `weight[*normalized_shape]` → the shape
-    and dtype of `x`, computed in float32 (float64 for float64). With `zero_centered_gamma` the
-    scale is `1 + weight` and `weight` starts at zero. `eps=None` is that of `torch.nn.RMSNorm`: the
-    machine epsilon of the dtype that it computes in. Errors are those of `LayerNorm`.
+    `x / sqrt(mean(x^2) + eps) * weight` over the trailing dimensions (Zhang and Sennrich 2019).
+    `x[..., *normalized_shape]`, `weight[*normalized_shape]` → the shape and dtype of `x`, computed
+    in float32 (float64 for float64). With `zero_centered_gamma` the scale is `1 + weight` and
+    `weight` starts at zero; `elementwise_affine=False` leaves out the weight. Errors are those of
+    `LayerNorm`.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"eps": check_optional_not_negative}
@@ -83,16 +121,13 @@ class RMSNorm(_Norm, kind="RMSNorm"):
     def __init__(
         self,
         normalized_shape: Iterable[int] | int,
-        *,
         eps: float | None = 1e-5,
+        elementwise_affine: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        *,
         zero_centered_gamma: bool = False,
     ) -> None:
-        super().__init__(
-            normalized_shape,
-            eps=eps,  # type: ignore[arg-type]
-            device=device,
-            dtype=dtype,
-            zero_centered_gamma=zero_centered_gamma,
-        )
+        check_bool(type(self).__name__, "elementwise_affine", elementwise_affine)
+        present = {"weight": elementwise_affine}
+        super().__init__(normalized_shape, eps, device, dtype, zero_centered_gamma, present)

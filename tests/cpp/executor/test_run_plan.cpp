@@ -26,7 +26,7 @@ parameters p0.weight p0.bias p1.weight p2.bias p4.weight p5.bias
 gradients g0 dp0.weight dp0.bias dp1.weight dp2.bias dp4.weight dp5.bias
 first_backward 0
 forward LayerNorm ops=[0]
-  x1, s0.mean, s0.rstd = layer_norm(x0, p0.weight, p0.bias, 1e-05, false)
+  x1, s0.mean, s0.rstd = layer_norm(x0, p0.weight, p0.bias, [6], 1e-05, false)
   save s0.input=x0, s0.mean=s0.mean, s0.rstd=s0.rstd
 forward linear_bias_activation ops=[1, 2, 3]
   x4, s3.input = linear_bias_activation(x1, p1.weight, p2.bias, "gelu", true)
@@ -37,7 +37,7 @@ forward BasicLinear ops=[4]
 forward Bias ops=[5]
   x6 = bias(x5, p5.bias)
 backward LayerNorm ops=[0]
-  g0, dp0.weight, dp0.bias = layer_norm_backward(g1, s0.input, s0.mean, s0.rstd, p0.weight, 1e-05, false)
+  g0, dp0.weight, dp0.bias = layer_norm_backward(g1, s0.input, s0.mean, s0.rstd, p0.weight, [6], 1e-05, false, [true, true, true])
 backward BasicLinear ops=[1]
   g1, dp1.weight = linear_backward(g2, s1.input, s1.weight, [true, true])
 backward activation_bias ops=[2, 3]
@@ -69,7 +69,7 @@ forward Reshape ops=[0]
 forward MakeExtraOutput ops=[1]
   x2, o1.extra_output = x1
 forward RMSNorm ops=[2]
-  x3, s2.rstd = rms_norm(x2, p2.weight, 1e-05, true)
+  x3, s2.rstd = rms_norm(x2, p2.weight, [4], 1e-05, true)
   save s2.input=x2, s2.rstd=s2.rstd
 forward BasicLinear ops=[3]
   x4 = linear(x3, p3.weight)
@@ -89,7 +89,7 @@ backward Reshape ops=[0]
 backward MakeExtraOutput ops=[1]
   g1 = make_extra_output_backward(g2, do1.extra_output)
 backward RMSNorm ops=[2]
-  g2, dp2.weight = rms_norm_backward(g3, s2.input, s2.rstd, p2.weight, 1e-05, true)
+  g2, dp2.weight = rms_norm_backward(g3, s2.input, s2.rstd, p2.weight, [4], 1e-05, true, [true, true])
 backward BasicLinear ops=[3]
   g3, dp3.weight = linear_backward(g4, s3.input, s3.weight, [true, true])
 backward SwiGLU ops=[4]

@@ -71,7 +71,9 @@ TEST_P(KernelTest, ActivationsOnTheWholeRange) {
         continue;
       }
       const bool exponential = a != Activation::ReLU && a != Activation::SReLU && x[i] < 0;
-      const double argument = a == Activation::GELU ? static_cast<double>(u) : 1.702 * x[i];
+      const double argument = a == Activation::GELU        ? static_cast<double>(u)
+                              : a == Activation::ExactGELU ? x[i] * x[i] / 2
+                                                           : 1.702 * x[i];
       const double ulps = exponential ? 4 + 4 * std::abs(argument) : 4;
       const double flushed = std::abs(x[i]) * 1.2e-38 + 1.2e-38;
       ASSERT_LE(std::abs(y[i] - expected), ulps * 6e-8 * std::abs(expected) + flushed)
@@ -127,6 +129,7 @@ TEST_P(KernelTest, ActivationsOfNanAndInfinity) {
   };
   const Row rows[] = {
       {Activation::GELU, {kNan, kInf, kNan}, {kNan, kNan, kNan}},
+      {Activation::ExactGELU, {kNan, kInf, kNan}, {kNan, kNan, kNan}},
       {Activation::QGELU, {kNan, kInf, kNan}, {kNan, kNan, kNan}},
       {Activation::ReLU, {kNan, kInf, 0}, {1, 1, 0}},
       {Activation::SReLU, {kNan, kInf, 0}, {kNan, kInf, 0}},

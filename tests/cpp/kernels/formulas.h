@@ -18,6 +18,8 @@ inline Real activation(Activation a, Real x) {
     case Activation::GELU:
       return x / 2 *
              (1 + std::tanh(std::sqrt(2 / 3.14159265358979323846L) * (x + 0.044715L * x * x * x)));
+    case Activation::ExactGELU:
+      return x / 2 * std::erfc(-x / std::sqrt(Real(2)));
     case Activation::QGELU:
       return x * sigmoid(1.702L * x);
     case Activation::ReLU:
@@ -36,6 +38,8 @@ inline Real glu(const Glu& glu, Real a, Real b) {
       return sigmoid(a) * b;
     case GluKind::GEGLU:
       return activation(Activation::GELU, a) * b;
+    case GluKind::ExactGEGLU:
+      return activation(Activation::ExactGELU, a) * b;
     case GluKind::QGEGLU:
       return activation(Activation::QGELU, a) * b;
     case GluKind::ReGLU:

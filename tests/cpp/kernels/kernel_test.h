@@ -204,7 +204,8 @@ class KernelTest : public testing::TestWithParam<Case> {
 
 inline const int64_t kSizes[] = {0, 1, 7, 8, 15, 16, 17, 33, 255, 511, 512, 513, 1500};
 
-inline const Activation kActivations[] = {Activation::GELU, Activation::QGELU, Activation::ReLU,
+inline const Activation kActivations[] = {Activation::GELU,  Activation::ExactGELU,
+                                          Activation::QGELU, Activation::ReLU,
                                           Activation::SReLU, Activation::SiLU};
 
 struct RowShape {
