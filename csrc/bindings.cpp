@@ -14,6 +14,7 @@
 #include "op/typed_op.h"
 #include "op/unfused.h"
 #include "python/group.h"
+#include "python/guards.h"
 
 // As torch/csrc/jit/python/pybind_utils.h has it, which would double the time that this file takes.
 namespace torch::jit {
@@ -147,6 +148,7 @@ std::vector<std::optional<at::Tensor>> unfused(const std::string& name,
 
 PYBIND11_MODULE(_C, module) {
   bind_host(module);
+  bind_guards(module);
   bind_group(module);
   bind_memory(module);
   bind_listeners(module);

@@ -48,6 +48,7 @@ from .quantizers import (  # noqa: E402
     NVFP4Quantizer,
 )
 from .sequential import Sequential  # noqa: E402
+from .views import view  # noqa: E402
 
 _library.listen()
 memory = _import_module(".memory", __name__)
@@ -101,5 +102,6 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
     "testing",
+    "view",
 ]
 __all__ += _ops.__all__

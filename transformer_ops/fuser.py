@@ -24,6 +24,7 @@ from .compile.groups import (
 from .constructors import names_its_arguments
 from .numbered import numbered
 from .op.base import BasicOperation, FusibleOperation, run_alone_by
+from .op.borrowed import guards_of
 from .op.channels import Routed, resolve_channels
 from .op.holders import Holder
 from .op.hooks import has_hooks
@@ -108,12 +109,14 @@ class OperationFuser(Holder):
         self._absent = tuple(
             (i, name) for i, op in enumerate(self._ops) for name in op._absent_parameters()
         )
+        self._guards = guards_of(self._basic_ops)
         self._group = _C.Group(
             [self._describe(i) for i in range(len(self._basic_ops))],
             places,
             self._basic_ops,
             self._members,
             [(self._ops[i], name) for i, name in self._absent],
+            self._guards,
             lambda: Session(self._basic_ops),
             self._policies,
         )
@@ -130,7 +133,7 @@ class OperationFuser(Holder):
         owned = [(op, places.get(id(op._parameter_owner), -1)) for op in self._basic_ops]
         if any(i < 0 or op.is_python for op, i in owned):
             return None
-        found = [(op._parameter_owner, n) for op in self._basic_ops for n in op._tensor_names()]
+        found = [place for op in self._basic_ops for place in op._tensor_places()]
         return Reads(
             tuple((i, name) for op, i in owned for name in op._tensor_names()),
             tuple(is_dtensor(getattr(owner, name, None)) for owner, name in found),
@@ -154,6 +157,10 @@ class OperationFuser(Holder):
 
     def _refresh(self) -> None:
         """Capture the ops again where they have changed since."""
+        if self._guards is not None and not self._guards.hold():
+            # What is borrowed from tells nobody.
+            for op in self._basic_ops:
+                op._make_groups_stale()
         if self._is_stale and self._given_channels is None:
             self._basic_ops = [b for op in self._ops for b in op.basic_ops]
             self._capture()
@@ -438,10 +445,11 @@ def _is_view(op: BasicOperation) -> bool:
     return op._parameter_owner is not op
 
 
-def _places(op: BasicOperation) -> list[tuple[Any, str | int]]:
+def _places(op: BasicOperation) -> list[tuple[Any, ...]]:
     if op.is_python:
         return [(op, len(op._parameter_tensors()))]
-    return [(op._parameter_owner, name) for name in op._tensor_names()]
+    pairs = zip(op._tensor_places(), op._tensor_names(), strict=True)
+    return [(*place, name) for place, name in pairs]
 
 
 run_alone_by(lambda op: OperationFuser([op], _own=True), traced_alone)

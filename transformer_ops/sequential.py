@@ -28,6 +28,7 @@ from .runtime.layout import (
     has_plans,
     hooked_now,
     layout_content,
+    lenders_are_same,
     make_layout,
     run_segments,
 )
@@ -280,6 +281,8 @@ class Sequential(nn.Module, Holder):
         layout = self._layout
         if layout is None or not _is_current(layout, self._modules):
             layout = self._make_layout()
+        if layout.whole is None and layout.lenders is not None:
+            layout = self._with_current_hooks(layout)
         if layout.whole is not None:
             if op_kwargs is None:
                 # The shortest way: C++ returns None where Python has to take over.
@@ -380,7 +383,10 @@ class Sequential(nn.Module, Holder):
 
     def _with_current_hooks(self, layout: Layout) -> Layout:
         """For where C++ does not look for hooks."""
-        if layout.whole is not None and hooked_now(layout) != layout.hooked:
+        if not lenders_are_same(layout):
+            self._op_changed()
+            layout = self._make_layout()
+        elif layout.whole is not None and hooked_now(layout) != layout.hooked:
             layout = self._make_layout()
         return layout
 
@@ -481,7 +487,7 @@ def _for_traces(layout: Layout) -> Layout:
         segment._replace(group=None, group_state=segment.group and segment.group._shared_state())
         for segment in layout.segments
     )
-    return layout._replace(modules=(), hook_dicts=(), segments=segments, whole=None)
+    return layout._replace(modules=(), hook_dicts=(), segments=segments, lenders=None, whole=None)
 
 
 def _check_module(module: Any) -> nn.Module:

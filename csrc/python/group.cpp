@@ -124,20 +124,20 @@ PyObject* wrap(const Tensors& outputs) {
 }  // namespace
 
 Group::Group(const py::list& ops, const py::list& places, const py::list& modules,
-             const py::list& hooked, const py::list& absent, py::object new_session,
-             const py::tuple& policies)
+             const py::list& hooked, const py::list& absent, py::object guards,
+             py::object new_session, const py::tuple& policies)
     : pipeline_(take_ops(ops, places), policies_from(policies), this),
+      guards_(std::move(guards)),
       new_session_(std::move(new_session)) {
   for (const auto& row : absent) {
     const auto pair = py::cast<py::tuple>(row);
     absent_.push_back({pair[0], pair[0].attr("_parameters"), py::str(pair[1])});
   }
   for (const auto& module : modules) {
-    owners_.push_back(module.attr("_parameter_owner"));
+    const py::object& owner = owners_.emplace_back(module.attr("_parameter_owner"));
     // A class may compute the flag.
-    const bool is_computed = py::hasattr(py::type::of(module), "training");
-    modules_.push_back(is_computed ? py::reinterpret_borrow<py::object>(module)
-                                   : py::object(module.attr("__dict__")));
+    const bool is_computed = py::hasattr(py::type::of(owner), "training");
+    modules_.push_back(is_computed ? owner : py::object(owner.attr("__dict__")));
   }
   for (const auto& module : hooked) {
     for (const char* name :
@@ -145,6 +145,7 @@ Group::Group(const py::list& ops, const py::list& places, const py::list& module
       hook_dicts_.push_back(module.attr(name));
     }
   }
+  if (!guards_.is_none()) borrowed_ = guards_.cast<const Guards*>();
   training_.assign(modules_.size(), false);
 }
 
@@ -161,7 +162,7 @@ std::vector<OpNode> Group::take_ops(const py::list& ops, const py::list& places)
         places_.push_back({pair[0], py::none(), py::str(""), count});
         continue;
       }
-      const std::string name = pair[1].cast<std::string>();
+      const std::string name = pair[2].cast<std::string>();
       op.parameters.push_back(name);
       places_.push_back({.owner = pair[0],
                          .parameters = pair[0].attr("_parameters"),
@@ -173,11 +174,11 @@ std::vector<OpNode> Group::take_ops(const py::list& ops, const py::list& places)
   return nodes;
 }
 
-bool Group::has_hooks() const {
+bool Group::must_look() const {
   for (const auto& dict : hook_dicts_) {
     if (PyDict_Size(dict.ptr()) > 0) return true;
   }
-  return false;
+  return borrowed_ != nullptr && !borrowed_->hold();
 }
 
 void Group::check_absent() const {
@@ -384,7 +385,7 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kw
                       PyObject* parameters) {
   HANDLE_TH_ERRORS
   Gathered gathered;
-  if (is_cleared_ || has_hooks() || !gather(arguments, count, parameters, gathered)) Py_RETURN_NONE;
+  if (is_cleared_ || must_look() || !gather(arguments, count, parameters, gathered)) Py_RETURN_NONE;
   const RecipeOfCall recipe;
   write_key(gathered, recipe.get());
   add_parts(gathered);
@@ -425,6 +426,7 @@ int Group::traverse(visitproc visit, void* arg) const {
   for (const auto& owner : owners_) Py_VISIT(owner.ptr());
   for (const auto& module : modules_) Py_VISIT(module.ptr());
   for (const auto& dict : hook_dicts_) Py_VISIT(dict.ptr());
+  Py_VISIT(guards_.ptr());
   Py_VISIT(new_session_.ptr());
   const auto visit_session = [&](const PlanEntry& entry, bool is_ours) {
     // Held by Python too: reachable from there.
@@ -450,6 +452,8 @@ void Group::clear() {
   const auto absent = std::exchange(absent_, {});
   const auto modules = std::exchange(modules_, {});
   const auto hook_dicts = std::exchange(hook_dicts_, {});
+  borrowed_ = nullptr;
+  const auto guards = std::exchange(guards_, py::none());
   pipeline_.forget_plans();
   const auto last = std::exchange(last_, nullptr);
   const auto new_session = std::exchange(new_session_, py::none());

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "python/guards.h"
 #include "python/host.h"
 #include "python/second_run.h"
 #include "python/tensors.h"
@@ -47,14 +48,15 @@ struct TensorShape {
 // The ops of one group with their modules, and the eager call.
 class Group : private PlanHost {
  public:
-  // ops: (kind, attributes, native, sources, visible) each; places: one list per op, of (owner,
-  // name), or of (Python op, count);
+  // ops: (kind, attributes, native, sources, visible) each; places: one list per op, of (owner, its
+  // name for the tensor, the op's name for it), or of (Python op, count);
   // modules: whose `training` counts; hooked: whose hooks forbid this grouping;
   // absent: (module, name) of parameters that are None, so that no op of the group has them;
-  // new_session(): a PlanningSession for one planning call; policies: (recompute, saved,
+  // guards: what the ops take for granted of modules whose parameters they borrow, a Guards or
+  // None; new_session(): a PlanningSession for one planning call; policies: (recompute, saved,
   // saved_inputs).
   Group(const py::list& ops, const py::list& places, const py::list& modules,
-        const py::list& hooked, const py::list& absent, py::object new_session,
+        const py::list& hooked, const py::list& absent, py::object guards, py::object new_session,
         const py::tuple& policies);
 
   // METH_FASTCALL: (input, *extra_inputs) -> tensor, tuple of tensors, or None where Python has to
@@ -95,7 +97,8 @@ class Group : private PlanHost {
 
   // The ops as nodes; notes where their parameters are.
   std::vector<OpNode> take_ops(const py::list& ops, const py::list& places);
-  bool has_hooks() const;
+  // Whether a call must not go past the modules: one has hooks, or is not as it was.
+  bool must_look() const;
   void note_inputs(const Tensors& tensors, size_t parameters);
   bool gather(PyObject* const* arguments, Py_ssize_t count, PyObject* parameters,
               Gathered& call) const;
@@ -111,6 +114,8 @@ class Group : private PlanHost {
   std::vector<ParameterPlace> absent_;
   std::vector<py::object> modules_;
   std::vector<py::object> hook_dicts_;
+  py::object guards_;  // holds the next
+  const Guards* borrowed_ = nullptr;
   py::object new_session_;
   bool is_cleared_ = false;
   std::vector<bool> training_;

@@ -75,7 +75,8 @@ void bind_group(py::module_& module) {
       .def_readonly("session", &PlanEntry::session);
   py::class_<Group, std::shared_ptr<Group>>(module, "Group",
                                             py::custom_type_setup(make_collectable))
-      .def(py::init<py::list, py::list, py::list, py::list, py::list, py::object, py::tuple>())
+      .def(py::init<py::list, py::list, py::list, py::list, py::list, py::object, py::object,
+                    py::tuple>())
       .def("forget_plans", [](Group& group) { group.pipeline().forget_plans(); })
       .def("check_absent", torch::wrap_pybind_function(&Group::check_absent))
       .def(

@@ -505,6 +505,11 @@ class BasicOperation(ChannelMixin, FusibleOperation):
             return self._parameter_names
         return tuple(n for parameter in self._parameter_names for n in self._names_in(parameter))
 
+    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
+        """The module and the name of each of these tensors."""
+        owner = self._parameter_owner
+        return [(owner, name) for name in self._tensor_names()]
+
     def _reads(self, parameter: str) -> bool:
         return parameter in self._tensor_names()
 
@@ -514,9 +519,9 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         Of a native op, those that it declares, of which optional ones may be None. A parametrized
         parameter stands for the tensor that its parametrization computes.
         """
-        owner = self._parameter_owner
         if self._kind is not None and self._python_backward is None:
-            return [getattr(owner, name) for name in self._tensor_names()]
+            return [getattr(owner, name) for owner, name in self._tensor_places()]
+        owner = self._parameter_owner
         parametrizations = getattr(owner, "parametrizations", None)
         if parametrizations is None:
             return list(self.parameters())

@@ -202,21 +202,19 @@ _C.set_take_local(local_parameter)
 
 def local_parameters(op: Any, tensors: list[Any]) -> list[Any]:
     """Of a basic op: its parameters, where they are DTensors as it computes with them."""
-    owner, names = op._parameter_owner, op._tensor_names()
     if op.is_python:
         return tensors  # whose methods take what it has
     return [
         local_parameter(owner, name, tensor) if is_dtensor(tensor) else tensor
-        for name, tensor in zip(names, tensors, strict=True)
+        for (owner, name), tensor in zip(op._tensor_places(), tensors, strict=True)
     ]
 
 
 def local_sizes(op: Any, tensors: list[Any]) -> list[Any]:
     """The same without memory or values, also where FSDP2 has sharded what is split."""
-    owner, names = op._parameter_owner, op._tensor_names()
     return [
         _local_size(owner, name, tensor) if is_dtensor(tensor) else tensor
-        for name, tensor in zip(names, tensors, strict=True)
+        for (owner, name), tensor in zip(op._tensor_places(), tensors, strict=True)
     ]
 
 
@@ -247,7 +245,9 @@ def check_gates(ops: list[Any]) -> None:
             )
         owner = op._parameter_owner
         if op._kind == "BasicLinear":
-            is_column = owner.tensor_parallel_mode == "column" and owner._are_parts_of_whole
+            # A module whose parameters are borrowed knows of no ranks.
+            mode = getattr(owner, "tensor_parallel_mode", None)
+            is_column = mode == "column" and owner._are_parts_of_whole
             product = owner if is_column else None
         elif op._is_gated or op._kind == "Reshape":
             product = None

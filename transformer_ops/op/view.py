@@ -26,9 +26,12 @@ class View(BasicOperation):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        owner = self._parameter_owner
-        for name in self._parameter_names:
-            yield prefix + ("." if prefix else "") + name, getattr(owner, name)
+        for own_name, (owner, name) in zip(
+            self._tensor_names(), self._tensor_places(), strict=True
+        ):
+            parameter = getattr(owner, name)
+            if parameter is not None:
+                yield prefix + ("." if prefix else "") + own_name, parameter
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._parameter_names:

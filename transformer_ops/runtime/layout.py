@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..op.base import BasicOperation, FusibleOperation
+from ..op.borrowed import borrowed_from, guards_of
 from ..op.channels import External, Routed, resolve_channels
 from ..op.hooks import has_hooks, hook_dicts
 from ..plan.explain.explanation import Explanation
@@ -28,6 +29,13 @@ class Segment(NamedTuple):
     group_state: str | None = None  # by which a trace finds the group, or one that is its peer
 
 
+class Lenders(NamedTuple):
+    """What a layout takes for granted of modules that its ops borrow from."""
+
+    guards: Any
+    called: tuple[FusibleOperation, ...]  # ops for which the modules themselves are called
+
+
 class Layout(NamedTuple):
     """The segments of a list of modules, and what travels between them and the caller."""
 
@@ -39,6 +47,7 @@ class Layout(NamedTuple):
     segments: tuple[Segment, ...]
     outputs: tuple[Routed, ...]
     num_extra_inputs: int
+    lenders: Lenders | None  # the modules that its ops borrow from
     # The OperationFuser of the only segment, which takes and gives just what the caller does.
     whole: Any
 
@@ -86,8 +95,8 @@ def make_layout(
     )
     whole = segments[0].group if len(segments) == 1 else None
     fusible = (module for module in modules if isinstance(module, FusibleOperation))
-    members = (op for module in fusible for op in (module, *module.basic_ops))
-    dicts = tuple(found for op in members for found in hook_dicts(op))
+    members = (member for module in fusible for member in _members(module))
+    dicts = tuple(found for member in members for found in hook_dicts(member))
     return Layout(
         (),
         tuple(modules),
@@ -97,8 +106,27 @@ def make_layout(
         segments,
         tuple(visible),
         routing.num_external_inputs,
+        _lenders_of(modules, basic_ops, alone),
         whole,
     )
+
+
+def _lenders_of(
+    modules: Sequence[Any], basic_ops: list[BasicOperation], alone: list[bool]
+) -> Lenders | None:
+    if not any(map(borrowed_from, basic_ops)):
+        return None
+    fusible = (m for m, is_alone in zip(modules, alone, strict=True) if is_alone)
+    called = (m for m in fusible if m._has_own_forward and any(map(borrowed_from, m.basic_ops)))
+    return Lenders(guards_of(basic_ops), tuple(called))
+
+
+def lenders_are_same(layout: Layout) -> bool:
+    """Whether the modules that ops borrow from are as the layout takes for granted."""
+    if layout.lenders is None:
+        return True
+    guards, called = layout.lenders
+    return (guards is None or guards.hold()) and all(op._has_own_forward for op in called)
 
 
 def _read_outside(
@@ -165,9 +193,14 @@ def _has_to_be_called(module: nn.Module) -> bool:
 
 def _hook_flags(modules: Sequence[nn.Module]) -> tuple[bool, ...]:
     return tuple(
-        isinstance(module, FusibleOperation) and has_hooks([module, *module.basic_ops])
-        for module in modules
+        isinstance(module, FusibleOperation) and has_hooks(_members(module)) for module in modules
     )
+
+
+def _members(module: FusibleOperation) -> list[nn.Module]:
+    """The modules whose hooks have to fire around the op."""
+    owners = [owner for op in module.basic_ops for owner in borrowed_from(op)]
+    return [module, *module.basic_ops, *owners]
 
 
 def layout_content(layout: Layout) -> object | None:

@@ -27,7 +27,13 @@ class Session(PlanningSession):
     def make_states(self, op: int, recipe: str, device: str, records: bool) -> None:
         """Makes the state of a recipe for the parameters of an op, where it is not there yet; for
         calls on devices of that type. The plan `records` magnitudes, or only reads scales."""
-        owner = self.basic_ops[op]._parameter_owner
+        basic_op = self.basic_ops[op]
+        owner = basic_op._parameter_owner
+        if not basic_op._takes_scales:
+            raise RuntimeError(
+                f"[{type(owner).__name__}] recipe must be one without delayed scales for borrowed "
+                f"parameters, whose module has no place for them, got '{recipe}'"
+            )
         warn_of_a_start(owner)
         make_scales(owner, recipe, device)
         if records:

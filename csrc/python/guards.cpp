@@ -1,0 +1,127 @@
+#include "python/guards.h"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <utility>
+
+namespace transformer_ops::python {
+namespace {
+
+// Borrowed; null where the key is absent.
+PyObject* value_of(const py::object& dict, const py::str& key) {
+  PyObject* const found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+  if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return found;
+}
+
+PyObject* type_of(PyObject* object) {
+  return object == nullptr ? nullptr : reinterpret_cast<PyObject*>(Py_TYPE(object));
+}
+
+bool is_plain(PyObject* object) {
+  return PyFloat_CheckExact(object) || PyLong_CheckExact(object) || PyUnicode_CheckExact(object) ||
+         PyTuple_CheckExact(object);
+}
+
+bool is_same(PyObject* found, PyObject* expected) {
+  if (found == expected) return true;
+  if (found == nullptr || expected == nullptr) return false;
+  if (type_of(found) != type_of(expected) || !is_plain(found)) return false;
+  const int equal = PyObject_RichCompareBool(found, expected, Py_EQ);
+  if (equal < 0) throw py::error_already_set();
+  return equal == 1;
+}
+
+// Null before its __init__ has run.
+Guards* guards_of(PyObject* self) {
+  auto* const instance = reinterpret_cast<py::detail::instance*>(self);
+  const auto holder = instance->get_value_and_holder();
+  return holder.holder_constructed() ? holder.value_ptr<Guards>() : nullptr;
+}
+
+int traverse_guards(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  const Guards* const guards = guards_of(self);
+  return guards != nullptr ? guards->traverse(visit, arg) : 0;
+}
+
+int clear_guards(PyObject* self) {
+  if (Guards* const guards = guards_of(self)) guards->clear();
+  return 0;
+}
+
+}  // namespace
+
+void Guards::add_type(const py::object& object, std::string text) {
+  auto type = py::reinterpret_borrow<py::object>(type_of(object.ptr()));
+  conditions_.push_back({Kind::Type, object, {}, std::move(type), std::move(text)});
+}
+
+void Guards::add_value(const py::dict& dict, const py::str& key, std::string text) {
+  auto value = py::reinterpret_borrow<py::object>(value_of(dict, key));
+  conditions_.push_back({Kind::Value, dict, key, std::move(value), std::move(text)});
+}
+
+void Guards::add_type_of_value(const py::dict& dict, const py::str& key, std::string text) {
+  auto type = py::reinterpret_borrow<py::object>(type_of(value_of(dict, key)));
+  conditions_.push_back({Kind::TypeOfValue, dict, key, std::move(type), std::move(text)});
+}
+
+void Guards::add_empty(const py::dict& dict, const py::str& key, std::string text) {
+  conditions_.push_back({Kind::Empty, dict, key, {}, std::move(text)});
+}
+
+bool Guards::holds(const Condition& condition) {
+  const auto& [kind, object, key, expected, text] = condition;
+  switch (kind) {
+    case Kind::Type:
+      return type_of(object.ptr()) == expected.ptr();
+    case Kind::Value:
+      return is_same(value_of(object, key), expected.ptr());
+    case Kind::TypeOfValue:
+      return type_of(value_of(object, key)) == expected.ptr();
+    case Kind::Empty: {
+      PyObject* const found = value_of(object, key);
+      return found == nullptr || (PyDict_Check(found) && PyDict_Size(found) == 0);
+    }
+  }
+  return false;
+}
+
+const std::string* Guards::broken() const {
+  for (const Condition& condition : conditions_) {
+    if (!holds(condition)) return &condition.text;
+  }
+  return nullptr;
+}
+
+int Guards::traverse(visitproc visit, void* arg) const {
+  for (const Condition& condition : conditions_) {
+    Py_VISIT(condition.object.ptr());
+    Py_VISIT(condition.expected.ptr());
+  }
+  return 0;
+}
+
+void bind_guards(py::module_& module) {
+  const auto make_collectable = [](PyHeapTypeObject* type) {
+    type->ht_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type->ht_type.tp_traverse = traverse_guards;
+    type->ht_type.tp_clear = clear_guards;
+  };
+  py::class_<Guards, std::shared_ptr<Guards>>(module, "Guards",
+                                              py::custom_type_setup(make_collectable))
+      .def(py::init<>())
+      .def("add_type", &Guards::add_type)
+      .def("add_value", &Guards::add_value)
+      .def("add_type_of_value", &Guards::add_type_of_value)
+      .def("add_empty", &Guards::add_empty)
+      .def("hold", &Guards::hold)
+      .def("broken", [](const Guards& guards) -> std::optional<std::string> {
+        const std::string* const text = guards.broken();
+        return text != nullptr ? std::optional(*text) : std::nullopt;
+      });
+}
+
+}  // namespace transformer_ops::python

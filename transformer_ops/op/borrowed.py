@@ -1,0 +1,132 @@
+"""Ops on parameters of modules that know nothing of ops, such as `torch.nn.Linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import _C
+from .hooks import HOOKS
+from .view import View
+
+__all__ = ["Borrowed", "add_guards", "borrowed_from", "find_obstacle", "guards_of"]
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def find_obstacle(module: nn.Module, forward: Any, tensors: Iterable[str] = ()) -> str | None:
+    """Returns why an op may not stand for this module now, or None: it has hooks, a `forward` other
+    than this function, or parameters of a class of their own (adapters, quantizers, DTensor)."""
+    kind = type(module)
+    if kind.forward is not forward or kind.__call__ is not nn.Module.__call__:
+        return f"the forward of its class {kind.__name__} is another one"
+    own = vars(module)
+    if "forward" in own:
+        return "it has a forward of its own"
+    if any(own.get(name) for name in HOOKS):
+        return "it has hooks"
+    for name in tensors:
+        if name not in module._parameters:
+            return f"its {name} is not among its parameters"
+        found = module._parameters[name]
+        if found is not None and type(found) not in _PLAIN:
+            return f"its {name} is a {type(found).__name__}"
+    return None
+
+
+def add_guards(
+    guards: _C.Guards,
+    module: nn.Module,
+    name: str,
+    *,
+    values: Iterable[str] = (),
+    tensors: Iterable[str] = (),
+    children: Iterable[str] = (),
+) -> None:
+    """Adds that the module stays as it is: its class, without hooks and a `forward` of its own;
+    these attributes, the classes of these parameters, and these children."""
+    own = vars(module)
+    guards.add_type(module, f"{name} is of another class")
+    guards.add_value(own, "forward", f"{name} has a forward of its own")
+    for hooks in HOOKS:
+        guards.add_empty(own, hooks, f"{name} has hooks")
+    for value in values:
+        guards.add_value(own, value, f"{value} of {name} has changed")
+    for tensor in tensors:
+        what = f"{tensor} of {name} is of another class"
+        guards.add_type_of_value(module._parameters, tensor, what)
+    for child in children:
+        guards.add_value(module._modules, child, f"{child} of {name} is another module")
+
+
+class Borrowed(View):
+    """A basic op on the parameters of another module, which may be of any class.
+
+    All is read from that module at each call: parameters, attributes, whether it trains. Where the
+    op may not stand for it (`find_obstacle`), the module itself is called.
+    """
+
+    # Attributes of the owner that plans depend on.
+    _watched: tuple[str, ...] = ()
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__(owner)
+        self.__dict__["_known_forward"] = type(owner).forward
+
+    def _owners(self) -> list[nn.Module]:
+        """The modules that it stands for."""
+        return [self._parameter_owner]
+
+    def _tensors_of_owner(self) -> tuple[str, ...]:
+        """What each of them calls the parameters."""
+        return self._tensor_names()
+
+    def _obstacle(self) -> str | None:
+        forward = self.__dict__["_known_forward"]
+        tensors = self._tensors_of_owner()
+        found = (find_obstacle(owner, forward, tensors) for owner in self._owners())
+        return next((why for why in found if why is not None), None)
+
+    @property
+    def _has_own_forward(self) -> bool:
+        return self._obstacle() is not None
+
+    def _add_guards(self, guards: _C.Guards) -> None:
+        for owner in self._owners():
+            name = type(owner).__name__
+            tensors = self._tensors_of_owner()
+            add_guards(guards, owner, name, values=self._watched, tensors=tensors)
+
+    @property
+    def training(self) -> bool:
+        """That of the owner. Setting it here changes nothing."""
+        return self._parameter_owner.training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        pass
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """As `FusibleOperation.forward`; the owner itself is called where it has hooks or a
+        `forward` of its own."""
+        if self._obstacle() is not None:
+            return self._parameter_owner(input, *extra_inputs, **kwargs)
+        return super().forward(input, *extra_inputs, **kwargs)
+
+
+def borrowed_from(op: Any) -> list[nn.Module]:
+    """The modules of other libraries that a basic op stands for."""
+    return op._owners() if isinstance(op, Borrowed) else []
+
+
+def guards_of(ops: Iterable[Any]) -> _C.Guards | None:
+    """What these ops take for granted of the modules that they borrow from; None if of none."""
+    borrowed = [op for op in ops if isinstance(op, Borrowed) and op._obstacle() is None]
+    if not borrowed:
+        return None
+    guards = _C.Guards()
+    for op in borrowed:
+        op._add_guards(guards)
+    return guards

@@ -1,0 +1,268 @@
+"""`view`: ops on the parameters of torch's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .op.base import BasicOperation, FusibleOperation
+from .op.borrowed import Borrowed
+from .ops.activation import GELU, ReLU, SiLU
+from .ops.basic_linear import BasicLinear
+from .ops.bias import Bias
+from .ops.dropout import Dropout
+from .ops.norm import LayerNorm, RMSNorm
+from .ops.packed_linear import PackedLinear
+
+__all__ = ["BorrowedLinear", "BorrowedPackedLinear", "BorrowedRMSNorm", "view"]
+
+
+class BorrowedProduct(Borrowed, BasicLinear):
+    """The product of a `torch.nn.Linear`."""
+
+    # Of a module whose parameters nobody splits or accumulates.
+    accumulate_into_main_grad = False
+    _rng_state_tracker_function = None
+    # Their state would have no place in a state dict.
+    _takes_scales = False
+    _watched = ("in_features", "out_features")
+
+    @property
+    def weight(self) -> nn.Parameter:  # type: ignore[override]
+        return self._parameter_owner.weight  # type: ignore[return-value]
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:  # type: ignore[override]
+        return self.weight.shape[0]
+
+
+class BorrowedBias(Borrowed, Bias):
+    """The bias of a `torch.nn.Linear`."""
+
+    @property
+    def bias(self) -> nn.Parameter:  # type: ignore[override]
+        return self._parameter_owner.bias  # type: ignore[return-value]
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.bias.shape[0]
+
+
+class BorrowedLinear(FusibleOperation):
+    """A `torch.nn.Linear`: its product, and its bias if it has one."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        # Past nn.Module, which would register the parts as submodules.
+        self.__dict__["_parts"] = (BorrowedProduct(owner), BorrowedBias(owner))
+
+    @property
+    def basic_ops(self) -> list[BasicOperation]:
+        product, bias = self.__dict__["_parts"]
+        return [product] if product._parameter_owner.bias is None else [product, bias]
+
+    @property
+    def _has_own_forward(self) -> bool:
+        return any(part._has_own_forward for part in self.basic_ops)
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """As `FusibleOperation.forward`; the owner itself is called where it has hooks or a
+        `forward` of its own."""
+        if self._has_own_forward:
+            return self.__dict__["_parts"][0]._parameter_owner(input, *extra_inputs, **kwargs)
+        return super().forward(input, *extra_inputs, **kwargs)
+
+
+class BorrowedPackedLinear(Borrowed, PackedLinear):
+    """Several `torch.nn.Linear` of one input, whose outputs stand side by side."""
+
+    accumulate_into_main_grad = False
+    _rng_state_tracker_function = None
+    _watched = ("in_features", "out_features")
+
+    def __init__(self, *owners: nn.Module) -> None:
+        super().__init__(owners[0])
+        self.__dict__["_lenders"] = owners
+
+    def _owners(self) -> list[nn.Module]:
+        return list(self.__dict__["_lenders"])
+
+    def _tensors_of_owner(self) -> tuple[str, ...]:
+        return ("weight", "bias")
+
+    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
+        owners = self._owners()
+        return [(owner, name) for name in ("weight", "bias") for owner in owners]
+
+    @property
+    def in_features(self) -> int:  # type: ignore[override]
+        return self._weights()[0].shape[1]
+
+    @property
+    def out_features(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(weight.shape[0] for weight in self._weights())
+
+    def _weights(self) -> list[Tensor]:
+        return [owner.weight for owner in self._owners()]  # type: ignore[misc]
+
+    def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
+        """As `FusibleOperation.forward`; the owners themselves are called where one has hooks or a
+        `forward` of its own."""
+        if self._obstacle() is not None:
+            return torch.cat([owner(input) for owner in self._owners()], -1)
+        return FusibleOperation.forward(self, input, *extra_inputs, **kwargs)
+
+
+class BorrowedLayerNorm(Borrowed, LayerNorm):
+    """A `torch.nn.LayerNorm`."""
+
+    zero_centered_gamma = False
+    _watched = ("eps", "normalized_shape")
+
+    @property
+    def weight(self) -> nn.Parameter | None:  # type: ignore[override]
+        return self._parameter_owner.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> nn.Parameter | None:  # type: ignore[override]
+        return self._parameter_owner.bias  # type: ignore[return-value]
+
+    @property
+    def normalized_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self._parameter_owner.normalized_shape)  # type: ignore[arg-type]
+
+    @property
+    def eps(self) -> float:  # type: ignore[override]
+        return self._parameter_owner.eps  # type: ignore[return-value]
+
+
+class BorrowedRMSNorm(Borrowed, RMSNorm):
+    """A `torch.nn.RMSNorm`, or another module that computes the same.
+
+    `eps`: the owner's name for it; `zero_centered_gamma`: whether the scale is `1 + weight`.
+    """
+
+    def __init__(
+        self, owner: nn.Module, eps: str = "eps", zero_centered_gamma: bool = False
+    ) -> None:
+        super().__init__(owner)
+        own = self.__dict__
+        own["_watched"], own["_gamma"] = (eps,), zero_centered_gamma
+
+    @property
+    def weight(self) -> nn.Parameter | None:  # type: ignore[override]
+        return self._parameter_owner.weight  # type: ignore[return-value]
+
+    @property
+    def normalized_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        weight = self.weight
+        if weight is not None:
+            return tuple(weight.shape)
+        return tuple(self._parameter_owner.normalized_shape)  # type: ignore[arg-type]
+
+    @property
+    def eps(self) -> float | None:  # type: ignore[override]
+        found: float | None = getattr(self._parameter_owner, self.__dict__["_watched"][0])
+        return found
+
+    @property
+    def zero_centered_gamma(self) -> bool:  # type: ignore[override]
+        found: bool = self.__dict__["_gamma"]
+        return found
+
+
+class BorrowedDropout(Borrowed, Dropout):
+    """A `torch.nn.Dropout`."""
+
+    _watched = ("p", "inplace")
+
+    @property
+    def p(self) -> float:  # type: ignore[override]
+        return self._parameter_owner.p  # type: ignore[return-value]
+
+
+class _BorrowedActivation(Borrowed):
+    cache_quantized_input = False
+
+
+class BorrowedGELU(_BorrowedActivation, GELU):
+    """A `torch.nn.GELU`."""
+
+    _watched = ("approximate",)
+
+    @property
+    def approximate(self) -> str:  # type: ignore[override]
+        return self._parameter_owner.approximate  # type: ignore[return-value]
+
+
+class BorrowedSiLU(_BorrowedActivation, SiLU):
+    """A `torch.nn.SiLU`."""
+
+    _watched = ("inplace",)
+
+
+class BorrowedReLU(_BorrowedActivation, ReLU):
+    """A `torch.nn.ReLU`."""
+
+    _watched = ("inplace",)
+
+
+def _not_in_place(make: Callable[[Any], FusibleOperation]) -> Callable[[Any], FusibleOperation]:
+    def made(module: Any) -> FusibleOperation:
+        if module.inplace:
+            name = type(module).__name__
+            raise ValueError(f"[view] {name} must not work in place, got inplace=True")
+        return make(module)
+
+    return made
+
+
+_MAKERS: dict[type[nn.Module], Callable[[Any], FusibleOperation]] = {
+    nn.Linear: BorrowedLinear,
+    nn.LayerNorm: BorrowedLayerNorm,
+    nn.RMSNorm: BorrowedRMSNorm,
+    nn.Dropout: _not_in_place(BorrowedDropout),
+    nn.GELU: BorrowedGELU,
+    nn.SiLU: _not_in_place(BorrowedSiLU),
+    nn.ReLU: _not_in_place(BorrowedReLU),
+}
+
+
+def view(module: nn.Module) -> FusibleOperation:
+    """Returns an op that computes what one of torch's modules does, on the parameters of that
+    module, which stay where they are: in its state dict, in its optimizer, tied or frozen.
+
+    The op reads parameters, attributes (`eps`, `p`) and the `training` flag from the module at each
+    call. Where the module cannot be bypassed, the module itself is called within the `Sequential`:
+    if it has hooks, a `forward` of its own, another class than it had, or a parameter of a class of
+    its own, as adapters, quantizers and DTensor have.
+
+    The parameters belong to the module: a `Sequential` of views has none, and `train()` and `to()`
+    change nothing in it.
+
+    Args:
+        module: a `torch.nn` Linear, LayerNorm, RMSNorm, Dropout, GELU, SiLU or ReLU, or of a
+            subclass with the same `forward`.
+
+    Raises:
+        TypeError: another module, or a `forward` of its own.
+        ValueError: an option that no op has.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"[view] module must be an nn.Module, got {type(module).__name__}")
+    kind = type(module)
+    for known, make in _MAKERS.items():
+        if isinstance(module, known) and kind.forward is known.forward:
+            return make(module)
+    names = ", ".join(known.__name__ for known in _MAKERS)
+    raise TypeError(
+        f"[view] module must be one of torch.nn's {names}, got {kind.__name__} with a forward of "
+        "its own"
+    )
