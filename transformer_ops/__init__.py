@@ -22,6 +22,15 @@ from .fusion.registry import (  # noqa: E402
     register_forward_fusion,
 )
 from .library import load_library  # noqa: E402
+from .models import (  # noqa: E402
+    FuseReport,
+    FuseRule,
+    FuseSkip,
+    fuse,
+    register_fuse_rule,
+    unfuse,
+    unfused,
+)
 from .op import (  # noqa: E402
     BasicOperation,
     FusedOperation,
@@ -72,6 +81,9 @@ __all__ = [
     "Float8BlockQuantizer",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
+    "FuseReport",
+    "FuseRule",
+    "FuseSkip",
     "FusedOperation",
     "FusibleOperation",
     "FusionHandle",
@@ -86,6 +98,7 @@ __all__ = [
     "autocast",
     "cmake_prefix_path",
     "frozen_weights",
+    "fuse",
     "fusions",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
@@ -101,7 +114,10 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "register_fuse_rule",
     "testing",
+    "unfuse",
+    "unfused",
     "view",
 ]
 __all__ += _ops.__all__

@@ -1,0 +1,168 @@
+"""Layers as model libraries write them, for tests of `fuse`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class RootNorm(nn.Module):
+    """The RMSNorm of transformers."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class GatedMLP(nn.Module):
+    """The MLP of Llama."""
+
+    def __init__(self, size: int, inner: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=bias)
+        self.up_proj = nn.Linear(size, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, size, bias=bias)
+        self.act_fn: nn.Module = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return down_proj  # type: ignore[no-any-return]
+
+
+class PlainMLP(nn.Module):
+    """The MLP of a vision encoder."""
+
+    def __init__(self, size: int, inner: int) -> None:
+        super().__init__()
+        self.activation_fn: nn.Module = nn.GELU(approximate="tanh")
+        self.fc1 = nn.Linear(size, inner)
+        self.fc2 = nn.Linear(inner, size)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = self.fc1(hidden_states)
+        hidden_states = self.activation_fn(hidden_states)
+        hidden_states = self.fc2(hidden_states)
+        return hidden_states
+
+
+class Mixer(nn.Module):
+    """In place of attention."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return self.proj(x).cumsum(-2), None
+
+
+class DecoderLayer(nn.Module):
+    """A decoder layer of transformers."""
+
+    def __init__(self, size: int = 16, inner: int = 24) -> None:
+        super().__init__()
+        self.self_attn = Mixer(size)
+        self.mlp: nn.Module = GatedMLP(size, inner)
+        self.input_layernorm = RootNorm(size)
+        self.post_attention_layernorm: nn.Module = RootNorm(size)
+
+    def forward(self, hidden_states: Tensor, scale: float = 1.0) -> Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states)
+        hidden_states = residual + hidden_states * scale
+
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+
+class EncoderLayer(nn.Module):
+    """With layer norms, a plain MLP, and dropout behind it."""
+
+    def __init__(self, size: int = 16, inner: int = 24, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.mlp = PlainMLP(size, inner)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x
+        x = self.norm(x)
+        x = self.mlp(x)
+        x = shortcut + self.drop(x)
+        return x
+
+
+class SandwichLayer(nn.Module):
+    """Norms before and behind, as in Gemma 3."""
+
+    def __init__(self, size: int = 16, inner: int = 24) -> None:
+        super().__init__()
+        self.pre, self.post = RootNorm(size), RootNorm(size)
+        self.mlp = GatedMLP(size, inner, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self.pre(x)
+        x = self.mlp(x)
+        x = self.post(x)
+        x = residual + x
+        return x
+
+
+class PostNormLayer(nn.Module):
+    """A norm behind the MLP alone, as in OLMo 2, in a function with a closure."""
+
+    def __init__(self, size: int = 16, inner: int = 24) -> None:
+        super().__init__()
+        self.norm = RootNorm(size)
+        self.mlp = GatedMLP(size, inner)
+
+    def extra(self) -> float:
+        return 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * super().__getattribute__("extra")()  # `super()` needs the cell of the class
+        residual = x
+        x = self.mlp(x)
+        x = self.norm(x)
+        x = x + residual
+        return x
+
+
+LAYERS = {
+    "decoder": DecoderLayer,
+    "encoder": EncoderLayer,
+    "sandwich": SandwichLayer,
+    "post-norm": PostNormLayer,
+}
+
+
+class Model(nn.Module):
+    """A stack of layers with tied embeddings."""
+
+    def __init__(self, kind: str = "decoder", layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 16)
+        self.layers = nn.ModuleList(LAYERS[kind]() for _ in range(layers))
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        found: Tensor = self.head(x)
+        return found

@@ -1,0 +1,235 @@
+"""`fuse` on models of transformers, from small configurations with random weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+import transformer_ops as tops
+
+DECODER = {
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ENCODER = {k: v for k, v in DECODER.items() if k != "num_key_value_heads"}
+VISION = {k: v for k, v in ENCODER.items() if "_token_id" not in k and k != "vocab_size"} | {
+    "image_size": 16,
+    "patch_size": 8,
+}
+TOKENS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def causal(name: str, **options: Any) -> Callable[[], nn.Module]:
+    config = "Gemma3Text" if name == "Gemma3" else name
+    return lambda: getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{config}Config")(**DECODER, **options)
+    )
+
+
+def masked(name: str) -> Callable[[], nn.Module]:
+    return lambda: getattr(transformers, f"{name}ForMaskedLM")(
+        getattr(transformers, f"{name}Config")(**ENCODER)
+    )
+
+
+def vision(name: str) -> Callable[[], nn.Module]:
+    return lambda: getattr(transformers, f"{name}Model")(
+        getattr(transformers, f"{name}Config")(**VISION)
+    )
+
+
+# model -> (how it is made, how many parts are fused)
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "Llama": (causal("Llama"), 2),
+    "Mistral": (causal("Mistral"), 2),
+    "Qwen2": (causal("Qwen2"), 2),
+    "Qwen3": (causal("Qwen3"), 2),
+    "Phi3": (causal("Phi3"), 2),
+    "Olmo2": (causal("Olmo2"), 2),
+    "Granite": (causal("Granite", residual_multiplier=0.5), 2),
+    "Gemma": (causal("Gemma", head_dim=8), 2),
+    "Gemma2": (causal("Gemma2", head_dim=8), 2),
+    "Gemma3": (causal("Gemma3", head_dim=8), 2),
+    "Bert": (masked("Bert"), 6),
+    "Roberta": (masked("Roberta"), 6),
+    "CLIPVision": (vision("CLIPVision"), 2),
+    "SiglipVision": (vision("SiglipVision"), 2),
+    "ViT": (vision("ViT"), 2),
+}
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name][0]().eval()
+
+
+def inputs(model: nn.Module) -> dict[str, Tensor]:
+    if "pixel_values" in model.forward.__code__.co_varnames or hasattr(model.config, "image_size"):
+        return {"pixel_values": PIXELS}
+    return {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def results(model: Any, run: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss, and the gradients of all parameters that have some."""
+    model.zero_grad()
+    found = (model if run is None else run)(**inputs(model))
+    loss = found.last_hidden_state.square().mean() if "labels" not in inputs(model) else found.loss
+    loss.backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
+
+
+def assert_same(plain: nn.Module, model: nn.Module, run: Any = None) -> None:
+    (loss, grads), (found, own) = results(plain), results(model, run)
+    torch.testing.assert_close(found, loss)
+    # Compiled code gives zeros to parameters that it does not use.
+    assert grads.keys() <= own.keys()
+    assert not any(own[name].any() for name in own.keys() - grads.keys())
+    # Some gradients are zero but for rounding.
+    least = 1e-5 * max(float(grad.norm()) for grad in grads.values())
+    for name, grad in grads.items():
+        assert (own[name] - grad).norm() <= 1e-5 * grad.norm() + least, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_gradients_and_state_dict(name: str, tmp_path: Path) -> None:
+    plain: Any = make(name)
+    model: Any = copy.deepcopy(plain)
+    report = tops.fuse(model, strict=True)
+    assert_same(plain, model)
+    assert len(report.fused) == MODELS[name][1] and not report.skipped
+    before, after = report.saved_bytes(**inputs(model))
+    assert after < before
+    model.save_pretrained(tmp_path)
+    again = type(plain).from_pretrained(tmp_path)
+    want = plain.state_dict()
+    assert again.state_dict().keys() == want.keys()
+    assert all(torch.equal(tensor, want[key]) for key, tensor in again.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Bert", "ViT"])
+def test_compiled(name: str) -> None:
+    torch._dynamo.reset()
+    plain, model = make(name), make(name)
+    tops.fuse(model)
+    assert_same(plain, model, torch.compile(model, backend="aot_eager", fullgraph=True))
+
+
+def test_training_with_checkpoints() -> None:
+    plain: Any = make("Llama")
+    model: Any = make("Llama")
+    report = tops.fuse(model)
+    for one in (plain, model):
+        one.train()
+        one.gradient_checkpointing_enable()
+    assert_same(plain, model)
+    assert len(report.fused) == 2
+
+
+def test_generation_with_a_cache() -> None:
+    plain: Any = make("Llama")
+    model: Any = make("Llama")
+    tops.fuse(model)
+    found = [
+        one.generate(TOKENS[:1, :4], max_new_tokens=6, do_sample=False) for one in (plain, model)
+    ]
+    assert torch.equal(*found)
+
+
+def lora(model: Any, targets: Any) -> Any:
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("targets", "fused"),
+    [(["q_proj", "v_proj"], 2), (["gate_proj", "down_proj"], 0), ("all-linear", 0)],
+)
+def test_adapters(targets: Any, fused: int, when: str) -> None:
+    plain, model = lora(make("Llama"), targets), make("Llama")
+    if when == "after":
+        report = tops.fuse(model)
+        assert_same(make("Llama"), model)
+        model = lora(model, targets)
+    else:
+        model = lora(model, targets)
+        report = tops.fuse(model)
+    assert_same(plain, model)
+    assert len(report.fused) == fused
+    assert all("lora" in name for name in results(model)[1])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_quantized_weights(when: str) -> None:
+    plain: Any = make("Llama")
+    model: Any = make("Llama")
+    report = None
+    if when == "after":
+        report = tops.fuse(model)
+    for one in (plain, model):
+        quantize_(one.model.layers[0].mlp, Int8WeightOnlyConfig())
+    report = report or tops.fuse(model)
+    with torch.no_grad():
+        outputs = [one(input_ids=TOKENS).logits for one in (plain, model)]
+    torch.testing.assert_close(*outputs)
+    assert len(report.fused) == 1 and "Int8Tensor" in report.skipped[0].reason
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        row = torch.randint(3, 64, (12,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": row, "labels": row}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"bf16": True}])
+def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
+    losses = []
+    for is_fused in (False, True):
+        model = make("Llama")
+        report = tops.fuse(model) if is_fused else None
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / str(is_fused)),
+            use_cpu=True,
+            max_steps=4,
+            save_steps=2,
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            seed=0,
+            **options,
+        )
+        trainer = transformers.Trainer(model, arguments, train_dataset=Rows())
+        trainer.train()
+        first = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        if report is not None:
+            assert len(report.fused) == 2
+            # Continues from what the second step has saved.
+            model.load_state_dict(make("Llama").state_dict())
+            trainer.train(resume_from_checkpoint=str(tmp_path / "True" / "checkpoint-2"))
+            again = [row["loss"] for row in trainer.state.log_history if "loss" in row][-2:]
+            assert again == pytest.approx(first[-2:], rel=1e-3)
+        losses.append(first)
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3 if "bf16" in options else 1e-5)

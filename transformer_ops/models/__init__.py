@@ -1,0 +1,18 @@
+"""Whole models that were written with torch's modules."""
+
+from . import residual  # registers rules
+from .fuse import fuse, unfuse, unfused
+from .report import FuseReport, FuseRow
+from .rules import FuseRule, FuseSkip, register_fuse_rule
+
+__all__ = [
+    "FuseReport",
+    "FuseRow",
+    "FuseRule",
+    "FuseSkip",
+    "fuse",
+    "register_fuse_rule",
+    "unfuse",
+    "unfused",
+]
+del residual

@@ -1,0 +1,104 @@
+"""`fuse`: ops in place of parts of whole models."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from ..op.base import FusibleOperation
+from ..sequential import Sequential
+from .fused_class import IS_OFF, REGIONS, FusedModule, find_sites, fused_class
+from .report import FuseReport, FuseRow
+from .rules import FuseRule, rules_named
+
+__all__ = ["fuse", "unfuse", "unfused"]
+
+
+def fuse(
+    model: nn.Module,
+    only: str | Iterable[str] | None = None,
+    rules: Iterable[str | FuseRule] | None = None,
+    strict: bool = False,
+) -> FuseReport:
+    """Has fused ops run parts of a model that was written with torch's modules, in place.
+
+    Nothing is replaced: every module, parameter and name stays, and so do state dict, tied weights,
+    optimizers and hooks. A module whose `forward` has statements that a rule knows gets a subclass
+    of its class, in which ops run in place of these statements. The ops read parameters and
+    attributes from the modules that the statements call. The statements themselves run where
+    anything about these modules is not as the rule knows it: hooks, a `forward` of its own, another
+    class (adapters), parameters of another class (quantizers, DTensor); and in `torch.export`.
+
+    Call it on the plain model: before `DistributedDataParallel` or `fully_shard`, before or after
+    `torch.compile` and adapters. Calling it again changes nothing.
+
+    Args:
+        model: of any class.
+        only: names of modules, as of `named_modules()`, with wildcards: `"model.layers.*"`.
+        rules: the rules to use, or their names; None for all.
+        strict: raise if nothing is fused.
+
+    Returns:
+        What was fused, and what was not and why. `print` shows it.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: `rules` has an unknown name; with `strict`, nothing was fused.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"[fuse] model must be an nn.Module, got {type(model).__name__}")
+    chosen = rules_named(rules)
+    skipped: list[FuseRow] = []
+    for path, module in _candidates(model, only):
+        base = type(module)
+        sites = find_sites(base, chosen)
+        if not sites:
+            continue
+        if "forward" in vars(module):
+            for site in sites:
+                why = "it has a forward of its own"
+                skipped.append(FuseRow(path, base.__name__, site.rule.name, why))
+            continue
+        module.__class__ = fused_class(base, sites)
+    report = FuseReport(model, skipped)
+    if strict and not report.fused:
+        raise ValueError(f"[fuse] model must have a part that a rule fuses, got {report}")
+    return report
+
+
+def unfuse(model: nn.Module) -> None:
+    """Takes `fuse` back: each module has its own class again."""
+    for module in list(model.modules()):
+        if isinstance(module, FusedModule):
+            for name in (REGIONS, IS_OFF):
+                module.__dict__.pop(name, None)
+            module.__class__ = module._tops_base  # type: ignore[assignment]
+
+
+@contextmanager
+def unfused(model: nn.Module) -> Iterator[None]:
+    """Within this context the modules of a fused model run their own statements."""
+    found = [module for module in model.modules() if isinstance(module, FusedModule)]
+    before = [module.__dict__.get(IS_OFF, False) for module in found]
+    for module in found:
+        module.__dict__[IS_OFF] = True
+    try:
+        yield
+    finally:
+        for module, is_off in zip(found, before, strict=True):
+            module.__dict__[IS_OFF] = is_off
+
+
+def _candidates(
+    model: nn.Module, only: str | Iterable[str] | None
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a rule may fuse, by name."""
+    wanted = None if only is None else [only] if isinstance(only, str) else list(only)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, FusedModule | FusibleOperation | Sequential):
+            continue
+        if wanted is None or any(fnmatch.fnmatchcase(path, pattern) for pattern in wanted):
+            yield path, module

@@ -1,0 +1,130 @@
+"""A part of a module's `forward` that ops stand for, and when they may."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from .. import _C
+from ..op.borrowed import add_guards, find_obstacle
+from ..op.hooks import HOOKS
+from ..sequential import Sequential
+from .pattern import Names
+from .rules import FuseRule, FuseSkip
+
+__all__ = ["Region"]
+
+# Attributes of these classes are watched.
+_WATCHED = (
+    bool,
+    int,
+    float,
+    str,
+    tuple,
+    functools.partial,
+    types.BuiltinFunctionType,
+    types.FunctionType,
+)
+# So often the ops are made again before the statements run for good.
+_MOST_CHANGES = 32
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+
+
+class Region:
+    """Ops in place of statements. They run as long as all modules that the statements call are as
+    they were when the ops were made: of the same class, without hooks and without a `forward` of
+    their own, with the same submodules, attributes and classes of parameters."""
+
+    def __init__(self, rule: FuseRule, names: Names) -> None:
+        self.rule, self.names = rule, names
+        self.sequential: Sequential | None = None
+        self.reason = "not called yet"
+        self._guards: _C.Guards | None = None
+        self._changes = 0
+        self._last_change: str | None = None
+
+    def is_open(self, module: nn.Module) -> bool:
+        """Whether the ops may run now. They are made when first asked for."""
+        guards = self._guards
+        if guards is not None and guards.hold():
+            return self.sequential is not None
+        if guards is not None:
+            self._changes, self._last_change = self._changes + 1, guards.broken()
+        self._look(module)
+        return self.sequential is not None
+
+    def _look(self, module: nn.Module) -> None:
+        """Makes the ops, or says why there are none; and what either takes for granted."""
+        called = [getattr(module, name, None) for k, name in self.names.items() if len(k) > 1]
+        parts = [part for part in called if isinstance(part, nn.Module)]
+        try:
+            if self._changes > _MOST_CHANGES:
+                raise FuseSkip(f"it changes from call to call: {self._last_change}")
+            self._check(parts)
+            ops = self._make(module)
+        except FuseSkip as skip:
+            self.sequential, self._guards, self.reason = None, None, str(skip)
+            return
+        self.sequential, self.reason = Sequential(*ops), ""
+        guards = _C.Guards()
+        for name in _GLOBAL_HOOKS:
+            guards.add_empty(vars(nn.modules.module), name, "there are hooks for all modules")
+        kept = {name for key, name in self.names.items() if len(key) > 1}
+        for name in sorted(kept & module._modules.keys()):
+            guards.add_value(module._modules, name, f"{name} is another module")
+        for name in sorted(kept & vars(module).keys()):
+            guards.add_value(vars(module), name, f"{name} has changed")
+        for part in _unique(parts):
+            _guard(guards, part, _name_in(module, part))
+        self._guards = guards
+
+    @staticmethod
+    def _check(parts: Sequence[nn.Module]) -> None:
+        if any(vars(nn.modules.module).get(name) for name in _GLOBAL_HOOKS):
+            raise FuseSkip("there are hooks for all modules")
+        for part in _unique(parts):
+            obstacle = find_obstacle(part, type(part).forward, part._parameters)
+            if obstacle is not None:
+                raise FuseSkip(f"{type(part).__name__}: {obstacle}")
+        devices = {p.device for part in parts for p in part.parameters()}
+        if len(devices) > 1:
+            raise FuseSkip(f"its parameters are on {', '.join(sorted(map(str, devices)))}")
+
+    def _make(self, module: nn.Module) -> Sequence[nn.Module]:
+        try:
+            ops = self.rule.make(module, self.names)
+        except FuseSkip:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise FuseSkip(f"the rule {self.rule.name} raised {what}") from error
+        is_list = isinstance(ops, Sequence) and all(isinstance(op, nn.Module) for op in ops)
+        if not is_list or not ops:
+            raise FuseSkip(f"the rule {self.rule.name} gave {type(ops).__name__} in place of ops")
+        return ops
+
+
+def _unique(parts: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules with all that are inside of them."""
+    found = {id(inner): inner for part in parts for inner in part.modules()}
+    return list(found.values())
+
+
+def _guard(guards: _C.Guards, part: nn.Module, name: str) -> None:
+    own = vars(part)
+    values = [k for k, v in own.items() if k[0] != "_" and k != "training" and type(v) in _WATCHED]
+    add_guards(
+        guards,
+        part,
+        name,
+        values=values,
+        tensors=part._parameters,
+        children=part._modules,
+    )
+
+
+def _name_in(module: nn.Module, part: nn.Module) -> str:
+    return next((name for name, found in module.named_modules() if found is part), "a part")

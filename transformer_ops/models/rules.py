@@ -1,0 +1,99 @@
+"""Rules of `fuse`: statements in the `forward` of a module, and the ops that stand for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..locks import new_lock
+from .pattern import Names, Pattern
+
+__all__ = ["FuseRule", "FuseSkip", "register_fuse_rule", "rules_named"]
+
+# (module, the names that the placeholders stand for) -> ops; FuseSkip with the reason for none.
+MakeOps = Callable[[Any, Names], Sequence[nn.Module]]
+
+
+class FuseSkip(Exception):
+    """Says why a rule leaves a module alone."""
+
+
+class FuseRule(NamedTuple):
+    """What `register_fuse_rule` returns.
+
+    Attributes:
+        name: what reports call it.
+        patterns: the statements, in all ways in which they may be written.
+        make: gives the ops.
+        method: the method that has them.
+    """
+
+    name: str
+    patterns: tuple[Pattern, ...]
+    make: MakeOps
+    method: str
+
+    def remove(self) -> None:
+        """Later calls of `fuse` do not use the rule. KeyError if it was removed before."""
+        with _lock:
+            del _rules[self.name]
+
+
+_lock = new_lock()
+_rules: dict[str, FuseRule] = {}
+
+
+def register_fuse_rule(
+    name: str, statements: str | Sequence[str], make: MakeOps, *, method: str = "forward"
+) -> FuseRule:
+    """Adds a rule to `fuse`: where a method of a module's class has these statements, one after the
+    other, ops run in their place.
+
+    In `statements`, single upper-case letters stand for local variables, and attributes that begin
+    with `any_` for attributes of any name: `H = self.any_norm(H)`. `H` is the tensor that the ops
+    take; other variables that are read before they are assigned are their extra inputs, in the
+    order of reading. What the last statement assigns is what they give. A list of such texts has
+    the ways in which the same may be written.
+
+    `make(module, names)` returns the ops for a module, which may be views of its submodules
+    (`tops.view`), or raises `tops.FuseSkip` with a reason. `names` has, for each placeholder (`H`,
+    `norm`), the name in the source.
+
+    Raises:
+        ValueError: a rule of that name is there, or `statements` are no statements that read an `H`
+            and assign a variable in the end.
+    """
+    texts = [statements] if isinstance(statements, str) else statements
+    try:
+        patterns = tuple(map(Pattern, texts))
+    except SyntaxError as error:
+        raise ValueError(f"[fuse] statements must be Python, got {error}") from None
+    for pattern in patterns:
+        if pattern.result is None or "H" not in pattern.inputs:
+            raise ValueError(
+                "[fuse] statements must read an H and assign a variable in the end, "
+                f"got {pattern.text!r}"
+            )
+    rule = FuseRule(name, patterns, make, method)
+    with _lock:
+        if name in _rules:
+            raise ValueError(f"[fuse] name must be new, got '{name}', which is registered")
+        _rules[name] = rule
+    return rule
+
+
+def rules_named(names: Iterable[str | FuseRule] | None) -> tuple[FuseRule, ...]:
+    """The rules of these names, or all. ValueError for a name that no rule has."""
+    with _lock:
+        known = dict(_rules)
+    if names is None:
+        return tuple(known.values())
+    found = []
+    for name in names:
+        if not isinstance(name, FuseRule) and name not in known:
+            listed = ", ".join(known)
+            raise ValueError(f"[fuse] rules must be some of {listed}, got {name!r}")
+        found.append(name if isinstance(name, FuseRule) else known[name])
+    return tuple(found)
