@@ -32,7 +32,7 @@ class QuantizedTensor(Tensor):
     """`codes` and `scale` in a format of `torch.ops.transformer_ops.quantize`, seen as a tensor of
     `dtype` and of the shape that was quantized.
 
-    As the weight of a `Linear` or `BasicLinear`, or a weight of a `GroupedLinear`, it is
+    As a weight of a `Linear`, `BasicLinear`, `PackedLinear` or `GroupedLinear`, it is
     decoded where the product reads it, in backward again: what stays in memory is the codes. Its
     gradient is a plain tensor.
 

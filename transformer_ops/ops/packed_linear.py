@@ -19,21 +19,21 @@ __all__ = ["PackedLinear"]
 
 class PackedLinear(BasicOperation, kind="PackedLinear"):
     """`x @ cat(weight0, weight1, ...).T + cat(bias0, bias1, ...)`: gate and up of an MLP, or query,
-    key and value, as one op. The weights are parameters of their own and are never concatenated.
+    key and value. The weights are parameters of their own and are never concatenated.
 
     `x[..., in_features]`, `weight<i>[out_features[i], in_features]`, `bias<i>[out_features[i]]`
-    (absent with `bias=False`) → `[..., sum(out_features)]` in the weights' dtype, columns in the
-    order of the weights. All weights are of one dtype; outside autocast the input is cast to it.
-    Each weight starts kaiming-uniform with a = sqrt(5), each bias at zero.
+    (absent with `bias=False`) → `[..., sum(out_features)]`, columns in the order of the weights.
+    The result has the dtype of `weight0`; outside autocast the input and the other parameters are
+    cast to it. Each weight starts kaiming-uniform with a = sqrt(5), each bias at zero.
 
-    Weights that follow each other in memory are multiplied as one matrix. The gradients that
-    backward gives are contiguous, and those of all weights, as those of all biases, are parts of
-    one allocation. Where one weight needs a gradient, the gradients of all weights are computed.
+    On the CPU, weights that follow each other in memory are multiplied as one matrix, and the
+    gradients of all weights are one product, whose memory they share without overlap. Where one
+    weight needs a gradient, those of all weights are computed.
 
-    Recipes round each weight on its own. `DelayedScaling` is a PlanError, because it would need
-    scales for each weight. `accumulate_into_main_grad` and `rng_state_tracker_function` as in
-    `BasicLinear`: each weight has a `main_grad` of its own. ValueError for sizes below 1, no sizes,
-    flags that are no bools, and a tracker that cannot be called.
+    Recipes round each weight on its own. `DelayedScaling` is a RuntimeError, because its scales are
+    those of one weight. `accumulate_into_main_grad` and `rng_state_tracker_function` are those of
+    `BasicLinear`; each weight has a `main_grad` of its own. ValueError for sizes below 1, no sizes,
+    a flag that is no bool, and a tracker that cannot be called.
     """
 
     _fixed_once_captured: ClassVar[tuple[str, ...]] = ("accumulate_into_main_grad",)

@@ -27,9 +27,9 @@ _STATE = _State()
 
 
 class quantized_model_init:
-    """Within this context, the weights of `Linear` and `BasicLinear`, and of a `GroupedLinear` that
-    has one parameter for all groups, are made as `QuantizedTensor`s in the format that the recipe
-    has for weights: they take about a byte a number (half a byte in NVFP4) instead of two or four.
+    """Within this context, the weights of `Linear`, `BasicLinear`, `PackedLinear` and
+    `GroupedLinear` are made as `QuantizedTensor`s in the format that the recipe has for weights:
+    they take about a byte a number (half a byte in NVFP4) instead of two or four.
     Under `DelayedScaling`, too, each write makes the scale anew from the numbers.
 
     A region may lie within another one; `enabled=False` makes plain weights again. It counts for
