@@ -82,6 +82,25 @@ def test_a_misaligned_gelu_takes_a_pass() -> None:
     assert products()[1].startswith("plain")
 
 
+@every_half
+def test_several_weights_have_a_product_each_unless_they_are_adjacent(dtype: torch.dtype) -> None:
+    x, g, whole = made(dtype, (6, 16), (6, 32), (32, 16))
+    bias, counts = torch.randn(32, dtype=dtype), [24, 8]
+    parts, biases = list(whole.split(counts)), list(bias.split(counts))
+    kinds = lambda: [line.split()[:2] for line in products()]  # noqa: E731
+    for weights, sizes in (
+        (parts, ["6x32x16"]),
+        ([p.clone() for p in parts], ["6x24x16", "6x8x16"]),
+    ):
+        y = typed.packed_linear(x, weights, biases, counts)
+        assert kinds() == [["bias", size] for size in sizes]
+        assert_near(y, x.double() @ whole.double().t() + bias.double(), dtype, "output", factor=8)
+        typed.packed_linear_backward(g, None, weights, counts, [True, False, False])
+        assert len(kinds()) == len(sizes)
+        typed.packed_linear_backward(g, x, [], counts, [False, True, True])
+        assert kinds() == [["plain", "24x16x6"], ["plain", "8x16x6"]]
+
+
 def test_a_gelu_block_has_one_product_for_each() -> None:
     """What forward's epilogue leaves is what backward's reads."""
     module = tops.Sequential(tops.LayerNorm(16), tops.Linear(16, 64), tops.GELU())

@@ -267,7 +267,8 @@ def test_recipes_round_each_weight_on_its_own(name: str, bias: bool) -> None:
 
 
 def test_delayed_scaling_is_refused() -> None:
-    module = tops.Sequential(tops.PackedLinear(32, (32, 32)), tops.SwiGLU())
+    with tops.autocast(recipe=recipes.DelayedScaling()):
+        module = tops.Sequential(tops.PackedLinear(32, (32, 32)), tops.SwiGLU())
     message = r"\[PackedLinear\] recipe must have no delayed scales, .* got 2 weights"
     with tops.autocast(recipe=recipes.DelayedScaling()):
         with pytest.raises(RuntimeError, match=message):

@@ -106,6 +106,30 @@ def test_large_products_of_any_strides(stored: Callable[[Tensor], Tensor]) -> No
         check(dw, gd.t() @ xd, torch.float32, "grad_weight")
 
 
+@every_device
+@every_dtype
+@pytest.mark.parametrize("stored", STORED)
+def test_several_weights_of_any_strides(
+    stored: Callable[[Tensor], Tensor], dtype: torch.dtype, device: str
+) -> None:
+    for rows, k, n in SIZES:
+        counts = [n, 3, n]
+        x, g = made(dtype, device, (rows, k), (rows, sum(counts)))
+        weights = made(dtype, device, *((count, k) for count in counts))
+        xd, wd, gd = exact(x, torch.cat(weights), g)
+        biases = made(dtype, device, *((count,) for count in counts))
+        for a, w, c in [(stored(x), weights, g), (x, [*map(stored, weights)], stored(g))]:
+            check(typed.packed_linear(a, w, [], counts), xd @ wd.t(), dtype)
+            y = typed.packed_linear(a, w, biases, counts)
+            check(y, xd @ wd.t() + torch.cat(biases).double(), dtype)
+            dx, dw, db = typed.packed_linear_backward(c, a, w, counts, [True, True, True])
+            # The sum of one product for each weight, each rounded.
+            assert_near(dx, gd @ wd, dtype, "grad_input", factor=24)
+            for i, part in enumerate(gd.split(counts, -1)):
+                check(dw[i], part.t() @ xd, dtype, "grad_weight")
+                check(db[i], part.sum(0), dtype, "grad_bias")
+
+
 def test_large_products_of_slices() -> None:
     # 1024 rows of a weight with so few outputs are taken by slices of 384 columns.
     rows, n, columns = 1024, 64, 1100

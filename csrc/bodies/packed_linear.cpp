@@ -58,8 +58,8 @@ Tensor bias_of_all(const Tensors& bias) {
   return whole.defined() ? whole : at::cat(bias);
 }
 
-// Raises unless each is of this dtype and of a matrix of `inner` columns, or null: of as many as
-// the first one has. Returns how many.
+// Raises unless each is a matrix of this dtype with a row for each of its columns of the output,
+// and all sum over as many numbers as the first one, which it returns.
 c10::SymInt check_weights(const Checks& check, const Tensors& weight, at::IntArrayRef columns,
                           at::ScalarType dtype) {
   TORCH_CHECK(!weight.empty() && weight.size() == columns.size(), "[", check.op(),
@@ -177,8 +177,8 @@ Tensor input_gradient_cpu(const Tensor& grad, const Tensors& weight, at::IntArra
     return result;
   }
   const int64_t rows = grad.size(0);
-  // Sums of so many rows are in a cache when the next weight adds to them: 0.95 to 1.01 of the
-  // time.
+  // So many rows of the sum are in a cache when the next weight adds to them, in 0.95 to 1.01 of
+  // the time. A widened product would widen the weights again for each.
   constexpr int64_t kRows = 512;
   const int64_t unit = is_widened(grad, weight[0]) ? std::max<int64_t>(1, rows) : kRows;
   for (int64_t row = 0; row < rows; row += unit) {

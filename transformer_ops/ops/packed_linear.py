@@ -93,5 +93,5 @@ class PackedLinear(BasicOperation, kind="PackedLinear"):
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}"
-        text += f", bias={self._parameters.get('bias0') is not None}"
+        text += f", bias={self._tensors_in('bias')[0] is not None}"
         return text + ", accumulate_into_main_grad=True" * self.accumulate_into_main_grad

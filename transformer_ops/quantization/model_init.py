@@ -103,7 +103,7 @@ def hold_scales(op: Any) -> None:
     """For the constructor of an op that takes scales: within `autocast` with `DelayedScaling` it
     has them from the start."""
     recipe = current_recipe()
-    if isinstance(recipe, DelayedScaling):
+    if isinstance(recipe, DelayedScaling) and op._takes_scales:
         make_scales(op._parameter_owner, recipe.key)
 
 
