@@ -97,6 +97,9 @@ class BorrowedPackedLinear(Borrowed, PackedLinear):
     def _tensors_of_owner(self) -> tuple[str, ...]:
         return ("weight", "bias")
 
+    def _tensors_in(self, parameter: str) -> list[Tensor | None]:
+        return [getattr(owner, parameter) for owner in self._owners()]
+
     def _tensor_places(self) -> list[tuple[nn.Module, str]]:
         owners = self._owners()
         return [(owner, name) for name in ("weight", "bias") for owner in owners]

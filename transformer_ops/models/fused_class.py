@@ -90,9 +90,9 @@ class FusedView:
     def explain(self) -> Explanation | str:
         """The plan of the last call; or why there is none."""
         region = self.regions[0]
-        if not region.is_open(self._module):
-            return f"{region.rule.name}: {region.reason}"
-        assert region.sequential is not None
+        why_not = region.why_not(self._module)
+        if why_not or region.sequential is None:
+            return f"{region.rule.name}: {why_not or region.reason}"
         return region.sequential.explain()
 
 

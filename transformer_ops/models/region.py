@@ -11,6 +11,7 @@ from torch import nn
 from .. import _C
 from ..op.borrowed import add_guards, find_obstacle
 from ..op.hooks import HOOKS
+from ..op.tensor_parallel import is_dtensor
 from ..sequential import Sequential
 from .pattern import Names
 from .rules import FuseRule, FuseSkip
@@ -47,21 +48,44 @@ class Region:
         self._last_change: str | None = None
 
     def is_open(self, module: nn.Module) -> bool:
-        """Whether the ops may run now. They are made when first asked for."""
+        """For a call: whether the ops may run. They are made when they are first asked for."""
         guards = self._guards
-        if guards is not None and guards.hold():
-            return self.sequential is not None
-        if guards is not None:
-            self._changes, self._last_change = self._changes + 1, guards.broken()
-        self._look(module)
+        if guards is None or not guards.hold():
+            if guards is not None:
+                self._changes, self._last_change = self._changes + 1, guards.broken()
+            self._look(module)
         return self.sequential is not None
 
-    def _look(self, module: nn.Module) -> None:
-        """Makes the ops, or says why there are none; and what either takes for granted."""
-        called = [getattr(module, name, None) for k, name in self.names.items() if len(k) > 1]
-        parts = [part for part in called if isinstance(part, nn.Module)]
+    def why_not(self, module: nn.Module) -> str:
+        """For a report: why the ops would not run now, or an empty text."""
+        guards = self._guards
+        if guards is not None and guards.hold():
+            return ""
+        if self._is_closed():
+            return self.reason
+        parts = self._parts(module)
+        if self.sequential is not None and any(map(is_dtensor, _parameters(parts))):
+            return ""  # between two calls FSDP has split what it gathers for a call
         try:
-            if self._changes > _MOST_CHANGES:
+            self._check(parts)
+            self._make(module)
+        except FuseSkip as skip:
+            return str(skip)
+        return ""
+
+    def _parts(self, module: nn.Module) -> list[nn.Module]:
+        """The modules that the statements call."""
+        called = (getattr(module, name, None) for key, name in self.names.items() if len(key) > 1)
+        return [part for part in called if isinstance(part, nn.Module)]
+
+    def _is_closed(self) -> bool:
+        return self._changes > _MOST_CHANGES
+
+    def _look(self, module: nn.Module) -> None:
+        """Makes the ops, or says why there are none; and what they take for granted."""
+        parts = self._parts(module)
+        try:
+            if self._is_closed():
                 raise FuseSkip(f"it changes from call to call: {self._last_change}")
             self._check(parts)
             ops = self._make(module)
@@ -89,7 +113,7 @@ class Region:
             obstacle = find_obstacle(part, type(part).forward, part._parameters)
             if obstacle is not None:
                 raise FuseSkip(f"{type(part).__name__}: {obstacle}")
-        devices = {p.device for part in parts for p in part.parameters()}
+        devices = {parameter.device for parameter in _parameters(parts)}
         if len(devices) > 1:
             raise FuseSkip(f"its parameters are on {', '.join(sorted(map(str, devices)))}")
 
@@ -105,6 +129,10 @@ class Region:
         if not is_list or not ops:
             raise FuseSkip(f"the rule {self.rule.name} gave {type(ops).__name__} in place of ops")
         return ops
+
+
+def _parameters(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [parameter for part in parts for parameter in part.parameters()]
 
 
 def _unique(parts: Iterable[nn.Module]) -> list[nn.Module]:

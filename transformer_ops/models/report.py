@@ -46,7 +46,7 @@ class FuseReport:
             if isinstance(module, FusedModule):
                 kind = module._tops_base.__name__
                 for region in module._regions():
-                    reason = "" if region.is_open(module) else region.reason
+                    reason = region.why_not(module)
                     found.append(FuseRow(path, kind, region.rule.name, reason))
         return found
 
