@@ -138,10 +138,33 @@ def forward_cases() -> Iterator[Case]:
         residual = Case(rule, "forward", hand_out, (1, 2, 3), f"residual {form}", extra_inputs=1)
         yield residual
         yield residual._replace(make=lambda n=norm: two_blocks(n), extra=f"channel {form}")
+    yield from scaled_residuals()
     yield from linear_epilogues()
     for name, glu in GLUS.items():
         block = lambda g=glu: before(tops.Linear(16, 24), g(), tops.L2Normalization())  # noqa: E731
         yield Case("linear_bias_glu", "forward", block, (1, 2, 3), name)
+
+
+def scaled_residuals() -> Iterator[Case]:
+    """The end of a block of a vision transformer."""
+    made: dict[str, Callable[[], list[tops.FusibleOperation]]] = {
+        "both": lambda: [tops.LayerScale(16, 0.5), tops.DropPath(0.4)],
+        "all dropped": lambda: [tops.LayerScale(16, 0.5), tops.DropPath(1.0)],
+        "scale": lambda: [tops.LayerScale(16, 0.5)],
+        "no path dropped": lambda: [tops.LayerScale(16, 0.5), tops.DropPath(0.0)],
+        "path": lambda: [tops.DropPath(0.4)],
+    }
+    for name, make in made.items():
+        block = lambda m=make: before(*m(), tops.AddExtraInput())  # noqa: E731
+        covers = tuple(range(1, len(make()) + 2))
+        yield Case("scale_drop_add", "forward", block, covers, name, extra_inputs=1)
+
+
+def scaled_block() -> list[tops.FusibleOperation]:
+    """x + drop_path(layer_scale(linear(x)))."""
+    join = tops.AddExtraInput()
+    ops = (tops.Linear(16, 16), tops.LayerScale(16, 0.5), tops.DropPath(0.4), join)
+    return around(*ops, join=join)
 
 
 def linear_epilogues() -> Iterator[Case]:
@@ -253,6 +276,9 @@ def backward_cases() -> Iterator[Case]:
     yield Case("dropout_bias", "backward", dropout, (2, 3))
     alone = lambda: before(tops.Bias(16), tops.Dropout(1.0), tops.Bias(16))  # noqa: E731
     yield Case("dropout_bias", "backward", alone, (1, 2), "all dropped, without Linear")
+    yield Case("layer_scale_drop_path", "backward", scaled_block, (3, 4))
+    alone = lambda: before(tops.LayerScale(16, 0.5), tops.DropPath(1.0))  # noqa: E731
+    yield Case("layer_scale_drop_path", "backward", alone, (1, 2), "all dropped")
     for name in ("GELU", "GELU exact", "QGELU", "SiLU"):
         activation = ACTIVATIONS[name]
         block = lambda a=activation: before(tops.Linear(16, 24), a(), tops.BasicLinear(24, 16))  # noqa: E731

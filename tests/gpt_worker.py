@@ -35,7 +35,7 @@ def make_gpt() -> GPT:
     parts = dict(gated.mlp.named_children())
     parts["gelu"] = tops.SwiGLU(glu_interleave_size=16)
     parts["down"] = tops.Linear(2 * WIDTH, WIDTH)
-    gated.mlp = tops.Sequential(parts)
+    gated.mlp = tops.Residual(parts)
     # AdamW divides a gradient by its size: in float32 the smallest would be steps of roundings.
     model.double()
     initialize(model, 0)

@@ -138,6 +138,17 @@ def dropout(p: float) -> Callable[[Tensor], Tensor]:
     return reference
 
 
+def drop_path(p: float) -> Callable[[Tensor], Tensor]:
+    """What the op draws from `SEED`, which does not depend on the sizes of a sample."""
+
+    def reference(x: Tensor) -> Tensor:
+        ones = torch.ones(len(x), *(1 for _ in x.shape[1:]))
+        kept = run_seeded(tops.DropPath(p), ones) != 0
+        return kept.to(x) * x * (1 / (1 - p) if p < 1 else 0)
+
+    return reference
+
+
 # ---- rows
 
 
@@ -348,6 +359,31 @@ CASES = [
         nothing,
         elementwise=True,
         any_dtype=True,
+    ),
+    OpCase(
+        "LayerScale",
+        lambda: tops.LayerScale(16),
+        lambda x, gamma: x * gamma,
+        all_of_input,
+        bad=((3, 15), r"\[layer_scale\] input must end in dimensions \[16\], got shape"),
+    ),
+    *(
+        OpCase(
+            f"DropPath-{p}",
+            functools.partial(tops.DropPath, p),
+            drop_path(p),
+            # A sample is four rows.
+            lambda h, B: max(B, 4) / 4,
+            bad=((), r"\[drop_path\] input must have at least 1 dimension, got 0"),
+        )
+        for p in (0.4, 1.0)
+    ),
+    *(
+        OpCase(name, make, lambda x: x, nothing, elementwise=True, any_dtype=True)
+        for name, make in (
+            ("DropPath-eval", lambda: tops.DropPath(0.3).eval()),
+            ("DropPath-none", lambda: tops.DropPath(0.0)),
+        )
     ),
     OpCase("Dropout-all", lambda: tops.Dropout(1.0), dropout(1.0), bit_mask, elementwise=True),
     OpCase(

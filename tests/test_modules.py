@@ -50,6 +50,8 @@ NATIVE = [
         for kind in "GELU QGELU ReLU SReLU SiLU GLU GEGLU QGEGLU ReGLU SReGLU".split()
     ],
     (lambda: ops.GELU("none"), "ExactGELU", {}, {}),
+    (lambda: ops.LayerScale(4, 0.1), "LayerScale", {"size": 4}, {"gamma": (4,)}),
+    (lambda: ops.DropPath(1), "DropPath", {"p": 1.0}, {}),
     (lambda: ops.GEGLU(approximate="none"), "ExactGEGLU", {}, {}),
     (lambda: ops.SwiGLU(), "SwiGLU", {"glu_interleave_size": 0}, {}),
     (lambda: ops.SwiGLU(glu_interleave_size=32), "SwiGLU", {"glu_interleave_size": 32}, {}),
@@ -296,6 +298,14 @@ BAD_ARGUMENTS = [
             ((4,), {"zero_centered_gamma": 1}, "zero_centered_gamma must be a bool, got 1"),
         )
     ],
+    (lambda: ops.LayerScale(0), r"\[LayerScale\] size must be an int >= 1, got 0"),
+    (
+        lambda: ops.LayerScale(4, NAN),
+        r"\[LayerScale\] init_values must be a finite number, got nan",
+    ),
+    (lambda: ops.DropPath(1.5), r"\[DropPath\] p must"),
+    (lambda: ops.GELU("erf"), r"\[GELU\] approximate must be 'none' or 'tanh', got 'erf'"),
+    (lambda: ops.GEGLU(None), r"\[GEGLU\] approximate must be 'none' or 'tanh', got None"),
     (lambda: ops.L2Normalization(eps=-1), r"\[L2Normalization\] eps must be a finite number >= 0"),
     (lambda: ops.L2Normalization(eps=NAN), "eps must be a finite number >= 0, got nan"),
     *[

@@ -42,4 +42,4 @@ def test_rows_of_known_ops() -> None:
     assert "| `ReLU` | `max(x, 0)` | - | - | `mask` h/8 |" in page
     assert "| `weight` (or None) | - | `input` hB, `rstd` 4 |" in page
     assert "| `activation_linear` | joint | 10 | (ReLU, SReLU) + BasicLinear |" in page
-    assert "Dropout(p)\n" in page
+    assert "Dropout(p=0.5, inplace=False)\n" in page

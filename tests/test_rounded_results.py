@@ -63,6 +63,7 @@ def arguments(name: str, x: Tensor, known: dict[str, Any] | None = None) -> list
         "normalized_shape": lambda: [x.shape[-1]],
         "weight": lambda: randn(*x.shape[-1:]),
         "bias": lambda: randn(*x.shape[-1:]),
+        "gamma": lambda: randn(*x.shape[-1:]),
         "scales": lambda: randn(*x.shape[:-1]).float(),
     }
     values = []

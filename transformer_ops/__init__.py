@@ -56,6 +56,7 @@ from .quantizers import (  # noqa: E402
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from .residual import Residual  # noqa: E402
 from .sequential import Sequential  # noqa: E402
 from .views import view  # noqa: E402
 
@@ -94,6 +95,7 @@ __all__ = [
     "Plan",
     "Processor",
     "QuantizedTensor",
+    "Residual",
     "Sequential",
     "autocast",
     "cmake_prefix_path",

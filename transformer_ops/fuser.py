@@ -28,6 +28,7 @@ from .op.borrowed import guards_of
 from .op.channels import Routed, resolve_channels
 from .op.holders import Holder
 from .op.hooks import has_hooks
+from .op.in_place import check_in_place
 from .op.tensor_parallel import check_gates, is_dtensor, local_parameters, local_sizes
 from .plan.explain.explanation import Explanation
 from .plan.explain.summary import Group, describe
@@ -96,6 +97,7 @@ class OperationFuser(Holder):
         """Take the ops as they are now."""
         self._is_stale = False
         check_gates(self._basic_ops)
+        check_in_place(self._basic_ops)
         for op in (*self._ops, *self._basic_ops):
             op._add_holder(self)
         self._sources, self._visible = self._given_channels or self._route()

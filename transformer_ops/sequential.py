@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -17,6 +17,7 @@ from .marks import constant, disabled, may_be_traced
 from .numbered import numbered
 from .op.base import FusibleOperation
 from .op.holders import Holder
+from .op.hooks import has_hooks
 from .op.state_dict import modules_with_known_shapes, shape_mismatches
 from .plan.explain.explanation import Explanation
 from .plan.plan import Plan
@@ -37,12 +38,20 @@ from .runtime.policies import Policies
 OpKwargs = Mapping[Any, dict[str, Any]]
 
 
+class _Flat(NamedTuple):
+    """What a Sequential lays out."""
+
+    names: list[str]
+    modules: list[nn.Module]
+    residuals: list[tuple[Sequential, tuple[nn.Module | None, ...], bool]]
+
+
 @names_its_arguments
 class Sequential(nn.Module, Holder):
     """Modules in order; maximal runs of fusible ops form one group each.
 
-    Takes modules, or one dict of named modules. Modules that are no `FusibleOperation` stand
-    between groups and are called with the main tensor only.
+    Takes modules, one list of modules, or one dict of named modules. Modules that are no
+    `FusibleOperation` stand between groups and are called with the main tensor only.
 
     Args:
         recompute: "cheap": what a norm, activation, gated linear unit, dropout, scale or bias gives
@@ -65,6 +74,9 @@ class Sequential(nn.Module, Holder):
             "exact".
     """
 
+    # The ops before and after its modules, of a Residual.
+    _ends: ClassVar[tuple[nn.Module, nn.Module] | None] = None
+
     def __init__(
         self,
         *modules: Any,
@@ -80,6 +92,8 @@ class Sequential(nn.Module, Holder):
         self._peers: peers.Peers | None = None
         self._edits = 0
         self._number = numbered.add(self)
+        if len(modules) == 1 and isinstance(modules[0], list | tuple):
+            modules = tuple(modules[0])
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             for name, module in modules[0].items():
                 self.add_module(name, _check_module(module))
@@ -134,6 +148,49 @@ class Sequential(nn.Module, Holder):
     def _get(self) -> list[nn.Module]:
         return [module for module in self._modules.values() if module is not None]
 
+    def _flat(self) -> _Flat:
+        flat = _Flat([], [], [])
+        self._add_to(flat, "", self._policies)
+        return flat
+
+    def _add_to(self, flat: _Flat, prefix: str, policies: Policies) -> None:
+        if self._ends is not None:
+            flat.names.append(prefix + ".0")
+            flat.modules.append(self._ends[0])
+        for name, module in self._modules.items():
+            if isinstance(module, Sequential) and module._ends is not None:
+                joined = module._is_joined(policies)
+                flat.residuals.append((module, tuple(module._modules.values()), joined))
+                if joined:
+                    module._add_to(flat, f"{prefix}{name}.", policies)
+                    continue
+            if module is not None:
+                flat.names.append(prefix + name)
+                flat.modules.append(module)
+        if self._ends is not None:
+            flat.names.append(prefix + ".1")
+            flat.modules.append(self._ends[1])
+
+    def _is_joined(self, policies: Policies) -> bool:
+        """Whether a Sequential around, with these policies, lays out its modules rather than call
+        it."""
+        is_ours = type(self).forward is Sequential.forward and "forward" not in self.__dict__
+        follows = self._policies in (Policies(), policies)
+        return is_ours and follows and not has_hooks((self,))
+
+    def _module_at(self, name: str) -> nn.Module:
+        """By a name of `_flat`: names of modules, or an empty one and which of the ends."""
+        first, dot, rest = name.partition(".")
+        if not first:
+            assert self._ends is not None
+            return self._ends[int(rest)]
+        found = self._modules[first]
+        assert found is not None
+        if not dot:
+            return found
+        assert isinstance(found, Sequential)
+        return found._module_at(rest)
+
     def _set(self, modules: Iterable[nn.Module], names: Iterable[str] | None = None) -> None:
         found = [_check_module(module) for module in modules]
         labels = list(names) if names is not None else [str(i) for i in range(len(found))]
@@ -183,6 +240,7 @@ class Sequential(nn.Module, Holder):
 
     def extend(self, modules: Iterable[nn.Module]) -> Sequential:
         """Add modules at the end."""
+        _check_not_residual(modules)
         found = [_check_module(module) for module in modules]
         for module in found:
             self.append(module)
@@ -210,6 +268,7 @@ class Sequential(nn.Module, Holder):
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:
         if not isinstance(other, Iterable):
             return NotImplemented
+        _check_not_residual(other)
         return self._like_this(*self, *other)
 
     def _like_this(self, *modules: Any) -> Sequential:
@@ -219,6 +278,7 @@ class Sequential(nn.Module, Holder):
         return made
 
     def __iadd__(self, other: Iterable[nn.Module]) -> Sequential:
+        _check_not_residual(other)
         return self.extend(list(other))
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -276,10 +336,13 @@ class Sequential(nn.Module, Holder):
         if is_compiling():
             traced = _layout_constant(self._traced_state, self._edits)
             # By name: Dynamo guards on those alone that are read.
-            modules = [self._modules[name] for name in traced.names]
+            modules = [
+                self._modules[name] if "." not in name else self._module_at(name)
+                for name in traced.names
+            ]
             return self._run(traced, modules, input, extra_inputs, op_kwargs)  # type: ignore[arg-type]
         layout = self._layout
-        if layout is None or not _is_current(layout, self._modules):
+        if layout is None or not _is_current(layout, self._modules, self._policies):
             layout = self._make_layout()
         if layout.whole is None and layout.lenders is not None:
             layout = self._with_current_hooks(layout)
@@ -290,7 +353,7 @@ class Sequential(nn.Module, Holder):
                 if output is not None:
                     return output
             layout = self._with_current_hooks(layout)
-        return self._run(layout, self._get(), input, extra_inputs, op_kwargs)
+        return self._run(layout, list(layout.modules), input, extra_inputs, op_kwargs)
 
     def _run(
         self,
@@ -342,19 +405,22 @@ class Sequential(nn.Module, Holder):
         base = self._with_current_hooks(self._current_layout())
         split = self._split_layout
         if split is None or split[0] is not base or split[1] != called:
-            layout = make_layout(self._get(), self._policies, OperationFuser, called)
+            layout = make_layout(base.modules, self._policies, OperationFuser, called)
             self._split_layout = split = (base, called, layout)
-        return run_segments(split[2], self._get(), input, extra_inputs, kwargs, call_group)
+        return run_segments(split[2], base.modules, input, extra_inputs, kwargs, call_group)
 
     def _kwargs_by_op(
         self, modules: list[nn.Module], op_kwargs: OpKwargs
     ) -> dict[int, dict[str, Any]]:
         by_module: dict[int, dict[str, Any]] = {}
+        own = [module for module in self._modules.values() if module is not None]
         for key, given in op_kwargs.items():
-            if isinstance(key, int) and not isinstance(key, bool) and 0 <= key < len(modules):
+            named = key
+            if isinstance(key, int) and not isinstance(key, bool) and 0 <= key < len(own):
+                named = own[key]
+            places = [i for i, module in enumerate(modules) if module is named]
+            if named is not key and len(own) == len(modules):
                 places = [key]
-            else:
-                places = [i for i, module in enumerate(modules) if module is key]
             if not places or not isinstance(modules[places[0]], FusibleOperation):
                 raise ValueError(
                     "[Sequential] op_kwargs keys must be fusible ops of the Sequential or their "
@@ -377,7 +443,7 @@ class Sequential(nn.Module, Holder):
 
     def _current_layout(self) -> Layout:
         layout = self._layout
-        if layout is None or not _is_current(layout, self._modules):
+        if layout is None or not _is_current(layout, self._modules, self._policies):
             layout = self._make_layout()
         return layout
 
@@ -391,7 +457,7 @@ class Sequential(nn.Module, Holder):
         return layout
 
     def _make_layout(self) -> Layout:
-        modules = self._get()
+        names, modules, residuals = self._flat()
         fusible = [module for module in modules if isinstance(module, FusibleOperation)]
         members = [op for module in fusible for op in (module, *module.basic_ops)]
         if self._layout is not None and self._layout.modules != tuple(modules):
@@ -399,8 +465,11 @@ class Sequential(nn.Module, Holder):
         for op in members:
             op._add_holder(self)
         layout = make_layout(modules, self._policies, OperationFuser)
-        names = tuple(name for name, module in self._modules.items() if module is not None)
-        layout = layout._replace(names=names)
+        layout = layout._replace(
+            names=tuple(names),
+            children=tuple(self._modules.values()),
+            residuals=tuple(residuals),
+        )
         for op in members:
             op.__dict__["_channels_captured"] = True
         self._layout = layout
@@ -464,9 +533,16 @@ class Sequential(nn.Module, Holder):
         return explain_segments(self._layout_of_the_last_call())
 
 
-def _is_current(layout: Layout, modules: Mapping[str, nn.Module | None]) -> bool:
-    if tuple(modules.values()) != layout.modules:
+def _is_current(
+    layout: Layout, modules: Mapping[str, nn.Module | None], policies: Policies
+) -> bool:
+    if tuple(modules.values()) != layout.children:
         return False
+    for residual, children, joined in layout.residuals:
+        if tuple(residual._modules.values()) != children:
+            return False
+        if residual._is_joined(policies) != joined:
+            return False
     # For hooks around a whole, C++ looks at every call.
     return layout.whole is not None or hooked_now(layout) == layout.hooked
 
@@ -487,13 +563,30 @@ def _for_traces(layout: Layout) -> Layout:
         segment._replace(group=None, group_state=segment.group and segment.group._shared_state())
         for segment in layout.segments
     )
-    return layout._replace(modules=(), hook_dicts=(), segments=segments, lenders=None, whole=None)
+    return layout._replace(
+        modules=(),
+        hook_dicts=(),
+        segments=segments,
+        lenders=None,
+        whole=None,
+        children=(),
+        residuals=(),
+    )
 
 
 def _check_module(module: Any) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"[Sequential] modules must be nn.Modules, got {type(module).__name__}")
     return module
+
+
+def _check_not_residual(modules: Any) -> None:
+    # Its modules alone would lose the addition.
+    if isinstance(modules, Sequential) and modules._ends is not None:
+        raise TypeError(
+            "[Sequential] modules to add must be a list, or a Sequential that is no Residual, got "
+            "a Residual: write [residual]"
+        )
 
 
 def _free_name(names: list[str]) -> str:

@@ -195,7 +195,7 @@ struct ExactGELU {
     const A t = abs(x);
     const auto n = normal(t);
     // The slopes at x and -x add up to one.
-    const A slope = n.beyond - t * n.density;
+    const A slope = fused(-t, n.density, n.beyond);
     return grad * select_negative(x, slope, A(1) - slope);
   }
 };

@@ -43,20 +43,16 @@ class Block(nn.Module):
             },
             saved=saved,
         )
-        fork = tops.MakeExtraOutput()
-        fork.set_extra_output_channel(0, "residual", output_to_caller=False)
         dense = {
             "up": tops.Linear(width, 4 * width),
             "gelu": tops.GELU(),
             "down": tops.Linear(4 * width, width),
         }
-        self.mlp = tops.Sequential(
+        self.mlp = tops.Residual(
             {
-                "fork": fork,
                 "norm": tops.LayerNorm(width),
                 **(expert_ops(width, experts, top_k) if experts else dense),
                 "dropout": tops.Dropout(dropout),
-                "add": tops.AddExtraInput().set_extra_input_channel(0, "residual"),
             },
             saved=saved,
         )

@@ -341,7 +341,9 @@ def _has_autocast(device: str) -> bool:
 
 def _optional_tensors(op: BasicOperation) -> tuple[str, ...]:
     """The tensors of parameters, and the extra inputs, that may be None."""
-    return tuple(name for one in _optional(op._kind) for name in op._names_in(one))
+    # By the class: what an instance says would be a guard. Kinds of a class have the same tensors.
+    kind = op._kinds[0] if op._kinds else None
+    return tuple(name for one in _optional(kind) for name in op._names_in(one))
 
 
 @constant

@@ -428,6 +428,8 @@ class BasicOperation(ChannelMixin, FusibleOperation):
     _flag_names: ClassVar[tuple[str, ...]] = ()
     # Multiplies one half of its columns by what it makes of the other.
     _is_gated: ClassVar[bool] = False
+    # torch.nn's argument: in_place.py says where.
+    inplace: bool = False
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0

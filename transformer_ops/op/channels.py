@@ -8,6 +8,16 @@ from typing import NamedTuple, Protocol, TypeVar
 OpT = TypeVar("OpT", bound="ChannelMixin")
 
 
+class PrivateChannel(str):
+    """A channel of its own, whatever others are called. It may be fed again: a consumer reads what
+    was fed last before it."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+    __hash__ = object.__hash__
+
+
 class ChannelMixin:
     """Binds extra inputs and outputs of an op to channel names."""
 
@@ -149,29 +159,35 @@ def _describe(ops: Sequence[ChannelOp], position: int) -> str:
     return f"op {position} ({type(ops[position]).__name__})"
 
 
-def _find_producers(ops: Sequence[ChannelOp]) -> dict[str, Routed]:
-    producers: dict[str, Routed] = {}
+def _find_producers(ops: Sequence[ChannelOp]) -> dict[str, list[Routed]]:
+    producers: dict[str, list[Routed]] = {}
     for position, op in enumerate(ops):
         for index, (name, _) in enumerate(op._output_channels):
             if name is None:
                 continue
-            if name in producers:
+            found = producers.setdefault(name, [])
+            if found and not isinstance(name, PrivateChannel):
                 raise ValueError(
                     f"[Sequential] channel {name!r} must have one producer, got "
-                    f"{_describe(ops, producers[name].position)} and {_describe(ops, position)}"
+                    f"{_describe(ops, found[0].position)} and {_describe(ops, position)}"
                 )
-            producers[name] = Routed(position, index)
+            found.append(Routed(position, index))
     return producers
 
 
 def _find_source(
-    ops: Sequence[ChannelOp], producers: dict[str, Routed], position: int, index: int, name: str
+    ops: Sequence[ChannelOp],
+    producers: dict[str, list[Routed]],
+    position: int,
+    index: int,
+    name: str,
 ) -> Routed:
-    source = producers.get(name)
-    if source is None or source.position >= position:
-        got = "none" if source is None else _describe(ops, source.position)
+    every = producers.get(name, [])
+    before = [source for source in every if source.position < position]
+    if not before:
+        got = _describe(ops, every[0].position) if every else "none"
         raise ValueError(
             f"[Sequential] channel {name!r} must have a producer before extra input {index} of "
             f"{_describe(ops, position)}, got {got}"
         )
-    return source
+    return before[-1]

@@ -13,6 +13,7 @@ from .collective import ReduceScatter as ReduceScatter
 from .constant_scale import ConstantScale as ConstantScale
 from .dispatch import Combine as Combine
 from .dispatch import Dispatch as Dispatch
+from .drop_path import DropPath as DropPath
 from .dropout import Dropout as Dropout
 from .glu import ClampedSwiGLU as ClampedSwiGLU
 from .glu import GEGLU as GEGLU
@@ -25,6 +26,7 @@ from .glu import SwiGLU as SwiGLU
 from .grouped_linear import GroupedLinear as GroupedLinear
 from .identity import Identity as Identity
 from .l2_normalization import L2Normalization as L2Normalization
+from .layer_scale import LayerScale as LayerScale
 from .linear import Linear as Linear
 from .make_extra_output import MakeExtraOutput as MakeExtraOutput
 from .norm import LayerNorm as LayerNorm
@@ -53,6 +55,7 @@ __all__ = [
     "ConstantScale",
     "Combine",
     "Dispatch",
+    "DropPath",
     "Dropout",
     "GEGLU",
     "GLU",
@@ -65,6 +68,7 @@ __all__ = [
     "GroupedLinear",
     "Identity",
     "L2Normalization",
+    "LayerScale",
     "Linear",
     "MakeExtraOutput",
     "LayerNorm",

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ..op.base import BasicOperation, Check
-from ..op.checks import check_approximate
+from ..op.checks import check_approximate, check_bool
 
 __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU"]
 
@@ -22,6 +22,19 @@ class _Activation(BasicOperation):
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
+
+
+class _InPlaceActivation(_Activation):
+    """One that has nn's argument `inplace`."""
+
+    _checks: ClassVar[Mapping[str, Check]] = {"inplace": check_bool}
+
+    def __init__(self, inplace: bool = False, *, cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.inplace = inplace
+
+    def extra_repr(self) -> str:
+        return ", ".join(filter(None, ("inplace=True" * self.inplace, super().extra_repr())))
 
 
 class _TanhGELU(_Activation, kind="GELU"):
@@ -64,11 +77,13 @@ class QGELU(_Activation, kind="QGELU"):
     """
 
 
-class ReLU(_Activation, kind="ReLU"):
+class ReLU(_InPlaceActivation, kind="ReLU"):
     """`max(x, 0)`. Backward saves one exact bit an element.
 
     `cache_quantized_input` changes nothing, because a bit is less than a byte: the same is saved,
-    and the gradient stays exact. ValueError unless it is a bool.
+    and the gradient stays exact. `inplace=True`, as in `torch.nn.ReLU`, is taken behind an op that
+    makes the input, whose memory is reused anyway; ValueError at the call where it would overwrite
+    the caller's tensor. ValueError unless both are bools.
     """
 
 
@@ -76,5 +91,7 @@ class SReLU(_Activation, kind="SReLU"):
     """`max(x, 0)^2` (So et al. 2021, Primer). `cache_quantized_input` as in `GELU`."""
 
 
-class SiLU(_Activation, kind="SiLU"):
-    """`x * sigmoid(x)` (Elfwing et al. 2017). `cache_quantized_input` as in `GELU`."""
+class SiLU(_InPlaceActivation, kind="SiLU"):
+    """`x * sigmoid(x)` (Elfwing et al. 2017). `cache_quantized_input` as in `GELU`, `inplace` as
+    in `ReLU`.
+    """

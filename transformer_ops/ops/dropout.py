@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ..op.base import BasicOperation, Check
-from ..op.checks import check_probability
+from ..op.checks import check_bool, check_probability
 
 __all__ = ["Dropout"]
 
@@ -16,11 +16,16 @@ class Dropout(BasicOperation, kind="Dropout"):
 
     Any shape, the input's dtype (Srivastava et al. 2014). Random bits are Philox counters (Salmon
     et al. 2011) seeded by torch's generator of the device. `p = 1` gives zeros; `p = 0`, and eval
-    mode, draw no random number. ValueError unless `p` lies in [0, 1].
+    mode, draw no random number. ValueError unless `p` lies in [0, 1]. `inplace` as in `ReLU`.
     """
 
-    _checks: ClassVar[Mapping[str, Check]] = {"p": check_probability}
+    _checks: ClassVar[Mapping[str, Check]] = {"p": check_probability, "inplace": check_bool}
 
-    def __init__(self, p: float) -> None:
+    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__()
         self.p = p
+        self.inplace = inplace
+
+    def extra_repr(self) -> str:
+        """The probability, and the flag where it is set."""
+        return super().extra_repr() + ", inplace=True" * self.inplace

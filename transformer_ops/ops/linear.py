@@ -74,13 +74,15 @@ class _Views(NamedTuple):
 
 
 class Linear(FusibleOperation, SplitProductMixin):
-    """`x @ weight.T + bias`, planned as BasicLinear and Bias.
+    """`x @ weight.T + bias`, where `bias` starts at zero; that of `torch.nn.Linear` does not.
+
+    Planned as BasicLinear and Bias.
 
     `x[..., in_features]`, `weight[out_features, in_features]`, `bias[out_features]` (absent with
     `bias=False`) → `[..., out_features]` in the weight's dtype. The state dict is that of
     `torch.nn.Linear`; the reference's keys (`basic_ops.0.weight`, `basic_ops.1.bias`) load too.
-    The weight starts kaiming-uniform with a = sqrt(5), the bias at zero. Arguments and errors are
-    those of `BasicLinear`.
+    The weight starts kaiming-uniform with a = sqrt(5). Further arguments, and errors, are those of
+    `BasicLinear`.
 
     Where it is split by "column", so is the bias. By "row", each rank has a whole bias, and the sum
     over the ranks contains all of them, as in the reference.
@@ -97,10 +99,10 @@ class Linear(FusibleOperation, SplitProductMixin):
         self,
         in_features: int,
         out_features: int,
-        *,
         bias: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        *,
         accumulate_into_main_grad: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
         tensor_parallel_mode: str | None = None,

@@ -39,8 +39,8 @@ class Lenders(NamedTuple):
 class Layout(NamedTuple):
     """The segments of a list of modules, and what travels between them and the caller."""
 
-    names: tuple[str, ...]  # in the Sequential
-    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]  # that lead to the modules from the Sequential
+    modules: tuple[nn.Module, ...]  # those of each Residual one by one
     hooked: tuple[bool, ...]  # which modules have hooks
     hook_dicts: tuple[Mapping[int, Any], ...]  # of all fusible modules and their basic ops
     state: str  # the same text for layouts that one compiled graph can serve; empty until asked for
@@ -50,6 +50,9 @@ class Layout(NamedTuple):
     lenders: Lenders | None  # the modules that its ops borrow from
     # The OperationFuser of the only segment, which takes and gives just what the caller does.
     whole: Any
+    # What the Sequential holds itself; each Residual, what it holds, and whether that is laid out.
+    children: tuple[nn.Module | None, ...] = ()
+    residuals: tuple[tuple[Any, tuple[nn.Module | None, ...], bool], ...] = ()
 
 
 # Runs a group: (segment, its modules, input, extra inputs, keyword arguments of its basic ops).

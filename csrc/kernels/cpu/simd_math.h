@@ -232,7 +232,7 @@ TRANSFORMER_OPS_INLINE math::Normal<V> normal_of(V t) {
       const V half(0.5f);
       const V series =
           polynomial(square, 0.398942277f, -0.0664899464f, 0.00996485636f, -0.00113117909f);
-      return {density, select(t < half, half - t * series, e * r * p)};
+      return {density, select(t < half, fused(-t, series, half), e * r * p)};
     }
   }
 }

@@ -58,6 +58,9 @@ struct Number {
     if constexpr (kept == Kept::Bits32) return Number(::expf(x.value));
     return Number(::exp2f(1.4426950408889634f * x.value));
   }
+  TRANSFORMER_OPS_MATH_MEMBER friend Number share_beyond(Number t) {
+    return Number(math::share_beyond(t.value));
+  }
 };
 
 // 1 / (1 + e) for e in [0, 1], within a unit of the last place.

@@ -1,0 +1,27 @@
+"""Stochastic depth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from ..op.base import BasicOperation, Check
+from ..op.checks import check_probability
+
+__all__ = ["DropPath"]
+
+
+class DropPath(BasicOperation, kind="DropPath"):
+    """Zeroes samples with probability `p` and scales the rest by `1 / (1 - p)`, when training.
+
+    Samples are the first dimension (Huang et al. 2016, "stochastic depth"; `DropPath` in timm,
+    `StochasticDepth(p, "row")` in torchvision). Any shape with a dimension, the input's dtype.
+    Backward keeps one number a sample. Random bits are those of `Dropout`. `p = 1` gives zeros;
+    `p = 0`, and eval mode, draw no random number. ValueError unless `p` lies in [0, 1].
+    """
+
+    _checks: ClassVar[Mapping[str, Check]] = {"p": check_probability}
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
