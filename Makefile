@@ -25,7 +25,7 @@ CPP := $(shell find csrc tests/cpp tests/emulated examples -name '*.h' -o -name 
 # The CUDA bodies of the ops, on kernels compiled for the CPU.
 EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransformer_ops_emulated.so \
     tests/test_cuda.py tests/test_products.py tests/test_dropout.py tests/test_epilogues.py \
-    tests/test_main_grad.py tests/test_quantize.py tests/test_saved_formats.py \
+    tests/test_main_grad.py tests/test_packed_linear.py tests/test_quantize.py tests/test_saved_formats.py \
     tests/test_scaled_products.py tests/test_fp8_products.py \
     tests/test_block_products.py tests/test_groups_on_cuda.py tests/test_nvfp4_products.py \
     tests/test_rounded_by_scale.py tests/test_four_over_six.py tests/test_fusions_under_recipes.py

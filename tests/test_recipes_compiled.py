@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from recipe_cases import (
     gradients_of,
     linear,
     outputs_and_gradients,
+    refuses,
     rounds,
     settle,
 )
@@ -37,14 +39,16 @@ all_recipes = pytest.mark.parametrize("name", EVERY_RECIPE)
 
 
 class EveryOp(nn.Module):
-    """All in one graph: hundreds of small ones would take minutes to trace."""
+    """All that run under a recipe in one graph: hundreds of small ones would take minutes to
+    trace."""
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: str) -> None:
         super().__init__()
+        self.recipe = recipe
         self.ops = nn.ModuleList(case.build() for case in CASES)
 
     def forward(self, inputs: list[list[Tensor]]) -> list[Tensor]:
-        return self.run(inputs, lambda case: True)
+        return self.run(inputs, lambda case: not refuses(case, self.recipe))
 
     def run(self, inputs: list[list[Tensor]], wanted: Callable[[OpCase], bool]) -> list[Tensor]:
         calls = zip(CASES, self.ops, inputs, strict=True)
@@ -73,7 +77,7 @@ def of_every_op(run: Any, parameters: Any, inputs: list[list[Tensor]]) -> dict[s
 
 @all_recipes
 def test_every_op_compiled(name: str) -> None:
-    module, inputs = EveryOp(), [case.inputs() for case in CASES]
+    module, inputs = EveryOp(name), [case.inputs() for case in CASES]
     exact = of_every_op(module, module, inputs)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     with tops.autocast(recipe=EVERY_RECIPE[name]):
@@ -134,7 +138,7 @@ def test_a_region_within_a_graph() -> None:
 @all_recipes
 def test_every_op_exported(name: str) -> None:
     """What is drawn at random is drawn by each run of the program, from torch's generator."""
-    module, inputs = EveryOp(), [case.inputs() for case in CASES]
+    module, inputs = EveryOp(name), [case.inputs() for case in CASES]
     with tops.autocast(recipe=EVERY_RECIPE[name]):
         want = of_every_op(module, module, inputs)
         program = export(module, (inputs,)).module()
@@ -215,11 +219,15 @@ def test_an_export_makes_no_scales() -> None:
 # ---- packaged
 
 
+def rounds_under(name: str, case: OpCase) -> bool:
+    return rounds(case) and not refuses(case, name)
+
+
 class EveryRecipe(EveryOp):
     """All recipes in one graph, too, for what they change; and weights that are held as codes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("")
         formats = ("mx e4m3", "nvfp4 16x16", "e4m3 128x128", "e5m2", "int8 1x32")
         self.held = nn.ModuleList(tops.Linear(64, 32) for _ in formats)
         for op, format in zip(self.held, formats, strict=True):
@@ -228,9 +236,10 @@ class EveryRecipe(EveryOp):
 
     def forward(self, inputs: list[list[Tensor]], rows: Tensor) -> list[Tensor]:
         found = [op(rows) for op in self.held]
-        for recipe in EVERY_RECIPE.values():
+        for name, recipe in EVERY_RECIPE.items():
+            taken = functools.partial(rounds_under, name)
             with tops.autocast(recipe=recipe):
-                found += self.run(inputs, rounds)
+                found += self.run(inputs, taken)
         with tops.autocast():
             found += self.run(inputs, lambda case: not rounds(case))
         return found
