@@ -338,6 +338,42 @@ def test_attributes_that_change_at_each_call() -> None:
     assert "changes from call to call: count of mlp has changed" in report.skipped[0].reason
 
 
+def test_a_refusal_is_found_out_once() -> None:
+    model, made = DoublingInPlace(), []
+
+    def make(*_: Any) -> Any:
+        made.append(1)
+        raise tops.FuseSkip("no")
+
+    rule = tops.register_fuse_rule("refusing", STATEMENTS, make)
+    try:
+        report = tops.fuse(model, rules=[rule])
+        for _ in range(5):
+            model(torch.randn(2, 16))
+        assert len(made) == 1 and report.skipped[0].reason == "no"
+    finally:
+        rule.remove()
+
+
+def test_hooks_that_come_and_go() -> None:
+    plain, model, report = pair()
+    for _ in range(40):
+        handle = model.layers[0].mlp.register_forward_hook(lambda *_: None)
+        results(model)
+        handle.remove()
+        for _ in range(4):
+            results(model)
+    assert is_fused(report) == [True, True]
+    assert_same(plain, model)
+
+
+def test_fx_traces_the_statements() -> None:
+    layer = EncoderLayer()
+    traced = torch.fx.symbolic_trace(layer)
+    tops.fuse(layer)
+    assert str(torch.fx.symbolic_trace(layer).graph) == str(traced.graph)
+
+
 def test_parameters_on_two_devices() -> None:
     model = Model()
     model.layers[0].mlp.down_proj.to("meta")

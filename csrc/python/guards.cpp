@@ -19,6 +19,12 @@ PyObject* type_of(PyObject* object) {
   return object == nullptr ? nullptr : reinterpret_cast<PyObject*>(Py_TYPE(object));
 }
 
+// -1 for what is no dict.
+Py_ssize_t size_of(PyObject* found) {
+  if (found == nullptr) return 0;
+  return PyDict_Check(found) ? PyDict_Size(found) : -1;
+}
+
 bool is_plain(PyObject* object) {
   return PyFloat_CheckExact(object) || PyLong_CheckExact(object) || PyUnicode_CheckExact(object) ||
          PyTuple_CheckExact(object);
@@ -55,25 +61,26 @@ int clear_guards(PyObject* self) {
 
 void Guards::add_type(const py::object& object, std::string text) {
   auto type = py::reinterpret_borrow<py::object>(type_of(object.ptr()));
-  conditions_.push_back({Kind::Type, object, {}, std::move(type), std::move(text)});
+  conditions_.push_back({Kind::Type, object, {}, std::move(type), 0, std::move(text)});
 }
 
 void Guards::add_value(const py::dict& dict, const py::str& key, std::string text) {
   auto value = py::reinterpret_borrow<py::object>(value_of(dict, key));
-  conditions_.push_back({Kind::Value, dict, key, std::move(value), std::move(text)});
+  conditions_.push_back({Kind::Value, dict, key, std::move(value), 0, std::move(text)});
 }
 
 void Guards::add_type_of_value(const py::dict& dict, const py::str& key, std::string text) {
   auto type = py::reinterpret_borrow<py::object>(type_of(value_of(dict, key)));
-  conditions_.push_back({Kind::TypeOfValue, dict, key, std::move(type), std::move(text)});
+  conditions_.push_back({Kind::TypeOfValue, dict, key, std::move(type), 0, std::move(text)});
 }
 
-void Guards::add_empty(const py::dict& dict, const py::str& key, std::string text) {
-  conditions_.push_back({Kind::Empty, dict, key, {}, std::move(text)});
+void Guards::add_size(const py::dict& dict, const py::str& key, std::string text) {
+  const Py_ssize_t size = size_of(value_of(dict, key));
+  conditions_.push_back({Kind::Size, dict, key, {}, size, std::move(text)});
 }
 
 bool Guards::holds(const Condition& condition) {
-  const auto& [kind, object, key, expected, text] = condition;
+  const auto& [kind, object, key, expected, size, text] = condition;
   switch (kind) {
     case Kind::Type:
       return type_of(object.ptr()) == expected.ptr();
@@ -81,10 +88,8 @@ bool Guards::holds(const Condition& condition) {
       return is_same(value_of(object, key), expected.ptr());
     case Kind::TypeOfValue:
       return type_of(value_of(object, key)) == expected.ptr();
-    case Kind::Empty: {
-      PyObject* const found = value_of(object, key);
-      return found == nullptr || (PyDict_Check(found) && PyDict_Size(found) == 0);
-    }
+    case Kind::Size:
+      return size_of(value_of(object, key)) == size;
   }
   return false;
 }
@@ -116,7 +121,7 @@ void bind_guards(py::module_& module) {
       .def("add_type", &Guards::add_type)
       .def("add_value", &Guards::add_value)
       .def("add_type_of_value", &Guards::add_type_of_value)
-      .def("add_empty", &Guards::add_empty)
+      .def("add_size", &Guards::add_size)
       .def("hold", &Guards::hold)
       .def("broken", [](const Guards& guards) -> std::optional<std::string> {
         const std::string* const text = guards.broken();

@@ -21,8 +21,8 @@ class Guards {
   void add_value(const py::dict& dict, const py::str& key, std::string text);
   // The class of the value of a key.
   void add_type_of_value(const py::dict& dict, const py::str& key, std::string text);
-  // That the value of a key is an empty dict, or absent.
-  void add_empty(const py::dict& dict, const py::str& key, std::string text);
+  // How many entries the value of a key has, a dict; none where it is absent.
+  void add_size(const py::dict& dict, const py::str& key, std::string text);
 
   bool hold() const { return broken() == nullptr; }
   // The text of the first condition that does not hold; null if all do.
@@ -33,12 +33,13 @@ class Guards {
   void clear() { conditions_.clear(); }
 
  private:
-  enum class Kind { Type, Value, TypeOfValue, Empty };
+  enum class Kind { Type, Value, TypeOfValue, Size };
   struct Condition {
     Kind kind;
     py::object object;
     py::str key;
     py::object expected;  // null where nothing is
+    Py_ssize_t size = 0;
     std::string text;
   };
 

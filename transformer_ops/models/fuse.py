@@ -10,7 +10,7 @@ from torch import nn
 
 from ..op.base import FusibleOperation
 from ..sequential import Sequential
-from .fused_class import IS_OFF, REGIONS, FusedModule, find_sites, fused_class
+from .fused_class import IS_OFF, REGIONS, FusedModule, Site, find_sites, fused_class
 from .report import FuseReport, FuseRow
 from .rules import FuseRule, rules_named
 
@@ -57,16 +57,24 @@ def fuse(
         sites = find_sites(base, chosen)
         if not sites:
             continue
-        if "forward" in vars(module):
-            for site in sites:
-                why = "it has a forward of its own"
-                skipped.append(FuseRow(path, base.__name__, site.rule.name, why))
-            continue
-        module.__class__ = fused_class(base, sites)
+        why = _swap_class(module, sites)
+        if why:
+            skipped += [FuseRow(path, base.__name__, site.rule.name, why) for site in sites]
     report = FuseReport(model, skipped)
     if strict and not report.fused:
         raise ValueError(f"[fuse] model must have a part that a rule fuses, got {report}")
     return report
+
+
+def _swap_class(module: nn.Module, sites: tuple[Site, ...]) -> str:
+    """Gives the module the class with these sites, or says why it cannot have one."""
+    if "forward" in vars(module):
+        return "it has a forward of its own"
+    try:
+        module.__class__ = fused_class(type(module), sites)
+    except TypeError as error:
+        return f"its class cannot change: {error}"
+    return ""
 
 
 def unfuse(model: nn.Module) -> None:

@@ -9,8 +9,8 @@ import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
-from torch.compiler import is_exporting
+from torch import Tensor, nn
+from torch.compiler import is_compiling, is_exporting
 
 from ..peers import untraced
 from ..plan.explain.explanation import Explanation
@@ -122,9 +122,16 @@ class FusedModule(nn.Module):
     # A bit for each region. Compiled graphs guard on it.
     _tops_open = property(untraced(_open_regions))
 
-    def _tops_region(self, i: int) -> Sequential | None:
+    def _tops_region(self, i: int, input: Any) -> Sequential | None:
         """The ops of a region, or None where the statements have to run."""
-        if is_exporting() or not self._tops_open >> i & 1:
+        # What torch.fx traces with is no tensor.
+        if not isinstance(input, Tensor) or is_exporting():
+            return None
+        if not is_compiling():
+            region = self._regions()[i]
+            is_open = not self.__dict__.get(IS_OFF, False) and region.is_open(self)
+            return region.sequential if is_open else None
+        if not self._tops_open >> i & 1:
             return None
         found: Sequential = self.__dict__[REGIONS][i].sequential
         return found
@@ -203,7 +210,8 @@ def _choice(i: int, site: Site, statements: list[ast.stmt]) -> list[ast.stmt]:
     assert pattern.result is not None
     extra = [names[key] for key in pattern.inputs if key != "H"]
     given = ", ".join([names["H"], *extra])
-    condition = f"(_tops_found := self._tops_region({i})) is not None"
+    call = f"self._tops_region({i}, {names['H']})"
+    condition = f"(_tops_found := {call}) is not None"
     source = f"if {condition}:\n    {names[pattern.result]} = _tops_found({given})"
     choice = ast.parse(source).body[0]
     assert isinstance(choice, ast.If)

@@ -195,6 +195,8 @@ def feed_forward(module: nn.Module) -> list[FusibleOperation]:
 
 def _gated(parts: dict[str, Any]) -> list[FusibleOperation]:
     gate, up = _linear(parts["gate"]), _linear(parts["up"])
+    if len({parameter.dtype for part in (gate, up) for parameter in part.parameters()}) > 1:
+        raise FuseSkip("gate and up have different dtypes")
     unit = _activation(parts["act"])[1]
     return [BorrowedPackedLinear(gate, up), unit(), _viewed(_linear(parts["down"]))]
 

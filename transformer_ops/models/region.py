@@ -29,7 +29,8 @@ _WATCHED = (
     types.BuiltinFunctionType,
     types.FunctionType,
 )
-# So often the ops are made again before the statements run for good.
+# So often the ops are made again, in less than twice as many calls, before the statements run for
+# good.
 _MOST_CHANGES = 32
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 
@@ -44,24 +45,31 @@ class Region:
         self.sequential: Sequential | None = None
         self.reason = "not called yet"
         self._guards: _C.Guards | None = None
-        self._changes = 0
-        self._last_change: str | None = None
+        self._calls = self._changes = 0
+        self._is_closed = False
 
     def is_open(self, module: nn.Module) -> bool:
-        """For a call: whether the ops may run. They are made when they are first asked for."""
+        """For a call: whether the ops may run. They are made, or refused, when they are first asked
+        for, and when something has changed since."""
+        if self._is_closed:
+            return False
+        self._calls += 1
         guards = self._guards
         if guards is None or not guards.hold():
             if guards is not None:
-                self._changes, self._last_change = self._changes + 1, guards.broken()
+                self._note_change(guards)
             self._look(module)
         return self.sequential is not None
 
+    def _note_change(self, guards: _C.Guards) -> None:
+        self._changes += 1
+        if self._changes > _MOST_CHANGES and 2 * self._changes > self._calls:
+            self._is_closed = True
+            self.reason = f"it changes from call to call: {guards.broken()}"
+
     def why_not(self, module: nn.Module) -> str:
         """For a report: why the ops would not run now, or an empty text."""
-        guards = self._guards
-        if guards is not None and guards.hold():
-            return ""
-        if self._is_closed():
+        if self._is_closed:
             return self.reason
         parts = self._parts(module)
         if self.sequential is not None and any(map(is_dtensor, _parameters(parts))):
@@ -78,24 +86,22 @@ class Region:
         called = (getattr(module, name, None) for key, name in self.names.items() if len(key) > 1)
         return [part for part in called if isinstance(part, nn.Module)]
 
-    def _is_closed(self) -> bool:
-        return self._changes > _MOST_CHANGES
-
     def _look(self, module: nn.Module) -> None:
-        """Makes the ops, or says why there are none; and what they take for granted."""
+        """Makes the ops, or says why there are none; and what either takes for granted."""
         parts = self._parts(module)
-        try:
-            if self._is_closed():
-                raise FuseSkip(f"it changes from call to call: {self._last_change}")
-            self._check(parts)
-            ops = self._make(module)
-        except FuseSkip as skip:
-            self.sequential, self._guards, self.reason = None, None, str(skip)
-            return
-        self.sequential, self.reason = Sequential(*ops), ""
+        self.sequential, self.reason = None, self.reason if self._is_closed else ""
+        if not self._is_closed:
+            try:
+                self._check(parts)
+                self.sequential = Sequential(*self._make(module))
+            except FuseSkip as skip:
+                self.reason = str(skip)
+        self._guards = self._guards_of(module, parts)
+
+    def _guards_of(self, module: nn.Module, parts: Sequence[nn.Module]) -> _C.Guards:
         guards = _C.Guards()
         for name in _GLOBAL_HOOKS:
-            guards.add_empty(vars(nn.modules.module), name, "there are hooks for all modules")
+            guards.add_size(vars(nn.modules.module), name, "there are other hooks for all modules")
         kept = {name for key, name in self.names.items() if len(key) > 1}
         for name in sorted(kept & module._modules.keys()):
             guards.add_value(module._modules, name, f"{name} is another module")
@@ -103,7 +109,7 @@ class Region:
             guards.add_value(vars(module), name, f"{name} has changed")
         for part in _unique(parts):
             _guard(guards, part, _name_in(module, part))
-        self._guards = guards
+        return guards
 
     @staticmethod
     def _check(parts: Sequence[nn.Module]) -> None:

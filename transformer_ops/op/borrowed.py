@@ -45,13 +45,13 @@ def add_guards(
     tensors: Iterable[str] = (),
     children: Iterable[str] = (),
 ) -> None:
-    """Adds that the module stays as it is: its class, without hooks and a `forward` of its own;
-    these attributes, the classes of these parameters, and these children."""
+    """Adds that the module stays as it is: its class, a `forward` of its own, the number of its
+    hooks; these attributes, the classes of these parameters, and these children."""
     own = vars(module)
     guards.add_type(module, f"{name} is of another class")
-    guards.add_value(own, "forward", f"{name} has a forward of its own")
+    guards.add_value(own, "forward", f"{name} has another forward")
     for hooks in HOOKS:
-        guards.add_empty(own, hooks, f"{name} has hooks")
+        guards.add_size(own, hooks, f"{name} has other hooks")
     for value in values:
         guards.add_value(own, value, f"{value} of {name} has changed")
     for tensor in tensors:
