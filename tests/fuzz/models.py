@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers import strided
 from op_cases import CASES, OpCase
-from op_references import layer_norm, rms_norm
+from op_references import layer_norm, packed_linear, rms_norm
 from torch import Tensor, nn
 from user_fusions import Gate, ScaleShift, SingleSquare
 
@@ -138,6 +138,7 @@ SAME_WIDTH += ["Dropout-eval", "Dropout-none", "L2Normalization"]
 _OTHERS = {name for name, case in ROWS.items() if case.extras is not None}
 HALVING = [name for name in ROWS if "GLU" in name and name not in _OTHERS]
 PARAMETERS = ["Linear", "Linear-no-bias", "BasicLinear", "Bias", "LayerNorm", "RMSNorm"]
+PARAMETERS += ["PackedLinear", "PackedLinear-bias"]
 PARAMETERS += ["LayerNorm-zero-centered", "RMSNorm-zero-centered"]
 ROW_OF = {"LayerNorm-zero-centered": "LayerNorm-zero-centered-2d"}
 ROW_OF |= {"RMSNorm-zero-centered": "RMSNorm-zero-centered-2d"}
@@ -210,10 +211,18 @@ class Builder:
         self.width //= 2
 
     def add_product(self) -> None:
+        op: tops.FusibleOperation
         name = self.rng.choice(["Linear", "Linear", "Linear-no-bias", "BasicLinear"])
         out = self.rng.choice(WIDTHS)
+        if self.rng.random() < 0.2:
+            first = self.rng.randrange(1, out)
+            bias = self.rng.random() < 0.5
+            op = tops.PackedLinear(self.width, (first, out - first), bias=bias)
+            self.add(op, of(packed_linear))
+            self.width = out
+            return
         if name == "BasicLinear":
-            op: tops.FusibleOperation = tops.BasicLinear(self.width, out)
+            op = tops.BasicLinear(self.width, out)
         else:
             op = tops.Linear(self.width, out, bias=name == "Linear")
         self.add(op, of(F.linear))

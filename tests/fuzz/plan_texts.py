@@ -205,10 +205,8 @@ def make_subject(rng: random.Random) -> Subject:
         tensor.requires_grad_(rng.random() < 0.7)
     model.module(*inputs)
     (group,) = model.module._groups()
-    tensors = [
-        *inputs,
-        *(p.detach().clone() for op in group._basic_ops for p in op._parameter_tensors()),
-    ]
+    parameters = [p for op in group._basic_ops for p in op._parameter_tensors() if p is not None]
+    tensors = [*inputs, *(parameter.detach().clone() for parameter in parameters)]
     return Subject(model, str(group.plan()), tensors, len(inputs) - 1)
 
 

@@ -26,13 +26,14 @@ PAIRS = dict(_C.typed_op_pairs())
 
 
 # Tensors that say which rows belong together: tests/test_grouped.py and test_router.py draw them.
-_OF_ROWS = {"splits", "scales", "positions", "expert_ids", "probs", "balance"}
+# Numbers that say to which weight a column belongs: tests/test_products.py does.
+_OTHERS = {"splits", "scales", "positions", "expert_ids", "probs", "balance", "out_features"}
 
 
 def names() -> list[str]:
-    """Every typed op of dense rows, and its variant that writes into a main_grad."""
+    """Every typed op of dense rows and one weight, and its variant that writes into a main_grad."""
     ops = torch.ops.transformer_ops
-    dense = [n for n in PAIRS if not _OF_ROWS & {a.name for a in overload(n)._schema.arguments}]
+    dense = [n for n in PAIRS if not _OTHERS & {a.name for a in overload(n)._schema.arguments}]
     return sorted([*dense, *(f"{n}_into" for n in dense if hasattr(ops, f"{n}_into"))])
 
 
