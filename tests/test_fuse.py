@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import pickle
@@ -336,6 +337,67 @@ def test_attributes_that_change_at_each_call() -> None:
         assert_same(plain, model)
     assert is_fused(report) == [False, True]
     assert "changes from call to call: count of mlp has changed" in report.skipped[0].reason
+
+
+class Decorated(EncoderLayer):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self.norm(x)
+        x = self.mlp(x)
+        x = residual + x
+        return x
+
+
+class Private(EncoderLayer):
+    __twice = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x * self.__twice
+        x = residual
+        residual = x
+        x = self.norm(x)
+        x = self.mlp(x)
+        x = residual + x
+        return x
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Decorated, "is wrapped"), (Private, None)])
+def test_functions_that_cannot_be_written_anew(kind: type[nn.Module], reason: str | None) -> None:
+    layer, x = kind(), torch.randn(2, 16)
+    want = layer(x)
+    report = tops.fuse(layer)
+    assert torch.equal(layer(x), want) and layer(x).requires_grad == want.requires_grad
+    assert [reason in row.reason for row in report.rows] == [True] * (reason is not None)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("kind", [GatedMLP, RootNorm, nn.SiLU, DecoderLayer])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_class_that_is_patched(
+    when: str, kind: type[nn.Module], is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As libraries that replace the forwards of classes do."""
+    plain, model = Model(), Model()
+    forward = kind.forward
+
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs) * 2
+
+    def patch() -> None:
+        replacement = functools.wraps(forward)(patched) if is_wrapped else patched
+        monkeypatch.setattr(kind, "forward", replacement)
+
+    if when == "before":
+        patch()
+    report = tops.fuse(model)
+    results(model)
+    if when == "after":
+        if kind is DecoderLayer:
+            return  # whose subclass has its own; `fuse` says to call it last
+        patch()
+    assert_same(plain, model)
+    assert not any(is_fused(report))
 
 
 def test_a_refusal_is_found_out_once() -> None:

@@ -64,6 +64,11 @@ void Guards::add_type(const py::object& object, std::string text) {
   conditions_.push_back({Kind::Type, object, {}, std::move(type), 0, std::move(text)});
 }
 
+void Guards::add_attribute(const py::object& object, const py::str& name, std::string text) {
+  py::object value = py::getattr(object, name, py::none());
+  conditions_.push_back({Kind::Attribute, object, name, std::move(value), 0, std::move(text)});
+}
+
 void Guards::add_value(const py::dict& dict, const py::str& key, std::string text) {
   auto value = py::reinterpret_borrow<py::object>(value_of(dict, key));
   conditions_.push_back({Kind::Value, dict, key, std::move(value), 0, std::move(text)});
@@ -84,6 +89,8 @@ bool Guards::holds(const Condition& condition) {
   switch (kind) {
     case Kind::Type:
       return type_of(object.ptr()) == expected.ptr();
+    case Kind::Attribute:
+      return py::getattr(object, key, py::none()).is(expected);
     case Kind::Value:
       return is_same(value_of(object, key), expected.ptr());
     case Kind::TypeOfValue:
@@ -119,6 +126,7 @@ void bind_guards(py::module_& module) {
                                               py::custom_type_setup(make_collectable))
       .def(py::init<>())
       .def("add_type", &Guards::add_type)
+      .def("add_attribute", &Guards::add_attribute)
       .def("add_value", &Guards::add_value)
       .def("add_type_of_value", &Guards::add_type_of_value)
       .def("add_size", &Guards::add_size)

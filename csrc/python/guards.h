@@ -16,6 +16,8 @@ class Guards {
  public:
   // The class of an object.
   void add_type(const py::object& object, std::string text);
+  // The attribute of that name, such as the `forward` of a class: the same object.
+  void add_attribute(const py::object& object, const py::str& name, std::string text);
   // The value of a key of a dict, which may be absent: the same object, or an equal number, string
   // or tuple.
   void add_value(const py::dict& dict, const py::str& key, std::string text);
@@ -33,7 +35,7 @@ class Guards {
   void clear() { conditions_.clear(); }
 
  private:
-  enum class Kind { Type, Value, TypeOfValue, Size };
+  enum class Kind { Type, Attribute, Value, TypeOfValue, Size };
   struct Condition {
     Kind kind;
     py::object object;

@@ -12,7 +12,7 @@ from ..op.base import FusibleOperation
 from ..sequential import Sequential
 from .fused_class import IS_OFF, REGIONS, FusedModule, Site, find_sites, fused_class
 from .report import FuseReport, FuseRow
-from .rules import FuseRule, rules_named
+from .rules import FuseRule, FuseSkip, rules_named
 
 __all__ = ["fuse", "unfuse", "unfused"]
 
@@ -74,6 +74,8 @@ def _swap_class(module: nn.Module, sites: tuple[Site, ...]) -> str:
         module.__class__ = fused_class(type(module), sites)
     except TypeError as error:
         return f"its class cannot change: {error}"
+    except FuseSkip as skip:
+        return str(skip)
     return ""
 
 

@@ -15,9 +15,9 @@ from torch.compiler import is_compiling, is_exporting
 from ..peers import untraced
 from ..plan.explain.explanation import Explanation
 from ..sequential import Sequential
-from .pattern import Names, Pattern, body_of, function_of, reads, tree_of
+from .pattern import Names, Pattern, body_of, function_of, reads, tree_of, wrappers_of
 from .region import Region
-from .rules import FuseRule, rules_named
+from .rules import FuseRule, FuseSkip, rules_named
 
 __all__ = ["IS_OFF", "REGIONS", "FusedModule", "Site", "find_sites", "fused_class"]
 
@@ -155,8 +155,10 @@ _classes: dict[tuple[type[nn.Module], tuple[Any, ...]], type[nn.Module]] = {}
 
 
 def fused_class(base: type[nn.Module], sites: tuple[Site, ...]) -> type[nn.Module]:
-    """The class of modules of class `base` with ops at these sites. Made once."""
-    key = (base, tuple((id(site.rule.patterns), site.start, id(site.pattern)) for site in sites))
+    """The class of modules of class `base` with ops at these sites. Made once. FuseSkip where its
+    methods would not be wrapped as those of `base` are."""
+    # A class whose method is replaced later is another one.
+    key = (base, tuple((getattr(base, s.rule.method), s.rule, s.start, s.pattern) for s in sites))
     found = _classes.get(key)
     if found is None:
         methods = {
@@ -171,7 +173,12 @@ def fused_class(base: type[nn.Module], sites: tuple[Site, ...]) -> type[nn.Modul
             "__qualname__": f"Fused{base.__qualname__}",
             "__doc__": base.__doc__,
         }
-        found = _classes[key] = type(f"Fused{base.__name__}", (FusedModule, base), names)
+        found = type(f"Fused{base.__name__}", (FusedModule, base), names)
+        for method in methods:
+            # What a base class wraps around the methods of its subclasses is there again.
+            if wrappers_of(getattr(found, method)) != wrappers_of(getattr(base, method)):
+                raise FuseSkip(f"its {method} is wrapped, by a decorator or a patch")
+        _classes[key] = found
     return found
 
 

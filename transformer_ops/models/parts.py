@@ -29,8 +29,11 @@ MakeOp = Callable[[], FusibleOperation]
 
 
 def _find(module: nn.Module, patterns: Sequence[Pattern]) -> Names | None:
-    """The names in the first pattern that is the whole `forward` of the module."""
-    function = function_of(type(module).forward)
+    """The names in the first pattern that is the whole `forward` of the module. None of a function
+    that is wrapped: who knows in what."""
+    function = type(module).forward
+    if hasattr(function, "__wrapped__"):
+        return None
     found = (pattern.match_all(function) for pattern in patterns)
     return next((names for names in found if names is not None), None)
 

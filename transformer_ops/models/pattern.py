@@ -12,13 +12,22 @@ from typing import Any
 
 import torch
 
-__all__ = ["Pattern", "body_of", "function_of", "reads", "tree_of"]
+__all__ = ["Pattern", "body_of", "function_of", "reads", "tree_of", "wrappers_of"]
 
 # What begins an attribute that stands for any.
 _ATTRIBUTE = "any_"
 Names = dict[str, str]
 # What names of modules mean in patterns.
 _MODULES = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "math": math}
+
+
+def wrappers_of(method: Any) -> list[Any]:
+    """The code of what is wrapped around the function that the source of a method shows."""
+    found = []
+    while hasattr(method, "__wrapped__"):
+        found.append(getattr(method, "__code__", method))
+        method = method.__wrapped__
+    return found
 
 
 def function_of(owner: Any) -> Callable[..., Any]:
@@ -41,7 +50,9 @@ def tree_of(function: Callable[..., Any]) -> ast.FunctionDef | None:
         return None
     found = module.body[0]
     ast.increment_lineno(module, max(first, 1) - 1)
-    return found if isinstance(found, ast.FunctionDef) else None
+    if not isinstance(found, ast.FunctionDef) or any(map(_is_mangled, ast.walk(found))):
+        return None
+    return found
 
 
 def body_of(function: Callable[..., Any]) -> list[ast.stmt] | None:
@@ -52,6 +63,12 @@ def body_of(function: Callable[..., Any]) -> list[ast.stmt] | None:
     first = tree.body[0]
     is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     return tree.body[is_text:]
+
+
+def _is_mangled(node: ast.AST) -> bool:
+    """Whether it is a name that means another one within a class."""
+    name = getattr(node, "attr", None) or getattr(node, "id", None) or ""
+    return isinstance(name, str) and name.startswith("__") and not name.endswith("__")
 
 
 class Pattern:

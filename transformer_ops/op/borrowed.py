@@ -49,6 +49,7 @@ def add_guards(
     hooks; these attributes, the classes of these parameters, and these children."""
     own = vars(module)
     guards.add_type(module, f"{name} is of another class")
+    guards.add_attribute(type(module), "forward", f"the class of {name} has another forward")
     guards.add_value(own, "forward", f"{name} has another forward")
     for hooks in HOOKS:
         guards.add_size(own, hooks, f"{name} has other hooks")
