@@ -10,7 +10,10 @@ PACKAGE = Path(__file__).parent.parent / "transformer_ops"
 # From top to bottom: modules and sub-packages of transformer_ops.
 LAYERS = [
     "testing",
+    "models",
+    "views",
     "parallel",
+    "residual",
     "sequential",
     "fuser",
     "compile",

@@ -96,14 +96,42 @@ def as_it_is(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return module
 
 
-WAYS = [as_it_is, compiled, inductor, reentrant, reentrant_and_plain, nested, non_reentrant]
+def in_graphs(module: nn.Module, which: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """The first part, the last one, or each is compiled by itself."""
+    parts = [
+        torch.compile(part, backend="aot_eager", fullgraph=True) if i in which else part
+        for i, part in enumerate(module.parts)
+    ]
+
+    def call(x: Tensor) -> Tensor:
+        for part in parts:
+            x = part(x)
+        return x
+
+    return call
+
+
+def graph_for_each(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return in_graphs(module, (0, 1))
+
+
+def graph_behind_eager(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return in_graphs(module, (1,))
+
+
+def graph_before_eager(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return in_graphs(module, (0,))
+
+
+GRAPHS = [compiled, inductor, graph_behind_eager]
+WAYS = [*GRAPHS, as_it_is, reentrant, reentrant_and_plain, nested, non_reentrant]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_weight_that_is_used_twice(layout: str, way: Any) -> None:
     own, plain = pair(layout)
-    call, other = way(own), plain if way in (compiled, inductor) else way(plain)
+    call, other = way(own), plain if way in GRAPHS else way(plain)
     for seed in range(3):
         torch.manual_seed(seed)
         x = torch.randn(5, 16, requires_grad=True)
@@ -111,6 +139,14 @@ def test_a_weight_that_is_used_twice(layout: str, way: Any) -> None:
         call(x).square().sum().backward()
         other(x).square().sum().backward()
         torch.testing.assert_close(own.weight.main_grad, plain.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", [graph_for_each, graph_before_eager])
+def test_a_graph_says_what_wrote_between_its_forward_and_its_backward(way: Any) -> None:
+    own, _ = pair("two groups")
+    x = torch.randn(5, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        way(own)(x).sum().backward()
 
 
 def test_a_pass_that_failed_is_over() -> None:

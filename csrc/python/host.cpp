@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "executor/backward_pass.h"
+#include "executor/main_grad_passes.h"
 #include "executor/delayed_call.h"
 #include "executor/run.h"
 #include "executor/saved.h"
@@ -152,6 +153,9 @@ SharedHostCall make_host_call(std::shared_ptr<ProgramHandle> handle, py::object 
 }
 
 void bind_host(py::module_& module) {
+  module.def("last_pass_of", &last_pass_of);
+  module.def("note_pass_of", &note_pass_of);
+  module.def("forget_passes_of", &forget_passes_of);
   module.def("current_backward_pass", &current_backward_pass,
              "The number of the backward pass that runs, the outermost one; 0 outside of any.");
   py::class_<DelayedCall, std::shared_ptr<DelayedCall>>(module, "DelayedCall")

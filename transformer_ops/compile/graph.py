@@ -15,6 +15,7 @@ from ..op.base import BasicOperation
 from ..op.methods import single_name, split_names
 from ..runtime.host import HostPlan, Kwargs, check_kwargs
 from ..runtime.main_grad import Buffer
+from ..runtime.main_grad import number_of as number_of_buffer
 from ..runtime.stand_ins import StandIns
 
 # Position of a basic op, path of a tensor on it.
@@ -73,6 +74,11 @@ def accumulating(number: int) -> tuple[tuple[int, int, int], ...]:
     """Of each weight that accumulates: its op, which tensor of the weight it is, and its position
     among all parameters."""
     plan: HostPlan = numbered.find(number)
+    for op in plan.accumulating:
+        for weight in plan.weights_of(op):
+            # Before the trace reads the numbers.
+            if getattr(weight, "overwrite_main_grad", False) and hasattr(weight, "main_grad"):
+                number_of_buffer(weight.main_grad)
     counts = [len(op._parameter_tensors()) for op in plan.basic_ops]
     return tuple(
         (op, k, sum(counts[:op]) + k)
@@ -137,12 +143,12 @@ def run_in_graph(
     tensors: Sequence[Tensor],
     state: Sequence[Tensor],
     kwargs: Kwargs,
-    buffers: Sequence[tuple[int, int, Tensor, bool]],
+    buffers: Sequence[tuple[int, int, Tensor, bool, int | None]],
 ) -> tuple[Tensor, ...]:
     """Run a plan with the tensors of a trace instead of those that its ops hold.
 
-    `buffers`: (op, which tensor of its weight, main_grad, whether it is overwritten) for each
-    weight that accumulates.
+    `buffers`: (op, which tensor of its weight, main_grad, whether it is overwritten, and then its
+    number) for each weight that accumulates.
     """
     plan: HostPlan = numbered.find(number)
     check_kwargs(plan.basic_ops, kwargs)
@@ -152,7 +158,7 @@ def run_in_graph(
     end = len(tensors) - len(plan.plan.states)
     given = [*tensors[end - len(parameters) : end], *state]
     before = _plain_state(plan)
-    found = {(op, k): Buffer(tensor, overwrites) for op, k, tensor, overwrites in buffers}
+    found = {(op, k): Buffer(tensor, overwrites, n) for op, k, tensor, overwrites, n in buffers}
     outputs = plan.program.run(list(tensors), plan.start(kwargs, StandIns(real, given), found))
     after = _plain_state(plan)
     # A method that counts its calls would be traced at each of them.

@@ -21,7 +21,7 @@ from ..quantization.state import COMPILED as COMPILED_RECIPE
 from ..quantization.state import STATE as RECIPE_STATE
 from ..quantized_tensor import QuantizedTensor, with_parts
 from ..runtime.layout import Segment, group_of_members
-from ..runtime.main_grad import buffer_of, is_marked
+from ..runtime.main_grad import is_marked, traced_buffer_of
 from .graph import (
     accumulating,
     number_of,
@@ -150,7 +150,7 @@ def traced_call(
                 # Only a backward that runs in Python can set the mark.
                 _because_of_mark(plan, op)
                 return _run_outside(state, members, input, extra_inputs, kwargs)
-            buffers.append((op, k, *buffer_of(weight, basic_ops[op], k)))
+            buffers.append((op, k, *traced_buffer_of(weight, basic_ops[op], k)))
         outputs = run_in_graph(plan, [input, *extra, *given], current, own, buffers)
     return outputs[0] if len(outputs) == 1 else outputs
 

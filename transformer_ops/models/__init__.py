@@ -1,9 +1,10 @@
 """Whole models that were written with torch's modules."""
 
 from . import residual  # registers rules
-from .fuse import fuse, unfuse, unfused
+from .fuse import fuse
 from .report import FuseReport, FuseRow
 from .rules import FuseRule, FuseSkip, register_fuse_rule
+from .unfuse import unfuse, unfused
 
 __all__ = [
     "FuseReport",

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 from torch import nn
 
 from ..op.base import FusibleOperation
 from ..sequential import Sequential
-from .fused_class import IS_OFF, REGIONS, FusedModule, Site, find_sites, fused_class
+from .fused_class import FusedModule, Site, find_sites, fused_class
 from .report import FuseReport, FuseRow
 from .rules import FuseRule, FuseSkip, rules_named
 
-__all__ = ["fuse", "unfuse", "unfused"]
+__all__ = ["fuse"]
 
 
 def fuse(
@@ -77,29 +76,6 @@ def _swap_class(module: nn.Module, sites: tuple[Site, ...]) -> str:
     except FuseSkip as skip:
         return str(skip)
     return ""
-
-
-def unfuse(model: nn.Module) -> None:
-    """Takes `fuse` back: each module has its own class again."""
-    for module in list(model.modules()):
-        if isinstance(module, FusedModule):
-            for name in (REGIONS, IS_OFF):
-                module.__dict__.pop(name, None)
-            module.__class__ = module._tops_base  # type: ignore[assignment]
-
-
-@contextmanager
-def unfused(model: nn.Module) -> Iterator[None]:
-    """Within this context the modules of a fused model run their own statements."""
-    found = [module for module in model.modules() if isinstance(module, FusedModule)]
-    before = [module.__dict__.get(IS_OFF, False) for module in found]
-    for module in found:
-        module.__dict__[IS_OFF] = True
-    try:
-        yield
-    finally:
-        for module, is_off in zip(found, before, strict=True):
-            module.__dict__[IS_OFF] = is_off
 
 
 def _candidates(

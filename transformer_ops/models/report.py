@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .fused_class import FusedModule
+from .unfuse import unfused
 
 __all__ = ["FuseReport", "FuseRow"]
 
@@ -71,8 +72,6 @@ class FuseReport:
         """Runs the model twice on these arguments, and returns how many bytes forward keeps for
         backward without and with the ops: storages of saved tensors, each counted once, without
         parameters."""
-        from .fuse import unfused
-
         with unfused(self._model):
             before = _saved_bytes(self._model, args, kwargs)
         return before, _saved_bytes(self._model, args, kwargs)

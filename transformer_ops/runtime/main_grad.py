@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# The number of the backward pass that wrote last, for each buffer that is overwritten.
-_LAST_PASS: Any = WeakTensorKeyDictionary()
+from .. import _C
+
+# The numbers of buffers that are overwritten. Compiled code has them as constants, and reads them
+# from this attribute of the buffer, on which Dynamo guards.
+_NUMBERS: Any = WeakTensorKeyDictionary()
+_NUMBER = "_transformer_ops_number"
+_counter = itertools.count(1)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Buffer(NamedTuple):
     """Where the gradient of a weight goes, and whether the first one of a backward pass takes the
-    place of what is there."""
+    place of what is there. `number` is that of the buffer in compiled code, which does not know
+    what else writes in the pass."""
 
     tensor: Tensor
     overwrites: bool
+    number: int | None = None
 
     def is_first(self, backward_pass: int) -> bool:
         """Whether the next gradient takes the place of what is there. RuntimeError if a later pass
-        has written to the buffer already."""
+        has written to the buffer already. In compiled code it never does: the buffer is emptied
+        when the first gradient comes."""
         if not self.overwrites:
             return False
-        last = _LAST_PASS.get(self.tensor, 0)
+        if self.number is not None:
+            torch.ops.transformer_ops.begin_main_grad_(self.tensor, self.number)
+            return False
+        last = _C.last_pass_of(number_of(self.tensor))
         if 0 < backward_pass < last:
             raise RuntimeError(
                 "[BasicLinear] gradients for a main_grad with overwrite_main_grad must come in the "
@@ -35,8 +48,18 @@ class Buffer(NamedTuple):
 
     def note(self, backward_pass: int) -> None:
         """Takes down that this pass has written to the buffer."""
-        if self.overwrites:
-            _LAST_PASS[self.tensor] = backward_pass
+        if self.overwrites and self.number is None:
+            _C.note_pass_of(number_of(self.tensor), backward_pass)
+
+
+def number_of(buffer: Tensor) -> int:
+    """The number of a buffer that is overwritten, which it gets when it is first asked for."""
+    found: int | None = _NUMBERS.get(buffer)
+    if found is None:
+        found = _NUMBERS[buffer] = next(_counter)
+        weakref.finalize(buffer, _C.forget_passes_of, found)
+    setattr(buffer, _NUMBER, found)
+    return found
 
 
 def check(weight: Tensor, own: Any = None, k: int = 0) -> None:
@@ -73,6 +96,14 @@ def buffer_of(weight: Tensor, own: Any = None, k: int = 0) -> Buffer:
     check(weight, own, k)
     overwrites = bool(getattr(weight, "overwrite_main_grad", False))
     return Buffer(weight.main_grad, overwrites)  # type: ignore[attr-defined]
+
+
+def traced_buffer_of(
+    weight: Tensor, own: Any = None, k: int = 0
+) -> tuple[Tensor, bool, int | None]:
+    """The same for a trace, after `number_of` the buffer was asked for."""
+    tensor, overwrites, _ = buffer_of(weight, own, k)
+    return tensor, overwrites, getattr(tensor, _NUMBER) if overwrites else None
 
 
 def takes_products(buffer: Tensor, weight: Tensor) -> bool:
