@@ -6,8 +6,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "executor/backward_pass.h"
-#include "executor/main_grad_passes.h"
 #include "executor/delayed_call.h"
+#include "executor/main_grad_passes.h"
 #include "executor/run.h"
 #include "executor/saved.h"
 
