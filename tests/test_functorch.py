@@ -12,7 +12,9 @@ PLAIN = [case for case in CASES if case.extra_inputs == 0 and case.name != "Make
 SURE = [
     case
     for case in PLAIN
-    if case.name not in ("Dropout", "Dropout-all") and not case.distributed and not case.extras
+    if case.name not in ("Dropout", "Dropout-all", "DropPath-0.4")
+    and not case.distributed
+    and not case.extras
 ]
 # Their extra inputs belong to all rows together. Of separate weights Python makes one.
 OF_ALL_ROWS = [case for case in CASES if case.extras and case.name != "GroupedLinear-bias-each"]

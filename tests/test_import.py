@@ -117,7 +117,7 @@ torch.manual_seed(0)
 x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
 op = torch.ops.transformer_ops.rms_norm
 def loss(x, w):
-    return op(x, w, 1e-5, False)[0].sin().sum()
+    return op(x, w, [8], 1e-5, False)[0].sin().sum()
 def check(function):
     want = torch.nn.functional.rms_norm(x, (8,), w, 1e-5).sin().sum()
     pair = (torch.autograd.grad(y, (x, w)) for y in (function(x, w), want))
@@ -138,7 +138,7 @@ mode = FakeTensorMode()
 given = mode.from_tensor(x), mode.from_tensor(w)
 assert [g.shape for g in torch.autograd.grad(loss(*given), given)] == [x.shape, w.shape]
 """,
-    "opcheck": "torch.library.opcheck(op.default, (x, w, 1e-5, False))",
+    "opcheck": "torch.library.opcheck(op.default, (x, w, [8], 1e-5, False))",
     "threads": """
 from concurrent.futures import ThreadPoolExecutor
 with ThreadPoolExecutor(8) as pool:
@@ -167,7 +167,7 @@ class There(torch.Tensor):
         found = func(*given, **(kwargs or {}))
         return tuple(map(There, found)) if isinstance(found, tuple) else There(found)
 
-y = op(There(x.detach()).requires_grad_(), There(w.detach()), 1e-5, False)[0]
+y = op(There(x.detach()).requires_grad_(), There(w.detach()), [8], 1e-5, False)[0]
 assert "rms_norm" in type(y.grad_fn).__name__, y.grad_fn
 """,
 }

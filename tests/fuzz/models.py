@@ -144,8 +144,11 @@ ROW_OF = {"LayerNorm-zero-centered": "LayerNorm-zero-centered-2d"}
 ROW_OF |= {"RMSNorm-zero-centered": "RMSNorm-zero-centered-2d"}
 _USED = {ROW_OF.get(name, name) for name in (*SAME_WIDTH, *HALVING, *PARAMETERS)}
 # torch.func refuses collectives. With the eps of a dtype the reference in another one differs.
+# The rest no model has yet: paths of samples, scales of layers, and norms without some parameter.
 _USED |= (
     _OTHERS
+    | {name for name in ROWS if name.startswith(("DropPath", "LayerScale"))}
+    | {name for name in ROWS if "-not-affine" in name or name == "LayerNorm-no-bias"}
     | {"RMSNorm-eps-of-the-dtype"}
     | {name for name, case in ROWS.items() if case.distributed}
 )
