@@ -320,7 +320,7 @@ AXES = {
     "run": list(RESUMES),
 }
 TABLE = pairwise(AXES, lambda row: refusal(row) is None)
-# Of each refused combination a row in every wrapper.
+# Each refused combination has a row in every wrapper.
 REFUSED_ROWS = [
     {"run": "straight", "wrapper": by, **some} for some, _ in REFUSED for by in WRAPPERS
 ]

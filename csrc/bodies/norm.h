@@ -24,7 +24,8 @@ void check_norm(const Checks& check, const Tensor& input, const Tensor* weight, 
 void check_norm_backward(const Checks& check, const Tensor& grad_output, const Tensor& input,
                          const Tensor* mean, const Tensor& rstd, const Tensor* weight,
                          const NormShape& shape, bool wants_weight);
-// Of a parameter. That of a bias has the dtype of the weight, or without one of the input.
+// The spec of a parameter. A bias has the dtype of the weight, or of the input if there is no
+// weight.
 TensorSpec norm_gradient(const Tensor& input, const Tensor* weight, const NormShape& shape,
                          bool wanted);
 

@@ -43,7 +43,7 @@ const void* data_or_null(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr() : nullptr;
 }
 
-// Of each sample, shaped to multiply `like`.
+// The factors of the samples, shaped to multiply `like`.
 Tensor by_sample(const Tensor& factors, const Tensor& like) {
   Tensor found = factors;
   for (int64_t i = 1; i < like.dim(); ++i) found = found.unsqueeze(-1);
@@ -138,7 +138,7 @@ void scale_backward_cpu(const Tensor& grad_output, const Tensor* input, const Te
     if (wants_input) scale_rows_cpu(grad_output, gamma, factors, nullptr, grad_input);
     return;
   }
-  // Of one dimension the factors go with the gradient, which the sums have from there.
+  // With one dimension the factors are in the gradient already, and so in the sums.
   if (grad_output.dim() == 1 && factors.defined()) {
     const Tensor scaled = grad_output * factors.to(grad_output.scalar_type());
     return scale_backward_cpu(scaled, input, gamma, {}, wanted, grad_input, grad_gamma);

@@ -24,7 +24,8 @@ void scale_rows_cuda(const Tensor& input, const Tensor* gamma, const Tensor& fac
                      const Tensor* extra, Tensor& output);
 Tensor scale_rows_unfused(const Tensor& input, const Tensor* gamma, const Tensor& factors);
 
-// Of (grad_input, grad_gamma), those that are wanted; input is null where grad_gamma is not.
+// It gives those of (grad_input, grad_gamma) that are wanted; input is null where grad_gamma is
+// not wanted.
 using ScaleMask = std::array<bool, 2>;
 TensorSpecs scale_backward_shape(const Checks& check, const Tensor& grad_output,
                                  const Tensor* input, const Tensor* gamma, ScaleMask wanted);

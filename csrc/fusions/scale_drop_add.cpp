@@ -105,7 +105,7 @@ TypedOp forward_op() {
           .random = true};
 }
 
-// Who calls the forward op itself gets the gradients of what it drew.
+// A direct call of the forward op has the gradients of what it drew.
 bool register_rules() {
   add_rule({.name = "scale_drop_add",
             .pass = Pass::Forward,

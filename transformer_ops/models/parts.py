@@ -68,7 +68,7 @@ _RMS_NORMS = _patterns(
     return (self.weight * X).to(D)
     """,
 )
-# Of Gemma: the scale is 1 + weight.
+# Gemma's: the scale is 1 + weight.
 _CENTERED_RMS_NORMS = _patterns(
     """
     Y = self._norm(X.float())

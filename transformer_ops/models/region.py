@@ -56,16 +56,19 @@ class Region:
         self._calls += 1
         guards = self._guards
         if guards is None or not guards.hold():
-            if guards is not None:
-                self._note_change(guards)
+            if guards is not None and self._changes_too_often():
+                self._close(f"it changes from call to call: {guards.broken()}")
+                return False
             self._look(module)
         return self.sequential is not None
 
-    def _note_change(self, guards: _C.Guards) -> None:
+    def _changes_too_often(self) -> bool:
         self._changes += 1
-        if self._changes > _MOST_CHANGES and 2 * self._changes > self._calls:
-            self._is_closed = True
-            self.reason = f"it changes from call to call: {guards.broken()}"
+        return self._changes > _MOST_CHANGES and 2 * self._changes > self._calls
+
+    def _close(self, reason: str) -> None:
+        """From now on the statements run."""
+        self._is_closed, self.sequential, self.reason = True, None, reason
 
     def why_not(self, module: nn.Module) -> str:
         """For a report: why the ops would not run now, or an empty text."""
@@ -89,13 +92,12 @@ class Region:
     def _look(self, module: nn.Module) -> None:
         """Makes the ops, or says why there are none; and what either takes for granted."""
         parts = self._parts(module)
-        self.sequential, self.reason = None, self.reason if self._is_closed else ""
-        if not self._is_closed:
-            try:
-                self._check(parts)
-                self.sequential = Sequential(*self._make(module))
-            except FuseSkip as skip:
-                self.reason = str(skip)
+        self.sequential, self.reason = None, ""
+        try:
+            self._check(parts)
+            self.sequential = Sequential(*self._make(module))
+        except FuseSkip as skip:
+            self.reason = str(skip)
         self._guards = self._guards_of(module, parts)
 
     def _guards_of(self, module: nn.Module, parts: Sequence[nn.Module]) -> _C.Guards:

@@ -37,11 +37,35 @@ class _InPlaceActivation(_Activation):
         return ", ".join(filter(None, ("inplace=True" * self.inplace, super().extra_repr())))
 
 
+class TwoForms(BasicOperation):
+    """A GELU or a unit gated by one, in the tanh form or the exact one."""
+
+    # The kinds of the two.
+    _kinds: ClassVar[tuple[str, str]]
+    _checks: ClassVar[Mapping[str, Check]] = {"approximate": check_approximate}
+
+    # The class has one, too, for modules that were pickled without it.
+    approximate: str = "tanh"
+
+    def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)  # type: ignore[call-arg]
+        self.approximate = approximate
+
+    @property
+    def _kind(self) -> str:  # type: ignore[override]
+        return self._kinds[self.approximate == "none"]
+
+    def extra_repr(self) -> str:
+        """The form where it is not the tanh one, and the flag where it is set."""
+        form = "approximate='none'" if self.approximate == "none" else ""
+        return ", ".join(filter(None, (form, super().extra_repr())))
+
+
 class _TanhGELU(_Activation, kind="GELU"):
     """What a GELU takes from its declaration; the exact form's says the same."""
 
 
-class GELU(_TanhGELU):
+class GELU(TwoForms, _TanhGELU):
     """The tanh form of GELU unless `approximate="none"`, while `torch.nn.GELU()` is exact.
 
     "tanh" is `x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`, "none" the exact
@@ -51,23 +75,6 @@ class GELU(_TanhGELU):
     """
 
     _kinds = ("GELU", "ExactGELU")
-    _checks: ClassVar[Mapping[str, Check]] = {"approximate": check_approximate}
-
-    # Also of modules that were pickled without it.
-    approximate: str = "tanh"
-
-    def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-        self.approximate = approximate
-
-    @property
-    def _kind(self) -> str:  # type: ignore[override]
-        return "ExactGELU" if self.approximate == "none" else "GELU"
-
-    def extra_repr(self) -> str:
-        """The form where it is not the tanh one, and the flag where it is set."""
-        form = "approximate='none'" if self.approximate == "none" else ""
-        return ", ".join(filter(None, (form, super().extra_repr())))
 
 
 class QGELU(_Activation, kind="QGELU"):

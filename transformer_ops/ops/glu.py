@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from ..op.base import Attribute, BasicOperation, Check
-from ..op.checks import check_approximate, check_optional_size, check_positive
+from ..op.checks import check_optional_size, check_positive
+from .activation import TwoForms
 
 __all__ = [
     "GEGLU",
@@ -46,30 +47,13 @@ class _TanhGEGLU(_GLU, kind="GEGLU"):
     """What a GEGLU takes from its declaration; the exact form's says the same."""
 
 
-class GEGLU(_TanhGEGLU):
+class GEGLU(TwoForms, _TanhGEGLU):
     """`GELU(a) * b` in the tanh form, or the exact one with `approximate="none"`.
 
     `a, b` are the halves of the last dimension; `approximate` is that of `GELU`.
     """
 
     _kinds = ("GEGLU", "ExactGEGLU")
-    _checks: ClassVar[Mapping[str, Check]] = {"approximate": check_approximate}
-
-    # Also of modules that were pickled without it.
-    approximate: str = "tanh"
-
-    def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
-        super().__init__(cache_quantized_input=cache_quantized_input)
-        self.approximate = approximate
-
-    @property
-    def _kind(self) -> str:  # type: ignore[override]
-        return "ExactGEGLU" if self.approximate == "none" else "GEGLU"
-
-    def extra_repr(self) -> str:
-        """The form where it is not the tanh one, and the flag where it is set."""
-        form = "approximate='none'" if self.approximate == "none" else ""
-        return ", ".join(filter(None, (form, super().extra_repr())))
 
 
 class QGEGLU(_GLU, kind="QGEGLU"):

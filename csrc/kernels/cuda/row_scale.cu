@@ -25,7 +25,7 @@ struct ScaledColumn {
 template <class T, int N>
 struct ScaledRows {
   using Column = ScaledColumn<T, N>;
-  // Of backward.
+  // What backward needs beside:
   using Sum = Acc<T>;
   static constexpr int kSums = N;
   static constexpr int kPacksAcross = kPacksOf512Bytes<T, N>;
