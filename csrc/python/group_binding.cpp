@@ -96,8 +96,8 @@ void bind_group(py::module_& module) {
                              [](Group& group) { return group.pipeline().plans().size(); });
   module.def("set_recipe_state", &set_recipe_state);
   module.def("set_second_run", &set_second_run);
-  module.def("recipe_of_compiled_calls", &recipe_of_compiled_calls);
-  module.def("state_attribute", &state_attribute);
+  module.def("key_of_compiled_call", &key_of_compiled_call);
+  module.def("state_getter", &state_getter);
   module.def("has_used_recipes", &has_used_recipes);
   module.def("set_quantized_class", &set_quantized_class);
   module.def("set_take_local", &set_take_local);

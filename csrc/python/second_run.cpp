@@ -67,33 +67,6 @@ bool may_be_second_run(const PyObject* function) {
   return used_recipes && function != nullptr && torch::autograd::get_current_graph_task_id() != -1;
 }
 
-PyObject* key_of_compiled_call(PyObject* /*self*/, void* /*closure*/) noexcept {
-  try {
-    if (may_be_second_run(asked.key_of_call)) return call(asked.key_of_call).release().ptr();
-    py::object key = key_of_state();
-    used_recipes = used_recipes || !key.is_none();
-    note_if_checkpointed(!key.is_none());
-    return key.release().ptr();
-  } catch (py::error_already_set& error) {
-    error.restore();
-    return nullptr;
-  }
-}
-
-// `name` is the string of Python.
-PyObject* state_of_compiled_call(PyObject* owner, void* name) noexcept {
-  try {
-    const py::object state = state_of_call(py::reinterpret_borrow<py::object>(owner));
-    PyObject* const found = PyDict_GetItemWithError(state.ptr(), static_cast<PyObject*>(name));
-    if (found == nullptr && PyErr_Occurred() == nullptr)
-      PyErr_SetObject(PyExc_AttributeError, static_cast<PyObject*>(name));
-    return Py_XNewRef(found);
-  } catch (py::error_already_set& error) {
-    error.restore();
-    return nullptr;
-  }
-}
-
 }  // namespace
 
 RecipeOfCall::RecipeOfCall() {
@@ -139,30 +112,23 @@ void set_second_run(const py::object& note_call, const py::object& region_of_cal
   Py_XSETREF(asked.state_of_call, state_of_call.inc_ref().ptr());
 }
 
-py::object recipe_of_compiled_calls() {
-  static PyGetSetDef attributes[] = {{"key", &key_of_compiled_call, nullptr, nullptr, nullptr},
-                                     {nullptr}};
-  static PyType_Slot slots[] = {{Py_tp_getset, attributes}, {0, nullptr}};
-  static PyType_Spec spec = {"transformer_ops._C.RecipeOfCompiledCalls", sizeof(PyObject), 0,
-                             Py_TPFLAGS_DEFAULT, slots};
-  const auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
-  if (!type) throw py::error_already_set();
-  return type();
+py::object key_of_compiled_call(const py::object& /*self*/) {
+  if (may_be_second_run(asked.key_of_call)) return call(asked.key_of_call);
+  py::object key = key_of_state();
+  used_recipes = used_recipes || !key.is_none();
+  note_if_checkpointed(!key.is_none());
+  return key;
 }
 
-py::object state_attribute(const py::type& owner, const std::string& name) {
-  // A descriptor keeps a pointer to its definition, whose closure is the name.
-  struct Attribute {
-    std::string name;
-    PyGetSetDef definition;
-  };
-  auto* const attribute = new Attribute{name, {}};
-  attribute->definition = {attribute->name.c_str(), &state_of_compiled_call, nullptr, nullptr,
-                           PyUnicode_InternFromString(name.c_str())};
-  auto found = py::reinterpret_steal<py::object>(
-      PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(owner.ptr()), &attribute->definition));
-  if (!found) throw py::error_already_set();
-  return found;
+py::object state_getter(const py::str& name) {
+  return py::cpp_function([name](const py::object& owner) {
+    const py::object state = state_of_call(owner);
+    PyObject* const found = PyDict_GetItemWithError(state.ptr(), name.ptr());
+    if (found == nullptr && PyErr_Occurred() == nullptr)
+      PyErr_SetObject(PyExc_AttributeError, name.ptr());
+    if (found == nullptr) throw py::error_already_set();
+    return py::reinterpret_borrow<py::object>(found);
+  });
 }
 
 const Recipe* recipe_named(const std::string& key) {

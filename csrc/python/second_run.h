@@ -41,15 +41,15 @@ void set_recipe_state(const py::object& state);
 void set_second_run(const py::object& note_call, const py::object& region_of_call,
                     const py::object& key_of_call, const py::object& state_of_call);
 
-// What compiled code reads: Dynamo guards on it, and gives it to the graph, so it is read before
-// each call of a graph. These are C attributes, because Dynamo would trace into a property of
-// Python.
+// What compiled code reads, as getters of properties: Dynamo does not trace into them, guards on
+// what they give or gives it to the graph, and so reads them before each call of a graph.
 //
-// An object whose `key` is that of the recipe that the thread's calls have, or None. Reading it
-// also notes a first run, as an eager call does.
-py::object recipe_of_compiled_calls();
-// An attribute for this class of modules: the state of that name which a call uses.
-py::object state_attribute(const py::type& owner, const std::string& name);
+// The key of the recipe that the thread's calls have, or None. It also notes a first run, as an
+// eager call does.
+py::object key_of_compiled_call(const py::object& self);
+// A getter that gives, for a module, the state of this name that a call uses. AttributeError if it
+// has none.
+py::object state_getter(const py::str& name);
 
 // The recipe of a key, for a call that is traced.
 const Recipe* recipe_named(const std::string& key);

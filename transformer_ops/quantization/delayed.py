@@ -135,6 +135,8 @@ class KeptScales:
         with _lock:
             # By number of a module, the scale that it had, if it has another one now.
             self._old: dict[int, Tensor] = {} if inner is None else dict(inner._old)
+            # What takes magnitudes that are dropped. Compiled code asks whether it is the same.
+            self._dropped: dict[int, Tensor] = {}
             _kept[:] = [known for known in _kept if known() is not None]
             _kept.append(weakref.ref(self))
 
@@ -149,7 +151,10 @@ class KeptScales:
             found = dict(scales.tensors_of(owner))
             found["fp8_scale"] = self._old.get(owner._number, found["fp8_scale"])
             if not self.records:
-                found["fp8_amax"] = found["fp8_amax"].clone()
+                amax = self._dropped.get(owner._number)
+                if amax is None:
+                    amax = self._dropped[owner._number] = found["fp8_amax"].clone()
+                found["fp8_amax"] = amax
             return found
 
 

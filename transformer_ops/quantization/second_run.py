@@ -400,7 +400,6 @@ def state_of_call(owner: Any) -> dict[str, Tensor]:
 
 
 _C.set_second_run(note_call, region_of_call, key_of_call, state_of_call)
-# Compiled code reads the state of a call by these attributes of a module. They are C attributes,
-# because Dynamo would trace into a property of Python.
+# Compiled code reads the state of a call by these attributes of a module.
 for _name in ("fp8_scale", "fp8_amax", "fp8_grad_amax"):
-    setattr(FusibleOperation, f"_call_{_name}", _C.state_attribute(FusibleOperation, _name))
+    setattr(FusibleOperation, f"_call_{_name}", property(_C.state_getter(_name)))

@@ -45,8 +45,15 @@ class _State(threading.local):
 STATE = _State()
 # Calls of groups read `key` and `kept` from it.
 _C.set_recipe_state(STATE)
-# Its `key` is the recipe of calls in compiled code, outside of regions within that code.
-COMPILED = _C.recipe_of_compiled_calls()
+
+
+class _Compiled:
+    """What compiled code guards on, outside of regions within that code."""
+
+    key = property(_C.key_of_compiled_call)
+
+
+COMPILED = _Compiled()
 
 
 def enter_region(recipe: Recipe | None, is_delayed: bool, is_traced: bool = False) -> None:
