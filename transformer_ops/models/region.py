@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from .. import _C
-from ..op.borrowed import add_guards, find_obstacle
+from ..op.base import FusibleOperation
+from ..op.borrowed import add_guards, borrowed_from, find_obstacle
 from ..op.hooks import HOOKS
 from ..op.tensor_parallel import is_dtensor
 from ..sequential import Sequential
@@ -95,7 +96,9 @@ class Region:
         self.sequential, self.reason = None, ""
         try:
             self._check(parts)
-            self.sequential = Sequential(*self._make(module))
+            ops = self._make(module)
+            _leave_guards_to_region(ops, parts)
+            self.sequential = Sequential(*ops)
         except FuseSkip as skip:
             self.reason = str(skip)
         self._guards = self._guards_of(module, parts)
@@ -137,6 +140,16 @@ class Region:
         if not is_list or not ops:
             raise FuseSkip(f"the rule {self.rule.name} gave {type(ops).__name__} in place of ops")
         return ops
+
+
+def _leave_guards_to_region(ops: Iterable[nn.Module], parts: Sequence[nn.Module]) -> None:
+    """Has the groups of ops not look again at modules that the region looks at."""
+    looked_at = set(map(id, _unique(parts)))
+    for op in ops:
+        for basic in op.basic_ops if isinstance(op, FusibleOperation) else ():
+            owners = borrowed_from(basic)
+            if owners and all(id(owner) in looked_at for owner in owners):
+                basic.__dict__["_is_guarded"] = False
 
 
 def _parameters(parts: Iterable[nn.Module]) -> list[nn.Parameter]:

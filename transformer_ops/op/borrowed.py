@@ -71,6 +71,9 @@ class Borrowed(View):
 
     # Attributes of the owner that plans depend on.
     _watched: tuple[str, ...] = ()
+    # Whether the group of the op looks at the owner before each call; False where somebody does
+    # before the group is called.
+    _is_guarded = True
 
     def __init__(self, owner: nn.Module) -> None:
         super().__init__(owner)
@@ -124,7 +127,9 @@ def borrowed_from(op: Any) -> list[nn.Module]:
 
 def guards_of(ops: Iterable[Any]) -> _C.Guards | None:
     """What these ops take for granted of the modules that they borrow from; None if of none."""
-    borrowed = [op for op in ops if isinstance(op, Borrowed) and op._obstacle() is None]
+    borrowed = [
+        op for op in ops if isinstance(op, Borrowed) and op._is_guarded and op._obstacle() is None
+    ]
     if not borrowed:
         return None
     guards = _C.Guards()
