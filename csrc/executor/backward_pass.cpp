@@ -50,11 +50,8 @@ class Tasks {
   uint64_t passes_ = 0;
 };
 
-Tasks& tasks() {
-  // Never deleted: a thread may run while static objects die.
-  static auto* const tasks = new Tasks;
-  return *tasks;
-}
+// Never deleted: a thread may run while static objects die.
+Tasks& tasks = *new Tasks;
 
 // The tasks that were seen on one thread, where they run one inside the other.
 class Seen {
@@ -63,7 +60,7 @@ class Seen {
     std::erase_if(running_, [](const Task& task) { return task.lives.expired(); });
     const auto known = std::ranges::find(running_, id, &Task::id);
     if (known != running_.end()) return known->pass;
-    const Task task = tasks().find_or_add(id, pass_around(id));
+    const Task task = tasks.find_or_add(id, pass_around(id));
     running_.push_back(task);
     last_ = task;
     return task.pass;

@@ -13,28 +13,25 @@ struct Passes {
   std::unordered_map<int64_t, uint64_t> last;
 };
 
-Passes& passes() {
-  // Never deleted: a thread may run while static objects die.
-  static auto* const passes = new Passes;
-  return *passes;
-}
+// Never deleted: a thread may run while static objects die.
+Passes& passes = *new Passes;
 
 }  // namespace
 
 uint64_t last_pass_of(int64_t buffer) {
-  const std::lock_guard lock(passes().mutex);
-  const auto found = passes().last.find(buffer);
-  return found == passes().last.end() ? 0 : found->second;
+  const std::lock_guard lock(passes.mutex);
+  const auto found = passes.last.find(buffer);
+  return found == passes.last.end() ? 0 : found->second;
 }
 
 void note_pass_of(int64_t buffer, uint64_t pass) {
-  const std::lock_guard lock(passes().mutex);
-  passes().last[buffer] = pass;
+  const std::lock_guard lock(passes.mutex);
+  passes.last[buffer] = pass;
 }
 
 void forget_passes_of(int64_t buffer) {
-  const std::lock_guard lock(passes().mutex);
-  passes().last.erase(buffer);
+  const std::lock_guard lock(passes.mutex);
+  passes.last.erase(buffer);
 }
 
 }  // namespace transformer_ops

@@ -16,11 +16,8 @@ struct Living {
   std::unordered_map<uint64_t, c10::weak_intrusive_ptr<c10::TensorImpl>> owners;
 };
 
-Living& living() {
-  // Never deleted: a node may die after every static object.
-  static auto* const living = new Living;
-  return *living;
-}
+// Never deleted: a node may die after every static object.
+Living& living = *new Living;
 
 }  // namespace
 
@@ -35,22 +32,22 @@ at::Tensor make_owner(void* object, uint64_t id, void (*destroy)(void*)) {
   at::Tensor owner = at::detail::make_tensor<c10::TensorImpl>(
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
       caffe2::TypeMeta::Make<uint8_t>());
-  const std::lock_guard lock(living().mutex);
-  living().owners.emplace(id, owner.getIntrusivePtr());
+  const std::lock_guard lock(living.mutex);
+  living.owners.emplace(id, owner.getIntrusivePtr());
   return owner;
 }
 
 at::Tensor find_owner(uint64_t id) {
-  const std::lock_guard lock(living().mutex);
-  const auto row = living().owners.find(id);
-  if (row == living().owners.end()) return {};
+  const std::lock_guard lock(living.mutex);
+  const auto row = living.owners.find(id);
+  if (row == living.owners.end()) return {};
   return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim(
       row->second.lock().release()));
 }
 
 void forget(uint64_t id) {
-  const std::lock_guard lock(living().mutex);
-  living().owners.erase(id);
+  const std::lock_guard lock(living.mutex);
+  living.owners.erase(id);
 }
 
 }  // namespace transformer_ops::owned

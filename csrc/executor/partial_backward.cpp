@@ -133,11 +133,8 @@ class Prune {
 };
 
 // One for all programs: a fork takes every such lock, and there may be thousands of programs.
-ForkSafeMutex& rows_mutex() {
-  // Never deleted: a thread may run while static objects die.
-  static auto* const mutex = new ForkSafeMutex;
-  return *mutex;
-}
+// Never deleted: a thread may run while static objects die.
+ForkSafeMutex& rows_mutex = *new ForkSafeMutex;
 
 }  // namespace
 
@@ -166,13 +163,13 @@ std::shared_ptr<const PartialBackward> PartialBackwards::find_or_make(
   if (auto found = find(wanted)) return found;
   auto made = std::make_shared<const PartialBackward>(partial_backward(program, wanted));
   Rows evicted;  // dies without the lock
-  const std::lock_guard lock(rows_mutex());
+  const std::lock_guard lock(rows_mutex);
   if (rows_.size() >= kMostParts) std::swap(rows_, evicted);
   return rows_.try_emplace(wanted, std::move(made)).first->second;
 }
 
 std::shared_ptr<const PartialBackward> PartialBackwards::find(const std::vector<bool>& wanted) {
-  const std::lock_guard lock(rows_mutex());
+  const std::lock_guard lock(rows_mutex);
   const auto row = rows_.find(wanted);
   return row == rows_.end() ? nullptr : row->second;
 }

@@ -101,19 +101,16 @@ class Recent {
   std::array<Entry, kSlots> entries_;
 };
 
-ProgramCache& cache() {
-  // Never deleted: a thread may run while static objects die.
-  static auto* const cache = new ProgramCache;
-  return *cache;
-}
+// Never deleted: a thread may run while static objects die.
+ProgramCache& cache = *new ProgramCache;
 
 }  // namespace
 
 SharedProgram program_for(std::string_view given) {
   static thread_local Recent recent;
-  if (SharedProgram found = recent.find(given, cache())) return found;
+  if (SharedProgram found = recent.find(given, cache)) return found;
   const std::string text(given);
-  const Cached made = cache().find_or_make(text, [&] {
+  const Cached made = cache.find_or_make(text, [&] {
     try {
       const Plan plan = parse_plan(text);
       TORCH_CHECK(!plan.has_python_steps(),
@@ -134,8 +131,7 @@ SharedProgram unfused_program_for(const Program& program, at::TensorList tensors
     metas.push_back({to_dtype(tensor.scalar_type()), tensor.requires_grad()});
     key += std::string(" ") + to_text(metas.back().dtype) + (tensor.requires_grad() ? "+" : "");
   }
-  return cache()
-      .find_or_make(key, [&] { return compile(unfused_plan(program.plan, metas)); })
+  return cache.find_or_make(key, [&] { return compile(unfused_plan(program.plan, metas)); })
       .program;
 }
 

@@ -5,7 +5,9 @@
 namespace transformer_ops {
 
 // A mutex that a forked child finds free, whichever thread of the parent held it. While one is held
-// no other lock is taken: a fork takes them all.
+// no other lock is taken: a fork takes them all. It belongs to an object that is made while its
+// library is loaded: a static object of a function has a lock of its own while it is made, which a
+// forked child would wait for.
 class ForkSafeMutex {
  public:
   ForkSafeMutex();

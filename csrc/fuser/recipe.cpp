@@ -100,6 +100,14 @@ Recipe parse(const std::string& text) {
   return recipe;
 }
 
+struct Recipes {
+  ForkSafeMutex mutex;
+  std::map<std::string, Recipe> rows;
+};
+
+// Never deleted: a thread may run while static objects die.
+Recipes& recipes = *new Recipes;
+
 }  // namespace
 
 const std::string& OperandFormats::format(const std::string& operand) const {
@@ -127,12 +135,10 @@ std::string to_text(const Recipe& recipe) {
 }
 
 const Recipe* recipe_of(const std::string& text) {
-  static ForkSafeMutex mutex;
-  static auto* const recipes = new std::map<std::string, Recipe>();
-  const std::lock_guard lock(mutex);
-  const auto found = recipes->find(text);
-  if (found != recipes->end()) return &found->second;
-  return &recipes->emplace(text, parse(text)).first->second;
+  const std::lock_guard lock(recipes.mutex);
+  const auto found = recipes.rows.find(text);
+  if (found != recipes.rows.end()) return &found->second;
+  return &recipes.rows.emplace(text, parse(text)).first->second;
 }
 
 uint8_t format_number(const std::string& name) {

@@ -14,12 +14,19 @@
 namespace transformer_ops {
 namespace {
 
-// Parsed once. A typed op stays where it is; a library that brings more may be loaded meanwhile.
+// A typed op stays where it is; a library that brings more may be loaded meanwhile.
+struct Schemas {
+  ForkSafeMutex mutex;
+  std::map<const TypedOp*, Schema> rows;
+};
+
+// Never deleted: a thread may run while static objects die.
+Schemas& schemas = *new Schemas;
+
+// Parsed once.
 const Schema& schema_of(const TypedOp& op) {
-  static ForkSafeMutex mutex;
-  static std::map<const TypedOp*, Schema> schemas;
-  const std::lock_guard lock(mutex);
-  const auto [row, is_new] = schemas.try_emplace(&op);
+  const std::lock_guard lock(schemas.mutex);
+  const auto [row, is_new] = schemas.rows.try_emplace(&op);
   if (is_new) row->second = parse_schema(op.schema);
   return row->second;
 }
