@@ -13,7 +13,7 @@ VENV := .venv
 CONSTRAIN := cat constraints.txt
 else
 VENV := .venv-$(TORCH)
-CONSTRAIN := sed -e '/^torch==/d' -e '$$a torch==$(TORCH)' constraints.txt
+CONSTRAIN := sed -e '/^torch==/d' -e '/^torchvision==/s/==.*//' -e '$$a torch==$(TORCH)' constraints.txt
 endif
 BIN := $(VENV)/bin
 PACKAGES := $(VENV)/.packages-installed
@@ -34,6 +34,9 @@ EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransfo
 ON_PROCESSORS := tests/test_processor.py tests/test_widened_products.py tests/test_peak_memory.py \
     tests/test_products.py tests/test_epilogues.py tests/test_recompute.py tests/test_residual_fusions.py \
     tests/test_scaled_products.py tests/test_fusions_under_recipes.py tests/test_main_grad.py
+
+# The tests read one file of it: the whole package wants another huggingface_hub than transformers.
+LITGPT := litgpt==0.5.13
 
 # Files of tests side by side: most of their time is one thread of a compiler. Threads that wait for
 # their next loop must not take the cores from the tests beside them: small products take 20 times as long.
@@ -80,6 +83,7 @@ $(PACKAGES): constraints.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(CONSTRAIN) > $(VENV)/packages.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -r $(VENV)/packages.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(LITGPT)
 	@touch $@
 
 # Every environment of this checkout shares the built files in transformer_ops/: build again after

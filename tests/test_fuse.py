@@ -42,11 +42,15 @@ def pair(kind: str = "decoder") -> tuple[Model, Model, tops.FuseReport]:
 
 
 def assert_same(plain: nn.Module, model: nn.Module, run: Any = None) -> None:
-    torch.testing.assert_close(results(plain), results(model, run))
+    torch.testing.assert_close(results(plain), results(model, run), rtol=1e-4, atol=1e-4)
+
+
+def of_layers(rows: list[Any]) -> list[Any]:
+    return sorted(row for row in rows if row.kind in {kind.__name__ for kind in LAYERS.values()})
 
 
 def is_fused(report: tops.FuseReport) -> list[bool]:
-    return [not row.reason for row in sorted(report.rows)]
+    return [not row.reason for row in of_layers(report.rows)]
 
 
 # ---- what is as before
@@ -82,7 +86,7 @@ def test_training_gives_the_same_weights() -> None:
         for _ in range(3):
             results(one)
             optimizer.step()
-    torch.testing.assert_close(plain.state_dict(), model.state_dict())
+    torch.testing.assert_close(plain.state_dict(), model.state_dict(), rtol=1e-4, atol=1e-4)
     fresh = Model()
     fresh.load_state_dict(model.state_dict())
     assert_same(fresh, model)
@@ -297,8 +301,11 @@ def test_the_statements_run_where_they_have_to(name: str, when: str) -> None:
         change(model)
     change(plain)
     assert_same(plain, model, run)
+    if (name, when) == ("hook on the norm", "before"):
+        assert [row.rule for row in of_layers(report.fused)] == ["sum", "residual"]
+        return
     assert is_fused(report) == [False, True]
-    assert reason in report.skipped[0].reason and reason in str(report)
+    assert reason in of_layers(report.skipped)[0].reason and reason in str(report)
 
 
 def test_a_hook_that_is_removed() -> None:
@@ -367,8 +374,10 @@ def test_functions_that_cannot_be_written_anew(kind: type[nn.Module], reason: st
     layer, x = kind(), torch.randn(2, 16)
     want = layer(x)
     report = tops.fuse(layer)
-    assert torch.equal(layer(x), want) and layer(x).requires_grad == want.requires_grad
-    assert [reason in row.reason for row in report.rows] == [True] * (reason is not None)
+    torch.testing.assert_close(layer(x), want)
+    assert layer(x).requires_grad == want.requires_grad
+    rows = [row for row in report.rows if row.kind == kind.__name__]
+    assert [reason in row.reason for row in rows] == [True] * (reason is not None)
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
@@ -393,11 +402,10 @@ def test_a_class_that_is_patched(
     report = tops.fuse(model)
     results(model)
     if when == "after":
-        if kind is DecoderLayer:
-            return  # whose subclass has its own; `fuse` says to call it last
         patch()
     assert_same(plain, model)
-    assert not any(is_fused(report))
+    fused = [row.rule for row in of_layers(report.fused)]
+    assert fused == (["sum", "sum"] if (when, kind) == ("before", RootNorm) else [])
 
 
 def test_a_refusal_is_found_out_once() -> None:
@@ -410,9 +418,11 @@ def test_a_refusal_is_found_out_once() -> None:
     rule = tops.register_fuse_rule("refusing", STATEMENTS, make)
     try:
         report = tops.fuse(model, rules=[rule])
+        model(torch.randn(2, 16))
+        before = len(made)
         for _ in range(5):
             model(torch.randn(2, 16))
-        assert len(made) == 1 and report.skipped[0].reason == "no"
+        assert len(made) == before and report.skipped[0].reason == "no"
     finally:
         rule.remove()
 
@@ -472,7 +482,7 @@ def test_unfused() -> None:
 def test_only() -> None:
     model = Model()
     assert [row.path for row in tops.fuse(model, only="layers.1").rows] == ["layers.1"]
-    assert len(tops.fuse(model, only=["layers.*"]).rows) == 2
+    assert len(of_layers(tops.fuse(model, only=["layers.*"]).rows)) == 2
 
 
 def test_fusing_twice_changes_nothing() -> None:
@@ -485,7 +495,8 @@ def test_fusing_twice_changes_nothing() -> None:
 
 
 def test_reports() -> None:
-    _, model, report = pair()
+    model = Model()
+    report = tops.fuse(model, rules=["residual"])
     results(model)
     assert str(report).splitlines() == [
         "2 fused, 0 left as they are",
@@ -519,6 +530,13 @@ class Doubling(nn.Module):
         return y
 
 
+class Tripling(Doubling):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = y * 3
+        return y
+
+
 STATEMENTS = """
 H = self.any_norm(H)
 H = H * 2
@@ -548,8 +566,9 @@ def test_a_rule_of_the_users(rule: tops.FuseRule) -> None:
     report = tops.fuse(layer, rules=["doubling"])
     torch.testing.assert_close(layer(x), want)
     assert [row.rule for row in report.fused] == ["doubling"]
-    # Other names of local variables than the pattern has.
-    assert not tops.fuse(Doubling()).rows
+    # Other names of local variables than the pattern has, and another function.
+    assert len(tops.fuse(Doubling()).fused) == 1
+    assert not tops.fuse(Tripling()).rows
 
 
 @pytest.mark.parametrize(
@@ -608,7 +627,7 @@ def test_a_source_that_cannot_be_read() -> None:
         names,
     )
     layer = names["Layer"]()
-    assert str(tops.fuse(layer)) == "nothing to fuse: no rule matches a module"
+    assert "Layer" not in {row.kind for row in tops.fuse(layer).rows}
     assert layer(torch.randn(2, 16)).shape == (2, 16)
 
 
@@ -617,7 +636,7 @@ def test_a_source_that_cannot_be_read() -> None:
     [
         (lambda: tops.fuse(3), TypeError, "[fuse] model must be an nn.Module, got int"),
         (lambda: tops.fuse(Model(), rules=["llama"]), ValueError, "[fuse] rules must be some of"),
-        (lambda: tops.fuse(nn.Linear(2, 2), strict=True), ValueError, "got nothing to fuse"),
+        (lambda: tops.fuse(nn.Softplus(), strict=True), ValueError, "got nothing to fuse"),
         (
             lambda: tops.register_fuse_rule("new", "H = (", lambda *_: []),
             ValueError,
@@ -626,7 +645,8 @@ def test_a_source_that_cannot_be_read() -> None:
         (
             lambda: tops.register_fuse_rule("new", "R = X", lambda *_: []),
             ValueError,
-            "[fuse] statements must read an H and assign a variable in the end, got 'R = X'",
+            "[fuse] statements must read an H and compute one value, which the last one assigns or "
+            "returns, got 'R = X'",
         ),
         (
             lambda: tops.register_fuse_rule("residual", "R = H", lambda *_: []),

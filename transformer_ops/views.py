@@ -9,15 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from .op.base import BasicOperation, FusibleOperation
-from .op.borrowed import Borrowed
+from .op.borrowed import Borrowed, class_of
 from .ops.activation import GELU, ReLU, SiLU
 from .ops.basic_linear import BasicLinear
 from .ops.bias import Bias
+from .ops.drop_path import DropPath
 from .ops.dropout import Dropout
+from .ops.layer_scale import LayerScale
 from .ops.norm import LayerNorm, RMSNorm
 from .ops.packed_linear import PackedLinear
 
-__all__ = ["BorrowedLinear", "BorrowedPackedLinear", "BorrowedRMSNorm", "view"]
+__all__ = [
+    "BorrowedDropPath",
+    "BorrowedDropout",
+    "BorrowedLayerNorm",
+    "BorrowedLayerScale",
+    "BorrowedLinear",
+    "BorrowedPackedLinear",
+    "BorrowedRMSNorm",
+    "is_torch",
+    "view",
+]
 
 
 class BorrowedProduct(Borrowed, BasicLinear):
@@ -28,7 +40,7 @@ class BorrowedProduct(Borrowed, BasicLinear):
     _rng_state_tracker_function = None
     # Their state would have no place in a state dict.
     _takes_scales = False
-    _watched = ("in_features", "out_features")
+    _watched: tuple[str, ...] = ("in_features", "out_features")
 
     @property
     def weight(self) -> nn.Parameter:  # type: ignore[override]
@@ -41,6 +53,20 @@ class BorrowedProduct(Borrowed, BasicLinear):
     @property
     def out_features(self) -> int:  # type: ignore[override]
         return self.weight.shape[0]
+
+
+class BorrowedTransposedProduct(BorrowedProduct):
+    """The product of a module whose weight is stored as `[in_features, out_features]`."""
+
+    _watched = ()
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self._parameter_owner.weight.t()  # type: ignore[operator]
+
+    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
+        # The gradient of the view goes on to the parameter.
+        return [(self, "weight")]
 
 
 class BorrowedBias(Borrowed, Bias):
@@ -56,12 +82,14 @@ class BorrowedBias(Borrowed, Bias):
 
 
 class BorrowedLinear(FusibleOperation):
-    """A `torch.nn.Linear`: its product, and its bias if it has one."""
+    """A `torch.nn.Linear`: its product, and its bias if it has one. Or, where the weight
+    `is_transposed`, a module with a weight `[in_features, out_features]`, as GPT-2 has."""
 
-    def __init__(self, owner: nn.Module) -> None:
+    def __init__(self, owner: nn.Module, is_transposed: bool = False) -> None:
         super().__init__()
+        product = BorrowedTransposedProduct if is_transposed else BorrowedProduct
         # Past nn.Module, which would register the parts as submodules.
-        self.__dict__["_parts"] = (BorrowedProduct(owner), BorrowedBias(owner))
+        self.__dict__["_parts"] = (product(owner), BorrowedBias(owner))
 
     @property
     def basic_ops(self) -> list[BasicOperation]:
@@ -182,13 +210,54 @@ class BorrowedRMSNorm(Borrowed, RMSNorm):
 
 
 class BorrowedDropout(Borrowed, Dropout):
-    """A `torch.nn.Dropout`."""
+    """A `torch.nn.Dropout`, or another module that drops; `p`: the owner's name for it."""
 
-    _watched = ("p", "inplace")
+    def __init__(self, owner: nn.Module, p: str = "p") -> None:
+        super().__init__(owner)
+        self.__dict__["_watched"] = (p, "inplace")
 
     @property
     def p(self) -> float:  # type: ignore[override]
-        return self._parameter_owner.p  # type: ignore[return-value]
+        found: float = getattr(self._parameter_owner, self._watched[0])
+        return found
+
+
+class BorrowedDropPath(Borrowed, DropPath):
+    """A module that drops whole samples; `p`: its name for the probability."""
+
+    def __init__(self, owner: nn.Module, p: str) -> None:
+        super().__init__(owner)
+        self.__dict__["_watched"] = (p,)
+
+    @property
+    def p(self) -> float:  # type: ignore[override]
+        found: float = getattr(self._parameter_owner, self._watched[0])
+        return found
+
+
+class BorrowedLayerScale(Borrowed, LayerScale):
+    """A module that scales each channel; `gamma`: its name for the factors."""
+
+    _watched = ("inplace",)
+
+    def __init__(self, owner: nn.Module, gamma: str = "gamma") -> None:
+        super().__init__(owner)
+        self.__dict__["_gamma_name"] = gamma
+
+    def _tensors_of_owner(self) -> tuple[str, ...]:
+        return (self.__dict__["_gamma_name"],)
+
+    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
+        return [(self._parameter_owner, self.__dict__["_gamma_name"])]
+
+    @property
+    def gamma(self) -> nn.Parameter:  # type: ignore[override]
+        found: nn.Parameter = getattr(self._parameter_owner, self.__dict__["_gamma_name"])
+        return found
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self.gamma.shape[0]
 
 
 class _BorrowedActivation(Borrowed):
@@ -238,6 +307,17 @@ _MAKERS: dict[type[nn.Module], Callable[[Any], FusibleOperation]] = {
 }
 
 
+# As they were when this was imported: somebody may replace those of torch's own classes.
+_KNOWN: tuple[Any, ...] = (*_MAKERS, nn.Identity, nn.Sequential)
+_FORWARDS = {kind: kind.forward for kind in _KNOWN}
+
+
+def is_torch(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module's class has the `forward` that this class of torch has."""
+    forward = class_of(module).forward
+    return forward is _FORWARDS[kind] and forward is kind.forward
+
+
 def view(module: nn.Module) -> FusibleOperation:
     """Returns an op that computes what one of torch's modules does, on the parameters of that
     module, which stay where they are: in its state dict, in its optimizer, tied or frozen.
@@ -260,12 +340,11 @@ def view(module: nn.Module) -> FusibleOperation:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"[view] module must be an nn.Module, got {type(module).__name__}")
-    kind = type(module)
     for known, make in _MAKERS.items():
-        if isinstance(module, known) and kind.forward is known.forward:
+        if isinstance(module, known) and is_torch(module, known):
             return make(module)
     names = ", ".join(known.__name__ for known in _MAKERS)
     raise TypeError(
-        f"[view] module must be one of torch.nn's {names}, got {kind.__name__} with a forward of "
-        "its own"
+        f"[view] module must be one of torch.nn's {names}, got {class_of(module).__name__} with a "
+        "forward of its own"
     )

@@ -51,14 +51,19 @@ def fuse(
         raise TypeError(f"[fuse] model must be an nn.Module, got {type(model).__name__}")
     chosen = rules_named(rules)
     skipped: list[FuseRow] = []
+    covered: set[int] = set()
     for path, module in _candidates(model, only):
-        base = type(module)
-        sites = find_sites(base, chosen)
-        if not sites:
+        if id(module) in covered:
             continue
-        why = _swap_class(module, sites)
+        base = type(module)
+        sites = () if isinstance(module, FusedModule) else find_sites(module, chosen)
+        why = _swap_class(module, sites) if sites else ""
         if why:
             skipped += [FuseRow(path, base.__name__, site.rule.name, why) for site in sites]
+        elif isinstance(module, FusedModule):
+            covered.update(
+                id(one) for region in module._regions() for one in region.covered(module)
+            )
     report = FuseReport(model, skipped)
     if strict and not report.fused:
         raise ValueError(f"[fuse] model must have a part that a rule fuses, got {report}")
@@ -84,7 +89,7 @@ def _candidates(
     """The modules that a rule may fuse, by name."""
     wanted = None if only is None else [only] if isinstance(only, str) else list(only)
     for path, module in list(model.named_modules()):
-        if isinstance(module, FusedModule | FusibleOperation | Sequential):
+        if isinstance(module, FusibleOperation | Sequential):
             continue
         if wanted is None or any(fnmatch.fnmatchcase(path, pattern) for pattern in wanted):
             yield path, module

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import copy
+import enum
+import functools
 import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,65 +17,95 @@ from torch.compiler import is_compiling, is_exporting
 from ..peers import untraced
 from ..plan.explain.explanation import Explanation
 from ..sequential import Sequential
-from .pattern import Names, Pattern, body_of, function_of, reads, tree_of, wrappers_of
-from .region import Region
-from .rules import FuseRule, FuseSkip, rules_named
+from .pattern import (
+    Found,
+    Pattern,
+    Scope,
+    blocks_of,
+    body_of,
+    function_of,
+    tree_of,
+    wrappers_of,
+)
+from .region import IS_OFF, REGIONS, Region
+from .rules import Condition, FuseRule, FuseSkip, FuseUnfit, rules_named
 
-__all__ = ["IS_OFF", "REGIONS", "FusedModule", "Site", "find_sites", "fused_class"]
-
-# The attributes of a fused module that are ours.
-REGIONS, IS_OFF = "_tops_regions", "_tops_is_off"
+__all__ = ["FusedModule", "Site", "find_sites", "fused_class"]
 
 
 class Site(NamedTuple):
     """Statements of a class's method that a rule stands for."""
 
     rule: FuseRule
-    names: Names
-    start: int  # in the body of the function
     pattern: Pattern
+    found: Found  # in the body of the function
 
     @property
-    def end(self) -> int:
-        """Where the statements behind it begin."""
-        return self.start + len(self.pattern.statements)
+    def key(self) -> tuple[str, str, int, int]:
+        """Which one of the class it is."""
+        return self.rule.name, self.pattern.text, *self.found.lines
+
+    def is_apart_from(self, other: Site) -> bool:
+        """Whether they have no line of a method in common."""
+        first, last = self.found.lines
+        is_apart = last < other.found.lines[0] or first > other.found.lines[1]
+        return is_apart or self.rule.method != other.rule.method
 
 
-def find_sites(kind: type[nn.Module], rules: Sequence[FuseRule]) -> tuple[Site, ...]:
-    """Where rules match the class's methods, in order and apart from each other. Of two that
-    overlap, the one that begins first counts, or else the one that is registered last."""
+def find_sites(module: nn.Module, rules: Sequence[FuseRule]) -> tuple[Site, ...]:
+    """Where rules gain something in the methods of a module, in order and apart from each other. Of
+    two that overlap, one that fits now counts before one that does not, then the one that begins
+    first, and then the one that is registered last."""
+    candidates = all_sites(type(module), tuple(rules))
+    fits = [_fit(module, site) for site in candidates]
     sites: list[Site] = []
-    for method in dict.fromkeys(rule.method for rule in rules):
-        found = getattr(kind, method, None)
-        if found is not None:
-            sites += _sites_in(function_of(found), [r for r in rules if r.method == method])
-    return tuple(sites)
+    for wanted in (_Fit.NOW, _Fit.LATER):
+        for site, fit in zip(candidates, fits, strict=True):
+            if fit is wanted and all(site.is_apart_from(other) for other in sites):
+                sites.append(site)
+    return tuple(sorted(sites, key=lambda site: site.found.lines))
 
 
-def _sites_in(function: Any, rules: Sequence[FuseRule]) -> list[Site]:
+class _Fit(enum.Enum):
+    NOW = 1
+    LATER = 2  # something is in the way
+    NEVER = 3
+
+
+def _fit(module: nn.Module, site: Site) -> _Fit:
+    try:
+        Region(site.rule, site.found.names).make(module)
+    except FuseUnfit:
+        return _Fit.NEVER
+    except FuseSkip:
+        return _Fit.LATER
+    return _Fit.NOW
+
+
+def all_sites(kind: type[nn.Module], rules: tuple[FuseRule, ...]) -> list[Site]:
+    """Where rules match the class's methods, by method and in order."""
+    methods = [(name, getattr(kind, name, None)) for name in dict.fromkeys(r.method for r in rules)]
+    return [
+        site
+        for name, method in methods
+        if method is not None
+        for site in _sites_in(function_of(method), tuple(r for r in rules if r.method == name))
+    ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _sites_in(function: Any, rules: tuple[FuseRule, ...]) -> list[Site]:
     body = body_of(function)
     if body is None:
         return []
+    scope = Scope.of(function)
     found = [
-        Site(rule, names, start, pattern)
+        Site(rule, pattern, place)
         for rule in reversed(rules)
         for pattern in rule.patterns
-        if pattern.fits(function)
-        for start, names in pattern.find(body)
+        for place in pattern.find(body, scope)
     ]
-    sites: list[Site] = []
-    for site in sorted(found, key=lambda site: site.start):
-        is_apart = not sites or site.start >= sites[-1].end
-        if is_apart and not reads(body[site.end :], _inner_names(site)):
-            sites.append(site)
-    return sites
-
-
-def _inner_names(site: Site) -> set[str]:
-    """The local variables that only the statements themselves assign."""
-    pattern = site.pattern
-    known = {*pattern.inputs, pattern.result}
-    return {name for key, name in site.names.items() if len(key) == 1 and key not in known}
+    return sorted(found, key=lambda site: site.found.lines[0])
 
 
 class FusedView:
@@ -101,6 +133,8 @@ class FusedModule(nn.Module):
 
     _tops_base: type[nn.Module]
     _tops_sites: tuple[Site, ...]
+    _tops_methods: dict[str, Any]  # of the base, which the methods here were made from
+    _tops_conditions: tuple[Condition | None, ...]
 
     @property
     def fused(self) -> FusedView:
@@ -110,7 +144,7 @@ class FusedModule(nn.Module):
     def _regions(self) -> list[Region]:
         found: list[Region] | None = self.__dict__.get(REGIONS)
         if found is None:
-            found = [Region(site.rule, site.names) for site in self._tops_sites]
+            found = [Region(site.rule, site.found.names) for site in self._tops_sites]
             self.__dict__[REGIONS] = found
         return found
 
@@ -127,6 +161,9 @@ class FusedModule(nn.Module):
         # What torch.fx traces with is no tensor.
         if not isinstance(input, Tensor) or is_exporting():
             return None
+        condition = self._tops_conditions[i]
+        if condition is not None and not condition(input):
+            return None
         if not is_compiling():
             region = self._regions()[i]
             is_open = not self.__dict__.get(IS_OFF, False) and region.is_open(self)
@@ -142,23 +179,26 @@ class FusedModule(nn.Module):
         return {name: value for name, value in state.items() if name not in (REGIONS, IS_OFF)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        names = tuple(site.rule.name for site in self._tops_sites)
-        return _new, (self._tops_base, names), self.__getstate__()
+        keys = tuple(site.key for site in self._tops_sites)
+        return _new, (self._tops_base, keys), self.__getstate__()
 
 
-def _new(base: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    kind = fused_class(base, find_sites(base, rules_named(dict.fromkeys(names))))
+def _new(base: type[nn.Module], keys: tuple[tuple[str, str, int, int], ...]) -> nn.Module:
+    rules = rules_named(dict.fromkeys(name for name, *_ in keys))
+    known = {site.key: site for site in all_sites(base, rules)}
+    kind = fused_class(base, tuple(known[key] for key in keys))
     return kind.__new__(kind)
 
 
-_classes: dict[tuple[type[nn.Module], tuple[Any, ...]], type[nn.Module]] = {}
+_classes: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
 def fused_class(base: type[nn.Module], sites: tuple[Site, ...]) -> type[nn.Module]:
     """The class of modules of class `base` with ops at these sites. Made once. FuseSkip where its
     methods would not be wrapped as those of `base` are."""
     # A class whose method is replaced later is another one.
-    key = (base, tuple((getattr(base, s.rule.method), s.rule, s.start, s.pattern) for s in sites))
+    methods_of = tuple(getattr(base, site.rule.method) for site in sites)
+    key = (base, methods_of, tuple((site.rule, site.key) for site in sites))
     found = _classes.get(key)
     if found is None:
         methods = {
@@ -169,14 +209,18 @@ def fused_class(base: type[nn.Module], sites: tuple[Site, ...]) -> type[nn.Modul
             **methods,
             "_tops_base": base,
             "_tops_sites": sites,
+            "_tops_methods": {method: getattr(base, method) for method in methods},
+            "_tops_conditions": tuple(site.rule.when for site in sites),
             "__module__": base.__module__,
             "__qualname__": f"Fused{base.__qualname__}",
             "__doc__": base.__doc__,
         }
         found = type(f"Fused{base.__name__}", (FusedModule, base), names)
         for method in methods:
-            # What a base class wraps around the methods of its subclasses is there again.
-            if wrappers_of(getattr(found, method)) != wrappers_of(getattr(base, method)):
+            # What a base class wraps around the methods of its subclasses is there again. A class
+            # between them, as `fully_shard` makes one, has it twice.
+            own, wanted = (wrappers_of(getattr(kind, method)) for kind in (found, base))
+            if list(dict.fromkeys(own)) != list(dict.fromkeys(wanted)):
                 raise FuseSkip(f"its {method} is wrapped, by a decorator or a patch")
         _classes[key] = found
     return found
@@ -184,15 +228,18 @@ def fused_class(base: type[nn.Module], sites: tuple[Site, ...]) -> type[nn.Modul
 
 def _rewritten(function: Any, sites: tuple[Site, ...], method: str) -> Any:
     """The function with, at each site, `region = self._tops_region(i)`, and either a call of it or
-    the statements. Lines, globals and closure are those of the function."""
+    the statements; and before them, a call of what the class has now, where somebody replaced the
+    method. Lines, globals and closure are those of the function."""
     tree = copy.deepcopy(tree_of(function))
     assert tree is not None
     text = isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Constant)
     body = tree.body[text:]
+    blocks = blocks_of(body)
     for i, site in reversed(list(enumerate(sites))):
         if site.rule.method == method:
-            body[site.start : site.end] = _choice(i, site, body[site.start : site.end])
-    tree.body = [*tree.body[:text], *body]
+            block, start, end = blocks[site.found.block], site.found.start, site.found.end
+            block[start:end] = _choice(i, site, block[start:end])
+    tree.body = [*tree.body[:text], _call_of_another(tree, method), *body]
     tree.decorator_list, tree.returns = [], None
     for argument in ast.walk(tree.args):
         if isinstance(argument, ast.arg):
@@ -212,15 +259,31 @@ def _rewritten(function: Any, sites: tuple[Site, ...], method: str) -> Any:
     return made
 
 
+def _call_of_another(tree: ast.FunctionDef, method: str) -> ast.stmt:
+    given = tree.args
+    own, *arguments = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    if given.vararg is not None:
+        arguments.append(f"*{given.vararg.arg}")
+    arguments += [f"{argument.arg}={argument.arg}" for argument in given.kwonlyargs]
+    if given.kwarg is not None:
+        arguments.append(f"**{given.kwarg.arg}")
+    source = (
+        f"if {own}._tops_base.{method} is not {own}._tops_methods[{method!r}]:\n"
+        f"    return {own}._tops_base.{method}({', '.join([own, *arguments])})"
+    )
+    found = ast.parse(source).body[0]
+    for node in ast.walk(found):
+        ast.copy_location(node, tree.body[0])
+    return found
+
+
 def _choice(i: int, site: Site, statements: list[ast.stmt]) -> list[ast.stmt]:
-    pattern, names = site.pattern, site.names
-    assert pattern.result is not None
-    extra = [names[key] for key in pattern.inputs if key != "H"]
+    names, target = site.found.names, site.found.target
+    extra = [names[key] for key in site.pattern.inputs if key != "H"]
     given = ", ".join([names["H"], *extra])
-    call = f"self._tops_region({i}, {names['H']})"
-    condition = f"(_tops_found := {call}) is not None"
-    source = f"if {condition}:\n    {names[pattern.result]} = _tops_found({given})"
-    choice = ast.parse(source).body[0]
+    condition = f"(_tops_found := self._tops_region({i}, {names['H']})) is not None"
+    what = "return" if target is None else f"{target} ="
+    choice = ast.parse(f"if {condition}:\n    {what} _tops_found({given})").body[0]
     assert isinstance(choice, ast.If)
     for node in ast.walk(choice):
         ast.copy_location(node, statements[0])

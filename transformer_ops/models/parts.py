@@ -1,282 +1,413 @@
-"""What parts of transformers compute, by their structure: norms, activations, feed-forwards."""
+"""What steps of a `forward` compute, as ops: submodules by their structure, and functions."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..op.base import FusibleOperation
+from ..op.borrowed import class_of
 from ..ops.activation import GELU, QGELU, ReLU, SiLU, SReLU
+from ..ops.basic_linear import BasicLinear
+from ..ops.constant_scale import ConstantScale
 from ..ops.glu import GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU
-from ..views import BorrowedPackedLinear, BorrowedRMSNorm, view
-from .pattern import Names, Pattern, function_of
-from .rules import FuseSkip
+from ..ops.packed_linear import PackedLinear
+from ..views import (
+    BorrowedDropout,
+    BorrowedDropPath,
+    BorrowedLayerNorm,
+    BorrowedLayerScale,
+    BorrowedLinear,
+    BorrowedPackedLinear,
+    BorrowedRMSNorm,
+    is_torch,
+    view,
+)
+from .pattern import Names, Pattern, Steps, function_of, register_step
+from .rules import FuseSkip, FuseUnfit
 
 __all__ = [
-    "activation",
-    "feed_forward",
-    "linear",
-    "norm",
+    "CENTERED_RMS_NORM",
+    "RMS_NORMS",
+    "RMS_NORM_WITH_OFFSET",
+    "count_products",
+    "ops_of",
     "part",
-    "parts_of_sum_and_norm",
-    "product_and_activation",
+    "rms_norm",
+    "whole",
 ]
 
 MakeOp = Callable[[], FusibleOperation]
-
-
-def _find(module: nn.Module, patterns: Sequence[Pattern]) -> Names | None:
-    """The names in the first pattern that is the whole `forward` of the module. None of a function
-    that is wrapped: who knows in what."""
-    function = type(module).forward
-    if hasattr(function, "__wrapped__"):
-        return None
-    found = (pattern.match_all(function) for pattern in patterns)
-    return next((names for names in found if names is not None), None)
 
 
 def _patterns(*texts: str) -> tuple[Pattern, ...]:
     return tuple(map(Pattern, texts))
 
 
-def _viewed(module: nn.Module) -> FusibleOperation:
-    try:
-        return view(module)
-    except (TypeError, ValueError) as error:
-        raise FuseSkip(str(error).removeprefix("[view] ")) from None
+def _find(module: nn.Module, patterns: Iterable[Pattern]) -> Names | None:
+    """The names in the first pattern that is the whole `forward` of the module. None of a function
+    that is wrapped: who knows in what."""
+    function = class_of(module).forward
+    if hasattr(function, "__wrapped__"):
+        return None
+    found = (pattern.match_all(function) for pattern in patterns)
+    return next((names for names in found if names is not None), None)
+
+
+def _unknown(module: nn.Module) -> FuseSkip:
+    return FuseSkip(f"the forward of {class_of(module).__name__} is not known")
+
+
+def whole(module: nn.Module, pattern: Pattern) -> Names:
+    """The names that make a pattern the whole `forward` of a module. FuseSkip for another one."""
+    names = _find(module, (pattern,))
+    if names is None:
+        raise _unknown(module)
+    return names
+
+
+def ops_of(module: nn.Module, steps: Steps) -> list[FusibleOperation]:
+    """The ops of steps in the `forward` of a module. FuseSkip for steps that no ops compute."""
+    return [op for template, names in steps.list for op in template.make(module, names)]
+
+
+def count_products(ops: Sequence[nn.Module]) -> int:
+    """How many of the ops are products with weights; one with several weights counts as several."""
+    basics = [basic for op in ops if isinstance(op, FusibleOperation) for basic in op.basic_ops]
+    packed = [len(op.out_features) for op in basics if isinstance(op, PackedLinear)]
+    return sum(packed) + sum(isinstance(op, BasicLinear) for op in basics)
 
 
 # ---- norms
 
 # These round before the scale, or behind it, or both; ours rounds once, behind it.
-_RMS_NORMS = _patterns(
+RMS_NORMS = (
     """
-    D = X.dtype
-    X = X.to(torch.float32)
-    V = X.pow(2).mean(-1, keepdim=True)
-    X = X * torch.rsqrt(V + self.any_eps)
-    return self.weight * X.to(D)
+    D = H.dtype
+    H = H.to(torch.float32)
+    V = H.pow(2).mean(-1, keepdim=True)
+    H = H * torch.rsqrt(V + self.any_eps)
+    return self.weight * H.to(D)
     """,
     """
-    D = X.dtype
-    X = X.to(torch.float32)
-    V = X.pow(2).mean(-1, keepdim=True)
-    X = X * torch.rsqrt(V + self.any_eps)
-    return (self.weight * X).to(D)
+    D = H.dtype
+    H = H.to(torch.float32)
+    V = H.pow(2).mean(-1, keepdim=True)
+    H = H * torch.rsqrt(V + self.any_eps)
+    return (self.weight * H).to(D)
+    """,
+    """
+    V = H.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    H = H * torch.rsqrt(V + self.any_eps)
+    if self.weight.dtype in [torch.float16, torch.bfloat16]:
+        H = H.to(self.weight.dtype)
+    return self.weight * H
     """,
 )
+_RMS_NORMS = _patterns(*RMS_NORMS)
 # Gemma's: the scale is 1 + weight.
-_CENTERED_RMS_NORMS = _patterns(
-    """
-    Y = self._norm(X.float())
-    Y = Y * (1.0 + self.weight.float())
-    return Y.type_as(X)
-    """
-)
+CENTERED_RMS_NORM = """
+Y = self._norm(H.float())
+Y = Y * (1.0 + self.weight.float())
+return Y.type_as(H)
+"""
+_CENTERED_RMS_NORMS = _patterns(CENTERED_RMS_NORM)
 _NORM_METHODS = _patterns(
-    "return X * torch.rsqrt(X.pow(2).mean(-1, keepdim=True) + self.any_eps)",
+    "return H * torch.rsqrt(H.pow(2).mean(-1, keepdim=True) + self.any_eps)",
 )
+# litgpt's: an attribute says which scale.
+RMS_NORM_WITH_OFFSET = """
+D = H.dtype
+H = H.float()
+V = torch.mean(H * H, dim=self.any_dim, keepdim=True)
+Y = H * torch.rsqrt(V + self.any_eps)
+W = (1 + self.weight) if self.any_has_offset else self.weight
+return (Y * W.float()).to(dtype=D)
+"""
+_RMS_NORMS_WITH_OFFSET = _patterns(RMS_NORM_WITH_OFFSET)
 
 
-def norm(module: nn.Module) -> FusibleOperation:
-    """The op of a norm over the last dimension. FuseSkip for another module."""
+def rms_norm(module: Any) -> FusibleOperation | None:
+    """The op of a class's own RMSNorm over the last dimension; None for another module."""
     names = _find(module, _RMS_NORMS)
     if names is not None:
         return BorrowedRMSNorm(module, names["eps"])
     if _find(module, _CENTERED_RMS_NORMS) is not None:
-        method = function_of(type(module)._norm)  # type: ignore[attr-defined]
-        names = _NORM_METHODS[0].match_all(method)
+        names = _NORM_METHODS[0].match_all(function_of(class_of(module)._norm))
         if names is not None:
             return BorrowedRMSNorm(module, names["eps"], zero_centered_gamma=True)
-    return _viewed(module)
+    names = _find(module, _RMS_NORMS_WITH_OFFSET)
+    if names is not None and getattr(module, names["dim"]) == -1:
+        has_offset = bool(getattr(module, names["has_offset"]))
+        return BorrowedRMSNorm(module, names["eps"], zero_centered_gamma=has_offset)
+    return None
+
+
+# timm's, which has another function for where apex is installed.
+_LAYER_NORMS = _patterns(
+    """
+    if self._fast_norm:
+        H = fast_layer_norm(H, self.normalized_shape, self.weight, self.bias, self.eps)
+    else:
+        H = F.layer_norm(H, self.normalized_shape, self.weight, self.bias, self.eps)
+    return H
+    """
+)
+
+
+def _layer_norm(module: Any) -> FusibleOperation | None:
+    if _find(module, _LAYER_NORMS) is None or module._fast_norm:
+        return None
+    return BorrowedLayerNorm(module)
 
 
 # ---- activations
 
-# The forward of a class -> (the op, its gated unit).
-_ACTIVATIONS: tuple[tuple[tuple[Pattern, ...], MakeOp, MakeOp], ...] = (
-    (
-        _patterns("return nn.functional.silu(X)", "return F.silu(X, inplace=self.inplace)"),
-        SiLU,
-        SwiGLU,
-    ),
-    (_patterns("return F.relu(X, inplace=self.inplace)"), ReLU, ReGLU),
-    (_patterns("return X * torch.sigmoid(1.702 * X)"), QGELU, QGEGLU),
+# The forward of a class -> the op.
+_ACTIVATIONS: tuple[tuple[tuple[Pattern, ...], MakeOp], ...] = (
+    (_patterns("return F.silu(H)", "return F.silu(H, inplace=self.inplace)"), SiLU),
+    (_patterns("return F.relu(H, inplace=self.inplace)"), ReLU),
+    (_patterns("return H * torch.sigmoid(1.702 * H)"), QGELU),
+    (_patterns("return torch.square(F.relu(H))"), SReLU),
     (
         _patterns(
-            """
-            Y = nn.functional.relu(X)
-            Z = torch.square(Y)
-            return Z
-            """
-        ),
-        SReLU,
-        SReGLU,
-    ),
-    (
-        _patterns(
-            "return 0.5 * X * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * "
-            "(X + 0.044715 * torch.pow(X, 3.0))))"
+            "return 0.5 * H * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * "
+            "(H + 0.044715 * torch.pow(H, 3.0))))",
+            "return F.gelu(H, approximate='tanh')",
         ),
         GELU,
-        GEGLU,
     ),
+    (_patterns("return F.gelu(H)"), functools.partial(GELU, "none")),
 )
-_CALLS_ACT = _patterns("return self.act(X)")
+_CALLS_ACT = _patterns("return self.act(H)")
+# The op of an activation -> its gated unit.
+_GATED_UNITS: dict[type, Callable[[Any], FusibleOperation]] = {
+    SiLU: lambda _: SwiGLU(),
+    ReLU: lambda _: ReGLU(),
+    QGELU: lambda _: QGEGLU(),
+    SReLU: lambda _: SReGLU(),
+    GELU: lambda op: GEGLU(op.approximate),
+}
 
 
-def _activation(module: nn.Module) -> tuple[MakeOp, MakeOp]:
-    """The op of an activation, and its gated unit. FuseSkip for another module."""
-    for patterns, alone, gated in _ACTIVATIONS:
+def _activation(module: Any) -> FusibleOperation | None:
+    for patterns, make in _ACTIVATIONS:
         if _find(module, patterns) is not None:
-            return alone, gated
-    kind: Any = None
-    if _find(module, _CALLS_ACT) is not None:
-        act: Any = module.act
-        if act is nn.functional.gelu:
-            kind = "none"
-        elif isinstance(act, functools.partial) and act.func is nn.functional.gelu:
-            kind = act.keywords.get("approximate", "none") if not act.args else None
-    elif type(module).forward is nn.GELU.forward:
-        kind = module.approximate
-    if kind is None:
-        raise FuseSkip(f"there is no op for the activation {type(module).__name__}")
-    return functools.partial(GELU, kind), functools.partial(GEGLU, kind)
+            return None if getattr(module, "inplace", False) else make()
+    if _find(module, _CALLS_ACT) is None:
+        return None
+    act = module.act
+    if act is nn.functional.gelu:
+        return GELU("none")
+    is_partial = isinstance(act, functools.partial) and act.func is nn.functional.gelu
+    if not is_partial or act.args or act.keywords.keys() - {"approximate"}:
+        return None
+    return GELU(act.keywords.get("approximate", "none"))
 
 
-# ---- feed-forwards
+def _gated_unit(ops: Sequence[FusibleOperation]) -> FusibleOperation:
+    for kind, make in _GATED_UNITS.items():
+        if len(ops) == 1 and isinstance(ops[0], kind):
+            return make(ops[0])
+    raise FuseSkip(f"there is no gated unit of {', '.join(type(op).__name__ for op in ops)}")
 
-_GATED = _patterns(
-    """
-    Y = self.any_down(self.any_act(self.any_gate(X)) * self.any_up(X))
-    return Y
-    """,
-    "return self.any_down(self.any_act(self.any_gate(X)) * self.any_up(X))",
+
+# ---- other modules
+
+_LAYER_SCALES = _patterns(
+    "return H * self.any_gamma",
+    "return H.mul_(self.any_gamma) if self.any_inplace else H * self.any_gamma",
 )
-# gate and up in one weight, gate first.
-_GATED_IN_ONE = _patterns(
+# In one method (transformers), or in a function (timm).
+_DROP_PATH = Pattern(
     """
-    Y = self.any_up(X)
-    Z, Y = Y.chunk(2, dim=-1)
-    Y = Y * self.any_act(Z)
-    return self.any_down(Y)
+    if self.any_p == 0.0 or not self.training:
+        return H
+    K = 1 - self.any_p
+    S = (H.shape[0],) + (1,) * (H.ndim - 1)
+    R = torch.rand(S, dtype=H.dtype, device=H.device)
+    R = torch.floor(R + K)
+    return H.div(K) * R
     """
 )
-_UNGATED = _patterns(
+_CALLS_DROP_PATH = Pattern("return drop_path(H, self.any_p, self.training, self.any_scales)")
+_DROP_PATH_FUNCTION = Pattern(
     """
-    X = self.any_up(X)
-    X = self.any_act(X)
-    X = self.any_down(X)
-    return X
-    """,
+    if P == 0.0 or not T:
+        return H
+    K = 1 - P
+    S = (H.shape[0],) + (1,) * (H.ndim - 1)
+    R = H.new_empty(S).bernoulli_(K)
+    if K > 0.0 and C:
+        R.div_(K)
+    return H * R
     """
-    X = self.any_up(X)
-    X = self.any_act(X)
-    X = self.any_down(X)
-    X = self.any_drop(X)
-    return X
-    """,
-    "return self.any_down(self.any_act(self.any_up(X)))",
 )
+# The Conv1D of GPT-2.
+_TRANSPOSED_LINEARS = _patterns(
+    """
+    S = H.size()[:-1] + (self.any_size,)
+    H = torch.addmm(self.bias, H.view(-1, H.size(-1)), self.weight)
+    return H.view(S)
+    """
+)
+_STEPS = Pattern("return any_steps(H)")
 
 
-def feed_forward(module: nn.Module) -> list[FusibleOperation]:
-    """The ops of a feed-forward. FuseSkip for another module."""
-    for patterns, make in (
-        (_GATED, _gated),
-        (_GATED_IN_ONE, _gated_in_one),
-        (_UNGATED, _ungated),
-    ):
-        names = _find(module, patterns)
-        if names is not None:
-            return make({k: getattr(module, v) for k, v in names.items() if len(k) > 1})
-    raise FuseSkip(f"the forward of {type(module).__name__} is not known")
+def _transposed_linear(module: Any) -> FusibleOperation | None:
+    if _find(module, _TRANSPOSED_LINEARS) is None:
+        return None
+    return BorrowedLinear(module, is_transposed=True)
 
 
-def _gated(parts: dict[str, Any]) -> list[FusibleOperation]:
-    gate, up = _linear(parts["gate"]), _linear(parts["up"])
-    if len({parameter.dtype for part in (gate, up) for parameter in part.parameters()}) > 1:
-        raise FuseSkip("gate and up have different dtypes")
-    unit = _activation(parts["act"])[1]
-    return [BorrowedPackedLinear(gate, up), unit(), _viewed(_linear(parts["down"]))]
+def _layer_scale(module: Any) -> FusibleOperation | None:
+    names = _find(module, _LAYER_SCALES)
+    if names is None or getattr(module, names.get("inplace", ""), False):
+        return None
+    gamma = getattr(module, names["gamma"])
+    if not isinstance(gamma, nn.Parameter) or gamma.dim() != 1:
+        return None
+    return BorrowedLayerScale(module, names["gamma"])
 
 
-def _gated_in_one(parts: dict[str, Any]) -> list[FusibleOperation]:
-    unit = _activation(parts["act"])[1]
-    return [_viewed(_linear(parts["up"])), unit(), _viewed(_linear(parts["down"]))]
+def _names_in(function: Any, pattern: Pattern) -> Names | None:
+    """The names that make a pattern the statements of a function that nothing is wrapped around."""
+    is_plain = inspect.isfunction(function) and not hasattr(function, "__wrapped__")
+    return pattern.match_text(function) if is_plain else None
 
 
-def _ungated(parts: dict[str, Any]) -> list[FusibleOperation]:
-    act = _activation(parts["act"])[0]
-    ops = [_viewed(_linear(parts["up"])), act(), _viewed(_linear(parts["down"]))]
-    return [*ops, _viewed(parts["drop"])] if "drop" in parts else ops
+def _drop_path(module: Any) -> FusibleOperation | None:
+    function = class_of(module).forward
+    names = _names_in(function, _DROP_PATH)
+    if names is None:
+        names = _find(module, (_CALLS_DROP_PATH,))
+        called = getattr(function, "__globals__", {}).get("drop_path")
+        if names is None or _names_in(called, _DROP_PATH_FUNCTION) is None:
+            return None
+        if not getattr(module, names["scales"]):
+            raise FuseSkip("it drops paths without a factor for the others")
+    return BorrowedDropPath(module, names["p"])
 
 
-def _linear(module: nn.Module) -> nn.Module:
-    if type(module).forward is not nn.Linear.forward:
-        raise FuseSkip(f"{type(module).__name__} is not a torch.nn.Linear")
-    return module
+def _steps_in(module: nn.Module, method: Any) -> Steps:
+    """The steps that are a whole method of a module. FuseSkip for another method."""
+    names = None if hasattr(method, "__wrapped__") else _STEPS.match_all(method)
+    if names is None:
+        raise _unknown(module)
+    steps: Any = names["steps"]
+    return steps
 
 
 def part(module: nn.Module) -> list[FusibleOperation]:
-    """The ops of a feed-forward, a norm or a dropout; none of an identity. FuseSkip for another
-    module."""
-    kind = type(module)
-    if kind.forward is nn.Identity.forward:
+    """The ops of a submodule. FuseSkip for one that is not known."""
+    if is_torch(module, nn.Identity):
         return []
-    if kind.forward is nn.Dropout.forward:
-        return [_viewed(module)]
+    if is_torch(module, nn.Sequential):
+        return [op for inner in module.children() for op in part(inner)]
     try:
-        return feed_forward(module)
-    except FuseSkip as skip:
-        if any(isinstance(inner, nn.Linear) for inner in module.modules()):
-            raise skip
-    return [norm(module)]
+        return [view(module)]
+    except ValueError as error:
+        raise FuseSkip(str(error).removeprefix("[view] ")) from None
+    except TypeError:
+        pass
+    makers = (_activation, rms_norm, _layer_norm, _layer_scale, _drop_path, _transposed_linear)
+    for make in makers:
+        op = make(module)
+        if op is not None:
+            return [op]
+    return ops_of(module, _steps_in(module, class_of(module).forward))
 
 
-def linear(module: nn.Module) -> FusibleOperation:
-    """The op of a `torch.nn.Linear`. FuseSkip for another module."""
-    return _viewed(_linear(module))
+# ---- steps
 
 
-def activation(module: nn.Module) -> FusibleOperation:
-    """The op of an activation. FuseSkip for another module."""
-    return _activation(module)[0]()
+def _linear(module: nn.Module) -> nn.Module:
+    if not is_torch(module, nn.Linear):
+        raise FuseSkip(f"{class_of(module).__name__} is not a torch.nn.Linear")
+    return module
 
 
-_PRODUCT_AND_ACTIVATION = _patterns(
-    """
-    X = self.any_up(X)
-    X = self.any_act(X)
-    return X
-    """
+def _gated(module: Any, names: Names) -> list[FusibleOperation]:
+    gate, up = (_linear(getattr(module, names[name])) for name in ("gate", "up"))
+    if len({parameter.dtype for one in (gate, up) for parameter in one.parameters()}) > 1:
+        raise FuseSkip("gate and up have different dtypes")
+    return [BorrowedPackedLinear(gate, up), *_gated_half(module, names)]
+
+
+def _gated_half(module: Any, names: Names) -> list[FusibleOperation]:
+    act: Any = names["act"]
+    return [_gated_unit(ops_of(module, act))]
+
+
+def _gated_half_or_last(module: Any, names: Names) -> list[FusibleOperation]:
+    if getattr(module, names["is_last"]) or getattr(module, names["dim"]) != -1:
+        raise FuseSkip("its gate is the second half")
+    return _gated_half(module, names)
+
+
+def _factor(module: Any, names: Names) -> list[FusibleOperation]:
+    factor = getattr(module, names["factor"])
+    if isinstance(factor, nn.Parameter) and factor.dim() == 1:
+        return [BorrowedLayerScale(module, names["factor"])]
+    if not isinstance(factor, int | float):
+        raise FuseSkip(f"{names['factor']} is no number")
+    return [ConstantScale(float(factor))]
+
+
+def _optional_factor(module: Any, names: Names) -> list[FusibleOperation]:
+    return [] if getattr(module, names["factor"]) is None else _factor(module, names)
+
+
+def _dropout(module: Any, names: Names) -> list[FusibleOperation]:
+    return [BorrowedDropout(module, names["p"])]
+
+
+def _gelu(module: Any, names: Names) -> list[FusibleOperation]:
+    return [GELU(getattr(getattr(module, names["config"]), names["approximate"]))]
+
+
+def _part(module: Any, names: Names) -> list[FusibleOperation]:
+    found = getattr(module, names["part"], None)
+    if not isinstance(found, nn.Module):
+        raise FuseUnfit(f"{names['part']} is no module")
+    return part(found)
+
+
+def _chunks(module: Any, names: Names) -> list[FusibleOperation]:
+    """A method on parts of a sequence, or on the whole where their size is 0 (transformers)."""
+    if getattr(module, names["size"]) != 0:
+        raise FuseSkip(f"{names['size']} is not 0")
+    return ops_of(module, _steps_in(module, getattr(class_of(module), names["chunk"])))
+
+
+def _op(make: MakeOp) -> Callable[[Any, Names], list[FusibleOperation]]:
+    return lambda module, names: [make()]
+
+
+_HALVES = "_.chunk(2, dim={0})[0]", "_.chunk(2, dim={0})[1]"
+_GATE_FIRST = "any_act({}) * {}".format(*_HALVES)
+_GATE_LAST = "{} * any_act({})".format(*_HALVES)
+
+register_step("any_act(self.any_gate(_)) * self.any_up(_)", _gated)
+register_step(_GATE_FIRST.format("-1"), _gated_half)
+register_step(
+    f"{_GATE_LAST} if self.any_is_last else {_GATE_FIRST}".format("self.any_dim"),
+    _gated_half_or_last,
 )
-_PRODUCT_SUM_NORM = _patterns(
-    """
-    X = self.any_down(X)
-    X = self.any_drop(X)
-    X = self.any_norm(X + Y)
-    return X
-    """
-)
-
-
-def product_and_activation(module: nn.Module) -> list[FusibleOperation]:
-    """The ops of a product with its activation. FuseSkip for another module."""
-    names = _find(module, _PRODUCT_AND_ACTIVATION)
-    if names is None:
-        raise FuseSkip(f"the forward of {type(module).__name__} is not known")
-    up, act = (getattr(module, names[name]) for name in ("up", "act"))
-    return [linear(up), activation(act)]
-
-
-def parts_of_sum_and_norm(module: nn.Module) -> list[nn.Module]:
-    """Product, dropout and norm of a product whose sum with another tensor is normalized. FuseSkip
-    for another module."""
-    names = _find(module, _PRODUCT_SUM_NORM)
-    if names is None:
-        raise FuseSkip(f"the forward of {type(module).__name__} is not known")
-    return [getattr(module, names[name]) for name in ("down", "drop", "norm")]
+register_step("F.silu(_)", _op(SiLU))
+register_step("F.relu(_)", _op(ReLU))
+register_step("F.relu(_).square()", _op(SReLU))
+register_step("torch.square(F.relu(_))", _op(SReLU))
+register_step("F.gelu(_)", _op(functools.partial(GELU, "none")))
+register_step("F.gelu(_, approximate='tanh')", _op(GELU))
+register_step("F.gelu(_, approximate=self.any_config.any_approximate)", _gelu)
+register_step("F.dropout(_, p=self.any_p, training=self.training)", _dropout)
+register_step("F.dropout(_, self.any_p, training=self.training)", _dropout)
+register_step("_ * self.any_factor", _factor)
+register_step("_ * self.any_factor if self.any_factor is not None else _", _optional_factor)
+register_step("self.any_part(_)", _part)
+register_step("apply_chunking_to_forward(self.any_chunk, self.any_size, self.any_dim, _)", _chunks)

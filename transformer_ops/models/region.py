@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import nn
 
 from .. import _C
 from ..op.base import FusibleOperation
-from ..op.borrowed import add_guards, borrowed_from, find_obstacle
+from ..op.borrowed import Borrowed, add_guards, class_of, find_obstacle
 from ..op.hooks import HOOKS
 from ..op.tensor_parallel import is_dtensor
 from ..sequential import Sequential
-from .pattern import Names
+from .pattern import Names, Steps
 from .rules import FuseRule, FuseSkip
 
-__all__ = ["Region"]
+__all__ = ["IS_OFF", "REGIONS", "Region"]
+
+# The attributes of a fused module that are ours.
+REGIONS, IS_OFF = "_tops_regions", "_tops_is_off"
 
 # Attributes of these classes are watched.
 _WATCHED = (
@@ -34,6 +38,7 @@ _WATCHED = (
 # good.
 _MOST_CHANGES = 32
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+_OF_MODULE = vars(nn.Module()).keys() | {"forward", REGIONS, IS_OFF}
 
 
 class Region:
@@ -75,29 +80,40 @@ class Region:
         """For a report: why the ops would not run now, or an empty text."""
         if self._is_closed:
             return self.reason
-        parts = self._parts(module)
-        if self.sequential is not None and any(map(is_dtensor, _parameters(parts))):
+        parts = self.parts(module)
+        if self.sequential is not None and any(map(is_dtensor, _parameters([module, *parts]))):
             return ""  # between two calls FSDP has split what it gathers for a call
         try:
-            self._check(parts)
-            self._make(module)
+            self.make(module)
         except FuseSkip as skip:
             return str(skip)
         return ""
 
-    def _parts(self, module: nn.Module) -> list[nn.Module]:
+    def parts(self, module: nn.Module) -> list[nn.Module]:
         """The modules that the statements call."""
-        called = (getattr(module, name, None) for key, name in self.names.items() if len(key) > 1)
+        called = (getattr(module, name, None) for name in sorted(self._attributes()))
         return [part for part in called if isinstance(part, nn.Module)]
+
+    def covered(self, module: nn.Module) -> Iterator[nn.Module]:
+        """The modules that nobody calls while the ops run."""
+        parts = self.parts(module)
+        # What holds DTensors now may gather them for a call.
+        is_ready = any(map(is_dtensor, _parameters(parts))) or not self.why_not(module)
+        return iter(_unique(parts) if is_ready else ())
+
+    def _attributes(self) -> set[str]:
+        """The attributes of the module that the statements read."""
+        found = {name for key, name in self.names.items() if len(key) > 1}
+        steps = [name for name in found if isinstance(name, Steps)]
+        return (found - {*steps}).union(*(step.attributes for step in steps))
 
     def _look(self, module: nn.Module) -> None:
         """Makes the ops, or says why there are none; and what either takes for granted."""
-        parts = self._parts(module)
+        parts = self.parts(module)
         self.sequential, self.reason = None, ""
         try:
-            self._check(parts)
-            ops = self._make(module)
-            _leave_guards_to_region(ops, parts)
+            ops = self.make(module)
+            _leave_guards_to_region(ops, [module, *_unique(parts)])
             self.sequential = Sequential(*ops)
         except FuseSkip as skip:
             self.reason = str(skip)
@@ -107,28 +123,47 @@ class Region:
         guards = _C.Guards()
         for name in _GLOBAL_HOOKS:
             guards.add_size(vars(nn.modules.module), name, "there are other hooks for all modules")
-        kept = {name for key, name in self.names.items() if len(key) > 1}
+        kept = self._attributes()
         for name in sorted(kept & module._modules.keys()):
             guards.add_value(module._modules, name, f"{name} is another module")
         for name in sorted(kept & vars(module).keys()):
             guards.add_value(vars(module), name, f"{name} has changed")
+        own = "the module"
+        add_guards(guards, module, own, tensors=module._parameters, is_called=False)
         for part in _unique(parts):
             _guard(guards, part, _name_in(module, part))
         return guards
+
+    def make(self, module: nn.Module) -> Sequence[nn.Module]:
+        """The ops; FuseSkip where they may not run now."""
+        kind: Any = type(module)
+        for name, method in getattr(kind, "_tops_methods", {}).items():
+            if getattr(kind._tops_base, name) is not method:
+                raise FuseSkip(f"its class has another {name}")
+        ops = self._ops(module)
+        self._check(self.parts(module))
+        for basic in _borrowed(ops):
+            if module in basic._owners():
+                basic.__dict__["_is_called"] = False
+                obstacle = basic._obstacle()
+                if obstacle is not None:
+                    raise FuseSkip(obstacle)
+        return ops
 
     @staticmethod
     def _check(parts: Sequence[nn.Module]) -> None:
         if any(vars(nn.modules.module).get(name) for name in _GLOBAL_HOOKS):
             raise FuseSkip("there are hooks for all modules")
         for part in _unique(parts):
-            obstacle = find_obstacle(part, type(part).forward, part._parameters)
+            kind = class_of(part)
+            obstacle = find_obstacle(part, kind.forward, part._parameters)
             if obstacle is not None:
-                raise FuseSkip(f"{type(part).__name__}: {obstacle}")
+                raise FuseSkip(f"{kind.__name__}: {obstacle}")
         devices = {parameter.device for parameter in _parameters(parts)}
         if len(devices) > 1:
             raise FuseSkip(f"its parameters are on {', '.join(sorted(map(str, devices)))}")
 
-    def _make(self, module: nn.Module) -> Sequence[nn.Module]:
+    def _ops(self, module: nn.Module) -> Sequence[nn.Module]:
         try:
             ops = self.rule.make(module, self.names)
         except FuseSkip:
@@ -142,14 +177,18 @@ class Region:
         return ops
 
 
-def _leave_guards_to_region(ops: Iterable[nn.Module], parts: Sequence[nn.Module]) -> None:
+def _borrowed(ops: Iterable[nn.Module]) -> list[Borrowed]:
+    """The basic ops that stand for modules of other libraries."""
+    fusible = (op for op in ops if isinstance(op, FusibleOperation))
+    return [basic for op in fusible for basic in op.basic_ops if isinstance(basic, Borrowed)]
+
+
+def _leave_guards_to_region(ops: Iterable[nn.Module], modules: Sequence[nn.Module]) -> None:
     """Has the groups of ops not look again at modules that the region looks at."""
-    looked_at = set(map(id, _unique(parts)))
-    for op in ops:
-        for basic in op.basic_ops if isinstance(op, FusibleOperation) else ():
-            owners = borrowed_from(basic)
-            if owners and all(id(owner) in looked_at for owner in owners):
-                basic.__dict__["_is_guarded"] = False
+    looked_at = set(map(id, modules))
+    for basic in _borrowed(ops):
+        if all(id(owner) in looked_at for owner in basic._owners()):
+            basic.__dict__["_is_guarded"] = False
 
 
 def _parameters(parts: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -164,7 +203,7 @@ def _unique(parts: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _guard(guards: _C.Guards, part: nn.Module, name: str) -> None:
     own = vars(part)
-    values = [k for k, v in own.items() if k[0] != "_" and k != "training" and type(v) in _WATCHED]
+    values = [k for k, v in own.items() if k not in _OF_MODULE and type(v) in _WATCHED]
     add_guards(
         guards,
         part,

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..locks import new_lock
 from .pattern import Names, Pattern
 
-__all__ = ["FuseRule", "FuseSkip", "register_fuse_rule", "rules_named"]
+__all__ = ["FuseRule", "FuseSkip", "FuseUnfit", "register_fuse_rule", "rules_named"]
 
 # (module, the names that the placeholders stand for) -> ops; FuseSkip with the reason for none.
+# (the tensor that the ops would take) -> whether they run, or the statements.
+Condition = Callable[[Tensor], bool]
 MakeOps = Callable[[Any, Names], Sequence[nn.Module]]
 
 
 class FuseSkip(Exception):
     """Says why a rule leaves a module alone."""
+
+
+class FuseUnfit(FuseSkip):
+    """Says why a rule gains nothing in a module, which no report mentions."""
 
 
 class FuseRule(NamedTuple):
@@ -28,12 +34,14 @@ class FuseRule(NamedTuple):
         patterns: the statements, in all ways in which they may be written.
         make: gives the ops.
         method: the method that has them.
+        when: whether the ops are worth it for a tensor that they are given; None for always.
     """
 
     name: str
     patterns: tuple[Pattern, ...]
     make: MakeOps
     method: str
+    when: Condition | None = None
 
     def remove(self) -> None:
         """Later calls of `fuse` do not use the rule. KeyError if it was removed before."""
@@ -46,20 +54,27 @@ _rules: dict[str, FuseRule] = {}
 
 
 def register_fuse_rule(
-    name: str, statements: str | Sequence[str], make: MakeOps, *, method: str = "forward"
+    name: str,
+    statements: str | Sequence[str],
+    make: MakeOps,
+    *,
+    method: str = "forward",
+    when: Condition | None = None,
 ) -> FuseRule:
-    """Adds a rule to `fuse`: where a method of a module's class has these statements, one after the
-    other, ops run in their place.
+    """Adds a rule to `fuse`: where a method of a module's class computes what these statements do,
+    ops run in their place.
 
     In `statements`, single upper-case letters stand for local variables, and attributes that begin
     with `any_` for attributes of any name: `H = self.any_norm(H)`. `H` is the tensor that the ops
     take; other variables that are read before they are assigned are their extra inputs, in the
-    order of reading. What the last statement assigns is what they give. A list of such texts has
-    the ways in which the same may be written.
+    order of reading. What the last statement assigns or returns is what they give. Names of
+    variables, the division into statements and the order of the terms of a sum do not matter. A
+    list of such texts has the ways in which the same may be written.
 
     `make(module, names)` returns the ops for a module, which may be views of its submodules
     (`tops.view`), or raises `tops.FuseSkip` with a reason. `names` has, for each placeholder (`H`,
-    `norm`), the name in the source.
+    `norm`), the name in the source. With `when`, the ops run only for tensors for which
+    `when(tensor)` is true.
 
     Raises:
         ValueError: a rule of that name is there, or `statements` are no statements that read an `H`
@@ -71,12 +86,12 @@ def register_fuse_rule(
     except SyntaxError as error:
         raise ValueError(f"[fuse] statements must be Python, got {error}") from None
     for pattern in patterns:
-        if pattern.result is None or "H" not in pattern.inputs:
+        if not pattern.is_expression or "H" not in pattern.inputs:
             raise ValueError(
-                "[fuse] statements must read an H and assign a variable in the end, "
-                f"got {pattern.text!r}"
+                "[fuse] statements must read an H and compute one value, which the last one "
+                f"assigns or returns, got {pattern.text!r}"
             )
-    rule = FuseRule(name, patterns, make, method)
+    rule = FuseRule(name, patterns, make, method, when)
     with _lock:
         if name in _rules:
             raise ValueError(f"[fuse] name must be new, got '{name}', which is registered")

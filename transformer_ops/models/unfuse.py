@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .fused_class import IS_OFF, REGIONS, FusedModule
+from .fused_class import FusedModule
+from .region import IS_OFF, REGIONS
 
 __all__ = ["unfuse", "unfused"]
 

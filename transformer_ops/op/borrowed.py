@@ -11,21 +11,37 @@ from .. import _C
 from .hooks import HOOKS
 from .view import View
 
-__all__ = ["Borrowed", "add_guards", "borrowed_from", "find_obstacle", "guards_of"]
+__all__ = [
+    "Borrowed",
+    "add_guards",
+    "borrowed_from",
+    "class_of",
+    "find_obstacle",
+    "guards_of",
+]
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def find_obstacle(module: nn.Module, forward: Any, tensors: Iterable[str] = ()) -> str | None:
+def class_of(module: nn.Module) -> type[Any]:
+    """The class of a module, or the one that it had before `fuse`."""
+    kind: type[Any] = getattr(type(module), "_tops_base", type(module))
+    return kind
+
+
+def find_obstacle(
+    module: nn.Module, forward: Any, tensors: Iterable[str] = (), is_called: bool = True
+) -> str | None:
     """Returns why an op may not stand for this module now, or None: it has hooks, a `forward` other
-    than this function, or parameters of a class of their own (adapters, quantizers, DTensor)."""
-    kind = type(module)
+    than this function, or parameters of a class of their own (adapters, quantizers, DTensor).
+    Where the op runs within that `forward` (not `is_called`), hooks do not matter."""
+    kind = class_of(module)
     if kind.forward is not forward or kind.__call__ is not nn.Module.__call__:
         return f"the forward of its class {kind.__name__} is another one"
     own = vars(module)
-    if "forward" in own:
+    if is_called and "forward" in own:
         return "it has a forward of its own"
-    if any(own.get(name) for name in HOOKS):
+    if is_called and any(own.get(name) for name in HOOKS):
         return "it has hooks"
     for name in tensors:
         if name not in module._parameters:
@@ -44,15 +60,18 @@ def add_guards(
     values: Iterable[str] = (),
     tensors: Iterable[str] = (),
     children: Iterable[str] = (),
+    is_called: bool = True,
 ) -> None:
-    """Adds that the module stays as it is: its class, a `forward` of its own, the number of its
-    hooks; these attributes, the classes of these parameters, and these children."""
+    """Adds that the module stays as it is: its class, and if it `is_called`, a `forward` of its own
+    and the number of its hooks; these attributes, the classes of these parameters, and these
+    children."""
     own = vars(module)
     guards.add_type(module, f"{name} is of another class")
-    guards.add_attribute(type(module), "forward", f"the class of {name} has another forward")
-    guards.add_value(own, "forward", f"{name} has another forward")
-    for hooks in HOOKS:
-        guards.add_size(own, hooks, f"{name} has other hooks")
+    guards.add_attribute(class_of(module), "forward", f"the class of {name} has another forward")
+    if is_called:
+        guards.add_value(own, "forward", f"{name} has another forward")
+        for hooks in HOOKS:
+            guards.add_size(own, hooks, f"{name} has other hooks")
     for value in values:
         guards.add_value(own, value, f"{value} of {name} has changed")
     for tensor in tensors:
@@ -74,10 +93,12 @@ class Borrowed(View):
     # Whether the group of the op looks at the owner before each call; False where somebody does
     # before the group is called.
     _is_guarded = True
+    # Whether the owner is called by others, or runs the op in its own forward.
+    _is_called = True
 
     def __init__(self, owner: nn.Module) -> None:
         super().__init__(owner)
-        self.__dict__["_known_forward"] = type(owner).forward
+        self.__dict__["_known_forward"] = class_of(owner).forward
 
     def _owners(self) -> list[nn.Module]:
         """The modules that it stands for."""
@@ -90,7 +111,9 @@ class Borrowed(View):
     def _obstacle(self) -> str | None:
         forward = self.__dict__["_known_forward"]
         tensors = self._tensors_of_owner()
-        found = (find_obstacle(owner, forward, tensors) for owner in self._owners())
+        found = (
+            find_obstacle(owner, forward, tensors, self._is_called) for owner in self._owners()
+        )
         return next((why for why in found if why is not None), None)
 
     @property
@@ -101,7 +124,14 @@ class Borrowed(View):
         for owner in self._owners():
             name = type(owner).__name__
             tensors = self._tensors_of_owner()
-            add_guards(guards, owner, name, values=self._watched, tensors=tensors)
+            add_guards(
+                guards,
+                owner,
+                name,
+                values=self._watched,
+                tensors=tensors,
+                is_called=self._is_called,
+            )
 
     @property
     def training(self) -> bool:

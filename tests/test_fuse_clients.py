@@ -1,0 +1,234 @@
+"""`fuse` on models of timm and litgpt, and in two processes."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+import transformers
+from fuse_models import fused_rules
+from ranks import group_of_ranks, spawn
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import transformer_ops as tops
+
+
+def results(model: nn.Module, input: Tensor, run: Any = None) -> list[Tensor]:
+    """The output, and the gradients of all parameters that have some."""
+    model.zero_grad()
+    output = (model if run is None else run)(input)
+    output.square().mean().backward()
+    return [output.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def assert_same(plain: nn.Module, model: nn.Module, input: Tensor, run: Any = None) -> None:
+    want, found = results(plain, input), results(model, input, run)
+    assert len(found) == len(want)
+    # Some gradients are zero but for rounding.
+    least = 1e-5 * max(float(tensor.norm()) for tensor in want)
+    for a, b in zip(want, found, strict=True):
+        assert (a - b).norm() <= 1e-5 * a.norm() + least
+
+
+# ---- timm
+
+SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 4, "img_size": 32}
+PATCHES_OF_14 = SMALL | {"img_size": 28}
+SWIN = {"depths": (1, 1), "embed_dim": 16, "num_heads": (2, 2), "img_size": 56}
+# name -> (options, drop path, what is fused)
+VISION: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "vit_small_patch16_224": (SMALL, {"residual": 2}),
+    "deit3_small_patch16_224": (SMALL, {"residual": 2}),
+    "vit_small_patch14_dinov2": (PATCHES_OF_14, {"residual": 2}),
+    "vit_base_patch16_clip_224": (SMALL, {"residual": 2}),
+    "vit_base_patch16_siglip_224": (SMALL, {"residual": 3}),
+    "eva02_tiny_patch14_224": (PATCHES_OF_14, {"residual": 2}),
+    # With a LayerScale and without one, of which one branch runs.
+    "beit_base_patch16_224": (SMALL, {"residual": 4}),
+    "swin_tiny_patch4_window7_224": (SWIN, {"residual": 2}),
+}
+
+
+def vision(name: str, **options: Any) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    small = VISION[name][0]
+    options = {"drop_path_rate": 0.0} | small | options
+    model = timm.create_model(name, pretrained=False, **options)
+    return model, torch.randn(2, 3, small["img_size"], small["img_size"])
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_models_of_timm(name: str, tmp_path: Path) -> None:
+    plain, pixels = vision(name)
+    model = copy.deepcopy(plain)
+    report = tops.fuse(model, strict=True)
+    assert_same(plain, model, pixels)
+    assert fused_rules(report) == VISION[name][1] and not report.skipped
+    before, after = report.saved_bytes(pixels)
+    assert after < before
+    torch.save(model.state_dict(), tmp_path / "state")
+    state, want = torch.load(tmp_path / "state"), plain.state_dict()
+    assert state.keys() == want.keys() and all(torch.equal(state[key], want[key]) for key in want)
+
+
+@pytest.mark.parametrize("name", ["deit3_small_patch16_224", "beit_base_patch16_224"])
+def test_models_of_timm_compiled(name: str) -> None:
+    torch._dynamo.reset()
+    plain, pixels = vision(name)
+    model = copy.deepcopy(plain)
+    tops.fuse(model, strict=True)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_same(plain, model, pixels, run)
+
+
+def test_paths_that_timm_drops() -> None:
+    """Each sample keeps all of a branch, times 1 / (1 - p), or nothing of it."""
+    model, _ = vision("deit3_small_patch16_224", drop_path_rate=0.5, init_values=1.0)
+    block: Any = model.blocks[1]
+    x = torch.randn(64, 4, 32)
+    block.eval()
+    block.attn.register_forward_hook(lambda module, inputs, output: output * 0)
+    branch = block(x) - x
+    assert fused_rules(tops.fuse(block, strict=True)) == {"residual": 1}
+    block.train()
+    found = block(x) - x
+    p = block.drop_path2.drop_prob
+    scales = (found * branch).flatten(1).sum(1) / branch.square().flatten(1).sum(1)
+    is_kept = scales > 0.5
+    torch.testing.assert_close(scales, is_kept / (1 - p), rtol=1e-3, atol=1e-3)
+    assert p == 0.5 and 16 <= is_kept.sum() <= 48
+
+
+def test_layer_scale_in_place_is_left_alone() -> None:
+    model, pixels = vision("deit3_small_patch16_224")
+    for block in model.blocks:
+        block.ls2.inplace = True
+    plain = copy.deepcopy(model)
+    report = tops.fuse(model)
+    assert fused_rules(report) == {"feed-forward": 2} and len(report.skipped) == 2
+    assert_same(plain, model, pixels)
+
+
+# ---- litgpt
+
+COMMON = {
+    "block_size": 16,
+    "vocab_size": 64,
+    "padded_vocab_size": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_embd": 32,
+    "intermediate_size": 64,
+}
+LLAMA = {"norm_class_name": "RMSNorm", "parallel_residual": False, "bias": False}
+LITGPT: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "llama": (LLAMA | {"mlp_class_name": "LLaMAMLP"}, {"norm": 5, "sum": 2}),
+    "gemma": (
+        LLAMA | {"mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh"},
+        {"norm": 5, "sum": 2},
+    ),
+    "pythia": ({}, {"sum": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def litgpt() -> Any:
+    """Its model alone: the package as a whole wants other releases than transformers does."""
+    spec = importlib.util.find_spec("litgpt")
+    assert spec is not None and spec.submodule_search_locations is not None
+    stubs: dict[str, dict[str, Any]] = {
+        "litgpt": {"__path__": list(spec.submodule_search_locations)},
+        "litgpt.scripts": {"__path__": []},
+        "litgpt.scripts.convert_hf_checkpoint": {"qkv_reassemble": None},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, attributes in stubs.items():
+            module = types.ModuleType(name)
+            vars(module).update(attributes)
+            patch.setitem(sys.modules, name, module)
+        yield importlib.import_module("litgpt.model")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "litgpt"]:
+            patch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("name", LITGPT)
+def test_models_of_litgpt(name: str, litgpt: Any) -> None:
+    options, rules = LITGPT[name]
+    torch.manual_seed(0)
+    plain = litgpt.GPT(litgpt.Config(**COMMON, **options))
+    model = copy.deepcopy(plain)
+    report = tops.fuse(model, strict=True)
+    tokens = torch.randint(0, 64, (2, 12))
+    assert_same(plain, model, tokens)
+    assert fused_rules(report) == rules and not report.skipped
+    before, after = report.saved_bytes(tokens)
+    assert after < before
+
+
+# ---- two processes
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=64,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _whole(tensor: Any) -> Tensor:
+    full = getattr(tensor, "full_tensor", None)
+    found: Tensor = tensor if full is None else full()
+    return found
+
+
+def _train(rank: int, folder: str) -> None:
+    with group_of_ranks(rank, 2, folder):
+        tokens = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
+        plain = llama()
+        plain(input_ids=tokens, labels=tokens).loss.backward()
+        own = tokens[2 * rank : 2 * rank + 2]
+        for kind in ("DDP", "FSDP2", "FSDP2 and fuse"):
+            model: Any = llama()
+            run: Any = model
+            if kind == "FSDP2 and fuse":
+                _shard(model)
+            report = tops.fuse(model)
+            if kind == "FSDP2":
+                _shard(model)
+            elif kind == "DDP":
+                run = DistributedDataParallel(model)
+            for _ in range(2):
+                model.zero_grad()
+                run(input_ids=own, labels=own).loss.backward()
+            assert fused_rules(report) == {"norm": 3, "residual": 2} and not report.skipped, kind
+            for (name, want), parameter in zip(
+                plain.named_parameters(), model.parameters(), strict=True
+            ):
+                difference = _whole(parameter.grad) - want.grad
+                assert difference.norm() <= 1e-5 * want.grad.norm() + 1e-7, (kind, name)
+            dist.barrier()
+
+
+def _shard(model: Any) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    spawn(_train, str(tmp_path), ranks=2)

@@ -1,0 +1,60 @@
+"""Rules for whole modules: norms and products that no other rule covers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cpu import processor
+from ..views import BorrowedLinear
+from .parts import CENTERED_RMS_NORM, RMS_NORM_WITH_OFFSET, RMS_NORMS, rms_norm
+from .pattern import Names
+from .rules import FuseSkip, FuseUnfit, register_fuse_rule
+
+
+def _norm(module: Any, names: Names) -> list[nn.Module]:
+    op = rms_norm(module)
+    if op is None:
+        raise FuseSkip(f"{type(module).__name__} is no RMSNorm")
+    return [op]
+
+
+register_fuse_rule("norm", (*RMS_NORMS, CENTERED_RMS_NORM, RMS_NORM_WITH_OFFSET), _norm)
+
+
+def _is_faster(input: Tensor) -> bool:
+    """Whether our product takes less time than torch's: `csrc/bodies/product.cpp` and
+    `widened_product.cpp` have what was measured."""
+    if input.device.type != "cpu":
+        return False
+    dtype = input.dtype
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    return dtype in _faster_dtypes
+
+
+# Filled when the first product is fused: the processor is asked no sooner.
+_faster_dtypes: set[torch.dtype] = set()
+
+
+def _product(module: Any, names: Names) -> list[nn.Module]:
+    found = processor()
+    faster = {
+        torch.float32: found.prefers_onednn,
+        torch.bfloat16: not found.multiplies_bfloat16,
+        torch.float16: not found.multiplies_float16,
+    }
+    _faster_dtypes.update(dtype for dtype, is_faster in faster.items() if is_faster)
+    dtype = module.weight.dtype
+    # Autocast takes float32 to bfloat16.
+    dtypes = {dtype, torch.bfloat16} if dtype == torch.float32 else {dtype}
+    if not dtypes & _faster_dtypes:
+        raise FuseUnfit("torch multiplies as fast on this processor")
+    return [BorrowedLinear(module)]
+
+
+register_fuse_rule(
+    "product", "return F.linear(H, self.weight, self.bias)", _product, when=_is_faster
+)

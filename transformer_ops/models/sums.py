@@ -1,0 +1,112 @@
+"""Rules for feed-forwards and the sums around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..ops.add_extra_input import AddExtraInput
+from ..ops.make_extra_output import MakeExtraOutput
+from .parts import count_products, ops_of, part, whole
+from .pattern import Names, Pattern
+from .rules import FuseSkip, FuseUnfit, register_fuse_rule
+
+_CHANNEL = "residual"
+
+
+def _begin() -> nn.Module:
+    return MakeExtraOutput().set_extra_output_channel(0, _CHANNEL, output_to_caller=False)
+
+
+def _end() -> nn.Module:
+    return AddExtraInput().set_extra_input_channel(0, _CHANNEL)
+
+
+def _steps(module: Any, names: Names, name: str, products: int = 0) -> Sequence[nn.Module]:
+    """The ops of steps with at least so many products."""
+    if name not in names:
+        return []
+    steps: Any = names[name]
+    try:
+        found = ops_of(module, steps)
+    except FuseSkip as skip:
+        called = (getattr(module, attribute, None) for attribute in steps.attributes)
+        if sum(isinstance(part, nn.Linear) for part in called) < products:
+            raise FuseUnfit(str(skip)) from None
+        raise
+    if count_products(found) < products:
+        raise FuseUnfit(f"{steps} has fewer than {products} products")
+    return found
+
+
+# ---- without a sum
+
+
+def _feed_forward(module: Any, names: Names) -> Sequence[nn.Module]:
+    steps: Any = names["steps"]
+    if len(steps.list) == 1 and "part" in steps.list[0][1]:
+        raise FuseUnfit(f"what {steps} calls is a module of its own")
+    return _steps(module, names, "steps", products=2)
+
+
+register_fuse_rule("feed-forward", "H = any_steps(H)", _feed_forward)
+register_fuse_rule("feed-forward in chunks", "H = any_steps(H)", _feed_forward, method="ff_chunk")
+
+
+# ---- the sum with another tensor: a projection of attention, a block with parallel branches
+
+
+def _sum(module: Any, names: Names) -> Sequence[nn.Module]:
+    after = _steps(module, names, "after")
+    return [*_steps(module, names, "steps", products=1), AddExtraInput(), *after]
+
+
+register_fuse_rule("sum", "H = X + any_steps(H)", _sum)
+register_fuse_rule("sum and norm", "H = any_after(X + any_steps(H))", _sum)
+
+
+def _parallel(module: Any, names: Names) -> Sequence[nn.Module]:
+    steps = _steps(module, names, "steps", products=1)
+    return [_begin(), *steps, AddExtraInput(), _end()]
+
+
+register_fuse_rule("parallel branches", "H = X + H + any_steps(H)", _parallel)
+
+
+# ---- the sum with the input
+
+
+def _residual(module: Any, names: Names) -> Sequence[nn.Module]:
+    steps, after = (_steps(module, names, name) for name in ("steps", "after"))
+    return [_begin(), *steps, _end(), *after]
+
+
+register_fuse_rule("residual", "H = H + any_steps(H)", _residual)
+register_fuse_rule("residual and norm", "H = any_after(H + any_steps(H))", _residual)
+
+
+# ---- the sum in another module (BERT)
+
+_SUM_AND_NORM = Pattern("return any_after(X + any_steps(H))")
+
+
+def _feed_forward_and_norm(module: Any, names: Names) -> Sequence[nn.Module]:
+    output = getattr(module, names["output"])
+    inner = whole(output, _SUM_AND_NORM)
+    return [
+        _begin(),
+        *part(getattr(module, names["intermediate"])),
+        *_steps(output, inner, "steps"),
+        _end(),
+        *_steps(output, inner, "after"),
+    ]
+
+
+register_fuse_rule(
+    "feed-forward, sum and norm",
+    "H = self.any_output(self.any_intermediate(H), H)",
+    _feed_forward_and_norm,
+    method="feed_forward_chunk",
+)
