@@ -10,6 +10,7 @@
 #include "fuser/registry.h"
 #include "kernels/cpu.h"
 #include "op/buffer.h"
+#include "op/flops.h"
 #include "op/torch_library.h"
 #include "op/typed_op.h"
 #include "op/unfused.h"
@@ -122,6 +123,19 @@ py::list list_typed_op_pairs() {
   return rows;
 }
 
+py::list list_counted_ops() {
+  py::list rows;
+  for (const CountedOp& op : counted_ops()) {
+    py::list products;
+    for (const auto& [matrix, needed_for] : op.products.list) {
+      products.append(py::make_tuple(matrix, needed_for));
+    }
+    rows.append(py::make_tuple(torch_name(op.name), op.results, products,
+                               op.products.rows, op.products.rows_are_numbers));
+  }
+  return rows;
+}
+
 // The unfused meaning of a typed op; arguments in schema order.
 std::vector<std::optional<at::Tensor>> unfused(const std::string& name,
                                                const py::tuple& arguments) {
@@ -173,6 +187,7 @@ PYBIND11_MODULE(_C, module) {
     return slot_bits(declaration(kind), slot, width, element_bits);
   });
   module.def("typed_op_pairs", &list_typed_op_pairs);
+  module.def("counted_ops", &list_counted_ops);
   module.def("typed_ops_without_cuda", &typed_ops_without_cuda);
   module.def("unfused", torch::wrap_pybind_function(&unfused));
   module.def("write_next_result_into", [](const std::optional<at::Tensor>& buffer) {

@@ -19,6 +19,7 @@ import torch
 from cmake_projects import ROOT, build, check_commands, configure, install_copy, tool
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
+from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_ops as tops
 from transformer_ops import _C
@@ -373,6 +374,24 @@ def test_the_same_file_again(my_ops: Any, late_ops: Path, tmp_path: Path) -> Non
     assert registered_by("same_one") == before
 
 
+def test_flops_of_a_library(
+    late_ops: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LATE_OPS", "product")
+    # The counter is loaded already: no import is left that could bring the formulas.
+    assert FlopCounterMode(display=False).get_total_flops() == 0
+    tops.load_library(named(late_ops, tmp_path, "mul_ops_"))
+    x, weight = (torch.randn(rows, 8, requires_grad=True) for rows in (3, 8))
+    with FlopCounterMode(display=False) as counter:
+        output = torch.ops.mul_ops_.product(x, weight)
+        assert counter.get_total_flops() == 2 * 3 * 8 * 8
+        output.sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 3 * 8 * 8
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.mul_ops_.product(x.detach(), weight).sum().backward()
+    assert counter.get_total_flops() == 2 * 2 * 3 * 8 * 8
+
+
 WRONG = {
     "unknown kind": r"\[{}::softcap_scale\] pattern must name kinds that are declared, "
     r"got 'Softcp'",
@@ -386,6 +405,7 @@ WRONG = {
     "type": r"\[{}\] schema must be one that torch reads, got '{}::other\(Tensor x\) -> Tensr y'",
     "body": r"\[{}::other\] .* must be .* as the schema '.*' says, got .*int64_t",
     "overwrites": r"\[{}::other\] overwrites must name tensor arguments, got 'output'",
+    "products": r"\[{}::other\] products must name matrices that are arguments, got 'output'",
     "by rows": r"\[{}::other\] by_rows must name tensor arguments, got 'output'",
     "by rows to lists": r"\[{}::other\] by_rows must be of an op that gives tensors, got one",
     "rounded schema": r"\[{}::other\] by_rows must be of an op without an argument 'format', got",

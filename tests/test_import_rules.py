@@ -29,6 +29,7 @@ LAYERS = [
     "cpu",
     "memory",
     "library",
+    "flops",
     "constructors",
     "marks",
     "numbered",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from . import _C
+from . import _C, flops
 from .locks import new_lock
 
 _registered: set[str] = set()
@@ -35,7 +35,9 @@ def load_library(path: str | os.PathLike[str]) -> str:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"[load_library] path must be a file, got {str(path)!r}")
-    return _C.load_library(str(file.resolve()))
+    name = _C.load_library(str(file.resolve()))
+    flops.register()
+    return name
 
 
 def register() -> None:
@@ -56,8 +58,9 @@ def register() -> None:
 
 
 def listen() -> None:
-    """Has C++ call `register` when it is needed."""
+    """Has C++ call `register` when it is needed, and FLOP counters find the formulas."""
     _C.set_autograd_maker(register)
+    flops.register()
 
 
 def _overload(name: str) -> Any:

@@ -179,6 +179,7 @@ FusedOp make_rule(ParallelBackward parts) {
                                  "int group_size, str group, bool[3] output_mask) -> "
                                  "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                        .shape = std::move(parts.shape),
+                       .products = {.list = {{"weight"}}, .rows = std::move(parts.rows)},
                        .bodies = std::move(parts.bodies),
                        .accumulates = true}};
 }

@@ -71,6 +71,7 @@ TensorSpecs parallel_outputs(TensorSpecs of_product, const Tensor& grad_output,
 struct ParallelBackward {
   std::string name;
   std::vector<PatternOp> pattern;
+  std::string rows;  // the argument with all rows that are multiplied
   ShapeRule shape;
   Bodies bodies;
 };

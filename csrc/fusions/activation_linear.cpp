@@ -124,12 +124,14 @@ Bindings bind(const Match& match) {
                           "(Tensor output, Tensor activated)",
                 .shape = forward_shape,
                 .any_strides = {"weight"},
+                .products = {.list = {{"weight"}}},
                 .bodies = {forward_cpu, forward_cuda, forward_unfused}},
     .backward = {.schema = "activation_linear_backward(Tensor grad_output, Tensor activated, "
                            "Tensor? weight, str activation, bool[2] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
                  .any_strides = {"grad_output", "weight"},
+                 .products = {.list = {{"weight"}}},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });

@@ -89,6 +89,7 @@ std::optional<std::string> why_not(const Match& match) {
              "bool[3] output_mask) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
          .shape = shape,
          .any_strides = {"input", "weight"},
+         .products = {.list = {{"weight"}}},
          .bodies = {backward_cpu, backward_cuda, backward_unfused},
          .accumulates = true},
 });

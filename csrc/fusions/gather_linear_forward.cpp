@@ -60,6 +60,7 @@ std::tuple<Tensor, Tensor> forward_unfused(const Checks& check, const Tensor& in
                           "int group_size, str group, bool save_gathered) -> "
                           "(Tensor output, Tensor gathered)",
                 .shape = shape,
+                .products = {.list = {{"weight"}}},
                 .bodies = {forward, forward, forward_unfused}},
 });
 

@@ -63,6 +63,7 @@ Bindings bind(const Match& match) {
                                       "Tensor[] weight, Tensor scales, ") +
                           kGluArguments + ", bool save_hidden) -> (Tensor output, Tensor hidden)",
                 .shape = shape,
+                .products = {.list = {{"weight"}}},
                 .bodies = {forward_cpu, unfused, unfused}},
 });
 

@@ -183,6 +183,7 @@ Bindings bind(const Match& match) {
                                       "Tensor down_splits, Tensor[] up, Tensor[] down, ") +
                           kGluArguments + ", bool save_hidden) -> (Tensor output, Tensor hidden)",
                 .shape = forward_shape,
+                .products = {.list = {{"up"}, {"down"}}},
                 .bodies = {forward_cpu, forward_unfused, forward_unfused}},
     .backward = {.schema = std::string("grouped_mlp_backward(Tensor grad_output, Tensor input, "
                                        "Tensor hidden, Tensor scales, Tensor splits, "
@@ -191,6 +192,7 @@ Bindings bind(const Match& match) {
                            ", bool[4] output_mask) -> (Tensor grad_input, Tensor[] grad_up, "
                            "Tensor[] grad_down, Tensor grad_scales)",
                  .shape = backward_shape,
+                 .products = {.list = {{"up"}, {"down", {"grad_input", "grad_up", "grad_scales"}}}},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused}},
 });
 

@@ -143,6 +143,7 @@ Bindings bind(const Match& match) {
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = shape,
                  .overwrites = {"input"},
+                 .products = {.list = {{"weight", {"grad_input", "grad_bias"}}}},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });

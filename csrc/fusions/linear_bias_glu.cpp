@@ -85,6 +85,7 @@ Bindings bind(const Match& match) {
                     kGluArguments + ", bool save_kept) -> (Tensor output, Tensor kept)",
                 .shape = shape,
                 .any_strides = {"input", "weight"},
+                .products = {.list = {{"weight"}}},
                 .bodies = {forward_cpu, forward_cuda, forward_unfused},
                 .scalable = true},
 });

@@ -140,6 +140,7 @@ Bindings bind(const Match& match) {
                           "Tensor? extra_input, float scale) -> Tensor output",
                 .shape = shape,
                 .any_strides = {"input", "weight", "extra_input"},
+                .products = {.list = {{"weight"}}},
                 .bodies = {forward_cpu, forward_cuda, forward_unfused},
                 .scalable = true},
 });

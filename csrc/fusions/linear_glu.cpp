@@ -93,6 +93,7 @@ Bindings bind(const Match& match) {
                            ", bool[2] output_mask) -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = shape,
                  .overwrites = {"input"},
+                 .products = {.list = {{"weight"}}},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });

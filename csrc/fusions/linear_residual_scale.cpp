@@ -122,6 +122,7 @@ Bindings bind(const Match& match) {
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = shape,
                  .any_strides = {"grad_output", "input", "weight"},
+                 .products = {.list = {{"weight"}}},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true,
                  .scalable = true},

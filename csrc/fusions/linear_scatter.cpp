@@ -54,6 +54,7 @@ Tensor forward_unfused(const Checks& check, const Tensor& input, const Tensor& w
     .forward = {.schema = "linear_scatter(Tensor input, Tensor weight, Tensor? bias, "
                           "int group_size, str group) -> Tensor output",
                 .shape = shape,
+                .products = {.list = {{"weight"}}, .rows = "input"},
                 .bodies = {forward, forward, forward_unfused}},
 });
 

@@ -52,6 +52,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
 [[maybe_unused]] const bool registered = register_fused_op(
     make_rule({.name = "linear_scatter",
                .pattern = {{"BasicLinear"}, optional_op({"Bias"}), {"ReduceScatter"}},
+               .rows = "input",
                .shape = shape,
                .bodies = {backward, backward, backward_unfused}}));
 

@@ -215,6 +215,9 @@ Bindings bind(const Match& match) {
                     ", bool save_hidden) -> (Tensor output, Tensor splits, "
                     "Tensor permuted_probs, Tensor positions, Tensor hidden)",
                 .shape = forward_shape,
+                .products = {.list = {{"up"}, {"down"}},
+                             .rows = "permuted_probs",
+                             .rows_are_numbers = true},
                 .bodies = {forward_cpu, forward_unfused, forward_unfused}},
     .backward = {.schema = std::string("moe_mlp_backward(Tensor grad_output, Tensor input, "
                                        "Tensor hidden, Tensor permuted_probs, Tensor splits, "
@@ -223,6 +226,8 @@ Bindings bind(const Match& match) {
                            ", bool[4] output_mask) -> (Tensor grad_input, Tensor[] grad_up, "
                            "Tensor[] grad_down, Tensor grad_probs)",
                  .shape = backward_shape,
+                 .products = {.list = {{"up"}, {"down", {"grad_input", "grad_up", "grad_probs"}}},
+                              .rows = "hidden"},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused}},
 });
 

@@ -58,6 +58,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
 [[maybe_unused]] const bool registered = register_fused_op(
     make_rule({.name = "reduce_gradient_linear",
                .pattern = {{"ReduceGradient"}, {"BasicLinear"}, optional_op({"Bias"})},
+               .rows = "grad_output",
                .shape = shape,
                .bodies = {backward, backward, backward_unfused}}));
 

@@ -138,6 +138,7 @@ std::optional<std::string> why_not(const Match& match) {
                            ", bool[3] output_mask) -> (Tensor grad_input, "
                            "Tensor[] grad_weight, Tensor grad_scales)",
                  .shape = shape,
+                 .products = {.list = {{"weight", {"grad_input", "grad_scales"}}}},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });

@@ -65,6 +65,19 @@ void check_is_kept(const OpDeclaration& row, const std::string& op, const Schema
               "' must be kept for all gradients where .backward is derived, got some of them");
 }
 
+// Those of `forward`. Any gradient but that of the matrix needs that of the rows.
+Products products_behind(const Products& forward, const std::vector<Gradient>& gradients) {
+  Products products;
+  for (const Product& product : forward.list) {
+    std::vector<std::string> others;
+    for (const Gradient& gradient : gradients) {
+      if (gradient.name != product.matrix) others.push_back("grad_" + gradient.name);
+    }
+    products.list.push_back({product.matrix, std::move(others)});
+  }
+  return products;
+}
+
 }  // namespace
 
 void complete(TypedOp& op) {
@@ -106,11 +119,13 @@ TypedOp default_backward(const OpDeclaration& row, const TypedOp& forward) {
     arguments += ", bool[" + std::to_string(count) + "] output_mask";
     results = "(" + results + ")";
   }
+  Products products = products_behind(forward.products, backward.gradients);
   return {.schema = schema.name + "_backward(" + arguments + ") -> " + results,
           .shape = ShapeRule::of_values(
               [backward = std::move(backward)](const Checks& check, Values values) {
                 return backward.shape(check, values);
-              })};
+              }),
+          .products = std::move(products)};
 }
 
 }  // namespace transformer_ops

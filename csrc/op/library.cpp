@@ -14,6 +14,7 @@
 #include "fuser/fork_safe_mutex.h"
 #include "fuser/registry.h"
 #include "op/defaults.h"
+#include "op/flops.h"
 #include "op/rounded.h"
 #include "op/signature.h"
 #include "op/torch_library.h"
@@ -95,6 +96,7 @@ class LibraryRows {
     complete(op);
     const Signature signature(op.schema, op.any_strides);
     for (const std::string& name : op.overwrites) signature.index_of(name, "overwrites");
+    check_products(op);
     check_new(name);
     for (const std::string& other : other_names(name, op)) check_new(other);
   }

@@ -23,6 +23,7 @@
 #include "op/buffer.h"
 #include "op/codes.h"
 #include "op/defaults.h"
+#include "op/flops.h"
 #include "op/main_grad.h"
 #include "op/rounded.h"
 #include "op/signature.h"
@@ -431,6 +432,7 @@ void register_typed_op(TypedOp op) {
   const std::string name = parse_schema(op.schema).name;
   torch::Library& library = torch_library(name);
   complete(op);
+  check_products(op);
   const TypedOp& kept = add_typed_op(name, std::move(op));
   add_variant(library, kept, name, {});
   // For the passes of a plan: no gradient passes through them.

@@ -20,6 +20,22 @@ struct Bodies {
   Meaning unfused = {};
 };
 
+// A product of rows with a matrix, for a count of operations (op/flops.h). A backward has two: one
+// for result grad_<matrix>, and one for the gradient of the rows.
+struct Product {
+  std::string matrix;  // an argument; all of a list
+  // The results of a backward that need the gradient of the rows.
+  std::vector<std::string> needed_for = {"grad_input"};
+};
+
+struct Products {
+  std::vector<Product> list = {};
+  // The argument or result that has every row that is multiplied. Empty: the first result of a
+  // forward, the first argument of a backward.
+  std::string rows = {};
+  bool rows_are_numbers = false;  // each number of `rows` stands for one
+};
+
 // One torch.ops.transformer_ops.<name>: functional, no result aliases an argument. One of another
 // library has a schema "<library>::<name>(...)" and is torch.ops.<library>.<name>.
 struct TypedOp {
@@ -33,6 +49,10 @@ struct TypedOp {
   std::vector<std::string> overwrites = {};
   // The arguments whose strides the bodies follow, by name; they get every other one contiguous.
   std::vector<std::string> any_strides = {};
+  // The products with matrices in forward, or those whose gradients a backward computes. Without
+  // them FLOP counters take the op for one that multiplies none. Where the op has `splits`, groups
+  // of rows have a matrix each.
+  Products products = {};
   Bodies bodies = {};
   bool random = false;      // draws from torch's generator
   bool reads_first = true;  // false: the first tensor only ties the op to backward

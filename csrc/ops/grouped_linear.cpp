@@ -215,6 +215,7 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor* in
                           "Tensor[] bias, Tensor? scales, bool single_grouped_weight, "
                           "bool single_grouped_bias) -> Tensor output",
                 .shape = forward_shape,
+                .products = {.list = {{"weight"}}},
                 .bodies = {forward_cpu, forward_unfused, forward_unfused}},
     .backward = {.schema = "grouped_linear_backward(Tensor grad_output, Tensor? input, "
                            "Tensor splits, Tensor[] weight, Tensor[] bias, Tensor? scales, "
@@ -222,6 +223,7 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor* in
                            "bool[4] output_mask) -> (Tensor grad_input, Tensor[] grad_weight, "
                            "Tensor[] grad_bias, Tensor grad_scales)",
                  .shape = backward_shape,
+                 .products = {.list = {{"weight"}}},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });

@@ -75,12 +75,14 @@ PackedBackward backward_unfused(const Tensor& grad_output, const Tensor* input,
                           "int[] out_features) -> Tensor output",
                 .shape = forward_shape,
                 .any_strides = {"input", "weight"},
+                .products = {.list = {{"weight"}}},
                 .bodies = {forward_cpu, forward_cuda, forward_unfused}},
     .backward = {.schema = "packed_linear_backward(Tensor grad_output, Tensor? input, "
                            "Tensor[] weight, int[] out_features, bool[3] output_mask) -> "
                            "(Tensor grad_input, Tensor[] grad_weight, Tensor[] grad_bias)",
                  .shape = backward_shape,
                  .any_strides = {"grad_output", "input", "weight"},
+                 .products = {.list = {{"weight"}}},
                  .bodies = {backward_cpu, backward_cuda, backward_unfused},
                  .accumulates = true},
 });

@@ -170,12 +170,14 @@ Tensor replay(const ReplayCall& call) {
                           "str score, bool normalize) -> (Tensor probs, Tensor expert_ids, "
                           "Tensor aux_loss)",
                 .shape = forward_shape,
+                .products = {.list = {{"weight"}}},
                 .bodies = {.unfused = forward_unfused}},
     .backward = {.schema = "router_backward(Tensor input, Tensor weight, Tensor expert_ids, "
                            "Tensor? grad_output, Tensor? grad_probs, Tensor? grad_aux_loss, "
                            "int top_k, str score, bool normalize, "
                            "bool[2] output_mask) -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
+                 .products = {.list = {{"weight"}}},
                  .bodies = {.unfused = backward_unfused}},
     .replay = replay,
 });

@@ -1,5 +1,6 @@
 // What it lists, the environment variable LATE_OPS says as it is loaded: a rule, an op of a name
 // that another library has too, or something wrong behind an op that is right.
+#include <ATen/ops/matmul.h>
 #include <ATen/ops/tanh.h>
 #include <transformer_ops/extension.h>
 
@@ -48,6 +49,22 @@ Op op_of(const std::string& schema) {
   return found;
 }
 
+// Its backward follows from its meaning.
+Op product() {
+  return {.declaration = {.kind = "Product",
+                          .summary = "x W",
+                          .parameters = {"weight"},
+                          .slots = {{"input"}}},
+          .forward = {.schema = "product(Tensor input, Tensor weight) -> Tensor output",
+                      .shape = [](const Tensor& input, const Tensor&) -> TensorSpecs {
+                        return {like(input)};
+                      },
+                      .products = {.list = {{"weight"}}},
+                      .bodies = {.unfused = [](const Tensor& input, const Tensor& weight) {
+                        return at::matmul(input, weight);
+                      }}}};
+}
+
 using Add = std::function<void(Library&)>;
 
 const std::map<std::string, Add> kWrong = {
@@ -71,6 +88,12 @@ const std::map<std::string, Add> kWrong = {
      [](Library& to) {
        Op wrong = op_of("other(Tensor input) -> Tensor output");
        wrong.forward.overwrites = {"output"};
+       to.add_op(wrong);
+     }},
+    {"products",
+     [](Library& to) {
+       Op wrong = op_of("other(Tensor input) -> Tensor output");
+       wrong.forward.products = {.list = {{"output"}}};
        to.add_op(wrong);
      }},
     {"by rows",
@@ -108,6 +131,7 @@ TRANSFORMER_OPS_LIBRARY(late_ops, library) {
   library.add_op(op("Good", "good"));
   library.add_op(op("Softcap", "softcap"));
   if (what == "rule") library.add_fused_op(rule(1));
+  if (what == "product") library.add_op(product());
   if (what == "wrong rule") library.add_fused_op(rule(1.5));
   if (const auto wrong = kWrong.find(what); wrong != kWrong.end()) wrong->second(library);
 }

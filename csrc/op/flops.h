@@ -1,0 +1,23 @@
+// What a count of floating-point operations has to know of typed ops.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "op/typed_op.h"
+
+namespace transformer_ops {
+
+// A typed op that multiplies, in one of its forms (op/variant.h).
+struct CountedOp {
+  std::string name;
+  // Of the op itself, one for each flag of its output_mask: another form may have fewer.
+  std::vector<std::string> results;
+  Products products;
+};
+std::vector<CountedOp> counted_ops();
+
+// Raises where `products` names what the schema does not have.
+void check_products(const TypedOp& op);
+
+}  // namespace transformer_ops

@@ -1,0 +1,134 @@
+"""FLOP formulas of typed ops, for `torch.utils.flop_counter`.
+
+One formula serves every typed op: its declaration names the matrices that it multiplies rows with
+(`products` in `csrc/op/typed_op.h`). It counts what torch's formulas count for the unfused model:
+2 M N K for each product, and in backward the products that the output mask asks for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _C
+
+_COUNTER = "torch.utils.flop_counter"
+
+
+def register() -> None:
+    """Gives `FlopCounterMode` the formula of every typed op that multiplies and has none yet.
+
+    The counter loads Triton, which takes longer than this package, and most programs count nothing:
+    where it is not imported yet, the formulas follow when it is.
+    """
+    if _COUNTER in sys.modules:
+        # Another thread may be in the middle of the import.
+        _register_in(import_module(_COUNTER))
+    elif not any(isinstance(finder, _CounterFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _CounterFinder())
+
+
+class _CounterFinder:
+    """Has the import of the counter end with the formulas, and leaves other imports alone."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name == _COUNTER else None
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        run_module = loader.exec_module
+
+        def run_and_register(module: Any) -> None:
+            run_module(module)
+            _register_in(module)
+
+        loader.exec_module = run_and_register
+        return spec
+
+
+def _register_in(counter: Any) -> None:
+    for name, *row in _C.counted_ops():
+        namespace, _, base = name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), base)
+        if packet not in counter.flop_registry:
+            formula = Formula(packet.default._schema, *row)
+            counter.register_flop_formula(packet, get_raw=True)(formula)
+
+
+class Formula:
+    """The formula of one typed op.
+
+    Args:
+        schema: that of the op.
+        results: what each flag of its output mask asks for.
+        products: for each matrix, the results of a backward that need the gradient of the rows.
+        rows: the argument or result that has the rows, if it is not the first one.
+        rows_are_numbers: whether each number of `rows` stands for a row.
+    """
+
+    def __init__(
+        self,
+        schema: Any,
+        results: list[str],
+        products: list[tuple[str, list[str]]],
+        rows: str,
+        rows_are_numbers: bool,
+    ) -> None:
+        self._arguments = [argument.name for argument in schema.arguments]
+        self._returned = [result.name for result in schema.returns]
+        self._results, self._products = results, products
+        self._is_backward = results[0].startswith("grad_")
+        self._rows = rows or (self._arguments if self._is_backward else self._returned)[0]
+        self._rows_are_numbers = rows_are_numbers
+
+    def __call__(self, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        """The number of operations of a call with these tensors."""
+        outputs = out_val if isinstance(out_val, tuple | list) else (out_val,)
+        values = dict(zip(self._arguments, args, strict=False)) | kwargs
+        values |= zip(self._returned, outputs, strict=True)
+        return 2 * sum(self._multiplications(values))
+
+    def _multiplications(self, values: dict[str, Any]) -> Iterator[int]:
+        rows, splits = self._count_rows(values), values.get("splits")
+        # Each row meets the matrix of its group, or all that there are.
+        groups = 1 if splits is None else max(len(splits), 1)
+        mask = values.get("output_mask", [True] * len(self._results))
+        asked = {name for name, is_asked in zip(self._results, mask, strict=True) if is_asked}
+        for matrix, needed_for in self._products:
+            if not self._is_backward or asked.intersection(needed_for):
+                yield rows * _count_numbers(values[matrix]) // groups
+            gradient = f"grad_{matrix}"
+            if gradient in asked:
+                found = values["main_grad"] if "main_grad" in values else values[gradient]
+                # Of codes in pairs, a product that sums over rows has pairs of rows.
+                of_rows = _codes_in_an_element(values[self._rows])
+                yield of_rows * rows * _count_numbers(found) // groups
+
+    def _count_rows(self, values: dict[str, Any]) -> int:
+        splits = values.get("splits")
+        if splits is not None and _has_data(splits):
+            return int(splits.sum())
+        shape = values[self._rows].shape
+        return prod(shape if self._rows_are_numbers else shape[:-1])
+
+
+def _count_numbers(matrix: Tensor | list[Tensor]) -> int:
+    tensors = matrix if isinstance(matrix, list) else [matrix]
+    return sum(tensor.numel() * _codes_in_an_element(tensor) for tensor in tensors)
+
+
+def _codes_in_an_element(tensor: Tensor) -> int:
+    return 2 if tensor.dtype == torch.uint8 else 1
+
+
+def _has_data(tensor: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor  # late: most programs count nothing
+
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
