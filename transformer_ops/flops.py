@@ -129,6 +129,5 @@ def _codes_in_an_element(tensor: Tensor) -> int:
 
 
 def _has_data(tensor: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor  # late: most programs count nothing
-
-    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+    # A fake tensor is of a class of its own.
+    return type(tensor) is Tensor and not tensor.is_meta

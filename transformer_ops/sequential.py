@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.fx import Proxy
 
 from . import peers
 from .compile.groups import traced_segment
@@ -16,6 +17,7 @@ from .fuser import OperationFuser
 from .marks import constant, disabled, may_be_traced
 from .numbered import numbered
 from .op.base import FusibleOperation
+from .op.fx import symbolic_call
 from .op.holders import Holder
 from .op.hooks import has_hooks
 from .op.state_dict import modules_with_known_shapes, shape_mismatches
@@ -341,6 +343,9 @@ class Sequential(nn.Module, Holder):
                 for name in traced.names
             ]
             return self._run(traced, modules, input, extra_inputs, op_kwargs)  # type: ignore[arg-type]
+        if isinstance(input, Proxy):
+            kwargs = {} if op_kwargs is None else {"op_kwargs": op_kwargs}
+            return symbolic_call(self, input, extra_inputs, kwargs)
         layout = self._layout
         if layout is None or not _is_current(layout, self._modules, self._policies):
             layout = self._make_layout()

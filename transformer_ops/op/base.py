@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.fx import Proxy
 
 from .. import _C
 from ..constructors import names_its_arguments
@@ -19,6 +20,7 @@ from . import methods, scales
 from .channels import ChannelMixin
 from .checks import check_bool, check_float, check_optional_float
 from .context import OperationContext
+from .fx import symbolic_call
 from .holders import KEPT_DICTS, HeldMixin
 from .methods import unpacked
 from .state_dict import shape_mismatches, take_extra_state, without_pre_hooks
@@ -206,6 +208,8 @@ class FusibleOperation(nn.Module, HeldMixin):
 
         Returns a tensor, or a flat tuple (output, extra outputs...).
         """
+        if isinstance(input, Proxy):
+            return symbolic_call(self, input, extra_inputs, kwargs)
         if kwargs and self._takes_buffers:
             call = self._call_into if may_be_traced() else self._run_into
             return call(input, extra_inputs, kwargs)
