@@ -8,14 +8,26 @@ namespace {
 
 using at::Tensor;
 
-// plan: its text. Tensors in the order of the plan. Composite, so that tracing records the typed
-// ops.
-std::vector<Tensor> run_plan(c10::string_view plan, const Tensor& input,
-                             at::TensorList extra_inputs, at::TensorList parameters) {
+// In the order of the plan.
+std::vector<Tensor> tensors_of(const Tensor& input, at::TensorList extra_inputs,
+                               at::TensorList parameters) {
   std::vector<Tensor> tensors = {input};
   tensors.insert(tensors.end(), extra_inputs.begin(), extra_inputs.end());
   tensors.insert(tensors.end(), parameters.begin(), parameters.end());
-  return run(program_for(plan), tensors);
+  return tensors;
+}
+
+// plan: its text. Composite, so that tracing records the typed ops.
+std::vector<Tensor> run_plan(c10::string_view plan, const Tensor& input,
+                             at::TensorList extra_inputs, at::TensorList parameters) {
+  return run(program_for(plan), tensors_of(input, extra_inputs, parameters));
+}
+
+// Tracing records ops of torch alone, for exporters that know no others.
+std::vector<Tensor> run_plan_unfused(c10::string_view plan, const Tensor& input,
+                                     at::TensorList extra_inputs, at::TensorList parameters) {
+  return run_decomposed(program_for(plan), tensors_of(input, extra_inputs, parameters),
+                        "an export to ops of torch");
 }
 
 TORCH_LIBRARY_FRAGMENT(transformer_ops, library) {
@@ -23,6 +35,12 @@ TORCH_LIBRARY_FRAGMENT(transformer_ops, library) {
       "run_plan(str plan, Tensor input, Tensor[] extra_inputs, Tensor[] parameters) -> Tensor[]",
       {at::Tag::pt2_compliant_tag});
   library.impl("run_plan", c10::DispatchKey::CompositeImplicitAutograd, TORCH_FN(run_plan));
+  library.def(
+      "run_plan_unfused(str plan, Tensor input, Tensor[] extra_inputs, Tensor[] parameters) "
+      "-> Tensor[]",
+      {at::Tag::pt2_compliant_tag});
+  library.impl("run_plan_unfused", c10::DispatchKey::CompositeImplicitAutograd,
+               TORCH_FN(run_plan_unfused));
   // vmap asks for it apart from the other keys.
   library.impl("run_plan", c10::DispatchKey::FuncTorchBatchedDecomposition, TORCH_FN(run_plan));
 }

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from torch.export import Dim, export
 
 import transformer_ops as tops
+
+tops_ops = torch.ops.transformer_ops
 
 
 def block(dtype=torch.float32):
@@ -41,6 +44,76 @@ def test_export_is_of_typed_ops_after_decomposition():
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert any(target.startswith("transformer_ops.rms_norm") for target in targets)
     assert not any("run_plan" in target for target in targets)
+
+
+def test_export_to_ops_of_torch():
+    module, x = block(), torch.randn(4, 16)
+    table = torch.export.default_decompositions()
+    table[tops_ops.run_plan.default] = tops_ops.run_plan_unfused.default
+    program = exported(module, x).run_decompositions(table)
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets and not any("transformer_ops" in target for target in targets)
+    x = torch.randn(7, 16)
+    torch.testing.assert_close(program.module()(x), module(x))
+
+
+def test_ops_of_torch_have_no_word_for_a_recipe():
+    module, x = tops.Sequential(tops.Linear(32, 32)).bfloat16(), torch.randn(32, 32).bfloat16()
+    with tops.autocast(recipe=tops.recipe.Float8CurrentScaling()):
+        program = export(module, (x,))
+    table = {tops_ops.run_plan.default: tops_ops.run_plan_unfused.default}
+    with pytest.raises(Exception, match="an export to ops of torch must run without a recipe"):
+        program.run_decompositions(table)
+
+
+def onnx_program(module, *inputs, **options):
+    return torch.onnx.export(module.eval(), inputs, dynamo=True, verbose=False, **options)
+
+
+def run_onnx(program, *inputs):
+    evaluator = ReferenceEvaluator(program.model_proto)
+    named = dict(zip(evaluator.input_names, (x.numpy() for x in inputs), strict=True))
+    return [torch.from_numpy(output) for output in evaluator.run(None, named)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "make",
+    [
+        block,
+        lambda: tops.Sequential(tops.LayerNorm(16), tops.PackedLinear(16, (8, 8)), tops.GEGLU()),
+        lambda: torch.nn.Sequential(torch.nn.Linear(16, 8), tops.Dropout(0.5), tops.Linear(8, 8)),
+    ],
+)
+def test_onnx(make):
+    module = make()
+    batch = ({0: Dim("batch", min=2, max=64)},)
+    program = onnx_program(module, torch.randn(4, 16), dynamic_shapes=batch)
+    assert {node.domain for node in program.model_proto.graph.node} <= {"", "pkg.onnxscript"}
+    x = torch.randn(7, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(run_onnx(program, x), [module(x)], rtol=1e-4, atol=1e-5)
+    # Later exports are those of typed ops again.
+    nodes = export(module, (x,)).graph.nodes
+    assert any("run_plan.default" in str(node.target) for node in nodes)
+
+
+class Doubled(tops.BasicOperation):
+    def op_forward_compute(self, input_, **_):
+        return input_ * 2, ()
+
+    def op_forward_save_ctx(self, ctx, input_, tensors_to_save, **_):
+        pass
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output * 2, ()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_of_a_python_op():
+    module = tops.Sequential(tops.Linear(16, 16), Doubled())
+    with pytest.raises(Exception, match="must run over native ops only, got a Python op"):
+        onnx_program(module, torch.randn(4, 16))
 
 
 def test_exported_program_trains():

@@ -446,6 +446,17 @@ def test_fx_traces_the_statements() -> None:
     assert str(torch.fx.symbolic_trace(layer).graph) == str(traced.graph)
 
 
+def test_exports_have_the_statements() -> None:
+    plain, layer = EncoderLayer().eval(), EncoderLayer().eval()
+    layer.load_state_dict(plain.state_dict())
+    report = tops.fuse(layer)
+    assert is_fused(report)
+    x = torch.randn(2, 4, 16)
+    programs = [torch.export.export(module, (x,)).run_decompositions() for module in (plain, layer)]
+    targets = [[str(node.target) for node in program.graph.nodes] for program in programs]
+    assert targets[0] == targets[1]
+
+
 def test_parameters_on_two_devices() -> None:
     model = Model()
     model.layers[0].mlp.down_proj.to("meta")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from fuse_models import fused_rules
+from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -234,6 +235,32 @@ def test_quantized_weights(when: str) -> None:
     torch.testing.assert_close(*outputs)
     assert fused_rules(report)["residual"] == 1
     assert any("Int8Tensor" in row.reason for row in report.skipped)
+
+
+class Output(nn.Module):
+    """The first output of a model for one input."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, given: Tensor) -> Tensor:
+        output: Tensor = self.model(given, return_dict=False)[0]
+        return output
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "given"), [("Llama", TOKENS), ("ViT", PIXELS)])
+def test_exports(name: str, given: Tensor) -> None:
+    plain, model = (Output(make(name)).eval() for _ in range(2))
+    assert tops.fuse(model).fused
+    programs = [torch.export.export(one, (given,)).run_decompositions() for one in (plain, model)]
+    targets = [[str(node.target) for node in program.graph.nodes] for program in programs]
+    assert targets[0] == targets[1]
+    onnx = torch.onnx.export(model, (given,), dynamo=True, verbose=False)
+    (found,) = ReferenceEvaluator(onnx.model_proto).run(None, {"given": given.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), plain(given), rtol=1e-4, atol=1e-5)
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):

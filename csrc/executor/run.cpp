@@ -26,14 +26,6 @@ bool under_functorch() {
       c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-// The decomposition of every op, for torch.func and forward-mode derivatives.
-Tensors run_decomposed(const Program& fused, at::TensorList tensors) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const SharedProgram program = unfused_program_for(fused, tensors);
-  Frame frame{.is_decomposed = true};
-  return run_forward(*program, tensors, frame);
-}
-
 // Does backward yield a gradient for every tensor that wants one?
 bool serves(const Program& program, at::TensorList tensors) {
   if (!program.plan.needs_backward()) return false;
@@ -108,14 +100,22 @@ void refuse_saved_codes(const Program& program, const char* what) {
                               " must run over plain parameters, got quantized ones");
 }
 
+Tensors run_decomposed(const SharedProgram& fused, at::TensorList tensors, const char* what) {
+  check_count(*fused, tensors);
+  refuse_host_steps(*fused, (std::string(what) + " must run over native ops only").c_str());
+  refuse_saved_codes(*fused, what);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const SharedProgram program = unfused_program_for(*fused, tensors);
+  Frame frame{.is_decomposed = true};
+  return run_forward(*program, tensors, frame);
+}
+
 Tensors run(const SharedProgram& shared, at::TensorList tensors, const SharedHostCall& host) {
   const Program& program = *shared;
   check_count(program, tensors);
   current_backward_pass();
   if (under_functorch() || std::ranges::any_of(tensors, has_tangent)) {
-    refuse_host_steps(program, "torch.func transforms must run over native ops only");
-    refuse_saved_codes(program, "torch.func transforms");
-    return run_decomposed(program, tensors);
+    return run_decomposed(shared, tensors, "torch.func transforms");
   }
   if (!host) refuse_host_steps(program, "steps must be native to run without a host");
   if (program.random && !program.has_host_steps) preflight(program, tensors);

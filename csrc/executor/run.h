@@ -13,6 +13,10 @@ namespace transformer_ops {
 // for the text of a plan, autograd gets the gradients of those weights.
 Tensors run(const SharedProgram& program, at::TensorList tensors, const SharedHostCall& host = {});
 
+// The same by the unfused meaning of every op: plain ATen calls, which autograd follows. Throws
+// where steps are not native, and under a recipe.
+Tensors run_decomposed(const SharedProgram& program, at::TensorList tensors, const char* what);
+
 // Throws unless the program has native steps only: "[Sequential] <rule>, got the Python steps ...".
 void refuse_host_steps(const Program& program, const char* rule);
 // Throws where forward keeps codes instead of the tensors themselves, whose derivatives `what`

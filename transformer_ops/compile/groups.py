@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -38,8 +39,15 @@ TensorFacts = tuple[torch.dtype, bool, str | None] | None
 Facts = tuple[bool, torch.dtype | None, str, tuple[TensorFacts, ...], tuple[bool, ...], str | None]
 # Each name on the way from a global to an object is a guard of a compiled graph.
 _run_plan = torch.ops.transformer_ops.run_plan
+_run_plan_unfused = torch.ops.transformer_ops.run_plan_unfused
 # Why the call that is being traced leaves the graph.
 _reason = Reason()
+
+
+@constant
+def _exports_to_onnx() -> bool:
+    onnx = sys.modules.get("torch.onnx")
+    return onnx is not None and bool(onnx.is_in_onnx_export())
 
 
 class Reads(NamedTuple):
@@ -120,8 +128,16 @@ def traced_call(
         own = [getattr(modules[place], name) for place, name in states]
         # An exported program may not write to its constants, of which no region makes scales.
         given = [*given, *(map(torch.clone, own) if is_exporting() else own)]
+    exports_to_onnx = is_exporting() and _exports_to_onnx()
     if text and not (kwargs and any(kwargs)):
-        outputs = tuple(_run_plan(text, input, extra, given))
+        # ONNX has no op for ours.
+        run = _run_plan_unfused if exports_to_onnx else _run_plan
+        outputs = tuple(run(text, input, extra, given))
+    elif exports_to_onnx:
+        raise NotImplementedError(
+            "[Sequential] torch.onnx.export must run over native ops only, got a Python op or "
+            "keyword arguments for one; an nn.Module with the same forward is exported"
+        )
     else:
         # No graph for other modules in the same state: Dynamo guards on the numbers.
         members = tuple([module._traced_number for module in modules])
