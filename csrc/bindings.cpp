@@ -130,8 +130,8 @@ py::list list_counted_ops() {
     for (const auto& [matrix, needed_for] : op.products.list) {
       products.append(py::make_tuple(matrix, needed_for));
     }
-    rows.append(py::make_tuple(torch_name(op.name), op.results, products,
-                               op.products.rows, op.products.rows_are_numbers));
+    rows.append(py::make_tuple(torch_name(op.name), op.results, products, op.products.rows,
+                               op.products.rows_are_numbers));
   }
   return rows;
 }

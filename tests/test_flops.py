@@ -279,6 +279,26 @@ def test_recipes(name: str) -> None:
         assert count(lambda: run(module, x, backward=True)) == wanted > 0
 
 
+def test_pairs_of_codes() -> None:
+    """A byte holds two numbers, of two columns or of two rows."""
+    ops, rows, k, n = torch.ops.transformer_ops, 32, 64, 48
+    x, w, g = (torch.randn(shape) for shape in ((rows, k), (n, k), (rows, n)))
+    tensors = {"x": x, "w": w, "g": g}
+    by_rows = {name: ops.quantize(t, "nvfp4") for name, t in tensors.items()}
+    by_columns = {name: ops.quantize_columns(t, "nvfp4 16x1") for name, t in tensors.items()}
+    product = 2 * rows * k * n
+    (a, b), (c, d) = by_rows["x"], by_rows["w"]
+    assert a.dtype == torch.uint8 and a.shape == (rows, k // 2)
+    assert count(ops.linear_scaled, a, c, b, d) == product
+    (a, b), (c, d) = by_rows["g"], by_columns["w"]
+    assert count(ops.linear_backward_scaled, a, None, c, [True, False], b, d) == product
+    (a, b), (c, d) = by_columns["g"], by_columns["x"]
+    assert count(ops.linear_backward_scaled, a, c, None, [False, True], b, d) == product
+    into = (torch.zeros(n, k), False)
+    into_op = ops.linear_backward_scaled_into
+    assert count(into_op, a, c, None, [False, True], b, d, *into) == product
+
+
 def test_gradients_that_accumulate() -> None:
     module = tops.Linear(16, 32, accumulate_into_main_grad=True)
     module.weight.main_grad = torch.zeros(32, 16)
