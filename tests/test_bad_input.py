@@ -168,10 +168,14 @@ def test_bad_constructor_arguments(make, message):
 def test_missing_and_surplus_extra_inputs(count):
     module = block()
     with unchanged(module):
-        message = rf"\[Sequential\] extra inputs must be 1, got {count}"
+        message = (
+            rf"\[Sequential\] extra inputs must be 1 for extra_input of op 4 \(AddExtraInput\), "
+            rf"got {count}$"
+        )
         with pytest.raises(ValueError, match=message):
             module(good()[0], *[good()[1]] * count)
-    with pytest.raises(ValueError, match="extra inputs must be 1, got 0"):
+    message = r"\[AddExtraInput\] extra inputs must be 1 for extra_input, got 0$"
+    with pytest.raises(ValueError, match=message):
         tops.AddExtraInput()(good()[0])
     fuser = tops.OperationFuser([tops.GELU()])
     with pytest.raises(ValueError, match=r"\[OperationFuser\] extra inputs must be 0, got 1"):
@@ -179,7 +183,8 @@ def test_missing_and_surplus_extra_inputs(count):
     with pytest.raises(ValueError, match="must be 0, got 1"):
         tops.Sequential()(*good())
     compiled = torch.compile(module, backend="eager")
-    with pytest.raises(ValueError, match="must be 1, got 0"):
+    message = r"must be 1 for extra_input of op 4 \(AddExtraInput\), got 0"
+    with pytest.raises(ValueError, match=message):
         compiled(good()[0])
 
 
@@ -421,11 +426,18 @@ def test_run_plan_checks_its_arguments():
 
 def test_plans_before_any_call():
     for module in (block(), tops.OperationFuser([tops.GELU()])):
-        look = module.plans if isinstance(module, tops.Sequential) else module.plan
-        with pytest.raises(RuntimeError, match="must follow a call"):
-            look()
-        with pytest.raises(RuntimeError, match="must follow a call"):
-            module.explain()
+        name = type(module).__name__
+        asked = "plans" if isinstance(module, tops.Sequential) else "plan"
+        for method in (asked, "explain"):
+            message = rf"\[{name}\] {method}\(\) must follow a call, got none so far"
+            with pytest.raises(RuntimeError, match=message):
+                getattr(module, method)()
+    module = tops.Sequential(tops.Linear(4, 4))
+    with pytest.raises(TypeError):
+        module(None)  # lays the groups out, which have no plans then
+    for method in ("plans", "explain"):
+        with pytest.raises(RuntimeError, match=rf"\[Sequential\] {method}\(\) must follow"):
+            getattr(module, method)()
 
 
 # ---- state

@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import transformer_ops as tops
 from transformer_ops import ops
 from transformer_ops.op import BasicOperation
 from transformer_ops.op.channels import External, Routed, resolve_channels
@@ -132,6 +134,35 @@ def test_an_op_may_appear_twice():
 def test_wrong_routing(pipeline, message):
     with pytest.raises(ValueError, match=rf"\[Sequential\] channel .*{message}"):
         resolve_channels(pipeline())
+
+
+def wants(module: nn.Module, *extra: Tensor) -> str:
+    """The error of a call."""
+    with pytest.raises(ValueError) as error:
+        module(torch.ones(2, 4), *extra)
+    return str(error.value)
+
+
+def test_errors_name_modules_as_the_user_wrote_them():
+    linear = ops.Linear(4, 4)  # two basic ops
+    assert wants(tops.Sequential(linear, add("r"))) == (
+        "[Sequential] channel 'r' must have a producer before extra input 0 of op 1 "
+        "(AddExtraInput), got none"
+    )
+    named = {"fc": linear, "add": add(), "fork": make("r", False), "join": add("r")}
+    assert wants(tops.Sequential(named)) == (
+        "[Sequential] extra inputs must be 1 for extra_input of op add (AddExtraInput), got 0; "
+        "extra_input of op join (AddExtraInput) comes from channel 'r'"
+    )
+    within = tops.Sequential(nn.Identity(), tops.Residual(linear, add()), add())
+    assert wants(within, *[torch.ones(2, 4)] * 3) == (
+        "[Sequential] extra inputs must be 2 for extra_input of op 1.1 (AddExtraInput) and "
+        "extra_input of op 2 (AddExtraInput), got 3"
+    )
+    assert wants(tops.OperationFuser([linear, add()])) == (
+        "[OperationFuser] extra inputs must be 1 for extra_input of op 1 (AddExtraInput), got 0"
+    )
+    assert wants(add("r")) == "[AddExtraInput] extra inputs must be 1 for extra_input, got 0"
 
 
 def test_bindings_survive_state_dict_and_device_moves():

@@ -164,10 +164,10 @@ def test_ops_before_the_first_gradient_are_marked() -> None:
 
 
 def test_must_follow_a_call() -> None:
-    with pytest.raises(RuntimeError, match="must follow a call"):
-        gelu_mlp().explain()
-    with pytest.raises(RuntimeError, match="must follow a call"):
-        tops.OperationFuser([tops.GELU()]).explain()
+    for module in (gelu_mlp(), tops.OperationFuser([tops.GELU()])):
+        message = rf"\[{type(module).__name__}\] explain\(\) must follow a call, got none so far"
+        with pytest.raises(RuntimeError, match=message):
+            module.explain()
 
 
 # ---- near misses
@@ -226,6 +226,37 @@ def test_reason_of_a_guard() -> None:
     expected = "the weight needs no gradient, so the Linear keeps no input"
     assert reasons(called(module), "activation_linear") == [expected]
     assert f"activation_linear (joint) at 2-3: {expected}" in str(module.explain())
+
+
+def fuse_linears(ops: list[Any], **unused: Any) -> list[Any]:
+    """Never fires: rules see the basic ops of a Linear."""
+    return [ScaledLinear([op]) if isinstance(op, tops.Linear) else op for op in ops]
+
+
+@pytest.mark.parametrize("pass_name", ["forward", "backward", "forward_backward"])
+def test_a_function_that_changed_nothing(pass_name: str) -> None:
+    register = getattr(tops, f"register_{pass_name}_fusion")
+    module = tops.Sequential(tops.Linear(16, 8), tops.GELU())
+    with register(fuse_linears):
+        explanation = called(module)
+    expected = (
+        "it changed nothing of [BasicLinear, Bias, GELU]; it is given the basic ops of a Linear"
+    )
+    assert reasons(explanation, "fuse_linears") == [expected]
+    (miss,) = (miss for miss in module.plans()[0].near_misses if miss.fusion == "fuse_linears")
+    assert (miss.pass_name, miss.ops) == (pass_name, (0, 1, 2))
+    label = {"forward_backward": "joint"}.get(pass_name, pass_name)
+    start = f"fuse_linears ({label}) at 0-2: it changed nothing of [BasicLinear, Bias, GELU]"
+    for shown in (str(explanation), explanation._repr_html_(), explanation.svg()):
+        assert start in shown
+    # Nobody else: neither a function that did change something, nor one that is gone.
+    assert reasons(called(module), "fuse_linears") == []
+    module = tops.Sequential(tops.BasicLinear(16, 8), tops.ConstantScale(0.5), tops.GELU())
+    with tops.register_forward_backward_fusion(fuse_scaled_linear):
+        assert reasons(called(module), "fuse_scaled_linear") == []
+        assert reasons(called(tops.Sequential(tops.GELU())), "fuse_scaled_linear") == [
+            "it changed nothing of [GELU]"
+        ]
 
 
 # ---- hooks

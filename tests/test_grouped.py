@@ -286,9 +286,9 @@ def test_bad_tensors() -> None:
     ):
         with pytest.raises(RuntimeError, match=text):
             op(x, *bad)
-    with pytest.raises(ValueError, match="extra inputs must be 2, got 1"):
+    with pytest.raises(ValueError, match="extra inputs must be 2 for splits and scales, got 1"):
         op(x, sizes)
-    with pytest.raises(ValueError, match="extra inputs must be 1, got 2"):
+    with pytest.raises(ValueError, match="extra inputs must be 1 for splits, got 2"):
         tops.GroupedLinear(3, 16, 8)(x, sizes, scales)
 
 

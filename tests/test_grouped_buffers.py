@@ -166,7 +166,7 @@ def test_settings_and_tensors_that_only_a_plan_can_have() -> None:
     with pytest.raises(ValueError, match="output must share no memory with input, got some"):
         memory = torch.zeros(240)
         op(memory[:80].view(10, 8), SPLITS, output=memory[80:].view(10, 16))
-    with pytest.raises(ValueError, match="extra inputs must be 1, got 0"):
+    with pytest.raises(ValueError, match="extra inputs must be 1 for splits, got 0"):
         op(x, **buffers())
     with pytest.raises(RuntimeError, match=r"\[grouped_linear\] splits must"):
         op(x, torch.tensor([1, 2]), **buffers())

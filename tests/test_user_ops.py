@@ -140,7 +140,7 @@ def test_extra_inputs_and_outputs(backend, x):
     call = torch.compile(module, fullgraph=True, backend=backend) if backend else module
     gate = torch.randn(2, 3, 6)
     assert_same(gradients(call, x, gate), gradients(Reference(module, gate_reference), x, gate))
-    with pytest.raises(ValueError, match="extra inputs must be 1, got 0"):
+    with pytest.raises(ValueError, match=r"must be 1 for extra input 0 of op 1 \(Gate\), got 0"):
         module(x)
 
 

@@ -29,6 +29,7 @@ from .op.channels import Routed, resolve_channels
 from .op.holders import Holder
 from .op.hooks import has_hooks
 from .op.in_place import check_in_place
+from .op.names import OpName, WantedInputs, names_of, wanted_inputs
 from .op.tensor_parallel import check_gates, is_dtensor, local_parameters, local_sizes
 from .plan.explain.explanation import Explanation
 from .plan.explain.summary import Group, describe
@@ -79,12 +80,14 @@ class OperationFuser(Holder):
         saved_inputs: bool = False,
         _own: bool = False,
         _channels: Channels | None = None,
+        _names: Sequence[OpName] | None = None,
     ) -> None:
         self._ops = _check_ops(ops)
         self._policies = Policies(recompute, saved, saved_inputs).checked("OperationFuser")
         # The group of one op that its `forward` runs: what is around the op has happened already.
         self._own = _own
         self._given_channels = _channels
+        self._given_names = _names
         self._number = numbered.add(self)
         # Compiled graphs guard on it.
         self._edits = 0
@@ -100,6 +103,7 @@ class OperationFuser(Holder):
         check_in_place(self._basic_ops)
         for op in (*self._ops, *self._basic_ops):
             op._add_holder(self)
+        self._names = self._given_names or names_of(self._ops, self._paths(), "OperationFuser")
         self._sources, self._visible = self._given_channels or self._route()
         self.num_extra_inputs = sum(s is None for sources in self._sources for s in sources)
         for op in (*self._ops, *self._basic_ops):
@@ -119,15 +123,25 @@ class OperationFuser(Holder):
             self._members,
             [(self._ops[i], name) for i, name in self._absent],
             self._guards,
-            lambda: Session(self._basic_ops),
+            lambda: Session(self._basic_ops, self._names),
             self._policies,
         )
         # Of each extra input from the caller: may it be None?
         self._optional: tuple[bool, ...] = tuple(self._group.optional_inputs)
+        self._wanted = self._find_wanted()
         self._call = _hand_back if self._calls_members else self._group.make_call()
         self._call_with = self._group.make_call_with()
         self._traced_dtypes: list[torch.dtype] = []
         self._split: Layout | None = None
+
+    def _paths(self) -> list[str]:
+        """Those of the ops, for error texts; empty ones where the caller sees no group."""
+        return [""] if self._own else [str(i) for i in range(len(self._ops))]
+
+    def _find_wanted(self) -> WantedInputs:
+        caller = self._names[0].name if self._own else self._names[0].whole
+        is_fed = ([source is not None for source in row] for row in self._sources)
+        return wanted_inputs(caller, self._basic_ops, self._names, is_fed)
 
     def _reads(self) -> Reads | None:
         """None where that is not fixed as long as no op changes."""
@@ -172,7 +186,7 @@ class OperationFuser(Holder):
             # What its channels lead to is around the group.
             op = self._basic_ops[0]
             return [[None] * op.num_extra_inputs], [[True] * op.num_extra_outputs]
-        routing = resolve_channels(self._basic_ops)
+        routing = resolve_channels(self._basic_ops, self._names)
         sources = [
             [(s.position, s.output) if isinstance(s, Routed) else None for s in row]
             for row in routing.inputs
@@ -198,7 +212,7 @@ class OperationFuser(Holder):
         return list(seen.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_ops", "_policies", "_own", "_given_channels")
+        names = ("_ops", "_policies", "_own", "_given_channels", "_given_names")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -207,6 +221,7 @@ class OperationFuser(Holder):
             **state["_policies"]._asdict(),
             _own=state["_own"],
             _channels=state["_given_channels"],
+            _names=state["_given_names"],
         )
 
     def __call__(
@@ -264,7 +279,7 @@ class OperationFuser(Holder):
         self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs | None
     ) -> Any:
         self._refresh()
-        check_call(self._optional, input, extra_inputs)
+        check_call(self._wanted, self._optional, input, extra_inputs)
         input, *extra = (decoded(tensor) for tensor in (input, *extra_inputs))
         extra_inputs = tuple(extra)
         if kwargs is not None:
@@ -342,15 +357,22 @@ class OperationFuser(Holder):
         layout = self._split
         if layout is None or hooked_now(layout) != layout.hooked:
             modules = self._basic_ops if self._own else self._ops
-            self._split = layout = make_layout(modules, self._policies, OperationFuser)
+            paths = self._paths() if not self._own else [""] * len(modules)
+            self._split = layout = make_layout(
+                modules, self._policies, OperationFuser, paths, self._wanted.caller
+            )
         return layout
 
     # ---- looking at plans
 
     def plan(self) -> Plan:
         """The plan of the last call. RuntimeError before any call."""
+        return self._plan("[OperationFuser] plan()")
+
+    def _plan(self, asked: str) -> Plan:
+        """`asked`: the method of the user's call, for an error text."""
         if self._group.last is None:
-            raise RuntimeError("[OperationFuser] plan() must follow a call, got none so far")
+            raise RuntimeError(f"{asked} must follow a call, got none so far")
         plan: Plan = self._group.last.session.plan_of(self._group.last)
         return plan
 
@@ -361,12 +383,13 @@ class OperationFuser(Holder):
 
     def explain(self) -> Explanation:
         """The plan of the last call for reading: text, a table in a notebook, or an SVG."""
+        asked = "[OperationFuser] explain()"
         if self._split is not None and self._is_split():
-            return explain_segments(self._split_at_members())
-        return Explanation([self._explained()])
+            return explain_segments(self._split_at_members(), asked)
+        return Explanation([self._explained(asked)])
 
-    def _explained(self, note: str = "") -> Group:
-        plan = self.plan()
+    def _explained(self, asked: str, note: str = "") -> Group:
+        plan = self._plan(asked)
         session = self._group.last.session
         return describe(plan, self._basic_ops, session.made_by, self._saved_bytes(), note)
 

@@ -20,6 +20,7 @@ from .op.base import FusibleOperation
 from .op.fx import symbolic_call
 from .op.holders import Holder
 from .op.hooks import has_hooks
+from .op.names import check_count
 from .op.state_dict import modules_with_known_shapes, shape_mismatches
 from .plan.explain.explanation import Explanation
 from .plan.plan import Plan
@@ -368,11 +369,7 @@ class Sequential(nn.Module, Holder):
         extra_inputs: tuple[Tensor, ...],
         op_kwargs: OpKwargs | None,
     ) -> Any:
-        if len(extra_inputs) != layout.num_extra_inputs:
-            raise ValueError(
-                f"[Sequential] extra inputs must be {layout.num_extra_inputs}, "
-                f"got {len(extra_inputs)}"
-            )
+        check_count(layout.wanted, len(extra_inputs))
         kwargs = self._kwargs_by_op(modules, op_kwargs) if op_kwargs else {}
         if kwargs and any(getattr(module, "_takes_buffers", False) for module in modules):
             called = self._modules_with_buffers(modules, kwargs)
@@ -410,7 +407,9 @@ class Sequential(nn.Module, Holder):
         base = self._with_current_hooks(self._current_layout())
         split = self._split_layout
         if split is None or split[0] is not base or split[1] != called:
-            layout = make_layout(base.modules, self._policies, OperationFuser, called)
+            layout = make_layout(
+                base.modules, self._policies, OperationFuser, base.names, "Sequential", called
+            )
             self._split_layout = split = (base, called, layout)
         return run_segments(split[2], base.modules, input, extra_inputs, kwargs, call_group)
 
@@ -469,9 +468,8 @@ class Sequential(nn.Module, Holder):
             self._edits += 1
         for op in members:
             op._add_holder(self)
-        layout = make_layout(modules, self._policies, OperationFuser)
+        layout = make_layout(modules, self._policies, OperationFuser, names, "Sequential")
         layout = layout._replace(
-            names=tuple(names),
             children=tuple(self._modules.values()),
             residuals=tuple(residuals),
         )
@@ -515,16 +513,17 @@ class Sequential(nn.Module, Holder):
 
     def plans(self) -> list[Plan]:
         """One `Plan` for each group, of the last call. RuntimeError before any call."""
-        return [group.plan() for group in self._groups()]
+        return [group._plan("[Sequential] plans()") for group in self._groups()]
 
     def _groups(self) -> list[OperationFuser]:
-        layout = self._layout_of_the_last_call()
-        found = (group_of(segment, layout.modules) for segment in layout.segments)
+        asked = "[Sequential] plans()"
+        layout = self._layout_of_the_last_call(asked)
+        found = (group_of(segment, layout.modules, asked) for segment in layout.segments)
         return [group for group in found if group is not None]
 
-    def _layout_of_the_last_call(self) -> Layout:
+    def _layout_of_the_last_call(self, asked: str) -> Layout:
         if self._layout is None:
-            raise RuntimeError("[Sequential] plans() must follow a call, got none so far")
+            raise RuntimeError(f"{asked} must follow a call, got none so far")
         layout = self._current_layout()
         if not has_plans(layout) and self._peers is not None:
             # A compiled graph was made for another one in the same state.
@@ -535,7 +534,8 @@ class Sequential(nn.Module, Holder):
 
     def explain(self) -> Explanation:
         """The plans of the last call for reading: text, a table in a notebook, or an SVG."""
-        return explain_segments(self._layout_of_the_last_call())
+        asked = "[Sequential] explain()"
+        return explain_segments(self._layout_of_the_last_call(asked), asked)
 
 
 def _is_current(

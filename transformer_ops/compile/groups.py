@@ -15,6 +15,7 @@ from ..fusion import registry
 from ..marks import Reason, constant, disabled
 from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
+from ..op.names import WantedInputs, check_count
 from ..op.scales import has_scales
 from ..op.tensor_parallel import is_dtensor, local_parameter
 from ..quantization.second_run import check_traced_call
@@ -197,11 +198,11 @@ def traced_group(
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     """What Dynamo sees of a group that is called on its own."""
-    optional, is_split = _group_in(state)
+    wanted, optional, is_split = _group_in(state)
     if is_split:
         _because_of_members(state)
         return _call_outside(state, input, extra_inputs, kwargs)
-    check_call(optional, input, extra_inputs)
+    check_call(wanted, optional, input, extra_inputs)
     return traced_call(state, modules, input, extra_inputs, kwargs)
 
 
@@ -224,9 +225,9 @@ def _find_group(state: str, members: tuple[str, ...] = ()) -> Any:
 
 
 @constant
-def _group_in(state: str) -> tuple[tuple[bool, ...], bool]:
+def _group_in(state: str) -> tuple[WantedInputs, tuple[bool, ...], bool]:
     group = _find_group(state)
-    return group._optional, group._is_split()
+    return group._wanted, group._optional, group._is_split()
 
 
 @constant
@@ -371,22 +372,25 @@ def _optional(kind: str | None) -> tuple[str, ...]:
 
 
 def check_call(
-    optional: tuple[bool, ...], input: Tensor, extra_inputs: tuple[Tensor | None, ...]
+    wanted: WantedInputs,
+    optional: tuple[bool, ...],
+    input: Tensor,
+    extra_inputs: tuple[Tensor | None, ...],
 ) -> None:
     """Raises ValueError for a wrong number of extra inputs, TypeError for what is no tensor.
 
     `optional`: for each extra input, whether it may be None.
     """
-    if len(extra_inputs) != len(optional):
-        raise ValueError(
-            f"[OperationFuser] extra inputs must be {len(optional)}, got {len(extra_inputs)}"
-        )
+    check_count(wanted, len(extra_inputs))
     for tensor, may_be_none in zip((input, *extra_inputs), (False, *optional), strict=True):
         if not (isinstance(tensor, Tensor) or (tensor is None and may_be_none)):
-            raise TypeError(f"[OperationFuser] inputs must be tensors, got {type(tensor).__name__}")
+            raise TypeError(
+                f"[{wanted.caller}] inputs must be tensors, got {type(tensor).__name__}"
+            )
         if is_dtensor(tensor):
             raise TypeError(
-                "[OperationFuser] inputs must be local tensors, got a DTensor; call its to_local()"
+                f"[{wanted.caller}] inputs must be local tensors, got a DTensor; call its "
+                "to_local()"
             )
 
 

@@ -9,11 +9,14 @@ from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import DTYPES
 from ..op.fused import FusedOperation
+from ..op.names import OpName
 from . import registry
 
 # (first op, count, number of the Python object or None, name, made by a native rule?, joint?)
 Group = tuple[int, int, int | None, str, bool, bool]
 Answer = tuple[int, int, int | None, str]
+# The fields of a `NearMiss`.
+Miss = tuple[str, str, tuple[int, ...], str, int, bool]
 
 
 class NativeFusedOperation(FusedOperation):
@@ -32,13 +35,16 @@ class NativeFusedOperation(FusedOperation):
 class PlanningSession:
     """The Python objects of one plan. Number i < len(basic_ops) is basic op i, then fused ops."""
 
-    def __init__(self, basic_ops: list[BasicOperation]) -> None:
+    def __init__(self, basic_ops: list[BasicOperation], names: Sequence[OpName]) -> None:
         for op in basic_ops:
             _check_dtypes(op)
         self.basic_ops = basic_ops
+        self.names = names
         self.python_ops: list[FusibleOperation] = list(basic_ops)
         # The fusion that made a fused op, by its number.
         self.made_by: dict[int, registry.FusionHandle] = {}
+        # Functions without a pattern that left every list of this plan as it was.
+        self.changed_nothing: list[registry.FusionHandle] = []
 
     def attributes(self) -> list[dict[str, Any]]:
         """The constructor state of every op as it is now."""
@@ -71,9 +77,23 @@ class PlanningSession:
             )
         self._check(handle, pass_name, groups, given, returned)
         answer = self._answer(groups, given, returned)
+        if all(first < 0 for first, *_ in answer):
+            self.changed_nothing.append(handle)
         for number in range(len(self.basic_ops), len(self.python_ops)):
             self.made_by.setdefault(number, handle)
         return answer
+
+    def near_misses(self) -> list[Miss]:
+        """What a user's function was given that changed nothing."""
+        ops = tuple(range(len(self.basic_ops)))
+        # A function that looks for containers would never find one, and nobody would say so.
+        containers = dict.fromkeys(name.name for name in self.names if name.is_part)
+        hints = "".join(f"; it is given the basic ops of a {name}" for name in containers)
+        reason = f"it changed nothing of {_names(self.basic_ops)}{hints}"
+        return [
+            (handle.name, handle.pass_name, ops, reason, 0, False)
+            for handle in self.changed_nothing
+        ]
 
     # ---- patterns
 

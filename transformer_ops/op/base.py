@@ -581,6 +581,12 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         """(gradient of the input, gradients of the parameters in the order of `parameters()`)."""
         raise NotImplementedError(f"[{type(self).__name__}] op_backward must be defined")
 
+    def _extra_input_names(self) -> list[str]:
+        declared = [] if self._kind is None else self._declaration()["extra_inputs"]
+        # A class says how many there are; planning compares that with the declaration.
+        others = [f"extra input {k}" for k in range(len(declared), self.num_extra_inputs)]
+        return [*declared, *others][: self.num_extra_inputs]
+
     def _check_no_extra_tensors(self, method: str) -> None:
         if self.num_extra_inputs or self.num_extra_outputs:
             raise RuntimeError(

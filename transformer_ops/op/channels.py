@@ -128,13 +128,16 @@ class Routing(NamedTuple):
     """Extra inputs that the caller must pass."""
 
 
-def resolve_channels(ops: Sequence[ChannelOp]) -> Routing:
-    """Connect the channels of the basic ops of one Sequential; an op may appear twice.
+def resolve_channels(ops: Sequence[ChannelOp], names: Sequence[object] | None = None) -> Routing:
+    """Connect the channels of the basic ops of one Sequential; an op may appear twice. Errors call
+    them by the `names`.
 
     Raises ValueError where a channel has two producers, or a consumer has no producer strictly
     before it.
     """
-    producers = _find_producers(ops)
+    if names is None:
+        names = [f"op {position} ({type(op).__name__})" for position, op in enumerate(ops)]
+    producers = _find_producers(ops, names)
     inputs: list[tuple[External | Routed, ...]] = []
     external = 0
     for position, op in enumerate(ops):
@@ -144,7 +147,7 @@ def resolve_channels(ops: Sequence[ChannelOp]) -> Routing:
                 sources.append(External(external))
                 external += 1
             else:
-                sources.append(_find_source(ops, producers, position, index, name))
+                sources.append(_find_source(names, producers, position, index, name))
         inputs.append(tuple(sources))
     visible = tuple(
         (position, index)
@@ -155,11 +158,7 @@ def resolve_channels(ops: Sequence[ChannelOp]) -> Routing:
     return Routing(tuple(inputs), visible, external)
 
 
-def _describe(ops: Sequence[ChannelOp], position: int) -> str:
-    return f"op {position} ({type(ops[position]).__name__})"
-
-
-def _find_producers(ops: Sequence[ChannelOp]) -> dict[str, list[Routed]]:
+def _find_producers(ops: Sequence[ChannelOp], names: Sequence[object]) -> dict[str, list[Routed]]:
     producers: dict[str, list[Routed]] = {}
     for position, op in enumerate(ops):
         for index, (name, _) in enumerate(op._output_channels):
@@ -169,14 +168,14 @@ def _find_producers(ops: Sequence[ChannelOp]) -> dict[str, list[Routed]]:
             if found and not isinstance(name, PrivateChannel):
                 raise ValueError(
                     f"[Sequential] channel {name!r} must have one producer, got "
-                    f"{_describe(ops, found[0].position)} and {_describe(ops, position)}"
+                    f"{names[found[0].position]} and {names[position]}"
                 )
             found.append(Routed(position, index))
     return producers
 
 
 def _find_source(
-    ops: Sequence[ChannelOp],
+    names: Sequence[object],
     producers: dict[str, list[Routed]],
     position: int,
     index: int,
@@ -185,9 +184,9 @@ def _find_source(
     every = producers.get(name, [])
     before = [source for source in every if source.position < position]
     if not before:
-        got = _describe(ops, every[0].position) if every else "none"
+        got = names[every[0].position] if every else "none"
         raise ValueError(
             f"[Sequential] channel {name!r} must have a producer before extra input {index} of "
-            f"{_describe(ops, position)}, got {got}"
+            f"{names[position]}, got {got}"
         )
     return before[-1]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .. import _C
+from ..op.names import WantedInputs, check_count
 from ..quantization.state import STATE
 
 __all__: list[str] = []
@@ -35,11 +36,10 @@ def run_into(
     buffer that does not fit, RuntimeError for what only a plan can do.
     """
     buffers = Buffers(**_checked_names(op, given))
-    if len(extra_inputs) != op.num_extra_inputs:
-        raise ValueError(
-            f"[{type(op).__name__}] extra inputs must be {op.num_extra_inputs}, "
-            f"got {len(extra_inputs)}"
-        )
+    names = " and ".join(op._extra_input_names())
+    check_count(
+        WantedInputs(type(op).__name__, op.num_extra_inputs, f" for {names}"), len(extra_inputs)
+    )
     splits, scales = (*extra_inputs, None)[:2]
     weights, biases = _tensors_of(op, "weight"), _tensors_of(op, "bias")
     tensors = {"input": input, "splits": splits, "scales": scales}

@@ -12,6 +12,7 @@ from ..op.base import BasicOperation, FusibleOperation
 from ..op.borrowed import borrowed_from, guards_of
 from ..op.channels import External, Routed, resolve_channels
 from ..op.hooks import has_hooks, hook_dicts
+from ..op.names import OpName, WantedInputs, names_of, wanted_inputs
 from ..plan.explain.explanation import Explanation
 from ..plan.explain.summary import Group, Plain, alone_note
 from .policies import Policies
@@ -46,7 +47,7 @@ class Layout(NamedTuple):
     state: str  # the same text for layouts that one compiled graph can serve; empty until asked for
     segments: tuple[Segment, ...]
     outputs: tuple[Routed, ...]
-    num_extra_inputs: int
+    wanted: WantedInputs
     lenders: Lenders | None  # the modules that its ops borrow from
     # The OperationFuser of the only segment, which takes and gives just what the caller does.
     whole: Any
@@ -65,10 +66,13 @@ def make_layout(
     modules: Sequence[nn.Module],
     policies: Policies,
     make_group: Callable[..., Any],
+    names: Sequence[str],
+    whole: str,
     called: Container[int] = (),
 ) -> Layout:
-    """The layout of the modules as they are now. `make_group`: the class `OperationFuser`;
-    `called`: indices of modules that have to be called by themselves.
+    """The layout of the modules as they are now. `make_group`: the class `OperationFuser`; `names`
+    lead to the modules from the `whole`, as errors call what is called; `called`: indices of
+    modules that have to be called by themselves.
 
     Raises ValueError where the channels of the ops do not fit together.
     """
@@ -89,28 +93,31 @@ def make_layout(
         else:
             runs.append(([i], positions))
         open_run = not alone[i]
-    routing = resolve_channels(basic_ops)
+    op_names = names_of(modules, names, whole)
+    routing = resolve_channels(basic_ops, op_names)
+    is_fed = [[isinstance(source, Routed) for source in row] for row in routing.inputs]
     visible = [Routed(*pair) for pair in routing.visible_outputs]
     shared = _read_outside(routing.inputs, [positions for _, positions in runs]) | set(visible)
     make = functools.partial(make_group, **policies._asdict())
     segments = tuple(
-        _make_segment(modules, basic_ops, run, alone, routing.inputs, shared, make) for run in runs
+        _make_segment(modules, basic_ops, op_names, run, alone, routing.inputs, shared, make)
+        for run in runs
     )
-    whole = segments[0].group if len(segments) == 1 else None
+    only = segments[0].group if len(segments) == 1 else None
     fusible = (module for module in modules if isinstance(module, FusibleOperation))
     members = (member for module in fusible for member in _members(module))
     dicts = tuple(found for member in members for found in hook_dicts(member))
     return Layout(
-        (),
+        tuple(names),
         tuple(modules),
         _hook_flags(modules),
         dicts,
         "",
         segments,
         tuple(visible),
-        routing.num_external_inputs,
+        wanted_inputs(whole, basic_ops, op_names, is_fed),
         _lenders_of(modules, basic_ops, alone),
-        whole,
+        only,
     )
 
 
@@ -148,6 +155,7 @@ def _read_outside(
 def _make_segment(
     modules: Sequence[nn.Module],
     basic_ops: list[BasicOperation],
+    names: Sequence[OpName],
     run: tuple[list[int], list[int]],
     alone: list[bool],
     inputs: tuple[tuple[External | Routed, ...], ...],
@@ -183,7 +191,8 @@ def _make_segment(
                 outputs.append(key)
     group = None
     if not alone[places[0]]:
-        group = make_group([modules[i] for i in places], _channels=(sources, flags))
+        own = tuple(names[position] for position in positions)
+        group = make_group([modules[i] for i in places], _channels=(sources, flags), _names=own)
     return Segment(tuple(places), tuple(positions), group, tuple(outside), tuple(outputs))
 
 
@@ -217,7 +226,7 @@ def layout_content(layout: Layout) -> object | None:
         (segment._replace(group=None), content)
         for segment, content in zip(layout.segments, contents, strict=True)
     ]
-    return (layout.names, layout.hooked, segments, layout.outputs, layout.num_extra_inputs)
+    return (layout.names, layout.hooked, segments, layout.outputs, layout.wanted.number)
 
 
 def hooked_now(layout: Layout) -> tuple[bool, ...]:
@@ -307,14 +316,15 @@ def _check_outputs(module: nn.Module, output: Any, count: int) -> None:
 # ---- looking at plans
 
 
-def group_of(segment: Segment, modules: Sequence[nn.Module]) -> Any:
-    """The group that ran; None where a module does what it likes."""
+def group_of(segment: Segment, modules: Sequence[nn.Module], asked: str) -> Any:
+    """The group that ran; None where a module does what it likes. `asked`: the method of the
+    user's call, for an error text."""
     if segment.group is not None or not segment.ops:
         return segment.group
     module: Any = modules[segment.modules[0]]
     group = module._own_group
     if group is None and not module._has_own_forward:
-        raise RuntimeError("[Sequential] plans() must follow a call, got new hooks")
+        raise RuntimeError(f"{asked} must follow a call, got new hooks")
     return group
 
 
@@ -332,17 +342,17 @@ def has_plans(layout: Layout) -> bool:
     return True
 
 
-def explain_segments(layout: Layout) -> Explanation:
+def explain_segments(layout: Layout, asked: str) -> Explanation:
     """The plans of the last call."""
     parts: list[Group | Plain] = []
     for segment in layout.segments:
         place = segment.modules[0]
         module = layout.modules[place]
-        group = group_of(segment, layout.modules)
+        group = group_of(segment, layout.modules, asked)
         if group is None:
             why = "whose forward is overridden" if segment.ops else "not a fusible op"
             parts.append(Plain(place, type(module).__name__, why))
         else:
             note = alone_note(module) if segment.group is None else ""
-            parts.append(group._explained(note))
+            parts.append(group._explained(asked, note))
     return Explanation(parts)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..fusion.planning import PlanningSession
 from ..op.base import BasicOperation
+from ..op.names import OpName
 from ..op.scales import make_scales, note_run, warn_of_a_start
 from ..plan.plan import Plan, declarations_of
 from .host import HostPlan
@@ -14,14 +16,15 @@ from .host import HostPlan
 class Session(PlanningSession):
     """What C++ asks for users' fusions, and keeps with the plan that they lead to."""
 
-    def __init__(self, basic_ops: list[BasicOperation]) -> None:
-        super().__init__(basic_ops)
+    def __init__(self, basic_ops: list[BasicOperation], names: Sequence[OpName]) -> None:
+        super().__init__(basic_ops, names)
         self.plan: Plan | None = None  # made of the finished one, when first asked for
 
     def plan_of(self, entry: Any) -> Plan:
         """The finished plan."""
         if self.plan is None:
-            self.plan = Plan(entry.text, entry.data, entry.near_misses, self.python_ops)
+            near_misses = [*entry.near_misses, *self.near_misses()]
+            self.plan = Plan(entry.text, entry.data, near_misses, self.python_ops)
         return self.plan
 
     def make_states(self, op: int, recipe: str, device: str, records: bool) -> None:
