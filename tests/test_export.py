@@ -1,5 +1,8 @@
 """torch.export with a dynamic batch, and an AOTInductor package of it."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
@@ -186,3 +189,17 @@ def test_vmap_of_an_exported_program():
     torch.testing.assert_close(torch.func.vmap(program)(batch), module(batch))
     compiled = torch.compile(lambda x: torch.func.vmap(module)(x), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(batch), module(batch))
+
+
+def test_loading_a_program_needs_the_import(tmp_path):
+    file = tmp_path / "program.pt2"
+    torch.export.save(exported(block(), torch.randn(4, 16)), file)
+    for imports, is_loaded in (("torch", False), ("torch, transformer_ops", True)):
+        code = f"import {imports}\ntorch.export.load({str(file)!r}).module()(torch.ones(2, 16))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+        assert (done.returncode == 0) == is_loaded, done.stderr
+
+
+def test_torchscript_compiles_no_source():
+    with pytest.raises((RuntimeError, ValueError)), pytest.warns(FutureWarning):
+        torch.jit.script(block())
