@@ -163,23 +163,13 @@ def _activation(
     return OpCase(name + label, make, reference, saved, elementwise=True)
 
 
-# Where the name of the typed op is not that of the class.
-TYPED_GLUS = {
-    "GEGLU-exact": "exact_geglu",
-    "ClampedSwiGLU": "clamped_swiglu",
-    "ClampedSwiGLU-interleaved": "clamped_swiglu",
-    "SwiGLU-interleaved": "swiglu",
-    "SiTUGLU-interleaved": "situglu",
-}
-
-
 def _glu(name: str, reference: Callable[..., Result], label: str = "", **kwargs: Any) -> OpCase:
     return OpCase(
         name + label,
         lambda: getattr(tops, name)(**kwargs),
         reference,
         all_of_input,
-        bad=((3, 7), rf"\[{TYPED_GLUS.get(name + label, name.lower())}\] input"),
+        bad=((3, 7), "input must have a last dimension that is a multiple of"),
     )
 
 
@@ -207,49 +197,49 @@ CASES = [
         lambda: tops.Bias(16),
         lambda x, bias: x + bias,
         nothing,
-        bad=((3, 15), r"\[bias\] input"),
+        bad=((3, 15), r"input"),
     ),
     OpCase(
         "BasicLinear",
         lambda: tops.BasicLinear(16, 24),
         lambda x, weight: x @ weight.T,
         all_of_input,
-        bad=((3, 15), r"\[linear\] input"),
+        bad=((3, 15), r"input"),
     ),
     OpCase(
         "Linear",
         lambda: tops.Linear(16, 24),
         F.linear,
         all_of_input,
-        bad=((3, 15), r"\[linear_epilogue\] input"),
+        bad=((3, 15), r"input"),
     ),
     OpCase(
         "Linear-no-bias",
         lambda: tops.Linear(16, 1, bias=False),
         F.linear,
         all_of_input,
-        bad=((3, 15), r"\[linear\] input"),
+        bad=((3, 15), r"input"),
     ),
     OpCase(
         "PackedLinear",
         lambda: tops.PackedLinear(16, (8, 16), bias=False),
         packed_linear,
         all_of_input,
-        bad=((3, 15), r"\[packed_linear\] input must have last dimension 16, got shape \[3, 15\]"),
+        bad=((3, 15), r"input must have last dimension 16, got shape \[3, 15\]"),
     ),
     OpCase(
         "PackedLinear-bias",
         lambda: tops.PackedLinear(16, (8, 4, 4)),
         packed_linear,
         all_of_input,
-        bad=((3, 15), r"\[packed_linear\] input"),
+        bad=((3, 15), r"input"),
     ),
     OpCase(
         "LayerNorm",
         lambda: tops.LayerNorm(16),
         layer_norm(),
         statistics(2),
-        bad=((3, 15), r"\[layer_norm\] input must end in dimensions \[16\], got shape \[3, 15\]"),
+        bad=((3, 15), r"input must end in dimensions \[16\], got shape \[3, 15\]"),
     ),
     OpCase(
         "LayerNorm-zero-centered-2d",
@@ -257,14 +247,14 @@ CASES = [
         layer_norm(0.1, True),
         statistics(2),
         row=(2, 8),
-        bad=((3, 16), r"\[layer_norm\] input must end in dimensions \[2, 8\], got shape \[3, 16\]"),
+        bad=((3, 16), r"input must end in dimensions \[2, 8\], got shape \[3, 16\]"),
     ),
     OpCase(
         "LayerNorm-no-bias",
         lambda: tops.LayerNorm(16, bias=False),
         layer_norm(),
         statistics(2),
-        bad=((3, 15), r"\[layer_norm\] input must end in dimensions \[16\], got shape \[3, 15\]"),
+        bad=((3, 15), r"input must end in dimensions \[16\], got shape \[3, 15\]"),
     ),
     OpCase(
         "LayerNorm-not-affine-2d",
@@ -272,14 +262,14 @@ CASES = [
         lambda x: F.layer_norm(x, (2, 8), eps=0.1),
         statistics(2),
         row=(2, 8),
-        bad=((3, 16), r"\[layer_norm\] input must end in dimensions \[2, 8\], got shape \[3, 16\]"),
+        bad=((3, 16), r"input must end in dimensions \[2, 8\], got shape \[3, 16\]"),
     ),
     OpCase(
         "RMSNorm",
         lambda: tops.RMSNorm(16),
         rms_norm(),
         statistics(1),
-        bad=((3, 15), r"\[rms_norm\] input must end in dimensions \[16\], got shape \[3, 15\]"),
+        bad=((3, 15), r"input must end in dimensions \[16\], got shape \[3, 15\]"),
     ),
     OpCase(
         "RMSNorm-zero-centered-2d",
@@ -287,21 +277,21 @@ CASES = [
         rms_norm(0.1, True),
         statistics(1),
         row=(2, 8),
-        bad=((16,), r"\[rms_norm\] input must end in dimensions"),
+        bad=((16,), r"input must end in dimensions"),
     ),
     OpCase(
         "RMSNorm-eps-of-the-dtype",
         lambda: tops.RMSNorm(16, eps=None),
         lambda x, *, weight: F.rms_norm(x, weight.shape, weight),
         statistics(1),
-        bad=((3, 15), r"\[rms_norm\] input must end in dimensions \[16\], got shape \[3, 15\]"),
+        bad=((3, 15), r"input must end in dimensions \[16\], got shape \[3, 15\]"),
     ),
     OpCase(
         "RMSNorm-not-affine",
         lambda: tops.RMSNorm(16, elementwise_affine=False),
         lambda x: F.rms_norm(x, (16,), eps=1e-5),
         statistics(1),
-        bad=((3, 15), r"\[rms_norm\] input must end in dimensions \[16\], got shape \[3, 15\]"),
+        bad=((3, 15), r"input must end in dimensions \[16\], got shape \[3, 15\]"),
     ),
     OpCase(
         "RMSNorm-not-affine-2d",
@@ -309,14 +299,14 @@ CASES = [
         lambda x: F.rms_norm(x, (2, 8), eps=0.1),
         statistics(1),
         row=(2, 8),
-        bad=((16,), r"\[rms_norm\] input must end in dimensions"),
+        bad=((16,), r"input must end in dimensions"),
     ),
     OpCase(
         "L2Normalization",
         lambda: tops.L2Normalization(eps=1e-3),
         l2_normalization(1e-3),
         statistics(1),
-        bad=((), r"\[l2_normalization\] input must have at least 1 dimension, got 0"),
+        bad=((), r"input must have at least 1 dimension, got 0"),
     ),
     _activation("GELU", gelu),
     _activation("GELU", F.gelu, label="-exact", approximate="none"),
@@ -365,7 +355,7 @@ CASES = [
         lambda: tops.LayerScale(16),
         lambda x, gamma: x * gamma,
         all_of_input,
-        bad=((3, 15), r"\[layer_scale\] input must end in dimensions \[16\], got shape"),
+        bad=((3, 15), r"input must end in dimensions \[16\], got shape"),
     ),
     *(
         OpCase(
@@ -374,7 +364,7 @@ CASES = [
             drop_path(p),
             # A sample is four rows.
             lambda h, B: max(B, 4) / 4,
-            bad=((), r"\[drop_path\] input must have at least 1 dimension, got 0"),
+            bad=((), r"input must have at least 1 dimension, got 0"),
         )
         for p in (0.4, 1.0)
     ),
@@ -408,7 +398,7 @@ CASES = [
         grouped_linear,
         lambda h, B: h * B + 1,  # 4 bytes a group, of twelve rows
         extras=lambda x: [splits_for(x).int()],
-        bad=((3, 15), r"\[grouped_linear\] input must have last dimension 16, got shape \[3, 15\]"),
+        bad=((3, 15), r"input must have last dimension 16, got shape \[3, 15\]"),
     ),
     OpCase(
         "GroupedLinear-bias-each",
@@ -416,7 +406,7 @@ CASES = [
         grouped_linear,
         lambda h, B: h * B + 2,
         extras=lambda x: [splits_for(x)],
-        bad=((3, 15), r"\[grouped_linear\] input"),
+        bad=((3, 15), r"input"),
     ),
     OpCase(
         "GroupedLinear-scales",
@@ -426,7 +416,7 @@ CASES = [
         grouped_linear,
         lambda h, B: h * B + 2 + B,
         extras=lambda x: [splits_for(x), row_numbers(x)],
-        bad=((3, 15), r"\[grouped_linear\] input"),
+        bad=((3, 15), r"input"),
     ),
     *(
         OpCase(
@@ -438,15 +428,15 @@ CASES = [
             bad=bad,
         )
         for name, label, options, reference, bad in (
-            ("ScaledSwiGLU", "", {}, gated(F.silu), ((3, 7), r"\[scaled_swiglu\] input")),
+            ("ScaledSwiGLU", "", {}, gated(F.silu), ((3, 7), r"input")),
             (
                 *("ScaledSwiGLU", "-interleaved", {"glu_interleave_size": 4}),
                 *(interleaved(4, gated(F.silu)), None),
             ),
-            ("ScaledSiTUGLU", "", {}, situ, ((3, 7), r"\[scaled_situglu\] input")),
+            ("ScaledSiTUGLU", "", {}, situ, ((3, 7), r"input")),
             (
                 *("ScaledClampedQGeGLU", "", {"limit": 0.5, "alpha": 1.1}),
-                *(lambda x: clamped(x, 0.5, 1.1), ((3, 7), r"\[scaled_clamped_qgeglu\] input")),
+                *(lambda x: clamped(x, 0.5, 1.1), ((3, 7), r"input")),
             ),
             ("ScaledSReLU", "", {}, srelu, None),
         )
@@ -486,7 +476,7 @@ CASES = [
         lambda: tops.AllGather(group_of_zeros()),
         gather,
         nothing,
-        bad=((), r"\[all_gather\] input must have at least 1 dimension, got 0"),
+        bad=((), r"input must have at least 1 dimension, got 0"),
         distributed=True,
     ),
     OpCase(
@@ -495,7 +485,7 @@ CASES = [
         scatter,
         nothing,
         batch=(4, 6),
-        bad=((), r"\[reduce_scatter\] input must have at least 1 dimension, got 0"),
+        bad=((), r"input must have at least 1 dimension, got 0"),
         multiple=2,
         distributed=True,
     ),
@@ -504,7 +494,7 @@ CASES = [
         lambda: tops.AllReduce(group_of_zeros()),
         lambda x: x * 1,
         nothing,
-        bad=((), r"\[all_reduce\] input must have at least 1 dimension, got 0"),
+        bad=((), r"input must have at least 1 dimension, got 0"),
         distributed=True,
     ),
     *[

@@ -204,7 +204,7 @@ def test_a_weight_that_changes_within_is_an_error() -> None:
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     with pytest.raises(
         RuntimeError,
-        match=r"\[BasicLinear\] weight must not be modified within frozen_weights\(\), got "
+        match=r"\[Linear\] weight must not be modified within frozen_weights\(\), got "
         r"version 2 where it was rounded at version 1",
     ):
         with tops.frozen_weights():

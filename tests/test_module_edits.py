@@ -204,7 +204,7 @@ def test_a_deleted_parameter_is_missed_by_name(run, alone):
         module(x)
     linear.bias = bias
     linear.weight = None
-    with pytest.raises(TypeError, match=r"\[BasicLinear\] weight must be a tensor, got None"):
+    with pytest.raises(TypeError, match=r"\[Linear\] weight must be a tensor, got None"):
         module(x)
 
 

@@ -343,7 +343,7 @@ def test_main_grad():
     assert op.weight.grad_added_to_main_grad is True and op.weight.grad.shape == (4, 8)
 
     op = linear()
-    with pytest.raises(RuntimeError, match=r"\[BasicLinear\] weight must have a main_grad"):
+    with pytest.raises(RuntimeError, match=r"\[Linear\] weight must have a main_grad"):
         op(x)
     with torch.no_grad():
         op(x)

@@ -247,7 +247,7 @@ def test_memory_that_is_gone():
 
 def test_a_huge_block_in_a_module():
     module = tops.SwiGLU(glu_interleave_size=BIG)
-    with pytest.raises(RuntimeError, match=r"^\[swiglu\] glu_interleave_size must lie in"):
+    with pytest.raises(RuntimeError, match=r"^\[SwiGLU\] glu_interleave_size must lie in"):
         module(torch.randn(2, 4))
 
 

@@ -85,9 +85,7 @@ class Compiler {
       } else {
         compile_step(step, forward_, program_.forward);
       }
-      for (size_t i = first_line; i < program_.forward.lines.size(); ++i) {
-        program_.forward.lines[i].op = step.first();
-      }
+      mark_lines(program_.forward, first_line, step);
     }
     program_.outputs.push_back(forward_.find({Kind::Main, plan.size()}));
     for (int i = 0; i <= plan.size(); ++i)
@@ -97,6 +95,10 @@ class Compiler {
       if (value.op < first_live_op()) ++program_.constants;
     }
     program_.forward.values = forward_.count();
+  }
+
+  static void mark_lines(Program::Code& code, size_t first_line, const Step& step) {
+    for (size_t i = first_line; i < code.lines.size(); ++i) code.lines[i].op = step.first();
   }
 
   void compile_backward() {
@@ -114,9 +116,11 @@ class Compiler {
     }
     for (auto step = plan.backward.rbegin(); step != plan.backward.rend(); ++step) {
       if (step->skipped) continue;
+      const size_t first_line = program_.backward.lines.size();
       compile_step(*step, backward_, program_.backward);
       if (step->python) compile_host_backward(*step);
       if (!step->python && program_.has_host_steps) fit_dtype({Kind::Grad, step->first()});
+      mark_lines(program_.backward, first_line, *step);
     }
     program_.input_grads.push_back(plan.first_backward == 0 ? backward_.find({Kind::Grad, 0}) : -1);
     for (const Value& value : plan.extra_inputs) {

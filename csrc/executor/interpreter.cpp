@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <ranges>
-#include <typeinfo>
 
 #include "executor/delayed_call.h"
+#include "executor/error_text.h"
 #include "op/dtype.h"
 #include "op/unfused.h"
 
@@ -14,10 +14,11 @@ namespace {
 using Result = Program::HostBackward::Result;
 
 // An op of torch's own does not say in which op of the plan it failed.
-[[noreturn]] void rethrow(const Program::Call& call, const c10::Error& error) {
-  const std::string name = call.op.schema().name();
-  if (call.typed != nullptr || typeid(error) != typeid(c10::Error)) throw;
-  TORCH_CHECK(false, "[", name.substr(name.find("::") + 2), "] ", error.what_without_backtrace());
+std::string text_of(const Program::Line& line, const std::string& text) {
+  const auto* const call = std::get_if<Program::Call>(&line.what);
+  if (call == nullptr || call->typed != nullptr || text.starts_with("[")) return text;
+  const std::string name = call->op.schema().name();
+  return "[" + name.substr(name.find("::") + 2) + "] " + text;
 }
 
 bool takes_real_numbers(at::ScalarType dtype) {
@@ -26,13 +27,27 @@ bool takes_real_numbers(at::ScalarType dtype) {
 
 class Interpreter {
  public:
-  Interpreter(const Program& program, Frame& frame)
-      : program_(program), frame_(frame), values_(frame.values) {
+  Interpreter(const Program& program, const Program::Code& code, Frame& frame)
+      : program_(program), code_(code), frame_(frame), values_(frame.values) {
     stack_.reserve(12);
   }
 
   void run(const Program::Line& line) {
-    std::visit(*this, line.what);
+    try {
+      std::visit(*this, line.what);
+    } catch (const c10::Error& error) {
+      const std::string text = error.what_without_backtrace();
+      const std::string named = name(line, text_of(line, text));
+      if (named == text) throw;
+      rethrow_as(error, named);
+    } catch (...) {
+      // In a trace, a typed op may run in the host language.
+      const bool is_call = std::holds_alternative<Program::Call>(line.what);
+      if (const RenameHostError rename = rename_host_error(); is_call && rename != nullptr) {
+        rename([&](const std::string& text) { return name(line, text_of(line, text)); });
+      }
+      throw;
+    }
     for (const int value : line.dead) values_[value].reset();
   }
 
@@ -118,6 +133,10 @@ class Interpreter {
   }
 
  private:
+  std::string name(const Program::Line& line, const std::string& text) const {
+    return named_error(program_, line, /*is_forward=*/&code_ == &program_.forward, text);
+  }
+
   void run_call(const Program::Call& call) {
     MadeOfWeights* const made = call.made_once ? MadeOfWeights::current() : nullptr;
     const auto may_keep = [&](const MadeOfWeights::Call::Weight& weight) {
@@ -146,14 +165,10 @@ class Interpreter {
 
   void run_now(const Program::Call& call) {
     load(call);
-    try {
-      if (call.accumulates && frame_.host != nullptr) {
-        accumulate(call);
-      } else {
-        run_op(call);
-      }
-    } catch (const c10::Error& error) {
-      rethrow(call, error);
+    if (call.accumulates && frame_.host != nullptr) {
+      accumulate(call);
+    } else {
+      run_op(call);
     }
   }
 
@@ -360,6 +375,7 @@ class Interpreter {
   }
 
   const Program& program_;
+  const Program::Code& code_;
   Frame& frame_;
   Tensors& values_;
   torch::jit::Stack stack_;
@@ -368,12 +384,12 @@ class Interpreter {
 }  // namespace
 
 void interpret(const Program& program, const Program::Code& code, Frame& frame) {
-  Interpreter interpreter(program, frame);
+  Interpreter interpreter(program, code, frame);
   for (const auto& line : code.lines) interpreter.run(line);
 }
 
 void interpret_step(const Program& program, const Program::Code& code, int op, Frame& frame) {
-  Interpreter interpreter(program, frame);
+  Interpreter interpreter(program, code, frame);
   for (const auto& line : code.lines) {
     if (line.op == op) interpreter.run(line);
   }

@@ -18,6 +18,16 @@ namespace transformer_ops {
 
 class PartialBackwards;
 
+// What a user calls an op, for error texts: a class, and where it is, as in "op 1 of the
+// Sequential"; the path is empty for an op that is called alone.
+struct OpName {
+  std::string name;
+  std::string path = {};
+  std::string whole = {};
+
+  bool operator==(const OpName&) const = default;
+};
+
 // A plan with its values numbered and its ops looked up: what the interpreter runs.
 struct Program {
   struct Constant {
@@ -138,6 +148,7 @@ struct Program {
   };
 
   Plan plan;
+  std::vector<OpName> names = {};  // of each op; empty where nobody said
   uint64_t id = owned::next_id();
   bool has_host_steps = false;
   bool accumulates = false;     // a weight's gradient goes into a buffer, or comes later

@@ -131,8 +131,12 @@ SharedProgram unfused_program_for(const Program& program, at::TensorList tensors
     metas.push_back({to_dtype(tensor.scalar_type()), tensor.requires_grad()});
     key += std::string(" ") + to_text(metas.back().dtype) + (tensor.requires_grad() ? "+" : "");
   }
-  return cache.find_or_make(key, [&] { return compile(unfused_plan(program.plan, metas)); })
-      .program;
+  const auto make = [&] {
+    Program made = compile(unfused_plan(program.plan, metas));
+    made.names = program.names;
+    return made;
+  };
+  return cache.find_or_make(key, make).program;
 }
 
 }  // namespace transformer_ops

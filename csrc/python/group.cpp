@@ -7,6 +7,7 @@
 
 #include <map>
 
+#include "executor/error_text.h"
 #include "executor/run.h"
 #include "fuser/declaration.h"
 #include "op/dtype.h"
@@ -336,6 +337,16 @@ UserMatcher Group::match(CachedPlan& plan, const Fusion& fusion,
   return user;
 }
 
+std::vector<OpName> Group::names(CachedPlan& plan) {
+  std::vector<OpName> names;
+  for (const auto& row : py::list(entry_of(plan).session.attr("names"))) {
+    names.push_back({.name = row.attr("name").cast<std::string>(),
+                     .path = row.attr("path").cast<std::string>(),
+                     .whole = row.attr("whole").cast<std::string>()});
+  }
+  return names;
+}
+
 void Group::finish(const SharedPlan& plan, Device device) {
   const auto entry = std::static_pointer_cast<PlanEntry>(plan);
   entry->handle = std::make_shared<ProgramHandle>(entry->program);
@@ -377,6 +388,7 @@ std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> 
   const auto type = c10::Device(device).type();
   const Recipe* const found = recipe ? recipe_named(*recipe) : nullptr;
   plan_into_last(pipeline_.key(grad, type, autocast, std::move(metas), training, found));
+  note_traced_names(to_text(last_->plan), last_->program->names);
   last_inputs_.clear();
   return last_;
 }

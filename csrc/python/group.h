@@ -93,6 +93,7 @@ class Group : private PlanHost {
                                  const std::vector<StepGroup>& groups) override;
   UserMatcher match(CachedPlan& plan, const Fusion& fusion,
                     const std::vector<StepGroup>& groups) override;
+  std::vector<OpName> names(CachedPlan& plan) override;
   void finish(const SharedPlan& plan, Device device) override;
 
   // The ops as nodes; notes where their parameters are.

@@ -3,8 +3,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "executor/check_call.h"
+#include "executor/error_text.h"
 #include "python/group.h"
 #include "python/plan_data.h"
+#include "python/rename_error.h"
 #include "python/tensors.h"
 
 namespace transformer_ops::python {
@@ -94,6 +96,7 @@ void bind_group(py::module_& module) {
       .def_property_readonly("last_inputs", &Group::last_inputs)
       .def_property_readonly("cached_plans",
                              [](Group& group) { return group.pipeline().plans().size(); });
+  set_rename_host_error(rename_python_error);
   module.def("set_recipe_state", &set_recipe_state);
   module.def("set_second_run", &set_second_run);
   module.def("key_of_compiled_call", &key_of_compiled_call);

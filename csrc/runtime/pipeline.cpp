@@ -176,7 +176,9 @@ SharedPlan Pipeline::make(const PlanKey& key) const {
   }
   made->version = version;
   made->generation = generation;
-  made->program = share(compile(made->plan));
+  Program program = compile(made->plan);
+  if (host_) program.names = host_->names(*made);
+  made->program = share(std::move(program));
   if (host_) host_->finish(made, key.device);
   return made;
 }

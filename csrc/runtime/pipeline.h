@@ -43,6 +43,8 @@ class PlanHost {
   // Says of a user's pattern what it takes.
   virtual UserMatcher match(CachedPlan& plan, const Fusion& fusion,
                             const std::vector<StepGroup>& groups) = 0;
+  // What a user calls each op.
+  virtual std::vector<OpName> names(CachedPlan& plan) = 0;
   virtual void finish(const SharedPlan& plan, Device device) = 0;
 };
 

@@ -401,4 +401,5 @@ def check_parameters(basic_ops: Sequence[BasicOperation]) -> None:
             if tensor is None and name in _optional_tensors(op):
                 continue
             if not isinstance(tensor, Tensor):
-                raise TypeError(f"[{op._kind}] {name} must be a tensor, got {tensor!r}")
+                owner = type(op._parameter_owner).__name__
+                raise TypeError(f"[{owner}] {name} must be a tensor, got {tensor!r}")

@@ -36,8 +36,8 @@ class PlanningSession:
     """The Python objects of one plan. Number i < len(basic_ops) is basic op i, then fused ops."""
 
     def __init__(self, basic_ops: list[BasicOperation], names: Sequence[OpName]) -> None:
-        for op in basic_ops:
-            _check_dtypes(op)
+        for op, name in zip(basic_ops, names, strict=True):
+            _check_dtypes(op, name)
         self.basic_ops = basic_ops
         self.names = names
         self.python_ops: list[FusibleOperation] = list(basic_ops)
@@ -237,13 +237,13 @@ def _call(
         ) from error
 
 
-def _check_dtypes(op: BasicOperation) -> None:
+def _check_dtypes(op: BasicOperation, op_name: OpName) -> None:
     # A plan knows only the dtypes that have kernels, and could not say what it got.
     for name, tensor in zip(op._tensor_names(), op._parameter_tensors(), strict=False):
         if not op.is_python and tensor is not None and tensor.dtype not in DTYPES:
             raise RuntimeError(
-                f"[{op._kind}] {name} must be float16, bfloat16, float32 or float64, "
-                f"got {str(tensor.dtype).removeprefix('torch.')}"
+                f"[{op_name.name}] {name} must be float16, bfloat16, float32 or float64, got "
+                f"{str(tensor.dtype).removeprefix('torch.')}{op_name.suffix}"
             )
 
 

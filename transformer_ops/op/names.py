@@ -24,9 +24,9 @@ class OpName(NamedTuple):
     is_part: bool
 
     @property
-    def place(self) -> str:
-        """As in "op 1 of the Sequential"."""
-        return f"op {self.path} of the {self.whole}" if self.path else ""
+    def suffix(self) -> str:
+        """What an error ends with that begins with the name."""
+        return f" (op {self.path} of the {self.whole})" if self.path else ""
 
     def __str__(self) -> str:
         return f"op {self.path} ({self.name})" if self.path else self.name

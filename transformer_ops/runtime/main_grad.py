@@ -88,7 +88,8 @@ def _takes(buffer: torch.Size, grad: torch.Size) -> bool:
 def _named(own: Any, k: int) -> str:
     if own is None:
         return "[BasicLinear] weight"
-    return f"[{own._kind}] {own._names_in(own._parameter_names[0])[k]}"
+    name = type(own._parameter_owner).__name__
+    return f"[{name}] {own._names_in(own._parameter_names[0])[k]}"
 
 
 def buffer_of(weight: Tensor, own: Any = None, k: int = 0) -> Buffer:
