@@ -134,11 +134,13 @@ std::atomic<RenameHostError> host_rename = nullptr;
 
 std::string named_error(const Program& program, const Program::Line& line, bool is_forward,
                         const std::string& text) {
+  // Steps of the host language name themselves.
+  const auto* const call = std::get_if<Program::Call>(&line.what);
+  if (call == nullptr && !std::holds_alternative<Program::Cast>(line.what)) return text;
   const Step* const step = step_of(program.plan, line.op, is_forward);
   const size_t end = text.find("] ");
   if (step == nullptr || !text.starts_with("[") || end == std::string::npos) return text;
   const std::string head = text.substr(1, end - 1);
-  const auto* const call = std::get_if<Program::Call>(&line.what);
   const auto is_kind = [&](int op) { return head == program.plan.ops[op].kind; };
   const auto by_kind = std::ranges::find_if(step->ops, is_kind);
   const bool is_call =

@@ -209,7 +209,7 @@ TEST(Collectives, AGroupThatNobodyRegistered) {
     FAIL();
   } catch (const c10::Error& error) {
     EXPECT_NE(std::string(error.what_without_backtrace())
-                  .find("[all_reduce] process group 'threads0' must exist in this process"),
+                  .find("[AllReduce] process group 'threads0' must exist in this process"),
               std::string::npos)
         << error.what_without_backtrace();
   }

@@ -121,7 +121,7 @@ TEST(Pipeline, RoundsFrozenWeightsOnce) {
     EXPECT_EQ(error_of(step),
               "[BasicLinear] weight must not be modified within frozen_weights(), got version " +
                   std::to_string(version) + " where it was rounded at version " +
-                  std::to_string(version - 1));
+                  std::to_string(version - 1) + " (op 4 of the plan)");
   }
   EXPECT_FALSE(at::equal(step()[0], wanted[0]));
 }

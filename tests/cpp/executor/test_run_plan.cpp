@@ -420,7 +420,7 @@ TEST(RunPlanErrors, OfAnOpNameIt) {
   Tensors inputs = block_inputs();
   inputs[0] = at::ones({2, 7}, at::kDouble);
   EXPECT_EQ(error_of([&] { run(kBlock, inputs); }),
-            "[layer_norm] input must end in dimensions [6], got shape [2, 7]");
+            "[LayerNorm] input must end in dimensions [6], got shape [2, 7] (op 0 of the plan)");
 }
 
 TEST(RunPlanErrors, OfAChangedSavedTensorComeFromAutograd) {
