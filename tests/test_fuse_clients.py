@@ -132,10 +132,10 @@ COMMON = {
 }
 LLAMA = {"norm_class_name": "RMSNorm", "parallel_residual": False, "bias": False}
 LITGPT: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    "llama": (LLAMA | {"mlp_class_name": "LLaMAMLP"}, {"norm": 5, "sum": 2}),
+    "llama": (LLAMA | {"mlp_class_name": "LLaMAMLP"}, {"norm of any dtype": 5, "sum": 2}),
     "gemma": (
         LLAMA | {"mlp_class_name": "GemmaMLP", "gelu_approximate": "tanh"},
-        {"norm": 5, "sum": 2},
+        {"norm of any dtype": 5, "sum": 2},
     ),
     "pythia": ({}, {"sum": 2}),
 }

@@ -162,7 +162,7 @@ class FusedModule(nn.Module):
         if not isinstance(input, Tensor) or is_exporting():
             return None
         condition = self._tops_conditions[i]
-        if condition is not None and not condition(input):
+        if condition is not None and not condition(self, input):
             return None
         if not is_compiling():
             region = self._regions()[i]

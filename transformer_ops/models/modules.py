@@ -21,10 +21,16 @@ def _norm(module: Any, names: Names) -> list[nn.Module]:
     return [op]
 
 
-register_fuse_rule("norm", (*RMS_NORMS, CENTERED_RMS_NORM, RMS_NORM_WITH_OFFSET), _norm)
+def _is_of_dtype(module: Any, input: Tensor) -> bool:
+    """Whether the result has the dtype of the input: these norms promote it to the weight's."""
+    return bool(input.dtype == module.weight.dtype)
 
 
-def _is_faster(input: Tensor) -> bool:
+register_fuse_rule("norm", RMS_NORMS, _norm, when=_is_of_dtype)
+register_fuse_rule("norm of any dtype", (CENTERED_RMS_NORM, RMS_NORM_WITH_OFFSET), _norm)
+
+
+def _is_faster(module: Any, input: Tensor) -> bool:
     """Whether our product takes less time than torch's: `csrc/bodies/product.cpp` and
     `widened_product.cpp` have what was measured."""
     if input.device.type != "cpu":

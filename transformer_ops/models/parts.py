@@ -268,10 +268,14 @@ def _layer_scale(module: Any) -> FusibleOperation | None:
     names = _find(module, _LAYER_SCALES)
     if names is None or getattr(module, names.get("inplace", ""), False):
         return None
-    gamma = getattr(module, names["gamma"])
-    if not isinstance(gamma, nn.Parameter) or gamma.dim() != 1:
+    if not _is_channels(getattr(module, names["gamma"])):
         return None
     return BorrowedLayerScale(module, names["gamma"])
+
+
+def _is_channels(factor: Any) -> bool:
+    """Whether it is a parameter with a number for each channel."""
+    return isinstance(factor, nn.Parameter) and factor.dim() == 1 and len(factor) > 1
 
 
 def _names_in(function: Any, pattern: Pattern) -> Names | None:
@@ -351,7 +355,7 @@ def _gated_half_or_last(module: Any, names: Names) -> list[FusibleOperation]:
 
 def _factor(module: Any, names: Names) -> list[FusibleOperation]:
     factor = getattr(module, names["factor"])
-    if isinstance(factor, nn.Parameter) and factor.dim() == 1:
+    if _is_channels(factor):
         return [BorrowedLayerScale(module, names["factor"])]
     if not isinstance(factor, int | float):
         raise FuseSkip(f"{names['factor']} is no number")
@@ -363,6 +367,8 @@ def _optional_factor(module: Any, names: Names) -> list[FusibleOperation]:
 
 
 def _dropout(module: Any, names: Names) -> list[FusibleOperation]:
+    if not isinstance(getattr(module, names["p"]), int | float):
+        raise FuseSkip(f"{names['p']} is no number")
     return [BorrowedDropout(module, names["p"])]
 
 

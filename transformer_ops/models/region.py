@@ -80,8 +80,7 @@ class Region:
         """For a report: why the ops would not run now, or an empty text."""
         if self._is_closed:
             return self.reason
-        parts = self.parts(module)
-        if self.sequential is not None and any(map(is_dtensor, _parameters([module, *parts]))):
+        if self.sequential is not None and self._has_dtensors(module):
             return ""  # between two calls FSDP has split what it gathers for a call
         try:
             self.make(module)
@@ -96,10 +95,13 @@ class Region:
 
     def covered(self, module: nn.Module) -> Iterator[nn.Module]:
         """The modules that nobody calls while the ops run."""
-        parts = self.parts(module)
         # What holds DTensors now may gather them for a call.
-        is_ready = any(map(is_dtensor, _parameters(parts))) or not self.why_not(module)
-        return iter(_unique(parts) if is_ready else ())
+        is_ready = self._has_dtensors(module) or not self.why_not(module)
+        return iter(_unique(self.parts(module)) if is_ready else ())
+
+    def _has_dtensors(self, module: nn.Module) -> bool:
+        own = module._parameters.values()
+        return any(map(is_dtensor, (*own, *_parameters(self.parts(module)))))
 
     def _attributes(self) -> set[str]:
         """The attributes of the module that the statements read."""

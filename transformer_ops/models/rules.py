@@ -13,8 +13,8 @@ from .pattern import Names, Pattern
 __all__ = ["FuseRule", "FuseSkip", "FuseUnfit", "register_fuse_rule", "rules_named"]
 
 # (module, the names that the placeholders stand for) -> ops; FuseSkip with the reason for none.
-# (the tensor that the ops would take) -> whether they run, or the statements.
-Condition = Callable[[Tensor], bool]
+# (module, the tensor that the ops would take) -> whether they run, or the statements.
+Condition = Callable[[Any, Tensor], bool]
 MakeOps = Callable[[Any, Names], Sequence[nn.Module]]
 
 
@@ -34,7 +34,7 @@ class FuseRule(NamedTuple):
         patterns: the statements, in all ways in which they may be written.
         make: gives the ops.
         method: the method that has them.
-        when: whether the ops are worth it for a tensor that they are given; None for always.
+        when: whether the ops run for a tensor that they are given; None for always.
     """
 
     name: str
@@ -73,8 +73,8 @@ def register_fuse_rule(
 
     `make(module, names)` returns the ops for a module, which may be views of its submodules
     (`tops.view`), or raises `tops.FuseSkip` with a reason. `names` has, for each placeholder (`H`,
-    `norm`), the name in the source. With `when`, the ops run only for tensors for which
-    `when(tensor)` is true.
+    `norm`), the name in the source. With `when`, the ops run only where
+    `when(module, tensor)` is true, of the tensor that they are given.
 
     Raises:
         ValueError: a rule of that name is there, or `statements` are no statements that read an `H`

@@ -1,0 +1,241 @@
+"""`fuse` matches what statements compute, however they are written, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fuse_models import RootNorm, fused_rules
+from torch import Tensor, nn
+
+import transformer_ops as tops
+
+
+class Form(nn.Module):
+    """What the forms below call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.after = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.up, self.gate, self.down = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.both = nn.Linear(16, 48)
+        self.act = nn.GELU()
+        self.drop = nn.Dropout(0.0)
+        self.p = 0.0
+        self.gamma = nn.Parameter(torch.rand(16))
+        self.no_gamma = None
+        self.factor = 0.5
+        self.mlp = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
+        self.is_first = True
+
+
+class OneLine(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class InSteps(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x
+        a = self.norm(x)
+        b = self.up(a)
+        c = self.act(b)
+        d = self.down(c)
+        x = d + shortcut
+        return x
+
+
+class WithFunctions(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.up(self.norm(x)), approximate="tanh")
+        y = F.dropout(y, p=self.p, training=self.training)
+        y = nn.functional.dropout(self.down(y), self.p, training=self.training)
+        return x + y
+
+
+class Gated(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.down(self.up(y) * F.silu(self.gate(y)))
+        return x
+
+
+class GatedInOne(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.both(x).chunk(2, dim=-1)
+        y = F.relu(first) * second
+        return x + self.down(y)
+
+
+class Scaled(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(self.norm(x))
+        if self.gamma is not None:
+            y = self.gamma * y
+        if self.no_gamma is not None:
+            y = self.no_gamma * y
+        x = x + self.drop(y) * self.factor
+        return x
+
+
+class InABranch(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_first:
+            y = self.norm(x)
+            x = x + self.mlp(y)
+        else:
+            x = self.mlp(x)
+        return x
+
+
+class NormOfTheSum(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(x)
+        return self.after(y + x)
+
+
+class SumWithAnother(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        other = x.cumsum(-1)
+        y = self.mlp(self.norm(x))
+        return other + self.drop(y)
+
+
+class Parallel(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        other = x.cumsum(-1)
+        y = self.mlp(self.norm(x))
+        x = y + other + x
+        return x
+
+
+class ReadLater(Form):
+    """A value in between is read once more, so what gives it stays outside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        z = x + self.down(self.act(self.up(y)))
+        return z * y
+
+
+FUSED: dict[type[Form], dict[str, int]] = {
+    OneLine: {"residual": 1},
+    InSteps: {"residual": 1},
+    WithFunctions: {"residual": 1},
+    Gated: {"residual": 1},
+    GatedInOne: {"residual": 1},
+    Scaled: {"residual": 1},
+    InABranch: {"residual": 1},
+    NormOfTheSum: {"residual and norm": 1},
+    SumWithAnother: {"sum": 1},
+    Parallel: {"parallel branches": 1},
+    ReadLater: {"sum": 1},
+}
+
+
+class CalledTwice(Form):
+    """Dropout draws anew at each call, so that no gate is the same as its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(self.drop(x))) * self.up(self.drop(x)))
+
+
+class AnotherFunction(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.sin(self.up(self.norm(x))))
+
+
+class Difference(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.down(self.up(x))
+
+
+class InALoop(Form):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            y = self.norm(x)
+            x = x + self.down(self.act(self.up(y)))
+        return x
+
+
+LEFT = (CalledTwice, AnotherFunction, Difference, InALoop)
+
+
+def results(module: nn.Module, run: Any = None) -> list[Tensor]:
+    """The output, and the gradients of the input and of all parameters that have some."""
+    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    module.zero_grad()
+    y = (module if run is None else run)(x)
+    y.square().mean().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("kind", FUSED)
+def test_forms(kind: type[Form], is_compiled: bool) -> None:
+    torch._dynamo.reset()
+    plain = kind()
+    module = copy.deepcopy(plain)
+    report = tops.fuse(module, strict=True)
+    run = torch.compile(module, backend="aot_eager", fullgraph=True) if is_compiled else None
+    torch.testing.assert_close(results(module, run), results(plain), rtol=1e-4, atol=1e-5)
+    assert fused_rules(report) == FUSED[kind]
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_other_forms(kind: type[Form]) -> None:
+    plain = kind()
+    module = copy.deepcopy(plain)
+    report = tops.fuse(module)
+    torch.testing.assert_close(results(module), results(plain), rtol=1e-4, atol=1e-5)
+    assert not [row for row in report.fused if row.kind == kind.__name__]
+
+
+def test_dropout_of_a_function_follows_the_module() -> None:
+    module, x = WithFunctions(), torch.randn(3, 16)
+    tops.fuse(module, strict=True)
+    module.p = 1.0
+    assert torch.equal(module(x), x)
+    module.eval()
+    assert not torch.equal(module(x), x)
+
+
+def test_a_norm_keeps_its_dtype() -> None:
+    """Its weights promote what they multiply."""
+    plain, x = RootNorm(16), torch.randn(3, 16)
+    norm = copy.deepcopy(plain)
+    assert fused_rules(tops.fuse(norm)) == {"norm": 1}
+    torch.testing.assert_close(norm(x), plain(x))
+    found, want = norm(x.bfloat16()), plain(x.bfloat16())
+    assert found.dtype == want.dtype == torch.float32 and torch.equal(found, want)
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sin(x)
+        return y
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_rule_with_a_condition(is_compiled: bool) -> None:
+    rule = tops.register_fuse_rule(
+        "three rows",
+        "return torch.sin(H)",
+        lambda *_: [tops.ConstantScale(7.0)],  # another function, so that it shows
+        when=lambda module, x: x.shape[0] == 3,
+    )
+    try:
+        torch._dynamo.reset()
+        module, x = Sine(), torch.randn(4, 2)
+        tops.fuse(module, rules=[rule])
+        run = torch.compile(module, backend="aot_eager", dynamic=False) if is_compiled else module
+        for _ in range(2):
+            torch.testing.assert_close(run(x), torch.sin(x))
+            torch.testing.assert_close(run(x[:3]), 7 * x[:3])
+    finally:
+        rule.remove()
