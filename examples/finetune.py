@@ -39,8 +39,8 @@ def minilm(layers: int, width: int) -> nn.Module:
         num_hidden_layers=layers,
         num_attention_heads=width // 32,
         vocab_size=256,
-        num_labels=4,
     )
+    config.num_labels = 4
     return transformers.BertForSequenceClassification(config)
 
 
@@ -53,8 +53,8 @@ def vit(layers: int, width: int) -> nn.Module:
         num_attention_heads=width // 64,
         image_size=64,
         patch_size=8,
-        num_labels=4,
     )
+    config.num_labels = 4
     return transformers.ViTForImageClassification(config)
 
 
@@ -72,8 +72,8 @@ def smollm(layers: int, width: int) -> nn.Module:
 
 
 def sentences(batch: int, random: torch.Generator) -> Batch:
-    """Passages of 128 bytes from four topics of Python's manual, which are the labels."""
-    texts = [topics.topics[name].encode() for name in ("classes", "formatstrings", "import", "try")]
+    """Passages of 128 bytes from the four longest topics of Python's manual; which is the label."""
+    texts = [topic.encode() for topic in sorted(topics.topics.values(), key=len)[-4:]]
     labels = torch.randint(0, 4, (batch,), generator=random)
     rows = [_passage(texts[label], 128, random) for label in labels.tolist()]
     return {"input_ids": torch.stack(rows), "labels": labels}
