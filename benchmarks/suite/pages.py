@@ -48,6 +48,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "experts": lambda results: _limited(results, "experts"),
     "quantized": lambda results: _limited(results, "quantized"),
     "startup": lambda results: _limited(results, "startup"),
+    "models": lambda results: _limited(results, "models"),
     "calls": lambda results: _calls(results),
 }
 

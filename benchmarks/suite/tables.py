@@ -273,6 +273,7 @@ def everything(results: Results) -> str:
     parts.append((title, limited(results, "experts")))
     parts.append(("tensors in 8 bits and fewer", limited(results, "quantized")))
     parts.append(("what happens once: the import, and a first call", limited(results, "startup")))
+    parts.append(("whole models, with tops.fuse", limited(results, "models")))
     if any(set(outcome.found.values()) != {None} for outcome in outcomes(results)):
         parts.append(("to reach", targets(results)))
     return "\n\n".join(f"== {title}\n{table.text()}" for title, table in parts if table.rows)
