@@ -33,7 +33,7 @@ EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransfo
 # What depends on how products run: numbers, bytes and plans.
 ON_PROCESSORS := tests/test_processor.py tests/test_widened_products.py tests/test_peak_memory.py \
     tests/test_products.py tests/test_epilogues.py tests/test_recompute.py tests/test_residual_fusions.py \
-    tests/test_scaled_products.py tests/test_fusions_under_recipes.py tests/test_main_grad.py
+    tests/test_scaled_products.py tests/test_fusions_under_recipes.py tests/test_main_grad.py tests/test_fuse_forms.py
 
 # The tests read one file of it: the whole package wants another huggingface_hub than transformers.
 LITGPT := litgpt==0.5.13

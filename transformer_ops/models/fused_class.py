@@ -25,6 +25,7 @@ from .pattern import (
     body_of,
     function_of,
     tree_of,
+    windows_of,
     wrappers_of,
 )
 from .region import IS_OFF, REGIONS, Region
@@ -43,12 +44,13 @@ class Site(NamedTuple):
     @property
     def key(self) -> tuple[str, str, int, int]:
         """Which one of the class it is."""
-        return self.rule.name, self.pattern.text, *self.found.lines
+        return self.rule.name, self.pattern.text, *self.found.window.lines
 
     def is_apart_from(self, other: Site) -> bool:
         """Whether they have no line of a method in common."""
-        first, last = self.found.lines
-        is_apart = last < other.found.lines[0] or first > other.found.lines[1]
+        first, last = self.found.window.lines
+        start, end = other.found.window.lines
+        is_apart = last < start or first > end
         return is_apart or self.rule.method != other.rule.method
 
 
@@ -63,7 +65,7 @@ def find_sites(module: nn.Module, rules: Sequence[FuseRule]) -> tuple[Site, ...]
         for site, fit in zip(candidates, fits, strict=True):
             if fit is wanted and all(site.is_apart_from(other) for other in sites):
                 sites.append(site)
-    return tuple(sorted(sites, key=lambda site: site.found.lines))
+    return tuple(sorted(sites, key=lambda site: site.found.window.lines))
 
 
 class _Fit(enum.Enum):
@@ -98,14 +100,14 @@ def _sites_in(function: Any, rules: tuple[FuseRule, ...]) -> list[Site]:
     body = body_of(function)
     if body is None:
         return []
-    scope = Scope.of(function)
+    scope, windows = Scope.of(function), windows_of(body)
     found = [
         Site(rule, pattern, place)
         for rule in reversed(rules)
         for pattern in rule.patterns
-        for place in pattern.find(body, scope)
+        for place in pattern.find(windows, scope)
     ]
-    return sorted(found, key=lambda site: site.found.lines[0])
+    return sorted(found, key=lambda site: site.found.window.lines[0])
 
 
 class FusedView:
@@ -237,8 +239,9 @@ def _rewritten(function: Any, sites: tuple[Site, ...], method: str) -> Any:
     blocks = blocks_of(body)
     for i, site in reversed(list(enumerate(sites))):
         if site.rule.method == method:
-            block, start, end = blocks[site.found.block], site.found.start, site.found.end
-            block[start:end] = _choice(i, site, block[start:end])
+            window = site.found.window
+            block, place = blocks[window.block], slice(window.start, window.end)
+            block[place] = _choice(i, site, block[place])
     tree.body = [*tree.body[:text], _call_of_another(tree, method), *body]
     tree.decorator_list, tree.returns = [], None
     for argument in ast.walk(tree.args):
@@ -278,7 +281,7 @@ def _call_of_another(tree: ast.FunctionDef, method: str) -> ast.stmt:
 
 
 def _choice(i: int, site: Site, statements: list[ast.stmt]) -> list[ast.stmt]:
-    names, target = site.found.names, site.found.target
+    names, target = site.found.names, site.found.window.value.target
     extra = [names[key] for key in site.pattern.inputs if key != "H"]
     given = ", ".join([names["H"], *extra])
     condition = f"(_tops_found := self._tops_region({i}, {names['H']})) is not None"

@@ -26,6 +26,7 @@ __all__ = [
     "function_of",
     "register_step",
     "tree_of",
+    "windows_of",
     "wrappers_of",
 ]
 
@@ -203,15 +204,42 @@ class Scope(NamedTuple):
         return None
 
 
-class Found(NamedTuple):
-    """Statements of a function that compute what a pattern does."""
+class Window(NamedTuple):
+    """Consecutive statements of a function that compute one value, and nothing else that is read
+    later."""
 
-    names: Names
     block: int  # of `blocks_of` its body
     start: int
     end: int  # where the statements behind them begin
     lines: tuple[int, int]  # the first and the last one
-    target: str | None
+    value: Value
+
+
+class Found(NamedTuple):
+    """Statements of a function that compute what a pattern does."""
+
+    names: Names
+    window: Window
+
+
+def windows_of(body: list[ast.stmt]) -> list[Window]:
+    """All such statements of a function. A first one that adds nothing to a value is no part of
+    it."""
+    found = []
+    for i, block in enumerate(blocks_of(body)):
+        after = _after(body, block)
+        for end in range(1, len(block) + 1):
+            known = ""
+            for start in range(end - 1, max(-1, end - 1 - _LONGEST), -1):
+                value = value_of(block[start:end])
+                if value is None:
+                    break
+                known, before = ast.dump(value.expression), known
+                inner = value.assigned - {value.target}
+                if known != before and not _reads([*block[end:], *after], inner):
+                    lines = (block[start].lineno, block[end - 1].end_lineno or 0)
+                    found.append(Window(i, start, end, lines, value))
+    return found
 
 
 def blocks_of(body: list[ast.stmt]) -> list[list[ast.stmt]]:
@@ -272,30 +300,12 @@ class Pattern:
         found = next((match for match in matches if match.is_one_to_one()), None)
         return None if found is None else found.names
 
-    def find(self, body: list[ast.stmt], scope: Scope) -> Iterator[Found]:
-        """All statements of a body that compute this, and nothing else that is read later."""
-        for i, block in enumerate(blocks_of(body)):
-            after = _after(body, block)
-            for end in range(1, len(block) + 1):
-                for start, names, value in self._ending_at(block, end, scope):
-                    lines = (block[start].lineno, block[end - 1].end_lineno or 0)
-                    if not _reads([*block[end:], *after], value.assigned - {value.target}):
-                        yield Found(names, i, start, end, lines, value.target)
-
-    def _ending_at(
-        self, block: list[ast.stmt], end: int, scope: Scope
-    ) -> Iterator[tuple[int, Names, Value]]:
-        known = ""
-        for start in range(end - 1, max(-1, end - 1 - _LONGEST), -1):
-            value = value_of(block[start:end])
-            if value is None:
-                return
-            names = self._match(value, scope)
+    def find(self, windows: Sequence[Window], scope: Scope) -> Iterator[Found]:
+        """Those that compute this."""
+        for window in windows:
+            names = self._match(window.value, scope)
             if names is not None:
-                # A first statement that adds nothing is no part of it.
-                known, before = ast.dump(value.expression), known
-                if known != before:
-                    yield start, names, value
+                yield Found(names, window)
 
     def _match(self, value: Value, scope: Scope) -> Names | None:
         assert self._value is not None
