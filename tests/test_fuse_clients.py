@@ -215,7 +215,9 @@ def _train(rank: int, folder: str) -> None:
             for _ in range(2):
                 model.zero_grad()
                 run(input_ids=own, labels=own).loss.backward()
-            assert fused_rules(report) == {"norm": 3, "residual": 2} and not report.skipped, kind
+            assert fused_rules(report) == {"norm": 3, "residual": 2}, kind
+            # Where no product of float32 ran as an op, its weight is a DTensor between the calls.
+            assert {row.rule for row in report.skipped} <= {"product"}, kind
             for (name, want), parameter in zip(
                 plain.named_parameters(), model.parameters(), strict=True
             ):
