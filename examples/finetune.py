@@ -92,15 +92,15 @@ def _passage(whole: bytes, length: int, random: torch.Generator) -> Tensor:
 
 
 def shapes(batch: int, random: torch.Generator) -> Batch:
-    """Noise with a square, a disc, a cross or a ring somewhere in it; which one is the label."""
+    """Noise with a square, a disc, a cross or a ring near its middle; which one is the label."""
     labels = torch.randint(0, 4, (batch,), generator=random)
-    places = torch.randint(16, 48, (batch, 2, 1, 1), generator=random)
+    places = torch.randint(28, 37, (batch, 2, 1, 1), generator=random)
     y, x = torch.arange(64).view(1, 64, 1) - places[:, 0], torch.arange(64) - places[:, 1]
     far, near = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
     distance = (x.square() + y.square()).float().sqrt()
     kinds = [far < 9, distance < 10, (near < 3) & (far < 12), (distance - 10).abs() < 2]
     drawn = torch.stack(kinds, 1)[torch.arange(batch), labels].float()
-    noise = 0.3 * torch.randn(batch, 3, 64, 64, generator=random)
+    noise = 0.1 * torch.randn(batch, 3, 64, 64, generator=random)
     return {"pixel_values": drawn[:, None] + noise, "labels": labels}
 
 
@@ -118,35 +118,49 @@ def batches(make: Callable[..., Batch], options: argparse.Namespace) -> Iterator
         yield make(options.batch, random)
 
 
-def train(
-    name: str, model: nn.Module, make: Callable[..., Batch], options: argparse.Namespace
-) -> tuple[list[float], list[float]]:
-    """Losses, and seconds of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    torch.manual_seed(0)
-    losses, seconds = [], []
-    bar = tqdm(batches(make, options), desc=name, total=options.steps, disable=options.quiet)
-    for batch in bar:
+class Run:
+    """One model in training: losses, and seconds of each step."""
+
+    def __init__(self, model: nn.Module, learning_rate: float) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+
+    def step(self, batch: Batch) -> None:
+        """Forward, backward and optimizer."""
         begin = time.perf_counter()
-        found: Any = model(**batch)
+        found: Any = self.model(**batch)
         found.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        seconds.append(time.perf_counter() - begin)
-        losses.append(float(found.loss))
-        bar.set_postfix(loss=f"{losses[-1]:.3f}")
-    return losses, seconds
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.seconds.append(time.perf_counter() - begin)
+        self.losses.append(found.loss.item())
 
 
-def draw(runs: dict[str, tuple[list[float], list[float]]], path: Path) -> None:
+def train(runs: dict[str, Run], make: Callable[..., Batch], options: argparse.Namespace) -> None:
+    """Steps of all runs in turn, on the same batches: what else the machine does slows both."""
+    bar = tqdm(batches(make, options), total=options.steps, disable=options.quiet)
+    for batch in bar:
+        for run in runs.values():
+            run.step(batch)
+        bar.set_postfix({name: f"{run.losses[-1]:.3f}" for name, run in runs.items()})
+
+
+def means(losses: list[float], count: int = 10) -> list[float]:
+    """Of each loss and those before it, `count` in all."""
+    return [statistics.mean(losses[max(0, i + 1 - count) : i + 1]) for i in range(len(losses))]
+
+
+def draw(runs: dict[str, Run], path: Path) -> None:
     """Losses by step and by second."""
     figure = Figure(figsize=(8, 3), layout="constrained")
     by_step, by_time = figure.subplots(1, 2, sharey=True)
-    for name, (losses, seconds) in runs.items():
-        elapsed = torch.tensor(seconds).cumsum(0).tolist()
-        by_step.plot(losses, label=name, alpha=0.8)
-        by_time.plot(elapsed, losses, label=name, alpha=0.8)
-    by_step.set(xlabel="step", ylabel="loss")
+    for style, (name, run) in zip(("-", "--"), runs.items(), strict=True):
+        elapsed = torch.tensor(run.seconds).cumsum(0).tolist()
+        by_step.plot(means(run.losses), style, label=name)
+        by_time.plot(elapsed, means(run.losses), style, label=name)
+    by_step.set(xlabel="step", ylabel="loss, mean of 10")
     by_time.set(xlabel="seconds")
     by_step.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,8 +173,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int, help="a multiple of 64")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
@@ -178,13 +192,12 @@ def main() -> None:
     sample = data(options.batch, torch.Generator().manual_seed(1))
     before, after = (count / 2**20 for count in report.saved_bytes(**sample))
     runs = {
-        "plain": train("plain", plain, data, options),
-        "fused": train("fused", model, data, options),
+        name: Run(one, options.learning_rate) for name, one in (("plain", plain), ("fused", model))
     }
-    times = {name: statistics.median(seconds) for name, (_, seconds) in runs.items()}
-    last = {name: statistics.mean(losses[-10:]) for name, (losses, _) in runs.items()}
-    for name in runs:
-        print(f"{name}: {1e3 * times[name]:.1f} ms a step, loss {last[name]:.3f} at the end")
+    train(runs, data, options)
+    for name, run in runs.items():
+        milliseconds, last = 1e3 * statistics.median(run.seconds), means(run.losses)[-1]
+        print(f"{name}: {milliseconds:.1f} ms a step, loss {last:.3f} at the end")
     print(f"kept for backward: {before:.1f} MiB plain, {after:.1f} MiB fused")
     path = options.out / f"finetune-{options.model}.png"
     draw(runs, path)
