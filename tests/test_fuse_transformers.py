@@ -68,7 +68,7 @@ OPT |= {"vocab_size": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 
 DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "vocab_size": 64}
 MODERNBERT = ENCODER | {"cls_token_id": 3, "sep_token_id": 4}
 
-# Of two layers with three norms outside of their feed-forwards.
+# These have two layers, and three norms outside of the feed-forwards.
 LLAMA = {"norm": 3, "residual": 2}
 # Where the feed-forwards have adapters.
 REST = {"norm": 3}
@@ -86,6 +86,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "Gemma": (causal("Gemma", head_dim=8), {"norm of any dtype": 3, "residual": 2}),
     "Gemma2": (causal("Gemma2", head_dim=8), {"norm of any dtype": 5, "residual": 2}),
     "Gemma3": (causal("Gemma3", head_dim=8), {"norm of any dtype": 9, "residual": 2}),
+    "Glm": (causal("Glm", head_dim=8), LLAMA),
     "GPT2": (small("GPT2LMHeadModel", "GPT2Config", **GPT2), {"residual": 2}),
     "GPTNeoX": (small("GPTNeoXForCausalLM", "GPTNeoXConfig", **ENCODER), PARALLEL),
     "Cohere": (causal("Cohere"), {"feed-forward": 2}),
@@ -95,6 +96,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "OPT": (small("OPTForCausalLM", "OPTConfig", **OPT), {"feed-forward": 2}),
     "Bert": (masked("Bert"), BERT | {"feed-forward": 1}),
     "Roberta": (masked("Roberta"), BERT),
+    "Electra": (masked("Electra"), BERT),
     "DistilBert": (
         small("DistilBertForMaskedLM", "DistilBertConfig", **DISTILBERT),
         {"residual and norm": 2},
@@ -107,9 +109,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "SiglipVision": (vision("SiglipVision"), {"residual": 3}),
     "ViT": (vision("ViT"), {"residual": 2}),
     "Dinov2": (vision("Dinov2"), {"residual": 2}),
+    "DINOv3ViT": (vision("DINOv3ViT"), {"residual": 2}),
 }
 # Their classes have a forward with decorators, around statements that a rule knows.
-WRAPPED = ("DistilBert", "ModernBert")
+WRAPPED = ("DistilBert", "Electra", "ModernBert")
 
 
 def make(name: str) -> nn.Module:

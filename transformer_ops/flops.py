@@ -107,7 +107,7 @@ class Formula:
             gradient = f"grad_{matrix}"
             if gradient in asked:
                 found = values["main_grad"] if "main_grad" in values else values[gradient]
-                # Of codes in pairs, a product that sums over rows has pairs of rows.
+                # Where an element has a pair of codes, a sum over rows is one over pairs.
                 of_rows = _codes_in_an_element(values[self._rows])
                 yield of_rows * rows * _count_numbers(found) // groups
 

@@ -209,30 +209,23 @@ class BorrowedRMSNorm(Borrowed, RMSNorm):
         return found
 
 
-class BorrowedDropout(Borrowed, Dropout):
-    """A `torch.nn.Dropout`, or another module that drops; `p`: the owner's name for it."""
-
+class _BorrowedProbability(Borrowed):
     def __init__(self, owner: nn.Module, p: str = "p") -> None:
         super().__init__(owner)
         self.__dict__["_watched"] = (p, "inplace")
 
     @property
-    def p(self) -> float:  # type: ignore[override]
+    def p(self) -> float:
         found: float = getattr(self._parameter_owner, self._watched[0])
         return found
 
 
-class BorrowedDropPath(Borrowed, DropPath):
+class BorrowedDropout(_BorrowedProbability, Dropout):  # type: ignore[override]
+    """A `torch.nn.Dropout`, or another module that drops; `p`: the owner's name for it."""
+
+
+class BorrowedDropPath(_BorrowedProbability, DropPath):  # type: ignore[override]
     """A module that drops whole samples; `p`: its name for the probability."""
-
-    def __init__(self, owner: nn.Module, p: str) -> None:
-        super().__init__(owner)
-        self.__dict__["_watched"] = (p,)
-
-    @property
-    def p(self) -> float:  # type: ignore[override]
-        found: float = getattr(self._parameter_owner, self._watched[0])
-        return found
 
 
 class BorrowedLayerScale(Borrowed, LayerScale):

@@ -18,7 +18,7 @@ TracedNames& traced_names() {
   return found;
 }
 
-// Of exported programs, and of C++ programs, which say nothing, those of the plan.
+// Exported programs and programs of C++ have no names: the kinds and numbers of the plan stand in.
 std::vector<OpName> names_of(const Program& program) {
   if (!program.names.empty()) return program.names;
   const TracedNames& traced = traced_names();
@@ -155,7 +155,7 @@ std::string named_error(const Program& program, const Program::Line& line, bool 
     ops = {op_of(subject->value, *step)};
     const bool has_name = subject->value.kind == Value::Kind::Parameter ||
                           subject->value.kind == Value::Kind::ExtraInput;
-    // Of a list, the text says which.
+    // The text itself says which tensor of a list it means.
     if (subject->is_first && has_name && !subject->is_list)
       rest = subject->value.name + rest.substr(rest.find(' '));
   }

@@ -65,7 +65,8 @@ void check_is_kept(const OpDeclaration& row, const std::string& op, const Schema
               "' must be kept for all gradients where .backward is derived, got some of them");
 }
 
-// Those of `forward`. Any gradient but that of the matrix needs that of the rows.
+// A backward multiplies what `forward` does. Any gradient but that of the matrix needs that of the
+// rows.
 Products products_behind(const Products& forward, const std::vector<Gradient>& gradients) {
   Products products;
   for (const Product& product : forward.list) {

@@ -11,7 +11,7 @@ namespace transformer_ops {
 // A typed op that multiplies, in one of its forms (op/variant.h).
 struct CountedOp {
   std::string name;
-  // Of the op itself, one for each flag of its output_mask: another form may have fewer.
+  // The op itself has one for each flag of its output_mask; another form may have fewer.
   std::vector<std::string> results;
   Products products;
 };

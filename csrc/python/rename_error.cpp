@@ -8,7 +8,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Of the types that this library raises.
+// Exceptions of other types than this library raises stay as they are.
 void rename_message(PyObject* error, const Rename& rename) {
   if (error == nullptr) return;
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(error));

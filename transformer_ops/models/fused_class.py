@@ -17,19 +17,10 @@ from torch.compiler import is_compiling, is_exporting
 from ..peers import untraced
 from ..plan.explain.explanation import Explanation
 from ..sequential import Sequential
-from .pattern import (
-    Found,
-    Pattern,
-    Scope,
-    blocks_of,
-    body_of,
-    function_of,
-    tree_of,
-    windows_of,
-    wrappers_of,
-)
+from .pattern import Found, Pattern, Scope
 from .region import IS_OFF, REGIONS, Region
 from .rules import Condition, FuseRule, FuseSkip, FuseUnfit, rules_named
+from .statements import blocks_of, body_of, function_of, tree_of, windows_of, wrappers_of
 
 __all__ = ["FusedModule", "Site", "find_sites", "fused_class"]
 

@@ -27,8 +27,9 @@ from ..views import (
     is_torch,
     view,
 )
-from .pattern import Names, Pattern, Steps, function_of, register_step
+from .pattern import Names, Pattern, Steps, register_step
 from .rules import FuseSkip, FuseUnfit
+from .statements import function_of
 
 __all__ = [
     "CENTERED_RMS_NORM",

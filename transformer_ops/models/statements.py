@@ -1,0 +1,241 @@
+"""The source of a `forward`, and what its statements compute."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+__all__ = [
+    "Value",
+    "Window",
+    "blocks_of",
+    "body_of",
+    "function_of",
+    "read_first",
+    "tree_of",
+    "value_of",
+    "windows_of",
+    "wrappers_of",
+]
+
+# More statements than any pattern stands for.
+_LONGEST = 12
+
+
+def wrappers_of(method: Any) -> list[Any]:
+    """The code of what is wrapped around the function that the source of a method shows."""
+    found = []
+    while hasattr(method, "__wrapped__"):
+        found.append(getattr(method, "__code__", method))
+        method = method.__wrapped__
+    return found
+
+
+def function_of(owner: Any) -> Callable[..., Any]:
+    """The function that the source of a method shows, without what is wrapped around it."""
+    found: Callable[..., Any] = inspect.unwrap(owner)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def tree_of(function: Callable[..., Any]) -> ast.FunctionDef | None:
+    """The definition of a function, with its line numbers in the file; None if there is no source
+    to read."""
+    try:
+        lines, first = inspect.getsourcelines(function)
+    except (OSError, TypeError):
+        return None
+    try:
+        module = ast.parse(textwrap.dedent("".join(lines)))
+    except SyntaxError:
+        return None
+    found = module.body[0]
+    ast.increment_lineno(module, max(first, 1) - 1)
+    if not isinstance(found, ast.FunctionDef) or any(map(_is_mangled, ast.walk(found))):
+        return None
+    return found
+
+
+def body_of(function: Callable[..., Any]) -> list[ast.stmt] | None:
+    """The statements of a function, without its docstring; None if there is no source to read."""
+    tree = tree_of(function)
+    if tree is None:
+        return None
+    first = tree.body[0]
+    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return tree.body[is_text:]
+
+
+def _is_mangled(node: ast.AST) -> bool:
+    """Whether it is a name that means another one within a class."""
+    name = getattr(node, "attr", None) or getattr(node, "id", None) or ""
+    return isinstance(name, str) and name.startswith("__") and not name.endswith("__")
+
+
+# ---- what statements compute
+
+
+class Value(NamedTuple):
+    """What statements without branches compute: one expression of what they read."""
+
+    expression: ast.expr
+    target: str | None  # the local variable that the last statement assigns; None: it returns
+    assigned: frozenset[str]  # all that they assign
+
+
+class _NoExpression(Exception):
+    """A statement that is no assignment of an expression to local variables."""
+
+
+def value_of(statements: Sequence[ast.stmt]) -> Value | None:
+    """What they compute, or None for statements that do more. A local variable that they assign is
+    replaced by its value, always by the same node: a call that is used twice is called once."""
+    variables: dict[str, ast.expr] = {}
+    try:
+        for statement in statements[:-1]:
+            _assign(statement, variables)
+        last = statements[-1]
+        if isinstance(last, ast.Return) and last.value is not None:
+            return Value(_replaced(last.value, variables), None, frozenset(variables))
+        target = _assign(last, variables)
+    except _NoExpression:
+        return None
+    if len(target) != 1:
+        return None
+    return Value(variables[target[0]], target[0], frozenset(variables))
+
+
+def _assign(statement: ast.stmt, variables: dict[str, ast.expr]) -> list[str]:
+    if isinstance(statement, ast.If):
+        statement = _as_assignment(statement)
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        raise _NoExpression
+    value = _replaced(statement.value, variables)
+    target = statement.targets[0]
+    if isinstance(target, ast.Name):
+        variables[target.id] = value
+        return [target.id]
+    if not isinstance(target, ast.Tuple):
+        raise _NoExpression
+    names = [element.id for element in target.elts if isinstance(element, ast.Name)]
+    if len(names) != len(target.elts):
+        raise _NoExpression
+    for i, name in enumerate(names):
+        variables[name] = ast.Subscript(value, ast.Constant(i), ast.Load())
+    return names
+
+
+def _as_assignment(branches: ast.If) -> ast.Assign:
+    """`x = a if c else b` for branches that assign one variable; without `else`, `b` is `x`."""
+    first: dict[str, ast.expr] = {}
+    second: dict[str, ast.expr] = {}
+    if len(branches.body) != 1 or len(_assign(branches.body[0], first)) != 1:
+        raise _NoExpression
+    ((name, value),) = first.items()
+    if not branches.orelse:
+        second[name] = ast.Name(name, ast.Load())
+    elif len(branches.orelse) != 1 or _assign(branches.orelse[0], second) != [name]:
+        raise _NoExpression
+    choice = ast.IfExp(branches.test, value, second[name])
+    return ast.Assign([ast.Name(name, ast.Store())], choice)
+
+
+_WITH_NAMES_OF_THEIR_OWN = (ast.Lambda, ast.comprehension, ast.NamedExpr, ast.Yield, ast.Await)
+
+
+def _replaced(node: Any, variables: Mapping[str, ast.expr]) -> Any:
+    """The node with the values of these variables in place of their names; itself without any."""
+    if isinstance(node, ast.Name):
+        return variables.get(node.id, node)
+    if isinstance(node, _WITH_NAMES_OF_THEIR_OWN):
+        raise _NoExpression
+    if isinstance(node, list):
+        found = [_replaced(inner, variables) for inner in node]
+        return found if any(a is not b for a, b in zip(found, node, strict=True)) else node
+    if not isinstance(node, ast.AST):
+        return node
+    fields = {name: getattr(node, name, None) for name in node._fields}
+    made = {name: _replaced(field, variables) for name, field in fields.items()}
+    if all(made[name] is fields[name] for name in fields):
+        return node
+    return type(node)(**made)
+
+
+# ---- consecutive statements
+
+
+class Window(NamedTuple):
+    """Consecutive statements of a function that compute one value, and nothing else that is read
+    later."""
+
+    block: int  # of `blocks_of` its body
+    start: int
+    end: int  # where the statements behind them begin
+    lines: tuple[int, int]  # the first and the last one
+    value: Value
+
+
+def windows_of(body: list[ast.stmt]) -> list[Window]:
+    """All such statements of a function. A first one that adds nothing to a value is no part of
+    it."""
+    found = []
+    for i, block in enumerate(blocks_of(body)):
+        after = _after(body, block)
+        for end in range(1, len(block) + 1):
+            known = ""
+            for start in range(end - 1, max(-1, end - 1 - _LONGEST), -1):
+                value = value_of(block[start:end])
+                if value is None:
+                    break
+                known, before = ast.dump(value.expression), known
+                inner = value.assigned - {value.target}
+                if known != before and not _reads([*block[end:], *after], inner):
+                    lines = (block[start].lineno, block[end - 1].end_lineno or 0)
+                    found.append(Window(i, start, end, lines, value))
+    return found
+
+
+def blocks_of(body: list[ast.stmt]) -> list[list[ast.stmt]]:
+    """The body of a function, and those of the branches in it."""
+    branches = [
+        branch for one in body if isinstance(one, ast.If) for branch in (one.body, one.orelse)
+    ]
+    return [body, *(inner for branch in branches for inner in blocks_of(branch))]
+
+
+def _after(body: list[ast.stmt], block: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements that run behind a block."""
+    for i, one in enumerate(body):
+        for branch in (one.body, one.orelse) if isinstance(one, ast.If) else ():
+            if any(inner is block for inner in blocks_of(branch)):
+                return [*_after(branch, block), *body[i + 1 :]]
+    return []
+
+
+# ---- local variables
+
+
+def _names(node: ast.AST, context: type[ast.expr_context]) -> list[str]:
+    """The names that are read, or assigned, in a node."""
+    found = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name))
+    return [name.id for name in found if isinstance(name.ctx, context)]
+
+
+def read_first(statements: Sequence[ast.stmt], is_asked: Callable[[str], bool]) -> Iterator[str]:
+    assigned: set[str] = set()
+    for statement in statements:
+        yield from (
+            name for name in _names(statement, ast.Load) if is_asked(name) and name not in assigned
+        )
+        # Of a compound statement nobody knows which of its lines run.
+        if isinstance(statement, ast.Assign):
+            assigned.update(_names(statement, ast.Store))
+
+
+def _reads(statements: Sequence[ast.stmt], names: Set[str]) -> bool:
+    """Whether the statements may read one of these names before they assign it."""
+    return any(True for _ in read_first(statements, names.__contains__))
