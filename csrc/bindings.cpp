@@ -9,8 +9,10 @@
 #include "fuser/declaration.h"
 #include "fuser/registry.h"
 #include "kernels/cpu.h"
+#include "kernels/format.h"
 #include "op/buffer.h"
 #include "op/flops.h"
+#include "op/run_call.h"
 #include "op/torch_library.h"
 #include "op/typed_op.h"
 #include "op/unfused.h"
@@ -136,11 +138,34 @@ py::list list_counted_ops() {
   return rows;
 }
 
+// The rows of kernels/format.h, for transformer_ops/number_format.py.
+py::list list_formats() {
+  constexpr const char* kElements[] = {"e4m3", "e5m2", "e2m1", "int8"};
+  constexpr const char* kScales[] = {"float32", "power of two", "e8m0", "e4m3"};
+  constexpr const char* kErrors[] = {"", "MAE", "MSE"};
+  py::list rows;
+  for (const kernel::Format& row : kernel::kFormats) {
+    rows.append(py::make_tuple(row.name, kElements[static_cast<size_t>(row.element)],
+                               kScales[static_cast<size_t>(row.rule)], row.bits, row.largest,
+                               row.block_rows, row.block_columns,
+                               kErrors[static_cast<size_t>(row.four_over_six)], row.largest_scale));
+  }
+  return rows;
+}
+
+// The schema of an op that plans call, as torch writes it.
+std::string typed_op_schema(const std::string& name) {
+  const auto callee = find_callee(name);
+  TORCH_CHECK(callee, "[typed op] name must be that of one, got '", name, "'");
+  return c10::str(*callee->schema);
+}
+
 // The unfused meaning of a typed op; arguments in schema order.
 std::vector<std::optional<at::Tensor>> unfused(const std::string& name,
                                                const py::tuple& arguments) {
-  const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(torch_name(name).c_str(), "");
-  const auto& fields = handle.schema().arguments();
+  const auto callee = find_callee(name);
+  TORCH_CHECK(callee, "[unfused] op must be registered, got '", name, "'");
+  const auto& fields = callee->schema->arguments();
   std::vector<c10::IValue> stack;
   for (size_t i = 0; i < arguments.size(); ++i) {
     stack.push_back(torch::jit::toIValue(arguments[i], fields[i].type(), std::nullopt));
@@ -187,6 +212,9 @@ PYBIND11_MODULE(_C, module) {
     return slot_bits(declaration(kind), slot, width, element_bits);
   });
   module.def("typed_op_pairs", &list_typed_op_pairs);
+  module.def("plan_ops", &plan_ops);
+  module.def("formats", &list_formats);
+  module.def("typed_op_schema", &typed_op_schema);
   module.def("counted_ops", &list_counted_ops);
   module.def("typed_ops_without_cuda", &typed_ops_without_cuda);
   module.def("unfused", torch::wrap_pybind_function(&unfused));

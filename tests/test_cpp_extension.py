@@ -174,7 +174,7 @@ def test_an_op_made_of_rows_rounds_what_a_product_takes(my_ops: Any) -> None:
             module[1].weight, "mx e4m3", "bfloat16"
         )
     text = str(module.plans()[0])
-    assert 'x1, t1.unused = my_ops::softcap_rounded(x0, 2.0, "mx e4m3", "")' in text
+    assert 'x1, t1.unused = my_ops::softcap.rounded(x0, 2.0, "mx e4m3", "")' in text
     capped = torch.ops.my_ops.softcap(x, 2.0)
     rounded = torch.ops.transformer_ops.quantize_dequantize(capped, "mx e4m3", "bfloat16")
     assert torch.equal(output, torch.ops.transformer_ops.linear(rounded, weight))

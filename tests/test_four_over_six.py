@@ -263,8 +263,8 @@ def test_plans_of_a_recipe() -> None:
     for call in (
         'quantize_dequantize(x0, "nvfp4 4over6", ',
         'quantize_dequantize(p0.weight, "nvfp4 4over6 16x16", ',
-        'quantize_dequantize_saved(g1, s0.weight, "nvfp4 4over6 16x16", ',
-        'quantize_dequantize_saved(g1, t0.turned_input, "nvfp4 4over6 16x1", ',
+        'quantize_dequantize.saved(g1, s0.weight, "nvfp4 4over6 16x16", ',
+        'quantize_dequantize.saved(g1, t0.turned_input, "nvfp4 4over6 16x1", ',
         'quantize_dequantize_stochastic(g1, "nvfp4", ',
         'quantize_dequantize_stochastic(t0.turned_grad_output, "nvfp4 16x1", ',
     ):

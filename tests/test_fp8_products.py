@@ -21,6 +21,7 @@ from cuda_plans import (
     step,
 )
 from cuda_plans import block as block_of
+from plan_calls import plan_op
 from test_scaled_products import assert_near
 from torch import Tensor
 
@@ -245,7 +246,7 @@ def test_codes_are_those_of_quantize(format: str, dtype: torch.dtype, shape: tup
     want, scale = o.quantize(x, format)
     calls = (
         o.quantize_values(x, format, DTYPES[format]),
-        o.quantize_values_saved(x, x, format, DTYPES[format]),
+        plan_op("quantize_values.saved")(x, x, format, DTYPES[format]),
         _C.unfused("quantize_values", (x, format, DTYPES[format])),
     )
     for got, decodes in calls:
@@ -261,7 +262,7 @@ def test_codes_by_a_given_scale(place: int, size: float) -> None:
     arguments = (x, scale, place, "e5m2", "float8_e5m2")
     for found in (
         o.quantize_values_scaled(*arguments),
-        o.quantize_values_scaled_saved(x, *arguments),
+        plan_op("quantize_values_scaled.saved")(x, *arguments),
         _C.unfused("quantize_values_scaled", arguments),
     ):
         assert found[0].dtype == torch.float8_e5m2

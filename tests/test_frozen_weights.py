@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plan_calls import called
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,9 +45,10 @@ class Counter(TorchDispatchMode):
         self.shapes, self.count = shapes, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "quantize_dequantize" in str(func):
-            operands = [a for a in args if isinstance(a, Tensor | list)]
-            rounded = operands[1 if "_saved" in str(func) else 0]
+        name, values = called(func, args) if func.namespace == "transformer_ops" else ("", [])
+        if "quantize_dequantize" in name:
+            rounded = [value for value in values if isinstance(value, Tensor | list)]
+            rounded = rounded[1 if name.endswith(".saved") else 0]
             tensors = rounded if isinstance(rounded, list) else [rounded]
             self.count += tuple(tensors[0].shape) in self.shapes
         return func(*args, **(kwargs or {}))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_calls import plan_op
 from recipe_cases import EVERY_RECIPE, RECIPES
 from test_cuda_build import default_dtype, fake_cuda
 from test_grouped import experts, routed
@@ -113,7 +114,7 @@ def test_rows_of_groups(format: str, dtype: torch.dtype) -> None:
                 alone = o.quantize_dequantize(x[first : first + size], format, wanted)
                 assert_same(y[first : first + size], alone)
                 first += size
-            (again,) = o.quantize_dequantize_groups_saved(x, [x], splits, format, wanted)
+            (again,) = plan_op("quantize_dequantize_groups.saved")(x, [x], splits, format, wanted)
             assert_same(again, y)
 
 
@@ -138,7 +139,7 @@ def test_rows_by_given_scales(format: str, dtype: torch.dtype) -> None:
                 assert_same(amax[group], largest if size > 0 else torch.tensor(-1.0))
                 first += size
             assert not y[first:].any()
-            (again,) = o.quantize_dequantize_groups_scaled_saved(x, *arguments)
+            (again,) = plan_op("quantize_dequantize_groups_scaled.saved")(x, *arguments)
             assert_same(again, y)
 
 

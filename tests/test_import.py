@@ -239,3 +239,29 @@ def test_a_call_with_buffers_ends_the_graph_for_its_reason(whole: bool) -> None:
             torch.compile(call, backend="eager", fullgraph=True)(x)
         torch.testing.assert_close(torch.compile(call, backend="eager")(x), want)
         torch.testing.assert_close(out, want)
+
+
+# ---- what is there then
+
+
+def test_dir_holds_the_public_api_alone() -> None:
+    names = dir(tops)
+    assert set(tops.__all__) <= set(names) and set(names) - set(tops.__all__) == {
+        "__version__",
+        "parallel",
+    }
+    assert all(hasattr(tops, name) for name in names)
+    for module in ("compile", "fuser", "op", "plan", "runtime", "sequential", "handles"):
+        assert module not in names
+
+
+def test_torch_has_a_typed_op_for_what_programs_call() -> None:
+    """Forms that plans alone need have no schema: `run_call` names them."""
+    names = run_fresh(
+        "import torch, transformer_ops\n"
+        "names = {s.name for s in torch._C._jit_get_all_schemas()}\n"
+        "print(*sorted(n for n in names if n.startswith('transformer_ops::')))"
+    ).split()
+    assert 100 < len(names) <= 150
+    forms = ("_rounded", "_rounded_scaled", "_saved")
+    assert not [n for n in names if n.endswith(forms) or n.startswith("transformer_ops::recompute")]

@@ -26,6 +26,7 @@ LAYERS = [
     "quantizers",
     "quantized_tensor",
     "recipe",
+    "number_format",
     "cpu",
     "memory",
     "library",

@@ -53,7 +53,7 @@ FOLDERS = [
     Folder("library.cpp", ("runtime", "executor"), TORCH),
     Folder(
         "bindings.cpp",
-        ("python", "runtime", "executor", "op", "fuser", "kernels/cpu.h"),
+        ("python", "runtime", "executor", "op", "fuser", "kernels/cpu.h", "kernels/format.h"),
         ("torch", "python"),
     ),
 ]

@@ -14,12 +14,14 @@ from fusion_cases import Case
 from helpers import as_tuple
 from op_cases import CASES as OPS
 from op_cases import OpCase, run_seeded
+from plan_calls import called
 from recipe_cases import RECIPES
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typed_op_samples import PAIRS, overload, samples
 
 import transformer_ops as tops
+from transformer_ops import _C
 
 SPLITS = torch.tensor([12, 0, 20])
 
@@ -33,9 +35,10 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "transformer_ops":
-            name = func._schema.name.removeprefix("transformer_ops::")
-            names = [argument.name for argument in func._schema.arguments]
-            mask = args[names.index("output_mask")] if "output_mask" in names else ""
+            name, values = called(func, args)
+            schema = torch._C.parse_schema(_C.typed_op_schema(name))
+            names = [argument.name for argument in schema.arguments]
+            mask = values[names.index("output_mask")] if "output_mask" in names else ""
             self.found.append(f"{name}{mask and [int(wanted) for wanted in mask]}")
         return func(*args, **(kwargs or {}))
 

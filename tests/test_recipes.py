@@ -103,10 +103,10 @@ def test_the_plan_names_its_formats(name: str) -> None:
         # The norm rounds what it gives, where a scale does not follow from the whole tensor.
         f'quantize_values(x1, "{of_input}"'
         if has_scale
-        else f'rms_norm_rounded(x0, p0.weight, [64], 1e-05, false, "{of_input}", "")',
+        else f'rms_norm.rounded(x0, p0.weight, [64], 1e-05, false, "{of_input}", "")',
     ]
     if name == "delayed":
-        scaled = "rms_norm_rounded_scaled(x0, p0.weight, [64], 1e-05, false, st1.fp8_scale, 0, "
+        scaled = "rms_norm.rounded_by(x0, p0.weight, [64], 1e-05, false, st1.fp8_scale, 0, "
         lines = [
             f'quantize_values_scaled(p1.weight, st1.fp8_scale, 1, "{of_weight}", "bfloat16")',
             f'st1.fp8_amax = {scaled}"{of_input}", true)',

@@ -1,4 +1,4 @@
-"""<op>_rounded_scaled: ops that round their first result by a scale that is known before it, as
+"""<op>.rounded_by: ops that round their first result by a scale that is known before it, as
 delayed scaling has it, and note the largest magnitude.
 
 What they give is, bit for bit, what `quantize_values_scaled` makes of what the op gives.
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_rounded_results import NAMES, ROUNDS_MAIN, block, call_of, plan_text, schema_of
+from test_rounded_results import NAMES, ROUNDS_MAIN, block, call_of, op_of, plan_text, schema_of
 from torch import Tensor
 
 import transformer_ops as tops
@@ -41,9 +41,9 @@ def tensors(results: Any) -> list[Tensor]:
 def check(name: str, x: Tensor, place: int, format: str, with_amax: bool = True) -> None:
     """Of the kernels, and of what they mean."""
     taken, added = call_of(name, x), (scales(), place, format, with_amax)
-    rounded = f"{name}_rounded_scaled"
+    rounded = f"{name}.rounded_by"
     for want, got in (
-        (getattr(OPS, name)(*clones(taken)), getattr(OPS, rounded)(*clones(taken), *added)),
+        (op_of(name)(*clones(taken)), op_of(rounded)(*clones(taken), *added)),
         (_C.unfused(name, (*taken,)), _C.unfused(rounded, (*taken, *added))),
     ):
         first, *rest = (result.detach() for result in tensors(want))
@@ -87,7 +87,7 @@ def test_numbers_that_are_none_reach_the_magnitude_from_any_row(row: int, value:
     x = torch.randn(700, 1056).bfloat16()
     x[row, 5] = value
     check("constant_scale", x, 0, "e4m3")
-    amax = OPS.constant_scale_rounded_scaled(x, 0.5, scales(), 0, "e4m3", True)[-1]
+    amax = op_of("constant_scale.rounded_by")(x, 0.5, scales(), 0, "e4m3", True)[-1]
     assert not amax.isfinite()
 
 
@@ -95,7 +95,7 @@ def test_numbers_that_are_none_reach_the_magnitude_from_any_row(row: int, value:
 def test_the_largest_magnitude_may_be_in_any_row(row: int) -> None:
     x = torch.randn(700, 1056)
     x[row, -1] = -50.0
-    y, decodes, amax = OPS.constant_scale_rounded_scaled(x, 0.5, scales(), 0, "e4m3", True)
+    y, decodes, amax = op_of("constant_scale.rounded_by")(x, 0.5, scales(), 0, "e4m3", True)
     assert amax.item() == 25.0 and y.abs().max() == 72.0  # of 75, in steps of 8
     assert decodes.item() == pytest.approx(1 / 3)
 
@@ -103,7 +103,7 @@ def test_the_largest_magnitude_may_be_in_any_row(row: int) -> None:
 def test_strides_and_arguments_that_are_not_to_be_written() -> None:
     x = torch.randn(1056, 700).bfloat16().t()
     before, scale = x.clone(), scales()
-    got, _, amax = OPS.silu_rounded_scaled(x, scale, 0, "e4m3", True)
+    got, _, amax = op_of("silu.rounded_by")(x, scale, 0, "e4m3", True)
     want, _, largest = OPS.quantize_values_scaled(OPS.silu(x), scale, 0, "e4m3", "bfloat16")
     assert equal(got, want) and equal(amax, largest)
     assert torch.equal(x, before) and torch.equal(scale, scales())
@@ -112,7 +112,7 @@ def test_strides_and_arguments_that_are_not_to_be_written() -> None:
 def test_norms_over_several_dimensions() -> None:
     x, weight = torch.randn(301, 4, 256).bfloat16(), torch.randn(4, 256).bfloat16()
     y, rstd = OPS.rms_norm(x, weight, list(weight.shape), 1e-5, False)
-    got = OPS.rms_norm_rounded_scaled(
+    got = op_of("rms_norm.rounded_by")(
         x, weight, list(weight.shape), 1e-5, False, scales(), 0, "e4m3", True
     )
     want, decodes, amax = OPS.quantize_values_scaled(y, scales(), 0, "e4m3", "bfloat16")
@@ -136,17 +136,17 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_a_scale_must_be(name: str) -> None:
     added, text = BAD[name]
-    with pytest.raises(RuntimeError, match=re.escape(f"[silu_rounded_scaled] {text}")):
-        OPS.silu_rounded_scaled(torch.randn(2, 32), *added, True)
+    with pytest.raises(RuntimeError, match=re.escape(f"[silu.rounded_by] {text}")):
+        op_of("silu.rounded_by")(torch.randn(2, 32), *added, True)
 
 
 def test_shapes_without_memory() -> None:
     x = torch.empty(3, 64, device="meta", dtype=torch.bfloat16)
     scale = torch.empty(3, device="meta")
-    y, decodes, amax = OPS.swiglu_rounded_scaled(x, 0, scale, 0, "e4m3", True)
+    y, decodes, amax = op_of("swiglu.rounded_by")(x, 0, scale, 0, "e4m3", True)
     assert y.shape == (3, 32) and decodes.shape == amax.shape == ()
     assert y.dtype == torch.bfloat16 and decodes.dtype == amax.dtype == torch.float32
-    assert OPS.swiglu_rounded_scaled(x, 0, scale, 0, "e4m3", False)[2].shape == (0,)
+    assert op_of("swiglu.rounded_by")(x, 0, scale, 0, "e4m3", False)[2].shape == (0,)
 
 
 # ---- in plans
@@ -157,14 +157,14 @@ def test_plans_round_where_a_value_is_made() -> None:
         block(tops.RMSNorm(64)), torch.randn(8, 64).bfloat16().requires_grad_(), DELAYED
     )
     for line in (
-        "x1, s0.rstd, t1.rounded_input_scale, st1.fp8_amax = rms_norm_rounded_scaled("
+        "x1, s0.rstd, t1.rounded_input_scale, st1.fp8_amax = rms_norm.rounded_by("
         'x0, p0.weight, [64], 1e-05, false, st1.fp8_scale, 0, "e4m3", true)',
         "x2 = linear_scaled(x1, t1.rounded_weight, t1.rounded_input_scale, "
         "t1.rounded_weight_scale)",
-        "g2, t1.rounded_grad_output_scale, st1.fp8_grad_amax = swiglu_backward_rounded_scaled("
+        "g2, t1.rounded_grad_output_scale, st1.fp8_grad_amax = swiglu_backward.rounded_by("
         'g3, s2.input, 0, st1.fp8_scale, 2, "e5m2", true)',
         # Forward has noted its magnitude.
-        "x3, t3.rounded_input_scale, t3.unused = recompute_swiglu_rounded_scaled("
+        "x3, t3.rounded_input_scale, t3.unused = recompute_swiglu.rounded_by("
         'g5, s2.input, 0, st3.fp8_scale, 0, "e4m3", false)',
     ):
         assert f"  {line}\n" in text, text

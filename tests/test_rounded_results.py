@@ -1,4 +1,4 @@
-"""<op>_rounded: ops that round their first result on the way, as a product under a recipe takes it.
+"""<op>.rounded: ops that round their first result on the way, as a product under a recipe takes it.
 
 What they give is, bit for bit, what `quantize_dequantize` makes of what the op gives.
 """
@@ -11,17 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from plan_calls import plan_op
 from torch import Tensor
 
 import transformer_ops as tops
+from transformer_ops import _C
 
 OPS = torch.ops.transformer_ops
-ROUNDED = "_rounded"
-NAMES = sorted(
-    schema.name.removeprefix("transformer_ops::").removesuffix(ROUNDED)
-    for schema in torch._C._jit_get_all_schemas()
-    if schema.name.startswith("transformer_ops::") and schema.name.endswith(ROUNDED)
-)
+ROUNDED = ".rounded"
+TYPED = [name for pair in _C.typed_op_pairs() for name in pair if name] + _C.plan_ops()
+
+
+def rounds(name: str) -> bool:
+    try:
+        _C.typed_op_schema(name + ROUNDED)
+    except RuntimeError:
+        return False
+    return True
+
+
+NAMES = sorted({name for name in TYPED if rounds(name)})
 # (of the result, of its columns): blocks of rows, of columns, of both; rows of a block 1, 32, 128.
 FORMATS = [
     ("mx e4m3", ""),
@@ -37,8 +46,14 @@ def forward_of(name: str) -> str:
     return name.removeprefix("recompute_").removesuffix("_backward")
 
 
+def op_of(name: str) -> Any:
+    """An op of torch, or one that plans alone call."""
+    is_of_plans = name.startswith("recompute_") or "." in name
+    return plan_op(name) if is_of_plans else getattr(OPS, name).default
+
+
 def schema_of(name: str) -> Any:
-    return getattr(OPS, name).default._schema
+    return op_of(name)._schema
 
 
 def attribute(name: str, type: str) -> Any:
@@ -83,7 +98,7 @@ def call_of(name: str, x: Tensor) -> list[Any]:
     if forward == name:
         return arguments(name, x)
     taken = arguments(forward, x)
-    results = getattr(OPS, forward)(*taken)
+    results = op_of(forward)(*taken)
     results = results if isinstance(results, tuple) else (results,)
     schema = schema_of(forward)
     known = {argument.name: value for argument, value in zip(schema.arguments, taken, strict=True)}
@@ -94,9 +109,9 @@ def call_of(name: str, x: Tensor) -> list[Any]:
 def check(name: str, x: Tensor, formats: tuple[str, str]) -> None:
     taken = call_of(name, x)
     copies = [value.clone() if isinstance(value, Tensor) else value for value in taken]
-    want = getattr(OPS, name)(*copies)
+    want = op_of(name)(*copies)
     first, *rest = want if isinstance(want, tuple) else (want,)
-    *got, columns = getattr(OPS, name + ROUNDED)(*taken, *formats)
+    *got, columns = op_of(name + ROUNDED)(*taken, *formats)
     dtype = str(first.dtype).removeprefix("torch.")
     rounded = [OPS.quantize_dequantize(first, format, dtype) for format in formats if format]
     for a, b in zip([got[0], columns][: len(rounded)], rounded, strict=True):
@@ -149,7 +164,7 @@ def test_norms_over_several_dimensions() -> None:
     x, weight = torch.randn(301, 4, 256).bfloat16(), torch.randn(4, 256).bfloat16()
     y, rstd = OPS.rms_norm(x, weight, list(weight.shape), 1e-5, False)
     for rows, columns in FORMATS:
-        got = OPS.rms_norm_rounded(x, weight, list(weight.shape), 1e-5, False, rows, columns)
+        got = op_of("rms_norm.rounded")(x, weight, list(weight.shape), 1e-5, False, rows, columns)
         assert torch.equal(got[0], OPS.quantize_dequantize(y, rows, "bfloat16"))
         assert torch.equal(got[1], rstd)
         if columns:
@@ -159,27 +174,27 @@ def test_norms_over_several_dimensions() -> None:
 def test_strides_and_arguments_that_are_not_to_be_written() -> None:
     x = torch.randn(1056, 700).bfloat16().t()
     before = x.clone()
-    got, _ = OPS.silu_rounded(x, "mx e4m3", "")
+    got, _ = op_of("silu.rounded")(x, "mx e4m3", "")
     assert torch.equal(got, OPS.quantize_dequantize(OPS.silu(x), "mx e4m3", "bfloat16"))
     assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("format", ["e4m3", "nvfp4", "fp8", ""])
 def test_a_format_must_be_of_blocks_alone(format: str) -> None:
-    text = rf"\[silu_rounded\] format must be one whose scales are those of blocks, got '{format}'"
+    text = rf"\[silu.rounded\] format must be one whose scales are those of blocks, got '{format}'"
     x = torch.randn(2, 32)
     with pytest.raises(RuntimeError, match=text):
-        OPS.silu_rounded(x, format, "")
+        op_of("silu.rounded")(x, format, "")
     if format:
         with pytest.raises(RuntimeError, match=text):
-            OPS.silu_rounded(x, "mx e4m3", format)
+            op_of("silu.rounded")(x, "mx e4m3", format)
 
 
 def test_shapes_without_memory() -> None:
     x = torch.empty(3, 64, device="meta", dtype=torch.bfloat16)
-    output, columns = OPS.swiglu_rounded(x, 0, "mx e4m3", "mx e4m3 32x1")
+    output, columns = op_of("swiglu.rounded")(x, 0, "mx e4m3", "mx e4m3 32x1")
     assert output.shape == columns.shape == (3, 32) and columns.dtype == torch.bfloat16
-    assert OPS.swiglu_rounded(x, 0, "mx e4m3", "")[1].shape == (0,)
+    assert op_of("swiglu.rounded")(x, 0, "mx e4m3", "")[1].shape == (0,)
 
 
 # ---- in plans
@@ -202,11 +217,11 @@ def block(*head: tops.FusibleOperation, **kwargs: Any) -> tops.Sequential:
 
 def test_plans_round_where_a_value_is_made() -> None:
     text = plan_text(block(tops.RMSNorm(64)), torch.randn(8, 64).bfloat16().requires_grad_())
-    rounded = 'rms_norm_rounded(x0, p0.weight, [64], 1e-05, false, "mx e4m3", "")'
+    rounded = 'rms_norm.rounded(x0, p0.weight, [64], 1e-05, false, "mx e4m3", "")'
     assert f"x1, s0.rstd, t1.unused = {rounded}" in text
     assert "x2 = linear(x1, t1.rounded_weight)" in text
-    assert "g2, t1.rounded_grad_output_columns = swiglu_backward_rounded(g3, " in text
-    assert 'recompute_swiglu_rounded(g5, s2.input, 0, "mx e4m3 32x1", "")' in text
+    assert "g2, t1.rounded_grad_output_columns = swiglu_backward.rounded(g3, " in text
+    assert 'recompute_swiglu.rounded(g5, s2.input, 0, "mx e4m3 32x1", "")' in text
 
 
 def test_what_others_see_stays_as_it_is() -> None:
@@ -217,7 +232,7 @@ def test_what_others_see_stays_as_it_is() -> None:
     handed_out = plan_text(block(tops.RMSNorm(64), tops.MakeExtraOutput()), x)
     assert "x1, s0.rstd = rms_norm(x0" in handed_out and "quantize_dequantize(x2, " in handed_out
     last = plan_text(tops.Sequential(tops.Linear(64, 64), tops.GELU()).bfloat16(), x)
-    assert "gelu_rounded" not in last
+    assert "gelu.rounded" not in last
 
 
 ROUNDS_MAIN: dict[str, Callable[[], list[Any]]] = {

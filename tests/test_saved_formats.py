@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_calls import plan_op
 from test_fusions import saved_bytes
 from test_main_grad import Calls
 from test_recompute import PIPELINES, every_pipeline, llama, mlp, residual
@@ -25,7 +26,7 @@ def rounded(tensor: Tensor, saved: str) -> Tensor:
     """What backward gets in its place."""
     codes, scale = torch.ops.transformer_ops.quantize(tensor, FORMATS[saved])
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return torch.ops.transformer_ops.decode_saved(tensor, codes, scale, FORMATS[saved], dtype)
+    return plan_op("dequantize.saved")(tensor, codes, scale, FORMATS[saved], dtype)
 
 
 def module_of(make: Callable[[], list[Any]], dtype: torch.dtype = torch.float32, **policies: Any):

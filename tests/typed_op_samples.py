@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from fusion_cases import CASES as FUSIONS
 from op_cases import CASES, OpCase
+from plan_calls import called, plan_op
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -19,13 +20,14 @@ from transformer_ops import _C
 ROWS = 3
 # Read before any test loads ops of its own.
 PAIRS = dict(_C.typed_op_pairs())
-NAMES = sorted(PAIRS)
+RECOMPUTED = sorted(name for name in _C.plan_ops() if name.startswith("recompute_"))
+NAMES = sorted([*PAIRS, *RECOMPUTED])
 Sample = list[Any]
 
 
 def overload(name: str) -> Any:
     """The typed op of a name."""
-    return getattr(torch.ops.transformer_ops, name).default
+    return plan_op(name) if name in RECOMPUTED else getattr(torch.ops.transformer_ops, name).default
 
 
 class Recorder(TorchDispatchMode):
@@ -41,12 +43,13 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func.namespace == "transformer_ops":
             assert not kwargs and len(args) == len(func._schema.arguments)
+            name, values = called(func, args)
             form = lambda v: (v.dim(), v.dtype) if isinstance(v, Tensor) else repr(v)  # noqa: E731
-            leaves, spec = tree_flatten(list(args))
+            leaves, spec = tree_flatten(values)
             key = (*map(form, leaves), str(spec))
             # A call may be given the last reference to a tensor, and write to it.
-            sample = tree_map_only(Tensor, lambda v: v.detach().clone(), list(args))
-            self.samples.setdefault(func._schema.name.split("::")[1], {})[key] = sample
+            sample = tree_map_only(Tensor, lambda v: v.detach().clone(), values)
+            self.samples.setdefault(name, {})[key] = sample
         return func(*args, **(kwargs or {}))
 
 

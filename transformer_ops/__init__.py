@@ -72,6 +72,11 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    """The public API alone, without the modules that hold it."""
+    return sorted([*__all__, "__version__", "parallel"])
+
+
 __version__: str = _built().VERSION
 
 # For CMAKE_PREFIX_PATH: find_package(transformer_ops) in a C++ project.

@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from . import _C
+from .number_format import FORMATS, format_with
 
 __all__ = ["QuantizedTensor"]
 
 _aten = torch.ops.aten
-# Formats with one scale for a tensor, any float, with the significant bits of their numbers; and
-# what ends the name where the scale is a power of two.
-_ELEMENTS = {"e4m3": 4, "e5m2": 3}
-_POW2 = " pow2"
+# Formats with one scale for a tensor, any float, and those whose scale is a power of two instead.
+_POWERS = {
+    row.name: format_with(row.element, "power of two").name
+    for row in FORMATS.values()
+    if row.has_one_scale and row.scale == "float32"
+}
 # What gives the same numbers, and so keeps the codes.
 _SAME = {
     _aten.alias.default,
@@ -275,9 +278,9 @@ def _encoded(tensor: Tensor, format: str) -> QuantizedTensor:
     scale of the largest magnitude. Always a power of two would leave a number that is written again
     and again in one place, and train worse."""
     found = QuantizedTensor.quantize(tensor, format)
-    if format not in _ELEMENTS or _is_seen_to_differ(tensor, format):
+    if format not in _POWERS or _is_seen_to_differ(tensor, format):
         return found
-    powers = QuantizedTensor.quantize(tensor, format + _POW2)
+    powers = QuantizedTensor.quantize(tensor, _POWERS[format])
     # No branch: a device answers late, and a compiler not at all.
     is_exact = (_decode(powers) == tensor).all()
     parts = (powers.codes.view(torch.uint8), found.codes.view(torch.uint8))
@@ -292,14 +295,14 @@ def _is_seen_to_differ(tensor: Tensor, format: str) -> bool:
     if type(tensor) is not Tensor or tensor.device.type != "cpu":
         return False
     first = tensor[(0,) * (tensor.dim() - 1)][:64] if tensor.numel() else tensor
-    scaled = torch.frexp(first).mantissa * 2 ** _ELEMENTS[format]
+    scaled = torch.frexp(first).mantissa * 2 ** FORMATS[format].significant_bits
     return bool((scaled != scaled.round()).any())
 
 
 def _have_same_parts(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     """Whether codes and scales mean the same in both. A power of two is a rule for scales that are
     made, and decodes as any other scale does."""
-    return a.format.removesuffix(_POW2) == b.format.removesuffix(_POW2)
+    return _POWERS.get(a.format, a.format) == _POWERS.get(b.format, b.format)
 
 
 def _broadcasts(source: torch.Size, target: torch.Size) -> bool:
@@ -386,12 +389,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Q
 
 # Formats whose blocks are parts of a row, and how long those are.
 _ROW_BLOCKS = {
-    "e4m3 1x128": 128,
-    "e5m2 1x128": 128,
-    "int8 1x128": 128,
-    "int8 1x32": 32,
-    "mx e4m3": 32,
-    "mx e5m2": 32,
+    row.name: row.block_columns for row in FORMATS.values() if row.block_rows == 1 and row.bits == 8
 }
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .constructors import names_its_arguments
+from .number_format import FORMATS, NumberFormat, format_with
 from .quantized_tensor import QuantizedTensor, decoded
-from .recipe import nvfp4_format
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -22,7 +22,6 @@ __all__ = [
 ]
 
 _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-_DTYPES = {name: dtype for dtype, name in _ELEMENTS.items()}
 
 
 @names_its_arguments
@@ -80,7 +79,7 @@ class Float8Quantizer(Quantizer):
 
     @property
     def format(self) -> str:
-        return self._element(self.fp8_dtype)
+        return format_with(self._element(self.fp8_dtype), "float32").name
 
     def __call__(self, tensor: Tensor) -> QuantizedTensor:
         plain = decoded(tensor).detach().contiguous()
@@ -106,7 +105,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
     @property
     def format(self) -> str:
-        return f"{self._element(self.fp8_dtype)}{' pow2' * self.force_pow_2_scales}"
+        scale = "power of two" if self.force_pow_2_scales else "float32"
+        return format_with(self._element(self.fp8_dtype), scale).name
 
 
 @names_its_arguments
@@ -126,9 +126,9 @@ class Float8BlockQuantizer(Quantizer):
                 "[Float8BlockQuantizer] block_scaling_dim must be 1 or 2, "
                 f"got {self.block_scaling_dim!r}"
             )
-        line = "128x1" if self.columnwise else "1x128"
-        block = line if self.block_scaling_dim == 1 else "128x128"
-        return f"{self._element(self.fp8_dtype)} {block}"
+        line = (128, 1) if self.columnwise else (1, 128)
+        block = line if self.block_scaling_dim == 1 else (128, 128)
+        return format_with(self._element(self.fp8_dtype), "power of two", block).name
 
 
 @names_its_arguments
@@ -142,7 +142,8 @@ class MXFP8Quantizer(Quantizer):
 
     @property
     def format(self) -> str:
-        return f"mx {self._element(self.fp8_dtype)}{' 32x1' * self.columnwise}"
+        block = (32, 1) if self.columnwise else (1, 32)
+        return format_with(self._element(self.fp8_dtype), "e8m0", block).name
 
 
 @names_its_arguments
@@ -175,7 +176,6 @@ class NVFP4Quantizer(Quantizer):
     nvfp4_4over6_err_mode: str = "MAE"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         mode, largest = self.nvfp4_4over6_err_mode, self.nvfp4_e4m3_max
         if mode not in ("MAE", "MSE"):
             raise ValueError(
@@ -186,13 +186,18 @@ class NVFP4Quantizer(Quantizer):
                 "[NVFP4Quantizer] nvfp4_e4m3_max must be 448, or 256 with nvfp4_use_4over6, "
                 f"got {largest!r}"
             )
+        super().__post_init__()
 
     @property
     def format(self) -> str:
-        name = nvfp4_format(self.nvfp4_use_4over6, self.nvfp4_e4m3_max, self.nvfp4_4over6_err_mode)
-        if self.with_2d_quantization:
-            return f"{name} 16x16"
-        return f"{name} 16x1" if self.columnwise else name
+        line = (16, 1) if self.columnwise else (1, 16)
+        return format_with(
+            "e2m1",
+            "e4m3",
+            (16, 16) if self.with_2d_quantization else line,
+            four_over_six=self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else "",
+            largest_scale=self.nvfp4_e4m3_max,
+        ).name
 
     def __call__(self, tensor: Tensor) -> QuantizedTensor:
         plain = decoded(tensor).detach().contiguous()
@@ -224,20 +229,25 @@ def _codes_at_random(plain: Tensor, nearest: QuantizedTensor) -> Tensor:
 
 def quantizer_for(format: str) -> Quantizer | None:
     """Of a format whose scales come from the tensor; None for "exact", and for integers."""
-    words = format.split()
-    columnwise = words[-1] in ("128x1", "32x1", "16x1")
-    if words[0] == "mx":
-        return MXFP8Quantizer(_DTYPES[words[1]], columnwise)
-    if words[0] == "nvfp4":
-        return NVFP4Quantizer(
-            words[-1] == "16x16",
-            columnwise,
-            nvfp4_use_4over6="4over6" in words,
-            nvfp4_e4m3_max=256 if "4over6" in words and "448" not in words else 448,
-            nvfp4_4over6_err_mode="MSE" if "mse" in words else "MAE",
-        )
-    if words[0] not in _DTYPES:
+    row = FORMATS.get(format)
+    if row is None or row.element == "int8":
         return None
-    if words[-1] in (words[0], "pow2"):
-        return Float8CurrentScalingQuantizer(_DTYPES[words[0]], words[-1] == "pow2")
-    return Float8BlockQuantizer(_DTYPES[words[0]], 2 if words[1] == "128x128" else 1, columnwise)
+    if row.element == "e2m1":
+        return NVFP4Quantizer(
+            row.is_square,
+            row.is_columnwise,
+            nvfp4_use_4over6=bool(row.four_over_six),
+            nvfp4_e4m3_max=int(row.largest_scale),
+            nvfp4_4over6_err_mode=row.four_over_six or "MAE",
+        )
+    return _fp8_quantizer(row)
+
+
+def _fp8_quantizer(row: NumberFormat) -> Quantizer:
+    dtype = row.dtype
+    assert dtype is not None
+    if row.scale == "e8m0":
+        return MXFP8Quantizer(dtype, row.is_columnwise)
+    if row.has_one_scale:
+        return Float8CurrentScalingQuantizer(dtype, row.scale == "power of two")
+    return Float8BlockQuantizer(dtype, 2 if row.is_square else 1, row.is_columnwise)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from .constructors import names_its_arguments
+from .number_format import format_with
 from .numbered import numbered
 
 __all__ = [
@@ -30,15 +31,19 @@ class FormatRange(NamedTuple):
     max_bwd: float
 
 
+_E4M3, _E5M2 = format_with("e4m3", "float32"), format_with("e5m2", "float32")
+_NVFP4 = format_with("e2m1", "e4m3", (1, 16))
+
+
 class Format(enum.Enum):
     """What codes are: E4M3 and E5M2 have 4 and 5 bits of exponent (Micikevicius et al. 2022,
     "FP8 formats for deep learning"), E2M1 is the 4-bit format of NVFP4. HYBRID is E4M3 in forward
     and E5M2 for gradients."""
 
-    E2M1 = FormatRange(6.0, 6.0)
-    E4M3 = FormatRange(448.0, 448.0)
-    E5M2 = FormatRange(57344.0, 57344.0)
-    HYBRID = FormatRange(448.0, 57344.0)
+    E2M1 = FormatRange(_NVFP4.largest, _NVFP4.largest)
+    E4M3 = FormatRange(_E4M3.largest, _E4M3.largest)
+    E5M2 = FormatRange(_E5M2.largest, _E5M2.largest)
+    HYBRID = FormatRange(_E4M3.largest, _E5M2.largest)
 
 
 @names_its_arguments
@@ -91,8 +96,8 @@ class MXFP8BlockScaling(Recipe):
 
     @property
     def operands(self) -> tuple[str, str, str]:
-        forward, backward = self._elements()
-        return f"mx {forward}", f"mx {forward}", f"mx {backward}"
+        forward, backward = (format_with(e, "e8m0", (1, 32)).name for e in self._elements())
+        return forward, forward, backward
 
 
 @names_its_arguments
@@ -105,7 +110,7 @@ class Float8CurrentScaling(Recipe):
 
     @property
     def operands(self) -> tuple[str, str, str]:
-        forward, backward = self._elements()
+        forward, backward = (format_with(e, "float32").name for e in self._elements())
         return forward, forward, backward
 
 
@@ -150,7 +155,7 @@ class DelayedScaling(Recipe):
 
     @property
     def operands(self) -> tuple[str, str, str]:
-        forward, backward = self._elements()
+        forward, backward = (format_with(e, "float32").name for e in self._elements())
         return forward, forward, backward
 
     def _make_key(self) -> str:
@@ -174,13 +179,9 @@ class Float8BlockScaling(Recipe):
     @property
     def operands(self) -> tuple[str, str, str]:
         forward, backward = self._elements()
-        return f"{forward} 1x128", f"{forward} 128x128", f"{backward} 1x128"
-
-
-def nvfp4_format(four_over_six: bool, e4m3_max: int, err_mode: str) -> str:
-    """The name of the format whose blocks are parts of a row."""
-    words = ["mse"] * (err_mode == "MSE") + ["448"] * (e4m3_max == 448)
-    return " ".join(["nvfp4", *(["4over6", *words] if four_over_six else [])])
+        operands = ((forward, (1, 128)), (forward, (128, 128)), (backward, (1, 128)))
+        input, weight, grad_output = (format_with(e, "power of two", b).name for e, b in operands)
+        return input, weight, grad_output
 
 
 _SCOPES = ("none", "weights", "activations", "all")
@@ -232,14 +233,20 @@ class NVFP4BlockScaling(Recipe):
 
     @property
     def operands(self) -> tuple[str, str, str]:
-        weight = self._format("weights") + " 16x16" * (not self.disable_2d_quantization)
-        return self._format("activations"), weight, "nvfp4"
+        block = (1, 16) if self.disable_2d_quantization else (16, 16)
+        return self._format("activations"), self._format("weights", block), _NVFP4.name
 
-    def _format(self, tensors: str) -> str:
+    def _format(self, tensors: str, block: tuple[int, int] = (1, 16)) -> str:
         if self.nvfp4_4over6 not in (tensors, "all"):
-            return "nvfp4"
+            return format_with("e2m1", "e4m3", block).name
         uses_256 = self.nvfp4_4over6_e4m3_use_256 in (tensors, "all")
-        return nvfp4_format(True, 256 if uses_256 else 448, self.nvfp4_4over6_err_mode)
+        return format_with(
+            "e2m1",
+            "e4m3",
+            block,
+            four_over_six=self.nvfp4_4over6_err_mode,
+            largest_scale=256.0 if uses_256 else 448.0,
+        ).name
 
     def _make_key(self) -> str:
         words = [] if self.disable_rht else ["hadamard"]

@@ -121,8 +121,7 @@ bool fits(const Instruction& instruction, const c10::FunctionSchema& schema) {
   return true;
 }
 
-void check_call(const Instruction& instruction, const c10::OperatorHandle& op) {
-  const c10::FunctionSchema& schema = op.schema();
+void check_call(const Instruction& instruction, const c10::FunctionSchema& schema) {
   TORCH_CHECK(fits(instruction, schema) && !schema.is_mutable(),
               "[plan] call must fit the op's schema '", schema, "', got '", text_of(instruction),
               "'; a plan's text belongs to the release of transformer_ops that made it");
@@ -130,11 +129,10 @@ void check_call(const Instruction& instruction, const c10::OperatorHandle& op) {
 
 }  // namespace
 
-c10::OperatorHandle find_op(const std::string& name) {
-  const std::string full = torch_name(name);
-  const auto handle = c10::Dispatcher::singleton().findSchema({full, ""});
-  TORCH_CHECK(handle.has_value(), "[plan] op must be registered, got '", full, "'");
-  return *handle;
+Callee find_op(const std::string& name) {
+  const auto callee = find_callee(name);
+  TORCH_CHECK(callee, "[plan] op must be registered, got '", torch_name(name), "'");
+  return *callee;
 }
 
 void check_calls(const Plan& plan) {
@@ -142,7 +140,7 @@ void check_calls(const Plan& plan) {
     for (const Step& step : *steps) {
       for (const Instruction& instruction : step.instructions) {
         if (instruction.target.empty() || instruction.target == kCast) continue;
-        check_call(instruction, find_op(instruction.target));
+        check_call(instruction, *find_op(instruction.target).schema);
       }
     }
   }

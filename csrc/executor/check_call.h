@@ -1,13 +1,12 @@
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include "fuser/plan.h"
+#include "op/run_call.h"
 
 namespace transformer_ops {
 
-// A typed op, or one of torch's own. Throws c10::Error (RuntimeError) where there is none.
-c10::OperatorHandle find_op(const std::string& name);
+// Runs a typed op, or one of torch's own. Throws c10::Error (RuntimeError) where there is none.
+Callee find_op(const std::string& name);
 
 // Throws c10::Error where a call does not fit the schema of its op: in a text that was made for
 // another release, or by hand. Calls that the host language runs are left out.

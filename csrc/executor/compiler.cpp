@@ -4,6 +4,7 @@
 #include <set>
 #include <span>
 
+#include "executor/call_text.h"
 #include "executor/check_call.h"
 #include "executor/made_once.h"
 #include "executor/numbering.h"
@@ -175,8 +176,9 @@ class Compiler {
 
   void compile_instruction(const Instruction& instruction, Numbering& values, Program::Code& code) {
     if (instruction.target.empty()) return hand_over(instruction, values, code);
+    const Callee callee = find_op(instruction.target);
     Program::Call call{
-        find_op(instruction.target), find_typed_op(instruction.target), instruction.target, {}, {}};
+        callee.op, callee.schema, find_typed_op(instruction.target), instruction.target, {}, {}};
     const bool backward = &values == &backward_;
     if (backward) {
       call.backward_of = backward_of(instruction.target);
@@ -189,14 +191,14 @@ class Compiler {
     }
     for (size_t i = 0; i < instruction.arguments.size(); ++i) {
       const Argument& argument = instruction.arguments[i];
-      const bool is_list =
-          call.op.schema().arguments()[i].type()->kind() == c10::TypeKind::ListType;
+      const bool is_list = callee.schema->arguments()[i].type()->kind() == c10::TypeKind::ListType;
       if (is_list && std::holds_alternative<None>(argument)) {
         call.operands.emplace_back(Program::LoadList());
       } else {
         call.operands.push_back(operand(argument, values));
       }
     }
+    if (callee.by_text) call.text = call_text(call);
     note_counts(instruction, call);
     if (call.typed && call.typed->random) program_.random = true;
     if (call.typed && !call.typed->makes.empty()) {

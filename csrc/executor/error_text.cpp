@@ -60,7 +60,7 @@ Value read_as(const Plan& plan, const Step& step, const Value& value) {
 
 std::optional<Subject> argument_of(const Plan& plan, const Program::Call& call, const Step& step,
                                    const std::string& argument) {
-  const auto& fields = call.op.schema().arguments();
+  const auto& fields = call.schema->arguments();
   const auto field = std::ranges::find(fields, argument, &c10::Argument::name);
   const auto instruction = std::ranges::find_if(step.instructions, [&](const Instruction& one) {
     return without_namespace(one.target) == without_namespace(call.name);

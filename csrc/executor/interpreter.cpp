@@ -17,7 +17,7 @@ using Result = Program::HostBackward::Result;
 std::string text_of(const Program::Line& line, const std::string& text) {
   const auto* const call = std::get_if<Program::Call>(&line.what);
   if (call == nullptr || call->typed != nullptr || text.starts_with("[")) return text;
-  const std::string name = call->op.schema().name();
+  const std::string name = call->schema->name();
   return "[" + name.substr(name.find("::") + 2) + "] " + text;
 }
 
@@ -181,7 +181,18 @@ class Interpreter {
       return;
     }
     call.op.callBoxed(stack_);
+    if (!call.text.isNone()) return take_list_of_results(call);
     take_results(call);
+  }
+
+  // What run_call gives is one list.
+  void take_list_of_results(const Program::Call& call) {
+    const auto results = std::move(stack_[0]).toTensorList();
+    TORCH_CHECK(results.size() == call.results.size(), "[", call.name, "] results must be ",
+                call.results.size(), ", as the plan says, got ", results.size());
+    for (size_t i = 0; i < call.results.size(); ++i) {
+      values_[call.results[i]] = results.extract(i);
+    }
   }
 
   void take_results(const Program::Call& call) {
@@ -200,7 +211,7 @@ class Interpreter {
       }
       const auto list = stack_[i].toListRef();
       TORCH_CHECK(list.size() == static_cast<size_t>(call.counts[i]), "[", call.name, "] ",
-                  call.op.schema().returns()[i].name(), " must have ", call.counts[i],
+                  call.schema->returns()[i].name(), " must have ", call.counts[i],
                   " tensors, as the plan says, got ", list.size());
       for (const c10::IValue& item : list) values_[*next++] = item.toTensor();
     }
@@ -208,6 +219,7 @@ class Interpreter {
 
   void load(const Program::Call& call) {
     stack_.clear();
+    if (!call.text.isNone() && !frame_.is_decomposed) return load_tensors(call);
     for (const auto& operand : call.operands) {
       if (const auto* load = std::get_if<Program::Load>(&operand)) {
         Tensor& value = values_[load->value];
@@ -221,6 +233,23 @@ class Interpreter {
         stack_.emplace_back(c10::SymIntArrayRef(look->sizes));
       }
     }
+  }
+
+  // What run_call takes.
+  void load_tensors(const Program::Call& call) {
+    c10::List<Tensor> tensors;
+    const auto add = [&](const Program::Load& load) {
+      Tensor& value = values_[load.value];
+      load.last ? tensors.push_back(std::move(value)) : tensors.push_back(value);
+    };
+    for (const auto& operand : call.operands) {
+      if (const auto* const load = std::get_if<Program::Load>(&operand)) add(*load);
+      if (const auto* const list = std::get_if<Program::LoadList>(&operand)) {
+        std::ranges::for_each(*list, add);
+      }
+    }
+    stack_.push_back(call.text);
+    stack_.emplace_back(std::move(tensors));
   }
 
   c10::List<Tensor> load_list(const Program::LoadList& loads) {

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <ranges>
 
+#include "executor/call_text.h"
 #include "executor/passes.h"
 #include "fuser/fork_safe_mutex.h"
 
@@ -54,8 +55,8 @@ void drop_lists(Program::Call& call, const std::vector<bool>& mask) {
 }
 
 // Has the call compute no gradient that nobody wants, where its schema has a mask to say so.
-void narrow_mask(Program::Call& call, const std::vector<bool>& live) {
-  const auto& fields = call.op.schema().arguments();
+void narrow_operands(Program::Call& call, const std::vector<bool>& live) {
+  const auto& fields = call.schema->arguments();
   const auto place = std::ranges::find(fields, "output_mask", &c10::Argument::name);
   if (place == fields.end()) return;
   auto& constant = std::get<Program::Constant>(call.operands[place - fields.begin()]);
@@ -74,6 +75,11 @@ void narrow_mask(Program::Call& call, const std::vector<bool>& live) {
       call.operands[i] = Program::Constant{c10::IValue()};
     }
   }
+}
+
+void narrow_mask(Program::Call& call, const std::vector<bool>& live) {
+  narrow_operands(call, live);
+  if (!call.text.isNone()) call.text = call_text(call);
 }
 
 void narrow(Program::Call& call, const std::vector<bool>& is_live) {

@@ -51,7 +51,8 @@ struct Program {
   };
   struct Call {
     c10::OperatorHandle op;
-    const TypedOp* typed;  // null for an op of torch's own
+    const c10::FunctionSchema* schema;  // of what the plan names
+    const TypedOp* typed;               // null for an op of torch's own
     std::string name;
     std::vector<Operand> operands;
     std::vector<int> results;  // those of lists one by one
@@ -75,6 +76,8 @@ struct Program {
     };
     std::optional<Accumulates> accumulates = {};
     std::optional<MadeOfWeights::Call> made_once = {};  // where weights are frozen
+    // Where `op` is run_call (op/run_call.h): the call as its text, which takes the tensors alone.
+    c10::IValue text = {};
   };
   struct Cast {
     std::string step;

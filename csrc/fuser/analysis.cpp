@@ -10,8 +10,8 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-std::string name_of_format(const std::string& format) {
-  return format.empty() ? "a plain tensor" : format;
+std::string name_of_format(NumberFormat format) {
+  return format.is_exact() ? "a plain tensor" : format.name();
 }
 
 }  // namespace
@@ -44,23 +44,24 @@ DType Analysis::operand_dtype(int op) const {
   const bool scalable = declaration(ops_[op].kind).scalable && key_.device != Device::Other;
   for (const char* operand : {"input", "weight", "grad_output"}) {
     // What is held quantized is taken as it is.
-    if (!parameter_format(op, operand).empty()) continue;
-    dtype = transformer_ops::operand_dtype(formats.format(operand), dtype, scalable);
+    if (!parameter_format(op, operand).is_exact()) continue;
+    dtype = formats.format(operand).operand_dtype(dtype, scalable);
   }
   return dtype;
 }
 
 bool Analysis::has_scale(int op, const std::string& operand) const {
-  if (operand_dtype(op) != DType::BFloat16 || !parameter_format(op, operand).empty()) return false;
-  return has_tensor_scale(key_.recipe->of(op).format(operand));
+  if (operand_dtype(op) != DType::BFloat16 || !parameter_format(op, operand).is_exact())
+    return false;
+  return key_.recipe->of(op).format(operand).has_tensor_scale();
 }
 
 bool Analysis::has_blocks(int op, std::initializer_list<const char*> operands) const {
   const bool may_multiply = key_.device == Device::Cuda && declaration(ops_[op].kind).scalable;
   if (!may_multiply || operand_dtype(op) != DType::BFloat16) return false;
-  std::vector<std::string> formats;
+  std::vector<NumberFormat> formats;
   for (const std::string operand : operands) {
-    if (!parameter_format(op, operand).empty()) return false;
+    if (!parameter_format(op, operand).is_exact()) return false;
     formats.push_back(key_.recipe->of(op).format(operand));
   }
   return are_multiplied_in_blocks(formats);
@@ -122,7 +123,7 @@ void Analysis::check_parameters(int i) const {
     check(given == names, "[", op.kind, "] ", list.parameter, " must be a list of ", names.size(),
           " tensors, as ", list.count, " says, got ", given.size());
     const bool is_absent = list.optional && !has_parameter(i, list.parameter);
-    const std::string format = parameter_format(i, list.parameter);
+    const NumberFormat format = parameter_format(i, list.parameter);
     for (const std::string& name : names) {
       check(parameter_format(i, name) == format, "[", op.kind, "] ", name, " must be held as ",
             names[0], " is, got ", name_of_format(parameter_format(i, name)), " and ",
@@ -135,9 +136,9 @@ void Analysis::check_parameters(int i) const {
     const std::string& name = op.parameters[k];
     check(row.is_optional(name) || !parameters(i)[k].is_absent, "[", op.kind, "] ", name,
           " must be a tensor, got None");
-    const std::string format = parameter_format(i, name);
-    check(format.empty() || row.has_operand(row.parameter_of(name)), "[", op.kind, "] ", name,
-          " must be a plain tensor, got one that is quantized as ", format);
+    const NumberFormat format = parameter_format(i, name);
+    check(format.is_exact() || row.has_operand(row.parameter_of(name)), "[", op.kind, "] ", name,
+          " must be a plain tensor, got one that is quantized as ", format.name());
   }
 }
 
@@ -199,10 +200,9 @@ std::vector<std::string> Analysis::tensors_of(int op, const std::string& paramet
   return declaration(node.kind).tensors_of(parameter, node.attributes);
 }
 
-std::string Analysis::parameter_format(int op, const std::string& name) const {
+NumberFormat Analysis::parameter_format(int op, const std::string& name) const {
   const int k = position_of(ops_[op].parameters, tensors_of(op, name).front());
-  const uint8_t number = k < 0 ? 0 : parameters(op)[k].format;
-  return number == 0 ? "" : format_name(number);
+  return k < 0 ? NumberFormat() : parameters(op)[k].format;
 }
 
 bool Analysis::has_extra_input(int op, int k) const {

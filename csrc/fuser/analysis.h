@@ -47,8 +47,8 @@ class Analysis {
   bool has_extra_input(int op, int k) const;
   // Of a parameter, the names of its tensors: more than one where it is a list.
   std::vector<std::string> tensors_of(int op, const std::string& parameter) const;
-  // In which a parameter, or each tensor of it, is held; empty where it is a plain tensor.
-  std::string parameter_format(int op, const std::string& name) const;
+  // In which a parameter, or each tensor of it, is held; exact where it is a plain tensor.
+  NumberFormat parameter_format(int op, const std::string& name) const;
 
   // Does anybody want the gradient of the main tensor at a boundary?
   bool needs_grad(int boundary) const { return needs_grad_[boundary]; }

@@ -32,7 +32,7 @@ bool is_rounded(const Analysis& analysis, int op, const std::string& name) {
   const OpDeclaration& row = declaration(node.kind);
   const std::string operand = row.parameter_of(name);
   if (!analysis.is_quantized(op) || !row.has_operand(operand)) return false;
-  if (analysis.key().recipe->of(op).format(operand).empty()) return false;
+  if (analysis.key().recipe->of(op).format(operand).is_exact()) return false;
   std::optional<DType> first;
   for (size_t k = 0; k < node.parameters.size(); ++k) {
     if (row.parameter_of(node.parameters[k]) != operand) continue;

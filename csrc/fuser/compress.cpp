@@ -32,7 +32,7 @@ class Compress {
     for (const Step& step : plan_.forward) {
       for (const Save& save : step.saves) {
         const Value source = root(save.source);
-        if (!asks(save.slot) && (format_of(save.slot).empty() || held.contains(source))) {
+        if (!asks(save.slot) && (format_of(save.slot).is_exact() || held.contains(source))) {
           exact_.insert(source);
         }
       }
@@ -86,7 +86,7 @@ class Compress {
   // kept as it is.
   bool is_compressed(const Save& save, DType dtype) const {
     const Value source = root(save.source);
-    if (format_of(save.slot).empty() || dtype == DType::Unknown) return false;
+    if (format_of(save.slot).is_exact() || dtype == DType::Unknown) return false;
     if (source.kind == Kind::Parameter || source.kind == Kind::ExtraInput) return false;
     return !exact_.contains(source);
   }
@@ -95,11 +95,11 @@ class Compress {
     return slot.name == "input" && plan_.ops[slot.op].is_set(kCacheQuantizedInput);
   }
 
-  // Empty for what is kept as it is.
-  std::string format_of(const Value& slot) const {
+  // Exact for what is kept as it is.
+  NumberFormat format_of(const Value& slot) const {
     const bool is_main = slot.name == "input" || slot.name == "output";
-    if (!is_main) return "";
-    if (asks(slot)) return "e4m3";
+    if (!is_main) return {};
+    if (asks(slot)) return NumberFormat::named("e4m3");
     return codes_of(plan_.saved.format);
   }
 
@@ -107,7 +107,7 @@ class Compress {
     const Value codes = part_of(save.slot, Value::Part::Codes);
     const Value scale = part_of(save.slot, Value::Part::Scale);
     step.instructions.push_back({.target = "quantize",
-                                 .arguments = {save.source, Attribute(format_of(save.slot))},
+                                 .arguments = {save.source, Attribute(format_of(save.slot).name())},
                                  .results = {codes, scale}});
     saves.push_back({codes, codes});
     saves.push_back({scale, scale});
@@ -133,9 +133,9 @@ class Compress {
   void decode(const Value& slot, const Step& step, std::vector<Instruction>& code) {
     if (!decoded_.insert(slot).second) return;
     code.push_back(
-        {.target = "decode_saved",
+        {.target = "dequantize.saved",
          .arguments = {Value{Kind::Grad, step.last() + 1}, part_of(slot, Value::Part::Codes),
-                       part_of(slot, Value::Part::Scale), Attribute(format_of(slot)),
+                       part_of(slot, Value::Part::Scale), Attribute(format_of(slot).name()),
                        Attribute(to_text(dtype_.at(slot)))},
          .results = {slot}});
   }

@@ -80,7 +80,7 @@ class Lowering {
       for (const std::string& name : op.parameters) {
         if (!analysis_.has_parameter(i, name)) continue;
         plan_.parameters.push_back({Kind::Parameter, i, name});
-        if (analysis_.parameter_format(i, name).empty()) continue;
+        if (analysis_.parameter_format(i, name).is_exact()) continue;
         plan_.parameters.push_back({Kind::Parameter, i, name, Value::Part::Codes});
         plan_.parameters.push_back({Kind::Parameter, i, name, Value::Part::Scale});
       }
@@ -441,7 +441,7 @@ class Lowering {
       for (int k = 0; k < std::ssize(ops_[op].extra_inputs); ++k) {
         if (analysis_.is_integer(op, k) || !analysis_.has_extra_input(op, k)) continue;
         if (schema.has_result("grad_" + ops_[op].extra_inputs[k])) continue;
-        instruction.results.push_back(gradient_of(extra_input(op, k)));
+        instruction.results.emplace_back(gradient_of(extra_input(op, k)));
       }
     }
     return instruction;

@@ -15,7 +15,7 @@ struct TensorMeta {
   DType dtype = DType::Unknown;
   bool requires_grad = false;  // where gradients are on
   bool is_absent = false;      // an optional one that is None
-  uint8_t format = 0;          // of a parameter that is held quantized: see format_number()
+  NumberFormat format = {};    // in which a parameter is held
 
   bool operator==(const TensorMeta&) const = default;
 };

@@ -17,6 +17,7 @@
 #include "fuser/error.h"
 #include "fuser/op_node.h"
 #include "fuser/plan.h"
+#include "fuser/text.h"
 
 namespace transformer_ops {
 namespace {
@@ -151,34 +152,6 @@ std::string step_text(const Step& step, const char* direction) {
   return text;
 }
 
-// Splits at a separator that stands outside quotes and brackets.
-std::vector<std::string> split(const std::string& text, char separator) {
-  std::vector<std::string> parts(1);
-  bool quoted = false;
-  int depth = 0;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const char c = text[i];
-    if (quoted && c == '\\' && i + 1 < text.size()) {
-      parts.back() += c;
-      parts.back() += text[++i];
-      continue;
-    }
-    if (c == '"') quoted = !quoted;
-    if (!quoted) depth += (c == '[' || c == '(') - (c == ']' || c == ')');
-    if (c == separator && !quoted && depth == 0) {
-      parts.emplace_back();
-    } else {
-      parts.back() += c;
-    }
-  }
-  for (std::string& part : parts) {
-    part.erase(0, part.find_first_not_of(' '));
-    part.erase(part.find_last_not_of(' ') + 1);
-  }
-  std::erase(parts, "");
-  return parts;
-}
-
 std::pair<std::string, std::string> split_once(const std::string& text, char separator) {
   const size_t at = text.find(separator);
   check(at != std::string::npos, "[plan] '", text, "' must hold a '", separator, "'");
@@ -197,7 +170,7 @@ bool is_list_of_values(const std::string& text) {
 ValueList parse_list(const std::string& text) {
   check(text.ends_with(']'), "[plan] a list of values must end with ']', got '", text, "'");
   ValueList list;
-  for (const std::string& word : split(text.substr(1, text.size() - 2), ',')) {
+  for (const std::string& word : split_text(text.substr(1, text.size() - 2), ',')) {
     for (Value& value : parse_run(word)) list.push_back(std::move(value));
   }
   return list;
@@ -257,7 +230,7 @@ class Parser {
   void parse_line(const std::string& line) {
     if (line.starts_with("  save ")) return parse_saves(line.substr(7));
     if (line.starts_with("  ")) return parse_instruction(line.substr(2));
-    std::vector<std::string> words = split(line, ' ');
+    std::vector<std::string> words = split_text(line, ' ');
     check(!words.empty(), "[plan] a line must not be blank");
     const std::string head = words.front();
     words.erase(words.begin());
@@ -363,7 +336,7 @@ class Parser {
     const size_t equals = text.find(" = ");
     check(equals != std::string::npos, "[plan] an instruction must read 'results = ...'");
     Instruction instruction;
-    for (const auto& word : split(text.substr(0, equals), ',')) {
+    for (const auto& word : split_text(text.substr(0, equals), ',')) {
       instruction.results.push_back(parse_result(word));
     }
     std::string call = text.substr(equals + 3);
@@ -372,7 +345,7 @@ class Parser {
       instruction.target = target;
       call = arguments;
     }
-    for (const auto& word : split(call, ',')) {
+    for (const auto& word : split_text(call, ',')) {
       instruction.arguments.push_back(parse_argument(word));
     }
     check(!instruction.target.empty() || instruction.arguments.size() == 1,
@@ -382,7 +355,7 @@ class Parser {
 
   void parse_saves(const std::string& text) {
     check(step_ != nullptr, "[plan] a save must follow a step");
-    for (const auto& word : split(text, ',')) {
+    for (const auto& word : split_text(text, ',')) {
       const auto [slot, source] = split_once(word, '=');
       const ValueList slots = parse_run(slot), sources = parse_run(source);
       check(slots.size() == sources.size(), "[plan] a save must have a source for each slot, got '",

@@ -13,20 +13,20 @@ struct Row {
   const char* codes;
 };
 // By SavedFormat.
-constexpr std::array<Row, 3> kFormats = {
+constexpr std::array<Row, 3> kSavedFormats = {
     {{"exact", ""}, {"fp8", "e4m3 1x128"}, {"int8", "int8 1x128"}}};
 
-const Row& row_of(SavedFormat format) { return kFormats[static_cast<size_t>(format)]; }
+const Row& row_of(SavedFormat format) { return kSavedFormats[static_cast<size_t>(format)]; }
 
 }  // namespace
 
 std::string to_text(SavedFormat format) { return row_of(format).name; }
-const char* codes_of(SavedFormat format) { return row_of(format).codes; }
+NumberFormat codes_of(SavedFormat format) { return NumberFormat::named(row_of(format).codes); }
 
 SavedFormat parse_saved_format(const std::string& text) {
-  const auto found = std::ranges::find(kFormats, text, &Row::name);
-  check(found != kFormats.end(), "[plan] saved must be exact, fp8 or int8, got '", text, "'");
-  return static_cast<SavedFormat>(found - kFormats.begin());
+  const auto found = std::ranges::find(kSavedFormats, text, &Row::name);
+  check(found != kSavedFormats.end(), "[plan] saved must be exact, fp8 or int8, got '", text, "'");
+  return static_cast<SavedFormat>(found - kSavedFormats.begin());
 }
 
 }  // namespace transformer_ops

@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <string>
 
+#include "fuser/number_format.h"
+
 namespace transformer_ops {
 
 // How forward keeps the tensors that backward reads.
@@ -11,8 +13,8 @@ enum class SavedFormat : uint8_t { Exact, Fp8, Int8 };
 // "exact", "fp8", "int8".
 std::string to_text(SavedFormat format);
 SavedFormat parse_saved_format(const std::string& text);
-// The name in kernels/format.h of what codes are in.
-const char* codes_of(SavedFormat format);
+// In which the codes are.
+NumberFormat codes_of(SavedFormat format);
 
 struct SavedAs {
   SavedFormat format = SavedFormat::Exact;

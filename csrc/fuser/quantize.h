@@ -10,11 +10,14 @@
 
 namespace transformer_ops {
 
-// A tensor rounded to the numbers of a format. In backward "_saved" stands behind it: of a tensor
+// A tensor rounded to the numbers of a format. In backward ".saved" stands behind it: of a tensor
 // from forward, after the gradient that ties the call there.
 inline constexpr const char* kRoundCall = "quantize_dequantize";
 // To values of codes, by a scale that is a state: the scale that decodes them and the largest
 // magnitude beside them.
+// Behind the name of an op that rounds, or decodes: of what forward saved. Its first argument is a
+// gradient, which keeps a compiler from running it in forward, and from keeping the result.
+inline constexpr const char* kSaved = ".saved";
 inline constexpr const char* kRoundValuesScaled = "quantize_values_scaled";
 
 // A parameter that is held quantized is decoded where a step reads it, in backward again:

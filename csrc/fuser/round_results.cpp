@@ -32,10 +32,10 @@ TargetTraits traits_of(const std::string& target) {
 }
 
 // A call that rounds an operand of a product: what it reads, and what it makes of it.
-struct Rounding {
+struct FoundRounding {
   Value from;
   Value to;
-  std::string format;
+  NumberFormat format;
   std::string dtype;
   // Of one by a scale that is known before: what that is, and the results beside the operand. The
   // largest magnitude is noted in forward alone.
@@ -50,23 +50,22 @@ const std::string& text_of(const Argument& argument) {
   return std::get<std::string>(std::get<Attribute>(argument));
 }
 
-std::optional<Rounding> rounding_of(const Instruction& call) {
-  constexpr std::string_view kSaved = "_saved";
+std::optional<FoundRounding> rounding_of(const Instruction& call) {
   const bool is_saved = call.target.ends_with(kSaved);
-  const std::string_view target(call.target.data(),
-                                call.target.size() - (is_saved ? kSaved.size() : 0));
+  const std::string_view target(
+      call.target.data(), call.target.size() - (is_saved ? std::string_view(kSaved).size() : 0));
   const bool is_scaled = target == kRoundValuesScaled;
   if (!is_scaled && target != kRoundCall) return std::nullopt;
   const std::span read = std::span(call.arguments).subspan(is_saved ? 1 : 0);
-  Rounding found{std::get<Value>(read[0]), std::get<Value>(call.results[0]),
-                 text_of(*(read.end() - 2)), text_of(read.back())};
+  FoundRounding found{std::get<Value>(read[0]), std::get<Value>(call.results[0]),
+                      NumberFormat::named(text_of(*(read.end() - 2))), text_of(read.back())};
   if (is_scaled) {
     found.scale.assign(read.begin() + 1, read.end() - 2);
     found.numbers.assign(call.results.begin() + 1, call.results.end());
   }
   // An op that rounds its main tensor gives a boundary, which others may see.
   if (found.to.kind != Kind::Temporary) return std::nullopt;
-  if (found.has_blocks() && rows_of_block(found.format) == 0) return std::nullopt;
+  if (found.has_blocks() && found.format.rows_of_block() == 0) return std::nullopt;
   return found;
 }
 
@@ -113,40 +112,41 @@ class RoundResults {
   }
 
   // A boundary has the dtype of the op that reads it, which is what it is rounded in.
-  bool fits(const Value& value, const std::vector<Rounding>& roundings) const {
+  bool fits(const Value& value, const std::vector<FoundRounding>& roundings) const {
     if (value.kind != Kind::Main && value.kind != Kind::Grad) return false;
-    const bool has_blocks = std::ranges::all_of(roundings, &Rounding::has_blocks);
+    const bool has_blocks = std::ranges::all_of(roundings, &FoundRounding::has_blocks);
     if (kept_.contains(value) || roundings.size() > (has_blocks ? 2 : 1)) return false;
     const std::string dtype = to_text(dtypes_[value.op]);
-    return std::ranges::all_of(roundings,
-                               [&](const Rounding& rounding) { return rounding.dtype == dtype; });
+    return std::ranges::all_of(
+        roundings, [&](const FoundRounding& rounding) { return rounding.dtype == dtype; });
   }
 
   // The value itself becomes the first rounding of it.
-  void take(Instruction& call, const std::vector<Rounding>& roundings) {
-    const Rounding& first = roundings[0];
+  void take(Instruction& call, const std::vector<FoundRounding>& roundings) {
+    const FoundRounding& first = roundings[0];
     if (first.has_blocks()) {
       round_by_blocks(call, first.format, roundings.size() == 2 ? &roundings[1] : nullptr);
     } else {
       round_by_scale(call, first);
     }
-    for (const Rounding& rounding : roundings) taken_.insert(rounding.to);
+    for (const FoundRounding& rounding : roundings) taken_.insert(rounding.to);
     replace_argument(*first.step, first.to, first.from);
   }
 
-  static void round_by_blocks(Instruction& call, const std::string& format,
-                              const Rounding* columns) {
+  static void round_by_blocks(Instruction& call, NumberFormat format,
+                              const FoundRounding* columns) {
     call.target += kRounded;
-    call.arguments.push_back(Attribute(format));
-    call.arguments.push_back(Attribute(columns == nullptr ? std::string() : columns->format));
+    call.arguments.push_back(Attribute(format.name()));
+    call.arguments.push_back(
+        Attribute(columns == nullptr ? std::string() : columns->format.name()));
     call.results.push_back(columns == nullptr ? unused_like(call.results[0]) : Result(columns->to));
   }
 
-  static void round_by_scale(Instruction& call, const Rounding& rounding) {
+  static void round_by_scale(Instruction& call, const FoundRounding& rounding) {
     const bool has_amax = rounding.numbers.size() == 2;
-    call.target += kRoundedScaled;
+    call.target += kRoundedBy;
     call.arguments.insert(call.arguments.end(), rounding.scale.begin(), rounding.scale.end());
-    call.arguments.push_back(Attribute(rounding.format));
+    call.arguments.push_back(Attribute(rounding.format.name()));
     call.arguments.push_back(Attribute(has_amax));
     call.results.insert(call.results.end(), rounding.numbers.begin(), rounding.numbers.end());
     if (!has_amax) call.results.push_back(unused_like(call.results[0]));
@@ -155,7 +155,7 @@ class RoundResults {
   std::vector<Step*> steps_;
   const std::vector<DType>& dtypes_;
   std::set<Value> kept_;
-  std::map<Value, std::vector<Rounding>> roundings_;
+  std::map<Value, std::vector<FoundRounding>> roundings_;
   std::set<Value> taken_;
 };
 

@@ -97,6 +97,7 @@ class LibraryRows {
     const Signature signature(op.schema, op.any_strides);
     for (const std::string& name : op.overwrites) signature.index_of(name, "overwrites");
     check_products(op);
+    check_by_rows(op);
     check_new(name);
     for (const std::string& other : other_names(name, op)) check_new(other);
   }

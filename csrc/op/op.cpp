@@ -62,7 +62,9 @@ void register_op(const std::string& library, Op op) {
   if (op.replay) add_replay(op.declaration.kind, std::move(op.replay));
   if (!op.declaration.kind.empty()) add_declaration(std::move(op.declaration));
   register_pair(library, std::move(op.forward), std::move(op.backward));
-  register_pair(library, std::move(op.recompute), {});
+  const std::string recompute = parse_schema(op.recompute.schema).name;
+  if (!recompute.empty() && belongs_to(library, recompute))
+    register_plan_op(std::move(op.recompute));
 }
 
 bool register_op(Op op) {

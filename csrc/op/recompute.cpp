@@ -3,6 +3,7 @@
 #include <array>
 #include <utility>
 
+#include "fuser/quantize.h"
 #include "op/defaults.h"
 #include "op/op.h"
 
@@ -63,10 +64,10 @@ TypedOp recompute_by(TypedOp op) {
 
 void register_for_both_passes(const TypedOp& op, LastResult last) {
   TypedOp saved = behind_gradient(op);
-  saved.schema.insert(saved.schema.find('('), "_saved");
+  saved.schema.insert(saved.schema.find('('), kSaved);
   if (last == LastResult::InForward) drop_last_result(saved);
   register_typed_op(op);
-  register_typed_op(std::move(saved));
+  register_plan_op(std::move(saved));
 }
 
 }  // namespace transformer_ops

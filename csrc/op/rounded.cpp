@@ -253,11 +253,16 @@ TypedOp rounded_op(const TypedOp& op, const RowRounding& rounding) {
 
 }  // namespace
 
-std::vector<TypedOp> rounded_by(const TypedOp& op) {
-  std::vector<TypedOp> made;
-  if (op.by_rows.empty()) return made;
-  for (const RowRounding& rounding : row_roundings()) made.push_back(rounded_op(op, rounding));
-  return made;
+std::optional<TypedOp> rounded_by(const TypedOp& op, std::string_view suffix) {
+  const auto& rows = row_roundings();
+  const auto row = std::ranges::find(rows, suffix, &RowRounding::suffix);
+  if (op.by_rows.empty() || row == rows.end()) return std::nullopt;
+  return rounded_op(op, *row);
+}
+
+void check_by_rows(const TypedOp& op) {
+  if (op.by_rows.empty()) return;
+  for (const RowRounding& rounding : row_roundings()) RoundedOp(op, rounding);
 }
 
 }  // namespace transformer_ops

@@ -46,7 +46,7 @@ struct Formats {
 };
 
 void check_blocks(const Checks& check, const c10::IValue& format) {
-  TORCH_CHECK(rows_of_block(format.toStringView()) > 0, "[", check.op(),
+  TORCH_CHECK(NumberFormat::find(format.toStringView()).rows_of_block() > 0, "[", check.op(),
               "] format must be one whose scales are those of blocks, got '", format.toStringView(),
               "'");
 }
@@ -72,9 +72,9 @@ Tensors blocks_meaning(const Checks& check, const Tensor& x, Values added) {
 
 int64_t rows_of_blocks(Values added) {
   const Formats formats(added);
-  const int64_t rows = rows_of_block(formats.rows.toStringView());
+  const int64_t rows = NumberFormat::find(formats.rows.toStringView()).rows_of_block();
   if (!formats.has_columns()) return rows;
-  return std::max(rows, rows_of_block(formats.columns.toStringView()));
+  return std::max(rows, NumberFormat::find(formats.columns.toStringView()).rows_of_block());
 }
 
 void round_blocks(Body Bodies::*on_device, const Call& call, const Tensor& x, Values added,
@@ -109,7 +109,7 @@ void check_scale(const Checks& check, Values added) {
   const int64_t place = scale.place.toInt();
   TORCH_CHECK(place >= 0 && place < kScalePlaces, "[", check.op(),
               "] fp8_place must be 0, 1 or 2, got ", place);
-  TORCH_CHECK(has_one_scale(scale.format.toStringView()), "[", check.op(),
+  TORCH_CHECK(NumberFormat::find(scale.format.toStringView()).has_one_scale(), "[", check.op(),
               "] format must have one scale for a tensor, got '", scale.format.toStringView(), "'");
 }
 
@@ -150,7 +150,7 @@ const std::vector<RowRounding>& row_roundings() {
        .meaning = blocks_meaning,
        .rows_of_block = rows_of_blocks,
        .run = round_blocks},
-      {.suffix = kRoundedScaled,
+      {.suffix = kRoundedBy,
        .arguments = {{"Tensor", "fp8_scale"},
                      {"int", "fp8_place"},
                      {"str", "format"},

@@ -26,9 +26,9 @@ struct RowRounding {
 
 // By the scales of blocks, which follow from the rows: to `format`, and to `column_format` beside
 // it; without one that result has no elements.
-//   <op>_rounded(..., str format, str column_format) -> (..., Tensor <first result>_columns)
+//   <op>.rounded(..., str format, str column_format) -> (..., Tensor <first result>_columns)
 // By a scale of the tensor that is known before it, to values of codes (quantize_values_scaled).
-//   <op>_rounded_scaled(..., Tensor fp8_scale, int fp8_place, str format, bool with_amax)
+//   <op>.rounded_by(..., Tensor fp8_scale, int fp8_place, str format, bool with_amax)
 //       -> (..., Tensor <first result>_decodes, Tensor <first result>_amax)
 const std::vector<RowRounding>& row_roundings();
 

@@ -1,48 +1,30 @@
 #include "op/typed_op.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <optional>
-#include <span>
 
 #include "fuser/fork_safe_mutex.h"
 #include "fuser/round_results.h"
 #include "fuser/schema.h"
-#include "op/backend.h"
-#include "op/buffer.h"
-#include "op/codes.h"
 #include "op/defaults.h"
 #include "op/flops.h"
-#include "op/main_grad.h"
+#include "op/frame.h"
 #include "op/rounded.h"
-#include "op/signature.h"
-#include "op/torch_library.h"
-#include "op/unfused.h"
 #include "op/variant.h"
 
 namespace transformer_ops {
 namespace {
 
-using c10::DispatchKey;
-using c10::DispatchKeySet;
-using c10::OperatorHandle;
-using torch::jit::Stack;
-
 // A library that brings more may be loaded while others run; a row stays where it is.
 struct TypedOps {
   ForkSafeMutex mutex;
   std::map<std::string, TypedOp> rows;
+  std::vector<std::string> of_plans;  // those that torch has no schema of
 };
 
 TypedOps& typed_ops() {
@@ -64,357 +46,6 @@ const TypedOp& add_typed_op(const std::string& name, TypedOp op) {
   return row->second;
 }
 
-// `skipped`: a result that the schema does not have, and then no list, either.
-void push_results(Stack* stack, size_t arguments, Results results, std::optional<size_t> skipped,
-                  const std::vector<bool>& lists) {
-  stack->erase(stack->end() - static_cast<std::ptrdiff_t>(arguments), stack->end());
-  for (size_t i = 0; i < results.tensors.size(); ++i) {
-    if (i == skipped || (skipped && !lists.empty() && lists[i])) continue;
-    if (!lists.empty() && lists[i]) {
-      stack->emplace_back(std::move(results.lists[i]));
-    } else {
-      stack->emplace_back(std::move(results.tensors[i]));
-    }
-  }
-}
-
-// What a body that returns its results gives one after another.
-Results grouped(const std::string& name, Tensors found, const TensorSpecs& specs) {
-  size_t count = 0;
-  for (const TensorSpec& spec : specs) count += spec.list ? spec.list->size() : 1;
-  TORCH_CHECK(found.size() == count, "[", name, "] body must return ", count,
-              " tensors, those of lists too, got ", found.size());
-  Results results;
-  results.lists.resize(specs.size());
-  auto next = std::make_move_iterator(found.begin());
-  for (size_t i = 0; i < specs.size(); ++i) {
-    if (!specs[i].list) {
-      results.tensors.push_back(*next++);
-      continue;
-    }
-    results.tensors.emplace_back();
-    for (size_t k = 0; k < specs[i].list->size(); ++k) results.lists[i].push_back(*next++);
-  }
-  return results;
-}
-
-// What every kernel of a typed op starts from.
-class Kernel : public c10::OperatorKernel {
- public:
-  explicit Kernel(const Variant& variant) : variant_(variant), op_(variant.op) {}
-
- protected:
-  static constexpr size_t kGradWeight = 1;  // of the results, where it may go into main_grad
-
-  Values arguments(const OperatorHandle& handle, Stack* stack) const {
-    const size_t count = handle.schema().arguments().size();
-    return {stack->data() + stack->size() - count, count};
-  }
-
-  // Raises where they are not what the schema says.
-  Call check_arguments(Values values) const {
-    const char* const name = variant_.name.c_str();
-    variant_.signature.check(name, values);
-    const Form form = variant_.form;
-    Values added = values.last(form.added_arguments());
-    OperandScales scales;
-    if (form.is_scaled) {
-      scales = {scale_of("left_scale", added[0]), scale_of("right_scale", added[1])};
-      added = added.subspan(2);
-    }
-    MainGrad main_grad;
-    if (form.is_into) {
-      main_grad.adds = !added[1].toBool();
-      if (added[0].isTensor()) {
-        main_grad.buffer = added[0].toTensor();
-      } else {
-        main_grad.buffers = added[0].toTensorVector();
-      }
-    }
-    return Call(name, std::move(main_grad), std::move(scales), form.is_scaled);
-  }
-
-  // Those that the bodies see: without scales, main_grad and what belongs to it.
-  Values own(Values values) const {
-    return values.first(values.size() - variant_.form.added_arguments());
-  }
-
-  TensorSpecs shape(const Call& call, Values own) const {
-    TORCH_CHECK_NOT_IMPLEMENTED(op_.shape, "[", call.op(),
-                                "] declaration must have .shape, got none");
-    TensorSpecs specs = op_.shape(call, own);
-    for (size_t i = 0; variant_.form.is_into && i < variant_.lists.size(); ++i) {
-      TORCH_CHECK(i == kGradWeight || !specs[i].list || specs[i].list->empty(), "[", call.op(),
-                  "] output_mask must name no other list of gradients, got result ", i);
-    }
-    if (variant_.form.is_into) check_main_grad(call, own, specs[kGradWeight]);
-    return specs;
-  }
-
-  Results as_results(Tensors found, const TensorSpecs& specs) const {
-    if (variant_.lists.empty()) return {.tensors = std::move(found)};
-    return grouped(variant_.name, std::move(found), specs);
-  }
-
-  void push(Stack* stack, size_t arguments, Results results) const {
-    const auto skipped = variant_.form.is_into ? std::optional(kGradWeight) : std::nullopt;
-    push_results(stack, arguments, std::move(results), skipped, variant_.lists);
-  }
-
-  Tensor scale_of(const char* argument, c10::IValue& value) const {
-    const Tensor* const scale = BodyParameter<const Tensor*>::get(value);
-    const bool fits = scale == nullptr || scale->scalar_type() == at::kFloat ||
-                      (scale->scalar_type() == at::kByte && scale->dim() > 0);
-    TORCH_CHECK(fits, "[", variant_.name, "] ", argument,
-                " must be one float32 without dimensions, or one for each block of codes, got ",
-                scale->scalar_type(), " of shape ", scale->sym_sizes());
-    return or_undefined(scale);
-  }
-
-  const Variant& variant_;
-  const TypedOp& op_;
-};
-
-class MetaKernel final : public Kernel {
- public:
-  using Kernel::Kernel;
-
-  void operator()(const OperatorHandle& handle, DispatchKeySet, Stack* stack) const {
-    const auto values = arguments(handle, stack);
-    const Call call = check_arguments(values);
-    const auto options = variant_.signature.first_tensor(values).options();
-    Tensors found;
-    const auto add = [&](const TensorSpec& spec) {
-      found.push_back(at::empty_symint(spec.sizes, options.dtype(spec.dtype)));
-    };
-    const TensorSpecs specs = shape(call, own(values));
-    for (const auto& spec : specs) {
-      if (spec.list) {
-        for (const auto& one : *spec.list) add(one);
-      } else {
-        add(spec);
-      }
-    }
-    Results results = as_results(std::move(found), specs);
-    push(stack, values.size(), std::move(results));
-  }
-};
-
-template <Body Bodies::*body>
-class DeviceKernel final : public Kernel {
- public:
-  using Kernel::Kernel;
-
-  void operator()(const OperatorHandle& handle, DispatchKeySet, Stack* stack) const {
-    // Inner ATen calls go straight to their kernels.
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    const auto values = arguments(handle, stack);
-    const Call call = check_arguments(values);
-    if (variant_.form.is_into) check_asked(call);
-    const auto device = variant_.signature.first_tensor(values).device();
-    const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
-    TORCH_CHECK_NOT_IMPLEMENTED(!variant_.form.is_scaled || op_.bodies.*body, "[", variant_.name,
-                                "] declaration must have a body for ", device.type(), ", got none");
-    Results results =
-        op_.bodies.*body ? run_body(call, device, values) : run_meaning(call, own(values));
-    if (variant_.form.is_into) bump_versions(call.main_grad());
-    push(stack, values.size(), std::move(results));
-  }
-
- private:
-  Results run_body(const Call& call, c10::Device device, Values values) const {
-    // The bodies of other libraries may do without ours.
-    if (body == &Bodies::cuda && !has_namespace(variant_.name)) check_backend();
-    const TensorSpecs specs = shape(call, own(values));
-    variant_.signature.make_contiguous(values);
-    if (variant_.form.is_scaled && body == &Bodies::cpu) {
-      return run_body(decoded(call, own(values)), specs, device, values);
-    }
-    return run_body(call, specs, device, values);
-  }
-
-  Results run_body(const Call& call, const TensorSpecs& specs, c10::Device device,
-                   Values values) const {
-    Results results;
-    const bool fills = (op_.bodies.*body).fills();
-    if (fills) results = allocate(specs, device, call, values);
-    (op_.bodies.*body)(call, own(values), results);
-    if (!fills) results = as_results(std::move(results.tensors), specs);
-    return results;
-  }
-
-  // Values instead of codes, times the scales of blocks where there are such: exact in bfloat16.
-  Call decoded(const Call& call, Values values) const {
-    OperandScales scales = call.scales();
-    Tensor* scale = &scales.left;
-    const auto [left_by_rows, right_by_rows] = sums_rows(values);
-    for (c10::IValue& value : values) {
-      if (!value.isTensor() || !value.toTensor().defined()) continue;
-      const Tensor& tensor = value.toTensor();
-      if (is_codes(tensor.scalar_type()) && has_pairs(tensor)) {
-        value = times_blocks_of_pairs(tensor, *scale,
-                                      scale == &scales.left ? left_by_rows : right_by_rows);
-        *scale = scale_of_tensor(*scale);
-      } else if (is_codes(tensor.scalar_type())) {
-        const bool has_blocks = is_of_blocks(*scale);
-        value = has_blocks ? times_blocks(tensor, *scale) : tensor.to(at::kBFloat16);
-        if (has_blocks) *scale = Tensor();
-      }
-      // The first tensor is the left operand, and of the others one has codes.
-      scale = &scales.right;
-    }
-    return Call(variant_.name.c_str(), call.main_grad(), std::move(scales), /*takes_codes=*/true);
-  }
-
-  // Of the left and the right operand, is it summed over its rows? In forward neither is; a
-  // gradient is that of an input, or that of a weight.
-  static std::pair<bool, bool> sums_rows(Values values) {
-    const auto mask = std::ranges::find_if(values, [](auto& value) { return value.isBoolList(); });
-    if (mask == values.end()) return {false, false};
-    return {!mask->toBoolList().get(0), true};
-  }
-
-  Results run_meaning(const Call& call, Values own) const {
-    const TensorSpecs specs = shape(call, own);
-    Results results = as_results(run_unfused(variant_.base, call, own, specs), specs);
-    put(call.main_grad(), results, kGradWeight);
-    return results;
-  }
-
-  void check_backend() const {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        cuda::backend() != nullptr, "[", variant_.name,
-        "] tensors must be on the CPU in this build, got a CUDA tensor; build transformer_ops with "
-        "TRANSFORMER_OPS_CUDA=ON and a CUDA toolkit (README.md, \"CUDA\")");
-  }
-
-  // Without the dispatcher: sizes are plain integers here.
-  Results allocate(const TensorSpecs& specs, c10::Device device, const Call& call,
-                   Values values) const {
-    Results found;
-    Tensors& results = found.tensors;
-    results.reserve(specs.size());
-    if (!variant_.lists.empty()) found.lists.resize(specs.size());
-    for (const auto& spec : specs) {
-      const size_t place = results.size();
-      const bool is_main_grad = variant_.form.is_into && place == kGradWeight;
-      if (spec.list) {
-        found.lists[place] = is_main_grad ? call.main_grad().buffers : allocate(*spec.list, device);
-        results.emplace_back();
-        continue;
-      }
-      if (is_main_grad) {
-        results.push_back(call.main_grad().buffer);
-        continue;
-      }
-      const auto sizes = C10_AS_INTARRAYREF_SLOW(spec.sizes);
-      if (results.empty()) {
-        if (Tensor buffer = take_result_buffer(sizes, spec.dtype, device); buffer.defined()) {
-          results.push_back(std::move(buffer));
-          continue;
-        }
-      }
-      const Tensor* const again =
-          results.empty() ? find_memory(values, sizes, spec.dtype) : nullptr;
-      results.push_back(again != nullptr ? *again : empty(sizes, spec.dtype, device));
-    }
-    return found;
-  }
-
-  static Tensors allocate(const std::vector<TensorSpec>& list, c10::Device device) {
-    Tensors tensors;
-    tensors.reserve(list.size());
-    for (const TensorSpec& spec : list) {
-      tensors.push_back(empty(C10_AS_INTARRAYREF_SLOW(spec.sizes), spec.dtype, device));
-    }
-    return tensors;
-  }
-
-  const Tensor* find_memory(Values values, at::IntArrayRef sizes, at::ScalarType dtype) const {
-    for (const size_t i : variant_.overwrites) {
-      const Tensor& tensor = values[i].toTensor();
-      if (tensor.scalar_type() == dtype && tensor.sizes() == sizes && is_last_reference(tensor)) {
-        return &tensor;
-      }
-    }
-    return nullptr;
-  }
-};
-
-std::function<void()>& autograd_maker() {
-  static std::function<void()> make;
-  return make;
-}
-
-// torch.library.register_autograd adds a Python kernel that costs most of a compiled call even
-// where no gradient is wanted: this one is found first, and lets it run only where needed.
-class AutogradShortcut final : public Kernel {
- public:
-  using Kernel::Kernel;
-
-  void operator()(const OperatorHandle& handle, DispatchKeySet keys, Stack* stack) const {
-    const DispatchKeySet rest = keys & c10::after_autograd_keyset;
-    const Values values = arguments(handle, stack);
-    if (const auto wanting = std::ranges::find_if(values, wants_grad); wanting != values.end()) {
-      check_differentiable(handle, wanting - values.begin());
-      if (!is_made_.load(std::memory_order_acquire)) [[unlikely]] {
-        if (autograd_maker()) autograd_maker()();
-        is_made_.store(true, std::memory_order_release);
-      }
-      // AutogradOther has the Python kernel too.
-      return handle.redispatchBoxed(rest.add(DispatchKey::AutogradOther), stack);
-    }
-    const at::AutoDispatchBelowAutograd below_autograd;
-    handle.redispatchBoxed(rest, stack);
-  }
-
- private:
-  // Plans have gradients of their own, within which nothing is recorded here.
-  void check_differentiable(const OperatorHandle& handle, ptrdiff_t argument) const {
-    const Form form = variant_.form;
-    TORCH_CHECK_NOT_IMPLEMENTED(op_.differentiable && !form.is_scaled && !form.is_into, "[",
-                                variant_.name, "] ", handle.schema().arguments()[argument].name(),
-                                " must require no gradient, as none passes through this op, got "
-                                "one that does; detach() it, "
-                                "or call the op under torch.no_grad()");
-  }
-
-  static bool wants_grad(const c10::IValue& value) {
-    if (value.isTensorList()) return std::ranges::any_of(value.toListRef(), wants_grad);
-    if (!value.isTensor()) return false;
-    const Tensor& tensor = value.toTensor();
-    // Forward-mode AD works under no_grad too.
-    return (at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor);
-  }
-
-  mutable std::atomic<bool> is_made_ = false;
-};
-
-// The devices on which a typed op may run, with a kernel of the user's too. The shortcut registers
-// the Python kernels at the first gradient: a device without it would have no gradients.
-constexpr auto autograd_keys = {DispatchKey::AutogradCPU,  DispatchKey::AutogradCUDA,
-                                DispatchKey::AutogradMeta, DispatchKey::AutogradMPS,
-                                DispatchKey::AutogradXPU,  DispatchKey::AutogradPrivateUse1};
-
-template <typename KernelType>
-void add_kernel(torch::Library& library, const Variant& variant, DispatchKey key) {
-  auto kernel = torch::CppFunction::makeFromBoxedFunctor(std::make_unique<KernelType>(variant));
-  library.impl(variant.name.c_str(), torch::dispatch(key, std::move(kernel)));
-}
-
-void add_variant(torch::Library& library, const TypedOp& op, const std::string& base, Form form) {
-  const Variant& variant = keep_variant(op, base, form);
-  const std::vector<at::Tag> random_tags = {at::Tag::pt2_compliant_tag,
-                                            at::Tag::nondeterministic_seeded};
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  library.def(variant.schema.c_str(), op.random ? random_tags : tags);
-  add_kernel<MetaKernel>(library, variant, DispatchKey::Meta);
-  add_kernel<DeviceKernel<&Bodies::cpu>>(library, variant, DispatchKey::CPU);
-  add_kernel<DeviceKernel<&Bodies::cuda>>(library, variant, DispatchKey::CUDA);
-  for (const auto key : autograd_keys) add_kernel<AutogradShortcut>(library, variant, key);
-}
-
 // A library may be loaded while others run.
 struct Pairs {
   ForkSafeMutex mutex;
@@ -426,33 +57,46 @@ Pairs& pairs() {
   return pairs;
 }
 
+void add_traits(const std::string& name, const TypedOp& op) {
+  set_traits(name, {.rounds = !op.by_rows.empty(), .reads_first = op.reads_first});
+}
+
 }  // namespace
 
 void register_typed_op(TypedOp op) {
   const std::string name = parse_schema(op.schema).name;
-  torch::Library& library = torch_library(name);
   complete(op);
   check_products(op);
+  check_by_rows(op);
   const TypedOp& kept = add_typed_op(name, std::move(op));
-  add_variant(library, kept, name, {});
+  add_to_torch(keep_variant(kept, name, {}));
   // For the passes of a plan: no gradient passes through them.
-  for (const Form form : forms_of(kept)) add_variant(library, kept, name, form);
-  for (TypedOp& rounded : rounded_by(kept)) register_typed_op(std::move(rounded));
-  // Last: from now on plans may call them.
-  set_traits(name, {.rounds = !kept.by_rows.empty(), .reads_first = kept.reads_first});
+  for (const Form form : forms_of(kept)) add_to_torch(keep_variant(kept, name, form));
+  add_traits(name, kept);  // last: from now on plans may call it
+}
+
+void register_plan_op(TypedOp op) {
+  const std::string name = parse_schema(op.schema).name;
+  complete(op);
+  check_by_rows(op);
+  const TypedOp& kept = add_typed_op(name, std::move(op));
+  keep_variant(kept, name, {});
+  {
+    const std::lock_guard lock(typed_ops().mutex);
+    typed_ops().of_plans.push_back(name);
+  }
+  add_traits(name, kept);
+}
+
+std::vector<std::string> plan_ops() {
+  const std::lock_guard lock(typed_ops().mutex);
+  return typed_ops().of_plans;
 }
 
 std::vector<std::string> other_names(const std::string& name, const TypedOp& op) {
   std::vector<std::string> names;
   for (const Form form : forms_of(op)) names.push_back(name_of(name, form));
-  for (const TypedOp& rounded : rounded_by(op)) names.push_back(parse_schema(rounded.schema).name);
   return names;
-}
-
-void register_cuda_bodies(c10::DispatchKey key) {
-  for (const Variant* variant : all_variants()) {
-    add_kernel<DeviceKernel<&Bodies::cuda>>(torch_library(variant->name), *variant, key);
-  }
 }
 
 std::vector<std::string> typed_ops_without_cuda() {
@@ -464,9 +108,18 @@ std::vector<std::string> typed_ops_without_cuda() {
 }
 
 const TypedOp* find_typed_op(const std::string& name) {
+  {
+    const std::lock_guard lock(typed_ops().mutex);
+    const auto row = typed_ops().rows.find(name);
+    if (row != typed_ops().rows.end()) return &row->second;
+  }
+  const size_t dot = name.rfind('.');
+  if (dot == std::string::npos) return nullptr;
+  const TypedOp* const producer = find_typed_op(name.substr(0, dot));
+  auto rounded = producer == nullptr ? std::nullopt : rounded_by(*producer, name.substr(dot));
+  if (!rounded) return nullptr;
   const std::lock_guard lock(typed_ops().mutex);
-  const auto row = typed_ops().rows.find(name);
-  return row == typed_ops().rows.end() ? nullptr : &row->second;
+  return &typed_ops().rows.emplace(name, std::move(*rounded)).first->second;
 }
 
 std::vector<TypedOpPair> typed_op_pairs() {
@@ -484,8 +137,6 @@ void add_typed_op_pair(TypedOpPair pair) {
   const std::lock_guard lock(pairs().mutex);
   pairs().rows.push_back(std::move(pair));
 }
-
-void set_autograd_maker(std::function<void()> make) { autograd_maker() = std::move(make); }
 
 bool has_tangent(const Tensor& tensor) {
   // What nearly every tensor has to say, without the 150 instructions of the question itself.

@@ -73,8 +73,8 @@ struct TypedOp {
   bool scalable = false;
   // The tensor arguments that have a row for each row of the results, where that row of the results
   // depends on no other one of theirs; the first result is not the gradient of a parameter. Then
-  // there are also <name>_rounded and <name>_rounded_scaled (op/rounded.h), whose first result is
-  // rounded to a format in the same pass. Empty: there are none.
+  // plans may also call <name>.rounded and <name>.rounded_by (op/rounded.h), whose first result is
+  // rounded to a format in the same pass. Empty: they may not.
   std::vector<std::string> by_rows = {};
 };
 
@@ -82,8 +82,11 @@ struct TypedOp {
 // is not what the schema says, and where `any_strides` or `overwrites` names no tensor argument.
 void register_typed_op(TypedOp op);
 
-// What else it registers: <name>_into, <name>_scaled, <name>_scaled_into, <name>_rounded,
-// <name>_rounded_scaled.
+// Registers an op that plans alone call: torch has no schema of it, and it is reached by
+// transformer_ops::run_call (op/run_call.h).
+void register_plan_op(TypedOp op);
+
+// What else register_typed_op registers: <name>_into, <name>_scaled, <name>_scaled_into.
 std::vector<std::string> other_names(const std::string& name, const TypedOp& op);
 
 // Has the CUDA bodies serve tensors of another device type too: a backend that stands in for CUDA.
@@ -92,7 +95,11 @@ void register_cuda_bodies(c10::DispatchKey key);
 // The typed ops with a body for the CPU and none for CUDA.
 std::vector<std::string> typed_ops_without_cuda();
 
-// By the name in its schema; null where there is none.
+// The ops that plans alone call: what register_plan_op has registered.
+std::vector<std::string> plan_ops();
+
+// By the name in its schema; null where there is none. Ops that round their first result are made
+// when they are first asked for.
 const TypedOp* find_typed_op(const std::string& name);
 
 // A forward typed op and the typed op that is its backward, by name; backward empty where none.

@@ -66,6 +66,7 @@ Variant::Variant(const TypedOp& typed_op, const std::string& base_name, Form its
       base(base_name),
       name(name_of(base_name, its_form)),
       schema(schema_of(base_name, its_form, op.schema)),
+      arguments(parse_schema(schema).arguments.size()),
       signature(schema, taken_as_they_are(op)),
       form(its_form) {
   const Schema own = parse_schema(op.schema);
@@ -93,9 +94,16 @@ std::vector<const Variant*> all_variants() {
 }
 
 const Variant* find_variant(const std::string& name) {
+  {
+    const std::lock_guard lock(variants().mutex);
+    const auto row = variants().rows.find(name);
+    if (row != variants().rows.end()) return &row->second;
+  }
+  const TypedOp* const op = find_typed_op(name);
+  if (op == nullptr) return nullptr;
+  const Variant variant(*op, name, {});
   const std::lock_guard lock(variants().mutex);
-  const auto row = variants().rows.find(name);
-  return row == variants().rows.end() ? nullptr : &row->second;
+  return &variants().rows.emplace(name, variant).first->second;
 }
 
 }  // namespace transformer_ops

@@ -26,6 +26,7 @@ struct Variant {
 
   const TypedOp& op;
   const std::string base, name, schema;
+  const size_t arguments;  // how many there are
   const Signature signature;
   std::vector<size_t> overwrites;  // arguments
   std::vector<bool> lists;         // of each result of `op`: is it a list? Empty where none is
@@ -35,7 +36,8 @@ struct Variant {
 // They live as long as the library, and stay where they are.
 const Variant& keep_variant(const TypedOp& op, const std::string& base, Form form);
 std::vector<const Variant*> all_variants();
-// By its own name; null where there is none.
+// By its own name; null where there is none. Typed ops that are made when they are first asked for
+// (find_typed_op) are there, too.
 const Variant* find_variant(const std::string& name);
 
 }  // namespace transformer_ops

@@ -134,27 +134,30 @@ Tensor dequantize_meaning(const Checks& check, const Tensor& codes, const Tensor
                             dtype_named(check, dtype_name));
 }
 
-// ---- decode_saved: dequantize in backward, behind a gradient that keeps a compiler from decoding
-// in forward what was encoded to save memory
+// ---- dequantize.saved: the same in backward, behind a gradient that keeps a compiler from
+// decoding in forward what was encoded to save memory
 
-TensorSpecs decode_saved_shape(const Checks& check, const Tensor&, const Tensor& codes,
-                               const Tensor& scale, std::string_view format,
-                               std::string_view dtype) {
+TensorSpecs dequantize_saved_shape(const Checks& check, const Tensor&, const Tensor& codes,
+                                   const Tensor& scale, std::string_view format,
+                                   std::string_view dtype) {
   return dequantize_shape(check, codes, scale, format, dtype, std::nullopt);
 }
 
-void decode_saved_cpu(const Checks& check, const Tensor&, const Tensor& codes, const Tensor& scale,
-                      std::string_view format, std::string_view dtype, Tensor& output) {
+void dequantize_saved_cpu(const Checks& check, const Tensor&, const Tensor& codes,
+                          const Tensor& scale, std::string_view format, std::string_view dtype,
+                          Tensor& output) {
   dequantize_cpu(check, codes, scale, format, dtype, std::nullopt, output);
 }
 
-void decode_saved_cuda(const Checks& check, const Tensor&, const Tensor& codes, const Tensor& scale,
-                       std::string_view format, std::string_view dtype, Tensor& output) {
+void dequantize_saved_cuda(const Checks& check, const Tensor&, const Tensor& codes,
+                           const Tensor& scale, std::string_view format, std::string_view dtype,
+                           Tensor& output) {
   dequantize_cuda(check, codes, scale, format, dtype, std::nullopt, output);
 }
 
-Tensor decode_saved_meaning(const Checks& check, const Tensor&, const Tensor& codes,
-                            const Tensor& scale, std::string_view format, std::string_view dtype) {
+Tensor dequantize_saved_meaning(const Checks& check, const Tensor&, const Tensor& codes,
+                                const Tensor& scale, std::string_view format,
+                                std::string_view dtype) {
   return dequantize_meaning(check, codes, scale, format, dtype, std::nullopt);
 }
 
@@ -238,12 +241,13 @@ Tensor turned_meaning(const Tensor&, const Tensor& input) { return turn_columns(
                      .shape = dequantize_shape,
                      .bodies = {dequantize_cpu, dequantize_cuda, dequantize_meaning},
                      .differentiable = false});
-  register_typed_op({.schema = "decode_saved(Tensor grad_output, Tensor codes, Tensor scale, "
-                               "str format, str dtype) -> Tensor output",
-                     .shape = decode_saved_shape,
-                     .bodies = {decode_saved_cpu, decode_saved_cuda, decode_saved_meaning},
-                     .reads_first = false,
-                     .differentiable = false});
+  register_plan_op(
+      {.schema = "dequantize.saved(Tensor grad_output, Tensor codes, Tensor scale, "
+                 "str format, str dtype) -> Tensor output",
+       .shape = dequantize_saved_shape,
+       .bodies = {dequantize_saved_cpu, dequantize_saved_cuda, dequantize_saved_meaning},
+       .reads_first = false,
+       .differentiable = false});
   register_for_both_passes({.schema = "quantize_dequantize(Tensor input, str format, str dtype) -> "
                                       "Tensor output",
                             .shape = rounded_shape,

@@ -383,7 +383,7 @@ std::shared_ptr<PlanEntry> Group::plan(bool grad, std::optional<at::ScalarType> 
     const auto& [dtype, requires_grad, format] = *tensor;
     metas.push_back({.dtype = to_dtype(dtype),
                      .requires_grad = requires_grad,
-                     .format = format ? format_number(*format) : uint8_t{0}});
+                     .format = NumberFormat::named(format.value_or(""))});
   }
   const auto type = c10::Device(device).type();
   const Recipe* const found = recipe ? recipe_named(*recipe) : nullptr;

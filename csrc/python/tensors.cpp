@@ -4,8 +4,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "fuser/recipe.h"
-
 namespace transformer_ops::python {
 namespace {
 
@@ -68,7 +66,7 @@ bool add_parameter(PyObject* object, Gathered& call) {
   if (is_quantized(object)) {
     const auto tensor = py::reinterpret_borrow<py::object>(object);
     call.quantized.push_back(
-        {call.tensors.size(), format_number(tensor.attr("format").cast<std::string>()),
+        {call.tensors.size(), NumberFormat::named(tensor.attr("format").cast<std::string>()),
          tensor.attr("codes").cast<at::Tensor>(), tensor.attr("scale").cast<at::Tensor>()});
   }
   call.tensors.push_back(THPVariable_Unpack(object));

@@ -6,6 +6,8 @@
 
 #include <vector>
 
+#include "fuser/number_format.h"
+
 namespace transformer_ops::python {
 
 // A tensor that C++ can take: no DTensor, and none whose class wants to see the calls that it takes
@@ -25,7 +27,7 @@ pybind11::object local_parameter(const pybind11::object& module, const pybind11:
 // A parameter that is held quantized, by its position among the tensors of a call.
 struct QuantizedParameter {
   size_t position;
-  uint8_t format;
+  NumberFormat format;
   at::Tensor codes;
   at::Tensor scale;
 };

@@ -36,7 +36,7 @@ std::vector<int64_t> shape_of(const Attributes& attributes) {
 }
 
 // By place.
-std::array<std::string, kPlaces> formats_of(const OperandFormats& formats) {
+std::array<NumberFormat, kPlaces> formats_of(const OperandFormats& formats) {
   return {formats.input, formats.weight, formats.grad_output};
 }
 
@@ -49,7 +49,7 @@ Buffers make_buffers(const OperandFormats& formats, const std::vector<int64_t>& 
   std::vector<int64_t> rows = shape;
   rows.insert(rows.begin(), formats.history);
   std::vector<float> largest;
-  for (const std::string& format : formats_of(formats)) largest.push_back(largest_number(format));
+  for (const NumberFormat format : formats_of(formats)) largest.push_back(format.largest());
   return {.scale = at::full(shape, 1, options),
           .amax = at::full(shape, kNothing, options),
           .grad_amax = at::full(shape, kNothing, options),
@@ -62,10 +62,10 @@ std::string recipe_in(const Buffers& buffers) {
   const Tensor largest = buffers.largest.cpu();
   OperandFormats formats{.history = buffers.history.size(0)};
   int64_t place = 0;
-  for (std::string* const format : {&formats.input, &formats.weight, &formats.grad_output}) {
+  for (NumberFormat* const format : {&formats.input, &formats.weight, &formats.grad_output}) {
     const float number = largest.const_data_ptr<float>()[place++];
-    *format = format_of_tensor(number);
-    TORCH_CHECK(number == 0 || !format->empty(),
+    *format = NumberFormat::of_tensor(number);
+    TORCH_CHECK(number == 0 || !format->is_exact(),
                 "[Pipeline] fp8_largest must hold the largest numbers of formats, got ", number);
   }
   return to_text(Recipe{.all = formats});

@@ -50,7 +50,7 @@ class Sampler:
 
     def __init__(self, random: Random, name: str) -> None:
         self.random, self.name = random, name
-        self.base = name.removesuffix("_into").removeprefix("recompute_")
+        self.base = name.removesuffix("_into")
         self.dtype = random.choice(FLOATS)
         self.glu = self.base.removesuffix("_backward")
         self.draw_sizes()

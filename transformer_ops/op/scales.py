@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.compiler import is_exporting
 
 from ..locks import new_lock
+from ..number_format import FORMATS
 
 __all__ = ["drop_scales", "has_scales", "make_scales", "note_run", "owners_of_scales"]
 
@@ -41,7 +42,6 @@ RUN = "_scales_have_run"
 NAME = "_scales_name"
 # The attribute of a module that was loaded from a state dict without scales before it had any.
 NOT_LOADED = "_scales_not_loaded"
-_LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 _lock = new_lock()
 # Not torch's own, whose numbers users may have seeded.
 _probes = torch.Generator()
@@ -229,7 +229,7 @@ def _set_new(owner: nn.Module, key: str, device: torch.device | str) -> None:
 
     # No inference tensors: later calls write to them.
     with torch.inference_mode(False), torch.no_grad():
-        numbers = [_LARGEST[format] for format in formats]
+        numbers = [FORMATS[format].largest for format in formats]
         largest = torch.tensor(numbers, dtype=torch.float32, device=device)
         owner.__dict__.update(
             fp8_scale=filled(1, *shape),
@@ -338,7 +338,11 @@ def _key_in(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> str
         return None
     if any(tuple(row.shape) != shape for row in rows) or tuple(largest.shape) != (3,):
         return None
-    names = {number: name for name, number in _LARGEST.items()}
+    names = {
+        row.largest: row.name
+        for row in FORMATS.values()
+        if row.has_one_scale and row.scale == "float32"
+    }
     formats = [names.get(number) for number in largest.tolist()]
     if None in formats:
         return None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import _C
+from ..number_format import FORMATS
 from ..op.base import quantizers_by
 from ..op.scales import has_scales, key_of
 from ..quantizers import Float8Quantizer, NVFP4Quantizer, Quantizer, quantizer_for
@@ -16,7 +17,6 @@ from .second_run import state_of_call
 from .state import STATE
 
 _PLACES = ("input", "weight", "grad_output")
-_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def quantizer_of(op: Any, mode: str, i: int) -> Quantizer | None:
@@ -62,7 +62,8 @@ def _formats(recipe: Recipe, op: Any) -> tuple[str, ...]:
 def _delayed(recipe: DelayedScaling, op: Any, place: int, group: int) -> Quantizer | None:
     if not op._takes_scales:
         return None
-    dtype, owner = _DTYPES[recipe.operands[place]], op._parameter_owner
+    dtype, owner = FORMATS[recipe.operands[place]].dtype, op._parameter_owner
+    assert dtype is not None
     if not has_scales(owner) or key_of(owner) != recipe.key:
         return Float8Quantizer(torch.ones(()), torch.zeros(()), dtype)
     state = state_of_call(owner)

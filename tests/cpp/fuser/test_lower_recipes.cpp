@@ -28,10 +28,10 @@ forward Groups ops=[0]
   save s0.input=x0, s0.splits=e0.splits, s0.weight=p0.weight
 backward Groups ops=[0]
   [t0.rounded_grad_output] = quantize_dequantize_groups([g1], s0.splits, "mx e4m3", "float32")
-  [t0.rounded_weight] = quantize_dequantize_groups_saved(g1, [s0.weight], none, "mx e4m3 32x1", "float32")
+  [t0.rounded_weight] = quantize_dequantize_groups.saved(g1, [s0.weight], none, "mx e4m3 32x1", "float32")
   g0, t0.unused, t0.unused = groups_backward(t0.rounded_grad_output, none, s0.splits, t0.rounded_weight, [true, false, false])
   [t0.rounded_grad_output_columns] = quantize_dequantize_groups([g1], s0.splits, "mx e4m3 32x1", "float32")
-  [t0.rounded_input] = quantize_dequantize_groups_saved(g1, [s0.input], s0.splits, "mx e4m3 32x1", "float32")
+  [t0.rounded_input] = quantize_dequantize_groups.saved(g1, [s0.input], s0.splits, "mx e4m3 32x1", "float32")
   t0.unused, dp0.weight, t0.unused = groups_backward(t0.rounded_grad_output_columns, t0.rounded_input, s0.splits, none, [false, true, false])
   t0.unused, t0.unused, dp0.bias = groups_backward(g1, none, s0.splits, none, [false, false, true])
 )");
@@ -72,9 +72,9 @@ forward Product ops=[0]
   save s0.input=x0, s0.weight=p0.weight
 backward Product ops=[0]
   t0.rounded_grad_output, t0.rounded_grad_output_scale = quantize_values(g1, "e5m2", "bfloat16")
-  t0.rounded_weight, t0.rounded_weight_scale = quantize_values_saved(g1, s0.weight, "e4m3", "bfloat16")
+  t0.rounded_weight, t0.rounded_weight_scale = quantize_values.saved(g1, s0.weight, "e4m3", "bfloat16")
   g0, t0.unused = product_backward_scaled(t0.rounded_grad_output, none, t0.rounded_weight, [true, false], t0.rounded_grad_output_scale, t0.rounded_weight_scale)
-  t0.rounded_input, t0.rounded_input_scale = quantize_values_saved(g1, s0.input, "e4m3", "bfloat16")
+  t0.rounded_input, t0.rounded_input_scale = quantize_values.saved(g1, s0.input, "e4m3", "bfloat16")
   t0.unused, dp0.weight = product_backward_scaled(t0.rounded_grad_output, t0.rounded_input, none, [false, true], t0.rounded_grad_output_scale, t0.rounded_input_scale)
 )");
   // Where nobody multiplies by a scale, and in wider dtypes, numbers are rounded as they are.
@@ -100,10 +100,10 @@ forward Product ops=[0]
   save s0.input=x0, s0.weight=p0.weight
 backward Product ops=[0]
   t0.rounded_grad_output, t0.rounded_grad_output_scale = quantize(g1, "e5m2 1x128")
-  t0.rounded_weight, t0.rounded_weight_scale = quantize_saved(g1, s0.weight, "e4m3 128x128")
+  t0.rounded_weight, t0.rounded_weight_scale = quantize.saved(g1, s0.weight, "e4m3 128x128")
   g0, t0.unused = product_backward_scaled(t0.rounded_grad_output, none, t0.rounded_weight, [true, false], t0.rounded_grad_output_scale, t0.rounded_weight_scale)
   t0.rounded_grad_output_columns, t0.rounded_grad_output_columns_scale = quantize(g1, "e5m2 128x1")
-  t0.rounded_input, t0.rounded_input_scale = quantize_saved(g1, s0.input, "e4m3 128x1")
+  t0.rounded_input, t0.rounded_input_scale = quantize.saved(g1, s0.input, "e4m3 128x1")
   t0.unused, dp0.weight = product_backward_scaled(t0.rounded_grad_output_columns, t0.rounded_input, none, [false, true], t0.rounded_grad_output_columns_scale, t0.rounded_input_scale)
 )");
   const auto has_codes = [&](const char* formats, DType dtype) {
@@ -111,7 +111,7 @@ backward Product ops=[0]
     other.device = Device::Cuda;
     const std::string text = steps_text(toy::plan(ops, other));
     return std::pair(text.find("= quantize(x0") != std::string::npos,
-                     text.find(" = quantize_saved(") != std::string::npos);
+                     text.find(" = quantize.saved(") != std::string::npos);
   };
   EXPECT_EQ(has_codes(recipe, DType::BFloat16), std::pair(true, true));
   // The gradient decides on backward alone.
@@ -148,24 +148,24 @@ forward Product ops=[0]
   save s0.input=x0, s0.weight=p0.weight
 backward Product ops=[0]
   t0.rounded_grad_output, t0.rounded_grad_output_scale = quantize_stochastic(g1, "nvfp4")
-  t0.rounded_weight, t0.rounded_weight_scale = quantize_columns_saved(g1, s0.weight, "nvfp4 16x16")
+  t0.rounded_weight, t0.rounded_weight_scale = quantize_columns.saved(g1, s0.weight, "nvfp4 16x16")
   g0, t0.unused = product_backward_scaled(t0.rounded_grad_output, none, t0.rounded_weight, [true, false], t0.rounded_grad_output_scale, t0.rounded_weight_scale)
   t0.turned_grad_output = hadamard_columns(g1, g1)
   t0.rounded_grad_output_columns, t0.rounded_grad_output_columns_scale = quantize_columns_stochastic(t0.turned_grad_output, "nvfp4 16x1")
   t0.turned_input = hadamard_columns(g1, s0.input)
-  t0.rounded_input, t0.rounded_input_scale = quantize_columns_saved(g1, t0.turned_input, "nvfp4 16x1")
+  t0.rounded_input, t0.rounded_input_scale = quantize_columns.saved(g1, t0.turned_input, "nvfp4 16x1")
   t0.unused, dp0.weight = product_backward_scaled(t0.rounded_grad_output_columns, t0.rounded_input, none, [false, true], t0.rounded_grad_output_columns_scale, t0.rounded_input_scale)
 )");
   const std::string plain = text_of("nvfp4, nvfp4, nvfp4");
   EXPECT_EQ(plain.find("stochastic"), std::string::npos);
   EXPECT_NE(plain.find("= quantize_columns(g1, \"nvfp4 16x1\")"), std::string::npos);
-  EXPECT_NE(plain.find("= quantize_columns_saved(g1, s0.weight, \"nvfp4 16x1\")"),
+  EXPECT_NE(plain.find("= quantize_columns.saved(g1, s0.weight, \"nvfp4 16x1\")"),
             std::string::npos);
   const std::string chosen = text_of("nvfp4 4over6, nvfp4 4over6 mse 16x16, nvfp4, hadamard");
   for (const char* call :
        {"quantize(x0, \"nvfp4 4over6\")", "quantize(p0.weight, \"nvfp4 4over6 mse 16x16\")",
-        "quantize_columns_saved(g1, s0.weight, \"nvfp4 4over6 mse 16x16\")",
-        "quantize_columns_saved(g1, t0.turned_input, \"nvfp4 4over6 16x1\")"}) {
+        "quantize_columns.saved(g1, s0.weight, \"nvfp4 4over6 mse 16x16\")",
+        "quantize_columns.saved(g1, t0.turned_input, \"nvfp4 4over6 16x1\")"}) {
     EXPECT_NE(chosen.find(call), std::string::npos) << call << " in\n" << chosen;
   }
   // Of square blocks of the gradient one rounding would serve two products, which take two.

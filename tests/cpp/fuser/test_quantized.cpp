@@ -13,7 +13,7 @@ using toy::steps_text;
 // With the first parameter of an op in this format.
 Plan plan_of(const std::vector<OpNode>& ops, int op, const std::string& format) {
   PlanKey key = toy::key(ops);
-  toy::parameter(key, ops, op).format = format_number(format);
+  toy::parameter(key, ops, op).format = NumberFormat::named(format);
   return toy::plan(ops, key);
 }
 
@@ -30,7 +30,7 @@ forward Product ops=[1]
 backward Square ops=[0]
   g0 = square_backward(g1, s0.input)
 backward Product ops=[1]
-  t1.weight = decode_saved(g2, p1.weight.codes, p1.weight.scale, "mx e4m3", "float32")
+  t1.weight = dequantize.saved(g2, p1.weight.codes, p1.weight.scale, "mx e4m3", "float32")
   g1, dp1.weight = product_backward(g2, s1.input, t1.weight, [true, true])
 )");
   EXPECT_NE(to_text(plan).find("\nparameters p1.weight p1.weight.codes p1.weight.scale\n"),
@@ -44,7 +44,7 @@ TEST(Quantized, ParametersAreDecodedIntoTheDTypeOfTheProduct) {
   const auto ops = nodes({"Product"});
   PlanKey key = toy::key(ops);
   key.autocast = DType::BFloat16;
-  toy::parameter(key, ops, 0).format = format_number("int8 1x32");
+  toy::parameter(key, ops, 0).format = NumberFormat::named("int8 1x32");
   const std::string text = to_text(toy::plan(ops, key));
   EXPECT_NE(text.find("\"int8 1x32\", \"bfloat16\", none)"), std::string::npos);
   EXPECT_EQ(text.find("cast(p0.weight"), std::string::npos);
@@ -66,9 +66,9 @@ TEST(Quantized, PartsStandBehindTheirParameter) {
     changed.replace(changed.find(right), right.size(), wrong);
     EXPECT_THROW(parse_plan(changed), PlanError) << wrong;
   }
-  EXPECT_THROW(format_number("e9m9"), PlanError);
-  EXPECT_EQ(format_name(format_number("nvfp4 16x16")), "nvfp4 16x16");
-  EXPECT_EQ(format_name(0), "");
+  EXPECT_THROW(NumberFormat::named("e9m9"), PlanError);
+  EXPECT_EQ(NumberFormat::named("nvfp4 16x16").name(), "nvfp4 16x16");
+  EXPECT_EQ(NumberFormat().name(), "");
 }
 
 }  // namespace

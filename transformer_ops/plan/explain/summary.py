@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...fusion.registry import FusionHandle, fusions
+from ...number_format import FORMATS
 from ...op.base import BasicOperation
 from ..plan import Instruction, NearMiss, Plan, Step, Value
 from ..saved_bytes import SavedBytes
@@ -178,19 +179,20 @@ def _how(plan: Plan) -> str:
             "codes are multiplied in FP8, from compute capability 8.9 on and where sizes are "
             "multiples of 16"
         )
-    formats = {_format_of_blocks(call) for call in calls}
-    if any(format.startswith("e") for format in formats):
+    names = {_format_of_blocks(call) for call in calls} - {""}
+    scales = {FORMATS[name].scale for name in names}
+    if "power of two" in scales:
         rows.append(
             "codes with a scale for each block are multiplied in FP8, with CUDA 12.9 on compute "
             "capability 9.0, and where sums are over multiples of 128, rows are multiples of 4 "
             "and columns of 16"
         )
-    if any(format.startswith("mx") for format in formats):
+    if "e8m0" in scales:
         rows.append(
             "codes of MXFP8 are multiplied, with CUDA 12.9 from compute capability 10.0 on, and "
             "where sizes are multiples of 32"
         )
-    if any(format.startswith("nvfp4") for format in formats):
+    if "e4m3" in scales:
         rows.append(
             "codes of NVFP4 are multiplied, with CUDA 12.9 from compute capability 10.0 on, and "
             "where sums are over multiples of 32 and columns are multiples of 16"
@@ -201,10 +203,10 @@ def _how(plan: Plan) -> str:
 
 _ENCODERS = {
     "quantize",
-    "quantize_saved",
+    "quantize.saved",
     "quantize_stochastic",
     "quantize_columns",
-    "quantize_columns_saved",
+    "quantize_columns.saved",
     "quantize_columns_stochastic",
 }
 

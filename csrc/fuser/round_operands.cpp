@@ -1,0 +1,209 @@
+#include "fuser/round_operands.h"
+
+#include <algorithm>
+
+#include "fuser/casts.h"
+#include "fuser/error.h"
+#include "fuser/quantize.h"
+
+namespace transformer_ops {
+namespace {
+
+using Kind = Value::Kind;
+
+// Which op rounds, and when: the first row that fits.
+struct TargetRow {
+  const char* target;
+  bool (*fits)(const RoundingCase& rounding);
+};
+constexpr TargetRow kTargets[] = {
+    {kRoundValuesScaled, [](const RoundingCase& r) { return r.by_given_scale && r.with_scale; }},
+    {"quantize_dequantize_groups_scaled",
+     [](const RoundingCase& r) { return r.by_given_scale && r.in_groups; }},
+    {"quantize_dequantize_scaled", [](const RoundingCase& r) { return r.by_given_scale; }},
+    // Two codes in a byte follow each other along the sum.
+    {"quantize_columns",
+     [](const RoundingCase& r) {
+       return r.as_codes && r.sums_rows && r.format.has_pairs_of_codes();
+     }},
+    {"quantize", [](const RoundingCase& r) { return r.as_codes; }},
+    {"quantize_values", [](const RoundingCase& r) { return r.with_scale; }},
+    {"quantize_dequantize_groups", [](const RoundingCase& r) { return r.in_groups; }},
+    {kRoundCall, [](const RoundingCase&) { return true; }},
+};
+
+Argument taken(const Result& result) {
+  if (const auto* const list = std::get_if<ValueList>(&result)) return *list;
+  return std::get<Value>(result);
+}
+
+template <typename Item>
+ValueList as_list(const Item& item) {
+  const auto* const list = std::get_if<ValueList>(&item);
+  return list != nullptr ? *list : ValueList{std::get<Value>(item)};
+}
+
+void add_casts(const Argument& from, DType dtype, const Result& to,
+               std::vector<Instruction>& code) {
+  const ValueList sources = as_list(from), casts = as_list(to);
+  for (size_t i = 0; i < sources.size(); ++i) {
+    code.push_back(make_cast(sources[i], dtype, casts[i]));
+  }
+}
+
+bool is_written(const Result& result, const std::vector<Instruction>& code) {
+  const auto is_same = [&](const Result& each) { return as_list(each) == as_list(result); };
+  return std::ranges::any_of(
+      code, [&](const Instruction& call) { return std::ranges::any_of(call.results, is_same); });
+}
+
+// The scale of what an operand was rounded to.
+Value scale_of(Value rounded) {
+  rounded.name += "_scale";
+  return rounded;
+}
+
+}  // namespace
+
+std::string rounding_target(const RoundingCase& rounding) {
+  const auto row =
+      std::ranges::find_if(kTargets, [&](const TargetRow& row) { return row.fits(rounding); });
+  return std::string(row->target) + (rounding.is_stochastic ? "_stochastic" : "") +
+         (rounding.is_saved ? kSaved : "");
+}
+
+void RoundOperands::set_operands(std::vector<std::string> operands) {
+  takes_codes_ = analysis_.key().device == Device::Cuda &&
+                 std::ranges::all_of(operands, [&](const std::string& operand) {
+                   return has_scale(operand) && !formats_.format(operand).codes_dtype().empty();
+                 });
+}
+
+bool RoundOperands::has_scale(const std::string& operand) const {
+  const bool is_product = !row_.forward_schema.empty();
+  return is_product && (has_blocks_ || analysis_.has_scale(op_, operand));
+}
+
+std::string RoundOperands::rounded_dtype(NumberFormat format) const {
+  return takes_codes_ ? format.codes_dtype() : to_text(dtype_);
+}
+
+// Of the groups of an operand; the weights are a matrix each.
+Argument RoundOperands::rows_of(const std::string& operand) const {
+  return operand == "weight" ? Argument(None{}) : *splits_;
+}
+
+Instruction RoundOperands::call(const std::string& operand, const Argument& from,
+                                NumberFormat format, const Result& to, bool is_saved) const {
+  const RoundingCase rounding{.format = format,
+                              .by_given_scale = formats_.is_delayed(),
+                              .as_codes = has_blocks_,
+                              .with_scale = has_scale(operand),
+                              .in_groups = splits_.has_value(),
+                              .sums_rows = is_saved || format != formats_.format(operand),
+                              .is_stochastic = formats_.is_stochastic(operand),
+                              .is_saved = is_saved};
+  if (rounding.by_given_scale) return call_by_given_scale(operand, from, to, rounding);
+  Instruction call{.target = rounding_target(rounding), .arguments = {from}, .results = {to}};
+  if (rounding.in_groups) call.arguments.push_back(rows_of(operand));
+  call.arguments.push_back(Attribute(format.name()));
+  if (!rounding.as_codes) call.arguments.push_back(Attribute(rounded_dtype(format)));
+  if (rounding.with_scale) call.results.push_back(scale_of(std::get<Value>(to)));
+  return call;
+}
+
+// The scale is a state of the op, with a place for each operand; the largest magnitude goes to
+// another one.
+Instruction RoundOperands::call_by_given_scale(const std::string& operand, const Argument& from,
+                                               const Result& to,
+                                               const RoundingCase& rounding) const {
+  const bool is_gradient = operand == "grad_output";
+  const int64_t place = is_gradient ? 2 : operand == "weight" ? 1 : 0;
+  const Value scale{Kind::State, op_, kScaleStates[0]};
+  Instruction call{.target = rounding_target(rounding),
+                   .arguments = {from, scale, Attribute(place)},
+                   .results = {to}};
+  if (rounding.in_groups) call.arguments.push_back(rows_of(operand));
+  call.arguments.insert(call.arguments.end(), {Attribute(rounding.format.name()),
+                                               Attribute(rounded_dtype(rounding.format))});
+  if (rounding.with_scale) call.results.push_back(scale_of(std::get<Value>(to)));
+  if (rounding.is_saved) return call;
+  call.results.push_back(records_ ? Value{Kind::State, op_, kScaleStates[is_gradient ? 2 : 1]}
+                                  : temporary("amax_" + operand));
+  return call;
+}
+
+// Calls that round each tensor; groups are rounded by one call, which takes and gives a list.
+void RoundOperands::add_calls(const std::string& operand, const Argument& from, NumberFormat format,
+                              const Result& to, bool is_saved,
+                              std::vector<Instruction>& code) const {
+  const ValueList sources = as_list(from), results = as_list(to);
+  const size_t calls = splits_ ? 1 : sources.size();
+  const bool has_scales = formats_.is_delayed() && std::holds_alternative<ValueList>(from);
+  check(splits_ || !has_scales, "[", row_.kind,
+        "] recipe must have no delayed scales, which are those of one weight, got ", sources.size(),
+        " weights");
+  for (size_t i = 0; i < calls; ++i) {
+    Instruction made = splits_ ? call(operand, sources, format, results, is_saved)
+                               : call(operand, sources[i], format, results[i], is_saved);
+    if (is_saved) made.arguments.insert(made.arguments.begin(), gradient());
+    code.push_back(std::move(made));
+  }
+}
+
+// In the place of an operand: where that is a list, one of each of its tensors.
+Result RoundOperands::places(const RoundedOperand& operand, const Argument& from) const {
+  if (!std::holds_alternative<ValueList>(from)) {
+    return temporary("rounded_" + operand.name + operand.use);
+  }
+  ValueList list;
+  for (const std::string& name : row_.tensors_of(operand.name, analysis_.ops()[op_].attributes)) {
+    list.push_back(temporary("rounded_" + name + operand.use));
+  }
+  return list;
+}
+
+Argument RoundOperands::rounded(const RoundedOperand& operand, const Argument& from,
+                                NumberFormat format, std::vector<Instruction>& code) const {
+  const Result to = places(operand, from);
+  if (is_written(to, code)) return taken(to);
+  if (format.is_exact()) {
+    add_casts(from, dtype_, to, code);
+  } else {
+    add_calls(operand.name, from, format, to, /*is_saved=*/false, code);
+  }
+  return taken(to);
+}
+
+Argument RoundOperands::rounded_again(const std::string& operand, const Argument& from,
+                                      NumberFormat format, std::vector<Instruction>& code) const {
+  const Result to = places({operand}, from);
+  if (format.is_exact()) {
+    add_casts(from, dtype_, to, code);
+  } else {
+    add_calls(operand, from, format, to, /*is_saved=*/true, code);
+  }
+  return taken(to);
+}
+
+Value RoundOperands::transformed(const std::string& operand, const Argument& from,
+                                 std::vector<Instruction>& code) const {
+  const Value to = temporary("turned_" + operand);
+  code.push_back({.target = splits_ ? "hadamard_columns_groups" : "hadamard_columns",
+                  .arguments = {gradient(), from},
+                  .results = {to}});
+  if (splits_) code.back().arguments.push_back(*splits_);
+  return to;
+}
+
+void RoundOperands::take_scales(Instruction& product, const RoundedOperand& left,
+                                const RoundedOperand& right) const {
+  if (!has_scale(left.name) && !has_scale(right.name)) return;
+  product.target += "_scaled";
+  for (const auto& [name, use] : {left, right}) {
+    const Value scale = scale_of(temporary("rounded_" + name + use));
+    product.arguments.push_back(has_scale(name) ? Argument(scale) : Argument(None{}));
+  }
+}
+
+}  // namespace transformer_ops

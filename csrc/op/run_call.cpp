@@ -1,0 +1,215 @@
+#include "op/run_call.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
+#include <torch/library.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "fuser/attribute.h"
+#include "fuser/fork_safe_mutex.h"
+#include "fuser/text.h"
+#include "op/frame.h"
+#include "op/torch_library.h"
+#include "op/variant.h"
+
+namespace transformer_ops {
+namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+c10::IValue constant_of(const std::string& text) {
+  if (text == "none") return {};
+  return std::visit([](const auto& value) { return c10::IValue(value); }, parse_attribute(text));
+}
+
+// "[%, %]": 2; none of any other text.
+std::optional<size_t> placeholders(const std::string& text) {
+  if (!text.starts_with("[%")) return std::nullopt;
+  return split_text(text.substr(1, text.size() - 2), ',').size();
+}
+
+// A text as it is called: what is constant, and where tensors stand.
+class ParsedCall {
+ public:
+  explicit ParsedCall(const std::string& text) {
+    const size_t open = text.find('(');
+    const std::string target = text.substr(0, open);
+    variant_ = open == std::string::npos || !text.ends_with(')') ? nullptr : find_variant(target);
+    TORCH_CHECK(variant_ != nullptr,
+                "[run_call] call must read 'op(arguments)' of an op that plans ", "call, got '",
+                text, "'");
+    try {
+      for (const auto& word : split_text(text.substr(open + 1, text.size() - open - 2), ',')) {
+        add(word);
+      }
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, "[run_call] call must have arguments as a plan has them, got '", text,
+                  "': ", error.what());
+    }
+    TORCH_CHECK(places_.size() == variant_->arguments, "[run_call] call must have ",
+                variant_->arguments, " arguments, got '", text, "'");
+  }
+
+  const Variant& variant() const { return *variant_; }
+
+  // The arguments, on top of the stack. The list is left without tensors: an op may take the memory
+  // of one that nobody else holds.
+  void push(const c10::List<at::Tensor>& tensors, Stack& stack) const {
+    TORCH_CHECK(tensors.size() == tensors_, "[run_call] call must have ", tensors_,
+                " tensors, got ", tensors.size());
+    size_t next = 0;
+    for (const Place& place : places_) {
+      if (place.list) {
+        c10::List<at::Tensor> list;
+        for (size_t i = 0; i < *place.list; ++i) list.push_back(tensors.extract(next++));
+        stack.emplace_back(std::move(list));
+      } else if (place.is_tensor) {
+        stack.emplace_back(tensors.extract(next++));
+      } else {
+        stack.push_back(place.constant);
+      }
+    }
+  }
+
+ private:
+  struct Place {
+    c10::IValue constant = {};
+    bool is_tensor = false;
+    std::optional<size_t> list = {};
+  };
+
+  void add(const std::string& word) {
+    Place place{.is_tensor = word == "%", .list = placeholders(word)};
+    if (!place.is_tensor && !place.list) place.constant = constant_of(word);
+    tensors_ += place.list.value_or(place.is_tensor ? 1 : 0);
+    places_.push_back(std::move(place));
+  }
+
+  const Variant* variant_;
+  std::vector<Place> places_;
+  size_t tensors_ = 0;
+};
+
+// Each text is parsed once.
+struct ParsedCalls {
+  ForkSafeMutex mutex;
+  std::map<std::string, std::shared_ptr<const ParsedCall>, std::less<>> rows;
+};
+constexpr size_t kMostTexts = 4096;
+
+// Never deleted: a thread may run while static objects die.
+ParsedCalls& parsed_calls = *new ParsedCalls;
+
+std::shared_ptr<const ParsedCall> parsed(std::string_view text) {
+  {
+    const std::lock_guard lock(parsed_calls.mutex);
+    const auto row = parsed_calls.rows.find(text);
+    if (row != parsed_calls.rows.end()) return row->second;
+  }
+  auto call = std::make_shared<const ParsedCall>(std::string(text));
+  const std::lock_guard lock(parsed_calls.mutex);
+  if (parsed_calls.rows.size() >= kMostTexts) parsed_calls.rows.clear();
+  return parsed_calls.rows.try_emplace(std::string(text), std::move(call)).first->second;
+}
+
+template <KernelKind kind>
+void run(const OperatorHandle&, DispatchKeySet, Stack* stack) {
+  auto tensors = std::move(stack->back()).toTensorList();
+  stack->pop_back();
+  const auto call = parsed(stack->back().toStringView());
+  stack->pop_back();
+  const size_t below = stack->size();
+  call->push(tensors, *stack);
+  run_kernel(call->variant(), kind, stack);
+  c10::List<at::Tensor> results;
+  for (size_t i = below; i < stack->size(); ++i) {
+    const c10::IValue& result = (*stack)[i];
+    if (result.isTensor()) {
+      results.push_back(result.toTensor());
+    } else {
+      for (const at::Tensor& tensor : result.toTensorVector()) results.push_back(tensor);
+    }
+  }
+  stack->resize(below);
+  stack->emplace_back(std::move(results));
+}
+
+// No gradient passes through the forms that plans alone need.
+void check_no_gradient(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient(stack->back()), "[run_call] tensors must require no ",
+                              "gradient, as none passes through this op, got one that does; "
+                              "detach() it, or call the op under torch.no_grad()");
+  const at::AutoDispatchBelowAutograd below_autograd;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+template <torch::CppFunction (*make)()>
+void add(DispatchKey key) {
+  torch_library(kRunCall).impl("run_call", torch::dispatch(key, make()));
+}
+
+torch::CppFunction meta() {
+  return torch::CppFunction::makeFromBoxedFunction<run<KernelKind::Meta>>();
+}
+torch::CppFunction cpu() {
+  return torch::CppFunction::makeFromBoxedFunction<run<KernelKind::Cpu>>();
+}
+torch::CppFunction cuda() {
+  return torch::CppFunction::makeFromBoxedFunction<run<KernelKind::Cuda>>();
+}
+torch::CppFunction autograd() {
+  return torch::CppFunction::makeFromBoxedFunction<check_no_gradient>();
+}
+
+[[maybe_unused]] const bool registered = [] {
+  torch_library(kRunCall).def("run_call(str call, Tensor[] tensors) -> Tensor[] results",
+                              {at::Tag::pt2_compliant_tag});
+  add<meta>(DispatchKey::Meta);
+  add<cpu>(DispatchKey::CPU);
+  add<cuda>(DispatchKey::CUDA);
+  for (const DispatchKey key : autograd_keys()) add<autograd>(key);
+  return true;
+}();
+
+// Schemas of targets that torch has none of, as torch writes them.
+struct FormSchemas {
+  ForkSafeMutex mutex;
+  std::map<std::string, c10::FunctionSchema> rows;
+};
+
+FormSchemas& form_schemas = *new FormSchemas;
+
+const c10::FunctionSchema& schema_of(const Variant& variant) {
+  {
+    const std::lock_guard lock(form_schemas.mutex);
+    const auto row = form_schemas.rows.find(variant.name);
+    if (row != form_schemas.rows.end()) return row->second;
+  }
+  c10::FunctionSchema schema = torch::jit::parseSchema(variant.schema);
+  const std::lock_guard lock(form_schemas.mutex);
+  return form_schemas.rows.try_emplace(variant.name, std::move(schema)).first->second;
+}
+
+}  // namespace
+
+std::optional<Callee> find_callee(const std::string& target) {
+  auto& torch_ops = c10::Dispatcher::singleton();
+  // A dot would be that of an overload.
+  const bool is_form = target.find('.') != std::string::npos;
+  const auto op = is_form ? std::nullopt : torch_ops.findSchema({torch_name(target), ""});
+  if (op) return Callee{*op, &op->schema(), false};
+  const Variant* const variant = find_variant(target);
+  if (variant == nullptr) return std::nullopt;
+  static const auto run_call = torch_ops.findSchemaOrThrow(kRunCall, "");
+  return Callee{run_call, &schema_of(*variant), true};
+}
+
+void add_run_call(c10::DispatchKey key) { add<cuda>(key); }
+
+}  // namespace transformer_ops

@@ -1,0 +1,83 @@
+"""The formats of quantized numbers as values: the rows of `csrc/kernels/format.h`."""
+
+from __future__ import annotations
+
+import difflib
+from typing import NamedTuple
+
+import torch
+
+from . import _C
+
+__all__ = ["FORMATS", "NumberFormat", "format_named", "format_with"]
+
+_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+class NumberFormat(NamedTuple):
+    """What codes and scales of a quantized tensor are. Each block has a scale; where `block_rows`
+    and `block_columns` are 0, the tensor has one."""
+
+    name: str  # in plans, schemas and reports
+    element: str  # "e4m3", "e5m2", "e2m1" or "int8"
+    scale: str  # "float32", "power of two", "e8m0" (a byte), or "e4m3" (and one of the tensor)
+    bits: int  # of a code
+    largest: float  # of the codes' values
+    block_rows: int
+    block_columns: int
+    four_over_six: str  # "", "MAE" or "MSE"
+    largest_scale: float  # of blocks, where the tensor has one besides
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether the tensor has one scale and no others."""
+        return self.block_columns == 0
+
+    @property
+    def is_columnwise(self) -> bool:
+        """Whether blocks are parts of a column."""
+        return self.block_rows > 1 and self.block_columns == 1
+
+    @property
+    def is_square(self) -> bool:
+        return self.block_rows > 1 and self.block_rows == self.block_columns
+
+    @property
+    def significant_bits(self) -> int:
+        """Of a code, with the leading one that floating-point codes do not store."""
+        return {"e4m3": 4, "e5m2": 3, "e2m1": 2, "int8": 8}[self.element]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of codes of FP8; None for others."""
+        return _DTYPES.get(self.element)
+
+
+FORMATS = {row.name: row for row in (NumberFormat(*fields) for fields in _C.formats())}
+
+
+def format_named(name: str) -> NumberFormat:
+    """The format of a name; ValueError where there is none, which says the nearest."""
+    if name in FORMATS:
+        return FORMATS[name]
+    (nearest,) = difflib.get_close_matches(name, FORMATS, n=1, cutoff=0)
+    raise ValueError(
+        f"[quantize] format must be one of kernels/format.h, got {name!r}; the nearest is "
+        f"{nearest!r}"
+    )
+
+
+def format_with(
+    element: str,
+    scale: str,
+    block: tuple[int, int] = (0, 0),
+    *,
+    four_over_six: str = "",
+    largest_scale: float = 448.0,
+) -> NumberFormat:
+    """The one format of these fields; KeyError where there is none."""
+    wanted = (element, scale, *block, four_over_six, largest_scale)
+    for row in FORMATS.values():
+        if (row.element, row.scale, *row[5:]) == wanted:
+            return row
+    raise KeyError(wanted)
