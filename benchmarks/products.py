@@ -1,4 +1,4 @@
-"""Products on CPU, each in two ways: in float32 by oneDNN, where csrc/bodies/product.cpp takes it,
+"""Products on CPU, each in two ways: in float32 by oneDNN, where csrc/wrappers/product.cpp has it,
 and by MKL; in 16 bits as the library runs them, and as PyTorch does.
 
     python benchmarks/products.py [--threads N] [--dtype float32|bfloat16|float16]

@@ -11,11 +11,11 @@
 #include "kernels/cpu.h"
 #include "kernels/format.h"
 #include "op/buffer.h"
+#include "op/decomposition.h"
 #include "op/flops.h"
 #include "op/run_call.h"
 #include "op/torch_library.h"
 #include "op/typed_op.h"
-#include "op/unfused.h"
 #include "python/group.h"
 #include "python/guards.h"
 
@@ -160,11 +160,11 @@ std::string typed_op_schema(const std::string& name) {
   return c10::str(*callee->schema);
 }
 
-// The unfused meaning of a typed op; arguments in schema order.
-std::vector<std::optional<at::Tensor>> unfused(const std::string& name,
-                                               const py::tuple& arguments) {
+// The decomposition of a typed op; arguments in schema order.
+std::vector<std::optional<at::Tensor>> decomposition(const std::string& name,
+                                                     const py::tuple& arguments) {
   const auto callee = find_callee(name);
-  TORCH_CHECK(callee, "[unfused] op must be registered, got '", name, "'");
+  TORCH_CHECK(callee, "[decomposition] op must be registered, got '", name, "'");
   const auto& fields = callee->schema->arguments();
   std::vector<c10::IValue> stack;
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -175,7 +175,7 @@ std::vector<std::optional<at::Tensor>> unfused(const std::string& name,
   {
     // It may run the autograd engine.
     const py::gil_scoped_release no_gil;
-    found = call_unfused(name, stack);
+    found = call_decomposition(name, stack);
   }
   for (at::Tensor& result : found) {
     results.push_back(result.defined() ? std::optional(std::move(result)) : std::nullopt);
@@ -217,7 +217,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("typed_op_schema", &typed_op_schema);
   module.def("counted_ops", &list_counted_ops);
   module.def("typed_ops_without_cuda", &typed_ops_without_cuda);
-  module.def("unfused", torch::wrap_pybind_function(&unfused));
+  module.def("decomposition", torch::wrap_pybind_function(&decomposition));
   module.def("write_next_result_into", [](const std::optional<at::Tensor>& buffer) {
     write_next_result_into(buffer.value_or(at::Tensor()));
   });

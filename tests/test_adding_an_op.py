@@ -62,7 +62,7 @@ Tensor backward(const Tensor& grad_output, const Tensor& KEPT, double cap) {
                     .slots = {{"KEPT"}},
                     .dtype = DTypeRule::Autocast},
     .forward = {.schema = "NAME(Tensor input, float cap) -> Tensor output",
-                .bodies = {.cpu = forward, .unfused = forward}},
+                .bodies = {.cpu = forward, .decomposition = forward}},
     .backward = {.schema = "NAME_backward(Tensor grad_output, Tensor KEPT, float cap) -> "
                            "Tensor grad_input",
                  .shape = backward_shape,
@@ -100,7 +100,7 @@ Tensor identity(const Tensor& input) { return input; }
                              .bodies = {.cpu = [](const Tensor&, Tensor&, Tensor&) {}}}}) &&
     register_op({.forward = {.schema = "half_softcap(Tensor input) -> (Tensor output, Tensor mask)",
                              .shape = with_mask,
-                             .bodies = {.unfused = identity}}});
+                             .bodies = {.decomposition = identity}}});
 
 }  // namespace
 }  // namespace transformer_ops
@@ -124,7 +124,7 @@ Tensor scaled(const Tensor& input, double cap, double scale) {
              .benefit = BENEFIT,
              .pattern = {{"Softcap"}, {"ConstantScale"}}},
     .forward = {.schema = "NAME(Tensor input, float cap, float scale) -> Tensor output",
-                .bodies = {.cpu = scaled, .unfused = scaled}},
+                .bodies = {.cpu = scaled, .decomposition = scaled}},
 });
 
 }  // namespace
@@ -285,7 +285,7 @@ def test_a_rule_that_comes_after_torch_compile(softcap: Any, name: str, tmp_path
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_without_a_body_the_unfused_meaning_runs(softcap: Any, grad: bool) -> None:
+def test_without_a_body_the_decomposition_runs(softcap: Any, grad: bool) -> None:
     class BodySoftcap(softcap, kind="BodySoftcap"):  # type: ignore[call-arg]
         """Another declaration."""
 
@@ -309,9 +309,9 @@ def test_without_a_body_the_unfused_meaning_runs(softcap: Any, grad: bool) -> No
 @pytest.mark.parametrize(
     ("name", "lack"),
     [
-        ("meaningless", "a body for cpu or .bodies.unfused, got neither"),
+        ("meaningless", "a body for cpu or .bodies.decomposition, got neither"),
         ("shapeless", ".shape, got none"),
-        ("half", "a body for cpu, got an unfused meaning that leaves out mask"),
+        ("half", "a body for cpu, got a decomposition that leaves out mask"),
     ],
 )
 def test_what_a_declaration_lacks(softcap: Any, name: str, lack: str) -> None:

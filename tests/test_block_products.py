@@ -215,7 +215,7 @@ def test_quantize_in_backward(format: str) -> None:
     want = o.quantize(x, format)
     for got in (
         plan_op("quantize.saved")(torch.ones(1), x, format),
-        _C.unfused("quantize.saved", (torch.ones(1), x, format)),
+        _C.decomposition("quantize.saved", (torch.ones(1), x, format)),
     ):
         for a, b in zip(got, want, strict=True):
             assert a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

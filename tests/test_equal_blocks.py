@@ -320,15 +320,15 @@ def test_weights_that_accumulate_keep_to_their_own_modules() -> None:
 
 
 def test_an_annealed_dropout_keeps_no_states() -> None:
-    from transformer_ops import peers
+    from transformer_ops import guard_groups
 
     module = tops.Sequential(tops.Linear(8, 8), tops.Dropout(0.5))
     module(torch.randn(2, 8))
-    before = len(peers._records)
+    before = len(guard_groups._records)
     for step in range(50):
         module[1].p = step / 100
         assert module._traced_state
-    assert len(peers._records) <= before + 1
+    assert len(guard_groups._records) <= before + 1
     del module
     gc.collect()
-    assert len(peers._records) <= before
+    assert len(guard_groups._records) <= before

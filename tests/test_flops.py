@@ -43,13 +43,13 @@ BY_LAYERS = "router_backward"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != BY_LAYERS])
-def test_each_typed_op_counts_what_its_unfused_meaning_counts(name: str) -> None:
+def test_each_typed_op_counts_what_its_decomposition_counts(name: str) -> None:
     # The meaning of a product in groups multiplies all rows with every matrix.
     multiplies_more = "grouped" in name or "moe_mlp" in name
     for sample in samples(name, torch.float32):
         for arguments in with_masks(name, sample):
             found = count(overload(name), *arguments)
-            wanted = count(_C.unfused, name, tuple(arguments))
+            wanted = count(_C.decomposition, name, tuple(arguments))
             if multiplies_more:
                 assert found <= wanted and (found > 0) == (wanted > 0)
             else:

@@ -247,7 +247,7 @@ def test_codes_are_those_of_quantize(format: str, dtype: torch.dtype, shape: tup
     calls = (
         o.quantize_values(x, format, DTYPES[format]),
         plan_op("quantize_values.saved")(x, x, format, DTYPES[format]),
-        _C.unfused("quantize_values", (x, format, DTYPES[format])),
+        _C.decomposition("quantize_values", (x, format, DTYPES[format])),
     )
     for got, decodes in calls:
         assert got.dtype == want.dtype and decodes.dim() == 0 and decodes == scale
@@ -263,7 +263,7 @@ def test_codes_by_a_given_scale(place: int, size: float) -> None:
     for found in (
         o.quantize_values_scaled(*arguments),
         plan_op("quantize_values_scaled.saved")(x, *arguments),
-        _C.unfused("quantize_values_scaled", arguments),
+        _C.decomposition("quantize_values_scaled", arguments),
     ):
         assert found[0].dtype == torch.float8_e5m2
         for got, want in zip(found, values, strict=False):

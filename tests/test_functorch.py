@@ -1,4 +1,4 @@
-"""torch.func over native ops: through their unfused meaning."""
+"""torch.func over native ops: through their decomposition."""
 
 import pytest
 import torch

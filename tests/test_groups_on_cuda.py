@@ -85,7 +85,7 @@ def assert_same(a: Tensor, b: Tensor) -> None:
 
 
 def meaning(name: str, *arguments: Any) -> list[Tensor]:
-    return _C.unfused(name, arguments)
+    return _C.decomposition(name, arguments)
 
 
 def named(dtype: torch.dtype) -> str:

@@ -33,8 +33,8 @@ LAYERS = [
     "flops",
     "constructors",
     "marks",
-    "numbered",
-    "peers",
+    "handles",
+    "guard_groups",
     "locks",
     "_loader",
     "_C",
@@ -123,7 +123,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_the_imports_are_seen(graph):
-    assert {"op.base", "runtime.layout", "numbered"} <= graph["sequential"]
+    assert {"op.base", "runtime.layout", "handles"} <= graph["sequential"]
     assert {"plan.explain.summary", "plan.plan"} <= graph["plan.explain.text"]
     assert "" not in graph["fusion.registry"] and "_C" in graph["fusion.registry"]
 

@@ -38,14 +38,16 @@ FOLDERS = [
     Folder("fuser", ("kernels/format.h",)),
     # The frame knows no kernel, so nothing above sees one by including it.
     Folder("op", ("fuser", "memory"), TORCH),
-    Folder("bodies", ("op", "fuser", "kernels"), TORCH),
+    Folder("wrappers", ("op", "fuser", "kernels"), TORCH),
+    # How operands are rounded, and the scales of delayed scaling.
+    Folder("quantization", ("wrappers", "op", "fuser", "kernels"), TORCH),
     # They register themselves: no row names them.
-    Folder("ops", ("bodies", "op", "fuser", "kernels"), TORCH, shares_headers=False),
-    Folder("fusions", ("bodies", "op", "fuser", "kernels"), TORCH, shares_headers=False),
-    Folder("cuda", ("bodies", "op", "kernels"), ("torch", "cuda")),
+    Folder("ops", ("wrappers", "op", "fuser", "kernels"), TORCH, shares_headers=False),
+    Folder("fusions", ("wrappers", "op", "fuser", "kernels"), TORCH, shares_headers=False),
+    Folder("cuda", ("wrappers", "op", "kernels"), ("torch", "cuda")),
     # No particular op, no body, no kernel: rows of the registry.
     Folder("executor", ("op", "fuser"), TORCH),
-    Folder("runtime", ("executor", "op", "fuser", "bodies/delayed_scaling.h"), TORCH),
+    Folder("runtime", ("executor", "op", "fuser", "quantization/delayed_scaling.h"), TORCH),
     Folder("python", ("runtime", "executor", "op", "fuser"), ("torch", "python")),
     Folder("pch.h", ("op",), TORCH),
     # For libraries of others: nothing of ours includes it.
@@ -160,7 +162,7 @@ def planted(csrc: Path, file: str, include: str) -> list[tuple[str, str, str]]:
         "kernels/bias.h",
         "kernels/cpu/simd.h",
         "op/op.h",
-        "bodies/linear.h",
+        "wrappers/linear.h",
         "ops/linear.h",
         "fusions/glu.h",
         "executor/run.h",
@@ -176,15 +178,15 @@ def planted(csrc: Path, file: str, include: str) -> list[tuple[str, str, str]]:
     ("file", "include", "wrong"),
     [
         ("executor/a.cpp", '"ops/linear.h"', "of ops"),
-        ("executor/a.cpp", '"bodies/linear.h"', "of bodies"),
-        ("executor/a.cpp", "<bodies/linear.h>", "of bodies"),
+        ("executor/a.cpp", '"wrappers/linear.h"', "of wrappers"),
+        ("executor/a.cpp", "<wrappers/linear.h>", "of wrappers"),
         ("executor/a.cpp", '"kernels/bias.h"', "of kernels"),
         ("op/a.cpp", '"executor/run.h"', "of executor"),
         ("op/a.cpp", '"../executor/run.h"', "of executor"),
         ("ops/a.cpp", '"ops/linear.h"', "another's in the same folder"),
         ("ops/a.cpp", '"linear.h"', "another's in the same folder"),
         ("fusions/a.cpp", '"ops/linear.h"', "of ops"),
-        ("bodies/a.cpp", '"kernels/cpu/simd.h"', "of kernels/cpu"),
+        ("wrappers/a.cpp", '"kernels/cpu/simd.h"', "of kernels/cpu"),
         ("kernels/cuda/a.cu", '"kernels/cpu/simd.h"', "of kernels/cpu"),
         ("fuser/a.h", '"op/op.h"', "of op"),
         ("fuser/a.h", "<ATen/core/Tensor.h>", "of torch"),
@@ -195,8 +197,12 @@ def planted(csrc: Path, file: str, include: str) -> list[tuple[str, str, str]]:
         ("executor/a.cpp", "<Python.h>", "of python"),
         ("runtime/a.cpp", "<torch/csrc/Exceptions.h>", "of python"),
         ("runtime/a.cpp", "<torch/csrc/autograd/python_variable.h>", "of python"),
-        ("bodies/a.cpp", "<c10/cuda/CUDAStream.h>", "of cuda"),
-        ("bodies/a.cpp", '"missing.h"', "no file of csrc/, and of no library that the test knows"),
+        ("wrappers/a.cpp", "<c10/cuda/CUDAStream.h>", "of cuda"),
+        (
+            "wrappers/a.cpp",
+            '"missing.h"',
+            "no file of csrc/, and of no library that the test knows",
+        ),
     ],
 )
 def test_a_bad_include_is_found(tmp_path: Path, file: str, include: str, wrong: str) -> None:
@@ -209,7 +215,7 @@ def test_a_bad_include_is_found(tmp_path: Path, file: str, include: str, wrong: 
         ("executor/a.cpp", '"op/op.h"'),
         ("executor/a.cpp", "<torch/csrc/autograd/custom_function.h>"),
         ("ops/linear.cpp", '"ops/linear.h"'),
-        ("bodies/a.cpp", '"kernels/bias.h"'),
+        ("wrappers/a.cpp", '"kernels/bias.h"'),
         ("kernels/cpu/a.cpp", '"simd.h"'),
         ("kernels/cpu/a.cpp", '"../math.h"'),
         ("fuser/a.h", "<string_view>"),

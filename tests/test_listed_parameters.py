@@ -102,7 +102,7 @@ OpDeclaration derived() {
     .forward = {.schema = "choose_rows(Tensor input, Tensor ids, Tensor[] weight, "
                           "Tensor[] shift, int count) -> Tensor output",
                 .shape = forward_shape,
-                .bodies = {.unfused = forward}},
+                .bodies = {.decomposition = forward}},
     .backward = {.schema = "choose_rows_backward(Tensor grad_output, Tensor? input, Tensor ids, "
                            "Tensor[] weight, Tensor[] shift, int count, bool[3] output_mask) -> "
                            "(Tensor grad_input, Tensor[] grad_weight, Tensor[] grad_shift)",
@@ -116,7 +116,7 @@ OpDeclaration derived() {
     .forward = {.schema = "derived_rows(Tensor input, Tensor ids, Tensor[] weight, "
                           "Tensor[] shift, int count) -> Tensor output",
                 .shape = forward_shape,
-                .bodies = {.unfused = forward}},
+                .bodies = {.decomposition = forward}},
 });
 
 }  // namespace

@@ -91,7 +91,7 @@ void backward(const Tensor& grad_output, const Tensor* input, const Tensor* prob
     .forward = {.schema = "scale_rows(Tensor input, Tensor? probs, Tensor ids, Tensor? weight) -> "
                           "Tensor output",
                 .shape = forward_shape,
-                .bodies = {.unfused = forward_unfused}},
+                .bodies = {.decomposition = forward_unfused}},
     .backward = {.schema = "scale_rows_backward(Tensor grad_output, Tensor? input, Tensor? probs, "
                            "Tensor? ids, Tensor? weight, bool[3] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_probs, Tensor grad_weight)",

@@ -1,4 +1,4 @@
-"""quantize and dequantize: bytes against other encoders and against the unfused meaning."""
+"""quantize and dequantize: bytes against other encoders and against the decomposition."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def assert_same_bytes(got: tuple[Tensor, ...], want: tuple[Tensor, ...], what: A
         assert torch.equal(raw(a), raw(b)), (what, name)
 
 
-# ---- the unfused meaning
+# ---- the decomposition
 
 
 def special_rows(dtype: torch.dtype) -> Tensor:
@@ -75,16 +75,16 @@ def special_rows(dtype: torch.dtype) -> Tensor:
 @every_format
 @every_dtype
 @every_device
-def test_bytes_of_the_unfused_meaning(format: str, dtype: torch.dtype, device: str) -> None:
+def test_bytes_of_the_decomposition(format: str, dtype: torch.dtype, device: str) -> None:
     tensors = [numbers(*shape, dtype=dtype) for shape in SHAPES]
     tensors += [special_rows(dtype), *special_rows(dtype)]
     for x in tensors:
         x = x.to(device)
         codes, scale = quantize(x, format)
         what = (x.shape, x.flatten()[:3])
-        assert_same_bytes((codes, scale), _C.unfused("quantize", (x, format)), what)
+        assert_same_bytes((codes, scale), _C.decomposition("quantize", (x, format)), what)
         arguments = (codes, scale, format, name_of(dtype), x.shape)
-        out, meant = dequantize(*arguments), _C.unfused("dequantize", arguments)[0]
+        out, meant = dequantize(*arguments), _C.decomposition("dequantize", arguments)[0]
         assert (out.shape, out.dtype) == (x.shape, dtype)
         torch.testing.assert_close(out, meant, rtol=0, atol=0, equal_nan=True)
 

@@ -42,7 +42,7 @@ Tensor softcap_scale(const Tensor& input, double cap, double scale) {
              .benefit = 20,
              .pattern = {{"Softcap"}, {"ConstantScale"}}},
     .forward = {.schema = "softcap_scale(Tensor input, float cap, float scale) -> Tensor output",
-                .bodies = {.unfused = softcap_scale}},
+                .bodies = {.decomposition = softcap_scale}},
 });
 
 }  // namespace
@@ -72,9 +72,9 @@ def block(language: str, section: str) -> str:
 def with_cuda_body(cpp: str) -> str:
     """The declaration with the lines that the section on kernels adds to it."""
     for place, text in (
-        ('#include "op/op.h"\n', '#include "bodies/cuda.h"\n'),
+        ('#include "op/op.h"\n', '#include "wrappers/cuda.h"\n'),
         ("[[maybe_unused]] const bool registered", block("cpp", "A CUDA kernel") + "\n"),
-        (".unfused = softcap}", ".cuda = softcap_cuda, "),
+        (".decomposition = softcap}", ".cuda = softcap_cuda, "),
     ):
         assert cpp.count(place) == 1
         cpp = cpp.replace(place, text + place)

@@ -44,7 +44,7 @@ def check(name: str, x: Tensor, place: int, format: str, with_amax: bool = True)
     rounded = f"{name}.rounded_by"
     for want, got in (
         (op_of(name)(*clones(taken)), op_of(rounded)(*clones(taken), *added)),
-        (_C.unfused(name, (*taken,)), _C.unfused(rounded, (*taken, *added))),
+        (_C.decomposition(name, (*taken,)), _C.decomposition(rounded, (*taken, *added))),
     ):
         first, *rest = (result.detach() for result in tensors(want))
         dtype = str(first.dtype).removeprefix("torch.")

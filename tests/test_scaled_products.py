@@ -168,7 +168,7 @@ def test_values_by_their_meaning(format):
     """What runs on devices without a body of its own."""
     x = torch.randn(40, 72)
     got = o.quantize_values(x, format, "bfloat16")
-    for pair in zip(got, _C.unfused("quantize_values", (x, format, "bfloat16")), strict=True):
+    for pair in zip(got, _C.decomposition("quantize_values", (x, format, "bfloat16")), strict=True):
         torch.testing.assert_close(*pair, rtol=0, atol=0)
 
 
@@ -181,7 +181,7 @@ def test_values_by_a_given_scale(place):
     torch.testing.assert_close(got.float() * decodes, want, rtol=1e-6, atol=0)
     assert amax == same == x.abs().max() and decodes == 1 / scale[place]
     for other in (
-        _C.unfused("quantize_values_scaled", arguments),
+        _C.decomposition("quantize_values_scaled", arguments),
         plan_op("quantize_values_scaled.saved")(x, *arguments),
     ):
         for a, b in zip((got, decodes, amax), other, strict=False):

@@ -100,7 +100,7 @@ def test_gradcheck(name):
             values = tree_unflatten(values, spec)
             # No gradient passes through the kernels of those.
             is_plain = name in RECOMPUTED
-            results = _C.unfused(name, tuple(values)) if is_plain else op(name)(*values)
+            results = _C.decomposition(name, tuple(values)) if is_plain else op(name)(*values)
             return tuple(r for r in tensors_in(results) if r.requires_grad)
 
         # Statistics depend on the input, but a backward op takes them as given.
@@ -143,13 +143,13 @@ def test_never_mutates_and_never_aliases(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_unfused_meaning(name):
+def test_decomposition(name):
     """The oracle of double backward and torch.func gives the numbers of the kernel."""
     if torch.Tag.nondeterministic_seeded in op(name).tags:
         return
     for sample in samples(name):
         got = tensors_in(op(name)(*sample))
-        want = _C.unfused(name, tuple(sample))
+        want = _C.decomposition(name, tuple(sample))
         for a, b in zip(got, want, strict=False):
             if b is not None:
                 torch.testing.assert_close(a, b)

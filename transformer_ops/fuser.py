@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function
 
-from . import _C, peers
+from . import _C, guard_groups
 from .compile.graph import number_of
 from .compile.groups import (
     Facts,
@@ -22,14 +22,14 @@ from .compile.groups import (
     traced_group,
 )
 from .constructors import names_its_arguments
-from .numbered import numbered
+from .handles import handles
 from .op.base import BasicOperation, FusibleOperation, run_alone_by
 from .op.borrowed import guards_of
 from .op.channels import Routed, resolve_channels
-from .op.holders import Holder
 from .op.hooks import has_hooks
 from .op.in_place import check_in_place
 from .op.names import OpName, WantedInputs, names_of, wanted_inputs
+from .op.observers import Observer
 from .op.tensor_parallel import check_gates, is_dtensor, local_parameters, local_sizes
 from .plan.explain.explanation import Explanation
 from .plan.explain.summary import Group, describe
@@ -57,7 +57,7 @@ _PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
 
 
 @names_its_arguments
-class OperationFuser(Holder):
+class OperationFuser(Observer):
     """A group of ops that run as one plan.
 
     `ops` are `FusibleOperation`s; containers are expanded. Calling it takes the main input and the
@@ -88,11 +88,11 @@ class OperationFuser(Holder):
         self._own = _own
         self._given_channels = _channels
         self._given_names = _names
-        self._number = numbered.add(self)
+        self._number = handles.add(self)
         # Compiled graphs guard on it.
         self._edits = 0
         self._shared: tuple[tuple[int, bool], str] | None = None  # state, and what it was made for
-        self._peers: peers.Peers | None = None
+        self._guard_group: guard_groups.GuardGroup | None = None
         self._basic_ops: list[BasicOperation] = [b for op in self._ops for b in op.basic_ops]
         self._capture()
 
@@ -102,7 +102,7 @@ class OperationFuser(Holder):
         check_gates(self._basic_ops)
         check_in_place(self._basic_ops)
         for op in (*self._ops, *self._basic_ops):
-            op._add_holder(self)
+            op._add_observer(self)
         self._names = self._given_names or names_of(self._ops, self._paths(), "OperationFuser")
         self._sources, self._visible = self._given_channels or self._route()
         self.num_extra_inputs = sum(s is None for sources in self._sources for s in sources)
@@ -260,15 +260,15 @@ class OperationFuser(Holder):
         now = (self._edits, self._is_split())
         if self._shared is None or self._shared[0] != now:
             content = None if now[1] else self._content()
-            state = f"{self._number}.{now}" if content is None else peers.digest(content)
-            self._peers = peers.join(self, state, self._peers)
+            state = f"{self._number}.{now}" if content is None else guard_groups.digest(content)
+            self._guard_group = guard_groups.join(self, state, self._guard_group)
             self._shared = (now, state)
-        assert self._peers is not None
-        self._peers.note_asked(self)
+        assert self._guard_group is not None
+        self._guard_group.note_asked(self)
         return self._shared[1]
 
     # All that a compiled graph guards on, beside what it reads of the ops.
-    _traced_state = property(peers.untraced(_shared_state))
+    _traced_state = property(guard_groups.untraced(_shared_state))
 
     def _is_group_of(self, ops: Sequence[FusibleOperation]) -> bool:
         return len(self._ops) == len(ops) and all(map(operator.is_, self._ops, ops))

@@ -111,7 +111,7 @@ def _register_pair(forward: str, backward: str) -> None:
 
 
 def _register_unfused(name: str) -> None:
-    """Gradients through the unfused meaning: fused ops without a backward, and backward ops."""
+    """Gradients through the decomposition: fused ops without a backward, and backward ops."""
     is_forward = _overload(name)._schema.returns[0].name == "output"
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -125,7 +125,7 @@ def _register_unfused(name: str) -> None:
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             leaves = [_input_of(v) if isinstance(v, Tensor) else v for v in _saved(ctx)]
-            results = _C.unfused(name, tuple(tree_unflatten(leaves, ctx.spec)))
+            results = _C.decomposition(name, tuple(tree_unflatten(leaves, ctx.spec)))
             given = [g for grad in grads for g in (grad if isinstance(grad, list) else [grad])]
             pairs = [
                 (result, grad)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from .constructors import names_its_arguments
+from .handles import handles
 from .number_format import format_with
-from .numbered import numbered
 
 __all__ = [
     "CustomRecipe",
@@ -286,7 +286,7 @@ class CustomRecipe(Recipe):
                 f"[CustomRecipe] qfactory must be a function of a role, got {self.qfactory!r}"
             )
         # The number under which a planning call finds it.
-        object.__setattr__(self, "_key", f"custom {numbered.add(self)}")
+        object.__setattr__(self, "_key", f"custom {handles.add(self)}")
 
     def formats_of(self, module_type: str, op: Any) -> str:
         """The formats of one op as a text; RuntimeError where `qfactory` returns something else."""

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx import Proxy
 
-from . import peers
+from . import guard_groups
 from .compile.groups import traced_segment
 from .constructors import names_its_arguments
 from .fuser import OperationFuser
+from .handles import handles
 from .marks import constant, disabled, may_be_traced
-from .numbered import numbered
 from .op.base import FusibleOperation
 from .op.fx import symbolic_call
-from .op.holders import Holder
 from .op.hooks import has_hooks
 from .op.names import check_count
+from .op.observers import Observer
 from .op.state_dict import modules_with_known_shapes, shape_mismatches
 from .plan.explain.explanation import Explanation
 from .plan.plan import Plan
@@ -50,7 +50,7 @@ class _Flat(NamedTuple):
 
 
 @names_its_arguments
-class Sequential(nn.Module, Holder):
+class Sequential(nn.Module, Observer):
     """Modules in order; maximal runs of fusible ops form one group each.
 
     Takes modules, one list of modules, or one dict of named modules. Modules that are no
@@ -92,9 +92,9 @@ class Sequential(nn.Module, Holder):
         self._layout: Layout | None = None
         # (made for it, modules that are called as they write into buffers, such a layout)
         self._split_layout: tuple[Layout, tuple[int, ...], Layout] | None = None
-        self._peers: peers.Peers | None = None
+        self._guard_group: guard_groups.GuardGroup | None = None
         self._edits = 0
-        self._number = numbered.add(self)
+        self._number = handles.add(self)
         if len(modules) == 1 and isinstance(modules[0], list | tuple):
             modules = tuple(modules[0])
         if len(modules) == 1 and isinstance(modules[0], Mapping):
@@ -289,7 +289,7 @@ class Sequential(nn.Module, Holder):
         replica._layout = None
         replica._split_layout = None
         replica._peers = None
-        replica._number = numbered.add(replica)
+        replica._number = handles.add(replica)
         return replica
 
     def __getstate__(self) -> dict[str, Any]:
@@ -299,7 +299,7 @@ class Sequential(nn.Module, Holder):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._number = numbered.add(self)
+        self._number = handles.add(self)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -467,7 +467,7 @@ class Sequential(nn.Module, Holder):
         if self._layout is not None and self._layout.modules != tuple(modules):
             self._edits += 1
         for op in members:
-            op._add_holder(self)
+            op._add_observer(self)
         layout = make_layout(modules, self._policies, OperationFuser, names, "Sequential")
         layout = layout._replace(
             children=tuple(self._modules.values()),
@@ -497,17 +497,17 @@ class Sequential(nn.Module, Holder):
         if not layout.state:
             edits, content = self._edits, layout_content(layout)
             # Python ops have contexts of their own.
-            state = f"{self._number}.{edits}" if content is None else peers.digest(content)
+            state = f"{self._number}.{edits}" if content is None else guard_groups.digest(content)
             layout = layout._replace(state=state)
-            self._peers = peers.join(self, state, self._peers)
+            self._guard_group = guard_groups.join(self, state, self._guard_group)
             if self._edits == edits:
                 self._layout = layout
-        assert self._peers is not None
-        self._peers.note_asked(self)
+        assert self._guard_group is not None
+        self._guard_group.note_asked(self)
         return layout.state
 
     # All that a compiled graph guards on, beside what it reads of the modules.
-    _traced_state = property(peers.untraced(_state))
+    _traced_state = property(guard_groups.untraced(_state))
 
     # ---- looking at plans
 
@@ -525,9 +525,9 @@ class Sequential(nn.Module, Holder):
         if self._layout is None:
             raise RuntimeError(f"{asked} must follow a call, got none so far")
         layout = self._current_layout()
-        if not has_plans(layout) and self._peers is not None:
+        if not has_plans(layout) and self._guard_group is not None:
             # A compiled graph was made for another one in the same state.
-            others = (other._layout for other in self._peers.members())
+            others = (other._layout for other in self._guard_group.members())
             found = (other for other in others if other is not None and other.state == layout.state)
             return next(filter(has_plans, found), layout)
         return layout
@@ -554,7 +554,7 @@ def _is_current(
 
 @constant
 def _layout_constant(state: str, edits: int) -> Layout:
-    found = ((other._layout, other._edits) for other in peers.find(state))
+    found = ((other._layout, other._edits) for other in guard_groups.find(state))
     same = [layout for layout, count in found if layout and (layout.state, count) == (state, edits)]
     if not same:
         raise RuntimeError("[Sequential] modules must be edited outside of compiled code")

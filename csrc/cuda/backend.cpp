@@ -4,7 +4,7 @@
 
 #include <mutex>
 
-#include "bodies/cuda.h"
+#include "wrappers/cuda.h"
 
 namespace transformer_ops::cuda {
 namespace {

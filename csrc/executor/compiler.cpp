@@ -6,10 +6,10 @@
 
 #include "executor/call_text.h"
 #include "executor/check_call.h"
-#include "executor/made_once.h"
 #include "executor/numbering.h"
 #include "executor/passes.h"
 #include "executor/program.h"
+#include "executor/weight_cache_key.h"
 #include "fuser/declaration.h"
 #include "fuser/error.h"
 #include "op/dtype.h"
@@ -51,9 +51,9 @@ class Compiler {
     for (const int output : program_.outputs) {
       TORCH_CHECK(output >= 0, "[plan] forward must write every output, got one that it does not");
     }
-    looks_.insert_into(program_);
+    metadata_.insert_into(program_);
     if (may_lack_gradients_) mark_skippable(program_.backward);
-    program_.always_reads_looks = std::ranges::any_of(program_.backward.lines, reads_looks);
+    program_.always_reads_metadata = std::ranges::any_of(program_.backward.lines, reads_metadata);
     std::vector<int> updated;
     for (const auto& [forward, backward] : program_.updated) updated.push_back(forward);
     mark_dead(program_.forward, {&program_.outputs, &program_.saved, &updated});
@@ -202,8 +202,8 @@ class Compiler {
     note_counts(instruction, call);
     if (call.typed && call.typed->random) program_.random = true;
     if (call.typed && !call.typed->makes.empty()) {
-      call.made_once = made_once(program_.plan, instruction, call,
-                                 [&](const Value& value) { return origin(value); });
+      call.weight_cache_key = weight_cache_key(program_.plan, instruction, call,
+                                               [&](const Value& value) { return origin(value); });
     }
     std::vector<Line> sums;
     for_each_value(instruction.results, [&](const Value& value) {
@@ -313,10 +313,10 @@ class Compiler {
     }
     const Value& value = std::get<Value>(argument);
     if (value.kind == Kind::Shape) {
-      const int look = look_of({Kind::Main, value.op});
-      TORCH_CHECK(look >= 0, "[plan] shape must be of a value that forward writes, got ",
+      const int metadata = metadata_of({Kind::Main, value.op});
+      TORCH_CHECK(metadata >= 0, "[plan] shape must be of a value that forward writes, got ",
                   to_text(value));
-      return Program::ShapeOf{look};
+      return Program::ShapeOf{metadata};
     }
     const bool from_forward =
         value.kind == Kind::Slot || value.kind == Kind::Parameter || value.kind == Kind::State;
@@ -460,14 +460,14 @@ class Compiler {
       } else {
         result.value = backward_.define(value);
       }
-      result.look = look_of(tensor);
+      result.metadata = metadata_of(tensor);
     }
     call.results.push_back(result);
   }
 
   Program::HostBackward::Saved saved_of(int op) {
     if (program_.keeps_own[op]) return {.own_row = op};
-    Program::HostBackward::Saved saved{.dtype = dtype_look(op)};
+    Program::HostBackward::Saved saved{.dtype = dtype_metadata(op)};
     for (const std::string& name : slots_of(op)) {
       const Value value{Kind::Slot, op, name};
       const bool is_there = backward_.find(value) >= 0 || sources_.contains(value);
@@ -477,11 +477,11 @@ class Compiler {
   }
 
   // What the step of forward that covers a native op computed in; -1 where the host ran it.
-  int dtype_look(int op) {
+  int dtype_metadata(int op) {
     const auto step = std::ranges::lower_bound(program_.plan.forward, op, {}, &Step::last);
     if (step->python) return -1;
-    const int first = step->first(), cast = look_of({Kind::Temporary, first, "input"});
-    return cast >= 0 ? cast : look_of({Kind::Main, first});
+    const int first = step->first(), cast = metadata_of({Kind::Temporary, first, "input"});
+    return cast >= 0 ? cast : metadata_of({Kind::Main, first});
   }
 
   const State& row_of(const Value& state) const {
@@ -518,12 +518,12 @@ class Compiler {
   }
 
   void fit_dtype(const Value& gradient) {
-    const int value = backward_.find(gradient), look = look_of(tensor_of(gradient));
-    if (value >= 0 && look >= 0)
-      program_.backward.lines.push_back({Program::FitDtype{value, look}});
+    const int value = backward_.find(gradient), metadata = metadata_of(tensor_of(gradient));
+    if (value >= 0 && metadata >= 0)
+      program_.backward.lines.push_back({Program::FitDtype{value, metadata}});
   }
 
-  // ---- gradients and looks
+  // ---- gradients and metadata
 
   static bool is_gradient(const Value& value) {
     return value.kind == Kind::Grad || value.kind == Kind::ExtraOutputGrad;
@@ -535,14 +535,14 @@ class Compiler {
     if (!may_lack_gradients_) return {index, op};
     const auto given = given_gradients_.find(index);
     return {index, op,
-            given == given_gradients_.end() ? look_of(tensor_of(value))
-                                            : looks_.request(given->second)};
+            given == given_gradients_.end() ? metadata_of(tensor_of(value))
+                                            : metadata_.request(given->second)};
   }
 
-  // The look of a forward value; -1 where forward makes no such value.
-  int look_of(const Value& value) {
+  // The number of the metadata of a forward value; -1 where forward makes no such value.
+  int metadata_of(const Value& value) {
     const int index = forward_.find(value);
-    return index < 0 ? -1 : looks_.request(index);
+    return index < 0 ? -1 : metadata_.request(index);
   }
 
   Program program_;
@@ -552,7 +552,7 @@ class Compiler {
   Numbering forward_;
   int first_parameter_ = 0;  // its number in forward; the others follow it
   Numbering backward_;
-  LookNumbers looks_;                   // of forward values
+  MetadataNumbers metadata_;            // of forward values
   std::map<Value, int> sources_;        // slot -> forward value
   std::map<int, int> given_gradients_;  // gradient of the main output -> that forward value
   bool may_lack_gradients_ = false;

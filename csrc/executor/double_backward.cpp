@@ -36,7 +36,7 @@ class Rerun {
     TORCH_CHECK(node_ != nullptr, "[double_backward] must run in the plan's own autograd node");
     unfused_ = unfused_program_for(program, connect_inputs());
     frame_.values.resize(unfused_->forward.values);
-    frame_.looks.resize(unfused_->looks);
+    frame_.metadata.resize(unfused_->metadata);
     for (size_t i = 0; i < inputs_.size(); ++i) frame_.values[unfused_->inputs[i]] = inputs_[i];
   }
 

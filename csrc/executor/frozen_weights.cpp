@@ -9,7 +9,7 @@ namespace transformer_ops {
 namespace {
 
 thread_local int depth = 0;
-thread_local std::unique_ptr<MadeOfWeights> made;
+thread_local std::unique_ptr<WeightCache> made;
 
 uint32_t version_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
@@ -18,7 +18,7 @@ uint32_t version_of(const at::Tensor& tensor) {
 }  // namespace
 
 void FrozenWeights::enter() {
-  if (depth++ == 0) made = std::make_unique<MadeOfWeights>();
+  if (depth++ == 0) made = std::make_unique<WeightCache>();
 }
 
 void FrozenWeights::leave() {
@@ -27,47 +27,47 @@ void FrozenWeights::leave() {
   if (--depth == 0) made.reset();
 }
 
-MadeOfWeights* MadeOfWeights::current() { return made.get(); }
+WeightCache* WeightCache::current() { return made.get(); }
 
-bool MadeOfWeights::may_keep(const at::Tensor& weight) {
+bool WeightCache::may_keep(const at::Tensor& weight) {
   return is_real(weight) && weight.is_leaf() && !weight.is_inference() &&
          !weight.key_set().has(c10::DispatchKey::Functionalize);
 }
 
-MadeOfWeights::Known::Known(const at::Tensor& tensor)
+WeightCache::Known::Known(const at::Tensor& tensor)
     : tensor_(tensor.getIntrusivePtr()),
       data_(tensor.const_data_ptr()),
       version_(version_of(tensor)) {}
 
-bool MadeOfWeights::Known::is_object(const at::Tensor& tensor) const {
+bool WeightCache::Known::is_object(const at::Tensor& tensor) const {
   return tensor_._unsafe_get_target() == tensor.unsafeGetTensorImpl() && !tensor_.expired();
 }
 
-bool MadeOfWeights::Known::is(const at::Tensor& tensor) const {
+bool WeightCache::Known::is(const at::Tensor& tensor) const {
   return is_object(tensor) && data_ == tensor.const_data_ptr();
 }
 
-std::vector<MadeOfWeights::Known> MadeOfWeights::Known::all(const Tensors& tensors) {
+std::vector<WeightCache::Known> WeightCache::Known::all(const Tensors& tensors) {
   return {tensors.begin(), tensors.end()};
 }
 
-bool MadeOfWeights::Row::is_of(const Tensors& tensors) const {
+bool WeightCache::Row::is_of(const Tensors& tensors) const {
   return std::ranges::equal(weights, tensors,
                             [](const Known& known, auto& weight) { return known.is(weight); });
 }
 
-bool MadeOfWeights::Row::has_objects(const Tensors& tensors) const {
+bool WeightCache::Row::has_objects(const Tensors& tensors) const {
   return std::ranges::equal(
       weights, tensors, [](const Known& known, auto& weight) { return known.is_object(weight); });
 }
 
-bool MadeOfWeights::Row::is_gone() const {
+bool WeightCache::Row::is_gone() const {
   return std::ranges::any_of(weights, &Known::is_gone) ||
          std::ranges::any_of(states, &Known::is_gone);
 }
 
-const Tensors* MadeOfWeights::find(const Call& call, const Tensors& weights, const Tensors& states,
-                                   size_t count) const {
+const Tensors* WeightCache::find(const Call& call, const Tensors& weights, const Tensors& states,
+                                 size_t count) const {
   const auto rows = rows_.find(weights[0].unsafeGetTensorImpl());
   if (rows == rows_.end()) return nullptr;
   for (const Row& row : rows->second) {
@@ -87,8 +87,8 @@ const Tensors* MadeOfWeights::find(const Call& call, const Tensors& weights, con
   return nullptr;
 }
 
-void MadeOfWeights::add(const Call& call, const Tensors& weights, const Tensors& states,
-                        Tensors results) {
+void WeightCache::add(const Call& call, const Tensors& weights, const Tensors& states,
+                      Tensors results) {
   if (rows_.size() >= swept_at_) forget_dead();
   std::vector<Row>& rows = rows_[weights[0].unsafeGetTensorImpl()];
   // What was put in the place of a weight or a scale leaves those of the old one.
@@ -99,7 +99,7 @@ void MadeOfWeights::add(const Call& call, const Tensors& weights, const Tensors&
   rows.push_back({call.key, Known::all(weights), Known::all(states), std::move(results)});
 }
 
-void MadeOfWeights::forget_dead() {
+void WeightCache::forget_dead() {
   std::erase_if(rows_, [](const auto& entry) {
     return std::ranges::all_of(entry.second, [](const Row& row) { return row.is_gone(); });
   });

@@ -27,7 +27,7 @@ class FrozenWeights {
 };
 
 // The results of calls that take weights, constants and states.
-class MadeOfWeights {
+class WeightCache {
  public:
   // What tells calls apart, beside the tensors that they take.
   struct Call {
@@ -41,7 +41,7 @@ class MadeOfWeights {
   };
 
   // Those of the calling thread; null where it has entered no region.
-  static MadeOfWeights* current();
+  static WeightCache* current();
   // Nothing is kept of what is traced, or is made anew at each call.
   static bool may_keep(const at::Tensor& weight);
 

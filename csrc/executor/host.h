@@ -7,13 +7,13 @@
 #include <string>
 #include <vector>
 
-#include "executor/owned.h"
+#include "executor/handle.h"
 
 namespace transformer_ops {
 
 using Tensors = std::vector<at::Tensor>;
 
-class DelayedCall;
+class DeferredCall;
 
 // Where the gradient of a weight goes that is added to a buffer of the caller's; of a listed
 // weight, a buffer for each tensor.
@@ -26,7 +26,7 @@ struct Accumulation {
 // for them between forward and backward. Undefined tensors stand for None.
 class HostCall {
  public:
-  HostCall() : id(owned::next_id()) {}
+  HostCall() : id(handles::next_id()) {}
   virtual ~HostCall() = default;
   HostCall(const HostCall&) = delete;
   HostCall& operator=(const HostCall&) = delete;
@@ -71,12 +71,12 @@ class HostCall {
   virtual void note_saved(std::vector<SavedSlot> slots) = 0;
 
   // Keeps the call that gives the gradient of an op's weight, to be run after backward.
-  virtual void delay(int op, std::shared_ptr<const DelayedCall> call) = 0;
+  virtual void delay(int op, std::shared_ptr<const DeferredCall> call) = 0;
 
   const uint64_t id;
 };
 
-extern template class Owned<HostCall>;
-using SharedHostCall = Owned<HostCall>;
+extern template class Handle<HostCall>;
+using SharedHostCall = Handle<HostCall>;
 
 }  // namespace transformer_ops

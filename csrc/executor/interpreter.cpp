@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <ranges>
 
-#include "executor/delayed_call.h"
+#include "executor/deferred_call.h"
 #include "executor/error_text.h"
+#include "op/decomposition.h"
 #include "op/dtype.h"
-#include "op/unfused.h"
 
 namespace transformer_ops {
 namespace {
@@ -81,14 +81,14 @@ class Interpreter {
     op.call(values_[record.state], found, record.place);
   }
 
-  void operator()(const Program::TakeLook& take) {
-    frame_.looks[take.look] = look_of(values_[take.value]);
+  void operator()(const Program::TakeMetadata& take) {
+    frame_.metadata[take.metadata] = metadata_of(values_[take.value]);
   }
 
   void operator()(const Program::FitDtype& fit) {
     Tensor& gradient = values_[fit.value];
-    const auto& look = frame_.looks[fit.look];
-    if (gradient.defined() && look) gradient = gradient.to(look->dtype);
+    const auto& metadata = frame_.metadata[fit.metadata];
+    if (gradient.defined() && metadata) gradient = gradient.to(metadata->dtype);
   }
 
   void operator()(const Program::HostForward& call) {
@@ -138,19 +138,19 @@ class Interpreter {
   }
 
   void run_call(const Program::Call& call) {
-    MadeOfWeights* const made = call.made_once ? MadeOfWeights::current() : nullptr;
-    const auto may_keep = [&](const MadeOfWeights::Call::Weight& weight) {
-      return MadeOfWeights::may_keep(values_[weight.value]);
+    WeightCache* const made = call.weight_cache_key ? WeightCache::current() : nullptr;
+    const auto may_keep = [&](const WeightCache::Call::Weight& weight) {
+      return WeightCache::may_keep(values_[weight.value]);
     };
-    if (made != nullptr && std::ranges::all_of(call.made_once->weights, may_keep)) {
+    if (made != nullptr && std::ranges::all_of(call.weight_cache_key->weights, may_keep)) {
       run_once(call, *made);
     } else {
       run_now(call);
     }
   }
 
-  void run_once(const Program::Call& call, MadeOfWeights& made) {
-    const MadeOfWeights::Call& once = *call.made_once;
+  void run_once(const Program::Call& call, WeightCache& made) {
+    const WeightCache::Call& once = *call.weight_cache_key;
     Tensors weights, states, results;
     for (const auto& weight : once.weights) weights.push_back(values_[weight.value]);
     for (const int state : once.states) states.push_back(values_[state]);
@@ -174,7 +174,7 @@ class Interpreter {
 
   void run_op(const Program::Call& call) {
     if (frame_.is_decomposed && call.typed != nullptr) {
-      Tensors results = call_unfused(call.name, stack_);
+      Tensors results = call_decomposition(call.name, stack_);
       // The results that only serve backward may be left out.
       results.resize(call.results.size());
       for (size_t i = 0; i < results.size(); ++i) values_[call.results[i]] = std::move(results[i]);
@@ -229,8 +229,8 @@ class Interpreter {
       } else if (const auto* constant = std::get_if<Program::Constant>(&operand)) {
         stack_.push_back(constant->value);
       } else {
-        const auto& look = frame_.looks[std::get<Program::ShapeOf>(operand).look];
-        stack_.emplace_back(c10::SymIntArrayRef(look->sizes));
+        const auto& metadata = frame_.metadata[std::get<Program::ShapeOf>(operand).metadata];
+        stack_.emplace_back(c10::SymIntArrayRef(metadata->sizes));
       }
     }
   }
@@ -284,8 +284,9 @@ class Interpreter {
 
   Tensor gradient_or_zeros(const Program::Gradient& gradient) const {
     if (gradient.value >= 0 && values_[gradient.value].defined()) return values_[gradient.value];
-    const auto& look = gradient.look < 0 ? std::nullopt : frame_.looks[gradient.look];
-    return look ? zeros_like(*look) : Tensor();
+    const auto& metadata =
+        gradient.metadata < 0 ? std::nullopt : frame_.metadata[gradient.metadata];
+    return metadata ? zeros_like(*metadata) : Tensor();
   }
 
   void note_reached(const Program::Call& call, const std::vector<int>& zeros) {
@@ -303,8 +304,8 @@ class Interpreter {
   void accumulate(const Program::Call& call) {
     const auto& [position, first, wanted, op, into, later] = *call.accumulates;
     if (later) {
-      const DelayedCall::Op delayed{call.op, into, position, wanted};
-      frame_.host->delay(op, std::make_shared<const DelayedCall>(delayed, stack_));
+      const DeferredCall::Op delayed{call.op, into, position, wanted};
+      frame_.host->delay(op, std::make_shared<const DeferredCall>(delayed, stack_));
       stack_.clear();
       return;
     }
@@ -358,7 +359,7 @@ class Interpreter {
   void add_saved(const Program::HostBackward::Saved& saved,
                  HostCall::BackwardArguments& arguments) {
     arguments.dtypes.emplace_back();
-    if (saved.dtype >= 0) arguments.dtypes.back() = frame_.looks[saved.dtype]->dtype;
+    if (saved.dtype >= 0) arguments.dtypes.back() = frame_.metadata[saved.dtype]->dtype;
     if (saved.own_row >= 0) {
       // They die with the step.
       arguments.saved.push_back(std::move(frame_.own[saved.own_row]));
@@ -378,15 +379,15 @@ class Interpreter {
   }
 
   void put(const Program::HostBackward& call, const Result& result, Tensor gradient, bool depends) {
-    const auto& look = result.look < 0 ? std::nullopt : frame_.looks[result.look];
+    const auto& metadata = result.metadata < 0 ? std::nullopt : frame_.metadata[result.metadata];
     const bool is_input = result.of == Result::Of::Input;
-    TORCH_CHECK(look || gradient.defined() || !is_input, "[", call.name,
+    TORCH_CHECK(metadata || gradient.defined() || !is_input, "[", call.name,
                 "] gradient of the input must be a tensor here, got None");
-    if (!is_input && (!look || !takes_real_numbers(look->dtype))) return;
-    if (gradient.defined() && look) {
+    if (!is_input && (!metadata || !takes_real_numbers(metadata->dtype))) return;
+    if (gradient.defined() && metadata) {
       // A buffer may be of a wider dtype than its weight.
       gradient = fitted(
-          call.name, [&] { return describe(result); }, std::move(gradient), *look,
+          call.name, [&] { return describe(result); }, std::move(gradient), *metadata,
           /*keep_dtype=*/result.accumulates);
     }
     if (gradient.defined() && result.accumulates) {

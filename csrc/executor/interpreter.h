@@ -1,8 +1,8 @@
 #pragma once
 
 #include "executor/host.h"
-#include "executor/look.h"
 #include "executor/program.h"
+#include "executor/tensor_metadata.h"
 #include "op/main_grad.h"
 
 namespace transformer_ops {
@@ -10,7 +10,7 @@ namespace transformer_ops {
 // What one pass of one call works on.
 struct Frame {
   Tensors values = {};
-  Looks looks = {};
+  TensorMetadataList metadata = {};
   HostCall* host = nullptr;
   // What host steps run under: the state of whoever called.
   c10::impl::LocalDispatchKeySet callers = c10::impl::tls_local_dispatch_key_set();

@@ -4,17 +4,17 @@
 
 namespace transformer_ops {
 
-int LookNumbers::request(int value) { return rows_.try_emplace(value, count()).first->second; }
+int MetadataNumbers::request(int value) { return rows_.try_emplace(value, count()).first->second; }
 
-void LookNumbers::insert_into(Program& program) const {
-  program.looks = count();
+void MetadataNumbers::insert_into(Program& program) const {
+  program.metadata = count();
   if (rows_.empty()) return;
   std::vector<Program::Line> lines;
   const auto add = [&](const std::vector<int>& values, int op) {
     for (const int value : values) {
       const auto row = rows_.find(value);
       if (row == rows_.end()) continue;
-      lines.push_back({.what = Program::TakeLook{value, row->second}, .op = op});
+      lines.push_back({.what = Program::TakeMetadata{value, row->second}, .op = op});
     }
   };
   add(program.inputs, 0);

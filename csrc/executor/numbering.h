@@ -24,12 +24,12 @@ class Numbering {
   int count_ = 0;
 };
 
-// The forward values whose looks backward reads.
-class LookNumbers {
+// The forward values whose metadata backward reads.
+class MetadataNumbers {
  public:
   int request(int value);
   int count() const { return static_cast<int>(rows_.size()); }
-  // Takes each look behind the line that writes the value, so that no look keeps a value.
+  // Takes the metadata behind the line that writes the value, so that nothing keeps the value.
   void insert_into(Program& program) const;
 
  private:

@@ -28,7 +28,7 @@ void mark_skippable(Program::Code& code) {
       call->skippable = !call->gradients.empty() && is_skippable(call->results);
       std::set<int> zeros;
       for (const auto& grad : call->gradients) {
-        if (grad.look >= 0) zeros.insert(grad.value);
+        if (grad.metadata >= 0) zeros.insert(grad.value);
       }
       for (const int value : values_read(*line)) {
         if (!zeros.contains(value)) needed.insert(value);
@@ -36,7 +36,7 @@ void mark_skippable(Program::Code& code) {
     } else if (auto* host = std::get_if<Program::HostBackward>(&line->what)) {
       host->skippable = is_skippable(values_written(*line));
       for (const auto& grad : host->gradients) {
-        if (grad.look < 0) needed.insert(grad.value);
+        if (grad.metadata < 0) needed.insert(grad.value);
       }
       for (const auto& saved : host->saved) needed.insert(saved.slots.begin(), saved.slots.end());
     } else if (const auto* cast = std::get_if<Program::Cast>(&line->what)) {

@@ -33,7 +33,7 @@ using torch::autograd::variable_list;
 
 // Inputs of the node before the tensors.
 constexpr size_t kFirstTensor = 1;
-// Of the native part of a call: its program; that one's id and looks.
+// Of the native part of a call: its program; its id and metadata.
 constexpr size_t kSavedData = 2;
 constexpr const char* kUpdated = "updated";
 
@@ -125,7 +125,7 @@ std::vector<bool> wanted_gradients(const AutogradContext& context, const Program
 Tensors run_forward(const Program& program, at::TensorList tensors, Frame& frame) {
   Tensors& values = frame.values;
   values.resize(program.forward.values);
-  frame.looks.resize(program.looks);
+  frame.metadata.resize(program.metadata);
   for (size_t i = 0; i < tensors.size(); ++i) values[program.inputs[i]] = tensors[i];
   interpret(program, program.forward, frame);
   Tensors outputs;
@@ -147,7 +147,7 @@ variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& ca
   Tensors outputs = run_forward(*program, tensors, frame);
   context->saved_data.reserve(kSavedData);
   context->saved_data["program"] = program.owner();
-  context->saved_data["looks"] = pack(program->id, frame.looks);
+  context->saved_data["metadata"] = pack(program->id, frame.metadata);
   const auto first = outputs.begin() + 1, last = first + program->constants;
   constants.assign(std::make_move_iterator(first), std::make_move_iterator(last));
   outputs.erase(first, last);
@@ -185,9 +185,9 @@ variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& ca
 }
 
 variable_list PlanFunction::backward(AutogradContext* context, const variable_list& grads) {
-  const c10::IValue& looks = context->saved_data["looks"];
+  const c10::IValue& metadata = context->saved_data["metadata"];
   const auto program =
-      SharedProgram::from(context->saved_data["program"].toTensor(), unpack_id(looks));
+      SharedProgram::from(context->saved_data["program"].toTensor(), unpack_id(metadata));
   SharedHostCall host;
   if (context->saved_data.size() > kSavedData + (program->updated.empty() ? 0 : 1)) {
     host = SharedHostCall::from(context->saved_data["host"].toTensor(),
@@ -213,8 +213,8 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
   frame.values.resize(program->backward.values);
   frame.is_partial = program->has_host_steps ||
                      std::ranges::any_of(grads, [](const Tensor& grad) { return !grad.defined(); });
-  if (program->looks > 0 && (frame.is_partial || program->always_reads_looks)) {
-    frame.looks = unpack_looks(looks);
+  if (program->metadata > 0 && (frame.is_partial || program->always_reads_metadata)) {
+    frame.metadata = unpack_metadata(metadata);
   }
   if (frame.is_partial) frame.reached.resize(program->backward.values, false);
   if (program->has_host_steps) frame.own = load_own(context, saved);

@@ -9,8 +9,8 @@
 
 namespace transformer_ops {
 
-template class Owned<const Program>;
-template class Owned<HostCall>;
+template class Handle<const Program>;
+template class Handle<HostCall>;
 
 namespace {
 
@@ -34,7 +34,7 @@ struct ValuesOf {
   void operator()(const Program::Cast& cast) { read = {cast.from}, written = {cast.to}; }
   void operator()(const Program::Copy& copy) { read = {copy.from}, written = {copy.to}; }
   void operator()(const Program::Record& record) { read = {record.found, record.state}; }
-  void operator()(const Program::TakeLook& take) { read = {take.value}; }
+  void operator()(const Program::TakeMetadata& take) { read = {take.value}; }
   void operator()(const Program::FitDtype& fit) { read = {fit.value}, written = {fit.value}; }
   void operator()(const Program::HostForward& call) {
     for (const int value : call.arguments) add(read, value);
@@ -61,7 +61,7 @@ ValuesOf values_of(const Program::Line& line) {
 std::vector<int> values_read(const Program::Line& line) { return values_of(line).read; }
 std::vector<int> values_written(const Program::Line& line) { return values_of(line).written; }
 
-bool reads_looks(const Program::Line& line) {
+bool reads_metadata(const Program::Line& line) {
   const auto* call = std::get_if<Program::Call>(&line.what);
   if (call == nullptr) {
     return std::holds_alternative<Program::FitDtype>(line.what) ||

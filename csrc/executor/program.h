@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "executor/frozen_weights.h"
-#include "executor/owned.h"
+#include "executor/handle.h"
 #include "fuser/declaration.h"
 #include "fuser/plan.h"
 #include "op/typed_op.h"
@@ -34,7 +34,7 @@ struct Program {
     c10::IValue value;
   };
   struct ShapeOf {
-    int look;
+    int metadata;
   };
   struct Load {
     int value;
@@ -47,7 +47,7 @@ struct Program {
   struct Gradient {
     int value;
     int op;
-    int look = -1;  // what zeros in its place look like
+    int metadata = -1;  // of zeros in its place
   };
   struct Call {
     c10::OperatorHandle op;
@@ -75,7 +75,7 @@ struct Program {
       bool later;  // the host runs the call after backward
     };
     std::optional<Accumulates> accumulates = {};
-    std::optional<MadeOfWeights::Call> made_once = {};  // where weights are frozen
+    std::optional<WeightCache::Call> weight_cache_key = {};  // where weights are frozen
     // Where `op` is run_call (op/run_call.h): the call as its text, which takes the tensors alone.
     c10::IValue text = {};
   };
@@ -89,10 +89,10 @@ struct Program {
     int from;
     int to;
   };
-  // Notes what a forward value looks like.
-  struct TakeLook {
+  // Notes the metadata of a forward value.
+  struct TakeMetadata {
     int value;
-    int look;
+    int metadata;
   };
   // Takes a largest magnitude into the state that keeps them.
   struct Record {
@@ -103,7 +103,7 @@ struct Program {
   // Casts a gradient to the dtype of its tensor, which a host step decided.
   struct FitDtype {
     int value;
-    int look;
+    int metadata;
   };
   // A step that the host language runs; -1 among values stands for None.
   struct HostForward {
@@ -124,7 +124,7 @@ struct Program {
     struct Saved {
       int own_row = -1;  // of what its context kept for itself, or
       std::vector<int> slots = {};
-      int dtype = -1;  // the look that tells what a native forward computed in
+      int dtype = -1;  // of a value in the dtype that a native forward computed in
     };
     std::vector<Saved> saved;  // a row for each op
     struct Result {
@@ -133,7 +133,7 @@ struct Program {
       Of of;
       int op;
       int k = 0;  // position among the parameters or extra inputs of the op
-      int look = -1;
+      int metadata = -1;
       bool accumulates = false;
       int previous = -1;  // the sum of gradients that it is added to
     };
@@ -141,7 +141,7 @@ struct Program {
     bool skippable = false;
   };
   struct Line {
-    std::variant<Call, Cast, Copy, Record, TakeLook, FitDtype, HostForward, HostBackward> what;
+    std::variant<Call, Cast, Copy, Record, TakeMetadata, FitDtype, HostForward, HostBackward> what;
     std::vector<int> dead = {};  // values nobody reads after it
     int op = 0;                  // the first of its step
   };
@@ -152,7 +152,7 @@ struct Program {
 
   Plan plan;
   std::vector<OpName> names = {};  // of each op; empty where nobody said
-  uint64_t id = owned::next_id();
+  uint64_t id = handles::next_id();
   bool has_host_steps = false;
   bool accumulates = false;     // a weight's gradient goes into a buffer, or comes later
   bool gives_integers = false;  // an extra output that holds some
@@ -172,9 +172,9 @@ struct Program {
   // States that backward updates: forward value, backward value. No saved tensors, which hooks may
   // copy, and which nobody may write to.
   std::vector<std::pair<int, int>> updated;
-  int looks = 0;  // that forward takes and backward reads
-  // Does backward read looks although all gradients are there?
-  bool always_reads_looks = false;
+  int metadata = 0;  // that forward takes and backward reads
+  // Does backward read metadata although all gradients are there?
+  bool always_reads_metadata = false;
 
   Code backward;
   std::vector<int> output_grads;                // parallel to outputs, without the constants
@@ -194,12 +194,12 @@ std::vector<int> values_read(const Program::Line& line);
 std::vector<int> values_written(const Program::Line& line);
 // Does a line of backward need to know what a forward value looked like, beside zeros in place of
 // missing gradients?
-bool reads_looks(const Program::Line& line);
+bool reads_metadata(const Program::Line& line);
 
-// Owned by a group, the cache of texts, and the autograd nodes of its calls.
-extern template class Owned<const Program>;
-using SharedProgram = Owned<const Program>;
-using WeakProgram = Unowned<const Program>;
+// Handle by a group, the cache of texts, and the autograd nodes of its calls.
+extern template class Handle<const Program>;
+using SharedProgram = Handle<const Program>;
+using WeakProgram = WeakHandle<const Program>;
 SharedProgram share(Program program);
 
 // The program of a plan's text, which has native steps only. The ones asked for last are kept.

@@ -8,12 +8,12 @@ namespace transformer_ops {
 // Runs a program on the main input, the caller's extra inputs and the parameters, in plan order;
 // returns the main output, then the visible extra outputs. Differentiable by one autograd node, for
 // whichever of the tensors require a gradient;
-// under torch.func transforms through the unfused meaning of every op instead.
+// under torch.func transforms through the decomposition of every op instead.
 // `host`: runs the steps that are not native, and knows where weights accumulate; without one, as
 // for the text of a plan, autograd gets the gradients of those weights.
 Tensors run(const SharedProgram& program, at::TensorList tensors, const SharedHostCall& host = {});
 
-// The same by the unfused meaning of every op: plain ATen calls, which autograd follows. Throws
+// The same by the decomposition of every op: plain ATen calls, which autograd follows. Throws
 // where steps are not native, and under a recipe.
 Tensors run_decomposed(const SharedProgram& program, at::TensorList tensors, const char* what);
 

@@ -63,7 +63,7 @@ Tensors run_on_meta(const Program& program, at::TensorList tensors) {
   const c10::impl::ExcludeDispatchKeyGuard no_modes(
       c10::DispatchKeySet{c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
   frame.values.resize(program.forward.values);
-  frame.looks.resize(program.looks);
+  frame.metadata.resize(program.metadata);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto options = at::TensorOptions(tensors[i].scalar_type()).device(at::kMeta);
     frame.values[program.inputs[i]] = at::empty(tensors[i].sizes(), options);

@@ -25,7 +25,7 @@ enum class Device : uint8_t { Cpu, Cuda, Other };
 // Everything outside the op list that may change a plan.
 struct PlanKey {
   bool grad_enabled = false;
-  bool decomposed = false;  // each op by its meaning, for derivatives of any order
+  bool decomposed = false;  // each op by its decomposition, for derivatives of any order
   Policies policies = {};
   Device device = Device::Cpu;
   std::optional<DType> autocast = {};

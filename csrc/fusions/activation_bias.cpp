@@ -1,11 +1,11 @@
 // backward:  g ─► activation' ─► g_bias ─► Bias' ─► g      dact and dbias in one pass over the rows
 //                                   └─► sum over rows: grad_bias
-#include "bodies/activation.h"
-#include "bodies/bias.h"
-#include "bodies/column_sums.h"
-#include "bodies/cpu.h"
 #include "kernels/bias.h"
 #include "op/op.h"
+#include "wrappers/activation.h"
+#include "wrappers/bias.h"
+#include "wrappers/column_sums.h"
+#include "wrappers/cpu.h"
 
 namespace transformer_ops::fused::activation_bias {
 namespace {
@@ -55,10 +55,10 @@ void backward_cuda(const Checks& check, const Tensor& grad_output, const Tensor&
   }
 }
 
-std::tuple<Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
-                                            const Tensor& kept, std::string_view activation) {
+std::tuple<Tensor, Tensor> backward_decomposed(const Checks& check, const Tensor& grad_output,
+                                               const Tensor& kept, std::string_view activation) {
   const Tensor grad =
-      activation_gradient_unfused(activation_of(check, activation), grad_output, kept);
+      activation_gradient_decomposed(activation_of(check, activation), grad_output, kept);
   return {grad, sum_of_rows(grad)};
 }
 
@@ -79,7 +79,7 @@ Bindings bind(const Match& match) {
                            "str activation) -> (Tensor grad_input, Tensor grad_bias)",
                  .shape = shape,
                  .overwrites = {"grad_output", "kept"},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
 });
 
 }  // namespace

@@ -1,12 +1,12 @@
 // joint:  x ─► ReLU or SReLU ─► y ─► BasicLinear ─► z      keeps y alone, which the Linear keeps
 //         anyway: the activation's gradient follows from its output.
-#include "bodies/activation.h"
-#include "bodies/cpu.h"
-#include "bodies/cuda.h"
-#include "bodies/linear.h"
-#include "bodies/linear_cuda.h"
 #include "kernels/activation.h"
 #include "op/op.h"
+#include "wrappers/activation.h"
+#include "wrappers/cpu.h"
+#include "wrappers/cuda.h"
+#include "wrappers/linear.h"
+#include "wrappers/linear_cuda.h"
 
 #include <ATen/ops/linear.h>
 #include <ATen/ops/sqrt.h>
@@ -42,9 +42,9 @@ std::tuple<Tensor, Tensor> forward_cuda(const Checks& check, const Tensor& input
   return {linear_cuda(activated, weight), activated};
 }
 
-std::tuple<Tensor, Tensor> forward_unfused(const Checks& check, const Tensor& input,
-                                           const Tensor& weight, std::string_view activation) {
-  const Tensor activated = row_of(check, activation).unfused(input);
+std::tuple<Tensor, Tensor> forward_decomposed(const Checks& check, const Tensor& input,
+                                              const Tensor& weight, std::string_view activation) {
+  const Tensor activated = row_of(check, activation).decomposition(input);
   return {at::linear(activated, weight), activated};
 }
 
@@ -89,11 +89,11 @@ LinearBackward backward_cuda(const Call& call, const Tensor& grad_output, const 
   return grads;
 }
 
-LinearBackward backward_unfused(const Checks& check, const Tensor& grad_output,
-                                const Tensor& activated, const Tensor* weight,
-                                std::string_view activation, LinearMask wanted) {
+LinearBackward backward_decomposed(const Checks& check, const Tensor& grad_output,
+                                   const Tensor& activated, const Tensor* weight,
+                                   std::string_view activation, LinearMask wanted) {
   const auto [wants_input, wants_weight] = wanted;
-  auto [grad_input, grad_weight] = linear_backward_unfused(
+  auto [grad_input, grad_weight] = linear_backward_decomposed(
       grad_output, factor(wants_weight, &activated), factor(wants_input, weight));
   if (!wants_input) return {grad_input, grad_weight};
   const bool squared = row_of(check, activation).activation == cpu::Activation::SReLU;
@@ -125,14 +125,14 @@ Bindings bind(const Match& match) {
                 .shape = forward_shape,
                 .any_strides = {"weight"},
                 .products = {.list = {{"weight"}}},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused}},
+                .bodies = {forward_cpu, forward_cuda, forward_decomposed}},
     .backward = {.schema = "activation_linear_backward(Tensor grad_output, Tensor activated, "
                            "Tensor? weight, str activation, bool[2] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
                  .any_strides = {"grad_output", "weight"},
                  .products = {.list = {{"weight"}}},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed},
                  .accumulates = true},
 });
 

@@ -2,10 +2,10 @@
 //                  ▲ residual   └─► sum: the new residual, and what the norm keeps
 //
 // Sum and norm in one pass over the rows, as between the blocks of a pre-norm transformer.
-#include "bodies/add_extra_input.h"
-#include "bodies/cpu.h"
-#include "bodies/norm.h"
 #include "op/op.h"
+#include "wrappers/add_extra_input.h"
+#include "wrappers/cpu.h"
+#include "wrappers/norm.h"
 
 namespace transformer_ops::fused::add_norm {
 namespace {
@@ -61,10 +61,10 @@ void layer_norm_cuda(const Tensor& input, const Tensor& extra_input, const Tenso
   cuda::norm_forward(cuda::stream_of(input), norm);
 }
 
-Tensor add_layer_norm_unfused(const Tensor& input, const Tensor& extra_input, const Tensor* weight,
-                              const Tensor* bias, const NormShape& shape, double eps,
-                              bool zero_centered_gamma, bool) {
-  return layer_norm_unfused(input + extra_input, weight, bias, shape, eps, zero_centered_gamma);
+Tensor add_layer_norm_decomposed(const Tensor& input, const Tensor& extra_input,
+                                 const Tensor* weight, const Tensor* bias, const NormShape& shape,
+                                 double eps, bool zero_centered_gamma, bool) {
+  return layer_norm_decomposed(input + extra_input, weight, bias, shape, eps, zero_centered_gamma);
 }
 
 // ---- RMSNorm
@@ -106,10 +106,10 @@ void rms_norm_cuda(const Tensor& input, const Tensor& extra_input, const Tensor*
   cuda::norm_forward(cuda::stream_of(input), norm);
 }
 
-Tensor add_rms_norm_unfused(const Tensor& input, const Tensor& extra_input, const Tensor* weight,
-                            const NormShape& shape, std::optional<double> eps,
-                            bool zero_centered_gamma, bool) {
-  return rms_norm_unfused(input + extra_input, weight, shape, eps, zero_centered_gamma);
+Tensor add_rms_norm_decomposed(const Tensor& input, const Tensor& extra_input, const Tensor* weight,
+                               const NormShape& shape, std::optional<double> eps,
+                               bool zero_centered_gamma, bool) {
+  return rms_norm_decomposed(input + extra_input, weight, shape, eps, zero_centered_gamma);
 }
 
 // ---- rules
@@ -150,13 +150,13 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp op)
                   {.schema = kLayerNorm,
                    .shape = layer_norm_shape,
                    .overwrites = {"input", "extra_input"},
-                   .bodies = {layer_norm_cpu, layer_norm_cuda, add_layer_norm_unfused},
+                   .bodies = {layer_norm_cpu, layer_norm_cuda, add_layer_norm_decomposed},
                    .by_rows = {"input", "extra_input"}}) &&
     register_norm("add_rms_norm", "RMSNorm",
                   {.schema = kRMSNorm,
                    .shape = rms_norm_shape,
                    .overwrites = {"input", "extra_input"},
-                   .bodies = {rms_norm_cpu, rms_norm_cuda, add_rms_norm_unfused},
+                   .bodies = {rms_norm_cpu, rms_norm_cuda, add_rms_norm_decomposed},
                    .by_rows = {"input", "extra_input"}});
 
 }  // namespace

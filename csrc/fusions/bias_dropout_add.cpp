@@ -2,14 +2,14 @@
 //                           └───► mask      ▲ residual
 #include <ATen/ops/dropout.h>
 
-#include "bodies/add_extra_input.h"
-#include "bodies/bias.h"
-#include "bodies/cpu.h"
-#include "bodies/cuda.h"
-#include "bodies/dropout.h"
 #include "fuser/registry.h"
 #include "kernels/dropout.h"
 #include "op/op.h"
+#include "wrappers/add_extra_input.h"
+#include "wrappers/bias.h"
+#include "wrappers/cpu.h"
+#include "wrappers/cuda.h"
+#include "wrappers/dropout.h"
 
 namespace transformer_ops::fused::bias_dropout_add {
 namespace {
@@ -50,8 +50,8 @@ void forward_cuda(const Tensor& input, const Tensor& bias, const Tensor& extra_i
                          cuda::rows_of(input), input.size(-1));
 }
 
-Tensor forward_unfused(const Tensor& input, const Tensor& bias, const Tensor& extra_input, double p,
-                       bool) {
+Tensor forward_decomposed(const Tensor& input, const Tensor& bias, const Tensor& extra_input,
+                          double p, bool) {
   const Tensor x = to_accumulate(input);
   const Tensor sum = x + bias.to(x.scalar_type());
   const Tensor y = at::dropout(sum, p, /*train=*/true) + extra_input;
@@ -86,7 +86,7 @@ TypedOp typed_op() {
               "bool save_mask) -> (Tensor output, Tensor mask)",
           .shape = shape,
           .overwrites = {"input", "extra_input"},
-          .bodies = {forward_cpu, forward_cuda, forward_unfused},
+          .bodies = {forward_cpu, forward_cuda, forward_decomposed},
           .random = true};
 }
 

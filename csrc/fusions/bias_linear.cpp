@@ -1,10 +1,10 @@
 // backward:  g ─► Bias' ─► BasicLinear' ─► g      the product that gives grad_weight sums the rows
 //                  └─► grad_bias
-#include "bodies/bias.h"
-#include "bodies/linear.h"
-#include "bodies/linear_cuda.h"
 #include "op/buffer.h"
 #include "op/op.h"
+#include "wrappers/bias.h"
+#include "wrappers/linear.h"
+#include "wrappers/linear_cuda.h"
 
 namespace transformer_ops::fused::bias_linear {
 namespace {
@@ -60,10 +60,10 @@ Gradients backward_cuda(const Call& call, const Tensor& grad_output, Tensor inpu
   return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
 }
 
-Gradients backward_unfused(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                           Mask wanted) {
+Gradients backward_decomposed(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                              Mask wanted) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
-  const auto [grad_input, grad_weight] = linear_backward_unfused(
+  const auto [grad_input, grad_weight] = linear_backward_decomposed(
       grad_output, factor(wants_weight, &input), factor(wants_input, &weight));
   return {grad_input, grad_weight, wants_bias ? sum_of_rows(grad_output) : Tensor()};
 }
@@ -90,7 +90,7 @@ std::optional<std::string> why_not(const Match& match) {
          .shape = shape,
          .any_strides = {"input", "weight"},
          .products = {.list = {{"weight"}}},
-         .bodies = {backward_cpu, backward_cuda, backward_unfused},
+         .bodies = {backward_cpu, backward_cuda, backward_decomposed},
          .accumulates = true},
 });
 

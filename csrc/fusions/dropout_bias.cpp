@@ -1,11 +1,11 @@
 // backward:  g ─► Dropout' ─► g_bias ─► Bias' ─► g      mask and sum in one pass over the rows
 //                                └─► sum over rows: grad_bias
-#include "bodies/bias.h"
-#include "bodies/column_sums.h"
-#include "bodies/cpu.h"
-#include "bodies/dropout.h"
 #include "kernels/bias.h"
 #include "op/op.h"
+#include "wrappers/bias.h"
+#include "wrappers/column_sums.h"
+#include "wrappers/cpu.h"
+#include "wrappers/dropout.h"
 
 namespace transformer_ops::fused::dropout_bias {
 namespace {
@@ -38,9 +38,9 @@ void backward_cuda(const Tensor& grad_output, const Tensor& mask, double p, Tens
                               cuda::write(grad_input), sums.kernel, sums.rows, sums.width);
 }
 
-std::tuple<Tensor, Tensor> backward_unfused(const Tensor& grad_output, const Tensor& mask,
-                                            double p) {
-  const Tensor grad = dropout_unfused(grad_output, mask, p);
+std::tuple<Tensor, Tensor> backward_decomposed(const Tensor& grad_output, const Tensor& mask,
+                                               double p) {
+  const Tensor grad = dropout_decomposed(grad_output, mask, p);
   return {grad, sum_of_rows(grad)};
 }
 
@@ -59,7 +59,7 @@ std::optional<std::string> why_not(const Match& match) {
                            "(Tensor grad_input, Tensor grad_bias)",
                  .shape = shape,
                  .overwrites = {"grad_output"},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
 });
 
 }  // namespace

@@ -4,11 +4,11 @@
 //   grad_input         scatter of its sums beside the product that gives grad_weight
 //
 //   Alone, grad_input takes the scatter only, grad_weight the gather, and grad_bias neither.
-#include "bodies/bias.h"
-#include "bodies/linear.h"
-#include "bodies/parallel_linear.h"
 #include "op/buffer.h"
 #include "op/op.h"
+#include "wrappers/bias.h"
+#include "wrappers/linear.h"
+#include "wrappers/parallel_linear.h"
 
 namespace transformer_ops::fused::gather_linear {
 namespace {
@@ -44,15 +44,16 @@ void backward(const Call& call, const Tensor& grad_output, const Tensor& input,
   if (wants_input) finish(call, ranks, grad_input);
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
-                                                    const Tensor& input, const Tensor& weight,
-                                                    int64_t group_size, std::string_view group,
-                                                    ParallelMask wanted) {
+std::tuple<Tensor, Tensor, Tensor> backward_decomposed(const Checks& check,
+                                                       const Tensor& grad_output,
+                                                       const Tensor& input, const Tensor& weight,
+                                                       int64_t group_size, std::string_view group,
+                                                       ParallelMask wanted) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
-  const Tensor whole = wants_weight ? gather_unfused(check, input, group_size, group) : Tensor();
+  const Tensor whole = wants_weight ? gather_decomposed(check, input, group_size, group) : Tensor();
   const auto [grad_whole, grad_weight] =
-      linear_backward_unfused(grad_output, whole, factor(wants_input, &weight));
-  return {wants_input ? scatter_unfused(check, grad_whole, group_size, group) : Tensor(),
+      linear_backward_decomposed(grad_output, whole, factor(wants_input, &weight));
+  return {wants_input ? scatter_decomposed(check, grad_whole, group_size, group) : Tensor(),
           grad_weight, wants_bias ? sum_of_rows(grad_output) : Tensor()};
 }
 
@@ -61,7 +62,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
                                  .pattern = {{"AllGather"}, {"BasicLinear"}, optional_op({"Bias"})},
                                  .rows = "grad_output",
                                  .shape = shape,
-                                 .bodies = {backward, backward, backward_unfused}}));
+                                 .bodies = {backward, backward, backward_decomposed}}));
 
 }  // namespace
 }  // namespace transformer_ops::fused::gather_linear

@@ -4,10 +4,10 @@
 //   rows of x are gathered in chunks: one beside the product of the chunk before
 #include <ATen/ops/linear.h>
 
-#include "bodies/bias.h"
-#include "bodies/linear.h"
-#include "bodies/parallel_linear.h"
 #include "op/op.h"
+#include "wrappers/bias.h"
+#include "wrappers/linear.h"
+#include "wrappers/parallel_linear.h"
 
 namespace transformer_ops::fused::gather_linear_forward {
 namespace {
@@ -31,11 +31,11 @@ void forward(const Checks& check, const Tensor& input, const Tensor& weight,
       [&](const Tensor& rows, const Tensor& into) { parallel_product(rows, weight, bias, into); });
 }
 
-std::tuple<Tensor, Tensor> forward_unfused(const Checks& check, const Tensor& input,
-                                           const Tensor& weight, const Tensor* bias,
-                                           int64_t group_size, std::string_view group,
-                                           bool save_gathered) {
-  const Tensor whole = gather_unfused(check, input, group_size, group);
+std::tuple<Tensor, Tensor> forward_decomposed(const Checks& check, const Tensor& input,
+                                              const Tensor& weight, const Tensor* bias,
+                                              int64_t group_size, std::string_view group,
+                                              bool save_gathered) {
+  const Tensor whole = gather_decomposed(check, input, group_size, group);
   return {at::linear(whole, weight, or_undefined(bias)), save_gathered ? whole : Tensor()};
 }
 
@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor> forward_unfused(const Checks& check, const Tensor& in
                           "(Tensor output, Tensor gathered)",
                 .shape = shape,
                 .products = {.list = {{"weight"}}},
-                .bodies = {forward, forward, forward_unfused}},
+                .bodies = {forward, forward, forward_decomposed}},
 });
 
 }  // namespace

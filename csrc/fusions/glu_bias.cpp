@@ -1,11 +1,11 @@
 // backward:  g ─► GLU' ─► g_bias ─► Bias' ─► g      both in one pass over the rows
 //                            └─► sum over rows: grad_bias
-#include "bodies/bias.h"
-#include "bodies/column_sums.h"
-#include "bodies/cpu.h"
-#include "bodies/glu.h"
 #include "kernels/bias.h"
 #include "op/op.h"
+#include "wrappers/bias.h"
+#include "wrappers/column_sums.h"
+#include "wrappers/cpu.h"
+#include "wrappers/glu.h"
 
 namespace transformer_ops::fused::glu_bias {
 namespace {
@@ -39,10 +39,10 @@ void backward_cuda(const Checks& check, const Tensor& grad_output, const Tensor&
                           sums.kernel, sums.rows, grad_output.size(-1));
 }
 
-std::tuple<Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
-                                            const Tensor& input, const GluArguments& arguments) {
+std::tuple<Tensor, Tensor> backward_decomposed(const Checks& check, const Tensor& grad_output,
+                                               const Tensor& input, const GluArguments& arguments) {
   const auto glu = [&](const Tensor& x) {
-    return glu_unfused(glu_of(check, arguments), x, read_glu(check, arguments));
+    return glu_decomposed(glu_of(check, arguments), x, read_glu(check, arguments));
   };
   const auto [grad_input] = gradients(glu, grad_output, input);
   return {grad_input, sum_of_rows(grad_input)};
@@ -61,7 +61,7 @@ Bindings bind(const Match& match) { return bind_glu(match, 1); }
                            kGluArguments + ") -> (Tensor grad_input, Tensor grad_bias)",
                  .shape = shape,
                  .overwrites = {"input"},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
 });
 
 }  // namespace

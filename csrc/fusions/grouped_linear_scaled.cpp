@@ -1,10 +1,10 @@
 // forward:  x ─► GroupedLinear ─► Scaled* ─► y      group by group: the activation follows the
 // product
 //           while its rows are in cache. Keeps the product where backward reads it.
-#include "bodies/cpu.h"
-#include "bodies/experts.h"
-#include "bodies/linear.h"
 #include "op/op.h"
+#include "wrappers/cpu.h"
+#include "wrappers/experts.h"
+#include "wrappers/linear.h"
 
 namespace transformer_ops::fused::grouped_linear_scaled {
 namespace {
@@ -28,11 +28,12 @@ void forward_cpu(const Checks& check, const Tensor& input, const Tensor& splits,
                      save_hidden ? as_matrix(hidden) : Tensor(), as_matrix(output));
 }
 
-std::tuple<Tensor, Tensor> unfused(const Checks& check, const Tensor& input, const Tensor& splits,
-                                   const Tensors& weight, const Tensor& scales,
-                                   const GluArguments& arguments, bool save_hidden) {
-  const Tensor hidden = grouped_linear_unfused(input, splits, weight);
-  return {scaled_unfused(scaled_of(check, arguments), hidden, scales),
+std::tuple<Tensor, Tensor> decomposition(const Checks& check, const Tensor& input,
+                                         const Tensor& splits, const Tensors& weight,
+                                         const Tensor& scales, const GluArguments& arguments,
+                                         bool save_hidden) {
+  const Tensor hidden = grouped_linear_decomposed(input, splits, weight);
+  return {scaled_decomposed(scaled_of(check, arguments), hidden, scales),
           save_hidden ? hidden : Tensor()};
 }
 
@@ -64,7 +65,7 @@ Bindings bind(const Match& match) {
                           kGluArguments + ", bool save_hidden) -> (Tensor output, Tensor hidden)",
                 .shape = shape,
                 .products = {.list = {{"weight"}}},
-                .bodies = {forward_cpu, unfused, unfused}},
+                .bodies = {forward_cpu, decomposition, decomposition}},
 });
 
 }  // namespace

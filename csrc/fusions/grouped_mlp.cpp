@@ -1,9 +1,9 @@
 // joint:  x ─► GroupedLinear ─► Scaled* ─► GroupedLinear ─► y
 //         Group by group, in scratch. Keeps x, the first product and what scales the rows.
-#include "bodies/cpu.h"
-#include "bodies/experts.h"
-#include "bodies/linear.h"
 #include "op/op.h"
+#include "wrappers/cpu.h"
+#include "wrappers/experts.h"
+#include "wrappers/linear.h"
 
 namespace transformer_ops::fused::grouped_mlp {
 namespace {
@@ -38,12 +38,12 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor
 
 using Forward = std::tuple<Tensor, Tensor>;
 
-Forward forward_unfused(const Checks& check, const Tensor& input, const Tensor& splits,
-                        const Tensor& scales, const Tensor& down_splits, const Tensors& up,
-                        const Tensors& down, const GluArguments& arguments, bool save_hidden) {
-  const Tensor hidden = grouped_linear_unfused(input, splits, up);
-  const Tensor activated = scaled_unfused(scaled_of(check, arguments), hidden, scales);
-  return {grouped_linear_unfused(activated, down_splits, down), save_hidden ? hidden : Tensor()};
+Forward forward_decomposed(const Checks& check, const Tensor& input, const Tensor& splits,
+                           const Tensor& scales, const Tensor& down_splits, const Tensors& up,
+                           const Tensors& down, const GluArguments& arguments, bool save_hidden) {
+  const Tensor hidden = grouped_linear_decomposed(input, splits, up);
+  const Tensor activated = scaled_decomposed(scaled_of(check, arguments), hidden, scales);
+  return {grouped_linear_decomposed(activated, down_splits, down), save_hidden ? hidden : Tensor()};
 }
 
 void forward_cpu(const Checks& check, const Tensor& input, const Tensor& splits,
@@ -54,8 +54,8 @@ void forward_cpu(const Checks& check, const Tensor& input, const Tensor& splits,
   const Tensor rows = as_matrix(input);
   const Groups groups(check, splits, rows.size(0)), others(check, down_splits, rows.size(0));
   if (groups != others) {
-    const auto [y, wide] = forward_unfused(check, input, splits, scales, down_splits, up, down,
-                                           arguments, save_hidden);
+    const auto [y, wide] = forward_decomposed(check, input, splits, scales, down_splits, up, down,
+                                              arguments, save_hidden);
     output.copy_(y);
     if (save_hidden) hidden.copy_(wide);
     return;
@@ -84,20 +84,20 @@ TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const
 
 using Backward = std::tuple<Tensor, Tensors, Tensors, Tensor>;
 
-Backward backward_unfused(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                          const Tensor& hidden, const Tensor& scales, const Tensor& splits,
-                          const Tensor& down_splits, const Tensors& up, const Tensors& down,
-                          const GluArguments& arguments, Mask wanted) {
+Backward backward_decomposed(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                             const Tensor& hidden, const Tensor& scales, const Tensor& splits,
+                             const Tensor& down_splits, const Tensors& up, const Tensors& down,
+                             const GluArguments& arguments, Mask wanted) {
   const ScaledActivation activation = scaled_of(check, arguments);
   const auto [wants_input, wants_up, wants_down, wants_scales] = wanted;
-  const Tensor activated = scaled_unfused(activation, hidden, scales);
-  const auto [grad_activated, grad_down] = grouped_product_backward_unfused(
+  const Tensor activated = scaled_decomposed(activation, hidden, scales);
+  const auto [grad_activated, grad_down] = grouped_product_backward_decomposed(
       grad_output, activated, down_splits, down, {true, wants_down});
-  const auto [grad_hidden, grad_scales] =
-      gradients([&](const Tensor& x, const Tensor& s) { return scaled_unfused(activation, x, s); },
-                grad_activated, hidden, scales);
+  const auto [grad_hidden, grad_scales] = gradients(
+      [&](const Tensor& x, const Tensor& s) { return scaled_decomposed(activation, x, s); },
+      grad_activated, hidden, scales);
   const auto [grad_input, grad_up] =
-      grouped_product_backward_unfused(grad_hidden, input, splits, up, {wants_input, wants_up});
+      grouped_product_backward_decomposed(grad_hidden, input, splits, up, {wants_input, wants_up});
   return {grad_input, grad_up, grad_down, wants_scales ? grad_scales : Tensor()};
 }
 
@@ -108,15 +108,15 @@ void backward_apart(const ScaledActivation& activation,
                     const SplitsOf& splits, const Tensors& up, const Tensors& down, Mask wanted,
                     Tensor& grad_input, Tensors& grad_up, Tensors& grad_down, Tensor& grad_scales) {
   const auto [wants_input, wants_up, wants_down, wants_scales] = wanted;
-  const Tensor activated = scaled_unfused(activation, hidden, scales);
-  const auto [grad_activated, of_down] = grouped_product_backward_unfused(
+  const Tensor activated = scaled_decomposed(activation, hidden, scales);
+  const auto [grad_activated, of_down] = grouped_product_backward_decomposed(
       grad_output, activated, splits.down, down, {true, wants_down});
   const Tensor grad_hidden = empty(hidden.sizes(), hidden.scalar_type(), hidden.device());
   const Tensor of_scales =
       wants_scales ? grad_scales : empty(scales.sizes(), scales.scalar_type(), scales.device());
   scaled_backward(activation, grad_activated, hidden, scales, grad_hidden, of_scales);
-  const auto [of_input, of_up] =
-      grouped_product_backward_unfused(grad_hidden, input, splits.up, up, {wants_input, wants_up});
+  const auto [of_input, of_up] = grouped_product_backward_decomposed(grad_hidden, input, splits.up,
+                                                                     up, {wants_input, wants_up});
   if (wants_input) grad_input.copy_(of_input);
   take_gradients(grad_up, of_up);
   take_gradients(grad_down, of_down);
@@ -184,7 +184,7 @@ Bindings bind(const Match& match) {
                           kGluArguments + ", bool save_hidden) -> (Tensor output, Tensor hidden)",
                 .shape = forward_shape,
                 .products = {.list = {{"up"}, {"down"}}},
-                .bodies = {forward_cpu, forward_unfused, forward_unfused}},
+                .bodies = {forward_cpu, forward_decomposed, forward_decomposed}},
     .backward = {.schema = std::string("grouped_mlp_backward(Tensor grad_output, Tensor input, "
                                        "Tensor hidden, Tensor scales, Tensor splits, "
                                        "Tensor down_splits, Tensor[] up, Tensor[] down, ") +
@@ -193,7 +193,7 @@ Bindings bind(const Match& match) {
                            "Tensor[] grad_down, Tensor grad_scales)",
                  .shape = backward_shape,
                  .products = {.list = {{"up"}, {"down", {"grad_input", "grad_up", "grad_scales"}}}},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
 });
 
 }  // namespace

@@ -1,16 +1,16 @@
 // backward:  g ─► BasicLinear' ─► activation' ─► [Bias'] ─► g    grad_bias: sums over its rows
 //             └─► grad_weight ◄─ y, computed again in the same pass
-#include "bodies/activation.h"
-#include "bodies/bias.h"
-#include "bodies/column_sums.h"
-#include "bodies/cpu.h"
-#include "bodies/linear.h"
-#include "bodies/linear_cuda.h"
-#include "bodies/linear_recomputed.h"
 #include "kernels/activation.h"
 #include "kernels/bias.h"
 #include "op/buffer.h"
 #include "op/op.h"
+#include "wrappers/activation.h"
+#include "wrappers/bias.h"
+#include "wrappers/column_sums.h"
+#include "wrappers/cpu.h"
+#include "wrappers/linear.h"
+#include "wrappers/linear_cuda.h"
+#include "wrappers/linear_recomputed.h"
 
 namespace transformer_ops::fused::linear_activation {
 namespace {
@@ -109,12 +109,13 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& in
                                  sums.width);
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
-                                                    const Tensor& input, const Tensor& weight,
-                                                    std::string_view activation, Mask wanted) {
+std::tuple<Tensor, Tensor, Tensor> backward_decomposed(const Checks& check,
+                                                       const Tensor& grad_output,
+                                                       const Tensor& input, const Tensor& weight,
+                                                       std::string_view activation, Mask wanted) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
-  const auto [grad_input, grad_weight] = linear_recomputed_unfused(
-      grad_output, input, weight, parts_of(wanted), activation_of(check, activation).unfused);
+  const auto [grad_input, grad_weight] = linear_recomputed_decomposed(
+      grad_output, input, weight, parts_of(wanted), activation_of(check, activation).decomposition);
   return {wants_input ? grad_input : Tensor(), grad_weight,
           wants_bias ? sum_of_rows(grad_input) : Tensor()};
 }
@@ -144,7 +145,7 @@ Bindings bind(const Match& match) {
                  .shape = shape,
                  .overwrites = {"input"},
                  .products = {.list = {{"weight", {"grad_input", "grad_bias"}}}},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed},
                  .accumulates = true},
 });
 

@@ -2,12 +2,12 @@
 //                        └────────────────┘ kept: the activation's input, or its bit mask
 #include <ATen/ops/linear.h>
 
-#include "bodies/activation.h"
-#include "bodies/bias.h"
-#include "bodies/linear.h"
-#include "bodies/linear_cuda.h"
 #include "op/buffer.h"
 #include "op/op.h"
+#include "wrappers/activation.h"
+#include "wrappers/bias.h"
+#include "wrappers/linear.h"
+#include "wrappers/linear_cuda.h"
 
 namespace transformer_ops::fused::linear_bias_activation {
 namespace {
@@ -65,9 +65,9 @@ std::tuple<Tensor, Tensor> forward_cuda(const Call& call, const Tensor& input, c
   return activated(row, sum, save_kept, activation_forward_cuda);
 }
 
-Tensor forward_unfused(const Checks& check, const Tensor& input, const Tensor& weight,
-                       const Tensor& bias, std::string_view activation, bool) {
-  return activation_of(check, activation).unfused(at::linear(input, weight, bias));
+Tensor forward_decomposed(const Checks& check, const Tensor& input, const Tensor& weight,
+                          const Tensor& bias, std::string_view activation, bool) {
+  return activation_of(check, activation).decomposition(at::linear(input, weight, bias));
 }
 
 Bindings bind(const Match& match) {
@@ -89,7 +89,7 @@ Bindings bind(const Match& match) {
                 .shape = shape,
                 .any_strides = {"input", "weight"},
                 .products = {.list = {{"weight"}}},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .scalable = true},
 });
 

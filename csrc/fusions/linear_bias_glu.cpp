@@ -2,13 +2,13 @@
 //                                  └─► kept: the GLU's input
 #include <ATen/ops/linear.h>
 
-#include "bodies/cpu.h"
-#include "bodies/cuda.h"
-#include "bodies/glu.h"
-#include "bodies/linear.h"
-#include "bodies/linear_cuda.h"
 #include "kernels/glu.h"
 #include "op/op.h"
+#include "wrappers/cpu.h"
+#include "wrappers/cuda.h"
+#include "wrappers/glu.h"
+#include "wrappers/linear.h"
+#include "wrappers/linear_cuda.h"
 
 namespace transformer_ops::fused::linear_bias_glu {
 namespace {
@@ -60,10 +60,10 @@ std::tuple<Tensor, Tensor> forward_cuda(const Call& call, const Tensor& input, c
   return {output, kept_of(product, save_kept)};
 }
 
-Tensor forward_unfused(const Checks& check, const Tensor& input, const Tensor& weight,
-                       const Tensor& bias, const GluArguments& arguments, bool) {
+Tensor forward_decomposed(const Checks& check, const Tensor& input, const Tensor& weight,
+                          const Tensor& bias, const GluArguments& arguments, bool) {
   const Tensor sum = at::linear(input, weight, bias);
-  return glu_unfused(glu_of(check, arguments), sum, read_glu(check, arguments));
+  return glu_decomposed(glu_of(check, arguments), sum, read_glu(check, arguments));
 }
 
 Bindings bind(const Match& match) {
@@ -86,7 +86,7 @@ Bindings bind(const Match& match) {
                 .shape = shape,
                 .any_strides = {"input", "weight"},
                 .products = {.list = {{"weight"}}},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .scalable = true},
 });
 

@@ -10,13 +10,13 @@
 
 #include <cmath>
 
-#include "bodies/add_extra_input.h"
-#include "bodies/cpu.h"
-#include "bodies/linear.h"
-#include "bodies/linear_cuda.h"
 #include "kernels/bias.h"
 #include "kernels/dropout.h"
 #include "op/op.h"
+#include "wrappers/add_extra_input.h"
+#include "wrappers/cpu.h"
+#include "wrappers/linear.h"
+#include "wrappers/linear_cuda.h"
 
 namespace transformer_ops::fused::linear_epilogue {
 namespace {
@@ -106,8 +106,8 @@ Tensor forward_cuda(const Call& call, const Tensor& input, const Tensor& weight,
                          : linear_cuda(input, weight, bias, scale, call.scales());
 }
 
-Tensor forward_unfused(const Tensor& input, const Tensor& weight, const Tensor* bias,
-                       const Tensor* extra_input, double scale) {
+Tensor forward_decomposed(const Tensor& input, const Tensor& weight, const Tensor* bias,
+                          const Tensor* extra_input, double scale) {
   Tensor y = at::linear(input, weight, or_undefined(bias));
   if (scale != 1) y = y * scale;
   return extra_input != nullptr ? y + *extra_input : y;
@@ -141,7 +141,7 @@ Bindings bind(const Match& match) {
                 .shape = shape,
                 .any_strides = {"input", "weight", "extra_input"},
                 .products = {.list = {{"weight"}}},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .scalable = true},
 });
 

@@ -1,14 +1,14 @@
 // backward:  g ─► BasicLinear' ─► GLU' ─► g
 //             └─► grad_weight ◄─ y, computed again in the same pass
-#include "bodies/cpu.h"
-#include "bodies/cuda.h"
-#include "bodies/glu.h"
-#include "bodies/linear.h"
-#include "bodies/linear_cuda.h"
-#include "bodies/linear_recomputed.h"
 #include "kernels/glu.h"
 #include "op/buffer.h"
 #include "op/op.h"
+#include "wrappers/cpu.h"
+#include "wrappers/cuda.h"
+#include "wrappers/glu.h"
+#include "wrappers/linear.h"
+#include "wrappers/linear_cuda.h"
+#include "wrappers/linear_recomputed.h"
 
 namespace transformer_ops::fused::linear_glu {
 namespace {
@@ -62,15 +62,15 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& in
   glu_backward_cuda(glu, grad_y, input, grad_input);
 }
 
-std::tuple<Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
-                                            const Tensor& input, const Tensor& weight,
-                                            const GluArguments& arguments, LinearMask wanted) {
+std::tuple<Tensor, Tensor> backward_decomposed(const Checks& check, const Tensor& grad_output,
+                                               const Tensor& input, const Tensor& weight,
+                                               const GluArguments& arguments, LinearMask wanted) {
   const auto [wants_input, wants_weight] = wanted;
   const auto function = [&](const Tensor& x) {
-    return glu_unfused(glu_of(check, arguments), x, read_glu(check, arguments));
+    return glu_decomposed(glu_of(check, arguments), x, read_glu(check, arguments));
   };
-  const auto [grad_input, grad_weight] =
-      linear_recomputed_unfused(grad_output, input, weight, {wants_input, wants_weight}, function);
+  const auto [grad_input, grad_weight] = linear_recomputed_decomposed(
+      grad_output, input, weight, {wants_input, wants_weight}, function);
   return {wants_input ? grad_input : Tensor(), grad_weight};
 }
 
@@ -94,7 +94,7 @@ Bindings bind(const Match& match) {
                  .shape = shape,
                  .overwrites = {"input"},
                  .products = {.list = {{"weight"}}},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed},
                  .accumulates = true},
 });
 

@@ -7,10 +7,10 @@
 
 #include <cmath>
 
-#include "bodies/linear.h"
-#include "bodies/linear_cuda.h"
-#include "bodies/make_extra_output.h"
 #include "op/op.h"
+#include "wrappers/linear.h"
+#include "wrappers/linear_cuda.h"
+#include "wrappers/make_extra_output.h"
 
 namespace transformer_ops::fused::linear_residual_scale {
 namespace {
@@ -72,13 +72,13 @@ LinearBackward backward_cuda(const Call& call, const Tensor& grad_output,
                   scale, wanted, call.scales());
 }
 
-LinearBackward backward_unfused(const Tensor& grad_output, const Tensor* grad_extra_output,
-                                const Tensor* input, const Tensor* weight, double scale,
-                                LinearMask wanted) {
+LinearBackward backward_decomposed(const Tensor& grad_output, const Tensor* grad_extra_output,
+                                   const Tensor* input, const Tensor* weight, double scale,
+                                   LinearMask wanted) {
   const auto [wants_input, wants_weight] = wanted;
   auto [grad_input, grad_weight] =
-      linear_backward_unfused(scale == 1 ? grad_output : grad_output * scale,
-                              factor(wants_weight, input), factor(wants_input, weight));
+      linear_backward_decomposed(scale == 1 ? grad_output : grad_output * scale,
+                                 factor(wants_weight, input), factor(wants_input, weight));
   if (grad_extra_output != nullptr && wants_input) grad_input = grad_input + *grad_extra_output;
   return {grad_input, grad_weight};
 }
@@ -123,7 +123,7 @@ Bindings bind(const Match& match) {
                  .shape = shape,
                  .any_strides = {"grad_output", "input", "weight"},
                  .products = {.list = {{"weight"}}},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed},
                  .accumulates = true,
                  .scalable = true},
 });

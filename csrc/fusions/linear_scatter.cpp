@@ -3,11 +3,11 @@
 //   rows of y are made in chunks: the sums of one are scattered beside the product of the next
 #include <ATen/ops/linear.h>
 
-#include "bodies/bias.h"
-#include "bodies/linear.h"
-#include "bodies/parallel_linear.h"
 #include "op/buffer.h"
 #include "op/op.h"
+#include "wrappers/bias.h"
+#include "wrappers/linear.h"
+#include "wrappers/parallel_linear.h"
 
 namespace transformer_ops::fused::linear_scatter {
 namespace {
@@ -39,9 +39,10 @@ void forward(const Checks& check, const Tensor& input, const Tensor& weight,
   finish(check, ranks, output);
 }
 
-Tensor forward_unfused(const Checks& check, const Tensor& input, const Tensor& weight,
-                       const Tensor* bias, int64_t group_size, std::string_view group) {
-  return scatter_unfused(check, at::linear(input, weight, or_undefined(bias)), group_size, group);
+Tensor forward_decomposed(const Checks& check, const Tensor& input, const Tensor& weight,
+                          const Tensor* bias, int64_t group_size, std::string_view group) {
+  return scatter_decomposed(check, at::linear(input, weight, or_undefined(bias)), group_size,
+                            group);
 }
 
 [[maybe_unused]] const bool registered = register_fused_op({
@@ -55,7 +56,7 @@ Tensor forward_unfused(const Checks& check, const Tensor& input, const Tensor& w
                           "int group_size, str group) -> Tensor output",
                 .shape = shape,
                 .products = {.list = {{"weight"}}, .rows = "input"},
-                .bodies = {forward, forward, forward_unfused}},
+                .bodies = {forward, forward, forward_decomposed}},
 });
 
 }  // namespace

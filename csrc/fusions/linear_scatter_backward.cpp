@@ -2,11 +2,11 @@
 //
 //   rows of g are gathered in chunks: one beside the product that gives grad_input of the chunk
 //   before; then grad_weight, which sums over all of them. Each gradient alone takes the gather.
-#include "bodies/bias.h"
-#include "bodies/linear.h"
-#include "bodies/parallel_linear.h"
 #include "op/buffer.h"
 #include "op/op.h"
+#include "wrappers/bias.h"
+#include "wrappers/linear.h"
+#include "wrappers/parallel_linear.h"
 
 namespace transformer_ops::fused::linear_scatter_backward {
 namespace {
@@ -38,14 +38,15 @@ void backward(const Call& call, const Tensor& grad_output, const Tensor& input,
                            wants_bias ? grad_bias : Tensor());
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
-                                                    const Tensor& input, const Tensor& weight,
-                                                    int64_t group_size, std::string_view group,
-                                                    ParallelMask wanted) {
+std::tuple<Tensor, Tensor, Tensor> backward_decomposed(const Checks& check,
+                                                       const Tensor& grad_output,
+                                                       const Tensor& input, const Tensor& weight,
+                                                       int64_t group_size, std::string_view group,
+                                                       ParallelMask wanted) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
-  const Tensor whole = gather_unfused(check, grad_output, group_size, group);
+  const Tensor whole = gather_decomposed(check, grad_output, group_size, group);
   const auto [grad_input, grad_weight] =
-      linear_backward_unfused(whole, factor(wants_weight, &input), factor(wants_input, &weight));
+      linear_backward_decomposed(whole, factor(wants_weight, &input), factor(wants_input, &weight));
   return {grad_input, grad_weight, wants_bias ? sum_of_rows(whole) : Tensor()};
 }
 
@@ -54,7 +55,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
                .pattern = {{"BasicLinear"}, optional_op({"Bias"}), {"ReduceScatter"}},
                .rows = "input",
                .shape = shape,
-               .bodies = {backward, backward, backward_unfused}}));
+               .bodies = {backward, backward, backward_decomposed}}));
 
 }  // namespace
 }  // namespace transformer_ops::fused::linear_scatter_backward

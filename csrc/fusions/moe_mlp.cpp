@@ -1,9 +1,9 @@
 // joint:  x ─► Dispatch ─► GroupedLinear ─► Scaled* ─► GroupedLinear ─► Combine ─► y
 //         Expert by expert, rows gathered into scratch. Keeps x, the first product and positions.
-#include "bodies/cpu.h"
-#include "bodies/experts.h"
-#include "bodies/linear.h"
 #include "op/op.h"
+#include "wrappers/cpu.h"
+#include "wrappers/experts.h"
+#include "wrappers/linear.h"
 
 namespace transformer_ops::fused::moe_mlp {
 namespace {
@@ -53,16 +53,16 @@ void forward_cpu(const Checks& check, const Tensor& input, const Tensor& expert_
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Forward forward_unfused(const Checks& check, const Tensor& input, const Tensor& expert_ids,
-                        const Tensor& probs, const Tensors& up, const Tensors& down,
-                        int64_t num_experts, int64_t first_expert, int64_t local_experts,
-                        const GluArguments& arguments, bool save_hidden) {
+Forward forward_decomposed(const Checks& check, const Tensor& input, const Tensor& expert_ids,
+                           const Tensor& probs, const Tensors& up, const Tensors& down,
+                           int64_t num_experts, int64_t first_expert, int64_t local_experts,
+                           const GluArguments& arguments, bool save_hidden) {
   const auto [rows, splits, permuted_probs, positions] =
-      dispatch_unfused(input, expert_ids, probs, num_experts, first_expert, local_experts);
-  const Tensor hidden = grouped_linear_unfused(rows, splits, up);
-  const Tensor activated = scaled_unfused(scaled_of(check, arguments), hidden, permuted_probs);
-  const Tensor y = grouped_linear_unfused(activated, splits, down);
-  return {sum_rows_unfused(y, positions), splits, permuted_probs, positions,
+      dispatch_decomposed(input, expert_ids, probs, num_experts, first_expert, local_experts);
+  const Tensor hidden = grouped_linear_decomposed(rows, splits, up);
+  const Tensor activated = scaled_decomposed(scaled_of(check, arguments), hidden, permuted_probs);
+  const Tensor y = grouped_linear_decomposed(activated, splits, down);
+  return {sum_rows_decomposed(y, positions), splits, permuted_probs, positions,
           save_hidden ? hidden : Tensor()};
 }
 
@@ -122,23 +122,23 @@ void backward_cpu(const Checks& check, const Tensor& grad_output, const Tensor& 
 
 using Backward = std::tuple<Tensor, Tensors, Tensors, Tensor>;
 
-Backward backward_unfused(const Checks& check, const Tensor& grad_output, const Tensor& input,
-                          const Tensor& hidden, const Tensor& permuted_probs, const Tensor& splits,
-                          const Tensor& positions, const Tensors& up, const Tensors& down,
-                          const GluArguments& arguments, Mask wanted) {
+Backward backward_decomposed(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                             const Tensor& hidden, const Tensor& permuted_probs,
+                             const Tensor& splits, const Tensor& positions, const Tensors& up,
+                             const Tensors& down, const GluArguments& arguments, Mask wanted) {
   const ScaledActivation activation = scaled_of(check, arguments);
   const auto [wants_input, wants_up, wants_down, wants_probs] = wanted;
-  const Tensor activated = scaled_unfused(activation, hidden, permuted_probs);
-  const Tensor rows = spread_rows_unfused(input, positions);
-  const auto [grad_activated, grad_down] = grouped_product_backward_unfused(
-      spread_rows_unfused(grad_output, positions), activated, splits, down, {true, wants_down});
-  const auto [grad_hidden, grad_scales] =
-      gradients([&](const Tensor& x, const Tensor& s) { return scaled_unfused(activation, x, s); },
-                grad_activated, hidden, permuted_probs);
+  const Tensor activated = scaled_decomposed(activation, hidden, permuted_probs);
+  const Tensor rows = spread_rows_decomposed(input, positions);
+  const auto [grad_activated, grad_down] = grouped_product_backward_decomposed(
+      spread_rows_decomposed(grad_output, positions), activated, splits, down, {true, wants_down});
+  const auto [grad_hidden, grad_scales] = gradients(
+      [&](const Tensor& x, const Tensor& s) { return scaled_decomposed(activation, x, s); },
+      grad_activated, hidden, permuted_probs);
   const auto [grad_rows, grad_up] =
-      grouped_product_backward_unfused(grad_hidden, rows, splits, up, {wants_input, wants_up});
-  return {wants_input ? sum_rows_unfused(grad_rows, positions) : Tensor(), grad_up, grad_down,
-          wants_probs ? take_values_unfused(grad_scales, positions) : Tensor()};
+      grouped_product_backward_decomposed(grad_hidden, rows, splits, up, {wants_input, wants_up});
+  return {wants_input ? sum_rows_decomposed(grad_rows, positions) : Tensor(), grad_up, grad_down,
+          wants_probs ? take_values_decomposed(grad_scales, positions) : Tensor()};
 }
 
 void backward_cuda(const Checks& check, const Tensor& grad_output, const Tensor& input,
@@ -154,18 +154,18 @@ void backward_cuda(const Checks& check, const Tensor& grad_output, const Tensor&
   const Tensor activated =
       make({hidden.size(0), group_weights(down).size(1)}, hidden.scalar_type());
   scaled_forward_cuda(activation, hidden, permuted_probs, activated);
-  const auto [grad_activated, of_down] = grouped_product_backward_unfused(
-      spread_rows_unfused(grad_output, positions), activated, splits, down, {true, wants_down});
+  const auto [grad_activated, of_down] = grouped_product_backward_decomposed(
+      spread_rows_decomposed(grad_output, positions), activated, splits, down, {true, wants_down});
   const Tensor grad_hidden = make(hidden.sizes(), hidden.scalar_type());
   const Tensor of_probs = make(permuted_probs.sizes(), permuted_probs.scalar_type());
   scaled_backward_cuda(activation, grad_activated, hidden, permuted_probs, grad_hidden, of_probs);
-  const Tensor rows = spread_rows_unfused(input, positions);
+  const Tensor rows = spread_rows_decomposed(input, positions);
   const auto [grad_rows, of_up] =
-      grouped_product_backward_unfused(grad_hidden, rows, splits, up, {wants_input, wants_up});
-  if (wants_input) grad_input.copy_(sum_rows_unfused(grad_rows, positions));
+      grouped_product_backward_decomposed(grad_hidden, rows, splits, up, {wants_input, wants_up});
+  if (wants_input) grad_input.copy_(sum_rows_decomposed(grad_rows, positions));
   take_gradients(grad_up, of_up);
   take_gradients(grad_down, of_down);
-  if (wants_probs) grad_probs.copy_(take_values_unfused(of_probs, positions));
+  if (wants_probs) grad_probs.copy_(take_values_decomposed(of_probs, positions));
 }
 
 // Does extra input `k` of an op come from extra output `output` of the Dispatch, and nobody else's?
@@ -218,7 +218,7 @@ Bindings bind(const Match& match) {
                 .products = {.list = {{"up"}, {"down"}},
                              .rows = "permuted_probs",
                              .rows_are_numbers = true},
-                .bodies = {forward_cpu, forward_unfused, forward_unfused}},
+                .bodies = {forward_cpu, forward_decomposed, forward_decomposed}},
     .backward = {.schema = std::string("moe_mlp_backward(Tensor grad_output, Tensor input, "
                                        "Tensor hidden, Tensor permuted_probs, Tensor splits, "
                                        "Tensor positions, Tensor[] up, Tensor[] down, ") +
@@ -228,7 +228,7 @@ Bindings bind(const Match& match) {
                  .shape = backward_shape,
                  .products = {.list = {{"up"}, {"down", {"grad_input", "grad_up", "grad_probs"}}},
                               .rows = "hidden"},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
 });
 
 }  // namespace

@@ -1,10 +1,10 @@
 // backward:       g ─► LayerNorm' or RMSNorm' ─► (+) ─► g      one pass over the rows
 //      g of the extra output ─────────────────────┘
-#include "bodies/cpu.h"
-#include "bodies/make_extra_output.h"
-#include "bodies/norm.h"
 #include "op/buffer.h"
 #include "op/op.h"
+#include "wrappers/cpu.h"
+#include "wrappers/make_extra_output.h"
+#include "wrappers/norm.h"
 
 namespace transformer_ops::fused::norm_residual {
 namespace {
@@ -96,7 +96,7 @@ void layer_norm_cuda(const Tensor& grad_output, const Tensor& grad_extra_output,
   cuda::run_norm_backward(rows.x, norm);
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_residual_unfused(
+std::tuple<Tensor, Tensor, Tensor> layer_norm_residual_decomposed(
     const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input, const Tensor&,
     const Tensor&, const Tensor* weight, const NormShape& shape, double eps,
     bool zero_centered_gamma, LayerNormMask wanted) {
@@ -149,12 +149,10 @@ void rms_norm_cuda(const Tensor& grad_output, const Tensor& grad_extra_output, c
   cuda::run_norm_backward(rows.x, norm);
 }
 
-std::tuple<Tensor, Tensor> rms_norm_residual_unfused(const Tensor& grad_output,
-                                                     const Tensor& grad_extra_output,
-                                                     const Tensor& input, const Tensor&,
-                                                     const Tensor* weight, const NormShape& shape,
-                                                     std::optional<double> eps,
-                                                     bool zero_centered_gamma, RMSNormMask wanted) {
+std::tuple<Tensor, Tensor> rms_norm_residual_decomposed(
+    const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input, const Tensor&,
+    const Tensor* weight, const NormShape& shape, std::optional<double> eps,
+    bool zero_centered_gamma, RMSNormMask wanted) {
   const auto [grad_input, grad_weight] =
       rms_norm_gradients(grad_output, input, weight, shape, eps, zero_centered_gamma, wanted);
   return {wanted[0] ? grad_input + grad_extra_output : Tensor(), grad_weight};
@@ -180,7 +178,7 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp bac
                              "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                    .shape = layer_norm_shape,
                    .overwrites = {"grad_output", "grad_extra_output", "input"},
-                   .bodies = {layer_norm_cpu, layer_norm_cuda, layer_norm_residual_unfused}}) &&
+                   .bodies = {layer_norm_cpu, layer_norm_cuda, layer_norm_residual_decomposed}}) &&
     register_norm("rms_norm_residual", "RMSNorm",
                   {.schema = "rms_norm_residual_backward(Tensor grad_output, "
                              "Tensor grad_extra_output, Tensor input, Tensor rstd, Tensor? weight, "
@@ -189,7 +187,7 @@ bool register_norm(const std::string& name, const std::string& kind, TypedOp bac
                              "(Tensor grad_input, Tensor grad_weight)",
                    .shape = rms_norm_shape,
                    .overwrites = {"grad_output", "grad_extra_output", "input"},
-                   .bodies = {rms_norm_cpu, rms_norm_cuda, rms_norm_residual_unfused}});
+                   .bodies = {rms_norm_cpu, rms_norm_cuda, rms_norm_residual_decomposed}});
 
 }  // namespace
 }  // namespace transformer_ops::fused::norm_residual

@@ -3,11 +3,11 @@
 //   grad_input  is summed over the ranks beside the product that gives grad_weight
 //
 //   Without grad_input there is no sum over the ranks.
-#include "bodies/bias.h"
-#include "bodies/linear.h"
-#include "bodies/parallel_linear.h"
 #include "op/buffer.h"
 #include "op/op.h"
+#include "wrappers/bias.h"
+#include "wrappers/linear.h"
+#include "wrappers/parallel_linear.h"
 
 namespace transformer_ops::fused::reduce_gradient_linear {
 namespace {
@@ -44,14 +44,15 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Call& call, const Tensor& grad
   return {std::move(grad_input), std::move(grad_weight), std::move(grad_bias)};
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
-                                                    const Tensor& input, const Tensor& weight,
-                                                    int64_t group_size, std::string_view group,
-                                                    ParallelMask wanted) {
+std::tuple<Tensor, Tensor, Tensor> backward_decomposed(const Checks& check,
+                                                       const Tensor& grad_output,
+                                                       const Tensor& input, const Tensor& weight,
+                                                       int64_t group_size, std::string_view group,
+                                                       ParallelMask wanted) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
-  const auto [grad_input, grad_weight] = linear_backward_unfused(
+  const auto [grad_input, grad_weight] = linear_backward_decomposed(
       grad_output, factor(wants_weight, &input), factor(wants_input, &weight));
-  return {wants_input ? reduce_unfused(check, grad_input, group_size, group) : Tensor(),
+  return {wants_input ? reduce_decomposed(check, grad_input, group_size, group) : Tensor(),
           grad_weight, wants_bias ? sum_of_rows(grad_output) : Tensor()};
 }
 
@@ -60,7 +61,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Checks& check, const T
                .pattern = {{"ReduceGradient"}, {"BasicLinear"}, optional_op({"Bias"})},
                .rows = "grad_output",
                .shape = shape,
-               .bodies = {backward, backward, backward_unfused}}));
+               .bodies = {backward, backward, backward_decomposed}}));
 
 }  // namespace
 }  // namespace transformer_ops::fused::reduce_gradient_linear

@@ -2,11 +2,11 @@
 //                                    └───► factors     ▲ residual
 // backward: g ─► DropPath' ─► LayerScale' ─► g          one pass over the rows
 //                                  └─► sum over rows: grad_gamma
-#include "bodies/add_extra_input.h"
-#include "bodies/dropout.h"
-#include "bodies/row_scale.h"
 #include "fuser/registry.h"
 #include "op/op.h"
+#include "wrappers/add_extra_input.h"
+#include "wrappers/dropout.h"
+#include "wrappers/row_scale.h"
 
 namespace transformer_ops::fused::scale_drop_add {
 namespace {
@@ -34,11 +34,11 @@ void forward_cuda(const Tensor& input, const Tensor* gamma, const Tensor& extra_
   scale_rows_cuda(input, gamma, p > 0 ? factors : Tensor(), &extra_input, output);
 }
 
-Tensor forward_unfused(const Tensor& input, const Tensor* gamma, const Tensor& extra_input,
-                       double p) {
+Tensor forward_decomposed(const Tensor& input, const Tensor* gamma, const Tensor& extra_input,
+                          double p) {
   const Tensor x = to_accumulate(input);
-  const Tensor factors = p > 0 ? draw_factors_unfused(input, p) : Tensor();
-  return (scale_rows_unfused(x, gamma, factors) + extra_input).to(extra_input.scalar_type());
+  const Tensor factors = p > 0 ? draw_factors_decomposed(input, p) : Tensor();
+  return (scale_rows_decomposed(x, gamma, factors) + extra_input).to(extra_input.scalar_type());
 }
 
 std::optional<std::string> why_not_add(const Match& match) {
@@ -82,10 +82,10 @@ void backward_cuda(const Tensor& grad_output, const Tensor* input, const Tensor*
                       grad_gamma);
 }
 
-std::tuple<Tensor, Tensor> backward_unfused(const Tensor& grad_output, const Tensor* input,
-                                            const Tensor* gamma, const Tensor& factors,
-                                            ScaleMask wanted) {
-  return scale_backward_unfused(grad_output, input, gamma, given(factors, grad_output), wanted);
+std::tuple<Tensor, Tensor> backward_decomposed(const Tensor& grad_output, const Tensor* input,
+                                               const Tensor* gamma, const Tensor& factors,
+                                               ScaleMask wanted) {
+  return scale_backward_decomposed(grad_output, input, gamma, given(factors, grad_output), wanted);
 }
 
 std::optional<std::string> why_not_together(const Match& match) {
@@ -101,7 +101,7 @@ TypedOp forward_op() {
               "(Tensor output, Tensor factors)",
           .shape = forward_shape,
           .overwrites = {"input", "extra_input"},
-          .bodies = {forward_cpu, forward_cuda, forward_unfused},
+          .bodies = {forward_cpu, forward_cuda, forward_decomposed},
           .random = true};
 }
 
@@ -126,7 +126,7 @@ bool register_rules() {
                               "(Tensor grad_input, Tensor grad_gamma)",
                     .shape = backward_shape,
                     .overwrites = {"grad_output"},
-                    .bodies = {backward_cpu, backward_cuda, backward_unfused}}});
+                    .bodies = {backward_cpu, backward_cuda, backward_decomposed}}});
   add_typed_op_pair({"scale_drop_add", "layer_scale_drop_path_backward"});
   return registered;
 }

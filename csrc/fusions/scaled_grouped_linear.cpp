@@ -1,13 +1,13 @@
 // backward:  g ─► GroupedLinear' ─► Scaled' ─► g      group by group, in scratch:
 //             └─► grad_weight ◄─ y, computed again in the pass that gives the gradient of x
-#include "bodies/cpu.h"
-#include "bodies/grouped.h"
-#include "bodies/linear.h"
-#include "bodies/linear_recomputed.h"
-#include "bodies/product.h"
-#include "bodies/scaled.h"
 #include "op/buffer.h"
 #include "op/op.h"
+#include "wrappers/cpu.h"
+#include "wrappers/grouped.h"
+#include "wrappers/linear.h"
+#include "wrappers/linear_recomputed.h"
+#include "wrappers/product.h"
+#include "wrappers/scaled.h"
 
 namespace transformer_ops::fused::scaled_grouped_linear {
 namespace {
@@ -80,20 +80,19 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
   if (!in_place) grad_scales.copy_(sums.view(grad_scales.sizes()));
 }
 
-std::tuple<Tensor, Tensors, Tensor> backward_unfused(const Checks& check, const Tensor& grad_output,
-                                                     const Tensor& input, const Tensor& scales,
-                                                     const Tensor& splits, const Tensors& weight,
-                                                     const GluArguments& arguments, Mask wanted) {
+std::tuple<Tensor, Tensors, Tensor> backward_decomposed(
+    const Checks& check, const Tensor& grad_output, const Tensor& input, const Tensor& scales,
+    const Tensor& splits, const Tensors& weight, const GluArguments& arguments, Mask wanted) {
   const auto [wants_input, wants_weight, wants_scales] = wanted;
   const bool wants_grad_y = wants_input || wants_scales;
   const ScaledActivation activation = scaled_of(check, arguments);
-  const Tensor y = wants_weight ? scaled_unfused(activation, input, scales) : Tensor();
-  const auto [grad_y, grad_weight] = grouped_product_backward_unfused(
+  const Tensor y = wants_weight ? scaled_decomposed(activation, input, scales) : Tensor();
+  const auto [grad_y, grad_weight] = grouped_product_backward_decomposed(
       grad_output, y, splits, weight, {wants_grad_y, wants_weight});
   if (!wants_grad_y) return {Tensor(), grad_weight, Tensor()};
-  const auto [grad_input, grad_scales] =
-      gradients([&](const Tensor& x, const Tensor& s) { return scaled_unfused(activation, x, s); },
-                grad_y, input, scales);
+  const auto [grad_input, grad_scales] = gradients(
+      [&](const Tensor& x, const Tensor& s) { return scaled_decomposed(activation, x, s); }, grad_y,
+      input, scales);
   return {wants_input ? grad_input : Tensor(), grad_weight, wants_scales ? grad_scales : Tensor()};
 }
 
@@ -111,8 +110,8 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& in
     y = empty(sizes, input.scalar_type(), input.device());
     scaled_forward_cuda(activation, input, scales, y);
   }
-  const auto [grad_y, grad_w] = grouped_product_backward_unfused(grad_output, y, splits, weight,
-                                                                 {wants_grad_y, wants_weight});
+  const auto [grad_y, grad_w] = grouped_product_backward_decomposed(grad_output, y, splits, weight,
+                                                                    {wants_grad_y, wants_weight});
   if (wants_weight) take_gradients(grad_weight, grad_w, call.main_grad().adds);
   if (!wants_grad_y) return;
   scaled_backward_cuda(activation, grad_y, input, scales, wants_input ? grad_input : Tensor(),
@@ -139,7 +138,7 @@ std::optional<std::string> why_not(const Match& match) {
                            "Tensor[] grad_weight, Tensor grad_scales)",
                  .shape = shape,
                  .products = {.list = {{"weight", {"grad_input", "grad_scales"}}}},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed},
                  .accumulates = true},
 });
 

@@ -1,4 +1,4 @@
-// Is there a CUDA backend? What it holds only the bodies know (bodies/cuda.h).
+// Is there a CUDA backend? What it holds only the bodies know (wrappers/cuda.h).
 #pragma once
 
 namespace transformer_ops::cuda {

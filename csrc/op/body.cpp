@@ -67,7 +67,7 @@ std::string returned_text(const CppSignature& got) {
   return "std::tuple<" + join(types) + ">";
 }
 
-// A meaning may leave out results after the first; a list may have any number.
+// A decomposition may leave out results after the first; a list may have any number.
 bool fits_results(const CppSignature& got, size_t wanted, bool may_leave_out) {
   const auto count = static_cast<size_t>(got.results);
   return got.results == CppSignature::kAny || count == wanted ||

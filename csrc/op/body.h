@@ -228,7 +228,7 @@ class TypedFunction {
   explicit operator bool() const { return target_ != nullptr; }
 
   // Raises where the function is not what the schema says; `text` is that schema, and `field` names
-  // the function. A meaning may leave out results.
+  // the function. A decomposition may leave out results.
   void check(const Schema& schema, const std::string& text, const char* field,
              bool may_leave_out = false) const;
   // A function behind one more tensor argument, which it does not see.
@@ -293,23 +293,23 @@ class ShapeRule : public TypedFunction {
 
 // The same as plain differentiable ATen calls. The results that only serve backward may be left
 // out.
-class Meaning : public TypedFunction {
+class Decomposition : public TypedFunction {
  public:
   using FromValues = std::function<Tensors(const Checks&, Values)>;
 
-  Meaning() = default;
+  Decomposition() = default;
   // One that the frame has made for its schema.
-  static Meaning of_values(FromValues function) {
-    Meaning meaning;
-    meaning.run_ = [](const void* target, const Checks& check, Values values) {
+  static Decomposition of_values(FromValues function) {
+    Decomposition decomposition;
+    decomposition.run_ = [](const void* target, const Checks& check, Values values) {
       return (*static_cast<const FromValues*>(target))(check, values);
     };
-    meaning.target_ = std::make_shared<const FromValues>(std::move(function));
-    return meaning;
+    decomposition.target_ = std::make_shared<const FromValues>(std::move(function));
+    return decomposition;
   }
   template <PlainFunction Function>
-  Meaning(Function function) : run_(&run<Function>) {
-    static_assert(!Callable<Function>::kFills, "a meaning returns its results");
+  Decomposition(Function function) : run_(&run<Function>) {
+    static_assert(!Callable<Function>::kFills, "a decomposition returns its results");
     hold(std::move(function));
   }
 

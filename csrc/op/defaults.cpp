@@ -59,8 +59,9 @@ void check_is_kept(const OpDeclaration& row, const std::string& op, const Schema
   if (!is_tensor(field)) return;
   const auto slot = std::ranges::find(row.slots, field.name, &Slot::name);
   const bool is_slot = slot != row.slots.end();
-  TORCH_CHECK(is_slot || row.has_parameter(field.name), "[", op, "] slots must have '", field.name,
-              "', which the derivative of .bodies.unfused reads, got none; or give .backward");
+  TORCH_CHECK(
+      is_slot || row.has_parameter(field.name), "[", op, "] slots must have '", field.name,
+      "', which the derivative of .bodies.decomposition reads, got none; or give .backward");
   TORCH_CHECK(!is_slot || slot->needed_for.empty(), "[", op, "] slot '", field.name,
               "' must be kept for all gradients where .backward is derived, got some of them");
 }
@@ -86,7 +87,7 @@ void complete(TypedOp& op) {
   op.shape.check(schema, op.schema, "shape");
   op.bodies.cpu.check(schema, op.schema, "cpu");
   op.bodies.cuda.check(schema, op.schema, "cuda");
-  op.bodies.unfused.check(schema, op.schema, "unfused", /*may_leave_out=*/true);
+  op.bodies.decomposition.check(schema, op.schema, "decomposition", /*may_leave_out=*/true);
   if (op.shape || schema.results.size() != 1 || is_list(schema.results[0])) return;
   const auto first = std::ranges::find_if(schema.arguments, is_tensor);
   if (first == schema.arguments.end() || is_list(*first)) return;  // an error of its own

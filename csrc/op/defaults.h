@@ -11,7 +11,7 @@ namespace transformer_ops {
 void complete(TypedOp& op);
 
 // <op>_backward(Tensor grad_output, ARGUMENTS OF FORWARD) -> (Tensor grad_input, ...), by the
-// derivative of forward's meaning. Raises where that reads a tensor which no slot keeps.
+// derivative of forward's decomposition. Raises where that reads a tensor which no slot keeps.
 TypedOp default_backward(const OpDeclaration& declaration, const TypedOp& forward);
 
 }  // namespace transformer_ops

@@ -18,10 +18,10 @@
 #include "op/backend.h"
 #include "op/buffer.h"
 #include "op/codes.h"
+#include "op/decomposition.h"
 #include "op/main_grad.h"
 #include "op/run_call.h"
 #include "op/torch_library.h"
-#include "op/unfused.h"
 
 namespace transformer_ops {
 namespace {
@@ -188,7 +188,7 @@ class DeviceKernel final : public Kernel {
     TORCH_CHECK_NOT_IMPLEMENTED(!variant_.form.is_scaled || op_.bodies.*body, "[", variant_.name,
                                 "] declaration must have a body for ", device.type(), ", got none");
     Results results =
-        op_.bodies.*body ? run_body(call, device, values) : run_meaning(call, own(values));
+        op_.bodies.*body ? run_body(call, device, values) : decompose(call, own(values));
     if (variant_.form.is_into) bump_versions(call.main_grad());
     push(stack, values.size(), std::move(results));
   }
@@ -246,9 +246,9 @@ class DeviceKernel final : public Kernel {
     return {!mask->toBoolList().get(0), true};
   }
 
-  Results run_meaning(const Call& call, Values own) const {
+  Results decompose(const Call& call, Values own) const {
     const TensorSpecs specs = shape(call, own);
-    Results results = as_results(run_unfused(variant_.base, call, own, specs), specs);
+    Results results = as_results(run_decomposition(variant_.base, call, own, specs), specs);
     put(call.main_grad(), results, kGradWeight);
     return results;
   }

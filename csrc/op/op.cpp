@@ -49,7 +49,7 @@ void register_pair(const std::string& library, TypedOp forward, TypedOp backward
 
 void derive_backward(Op& op) {
   const bool follows = op.backward.schema.empty() && !op.declaration.slots.empty();
-  if (follows && op.forward.bodies.unfused)
+  if (follows && op.forward.bodies.decomposition)
     op.backward = default_backward(op.declaration, op.forward);
 }
 

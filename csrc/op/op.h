@@ -28,7 +28,7 @@ struct Op {
   std::function<Tensor(const ReplayCall&)> replay = {};
 };
 
-// Gives an op whose gradients follow from its meaning a backward (op/defaults.h).
+// Gives an op whose gradients follow from its decomposition a backward (op/defaults.h).
 void derive_backward(Op& op);
 
 // Of a library that is loaded beside this one, under the name of that library: op/library.h.

@@ -18,7 +18,7 @@ TensorSpecs cast_shape(const Checks& check, const Tensor& grad_output, const Ten
 
 void cast(const Tensor&, const Tensor& input, Tensor& output) { output.copy_(input); }
 
-Tensor cast_unfused(const Tensor& grad_output, const Tensor& input) {
+Tensor cast_decomposed(const Tensor& grad_output, const Tensor& input) {
   return input.to(grad_output.scalar_type());
 }
 
@@ -26,12 +26,12 @@ Tensor cast_unfused(const Tensor& grad_output, const Tensor& input) {
 [[maybe_unused]] const bool registered = register_op({
     .recompute = {.schema = "recompute_cast(Tensor grad_output, Tensor input) -> Tensor output",
                   .shape = cast_shape,
-                  .bodies = {.cpu = cast, .cuda = cast, .unfused = cast_unfused},
+                  .bodies = {.cpu = cast, .cuda = cast, .decomposition = cast_decomposed},
                   .reads_first = false},
 });
 
 std::array<TypedFunction*, 4> functions_of(TypedOp& op) {
-  return {&op.shape, &op.bodies.cpu, &op.bodies.cuda, &op.bodies.unfused};
+  return {&op.shape, &op.bodies.cpu, &op.bodies.cuda, &op.bodies.decomposition};
 }
 
 TypedOp behind_gradient(TypedOp op) {

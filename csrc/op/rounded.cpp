@@ -9,9 +9,9 @@
 #include <memory>
 
 #include "fuser/schema.h"
+#include "op/decomposition.h"
 #include "op/row_rounding.h"
 #include "op/rows.h"
-#include "op/unfused.h"
 
 namespace transformer_ops {
 namespace {
@@ -114,11 +114,12 @@ class RoundedOp {
     return specs;
   }
 
-  Tensors meaning(const Checks& check, Values values) const {
-    Tensors found = call_unfused(name_, c10::ArrayRef<c10::IValue>(values.data(), arguments_));
-    // Of results that only serve backward, a meaning may leave out some.
+  Tensors decomposition(const Checks& check, Values values) const {
+    Tensors found =
+        call_decomposition(name_, c10::ArrayRef<c10::IValue>(values.data(), arguments_));
+    // Of results that only serve backward, a decomposition may leave out some.
     found.resize(results_);
-    Tensors rounded = rounding_.meaning(check, found[0], added(values));
+    Tensors rounded = rounding_.decomposition(check, found[0], added(values));
     found[0] = std::move(rounded[0]);
     std::move(rounded.begin() + 1, rounded.end(), std::back_inserter(found));
     return found;
@@ -235,8 +236,10 @@ TypedOp rounded_op(const TypedOp& op, const RowRounding& rounding) {
                .any_strides = op.any_strides,
                .reads_first = op.reads_first,
                .differentiable = false};
-  made.bodies.unfused = Meaning::of_values(
-      [rounded](const Checks& check, Values values) { return rounded->meaning(check, values); });
+  made.bodies.decomposition =
+      Decomposition::of_values([rounded](const Checks& check, Values values) {
+        return rounded->decomposition(check, values);
+      });
   if (op.bodies.cpu) {
     made.bodies.cpu = Body::of_values([rounded](const Call& call, Values values, Results& results) {
       rounded->run_cpu(call, values, results);

@@ -61,11 +61,11 @@ TensorSpecs columns_shape(const TensorSpec& first, Values added) {
   return {Formats(added).has_columns() ? first : absent(first.dtype)};
 }
 
-Tensors blocks_meaning(const Checks& check, const Tensor& x, Values added) {
+Tensors blocks_decomposition(const Checks& check, const Tensor& x, Values added) {
   const Formats formats(added);
   const auto round = [&](const c10::IValue& format) {
     std::array<c10::IValue, 3> values = {x, format, dtype_of(x)};
-    return round_bodies().unfused(check, values)[0];
+    return round_bodies().decomposition(check, values)[0];
   };
   return {round(formats.rows), formats.has_columns() ? round(formats.columns) : x.new_empty({0})};
 }
@@ -118,10 +118,10 @@ TensorSpecs numbers_shape(const TensorSpec&, Values added) {
   return {number, Scale(added).with_amax ? number : absent(at::kFloat)};
 }
 
-Tensors scaled_meaning(const Checks& check, const Tensor& x, Values added) {
+Tensors scaled_decomposition(const Checks& check, const Tensor& x, Values added) {
   const Scale scale(added);
   std::array values = scale.arguments(x);
-  Tensors found = round_scaled_bodies().unfused(check, values);
+  Tensors found = round_scaled_bodies().decomposition(check, values);
   if (!scale.with_amax) found.back() = found.back().new_empty({0});
   return found;
 }
@@ -147,7 +147,7 @@ const std::vector<RowRounding>& row_roundings() {
        .results = {"columns"},
        .check = check_formats,
        .shape = columns_shape,
-       .meaning = blocks_meaning,
+       .decomposition = blocks_decomposition,
        .rows_of_block = rows_of_blocks,
        .run = round_blocks},
       {.suffix = kRoundedBy,
@@ -158,7 +158,7 @@ const std::vector<RowRounding>& row_roundings() {
        .results = {"decodes", "amax"},
        .check = check_scale,
        .shape = numbers_shape,
-       .meaning = scaled_meaning,
+       .decomposition = scaled_decomposition,
        .rows_of_block = one_row,
        .run = round_by_scale},
   };

@@ -17,7 +17,7 @@ struct RowRounding {
   // Of `results`. One without dimensions is the largest of what each few rows give.
   TensorSpecs (*shape)(const TensorSpec& first, Values added);
   // The rounded tensor, and then `results`.
-  Tensors (*meaning)(const Checks& check, const Tensor& x, Values added);
+  Tensors (*decomposition)(const Checks& check, const Tensor& x, Values added);
   int64_t (*rows_of_block)(Values added);
   // Rounds x where it is, and fills `results`, undefined ones excepted.
   void (*run)(Body Bodies::*on_device, const Call& call, const Tensor& x, Values added,

@@ -13,11 +13,11 @@ namespace transformer_ops {
 
 // What computes a typed op.
 struct Bodies {
-  // Where one is absent, the unfused meaning runs on that device.
+  // Where one is absent, the decomposition runs on that device.
   Body cpu = {};
   Body cuda = {};
   // Oracle, double backward, torch.func. Absent where the op is the backward of another.
-  Meaning unfused = {};
+  Decomposition decomposition = {};
 };
 
 // A product of rows with a matrix, for a count of operations (op/flops.h). A backward has two: one
@@ -69,7 +69,7 @@ struct TypedOp {
   // Tensor? right_scale), without a gradient, and the bodies multiply by what call.scales() says.
   // Backward is asked for one of its two products at a time. Operands may be codes of FP8, too: the
   // result is bfloat16 then, and the CPU's body gets their values in it. On CUDA codes may have a
-  // scale for each block, which the shape rule compares with them (bodies/linear.h has one).
+  // scale for each block, which the shape rule compares with them (wrappers/linear.h has one).
   bool scalable = false;
   // The tensor arguments that have a row for each row of the results, where that row of the results
   // depends on no other one of theirs; the first result is not the gradient of a parameter. Then

@@ -2,12 +2,12 @@
 #include <ATen/ops/sqrt.h>
 #include <ATen/ops/where.h>
 
-#include "bodies/activation.h"
-#include "bodies/cpu.h"
-#include "bodies/cuda.h"
 #include "kernels/activation.h"
 #include "op/op.h"
 #include "op/recompute.h"
+#include "wrappers/activation.h"
+#include "wrappers/cpu.h"
+#include "wrappers/cuda.h"
 
 namespace transformer_ops::ops::activation {
 namespace {
@@ -76,7 +76,7 @@ Tensor replay_srelu(const ReplayCall& call) {
   if (!call.output.defined()) return {};
   // d relu(x)^2 = 2 relu(x) dx, and relu(x) = sqrt(y): the input is known where it matters.
   const Tensor known = at::where(call.output > 0, at::sqrt(call.output), -1);
-  return activation_of_kind("SReLU").unfused(call.input + (known - call.input).detach());
+  return activation_of_kind("SReLU").decomposition(call.input + (known - call.input).detach());
 }
 
 TypedOp make_forward(const ActivationRow& row) {
@@ -88,7 +88,7 @@ TypedOp make_forward(const ActivationRow& row) {
   };
   return {.schema = row.name + "(Tensor input) -> Tensor output",
           .overwrites = {"input"},
-          .bodies = {cpu, cuda, row.unfused},
+          .bodies = {cpu, cuda, row.decomposition},
           .by_rows = {"input"}};
 }
 
@@ -99,11 +99,11 @@ TypedOp make_masked_forward(const ActivationRow& row) {
   const auto cuda = [&row](const Tensor& input, bool save_mask, Tensor& output, Tensor& mask) {
     activation_forward_cuda(row, input, output, save_mask ? mask : Tensor());
   };
-  const auto unfused = [&row](const Tensor& input, bool) { return row.unfused(input); };
+  const auto decomposition = [&row](const Tensor& input, bool) { return row.decomposition(input); };
   return {.schema = row.name + "(Tensor input, bool save_mask) -> (Tensor output, Tensor mask)",
           .shape = masked_forward_shape,
           .overwrites = {"input"},
-          .bodies = {cpu, cuda, unfused},
+          .bodies = {cpu, cuda, decomposition},
           .by_rows = {"input"}};
 }
 
@@ -122,13 +122,13 @@ TypedOp make_backward(const ActivationRow& row) {
 }
 
 TypedOp make_masked_backward(const ActivationRow& row) {
-  const auto unfused = [&row](const Tensor& grad_output, const Tensor& mask) {
-    return activation_gradient_unfused(row, grad_output, mask);
+  const auto decomposition = [&row](const Tensor& grad_output, const Tensor& mask) {
+    return activation_gradient_decomposed(row, grad_output, mask);
   };
   return {.schema = row.name + "_backward(Tensor grad_output, Tensor mask) -> Tensor grad_input",
           .shape = masked_backward_shape,
           .overwrites = {"grad_output", "mask"},
-          .bodies = {masked_backward_cpu, masked_backward_cuda, unfused},
+          .bodies = {masked_backward_cpu, masked_backward_cuda, decomposition},
           .by_rows = {"grad_output", "mask"}};
 }
 

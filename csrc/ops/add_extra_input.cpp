@@ -18,7 +18,9 @@ void add(const Tensor& input, const Tensor& extra_input, Tensor& output) {
   at::add_out(output, input, extra_input);
 }
 
-Tensor add_unfused(const Tensor& input, const Tensor& extra_input) { return input + extra_input; }
+Tensor add_decomposed(const Tensor& input, const Tensor& extra_input) {
+  return input + extra_input;
+}
 
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "AddExtraInput",
@@ -29,7 +31,7 @@ Tensor add_unfused(const Tensor& input, const Tensor& extra_input) { return inpu
     .forward = {.schema = "add_extra_input(Tensor input, Tensor extra_input) -> Tensor output",
                 .shape = shape,
                 .overwrites = {"input", "extra_input"},
-                .bodies = {add, add, add_unfused},
+                .bodies = {add, add, add_decomposed},
                 .by_rows = {"input", "extra_input"}},
 });
 

@@ -1,9 +1,9 @@
 // BasicLinear: y = x W^T. The product itself is PyTorch's (MKL or oneDNN), or cuBLASLt's.
 #include <ATen/ops/linear.h>
 
-#include "bodies/linear.h"
-#include "bodies/linear_cuda.h"
 #include "op/op.h"
+#include "wrappers/linear.h"
+#include "wrappers/linear_cuda.h"
 
 namespace transformer_ops::ops::basic_linear {
 namespace {
@@ -21,7 +21,7 @@ Tensor forward_cuda(const Call& call, const Tensor& input, const Tensor& weight)
   return linear_cuda(input, weight, /*bias=*/{}, /*scale=*/1.0, call.scales());
 }
 
-Tensor forward_unfused(const Tensor& input, const Tensor& weight) {
+Tensor forward_decomposed(const Tensor& input, const Tensor& weight) {
   return at::linear(input, weight);
 }
 
@@ -47,11 +47,11 @@ LinearBackward backward_cuda(const Call& call, const Tensor& grad_output,
                               {.main_grad = call.main_grad(), .scales = call.scales()});
 }
 
-LinearBackward backward_unfused(const Tensor& grad_output, const Tensor* input,
-                                const Tensor* weight, LinearMask wanted) {
+LinearBackward backward_decomposed(const Tensor& grad_output, const Tensor* input,
+                                   const Tensor* weight, LinearMask wanted) {
   const auto [wants_input, wants_weight] = wanted;
-  return linear_backward_unfused(grad_output, factor(wants_weight, input),
-                                 factor(wants_input, weight));
+  return linear_backward_decomposed(grad_output, factor(wants_weight, input),
+                                    factor(wants_input, weight));
 }
 
 [[maybe_unused]] const bool registered = register_op({
@@ -71,14 +71,14 @@ LinearBackward backward_unfused(const Tensor& grad_output, const Tensor* input,
                 .shape = forward_shape,
                 .any_strides = {"input", "weight"},
                 .products = {.list = {{"weight"}}},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .scalable = true},
     .backward = {.schema = "linear_backward(Tensor grad_output, Tensor? input, Tensor? weight, "
                            "bool[2] output_mask) -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
                  .any_strides = {"grad_output", "input", "weight"},
                  .products = {.list = {{"weight"}}},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed},
                  .accumulates = true,
                  .scalable = true},
 });

@@ -1,12 +1,12 @@
 // Bias: y = x + b over the last dimension.
 #include <ATen/ops/add.h>
 
-#include "bodies/bias.h"
-#include "bodies/cpu.h"
-#include "bodies/cuda.h"
 #include "kernels/bias.h"
 #include "op/op.h"
 #include "op/recompute.h"
+#include "wrappers/bias.h"
+#include "wrappers/cpu.h"
+#include "wrappers/cuda.h"
 
 namespace transformer_ops::ops::bias {
 namespace {
@@ -31,7 +31,7 @@ void forward_cuda(const Tensor& input, const Tensor& bias, Tensor& output) {
                  cuda::write(output), cuda::rows_of(input), input.size(-1));
 }
 
-Tensor forward_unfused(const Tensor& input, const Tensor& bias) {
+Tensor forward_decomposed(const Tensor& input, const Tensor& bias) {
   const Tensor x = to_accumulate(input);
   return (x + bias.to(x.scalar_type())).to(input.scalar_type());
 }
@@ -53,7 +53,7 @@ void backward_cuda(const Tensor& grad_output, Tensor& grad_bias) {
 const TypedOp kForward = {.schema = "bias(Tensor input, Tensor bias) -> Tensor output",
                           .shape = forward_shape,
                           .overwrites = {"input"},
-                          .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                          .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                           .by_rows = {"input"}};
 
 [[maybe_unused]] const bool registered = register_op({

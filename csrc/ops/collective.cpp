@@ -6,7 +6,7 @@
 //   ReduceScatter   scatter of sums gather
 //   AllReduce       sum             hands on
 //   ReduceGradient  hands on        sum
-#include "bodies/collective.h"
+#include "wrappers/collective.h"
 #include "op/op.h"
 #include "op/recompute.h"
 
@@ -41,13 +41,13 @@ using Sizes = TensorSpec (*)(const Checks&, const char*, const Tensor&, int64_t)
 
 // `tensor`: the argument, as the schema names it.
 TypedOp typed_op(const char* schema, const char* tensor, Sizes sizes, const Body& body,
-                 const Meaning& meaning) {
+                 const Decomposition& decomposition) {
   return {.schema = schema,
           .shape = [=](const Checks& check, const Tensor& input, int64_t group_size,
                        std::string_view) -> TensorSpecs {
             return {sizes(check, tensor, input, group_size)};
           },
-          .bodies = {body, body, meaning}};
+          .bodies = {body, body, decomposition}};
 }
 
 TypedOp in_place(TypedOp op, const char* tensor) {
@@ -57,7 +57,7 @@ TypedOp in_place(TypedOp op, const char* tensor) {
 
 const TypedOp kGather =
     typed_op("all_gather(Tensor input, int group_size, str group) -> Tensor output", "input",
-             gathered, gather, gather_unfused);
+             gathered, gather, gather_decomposed);
 
 // No collective where nobody else takes part.
 bool is_alone(const Attributes& attributes, bool) {
@@ -78,7 +78,7 @@ const std::vector<std::string> kAttributes = {"group_size", "group"};
         .forward = kGather,
         .backward = typed_op("all_gather_backward(Tensor grad_output, int group_size, str group) "
                              "-> Tensor grad_input",
-                             "grad_output", scattered, scatter, scatter_unfused),
+                             "grad_output", scattered, scatter, scatter_decomposed),
         .recompute = recompute_by(kGather),
     }) &&
     register_op({
@@ -88,10 +88,10 @@ const std::vector<std::string> kAttributes = {"group_size", "group"};
                         .inactive = is_alone},
         .forward =
             typed_op("reduce_scatter(Tensor input, int group_size, str group) -> Tensor output",
-                     "input", scattered, scatter, scatter_unfused),
+                     "input", scattered, scatter, scatter_decomposed),
         .backward = typed_op("reduce_scatter_backward(Tensor grad_output, int group_size, "
                              "str group) -> Tensor grad_input",
-                             "grad_output", gathered, gather, gather_unfused),
+                             "grad_output", gathered, gather, gather_decomposed),
     }) &&
     register_op({
         .declaration = {.kind = "AllReduce",
@@ -100,7 +100,7 @@ const std::vector<std::string> kAttributes = {"group_size", "group"};
                         .inactive = is_alone},
         .forward = in_place(
             typed_op("all_reduce(Tensor input, int group_size, str group) -> Tensor output",
-                     "input", reduced, reduce, reduce_unfused),
+                     "input", reduced, reduce, reduce_decomposed),
             "input"),
     }) &&
     register_op({
@@ -111,12 +111,12 @@ const std::vector<std::string> kAttributes = {"group_size", "group"};
                         .inactive = is_alone},
         .forward = in_place(
             typed_op("reduce_gradient(Tensor input, int group_size, str group) -> Tensor output",
-                     "input", reduced, copy, reduce_gradient_unfused),
+                     "input", reduced, copy, reduce_gradient_decomposed),
             "input"),
         .backward = in_place(
             typed_op("reduce_gradient_backward(Tensor grad_output, int group_size, str group) "
                      "-> Tensor grad_input",
-                     "grad_output", reduced, reduce, reduce_unfused),
+                     "grad_output", reduced, reduce, reduce_decomposed),
             "grad_output"),
     });
 

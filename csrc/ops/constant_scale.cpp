@@ -12,11 +12,11 @@ void multiply(const Tensor& tensor, double scale, Tensor& result) {
   at::mul_out(result, tensor, at::native::wrapped_scalar_tensor(scale));
 }
 
-Tensor multiply_unfused(const Tensor& tensor, double scale) { return tensor * scale; }
+Tensor multiply_decomposed(const Tensor& tensor, double scale) { return tensor * scale; }
 
 const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -> Tensor output",
                           .overwrites = {"input"},
-                          .bodies = {multiply, multiply, multiply_unfused},
+                          .bodies = {multiply, multiply, multiply_decomposed},
                           .by_rows = {"input"}};
 
 [[maybe_unused]] const bool registered = register_op({
@@ -29,7 +29,7 @@ const TypedOp kForward = {.schema = "constant_scale(Tensor input, float scale) -
     .backward = {.schema = "constant_scale_backward(Tensor grad_output, float scale) -> "
                            "Tensor grad_input",
                  .overwrites = {"grad_output"},
-                 .bodies = {multiply, multiply, multiply_unfused},
+                 .bodies = {multiply, multiply, multiply_decomposed},
                  .by_rows = {"grad_output"}},
     .recompute = recompute_by(kForward),
 });

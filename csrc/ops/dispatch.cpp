@@ -3,8 +3,8 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
-#include "bodies/permute.h"
 #include "op/op.h"
+#include "wrappers/permute.h"
 
 namespace transformer_ops::ops::dispatch {
 namespace {
@@ -52,24 +52,24 @@ void dispatch_backward_cpu(const Checks& check, const Tensor& grad_output,
   }
 }
 
-std::tuple<Tensor, Tensor> dispatch_backward_unfused(const Tensor& grad_output,
-                                                     const Tensor* grad_permuted_probs,
-                                                     const Tensor& positions, Mask wanted) {
+std::tuple<Tensor, Tensor> dispatch_backward_decomposed(const Tensor& grad_output,
+                                                        const Tensor* grad_permuted_probs,
+                                                        const Tensor& positions, Mask wanted) {
   const auto [wants_input, wants_probs] = wanted;
   Tensor grad_probs;
   if (wants_probs) {
     grad_probs = grad_permuted_probs != nullptr
-                     ? take_values_unfused(*grad_permuted_probs, positions)
+                     ? take_values_decomposed(*grad_permuted_probs, positions)
                      : at::zeros_like(positions, accumulate_dtype(grad_output.scalar_type()));
   }
-  return {wants_input ? sum_rows_unfused(grad_output, positions) : Tensor(), grad_probs};
+  return {wants_input ? sum_rows_decomposed(grad_output, positions) : Tensor(), grad_probs};
 }
 
 void dispatch_backward_cuda(const Tensor& grad_output, const Tensor* grad_permuted_probs,
                             const Tensor& positions, Mask wanted, Tensor& grad_input,
                             Tensor& grad_probs) {
   const auto [found_input, found_probs] =
-      dispatch_backward_unfused(grad_output, grad_permuted_probs, positions, wanted);
+      dispatch_backward_decomposed(grad_output, grad_permuted_probs, positions, wanted);
   if (found_input.defined()) grad_input.copy_(found_input);
   if (found_probs.defined()) grad_probs.copy_(found_probs);
 }
@@ -89,12 +89,13 @@ Tensor replay_dispatch(const ReplayCall& call) {
   const Tensor probs = call.extra_input("probs"), kept = call.slot("permuted_probs");
   const int64_t experts = std::get<int64_t>(call.attributes.at("local_experts"));
   call.give("splits", at::zeros({experts}, positions.options().dtype(at::kLong)));
-  Tensor permuted = spread_rows_unfused(probs.unsqueeze(-1), positions.unsqueeze(-1)).squeeze(-1);
+  Tensor permuted =
+      spread_rows_decomposed(probs.unsqueeze(-1), positions.unsqueeze(-1)).squeeze(-1);
   // The values that were kept, with this history.
   if (kept.defined()) permuted = permuted + (kept - permuted).detach();
   call.give("permuted_probs", permuted);
   call.give("positions", positions);
-  return spread_rows_unfused(call.input, positions);
+  return spread_rows_decomposed(call.input, positions);
 }
 
 TensorSpecs combine_shape(const Checks& check, const Tensor& input, const Tensor& positions) {
@@ -116,8 +117,8 @@ void recompute_cpu(const Checks& check, const Tensor&, const Tensor& input, cons
   spread_rows_cpu(input, Places(check, positions), positions.size(-1), output);
 }
 
-Tensor recompute_unfused(const Tensor&, const Tensor& input, const Tensor& positions) {
-  return spread_rows_unfused(input, positions);
+Tensor recompute_decomposed(const Tensor&, const Tensor& input, const Tensor& positions) {
+  return spread_rows_decomposed(input, positions);
 }
 
 void combine_cpu(const Checks& check, const Tensor& input, const Tensor& positions,
@@ -149,17 +150,17 @@ int64_t bits_of_position(const std::string&, int64_t, int64_t) { return 32; }
                           "(Tensor output, Tensor splits, "
                           "Tensor permuted_probs, Tensor positions)",
                 .shape = dispatch_outputs,
-                .bodies = {dispatch_cpu, dispatch_unfused, dispatch_unfused}},
+                .bodies = {dispatch_cpu, dispatch_decomposed, dispatch_decomposed}},
     .backward = {.schema = "dispatch_backward(Tensor grad_output, Tensor? grad_permuted_probs, "
                            "Tensor positions, bool[2] output_mask) -> "
                            "(Tensor grad_input, Tensor grad_probs)",
                  .shape = dispatch_backward_shape,
                  .bodies = {dispatch_backward_cpu, dispatch_backward_cuda,
-                            dispatch_backward_unfused}},
+                            dispatch_backward_decomposed}},
     .recompute = {.schema = "recompute_dispatch(Tensor grad_output, Tensor input, "
                             "Tensor positions) -> Tensor output",
                   .shape = recompute_shape,
-                  .bodies = {recompute_cpu, recompute_unfused, recompute_unfused},
+                  .bodies = {recompute_cpu, recompute_decomposed, recompute_decomposed},
                   .reads_first = false},
     .replay = replay_dispatch,
 });
@@ -173,11 +174,11 @@ int64_t bits_of_position(const std::string&, int64_t, int64_t) { return 32; }
                     .slot_bits = bits_of_position},
     .forward = {.schema = "combine(Tensor input, Tensor positions) -> Tensor output",
                 .shape = combine_shape,
-                .bodies = {combine_cpu, sum_rows_unfused, sum_rows_unfused}},
+                .bodies = {combine_cpu, sum_rows_decomposed, sum_rows_decomposed}},
     .backward = {.schema = "combine_backward(Tensor grad_output, Tensor positions) -> "
                            "Tensor grad_input",
                  .shape = combine_backward_shape,
-                 .bodies = {combine_backward_cpu, spread_rows_unfused, spread_rows_unfused}},
+                 .bodies = {combine_backward_cpu, spread_rows_decomposed, spread_rows_decomposed}},
 });
 
 }  // namespace

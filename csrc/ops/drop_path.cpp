@@ -1,9 +1,9 @@
 // DropPath: zeroes whole samples, the first dimension, with probability p and scales the rest by
 // 1 / (1 - p). Keeps that number of each sample, of the numbers that Dropout draws.
-#include "bodies/dropout.h"
-#include "bodies/row_scale.h"
 #include "op/op.h"
 #include "op/recompute.h"
+#include "wrappers/dropout.h"
+#include "wrappers/row_scale.h"
 
 namespace transformer_ops::ops::drop_path {
 namespace {
@@ -24,8 +24,8 @@ void forward_cuda(const Tensor& input, double p, Tensor& output, Tensor& factors
   scale_rows_cuda(input, nullptr, factors, nullptr, output);
 }
 
-Tensor forward_unfused(const Tensor& input, double p) {
-  return scale_rows_unfused(input, nullptr, draw_factors_unfused(input, p));
+Tensor forward_decomposed(const Tensor& input, double p) {
+  return scale_rows_decomposed(input, nullptr, draw_factors_decomposed(input, p));
 }
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& factors) {
@@ -42,8 +42,8 @@ void backward_cuda(const Tensor& grad_output, const Tensor& factors, Tensor& gra
   scale_rows_cuda(grad_output, nullptr, factors, nullptr, grad_input);
 }
 
-Tensor backward_unfused(const Tensor& grad_output, const Tensor& factors) {
-  return scale_rows_unfused(grad_output, nullptr, factors);
+Tensor backward_decomposed(const Tensor& grad_output, const Tensor& factors) {
+  return scale_rows_decomposed(grad_output, nullptr, factors);
 }
 
 // Dropping again is what backward does to a gradient.
@@ -51,13 +51,13 @@ TypedOp make_recompute() {
   return recompute_by({.schema = "drop_path(Tensor input, Tensor factors) -> Tensor output",
                        .shape = backward_shape,
                        .overwrites = {"input"},
-                       .bodies = {backward_cpu, backward_cuda, backward_unfused}});
+                       .bodies = {backward_cpu, backward_cuda, backward_decomposed}});
 }
 
 // Without factors nothing was dropped, or no gradient passes it.
 Tensor replay(const ReplayCall& call) {
   const Tensor factors = call.slot("factors");
-  return factors.defined() ? backward_unfused(call.input, factors) : call.input;
+  return factors.defined() ? backward_decomposed(call.input, factors) : call.input;
 }
 
 [[maybe_unused]] const bool registered = register_op({
@@ -75,13 +75,13 @@ Tensor replay(const ReplayCall& call) {
     .forward = {.schema = "drop_path(Tensor input, float p) -> (Tensor output, Tensor factors)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .random = true},
     .backward = {.schema =
                      "drop_path_backward(Tensor grad_output, Tensor factors) -> Tensor grad_input",
                  .shape = backward_shape,
                  .overwrites = {"grad_output"},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
     .recompute = make_recompute(),
     .replay = replay,
 });

@@ -2,12 +2,12 @@
 // element. The bits are Philox counters; their key is one number of torch's generator.
 #include <ATen/ops/dropout.h>
 
-#include "bodies/cpu.h"
-#include "bodies/cuda.h"
-#include "bodies/dropout.h"
 #include "kernels/dropout.h"
 #include "op/op.h"
 #include "op/recompute.h"
+#include "wrappers/cpu.h"
+#include "wrappers/cuda.h"
+#include "wrappers/dropout.h"
 
 namespace transformer_ops::ops::dropout {
 namespace {
@@ -34,7 +34,7 @@ void forward_cuda(const Tensor& input, double p, bool save_mask, Tensor& output,
                         draw_philox(input.device(), p), p, input.numel());
 }
 
-Tensor forward_unfused(const Tensor& input, double p, bool) {
+Tensor forward_decomposed(const Tensor& input, double p, bool) {
   return at::dropout(input, p, /*train=*/true);
 }
 
@@ -66,14 +66,14 @@ TypedOp make_recompute() {
   return recompute_by({.schema = "dropout(Tensor input, Tensor mask, float p) -> Tensor output",
                        .shape = backward_shape,
                        .overwrites = {"input"},
-                       .bodies = {backward_cpu, backward_cuda, dropout_unfused}});
+                       .bodies = {backward_cpu, backward_cuda, dropout_decomposed}});
 }
 
 // Without a mask dropout was off, or no gradient passes it.
 Tensor replay(const ReplayCall& call) {
   const Tensor mask = call.slot("mask");
   if (!mask.defined()) return call.input;
-  return dropout_unfused(call.input, mask, std::get<double>(call.attributes.at("p")));
+  return dropout_decomposed(call.input, mask, std::get<double>(call.attributes.at("p")));
 }
 
 [[maybe_unused]] const bool registered = register_op({
@@ -89,13 +89,13 @@ Tensor replay(const ReplayCall& call) {
                           "(Tensor output, Tensor mask)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .random = true},
     .backward = {.schema = "dropout_backward(Tensor grad_output, Tensor mask, float p) -> "
                            "Tensor grad_input",
                  .shape = backward_shape,
                  .overwrites = {"grad_output"},
-                 .bodies = {backward_cpu, backward_cuda, dropout_unfused}},
+                 .bodies = {backward_cpu, backward_cuda, dropout_decomposed}},
     .recompute = make_recompute(),
     .replay = replay,
 });

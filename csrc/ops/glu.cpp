@@ -2,9 +2,9 @@
 // glu_interleave_size elements that alternate along it.
 #include <algorithm>
 
-#include "bodies/glu.h"
 #include "op/op.h"
 #include "op/recompute.h"
+#include "wrappers/glu.h"
 
 namespace transformer_ops::ops::glu {
 namespace {
@@ -22,12 +22,12 @@ TypedOp make_forward(const GluRow& row) {
   const auto cuda = [&row](const Tensor& input, Numbers... numbers, Tensor& output) {
     glu_forward_cuda(glu_with(row, numbers...), input, output);
   };
-  const auto unfused = [&row](const Tensor& input, Numbers... numbers) {
-    return glu_unfused(row, input, glu_with(row, numbers...));
+  const auto decomposition = [&row](const Tensor& input, Numbers... numbers) {
+    return glu_decomposed(row, input, glu_with(row, numbers...));
   };
   return {.schema = row.name + "(Tensor input" + schema_of_attributes(row) + ") -> Tensor output",
           .shape = shape,
-          .bodies = {cpu, cuda, unfused},
+          .bodies = {cpu, cuda, decomposition},
           .by_rows = {"input"}};
 }
 

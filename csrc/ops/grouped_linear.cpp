@@ -1,10 +1,10 @@
 // GroupedLinear: rows of group g times weight[g]^T, plus bias[g]. The rows of a group follow one
 // another; `splits` says how many each has. What is left over is zero.
-#include "bodies/cpu.h"
-#include "bodies/grouped.h"
-#include "bodies/linear.h"
-#include "bodies/product.h"
 #include "op/op.h"
+#include "wrappers/cpu.h"
+#include "wrappers/grouped.h"
+#include "wrappers/linear.h"
+#include "wrappers/product.h"
 
 namespace transformer_ops::ops::grouped_linear {
 namespace {
@@ -55,9 +55,9 @@ void forward_cpu(const Checks& check, const Tensor& input, const Tensor& splits,
   }
 }
 
-Tensor forward_unfused(const Tensor& input, const Tensor& splits, const Tensors& weight,
-                       const Tensors& bias, const Tensor* scales, bool, bool) {
-  return grouped_linear_unfused(input, splits, weight, bias, scales);
+Tensor forward_decomposed(const Tensor& input, const Tensor& splits, const Tensors& weight,
+                          const Tensors& bias, const Tensor* scales, bool, bool) {
+  return grouped_linear_decomposed(input, splits, weight, bias, scales);
 }
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor* input,
@@ -162,12 +162,12 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor* inp
   }
 }
 
-GroupedBackward backward_unfused(const Tensor& grad_output, const Tensor* input,
-                                 const Tensor& splits, const Tensors& weight, const Tensors& bias,
-                                 const Tensor* scales, bool single_weight, bool single_bias,
-                                 GroupedMask wanted) {
-  return grouped_linear_backward_unfused(grad_output, input, splits, weight, bias, scales,
-                                         {single_weight, single_bias}, wanted);
+GroupedBackward backward_decomposed(const Tensor& grad_output, const Tensor* input,
+                                    const Tensor& splits, const Tensors& weight,
+                                    const Tensors& bias, const Tensor* scales, bool single_weight,
+                                    bool single_bias, GroupedMask wanted) {
+  return grouped_linear_backward_decomposed(grad_output, input, splits, weight, bias, scales,
+                                            {single_weight, single_bias}, wanted);
 }
 
 void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor* input,
@@ -175,7 +175,7 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor* in
                    const Tensor* scales, bool single_weight, bool single_bias, GroupedMask wanted,
                    Tensor& grad_input, Tensors& grad_weight, Tensors& grad_bias,
                    Tensor& grad_scales) {
-  const auto [found_input, found_weight, found_bias, found_scales] = backward_unfused(
+  const auto [found_input, found_weight, found_bias, found_scales] = backward_decomposed(
       grad_output, input, splits, weight, bias, scales, single_weight, single_bias, wanted);
   if (found_input.defined()) grad_input.copy_(found_input);
   take_gradients(grad_weight, found_weight, call.main_grad().adds);
@@ -216,7 +216,7 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor* in
                           "bool single_grouped_bias) -> Tensor output",
                 .shape = forward_shape,
                 .products = {.list = {{"weight"}}},
-                .bodies = {forward_cpu, forward_unfused, forward_unfused}},
+                .bodies = {forward_cpu, forward_decomposed, forward_decomposed}},
     .backward = {.schema = "grouped_linear_backward(Tensor grad_output, Tensor? input, "
                            "Tensor splits, Tensor[] weight, Tensor[] bias, Tensor? scales, "
                            "bool single_grouped_weight, bool single_grouped_bias, "
@@ -224,7 +224,7 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor* in
                            "Tensor[] grad_bias, Tensor grad_scales)",
                  .shape = backward_shape,
                  .products = {.list = {{"weight"}}},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed},
                  .accumulates = true},
 });
 

@@ -2,9 +2,9 @@
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sum.h>
 
-#include "bodies/cpu.h"
-#include "bodies/norm.h"
 #include "op/op.h"
+#include "wrappers/cpu.h"
+#include "wrappers/norm.h"
 
 namespace transformer_ops::ops::l2_normalization {
 namespace {
@@ -35,7 +35,7 @@ void forward_cuda(const Tensor& input, double eps, Tensor& output, Tensor& rstd)
                                               .h = input.size(-1)});
 }
 
-Tensor forward_unfused(const Tensor& input, double eps) {
+Tensor forward_decomposed(const Tensor& input, double eps) {
   const Tensor x = to_accumulate(input);
   const Tensor rstd = at::rsqrt(at::sum(x.square(), -1, /*keepdim=*/true) + eps);
   return (x * rstd).to(input.scalar_type());
@@ -87,9 +87,9 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                           "(Tensor output, Tensor rstd)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .by_rows = {"input"}},
-    // eps serves only the unfused meaning.
+    // eps serves only the decomposition.
     .backward = {.schema = "l2_normalization_backward(Tensor grad_output, Tensor input, "
                            "Tensor rstd, float eps) -> Tensor grad_input",
                  .shape = backward_shape,

@@ -1,7 +1,7 @@
 // LayerNorm: y = (x - mean) * rstd * gamma + beta over the trailing dimensions.
-#include "bodies/cpu.h"
-#include "bodies/norm.h"
 #include "op/op.h"
+#include "wrappers/cpu.h"
+#include "wrappers/norm.h"
 
 namespace transformer_ops::ops::layer_norm {
 namespace {
@@ -82,11 +82,12 @@ void backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor&
   cuda::run_norm_backward(input, norm);
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_unfused(const Tensor& grad_output, const Tensor& input,
-                                                    const Tensor&, const Tensor&,
-                                                    const Tensor* weight, const NormShape& shape,
-                                                    double eps, bool zero_centered_gamma,
-                                                    LayerNormMask wanted) {
+std::tuple<Tensor, Tensor, Tensor> backward_decomposed(const Tensor& grad_output,
+                                                       const Tensor& input, const Tensor&,
+                                                       const Tensor&, const Tensor* weight,
+                                                       const NormShape& shape, double eps,
+                                                       bool zero_centered_gamma,
+                                                       LayerNormMask wanted) {
   return layer_norm_gradients(grad_output, input, weight, shape, eps, zero_centered_gamma, wanted);
 }
 
@@ -108,7 +109,7 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                           "output, Tensor mean, Tensor rstd)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .bodies = {forward_cpu, forward_cuda, layer_norm_unfused},
+                .bodies = {forward_cpu, forward_cuda, layer_norm_decomposed},
                 .by_rows = {"input"}},
     .backward = {.schema = "layer_norm_backward(Tensor grad_output, Tensor input, Tensor mean, "
                            "Tensor rstd, Tensor? weight, int[] normalized_shape, float eps, "
@@ -116,7 +117,7 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                            "(Tensor grad_input, Tensor grad_weight, Tensor grad_bias)",
                  .shape = backward_shape,
                  .overwrites = {"grad_output", "input"},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
     .recompute = recompute_norm(
         "recompute_layer_norm(Tensor grad_output, Tensor input, Tensor mean, Tensor rstd, "
         "Tensor? weight, Tensor? bias, bool zero_centered_gamma) -> Tensor output",

@@ -1,7 +1,7 @@
 // LayerScale: y = x * gamma over the last dimension.
-#include "bodies/row_scale.h"
 #include "op/op.h"
 #include "op/recompute.h"
+#include "wrappers/row_scale.h"
 
 namespace transformer_ops::ops::layer_scale {
 namespace {
@@ -19,8 +19,8 @@ void forward_cuda(const Tensor& input, const Tensor& gamma, Tensor& output) {
   scale_rows_cuda(input, &gamma, {}, nullptr, output);
 }
 
-Tensor forward_unfused(const Tensor& input, const Tensor& gamma) {
-  return scale_rows_unfused(input, &gamma, {});
+Tensor forward_decomposed(const Tensor& input, const Tensor& gamma) {
+  return scale_rows_decomposed(input, &gamma, {});
 }
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor* input,
@@ -38,15 +38,15 @@ void backward_cuda(const Tensor& grad_output, const Tensor* input, const Tensor&
   scale_backward_cuda(grad_output, input, &gamma, {}, wanted, grad_input, grad_gamma);
 }
 
-std::tuple<Tensor, Tensor> backward_unfused(const Tensor& grad_output, const Tensor* input,
-                                            const Tensor& gamma, ScaleMask wanted) {
-  return scale_backward_unfused(grad_output, input, &gamma, {}, wanted);
+std::tuple<Tensor, Tensor> backward_decomposed(const Tensor& grad_output, const Tensor* input,
+                                               const Tensor& gamma, ScaleMask wanted) {
+  return scale_backward_decomposed(grad_output, input, &gamma, {}, wanted);
 }
 
 const TypedOp kForward = {.schema = "layer_scale(Tensor input, Tensor gamma) -> Tensor output",
                           .shape = forward_shape,
                           .overwrites = {"input"},
-                          .bodies = {forward_cpu, forward_cuda, forward_unfused},
+                          .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                           .by_rows = {"input"}};
 
 [[maybe_unused]] const bool registered = register_op({
@@ -60,7 +60,7 @@ const TypedOp kForward = {.schema = "layer_scale(Tensor input, Tensor gamma) -> 
                            "bool[2] output_mask) -> (Tensor grad_input, Tensor grad_gamma)",
                  .shape = backward_shape,
                  .overwrites = {"grad_output"},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused}},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
     .recompute = recompute_by(kForward),
 });
 

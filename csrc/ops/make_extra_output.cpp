@@ -14,7 +14,7 @@ TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output,
   return {like(grad_output)};
 }
 
-Tensor backward_unfused(const Tensor& grad_output, const Tensor& grad_extra_output) {
+Tensor backward_decomposed(const Tensor& grad_output, const Tensor& grad_extra_output) {
   // A channel may lead to an op that computes in another dtype.
   return (grad_output + grad_extra_output).to(grad_output.scalar_type());
 }
@@ -32,7 +32,7 @@ void backward(const Tensor& grad_output, const Tensor& grad_extra_output, Tensor
                            "Tensor grad_extra_output) -> Tensor grad_input",
                  .shape = backward_shape,
                  .overwrites = {"grad_output", "grad_extra_output"},
-                 .bodies = {backward, backward, backward_unfused}},
+                 .bodies = {backward, backward, backward_decomposed}},
 });
 
 }  // namespace

@@ -1,5 +1,5 @@
 // PackedLinear: y = x [W0; W1; ...]^T + [b0, b1, ...]. The weights are never copied together.
-#include "bodies/packed_linear.h"
+#include "wrappers/packed_linear.h"
 
 #include <numeric>
 
@@ -23,9 +23,9 @@ Tensor forward_cuda(const Tensor& input, const Tensors& weight, const Tensors& b
   return packed_linear_cuda(input, weight, bias, out_features);
 }
 
-Tensor forward_unfused(const Tensor& input, const Tensors& weight, const Tensors& bias,
-                       std::vector<int64_t>) {
-  return packed_linear_unfused(input, weight, bias);
+Tensor forward_decomposed(const Tensor& input, const Tensors& weight, const Tensors& bias,
+                          std::vector<int64_t>) {
+  return packed_linear_decomposed(input, weight, bias);
 }
 
 PackedBackward backward_cpu(const Call& call, const Tensor& grad_output,
@@ -48,10 +48,10 @@ TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const
   return packed_linear_backward_outputs(check, grad_output, input, weight, out_features, wanted);
 }
 
-PackedBackward backward_unfused(const Tensor& grad_output, const Tensor* input,
-                                const Tensors& weight, std::vector<int64_t> out_features,
-                                PackedMask wanted) {
-  return packed_linear_backward_unfused(grad_output, input, weight, out_features, wanted);
+PackedBackward backward_decomposed(const Tensor& grad_output, const Tensor* input,
+                                   const Tensors& weight, std::vector<int64_t> out_features,
+                                   PackedMask wanted) {
+  return packed_linear_backward_decomposed(grad_output, input, weight, out_features, wanted);
 }
 
 [[maybe_unused]] const bool registered = register_op({
@@ -76,14 +76,14 @@ PackedBackward backward_unfused(const Tensor& grad_output, const Tensor* input,
                 .shape = forward_shape,
                 .any_strides = {"input", "weight"},
                 .products = {.list = {{"weight"}}},
-                .bodies = {forward_cpu, forward_cuda, forward_unfused}},
+                .bodies = {forward_cpu, forward_cuda, forward_decomposed}},
     .backward = {.schema = "packed_linear_backward(Tensor grad_output, Tensor? input, "
                            "Tensor[] weight, int[] out_features, bool[3] output_mask) -> "
                            "(Tensor grad_input, Tensor[] grad_weight, Tensor[] grad_bias)",
                  .shape = backward_shape,
                  .any_strides = {"grad_output", "input", "weight"},
                  .products = {.list = {{"weight"}}},
-                 .bodies = {backward_cpu, backward_cuda, backward_unfused},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed},
                  .accumulates = true},
 });
 

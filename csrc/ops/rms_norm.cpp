@@ -1,7 +1,7 @@
 // RMSNorm: y = x * rstd * gamma over the trailing dimensions, rstd = 1 / sqrt(mean(x^2) + eps).
-#include "bodies/cpu.h"
-#include "bodies/norm.h"
 #include "op/op.h"
+#include "wrappers/cpu.h"
+#include "wrappers/norm.h"
 
 namespace transformer_ops::ops::rms_norm {
 namespace {
@@ -87,7 +87,7 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                           "float? eps, bool zero_centered_gamma) -> (Tensor output, Tensor rstd)",
                 .shape = forward_shape,
                 .overwrites = {"input"},
-                .bodies = {forward_cpu, forward_cuda, rms_norm_unfused},
+                .bodies = {forward_cpu, forward_cuda, rms_norm_decomposed},
                 .by_rows = {"input"}},
     .backward = {.schema = "rms_norm_backward(Tensor grad_output, Tensor input, Tensor rstd, "
                            "Tensor? weight, int[] normalized_shape, float? eps, "

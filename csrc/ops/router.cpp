@@ -81,9 +81,9 @@ Tensor aux_loss_of(const Tensor& scores, const Tensor& ids, const Settings& sett
   return (part * shares.sum(0)).sum() * at::Scalar(experts) / at::Scalar(tokens);
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward_unfused(const Tensor& input, const Tensor& weight,
-                                                   const Tensor* balance, int64_t top_k,
-                                                   std::string_view score, bool normalize) {
+std::tuple<Tensor, Tensor, Tensor> forward_decomposed(const Tensor& input, const Tensor& weight,
+                                                      const Tensor* balance, int64_t top_k,
+                                                      std::string_view score, bool normalize) {
   const Settings settings{top_k, score, normalize};
   const Tensor scores = scores_of(input, weight, settings);
   const Tensor key = balance != nullptr ? scores + *balance : scores;
@@ -109,11 +109,12 @@ TensorSpecs backward_shape(const Checks& check, const Tensor& input, const Tenso
           wants_weight ? like(weight) : absent(weight.scalar_type())};
 }
 
-std::tuple<Tensor, Tensor> backward_unfused(const Tensor& input, const Tensor& weight,
-                                            const Tensor& expert_ids, const Tensor* grad_output,
-                                            const Tensor* grad_probs, const Tensor* grad_aux_loss,
-                                            int64_t top_k, std::string_view score, bool normalize,
-                                            Mask wanted) {
+std::tuple<Tensor, Tensor> backward_decomposed(const Tensor& input, const Tensor& weight,
+                                               const Tensor& expert_ids, const Tensor* grad_output,
+                                               const Tensor* grad_probs,
+                                               const Tensor* grad_aux_loss, int64_t top_k,
+                                               std::string_view score, bool normalize,
+                                               Mask wanted) {
   const Settings settings{top_k, score, normalize};
   const auto [wants_input, wants_weight] = wanted;
   const Tensor ids = expert_ids.to(at::kLong);
@@ -171,14 +172,14 @@ Tensor replay(const ReplayCall& call) {
                           "Tensor aux_loss)",
                 .shape = forward_shape,
                 .products = {.list = {{"weight"}}},
-                .bodies = {.unfused = forward_unfused}},
+                .bodies = {.decomposition = forward_decomposed}},
     .backward = {.schema = "router_backward(Tensor input, Tensor weight, Tensor expert_ids, "
                            "Tensor? grad_output, Tensor? grad_probs, Tensor? grad_aux_loss, "
                            "int top_k, str score, bool normalize, "
                            "bool[2] output_mask) -> (Tensor grad_input, Tensor grad_weight)",
                  .shape = backward_shape,
                  .products = {.list = {{"weight"}}},
-                 .bodies = {.unfused = backward_unfused}},
+                 .bodies = {.decomposition = backward_decomposed}},
     .replay = replay,
 });
 

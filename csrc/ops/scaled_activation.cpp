@@ -2,9 +2,9 @@
 // outputs are weighted by the router's probabilities.
 #include <algorithm>
 
-#include "bodies/scaled.h"
 #include "op/op.h"
 #include "op/recompute.h"
+#include "wrappers/scaled.h"
 
 namespace transformer_ops::ops::scaled_activation {
 namespace {
@@ -38,13 +38,13 @@ TypedOp make_forward(const ScaledRow& row) {
                            Tensor& output) {
     scaled_forward_cuda(with(row, numbers...), input, scales, output);
   };
-  const auto unfused = [&row](const Tensor& input, const Tensor& scales, Numbers... numbers) {
-    return scaled_unfused(with(row, numbers...), input, scales);
+  const auto decomposition = [&row](const Tensor& input, const Tensor& scales, Numbers... numbers) {
+    return scaled_decomposed(with(row, numbers...), input, scales);
   };
   return {.schema =
               row.name + "(Tensor input, Tensor scales" + attributes_of(row) + ") -> Tensor output",
           .shape = shape,
-          .bodies = {cpu, cuda, unfused},
+          .bodies = {cpu, cuda, decomposition},
           .by_rows = {"input", "scales"}};
 }
 

@@ -6,7 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "executor/backward_pass.h"
-#include "executor/delayed_call.h"
+#include "executor/deferred_call.h"
 #include "executor/main_grad_passes.h"
 #include "executor/run.h"
 #include "executor/saved.h"
@@ -95,9 +95,9 @@ class PythonHostCall : public HostCall {
     handle_->last_dtype = dtype_;
   }
 
-  void delay(int op, std::shared_ptr<const DelayedCall> call) override {
+  void delay(int op, std::shared_ptr<const DeferredCall> call) override {
     const py::gil_scoped_acquire gil;
-    ask("delay", op, std::const_pointer_cast<DelayedCall>(call));
+    ask("delay", op, std::const_pointer_cast<DeferredCall>(call));
   }
 
  private:
@@ -158,15 +158,16 @@ void bind_host(py::module_& module) {
   module.def("forget_passes_of", &forget_passes_of);
   module.def("current_backward_pass", &current_backward_pass,
              "The number of the backward pass that runs, the outermost one; 0 outside of any.");
-  py::class_<DelayedCall, std::shared_ptr<DelayedCall>>(module, "DelayedCall")
-      .def("run", torch::wrap_pybind_function_no_gil(&DelayedCall::run),
+  py::class_<DeferredCall, std::shared_ptr<DeferredCall>>(module, "DeferredCall")
+      .def("run", torch::wrap_pybind_function_no_gil(&DeferredCall::run),
            "The gradient of each tensor of the weight.")
-      .def("run_into",
-           torch::wrap_pybind_function_no_gil(
-               [](const DelayedCall& call, const std::vector<at::Tensor>& buffers, bool overwrite) {
-                 return call.run_into({buffers, overwrite});
-               }),
-           "Adds each to its buffer, or writes it there; False where the op cannot.");
+      .def(
+          "run_into",
+          torch::wrap_pybind_function_no_gil(
+              [](const DeferredCall& call, const std::vector<at::Tensor>& buffers, bool overwrite) {
+                return call.run_into({buffers, overwrite});
+              }),
+          "Adds each to its buffer, or writes it there; False where the op cannot.");
   py::class_<ProgramHandle, std::shared_ptr<ProgramHandle>>(module, "Program")
       .def("run", torch::wrap_pybind_function(&run_with_host),
            "The outputs for tensors in plan order; `call` runs the Python steps.")

@@ -4,7 +4,7 @@
 #include <functional>
 #include <vector>
 
-#include "bodies/delayed_scaling.h"
+#include "quantization/delayed_scaling.h"
 
 namespace transformer_ops::delayed_scaling {
 

@@ -4,8 +4,8 @@
 #include <ATen/ops/atanh.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/tanh.h>
-#include <transformer_ops/bodies/linear.h>
 #include <transformer_ops/extension.h>
+#include <transformer_ops/wrappers/linear.h>
 
 #include <cmath>
 
@@ -43,7 +43,7 @@ void softcap_cpu(const Tensor& input, double cap, Tensor& output) {
   map(output, capped, input);
 }
 
-Tensor softcap_unfused(const Tensor& input, double cap) {
+Tensor softcap_decomposed(const Tensor& input, double cap) {
   return (cap * at::tanh(to_accumulate(input) / cap)).to(input.scalar_type());
 }
 
@@ -62,7 +62,7 @@ void backward_cpu(const Tensor& grad_output, const Tensor& output, double cap, T
   map(grad_input, times_slope, grad_output, output);
 }
 
-Tensor backward_unfused(const Tensor& grad_output, const Tensor& output, double cap) {
+Tensor backward_decomposed(const Tensor& grad_output, const Tensor& output, double cap) {
   const Tensor part = output / cap;
   return grad_output * (1 - part * part);
 }
@@ -82,12 +82,12 @@ Op softcap() {
                       .slots = {{"output"}},
                       .dtype = DTypeRule::Autocast},
       .forward = {.schema = "softcap(Tensor input, float cap) -> Tensor output",
-                  .bodies = {.cpu = softcap_cpu, .unfused = softcap_unfused},
+                  .bodies = {.cpu = softcap_cpu, .decomposition = softcap_decomposed},
                   .by_rows = {"input"}},
       .backward = {.schema = "softcap_backward(Tensor grad_output, Tensor output, float cap) -> "
                              "Tensor grad_input",
                    .shape = backward_shape,
-                   .bodies = {.cpu = backward_cpu, .unfused = backward_unfused}},
+                   .bodies = {.cpu = backward_cpu, .decomposition = backward_decomposed}},
       .replay = replay,
   };
 }
@@ -105,8 +105,8 @@ Tensor linear_softcap_cpu(const Tensor& input, const Tensor& weight, double cap)
   return product;
 }
 
-Tensor linear_softcap_unfused(const Tensor& input, const Tensor& weight, double cap) {
-  return softcap_unfused(at::linear(input, weight), cap);
+Tensor linear_softcap_decomposed(const Tensor& input, const Tensor& weight, double cap) {
+  return softcap_decomposed(at::linear(input, weight), cap);
 }
 
 FusedOp linear_softcap() {
@@ -122,7 +122,8 @@ FusedOp linear_softcap() {
       .forward = {.schema = "linear_softcap(Tensor input, Tensor weight, float cap) -> "
                             "Tensor output",
                   .shape = linear_softcap_shape,
-                  .bodies = {.cpu = linear_softcap_cpu, .unfused = linear_softcap_unfused}},
+                  .bodies = {.cpu = linear_softcap_cpu,
+                             .decomposition = linear_softcap_decomposed}},
   };
 }
 

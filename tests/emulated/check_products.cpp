@@ -1,7 +1,7 @@
 // The products of products.h by cuBLASLt, on the GPU at hand: benchmarks/gpu_check.sh builds and
 // runs it. Prints a line a product; exits with 1 where a number that ops rely on is wrong.
 //
-// bodies/linear_cuda.cpp uses no ReLU epilogue as long as nobody has seen here that its mask is
+// wrappers/linear_cuda.cpp uses no ReLU epilogue as long as nobody has seen here that its mask is
 // ours (bit i % 8 of byte i / 8) and that NaN passes: those lines are answers, not failures. "none"
 // is a product that cuBLASLt does not have; the ops then use another way.
 #include <cuda_runtime_api.h>

@@ -5,7 +5,7 @@
 
 #include <sstream>
 
-#include "bodies/cuda.h"
+#include "wrappers/cuda.h"
 #include "gemm.h"
 #include "op/typed_op.h"
 

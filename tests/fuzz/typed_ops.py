@@ -1,7 +1,7 @@
 """Every typed op with valid and with wrong arguments: right numbers or one clear error.
 
 What holds after each call: no crash, the arguments are as they were, and meta tensors are refused
-with the same words. A call that succeeds gives the numbers of the op's unfused meaning in float64,
+with the same words. A call that succeeds gives the numbers of the op's decomposition in float64,
 and its gradients.
 """
 
@@ -193,14 +193,14 @@ def is_random(call: Call) -> bool:
 
 
 def check_meaning(call: Call, results: tuple[Tensor, ...], main_grad: Tensor | None) -> int:
-    """The numbers are those of the unfused meaning in float64."""
+    """The numbers are those of the decomposition in float64."""
     if not call.comparable or is_random(call):
         return 0
     wide = [
         v.detach().double() if isinstance(v, Tensor) and v.is_floating_point() else v
         for v in own_arguments(call)
     ]
-    want = list(_C.unfused(call.base, tuple(wide)))
+    want = list(_C.decomposition(call.base, tuple(wide)))
     dtype, checks = lowest(call), 0
     if main_grad is not None:
         weight = want.pop(1)
@@ -223,7 +223,7 @@ def jumps(call: Call) -> bool:
 
 
 def check_gradients(call: Call) -> int:
-    """The gradients of the first result are those of its unfused meaning in float64."""
+    """The gradients of the first result are those of its decomposition in float64."""
     if not call.comparable or call.name != call.base or is_random(call) or jumps(call):
         return 0
     names_ = [field.name for field in call.fields]
@@ -250,7 +250,7 @@ def check_gradients(call: Call) -> int:
         for i in places:
             arguments[i].requires_grad_()
         if wide:
-            first = _C.unfused(call.base, tuple(arguments))[0]
+            first = _C.decomposition(call.base, tuple(arguments))[0]
         else:
             first = as_tuple(overload(call.name)(*arguments))[0]
         if first is None or not first.requires_grad or not first.numel():

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..handles import handles
 from ..marks import constant
-from ..numbered import numbered
 from ..op.base import BasicOperation
 from ..op.methods import single_name, split_names
 from ..runtime.host import HostPlan, Kwargs, check_kwargs
@@ -28,7 +28,7 @@ def number_of(plan: HostPlan) -> int:
     if obstacle(plan):
         return -1
     if plan.number is None:
-        plan.number = numbered.add(plan)
+        plan.number = handles.add(plan)
     return plan.number
 
 
@@ -73,7 +73,7 @@ def obstacle(plan: HostPlan) -> str:
 def accumulating(number: int) -> tuple[tuple[int, int, int], ...]:
     """Of each weight that accumulates: its op, which tensor of the weight it is, and its position
     among all parameters."""
-    plan: HostPlan = numbered.find(number)
+    plan: HostPlan = handles.find(number)
     for op in plan.accumulating:
         for weight in plan.weights_of(op):
             # Before the trace reads the numbers.
@@ -90,7 +90,7 @@ def accumulating(number: int) -> tuple[tuple[int, int, int], ...]:
 @constant
 def state_places(number: int) -> tuple[Place, ...]:
     """The tensors other than parameters that Python ops may read from themselves."""
-    plan: HostPlan = numbered.find(number)
+    plan: HostPlan = handles.find(number)
     return tuple(
         (i, path)
         for i, op in enumerate(plan.basic_ops)
@@ -102,7 +102,7 @@ def state_places(number: int) -> tuple[Place, ...]:
 @constant
 def plain_state(number: int) -> tuple[tuple[Place, Any], ...]:
     """The plain values of Python ops, which become constants of a trace."""
-    plan: HostPlan = numbered.find(number)
+    plan: HostPlan = handles.find(number)
     found = _plain_state(plan).items()
     return tuple((place, v) for place, v in found if place not in plan.changed_by_tracing)
 
@@ -150,7 +150,7 @@ def run_in_graph(
     `buffers`: (op, which tensor of its weight, main_grad, whether it is overwritten, and then its
     number) for each weight that accumulates.
     """
-    plan: HostPlan = numbered.find(number)
+    plan: HostPlan = handles.find(number)
     check_kwargs(plan.basic_ops, kwargs)
     rows = [op._parameter_tensors() for op in plan.basic_ops]
     parameters = [tensor for row in rows for tensor in row if tensor is not None]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
 from torch.compiler import is_exporting
 
-from .. import _C, peers
+from .. import _C, guard_groups
 from ..fusion import registry
+from ..handles import handles
 from ..marks import Reason, constant, disabled
-from ..numbered import numbered
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.names import WantedInputs, check_count
 from ..op.scales import has_scales
@@ -220,8 +220,8 @@ def traced_alone(
 
 def _find_group(state: str, members: tuple[str, ...] = ()) -> Any:
     if not members:
-        return peers.find(state)[0]
-    return group_of_members(state, [numbered.find(int(number)) for number in members])
+        return guard_groups.find(state)[0]
+    return group_of_members(state, [handles.find(int(number)) for number in members])
 
 
 @constant
@@ -240,7 +240,7 @@ def _reads_constant(state: str) -> Reads | None:
 
 
 def _owner_name(plan: int, op: int) -> str:
-    return type(numbered.find(plan).basic_ops[op]._parameter_owner).__name__
+    return type(handles.find(plan).basic_ops[op]._parameter_owner).__name__
 
 
 @constant
@@ -264,7 +264,7 @@ def _because_of_plan(state: str, members: tuple[str, ...], version: int, facts: 
 
 @constant
 def _because_of_formats(plan: int, formats: tuple[str | None, ...]) -> None:
-    steps = numbered.find(plan).steps
+    steps = handles.find(plan).steps
     name = type(steps[0].op).__name__ if steps else _owner_name(plan, 0)
     format = next(format for format in formats if format is not None)
     _reason.text = (

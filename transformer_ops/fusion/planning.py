@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..numbered import numbered
+from ..handles import handles
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import DTYPES
 from ..op.fused import FusedOperation
@@ -52,7 +52,7 @@ class PlanningSession:
 
     def resolve(self, recipe: int) -> str:
         """The formats that a `CustomRecipe` has for each op, as the text of a recipe."""
-        custom = numbered.find(recipe)
+        custom = handles.find(recipe)
         rows = ["exact, exact, exact"]
         for number, op in enumerate(self.basic_ops):
             operands = [] if op.is_python else op._declaration()["operands"]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 
-from ..peers import untraced
+from ..guard_groups import untraced
 from ..plan.explain.explanation import Explanation
 from ..sequential import Sequential
 from .pattern import Found, Pattern, Scope

@@ -31,7 +31,7 @@ register_fuse_rule("norm of any dtype", (CENTERED_RMS_NORM, RMS_NORM_WITH_OFFSET
 
 
 def _is_faster(module: Any, input: Tensor) -> bool:
-    """Whether our product takes less time than torch's: `csrc/bodies/product.cpp` and
+    """Whether our product takes less time than torch's: `csrc/wrappers/product.cpp` and
     `widened_product.cpp` have what was measured."""
     if input.device.type != "cpu":
         return False

@@ -11,9 +11,9 @@ from torch.fx import Proxy
 
 from .. import _C
 from ..constructors import names_its_arguments
+from ..guard_groups import untraced
+from ..handles import handles
 from ..marks import disabled, may_be_traced
-from ..numbered import numbered
-from ..peers import untraced
 from ..quantized_tensor import QuantizedTensor
 from ..quantizers import Quantizer
 from . import methods, scales
@@ -21,8 +21,8 @@ from .channels import ChannelMixin
 from .checks import check_bool, check_float, check_optional_float
 from .context import OperationContext
 from .fx import symbolic_call
-from .holders import KEPT_DICTS, HeldMixin
 from .methods import unpacked
+from .observers import KEPT_DICTS, ObservedMixin
 from .state_dict import shape_mismatches, take_extra_state, without_pre_hooks
 
 Attribute = bool | int | float | str | list[int]
@@ -42,7 +42,7 @@ _TRANSIENT = (
     "_channels_captured",
     "_number",
     "_traced_number",
-    "_holders",
+    "_observers",
     "_is_watched",
     "_delayed",
     "_placements_checked",
@@ -74,7 +74,7 @@ def quantizers_by(quantizer_of: Callable[[Any, str, int], Quantizer | None]) -> 
 
 # The mixin last: compiled graphs guard on each class that is searched before nn.Module.
 @names_its_arguments
-class FusibleOperation(nn.Module, HeldMixin):
+class FusibleOperation(nn.Module, ObservedMixin):
     """A tensor operation that the fuser may plan: a basic op, a container, or a fused op.
 
     Calling it runs it as a group of its own.
@@ -162,7 +162,7 @@ class FusibleOperation(nn.Module, HeldMixin):
 
     def _add_number(self) -> None:
         # Past __setattr__: no part of the plans.
-        number = numbered.add(self)
+        number = handles.add(self)
         self.__dict__.update(_number=number, _traced_number=str(number))
 
     def _make_own_group(self) -> Any:

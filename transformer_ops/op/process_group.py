@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from .holders import HeldMixin
+from .observers import ObservedMixin
 
 
 class Ranks(NamedTuple):
@@ -54,10 +54,10 @@ def _resolve(name: str) -> Any:
 
 
 # The ops whose plans hold the size of a group, until that is destroyed.
-_users: weakref.WeakKeyDictionary[Any, weakref.WeakSet[HeldMixin]] = weakref.WeakKeyDictionary()
+_users: weakref.WeakKeyDictionary[Any, weakref.WeakSet[ObservedMixin]] = weakref.WeakKeyDictionary()
 
 
-def ranks_of(op: HeldMixin, argument: str, name: str | None) -> Ranks:
+def ranks_of(op: ObservedMixin, argument: str, name: str | None) -> Ranks:
     """The group now. Where it is destroyed, the op's plans are made anew."""
     group = find_group(type(op).__name__, argument, name)
     users = _users.get(group)
@@ -68,6 +68,6 @@ def ranks_of(op: HeldMixin, argument: str, name: str | None) -> Ranks:
     return Ranks(str(group.group_name), int(group.size()))
 
 
-def _forget_plans(users: weakref.WeakSet[HeldMixin]) -> None:
+def _forget_plans(users: weakref.WeakSet[ObservedMixin]) -> None:
     for op in list(users):
         op._make_groups_stale()

@@ -117,8 +117,8 @@ def reset_scales(model: nn.Module) -> None:
         for module in model.modules():
             if isinstance(module, FusibleOperation) and has_scales(module):
                 drop_scales(module)
-                for holder in module._current_holders():
-                    holder._plans_changed()
+                for observer in module._current_observers():
+                    observer._plans_changed()
 
 
 class KeptScales:

@@ -299,9 +299,9 @@ def call_group(
 
 def group_of_members(state: str, modules: Sequence[Any]) -> Any:
     """The group of these modules that is in the state."""
-    for holder in modules[0]._current_holders():
-        if holder._is_group_of(modules) and holder._shared_state() == state:
-            return holder
+    for observer in modules[0]._current_observers():
+        if observer._is_group_of(modules) and observer._shared_state() == state:
+            return observer
     raise RuntimeError("[OperationFuser] modules must be edited outside of compiled code")
 
 

@@ -49,7 +49,8 @@ TEST(Body, MayFillOrMakeItsResults) {
             "");
   EXPECT_TRUE(Body(fill).fills());
   EXPECT_FALSE(Body(make).fills());
-  EXPECT_EQ(error_of({.schema = kSchema, .shape = shape, .bodies = {.unfused = first_alone}}), "");
+  EXPECT_EQ(error_of({.schema = kSchema, .shape = shape, .bodies = {.decomposition = first_alone}}),
+            "");
 }
 
 TEST(Body, ADifferenceShowsBothSignatures) {
@@ -78,13 +79,13 @@ TEST(Body, EveryKindOfDifferenceIsFound) {
         {.bodies = {.cuda = [](const Tensor& input, double) { return input; }}});
   found("cuda must be std::tuple<Tensor, Tensor>(",
         {.bodies = {.cuda = [](const Tensor& x, double) { return std::tuple(x, x, x); }}});
-  found("unfused must be std::tuple<Tensor, Tensor>(",
-        {.bodies = {.unfused = [](const Tensor& x, double) { return std::tuple(x, x, x); }}});
+  found("decomposition must be std::tuple<Tensor, Tensor>(",
+        {.bodies = {.decomposition = [](const Tensor& x, double) { return std::tuple(x, x, x); }}});
   found("shape must be TensorSpecs(",
         {.shape = [](const Tensor& input) -> TensorSpecs { return {like(input)}; }});
   // A list of results may have any number of them.
   const auto twice = [](const Tensor& x, double) { return Tensors{x, x}; };
-  EXPECT_EQ(error_of({.schema = schema, .bodies = {.unfused = twice}}), "");
+  EXPECT_EQ(error_of({.schema = schema, .bodies = {.decomposition = twice}}), "");
 }
 
 TensorSpecs order_shape(const Checks& check, const Tensor& a, const Tensor* b, const Tensor* c,
@@ -169,7 +170,7 @@ TEST(Defaults, OneResultIsLikeTheFirstTensor) {
 
 TypedOp scale_by(std::string schema) {
   return {.schema = std::move(schema),
-          .bodies = {.unfused = [](const Tensor& input, const Tensor& weight, double p) {
+          .bodies = {.decomposition = [](const Tensor& input, const Tensor& weight, double p) {
             return input * weight * p;
           }}};
 }

@@ -60,7 +60,7 @@ struct Scale : HostCall {
   std::optional<Accumulation> accumulation(int) override { return std::nullopt; }
   at::Tensor accumulate(int, int, const at::Tensor& gradient) override { return gradient; }
   void note_saved(std::vector<SavedSlot> slots) override { noted = std::move(slots); }
-  void delay(int, std::shared_ptr<const DelayedCall>) override { FAIL() << "nothing is delayed"; }
+  void delay(int, std::shared_ptr<const DeferredCall>) override { FAIL() << "nothing is delayed"; }
 
   at::Tensor weight, input;
   bool fails_in_forward = false;

@@ -15,7 +15,7 @@ namespace {
 Op op(const std::string& kind, const std::string& name) {
   return {.declaration = {.kind = kind, .summary = "2 tanh(x)"},
           .forward = {.schema = name + "(Tensor input) -> Tensor output",
-                      .bodies = {.unfused = [](const Tensor& input) {
+                      .bodies = {.decomposition = [](const Tensor& input) {
                         return Tensor(2 * at::tanh(input));
                       }}}};
 }
@@ -23,7 +23,7 @@ Op op(const std::string& kind, const std::string& name) {
 // my_ops::Softcap + ConstantScale, wrong by a factor.
 FusedOp rule(double factor,
              std::vector<PatternOp> pattern = {{"my_ops::Softcap"}, {"ConstantScale"}}) {
-  const auto unfused = [factor](const Tensor& input, double cap, double scale) {
+  const auto decomposition = [factor](const Tensor& input, double cap, double scale) {
     const Tensor capped = cap * at::tanh(input / cap);
     return std::tuple(factor * scale * capped, capped);
   };
@@ -40,7 +40,7 @@ FusedOp rule(double factor,
                       .shape = [](const Tensor& input, double, double) -> TensorSpecs {
                         return {like(input), like(input)};
                       },
-                      .bodies = {.unfused = unfused}}};
+                      .bodies = {.decomposition = decomposition}}};
 }
 
 Op op_of(const std::string& schema) {
@@ -49,7 +49,7 @@ Op op_of(const std::string& schema) {
   return found;
 }
 
-// Its backward follows from its meaning.
+// Its backward follows from its decomposition.
 Op product() {
   return {.declaration = {.kind = "Product",
                           .summary = "x W",
@@ -60,7 +60,7 @@ Op product() {
                         return {like(input)};
                       },
                       .products = {.list = {{"weight"}}},
-                      .bodies = {.unfused = [](const Tensor& input, const Tensor& weight) {
+                      .bodies = {.decomposition = [](const Tensor& input, const Tensor& weight) {
                         return at::matmul(input, weight);
                       }}}};
 }

@@ -1,0 +1,55 @@
+// What a call under delayed scaling notes of the tensors that it has rounded.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/where.h>
+#include <torch/library.h>
+
+#include <atomic>
+
+#include "op/op.h"
+#include "quantization/delayed_scaling.h"
+
+namespace transformer_ops::ops::record_amax {
+namespace {
+
+using namespace transformer_ops::delayed_scaling;
+
+// How many there are at each place.
+int64_t groups_of(const Tensor& amax) { return amax.numel() / kPlaces; }
+
+void check_record(const Tensor& amax, const Tensor& found, int64_t place) {
+  check_row("record_amax_", "amax", amax);
+  check_place("record_amax_", place);
+  TORCH_CHECK(found.numel() == groups_of(amax), "[record_amax_] found must hold ", groups_of(amax),
+              " numbers, got shape ", found.sizes());
+}
+
+// Does not raise the version of the buffer: no gradient depends on it, and what autograd has saved
+// may still be read.
+void record_cpu(const Tensor& amax, const Tensor& found, int64_t place) {
+  check_record(amax, found, place);
+  const int64_t groups = groups_of(amax);
+  auto* const known = amax.mutable_data_ptr<float>() + place * groups;
+  for (int64_t group = 0; group < groups; ++group) {
+    take_larger(std::atomic_ref(known[group]), found.const_data_ptr<float>()[group]);
+  }
+}
+
+void record_in_aten(const Tensor& amax, const Tensor& found, int64_t place) {
+  check_record(amax, found, place);
+  const at::AutoDispatchBelowADInplaceOrView no_version;
+  const Tensor known = amax.select(0, place);
+  known.copy_(at::where((found > known).logical_or(found.isnan()), found, known));
+}
+
+void record_meta(const Tensor&, const Tensor&, int64_t) {}
+
+TORCH_LIBRARY_FRAGMENT(transformer_ops, library) {
+  library.def("record_amax_(Tensor(a!) amax, Tensor found, int place) -> ()",
+              {at::Tag::pt2_compliant_tag});
+  library.impl("record_amax_", c10::DispatchKey::CPU, TORCH_FN(record_cpu));
+  library.impl("record_amax_", c10::DispatchKey::CUDA, TORCH_FN(record_in_aten));
+  library.impl("record_amax_", c10::DispatchKey::Meta, TORCH_FN(record_meta));
+}
+
+}  // namespace
+}  // namespace transformer_ops::ops::record_amax

@@ -1,0 +1,39 @@
+// What the CUDA bodies of ops share. They compile in every build; only a build with CUDA has a
+// backend for them to call.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "kernels/cuda.h"
+#include "op/backend.h"
+#include "op/buffer.h"
+#include "wrappers/kernel_dtype.h"
+
+namespace transformer_ops::cuda {
+
+struct Backend {
+  kernel::Rows kernels;
+  Stream (*current_stream)(c10::Device);
+  // Advances torch's generator of the device by `offsets`.
+  Philox (*draw)(c10::Device, uint64_t offsets);
+};
+
+inline Stream stream_of(const at::Tensor& tensor) {
+  return backend()->current_stream(tensor.device());
+}
+
+inline const void* read(const at::Tensor& tensor) { return tensor.const_data_ptr(); }
+inline void* write(const at::Tensor& tensor) { return tensor.mutable_data_ptr(); }
+
+// Rows of its last dimension; none where that is empty.
+inline int64_t rows_of(const at::Tensor& tensor) {
+  const int64_t width = tensor.size(-1);
+  return width == 0 ? 0 : tensor.numel() / width;
+}
+
+inline Vector vector(const at::Tensor& parameter, double add = 0.0) {
+  return {read(parameter), kernel_dtype(parameter), add};
+}
+inline Gradient gradient(const at::Tensor& grad) { return {write(grad), kernel_dtype(grad)}; }
+
+}  // namespace transformer_ops::cuda
