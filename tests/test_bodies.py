@@ -58,7 +58,11 @@ def test_nothing_is_read_by_number() -> None:
     by_number = re.compile(
         r"\bArgs\b|\bargs\.|\bargs\[|\bresults\[\d\]|\.(flag|number|text|integer|tensor)\(\d"
     )
-    files = [path for folder in ("ops", "fusions", "wrappers", "quantization") for path in (CSRC / folder).iterdir()]
+    files = [
+        path
+        for folder in ("ops", "fusions", "wrappers", "quantization")
+        for path in (CSRC / folder).iterdir()
+    ]
     assert len(files) > 50
     found = [
         f"{path.name}: {line}"
