@@ -8,7 +8,7 @@
 
 #include "fuser/fork_safe_mutex.h"
 
-namespace transformer_ops::owned {
+namespace transformer_ops::handles {
 namespace {
 
 struct Living {
@@ -50,4 +50,4 @@ void forget(uint64_t id) {
   living.owners.erase(id);
 }
 
-}  // namespace transformer_ops::owned
+}  // namespace transformer_ops::handles
