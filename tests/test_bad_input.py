@@ -362,7 +362,7 @@ def test_plan_texts_that_do_not_parse():
     bad = [
         "",
         "plan",
-        "plan 4",
+        "plan 5",
         "nonsense",
         text + "nonsense\n",
         text.replace("ops=[0]", "ops=[9]"),
@@ -385,7 +385,7 @@ def test_plan_texts_that_do_not_parse():
     wrong = str(dropout.plans()[0]).replace("p=0.5", "p=-1")
     with pytest.raises(RuntimeError, match="must have attribute 'p' of type float, got -1"):
         tops.Plan.parse(wrong)
-    for broken in (None, 1, ["plan 4"]):
+    for broken in (None, 1, ["plan 5"]):
         with pytest.raises(TypeError):
             tops.Plan.parse(broken)
 

@@ -34,7 +34,7 @@ def test_the_example_trains_and_prints_its_plan(installed: Path, tmp_path: Path)
     assert "forward linear_bias_activation ops=[1, 2, 3]" in done.stdout
     assert "libpython" not in run("ldd", tmp_path / "train").stdout
     # The plan is a text that Python reads too.
-    text = done.stdout[done.stdout.index("plan 4") : done.stdout.index("\nevaluated")]
+    text = done.stdout[done.stdout.index("plan 5") : done.stdout.index("\nevaluated")]
     assert str(transformer_ops.Plan.parse(text)) == text
 
 

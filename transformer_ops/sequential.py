@@ -288,14 +288,14 @@ class Sequential(nn.Module, Observer):
         replica = super()._replicate_for_data_parallel()
         replica._layout = None
         replica._split_layout = None
-        replica._peers = None
+        replica._guard_group = None
         replica._number = handles.add(replica)
         return replica
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what Module.compile() keeps, which runs the original.
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_layout": None, "_split_layout": None, "_peers": None}
+        return {**state, "_layout": None, "_split_layout": None, "_guard_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -1,5 +1,5 @@
 // The text of a plan and its parser. One line a fact:
-//   plan 4
+//   plan 5
 //   op 0 LayerNorm eps=1e-05 normalized_shape=[16] zero_centered_gamma=false
 //   inputs e2.ids | parameters p0.weight p0.bias | outputs o3.ids | route e4.ids=o3.ids
 //   states st0.fp8_scale
@@ -22,7 +22,7 @@
 namespace transformer_ops {
 namespace {
 
-constexpr const char* kHeader = "plan 4";
+constexpr const char* kHeader = "plan 5";
 constexpr int kLongestRun = 100'000;
 
 std::string argument_text(const Argument& argument) {

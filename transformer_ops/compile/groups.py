@@ -61,6 +61,14 @@ class Reads(NamedTuple):
     training: tuple[int | None, ...]  # whose flag a basic op asks for
 
 
+class Parameters(NamedTuple):
+    """The parameters of a call, and what a plan depends on besides tensors."""
+
+    tensors: list[Any]
+    formats: tuple[str | None, ...]  # of each that is quantized
+    training: tuple[bool, ...]  # for each basic op
+
+
 def traced_call(
     state: str,
     modules: Sequence[FusibleOperation],
@@ -69,36 +77,72 @@ def traced_call(
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     """What Dynamo sees of a group of these modules: plain tensors, and one op or Python steps."""
+    parameters = _parameters_of(state, modules)
+    facts = _facts_of(input, extra_inputs, parameters)
+    members = _members_of(modules, facts[-1])
+    text = _native_plan(state, members, registry.VERSION, facts)
+    states = _states_of(state, members, registry.VERSION, facts) if _keeps(facts[-1]) else ()
+    if any(place < 0 for place, _ in states):
+        _because_of_scales(state, members, states)
+        return _run_outside(state, members, input, extra_inputs, kwargs)
+    extra = [tensor for tensor in extra_inputs if tensor is not None]
+    given = _given_tensors(modules, parameters, states)
+    is_native = text and not (kwargs and any(kwargs))
+    if is_exporting() and _exports_to_onnx():
+        if not is_native:
+            raise NotImplementedError(
+                "[Sequential] torch.onnx.export must run over native ops only, got a Python op or "
+                "keyword arguments for one; an nn.Module with the same forward is exported"
+            )
+        # ONNX has no op for ours.
+        return _one_or_all(_run_plan_unfused(text, input, extra, given))
+    if is_native:
+        return _one_or_all(_run_plan(text, input, extra, given))
+    return _traced_steps(state, modules, input, extra_inputs, kwargs, parameters, facts, given)
+
+
+def _parameters_of(state: str, modules: Sequence[FusibleOperation]) -> Parameters:
+    """Reads the parameters from the modules. TypeError for one that is no tensor."""
     reads = _reads_constant(state)
     if reads is None:
         ops = _basic_ops(modules)
-        parameters = [tensor for op in ops for tensor in op._parameter_tensors()]
-        training = tuple(op.training for op in ops)
+        tensors = [tensor for op in ops for tensor in op._parameter_tensors()]
         formats = tuple(
-            tensor.format if isinstance(tensor, QuantizedTensor) else None for tensor in parameters
+            tensor.format if isinstance(tensor, QuantizedTensor) else None for tensor in tensors
         )
+        training = tuple(op.training for op in ops)
     else:
-        formats = reads.formats
-        parameters = [getattr(modules[place], name) for place, name in reads.parameters]
-        if any(reads.distributed):
-            parameters = [
-                local_parameter(modules[place], name, tensor) if is_distributed else tensor
-                for (place, name), tensor, is_distributed in zip(
-                    reads.parameters, parameters, reads.distributed, strict=True
-                )
-            ]
-        training = tuple(place is not None and modules[place].training for place in reads.training)
-        for place, name in reads.absent:
-            if getattr(modules[place], name) is not None:
-                raise RuntimeError(
-                    f"[{type(modules[place]).__name__}] {name} must be assigned to the module, "
-                    "got a tensor that was put in its place (torch.func.functional_call)"
-                )
-    for tensor in parameters:
+        tensors, formats = _tensors_by(reads, modules), reads.formats
+        training = tuple(i is not None and modules[i].training for i in reads.training)
+    for tensor in tensors:
         if not isinstance(tensor, Tensor):
             check_parameters(_basic_ops(modules))
             break
-    tensors = [input, *extra_inputs, *parameters]
+    return Parameters(tensors, formats, training)
+
+
+def _tensors_by(reads: Reads, modules: Sequence[FusibleOperation]) -> list[Any]:
+    for i, name in reads.absent:
+        if getattr(modules[i], name) is not None:
+            raise RuntimeError(
+                f"[{type(modules[i]).__name__}] {name} must be assigned to the module, "
+                "got a tensor that was put in its place (torch.func.functional_call)"
+            )
+    tensors = [getattr(modules[i], name) for i, name in reads.parameters]
+    if not any(reads.distributed):
+        return tensors
+    return [
+        local_parameter(modules[i], name, tensor) if is_distributed else tensor
+        for (i, name), tensor, is_distributed in zip(
+            reads.parameters, tensors, reads.distributed, strict=True
+        )
+    ]
+
+
+def _facts_of(
+    input: Tensor, extra_inputs: tuple[Tensor | None, ...], parameters: Parameters
+) -> Facts:
+    """The key of the plan."""
     device = input.device.type
     autocast = None
     if _has_autocast(device) and is_autocast_enabled(device):
@@ -106,70 +150,91 @@ def traced_call(
     plain = (None,) * (1 + len(extra_inputs))
     dtypes = tuple(
         None if tensor is None else (tensor.dtype, tensor.requires_grad, format)
-        for tensor, format in zip(tensors, (*plain, *formats), strict=True)
+        for tensor, format in zip(
+            [input, *extra_inputs, *parameters.tensors],
+            (*plain, *parameters.formats),
+            strict=True,
+        )
     )
     recipe = RECIPE_STATE.key if RECIPE_STATE.is_traced else COMPILED_RECIPE.key
-    facts = (is_grad_enabled(), autocast, device, dtypes, training, recipe)
+    return (is_grad_enabled(), autocast, device, dtypes, parameters.training, recipe)
+
+
+def _keeps(recipe: str | None) -> bool:
     # A function that is not called is no guard.
-    keeps_scales = recipe is not None and _keeps_scales(recipe)
-    members: tuple[str, ...] = ()
-    if keeps_scales or (recipe is not None and _asks_modules(recipe)):
-        # Planning makes the buffers of these very modules, or shows them to the user's recipe.
-        members = tuple([module._traced_number for module in modules])
-    text = _native_plan(state, members, registry.VERSION, facts)
-    states = _states_of(state, members, registry.VERSION, facts) if keeps_scales else ()
-    extra = [tensor for tensor in extra_inputs if tensor is not None]
-    given = [tensor for tensor in parameters if tensor is not None]
-    if any(formats):
-        given = with_parts(parameters)
-    if states:
-        if any(place < 0 for place, _ in states):
-            _because_of_scales(state, members, states)
-            return _run_outside(state, members, input, extra_inputs, kwargs)
-        own = [getattr(modules[place], name) for place, name in states]
-        # An exported program may not write to its constants, of which no region makes scales.
-        given = [*given, *(map(torch.clone, own) if is_exporting() else own)]
-    exports_to_onnx = is_exporting() and _exports_to_onnx()
-    if text and not (kwargs and any(kwargs)):
-        # ONNX has no op for ours.
-        run = _run_plan_unfused if exports_to_onnx else _run_plan
-        outputs = tuple(run(text, input, extra, given))
-    elif exports_to_onnx:
-        raise NotImplementedError(
-            "[Sequential] torch.onnx.export must run over native ops only, got a Python op or "
-            "keyword arguments for one; an nn.Module with the same forward is exported"
-        )
+    return recipe is not None and _keeps_scales(recipe)
+
+
+def _members_of(modules: Sequence[FusibleOperation], recipe: str | None) -> tuple[str, ...]:
+    """The modules by their numbers, where planning makes the buffers of these very modules, or
+    shows them to the user's recipe; else nothing, and a graph serves all modules of one state."""
+    if recipe is None or not (_keeps_scales(recipe) or _asks_modules(recipe)):
+        return ()
+    return tuple([module._traced_number for module in modules])
+
+
+def _given_tensors(
+    modules: Sequence[FusibleOperation],
+    parameters: Parameters,
+    states: tuple[tuple[int, str], ...],
+) -> list[Tensor]:
+    """What the plan takes behind the inputs: parameters, or their codes and scales, and states."""
+    if any(parameters.formats):
+        given = with_parts(parameters.tensors)
     else:
-        # No graph for other modules in the same state: Dynamo guards on the numbers.
-        members = tuple([module._traced_number for module in modules])
-        plan = _python_plan(state, members, registry.VERSION, facts)
-        if plan < 0:
-            _because_of_plan(state, members, registry.VERSION, facts)
+        given = [tensor for tensor in parameters.tensors if tensor is not None]
+    if not states:
+        return given
+    own = [getattr(modules[place], name) for place, name in states]
+    # An exported program may not write to its constants, of which no region makes scales.
+    return [*given, *(map(torch.clone, own) if is_exporting() else own)]
+
+
+def _one_or_all(outputs: Sequence[Tensor]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _traced_steps(
+    state: str,
+    modules: Sequence[FusibleOperation],
+    input: Tensor,
+    extra_inputs: tuple[Tensor | None, ...],
+    kwargs: list[dict[str, Any]] | None,
+    parameters: Parameters,
+    facts: Facts,
+    given: list[Tensor],
+) -> Any:
+    """A plan with Python steps: inside of the graph, or outside of it with the reason why."""
+    # No graph for other modules in the same state: Dynamo guards on the numbers.
+    members = tuple([module._traced_number for module in modules])
+    plan = _python_plan(state, members, registry.VERSION, facts)
+    if plan < 0:
+        _because_of_plan(state, members, registry.VERSION, facts)
+        return _run_outside(state, members, input, extra_inputs, kwargs)
+    basic_ops = _basic_ops(modules)
+    if any(format is not None for format in parameters.formats):
+        # What stands in for a parameter in a Python step is one tensor.
+        _because_of_formats(plan, parameters.formats)
+        return _run_outside(state, members, input, extra_inputs, kwargs)
+    for state_place, value in plain_state(plan):
+        # Never true while tracing: what Dynamo guards on.
+        if read(basic_ops, state_place) != value:
+            _because_of_value(plan, state_place)
             return _run_outside(state, members, input, extra_inputs, kwargs)
-        basic_ops = _basic_ops(modules)
-        if any(format is not None for format in formats):
-            # What stands in for a parameter in a Python step is one tensor.
-            _because_of_formats(plan, formats)
+    current = [read(basic_ops, state_place) for state_place in state_places(plan)]
+    own = kwargs if kwargs is not None else [{} for _ in basic_ops]
+    buffers = []
+    for op, k, position in accumulating(plan):
+        weight = parameters.tensors[position]
+        if not (is_grad_enabled() and weight.requires_grad):
+            continue
+        if is_marked(weight):
+            # Only a backward that runs in Python can set the mark.
+            _because_of_mark(plan, op)
             return _run_outside(state, members, input, extra_inputs, kwargs)
-        for state_place, value in plain_state(plan):
-            # Never true while tracing: what Dynamo guards on.
-            if read(basic_ops, state_place) != value:
-                _because_of_value(plan, state_place)
-                return _run_outside(state, members, input, extra_inputs, kwargs)
-        current = [read(basic_ops, state_place) for state_place in state_places(plan)]
-        own = kwargs if kwargs is not None else [{} for _ in basic_ops]
-        buffers = []
-        for op, k, position in accumulating(plan):
-            weight = parameters[position]
-            if not (is_grad_enabled() and weight.requires_grad):
-                continue
-            if is_marked(weight):
-                # Only a backward that runs in Python can set the mark.
-                _because_of_mark(plan, op)
-                return _run_outside(state, members, input, extra_inputs, kwargs)
-            buffers.append((op, k, *traced_buffer_of(weight, basic_ops[op], k)))
-        outputs = run_in_graph(plan, [input, *extra, *given], current, own, buffers)
-    return outputs[0] if len(outputs) == 1 else outputs
+        buffers.append((op, k, *traced_buffer_of(weight, basic_ops[op], k)))
+    extra = [tensor for tensor in extra_inputs if tensor is not None]
+    return _one_or_all(run_in_graph(plan, [input, *extra, *given], current, own, buffers))
 
 
 def _basic_ops(modules: Sequence[FusibleOperation]) -> list[BasicOperation]:

@@ -12,7 +12,7 @@ from ..op.tensor_parallel import is_dtensor
 
 
 class Product(Protocol):
-    """What gives the gradients of a weight, or of its tensors: a `_C.DelayedCall`."""
+    """What gives the gradients of a weight, or of its tensors: a `_C.DeferredCall`."""
 
     def run(self) -> list[Tensor | None]:
         """The gradients."""

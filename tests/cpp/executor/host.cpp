@@ -15,7 +15,7 @@ namespace {
 using torch::autograd::grad;
 
 // ConstantScale(2), Scale by its parameter (of the host), Bias(3).
-constexpr const char* kPlan = R"(plan 4
+constexpr const char* kPlan = R"(plan 5
 op 0 ConstantScale scale=2.0
 op 1 Scale native=false
 op 2 Bias size=3

@@ -15,7 +15,7 @@ namespace {
 
 std::string scale_text(double scale) {
   const std::string number = to_text(Attribute(scale));
-  return "plan 4\nop 0 ConstantScale scale=" + number +
+  return "plan 5\nop 0 ConstantScale scale=" + number +
          "\ngradients g0\nfirst_backward 0\nforward ConstantScale ops=[0]\n  x1 = "
          "constant_scale(x0, " +
          number + ")\nbackward ConstantScale ops=[0]\n  g0 = constant_scale_backward(g1, " +

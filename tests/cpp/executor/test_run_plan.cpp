@@ -15,7 +15,7 @@ using at::Tensor;
 using Tensors = std::vector<Tensor>;
 
 // LayerNorm(6), Linear(6, 8), GELU, Linear(8, 5)
-constexpr const char* kBlock = R"(plan 4
+constexpr const char* kBlock = R"(plan 5
 op 0 LayerNorm eps=1e-05 normalized_shape=[6] zero_centered_gamma=false
 op 1 BasicLinear accumulate_into_main_grad=false in_features=6 out_features=8
 op 2 Bias size=8
@@ -50,7 +50,7 @@ backward Bias ops=[5]
 )";
 
 // A residual branch: Reshape, MakeExtraOutput -> RMSNorm, SwiGLU, ConstantScale -> AddExtraInput
-constexpr const char* kResidual = R"(plan 4
+constexpr const char* kResidual = R"(plan 5
 op 0 Reshape shape=[-1, 4]
 op 1 MakeExtraOutput in_place=false
 op 2 RMSNorm eps=1e-05 normalized_shape=[4] zero_centered_gamma=true
@@ -102,7 +102,7 @@ backward L2Normalization ops=[7]
   g7 = l2_normalization_backward(g8, s7.input, s7.rstd, 1e-06)
 )";
 
-constexpr const char* kDropout = R"(plan 4
+constexpr const char* kDropout = R"(plan 5
 op 0 Dropout training=true p=0.25
 gradients g0
 first_backward 0
@@ -113,7 +113,7 @@ backward Dropout ops=[0]
   g0 = dropout_backward(g1, s0.mask, 0.25)
 )";
 
-constexpr const char* kPython = R"(plan 4
+constexpr const char* kPython = R"(plan 5
 op 0 Custom native=false
 gradients g0
 first_backward 0
@@ -378,7 +378,7 @@ TEST(RunPlanFlags, GradientsThatTheTextDoesNotNameAreYielded) {
 TEST(RunPlanFlags, ATextWhoseOutputIsAnExtraInputYieldsTheGradientsThatItsBackwardGives) {
   const Tensor input = at::randn({2, 3}).requires_grad_();
   const Tensor extra = at::randn({2, 3}).requires_grad_();
-  const Tensors outputs = run_plan(R"(plan 4
+  const Tensors outputs = run_plan(R"(plan 5
 op 0 AddExtraInput in_place=false
 inputs e0.extra_input
 gradients de0.extra_input

@@ -26,7 +26,7 @@ constexpr int64_t kRows = 400;
 // Linear(6, 32), GELU, ConstantScale; each scale makes another text.
 std::string plan_text(double scale) {
   const std::string number = std::to_string(scale);
-  return R"(plan 4
+  return R"(plan 5
 op 0 BasicLinear accumulate_into_main_grad=false in_features=6 out_features=32
 op 1 Bias size=32
 op 2 GELU

@@ -13,7 +13,7 @@ using toy::ScopedUserFusion;
 using toy::steps_text;
 
 TEST(Lower, BindsFieldsByName) {
-  EXPECT_EQ(to_text(toy::plan(nodes({"Norm", "Product", "Shift", "Scale"}))), R"(plan 4
+  EXPECT_EQ(to_text(toy::plan(nodes({"Norm", "Product", "Shift", "Scale"}))), R"(plan 5
 op 0 Norm training=true eps=1e-05
 op 1 Product training=true
 op 2 Shift training=true
@@ -167,7 +167,7 @@ backward View ops=[1]
 // ---- extra tensors
 
 TEST(Lower, TakesExtraTensorsFromTheCaller) {
-  EXPECT_EQ(to_text(toy::plan(nodes({"Fork", "Add"}))), R"(plan 4
+  EXPECT_EQ(to_text(toy::plan(nodes({"Fork", "Add"}))), R"(plan 5
 op 0 Fork training=true
 op 1 Add training=true
 inputs e1.extra_input
@@ -188,7 +188,7 @@ backward Add ops=[1]
 TEST(Lower, RoutesAChannel) {
   auto ops = nodes({"Fork", "Square", "Add"});
   toy::connect(ops, 0, 2);
-  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 4
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 5
 op 0 Fork training=true
 op 1 Square training=true
 op 2 Add training=true
@@ -219,7 +219,7 @@ PlanKey pick_key(const std::vector<OpNode>& ops) {
 
 TEST(Lower, TakesTensorsByName) {
   const auto ops = nodes({"Pick"});
-  EXPECT_EQ(to_text(toy::plan(ops, pick_key(ops))), R"(plan 4
+  EXPECT_EQ(to_text(toy::plan(ops, pick_key(ops))), R"(plan 5
 op 0 Pick training=true
 inputs e0.rows e0.ids
 parameters p0.table
@@ -238,7 +238,7 @@ TEST(Lower, LeavesOutWhatIsNone) {
   const auto ops = nodes({"Pick"});
   PlanKey key = pick_key(ops);
   key.tensors[1] = key.tensors[3] = {.is_absent = true};
-  EXPECT_EQ(to_text(toy::plan(ops, key)), R"(plan 4
+  EXPECT_EQ(to_text(toy::plan(ops, key)), R"(plan 5
 op 0 Pick training=true
 inputs e0.ids
 gradients g0
@@ -268,7 +268,7 @@ TEST(Lower, RoutesIntegersWithoutGradients) {
   auto ops = nodes({"Router", "Pick"});
   ops[0].visible = {false, false};
   ops[1].sources = {OpNode::Source{0, 0}, OpNode::Source{0, 1}};
-  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 4
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 5
 op 0 Router training=true
 op 1 Pick training=true
 parameters p1.table
@@ -394,7 +394,7 @@ backward Square ops=[1]
 TEST(Lower, PythonOpHasNoInstructions) {
   auto ops = nodes({"Square"});
   ops.push_back(toy::python_node("Custom", /*parameters=*/2));
-  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 4
+  EXPECT_EQ(to_text(toy::plan(ops)), R"(plan 5
 op 0 Square training=true
 op 1 Custom native=false training=true
 parameters p1.0 p1.1

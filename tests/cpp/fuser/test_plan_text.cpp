@@ -70,7 +70,7 @@ TEST(PlanText, ToleratesEmptyLines) {
 
 // ---- errors
 
-constexpr const char* kGood = R"(plan 4
+constexpr const char* kGood = R"(plan 5
 op 0 Scale factor=2.0
 gradients g0
 first_backward 0
@@ -91,14 +91,14 @@ std::string with_line(int number, const std::string& line) {
 TEST(PlanText, GoodTextParses) { EXPECT_EQ(to_text(parse_plan(kGood)), kGood); }
 
 TEST(PlanText, MustHaveAnOp) {
-  EXPECT_EQ(error_of([] { parse_plan("plan 4\n"); }), "[plan] a plan must have an op, got none");
+  EXPECT_EQ(error_of([] { parse_plan("plan 5\n"); }), "[plan] a plan must have an op, got none");
   EXPECT_EQ(error_of([] { toy::plan({}); }), "[plan] a plan must have an op, got none");
 }
 
 TEST(PlanText, MustBeginWithItsVersion) {
   EXPECT_EQ(error_of([] { parse_plan(with_line(1, "plan 2")); }),
-            "[plan] text must begin with 'plan 4', got 'plan 2'");
-  EXPECT_EQ(error_of([] { parse_plan(""); }), "[plan] text must begin with 'plan 4', got ''");
+            "[plan] text must begin with 'plan 5', got 'plan 2'");
+  EXPECT_EQ(error_of([] { parse_plan(""); }), "[plan] text must begin with 'plan 5', got ''");
 }
 
 struct WrongLine {
