@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import sys
 import types
@@ -117,6 +118,70 @@ def test_layer_scale_in_place_is_left_alone() -> None:
     report = tops.fuse(model)
     assert fused_rules(report) == {"feed-forward": 2} and len(report.skipped) == 2
     assert_same(plain, model, pixels)
+
+
+def norms_of_timm(kind: str) -> tuple[nn.Module, Tensor]:
+    norm = timm.layers.get_norm_layer(kind)
+    return vision("vit_small_patch16_224", norm_layer=functools.partial(norm, eps=1e-5))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rules"),
+    [
+        ("layernormfp32", {"norm of any dtype": 3, "residual": 2}),
+        ("rmsnorm", {"norm": 3, "residual": 2}),
+        ("rmsnormfp32", {"norm of any dtype": 3, "residual": 2}),
+    ],
+)
+def test_norms_of_timm(kind: str, rules: dict[str, int]) -> None:
+    plain, pixels = norms_of_timm(kind)
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    model = copy.deepcopy(plain)
+    report = tops.fuse(model, strict=True)
+    assert_same(plain, model, pixels)
+    assert fused_rules(report) == rules and not report.skipped
+
+
+class Images(nn.Module):
+    """A residual connection around a norm of images."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.proj = norm, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.proj(self.norm(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (timm.layers.RmsNorm2d, "RmsNorm2d normalizes over dimension 1, and ops over the last one"),
+        (timm.layers.RmsNorm2dFp32, "RmsNorm2dFp32 normalizes over dimension 1"),
+        (timm.layers.LayerNorm2d, "the forward of LayerNorm2d is not known"),
+        (timm.layers.SimpleNorm, "the forward of SimpleNorm is not known"),
+    ],
+)
+def test_norms_that_no_op_computes(make: Any, reason: str) -> None:
+    plain, x = Images(make(4)), torch.randn(2, 4, 4, 4)
+    model = copy.deepcopy(plain)
+    report = tops.fuse(model, rules=["residual", "norm", "norm of any dtype"])
+    assert torch.equal(model(x), plain(x))
+    assert len(report.rows) == 1 and reason in report.rows[0].reason
+
+
+def test_fast_norms_of_timm() -> None:
+    with timm.layers.set_layer_config(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timm.layers.fast_norm, "_USE_FAST_NORM", True)
+        plain, pixels = norms_of_timm("rmsnorm")
+    model = copy.deepcopy(plain)
+    report = tops.fuse(model)
+    assert_same(plain, model, pixels)
+    assert fused_rules(report) == {"feed-forward": 2}
+    reason = "RmsNorm calls a faster function of another library"
+    assert {row.reason for row in report.skipped} == {reason}
 
 
 # ---- litgpt

@@ -215,6 +215,47 @@ def test_a_norm_keeps_its_dtype() -> None:
     assert found.dtype == want.dtype == torch.float32 and torch.equal(found, want)
 
 
+class KeywordsAndNumbers(nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.normalized_shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        y = x.to(dtype=torch.float32)
+        y = F.layer_norm(y, weight=None, bias=None, eps=0.5, normalized_shape=self.normalized_shape)
+        return y.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_functions_with_keywords_and_numbers(dtype: torch.dtype) -> None:
+    plain, x = KeywordsAndNumbers((16,)), torch.randn(3, 16).to(dtype)
+    norm = copy.deepcopy(plain)
+    report = tops.fuse(norm, strict=True)
+    assert fused_rules(report) == {"norm of any dtype": 1}
+    x.requires_grad_()
+    found, want = norm(x), plain(x)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance)
+    gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, want)]
+    torch.testing.assert_close(*gradients, rtol=3 * tolerance, atol=3 * tolerance)
+    norm.normalized_shape = (3, 16)
+    torch.testing.assert_close(norm(x), KeywordsAndNumbers((3, 16))(x), rtol=1e-2, atol=1e-2)
+    assert fused_rules(report) == {"norm of any dtype": 1}
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_the_norm_of_torch(has_weight: bool) -> None:
+    """Its function takes several times as long as the op."""
+    plain, x = nn.RMSNorm(16, elementwise_affine=has_weight), torch.randn(3, 16)
+    norm = copy.deepcopy(plain)
+    assert fused_rules(tops.fuse(norm)) == {"norm": 1}
+    torch.testing.assert_close(norm(x), plain(x))
+    before, after = norm(x.bfloat16()), plain(x.bfloat16())
+    assert before.dtype == after.dtype
+    torch.testing.assert_close(before, after, rtol=1e-2, atol=1e-2)
+
+
 class Sine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.sin(x)

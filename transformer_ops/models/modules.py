@@ -8,26 +8,26 @@ import torch
 from torch import Tensor, nn
 
 from ..cpu import processor
-from ..views import BorrowedLinear
-from .parts import CENTERED_RMS_NORM, RMS_NORM_WITH_OFFSET, RMS_NORMS, rms_norm
+from ..views import BorrowedLinear, is_torch, view
+from .norms import NORMS_OF_INPUT_DTYPE, NORMS_THAT_PROMOTE, norm
 from .pattern import Names
 from .rules import FuseSkip, FuseUnfit, register_fuse_rule
 
 
 def _norm(module: Any, names: Names) -> list[nn.Module]:
-    op = rms_norm(module)
+    op = view(module) if is_torch(module, nn.RMSNorm) else norm(module)
     if op is None:
-        raise FuseSkip(f"{type(module).__name__} is no RMSNorm")
+        raise FuseSkip(f"{type(module).__name__} is no norm that ops know")
     return [op]
 
 
 def _is_of_dtype(module: Any, input: Tensor) -> bool:
     """Whether the result has the dtype of the input: these norms promote it to the weight's."""
-    return bool(input.dtype == module.weight.dtype)
+    return module.weight is None or bool(input.dtype == module.weight.dtype)
 
 
-register_fuse_rule("norm", RMS_NORMS, _norm, when=_is_of_dtype)
-register_fuse_rule("norm of any dtype", (CENTERED_RMS_NORM, RMS_NORM_WITH_OFFSET), _norm)
+register_fuse_rule("norm", NORMS_THAT_PROMOTE, _norm, when=_is_of_dtype)
+register_fuse_rule("norm of any dtype", NORMS_OF_INPUT_DTYPE, _norm)
 
 
 def _is_faster(module: Any, input: Tensor) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,56 +18,20 @@ from ..ops.packed_linear import PackedLinear
 from ..views import (
     BorrowedDropout,
     BorrowedDropPath,
-    BorrowedLayerNorm,
     BorrowedLayerScale,
     BorrowedLinear,
     BorrowedPackedLinear,
-    BorrowedRMSNorm,
     is_torch,
     view,
 )
+from .norms import norm
 from .pattern import Names, Pattern, Steps, register_step
 from .rules import FuseSkip, FuseUnfit
-from .statements import function_of
+from .whole import find, names_in, patterns, unknown
 
-__all__ = [
-    "CENTERED_RMS_NORM",
-    "RMS_NORMS",
-    "RMS_NORM_WITH_OFFSET",
-    "count_products",
-    "ops_of",
-    "part",
-    "rms_norm",
-    "whole",
-]
+__all__ = ["count_products", "ops_of", "part"]
 
 MakeOp = Callable[[], FusibleOperation]
-
-
-def _patterns(*texts: str) -> tuple[Pattern, ...]:
-    return tuple(map(Pattern, texts))
-
-
-def _find(module: nn.Module, patterns: Iterable[Pattern]) -> Names | None:
-    """The names in the first pattern that is the whole `forward` of the module. None of a function
-    that is wrapped: who knows in what."""
-    function = class_of(module).forward
-    if hasattr(function, "__wrapped__"):
-        return None
-    found = (pattern.match_all(function) for pattern in patterns)
-    return next((names for names in found if names is not None), None)
-
-
-def _unknown(module: nn.Module) -> FuseSkip:
-    return FuseSkip(f"the forward of {class_of(module).__name__} is not known")
-
-
-def whole(module: nn.Module, pattern: Pattern) -> Names:
-    """The names that make a pattern the whole `forward` of a module. FuseSkip for another one."""
-    names = _find(module, (pattern,))
-    if names is None:
-        raise _unknown(module)
-    return names
 
 
 def ops_of(module: nn.Module, steps: Steps) -> list[FusibleOperation]:
@@ -83,108 +46,25 @@ def count_products(ops: Sequence[nn.Module]) -> int:
     return sum(packed) + sum(isinstance(op, BasicLinear) for op in basics)
 
 
-# ---- norms
-
-# These round before the scale, or behind it, or both; ours rounds once, behind it.
-RMS_NORMS = (
-    """
-    D = H.dtype
-    H = H.to(torch.float32)
-    V = H.pow(2).mean(-1, keepdim=True)
-    H = H * torch.rsqrt(V + self.any_eps)
-    return self.weight * H.to(D)
-    """,
-    """
-    D = H.dtype
-    H = H.to(torch.float32)
-    V = H.pow(2).mean(-1, keepdim=True)
-    H = H * torch.rsqrt(V + self.any_eps)
-    return (self.weight * H).to(D)
-    """,
-    """
-    V = H.to(torch.float32).pow(2).mean(-1, keepdim=True)
-    H = H * torch.rsqrt(V + self.any_eps)
-    if self.weight.dtype in [torch.float16, torch.bfloat16]:
-        H = H.to(self.weight.dtype)
-    return self.weight * H
-    """,
-)
-_RMS_NORMS = _patterns(*RMS_NORMS)
-# Gemma's: the scale is 1 + weight.
-CENTERED_RMS_NORM = """
-Y = self._norm(H.float())
-Y = Y * (1.0 + self.weight.float())
-return Y.type_as(H)
-"""
-_CENTERED_RMS_NORMS = _patterns(CENTERED_RMS_NORM)
-_NORM_METHODS = _patterns(
-    "return H * torch.rsqrt(H.pow(2).mean(-1, keepdim=True) + self.any_eps)",
-)
-# litgpt's: an attribute says which scale.
-RMS_NORM_WITH_OFFSET = """
-D = H.dtype
-H = H.float()
-V = torch.mean(H * H, dim=self.any_dim, keepdim=True)
-Y = H * torch.rsqrt(V + self.any_eps)
-W = (1 + self.weight) if self.any_has_offset else self.weight
-return (Y * W.float()).to(dtype=D)
-"""
-_RMS_NORMS_WITH_OFFSET = _patterns(RMS_NORM_WITH_OFFSET)
-
-
-def rms_norm(module: Any) -> FusibleOperation | None:
-    """The op of a class's own RMSNorm over the last dimension; None for another module."""
-    names = _find(module, _RMS_NORMS)
-    if names is not None:
-        return BorrowedRMSNorm(module, names["eps"])
-    if _find(module, _CENTERED_RMS_NORMS) is not None:
-        names = _NORM_METHODS[0].match_all(function_of(class_of(module)._norm))
-        if names is not None:
-            return BorrowedRMSNorm(module, names["eps"], zero_centered_gamma=True)
-    names = _find(module, _RMS_NORMS_WITH_OFFSET)
-    if names is not None and getattr(module, names["dim"]) == -1:
-        has_offset = bool(getattr(module, names["has_offset"]))
-        return BorrowedRMSNorm(module, names["eps"], zero_centered_gamma=has_offset)
-    return None
-
-
-# timm's, which has another function for where apex is installed.
-_LAYER_NORMS = _patterns(
-    """
-    if self._fast_norm:
-        H = fast_layer_norm(H, self.normalized_shape, self.weight, self.bias, self.eps)
-    else:
-        H = F.layer_norm(H, self.normalized_shape, self.weight, self.bias, self.eps)
-    return H
-    """
-)
-
-
-def _layer_norm(module: Any) -> FusibleOperation | None:
-    if _find(module, _LAYER_NORMS) is None or module._fast_norm:
-        return None
-    return BorrowedLayerNorm(module)
-
-
 # ---- activations
 
 # The forward of a class -> the op.
 _ACTIVATIONS: tuple[tuple[tuple[Pattern, ...], MakeOp], ...] = (
-    (_patterns("return F.silu(H)", "return F.silu(H, inplace=self.inplace)"), SiLU),
-    (_patterns("return F.relu(H, inplace=self.inplace)"), ReLU),
-    (_patterns("return H * torch.sigmoid(1.702 * H)"), QGELU),
-    (_patterns("return torch.square(F.relu(H))"), SReLU),
+    (patterns("return F.silu(H)", "return F.silu(H, inplace=self.inplace)"), SiLU),
+    (patterns("return F.relu(H, inplace=self.inplace)"), ReLU),
+    (patterns("return H * torch.sigmoid(1.702 * H)"), QGELU),
+    (patterns("return torch.square(F.relu(H))"), SReLU),
     (
-        _patterns(
+        patterns(
             "return 0.5 * H * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * "
             "(H + 0.044715 * torch.pow(H, 3.0))))",
             "return F.gelu(H, approximate='tanh')",
         ),
         GELU,
     ),
-    (_patterns("return F.gelu(H)"), functools.partial(GELU, "none")),
+    (patterns("return F.gelu(H)"), functools.partial(GELU, "none")),
 )
-_CALLS_ACT = _patterns("return self.act(H)")
+_CALLS_ACT = patterns("return self.act(H)")
 # The op of an activation -> its gated unit.
 _GATED_UNITS: dict[type, Callable[[Any], FusibleOperation]] = {
     SiLU: lambda _: SwiGLU(),
@@ -196,10 +76,10 @@ _GATED_UNITS: dict[type, Callable[[Any], FusibleOperation]] = {
 
 
 def _activation(module: Any) -> FusibleOperation | None:
-    for patterns, make in _ACTIVATIONS:
-        if _find(module, patterns) is not None:
+    for forms, make in _ACTIVATIONS:
+        if find(module, forms) is not None:
             return None if getattr(module, "inplace", False) else make()
-    if _find(module, _CALLS_ACT) is None:
+    if find(module, _CALLS_ACT) is None:
         return None
     act = module.act
     if act is nn.functional.gelu:
@@ -219,7 +99,7 @@ def _gated_unit(ops: Sequence[FusibleOperation]) -> FusibleOperation:
 
 # ---- other modules
 
-_LAYER_SCALES = _patterns(
+_LAYER_SCALES = patterns(
     "return H * self.any_gamma",
     "return H.mul_(self.any_gamma) if self.any_inplace else H * self.any_gamma",
 )
@@ -249,7 +129,7 @@ _DROP_PATH_FUNCTION = Pattern(
     """
 )
 # The Conv1D of GPT-2.
-_TRANSPOSED_LINEARS = _patterns(
+_TRANSPOSED_LINEARS = patterns(
     """
     S = H.size()[:-1] + (self.any_size,)
     H = torch.addmm(self.bias, H.view(-1, H.size(-1)), self.weight)
@@ -260,13 +140,13 @@ _STEPS = Pattern("return any_steps(H)")
 
 
 def _transposed_linear(module: Any) -> FusibleOperation | None:
-    if _find(module, _TRANSPOSED_LINEARS) is None:
+    if find(module, _TRANSPOSED_LINEARS) is None:
         return None
     return BorrowedLinear(module, is_transposed=True)
 
 
 def _layer_scale(module: Any) -> FusibleOperation | None:
-    names = _find(module, _LAYER_SCALES)
+    names = find(module, _LAYER_SCALES)
     if names is None or getattr(module, names.get("inplace", ""), False):
         return None
     if not _is_channels(getattr(module, names["gamma"])):
@@ -279,19 +159,13 @@ def _is_channels(factor: Any) -> bool:
     return isinstance(factor, nn.Parameter) and factor.dim() == 1 and len(factor) > 1
 
 
-def _names_in(function: Any, pattern: Pattern) -> Names | None:
-    """The names that make a pattern the statements of a function that nothing is wrapped around."""
-    is_plain = inspect.isfunction(function) and not hasattr(function, "__wrapped__")
-    return pattern.match_text(function) if is_plain else None
-
-
 def _drop_path(module: Any) -> FusibleOperation | None:
     function = class_of(module).forward
-    names = _names_in(function, _DROP_PATH)
+    names = names_in(function, _DROP_PATH)
     if names is None:
-        names = _find(module, (_CALLS_DROP_PATH,))
+        names = find(module, (_CALLS_DROP_PATH,))
         called = getattr(function, "__globals__", {}).get("drop_path")
-        if names is None or _names_in(called, _DROP_PATH_FUNCTION) is None:
+        if names is None or names_in(called, _DROP_PATH_FUNCTION) is None:
             return None
         if not getattr(module, names["scales"]):
             raise FuseSkip("it drops paths without a factor for the others")
@@ -302,7 +176,7 @@ def _steps_in(module: nn.Module, method: Any) -> Steps:
     """The steps that are a whole method of a module. FuseSkip for another method."""
     names = None if hasattr(method, "__wrapped__") else _STEPS.match_all(method)
     if names is None:
-        raise _unknown(module)
+        raise unknown(module)
     steps: Any = names["steps"]
     return steps
 
@@ -319,7 +193,7 @@ def part(module: nn.Module) -> list[FusibleOperation]:
         raise FuseSkip(str(error).removeprefix("[view] ")) from None
     except TypeError:
         pass
-    makers = (_activation, rms_norm, _layer_norm, _layer_scale, _drop_path, _transposed_linear)
+    makers = (_activation, norm, _layer_scale, _drop_path, _transposed_linear)
     for make in makers:
         op = make(module)
         if op is not None:
@@ -384,6 +258,21 @@ def _part(module: Any, names: Names) -> list[FusibleOperation]:
     return part(found)
 
 
+def _part_if(module: Any, names: Names) -> list[FusibleOperation]:
+    return _part(module, names) if _is_on(module, names["flag"]) else []
+
+
+def _part_if_not(module: Any, names: Names) -> list[FusibleOperation]:
+    return [] if _is_on(module, names["flag"]) else _part(module, names)
+
+
+def _is_on(module: Any, name: str) -> bool:
+    flag = getattr(module, name)
+    if not isinstance(flag, bool):
+        raise FuseSkip(f"{name} is no bool")
+    return flag
+
+
 def _chunks(module: Any, names: Names) -> list[FusibleOperation]:
     """A method on parts of a sequence, or on the whole where their size is 0 (transformers)."""
     if getattr(module, names["size"]) != 0:
@@ -417,4 +306,6 @@ register_step("F.dropout(_, self.any_p, training=self.training)", _dropout)
 register_step("_ * self.any_factor", _factor)
 register_step("_ * self.any_factor if self.any_factor is not None else _", _optional_factor)
 register_step("self.any_part(_)", _part)
+register_step("self.any_part(_) if self.any_flag else _", _part_if)
+register_step("self.any_part(_) if not self.any_flag else _", _part_if_not)
 register_step("apply_chunking_to_forward(self.any_chunk, self.any_size, self.any_dim, _)", _chunks)

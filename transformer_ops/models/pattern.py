@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
+import inspect
 import itertools
 import math
 import textwrap
@@ -66,12 +68,14 @@ class Found(NamedTuple):
 
 class Pattern:
     """Statements in which `X`, `Y` and other single upper-case letters stand for local variables,
-    attributes that begin with `any_` for attributes of any name, and calls of functions that begin
-    with `any_` for steps: calls of submodules and functions, one on the result of the other.
+    attributes that begin with `any_` for attributes of any name, names that begin with `any_` for
+    numbers, and calls of functions that begin with `any_` for steps: calls of submodules and
+    functions, one on the result of the other.
 
     Statements match that compute the same expression of local variables, however they are divided
-    into statements; the terms of a sum, and the factors of a product, may stand in any order. Each
-    placeholder stands for one name, the same one everywhere, and no two for the same one.
+    into statements; the terms of a sum, and the factors of a product, may stand in any order, and
+    arguments of a function of torch may have names. Each placeholder stands for one name, the same
+    one everywhere, and no two for the same one.
     """
 
     def __init__(self, text: str) -> None:
@@ -170,6 +174,9 @@ def _matches(wanted: Any, found: Any, match: _Match, scope: Scope) -> Iterator[_
     elif isinstance(wanted, ast.Name) and _is_placeholder(wanted.id):
         if isinstance(found, ast.Name) and found.id in scope.locals:
             yield from _some(match.with_name(wanted.id, found.id))
+    elif isinstance(wanted, ast.Name) and _is_any(wanted):
+        if isinstance(found, ast.Constant) and type(found.value) in (int, float):
+            yield from _some(match.with_name(wanted.id.removeprefix(_ANY), repr(found.value)))
     elif isinstance(wanted, ast.Name | ast.Attribute) and _PATTERNS.object_of(wanted) is not None:
         if isinstance(found, ast.Name | ast.Attribute):
             known = scope.object_of(found)
@@ -178,6 +185,11 @@ def _matches(wanted: Any, found: Any, match: _Match, scope: Scope) -> Iterator[_
         yield from _matches_in_any_order(wanted, found, match, scope)
     elif isinstance(wanted, ast.Call) and _is_any(wanted.func):
         yield from _matches_steps(wanted, found, match, scope)
+    elif isinstance(wanted, ast.Call) and (arguments := _arguments(wanted, _PATTERNS)) is not None:
+        others = _arguments(found, scope) if isinstance(found, ast.Call) else None
+        if others is not None and arguments.keys() == others.keys():
+            pairs = [(arguments[name], others[name]) for name in arguments]
+            yield from _matches_all([(wanted.func, found.func), *pairs], match, scope)
     elif type(wanted) is type(found):
         yield from _matches_fields(wanted, found, match, scope)
 
@@ -205,6 +217,23 @@ def _matches_all(pairs: Sequence[tuple[Any, Any]], match: _Match, scope: Scope) 
         return
     for first in _matches(*pairs[0], match, scope):
         yield from _matches_all(pairs[1:], first, scope)
+
+
+def _arguments(call: ast.Call, scope: Scope) -> dict[str, Any] | None:
+    """What a function of Python is given, by the names of its parameters; None of another call."""
+    function = scope.object_of(call.func)
+    if not inspect.isfunction(function):
+        return None
+    keywords = {keyword.arg or "**": keyword.value for keyword in call.keywords}
+    try:
+        bound = _signature(function).bind(*call.args, **keywords)
+    except TypeError:
+        return None
+    has_star = any(isinstance(argument, ast.Starred) for argument in call.args)
+    return None if has_star else bound.arguments
+
+
+_signature = functools.lru_cache(maxsize=1024)(inspect.signature)
 
 
 def _matches_fields(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from torch import nn
@@ -113,22 +113,31 @@ class Region:
         """Makes the ops, or says why there are none; and what either takes for granted."""
         parts = self.parts(module)
         self.sequential, self.reason = None, ""
+        ops: Sequence[nn.Module] = ()
         try:
             ops = self.make(module)
             _leave_guards_to_region(ops, [module, *_unique(parts)])
             self.sequential = Sequential(*ops)
         except FuseSkip as skip:
             self.reason = str(skip)
-        self._guards = self._guards_of(module, parts)
+        own = {
+            name
+            for basic in _borrowed(ops)
+            if any(owner is module for owner in basic._owners())
+            for name in basic._watched
+        }
+        self._guards = self._guards_of(module, parts, self._attributes() | own)
 
-    def _guards_of(self, module: nn.Module, parts: Sequence[nn.Module]) -> _C.Guards:
+    @staticmethod
+    def _guards_of(
+        module: nn.Module, parts: Sequence[nn.Module], attributes: Set[str]
+    ) -> _C.Guards:
         guards = _C.Guards()
         for name in _GLOBAL_HOOKS:
             guards.add_size(vars(nn.modules.module), name, "there are other hooks for all modules")
-        kept = self._attributes()
-        for name in sorted(kept & module._modules.keys()):
+        for name in sorted(attributes & module._modules.keys()):
             guards.add_value(module._modules, name, f"{name} is another module")
-        for name in sorted(kept & vars(module).keys()):
+        for name in sorted(attributes & vars(module).keys()):
             guards.add_value(vars(module), name, f"{name} has changed")
         own = "the module"
         add_guards(guards, module, own, tensors=module._parameters, is_called=False)

@@ -9,9 +9,10 @@ from torch import nn
 
 from ..ops.add_extra_input import AddExtraInput
 from ..ops.make_extra_output import MakeExtraOutput
-from .parts import count_products, ops_of, part, whole
+from .parts import count_products, ops_of, part
 from .pattern import Names, Pattern
 from .rules import FuseSkip, FuseUnfit, register_fuse_rule
+from .whole import whole
 
 _CHANNEL = "residual"
 
@@ -79,12 +80,28 @@ register_fuse_rule("parallel branches", "H = X + H + any_steps(H)", _parallel)
 
 
 def _residual(module: Any, names: Names) -> Sequence[nn.Module]:
-    steps, after = (_steps(module, names, name) for name in ("steps", "after"))
-    return [_begin(), *steps, _end(), *after]
+    return [_begin(), *_steps(module, names, "steps"), _end()]
 
 
-register_fuse_rule("residual", "H = H + any_steps(H)", _residual)
-register_fuse_rule("residual and norm", "H = any_after(H + any_steps(H))", _residual)
+def _residual_and_norm(module: Any, names: Names) -> Sequence[nn.Module]:
+    after = _steps(module, names, "after")
+    if not after:
+        raise FuseUnfit("nothing is behind the sum")
+    return [*_residual(module, names), *after]
+
+
+# On all rows at once, as OPT writes it, or on the tensor as it is.
+_ROWS = """
+Y = H.reshape(-1, H.size(-1))
+Y = (Y + any_steps(Y)).view(H.shape)
+H = {}
+"""
+register_fuse_rule("residual", ("H = H + any_steps(H)", _ROWS.format("Y")), _residual)
+register_fuse_rule(
+    "residual and norm",
+    ("H = any_after(H + any_steps(H))", _ROWS.format("any_after(Y)")),
+    _residual_and_norm,
+)
 
 
 # ---- the sum in another module (BERT)
