@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import json
 import pickle
 import re
@@ -346,14 +347,108 @@ def test_attributes_that_change_at_each_call() -> None:
     assert "changes from call to call: count of mlp has changed" in report.skipped[0].reason
 
 
-class Decorated(EncoderLayer):
-    @torch.no_grad()
-    def forward(self, x: Tensor) -> Tensor:
-        residual = x
-        x = self.norm(x)
-        x = self.mlp(x)
-        x = residual + x
-        return x
+def twice(function: Any) -> Any:
+    @functools.wraps(function)
+    def twice_of(*args: Any, times: float = 2.0, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) * times
+
+    return twice_of
+
+
+def counted(function: Any) -> Any:
+    calls = 0
+
+    @functools.wraps(function)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return function(*args, **kwargs) * calls
+
+    return counting
+
+
+def by_default(function: Any) -> Any:
+    @functools.wraps(function)
+    def with_default(*args: Any, inner: Any = function) -> Any:
+        return inner(*args) * 2
+
+    return with_default
+
+
+def looks_for_itself(function: Any) -> Any:
+    @functools.wraps(function)
+    def outermost(self: Any, *args: Any) -> Any:
+        is_outermost = type(self).forward is outermost
+        return function(self, *args) * (2 if is_outermost else 1)
+
+    return outermost
+
+
+# What is wrapped around a forward -> the row of the report.
+WRAPPERS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "a decorator": ((twice,), ""),
+    "no_grad": ((torch.no_grad(),), ""),
+    "two decorators": ((torch.no_grad(), twice), ""),
+    "a variable of its own": ((counted,), ""),
+    "the function as a default": (
+        (by_default,),
+        "its forward is wrapped in with_default, which can hold no other function",
+    ),
+    "a look at itself": (
+        (looks_for_itself,),
+        "its forward is wrapped in outermost, which can hold no other function",
+    ),
+}
+
+
+def wrapped(decorators: Any, base: type[nn.Module] = EncoderLayer) -> type[nn.Module]:
+    forward: Any = base.forward
+    for decorator in reversed(decorators):
+        forward = decorator(forward)
+    return type("Wrapped", (base,), {"forward": forward})
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_forward_that_is_wrapped(name: str) -> None:
+    decorators, reason = WRAPPERS[name]
+    layer, x = wrapped(decorators)(), torch.randn(2, 16)
+    plain = wrapped(decorators)()
+    plain.load_state_dict(layer.state_dict())
+    report = tops.fuse(layer)
+    for _ in range(2):
+        found, want = layer(x), plain(x)
+        torch.testing.assert_close(found, want)
+        assert found.requires_grad == want.requires_grad
+    assert inspect.signature(layer.forward) == inspect.signature(plain.forward)
+    (row,) = [row for row in report.rows if row.kind == "Wrapped" and row.rule == "residual"]
+    assert bool(row.reason) == bool(reason) and reason in row.reason
+    if not reason:
+        assert "MakeExtraOutput" in str(layer.fused.explain())
+
+
+def test_a_forward_that_is_wrapped_by_itself_and_by_its_base() -> None:
+    """As transformers wraps what checkpoints around the forward of each subclass."""
+
+    class Base(EncoderLayer):
+        def __init_subclass__(cls) -> None:
+            cls.forward = looks_for_itself(cls.forward)  # type: ignore[method-assign]
+
+    class Layer(Base):
+        forward = twice(EncoderLayer.forward)
+
+    layer, x = Layer(), torch.randn(2, 16)
+    want = layer(x)
+    assert len([row for row in tops.fuse(layer).fused if row.rule == "residual"]) == 1
+    torch.testing.assert_close(layer(x), want)
+    assert "MakeExtraOutput" in str(layer.fused.explain())
+
+
+def test_a_forward_that_is_wrapped_and_then_patched() -> None:
+    kind: Any = wrapped((twice,))
+    layer, x = kind(), torch.randn(2, 16)
+    tops.fuse(layer)
+    kind.forward = lambda self, x: x + 1
+    assert torch.equal(layer(x), x + 1)
 
 
 class Private(EncoderLayer):
@@ -369,15 +464,21 @@ class Private(EncoderLayer):
         return x
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Decorated, "is wrapped"), (Private, None)])
-def test_functions_that_cannot_be_written_anew(kind: type[nn.Module], reason: str | None) -> None:
-    layer, x = kind(), torch.randn(2, 16)
+def test_a_function_that_cannot_be_written_anew() -> None:
+    layer, x = Private(), torch.randn(2, 16)
     want = layer(x)
     report = tops.fuse(layer)
     torch.testing.assert_close(layer(x), want)
-    assert layer(x).requires_grad == want.requires_grad
-    rows = [row for row in report.rows if row.kind == kind.__name__]
-    assert [reason in row.reason for row in rows] == [True] * (reason is not None)
+    assert not [row for row in report.rows if row.kind == "Private"]
+
+
+def test_a_class_keeps_its_name() -> None:
+    """Checkpoints, wrap policies and registries go by the names of classes."""
+    plain, model, _ = pair()
+    kinds = [type(one.layers[0]) for one in (plain, model)]
+    assert kinds[0] is not kinds[1] and str(kinds[0]) == str(kinds[1])
+    assert model.layers[0]._get_name() == "DecoderLayer"
+    assert repr(model.layers[0]).startswith("FusedDecoderLayer(")
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
@@ -405,7 +506,11 @@ def test_a_class_that_is_patched(
         patch()
     assert_same(plain, model)
     fused = [row.rule for row in of_layers(report.fused)]
-    assert fused == (["sum", "sum"] if (when, kind) == ("before", RootNorm) else [])
+    # A patch that calls what it replaces calls the ops.
+    rules: dict[Any, list[str]] = {RootNorm: ["sum", "sum"]}
+    if is_wrapped:
+        rules[DecoderLayer] = ["residual", "residual"]
+    assert fused == (rules.get(kind, []) if when == "before" else [])
 
 
 def test_a_refusal_is_found_out_once() -> None:

@@ -7,6 +7,7 @@ import ast
 import copy
 import enum
 import functools
+import inspect
 import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -166,6 +167,9 @@ class FusedModule(nn.Module):
         found: Sequential = self.__dict__[REGIONS][i].sequential
         return found
 
+    def __repr__(self) -> str:
+        return f"Fused{super().__repr__()}"
+
     def __getstate__(self) -> dict[str, Any]:
         get = getattr(super(), "__getstate__", None)
         state = dict(self.__dict__ if get is None else get())
@@ -187,8 +191,9 @@ _classes: dict[tuple[Any, ...], type[nn.Module]] = {}
 
 
 def fused_class(base: type[nn.Module], sites: tuple[Site, ...]) -> type[nn.Module]:
-    """The class of modules of class `base` with ops at these sites. Made once. FuseSkip where its
-    methods would not be wrapped as those of `base` are."""
+    """The class of modules of class `base` with ops at these sites. Made once. Its methods are
+    wrapped as those of `base` are; FuseSkip where they cannot be. It has the name of `base`, which
+    many tools go by: checkpoints of transformers, wrap policies, device maps."""
     # A class whose method is replaced later is another one.
     methods_of = tuple(getattr(base, site.rule.method) for site in sites)
     key = (base, methods_of, tuple((site.rule, site.key) for site in sites))
@@ -205,17 +210,88 @@ def fused_class(base: type[nn.Module], sites: tuple[Site, ...]) -> type[nn.Modul
             "_tops_methods": {method: getattr(base, method) for method in methods},
             "_tops_conditions": tuple(site.rule.when for site in sites),
             "__module__": base.__module__,
-            "__qualname__": f"Fused{base.__qualname__}",
+            "__qualname__": base.__qualname__,
             "__doc__": base.__doc__,
         }
-        found = type(f"Fused{base.__name__}", (FusedModule, base), names)
-        for method in methods:
-            # What a base class wraps around the methods of its subclasses is there again. A class
-            # between them, as `fully_shard` makes one, has it twice.
-            own, wanted = (wrappers_of(getattr(kind, method)) for kind in (found, base))
-            if list(dict.fromkeys(own)) != list(dict.fromkeys(wanted)):
-                raise FuseSkip(f"its {method} is wrapped, by a decorator or a patch")
+        found = _with_wrappers(base, names, list(methods))
         _classes[key] = found
+    return found
+
+
+def _with_wrappers(
+    base: type[nn.Module], names: dict[str, Any], methods: Sequence[str]
+) -> type[nn.Module]:
+    """A fused class of these attributes, with what is wrapped around the methods of its base."""
+    found: type[nn.Module] = type(base.__name__, (FusedModule, base), names)
+    wrapped = {}
+    for name in methods:
+        # What a base class wraps around the methods of its subclasses is there again. A class
+        # between them, as `fully_shard` makes one, has it twice.
+        own, wanted = (
+            list(dict.fromkeys(wrappers_of(getattr(kind, name)))) for kind in (found, base)
+        )
+        if own == wanted:
+            continue
+        if wanted[: len(own)] != own:
+            raise FuseSkip(f"its {name} is wrapped in another way than those of its subclasses")
+        inside = getattr(base, name)
+        while hasattr(inside, "__wrapped__") and wrappers_of(inside)[0] in own:
+            inside = inside.__wrapped__
+        wrapped[name] = _unless_patched(_wrapped_as(inside, names[name], name), name)
+    if not wrapped:
+        return found
+    return type(base.__name__, (FusedModule, base), {**names, **wrapped})
+
+
+def _wrapped_as(original: Any, inner: Any, method: str) -> Any:
+    """The function in what is wrapped around the innermost function of another one: decorators, or
+    patches that call what they replace. FuseSkip for wrappers that are no functions with what they
+    call as a free variable, and for those that look for themselves."""
+    if not hasattr(original, "__wrapped__"):
+        return inner
+    wrapped = original.__wrapped__
+    cells = getattr(original, "__closure__", None) or ()
+    contents = [_contents_of(cell) for cell in cells]
+    is_known = inspect.isfunction(original) and sum(found is wrapped for found in contents) == 1
+    if not is_known or any(found is original for found in contents):
+        code = getattr(original, "__code__", None)
+        name = type(original).__name__ if code is None else code.co_name
+        raise FuseSkip(f"its {method} is wrapped in {name}, which can hold no other function")
+    # The other variables, and what they count, belong to both.
+    new = types.CellType(_wrapped_as(wrapped, inner, method))
+    closure = (
+        new if found is wrapped else cell for cell, found in zip(cells, contents, strict=True)
+    )
+    made = types.FunctionType(
+        original.__code__,
+        original.__globals__,
+        original.__name__,
+        original.__defaults__,
+        tuple(closure),
+    )
+    made.__kwdefaults__ = original.__kwdefaults__
+    functools.update_wrapper(made, original)
+    made.__wrapped__ = new.cell_contents  # type: ignore[attr-defined]
+    return made
+
+
+def _contents_of(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return None
+
+
+def _unless_patched(wrapped: Any, method: str) -> Any:
+    """The function, or what the class has now, where somebody replaced the method since."""
+
+    @functools.wraps(wrapped)
+    def found(self: FusedModule, *args: Any, **kwargs: Any) -> Any:
+        now = getattr(self._tops_base, method)
+        if now is not self._tops_methods[method]:
+            return now(self, *args, **kwargs)
+        return wrapped(self, *args, **kwargs)
+
     return found
 
 
