@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ import transformers
 from fuse_models import fused_rules
 from onnx.reference import ReferenceEvaluator
 from torch import Tensor, nn
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from torchao.quantization import (
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    quantize_,
+)
 
 import transformer_ops as tops
 
@@ -227,21 +232,71 @@ def test_adapters(targets: Any, fused: dict[str, int], when: str) -> None:
     assert all("lora" in name for name in results(model)[1])
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_quantized_weights(when: str) -> None:
-    plain: Any = make("Llama")
-    model: Any = make("Llama")
-    report = None
-    if when == "after":
-        report = tops.fuse(model)
-    for one in (plain, model):
-        quantize_(one.model.layers[0].mlp, Int8WeightOnlyConfig())
-    report = report or tops.fuse(model)
-    with torch.no_grad():
-        outputs = [one(input_ids=TOKENS).logits for one in (plain, model)]
-    torch.testing.assert_close(*outputs)
-    assert fused_rules(report)["residual"] == 1
-    assert any("Int8Tensor" in row.reason for row in report.skipped)
+def by_torchao(config: Any) -> Callable[[Any], Any]:
+    def quantize(model: Any) -> Any:
+        quantize_(model, config())
+        return model
+
+    return quantize
+
+
+def by_torch(model: Any) -> Any:
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+# name -> (what quantizes a model, what the report says of its feed-forwards)
+QUANTIZERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "torchao": (by_torchao(Int8WeightOnlyConfig), "Linear: its weight is a Int8Tensor"),
+    "torchao, dynamic": (
+        by_torchao(Int8DynamicActivationInt8WeightConfig),
+        "Linear: its weight is a Int8Tensor",
+    ),
+    "torch": (by_torch, "torch.ao.nn.quantized.dynamic.modules.linear.Linear"),
+}
+# But for norms: what they round else goes to the next number of eight bits.
+NOT_NORMS = ["residual", "sum and norm", "feed-forward, sum and norm", "feed-forward"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.parametrize("when", ["before", "after", "after, with products"])
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("name", ["Llama", "Bert"])
+def test_quantizers(name: str, quantizer: str, when: str) -> None:
+    """What a quantizer finds runs as in the quantized plain model. What it passes over, it says."""
+    quantize, reason = QUANTIZERS[quantizer]
+    plain, model = quantize(make(name)), make(name)
+    # As on processors where our product is faster.
+    rule = tops.register_fuse_rule(
+        "all products",
+        "return F.linear(H, self.weight, self.bias)",
+        lambda module, _: [tops.view(module)],
+    )
+    try:
+        rules: list[Any] = [*NOT_NORMS, *([rule] if "products" in when else [])]
+        if when != "before":
+            tops.fuse(model, rules=rules)
+            model(**inputs(model))
+        is_passed_over = quantizer == "torch" and "products" in when
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = quantize(model)
+        said = [str(warning.message) for warning in caught]
+        assert any("[fuse]" in text and "over each Linear" in text for text in said) == (
+            is_passed_over
+        )
+        if is_passed_over:
+            tops.unfuse(model)
+            model = quantize(model)
+        report = tops.fuse(model, rules=rules)
+        with torch.no_grad():
+            want, found = (one(input_ids=TOKENS).logits for one in (plain, model))
+            float_logits = make(name)(input_ids=TOKENS).logits
+        torch.testing.assert_close(found, want, rtol=0, atol=1e-6)
+        assert (float_logits - want).abs().max() > 1e-4
+        assert not report.fused
+        assert any(reason in row.reason for row in report.skipped)
+    finally:
+        rule.remove()
 
 
 class Output(nn.Module):

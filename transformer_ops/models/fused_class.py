@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 
 from ..guard_groups import untraced
+from ..op.quantizers import passed_over
 from ..plan.explain.explanation import Explanation
 from ..sequential import Sequential
 from .pattern import Found, Pattern, Scope
@@ -122,6 +123,22 @@ class FusedView:
         return region.sequential.explain()
 
 
+def _why_passed_over(module: FusedModule) -> str:
+    from torch.ao.quantization import quantization_mappings as known
+
+    kind = module._tops_base
+    tables = (
+        known.get_default_dynamic_quant_module_mappings(),
+        known.get_default_static_quant_module_mappings(),
+    )
+    if not any(kind in table for table in tables):
+        return ""
+    return (
+        f"[fuse] torch.ao.quantization passes over each {kind.__name__} that ops run, as it looks "
+        "for the exact class: call tops.unfuse(model) before it, and tops.fuse(model) after it"
+    )
+
+
 class FusedModule(nn.Module):
     """What the class of a fused module has beside its own."""
 
@@ -129,6 +146,8 @@ class FusedModule(nn.Module):
     _tops_sites: tuple[Site, ...]
     _tops_methods: dict[str, Any]  # of the base, which the methods here were made from
     _tops_conditions: tuple[Condition | None, ...]
+
+    qconfig = passed_over(_why_passed_over)
 
     @property
     def fused(self) -> FusedView:

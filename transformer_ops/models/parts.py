@@ -27,7 +27,7 @@ from ..views import (
 from .norms import norm
 from .pattern import Names, Pattern, Steps, register_step
 from .rules import FuseSkip, FuseUnfit
-from .whole import find, names_in, patterns, unknown
+from .whole import find, name_of, names_in, patterns, unknown
 
 __all__ = ["count_products", "ops_of", "part"]
 
@@ -206,7 +206,7 @@ def part(module: nn.Module) -> list[FusibleOperation]:
 
 def _linear(module: nn.Module) -> nn.Module:
     if not is_torch(module, nn.Linear):
-        raise FuseSkip(f"{class_of(module).__name__} is not a torch.nn.Linear")
+        raise FuseSkip(f"{name_of(module)} is not a torch.nn.Linear")
     return module
 
 

@@ -12,7 +12,7 @@ from ..op.borrowed import class_of
 from .pattern import Names, Pattern
 from .rules import FuseSkip
 
-__all__ = ["find", "names_in", "patterns", "unknown", "whole"]
+__all__ = ["find", "name_of", "names_in", "patterns", "unknown", "whole"]
 
 
 def patterns(*texts: str) -> tuple[Pattern, ...]:
@@ -32,7 +32,14 @@ def find(module: nn.Module, patterns: Iterable[Pattern]) -> Names | None:
 
 def unknown(module: nn.Module) -> FuseSkip:
     """Says that no ops are known for a module."""
-    return FuseSkip(f"the forward of {class_of(module).__name__} is not known")
+    return FuseSkip(f"the forward of {name_of(module)} is not known")
+
+
+def name_of(module: nn.Module) -> str:
+    """The name of a module's class; in full, where a class of torch.nn has the same."""
+    kind = class_of(module)
+    is_namesake = getattr(nn, kind.__name__, kind) is not kind
+    return f"{kind.__module__}.{kind.__qualname__}" if is_namesake else kind.__name__
 
 
 def whole(module: nn.Module, pattern: Pattern) -> Names:
