@@ -146,6 +146,16 @@ def test_quantize() -> None:
         model(X)
 
 
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_quantize_dynamic() -> None:
+    model = Model(ours=True)
+    with pytest.warns(UserWarning, match=r"\[Linear\] torch.ao.quantization passes over"):
+        found = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    kinds = [type(module).__module__ for module in (found.first, found.mlp[1], found.head)]
+    assert ["ao" in kind for kind in kinds] == [True, False, False]
+    assert not hasattr(found.head, "qconfig") and not hasattr(model.head, "qconfig")
+
+
 def test_quantize_what_is_borrowed() -> None:
     up, down = nn.Linear(16, 32), nn.Linear(32, 16)
     mlp = tops.Sequential(tops.view(up), tops.GELU(), tops.view(down))

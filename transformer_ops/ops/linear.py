@@ -11,6 +11,7 @@ from torch import nn
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import check_bool
 from ..op.parameters import new_parameter
+from ..op.quantizers import passed_over
 from ..op.scales import renew_scales
 from ..op.state_dict import take_extra_state
 from ..op.tensor_parallel import SplitProductMixin
@@ -94,6 +95,12 @@ class Linear(FusibleOperation, SplitProductMixin):
     _takes_scales = True
     _fixed_once_captured = BasicLinear._fixed_once_captured
     _checks = BasicLinear._checks
+    qconfig = passed_over(
+        lambda _: (
+            "[Linear] torch.ao.quantization passes over transformer_ops.Linear, as it looks for "
+            "torch.nn.Linear: quantize with a recipe of transformer_ops, or use torch.nn.Linear"
+        )
+    )
 
     def __init__(
         self,
