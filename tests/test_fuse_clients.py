@@ -54,8 +54,7 @@ VISION: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "vit_base_patch16_clip_224": (SMALL, {"residual": 2}),
     "vit_base_patch16_siglip_224": (SMALL, {"residual": 3}),
     "eva02_tiny_patch14_224": (PATCHES_OF_14, {"residual": 2}),
-    # With a LayerScale and without one, of which one branch runs.
-    "beit_base_patch16_224": (SMALL, {"residual": 4}),
+    "beit_base_patch16_224": (SMALL, {"residual": 2}),
     "swin_tiny_patch4_window7_224": (SWIN, {"residual": 2}),
 }
 

@@ -256,6 +256,68 @@ def test_the_norm_of_torch(has_weight: bool) -> None:
     torch.testing.assert_close(before, after, rtol=1e-2, atol=1e-2)
 
 
+class Branches(Form):
+    """Only one of the sums runs: attributes decide which one."""
+
+    def forward(self, x: Tensor, twice: bool = False) -> Tensor:
+        if self.no_gamma is not None and x.ndim == 3:
+            x = x + self.mlp(self.norm(x)) * self.no_gamma
+            return x
+        if not self.is_first:
+            x = x + self.mlp(self.norm(x))
+            return x
+        x = x + self.down(self.act(self.up(x)))
+        return x
+
+
+class UndecidedBranches(Form):
+    """Both of these may run: by an argument, by a tensor, in training or in eval."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 3 or self.is_first is None:
+            x = x + self.mlp(self.norm(x))
+        if self.training:
+            x = x + self.down(self.act(self.up(x)))
+        if self.gamma is not None and self.gamma.sum() > 0:
+            x = x + self.down(self.act(self.gate(x)))
+        return x
+
+
+def test_branches_that_do_not_run() -> None:
+    plain = Branches()
+    module = copy.deepcopy(plain)
+    report = tops.fuse(module, rules=["residual"])
+    assert "GELU" not in str(report) and fused_rules(report) == {"residual": 1}
+    for name, value in (("is_first", False), ("no_gamma", 0.5), ("no_gamma", None)):
+        for one in (plain, module):
+            setattr(one, name, value)
+        torch.testing.assert_close(results(module), results(plain), rtol=1e-4, atol=1e-5)
+        assert len(report.rows) == (2 if value == 0.5 else 1)
+        assert "ReLU" in str(module.fused.explain())
+
+
+def test_what_a_branch_that_does_not_run_calls_is_fused_on_its_own() -> None:
+    class Layer(Form):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.is_first:
+                return self.root(x)  # type: ignore[no-any-return]
+            return x + self.mlp(self.root(x))  # type: ignore[no-any-return]
+
+    layer = Layer()
+    layer.root = RootNorm(16)
+    assert fused_rules(tops.fuse(layer)) == {"norm": 1}
+    layer = Layer()
+    layer.root, layer.is_first = RootNorm(16), False
+    assert fused_rules(tops.fuse(layer)) == {"residual": 1}
+
+
+def test_branches_that_may_run() -> None:
+    module = UndecidedBranches()
+    assert fused_rules(tops.fuse(module)) == {"residual": 3}
+    module.eval()
+    assert fused_rules(tops.fuse(module)) == {"residual": 3}
+
+
 class Sine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.sin(x)

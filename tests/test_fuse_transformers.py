@@ -77,7 +77,7 @@ MODERNBERT = ENCODER | {"cls_token_id": 3, "sep_token_id": 4}
 LLAMA = {"norm": 3, "residual": 2}
 # Where the feed-forwards have adapters.
 REST = {"norm": 3}
-PARALLEL = {"parallel branches": 2, "residual": 2}
+PARALLEL = {"parallel branches": 2}
 BERT = {"feed-forward, sum and norm": 2, "sum and norm": 2}
 # model -> (how it is made, how many parts each rule fuses)
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
@@ -95,8 +95,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "GPT2": (small("GPT2LMHeadModel", "GPT2Config", **GPT2), {"residual": 2}),
     "GPTNeoX": (small("GPTNeoXForCausalLM", "GPTNeoXConfig", **ENCODER), PARALLEL),
     "Cohere": (causal("Cohere"), {"feed-forward": 2}),
-    # In two branches, of which one runs.
-    "StableLm": (causal("StableLm"), {"feed-forward": 2, "residual": 2}),
+    "StableLm": (causal("StableLm"), {"residual": 2}),
+    "StableLm, parallel": (causal("StableLm", use_parallel_residual=True), {"feed-forward": 2}),
     "Starcoder2": (causal("Starcoder2"), {"residual": 2}),
     "Olmo": (causal("Olmo"), {"norm of any dtype": 3, "residual": 2}),
     "Nemotron": (causal("Nemotron"), {"residual": 2}),

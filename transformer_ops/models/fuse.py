@@ -59,7 +59,11 @@ def fuse(
         sites = () if isinstance(module, FusedModule) else find_sites(module, chosen)
         why = _swap_class(module, sites) if sites else ""
         if why:
-            skipped += [FuseRow(path, base.__name__, site.rule.name, why) for site in sites]
+            skipped += [
+                FuseRow(path, base.__name__, site.rule.name, why)
+                for site in sites
+                if site.region().may_run(module)
+            ]
         elif isinstance(module, FusedModule):
             covered.update(
                 id(one) for region in module._regions() for one in region.covered(module)

@@ -34,6 +34,10 @@ class Site(NamedTuple):
     pattern: Pattern
     found: Found  # in the body of the function
 
+    def region(self) -> Region:
+        """Ops in its place, for one module."""
+        return Region(self.rule, self.found.names, self.found.window.conditions)
+
     @property
     def key(self) -> tuple[str, str, int, int]:
         """Which one of the class it is."""
@@ -68,13 +72,14 @@ class _Fit(enum.Enum):
 
 
 def _fit(module: nn.Module, site: Site) -> _Fit:
+    region = site.region()
     try:
-        Region(site.rule, site.found.names).make(module)
+        region.make(module)
     except FuseUnfit:
         return _Fit.NEVER
     except FuseSkip:
         return _Fit.LATER
-    return _Fit.NOW
+    return _Fit.NOW if region.may_run(module) else _Fit.LATER
 
 
 def all_sites(kind: type[nn.Module], rules: tuple[FuseRule, ...]) -> list[Site]:
@@ -116,7 +121,8 @@ class FusedView:
 
     def explain(self) -> Explanation | str:
         """The plan of the last call; or why there is none."""
-        region = self.regions[0]
+        regions = self.regions
+        region = next((one for one in regions if one.may_run(self._module)), regions[0])
         why_not = region.why_not(self._module)
         if why_not or region.sequential is None:
             return f"{region.rule.name}: {why_not or region.reason}"
@@ -157,7 +163,7 @@ class FusedModule(nn.Module):
     def _regions(self) -> list[Region]:
         found: list[Region] | None = self.__dict__.get(REGIONS)
         if found is None:
-            found = [Region(site.rule, site.found.names) for site in self._tops_sites]
+            found = [site.region() for site in self._tops_sites]
             self.__dict__[REGIONS] = found
         return found
 

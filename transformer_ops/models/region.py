@@ -15,8 +15,10 @@ from ..op.borrowed import Borrowed, add_guards, class_of, find_obstacle
 from ..op.hooks import HOOKS
 from ..op.tensor_parallel import is_dtensor
 from ..sequential import Sequential
+from .branches import may_run
 from .pattern import Names, Steps
 from .rules import FuseRule, FuseSkip
+from .statements import Condition
 
 __all__ = ["IS_OFF", "REGIONS", "Region"]
 
@@ -46,8 +48,8 @@ class Region:
     they were when the ops were made: of the same class, without hooks and without a `forward` of
     their own, with the same submodules, attributes and classes of parameters."""
 
-    def __init__(self, rule: FuseRule, names: Names) -> None:
-        self.rule, self.names = rule, names
+    def __init__(self, rule: FuseRule, names: Names, conditions: Sequence[Condition] = ()) -> None:
+        self.rule, self.names, self._conditions = rule, names, conditions
         self.sequential: Sequential | None = None
         self.reason = "not called yet"
         self._guards: _C.Guards | None = None
@@ -88,6 +90,10 @@ class Region:
             return str(skip)
         return ""
 
+    def may_run(self, module: nn.Module) -> bool:
+        """Whether its statements are in no branch that attributes of the module rule out."""
+        return may_run(module, self._conditions)
+
     def parts(self, module: nn.Module) -> list[nn.Module]:
         """The modules that the statements call."""
         called = (getattr(module, name, None) for name in sorted(self._attributes()))
@@ -96,7 +102,7 @@ class Region:
     def covered(self, module: nn.Module) -> Iterator[nn.Module]:
         """The modules that nobody calls while the ops run."""
         # What holds DTensors now may gather them for a call.
-        is_ready = self._has_dtensors(module) or not self.why_not(module)
+        is_ready = self.may_run(module) and (self._has_dtensors(module) or not self.why_not(module))
         return iter(_unique(self.parts(module)) if is_ready else ())
 
     def _has_dtensors(self, module: nn.Module) -> bool:

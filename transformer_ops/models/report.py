@@ -41,14 +41,16 @@ class FuseReport:
 
     @property
     def rows(self) -> list[FuseRow]:
-        """One for each part that a rule matches."""
+        """One for each part that a rule matches, but for those in branches of a `forward` that
+        attributes of the module rule out now."""
         found = list(self._skipped)
         for path, module in self._model.named_modules():
             if isinstance(module, FusedModule):
                 kind = module._tops_base.__name__
                 for region in module._regions():
-                    reason = region.why_not(module)
-                    found.append(FuseRow(path, kind, region.rule.name, reason))
+                    if region.may_run(module):
+                        reason = region.why_not(module)
+                        found.append(FuseRow(path, kind, region.rule.name, reason))
         return found
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 __all__ = [
+    "Condition",
     "Value",
     "Window",
     "blocks_of",
@@ -168,6 +169,13 @@ def _replaced(node: Any, variables: Mapping[str, ast.expr]) -> Any:
 # ---- consecutive statements
 
 
+class Condition(NamedTuple):
+    """That the test of a branch is true, or false."""
+
+    test: ast.expr
+    is_true: bool
+
+
 class Window(NamedTuple):
     """Consecutive statements of a function that compute one value, and nothing else that is read
     later."""
@@ -177,6 +185,7 @@ class Window(NamedTuple):
     end: int  # where the statements behind them begin
     lines: tuple[int, int]  # the first and the last one
     value: Value
+    conditions: tuple[Condition, ...]  # they run where all of these hold
 
 
 def windows_of(body: list[ast.stmt]) -> list[Window]:
@@ -195,8 +204,34 @@ def windows_of(body: list[ast.stmt]) -> list[Window]:
                 inner = value.assigned - {value.target}
                 if known != before and not _reads([*block[end:], *after], inner):
                     lines = (block[start].lineno, block[end - 1].end_lineno or 0)
-                    found.append(Window(i, start, end, lines, value))
+                    conditions = tuple(_conditions(body, block, start) or ())
+                    found.append(Window(i, start, end, lines, value, conditions))
     return found
+
+
+def _conditions(body: list[ast.stmt], block: list[ast.stmt], start: int) -> list[Condition] | None:
+    """What holds where a statement of a block runs; None if the block is not in this body."""
+    found: list[Condition] = []
+    for i, one in enumerate(body):
+        if body is block and i == start:
+            return found
+        branches = ((one.body, True), (one.orelse, False)) if isinstance(one, ast.If) else ()
+        for branch, is_true in branches:
+            assert isinstance(one, ast.If)
+            inner = _conditions(branch, block, start)
+            if inner is not None:
+                return [*found, Condition(one.test, is_true), *inner]
+            if _leaves(branch):
+                found.append(Condition(one.test, not is_true))
+    return None
+
+
+def _leaves(block: list[ast.stmt]) -> bool:
+    """Whether nothing behind a block runs."""
+    last = block[-1] if block else None
+    if isinstance(last, ast.If):
+        return _leaves(last.body) and _leaves(last.orelse)
+    return isinstance(last, ast.Return | ast.Raise)
 
 
 def blocks_of(body: list[ast.stmt]) -> list[list[ast.stmt]]:
