@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,6 +232,50 @@ def test_adapters(targets: Any, fused: dict[str, int], when: str) -> None:
     rest = {"norm": 5} if when == "before" and fused is REST else {}
     assert fused_rules(report) == fused | rest
     assert all("lora" in name for name in results(model)[1])
+
+
+def train_and_merge(model: Any, targets: Any) -> tuple[list[float], list[weakref.ref[Any]]]:
+    """The losses of some steps with adapters, which are merged then; and the modules of PEFT."""
+    adapted = lora(model, targets)
+    kinds = [(module, type(module).__module__) for module in adapted.modules()]
+    replaced = [weakref.ref(module) for module, kind in kinds if kind.startswith("peft.")]
+    optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, adapted.parameters()), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = adapted(**inputs(model)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert adapted.merge_and_unload() is model
+    return losses, replaced
+
+
+@pytest.mark.parametrize("way", ["a call", "unfuse"])
+@pytest.mark.parametrize("targets", [["q_proj"], ["gate_proj", "down_proj"], "all-linear"])
+def test_adapters_that_are_merged(targets: Any, way: str) -> None:
+    """The numbers are those of the plain model, and nobody keeps what PEFT has put in between."""
+    plain: Any = make("Llama")
+    model: Any = make("Llama")
+    report = tops.fuse(model)
+    model(**inputs(model))
+    (want, _), (losses, replaced) = (train_and_merge(one, targets) for one in (plain, model))
+    assert losses == pytest.approx(want, rel=1e-6)
+    if way == "a call":
+        assert_same(plain.requires_grad_(), model.requires_grad_())
+        assert fused_rules(report) == LLAMA and not report.skipped
+    else:
+        tops.unfuse(model)
+    gc.collect()
+    assert replaced and not any(one() is not None for one in replaced)
+    tops.unfuse(model)
+    assert [type(one) for one in model.modules()] == [type(one) for one in plain.modules()]
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+    model.load_state_dict(plain.state_dict())
+    assert all(
+        torch.equal(one(**inputs(model)).logits, plain(**inputs(model)).logits)
+        for one in (model, copy.deepcopy(model))
+    )
 
 
 def by_torchao(config: Any) -> Callable[[Any], Any]:
