@@ -256,6 +256,18 @@ def test_the_norm_of_torch(has_weight: bool) -> None:
     torch.testing.assert_close(before, after, rtol=1e-2, atol=1e-2)
 
 
+def test_numbers_that_are_integers() -> None:
+    plain = OneLine()
+    plain.norm.eps = 1
+    plain.down = nn.Sequential(nn.Linear(24, 16), nn.Dropout(0))
+    module = copy.deepcopy(plain)
+    assert fused_rules(tops.fuse(module)) == {"residual": 1}
+    torch.testing.assert_close(results(module), results(plain), rtol=1e-4, atol=1e-5)
+    norm, fused = (nn.RMSNorm(16, eps=1) for _ in range(2))
+    tops.fuse(fused, strict=True)
+    torch.testing.assert_close(results(fused), results(norm), rtol=1e-4, atol=1e-5)
+
+
 class Branches(Form):
     """Only one of the sums runs: attributes decide which one."""
 

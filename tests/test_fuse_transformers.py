@@ -73,6 +73,9 @@ GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 OPT = {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 64, "num_attention_heads": 4}
 OPT |= {"vocab_size": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 16}
 DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "vocab_size": 64}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0}
+MPT = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 16}
 MODERNBERT = ENCODER | {"cls_token_id": 3, "sep_token_id": 4}
 
 # These have two layers, and three norms outside of the feed-forwards.
@@ -106,6 +109,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "OPT, post-norm": (
         small("OPTForCausalLM", "OPTConfig", **OPT, do_layer_norm_before=False),
         {"residual and norm": 2},
+    ),
+    "Helium": (causal("Helium", head_dim=8), {"norm of any dtype": 3, "residual": 2}),
+    "Falcon": (
+        small("FalconForCausalLM", "FalconConfig", **ENCODER),
+        {"feed-forward": 2},
+    ),
+    # Its dropout has p = 0, which is no float.
+    "Mpt": (small("MptForCausalLM", "MptConfig", **MPT), {"sum": 2}),
+    "T5": (small("T5ForConditionalGeneration", "T5Config", **T5), {"norm": 8, "residual": 4}),
+    "T5, gated": (
+        small("T5ForConditionalGeneration", "T5Config", **T5, feed_forward_proj="gated-gelu"),
+        {"norm": 8, "residual": 4},
     ),
     "Bert": (masked("Bert"), BERT | {"feed-forward": 1}),
     "Roberta": (masked("Roberta"), BERT),

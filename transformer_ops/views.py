@@ -171,7 +171,7 @@ class BorrowedLayerNorm(Borrowed, LayerNorm):
 
     @property
     def eps(self) -> float:  # type: ignore[override]
-        return self._parameter_owner.eps  # type: ignore[return-value]
+        return float(self._parameter_owner.eps)  # type: ignore[arg-type]
 
 
 class BorrowedRMSNorm(Borrowed, RMSNorm):
@@ -201,7 +201,7 @@ class BorrowedRMSNorm(Borrowed, RMSNorm):
     @property
     def eps(self) -> float | None:  # type: ignore[override]
         found: float | None = getattr(self._parameter_owner, self.__dict__["_watched"][0])
-        return found
+        return None if found is None else float(found)
 
     @property
     def zero_centered_gamma(self) -> bool:  # type: ignore[override]
@@ -216,8 +216,7 @@ class _BorrowedProbability(Borrowed):
 
     @property
     def p(self) -> float:
-        found: float = getattr(self._parameter_owner, self._watched[0])
-        return found
+        return float(getattr(self._parameter_owner, self._watched[0]))
 
 
 class BorrowedDropout(_BorrowedProbability, Dropout):  # type: ignore[override]

@@ -43,6 +43,14 @@ _WRITTEN_OUT = (
     return self.weight * H
     """,
 )
+# Helium's: the weight is taken to float32.
+_WRITTEN_OUT_IN_FLOAT32 = """
+D = H.dtype
+H = H.to(torch.float32)
+V = H.pow(2).mean(-1, keepdim=True)
+H = H * torch.rsqrt(V + self.any_eps)
+return (self.weight.to(torch.float32) * H).to(D)
+"""
 # Gemma's: the scale is 1 + weight.
 _CENTERED = """
 Y = self._norm(H.float())
@@ -83,6 +91,7 @@ return F.layer_norm(H.float(), self.normalized_shape, W, B, self.eps).to(H.dtype
 # wider than the input's.
 NORMS_THAT_PROMOTE = (*_WRITTEN_OUT, _RMS_NORM)
 NORMS_OF_INPUT_DTYPE = (
+    _WRITTEN_OUT_IN_FLOAT32,
     _CENTERED,
     _WITH_OFFSET,
     _PLAIN_IN_FLOAT32,
@@ -207,7 +216,10 @@ def _of_channels(module: Any, names: Names) -> FusibleOperation:
 
 # What the forward of a class may compute, and the op for it.
 _NORMS: tuple[tuple[tuple[Pattern, ...], Callable[[Any, Names], FusibleOperation | None]], ...] = (
-    (patterns(*_WRITTEN_OUT, _RMS_NORM, _RMS_NORM_IN_FLOAT32), _rms),
+    (
+        patterns(*_WRITTEN_OUT, _WRITTEN_OUT_IN_FLOAT32, _RMS_NORM, _RMS_NORM_IN_FLOAT32),
+        _rms,
+    ),
     (patterns(_CENTERED), _rms_centered),
     (patterns(_WITH_OFFSET), _rms_with_offset),
     (patterns(_FAST_RMS_NORM), _rms_if_not_fast),

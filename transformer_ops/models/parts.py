@@ -136,7 +136,21 @@ _TRANSPOSED_LINEARS = patterns(
     return H.view(S)
     """
 )
+# That of Falcon, which adds the bias in a statement of its own.
+_LINEAR = Pattern(
+    """
+    Y = H @ self.weight.T
+    if self.bias is None:
+        return Y
+    return Y + self.bias
+    """
+)
 _STEPS = Pattern("return any_steps(H)")
+
+
+def _linear_in_two(module: nn.Module) -> FusibleOperation | None:
+    found = names_in(class_of(module).forward, _LINEAR)
+    return None if found is None else BorrowedLinear(module)
 
 
 def _transposed_linear(module: Any) -> FusibleOperation | None:
@@ -193,7 +207,14 @@ def part(module: nn.Module) -> list[FusibleOperation]:
         raise FuseSkip(str(error).removeprefix("[view] ")) from None
     except TypeError:
         pass
-    makers = (_activation, norm, _layer_scale, _drop_path, _transposed_linear)
+    makers = (
+        _activation,
+        norm,
+        _layer_scale,
+        _drop_path,
+        _transposed_linear,
+        _linear_in_two,
+    )
     for make in makers:
         op = make(module)
         if op is not None:
@@ -258,6 +279,11 @@ def _part(module: Any, names: Names) -> list[FusibleOperation]:
     return part(found)
 
 
+def _product_of_its_dtype(module: Any, names: Names) -> list[FusibleOperation]:
+    _linear(getattr(module, names["part"]))
+    return _part(module, names)
+
+
 def _part_if(module: Any, names: Names) -> list[FusibleOperation]:
     return _part(module, names) if _is_on(module, names["flag"]) else []
 
@@ -305,6 +331,13 @@ register_step("F.dropout(_, p=self.any_p, training=self.training)", _dropout)
 register_step("F.dropout(_, self.any_p, training=self.training)", _dropout)
 register_step("_ * self.any_factor", _factor)
 register_step("_ * self.any_factor if self.any_factor is not None else _", _optional_factor)
+# T5's; products take their input to the dtype of their weight.
+register_step(
+    "self.any_part(_.to(self.any_part.weight.dtype) if isinstance(self.any_part.weight, "
+    "torch.Tensor) and _.dtype != self.any_part.weight.dtype and self.any_part.weight.dtype != "
+    "torch.int8 else _)",
+    _product_of_its_dtype,
+)
 register_step("self.any_part(_)", _part)
 register_step("self.any_part(_) if self.any_flag else _", _part_if)
 register_step("self.any_part(_) if not self.any_flag else _", _part_if_not)
