@@ -45,7 +45,7 @@ PYTEST := env OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxpr
 # Every part runs, and the last lines list what failed in all of them.
 PARTS := $(BIN)/python tools/run_parts.py
 
-.PHONY: test test-processors check slow train bench build build-times lint format sanitize fuzz clean FORCE
+.PHONY: test test-processors check slow train bench docs build build-times lint format sanitize fuzz clean FORCE
 
 test: build
 	$(PARTS) --part "C++ tests" $(BIN)/python tools/cmake_build.py \
@@ -74,6 +74,11 @@ train: build
 
 bench: build
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+# The site, in build/docs/html: runs the gallery, takes warnings for errors, and loads nothing from
+# elsewhere. Sphinx needs Python 3.11.
+docs: build
+	$(BIN)/python tools/make_docs.py $(ARGS)
 
 build: $(BUILT)
 

@@ -1,0 +1,110 @@
+"""Sphinx's configuration: tools/make_docs.py makes the pages that it reads."""
+
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import transformer_ops  # noqa: E402
+
+project = "transformer_ops"
+author = "the transformer_ops contributors"
+version = release = transformer_ops.__version__
+copyright = author
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_gallery.gen_gallery",
+]
+myst_heading_anchors = 4
+suppress_warnings = ["config.cache"]  # sphinx_gallery_conf holds a class
+templates_path = [str(Path(__file__).parent / "templates")]
+exclude_patterns = ["gallery/*.md5"]
+highlight_language = "default"
+
+autosummary_generate = True
+autodoc_default_options = {"member-order": "bysource"}
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+napoleon_custom_sections = [("Shapes", "params_style")]
+
+sphinx_gallery_conf = {
+    "examples_dirs": str(ROOT / "docs" / "gallery"),
+    "gallery_dirs": "gallery",
+    "filename_pattern": r".*\.py",
+    "within_subsection_order": "FileNameSortKey",
+    "write_computation_times": False,
+    "download_all_examples": False,
+    "show_signature": False,
+    "show_memory": False,
+    "remove_config_comments": True,
+    "reset_modules": (),
+    "abort_on_example_error": True,
+    "copyfile_regex": "",
+}
+
+html_theme = "pydata_sphinx_theme"
+html_title = "transformer_ops"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_copy_source = False
+html_theme_options = {
+    "logo": {"text": "transformer_ops"},
+    "header_links_before_dropdown": 8,
+    "navbar_align": "left",
+    "navigation_with_keys": False,
+    "show_nav_level": 1,
+    "show_toc_level": 2,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+html_sidebars = {"index": []}
+
+# The gallery runs here: what other libraries warn about is none of its reader's concern.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)(\w?)", re.DOTALL)
+HEADING = re.compile(r"(Args|Attributes|Raises|Returns|Yields|Example|Examples|Note):$")
+
+
+def to_rst(lines: list[str]) -> list[str]:
+    """A docstring, whose code is written as in Markdown, in reStructuredText."""
+    text = CODE.sub(_literal, "\n".join(lines))
+    made: list[str] = []
+    for line in text.split("\n"):
+        above = next((one for one in reversed(made) if one), "")
+        is_block = line.startswith("    ") and made and not made[-1]
+        if is_block and not above.startswith(" ") and not HEADING.match(above):
+            made += ["::", ""]
+        made.append(line)
+    return made
+
+
+def _literal(code: re.Match[str]) -> str:
+    # A word that goes on behind the code needs a sign between.
+    text = " ".join(code[1].split())
+    return f"``{text}``" + (f"\\ {code[2]}" if code[2] else "")
+
+
+def _process_docstring(app: Any, what: str, name: str, item: Any, options: Any, lines: Any) -> None:
+    lines[:] = to_rst(lines)
+
+
+def setup(app: Any) -> None:
+    # Before napoleon, which reads the sections.
+    app.connect("autodoc-process-docstring", _process_docstring, priority=400)
