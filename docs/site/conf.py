@@ -1,5 +1,6 @@
 """Sphinx's configuration: tools/make_docs.py makes the pages that it reads."""
 
+import logging
 import os
 import re
 import sys
@@ -40,11 +41,22 @@ napoleon_use_rtype = False
 napoleon_use_ivar = True
 napoleon_custom_sections = [("Shapes", "params_style")]
 
+
+class _Order:
+    """The pages of the gallery in the order of docs/README.md."""
+
+    def __init__(self, folder: str) -> None:
+        self.text = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+
+    def __call__(self, name: str) -> int:
+        return self.text.index(f"gallery/{name}")
+
+
 sphinx_gallery_conf = {
     "examples_dirs": str(ROOT / "docs" / "gallery"),
     "gallery_dirs": "gallery",
     "filename_pattern": r".*\.py",
-    "within_subsection_order": "FileNameSortKey",
+    "within_subsection_order": _Order,
     "write_computation_times": False,
     "download_all_examples": False,
     "show_signature": False,
@@ -75,6 +87,7 @@ html_sidebars = {"index": []}
 
 # The gallery runs here: what other libraries warn about is none of its reader's concern.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=FutureWarning)
 
 
