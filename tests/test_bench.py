@@ -334,10 +334,26 @@ def test_a_page_takes_tables_between_its_marks() -> None:
     assert made.endswith("<!-- /bench -->\n")
 
 
-def test_the_page_shows_what_is_recorded() -> None:
-    text = pages.PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", [pages.PAGE, pages.README], ids=lambda page: page.name)
+def test_the_page_shows_what_is_recorded(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     assert [found[2] for found in pages.MARKED.finditer(text)]
     assert pages.rendered(text, Results.read(bench.RECORDED)) == text
+
+
+def test_three_numbers_of_the_models() -> None:
+    found = Results.read(bench.RECORDED)
+    rows = [("m, float32: saved for backward", "eager", 0.6), ("m, float32: step", "eager", 0.9)]
+    rows += [("n, float32: saved for backward", "eager", 0.7), ("n, float32: step", "eager", 0.8)]
+    rows += [("n, bfloat16: step", "eager", 0.1), ("n, float32: step", "Inductor", 0.1)]
+    rows += [("n, float32: seconds of fuse", "1 s", 0.21)]
+    about = found.limited["models"]["about"]
+    made = [{"what": what, "against": against, "found": ratio} for what, against, ratio in rows]
+    found.limited["models"] = {"about": about, "rows": made}
+    text = pages.rendered("<!-- bench in short -->\n<!-- /bench -->", found)
+    assert "**30 to 40 % fewer bytes**" in text
+    assert "**10 to 20 % less time**" in text
+    assert "**0.2 s** to fuse" in text
 
 
 def test_only_chooses_by_name() -> None:

@@ -40,6 +40,21 @@ def test_python_blocks(page):
         assert printed == shown[1]
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
+def test_reports_as_printed(page):
+    """The rows of a fused model that no processor changes: some run our products, others do not."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    first = CODE.search(text)[1]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(first + "\nprint(report)", page, "exec"), {})
+    (shown,) = re.findall(r"^```text\n(\d+ fused, .*?)^```$", text, re.DOTALL | re.MULTILINE)[:1]
+    rows = [line for line in shown.splitlines()[1:] if " product " not in line]
+    assert len(rows) > 1
+    for line in rows:
+        assert line in printed.getvalue().splitlines()
+
+
 if __name__ == "__main__":
     for path in PAGES:
         content = path.read_text(encoding="utf-8")

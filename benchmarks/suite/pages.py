@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from . import tables
 from .cases import BLOCKS, DEFAULT, OPS, WARM
@@ -12,6 +13,7 @@ from .machine import ROOT, caption
 from .results import Results
 
 PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 MARKED = re.compile(r"(<!-- bench (.+?) -->\n)(.*?)(<!-- /bench -->)", re.DOTALL)
 UNKNOWN = "*Not measured yet: `make bench ARGS=--record` fills this in.*"
 
@@ -34,6 +36,41 @@ def _calls(results: Results) -> str:
     return "\n\n".join([*made, f"{caption(calls['about'])}."])
 
 
+def _in_short(results: Results) -> str:
+    """Three numbers of the whole models, for README.md."""
+    record = results.limited.get("models")
+    if record is None:
+        return ""
+    rows = [row for row in record["rows"] if ", float32: " in row["what"]]
+
+    def found(part: str) -> list[float]:
+        rest = f", float32: {part}"
+        against = ("eager", "1 s")
+        return [r["found"] for r in rows if r["what"].endswith(rest) and r["against"] in against]
+
+    def fewer(part: str) -> str:
+        percents = sorted(round(100 * (1 - ratio)) for ratio in found(part))
+        return f"**{percents[0]} to {percents[-1]} %"
+
+    return "\n".join(
+        [
+            f"- {fewer('saved for backward')} fewer bytes** saved for backward than eager PyTorch",
+            f"- {fewer('step')} less time** for a training step than eager PyTorch",
+            f"- **{max(found('seconds of fuse')):.1f} s** to fuse a model: nothing is compiled",
+            "",
+            _in_short_about(record["about"]),
+        ]
+    )
+
+
+def _in_short_about(about: dict[str, Any]) -> str:
+    features = "".join(f", {name}" for name in about["features"][:1])
+    return (
+        "Measured in float32 on the three models of the picture "
+        f"({about['cpu']}{features}, {about['cores']} cores)."
+    )
+
+
 PARTS: dict[str, Callable[[Results], str]] = {
     "machine": lambda results: caption(results.about) + ".",
     "targets": lambda results: _table(tables.targets(results)),
@@ -50,6 +87,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "startup": lambda results: _limited(results, "startup"),
     "models": lambda results: _limited(results, "models"),
     "calls": lambda results: _calls(results),
+    "in short": lambda results: _in_short(results),
 }
 
 
@@ -63,7 +101,8 @@ def rendered(text: str, results: Results) -> str:
     return MARKED.sub(part, text)
 
 
-def write(results: Results, page: Path = PAGE) -> None:
-    """Write the numbers into a page."""
-    text = page.read_text(encoding="utf-8")
-    page.write_text(rendered(text, results), encoding="utf-8")
+def write(results: Results, pages: Sequence[Path] = (PAGE, README)) -> None:
+    """Write the numbers into the pages."""
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(rendered(text, results), encoding="utf-8")

@@ -217,11 +217,65 @@ def sweep(results: Results) -> Figure | None:
     return figure
 
 
+def models(results: Results) -> Figure | None:
+    """A training step of whole models: time, and bytes saved for backward."""
+    record = results.limited.get("models", {})
+    rows = {(row["what"], row["against"]): row for row in record.get("rows", ())}
+    suffix = ", float32: step"
+    names = [
+        what.removesuffix(suffix)
+        for what, against in rows
+        if what.endswith(suffix) and against == "Inductor"
+    ]
+    if not names:
+        return None
+    figure = _figure(9, 3.6)
+    panels = figure.subplots(1, 2)
+    parts = [("step", "time of a step", "ms"), ("saved for backward", "saved for backward", "MiB")]
+    ways = (EAGER, COMPILED, OURS)
+    for axes, (part, title, unit) in zip(panels, parts, strict=True):
+        for place, name in enumerate(names):
+            found = _of_three(rows, f"{name}, float32: {part}")
+            for offset, way in enumerate(ways):
+                if way not in found:
+                    continue
+                where = place + (offset - 1) * 0.27
+                height = found[way] / found[EAGER]
+                axes.bar(where, height, 0.25, color=COLORS[way])
+                axes.text(where, height, f"{found[way]:.0f}", ha="center", va="bottom", fontsize=7)
+        axes.set_xticks(range(len(names)), [name.split(",")[0] for name in names], fontsize=9)
+        axes.tick_params(axis="x", length=0)
+        axes.set_ylim(0, 1.2)
+        axes.set_ylabel("relative to eager")
+        axes.set_title(f"{title} (numbers: {unit})", loc="left", fontsize=10)
+        axes.grid(axis="y", alpha=0.25)
+        axes.set_axisbelow(True)
+    _finish(
+        figure,
+        "A training step of whole models, float32",
+        Results(record["about"]),
+        [_handle(way, filled=True, marker="s") for way in ways],
+    )
+    return figure
+
+
+def _of_three(rows: dict[tuple[str, str], Any], what: str) -> dict[str, float]:
+    """A number of eager, Inductor and ours, from the rows that compare two of them."""
+    found = {}
+    for way, against in ((EAGER, "eager"), (COMPILED, "Inductor")):
+        row = rows.get((what, against))
+        if row is not None:
+            found[way] = float(row["theirs"].split()[0])
+            found[OURS] = float(row["ours"].split()[0])
+    return found
+
+
 PICTURES: dict[str, Callable[[Results], Figure | None]] = {
     "ops": ops,
     "blocks": blocks,
     "memory": memory,
     "sweep": sweep,
+    "models": models,
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import pages
+from . import pages, plots
 from .machine import describe
 from .results import Results
 from .tables import rounded
@@ -84,6 +84,7 @@ def run(name: str, doc: str, rows: Callable[[bool], Iterable[Row]]) -> int:
         results.limited[name] = content
         RECORDED.write_text(results.text(), encoding="utf-8")
         pages.write(results)
+        plots.draw_all(results, pages.PAGE.parent)
     worse = [row for row in found if row.found > (slack if row.found < 100 else 1) * row.limit]
     for row in worse if options.check else ():
         print(f"[{name}] {row.text()}", file=sys.stderr)
