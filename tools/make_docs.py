@@ -41,7 +41,7 @@ HEADERS_PAGE = "cpp-headers.md"
 # Code blocks, and code within a line: what looks like a link there is none.
 CODE = re.compile(r"^```.*?^```$|^    .*?$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
-FILE_LINK = re.compile(r"\[([\w/]+\.md)\](?=\(([^)\s]+)\))")
+FILE_LINK = re.compile(r"\[([\w/-]+\.md)\](?=\(([^)\s]+)\))")
 SECTION = re.compile(r"^## (.+?)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 ENTRY = re.compile(r"^- \[(.+?)\]\(([^)]+)\)", re.MULTILINE)
 NAMES_LIST = re.compile(r"<!-- api( \S+)? -->\n(.*?)<!-- /api -->", re.DOTALL)
@@ -183,9 +183,10 @@ def _copy(source: Path) -> None:
         if any(link.startswith("gallery/") for _, link in entries):
             tops.append((section.title, "gallery/index.rst"))
             continue
+        text = site_text(HOME, section.text)
         if section.title == "Reference":
             entries.append(("C++ headers", HEADERS_PAGE))
-        text = site_text(HOME, section.text)
+            text = f"{text.rstrip()}\n- [C++ headers]({HEADERS_PAGE}), for a library in C++\n"
         made[section.page] = f"# {section.title}\n\n{text}\n{_toctree(entries)}"
         tops.append((section.title, section.page))
     made["index.md"] += _toctree(tops)

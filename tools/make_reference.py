@@ -124,7 +124,7 @@ def size_text(kind: str, slot: str) -> str:
     """Bytes a row as a formula; empty for a parameter, which is there anyway."""
     width, bits = 4096, 16
     found = _C.slot_bits(kind, slot, width, bits)
-    known = {0: "", width: "h/8", width * bits: "hB"}
+    known = {0: "", width: "h/8", width * bits: "hB", -1: "(depends on the inputs)"}
     return known[found] if found in known else f"{found / 8:g}"
 
 

@@ -32,7 +32,8 @@ exclude_patterns = ["gallery/*.md5"]
 highlight_language = "default"
 
 autosummary_generate = True
-autodoc_default_options = {"member-order": "bysource"}
+autodoc_default_options = {"member-order": "bysource", "exclude-members": "extra_repr"}
+toc_object_entries_show_parents = "hide"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
@@ -72,6 +73,7 @@ html_title = "transformer_ops"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
+html_use_index = False
 html_copy_source = False
 html_theme_options = {
     "logo": {"text": "transformer_ops"},
@@ -92,6 +94,7 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)(\w?)", re.DOTALL)
+COLON = "\0"  # napoleon takes what is before the first colon of a property for its type
 HEADING = re.compile(r"(Args|Attributes|Raises|Returns|Yields|Example|Examples|Note):$")
 
 
@@ -116,8 +119,23 @@ def _literal(code: re.Match[str]) -> str:
 
 def _process_docstring(app: Any, what: str, name: str, item: Any, options: Any, lines: Any) -> None:
     lines[:] = to_rst(lines)
+    if what in ("property", "attribute") and lines:
+        lines[0] = lines[0].replace(":", COLON)
+
+
+def _restore_colons(app: Any, what: str, name: str, item: Any, options: Any, lines: Any) -> None:
+    lines[:] = [line.replace(COLON, ":") for line in lines]
+
+
+def _skip_member(
+    app: Any, what: str, name: str, item: Any, skip: bool, options: Any
+) -> bool | None:
+    # The fields of a NamedTuple, which the docstring of the class describes.
+    return True if (getattr(item, "__doc__", None) or "").startswith("Alias for field") else None
 
 
 def setup(app: Any) -> None:
-    # Before napoleon, which reads the sections.
+    # Before and after napoleon (500), which reads the sections.
     app.connect("autodoc-process-docstring", _process_docstring, priority=400)
+    app.connect("autodoc-process-docstring", _restore_colons, priority=600)
+    app.connect("autodoc-skip-member", _skip_member)
