@@ -54,10 +54,11 @@ test: build
 	@sed -n 's/^LEFT_OUT = "\(..*\)"/Left out: \1/p' transformer_ops/_build_info.py
 
 # The first lane of CI, under 5 minutes on 2 cores once all is built: format and lint, the C++ tests
-# that need no libtorch, and every op in two dtypes.
+# that need no libtorch, links of the documentation, and every op in two dtypes.
 check: lint
 	$(BIN)/python tools/cmake_build.py --only fuser memory
 	$(MAKE) --no-print-directory build
+	$(BIN)/python -m pytest -q tests/test_site.py tests/test_frame.py
 	$(PYTEST) tests/test_ops.py --dist load -k "float32 or bfloat16" $(ARGS)
 
 # What depends on the processor, as on smaller x86 processors than this one. All have kernels where

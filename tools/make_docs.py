@@ -11,6 +11,7 @@ are copied to build/docs/source with three changes, and Sphinx builds the site f
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import shutil
@@ -153,6 +154,10 @@ def main() -> int:
     )
     parser.add_argument("--fresh", action="store_true", help="run the gallery again")
     options = parser.parse_args()
+    if importlib.util.find_spec("sphinx") is None:
+        found = ".".join(map(str, sys.version_info[:2]))
+        print(f"[docs] Python must be 3.11 or newer with Sphinx, got {found}", file=sys.stderr)
+        return 1
     if options.fresh:
         shutil.rmtree(BUILD, ignore_errors=True)
     _copy(BUILD / "source")
