@@ -5,7 +5,7 @@ are copied to build/docs/source with three changes, and Sphinx builds the site f
 
 - links go to the page that the file became, or to a download of a file that is no page;
 - the sections of docs/README.md become the navigation;
-- the lists of names in docs/api.md become tables, with a page for each name.
+- the lists of names in docs/api.md become tables, with a page for each name; so do all ops.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ FILE_LINK = re.compile(r"\[([\w/-]+\.md)\](?=\(([^)\s]+)\))")
 SECTION = re.compile(r"^## (.+?)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 ENTRY = re.compile(r"^- \[(.+?)\]\(([^)]+)\)", re.MULTILINE)
 NAMES_LIST = re.compile(r"<!-- api( \S+)? -->\n(.*?)<!-- /api -->", re.DOTALL)
+ALL_OPS = "<!-- all ops -->"
 REMOTE = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"')
 
 
@@ -217,12 +218,18 @@ def _toctree(entries: list[tuple[str, str]]) -> str:
 
 
 def _with_tables(text: str) -> str:
+    from transformer_ops import ops
+
     def table(found: re.Match[str]) -> str:
         ((module, names),) = api_names(found[0])
+        return rows_of(module, names)
+
+    def rows_of(module: str, names: list[str]) -> str:
         rows = [f"   {name}" for name in names]
         head = ["```{eval-rst}", f".. currentmodule:: {module}", "", ".. autosummary::"]
         return "\n".join([*head, "   :toctree: api", "   :nosignatures:", "", *rows, "```"])
 
+    text = text.replace(ALL_OPS, rows_of("transformer_ops", sorted(ops.__all__, key=str.lower)))
     return NAMES_LIST.sub(table, text)
 
 
