@@ -113,6 +113,7 @@ lint: $(PACKAGES)
 	$(PARTS) --part clang-format $(BIN)/clang-format --dry-run -Werror $(CPP) \
 	    --part ruff $(BIN)/ruff check . \
 	    --part "ruff format" $(BIN)/ruff format --check . \
+	    --part comments $(BIN)/python tools/check_comments.py \
 	    --part mypy $(BIN)/mypy transformer_ops tools benchmarks examples \
 	    --part "mypy, tests" $(BIN)/mypy --config-file tests/mypy.ini tests
 
