@@ -52,21 +52,22 @@ class Line(NamedTuple):
     """A comment of one line. `alone` is False if code stands before it."""
 
     number: int
+    column: int
     text: str
     alone: bool
 
 
 def joined(lines: Iterator[Line]) -> Iterator[Comment]:
-    """Joins the lines of each comment. One that begins after code may continue on its own lines."""
-    start, last, texts = 0, 0, list[str]()
-    for number, text, alone in lines:
-        if texts and not (alone and number == last + 1):
+    """Joins lines that follow each other in one column; only the first may stand after code."""
+    start, last, texts = 0, (0, 0), list[str]()
+    for number, column, text, alone in lines:
+        if texts and not (alone and (number, column) == (last[0] + 1, last[1])):
             yield Comment(start, " ".join(texts))
             texts = []
         if not texts:
             start = number
         texts.append(text)
-        last = number
+        last = (number, column)
     if texts:
         yield Comment(start, " ".join(texts))
 
@@ -75,16 +76,17 @@ def cpp_lines(source: str) -> Iterator[Line]:
     for match in CPP_TOKEN.finditer(source):
         if match["comment"] is None:
             continue
-        before = source[source.rfind("\n", 0, match.start()) + 1 : match.start()]
+        start = source.rfind("\n", 0, match.start()) + 1
+        before = source[start : match.start()]
         text = match["comment"].removesuffix("*/").lstrip("/*!<").strip()
-        yield Line(source.count("\n", 0, match.start()) + 1, text, not before.strip())
+        yield Line(source.count("\n", 0, start) + 1, len(before), text, not before.strip())
 
 
 def python_lines(source: str) -> Iterator[Line]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             alone = not token.line[: token.start[1]].strip()
-            yield Line(token.start[0], token.string.lstrip("#:!").strip(), alone)
+            yield Line(*token.start, token.string.lstrip("#:!").strip(), alone)
 
 
 def docstrings(source: str) -> Iterator[Comment]:
