@@ -1,11 +1,12 @@
-// Is there a CUDA backend? What it holds only the bodies know (wrappers/cuda.h).
+// The CUDA backend, if the build has one. Only the kernel wrappers know its members
+// (wrappers/cuda.h).
 #pragma once
 
 namespace transformer_ops::cuda {
 
 struct Backend;
 
-// Null in a CPU build.
+// Returns null in a CPU build.
 const Backend* backend();
 void set_backend(const Backend* backend);
 

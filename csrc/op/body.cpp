@@ -19,7 +19,7 @@ namespace {
 template <typename... T>
 constexpr std::initializer_list<CppParameter> kTypes = {cpp_parameter<T>()...};
 
-// The first C++ type that stands for a schema type.
+// The C++ type for a schema type. If several fit, this is the first one.
 std::string cpp_type(const std::string& schema_type) {
   for (const CppParameter& row :
        kTypes<const Tensor&, const Tensor*, const Tensors&, double, std::optional<double>, int64_t,
@@ -42,7 +42,7 @@ bool has_context(const CppParameter* parameters) {
   return parameters->name != nullptr && std::string_view(parameters->name).starts_with("const C");
 }
 
-// Are those of a tuple lists where the schema has lists?
+// Does each result of a tuple have the type (tensor or list) that the schema gives it?
 bool fits_lists(const CppSignature& got, const Schema& schema) {
   if (got.lists == nullptr) return true;
   for (int i = 0; i < got.results && i < std::ssize(schema.results); ++i) {
@@ -67,7 +67,7 @@ std::string returned_text(const CppSignature& got) {
   return "std::tuple<" + join(types) + ">";
 }
 
-// A decomposition may leave out results after the first; a list may have any number.
+// A decomposition may omit results after the first one; a list may have any number of tensors.
 bool fits_results(const CppSignature& got, size_t wanted, bool may_leave_out) {
   const auto count = static_cast<size_t>(got.results);
   return got.results == CppSignature::kAny || count == wanted ||

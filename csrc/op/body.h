@@ -1,8 +1,8 @@
-// Bodies, shape rules and meanings are plain functions of what their schema says:
+// Kernel wrappers, shape rules and decompositions are plain functions of the schema's arguments:
 //   void rms_norm_cpu(const Tensor& input, const Tensor& weight, double eps,
 //                     bool zero_centered_gamma, Tensor& output, Tensor& rstd);
-// One that wants the name of its op, or main_grad, takes `const Checks&` or `const Call&` first.
-// The classes here hold such a function, which register_typed_op compares with the schema.
+// A function that needs the op's name or main_grad takes `const Checks&` or `const Call&` first.
+// The classes here hold such a function, and register_typed_op compares it with the schema.
 #pragma once
 
 #include <functional>
@@ -20,14 +20,14 @@ namespace transformer_ops {
 
 struct Schema;
 
-// Where the gradient of a weight goes instead of into a result.
+// The buffer that takes the gradient of a weight instead of a result.
 struct MainGrad {
-  Tensor buffer = {};    // undefined: there is none
-  bool adds = false;     // to what is there; else it takes its place
-  Tensors buffers = {};  // of a listed weight, one for each tensor
+  Tensor buffer = {};    // undefined if there is none
+  bool adds = false;     // adds to the buffer's contents instead of overwriting them
+  Tensors buffers = {};  // one buffer for each tensor of a listed weight
 };
 
-// What a body may ask for beside its arguments.
+// What a kernel wrapper may need besides its arguments.
 class Call : public Checks {
  public:
   explicit Call(const char* op, MainGrad main_grad = {}, OperandScales scales = {},
@@ -43,8 +43,8 @@ class Call : public Checks {
 // The arguments of one call of a typed op, in schema order.
 using Values = std::span<c10::IValue>;
 
-// The results of one call. One that is a list is in `lists`, at the same place; `lists` is empty
-// where none is.
+// The results of one call. A result that is a list is in `lists`, at its own position. `lists` is
+// empty if no result is a list.
 struct Results {
   Tensors tensors = {};
   std::vector<Tensors> lists = {};
@@ -54,8 +54,8 @@ struct Results {
 
 struct CppParameter {
   const char* name;         // as C++ spells it
-  const char* schema;       // the schema types that it stands for; null where it is no argument
-  const char* result = "";  // the schema type of the result that it takes
+  const char* schema;       // the schema types that it accepts; null if it is no argument
+  const char* result = "";  // the schema type of the result that it receives
 };
 
 struct CppSignature {
@@ -63,8 +63,8 @@ struct CppSignature {
 
   const CppParameter* parameters;  // the last one has no name
   const char* returned;            // "std::tuple" for any tuple of tensors and lists of them
-  int results;                     // returned ones, or parameters that are filled
-  const bool* lists = nullptr;     // of each in a tuple: is it a list?
+  int results;                     // the number of returned results, or of parameters to fill
+  const bool* lists = nullptr;     // for each result of a tuple: is it a list?
 };
 
 template <typename P>
@@ -100,7 +100,7 @@ constexpr CppParameter cpp_parameter() {
   }
 }
 
-// The results one after another, those of lists too.
+// All results one after another, with the tensors of lists in their order.
 template <typename R>
 struct Returned;
 template <>
@@ -186,7 +186,7 @@ struct Callable<R (*)(P...)> {
   }
 
  private:
-  // Of each parameter, where its argument is, or its result among the results.
+  // For each parameter, the index of its argument, or of its result among the results.
   static constexpr auto kPlaces = [] {
     std::array<size_t, sizeof...(P)> places = {};
     constexpr size_t counts[] = {argument_count<P>()..., 0};
@@ -221,19 +221,19 @@ struct Callable<R (*)(P...)> {
   }
 };
 
-// What the three classes below have in common.
+// The common base of the three classes below.
 class TypedFunction {
  public:
   TypedFunction() = default;
   explicit operator bool() const { return target_ != nullptr; }
 
-  // Raises where the function is not what the schema says; `text` is that schema, and `field` names
-  // the function. A decomposition may leave out results.
+  // Raises if the function does not match the schema. `text` is the schema, and `field` names the
+  // function in the error. A decomposition may omit results.
   void check(const Schema& schema, const std::string& text, const char* field,
              bool may_leave_out = false) const;
-  // A function behind one more tensor argument, which it does not see.
+  // Skips a first tensor argument, which the function does not see.
   void skip_first() { ++skipped_; }
-  // One whose last result, a tensor, nobody wants: it gets none to fill.
+  // Drops the last result, a tensor: the function gets an undefined tensor for it.
   void drop_last_result() { drops_last_ = true; }
 
  protected:
@@ -247,7 +247,7 @@ class TypedFunction {
   Values seen(Values values) const { return values.subspan(skipped_); }
 
   std::shared_ptr<const void> target_;
-  const CppSignature* signature_ = nullptr;  // null: made by the frame for its schema
+  const CppSignature* signature_ = nullptr;  // null if the frame made the function for its schema
   size_t skipped_ = 0;
   bool drops_last_ = false;
 };
@@ -255,13 +255,14 @@ class TypedFunction {
 template <typename Function>
 concept PlainFunction = !std::is_base_of_v<TypedFunction, Function>;
 
-// Checks the arguments ([op] what RULE, got VALUE), then gives the results. Sizes may be symbolic.
+// Checks the arguments ([op] what RULE, got VALUE), then returns the results' sizes and dtypes.
+// Sizes may be symbolic.
 class ShapeRule : public TypedFunction {
  public:
   using FromValues = std::function<TensorSpecs(const Checks&, Values)>;
 
   ShapeRule() = default;
-  // One that the frame has made for its schema.
+  // Wraps a function that the frame made for its schema.
   static ShapeRule of_values(FromValues function) {
     ShapeRule rule;
     rule.run_ = [](const void* target, const Checks& check, Values values) {
@@ -291,14 +292,14 @@ class ShapeRule : public TypedFunction {
   TensorSpecs (*run_)(const void*, const Checks&, Values) = nullptr;
 };
 
-// The same as plain differentiable ATen calls. The results that only serve backward may be left
-// out.
+// Computes the same as the op in plain differentiable ATen calls. Results that only backward uses
+// may be omitted.
 class Decomposition : public TypedFunction {
  public:
   using FromValues = std::function<Tensors(const Checks&, Values)>;
 
   Decomposition() = default;
-  // One that the frame has made for its schema.
+  // Wraps a function that the frame made for its schema.
   static Decomposition of_values(FromValues function) {
     Decomposition decomposition;
     decomposition.run_ = [](const void* target, const Checks& check, Values values) {
@@ -330,13 +331,13 @@ class Decomposition : public TypedFunction {
   Tensors (*run_)(const void*, const Checks&, Values) = nullptr;
 };
 
-// Fills results that the frame has made, or makes and returns them: one after another.
+// Fills results that the frame allocated, or returns new ones, one after another.
 class Body : public TypedFunction {
  public:
   using FromValues = std::function<void(const Call&, Values, Results&)>;
 
   Body() = default;
-  // One that the frame has made for its schema, and that fills its results.
+  // Wraps a function that the frame made for its schema, and that fills its results.
   static Body of_values(FromValues function) {
     Body body;
     body.run_ = [](const void* target, const Call& call, Values values, Results& results) {

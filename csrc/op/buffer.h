@@ -1,4 +1,4 @@
-// Tensors on recycled memory: what ops, fusions and the executor make their results with.
+// Tensors in recycled memory. Ops, fusions and the executor allocate their results here.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,30 +7,31 @@
 
 namespace transformer_ops {
 
-// A contiguous CPU tensor, contents undefined. Its memory goes back to the pool with the last
-// reference to its storage, in whichever thread.
+// Allocates a contiguous CPU tensor with undefined contents. Its memory returns to the pool with
+// the last reference to its storage, from any thread.
 at::Tensor empty_cpu(at::IntArrayRef sizes, at::ScalarType dtype);
 
-// A contiguous tensor on any device: by empty_cpu, or by the device's caching allocator.
+// Allocates a contiguous tensor on any device, with empty_cpu or the device's caching allocator.
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
 
-// Where a backward writes the gradient of its input, which it makes on the way to all others:
-// `gradient` itself if it is wanted, else memory of that dtype and of the sizes of `input`.
+// The buffer for the gradient of an input that a backward needs to compute its other gradients:
+// `gradient` if it is wanted, else new memory of that dtype and of the sizes of `input`.
 at::Tensor memory_for(const at::Tensor& gradient, bool wanted, const at::Tensor& input);
 
-// Is `tensor` all that is left of memory that empty() gave? Then nobody sees what is written to it.
+// Is `tensor` the only reference to memory from empty()? If so, writing to it is not observable.
 bool is_last_reference(const at::Tensor& tensor);
 
-// The tensor itself where it is contiguous, else a copy.
+// Returns the tensor itself if it is contiguous, else a copy.
 at::Tensor contiguous(const at::Tensor& tensor);
 
-// The next first result that a body fills on this thread goes into this tensor, where that has the
-// result's sizes, dtype and device and no gaps; an undefined one takes that back.
+// Sets the buffer for the next first result that a kernel wrapper fills on this thread. The result
+// uses it if sizes, dtype and device match and it is contiguous. An undefined tensor unsets it.
 void write_next_result_into(at::Tensor buffer);
-// That tensor, once; undefined where there is none, or it does not fit.
+// Takes the buffer that was set. Returns an undefined tensor if none is set, or if it does not fit.
 at::Tensor take_result_buffer(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
 
-// Of the process; it outlives every tensor. Its first limit is TRANSFORMER_OPS_POOL_LIMIT.
+// The pool of the process, which outlives every tensor. TRANSFORMER_OPS_POOL_LIMIT sets its first
+// limit.
 memory::Pool& pool();
 
 }  // namespace transformer_ops

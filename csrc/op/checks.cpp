@@ -46,7 +46,7 @@ void Checks::has_rows(const char* name, const Tensor& tensor) const {
 void Checks::trailing(const char* name, const Tensor& tensor, const Tensor& trailing) const {
   const auto sizes = tensor.sym_sizes();
   const auto wanted = trailing.sym_sizes();
-  // A bias has one.
+  // A bias has at least one dimension.
   TORCH_CHECK(!wanted.empty(), "[", op_, "] weight must have at least 1 dimension, got 0");
   TORCH_CHECK(
       sizes.size() >= wanted.size() && sizes.slice(sizes.size() - wanted.size()).equals(wanted),

@@ -1,4 +1,5 @@
-// What a typed op knows of its call: checks that name the op, and the sizes and dtypes of results.
+// What a typed op knows about its call: checks that name the op, and the sizes and dtypes of
+// results.
 #pragma once
 
 #include <ATen/TensorOperators.h>
@@ -20,41 +21,41 @@ using Tensors = std::vector<Tensor>;
 struct TensorSpec {
   c10::SymDimVector sizes;
   at::ScalarType dtype;
-  // Of a result `Tensor[]`, those of its tensors; the fields above say nothing then.
+  // The tensors of a result `Tensor[]`; the fields above are unused then.
   std::optional<std::vector<TensorSpec>> list = {};
 };
 using TensorSpecs = c10::SmallVector<TensorSpec, 4>;
 
-// The numbers by which the operands of a product are to be multiplied, one each or one for each
-// block of its codes; undefined: by 1.
+// The scales of a product's operands, each a number or one number for each block of codes. An
+// undefined scale is 1.
 struct OperandScales {
   Tensor left = {}, right = {};
 
   bool defined() const { return left.defined() || right.defined(); }
-  // Both together, of scales on the CPU, which are one each.
+  // The product of both scales, which must be single numbers on the CPU.
   double factor() const;
 };
-// Those of blocks have dimensions: the rows and columns of the blocks or, of pairs of codes, one
-// with those and the 4 bytes of a float32.
+// Does the scale have a number for each block? Such a scale has dimensions: the rows and columns of
+// the blocks or, for pairs of codes, one dimension with those and the 4 bytes of a float32.
 inline bool is_of_blocks(const Tensor& scale) { return scale.defined() && scale.dim() > 0; }
 
-// Each raises `[op] name must RULE, got VALUE`.
+// Each check raises `[op] name must RULE, got VALUE`.
 class Checks {
  public:
-  // takes_codes: operands of a product may be codes of FP8.
+  // takes_codes: operands of a product may be FP8 codes.
   explicit Checks(const char* op, bool takes_codes = false, OperandScales scales = {})
       : op_(op), takes_codes_(takes_codes), scales_(std::move(scales)) {}
 
-  // Names the op in an error text.
+  // The name of the op in error texts.
   const char* op() const { return op_; }
   const OperandScales& scales() const { return scales_; }
 
-  // float16, bfloat16, float32 or float64.
+  // The dtype must be float16, bfloat16, float32 or float64.
   void compute_dtype(const char* name, const Tensor& tensor) const;
-  // The same, or codes where the product takes them.
+  // The same check, but codes pass if the product takes them.
   void operand_dtype(const char* name, const Tensor& tensor) const;
   void same_sizes(const char* name, const Tensor& tensor, const Tensor& like) const;
-  // This size and dtype: gradients and saved tensors.
+  // The tensor must have this size and dtype. Gradients and saved tensors are checked so.
   void spec(const char* name, const Tensor& tensor, const TensorSpec& spec) const;
   void has_rows(const char* name, const Tensor& tensor) const;
   // The trailing dimensions must be those of `trailing`.
@@ -66,30 +67,32 @@ class Checks {
   OperandScales scales_;
 };
 
-// Codes of FP8, or pairs of FP4; and what a product of such an operand has: bfloat16 of codes.
+// Is it a dtype of FP8 codes or of pairs of FP4 codes? A product of such operands has bfloat16
+// results.
 bool is_codes(at::ScalarType dtype);
 at::ScalarType product_dtype(const Tensor& operand);
-// Pairs of codes of FP4: of two numbers that follow each other along the sum, the first one lowest.
+// Does it hold pairs of FP4 codes? A pair is two numbers that follow each other along the sum; the
+// first one has the low bits.
 bool has_pairs(const Tensor& operand);
 
 TensorSpec like(const Tensor& tensor);
-// Of a list; nobody wants one without tensors.
+// The spec of a list, which must not be empty.
 TensorSpec list_of(std::vector<TensorSpec> specs);
 TensorSpec like(const Tensors& list);
-// Of a result that nobody wants.
+// The spec of a result that is not wanted.
 TensorSpec absent(at::ScalarType dtype);
 // One number per row over the last `dims` dimensions: float32, or float64 for float64.
 TensorSpec row_statistics(const Tensor& tensor, int64_t dims = 1);
-// One bit an element.
+// One bit for each element.
 TensorSpec bit_mask(const Tensor& tensor);
 
-// What kernels compute in: float32, or float64 for float64.
+// The dtype in which kernels compute: float32, or float64 for float64.
 at::ScalarType accumulate_dtype(at::ScalarType dtype);
 Tensor to_accumulate(const Tensor& tensor);
-// `tensor` in another dtype; raises where it has no compute dtype.
+// Casts `tensor` to another dtype; raises if it has no compute dtype.
 Tensor cast_floating(const char* op, const Tensor& tensor, at::ScalarType dtype);
 
-// Of rows that have one, for an error text.
+// The names of rows, separated by commas, for an error text.
 template <typename Rows>
 std::string names_of(const Rows& rows) {
   std::string text;

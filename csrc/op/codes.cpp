@@ -40,7 +40,7 @@ Tensor times_blocks_of_pairs(const Tensor& pairs, const Tensor& scale, bool of_r
   const int64_t along = of_rows ? 0 : -1;
   const PairBlocks blocks = *blocks_of_pairs(pairs, scale, of_rows);
   const int64_t inner = blocks.inner.expect_int(), outer = blocks.outer.expect_int();
-  // Of a matrix, the dimension behind that of the pairs has both of each.
+  // Unpacks both codes of a pair into a new dimension next to that of the pairs.
   const int64_t rows = c10::multiply_integers(pairs.sizes().slice(0, pairs.dim() - 1));
   const Tensor matrix = pairs.reshape({rows, pairs.size(-1)});
   const Tensor both = at::stack({matrix.bitwise_and(15), matrix.bitwise_right_shift(4)},
@@ -60,7 +60,7 @@ Tensor times_blocks_of_pairs(const Tensor& pairs, const Tensor& scale, bool of_r
 }
 
 Tensor scale_of_tensor(const Tensor& scale) {
-  // Of its own: a view as float needs whole words.
+  // The clone gives the bytes memory of their own, because a view as float needs alignment.
   const int64_t end = scale.size(0) - kTensorScaleBytes;
   return scale.narrow(0, end, kTensorScaleBytes).clone().view(at::kFloat).squeeze(0);
 }

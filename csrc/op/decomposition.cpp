@@ -14,16 +14,16 @@
 namespace transformer_ops {
 namespace {
 
-// A typed op stays where it is; a library that brings more may be loaded meanwhile.
+// The schemas of typed ops by address, which never changes. The lock is for libraries loaded later.
 struct Schemas {
   ForkSafeMutex mutex;
   std::map<const TypedOp*, Schema> rows;
 };
 
-// Never deleted: a thread may run while static objects die.
+// It is never deleted, because a thread may run while static objects are destroyed.
 Schemas& schemas = *new Schemas;
 
-// Parsed once.
+// Parses each schema once.
 const Schema& schema_of(const TypedOp& op) {
   const std::lock_guard lock(schemas.mutex);
   const auto [row, is_new] = schemas.rows.try_emplace(&op);
@@ -31,12 +31,13 @@ const Schema& schema_of(const TypedOp& op) {
   return row->second;
 }
 
-// The tensors of an argument, or of none.
+// The tensors of an argument: all of a list, or one, which may be undefined.
 Tensors tensors_of(const c10::IValue& value) {
   return value.isTensorList() ? value.toTensorVector() : Tensors{value.toTensor()};
 }
 
-// Gradients of the first result for the arguments at `places`, those of lists one after another.
+// The gradients of the first result for the arguments at `places`; those of lists come one after
+// another.
 Tensors gradients_of(const Decomposition& decomposition, const Checks& check,
                      std::vector<c10::IValue> arguments, const std::vector<size_t>& places,
                      const Tensor& grad_output) {
@@ -60,7 +61,7 @@ Tensors gradients_of(const Decomposition& decomposition, const Checks& check,
   return differentiate(first_result, inputs, grad_output);
 }
 
-// May an argument of an op be left out? Of a list the declaration says so.
+// May the argument be omitted? For a list, the declaration says so.
 bool may_be_absent(const TypedOp& op, const Schema::Field& field) {
   if (!field.may_be_absent()) return false;
   const OpDeclaration* const row = find_declaration_of(schema_of(op).name);
@@ -68,7 +69,7 @@ bool may_be_absent(const TypedOp& op, const Schema::Field& field) {
   return list == nullptr || list->optional;
 }
 
-// The backward of `forward`, as the vector-Jacobian product of its decomposition.
+// Computes the backward of `forward` as the vector-Jacobian product of its decomposition.
 Tensors decomposed_backward(const TypedOp& forward, const std::string& name,
                             c10::ArrayRef<c10::IValue> arguments) {
   const Schema& schema = schema_of(*find_typed_op(name));
@@ -82,7 +83,7 @@ Tensors decomposed_backward(const TypedOp& forward, const std::string& name,
     return mask.isNone() || mask.toListRef()[result].toBool();
   };
   const auto& fields = schema_of(forward).arguments;
-  // Which argument of forward a wanted result is the gradient of, and which result that is.
+  // For each wanted result, the forward argument whose gradient it is, and the index of the result.
   std::vector<size_t> places, wanted;
   for (size_t k = 0; k < schema.results.size(); ++k) {
     const std::string& result = schema.results[k].name;
@@ -106,7 +107,7 @@ Tensors decomposed_backward(const TypedOp& forward, const std::string& name,
     TORCH_CHECK(!is_missing, "[", name, "] double backward must have '", field,
                 "', got none: the first backward did not need it");
   }
-  std::vector<size_t> counts;  // of the tensors at each place
+  std::vector<size_t> counts;  // the number of tensors of each argument
   for (const size_t place : places) counts.push_back(tensors_of(stack[place]).size());
   const Tensors grads = gradients_of(forward.bodies.decomposition, Checks(name.c_str()),
                                      std::move(stack), places, argument("grad_output").toTensor());
@@ -123,7 +124,7 @@ Tensors decomposed_backward(const TypedOp& forward, const std::string& name,
   return results;
 }
 
-// Bodies run below autograd, and the decomposition of a backward calls it.
+// Kernel wrappers run below autograd, but the decomposition of a backward needs it.
 class WithAutograd {
  public:
   WithAutograd() : keys_(keys()) {}
@@ -148,13 +149,14 @@ bool is_new(const Tensor& tensor, Values values) {
   });
 }
 
-// The op whose backward is `name`, if that has a decomposition; else null.
+// The op whose backward is `name`, if it has a decomposition; else null.
 const TypedOp* find_decomposed_forward(const std::string& name) {
   const TypedOp* const forward = find_typed_op(forward_of(name));
   return forward != nullptr && forward->bodies.decomposition ? forward : nullptr;
 }
 
-// A new tensor of what a caller expects. Results that nobody wants have no elements.
+// Returns a new tensor of the expected size and dtype. Results that are not wanted have no
+// elements.
 Tensor as_result(const Checks& check, Values values, const std::string& name, const Tensor& found,
                  const TensorSpec& spec) {
   const Tensor first = tensors_of(values[0])[0];
@@ -173,7 +175,7 @@ Tensors call_decomposition(const std::string& name, c10::ArrayRef<c10::IValue> a
   TORCH_CHECK(op != nullptr, "[typed op] name must be registered, got '", name, "'");
   std::vector<c10::IValue> values(arguments.begin(), arguments.end());
   const Checks check(name.c_str());
-  if (op->shape) op->shape(check, values);  // the same errors as those of the op
+  if (op->shape) op->shape(check, values);  // raises the same errors as the op itself
   if (op->bodies.decomposition) return op->bodies.decomposition(check, values);
   const TypedOp* const forward = find_decomposed_forward(name);
   TORCH_CHECK_NOT_IMPLEMENTED(forward != nullptr, "[", name,

@@ -14,20 +14,21 @@ TensorSpecs like_first(const std::string& name, const Tensor& first, const Check
   return {like(first)};
 }
 
-// An argument of forward that has a gradient.
+// A forward argument that has a gradient.
 struct Gradient {
-  size_t place;  // among the arguments of backward
+  size_t place;  // its index among the arguments of backward
   std::string name;
   bool is_list;
 };
 
 struct Backward {
   TypedOp forward;
-  std::vector<bool> is_switch;  // of each argument of forward: it has none in backward
+  std::vector<bool> is_switch;  // for each forward argument: is it a switch? Backward has no such
+                                // argument
   std::vector<Gradient> gradients;
   bool has_mask;
 
-  // What `forward` says of the same arguments, and of the gradients what they belong to.
+  // Runs the checks of `forward` on the same arguments; each gradient is like its argument.
   TensorSpecs shape(const Checks& check, Values values) const {
     std::vector<c10::IValue> arguments;
     size_t next = 1;
@@ -54,7 +55,7 @@ bool takes_gradient(const OpDeclaration& row, const Schema::Field& field) {
   return is_tensor(field) && !row.is_integer(field.name);
 }
 
-// Backward gets parameters anyway.
+// Raises if the derived backward reads a tensor that is not saved. Parameters are always available.
 void check_is_kept(const OpDeclaration& row, const std::string& op, const Schema::Field& field) {
   if (!is_tensor(field)) return;
   const auto slot = std::ranges::find(row.slots, field.name, &Slot::name);
@@ -66,8 +67,8 @@ void check_is_kept(const OpDeclaration& row, const std::string& op, const Schema
               "' must be kept for all gradients where .backward is derived, got some of them");
 }
 
-// A backward multiplies what `forward` does. Any gradient but that of the matrix needs that of the
-// rows.
+// The products of a backward follow from those of `forward`. Every gradient but that of the matrix
+// needs the gradient of the rows.
 Products products_behind(const Products& forward, const std::vector<Gradient>& gradients) {
   Products products;
   for (const Product& product : forward.list) {
@@ -90,7 +91,8 @@ void complete(TypedOp& op) {
   op.bodies.decomposition.check(schema, op.schema, "decomposition", /*may_leave_out=*/true);
   if (op.shape || schema.results.size() != 1 || is_list(schema.results[0])) return;
   const auto first = std::ranges::find_if(schema.arguments, is_tensor);
-  if (first == schema.arguments.end() || is_list(*first)) return;  // an error of its own
+  // Another check raises for this.
+  if (first == schema.arguments.end() || is_list(*first)) return;
   op.shape = ShapeRule::of_values([i = first - schema.arguments.begin(), name = first->name](
                                       const Checks& check, Values values) {
     return like_first(name, values[i].toTensor(), check);

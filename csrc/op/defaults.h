@@ -1,4 +1,4 @@
-// What a declaration need not say, since it follows from the rest.
+// The parts of a declaration that follow from the rest, so that it may omit them.
 #pragma once
 
 #include "fuser/declaration.h"
@@ -6,12 +6,12 @@
 
 namespace transformer_ops {
 
-// Raises where a function is not what the schema says. One result without a shape rule is like the
-// first tensor, which has a compute dtype.
+// Completes an op's declaration and raises if a function does not match the schema. Without a shape
+// rule, the one result is like the first tensor, which must have a compute dtype.
 void complete(TypedOp& op);
 
-// <op>_backward(Tensor grad_output, ARGUMENTS OF FORWARD) -> (Tensor grad_input, ...), by the
-// derivative of forward's decomposition. Raises where that reads a tensor which no slot keeps.
+// Makes <op>_backward(Tensor grad_output, ARGUMENTS OF FORWARD) -> (Tensor grad_input, ...) from
+// the derivative of forward's decomposition. Raises if it reads a tensor that no slot saves.
 TypedOp default_backward(const OpDeclaration& declaration, const TypedOp& forward);
 
 }  // namespace transformer_ops

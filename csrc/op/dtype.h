@@ -1,4 +1,4 @@
-// The dtypes of plans as torch has them.
+// Conversion between plan dtypes and torch dtypes.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -7,9 +7,9 @@
 
 namespace transformer_ops {
 
-// Raises for an unknown one.
+// Raises if the dtype is unknown.
 at::ScalarType to_torch(DType dtype);
-// Unknown for one that no op computes in.
+// Returns Unknown for a dtype that no op computes in.
 DType to_dtype(at::ScalarType dtype);
 
 }  // namespace transformer_ops

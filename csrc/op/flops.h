@@ -1,4 +1,4 @@
-// What a count of floating-point operations has to know of typed ops.
+// What a FLOP counter needs to know about typed ops.
 #pragma once
 
 #include <string>
@@ -8,16 +8,16 @@
 
 namespace transformer_ops {
 
-// A typed op that multiplies, in one of its forms (op/variant.h).
+// A typed op that multiplies matrices, in one of its forms (op/variant.h).
 struct CountedOp {
   std::string name;
-  // The op itself has one for each flag of its output_mask; another form may have fewer.
+  // The op itself has a result for each flag of its output_mask; another form may have fewer.
   std::vector<std::string> results;
   Products products;
 };
 std::vector<CountedOp> counted_ops();
 
-// Raises where `products` names what the schema does not have.
+// Raises if `products` names something that the schema does not have.
 void check_products(const TypedOp& op);
 
 }  // namespace transformer_ops

@@ -31,7 +31,8 @@ using c10::DispatchKeySet;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-// `skipped`: a result that the schema does not have, and then no list, either.
+// Pushes the results on the stack. `skipped` is a result that the schema of this form does not
+// have; no result is a list then.
 void push_results(Stack* stack, size_t arguments, Results results, std::optional<size_t> skipped,
                   const std::vector<bool>& lists) {
   stack->erase(stack->end() - static_cast<std::ptrdiff_t>(arguments), stack->end());
@@ -45,7 +46,7 @@ void push_results(Stack* stack, size_t arguments, Results results, std::optional
   }
 }
 
-// What a body that returns its results gives one after another.
+// Groups the tensors that a kernel wrapper returned one after another into results and lists.
 Results grouped(const std::string& name, Tensors found, const TensorSpecs& specs) {
   size_t count = 0;
   for (const TensorSpec& spec : specs) count += spec.list ? spec.list->size() : 1;
@@ -65,20 +66,20 @@ Results grouped(const std::string& name, Tensors found, const TensorSpecs& specs
   return results;
 }
 
-// What every kernel of a typed op starts from.
+// The common part of every kernel of a typed op.
 class Kernel : public c10::OperatorKernel {
  public:
   explicit Kernel(const Variant& variant) : variant_(variant), op_(variant.op) {}
 
  protected:
-  static constexpr size_t kGradWeight = 1;  // of the results, where it may go into main_grad
+  static constexpr size_t kGradWeight = 1;  // the index of the result that may go into main_grad
 
   Values arguments(Stack* stack) const {
     const size_t count = variant_.arguments;
     return {stack->data() + stack->size() - count, count};
   }
 
-  // Raises where they are not what the schema says.
+  // Raises if the arguments do not match the schema.
   Call check_arguments(Values values) const {
     const char* const name = variant_.name.c_str();
     variant_.signature.check(name, values);
@@ -101,7 +102,7 @@ class Kernel : public c10::OperatorKernel {
     return Call(name, std::move(main_grad), std::move(scales), form.is_scaled);
   }
 
-  // Those that the bodies see: without scales, main_grad and what belongs to it.
+  // The arguments that kernel wrappers see: those without scales, main_grad and its flag.
   Values own(Values values) const {
     return values.first(values.size() - variant_.form.added_arguments());
   }
@@ -195,7 +196,7 @@ class DeviceKernel final : public Kernel {
 
  private:
   Results run_body(const Call& call, c10::Device device, Values values) const {
-    // The bodies of other libraries may do without ours.
+    // The kernel wrappers of other libraries need no CUDA backend of ours.
     if (body == &Bodies::cuda && !has_namespace(variant_.name)) check_backend();
     const TensorSpecs specs = shape(call, own(values));
     variant_.signature.make_contiguous(values);
@@ -215,7 +216,7 @@ class DeviceKernel final : public Kernel {
     return results;
   }
 
-  // Values instead of codes, times the scales of blocks where there are such: exact in bfloat16.
+  // Replaces codes by their values, multiplied by any block scales, which is exact in bfloat16.
   Call decoded(const Call& call, Values values) const {
     OperandScales scales = call.scales();
     Tensor* scale = &scales.left;
@@ -232,14 +233,14 @@ class DeviceKernel final : public Kernel {
         value = has_blocks ? times_blocks(tensor, *scale) : tensor.to(at::kBFloat16);
         if (has_blocks) *scale = Tensor();
       }
-      // The first tensor is the left operand, and of the others one has codes.
+      // The first tensor is the left operand; one of the others has codes.
       scale = &scales.right;
     }
     return Call(variant_.name.c_str(), call.main_grad(), std::move(scales), /*takes_codes=*/true);
   }
 
-  // Of the left and the right operand, is it summed over its rows? In forward neither is; a
-  // gradient is that of an input, or that of a weight.
+  // Are the left and the right operand summed over their rows? In forward neither is. A backward
+  // with a mask computes the gradient of an input, or that of a weight.
   static std::pair<bool, bool> sums_rows(Values values) {
     const auto mask = std::ranges::find_if(values, [](auto& value) { return value.isBoolList(); });
     if (mask == values.end()) return {false, false};
@@ -260,7 +261,7 @@ class DeviceKernel final : public Kernel {
         "TRANSFORMER_OPS_CUDA=ON and a CUDA toolkit (README.md, \"CUDA\")");
   }
 
-  // Without the dispatcher: sizes are plain integers here.
+  // Allocates without the dispatcher, because sizes are plain integers here.
   Results allocate(const TensorSpecs& specs, c10::Device device, const Call& call,
                    Values values) const {
     Results found;
@@ -318,8 +319,8 @@ std::function<void()>& autograd_maker() {
   return make;
 }
 
-// torch.library.register_autograd adds a Python kernel that costs most of a compiled call even
-// where no gradient is wanted: this one is found first, and lets it run only where needed.
+// torch.library.register_autograd adds a Python kernel that takes most of the time of a compiled
+// call, even if no gradient is wanted. This kernel runs first and calls that one only if needed.
 class AutogradShortcut final : public Kernel {
  public:
   using Kernel::Kernel;
@@ -342,7 +343,8 @@ class AutogradShortcut final : public Kernel {
   }
 
  private:
-  // Plans have gradients of their own, within which nothing is recorded here.
+  // Raises if a gradient would be recorded for a form that has none: plans compute gradients
+  // themselves.
   void check_differentiable(const OperatorHandle& handle, ptrdiff_t argument) const {
     const Form form = variant_.form;
     TORCH_CHECK_NOT_IMPLEMENTED(op_.differentiable && !form.is_scaled && !form.is_into, "[",
@@ -355,7 +357,7 @@ class AutogradShortcut final : public Kernel {
   mutable std::atomic<bool> is_made_ = false;
 };
 
-// The variants that torch has a schema of. A library may be loaded while others run.
+// The variants that have a schema in torch. The lock is for libraries loaded while others run.
 struct InTorch {
   ForkSafeMutex mutex;
   std::vector<const Variant*> variants;

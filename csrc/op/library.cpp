@@ -29,7 +29,7 @@ std::string text_of(const std::exception& error) {
 
 }  // namespace
 
-// The rows of a library under their full names, all checked before any is registered.
+// The rows of a library under their full names. All are checked before any is registered.
 class LibraryRows {
  public:
   explicit LibraryRows(Library library) : library_(std::move(library)) {
@@ -111,7 +111,7 @@ class LibraryRows {
     }
   }
 
-  // An op that another library has brought.
+  // Raises if another library has not registered the op.
   void check_exists(const std::string& name, const TypedOp& op) const {
     const auto found = c10::Dispatcher::singleton().findSchema({name, ""});
     TORCH_CHECK(found.has_value() && !op.shape, "[", library_.name_,
@@ -129,7 +129,7 @@ class LibraryRows {
   std::string full(const std::string& name) const { return library_.name_ + "::" + name; }
 
   Library library_;
-  std::set<std::string> own_kinds_;  // as the library writes them
+  std::set<std::string> own_kinds_;  // the kinds as the library spells them
   std::set<std::string> kinds_, typed_ops_;
   std::set<std::pair<Pass, std::string>> rules_;
 };
@@ -146,7 +146,7 @@ struct Tag {
   std::string library, version, torch;
 };
 
-// Of "transformer_ops library my_ops for transformer_ops 1.2.3 and torch 2.11".
+// Parses "transformer_ops library my_ops for transformer_ops 1.2.3 and torch 2.11".
 std::optional<Tag> parse_tag(const std::string& text) {
   std::istringstream in(text);
   const std::vector<std::string> words(std::istream_iterator<std::string>(in), {});
@@ -178,7 +178,7 @@ void check_built_for_us(const Tag& tag) {
               ", got one for torch ", tag.torch, ": build it again");
 }
 
-// ---- libraries that are there
+// ---- loaded libraries
 
 struct Loaded {
   fs::path file;
@@ -196,7 +196,7 @@ Libraries& libraries() {
 }
 
 fs::file_time_type time_of(const fs::path& file) {
-  std::error_code none;  // a file may be gone by now
+  std::error_code none;  // a file may be deleted by now
   return fs::last_write_time(file, none);
 }
 
@@ -212,7 +212,7 @@ void check_new_library(const std::string& name, const fs::path& file) {
               ", which ", loaded->file, " has brought");
 }
 
-// Is the file loaded? Raises where a library of its name is, and not this build of this file.
+// Is the file loaded? Raises if another library of that name is, or another build of this file.
 bool is_loaded(const std::string& name, const std::string& path) {
   const auto loaded = find_library(name);
   if (!loaded) return false;
@@ -225,7 +225,7 @@ bool is_loaded(const std::string& name, const std::string& path) {
   return true;
 }
 
-// What a library lists, and where it lies.
+// The ops that a library lists, and the file that it is in.
 struct Found {
   Library library;
   fs::path file;
@@ -234,7 +234,8 @@ struct Found {
 void add(Found found) {
   const std::string name = found.library.name();
   const fs::file_time_type written = time_of(found.file);
-  // No ForkSafeMutex: others are taken below it, and a forked child has half a library anyway.
+  // This is no ForkSafeMutex: such locks are taken while this one is held, and a forked child has
+  // only half of the library anyway.
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
   check_new_library(name, found.file);
@@ -255,7 +256,7 @@ Found collect(const char* tag_text, void (*fill)(Library&)) {
   return {std::move(library), is_known ? place.dli_fname : ""};
 }
 
-// What load_library() gathers while a file's static objects are made: nothing may be thrown there.
+// What load_library() collects while the static objects of a file are made: they must not throw.
 struct Load {
   std::vector<Found> found;
   std::string error = {};
@@ -286,7 +287,8 @@ std::string load_library(const std::string& path) {
               "[load_library] path must be loaded after the library that "
               "asks for it, got '",
               path, "'");
-  // Not the lock of add(): a thread that opens a library itself holds the loader's before that one.
+  // This must not be the lock of add(): a thread that opens a library itself takes the loader's
+  // lock before that one.
   static std::mutex one_at_a_time;
   const std::lock_guard lock(one_at_a_time);
   const Tag tag = read_tag(path);
@@ -299,7 +301,8 @@ std::string load_library(const std::string& path) {
   try {
     register_all(load);
   } catch (...) {
-    // Its code is in the rows: they go first. A file of this path may then be loaded once mended.
+    // The rows refer to the library's code, so they are freed first. A repaired file of this path
+    // can be loaded later.
     load.found.clear();
     if (!find_library(tag.library)) dlclose(handle);
     throw;

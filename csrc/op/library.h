@@ -1,4 +1,4 @@
-// What another shared library brings: ops and fused ops under a name of its own.
+// What another shared library adds: ops and fused ops under its own name.
 #pragma once
 
 #include <torch/headeronly/version.h>
@@ -11,10 +11,10 @@
 
 namespace transformer_ops {
 
-// The ops and fused ops of one library, which are registered together or not at all. Names are
-// written plainly and belong to the library: a typed op is torch.ops.<library>.<name>, a kind or a
-// rule "<library>::<name>". A kind in a pattern is the library's own, else a built-in one;
-// "<other>::<kind>" is that of another library.
+// The ops and fused ops of one library. All of them are registered, or none. Names have no prefix
+// and belong to the library: a typed op becomes torch.ops.<library>.<name>, and a kind or a rule
+// "<library>::<name>". A kind in a pattern is the library's own if it has one of that name, else a
+// built-in one; "<other>::<kind>" is a kind of another library.
 class Library {
  public:
   explicit Library(std::string name) : name_(std::move(name)) {}
@@ -32,18 +32,18 @@ class Library {
 };
 
 // Loads a shared library and registers what its TRANSFORMER_OPS_LIBRARY lists; returns its name.
-// The same file again does nothing. Raises, with nothing registered, where the file cannot be
-// loaded or was built for another torch or transformer_ops, and where a name is taken or wrong.
+// Loading the same file again does nothing. Raises without registering anything if the file cannot
+// be loaded, was built for another torch or transformer_ops, or has a name that is taken or wrong.
 std::string load_library(const std::string& path);
 
 }  // namespace transformer_ops
 
-// The same in every version, so that a library of another one gets as far as its error. `tag` is
-// what the macro below writes.
+// This symbol is the same in every version, so that a library for another version reaches the error
+// about it. `tag` is the text that the macro below writes.
 extern "C" bool transformer_ops_add_library(const char* tag,
                                             void (*fill)(transformer_ops::Library&));
 
-// Once in a library: its name, and a block that adds its ops.
+// Each library uses this once, with its name and a block that adds its ops.
 //   TRANSFORMER_OPS_LIBRARY(my_ops, library) { library.add_op(...); }
 #define TRANSFORMER_OPS_LIBRARY(name, library)                                                \
   extern "C" __attribute__((visibility("hidden"))) const char transformer_ops_library_tag[] = \
@@ -53,7 +53,7 @@ extern "C" bool transformer_ops_add_library(const char* tag,
       transformer_ops_add_library(transformer_ops_library_tag, transformer_ops_fill_library); \
   static void transformer_ops_fill_library(::transformer_ops::Library& library)
 
-// The loader finds it in the file, before any code of the library runs.
+// load_library() finds this text in the file before any code of the library runs.
 #define TRANSFORMER_OPS_TAG(name, major, minor) TRANSFORMER_OPS_TAG_TEXT(name, major, minor)
 #define TRANSFORMER_OPS_TAG_TEXT(name, major, minor)                               \
   "transformer_ops library " #name " for transformer_ops " TRANSFORMER_OPS_VERSION \

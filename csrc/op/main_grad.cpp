@@ -35,7 +35,8 @@ void check_main_grad(const Call& call, Values values, const Tensor& buffer,
   for (const auto& value : values) check_apart(call, buffer, value);
 }
 
-// Many are views of one flat buffer: each is compared with the next one in memory.
+// Raises if two buffers overlap. Many are views of one flat buffer, so each is compared with the
+// next one in memory.
 void check_apart(const Call& call, Tensors buffers) {
   const auto place = [](const Tensor& buffer) {
     return std::pair(buffer.storage().unsafeGetStorageImpl(),

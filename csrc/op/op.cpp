@@ -11,7 +11,7 @@ namespace {
 
 using Replay = std::function<Tensor(const ReplayCall&)>;
 
-// A library that brings more may be loaded while others run.
+// The replays by kind. The lock is for libraries loaded while others run.
 struct Replays {
   ForkSafeMutex mutex;
   std::map<std::string, Replay> rows;
@@ -27,7 +27,8 @@ void add_replay(const std::string& kind, Replay replay) {
   replays().rows[kind] = std::move(replay);
 }
 
-// "aten::reshape" is torch's own; an empty schema hands the tensor on.
+// Does the op belong to the library? "aten::reshape" is torch's own; an empty schema returns its
+// input.
 bool belongs_to(const std::string& library, const std::string& name) {
   const size_t colons = name.find("::");
   return colons == std::string::npos || name.substr(0, colons) == library;
@@ -84,7 +85,7 @@ void register_fused_op(const std::string& library, FusedOp op) {
   op.rule.backward = op.backward.schema;
   op.rule.scalable = op.rule.pass == Pass::Backward ? op.backward.scalable : op.forward.scalable;
   register_pair(library, std::move(op.forward), std::move(op.backward));
-  // Last: from now on plans may call the typed ops.
+  // This comes last, because plans may call the typed ops from now on.
   add_rule(std::move(op.rule), library);
 }
 

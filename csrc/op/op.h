@@ -6,14 +6,14 @@
 
 namespace transformer_ops {
 
-// What double backward knows of an op whose input was not saved.
+// What double backward knows about an op whose input was not saved.
 struct ReplayCall {
-  Tensor input;  // right derivatives, but its values are a stand-in
-  std::function<Tensor(const std::string&)> slot;  // undefined where not saved
-  Tensor output;                                   // undefined where not saved
+  Tensor input;  // has correct derivatives, but placeholder values
+  std::function<Tensor(const std::string&)> slot;  // undefined if not saved
+  Tensor output;                                   // undefined if not saved
   const Attributes& attributes;
-  std::function<Tensor(const std::string&)> extra_input;  // as `input`
-  // Takes an extra output, in the place of one that cannot be computed from stand-ins.
+  std::function<Tensor(const std::string&)> extra_input;  // placeholders, as `input` is
+  // Provides an extra output that cannot be computed from placeholder values.
   std::function<void(const std::string&, Tensor)> give;
 };
 
@@ -22,20 +22,20 @@ struct Op {
   OpDeclaration declaration;
   TypedOp forward = {};
   TypedOp backward = {};
-  TypedOp recompute = {};  // of a cheap producer
-  // The op's output, from what was saved instead of the input. Absent where the derivative does not
-  // depend on the input's values, or the input is always saved.
+  TypedOp recompute = {};  // only for an op that is cheap to recompute
+  // Computes the op's output from what was saved instead of the input. It is absent if the
+  // derivative does not depend on the input's values, or if the input is always saved.
   std::function<Tensor(const ReplayCall&)> replay = {};
 };
 
-// Gives an op whose gradients follow from its decomposition a backward (op/defaults.h).
+// Adds a backward to an op whose gradients follow from its decomposition (op/defaults.h).
 void derive_backward(Op& op);
 
-// Of a library that is loaded beside this one, under the name of that library: op/library.h.
+// Registers an op under the name of a library that is loaded separately (op/library.h).
 void register_op(const std::string& library, Op op);
-// A built-in one. Returns true, so that a file can register its op as it is loaded.
+// Registers a built-in op. Returns true, so that a file can do so in a static initializer.
 bool register_op(Op op);
-// The replay of a kind; empty where it has none.
+// The replay of a kind; empty if it has none.
 const std::function<Tensor(const ReplayCall&)>& find_replay(const std::string& kind);
 
 // A fused op: its rule row and its typed ops.

@@ -1,4 +1,4 @@
-// The C++ types of a body's parameters, and the schema types that they stand for.
+// The C++ types of a kernel wrapper's parameters, and the schema types that they accept.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,8 +11,9 @@
 
 namespace transformer_ops {
 
-// A parameter of type T is read from its argument by BodyParameter<T>::get; a type without a row is
-// none that a body may take. One with a kCount stands for so many arguments, and gets the first.
+// BodyParameter<T>::get reads a parameter of type T from its argument. Only types with a
+// specialization here are allowed. A type with kCount takes that many arguments, and get() receives
+// the first.
 template <typename T>
 struct BodyParameter;
 
@@ -22,14 +23,14 @@ struct BodyParameter<const at::Tensor&> {
   static const at::Tensor& get(c10::IValue& value) { return value.toTensor(); }
 };
 
-// Taken out of the call, so that its memory is free once the body lets go of it.
+// The tensor is moved out of the call, so that its memory is freed once the wrapper releases it.
 template <>
 struct BodyParameter<at::Tensor> {
   static constexpr char kSchema[] = "Tensor", kName[] = "Tensor";
   static at::Tensor get(c10::IValue& value) { return std::move(value).toTensor(); }
 };
 
-// Null where it is None.
+// Null if the argument is None.
 template <>
 struct BodyParameter<const at::Tensor*> {
   static constexpr char kSchema[] = "Tensor?", kName[] = "const Tensor*";
@@ -38,19 +39,19 @@ struct BodyParameter<const at::Tensor*> {
   }
 };
 
-// A list: of a listed parameter, for one.
+// A list of tensors, for example those of a listed parameter.
 template <>
 struct BodyParameter<const std::vector<at::Tensor>&> {
   static constexpr char kSchema[] = "Tensor[]", kName[] = "const Tensors&";
   static std::vector<at::Tensor> get(c10::IValue& value) { return value.toTensorVector(); }
 };
 
-// For functions that take an undefined tensor for none.
+// For functions that take an undefined tensor instead of null.
 inline at::Tensor or_undefined(const at::Tensor* tensor) {
   return tensor != nullptr ? *tensor : at::Tensor();
 }
 
-// Taken out of the call.
+// The tensor is moved out of the call.
 template <>
 struct BodyParameter<std::optional<at::Tensor>> {
   static constexpr char kSchema[] = "Tensor?", kName[] = "std::optional<Tensor>";

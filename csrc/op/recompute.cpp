@@ -22,7 +22,7 @@ Tensor cast_decomposed(const Tensor& grad_output, const Tensor& input) {
   return input.to(grad_output.scalar_type());
 }
 
-// An input that forward saved before a cast, in the dtype that the reading step takes.
+// Casts an input that forward saved before a cast to the dtype that the reading step takes.
 [[maybe_unused]] const bool registered = register_op({
     .recompute = {.schema = "recompute_cast(Tensor grad_output, Tensor input) -> Tensor output",
                   .shape = cast_shape,
@@ -42,7 +42,7 @@ TypedOp behind_gradient(TypedOp op) {
   return op;
 }
 
-// "-> (Tensor output, Tensor amax)" without the last.
+// Removes the last result: "-> (Tensor output, Tensor amax)" loses amax.
 void drop_last_result(TypedOp& op) {
   op.schema.erase(op.schema.rfind(", "));
   const size_t results = op.schema.find("-> (") + 3;

@@ -16,7 +16,7 @@
 namespace transformer_ops {
 namespace {
 
-// What a thread reads and writes before it rounds: so much stays in its cache.
+// The bytes that a thread reads and writes before it rounds: they still fit in its cache then.
 constexpr int64_t kBytesAtOnce = 256 << 10;
 
 bool is_given(const c10::IValue& value) { return value.isTensor() && value.toTensor().defined(); }
@@ -29,7 +29,7 @@ bool has_rows(const Tensor& tensor, RowSizes sizes) {
   return tensor.dim() >= leading && tensor.sizes().slice(0, leading) == sizes;
 }
 
-// Those tensors as matrices, and the places that some of their rows take.
+// The tensors of a call as matrices, of which a band of rows is taken at a time.
 class Bands {
  public:
   explicit Bands(RowSizes sizes) : sizes_(sizes.begin(), sizes.end()) {}
@@ -50,7 +50,7 @@ class Bands {
   std::vector<std::pair<size_t, Tensor>> places_;
 };
 
-// Results of one number, of which each few rows give their own: the largest is that of all.
+// Results that are a single number: each band gives one, and the largest is the result.
 class Numbers {
  public:
   Numbers(const Tensors& results, size_t first, int64_t count) {
@@ -117,7 +117,7 @@ class RoundedOp {
   Tensors decomposition(const Checks& check, Values values) const {
     Tensors found =
         call_decomposition(name_, c10::ArrayRef<c10::IValue>(values.data(), arguments_));
-    // Of results that only serve backward, a decomposition may leave out some.
+    // A decomposition may omit results that only backward uses.
     found.resize(results_);
     Tensors rounded = rounding_.decomposition(check, found[0], added(values));
     found[0] = std::move(rounded[0]);
@@ -125,7 +125,7 @@ class RoundedOp {
     return found;
   }
 
-  // A few rows after another where the tensors are made of rows, else all at once.
+  // Runs a band of rows at a time if the tensors are made of rows, else all rows at once.
   void run_cpu(const Call& call, Values values, Results& results) const {
     const auto run_part = [&](Values arguments, Results& part) {
       run(op_.bodies.cpu, &Bodies::cpu, call, arguments, added(values), part);
@@ -165,7 +165,7 @@ class RoundedOp {
   Values own(Values values) const { return values.first(arguments_); }
   Values added(Values values) const { return values.subspan(arguments_); }
 
-  // f(i) of the results that are made of rows. Those that nobody wants have no elements.
+  // Calls f(i) for the results that are made of rows. Results that are not wanted have no elements.
   template <typename Function>
   void for_rows(const Tensors& results, const Function& f) const {
     for (size_t i = 0; i < results.size(); ++i) {
@@ -174,7 +174,7 @@ class RoundedOp {
     }
   }
 
-  // f(tensor) of all that are.
+  // Calls f(tensor) for all tensors that are made of rows.
   template <typename Function>
   void for_tensors(Values values, const Tensors& results, const Function& f) const {
     for (const size_t place : by_rows_) {
@@ -190,8 +190,8 @@ class RoundedOp {
     return results[0].sizes().slice(0, leading);
   }
 
-  // A multiple of the rows of a block; all where one of the tensors is not made of rows, as a mask
-  // of bits is.
+  // The rows of a band, a multiple of those of a block. It is all rows if one of the tensors is not
+  // made of rows, as a bit mask is not.
   int64_t rows_at_once(Values values, const Tensors& results, RowSizes sizes) const {
     const int64_t rows = c10::multiply_integers(sizes);
     int64_t bytes = 0;
@@ -206,7 +206,7 @@ class RoundedOp {
     return std::max<int64_t>(fitting / block, 1) * block;
   }
 
-  // The op, and then its first result in place of itself.
+  // Runs the op, then rounds its first result in place.
   void run(const Body& body, Body Bodies::*on_device, const Call& call, Values arguments,
            Values added, Results& results) const {
     const auto first = results.tensors.begin(),
@@ -222,7 +222,7 @@ class RoundedOp {
   const TypedOp op_;
   const RowRounding& rounding_;
   std::string name_;
-  size_t arguments_, results_;  // how many it has
+  size_t arguments_, results_;  // the numbers of the op's arguments and results
   std::vector<size_t> by_rows_;
 };
 

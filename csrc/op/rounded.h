@@ -1,5 +1,5 @@
-// Ops that round their first result on the way: what a product under a recipe takes is written by
-// the op that makes it, while the rows are in the caches.
+// Ops that also round their first result. The op that computes the operand of a product under a
+// recipe rounds it while its rows are in the caches.
 #pragma once
 
 #include <optional>
@@ -9,12 +9,12 @@
 
 namespace transformer_ops {
 
-// <op>.rounded and <op>.rounded_by (op/row_rounding.h): `suffix` is what stands behind the op. The
-// results are, bit for bit, those that a call of its own makes of what <op> gives. None where the
-// declaration of the op does not say .by_rows, and for another suffix.
+// Makes <op>.rounded or <op>.rounded_by (op/row_rounding.h); `suffix` is the part after the op's
+// name. The results are bitwise those of a separate rounding call on the results of <op>. Returns
+// none if the op's declaration does not set .by_rows, or for another suffix.
 std::optional<TypedOp> rounded_by(const TypedOp& op, std::string_view suffix);
 
-// Raises where .by_rows names no tensor arguments, or the op gives lists.
+// Raises if .by_rows names something other than tensor arguments, or if the op has list results.
 void check_by_rows(const TypedOp& op);
 
 }  // namespace transformer_ops

@@ -14,7 +14,7 @@
 namespace transformer_ops {
 namespace {
 
-// Of the ops that round. They are looked up once: their names are among those of the library.
+// The kernel wrappers of the ops that round. They are looked up once.
 const Bodies& round_bodies() {
   static const Bodies& bodies = find_typed_op(kRoundCall)->bodies;
   return bodies;
@@ -24,7 +24,8 @@ const Bodies& round_scaled_bodies() {
   return bodies;
 }
 
-// As an argument of those. Made once: each text in an argument is memory of its own.
+// The dtype of `x` as an argument of those ops. The texts are made once, because each one in an
+// argument allocates.
 const c10::IValue& dtype_of(const Tensor& x) {
   static const std::vector<c10::IValue> names = [] {
     std::vector<c10::IValue> names;
@@ -36,7 +37,7 @@ const c10::IValue& dtype_of(const Tensor& x) {
   return names[static_cast<size_t>(to_dtype(x.scalar_type()))];
 }
 
-// ---- by the scales of blocks
+// ---- by block scales
 
 struct Formats {
   const c10::IValue &rows, &columns;
@@ -89,7 +90,7 @@ void round_blocks(Body Bodies::*on_device, const Call& call, const Tensor& x, Va
   round_to(formats.rows, x);
 }
 
-// ---- by a scale of the tensor
+// ---- by one scale for the whole tensor
 
 struct Scale {
   const c10::IValue &scale, &place, &format;
@@ -130,7 +131,7 @@ int64_t one_row(Values) { return 1; }
 
 void round_by_scale(Body Bodies::*on_device, const Call& call, const Tensor& x, Values added,
                     const Tensors& results) {
-  // The CPU's body reads the elements before it writes them.
+  // The CPU's kernel wrapper reads the elements before it writes them.
   const Tensor exact = on_device == &Bodies::cpu ? x : x.clone();
   const Scale scale(added);
   std::array values = scale.arguments(exact);

@@ -1,4 +1,4 @@
-// What op/rounded.h does to the first result of an op: the two ways to round a few rows at a time.
+// The two ways in which op/rounded.h rounds the first result of an op, a band of rows at a time.
 #pragma once
 
 #include <string>
@@ -8,26 +8,26 @@
 
 namespace transformer_ops {
 
-// `added`: the arguments that the rounding adds to those of the op.
+// `added` holds the arguments that the rounding adds to those of the op.
 struct RowRounding {
-  std::string suffix;  // of the name of the op that rounds
+  std::string suffix;  // the suffix of the rounding op's name
   std::vector<Schema::Field> arguments;
   std::vector<std::string> results;  // tensors, each named <first result>_<this>
   void (*check)(const Checks& check, Values added);
-  // Of `results`. One without dimensions is the largest of what each few rows give.
+  // The specs of `results`. A result without dimensions is the largest of the numbers of all bands.
   TensorSpecs (*shape)(const TensorSpec& first, Values added);
-  // The rounded tensor, and then `results`.
+  // Returns the rounded tensor, and then `results`.
   Tensors (*decomposition)(const Checks& check, const Tensor& x, Values added);
   int64_t (*rows_of_block)(Values added);
-  // Rounds x where it is, and fills `results`, undefined ones excepted.
+  // Rounds x in place, and fills the defined tensors of `results`.
   void (*run)(Body Bodies::*on_device, const Call& call, const Tensor& x, Values added,
               const Tensors& results);
 };
 
-// By the scales of blocks, which follow from the rows: to `format`, and to `column_format` beside
-// it; without one that result has no elements.
+// The first row rounds by block scales, which follow from the rows: to `format`, and also to
+// `column_format`. If that one is empty, its result has no elements.
 //   <op>.rounded(..., str format, str column_format) -> (..., Tensor <first result>_columns)
-// By a scale of the tensor that is known before it, to values of codes (quantize_values_scaled).
+// The second row rounds by a known scale of the tensor to values of codes (quantize_values_scaled).
 //   <op>.rounded_by(..., Tensor fp8_scale, int fp8_place, str format, bool with_amax)
 //       -> (..., Tensor <first result>_decodes, Tensor <first result>_amax)
 const std::vector<RowRounding>& row_roundings();

@@ -11,7 +11,7 @@ namespace transformer_ops::cpu {
 
 void parallel(int64_t count, int64_t work, int64_t align,
               c10::function_ref<void(int64_t, int64_t)> function) {
-  // Less than 2 * kGrain elements take about as long as waking a second thread.
+  // Fewer than 2 * kGrain elements take about as long as waking a second thread.
   constexpr int64_t kGrain = 32768;
   const int64_t units = (count + align - 1) / align;
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work * align));

@@ -1,5 +1,5 @@
-// Tensors as rows, threads over them, and sums of them: what CPU bodies with loops of their own
-// need.
+// Tensors as rows, loops over rows on several threads, and sums of rows, for CPU kernel wrappers
+// with loops of their own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,19 +28,21 @@ struct Rows {
   }
 };
 
-// Bit masks split at multiples of it: the ranges of both the mask and the elements are aligned.
+// Bit masks are split at multiples of this, so that the ranges of mask and elements are both
+// aligned.
 constexpr int64_t kMaskAlign = 64;
 
-// Calls function(begin, end) for ranges of [0, count), in several threads where that pays. An item
-// costs `work` elements; the ranges start at multiples of `align`.
+// Calls function(begin, end) for ranges of [0, count), on several threads if that is faster. An
+// item costs as much as `work` elements; ranges start at multiples of `align`.
 void parallel(int64_t count, int64_t work, int64_t align,
               c10::function_ref<void(int64_t, int64_t)> function);
 
-// Adds the rows first to last to one array of sums a result, in the accumulate dtype.
+// Adds the rows from first to last to one array of sums for each result, in the accumulate dtype.
 using AddRows = c10::function_ref<void(int64_t, int64_t, const std::vector<void*>&)>;
 
-// Sums over rows of `like` into `results` of `width` elements each; deterministic for any number of
-// threads: a fixed split into parts, each with zeroed sums of its own, added in order.
+// Sums over rows of `like` into `results` of `width` elements each. The sums are deterministic for
+// any number of threads: the parts are fixed, have zeroed sums of their own, and are added in
+// order.
 void sum_rows(int64_t rows, int64_t width, const at::Tensor& like, std::span<at::Tensor> results,
               AddRows add_rows);
 

@@ -28,13 +28,13 @@ c10::IValue constant_of(const std::string& text) {
   return std::visit([](const auto& value) { return c10::IValue(value); }, parse_attribute(text));
 }
 
-// "[%, %]": 2; none of any other text.
+// Returns 2 for "[%, %]", and none for a text that is not a list.
 std::optional<size_t> placeholders(const std::string& text) {
   if (!text.starts_with("[%")) return std::nullopt;
   return split_text(text.substr(1, text.size() - 2), ',').size();
 }
 
-// A text as it is called: what is constant, and where tensors stand.
+// A parsed call: its constants, and the positions of its tensors.
 class ParsedCall {
  public:
   explicit ParsedCall(const std::string& text) {
@@ -58,8 +58,8 @@ class ParsedCall {
 
   const Variant& variant() const { return *variant_; }
 
-  // The arguments, on top of the stack. The list is left without tensors: an op may take the memory
-  // of one that nobody else holds.
+  // Pushes the arguments. The list is emptied, so that an op may reuse the memory of a tensor that
+  // has no other reference.
   void push(const c10::List<at::Tensor>& tensors, Stack& stack) const {
     TORCH_CHECK(tensors.size() == tensors_, "[run_call] call must have ", tensors_,
                 " tensors, got ", tensors.size());
@@ -103,7 +103,7 @@ struct ParsedCalls {
 };
 constexpr size_t kMostTexts = 4096;
 
-// Never deleted: a thread may run while static objects die.
+// It is never deleted, because a thread may run while static objects are destroyed.
 ParsedCalls& parsed_calls = *new ParsedCalls;
 
 std::shared_ptr<const ParsedCall> parsed(std::string_view text) {
@@ -140,7 +140,7 @@ void run(const OperatorHandle&, DispatchKeySet, Stack* stack) {
   stack->emplace_back(std::move(results));
 }
 
-// No gradient passes through the forms that plans alone need.
+// The forms that only plans call have no gradient.
 void check_no_gradient(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient(stack->back()), "[run_call] tensors must require no ",
                               "gradient, as none passes through this op, got one that does; "
@@ -177,7 +177,7 @@ torch::CppFunction autograd() {
   return true;
 }();
 
-// Schemas of targets that torch has none of, as torch writes them.
+// The schemas of targets that are not registered with torch, in torch's form.
 struct FormSchemas {
   ForkSafeMutex mutex;
   std::map<std::string, c10::FunctionSchema> rows;
@@ -200,7 +200,7 @@ const c10::FunctionSchema& schema_of(const Variant& variant) {
 
 std::optional<Callee> find_callee(const std::string& target) {
   auto& torch_ops = c10::Dispatcher::singleton();
-  // A dot would be that of an overload.
+  // torch would take the part after a dot for an overload.
   const bool is_form = target.find('.') != std::string::npos;
   const auto op = is_form ? std::nullopt : torch_ops.findSchema({torch_name(target), ""});
   if (op) return Callee{*op, &op->schema(), false};

@@ -1,8 +1,8 @@
-// transformer_ops::run_call(str call, Tensor[] tensors) -> Tensor[]: a call of an op that torch has
-// no schema of, because it is a form of another one that plans alone need:
+// transformer_ops::run_call(str call, Tensor[] tensors) -> Tensor[] calls an op that has no schema
+// in torch, because it is a form of another op that only plans call:
 //   run_call('rms_norm.rounded(%, %, 1e-05, false, "mx e4m3", "")', [x, weight])
-// A tensor is "%", and a list of two "[%, %]"; constants are written as in the text of a plan. The
-// results are one list, those of lists one after another.
+// A tensor is "%", and a list of two is "[%, %]". Constants are written as in the text of a plan.
+// The results are one list, with those of lists one after another.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,16 +15,17 @@ namespace transformer_ops {
 
 inline constexpr const char* kRunCall = "transformer_ops::run_call";
 
-// Which op of torch runs the calls of a plan that name `target`, and what it takes there.
+// The torch op that runs a plan's calls of `target`, and the schema of those calls.
 struct Callee {
   c10::OperatorHandle op;
-  const c10::FunctionSchema* schema;  // that of the target, which lives as long as the process
+  const c10::FunctionSchema* schema;  // the schema of the target, which lives as long as the
+                                      // process
   bool by_text;                       // the op is run_call
 };
-// None where there is no op of that name.
+// Returns none if there is no op of that name.
 std::optional<Callee> find_callee(const std::string& target);
 
-// Has run_call serve tensors of another device type, too, by the CUDA bodies.
+// Registers run_call for another device type, too; it uses the CUDA kernel wrappers.
 void add_run_call(c10::DispatchKey key);
 
 }  // namespace transformer_ops

@@ -9,7 +9,7 @@
 namespace transformer_ops {
 namespace {
 
-// Of "bool[2]": 2.
+// Returns 2 for "bool[2]".
 std::optional<size_t> list_size(const std::string& type) {
   const size_t open = type.find('[');
   if (open == std::string::npos || type[open + 1] == ']') return std::nullopt;
@@ -79,10 +79,10 @@ void Signature::check(const char* op, std::span<c10::IValue> values) const {
   }
 }
 
-// First of all, as the first tensor may be of one.
+// This runs first, because the first tensor may be in a list.
 void Signature::check_lists_are_full(const char* op, std::span<c10::IValue> values) const {
   for (const auto& [index, name, _] : tensor_lists_) {
-    // A package of AOTInductor gives none for an empty list.
+    // An AOTInductor package passes None for an empty list.
     if (values[index].isNone()) values[index] = c10::List<at::Tensor>();
     const auto list = values[index].toListRef();
     TORCH_CHECK(index != first_ || !list.empty(), "[", op, "] ", name,

@@ -1,4 +1,5 @@
-// What the frame of a typed op needs of its schema, read once: a call does not look at the text.
+// What the frame of a typed op needs from its schema. It is parsed once; calls do not read the
+// text.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,22 +13,22 @@ namespace transformer_ops {
 
 class Signature {
  public:
-  // `any_strides`: the tensor arguments that bodies take as they are. Raises where there is none of
-  // such a name. Tensors that are written to are taken as they are, too.
+  // `any_strides` names the tensor arguments that need not be contiguous; tensors that are written
+  // to need not be, either. Raises if there is no tensor argument of such a name.
   Signature(const std::string& schema, const std::vector<std::string>& any_strides);
 
-  // Raises where no tensor argument of that name is required. `field` of a declaration names it.
+  // Raises if there is no required tensor argument of that name. `field` names the declaration's
+  // field in the error.
   size_t index_of(const std::string& tensor, const char* field) const;
 
-  // Of a list, its first.
+  // The first tensor argument. For a list, it is the list's first tensor.
   const at::Tensor& first_tensor(std::span<c10::IValue> values) const {
     const c10::IValue& value = values[first_];
     return value.isTensor() ? value.toTensor() : value.toListRef()[0].toTensor();
   }
 
-  // Raises where a tensor is missing, has no memory or is on another device than the first, and
-  // where a list of flags has another length than the schema says. `op` names the op in an error
-  // text.
+  // Raises if a tensor is missing, has no memory or is on another device than the first, or if a
+  // list of flags has another length than the schema says. `op` names the op in an error text.
   void check(const char* op, std::span<c10::IValue> values) const;
 
   void make_contiguous(std::span<c10::IValue> values) const;
@@ -46,15 +47,15 @@ class Signature {
 
   void check_lists_are_full(const char* op, std::span<c10::IValue> values) const;
   void check_lists(const char* op, std::span<c10::IValue> values) const;
-  // Of a list.
+  // Makes every tensor of a list contiguous.
   static void make_contiguous(c10::IValue& value);
 
   std::string name_;
   std::vector<TensorArgument> tensors_;
-  std::vector<ListArgument> lists_;  // of flags
+  std::vector<ListArgument> lists_;  // lists of flags
   std::vector<TensorArgument> tensor_lists_;
-  size_t first_ = 0;                // a tensor that has to be there, or a list
-  std::vector<size_t> contiguous_;  // indices of tensors
+  size_t first_ = 0;                // a required tensor, or a list
+  std::vector<size_t> contiguous_;  // the indices of the tensors to make contiguous
 };
 
 }  // namespace transformer_ops

@@ -20,11 +20,11 @@
 namespace transformer_ops {
 namespace {
 
-// A library that brings more may be loaded while others run; a row stays where it is.
+// The typed ops by name. The lock is for libraries loaded while others run; a row never moves.
 struct TypedOps {
   ForkSafeMutex mutex;
   std::map<std::string, TypedOp> rows;
-  std::vector<std::string> of_plans;  // those that torch has no schema of
+  std::vector<std::string> of_plans;  // the ops that have no schema in torch
 };
 
 TypedOps& typed_ops() {
@@ -46,7 +46,7 @@ const TypedOp& add_typed_op(const std::string& name, TypedOp op) {
   return row->second;
 }
 
-// A library may be loaded while others run.
+// The forward and backward pairs. The lock is for libraries loaded while others run.
 struct Pairs {
   ForkSafeMutex mutex;
   std::vector<TypedOpPair> rows;
@@ -70,9 +70,9 @@ void register_typed_op(TypedOp op) {
   check_by_rows(op);
   const TypedOp& kept = add_typed_op(name, std::move(op));
   add_to_torch(keep_variant(kept, name, {}));
-  // For the passes of a plan: no gradient passes through them.
+  // These forms are for the passes of a plan, so they have no gradient.
   for (const Form form : forms_of(kept)) add_to_torch(keep_variant(kept, name, form));
-  add_traits(name, kept);  // last: from now on plans may call it
+  add_traits(name, kept);  // last: plans may call it from now on
 }
 
 void register_plan_op(TypedOp op) {
@@ -139,7 +139,7 @@ void add_typed_op_pair(TypedOpPair pair) {
 }
 
 bool has_tangent(const Tensor& tensor) {
-  // What nearly every tensor has to say, without the 150 instructions of the question itself.
+  // A fast answer for nearly every tensor: the full check takes 150 instructions.
   if (!tensor.defined()) return false;
   const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
   if (meta == nullptr || (!meta->fw_grad_ && !meta->is_view_)) return false;
@@ -148,13 +148,13 @@ bool has_tangent(const Tensor& tensor) {
 
 Tensors differentiate(c10::function_ref<Tensor(const Tensors&)> function, const Tensors& inputs,
                       const Tensor& grad_output) {
-  // A body runs without a graph, and needs none behind its results.
+  // Kernel wrappers run without a graph, so their results need none.
   const bool keeps_graph = at::GradMode::is_enabled();
   const at::AutoGradMode grad_mode(true);
   Tensors leaves = inputs, wanted;
   for (Tensor& leaf : leaves) {
     if (!leaf.defined() || !at::isFloatingType(leaf.scalar_type())) continue;
-    // A view, so that the inner gradient stops at it.
+    // The view makes the inner gradient stop here.
     leaf = leaf.requires_grad() ? leaf.view_as(leaf) : leaf.detach().requires_grad_();
     wanted.push_back(leaf);
   }

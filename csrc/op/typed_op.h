@@ -11,121 +11,124 @@
 
 namespace transformer_ops {
 
-// What computes a typed op.
+// The functions that compute a typed op.
 struct Bodies {
-  // Where one is absent, the decomposition runs on that device.
+  // If one is absent, the decomposition runs on that device.
   Body cpu = {};
   Body cuda = {};
-  // Oracle, double backward, torch.func. Absent where the op is the backward of another.
+  // The oracle in tests, double backward and torch.func use it. It is absent if the op is the
+  // backward of another one.
   Decomposition decomposition = {};
 };
 
-// A product of rows with a matrix, for a count of operations (op/flops.h). A backward has two: one
-// for result grad_<matrix>, and one for the gradient of the rows.
+// A product of rows with a matrix, for FLOP counters (op/flops.h). A backward has two: one for
+// result grad_<matrix>, and one for the gradient of the rows.
 struct Product {
-  std::string matrix;  // an argument; all of a list
+  std::string matrix;  // an argument; all tensors of a list
   // The results of a backward that need the gradient of the rows.
   std::vector<std::string> needed_for = {"grad_input"};
 };
 
 struct Products {
   std::vector<Product> list = {};
-  // The argument or result that has every row that is multiplied. Empty: the first result of a
-  // forward, the first argument of a backward.
+  // The argument or result that has all the rows to multiply. If empty, it is the first result of a
+  // forward, or the first argument of a backward.
   std::string rows = {};
-  bool rows_are_numbers = false;  // each number of `rows` stands for one
+  bool rows_are_numbers = false;  // each number of `rows` stands for one row
 };
 
-// One torch.ops.transformer_ops.<name>: functional, no result aliases an argument. One of another
+// One torch.ops.transformer_ops.<name>: functional, no result aliases an argument. An op of another
 // library has a schema "<library>::<name>(...)" and is torch.ops.<library>.<name>.
 struct TypedOp {
   std::string schema = {};
-  // That tensors are there and on one device, the frame has checked before. Where absent, one
-  // result is like the first tensor (op/defaults.h).
+  // The frame has checked before that all tensors exist and are on one device. Without a shape
+  // rule, the one result is like the first tensor (op/defaults.h).
   ShapeRule shape = {};
-  // Arguments whose memory the first result may take, by name and in this order: one that nobody
-  // else holds, of the result's size and dtype. Their elements are read before the same ones are
-  // written.
+  // The arguments whose memory the first result may reuse, by name and in order of preference. An
+  // argument is reused if it has no other reference and the result's size and dtype. Each of its
+  // elements is read before the same element is written.
   std::vector<std::string> overwrites = {};
-  // The arguments whose strides the bodies follow, by name; they get every other one contiguous.
+  // The arguments that need not be contiguous, by name. Kernel wrappers follow their strides.
   std::vector<std::string> any_strides = {};
-  // The products with matrices in forward, or those whose gradients a backward computes. Without
-  // them FLOP counters take the op for one that multiplies none. Where the op has `splits`, groups
-  // of rows have a matrix each.
+  // The matrix products of forward, or those that a backward computes gradients of. Without them,
+  // FLOP counters count nothing for the op. If the op has `splits`, every group of rows has its own
+  // matrix.
   Products products = {};
   Bodies bodies = {};
   bool random = false;      // draws from torch's generator
   bool reads_first = true;  // false: the first tensor only ties the op to backward
-  // false: no gradient passes through, and where autograd would record one, a call raises.
+  // false: the op has no gradient. A call raises if autograd would record one.
   bool differentiable = true;
-  // Where the calls of a region share what they make of weights (executor/frozen_weights.h): ops of
-  // one name, but for a first tensor that ties to backward, give the same for the same arguments.
+  // Ops with the same `makes` give the same results for the same arguments, except for a first
+  // tensor that only ties the op to backward. The calls of a region then share what they make from
+  // weights (executor/frozen_weights.h).
   std::string makes = {};
-  // Result 1 is the gradient of a weight, and the bodies put it where call.main_grad() says. Then
-  // there is also <name>_into(..., Tensor(a!) main_grad, bool overwrite), without that result.
+  // Result 1 is the gradient of a weight, which goes to call.main_grad() if that is set. Such an op
+  // also has <name>_into(..., Tensor(a!) main_grad, bool overwrite), without that result.
   bool accumulates = false;
-  // A product whose operands may come as multiples of what they stand for, as the codes of a
-  // quantized tensor do: then there is also <name>_scaled(..., Tensor? left_scale,
-  // Tensor? right_scale), without a gradient, and the bodies multiply by what call.scales() says.
-  // Backward is asked for one of its two products at a time. Operands may be codes of FP8, too: the
-  // result is bfloat16 then, and the CPU's body gets their values in it. On CUDA codes may have a
-  // scale for each block, which the shape rule compares with them (wrappers/linear.h has one).
+  // A product whose operands may have scales, as the codes of a quantized tensor do. Such an op
+  // also has <name>_scaled(..., Tensor? left_scale, Tensor? right_scale), without a gradient;
+  // kernel wrappers multiply by call.scales(). Backward computes one of its two products at a time.
+  // Operands may also be FP8 codes. The result is bfloat16 then, and the CPU's kernel wrapper gets
+  // their bfloat16 values. On CUDA, codes may have block scales, which the shape rule checks (for
+  // example in wrappers/linear.h).
   bool scalable = false;
-  // The tensor arguments that have a row for each row of the results, where that row of the results
-  // depends on no other one of theirs; the first result is not the gradient of a parameter. Then
-  // plans may also call <name>.rounded and <name>.rounded_by (op/rounded.h), whose first result is
-  // rounded to a format in the same pass. Empty: they may not.
+  // The tensor arguments that have a row for each row of the results, if that row depends on no
+  // other row of theirs. The first result must not be the gradient of a parameter. Plans may then
+  // also call <name>.rounded and <name>.rounded_by (op/rounded.h), which round the first result in
+  // the same pass. If empty, they may not.
   std::vector<std::string> by_rows = {};
 };
 
-// Registers schema, CPU and CUDA kernel, and the shape rule as Meta kernel. Raises where a function
-// is not what the schema says, and where `any_strides` or `overwrites` names no tensor argument.
+// Registers the schema, the CPU and CUDA kernels, and the shape rule as Meta kernel. Raises if a
+// function does not match the schema, or if `any_strides` or `overwrites` names no tensor argument.
 void register_typed_op(TypedOp op);
 
-// Registers an op that plans alone call: torch has no schema of it, and it is reached by
-// transformer_ops::run_call (op/run_call.h).
+// Registers an op that only plans call. It has no schema in torch; transformer_ops::run_call
+// reaches it (op/run_call.h).
 void register_plan_op(TypedOp op);
 
-// What else register_typed_op registers: <name>_into, <name>_scaled, <name>_scaled_into.
+// The other names that register_typed_op registers: <name>_into, <name>_scaled, <name>_scaled_into.
 std::vector<std::string> other_names(const std::string& name, const TypedOp& op);
 
-// Has the CUDA bodies serve tensors of another device type too: a backend that stands in for CUDA.
+// Registers the CUDA kernel wrappers for another device type too, of a backend that stands in for
+// CUDA.
 void register_cuda_bodies(c10::DispatchKey key);
 
-// The typed ops with a body for the CPU and none for CUDA.
+// The typed ops that have a CPU kernel wrapper, but none for CUDA.
 std::vector<std::string> typed_ops_without_cuda();
 
-// The ops that plans alone call: what register_plan_op has registered.
+// The ops that only plans call, which register_plan_op has registered.
 std::vector<std::string> plan_ops();
 
-// By the name in its schema; null where there is none. Ops that round their first result are made
-// when they are first asked for.
+// Finds an op by the name in its schema; returns null if there is none. Ops that round their first
+// result are made when they are first looked up.
 const TypedOp* find_typed_op(const std::string& name);
 
-// A forward typed op and the typed op that is its backward, by name; backward empty where none.
+// The names of a forward typed op and of its backward, which is empty if it has none.
 struct TypedOpPair {
   std::string forward;
   std::string backward;
 };
 std::vector<TypedOpPair> typed_op_pairs();
-// The forward whose backward an op is; empty where it is none.
+// The forward whose backward an op is; empty if it is not a backward.
 std::string forward_of(const std::string& backward);
-// Once both are registered.
+// Registers a pair; both ops must be registered.
 void add_typed_op_pair(TypedOpPair pair);
 
-// `make` gives autograd kernels to the pairs that have none yet. It runs before the first gradient
-// of each op: a library that is loaded late brings more.
+// `make` adds autograd kernels to the pairs that have none yet. It runs before the first gradient
+// of each op, because a library that is loaded later adds more pairs.
 void set_autograd_maker(std::function<void()> make);
 
-// Does forward-mode AD follow the tensor?
+// Does forward-mode AD track the tensor?
 bool has_tangent(const Tensor& tensor);
 
-// Gradients of `function` at `inputs`, themselves differentiable; undefined where it does not
-// depend on one, and where one holds integers.
+// The gradients of `function` at `inputs`, which are differentiable themselves. A gradient is
+// undefined if `function` does not depend on its input, or if the input holds integers.
 Tensors differentiate(c10::function_ref<Tensor(const Tensors&)> function, const Tensors& inputs,
                       const Tensor& grad_output);
 
-// The same for a function with a parameter for each input.
+// The same for a function that has a parameter for each input.
 template <typename Function, typename... Inputs>
 std::array<Tensor, sizeof...(Inputs)> gradients(const Function& function, const Tensor& grad_output,
                                                 const Inputs&... inputs) {

@@ -25,7 +25,7 @@ std::string schema_of(const std::string& base, Form form, std::string schema) {
   replace(") ->", is_list ? ", Tensor(a!)[] main_grad, bool overwrite) ->"
                           : ", Tensor(a!) main_grad, bool overwrite) ->");
   replace(is_list ? result : ", Tensor grad_weight", "");
-  // torch cannot functionalize an op that writes and gives lists.
+  // torch cannot functionalize an op that writes to an argument and returns lists.
   const std::regex lists(", Tensor\\[\\] grad_\\w+");
   const size_t results = schema.find("->");
   return schema.substr(0, results) + std::regex_replace(schema.substr(results), lists, "");

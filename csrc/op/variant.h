@@ -1,5 +1,5 @@
-// What a typed op is registered as: under its own name, and in other forms under names of their
-// own, <name>_into, <name>_scaled and <name>_scaled_into (op/typed_op.h).
+// The forms in which a typed op is registered: under its own name, and under <name>_into,
+// <name>_scaled and <name>_scaled_into (op/typed_op.h).
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ struct Form {
   size_t added_arguments() const { return (is_scaled ? 2 : 0) + (is_into ? 2 : 0); }
 };
 
-// Those beside the op itself.
+// The forms besides the op itself.
 std::vector<Form> forms_of(const TypedOp& op);
 std::string name_of(const std::string& base, Form form);
 
@@ -26,18 +26,18 @@ struct Variant {
 
   const TypedOp& op;
   const std::string base, name, schema;
-  const size_t arguments;  // how many there are
+  const size_t arguments;  // the number of arguments
   const Signature signature;
-  std::vector<size_t> overwrites;  // arguments
-  std::vector<bool> lists;         // of each result of `op`: is it a list? Empty where none is
+  std::vector<size_t> overwrites;  // the indices of arguments
+  std::vector<bool> lists;         // for each result of `op`: is it a list? Empty if none is
   const Form form;
 };
 
-// They live as long as the library, and stay where they are.
+// Variants live as long as the library, and never move.
 const Variant& keep_variant(const TypedOp& op, const std::string& base, Form form);
 std::vector<const Variant*> all_variants();
-// By its own name; null where there is none. Typed ops that are made when they are first asked for
-// (find_typed_op) are there, too.
+// Finds a variant by its own name; returns null if there is none. This includes typed ops that are
+// made when they are first looked up (find_typed_op).
 const Variant* find_variant(const std::string& name);
 
 }  // namespace transformer_ops
