@@ -40,10 +40,10 @@ bool Analysis::is_quantized(int op) const {
 DType Analysis::operand_dtype(int op) const {
   DType dtype = compute_dtype(op);
   const OperandFormats& formats = key_.recipe->of(op);
-  // Elsewhere nobody multiplies by a scale.
+  // Other devices have no products with a scale.
   const bool scalable = declaration(ops_[op].kind).scalable && key_.device != Device::Other;
   for (const char* operand : {"input", "weight", "grad_output"}) {
-    // What is held quantized is taken as it is.
+    // An operand that is stored quantized is not rounded.
     if (!parameter_format(op, operand).is_exact()) continue;
     dtype = formats.format(operand).operand_dtype(dtype, scalable);
   }
@@ -70,7 +70,7 @@ bool Analysis::has_blocks(int op, std::initializer_list<const char*> operands) c
 void Analysis::number_tensors() {
   readers_.resize(ops_.size());
   for (int i = 0; i < size(); ++i) readers_[i].resize(ops_[i].extra_outputs.size());
-  int next = 1;  // behind the main input
+  int next = 1;  // the main input is first
   for (int i = 0; i < size(); ++i) {
     std::vector<int>& indices = caller_index_.emplace_back();
     for (const auto& source : ops_[i].sources) {
@@ -88,7 +88,8 @@ void Analysis::number_tensors() {
         ops_.size(), " ops, got ", key_.training.size());
 }
 
-// Is what has to be there there, with a dtype of its kind? Sizes are checked by the typed ops.
+// Checks that all required tensors are given, with a dtype of the right kind. Typed ops check
+// sizes.
 void Analysis::check_tensors() const {
   for (int i = 0; i < size(); ++i) {
     const OpNode& op = ops_[i];
@@ -167,7 +168,7 @@ std::optional<DType> Analysis::required_dtype(int op) const {
   if (!ops_[op].native) return std::nullopt;
   switch (declaration(ops_[op].kind).dtype) {
     case DTypeRule::Parameter: {
-      // As in torch, autocast leaves float64 alone.
+      // Autocast does not change float64, as in torch.
       const DType parameter = parameters(op)[0].dtype;
       return parameter == DType::Float64 ? parameter : key_.autocast.value_or(parameter);
     }
@@ -230,7 +231,7 @@ void Analysis::propagate_requires_grad() {
     needs_grad_.push_back(needs);
   }
   const auto first = std::ranges::find(needs_grad_, true) - needs_grad_.begin();
-  // Boundary i + 1 needs a gradient first where op i has a tensor that does.
+  // Boundary i + 1 is the first that needs a gradient if op i is the first with a tensor that does.
   first_backward_ = std::min(std::max(static_cast<int>(first) - 1, 0), size());
 }
 

@@ -12,7 +12,7 @@ std::string float_text(double value) {
   char buffer[64];
   const auto end = std::to_chars(buffer, buffer + sizeof(buffer), value).ptr;
   std::string text(buffer, end);
-  // "1" would read back as an integer.
+  // "1" would be parsed as an integer.
   const bool looks_integral = text.find_first_of(".en") == std::string::npos;
   return looks_integral ? text + ".0" : text;
 }

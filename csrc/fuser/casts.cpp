@@ -25,8 +25,8 @@ bool has_product(const Analysis& analysis, const Step& step) {
   });
 }
 
-// An operand that quantize.h rounds, from what it is, to the dtype of the product. One call rounds
-// a list, so that is of one dtype.
+// Does quantize.h round this operand to the dtype of the product, so that it needs no cast? A list
+// is rounded in one call, so its tensors have one dtype.
 bool is_rounded(const Analysis& analysis, int op, const std::string& name) {
   const OpNode& node = analysis.ops()[op];
   const OpDeclaration& row = declaration(node.kind);
@@ -43,8 +43,8 @@ bool is_rounded(const Analysis& analysis, int op, const std::string& name) {
   return true;
 }
 
-// Of a Linear's step: gamma, beta or bias of another dtype than the product's, too. Backward may
-// read them from slots.
+// Casts the gamma, beta or bias of a Linear's step whose dtype is not that of the product. Backward
+// may read them from slots.
 void cast_parameters(const Analysis& analysis, DType compute, Step& step) {
   if (!has_product(analysis, step)) return;
   std::vector<Instruction> casts;
@@ -66,7 +66,8 @@ void cast_parameters(const Analysis& analysis, DType compute, Step& step) {
   step.instructions.insert(step.instructions.begin(), casts.begin(), casts.end());
 }
 
-// With the gradients of the op's extra outputs: from the caller, and from ops that read them.
+// Promotes with the gradients of the op's extra outputs, from the caller and from ops that read
+// them.
 DType promote_extra_grads(const Analysis& analysis, DType dtype, int op) {
   for (int k = 0; k < std::ssize(analysis.ops()[op].extra_outputs); ++k) {
     dtype = promote(dtype, analysis.dtypes()[op]);
@@ -77,16 +78,16 @@ DType promote_extra_grads(const Analysis& analysis, DType dtype, int op) {
   return dtype;
 }
 
-// The dtype of the gradient that a step gives for its main tensor.
+// The dtype of the gradient that a step returns for its main tensor.
 DType produced_dtype(const Analysis& analysis, const Step& step) {
   DType produced = compute_dtype(analysis, step).value_or(analysis.dtypes()[step.last() + 1]);
-  // Alone, an op returns its main gradient's dtype; a fused one adds before it rounds.
+  // A single op returns its main gradient's dtype; a fused op adds before it rounds.
   if (step.ops.size() == 1) return produced;
   for (const int op : step.ops) produced = promote_extra_grads(analysis, produced, op);
   return produced;
 }
 
-// Null where the step takes its main tensor as it is.
+// Null if the step does not cast its main tensor.
 const Instruction* find_input_cast(const Step& step) {
   const auto cast = std::ranges::find_if(step.instructions, [&](const Instruction& instruction) {
     return instruction.target == kCast &&

@@ -5,23 +5,23 @@
 
 namespace transformer_ops {
 
-// Steps of native ops compute in the dtype that their ops insist on, a Linear anywhere among them
-// first of all. What else they take is cast to it by instructions of their own, into temporaries:
+// Steps of native ops compute in the dtype that their ops require; a Linear among them decides.
+// Other arguments are cast to it by separate instructions, into temporaries:
 //   t1.input = cast(x1, "bfloat16")
-// A slot then holds the main tensor as it was cast, and a parameter as it was.
+// A slot then saves the main tensor after its cast, and a parameter before it.
 void add_forward_casts(const Analysis& analysis, Step& step);
-// Parameters again; and the gradient of the main tensor to the dtype of that tensor.
+// Casts the parameters again, and the main tensor's gradient to the dtype of that tensor.
 void add_backward_casts(const Analysis& analysis, Step& step);
 
-// Reads `to` instead of `from` in all calls of a step. Was there any?
+// Replaces `from` by `to` in the arguments of all calls of a step. Returns whether there was any.
 bool replace_argument(Step& step, const Value& from, const Value& to);
 
 // to = cast(from, dtype)
 Instruction make_cast(const Argument& from, DType dtype, const Value& to);
 
-// The dtype to which a forward step casts its main tensor; none where it takes it as it is.
+// The dtype to which a forward step casts its main tensor; none if it does not cast it.
 std::optional<DType> input_cast(const Step& step);
-// Its main tensor as the ops of a forward step take it.
+// The step's main tensor as its ops read it, after a cast if there is one.
 Value taken_input(const Step& step);
 
 }  // namespace transformer_ops

@@ -24,7 +24,7 @@ class Compress {
     for (const Step& step : plan_.forward) {
       for (const Instruction& instruction : step.instructions) note_aliases(instruction);
     }
-    std::set<Value> held;  // by the caller
+    std::set<Value> held;  // values that the caller holds
     if (!plan_.saved.inputs) {
       held = {{Kind::Main, 0}, root({Kind::Main, plan_.size()})};
       for (const Value& output : plan_.extra_outputs) held.insert(root(output));
@@ -58,7 +58,7 @@ class Compress {
                    [&](const Value& result) { roots_[result] = root(*source); });
   }
 
-  // The value that first held the memory of this one.
+  // The value whose memory this one aliases.
   Value root(const Value& value) const {
     const auto found = roots_.find(value);
     return found == roots_.end() ? value : found->second;
@@ -82,8 +82,8 @@ class Compress {
     step.saves = std::move(saves);
   }
 
-  // The op's own wish is met for what the caller holds, too; not where another op has the tensor
-  // kept as it is.
+  // An op's own flag applies also to tensors that the caller holds, but not to a tensor that
+  // another op saves exactly.
   bool is_compressed(const Save& save, DType dtype) const {
     const Value source = root(save.source);
     if (format_of(save.slot).is_exact() || dtype == DType::Unknown) return false;
@@ -95,7 +95,7 @@ class Compress {
     return slot.name == "input" && plan_.ops[slot.op].is_set(kCacheQuantizedInput);
   }
 
-  // Exact for what is kept as it is.
+  // The format of a slot; exact if it is not compressed.
   NumberFormat format_of(const Value& slot) const {
     const bool is_main = slot.name == "input" || slot.name == "output";
     if (!is_main) return {};
@@ -121,7 +121,7 @@ class Compress {
       const auto first = first_slot_.find(slot);
       if (first == first_slot_.end()) continue;
       decode(first->second, step, before);
-      // Another slot of the same tensor, which a step may read by its own name.
+      // A step may read another slot of the same tensor by that slot's name.
       if (slot != first->second && decoded_.insert(slot).second) {
         before.push_back({.arguments = {first->second}, .results = {slot}});
       }
@@ -129,7 +129,7 @@ class Compress {
     step.instructions.insert(step.instructions.begin(), before.begin(), before.end());
   }
 
-  // The gradient keeps a compiler from decoding in forward.
+  // The gradient argument prevents a compiler from moving the decoding to forward.
   void decode(const Value& slot, const Step& step, std::vector<Instruction>& code) {
     if (!decoded_.insert(slot).second) return;
     code.push_back(
@@ -143,10 +143,10 @@ class Compress {
   Plan& plan_;
   const std::vector<DType>& dtypes_;
   std::map<Value, Value> roots_;
-  std::set<Value> exact_;              // roots that are kept as they are
-  std::map<Value, Value> slots_;       // root -> the slot whose parts hold it
-  std::map<Value, Value> first_slot_;  // slot -> that slot
-  std::map<Value, DType> dtype_;       // of those slots
+  std::set<Value> exact_;              // roots that are saved exactly
+  std::map<Value, Value> slots_;       // root -> the slot whose parts save it
+  std::map<Value, Value> first_slot_;  // slot -> the slot of the same root whose parts save it
+  std::map<Value, DType> dtype_;       // the dtypes of those slots
   std::set<Value> decoded_;
 };
 

@@ -9,10 +9,10 @@
 namespace transformer_ops {
 namespace {
 
-// Of a list: more than anybody has, and few enough for names.
+// The most tensors that a list may have. Nobody needs more, and each tensor has a name.
 constexpr int64_t kMostTensors = 100'000;
 
-// A library that declares more may be loaded while others plan.
+// The declarations by kind. The lock is for libraries loaded while others plan.
 struct Declarations {
   ForkSafeMutex mutex;
   std::map<std::string, OpDeclaration> rows;
@@ -44,7 +44,7 @@ std::string without_number(const std::string& name) {
   return name.substr(0, name.find_last_not_of("0123456789") + 1);
 }
 
-// Schemas are bound by name, so each has to mean one thing.
+// Raises if two things have one name, because schemas are bound by name.
 void check_names(const OpDeclaration& row) {
   std::vector<std::string> names = {"input", "output"};
   for (const auto* list :
@@ -66,7 +66,7 @@ void check_names(const OpDeclaration& row) {
   }
 }
 
-// Of lists: what says how many, and names that are no other's.
+// Checks lists: each has a count, and names that nothing else uses.
 void check_lists(const OpDeclaration& row) {
   for (const ListedParameter& list : row.lists) {
     const std::string place = "[declaration] '" + row.kind + "' list '" + list.parameter + "' ";
@@ -90,7 +90,7 @@ void check_lists(const OpDeclaration& row) {
   }
 }
 
-// A gradient that is left for later has a call of its own.
+// Checks that a gradient which is computed later has a call of its own.
 void check_delays(const OpDeclaration& row) {
   const auto& fields = row.backward_schema.arguments;
   const bool has_mask =
@@ -191,7 +191,7 @@ bool OpDeclaration::is_read(const std::string& argument, const std::vector<bool>
   const auto slot = std::ranges::find(slots, argument, &Slot::name);
   if (slot == slots.end() || slot->needed_for.empty()) return true;
   for (size_t k = 0; k < mask.size(); ++k) {
-    const std::string of = backward_schema.results[k].name.substr(5);  // grad_<name>
+    const std::string of = backward_schema.results[k].name.substr(5);  // the part after "grad_"
     if (mask[k] && contains(slot->needed_for, of)) return true;
   }
   return false;

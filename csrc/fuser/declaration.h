@@ -11,92 +11,92 @@
 
 namespace transformer_ops {
 
-// Which dtype an op computes and returns (ops.md, "Dtypes and shapes").
+// The dtype that an op computes in and returns (ops.md, "Dtypes and shapes").
 enum class DTypeRule {
-  Keep,       // its input's, also under autocast
-  Autocast,   // its input's, or the autocast dtype
-  Parameter,  // its first parameter's, or the autocast dtype; parameters are cast too
-  Promote,    // as an addition with the extra input
+  Keep,       // the input's, also under autocast
+  Autocast,   // the input's, or the autocast dtype
+  Parameter,  // the first parameter's, or the autocast dtype; parameters are cast too
+  Promote,    // that of an addition with the extra input
 };
 
-// A tensor that backward reads, by name; `needed_for` lists the gradients ("input" or a parameter)
-// that read it, empty for all of them.
+// A tensor that is saved for backward. `needed_for` lists the gradients ("input" or a parameter)
+// that read it; if empty, all gradients do.
 struct Slot {
   std::string name;
   std::vector<std::string> needed_for = {};
 };
 
-// A buffer of the caller's, outside autograd: where the attribute is set, backward adds the
-// gradient of the parameter to it in place of giving it.
+// A buffer of the caller, outside autograd. If the attribute is set, backward adds the parameter's
+// gradient to the buffer instead of returning it.
 struct State {
   std::string name;
   std::string parameter;
   std::string attribute;
-  // No buffer: the host keeps the call that gives the gradient, and runs it when it is asked to.
+  // There is no buffer: the host stores the call that computes the gradient, and runs it on demand.
   bool later = false;
 
-  // Is a value of that name this state, or that of one tensor of a listed parameter?
+  // Does the value's name refer to this state, or to that of one tensor of a listed parameter?
   bool has_value(const std::string& value) const;
 };
 
-// A parameter that is a list: tensors <parameter>0, <parameter>1, ..., as many as an attribute
-// says, which schemas take as `Tensor[]`. A missing one, where it may be missing, is an empty list.
+// A parameter that is a list of tensors <parameter>0, <parameter>1, ...; an attribute says how
+// many. Schemas take it as `Tensor[]`. An optional list that is not given is empty.
 struct ListedParameter {
   std::string parameter;
   std::string count;
-  // Where this flag is set, one tensor of the parameter's own name is all of the list.
+  // If this flag is set, the list is a single tensor with the parameter's own name.
   std::string single = {};
   bool optional = false;
 };
 
-// A flag of ops whose input is kept as codes of E4M3 with one scale, whoever holds it, unless
-// another op has it kept as it is.
+// A flag of ops whose input is saved as E4M3 codes with one scale, also if the caller holds it,
+// unless another op saves it exactly.
 inline constexpr const char* kCacheQuantizedInput = "cache_quantized_input";
 
-// The planner's half of an op's one declaration. Schema fields are bound by name:
+// The planner's part of an op's declaration. Schema fields are bound by name:
 //   forward   input, a parameter, an attribute, an extra input, save_<slot> (is it needed?)
 //             -> output, an extra output, or a slot
 //   backward  grad_output, grad_<extra output>, a slot, a parameter, an attribute, output_mask,
 //             input_shape -> grad_input, grad_<parameter>, grad_<extra input>
 //   recompute grad_output, input, a slot, a parameter, an attribute -> output
-// A parameter or an extra input may be None where forward takes it as `Tensor?`. Of a list, fields
-// are `Tensor[]`: all its tensors, and a gradient for each.
-// An absent forward, or an absent grad_input, hands the tensor on.
+// A parameter or an extra input is optional if forward takes it as `Tensor?`. A list is bound to
+// `Tensor[]` fields: all its tensors, and a gradient for each.
+// Without a forward, or without grad_input, the tensor is passed through.
 struct OpDeclaration {
   std::string kind;
   std::string summary;
   std::vector<std::string> parameters = {};
-  std::vector<ListedParameter> lists = {};  // of the parameters
+  std::vector<ListedParameter> lists = {};  // the parameters that are lists
   std::vector<std::string> attributes = {};
-  // Attributes that are false where an op has them not.
+  // Attributes that are false unless an op sets them.
   std::vector<std::string> flags = {};
   std::vector<std::string> extra_inputs = {};
   std::vector<std::string> extra_outputs = {};
-  std::vector<std::string> integers = {};  // extra tensors that hold integers: no gradients
+  std::vector<std::string> integers = {};  // extra tensors of integers, which have no gradient
   std::vector<Slot> slots = {};
   std::vector<State> states = {};
   std::string forward = {};
   std::string backward = {};
-  // Of a cheap producer: its output again, in backward. It takes the gradient that the reading step
-  // is given, so that a compiler neither merges it with forward nor moves it there.
+  // Recomputes the output of a cheap op in backward. It takes the gradient of the step that reads
+  // the output, so that a compiler neither merges it with forward nor moves it there.
   std::string recompute = {};
-  // Where nothing kept leads to its output, forward saves its input, which is smaller.
+  // If the output does not follow from saved tensors, forward saves the op's smaller input.
   bool recompute_adds_input = false;
-  // Forward hands the tensor on; its typed op is what decomposed plans call for the derivative.
+  // Forward passes the tensor through; decomposed plans call its typed op for the derivative.
   bool hands_on = false;
   DTypeRule dtype = DTypeRule::Keep;
-  // Of a product y = x W^T: the names of x and W, which a recipe asks to be quantized, as it does
-  // the gradient of y. An op without typed ops that names its input is no product: it rounds its
-  // main tensor, or the gradient, where its attribute `rounds_input`, or `rounds_grad_output`, says
-  // so.
+  // For a product y = x W^T, the names of x and W. A recipe quantizes these and the gradient of y.
+  // An op without typed ops that names its input here is no product: it rounds its main tensor if
+  // its attribute `rounds_input` is set, and the gradient if `rounds_grad_output` is.
   std::vector<std::string> operands = {};
-  // Whether there are <forward>_scaled and <backward>_scaled, for operands that come with a scale.
+  // Do <forward>_scaled and <backward>_scaled exist, for operands with a scale?
   bool scalable = false;
-  // Does nothing in this mode: planned as a plain hand-over, and patterns pass over it.
+  // Does the op do nothing in this mode? Plans then pass the tensor through, and patterns skip the
+  // op.
   std::function<bool(const Attributes&, bool training)> inactive = {};
-  // Width of the last dimension after the op; -1 where it cannot be known.
+  // The width of the last dimension after the op; -1 if it is unknown.
   std::function<int64_t(const Attributes&, int64_t width)> width = {};
-  // Where slot_bits() is wrong for one of its slots.
+  // Overrides slot_bits() for slots that it is wrong for.
   std::function<int64_t(const std::string& slot, int64_t width, int64_t element_bits)> slot_bits =
       {};
 
@@ -112,45 +112,46 @@ struct OpDeclaration {
   bool has_slot(const std::string& name) const;
   bool has_operand(const std::string& name) const;
   bool is_integer(const std::string& extra_tensor) const;
-  // Null where the parameter is one tensor.
+  // Null if the parameter is a single tensor.
   const ListedParameter* list_of(const std::string& parameter) const;
-  // The names of a parameter's tensors, and those of all parameters. Throws PlanError for a count
-  // of less than 1.
+  // The names of a parameter's tensors, and those of all parameters. Throws PlanError if a count is
+  // less than 1.
   std::vector<std::string> tensors_of(const std::string& parameter, const Attributes&) const;
   std::vector<std::string> parameter_tensors(const Attributes& attributes) const;
-  // The names of the slots, a list's one by one.
+  // The names of the slots, with one for each tensor of a list.
   std::vector<std::string> slot_tensors(const Attributes& attributes) const;
-  // The parameter that a tensor of such a name belongs to; empty where there is none.
+  // The parameter that a tensor of this name belongs to; empty if there is none.
   std::string parameter_of(const std::string& tensor) const;
-  // Which state takes the gradient of a parameter; null where autograd does.
+  // The state that takes the gradient of a parameter; null if autograd does.
   const State* state_of(const std::string& parameter, const Attributes& attributes) const;
-  // Does backward read an argument for the gradients that its output mask names?
+  // Does backward read an argument to compute the gradients of its output mask?
   bool is_read(const std::string& argument, const std::vector<bool>& mask) const;
-  // May the parameter, tensor of one, extra input or attribute be None? Ops leave out such an
+  // May the parameter, tensor of a list, extra input or attribute be None? Ops omit such an
   // attribute.
   bool is_optional(const std::string& name) const;
 };
 
-// All declarations by kind; a row stays where it is.
+// All declarations by kind. A row never moves.
 const std::map<std::string, OpDeclaration>& declarations();
 const OpDeclaration& declaration(const std::string& kind);
 bool is_declared(const std::string& kind);
-// The row whose forward is that typed op; null where there is none.
+// The row with that forward typed op; null if there is none.
 const OpDeclaration* find_declaration_of(const std::string& forward);
-// The same for the typed op of backward.
+// The row with that backward typed op; null if there is none.
 const OpDeclaration* find_declaration_of_backward(const std::string& backward);
-// The row with its schemas parsed. Throws PlanError for two things of one name, and for `integers`
-// that are no extra tensors.
+// The row with its schemas parsed. Throws PlanError if two things have one name, or if `integers`
+// names something other than extra tensors.
 OpDeclaration checked(OpDeclaration row);
-// Adds the checked row. Throws PlanError for a kind declared twice.
+// Adds the checked row. Throws PlanError if the kind is already declared.
 void add_declaration(OpDeclaration row);
 
-// Does the recipe (or null) have the op take quantized operands, or round its main tensor?
+// Does the recipe (or null) quantize the op's operands, or make it round its main tensor?
 bool is_quantized(const OpDeclaration& row, int op, const Recipe* recipe);
 
-// Bits a saved slot takes per row of the op's input, `width` elements of `element_bits` each: all
-// of it for an input or output, one an element for a mask, none for a parameter (it is kept
-// anyway), else one statistic. -1 where the width is unknown (-1) and matters.
+// The bits that a saved slot takes for each row of the op's input, which has `width` elements of
+// `element_bits` each. An input or output takes all of it, a mask one bit an element, a parameter
+// none (it is stored anyway), and any other slot one statistic. -1 if it depends on an unknown
+// width.
 int64_t slot_bits(const OpDeclaration& row, const std::string& slot, int64_t width,
                   int64_t element_bits);
 

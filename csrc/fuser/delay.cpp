@@ -10,7 +10,7 @@ namespace {
 
 using Kind = Value::Kind;
 
-// The state that takes the gradient of a parameter which is left for later; null where none is.
+// The state of a parameter's gradient that is computed later; null if there is none.
 const State* delayed_state(const Analysis& analysis, int op) {
   const OpNode& node = analysis.ops()[op];
   if (!node.native) return nullptr;
@@ -30,7 +30,7 @@ std::vector<bool> mask_of(const Instruction& call, const OpDeclaration& row) {
   return std::get<std::vector<bool>>(std::get<Attribute>(call.arguments[mask - fields.begin()]));
 }
 
-// Does the result hold what goes into this state, or into those of the tensors of a list?
+// Does the result go into this state, or into the states of a list's tensors?
 bool fills(const Result& result, int op, const State& state) {
   bool found = false;
   std::array<Result, 1> results = {result};
@@ -40,7 +40,7 @@ bool fills(const Result& result, int op, const State& state) {
   return found;
 }
 
-// The same call for the gradients that the mask names.
+// The same call, restricted to the gradients of the mask.
 Instruction part_of(Instruction call, const OpDeclaration& row, const std::vector<bool>& mask) {
   const auto& fields = row.backward_schema.arguments;
   for (size_t k = 0; k < fields.size(); ++k) {
@@ -61,8 +61,8 @@ bool is_full_list(const Result& result) {
   return list != nullptr && !list->empty();
 }
 
-// Lists of gradients beside one that goes into buffers get a call of their own: an op that writes
-// there gives no lists, which torch could not functionalize.
+// Gives lists of gradients a call of their own if another gradient goes into a buffer. torch cannot
+// functionalize an op that writes to a buffer and returns lists.
 void give_lists_apart(const OpNode& node, int op, Step& step) {
   if (!node.native || declaration(node.kind).states.empty()) return;
   const OpDeclaration& row = declaration(node.kind);

@@ -5,7 +5,7 @@
 
 namespace transformer_ops {
 
-// The dtypes a plan can speak of; Unknown is what a Python op returns, or any other dtype.
+// The dtypes that plans distinguish. Unknown is what a Python op returns, or any other dtype.
 enum class DType : unsigned char { Unknown, Float16, BFloat16, Float32, Float64 };
 
 std::string to_text(DType dtype);

@@ -5,7 +5,7 @@
 
 namespace transformer_ops {
 
-// A mistake in a plan or a rule. The torch-facing layers turn it into their own error type.
+// An error in a plan or a rule. The layers that use torch convert it to their own error type.
 class PlanError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

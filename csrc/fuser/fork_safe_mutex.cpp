@@ -16,7 +16,7 @@ void lock_all();
 void unlock_all();
 
 Mutexes& all_mutexes() {
-  // Never deleted: a mutex may die after every other static object.
+  // It is never deleted, because a mutex may be destroyed after every other static object.
   static Mutexes* const made = [] {
     pthread_atfork(lock_all, unlock_all, unlock_all);
     return new Mutexes;

@@ -4,10 +4,10 @@
 
 namespace transformer_ops {
 
-// A mutex that a forked child finds free, whichever thread of the parent held it. While one is held
-// no other lock is taken: a fork takes them all. It belongs to an object that is made while its
-// library is loaded: a static object of a function has a lock of its own while it is made, which a
-// forked child would wait for.
+// A mutex that is free in a forked child, whichever thread of the parent held it. A fork takes all
+// these mutexes, so no other lock may be taken while one is held. It must be made while its library
+// is loaded: a static object of a function has a lock of its own during its construction, for which
+// a forked child would wait forever.
 class ForkSafeMutex {
  public:
   ForkSafeMutex();

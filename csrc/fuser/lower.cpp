@@ -1,5 +1,5 @@
-// Groups of ops -> steps with instructions. Backward is lowered first: what it reads is what
-// forward saves.
+// Lowers groups of ops to steps with instructions. Backward is lowered first, because forward saves
+// what backward reads.
 #include <algorithm>
 #include <array>
 #include <set>
@@ -21,7 +21,7 @@ using Kind = Value::Kind;
 
 const Schema kHandOver;
 
-// What stands behind a prefix of a schema's field.
+// The rest of a schema field's name after a prefix.
 std::optional<std::string> suffix(const std::string& name, const std::string& prefix) {
   if (!name.starts_with(prefix)) return std::nullopt;
   return name.substr(prefix.size());
@@ -51,7 +51,7 @@ class Lowering {
     list_states(plan_);
     recompute_cheap_outputs(plan_, dtypes(), /*all=*/key_.policies.recompute);
     compress_saved(plan_, dtypes());
-    // Elsewhere than on the CPU nobody rounds in the same pass.
+    // Only the CPU has kernels that round in the same pass.
     if (key_.recipe != nullptr && key_.device == Device::Cpu && !key_.decomposed) {
       round_results(plan_, dtypes());
     }
@@ -59,7 +59,7 @@ class Lowering {
   }
 
  private:
-  // ---- what is known before any group
+  // ---- what is known before any group is lowered
 
   void list_values() {
     for (int i = 0; i < size(); ++i) {
@@ -100,7 +100,7 @@ class Lowering {
     }
   }
 
-  // Does anybody want the gradient of this op's "input", parameter or extra input?
+  // Is the gradient of this op's "input", parameter or extra input wanted?
   bool wants(int op, const std::string& target) const {
     if (target == "input") return analysis_.needs_grad(op);
     const int extra = position_of(ops_[op].extra_inputs, target);
@@ -115,13 +115,13 @@ class Lowering {
     return {Kind::ExtraOutput, op, ops_[op].extra_outputs[k]};
   }
 
-  // What feeds an extra input.
+  // The value that an extra input reads.
   Value extra_input(int op, int k) const {
     if (const auto& source = ops_[op].sources[k]) return extra_output(source->op, source->output);
     return {Kind::ExtraInput, op, ops_[op].extra_inputs[k]};
   }
 
-  // A tensor, or a list, that the op takes by name; none where an optional one is None.
+  // The tensor or list that the op reads by this name; none if it is optional and None.
   Argument tensor(int op, const std::string& name) const {
     const int extra = position_of(ops_[op].extra_inputs, name);
     const bool is_there =
@@ -130,7 +130,7 @@ class Lowering {
     return extra < 0 ? whole({Kind::Parameter, op, name}) : extra_input(op, extra);
   }
 
-  // The value itself, or those of the list that its name stands for.
+  // The value itself, or all values of a listed parameter.
   Argument whole(const Value& value) const {
     const OpNode& op = ops_[value.op];
     const bool is_list = op.native && declaration(op.kind).list_of(value.name) != nullptr;
@@ -149,7 +149,7 @@ class Lowering {
     Bindings bindings;
     int first;
     int last;
-    std::vector<int> ops;  // those that take part: all but the idle ones that a rule passed over
+    std::vector<int> ops;  // the ops without the idle ones that a rule skipped
   };
 
   Span make_span(const StepGroup& group) const {
@@ -169,7 +169,7 @@ class Lowering {
     return -1;
   }
 
-  // Is there an optional op that did not match?
+  // Is an optional op of the rule absent?
   static bool lacks_an_op(const Span& span) {
     return std::ranges::find(span.group.places, -1) != span.group.places.end();
   }
@@ -182,7 +182,7 @@ class Lowering {
     return find_op(span, [&](const OpDeclaration& row) { return row.has_parameter(name); });
   }
 
-  // One with such a parameter or extra input.
+  // The op that has such a parameter or extra input.
   int op_with_tensor(const Span& span, const std::string& name) const {
     return find_op(span, [&](const OpDeclaration& row) {
       return row.has_parameter(name) || row.has_extra_input(name);
@@ -203,7 +203,7 @@ class Lowering {
     return found->second;
   }
 
-  // For an argument of an op that is absent.
+  // The value for an argument of an absent op.
   None absent(const Span& span, const Schema::Field& field) const {
     check(lacks_an_op(span) && field.type == "Tensor?", "[plan] '", span.group.name,
           "' must bind argument '", field.name, "'");
@@ -221,7 +221,7 @@ class Lowering {
     const int op = place_of(span, field);
     const auto& row = declaration(ops_[op].kind);
     if (row.has_extra_output(field.name)) return {Kind::ExtraOutput, op, field.name};
-    // Forward can save the input of any op, whether its own backward reads it or not.
+    // Forward can save the input of any op, also if its own backward does not read it.
     const bool is_slot = field.name == "input" || row.has_slot(field.name);
     return {is_slot ? Kind::Slot : Kind::Parameter, op, field.name};
   }
@@ -276,7 +276,7 @@ class Lowering {
     return absent(span, field);
   }
 
-  // Notes that forward has to save the slot; none where no wanted gradient reads it.
+  // Records that forward has to save the slot; returns none if no wanted gradient reads it.
   Argument need(const Value& slot) {
     if (slot.kind != Kind::Slot) return whole(slot);
     if (is_absent(slot)) return None{};
@@ -291,21 +291,21 @@ class Lowering {
     return found[0];
   }
 
-  // Is the slot that of an optional tensor that is None?
+  // Does the slot save an optional tensor that is None?
   bool is_absent(const Value& slot) const {
     const OpDeclaration& row = declaration(ops_[slot.op].kind);
     if (!row.has_parameter(slot.name) && !row.has_extra_input(slot.name)) return false;
     return std::holds_alternative<None>(tensor(slot.op, slot.name));
   }
 
-  // Takes a result that nobody wants.
+  // A value for a result that is not wanted.
   static Value unused(const Span& span) { return {Kind::Temporary, span.first, "unused"}; }
   static Result unused(const Span& span, const Schema::Field& field) {
     return field.type == "Tensor[]" ? Result(ValueList()) : Result(unused(span));
   }
 
-  // grad_<input, parameter or extra input> -> the value, or the state that it is added to, and
-  // whether anybody wants it.
+  // Maps grad_<input, parameter or extra input> to its value, or to the state that it is added to,
+  // and says whether it is wanted.
   std::pair<Result, bool> backward_result(const Span& span, const Schema::Field& field) const {
     const std::string& name = field.name;
     if (name == "grad_input") {
@@ -369,7 +369,7 @@ class Lowering {
     return declaration(ops_[group.first].kind).backward_schema;
   }
 
-  // Does the op only hand its tensor out, to nobody but the next op?
+  // Does the op only return its tensor as an extra output that nothing reads?
   bool is_unread_hand_over(int op) const {
     const int outputs = static_cast<int>(std::ssize(ops_[op].extra_outputs));
     if (outputs == 0 || !declaration(ops_[op].kind).forward_schema.empty()) return false;
@@ -379,7 +379,7 @@ class Lowering {
     return true;
   }
 
-  // Does each op have a call of its own, because its product takes rounded operands?
+  // Does each op have its own call, because its product takes rounded operands?
   bool has_calls_of_ops(const StepGroup& group) const {
     if (!group.rule || group.rule->under_recipe != UnderRecipe::EachCall) return false;
     return std::ranges::any_of(group.places,
@@ -433,7 +433,8 @@ class Lowering {
     return step;
   }
 
-  // The gradient goes on to the input and to the extra inputs that `schema` gives no gradient of.
+  // Passes the gradient to the input, and to the extra inputs whose gradients `schema` does not
+  // have.
   Instruction backward_hand_over(const Step& step, const Schema& schema) const {
     Instruction instruction{.arguments = {Value{Kind::Grad, step.last() + 1}},
                             .results = {Value{Kind::Grad, step.first()}}};
@@ -447,7 +448,7 @@ class Lowering {
     return instruction;
   }
 
-  // A Python step may read every slot of the native ops it covers.
+  // A Python step may read every slot of the native ops that it covers.
   void need_all_slots(const Step& step) {
     for (const int op : step.ops) {
       if (!ops_[op].native) continue;
@@ -485,7 +486,7 @@ class Lowering {
   }
 
   void add_saves(const Span& span, const Instruction& call, Step& step) const {
-    // Slots are in the order of their ops.
+    // Slots are sorted by op.
     const auto end = needed_slots_.lower_bound({Kind::Slot, span.last + 1});
     for (auto slot = needed_slots_.lower_bound({Kind::Slot, span.first}); slot != end; ++slot) {
       const auto source = slot_source(span, call, *slot);
@@ -493,7 +494,7 @@ class Lowering {
     }
   }
 
-  // Where forward finds a slot; none leaves the slot unsaved, which verify() reports.
+  // The forward value of a slot. With none the slot is not saved, which verify() reports.
   std::optional<Value> slot_source(const Span& span, const Instruction& call,
                                    const Value& slot) const {
     if (call.writes(slot)) return slot;
@@ -503,7 +504,7 @@ class Lowering {
     if (row.has_extra_output(slot.name)) return Value{Kind::ExtraOutput, slot.op, slot.name};
     if (slot.name == "input" && slot.op == span.first) return Value{Kind::Main, span.first};
     if (slot.name == "input") {
-      // The op before may have handed the very same tensor out.
+      // The op before may return the same tensor as an extra output.
       int before = slot.op - 1;
       while (before > span.first && analysis_.is_idle(before)) --before;
       const bool hands_on = declaration(ops_[before].kind).forward_schema.empty();

@@ -12,7 +12,7 @@ namespace {
 
 const kernel::Format& row_of(uint8_t number) { return kernel::kFormats[number - 1]; }
 
-// The number of a row that the function holds for; 0 where there is none.
+// The number of the first row for which the function returns true; 0 if there is none.
 template <typename Function>
 uint8_t number_of(const Function& holds) {
   const auto row = std::ranges::find_if(kernel::kFormats, holds);
@@ -80,7 +80,7 @@ std::string NumberFormat::codes_dtype() const {
   return row_of(number_).element == kernel::Element::E4M3 ? "float8_e4m3fn" : "float8_e5m2";
 }
 
-// Values of codes are exact in bfloat16, also times a power of two or a scale in E4M3.
+// Values of codes are exact in bfloat16, also times a power of two or an E4M3 scale.
 DType NumberFormat::operand_dtype(DType wanted, bool scalable) const {
   if (is_exact() || wanted == DType::Float32 || wanted == DType::Float64) return wanted;
   const bool is_short = row_of(number_).has_block_powers() || (scalable && has_tensor_scale());

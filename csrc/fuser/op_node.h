@@ -13,32 +13,33 @@ struct OpNode {
   std::string kind;
   Attributes attributes = {};
   bool native = true;
-  // Their names, by position; those of a Python op are numbered_names().
+  // The names in order; those of a Python op are numbered_names().
   std::vector<std::string> extra_inputs = {};
   std::vector<std::string> extra_outputs = {};
   std::vector<std::string> parameters = {};
-  // Per extra input: the (op, extra output) that feeds it, or none for the caller.
+  // For each extra input, the (op, extra output) that it reads, or none if the caller passes it.
   struct Source {
     int op;
     int output;
     bool operator==(const Source&) const = default;
   };
   std::vector<std::optional<Source>> sources = {};
-  // Per extra output: does the caller see it?
+  // For each extra output: is it returned to the caller?
   std::vector<bool> visible = {};
 };
 
-// A native op with the attributes of its declaration; its extra tensors come from the caller and go
-// there. Throws PlanError for an undeclared kind, and for attributes other than the declared ones.
+// Makes a native op with the attributes of its declaration. Its extra inputs come from the caller,
+// and its extra outputs go to the caller. Throws PlanError if the kind is not declared, or if the
+// attributes are not the declared ones.
 OpNode make_op(const std::string& kind, Attributes attributes = {});
 
-// "0", "1", ...
+// Returns "0", "1", ...
 std::vector<std::string> numbered_names(size_t count);
 
-// Where a name stands; -1 where it is none of them.
+// The index of a name; -1 if it is not in the list.
 int position_of(const std::vector<std::string>& names, const std::string& name);
 
-// Those that no channel feeds.
+// The number of extra inputs that the caller passes.
 size_t extra_inputs_from_caller(const std::vector<OpNode>& ops);
 
 }  // namespace transformer_ops

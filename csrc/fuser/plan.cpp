@@ -15,11 +15,11 @@ using Kind = Value::Kind;
 
 struct KindRow {
   Kind kind;
-  const char* prefix;  // in texts
+  const char* prefix;  // used in texts
   const char* name;
 };
 
-// Longer prefixes first, so that "dp1.weight" is not read as a "d...".
+// Longer prefixes come first, so that "dp1.weight" is not parsed as a "d...".
 constexpr std::array<KindRow, 12> kKinds = {{
     {Kind::ParameterGrad, "dp", "parameter_grad"},
     {Kind::ExtraInputGrad, "de", "extra_input_grad"},
@@ -37,10 +37,10 @@ constexpr std::array<KindRow, 12> kKinds = {{
 
 const KindRow& row_of(Kind kind) { return *std::ranges::find(kKinds, kind, &KindRow::kind); }
 
-// By Value::Part.
+// The names of parts, in the order of Value::Part.
 constexpr std::array<const char*, 3> kParts = {"", "codes", "scale"};
 
-// Of a name that ends in one.
+// Moves the part at the end of a name, if there is one, to value.part.
 void take_part(Value& value, const std::string& text) {
   const size_t dot = value.name.find('.');
   if (dot == std::string::npos) return;
@@ -84,7 +84,7 @@ Value parse_value(const std::string& text) {
   fail("[plan] a value must read like x1, g1, p1.weight or s1.input, got '", text, "'");
 }
 
-// A tensor's kind and, behind it, that of its gradient.
+// Each kind of tensor, and the kind of its gradient.
 constexpr std::pair<Value::Kind, Value::Kind> kGradients[] = {
     {Value::Kind::Main, Value::Kind::Grad},
     {Value::Kind::Parameter, Value::Kind::ParameterGrad},
@@ -151,7 +151,7 @@ Value Plan::result_of(const Value& gradient) const {
   const std::string parameter = row.parameter_of(gradient.name);
   const State* const state = row.state_of(parameter, op.attributes);
   if (state == nullptr) return gradient;
-  // Of a tensor of a list, with its number.
+  // The gradient of one tensor of a list: the state's name has the tensor's number.
   return {Kind::State, gradient.op, state->name + gradient.name.substr(parameter.size())};
 }
 

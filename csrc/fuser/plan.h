@@ -14,15 +14,15 @@
 
 namespace transformer_ops {
 
-// One tensor of a plan. Boundary i lies before op i; boundary n after the last.
-//   x1 g1            main tensor and its gradient at a boundary; in backward x1 is computed again
+// One tensor of a plan. Boundary i lies before op i, and boundary n after the last op.
+//   x1 g1            main tensor and its gradient at a boundary; in backward x1 is recomputed
 //   p1.weight        parameter                 dp1.weight  its gradient
 //   e1.ids o1.ids    extra input and output    de1.ids do1.ids  their gradients
 //   s1.input         saved slot                n1          the shape of x1
 //   t1.input         temporary of a step of op 1
-//   st1.fp8_scale    state: a buffer of the op's
-//   p1.weight0..3    four of them, p1.weight0 to p1.weight3: a listed parameter's, for one
-//   s1.input.codes s1.input.scale   parts of a slot or a parameter that is held quantized
+//   st1.fp8_scale    state: a buffer of the op
+//   p1.weight0..3    p1.weight0 to p1.weight3, for example of a listed parameter
+//   s1.input.codes s1.input.scale   parts of a slot or parameter that is stored quantized
 struct Value {
   enum class Kind : uint8_t {
     Main,
@@ -43,7 +43,7 @@ struct Value {
   Kind kind = Kind::Main;
   int op = 0;
   std::string name = {};
-  Part part = Part::Whole;  // of a slot or a parameter
+  Part part = Part::Whole;  // the part of a slot or a parameter
 
   auto operator<=>(const Value&) const = default;
 };
@@ -57,21 +57,21 @@ bool is_boundary(Value::Kind kind);     // x1, g1 and n1 have no name
 const char* name_of(Value::Kind kind);  // "main", "extra_input_grad"
 const char* name_of(Value::Part part);  // "", "codes", "scale"
 Value parse_value(const std::string& text);
-// The values of one op, and whether a value is there, in a list that is in the order of its ops, as
-// all lists of a plan are.
+// The values of one op, and whether the list has a value. The list must be sorted by op, as all
+// lists of a plan are.
 std::span<const Value> values_of(const std::vector<Value>& values, int op);
 bool has_value(const std::vector<Value>& values, const Value& value);
 
 struct None {
   bool operator==(const None&) const = default;
 };
-// Tensors that a call takes, or gives, as one list.
+// Tensors that a call takes or returns as one list.
 using ValueList = std::vector<Value>;
 std::string to_text(const ValueList& list);
 using Argument = std::variant<Value, ValueList, Attribute, None>;
 using Result = std::variant<Value, ValueList>;
 
-// Calls function(value) for each value among arguments or results, those of lists too.
+// Calls function(value) for each value among arguments or results, including those in lists.
 template <typename Items, typename Function>
 void for_each_value(Items& items, Function&& function) {
   for (auto& item : items) {
@@ -82,14 +82,14 @@ void for_each_value(Items& items, Function&& function) {
   }
 }
 
-// The target that gives its first argument in the dtype that the second one names.
+// The target that returns its first argument in the dtype of the second one.
 inline constexpr const char* kCast = "cast";
 
-// In the place of a result of the same call that nobody wants, or that another call gives.
+// A placeholder for a result that is not wanted, or that another call computes.
 Result unused_like(const Result& result);
 
-// results = target(arguments): a typed op, an op of torch's by its full name, or a cast. Without a
-// target every result is the one argument itself.
+// results = target(arguments), where the target is a typed op, the full name of a torch op, or a
+// cast. Without a target, every result is the one argument itself.
 struct Instruction {
   std::string target = {};
   std::vector<Argument> arguments = {};
@@ -99,7 +99,7 @@ struct Instruction {
   bool operator==(const Instruction&) const = default;
 };
 
-// A slot and the forward tensor it holds.
+// A slot and the forward tensor that it saves.
 struct Save {
   Value slot;
   Value source;
@@ -114,9 +114,9 @@ struct Step {
   std::vector<Save> saves = {};
   // Runs this Python object of the planning call instead of instructions.
   std::optional<int> python = {};
-  // A joint step has its partner, with the same ops, in the other list.
+  // A joint step has a partner with the same ops in the other pass.
   bool joint = false;
-  // Nothing before it needs a gradient.
+  // The step is skipped because nothing before it needs a gradient.
   bool skipped = false;
 
   int first() const { return ops.front(); }
@@ -129,7 +129,7 @@ struct PlannedOp {
   Attributes attributes = {};
   bool native = true;
   bool training = false;
-  // Names of its extra tensors, by position.
+  // The names of its extra tensors, in order.
   std::vector<std::string> extra_inputs = {};
   std::vector<std::string> extra_outputs = {};
 
@@ -137,7 +137,7 @@ struct PlannedOp {
   bool operator==(const PlannedOp&) const = default;
 };
 
-// An extra input that another op of the group feeds.
+// An extra input that reads an extra output of another op of the group.
 struct Route {
   Value input;
   Value output;
@@ -149,17 +149,17 @@ struct Plan {
   std::vector<PlannedOp> ops = {};
   std::vector<Route> routes = {};
   std::vector<Value> extra_inputs = {};  // from the caller, in order
-  // In the order the executor takes them; behind a quantized one its codes and scale.
+  // The parameters in the executor's order; codes and scale follow a quantized parameter.
   std::vector<Value> parameters = {};
-  // Buffers of the ops, behind the parameters: what a recipe keeps from call to call.
+  // Buffers of the ops, after the parameters. A recipe uses them from call to call.
   std::vector<Value> states = {};
   std::vector<Value> extra_outputs = {};  // to the caller, in order
-  std::vector<Value> gradients = {};      // that backward yields: g0, de..., dp...
-  int first_backward = 0;                 // ops before it need no gradient
+  std::vector<Value> gradients = {};      // what backward returns: g0, de..., dp...
+  int first_backward = 0;                 // ops before this one need no gradient
   std::optional<DType> autocast = {};
-  const Recipe* recipe = nullptr;  // one of recipe_of()
+  const Recipe* recipe = nullptr;  // from recipe_of()
   SavedAs saved = {};
-  std::vector<Step> forward = {};  // both lists in op order; backward runs from its end
+  std::vector<Step> forward = {};  // both lists are in op order; backward runs from its end
   std::vector<Step> backward = {};
 
   bool operator==(const Plan&) const = default;
@@ -167,22 +167,22 @@ struct Plan {
   int size() const { return static_cast<int>(ops.size()); }
   bool needs_backward() const { return first_backward < size(); }
   bool has_python_steps() const;
-  // The parameters as the ops know them, without the parts of quantized ones.
+  // The parameters as the ops see them, without the parts of quantized ones.
   std::vector<Value> whole_parameters() const;
   bool has_quantized_parameters() const;
-  // Does forward save codes in the place of a tensor?
+  // Does forward save codes instead of a tensor?
   bool saves_codes() const;
-  // What backward writes for a gradient: itself, or the state that takes it.
+  // The value that backward writes for a gradient: the gradient itself, or a state.
   Value result_of(const Value& gradient) const;
 };
 
 std::string to_text(const Plan& plan);
-// Throws PlanError that names the line; the result is verified.
+// Parses a plan and verifies it. Throws PlanError that names the line.
 Plan parse_plan(const std::string& text);
 
-// The planner's postcondition: each list covers every op once, in order; every value is written
-// before it is read; every slot that backward reads was saved; backward yields the gradients that
-// the plan names. Throws PlanError.
+// The planner's postcondition. Each list covers every op once, in order. Every value is written
+// before it is read. Every slot that backward reads was saved. Backward returns the gradients that
+// the plan names. Throws PlanError otherwise.
 void verify(const Plan& plan);
 
 }  // namespace transformer_ops

@@ -44,7 +44,7 @@ std::string result_text(const Result& result) {
   return to_text(std::get<Value>(result));
 }
 
-// "weight12": its letters, and its number; -1 where it has none.
+// Splits "weight12" into its letters and its number; the number is -1 if there is none.
 std::pair<std::string, int> split_number(const std::string& name) {
   const size_t letters = name.find_last_not_of("0123456789") + 1;
   const bool is_plain = letters < name.size() && name.size() - letters < 7 &&
@@ -52,7 +52,7 @@ std::pair<std::string, int> split_number(const std::string& name) {
   return {name.substr(0, letters), is_plain ? std::stoi(name.substr(letters)) : -1};
 }
 
-// Does `next` come behind `value` in a list of tensors?
+// Does `next` directly follow `value` in a list of tensors?
 bool follows(const Value& value, const Value& next) {
   const auto [name, number] = split_number(value.name);
   Value expected = value;
@@ -60,7 +60,7 @@ bool follows(const Value& value, const Value& next) {
   return number >= 0 && !name.empty() && value.part == Value::Part::Whole && next == expected;
 }
 
-// How many values from `first` on read as one run: w0..3.
+// The number of values from `first` on that are written as one run: w0..3.
 size_t run_length(const ValueList& values, size_t first) {
   size_t count = 1;
   while (first + count < values.size() &&
@@ -86,7 +86,7 @@ std::vector<std::string> run_texts(const ValueList& values) {
   return texts;
 }
 
-// Slots and what they hold; runs of both side by side.
+// Slots and the values that they save; runs of both are written together.
 std::string saves_text(const std::vector<Save>& saves) {
   ValueList slots, sources;
   for (const Save& save : saves) {
@@ -103,7 +103,7 @@ std::string saves_text(const std::vector<Save>& saves) {
   return text;
 }
 
-// A value, or a run of them.
+// Parses a value, or a run of values.
 ValueList parse_run(const std::string& text) {
   const size_t dots = text.find("..");
   if (dots == std::string::npos) return {parse_value(text)};
@@ -119,7 +119,7 @@ ValueList parse_run(const std::string& text) {
   return values;
 }
 
-// A user's name of any text; quoted where it is not one plain word.
+// A user's name, which may be any text; quoted if it is not one plain word.
 std::string name_text(const std::string& name) {
   constexpr const char* kPlain =
       "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.:<>-";
@@ -158,7 +158,7 @@ std::pair<std::string, std::string> split_once(const std::string& text, char sep
   return {text.substr(0, at), text.substr(at + 1)};
 }
 
-// [p1.weight0..3] and [x1]: neither flags nor numbers.
+// Is it a list such as [p1.weight0..3] or [x1], not one of flags or numbers?
 bool is_list_of_values(const std::string& text) {
   const auto starts_with = [&](const char* word) {
     return text.compare(1, std::strlen(word), word) == 0;
@@ -374,7 +374,7 @@ std::string values_line(const char* head, const std::vector<Value>& values) {
   return std::string(head) + " " + join(run_texts(values), " ", as_it_is) + "\n";
 }
 
-// Of the extra tensors of a Python op, whose names are their numbers.
+// The counts of a Python op's extra tensors, whose names are numbers.
 std::string counts_text(const PlannedOp& op) {
   std::string text;
   if (!op.extra_inputs.empty()) text += " extra_inputs=" + std::to_string(op.extra_inputs.size());
@@ -384,7 +384,7 @@ std::string counts_text(const PlannedOp& op) {
   return text;
 }
 
-// What the steps do not tell: how the same ops are to be planned again.
+// The setting for saved tensors. It does not follow from the steps, but is needed to plan again.
 std::string saved_text(const SavedAs& saved) {
   if (saved.is_exact()) return "";
   return "saved " + to_text(saved.format) + (saved.inputs ? " inputs=true" : "") + "\n";

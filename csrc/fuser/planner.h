@@ -10,8 +10,8 @@ struct Planned {
   std::vector<NearMiss> near_misses;
 };
 
-// The whole pipeline: analyze, rewrite, lower to steps, verify. Throws PlanError where the result
-// is wrong.
+// The whole pipeline: analyze, rewrite, lower to steps, verify. Throws PlanError if the result is
+// wrong.
 Planned make_plan(const std::vector<OpNode>& ops, const PlanKey& key, const UserRewrite& user = {},
                   const UserPattern& pattern = {});
 

@@ -12,7 +12,7 @@ struct Row {
   const char* name;
   const char* codes;
 };
-// By SavedFormat.
+// The names and formats, in the order of SavedFormat.
 constexpr std::array<Row, 3> kSavedFormats = {
     {{"exact", ""}, {"fp8", "e4m3 1x128"}, {"int8", "int8 1x128"}}};
 

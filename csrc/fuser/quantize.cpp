@@ -28,14 +28,14 @@ const OpDeclaration& row_of(const Analysis& analysis, int op) {
   return declaration(analysis.ops()[op].kind);
 }
 
-// Of a recipe; a parameter that is held quantized is taken as it is.
+// The formats of the recipe. A parameter that is stored quantized is not rounded.
 OperandFormats formats_of(const Analysis& analysis, int op) {
   OperandFormats formats = analysis.key().recipe->of(op);
   if (!analysis.parameter_format(op, "weight").is_exact()) formats.weight = {};
   return formats;
 }
 
-// Of a parameter, by decode_parameters().
+// Does the call decode a parameter? decode_parameters() makes such calls.
 bool is_decoding(const Instruction& instruction) {
   return instruction.target == kDecode || instruction.target == kDecodeSaved;
 }
@@ -54,9 +54,9 @@ class Quantize {
         op_(op),
         step_(step) {}
 
-  // ---- ops that are no product
+  // ---- ops that are not products
 
-  // What the step hands on is rounded on the way, as an operand of that name.
+  // Rounds the step's output, as an operand of that name.
   void round_main(const std::string& operand) {
     const NumberFormat format = formats().format(operand);
     if (!std::get<bool>(attributes_.at("rounds_" + operand)) || format.is_exact()) return;
@@ -97,7 +97,8 @@ class Quantize {
     const bool is_stochastic = formats().rounding == Rounding::Stochastic;
     const bool is_plain = !is_stochastic && !transforms();
     if (!is_stochastic) operands_.set_operands({"input", "weight", "grad_output"});
-    // Pairs of codes, which may be rounded at random, have one gradient for each of both products.
+    // Pairs of codes may be rounded at random; the gradient is then rounded separately for each
+    // product.
     const bool are_pairs = formats().grad_output.has_pairs_of_codes();
     const bool fits = are_pairs ? follows_the_sum() : is_plain;
     operands_.set_blocks(fits && analysis_.has_blocks(op_, {"input", "weight", "grad_output"}));
@@ -114,9 +115,9 @@ class Quantize {
  private:
   // ---- the call of the product
 
-  // Masks of the calls that backward needs: the gradients of x and W together where one rounding
-  // serves both and neither has a scale of its own, what does not multiply (a bias) by the gradient
-  // as it is.
+  // The masks of the calls that backward needs. The gradients of x and W share a call if one
+  // rounding serves both and neither has its own scale. What is not multiplied (a bias) uses the
+  // exact gradient.
   std::vector<std::vector<bool>> parts_of(const std::vector<bool>& mask) const {
     std::vector<std::vector<bool>> parts;
     for (size_t k = 0; k < mask.size(); ++k) {
@@ -133,7 +134,7 @@ class Quantize {
     return mask[0] || (mask.size() > 1 && mask[1]);
   }
 
-  // How many rows each group has, of a product of groups.
+  // The numbers of rows of the groups, if the product has groups.
   std::optional<Argument> splits_of(const Instruction& call, const Schema& schema) const {
     if (!row_.has_extra_input("splits")) return std::nullopt;
     return call.arguments[schema_place(schema, "splits")];
@@ -157,11 +158,11 @@ class Quantize {
     return static_cast<int>(field - schema.arguments.begin());
   }
 
-  // An operand of a call by its name in the op's own schema: a fused call has it where it reads
-  // the same tensor.
+  // Finds an operand of a call by its name in the op's own schema. A fused call has the operand
+  // where it reads the same tensor.
   int place_of(const Instruction& call, const Schema& schema, const std::string& operand) const {
     if (call.target == schema.name) return schema_place(schema, operand);
-    // Of a list, the first.
+    // For a list, the first tensor decides.
     const std::string name = row_.tensors_of(operand, attributes_).front();
     const Value cast = operands_.temporary(name);
     const Value own =
@@ -184,8 +185,8 @@ class Quantize {
            operands_.has_scale("grad_output");
   }
 
-  // Casts what the call takes beside its operands, such as a bias or a residual, to the dtype of
-  // the product. The operands are temporaries by now, and group sizes stay integers.
+  // Casts the call's other arguments, such as a bias or a residual, to the dtype of the product.
+  // The operands are temporaries by now, and group sizes stay integers.
   void widen_arguments(Instruction& call, std::vector<Instruction>& code) const {
     for (Argument& argument : call.arguments) {
       if (argument == operands_.splits()) continue;
@@ -202,8 +203,8 @@ class Quantize {
     }
   }
 
-  // Adds the call, and casts of its results to the dtype that they have without a recipe. A saved
-  // mask has none.
+  // Adds the call, and casts of its results to their dtypes without a recipe. A saved mask is not
+  // cast.
   void widen_results(Instruction call, std::vector<Instruction>& code) const {
     std::vector<Instruction> casts;
     for (Result& result : call.results) {
@@ -232,14 +233,14 @@ class Quantize {
     return formats().grad_output.of_columns() != formats().grad_output;
   }
 
-  // Which of two roundings of the gradient is meant.
+  // Names one of the two roundings of the gradient.
   std::string use_of_gradient(bool wants_input) const {
     const bool is_one = !follows_the_sum() && !transforms();
     return wants_input || is_one ? "" : "_columns";
   }
 
-  // The gradients that the mask names: that of x sums over the columns of W, that of W over the
-  // rows of the gradient and of x.
+  // Adds the call for the gradients of the mask. The gradient of x sums over the columns of W; that
+  // of W sums over the rows of the gradient and of x.
   void one_call(Instruction call, const Schema& schema, const std::vector<bool>& mask,
                 std::vector<Instruction>& code) const {
     const bool wants_input = mask[0], is_transformed = transforms() && !wants_input;
@@ -285,16 +286,16 @@ class Quantize {
     if (narrow) code.push_back(std::move(*narrow));
   }
 
-  // The gradient of an extra output is added to that of x. All else is read as the op's own
-  // backward reads it.
+  // The gradient of an extra output is added to that of x. Other arguments are read as in the op's
+  // own backward.
   bool is_read(const std::string& name, const std::vector<bool>& mask) const {
     return name.starts_with("grad_") ? mask[0] : row_.is_read(name, mask);
   }
 
   const OpDeclaration& row_;
   const Attributes& attributes_;
-  DType dtype_;    // in which operands of a product are exact
-  DType compute_;  // of the op without a recipe
+  DType dtype_;    // the dtype in which operands of a product are exact
+  DType compute_;  // the dtype of the op without a recipe
   RoundOperands operands_;
   const Analysis& analysis_;
   int op_;
@@ -321,7 +322,7 @@ void decode_parameters(const Analysis& analysis, Pass pass, Step& step) {
       const Value codes{Kind::Parameter, op, name, Value::Part::Codes};
       const Value scale{Kind::Parameter, op, name, Value::Part::Scale};
       const Attribute dtype = to_text(analysis.compute_dtype(op));
-      // The gradient keeps a compiler from decoding in forward, and from keeping the result.
+      // The gradient argument prevents a compiler from decoding in forward and saving the result.
       const Value gradient{Kind::Grad, step.last() + 1};
       if (pass == Pass::Backward) {
         code.push_back({.target = kDecodeSaved,

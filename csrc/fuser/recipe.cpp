@@ -95,7 +95,7 @@ struct Recipes {
   std::map<std::string, Recipe> rows;
 };
 
-// Never deleted: a thread may run while static objects die.
+// It is never deleted, because a thread may run while static objects are destroyed.
 Recipes& recipes = *new Recipes;
 
 }  // namespace

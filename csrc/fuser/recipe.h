@@ -8,27 +8,27 @@
 
 namespace transformer_ops {
 
-// How a number that lies between two of a format becomes one of them: the nearest one, or either of
-// them at random, so that the mean is kept.
+// How numbers are rounded: to the nearest number of the format, or up or down at random with the
+// right mean.
 enum class Rounding : uint8_t { Nearest, Stochastic };
 
-// What happens to both tensors of a product along its sum before they are rounded: nothing, or a
-// Hadamard transform, which leaves the product as it is and spreads outliers over their block.
+// What happens to both operands of a product along its sum before rounding. A Hadamard transform
+// does not change the product, but spreads outliers over their block.
 enum class Transform : uint8_t { None, Hadamard };
 
-// In what a product y = x W^T takes its operands. A format whose blocks are parts of a row is for
-// operands that are summed along their rows; what is summed along its columns takes the format of
-// its columns.
+// The formats of the operands of a product y = x W^T. A format whose blocks are parts of a row is
+// for operands that are summed along their rows. Operands that are summed along their columns use
+// the format's column version.
 struct OperandFormats {
   NumberFormat input = {};
   NumberFormat weight = {};
   NumberFormat grad_output = {};
-  // Of the input and the gradient, for the gradient of the weight.
+  // applies to the input and the gradient, for the gradient of the weight
   Transform transform = Transform::None;
-  // Of the gradient. The other operands are rounded to the nearest.
+  // The rounding of the gradient. The other operands are rounded to nearest.
   Rounding rounding = Rounding::Nearest;
-  // From how many calls' largest magnitudes the scales of the operands come, which are states of
-  // the op then; 0 where a scale comes from the tensor itself.
+  // The number of calls whose largest magnitudes determine the scales, which are states of the op
+  // then; 0 if the scales come from the tensors themselves.
   int64_t history = 0;
 
   // The format of an operand by its name in a schema.
@@ -43,22 +43,22 @@ struct OperandFormats {
 
 struct Recipe {
   OperandFormats all = {};
-  std::map<int, OperandFormats> ops = {};  // those of single ops
-  // The number of a recipe that the host language has to ask about each op; else -1.
+  std::map<int, OperandFormats> ops = {};  // the formats of single ops
+  // The number of a recipe that the host language evaluates for each op, or -1.
   int64_t custom = -1;
 
   const OperandFormats& of(int op) const;
-  bool has_delayed() const;  // scales, of any op
+  bool has_delayed() const;  // Does any op have delayed scaling?
   bool operator==(const Recipe&) const = default;
 };
 
-// "mx e4m3, mx e4m3, mx e5m2" in the order of the fields, "exact" for an empty one, then
-// ", hadamard" and ", stochastic" where those are wanted, ", delayed 16" for scales from a history
-// of that length; behind them "; 3: exact, exact, exact" for each single op. "custom 7" for one of
-// the host language.
+// The text of a recipe: "mx e4m3, mx e4m3, mx e5m2" in the order of the fields, with "exact" for an
+// empty one, then ", hadamard" and ", stochastic" if set, and ", delayed 16" for scales from a
+// history of that length. "; 3: exact, exact, exact" follows for each single op. A recipe of the
+// host language is "custom 7".
 std::string to_text(const Recipe& recipe);
-// The one recipe of a text, which lives as long as the library: equal texts give equal pointers.
-// Throws PlanError for an unknown format, and for another number of them.
+// The recipe of a text, which lives as long as the library. Equal texts give equal pointers. Throws
+// PlanError for an unknown format, and for a wrong number of formats.
 const Recipe* recipe_of(const std::string& text);
 
 }  // namespace transformer_ops

@@ -13,7 +13,7 @@ namespace {
 
 using Kind = Value::Kind;
 
-// Boundaries between which ops only hand the tensor on count as one: the first of them.
+// Boundaries between which ops only pass the tensor through count as one: the first of them.
 class Recompute {
  public:
   Recompute(Plan& plan, const std::vector<DType>& dtypes, bool all)
@@ -34,11 +34,11 @@ class Recompute {
   }
 
  private:
-  // Of the main tensor at a boundary in backward.
+  // The state of the main tensor at a boundary in backward.
   enum class State {
-    Lost,      // not there
+    Lost,      // neither saved nor recomputed
     Kept,      // saved by forward
-    Computed,  // computed again
+    Computed,  // recomputed
   };
 
   const OpDeclaration& row(int op) const { return declaration(plan_.ops[op].kind); }
@@ -59,7 +59,7 @@ class Recompute {
     return boundary;
   }
 
-  // The dtype in which an op takes its main tensor.
+  // The dtype in which an op reads its main tensor.
   DType input_dtype(int op) const { return casts_[op].value_or(dtypes_[op]); }
 
   // ---- what backward reads
@@ -76,7 +76,7 @@ class Recompute {
     return value.kind == Kind::Slot && value.name == "input";
   }
 
-  // ---- what can be computed again
+  // ---- what can be recomputed
 
   State state(int boundary) {
     boundary = first_same(boundary);
@@ -104,14 +104,14 @@ class Recompute {
     return row(op).recompute_adds_input && step_that_takes(op) != nullptr;
   }
 
-  // The step of forward whose input is that of `op`; null where that is inside of a step.
+  // The forward step whose input is that of `op`; null if `op` is not the first op of a step.
   Step* step_that_takes(int op) {
     const auto step = std::ranges::lower_bound(plan_.forward, op, {}, &Step::first);
     const bool starts_here = step != plan_.forward.end() && step->first() == op;
     return starts_here && !step->python ? &*step : nullptr;
   }
 
-  // Saves the input of `op` for this alone.
+  // Saves the input of `op` only for the recomputation.
   Value added_slot(int op) {
     const Value slot{Kind::Slot, op, "input"};
     Step& step = *step_that_takes(op);
@@ -121,10 +121,10 @@ class Recompute {
     return slot;
   }
 
-  // The dtype in which the main tensor at a boundary is computed again.
+  // The dtype in which the main tensor at a boundary is recomputed.
   DType computed_dtype(int boundary) const { return input_dtype(first_same(boundary) - 1); }
 
-  // A slot that holds the input of `op` as `op` took it; null where there is none.
+  // A slot that saves the input of `op` in the dtype that `op` reads; null if there is none.
   const Value* kept_slot(int op) const {
     const Value* found = nullptr;
     const auto slots = main_slots_.find(first_same(op));
@@ -192,7 +192,7 @@ class Recompute {
     const auto& parameters = row(op).parameters;
     if (std::ranges::find(parameters, name) != parameters.end()) {
       const Value parameter{Kind::Parameter, op, name};
-      // One that is None is no parameter of the plan.
+      // An optional parameter that is None is not in the plan.
       if (std::ranges::find(plan_.parameters, parameter) == plan_.parameters.end()) return None{};
       return parameter;
     }
@@ -207,11 +207,12 @@ class Recompute {
   Plan& plan_;
   const std::vector<DType>& dtypes_;
   bool all_;
-  std::vector<std::optional<DType>> casts_;  // of the main tensor, by the step that covers an op
+  std::vector<std::optional<DType>> casts_;  // the dtype to which the step that covers an op casts
+                                             // the main tensor
   std::set<Value> read_;
   std::map<int, std::vector<Value>> main_slots_;  // by boundary
   std::map<int, State> states_;                   // by boundary
-  std::set<int> written_;                         // boundaries computed by an earlier step
+  std::set<int> written_;                         // boundaries that an earlier step recomputes
   std::set<Value> replaced_;
 };
 

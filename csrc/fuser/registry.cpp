@@ -22,7 +22,7 @@ struct Registry {
   int64_t first_order = 0;
   int64_t last_order = 0;
   std::vector<Fusion> fusions;
-  // Rules stay for the life of the process: a plan being made may still look at a removed one.
+  // Rules are never deleted: a plan that is being made may still use a removed one.
   std::vector<std::unique_ptr<const Rule>> rules;
 };
 
@@ -55,7 +55,7 @@ void check_pattern(const Rule& rule) {
   }
 }
 
-// Under the registry's lock.
+// The registry must be locked.
 void check_name(const Registry& all, const Rule& rule) {
   const bool taken = std::ranges::any_of(all.fusions, [&](const Fusion& row) {
     return row.rule && row.name == rule.name && row.pass == rule.pass;

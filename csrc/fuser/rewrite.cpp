@@ -53,7 +53,7 @@ class Rewriter {
         groups = apply(*fusion.rule, groups);
       } else if (!fusion.pattern.empty()) {
         if (pattern_) groups = apply(fusion, groups);
-      } else if (user_) {  // without a host language nobody can call a user's function
+      } else if (user_) {  // a user's function needs the host language
         groups = user_(fusion, groups);
       }
     }
@@ -61,8 +61,8 @@ class Rewriter {
     return groups;
   }
 
-  // Nobody misses a fusion where another took its ops, and maybe more, unless it is a user's and
-  // was refused.
+  // Drops near misses of fusions whose ops another fusion took. A user's fusion that was refused
+  // stays in the report.
   void drop_beaten(Pass pass, const Groups& groups) {
     std::erase_if(misses_, [&](const Miss& miss) {
       if (miss.near.pass != pass || (miss.by_user && !miss.near.structural)) return false;
@@ -72,14 +72,14 @@ class Rewriter {
     });
   }
 
-  // A fusion that says where it applies.
+  // A fusion with a pattern.
   struct Candidate {
     const std::string& name;
     Pass pass;
     const std::vector<PatternOp>& pattern;
-    size_t least;      // ops that it must take
-    bool passes_idle;  // ops that do nothing may lie between two that it takes
-    bool by_user;      // may take ops in Python
+    size_t least;      // the number of ops that are not optional
+    bool passes_idle;  // ops that do nothing may lie between two of its ops
+    bool by_user;      // may take Python ops
     std::function<bool(size_t entry, size_t at)> fits;
     std::function<std::optional<std::string>(const Match&)> why_not;
     std::function<StepGroup(int first, int count, const std::vector<int>& places)> make;
@@ -156,18 +156,18 @@ class Rewriter {
 
   struct Miss {
     NearMiss near;
-    int length;  // how many ops it would have taken
+    int length;  // the number of ops that it would have taken
     bool by_user;
   };
 
-  // One fusion at one place. Of the ways to match it takes the first that the guard lets pass: an
-  // op rather than none, the next op rather than one behind an idle one.
+  // One fusion at one position. It takes the first match that the guard allows, and prefers taking
+  // an op to leaving it out, and the next op to one after an idle op.
   class Attempt {
    public:
     Attempt(Rewriter& rewriter, const Candidate& candidate, const Groups& groups, size_t begin)
         : rewriter_(rewriter), candidate_(candidate), groups_(groups), begin_(begin), end_(begin) {}
 
-    // False where there is no way; then it has noted why not where it came close.
+    // Returns false if there is no match. A near miss is then recorded with its reason.
     bool run() {
       if (match(0, begin_)) return true;
       if (!refused_ && furthest_ > begin_) {
@@ -182,9 +182,9 @@ class Rewriter {
     size_t end() const { return end_; }
 
    private:
-    // Entries of the pattern from `entry` on with groups from `begin` on.
+    // Matches the pattern from `entry` on with the groups from `begin` on.
     bool match(size_t entry, size_t begin) {
-      // Without gaps, what follows depends on where it starts alone.
+      // Without gaps, the rest of the match depends only on where it starts.
       if (!candidate_.passes_idle && !tried_.emplace(entry, begin).second) return false;
       if (entry == candidate_.pattern.size()) return accept();
       const PatternOp& wanted = candidate_.pattern[entry];
@@ -200,7 +200,7 @@ class Rewriter {
         if (end_ == begin_ || !candidate_.passes_idle || !may_pass(at)) break;
       }
       if (!wanted.optional) {
-        // A rule is missed where only its last op is another one.
+        // A rule counts as a near miss only if its last op is the one that differs.
         if (candidate_.by_user || is_last_needed(entry)) come_close(at, entry + 1);
         return false;
       }
@@ -218,7 +218,7 @@ class Rewriter {
       }
       const auto reason = candidate_.why_not ? candidate_.why_not(match_) : std::nullopt;
       if (!reason) return true;
-      // Of several refusals the first is told, which is that of the longest match.
+      // Of several refusals only the first is reported, which is that of the longest match.
       if (!std::exchange(refused_, true)) note(end_, *reason, taken());
       return false;
     }
@@ -229,7 +229,7 @@ class Rewriter {
 
     const OpNode& op_at(size_t at) const { return rewriter_.ops_[groups_[at].first]; }
 
-    // May the match go on behind this group?
+    // May the match skip this group?
     bool may_pass(size_t at) const {
       if (at >= groups_.size() || groups_[at].rule || groups_[at].python) return false;
       const OpNode& op = op_at(at);
@@ -248,7 +248,8 @@ class Rewriter {
                          candidate_.pattern.end(), [](const PatternOp& op) { return op.optional; });
     }
 
-    // Something is missing at `at`: an op of an entry before `end` that comes after those taken.
+    // Records that an op is missing at `at`: one of the entries before `end` that are not matched
+    // yet.
     void come_close(size_t at, size_t end) {
       if (end_ == begin_ || at <= furthest_) return;
       size_t entry = match_.places.size();
@@ -264,14 +265,14 @@ class Rewriter {
       structural_ = !is_taken(at) || !rewriter_.is_one_of(groups_[at].first, wanted);
     }
 
-    // Did another fusion take the ops there?
+    // Did another fusion take the ops at this position?
     bool is_taken(size_t at) const {
       if (at >= groups_.size()) return false;
       const bool by_python = groups_[at].python.value_or(groups_[at].first) != groups_[at].first;
       return groups_[at].rule || by_python;
     }
 
-    // Why a group is no free op of these kinds.
+    // The reason why a group is not a free op of these kinds.
     std::string mismatch(size_t at, const std::vector<std::string>& kinds) const {
       const auto needs = [&] { return " where it needs " + join(kinds, " or "); };
       if (at >= groups_.size()) return "the ops end" + needs();
@@ -285,7 +286,7 @@ class Rewriter {
       return place + " is taken by " + group.name;
     }
 
-    // The fusion would match if another had not taken its first op as the last of its own.
+    // Records that the fusion would match if another fusion had not taken its first op.
     void note_taken_start() {
       const StepGroup& group = groups_[begin_];
       const int first = group.first + group.count - 1;
@@ -308,7 +309,7 @@ class Rewriter {
                                    candidate_.by_user});
     }
 
-    // That the groups before `end`, and one more if there is none left, were not taken.
+    // Records why the groups before `end` were not taken, and shows one more group unless refused.
     void note(size_t end, const std::string& reason, size_t matched) {
       const bool shows_next = !refused_ && end < groups_.size();
       std::vector<int> ops;
@@ -329,14 +330,15 @@ class Rewriter {
     const Candidate& candidate_;
     const Groups& groups_;
     size_t begin_;
-    size_t end_;  // behind the last group taken
+    size_t end_;  // after the last group taken
     Match match_{rewriter_.analysis_, {}};
     bool refused_ = false;     // by the guard
-    bool only_looks_ = false;  // at what follows an op that is taken: no guard is asked
+    bool only_looks_ = false;  // only examines what follows an op that is taken, without asking the
+                               // guard
     size_t furthest_ = begin_;
     std::string reason_ = {};
     std::set<std::pair<size_t, size_t>> tried_ = {};
-    size_t fitting_ = 0;  // ops of the way that came furthest
+    size_t fitting_ = 0;  // the number of ops of the match that came furthest
     bool structural_ = false;
   };
 

@@ -14,32 +14,35 @@ struct StepGroup {
   int first = 0;
   int count = 1;
   const Rule* rule = nullptr;      // a native fused op
-  std::optional<int> python = {};  // a Python object of the planning call: basic or fused
+  std::optional<int> python = {};  // a Python object of the planning call, for a basic or a fused
+                                   // op
   std::string name = {};
   bool joint = false;
-  std::vector<int> places = {};  // with a rule: Match::places
+  std::vector<int> places = {};  // Match::places, if there is a rule
 };
 
-// A rule, or a user's function, that did not take a place it nearly matched, and why.
+// A rule or a user's function that nearly matched, and the reason why it did not.
 struct NearMiss {
   std::string fusion;
   Pass pass;
   std::vector<int> ops;
   std::string reason;
-  int matched = 0;          // ops that fitted
-  bool structural = false;  // the next op is another one, or none; nobody refused or was first
+  int matched = 0;          // the number of ops that fitted
+  bool structural = false;  // the ops did not match: no guard refused, and no other fusion took
+                            // them first
 };
 
 // Calls a user's function on a list of groups and returns its verified answer.
 using UserRewrite =
     std::function<std::vector<StepGroup>(const Fusion&, const std::vector<StepGroup>&)>;
 
-// What a user's pattern asks of one list of groups. A run of ops is its first op and how many.
+// What a user's pattern needs to know about a list of groups. `first` and `count` give a run of
+// ops.
 struct UserMatcher {
-  // Per entry of the pattern, per group: is that a basic op which the entry takes? Empty for a
-  // fusion that was removed meanwhile.
+  // For each entry of the pattern and each group: is it a basic op that the entry accepts? Empty if
+  // the fusion was removed meanwhile.
   std::vector<std::vector<bool>> fits;
-  // The reason why not, or none.
+  // The reason why the ops may not be taken, or none.
   std::function<std::optional<std::string>(int first, int count)> why_not;
   std::function<StepGroup(int first, int count)> make;
 };
@@ -51,7 +54,8 @@ struct Rewritten {
   std::vector<NearMiss> near_misses;
 };
 
-// joint -> {forward, backward}; within a pass users' fusions run first, then rules by benefit.
+// The passes run in the order joint -> {forward, backward}. Within a pass users' fusions run first,
+// then rules by benefit.
 Rewritten rewrite(const Analysis& analysis, const UserRewrite& user,
                   const UserPattern& pattern = {});
 

@@ -11,7 +11,7 @@ namespace {
 
 using Kind = Value::Kind;
 
-// Which op rounds, and when: the first row that fits.
+// The op that rounds in a case; the first row that fits applies.
 struct TargetRow {
   const char* target;
   bool (*fits)(const RoundingCase& rounding);
@@ -21,7 +21,7 @@ constexpr TargetRow kTargets[] = {
     {"quantize_dequantize_groups_scaled",
      [](const RoundingCase& r) { return r.by_given_scale && r.in_groups; }},
     {"quantize_dequantize_scaled", [](const RoundingCase& r) { return r.by_given_scale; }},
-    // Two codes in a byte follow each other along the sum.
+    // The two codes of a byte follow each other along the sum.
     {"quantize_columns",
      [](const RoundingCase& r) {
        return r.as_codes && r.sums_rows && r.format.has_pairs_of_codes();
@@ -57,7 +57,7 @@ bool is_written(const Result& result, const std::vector<Instruction>& code) {
       code, [&](const Instruction& call) { return std::ranges::any_of(call.results, is_same); });
 }
 
-// The scale of what an operand was rounded to.
+// The scale of a rounded operand.
 Value scale_of(Value rounded) {
   rounded.name += "_scale";
   return rounded;
@@ -88,7 +88,7 @@ std::string RoundOperands::rounded_dtype(NumberFormat format) const {
   return takes_codes_ ? format.codes_dtype() : to_text(dtype_);
 }
 
-// Of the groups of an operand; the weights are a matrix each.
+// The group sizes of an operand. Weights need none, because each is a matrix of its own.
 Argument RoundOperands::rows_of(const std::string& operand) const {
   return operand == "weight" ? Argument(None{}) : *splits_;
 }
@@ -112,8 +112,8 @@ Instruction RoundOperands::call(const std::string& operand, const Argument& from
   return call;
 }
 
-// The scale is a state of the op, with a place for each operand; the largest magnitude goes to
-// another one.
+// Rounds by a scale that is a state of the op, at the operand's index. The largest magnitude goes
+// to another state.
 Instruction RoundOperands::call_by_given_scale(const std::string& operand, const Argument& from,
                                                const Result& to,
                                                const RoundingCase& rounding) const {
@@ -133,7 +133,8 @@ Instruction RoundOperands::call_by_given_scale(const std::string& operand, const
   return call;
 }
 
-// Calls that round each tensor; groups are rounded by one call, which takes and gives a list.
+// Adds a call that rounds each tensor. Groups are rounded by one call, which takes and returns a
+// list.
 void RoundOperands::add_calls(const std::string& operand, const Argument& from, NumberFormat format,
                               const Result& to, bool is_saved,
                               std::vector<Instruction>& code) const {
@@ -151,7 +152,7 @@ void RoundOperands::add_calls(const std::string& operand, const Argument& from, 
   }
 }
 
-// In the place of an operand: where that is a list, one of each of its tensors.
+// The values that replace an operand: one, or one for each tensor of a list.
 Result RoundOperands::places(const RoundedOperand& operand, const Argument& from) const {
   if (!std::holds_alternative<ValueList>(from)) {
     return temporary("rounded_" + operand.name + operand.use);

@@ -10,13 +10,13 @@
 
 namespace transformer_ops {
 
-// What a call that rounds an operand depends on, beside the operand.
+// What the choice of the rounding call depends on, besides the operand.
 struct RoundingCase {
   NumberFormat format;
-  bool by_given_scale = false;  // a state of the op, under delayed scaling
-  bool as_codes = false;        // for a product that multiplies codes by scales of blocks
-  bool with_scale = false;      // values of codes, and the scale of the tensor beside them
-  bool in_groups = false;       // of rows, each of which is a tensor of its own
+  bool by_given_scale = false;  // the scale is a state of the op, under delayed scaling
+  bool as_codes = false;        // for a product that multiplies codes by block scales
+  bool with_scale = false;      // values of codes, and a separate scale of the tensor
+  bool in_groups = false;       // groups of rows, each of which is a tensor of its own
   bool sums_rows = false;       // the product sums over the rows of the operand
   bool is_stochastic = false;
   bool is_saved = false;  // backward rounds what forward has saved
@@ -24,16 +24,16 @@ struct RoundingCase {
 // The op that rounds in such a case.
 std::string rounding_target(const RoundingCase& rounding);
 
-// Which operand of a product is meant, and which rounding of it: the gradient may have two.
+// An operand of a product, and one of its roundings: the gradient may have two.
 struct RoundedOperand {
   std::string name;
   std::string use = {};
 };
 
-// Makes the calls that round the operands of one op of a plan as its recipe says.
+// Makes the calls that round the operands of an op according to its recipe.
 class RoundOperands {
  public:
-  // `boundary`: of the gradient that the step takes. `dtype`: in which operands are exact.
+  // `boundary`: that of the step's gradient. `dtype`: one in which operands are exact.
   RoundOperands(const Analysis& analysis, int op, int boundary, OperandFormats formats, DType dtype)
       : analysis_(analysis),
         op_(op),
@@ -44,32 +44,32 @@ class RoundOperands {
         dtype_(dtype) {}
 
   const OperandFormats& formats() const { return formats_; }
-  // How many rows each group has, of a product of groups.
+  // Sets the group sizes of a product with groups.
   void set_splits(std::optional<Argument> splits) { splits_ = std::move(splits); }
   const std::optional<Argument>& splits() const { return splits_; }
-  // The operands of the product whose codes a GPU may multiply, with one scale each.
+  // Sets the operands that must all have one scale and FP8 codes, so that a GPU can multiply codes.
   void set_operands(std::vector<std::string> operands);
-  // Whether the product multiplies codes with a scale for each of their blocks.
+  // Sets whether the product multiplies codes with block scales.
   void set_blocks(bool has_blocks) { has_blocks_ = has_blocks; }
 
-  // One call, which rounds `from` to `to`.
+  // Makes a call that rounds `from` to `to`.
   Instruction call(const std::string& operand, const Argument& from, NumberFormat format,
                    const Result& to, bool is_saved) const;
 
-  // The operand as the product takes it: the same calls are made once for each use.
+  // Adds the calls that round an operand, once for each use, and returns the rounded value.
   Argument rounded(const RoundedOperand& operand, const Argument& from, NumberFormat format,
                    std::vector<Instruction>& code) const;
-  // The same of a tensor that forward has saved: the gradient keeps a compiler from rounding it
-  // there, and from keeping the result.
+  // The same for a tensor that forward has saved. The gradient argument prevents a compiler from
+  // rounding it in forward and saving the result.
   Argument rounded_again(const std::string& operand, const Argument& from, NumberFormat format,
                          std::vector<Instruction>& code) const;
-  // The same numbers after a Hadamard transform along the sum of the weight's gradient.
+  // The operand after a Hadamard transform along the sum of the weight's gradient.
   Value transformed(const std::string& operand, const Argument& from,
                     std::vector<Instruction>& code) const;
 
-  // Does the product take a scale beside the operand?
+  // Does the product take a separate scale for the operand?
   bool has_scale(const std::string& operand) const;
-  // Has a product that was given rounded operands multiply by their scales, too.
+  // Turns a product of rounded operands into one that also multiplies by their scales.
   void take_scales(Instruction& product, const RoundedOperand& left,
                    const RoundedOperand& right) const;
 
@@ -90,10 +90,10 @@ class RoundOperands {
   int boundary_;
   OperandFormats formats_;
   const OpDeclaration& row_;
-  bool records_;  // largest magnitudes, for the scales of later calls
+  bool records_;  // largest magnitudes are recorded, for the scales of later calls
   DType dtype_;
   std::optional<Argument> splits_ = {};
-  bool takes_codes_ = false;  // of one scale, instead of their values
+  bool takes_codes_ = false;  // codes with one scale, instead of their values
   bool has_blocks_ = false;
 };
 

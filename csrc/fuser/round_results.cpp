@@ -14,7 +14,7 @@ namespace {
 
 using Kind = Value::Kind;
 
-// Those that are not as most are. A library that brings more may be loaded while others plan.
+// The targets with unusual traits. The lock is for libraries loaded while others plan.
 struct Targets {
   ForkSafeMutex mutex;
   std::map<std::string, TargetTraits> rows;
@@ -31,17 +31,17 @@ TargetTraits traits_of(const std::string& target) {
   return row == targets().rows.end() ? TargetTraits() : row->second;
 }
 
-// A call that rounds an operand of a product: what it reads, and what it makes of it.
+// A call that rounds an operand of a product.
 struct FoundRounding {
   Value from;
   Value to;
   NumberFormat format;
   std::string dtype;
-  // Of one by a scale that is known before: what that is, and the results beside the operand. The
-  // largest magnitude is noted in forward alone.
+  // For a call by a known scale: the scale's arguments, and the results besides the operand. Only
+  // forward records the largest magnitude.
   std::vector<Argument> scale = {};
   std::vector<Result> numbers = {};
-  Step* step = nullptr;  // the one that calls it, and alone reads what it makes
+  Step* step = nullptr;  // the step that has the call, and that alone reads its result
 
   bool has_blocks() const { return scale.empty(); }
 };
@@ -63,7 +63,7 @@ std::optional<FoundRounding> rounding_of(const Instruction& call) {
     found.scale.assign(read.begin() + 1, read.end() - 2);
     found.numbers.assign(call.results.begin() + 1, call.results.end());
   }
-  // An op that rounds its main tensor gives a boundary, which others may see.
+  // An op that rounds its main tensor returns a boundary, which others may read.
   if (found.to.kind != Kind::Temporary) return std::nullopt;
   if (found.has_blocks() && found.format.rows_of_block() == 0) return std::nullopt;
   return found;
@@ -72,7 +72,7 @@ std::optional<FoundRounding> rounding_of(const Instruction& call) {
 // One pass of a plan.
 class RoundResults {
  public:
-  // Its steps in the order they run. `kept`: values that others see.
+  // `steps`: in the order they run. `kept`: values that are also read elsewhere.
   RoundResults(std::vector<Step*> steps, const std::vector<DType>& dtypes, std::set<Value> kept)
       : steps_(std::move(steps)), dtypes_(dtypes), kept_(std::move(kept)) {
     for (Step* const step : steps_) {
@@ -111,7 +111,7 @@ class RoundResults {
     for_each_value(read, [&](const Value& value) { kept_.insert(value); });
   }
 
-  // A boundary has the dtype of the op that reads it, which is what it is rounded in.
+  // A boundary has the dtype of the op that reads it, which must be the dtype of the rounding.
   bool fits(const Value& value, const std::vector<FoundRounding>& roundings) const {
     if (value.kind != Kind::Main && value.kind != Kind::Grad) return false;
     const bool has_blocks = std::ranges::all_of(roundings, &FoundRounding::has_blocks);
@@ -121,7 +121,7 @@ class RoundResults {
         roundings, [&](const FoundRounding& rounding) { return rounding.dtype == dtype; });
   }
 
-  // The value itself becomes the first rounding of it.
+  // The value itself becomes its first rounding.
   void take(Instruction& call, const std::vector<FoundRounding>& roundings) {
     const FoundRounding& first = roundings[0];
     if (first.has_blocks()) {

@@ -7,7 +7,7 @@
 namespace transformer_ops {
 namespace {
 
-// Splits "Tensor input, bool[2] mask" at commas; brackets in types hold none.
+// Splits "Tensor input, bool[2] mask" at commas; brackets in types contain no commas.
 std::vector<Schema::Field> parse_fields(const std::string& text, const std::string& schema) {
   std::vector<Schema::Field> fields;
   for (size_t begin = 0; begin < text.size();) {

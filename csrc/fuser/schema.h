@@ -5,14 +5,15 @@
 
 namespace transformer_ops {
 
-// What the planner reads of a torch.library schema: argument and result names with their types.
+// The part of a torch.library schema that the planner reads: names and types of arguments and
+// results.
 //   "linear(Tensor input, Tensor weight) -> Tensor output"
 struct Schema {
   struct Field {
     std::string type;
     std::string name;
 
-    // A list that is not there is empty.
+    // An absent list is empty.
     bool may_be_absent() const { return type.ends_with('?') || type == "Tensor[]"; }
   };
   std::string name;
@@ -24,7 +25,7 @@ struct Schema {
   bool has_argument(const std::string& argument) const;
 };
 
-// An empty text gives an empty schema. Throws PlanError where a field has no name.
+// An empty text gives an empty schema. Throws PlanError if a field has no name.
 Schema parse_schema(const std::string& text);
 
 }  // namespace transformer_ops

@@ -34,7 +34,7 @@ std::vector<std::string> split_text(const std::string& text, char separator) {
 
 namespace {
 
-// How many letters have to be put in, left out or replaced (Levenshtein 1966).
+// The number of letters to insert, delete or replace (Levenshtein 1966).
 size_t distance(const std::string& a, const std::string& b) {
   std::vector<size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});

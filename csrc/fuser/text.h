@@ -1,4 +1,4 @@
-// How plans and calls are written.
+// The text forms of plans and calls.
 #pragma once
 
 #include <string>
@@ -6,10 +6,10 @@
 
 namespace transformer_ops {
 
-// Splits at a separator that stands outside of quotes and brackets; empty parts are left out.
+// Splits at a separator that stands outside of quotes and brackets; empty parts are dropped.
 std::vector<std::string> split_text(const std::string& text, char separator);
 
-// That of `known` which the fewest changes of letters make of `text`; empty where none is known.
+// The name in `known` that is the fewest letter changes away from `text`; empty if `known` is.
 std::string nearest_of(const std::string& text, const std::vector<std::string>& known);
 
 }  // namespace transformer_ops

@@ -1,4 +1,4 @@
-// The planner's postcondition, and what texts of plans are held against.
+// The planner's postcondition, which parsed plan texts are checked against, too.
 #include <algorithm>
 #include <optional>
 #include <set>
@@ -15,7 +15,7 @@ namespace {
 
 using Kind = Value::Kind;
 
-// The names that a value of this kind may have; none where it may have any.
+// The names that a value of this kind may have; none if any name is allowed.
 std::optional<std::vector<std::string>> names_for(const Value& value, const PlannedOp& op) {
   switch (value.kind) {
     case Kind::ExtraInput:
@@ -27,7 +27,7 @@ std::optional<std::vector<std::string>> names_for(const Value& value, const Plan
     case Kind::Parameter:
     case Kind::ParameterGrad: {
       if (!op.native) return std::nullopt;
-      // Of the one parameter that it may belong to: a list is long.
+      // Only the list that the name may belong to is expanded, because lists are long.
       const OpDeclaration& row = declaration(op.kind);
       return row.tensors_of(row.parameter_of(value.name), op.attributes);
     }
@@ -40,7 +40,7 @@ std::string place_of(const Plan& plan, int op) {
   return "[plan] op " + std::to_string(op) + " (" + plan.ops[op].kind + ")";
 }
 
-// Does the op have a state of that name: one that the plan is given, or one that takes a gradient?
+// Does the op have a state of that name: one of the plan's, or one that takes a gradient?
 bool has_state(const Plan& plan, const Value& state) {
   const PlannedOp& op = plan.ops[state.op];
   if (has_value(plan.states, state)) return true;
@@ -91,7 +91,7 @@ void verify_list(const Step& step, const ValueList& list, const Plan& plan) {
     for (const std::string& name : row.tensors_of(parameter, plan.ops[value.op].attributes)) {
       all.push_back({value.kind, value.op, name, value.part});
     }
-    // Some of them as casts, or decoded, under the same names; gradients that nobody wants.
+    // Tensors may be cast or decoded under the same names, and gradients may be unwanted.
     const auto is_same = [&](const Value& a, const Value& b) {
       const bool is_unused = value.kind == Kind::ParameterGrad && a.kind == Kind::Temporary;
       return is_unused || (a.op == b.op && a.name == b.name);
@@ -156,7 +156,7 @@ bool fits(const Attribute& attribute, const std::string& type) {
   return std::holds_alternative<std::vector<int64_t>>(attribute);
 }
 
-// Where a schema of the op takes an attribute, it says of which type.
+// If a schema of the op has the attribute, the type must be the one in the schema.
 void verify_attribute(const std::string& place, const OpDeclaration& row, const std::string& name,
                       const Attribute& attribute) {
   for (const Schema* schema : {&row.forward_schema, &row.backward_schema}) {
@@ -167,7 +167,7 @@ void verify_attribute(const std::string& place, const OpDeclaration& row, const 
   }
 }
 
-// All that are declared, in order, but for those that may be None.
+// All declared names must be there in order, except for optional ones.
 void verify_names(const std::string& place, const char* what, const OpDeclaration& row,
                   const std::vector<std::string>& declared, const std::vector<std::string>& names) {
   auto next = names.begin();
@@ -183,8 +183,8 @@ void verify_names(const std::string& place, const char* what, const OpDeclaratio
         join_names(names));
 }
 
-// A native op has the attributes and tensors that its kind declares, and no others. `routed`: the
-// extra inputs that it takes from other ops.
+// A native op has exactly the attributes and tensors that its kind declares. `routed`: the extra
+// inputs that read other ops.
 void verify_native_op(const Plan& plan, int i, const std::vector<std::string>& routed) {
   const PlannedOp& op = plan.ops[i];
   const OpDeclaration& row = declaration(op.kind);
