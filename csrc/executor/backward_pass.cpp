@@ -15,8 +15,8 @@
 namespace transformer_ops {
 namespace {
 
-// One of the engine's graph tasks, and the pass that it belongs to. The task owns `lives`, and
-// destroys it after success and failure alike.
+// A graph task of the autograd engine, and the backward pass that it belongs to. The task owns
+// `lives`, and destroys it after both success and failure.
 struct Task {
   int id;
   uint64_t pass;
@@ -28,7 +28,7 @@ class Tasks {
  public:
   Task find_or_add(int id, uint64_t pass_of_outer) {
     if (const auto found = find(id)) return *found;
-    // The engine takes a lock of its own.
+    // The engine takes a lock of its own, so this comes before ours.
     const auto lives = std::make_shared<char>();
     torch::autograd::Engine::get_default_engine().queue_callback([lives] {});
     const std::lock_guard lock(mutex_);
@@ -50,10 +50,10 @@ class Tasks {
   uint64_t passes_ = 0;
 };
 
-// Never deleted: a thread may run while static objects die.
+// It is never deleted, because a thread may run while static objects are destroyed.
 Tasks& tasks = *new Tasks;
 
-// The tasks that were seen on one thread, where they run one inside the other.
+// The nested tasks that run on one thread.
 class Seen {
  public:
   uint64_t pass_of(int id) {
@@ -67,7 +67,7 @@ class Seen {
   }
 
  private:
-  // Ids grow. A later task that was seen first on this thread ran inside this one.
+  // Ids increase. A later task that this thread saw first ran inside this one.
   uint64_t pass_around(int id) const {
     if (!running_.empty()) return running_.back().pass;
     return last_.id > id ? last_.pass : 0;

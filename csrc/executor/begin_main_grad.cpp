@@ -1,5 +1,5 @@
-// What compiled code does before it adds to a main_grad that is overwritten: only the pass that
-// runs knows whether the gradient is the first one.
+// Compiled code calls this op before it adds to a main_grad that is overwritten: only at run time
+// is it known whether the gradient is the first one of the pass.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zero.h>
 #include <torch/library.h>

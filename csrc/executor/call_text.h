@@ -4,7 +4,8 @@
 
 namespace transformer_ops {
 
-// A call as run_call takes it (op/run_call.h): its constants, and where its tensors stand.
+// The text of a call as run_call reads it (op/run_call.h): its constants, and the positions of its
+// tensors.
 c10::IValue call_text(const Program::Call& call);
 
 }  // namespace transformer_ops

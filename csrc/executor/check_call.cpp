@@ -28,7 +28,7 @@ std::string kind_of(const Argument& argument) {
   return value->kind == Value::Kind::Shape ? "int[]" : "Tensor";
 }
 
-// What the text calls, written as a schema.
+// The instruction written as a schema, for error texts.
 std::string text_of(const Instruction& instruction) {
   std::ostringstream text;
   text << instruction.target << "(";
@@ -65,7 +65,7 @@ bool fits_list(const Argument& argument, const c10::Type& element, std::optional
       return element.kind() == TypeKind::BoolType && fits_length(flags->size());
     }
     if (const auto* sizes = std::get_if<std::vector<int64_t>>(constant)) {
-      // An empty list has no kind of its own.
+      // An empty list fits both integers and tensors.
       const bool fits = is_integer(element) || (sizes->empty() && !is_tensor(element));
       return fits && fits_length(sizes->size());
     }
@@ -75,7 +75,7 @@ bool fits_list(const Argument& argument, const c10::Type& element, std::optional
              return value.kind != Value::Kind::Shape;
            });
   }
-  // A list that is not there is empty.
+  // An absent list is empty.
   if (std::holds_alternative<None>(argument)) return is_tensor(element);
   const auto* value = std::get_if<Value>(&argument);
   return value != nullptr && value->kind == Value::Kind::Shape && is_integer(element) && !length;
@@ -111,7 +111,7 @@ bool fits(const Instruction& instruction, const c10::FunctionSchema& schema) {
   const auto& fields = schema.arguments();
   if (instruction.arguments.size() != fields.size() || schema.is_vararg()) return false;
   for (size_t i = 0; i < fields.size(); ++i) {
-    // real_type tells SymInt from int; N is the length of a bool[N].
+    // real_type distinguishes SymInt from int; N is the length of a bool[N].
     if (!fits(instruction.arguments[i], *fields[i].real_type(), fields[i].N())) return false;
   }
   if (instruction.results.size() != schema.returns().size()) return false;

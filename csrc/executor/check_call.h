@@ -5,11 +5,11 @@
 
 namespace transformer_ops {
 
-// Runs a typed op, or one of torch's own. Throws c10::Error (RuntimeError) where there is none.
+// The typed op or torch op of this name. Throws c10::Error (RuntimeError) if there is none.
 Callee find_op(const std::string& name);
 
-// Throws c10::Error where a call does not fit the schema of its op: in a text that was made for
-// another release, or by hand. Calls that the host language runs are left out.
+// Throws c10::Error if a call does not fit its op's schema. Plans from another release or written
+// by hand may have such calls. Calls that the host language runs are not checked.
 void check_calls(const Plan& plan);
 
 }  // namespace transformer_ops

@@ -1,4 +1,4 @@
-// A plan -> the lines that the interpreter runs.
+// Compiles a plan to the lines that the interpreter runs.
 #include <algorithm>
 #include <array>
 #include <set>
@@ -62,7 +62,7 @@ class Compiler {
   }
 
  private:
-  // What feeds each extra input of an op; none where an optional one is None.
+  // The value that each extra input of an op reads; none if it is optional and None.
   std::vector<std::optional<Value>> extra_inputs(int op) const {
     std::vector<std::optional<Value>> sources;
     for (const std::string& name : program_.plan.ops[op].extra_inputs) {
@@ -112,7 +112,7 @@ class Compiler {
     }
     may_lack_gradients_ = program_.has_host_steps || program_.output_grads.size() > 1;
     if (may_lack_gradients_) {
-      // What hands a gradient on gives it the name of a boundary that forward may not have.
+      // Passing a gradient through gives it the name of a boundary that forward may not have.
       given_gradients_[program_.output_grads[0]] = forward_.find({Kind::Main, plan.size()});
     }
     for (auto step = plan.backward.rbegin(); step != plan.backward.rend(); ++step) {
@@ -146,7 +146,7 @@ class Compiler {
     }
   }
 
-  // The first op that a step of backward covers.
+  // The first op that a backward step covers.
   int first_live_op() const {
     for (const Step& step : program_.plan.backward) {
       if (!step.skipped) return program_.plan.needs_backward() ? step.first() : 0;
@@ -184,7 +184,7 @@ class Compiler {
       call.backward_of = backward_of(instruction.target);
       for_each_value(instruction.arguments, [&](const Value& value) {
         if (!is_gradient(value)) return;
-        // Of an extra output that no step of backward reads, nobody may have given one.
+        // If no backward step reads an extra output, its gradient may be missing.
         if (values.find(value) < 0 && program_.has_host_steps) values.define(value);
         call.gradients.push_back(gradient(value));
       });
@@ -214,7 +214,7 @@ class Compiler {
         sums.push_back({record(instruction, value, call.results.back(), values), {}});
         return;
       }
-      // Several consumers of one channel: their gradients add up.
+      // If a channel has several readers, their gradients are added.
       if (value.kind == Kind::ExtraOutputGrad && previous >= 0) {
         call.results.push_back(values.fresh());
         sums.push_back({Program::Copy{call.results.back(), previous}, {}});
@@ -228,13 +228,13 @@ class Compiler {
     for (Line& sum : sums) code.lines.push_back(std::move(sum));
   }
 
-  // An op may be called in a form of its own, such as that for operands with scales.
+  // The op may be called in another form, such as that for operands with scales.
   static const OpDeclaration* backward_of(const std::string& target) {
     const Variant* const variant = find_variant(target);
     return variant == nullptr ? nullptr : find_declaration_of_backward(variant->base);
   }
 
-  // The parameter that a slot holds, if it holds one.
+  // The parameter that a slot saves, if it saves one.
   Value origin(const Value& value) const {
     const auto source = value.kind == Kind::Slot ? sources_.find(value) : sources_.end();
     if (source == sources_.end()) return value;
@@ -252,10 +252,10 @@ class Compiler {
     }
   }
 
-  // Is it a state that comes with the parameters?
+  // Is it a state that is passed with the parameters?
   bool is_given(const Value& value) const { return has_value(program_.plan.states, value); }
 
-  // The place is that of the scale which the call takes, and stands behind it.
+  // The index is that of the call's scale, which is the argument after it.
   Program::Record record(const Instruction& instruction, const Value& state, int found,
                          Numbering& values) {
     const auto is_state = [](const Argument& argument) {
@@ -287,7 +287,7 @@ class Compiler {
       if (result.kind == Kind::ExtraOutputGrad && previous >= 0) {
         code.lines.push_back({Program::Copy{from, previous}, {}});
       } else if (result.kind == Kind::ExtraOutputGrad) {
-        // A value of its own: later gradients are added to it.
+        // This is a value of its own, because later gradients are added to it.
         code.lines.push_back({Program::Copy{from, values.define(result)}, {}});
       } else {
         values.alias(result, from);
@@ -332,7 +332,7 @@ class Compiler {
     }
   }
 
-  // The backward value of a slot or parameter; the first use saves it in forward.
+  // The backward value of a slot or parameter. The first use makes forward save it.
   int load(const Value& value) {
     if (const int known = backward_.find(value); known >= 0) return known;
     const auto slot = sources_.find(value);
@@ -476,7 +476,8 @@ class Compiler {
     return saved;
   }
 
-  // What the step of forward that covers a native op computed in; -1 where the host ran it.
+  // The metadata that shows which dtype the forward step of a native op computed in; -1 if the host
+  // ran that step.
   int dtype_metadata(int op) {
     const auto step = std::ranges::lower_bound(program_.plan.forward, op, {}, &Step::last);
     if (step->python) return -1;
@@ -502,7 +503,7 @@ class Compiler {
         if (!wanted.back()) return;
         state = &row_of(value);
         op = value.op;
-        // What autograd is given in its place.
+        // Autograd gets this gradient instead of the state.
         const std::string number = value.name.substr(state->name.size());
         backward_.alias({Kind::ParameterGrad, op, state->parameter + number},
                         call.results[first + wanted.size() - 1]);
@@ -539,24 +540,24 @@ class Compiler {
                                             : metadata_.request(given->second)};
   }
 
-  // The number of the metadata of a forward value; -1 where forward makes no such value.
+  // The number of the metadata of a forward value; -1 if forward does not compute the value.
   int metadata_of(const Value& value) {
     const int index = forward_.find(value);
     return index < 0 ? -1 : metadata_.request(index);
   }
 
   Program program_;
-  const std::set<Value> gradients_;             // that backward yields
-  std::vector<std::vector<Value>> parameters_;  // of each op
-  std::map<Value, Value> feeds_;                // extra input -> what it is
+  const std::set<Value> gradients_;             // the gradients that backward returns
+  std::vector<std::vector<Value>> parameters_;  // for each op
+  std::map<Value, Value> feeds_;                // extra input -> the value that it reads
   Numbering forward_;
-  int first_parameter_ = 0;  // its number in forward; the others follow it
+  int first_parameter_ = 0;  // its number in forward; the other parameters follow it
   Numbering backward_;
-  MetadataNumbers metadata_;            // of forward values
+  MetadataNumbers metadata_;            // for forward values
   std::map<Value, int> sources_;        // slot -> forward value
   std::map<int, int> given_gradients_;  // gradient of the main output -> that forward value
   bool may_lack_gradients_ = false;
-  int forward_step_ = 0;  // among those of the host
+  int forward_step_ = 0;  // the number of host steps so far
   int backward_step_ = 0;
 };
 

@@ -11,7 +11,7 @@ bool has_version(const c10::IValue& value) {
   return value.isTensor() && value.toTensor().defined() && !value.toTensor().is_inference();
 }
 
-// Of a list the sum, as versions only grow.
+// The version of a tensor. For a list it is the sum, because versions only increase.
 uint32_t version_of(const c10::IValue& value) {
   if (value.isTensorList()) {
     uint32_t sum = 0;
@@ -22,7 +22,7 @@ uint32_t version_of(const c10::IValue& value) {
   return value.toTensor().unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// The same tensor without the graph that it is part of.
+// The same tensor without its autograd graph.
 c10::IValue detached(const c10::IValue& value) {
   if (value.isTensorList()) {
     Tensors list;

@@ -10,22 +10,22 @@
 
 namespace transformer_ops {
 
-// The call of a typed op that gives the gradient of a weight, which backward left for later. Holds
-// its arguments. Throws where one of them was modified in place since.
+// The call of a typed op that computes a weight's gradient after backward. It owns the arguments,
+// and throws if one of them was modified in place in the meantime.
 class DeferredCall {
  public:
   struct Op {
     c10::OperatorHandle op;
-    std::optional<c10::OperatorHandle> into;  // puts it into a buffer
-    int result;                               // which one is the gradient, or a list of them
-    std::vector<bool> wanted = {true};        // of each of its tensors
+    std::optional<c10::OperatorHandle> into;  // writes the gradient into a buffer
+    int result;  // the index of the result that is the gradient, or a list of them
+    std::vector<bool> wanted = {true};  // for each of its tensors
   };
 
   DeferredCall(Op op, const torch::jit::Stack& arguments);
 
-  // The gradients of the tensors of the weight; undefined where backward was not asked for one.
+  // The gradients of the weight's tensors; undefined if backward did not have to compute one.
   std::vector<at::Tensor> run() const;
-  // False where the op cannot, or not all are wanted: nothing has happened then.
+  // Returns false, and does nothing, if the op cannot, or if not all gradients are wanted.
   bool run_into(const Accumulation& target) const;
 
  private:
@@ -33,11 +33,11 @@ class DeferredCall {
 
   const Op op_;
   torch::jit::Stack arguments_;
-  std::vector<uint32_t> versions_;  // of each argument; 0 for what is no tensor
+  std::vector<uint32_t> versions_;  // for each argument; 0 if it is no tensor
 };
 
-// The arguments that an op <name>_into has beside those of <name>: the buffer, or a list of them,
-// and whether it is overwritten.
+// Pushes the arguments that op <name>_into has besides those of <name>: the buffer, or a list of
+// them, and whether it is overwritten.
 void push_accumulation(const Accumulation& target, const c10::OperatorHandle& into,
                        torch::jit::Stack& stack);
 

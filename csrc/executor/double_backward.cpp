@@ -17,7 +17,7 @@ using torch::autograd::CppNode;
 using torch::autograd::variable_list;
 using Kind = Value::Kind;
 
-// The values of one tensor with the history of another.
+// Returns the values of one tensor with the history of another.
 class Substitute : public torch::autograd::Function<Substitute> {
  public:
   static Tensor forward(AutogradContext*, const Tensor&, const Tensor& values) {
@@ -66,14 +66,14 @@ class Rerun {
     return inputs_;
   }
 
-  // The tensor itself where it was saved, else undefined.
+  // The tensor itself if it was saved, else undefined.
   Tensor saved_input(size_t i) const {
     const auto row = std::ranges::find(program_.saved, program_.inputs[i]);
     return row == program_.saved.end() ? Tensor() : saved_[row - program_.saved.begin()];
   }
 
-  // A view of the input, so that the inner gradient stops here; where it was not saved, zeros of
-  // its shape in its place in the graph.
+  // A view of the input, so that the inner gradient stops here. If it was not saved, zeros of its
+  // shape are connected to the graph instead.
   Tensor connect(Tensor tensor, size_t i) const {
     if (!tensor.defined()) {
       const auto& info = node_->input_info_[i];
@@ -119,7 +119,7 @@ class Rerun {
     interpret_step(*unfused_, unfused_->forward, op, frame_);
   }
 
-  // The values of extra inputs that were saved: those of stand-ins are wrong.
+  // Replaces the placeholder values of extra inputs by the saved ones.
   void substitute_extra_inputs(int op) {
     for (const std::string& name : unfused_->plan.ops[op].extra_inputs) {
       const Tensor known = saved_slot(op, name);
@@ -130,7 +130,7 @@ class Rerun {
     }
   }
 
-  // Does the op choose, by numbers that may not have been saved?
+  // Does the op return integers, such as chosen experts? They may not have been saved.
   bool gives_integers(int op) const {
     const PlannedOp& planned = unfused_->plan.ops[op];
     const OpDeclaration& row = declaration(planned.kind);
@@ -147,7 +147,7 @@ class Rerun {
     return std::get<Program::Call>(line->what);
   }
 
-  // What it takes or gives by a name of its schema; null for None.
+  // The value of an argument or result by its name in the schema; null for None.
   Tensor* argument(int op, const std::string& name) {
     const auto& fields = declaration(unfused_->plan.ops[op].kind).forward_schema.arguments;
     const auto field = std::ranges::find(fields, name, &Schema::Field::name);
@@ -161,7 +161,8 @@ class Rerun {
     return &frame_.values[call_of(op).results[field - fields.begin()]];
   }
 
-  // The output of an op, where it was saved as the input of the next that is not a hand-over.
+  // The output of an op, if it was saved as the input of the next op that does not just pass it
+  // through.
   Tensor saved_output(int op) const {
     const auto& boundaries = unfused_->boundaries;
     int next = op + 1;
@@ -169,7 +170,7 @@ class Rerun {
     return next < unfused_->plan.size() ? saved_slot(next, "input") : Tensor();
   }
 
-  // Does the op turn the values it is given into those of the first forward?
+  // Does the op compute the values of the first forward from the values that it is given?
   bool gives_known_values(int op) const {
     const Plan& plan = unfused_->plan;
     const auto is_known = [&](const Value& value) {
@@ -181,7 +182,7 @@ class Rerun {
                                 [&](const Route& route) { return route.input.op == op; });
   }
 
-  // Zeros may stand in only where the derivative does not depend on the input.
+  // Zeros are correct only if the derivative does not depend on the input.
   static void check_linear(const PlannedOp& planned) {
     const OpDeclaration& row = declaration(planned.kind);
     for (const Slot& slot : row.slots) {
@@ -198,7 +199,7 @@ class Rerun {
   SharedProgram unfused_;
   Tensors inputs_;
   Frame frame_{.is_decomposed = true};
-  std::set<Value> known_;  // values that are right, not only their derivatives
+  std::set<Value> known_;  // values that are correct, not only their derivatives
 };
 
 }  // namespace

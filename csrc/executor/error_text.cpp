@@ -18,7 +18,7 @@ TracedNames& traced_names() {
   return found;
 }
 
-// Exported programs and programs of C++ have no names: the kinds and numbers of the plan stand in.
+// Exported programs and C++ programs have no names, so the plan's kinds and numbers are used.
 std::vector<OpName> names_of(const Program& program) {
   if (!program.names.empty()) return program.names;
   const TracedNames& traced = traced_names();
@@ -42,14 +42,14 @@ std::string without_namespace(const std::string& name) {
   return colons == std::string::npos ? name : name.substr(colons + 2);
 }
 
-// What the text is about, if it is an argument of the call: the first word, or the last one.
+// The argument of the call that an error text is about; its name is the first or the last word.
 struct Subject {
   Value value;
   bool is_list = false;
   bool is_first = false;
 };
 
-// An extra input that another op feeds is that op's output in a plan.
+// In a plan, an extra input that reads another op is that op's output.
 Value read_as(const Plan& plan, const Step& step, const Value& value) {
   const auto reads = [&](const Route& route) {
     return route.output == value && route.input.op >= step.first() && route.input.op <= step.last();
@@ -94,7 +94,7 @@ std::optional<Subject> subject_of(const Plan& plan, const Program::Line& line, c
   return argument_of(plan, *call, step, rest.substr(rest.rfind(' ') + 1));
 }
 
-// Boundary i lies before op i, whose input it is; a gradient there is that of the op before it.
+// Boundary i is the input of op i; its gradient belongs to the op before it.
 int op_of(const Value& value, const Step& step) {
   const int op = value.kind == Value::Kind::Grad ? value.op - 1 : value.op;
   return std::clamp(op, step.first(), step.last());
@@ -109,7 +109,7 @@ std::string joined(const std::vector<std::string>& words) {
   return text;
 }
 
-// The basic ops of one module have one name and one path.
+// The basic ops of one module share one name and one path.
 std::vector<OpName> distinct(const std::vector<OpName>& names, const std::vector<int>& ops) {
   std::vector<OpName> found;
   for (const int op : ops) {
@@ -134,7 +134,7 @@ std::atomic<RenameHostError> host_rename = nullptr;
 
 std::string named_error(const Program& program, const Program::Line& line, bool is_forward,
                         const std::string& text) {
-  // Steps of the host language name themselves.
+  // Host steps name themselves.
   const auto* const call = std::get_if<Program::Call>(&line.what);
   if (call == nullptr && !std::holds_alternative<Program::Cast>(line.what)) return text;
   const Step* const step = step_of(program.plan, line.op, is_forward);
@@ -155,7 +155,7 @@ std::string named_error(const Program& program, const Program::Line& line, bool 
     ops = {op_of(subject->value, *step)};
     const bool has_name = subject->value.kind == Value::Kind::Parameter ||
                           subject->value.kind == Value::Kind::ExtraInput;
-    // The text itself says which tensor of a list it means.
+    // The text itself says which tensor of a list it is about.
     if (subject->is_first && has_name && !subject->is_list)
       rest = subject->value.name + rest.substr(rest.find(' '));
   }

@@ -91,7 +91,7 @@ void WeightCache::add(const Call& call, const Tensors& weights, const Tensors& s
                       Tensors results) {
   if (rows_.size() >= swept_at_) forget_dead();
   std::vector<Row>& rows = rows_[weights[0].unsafeGetTensorImpl()];
-  // What was put in the place of a weight or a scale leaves those of the old one.
+  // Drops results of a weight or a scale whose memory was replaced.
   std::erase_if(rows, [&](const Row& old) {
     const bool is_old = old.has_objects(weights) && !old.is_of(weights);
     return is_old || !old.weights[0].is(weights[0]) || old.is_gone();

@@ -1,5 +1,5 @@
-// Weights that do not change for a while, by promise of the caller: what is made of a weight alone
-// is made once.
+// Weights that the caller promises not to change for a while: results that depend only on a weight
+// are computed once.
 #pragma once
 
 #include <c10/core/TensorImpl.h>
@@ -12,8 +12,8 @@
 
 namespace transformer_ops {
 
-// While one is alive, calls of its thread, forward and backward, round each weight once for each
-// format. They may lie within each other; what was made dies with the outermost one.
+// While an object exists, calls on its thread, forward and backward, round each weight once for
+// each format. Objects may nest; the results are freed with the outermost one.
 class FrozenWeights {
  public:
   FrozenWeights() { enter(); }
@@ -22,37 +22,37 @@ class FrozenWeights {
   FrozenWeights& operator=(const FrozenWeights&) = delete;
 
   static void enter();
-  // Throws c10::Error where this thread has entered none.
+  // Throws c10::Error if this thread has entered none.
   static void leave();
 };
 
-// The results of calls that take weights, constants and states.
+// The results of calls that read only weights, constants and states.
 class WeightCache {
  public:
-  // What tells calls apart, beside the tensors that they take.
+  // What identifies a call, besides the tensors that it reads.
   struct Call {
     struct Weight {
       int value;
       std::string what;  // "[BasicLinear] weight", for errors
     };
-    std::string key;              // of the op and its constants
-    std::vector<Weight> weights;  // of a list all its tensors
+    std::string key;              // that of the op and its constants
+    std::vector<Weight> weights;  // all tensors of a list
     std::vector<int> states;      // values
   };
 
-  // Those of the calling thread; null where it has entered no region.
+  // The cache of this thread; null if it has entered no region.
   static WeightCache* current();
-  // Nothing is kept of what is traced, or is made anew at each call.
+  // Results are not cached while tracing, or for tensors that are new at each call.
   static bool may_keep(const at::Tensor& weight);
 
-  // At least `count` results; null where they are not there. Throws c10::Error for a weight that
-  // was modified in place since they were made.
+  // Returns at least `count` results, or null if they are not cached. Throws c10::Error if a weight
+  // was modified in place since they were computed.
   const Tensors* find(const Call& call, const Tensors& weights, const Tensors& states,
                       size_t count) const;
   void add(const Call& call, const Tensors& weights, const Tensors& states, Tensors results);
 
  private:
-  // A tensor as it was, without owning it.
+  // Identifies a tensor at a time, without owning it.
   class Known {
    public:
     explicit Known(const at::Tensor& tensor);
@@ -81,7 +81,7 @@ class WeightCache {
   void forget_dead();
 
   std::unordered_map<const c10::TensorImpl*, std::vector<Row>> rows_;  // by the first weight
-  size_t swept_at_ = 64;  // so many weights there may be before the dead ones are looked for
+  size_t swept_at_ = 64;  // the number of weights at which unused rows are removed
 };
 
 }  // namespace transformer_ops

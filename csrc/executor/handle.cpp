@@ -16,7 +16,7 @@ struct Living {
   std::unordered_map<uint64_t, c10::weak_intrusive_ptr<c10::TensorImpl>> owners;
 };
 
-// Never deleted: a node may die after every static object.
+// It is never deleted, because a node may be destroyed after every static object.
 Living& living = *new Living;
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Handles of objects that autograd nodes own together with others. A node's saved data can own
-// nothing but tensors where compiled autograd traces it, so an empty tensor does the counting.
+// Handles of objects that autograd nodes and others share. The saved data of a node can own only
+// tensors if compiled autograd is to trace it, so an empty tensor does the reference counting.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,17 +9,17 @@
 namespace transformer_ops {
 namespace handles {
 
-// No two objects of the process share one.
+// Every object of the process has a different id.
 uint64_t next_id();
 at::Tensor make_owner(void* object, uint64_t id, void (*destroy)(void*));
-// Undefined unless the object of this id lives.
+// Returns an undefined tensor if no object with this id exists.
 at::Tensor find_owner(uint64_t id);
 void forget(uint64_t id);
 
 }  // namespace handles
 
-// T has a `uint64_t id` from handles::next_id(). Its class is instantiated in one library alone,
-// where `destroy` then has one address, by which from() knows an owner.
+// T must have a `uint64_t id` from handles::next_id(). Its class must be instantiated in one
+// library only: `destroy` then has one address, by which from() recognizes an owner.
 template <typename T>
 class Handle {
  public:
@@ -32,14 +32,14 @@ class Handle {
 
   explicit operator bool() const { return owner_.defined(); }
   T& operator*() const {
-    // Not mutable_data(), which looks for copies on write: this memory is the object itself.
+    // mutable_data() would look for copy-on-write, but this memory is the object itself.
     return *static_cast<T*>(
         const_cast<void*>(owner_.unsafeGetTensorImpl()->unsafe_storage().data()));
   }
   T* operator->() const { return &**this; }
 
-  // What a node keeps, and the way back. A trace puts another tensor in the owner's place: there
-  // the object is found by its id.
+  // Conversion to and from what a node saves. A trace replaces the owner by another tensor; the
+  // object is then found by its id.
   const at::Tensor& owner() const { return owner_; }
   static Handle from(const at::Tensor& owner, uint64_t id) {
     if (owner.has_storage() && owner.storage().data_ptr().get_deleter() == &destroy) {
@@ -64,7 +64,7 @@ class Handle {
   at::Tensor owner_;
 };
 
-// Finds the object while others own it.
+// Finds the object as long as others own it.
 template <typename T>
 class WeakHandle {
  public:

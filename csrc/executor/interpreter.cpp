@@ -13,7 +13,7 @@ namespace {
 
 using Result = Program::HostBackward::Result;
 
-// An op of torch's own does not say in which op of the plan it failed.
+// The error of a torch op does not say in which op of the plan it failed.
 std::string text_of(const Program::Line& line, const std::string& text) {
   const auto* const call = std::get_if<Program::Call>(&line.what);
   if (call == nullptr || call->typed != nullptr || text.starts_with("[")) return text;
@@ -175,7 +175,7 @@ class Interpreter {
   void run_op(const Program::Call& call) {
     if (frame_.is_decomposed && call.typed != nullptr) {
       Tensors results = call_decomposition(call.name, stack_);
-      // The results that only serve backward may be left out.
+      // Results that only backward uses may be omitted.
       results.resize(call.results.size());
       for (size_t i = 0; i < results.size(); ++i) values_[call.results[i]] = std::move(results[i]);
       return;
@@ -185,7 +185,7 @@ class Interpreter {
     take_results(call);
   }
 
-  // What run_call gives is one list.
+  // run_call returns one list.
   void take_list_of_results(const Program::Call& call) {
     const auto results = std::move(stack_[0]).toTensorList();
     TORCH_CHECK(results.size() == call.results.size(), "[", call.name, "] results must be ",
@@ -235,7 +235,7 @@ class Interpreter {
     }
   }
 
-  // What run_call takes.
+  // Loads the tensors of run_call.
   void load_tensors(const Program::Call& call) {
     c10::List<Tensor> tensors;
     const auto add = [&](const Program::Load& load) {
@@ -264,7 +264,7 @@ class Interpreter {
 
   // ---- missing gradients
 
-  // With zeros in place of gradients that nobody gave; not at all where it is needless.
+  // Replaces missing gradients by zeros, or skips the call if it is not needed.
   void run_partly_used(const Program::Call& call) {
     std::vector<int> zeros;
     for (const auto& gradient : call.gradients) {
@@ -309,7 +309,7 @@ class Interpreter {
       stack_.clear();
       return;
     }
-    // Such an op gives no lists.
+    // An op that writes into a buffer has no other list results.
     const auto is_other_list = [&](int i) { return i != position && call.counts[i] > 0; };
     const bool gives_lists = std::ranges::any_of(
         std::views::iota(0, static_cast<int>(std::ssize(call.counts))), is_other_list);
@@ -339,8 +339,8 @@ class Interpreter {
 
   // ---- steps of the host language
 
-  // What each op of the step computes in, as required_dtype() has it; host steps decide more than
-  // a plan can know.
+  // The dtype that each op of the step computes in, by the rule of required_dtype(). Host steps may
+  // choose dtypes that a plan cannot know.
   std::vector<at::ScalarType> dtypes_of(const Program::HostForward& call) const {
     at::ScalarType running = values_[call.arguments[0]].scalar_type();
     const bool is_floating = at::isFloatingType(running);
@@ -361,7 +361,7 @@ class Interpreter {
     arguments.dtypes.emplace_back();
     if (saved.dtype >= 0) arguments.dtypes.back() = frame_.metadata[saved.dtype]->dtype;
     if (saved.own_row >= 0) {
-      // They die with the step.
+      // The tensors are freed with the step.
       arguments.saved.push_back(std::move(frame_.own[saved.own_row]));
       return;
     }
@@ -385,7 +385,7 @@ class Interpreter {
                 "] gradient of the input must be a tensor here, got None");
     if (!is_input && (!metadata || !takes_real_numbers(metadata->dtype))) return;
     if (gradient.defined() && metadata) {
-      // A buffer may be of a wider dtype than its weight.
+      // A buffer may have a wider dtype than its weight.
       gradient = fitted(
           call.name, [&] { return describe(result); }, std::move(gradient), *metadata,
           /*keep_dtype=*/result.accumulates);

@@ -7,25 +7,25 @@
 
 namespace transformer_ops {
 
-// What one pass of one call works on.
+// The data of one pass of one call.
 struct Frame {
   Tensors values = {};
   TensorMetadataList metadata = {};
   HostCall* host = nullptr;
-  // What host steps run under: the state of whoever called.
+  // The dispatch state of the caller, which host steps run under.
   c10::impl::LocalDispatchKeySet callers = c10::impl::tls_local_dispatch_key_set();
-  // Of a backward in which gradients may be missing: the values that depend on one that is there.
-  // Plain autograd gives none for the others.
+  // Set in a backward in which gradients may be missing. `reached` marks the values that depend on
+  // a given gradient: plain autograd gives none for the others.
   bool is_partial = false;
   std::vector<bool> reached = {};
   std::vector<Tensors> own = {};  // the rows of HostCall::saved()
-  // Runs the decomposition of every op, which is differentiable, instead of its kernel.
+  // Runs every op by its decomposition, which is differentiable, instead of its kernel.
   bool is_decomposed = false;
 };
 
 // Runs the lines of one pass over the values of the frame.
 void interpret(const Program& program, const Program::Code& code, Frame& frame);
-// Those of the step alone whose first op is `op`.
+// Runs only the lines of the step whose first op is `op`.
 void interpret_step(const Program& program, const Program::Code& code, int op, Frame& frame);
 
 // Excludes autograd and autocast: the gradients and casts of a plan are explicit.

@@ -13,7 +13,7 @@ struct Passes {
   std::unordered_map<int64_t, uint64_t> last;
 };
 
-// Never deleted: a thread may run while static objects die.
+// It is never deleted, because a thread may run while static objects are destroyed.
 Passes& passes = *new Passes;
 
 }  // namespace

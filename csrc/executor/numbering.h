@@ -1,4 +1,4 @@
-// Numbers that the compiler gives: to values, and to what backward wants to know of them.
+// Numbers that the compiler assigns: to values, and to the metadata that backward reads.
 #pragma once
 
 #include <map>
@@ -7,7 +7,7 @@
 
 namespace transformer_ops {
 
-// Numbers the values of one direction. A hand-over only gives a value a second name.
+// Numbers the values of one direction. Passing a value through only gives it a second name.
 class Numbering {
  public:
   int fresh() { return count_++; }
@@ -29,7 +29,8 @@ class MetadataNumbers {
  public:
   int request(int value);
   int count() const { return static_cast<int>(rows_.size()); }
-  // Takes the metadata behind the line that writes the value, so that nothing keeps the value.
+  // Takes the metadata directly after the line that writes the value, so that the value can be
+  // freed.
   void insert_into(Program& program) const;
 
  private:

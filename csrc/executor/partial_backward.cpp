@@ -14,10 +14,10 @@ namespace {
 
 using Line = Program::Line;
 
-// More sets of gradients than a training loop asks for. With more, all are made anew.
+// This is more sets of gradients than a training loop asks for. Beyond it, the cache is cleared.
 constexpr size_t kMostParts = 64;
 
-// Which results of a call are live: for each of its schema's, is any of its tensors?
+// The live results of a call: for each result of its schema, is any of its tensors live?
 std::vector<bool> live_results(const Program::Call& call, const std::vector<bool>& is_live) {
   std::vector<bool> live;
   auto next = call.results.begin();
@@ -34,7 +34,7 @@ std::vector<bool> live_results(const Program::Call& call, const std::vector<bool
   return live;
 }
 
-// A list that the mask does not ask for is empty.
+// Removes the results of lists that the mask does not select.
 void drop_lists(Program::Call& call, const std::vector<bool>& mask) {
   size_t first = 0;
   for (size_t i = 0; i < call.counts.size(); ++i) {
@@ -54,7 +54,7 @@ void drop_lists(Program::Call& call, const std::vector<bool>& mask) {
   }
 }
 
-// Has the call compute no gradient that nobody wants, where its schema has a mask to say so.
+// Makes the call skip unwanted gradients, if its schema has a mask.
 void narrow_operands(Program::Call& call, const std::vector<bool>& live) {
   const auto& fields = call.schema->arguments();
   const auto place = std::ranges::find(fields, "output_mask", &c10::Argument::name);
@@ -63,7 +63,7 @@ void narrow_operands(Program::Call& call, const std::vector<bool>& live) {
   const auto given = constant.value.toBoolList();
   std::vector<bool> mask;
   for (size_t i = 0; i < given.size(); ++i) mask.push_back(given.get(i) && live[i]);
-  // What comes behind the gradients belongs to the first, such as its amax.
+  // Results after the gradients, such as an amax, belong to the first gradient.
   const auto behind = live.begin() + static_cast<std::ptrdiff_t>(mask.size());
   mask[0] = mask[0] || (given.get(0) && std::find(behind, live.end(), true) != live.end());
   constant.value = c10::IValue(mask);
@@ -108,7 +108,7 @@ class Prune {
   }
 
   std::vector<Line> take_lines() {
-    // What a call found besides its gradients is noted wherever the call runs.
+    // A recorded number, such as an amax, is kept if the call that computes it runs.
     std::erase_if(lines_, [&](const Line& line) {
       const auto* const record = std::get_if<Program::Record>(&line.what);
       return record != nullptr && !is_written_[record->found];
@@ -119,7 +119,7 @@ class Prune {
   bool is_read(int value) const { return is_live_[value]; }
 
  private:
-  // Keeps the line if something live is among what it writes.
+  // Keeps the line if any value that it writes is live.
   void add(Line line) {
     line.dead.clear();
     if (std::holds_alternative<Program::Record>(line.what))
@@ -138,8 +138,8 @@ class Prune {
   std::vector<Line> lines_;
 };
 
-// One for all programs: a fork takes every such lock, and there may be thousands of programs.
-// Never deleted: a thread may run while static objects die.
+// All programs share one lock: a fork takes every such lock, and there may be thousands of
+// programs. It is never deleted, because a thread may run while static objects are destroyed.
 ForkSafeMutex& rows_mutex = *new ForkSafeMutex;
 
 }  // namespace
@@ -168,7 +168,7 @@ std::shared_ptr<const PartialBackward> PartialBackwards::find_or_make(
     const Program& program, const std::vector<bool>& wanted) {
   if (auto found = find(wanted)) return found;
   auto made = std::make_shared<const PartialBackward>(partial_backward(program, wanted));
-  Rows evicted;  // dies without the lock
+  Rows evicted;  // freed after the lock is released
   const std::lock_guard lock(rows_mutex);
   if (rows_.size() >= kMostParts) std::swap(rows_, evicted);
   return rows_.try_emplace(wanted, std::move(made)).first->second;

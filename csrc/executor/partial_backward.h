@@ -1,4 +1,4 @@
-// Backward where the engine asks for some of the gradients only, as torch.autograd.grad() does.
+// The backward for a subset of the gradients, as torch.autograd.grad() asks for.
 #pragma once
 
 #include <map>
@@ -9,16 +9,16 @@
 
 namespace transformer_ops {
 
-// The lines of backward that lead to the wanted gradients, and what they need not load.
+// The lines of backward that the wanted gradients need, and the values that need not be loaded.
 struct PartialBackward {
   Program::Code code;
   std::vector<int> unread;  // loaded values that none of the lines reads
 };
 
-// `wanted`: for each of the program's inputs, whether its gradient is.
+// `wanted`: for each input of the program, is its gradient wanted?
 PartialBackward partial_backward(const Program& program, const std::vector<bool>& wanted);
 
-// Caches the partial backwards of one program that were asked for.
+// A cache of the partial backwards of one program.
 class PartialBackwards {
  public:
   std::shared_ptr<const PartialBackward> find_or_make(const Program& program,

@@ -19,7 +19,7 @@ bool has_only_views(const Program& program) {
 }  // namespace
 
 void mark_skippable(Program::Code& code) {
-  std::set<int> needed;  // zeros cannot be made for it
+  std::set<int> needed;  // values that cannot be replaced by zeros
   const auto is_skippable = [&](const std::vector<int>& results) {
     return std::ranges::none_of(results, [&](int value) { return needed.contains(value); });
   };
@@ -77,7 +77,7 @@ void mark_dead(Program::Code& code, std::initializer_list<const std::vector<int>
 
 void note_views(Program& program) {
   program.only_views = has_only_views(program);
-  // Ops of torch's own may give a view of what they are given.
+  // Torch ops may return a view of an argument.
   std::vector<bool> views(program.backward.values, false);
   for (const Program::Line& line : program.backward.lines) {
     const auto* call = std::get_if<Program::Call>(&line.what);

@@ -1,4 +1,4 @@
-// What the lines of a program know of those behind them.
+// Analyses of what later lines of a program do.
 #pragma once
 
 #include <initializer_list>
@@ -7,15 +7,15 @@
 
 namespace transformer_ops {
 
-// Marks the lines of backward that give nothing but gradients which all their readers can replace
-// by zeros.
+// Marks the lines of backward whose results are only gradients that all readers can replace by
+// zeros.
 void mark_skippable(Program::Code& code);
 
-// Notes behind each line the values that nobody reads any more, but for those in `kept`.
+// Records for each line the values that no later line reads, except for those in `kept`.
 void mark_dead(Program::Code& code, std::initializer_list<const std::vector<int>*> kept);
 
-// Notes which gradients of inputs may be views of what backward was given, and whether the program
-// gives nothing but a view of its input.
+// Records which input gradients may be views of gradients that backward was given, and whether the
+// program only returns a view of its input.
 void note_views(Program& program);
 
 }  // namespace transformer_ops

@@ -15,8 +15,8 @@ class EarlyRelease;
 }
 }  // namespace transformer_ops
 
-// CppNode alone may touch what a context saves, and its release_variables() takes a lock that it
-// holds while backward runs.
+// Only CppNode may access what a context saves, and its release_variables() takes a lock that it
+// already holds while backward runs.
 template <>
 struct torch::autograd::CppNode<transformer_ops::EarlyRelease> {
   static void release_variables(AutogradContext& context) {
@@ -31,24 +31,24 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Inputs of the node before the tensors.
+// the inputs of the node before the tensors
 constexpr size_t kFirstTensor = 1;
-// Of the native part of a call: its program; its id and metadata.
+// the saved data of the native part of a call: its program; its id and metadata
 constexpr size_t kSavedData = 2;
 constexpr const char* kUpdated = "updated";
 
-// A leaf takes a gradient that nobody else holds as its own, and adds to it in place; it does not
-// see that other gradients share the memory of a view.
+// Copies a gradient that shares its memory. A leaf takes a gradient without other references as its
+// own and adds to it in place, but does not notice views of the same memory.
 void unshare(Tensor& grad) {
   if (!grad.defined() || !grad.has_storage()) return;
-  // Of a trace's tensors the count says nothing.
+  // In a trace, the reference count says nothing.
   const bool is_traced = grad.key_set().has(c10::DispatchKey::Python);
   if (!is_traced && grad.storage().use_count() > 1) grad = grad.clone();
 }
 
-// ---- what the contexts of host steps keep for themselves
+// ---- what the contexts of host steps save
 
-// Adds them to what the node saves, each once, and notes their positions.
+// Adds these tensors to those that the node saves, each once, and records their positions.
 void save_own(AutogradContext* context, const std::vector<Tensors>& rows, variable_list& saved) {
   std::vector<int64_t> positions;
   for (const Tensors& row : rows) {
@@ -81,14 +81,14 @@ std::vector<Tensors> load_own(AutogradContext* context, const variable_list& sav
 
 // ---- activation checkpointing
 
-// Whether this is the second run of a checkpoint, whose hook takes what forward saves.
+// Is this the second run of a checkpoint? Its hook takes what forward saves.
 bool runs_again() {
   return torch::autograd::get_current_graph_task_id() != -1 &&
          at::SavedTensorDefaultHooks::get_hooks().has_value();
 }
 
-// That hook keeps tensors without gradients as they are. A frozen parameter may be emptied behind
-// its module (offloading, ZeRO-3) before backward reads it: an alias keeps its numbers.
+// The hook saves tensors without gradients themselves. A frozen parameter may be emptied before
+// backward reads it (offloading, ZeRO-3); an alias keeps its values.
 void keep_numbers(variable_list& saved) {
   for (Tensor& tensor : saved) {
     if (tensor.defined() && !tensor.requires_grad() && is_real(tensor)) {
@@ -99,8 +99,8 @@ void keep_numbers(variable_list& saved) {
 
 // ---- what the engine asks for
 
-// Which of the inputs' gradients are wanted; empty if all are. The gradient of a weight that is
-// left for later comes with that of the input, as nobody can ask for it by name.
+// The inputs whose gradients are wanted; empty if all are. A weight gradient that is computed later
+// comes with that of the input, because it cannot be requested by name.
 std::vector<bool> wanted_gradients(const AutogradContext& context, const Program& program) {
   const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
   if (asked == nullptr || asked->empty()) return {};
@@ -132,7 +132,7 @@ Tensors run_forward(const Program& program, at::TensorList tensors, Frame& frame
   outputs.reserve(program.outputs.size());
   for (const int index : program.outputs) {
     const Tensor& output = values[index];
-    // Autograd needs a tensor of its own for each output.
+    // Autograd needs a separate tensor for each output.
     const bool repeated = std::ranges::any_of(outputs, [&](auto& o) { return o.is_same(output); });
     outputs.push_back(repeated ? at::alias(output) : output);
   }
@@ -151,14 +151,14 @@ variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& ca
   const auto first = outputs.begin() + 1, last = first + program->constants;
   constants.assign(std::make_move_iterator(first), std::make_move_iterator(last));
   outputs.erase(first, last);
-  // Autograd knows what to do with integers among outputs, as with a function's.
+  // Autograd handles integer outputs as it does for any function.
   for (const Tensor& output : outputs) {
     const bool may_be_integer = program->has_host_steps || program->gives_integers;
     TORCH_CHECK(at::isFloatingType(output.scalar_type()) || may_be_integer,
                 "[run_plan] outputs must be floating where a gradient is wanted, got ",
                 output.scalar_type());
   }
-  // None for the gradient of an output that no loss uses: what only it needs is not computed.
+  // An output that no loss uses gets no gradient, so that its backward is not computed.
   context->set_materialize_grads(false);
   if (!program->updated.empty()) {
     Tensors updated;
@@ -194,7 +194,8 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
                                 context->saved_data["host_id"].toInt());
   }
   Tensors saved = context->get_saved_variables();
-  // What the engine does afterwards, done now: each saved tensor dies with its last reader.
+  // Releases the saved tensors now instead of after backward, so that each is freed after its last
+  // use.
   if (!torch::autograd::get_current_graph_task_keep_graph()) {
     torch::autograd::CppNode<EarlyRelease>::release_variables(*context);
   }

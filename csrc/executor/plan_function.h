@@ -6,14 +6,15 @@
 
 namespace transformer_ops {
 
-// What one call runs, and where outputs go that need no gradient: they are none of the node's.
+// One call, and the tensors that take the outputs without a gradient, which the node does not
+// return.
 struct PlanCall {
   const SharedProgram& program;
   const SharedHostCall& host;  // or none
-  at::TensorList tensors;      // in plan order
+  at::TensorList tensors;      // in the order of the plan
   Tensors& constants;
 
-  // Those that the node knows of: states have no gradients, and each input of a node costs time.
+  // The inputs of the node. States have no gradient, and each input of a node costs time.
   at::TensorList inputs() const {
     return tensors.slice(0, tensors.size() - program->plan.states.size());
   }
@@ -31,7 +32,7 @@ class PlanFunction : public torch::autograd::Function<PlanFunction> {
 };
 
 // The same for programs with host steps, whose methods may read tensors that compiled autograd does
-// not know of.
+// not know.
 class HostPlanFunction : public torch::autograd::Function<HostPlanFunction> {
  public:
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
@@ -44,13 +45,13 @@ class HostPlanFunction : public torch::autograd::Function<HostPlanFunction> {
   }
 };
 
-// Runs the forward lines and returns the outputs; the frame keeps what may be saved.
+// Runs the forward lines and returns the outputs; the frame holds what may be saved.
 Tensors run_forward(const Program& program, at::TensorList tensors, Frame& frame);
 
-// What PlanFunction's backward gives under create_graph=True: the gradients of the program's
-// inputs as a differentiable function of the inputs and `grads`, some of which may be undefined.
-// The ops are replayed unfused from what was saved. `wanted`: of each input, whether its gradient
-// is; empty where all are.
+// The backward of PlanFunction under create_graph=True: the gradients of the program's inputs, as a
+// differentiable function of the inputs and `grads`, some of which may be undefined. The ops are
+// replayed unfused from saved tensors. `wanted`: for each input, is its gradient wanted? Empty if
+// all are.
 Tensors double_backward(const Program& program, const Tensors& saved, const Tensors& grads,
                         const std::vector<bool>& wanted);
 

@@ -8,7 +8,7 @@
 namespace transformer_ops {
 namespace {
 
-// Programs whose last sizes a thread remembers.
+// the number of programs whose last sizes a thread remembers
 constexpr size_t kRemembered = 64;
 
 void append_sizes(const Tensor& tensor, std::vector<int64_t>& signature) {
@@ -21,13 +21,13 @@ void append_sizes(const Tensor& tensor, std::vector<int64_t>& signature) {
 
 void preflight(const Program& program, at::TensorList tensors) {
   static thread_local std::unordered_map<uint64_t, std::vector<int64_t>> passed;
-  // On the meta device they would all be on one.
+  // The meta device would hide that tensors are on different devices.
   for (const Tensor& tensor : tensors) {
     TORCH_CHECK(tensor.device() == tensors[0].device(),
                 "[run_plan] tensors must be on one device, got ", tensors[0].device(), " and ",
                 tensor.device());
   }
-  // Fakes and proxies check while they trace, and draw nothing.
+  // Fake tensors and proxies check while they are traced, and draw no numbers.
   if (!std::ranges::all_of(tensors, is_real)) return;
   std::vector<int64_t> signature;
   for (const Tensor& tensor : tensors) append_sizes(tensor, signature);

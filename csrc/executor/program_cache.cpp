@@ -1,4 +1,4 @@
-// The programs that were asked for last, by text or by what they were made from.
+// A cache of recently used programs, by text or by what they were made from.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -15,10 +15,10 @@
 namespace transformer_ops {
 namespace {
 
-// More than the groups of a large model in training and in evaluation.
+// more than the groups of a large model in training and in evaluation
 constexpr size_t kCapacity = 1024;
 
-// A program and when it was asked for last: the number of a look into the cache.
+// A program and the time of its last use, which is the number of a cache lookup.
 struct Cached {
   SharedProgram program;
   std::shared_ptr<std::atomic<uint64_t>> asked_for = {};
@@ -29,11 +29,11 @@ class ProgramCache {
   template <typename Make>
   Cached find_or_make(const std::string& key, const Make& make) {
     if (Cached found = find(key); found.program) return found;
-    // Without the lock, which nobody may hold for long.
+    // This runs without the lock, because it may take long.
     return add(key, share(make()));
   }
 
-  // For a program that was found without the cache.
+  // Records the use of a program that was found without the cache.
   void note_use(std::atomic<uint64_t>& asked_for) const {
     asked_for.store(clock_.load(std::memory_order_relaxed), std::memory_order_relaxed);
   }
@@ -50,7 +50,7 @@ class ProgramCache {
   }
 
   Cached add(const std::string& key, SharedProgram made) {
-    Rows::node_type evicted;  // dies without the lock
+    Rows::node_type evicted;  // freed after the lock is released
     const std::lock_guard lock(mutex_);
     auto used = std::make_shared<std::atomic<uint64_t>>(++clock_);
     const auto [row, is_new] = rows_.try_emplace(key, std::move(made), std::move(used));
@@ -69,8 +69,8 @@ class ProgramCache {
   Rows rows_;
 };
 
-// The programs of the texts that one thread asked for last, found without lock and without hash: a
-// graph passes the same string at each call. It owns none of them.
+// The last programs that a thread used by text. They are found without lock and hash, because a
+// graph passes the same string at each call. The programs are not owned.
 class Recent {
  public:
   SharedProgram find(std::string_view text, const ProgramCache& cache) const {
@@ -101,7 +101,7 @@ class Recent {
   std::array<Entry, kSlots> entries_;
 };
 
-// Never deleted: a thread may run while static objects die.
+// It is never deleted, because a thread may run while static objects are destroyed.
 ProgramCache& cache = *new ProgramCache;
 
 }  // namespace

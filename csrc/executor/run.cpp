@@ -26,7 +26,7 @@ bool under_functorch() {
       c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
-// Does backward yield a gradient for every tensor that wants one?
+// Does backward return a gradient for every tensor that requires one?
 bool serves(const Program& program, at::TensorList tensors) {
   if (!program.plan.needs_backward()) return false;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -35,8 +35,8 @@ bool serves(const Program& program, at::TensorList tensors) {
   return true;
 }
 
-// Weights whose gradients are left for later are leaves of their own: else autograd would tell the
-// hooks of the parameters that backward gave none.
+// Weights whose gradients are computed later become leaves of their own. Otherwise autograd would
+// call the hooks of the parameters without a gradient.
 Tensors with_own_leaves(const Program& program, at::TensorList tensors) {
   Tensors own = tensors.vec();
   for (const int position : program.delayed) {
@@ -46,7 +46,7 @@ Tensors with_own_leaves(const Program& program, at::TensorList tensors) {
   return own;
 }
 
-// The outputs of the node, among which those that need no gradient take their places.
+// The outputs of the node, with the outputs that need no gradient inserted at their positions.
 Tensors apply(const SharedProgram& program, const SharedHostCall& host, at::TensorList tensors) {
   Tensors constants;
   const PlanCall call{program, host, tensors, constants};
@@ -120,7 +120,7 @@ Tensors run(const SharedProgram& shared, at::TensorList tensors, const SharedHos
   if (!host) refuse_host_steps(program, "steps must be native to run without a host");
   if (program.random && !program.has_host_steps) preflight(program, tensors);
   Frame frame{.host = host ? &*host : nullptr};
-  // What plain torch does with views, also when they are modified in place.
+  // A view is left to torch's autograd, which also handles in-place modifications.
   if (program.only_views) return run_forward(program, tensors, frame);
   const bool wants_grad =
       at::GradMode::is_enabled() &&
@@ -132,7 +132,7 @@ Tensors run(const SharedProgram& shared, at::TensorList tensors, const SharedHos
         !program.plan.has_quantized_parameters(),
         "[run_plan] tensors that require gradients must be those that the plan of quantized ",
         "parameters was made for, got others");
-    // A plan that was made for other flags, as in an exported program.
+    // The plan was made for other flags, as in an exported program.
     return run_differentiable(unfused_program_for(program, tensors), host, tensors);
   }
   const BelowAutograd below_autograd;

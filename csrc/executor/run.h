@@ -5,22 +5,21 @@
 
 namespace transformer_ops {
 
-// Runs a program on the main input, the caller's extra inputs and the parameters, in plan order;
-// returns the main output, then the visible extra outputs. Differentiable by one autograd node, for
-// whichever of the tensors require a gradient;
-// under torch.func transforms through the decomposition of every op instead.
-// `host`: runs the steps that are not native, and knows where weights accumulate; without one, as
-// for the text of a plan, autograd gets the gradients of those weights.
+// Runs a program on the main input, the caller's extra inputs and the parameters, in plan order.
+// Returns the main output, then the visible extra outputs. One autograd node makes it
+// differentiable in all tensors that require a gradient. Under torch.func transforms, the ops run
+// by their decompositions instead.
+// `host` runs the steps that are not native, and knows the buffers of weights that accumulate.
+// Without it, as for the text of a plan, autograd gets the gradients of those weights.
 Tensors run(const SharedProgram& program, at::TensorList tensors, const SharedHostCall& host = {});
 
-// The same by the decomposition of every op: plain ATen calls, which autograd follows. Throws
-// where steps are not native, and under a recipe.
+// The same by the decomposition of every op, in plain ATen calls that autograd tracks. Throws if
+// steps are not native, and under a recipe.
 Tensors run_decomposed(const SharedProgram& program, at::TensorList tensors, const char* what);
 
-// Throws unless the program has native steps only: "[Sequential] <rule>, got the Python steps ...".
+// Throws unless the program has only native steps: "[Sequential] <rule>, got the Python steps ...".
 void refuse_host_steps(const Program& program, const char* rule);
-// Throws where forward keeps codes instead of the tensors themselves, whose derivatives `what`
-// needs.
+// Throws if forward saves codes instead of the tensors whose derivatives `what` needs.
 void refuse_saved_codes(const Program& program, const char* what);
 
 }  // namespace transformer_ops

@@ -41,14 +41,14 @@ SavedSlots saved_slots(const Program& program, at::TensorList tensors, const Ten
   for (const auto& [value, position] : program.saved_slots) {
     if (value.kind != Value::Kind::Slot) continue;
     if (value.part == Value::Part::Scale) {
-      // Behind the codes, with which it counts.
+      // The scale follows the codes, and its bytes are added to theirs.
       slots.back().bytes += static_cast<int64_t>(saved[position].nbytes());
     } else {
       add(value.op, value.name, saved[position]);
     }
   }
   for (size_t op = 0; op < own.size(); ++op) {
-    if (op == program.plan.ops.size()) break;  // the host's own row
+    if (op == program.plan.ops.size()) break;  // the row of the host's own
     for (size_t i = 0; i < own[op].size(); ++i) {
       add(static_cast<int>(op), "saved" + std::to_string(i), own[op][i]);
     }
@@ -59,7 +59,7 @@ SavedSlots saved_slots(const Program& program, at::TensorList tensors, const Ten
 Tensors run_on_meta(const Program& program, at::TensorList tensors) {
   Frame frame;
   const BelowAutograd below_autograd;
-  // Dispatch modes of the caller's see the real run alone: selective checkpointing counts calls.
+  // The caller's dispatch modes must only see the real run: selective checkpointing counts calls.
   const c10::impl::ExcludeDispatchKeyGuard no_modes(
       c10::DispatchKeySet{c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot});
   frame.values.resize(program.forward.values);
@@ -77,7 +77,7 @@ SavedSlots saved_slots_for(const Program& program, at::TensorList tensors) {
   Tensors inputs, saved;
   for (const int index : program.inputs) {
     const auto options = at::TensorOptions(tensors[inputs.size()].scalar_type()).device(at::kMeta);
-    // One that nobody reads any more is gone.
+    // A value that no line reads any more is freed.
     const bool is_gone = !values[index].defined();
     inputs.push_back(is_gone ? at::empty(tensors[inputs.size()].sizes(), options) : values[index]);
   }

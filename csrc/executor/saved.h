@@ -1,4 +1,4 @@
-// How many bytes a plan keeps for backward, by slot; parameters are left out.
+// The bytes that a plan saves for backward, by slot, without parameters.
 #pragma once
 
 #include "executor/host.h"
@@ -8,19 +8,18 @@ namespace transformer_ops {
 
 using SavedSlots = std::vector<HostCall::SavedSlot>;
 
-// What one call keeps: `saved` by the program's slots, `own` for the contexts of host steps.
-// `tensors` are those of the plan.
+// The bytes that one call saves: `saved` by the program's slots, `own` for the contexts of host
+// steps. `tensors` are those of the plan.
 SavedSlots saved_slots(const Program& program, at::TensorList tensors, const Tensors& saved,
                        const std::vector<Tensors>& own);
 
-// What a call would keep of a program of native steps, found on the meta device.
+// The bytes that a call of a native program would save, found on the meta device.
 SavedSlots saved_slots_for(const Program& program, at::TensorList tensors);
 
-// Is it a tensor of its own memory, neither meta nor of a trace?
+// Does the tensor have real memory, so that it is neither meta nor part of a trace?
 bool is_real(const at::Tensor& tensor);
 
-// The forward values of a program of native steps, on the meta device. `tensors` give sizes and
-// dtypes.
+// The forward values of a native program on the meta device. `tensors` give sizes and dtypes.
 Tensors run_on_meta(const Program& program, at::TensorList tensors);
 
 }  // namespace transformer_ops

@@ -9,7 +9,7 @@
 namespace transformer_ops {
 namespace {
 
-// As Python prints a tuple.
+// Formats sizes as Python prints a tuple.
 std::string to_text(c10::SymIntArrayRef sizes) {
   std::ostringstream text;
   text << "(";
@@ -22,11 +22,11 @@ std::string to_text(at::ScalarType dtype) {
   return "torch." + std::string(c10::getDtypeNames(dtype).first);
 }
 
-// Metadata without the sizes as one number: dtype, device type, device index (a byte each), number
-// of sizes; -1 for none.
+// Metadata except for the sizes as one number: dtype, device type, device index (a byte each),
+// number of sizes; -1 for none.
 constexpr int kByte = 8;
 constexpr int64_t kMask = 255;
-// Numbers that two of them take.
+// the size of two packed rows, for which no memory is allocated
 constexpr unsigned kUsualLooks = 12;
 
 int64_t head_of(const std::optional<TensorMetadata>& metadata) {
@@ -58,7 +58,7 @@ at::Tensor zeros_like(const TensorMetadata& metadata) {
 
 c10::IValue pack(uint64_t id, const TensorMetadataList& metadata) {
   if (metadata.empty()) return static_cast<int64_t>(id);
-  // The id, and then a head and sizes for each.
+  // The id comes first, then a head and sizes for each row.
   c10::SmallVector<c10::SymInt, kUsualLooks> packed{static_cast<int64_t>(id)};
   for (const auto& metadata : metadata) {
     packed.emplace_back(head_of(metadata));

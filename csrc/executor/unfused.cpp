@@ -8,7 +8,7 @@ namespace {
 
 using Kind = Value::Kind;
 
-// The tensors of a key: with those that are None, which a plan does not list.
+// The tensors of a key, including those that are None, which a plan does not list.
 std::vector<TensorMeta> with_absent(const Plan& plan, const std::vector<OpNode>& ops,
                                     const std::vector<TensorMeta>& tensors) {
   std::vector<TensorMeta> all = {tensors[0]};
@@ -30,8 +30,8 @@ std::vector<TensorMeta> with_absent(const Plan& plan, const std::vector<OpNode>&
   return all;
 }
 
-// The caller gives the states of the plan, whose scales may be frozen: what that does not update,
-// nothing does.
+// Uses the states of the plan, because the caller passes these. If its scales are frozen, and it
+// does not update a state, the unfused plan must not, either.
 void keep_states(const Plan& plan, Plan& unfused) {
   for (auto* steps : {&unfused.forward, &unfused.backward}) {
     for (Step& step : *steps) {

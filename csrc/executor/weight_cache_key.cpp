@@ -10,7 +10,7 @@ Made::Weight weight_of(const Plan& plan, const Value& parameter, int value) {
   return {value, "[" + plan.ops[parameter.op].kind + "] " + parameter.name};
 }
 
-// Takes an operand that is a state or the first parameter; is it one?
+// Records an operand that is a state or the first parameter; returns false for any other.
 bool take(const Plan& plan, const Value& value, const Program::Operand& operand, Made& made) {
   const auto* const load = std::get_if<Program::Load>(&operand);
   if (load != nullptr && value.kind == Kind::State) {
@@ -22,7 +22,7 @@ bool take(const Plan& plan, const Value& value, const Program::Operand& operand,
   return true;
 }
 
-// The same of an operand that is a list.
+// The same for an operand that is a list.
 bool take(const Plan& plan, const ValueList& list, const Program::LoadList& loads, Made& made) {
   if (!made.weights.empty() || list.empty()) return false;
   for (size_t i = 0; i < list.size(); ++i) {

@@ -1,4 +1,4 @@
-// Calls whose results depend on weights alone: where weights are frozen, they run once.
+// Finds calls whose results depend only on weights: they run once while weights are frozen.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -10,8 +10,8 @@
 
 namespace transformer_ops {
 
-// Where all that the call reads is one parameter, which may be a list, states and constants.
-// `origin` gives the parameter that a slot holds.
+// The key of a call that reads only one parameter (or a list), states and constants; none for other
+// calls. `origin` returns the parameter that a slot saves.
 std::optional<WeightCache::Call> weight_cache_key(const Plan& plan, const Instruction& instruction,
                                                   const Program::Call& call,
                                                   c10::function_ref<Value(const Value&)> origin);

@@ -18,9 +18,10 @@ class NumberFormat {
   // Finds a format by name; the empty name means exact numbers. Throws PlanError with the nearest
   // name if there is no such format.
   static NumberFormat named(std::string_view name);
-  // None where there is no format of that name.
-  static NumberFormat find(std::string_view name);
   // Returns exact numbers if there is no format of that name.
+  static NumberFormat find(std::string_view name);
+  // The format with this largest number and one float32 scale for the whole tensor, or exact
+  // numbers if there is none.
   static NumberFormat of_tensor(float largest);
 
   bool is_exact() const { return number_ == 0; }
