@@ -112,7 +112,7 @@ struct Program {
     std::vector<int> arguments;
     std::vector<int> results;
     struct OpDtype {
-      int parameter = -1;  // the parameter whose dtype decides, or -1
+      int parameter = -1;  // a parameter's dtype starts the rule anew; -1 if none does
       bool autocasts = false;
     };
     std::vector<OpDtype> dtypes;

@@ -1,4 +1,4 @@
-// What AddExtraInput and the fused ops that contain one share.
+// Code shared by AddExtraInput and the fused ops that contain it.
 #pragma once
 
 #include "fuser/rule.h"
@@ -6,11 +6,11 @@
 
 namespace transformer_ops {
 
-// Raises where the extra input cannot be added to `sum`, which it must not widen.
+// Raises if the extra input cannot be added to `sum` without a wider result.
 void check_extra_input(const Checks& check, const Tensor& extra, const TensorSpec& sum);
 
-// Why a rule whose op k is AddExtraInput does not fire, or none. It may take a float32 extra input
-// beside 16-bit numbers, or tensors of one dtype only.
+// The reason why a rule whose op k is AddExtraInput does not apply, or none. It accepts tensors of
+// one dtype and, if `or_float32` is set, a float32 extra input with 16-bit numbers.
 std::optional<std::string> different_summands(const Match& match, int k, bool or_float32 = false);
 
 }  // namespace transformer_ops

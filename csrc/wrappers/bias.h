@@ -5,18 +5,18 @@
 
 namespace transformer_ops {
 
-// One number per element of the input's last dimension.
+// Raises unless the bias has one number for each element of the input's last dimension.
 void check_bias(const Checks& check, const Tensor& input, const Tensor& bias);
 
-// One number per element of the last dimension, in the gradient's dtype.
+// The bias gradient: one number for each element of the last dimension, in the gradient's dtype.
 TensorSpec bias_gradient(const Tensor& grad_output);
 
 // The sums over the rows of a contiguous gradient, into `grad_bias`.
-Tensor sum_of_rows(const Tensor& grad_output);  // what they mean
+Tensor sum_of_rows(const Tensor& grad_output);  // the decomposition
 void sum_columns_cpu(const Tensor& grad_output, Tensor& grad_bias);
 void sum_columns_cuda(const Tensor& grad_output, const Tensor& grad_bias);
 
-// Why a backward rule that starts with Bias does not fire, or none.
+// The reason why a backward rule that starts with Bias does not apply, or none.
 std::optional<std::string> no_bias_gradient(const Match& match);
 
 }  // namespace transformer_ops

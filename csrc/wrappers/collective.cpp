@@ -19,7 +19,8 @@ c10::OperatorHandle find_collective(const std::string& name) {
   return *found;
 }
 
-// Boxed, since the type of the group differs between versions of torch; all take its name.
+// The call is boxed, because the type of the group differs between versions of torch. All versions
+// accept its name.
 template <typename... Arguments>
 void call(const Checks& check, const Ranks& ranks, const c10::OperatorHandle& op,
           const Arguments&... arguments) {
@@ -34,7 +35,7 @@ void call(const Checks& check, const Ranks& ranks, const c10::OperatorHandle& op
                 "never made here, or is destroyed");
     error.add_context(c10::str("[", check.op(), "] over process group '", ranks.group, "'"));
     throw;
-  } catch (const std::runtime_error& error) {  // what gloo raises
+  } catch (const std::runtime_error& error) {  // gloo raises this
     TORCH_CHECK(false, "[", check.op(), "] process group '", ranks.group,
                 "' must have all its ranks, got: ", error.what());
   }
@@ -45,7 +46,7 @@ std::string name_of(const Ranks& ranks) { return std::string(ranks.group); }
 c10::SymInt row_count(const Checks& check, const char* name, const Tensor& tensor, int64_t ranks) {
   check.compute_dtype(name, tensor);
   check.has_rows(name, tensor);
-  // So many that no number of rows overflows.
+  // The limit prevents any number of rows from overflowing.
   constexpr int64_t kMost = int64_t{1} << 20;
   TORCH_CHECK(ranks >= 1 && ranks <= kMost, "[", check.op(), "] group_size must be between 1 and ",
               kMost, ", got ", ranks);
@@ -58,9 +59,9 @@ TensorSpec with_rows(const Tensor& tensor, c10::SymInt rows) {
   return spec;
 }
 
-// ---- meanings
+// ---- decompositions
 
-// A typed op of ours, for any device and under any tracer.
+// Calls one of our typed ops, for any device and under any tracer.
 Tensor run(const char* name, const Tensor& input, int64_t ranks, c10::string_view group) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
   return op.typed<Tensor(const Tensor&, int64_t, c10::string_view)>().call(input, ranks, group);

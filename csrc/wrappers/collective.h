@@ -1,5 +1,5 @@
-// Collectives of torch's own among the ranks of a process group, which is known by its name alone:
-// no header of c10d, so a C++ program uses the groups that it has registered.
+// Calls torch's own collectives in a process group, which is identified only by its name. No c10d
+// header is needed, so a C++ program can use the groups that it has registered.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,27 +15,28 @@ struct Ranks {
   std::string_view group;
 };
 
-// Sizes along the first dimension; they raise where there is none, and where it does not fit.
+// The sizes of the results. They raise if there is no first dimension, or if its size does not fit.
 TensorSpec gathered(const Checks& check, const char* name, const Tensor& tensor, int64_t ranks);
 TensorSpec scattered(const Checks& check, const char* name, const Tensor& tensor, int64_t ranks);
 TensorSpec reduced(const Checks& check, const char* name, const Tensor& tensor, int64_t ranks);
 
-// Each starts what finish() ends, on contiguous tensors; sums are those of all ranks.
+// Each function starts a collective on contiguous tensors, which finish() waits for. Sums are over
+// all ranks.
 void start_gather(const Checks& check, const Tensor& input, const Ranks& ranks, Tensor& output);
 void start_scatter(const Checks& check, const Tensor& input, const Ranks& ranks, Tensor& output);
 void start_reduce(const Checks& check, const Ranks& ranks, Tensor& in_place);
-// The results of what was started are there.
+// Waits until the result is complete.
 void finish(const Checks& check, const Ranks& ranks, const Tensor& result);
 
-// The same in one, differentiable: the decompositions. The derivative of a gather is a scatter of
-// sums and the other way round; that of a sum over ranks is what each rank gives for it.
+// The decompositions: the same in one differentiable call. The derivative of a gather is a scatter
+// of sums, and vice versa; that of a sum over ranks is the gradient of each rank.
 Tensor gather_decomposed(const Checks& check, const Tensor& input, int64_t ranks,
                          std::string_view group);
 Tensor scatter_decomposed(const Checks& check, const Tensor& input, int64_t ranks,
                           std::string_view group);
 Tensor reduce_decomposed(const Checks& check, const Tensor& input, int64_t ranks,
                          std::string_view group);
-// The input itself, whose gradient is summed.
+// Returns the input itself; its gradient is summed.
 Tensor reduce_gradient_decomposed(const Checks& check, const Tensor& input, int64_t ranks,
                                   std::string_view group);
 

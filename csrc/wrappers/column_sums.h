@@ -1,4 +1,4 @@
-// What CUDA bodies whose kernel adds up columns share.
+// Code shared by CUDA kernel wrappers whose kernel adds up columns.
 #pragma once
 
 #include "kernels/bias.h"
@@ -6,8 +6,8 @@
 
 namespace transformer_ops::cuda {
 
-// Where the kernel leaves the sums over the rows of a matrix of `rows` x `width`, and the memory
-// that it needs on the way.
+// The destination of the kernel's sums over the rows of a `rows` x `width` matrix, and the
+// temporary memory that the kernel needs.
 struct ColumnSums {
   // `like` is a matrix of the kernel's dtype; `out` takes the sums of its columns.
   ColumnSums(const at::Tensor& like, const at::Tensor& out);

@@ -1,5 +1,5 @@
-// What the CUDA bodies of ops share. They compile in every build; only a build with CUDA has a
-// backend for them to call.
+// Code shared by the CUDA kernel wrappers. They are compiled in every build, but only a build with
+// CUDA has a backend for them to call.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@ namespace transformer_ops::cuda {
 struct Backend {
   kernel::Rows kernels;
   Stream (*current_stream)(c10::Device);
-  // Advances torch's generator of the device by `offsets`.
+  // Advances the device's torch generator by `offsets`.
   Philox (*draw)(c10::Device, uint64_t offsets);
 };
 
@@ -25,7 +25,7 @@ inline Stream stream_of(const at::Tensor& tensor) {
 inline const void* read(const at::Tensor& tensor) { return tensor.const_data_ptr(); }
 inline void* write(const at::Tensor& tensor) { return tensor.mutable_data_ptr(); }
 
-// Rows of its last dimension; none where that is empty.
+// The number of rows of the last dimension; 0 if that dimension is empty.
 inline int64_t rows_of(const at::Tensor& tensor) {
   const int64_t width = tensor.size(-1);
   return width == 0 ? 0 : tensor.numel() / width;

@@ -12,7 +12,7 @@
 namespace transformer_ops {
 namespace {
 
-// Where all or nothing is kept, no number is drawn.
+// If all elements or none are dropped, no numbers are drawn.
 bool draws(double p) { return p > 0 && p < 1; }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What Dropout and the fused ops that contain one share.
+// Code shared by Dropout and the fused ops that contain it.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -10,15 +10,15 @@
 
 namespace transformer_ops {
 
-// Raises where p is no probability.
+// Raises if p is not a probability.
 void check_probability(const Checks& check, double p);
 
-// The gradient by a mask's bits: zero where dropped, whatever the value.
+// Applies a bit mask: zero where dropped, even if the value is NaN or infinite.
 Tensor dropout_decomposed(const Tensor& tensor, const Tensor& mask, double p);
 
-// 64 bits of torch's generator.
+// Draws 64 bits from torch's generator.
 uint64_t draw_seed();
-// The key of one call's mask; draws from torch's generator only where p needs it.
+// The key of one call's mask. It is drawn from torch's generator only if p requires random numbers.
 uint64_t draw_seed(double p);
 // The same on CUDA.
 cuda::Philox draw_philox(c10::Device device, double p);

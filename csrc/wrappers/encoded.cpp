@@ -20,10 +20,10 @@ using kernel::ScaleRule;
 
 namespace {
 
-// ---- numbers of an element type, by lists of all of them, which are made on the device, because a
-// copy from the host would wait for it
+// ---- the numbers of an element type, as lists of all of them. The lists are made on the device,
+// because a copy from the host would wait for it.
 
-// How many codes without a sign are numbers.
+// The number of codes without a sign that are finite numbers.
 template <class E>
 constexpr int64_t kNumbers = E::kFirstNan - E::kInfinities;
 
@@ -43,7 +43,7 @@ Tensor decode(const Tensor& code) {
   return at::where(code.bitwise_and(E::kSign) != 0, -value, value).to(at::kFloat);
 }
 
-// What codes from 0 on stand for.
+// The values of the codes from 0 on.
 Tensor numbers_of(Element element, int64_t count, const Tensor& like) {
   const Tensor code = at::arange(count, like.options().dtype(at::kInt));
   switch (element) {
@@ -59,7 +59,7 @@ Tensor numbers_of(Element element, int64_t count, const Tensor& like) {
   return {};
 }
 
-// The magnitudes of codes 0, 1... that are numbers.
+// The magnitudes of the codes 0, 1... that are numbers.
 Tensor magnitudes(Element element, const Tensor& like) {
   using namespace encoding;
   const int64_t count = element == Element::E2M1   ? kNumbers<E2M1>
@@ -103,7 +103,8 @@ Tensor decoded_e8m0(const Tensor& bytes) {
 
 namespace {
 
-// Up or down, more often to the nearer one. What is beyond the largest number becomes it.
+// Rounds up or down at random, more often to the nearer number. Numbers beyond the largest become
+// it.
 Tensor encode_stochastic(Element element, const Tensor& scaled) {
   const Tensor list = magnitudes(element, scaled), magnitude = scaled.abs();
   const int64_t last = list.size(0) - 1;
@@ -129,7 +130,7 @@ struct Scales {
   Tensor encode, stored;
 };
 
-// The sign is that of the number, also of NaN.
+// The sign is that of the number, also for NaN.
 Tensor scaled_by(const Scales& scales, const Tensor& split) {
   return (split.abs() * scales.encode).copysign(split);
 }
@@ -145,9 +146,9 @@ Scales e8m0_scales(const Tensor& amax, double largest) {
   return {at::where(wanted.isnan(), wanted, scale).to(at::kFloat), byte.to(at::kByte)};
 }
 
-// The scales of blocks within those of the tensor.
+// The scales of blocks relative to that of the tensor.
 Scales e4m3_scales(const Tensor& wanted, const Tensor& tensor_scale) {
-  // Without the sign that a NaN may have got.
+  // The magnitude, because a NaN may have a sign.
   const Tensor byte = encode_numbers(Element::E4M3, wanted.abs());
   const Tensor decoded = values_of_codes(Element::E4M3, byte) * tensor_scale.reciprocal();
   return {decoded.reciprocal().clamp_max(static_cast<double>(encoding::kMost)), byte};
@@ -172,18 +173,18 @@ Scales float_scales(const Format& format, Tensor amax) {
 // ---- 4 over 6
 
 Tensor stretched(const Tensor& amax, const Tensor& tensor_scale, double stretch) {
-  // Not by a number, which a GPU would multiply by the inverse.
+  // This divides by a tensor, because a GPU multiplies by the inverse of a Python number.
   return amax.div(at::full_like(amax, 6.0)) * tensor_scale * stretch;
 }
 
-// One after the other.
+// Adds the parts one after the other.
 Tensor sum_in_order(const Tensor& parts, int64_t dim) {
   Tensor sum = parts.narrow(dim, 0, 1);
   for (int64_t i = 1; i < parts.size(dim); ++i) sum = sum + parts.narrow(dim, i, 1);
   return sum;
 }
 
-// The sums of the rounding errors of each block of `split`, by a scale for each.
+// The sums of the rounding errors of each block of `split`, each with its scale.
 Tensor sums_of_errors(const Format& format, const Tensor& split, const Scales& scales,
                       const Tensor& of_tensor) {
   const Tensor codes = encode_numbers(format.element, scaled_by(scales, split));

@@ -10,13 +10,13 @@
 namespace transformer_ops {
 namespace {
 
-// Of a row in the larger product: threads inside of products pay from some size of one on.
+// The work for a row in the larger product, which decides whether threads inside of products pay.
 int64_t work_of(const Experts& experts) {
   return std::max(experts.up.size(0) * experts.up.size(1),
                   experts.down.size(0) * experts.down.size(1));
 }
 
-// The rows of a group through its first product: in `hidden`, or in scratch.
+// The rows of a group after the first product: in `hidden`, or in temporary memory.
 RoundedRows hidden_rows(const GroupTensors& up, const Groups& groups, int64_t group,
                         const GroupedRows& rows, const Tensor& hidden, int64_t limit) {
   const int64_t first = groups.begin(group), count = groups.size(group);
@@ -132,7 +132,7 @@ void experts_backward_cpu(const Experts& experts, const Groups& groups,
       }
       const int64_t rounded = rounded_rows(count, dtype);
       const Tensor grad = grad_output.padded(first, count, rounded);
-      // The gradient of what the activation gave, then that itself.
+      // This holds the gradient of the activation's result first, then the activation's result.
       const Tensor activated = empty_cpu({rounded, down.size(1)}, dtype);
       multiply_cpu(activated, grad, weight_of(down, group));
       const Tensor grad_hidden = empty_cpu({rounded, up.size(0)}, dtype);

@@ -1,5 +1,5 @@
-// Layers of experts: the rows of each group through a product, a scaled activation and a second
-// product, in scratch of that group.
+// Layers of experts: each group's rows go through a product, a scaled activation and a second
+// product, in temporary memory of that group.
 #pragma once
 
 #include "fuser/rule.h"
@@ -9,7 +9,7 @@
 
 namespace transformer_ops {
 
-// The rows of groups, one group after another: a matrix as it is, or rows at their places.
+// The rows of groups, one group after another: a matrix, or rows gathered by position.
 class GroupedRows {
  public:
   explicit GroupedRows(Tensor matrix) : matrix_(std::move(matrix)) {}
@@ -17,7 +17,7 @@ class GroupedRows {
       : matrix_(std::move(matrix)), places_(&places), copies_(copies) {}
 
   int64_t width() const { return matrix_.size(1); }
-  // The rows from `first` on; those past `count` are zeros.
+  // The rows from `first` on, padded to `rounded` rows; those past `count` are zeros.
   Tensor padded(int64_t first, int64_t count, int64_t rounded) const;
 
  private:
@@ -26,7 +26,7 @@ class GroupedRows {
   int64_t copies_ = 1;
 };
 
-// A tensor of `up` is [hidden, in], one of `down` [out, activated].
+// A tensor of `up` is [hidden, in], one of `down` is [out, activated].
 struct Experts {
   Experts(const ScaledActivation& scaled, const Tensors& first, const Tensors& second)
       : activation(scaled), up(group_weights(first)), down(group_weights(second)) {}
@@ -36,32 +36,31 @@ struct Experts {
   GroupTensors down;
 };
 
-// For joint rules: why two products and the activation between them, at these places of the match,
-// are no one step.
+// For joint rules: the reason why two products and the activation between them, at these positions
+// of the match, cannot be one step, or none.
 std::optional<std::string> why_not_experts(const Match& match, int up, int activation, int down);
 
-// Raises where weights and activation do not fit rows of `width` numbers.
+// Raises if weights and activation do not fit rows of `width` numbers.
 void check_experts(const Checks& check, const Experts& experts, const c10::SymInt& width,
                    at::ScalarType dtype);
 
-// hidden = rows up^T, unless it is undefined; output = scales act(rows up^T). Rows in no group are
-// zeros. `scales` is a column in the accumulate dtype.
+// Computes output = scales act(rows up^T), and hidden = rows up^T unless that is undefined. Rows
+// that are in no group are zeros. `scales` is a column in the accumulate dtype.
 void scaled_product_cpu(const ScaledActivation& activation, const GroupTensors& up,
                         const Groups& groups, const GroupedRows& rows, const Tensor& scales,
                         const Tensor& hidden, const Tensor& output);
 
-// hidden = rows up^T, unless it is undefined; output = scales act(rows up^T) down^T. The same
-// otherwise.
+// The same for output = scales act(rows up^T) down^T.
 void experts_forward_cpu(const Experts& experts, const Groups& groups, const GroupedRows& rows,
                          const Tensor& scales, const Tensor& hidden, const Tensor& output);
 
-// What backward writes. Rows may be undefined: nobody wants them.
+// The results of backward. `rows` is undefined if it is not wanted.
 struct ExpertGradients {
   Tensor rows;
   GroupTensors up, down;
   Tensor scales;
 };
-// Memory for gradients of weights that nobody wants.
+// Temporary memory for weight gradients that are not wanted.
 Tensors scratch_like(const Tensors& weights);
 // The gradients of the scales are a column in the accumulate dtype.
 void experts_backward_cpu(const Experts& experts, const Groups& groups,

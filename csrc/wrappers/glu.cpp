@@ -42,7 +42,7 @@ Tensor situglu(const Tensor& a, const Tensor& b, const Glu& glu) {
 }
 
 Tensor clamped_swiglu(const Tensor& a, const Tensor& b, const Glu& glu) {
-  // Not at::clamp: whether its gradient passes at the limit depends on torch's version.
+  // at::clamp is not used, because its gradient at the limit depends on torch's version.
   const Tensor gate = at::where(a > glu.limit, glu.limit, a);
   const Tensor below = at::where(b > glu.limit, glu.limit, b);
   const Tensor linear = at::where(below < -glu.limit, -glu.limit, below);

@@ -1,4 +1,4 @@
-// The gated linear units as rows, for the basic ops and the fused ops that contain one.
+// The gated linear units as table rows, for the basic ops and the fused ops that contain one.
 #pragma once
 
 #include <string>
@@ -12,15 +12,15 @@
 
 namespace transformer_ops {
 
-// A number that ops take, by the name that schema and module share.
+// A numeric argument of an op, with its name in schema and module.
 struct GluAttribute {
   std::string name;
   std::variant<int64_t cpu::Glu::*, double cpu::Glu::*> field;
 };
 
 struct GluRow {
-  std::string kind;  // of the op
-  std::string name;  // of the typed op, and as an attribute of fused ops
+  std::string kind;  // the kind of the op
+  std::string name;  // the name of the typed op, and an attribute of fused ops
   std::string formula;
   cpu::GluKind glu;
   std::vector<GluAttribute> attributes;
@@ -29,7 +29,7 @@ struct GluRow {
 
 const std::vector<GluRow>& glus();
 
-// The row's numbers, in its order, and their text in a schema: ", int glu_interleave_size".
+// Sets the row's numbers, in its order, and their text in a schema: ", int glu_interleave_size".
 template <typename... Numbers>
 cpu::Glu glu_with(const GluRow& row, Numbers... numbers) {
   cpu::Glu glu{row.glu};
@@ -43,8 +43,8 @@ std::vector<std::string> names_of_attributes(const GluRow& row);
 const GluRow& glu_of_kind(std::string_view kind);
 std::vector<std::string> glu_kinds();
 
-// Of any row: what fused ops take for it, the text of these arguments in their schemas, and how
-// they are bound to op k of a match.
+// The arguments of fused ops for any row, their text in schemas, and their binding to op k of a
+// match.
 struct GluArguments {
   std::string_view glu;
   int64_t glu_interleave_size;
@@ -54,7 +54,7 @@ inline constexpr const char* kGluArguments =
     "str glu, int glu_interleave_size, float beta1, float beta2, float limit, float alpha, "
     "float glu_linear_offset";
 Bindings bind_glu(const Match& match, int k);
-// The numbers that a row leaves out.
+// Defaults for the numbers that a row does not have.
 Bindings default_glu_bindings();
 
 template <>
@@ -65,11 +65,11 @@ struct BodyParameter<const GluArguments&> {
   static GluArguments get(c10::IValue& first);
 };
 
-// Raise where no row has that name.
+// They raise if there is no row of that name.
 const GluRow& glu_of(const Checks& check, const GluArguments& arguments);
 cpu::Glu read_glu(const Checks& check, const GluArguments& arguments);
 
-// The result for a tensor of twice the width. Raises where the width or a number does not fit.
+// The result for a tensor of twice the width. Raises if the width or a number does not fit.
 TensorSpec glu_output(const Checks& check, const char* name, const TensorSpec& input,
                       const cpu::Glu& glu);
 

@@ -9,7 +9,8 @@
 namespace transformer_ops {
 namespace {
 
-// The number of the range that each of 0, 1... is in; ranges end one after another.
+// The index of the range that contains each of 0, 1...; the ranges are consecutive, with these
+// ends.
 Tensor range_of(const Tensor& index, const Tensor& ends) {
   return at::bucketize(index, ends, /*out_int32=*/false, /*right=*/true);
 }
@@ -18,7 +19,7 @@ Tensor count_to(const c10::SymInt& end, const Tensor& like) {
   return at::arange(at::Scalar(end), like.options());
 }
 
-// One number more, of what is in no group.
+// Appends a number for what is in no group.
 Tensor with_none(const Tensor& of_groups, double none) {
   return at::constant_pad_nd(of_groups, {0, 1}, none);
 }
@@ -55,12 +56,12 @@ GroupBands::GroupBands(const Tensor& splits, const c10::SymInt& rows, int64_t he
   }
   const Tensor last_bands = band_ends(sizes_, height);
   places_ = at::constant_pad_nd(last_bands * height, {1, 0});
-  // Each group has less than a band of other rows.
+  // Each group needs less than one band of additional rows.
   const c10::SymInt count = (rows + groups_ * (height - 1) + (height - 1)) / height;
   group_of_band_ = range_of(count_to(count, ends), last_bands);
   const Tensor group = group_of_band_.unsqueeze(-1).expand_symint({count, height}).flatten();
   const Tensor place = count_to(count * height, ends) - places_.index({group});
-  // Behind the last row are zeros.
+  // The index after the last row stands for a row of zeros.
   source_ = at::where(place < with_none(sizes_, 0).index({group}), begins_.index({group}) + place,
                       at::Scalar(rows));
   target_ = row - begins_.index({group_of_row_}) + places_.index({group_of_row_});
@@ -88,7 +89,7 @@ Tensor GroupBands::take_back_whole(const Tensor& bands, const Tensor& others) co
 }
 
 Tensor GroupBands::largest(const Tensor& of_bands) const {
-  // As bits they are ordered alike, and NaN is above all.
+  // The bits have the same order as the magnitudes, and NaN is above all.
   const Tensor bits = of_bands.view(at::kInt).bitwise_and(0x7fffffff);
   const Tensor none = at::zeros_symint({groups_ + 1}, bits.options());
   return none.scatter_reduce(0, group_of_band_, bits, "amax")

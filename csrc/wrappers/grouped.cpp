@@ -16,7 +16,7 @@
 namespace transformer_ops {
 namespace {
 
-// [groups, rows, 1]: does a row belong to a group?
+// [groups, rows, 1]: does the row belong to the group?
 Tensor members(const Tensor& splits, const c10::SymInt& rows) {
   const Tensor ends = splits.cumsum(0, at::kLong);
   const Tensor row = at::arange(at::Scalar(rows), ends.options());
@@ -68,7 +68,7 @@ void check_rounded_groups(const Checks& check, const Tensors& input, const Tenso
 
 namespace {
 
-// Of tensors without splits: is it one that holds a matrix for each group?
+// Is it a single tensor with a matrix for each group, without splits?
 bool is_stack(const Tensors& input) { return input.size() == 1 && input[0].dim() == 3; }
 
 }  // namespace
@@ -182,7 +182,7 @@ TensorSpec grouped_linear_output(const Checks& check, const Tensor& input, const
 
 int64_t rounded_rows(int64_t count, at::ScalarType dtype) {
   constexpr int64_t kUnit = 16;
-  // As many kernels as rows up to 16 cost less than twice the work on each.
+  // Up to 16 rows, one kernel for each number of rows costs less than twice the work for each row.
   if (c10::elementSize(dtype) != 2 || count <= kUnit) return count;
   return (count + kUnit - 1) / kUnit * kUnit;
 }
@@ -224,7 +224,7 @@ void grouped_product_cpu(const Groups& groups, const Tensor& out, const Tensor& 
       const int64_t rounded = rounded_rows(count, dtype);
       const Tensor weight = weight_of(weights, group);
       const RoundedRows product(out, first, count, rounded, limit);
-      // The next groups of this thread write their rows after this.
+      // The next groups of this thread write their rows later.
       multiply_cpu(product.matrix(),
                    first + rounded <= limit ? rows_of(left, first, rounded)
                                             : padded_rows_cpu(left, first, count, rounded),
@@ -259,17 +259,17 @@ void parallel_over_groups(const Groups& groups, int64_t work,
   int64_t active = 0;
   for (int64_t group = 0; group < groups.count(); ++group) active += groups.size(group) > 0;
   const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-  // A product of a thread of its own does without waking others for each group.
+  // Products on several threads wake the threads for each group; those on one thread do not.
   constexpr int64_t kMostWork = int64_t{1} << 26;
   const bool in_parallel = threads > 1 && active >= 2 * threads &&
                            groups.rows() / std::max<int64_t>(1, active) * work <= kMostWork;
   if (!in_parallel) return function(0, groups.count());
-  // Ranges of about as many rows each.
+  // The ranges have about the same number of rows.
   std::vector<int64_t> bounds = {0};
   for (int64_t thread = 1; thread < threads; ++thread) {
     int64_t group = bounds.back();
     const int64_t rows = groups.rows() * thread / threads;
-    // To whichever end of a group is nearer.
+    // A range ends at the nearer end of a group.
     while (group < groups.count() && groups.begin(group) + groups.end(group) <= 2 * rows) ++group;
     bounds.push_back(group);
   }

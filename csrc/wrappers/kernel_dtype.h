@@ -6,7 +6,7 @@
 
 namespace transformer_ops {
 
-// Of a dtype that a shape rule has checked.
+// The kernels' name for a dtype that a shape rule has checked.
 kernel::DType kernel_dtype(at::ScalarType dtype);
 inline kernel::DType kernel_dtype(const at::Tensor& tensor) {
   return kernel_dtype(tensor.scalar_type());

@@ -15,8 +15,8 @@
 namespace transformer_ops {
 namespace {
 
-// scale left right + start, into recycled memory: mm alone would take fresh memory each time. An
-// undefined start is zero.
+// scale left right + start, in recycled memory: mm would allocate each time. An undefined start is
+// zero.
 Tensor product(const Tensor& left, const Tensor& right, double scale = 1.0,
                const Tensor& start = {}) {
   Tensor result = empty_cpu({left.size(0), right.size(1)}, left.scalar_type());
@@ -25,7 +25,7 @@ Tensor product(const Tensor& left, const Tensor& right, double scale = 1.0,
   return result;
 }
 
-// Of a product of that operand.
+// The spec of a product of that operand.
 TensorSpec last_size(const Tensor& tensor, const c10::SymInt& size) {
   TensorSpec spec = like(tensor);
   spec.sizes.back() = size;
@@ -33,7 +33,7 @@ TensorSpec last_size(const Tensor& tensor, const c10::SymInt& size) {
   return spec;
 }
 
-// Of a product whose output has the gradient `grad`.
+// Checks the weight of a product whose output has the gradient `grad`.
 void check_backward_weight(const Checks& check, const Tensor& weight, const Tensor& grad) {
   TORCH_CHECK(weight.dim() == 2 && weight.sym_size(0) == grad.sym_size(-1), "[", check.op(),
               "] weight must have shape [", grad.sym_size(-1), ", *], got ", weight.sym_sizes());
@@ -42,7 +42,7 @@ void check_backward_weight(const Checks& check, const Tensor& weight, const Tens
   check.operand_dtype("weight", weight);
 }
 
-// Pairs of codes go with others alone, because their sum is half as long.
+// Pairs of codes can only be multiplied with pairs, because their sum is half as long.
 void check_pairs(const Checks& check, const char* name, const Tensor& operand,
                  const char* other_name, const Tensor& other) {
   TORCH_CHECK(has_pairs(operand) == has_pairs(other), "[", check.op(), "] ", name,
@@ -60,7 +60,7 @@ void check_scale_of_pairs(const Checks& check, const char* name, const Tensor& s
               pairs.sym_sizes());
 }
 
-// One number, or one for each block of the operand's codes.
+// A scale is one number, or one for each block of the operand's codes.
 void check_scale(const Checks& check, const char* name, const Tensor& scale,
                  const char* operand_name, const Tensor& operand, bool sums_rows) {
   if (has_pairs(operand)) {
@@ -73,7 +73,7 @@ void check_scale(const Checks& check, const char* name, const Tensor& scale,
               operand.scalar_type(), " of shape ", operand.sym_sizes());
 }
 
-// The product is that of grad_output and the one operand that is there.
+// The product is that of grad_output and the one operand that is given.
 void check_backward_scales(const Checks& check, const Tensor& grad_output, const Tensor* input,
                            const Tensor* weight, LinearMask wanted, const char* input_name) {
   const auto& [left, right] = check.scales();
@@ -184,7 +184,7 @@ Tensor with_last_size(const Tensor& matrix, const Tensor& like, int64_t size) {
 
 Tensor as_matrix(const Tensor& tensor) {
   if (tensor.dim() == 2) return tensor;
-  // Not -1: where the last dimension is empty, no number of rows follows from that of elements.
+  // This is not -1, because that is ambiguous if the last dimension is empty.
   c10::SymInt rows = 1;
   for (const auto& size : tensor.sym_sizes().slice(0, tensor.dim() - 1)) rows *= size;
   return tensor.reshape_symint({rows, tensor.sym_size(-1)});
@@ -195,7 +195,8 @@ ScaledOperand scaled_operand(const Tensor& left, const OperandScales& scales, do
   using Limits = std::numeric_limits<float>;
   const double size = std::abs(factor);
   if (size >= Limits::min() && size <= Limits::max()) return {left, factor};
-  // No more than has to: the operand, too, is of a dtype with the exponents of float32.
+  // The left operand, whose dtype has the exponents of float32, takes as little of the factor as
+  // possible.
   int moved = std::ilogb(factor);
   moved -= std::clamp(moved, Limits::min_exponent - 1, Limits::max_exponent - 1);
   Tensor multiple = left;
@@ -238,7 +239,7 @@ Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& we
 
 void product_cpu(const Tensor& out, const Tensor& left, const Tensor& right, bool adds,
                  double scale) {
-  // Of 16-bit numbers a product that starts from others takes longer by more than a pass.
+  // A 16-bit product that starts from other numbers takes longer by more than a separate pass.
   if (out.scalar_type() == left.scalar_type() && (!adds || out.element_size() > 2)) {
     multiply_cpu(out, left, right, /*beta=*/adds ? 1 : 0, scale);
     return;

@@ -1,4 +1,4 @@
-// Products and their checks, shared by BasicLinear and the fused ops that contain one.
+// Products and their checks, shared by BasicLinear and the fused ops that contain it.
 #pragma once
 
 #include <array>
@@ -10,48 +10,48 @@
 
 namespace transformer_ops {
 
-// Raises where the two do not fit.
+// Raises if input and weight do not fit.
 TensorSpec linear_output(const Checks& check, const Tensor& input, const Tensor& weight);
 
-// The bias of a fused Linear + Bias: one number an output feature, in the output's dtype.
+// The bias of a fused Linear + Bias: one number for each output feature, in the output's dtype.
 void check_linear_bias(const Checks& check, const Tensor& bias, const TensorSpec& output);
 
-// A factor as ATen multiplies tensors of that dtype by it: what float32 does not hold is infinite.
-// A product takes none that its dtype does not hold.
+// The factor by which ATen multiplies tensors of that dtype: one that float32 cannot hold becomes
+// infinite. A product does not accept a factor that its dtype cannot hold.
 double factor_of(at::ScalarType dtype, double scale);
 
-// Why a rule whose pattern starts with BasicLinear + Bias does not fire, or none.
+// The reason why a rule whose pattern starts with BasicLinear + Bias does not apply, or none.
 std::optional<std::string> different_linear_dtypes(const Match& match);
 
-// Which of (grad_input, grad_weight) are wanted.
+// The flags of the wanted results among (grad_input, grad_weight).
 using LinearMask = std::array<bool, 2>;
 
-// (grad_input, grad_weight); one that is not wanted is empty. `input` and `weight` may be absent,
-// or anything, where the mask does not ask for what they serve.
+// (grad_input, grad_weight); one that is not wanted is empty. `input` or `weight` is not read, and
+// may be null, if the gradient that needs it is not wanted.
 TensorSpecs linear_backward_outputs(const Checks& check, const Tensor& grad_output,
                                     const Tensor* input, const Tensor* weight, LinearMask wanted,
                                     const char* input_name = "input");
 
-// The same where both are wanted; `factor`: what the product is of, the input or what an op makes
-// of it.
+// The same if both are wanted. `factor`: the product's operand, which is the input or computed from
+// it.
 TensorSpecs linear_backward_outputs(const Checks& check, const Tensor& grad_output,
                                     const Tensor& input, const Tensor& weight,
                                     const TensorSpec& factor);
 
-// All leading dimensions as one; there is at least one dimension.
+// Joins all leading dimensions; there must be at least one dimension.
 Tensor as_matrix(const Tensor& tensor);
-// The way back, with another last dimension.
+// The inverse of as_matrix(), with another last dimension.
 Tensor with_last_size(const Tensor& matrix, const Tensor& like, int64_t size);
 
-// A product of operands that are multiples of what they stand for, times `scale`. What float32 does
-// not hold of the factor, a power of two, is in the left operand: both are exact.
+// An operand of a product with scales, and the product's factor. If float32 cannot hold the factor,
+// a power of two is moved to the left operand; both are exact.
 struct ScaledOperand {
   Tensor tensor;
   double factor;
 };
 ScaledOperand scaled_operand(const Tensor& left, const OperandScales& scales, double scale = 1.0);
 
-// A matrix of which every row is the bias: where the sums of a product start.
+// A matrix of which every row is the bias, from which the sums of a product start.
 Tensor repeat_rows_cpu(const Tensor& row, int64_t count);
 
 // scale x W^T [+ b] for any number of leading dimensions; the bias is contiguous.
@@ -62,27 +62,27 @@ Tensor linear_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias 
 Tensor add_linear_cpu(const Tensor& start, const Tensor& input, const Tensor& weight,
                       double scale = 1.0);
 
-// scale left right into `out` of any dtype, or added to what is there.
+// scale left right into `out` of any dtype, or added to it.
 void product_cpu(const Tensor& out, const Tensor& left, const Tensor& right, bool adds,
                  double scale = 1.0);
 
-// What is done to the gradients on the way.
+// What is fused with the computation of the gradients.
 struct LinearGradients {
-  double scale = 1.0;    // of both
+  double scale = 1.0;    // for both gradients
   Tensor residual = {};  // is added to grad_input
   MainGrad main_grad = {};
-  OperandScales scales = {};  // on CUDA, of the one product that is wanted
+  OperandScales scales = {};  // on CUDA, for the one product that is wanted
 };
 
-// What linear_backward_* multiply: undefined where nobody wants the gradient that it serves.
+// The operands of linear_backward_*: undefined if the gradient that needs one is not wanted.
 inline Tensor factor(bool wanted, const Tensor* tensor) { return wanted ? *tensor : Tensor(); }
 inline Tensor factor(bool wanted, std::optional<Tensor> tensor) {
   return wanted ? *std::move(tensor) : Tensor();
 }
 
-// (grad_input, grad_weight). An undefined input or weight gives an empty gradient for the other.
-// The weight's may be main_grad. The input's memory is given back before the gradient for it is
-// made, if nobody else holds it.
+// (grad_input, grad_weight). If an input or weight is undefined, the gradient that needs it is
+// empty. The weight's gradient may be main_grad. The input's memory is released before grad_input
+// is allocated, if it has no other reference.
 using LinearBackward = std::tuple<Tensor, Tensor>;
 LinearBackward linear_backward_cpu(const Tensor& grad_output, Tensor input, const Tensor& weight,
                                    const LinearGradients& fused = {});

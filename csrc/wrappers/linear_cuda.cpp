@@ -26,17 +26,17 @@ using cuda::Gemm;
 using cuda::Matrix;
 using cuda::Scaling;
 
-// Of a product. Their scales are in device memory.
+// The operands of a product. Their scales are in device memory.
 struct Operands {
   MatrixOperand left, right;
   OperandScales scales = {};
-  bool fast_sums = false;  // of codes
+  bool fast_sums = false;  // for codes
 
   int64_t rows() const { return left.rows(); }
   int64_t cols() const { return right.cols(); }
 };
 
-// x W^T. The sums of gradients take no fewer bits, as in TransformerEngine.
+// The operands of x W^T. Gradients do not use fast sums, as in TransformerEngine.
 Operands of_forward(const Tensor& input, const Tensor& weight, const OperandScales& scales) {
   return {MatrixOperand(input), MatrixOperand(weight).t(), scales, /*fast_sums=*/true};
 }
@@ -61,15 +61,15 @@ cuda::PartialSums partial_sums(at::ScalarType dtype) {
   return cuda::PartialSums::AnyPrecision;
 }
 
-// Torch's float32 setting for matrix products. `allowTF32CuBLAS` raises where a program has used
-// both torch's older and its newer way to set it.
+// Torch's float32 setting for matrix products. `allowTF32CuBLAS` raises if a program has used both
+// torch's older and its newer way to set it.
 bool tf32() {
   return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
              at::Float32Precision::TF32 &&
          !at::NoTF32Guard::should_disable_tf32();
 }
 
-// result = left right; callers add to it.
+// Describes result = left right; callers add the rest.
 Gemm describe(const MatrixOperand& left, const MatrixOperand& right, const Tensor& result) {
   const auto dtype = left.product_dtype();
   TORCH_CHECK(left.cols() == right.rows() && dtype == right.product_dtype(),
@@ -97,7 +97,7 @@ void set_bias(Gemm& gemm, Epilogue epilogue, const Tensor& bias) {
   gemm.bias = cuda::read(bias);
 }
 
-// aux: what gelu is taken of.
+// aux: the argument of gelu.
 void set_aux(Gemm& gemm, void* aux) {
   gemm.aux = aux;
   gemm.aux_stride = gemm.n;
@@ -105,8 +105,8 @@ void set_aux(Gemm& gemm, void* aux) {
 
 bool has_gelu_epilogue(at::ScalarType dtype, int64_t width) {
   // cuBLASLt does not say how exact its tanh is. If it is the hardware's (PTX ISA, tanh.approx.f32:
-  // relative error 2^-11), it is good enough for 16 bits and no more. Rows of aux are multiples of
-  // 8, and without aux the numbers shall be the same.
+  // relative error 2^-11), it is exact enough only for 16 bits. Rows of aux are multiples of 8, and
+  // the numbers should be the same without aux.
   return (dtype == at::kHalf || dtype == at::kBFloat16) && width % 8 == 0;
 }
 
@@ -118,7 +118,7 @@ void set_start(Gemm& gemm, const Tensor& start) {
 
 struct Workspace {
   c10::Device device;
-  Tensor memory = {};  // may be reused as soon as it is dropped: by later work on the stream
+  Tensor memory = {};  // may be reused by later work on the stream as soon as it is released
 };
 
 void* allocate(void* owner, uint64_t bytes) {
@@ -142,14 +142,14 @@ Tensor one_factor(const OperandScales& scales, double scale) {
   return scale == 1.0 ? both : both * scale;
 }
 
-// Of the scale of an operand, which is contiguous, the float32 that is of the tensor; null: none.
+// The float32 scale of the tensor within an operand's contiguous scale; null if there is none.
 const void* tensor_scale_at(const Tensor& scale) {
   if (!scale.defined()) return nullptr;
   const auto* const bytes = static_cast<const char*>(cuda::read(scale));
   return bytes + scale.nbytes() - sizeof(float);
 }
 
-// What cuBLASLt reads where the host does not know alpha.
+// The factors that cuBLASLt reads from the device if the host does not know alpha.
 Tensor factors_on_device(const OperandScales& scales, double alpha, double beta) {
   const auto in_a_row = [](const Tensor& scale) {
     return scale.defined() ? contiguous(scale) : scale;
@@ -174,12 +174,12 @@ Matrix matrix_of_codes(const MatrixOperand& factor, const Tensor& scale, Scaling
   return matrix;
 }
 
-// Of both operands.
+// The scalings of both operands.
 struct Scalings {
   Scaling left = Scaling::Matrix, right = Scaling::Matrix;
 };
 
-// What is worth asking cuBLASLt for a product of copies of codes; else none.
+// The scalings with which cuBLASLt may multiply the codes; none if it cannot.
 std::optional<Scalings> scalings_of_codes(const Operands& operands) {
   const MatrixOperand &left = operands.left, &right = operands.right;
   const auto& [left_scale, right_scale] = operands.scales;
@@ -210,7 +210,7 @@ std::optional<Scalings> scalings_of_codes(const Operands& operands) {
   return Scalings{*of_left, *of_right};
 }
 
-// Scales of blocks in the layout that is multiplied.
+// The block scales in the layout of the product.
 OperandScales stored_scales(const Operands& operands, const Scalings& scalings) {
   if (scalings.left == Scaling::Matrix) return operands.scales;
   return {operands.left.stored_scales(operands.scales.left, scalings.left),
@@ -237,7 +237,8 @@ bool run_codes(const Operands& operands, double scale, const Tensor& result, Fil
   return queue(gemm, result);
 }
 
-// Numbers instead of codes, multiplied by the scales of blocks; other scales stay beside them.
+// Replaces codes by numbers multiplied by block scales; scales of the tensor are still applied
+// later.
 void decode(Operands& operands) {
   const auto decode = [](MatrixOperand& factor, Tensor& scale) {
     const bool is_paired = factor.is_paired();
@@ -252,8 +253,8 @@ void decode(Operands& operands) {
   decode(operands.right, operands.scales.right);
 }
 
-// result = scale left right by cuBLASLt, and what else `fill` says. False where it has no
-// algorithm: nothing was done, and the operands are what ATen multiplies.
+// Computes result = scale left right with cuBLASLt, and what `fill` adds. Returns false if it has
+// no algorithm: nothing was computed then, and ATen can multiply the operands.
 bool run(Operands& operands, double scale, const Tensor& result, Fill fill) {
   if (run_codes(operands, scale, result, fill)) return true;
   decode(operands);
@@ -268,7 +269,7 @@ bool run(Operands& operands, double scale, const Tensor& result, Fill fill) {
   return queue(gemm, result);
 }
 
-// One rounding, as cuBLASLt has it.
+// Rounds once, as cuBLASLt does.
 void scaled_by_aten(const Operands& operands, double scale, const Tensor& start, Tensor out) {
   Tensor sum = to_accumulate(at::mm(operands.left.tensor(), operands.right.tensor()));
   sum.mul_(one_factor(operands.scales, scale));
@@ -348,7 +349,8 @@ std::optional<Tensor> linear_gelu_cuda(const Tensor& input, const Tensor& weight
     set_bias(gemm, Epilogue::GeluBias, bias);
     if (kept != nullptr) set_aux(gemm, cuda::write(*kept));
   };
-  // Where there is a product of codes, but without GELU, that is faster than one of their values.
+  // If cuBLASLt can multiply the codes, but not with GELU, separate GELU is faster than a product
+  // of values.
   const bool done = scalings_of_codes(operands) ? run_codes(operands, /*scale=*/1.0, result, fill)
                                                 : run(operands, /*scale=*/1.0, result, fill);
   if (!done) return std::nullopt;
@@ -426,10 +428,10 @@ void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
   }
   const Tensor start = how.adds ? grad_weight : Tensor();
   if (how.grad_bias.defined()) {
-    // Those sums have the dtype of grad_weight.
+    // These sums have the dtype of grad_weight.
     const Tensor sums =
         wanted == dtype ? how.grad_bias : empty(how.grad_bias.sizes(), wanted, input.device());
-    // With TF32 it might add up what the product rounds.
+    // With TF32, cuBLASLt may add up the rounded operands of the product.
     const bool rounds = dtype == at::kFloat && tf32();
     const bool done = !rounds && run(operands, /*scale=*/1.0, grad_weight, [&](Gemm& gemm) {
       if (start.defined()) set_start(gemm, start);
@@ -448,7 +450,7 @@ void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
 bool linear_gelu_backward_cuda(const Tensor& grad_output, const Tensor& weight, const Tensor& input,
                                Tensor& grad_input, const Tensor& grad_bias) {
   if (!has_gelu_epilogue(input.scalar_type(), weight.size(1))) return false;
-  // A product may overwrite its operands before the epilogue, which reads `input`, is through.
+  // A product may overwrite its operands before the epilogue has finished reading `input`.
   const Tensor result = grad_input.is_alias_of(input)
                             ? empty(input.sizes(), input.scalar_type(), input.device())
                             : grad_input;

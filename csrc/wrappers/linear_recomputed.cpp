@@ -12,10 +12,10 @@
 namespace transformer_ops {
 namespace {
 
-// Columns of a slice. The wider, the faster are the products: whole ones, with their pass, took
-// 0.92 to 0.97 of the time of slices of 2 MB. So a slice takes as much memory as the weight's
-// gradient of the Linear before will need: that one has `before` columns, and about as many inputs
-// as this one has outputs.
+// The number of columns of a slice. Wider slices are faster: whole products, with their pass, took
+// 0.92 to 0.97 of the time of 2 MB slices. A slice takes as much memory as the weight gradient of
+// the Linear before this one will need. That weight has `before` columns and about as many rows as
+// this one has columns.
 int64_t slice_width(int64_t rows, const Tensor& weight, int64_t before, int64_t unit) {
   constexpr int64_t kLeast = 512;
   const int64_t columns = weight.size(1);

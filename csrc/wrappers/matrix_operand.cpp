@@ -21,7 +21,7 @@ bool fits(int64_t outer, int64_t inner, int64_t rows, int64_t cols) {
   return (inner == 1 || cols == 1) && (outer >= cols || rows == 1);
 }
 
-// Of the tensor: blocks of its rows, and of its columns.
+// The numbers of blocks along the rows and the columns of the tensor.
 std::pair<int64_t, int64_t> blocks_of(const Tensor& scale) {
   const auto sizes = scale.sizes();
   return {c10::multiply_integers(sizes.slice(0, sizes.size() - 1)), sizes.back()};
@@ -119,7 +119,8 @@ Tensor MatrixOperand::stored_scales(const Tensor& scale, Scaling scaling) const 
                                          .outer_stride = flipped_ ? 1 : across,
                                          .inner_stride = flipped_ ? across : 1});
   }
-  // Next to each other in memory are those of one block's rows; of 128 x 128 those of the blocks.
+  // Scales of one row of blocks are adjacent in memory; with 128 x 128 blocks, those of a column
+  // are.
   const bool is_2d = scaling == Scaling::Blocks128, turns = is_2d == flipped_;
   const int64_t count = turns ? down : across, lines = turns ? across : down;
   const int64_t stride = is_2d ? (count + 3) / 4 * 4 : count;

@@ -1,5 +1,5 @@
-// A factor of a product on CUDA: which matrix a tensor is, and how cuBLASLt reads its codes and
-// their scales.
+// An operand of a product on CUDA: its matrix, and the layouts of codes and scales that cuBLASLt
+// reads.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,16 +12,16 @@
 
 namespace transformer_ops {
 
-// Are the scales of blocks E8M0, or float32?
+// Are the block scales E8M0, not float32?
 inline bool has_mx(const Tensor& scale) { return scale.scalar_type() == at::kByte; }
 
-// A tensor of any strides as a matrix of its last dimension; its transpose costs nothing. Of pairs
-// of codes it has both, of two columns.
+// A tensor of any strides as a matrix of its last dimension; transposing it is free. A pair of
+// codes counts as its two numbers, of two columns.
 class MatrixOperand {
  public:
   explicit MatrixOperand(Tensor tensor);
-  // Of what is summed over its rows: pairs are of two of those, and are turned round, as which they
-  // are multiplied.
+  // An operand that is summed over its rows. Pairs are codes of two rows; they are transposed,
+  // because they are multiplied along the sum.
   static MatrixOperand of_rows(const Tensor& tensor);
   MatrixOperand t() const;
 
@@ -33,41 +33,41 @@ class MatrixOperand {
 
   bool has_codes() const { return is_codes(dtype()); }
   bool is_paired() const { return has_pairs(tensor_); }
-  // Codes that are stored as themselves, or as their transpose; pairs are stored along the sum.
+  // Codes that are stored as the matrix, or as its transpose; pairs are stored along the sum.
   MatrixOperand stored(bool as_transpose) const;
-  // The values of codes, which are exact in bfloat16, also times the scales of their blocks.
+  // The values of codes times their block scales, which are exact in bfloat16.
   MatrixOperand decoded(const Tensor& scale) const;
-  // Which codes have a scale in common, where the columns are summed over; none where cuBLASLt has
-  // no such scales.
+  // The blocks of codes that share a scale, if the columns are summed over; none if cuBLASLt has no
+  // such scales.
   std::optional<cuda::Scaling> scaling(const Tensor& scale) const;
-  // The scales as the product reads them (kernels/gemm.h).
+  // The scales in the layout of the product (kernels/gemm.h).
   Tensor stored_scales(const Tensor& scale, cuda::Scaling scaling) const;
 
-  // For ATen.
+  // The tensor for ATen.
   Tensor tensor() const;
 
  private:
-  // Where the scale of row i and of block b of the columns is: i / height * outer_stride + b *
+  // The scale of row i and of block b of the columns is at i / height * outer_stride + b *
   // inner_stride.
   struct Places {
-    int64_t inner;  // blocks of the columns
+    int64_t inner;  // the number of blocks of the columns
     int64_t height = 1;
     int64_t outer_stride, inner_stride;
   };
 
-  // Of pairs, whose columns are summed over.
+  // The layout of the scales of pairs, whose columns are summed over.
   Places pair_blocks(const Tensor& scale) const;
   Tensor in_tiles(const Tensor& scale, const Places& places) const;
-  // Without the scale of the tensor.
+  // Does not apply the scale of the tensor.
   Tensor times_blocks_of_pairs(const Tensor& scale) const;
   Tensor times_blocks(const Tensor& scale) const;
 
   Tensor tensor_;
   int64_t rows_, cols_;
   int64_t stride_ = 0;
-  bool transposed_ = false;  // as Matrix says
-  bool flipped_ = false;     // of the tensor
-  // Of pairs: the tensor is the transpose of what the scales are of.
+  bool transposed_ = false;  // see Matrix
+  bool flipped_ = false;     // the matrix is the transpose of the tensor
+  // For pairs: the tensor is the transpose of the one that the scales belong to.
   bool has_turned_blocks_ = false;
 };
 

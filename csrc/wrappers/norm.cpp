@@ -12,7 +12,7 @@
 namespace transformer_ops {
 namespace {
 
-// Statistics have no trailing dimensions.
+// The number of normalized dimensions: statistics do not have them.
 int64_t dims_of(const NormTensors& norm) { return norm.input.dim() - norm.rstd.dim(); }
 
 Tensor scaled(const Tensor& x, const Tensor& weight, bool zero_centered_gamma) {
@@ -79,7 +79,7 @@ TensorSpec norm_gradient(const Tensor& input, const Tensor* weight, const NormSh
   return {c10::SymDimVector(shape.begin(), shape.end()), dtype};
 }
 
-// ---- meanings
+// ---- decompositions
 
 Tensor layer_norm_decomposed(const Tensor& input, const Tensor* weight, const Tensor* bias,
                              const NormShape& shape, double eps, bool zero_centered_gamma) {
@@ -223,7 +223,7 @@ void run_norm_backward(const Tensor& x, NormBackward norm) {
 
 }  // namespace cuda
 
-// ---- recomputing
+// ---- recomputation
 
 TensorSpecs normalize_shape(const Checks& check, const NormTensors& norm) {
   check.compute_dtype("input", norm.input);

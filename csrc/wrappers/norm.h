@@ -1,4 +1,4 @@
-// What the norms and the fused ops that contain one share.
+// Code shared by the norms and the fused ops that contain one.
 #pragma once
 
 #include <array>
@@ -13,7 +13,8 @@
 
 namespace transformer_ops {
 
-// The sizes of the trailing dimensions that a norm is over. A null weight or bias is absent.
+// The sizes of the trailing dimensions that a norm normalizes over. A null weight or bias is
+// absent.
 using NormShape = std::vector<int64_t>;
 
 // ---- checks
@@ -29,16 +30,17 @@ void check_norm_backward(const Checks& check, const Tensor& grad_output, const T
 TensorSpec norm_gradient(const Tensor& input, const Tensor* weight, const NormShape& shape,
                          bool wanted);
 
-// ---- meanings
+// ---- decompositions
 
 Tensor layer_norm_decomposed(const Tensor& input, const Tensor* weight, const Tensor* bias,
                              const NormShape& shape, double eps, bool zero_centered_gamma);
-// `eps`, or if there is none that of torch.nn.RMSNorm: the machine epsilon of the dtype in which
-// the norm computes.
+// Returns `eps` or, if there is none, the default of torch.nn.RMSNorm: the machine epsilon of the
+// dtype in which the norm computes.
 double rms_norm_eps(std::optional<double> eps, const Tensor& input);
 Tensor rms_norm_decomposed(const Tensor& input, const Tensor* weight, const NormShape& shape,
                            std::optional<double> eps, bool zero_centered_gamma);
-// Those that are wanted. The bias does not reach backward: its gradient does not depend on it.
+// The flags of the wanted gradients. Backward does not get the bias, because its gradient does not
+// depend on it.
 using LayerNormMask = std::array<bool, 3>;
 using RMSNormMask = std::array<bool, 2>;
 std::tuple<Tensor, Tensor, Tensor> layer_norm_gradients(const Tensor& grad_output,
@@ -53,14 +55,14 @@ std::tuple<Tensor, Tensor> rms_norm_gradients(const Tensor& grad_output, const T
 
 // ---- kernels
 
-// Elements of a row.
+// The number of elements of a row.
 int64_t norm_width(const NormShape& shape);
-// What they add to the weight.
+// The number that kernels add to the weight.
 inline double gamma_offset(bool zero_centered_gamma) { return zero_centered_gamma ? 1.0 : 0.0; }
 
 namespace cpu {
 
-// The weight and the bias as kernels take them, who get null where there is none.
+// The weight and the bias in the kernels' dtype; null if absent.
 struct NormParameters {
   NormParameters(const Tensor& input, const Tensor* weight, const Tensor* bias,
                  bool zero_centered_gamma);
@@ -73,7 +75,7 @@ struct NormParameters {
 
 namespace cuda {
 
-// RMSNorm; a LayerNorm has means beside it.
+// The arguments of RMSNorm; a LayerNorm also has means.
 NormForward norm_of(Norm norm, const Tensor& input, const Tensor* weight, const Tensor* bias,
                     const NormShape& shape, double eps, bool zero_centered_gamma,
                     const Tensor& output, const Tensor& rstd);
@@ -81,14 +83,15 @@ NormBackward norm_backward_of(Norm norm, const Tensor& grad_output, const Tensor
                               const Tensor& rstd, const Tensor* weight, const NormShape& shape,
                               bool zero_centered_gamma, const Tensor& grad_input);
 Gradient gradient_if(bool wanted, const Tensor& gradient);
-// With memory for its sums over rows; `x` is the norm's input.
+// Runs the backward, with memory for its sums over rows; `x` is the norm's input.
 void run_norm_backward(const Tensor& x, NormBackward norm);
 
 }  // namespace cuda
 
-// ---- recomputing (op/recompute.h)
+// ---- recomputation (op/recompute.h)
 
-// What a norm's output follows from. Null where the norm has none.
+// The tensors from which a norm's output is recomputed. Tensors that the norm does not have are
+// null.
 struct NormTensors {
   const Tensor& input;
   const Tensor* mean;
@@ -103,8 +106,8 @@ void normalize_cpu(const NormTensors& norm, const Tensor& output);
 void normalize_cuda(const NormTensors& norm, const Tensor& output);
 Tensor normalize_decomposed(const NormTensors& norm);
 
-// The typed op that computes a norm's output again, from its statistics; `tensors` has the
-// parameters of `schema`, of which `by_rows` have a row for each of the output.
+// The typed op that recomputes a norm's output from its statistics. `tensors` has the parameters of
+// `schema`; those in `by_rows` have a row for each row of the output.
 template <typename... Parameters>
 TypedOp recompute_norm(const std::string& schema, NormTensors (*tensors)(Parameters...),
                        std::vector<std::string> by_rows) {

@@ -37,8 +37,8 @@ void for_each_part(at::IntArrayRef columns, const Function& function) {
   }
 }
 
-// Runs of the first dimension of new memory, which lives as long as one of them. Each is a storage
-// of its own, so that none is an alias of another.
+// Splits the first dimension of new memory, which is freed with the last part. Each part has its
+// own storage, so that none is an alias of another.
 Tensors runs_of(const Tensor& whole, at::IntArrayRef counts) {
   Tensors runs;
   const int64_t bytes = whole.numel() == 0 ? 0 : whole.stride(0) * whole.element_size();
@@ -52,14 +52,14 @@ Tensors runs_of(const Tensor& whole, at::IntArrayRef counts) {
   return runs;
 }
 
-// The biases one behind another, which are few numbers.
+// All biases in one tensor; a copy of them is small.
 Tensor bias_of_all(const Tensors& bias) {
   const Tensor whole = joined(bias);
   return whole.defined() ? whole : at::cat(bias);
 }
 
-// Raises unless each is a matrix of this dtype with a row for each of its columns of the output,
-// and all sum over as many numbers as the first one, which it returns.
+// Raises unless each weight is a matrix of this dtype with a row for each of its output columns,
+// and all sum over the same number of columns, which is returned.
 c10::SymInt check_weights(const Checks& check, const Tensors& weight, at::IntArrayRef columns,
                           at::ScalarType dtype) {
   TORCH_CHECK(!weight.empty() && weight.size() == columns.size(), "[", check.op(),
@@ -177,8 +177,8 @@ Tensor input_gradient_cpu(const Tensor& grad, const Tensors& weight, at::IntArra
     return result;
   }
   const int64_t rows = grad.size(0);
-  // So many rows of the sum are in a cache when the next weight adds to them, in 0.95 to 1.01 of
-  // the time. A widened product would widen the weights again for each.
+  // This number of rows of the sum stays in a cache until the next weight adds to it (0.95 to 1.01
+  // of the time). A widened product would widen the weights again for each part.
   constexpr int64_t kRows = 512;
   const int64_t unit = is_widened(grad, weight[0]) ? std::max<int64_t>(1, rows) : kRows;
   for (int64_t row = 0; row < rows; row += unit) {
@@ -294,7 +294,7 @@ PackedBackward packed_linear_backward_cuda(const Tensor& grad_output, std::optio
   return found;
 }
 
-// ---- what they mean
+// ---- decompositions
 
 Tensor packed_linear_decomposed(const Tensor& input, const Tensors& weight, const Tensors& bias) {
   Tensors parts;

@@ -1,4 +1,4 @@
-// Products of one input with several weights, whose outputs stand side by side.
+// Products of one input with several weights; the outputs are next to each other.
 #pragma once
 
 #include <array>
@@ -9,21 +9,21 @@
 
 namespace transformer_ops {
 
-// Which of (grad_input, grad_weight, grad_bias) are wanted.
+// The flags of the wanted results among (grad_input, grad_weight, grad_bias).
 using PackedMask = std::array<bool, 3>;
 // Lists that are not wanted are empty.
 using PackedBackward = std::tuple<Tensor, Tensors, Tensors>;
 
-// `columns`: of the output of each weight. A weight is [its columns, columns of the input], and a
-// bias, where there are any, is [its columns]. Raises where they do not fit.
+// `columns`: the number of output columns of each weight. A weight is [its columns, columns of the
+// input], and a bias, if there are any, is [its columns]. Raises if they do not fit.
 TensorSpec packed_linear_output(const Checks& check, const Tensor& input, const Tensors& weight,
                                 const Tensors& bias, at::IntArrayRef columns);
 TensorSpecs packed_linear_backward_outputs(const Checks& check, const Tensor& grad_output,
                                            const Tensor* input, const Tensors& weight,
                                            at::IntArrayRef columns, PackedMask wanted);
 
-// The tensors as one, where each is contiguous and starts where the one before it ends, in the same
-// storage; else undefined. Never a copy.
+// The tensors as one view, if all are contiguous and adjacent in one storage; else undefined. It is
+// never a copy.
 Tensor joined(const Tensors& tensors);
 
 Tensor packed_linear_cpu(const Tensor& input, const Tensors& weight, const Tensors& bias,
@@ -32,9 +32,9 @@ Tensor packed_linear_cuda(const Tensor& input, const Tensors& weight, const Tens
                           at::IntArrayRef columns);
 Tensor packed_linear_decomposed(const Tensor& input, const Tensors& weight, const Tensors& bias);
 
-// On the CPU the gradients of all weights lie in one allocation, one behind another, each as a
-// storage of its own, unless they go into main_grad; so do those of all biases. The input's memory
-// is given back before grad_input is made, if nobody else holds it.
+// On the CPU the gradients of all weights share one allocation, one after another, but each has its
+// own storage, unless they go into main_grad. The same holds for the biases. The input's memory is
+// released before grad_input is allocated, if it has no other reference.
 PackedBackward packed_linear_backward_cpu(const Tensor& grad_output, std::optional<Tensor> input,
                                           const Tensors& weight, at::IntArrayRef columns,
                                           PackedMask wanted, const MainGrad& main_grad);

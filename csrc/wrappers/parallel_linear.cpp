@@ -19,14 +19,14 @@ const Tensor& with_rows(const Checks& check, const Tensor& input) {
   return input;
 }
 
-// For a chunk of all ranks' rows, like those of `tensor`.
+// Memory for a chunk of the rows of all ranks, like those of `tensor`.
 Tensor empty_for(const Chunk& chunk, const Tensor& tensor, const Ranks& ranks) {
   auto sizes = tensor.sizes().vec();
   sizes[0] = ranks.count * chunk.count;
   return empty(sizes, tensor.scalar_type(), tensor.device());
 }
 
-// Op `product` has the weight, the next one the bias.
+// Op `product` has the weight, the next one has the bias.
 std::optional<std::string> why_not(const Match& match, int product) {
   if (!match.input_requires_grad()) return "the input needs no gradient";
   if (!match.parameter_requires_grad(product, 0)) return "the weight needs no gradient";
@@ -53,8 +53,8 @@ c10::SymInt scattered_rows(const Checks& check, const Tensor& input, int64_t ran
 }
 
 std::vector<Chunk> chunks_of(const Tensor& rows, const Ranks& ranks, int64_t least_rows) {
-  // 1, 4, 4, 4, 1 parts: more would hide little more of the products, and each costs a collective
-  // and another look at the weight.
+  // 1, 4, 4, 4, 1 parts: more chunks would hide little more of the products, and each one costs a
+  // collective and another pass over the weight.
   constexpr int64_t kMostInside = 3, kParts = 14;
   const int64_t whole = rows.size(0), width = std::max<int64_t>(rows.size(-1), 1);
   const int64_t each = whole > 0 ? rows.numel() / width / whole * ranks.count : 0;
@@ -123,7 +123,7 @@ void gather_beside(const Checks& check, const Tensor& input, const Ranks& ranks,
     if (output.defined()) product(whole, output);
     return;
   }
-  // One waits while another is on its way.
+  // One collective waits while another runs.
   std::deque<Tensor> started;
   const auto start = [&](size_t k) {
     if (k >= chunks.size()) return;
@@ -170,7 +170,8 @@ FusedOp make_rule(ParallelBackward parts) {
   const int product = parts.pattern[0].kinds[0] == "BasicLinear" ? 0 : 1;
   return {.rule = {.name = parts.name,
                    .pass = Pass::Backward,
-                   // Before bias_linear, and after the rules that spare a pass over the gradient.
+                   // runs before bias_linear, and after the rules that save a pass over the
+                   // gradient
                    .benefit = 8,
                    .pattern = std::move(parts.pattern),
                    .why_not = [product](const Match& match) { return why_not(match, product); }},

@@ -22,7 +22,8 @@ namespace {
 
 int64_t copies_of(const Tensor& positions) { return positions.size(-1); }
 
-// Where each place takes its copy from, by number; the number of copies where nothing comes.
+// For each position, the number of the copy that it receives; the number of copies if it receives
+// none.
 Tensor copy_at(const Tensor& positions) {
   const Tensor flat = positions.reshape({-1}).to(at::kLong);
   const c10::SymInt count = flat.sym_size(0);
@@ -32,7 +33,7 @@ Tensor copy_at(const Tensor& positions) {
   return nothing.scatter(0, place, number).narrow_symint(0, 0, count);
 }
 
-// With zeros behind the last row, for an index that is one too large.
+// Adds a row of zeros at the end, which an index that is one too large reads.
 Tensor with_zero(const Tensor& rows) {
   c10::SymDimVector sizes(rows.sym_sizes());
   sizes[0] = 1;
@@ -92,7 +93,7 @@ void copy_rows_cpu(const Tensor& input, const Places& places, int64_t copies, in
 
 Tensor spread_rows_decomposed(const Tensor& input, const Tensor& positions) {
   const Tensor copy = copy_at(positions);
-  // The row of a copy; the one behind the last for none.
+  // The row of a copy; the added row if there is none.
   const int64_t copies = std::max<int64_t>(1, copies_of(positions));
   const Tensor row = at::div(copy, at::Scalar(copies), "floor");
   return with_zero(as_matrix(input)).index_select(0, row);
@@ -199,7 +200,7 @@ void sort_by_group_cpu(const Checks& check, const Tensor& ids, int64_t known, Gr
   const auto is_in = [groups](int64_t id) {
     return id >= groups.first && id < groups.first + groups.count;
   };
-  std::vector<int64_t> next(groups.count + 1, 0);  // the first place of each group
+  std::vector<int64_t> next(groups.count + 1, 0);  // the first position of each group
   for (int64_t i = 0; i < count; ++i) {
     TORCH_CHECK(id[i] >= -1 && id[i] < known, "[", check.op(), "] expert_ids must lie in [-1, ",
                 known, "), got ", id[i]);

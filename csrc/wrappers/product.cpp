@@ -13,7 +13,7 @@
 
 namespace at::native {
 // oneDNN's product, result = beta result + alpha left right. libtorch_cpu exports it, but no
-// installed header declares it: null where a build of torch does not have it.
+// installed header declares it. It is null if a build of torch does not have it.
 __attribute__((weak)) void mkldnn_matmul(const Tensor& left, const Tensor& right,
                                          const Tensor& result, float beta, float alpha);
 }  // namespace at::native
@@ -30,7 +30,7 @@ Tensor strided(const Tensor& matrix, int64_t rows, int64_t columns, int64_t row_
   return at::native::as_strided_tensorimpl(matrix, sizes, strides, matrix.storage_offset() + first);
 }
 
-// PyTorch refuses where it cannot tell what the processor has.
+// PyTorch raises if it cannot determine what the processor has.
 bool onednn_multiplies() {
   try {
     const Tensor factor = empty_cpu({8, 8}, at::kFloat), out = empty_cpu({8, 8}, at::kFloat);
@@ -48,17 +48,17 @@ bool prefers_onednn() {
          at::hasMKLDNN() && onednn_multiplies();
 }
 
-// Stored by rows or by columns, without gaps: PyTorch copies others before it calls oneDNN.
+// Is it stored by rows or by columns, without gaps? PyTorch copies others before it calls oneDNN.
 bool is_dense(const Tensor& matrix) {
   const int64_t rows = matrix.size(0), columns = matrix.size(1);
   return (matrix.stride(1) == 1 && matrix.stride(0) == columns) ||
          (matrix.stride(0) == 1 && matrix.stride(1) == rows);
 }
 
-// With 1 thread and 2 oneDNN took 0.17 to 0.97 of MKL's time for all products that large, 0.84 to
-// 0.97 for those of a large block; errors are up to 2.3 times MKL's (benchmarks/products.py).
-// Smaller ones pay for its call, which takes 14 us longer, and the first of a shape for its kernel,
-// 0.4 ms.
+// Measured with 1 and 2 threads, oneDNN took 0.17 to 0.97 of MKL's time for all products this
+// large, and 0.84 to 0.97 for those of a large block. Errors are up to 2.3 times MKL's
+// (benchmarks/products.py). Smaller products do not pay for its call, which takes 14 us longer, and
+// for the kernel of each new shape, which takes 0.4 ms.
 bool is_for_onednn(const Tensor& out, const Tensor& left, const Tensor& right) {
   static const bool preferred = prefers_onednn();
   constexpr int64_t kLeastSize = 8, kLeastWork = int64_t{1} << 24;
@@ -68,12 +68,12 @@ bool is_for_onednn(const Tensor& out, const Tensor& left, const Tensor& right) {
          out.stride(1) == 1 && is_dense(right) && at::globalContext().userEnabledMkldnn();
 }
 
-// Stored by rows or by columns, with gaps between them: some columns of a larger matrix.
+// Is it stored by rows or by columns, with gaps, as some columns of a larger matrix are?
 bool has_gaps(const Tensor& matrix) {
   return !is_dense(matrix) && (matrix.stride(1) == 1 || matrix.stride(0) == 1);
 }
 
-// The same without gaps, stored by rows or by columns as it was.
+// A copy without gaps, stored by rows or by columns as before.
 Tensor without_gaps(const Tensor& matrix) {
   const bool by_columns = matrix.stride(0) == 1 && matrix.stride(1) != 1;
   const Tensor rows = by_columns ? transposed(matrix) : matrix;
@@ -84,7 +84,7 @@ Tensor without_gaps(const Tensor& matrix) {
 
 void multiply_whole(const Tensor& out, const Tensor& left, const Tensor& right, double beta,
                     double scale) {
-  // Nobody measured oneDNN with a scale.
+  // oneDNN with a scale was not measured.
   if (scale == 1 && is_dense(left) && is_for_onednn(out, left, right)) {
     at::native::mkldnn_matmul(left, right, out, static_cast<float>(beta), /*alpha=*/1);
     return;
@@ -97,9 +97,10 @@ void multiply_whole(const Tensor& out, const Tensor& left, const Tensor& right, 
   }
 }
 
-// Rows of `left` that a product takes at a time. oneDNN adds up so many bfloat16 products in a
-// buffer of 1.4 to 2.9 MB beside the result: 512 rows at a time do without it, in 0.95 to 0.99 of
-// the time (1024 to 4096 rows, 256 to 4096 columns). Other sizes and layouts took longer in parts.
+// The number of rows of `left` that a product takes at a time. oneDNN adds up bfloat16 products of
+// this size in a buffer of 1.4 to 2.9 MB besides the result. With 512 rows at a time it needs none,
+// in 0.95 to 0.99 of the time (1024 to 4096 rows, 256 to 4096 columns). Other sizes and layouts
+// took longer in parts.
 int64_t rows_at_once(const Tensor& left) {
   const int64_t rows = left.size(0), inner = left.size(1);
   const bool in_parts =
@@ -131,7 +132,7 @@ Tensor matrix_of(const Tensor& stack, int64_t index) {
 void multiply_cpu(const Tensor& out, const Tensor& left, const Tensor& right, double beta,
                   double scale) {
   if (is_widened(left, right)) return multiply_widened(out, left, right, beta, scale);
-  // Copies of so many rows and oneDNN together took 0.87 to 0.99 of MKL's time.
+  // Copies of this many rows and oneDNN together took 0.87 to 0.99 of MKL's time.
   constexpr int64_t kRowsOfCopy = 512;
   const bool copies = scale == 1 && has_gaps(left) && is_for_onednn(out, left, right);
   const int64_t rows = left.size(0), part = copies ? kRowsOfCopy : rows_at_once(left);

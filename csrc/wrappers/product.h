@@ -1,15 +1,15 @@
-// Matrix products on CPU, each by the faster of PyTorch's libraries.
+// Matrix products on the CPU, each by the faster of PyTorch's libraries.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace transformer_ops {
 
-// matrix.t(), without the dispatcher.
+// matrix.t() without the dispatcher.
 at::Tensor transposed(const at::Tensor& matrix);
 
 // matrix.narrow(0, first, count), matrix.narrow(1, first, count) and stack.select(0, index),
-// likewise.
+// without the dispatcher.
 at::Tensor rows_of(const at::Tensor& matrix, int64_t first, int64_t count);
 at::Tensor columns_of(const at::Tensor& matrix, int64_t first, int64_t count);
 at::Tensor matrix_of(const at::Tensor& stack, int64_t index);

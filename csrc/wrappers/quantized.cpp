@@ -31,7 +31,7 @@ std::string names() {
   return text;
 }
 
-// Float64 rounds to odd: what is lost becomes the last bit.
+// Float64 rounds to odd, so that lost bits set the last bit.
 Tensor to_float(const Tensor& input) {
   const Tensor nearest = input.to(at::kFloat);
   if (input.scalar_type() != at::kDouble) return nearest;
@@ -40,11 +40,11 @@ Tensor to_float(const Tensor& input) {
   return at::where((back == input).logical_or(input.isnan()), bits, odd).view(at::kFloat);
 }
 
-// Blocks as [down, block_rows, across, block_columns], zeros where there is nothing.
+// Blocks as [down, block_rows, across, block_columns], padded with zeros.
 struct Blocks {
   c10::SymInt rows, h, block_rows, block_columns, down, across;
 
-  // `by_rows`: one block of the tensor is one of each of its rows.
+  // `by_rows`: if the tensor is one block, each of its rows is one.
   Blocks(const Format& format, c10::SymIntArrayRef sizes, bool by_rows = false)
       : rows(row_count(sizes)),
         h(width_of(sizes)),
@@ -69,7 +69,7 @@ struct Blocks {
   }
 };
 
-// Two codes a byte, the first one lowest.
+// Packs two codes into a byte, the first one in the low bits.
 Tensor pack(const Tensor& codes) {
   const Tensor even = codes.slice_symint(1, 0, std::nullopt, 2);
   const Tensor odd = codes.slice_symint(1, 1, std::nullopt, 2);
@@ -87,21 +87,21 @@ Tensor largest_of_blocks(const Tensor& split) {
   return at::amax(split.abs(), {1, 3}, /*keepdim=*/true);
 }
 
-// `of_tensor`: the inverse of the tensor's scale, where the format has one beside those of blocks.
+// `of_tensor`: the inverse of the tensor's scale, if the format has one besides block scales.
 Tensor decoding_scales(const Format& format, const Tensor& stored, const Tensor& of_tensor) {
   if (format.rule == ScaleRule::E8M0) return decoded_e8m0(stored);
   if (format.rule == ScaleRule::E4M3) return values_of_codes(Element::E4M3, stored) * of_tensor;
   return stored;
 }
 
-// In the dtype of their sums.
+// Decodes in the accumulate dtype.
 Tensor decode_blocks(const Format& format, const Tensor& codes, const Tensor& scales,
                      at::ScalarType dtype) {
   const auto accumulate = accumulate_dtype(dtype);
   return values_of_codes(format.element, codes).to(accumulate) * scales.to(accumulate);
 }
 
-// By a scale that is given.
+// The codes for a given scale.
 Tensor codes_by_scale(const Format& format, const Tensor& x, const Tensor& scale) {
   return encode_numbers(format.element, (x.abs() * scale).copysign(x));
 }
@@ -179,7 +179,7 @@ std::tuple<Tensor, Tensor> quantize_decomposed(const Format& format, const Tenso
   const auto sizes = input.sym_sizes();
   const TensorSpec codes = codes_spec(format, sizes), scale = scale_spec(format, sizes);
   const Blocks blocks(format, sizes);
-  // A tensor without numbers has an amax, too.
+  // The added zero gives a tensor without numbers an amax.
   const Tensor x = to_float(input), zero = at::zeros({1}, x.options());
   const Tensor of_tensor = at::amax(at::cat({x.abs().flatten(), zero}));
   const Tensor split = blocks.split(x);
@@ -203,7 +203,7 @@ Tensor dequantize_decomposed(const Format& format, const Tensor& codes, const Te
   Tensor stored = scale, of_tensor;
   if (format.has_tensor_scale()) {
     const auto count = scale.sym_size(0) - 4;
-    // Of their own: a view as float needs whole words.
+    // The clone gives the bytes memory of their own, because a view as float needs alignment.
     of_tensor = scale.slice_symint(0, count).clone().view(at::kFloat);
     stored = scale.slice_symint(0, 0, count);
   }
@@ -220,7 +220,7 @@ Tensor round_bands_decomposed(const Format& format, const Tensor& rows,
   const Tensor split = blocks.split(to_float(rows)), amax = largest_of_blocks(split);
   Tensor of_group, decoded;
   if (format.per_tensor() || format.has_tensor_scale()) {
-    // One more, so that rows without numbers have an amax, too.
+    // The added zero gives rows without numbers an amax.
     const Tensor of_band = at::amax(at::constant_pad_nd(amax.flatten(1), {0, 1}), 1);
     of_group = of_groups(of_band).reshape({-1, 1, 1, 1});
   }
@@ -237,7 +237,7 @@ std::tuple<Tensor, Tensor> values_decomposed(const Format& format, const Tensor&
   Tensor scale = stored;
   if (format.has_tensor_scale()) {
     const auto count = stored.sym_size(0) - 4;
-    // Of their own: a view as float needs whole words.
+    // The clone gives the bytes memory of their own, because a view as float needs alignment.
     scale = stored.slice_symint(0, count).clone().view(at::kFloat).reshape({});
     stored = at::cat({stored.slice_symint(0, 0, count), bytes_of(one)});
   } else {
@@ -262,7 +262,7 @@ std::tuple<Tensor, Tensor> round_rows_by_scale_decomposed(const Format& format, 
                                                           const Tensor& scales,
                                                           at::ScalarType dtype) {
   const Tensor x = to_float(rows);
-  // A column more, so that rows without numbers have an amax, too.
+  // The added column gives rows without numbers an amax.
   const Tensor amax = at::amax(at::constant_pad_nd(x.abs(), {0, 1}), 1);
   const Tensor codes = codes_by_scale(format, x, scales);
   return {decode_by_scale(format, codes, scales, dtype), amax};

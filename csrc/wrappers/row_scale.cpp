@@ -15,7 +15,7 @@
 namespace transformer_ops {
 namespace {
 
-// Rows of the last dimension that share a factor. Of one dimension, each element is a sample.
+// The length of the rows that share a factor. In one dimension, each element is a sample.
 int64_t width_of(const Tensor& input, const Tensor& factors) {
   return input.dim() == 1 && factors.defined() ? 1 : input.size(-1);
 }
@@ -24,8 +24,8 @@ int64_t rows_per_factor(int64_t rows, const Tensor& factors) {
                                                   : 1;
 }
 
-// With one dimension, gamma and factors belong to the same elements: their product is the gamma of
-// one row.
+// In one dimension, gamma and factors belong to the same elements: their product is the gamma of a
+// single row.
 struct Merged {
   Merged(const Tensor& input, const Tensor* its_gamma, const Tensor& its_factors)
       : gamma(its_gamma), factors(its_factors) {
@@ -138,7 +138,7 @@ void scale_backward_cpu(const Tensor& grad_output, const Tensor* input, const Te
     if (wants_input) scale_rows_cpu(grad_output, gamma, factors, nullptr, grad_input);
     return;
   }
-  // With one dimension the factors are in the gradient already, and so in the sums.
+  // In one dimension the gradient, and so the sums, already include the factors.
   if (grad_output.dim() == 1 && factors.defined()) {
     const Tensor scaled = grad_output * factors.to(grad_output.scalar_type());
     return scale_backward_cpu(scaled, input, gamma, {}, wanted, grad_input, grad_gamma);

@@ -14,7 +14,7 @@ namespace {
 
 const ActivationRow& srelu() { return activation_of_kind("SReLU"); }
 
-// Sums of rows of elementwise products, in the accumulate dtype.
+// The row sums of elementwise products, in the accumulate dtype.
 Tensor row_products(const Tensor& left, const Tensor& right) {
   return (to_accumulate(left) * to_accumulate(right)).sum(-1);
 }

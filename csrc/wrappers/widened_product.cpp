@@ -13,12 +13,12 @@ namespace {
 
 using at::Tensor;
 
-// A block of the result, and of each operand: at most 8 MiB in float32. With AVX2, bfloat16
-// products of 512 to 4096 rows took 0.99 (one thread) and 1.04 (two) of the time of whole operands,
-// in the geometric mean of a machine under load.
+// The size of a block of the result, and of each operand: at most 8 MiB in float32. With AVX2,
+// bfloat16 products of 512 to 4096 rows took 0.99 (one thread) and 1.04 (two) of the time of whole
+// operands, in the geometric mean on a machine under load.
 constexpr int64_t kRows = 1024, kColumns = 1024, kInner = 512;
 
-// In float32, stored by rows or by columns as it was.
+// A float32 copy, stored by rows or by columns as before.
 Tensor widened(const Tensor& matrix) {
   const bool by_columns = matrix.stride(0) == 1 && matrix.stride(1) != 1;
   const Tensor rows = by_columns ? transposed(matrix) : matrix;
@@ -27,7 +27,7 @@ Tensor widened(const Tensor& matrix) {
   return by_columns ? transposed(wide) : wide;
 }
 
-// The columns of a result that lie in one block.
+// The columns of a result that are in one block.
 void multiply_columns(const Tensor& out, const Tensor& left, const Tensor& right, double beta,
                       double scale) {
   const int64_t rows = left.size(0), inner = left.size(1);
@@ -37,10 +37,10 @@ void multiply_columns(const Tensor& out, const Tensor& left, const Tensor& right
     const Tensor part = rows_of(out, row, count), operand = rows_of(left, row, count);
     const Tensor sum = beta == 0 ? empty_cpu(part.sizes(), at::kFloat) : widened(part);
     int64_t first = 0;
-    do {  // once where there is nothing to add up
+    do {  // runs once even if there is nothing to add up
       const int64_t terms = std::min(kInner, inner - first);
       if (!factor.defined() || inner > kInner) {
-        factor.reset();  // its memory holds the next one
+        factor.reset();  // its memory is reused for the next one
         factor = widened(rows_of(right, first, terms));
       }
       multiply_cpu(sum, widened(columns_of(operand, first, terms)), factor, first == 0 ? beta : 1,

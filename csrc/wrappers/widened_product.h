@@ -1,11 +1,11 @@
-// Products of numbers in 16 bits on processors that have no instructions for them.
+// 16-bit products on processors that have no instructions for them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace transformer_ops {
 
-// Is this product to run in float32?
+// Should this product run in float32?
 bool is_widened(const at::Tensor& left, const at::Tensor& right);
 
 // out = beta out + scale left right in float32, rounded once.
