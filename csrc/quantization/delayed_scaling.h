@@ -1,9 +1,9 @@
-// Delayed scaling: tensors rounded by a scale that is known before them, because it comes from the
-// largest magnitudes of earlier ones. Whoever calls keeps these in buffers of its own, [3] or, of
-// ops that work on groups, [3, groups]:
+// Delayed scaling rounds tensors by a scale that is known before them, because it comes from the
+// largest magnitudes of earlier tensors. The caller owns buffers of shape [3] or, for ops on
+// groups, [3, groups]:
 //
 //   scale   of input, weight and output gradient
-//   amax    the largest magnitude of each since the scales were made; -1 where there was none
+//   amax    the largest magnitude of each since the scales were computed; -1 if there was none
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ inline constexpr int64_t kPlaces = kScalePlaces;
 inline constexpr float kNothing = -1.0f;
 
 void check_place(const char* op, int64_t place);
-// That a buffer has a row for each place.
+// Raises unless the buffer has a row for input, weight and gradient.
 void check_row(const char* op, const char* name, const Tensor& buffer);
 
 // NaN is larger than all numbers.

@@ -1,7 +1,7 @@
-// Quantized tensors: codes and scales in one of the formats of kernels/format.h, and back.
+// Quantized tensors: conversion to and from codes and scales in a format of kernels/format.h.
 //
-// Rows are the leading dimensions together, blocks run along the last one; the last block of a row
-// may be shorter. No gradient passes: neither op's results require one, whatever the arguments.
+// All leading dimensions count as rows. Blocks run along the last dimension, and the last block of
+// a row may be shorter. The ops have no gradient: their results never require one.
 
 #include <cstring>
 #include <optional>
@@ -65,7 +65,8 @@ std::tuple<Tensor, Tensor> quantize_decomposition(const Checks& check, const Ten
 
 // ---- dequantize
 
-// Of the tensor that was quantized, if the caller says it; else what the codes say.
+// The sizes of the tensor that was quantized, if the caller passes them; else they follow from the
+// codes.
 using GivenSizes = std::optional<std::vector<c10::SymInt>>;
 
 c10::SymDimVector sizes_of(const Checks& check, const Tensor& codes, const Format& format,
@@ -134,8 +135,8 @@ Tensor dequantize_decomposition(const Checks& check, const Tensor& codes, const 
                                dtype_named(check, dtype_name));
 }
 
-// ---- dequantize.saved: the same in backward, behind a gradient that keeps a compiler from
-// decoding in forward what was encoded to save memory
+// ---- dequantize.saved: the same in backward. A gradient argument prevents a compiler from
+// decoding in forward what was encoded to save memory.
 
 TensorSpecs dequantize_saved_shape(const Checks& check, const Tensor&, const Tensor& codes,
                                    const Tensor& scale, std::string_view format,
@@ -161,8 +162,8 @@ Tensor dequantize_saved_decomposition(const Checks& check, const Tensor&, const 
   return dequantize_decomposition(check, codes, scale, format, dtype, std::nullopt);
 }
 
-// ---- quantize_dequantize: numbers rounded to those of a format, which an op with plain arguments
-// then takes; in backward behind a gradient, as above
+// ---- quantize_dequantize: rounds numbers to those of a format, for ops with plain arguments. In
+// backward it also has a gradient argument.
 
 TensorSpecs rounded_shape(const Checks& check, const Tensor& input, std::string_view format,
                           std::string_view dtype) {
@@ -212,9 +213,9 @@ Tensor stochastic_decomposition(const Checks& check, const Tensor& x, std::strin
   return round_at_random_decomposed(random_format(check, format), x, dtype_named(check, dtype));
 }
 
-// ---- hadamard_columns: each 16 rows turned into 16 sums and differences of them, which are
-// orthonormal: a product that sums over the rows of two such tensors stays as it is. The rows that
-// are left stay, too. In float32.
+// ---- hadamard_columns: turns each 16 rows into 16 sums and differences of them, in float32. The
+// transform is orthonormal, so a product that sums over the rows of two such tensors does not
+// change. Remaining rows do not change, either.
 
 TensorSpecs turned_shape(const Checks& check, const Tensor&, const Tensor& input) {
   check.compute_dtype("input", input);

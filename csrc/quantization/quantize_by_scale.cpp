@@ -42,8 +42,8 @@ TensorSpecs scaled_shape(const Checks& check, const Tensor& input, const Tensor&
   return {spec, {{}, at::kFloat}};
 }
 
-// What codes stand for is multiplied by `decodes`; `record` is called with each part, before that
-// is rounded, which may be in place.
+// The values of codes are multiplied by `decodes`. `record` is called with each part before it is
+// rounded, because rounding may be in place.
 template <typename Record>
 void round_by_scale(const kernel::Format& format, const Tensor& x, float scale, float decodes,
                     const Tensor& output, const Record& record) {
@@ -61,12 +61,12 @@ void round_by_scale(const kernel::Format& format, const Tensor& x, float scale, 
   });
 }
 
-// Null where nobody wants it, as in backward.
+// Null if the result is not wanted, as in backward.
 float* data_of(const Tensor& amax) {
   return amax.defined() ? amax.mutable_data_ptr<float>() : nullptr;
 }
 
-// The largest magnitude into `amax`, unless that is null.
+// Writes the largest magnitude to `amax`, unless that is null.
 void round_and_note(const kernel::Format& format, const Tensor& x, float scale, float decodes,
                     const Tensor& output, float* amax) {
   if (amax != nullptr) *amax = 0;
@@ -88,7 +88,7 @@ std::tuple<Tensor, Tensor> scaled_decomposition(const Checks& check, const Tenso
                                    dtype_named(check, dtype));
 }
 
-// ---- quantize_values_scaled: as quantize_values, by such a scale
+// ---- quantize_values_scaled: the same as quantize_values, by such a scale
 
 TensorSpecs values_shape(const Checks& check, const Tensor& input, const Tensor& scale,
                          int64_t place, std::string_view format, std::string_view dtype) {
@@ -130,7 +130,7 @@ std::tuple<Tensor, Tensor, Tensor> values_decomposition(const Checks& check, con
   return {output, encodes.reciprocal(), amax};
 }
 
-// ---- the same group by group, each with a scale of its own: of the operands of grouped products
+// ---- the same group by group, each with its own scale, for the operands of grouped products
 
 TensorSpecs groups_shape(const Checks& check, const Tensors& input, const Tensor& scale,
                          int64_t place, const Tensor* splits, std::string_view format,

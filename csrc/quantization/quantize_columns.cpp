@@ -1,8 +1,8 @@
-// NVFP4 for products, beside quantize: of operands that are summed over their rows, and of
-// gradients that are rounded up or down at random.
+// NVFP4 rounding for products, besides quantize: for operands that are summed over their rows, and
+// for gradients that are rounded up or down at random.
 //
-// Codes of 4 bits are two a byte. A product takes those of two numbers that follow each other along
-// the sum: what is summed over its rows has codes of two rows in a byte, which is half as many
+// Two 4-bit codes share a byte, and a product needs them to follow each other along the sum.
+// Operands that are summed over their rows have codes of two rows in a byte, and so half as many
 // rows.
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/stack.h>
@@ -26,7 +26,7 @@ c10::SymInt row_count(const Tensor& tensor) {
   return rows;
 }
 
-// Of codes as quantize has them, of two columns in a byte, those of two rows.
+// Converts codes of quantize, with two columns in a byte, to codes with two rows in a byte.
 Tensor pairs_of_rows(const Tensor& codes, const c10::SymInt& rows, const c10::SymInt& h) {
   const Tensor matrix = codes.reshape_symint({rows, (h + 1) / 2});
   const Tensor each = at::stack({matrix.bitwise_and(15), matrix.bitwise_right_shift(4)}, -1)
@@ -39,7 +39,7 @@ Tensor pairs_of_rows(const Tensor& codes, const c10::SymInt& rows, const c10::Sy
 
 // ---- quantize_columns
 
-// Where the blocks of the format are columns, or square.
+// The format must have blocks of 16 rows: columns or squares.
 const Format& format_of_columns(const Checks& check, std::string_view name) {
   const Format& format = format_of(check, name);
   TORCH_CHECK(format.element == Element::E2M1 && format.block_rows == 16, "[", check.op(),
@@ -66,7 +66,7 @@ void columns_cuda(const Checks& check, const Tensor& x, std::string_view format_
   encode_row_pairs_cuda(format_of_columns(check, format_name), x, codes, scale);
 }
 
-// ---- at random
+// ---- stochastic
 
 const Format& format_at_random(const Checks& check, std::string_view name) {
   const Format& format = format_of(check, name);

@@ -1,5 +1,5 @@
-// quantize_dequantize and hadamard_columns of the operands of grouped products, where each group is
-// a tensor of its own, so that no block and no scale is of two.
+// quantize_dequantize and hadamard_columns for the operands of grouped products. Each group is a
+// tensor of its own, so no block and no scale spans two groups.
 #include <ATen/ops/stack.h>
 
 #include "op/op.h"
@@ -23,8 +23,8 @@ TensorSpecs groups_shape(const Checks& check, const Tensors& input, const Tensor
   return {specs};
 }
 
-// each(matrix of input, of output, the number of its first row) of each group; rows of none are
-// zeros.
+// Calls each(matrix of input, matrix of output, number of its first row) for each group; rows that
+// are in no group become zeros.
 template <typename Each>
 void group_by_group_cpu(const Checks& check, const Tensors& input, const Tensor* splits,
                         const Tensors& output, const Each& each) {
@@ -52,7 +52,7 @@ void groups_cuda(const Checks& check, const Tensors& input, const Tensor* splits
   round_groups_cuda(format_of(check, format_name), input, splits, output);
 }
 
-// Matrices without splits, each by `each`.
+// Matrices without splits, each converted by `each`.
 template <typename Each>
 Tensors matrix_by_matrix(const Checks& check, const Tensors& input, at::ScalarType dtype,
                          const Each& each) {
@@ -74,7 +74,7 @@ Tensors groups_decomposition(const Checks& check, const Tensors& input, const Te
   });
 }
 
-// ---- the same up or down at random, and turned by columns
+// ---- the same with stochastic rounding, and the Hadamard transform of columns
 
 TensorSpecs stochastic_shape(const Checks& check, const Tensors& input, const Tensor* splits,
                              std::string_view format, std::string_view dtype) {

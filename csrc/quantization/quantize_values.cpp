@@ -1,7 +1,7 @@
-// Quantized tensors as the values of their codes, and the scale by which those are to be
-// multiplied: in formats with a scale of the whole tensor. The values are exact in bfloat16, so a
-// product multiplies them there, and its result by the scales. In formats with that scale alone
-// the codes themselves, where a device may multiply those.
+// Quantized tensors as the values of their codes and a separate scale, in formats with a scale of
+// the whole tensor. The values are exact in bfloat16, so a product can use them and multiply its
+// result by the scales. If that scale is the only one, the result may be codes, for devices that
+// multiply codes.
 #include "op/op.h"
 #include "op/recompute.h"
 #include "quantization/quantized_cuda.h"
@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor> values_decomposition(const Checks& check, const Tenso
   return values_decomposed(row, x, operand_dtype_named(check, row, dtype));
 }
 
-// ---- values alone, rounded up or down at random
+// ---- values only, rounded up or down at random
 
 TensorSpecs stochastic_shape(const Checks& check, const Tensor& input, std::string_view format,
                              std::string_view dtype) {

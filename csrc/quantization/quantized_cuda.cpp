@@ -59,7 +59,7 @@ void encode_operand_cuda(const Format& format, const Tensor& x, const Tensor& ou
 
 namespace {
 
-// Rows of some groups, and where those end; undefined: all are of one.
+// The rows of groups, and the ends of the groups. If those are undefined, all rows are one group.
 struct DeviceGroups {
   Tensor rows, ends, bands = {};
   int64_t count = 1;
@@ -88,7 +88,7 @@ struct DeviceGroups {
   }
 };
 
-// What the matrices from `first` on have in a tensor with one for each.
+// The numbers of the matrices from `first` on, in a tensor with one number for each matrix.
 const float* numbers_from(const Tensor& of_groups, size_t first) {
   return of_groups.defined() ? of_groups.const_data_ptr<float>() + first : nullptr;
 }

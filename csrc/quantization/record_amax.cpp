@@ -1,4 +1,4 @@
-// What a call under delayed scaling notes of the tensors that it has rounded.
+// Records the largest magnitudes of the tensors that a call under delayed scaling has rounded.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/where.h>
 #include <torch/library.h>
@@ -13,7 +13,7 @@ namespace {
 
 using namespace transformer_ops::delayed_scaling;
 
-// How many there are at each place.
+// The number of groups for each operand.
 int64_t groups_of(const Tensor& amax) { return amax.numel() / kPlaces; }
 
 void check_record(const Tensor& amax, const Tensor& found, int64_t place) {
@@ -23,8 +23,8 @@ void check_record(const Tensor& amax, const Tensor& found, int64_t place) {
               " numbers, got shape ", found.sizes());
 }
 
-// Does not raise the version of the buffer: no gradient depends on it, and what autograd has saved
-// may still be read.
+// The version of the buffer does not increase: no gradient depends on it, and tensors that autograd
+// has saved may still be read.
 void record_cpu(const Tensor& amax, const Tensor& found, int64_t place) {
   check_record(amax, found, place);
   const int64_t groups = groups_of(amax);

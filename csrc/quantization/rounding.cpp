@@ -22,8 +22,8 @@ using kernel::TensorScale;
 using kernel::kHadamardRows;
 using kernel::kHadamardSigns;
 
-// Sylvester's matrix, [i, j] = (-1)^(ones that i and j share), with signs, orthonormal. Made on the
-// device, because a copy from the host would wait for it.
+// Sylvester's matrix, [i, j] = (-1)^(number of ones that i and j share), with signs, orthonormal.
+// It is made on the device, because a copy from the host would wait for it.
 Tensor hadamard(const Tensor& like) {
   int64_t negated = 0;
   for (int64_t j = 0; j < kHadamardRows; ++j) {
@@ -37,7 +37,7 @@ Tensor hadamard(const Tensor& like) {
   return (0.25 - is_minus * 0.5).to(like.scalar_type());
 }
 
-// Of each 16 rows of a matrix.
+// Transforms each 16 rows of a matrix.
 Tensor turn_blocks(const Tensor& rows) {
   const Tensor blocks =
       rows.reshape_symint({rows.sym_size(0) / kHadamardRows, kHadamardRows, rows.sym_size(1)});
