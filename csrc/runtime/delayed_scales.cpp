@@ -27,9 +27,9 @@ int64_t count_of(Owners owners) {
   return count;
 }
 
-// ---- what calls have met
+// ---- the magnitudes of calls
 
-// What calls of other threads record meanwhile counts before or after.
+// Other threads may record numbers at the same time; these are taken now or by the next update.
 float take(float& amax) {
   return std::atomic_ref(amax).exchange(kNothing, std::memory_order_relaxed);
 }
@@ -69,12 +69,12 @@ constexpr float kMost = std::numeric_limits<float>::max();
 
 bool is_usable(float met) { return met >= 0 && met <= kMost; }
 
-// The last `length` magnitudes of an op, the latest first; each row has one for each scale.
+// The last `length` magnitudes of an op, the latest one first; each row has one for each scale.
 struct History {
   float* first;
   int64_t length, count;
 
-  // Takes in what was met, where that is usable.
+  // Adds the magnitudes of calls, if they are usable.
   void take(const float* met) const {
     if (std::all_of(met, met + count, is_usable)) {
       std::memmove(first + count, first, (length - 1) * count * sizeof(float));
@@ -101,8 +101,8 @@ struct History {
   }
 
  private:
-  // The same of rows of three by eight rows at a time, in vectors: how many numbers that is. One by
-  // one, those of a history of 1024 took more time than all else that a region does.
+  // The same in vectors of eight rows of three at a time; returns the number of magnitudes that
+  // were processed. One by one, a history of 1024 took more time than everything else in a region.
   int64_t keep_largest_threes(float* best) const {
     constexpr int64_t kRows = 8, kWidth = kRows * kPlaces;
     typedef float Lanes __attribute__((vector_size(16)));
@@ -139,7 +139,7 @@ void next_scales_cpu(Owners owners, const float* met, int64_t margin, bool most_
       const bool is_new = is_usable(met[k]) && amax > 0 && scale > 0 && scale <= kMost;
       next[k] = is_new ? scale : known[k];
     }
-    // The largest of many calls is mostly what it was.
+    // The largest of many calls rarely changes.
     if (!std::ranges::equal(next, std::span(known, count))) {
       owner->scale = empty(owner->scale.sizes(), at::kFloat, at::kCPU);
       std::ranges::copy(next, owner->scale.mutable_data_ptr<float>());

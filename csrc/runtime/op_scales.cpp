@@ -28,21 +28,21 @@ constexpr std::pair<const char*, Tensor Buffers::*> kNames[] = {
     {"fp8_largest", &Buffers::largest},
 };
 
-// [3], or [3, groups].
+// Returns [3], or [3, groups].
 std::vector<int64_t> shape_of(const Attributes& attributes) {
   const auto groups = attributes.find("num_groups");
   if (groups == attributes.end()) return {kPlaces};
   return {kPlaces, std::get<int64_t>(groups->second)};
 }
 
-// By place.
+// The formats of input, weight and gradient.
 std::array<NumberFormat, kPlaces> formats_of(const OperandFormats& formats) {
   return {formats.input, formats.weight, formats.grad_output};
 }
 
 Buffers make_buffers(const OperandFormats& formats, const std::vector<int64_t>& shape,
                      c10::Device device) {
-  // No inference tensors: later calls write to them.
+  // Inference tensors would not allow later calls to write to them.
   const c10::InferenceMode no_inference(false);
   const at::NoGradGuard no_grad;
   const auto options = at::dtype(at::kFloat).device(device);
@@ -57,7 +57,7 @@ Buffers make_buffers(const OperandFormats& formats, const std::vector<int64_t>& 
           .largest = at::tensor(largest, at::kFloat).to(device)};
 }
 
-// The recipe that buffers are for.
+// The recipe that the buffers belong to.
 std::string recipe_in(const Buffers& buffers) {
   const Tensor largest = buffers.largest.cpu();
   OperandFormats formats{.history = buffers.history.size(0)};
@@ -71,7 +71,7 @@ std::string recipe_in(const Buffers& buffers) {
   return to_text(Recipe{.all = formats});
 }
 
-// "3.fp8_scale" -> 3.
+// Converts "3.fp8_scale" to 3.
 int op_of(const std::string& name, const std::vector<OpNode>& ops) {
   int op = -1;
   const size_t dot = std::min(name.find('.'), name.size());
@@ -96,7 +96,7 @@ Buffers buffers_of(int op, const OpNode& node, const OpScales::Named& named) {
     const auto found = named.find(full);
     TORCH_CHECK(found != named.end() && found->second.defined(),
                 "[Pipeline] scales of an op must be set together, got none of ", full);
-    // Nobody else's: calls and updates write to them.
+    // The clone is not shared with the caller, because calls and updates write to it.
     buffers.*field = found->second.detach().clone();
   }
   delayed_scaling::check("Pipeline", buffers);
@@ -124,7 +124,7 @@ OpScales::Kept OpScales::find_or_make(const Plan& plan, int op, c10::Device devi
   const std::string recipe = to_text(Recipe{.all = formats});
   auto [kept, is_there] = find(op);
   if (!is_there) {
-    // Without the lock: a fork takes all of them, the memory pool's too.
+    // The lock is not held here: a fork takes all these locks, including that of the memory pool.
     Kept made{recipe, make_buffers(formats, shape_of(plan.ops[op].attributes), device)};
     const std::lock_guard lock(mutex_);
     kept = all_.try_emplace(op, std::move(made)).first->second;
@@ -161,7 +161,7 @@ void OpScales::update(const ScaleUpdate& how) {
   auto updated = buffers.begin();
   for (const auto& [op, kept] : before) {
     const auto now = all_.find(op);
-    // clear() may have come in between.
+    // clear() may have run in between.
     const bool is_same = now != all_.end() && now->second.buffers.scale.is_same(kept.buffers.scale);
     if (is_same) std::swap(now->second.buffers.scale, updated->scale);
     ++updated;
@@ -193,7 +193,7 @@ void OpScales::set(const std::vector<OpNode>& ops, const Named& named) {
 }
 
 void OpScales::clear() {
-  All all;  // dies without the lock
+  All all;  // freed after the lock is released
   const std::lock_guard lock(mutex_);
   all_.swap(all);
 }

@@ -1,4 +1,4 @@
-// What the ops of a pipeline keep for delayed scaling where no host language keeps it.
+// The delayed scaling buffers of a pipeline's ops, if no host language owns them.
 #pragma once
 
 #include <functional>
@@ -14,39 +14,39 @@
 
 namespace transformer_ops {
 
-// How scales follow from the magnitudes (amax) that calls have met:
+// How scales follow from the largest magnitudes (amax) of calls:
 //   scale = largest number of the format / amax / 2^margin
 struct ScaleUpdate {
   int64_t margin = 0;        // -63 to 63
-  bool most_recent = false;  // amax is the last one, else the largest of the history
-  // With several processes: makes each number of a row the largest of all processes, in place.
+  bool most_recent = false;  // uses the last amax, else the largest of the history
+  // With several processes: replaces each number of a row by the largest of all processes.
   std::function<void(at::Tensor&)> reduce = {};
 };
 
-// May be called from several threads; update() and set() from one at a time.
+// Several threads may call it, but only one at a time may call update() or set().
 class OpScales {
  public:
-  // "op.name" -> tensor, by the names that Python's buffers have.
+  // "op.name" -> tensor, with the names of the buffers in Python.
   using Named = std::map<std::string, at::Tensor>;
 
-  // Appends the states of a plan, which are made where there are none: scales of 1 on `device`.
-  // Throws c10::Error where those of an op are for other formats or another length of the history.
+  // Appends the states of a plan. Missing ones are created with scales of 1 on `device`. Throws
+  // c10::Error if an op's states are for other formats or another history length.
   void add_states(const Plan& plan, c10::Device device, Tensors& tensors);
-  // Throws c10::Error for a margin out of range.
+  // Throws c10::Error if the margin is out of range.
   void update(const ScaleUpdate& how);
   Named named() const;
-  // Throws c10::Error for those that do not fit the ops, before anything changes.
+  // Throws c10::Error, with nothing changed, if the tensors do not fit the ops.
   void set(const std::vector<OpNode>& ops, const Named& named);
   void clear();
 
  private:
   struct Kept {
-    std::string recipe;  // that they are for
+    std::string recipe;  // the recipe that the buffers belong to
     delayed_scaling::Buffers buffers;
   };
   using All = std::map<int, Kept>;  // by op
 
-  // Those of an op, and whether it has any.
+  // The buffers of an op, and whether it has any.
   std::pair<Kept, bool> find(int op) const;
   Kept find_or_make(const Plan& plan, int op, c10::Device device);
   All copy() const;

@@ -12,7 +12,7 @@
 namespace transformer_ops {
 namespace {
 
-// More than the modes, dtypes and frozen parameters that alternate.
+// more than the modes, dtypes and frozen parameters that alternate
 constexpr size_t kCachedPlans = 64;
 
 Device to_device(c10::DeviceType type) {
@@ -21,7 +21,7 @@ Device to_device(c10::DeviceType type) {
 }
 
 std::optional<DType> autocast_dtype(c10::DeviceType type) {
-  // The meta device, for one, has no autocast.
+  // Some devices, such as meta, have no autocast.
   if (!at::autocast::is_autocast_available(type) || !at::autocast::is_autocast_enabled(type)) {
     return std::nullopt;
   }
@@ -118,14 +118,14 @@ bool Pipeline::is_current(const CachedPlan& plan) const {
 
 SharedPlan Pipeline::plan(const PlanKey& key) {
   if (SharedPlan found = find(key)) return found;
-  // Without the lock: planning may call the host language.
+  // The lock is not held here, because planning may call the host language.
   SharedPlan made = make(key);
   add(made);
   return made;
 }
 
 SharedPlan Pipeline::find(const PlanKey& key) {
-  std::vector<SharedPlan> stale;  // die without the lock
+  std::vector<SharedPlan> stale;  // freed after the lock is released
   const std::lock_guard lock(mutex_);
   const auto first_stale = std::stable_partition(
       plans_.begin(), plans_.end(), [&](const SharedPlan& plan) { return is_current(*plan); });
@@ -139,7 +139,7 @@ SharedPlan Pipeline::find(const PlanKey& key) {
 }
 
 void Pipeline::add(const SharedPlan& plan) {
-  SharedPlan evicted;  // dies without the lock
+  SharedPlan evicted;  // freed after the lock is released
   const std::lock_guard lock(mutex_);
   if (!is_current(*plan)) return;
   plans_.push_back(plan);
@@ -190,12 +190,12 @@ std::vector<SharedPlan> Pipeline::plans() const {
 
 void Pipeline::forget_plans() {
   ++generation_;
-  std::vector<SharedPlan> stale;  // die without the lock
+  std::vector<SharedPlan> stale;  // freed after the lock is released
   const std::lock_guard lock(mutex_);
   stale.swap(plans_);
 }
 
-// ---- without a host language
+// ---- calls without a host language
 
 std::vector<at::Tensor> Pipeline::operator()(const at::Tensor& input, at::TensorList parameters,
                                              at::TensorList extra_inputs) {
@@ -207,7 +207,7 @@ std::vector<at::Tensor> Pipeline::operator()(const at::Tensor& input, at::Tensor
   tensors.insert(tensors.end(), extra_inputs.begin(), extra_inputs.end());
   tensors.insert(tensors.end(), parameters.begin(), parameters.end());
   TORCH_CHECK(input.defined(), "[Pipeline] input must be a tensor, got an undefined one");
-  SharedPlan last;  // the one before dies without the lock
+  SharedPlan last;  // the previous plan is freed after the lock is released
   PlanKey key;
   write_key(tensors, std::vector<bool>(ops_.size(), is_training_), recipe_, key);
   const SharedPlan found = plan(key);

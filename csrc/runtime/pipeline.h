@@ -1,4 +1,4 @@
-// A list of ops with its plans: what a module of the host language, or a C++ program, calls.
+// A list of ops with its plans, which a module of the host language or a C++ program calls.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 
 namespace transformer_ops {
 
-// A plan that a pipeline keeps, with the program that runs it.
+// A cached plan with the program that runs it.
 struct CachedPlan {
   virtual ~CachedPlan() = default;
 
@@ -28,85 +28,85 @@ struct CachedPlan {
 };
 using SharedPlan = std::shared_ptr<CachedPlan>;
 
-// What a host language adds to planning.
+// The parts of planning that a host language implements.
 class PlanHost {
  public:
   virtual ~PlanHost() = default;
 
-  // Begins one planning call: the plan to fill, and the attributes that the ops have now.
+  // Begins a planning call: returns the plan to fill, and updates the attributes of the ops.
   virtual SharedPlan begin(std::vector<OpNode>& ops) = 0;
-  // Of a recipe that is its own: the same with the formats of each op.
+  // Resolves a recipe of the host language to one with formats for each op.
   virtual const Recipe* resolve(CachedPlan& plan, const Recipe& recipe) = 0;
   // Calls a user's function.
   virtual std::vector<StepGroup> rewrite(CachedPlan& plan, const Fusion& fusion,
                                          const std::vector<StepGroup>& groups) = 0;
-  // Says of a user's pattern what it takes.
+  // Returns what a user's pattern accepts.
   virtual UserMatcher match(CachedPlan& plan, const Fusion& fusion,
                             const std::vector<StepGroup>& groups) = 0;
-  // What a user calls each op.
+  // The user's name for each op.
   virtual std::vector<OpName> names(CachedPlan& plan) = 0;
   virtual void finish(const SharedPlan& plan, Device device) = 0;
 };
 
-// Plans at the first call for each key, and keeps the plans. May be called from several threads.
+// Plans at the first call for each key, and caches the plans. Several threads may call it.
 class Pipeline {
  public:
-  // Throws c10::Error for no ops, and for channels that do not fit.
+  // Throws c10::Error if there are no ops, or if channels do not match.
   explicit Pipeline(std::vector<OpNode> ops, Policies policies = {.recompute = true},
                     PlanHost* host = nullptr);
 
   const std::vector<OpNode>& ops() const { return ops_; }
   size_t extra_inputs() const { return extra_inputs_; }  // from the caller
-  // Of each: may the caller give None for it?
+  // For each extra input: may it be None?
   const std::vector<bool>& optional_inputs() const { return optional_inputs_; }
   size_t parameters() const { return parameters_; }  // of all ops
-  // Ops whose plan depends on their training flag.
+  // The ops whose plan depends on their training flag.
   const std::vector<int>& ask_training() const { return ask_training_; }
 
-  // tensors: the main input, the caller's extra inputs, the parameters of each op, undefined where
-  // an optional one is None; training: of each op. Gradients, device and autocast are those of the
-  // calling thread.
+  // tensors: the main input, the caller's extra inputs, and the parameters of each op, undefined if
+  // an optional one is None; training: for each op. Gradient mode, device and autocast are those of
+  // the calling thread.
   void write_key(at::TensorList tensors, const std::vector<bool>& training, const Recipe* recipe,
                  PlanKey& key) const;
   // The key for a call that another thread, or a compiled graph, will make.
   PlanKey key(bool grad_enabled, c10::DeviceType device, std::optional<at::ScalarType> autocast,
               std::vector<TensorMeta> tensors, const std::vector<bool>& training,
               const Recipe* recipe) const;
-  // Throws c10::Error where the ops cannot be planned.
+  // Throws c10::Error if the ops cannot be planned.
   SharedPlan plan(const PlanKey& key);
   bool is_current(const CachedPlan& plan) const;
-  // A program takes none for those that are None.
+  // Removes tensors that are None, because programs do not take them.
   void drop_absent(std::vector<at::Tensor>& tensors) const;
-  // For an op that has changed.
+  // Call this after an op has changed.
   void forget_plans();
-  std::vector<SharedPlan> plans() const;  // those kept
+  std::vector<SharedPlan> plans() const;  // the cached plans
 
-  // ---- without a host language
+  // ---- calls without a host language
 
-  // The main output, then the visible extra outputs. Differentiable.
-  // Throws c10::Error for a tensor that does not fit its op, or is undefined where it is not
-  // optional, and for another number of them.
+  // Returns the main output, then the visible extra outputs. It is differentiable.
+  // Throws c10::Error if a tensor does not fit its op, if a required one is undefined, or if their
+  // number is wrong.
   std::vector<at::Tensor> operator()(const at::Tensor& input, at::TensorList parameters,
                                      at::TensorList extra_inputs = {});
   void train(bool on = true);
-  // Of the calls from now on; null for none. See recipe_of(). Throws c10::Error for one of a host
-  // language.
+  // Sets the recipe of later calls; null for none. See recipe_of(). Throws c10::Error for a recipe
+  // of a host language.
   void set_recipe(const Recipe* recipe);
-  // Of delayed scaling, once a step and before its first forward: makes scales of what calls with
-  // gradients have met since the last time, forward and backward. Scales are made by the first call
-  // that needs them, and are 1 until then. Throws c10::Error without a recipe that has delayed
+  // For delayed scaling: call this once a step, before its first forward. It computes scales from
+  // the magnitudes of calls with gradients since the last update, forward and backward. The first
+  // call that needs scales creates them as 1. Throws c10::Error without a recipe that has delayed
   // scales.
   void update_scales(const ScaleUpdate& how = {});
-  // What delayed scaling keeps, for a checkpoint: "op.name" -> tensor, with the names and shapes of
-  // the buffers of a Python module; set_scales() copies them.
+  // The delayed scaling buffers for a checkpoint: "op.name" -> tensor, with the names and shapes of
+  // a Python module's buffers. set_scales() copies them.
   OpScales::Named scales() const { return scales_.named(); }
-  // Throws c10::Error for those that do not fit the ops, before anything changes.
+  // Throws c10::Error, with nothing changed, if the tensors do not fit the ops.
   void set_scales(const OpScales::Named& scales) { scales_.set(ops_, scales); }
-  // For a recipe of other formats, or another length of the history.
+  // Needed for a recipe with other formats, or another history length.
   void reset_scales() { scales_.clear(); }
-  // "op.name" of each parameter, in the order of the call.
+  // The "op.name" of each parameter, in the order of the call.
   std::vector<std::string> parameter_names() const;
-  // The plan of the last call. Throws c10::Error before any.
+  // The plan of the last call. Throws c10::Error before the first call.
   std::shared_ptr<const CachedPlan> last_plan() const;
 
  private:
@@ -122,12 +122,12 @@ class Pipeline {
   size_t extra_inputs_ = 0;
   size_t parameters_ = 0;
   std::vector<int> ask_training_;
-  std::vector<bool> optional_inputs_;  // per extra input from the caller
+  std::vector<bool> optional_inputs_;  // for each extra input from the caller
   bool has_optional_ = false;
 
   mutable ForkSafeMutex mutex_;
   std::atomic<int64_t> generation_ = 0;
-  std::vector<SharedPlan> plans_;  // the one asked for last comes last
+  std::vector<SharedPlan> plans_;  // the most recently used one is last
   SharedPlan last_;
   std::atomic<bool> is_training_ = true;
   std::atomic<const Recipe*> recipe_ = nullptr;
