@@ -32,7 +32,7 @@ at::Tensor buffer(py::handle buffers, const py::str& name) {
   return THPVariable_Unpack(found);
 }
 
-// `owners`: the buffers of each module by name; `reduce`: called with a tensor, to change it in
+// `owners`: the buffers of each module by name. `reduce`: called with a tensor that it changes in
 // place, or None.
 void update_scales(const py::list& owners, int64_t margin, bool most_recent,
                    const py::object& reduce) {

@@ -32,8 +32,7 @@ Attributes attributes_from(const py::handle& values) {
   return attributes;
 }
 
-// Of the extra tensors of a native op, which may do without the last ones of those that may be
-// None.
+// Sets the names of a native op's extra tensors. The last optional extra inputs may be omitted.
 void take_names(const OpDeclaration& row, OpNode& op) {
   const size_t given = op.sources.size(), declared = row.extra_inputs.size();
   bool fits = given <= declared;
@@ -70,8 +69,8 @@ Policies policies_from(const py::tuple& values) {
           .saved = {parse_saved_format(values[1].cast<std::string>()), values[2].cast<bool>()}};
 }
 
-// Groups travel to Python as (first, count, Python object number or None, name, made by a rule?,
-// joint?) and back as the first four.
+// Groups are passed to Python as (first, count, Python object number or None, name, made by a
+// rule?, joint?) and returned as the first four.
 py::list rewrite_groups_to_python(const std::vector<StepGroup>& groups) {
   py::list list;
   for (const auto& group : groups) {
@@ -82,7 +81,7 @@ py::list rewrite_groups_to_python(const std::vector<StepGroup>& groups) {
   return list;
 }
 
-// `before` supplies what only C++ knows of a group that the function left as it was.
+// `before` supplies what only C++ knows about a group that the function did not change.
 std::vector<StepGroup> rewrite_groups_from_python(const py::list& list,
                                                   const std::vector<StepGroup>& before) {
   std::vector<StepGroup> groups;
@@ -101,7 +100,7 @@ std::vector<StepGroup> rewrite_groups_from_python(const py::list& list,
   return groups;
 }
 
-// `module`: its __dict__ where that has the flag.
+// `module`: its __dict__ if that has the flag.
 bool is_training(const py::object& module) {
   static PyObject* const training = PyUnicode_InternFromString("training");
   if (PyDict_CheckExact(module.ptr())) return PyDict_GetItem(module.ptr(), training) == Py_True;
@@ -110,7 +109,7 @@ bool is_training(const py::object& module) {
   return PyObject_IsTrue(found.ptr()) == 1;
 }
 
-// Every plan of a group's pipeline is one.
+// Every plan of a group's pipeline is a PlanEntry.
 PlanEntry& entry_of(CachedPlan& plan) { return static_cast<PlanEntry&>(plan); }
 
 PyObject* wrap(const Tensors& outputs) {
@@ -229,7 +228,7 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* param
     PyObject* found = PyDict_GetItem(place.parameters.ptr(), place.name.ptr());
     py::object attribute;
     if (found == nullptr) {
-      // A parametrized parameter, or a plain tensor set in its place.
+      // The parameter is parametrized, or was replaced by a plain tensor.
       attribute = place.owner.attr(place.name);
       found = attribute.ptr();
     }
@@ -402,12 +401,13 @@ PyObject* Group::call(PyObject* const* arguments, Py_ssize_t count, PyObject* kw
   write_key(gathered, recipe.get());
   add_parts(gathered);
   Tensors& tensors = gathered.tensors;
-  // A plan that could not be made leaves a stale one in place.
+  // If a plan could not be made, a stale one is still in place.
   if (!last_ || !pipeline_.is_current(*last_) || last_->key != scratch_key_) {
-    // A copy: planning calls Python, and another thread may write its key meanwhile.
+    // The key is copied, because planning calls Python, and another thread may write its key
+    // meanwhile.
     plan_into_last(PlanKey(scratch_key_));
   }
-  // Its own: meanwhile another thread may plan again.
+  // A reference of its own, because another thread may plan meanwhile.
   const std::shared_ptr<PlanEntry> entry = last_;
   SharedHostCall host;
   if (entry->needs_host) {
@@ -441,7 +441,7 @@ int Group::traverse(visitproc visit, void* arg) const {
   Py_VISIT(guards_.ptr());
   Py_VISIT(new_session_.ptr());
   const auto visit_session = [&](const PlanEntry& entry, bool is_ours) {
-    // Held by Python too: reachable from there.
+    // Python also owns the entry, so that it can be reached from there.
     if (!is_ours) return 0;
     Py_VISIT(entry.session.ptr());
     Py_VISIT(entry.host.ptr());
@@ -449,7 +449,7 @@ int Group::traverse(visitproc visit, void* arg) const {
   };
   const std::vector<SharedPlan> plans = pipeline_.plans();
   for (const SharedPlan& plan : plans) {
-    // Beside the list above.
+    // The list above also owns the plans.
     const long owners = plan == last_ ? 3 : 2;
     if (const int stop = visit_session(entry_of(*plan), plan.use_count() == owners)) return stop;
   }
@@ -458,7 +458,7 @@ int Group::traverse(visitproc visit, void* arg) const {
 }
 
 void Group::clear() {
-  // Moved out first: what dies may call back.
+  // The members are moved out first, because destructors may call back.
   const auto places = std::exchange(places_, {});
   const auto owners = std::exchange(owners_, {});
   const auto absent = std::exchange(absent_, {});

@@ -20,15 +20,15 @@ namespace py = pybind11;
 // A plan with what Python needs to run or explain it.
 struct PlanEntry : CachedPlan {
   std::shared_ptr<ProgramHandle> handle;
-  py::object session;  // holds the Python objects that steps refer to by number
-  py::object host;     // transformer_ops.runtime.host.HostPlan; null where all is native
-  std::vector<py::str> state_names;  // of the plan's states, as keys of dicts
+  py::object session;  // owns the Python objects that steps refer to by number
+  py::object host;     // transformer_ops.runtime.host.HostPlan; null if all steps are native
+  std::vector<py::str> state_names;  // the names of the plan's states, as keys of dicts
 
   bool needs_host = false;
 };
 
-// Where a parameter is looked up at every call: `_parameters` of its owner, or a property. A Python
-// op without such a dict here lists its `count` parameters itself.
+// The place where a parameter is looked up at every call: `_parameters` of its owner, or a
+// property. A Python op without such a dict lists its `count` parameters itself.
 struct ParameterPlace {
   py::object owner;
   py::object parameters;  // the owner's dict
@@ -37,7 +37,7 @@ struct ParameterPlace {
   bool is_optional = false;
 };
 
-// (dtype, requires_grad, format of a quantized one); none for None.
+// (dtype, requires_grad, format if it is quantized); none for None.
 using TensorFacts = std::optional<std::tuple<at::ScalarType, bool, std::optional<std::string>>>;
 
 struct TensorShape {
@@ -48,25 +48,27 @@ struct TensorShape {
 // The ops of one group with their modules, and the eager call.
 class Group : private PlanHost {
  public:
-  // ops: (kind, attributes, native, sources, visible) each; places: one list per op, of (owner, its
-  // name for the tensor, the op's name for it), or of (Python op, count);
-  // modules: whose `training` counts; hooked: whose hooks forbid this grouping;
-  // absent: (module, name) of parameters that are None, so that no op of the group has them;
-  // guards: what the ops take for granted of modules whose parameters they borrow, a Guards or
-  // None; new_session(): a PlanningSession for one planning call; policies: (recompute, saved,
-  // saved_inputs).
+  // ops: (kind, attributes, native, sources, visible) each
+  // places: one list for each op, of (owner, its name for the tensor, the op's name for it), or of
+  // (Python op, count)
+  // modules: those whose `training` matters
+  // hooked: those whose hooks forbid this grouping
+  // absent: (module, name) of parameters that are None, so that no op of the group has them
+  // guards: a Guards with what the ops assume about modules whose parameters they borrow, or None
+  // new_session(): a PlanningSession for one planning call
+  // policies: (recompute, saved, saved_inputs)
   Group(const py::list& ops, const py::list& places, const py::list& modules,
         const py::list& hooked, const py::list& absent, py::object guards, py::object new_session,
         const py::tuple& policies);
 
-  // METH_FASTCALL: (input, *extra_inputs) -> tensor, tuple of tensors, or None where Python has to
-  // look (hooks, wrong arguments, tensors with a __torch_function__, an op with other parameters
-  // than it had). An optional input may be None. `kwargs`: a dict for each basic op, or null.
-  // `parameters`: a sequence in place of what the modules have, or None.
+  // METH_FASTCALL: (input, *extra_inputs) -> tensor, tuple of tensors, or None if Python has to
+  // handle the call (hooks, wrong arguments, tensors with a __torch_function__, an op whose
+  // parameters were replaced). An optional input may be None. `kwargs`: a dict for each basic op,
+  // or null. `parameters`: a sequence to use instead of the modules' parameters, or None.
   PyObject* call(PyObject* const* arguments, Py_ssize_t count, PyObject* kwargs,
                  PyObject* parameters);
 
-  // The plan for the key that these make. `tensors` are the main input, extra inputs and
+  // The plan for the key that the arguments give. `tensors` are the main input, extra inputs and
   // parameters.
   std::shared_ptr<PlanEntry> plan(bool grad, std::optional<at::ScalarType> autocast,
                                   const std::string& device,
@@ -75,14 +77,14 @@ class Group : private PlanHost {
                                   const std::optional<std::string>& recipe);
 
   std::shared_ptr<PlanEntry> last() const { return last_; }
-  // The main input and the extra inputs, if the last plan was made for a call() that ran here.
+  // The main input and the extra inputs, if the last plan was made for a call() in this group.
   py::list last_inputs() const;
-  // Raises where a parameter that was None has been put in its place since.
+  // Raises if a parameter that was None has been set since.
   void check_absent() const;
-  // Where its plans are forgotten, last() stays, to be looked at.
+  // Forgetting its plans keeps last(), which can still be inspected.
   Pipeline& pipeline() { return pipeline_; }
 
-  // For Python's collector: all Python objects that the group holds, and letting go of them.
+  // For Python's garbage collector: visits all Python objects of the group, and releases them.
   int traverse(visitproc visit, void* arg) const;
   void clear();
 
@@ -96,9 +98,9 @@ class Group : private PlanHost {
   std::vector<OpName> names(CachedPlan& plan) override;
   void finish(const SharedPlan& plan, Device device) override;
 
-  // The ops as nodes; notes where their parameters are.
+  // Converts the ops to nodes, and records the places of their parameters.
   std::vector<OpNode> take_ops(const py::list& ops, const py::list& places);
-  // Whether a call must not go past the modules: one has hooks, or is not as it was.
+  // Must Python handle the call, because a module has hooks or has changed?
   bool must_look() const;
   void note_inputs(const Tensors& tensors, size_t parameters);
   bool gather(PyObject* const* arguments, Py_ssize_t count, PyObject* parameters,
@@ -106,7 +108,7 @@ class Group : private PlanHost {
   void write_key(const Gathered& call, const Recipe* recipe);
   void plan_into_last(const PlanKey& key);
 
-  // The states of a plan, from the modules that own those of their ops.
+  // Adds the states of a plan, from the modules that own them.
   void add_states(const PlanEntry& entry, Tensors& tensors) const;
 
   std::vector<ParameterPlace> places_;
@@ -115,7 +117,7 @@ class Group : private PlanHost {
   std::vector<ParameterPlace> absent_;
   std::vector<py::object> modules_;
   std::vector<py::object> hook_dicts_;
-  py::object guards_;  // holds the next
+  py::object guards_;  // owns the next member
   const Guards* borrowed_ = nullptr;
   py::object new_session_;
   bool is_cleared_ = false;

@@ -1,4 +1,4 @@
-// The class Group of the module _C: calls without pybind11, and what the garbage collector sees.
+// The class Group of the module _C: calls without pybind11, and support for the garbage collector.
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -12,7 +12,7 @@
 namespace transformer_ops::python {
 namespace {
 
-// Null before its __init__ has run.
+// Returns null before __init__ has run.
 Group* group_of(PyObject* self) {
   auto* const instance = reinterpret_cast<py::detail::instance*>(self);
   const auto holder = instance->get_value_and_holder();
@@ -54,7 +54,7 @@ PyMethodDef method(const char* name, FastCall function) {
 PyMethodDef call_method = method("call", call_group);
 PyMethodDef call_with_method = method("call_with", call_group_with);
 
-// A built-in function bound to the group: a fifth of the cost of a pybind11 call.
+// A built-in function bound to the group, which costs a fifth of a pybind11 call.
 py::object make_call(PyMethodDef& method, const py::object& group) {
   auto call = py::reinterpret_steal<py::object>(PyCFunction_New(&method, group.ptr()));
   if (!call) throw py::error_already_set();

@@ -8,7 +8,7 @@
 namespace transformer_ops::python {
 namespace {
 
-// Borrowed; null where the key is absent.
+// Returns a borrowed reference; null if the key is absent.
 PyObject* value_of(const py::object& dict, const py::str& key) {
   PyObject* const found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
   if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
@@ -19,7 +19,7 @@ PyObject* type_of(PyObject* object) {
   return object == nullptr ? nullptr : reinterpret_cast<PyObject*>(Py_TYPE(object));
 }
 
-// -1 for what is no dict.
+// Returns -1 if it is no dict.
 Py_ssize_t size_of(PyObject* found) {
   if (found == nullptr) return 0;
   return PyDict_Check(found) ? PyDict_Size(found) : -1;
@@ -39,7 +39,7 @@ bool is_same(PyObject* found, PyObject* expected) {
   return equal == 1;
 }
 
-// Null before its __init__ has run.
+// Returns null before __init__ has run.
 Guards* guards_of(PyObject* self) {
   auto* const instance = reinterpret_cast<py::detail::instance*>(self);
   const auto holder = instance->get_value_and_holder();

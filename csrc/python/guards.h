@@ -1,4 +1,4 @@
-// What plans take for granted of modules that know nothing of them, looked at before each call.
+// What plans assume about modules that do not know about them; it is checked before each call.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,27 +10,27 @@ namespace transformer_ops::python {
 
 namespace py = pybind11;
 
-// Conditions that held when they were added. Each has a text that says what it means if it does not
-// hold any more.
+// Conditions that were true when they were added. Each has a text for the case that it is no longer
+// true.
 class Guards {
  public:
-  // The class of an object.
+  // The class of an object must be the same.
   void add_type(const py::object& object, std::string text);
-  // The attribute of that name, such as the `forward` of a class: the same object.
+  // The attribute of that name, such as the `forward` of a class, must be the same object.
   void add_attribute(const py::object& object, const py::str& name, std::string text);
-  // The value of a key of a dict, which may be absent: the same object, or an equal number, string
-  // or tuple.
+  // The value of a key of a dict, which may be absent, must be the same object, or an equal number,
+  // string or tuple.
   void add_value(const py::dict& dict, const py::str& key, std::string text);
-  // The class of the value of a key.
+  // The class of the value of a key must be the same.
   void add_type_of_value(const py::dict& dict, const py::str& key, std::string text);
-  // How many entries the value of a key has, a dict; none where it is absent.
+  // The value of a key, a dict, must have the same number of entries; an absent one has none.
   void add_size(const py::dict& dict, const py::str& key, std::string text);
 
   bool hold() const { return broken() == nullptr; }
-  // The text of the first condition that does not hold; null if all do.
+  // The text of the first condition that is not true; null if all are.
   const std::string* broken() const;
 
-  // For Python's collector: all Python objects that it holds, and letting go of them.
+  // For Python's garbage collector: visits all Python objects, and releases them.
   int traverse(visitproc visit, void* arg) const;
   void clear() { conditions_.clear(); }
 
@@ -40,7 +40,7 @@ class Guards {
     Kind kind;
     py::object object;
     py::str key;
-    py::object expected;  // null where nothing is
+    py::object expected;  // null if the key is absent
     Py_ssize_t size = 0;
     std::string text;
   };

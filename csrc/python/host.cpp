@@ -40,7 +40,7 @@ class PythonHostCall : public HostCall {
   }
 
   ~PythonHostCall() override {
-    // At exit Python may be gone before the last graph.
+    // At exit, Python may end before the last graph is freed.
     if (!Py_IsInitialized()) {
       call_.release();
       return;
@@ -101,7 +101,7 @@ class PythonHostCall : public HostCall {
   }
 
  private:
-  // An error of the user's travels through C++, to whoever called or ran the backward.
+  // A user's error passes through C++ to the code that called or ran the backward.
   template <typename... Arguments>
   py::object ask(const char* method, Arguments&&... arguments) {
     try {

@@ -1,4 +1,4 @@
-// Steps in Python for the interpreter.
+// Python steps for the interpreter.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,10 +12,10 @@ namespace transformer_ops::python {
 
 namespace py = pybind11;
 
-// A program as Python holds it, and what its last eager call with Python steps kept.
+// A program as Python owns it, and data of its last eager call with Python steps.
 struct ProgramHandle {
   SharedProgram program;
-  std::vector<int64_t> last_shape = {};  // of the main input
+  std::vector<int64_t> last_shape = {};  // that of the main input
   at::ScalarType last_dtype = at::kFloat;
   std::optional<std::vector<HostCall::SavedSlot>> last_saved = {};
 };
@@ -24,7 +24,7 @@ struct ProgramHandle {
 SharedHostCall make_host_call(std::shared_ptr<ProgramHandle> handle, py::object call,
                               const at::Tensor& input);
 
-// None for an undefined tensor, and back.
+// An undefined tensor is None in Python.
 py::object to_python(const at::Tensor& tensor);
 at::Tensor from_python(const py::handle& object);
 

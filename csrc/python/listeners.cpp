@@ -1,4 +1,4 @@
-// What C++ libraries register reaches Python, also when they are loaded late, from any thread.
+// Tells Python what C++ libraries register. A library may be loaded late, and from any thread.
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
@@ -11,7 +11,7 @@
 namespace transformer_ops::python {
 namespace {
 
-// Names of the module whose VERSION compiled graphs guard on. Kept for the life of the process.
+// The namespace of the module whose VERSION compiled graphs guard on. It is never freed.
 PyObject* module_names = nullptr;
 std::atomic<bool> is_scheduled = false;
 
@@ -30,8 +30,8 @@ int write_version_later(void*) {
   return 0;
 }
 
-// May run while a library is loaded, under the loader's lock: to wait for the GIL, or to run Python
-// code, which gives it away, would be a deadlock with a thread that imports something.
+// This may run while a library is loaded, under the loader's lock. Waiting for the GIL, or running
+// Python code, which releases it, could deadlock with a thread that imports something.
 void write_version_now_or_soon() {
   if (!Py_IsInitialized()) return;
   if (PyGILState_Check()) {
@@ -58,7 +58,7 @@ void keep_autograd_maker(py::object make) {
 std::string load_library_from_python(const std::string& path) {
   std::string name;
   try {
-    // Held by nobody who waits for the loader's lock: see above.
+    // The GIL is released, because its owner must not wait for the loader's lock: see above.
     const py::gil_scoped_release no_gil;
     name = load_library(path);
   } catch (const c10::Error& error) {
@@ -66,7 +66,7 @@ std::string load_library_from_python(const std::string& path) {
   } catch (const std::exception& error) {
     throw py::import_error(error.what());
   }
-  // The listener could not: the GIL was free.
+  // The listener could not write it, because it did not have the GIL.
   write_version();
   return name;
 }

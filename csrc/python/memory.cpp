@@ -1,4 +1,4 @@
-// The pool for Python: transformer_ops/memory.py.
+// The memory pool for Python: transformer_ops/memory.py.
 #include <torch/csrc/Exceptions.h>
 
 #include "op/buffer.h"

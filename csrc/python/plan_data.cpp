@@ -7,7 +7,7 @@
 namespace transformer_ops::python {
 namespace {
 
-// Its kind, op, name and part.
+// Returns kind, op, name and part.
 py::tuple value_to_python(const Value& value) {
   return py::make_tuple(name_of(value.kind), value.op, value.name, name_of(value.part));
 }
@@ -18,7 +18,7 @@ py::list values_to_python(const std::vector<Value>& values) {
   return list;
 }
 
-// A constant is in a tuple of its own, a list of values a list.
+// A constant becomes a tuple, and a list of values a list.
 py::object argument_to_python(const Argument& argument) {
   if (const auto* value = std::get_if<Value>(&argument)) return value_to_python(*value);
   if (const auto* list = std::get_if<ValueList>(&argument)) return values_to_python(*list);
@@ -60,7 +60,7 @@ py::dict step_to_python(const Step& step) {
   return row;
 }
 
-// (op, position) of an extra tensor.
+// (op, index) of an extra tensor.
 py::tuple place_of(const Plan& plan, const Value& value) {
   const PlannedOp& op = plan.ops[value.op];
   const bool is_input = value.kind == Value::Kind::ExtraInput;

@@ -1,4 +1,4 @@
-// Plans as plain Python data: what Python steps and explain() read.
+// Plans as plain Python data, for Python steps and explain().
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -8,7 +8,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Exceptions of other types than this library raises stay as they are.
+// Exceptions of types that this library does not raise are not changed.
 void rename_message(PyObject* error, const Rename& rename) {
   if (error == nullptr) return;
   PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(error));
@@ -35,7 +35,7 @@ void rename_python_error(const Rename& rename) {
     const py::gil_scoped_acquire gil;
     rename_message(error.value().ptr(), rename);
   } catch (...) {
-    // An exception of C++ that says what it says.
+    // Other C++ exceptions keep their text.
   }
 }
 

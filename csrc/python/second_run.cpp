@@ -9,7 +9,7 @@
 namespace transformer_ops::python {
 namespace {
 
-// Never freed: calls may come while the interpreter ends.
+// It is never freed, because calls may come while the interpreter shuts down.
 PyObject* recipe_state = nullptr;
 struct {
   PyObject* note_call = nullptr;
@@ -45,8 +45,8 @@ py::object call(PyObject* function) {
   return found;
 }
 
-// Whether the call may be the first run of a checkpoint. One of the non-reentrant kind packs saved
-// tensors by a hook; a reentrant one runs without gradient mode in a region entered with it.
+// May the call be in the first run of a checkpoint? A non-reentrant checkpoint packs saved tensors
+// with a hook; a reentrant one runs without gradient mode in a region that was entered with it.
 bool may_be_checkpointed(bool has_recipe) {
   static PyObject* const with_grad = PyUnicode_InternFromString("with_grad");
   if (at::SavedTensorDefaultHooks::get_hooks().has_value()) return true;

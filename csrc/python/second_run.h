@@ -1,5 +1,5 @@
-// The recipe of a call: that of the region around it, or, in the second run of a checkpoint, that
-// of its first run.
+// The recipe of a call: that of the region around it or, in the second run of a checkpoint, that of
+// its first run.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,7 +13,8 @@ namespace transformer_ops::python {
 
 namespace py = pybind11;
 
-// Lives as long as a call. Throws what Python raises if the second run differs from the first one.
+// It exists for the time of a call. Throws what Python raises if the second run differs from the
+// first one.
 class RecipeOfCall {
  public:
   RecipeOfCall();
@@ -30,8 +31,8 @@ class RecipeOfCall {
   const Recipe* recipe_ = nullptr;
 };
 
-// The dict with the state that a call uses of a module with scales, by name: its own, or, in a
-// second run, that of the first one.
+// The dict with the scales that a call of a module uses, by name: the module's own or, in a second
+// run, those of the first run.
 py::object state_of_call(const py::object& owner);
 
 // `state`: Python's object whose `key` names the recipe of the calling thread, or is None, and
@@ -41,19 +42,19 @@ void set_recipe_state(const py::object& state);
 void set_second_run(const py::object& note_call, const py::object& region_of_call,
                     const py::object& key_of_call, const py::object& state_of_call);
 
-// What compiled code reads, as getters of properties: Dynamo does not trace into them, guards on
-// what they give or gives it to the graph, and so reads them before each call of a graph.
+// Getters of properties that compiled code reads. Dynamo does not trace into them: it guards on
+// their results or passes them to the graph, and so reads them before each call of a graph.
 //
-// The key of the recipe that the thread's calls have, or None. It also notes a first run, as an
-// eager call does.
+// The key of the recipe of the thread's calls, or None. It also records a first run, as an eager
+// call does.
 py::object key_of_compiled_call(const py::object& self);
-// A getter that gives, for a module, the state of this name that a call uses. AttributeError if it
-// has none.
+// A getter that returns, for a module, the state of this name that a call uses. It raises
+// AttributeError if there is none.
 py::object state_getter(const py::str& name);
 
 // The recipe of a key, for a call that is traced.
 const Recipe* recipe_named(const std::string& key);
-// Whether any call of the process, also in compiled code, had a recipe.
+// Has any call of the process, including compiled code, had a recipe?
 bool has_used_recipes();
 
 }  // namespace transformer_ops::python

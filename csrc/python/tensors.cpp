@@ -13,7 +13,7 @@ namespace py = pybind11;
 PyObject* quantized_class = nullptr;
 PyObject* take_local = nullptr;
 
-// A tensor whose class wants to see the calls that it takes part in. Modes are left to torch's ops.
+// Does the tensor's class intercept calls? Modes are left to torch's ops.
 bool has_torch_function(PyObject* tensor) {
   if (THPVariable_CheckTypeExact(Py_TYPE(tensor))) return false;
   static PyObject* const name = PyUnicode_InternFromString("__torch_function__");

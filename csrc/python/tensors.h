@@ -1,4 +1,4 @@
-// Tensors as Python gives them, for a call in C++.
+// Conversion of Python tensors for a call in C++.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,21 +10,20 @@
 
 namespace transformer_ops::python {
 
-// A tensor that C++ can take: no DTensor, and none whose class wants to see the calls that it takes
-// part in.
+// Can C++ use the tensor? It must not be a DTensor, and its class must not intercept calls.
 bool is_plain_tensor(PyObject* object);
-// Is it a transformer_ops.QuantizedTensor? That class is given once.
+// Is it a transformer_ops.QuantizedTensor? The class is set once.
 bool is_quantized(PyObject* tensor);
 void set_quantized_class(const pybind11::object& type);
 
-// Is it a DTensor? Of one that is a parameter, Python says what its module computes with:
-// take_local(module, name, parameter), given once.
+// Is it a DTensor? For a DTensor parameter, take_local(module, name, parameter), which is set once,
+// returns what its module computes with.
 bool is_distributed(PyObject* tensor);
 void set_take_local(const pybind11::object& take_local);
 pybind11::object local_parameter(const pybind11::object& module, const pybind11::object& name,
                                  PyObject* parameter);
 
-// A parameter that is held quantized, by its position among the tensors of a call.
+// A quantized parameter, by its index among the tensors of a call.
 struct QuantizedParameter {
   size_t position;
   NumberFormat format;
@@ -38,9 +37,9 @@ struct Gathered {
   std::vector<QuantizedParameter> quantized = {};
 };
 
-// A parameter for C++; false where only Python can take it.
+// Adds a parameter; returns false if only Python can handle it.
 bool add_parameter(PyObject* object, Gathered& call);
-// A plan takes the parts of a quantized parameter behind it.
+// Appends the parts of quantized parameters, which plans read.
 void add_parts(Gathered& call);
 
 }  // namespace transformer_ops::python
