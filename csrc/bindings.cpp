@@ -19,7 +19,8 @@
 #include "python/group.h"
 #include "python/guards.h"
 
-// As torch/csrc/jit/python/pybind_utils.h has it, which would double the time that this file takes.
+// A copy of the declaration in torch/csrc/jit/python/pybind_utils.h, which would double the compile
+// time of this file.
 namespace torch::jit {
 TORCH_PYTHON_API c10::IValue toIValue(py::handle object, const c10::TypePtr& type,
                                       std::optional<int32_t> length);
@@ -77,7 +78,7 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   }
   entry["optional"] = optional;
   entry["slots"] = slots;
-  // (attribute that says so, is it for later?) of the states that take a gradient.
+  // For the states that take a gradient: (the attribute that enables it, is it computed later?).
   std::vector<std::pair<std::string, bool>> states;
   for (const State& state : row.states) states.emplace_back(state.attribute, state.later);
   entry["states"] = states;
@@ -153,7 +154,7 @@ py::list list_formats() {
   return rows;
 }
 
-// The schema of an op that plans call, as torch writes it.
+// The schema, in torch's form, of an op that plans call.
 std::string typed_op_schema(const std::string& name) {
   const auto callee = find_callee(name);
   TORCH_CHECK(callee, "[typed op] name must be that of one, got '", name, "'");
@@ -173,7 +174,7 @@ std::vector<std::optional<at::Tensor>> decomposition(const std::string& name,
   std::vector<std::optional<at::Tensor>> results;
   Tensors found;
   {
-    // It may run the autograd engine.
+    // The decomposition may run the autograd engine.
     const py::gil_scoped_release no_gil;
     found = call_decomposition(name, stack);
   }

@@ -1,4 +1,4 @@
-// All that a library of ops and fusions needs; docs/cpp-extension.md shows one.
+// Everything that a library of ops and fusions needs; docs/cpp-extension.md shows one.
 #pragma once
 
 #include "fuser/declaration.h"

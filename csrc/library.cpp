@@ -1,4 +1,5 @@
-// The entry that torch.compile, torch.export and C++ programs call; eager mode calls run() itself.
+// The entry point for torch.compile, torch.export and C++ programs. Eager mode calls run()
+// directly.
 #include <torch/library.h>
 
 #include "executor/run.h"
@@ -8,7 +9,7 @@ namespace {
 
 using at::Tensor;
 
-// In the order of the plan.
+// Joins the tensors in the order of the plan.
 std::vector<Tensor> tensors_of(const Tensor& input, at::TensorList extra_inputs,
                                at::TensorList parameters) {
   std::vector<Tensor> tensors = {input};
@@ -17,13 +18,13 @@ std::vector<Tensor> tensors_of(const Tensor& input, at::TensorList extra_inputs,
   return tensors;
 }
 
-// plan: its text. Composite, so that tracing records the typed ops.
+// plan: its text. The op is composite, so that tracing records the typed ops.
 std::vector<Tensor> run_plan(c10::string_view plan, const Tensor& input,
                              at::TensorList extra_inputs, at::TensorList parameters) {
   return run(program_for(plan), tensors_of(input, extra_inputs, parameters));
 }
 
-// Tracing records ops of torch alone, for exporters that know no others.
+// Tracing this records only ops of torch, for exporters that know no others.
 std::vector<Tensor> run_plan_unfused(c10::string_view plan, const Tensor& input,
                                      at::TensorList extra_inputs, at::TensorList parameters) {
   return run_decomposed(program_for(plan), tensors_of(input, extra_inputs, parameters),
@@ -41,7 +42,7 @@ TORCH_LIBRARY_FRAGMENT(transformer_ops, library) {
       {at::Tag::pt2_compliant_tag});
   library.impl("run_plan_unfused", c10::DispatchKey::CompositeImplicitAutograd,
                TORCH_FN(run_plan_unfused));
-  // vmap asks for it apart from the other keys.
+  // vmap looks this key up separately from the others.
   library.impl("run_plan", c10::DispatchKey::FuncTorchBatchedDecomposition, TORCH_FN(run_plan));
 }
 

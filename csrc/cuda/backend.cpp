@@ -1,4 +1,5 @@
-// What the CUDA bodies of ops need of torch's CUDA runtime; libtransformer_ops_cuda.so installs it.
+// The functions of torch's CUDA runtime that the CUDA kernel wrappers need;
+// libtransformer_ops_cuda.so installs them.
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAStream.h>
 

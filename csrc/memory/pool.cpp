@@ -11,8 +11,8 @@
 #include <sanitizer/asan_interface.h>
 #endif
 #endif
-// Idle memory is poisoned for the address sanitizer: use after free is seen though nothing is
-// freed.
+// Poisons idle memory for the address sanitizer, so that it detects use after free although nothing
+// is returned to the system.
 #ifndef ASAN_POISON_MEMORY_REGION
 #define ASAN_POISON_MEMORY_REGION(data, bytes) ((void)(data), (void)(bytes))
 #define ASAN_UNPOISON_MEMORY_REGION(data, bytes) ((void)(data), (void)(bytes))
@@ -22,19 +22,19 @@ namespace transformer_ops::memory {
 namespace {
 
 constexpr size_t kPage = 4096;
-// Requests of less than a quarter of it share one mapping, so that huge pages serve them too.
+// Smaller requests than a quarter of this share one mapping, so that they use huge pages too.
 constexpr size_t kChunk = size_t{64} << 20;
-// What stayed idle through so many allocations, some tens of training steps, is given back.
+// Memory that stays idle for this number of allocations, some tens of training steps, is returned.
 constexpr uint64_t kWindow = 4096;
-// Below this, idle memory goes back to the system before fresh memory is taken.
+// If the system has less than this, idle memory is returned before fresh memory is taken.
 constexpr size_t kReserve = size_t{256} << 20;
-// To ask for the system's memory takes as long as to touch a quarter of a megabyte.
+// Querying the system's memory takes as long as touching a quarter of a megabyte.
 constexpr size_t kCheckEvery = size_t{16} << 20;
 constexpr size_t kAll = std::numeric_limits<size_t>::max();
 
 size_t round_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
 
-// The whole units of a range.
+// The whole units within a range.
 struct Units {
   Units(char* data, size_t bytes, size_t unit) {
     const auto address = reinterpret_cast<uintptr_t>(data);
@@ -66,8 +66,7 @@ void* Pool::allocate(size_t bytes) noexcept {
     const size_t held = stats_.in_use_bytes + stats_.idle_bytes;
     char* data = take_idle(size);
     if (data == nullptr) {
-      // Where the kernel gives huge pages, the rest of the one that fresh memory begins in is in
-      // memory already.
+      // With huge pages, the rest of the page in which fresh memory begins is already in memory.
       const size_t rest = Units(fresh_, fresh_bytes_, kHugePage).before;
       if (stats_.idle_bytes + rest <= limit()) retire_fresh(rest);
       data = take_idle(size);
@@ -124,7 +123,7 @@ char* Pool::take_idle(size_t size) {
   char* const rest = range->first + size;
   const size_t rest_size = range->second.size - size;
   if (rest_size > 0) {
-    // All that may throw comes before any change.
+    // Everything that may throw comes before any change.
     IdleSet node;
     node.emplace(rest_size, rest);
     ranges_.emplace(rest, Range{rest_size, false, range->second.last_use, {}});
@@ -136,8 +135,9 @@ char* Pool::take_idle(size_t size) {
   return range->first;
 }
 
-// Makes an idle range of `size` from pieces of several: all of them where they suffice, else their
-// huge pages and fresh ones. To move a huge page took 7 us, to touch a fresh one 400 or more.
+// Makes an idle range of `size` from pieces of several ranges, or from their huge pages and fresh
+// ones if the pieces do not suffice. Moving a huge page took 7 us; touching a fresh one takes 400
+// or more.
 void Pool::gather(size_t size) {
   if (size <= kPiece) return;
   const size_t bytes = round_up(size, kHugePage);
@@ -145,7 +145,7 @@ void Pool::gather(size_t size) {
   const bool suffices = movable(exact, kPiece) == exact;
   if (!suffices) {
     const size_t idle = movable(bytes, kHugePage);
-    // What would waste much of a huge page shares one with its neighbours.
+    // Requests that would waste much of a huge page share one with their neighbours.
     const bool fits = bytes - size <= size / 8;
     if (size < kHugePage || (idle == 0 && !fits)) return;
     make_room(bytes - idle);
@@ -163,7 +163,7 @@ void Pool::gather(size_t size) {
     moved += move_idle(to + moved, exact - moved, kPiece);
     if (moved == exact) have = exact;
   } catch (const std::bad_alloc&) {
-    // What was not moved is fresh.
+    // If nothing was moved, the new mapping is not needed.
     if (range == ranges_.end()) return system_.unmap(to, bytes);
   }
   if (have < bytes) system_.unmap(to + have, bytes - have);
@@ -172,7 +172,7 @@ void Pool::gather(size_t size) {
   join(range);
 }
 
-// How many of the bytes whole units of idle memory can give.
+// The number of `bytes` that whole units of idle memory can supply.
 size_t Pool::movable(size_t bytes, size_t unit) const {
   size_t found = 0;
   for (auto row = idle_.rbegin(); row != idle_.rend() && found < bytes; ++row) {
@@ -182,7 +182,7 @@ size_t Pool::movable(size_t bytes, size_t unit) const {
   return std::min(found, bytes);
 }
 
-// Moves whole units, from the largest idle ranges on; returns their bytes.
+// Moves whole units, from the largest idle ranges first; returns the number of bytes moved.
 size_t Pool::move_idle(char* to, size_t bytes, size_t unit) {
   size_t moved = 0;
   for (auto row = idle_.rbegin(); moved < bytes && row != idle_.rend() && row->first >= unit;) {
@@ -192,7 +192,7 @@ size_t Pool::move_idle(char* to, size_t bytes, size_t unit) {
       ++row;
       continue;
     }
-    // The high end: requests take the low one.
+    // This takes the high end, because requests take the low end.
     char* const from = units.first + units.size - size;
     cut(ranges_.find(row->second), from, size);
     ASAN_UNPOISON_MEMORY_REGION(from, size);
@@ -217,7 +217,7 @@ Pool::Ranges::iterator Pool::idle_below_fresh() {
   return ends_there && !range->second.in_use ? range : ranges_.end();
 }
 
-// Memory that was never used, after what is idle right below it; null where there is none.
+// Takes fresh memory, after idle memory directly below it; returns null if there is none.
 char* Pool::take_fresh(size_t size) {
   auto below = idle_below_fresh();
   size_t have = below == ranges_.end() ? 0 : below->second.size;
@@ -302,7 +302,7 @@ void Pool::unset_idle(Ranges::iterator range) {
   stats_.idle_bytes -= range->second.size;
 }
 
-// Makes one idle range of this one and its idle neighbours.
+// Joins a range with its idle neighbours.
 void Pool::join(Ranges::iterator range) {
   const auto absorb_next = [this](Ranges::iterator first) {
     const auto next = std::next(first);
@@ -329,7 +329,7 @@ void Pool::cut(Ranges::iterator range, char* data, size_t bytes) {
   const size_t rest_size = range->first + range->second.size - rest;
   Ranges::iterator after = ranges_.end();
   if (rest_size > 0) {
-    // All that may throw comes before any change.
+    // Everything that may throw comes before any change.
     IdleSet node;
     node.emplace(rest_size, rest);
     after = ranges_.emplace(rest, Range{rest_size, false, range->second.last_use, {}}).first;
@@ -345,8 +345,8 @@ void Pool::cut(Ranges::iterator range, char* data, size_t bytes) {
   if (after != ranges_.end()) set_idle(after);
 }
 
-// Idle memory that did not fit a request makes room for fresh memory: beyond a quarter of what was
-// in use at most lately, and where the system is short.
+// Returns idle memory that did not fit a request, to make room for fresh memory: what exceeds 1.25
+// times the recent peak of use, and more if the system is short of memory.
 void Pool::make_room(size_t size) {
   const size_t held = stats_.in_use_bytes + stats_.idle_bytes;
   const size_t peak = std::max({peak_, previous_peak_, stats_.in_use_bytes + size});
@@ -359,7 +359,7 @@ void Pool::make_room(size_t size) {
   if (available < size + kReserve) release(size + kReserve - available);
 }
 
-// Gives idle memory back to the system, what was used longest ago first.
+// Returns idle memory to the system, the least recently used first.
 void Pool::release(size_t bytes) {
   const auto last_use = [this](const auto& idle) {
     return ranges_.find(idle.second)->second.last_use;
@@ -370,7 +370,7 @@ void Pool::release(size_t bytes) {
                             : std::ranges::min_element(idle_, std::less{}, last_use);
     const auto range = ranges_.find(oldest->second);
     const size_t size = range->second.size;
-    // The high end: requests take the low one.
+    // This takes the high end, because requests take the low end.
     const size_t part = bytes >= size ? size : std::min(size, round_up(bytes, kHugePage));
     char* const data = range->first + size - part;
     cut(range, data, part);

@@ -1,10 +1,10 @@
-// Memory that is used again instead of going back to the system. Knows bytes, not tensors.
+// Recycles memory instead of returning it to the system. It knows bytes, not tensors.
 //
 //   mapped:  | in use | idle |    in use    | idle | fresh: never touched, costs nothing |
 //
-// A free range joins its neighbours; a request takes the smallest idle range that holds it. Where
-// none does, the huge pages of several are moved to one place. So the memory held follows the most
-// that was ever in use at one time, whatever the sizes.
+// A freed range joins its idle neighbours. A request takes the smallest idle range that is large
+// enough. If there is none, the huge pages of several ranges are moved together. The memory held
+// therefore follows the peak of use, whatever the sizes.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@
 
 namespace transformer_ops::memory {
 
-// Bytes are whole pages.
+// Sizes are whole pages.
 struct Stats {
   size_t in_use_bytes = 0;
   size_t idle_bytes = 0;
@@ -26,30 +26,31 @@ struct Stats {
   size_t peak_held_bytes = 0;  // in use and idle
   size_t hits = 0;             // requests served with idle memory
   size_t misses = 0;           // requests that needed fresh memory
-  size_t released_bytes = 0;   // given back to the system
+  size_t released_bytes = 0;   // returned to the system
 };
 
-// Thread-safe.
+// The pool is thread-safe.
 class Pool {
  public:
-  // `limit`: the most bytes that stay idle.
+  // `limit`: the most bytes that may be idle.
   explicit Pool(size_t limit, const System& system = operating_system());
-  // Nothing may be in use.
+  // Nothing may be in use any more.
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Page-aligned, contents undefined; null where the system has no memory even after a trim.
+  // Returns page-aligned memory with undefined contents; null if the system has no memory even
+  // after a trim.
   void* allocate(size_t bytes) noexcept;
   void free(void* data) noexcept;
 
-  // Gives all idle memory back and returns its bytes.
+  // Returns all idle memory to the system; the result is its size in bytes.
   size_t trim() noexcept;
   void set_limit(size_t limit) noexcept;
   size_t limit() const noexcept { return limit_.load(std::memory_order_relaxed); }
   Stats stats() const;
 
-  // Around a fork, so that the child finds no lock that nobody will open.
+  // Call these around a fork, so that the child does not inherit a locked mutex.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 
@@ -58,8 +59,8 @@ class Pool {
   struct Range {
     size_t size;
     bool in_use;
-    uint64_t last_use;        // in allocations
-    IdleSet::node_type node;  // kept while in use: to free takes no memory
+    uint64_t last_use;        // counted in allocations
+    IdleSet::node_type node;  // reserved while in use, so that free() allocates nothing
   };
   using Ranges = std::map<char*, Range>;
 
@@ -90,7 +91,7 @@ class Pool {
   size_t fresh_bytes_ = 0;
   Stats stats_;
   uint64_t allocations_ = 0;
-  // Over the last window of allocations, and the one before.
+  // These cover the last window of allocations, and the one before.
   size_t least_idle_ = 0;
   size_t peak_ = 0;
   size_t previous_peak_ = 0;

@@ -19,7 +19,7 @@ void* map_anonymous(size_t bytes) {
   return data == MAP_FAILED ? nullptr : data;
 }
 
-// Linux aligns such mappings by itself since 6.7; before, a longer one is cut.
+// Linux aligns such mappings itself since 6.7; for older versions, a longer mapping is cut.
 void* map_aligned(size_t bytes) {
   void* const data = map_anonymous(bytes);
   if (data == nullptr || reinterpret_cast<uintptr_t>(data) % kHugePage == 0) return data;
@@ -35,15 +35,15 @@ void* map_aligned(size_t bytes) {
 void* map(size_t bytes) {
   void* const data = map_aligned(bytes);
 #ifdef MADV_HUGEPAGE
-  // Writing 64 MiB for the first time takes 34 ms in small pages and 8 ms in huge ones.
+  // Writing 64 MiB for the first time takes 34 ms with small pages and 8 ms with huge ones.
   if (data != nullptr) madvise(data, bytes, MADV_HUGEPAGE);
 #endif
   return data;
 }
 
 void unmap(void* data, size_t bytes) {
-  // A process has a limited number of mappings, and a hole makes two of one: where that fails, the
-  // pages go and the addresses stay.
+  // A process has a limited number of mappings, and a hole makes two of one. If munmap() fails,
+  // only the pages are released and the addresses stay mapped.
   if (munmap(data, bytes) != 0) madvise(data, bytes, MADV_DONTNEED);
 }
 
@@ -59,7 +59,7 @@ size_t move(void* from, void* to, size_t bytes) {
     moved += size;
     return true;
   };
-  // One call moves memory of one mapping only: a huge page may consist of several.
+  // One call moves memory of one mapping only, and a huge page may have several.
   while (moved < bytes && (move_next(std::min(bytes - moved, kHugePage)) || move_next(kPiece))) {
   }
 #else
@@ -82,7 +82,7 @@ std::optional<size_t> field(const std::string& path, const std::string& key) {
   return std::nullopt;
 }
 
-// A file that holds one number, or "max".
+// Reads a file with one number, or "max".
 std::optional<size_t> number(const std::string& path) {
   std::ifstream file(path);
   size_t value = 0;
@@ -97,7 +97,7 @@ constexpr Names kVersion1 = {"memory.limit_in_bytes", "memory.usage_in_bytes",
                              "total_inactive_file"};
 constexpr Names kVersion2 = {"memory.max", "memory.current", "inactive_file"};
 
-// A cgroup and all that it lies in; a container sees its own as the topmost.
+// Applies the limits of a cgroup and of all its parents. A container sees its own as the topmost.
 void narrow(const std::string& mount, std::string group, const Names& names, SystemMemory& memory) {
   for (;;) {
     const std::string folder = mount + group + "/";
@@ -121,7 +121,7 @@ const System& operating_system() {
   return system;
 }
 
-// https://docs.kernel.org/admin-guide/cgroup-v2.html, "memory.max"; cgroup-v1/memory.html
+// See https://docs.kernel.org/admin-guide/cgroup-v2.html, "memory.max"; cgroup-v1/memory.html
 SystemMemory system_memory(const std::string& root) {
   const std::string meminfo = root + "proc/meminfo";
   SystemMemory memory = {kUnlimited, kUnlimited};

@@ -1,4 +1,4 @@
-// What the pool asks of the operating system.
+// The functions of the operating system that the pool uses.
 #pragma once
 
 #include <cstddef>
@@ -6,22 +6,23 @@
 
 namespace transformer_ops::memory {
 
-// The step in which memory is mapped: a huge page.
+// The size in which memory is mapped: a huge page.
 inline constexpr size_t kHugePage = size_t{2} << 20;
 
-// The step in which it is moved: where it is less than a huge page, small pages result.
+// The size in which memory is moved. Moving less than a huge page results in small pages.
 inline constexpr size_t kPiece = kHugePage / 4;
 
-// Tests put their own functions here.
+// Tests replace these functions.
 struct System {
-  // Zeroed memory that starts at a multiple of kHugePage, as `bytes` is; null where there is none.
+  // Returns zeroed memory that starts at a multiple of kHugePage; `bytes` is such a multiple, too.
+  // Null if there is none.
   void* (*map)(size_t bytes);
-  // Any part of mapped memory, in whole pages.
+  // Unmaps any part of mapped memory, in whole pages.
   void (*unmap)(void* data, size_t bytes);
-  // Puts memory at another place that is mapped, and unmaps its old one. Both start at multiples of
-  // kPiece, as `bytes` is. Returns how many bytes from the start were moved.
+  // Moves memory to another mapped address, and unmaps the old one. Both addresses and `bytes` are
+  // multiples of kPiece. Returns the number of bytes from the start that were moved.
   size_t (*move)(void* from, void* to, size_t bytes);
-  // Bytes that can be mapped before the machine, or the cgroup, runs short.
+  // The bytes that can be mapped before the machine, or the cgroup, runs short.
   size_t (*available)();
 };
 
@@ -32,8 +33,8 @@ struct SystemMemory {
   size_t available;
 };
 
-// Of the machine or, where that is less, of the cgroup (v1 or v2) of this process. `root` is the
-// folder that holds proc/ and sys/.
+// The memory of the machine or, if that is less, of the cgroup (v1 or v2) of this process. `root`
+// is the folder that contains proc/ and sys/.
 SystemMemory system_memory(const std::string& root = "/");
 
 }  // namespace transformer_ops::memory
