@@ -1,4 +1,5 @@
-// Bias, and its gradient in one pass with that of what follows it.
+// The bias and its gradient; the latter also in one pass with the gradient of the op after the
+// bias.
 #pragma once
 
 #include "kernels/cpu.h"
@@ -6,7 +7,8 @@
 
 namespace transformer_ops::cpu {
 
-// bias and sums are acc arrays of h; column sums are added to, and sum values not yet rounded.
+// bias and sums are acc arrays of h. The kernels add to the column sums, and sum values before they
+// are rounded.
 
 inline const Kernel<void(DType, const void* x, void* out, int64_t rows, int64_t h)> column_sum{
     "column_sum"};
@@ -18,7 +20,7 @@ inline const Kernel<void(Activation, DType, const void* grad_y, const void* x, v
                          void* grad_bias, int64_t rows, int64_t h)>
     activation_bias_backward{"activation_bias_backward"};
 
-// first_element is the index in mask of the first element's bit; any value.
+// first_element is the bit index of the first element in the mask; it may be any number.
 inline const Kernel<void(DType, const void* grad_y, const uint8_t* mask, int64_t first_element,
                          void* grad_x, void* grad_bias, int64_t rows, int64_t h)>
     relu_bias_backward{"relu_bias_backward"};
@@ -36,7 +38,7 @@ inline const Kernel<void(const Glu&, DType, const void* grad_y, const void* x, v
 
 namespace transformer_ops::cuda {
 
-// Sums over rows, in two deterministic stages: by parts of rows, then over the parts.
+// The sums over rows, in two deterministic stages: within parts of the rows, then over the parts.
 struct ColumnSum {
   Gradient out;
   void* partials;  // acc [parts, h] with h the width of what is summed

@@ -1,6 +1,6 @@
-// From what a kernel is told to compute to its formula.
+// Selects the formula of what a kernel is asked to compute.
 //
-// Internal linkage for the reason given in math.h.
+// Everything has internal linkage, for the reason given in math.h.
 #pragma once
 
 #include "kernels/math.h"
@@ -18,7 +18,7 @@ void with_activation(Activation activation, F f) {
 #undef TRANSFORMER_OPS_CASE
 }
 
-// Numbers that the formula takes are of type A.
+// The numbers in the formula have type A.
 template <class A, class F>
 void with_glu(const Glu& glu, F f) {
   switch (glu.kind) {

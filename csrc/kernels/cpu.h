@@ -1,9 +1,9 @@
-// What slots of CPU kernels are declared with: kernels on raw, contiguous memory. Each is single
-// threaded and works on the range it is given.
+// Declares slots of CPU kernels: kernels on raw, contiguous memory. Each kernel is single threaded
+// and works on the range that it is given.
 //
-// "acc" is the compute type: float, or double for Float64. Statistics, gamma, beta, bias and
-// column sums are acc arrays. Pointers need no alignment beyond that of their elements. An output
-// may be exactly one of the inputs of the same shape; any other overlap is not allowed.
+// "acc" is the compute type: float, or double for Float64. Statistics, gamma, beta, bias and column
+// sums are acc arrays. Pointers need no more alignment than their elements. An output may be
+// exactly one of the inputs of the same shape; any other overlap is not allowed.
 #pragma once
 
 #include <cstdint>
@@ -21,40 +21,40 @@ using kernel::DType;
 using kernel::Glu;
 using kernel::GluKind;
 
-// What the library takes the processor for: all that it decides by the processor follows from this.
+// The processor as the library sees it. Every decision that depends on the processor uses this.
 struct Processor {
-  // The widest that the processor has of avx512_fp16, avx512_bf16, avx512, avx2 and default.
+  // The widest level of the processor: avx512_fp16, avx512_bf16, avx512, avx2 or default.
   const char* level;
   // The instruction set of the kernels: the widest that was built, up to the level.
   const char* kernels;
-  // Whether it has instructions for products of bfloat16 and of float16. Only an x86 processor may
-  // lack them: on others the library leaves such products to PyTorch.
+  // Does it have instructions for products of bfloat16 and of float16? This is false only on x86:
+  // on other processors the library leaves such products to PyTorch.
   bool multiplies_bfloat16;
   bool multiplies_half;
-  // Whether oneDNN multiplies bfloat16 without such instructions, by those for float32.
+  // Does oneDNN multiply bfloat16 without such instructions, with those for float32?
   bool onednn_emulates_bfloat16;
-  // Whether it has instructions that convert float16.
+  // Does it have instructions that convert float16?
   bool converts_half;
-  // Whether oneDNN multiplies float32 faster than MKL does.
+  // Does oneDNN multiply float32 faster than MKL?
   bool prefers_onednn;
 };
 
-// Describes this machine. The environment variable TRANSFORMER_OPS_ISA, read on the first call,
-// names a lower level, and the library behaves as on a processor that has no more.
+// Describes this machine. The environment variable TRANSFORMER_OPS_ISA, which is read on the first
+// call, names a lower level; the library then behaves as on a processor of that level.
 const Processor& processor();
 
-// The levels that TRANSFORMER_OPS_ISA may name: this machine has them, and the library was built
-// for them or for lower ones. Widest first.
+// The levels that TRANSFORMER_OPS_ISA may name, the widest first: this machine has them, and the
+// library was built for them or for lower ones.
 std::vector<std::string> processor_levels();
 
-// The kernel of the widest instruction set that fills the slot, up to that of the processor.
+// The kernel for the slot with the widest instruction set that the processor has.
 const kernel::Row& find(const char* slot);
 
-// The same for one instruction set, or the next lower one that fills it.
+// The same for one instruction set, or the next lower one that has such a kernel.
 const kernel::Row& find_for(std::string_view isa, const char* slot);
 
-// Whether this machine has an instruction set of kernels, whatever TRANSFORMER_OPS_ISA says, and
-// the library was built for it.
+// Does this machine have an instruction set, whatever TRANSFORMER_OPS_ISA says, and was the library
+// built for it?
 bool has_isa(std::string_view isa);
 
 template <class Signature>

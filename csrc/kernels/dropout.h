@@ -6,12 +6,12 @@
 
 namespace transformer_ops::cpu {
 
-// Element i of the tensor is kept where its random 32-bit integer is at least p * 2^32, so that
-// a mask depends on neither the split into ranges nor the instruction set. The upper and lower
-// half of that integer are the 16 bits from bit 16 (i % 8) on of Philox4x32-7(key = seed, counter
-// = (i / 8, 0)) and of counter (i / 8, 1): two 64-bit numbers make a counter.
-// `first` is the index of the range's first element, a multiple of 8; mask points at its byte.
-// y = x / (1 - p) where kept, else 0. A null mask is not written.
+// Element i of the tensor is kept if its random 32-bit integer is at least p * 2^32, so a mask
+// depends neither on the split into ranges nor on the instruction set. The upper and lower half of
+// that integer are 16 bits of Philox4x32-7, from bit 16 (i % 8) on: those with (key = seed, counter
+// = (i / 8, 0)), and those with counter (i / 8, 1). A counter is two 64-bit numbers.
+// `first` is the index of the range's first element, a multiple of 8; mask points at its byte. y =
+// x / (1 - p) if kept, else 0. A null mask is not written.
 inline const Kernel<void(DType, const void* x, void* y, uint8_t* mask, uint64_t seed, double p,
                          int64_t first, int64_t n)>
     dropout_forward{"dropout_forward"};
@@ -25,9 +25,9 @@ inline const Kernel<void(DType, const void* grad_y, void* grad_x, uint64_t seed,
                          int64_t first, int64_t n)>
     dropout_backward_from_seed{"dropout_backward_from_seed"};
 
-// y = dropout(x + bias) + extra for the elements from `first` on of rows of h; bias is an acc
-// array of h; extra and y have x's dtype or are acc arrays, as `sum` says. Mask, seed, p and
-// first are those of dropout_forward; with p = 0 all are kept.
+// y = dropout(x + bias) + extra for the elements from `first` on, in rows of h. bias is an acc
+// array of h. `sum` says whether extra and y have x's dtype or are acc arrays. Mask, seed, p and
+// first are those of dropout_forward; with p = 0 all elements are kept.
 inline const Kernel<void(DType, DType sum, const void* x, const void* bias, const void* extra,
                          void* y, uint8_t* mask, uint64_t seed, double p, int64_t first, int64_t n,
                          int64_t h)>
@@ -37,13 +37,13 @@ inline const Kernel<void(DType, DType sum, const void* x, const void* bias, cons
 
 namespace transformer_ops::cuda {
 
-// What dropout_forward and bias_dropout_add advance the generator's offset by.
+// dropout_forward and bias_dropout_add advance the generator's offset by this number.
 constexpr uint64_t kPhiloxOffsets = 8;
 
-// Element i is kept where its random 32-bit integer is at least p * 2^32, whatever the launch:
-// word i % 4 of Philox4x32-7(key = seed, counter = (i / 8, offset / 4 + i % 8 / 4)), where two
-// 64-bit numbers make a counter. 7 rounds and not torch's 10: these numbers are none of its own.
-// A null mask is not written.
+// Element i is kept if its random 32-bit integer is at least p * 2^32, whatever the launch. It is
+// word i % 4 of Philox4x32-7(key = seed, counter = (i / 8, offset / 4 + i % 8 / 4)), where a
+// counter is two 64-bit numbers. There are 7 rounds, not torch's 10: torch does not use these
+// numbers. A null mask is not written.
 inline const Kernel<void(Stream, DType, const void* x, void* y, uint8_t* mask, const Philox&,
                          double p, int64_t n)>
     dropout_forward{"dropout_forward"};

@@ -1,8 +1,8 @@
-// The scalar formulas of quantized numbers, for all devices: a number to its code and back, and
-// the scale of a block from the largest magnitude in it. Rounding is to nearest, ties to even;
-// what is too large, and infinity, becomes the largest number of the format; NaN stays NaN.
+// The scalar formulas of quantized numbers for all devices: a number to its code and back, and the
+// scale of a block from its largest magnitude. Rounding is to nearest, ties to even. Numbers that
+// are too large, and infinity, become the largest number of the format; NaN stays NaN.
 //
-// Internal linkage for the reason given in math.h.
+// Everything has internal linkage, for the reason given in math.h.
 #pragma once
 
 #include <cstring>
@@ -28,7 +28,7 @@ TRANSFORMER_OPS_MATH float from_bits(uint32_t bits) {
 }
 
 constexpr uint32_t kMagnitude = 0x7fffffffu, kInfinity = 0x7f800000u, kNan = 0x7fc00000u;
-constexpr float kMost = 0x1.fffffep127f;  // of float
+constexpr float kMost = 0x1.fffffep127f;  // the largest float
 
 TRANSFORMER_OPS_MATH bool is_finite(float x) { return (bits_of(x) & kMagnitude) < kInfinity; }
 
@@ -56,7 +56,7 @@ struct E5M2 {
   static constexpr float kLargest = 57344.0f;
   static constexpr bool kInteger = false;
 };
-// It has no NaN: the scale of the block is one.
+// It has no NaN; the scale of the block is NaN instead.
 struct E2M1 {
   static constexpr int kMantissa = 1, kLeast = 0;
   static constexpr uint32_t kSign = 0x8, kNanCode = 0x7, kFirstNan = 0x8, kInfinities = 0;
@@ -88,22 +88,22 @@ struct NumberOf<Element::Int8> {
   using type = Int8;
 };
 
-// Added to a number of exponent e, it leaves no place below that of the code's last bit: the sum
-// is rounded there. Given and returned as bits; e is that of the sum's other part.
+// Adding this to a number of exponent e leaves no bits below the code's last bit, so that the sum
+// is rounded there. It is given and returned as bits; e is the exponent of the sum's other part.
 template <class E>
 constexpr uint32_t kToLastBit = static_cast<uint32_t>(23 - E::kMantissa) << 23;
 template <class E>
 constexpr uint32_t kLeastExponent = static_cast<uint32_t>(127 + E::kLeast) << 23;
 
-// The code of a number that is scaled already: in the lowest bits, of an integer as two's
-// complement. Of NaN, 0 among integers.
+// The code of a scaled number, in the lowest bits; an integer is in two's complement. The code of
+// NaN is 0 for integers.
 TRANSFORMER_OPS_MATH uint32_t encode_integer(float scaled) {
   if (scaled != scaled) return 0;
   const float above = scaled < -Int8::kLargest ? -Int8::kLargest : scaled;
   const float within = above > Int8::kLargest ? Int8::kLargest : above;
   return bits_of(within + 0x1.8p23f) & 0xff;
 }
-// Without its sign.
+// The code without its sign.
 template <class E>
 TRANSFORMER_OPS_MATH uint32_t encode_magnitude(float scaled) {
   if (scaled != scaled) return E::kNanCode;
@@ -149,8 +149,8 @@ TRANSFORMER_OPS_MATH float decode(uint32_t code) {
   }
 }
 
-// For float64: its code is that of this float. All that is lost becomes the last bit, so that the
-// code is rounded once where the scale is a power of two.
+// Rounds float64 to a float that has the same code: lost bits set the last bit, so that the code is
+// rounded only once if the scale is a power of two.
 TRANSFORMER_OPS_MATH float to_odd(double x) {
   const auto nearest = static_cast<float>(x);
   const auto back = static_cast<double>(nearest);
@@ -161,7 +161,7 @@ TRANSFORMER_OPS_MATH float to_odd(double x) {
 
 // ---- scales
 
-// largest / amax; 1 where amax is zero or not finite.
+// largest / amax; 1 if amax is zero or not finite.
 TRANSFORMER_OPS_MATH float encoding_scale(float amax, float largest) {
   if (!(amax > 0) || !is_finite(amax)) return 1.0f;
   const float scale = largest / amax;
@@ -174,7 +174,7 @@ TRANSFORMER_OPS_MATH float encoding_scale(ScaleRule rule, float amax, float larg
   return rule == ScaleRule::PowerOfTwo ? from_bits(bits_of(scale) & kInfinity) : scale;
 }
 
-// The exponent of the least power of two that is not below x >= 0.
+// The exponent of the least power of two that is at least x >= 0.
 TRANSFORMER_OPS_MATH uint32_t encode_e8m0(float x) {
   const uint32_t bits = bits_of(x);
   if (bits > kInfinity) return 255;
@@ -188,7 +188,7 @@ TRANSFORMER_OPS_MATH float decode_e8m0(uint32_t exponent) {
   return from_bits(exponent == 255 ? kNan : exponent << 23);
 }
 
-// What encodes a block, and what is stored to decode it: a float, or a byte. Where that is an E4M3
+// The scale that encodes a block, and what is stored to decode it: a float, or a byte. For an E4M3
 // byte, `number` is its value.
 struct BlockScale {
   float encode;
@@ -196,7 +196,7 @@ struct BlockScale {
   uint32_t byte = 0;
 };
 
-// The scale that stores the E4M3 number next to `wanted`.
+// The scale that stores the E4M3 number nearest to `wanted`.
 TRANSFORMER_OPS_MATH BlockScale e4m3_scale(float wanted, float tensor_scale) {
   const uint32_t byte = encode<E4M3>(wanted, 1.0f);
   const float number = decode<E4M3>(byte);
@@ -204,14 +204,14 @@ TRANSFORMER_OPS_MATH BlockScale e4m3_scale(float wanted, float tensor_scale) {
   return {scale > kMost ? kMost : scale, number, byte};
 }
 
-// Of the largest magnitude of a block, which is NaN where there is one. tensor_scale is that of
-// the format: see tensor_scale(). The rule is no template argument: once a block it costs next to
-// nothing, and what runs over the numbers is compiled for each element type alone.
+// The scale from the largest magnitude of a block, which is NaN if any number is. tensor_scale is
+// that of the format: see tensor_scale(). The rule is not a template argument: it costs next to
+// nothing once a block, and code that loops over numbers is compiled only for each element type.
 template <class E>
 TRANSFORMER_OPS_MATH BlockScale block_scale(ScaleRule rule, float amax, float tensor_scale) {
   if (rule == ScaleRule::E8M0) {
     const uint32_t byte = encode_e8m0(product(amax, 1.0f / E::kLargest));
-    // A block that is next to nothing is encoded as it is: as zeros.
+    // A block of nearly zero numbers is encoded unscaled, to zeros.
     const float scale = byte == 255   ? from_bits(kNan)
                         : byte == 254 ? from_bits(0x00400000u)
                         : byte == 0   ? 1.0f
@@ -230,7 +230,7 @@ TRANSFORMER_OPS_MATH BlockScale block_scale(ScaleRule rule, float amax, float te
   return {scale, 1.0f / scale};
 }
 
-// The rule of a format with elements E, known to the compiler where no other goes with them.
+// The rule of a format with elements E; a compile-time constant if E has only one rule.
 template <class E>
 TRANSFORMER_OPS_MATH constexpr ScaleRule rule_for(const kernel::Format& format) {
   if constexpr (E::kInteger) return ScaleRule::Float32;
@@ -238,7 +238,7 @@ TRANSFORMER_OPS_MATH constexpr ScaleRule rule_for(const kernel::Format& format) 
   return format.rule;
 }
 
-// Whether the scales that follow this rule are stored as bytes.
+// Are the scales of this rule stored as bytes?
 TRANSFORMER_OPS_MATH bool has_byte_scales(ScaleRule rule) {
   return rule == ScaleRule::E8M0 || rule == ScaleRule::E4M3;
 }
@@ -261,8 +261,8 @@ TRANSFORMER_OPS_MATH float decoding_scale(ScaleRule rule, const void* scales, in
                                  : product(decode<E4M3>(byte), decoded_tensor_scale);
 }
 
-// What encodes a tensor of one block, and what the scales of blocks are relative to in formats
-// that have one for the tensor; else 1.
+// The scale that encodes a tensor with one block, or that block scales are relative to in formats
+// with a scale of the tensor; else 1.
 TRANSFORMER_OPS_MATH float tensor_scale(const kernel::Format& format, float amax) {
   if (format.per_tensor()) return encoding_scale(format.rule, amax, format.largest);
   if (format.has_tensor_scale()) return encoding_scale(amax, format.largest_scale * format.largest);
@@ -277,7 +277,7 @@ TRANSFORMER_OPS_MATH kernel::TensorScale scale_of_tensor(const kernel::Format& f
 // ---- 4 over 6: Cook et al. 2025 (arXiv 2512.02010), in the order of TransformerEngine's float
 // operations (common/cast/nvfp4/quantize_4over6_kernel.cuh)
 
-// The scales by which the largest number of a block becomes 6, or 4.
+// The scales with which the largest number of a block becomes 6, or 4.
 struct ScaleChoice {
   BlockScale six, four;
 };
@@ -299,7 +299,7 @@ TRANSFORMER_OPS_MATH float square(float x) {
 // How the rounding errors of a tensor are measured.
 struct ErrorRule {
   float amax;  // of the tensor
-  float most;  // what that becomes: 6 times the largest scale
+  float most;  // the number that amax becomes: 6 times the largest scale
   bool squared;
 };
 
@@ -316,8 +316,9 @@ TRANSFORMER_OPS_MATH float rounding_error(const ErrorRule& rule, float x, float 
   return rule.squared ? square(error) : math::abs(error);
 }
 
-// The errors of a block are summed in the order of its numbers. In a square, each row is summed by
-// itself; then row r + 8 is added to row r, then r + 4, r + 2 and r + 1. Ties and NaN take six.
+// The errors of a block are summed in the order of its numbers. In a square block, each row is
+// summed separately; then row r + 8 is added to row r, then r + 4, r + 2 and r + 1. For ties and
+// NaN, six is chosen.
 TRANSFORMER_OPS_MATH bool takes_four(float error_of_six, float error_of_four) {
   return error_of_four < error_of_six;
 }

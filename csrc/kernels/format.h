@@ -1,10 +1,10 @@
-// The formats of quantized tensors, one row each; what their numbers mean is in encoding.h.
+// The formats of quantized tensors, one row each; encoding.h defines the values of their codes.
 //
 // A quantized tensor is codes and scales: a number is its code's value times the scale of its
-// block. Blocks tile the tensor as rows, which are its leading dimensions, and columns, its last
-// one; those at the ends may be smaller.
+// block. Blocks tile the tensor's rows (its leading dimensions) and columns (its last dimension).
+// Blocks at the ends may be smaller.
 //
-// Internal linkage for the reason given in math.h.
+// Everything has internal linkage, for the reason given in math.h.
 #pragma once
 
 #include <cstdint>
@@ -12,58 +12,59 @@
 
 namespace transformer_ops::kernel {
 
-// What a code is.
+// The type of a code.
 enum class Element : uint8_t { E4M3, E5M2, E2M1, Int8 };
 
-// What a scale is, and how it follows from the largest magnitude of its block.
+// The type of a scale, and how it follows from the largest magnitude of its block.
 enum class ScaleRule : uint8_t {
-  Float32,     // largest code / largest magnitude is what encodes
+  Float32,     // largest code / largest magnitude encodes
   PowerOfTwo,  // the same, rounded down to a power of two, stored as float32
   E8M0,        // a byte, the exponent of a power of two that is rounded up
   E4M3,        // a byte, an E4M3 number, times one float32 of the whole tensor
 };
 
-// "4 over 6": the largest number of a block becomes 6, the largest code, or 4, whichever has the
-// smaller sum of absolute, or squared, rounding errors. Off: it becomes the largest code.
+// "4 over 6": the largest number of a block becomes 6 (the largest code) or 4, whichever has the
+// smaller sum of absolute, or squared, rounding errors. Off: it always becomes the largest code.
 enum class FourOverSix : uint8_t { Off, Absolute, Squared };
 
 struct Format {
-  const char* name;  // in plans, schemas and reports
+  const char* name;  // used in plans, schemas and reports
   Element element;
   ScaleRule rule;
-  int bits;                           // of a code; below 8 they are packed, the first one lowest
-  float largest;                      // of the codes' values
-  int64_t block_rows, block_columns;  // 0: one block, the tensor
+  int bits;       // of a code; if below 8 they are packed, the first one in the low bits
+  float largest;  // the largest value of a code
+  int64_t block_rows, block_columns;  // 0: the tensor is one block
   FourOverSix four_over_six = FourOverSix::Off;
-  // Where scales of blocks are relative to one of the tensor, the scale of its largest number.
+  // If block scales are relative to a scale of the tensor: the block scale of the tensor's largest
+  // number.
   float largest_scale = 448.0f;
 
   constexpr bool per_tensor() const { return block_columns == 0; }
-  // Whether there is one scale of the tensor besides those of blocks.
+  // Is there a scale of the tensor besides those of blocks?
   constexpr bool has_tensor_scale() const { return rule == ScaleRule::E4M3; }
-  // Whether the scale of each block is a power of two.
+  // Is the scale of each block a power of two?
   constexpr bool has_block_powers() const {
     return !per_tensor() && (rule == ScaleRule::PowerOfTwo || rule == ScaleRule::E8M0);
   }
-  // Whether the scale of a block depends on more than its largest number.
+  // Does the scale of a block depend on more than its largest number?
   constexpr bool chooses_scale() const { return four_over_six != FourOverSix::Off; }
-  // Whether two formats differ in their blocks alone.
+  // Do two formats differ only in their blocks?
   constexpr bool is_like(const Format& other) const {
     return element == other.element && rule == other.rule && four_over_six == other.four_over_six &&
            largest_scale == other.largest_scale;
   }
 };
 
-// What a kernel is told of the whole tensor.
+// What a kernel needs to know about the whole tensor.
 struct TensorScale {
   float encode = 1.0f;  // encoding::tensor_scale()
-  float decode = 1.0f;  // what multiplies decoded numbers, mostly the inverse
-  float amax = 0.0f;    // the largest magnitude, read where formats choose scales
+  float decode = 1.0f;  // the factor of decoded numbers, usually the inverse
+  float amax = 0.0f;    // the largest magnitude, read if formats choose scales
 };
 
 namespace {
 
-// A largest scale of 256 leaves room for the scales that are stretched by 1.5; above 448 they are
+// A largest scale of 256 leaves room for scales that are stretched by 1.5; scales above 448 are
 // clipped.
 constexpr Format four_over_six(const char* name, FourOverSix errors, float largest_scale,
                                int64_t block_rows, int64_t block_columns) {
@@ -105,7 +106,7 @@ inline constexpr Format kFormats[] = {
     {"int8 1x128", Element::Int8, ScaleRule::Float32, 8, 127.0f, 1, 128},
 };
 
-// Null where there is none of that name.
+// Null if there is no format of that name.
 [[maybe_unused]] constexpr const Format* find_format(std::string_view name) {
   for (const Format& format : kFormats) {
     if (name == format.name) return &format;

@@ -13,14 +13,14 @@ inline const Kernel<void(const Glu&, DType, const void* grad_y, const void* x, v
                          int64_t rows, int64_t h)>
     glu_backward{"glu_backward"};
 
-// y is that of x + bias, which kept takes as it is rounded; kept may be x, or null.
+// Computes y from x + bias; `kept` receives that sum, rounded. `kept` may be x, or null.
 inline const Kernel<void(const Glu&, DType, const void* x, const void* bias, void* kept, void* y,
                          int64_t rows, int64_t h)>
     bias_glu_forward{"bias_glu_forward"};
 
-// Backward with the value again, as activation_value_and_backward has it, for columns first to
-// first + n of y, out of h. x and grad_x are rows x 2h. The blocks of interleave divide first and
-// n.
+// Computes the gradient and recomputes the value, as activation_value_and_backward does, for
+// columns first to first + n of y, out of h. x and grad_x are rows x 2h. The size of interleaved
+// blocks must divide first and n.
 inline const Kernel<void(const Glu&, DType, void* buffer, const void* x, void* grad_x, int64_t rows,
                          int64_t n, int64_t h, int64_t first)>
     glu_value_and_backward{"glu_value_and_backward"};

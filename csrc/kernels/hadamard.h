@@ -1,4 +1,5 @@
-// The Hadamard transform of 16 rows, which spreads outliers before a product over them is rounded.
+// The Hadamard transform of 16 rows. It spreads outliers before the operands of a product over
+// these rows are rounded.
 #pragma once
 
 #include "kernels/cpu.h"
@@ -7,8 +8,8 @@ namespace transformer_ops::kernel {
 namespace {
 
 constexpr int64_t kHadamardRows = 16;
-// Of TransformerEngine's recipe; which rows are negated first is arbitrary, but the same for both
-// operands.
+// The signs of TransformerEngine's recipe. Which rows are negated is arbitrary, but must be the
+// same for both operands.
 constexpr float kHadamardSigns[kHadamardRows] = {1,  1,  1,  -1, 1,  -1, -1, -1,
                                                  -1, -1, -1, 1,  -1, 1,  -1, -1};
 
@@ -17,8 +18,8 @@ constexpr float kHadamardSigns[kHadamardRows] = {1,  1,  1,  -1, 1,  -1, -1, -1,
 
 namespace transformer_ops::cpu {
 
-// out[i] = sum over j of (-1)^(ones that i and j share) kHadamardSigns[j] x[j] / 4, for rows i and
-// j of each 16; rows that are left are copied. `out` holds acc numbers.
+// out[i] = sum over j of (-1)^(number of ones that i and j share) kHadamardSigns[j] x[j] / 4, for
+// rows i and j of each 16. Remaining rows are copied. `out` holds acc numbers.
 inline const Kernel<void(DType, const void* x, void* out, int64_t rows, int64_t h)> hadamard_rows{
     "hadamard_rows"};
 

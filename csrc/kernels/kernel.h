@@ -1,14 +1,15 @@
-// Kernels register themselves: a header of a family declares a slot for each kernel, here in
-// kernels/; a file of a backend, in cpu/ or cuda/, fills it. A slot of one op may be declared in
-// the op's file and in the kernel's instead of a header: its first call compares the two.
+// Kernels register themselves. A header of a family, here in kernels/, declares a slot for each
+// kernel; a file of a backend, in cpu/ or cuda/, fills it. A slot that only one op uses may be
+// declared in the op's file and in the kernel's instead of a header: its first call compares the
+// two.
 //
 //   inline const Kernel<void(DType, const void* x, void* y, int64_t n)> relu{"relu"};  // the slot
 //   relu(dtype, x, y, n);                                                               // a call
 //   namespace entry { void relu(DType, ...) {...} }  TRANSFORMER_OPS_KERNEL(relu, "avx2");
 //
-// What fills a slot is a constant in a section of the library, which the linker puts together: no
-// code of the file runs when the library loads. Those for AVX-512 could not on every machine. For
-// the same reason their files may declare slots and never call one, nor any function of this page.
+// A slot is filled by a constant in a section of the library, which the linker joins: no code of
+// the file runs when the library is loaded. Code for AVX-512 could not run on every machine. For
+// the same reason such files may declare slots, but never call one, nor any function of this file.
 #pragma once
 
 #include <cstring>
@@ -18,12 +19,12 @@
 
 namespace transformer_ops::kernel {
 
-// Its alignment is its size, so that those of a section make an array.
+// Its alignment is its size, so that the rows of a section form an array.
 struct alignas(32) Row {
   const char* slot;
   const char* backend;   // an instruction set, or "cuda"
-  const void* function;  // where the pointer to it is: only that is a constant of the language
-  const std::type_info* type;  // of the function
+  const void* function;  // the address of the function pointer: only that is a constant expression
+  const std::type_info* type;  // the type of the function
 };
 static_assert(sizeof(Row) == 32);
 
@@ -36,12 +37,12 @@ extern "C" {
 [[gnu::visibility("hidden")]] extern const Row __stop_transformer_ops_kernels[];
 }
 
-// Of the library, or program, that the caller is linked into.
+// The rows of the library, or program, that the caller is linked into.
 static inline Rows rows_of_this_library() {
   return {__start_transformer_ops_kernels, __stop_transformer_ops_kernels};
 }
 
-// Null where there is none.
+// Null if there is none.
 inline const Row* find(Rows rows, const char* slot, const char* backend) {
   for (const Row* row = rows.begin; row != rows.end; ++row) {
     if (std::strcmp(row->slot, slot) == 0 && std::strcmp(row->backend, backend) == 0) {
@@ -51,8 +52,8 @@ inline const Row* find(Rows rows, const char* slot, const char* backend) {
   return nullptr;
 }
 
-// A slot. What fills it is looked up by its name at its first call: where no kernel fits, that call
-// raises. By name, because each library has slots of its own.
+// A slot. Its kernel is looked up at the first call, which raises if there is none. The lookup is
+// by name, because each library has slots of its own.
 template <class Signature, const Row& (*find)(const char* slot)>
 class Kernel;
 
@@ -66,7 +67,7 @@ class Kernel<Result(Arguments...), find> {
 
   const char* name() const { return name_; }
 
-  // Raises where the row's function takes or returns something else.
+  // Raises if the row's function has another type.
   Pointer function_of(const Row& row) const {
     if (*row.type != typeid(Signature)) {
       throw std::runtime_error("[kernels] " + std::string(name_) + " must be a " +
@@ -98,7 +99,7 @@ class Kernel<Result(Arguments...), find> {
 
 }  // namespace transformer_ops::kernel
 
-// Fills a slot, from the namespace in which it is declared, with the function entry::slot there.
+// Fills a slot with the function entry::slot of the namespace in which the slot is declared.
 #define TRANSFORMER_OPS_KERNEL(slot, backend)                                  \
   constexpr decltype(slot)::Pointer function_of_##slot = entry::slot;          \
   constexpr ::transformer_ops::kernel::Row row_of_##slot                       \

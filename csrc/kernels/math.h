@@ -1,11 +1,11 @@
-// Scalar formulas of the activations, gated linear units and norms, for host loops and device
+// The scalar formulas of activations, gated linear units and norms, for host loops and device
 // kernels.
 //
-// A is the compute type: float, double, or a vector of them that brings its own elementary
-// functions (cpu/simd_math.h). NaN and infinity pass as in PyTorch's formulas.
+// A is the compute type: float, double, or a vector of them that has its own elementary functions
+// (cpu/simd_math.h). NaN and infinity pass as in PyTorch's formulas.
 //
 // Everything has internal linkage: the header is compiled for several instruction sets, and the
-// linker must not merge an AVX-512 copy of a function into a program path for older machines.
+// linker must not use an AVX-512 copy of a function on older machines.
 #pragma once
 
 #include <math.h>
@@ -37,7 +37,7 @@ TRANSFORMER_OPS_MATH double exp2_of_nonpositive(double x) { return ::exp2(x); }
 TRANSFORMER_OPS_MATH float tanh(float x) { return ::tanhf(x); }
 TRANSFORMER_OPS_MATH double tanh(double x) { return ::tanh(x); }
 
-// The standard normal distribution at t >= 0: its density, and the share that lies beyond t.
+// The standard normal distribution at t >= 0: its density, and the share that is beyond t.
 template <class A>
 struct Normal {
   A density, beyond;
@@ -71,7 +71,7 @@ template <class A>
 TRANSFORMER_OPS_MATH A at_most(A x, double bound) {
   return x > A(bound) ? A(bound) : x;
 }
-// a where x is negative, else b; of zeros and NaN, either.
+// a where x is negative, else b; either one for zeros and NaN.
 template <class A>
 TRANSFORMER_OPS_MATH A select_negative(A x, A a, A b) {
   return x < A(0) ? a : b;
@@ -85,14 +85,14 @@ struct SigmoidParts {
   A value, complement;
 };
 
-// From e = exp(-|x|).
+// Computed from e = exp(-|x|).
 template <class A>
 TRANSFORMER_OPS_MATH SigmoidParts<A> sigmoid_parts(A x, A e) {
   const A tail = e / (A(1) + e), d = A(1) - tail;
   return {select_negative(x, tail, d), select_negative(x, d, tail)};
 }
 
-// y sigmoid(x), from e = exp(-|x|).
+// y sigmoid(x), computed from e = exp(-|x|).
 template <class A>
 TRANSFORMER_OPS_MATH A times_sigmoid(A y, A x, A e) {
   return select_negative(x, y * e, y) / (A(1) + e);
@@ -113,7 +113,7 @@ TRANSFORMER_OPS_MATH A sigmoid_slope(A x) {
   return s.value * s.complement;
 }
 
-// Of t ln 2.
+// The sigmoid of t ln 2.
 template <class A>
 TRANSFORMER_OPS_MATH SigmoidParts<A> sigmoid2(A t) {
   return sigmoid_parts(t, exp2_of_nonpositive(minus_abs(t)));
@@ -169,7 +169,7 @@ struct GELU {
   }
   template <class A>
   TRANSFORMER_OPS_MATH_MEMBER A backward(A grad, A x) const {
-    // For |x| > 100 the sigmoid is 0 or 1; the bound keeps 0 * inf out of the gradient.
+    // For |x| > 100 the sigmoid is 0 or 1; the bound prevents 0 * inf in the gradient.
     const A square = at_most(x * x, 1e4);
     const A t = x * (A(kLog2e * kLinear) + A(kLog2e * kCubic) * square);
     const auto s = sigmoid2(t);
@@ -274,8 +274,8 @@ struct SiTUGLU {
   }
 };
 
-// gate sigmoid(alpha gate) (linear + offset), gate clamped above, linear on both sides. The
-// gradient passes at the limit, not beyond it, and not where the clamped input is NaN.
+// gate sigmoid(alpha gate) (linear + offset), with gate clamped above, and linear on both sides.
+// The gradient passes at the limit, but not beyond it, and not if the clamped input is NaN.
 template <class Number>
 struct ClampedSwiGLU {
   Number limit, alpha, offset;
@@ -308,14 +308,14 @@ struct ClampedSwiGLU {
 
 // ---- norms, for one element of a row ----
 
-// n; mean is 0 where the norm does not center.
+// The normalized number; mean is 0 if the norm does not center.
 template <class A>
 TRANSFORMER_OPS_MATH A normalized(A x, A mean, A rstd) {
   return (x - mean) * rstd;
 }
 
-// The gradient of x for that of n; the means are over the row, of grad_n and grad_n n. A norm that
-// does not center has 0 for the first, L2 normalization sums for the second.
+// The gradient of x from that of n. The means are over the row, of grad_n and of grad_n n. For a
+// norm that does not center the first is 0; for L2 normalization the second is a sum.
 template <class A>
 TRANSFORMER_OPS_MATH A normalized_backward(A grad_n, A n, A rstd, A mean_grad, A mean_grad_n) {
   return ((grad_n - mean_grad) - n * mean_grad_n) * rstd;

@@ -6,8 +6,8 @@
 
 namespace transformer_ops::cpu {
 
-// gamma[h] and beta[h] may be null (absent). grad_gamma[h] and grad_beta[h] are added to and may
-// be null (not wanted). mean and rstd hold one number a row.
+// gamma[h] and beta[h] may be null (absent). The kernels add to grad_gamma[h] and grad_beta[h],
+// which may be null (not wanted). mean and rstd hold one number for each row.
 inline const Kernel<void(DType, const void* x, const void* gamma, const void* beta, double eps,
                          void* y, void* mean, void* rstd, int64_t rows, int64_t h)>
     layer_norm_forward{"layer_norm_forward"};
@@ -17,7 +17,7 @@ inline const Kernel<void(DType, const void* grad_y, const void* x, const void* m
                          void* grad_beta, int64_t rows, int64_t h)>
     layer_norm_backward{"layer_norm_backward"};
 
-// grad_x = the same + residual, both rows x h, of acc values where `wide`.
+// grad_x = the same + residual; both are rows x h, of acc values if `wide`.
 inline const Kernel<void(DType, bool wide, const void* grad_y, const void* x, const void* mean,
                          const void* rstd, const void* gamma, const void* residual, void* grad_x,
                          void* grad_gamma, void* grad_beta, int64_t rows, int64_t h)>
@@ -52,8 +52,8 @@ inline const Kernel<void(DType, const void* x, const void* mean, const void* rst
                          const void* gamma, const void* beta, void* y, int64_t rows, int64_t h)>
     normalize{"normalize"};
 
-// sum = x + extra, and its norm as above: of the sum as it is rounded, so that whoever reads it
-// later computes the same. A null sum is not written.
+// sum = x + extra, and its norm as above. The norm is that of the rounded sum, so that later
+// readers of the sum compute the same. A null sum is not written.
 inline const Kernel<void(DType, const void* x, const void* extra, const void* gamma,
                          const void* beta, double eps, void* sum, void* y, void* mean, void* rstd,
                          int64_t rows, int64_t h)>
@@ -76,7 +76,7 @@ struct NormForward {
   const void* extra = nullptr;  // normalizes x + extra, rounded to dtype
   Vector gamma = {}, beta = {};
   double eps;
-  void* sum = nullptr;  // takes x + extra; may be null
+  void* sum = nullptr;  // receives x + extra; may be null
   void* y;
   void* mean = nullptr;  // LayerNorm only
   void* rstd;            // L2: 1 / sqrt(sum(x^2) + eps)
@@ -91,16 +91,16 @@ struct NormBackward {
   const void* mean = nullptr;
   const void* rstd;
   Vector gamma = {};
-  const void* residual = nullptr;  // is added to grad_x; both are of residual_dtype
-  DType residual_dtype;            // dtype or acc; that of grad_x in any case
+  const void* residual = nullptr;  // is added to grad_x; both have residual_dtype
+  DType residual_dtype;            // dtype or acc; always that of grad_x
   void* grad_x;
   Gradient grad_gamma = {}, grad_beta = {};
-  void* partials = nullptr;  // acc [parts, wanted gradients, h]; null where none is wanted
+  void* partials = nullptr;  // acc [parts, wanted gradients, h]; null if none is wanted
   int64_t parts = 0;         // from norm_backward_parts
   int64_t rows, h;
 };
 
-// y = (x - mean) rstd gamma + beta from the statistics of a norm; no mean: 0.
+// y = (x - mean) rstd gamma + beta from the statistics of a norm; without mean it is 0.
 struct Normalize {
   DType dtype;
   const void* x;

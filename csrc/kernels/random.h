@@ -1,8 +1,8 @@
-// What the dropout kernels of all devices share. Each element has a random integer of 32 bits of
-// its own, from Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+// Code shared by the dropout kernels of all devices. Each element has its own random 32-bit
+// integer, from Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
 // 2011). Seven rounds are the fewest that pass TestU01's BigCrush (there, table 2).
 //
-// Internal linkage for the reason given in math.h.
+// Everything has internal linkage, for the reason given in math.h.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ TRANSFORMER_OPS_RANDOM Words philox(uint64_t key, uint64_t low, uint64_t high) {
   return {{c0, c1, c2, c3}};
 }
 
-// An element is kept where its random integer is at least p * 2^32.
+// An element is kept if its random integer is at least p * 2^32.
 [[maybe_unused]] uint32_t keep_threshold(double p) {
   const double exact = p * 4294967296.0;
   const auto below = static_cast<uint64_t>(exact);
@@ -50,7 +50,7 @@ TRANSFORMER_OPS_RANDOM Words philox(uint64_t key, uint64_t low, uint64_t high) {
   return static_cast<uint32_t>(threshold < 0xffffffffu ? threshold : 0xffffffffu);
 }
 
-// With p = 1 nothing is kept, and any finite scale will do.
+// With p = 1 nothing is kept, and any finite scale is correct.
 [[maybe_unused]] double dropout_scale(double p) { return p < 1.0 ? 1.0 / (1.0 - p) : 0.0; }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Rows times a vector and a number of their own: LayerScale and DropPath.
+// Rows times a vector, and each row times a number: LayerScale and DropPath.
 #pragma once
 
 #include "kernels/cpu.h"
@@ -6,14 +6,15 @@
 
 namespace transformer_ops::cpu {
 
-// What multiplies element i of row r: gamma[i] factors[r / rows_per_factor], both of acc; null: 1.
+// The factor of element i of row r is gamma[i] factors[r / rows_per_factor]; both are acc, and null
+// counts as 1.
 struct RowScale {
   const void* gamma = nullptr;
   const void* factors = nullptr;
   int64_t rows_per_factor = 1;
 };
 
-// y = x scaled + extra, or without that where it is null. x, extra and y start at row `first`.
+// y = x scaled + extra; extra may be null. x, extra and y start at row `first`.
 inline const Kernel<void(DType, const void* x, const RowScale&, const void* extra, void* y,
                          int64_t first, int64_t rows, int64_t h)>
     row_scale{"row_scale"};

@@ -1,4 +1,4 @@
-// What CPU and CUDA kernels are told to compute.
+// The parameters that tell CPU and CUDA kernels what to compute.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@ namespace transformer_ops::kernel {
 
 enum class DType : uint8_t { Float32, Float64, Float16, BFloat16 };
 
-// The elementwise activations: each has a formula of this name in math.h.
+// The elementwise activations; math.h has a formula of each name.
 #define TRANSFORMER_OPS_ACTIVATIONS(each) \
   each(GELU) each(ExactGELU) each(QGELU) each(ReLU) each(SReLU) each(SiLU)
 
@@ -29,7 +29,7 @@ enum class GluKind : uint8_t {
 
 struct Glu {
   GluKind kind = GluKind::GLU;
-  // Size of the alternating blocks of gate and linear half; it divides h. 0: two halves.
+  // The size of the alternating blocks of gate and linear half, which divides h. 0: two halves.
   int64_t interleave = 0;
   double beta1 = 4.0, beta2 = 25.0;                 // SiTUGLU
   double limit = 7.0, alpha = 1.702, offset = 1.0;  // ClampedSwiGLU

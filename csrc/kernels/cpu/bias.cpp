@@ -1,4 +1,4 @@
-// Bias: its sum over rows, alone and in one pass with the gradient of what follows it.
+// The bias gradient: the sum over rows, alone and in one pass with the gradient of the op after it.
 #include "kernels/bias.h"
 
 #include "draw.h"
@@ -11,7 +11,7 @@ namespace {
 
 using kernel::with_activation;
 
-// Writes the rows f(r, i, lanes) to y, and adds them, not yet rounded, to the column sums.
+// Writes the rows f(r, i, lanes) to y, and adds them, before they are rounded, to the column sums.
 template <class T, class F>
 TRANSFORMER_OPS_INLINE void write_and_sum_rows(bool stream, T* y, void* total, int64_t rows,
                                                int64_t h, F f) {

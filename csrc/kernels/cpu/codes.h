@@ -1,5 +1,5 @@
-// Numbers to codes, by vectors: the formulas of kernels/encoding.h, bit for bit. decoding.h has the
-// way back.
+// Vector conversion of numbers to codes, bitwise as the formulas of kernels/encoding.h. decoding.h
+// has the inverse.
 #pragma once
 
 #include "magnitude.h"
@@ -9,8 +9,8 @@ namespace {
 
 namespace encoding = transformer_ops::encoding;
 
-// What is known of numbers that are scaled: nothing, or that they are finite, not above the
-// largest code's value and, but for integers, scaled without rounding.
+// What is known about scaled numbers: nothing, or that they are finite, not above the largest
+// code's value and, except for integers, scaled without rounding.
 enum class Known { Nothing, Fits };
 
 TRANSFORMER_OPS_INLINE Ints round_to_int(Floats x) {
@@ -25,7 +25,7 @@ TRANSFORMER_OPS_INLINE Ints round_to_int(Floats x) {
 #endif
 }
 
-// In 32 bits each; integers with their sign.
+// Returns a 32-bit code for each lane; integers have their sign.
 template <class E, Known known>
 TRANSFORMER_OPS_INLINE Ints encode_lanes(Floats x, Floats scale) {
   using V = Vec<float>;
@@ -56,7 +56,7 @@ TRANSFORMER_OPS_INLINE Ints encode_lanes(Floats x, Floats scale) {
   }
 }
 
-// The lowest bytes of two vectors, one after the other.
+// Stores the lowest bytes of two vectors, one after the other.
 template <class E>
 TRANSFORMER_OPS_INLINE void store_bytes(uint8_t* p, Ints a, Ints b) {
 #if defined(__AVX512F__)
@@ -83,13 +83,14 @@ TRANSFORMER_OPS_INLINE void store_bytes(uint8_t* p, Ints a, Ints b) {
 #endif
 }
 
-// Codes of the numbers of two vectors.
+// Stores the codes of the numbers of two vectors.
 template <class E, Known known, class T>
 TRANSFORMER_OPS_INLINE void encode_two(const T* x, uint8_t* codes, Floats scale) {
   constexpr int64_t kLanes = Vec<T>::kLanes;
 #if defined(__AVX512F__)
   if constexpr (__is_same(T, BFloat16)) {
-    // Every second number at a time, as wide.h has them: no lane is widened or moved.
+    // This processes every second number at a time, as in wide.h, so that no lane is widened or
+    // moved.
     const Ints both = load_unaligned<Ints>(x);
     const Ints even = encode_lanes<E, known>((Floats)(both << 16), scale);
     const Ints odd =
@@ -105,8 +106,8 @@ TRANSFORMER_OPS_INLINE void encode_two(const T* x, uint8_t* codes, Floats scale)
 }
 
 #if defined(__AVX512F__)
-// Of bfloat16 numbers times a power of two whose exponent is subtracted with `offset`: rounds the
-// numbers' own 16 bits. False, with nothing done, where a code is of a subnormal number.
+// Encodes bfloat16 numbers times a power of two, whose exponent is subtracted with `offset`, by
+// rounding the numbers' 16 bits. Returns false, with nothing done, if a code is subnormal.
 template <class E>
 TRANSFORMER_OPS_INLINE bool encode_normal(const BFloat16* x, uint8_t* codes, __m512i offset) {
   typedef uint16_t Words __attribute__((vector_size(64)));
@@ -126,7 +127,7 @@ TRANSFORMER_OPS_INLINE bool encode_normal(const BFloat16* x, uint8_t* codes, __m
 }
 #endif
 
-// Codes as far as groups of two vectors go: how many that is.
+// Encodes as many groups of two vectors as there are; returns the number of codes.
 template <class E, Known known, class T>
 TRANSFORMER_OPS_INLINE int64_t encode_groups(const T* x, uint8_t* codes, int64_t n, float scale) {
   constexpr int64_t kTwo = 2 * Vec<T>::kLanes;
@@ -136,7 +137,7 @@ TRANSFORMER_OPS_INLINE int64_t encode_groups(const T* x, uint8_t* codes, int64_t
   if constexpr (__is_same(T, BFloat16) && known == Known::Fits && !E::kInteger) {
     const int exponent = static_cast<int>(float_bits(scale) >> 23) - 127;
     const int offset = (126 + E::kLeast - exponent) << 7;
-    // Else subnormal numbers could become normal ones.
+    // A negative offset could turn subnormal numbers into normal ones.
     if (offset > 0) {
       const __m512i offsets = _mm512_set1_epi16(static_cast<int16_t>(offset));
       for (; i + kTwo <= n; i += kTwo) {
@@ -150,7 +151,7 @@ TRANSFORMER_OPS_INLINE int64_t encode_groups(const T* x, uint8_t* codes, int64_t
   return i;
 }
 
-// One byte a code.
+// Stores one byte for each code.
 template <class E, Known known, class T>
 TRANSFORMER_OPS_INLINE void encode_bytes(const T* x, uint8_t* codes, int64_t n, float scale) {
   constexpr int64_t kLanes = Vec<T>::kLanes;
@@ -165,7 +166,7 @@ TRANSFORMER_OPS_INLINE void encode_bytes(const T* x, uint8_t* codes, int64_t n, 
   for (; i < n; ++i) codes[i] = static_cast<uint8_t>(encoding::encode<E>(to_float(x[i]), scale));
 }
 
-// The same, of numbers with a scale each.
+// The same for numbers that each have a scale.
 template <class E, class T>
 TRANSFORMER_OPS_INLINE void encode_bytes(const T* x, uint8_t* codes, int64_t n,
                                          const float* scales) {

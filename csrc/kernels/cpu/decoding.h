@@ -1,4 +1,4 @@
-// Codes to numbers, by vectors: the formulas of kernels/encoding.h, bit for bit.
+// Vector conversion of codes to numbers, bitwise as the formulas of kernels/encoding.h.
 #pragma once
 
 #include "kernels/encoding.h"
@@ -10,12 +10,12 @@ namespace {
 
 namespace encoding = transformer_ops::encoding;
 
-// The values of two vectors of codes, kDecodedUnit<E> times smaller.
+// decode_two() returns the values of codes divided by this number.
 template <class E>
 constexpr float kDecodedUnit = 1.0f;
 
 #if defined(__AVX2__)
-// By way of float16, whose subnormal numbers cost nothing: those of the codes are some of them.
+// E4M3 is decoded through float16, whose subnormal numbers cost nothing; E4M3's are among them.
 template <>
 constexpr float kDecodedUnit<encoding::E4M3> = 256.0f;
 
@@ -67,7 +67,7 @@ TRANSFORMER_OPS_INLINE CodeBytes look_up(const uint8_t* table, CodeBytes x) {
 }
 #endif
 
-// The upper bytes of E2M1's sixteen numbers in float16.
+// The upper bytes of the sixteen E2M1 numbers in float16.
 alignas(16) constexpr uint8_t kUpperBytes[16] = {0x00, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46,
                                                  0x80, 0xb8, 0xbc, 0xbe, 0xc0, 0xc2, 0xc4, 0xc6};
 
@@ -77,8 +77,8 @@ TRANSFORMER_OPS_INLINE void decode_two(CodeBytes bytes, Floats& a, Floats& b) {
   if constexpr (E::kInteger) {
     ints_to_floats(bytes, a, b);
   } else if constexpr (E::kMantissa == 3) {
-    // One more exponent bit, and three more of the mantissa; NaN is no large number: it alone
-    // carries into the highest bit of the exponent.
+    // float16 has one more exponent bit, and three bits more mantissa. NaN is handled separately:
+    // only NaN carries into the highest bit of the exponent.
     const Words wide = (Words)widen(bytes) << 7;
     const Words magnitude = wide & 0x3f80;
     const Words nan = (magnitude + 0x80) & 0x4000;
@@ -99,13 +99,14 @@ constexpr bool kShifts<encoding::E4M3> = true;
 template <>
 constexpr bool kShifts<encoding::E5M2> = true;
 
-// Codes times a power of two as bfloat16 numbers: no product, as only the exponent changes.
+// Multiplies codes by a power of two to bfloat16 numbers without a product: only the exponent
+// changes.
 template <class E>
 class ShiftedCodes {
   typedef int16_t Words __attribute__((vector_size(64)));
   static constexpr int kFew = 1 << E::kMantissa, kDropped = 7 - E::kMantissa;
 
-  // By the five lowest bits of a code: its number where it is subnormal, infinite or NaN.
+  // Indexed by the lowest five bits of a code: its number if it is subnormal, infinite or NaN.
   struct Table {
     alignas(64) int16_t numbers[32] = {};
     constexpr Table() {
@@ -121,12 +122,12 @@ class ShiftedCodes {
   };
 
  public:
-  // Whether scale is such a power, and no number becomes subnormal or infinite.
+  // Is the scale such a power, and does no number become subnormal or infinite?
   static TRANSFORMER_OPS_INLINE bool fits(float scale) {
     constexpr uint32_t kLargest = E::kFirstNan - E::kInfinities - 1;
     constexpr int kMost = static_cast<int>(kLargest >> E::kMantissa) - 1 + E::kLeast;
     constexpr int kFirst = -126 - (E::kLeast - E::kMantissa), kLast = 127 - kMost;
-    // Of a negative scale it is above them all.
+    // The exponent of a negative scale is above them all.
     const int exponent = exponent_of(scale);
     return float_bits(scale) << 9 == 0 && exponent >= kFirst && exponent <= kLast;
   }
@@ -139,7 +140,7 @@ class ShiftedCodes {
     first_ = (Words)_mm512_set1_epi16(static_cast<int16_t>(by + ((127 + E::kLeast) << 7)));
   }
 
-  // The numbers of 32 codes.
+  // Returns the numbers of 32 codes.
   TRANSFORMER_OPS_INLINE __m512i operator()(__m256i codes) const {
     constexpr int16_t kNormal = E::kFirstNan - E::kInfinities - kFew;
     const __m512i wide = _mm512_maskz_cvtepi8_epi16(0xffffffff, codes);
@@ -150,7 +151,7 @@ class ShiftedCodes {
     return (__m512i)(magnitude | ((Words)wide & static_cast<int16_t>(0x8000)));
   }
 
-  // How many of n codes it decodes: whole vectors.
+  // Decodes whole vectors; returns the number of codes decoded.
   TRANSFORMER_OPS_INLINE int64_t operator()(const uint8_t* codes, BFloat16* out, int64_t n,
                                             bool stream) const {
     int64_t i = 0;
@@ -168,7 +169,7 @@ class ShiftedCodes {
 };
 #endif
 
-// Codes of one byte each to code * scale.
+// Converts one-byte codes to code * scale.
 template <class E, class T>
 TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n, float scale,
                                          [[maybe_unused]] bool stream) {
@@ -209,7 +210,7 @@ TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n
   }
 }
 
-// The same, of codes with a scale each. `fits`: none of these is near the largest float.
+// The same for codes that each have a scale. `fits`: no scale is near the largest float.
 template <class E, class T>
 TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n,
                                          const float* scales, [[maybe_unused]] bool fits,
@@ -233,7 +234,7 @@ TRANSFORMER_OPS_INLINE void decode_bytes(const uint8_t* codes, T* out, int64_t n
   }
 }
 
-// Whether scales may be multiplied by what decode_two() leaves out.
+// Can scales be multiplied by the factor that decode_two() omits?
 template <class E>
 TRANSFORMER_OPS_INLINE bool decodes_by_vectors([[maybe_unused]] float scale) {
 #if defined(__AVX2__)

@@ -1,4 +1,4 @@
-// What the processor has, and which kernel fills a slot on it.
+// Detects the processor's instruction sets, and selects the kernel of a slot.
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
@@ -13,14 +13,14 @@
 namespace transformer_ops::cpu {
 namespace {
 
-// Processors of a level have all that those below have.
+// A processor of a level has everything that the lower levels have.
 struct Level {
   const char* name;
   const char* kernels;  // the instruction set that they are compiled for
   bool runs_here;
 };
 
-// Widest first.
+// The widest level is first.
 std::span<const Level> levels() {
 #if defined(__x86_64__)
   // Every machine with AVX2 and FMA has F16C, which clang 14 does not know by name here.
@@ -42,7 +42,7 @@ std::span<const Level> levels() {
   return all;
 }
 
-// Those that the library was built for, which may be fewer: isa.cmake.
+// Was the library built for the instruction set? See isa.cmake.
 bool is_built(std::string_view isa) {
   static constexpr std::string_view built[] = {TRANSFORMER_OPS_ISAS};
   return std::find(std::begin(built), std::end(built), isa) != std::end(built);
@@ -52,7 +52,7 @@ std::span<const Level> from(const Level& level) {
   return levels().subspan(&level - levels().data());
 }
 
-// The kernels of that level or of the next lower one that was built; null where there are none.
+// The kernels of that level or of the next lower one that was built; null if there are none.
 const char* kernels_for(const Level& level) {
   for (const Level& next : from(level)) {
     if (is_built(next.kernels)) return next.kernels;
@@ -60,7 +60,7 @@ const char* kernels_for(const Level& level) {
   return nullptr;
 }
 
-// Those that this machine has and that there are kernels for.
+// The levels that this machine has and that there are kernels for.
 std::vector<const Level*> usable_levels() {
   std::vector<const Level*> usable;
   for (const Level& level : levels()) {

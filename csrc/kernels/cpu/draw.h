@@ -1,5 +1,5 @@
-// Which elements dropout keeps, from a counter-based generator: any range can be drawn on its own,
-// and drawn again.
+// Draws which elements dropout keeps, with a counter-based generator: any range can be drawn
+// separately, and repeatedly.
 #pragma once
 
 #include "kernels/random.h"
@@ -44,7 +44,7 @@ struct Comparison {
   uint64_t above, equal;  // a bit for each piece
 };
 
-// Of 64 pieces.
+// Compares 64 pieces with the bound.
 TRANSFORMER_OPS_INLINE Comparison compare(const uint16_t* piece, uint16_t bound) {
   Comparison result{0, 0};
 #if defined(__AVX512BW__)
@@ -59,7 +59,7 @@ TRANSFORMER_OPS_INLINE Comparison compare(const uint16_t* piece, uint16_t bound)
   for (int i = 0; i < 64; i += 16) {
     const auto* p = reinterpret_cast<const __m128i*>(piece + i);
     const __m128i a = _mm_load_si128(p), b = _mm_load_si128(p + 1), zero = _mm_setzero_si128();
-    // Unsigned v <= bound where the saturated difference is zero.
+    // The unsigned v <= bound is true if the saturated difference is zero.
     const __m128i not_above = _mm_packs_epi16(_mm_cmpeq_epi16(_mm_subs_epu16(a, bounds), zero),
                                               _mm_cmpeq_epi16(_mm_subs_epu16(b, bounds), zero));
     const __m128i equal = _mm_packs_epi16(_mm_cmpeq_epi16(a, bounds), _mm_cmpeq_epi16(b, bounds));
@@ -75,8 +75,8 @@ TRANSFORMER_OPS_INLINE Comparison compare(const uint16_t* piece, uint16_t bound)
   return result;
 }
 
-// The bits are set of the elements, from `first` on, that are kept. The upper half of an element's
-// random integer decides nearly always; the lower half is drawn only where that is not so.
+// Sets the bits of the kept elements, from element `first` on. The upper half of an element's
+// random integer nearly always decides; the lower half is drawn only if it does not.
 TRANSFORMER_OPS_INLINE void draw_bits(uint64_t seed, uint32_t threshold, int64_t first,
                                       BitBlock& block) {
   const auto counter = static_cast<uint64_t>(first) / 8;

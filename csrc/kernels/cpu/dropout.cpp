@@ -24,8 +24,8 @@ TRANSFORMER_OPS_INLINE void store_sum(Sum* p, V x, Lanes lanes) {
   }
 }
 
-// y = extra + (x + bias) scale where a bit is set, else extra; x starts at this column of a row of
-// h.
+// y = extra + (x + bias) scale where a bit is set, else extra. x starts at `column` of a row of h
+// elements.
 template <class T, class Sum>
 void bias_dropout_add_block(const T* x, const Acc<T>* bias, int64_t column, int64_t h,
                             const Sum* extra, Sum* y, const BitBlock& block, Acc<T> scale,

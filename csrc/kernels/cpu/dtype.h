@@ -1,9 +1,10 @@
-// Element types, conversion to and from the compute type, and the switch from DType to a type.
+// Element types, their conversion to and from the compute type, and the switch from DType to a
+// type.
 //
-// Each file of this folder, but for dispatch.cpp, is compiled once for each instruction set. It and
-// the headers here have internal linkage throughout and use no std templates: an inline function
-// that several instruction sets compile would be merged by the linker, and a machine could be
-// handed instructions that it lacks.
+// Each file of this folder, except for dispatch.cpp, is compiled once for each instruction set.
+// These files and the headers here have internal linkage throughout and use no std templates: the
+// linker would merge an inline function that is compiled for several instruction sets, and a
+// machine could execute instructions that it does not have.
 #pragma once
 
 #include <cstdint>
@@ -56,12 +57,12 @@ TRANSFORMER_OPS_INLINE float to_float(BFloat16 x) {
 
 TRANSFORMER_OPS_INLINE void from_float(float x, BFloat16& out) {
   const uint32_t bits = float_bits(x);
-  const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // nearest, ties to even
+  const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // rounds to nearest, ties to even
   out.bits = static_cast<uint16_t>((x != x ? bits | 0x400000u : rounded) >> 16);
 }
 
-// Without branches, so that loops vectorize where the machine has no instruction for it. Method:
-// F. Giesen, "half_to_float_fast" and "float_to_half_fast3_rtne".
+// It has no branches, so that loops vectorize if the machine has no instruction for it. Method: F.
+// Giesen, "half_to_float_fast" and "float_to_half_fast3_rtne".
 TRANSFORMER_OPS_INLINE float to_float(Half x) {
   const uint32_t exponent_mask = 0x7c00u << 13;
   const uint32_t magnitude = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;
@@ -79,7 +80,7 @@ TRANSFORMER_OPS_INLINE void from_float(float x, Half& out) {
   const uint32_t sign = bits & 0x80000000u;
   const uint32_t magnitude = bits ^ sign;
   const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  const uint32_t magic = ((127u - 15u) + (23u - 10u) + 1u) << 23;  // the adder rounds for us
+  const uint32_t magic = ((127u - 15u) + (23u - 10u) + 1u) << 23;  // the adder does the rounding
   const uint32_t subnormal = float_bits(bits_float(magnitude) + bits_float(magic)) - magic;
   const uint32_t odd = (magnitude >> 13) & 1u;
   const uint32_t normal = (magnitude - ((127u - 15u) << 23) + 0xfffu + odd) >> 13;
@@ -90,8 +91,8 @@ TRANSFORMER_OPS_INLINE void from_float(float x, Half& out) {
 
 // ---- a range ----
 
-// Kernels work block by block on acc values in the first-level cache, so that their arithmetic
-// exists once for all element types of one compute type.
+// Kernels process blocks of acc values in the first-level cache, so that the arithmetic is compiled
+// only once for all element types of a compute type.
 constexpr int64_t kBlock = 512;
 
 TRANSFORMER_OPS_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -126,7 +127,7 @@ __attribute__((noinline)) void from_acc(const float* in, T* out, int64_t n) {
   for (int64_t k = i; k < n; ++k) from_float(in[k], out[k]);
 }
 
-// The values of `in` as acc: `in` itself where it is that already, else written to buffer.
+// The values of `in` as acc: `in` itself if it has that type, else a copy in the buffer.
 template <class T>
 TRANSFORMER_OPS_INLINE const Acc<T>* load(const T* in, Acc<T>* buffer, int64_t n) {
   if constexpr (kIsAcc<T>) {

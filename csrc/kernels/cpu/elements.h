@@ -1,4 +1,4 @@
-// From the elements of a format to what is compiled for them.
+// Maps the elements of a format to the code that is compiled for them.
 #pragma once
 
 #include "dtype.h"

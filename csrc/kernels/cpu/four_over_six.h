@@ -1,5 +1,5 @@
-// Chooses the scales of blocks whose largest number becomes 6 or 4, by vectors: the formulas of
-// kernels/encoding.h, bit for bit.
+// Vector code that chooses the scales of blocks whose largest number becomes 6 or 4, bitwise as the
+// formulas of kernels/encoding.h.
 #pragma once
 
 #include "nearest.h"
@@ -14,7 +14,7 @@ using kernel::TensorScale;
 template <class N>
 class ScaleChoices {
  public:
-  // Formats that choose no scale need no memory.
+  // Formats that do not choose scales need no memory.
   ScaleChoices(const kernel::Format& format, const TensorScale& tensor, int64_t h)
       : format_(format),
         tensor_scale_(tensor.encode),
@@ -24,7 +24,7 @@ class ScaleChoices {
         stride_(blocks_ + kLanes),
         memory_(format.chooses_scale() ? 2 * size_of_candidate() + blocks_ * kWidth : 0) {}
 
-  // Chooses for a strip, the rows of one row of blocks; amax has a number for each block.
+  // Chooses for a strip (the rows of one row of blocks); amax has a number for each block.
   void choose(const N* x, int64_t rows, const float* amax) {
     Candidate six = candidate(0), four = candidate(1);
     for (int64_t block = 0; block < blocks_; ++block) {
@@ -43,14 +43,15 @@ class ScaleChoices {
     }
   }
 
-  // The choice for each block: what encodes it, and the E4M3 number that decodes it.
+  // The choice for each block: the scale that encodes it, and the E4M3 number that decodes it.
   const float* encode() { return candidate(0).encode; }
   const float* number() { return candidate(0).number; }
 
  private:
   static constexpr int64_t kWidth = 16, kLanes = Vec<N>::kLanes;
 
-  // Arrays of one number a block. In squares `error` has one a block for each of 16 rows.
+  // Arrays with one number for each block. For square blocks, `error` has one for each block and
+  // each of its 16 rows.
   struct Candidate {
     float *encode, *number, *error;
 
@@ -60,7 +61,7 @@ class ScaleChoices {
     }
   };
 
-  // Arrays can be read for a whole vector at their end.
+  // A whole vector can be read at the end of an array.
   int64_t size_of_candidate() const {
     return stride_ * (2 + (has_columns() ? 1 : format_.block_rows));
   }
@@ -115,7 +116,7 @@ class ScaleChoices {
     }
   }
 
-  // The errors of a row's numbers; behind the last one, zeros up to the end of its block.
+  // Computes the errors of a row's numbers, followed by zeros up to the end of the last block.
   template <bool squared>
   void find_errors(const Candidate& candidate, const N* x) {
     for (int64_t block = 0, i = 0; i < h_; i += kWidth, ++block) {
@@ -142,7 +143,7 @@ class ScaleChoices {
     }
   }
 
-  // Adds up the rows of squares; those behind `rows` count as zeros.
+  // Adds up the rows of square blocks; rows from `rows` on count as zeros.
   void sum_rows(const Candidate& candidate, int64_t rows) {
     for (int64_t row = rows; row < format_.block_rows; ++row) {
       memset(candidate.error + row * stride_, 0, static_cast<size_t>(blocks_) * sizeof(float));

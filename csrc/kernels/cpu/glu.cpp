@@ -37,7 +37,8 @@ void glu_backward_runs(Op op, bool stream, int64_t block, const T* grad_y, const
   });
 }
 
-// x + bias, rounded to T: what backward reads is what forward computed with. `kept` may be null.
+// Returns x + bias rounded to T, so that backward reads the same numbers that forward used. `kept`
+// may be null.
 template <class T, class Lanes>
 TRANSFORMER_OPS_INLINE auto add_bias(const T* x, const Acc<T>* bias, T* kept, Lanes lanes) {
   const auto sum = load(x, lanes) + load_acc<T>(bias, lanes);

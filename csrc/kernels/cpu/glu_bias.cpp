@@ -1,4 +1,4 @@
-// Backward of a gated linear unit and of the bias before it, in one pass.
+// The backward of a gated linear unit and of the bias before it, in one pass.
 #include "kernels/bias.h"
 
 #include "glu_rows.h"

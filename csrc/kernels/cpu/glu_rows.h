@@ -1,4 +1,4 @@
-// Gated linear units: y = act(gate) * linear, gate and linear in two halves of a row, or in
+// Gated linear units: y = act(gate) * linear. Gate and linear are the halves of a row, or
 // alternating blocks of `interleave` elements.
 #pragma once
 
@@ -7,8 +7,8 @@
 namespace transformer_ops::cpu {
 namespace {
 
-// A row is two short runs in turn, which the machine's own prefetching loses at each end: the next
-// row is fetched meanwhile. Past the last row that does nothing useful.
+// A row is two short alternating runs, and the hardware's prefetching stops at the end of each.
+// This prefetches the next row; past the last row it does nothing useful.
 template <class T>
 TRANSFORMER_OPS_INLINE void prefetch_next_row(const T* gate, const T* linear, int64_t block) {
   prefetch<Wide<T>::kLanes>(gate + 2 * block);
@@ -21,8 +21,8 @@ void for_each_run(int64_t block, int64_t rows, int64_t h, F f) {
   for (int64_t y = 0; y < rows * h; y += block) f(2 * y, 2 * y + block, y);
 }
 
-// also(i, both gradients, lanes) is called for each vector; wide ones are WideOrder: WideLanes, or
-// AnyOrder.
+// Calls also(i, both gradients, lanes) for each vector. WideOrder is the order of wide vectors:
+// WideLanes, or AnyOrder.
 template <class WideOrder, class T, class Op, class Also>
 void glu_backward_run(Op op, bool stream, const T* grad_y, const T* gate, const T* linear,
                       T* grad_gate, T* grad_linear, int64_t n, Also also) {

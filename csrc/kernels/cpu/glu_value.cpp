@@ -1,4 +1,4 @@
-// Backward of a gated linear unit and its value again, in one pass.
+// The backward of a gated linear unit, with its value recomputed, in one pass.
 #include "kernels/glu.h"
 
 #include "glu_rows.h"

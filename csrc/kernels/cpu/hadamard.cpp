@@ -1,4 +1,4 @@
-// Sums and differences of 16 rows, by butterflies: 64 additions for 16 numbers.
+// Sums and differences of 16 rows with butterflies: 64 additions for 16 numbers.
 #include "kernels/hadamard.h"
 
 #include "loops.h"
@@ -10,13 +10,13 @@ namespace {
 using kernel::kHadamardRows;
 using kernel::kHadamardSigns;
 
-// A vector of each row.
+// One vector of each of 16 rows.
 template <class V>
 struct Sixteen {
   V row[kHadamardRows];
 };
 
-// Rows whose numbers differ in one bit become their sum and their difference.
+// Replaces each two rows whose numbers differ in one bit by their sum and their difference.
 template <int64_t bit, class V>
 TRANSFORMER_OPS_INLINE void butterflies(Sixteen<V>& x) {
   for (int64_t i = 0; i < kHadamardRows; ++i) {

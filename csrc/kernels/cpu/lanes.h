@@ -1,4 +1,4 @@
-// Parts of a vector: loads and stores at the end of an array, and lanes chosen by bits.
+// Parts of vectors: loads and stores at the end of an array, and lanes selected by bits.
 #pragma once
 
 #include "simd.h"
@@ -62,7 +62,7 @@ TRANSFORMER_OPS_INLINE void store_acc(Acc<T>* p, Vec<T> x, FirstLanes lanes) {
   store<Acc<T>>(p, Vec<Acc<T>>(x.native), lanes);
 }
 
-// x where a lane is inside the array, else zero.
+// x in lanes inside the array, else zero.
 template <class T>
 TRANSFORMER_OPS_INLINE Vec<T> inside(Vec<T> x, AllLanes) {
   return x;
@@ -125,7 +125,7 @@ TRANSFORMER_OPS_INLINE Vec<T> where_bits(uint64_t bits, Vec<T> x) {
 // ---- halves ----
 
 #if defined(__AVX512F__)
-// By the masked form: gcc 12 warns of an uninitialized value in the plain one.
+// The masked form is used, because gcc 12 warns about an uninitialized value in the plain one.
 template <int which>
 TRANSFORMER_OPS_INLINE __m256i half_of(__m512i x) {
   return _mm512_maskz_extracti64x4_epi64(0xf, x, which);

@@ -1,4 +1,4 @@
-// Loops over arrays, a vector at a time, and what memory asks of them: streaming stores, prefetch.
+// Loops over arrays, a vector at a time, with streaming stores and prefetching.
 #pragma once
 
 #include "wide.h"
@@ -6,28 +6,27 @@
 namespace transformer_ops::cpu {
 namespace {
 
-// Results of at least this size, for one thread, go past the caches: by the time somebody reads
-// them they would have been evicted, and an ordinary store first reads the memory that it
-// overwrites.
+// Results of at least this size for one thread bypass the caches: they would be evicted before they
+// are read, and an ordinary store first reads the memory that it overwrites.
 constexpr int64_t kStreamBytes = int64_t{8} << 20;
 
 TRANSFORMER_OPS_INLINE bool aligned(const void* p) {
   return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0;
 }
 
-// Whether an output made of runs of `run_bytes` is streamed.
+// Should an output made of runs of `run_bytes` be streamed?
 TRANSFORMER_OPS_INLINE bool streams(const void* out, int64_t bytes, int64_t run_bytes) {
   return bytes >= kStreamBytes && aligned(out) && run_bytes % kVectorBytes == 0;
 }
 
-// Streaming stores are weakly ordered: to be called before other threads may read.
+// Streaming stores are weakly ordered, so this must be called before other threads may read.
 TRANSFORMER_OPS_INLINE void finish_streaming() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
 
-// Fetches kCount elements for later.
+// Prefetches kCount elements.
 template <int64_t kCount, class T>
 TRANSFORMER_OPS_INLINE void prefetch(const T* p) {
   const auto* bytes = reinterpret_cast<const char*>(p);
@@ -36,14 +35,14 @@ TRANSFORMER_OPS_INLINE void prefetch(const T* p) {
   }
 }
 
-// Calls f(i, lanes) for consecutive vectors of an array of n.
+// Calls f(i, lanes) for the consecutive vectors of an array of n elements.
 template <class T, class F>
 TRANSFORMER_OPS_INLINE void for_vectors(int64_t n, F f) {
   int64_t i = 0;
   for (; i + Vec<T>::kLanes <= n; i += Vec<T>::kLanes) f(i, AllLanes());
   if (i < n) f(i, FirstLanes{n - i});
 }
-// The same, with wide vectors as long as there are any.
+// The same, with wide vectors as long as they fit.
 template <class T, class F>
 TRANSFORMER_OPS_INLINE void for_wide_vectors(int64_t n, F f) {
   int64_t i = 0;
@@ -60,7 +59,7 @@ __attribute__((noinline)) void map_rest(T* out, int64_t n, F f, const In*... in)
              __attribute__((always_inline)) { store(out + i, f(load(in + i, lanes)...), lanes); });
 }
 
-// Whole wide vectors; returns how many elements that is.
+// Processes whole wide vectors; returns the number of elements processed.
 template <class T, class F, class... In>
 TRANSFORMER_OPS_INLINE int64_t map_wide(T* out, int64_t n, bool stream, F f, const In*... in) {
   int64_t i = 0;
@@ -92,8 +91,8 @@ struct BitBlock {
   uint64_t word[kBitBlock / 64];
 };
 
-// f works on a vector and its bits. before(start, count, block) gives the bits of the next `count`
-// elements, after(start, count, block) takes them.
+// f processes a vector and its bits. before(start, count, block) provides the bits of the next
+// `count` elements, and after(start, count, block) receives them.
 template <class T, class F, class Before, class After, class... In>
 void map_bits(T* out, int64_t n, F f, Before before, After after, const In*... in) {
   const bool stream = streams(out, n * static_cast<int64_t>(sizeof(T)), kVectorBytes);
@@ -132,7 +131,7 @@ void map_bits(T* out, int64_t n, F f, Before before, After after, const In*... i
   if (stream) finish_streaming();
 }
 
-// Bits of a mask, from a multiple of 8 on.
+// Reads the bits of a mask from `start` on, a multiple of 8.
 TRANSFORMER_OPS_INLINE void read_bits(const uint8_t* mask, int64_t start, int64_t count,
                                       BitBlock& block) {
   if (count == kBitBlock) {
@@ -142,7 +141,7 @@ TRANSFORMER_OPS_INLINE void read_bits(const uint8_t* mask, int64_t start, int64_
   }
 }
 
-// The last byte is padded with zeros.
+// Writes the bits of a mask; the last byte is padded with zeros.
 TRANSFORMER_OPS_INLINE void write_bits(uint8_t* mask, int64_t start, int64_t count,
                                        const BitBlock& block) {
   if (count == kBitBlock) {
@@ -153,7 +152,7 @@ TRANSFORMER_OPS_INLINE void write_bits(uint8_t* mask, int64_t start, int64_t cou
   if (count % 8 != 0) mask[(start + count) / 8] &= static_cast<uint8_t>((1u << (count % 8)) - 1);
 }
 
-// 64 bits from any bit on; no byte beyond the last one is read.
+// Reads 64 bits from any bit on; it reads no byte beyond the last one.
 TRANSFORMER_OPS_INLINE uint64_t bits_from(const uint8_t* mask, int64_t bit, int64_t last_byte) {
   const int64_t byte = bit / 8, shift = bit % 8;
   uint64_t bits = 0, next = 0;

@@ -1,5 +1,5 @@
-// The largest magnitude of numbers, by vectors: of any dtype the bits are ordered as the
-// magnitudes, NaN last.
+// The largest magnitude of numbers, with vectors. For every dtype the bits have the same order as
+// the magnitudes, and NaN is last.
 #pragma once
 
 #include "kernels/encoding.h"
@@ -81,7 +81,7 @@ TRANSFORMER_OPS_INLINE uint32_t largest_magnitude(const T* x, int64_t n) {
 #endif
   }
 #if defined(__AVX2__)
-  // Blocks of 16 short numbers are less than a vector.
+  // Blocks of 16 short numbers are smaller than a vector.
   typedef Bit Few __attribute__((vector_size(16)));
   constexpr int64_t kFew = 16 / sizeof(Bit);
   if (i + kFew <= n) {
@@ -107,13 +107,13 @@ TRANSFORMER_OPS_INLINE float number_of(uint32_t magnitude, Half) {
 }
 TRANSFORMER_OPS_INLINE float number_of(uint32_t magnitude, float) { return bits_float(magnitude); }
 
-// NaN where there is one; 0 of nothing.
+// Returns NaN if any number is NaN, and 0 if there are no numbers.
 template <class T>
 TRANSFORMER_OPS_INLINE float largest_of(const T* x, int64_t n) {
   return number_of(largest_magnitude(x, n), T{});
 }
 
-// Of each number the magnitude where it is the larger one, or NaN.
+// Replaces each number of `best` by the magnitude in x if that is larger, or NaN.
 template <class T>
 TRANSFORMER_OPS_INLINE void keep_larger(const T* x, float* best, int64_t n) {
   constexpr int64_t kLanes = Vec<T>::kLanes;
@@ -134,7 +134,7 @@ TRANSFORMER_OPS_INLINE void keep_larger_lanes(const T* x, Magnitude<T>* best) {
   const Bits most = larger(load_unaligned<Bits>(x) & kAll, load_unaligned<Bits>(best));
   memcpy(best, &most, sizeof(most));
 }
-// The same of magnitudes as bits.
+// The same for magnitudes as bits.
 template <class T>
 TRANSFORMER_OPS_INLINE void keep_larger_bits(const T* x, Magnitude<T>* best, int64_t n) {
   typedef Magnitude<T> Bits __attribute__((vector_size(kVectorBytes)));

@@ -1,4 +1,4 @@
-// Scaling where a mask has a bit.
+// Scaling of the elements whose mask bit is set.
 #pragma once
 
 #include "loops.h"

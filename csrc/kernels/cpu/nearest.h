@@ -1,4 +1,4 @@
-// Numbers to the values of their codes, by vectors.
+// Rounds numbers to the values of their codes, with vectors.
 #pragma once
 
 #include "codes.h"
@@ -6,8 +6,8 @@
 namespace transformer_ops::cpu {
 namespace {
 
-// What is known of numbers: nothing, that they are finite, or that they are and, scaled, become no
-// more than the largest number.
+// What is known about numbers: nothing, that they are finite, or that they are finite and, once
+// scaled, at most the format's largest number.
 enum class Range { Any, Finite, Fits };
 
 // Returns the value of the NaN code for NaN, else the rounded magnitude.
@@ -22,7 +22,7 @@ struct ToNearest {
   static constexpr bool kToNearest = true;
   TRANSFORMER_OPS_INLINE void start_row(int64_t) {}
 
-  // The value of the code of x * scale; `i` is the column of the first lane.
+  // Returns the value of the code of x * scale; `i` is the column of the first lane.
   template <class E, Range range>
   TRANSFORMER_OPS_INLINE Floats round(Floats x, Floats scale, int64_t) const {
     using V = Vec<float>;

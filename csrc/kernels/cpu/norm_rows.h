@@ -1,4 +1,4 @@
-// What the norms share: parameters that may be absent, what backward adds, and a norm of a sum.
+// Code shared by the norms: optional parameters, what backward adds, and the norm of a sum.
 #pragma once
 
 #include "rows.h"
@@ -12,7 +12,7 @@ A reciprocal_root(double x) {
   return static_cast<A>(1.0 / math::sqrt(x));
 }
 
-// f(gamma is there, beta is there), as types.
+// Calls f(is there a gamma?, is there a beta?), with types as arguments.
 template <class F>
 TRANSFORMER_OPS_INLINE void with_present(const void* gamma, const void* beta, F f) {
   if (gamma == nullptr)
@@ -20,12 +20,12 @@ TRANSFORMER_OPS_INLINE void with_present(const void* gamma, const void* beta, F 
   return beta == nullptr ? f(Bool<true>(), Bool<false>()) : f(Bool<true>(), Bool<true>());
 }
 
-// Backward takes two rows at a time, so that the sums over rows are loaded and stored less often;
-// with more, the second pass over them finds less in the first-level cache.
+// Backward processes two rows at a time, so that the sums over rows are loaded and stored less
+// often. With more rows, the second pass would find less in the first-level cache.
 constexpr int kRowsAtOnce = 2;
 
-// What backward adds to grad_x: rows of the residual's gradient, which grad_x then has the type of
-// (T, or acc); or nothing.
+// What backward adds to grad_x: rows of the residual's gradient, or nothing. grad_x then has their
+// type (T, or acc).
 template <class R>
 struct Residual {
   using Element = R;
@@ -50,7 +50,7 @@ TRANSFORMER_OPS_INLINE void store_gradient(Extra residual, typename Extra::Eleme
   }
 }
 
-// gamma, or one where there is none.
+// gamma, or one if there is none.
 template <bool kGamma, class T>
 struct Weight {
   const Acc<T>* gamma;
@@ -67,15 +67,15 @@ struct Weight {
   }
 };
 
-// f(Residual of the type that residual and grad_x have): T's own, or acc.
+// Calls f with a Residual of the type of residual and grad_x: T, or acc.
 template <class T, class F>
 void with_residual(const void* residual, bool wide, F f) {
   if (wide) return f(Residual<Acc<T>>{as<Acc<T>>(residual)});
   f(Residual<T>{as<T>(residual)});
 }
 
-// The sum of a few rows, rounded to T, is still in the cache when norm(sum, first row, rows) reads
-// it. A null sum is not kept.
+// Computes the sum of a few rows at a time, rounded to T, which is still in the cache when
+// norm(sum, first row, rows) reads it. A null sum is not written.
 template <class T, class Norm>
 void add_norm_tiles(const T* x, const T* extra, T* sum, int64_t rows, int64_t h, Norm norm) {
   constexpr int64_t kTile = 8192;

@@ -1,4 +1,4 @@
-// The output of a norm from its statistics: no pass over the row for those.
+// The output of a norm from its statistics, without a pass to compute these.
 #include "kernels/norm.h"
 
 #include "norm_rows.h"

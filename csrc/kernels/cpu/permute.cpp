@@ -1,4 +1,4 @@
-// Sums of rows by their positions.
+// Sums of rows at given positions.
 #include "kernels/permute.h"
 
 #include "loops.h"

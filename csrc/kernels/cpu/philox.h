@@ -1,4 +1,4 @@
-// Philox4x32 of kernels/random.h on vectors of counters.
+// The Philox4x32 generator of kernels/random.h on vectors of counters.
 #pragma once
 
 #include "dtype.h"
@@ -21,10 +21,11 @@ constexpr int kPhiloxLanes = 2;
 
 typedef uint64_t PhiloxLanes __attribute__((vector_size(8 * kPhiloxLanes)));
 
-// Low half times low half, 64 bits. Compilers do not find the instruction by themselves.
+// Multiplies the low halves to 64 bits. Compilers do not find this instruction themselves.
 TRANSFORMER_OPS_INLINE PhiloxLanes multiply(PhiloxLanes a, uint32_t b) {
 #if defined(__AVX512F__)
-  // All lanes, by the masked form: gcc 12 warns of an uninitialized value in the plain one.
+  // The masked form is used for all lanes, because gcc 12 warns about an uninitialized value in the
+  // plain one.
   return (PhiloxLanes)_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64(b));
 #elif defined(__AVX2__)
   return (PhiloxLanes)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(b));
@@ -43,13 +44,13 @@ constexpr int kPhiloxChains = 2;
 #endif
 constexpr int kCountersAtOnce = kPhiloxChains * kPhiloxLanes;
 
-// The 128 bits of each counter, low and high half.
+// The 128 bits of each counter, as low and high half.
 struct PhiloxNumbers {
   PhiloxLanes low[kPhiloxChains], high[kPhiloxChains];
 };
 
-// Of the counters (counter + i, stream, 0) for i < kCountersAtOnce. The state is four 32-bit words,
-// each in the low half of a lane; the high halves are arbitrary on the way.
+// The numbers of the counters (counter + i, stream, 0) for i < kCountersAtOnce. The state is four
+// 32-bit words, each in the low half of a lane; the high halves may hold anything in between.
 TRANSFORMER_OPS_INLINE PhiloxNumbers philox(uint64_t seed, uint64_t counter, uint32_t stream) {
   PhiloxLanes c0[kPhiloxChains], c1[kPhiloxChains], c2[kPhiloxChains], c3[kPhiloxChains];
   PhiloxLanes index = {};

@@ -1,4 +1,4 @@
-// Rows to codes and scales of blocks, and back.
+// Conversion of rows to codes and block scales, and back.
 #include "kernels/quantize.h"
 
 #include "decoding.h"
@@ -13,7 +13,7 @@ namespace {
 using encoding::BlockScale;
 using kernel::ScaleRule;
 
-// ---- numbers as kernels take them: float64 by way of float (encoding.h), the others as they are
+// ---- numbers in the kernels' types: float64 through float (encoding.h), the others unchanged
 
 constexpr int64_t kPiece = 512;
 
@@ -32,7 +32,7 @@ struct PieceOf<double> {
   }
 };
 
-// f(numbers, first, count) for pieces of at most kPiece.
+// Calls f(numbers, first, count) for pieces of at most kPiece numbers.
 template <class T, class F>
 TRANSFORMER_OPS_INLINE void for_pieces(const T* x, int64_t n, F f) {
   PieceOf<T> piece;
@@ -42,17 +42,17 @@ TRANSFORMER_OPS_INLINE void for_pieces(const T* x, int64_t n, F f) {
   }
 }
 
-// The larger of two magnitudes, or the one that is NaN.
+// The larger of two magnitudes; NaN if one is NaN.
 TRANSFORMER_OPS_INLINE float larger_magnitude(float a, float b) {
   return float_bits(a) > float_bits(b) ? a : b;
 }
 
-// ---- codes of four bits
+// ---- 4-bit codes
 
 template <class E>
 constexpr bool kPacked = E::kLargest == encoding::E2M1::kLargest;
 
-// Two codes a byte, and back.
+// Conversion of two codes to a byte, and back.
 TRANSFORMER_OPS_INLINE void pack(const uint8_t* codes, uint8_t* packed, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n / 2; ++i) {
@@ -82,7 +82,7 @@ TRANSFORMER_OPS_INLINE void encode_block(ScaleRule rule, const N* x, uint8_t* co
   }
 }
 
-// Blocks of one row.
+// Encodes blocks of one row.
 template <class E, class T>
 void encode_row(const kernel::Format& format, const T* x, float tensor_scale, uint8_t* codes,
                 void* scales, int64_t first_scale, int64_t h) {
@@ -113,7 +113,7 @@ void largest_of_blocks(const T* x, float* amax, int64_t rows, int64_t h, int64_t
   }
 }
 
-// One row of blocks whose scales are known.
+// Encodes a row of blocks whose scales are known.
 template <class E, class T>
 void encode_row_of_blocks(const kernel::Format& format, const T* x, const float* amax,
                           const float* scales, uint8_t* codes, int64_t h) {
@@ -126,7 +126,7 @@ void encode_row_of_blocks(const kernel::Format& format, const T* x, const float*
   }
 }
 
-// One row of codes, which go to `to` when they are there.
+// A row of codes, which are written to `to` when they are complete.
 template <class E>
 class CodeRow {
  public:
@@ -142,11 +142,11 @@ class CodeRow {
   Scratch<uint8_t> bytes_;
 };
 
-// Which element types have blocks of one column.
+// Does the element type have formats with blocks of one column?
 template <class E>
 constexpr bool kHasColumns = !E::kInteger;
 
-// The scales of a strip, the rows of one row of blocks, by the largest magnitudes of those.
+// The scales of a strip (the rows of one row of blocks), from the blocks' largest magnitudes.
 template <class E, class T>
 class ScalesOfStrip {
  public:
@@ -172,7 +172,7 @@ class ScalesOfStrip {
       encode_.data()[block] = found.encode;
     }
   }
-  // What encodes each block.
+  // The scale that encodes each block.
   const float* encode() { return encode_.data(); }
 
  private:
@@ -207,7 +207,7 @@ class ScalesOfStrip {
   Scratch<float> floats_;
 };
 
-// Blocks of one column.
+// Encodes blocks of one column.
 template <class E, class T>
 void quantize_columns(const kernel::Format& format, const T* x, const TensorScale& tensor,
                       uint8_t* codes, void* scales, int64_t rows, int64_t h) {
@@ -269,7 +269,7 @@ void quantize_blocks(const kernel::Format& format, const T* x, const TensorScale
 
 // ---- decode
 
-// One row of codes as bytes.
+// Unpacks a row of codes to bytes.
 template <class E>
 const uint8_t* unpacked(CodeRow<E>& row, const uint8_t* from, [[maybe_unused]] int64_t h) {
   if constexpr (kPacked<E>) {
@@ -280,7 +280,7 @@ const uint8_t* unpacked(CodeRow<E>& row, const uint8_t* from, [[maybe_unused]] i
   }
 }
 
-// n scales as floats.
+// Converts n scales to floats.
 void decode_scales(ScaleRule rule, const void* scales, int64_t first, int64_t n, float tensor_scale,
                    float* out) {
   if (rule == ScaleRule::E4M3) {
@@ -292,7 +292,7 @@ void decode_scales(ScaleRule rule, const void* scales, int64_t first, int64_t n,
   }
 }
 
-// The scales of a row of blocks: those of 4-bit codes, which are many, are decoded together.
+// The scales of a row of blocks. Those of 4-bit codes, which are many, are decoded together.
 template <class E>
 class RowOfScales {
  public:
@@ -325,7 +325,7 @@ class RowOfScales {
   Scratch<float> decoded_;
 };
 
-// Blocks of one column.
+// Decodes blocks of one column.
 template <class E, class T>
 void dequantize_columns(const kernel::Format& format, const uint8_t* codes, const void* scales,
                         float decoded_tensor_scale, T* out, int64_t rows, int64_t h) {
@@ -360,7 +360,7 @@ void dequantize_rows(const kernel::Format& format, const uint8_t* codes, const v
   CodeRow<E> row_of(h);
   RowOfScales<E> scale(format, scales, decoded_tensor_scale, blocks);
   with_streaming(out, rows, h, [&](bool stream) {
-    // A block's numbers are whole vectors, too.
+    // Streaming requires that a block's numbers are whole vectors.
     const bool streams = stream && columns * static_cast<int64_t>(sizeof(T)) % kVectorBytes == 0;
     for (int64_t row = 0; row < rows; ++row) {
       const uint8_t* const from = unpacked(row_of, codes + row * row_of.bytes(), h);

@@ -1,4 +1,4 @@
-// Rows rounded up or down at random to numbers of a format.
+// Rounds rows up or down at random to numbers of a format.
 #include "draw.h"
 #include "elements.h"
 #include "kernels/quantize.h"
@@ -7,8 +7,8 @@
 namespace transformer_ops::cpu {
 namespace {
 
-// Up with a probability of the distance to the lower number over that between the two, a multiple
-// of 2^-16.
+// The probability of rounding up is the distance to the lower number divided by that between the
+// two numbers, as a multiple of 2^-16.
 class AtRandom {
  public:
   static constexpr bool kToNearest = false;
@@ -24,7 +24,7 @@ class AtRandom {
     }
   }
 
-  // The random bits go below the last bit that is kept, are added and carry into it.
+  // The random bits are added below the last kept bit, and carry into it.
   template <class E, Range range>
   TRANSFORMER_OPS_INLINE Floats round(Floats x, Floats scale, int64_t i) const {
     using V = Vec<float>;
@@ -33,7 +33,7 @@ class AtRandom {
     constexpr auto kLeast = static_cast<int32_t>(encoding::kLeastExponent<E>);
     const V scaled((Floats)((Ints)x & 0x7fffffff) * scale);
     const Floats magnitude = at_most(scaled, E::kLargest).native;
-    // A subnormal number, as the fraction of one whose last bit is the same.
+    // A subnormal number becomes the fraction of a number with the same last bit.
     const auto base = (Floats)((Ints)(magnitude < (Floats)(kLeast + Ints{})) & kLeast);
     const auto random = (Unsigned)load(pieces() + i).native >> (32 - kDropped);
     constexpr uint32_t kHalf = 1u << (kDropped - 17), kKept = ~((1u << kDropped) - 1);
@@ -44,7 +44,7 @@ class AtRandom {
   }
 
  private:
-  // Loaded as bfloat16 numbers they are in the upper half of each lane.
+  // Loaded as bfloat16 numbers, the pieces are in the upper half of each lane.
   const BFloat16* pieces() const {
     return reinterpret_cast<const BFloat16*>(const_cast<Scratch<Pieces>&>(drawn_).data());
   }

@@ -1,4 +1,4 @@
-// Rows rounded to the nearest numbers of a format.
+// Rounds rows to the nearest numbers of a format.
 #include "rounding.h"
 
 #include "elements.h"

@@ -1,8 +1,8 @@
-// Numbers rounded to those of a format, by vectors of floats: what encode and decode of
-// kernels/encoding.h make of them, bit for bit.
+// Rounds numbers to those of a format, with vectors of floats. The results are bitwise those of
+// encode and decode in kernels/encoding.h.
 //
-// A matrix is rounded by strips, the rows of one row of blocks: first the largest magnitudes of the
-// blocks, then their scales, then the numbers.
+// A matrix is rounded in strips, which are the rows of one row of blocks: first the blocks' largest
+// magnitudes are computed, then their scales, then the numbers.
 #pragma once
 
 #include "four_over_six.h"
@@ -16,13 +16,13 @@ using kernel::TensorScale;
 
 // ---- scales
 
-// The same for all numbers of a run, or one for each.
+// One scale for all numbers of a run.
 struct OneScale {
   float encode, decode;
   TRANSFORMER_OPS_INLINE Floats encoding(int64_t) const { return encode + Floats{}; }
   TRANSFORMER_OPS_INLINE Floats decoding(int64_t) const { return decode + Floats{}; }
 };
-// Arrays that can be read for a whole vector at their end.
+// A scale for each number. A whole vector can be read at the end of the arrays.
 struct ScalesOfColumns {
   const float *encode, *decode;
   TRANSFORMER_OPS_INLINE Floats encoding(int64_t i) const {
@@ -51,7 +51,7 @@ void scales_by_rule(const float* amax, int64_t n, const TensorScale& tensor, flo
   }
 }
 
-// What encodes and decodes blocks with these largest magnitudes.
+// The scales that encode and decode blocks with these largest magnitudes.
 template <class E>
 void scales_of_blocks(const kernel::Format& format, const float* amax, int64_t n,
                       const TensorScale& tensor, float* encode, float* decode) {
@@ -71,7 +71,7 @@ void scales_of_blocks(const kernel::Format& format, const float* amax, int64_t n
 
 // ---- numbers of one row
 
-// value * scale, in double for doubles.
+// Stores value * scale, computed in double for doubles.
 template <class U>
 TRANSFORMER_OPS_INLINE void store_scaled(U* out, Floats value, Floats scale) {
   if constexpr (__is_same(U, double)) {
@@ -89,7 +89,7 @@ TRANSFORMER_OPS_INLINE void store_scaled(U* out, Floats value, Floats scale, int
   memcpy(out, lanes, static_cast<size_t>(count) * sizeof(U));
 }
 
-// Column i of the row is x[0].
+// x[0] is column i of the row.
 template <class E, Range range, class N, class U, class Scales, class Rounding>
 TRANSFORMER_OPS_INLINE void round_run(const N* x, U* out, int64_t i, int64_t n, Scales scales,
                                       const Rounding& rounding) {
@@ -114,12 +114,12 @@ TRANSFORMER_OPS_INLINE void round_run(const N* x, U* out, int64_t i, int64_t n, 
   }
 }
 
-// ---- bfloat16 numbers whose scale is a power of two, rounded as the 16 bits that they are
+// ---- bfloat16 numbers whose scale is a power of two: their 16 bits are rounded directly
 
 typedef uint16_t Words __attribute__((vector_size(kVectorBytes)));
 constexpr int64_t kWordLanes = kVectorBytes / 2;
 
-// Whether a lane is all ones, of lanes that are that or zero.
+// Is a lane all ones? Each lane must be all ones or zero.
 [[maybe_unused]] TRANSFORMER_OPS_INLINE bool any(Words mask) {
 #if defined(__AVX512F__)
   return _mm512_movepi16_mask((__m512i)mask) != 0;
@@ -134,8 +134,8 @@ constexpr int64_t kWordLanes = kVectorBytes / 2;
 #endif
 }
 
-// The least bfloat16 number, as bits, whose code is normal; more than all numbers where that is no
-// normal bfloat16 number.
+// The bits of the least bfloat16 number whose code is normal. It is above all numbers if it is not
+// a normal bfloat16 number.
 template <class E>
 TRANSFORMER_OPS_INLINE uint16_t least_normal(float encode) {
   const int exponent = static_cast<int>(float_bits(encode) >> 23) - 127;
@@ -143,7 +143,7 @@ TRANSFORMER_OPS_INLINE uint16_t least_normal(float encode) {
   return static_cast<uint16_t>(least > 0 ? least << 7 : 0xffff);
 }
 
-// False, with nothing done, where a number but zero is below `least`.
+// Returns false, with nothing done, if a nonzero number is below `least`.
 template <class E>
 TRANSFORMER_OPS_INLINE bool round_normal(const BFloat16* x, BFloat16* out, Words least) {
   constexpr int kDropped = 7 - E::kMantissa;
@@ -163,7 +163,8 @@ TRANSFORMER_OPS_INLINE bool round_normal(const BFloat16* x, BFloat16* out, Words
   return true;
 }
 
-// As far as whole vectors go: how many numbers that is. least(i) are the bounds from column i on.
+// Processes whole vectors; returns the number of numbers processed. least(i) returns the bounds
+// from column i on.
 template <class E, class Scales, class Least>
 TRANSFORMER_OPS_INLINE int64_t round_words(const BFloat16* x, BFloat16* out, int64_t i, int64_t n,
                                            Scales scales, Least least) {
@@ -177,26 +178,27 @@ TRANSFORMER_OPS_INLINE int64_t round_words(const BFloat16* x, BFloat16* out, int
 
 // ---- strips
 
-// The element types that have formats with one scale, and those with blocks of one column.
+// Does the element type have formats with one scale, and formats with blocks of one column?
 template <class E>
 constexpr bool kHasOneScale = !E::kInteger && E::kLargest != encoding::E2M1::kLargest;
 template <class E>
 constexpr bool kHasBlocksOfAColumn = !E::kInteger;
-// The element types of formats that choose a scale.
+// Does the element type have formats that choose a scale?
 template <class E>
 constexpr bool kMayChoose = E::kLargest == encoding::E2M1::kLargest;
 
-// A number that the compiler knows.
+// A number that is known at compile time.
 template <int64_t value>
 struct Fixed {
   constexpr operator int64_t() const { return value; }
 };
 
-// The blocks of a row that are shortest: with their width known, no end of a block is looked for.
+// The width of the shortest blocks of a row. Since it is known at compile time, no block's end has
+// to be computed.
 template <class E>
 constexpr int64_t kShortBlock = E::kLargest == encoding::E2M1::kLargest ? 16 : 32;
 
-// f(block, first column, how many) for the blocks of a row of h.
+// Calls f(block, first column, number of columns) for the blocks of a row of h elements.
 template <class E, class F>
 TRANSFORMER_OPS_INLINE void for_blocks_of_row(int64_t columns, int64_t h, F f) {
   int64_t i = 0, block = 0;
@@ -207,7 +209,7 @@ TRANSFORMER_OPS_INLINE void for_blocks_of_row(int64_t columns, int64_t h, F f) {
   for (; i < h; i += columns, ++block) f(block, i, smaller(columns, h - i));
 }
 
-// Of numbers that are finite.
+// The range of finite numbers after scaling.
 template <class E>
 constexpr Range kFiniteRange =
     E::kLargest == encoding::E2M1::kLargest ? Range::Finite : Range::Fits;
@@ -228,7 +230,7 @@ class Strips {
         h_(h),
         blocks_((h + format.block_columns - 1) / format.block_columns),
         rounding_(rounding),
-        // Whole vectors at the end, too.
+        // These have room for a whole vector at the end.
         best_(blocks_ + kWordLanes),
         least_(kByWords ? blocks_ + kWordLanes : 0),
         amax_(blocks_),
@@ -236,7 +238,7 @@ class Strips {
         decode_(blocks_ + kWordLanes),
         choices_(format, tensor, h) {}
 
-  // Rows of one row of blocks, of which the first is number `row`.
+  // Rounds the rows of one row of blocks; `row` is the number of the first.
   void round(const N* x, U* out, int64_t row, int64_t rows) {
     find_scales(x, rows);
     for (int64_t r = 0; r < rows; ++r) {
@@ -253,7 +255,7 @@ class Strips {
 
  private:
   using Bit = Magnitude<N>;
-  // At random, what else is known saves next to nothing.
+  // With stochastic rounding, a narrower range saves next to nothing.
   static constexpr Range kFinite = Rounding::kToNearest ? kFiniteRange<E> : Range::Any;
   static constexpr bool kByWords =
       Rounding::kToNearest && kHasOneScale<E> && __is_same(N, BFloat16) && __is_same(U, BFloat16);
@@ -352,7 +354,7 @@ class Strips {
 
 // ---- numbers of any dtype
 
-// Which dtypes need no float between them.
+// Do these dtypes need no conversion to float in between?
 template <class T, class U>
 constexpr bool kIsDirect =
     !__is_same(T, double) && (__is_same(T, U) || __is_same(T, float) || __is_same(U, float));
@@ -365,7 +367,7 @@ TRANSFORMER_OPS_INLINE void to_floats(const T* x, float* out, int64_t n) {
   to_acc(x, out, n);
 }
 
-// One scale for all.
+// One scale for all numbers.
 template <class E, class T, class U, class Rounding>
 void round_tensor(const T* x, OneScale scale, U* out, int64_t first_row, int64_t rows, int64_t h,
                   Rounding& rounding) {
@@ -385,7 +387,7 @@ void round_tensor(const T* x, OneScale scale, U* out, int64_t first_row, int64_t
   }
 }
 
-// By strips of rows.
+// Rounds in strips of rows.
 template <class E, class T, class U, class Rounding>
 void round_strips(const kernel::Format& format, const T* x, const TensorScale& tensor, U* out,
                   int64_t first_row, int64_t rows, int64_t h, Rounding& rounding) {
@@ -409,8 +411,8 @@ void round_strips(const kernel::Format& format, const T* x, const TensorScale& t
   }
 }
 
-// How many rows may be taken as one: rows of whole blocks, as blocks of one row follow one another
-// alike from row to row. Short rows cost less so. Numbers rounded at random depend on their row.
+// The number of rows that can be joined to one, if rows are whole blocks of one row: short rows
+// then cost less. Numbers that are rounded at random depend on their row.
 template <class Rounding>
 int64_t rows_in_one(const kernel::Format& format, int64_t rows, int64_t h) {
   constexpr int64_t kStrip = 4096;  // stays in the first cache from pass to pass

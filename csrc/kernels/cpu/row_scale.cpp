@@ -1,4 +1,4 @@
-// Rows times a vector and a number of their own.
+// Multiplies rows by a vector, and each row by a number.
 #include "kernels/row_scale.h"
 
 #include "rows.h"

@@ -12,7 +12,7 @@ struct DoublesOf {
   typedef double type __attribute__((vector_size(bytes)));
 };
 
-// By halves: a loop over the lanes would wait for each addition.
+// Adds by halves, because a loop over the lanes would wait for each addition.
 template <int64_t bytes>
 TRANSFORMER_OPS_INLINE double lane_sum(const typename DoublesOf<bytes>::type& lanes) {
   if constexpr (bytes == 16) {
@@ -25,7 +25,7 @@ TRANSFORMER_OPS_INLINE double lane_sum(const typename DoublesOf<bytes>::type& la
   }
 }
 
-// Sums in double, lane by lane.
+// Sums in double for each lane.
 template <class T>
 class LaneSums {
  public:
@@ -37,13 +37,13 @@ class LaneSums {
   Lanes lanes_ = {};
 };
 
-// The elements that are added up in acc before the sum goes on in double. Products of 16-bit
-// numbers are exact in float. Of others, few meet in a lane: eight additions, averaged over the
-// lanes, lose less than the rounding of the result to float.
+// The number of elements that are added in acc before the sum continues in double. Products of
+// 16-bit numbers are exact in float. For other types only a few are added in a lane: eight
+// additions, averaged over the lanes, lose less than rounding the result to float.
 template <class T>
 constexpr int64_t kSumBlock = sizeof(T) == 2 ? kBlock : 8 * Wide<T>::kLanes;
 
-// Sum of f(i, lanes) over the vectors of a row; f gives zero in lanes outside of the row.
+// The sum of f(i, lanes) over the vectors of a row; f returns zero in lanes outside the row.
 template <class T, class F>
 TRANSFORMER_OPS_INLINE double row_sum(int64_t h, F f) {
   constexpr int64_t kLanes = Vec<T>::kLanes, kWide = Wide<T>::kLanes;
@@ -91,9 +91,9 @@ TRANSFORMER_OPS_INLINE TwoSums row_two_sums(int64_t h, F f) {
   return {first.total(), second.total()};
 }
 
-// y[i] = f(i, lanes). Meanwhile the next rows of the inputs, which follow these, are fetched:
-// without it, a kernel that goes over a row several times would alternate between waiting for
-// memory and computing. Past the last row the fetch does nothing useful.
+// Writes y[i] = f(i, lanes), and prefetches the following rows of the inputs. Without that, a
+// kernel with several passes over a row would alternate between waiting for memory and computing.
+// Past the last row the prefetch does nothing useful.
 template <class T, class F, class... In>
 TRANSFORMER_OPS_INLINE void write_row(T* y, int64_t h, bool stream, F f, const In*... inputs) {
   constexpr int64_t kLanes = Vec<T>::kLanes, kWide = Wide<T>::kLanes;
@@ -131,13 +131,13 @@ class InAnyOrder {
   Scratch<Acc<T>> copy_;
 };
 
-// A choice made when compiling, as an argument.
+// A compile-time choice as an argument.
 template <bool value>
 struct Bool {
   static constexpr bool kValue = value;
 };
 
-// f(whether rows of h of `out` are streamed)
+// Calls f(are rows of h elements of `out` streamed?).
 template <class T, class F>
 TRANSFORMER_OPS_INLINE void with_streaming(const T* out, int64_t rows, int64_t h, F f) {
   const int64_t row_bytes = h * static_cast<int64_t>(sizeof(T));

@@ -9,7 +9,8 @@
 namespace transformer_ops::cpu {
 namespace {
 
-// The GLUs that ops scale: fewer than with_glu() has, since each is compiled for each dtype.
+// The GLUs that scaled ops use. These are fewer than with_glu() has, because each is compiled for
+// each dtype.
 template <class A, class F>
 void with_scaled_glu(const Glu& glu, F f) {
   if (glu.kind == GluKind::SwiGLU) return f(math::GatedBy<math::SiLU>());
@@ -20,7 +21,7 @@ void with_scaled_glu(const Glu& glu, F f) {
                            static_cast<A>(glu.offset)});
 }
 
-// The sum of a row, in double from lane to lane.
+// The sum of a row, in double for each lane.
 template <class T>
 struct RowSum {
   LaneSums<T> sums;

@@ -1,4 +1,4 @@
-// Work memory of one kernel call, and sums over rows.
+// Temporary memory of one kernel call, and sums over rows.
 #pragma once
 
 #include "dtype.h"
@@ -6,7 +6,7 @@
 namespace transformer_ops::cpu {
 namespace {
 
-// An uninitialized array that lives as long as the call. Not std::vector: see dtype.h.
+// An uninitialized array that lives as long as the call. It is not a std::vector: see dtype.h.
 template <class A>
 class Scratch {
  public:
@@ -25,8 +25,8 @@ struct StoredOrder {
   static int64_t place(int64_t i, int64_t) { return i; }
 };
 
-// total[i] += sum over rows. Short groups of rows are summed in A, groups in double, so that many
-// rows stay accurate. A null total means that nobody wants the sums.
+// total[i] += sum over rows. Short groups of rows are summed in A, and the groups in double, so
+// that sums over many rows stay accurate. A null total means that the sums are not wanted.
 template <class A, class Order = StoredOrder>
 class ColumnSums {
  public:

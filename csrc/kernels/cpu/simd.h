@@ -1,7 +1,7 @@
 // Vectors in the compute type: arithmetic, comparisons, and loads and stores that convert.
 //
-// Vec<T> holds numbers of storage type T as acc values. T stays part of the type, so that functions
-// of 16-bit numbers may be cheaper than those of float (simd_math.h).
+// Vec<T> holds numbers of storage type T as acc values. T is part of the type, so that functions of
+// 16-bit numbers may be cheaper than those of float (simd_math.h).
 #pragma once
 
 #include "dtype.h"
@@ -29,7 +29,7 @@ typedef int32_t Ints TRANSFORMER_OPS_VECTOR(kVectorBytes);
 typedef int64_t Longs TRANSFORMER_OPS_VECTOR(kVectorBytes);
 #undef TRANSFORMER_OPS_VECTOR
 
-// The vectors that go with an acc type: its bits, and its lanes as double.
+// The vector types of an acc type: its bits, and its lanes as double.
 template <class A>
 struct VectorsOf {
   using Native = Floats;
@@ -103,7 +103,7 @@ TRANSFORMER_OPS_INLINE Vec<T> abs(Vec<T> x) {
   return {(typename Vec<T>::Native)(to_bits(x) & kMagnitude)};
 }
 
-// Which lanes of a vector lie inside the array.
+// The lanes of a vector that are inside the array.
 struct AllLanes {};
 struct FirstLanes {
   int64_t count;  // from 1 to kLanes
@@ -145,7 +145,7 @@ TRANSFORMER_OPS_INLINE Vec<T> load(const T* p, AllLanes = {}) {
   }
 }
 
-// Acc numbers, such as gamma, for use with numbers of T.
+// Loads acc numbers, such as gamma, for use with numbers of T.
 template <class T>
 TRANSFORMER_OPS_INLINE Vec<T> load_acc(const Acc<T>* p, AllLanes = {}) {
   return {load_unaligned<typename Vec<T>::Native>(p)};
@@ -159,7 +159,7 @@ TRANSFORMER_OPS_INLINE void store_acc(Acc<T>* p, Vec<T> x, AllLanes = {}) {
 
 #if defined(__AVX512F__)
 
-// The order in which two vectors go to memory: one after the other, or number by number in turn.
+// The order in which two vectors are stored: one after the other, or alternating number by number.
 enum class Order { Consecutive, Alternating };
 
 template <Order order>
@@ -174,8 +174,8 @@ struct HalvesOf {
 };
 
 // The bfloat16 nearest to each number of two vectors, ties to even. Rounding works on the 16-bit
-// halves: whether the lower ones carry is a bit of their average. Saturation keeps NaN with a full
-// payload from becoming zero.
+// halves: a bit of their average says whether the lower ones carry. Saturation keeps NaN with a
+// full payload from becoming zero.
 template <Order order = Order::Consecutive>
 TRANSFORMER_OPS_INLINE __m512i round_to_bfloat16(Floats a, Floats b) {
   static constexpr HalvesOf<order> kHalves;
@@ -205,7 +205,7 @@ TRANSFORMER_OPS_INLINE Ints round_to_bfloat16(Floats x) {
 #endif
 #endif
 
-// With `stream` past the caches; p is then aligned for a vector.
+// `stream` bypasses the caches; p must then be aligned to a vector.
 template <class N>
 TRANSFORMER_OPS_INLINE void store_native(void* p, N lanes, bool stream) {
 #if defined(__SSE2__)
@@ -223,7 +223,7 @@ TRANSFORMER_OPS_INLINE void store_native(void* p, N lanes, bool stream) {
   memcpy(p, &lanes, sizeof(N));
 }
 
-// Two vectors to consecutive memory.
+// Stores two vectors in consecutive memory.
 template <class T>
 TRANSFORMER_OPS_INLINE void store_two(T* p, Vec<T> a, Vec<T> b, bool stream) {
   if constexpr (kIsAcc<T>) {

@@ -1,7 +1,7 @@
-// exp, tanh, reciprocal and more on vectors: what the formulas of math.h call for a Vec or a Wide.
+// exp, tanh, reciprocal and more on vectors. The formulas of math.h call these for a Vec or a Wide.
 //
-// float: within about 1 ulp on the whole range. BFloat16 results need 9 bits: a shorter polynomial,
-// good to 18. double: the C library, lane by lane.
+// float: within about 1 ulp on the whole range. BFloat16: results need 9 bits, so a shorter
+// polynomial is good to 18. double: the C library, lane by lane.
 #pragma once
 
 #include "simd_ops.h"
@@ -30,8 +30,8 @@ TRANSFORMER_OPS_INLINE Pair<V> reciprocal(Pair<V> x) {
   return reciprocal_of(x);
 }
 
-// sigmoid(x) and y sigmoid(x), from e = exp(-|x|). In float, fused operations keep what rounding
-// 1 + e, its reciprocal and the product would lose: the result is as near as a true quotient.
+// sigmoid(x) and y sigmoid(x), from e = exp(-|x|). In float, fused operations recover what rounding
+// 1 + e, its reciprocal and the product lose: the result is as accurate as a true quotient.
 template <class V>
 constexpr bool kCompensated =
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
@@ -88,7 +88,7 @@ TRANSFORMER_OPS_INLINE V times_sigmoid_of(V y, V x, V e) {
   const V one(1), factor = select_negative(x, e, one);
   if constexpr (kCompensated<V>) {
     const auto [high, low] = reciprocal_of_one_plus(e);
-    // The bound keeps infinity from meeting a correction of zero.
+    // The bound prevents a product of infinity and a correction of zero.
     const V bounded = at_most(y, 1e30), product = bounded * factor;
     const V lost = bounded * factor - product;
     return fused(y * factor, high, fused(product, low, lost * high));
@@ -124,8 +124,8 @@ TRANSFORMER_OPS_INLINE V nearest_integer(V x) {
   return (x + shifter) - shifter;
 }
 
-// x = k ln 2 + r with |r| <= ln(2) / 2, for |k| < 2^14. The two parts of ln 2 are those of Cephes
-// expf: products of the first one with k are exact.
+// x = k ln 2 + r with |r| <= ln(2) / 2, for |k| < 2^14. ln 2 has the two parts of Cephes expf:
+// products of the first one with k are exact.
 template <class V>
 struct ExpReduction {
   V k, r;
@@ -154,7 +154,7 @@ TRANSFORMER_OPS_INLINE V exp2_of_nonpositive(V t) {
   if constexpr (kDouble<V>) {
     return each_lane(t, [](double v) { return ::exp2(v); });
   } else {
-    // The sum has the exponent of 2^k in its lowest bits; for k = -127 they are those of zero.
+    // The lowest bits of the sum are the exponent of 2^k; for k = -127 they are that of zero.
     const V shifter(12582912.0f + 127.0f);
     t = at_least(t, -127.0);
     const V shifted = t + shifter;
@@ -179,7 +179,7 @@ TRANSFORMER_OPS_INLINE V exp_of_nonpositive(V x) {
   }
 }
 
-// tanh |x| = u / (u + 2) with u = exp(2 |x|) - 1, accurate for small x too.
+// tanh |x| = u / (u + 2) with u = exp(2 |x|) - 1, which is accurate also for small x.
 template <class V>
 TRANSFORMER_OPS_INLINE V tanh_of(V x) {
   if constexpr (kDouble<V>) {
@@ -203,9 +203,9 @@ TRANSFORMER_OPS_INLINE Pair<V> tanh(Pair<V> x) {
   return tanh_of(x);
 }
 
-// The share beyond t over exp(-t^2 / 2) falls like 1 / (t + 3): what that leaves is a polynomial of
-// (t - 3) / (t + 3). The coefficients minimize the largest error relative to 1 + t^2 / 4: 5e-9, or
-// 6e-6. In float, a series around 1/2 loses less to rounding where t is small.
+// The share beyond t, divided by exp(-t^2 / 2), falls like 1 / (t + 3); the remaining factor is a
+// polynomial of (t - 3) / (t + 3). The coefficients minimize the largest error relative to 1 + t^2
+// / 4: 5e-9, or 6e-6. In float, a series around 1/2 loses less to rounding for small t.
 template <class V>
 TRANSFORMER_OPS_INLINE math::Normal<V> normal_of(V t) {
   if constexpr (kDouble<V>) {
@@ -215,7 +215,7 @@ TRANSFORMER_OPS_INLINE math::Normal<V> normal_of(V t) {
   } else {
     const V square = t * t, e = exp2_of_nonpositive(V(-0.72134752f) * square);
 #if defined(__AVX512F__)
-    // The bound keeps an infinite sum from meeting its reciprocal, zero.
+    // The bound prevents a product of an infinite sum and its reciprocal, zero.
     const V r = reciprocal(at_most(t, 3.0e38) + V(3.0f));
 #else
     const V r = reciprocal(t + V(3.0f));
@@ -246,8 +246,8 @@ TRANSFORMER_OPS_INLINE math::Normal<Pair<V>> normal(Pair<V> t) {
 }
 
 #if defined(__AVX512F__)
-// The sigmoids of BFloat16, in place of those of math.h: from 1 / (1 + 2^n) for n of either sign,
-// which takes fewer instructions. For float it would not be accurate enough.
+// The sigmoids of BFloat16, which replace those of math.h. They compute 1 / (1 + 2^n) for n of
+// either sign, which takes fewer instructions but would not be accurate enough for float.
 template <class V>
 TRANSFORMER_OPS_INLINE V reciprocal_of_one_plus_exp2(V n) {
   // 2^f for 0 <= f < 1, within 3e-6.
@@ -255,7 +255,7 @@ TRANSFORMER_OPS_INLINE V reciprocal_of_one_plus_exp2(V n) {
   const V power =
       polynomial(f, 1.00000262f, 0.693003833f, 0.241442755f, 0.0520114601f, 0.0135341678f);
   const V one(1), sum = one + scale_by_floor(power, n), r = near_reciprocal(sum);
-  // The bound keeps an infinite sum from meeting its reciprocal, zero.
+  // The bound prevents a product of an infinite sum and its reciprocal, zero.
   return r + r * (one - at_most(sum, 3.402823466e38) * r);
 }
 
@@ -277,7 +277,7 @@ requires kShort<V> TRANSFORMER_OPS_INLINE math::SigmoidParts<V> sigmoid(V x) {
   const V value = reciprocal_of_one_plus_exp2(V(-1.44269504f) * x);
   return {value, V(1) - value};
 }
-// An even function: on this side, the difference from 1 loses nothing.
+// This is an even function: on this side, the difference from 1 loses nothing.
 template <class V>
 requires kShort<V> TRANSFORMER_OPS_INLINE V sigmoid_slope(V x) {
   const V value = reciprocal_of_one_plus_exp2(V(1.44269504f) * abs(x));

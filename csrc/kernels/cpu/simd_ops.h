@@ -31,8 +31,8 @@ TRANSFORMER_OPS_INLINE Vec<T> minus_abs(Vec<T> x) {
   return from_bits<T>(to_bits(x) | static_cast<Bit>(uint64_t{1} << (8 * sizeof(Bit) - 1)));
 }
 
-// a b + c, rounded once where the machine can. In a sum of two products a compiler may fuse either,
-// and differently in each copy of a loop: results would depend on how work is split.
+// a b + c, rounded once if the machine can. In a sum of two products a compiler may fuse either
+// one, and differently in each copy of a loop: results would depend on how work is split.
 template <class T>
 TRANSFORMER_OPS_INLINE Vec<T> fused(Vec<T> a, Vec<T> b, Vec<T> c) {
 #if defined(__AVX512F__)
@@ -64,7 +64,7 @@ TRANSFORMER_OPS_INLINE Vec<T> copy_sign(Vec<T> x, Vec<T> y) {
   return from_bits<T>((to_bits(x) & ~sign) | (to_bits(y) & sign));
 }
 
-// The larger of the two; NaN where x is.
+// The larger of the two; NaN if x is NaN.
 template <class T>
 TRANSFORMER_OPS_INLINE Vec<T> at_least(Vec<T> x, double bound) {
 #if defined(__AVX512F__)
@@ -77,7 +77,7 @@ TRANSFORMER_OPS_INLINE Vec<T> at_least(Vec<T> x, double bound) {
   return select(x < limit, limit, x);
 }
 
-// The smaller of the two; NaN where x is.
+// The smaller of the two; NaN if x is NaN.
 template <class T>
 TRANSFORMER_OPS_INLINE Vec<T> at_most(Vec<T> x, double bound) {
 #if defined(__AVX512F__)
@@ -90,7 +90,7 @@ TRANSFORMER_OPS_INLINE Vec<T> at_most(Vec<T> x, double bound) {
   return select(x > limit, limit, x);
 }
 
-// a where x has a sign, else b.
+// a where x has a negative sign, else b.
 template <class T>
 TRANSFORMER_OPS_INLINE Vec<T> select_negative(Vec<T> x, Vec<T> a, Vec<T> b) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -100,7 +100,8 @@ TRANSFORMER_OPS_INLINE Vec<T> select_negative(Vec<T> x, Vec<T> a, Vec<T> b) {
     return {(Floats)_mm256_blendv_ps((__m256)b.native, (__m256)a.native, (__m256)x.native)};
   }
 #else
-  // A shift and a logical operation: a comparison would take a multiplier's unit.
+  // A shift and a logical operation are used, because a comparison would occupy a multiplier's
+  // unit.
   const auto negative = to_bits(x) >> (8 * sizeof(Acc<T>) - 1);
   return from_bits<T>((to_bits(a) & negative) | (to_bits(b) & ~negative));
 #endif
@@ -125,7 +126,8 @@ TRANSFORMER_OPS_INLINE Vec<T> scale_by_floor(Vec<T> x, Vec<T> n) {
 }
 #endif
 
-// x 2^k for integers k from -151 to 100; results below the normal range are rounded as such.
+// x 2^k for integers k from -151 to 100; results below the normal range are rounded as subnormal
+// numbers.
 template <class T>
 TRANSFORMER_OPS_INLINE Vec<T> scale_by_power(Vec<T> x, Vec<T> k) {
 #if defined(__AVX512F__)
@@ -138,20 +140,20 @@ TRANSFORMER_OPS_INLINE Vec<T> scale_by_power(Vec<T> x, Vec<T> k) {
 }
 
 #if defined(__AVX512F__)
-// x - floor(x); zero of infinity.
+// x - floor(x); zero for infinity.
 template <class T>
 TRANSFORMER_OPS_INLINE Vec<T> fraction(Vec<T> x) {
   return {(Floats)_mm512_maskz_reduce_ps(0xffff, (__m512)x.native, _MM_FROUND_TO_NEG_INF)};
 }
 
-// Within 2^-14.
+// The error is at most 2^-14.
 template <class T>
 TRANSFORMER_OPS_INLINE Vec<T> near_reciprocal(Vec<T> x) {
   return {(Floats)_mm512_maskz_rcp14_ps(0xffff, (__m512)x.native)};
 }
 #endif
 
-// ---- the same on several ----
+// ---- the same on several vectors ----
 
 template <class V, class F>
 TRANSFORMER_OPS_INLINE Pair<V> each_lane(Pair<V> x, F f) {

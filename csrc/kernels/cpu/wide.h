@@ -1,7 +1,7 @@
 // Several vectors side by side.
 //
-// A chain of dependent operations waits for each result, so kernels work on a few vectors in
-// lockstep: every operator here does its work on all of them before the next one starts.
+// A chain of dependent operations waits for each result, so kernels process a few vectors in
+// lockstep: every operator here processes all of them before the next one starts.
 #pragma once
 
 #include "lanes.h"
@@ -54,7 +54,7 @@ struct Pair {
   }
 };
 
-// As many as the registers hold.
+// The registers have room for this number of vectors.
 #if defined(__AVX512F__)
 template <class T>
 using Wide = Pair<Pair<Vec<T>>>;
@@ -65,7 +65,7 @@ using Wide = Pair<Vec<T>>;
 
 struct WideLanes {};
 
-// ---- on one vector, and so on all of them ----
+// ---- on one vector, and thereby on all of them ----
 
 template <class V>
 constexpr bool kIsOne = __is_same(V, typename V::One);
@@ -107,7 +107,7 @@ TRANSFORMER_OPS_INLINE void store(T* p, Pair<Pair<V>> x, WideLanes lanes, bool s
   store(p, x.low, lanes, stream);
   store(p + Pair<V>::kLanes, x.high, lanes, stream);
 }
-// Single vectors are few: not streamed.
+// Single vectors are few, so they are not streamed.
 template <class T, class Lanes>
 TRANSFORMER_OPS_INLINE void store(T* p, Vec<T> x, Lanes lanes, bool) {
   store(p, x, lanes);
@@ -123,8 +123,8 @@ TRANSFORMER_OPS_INLINE void store_acc(Acc<typename V::Element>* p, Pair<V> x, Wi
   }
 }
 
-// A wide vector whose lanes are in the order that is quickest to load and store, the same for all
-// of a type: for functions of each element alone, and for sums.
+// A wide vector whose lanes are in the order that is fastest to load and store. The order is the
+// same for all vectors of a type. It is for elementwise functions, and for sums.
 struct AnyOrder {};
 TRANSFORMER_OPS_INLINE AnyOrder any_order(WideLanes) { return {}; }
 TRANSFORMER_OPS_INLINE FirstLanes any_order(FirstLanes lanes) { return lanes; }
@@ -138,7 +138,7 @@ template <class T>
 constexpr bool kReorders = false;
 #endif
 
-// Where number i of n is, if all whole wide vectors are in that order.
+// The position of number i of n, if all whole wide vectors are in that order.
 template <class T>
 struct AnyOrderOf {
   static int64_t place(int64_t i, int64_t n) {
@@ -166,7 +166,7 @@ TRANSFORMER_OPS_INLINE void store_acc(Acc<typename V::Element>* p, V x, AnyOrder
 }
 
 #if defined(__AVX512F__)
-// Every second number of 32 is there already, but for its neighbour's bits below.
+// Every second number of 32 is already in place, except for its neighbour's bits below.
 TRANSFORMER_OPS_INLINE Pair<Vec<BFloat16>> load_alternating(const BFloat16* p) {
   const Ints both = load_unaligned<Ints>(p);
   return {Vec<BFloat16>((Floats)(both << 16)),
@@ -184,7 +184,7 @@ TRANSFORMER_OPS_INLINE void store(BFloat16* p, Wide<BFloat16> x, AnyOrder, bool 
   store_alternating(p + 32, x.high, stream);
 }
 
-// Sixteen of the numbers of two vectors, and the rest of them:
+// Sixteen of the numbers of two vectors, or the remaining ones:
 //   in turn       a0 b0 a1 b1 ... a7 b7     rest  a8 b8 ... a15 b15
 //   every second  a0 a2 ... b0 b2 ... b14   rest  a1 a3 ... b1 b3 ... b15
 TRANSFORMER_OPS_INLINE Floats in_turn(Floats a, Floats b, bool rest) {

@@ -1,4 +1,4 @@
-// Bias: its sum, and its gradient in one pass with that of what follows it.
+// The bias gradient: the sum over rows, alone and in one pass with the gradient of the op after it.
 #include "kernels/choose.h"
 #include "kernels/cuda/bits.h"
 #include "kernels/cuda/columns.h"
@@ -8,7 +8,7 @@
 namespace transformer_ops::cuda {
 namespace {
 
-// Single elements are many in flight for want of size.
+// Single elements are small, so a thread has more of them in flight.
 template <int N>
 constexpr int kBiasRows = N == 1 ? 8 : 4;
 
@@ -49,7 +49,7 @@ struct BiasAdd {
   }
 };
 
-// What bodies with one sum a column share.
+// The common part of bodies with one sum for each column.
 template <class T, int N>
 struct Summed {
   using Column = PackColumn;

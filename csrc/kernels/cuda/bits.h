@@ -1,4 +1,4 @@
-// y[i] = f(x[i], bit i) with the bits of 8 elements in a byte: a thread works on such groups.
+// y[i] = f(x[i], bit i), with the bits of 8 elements in a byte: a thread processes such groups.
 #pragma once
 
 #include "kernels/cuda/column_geometry.h"
@@ -10,7 +10,7 @@ namespace {
 constexpr int kGroup = 8;
 constexpr int kGroupsAThread = 2;
 
-// The elements of group g that there are, 0 to 8. Groups are whole but for the last.
+// The number of elements of group g, 0 to 8. Only the last group may be partial.
 TRANSFORMER_OPS_DEVICE int group_size(int64_t g, int64_t n) {
   const int64_t left = n - g * kGroup;
   return left >= kGroup ? kGroup : left > 0 ? static_cast<int>(left) : 0;
@@ -36,18 +36,18 @@ TRANSFORMER_OPS_DEVICE void store_group(T* to, const Pack<T, kGroup>& pack, int 
   }
 }
 
-// A byte may lack its upper bits at the end.
+// The last byte may lack its upper bits.
 TRANSFORMER_OPS_DEVICE unsigned lowest_bits(unsigned bits, int count) {
   return bits & ((1u << count) - 1);
 }
 
-// x * scale where bit j is set, else 0, whatever x is.
+// x * scale where bit j is set, else 0, even if x is NaN or infinite.
 template <class A>
 TRANSFORMER_OPS_DEVICE A scale_where_set(A x, A scale, unsigned bits, int j) {
   return (bits >> j & 1) != 0 ? x * scale : A(0);
 }
 
-// ---- where the bits of a group come from, what they mean, and where they go
+// ---- the source, the meaning and the destination of a group's bits
 
 // Sets the bits where the gradient will pass. NaN passes, as in torch.
 template <class A>

@@ -1,6 +1,7 @@
-// How elementwise kernels are laid over rows and columns: host code, but for the division.
+// The layout of elementwise kernels over rows and columns. This is host code, except for the
+// division.
 //
-// A row is cut into packs of neighbouring elements, one for each thread.
+// A row is cut into packs of adjacent elements, one for each thread.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,7 @@
 
 namespace transformer_ops::cuda {
 
-// Division of numbers in [0, 2^63) by d > 0: a multiplication in place of a call.
+// Division of numbers in [0, 2^63) by d > 0 with a multiplication instead of a call.
 // Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994: with
 // 2^shift >= d and m = ceil(2^(63 + shift) / d), n / d = floor(n m / 2^(63 + shift)).
 class Divisor {
@@ -40,13 +41,13 @@ class Divisor {
   }
 
  private:
-  uint64_t multiplier_ = 0;  // 0: by 1
+  uint64_t multiplier_ = 0;  // 0 divides by 1
   int shift_ = 0;
 };
 
 constexpr int kElementThreads = 256;
 
-// Rows are taken in groups of `rows_together`: a thread has one pack of columns of one group.
+// Rows are processed in groups of `rows_together`: a thread has one pack of columns of one group.
 struct RowGroups {
   int64_t rows, packs;  // packs in a row
   int64_t threads;      // that have work
@@ -61,9 +62,9 @@ struct RowGroups {
   int64_t blocks() const { return (threads + kElementThreads - 1) / kElementThreads; }
 };
 
-// Parts of rows for sums over the rows of a matrix. Many small blocks, so that the last ones to run
-// leave few multiprocessors idle, but few enough sums that they cost little next to their rows.
-// Of the shape alone: the order of additions is the same on all devices.
+// The number of parts of rows for sums over the rows of a matrix. Many small blocks leave few
+// multiprocessors idle at the end, but the sums must be few enough to cost little. It depends only
+// on the shape, so the order of additions is the same on all devices.
 inline int64_t column_parts(int64_t rows, int64_t width) {
   constexpr int64_t kLeastRows = 64, kColumnsOfABlock = 256, kBlocks = 8192, kMostParts = 1024;
   const int64_t across = std::max<int64_t>(1, (width + kColumnsOfABlock - 1) / kColumnsOfABlock);
@@ -71,7 +72,7 @@ inline int64_t column_parts(int64_t rows, int64_t width) {
   return std::clamp<int64_t>(rows / kLeastRows, 1, most);
 }
 
-// Blocks that walk down the rows of one part, some packs wide; of `parts` parts.
+// Blocks of threads that process the rows of one part, some packs wide; there are `parts` parts.
 struct ColumnBlocks {
   int64_t rows, packs, parts;
   int across, down;  // threads of a block along a row, and along the rows
@@ -79,8 +80,9 @@ struct ColumnBlocks {
   Divisor by_blocks_across;
   int64_t least_rows, parts_with_one_more;
 
-  // A block is `most_across` packs wide, a power of two. Less where rows are short, and down to a
-  // quarter where blocks would be too few for the device, and their threads have rows to share.
+  // A block is `most_across` packs wide, a power of two. It is narrower if rows are short, and down
+  // to a quarter if there would be too few blocks for the device, and their threads have rows to
+  // share.
   ColumnBlocks(int64_t rows, int64_t packs, int64_t parts, int most_across)
       : rows(rows), packs(packs), parts(parts) {
     constexpr int64_t kFewBlocks = 256;

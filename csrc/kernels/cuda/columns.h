@@ -1,11 +1,11 @@
-// Kernels over rows and columns. A thread has one pack of columns of several rows, so that what
-// belongs to the columns is found once; and it may add up its columns on the way.
+// Kernels over rows and columns. A thread has one pack of columns of several rows, so that the
+// parameters of the columns are loaded once; it may also add up its columns.
 //
-// What is computed is a Body: its Column is what a thread knows of its pack of columns, its Loads
-// are what it reads of a row; the loads of kRows rows are in flight together. finish(column, row,
-// loads, add) computes and writes, and calls add(k, value) for the k-th of kSums sums of type Sum:
-// that over the column column.sum(k). load_parameters(column), if there is one, reads what belongs
-// to the columns while the first loads are on their way.
+// A Body says what is computed. Its Column is what a thread knows about its pack of columns. Its
+// Loads are what it reads of a row; the loads of kRows rows are in flight together. finish(column,
+// row, loads, add) computes and writes, and calls add(k, value) for the k-th of kSums sums of type
+// Sum, which is that over column column.sum(k). The optional load_parameters(column) reads
+// parameters of the columns while the first loads are in flight.
 #pragma once
 
 #include "kernels/bias.h"
@@ -15,7 +15,7 @@
 namespace transformer_ops::cuda {
 namespace {
 
-// ---- rows on their own
+// ---- rows without sums
 
 template <class Body>
 __global__ void __launch_bounds__(kElementThreads) rows_kernel(Body body, RowGroups groups) {
@@ -45,7 +45,7 @@ void for_rows(Stream stream, const Body& body, int64_t rows, int64_t packs) {
 
 // ---- rows and the sums of their columns
 
-// Where sums go: to part p of `partials`, or, from a single part, to the result.
+// The destination of sums: part p of `partials` or, if there is a single part, the result.
 template <class A>
 struct SumsOut {
   Gradient out;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kElementThreads)
       }
     }
   }
-  // Sum k of the thread at (x, y) lies at (y * kSums + k) * across + x: free of bank conflicts.
+  // Sum k of the thread at (x, y) is at (y * kSums + k) * across + x, which has no bank conflicts.
   TRANSFORMER_OPS_SHARED(A, shared);
 #pragma unroll
   for (int k = 0; k < kSums; ++k) shared[(y * kSums + k) * blocks.across + x] = sums[k];
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kElementThreads)
 
 constexpr int kPartThreads = 16;
 
-// A warp's width of columns; rows of threads take the parts in turn.
+// Sums a warp's width of columns; the rows of threads take the parts in turn.
 template <class A>
 __global__ void __launch_bounds__(kWarp* kPartThreads)
     sum_parts_kernel(SumsOut<A> out, int64_t parts) {
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kWarp* kPartThreads)
   set_element(out.out, column, sum);
 }
 
-// Sums are `width` long. No rows: zeros.
+// Sums are `width` long. Without rows they are zeros.
 template <class Body>
 void for_columns(Stream stream, const Body& body, const ColumnSum& sum, int64_t rows, int64_t packs,
                  int64_t width) {
@@ -141,7 +141,7 @@ void for_columns(Stream stream, const Body& body, const ColumnSum& sum, int64_t 
          sum.parts);
 }
 
-// Packs of N elements of T side by side in a block: rows of 512 bytes.
+// The number of adjacent packs of N elements of T in a block: rows of 512 bytes.
 template <class T, int N>
 constexpr int kPacksOf512Bytes = 512 / (N * static_cast<int>(sizeof(T))) < kElementThreads
                                      ? 512 / (N * static_cast<int>(sizeof(T)))
@@ -149,7 +149,7 @@ constexpr int kPacksOf512Bytes = 512 / (N * static_cast<int>(sizeof(T))) < kElem
 
 // ---- parameters
 
-// N elements of a parameter from i on, computed in A. The branch is the same for all threads.
+// N elements of a parameter from i on, converted to A. The branch is the same for all threads.
 template <bool Aligned, int N, class A>
 TRANSFORMER_OPS_DEVICE Pack<A, N> elements(const Vector& vector, int64_t i) {
   Pack<A, N> values = {};
@@ -178,8 +178,8 @@ TRANSFORMER_OPS_DEVICE Pack<A, N> elements(const Vector& vector, int64_t i) {
   return values;
 }
 
-// Calls f(a constant), for packs of N where pointers are `aligned` and N divides all the lengths,
-// else for single elements.
+// Calls f(a constant): packs of N if pointers are `aligned` and N divides all lengths, else single
+// elements.
 template <int N, class F, class... Lengths>
 void with_packs(bool aligned, const F& f, Lengths... lengths) {
   if (aligned && ((lengths % N == 0) && ...)) {

@@ -1,5 +1,5 @@
-// What elements are computed in, for the formulas of math.h: double in double, all else in float,
-// as exactly as the result deserves.
+// The types in which elements are computed, for the formulas of math.h: double in double, all
+// others in float, as exactly as the result needs.
 #pragma once
 
 #include "kernels/cuda/device.h"
@@ -8,10 +8,10 @@
 namespace transformer_ops::cuda {
 namespace {
 
-// How many bits of the result are kept. For 16-bit types, exponentials and reciprocals are those
-// that the hardware computes in one instruction: their errors, a few units of float's last place
-// and |x| units for exp(x), are a thousandth of the last rounding. For float, the rounding errors
-// of a sigmoid and of its product are added back.
+// The number of bits of the result that matter. For 16-bit types, exponentials and reciprocals use
+// single hardware instructions: their errors, a few units of float's last place and |x| units for
+// exp(x), are a thousandth of the last rounding. For float, the rounding errors of a sigmoid and of
+// its product are added back.
 enum class Kept { Bits16, Bits32 };
 
 template <Kept kept>
@@ -74,12 +74,12 @@ TRANSFORMER_OPS_MATH float reciprocal_of_one_plus(float e) {
 #endif
 }
 
-// What is to be added to r = reciprocal_of_one_plus(e).
+// The correction of r = reciprocal_of_one_plus(e), which is to be added.
 TRANSFORMER_OPS_MATH float rest_of_reciprocal(float e, float r) {
   return r * ::fmaf(-e, r, 1.0f - r);
 }
 
-// The sigmoids, in place of those of math.h.
+// The sigmoids, which replace those of math.h.
 template <Kept kept>
 TRANSFORMER_OPS_MATH math::SigmoidParts<Number<kept>> sigmoid_parts(Number<kept> x,
                                                                     Number<kept> e) {
@@ -99,7 +99,7 @@ TRANSFORMER_OPS_MATH Number<kept> times_sigmoid(Number<kept> y, Number<kept> x, 
   const float r = reciprocal_of_one_plus(e.value);
   if constexpr (kept == Kept::Bits16) return Number<kept>(y.value * factor * r);
   const float rest = rest_of_reciprocal(e.value, r);
-  // The bound keeps infinity from meeting a correction of zero.
+  // The bound prevents a product of infinity and a correction of zero.
   const float bounded = math::at_most(y.value, 1e30), product = bounded * factor;
   const float lost = ::fmaf(bounded, factor, -product);
   return Number<kept>(::fmaf(y.value * factor, r, ::fmaf(product, rest, lost * r)));

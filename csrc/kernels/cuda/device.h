@@ -1,7 +1,7 @@
-// What every kernel file starts from: dtypes, vector loads, sums over warps and blocks, launches.
+// The base of every kernel file: dtypes, vector loads, sums over warps and blocks, launches.
 //
-// The same files are compiled for the CPU by tests/emulated, where threads are fibers: what lies
-// outside CUDA's common subset goes through here.
+// tests/emulated compiles the same files for the CPU, where threads are fibers. Anything outside
+// CUDA's common subset is therefore wrapped here.
 #pragma once
 
 #if defined(TRANSFORMER_OPS_EMULATED)
@@ -78,7 +78,7 @@ void dispatch(DType dtype, const F& f) {
 
 // ---- memory
 
-// As many elements as 16 bytes hold.
+// The number of elements in 16 bytes.
 template <class T>
 constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
@@ -91,8 +91,8 @@ struct Pack {
   __device__ __forceinline__ const T& operator[](int i) const { return values[i]; }
 };
 
-// By 16-byte words where `Aligned` says that the address is a multiple of 16 and N elements fill
-// whole words; else element by element.
+// Loads 16-byte words if `Aligned` says that the address is a multiple of 16 and that N elements
+// fill whole words; else element by element.
 template <bool Aligned, int N, class T>
 TRANSFORMER_OPS_DEVICE Pack<T, N> load(const T* from) {
   Pack<T, N> pack;
@@ -110,7 +110,7 @@ TRANSFORMER_OPS_DEVICE Pack<T, N> load(const T* from) {
   return pack;
 }
 
-// An assignment would become four stores of 4 bytes in many kernels.
+// A plain assignment becomes four stores of 4 bytes in many kernels.
 TRANSFORMER_OPS_DEVICE void store_word(uint4* to, uint4 word) {
 #if defined(__CUDA_ARCH__)
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y),
@@ -136,7 +136,7 @@ TRANSFORMER_OPS_DEVICE void store(T* to, const Pack<T, N>& pack) {
   }
 }
 
-// Null pointers are aligned.
+// Null pointers count as aligned.
 template <class... Pointers>
 bool aligned16(const Pointers*... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
@@ -183,8 +183,8 @@ TRANSFORMER_OPS_DEVICE void set_element(const Gradient& gradient, int64_t i, A v
 
 // ---- copies to shared memory that do not wait for their data
 
-// 16 bytes, aligned: at some time before the group of copies that it is in is waited for. Only the
-// thread that copied may read them without a further barrier.
+// Copies 16 aligned bytes, which arrive by the time that their group of copies is waited for. Only
+// the thread that copied may read them without a further barrier.
 TRANSFORMER_OPS_DEVICE void copy_async(void* to, const void* from) {
 #if defined(TRANSFORMER_OPS_EMULATED)
   emulated::copy_async(to, from, 16);
@@ -213,7 +213,7 @@ TRANSFORMER_OPS_DEVICE void wait_for_copies() {
 #endif
 }
 
-// ---- sums; the order of additions depends on the number of threads alone
+// ---- sums; the order of additions depends only on the number of threads
 
 constexpr int kWarp = 32;
 
@@ -243,7 +243,7 @@ constexpr int64_t kMostBlocks = 0x7fffffff;
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Grid {
-  int64_t blocks;  // along x; none: no launch
+  int64_t blocks;  // along x; 0: no launch
   int threads;
   int64_t shared_bytes = 0;
 };
@@ -266,7 +266,7 @@ inline void check(cudaError_t error) {
   if (error != cudaSuccess) fail(error);
 }
 
-// Of the current device.
+// An attribute of the current device.
 inline int device_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   check(cudaGetDevice(&device));
@@ -276,7 +276,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 
 inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 
-// What is left of a block's shared memory beside __shared__ arrays.
+// The shared memory of a block that a launch may ask for, besides __shared__ arrays.
 constexpr int64_t kStaticSharedBytes = 1 << 10;
 inline int64_t most_shared_bytes() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticSharedBytes;
@@ -285,7 +285,8 @@ inline int64_t most_shared_bytes() {
 template <class Kernel>
 void ask_for_shared(Kernel kernel, int64_t bytes) {
   if (bytes + kStaticSharedBytes <= 48 << 10) return;
-  // To the same value always: another thread may be about to launch the kernel with more.
+  // The value is always the same, because another thread may be about to launch the kernel with
+  // more.
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(most_shared_bytes())));
 }
@@ -301,7 +302,7 @@ void launch(Stream stream, const Grid& grid, void (*kernel)(Parameters...),
   kernel<<<static_cast<unsigned>(grid.blocks), grid.threads, grid.shared_bytes,
            static_cast<cudaStream_t>(stream)>>>(static_cast<Parameters>(args)...);
   // clang-format on
-  // Not sticky errors of earlier work: those are the caller's to see at the next synchronization.
+  // Sticky errors of earlier work are not reported here: the caller sees them when it synchronizes.
   check(cudaGetLastError());
 }
 #endif

@@ -7,12 +7,12 @@
 namespace transformer_ops::cuda {
 namespace {
 
-// The bits of kept elements. Element j of group g has the word j % 4 of Philox(key = seed,
-// counter = (g, offset / 4 + j / 4)): each call of the op advances the offset by 8.
+// The bits of kept elements. Element j of group g uses word j % 4 of Philox(key = seed, counter =
+// (g, offset / 4 + j / 4)); each call of the op advances the offset by 8.
 struct Draw {
   Philox philox;
   uint32_t threshold;
-  bool keeps, draws;  // without draws all are kept, or none
+  bool keeps, draws;  // without draws, all elements are kept, or none
 
   Draw(const Philox& philox, double p)
       : philox(philox),
@@ -79,7 +79,7 @@ struct BiasDropoutAdd {
   }
 };
 
-// Where rows are whole groups.
+// For rows that are whole groups.
 template <class T, class Sum>
 struct BiasDropoutAddRows : BiasDropoutAdd<T, Sum> {
   struct Column {
@@ -111,7 +111,7 @@ struct BiasDropoutAddRows : BiasDropoutAdd<T, Sum> {
   }
 };
 
-// Where rows begin anywhere in a group, or are not aligned.
+// For rows that begin anywhere in a group, or are not aligned.
 template <class T, class Sum>
 __global__ void __launch_bounds__(kElementThreads)
     bias_dropout_add_kernel(BiasDropoutAdd<T, Sum> body, Divisor by_h, int64_t n) {

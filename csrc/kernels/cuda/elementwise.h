@@ -1,4 +1,4 @@
-// y[i] = op(x[i]...), by packs of N neighbouring elements.
+// y[i] = op(x[i]...), in packs of N adjacent elements.
 #pragma once
 
 #include "kernels/cuda/column_geometry.h"
@@ -13,11 +13,12 @@ struct Arrays {
   const T* data[Count];
 };
 
-// Loads of 16 bytes in flight in a thread: as many as a copy needs on H100 (4.8 TB/s at 800 ns are
-// 30 KB a multiprocessor, and 2048 threads may be few where a kernel needs registers).
+// The number of 16-byte loads in flight in a thread, as many as a copy needs on H100. (4.8 TB/s at
+// 800 ns are 30 KB for a multiprocessor, which may have fewer than 2048 threads if a kernel needs
+// registers.)
 constexpr int kLoadsInFlight = 4;
 
-// Elements that are not in packs are many in flight for want of size.
+// Single elements are small, so a thread has more of them in flight.
 template <int N, int Inputs>
 constexpr int kPacksAThread = N == 1 ? 8 / Inputs : kLoadsInFlight / Inputs;
 

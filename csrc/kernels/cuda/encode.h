@@ -1,5 +1,5 @@
-// What kernels that round numbers share: packs of 8 neighbours, their largest magnitudes, and what
-// codes stand for.
+// Code shared by kernels that round numbers: packs of 8 adjacent numbers, their largest magnitudes,
+// and the values of codes.
 #pragma once
 
 #include "kernels/cuda/bits.h"
@@ -27,11 +27,11 @@ void with_element(Element element, const F& f) {
   }
 }
 
-// The element types of formats that choose a scale.
+// Does the element type have formats that choose a scale?
 template <class E>
 constexpr bool kMayChoose = E::kLargest == encoding::E2M1::kLargest;
 
-// ---- magnitudes, as bits: those of a float are ordered as it is, and NaN is above all
+// ---- magnitudes as bits, which have the same order as the floats; NaN is above all
 
 TRANSFORMER_OPS_DEVICE float to_number(double x) { return encoding::to_odd(x); }
 template <class T>
@@ -51,7 +51,7 @@ TRANSFORMER_OPS_DEVICE uint32_t largest_of(const Pack<T, kPack>& x) {
   return best;
 }
 
-// Every thread of a full warp gets the largest of its group of `lanes`, a power of two.
+// Every thread of a full warp gets the largest magnitude of its group of `lanes`, a power of two.
 TRANSFORMER_OPS_DEVICE uint32_t largest_of_lanes(uint32_t x, int lanes) {
   for (int distance = lanes / 2; distance > 0; distance /= 2) {
     x = larger(x, __shfl_xor_sync(0xffffffffu, x, distance));
@@ -59,7 +59,8 @@ TRANSFORMER_OPS_DEVICE uint32_t largest_of_lanes(uint32_t x, int lanes) {
   return x;
 }
 
-// Every thread of the block gets the largest; `shared` has a word for each of its full warps.
+// Every thread of the block gets the largest magnitude; `shared` has a word for each of its full
+// warps.
 TRANSFORMER_OPS_DEVICE uint32_t largest_of_block(uint32_t x, uint32_t* shared) {
   x = largest_of_lanes(x, kWarp);
   if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = x;
@@ -75,7 +76,7 @@ TRANSFORMER_OPS_DEVICE int count_of(int64_t column, int64_t end) {
   return left >= kPack ? kPack : left > 0 ? static_cast<int>(left) : 0;
 }
 
-// ---- what codes stand for
+// ---- the values of codes
 
 template <class T>
 TRANSFORMER_OPS_DEVICE T scaled(float value, float scale) {

@@ -1,4 +1,4 @@
-// What CUDA's refusals mean for who runs this build.
+// Error texts that explain CUDA's errors to the user of this build.
 #pragma once
 
 #include <string>
@@ -6,15 +6,15 @@
 
 namespace transformer_ops::cuda {
 
-// ---- texts: host code, of what it is told
+// ---- texts; these are host code that does not call CUDA
 
-// Versions as CUDA gives them: 13020 is 13.2.
+// Versions have CUDA's form: 13020 is 13.2.
 std::string driver_is_too_old(int driver, int toolkit);
-// A device of compute capability major.minor; `built` as in TORCH_CUDA_ARCH_LIST.
+// The device has compute capability major.minor; `built` has the form of TORCH_CUDA_ARCH_LIST.
 std::string architecture_is_not_built(int major, int minor, std::string_view built);
 std::string too_many_blocks(long long blocks);
 
-// ---- of the current device: throws std::runtime_error for a cudaError_t
+// ---- for the current device: throws std::runtime_error for a cudaError_t
 
 [[noreturn]] void fail(int error);
 

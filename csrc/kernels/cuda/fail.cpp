@@ -1,4 +1,4 @@
-// Asks CUDA for what the texts of errors.h need.
+// Queries CUDA for the numbers in the texts of errors.h.
 #include <cuda_runtime_api.h>
 
 #include <stdexcept>
@@ -18,7 +18,7 @@ int attribute(cudaDeviceAttr which) {
 
 std::string text(cudaError_t error) {
   switch (error) {
-    // Of PTX by a later toolkit, which the driver cannot compile.
+    // The driver cannot compile PTX of a later toolkit.
     case cudaErrorUnsupportedPtxVersion:
     case cudaErrorInsufficientDriver: {
       int driver = 0;
@@ -26,7 +26,7 @@ std::string text(cudaError_t error) {
       return driver_is_too_old(driver, CUDART_VERSION);
     }
     case cudaErrorNoKernelImageForDevice:
-    case cudaErrorInvalidDeviceFunction:  // what cudaFuncSetAttribute says of the same
+    case cudaErrorInvalidDeviceFunction:  // cudaFuncSetAttribute reports the same error so
       return architecture_is_not_built(attribute(cudaDevAttrComputeCapabilityMajor),
                                        attribute(cudaDevAttrComputeCapabilityMinor),
                                        TRANSFORMER_OPS_CUDA_ARCHITECTURES);
@@ -38,7 +38,7 @@ std::string text(cudaError_t error) {
 }  // namespace
 
 void fail(int error) {
-  // Else torch's next check of a launch of its own would find this error again.
+  // This clears the error, so that torch's next check of its own launch does not find it.
   cudaGetLastError();
   throw std::runtime_error(text(static_cast<cudaError_t>(error)));
 }

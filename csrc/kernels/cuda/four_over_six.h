@@ -1,5 +1,5 @@
-// Chooses the scales of blocks whose largest number becomes 6 or 4, with sums in the order that
-// kernels/encoding.h says. Blocks are 16 numbers of a row or of a column, or 16 x 16.
+// Chooses the scales of blocks whose largest number becomes 6 or 4, with sums in the order given in
+// kernels/encoding.h. Blocks are 16 numbers of a row or of a column, or 16 x 16.
 #pragma once
 
 #include "kernels/cuda/encode.h"
@@ -9,7 +9,7 @@ namespace {
 
 using encoding::ScaleChoice;
 
-// A number for each of two scales.
+// The error sums for the two scales.
 struct Errors {
   float six = 0.0f, four = 0.0f;
 
@@ -27,7 +27,7 @@ struct Errors {
     six += other.six;
     four += other.four;
   }
-  // What the lane at this distance has. All lanes of a warp call it.
+  // The errors of the lane at this distance. All lanes of a warp must call it.
   __device__ __forceinline__ Errors of_lane(int distance) const {
     return {__shfl_xor_sync(0xffffffffu, six, distance),
             __shfl_xor_sync(0xffffffffu, four, distance)};
@@ -38,7 +38,7 @@ TRANSFORMER_OPS_DEVICE encoding::BlockScale chosen(const ScaleChoice& scales, co
   return encoding::takes_four(sums.six, sums.four) ? scales.four : scales.six;
 }
 
-// The sums of 16 numbers of a row, of which two neighbouring lanes have 8 each. Both get them.
+// The sums of 16 numbers of a row, of which two adjacent lanes have 8 each. Both lanes get them.
 template <class T>
 TRANSFORMER_OPS_DEVICE Errors sums_of_row(const encoding::ErrorRule& rule,
                                           const ScaleChoice& scales, const Pack<T, kPack>& x) {
@@ -48,7 +48,7 @@ TRANSFORMER_OPS_DEVICE Errors sums_of_row(const encoding::ErrorRule& rule,
   };
   Errors own;
   add_own(own);
-  // The second lane goes on with the sums of the first.
+  // The second lane continues the sums of the first.
   Errors whole = own.of_lane(1);
   const bool is_second = threadIdx.x % 2 == 1;
   if (is_second) add_own(whole);
@@ -66,7 +66,7 @@ TRANSFORMER_OPS_DEVICE Errors sums_of_square(const encoding::ErrorRule& rule,
   return sums;
 }
 
-// The scale of a block with this largest magnitude, of which each lane has a pack.
+// The scale of a block with this largest magnitude; each lane has a pack of the block.
 template <class T>
 TRANSFORMER_OPS_DEVICE encoding::BlockScale choose_for_row(const encoding::ErrorRule& rule,
                                                            uint32_t amax, float tensor_scale,
@@ -82,7 +82,7 @@ TRANSFORMER_OPS_DEVICE encoding::BlockScale choose_for_square(const encoding::Er
   return chosen(scales, sums_of_square(rule, scales, x));
 }
 
-// The scales of 8 columns with these largest magnitudes; row_of(row) is a pack of each row.
+// The scales of 8 columns with these largest magnitudes; row_of(row) returns a pack of each row.
 template <class Row>
 TRANSFORMER_OPS_DEVICE void choose_columns(const encoding::ErrorRule& rule,
                                            const uint32_t (&amax)[kPack], float tensor_scale,

@@ -1,6 +1,6 @@
-// Products by cuBLASLt. Its heuristics take some 100 microseconds a question, so what they answered
-// is kept. A call makes a descriptor and queues the product: it neither waits nor allocates on the
-// device, except through the caller's `allocate`, and may be captured.
+// Products with cuBLASLt. A query of its heuristics takes some 100 microseconds, so the answers are
+// cached. A call makes a descriptor and queues the product. It neither waits nor allocates on the
+// device, except through the caller's `allocate`, and it may be captured.
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
 
@@ -35,9 +35,9 @@ static_assert(static_cast<int>(LtEpilogue::BgradB) == CUBLASLT_EPILOGUE_BGRADB);
 #define TRANSFORMER_OPS_HAS_BLOCKS 0
 #endif
 
-// What NVIDIA recommends for Hopper and later (cuBLAS documentation, "cuBLAS workspace").
+// NVIDIA recommends this for Hopper and later (cuBLAS documentation, "cuBLAS workspace").
 constexpr uint64_t kMostWorkspaceBytes = uint64_t{32} << 20;
-// Far more than a model's shapes; a program whose shapes keep changing starts again.
+// This is far more than the shapes of a model. A program whose shapes keep changing starts over.
 constexpr size_t kMostProblems = 4096;
 
 void check(cublasStatus_t status, const char* rule) {
@@ -74,8 +74,8 @@ cudaDataType_t data_type(DType dtype, Codes codes = Codes::None) {
   return CUDA_R_32F;
 }
 
-// ---- descriptors. The library makes them: cuBLAS 13.4 has longer ones than 13.1, and a program
-// may run with a later cuBLAS than it was compiled with.
+// ---- descriptors. The library creates them: those of cuBLAS 13.4 are longer than those of 13.1,
+// and a program may run with a later cuBLAS than it was compiled with.
 
 template <auto destroy>
 struct Destroy {
@@ -194,8 +194,8 @@ class Preference {
   cublasLtMatmulPreference_t get() const { return descriptor_.get(); }
 
  private:
-  // Not in place: cublasLt.h promises that those additions come one after another, but not in which
-  // order.
+  // In-place schemes are excluded: cublasLt.h promises that their additions come one after another,
+  // but not in which order.
   static uint32_t schemes(PartialSums sums) {
     switch (sums) {
       case PartialSums::AnyPrecision:
@@ -217,7 +217,7 @@ class Preference {
   Descriptor<cublasLtMatmulPreferenceOpaque_t, cublasLtMatmulPreferenceDestroy> descriptor_;
 };
 
-// ---- what the heuristics answered, by device
+// ---- the answers of the heuristics, by device
 
 struct Answer {
   Answer(cublasLtHandle_t handle, const GemmPlan& plan);
@@ -236,7 +236,8 @@ Answer::Answer(cublasLtHandle_t handle, const GemmPlan& plan) : layouts(plan.pro
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
       handle, operation.get(), layouts.a.get(), layouts.b.get(), layouts.c.get(), layouts.d.get(),
       preference.get(), 1, &result, &count);
-  // INVALID_VALUE too: a combination of dtypes, epilogue and layouts that it does not have.
+  // INVALID_VALUE also means a combination of dtypes, epilogue and layouts that cuBLASLt does not
+  // have.
   if (status != CUBLAS_STATUS_NOT_SUPPORTED && status != CUBLAS_STATUS_INVALID_VALUE) {
     check(status, "choose an algorithm");
   }
@@ -251,8 +252,8 @@ struct Device {
   std::unordered_map<LtProblem, std::shared_ptr<const Answer>, LtProblemHash> answers = {};
 };
 
-// A first call may be in a capture, which forbids the thread what allocates on the device or loads
-// kernels.
+// A first call may be during a capture, which does not allow the thread to allocate on the device
+// or to load kernels.
 class AllowedInCapture {
  public:
   AllowedInCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "change a mode"); }
@@ -270,7 +271,7 @@ struct Prepared {
 };
 
 Prepared prepare(const GemmPlan& plan) {
-  // Never deleted: tensors may be computed while static objects die.
+  // They are never deleted, because tensors may be computed while static objects are destroyed.
   static auto* const mutex = new std::mutex;
   static auto* const devices = new std::map<int, Device>;
   int index = 0;
@@ -288,7 +289,7 @@ Prepared prepare(const GemmPlan& plan) {
   return {device.handle, answer};
 }
 
-// Of the current device, as major * 10 + minor.
+// The compute capability of the current device, as major * 10 + minor.
 int capability() {
   int device = 0, major = 0, minor = 0;
   check(cudaGetDevice(&device), "have a current device");
@@ -297,7 +298,7 @@ int capability() {
   return major * 10 + minor;
 }
 
-// Scales of blocks came with 12.9. The library that runs may be older than the headers.
+// Block scales were added in 12.9. The library at run time may be older than the headers.
 bool knows_blocks() { return TRANSFORMER_OPS_HAS_BLOCKS && cublasLtGetVersion() >= 120900; }
 
 bool can_multiply(const LtProblem& problem) {
@@ -309,7 +310,7 @@ bool can_multiply(const LtProblem& problem) {
 
 }  // namespace
 
-// Compute capability 8.9 is the first (cuBLAS documentation, "cublasLtMatmul").
+// 8.9 is the first compute capability with FP8 products (cuBLAS documentation, "cublasLtMatmul").
 bool entry::multiplies_codes() { return capability() >= 89; }
 
 bool entry::multiplies_blocks() { return knows_blocks() && capability() == 90; }

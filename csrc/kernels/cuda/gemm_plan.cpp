@@ -6,7 +6,8 @@
 namespace transformer_ops::cuda {
 namespace {
 
-constexpr uintptr_t kMostAlignment = 256;  // what cuBLASLt's heuristics distinguish
+constexpr uintptr_t kMostAlignment = 256;  // cuBLASLt's heuristics distinguish alignments up to
+                                           // this one
 
 uint16_t alignment(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer) | kMostAlignment;
@@ -28,7 +29,7 @@ std::optional<LtEpilogue> lt_epilogue(const Gemm& gemm) {
       return sums ? LtEpilogue::DGeluBgrad : LtEpilogue::DGelu;
     case Epilogue::DRelu:
       return sums ? LtEpilogue::DReluBgrad : LtEpilogue::DRelu;
-    // The row-major A is cuBLASLt's B, and the other way round.
+    // The row-major A is cuBLASLt's B, and vice versa.
     case Epilogue::SumA:
       return LtEpilogue::BgradB;
     case Epilogue::SumB:
@@ -37,8 +38,8 @@ std::optional<LtEpilogue> lt_epilogue(const Gemm& gemm) {
   return std::nullopt;
 }
 
-// Of cublasLt.h, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD: a multiple of 128 bits or 8 elements, and no
-// less than the rows of D.
+// cublasLt.h requires for CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD: a multiple of 128 bits or 8
+// elements, and at least the number of rows of D.
 bool aux_fits(const Gemm& gemm) {
   const bool relu = gemm.epilogue == Epilogue::ReluBias || gemm.epilogue == Epilogue::DRelu;
   return gemm.aux_stride % (relu ? 128 : 8) == 0 && gemm.aux_stride >= gemm.n &&
@@ -51,7 +52,7 @@ bool has_codes(const Gemm& gemm) {
 
 bool has_blocks(const Matrix& matrix) { return matrix.scaling != Scaling::Matrix; }
 
-// By the rules of kernels/gemm.h.
+// Checks the rules of kernels/gemm.h.
 bool blocks_fit(const Gemm& gemm) {
   if (!has_blocks(gemm.a) && !has_blocks(gemm.b)) return true;
   if (gemm.a.scale == nullptr || gemm.b.scale == nullptr) return false;
@@ -67,25 +68,25 @@ bool blocks_fit(const Gemm& gemm) {
          has_size_of_blocks(gemm.m, gemm.n, gemm.k);
 }
 
-// E2M1 goes with scales of 16 alone, and they with it.
+// E2M1 needs scales for each 16 numbers, and these need E2M1.
 bool has_own_scaling(const Matrix& matrix) {
   return (matrix.codes == Codes::E2M1) == (matrix.scaling == Scaling::Vectors16);
 }
 
-// By the rules of kernels/gemm.h; of epilogues, those that ops ask for.
+// Checks the rules of kernels/gemm.h; of the epilogues, only those that ops use.
 bool codes_fit(const Gemm& gemm) {
   if (gemm.a.codes == Codes::None || gemm.b.codes == Codes::None) return false;
   if (gemm.a.codes == Codes::E5M2 && gemm.b.codes == Codes::E5M2) return false;
   const bool has_epilogue = gemm.epilogue == Epilogue::None || gemm.epilogue == Epilogue::Bias ||
                             gemm.epilogue == Epilogue::GeluBias;
-  // With float32 results it adds no bias of float32.
+  // With float32 results it does not add a float32 bias.
   if (!has_epilogue || (gemm.bias != nullptr && gemm.result_dtype != DType::BFloat16)) return false;
   const bool is_fp4 = gemm.a.codes == Codes::E2M1;
   if (!has_own_scaling(gemm.a) || !has_own_scaling(gemm.b)) return false;
   if (gemm.dtype != DType::BFloat16 || (gemm.factors != nullptr && !is_fp4)) return false;
   if (gemm.a.transposed || !gemm.b.transposed || !has_size_of_codes(gemm.n, gemm.k)) return false;
   if (!blocks_fit(gemm)) return false;
-  const int64_t word = is_fp4 ? 32 : 16;  // codes of 16 bytes
+  const int64_t word = is_fp4 ? 32 : 16;  // 16 bytes of codes
   if (gemm.a.stride % word != 0 || gemm.b.stride % word != 0) return false;
   const int64_t result_bytes = gemm.result_dtype == DType::Float32 ? 4 : 2;
   if (gemm.d_stride * result_bytes % 16 != 0) return false;
@@ -95,7 +96,7 @@ bool codes_fit(const Gemm& gemm) {
   return alignment(gemm.a.data) >= 16 && alignment(gemm.b.data) >= 16 && alignment(gemm.d) >= 16;
 }
 
-// Of a rows x cols matrix, row-major.
+// The column-major layout of a row-major rows x cols matrix.
 Layout layout_of(const Matrix& matrix, int64_t rows, int64_t cols) {
   return matrix.transposed ? Layout{rows, cols, matrix.stride} : Layout{cols, rows, matrix.stride};
 }
@@ -156,7 +157,7 @@ std::optional<GemmPlan> plan_gemm(const Gemm& gemm) {
 size_t LtProblemHash::operator()(const LtProblem& problem) const {
   uint64_t hash = 0;
   const auto add = [&hash](auto value) {
-    // The multiplier of Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4).
+    // The multiplier is that of Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4).
     hash = std::rotl((hash ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15u, 29);
   };
   add(problem.dtype);

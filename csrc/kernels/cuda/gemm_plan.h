@@ -1,6 +1,6 @@
-// What cuBLASLt is asked for a row-major product: its matrices are column-major, and a row-major
-// matrix is the column-major one of its transpose, so the product becomes D^T = B^T A^T. Free of
-// CUDA's headers: tests interpret a plan on the CPU.
+// Converts a row-major product to a cuBLASLt problem. Its matrices are column-major, and a
+// row-major matrix is the column-major form of its transpose, so the product becomes D^T = B^T A^T.
+// It does not include CUDA's headers, so that tests can interpret a plan on the CPU.
 #pragma once
 
 #include <array>
@@ -26,28 +26,28 @@ enum class LtEpilogue : uint32_t {
   BgradB = 512,
 };
 
-// Element (i, j) lies at data[i + j * ld].
+// Element (i, j) is at data[i + j * ld].
 struct Layout {
   int64_t rows, cols, ld;
 
   bool operator==(const Layout&) const = default;
 };
 
-// All that an algorithm is chosen by.
+// Everything that the choice of an algorithm depends on.
 struct LtProblem {
   DType dtype;
   DType result_dtype;
   Codes a_codes, b_codes;  // instead of numbers of dtype
   Scaling a_scaling, b_scaling;
   bool tf32;
-  bool fast_sums;  // of codes
+  bool fast_sums;  // for codes
   PartialSums partial_sums;
   LtEpilogue epilogue;
   bool transpose_a, transpose_b;
   Layout a, b, c, d;  // as stored
   int64_t aux_ld;     // 0: no aux
   bool factors_on_device;
-  // Of a, b, c, d, bias and aux: the largest power of two up to 256 that divides the address.
+  // For a, b, c, d, bias and aux: the largest power of two up to 256 that divides the address.
   std::array<uint16_t, 6> alignment;
 
   bool operator==(const LtProblem&) const = default;
@@ -62,11 +62,11 @@ struct GemmPlan {
   LtProblem problem;
   const void* a;
   const void* b;
-  const void* c;  // d where beta is 0
+  const void* c;  // d if beta is 0
   void* d;
-  const void* bias;  // or where a bias gradient goes
+  const void* bias;  // or the destination of a bias gradient
   const void* aux;
-  const void* a_scale;  // of codes, in device memory; null: 1
+  const void* a_scale;  // for codes, in device memory; null: 1
   const void* b_scale;
   double alpha, beta;
   const float* factors;  // null, or both in device memory
@@ -74,10 +74,10 @@ struct GemmPlan {
 
 inline bool has_blocks(const LtProblem& problem) { return problem.a_scaling != Scaling::Matrix; }
 
-// None where cuBLASLt's rules exclude it; where they do not, it may still have no algorithm.
+// Returns none if cuBLASLt's rules exclude the product; otherwise it may still have no algorithm.
 std::optional<GemmPlan> plan_gemm(const Gemm& gemm);
 
-// What fills the slot: of gemm.cpp, or of tests.
+// The functions that fill the slots, in gemm.cpp or in tests.
 namespace entry {
 bool multiplies_codes();
 bool multiplies_blocks();

@@ -38,7 +38,7 @@ struct GluForward {
   }
 };
 
-// The same of x + bias, rounded to T: what backward reads is what forward computed with.
+// The same for x + bias rounded to T, so that backward reads the same numbers that forward used.
 template <class T, int N, class Formula>
 struct BiasGluForward {
   struct Column : GluColumn<N> {

@@ -1,5 +1,5 @@
-// Gated linear units over rows of x, 2h wide. Gate and linear half of a row alternate in blocks
-// that h is a multiple of; one block of h elements is the plain halves.
+// Gated linear units over rows of x, 2h wide. Gate and linear half alternate in blocks, whose size
+// divides h; one block of h elements means plain halves.
 #pragma once
 
 #include "kernels/choose.h"
@@ -20,7 +20,7 @@ GluLayout glu_layout(const Glu& glu, int64_t h) {
   return {h, block, Divisor(block / N)};
 }
 
-// A pack of columns: of y, and the two of x that it is computed from.
+// A pack of columns: of y, and the two of x from which it is computed.
 template <int N>
 struct GluColumn {
   int64_t y, gate, linear;
@@ -30,11 +30,11 @@ struct GluColumn {
     linear = gate + layout.block;
   }
 
-  // Of the sums over columns of x: N of the gate, N of the linear half.
+  // The columns of x that are summed: N of the gate, N of the linear half.
   TRANSFORMER_OPS_GEOMETRY int64_t sum(int k) const { return k < N ? gate + k : linear + k - N; }
 };
 
-// Single elements are many in flight for want of size.
+// Single elements are small, so a thread has more of them in flight.
 template <int N>
 constexpr int kGluRows = N == 1 ? 4 : 2;
 

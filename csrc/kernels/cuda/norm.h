@@ -1,4 +1,4 @@
-// What the kernels of norms share: rows spread over threads, and parameters.
+// Code shared by the kernels of norms: rows distributed over threads, and parameters.
 #pragma once
 
 #include "kernels/cuda/device.h"
@@ -9,7 +9,7 @@
 namespace transformer_ops::cuda {
 namespace {
 
-// Packs are 16 bytes, or single elements where rows are not aligned.
+// Packs are 16 bytes, or single elements if rows are not aligned.
 template <int N, class T>
 TRANSFORMER_OPS_DEVICE Pack<T, N> load_pack(const T* from) {
   return load<(N > 1), N>(from);
@@ -18,7 +18,7 @@ template <int N, class T>
 TRANSFORMER_OPS_DEVICE void store_pack(T* to, const Pack<T, N>& pack) {
   store<(N > 1), N>(to, pack);
 }
-// To shared memory.
+// Stores a pack in shared memory.
 template <int N, class T>
 TRANSFORMER_OPS_DEVICE void keep_pack(T* to, const Pack<T, N>& pack) {
 #if defined(__CUDA_ARCH__)
@@ -39,7 +39,8 @@ TRANSFORMER_OPS_DEVICE void keep_pack(T* to, const Pack<T, N>& pack) {
   for (int i = 0; i < N; ++i) to[i] = pack[i];
 #endif
 }
-// From global to shared memory; there once this thread has waited for copies.
+// Copies a pack from global to shared memory; it has arrived once this thread has waited for
+// copies.
 template <int N, class T>
 TRANSFORMER_OPS_DEVICE void copy_pack(T* to, const T* from) {
   if constexpr (N > 1) {
@@ -74,25 +75,25 @@ TRANSFORMER_OPS_DEVICE Pack<A, N> elements(const Vector& vector, int64_t column)
   return load_converted<A, BFloat16, N>(vector.data, column, vector.add);
 }
 
-// This thread's place among the threads that share a row.
+// This thread's position among the threads that share a row.
 struct Lane {
   int lanes, number;
-  int row;  // of the rows that the block has side by side
+  int row;  // among the rows that the block processes side by side
 
   __device__ __forceinline__ explicit Lane(int lanes)
       : lanes(lanes),
         number(static_cast<int>(threadIdx.x) % lanes),
         row(static_cast<int>(threadIdx.x) / lanes) {}
 
-  // f(column) for this thread's packs of a row of h elements.
+  // Calls f(column) for this thread's packs of a row of h elements.
   template <int N, class Index, class F>
   __device__ __forceinline__ void for_packs(Index h, const F& f) const {
 #pragma unroll 4
     for (Index column = number * N; column < h; column += lanes * N) f(column);
   }
 
-  // The sums over the lanes of a row, for each of its threads, by way of numbers in shared memory
-  // that the last call did not use. All threads of the row's warps take part.
+  // The sums over the lanes of a row, for each of its threads. `shared` must be memory that the
+  // last call did not use. All threads of the row's warps take part.
   template <bool OneRow, int Count, class A>
   __device__ __forceinline__ void sum(A (&sums)[Count], A (*shared)[kWarp]) const {
     for (int distance = (lanes < kWarp ? lanes : kWarp) / 2; distance > 0; distance /= 2) {
@@ -120,7 +121,7 @@ struct Lane {
   }
 };
 
-// n gamma + beta of normalized numbers.
+// n gamma + beta for normalized numbers.
 template <class T, int N>
 TRANSFORMER_OPS_DEVICE Pack<T, N> normalized_output(const Pack<T, N>& x, Acc<T> mean, Acc<T> rstd,
                                                     const Vector& gamma, const Vector& beta,

@@ -1,19 +1,19 @@
-// Backward of LayerNorm, RMSNorm and L2 normalization, with the residual's gradient.
+// The backward of LayerNorm, RMSNorm and L2 normalization, with the residual's gradient.
 //
-// One block a multiprocessor goes through rows, several side by side. The next rows are on their
-// way to shared memory meanwhile; each thread reads there only what it copied itself, so that a row
-// takes one barrier, for its sums. Gamma and the sums over rows stay in registers to the end.
+// One block for each multiprocessor loops over rows, several side by side. The next rows are copied
+// to shared memory meanwhile. Each thread reads only what it copied itself, so a row needs one
+// barrier, for its sums. Gamma and the sums over rows stay in registers to the end.
 #include "kernels/cuda/norm_backward.h"
 
 namespace transformer_ops::cuda {
 
 namespace {
 
-// What leaves each thread registers for its elements of gamma and of the sums over rows.
+// This leaves each thread enough registers for its elements of gamma and of the sums over rows.
 template <bool Centered>
 constexpr int kMostThreads = Centered ? 384 : 512;
 
-// A thread's packs of a row.
+// The number of a thread's packs of a row.
 template <class T, int N>
 constexpr int kPacks = (sizeof(T) == 8 ? 16 : 32) / (N == 1 ? 2 : N);
 
@@ -30,12 +30,12 @@ TRANSFORMER_OPS_DEVICE void wait_for_stage(int stages) {
   }
 }
 
-// Adds the sums of all rows of the block: out[h]. `scratch` has room for those of each thread.
+// Adds the sums of all rows of the block to out[h]. `scratch` has room for the sums of each thread.
 template <int N, int K, class A>
 TRANSFORMER_OPS_DEVICE void write_column_sums(Pack<A, N> (&sums)[K], const Lane& lane, int h,
                                               A* scratch, A* out) {
   const int threads = static_cast<int>(blockDim.x), rows = threads / lane.lanes;
-  __syncthreads();  // nobody reads what was in scratch
+  __syncthreads();  // scratch is no longer read
 #pragma unroll
   for (int k = 0; k < K; ++k) {
     const int column = (lane.number + k * lane.lanes) * N;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kMostThreads<Centered>, 1)
     commit_copies();
   };
 
-  // Rows side by side in a block are far apart: few rows spread over all blocks.
+  // Rows side by side in a block are far apart, so that few rows are spread over all blocks.
   const int64_t blocks = gridDim.x, step = blocks * split.rows;
   int64_t row = lane.row * blocks + blockIdx.x;
   for (int stage = 0; stage < split.stages; ++stage) {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kMostThreads<Centered>, 1)
   const A factor = mean_factor<A>(norm);
 
   int stage = 0, parity = 0;
-  // As often for all rows of the block: they meet at barriers.
+  // All rows of the block take the same number of turns, because they meet at barriers.
   for (auto turns = static_cast<int>(ceil_div(norm.rows, step)); turns > 0; --turns) {
     const auto statistics = next;
     next = statistics_of<A>(norm, row + step);
@@ -143,7 +143,8 @@ __global__ void __launch_bounds__(kMostThreads<Centered>, 1)
   }
 }
 
-// A block adds the parts of 32 columns: each warp every so many parts, then one warp those sums.
+// A block adds the parts of 32 columns: each warp adds some of the parts, then one warp adds those
+// sums.
 template <class A>
 __global__ void __launch_bounds__(kWarp* kWarp)
     add_parts_kernel(const A* parts, int64_t count, int64_t h, Gradient first, Gradient second) {
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kWarp* kWarp)
   }
 }
 
-// Adds the parts of the gradients that are wanted.
+// Adds the parts of the wanted gradients.
 template <class A>
 void add_parts(Stream stream, const NormBackward& norm) {
   const int wanted = wanted_gradients(norm);

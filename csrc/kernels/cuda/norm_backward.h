@@ -1,13 +1,13 @@
-// What the two ways of a norm's backward share: the formulas, over packs of a row.
+// Code shared by both variants of a norm's backward: the formulas, over packs of a row.
 #pragma once
 
 #include "kernels/cuda/norm.h"
 
 namespace transformer_ops::cuda {
 
-// For rows that are too long to keep: reads x and grad_y for the sums over rows, for those over a
-// row, and for the gradient. The sums over rows, if wanted, go to norm.partials. Aligned: rows are,
-// to 16 bytes.
+// For rows that are too long for registers: reads x and grad_y separately for the sums over rows,
+// for those over a row, and for the gradient. The sums over rows, if wanted, go to norm.partials.
+// `aligned`: rows are aligned to 16 bytes.
 void norm_backward_of_long_rows(Stream stream, const NormBackward& norm, bool aligned);
 
 namespace {
@@ -34,7 +34,7 @@ TRANSFORMER_OPS_DEVICE Statistics<A> statistics_of(const NormBackward& norm, int
           static_cast<const A*>(norm.rstd)[row]};
 }
 
-// Adds to the sums over a row: of grad_n n, and of grad_n if there are two.
+// Adds to the sums over a row: that of grad_n n and, if there are two, that of grad_n.
 template <class T, int N, int Count>
 TRANSFORMER_OPS_DEVICE void add_to_row(Acc<T> (&sums)[Count], const Pack<T, N>& grad_y,
                                        const Pack<T, N>& x, const Pack<Acc<T>, N>& gamma,
@@ -47,13 +47,13 @@ TRANSFORMER_OPS_DEVICE void add_to_row(Acc<T> (&sums)[Count], const Pack<T, N>& 
   }
 }
 
-// That of the sums over a row which math::normalized_backward takes.
+// The factor of the sums over a row that math::normalized_backward takes.
 template <class A>
 TRANSFORMER_OPS_DEVICE A mean_factor(const NormBackward& norm) {
   return norm.norm == Norm::L2 ? A(1) : A(1) / static_cast<A>(norm.h);
 }
 
-// Adds to the sums over rows of gamma's and beta's gradient.
+// Adds to the sums over rows for the gradients of gamma and beta.
 template <class T, int N>
 TRANSFORMER_OPS_DEVICE void add_to_gamma(Pack<Acc<T>, N>& sums, const Pack<T, N>& grad_y,
                                          const Pack<T, N>& x, const Statistics<Acc<T>>& row) {
@@ -68,11 +68,11 @@ TRANSFORMER_OPS_DEVICE void add_to_beta(Pack<Acc<T>, N>& sums, const Pack<T, N>&
   for (int i = 0; i < N; ++i) sums[i] += to_acc(grad_y[i]);
 }
 
-// Is grad_x of acc while x is not?
+// Is grad_x of acc type, but not x?
 inline bool is_wide(const NormBackward& norm) { return norm.residual_dtype != norm.dtype; }
 
-// grad_x = the norm's gradient + residual, from element `at` on. `residual` is of x's type, and not
-// read where grad_x is wide.
+// grad_x = the norm's gradient + residual, from element `at` on. `residual` has x's type, and is
+// not read if grad_x is wide.
 template <class T, int N, int Count>
 TRANSFORMER_OPS_DEVICE void store_gradient(const NormBackward& norm, bool wide, int64_t at,
                                            const Pack<T, N>& grad_y, const Pack<T, N>& x,

@@ -1,4 +1,4 @@
-// Backward of norms over rows that do not fit into a block's registers.
+// The backward of norms over rows that do not fit into a block's registers.
 #include "kernels/cuda/norm_backward.h"
 
 namespace transformer_ops::cuda {
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) row_gradients_kernel(NormBackward no
   });
 }
 
-// A thread goes down a pack of columns, through every norm.parts-th row.
+// A thread processes a pack of columns, in every norm.parts-th row.
 template <class T, int N>
 __global__ void __launch_bounds__(kColumnThreads)
     column_sums_kernel(NormBackward norm, int64_t blocks_across) {
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kColumnThreads)
 
 template <class T, int N>
 void backward(Stream stream, const NormBackward& norm) {
-  // First: grad_x may take the place of what this reads.
+  // This runs first, because grad_x may overwrite what it reads.
   if (wanted_gradients(norm) > 0) {
     const int64_t across = ceil_div(norm.h / N, kColumnThreads);
     launch(stream, {across * norm.parts, kColumnThreads}, column_sums_kernel<T, N>, norm, across);

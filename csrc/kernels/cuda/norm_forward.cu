@@ -1,5 +1,5 @@
-// LayerNorm, RMSNorm and L2 normalization, of x or of x + extra. The variance is that of deviations
-// from the mean, never a difference of squares.
+// LayerNorm, RMSNorm and L2 normalization of x or of x + extra. The variance is computed from
+// deviations from the mean, never as a difference of squares.
 #include "kernels/cuda/norm.h"
 
 namespace transformer_ops::cuda {
@@ -32,8 +32,8 @@ TRANSFORMER_OPS_DEVICE Acc<T> squares_of(const Pack<T, N>& x, Acc<T> mean) {
   return sum;
 }
 
-// A row is read from memory once and kept in shared memory, where each thread finds what it copied
-// itself; if not Staged, for lack of room, it is read for each sum and once more.
+// A row is read from memory once and copied to shared memory, where each thread reads only what it
+// copied itself. If there is no room (not Staged), it is read for each sum and once more.
 template <class T, int N, bool Staged>
 __global__ void __launch_bounds__(512, Staged ? 2 : 1)
     norm_forward_kernel(NormForward norm, int lanes) {

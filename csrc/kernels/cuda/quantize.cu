@@ -1,5 +1,5 @@
-// Rows to codes and scales of blocks, and back. A thread has packs of 8 neighbouring numbers;
-// blocks are as many columns wide as some of them, or one column.
+// Conversion of rows to codes and block scales, and back. A thread has packs of 8 adjacent numbers;
+// blocks are a multiple of that wide, or one column.
 #include "kernels/quantize.h"
 
 #include "kernels/cuda/four_over_six.h"
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kElementThreads)
 
 // ---- codes of a pack
 
-// The first `wanted` of them.
+// Stores the first `wanted` bytes.
 template <int N>
 TRANSFORMER_OPS_DEVICE void store_bytes(uint8_t* to, const uint8_t (&bytes)[N], int wanted) {
   if (wanted == N && reinterpret_cast<uintptr_t>(to) % N == 0) {
@@ -70,7 +70,7 @@ TRANSFORMER_OPS_DEVICE void store_codes(uint8_t* to, const uint32_t (&code)[kPac
   store_bytes(to, bytes, (count * kPackBytes<E> + kPack - 1) / kPack);
 }
 
-// scale_of(j) of number j; zeros behind `count`.
+// scale_of(j) returns the scale of number j; numbers from `count` on are zeros.
 template <class E, class T, class Scale>
 TRANSFORMER_OPS_DEVICE void codes_of(uint32_t (&code)[kPack], const Pack<T, kPack>& x, int count,
                                      const Scale& scale_of) {
@@ -92,9 +92,9 @@ TRANSFORMER_OPS_DEVICE void encode_pack(uint8_t* to, const Pack<T, kPack>& x, in
   encode_each<E>(to, x, count, [scale](int) { return scale; });
 }
 
-// ---- what kernels take
+// ---- arguments of the kernels
 
-// As many columns as a row has in whole packs, and what they are cut into.
+// The numbers of rows and of columns in whole packs, and the blocks that they are divided into.
 struct Layout {
   int64_t rows, h;
   int64_t block_rows, block_columns;
@@ -115,14 +115,14 @@ template <class E, class T>
 struct Encoder {
   Layout layout;
   const T* x;
-  const uint32_t* amax;  // of the tensor, where the format needs it
-  const float* given;    // the scale of the tensor, instead
+  const uint32_t* amax;  // of the tensor, if the format needs it
+  const float* given;    // the scale of the tensor, if it is given
   uint8_t* codes;
   void* scales;
   uint8_t* decoded_tensor_scale;
-  float most_of_tensor;  // what the largest number of the tensor becomes
+  float most_of_tensor;  // the largest number of the tensor becomes this number
   kernel::FourOverSix four_over_six;
-  int64_t across;  // blocks of a row; packs where blocks are one column wide
+  int64_t across;  // blocks of a row; packs if blocks are one column wide
   Divisor by_across;
 
   __device__ __forceinline__ float tensor_scale() const {
@@ -144,7 +144,7 @@ struct Encoder {
     const int64_t row_bytes = (layout.h * kPackBytes<E> + kPack - 1) / kPack;
     return codes + row * row_bytes + column / kPack * kPackBytes<E>;
   }
-  // Of one thread, once.
+  // One thread must call this once.
   __device__ __forceinline__ void store_tensor_scale(float scale) const {
     if (decoded_tensor_scale == nullptr) return;
     const uint32_t bits = encoding::bits_of(1.0f / scale);
@@ -152,7 +152,7 @@ struct Encoder {
   }
 };
 
-// Of 4 bits, those of a row, which is even, and of the next, of which there may be none, in a byte.
+// For 4-bit codes: a byte has the codes of an even row and of the next row, if there is one.
 template <bool Aligned, class E, class T, class Scale>
 TRANSFORMER_OPS_DEVICE void encode_pair(const Encoder<E, T>& body, int64_t row, int64_t column,
                                         int count, const Scale& scale_of) {
@@ -170,7 +170,7 @@ TRANSFORMER_OPS_DEVICE void encode_pair(const Encoder<E, T>& body, int64_t row, 
   store_bytes(body.codes + row / 2 * h + column, bytes, count);
 }
 
-// ---- one scale for all
+// ---- one scale for all numbers
 
 template <bool Aligned, class E, class T>
 __global__ void __launch_bounds__(kElementThreads)
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kElementThreads)
                  count, scale);
 }
 
-// ---- blocks of one row: some neighbouring lanes of a warp have one each
+// ---- blocks of one row: some adjacent lanes of a warp have one block each
 
 template <bool Aligned, class E, class T>
 __global__ void __launch_bounds__(kElementThreads) encode_rows_kernel(Encoder<E, T> body) {
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kElementThreads) encode_rows_kernel(Encoder<E,
 
 // ---- blocks of several rows: a block of threads has one each
 
-// Pairs: of two rows in a byte.
+// Pairs: a byte has codes of two rows.
 template <bool Aligned, bool Pairs, class E, class T>
 __global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<E, T> body) {
   TRANSFORMER_OPS_SHARED(uint32_t, shared);
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(kElementThreads) encode_blocks_kernel(Encoder<
     });
   }
   if (threadIdx.x == 0) {
-    // Of nothing there is one block of threads, but none of numbers.
+    // For an empty tensor there is one block of threads, but no block of numbers.
     if (left < layout.h && layout.rows > 0)
       encoding::store_scale(layout.rule, body.scales, block, scale);
     if (block == 0) body.store_tensor_scale(tensor_scale);
@@ -332,7 +332,7 @@ void encode(Stream stream, const Format& format, const Encoder<E, T>& body) {
   const Layout& layout = body.layout;
   if (format.per_tensor()) {
     const int64_t n = layout.rows * layout.h;
-    // One block at least: it stores the scale.
+    // There is at least one block of threads, which stores the scale.
     const int64_t blocks = std::max<int64_t>(1, ceil_div(n, int64_t{kPack} * kElementThreads));
     launch(stream, {blocks, kElementThreads}, encode_all_kernel<Aligned, E, T>, body, n);
     return;

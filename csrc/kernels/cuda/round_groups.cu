@@ -1,6 +1,6 @@
-// Rows of groups rounded to the numbers of a format, each group as a tensor of its own, without
-// codes on the way. Which rows are of which group is looked up in device memory. A thread has packs
-// of 8 neighbouring numbers; their dtypes are looked up, too, for the sake of fewer kernels.
+// Rounds rows of groups to the numbers of a format, each group as a tensor of its own, without
+// producing codes. The group of a row is looked up in device memory. A thread has packs of 8
+// adjacent numbers; their dtypes are looked up at run time, too, so that there are fewer kernels.
 #include "kernels/cuda/four_over_six.h"
 #include "kernels/quantize.h"
 
@@ -26,13 +26,13 @@ TRANSFORMER_OPS_DEVICE void with_type(DType dtype, const F& f) {
   }
 }
 
-// A matrix of one dtype or another.
+// A matrix of one of several dtypes.
 template <class Pointer>
 struct Matrix {
   Pointer data;
   DType dtype;
   int64_t rows, h;
-  bool aligned;  // packs are
+  bool aligned;  // packs are aligned
 
   Matrix(Pointer data, DType dtype, int64_t rows, int64_t h)
       : data(data), dtype(dtype), rows(rows), h(h), aligned(aligned16(data) && h % kPack == 0) {}
@@ -48,7 +48,7 @@ struct Matrix {
     });
     return found;
   }
-  // What value_of(j) times scale_of(j) is.
+  // Stores value_of(j) times scale_of(j).
   template <class Value, class Scale>
   __device__ __forceinline__ void store(int64_t row, int64_t column, int count,
                                         const Value& value_of, const Scale& scale_of) const {
@@ -62,9 +62,9 @@ struct Matrix {
   }
 };
 
-// ---- which group
+// ---- the group of a row
 
-// The first of `ends` behind i; `count` where none is.
+// The index of the first of `ends` after i; `count` if there is none.
 TRANSFORMER_OPS_DEVICE int64_t find_end(const int64_t* ends, int64_t count, int64_t i) {
   int64_t low = 0, high = count;
   while (low < high) {
@@ -86,12 +86,12 @@ struct Band {
   int64_t group, first, end;
 };
 
-// Where there are no ends, all rows are of group 0; `count` stands for none.
+// Without ends, all rows are in group 0; `count` means no group.
 TRANSFORMER_OPS_DEVICE int64_t group_of_row(const GroupEnds& groups, int64_t row) {
   return groups.rows == nullptr && groups.count == 1 ? 0 : find_end(groups.rows, groups.count, row);
 }
 
-// Behind the bands of groups are those of rows in none, and some without rows.
+// After the bands of groups come those of rows in no group, and some bands without rows.
 TRANSFORMER_OPS_DEVICE Band band_of(const GroupEnds& groups, int64_t band, int64_t height,
                                     int64_t rows) {
   Band found{0, band * height, rows};
@@ -112,7 +112,8 @@ TRANSFORMER_OPS_DEVICE Band band_of(const GroupEnds& groups, int64_t band, int64
 
 constexpr int64_t kPacksAThread = 16;
 
-// Into a word that holds less, as bits of a float: those of -1 are negative as an integer.
+// Updates the largest magnitude, as bits of a float. The bits of the initial -1 are negative as an
+// integer.
 TRANSFORMER_OPS_DEVICE void take_larger(float* amax, uint32_t found) {
   atomicMax(reinterpret_cast<int*>(amax), static_cast<int>(found));
 }
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(kElementThreads)
     const int64_t column = (pack - row * packs) * kPack;
     best = larger(best, largest_of(x.load(row, column, count_of(column, x.h))));
   }
-  // One for the warp where all its rows are of one group.
+  // If all rows of the warp are in one group, one update is enough.
   const auto id = static_cast<uint32_t>(group);
   const bool is_one = largest_of_lanes(id, kWarp) == ~largest_of_lanes(~id, kWarp);
   const uint32_t of_warp = largest_of_lanes(best, kWarp);
@@ -155,14 +156,14 @@ struct Rounding {
   Matrix<const void*> x;
   Matrix<void*> out;
   GroupEnds groups;
-  const float* amax;   // of each group, where the format needs it
-  const float* given;  // the scale of each, instead
+  const float* amax;   // of each group, if the format needs it
+  const float* given;  // the scale of each group, if they are given
   bool per_tensor;
   float most_of_tensor;
   kernel::FourOverSix four_over_six;
   ScaleRule rule;
   int64_t block_rows, block_columns;
-  int64_t across;  // blocks of a row; packs where blocks are one column wide
+  int64_t across;  // blocks of a row; packs if blocks are one column wide
   Divisor by_across;
 
   __device__ __forceinline__ float tensor_scale(int64_t group) const {
@@ -174,7 +175,7 @@ struct Rounding {
   __device__ __forceinline__ bool chooses_scale() const {
     return kMayChoose<E> && four_over_six != kernel::FourOverSix::Off;
   }
-  // Rows behind the last group have an amax of zero.
+  // Rows after the last group have an amax of zero.
   __device__ __forceinline__ encoding::ErrorRule error_rule(int64_t group) const {
     return {group == groups.count ? 0.0f : amax[group], most_of_tensor,
             four_over_six == kernel::FourOverSix::Squared};
@@ -194,7 +195,7 @@ TRANSFORMER_OPS_DEVICE Scale scale_of(const Rounding& body, uint32_t amax, float
   return {scale.encode, scale.number};
 }
 
-// By scale_at(j) of number j.
+// Rounds with scale_at(j) for number j.
 template <class E, class ScaleAt>
 TRANSFORMER_OPS_DEVICE void store_rounded(const Rounding& body, int64_t row, int64_t column,
                                           int count, const Numbers& x, const ScaleAt& scale_at) {
@@ -214,8 +215,8 @@ TRANSFORMER_OPS_DEVICE void store_zeros(const Rounding& body, int64_t row, int64
   body.out.store(row, column, count, zero, zero);
 }
 
-// Blocks of one row: some neighbouring lanes of a warp have one each. Where a tensor is one block,
-// a lane has a pack of it.
+// For blocks of one row: some adjacent lanes of a warp have one each. If a tensor is one block, a
+// lane has a pack of it.
 template <class E>
 __global__ void __launch_bounds__(kElementThreads) round_rows_kernel(Rounding body) {
   const int lanes = static_cast<int>(body.block_columns / kPack);
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(kElementThreads) round_rows_kernel(Rounding bo
   store_rounded<E>(body, row, column, count, x, [&](int) { return scale; });
 }
 
-// Blocks of one column: a thread has a pack of them.
+// For blocks of one column: a thread has a pack of them.
 template <class E>
 __global__ void __launch_bounds__(kElementThreads) round_columns_kernel(Rounding body) {
   const int64_t thread =
@@ -278,7 +279,7 @@ __global__ void __launch_bounds__(kElementThreads) round_columns_kernel(Rounding
   }
 }
 
-// Blocks of several rows and columns: a block of threads has one each.
+// For blocks of several rows and columns: a block of threads has one each.
 template <class E>
 __global__ void __launch_bounds__(kElementThreads) round_blocks_kernel(Rounding body) {
   TRANSFORMER_OPS_SHARED(uint32_t, shared);
@@ -329,7 +330,7 @@ void round_to(Stream stream, const Format& format, const Rounding& body) {
            body);
     return;
   }
-  // Each group, and what is in none, has less than a band of other rows.
+  // Each group, and the rows in none, need less than one band of additional rows.
   const int64_t bands =
       (body.x.rows + (body.groups.count + 1) * (body.block_rows - 1)) / body.block_rows;
   if (format.block_columns == 1) {

@@ -1,4 +1,4 @@
-// Rows times a vector and a number of their own.
+// Multiplies rows by a vector, and each row by a number.
 #include "kernels/row_scale.h"
 
 #include "kernels/cuda/columns.h"
@@ -25,7 +25,7 @@ struct ScaledColumn {
 template <class T, int N>
 struct ScaledRows {
   using Column = ScaledColumn<T, N>;
-  // What backward needs beside:
+  // Backward also needs these:
   using Sum = Acc<T>;
   static constexpr int kSums = N;
   static constexpr int kPacksAcross = kPacksOf512Bytes<T, N>;

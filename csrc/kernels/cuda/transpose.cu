@@ -1,5 +1,5 @@
-// Matrices turned round, tile by tile through shared memory: whole rows of a tile are read and
-// written by a warp each.
+// Transposes matrices tile by tile through shared memory: each warp reads and writes whole rows of
+// a tile.
 #include "kernels/transpose.h"
 
 #include "kernels/cuda/device.h"
@@ -24,7 +24,7 @@ struct Turn {
 constexpr int kBytesSide = 4 * kWarp;
 constexpr int64_t kBytesShared = int64_t{kBytesSide} * kWarp * 4;
 
-// The bytes at a row and a column that is a multiple of 4; zeros beyond the end.
+// The bytes at a row, and at a column that is a multiple of 4; zeros beyond the end.
 template <bool Aligned>
 TRANSFORMER_OPS_DEVICE uint32_t get_word(const Turn& turn, int64_t row, int64_t column) {
   if (row >= turn.rows || column >= turn.cols) return 0;
@@ -55,8 +55,8 @@ TRANSFORMER_OPS_DEVICE void put_word(const Turn& turn, int64_t row, int64_t colu
 
 template <bool Aligned>
 __global__ void __launch_bounds__(kThreads) turn_bytes_kernel(Turn turn) {
-  // Word g of a turned row q is at (g + q / 4) % 32: a warp finds its words in 32 banks, whether it
-  // writes one of each fourth row or reads a row.
+  // Word g of a transposed row q is at (g + q / 4) % 32: a warp finds its words in 32 banks both
+  // when it writes one of each fourth row and when it reads a row.
   TRANSFORMER_OPS_SHARED(uint32_t, tile);
   const int64_t top = blockIdx.x / turn.across * kBytesSide;
   const int64_t left = blockIdx.x % turn.across * kBytesSide;
