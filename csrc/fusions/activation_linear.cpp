@@ -1,4 +1,4 @@
-// joint:  x ─► ReLU or SReLU ─► y ─► BasicLinear ─► z      keeps y alone, which the Linear keeps
+// joint:  x ─► ReLU or SReLU ─► y ─► BasicLinear ─► z      saves only y, which the Linear saves
 //         anyway: the activation's gradient follows from its output.
 #include "kernels/activation.h"
 #include "op/op.h"
@@ -14,7 +14,7 @@
 namespace transformer_ops::fused::activation_linear {
 namespace {
 
-// Raises where its gradient does not follow from its output.
+// Raises if the activation's gradient does not follow from its output.
 const ActivationRow& row_of(const Checks& check, std::string_view name) {
   const ActivationRow& row = activation_of(check, name);
   TORCH_CHECK(row.activation == cpu::Activation::ReLU || row.activation == cpu::Activation::SReLU,

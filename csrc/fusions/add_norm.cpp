@@ -1,7 +1,7 @@
 // forward:  x ─► AddExtraInput ─┬─► [MakeExtraOutput] ─► LayerNorm or RMSNorm ─► y
-//                  ▲ residual   └─► sum: the new residual, and what the norm keeps
+//                  ▲ residual   └─► sum: the new residual, which the norm saves
 //
-// Sum and norm in one pass over the rows, as between the blocks of a pre-norm transformer.
+// Sum and norm run in one pass over the rows, as between the blocks of a pre-norm transformer.
 #include "op/op.h"
 #include "wrappers/add_extra_input.h"
 #include "wrappers/cpu.h"
@@ -40,7 +40,7 @@ void layer_norm_cpu(const Tensor& input, const Tensor& extra_input, const Tensor
   const cpu::Rows x{input, norm_width(shape)}, extra{extra_input, x.width};
   const cpu::Rows y{output, x.width}, sums{sum, x.width}, means{mean, 1}, rstds{rstd, 1};
   const cpu::NormParameters parameters(input, weight, bias, zero_centered_gamma);
-  // Rows without elements have statistics too.
+  // Rows without elements have statistics, too.
   cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::add_layer_norm_forward(cpu::kernel_dtype(input), x.read(begin), extra.read(begin),
                                 parameters.gamma, parameters.beta, eps,
@@ -88,7 +88,7 @@ void rms_norm_cpu(const Tensor& input, const Tensor& extra_input, const Tensor* 
   const cpu::Rows y{output, x.width}, sums{sum, x.width}, rstds{rstd, 1};
   const cpu::NormParameters parameters(input, weight, nullptr, zero_centered_gamma);
   const double epsilon = rms_norm_eps(eps, input);
-  // Rows without elements have statistics too.
+  // Rows without elements have statistics, too.
   cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::add_rms_norm_forward(cpu::kernel_dtype(input), x.read(begin), extra.read(begin),
                               parameters.gamma, epsilon, save_sum ? sums.write(begin) : nullptr,

@@ -58,8 +58,8 @@ Tensor forward_decomposed(const Tensor& input, const Tensor& bias, const Tensor&
   return y.to(extra_input.scalar_type());
 }
 
-// A float32 residual stays float32, as under autocast. A product takes none such, so that the pass
-// is worth it after one even where nothing is dropped.
+// A float32 residual stays float32, as under autocast. The product cannot add such a residual, so
+// the pass pays even if nothing is dropped.
 std::optional<std::string> why_not(const Match& match) {
   if (auto reason = different_summands(match, 2, /*or_float32=*/true)) return reason;
   if (!match.is_idle(1) || different_summands(match, 2)) return std::nullopt;
@@ -90,7 +90,7 @@ TypedOp typed_op() {
           .random = true};
 }
 
-// Who calls the typed op itself gets the gradients of the mask it drew.
+// A caller of the typed op itself gets gradients that use the mask it drew.
 bool register_forward() {
   add_rule({.name = "bias_dropout_add",
             .pass = Pass::Forward,
@@ -99,7 +99,7 @@ bool register_forward() {
             .why_not = why_not,
             .forward = typed_op().schema,
             .bind = bind});
-  // Without a dropout, where no product takes the bias.
+  // This rule is for a bias without dropout that no product takes.
   add_rule({.name = "bias_add",
             .pass = Pass::Forward,
             .benefit = 15,

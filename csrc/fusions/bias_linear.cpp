@@ -10,7 +10,7 @@ namespace transformer_ops::fused::bias_linear {
 namespace {
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
-// Which of (grad_input, grad_weight, grad_bias) are wanted.
+// The flags of the wanted results among (grad_input, grad_weight, grad_bias).
 using Mask = std::array<bool, 3>;
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
@@ -78,7 +78,7 @@ std::optional<std::string> why_not(const Match& match) {
 [[maybe_unused]] const bool registered = register_fused_op({
     .rule = {.name = "bias_linear",
              .pass = Pass::Backward,
-             // After the rules that spare a pass over the gradient.
+             // runs after the rules that save a pass over the gradient
              .benefit = 5,
              .pattern = {{"BasicLinear"}, {"Bias"}},
              .why_not = why_not,

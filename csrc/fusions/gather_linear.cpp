@@ -1,9 +1,9 @@
 // backward:  g ─► [Bias'] ─► BasicLinear' ─► AllGather' ─► g
 //
-//   rows of all ranks  gather beside the product that gives grad_input of all ranks' rows,
-//   grad_input         scatter of its sums beside the product that gives grad_weight
+//   rows of all ranks  are gathered while the product for their grad_input runs
+//   grad_input         its sums are scattered while the product for grad_weight runs
 //
-//   Alone, grad_input takes the scatter only, grad_weight the gather, and grad_bias neither.
+//   Alone, grad_input needs only the scatter, grad_weight only the gather, and grad_bias neither.
 #include "op/buffer.h"
 #include "op/op.h"
 #include "wrappers/bias.h"

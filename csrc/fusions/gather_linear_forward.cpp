@@ -1,7 +1,7 @@
 // forward:  x ─► AllGather ─► BasicLinear ─► [Bias] ─► y
-//                   └─────────────┘ gathered: where backward is to read it
+//                   └─────────────┘ gathered: if backward reads it
 //
-//   rows of x are gathered in chunks: one beside the product of the chunk before
+//   Rows of x are gathered in chunks, each while the product of the chunk before runs.
 #include <ATen/ops/linear.h>
 
 #include "op/op.h"
@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor> forward_decomposed(const Checks& check, const Tensor&
 [[maybe_unused]] const bool registered = register_fused_op({
     .rule = {.name = "gather_linear",
              .pass = Pass::Forward,
-             // Before linear_epilogue; behind the rules that spare a pass over the output.
+             // runs before linear_epilogue, and after the rules that save a pass over the output
              .benefit = 46,
              .pattern = {{"AllGather"}, {"BasicLinear"}, optional_op({"Bias"})},
              .why_not = [](const Match& match) -> std::optional<std::string> {

@@ -1,6 +1,7 @@
-// forward:  x ─► GroupedLinear ─► Scaled* ─► y      group by group: the activation follows the
-// product
-//           while its rows are in cache. Keeps the product where backward reads it.
+// forward:  x ─► GroupedLinear ─► Scaled* ─► y
+//
+// This runs group by group: the activation follows the product while its rows are in the cache. It
+// saves the product if backward reads it.
 #include "op/op.h"
 #include "wrappers/cpu.h"
 #include "wrappers/experts.h"

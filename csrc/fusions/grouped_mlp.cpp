@@ -1,5 +1,6 @@
 // joint:  x ─► GroupedLinear ─► Scaled* ─► GroupedLinear ─► y
-//         Group by group, in scratch. Keeps x, the first product and what scales the rows.
+//
+// This runs group by group, in temporary memory. It saves x, the first product and the row scales.
 #include "op/op.h"
 #include "wrappers/cpu.h"
 #include "wrappers/experts.h"
@@ -8,9 +9,10 @@
 namespace transformer_ops::fused::grouped_mlp {
 namespace {
 
-using Mask = std::array<bool, 4>;  // which of (grad_input, grad_up, grad_down, grad_scales)
+using Mask = std::array<bool, 4>;  // flags of the wanted results among (grad_input, grad_up,
+                                   // grad_down, grad_scales)
 
-// The two products may be given different splits, which only their numbers tell.
+// The splits of the two products may differ, which shows only in their numbers.
 struct SplitsOf {
   const Tensor& up;
   const Tensor& down;
@@ -101,7 +103,7 @@ Backward backward_decomposed(const Checks& check, const Tensor& grad_output, con
   return {grad_input, grad_up, grad_down, wants_scales ? grad_scales : Tensor()};
 }
 
-// The same by a kernel for the activation, into the results of a body.
+// The same with a separate kernel for the activation, into the results of a kernel wrapper.
 void backward_apart(const ScaledActivation& activation,
                     decltype(&scaled_backward_cpu) scaled_backward, const Tensor& grad_output,
                     const Tensor& input, const Tensor& hidden, const Tensor& scales,

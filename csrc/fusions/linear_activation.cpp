@@ -1,5 +1,5 @@
 // backward:  g ─► BasicLinear' ─► activation' ─► [Bias'] ─► g    grad_bias: sums over its rows
-//             └─► grad_weight ◄─ y, computed again in the same pass
+//             └─► grad_weight ◄─ y, recomputed in the same pass
 #include "kernels/activation.h"
 #include "kernels/bias.h"
 #include "op/buffer.h"
@@ -23,7 +23,7 @@ std::vector<std::string> activations_that_keep_input() {
   return kinds;
 }
 
-// Which of (grad_input, grad_weight, grad_bias) are wanted.
+// The flags of the wanted results among (grad_input, grad_weight, grad_bias).
 using Mask = std::array<bool, 3>;
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
@@ -41,7 +41,7 @@ TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& 
   return specs;
 }
 
-// The gradient of the bias sums that of the input.
+// The bias gradient is the sum of the input gradient.
 RecomputedParts parts_of(Mask wanted) {
   const auto [wants_input, wants_weight, wants_bias] = wanted;
   return {.grad_y = wants_input || wants_bias, .weight = wants_weight};
@@ -84,7 +84,7 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& in
   const ActivationRow& row = activation_of(call, activation);
   const auto [wants_input, wants_weight, wants_bias] = wanted;
   if (wants_weight) {
-    // Gone before its gradient is made.
+    // y is freed before its gradient is allocated.
     const Tensor y = empty(input.sizes(), input.scalar_type(), input.device());
     activation_forward_cuda(row, input, y, {});
     linear_weight_gradient_cuda(grad_output, y, grad_weight, {.adds = call.main_grad().adds});

@@ -1,5 +1,5 @@
 // forward:  x ─► BasicLinear ─► Bias ─► activation ─► y
-//                        └────────────────┘ kept: the activation's input, or its bit mask
+//                        └────────────────┘ saved: the activation's input, or its bit mask
 #include <ATen/ops/linear.h>
 
 #include "op/buffer.h"
@@ -26,8 +26,8 @@ TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight
 
 using Activate = void (*)(const ActivationRow&, const Tensor&, const Tensor&, const Tensor&);
 
-// (output, kept): the activation in a pass of its own, in the memory of its input where that is not
-// kept.
+// Returns (output, saved). The activation runs in a separate pass, in the memory of its input if
+// that is not saved.
 std::tuple<Tensor, Tensor> activated(const ActivationRow& row, const Tensor& sum, bool save_kept,
                                      Activate activate) {
   if (row.keeps_mask) {
@@ -48,9 +48,9 @@ std::tuple<Tensor, Tensor> forward_cpu(const Call& call, const Tensor& input, co
                    activation_forward_cpu);
 }
 
-// Of cuBLASLt's activations, GELU alone: its ReLU keeps a mask whose order of bits NVIDIA does not
-// document, in rows of multiples of 128 bits, and may turn NaN into 0 as fmaxf does. On a GPU
-// tests/emulated/check_products.cpp says what they are.
+// Of cuBLASLt's activations only GELU is used. Its ReLU saves a mask whose bit order NVIDIA does
+// not document, in rows of multiples of 128 bits, and may turn NaN into 0 as fmaxf does. On a GPU,
+// tests/emulated/check_products.cpp shows what it does.
 std::tuple<Tensor, Tensor> forward_cuda(const Call& call, const Tensor& input, const Tensor& weight,
                                         const Tensor& bias, std::string_view activation,
                                         bool save_kept) {
@@ -79,7 +79,7 @@ Bindings bind(const Match& match) {
 [[maybe_unused]] const bool registered = register_fused_op({
     .rule = {.name = "linear_bias_activation",
              .pass = Pass::Forward,
-             // Before linear_epilogue, which would take the product and its bias.
+             // runs before linear_epilogue, which would take the product and its bias
              .benefit = 48,
              .pattern = {{"BasicLinear"}, {"Bias"}, activation_kinds()},
              .why_not = different_linear_dtypes,

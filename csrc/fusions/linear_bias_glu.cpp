@@ -1,5 +1,5 @@
 // forward:  x ─► BasicLinear ─► Bias ─► GLU ─► y      bias and GLU in one pass over the product
-//                                  └─► kept: the GLU's input
+//                                  └─► saved: the GLU's input
 #include <ATen/ops/linear.h>
 
 #include "kernels/glu.h"
@@ -21,7 +21,7 @@ TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight
           save_kept ? sum : absent(sum.dtype)};
 }
 
-// Of half the width, for the GLU's output.
+// A tensor of half the width, for the GLU's output.
 Tensor half_of(const Tensor& product) {
   auto sizes = product.sizes().vec();
   sizes.back() /= 2;
@@ -75,7 +75,7 @@ Bindings bind(const Match& match) {
 [[maybe_unused]] const bool registered = register_fused_op({
     .rule = {.name = "linear_bias_glu",
              .pass = Pass::Forward,
-             // Before linear_epilogue, which would take the product and its bias.
+             // runs before linear_epilogue, which would take the product and its bias
              .benefit = 48,
              .pattern = {{"BasicLinear"}, {"Bias"}, glu_kinds()},
              .why_not = different_linear_dtypes,

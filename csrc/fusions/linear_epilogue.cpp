@@ -1,7 +1,7 @@
 // forward:  x ─► BasicLinear ─► [Bias] ─► [ConstantScale] ─► [AddExtraInput] ─► y
 //                                                                  ▲ residual
 //
-// One product: its sums start from bias and residual, and the scale is its factor.
+// This is one product: its sums start from bias and residual, and the scale is its factor.
 #include <ATen/ScalarOps.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/add_cpu_dispatch.h>
@@ -29,7 +29,7 @@ TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight
   return {output};
 }
 
-// What the product's sums start from.
+// The numbers from which the product's sums start.
 Tensor extra_and_bias(const Tensor& extra, const Tensor& bias) {
   Tensor start = empty_cpu(extra.sizes(), extra.scalar_type());
   if (!bias.defined()) return start.copy_(extra);
@@ -55,7 +55,7 @@ void add_bias_and_extra(const Tensor& product, const Tensor& bias, const Tensor&
 
 // scale sum [+ extra], in the memory of `sum`.
 Tensor scale_and_add(Tensor sum, double scale, const Tensor& extra) {
-  constexpr double kMostHalf = 65504;  // add_out takes no factor that its dtype does not hold
+  constexpr double kMostHalf = 65504;  // add_out accepts no larger factor than its dtype holds
   const bool too_large =
       sum.scalar_type() == at::kHalf && std::isfinite(scale) && std::abs(scale) > kMostHalf;
   if (scale != 1 && (!extra.defined() || too_large)) {
@@ -68,8 +68,8 @@ Tensor scale_and_add(Tensor sum, double scale, const Tensor& extra) {
                       : at::add_out(sum, extra, sum, scale);
 }
 
-// A product that is scaled by zero is not computed, and NaN would not pass. Where product and bias
-// cancel out, what a large scale makes of each may overflow.
+// A product with factor zero is not computed, so NaN would not pass. If product and bias cancel
+// out, a large scale may make each of them overflow.
 bool product_scales(double scale, const Tensor& bias) {
   return scale == 1 || (scale != 0 && !bias.defined());
 }
@@ -85,7 +85,7 @@ Tensor forward_cpu(const Call& call, const Tensor& left, const Tensor& weight,
   if (!extra.defined()) return linear_cpu(input, weight, bias, scale);
   if (extra.element_size() > 2) {
     // In float32 a product that starts from the residual takes no longer than one that starts from
-    // zero; of 16-bit numbers it takes longer by more than a pass over its result.
+    // zero. For 16-bit numbers it takes longer by more than a pass over its result.
     return add_linear_cpu(extra_and_bias(extra, bias), input, weight, scale);
   }
   if (!bias.defined()) return scale_and_add(linear_cpu(input, weight), scale, extra);
@@ -128,7 +128,7 @@ Bindings bind(const Match& match) {
 [[maybe_unused]] const bool registered = register_fused_op({
     .rule = {.name = "linear_epilogue",
              .pass = Pass::Forward,
-             // Before add_*_norm: in the product the residual costs least.
+             // runs before add_*_norm, because the residual costs least in the product
              .benefit = 45,
              .pattern = {{"BasicLinear"},
                          optional_op({"Bias"}),

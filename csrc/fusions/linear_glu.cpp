@@ -1,5 +1,5 @@
 // backward:  g ─► BasicLinear' ─► GLU' ─► g
-//             └─► grad_weight ◄─ y, computed again in the same pass
+//             └─► grad_weight ◄─ y, recomputed in the same pass
 #include "kernels/glu.h"
 #include "op/buffer.h"
 #include "op/op.h"
@@ -52,7 +52,7 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& in
   c10::DimVector sizes(input.sizes());
   sizes.back() /= 2;
   if (wants_weight) {
-    // Gone before its gradient is made.
+    // y is freed before its gradient is allocated.
     const Tensor y = empty(sizes, input.scalar_type(), input.device());
     glu_forward_cuda(glu, input, y);
     linear_weight_gradient_cuda(grad_output, y, grad_weight, {.adds = call.main_grad().adds});

@@ -1,8 +1,8 @@
 // backward:  g ─► [ConstantScale'] ─► BasicLinear' ─► [(+)] ─► g
 //                    g of the extra output ─────────────┘
 //
-// The products scale, so there is no pass over g, and the one that gives the input's gradient adds
-// onto the residual's.
+// The products apply the scale, so there is no pass over g. The product for the input's gradient
+// starts from the residual's gradient.
 #include <ATen/ops/add.h>
 
 #include <cmath>
@@ -32,7 +32,7 @@ LinearBackward backward(Product product, bool adds, const Call& call, const Tens
                         double scale, LinearMask wanted, const OperandScales& scales = {}) {
   scale = factor_of(product_dtype(grad_output), scale);
   const auto [wants_input, wants_weight] = wanted;
-  // A product that is scaled by zero is not computed, and NaN would not pass.
+  // A product with factor zero is not computed, so NaN would not pass.
   const Tensor grad = scale == 0 ? grad_output * scale : grad_output;
   LinearBackward grads =
       product(grad, factor(wants_weight, std::move(input)), factor(wants_input, weight),
@@ -83,8 +83,8 @@ LinearBackward backward_decomposed(const Tensor& grad_output, const Tensor* grad
   return {grad_input, grad_weight};
 }
 
-// A gradient that is rounded before it is scaled is what is rounded after it where the scale is a
-// power of two, and neither overflows nor loses digits.
+// Does rounding before scaling give the same gradient as rounding after it? It does if the scale is
+// a power of two, and neither overflows nor loses digits.
 bool commutes_with_rounding(double scale) {
   int exponent;
   return std::abs(std::frexp(scale, &exponent)) == 0.5 && std::abs(exponent) <= 16;

@@ -1,6 +1,7 @@
 // forward:  x ─► BasicLinear ─► [Bias] ─► ReduceScatter ─► y
 //
-//   rows of y are made in chunks: the sums of one are scattered beside the product of the next
+//   Rows of y are computed in chunks: the sums of one are scattered while the product of the next
+//   runs.
 #include <ATen/ops/linear.h>
 
 #include "op/buffer.h"
@@ -35,7 +36,7 @@ void forward(const Checks& check, const Tensor& input, const Tensor& weight,
     Tensor into = output.narrow(0, chunk.first, chunk.count);
     start_scatter(check, part, ranks, into);
   }
-  // Torch knows what has started by its memory, so one is all of them.
+  // Torch finds started collectives by their memory, so one call waits for all of them.
   finish(check, ranks, output);
 }
 
@@ -48,7 +49,7 @@ Tensor forward_decomposed(const Checks& check, const Tensor& input, const Tensor
 [[maybe_unused]] const bool registered = register_fused_op({
     .rule = {.name = "linear_scatter",
              .pass = Pass::Forward,
-             // Before linear_epilogue, which would take the product and its bias.
+             // runs before linear_epilogue, which would take the product and its bias
              .benefit = 46,
              .pattern = {{"BasicLinear"}, optional_op({"Bias"}), {"ReduceScatter"}},
              .why_not = [](const Match& match) { return different_bias_dtype(match, 0); }},

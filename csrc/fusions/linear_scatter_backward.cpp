@@ -1,7 +1,7 @@
 // backward:  g ─► ReduceScatter' ─► [Bias'] ─► BasicLinear' ─► g
 //
-//   rows of g are gathered in chunks: one beside the product that gives grad_input of the chunk
-//   before; then grad_weight, which sums over all of them. Each gradient alone takes the gather.
+//   Rows of g are gathered in chunks, each while the product for grad_input of the chunk before
+//   runs. Then grad_weight sums over all of them. Each gradient alone needs the gather.
 #include "op/buffer.h"
 #include "op/op.h"
 #include "wrappers/bias.h"

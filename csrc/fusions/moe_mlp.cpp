@@ -1,5 +1,7 @@
 // joint:  x ─► Dispatch ─► GroupedLinear ─► Scaled* ─► GroupedLinear ─► Combine ─► y
-//         Expert by expert, rows gathered into scratch. Keeps x, the first product and positions.
+//
+// This runs expert by expert, with rows gathered into temporary memory. It saves x, the first
+// product and the positions.
 #include "op/op.h"
 #include "wrappers/cpu.h"
 #include "wrappers/experts.h"
@@ -8,7 +10,8 @@
 namespace transformer_ops::fused::moe_mlp {
 namespace {
 
-using Mask = std::array<bool, 4>;  // which of (grad_input, grad_up, grad_down, grad_probs)
+using Mask = std::array<bool, 4>;  // flags of the wanted results among (grad_input, grad_up,
+                                   // grad_down, grad_probs)
 
 Tensor column(const Tensor& scales, const Tensor& like) {
   return cpu::to_accumulate(scales, like).view({-1, 1});
@@ -168,7 +171,7 @@ void backward_cuda(const Checks& check, const Tensor& grad_output, const Tensor&
   if (wants_probs) grad_probs.copy_(take_values_decomposed(of_probs, positions));
 }
 
-// Does extra input `k` of an op come from extra output `output` of the Dispatch, and nobody else's?
+// Does extra input `k` of an op read extra output `output` of the Dispatch?
 bool takes(const Match& match, int op, int k, int output) {
   const auto& source = match.op(op).sources[k];
   return source && source->op == match.places[0] && source->output == output;

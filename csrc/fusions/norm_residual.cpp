@@ -9,15 +9,15 @@
 namespace transformer_ops::fused::norm_residual {
 namespace {
 
-// What the gradient of the input looks like, which is a sum.
+// The spec of the input's gradient, which is a sum.
 TensorSpec sum_spec(const Checks& check, const Tensor& input, const Tensor& grad_extra_output,
                     bool wanted) {
   const TensorSpec sum = with_extra_gradient(check, like(input), grad_extra_output);
   return wanted ? sum : absent(sum.dtype);
 }
 
-// What the kernels of both norms get: grad_output, input and statistics in one dtype, and how they
-// add the extra output's gradient.
+// The arguments of both norms' kernels: grad_output, input and statistics in one dtype, and the
+// extra output's gradient.
 struct Rows {
   Rows(const Tensor& grad_output, const Tensor& grad_extra_output, const Tensor& input,
        const Tensor& rstd, const Tensor& grad_input)

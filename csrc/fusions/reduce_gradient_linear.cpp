@@ -1,6 +1,6 @@
 // backward:  g ─► [Bias'] ─► BasicLinear' ─► ReduceGradient' ─► g
 //
-//   grad_input  is summed over the ranks beside the product that gives grad_weight
+//   grad_input is summed over the ranks while the product for grad_weight runs.
 //
 //   Without grad_input there is no sum over the ranks.
 #include "op/buffer.h"

@@ -55,7 +55,7 @@ Bindings bind(const Match& match) {
 
 // ---- backward
 
-// Without factors, none was dropped.
+// Without factors, no sample was dropped.
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor* input,
                            const Tensor* gamma, const Tensor& factors, ScaleMask wanted) {
   TensorSpecs specs = scale_backward_shape(check, grad_output, input, gamma, wanted);
@@ -105,7 +105,7 @@ TypedOp forward_op() {
           .random = true};
 }
 
-// A direct call of the forward op has the gradients of what it drew.
+// A caller of the forward op itself gets gradients that use the factors it drew.
 bool register_rules() {
   add_rule({.name = "scale_drop_add",
             .pass = Pass::Forward,

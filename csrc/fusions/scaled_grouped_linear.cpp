@@ -1,5 +1,5 @@
-// backward:  g ─► GroupedLinear' ─► Scaled' ─► g      group by group, in scratch:
-//             └─► grad_weight ◄─ y, computed again in the pass that gives the gradient of x
+// backward:  g ─► GroupedLinear' ─► Scaled' ─► g      group by group, in temporary memory:
+//             └─► grad_weight ◄─ y, recomputed in the pass that computes the gradient of x
 #include "op/buffer.h"
 #include "op/op.h"
 #include "wrappers/cpu.h"
@@ -12,7 +12,7 @@
 namespace transformer_ops::fused::scaled_grouped_linear {
 namespace {
 
-// Which of (grad_input, grad_weight, grad_scales) are wanted.
+// The flags of the wanted results among (grad_input, grad_weight, grad_scales).
 using Mask = std::array<bool, 3>;
 
 TensorSpecs shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
@@ -55,7 +55,7 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
     }
     const int64_t rounded = rounded_rows(count, grad.scalar_type());
     const Tensor rows = padded_rows_cpu(grad, first, count, rounded);
-    // The gradient of y, then y. Rows of zeros stay zeros.
+    // This holds the gradient of y, then y. Rows of zeros stay zeros.
     const Tensor buffer = empty_cpu({rounded, weights.size(1)}, grad.scalar_type());
     const Tensor own = rows_of(buffer, 0, count), own_x = rows_of(x, first, count);
     const Tensor own_scale = rows_of(scale, first, count);

@@ -1,4 +1,4 @@
-// Elementwise activations: GELU in two forms, QGELU, ReLU, SReLU, SiLU. ReLU keeps bits.
+// The elementwise activations: GELU in two forms, QGELU, ReLU, SReLU, SiLU. ReLU saves bits.
 #include <ATen/ops/sqrt.h>
 #include <ATen/ops/where.h>
 
@@ -63,7 +63,7 @@ void masked_backward_cuda(const Tensor& grad_output, const Tensor& mask, Tensor&
                       cuda::write(grad_input), grad_output.numel());
 }
 
-// From the mask, or from the output that a joint fusion keeps.
+// Computed from the mask, or from the output that a joint fusion saved.
 Tensor replay_relu(const ReplayCall& call) {
   if (const Tensor mask = call.slot("mask"); mask.defined()) {
     return call.input * unpack_mask(mask, call.input);
@@ -74,7 +74,8 @@ Tensor replay_relu(const ReplayCall& call) {
 
 Tensor replay_srelu(const ReplayCall& call) {
   if (!call.output.defined()) return {};
-  // d relu(x)^2 = 2 relu(x) dx, and relu(x) = sqrt(y): the input is known where it matters.
+  // d relu(x)^2 = 2 relu(x) dx, and relu(x) = sqrt(y): the input is known where the gradient needs
+  // it.
   const Tensor known = at::where(call.output > 0, at::sqrt(call.output), -1);
   return activation_of_kind("SReLU").decomposition(call.input + (known - call.input).detach());
 }
@@ -142,7 +143,7 @@ bool register_activations() {
                           .dtype = DTypeRule::Autocast},
           .forward = row.keeps_mask ? make_masked_forward(row) : make_forward(row),
           .backward = row.keeps_mask ? make_masked_backward(row) : make_backward(row),
-          // Backward has the mask.
+          // The mask is available in backward.
           .recompute = recompute_by(make_forward(row))};
     if (row.activation == Activation::ReLU) op.replay = replay_relu;
     if (row.activation == Activation::SReLU) op.replay = replay_srelu;

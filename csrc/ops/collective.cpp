@@ -1,11 +1,11 @@
-// AllGather, ReduceScatter, AllReduce: along the rows of all ranks of a process group. And
-// ReduceGradient, which stands before a product whose weight is split by rows.
+// AllGather, ReduceScatter and AllReduce along the rows of all ranks of a process group.
+// ReduceGradient is placed before a product whose weight is split by rows.
 //
 //                   forward         backward
 //   AllGather       gather          scatter of sums
 //   ReduceScatter   scatter of sums gather
-//   AllReduce       sum             hands on
-//   ReduceGradient  hands on        sum
+//   AllReduce       sum             passes through
+//   ReduceGradient  passes through  sum
 #include "wrappers/collective.h"
 #include "op/op.h"
 #include "op/recompute.h"
@@ -39,7 +39,7 @@ void copy(const Tensor& input, int64_t, std::string_view, Tensor& output) { outp
 
 using Sizes = TensorSpec (*)(const Checks&, const char*, const Tensor&, int64_t);
 
-// `tensor`: the argument, as the schema names it.
+// `tensor`: the name of the argument in the schema.
 TypedOp typed_op(const char* schema, const char* tensor, Sizes sizes, const Body& body,
                  const Decomposition& decomposition) {
   return {.schema = schema,
@@ -59,7 +59,7 @@ const TypedOp kGather =
     typed_op("all_gather(Tensor input, int group_size, str group) -> Tensor output", "input",
              gathered, gather, gather_decomposed);
 
-// No collective where nobody else takes part.
+// A group of one rank needs no collective.
 bool is_alone(const Attributes& attributes, bool) {
   return std::get<int64_t>(attributes.at("group_size")) == 1;
 }
@@ -71,7 +71,7 @@ const std::vector<std::string> kAttributes = {"group_size", "group"};
         .declaration = {.kind = "AllGather",
                         .summary = "the rows of all ranks",
                         .attributes = kAttributes,
-                        // Read by fused backward steps alone.
+                        // Only fused backward steps read it.
                         .slots = {{"input", {"input"}}},
                         .recompute_adds_input = true,
                         .inactive = is_alone},

@@ -1,5 +1,5 @@
-// Dispatch: a copy of each token for each of its experts, those of one expert one after another.
-// Combine: the sum of a token's copies. Both move rows by `positions`, without atomics.
+// Dispatch makes a copy of each token for each of its experts, sorted by expert. Combine sums the
+// copies of a token. Both move rows by `positions`, without atomics.
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -9,7 +9,7 @@
 namespace transformer_ops::ops::dispatch {
 namespace {
 
-using Mask = std::array<bool, 2>;  // which of (grad_input, grad_probs) are wanted
+using Mask = std::array<bool, 2>;  // flags of the wanted results among (grad_input, grad_probs)
 
 void dispatch_cpu(const Checks& check, const Tensor& input, const Tensor& expert_ids,
                   const Tensor& probs, int64_t num_experts, int64_t first_expert,
@@ -82,7 +82,7 @@ TensorSpecs recompute_shape(const Checks& check, const Tensor&, const Tensor& in
   return {spread_output(input, positions)};
 }
 
-// By the positions that were kept, since the ids were not. Who reads the splits kept them.
+// Uses the saved positions, because the ids were not saved. Readers of the splits have saved them.
 Tensor replay_dispatch(const ReplayCall& call) {
   const Tensor positions = call.slot("positions");
   if (!positions.defined()) return {};
@@ -91,7 +91,7 @@ Tensor replay_dispatch(const ReplayCall& call) {
   call.give("splits", at::zeros({experts}, positions.options().dtype(at::kLong)));
   Tensor permuted =
       spread_rows_decomposed(probs.unsqueeze(-1), positions.unsqueeze(-1)).squeeze(-1);
-  // The values that were kept, with this history.
+  // This gives the saved values this history.
   if (kept.defined()) permuted = permuted + (kept - permuted).detach();
   call.give("permuted_probs", permuted);
   call.give("positions", positions);
@@ -131,7 +131,7 @@ void combine_backward_cpu(const Checks& check, const Tensor& grad_output, const 
   spread_rows_cpu(grad_output, Places(check, positions), positions.size(-1), grad_input);
 }
 
-// How many positions a row has only the call knows.
+// The number of positions of a row is known only in a call.
 int64_t unknown_bits(const std::string&, int64_t, int64_t) { return -1; }
 int64_t bits_of_position(const std::string&, int64_t, int64_t) { return 32; }
 

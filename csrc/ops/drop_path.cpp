@@ -1,5 +1,5 @@
-// DropPath: zeroes whole samples, the first dimension, with probability p and scales the rest by
-// 1 / (1 - p). Keeps that number of each sample, of the numbers that Dropout draws.
+// DropPath: zeroes whole samples (the first dimension) with probability p and scales the rest by 1
+// / (1 - p). It saves that factor for each sample. The numbers are drawn as Dropout does.
 #include "op/op.h"
 #include "op/recompute.h"
 #include "wrappers/dropout.h"
@@ -46,7 +46,7 @@ Tensor backward_decomposed(const Tensor& grad_output, const Tensor& factors) {
   return scale_rows_decomposed(grad_output, nullptr, factors);
 }
 
-// Dropping again is what backward does to a gradient.
+// Recomputing applies the same factors as backward.
 TypedOp make_recompute() {
   return recompute_by({.schema = "drop_path(Tensor input, Tensor factors) -> Tensor output",
                        .shape = backward_shape,
@@ -54,7 +54,7 @@ TypedOp make_recompute() {
                        .bodies = {backward_cpu, backward_cuda, backward_decomposed}});
 }
 
-// Without factors nothing was dropped, or no gradient passes it.
+// If there are no factors, nothing was dropped, or no gradient passes.
 Tensor replay(const ReplayCall& call) {
   const Tensor factors = call.slot("factors");
   return factors.defined() ? backward_decomposed(call.input, factors) : call.input;

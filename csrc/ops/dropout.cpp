@@ -1,5 +1,6 @@
-// Dropout: zeroes elements with probability p and scales the rest by 1 / (1 - p). Keeps one bit an
-// element. The bits are Philox counters; their key is one number of torch's generator.
+// Dropout: zeroes elements with probability p and scales the rest by 1 / (1 - p). It saves one bit
+// for each element. The bits come from Philox counters; their key is one number of torch's
+// generator.
 #include <ATen/ops/dropout.h>
 
 #include "kernels/dropout.h"
@@ -61,7 +62,7 @@ void backward_cuda(const Tensor& grad_output, const Tensor& mask, double p, Tens
                          cuda::write(grad_input), p, grad_output.numel());
 }
 
-// Dropping again is what backward does to a gradient.
+// Recomputing applies the same mask as backward.
 TypedOp make_recompute() {
   return recompute_by({.schema = "dropout(Tensor input, Tensor mask, float p) -> Tensor output",
                        .shape = backward_shape,
@@ -69,7 +70,7 @@ TypedOp make_recompute() {
                        .bodies = {backward_cpu, backward_cuda, dropout_decomposed}});
 }
 
-// Without a mask dropout was off, or no gradient passes it.
+// If there is no mask, dropout was inactive, or no gradient passes.
 Tensor replay(const ReplayCall& call) {
   const Tensor mask = call.slot("mask");
   if (!mask.defined()) return call.input;

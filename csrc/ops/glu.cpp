@@ -1,5 +1,5 @@
-// Gated linear units: y = act(a) * b, with a and b the halves of the last dimension, or blocks of
-// glu_interleave_size elements that alternate along it.
+// Gated linear units: y = act(a) * b, where a and b are the halves of the last dimension, or blocks
+// of glu_interleave_size elements that alternate along it.
 #include <algorithm>
 
 #include "op/op.h"
@@ -57,7 +57,7 @@ TypedOp make_backward(const GluRow& row) {
       .by_rows = {"grad_output", "input"}};
 }
 
-// The numbers of a row have these types.
+// `Numbers` are the types of the row's numbers.
 template <typename... Numbers>
 bool register_glu(const GluRow& row) {
   return register_op(

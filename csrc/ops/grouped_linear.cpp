@@ -1,5 +1,5 @@
-// GroupedLinear: rows of group g times weight[g]^T, plus bias[g]. The rows of a group follow one
-// another; `splits` says how many each has. What is left over is zero.
+// GroupedLinear: rows of group g times weight[g]^T, plus bias[g]. The groups are consecutive, and
+// `splits` has their numbers of rows. Remaining rows become zero.
 #include "op/op.h"
 #include "wrappers/cpu.h"
 #include "wrappers/grouped.h"
@@ -9,7 +9,7 @@
 namespace transformer_ops::ops::grouped_linear {
 namespace {
 
-// Is a list in the layout that the op's attribute says?
+// Raises unless the tensors are stacked, or a list, as the op's attribute says.
 void check_layout(const Checks& check, const char* name, const GroupTensors& tensors,
                   bool is_single) {
   TORCH_CHECK(tensors.empty() || tensors.is_stack() == is_single, "[", check.op(), "] ", name,
@@ -28,7 +28,7 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor
   return {output};
 }
 
-// rows += scale bias, each row with a scale of its own.
+// rows += scale bias; each row has its own scale.
 void add_bias(const Tensor& rows, const Tensor& bias, const Tensor& scales) {
   if (!scales.defined()) {
     rows.add_(bias);
@@ -205,7 +205,7 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor* in
         .operands = {"input", "weight"},
         .width = [](const Attributes& attributes,
                     int64_t) { return std::get<int64_t>(attributes.at("out_features")); },
-        // A few numbers for all rows.
+        // All rows together have only a few numbers.
         .slot_bits =
             [](const std::string& slot, int64_t width, int64_t element_bits) {
               if (slot == "input") return width < 0 ? width : width * element_bits;

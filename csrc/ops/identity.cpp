@@ -1,4 +1,4 @@
-// Identity: hands its input on, and the gradient back.
+// Identity: passes its input through, and the gradient back.
 #include "op/op.h"
 
 namespace transformer_ops::ops::identity {

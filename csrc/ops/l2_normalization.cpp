@@ -17,7 +17,7 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, double) {
 
 void forward_cpu(const Tensor& input, double eps, Tensor& output, Tensor& rstd) {
   const cpu::Rows x{input, input.size(-1)}, y{output, x.width}, rstds{rstd, 1};
-  // Rows without elements have a rstd too.
+  // Rows without elements have an rstd, too.
   cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::l2_norm_forward(cpu::kernel_dtype(input), x.read(begin), eps, y.write(begin),
                          rstds.write(begin), end - begin, x.width);
@@ -89,7 +89,7 @@ NormTensors recompute_tensors(const Tensor&, const Tensor& input, const Tensor& 
                 .overwrites = {"input"},
                 .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .by_rows = {"input"}},
-    // eps serves only the decomposition.
+    // Only the decomposition needs eps.
     .backward = {.schema = "l2_normalization_backward(Tensor grad_output, Tensor input, "
                            "Tensor rstd, float eps) -> Tensor grad_input",
                  .shape = backward_shape,

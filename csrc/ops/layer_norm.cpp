@@ -19,7 +19,7 @@ void forward_cpu(const Tensor& input, const Tensor* weight, const Tensor* bias,
                  Tensor& mean, Tensor& rstd) {
   const cpu::Rows x{input, norm_width(shape)}, y{output, x.width}, means{mean, 1}, rstds{rstd, 1};
   const cpu::NormParameters parameters(input, weight, bias, zero_centered_gamma);
-  // Rows without elements have statistics too.
+  // Rows without elements have statistics, too.
   cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::layer_norm_forward(cpu::kernel_dtype(input), x.read(begin), parameters.gamma,
                             parameters.beta, eps, y.write(begin), means.write(begin),

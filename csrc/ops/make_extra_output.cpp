@@ -1,4 +1,4 @@
-// MakeExtraOutput: hands its input out a second time; backward adds the two gradients.
+// MakeExtraOutput: also returns its input as an extra output; backward adds the two gradients.
 #include <ATen/ops/add.h>
 
 #include "op/op.h"

@@ -1,4 +1,4 @@
-// PackedLinear: y = x [W0; W1; ...]^T + [b0, b1, ...]. The weights are never copied together.
+// PackedLinear: y = x [W0; W1; ...]^T + [b0, b1, ...]. The weights are never concatenated.
 #include "wrappers/packed_linear.h"
 
 #include <numeric>

@@ -1,10 +1,10 @@
-// Reshape: torch's own op, forward to the given shape, backward to that of the input.
+// Reshape: torch's own op. Forward reshapes to the given shape, backward to that of the input.
 #include "op/op.h"
 
 namespace transformer_ops::ops::reshape {
 namespace {
 
-// The last size, unless it follows from the input.
+// The last size; -1 if it follows from the input.
 int64_t width(const Attributes& attributes, int64_t) {
   const auto& shape = std::get<std::vector<int64_t>>(attributes.at("shape"));
   return shape.empty() ? 1 : shape.back();

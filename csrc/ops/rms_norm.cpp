@@ -18,7 +18,7 @@ void forward_cpu(const Tensor& input, const Tensor* weight, const NormShape& sha
   const cpu::Rows x{input, norm_width(shape)}, y{output, x.width}, rstds{rstd, 1};
   const cpu::NormParameters parameters(input, weight, nullptr, zero_centered_gamma);
   const double epsilon = rms_norm_eps(eps, input);
-  // Rows without elements have statistics too.
+  // Rows without elements have statistics, too.
   cpu::parallel(rstds.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::rms_norm_forward(cpu::kernel_dtype(input), x.read(begin), parameters.gamma, epsilon,
                           y.write(begin), rstds.write(begin), end - begin, x.width);

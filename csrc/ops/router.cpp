@@ -1,5 +1,4 @@
-// Router: which experts a token goes to, and with which probabilities. The tokens themselves are
-// handed on.
+// Router: chooses the experts of each token, and their probabilities. The tokens pass through.
 #include <ATen/ops/arange.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/ones.h>
@@ -55,7 +54,7 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor
   return {{sizes, dtype}, {sizes, at::kInt}, {{}, dtype}};
 }
 
-// Of each token for each expert, in the accumulate dtype; the product in the weight's.
+// The score of each token for each expert, in the accumulate dtype; the product is in the weight's.
 Tensor scores_of(const Tensor& input, const Tensor& weight, const Settings& settings) {
   const Tensor logits = to_accumulate(at::linear(input.to(weight.scalar_type()), weight));
   return settings.score == "softmax" ? at::softmax(logits, -1) : at::sigmoid(logits);
@@ -66,8 +65,8 @@ Tensor probs_of(const Tensor& scores, const Tensor& ids, const Settings& setting
   return settings.normalize ? probs / (probs.sum(-1, /*keepdim=*/true) + 1e-20) : probs;
 }
 
-// experts * sum over experts of (its share of the copies) (its mean probability): 1 where all get
-// as much, which is least (Fedus et al. 2021, Switch Transformer).
+// experts * sum over experts of (its share of the copies) (its mean probability). The minimum is 1,
+// if all experts get the same number of copies (Fedus et al. 2021, Switch Transformer).
 Tensor aux_loss_of(const Tensor& scores, const Tensor& ids, const Settings& settings) {
   const c10::SymInt experts = scores.sym_size(-1);
   const Tensor rows = scores.reshape_symint({-1, experts});
@@ -91,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_decomposed(const Tensor& input, const
   return {probs_of(scores, ids, settings), ids.to(at::kInt), aux_loss_of(scores, ids, settings)};
 }
 
-using Mask = std::array<bool, 2>;  // which of (grad_input, grad_weight) are wanted
+using Mask = std::array<bool, 2>;  // flags of the wanted results among (grad_input, grad_weight)
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& input, const Tensor& weight,
                            const Tensor& expert_ids, const Tensor* grad_output,
@@ -142,7 +141,7 @@ std::tuple<Tensor, Tensor> backward_decomposed(const Tensor& input, const Tensor
   return {wants_input ? grad_input : Tensor(), wants_weight ? grad_weight : Tensor()};
 }
 
-// By the ids that were kept.
+// Computed from the saved ids.
 Tensor replay(const ReplayCall& call) {
   const Tensor kept = call.slot("expert_ids");
   if (!kept.defined()) return {};

@@ -1,4 +1,4 @@
-// Activations whose rows are scaled: y = scales[row] act(x), as in the experts of a mixture, whose
+// Activations whose rows are scaled: y = scales[row] act(x), as in a mixture of experts, whose
 // outputs are weighted by the router's probabilities.
 #include <algorithm>
 
@@ -9,7 +9,7 @@
 namespace transformer_ops::ops::scaled_activation {
 namespace {
 
-using Mask = std::array<bool, 2>;  // which of (grad_input, grad_scales) are wanted
+using Mask = std::array<bool, 2>;  // flags of the wanted results among (grad_input, grad_scales)
 
 template <typename... Numbers>
 ScaledActivation with(const ScaledRow& row, Numbers... numbers) {
