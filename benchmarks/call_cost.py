@@ -105,7 +105,8 @@ def make_ways(block: blocks.Block, tokens: int, hidden: int, ffn: int, compiled:
 
 def seconds(call: Call, count: int) -> float:
     """Time of `count` calls, a call."""
-    # Of this thread alone, which does all of the work: other programs disturb it least.
+    # This is the CPU time of this thread, which does all of the work, so other programs disturb it
+    # least.
     start = time.thread_time()
     for _ in range(count):
         call()

@@ -35,7 +35,7 @@ def make() -> tops.Sequential:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Of one call."""
+    """The time of one call."""
     call()
     start = time.perf_counter()
     for _ in range(CALLS):

@@ -33,9 +33,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "gpu-check-work"
 TOTAL_SECONDS = 530.0
-# Of a part's output in the reports.
+# The most lines of a part's output in the reports.
 JSON_LINES, TEXT_LINES = 30, 2000
-# For a part that is out of time to say how far it came.
+# The time in which a part that is out of time can report its progress.
 GRACE_SECONDS = 8.0
 
 Command = list[str]

@@ -102,7 +102,7 @@ MODELS = {
 
 
 def loss_of(output: Any) -> Tensor:
-    """That of the model, or one of its hidden states."""
+    """The loss of the model, or one of its hidden states."""
     loss: Tensor | None = getattr(output, "loss", None)
     return output.last_hidden_state.float().square().mean() if loss is None else loss
 

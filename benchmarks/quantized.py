@@ -68,7 +68,7 @@ def peak_row(size: Size) -> Row:
 
 
 def error_rows() -> Iterator[Row]:
-    """Of all gradients of the example GPT in float32."""
+    """The errors of all gradients of the example GPT in float32."""
     for saved, limit in saved_formats.ERRORS.items():
         found = saved_formats.error(saved, torch.float32)
         what = f'example GPT, saved="{saved}": error of gradients'
@@ -142,7 +142,7 @@ def host_rows(limits: dict[str, float], rounds: int) -> Iterator[Row]:
 
 
 def bits_per_byte(*arguments: str) -> float:
-    """Of held-out text, by the example GPT in bfloat16 after STEPS steps."""
+    """The bits per byte of held-out text, for the example GPT in bfloat16 after STEPS steps."""
     script = Path(__file__).parents[1] / "examples" / "train_lm.py"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(script), "--steps", str(STEPS), "--dtype", "bfloat16"]

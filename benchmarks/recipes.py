@@ -31,7 +31,7 @@ from lm.model import GPT, initialize
 from lm.training import RECIPES
 
 CPU = torch.device("cpu")
-# Of all gradients together, relative to the exact ones.
+# The limits for the error of all gradients together, relative to the exact ones.
 ERRORS = {
     "mxfp8": 0.09,
     "delayed": 0.09,
@@ -42,7 +42,7 @@ ERRORS = {
 
 
 def region(name: str) -> contextlib.AbstractContextManager[object]:
-    """Of a recipe, or of none."""
+    """The region of a recipe, or of none."""
     return tops.autocast(name in RECIPES, RECIPES.get(name))
 
 

@@ -82,7 +82,7 @@ def make_input(size: Size) -> Tensor:
 
 
 def kept_bytes(policy: Policy, size: Size) -> int:
-    """Of one call, parameters left out."""
+    """The bytes that one call saves for backward, without parameters."""
     module = make_block(policy, size)
     return saved_bytes(module, [make_input(size)], list(module.parameters()))
 

@@ -68,7 +68,7 @@ def first_call(length: int) -> float:
 
 
 def first_calls(rounds: int) -> dict[str, list[float]]:
-    """Those of a short and of a long Sequential."""
+    """The times of the first calls of a short and of a long Sequential."""
     first_call(SHORT)
     gc.collect()
     gc.disable()  # it looks at all objects that there are

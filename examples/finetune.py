@@ -148,7 +148,7 @@ def train(runs: dict[str, Run], make: Callable[..., Batch], options: argparse.Na
 
 
 def means(losses: list[float], count: int = 10) -> list[float]:
-    """Of each loss and those before it, `count` in all."""
+    """The mean of each loss and those before it, over `count` losses."""
     return [statistics.mean(losses[max(0, i + 1 - count) : i + 1]) for i in range(len(losses))]
 
 

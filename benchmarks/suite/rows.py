@@ -48,7 +48,7 @@ class Row(NamedTuple):
 def timed(
     what: str, against: str, limit: float, times: dict[str, list[float]], way: str, other: str
 ) -> Row:
-    """Of rounds of two ways, in milliseconds."""
+    """A row from the times of two ways, in milliseconds."""
     found = ratio(times[way], times[other])
     ours, theirs = (f"{statistics.median(times[name]):.2f} ms" for name in (way, other))
     return Row(what, against, limit, found, ours, theirs)

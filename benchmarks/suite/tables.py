@@ -83,7 +83,7 @@ def _outcome(outcome: Outcome) -> list[str]:
     cells = []
     for dtype, value in outcome.found.items():
         verdict = {True: " ok", False: " NO", None: ""}[outcome.ok(dtype)]
-        # Of a value just beyond its limit, the digit that says so.
+        # A value just beyond its limit is shown with the digit that tells them apart.
         limit = target.limits[dtype]
         digits = 3 if value is not None and value > limit >= round(value, 2) else 2
         cells.append(NOTHING if value is None else f"{value:.{digits}f}{verdict}")

@@ -10,7 +10,8 @@ import transformer_ops as tops
 
 
 def hidden_size(width: int, top_k: int) -> int:
-    """Of one expert: those of a token have about as many weights as a dense MLP of 4 * width."""
+    """The hidden size of one expert: a token's experts together have about as many weights as a
+    dense MLP of 4 * width."""
     return max(1, 8 * width // (3 * top_k))
 
 

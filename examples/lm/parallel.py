@@ -81,12 +81,13 @@ class Ranks:
         return batch if self.is_alone else batch.chunk(self.count)[self.index]
 
     def backward(self, loss: Tensor) -> None:
-        """Of the mean over the windows of this rank, so that gradients are of that over all."""
+        """Runs backward of the mean over this rank's windows, so that gradients are those of the
+        mean over all ranks."""
         # FSDP2 takes the mean over its ranks; within a tensor-parallel group gradients add up.
         (loss / self.tensor_parallel).backward()
 
     def mean(self, value: float) -> float:
-        """Over all ranks."""
+        """The mean over all ranks."""
         if self.is_alone:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -104,7 +105,8 @@ class Ranks:
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """Of model and optimizer, with whole tensors: on the first rank, or alone."""
+    """The states of model and optimizer, with whole tensors, on the first rank or in a single
+    process."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return get_state_dict(model, optimizer, options=options)
 
