@@ -218,7 +218,7 @@ class Rewriter {
       }
       const auto reason = candidate_.why_not ? candidate_.why_not(match_) : std::nullopt;
       if (!reason) return true;
-      // Of several refusals only the first is reported, which is that of the longest match.
+      // Only the first of several refusals is reported, which is that of the longest match.
       if (!std::exchange(refused_, true)) note(end_, *reason, taken());
       return false;
     }

@@ -48,9 +48,9 @@ std::tuple<Tensor, Tensor> forward_cpu(const Call& call, const Tensor& input, co
                    activation_forward_cpu);
 }
 
-// Of cuBLASLt's activations only GELU is used. Its ReLU saves a mask whose bit order NVIDIA does
-// not document, in rows of multiples of 128 bits, and may turn NaN into 0 as fmaxf does. On a GPU,
-// tests/emulated/check_products.cpp shows what it does.
+// GELU is the only one of cuBLASLt's activations that is used. Its ReLU saves a mask whose bit
+// order NVIDIA does not document, in rows of multiples of 128 bits, and may turn NaN into 0 as
+// fmaxf does. On a GPU, tests/emulated/check_products.cpp shows what it does.
 std::tuple<Tensor, Tensor> forward_cuda(const Call& call, const Tensor& input, const Tensor& weight,
                                         const Tensor& bias, std::string_view activation,
                                         bool save_kept) {
