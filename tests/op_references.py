@@ -147,7 +147,7 @@ COPIES = 2  # of each token
 
 
 def ids_for(x: Tensor) -> Tensor:
-    """Of GROUPS experts, of which one has nothing; some copies are dropped."""
+    """Ids of GROUPS experts, one of which gets no tokens; some copies are dropped."""
     tokens = x.shape[:-1]
     ids = torch.arange(tokens.numel() * COPIES).reshape(*tokens, COPIES)
     return torch.tensor([0, 2, 2, -1, 0], device=x.device)[(ids % 5).to(x.device)]

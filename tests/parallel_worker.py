@@ -42,7 +42,7 @@ def draw(seed: int, size: int, *shape: int, equal: bool = False) -> list[Tensor]
 
 
 def loss_of_all(op: type, inputs: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """That of all ranks in one process. What all ranks hold counts once."""
+    """The loss of all ranks in one process. What all ranks have in common counts once."""
     if op is tops.AllGather:
         outputs = [torch.cat(inputs)] * len(inputs)
     elif op is tops.ReduceScatter:

@@ -83,14 +83,15 @@ def _gather_into(tensor: Tensor, size: int, name: str, *, out: Tensor) -> Tensor
     return out.copy_(torch.ops._c10d_functional.wait_tensor(gather(tensor, size, name)))
 
 
-# Of torch 2.11, whose groups compare no scatter of rows under DETAIL: they refuse it.
+# Torch 2.11's groups refuse to compare a scatter of rows under DETAIL.
 OLD_GROUPS = not hasattr(dist.ProcessGroup, "all_gather_single")
 DETAIL = dist.DebugLevel.OFF if OLD_GROUPS else dist.DebugLevel.DETAIL
 
 
 @functools.cache
 def _take_over_the_gather() -> torch.library.Library:
-    """Of old groups, where Python cannot override what this collective calls."""
+    """Replaces the gather for old groups, because Python cannot override what this collective
+    calls."""
     library = torch.library.Library("_c10d_functional", "IMPL")
     library.impl("all_gather_into_tensor_out", _gather_into, "CPU")
     return library

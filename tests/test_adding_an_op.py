@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def block(language: str) -> str:
-    """Of the op without a kernel: tests/test_recipe.py adds that."""
+    """The code block of the op without a kernel: tests/test_recipe.py adds that."""
     page = (ROOT / "docs" / "adding-an-op.md").read_text(encoding="utf-8")
     found = re.findall(rf"```{language}\n(.*?)```", page.split("## A CUDA kernel")[0], re.DOTALL)
     assert len(found) == 1

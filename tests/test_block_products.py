@@ -72,12 +72,12 @@ def no_blocks() -> Iterator[None]:
 
 
 def rows_of(element: str, blocks: str) -> str:
-    """Of what is summed along its rows; `blocks`: 1x128, 128x128 or mx."""
+    """The format of an operand that is summed along its rows; `blocks`: 1x128, 128x128 or mx."""
     return f"mx {element}" if blocks == "mx" else f"{element} {blocks}"
 
 
 def columns_of(element: str, blocks: str) -> str:
-    """Of what is summed along its columns; `blocks`: 128x1, 128x128 or mx."""
+    """The format of an operand that is summed along its columns; `blocks`: 128x1, 128x128 or mx."""
     return f"mx {element} 32x1" if blocks == "mx" else f"{element} {blocks}"
 
 
@@ -286,7 +286,7 @@ def test_codes_of_mx_are_multiplied() -> None:
         assert products() == [f"plain {rows}x{n}x{k} bfloat16 -> bfloat16"]
 
 
-# Of numbers that are neither subnormal nor infinite.
+# The numbers are neither subnormal nor infinite.
 @pytest.mark.parametrize(("byte", "size"), [(0, 4.0), (1, 4.0), (254, 2**-5), (255, 1.0)])
 def test_scales_of_mx_at_their_ends(byte: int, size: float) -> None:
     x, w = (torch.full((32, 32), number).to(torch.float8_e4m3fn) for number in (size, 1.0))

@@ -54,7 +54,7 @@ def test_a_type_that_no_schema_has_does_not_compile(tmp_path: Path) -> None:
 
 
 def test_nothing_is_read_by_number() -> None:
-    """Of the arguments and results of a typed op."""
+    """Kernel wrappers read no argument or result of a typed op by its number."""
     by_number = re.compile(
         r"\bArgs\b|\bargs\.|\bargs\[|\bresults\[\d\]|\.(flag|number|text|integer|tensor)\(\d"
     )

@@ -130,7 +130,8 @@ def cuobjdump() -> str:
 
 
 def architectures_in(library: Path) -> set[str]:
-    """As TORCH_CUDA_ARCH_LIST has them: machine code, and "+PTX" alone."""
+    """The architectures as TORCH_CUDA_ARCH_LIST lists them: machine code, and "+PTX" for PTX
+    only."""
     found = set()
     for option, tail in (("--list-elf", ""), ("--list-ptx", "+PTX")):
         command = [cuobjdump(), option, str(library)]

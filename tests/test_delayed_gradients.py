@@ -299,7 +299,7 @@ MASK = [True, True, False, False]  # gradients of input and weight
 
 
 class TwiceTheGradient(tops.FusedOperation):
-    """Of a product of groups: a backward in Python that computes the gradient of the weight."""
+    """A product of groups with a backward in Python, which computes the gradient of the weight."""
 
     def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
         x, splits, *weights, _, _ = basic_op_ctxs[0].saved_tensors

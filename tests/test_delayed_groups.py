@@ -17,7 +17,7 @@ from transformer_ops.plan.plan import Plan
 from transformer_ops.quantization import reset_scales
 
 GROUPS, WIDTH, OUT, ROWS = 3, 24, 20, 40
-# Of each step; a group without rows, and rows in no group.
+# The splits of each step; some groups have no rows, and some rows are in no group.
 SPLITS = [[10, 30, 0], [0, 0, 5], [20, 0, 20], [1, 2, 3], [13, 13, 14]]
 
 

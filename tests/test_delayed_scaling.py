@@ -72,7 +72,7 @@ def linear(dtype: torch.dtype = torch.float32) -> tops.Sequential:
 
 
 def inputs(k: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Of another size at each step; its gradients are far from 1."""
+    """Inputs of another magnitude at each step; their gradients are far from 1."""
     torch.manual_seed(k)
     size = [1.0, 30.0, 0.2, 3.0][k % 4]
     return size * torch.randn(70, 72, dtype=dtype), 1e-4 * size * torch.randn(70, 50, dtype=dtype)
@@ -87,7 +87,7 @@ def step(module: Any, k: int, recipe: Delayed = SHORT, **region: Any) -> tuple[T
 
 
 def update() -> None:
-    """Of the scales of all products there are."""
+    """Updates the scales of all existing products."""
     with tops.autocast(recipe=SHORT):
         pass
 

@@ -104,7 +104,7 @@ def test_other_numbers_have_the_scale_of_the_largest_magnitude() -> None:
 
 @torch.no_grad()
 def test_numbers_of_a_given_scale_are_written_as_they_are() -> None:
-    """As a checkpoint has them whose codes were made with a scale of 1."""
+    """A checkpoint whose codes were made with a scale of 1 has such numbers."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         weight = held("e4m3", 32, 32, dtype).weight
         quantizer = tops.Float8Quantizer(torch.ones(()), torch.zeros(()))

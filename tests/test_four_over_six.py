@@ -52,7 +52,8 @@ def value_of(codes: Tensor) -> Tensor:
 
 
 def by_formula(x: Tensor, square: bool, largest: float, squared: bool) -> Blocks:
-    """Of rows of blocks of 16, or of 16 x 16 (`reference_nvfp4.py` of TransformerEngine)."""
+    """The scales of blocks of 16 numbers of a row, or of 16 x 16 (`reference_nvfp4.py` of
+    TransformerEngine)."""
     blocks = x.reshape(x.shape[0], -1, 16)
     amax = x.abs().max()
     block_amax = blocks.abs().amax(2)

@@ -303,7 +303,7 @@ def test_a_module(recipe: Recipe, width: int, request: pytest.FixtureRequest) ->
     if emulated:
         lines = products()
         assert any("e4m3 e4m3" in line for line in lines)
-        # Of 40 columns none.
+        # A product with 40 columns does not use codes.
         assert any("e5m2 e4m3" in line for line in lines)
         assert any("bfloat16 ->" in line for line in lines) == (width == 40)
     assert_near_in_norm(found, want)

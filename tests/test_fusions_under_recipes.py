@@ -98,7 +98,7 @@ def step(
 
 
 def steps(row: Row, module: tops.Sequential, recipe: str) -> list[Tensor]:
-    """Those of the third of three equal steps, when delayed scales have settled."""
+    """The results of the third of three equal steps, when delayed scales have settled."""
     for _ in range(2):
         step(row, module, list(module.parameters()), recipe)
     return step(row, module, list(module.parameters()), recipe)

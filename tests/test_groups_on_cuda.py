@@ -277,7 +277,7 @@ def meanings(x: Tensor, splits: Tensor) -> Iterator[tuple[str, list[Any]]]:
         yield "quantize_dequantize_groups", [[x], splits, format, "float32"]
         if not format.startswith("int8"):
             yield "quantize_dequantize_groups_stochastic", [[x], splits, format, "float32"]
-            # Of one matrix, too.
+            # This op rounds one matrix.
             yield "quantize_dequantize_stochastic", [x, format, "float32"]
     for format in ("e4m3", "e5m2"):
         arguments = [[x], scale, 0, splits, format, "float32"]

@@ -178,7 +178,8 @@ def test_an_edit_by_compiled_code_breaks_the_graph(edit, was_called):
 
 @pytest.mark.usefixtures("few_objects")
 def test_equal_ones_that_are_garbage_by_now(monkeypatch):
-    """Of several equal modules, a trace asks any that lives; the collector may run in between."""
+    """If several modules are equal, a trace uses any that exists; the collector may run in
+    between."""
     x, find = torch.randn(4, 8), groups._find_group
 
     def find_and_collect(*arguments):

@@ -72,7 +72,7 @@ INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(["<])([^">]+)[">]', re.MULTIL
 LIBRARIES = {
     "torch": re.compile(r"(torch|ATen|c10)/"),
     "cuda": re.compile(r"(ATen/cuda/|c10/cuda/|cuda|cublas)"),
-    # Of torch/csrc/ few folders do without Python.
+    # Only a few folders of torch/csrc/ do not need Python.
     "python": re.compile(
         r"Python\.h|pybind11/|torch/(extension|python)\.h|torch/csrc/(?!(api|autograd|jit)/)"
         r"|torch/csrc/.*(python|pybind)"
@@ -84,7 +84,7 @@ STANDARD = re.compile(
 
 
 def row_of(file: str) -> Folder | None:
-    """Of the innermost folder that has a row."""
+    """The row of the innermost folder that has one."""
     parts = Path(file).parts
     names = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
     return next((ROWS[name] for name in names if name in ROWS), None)

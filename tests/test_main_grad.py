@@ -72,7 +72,7 @@ def accumulating(module: tops.Sequential) -> Tensor:
 
 
 def gradients(module: Any, x: Tensor) -> list[Tensor | None]:
-    """Of input and parameters."""
+    """The gradients of input and parameters."""
     sources = [x, *module.parameters()]
     outputs = module(x)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

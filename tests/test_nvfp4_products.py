@@ -309,7 +309,7 @@ def test_codes_are_multiplied() -> None:
 
 
 def decoded(m: int, k: int, n: int) -> list[str]:
-    # Of an odd size the last pair is half empty.
+    # If a size is odd, the last pair is half empty.
     even_k, even_m, even_n = (size + size % 2 for size in (k, m, n))
     return [
         f"plain {m}x{n}x{even_k} bfloat16 -> bfloat16",

@@ -190,7 +190,7 @@ def test_python_ops_are_known_by_their_class() -> None:
         x = torch.randn(3, 6, requires_grad=True)
         assert steps([one(), one()], x) == [("Four", (0, 1))]
         assert torch.equal(x.grad, torch.full_like(x, 4))
-        # Of the same name, but another class.
+        # An op of the same name, but of another class, does not match.
         assert "Four" not in dict(steps([one(), other()], x))
 
 

@@ -76,8 +76,9 @@ def test_many_rows_a_stack_holds_most_at_the_end_of_forward(saved: str) -> None:
 
 
 def test_few_rows_a_stack_holds_most_when_all_gradients_are_there() -> None:
-    """Beside those of parameters: the output and its gradient, a gradient of a unit's input, and a
-    norm's output computed again, while the last product runs: that of a first weight's gradient."""
+    """The peak is while the product for the first weight's gradient runs. In memory are, besides
+    the gradients of parameters: the output and its gradient, a gradient of a unit's input, and a
+    recomputed norm output."""
     _, whole = peaks_of_a_stack("fp8", rows=256)
     hidden, wide = 2 * 256 * STACK_HIDDEN, 2 * 256 * STACK_WIDE
     weights = STACK * 2 * 3 * STACK_HIDDEN * STACK_WIDE

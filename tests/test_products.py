@@ -151,7 +151,7 @@ def test_large_products_of_slices() -> None:
 @every_device
 @every_dtype
 def test_an_expanded_gradient(dtype: torch.dtype, device: str) -> None:
-    # That of a sum.
+    # This is the gradient of a sum.
     x, w = made(dtype, device, (6, 16), (24, 16))
     dx, dw = typed.linear_backward(x.new_ones(()).expand(6, 24), x, w, [True, True])
     check(dx, w.double().sum(0).expand(6, 16), dtype)

@@ -47,7 +47,7 @@ def test_a_given_scale(dtype: torch.dtype) -> None:
     amax = torch.tensor(3.0)
     found = tops.Float8Quantizer(torch.tensor(7.3), amax, dtype)(x)
     largest = torch.finfo(dtype).max
-    # Of torch's cast, which rounds alike, after a clamp.
+    # Torch's cast after a clamp rounds in the same way.
     want = (x * 7.3).clamp(-largest, largest).to(dtype)
     assert torch.equal(found.codes.view(torch.uint8), want.view(torch.uint8))
     assert found.scale == 1 / torch.tensor(7.3) and amax.isnan()
@@ -150,7 +150,7 @@ def test_of_an_op() -> None:
         quantize = tops.Quantize(forward=False, backward=True)
         assert quantize.get_quantizer("forward", 0) is None
         assert quantize.get_quantizer("backward", 0) == tops.Float8BlockQuantizer()
-    # That of the last region.
+    # The op returns the quantizer of the last region.
     assert last.get_quantizer("forward", 0) == tops.Float8BlockQuantizer()
     answers = {"input": "mx e5m2", "weight": None, "grad_output": "int8 1x32"}
     custom = recipes.CustomRecipe(lambda role: answers[role.tensor_type])

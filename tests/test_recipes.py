@@ -95,7 +95,7 @@ def test_the_plan_names_its_formats(name: str) -> None:
     assert f"recipe {recipe.key}\n" in text and plan.recipe == recipe.key
     assert Plan.parse(text) == plan
     of_input, of_weight, of_grad = recipe.operands
-    # Of a tensor with one scale, the values of codes: those are exact in bfloat16.
+    # A tensor with one scale is rounded to the values of codes, which are exact in bfloat16.
     has_scale = name in ("current", "delayed") or "nvfp4" in name
     call = "quantize_values" if has_scale else "quantize_dequantize"
     lines = [

@@ -50,7 +50,7 @@ ROWS = {
 
 
 def dtype_in_nn(plain: Callable[..., nn.Module], x: Tensor, dtype: torch.dtype) -> Any:
-    """That of the result; None where torch.nn raises."""
+    """The dtype of the result; None if torch.nn raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -39,7 +39,7 @@ def tensors(results: Any) -> list[Tensor]:
 
 
 def check(name: str, x: Tensor, place: int, format: str, with_amax: bool = True) -> None:
-    """Of the kernels, and of what they mean."""
+    """Checks the kernels and the decompositions."""
     taken, added = call_of(name, x), (scales(), place, format, with_amax)
     rounded = f"{name}.rounded_by"
     for want, got in (

@@ -65,7 +65,7 @@ def attribute(name: str, type: str) -> Any:
 
 
 def arguments(name: str, x: Tensor, known: dict[str, Any] | None = None) -> list[Any]:
-    """Of an op that is given `x`; what its forward gives is `known` by name."""
+    """The arguments of an op for the input `x`; `known` has the results of its forward by name."""
     numbers = torch.Generator().manual_seed(3)
 
     def randn(*sizes: int) -> Tensor:

@@ -24,13 +24,13 @@ def is_property(function: ast.FunctionDef) -> bool:
 
 
 def declared(body: list[ast.stmt]) -> dict[str, int | str]:
-    """Of each function the number of arguments; "property" for those."""
+    """The number of arguments of each function, or "property"."""
     functions = [row for row in body if isinstance(row, ast.FunctionDef)]
     return {row.name: "property" if is_property(row) else count_of(row) for row in functions}
 
 
 def found_in(namespace: dict[str, Any]) -> dict[str, int | str]:
-    """The same of what pybind11 made, by the signature that it writes into the docstring."""
+    """The same for what pybind11 made, from the signature that it writes into the docstring."""
     found: dict[str, int | str] = {}
     for name, value in namespace.items():
         if name.startswith("_") and name != "__init__":

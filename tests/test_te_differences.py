@@ -18,7 +18,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], 
 
 
 def rows(dtype: torch.dtype, spread: int = 9) -> Tensor:
-    """Of sizes that differ by up to 2^(2 spread)."""
+    """Rows whose magnitudes differ by up to 2^(2 spread)."""
     x = torch.randn(40, 64, dtype=torch.float64)
     return (x * torch.exp2(torch.randint(-spread, spread, (40, 1)))).to(dtype)
 

@@ -45,7 +45,7 @@ def with_grad(sample):
 
 
 def tensors_in(values):
-    """Those of lists one by one."""
+    """All tensors, including those in lists."""
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 

@@ -149,7 +149,7 @@ def test_a_resumed_run_goes_on_as_it_would_have(name: str, way: str, is_inside: 
 @pytest.mark.parametrize("way", ["non-reentrant", "contexts", "sequential"])
 @every_place
 def test_forwards_before_their_backwards(way: str, is_inside: bool) -> None:
-    """As pipelines have them: each second run has the scales of its own first run."""
+    """Pipelines do this: each second run has the scales of its own first run."""
     found: list[Tensor] = []
     for model in (Model(), Model()):
         model.way = plain if not found else WAYS[way]

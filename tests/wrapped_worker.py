@@ -272,7 +272,7 @@ def wrapped_with_scales(by: str, fresh: Model, recipe: Any) -> nn.Module:
 
 
 def shared_full_state(model: nn.Module) -> dict[str, Tensor]:
-    """That of rank 0: ranks of a sharded model may lack parts."""
+    """The state of rank 0, because ranks of a sharded model may lack parts."""
     shared = [state_of(model)]
     dist.broadcast_object_list(shared)
     return dict(shared[0])

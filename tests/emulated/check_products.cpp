@@ -102,7 +102,7 @@ int main() {
   std::printf("NaN through the ReLU epilogue: %s\n", relu_keeps_nan() ? "kept" : "lost");
   std::printf("%d right, %d wrong, %d without an algorithm\n", counts[Outcome::Right],
               counts[Outcome::Wrong], counts[Outcome::Unsupported]);
-  // Of nothing at all, nothing is proven.
+  // If nothing ran, nothing is proven.
   return failed || counts[Outcome::Right] == 0 ? 1 : 0;
 }
 

@@ -42,7 +42,7 @@ struct Product {
 struct Memory {
   std::function<void*(size_t bytes)> allocate;  // aligned by 256 bytes
   std::function<void(void*to, const void*from, size_t bytes)> upload, download;
-  // Of a GELU whose tanh is approximated, relative to its argument.
+  // The error of a GELU whose tanh is approximate, relative to its argument.
   double gelu_error = 0.0;
 };
 
@@ -132,7 +132,7 @@ struct Scales {
   Scales(const Memory& memory, Scaling scaling, int64_t outers, int64_t inners, double one)
       : scaling(scaling),
         outers(outers),
-        // Of scales of 16, those of 64 numbers, which are in a tile.
+        // Scales of 16 numbers are in tiles, which cover 64 numbers.
         blocks(scaling == Scaling::Vectors16 ? (inners + 63) / 64 : (inners + 127) / 128),
         array(memory, DType::Float32, count()) {
     std::mt19937 random(static_cast<unsigned>(outers));
@@ -198,7 +198,7 @@ struct Stored {
     const void* const scale = product.has_scales ? scales.device() : nullptr;
     return {array.device(), stride, transposed, codes, scale, scales.scaling};
   }
-  // Of A, whose columns are summed over, or of B, whose rows are.
+  // The values of A, whose columns are summed over, or of B, whose rows are.
   std::vector<double> values(int64_t rows, int64_t cols, const Scales& scales, bool is_left) const {
     std::vector<double> found;
     for (int64_t i = 0; i < rows; ++i) {
@@ -442,7 +442,7 @@ inline std::vector<Product> products() {
   add("row", {.epilogue = Epilogue::Bias, .b_transposed = true, .m = 1});
   add("column", {.m = 96, .n = 1, .k = 64});
   add("tf32", {.dtype = DType::Float32, .result_dtype = DType::Float32, .tf32 = true});
-  // Of codes, all that ops ask for.
+  // These are all products of codes that ops use.
   const auto of_codes = [&](const char* name, Codes a, Codes b, Product product) {
     product.b_transposed = true;
     product.has_scales = true;

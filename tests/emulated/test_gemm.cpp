@@ -126,7 +126,7 @@ TEST(GemmPlan, RefusesWhatNoGpuMultipliesOfCodes) {
   EXPECT_FALSE(refused([](Gemm& g) { g.b.codes = Codes::E5M2; }));
   EXPECT_FALSE(refused([](Gemm& g) { g.result_dtype = DType::Float32; }));
   EXPECT_FALSE(refused([](Gemm& g) { g.a.scale = g.b.scale = nullptr; }));
-  // Of one operand alone, and of E5M2 twice.
+  // Codes for one operand only, and E5M2 for both, are refused.
   EXPECT_TRUE(refused([](Gemm& g) { g.a.codes = Codes::None; }));
   EXPECT_TRUE(refused([](Gemm& g) { g.b.codes = Codes::None; }));
   EXPECT_TRUE(refused([](Gemm& g) { g.a.codes = g.b.codes = Codes::E5M2; }));

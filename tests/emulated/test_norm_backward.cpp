@@ -120,7 +120,7 @@ TEST_P(NormBackwardTest, Gradients) {
   }
 }
 
-// Of x's own type, and of acc; an output may take the place of any input of its type.
+// Residuals have x's own type, or acc type. An output may overwrite any input of its type.
 TEST_P(NormBackwardTest, ResidualsAndOutputsInPlace) {
   for (const auto [rows, h] : {Shape{7, 100}, Shape{13, 520}}) {
     for (const Norm norm : kNorms) {

@@ -23,7 +23,7 @@ PALETTES = (FLOATS, FLOATS[:1], FLOATS[:2], FLOATS[1:2], FLOATS[1:3], FLOATS[2:]
 # Rows enough that one element on the other side of a ReLU's kink does not decide.
 BATCHES = ((24,), (4, 8))
 KINKED = (tops.ClampedSwiGLU, tops.ReLU, tops.ReGLU)
-# Of the norm, by the coarsest dtype at work: roundings pile up, and move numbers over kinks.
+# Limits relative to the norm, by the coarsest dtype: roundings add up, and move numbers over kinks.
 TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.4}
 COARSEST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

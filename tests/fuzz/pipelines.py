@@ -335,7 +335,7 @@ def leaf_by_leaf(trial: Trial) -> int:
 
 def accumulated(trial: Trial) -> int:
     """backward() adds to .grad, twice."""
-    # Of two leaves whose views are added, torch itself gives both the same memory as .grad.
+    # If the views of two leaves are added, torch itself gives both the same memory as .grad.
     outputs = trial.call(
         lambda *inputs: trial.module(*(i * 1 if i._is_view() else i for i in inputs))
     )

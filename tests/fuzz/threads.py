@@ -50,7 +50,7 @@ class Job:
             tensor.requires_grad_(rng.random() < 0.7)
         self.want = self.run(self.module)
         plans = self.module.plans()
-        # Of a module that is one native group; the name of a joint step stands in it twice.
+        # Only a module that is one native group has this text; a joint step's name is in it twice.
         alone = len(plans) == 1 and all(piece.kind == "native" for piece in self.model.pieces)
         text = str(plans[0]) if alone else ""
         self.text = "" if " joint=true" in text else text

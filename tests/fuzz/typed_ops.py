@@ -32,10 +32,10 @@ ISOLATED = True
 CALLS = 30
 
 ERRORS = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
-# Of the dispatcher, which knows the Python types of a schema and finds the device.
+# These are errors of the dispatcher, which knows the Python types of a schema and finds the device.
 FOREIGN = re.compile(
     r"Expected a value of type|There were no tensor arguments|Could not run"
-    # Of the gather of the tests' own groups, which stands before torch's.
+    # This one comes from the tests' own gather, which replaces torch's for old groups.
     + (r"|Could not resolve the process group" if OLD_GROUPS else "")
 )
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}

@@ -61,7 +61,8 @@ class Sampler:
             self.activation = random.choice([a for a in ACTIVATIONS if a != "relu"])
         if self.base.startswith("relu"):
             self.activation = "relu"
-        # Of one element with a small eps, a gradient is the rounding of what cancels.
+        # With one element and a small eps, a gradient would only be rounding errors of terms that
+        # cancel.
         self.eps = random.choice((1e-2, 0.1))
         self.p = random.choice((0.0, 0.25, 1.0))
 

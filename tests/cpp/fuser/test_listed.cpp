@@ -104,7 +104,7 @@ backward Blend ops=[0]
   EXPECT_EQ(error_of([&] { toy::plan(ops, key); }), "[Blend] weight1 must be a tensor, got None");
 }
 
-// Of each tensor by itself: who needs a gradient, and in which dtype it is.
+// Gradients and dtypes are known for each tensor separately.
 TEST(Listed, TensorsOfAListDiffer) {
   const std::vector<OpNode> ops = {blend(3)};
   PlanKey key = toy::key(ops);

@@ -168,7 +168,8 @@ backward Product ops=[0]
         "quantize_columns.saved(g1, t0.turned_input, \"nvfp4 4over6 16x1\")"}) {
     EXPECT_NE(chosen.find(call), std::string::npos) << call << " in\n" << chosen;
   }
-  // Of square blocks of the gradient one rounding would serve two products, which take two.
+  // With square blocks one rounding of the gradient would serve both products, but each has its
+  // own.
   const std::string square = text_of("nvfp4, nvfp4, nvfp4 16x16");
   EXPECT_NE(square.find("= quantize(x0, \"nvfp4\")"), std::string::npos);
   EXPECT_EQ(square.find("quantize_columns"), std::string::npos);

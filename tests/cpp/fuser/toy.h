@@ -32,7 +32,7 @@ void connect(std::vector<OpNode>& ops, int output, int input, bool visible = fal
 
 // Every tensor float32 and, with `grad`, in need of a gradient; every op in training.
 PlanKey key(const std::vector<OpNode>& ops, bool grad = true);
-// Of the first parameter of an op.
+// The metadata of an op's first parameter.
 TensorMeta& parameter(PlanKey& key, const std::vector<OpNode>& ops, int op);
 
 Plan plan(const std::vector<OpNode>& ops);

@@ -174,7 +174,7 @@ inline Array dequantize_by_formula(const Quantized& from, DType dtype, int64_t r
   return out;
 }
 
-// Of all sizes, a block of zeros, and some special ones: rows of blocks that differ.
+// Numbers of all sizes, a block of zeros, and some special numbers; the rows of blocks differ.
 inline Array hard_numbers(DType dtype, int64_t rows, int64_t h) {
   std::mt19937 generator(17);
   std::normal_distribution<double> normal;

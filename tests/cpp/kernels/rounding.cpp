@@ -127,7 +127,7 @@ TEST_P(RoundingTest, EveryShortNumberAtManyScales) {
   }
 }
 
-// Of any exponent, and of a few exponents below that of the largest.
+// The numbers have any exponent, or one of a few exponents below that of the largest.
 TEST_P(RoundingTest, RandomBits) {
   if (bytes_of(dtype) == 2) GTEST_SKIP() << "wider dtypes only";
   constexpr int64_t kRows = 35, kH = 1000;
@@ -161,7 +161,7 @@ TEST_P(RoundingTest, RandomBits) {
 
 // ---- at random
 
-// Of the 16 bits of column i, with which a number goes up where they are among the largest.
+// The 16 random bits of column i. A number is rounded up if its bits are among the largest.
 uint32_t random_bits(uint64_t seed, int64_t row, int64_t i, int64_t h) {
   const auto counter = static_cast<uint64_t>(row * ((h + 7) / 8) + i / 8);
   const random::Words words = random::philox(seed, counter, 0);
@@ -194,7 +194,7 @@ Choice choose(double scaled, uint32_t bits) {
 struct Scales {
   float encode, decode;
 };
-// Of the block of a number; all numbers are finite.
+// The scales of a number's block; all numbers are finite.
 Scales scales_of(const Quantized& codes, int64_t block) {
   const kernel::Format& format = *codes.format;
   const float decoded = 1.0f / codes.tensor_scale;

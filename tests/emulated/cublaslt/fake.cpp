@@ -113,7 +113,7 @@ bool takes_scales(const cublasLtMatmulDescOpaque_t& desc, const Layout& a, const
   if (a_scaling == Scaling::Vectors16 && (a.rows % 16 != 0 || a.ld % 32 != 0 || b.ld % 32 != 0)) {
     return false;
   }
-  // Of the one layout of codes, the columns are M and N; they may be any number of rows of FP4.
+  // Codes have one layout, whose columns are M and N. FP4 allows any number of rows.
   if (a_scaling == Scaling::Vectors16) return desc.data[CUBLASLT_MATMUL_DESC_FAST_ACCUM] == 0;
   return a.cols % 4 == 0 && b.cols % 4 == 0 && desc.data[CUBLASLT_MATMUL_DESC_FAST_ACCUM] == 0;
 }
@@ -297,7 +297,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   fake().fast_sums = desc->data[CUBLASLT_MATMUL_DESC_FAST_ACCUM] != 0;
   if (fake().outcome != CUBLAS_STATUS_SUCCESS) return fake().outcome;
   const Codes a_codes = codes_of(a_layout->data[0]), b_codes = codes_of(b_layout->data[0]);
-  // Of codes it has one layout alone.
+  // Codes have only one layout.
   if (a_codes != Codes::None && (desc->data[CUBLASLT_MATMUL_DESC_TRANSA] != CUBLAS_OP_T ||
                                  desc->data[CUBLASLT_MATMUL_DESC_TRANSB] != CUBLAS_OP_N)) {
     return CUBLAS_STATUS_INVALID_VALUE;
