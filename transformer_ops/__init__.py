@@ -66,20 +66,20 @@ testing = _import_module(".testing", __name__)
 
 
 def __getattr__(name: str) -> object:
-    # Not before it is asked for: it loads DTensor.
+    # This is imported on demand, because it loads DTensor.
     if name == "parallel":
         return _import_module(".parallel", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """The public API alone, without the modules that hold it."""
+    """Lists only the public API, without the modules that contain it."""
     return sorted([*__all__, "__version__", "parallel"])
 
 
 __version__: str = _built().VERSION
 
-# For CMAKE_PREFIX_PATH: find_package(transformer_ops) in a C++ project.
+# For CMAKE_PREFIX_PATH: lets find_package(transformer_ops) work in a C++ project.
 cmake_prefix_path = _os.path.join(_os.path.dirname(__file__), "share", "cmake")
 
 __all__ = [

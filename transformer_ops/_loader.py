@@ -1,4 +1,4 @@
-"""Loads the shared objects, after a check that they were built for the torch that is here."""
+"""Loads the shared objects, after checking that they were built for the installed torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load() -> ModuleType:
 
 
 def build_info() -> ModuleType:
-    """The module that the build wrote: versions and backends of the shared objects."""
+    """The module that the build wrote, with versions and backends of the shared objects."""
     try:
         return importlib.import_module("transformer_ops._build_info")
     except ModuleNotFoundError:

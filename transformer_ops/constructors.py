@@ -1,4 +1,4 @@
-"""Errors of constructors that name the class a user wrote, and what it takes."""
+"""Constructor errors that name the user's class, and the arguments that it takes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def names_its_arguments(cls: Class) -> Class:
-    """Decorates a class of this package: arguments that its constructor does not take are a
-    TypeError that shows the call as one would write it. Classes of users keep their own errors.
+    """Decorates a class of this package: arguments that its constructor does not take raise a
+    TypeError that shows the correct call. Users' classes keep their own errors.
     """
     init = vars(cls).get("__init__")
     if init is not None and cls.__module__.partition(".")[0] == _PACKAGE:
@@ -40,12 +40,12 @@ def _checked(init: Callable[..., None]) -> Callable[..., None]:
 def _error_of_arguments(
     init: Callable[..., None], self: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> TypeError | None:
-    """None where the arguments fit, so that what failed is the constructor itself."""
+    """Returns None if the arguments fit, so that the constructor itself failed."""
     signature = inspect.signature(init)
     try:
         signature.bind(self, *args, **kwargs)
     except TypeError as error:
-        # A subclass may have a constructor of its own that calls this one.
+        # A subclass may have its own constructor that calls this one.
         owner = next(c for c in type(self).__mro__ if _unwrapped(c) is init)
         call = f"{owner.__name__}({_arguments(signature)})"
         return TypeError(f"[{owner.__name__}] {error}; it takes {call}")
@@ -63,7 +63,7 @@ def _arguments(signature: inspect.Signature) -> str:
 
 
 class _Shown(str):
-    """A default as one would write it."""
+    """A default as a user would write it."""
 
     __repr__ = str.__str__
 

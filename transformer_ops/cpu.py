@@ -1,4 +1,4 @@
-"""What the library takes the processor for."""
+"""The processor as the library sees it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Processor", "processor"]
 
 
 class Processor(NamedTuple):
-    """What the library decides by the processor."""
+    """The processor's properties that the library's decisions depend on."""
 
     level: str
     """The widest that the processor has: avx512_fp16, avx512_bf16, avx512, avx2 or default."""
@@ -25,10 +25,10 @@ class Processor(NamedTuple):
 
 
 def processor() -> Processor:
-    """What the library takes the processor for.
+    """Returns the processor as the library sees it.
 
     The environment variable `TRANSFORMER_OPS_ISA` names a lower level: the library then behaves as
-    on a processor that has no more. It is read on first use. RuntimeError if this machine has no
-    such level, or the library was not built for it.
+    on a processor of that level. It is read on first use. Raises RuntimeError if this machine does
+    not have the level, or if the library was not built for it.
     """
     return Processor(*_C.processor())

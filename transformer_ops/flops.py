@@ -1,8 +1,8 @@
 """FLOP formulas of typed ops, for `torch.utils.flop_counter`.
 
-One formula serves every typed op: its declaration names the matrices that it multiplies rows with
-(`products` in `csrc/op/typed_op.h`). It counts what torch's formulas count for the unfused model:
-2 M N K for each product, and in backward the products that the output mask asks for.
+One formula serves every typed op: its declaration names the matrices by which it multiplies rows
+(`products` in `csrc/op/typed_op.h`). It counts what torch's formulas count for the unfused model: 2
+M N K for each product, and in backward the products that the output mask selects.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _COUNTER = "torch.utils.flop_counter"
 def register() -> None:
     """Gives `FlopCounterMode` the formula of every typed op that multiplies and has none yet.
 
-    The counter loads Triton, which takes longer than this package, and most programs count nothing:
-    where it is not imported yet, the formulas follow when it is.
+    The counter loads Triton, which takes longer than this package, and most programs count nothing.
+    If it is not imported yet, the formulas are added when it is.
     """
     if _COUNTER in sys.modules:
-        # Another thread may be in the middle of the import.
+        # Another thread may be importing it.
         _register_in(import_module(_COUNTER))
     elif not any(isinstance(finder, _CounterFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _CounterFinder())
 
 
 class _CounterFinder:
-    """Has the import of the counter end with the formulas, and leaves other imports alone."""
+    """Adds the formulas at the end of the counter's import, and does not change other imports."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name == _COUNTER else None
@@ -66,11 +66,11 @@ class Formula:
     """The formula of one typed op.
 
     Args:
-        schema: that of the op.
-        results: what each flag of its output mask asks for.
+        schema: the schema of the op.
+        results: the results that each flag of its output mask selects.
         products: for each matrix, the results of a backward that need the gradient of the rows.
         rows: the argument or result that has the rows, if it is not the first one.
-        rows_are_numbers: whether each number of `rows` stands for a row.
+        rows_are_numbers: whether each number of `rows` counts as a row.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Formula:
 
     def _multiplications(self, values: dict[str, Any]) -> Iterator[int]:
         rows, splits = self._count_rows(values), values.get("splits")
-        # Each row meets the matrix of its group, or all that there are.
+        # Each row is multiplied by the matrix of its group, or by all matrices.
         groups = 1 if splits is None else max(len(splits), 1)
         mask = values.get("output_mask", [True] * len(self._results))
         asked = {name for name, is_asked in zip(self._results, mask, strict=True) if is_asked}
@@ -107,7 +107,7 @@ class Formula:
             gradient = f"grad_{matrix}"
             if gradient in asked:
                 found = values["main_grad"] if "main_grad" in values else values[gradient]
-                # Where an element has a pair of codes, a sum over rows is one over pairs.
+                # If an element is a pair of codes, a sum over rows is one over pairs.
                 of_rows = _codes_in_an_element(values[self._rows])
                 yield of_rows * rows * _count_numbers(found) // groups
 
@@ -129,5 +129,5 @@ def _codes_in_an_element(tensor: Tensor) -> int:
 
 
 def _has_data(tensor: Tensor) -> bool:
-    # A fake tensor is of a class of its own.
+    # A fake tensor has its own class.
     return type(tensor) is Tensor and not tensor.is_meta

@@ -1,4 +1,4 @@
-"""OperationFuser: one group of ops, its plans, and how it is called."""
+"""OperationFuser: one group of ops, its plans, and its call."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ from .runtime.layout import (
 from .runtime.policies import Policies
 from .runtime.session import Session
 
-# For each op, for each extra input: the (op, extra output) of this group that feeds it, or None.
+# For each op and each extra input: the (op, extra output) of this group that it reads, or None.
 Sources = Sequence[Sequence[tuple[int, int] | None]]
-# The sources, and for each op whether somebody outside the group reads each of its extra outputs.
+# The sources, and for each op whether each of its extra outputs is read outside the group.
 Channels = tuple[Sources, Sequence[Sequence[bool]]]
 
 _PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
@@ -60,15 +60,15 @@ _PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
 class OperationFuser(Observer):
     """A group of ops that run as one plan.
 
-    `ops` are `FusibleOperation`s; containers are expanded. Calling it takes the main input and the
-    extra inputs in order and returns the main output, or a flat tuple with the extra outputs.
-    Plans are made on the first call for each kind of input and kept. `recompute`, `saved` and
+    `ops` are `FusibleOperation`s; containers are expanded. A call takes the main input and the
+    extra inputs in order, and returns the main output, or a flat tuple with the extra outputs. The
+    first call for each kind of input makes a plan, which is cached. `recompute`, `saved` and
     `saved_inputs` are those of `Sequential`.
 
     Raises:
-        TypeError: an op that is no `FusibleOperation`.
-        ValueError: no ops; another value of `recompute` or `saved`; channels that do not fit
-            together.
+        TypeError: an op is no `FusibleOperation`.
+        ValueError: there are no ops; `recompute` or `saved` has another value; channels do not
+            match.
     """
 
     def __init__(
@@ -84,20 +84,22 @@ class OperationFuser(Observer):
     ) -> None:
         self._ops = _check_ops(ops)
         self._policies = Policies(recompute, saved, saved_inputs).checked("OperationFuser")
-        # The group of one op that its `forward` runs: what is around the op has happened already.
+        # True for the group of one op that its `forward` runs: hooks around the op have already
+        # run.
         self._own = _own
         self._given_channels = _channels
         self._given_names = _names
         self._number = handles.add(self)
         # Compiled graphs guard on it.
         self._edits = 0
-        self._shared: tuple[tuple[int, bool], str] | None = None  # state, and what it was made for
+        # the state, and what it was computed for
+        self._shared: tuple[tuple[int, bool], str] | None = None
         self._guard_group: guard_groups.GuardGroup | None = None
         self._basic_ops: list[BasicOperation] = [b for op in self._ops for b in op.basic_ops]
         self._capture()
 
     def _capture(self) -> None:
-        """Take the ops as they are now."""
+        """Captures the ops as they are now."""
         self._is_stale = False
         check_gates(self._basic_ops)
         check_in_place(self._basic_ops)
@@ -126,7 +128,7 @@ class OperationFuser(Observer):
             lambda: Session(self._basic_ops, self._names),
             self._policies,
         )
-        # Of each extra input from the caller: may it be None?
+        # For each extra input from the caller: may it be None?
         self._optional: tuple[bool, ...] = tuple(self._group.optional_inputs)
         self._wanted = self._find_wanted()
         self._call = _hand_back if self._calls_members else self._group.make_call()
@@ -135,7 +137,7 @@ class OperationFuser(Observer):
         self._split: Layout | None = None
 
     def _paths(self) -> list[str]:
-        """Those of the ops, for error texts; empty ones where the caller sees no group."""
+        """The paths of the ops, for error texts; empty if the caller sees no group."""
         return [""] if self._own else [str(i) for i in range(len(self._ops))]
 
     def _find_wanted(self) -> WantedInputs:
@@ -144,7 +146,7 @@ class OperationFuser(Observer):
         return wanted_inputs(caller, self._basic_ops, self._names, is_fed)
 
     def _reads(self) -> Reads | None:
-        """None where that is not fixed as long as no op changes."""
+        """Returns None if the parameters may change without a change to an op."""
         places = {id(op): i for i, op in enumerate(self._ops)}
         owned = [(op, places.get(id(op._parameter_owner), -1)) for op in self._basic_ops]
         if any(i < 0 or op.is_python for op, i in owned):
@@ -167,14 +169,14 @@ class OperationFuser(Observer):
         self._call = _hand_back
 
     def _plans_changed(self) -> None:
-        """An op has another attribute that its plans depend on."""
+        """An attribute that an op's plans depend on has changed."""
         self._group.forget_plans()
         self._edits += 1
 
     def _refresh(self) -> None:
-        """Capture the ops again where they have changed since."""
+        """Captures the ops again if they have changed."""
         if self._guards is not None and not self._guards.hold():
-            # What is borrowed from tells nobody.
+            # Modules whose parameters are borrowed do not report changes.
             for op in self._basic_ops:
                 op._make_groups_stale()
         if self._is_stale and self._given_channels is None:
@@ -183,7 +185,7 @@ class OperationFuser(Observer):
 
     def _route(self) -> Channels:
         if self._own and len(self._basic_ops) == 1:
-            # What its channels lead to is around the group.
+            # Its channels lead out of the group.
             op = self._basic_ops[0]
             return [[None] * op.num_extra_inputs], [[True] * op.num_extra_outputs]
         routing = resolve_channels(self._basic_ops, self._names)
@@ -205,7 +207,7 @@ class OperationFuser(Observer):
         return kind, op._attributes() if native else {}, native, self._sources[i], self._visible[i]
 
     def _find_members(self) -> list[FusibleOperation]:
-        """The modules whose hooks and whose own `forward` the group must not go past."""
+        """The modules whose hooks and own `forward` the group must not bypass."""
         if self._own:
             return [op for op in self._basic_ops if op is not self._ops[0] and not _is_view(op)]
         seen = {id(op): op for op in (*self._ops, *self._basic_ops)}
@@ -230,12 +232,12 @@ class OperationFuser(Observer):
         *extra_inputs: Tensor,
         basic_op_kwargs: list[dict[str, Any]] | None = None,
     ) -> Any:
-        """Run the group. `basic_op_kwargs`: keyword arguments for each basic op.
+        """Runs the group. `basic_op_kwargs`: keyword arguments for each basic op.
 
         Raises:
-            ValueError: a wrong number of extra inputs.
-            TypeError: an input that is no tensor; keyword arguments for a native op.
-            RuntimeError: a tensor that does not fit an op, a fusion function that misbehaves.
+            ValueError: the number of extra inputs is wrong.
+            TypeError: an input is no tensor; a native op gets keyword arguments.
+            RuntimeError: a tensor does not fit an op; a fusion function misbehaves.
         """
         if not is_compiling():
             if basic_op_kwargs is None:
@@ -246,8 +248,8 @@ class OperationFuser(Observer):
         return traced_group(self._traced_state, self._ops, input, extra_inputs, basic_op_kwargs)
 
     def _content(self) -> object | None:
-        """What a compiled graph depends on, beside what it reads of the modules. None where it
-        depends on these very modules."""
+        """What a compiled graph depends on, besides what it reads from the modules. Returns None if
+        it depends on these very modules."""
         reads = self._reads()
         if reads is None:
             return None
@@ -255,7 +257,7 @@ class OperationFuser(Observer):
         return (self._policies, described, reads, self._num_parameters)
 
     def _shared_state(self) -> str:
-        """The same text for groups that one compiled graph can serve."""
+        """The same text for all groups that one compiled graph can serve."""
         self._refresh()
         now = (self._edits, self._is_split())
         if self._shared is None or self._shared[0] != now:
@@ -267,13 +269,13 @@ class OperationFuser(Observer):
         self._guard_group.note_asked(self)
         return self._shared[1]
 
-    # All that a compiled graph guards on, beside what it reads of the ops.
+    # Everything that a compiled graph guards on, besides what it reads from the ops.
     _traced_state = property(guard_groups.untraced(_shared_state))
 
     def _is_group_of(self, ops: Sequence[FusibleOperation]) -> bool:
         return len(self._ops) == len(ops) and all(map(operator.is_, self._ops, ops))
 
-    # ---- eager, where C++ hands back
+    # ---- eager calls that C++ leaves to Python
 
     def _call_in_python(
         self, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: Kwargs | None
@@ -324,21 +326,21 @@ class OperationFuser(Observer):
         return self._group.plan(grad, autocast, device, list(tensors), list(training), recipe)
 
     def _state_places(self, facts: Facts) -> tuple[tuple[int, str], ...]:
-        """The module and the name of each state that a plan takes; module -1 where it is no part
-        of the group."""
+        """The module and the name of each state that a plan reads; module -1 if it is not part of
+        the group."""
         places = {id(op): i for i, op in enumerate(self._ops)}
         owners = [op._parameter_owner for op in self._basic_ops]
         states = self._entry(facts).data["states"]
         return tuple((places.get(id(owners[op]), -1), name) for _, op, name, _ in states)
 
     def _is_split(self) -> bool:
-        """Whether a member has to be called, so that the group falls apart."""
-        # The Sequential that made the group has looked.
+        """Whether a member has to be called, so that the group is split."""
+        # The Sequential that made the group has already checked this.
         is_within_layout = self._given_channels is not None
         return not is_within_layout and (self._calls_members or has_hooks(self._members))
 
     def _why_split(self) -> str:
-        """Which member makes it fall apart, and by what."""
+        """The member that splits the group, and the reason."""
         for member in self._members:
             name = type(member).__name__
             if member._has_own_forward:
@@ -363,14 +365,14 @@ class OperationFuser(Observer):
             )
         return layout
 
-    # ---- looking at plans
+    # ---- inspecting plans
 
     def plan(self) -> Plan:
-        """The plan of the last call. RuntimeError before any call."""
+        """The plan of the last call. Raises RuntimeError before the first call."""
         return self._plan("[OperationFuser] plan()")
 
     def _plan(self, asked: str) -> Plan:
-        """`asked`: the method of the user's call, for an error text."""
+        """`asked`: the method that the user called, for an error text."""
         if self._group.last is None:
             raise RuntimeError(f"{asked} must follow a call, got none so far")
         plan: Plan = self._group.last.session.plan_of(self._group.last)
@@ -394,7 +396,8 @@ class OperationFuser(Observer):
         return describe(plan, self._basic_ops, session.made_by, self._saved_bytes(), note)
 
     def _saved_bytes(self) -> SavedBytes | None:
-        """What the last call saved; None where a Python step decides and no call ran eagerly."""
+        """The bytes that the last call saved; None if a Python step decides that and no call ran
+        eagerly."""
         entry = self._group.last
         if self.plan().has_python_steps:
             last = entry.program.last_saved
@@ -413,7 +416,7 @@ class OperationFuser(Observer):
         try:
             slots = entry.program.saved_slots_for(tensors)
         except RuntimeError:
-            # Sizes that do not fit: the module has changed since, or its shapes cannot be guessed.
+            # The sizes do not fit: the module has changed, or its shapes cannot be inferred.
             return None
         return saved_bytes(tensors[0].shape, tensors[0].dtype, slots)
 
@@ -428,12 +431,13 @@ def run_group(
     extra_inputs: tuple[Tensor, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
-    """What `__torch_function__` of a tensor subclass sees: one call of a whole group."""
+    """The function that `__torch_function__` of a tensor subclass sees: one call of a whole
+    group."""
     return group(input, *extra_inputs, basic_op_kwargs=kwargs)
 
 
 def _overriding(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """The tensors whose class has a `__torch_function__` of its own."""
+    """The tensors whose class overrides `__torch_function__`."""
     if not torch._C._is_torch_function_enabled():
         return []
     disabled = torch._C._disabled_torch_function_impl

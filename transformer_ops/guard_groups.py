@@ -1,4 +1,4 @@
-"""States that compiled graphs guard on. Objects in the same one may take each other's place."""
+"""States that compiled graphs guard on. Objects in the same state are interchangeable."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _records: weakref.WeakValueDictionary[str, GuardGroup] = weakref.WeakValueDictio
 
 
 class GuardGroup:
-    """The living objects of one state. They alone keep it."""
+    """The living objects of one state. Only they keep the group alive."""
 
     def __init__(self) -> None:
         self._members: weakref.WeakSet[Any] = weakref.WeakSet()
         self._asked: weakref.ref[Any] | None = None
 
     def members(self) -> list[Any]:
-        """The one that was asked last for its state comes first, as it is being traced; the others
-        in no order, and some of them may be garbage that is not collected yet."""
+        """The member whose state was read last comes first, because it is being traced. The others
+        are in no order, and some may be garbage that is not collected yet."""
         with _lock:
             found = list(self._members)
         first = self._asked() if self._asked is not None else None
@@ -32,12 +32,12 @@ class GuardGroup:
         return [first, *(member for member in found if member is not first)]
 
     def note_asked(self, member: Any) -> None:
-        """Says that the member was asked for its state."""
+        """Records that the member's state was read."""
         self._asked = weakref.ref(member)
 
 
 def join(member: Any, state: str, left: GuardGroup | None) -> GuardGroup:
-    """The group of a state, which the member has to keep in place of those it leaves."""
+    """The group of a state. The member must store it instead of the group that it leaves."""
     with _lock:
         if left is not None:
             left._members.discard(member)
@@ -49,18 +49,18 @@ def join(member: Any, state: str, left: GuardGroup | None) -> GuardGroup:
 
 
 def find(state: str) -> list[Any]:
-    """All that have joined the group of a state and live."""
+    """All living objects that have joined the group of a state."""
     group = _records.get(state)
     return [] if group is None else group.members()
 
 
 def untraced(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The method as a built-in function: Dynamo reads a property with such a getter as it reads
-    an attribute, and guards on the value alone."""
+    """The method as a built-in function. Dynamo reads a property with such a getter like an
+    attribute, and guards only on the value."""
     found: Callable[[Any], Any] = _C.untraced(method)
     return found
 
 
 def digest(content: object) -> str:
-    """A short text for what a state is made of; equal where `repr` is."""
+    """A short text for the content of a state; equal if `repr` is equal."""
     return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()

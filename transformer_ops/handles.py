@@ -1,4 +1,4 @@
-"""Objects by number, which is how a compiled graph finds them again."""
+"""Objects by number, so that a compiled graph can find them."""
 
 from __future__ import annotations
 

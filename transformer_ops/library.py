@@ -1,4 +1,4 @@
-"""C++ libraries of ops: loading them, and the autograd of typed ops for users who call these."""
+"""C++ libraries of ops: loads them, and registers the autograd of typed ops for direct callers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def load_library(path: str | os.PathLike[str]) -> str:
     """Load a shared library of ops and fusions, at any time; docs/cpp-extension.md shows one.
 
     Its typed ops are `torch.ops.<name>.*`; its kinds and rules are called `<name>::...`. Modules
-    plan again, and a compiled graph is compiled once more where a rule came. Loading the same file
-    again does nothing.
+    plan again, and a compiled graph is recompiled if a rule was added. Loading the same file again
+    does nothing.
 
     Returns:
         The library's name.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ImportError: it is no library of ops, cannot be loaded or was built for another torch or
-            transformer_ops; a name is taken; a declaration or rule is wrong. Nothing is registered.
+        ImportError: the file is no library of ops, cannot be loaded, or was built for another torch
+            or transformer_ops; a name is taken; a declaration or rule is wrong. Nothing is
+            registered.
     """
     file = Path(path)
     if not file.is_file():
@@ -43,8 +44,8 @@ def load_library(path: str | os.PathLike[str]) -> str:
 def register() -> None:
     """Calls `torch.library.register_autograd` for every typed op that has no autograd yet.
 
-    C++ calls it before the first gradient of each op: it takes as long as the other imports
-    together, most programs call no typed op, and a library may bring more later.
+    C++ calls it before the first gradient of each op. It takes as long as the other imports
+    together, most programs call no typed op, and a library may add more later.
     """
     with _lock:
         for forward, backward in _C.typed_op_pairs():
@@ -58,7 +59,7 @@ def register() -> None:
 
 
 def listen() -> None:
-    """Has C++ call `register` when it is needed, and FLOP counters find the formulas."""
+    """Makes C++ call `register` when needed, and FLOP counters find the formulas."""
     _C.set_autograd_maker(register)
     flops.register()
 
@@ -73,7 +74,7 @@ def _full(name: str) -> str:
 
 
 def _register_pair(forward: str, backward: str) -> None:
-    """The schemas name what backward takes: arguments, results, and grad_<result>."""
+    """Registers a backward. The schemas name its arguments, results, and grad_<result>."""
     arguments = [argument.name for argument in _overload(forward)._schema.arguments]
     results = [result.name for result in _overload(forward)._schema.returns]
     wanted = [argument.name for argument in _overload(backward)._schema.arguments]
@@ -85,21 +86,21 @@ def _register_pair(forward: str, backward: str) -> None:
         kept = {n: v for n, v in values.items() if n in wanted}
         leaves, ctx.spec = tree_flatten(kept)
         _save(ctx, leaves)
-        # The others serve this backward only.
+        # The other results are only for this backward.
         rest = zip(results, outputs, strict=True)
         ctx.mark_non_differentiable(*(o for name, o in rest if f"grad_{name}" not in wanted))
 
     def backward_function(ctx: Any, *grads: Tensor | None) -> Any:
         values = tree_unflatten(_saved(ctx), ctx.spec)
         values |= {f"grad_{name}": grad for name, grad in zip(results, grads, strict=True)}
-        values.setdefault("grad_output", None)  # where the op's input is handed on
+        values.setdefault("grad_output", None)  # None if the op passes its input through
         if "output_mask" in wanted:
             mask = (_any(ctx.needs_input_grad[arguments.index(name)]) for name in given)
             values["output_mask"] = list(mask)
         returned = _overload(backward)(*[values[name] for name in wanted])
         found = returned if isinstance(returned, tuple) else (returned,)
         by_name = dict(zip(given, found, strict=True))
-        # A gradient that needs no computation is the output's own.
+        # A gradient that needs no computation is that of the output.
         for name in ("input", "extra_input"):
             by_name.setdefault(name, values["grad_output"])
         return tuple(
@@ -111,14 +112,15 @@ def _register_pair(forward: str, backward: str) -> None:
 
 
 def _register_unfused(name: str) -> None:
-    """Gradients through the decomposition: fused ops without a backward, and backward ops."""
+    """Gradients through the decomposition, for fused ops without a backward and for backward
+    ops."""
     is_forward = _overload(name)._schema.returns[0].name == "output"
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         leaves, ctx.spec = tree_flatten(list(inputs))
         _save(ctx, leaves)
         if is_forward and isinstance(output, tuple):
-            # The other results serve a backward only.
+            # The other results are only for a backward.
             ctx.mark_non_differentiable(*output[1:])
 
     def backward_function(ctx: Any, *grads: Any) -> Any:
@@ -147,7 +149,7 @@ def _register_unfused(name: str) -> None:
         by_leaf = [
             next(found) if isinstance(v, Tensor) and v.requires_grad else None for v in leaves
         ]
-        # A list of flags or sizes has one gradient, which is none.
+        # A list of flags or sizes has one gradient, which is None.
         values = tree_unflatten(leaves, ctx.spec)
         by_argument = tree_unflatten(by_leaf, ctx.spec)
         return tuple(
@@ -159,7 +161,7 @@ def _register_unfused(name: str) -> None:
 
 
 def _save(ctx: Any, leaves: list[Any]) -> None:
-    """Keeps tensors by autograd's own means, other values as they are."""
+    """Saves tensors with autograd, and stores other values directly."""
     ctx.places = [i for i, value in enumerate(leaves) if isinstance(value, Tensor)]
     ctx.constants = [None if isinstance(value, Tensor) else value for value in leaves]
     ctx.save_for_backward(*[leaves[i] for i in ctx.places])
@@ -173,7 +175,7 @@ def _saved(ctx: Any) -> list[Any]:
 
 
 def _is_tensor_list(value: Any) -> bool:
-    # As torch has it: an empty list is one of tensors.
+    # torch also treats an empty list as a list of tensors.
     return isinstance(value, list) and all(isinstance(item, Tensor) for item in value)
 
 
@@ -182,7 +184,7 @@ def _any(needed: Any) -> bool:
 
 
 def _needed(grad: Any, needed: Any) -> Any:
-    """The gradients that are needed, of an argument or of each tensor in its list."""
+    """The gradients that are needed, for an argument or for each tensor in its list."""
     if not isinstance(needed, list):
         return grad if needed else None
     given = grad if any(needed) else [None] * len(needed)
@@ -192,5 +194,5 @@ def _needed(grad: Any, needed: Any) -> Any:
 def _input_of(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
-    # A view, so that the inner gradient stops at it.
+    # The view makes the inner gradient stop here.
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()

@@ -1,4 +1,4 @@
-"""Locks of the package, which a forked child finds free."""
+"""Locks of the package, which are free in a forked child."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import threading
 
 
 def new_lock() -> threading.Lock:
-    """A lock for the life of the process; a fork waits until nobody holds it.
+    """A lock for the life of the process; a fork waits until it is free.
 
-    Who holds one takes no other: a fork takes them all.
+    Code that holds one must not take another, because a fork takes them all.
     """
     lock = threading.Lock()
     os.register_at_fork(

@@ -1,7 +1,7 @@
 """What Dynamo has to know about functions, without loading Dynamo.
 
-The decorators of `torch.compiler` import `torch._dynamo`, which takes as long as `import torch`.
-A program that compiles nothing should not wait for it. Each mark sets the attributes that the
+The decorators of `torch.compiler` import `torch._dynamo`, which takes as long as `import torch`. A
+program that compiles nothing should not wait for it. Each mark sets the attributes that the
 decorator sets, and Dynamo reads them when it traces. `torch.compiler.allow_in_graph` sets none, so
 compile/groups.py calls it during the trace.
 """
@@ -20,13 +20,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant(function: Function) -> Function:
-    """As `torch.compiler.assume_constant_result`: a trace calls it and keeps the result."""
+    """Same as `torch.compiler.assume_constant_result`: a trace calls the function and stores the
+    result."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 class Reason(threading.local):
-    """A reason that only a trace knows. Dynamo asks for its text when the graph breaks."""
+    """A reason that is only known during a trace. Dynamo reads its text when the graph breaks."""
 
     text = ""
 
@@ -35,9 +36,9 @@ class Reason(threading.local):
 
 
 def disabled(reason: str | Reason | None = None) -> Callable[[Function], Function]:
-    """As `torch.compiler.disable`: the graph breaks at the call, for this reason.
+    """Same as `torch.compiler.disable`: the graph breaks at the call, for this reason.
 
-    Calling the function loads Dynamo. Where no trace may be running, ask `may_be_traced` first.
+    Calling the function loads Dynamo. If no trace may be running, check `may_be_traced` first.
     """
 
     def mark(function: Function) -> Function:

@@ -1,11 +1,12 @@
-"""The memory of results on the CPU: recycled, because fresh memory costs more than the work on it.
+"""The memory of results on the CPU. It is recycled, because fresh memory costs more than the
+computation on it.
 
-Tensors of 64 KiB and more that the library makes (outputs, gradients, what it saves and what it
-needs on the way) take their memory from a pool; it returns there when the last reference to the
-tensor's storage is dropped, in whichever thread. Idle memory goes back to the system beyond
-`limit()`, on `trim()`, when it stays idle through 4096 allocations, and, before more is taken from
-the system, where the machine or the cgroup is short of memory. `TRANSFORMER_OPS_POOL_LIMIT=0` in
-the environment, or `set_limit(0)`, switches the pool off.
+Tensors of 64 KiB and more that the library makes (outputs, gradients, saved and temporary tensors)
+take their memory from a pool. It returns there when the last reference to the tensor's storage is
+dropped, on any thread. Idle memory returns to the system if there is more than `limit()`, on
+`trim()`, when it stays idle for 4096 allocations, and if the machine or the cgroup is short of
+memory before more is taken. `TRANSFORMER_OPS_POOL_LIMIT=0` in the environment, or `set_limit(0)`,
+switches the pool off.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ __all__ = ["Stats", "limit", "set_limit", "stats", "trim"]
 
 
 class Stats(NamedTuple):
-    """Counters of the pool, since the process started; bytes are whole pages of 4096."""
+    """Counters of the pool since the process started. Sizes are in bytes, in whole pages of
+    4096."""
 
     in_use_bytes: int
     """Bytes of the tensors that are alive."""
@@ -42,19 +44,20 @@ def stats() -> Stats:
 
 
 def limit() -> int:
-    """The most bytes that stay idle.
+    """The most bytes that may stay idle.
 
-    At first the environment variable `TRANSFORMER_OPS_POOL_LIMIT`, in bytes, read on first use
-    (ValueError if it is no such number), or else a quarter of the memory of the machine or, where
-    that is less, of the cgroup.
+    The default is the environment variable `TRANSFORMER_OPS_POOL_LIMIT`, in bytes, which is read on
+    first use (ValueError if it is not a valid number). Without it, the default is a quarter of the
+    memory of the machine or, if that is less, of the cgroup.
     """
     return int(_C.memory_limit())
 
 
 def set_limit(limit: int) -> None:
-    """Sets the most bytes that stay idle; what is idle beyond it goes back to the system at once.
+    """Sets the most bytes that may stay idle. Idle memory beyond that returns to the system at
+    once.
 
-    0 switches recycling off: tensors then get their memory from torch's own allocator.
+    0 switches recycling off: tensors then get their memory from torch's own allocator. Raises
     ValueError unless `limit` is an int that is not negative.
     """
     if isinstance(limit, bool) or not isinstance(limit, int):
@@ -65,5 +68,5 @@ def set_limit(limit: int) -> None:
 
 
 def trim() -> int:
-    """Gives all idle memory back to the system and returns its bytes."""
+    """Returns all idle memory to the system; the result is its size in bytes."""
     return int(_C.memory_trim())

@@ -15,18 +15,18 @@ _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class NumberFormat(NamedTuple):
-    """What codes and scales of a quantized tensor are. Each block has a scale; where `block_rows`
-    and `block_columns` are 0, the tensor has one."""
+    """The codes and scales of a quantized tensor. Each block has a scale. If `block_rows` and
+    `block_columns` are 0, the tensor is one block."""
 
-    name: str  # in plans, schemas and reports
+    name: str  # used in plans, schemas and reports
     element: str  # "e4m3", "e5m2", "e2m1" or "int8"
     scale: str  # "float32", "power of two", "e8m0" (a byte), or "e4m3" (and one of the tensor)
     bits: int  # of a code
-    largest: float  # of the codes' values
+    largest: float  # the largest value of a code
     block_rows: int
     block_columns: int
     four_over_six: str  # "", "MAE" or "MSE"
-    largest_scale: float  # of blocks, where the tensor has one besides
+    largest_scale: float  # of blocks, if there is also a scale of the tensor
 
     @property
     def has_one_scale(self) -> bool:
@@ -44,12 +44,13 @@ class NumberFormat(NamedTuple):
 
     @property
     def significant_bits(self) -> int:
-        """Of a code, with the leading one that floating-point codes do not store."""
+        """The significant bits of a code, including the leading one that floating-point codes do
+        not store."""
         return {"e4m3": 4, "e5m2": 3, "e2m1": 2, "int8": 8}[self.element]
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of codes of FP8; None for others."""
+        """The dtype of FP8 codes; None for others."""
         return _DTYPES.get(self.element)
 
 
@@ -57,7 +58,7 @@ FORMATS = {row.name: row for row in (NumberFormat(*fields) for fields in _C.form
 
 
 def format_named(name: str) -> NumberFormat:
-    """The format of a name; ValueError where there is none, which says the nearest."""
+    """The format of a name. If there is none, a ValueError says the nearest name."""
     if name in FORMATS:
         return FORMATS[name]
     (nearest,) = difflib.get_close_matches(name, FORMATS, n=1, cutoff=0)
@@ -75,7 +76,7 @@ def format_with(
     four_over_six: str = "",
     largest_scale: float = 448.0,
 ) -> NumberFormat:
-    """The one format of these fields; KeyError where there is none."""
+    """The one format with these fields. Raises KeyError if there is none."""
     wanted = (element, scale, *block, four_over_six, largest_scale)
     for row in FORMATS.values():
         if (row.element, row.scale, *row[5:]) == wanted:

@@ -8,9 +8,9 @@
         "down": RowwiseParallel(output_layouts=rows),
     })
 
-They make parameters DTensors and set how the op is split; there are no hooks, so that the ops stay
-in their groups. Activations are plain local tensors, of which a layout says what they hold:
-`Replicate()` all, `Shard(0)` this rank's rows, `Shard(-1)` its columns.
+The styles turn parameters into DTensors and set how the op is split. There are no hooks, so the ops
+stay in their groups. Activations are plain local tensors, and a layout describes their contents:
+`Replicate()` means all, `Shard(0)` this rank's rows, `Shard(-1)` its columns.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class ColwiseParallel(_SplitProduct):
             which are gathered.
         output_layouts: `Shard(-1)` (None).
 
-    Before a gated linear unit the halves of the output have to lie on every rank: it needs a
-    `glu_interleave_size`, and the weight rows in that order (`interleave_glu`); ValueError
-    otherwise, at the first call.
+    Before a gated linear unit, each rank needs matching parts of both halves of the output. It
+    needs a `glu_interleave_size`, and the weight rows in that order (`interleave_glu`); otherwise
+    the first call raises ValueError.
 
     Raises:
-        ValueError: another layout; a module that is split already; features that the ranks do not
-            divide.
-        TypeError: a module that is no product.
+        ValueError: the layout is another one; the module is already split; the ranks do not divide
+            the features.
+        TypeError: the module is no product.
     """
 
     mode, dim = "column", 0
@@ -109,13 +109,13 @@ class ColwiseParallel(_SplitProduct):
 
 
 class RowwiseParallel(_SplitProduct):
-    """Splits the input features: the weight by columns, `Shard(1)`. The bias is one for all ranks.
+    """Splits the input features: the weight by columns, `Shard(1)`. All ranks have the same bias.
 
     Args:
         input_layouts: `Shard(-1)` (None).
         output_layouts: `Replicate()` (None), or `Shard(0)`: each rank gets its share of the rows.
 
-    Raises as `ColwiseParallel`.
+    Raises the same errors as `ColwiseParallel`.
     """
 
     mode, dim = "row", 1
@@ -129,17 +129,17 @@ class RowwiseParallel(_SplitProduct):
 
 
 class ExpertParallel(ParallelStyle):
-    """Experts shared out among the ranks, an equal run of them to each.
+    """Splits experts among the ranks, an equal consecutive part for each.
 
-    For `Dispatch`, which then drops the copies that other ranks take, and for `GroupedLinear`,
-    whose parameters are split by experts, `Shard(0)`. Before them stands an `AllGather`, since
-    each rank has to see all tokens, and behind `Combine` a `ReduceScatter`; a `Router` between
-    them has the style `SequenceParallel`.
+    It applies to `Dispatch`, which then drops the copies for other ranks, and to `GroupedLinear`,
+    whose parameters are split by experts, `Shard(0)`. Place an `AllGather` before them, because
+    each rank has to see all tokens, and a `ReduceScatter` after `Combine`. A `Router` between these
+    has the style `SequenceParallel`.
 
     Raises:
-        ValueError: experts that the ranks do not divide, or that are shared already; a
-            GroupedLinear without `single_grouped_weight` (and `single_grouped_bias`).
-        TypeError: another module.
+        ValueError: the ranks do not divide the experts; the experts are already split; a
+            GroupedLinear lacks `single_grouped_weight` (or `single_grouped_bias`).
+        TypeError: the module is another one.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -183,9 +183,10 @@ class ExpertParallel(ParallelStyle):
 
 
 class ReplicateParallel(ParallelStyle):
-    """Parameters that are whole on every rank, and of which all compute the same gradient.
+    """Parameters that are whole on every rank, and whose gradient is the same on every rank.
 
-    For any module: ops of transformer_ops, and others that read them by `local`.
+    This is for any module: ops of transformer_ops, and others that read the parameters with
+    `local`.
     """
 
     _is_partial = False
@@ -204,24 +205,25 @@ class SequenceParallel(ReplicateParallel):
 
 
 def local(parameter: Tensor, *, partial: bool = False) -> Tensor:
-    """The tensor of this rank, for code that is no op of transformer_ops.
+    """The tensor of this rank, for code that is not an op of transformer_ops.
 
-    `partial`: its gradient is a part of what all ranks give. A plain tensor is returned as it is.
+    `partial`: the gradient on each rank is a part of the sum over all ranks. A plain tensor is
+    returned unchanged.
     """
     if not isinstance(parameter, DTensor):
         return parameter
     if not partial:
         return parameter.to_local()
-    # Sums the parts in backward; to_local() alone would hand the parameter a partial gradient.
+    # This sums the parts in backward; to_local() alone would give the parameter a partial gradient.
     whole = parameter.redistribute(placements=parameter.placements)
     return whole.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
 
 
 def interleave_glu(tensor: Tensor, size: int) -> Tensor:
-    """Rows `[a | b]` of a weight or bias before a gated linear unit, in the order for
-    `glu_interleave_size=size`: `size` of a, `size` of b, and so on.
+    """Reorders the rows `[a | b]` of a weight or bias before a gated linear unit for
+    `glu_interleave_size=size`: `size` rows of a, `size` rows of b, and so on.
 
-    ValueError unless `2 * size` divides the rows.
+    Raises ValueError unless `2 * size` divides the number of rows.
     """
     blocks = _blocks(tensor, size)
     return tensor.unflatten(0, (2, blocks, size)).transpose(0, 1).flatten(0, 2)
@@ -255,7 +257,7 @@ def _one_of(style: Any, name: str, given: Placement | None, *known: Placement) -
 def _distribute(
     module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement], source: int | None
 ) -> None:
-    """All or none of the parameters become DTensors."""
+    """Turns all parameters into DTensors, or none."""
     if mesh.ndim != 1:
         raise ValueError(f"[parallel] mesh must have 1 dimension, got {mesh.ndim}")
     made = {}

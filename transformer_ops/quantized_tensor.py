@@ -1,4 +1,4 @@
-"""A tensor that is held as codes and scales, and reads as the numbers that they stand for."""
+"""A tensor that is stored as codes and scales, and reads as the numbers that they encode."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .number_format import FORMATS, format_with
 __all__ = ["QuantizedTensor"]
 
 _aten = torch.ops.aten
-# Formats with one scale for a tensor, any float, and those whose scale is a power of two instead.
+# Maps formats with one float scale for a tensor to those whose scale is a power of two.
 _POWERS = {
     row.name: format_with(row.element, "power of two").name
     for row in FORMATS.values()
     if row.has_one_scale and row.scale == "float32"
 }
-# What gives the same numbers, and so keeps the codes.
+# These ops return the same numbers, so their results keep the codes.
 _SAME = {
     _aten.alias.default,
     _aten.clone.default,
@@ -32,27 +32,27 @@ _SAME = {
 
 
 class QuantizedTensor(Tensor):
-    """`codes` and `scale` in a format of `torch.ops.transformer_ops.quantize`, seen as a tensor of
-    `dtype` and of the shape that was quantized.
+    """A tensor of codes and scales in a format of `torch.ops.transformer_ops.quantize`, which
+    behaves as a tensor of `dtype` with the shape of the tensor that was quantized.
 
-    As a weight of a `Linear`, `BasicLinear`, `PackedLinear` or `GroupedLinear`, it is
-    decoded where the product reads it, in backward again: what stays in memory is the codes. Its
+    If it is the weight of a `Linear`, `BasicLinear`, `PackedLinear` or `GroupedLinear`, it is
+    decoded where the product reads it, and again in backward, so only the codes stay in memory. Its
     gradient is a plain tensor.
 
-    Every other operation of torch runs on the decoded numbers and gives plain tensors; one that
-    writes into it, as optimizers do, decodes, runs and encodes again, so steps below half a code
-    are lost. `detach()`, `clone()` and `to(device)` stay quantized. Where blocks are parts of a
-    row, so do runs of a matrix's rows, its flat view, and what FSDP2 makes of it. Any other view is
-    a copy. `to(dtype)` is plain.
+    Every other torch operation runs on the decoded numbers and returns plain tensors. An operation
+    that writes to the tensor, as optimizers do, decodes, runs and encodes again, so steps smaller
+    than half a code are lost. `detach()`, `clone()` and `to(device)` stay quantized. If blocks are
+    parts of a row, then consecutive rows of a matrix, its flat view, and what FSDP2 makes of it
+    also stay quantized. Any other view is a copy. `to(dtype)` returns a plain tensor.
 
     Args:
-        codes, scale: what `torch.ops.transformer_ops.quantize(tensor, format)` returns.
+        codes, scale: the results of `torch.ops.transformer_ops.quantize(tensor, format)`.
         format: the name of that format.
-        dtype: of the numbers.
+        dtype: the dtype of the numbers.
 
     Raises:
-        ValueError: a `dtype` that is not floating. Parts that do not fit the format are a
-            RuntimeError where they are first decoded.
+        ValueError: `dtype` is not floating. Parts that do not fit the format raise a RuntimeError
+            when they are first decoded.
     """
 
     codes: Tensor
@@ -76,15 +76,15 @@ class QuantizedTensor(Tensor):
         shape = list(codes.shape)
         if codes.dtype == torch.uint8:
             shape[-1] *= 2  # two codes in a byte
-        # A view shares the version counter of its tensor, and an inference tensor has none. So the
-        # wrapper is one if its codes are, in whatever mode it is made.
+        # A view shares the version counter of its tensor, and an inference tensor has none. The
+        # wrapper is therefore an inference tensor if its codes are, whatever the current mode.
         make = Tensor._make_wrapper_subclass
         if _has_other_mode(codes):
             with _mode_of(codes):
                 found = make(cls, shape, dtype=dtype, device=codes.device)
         else:
             found = make(cls, shape, dtype=dtype, device=codes.device)
-        # Outside of the mode: torch refuses a gradient of an inference tensor.
+        # This is outside of the mode, because torch does not allow gradients of inference tensors.
         return cast(QuantizedTensor, found.requires_grad_() if requires_grad else found)
 
     def __init__(
@@ -102,11 +102,11 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def quantize(cls, tensor: Tensor, format: str) -> QuantizedTensor:
-        """The numbers of a floating tensor, rounded to those of a format.
+        """Rounds a floating tensor to the numbers of a format.
 
         Raises:
-            RuntimeError: an unknown format; a tensor that is not floating.
-            ValueError: an odd last dimension, or none, where two codes share a byte.
+            RuntimeError: the format is unknown; the tensor is not floating.
+            ValueError: the last dimension is odd, or there is none, and two codes share a byte.
         """
         plain = decoded(tensor).detach()
         codes, scale = torch.ops.transformer_ops.quantize(plain.contiguous(), format)
@@ -118,18 +118,18 @@ class QuantizedTensor(Tensor):
         return cls(codes, scale, format, tensor.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The numbers as a plain tensor, rounded to the dtype of this one, then to `dtype`.
-        Differentiable: the gradient is that of a copy."""
+        """The numbers as a plain tensor, rounded to the dtype of this tensor, then to `dtype`. It
+        is differentiable, with the gradient of a copy."""
         found = _aten._to_copy.default(self, dtype=self.dtype)
         return cast(Tensor, found if dtype is None else found.to(dtype))
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """What was quantized, on the CPU, under `quantized_model_init(
-        preserve_high_precision_init_val=True)`; else None."""
+        """The tensor before quantization, on the CPU, under
+        `quantized_model_init(preserve_high_precision_init_val=True)`; else None."""
         return self._initial
 
     def clear_high_precision_init_val(self) -> None:
-        """Let go of it."""
+        """Frees it."""
         self._initial = None
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -141,7 +141,8 @@ class QuantizedTensor(Tensor):
     # ---- for torch
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # As bytes: pickle, without torch.save, cannot take codes of 8-bit floating dtypes.
+        # The codes are saved as bytes, because pickle without torch.save does not support 8-bit
+        # floating dtypes.
         parts = (_viewed(self.codes, torch.uint8), self.codes.dtype, self.scale)
         state = (self.requires_grad, isinstance(self, nn.Parameter), self._initial)
         return _rebuild, (*parts, self.format, self.dtype, *state)
@@ -184,7 +185,7 @@ class QuantizedTensor(Tensor):
                 if found is not None:
                     return found
             if first.is_inference() or torch.is_inference_mode_enabled():
-                # Elsewhere autograd takes composite ops apart before they come here.
+                # On other devices, autograd decomposes composite ops before they get here.
                 found = func.decompose(*args, **kwargs)
                 if found is not NotImplemented:
                     return found
@@ -198,7 +199,7 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(*parts, self.format, self.dtype)
 
     def _take(self, source: Tensor) -> None:
-        """Hold the numbers of `source`, which is broadcast."""
+        """Takes the numbers of `source`, which is broadcast."""
         if not _broadcasts(source.shape, self.shape):
             raise RuntimeError(
                 f"[QuantizedTensor] source of copy_ must broadcast to shape {tuple(self.shape)}, "
@@ -214,18 +215,18 @@ class QuantizedTensor(Tensor):
         self.codes.copy_(source.codes)
         self.scale.copy_(source.scale)
 
-    # ---- for FSDP2, which gathers codes and scales in place of numbers
+    # ---- for FSDP2, which gathers codes and scales instead of numbers
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
-        """What is gathered. ValueError for rows that the ranks do not divide."""
+        """The tensors to gather. Raises ValueError if the ranks do not divide the rows."""
         if outer_size[0] % mesh.size():
             raise ValueError(
                 f"[QuantizedTensor] rows must be divisible by the {mesh.size()} ranks that share "
                 f"them, got {outer_size[0]}"
             )
-        # Gloo knows no 8-bit floating dtypes.
+        # Gloo does not support 8-bit floating dtypes.
         return (self.codes.view(torch.uint8), self.scale), None
 
     def fsdp_post_all_gather(
@@ -236,7 +237,7 @@ class QuantizedTensor(Tensor):
         *,
         out: QuantizedTensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The whole tensor, and the tensors that hold it."""
+        """The whole tensor, and the tensors that it consists of."""
         codes, scale = gathered[0].view(self.codes.dtype), gathered[1]
         if out is not None:
             out.codes, out.scale = codes, scale
@@ -244,8 +245,8 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(codes, scale, self.format, param_dtype), gathered
 
     def moved(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        """The same codes on the device and with the dtype that `function`, as `Module._apply` has
-        it, gives plain tensors."""
+        """The same codes, on the device and with the dtype that `function` (as in `Module._apply`)
+        gives plain tensors."""
         probe = function(torch.empty(0, dtype=self.dtype, device=self.device))
 
         def move(part: Tensor) -> Tensor:
@@ -262,26 +263,26 @@ class QuantizedTensor(Tensor):
 
 
 def _viewed(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    # It is the only view of torch that takes the mode of its caller, not that of its tensor.
+    # This is the only view of torch that takes the mode of its caller, not that of its tensor.
     with _mode_of(codes):
         return codes.view(dtype)
 
 
 def decoded(tensor: Tensor) -> Tensor:
-    """A plain tensor as it is, the numbers of a quantized one."""
+    """Returns a plain tensor itself, and the numbers of a quantized one."""
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def _encoded(tensor: Tensor, format: str) -> QuantizedTensor:
-    """What a quantized tensor takes of numbers that are written into it. With one scale for a
-    tensor, those that the format has, times a power of two, stay what they are; others have the
-    scale of the largest magnitude. Always a power of two would leave a number that is written again
-    and again in one place, and train worse."""
+    """Encodes numbers that are written to a quantized tensor. With one scale for a tensor, numbers
+    that are values of the format times a power of two stay exact; others get the scale of the
+    largest magnitude. If the scale were always a power of two, small updates of a number would be
+    lost, and models would train worse."""
     found = QuantizedTensor.quantize(tensor, format)
     if format not in _POWERS or _is_seen_to_differ(tensor, format):
         return found
     powers = QuantizedTensor.quantize(tensor, _POWERS[format])
-    # No branch: a device answers late, and a compiler not at all.
+    # There is no branch, because reading a result from a device takes long, and a compiler cannot.
     is_exact = (_decode(powers) == tensor).all()
     parts = (powers.codes.view(torch.uint8), found.codes.view(torch.uint8))
     codes = torch.where(is_exact, *parts).view(found.codes.dtype)
@@ -290,8 +291,8 @@ def _encoded(tensor: Tensor, format: str) -> QuantizedTensor:
 
 
 def _is_seen_to_differ(tensor: Tensor, format: str) -> bool:
-    """Whether the first numbers show that the format has not all, where reading them is cheap:
-    nearly always, and a write costs no more then."""
+    """Whether the first numbers show that the format cannot hold them all exactly. They are read
+    only on the CPU. They nearly always show it, and then a write costs nothing more."""
     if type(tensor) is not Tensor or tensor.device.type != "cpu":
         return False
     first = tensor[(0,) * (tensor.dim() - 1)][:64] if tensor.numel() else tensor
@@ -300,8 +301,8 @@ def _is_seen_to_differ(tensor: Tensor, format: str) -> bool:
 
 
 def _have_same_parts(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether codes and scales mean the same in both. A power of two is a rule for scales that are
-    made, and decodes as any other scale does."""
+    """Whether codes and scales have the same meaning in both. A power of two is only a rule for
+    computing scales; it decodes as any other scale."""
     return _POWERS.get(a.format, a.format) == _POWERS.get(b.format, b.format)
 
 
@@ -311,8 +312,8 @@ def _broadcasts(source: torch.Size, target: torch.Size) -> bool:
 
 
 def with_parts(parameters: Iterable[Tensor | None]) -> list[Tensor]:
-    """Parameters as a plan takes them: behind a quantized one its codes and scale, none for
-    None."""
+    """Parameters as a plan takes them: a quantized one is followed by its codes and scale, and None
+    is left out."""
     found: list[Tensor] = []
     for tensor in parameters:
         if tensor is not None:
@@ -331,14 +332,13 @@ def _decode(tensor: QuantizedTensor) -> Tensor:
 
 
 def _has_other_mode(tensor: Tensor) -> bool:
-    """Whether a tensor that is made now is an inference tensor and this one is not, or the other
-    way round."""
+    """Whether exactly one of this tensor and a tensor made now is an inference tensor."""
     return tensor.is_inference() != torch.is_inference_mode_enabled()
 
 
 @contextmanager
 def _mode_of(tensor: Tensor) -> Iterator[None]:
-    """What is made within is an inference tensor if `tensor` is one."""
+    """Tensors made within are inference tensors if `tensor` is one."""
     if _has_other_mode(tensor):
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             yield
@@ -347,7 +347,7 @@ def _mode_of(tensor: Tensor) -> Iterator[None]:
 
 
 def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any op on the numbers; what it writes into quantized tensors is encoded again."""
+    """Runs any op on the numbers, and encodes what it writes to quantized tensors."""
     plain: dict[int, Tensor] = {}
 
     def replace(tensor: QuantizedTensor) -> Tensor:
@@ -373,7 +373,7 @@ def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[QuantizedTensor]:
-    """The quantized tensors that an op writes into, by its schema."""
+    """The quantized tensors that an op writes to, by its schema."""
     found: dict[int, QuantizedTensor] = {}
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
@@ -385,9 +385,9 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Q
     return list(found.values())
 
 
-# ---- what stays quantized; None where it does not. With FSDP2's way of sharding, it is enough.
+# ---- ops whose results stay quantized; they return None if not. FSDP2's sharding needs only these.
 
-# Formats whose blocks are parts of a row, and how long those are.
+# The formats whose blocks are parts of a row, and the length of a block.
 _ROW_BLOCKS = {
     row.name: row.block_columns for row in FORMATS.values() if row.block_rows == 1 and row.bits == 8
 }
@@ -423,7 +423,7 @@ def _zero_rows(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor 
 
 
 def _view(tensor: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor | None:
-    """Of the same shape, or flat where blocks fill their rows."""
+    """A view of the same shape, or a flat one if blocks fill their rows."""
     if tuple(size) == tuple(tensor.shape):
         return _same(tensor)
     block = _ROW_BLOCKS.get(tensor.format)
@@ -472,5 +472,5 @@ def _rebuild(
 
 
 torch.serialization.add_safe_globals([_rebuild])
-# C++ takes parameters of this class by their parts.
+# C++ reads the parts of parameters of this class.
 _C.set_quantized_class(QuantizedTensor)

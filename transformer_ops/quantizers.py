@@ -1,4 +1,4 @@
-"""Quantizers: what makes a QuantizedTensor of a tensor, in one format."""
+"""Quantizers, which convert a tensor to a QuantizedTensor in one format."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 @names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """`quantizer(tensor)` is the `QuantizedTensor` of a floating tensor, in `quantizer.format`, a
-    name of `torch.ops.transformer_ops.quantize`."""
+    """`quantizer(tensor)` converts a floating tensor to a `QuantizedTensor` in `quantizer.format`,
+    a format name of `torch.ops.transformer_ops.quantize`."""
 
     @property
     def format(self) -> str:
@@ -46,7 +46,7 @@ class Quantizer:
         return _ELEMENTS[dtype]
 
     def __post_init__(self) -> None:
-        # Its arguments are checked here, and not at the first call.
+        # Arguments are checked here, not at the first call.
         _ = self.format
         for field in dataclasses.fields(self):
             found = getattr(self, field.name)
@@ -59,8 +59,8 @@ class Quantizer:
 @names_its_arguments
 @dataclasses.dataclass(frozen=True, eq=False)
 class Float8Quantizer(Quantizer):
-    """One scale for a tensor, which is given: numbers times `scale` are rounded to `fp8_dtype`. The
-    largest magnitude is taken into `amax`. Both are float32 tensors of one number."""
+    """One given scale for a tensor: numbers times `scale` are rounded to `fp8_dtype`. `amax` is
+    updated with the largest magnitude. Both are float32 tensors of one number."""
 
     scale: Tensor
     amax: Tensor
@@ -89,7 +89,7 @@ class Float8Quantizer(Quantizer):
         )
         with torch.no_grad():
             self.amax.copy_(torch.maximum(self.amax, found.reshape(self.amax.shape)))
-        # Numbers of the format but for an error of float32: none is rounded a second time.
+        # These are numbers of the format with a float32 error, so none is rounded a second time.
         codes = (rounded * scale).to(self.fp8_dtype)
         return QuantizedTensor(codes, scale.reciprocal().reshape(()), self.format, tensor.dtype)
 
@@ -98,7 +98,7 @@ class Float8Quantizer(Quantizer):
 @dataclasses.dataclass(frozen=True)
 class Float8CurrentScalingQuantizer(Quantizer):
     """One scale for a tensor, from its largest magnitude. With `force_pow_2_scales` it is rounded
-    down to a power of two, and numbers that `fp8_dtype` has, times any power of two, are exact."""
+    down to a power of two; numbers of `fp8_dtype` times a power of two are then exact."""
 
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
     force_pow_2_scales: bool = False
@@ -112,8 +112,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
 @names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class Float8BlockQuantizer(Quantizer):
-    """A scale, a power of two, for 128 neighbouring numbers of a row (`block_scaling_dim=1`), or of
-    a column (`columnwise`); or for 128 x 128 numbers (2), which are the same both ways."""
+    """A power-of-two scale for each 128 adjacent numbers of a row (`block_scaling_dim=1`) or of a
+    column (`columnwise`), or for each 128 x 128 numbers (2)."""
 
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
     block_scaling_dim: int = 1
@@ -134,8 +134,8 @@ class Float8BlockQuantizer(Quantizer):
 @names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class MXFP8Quantizer(Quantizer):
-    """A scale, the exponent of a power of two, for 32 neighbouring numbers of a row, or of a column
-    (`columnwise`)."""
+    """A scale, the exponent of a power of two, for each 32 adjacent numbers of a row, or of a
+    column (`columnwise`)."""
 
     fp8_dtype: torch.dtype = torch.float8_e4m3fn
     columnwise: bool = False
@@ -149,22 +149,23 @@ class MXFP8Quantizer(Quantizer):
 @names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class NVFP4Quantizer(Quantizer):
-    """4-bit codes with a scale for 16 neighbouring numbers of a row, or of a column (`columnwise`),
-    or for 16 x 16 numbers (`with_2d_quantization`); and one for the tensor.
+    """4-bit codes with a scale for each 16 adjacent numbers of a row, or of a column
+    (`columnwise`), or for each 16 x 16 numbers (`with_2d_quantization`), and one scale for the
+    tensor.
 
-    `with_rht` means what it means in TransformerEngine: the Hadamard transform of
-    `recipe.NVFP4BlockScaling` is applied to the data by columns only. With `columnwise` each 16
-    rows are transformed before they are rounded, and the result reads as the transformed numbers:
-    for a product that sums over the rows, with another such tensor. By rows `with_rht` changes
-    nothing. With `stochastic_rounding` numbers are rounded up or down at random, by torch's
-    generator, so that their mean is kept.
+    `with_rht` has the meaning of TransformerEngine: the Hadamard transform of
+    `recipe.NVFP4BlockScaling` is applied only to columnwise data. With `columnwise`, each 16 rows
+    are transformed before they are rounded, and the result reads as the transformed numbers. It is
+    for a product that sums over the rows, with another such tensor. Without `columnwise`,
+    `with_rht` changes nothing. With `stochastic_rounding` numbers are rounded up or down at random
+    with torch's generator, so that their mean is right.
 
     With `nvfp4_use_4over6` the largest number of a block becomes 6 or 4, whichever has the smaller
-    sum of rounding errors, absolute or squared (`nvfp4_4over6_err_mode`, "MAE" or "MSE"), as under
-    `recipe.NVFP4BlockScaling(nvfp4_4over6=)`; `nvfp4_e4m3_max`, 448 or 256, is the largest scale of
-    a block then. With `stochastic_rounding` the scale is that of rounding to the nearest.
+    sum of absolute or squared rounding errors (`nvfp4_4over6_err_mode`, "MAE" or "MSE"), as under
+    `recipe.NVFP4BlockScaling(nvfp4_4over6=)`. `nvfp4_e4m3_max`, 448 or 256, is then the largest
+    scale of a block. With `stochastic_rounding` the scale is that of rounding to nearest.
 
-    ValueError for other arguments, and for `nvfp4_e4m3_max=256` without `nvfp4_use_4over6`.
+    Raises ValueError for other arguments, and for `nvfp4_e4m3_max=256` without `nvfp4_use_4over6`.
     """
 
     with_2d_quantization: bool = False
@@ -208,27 +209,29 @@ class NVFP4Quantizer(Quantizer):
         return QuantizedTensor(codes, found.scale, self.format, tensor.dtype)
 
 
-_TWO_ONES = 0x22  # a byte of two codes of E2M1 that stand for 1
+_TWO_ONES = 0x22  # a byte of two E2M1 codes whose value is 1
 _SIGN = 8
 
 
 def _codes_at_random(plain: Tensor, nearest: QuantizedTensor) -> Tensor:
-    """Codes of NVFP4 for the scales of `nearest`."""
+    """NVFP4 codes for the scales of `nearest`."""
     ops, format = torch.ops.transformer_ops, nearest.format
     rounded = ops.quantize_dequantize_stochastic(plain, format, "float32")
     ones = torch.full_like(nearest.codes, _TWO_ONES)
     unit = ops.dequantize(ones, nearest.scale, format, "float32", plain.shape)
-    # Values of codes but for an error of float32: none is rounded a second time. Where the scale
-    # is zero or NaN, so is what any code stands for.
+    # These are values of codes with a float32 error, so none is rounded a second time. If the scale
+    # is zero or NaN, so is the value of any code.
     value = rounded.abs().div_(unit).nan_to_num_(0)
-    # Codes 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4 and 6: two, one, a half code for each 1.
+    # The values of codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6: codes advance by two, one and a
+    # half for each 1.
     code = torch.minimum(torch.minimum(2 * value, 2 + value), 4 + value / 2).round_()
     pairs = (code + _SIGN * rounded.signbit()).to(torch.uint8).unflatten(-1, (-1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def quantizer_for(format: str) -> Quantizer | None:
-    """Of a format whose scales come from the tensor; None for "exact", and for integers."""
+    """The quantizer of a format whose scales come from the tensor; None for "exact", and for
+    integers."""
     row = FORMATS.get(format)
     if row is None or row.element == "int8":
         return None

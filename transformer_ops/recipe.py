@@ -36,8 +36,8 @@ _NVFP4 = format_with("e2m1", "e4m3", (1, 16))
 
 
 class Format(enum.Enum):
-    """What codes are: E4M3 and E5M2 have 4 and 5 bits of exponent (Micikevicius et al. 2022,
-    "FP8 formats for deep learning"), E2M1 is the 4-bit format of NVFP4. HYBRID is E4M3 in forward
+    """The type of codes. E4M3 and E5M2 have 4 and 5 bits of exponent (Micikevicius et al. 2022,
+    "FP8 formats for deep learning"); E2M1 is the 4-bit format of NVFP4. HYBRID is E4M3 in forward
     and E5M2 for gradients."""
 
     E2M1 = FormatRange(_NVFP4.largest, _NVFP4.largest)
@@ -49,9 +49,9 @@ class Format(enum.Enum):
 @names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The formats of operands. Recipes of equal fields are equal and share their plans."""
+    """The formats of operands. Recipes with equal fields are equal and share their plans."""
 
-    # Formats of `fp8_format` that this kind of scaling has.
+    # The values of `fp8_format` that this kind of scaling supports.
     _formats: ClassVar[tuple[Format, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -61,25 +61,26 @@ class Recipe:
             raise ValueError(
                 f"[{type(self).__name__}] fp8_format must be one of {names}, got {found!r}"
             )
-        # Each region asks for it, and it takes as long as a few calls of ops to write.
+        # The key is computed here, because each region reads it, and computing it takes as long as
+        # a few calls of ops.
         object.__setattr__(self, "_key", self._make_key())
 
     @property
     def operands(self) -> tuple[str, str, str]:
-        """The formats of a product's input, weight and output gradient, by their names in
+        """The formats of a product's input, weight and output gradient: names of formats of
         `torch.ops.transformer_ops.quantize`, or "exact"."""
         raise NotImplementedError
 
     @property
     def key(self) -> str:
-        """What plans depend on: the formats, and how they are used, as one text."""
+        """What plans depend on, as one text: the formats, and how they are used."""
         return self._key  # type: ignore[attr-defined]
 
     def _make_key(self) -> str:
         return ", ".join(self.operands)
 
     def _elements(self) -> tuple[str, str]:
-        """Codes in forward and of gradients."""
+        """The elements of codes in forward, and for gradients."""
         format = getattr(self, "fp8_format", Format.E4M3)
         forward = "e5m2" if format is Format.E5M2 else "e4m3"
         return forward, "e4m3" if format is Format.E4M3 else "e5m2"
@@ -88,8 +89,8 @@ class Recipe:
 @names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
-    """A scale for 32 neighbouring numbers, a power of two (OCP Microscaling formats 1.0; the
-    exponent is rounded up, so no number is clipped)."""
+    """A power-of-two scale for each 32 adjacent numbers (OCP Microscaling formats 1.0). The
+    exponent is rounded up, so no number is clipped."""
 
     fp8_format: Format = Format.E4M3
     _formats: ClassVar[tuple[Format, ...]] = (Format.E4M3, Format.E5M2, Format.HYBRID)
@@ -117,19 +118,19 @@ class Float8CurrentScaling(Recipe):
 @names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling(Recipe):
-    """One scale for a tensor, from the largest magnitudes of the tensors before it in the same
-    place (Micikevicius et al. 2022): no tensor has to be read before it can be rounded.
+    """One scale for a tensor, from the largest magnitudes of earlier tensors at the same position
+    (Micikevicius et al. 2022). A tensor does not have to be read before it can be rounded.
 
-    With a place each for input, weight and output gradient of every product, scales are
+    Each product has scales for input, weight and output gradient, computed as
 
         scale = largest number of the format / amax / 2^margin
 
     where amax is the largest of the last `amax_history_len` magnitudes ("max"), or the last one
-    ("most_recent"). One that is zero or not finite leaves the scale as it is; the first is 1.
-    They change where an outermost `autocast` is entered with gradient mode on, and there alone;
-    with an `amax_reduction_group` and `reduce_amax` all ranks have the same.
+    ("most_recent"). A magnitude that is zero or not finite does not change the scale; the first
+    scale is 1. Scales change only when an outermost `autocast` is entered with gradient mode on.
+    With an `amax_reduction_group` and `reduce_amax` all ranks have the same scales.
 
-    ValueError for fields that are none of these.
+    Raises ValueError for other values of the fields.
     """
 
     margin: int = 0
@@ -159,7 +160,7 @@ class DelayedScaling(Recipe):
         return forward, forward, backward
 
     def _make_key(self) -> str:
-        """The scales are no part of it, and so neither is what they are made by."""
+        """Neither the scales nor the way they are computed is part of the key."""
         return ", ".join([*self.operands, f"delayed {self.amax_history_len}"])
 
 
@@ -170,8 +171,8 @@ def _is_int(value: object) -> bool:
 @names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
-    """A scale, a power of two, for 128 neighbouring numbers of inputs and gradients, and for 128 x
-    128 numbers of weights (DeepSeek-V3, arXiv 2412.19437)."""
+    """A power-of-two scale for each 128 adjacent numbers of inputs and gradients, and for each 128
+    x 128 numbers of weights (DeepSeek-V3, arXiv 2412.19437)."""
 
     fp8_format: Format = Format.E4M3
     _formats: ClassVar[tuple[Format, ...]] = (Format.E4M3, Format.HYBRID)
@@ -195,25 +196,26 @@ _NVFP4_CHOICES = {
 @names_its_arguments
 @dataclasses.dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
-    """4-bit codes with a scale for 16 neighbouring numbers, in E4M3, and one for the tensor; for
-    16 x 16 numbers of weights unless `disable_2d_quantization` (NVIDIA 2025, "Pretraining large
-    language models with NVFP4", arXiv 2509.25149).
+    """4-bit codes with an E4M3 scale for each 16 adjacent numbers, and one scale for the tensor.
+    Weights have a scale for each 16 x 16 numbers unless `disable_2d_quantization` (NVIDIA 2025,
+    "Pretraining large language models with NVFP4", arXiv 2509.25149).
 
-    For the gradient of the weight, 16 rows each of the input and of the output gradient are first
-    turned by a Hadamard transform with fixed signs, which spreads outliers; rows beyond the last
-    16 are not (`disable_rht`). Gradients are rounded up or down at random, by torch's generator,
-    so that their mean is kept (`disable_stochastic_rounding`).
+    For the gradient of the weight, each 16 rows of the input and of the output gradient are first
+    transformed by a Hadamard transform with fixed signs, which spreads outliers (unless
+    `disable_rht`). Rows after the last full 16 are not transformed. Gradients are rounded up or
+    down at random with torch's generator, so that their mean is right (unless
+    `disable_stochastic_rounding`).
 
     `nvfp4_4over6` chooses the scale of each block (Cook et al. 2025, "Four Over Six", arXiv
     2512.02010): its largest number becomes 6 or 4, whichever has the smaller sum of rounding
-    errors. "weights", "activations" (the inputs) or "all" says of which tensors; gradients are
-    rounded as ever. `nvfp4_4over6_err_mode` sums absolute ("MAE") or squared ("MSE") errors. Scales
-    of blocks go up to 256 instead of 448 for the tensors that `nvfp4_4over6_e4m3_use_256` names.
-    Names, order of operations and results are those of TransformerEngine
-    (`transformer_engine/common/recipe/__init__.py`), which refuses the transform for tensors with a
-    choice; here the transformed numbers have it, too.
+    errors. It applies to "weights", "activations" (the inputs) or "all"; gradients are rounded as
+    usual. `nvfp4_4over6_err_mode` sums absolute ("MAE") or squared ("MSE") errors. Block scales go
+    up to 256 instead of 448 for the tensors that `nvfp4_4over6_e4m3_use_256` names. Names, order of
+    operations and results are those of TransformerEngine
+    (`transformer_engine/common/recipe/__init__.py`). It does not allow the transform for tensors
+    whose scales are chosen; here the transformed numbers have chosen scales, too.
 
-    ValueError for fields that are none of these.
+    Raises ValueError for other values of the fields.
     """
 
     disable_rht: bool = False
@@ -256,8 +258,8 @@ class NVFP4BlockScaling(Recipe):
 
 class QuantizerRole(NamedTuple):
     """A tensor that a recipe may quantize: `tensor_type` is "input", "weight" or "grad_output" of
-    an op whose `module_type` is "linear" or "quantize"; `op` is that op, and `module` what carries
-    its parameters: the `Linear` around a `BasicLinear`."""
+    an op whose `module_type` is "linear" or "quantize". `op` is that op, and `module` is the module
+    that owns its parameters: the `Linear` around a `BasicLinear`."""
 
     module_type: str
     tensor_type: str
@@ -268,11 +270,11 @@ class QuantizerRole(NamedTuple):
 @names_its_arguments
 @dataclasses.dataclass(frozen=True, eq=False)
 class CustomRecipe(Recipe):
-    """Formats that a function gives for each op and role: `qfactory(role)` returns the name of a
-    format of `torch.ops.transformer_ops.quantize`, or None for a tensor that is taken as it is.
+    """Formats from a function for each op and role: `qfactory(role)` returns the name of a format
+    of `torch.ops.transformer_ops.quantize`, or None for a tensor that is not quantized.
 
-    It is asked when a plan is made, so it must answer alike for the same op and role. Two of these
-    are equal where they are the same object.
+    It is called when a plan is made, so it must return the same for the same op and role. Two such
+    recipes are equal only if they are the same object.
     """
 
     qfactory: Callable[[QuantizerRole], str | None]
@@ -285,11 +287,12 @@ class CustomRecipe(Recipe):
             raise TypeError(
                 f"[CustomRecipe] qfactory must be a function of a role, got {self.qfactory!r}"
             )
-        # The number under which a planning call finds it.
+        # The number with which a planning call finds the recipe.
         object.__setattr__(self, "_key", f"custom {handles.add(self)}")
 
     def formats_of(self, module_type: str, op: Any) -> str:
-        """The formats of one op as a text; RuntimeError where `qfactory` returns something else."""
+        """The formats of one op as a text. Raises RuntimeError if `qfactory` returns something
+        else."""
         found = []
         for tensor_type in ("input", "weight", "grad_output"):
             role = QuantizerRole(module_type, tensor_type, op, op._parameter_owner)

@@ -14,20 +14,20 @@ from .sequential import Sequential
 
 @names_its_arguments
 class Residual(Sequential):
-    """`x + f(x)` with `f` the modules in order, as in `Sequential(Residual(RMSNorm(8), ...))`.
+    """`x + f(x)`, where `f` is the modules in order, as in `Sequential(Residual(RMSNorm(8), ...))`.
 
-    Takes what a `Sequential` takes: modules (ops, other Residuals, any `nn.Module`), one list of
-    modules, or one dict of named modules, and its keyword arguments. It stands for
-    `MakeExtraOutput`, the modules, and `AddExtraInput` on a channel of its own.
+    It takes what a `Sequential` takes: modules (ops, other Residuals, any `nn.Module`), one list of
+    modules, or one dict of named modules, and its keyword arguments. It is equivalent to
+    `MakeExtraOutput`, the modules, and `AddExtraInput` connected by its own channel.
 
-    A Sequential lays these out among its own modules, so that fusions go across the ends of a
+    A Sequential includes these ops among its own modules, so that fusions can cross the ends of a
     Residual; `recompute` and `saved` are then those of the Sequential. A Residual is called as a
-    module instead where it has hooks, a `forward` of its own, or other policies that it was given.
-    A slice is a Residual of these modules.
+    module instead if it has hooks, a `forward` of its own, or other policies of its own. A slice is
+    a Residual of the selected modules.
 
     Raises:
-        TypeError: an argument that is no module.
-        ValueError: no modules; those of `Sequential`.
+        TypeError: an argument is no module.
+        ValueError: there are no modules; also the errors of `Sequential`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Residual(Sequential):
             raise ValueError("[Residual] modules must be at least one, got none")
         channel = PrivateChannel("residual")
         fork = MakeExtraOutput().set_extra_output_channel(0, channel, output_to_caller=False)
-        # Past nn.Module: they have no state, and no place among the modules.
+        # This bypasses nn.Module: these ops have no state, and are not among the modules.
         self.__dict__["_ends"] = (fork, AddExtraInput().set_extra_input_channel(0, channel))
 
     def _replicate_for_data_parallel(self) -> Any:

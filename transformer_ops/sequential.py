@@ -1,4 +1,4 @@
-"""Sequential: a list of modules whose runs of fusible ops become planned groups."""
+"""Sequential: a list of modules in which consecutive fusible ops form planned groups."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OpKwargs = Mapping[Any, dict[str, Any]]
 
 
 class _Flat(NamedTuple):
-    """What a Sequential lays out."""
+    """The modules that a Sequential lays out."""
 
     names: list[str]
     modules: list[nn.Module]
@@ -51,33 +51,33 @@ class _Flat(NamedTuple):
 
 @names_its_arguments
 class Sequential(nn.Module, Observer):
-    """Modules in order; maximal runs of fusible ops form one group each.
+    """Modules in order; each maximal run of fusible ops forms one group.
 
     Takes modules, one list of modules, or one dict of named modules. Modules that are no
-    `FusibleOperation` stand between groups and are called with the main tensor only.
+    `FusibleOperation` run between groups and are called with only the main tensor.
 
     Args:
-        recompute: "cheap": what a norm, activation, gated linear unit, dropout, scale or bias gives
-            is not kept for backward where it can be computed again from what is kept anyway;
-            "none": all that backward reads is kept.
-        saved: how the main tensors that ops make are kept for backward. "exact": as they are;
-            "fp8": as E4M3 codes with a power-of-two scale for each 128 elements of a row, 1.03
-            bytes an element; "int8": as integers with such a scale, of the same size and more
-            precise unless a few elements of a block are far larger than the others. Outputs stay
-            exact, gradients become approximate. Statistics, masks and parameters are kept as they
-            are, and so is what Python ops and ops with hooks keep.
-        saved_inputs: keep the input and the outputs so, too. Saves memory where nobody else holds
-            them until backward.
+        recompute: "cheap": the output of a norm, activation, gated linear unit, dropout, scale or
+            bias is not saved for backward if it can be recomputed from tensors that are saved
+            anyway; "none": everything that backward reads is saved.
+        saved: the format in which main tensors are saved for backward. "exact": unchanged; "fp8":
+            as E4M3 codes with a power-of-two scale for each 128 elements of a row, 1.03 bytes for
+            each element; "int8": as integers with such a scale, of the same size, and more precise
+            unless a few elements of a block are far larger than the others. Outputs stay exact, but
+            gradients become approximate. Statistics, masks and parameters are saved unchanged, and
+            so is everything that Python ops and ops with hooks save.
+        saved_inputs: also save the input and the outputs in that format. This saves memory if
+            nothing else keeps them until backward.
 
     Raises:
-        TypeError: an argument that is no module.
-        ValueError: another value of `recompute` or `saved`; `saved_inputs` with "exact"; channels
-            of the ops that do not fit together (at the first call).
-        NotImplementedError: second derivatives, or a transform of torch.func, where `saved` is not
+        TypeError: an argument is no module.
+        ValueError: `recompute` or `saved` has another value; `saved_inputs` is set with "exact";
+            the channels of the ops do not match (at the first call).
+        NotImplementedError: second derivatives, or a transform of torch.func, if `saved` is not
             "exact".
     """
 
-    # The ops before and after its modules, of a Residual.
+    # The ops before and after its modules, for a Residual.
     _ends: ClassVar[tuple[nn.Module, nn.Module] | None] = None
 
     def __init__(
@@ -90,7 +90,8 @@ class Sequential(nn.Module, Observer):
         super().__init__()
         self._policies = Policies(recompute, saved, saved_inputs).checked("Sequential")
         self._layout: Layout | None = None
-        # (made for it, modules that are called as they write into buffers, such a layout)
+        # (the layout it was made for, modules that are called because they write to buffers, such a
+        # layout)
         self._split_layout: tuple[Layout, tuple[int, ...], Layout] | None = None
         self._guard_group: guard_groups.GuardGroup | None = None
         self._edits = 0
@@ -115,8 +116,8 @@ class Sequential(nn.Module, Observer):
 
     @property
     def saved(self) -> str:
-        """How tensors are kept for backward: "exact", "fp8" or "int8". Setting it drops the cached
-        plans; with "exact", `saved_inputs` is False."""
+        """The format of tensors saved for backward: "exact", "fp8" or "int8". Setting it drops the
+        cached plans; with "exact", `saved_inputs` is False."""
         return self._policies.saved
 
     @saved.setter
@@ -126,7 +127,8 @@ class Sequential(nn.Module, Observer):
 
     @property
     def saved_inputs(self) -> bool:
-        """Whether the input and the outputs are kept so, too. Setting it drops the cached plans."""
+        """Whether the input and the outputs are also saved in that format. Setting it drops the
+        cached plans."""
         return self._policies.saved_inputs
 
     @saved_inputs.setter
@@ -143,7 +145,8 @@ class Sequential(nn.Module, Observer):
 
     @disabled("policies of a Sequential must be set outside of compiled code")
     def _set_policies_untraced(self, **changes: Any) -> None:
-        # A trace asks the Sequential itself, which has its new ones once the traced call ends.
+        # A trace sets them on the Sequential itself, which has the new ones when the traced call
+        # ends.
         self._set_policies(**changes)
 
     # ---- container
@@ -175,14 +178,15 @@ class Sequential(nn.Module, Observer):
             flat.modules.append(self._ends[1])
 
     def _is_joined(self, policies: Policies) -> bool:
-        """Whether a Sequential around, with these policies, lays out its modules rather than call
-        it."""
+        """Whether a surrounding Sequential with these policies lays out the modules instead of
+        calling this one."""
         is_ours = type(self).forward is Sequential.forward and "forward" not in self.__dict__
         follows = self._policies in (Policies(), policies)
         return is_ours and follows and not has_hooks((self,))
 
     def _module_at(self, name: str) -> nn.Module:
-        """By a name of `_flat`: names of modules, or an empty one and which of the ends."""
+        """A module by a name of `_flat`: names of modules, or an empty name and the index of the
+        end."""
         first, dot, rest = name.partition(".")
         if not first:
             assert self._ends is not None
@@ -238,11 +242,11 @@ class Sequential(nn.Module, Observer):
         return place % len(self)
 
     def append(self, module: nn.Module) -> Sequential:
-        """Add a module at the end."""
+        """Adds a module at the end."""
         return self.insert(len(self), module)
 
     def extend(self, modules: Iterable[nn.Module]) -> Sequential:
-        """Add modules at the end."""
+        """Adds modules at the end."""
         _check_not_residual(modules)
         found = [_check_module(module) for module in modules]
         for module in found:
@@ -250,7 +254,7 @@ class Sequential(nn.Module, Observer):
         return self
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
-        """Add a module before `index`, as `list.insert` does."""
+        """Inserts a module before `index`, as `list.insert` does."""
         _check_module(module)
         names, modules = list(self._modules), self._get()
         place = slice(operator.index(index), None).indices(len(modules))[0]
@@ -263,7 +267,7 @@ class Sequential(nn.Module, Observer):
         return self
 
     def pop(self, index: int = -1) -> nn.Module:
-        """Remove and return a module."""
+        """Removes and returns a module."""
         module: nn.Module = self[self._index(index)]
         del self[index]
         return module
@@ -275,7 +279,7 @@ class Sequential(nn.Module, Observer):
         return self._like_this(*self, *other)
 
     def _like_this(self, *modules: Any) -> Sequential:
-        # A subclass may have arguments of its own.
+        # A subclass may have its own arguments.
         made = type(self)(*modules)
         made._set_policies(**self._policies._asdict())
         return made
@@ -293,7 +297,7 @@ class Sequential(nn.Module, Observer):
         return replica
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what Module.compile() keeps, which runs the original.
+        # This omits what Module.compile() stores, which would run the original.
         state: dict[str, Any] = super().__getstate__()
         return {**state, "_layout": None, "_split_layout": None, "_guard_group": None}
 
@@ -304,10 +308,10 @@ class Sequential(nn.Module, Observer):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As `nn.Module.load_state_dict`, but a shape that does not fit leaves all as it was.
+        """Same as `nn.Module.load_state_dict`, but a wrong shape leaves everything unchanged.
 
-        Only pre-hooks know what fits a module that has them, so such a module may be found not to
-        fit when others are loaded already, as in `nn.Module`.
+        Only pre-hooks know what fits a module that has them. An error for such a module may come
+        when others are already loaded, as in `nn.Module`.
         """
         mismatches = [
             message
@@ -326,19 +330,20 @@ class Sequential(nn.Module, Observer):
     def forward(
         self, input: Tensor, *extra_inputs: Tensor, op_kwargs: OpKwargs | None = None
     ) -> Any:
-        """Run the modules. Extra inputs go to the ops that take them, in order; extra outputs come
-        back in order: a tensor, or a flat tuple (output, extra outputs...).
+        """Runs the modules. Extra inputs go to the ops that take them, in order. Extra outputs are
+        returned in order: the result is a tensor, or a flat tuple (output, extra outputs...).
 
         Args:
             op_kwargs: keyword arguments for Python ops, by module or by index in the Sequential.
 
         Raises:
-            ValueError: missing or surplus extra inputs; an unknown key of `op_kwargs`.
-            RuntimeError: a tensor that does not fit an op.
+            ValueError: extra inputs are missing or surplus; a key of `op_kwargs` is unknown.
+            RuntimeError: a tensor does not fit an op.
         """
         if is_compiling():
             traced = _layout_constant(self._traced_state, self._edits)
-            # By name: Dynamo guards on those alone that are read.
+            # The modules are looked up by name, because Dynamo then guards only on those that are
+            # read.
             modules = [
                 self._modules[name] if "." not in name else self._module_at(name)
                 for name in traced.names
@@ -354,7 +359,7 @@ class Sequential(nn.Module, Observer):
             layout = self._with_current_hooks(layout)
         if layout.whole is not None:
             if op_kwargs is None:
-                # The shortest way: C++ returns None where Python has to take over.
+                # The fastest way: C++ returns None if Python has to handle the call.
                 output = layout.whole._call(input, *extra_inputs)
                 if output is not None:
                     return output
@@ -383,7 +388,7 @@ class Sequential(nn.Module, Observer):
     def _modules_with_buffers(
         modules: list[nn.Module], kwargs: dict[int, dict[str, Any]]
     ) -> tuple[int, ...]:
-        """The indices of those that write into buffers of the caller's."""
+        """The indices of the modules that write to buffers of the caller."""
         called, position = [], 0
         for i, module in enumerate(modules):
             if not isinstance(module, FusibleOperation):
@@ -452,7 +457,7 @@ class Sequential(nn.Module, Observer):
         return layout
 
     def _with_current_hooks(self, layout: Layout) -> Layout:
-        """For where C++ does not look for hooks."""
+        """The layout for calls in which C++ does not check for hooks."""
         if not lenders_are_same(layout):
             self._op_changed()
             layout = self._make_layout()
@@ -480,23 +485,24 @@ class Sequential(nn.Module, Observer):
 
     def _op_changed(self) -> None:
         """An op has other basic ops, hooks or another `forward` than when it was laid out."""
-        # In this order: a layout that another thread makes meanwhile must not have the old state.
+        # The order matters: a layout that another thread makes meanwhile must not have the old
+        # state.
         self._edits += 1
         self._layout = None
 
     def _plans_changed(self) -> None:
-        """An op has another attribute that its plans depend on."""
+        """An attribute that an op's plans depend on has changed."""
         self._edits += 1
         layout = self._layout
         if layout is not None:
             self._layout = layout._replace(state="")
 
     def _state(self) -> str:
-        """The same text for Sequentials that one compiled graph can serve."""
+        """The same text for all Sequentials that one compiled graph can serve."""
         layout = self._with_current_hooks(self._current_layout())
         if not layout.state:
             edits, content = self._edits, layout_content(layout)
-            # Python ops have contexts of their own.
+            # Python ops have their own contexts.
             state = f"{self._number}.{edits}" if content is None else guard_groups.digest(content)
             layout = layout._replace(state=state)
             self._guard_group = guard_groups.join(self, state, self._guard_group)
@@ -506,13 +512,13 @@ class Sequential(nn.Module, Observer):
         self._guard_group.note_asked(self)
         return layout.state
 
-    # All that a compiled graph guards on, beside what it reads of the modules.
+    # Everything that a compiled graph guards on, besides what it reads from the modules.
     _traced_state = property(guard_groups.untraced(_state))
 
-    # ---- looking at plans
+    # ---- inspecting plans
 
     def plans(self) -> list[Plan]:
-        """One `Plan` for each group, of the last call. RuntimeError before any call."""
+        """One `Plan` for each group of the last call. Raises RuntimeError before the first call."""
         return [group._plan("[Sequential] plans()") for group in self._groups()]
 
     def _groups(self) -> list[OperationFuser]:
@@ -526,7 +532,7 @@ class Sequential(nn.Module, Observer):
             raise RuntimeError(f"{asked} must follow a call, got none so far")
         layout = self._current_layout()
         if not has_plans(layout) and self._guard_group is not None:
-            # A compiled graph was made for another one in the same state.
+            # A compiled graph was made for another Sequential in the same state.
             others = (other._layout for other in self._guard_group.members())
             found = (other for other in others if other is not None and other.state == layout.state)
             return next(filter(has_plans, found), layout)
@@ -548,7 +554,7 @@ def _is_current(
             return False
         if residual._is_joined(policies) != joined:
             return False
-    # For hooks around a whole, C++ looks at every call.
+    # If the layout is one group, C++ checks for hooks at every call.
     return layout.whole is not None or hooked_now(layout) == layout.hooked
 
 
@@ -558,12 +564,12 @@ def _layout_constant(state: str, edits: int) -> Layout:
     same = [layout for layout, count in found if layout and (layout.state, count) == (state, edits)]
     if not same:
         raise RuntimeError("[Sequential] modules must be edited outside of compiled code")
-    # The first is being traced. Its groups are asked last, for the same reason.
+    # The first one is being traced. Its groups are read last, for the same reason.
     return [_for_traces(layout) for layout in reversed(same)][-1]
 
 
 def _for_traces(layout: Layout) -> Layout:
-    # Dynamo keeps a constant for ever: no module and no group may hang on it.
+    # Dynamo keeps a constant forever, so it must not refer to a module or a group.
     segments = tuple(
         segment._replace(group=None, group_state=segment.group and segment.group._shared_state())
         for segment in layout.segments

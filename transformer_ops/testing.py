@@ -24,8 +24,8 @@ _REGISTER = {
     "backward": registry.register_backward_fusion,
     "forward_backward": registry.register_forward_backward_fusion,
 }
-# (rtol, atol as a part of the largest value): sums in another order, and in 16 bits another number
-# of roundings.
+# (rtol, atol relative to the largest value): sums are in another order, and 16-bit numbers are
+# rounded a different number of times.
 _TOLERANCES = {
     torch.float64: (1e-8, 1e-10),
     torch.float32: (1e-4, 1e-5),
@@ -60,26 +60,27 @@ def check_fusion(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Verify a fusion: that it fires on the ops, and all numbers against the same ops unfused.
+    """Verifies a fusion: that it fires on the ops, and that all numbers equal those of the unfused
+    ops.
 
-    `func` is registered for the time of the check only. The output, the extra outputs and the
-    gradients of `inputs`, which all require one here, and of every parameter are compared: eager
-    and under `torch.compile` (with `fullgraph=True` unless a Python forward has the single style),
-    with and without grad.
+    `func` is registered only during the check. The output, the extra outputs and the gradients of
+    `inputs`, which must all require one here, and of every parameter are compared: eager and under
+    `torch.compile` (with `fullgraph=True` unless a Python forward has the single style), with and
+    without grad.
 
     Args:
-        func, pattern, guard: as for `register_forward_fusion`. A handle brings its own pattern,
-            guard and kind; that of a rule in C++ will do, too.
+        func, pattern, guard: as for `register_forward_fusion`. A handle has its own pattern, guard
+            and kind; a handle of a C++ rule is allowed, too.
         make_ops: returns the list of ops; both sides get the same parameters.
         inputs: the main input and the extra inputs.
         kind: "forward", "backward" or "forward_backward".
-        rtol, atol: as for `torch.testing.assert_close`; None: by dtype, and atol by the largest
-            value of each tensor.
+        rtol, atol: as for `torch.testing.assert_close`; None: by dtype, with atol relative to the
+            largest value of each tensor.
 
     Raises:
-        AssertionError: the fusion does not fire, or a number differs; says which.
+        AssertionError: the fusion does not fire, or a number differs; the message says which.
         RuntimeError: `func` raises or returns a wrong list.
-        TypeError, ValueError: wrong arguments.
+        TypeError, ValueError: an argument is wrong.
     """
     _check_arguments(func, make_ops, inputs, kind, rtol, atol)
     ops = _check_ops(make_ops())
@@ -99,7 +100,7 @@ def check_fusion(
 
 
 class _Checked(NamedTuple):
-    """The fusion that is checked: the name of its steps, their pass, and how to tell them."""
+    """The fusion to check: the name of its steps, their pass, and how to recognize them."""
 
     name: str
     kind: str
@@ -223,7 +224,8 @@ def _call(module: Sequential, tensors: Sequence[Tensor], compiled: bool, fullgra
     def call(*given: Tensor) -> Any:
         return module(*given)
 
-    # Each check compiles `call` anew; their number must not count as recompilations of one model.
+    # Each check compiles `call` anew. The number of checks must not count as recompilations of a
+    # model.
     limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
     with torch._dynamo.config.patch(limits):
         return torch.compile(call, fullgraph=fullgraph, backend="aot_eager")(*tensors)

@@ -35,10 +35,10 @@ __all__ = [
 class BorrowedProduct(Borrowed, BasicLinear):
     """The product of a `torch.nn.Linear`."""
 
-    # Of a module whose parameters nobody splits or accumulates.
+    # Nobody splits the parameters of such a module, or accumulates their gradients.
     accumulate_into_main_grad = False
     _rng_state_tracker_function = None
-    # Their state would have no place in a state dict.
+    # These scales would have no place in a state dict.
     _takes_scales = False
     _watched: tuple[str, ...] = ("in_features", "out_features")
 
@@ -65,7 +65,7 @@ class BorrowedTransposedProduct(BorrowedProduct):
         return self._parameter_owner.weight.t()  # type: ignore[operator]
 
     def _tensor_places(self) -> list[tuple[nn.Module, str]]:
-        # The gradient of the view goes on to the parameter.
+        # The gradient of the view goes to the parameter.
         return [(self, "weight")]
 
 
@@ -82,13 +82,13 @@ class BorrowedBias(Borrowed, Bias):
 
 
 class BorrowedLinear(FusibleOperation):
-    """A `torch.nn.Linear`: its product, and its bias if it has one. Or, where the weight
-    `is_transposed`, a module with a weight `[in_features, out_features]`, as GPT-2 has."""
+    """A `torch.nn.Linear`: its product, and its bias if it has one. If `is_transposed`, it is a
+    module with a weight `[in_features, out_features]`, as in GPT-2."""
 
     def __init__(self, owner: nn.Module, is_transposed: bool = False) -> None:
         super().__init__()
         product = BorrowedTransposedProduct if is_transposed else BorrowedProduct
-        # Past nn.Module, which would register the parts as submodules.
+        # This bypasses nn.Module, which would register the parts as submodules.
         self.__dict__["_parts"] = (product(owner), BorrowedBias(owner))
 
     @property
@@ -101,7 +101,7 @@ class BorrowedLinear(FusibleOperation):
         return any(part._has_own_forward for part in self.basic_ops)
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """As `FusibleOperation.forward`; the owner itself is called where it has hooks or a
+        """Same as `FusibleOperation.forward`, but the owner itself is called if it has hooks or a
         `forward` of its own."""
         if self._has_own_forward:
             return self.__dict__["_parts"][0]._parameter_owner(input, *extra_inputs, **kwargs)
@@ -109,7 +109,7 @@ class BorrowedLinear(FusibleOperation):
 
 
 class BorrowedPackedLinear(Borrowed, PackedLinear):
-    """Several `torch.nn.Linear` of one input, whose outputs stand side by side."""
+    """Several `torch.nn.Linear` of one input, whose outputs are next to each other."""
 
     accumulate_into_main_grad = False
     _rng_state_tracker_function = None
@@ -144,8 +144,8 @@ class BorrowedPackedLinear(Borrowed, PackedLinear):
         return [owner.weight for owner in self._owners()]  # type: ignore[misc]
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """As `FusibleOperation.forward`; the owners themselves are called where one has hooks or a
-        `forward` of its own."""
+        """Same as `FusibleOperation.forward`, but the owners themselves are called if one has hooks
+        or a `forward` of its own."""
         if self._obstacle() is not None:
             return torch.cat([owner(input) for owner in self._owners()], -1)
         return FusibleOperation.forward(self, input, *extra_inputs, **kwargs)
@@ -177,7 +177,7 @@ class BorrowedLayerNorm(Borrowed, LayerNorm):
 class BorrowedRMSNorm(Borrowed, RMSNorm):
     """A `torch.nn.RMSNorm`, or another module that computes the same.
 
-    `eps`: the owner's name for it; `zero_centered_gamma`: whether the scale is `1 + weight`.
+    `eps`: the owner's attribute name; `zero_centered_gamma`: whether the scale is `1 + weight`.
     """
 
     def __init__(
@@ -220,15 +220,16 @@ class _BorrowedProbability(Borrowed):
 
 
 class BorrowedDropout(_BorrowedProbability, Dropout):  # type: ignore[override]
-    """A `torch.nn.Dropout`, or another module that drops; `p`: the owner's name for it."""
+    """A `torch.nn.Dropout`, or another module that drops; `p`: the attribute name of its
+    probability."""
 
 
 class BorrowedDropPath(_BorrowedProbability, DropPath):  # type: ignore[override]
-    """A module that drops whole samples; `p`: its name for the probability."""
+    """A module that drops whole samples; `p`: the attribute name of its probability."""
 
 
 class BorrowedLayerScale(Borrowed, LayerScale):
-    """A module that scales each channel; `gamma`: its name for the factors."""
+    """A module that scales each channel; `gamma`: the attribute name of its factors."""
 
     _watched = ("inplace",)
 
@@ -299,36 +300,36 @@ _MAKERS: dict[type[nn.Module], Callable[[Any], FusibleOperation]] = {
 }
 
 
-# As they were when this was imported: somebody may replace those of torch's own classes.
+# These are the functions at import time, because somebody may replace those of torch's classes.
 _KNOWN: tuple[Any, ...] = (*_MAKERS, nn.Identity, nn.Sequential)
 _FORWARDS = {kind: kind.forward for kind in _KNOWN}
 
 
 def is_torch(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module's class has the `forward` that this class of torch has."""
+    """Whether a module's class has the same `forward` as this torch class."""
     forward = class_of(module).forward
     return forward is _FORWARDS[kind] and forward is kind.forward
 
 
 def view(module: nn.Module) -> FusibleOperation:
-    """Returns an op that computes what one of torch's modules does, on the parameters of that
-    module, which stay where they are: in its state dict, in its optimizer, tied or frozen.
+    """Returns an op that computes what a torch module does, with the parameters of that module.
+    They stay in its state dict and its optimizer, and may be tied or frozen.
 
     The op reads parameters, attributes (`eps`, `p`) and the `training` flag from the module at each
-    call. Where the module cannot be bypassed, the module itself is called within the `Sequential`:
-    if it has hooks, a `forward` of its own, another class than it had, or a parameter of a class of
-    its own, as adapters, quantizers and DTensor have.
+    call. If the module cannot be bypassed, it is itself called within the `Sequential`. This is so
+    if it has hooks, a `forward` of its own, another class than before, or a parameter of a special
+    class, as adapters, quantizers and DTensor have.
 
-    The parameters belong to the module: a `Sequential` of views has none, and `train()` and `to()`
-    change nothing in it.
+    The parameters belong to the module: a `Sequential` of views has no parameters, and `train()`
+    and `to()` on it do not change the module.
 
     Args:
         module: a `torch.nn` Linear, LayerNorm, RMSNorm, Dropout, GELU, SiLU or ReLU, or of a
             subclass with the same `forward`.
 
     Raises:
-        TypeError: another module, or a `forward` of its own.
-        ValueError: an option that no op has.
+        TypeError: the module is another one, or has its own `forward`.
+        ValueError: the module has an option that no op has.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"[view] module must be an nn.Module, got {type(module).__name__}")
