@@ -1,4 +1,4 @@
-"""Plans with Python steps under torch.compile: one node of Dynamo's graph, which AOTAutograd then
+"""Plans with Python steps under torch.compile: either one node of Dynamo's graph, which AOTAutograd
 traces through, or a graph break."""
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..runtime.main_grad import Buffer
 from ..runtime.main_grad import number_of as number_of_buffer
 from ..runtime.stand_ins import StandIns
 
-# Position of a basic op, path of a tensor on it.
+# The index of a basic op, and the path of a tensor on it.
 Place = tuple[int, str]
 _PLAIN = (bool, int, float, complex, str, torch.dtype, type(None))
 
 
 def number_of(plan: HostPlan) -> int:
-    """The number by which `run_in_graph` finds a plan; -1 where it needs a graph break."""
+    """The number by which `run_in_graph` finds a plan; -1 if it needs a graph break."""
     if obstacle(plan):
         return -1
     if plan.number is None:
@@ -33,15 +33,16 @@ def number_of(plan: HostPlan) -> int:
 
 
 def obstacle(plan: HostPlan) -> str:
-    """Why a plan needs a graph break; empty where it needs none."""
-    # A gradient that comes later is no output of a graph.
+    """The reason why a plan needs a graph break; empty if it needs none."""
+    # A gradient that is computed later is not an output of the graph.
     if plan.delaying and plan.plan.needs_backward:
         name = type(plan.basic_ops[plan.delaying[0]]._parameter_owner).__name__
         return (
             f"[{name}] delay_wgrad_compute must be False in a compiled graph with a backward, "
             "got True"
         )
-    # A single method may do anything; what it does to its context cannot be told apart.
+    # A method in the single style may do anything, and its writes to the context cannot be
+    # separated.
     for step in plan.forward_steps:
         found = step.op._python_forward
         if found is not None and found.style == "single":
@@ -52,7 +53,7 @@ def obstacle(plan: HostPlan) -> str:
             )
     for step in plan.steps:
         name = type(step.op).__name__
-        # A fused op hangs on no module: its tensors would become constants.
+        # A fused op is not part of a module, so its tensors would become constants.
         path = next(_tensor_paths(step.op), None) if step.op.is_fused_op else None
         if path is not None:
             return (
@@ -71,12 +72,12 @@ def obstacle(plan: HostPlan) -> str:
 
 @constant
 def accumulating(number: int) -> tuple[tuple[int, int, int], ...]:
-    """Of each weight that accumulates: its op, which tensor of the weight it is, and its position
-    among all parameters."""
+    """For each weight that accumulates: its op, the index of its tensor, and its position among all
+    parameters."""
     plan: HostPlan = handles.find(number)
     for op in plan.accumulating:
         for weight in plan.weights_of(op):
-            # Before the trace reads the numbers.
+            # The numbers are assigned before the trace reads them.
             if getattr(weight, "overwrite_main_grad", False) and hasattr(weight, "main_grad"):
                 number_of_buffer(weight.main_grad)
     counts = [len(op._parameter_tensors()) for op in plan.basic_ops]
@@ -120,7 +121,7 @@ def _plain_state(plan: HostPlan) -> dict[Place, Any]:
         if op.is_python
         for start, module in _parts(op)
         for name, value in vars(module).items()
-        # NaN would differ from itself.
+        # NaN is not equal to itself.
         if not name.startswith("_") and isinstance(value, _PLAIN) and value == value
     }
 
@@ -131,7 +132,7 @@ def _parts(op: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def read(ops: Sequence[BasicOperation], place: Place) -> Any:
-    """What lies at a place now."""
+    """The value at a place now."""
     found: Any = ops[place[0]]
     for name in place[1].split("."):
         found = getattr(found, name)
@@ -145,10 +146,10 @@ def run_in_graph(
     kwargs: Kwargs,
     buffers: Sequence[tuple[int, int, Tensor, bool, int | None]],
 ) -> tuple[Tensor, ...]:
-    """Run a plan with the tensors of a trace instead of those that its ops hold.
+    """Runs a plan with the tensors of a trace instead of those of its ops.
 
-    `buffers`: (op, which tensor of its weight, main_grad, whether it is overwritten, and then its
-    number) for each weight that accumulates.
+    `buffers`: (op, index of the weight's tensor, main_grad, whether it is overwritten, its number
+    then) for each weight that accumulates.
     """
     plan: HostPlan = handles.find(number)
     check_kwargs(plan.basic_ops, kwargs)
@@ -161,7 +162,7 @@ def run_in_graph(
     found = {(op, k): Buffer(tensor, overwrites, n) for op, k, tensor, overwrites, n in buffers}
     outputs = plan.program.run(list(tensors), plan.start(kwargs, StandIns(real, given), found))
     after = _plain_state(plan)
-    # A method that counts its calls would be traced at each of them.
+    # A method that counts its calls would be traced again at each call.
     plan.changed_by_tracing.update(
         place for place in before.keys() | after.keys() if before.get(place) != after.get(place)
     )
