@@ -1,4 +1,4 @@
-"""What Dynamo sees of a group: plain tensors, constants, and one op or Python steps."""
+"""The part of a group that Dynamo sees: plain tensors, constants, and one op or Python steps."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from .graph import (
     state_places,
 )
 
-# Of a tensor: (dtype, requires_grad, format of a quantized one); None for one that is None.
+# For each tensor: (dtype, requires_grad, format if it is quantized); None if it is None.
 TensorFacts = tuple[torch.dtype, bool, str | None] | None
 # (grad enabled, autocast dtype, device type, tensors, training flags, formats of a recipe)
 Facts = tuple[bool, torch.dtype | None, str, tuple[TensorFacts, ...], tuple[bool, ...], str | None]
 # Each name on the way from a global to an object is a guard of a compiled graph.
 _run_plan = torch.ops.transformer_ops.run_plan
 _run_plan_unfused = torch.ops.transformer_ops.run_plan_unfused
-# Why the call that is being traced leaves the graph.
+# The reason why the call that is being traced leaves the graph.
 _reason = Reason()
 
 
@@ -52,13 +52,13 @@ def _exports_to_onnx() -> bool:
 
 
 class Reads(NamedTuple):
-    """What a call of a group reads of its modules, by their index."""
+    """What a call of a group reads from its modules, which are given by index."""
 
     parameters: tuple[tuple[int, str], ...]
-    distributed: tuple[bool, ...]  # of each: is it a DTensor?
-    formats: tuple[str | None, ...]  # of each that is quantized
+    distributed: tuple[bool, ...]  # for each parameter: is it a DTensor?
+    formats: tuple[str | None, ...]  # for each parameter: the format if it is quantized
     absent: tuple[tuple[int, str], ...]  # parameters that are None
-    training: tuple[int | None, ...]  # whose flag a basic op asks for
+    training: tuple[int | None, ...]  # the modules whose training flag a basic op reads
 
 
 class Parameters(NamedTuple):
@@ -76,7 +76,8 @@ def traced_call(
     extra_inputs: tuple[Tensor | None, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
-    """What Dynamo sees of a group of these modules: plain tensors, and one op or Python steps."""
+    """The call of a group of these modules as Dynamo sees it: plain tensors, and one op or Python
+    steps."""
     parameters = _parameters_of(state, modules)
     facts = _facts_of(input, extra_inputs, parameters)
     members = _members_of(modules, facts[-1])
@@ -94,7 +95,7 @@ def traced_call(
                 "[Sequential] torch.onnx.export must run over native ops only, got a Python op or "
                 "keyword arguments for one; an nn.Module with the same forward is exported"
             )
-        # ONNX has no op for ours.
+        # ONNX has no op for our typed ops.
         return _one_or_all(_run_plan_unfused(text, input, extra, given))
     if is_native:
         return _one_or_all(_run_plan(text, input, extra, given))
@@ -186,7 +187,7 @@ def _given_tensors(
     if not states:
         return given
     own = [getattr(modules[place], name) for place, name in states]
-    # An exported program may not write to its constants, of which no region makes scales.
+    # An exported program may not write to its constants, and no region updates their scales.
     return [*given, *(map(torch.clone, own) if is_exporting() else own)]
 
 
@@ -205,7 +206,7 @@ def _traced_steps(
     given: list[Tensor],
 ) -> Any:
     """A plan with Python steps: inside of the graph, or outside of it with the reason why."""
-    # No graph for other modules in the same state: Dynamo guards on the numbers.
+    # Other modules in the same state need another graph, so Dynamo guards on the numbers.
     members = tuple([module._traced_number for module in modules])
     plan = _python_plan(state, members, registry.VERSION, facts)
     if plan < 0:
@@ -213,11 +214,11 @@ def _traced_steps(
         return _run_outside(state, members, input, extra_inputs, kwargs)
     basic_ops = _basic_ops(modules)
     if any(format is not None for format in parameters.formats):
-        # What stands in for a parameter in a Python step is one tensor.
+        # In a Python step, a parameter is replaced by one tensor.
         _because_of_formats(plan, parameters.formats)
         return _run_outside(state, members, input, extra_inputs, kwargs)
     for state_place, value in plain_state(plan):
-        # Never true while tracing: what Dynamo guards on.
+        # This is never true during tracing, but Dynamo guards on it.
         if read(basic_ops, state_place) != value:
             _because_of_value(plan, state_place)
             return _run_outside(state, members, input, extra_inputs, kwargs)
@@ -248,8 +249,8 @@ def traced_segment(
     extra_inputs: tuple[Tensor, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
-    """What Dynamo sees of a group of a Sequential."""
-    # Dynamo may trace a frame by itself whose caller it left to Python: with the groups themselves.
+    """The call of a group of a Sequential as Dynamo sees it."""
+    # If Dynamo left the caller to Python, it may trace this frame with the groups themselves.
     state = segment.group_state if segment.group is None else segment.group._traced_state
     assert state is not None
     return traced_call(state, modules, input, extra_inputs, kwargs)
@@ -262,7 +263,7 @@ def traced_group(
     extra_inputs: tuple[Tensor, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
-    """What Dynamo sees of a group that is called on its own."""
+    """The call of a single OperationFuser as Dynamo sees it."""
     wanted, optional, is_split = _group_in(state)
     if is_split:
         _because_of_members(state)
@@ -274,13 +275,13 @@ def traced_group(
 def traced_alone(
     op: FusibleOperation, input: Tensor, extra_inputs: tuple[Tensor, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What Dynamo sees of an op that is called on its own."""
+    """The call of a single op as Dynamo sees it."""
     given = [kwargs] if kwargs else None
     return traced_group(op._traced_state, (op,), input, extra_inputs, given)
 
 
-# A group is found by its state, as its peers may take its place; where none may, by the numbers of
-# its members, too.
+# A group is found by its state, because groups in the same state are interchangeable. If they are
+# not, it is found also by the numbers of its members.
 
 
 def _find_group(state: str, members: tuple[str, ...] = ()) -> Any:
@@ -301,7 +302,7 @@ def _reads_constant(state: str) -> Reads | None:
     return reads
 
 
-# Each says why the call of a disabled function that follows it leaves the graph.
+# Each function gives the reason why the call of a disabled function after it leaves the graph.
 
 
 def _owner_name(plan: int, op: int) -> str:
@@ -403,27 +404,28 @@ def _asks_modules(recipe: str) -> bool:
 def _states_of(
     state: str, members: tuple[str, ...], version: int, facts: Facts
 ) -> tuple[tuple[int, str], ...]:
-    """The states of the plan: by module, and the attribute that has the state of a call."""
+    """The states of the plan: the module, and the attribute with the state of a call."""
     found = _find_group(state, members)._state_places(facts)
     return tuple((place, f"_call_{name}") for place, name in found)
 
 
 @constant
 def _python_plan(state: str, members: tuple[str, ...], version: int, facts: Facts) -> int:
-    # A trace asks for the plan before it comes to the call.
+    # A trace needs the plan before it gets to the call.
     torch.compiler.allow_in_graph(run_in_graph)
     return number_of(_find_group(state, members)._entry(facts).host)
 
 
 @constant
 def _has_autocast(device: str) -> bool:
-    """False for the meta device, for one. Dynamo of torch 2.11 cannot trace the question."""
+    """False for example for the meta device. Dynamo of torch 2.11 cannot trace this call."""
     return torch.amp.is_autocast_available(device)
 
 
 def _optional_tensors(op: BasicOperation) -> tuple[str, ...]:
     """The tensors of parameters, and the extra inputs, that may be None."""
-    # By the class: what an instance says would be a guard. Kinds of a class have the same tensors.
+    # This reads the class, because reading the instance would be a guard. All kinds of a class have
+    # the same tensors.
     kind = op._kinds[0] if op._kinds else None
     return tuple(name for one in _optional(kind) for name in op._names_in(one))
 
@@ -433,7 +435,7 @@ def _optional(kind: str | None) -> tuple[str, ...]:
     return () if kind is None else tuple(_C.declaration(kind)["optional"])
 
 
-# Here, where traced calls need them: each module on the way to a function is a guard.
+# This is here because traced calls need it: each module on the way to a function is a guard.
 
 
 def check_call(
@@ -442,7 +444,8 @@ def check_call(
     input: Tensor,
     extra_inputs: tuple[Tensor | None, ...],
 ) -> None:
-    """Raises ValueError for a wrong number of extra inputs, TypeError for what is no tensor.
+    """Raises ValueError for a wrong number of extra inputs, and TypeError for an input that is no
+    tensor.
 
     `optional`: for each extra input, whether it may be None.
     """
@@ -460,7 +463,7 @@ def check_call(
 
 
 def check_parameters(basic_ops: Sequence[BasicOperation]) -> None:
-    """Raises TypeError for a parameter of a native op that is no tensor."""
+    """Raises TypeError if a parameter of a native op is no tensor."""
     for op in basic_ops:
         for name, tensor in zip(op._tensor_names(), op._parameter_tensors(), strict=False):
             if tensor is None and name in _optional_tensors(op):
