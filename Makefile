@@ -24,16 +24,16 @@ CPP := $(shell find csrc tests/cpp tests/emulated examples -name '*.h' -o -name 
 
 # The CUDA bodies of the ops, on kernels compiled for the CPU.
 EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransformer_ops_emulated.so \
-    tests/test_cuda.py tests/test_products.py tests/test_dropout.py tests/test_epilogues.py \
-    tests/test_main_grad.py tests/test_packed_linear.py tests/test_quantize.py tests/test_saved_formats.py \
-    tests/test_scaled_products.py tests/test_fp8_products.py \
-    tests/test_block_products.py tests/test_groups_on_cuda.py tests/test_nvfp4_products.py \
-    tests/test_rounded_by_scale.py tests/test_four_over_six.py tests/test_fusions_under_recipes.py
+    tests/packaging/test_cuda.py tests/ops/test_products.py tests/ops/test_dropout.py tests/ops/test_epilogues.py \
+    tests/ops/test_main_grad.py tests/ops/test_packed_linear.py tests/quantization/test_quantize.py tests/quantization/test_saved_formats.py \
+    tests/quantization/test_scaled_products.py tests/quantization/test_fp8_products.py \
+    tests/quantization/test_block_products.py tests/quantization/test_groups_on_cuda.py tests/quantization/test_nvfp4_products.py \
+    tests/quantization/test_rounded_by_scale.py tests/quantization/test_four_over_six.py tests/fuser/test_fusions_under_recipes.py
 
 # What depends on how products run: numbers, bytes and plans.
-ON_PROCESSORS := tests/test_processor.py tests/test_widened_products.py tests/test_peak_memory.py \
-    tests/test_products.py tests/test_epilogues.py tests/test_recompute.py tests/test_residual_fusions.py \
-    tests/test_scaled_products.py tests/test_fusions_under_recipes.py tests/test_main_grad.py tests/test_fuse_forms.py
+ON_PROCESSORS := tests/ops/test_processor.py tests/quantization/test_widened_products.py tests/memory/test_peak_memory.py \
+    tests/ops/test_products.py tests/ops/test_epilogues.py tests/memory/test_recompute.py tests/fuser/test_residual_fusions.py \
+    tests/quantization/test_scaled_products.py tests/fuser/test_fusions_under_recipes.py tests/ops/test_main_grad.py tests/models/test_fuse_forms.py
 
 # The tests read one file of it: the whole package wants another huggingface_hub than transformers.
 LITGPT := litgpt==0.5.13
@@ -58,8 +58,8 @@ test: build
 check: lint
 	$(BIN)/python tools/cmake_build.py --only fuser memory
 	$(MAKE) --no-print-directory build
-	$(BIN)/python -m pytest -q tests/test_site.py tests/test_frame.py
-	$(PYTEST) tests/test_ops.py --dist load -k "float32 or bfloat16" $(ARGS)
+	$(BIN)/python -m pytest -q tests/docs/test_site.py tests/docs/test_frame.py
+	$(PYTEST) tests/ops/test_ops.py --dist load -k "float32 or bfloat16" $(ARGS)
 
 # What depends on the processor, as on smaller x86 processors than this one. All have kernels where
 # TRANSFORMER_OPS_NATIVE=OFF: `make` alone builds them for this machine's widest instruction set.

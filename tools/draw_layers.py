@@ -1,5 +1,5 @@
 """Draws docs/layers.svg: the folders of csrc/ in layers, from the rules that
-tests/test_include_rules.py holds, so that the picture cannot grow old.
+tests/packaging/test_include_rules.py holds, so that the picture cannot grow old.
 
     .venv/bin/python tools/draw_layers.py
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RULES = ROOT / "tests" / "test_include_rules.py"
+RULES = ROOT / "tests" / "packaging" / "test_include_rules.py"
 TARGET = ROOT / "docs" / "layers.svg"
 
 WIDTH, ROW, BOX_HEIGHT, GAP, MARGIN = 900, 66, 46, 12, 12

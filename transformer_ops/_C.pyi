@@ -1,6 +1,6 @@
 """The C++ module, for type checkers: `csrc/bindings.cpp` and `csrc/python/` define what is in it.
 
-`tests/test_stub.py` compares names and numbers of arguments with the module itself.
+`tests/packaging/test_stub.py` compares names and numbers of arguments with the module itself.
 """
 
 from collections.abc import Callable, Sequence

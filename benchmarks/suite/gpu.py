@@ -55,7 +55,7 @@ NORM_LIMITS = {FORWARD: {8192: 35.0, 16384: 72.0}, BACKWARD: {8192: 58.0, 16384:
 COPY_SHARES = {FORWARD: 0.85, BACKWARD: 0.80}
 BLOCK_SPEEDUP, GRAPH_SPEEDUP = 1.08, 2.0
 HOST_RATIOS = {FORWARD: 0.6, "forward+backward": 0.7}
-# Bytes a token, as on CPU: tests/test_recompute.py.
+# Bytes a token, as on CPU: tests/memory/test_recompute.py.
 SAVED: dict[str, Callable[[int, int], float]] = {
     "GELU block": lambda h, f: BYTES * (h + f) + 8 + h / 8,
     "Llama block": lambda h, f: BYTES * (h + 2 * f) + 4,

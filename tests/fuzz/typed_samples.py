@@ -25,8 +25,8 @@ GLUS = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "situglu", "clamp
 PAIRS = dict(_C.typed_op_pairs())
 
 
-# Tensors that say which rows belong together: tests/test_grouped.py and test_router.py draw them.
-# Numbers that say to which weight a column belongs: tests/test_products.py does.
+# Tensors that say which rows belong together: test_grouped.py and test_router.py draw them.
+# Numbers that say to which weight a column belongs: tests/ops/test_products.py does.
 # A scale for each column and for each sample: the rows of op_cases.py have them.
 _OTHERS = {"splits", "scales", "positions", "expert_ids", "probs", "balance", "out_features"}
 _OTHERS |= {"gamma", "factors"}

@@ -23,7 +23,7 @@ BLOCKS = {
     ],
     "unfused": lambda f: [tops.SiLU(), tops.BasicLinear(HIDDEN, f), tops.Dropout(0.1), tops.SiLU()],
 }
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 every_block = pytest.mark.parametrize("name", BLOCKS)
 
 
@@ -49,7 +49,7 @@ y.backward(torch.ones_like(y))
 print(memory.stats().peak_in_use_bytes)
 """
     )
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     forward, whole = map(int, run_script(script, PYTHONPATH=path).split())
     hidden, wide, weight = ROWS * HIDDEN, ROWS * WIDE, HIDDEN * WIDE
     assert whole == 4 * (hidden + kept * wide + (kept + 1) * weight + hidden)
@@ -108,7 +108,7 @@ y.backward(torch.ones_like(y))
 print(memory.stats().peak_in_use_bytes)
 """
     )
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     forward, whole = map(int, run_script(script, PYTHONPATH=path).split())
     return forward, whole
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 
 

@@ -18,11 +18,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import transformer_ops as tops
 from transformer_ops.fusion import registry
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def block(language: str) -> str:
-    """The code block of the op without a kernel: tests/test_recipe.py adds that."""
+    """The code block of the op without a kernel: tests/quantization/test_recipe.py adds that."""
     page = (ROOT / "docs" / "adding-an-op.md").read_text(encoding="utf-8")
     found = re.findall(rf"```{language}\n(.*?)```", page.split("## A CUDA kernel")[0], re.DOTALL)
     assert len(found) == 1

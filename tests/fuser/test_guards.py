@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 import transformer_ops as tops
 from transformer_ops.compile import groups
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import blocks
 from suite.guards import count_guards

@@ -1,6 +1,6 @@
 """The Python blocks of README.md and docs/ run, and print what the pages say.
 
-`python tests/test_docs.py` writes what they print now into the pages.
+`python tests/docs/test_docs.py` writes what they print now into the pages.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OUTPUT = re.compile(r"<!-- output -->\n```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import transformer_ops as tops
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def make_reference() -> ModuleType:

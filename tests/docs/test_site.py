@@ -12,7 +12,7 @@ import pytest
 
 import transformer_ops as tops
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def load_tool(name: str) -> ModuleType:

@@ -8,7 +8,7 @@ from pathlib import Path
 import transformer_ops as tops
 from transformer_ops._loader import build_info
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VERSION = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 
 

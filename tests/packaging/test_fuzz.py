@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fuzz import FUZZERS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 10
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "finetune.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "finetune.py"
 
 
 @pytest.mark.parametrize("model", ["minilm", "vit", "smollm"])

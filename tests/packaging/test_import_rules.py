@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "transformer_ops"
+PACKAGE = Path(__file__).parents[2] / "transformer_ops"
 
 # From top to bottom: modules and sub-packages of transformer_ops.
 LAYERS = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[1] / "tools" / "check_comments.py"
+TOOL = Path(__file__).parents[2] / "tools" / "check_comments.py"
 
 
 def check(path: Path, text: str) -> tuple[int, list[str]]:

@@ -428,7 +428,7 @@ def test_suffix_must_be_svg(tmp_path: Any) -> None:
 
 
 def test_plan_in_the_architecture_page_is_a_real_one() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
     shown = next(b for b in re.findall(r"```text\n(.*?)```", page, re.DOTALL) if b[:4] == "plan")
     module = tops.Sequential(tops.Linear(16, 32), tops.ReLU(), tops.Dropout(0.1))
     assert str(called(module).plans[0]) == shown
@@ -442,5 +442,5 @@ def test_picture_in_the_documentation_is_what_save_draws() -> None:
     first, second = tops.Linear(64, 256, bias=False), tops.Linear(256, 64)
     norm, dropout = tops.RMSNorm(64), tops.Dropout(0.1)
     module = tops.Sequential(split, norm, first, tops.ReLU(), second, dropout, join)
-    path = Path(__file__).parent.parent / "docs" / "plan.svg"
+    path = Path(__file__).parents[2] / "docs" / "plan.svg"
     assert path.read_text(encoding="utf-8") == called(module, 8, 64).svg(), "save it again"

@@ -26,7 +26,7 @@ import transformer_ops as tops
 from transformer_ops import _C
 from transformer_ops._loader import build_info
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda", 0)
 # Read before any test runs: one loads an op of its own.
 WITHOUT_CUDA = _C.typed_ops_without_cuda()

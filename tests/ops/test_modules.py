@@ -185,7 +185,7 @@ def test_every_op_has_a_row():
     """`op_cases.py` is the list from which all generic tests take their ops."""
     private = {"ReduceGradient"}  # a part of Linear
     # Its main output is its input, and a row has no choices that must not change between a
-    # tensor and its neighbours: tests/test_router.py compares ids, probabilities, loss, gradients.
+    # tensor and its neighbours: test_router.py compares ids, probabilities, loss, gradients.
     elsewhere = {"Router"}
     rows = {type(case.make()).__name__ for case in CASES}
     assert rows | elsewhere == set(ops.__all__) | private and not rows & elsewhere

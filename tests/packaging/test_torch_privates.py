@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-PACKAGE = Path(__file__).parent.parent / "transformer_ops"
+PACKAGE = Path(__file__).parents[2] / "transformer_ops"
 
 
 def exported(symbol: str) -> bool:

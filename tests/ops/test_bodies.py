@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import transformer_ops as tops
 from transformer_ops.op import BasicOperation
 
-CSRC = Path(__file__).parents[1] / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 
 WRONG = """
 #include "op/op.h"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TOOL = Path(__file__).parents[1] / "tools" / "run_parts.py"
+TOOL = Path(__file__).parents[2] / "tools" / "run_parts.py"
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 

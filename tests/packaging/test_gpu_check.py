@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import cuda_load
 import gpu_check
@@ -21,7 +21,7 @@ from gpu_check import Part
 from suite import gpu, gpu_profile
 from suite.cases import OURS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 PYTHON = sys.executable
 

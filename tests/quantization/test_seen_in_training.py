@@ -22,7 +22,7 @@ import transformer_ops as tops
 from transformer_ops import recipe as recipes
 
 DELAYED = recipes.DelayedScaling(amax_history_len=2)
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def block() -> tops.Sequential:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 from cmake_build import tool  # noqa: E402
 
@@ -177,11 +177,11 @@ def test_two_files_and_a_row(tmp_path: Path) -> None:
     # The kernel, compiled for the CPU: where no file fills its slot, a call raises.
     library = "build/recipe/tests/cpp/emulated/libtransformer_ops_emulated.so"
     on_cuda = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--emulate-cuda", library)
-    assert passed(copy.python(*on_cuda, "tests/test_cuda.py", "-k", "Softcap")) >= 4
+    assert passed(copy.python(*on_cuda, "tests/packaging/test_cuda.py", "-k", "Softcap")) >= 4
     # The check has teeth: an op without a row is missed.
     (tmp_path / "tests/op_cases.py").write_text(rows["tests/op_cases.py"])
     with pytest.raises(AssertionError, match="test_every_op_has_a_row"):
-        copy.python("-m", "pytest", "-q", "tests/test_modules.py", "-k", "every_op_has_a_row")
+        copy.python("-m", "pytest", "-q", "tests/ops/test_modules.py", "-k", "every_op_has_a_row")
 
     for name in files:
         (tmp_path / name).unlink()
