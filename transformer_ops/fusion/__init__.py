@@ -1,1 +1,1 @@
-"""Fusions: the registry, and the planning call that hands groups of ops to users' functions."""
+"""Fusions: the registry, and the planning call that passes groups of ops to users' functions."""

@@ -1,4 +1,4 @@
-"""Patterns: where a user's fused op applies, entry by entry."""
+"""Patterns: the ops to which a user's fusion applies, entry by entry."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ Pattern = tuple[PatternEntry, ...]
 
 
 def optional(*classes: type[BasicOperation]) -> PatternEntry:
-    """An entry of a fusion's `pattern` that an op of one of the classes may fill.
+    """An optional entry of a fusion's `pattern`: an op of one of the classes may fill it.
 
-    Of several ways to match, the fusion takes the one with the most ops.
+    If there are several matches, the fusion takes the one with the most ops.
 
     Raises:
-        TypeError: no class, or something that is no class of basic ops.
+        TypeError: there is no class, or an argument is no class of basic ops.
     """
     return PatternEntry(_check_classes(classes), optional=True)
 
 
 def check_pattern(entries: object) -> Pattern:
-    """Raises TypeError for an entry that is no class of basic ops, ValueError where no op has to be
-    there."""
+    """Raises TypeError if an entry is no class of basic ops, and ValueError if all entries are
+    optional."""
     if not isinstance(entries, list | tuple):
         raise TypeError(f"[fusion] pattern must be a list of classes of basic ops, got {entries!r}")
     pattern = tuple(_entry(found) for found in entries)

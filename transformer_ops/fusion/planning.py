@@ -1,4 +1,5 @@
-"""One planning call: hands groups of ops to users' fusion functions and checks what comes back."""
+"""A planning call, which passes groups of ops to users' fusion functions and checks their
+results."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Miss = tuple[str, str, tuple[int, ...], str, int, bool]
 
 
 class NativeFusedOperation(FusedOperation):
-    """What a user's function sees of a fused op that a native rule made."""
+    """A fused op of a native rule, as a user's function sees it."""
 
     _is_contract = True
 
@@ -33,7 +34,8 @@ class NativeFusedOperation(FusedOperation):
 
 
 class PlanningSession:
-    """The Python objects of one plan. Number i < len(basic_ops) is basic op i, then fused ops."""
+    """The Python objects of one plan. Numbers below len(basic_ops) are basic ops; fused ops
+    follow."""
 
     def __init__(self, basic_ops: list[BasicOperation], names: Sequence[OpName]) -> None:
         for op, name in zip(basic_ops, names, strict=True):
@@ -41,17 +43,17 @@ class PlanningSession:
         self.basic_ops = basic_ops
         self.names = names
         self.python_ops: list[FusibleOperation] = list(basic_ops)
-        # The fusion that made a fused op, by its number.
+        # The fusion that made a fused op, by the number of the op.
         self.made_by: dict[int, registry.FusionHandle] = {}
-        # Functions without a pattern that left every list of this plan as it was.
+        # The functions without a pattern that changed no list of this plan.
         self.changed_nothing: list[registry.FusionHandle] = []
 
     def attributes(self) -> list[dict[str, Any]]:
-        """The constructor state of every op as it is now."""
+        """The constructor arguments of every op as they are now."""
         return [op._attributes() for op in self.basic_ops]
 
     def resolve(self, recipe: int) -> str:
-        """The formats that a `CustomRecipe` has for each op, as the text of a recipe."""
+        """The formats that a `CustomRecipe` gives each op, as the text of a recipe."""
         custom = handles.find(recipe)
         rows = ["exact, exact, exact"]
         for number, op in enumerate(self.basic_ops):
@@ -64,7 +66,7 @@ class PlanningSession:
     def rewrite(
         self, fusion: int, pass_name: str, groups: list[Group], recipe: str | None
     ) -> list[Answer]:
-        """Run a user's function in one pass; RuntimeError where its answer does not fit."""
+        """Runs a user's function in one pass. Raises RuntimeError if its result does not fit."""
         handle = registry.handle_of(fusion)
         if handle is None:
             return [(-1, index, None, "") for index in range(len(groups))]
@@ -84,9 +86,10 @@ class PlanningSession:
         return answer
 
     def near_misses(self) -> list[Miss]:
-        """What a user's function was given that changed nothing."""
+        """Reports the functions that changed nothing."""
         ops = tuple(range(len(self.basic_ops)))
-        # A function that looks for containers would never find one, and nobody would say so.
+        # A function that looks for containers would never find one, and the user would not know
+        # why.
         containers = dict.fromkeys(name.name for name in self.names if name.is_part)
         hints = "".join(f"; it is given the basic ops of a {name}" for name in containers)
         reason = f"it changed nothing of {_names(self.basic_ops)}{hints}"
@@ -98,7 +101,8 @@ class PlanningSession:
     # ---- patterns
 
     def fits(self, fusion: int, groups: list[Group]) -> list[list[bool]]:
-        """For each entry of the fusion's pattern, which groups are a basic op that it takes."""
+        """For each entry of the fusion's pattern, the groups that are a basic op which it
+        accepts."""
         handle = registry.handle_of(fusion)
         if handle is None or handle.pattern is None:
             return []
@@ -112,7 +116,7 @@ class PlanningSession:
         return None if is_fused else self.basic_ops[first]
 
     def why_not(self, fusion: int, first: int, count: int) -> str | None:
-        """What the fusion's guard says of a match."""
+        """The result of the fusion's guard for a match."""
         handle = registry.handle_of(fusion)
         if handle is None:
             return "it was removed"
@@ -152,7 +156,7 @@ class PlanningSession:
         return number, type(op).__name__
 
     def _add(self, op: FusedOperation) -> int:
-        """The number of a fused op that is part of the plan."""
+        """Adds a fused op to the plan, and returns its number."""
         for basic in op.basic_ops:
             # What compiled code reads of a Python op is guarded as it is.
             if not basic.is_python:
@@ -227,7 +231,7 @@ def _call(
     function: Callable[..., Any],
     **keywords: Any,
 ) -> Any:
-    """What the user's function says of the ops; RuntimeError where it raises."""
+    """What the user's function returns for the ops. Raises RuntimeError if it raises."""
     try:
         return function(list(ops), **keywords)
     except Exception as error:

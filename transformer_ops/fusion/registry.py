@@ -1,4 +1,4 @@
-"""Fusions: register, list and remove them; one registry for users' functions and built-in rules."""
+"""Fusions: register, list and remove them. One registry has users' functions and built-in rules."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from .pattern import Pattern, PatternEntry, check_pattern
 
 Pass = Literal["forward", "backward", "forward_backward"]
 FusionFunction = Callable[..., Any]
-# Of the basic ops of a match: None, or the reason why it does not fit.
+# Called with the basic ops of a match. Returns None, or the reason why the match does not fit.
 Guard = Callable[[list[BasicOperation]], str | None]
-# What a pattern may be given as.
+# The forms in which a pattern may be given.
 PatternLike = Sequence[type[BasicOperation] | tuple[type[BasicOperation], ...] | PatternEntry]
 
-# Compiled graphs guard on it: any change of the registry makes them stale. C++ writes it at each
-# change, also where a library that is loaded later brings a rule.
+# Compiled graphs guard on this number: any change of the registry makes them stale. C++ writes it
+# at each change, also when a library that is loaded later adds a rule.
 VERSION: int
 _C.keep_version_in(globals())
 
 _handles: dict[int, FusionHandle] = {}
 _rules: dict[int, FusionHandle] = {}
-# A fusion is in C++ before its handle is here.
+# C++ has a fusion before its handle is in this table.
 _lock = new_lock()
 
 
 class FusionHandle:
-    """One registered fusion. Calling it calls the function; as a context manager it unregisters
-    on exit.
+    """One registered fusion. Calling it calls the function. As a context manager it unregisters the
+    fusion on exit.
 
-    Attributes: `name`, `pass_name` ("forward", "backward" or "forward_backward"), `origin`
-    ("built-in", the file name of a C++ library, or the module of the function), `func` (None for a
-    native rule), `pattern` (None for a function that rewrites the list of ops), `guard`.
+    Attributes: `name`; `pass_name` ("forward", "backward" or "forward_backward"); `origin`
+    ("built-in", the file name of a C++ library, or the module of the function); `func` (None for a
+    native rule); `pattern` (None for a function that rewrites the list of ops); `guard`.
     """
 
     def __init__(
@@ -68,20 +68,22 @@ class FusionHandle:
 
     @property
     def registered(self) -> bool:
-        """Whether it was not removed."""
+        """Whether it is still registered."""
         return any(row[0] == self._identity for row in _C.fusions())
 
     def remove(self) -> None:
-        """Unregister the fusion; plans made with it are dropped. A second time does nothing."""
+        """Unregisters the fusion; plans made with it are dropped. A second call does nothing."""
         with _lock:
             _C.remove_fusion(self._identity)
             _handles.pop(self._identity, None)
 
     @contextmanager
     def disabled(self) -> Iterator[FusionHandle]:
-        """In this scope, in all threads, no plan uses the fusion: to compare with and without.
+        """In this scope no plan uses the fusion, in all threads. Use it to compare with and
+        without.
 
-        Works for built-in rules too, and unlike `remove()` keeps the fusion's place in the order.
+        It also works for built-in rules and, unlike `remove()`, keeps the fusion's position in the
+        order.
         """
         _C.suspend_fusion(self._identity, 1)
         try:
@@ -100,7 +102,7 @@ class FusionHandle:
 
 
 def fusions() -> list[FusionHandle]:
-    """All registered fusions in the order they run, built-in ones too."""
+    """All registered fusions in the order they run, including built-in ones."""
     with _lock:
         return [_handle(*row) for row in _C.fusions()]
 
@@ -114,7 +116,7 @@ def _handle(identity: int, name: str, pass_name: str, origin: str, is_rule: bool
 
 
 def handle_of(identity: int) -> FusionHandle | None:
-    """The handle of a user's fusion; None where it was removed meanwhile."""
+    """The handle of a user's fusion; None if it was removed meanwhile."""
     with _lock:
         return _handles.get(identity)
 
@@ -127,29 +129,30 @@ def register_forward_fusion(
     guard: Guard | None = None,
     name: str | None = None,
 ) -> FusionHandle:
-    """Register a fused op for a pattern of ops, or a function that rewrites lists of ops.
+    """Registers a fused op for a pattern of ops, or a function that rewrites lists of ops.
 
-    With a pattern, `func` is a `FusedOperation` class, or any function that makes one of a list of
-    basic ops. It replaces runs of ops that no fusion took before: for each entry one op, without
-    gaps. Users' fusions run before built-in rules, in registration order, `prepend=True` first.
+    With a pattern, `func` is a `FusedOperation` class, or any function that makes a fused op from a
+    list of basic ops. It replaces ops that no earlier fusion took: one op for each entry, without
+    gaps. Users' fusions run before built-in rules, in registration order; those with `prepend=True`
+    are first.
 
-    Without one, `func(ops, *, recipe=None, **unused)` gets the ops of a group as a plain list and
-    returns the list with runs of ops replaced by `FusedOperation`s.
+    Without a pattern, `func(ops, *, recipe=None, **unused)` gets the ops of a group as a plain
+    list, and returns the list with some consecutive ops replaced by `FusedOperation`s.
 
-    Either may be called any number of times.
+    Either form may be called any number of times.
 
     Args:
         pattern: a list whose entries are classes of basic ops, tuples of alternatives, or
             `optional(...)`.
-        guard: `guard(ops)` gets the ops of a match and returns None, or a str that says why it does
-            not fit, which `explain()` shows.
-        name: for plans and `explain()`; None: that of `func`.
+        guard: `guard(ops)` gets the ops of a match and returns None, or a str with the reason why
+            it does not fit, which `explain()` shows.
+        name: the name in plans and `explain()`; None: that of `func`.
 
     Raises:
-        TypeError: `func` or `guard` cannot be called; an entry is no class of basic ops; a class
-            without a pattern, or a guard without one.
-        ValueError: no entry that has to be there; `func` is registered for this in this pass
-            already; a class that lacks the methods of the pass.
+        TypeError: `func` or `guard` is not callable; an entry is no class of basic ops; a class has
+            no pattern, or a guard has none.
+        ValueError: all entries are optional; `func` is already registered for this in this pass; a
+            class lacks the methods of the pass.
     """
     return _register(func, "forward", prepend, pattern, guard, name)
 
@@ -162,7 +165,8 @@ def register_backward_fusion(
     guard: Guard | None = None,
     name: str | None = None,
 ) -> FusionHandle:
-    """As `register_forward_fusion`, for the backward pass. Lists of ops are in forward order."""
+    """Same as `register_forward_fusion`, for the backward pass. Lists of ops are in forward
+    order."""
     return _register(func, "backward", prepend, pattern, guard, name)
 
 
@@ -174,9 +178,9 @@ def register_forward_backward_fusion(
     guard: Guard | None = None,
     name: str | None = None,
 ) -> FusionHandle:
-    """As `register_forward_fusion`, for both passes at once, before either.
+    """Same as `register_forward_fusion`, for both passes at once, before either of them.
 
-    The `FusedOperation`s implement forward and backward and may save what they like.
+    The `FusedOperation`s implement forward and backward and choose what they save.
     """
     return _register(func, "forward_backward", prepend, pattern, guard, name)
 
@@ -217,8 +221,8 @@ def _register(
 def check_kind(
     func: FusionFunction, pass_name: str, pattern: PatternLike | None, guard: object
 ) -> None:
-    """Raises TypeError where function, pattern and guard do not go together, ValueError for a class
-    that lacks the methods of the pass."""
+    """Raises TypeError if function, pattern and guard do not match, and ValueError if a class lacks
+    the methods of the pass."""
     fused = func if isinstance(func, type) and issubclass(func, FusedOperation) else None
     if pattern is None:
         if fused is not None:
@@ -235,7 +239,7 @@ def check_kind(
 def check_methods(
     fusion: str, pass_name: str, cls: type[FusedOperation], error: type[Exception]
 ) -> None:
-    """Raises `error` unless the class of fused ops defines what the pass calls."""
+    """Raises `error` unless the class of fused ops defines the methods that the pass calls."""
     missing = []
     if "forward" in pass_name and cls._python_forward is None:
         missing.append("a forward")
@@ -249,5 +253,5 @@ def check_methods(
 
 
 def _is_same(func: object, other: object) -> bool:
-    # Each access of a bound method makes a new object.
+    # Each access of a bound method creates a new object.
     return func is other or (isinstance(func, MethodType) and func == other)
