@@ -1,4 +1,4 @@
-"""What an op is to the fuser: base classes, and what their modules are checked for and made of."""
+"""Ops as the fuser sees them: base classes, checks of their modules, and their parts."""
 
 from .base import Attribute, BasicOperation, Check, FusibleOperation
 from .context import OperationContext

@@ -1,4 +1,4 @@
-"""Base classes of ops: what a module must offer so that the fuser can plan and run it."""
+"""Base classes of ops: the interface of a module that the fuser can plan and run."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .observers import KEPT_DICTS, ObservedMixin
 from .state_dict import shape_mismatches, take_extra_state, without_pre_hooks
 
 Attribute = bool | int | float | str | list[int]
-# (name of the op, name of the attribute, value) -> the value to keep; ValueError for a bad one.
+# (name of the op, name of the attribute, value) -> the value to store. Raises ValueError.
 Check = Callable[[str, str, object], Any]
 
-# By the type that a schema gives an attribute, where the class states no check of its own.
+# The check by the type of an attribute in the schema, if the class has no check of its own.
 _TYPE_CHECKS: dict[str, Check] = {
     "float": check_float,
     "float?": check_optional_float,
     "bool": check_bool,
 }
 
-# Attributes that belong to one process and one set of groups, never to a copy.
+# Attributes that belong to one process and one set of groups, and are never copied.
 _TRANSIENT = (
     "_own_group",
     "_channels_captured",
@@ -49,7 +49,7 @@ _TRANSIENT = (
     scales.RUN,
 )
 
-# How an op is called alone: the group that is made for it, and what Dynamo sees.
+# How an op is called alone: the group that is made for it, and the function that Dynamo sees.
 _make_group: Callable[[FusibleOperation], Any]
 _traced_alone: Callable[..., Any]
 
@@ -57,55 +57,57 @@ _traced_alone: Callable[..., Any]
 def run_alone_by(
     make_group: Callable[[FusibleOperation], Any], traced_alone: Callable[..., Any]
 ) -> None:
-    """For the layer above, once: how an op is called alone, eagerly and under torch.compile."""
+    """The layer above calls this once. It sets how an op is called alone, in eager mode and under
+    torch.compile."""
     global _make_group, _traced_alone
     _make_group, _traced_alone = make_group, traced_alone
 
 
-# (op, mode, i) -> its quantizer.
+# (op, mode, i) -> the quantizer of a tensor.
 _quantizer_of: Callable[[Any, str, int], Quantizer | None]
 
 
 def quantizers_by(quantizer_of: Callable[[Any, str, int], Quantizer | None]) -> None:
-    """For the layer of recipes, once: the quantizer of an op."""
+    """The layer of recipes calls this once. It sets how the quantizers of an op are found."""
     global _quantizer_of
     _quantizer_of = quantizer_of
 
 
-# The mixin last: compiled graphs guard on each class that is searched before nn.Module.
+# The mixin comes last, because compiled graphs guard on each class that is searched before
+# nn.Module.
 @names_its_arguments
 class FusibleOperation(nn.Module, ObservedMixin):
     """A tensor operation that the fuser may plan: a basic op, a container, or a fused op.
 
-    Calling it runs it as a group of its own.
+    A call runs it as a group of its own.
     """
 
     _is_contract: ClassVar[bool] = True
     _own_group: Any = None
     _number: int
-    # The same for traces: Dynamo makes an int of a module that FSDP manages symbolic.
+    # The same for traces. An int of a module that FSDP manages would become symbolic in Dynamo.
     _traced_number: str
-    # Whether keyword arguments of a call may name tensors to write into.
+    # Whether keyword arguments of a call may name tensors to write to.
     _takes_buffers: ClassVar[bool] = False
-    # Of parameters that are DTensors: does each rank have its experts? Is the gradient on each rank
-    # a part of the sum over all?
+    # If the parameters are DTensors: does each rank have its own experts? Is the gradient on each
+    # rank a part of the sum over all?
     _are_experts_shared: bool = False
     _has_partial_gradients: bool = False
-    # Whether delayed scaling keeps scales with its parameters.
+    # Whether delayed scaling stores scales with its parameters.
     _takes_scales: ClassVar[bool] = False
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
 
-    # What an attribute has to pass when it is set, in the constructor and later.
+    # The checks of attributes when they are set, in the constructor and later.
     _checks: ClassVar[Mapping[str, Check]] = {}
-    # Those of the class and its bases.
+    # The checks of the class and its bases.
     _all_checks: ClassVar[dict[str, Check]] = {}
 
-    # What decides how a group runs its ops, and not only its plans.
+    # Attributes that decide how a group runs its ops, not only its plans.
     _fixed_once_captured: ClassVar[tuple[str, ...]] = ()
 
-    # Set for each subclass when it is defined.
+    # These are set for each subclass when it is defined.
     _python_forward: ClassVar[methods.Implementation | None] = None
     _python_backward: ClassVar[methods.Family | None] = None
     _accepted_keywords: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -129,14 +131,14 @@ class FusibleOperation(nn.Module, ObservedMixin):
 
     @classmethod
     def _method_families(cls) -> tuple[methods.Family, ...]:
-        # op_* methods have no place for extra tensors.
+        # The op_* methods do not support extra tensors.
         if cls.num_extra_inputs or cls.num_extra_outputs:
             return ("fuser",)
         return methods.FAMILIES
 
     @classmethod
     def _forward_style(cls, family: methods.Family | None = None) -> methods.Style | None:
-        """ "single", "split", or None where the user's part of the class defines no forward."""
+        """Returns "single", "split", or None if the user's part of the class defines no forward."""
         if family is not None:
             return methods.forward_style(cls, family)
         return cls._python_forward.style if cls._python_forward is not None else None
@@ -153,7 +155,7 @@ class FusibleOperation(nn.Module, ObservedMixin):
 
     @property
     def basic_ops(self) -> list[BasicOperation]:
-        """The basic ops it stands for, in order."""
+        """The basic ops that it consists of, in order."""
         raise NotImplementedError(f"[{type(self).__name__}] basic_ops must be defined, got none")
 
     def __init__(self) -> None:
@@ -161,7 +163,7 @@ class FusibleOperation(nn.Module, ObservedMixin):
         self._add_number()
 
     def _add_number(self) -> None:
-        # Past __setattr__: no part of the plans.
+        # This bypasses __setattr__, because the number is not part of the plans.
         number = handles.add(self)
         self.__dict__.update(_number=number, _traced_number=str(number))
 
@@ -171,11 +173,12 @@ class FusibleOperation(nn.Module, ObservedMixin):
         return self._own_group
 
     def _state(self) -> str:
-        """The same text for ops that one compiled graph can serve when they are called alone."""
+        """The same text for all ops that one compiled graph can serve when they are called
+        alone."""
         state: str = self._make_own_group()._shared_state()
         return state
 
-    # All that a compiled graph guards on, beside what it reads of the op.
+    # Everything that a compiled graph guards on, besides what it reads from the op.
     _traced_state = property(untraced(_state))
 
     @property
@@ -187,24 +190,24 @@ class FusibleOperation(nn.Module, ObservedMixin):
         forward = self.__dict__.get("forward")
         if forward is None:
             return cls.forward is not FusibleOperation.forward
-        # Who takes a patch back may leave the method as an attribute of the instance.
+        # Undoing a patch may leave the method as an attribute of the instance.
         is_ours = getattr(forward, "__func__", None) is FusibleOperation.forward
         return not (is_ours and forward.__self__ is self)
 
     def _absent_parameters(self) -> list[str]:
-        """Parameters that are None now, which a functional call might put in their place, though no
-        call reads them."""
+        """The parameters that are None now. A functional call might replace them although no call
+        reads them."""
         if self.is_python:
             return []
         rows = self._parameters.items()
         return [name for name, parameter in rows if parameter is None and not self._reads(name)]
 
     def _reads(self, parameter: str) -> bool:
-        """Whether each call reads the parameter, also where it is None."""
+        """Whether each call reads the parameter, also if it is None."""
         return False
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """Run this op alone: `input`, its extra inputs in order, keyword arguments for the op.
+        """Runs this op alone: `input`, its extra inputs in order, and keyword arguments for the op.
 
         Returns a tensor, or a flat tuple (output, extra outputs...).
         """
@@ -220,7 +223,7 @@ class FusibleOperation(nn.Module, ObservedMixin):
             group = self._make_own_group()
         if kwargs:
             return group(input, *extra_inputs, basic_op_kwargs=[kwargs])
-        # The shortest way: C++ returns None where Python has to take over.
+        # The fastest way: C++ returns None if Python has to handle the call.
         output = group._call(input, *extra_inputs)
         if output is not None:
             return output
@@ -236,7 +239,7 @@ class FusibleOperation(nn.Module, ObservedMixin):
         next_op_input_quantizer: Any,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]]]:
-        """Single style: compute, and save into the contexts.
+        """Single style: computes, and saves tensors in the contexts.
 
         Lists have one entry for each basic op. Returns (output, extra outputs of each basic op).
         """
@@ -252,7 +255,7 @@ class FusibleOperation(nn.Module, ObservedMixin):
         next_op_input_quantizer: Any,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[Tensor, Iterable[Iterable[Tensor | None]], Any]:
-        """Split style, first half, pure: (output, extra outputs, tensors to save)."""
+        """Split style, first half, pure: returns (output, extra outputs, tensors to save)."""
         raise NotImplementedError(f"[{type(self).__name__}] fuser_forward_compute must be defined")
 
     def fuser_forward_save_ctx(
@@ -267,7 +270,7 @@ class FusibleOperation(nn.Module, ObservedMixin):
         next_op_input_quantizer: Any,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> None:
-        """Split style, second half: put what compute returned into the contexts."""
+        """Split style, second half: saves what compute returned in the contexts."""
         raise NotImplementedError(f"[{type(self).__name__}] fuser_forward_save_ctx must be defined")
 
     def fuser_backward(
@@ -277,7 +280,8 @@ class FusibleOperation(nn.Module, ObservedMixin):
         *,
         basic_op_grad_extra_outputs: list[tuple[Tensor | None, ...]],
     ) -> tuple[Tensor | None, Iterable[Iterable[Tensor | None]], Iterable[Iterable[Tensor | None]]]:
-        """Gradients of (input, parameters of each basic op, extra inputs of each basic op)."""
+        """Returns the gradients of (input, parameters of each basic op, extra inputs of each basic
+        op)."""
         raise NotImplementedError(f"[{type(self).__name__}] fuser_backward must be defined")
 
     @disabled("buffers of the caller's must be given outside of compiled code")
@@ -289,7 +293,7 @@ class FusibleOperation(nn.Module, ObservedMixin):
     def _run_into(
         self, input: Tensor, extra_inputs: tuple[Tensor, ...], buffers: dict[str, Any]
     ) -> Tensor:
-        """A call that writes into buffers of the caller's, by name."""
+        """A call that writes to buffers of the caller, which are given by name."""
         raise NotImplementedError(f"[{type(self).__name__}] _run_into must be defined")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -313,11 +317,11 @@ class FusibleOperation(nn.Module, ObservedMixin):
 
     @disabled("attributes of an op must be set outside of compiled code")
     def _set_untraced(self, name: str, value: Any) -> None:
-        # A trace asks the op itself, which has its new value once the traced call ends.
+        # A trace sets this on the op itself, which has its new value when the traced call ends.
         setattr(self, name, value)
 
     def _is_seen_at_the_call(self, name: str, value: Any) -> bool:
-        """Whether the next call sees what is set without being told."""
+        """Whether the next call sees the new value without being told."""
         if isinstance(value, Tensor) and self._parameters.get(name) is not None:
             return True
         if name[0] == "_":
@@ -339,7 +343,8 @@ class FusibleOperation(nn.Module, ObservedMixin):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """As `nn.Module.named_buffers`; with `recurse=False` scales of delayed scaling, too."""
+        """Same as `nn.Module.named_buffers`; with `recurse=False` it includes the scales of delayed
+        scaling."""
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
         if not recurse:
             start = prefix + "." if prefix else ""
@@ -352,7 +357,7 @@ class FusibleOperation(nn.Module, ObservedMixin):
         scales.save_scales(self, destination, prefix, keep_vars)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As `nn.Module.register_parameter`; groups of the op see the parameter."""
+        """Same as `nn.Module.register_parameter`; groups of the op see the parameter."""
         with self._noting_changes():
             super().register_parameter(name, param)
 
@@ -364,7 +369,7 @@ class FusibleOperation(nn.Module, ObservedMixin):
         return replica
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what Module.compile() keeps, which runs the original.
+        # This omits what Module.compile() stores, which would run the original.
         state: dict[str, Any] = super().__getstate__()
         return {name: value for name, value in state.items() if name not in _TRANSIENT}
 
@@ -384,15 +389,15 @@ class FusibleOperation(nn.Module, ObservedMixin):
         error_msgs: list[str],
     ) -> None:
         lists = (missing_keys, unexpected_keys, error_msgs)
-        # First, as they may edit what is loaded.
+        # Hooks run first, because they may edit what is loaded.
         for hook in list(self._load_state_dict_pre_hooks.values()):
             hook(state_dict, prefix, local_metadata, strict, *lists)
-        # A subclass with an extra state of its own gets to see it.
+        # A subclass with its own extra state handles it itself.
         if type(self).set_extra_state is nn.Module.set_extra_state:
             take_extra_state(state_dict, prefix + "_extra_state", unexpected_keys)
         mismatches = shape_mismatches(self, state_dict, prefix)
         if mismatches:
-            # Nothing of an op changes when one of its tensors does not fit.
+            # If one of its tensors does not fit, an op does not change.
             error_msgs.extend(mismatches)
             return
         if self._takes_scales:
@@ -404,35 +409,35 @@ class FusibleOperation(nn.Module, ObservedMixin):
 
 
 class BasicOperation(ChannelMixin, FusibleOperation):
-    """One op: native or defined by the user in Python.
+    """One op, which is native or defined by the user in Python.
 
-    `class Softcap(BasicOperation, kind="Softcap")` is native: it takes parameters, extra tensors
-    and attributes, each under its own name, from the C++ declaration of that kind, which has to be
-    loaded. PlanError where there is none.
+    `class Softcap(BasicOperation, kind="Softcap")` is native: it gets parameters, extra tensors and
+    attributes, each under its own name, from the C++ declaration of that kind, which must be
+    loaded. Raises PlanError if there is none.
 
-    A Python op implements `op_forward`, or the pair `op_forward_compute` and
-    `op_forward_save_ctx`, and `op_backward`. With extra tensors (`num_extra_inputs`,
-    `num_extra_outputs`) it implements the `fuser_*` methods of `FusibleOperation` instead.
-    Half a pair, or a pair and the single method in one class body, is a TypeError when the
-    class is defined; otherwise the most derived definition is the one that runs.
+    A Python op implements `op_backward` and `op_forward`, or the pair `op_forward_compute` and
+    `op_forward_save_ctx` instead of the latter. With extra tensors (`num_extra_inputs`,
+    `num_extra_outputs`) it implements the `fuser_*` methods of `FusibleOperation` instead. Half a
+    pair, or a pair and the single method in one class body, raises TypeError when the class is
+    defined. Otherwise the most derived definition runs.
     """
 
     _is_contract: ClassVar[bool] = True
     _kind: ClassVar[str | None] = None
-    # The declarations that instances may stand for.
+    # The kinds of declarations that instances may have.
     _kinds: ClassVar[tuple[str, ...]] = ()
     _parameter_names: ClassVar[tuple[str, ...]] = ()
-    # Of parameters that are lists of tensors: the attribute that says how many, and the one that
-    # says where one tensor stands for all ("": none does).
+    # For parameters that are lists of tensors: the attribute with the number of tensors, and the
+    # one that says whether a single tensor replaces the list ("": none does).
     _lists: ClassVar[Mapping[str, tuple[str, str]]] = {}
     _attribute_names: ClassVar[tuple[str, ...]] = ()
-    # Those that may be None, of which plans then know nothing.
+    # The attributes that may be None; plans then do not have them.
     _optional_attributes: ClassVar[frozenset[str]] = frozenset()
-    # Attributes that plans know of where they are True.
+    # The attributes that plans have only if they are True.
     _flag_names: ClassVar[tuple[str, ...]] = ()
-    # Multiplies one half of its columns by what it makes of the other.
+    # Whether it multiplies one half of its columns by a function of the other half.
     _is_gated: ClassVar[bool] = False
-    # torch.nn's argument: in_place.py says where.
+    # torch.nn's argument; in_place.py says where it is allowed.
     inplace: bool = False
 
     num_extra_inputs: int = 0
@@ -461,23 +466,23 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         cls._checks = {**by_type, **flags, **cls._inherited_checks()}
 
     def get_quantizer(self, mode: str, i: int) -> Quantizer | None:
-        """What quantizes a tensor of this op under the recipe of the region around, or else of the
-        last region that this thread entered: i = 0 is the input in mode "forward", the output
-        gradient in mode "backward"; i = 1 is the weight. Of a grouped product i = 2 g and 2 g + 1
-        are input and weight of group g, and i = g its output gradient. None where a recipe takes
-        the tensor as it is, or there was no recipe.
+        """The quantizer of a tensor of this op, under the recipe of the surrounding region, or else
+        of the last region that this thread entered. i = 0 is the input in mode "forward", and the
+        output gradient in mode "backward"; i = 1 is the weight. For a grouped product, i = 2 g and
+        2 g + 1 are input and weight of group g, and i = g is its output gradient. Returns None if
+        the recipe does not quantize the tensor, or if there was no recipe.
 
-        ValueError for another mode.
+        Raises ValueError for another mode.
         """
         return _quantizer_of(self, mode, i)
 
     def _declaration(self) -> dict[str, Any]:
-        """Of a native op."""
+        """The declaration of a native op."""
         assert self._kind is not None
         return _C.declaration(self._kind)
 
     def _attributes(self) -> dict[str, Attribute]:
-        """Constructor state that the planner of a native op needs."""
+        """The constructor arguments that the planner of a native op needs."""
         found = {name: getattr(self, name) for name in self._attribute_names}
         for name in self._optional_attributes:
             if found[name] is None:
@@ -486,14 +491,14 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         return {name: list(v) if isinstance(v, tuple) else v for name, v in found.items()}
 
     def extra_repr(self) -> str:
-        """The attributes of a native op; flags where they are set."""
+        """The attributes of a native op, and its flags that are set."""
         names = (*self._attribute_names, *self._flag_names)
         found = ((name, getattr(self, name, None)) for name in names)
         return ", ".join(f"{name}={v}" for name, v in found if v is not None and v is not False)
 
     @property
     def _parameter_owner(self) -> nn.Module:
-        """The module that carries the parameters, looked up at every call."""
+        """The module that owns the parameters; it is looked up at every call."""
         return self
 
     def _names_in(self, parameter: str) -> tuple[str, ...]:
@@ -520,10 +525,10 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         return parameter in self._tensor_names()
 
     def _parameter_tensors(self) -> list[Any]:
-        """Current tensors of the parameters, in the order in which backward gives gradients.
+        """The current tensors of the parameters, in the order in which backward returns gradients.
 
-        Of a native op, those that it declares, of which optional ones may be None. A parametrized
-        parameter stands for the tensor that its parametrization computes.
+        For a native op these are the declared ones; optional ones may be None. A parametrized
+        parameter is the tensor that its parametrization computes.
         """
         if self._kind is not None and self._python_backward is None:
             return [getattr(owner, name) for owner, name in self._tensor_places()]
@@ -548,7 +553,7 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         next_op_input_quantizer: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Single style: the output; what backward needs goes into `ctx`."""
+        """Single style: returns the output, and saves what backward needs in `ctx`."""
         raise NotImplementedError(f"[{type(self).__name__}] op_forward must be defined")
 
     def op_forward_compute(
@@ -559,7 +564,7 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         next_op_input_quantizer: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Split style, first half, pure: (output, tensors to save)."""
+        """Split style, first half, pure: returns (output, tensors to save)."""
         raise NotImplementedError(f"[{type(self).__name__}] op_forward_compute must be defined")
 
     def op_forward_save_ctx(
@@ -572,18 +577,19 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         next_op_input_quantizer: Any,
         **kwargs: Any,
     ) -> None:
-        """Split style, second half: put what compute returned into `ctx`."""
+        """Split style, second half: saves what compute returned in `ctx`."""
         raise NotImplementedError(f"[{type(self).__name__}] op_forward_save_ctx must be defined")
 
     def op_backward(
         self, ctx: OperationContext, grad_output: Tensor
     ) -> tuple[Tensor | None, Iterable[Tensor | None]]:
-        """(gradient of the input, gradients of the parameters in the order of `parameters()`)."""
+        """Returns (gradient of the input, gradients of the parameters in the order of
+        `parameters()`)."""
         raise NotImplementedError(f"[{type(self).__name__}] op_backward must be defined")
 
     def _extra_input_names(self) -> list[str]:
         declared = [] if self._kind is None else self._declaration()["extra_inputs"]
-        # A class says how many there are; planning compares that with the declaration.
+        # The class gives the number of extra inputs; planning compares it with the declaration.
         others = [f"extra input {k}" for k in range(len(declared), self.num_extra_inputs)]
         return [*declared, *others][: self.num_extra_inputs]
 

@@ -1,4 +1,4 @@
-"""Ops on parameters of modules that know nothing of ops, such as `torch.nn.Linear`."""
+"""Ops on parameters of modules that do not know about ops, such as `torch.nn.Linear`."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def add_guards(
     children: Iterable[str] = (),
     is_called: bool = True,
 ) -> None:
-    """Adds that the module stays as it is: its class, and if it `is_called`, a `forward` of its own
-    and the number of its hooks; these attributes, the classes of these parameters, and these
+    """Adds guards on the module: on its class and, if it `is_called`, on an own `forward` and the
+    number of its hooks; also on these attributes, the classes of these parameters, and these
     children."""
     own = vars(module)
     guards.add_type(module, f"{name} is of another class")
@@ -84,14 +84,14 @@ def add_guards(
 class Borrowed(View):
     """A basic op on the parameters of another module, which may be of any class.
 
-    All is read from that module at each call: parameters, attributes, whether it trains. Where the
-    op may not stand for it (`find_obstacle`), the module itself is called.
+    It reads everything from that module at each call: parameters, attributes, and the training
+    flag. If the op may not replace it (`find_obstacle`), the module itself is called.
     """
 
     # Attributes of the owner that plans depend on.
     _watched: tuple[str, ...] = ()
-    # Whether the group of the op looks at the owner before each call; False where somebody does
-    # before the group is called.
+    # Whether the group of the op checks the owner before each call; False if the caller of the
+    # group does.
     _is_guarded = True
     # Whether the owner is called by others, or runs the op in its own forward.
     _is_called = True
@@ -101,11 +101,11 @@ class Borrowed(View):
         self.__dict__["_known_forward"] = class_of(owner).forward
 
     def _owners(self) -> list[nn.Module]:
-        """The modules that it stands for."""
+        """The modules that it replaces."""
         return [self._parameter_owner]
 
     def _tensors_of_owner(self) -> tuple[str, ...]:
-        """What each of them calls the parameters."""
+        """The owner's names for the parameters."""
         return self._tensor_names()
 
     def _obstacle(self) -> str | None:
@@ -135,7 +135,7 @@ class Borrowed(View):
 
     @property
     def training(self) -> bool:
-        """That of the owner. Setting it here changes nothing."""
+        """The flag of the owner. Setting it here changes nothing."""
         return self._parameter_owner.training
 
     @training.setter
@@ -143,7 +143,7 @@ class Borrowed(View):
         pass
 
     def forward(self, input: Tensor, *extra_inputs: Tensor, **kwargs: Any) -> Any:
-        """As `FusibleOperation.forward`; the owner itself is called where it has hooks or a
+        """Same as `FusibleOperation.forward`, but the owner itself is called if it has hooks or a
         `forward` of its own."""
         if self._obstacle() is not None:
             return self._parameter_owner(input, *extra_inputs, **kwargs)
@@ -151,12 +151,12 @@ class Borrowed(View):
 
 
 def borrowed_from(op: Any) -> list[nn.Module]:
-    """The modules of other libraries that a basic op stands for."""
+    """The modules of other libraries that a basic op replaces."""
     return op._owners() if isinstance(op, Borrowed) else []
 
 
 def guards_of(ops: Iterable[Any]) -> _C.Guards | None:
-    """What these ops take for granted of the modules that they borrow from; None if of none."""
+    """What these ops assume about the modules that they borrow from; None if there are none."""
     borrowed = [
         op for op in ops if isinstance(op, Borrowed) and op._is_guarded and op._obstacle() is None
     ]

@@ -1,4 +1,5 @@
-"""Named channels: extra outputs of one op routed to extra inputs of later ops of a Sequential."""
+"""Named channels, which connect extra outputs of an op to extra inputs of later ops of a
+Sequential."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ OpT = TypeVar("OpT", bound="ChannelMixin")
 
 
 class PrivateChannel(str):
-    """A channel of its own, whatever others are called. It may be fed again: a consumer reads what
-    was fed last before it."""
+    """A channel that is different from all others, whatever its name. It may be fed repeatedly: a
+    consumer reads the last value before it."""
 
     __slots__ = ()
     __eq__ = object.__eq__
@@ -24,31 +25,31 @@ class ChannelMixin:
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
 
-    # The group that captures the op sets this: from then on the routing is baked into plans.
+    # The group that captures the op sets this: from then on the routing is part of plans.
     _channels_captured: bool = False
     _bound_inputs: tuple[str | None, ...] | None = None
     _bound_outputs: tuple[tuple[str | None, bool], ...] | None = None
 
     @property
     def _input_channels(self) -> tuple[str | None, ...]:
-        """For each extra input the channel it reads, None where the caller passes it."""
+        """For each extra input, the channel that it reads; None if the caller passes it."""
         if self._bound_inputs is None:
             return (None,) * self.num_extra_inputs
         return self._bound_inputs
 
     @property
     def _output_channels(self) -> tuple[tuple[str | None, bool], ...]:
-        """For each extra output the channel it feeds, and whether the caller gets it."""
+        """For each extra output, the channel that it feeds, and whether the caller gets it."""
         if self._bound_outputs is None:
             return ((None, True),) * self.num_extra_outputs
         return self._bound_outputs
 
     def set_extra_input_channel(self: OpT, index: int, name: str | None) -> OpT:
-        """Read extra input `index` from channel `name`; None: the caller passes it again.
+        """Reads extra input `index` from channel `name`. None: the caller passes it again.
 
-        Returns the op itself. Raises TypeError for an index that is no int or a name that is no
-        str, ValueError for an empty name, IndexError for an index outside
-        `[0, num_extra_inputs)`, RuntimeError once a group has captured the op.
+        Returns the op itself. Raises TypeError if the index is no int or the name is no str,
+        ValueError if the name is empty, IndexError if the index is outside `[0, num_extra_inputs)`,
+        and RuntimeError once a group has captured the op.
         """
         index = self._check_channel("extra input", index, self.num_extra_inputs, name)
         channels = list(self._input_channels)
@@ -59,10 +60,11 @@ class ChannelMixin:
     def set_extra_output_channel(
         self: OpT, index: int, name: str | None, output_to_caller: bool = True
     ) -> OpT:
-        """Feed extra output `index` into channel `name`; None: into no channel.
+        """Feeds extra output `index` into channel `name`. None: into no channel.
 
         With `output_to_caller=False` the output is not returned to the caller. Returns the op
-        itself. Raises as `set_extra_input_channel` does, and TypeError for a flag that is no bool.
+        itself. Raises the errors of `set_extra_input_channel`, and TypeError if the flag is no
+        bool.
         """
         index = self._check_channel("extra output", index, self.num_extra_outputs, name)
         if not isinstance(output_to_caller, bool):
@@ -93,7 +95,7 @@ class ChannelMixin:
 
 
 class ChannelOp(Protocol):
-    """What the resolver reads of an op."""
+    """The attributes of an op that the resolver reads."""
 
     @property
     def _input_channels(self) -> tuple[str | None, ...]: ...
@@ -103,20 +105,20 @@ class ChannelOp(Protocol):
 
 
 class External(NamedTuple):
-    """An extra input that the caller passes, by its place in the caller's order."""
+    """An extra input that the caller passes, by its position in the caller's order."""
 
     place: int
 
 
 class Routed(NamedTuple):
-    """An extra input that an earlier op of the list produces."""
+    """An extra input that an earlier op of the list computes."""
 
     position: int
     output: int
 
 
 class Routing(NamedTuple):
-    """Where every extra tensor of a list of ops comes from and goes to."""
+    """The source and the destination of every extra tensor of a list of ops."""
 
     inputs: tuple[tuple[External | Routed, ...], ...]
     """For each op, for each of its extra inputs, the source."""
@@ -129,11 +131,10 @@ class Routing(NamedTuple):
 
 
 def resolve_channels(ops: Sequence[ChannelOp], names: Sequence[object] | None = None) -> Routing:
-    """Connect the channels of the basic ops of one Sequential; an op may appear twice. Errors call
-    them by the `names`.
+    """Connects the channels of the basic ops of one Sequential; an op may appear twice. Errors use
+    the `names`.
 
-    Raises ValueError where a channel has two producers, or a consumer has no producer strictly
-    before it.
+    Raises ValueError if a channel has two producers, or if a consumer has no producer before it.
     """
     if names is None:
         names = [f"op {position} ({type(op).__name__})" for position, op in enumerate(ops)]

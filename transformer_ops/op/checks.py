@@ -54,7 +54,7 @@ def check_sizes(op: str, name: str, value: object) -> tuple[int, ...]:
 
 
 def check_shape(op: str, name: str, value: object) -> tuple[int, ...]:
-    """Ints >= 0, of which one may be -1, as a tuple."""
+    """Ints >= 0, one of which may be -1, as a tuple."""
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, torch.Tensor)):
         raise ValueError(f"[{op}] {name} must be a sequence of ints, got {value!r}")
     sizes = tuple(check_int(op, f"each size of {name}", size, minimum=-1) for size in value)
@@ -66,7 +66,7 @@ def check_shape(op: str, name: str, value: object) -> tuple[int, ...]:
 
 
 def check_bool(op: str, name: str, value: object) -> bool:
-    """A bool, nothing that merely counts as one."""
+    """A bool, not something that only behaves like one."""
     if not isinstance(value, bool):
         raise ValueError(f"[{op}] {name} must be a bool, got {value!r}")
     return value
@@ -128,7 +128,7 @@ def _check_number(
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
-    # A tensor that wants a gradient would get none as a plain number.
+    # A tensor that requires a gradient would get none as a plain number.
     return tensor.dim() == 0 and not tensor.requires_grad and not tensor.is_meta
 
 

@@ -1,4 +1,4 @@
-"""What an op keeps between its forward and its backward."""
+"""The state of an op between its forward and its backward."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from torch import Tensor
 
 
 class OperationContext:
-    """What one op keeps between its forward and its backward; any attribute may be set on it.
+    """The state of one op between its forward and its backward; any attribute may be set on it.
 
-    `dtype` is the compute dtype of the op, `requires_grad` whether its backward will run,
-    `saved_tensors` what forward saved (in backward only; slot order for a native op).
+    `dtype` is the compute dtype of the op. `requires_grad` says whether its backward will run.
+    `saved_tensors` are the tensors that forward saved (in backward only; in slot order for a native
+    op).
     """
 
     def __init__(self, *, requires_grad: bool = True, dtype: torch.dtype | None = None) -> None:
@@ -22,16 +23,16 @@ class OperationContext:
         self.saved_tensors: tuple[Tensor | None, ...] = ()
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors for backward, where `saved_tensors` gives them in this order."""
+        """Saves tensors for backward; `saved_tensors` has them in this order."""
         self.to_save = tensors
 
     def _bind(self, saved_tensors: tuple[Tensor | None, ...]) -> OperationContext:
-        """A fresh context for one backward: Dynamo refuses to mutate the one made in forward."""
+        """A new context for one backward, because Dynamo cannot mutate the one made in forward."""
         return _BackwardContext(self, saved_tensors)
 
 
 class _BackwardContext(OperationContext):
-    """Saved tensors of one backward over the attributes that forward set."""
+    """The saved tensors of one backward, together with the attributes that forward set."""
 
     def __init__(self, forward: OperationContext, saved_tensors: tuple[Tensor | None, ...]) -> None:
         self._forward = forward

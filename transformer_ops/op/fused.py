@@ -10,11 +10,11 @@ from .base import BasicOperation, FusibleOperation
 
 
 class FusedOperation(FusibleOperation):
-    """Several basic ops run as one step by Python methods of the user.
+    """Several basic ops that the user's Python methods run as one step.
 
     A subclass implements `fuser_forward`, or the pair `fuser_forward_compute` and
     `fuser_forward_save_ctx`, or `fuser_backward`, or a forward and a backward. It owns no
-    parameters: those stay with `basic_ops`.
+    parameters: these stay with `basic_ops`.
     """
 
     _is_contract: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class FusedOperation(FusibleOperation):
                 )
         if not ops:
             raise ValueError(f"[{name}] basic_ops must not be empty, got {basic_ops!r}")
-        # A tuple, so that nn.Module does not register them a second time.
+        # It is a tuple, so that nn.Module does not register the ops a second time.
         self._basic_ops = ops
 
     @classmethod

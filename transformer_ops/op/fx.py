@@ -14,8 +14,8 @@ def symbolic_call(
 ) -> Proxy:
     """Records a call of a module as one node.
 
-    A tracer takes the modules of `torch.nn` for leaves and looks into all others. The C++ program
-    behind an op or a Sequential has no inside that it could see.
+    A tracer treats the modules of `torch.nn` as leaves and traces into all others. It cannot trace
+    into the C++ program of an op or a Sequential.
     """
     tracer: Any = input.tracer
     name = tracer.path_of_module(module)

@@ -1,4 +1,4 @@
-"""`inplace=True` of torch.nn: accepted where nobody can see whether a tensor was overwritten."""
+"""`inplace=True` of torch.nn: accepted if overwriting the tensor is not observable."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from .base import BasicOperation
 
-# They may give the tensor that they are given; a branch is read again.
+# These ops may return their own input; a branch is read again.
 _HANDS_ON = ("Identity", "Reshape", "ConstantScale", "Dropout", "DropPath")
 _BRANCHES = ("MakeExtraOutput", "Router", "Quantize")
 
 
 def check_in_place(ops: Sequence[BasicOperation]) -> None:
-    """Raises ValueError for an op of a group that would have to overwrite a tensor that somebody
-    else reads: the input of the group, or of a branch."""
+    """Raises ValueError if an op of a group would have to overwrite a tensor that is also read
+    elsewhere: the input of the group, or of a branch."""
     for i, op in enumerate(ops):
         if not op.inplace:
             continue

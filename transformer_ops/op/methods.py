@@ -1,6 +1,6 @@
-"""Which forward and backward methods a Python op class defines, decided when the class is defined.
+"""Finds which forward and backward methods a Python op class defines, when the class is defined.
 
-Two families, `op_*` and `fuser_*`, each with two forward styles:
+There are two families, `op_*` and `fuser_*`, each with two forward styles:
 
     single   {family}_forward
     split    {family}_forward_compute + {family}_forward_save_ctx
@@ -16,36 +16,36 @@ Style = Literal["single", "split"]
 
 FAMILIES: tuple[Family, ...] = ("fuser", "op")
 
-# What a step offers; quantizers and the rest also go to a method that takes **kwargs.
+# The keywords that a step passes; a method that takes **kwargs also gets quantizers and the rest.
 KEYWORDS = (
     "basic_op_extra_inputs",
     "basic_op_kwargs",
     "next_op_input_quantizer",
     "prev_op_grad_output_quantizer",
 )
-# Only for a method that names it: it is not part of the documented signature.
+# Only a method that names this keyword gets it: it is not part of the documented signature.
 EXPLICIT_KEYWORDS = ("requires_grad",)
 
 
 class Implementation(NamedTuple):
-    """Where the Python forward of a class comes from."""
+    """The source of a class's Python forward."""
 
     family: Family
     style: Style
 
 
 def single_name(family: Family) -> str:
-    """Name of the method that computes and saves at once."""
+    """The name of the method that computes and saves at once."""
     return f"{family}_forward"
 
 
 def split_names(family: Family) -> tuple[str, str]:
-    """Names of the pair: compute, save-ctx."""
+    """The names of the pair: compute, save-ctx."""
     return f"{family}_forward_compute", f"{family}_forward_save_ctx"
 
 
 def _user_classes(cls: type) -> list[type]:
-    """The part of the MRO that belongs to the user: before the native class, without our bases."""
+    """The user's part of the MRO: up to the native class, without our bases."""
     found: list[type] = []
     for klass in cls.__mro__:
         if vars(klass).get("_kind") is not None:
@@ -64,7 +64,7 @@ def _body_style(klass: type, family: Family) -> Style | None:
 
 
 def forward_style(cls: type, family: Family) -> Style | None:
-    """Style of the most derived definition in one family, None where the user defined none."""
+    """The style of the most derived definition in one family; None if the user defined none."""
     for klass in _user_classes(cls):
         style = _body_style(klass, family)
         if style is not None:
@@ -85,7 +85,7 @@ def forward_implementation(
 
 
 def backward_family(cls: type, families: tuple[Family, ...] = FAMILIES) -> Family | None:
-    """The family of the most derived Python backward, None where the user defined none."""
+    """The family of the most derived Python backward; None if the user defined none."""
     for klass in _user_classes(cls):
         for family in families:
             if f"{family}_backward" in vars(klass):
@@ -94,7 +94,7 @@ def backward_family(cls: type, families: tuple[Family, ...] = FAMILIES) -> Famil
 
 
 def check_methods(cls: type) -> None:
-    """Raise TypeError for half a split pair, or both styles in one class body."""
+    """Raises TypeError for half a split pair, or for both styles in one class body."""
     classes = _user_classes(cls)
     for family in FAMILIES:
         single, pair = single_name(family), split_names(family)
@@ -116,7 +116,7 @@ def check_methods(cls: type) -> None:
 
 
 def accepted_keywords(cls: type) -> dict[str, tuple[str, ...]]:
-    """For each forward method of `cls`, the keywords of a step that its signature takes."""
+    """For each forward method of `cls`, the keywords of a step that its signature accepts."""
     accepted = {}
     for family in FAMILIES:
         for name in (single_name(family), *split_names(family)):
@@ -138,7 +138,8 @@ def _keywords_of(method: object) -> tuple[str, ...]:
 
 
 def unpacked(op: object, method: str, returned: Any, names: str) -> tuple[Any, ...]:
-    """What a method returned, RuntimeError unless it is a tuple (or list) of what `names` lists."""
+    """What a method returned. Raises RuntimeError unless it is a tuple (or list) of what `names`
+    lists."""
     count = names.count(",") + 1
     got = type(returned).__name__
     if isinstance(returned, tuple | list):

@@ -1,4 +1,4 @@
-"""What a user calls the basic ops of a group, for error texts."""
+"""The user's names for the basic ops of a group, for error texts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .channels import PrivateChannel
 
 
 class OpName(NamedTuple):
-    """The class that a user wrote, and its path in the `whole`, as in "1" or "1.0".
+    """The class that a user wrote, and its path in the `whole`, such as "1" or "1.0".
 
-    The path is empty for an op that is called alone. `is_part`: the basic op is one of those that
-    a container such as Linear is planned as.
+    The path is empty for an op that is called alone. `is_part`: the basic op is a part of a
+    container, such as Linear.
     """
 
     name: str
@@ -25,7 +25,7 @@ class OpName(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """What an error ends with that begins with the name."""
+        """The end of an error that begins with the name."""
         return f" (op {self.path} of the {self.whole})" if self.path else ""
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class OpName(NamedTuple):
 
 
 def names_of(modules: Sequence[nn.Module], paths: Iterable[str], whole: str) -> list[OpName]:
-    """The name of each basic op of the modules, from the path of the module that holds it."""
+    """The name of each basic op of the modules, from the path of the module that contains it."""
     return [
         _name_of(module, basic, path, whole)
         for module, path in zip(modules, paths, strict=True)
@@ -47,13 +47,13 @@ def _name_of(module: nn.Module, basic: BasicOperation, path: str, whole: str) ->
     name = type(module if owner is basic else owner).__name__
     around, dot, _ = path.rpartition(".")
     if dot and (not around or around.endswith(".")):
-        # An end of a Residual, whose path has an empty name.
+        # This is an end of a Residual, whose path has an empty name.
         name, path = "Residual", around.rstrip(".")
     return OpName(name, path, whole, module is not basic)
 
 
 class WantedInputs(NamedTuple):
-    """How many extra inputs a caller has to pass, and which, for an error text."""
+    """The number and the names of the extra inputs that a caller has to pass, for an error text."""
 
     caller: str
     number: int
@@ -62,7 +62,7 @@ class WantedInputs(NamedTuple):
 
 
 def check_count(wanted: WantedInputs, got: int) -> None:
-    """Raises ValueError for another number of extra inputs."""
+    """Raises ValueError if the number of extra inputs is wrong."""
     if got != wanted.number:
         raise ValueError(
             f"[{wanted.caller}] extra inputs must be {wanted.number}{wanted.purpose}, "
@@ -76,7 +76,7 @@ def wanted_inputs(
     names: Sequence[OpName],
     is_fed: Iterable[Sequence[bool]],
 ) -> WantedInputs:
-    """`is_fed`: of each op, of each of its extra inputs, whether another op feeds it."""
+    """`is_fed`: for each op and each of its extra inputs, whether another op feeds it."""
     wanted, others = [], []
     for op, name, row in zip(ops, names, is_fed, strict=True):
         fields = zip(op._extra_input_names(), op._input_channels, row, strict=True)

@@ -1,4 +1,4 @@
-"""The groups that hold an op, which it tells of its edits."""
+"""The groups that contain an op. The op tells them about its edits."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..handles import handles
 from ..locks import new_lock
 from .hooks import HOOKS
 
-# The dicts of a module that C++ keeps.
+# The dicts of a module that C++ references.
 KEPT_DICTS = (*HOOKS, "_parameters")
 # A WeakSet must not change while it is copied.
 _observers_lock = new_lock()
 
 
 class Observer:
-    """What holds ops, and is told when they change."""
+    """An object that contains ops, and is told when they change."""
 
     def _op_changed(self) -> None:
-        """A group of the op has to be made anew."""
+        """Called when a group of the op has to be made again."""
         raise NotImplementedError
 
     def _plans_changed(self) -> None:
-        """The plans of the op's groups have to."""
+        """Called when the plans of the op's groups have to be made again."""
         raise NotImplementedError
 
     def _is_group_of(self, ops: Sequence[Any]) -> bool:
@@ -37,23 +37,23 @@ class Observer:
 
 
 class ObservedMixin:
-    """An op that tells the groups and Sequentials that hold it when it changes."""
+    """An op that tells the groups and Sequentials that contain it when it changes."""
 
     _is_watched = False
 
     @property
     def basic_ops(self) -> list[Any]:
-        """The basic ops it stands for, in order."""
+        """The basic ops that it consists of, in order."""
         raise NotImplementedError
 
     @property
     def _is_captured(self) -> bool:
         own = self.__dict__
-        # A copy that is being made still carries what belongs to the original.
+        # A copy that is being made still has attributes of the original.
         return bool(own.get("_observers")) and handles.find(own["_number"]) is self
 
     def _add_observer(self, observer: Observer) -> None:
-        """From now on the observer is told when this op changes."""
+        """Adds an observer, which is told when this op changes."""
         with _observers_lock:
             self.__dict__.setdefault("_observers", weakref.WeakSet()).add(observer)
 
@@ -66,19 +66,19 @@ class ObservedMixin:
             observer._op_changed()
 
     def _structure(self) -> list[Any]:
-        """What the groups that hold the op are made of, to be compared by identity."""
+        """What the groups that contain the op consist of, to be compared by identity."""
         own = self.__dict__
         dicts = [own[name] for name in KEPT_DICTS]
         return [type(self), own.get("forward"), *dicts, *self.basic_ops]
 
     def _planned_attributes(self) -> list[str] | None:
         try:
-            # repr() tells -0.0 from 0.0 and True from 1.
+            # repr() distinguishes -0.0 from 0.0 and True from 1.
             ops = [op for op in self.basic_ops if not op.is_python]
             native = [f"{op._kind} {op._attributes()!r}" for op in ops]
             return native + [repr(op._own_values()) for op in self.basic_ops if op._is_watched]
         except (AttributeError, RuntimeError):
-            return None  # one was deleted or is unknown now, which the next call says
+            return None  # one was deleted or is unknown now, which the next call reports
 
     def _listed_names(self) -> list[tuple[str, ...]] | None:
         try:
@@ -87,17 +87,17 @@ class ObservedMixin:
             return None
 
     def _watch(self) -> None:
-        """From now on plans depend on what the user keeps as attributes of the op."""
+        """From now on plans depend on the user's attributes of the op."""
         self.__dict__["_is_watched"] = True
 
     def _own_values(self) -> dict[str, Any]:
-        """Attributes that are no part of `nn.Module`, and no tensors."""
+        """The attributes that are neither part of `nn.Module` nor tensors."""
         own = self.__dict__.items()
         return {k: v for k, v in own if k[0] != "_" and k != "training" and not is_tensor(v)}
 
     @contextmanager
     def _noting_changes(self) -> Iterator[None]:
-        """Makes plans and groups stale where the block changes what they were made of."""
+        """Makes plans and groups stale if the block changes what they were made from."""
         if not self._is_captured:
             yield
             return

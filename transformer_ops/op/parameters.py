@@ -1,4 +1,4 @@
-"""How ops make their parameters."""
+"""Creates the parameters of ops."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def new_parameter(
 ) -> nn.Parameter:
     """An uninitialized parameter; None means torch's default device and default dtype."""
     dtype = check_dtype(op, dtype)
-    # A parameter made as an inference tensor could never be trained.
+    # A parameter created as an inference tensor could never be trained.
     with torch.inference_mode(False):
         return nn.Parameter(torch.empty(tuple(shape), device=device, dtype=dtype))

@@ -1,4 +1,5 @@
-"""Process groups as ops keep them: by name, so that copies share one and pickles hold none."""
+"""Process groups as ops store them: by name, so that copies share a group, and pickles contain
+none."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from .observers import ObservedMixin
 
 
 class Ranks(NamedTuple):
-    """A process group as plans know it."""
+    """A process group as plans see it."""
 
     group: str
     size: int
 
 
 def group_name(op: str, argument: str, value: object) -> str | None:
-    """The name of a ProcessGroup or of a 1-dimensional DeviceMesh; None, the world, stays None."""
+    """The name of a ProcessGroup or of a 1-dimensional DeviceMesh. None, the world, stays None."""
     if value is None:
         return None
     if dist.is_available():
@@ -33,7 +34,8 @@ def group_name(op: str, argument: str, value: object) -> str | None:
 
 
 def find_group(op: str, argument: str, name: str | None) -> Any:
-    """The group of that name in this process, None: all ranks. RuntimeError where there is none."""
+    """The group of that name in this process; None: all ranks. Raises RuntimeError if there is
+    none."""
     found = None
     if dist.is_available():
         try:
@@ -53,12 +55,12 @@ def _resolve(name: str) -> Any:
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
-# The ops whose plans hold the size of a group, until that is destroyed.
+# The ops whose plans contain the size of a group, until it is destroyed.
 _users: weakref.WeakKeyDictionary[Any, weakref.WeakSet[ObservedMixin]] = weakref.WeakKeyDictionary()
 
 
 def ranks_of(op: ObservedMixin, argument: str, name: str | None) -> Ranks:
-    """The group now. Where it is destroyed, the op's plans are made anew."""
+    """The group now. If it is destroyed, the op's plans are made again."""
     group = find_group(type(op).__name__, argument, name)
     users = _users.get(group)
     if users is None:

@@ -1,4 +1,4 @@
-"""The state of delayed scaling: scales, and the magnitudes that they are made of.
+"""The state of delayed scaling: scales, and the magnitudes from which they are computed.
 
 The module that owns the weight of a product holds the state. Each tensor has three entries, for
 input, weight and output gradient:
@@ -43,7 +43,7 @@ NAME = "_scales_name"
 # The attribute of a module that was loaded from a state dict without scales before it had any.
 NOT_LOADED = "_scales_not_loaded"
 _lock = new_lock()
-# Not torch's own, whose numbers users may have seeded.
+# This is not torch's own generator, which users may have seeded.
 _probes = torch.Generator()
 # The modules with scales, by the key of their recipes, sorted by the number of the module, which
 # gives the same order on each rank of a program. Lists of references, because a region needs 6 us
@@ -75,7 +75,7 @@ def key_of(owner: nn.Module) -> str:
 
 
 def owners_of_scales(key: str) -> list[nn.Module]:
-    """The modules with scales for recipes of this key, in the order they were made in."""
+    """The modules with scales for recipes of this key, in the order in which they were made."""
     return [owner for _, known in _owners.get(key, ()) if (owner := known()) is not None]
 
 
@@ -89,12 +89,12 @@ def _note_change(owner: nn.Module) -> None:
 
 
 def note_change(key: str) -> None:
-    """Has ranks compare the scales of that key before they reduce magnitudes again."""
+    """Makes ranks compare the scales of that key before they reduce magnitudes again."""
     _versions[key] = _versions.get(key, 0) + 1
 
 
 def register_scales(owner: nn.Module) -> None:
-    """Has a module with scales take part in regions. Fake scales have no numbers to change."""
+    """Makes a module with scales take part in regions. Fake scales have no numbers to update."""
     if has_scales(owner):
         if not isinstance(owner.__dict__["fp8_scale"], torch._subclasses.FakeTensor):
             with _lock:
@@ -103,7 +103,7 @@ def register_scales(owner: nn.Module) -> None:
 
 
 def register_copy(owner: nn.Module) -> None:
-    """For a module that got its attributes from another one."""
+    """Registers a module that got its attributes from another one."""
     name = owner.__dict__.pop(NAME, None)
     if has_scales(owner):
         owner.__dict__[NAME] = "a copy of " + (name or name_of(owner)).removeprefix("a copy of ")
@@ -136,15 +136,15 @@ def warn_of_a_start(owner: nn.Module) -> None:
 
 
 def note_run(owner: nn.Module) -> None:
-    """Notes that a call of the module records magnitudes."""
+    """Records that a call of the module records magnitudes."""
     if not has_run(owner):
         owner.__dict__[RUN] = True
         _note_change(owner)
 
 
 def _list_owner(owner: nn.Module, is_one: bool) -> None:
-    """Adds the module to the owners, or removes it. Modules that are gone are looked for only when
-    the list is twice as long as it was the last time: adding one must not look at all others."""
+    """Adds the module to the owners, or removes it. Deleted modules are removed only when the list
+    is twice as long as the last time, because adding one must not go through all others."""
     key, number = key_of(owner), cast(int, owner._number)
     known = _owners.get(key, [])
     entries = [(number, weakref.ref(owner))] * is_one
@@ -160,15 +160,15 @@ def _list_owner(owner: nn.Module, is_one: bool) -> None:
 def make_scales(owner: nn.Module, key: str, device: torch.device | str = "cpu") -> None:
     """Makes the state for recipes of this key if there is none, with scales of 1. It is on the
     device of the parameters, or on `device` if there are no parameters. An unused state of another
-    key is replaced. RuntimeError if that state is used, if ranks share the experts, and if an
-    export would have to make the state."""
+    key is replaced. Raises RuntimeError if that state is used, if ranks share the experts, and if
+    an export would have to make the state."""
     check_key(owner, key)
     owner.__dict__.pop(NOT_LOADED, None)
     if has_scales(owner) and key_of(owner) != key:
         drop_scales(owner)
     if not has_scales(owner):
         if is_exporting():
-            # A program has the constants that are there when it is traced.
+            # A program has the constants that exist when it is traced.
             raise RuntimeError(
                 f"[{type(owner).__name__}] scales must be made before torch.export, by "
                 f"tops.quantization.make_scales(model, recipe) or a call, got none for '{key}'"
@@ -179,7 +179,7 @@ def make_scales(owner: nn.Module, key: str, device: torch.device | str = "cpu") 
 
 
 def check_key(owner: nn.Module, key: str) -> None:
-    """Raises what `make_scales` raises for a module and the key of a recipe."""
+    """Raises the errors of `make_scales` for a module and the key of a recipe."""
     if getattr(owner, "_are_experts_shared", False):
         raise RuntimeError(
             f"[{type(owner).__name__}] recipe must be one without delayed scales where ranks share "
@@ -227,7 +227,7 @@ def _set_new(owner: nn.Module, key: str, device: torch.device | str) -> None:
     def filled(value: float, *shape: int) -> Tensor:
         return torch.full(shape, value, dtype=torch.float32, device=device)
 
-    # No inference tensors: later calls write to them.
+    # Inference tensors would not allow later calls to write to them.
     with torch.inference_mode(False), torch.no_grad():
         numbers = [FORMATS[format].largest for format in formats]
         largest = torch.tensor(numbers, dtype=torch.float32, device=device)
@@ -243,7 +243,7 @@ def _set_new(owner: nn.Module, key: str, device: torch.device | str) -> None:
 
 
 def is_new(owner: nn.Module) -> bool:
-    """Whether the state is as it was made: no magnitude was recorded or loaded."""
+    """Whether the state is still the initial one: no magnitude was recorded or loaded."""
     state = dict(tensors_of(owner))
     first = {"fp8_scale": 1, "fp8_amax": -1, "fp8_grad_amax": -1, "fp8_amax_history": 0}
     return state["fp8_scale"].is_meta or all(
@@ -252,7 +252,7 @@ def is_new(owner: nn.Module) -> bool:
 
 
 def _shape(owner: nn.Module) -> tuple[int, ...]:
-    """Of the scales."""
+    """The shape of the scales."""
     groups: int | None = getattr(owner, "num_groups", None)
     return (3,) if groups is None else (3, groups)
 
@@ -272,7 +272,7 @@ def drop_scales(owner: nn.Module) -> None:
 def save_scales(
     owner: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool
 ) -> None:
-    """Puts the state into a state dict. A warning where it lacks what other ranks have met."""
+    """Adds the state to a state dict. Warns if it lacks magnitudes of other ranks."""
     for name, tensor in tensors_of(owner):
         destination[prefix + name] = tensor if keep_vars else tensor.detach()
     if has_scales(owner) and key_of(owner) in reduced and _has_records(owner):
@@ -290,8 +290,8 @@ def _has_records(owner: nn.Module) -> bool:
 
 
 def move_scales(owner: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-    """What `Module._apply(function)` does to the state. It stays in float32, whatever dtype the
-    parameters get. Where `function` empties tensors (`to_empty`), scales begin at 1 again."""
+    """Applies `Module._apply(function)` to the state. It stays in float32, whatever the dtype of
+    the parameters. If `function` empties tensors (`to_empty`), scales start at 1 again."""
     if not has_scales(owner):
         return
     scale = owner.__dict__["fp8_scale"]
@@ -311,7 +311,7 @@ def move_scales(owner: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
 
 
 def scale_errors(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-    """What is wrong with the scales of a state dict, for a module that has or may get some."""
+    """The errors in the scales of a state dict, for a module that has or may get scales."""
     found = [name for name in NAMES if isinstance(state_dict.get(prefix + name), Tensor)]
     what = f"[{type(owner).__name__}] scales of delayed scaling"
     if not found:
@@ -331,7 +331,7 @@ def scale_errors(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -
 
 
 def _key_in(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> str | None:
-    """The key of complete scales; None where they do not fit together, or the module."""
+    """The key of complete scales; None if they do not fit together, or do not fit the module."""
     *rows, history, largest = (state_dict[prefix + name] for name in NAMES)
     shape = _shape(owner)
     if history.dim() == 0 or len(history) == 0 or tuple(history.shape[1:]) != shape:
@@ -350,7 +350,7 @@ def _key_in(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> str
 
 
 def make_room(owner: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Makes the state that `load_scales` loads, of a state dict without errors."""
+    """Makes the state that `load_scales` loads, for a state dict without errors."""
     if prefix + "fp8_scale" in state_dict:
         key = _key_in(owner, state_dict, prefix)
         assert key is not None
@@ -372,6 +372,6 @@ def load_scales(
     device = owner.__dict__["fp8_scale"].device
     with torch.inference_mode(False), torch.no_grad():
         for name, tensor in loaded.items():
-            # New tensors: backward may have saved the old ones.
+            # These are new tensors, because backward may have saved the old ones.
             owner.__dict__[name] = tensor.detach().to(device, torch.float32, copy=True).contiguous()
     _note_change(owner)

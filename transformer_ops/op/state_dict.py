@@ -1,4 +1,4 @@
-"""What ops add to nn.Module's way of loading a state dict."""
+"""The parts of loading a state dict that ops add to nn.Module's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .scales import scale_errors
 
 
 class PickledState(str):
-    """The key of an `_extra_state` that is not loaded. In the error for unexpected keys, which
-    torch raises where it loads strictly, it says why."""
+    """The key of an `_extra_state` that is not loaded. It explains this in torch's error for
+    unexpected keys."""
 
     def __format__(self, spec: str) -> str:
         key = super().__format__(spec)
@@ -26,7 +26,7 @@ class PickledState(str):
 
 
 def take_extra_state(state_dict: dict[str, Any], key: str, unexpected_keys: list[str]) -> None:
-    """Takes out the `_extra_state` that the reference writes for each of its ops; one that is not
+    """Removes the `_extra_state` that the reference writes for each of its ops. One that is not
     empty is an unexpected key."""
     if key not in state_dict:
         return
@@ -38,7 +38,7 @@ def take_extra_state(state_dict: dict[str, Any], key: str, unexpected_keys: list
 
 
 def shape_mismatches(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-    """One message, in nn.Module's words, for each own tensor that the state dict does not fit."""
+    """One message, in nn.Module's words, for each own tensor that does not fit the state dict."""
     messages = scale_errors(module, state_dict, prefix) if _takes_scales(module) else []
     if messages:
         return messages
@@ -60,15 +60,15 @@ def _takes_scales(module: nn.Module) -> bool:
 
 
 def _fits(loaded: Tensor, tensor: Tensor) -> bool:
-    # torch takes the first element of an old checkpoint's 1-dim tensor for a 0-dim one.
+    # torch accepts an old checkpoint's 1-dim tensor for a 0-dim one, and takes its first element.
     if is_lazy(tensor) or (tensor.dim() == 0 and loaded.dim() == 1):
         return True
     return loaded.shape == tensor.shape
 
 
 def modules_with_known_shapes(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules, each with its prefix, of which the entries of a state dict are loaded as they
-    are: neither they nor a parent has a pre-hook that may edit those, or loads in its own way."""
+    """The modules whose entries of a state dict are loaded directly, each with its prefix: neither
+    they nor a parent has a pre-hook that may edit the entries, or its own way of loading."""
     if root._load_state_dict_pre_hooks or not _loads_plainly(root):
         return
     yield prefix, root
@@ -84,7 +84,7 @@ def _loads_plainly(module: nn.Module) -> bool:
 
 @contextmanager
 def without_pre_hooks(module: nn.Module) -> Iterator[None]:
-    """In this scope loading runs no pre-hooks of the module."""
+    """In this scope, loading does not run pre-hooks of the module."""
     hooks = module._load_state_dict_pre_hooks
     module._load_state_dict_pre_hooks = OrderedDict()
     try:

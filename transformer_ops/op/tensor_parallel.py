@@ -17,7 +17,7 @@ MODES = ("column", "row")
 
 
 def shard_size(op: str, name: str, size: int, ranks: int) -> int:
-    """What each rank has of `size`. ValueError where the ranks do not divide it."""
+    """The part of `size` on each rank. Raises ValueError if the ranks do not divide it."""
     if size % ranks:
         raise ValueError(
             f"[{op}] {name} must be divisible by the {ranks} ranks of tensor_parallel_group, "
@@ -27,7 +27,7 @@ def shard_size(op: str, name: str, size: int, ranks: int) -> int:
 
 
 class TensorParallelMixin:
-    """A module whose parameters are split, or not: in a group of one rank nothing is."""
+    """A module whose parameters may be split. In a group of one rank nothing is split."""
 
     tensor_parallel_size: int = 1
     _group_name: str | None = None
@@ -43,14 +43,14 @@ class TensorParallelMixin:
 
     @property
     def tensor_parallel_group(self) -> Any:
-        """The process group; None: all ranks, or nothing is split."""
+        """The process group. None: all ranks, or nothing is split."""
         if self._group_name is None:
             return None
         return find_group(type(self).__name__, "tensor_parallel_group", self._group_name)
 
 
 class SplitProductMixin(TensorParallelMixin):
-    """A product that is split: "column" its output features, "row" its input features."""
+    """A product that is split: "column" splits its output features, "row" its input features."""
 
     in_features: int
     out_features: int
@@ -84,7 +84,7 @@ class SplitProductMixin(TensorParallelMixin):
         shard_size(type(self).__name__, name, getattr(self, name), ranks)
 
     def _split_parameters(self, mode: str, group: Any, sequence_parallel: bool) -> None:
-        """From now on the parameters are DTensors, each a whole of which this rank has a part."""
+        """Turns the parameters into DTensors; each is a whole of which this rank has a part."""
         self._take_group(group)
         self._are_parts_of_whole = True
         if self.tensor_parallel_size > 1:
@@ -93,12 +93,12 @@ class SplitProductMixin(TensorParallelMixin):
 
     @property
     def local_in_features(self) -> int:
-        """Columns of the weight on this rank."""
+        """The number of columns of the weight on this rank."""
         return self._local("in_features", "row")
 
     @property
     def local_out_features(self) -> int:
-        """Rows of the weight on this rank."""
+        """The number of rows of the weight on this rank."""
         return self._local("out_features", "column")
 
     def _local(self, name: str, mode: str) -> int:
@@ -119,13 +119,13 @@ class SplitProductMixin(TensorParallelMixin):
 
 
 def is_dtensor(value: object) -> bool:
-    """Without importing what nobody may have asked for."""
+    """Checks for a DTensor without importing a module that may not be needed."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 class _Share(torch.autograd.Function):
-    """One of `ranks` equal parts of what all ranks add, each with the gradient of the whole."""
+    """One of `ranks` equal parts of a sum over all ranks; each has the gradient of the whole."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: int) -> Tensor:
@@ -137,7 +137,8 @@ class _Share(torch.autograd.Function):
 
 
 def _make_placements() -> dict[str | None, tuple[Any, ...]]:
-    """Of a parameter, by how its module is split. Imported once somebody has a DTensor."""
+    """The placements of a parameter, by how its module is split. They are imported once there is a
+    DTensor."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     return {
@@ -150,15 +151,16 @@ def _make_placements() -> dict[str | None, tuple[Any, ...]]:
 
 
 def local_parameter(owner: Any, name: str, parameter: Any) -> Tensor:
-    """What the owner computes with on this rank, of a DTensor on a mesh of one dimension.
+    """The tensor that the owner computes with on this rank, for a DTensor on a mesh of one
+    dimension.
 
-    RuntimeError where the parameter is not placed as the owner is split.
+    Raises RuntimeError if the placement of the parameter does not match the owner's.
     """
     local: Tensor
     if is_compiling():
         _check_placements(owner, name, parameter)
     else:
-        # The tuple that was checked before, in most calls.
+        # In most calls it is the same tuple that was checked before.
         checked = owner.__dict__.setdefault("_placements_checked", {})
         if checked.get(name) is not parameter.placements:
             _check_placements(owner, name, parameter)
@@ -169,7 +171,7 @@ def local_parameter(owner: Any, name: str, parameter: Any) -> Tensor:
             return local / parameter.device_mesh.size() if _is_shared(owner, name) else local
     if owner._has_partial_gradients:
         placements = _make_placements()
-        # The first of the two has the sum over the ranks as its backward.
+        # The backward of the first conversion is the sum over the ranks.
         whole = parameter.redistribute(placements=placements["whole"])
         part: Tensor = whole.to_local(grad_placements=placements["sums"])
         return part
@@ -178,7 +180,7 @@ def local_parameter(owner: Any, name: str, parameter: Any) -> Tensor:
 
 
 def _is_shared(owner: Any, name: str) -> bool:
-    """Does each rank add its share of one bias?"""
+    """Does each rank add its part of one bias?"""
     return name == "bias" and getattr(owner, "tensor_parallel_mode", None) == "row"
 
 
@@ -201,9 +203,9 @@ _C.set_take_local(local_parameter)
 
 
 def local_parameters(op: Any, tensors: list[Any]) -> list[Any]:
-    """Of a basic op: its parameters, where they are DTensors as it computes with them."""
+    """The parameters of a basic op; DTensors are replaced by the tensors that it computes with."""
     if op.is_python:
-        return tensors  # whose methods take what it has
+        return tensors  # whose methods use the parameters themselves
     return [
         local_parameter(owner, name, tensor) if is_dtensor(tensor) else tensor
         for (owner, name), tensor in zip(op._tensor_places(), tensors, strict=True)
@@ -211,7 +213,7 @@ def local_parameters(op: Any, tensors: list[Any]) -> list[Any]:
 
 
 def local_sizes(op: Any, tensors: list[Any]) -> list[Any]:
-    """The same without memory or values, also where FSDP2 has sharded what is split."""
+    """The same without memory or values, also if FSDP2 has sharded split parameters."""
     return [
         _local_size(owner, name, tensor) if is_dtensor(tensor) else tensor
         for (owner, name), tensor in zip(op._tensor_places(), tensors, strict=True)
@@ -228,7 +230,7 @@ def _local_size(owner: Any, name: str, parameter: Any) -> Tensor:
 
 
 def check_gates(ops: list[Any]) -> None:
-    """ValueError where a gated linear unit gets columns of a whole that lie on other ranks."""
+    """Raises ValueError if a gated linear unit would need columns that are on other ranks."""
     product: Any = None
     for op in ops:
         size: Any = getattr(op, "glu_interleave_size", None)
@@ -245,7 +247,7 @@ def check_gates(ops: list[Any]) -> None:
             )
         owner = op._parameter_owner
         if op._kind == "BasicLinear":
-            # A module whose parameters are borrowed knows of no ranks.
+            # A module whose parameters are borrowed does not know about ranks.
             mode = getattr(owner, "tensor_parallel_mode", None)
             is_column = mode == "column" and owner._are_parts_of_whole
             product = owner if is_column else None

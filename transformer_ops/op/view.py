@@ -11,11 +11,11 @@ from .base import BasicOperation
 
 
 class View(BasicOperation):
-    """A basic op without state: everything is looked up on its owner, when it is needed."""
+    """A basic op without state: everything is looked up on its owner when it is needed."""
 
     def __init__(self, owner: nn.Module) -> None:
         BasicOperation.__init__(self)
-        # Past nn.Module, which would register the owner as a submodule of its own part.
+        # This bypasses nn.Module, which would register the owner as a submodule of its own part.
         self.__dict__["_owner"] = owner
 
     @property
