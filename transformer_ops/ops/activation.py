@@ -25,7 +25,7 @@ class _Activation(BasicOperation):
 
 
 class _InPlaceActivation(_Activation):
-    """One that has nn's argument `inplace`."""
+    """An activation that has nn's argument `inplace`."""
 
     _checks: ClassVar[Mapping[str, Check]] = {"inplace": check_bool}
 
@@ -40,11 +40,11 @@ class _InPlaceActivation(_Activation):
 class TwoForms(BasicOperation):
     """A GELU or a unit gated by one, in the tanh form or the exact one."""
 
-    # The kinds of the two.
+    # The kinds of the two forms.
     _kinds: ClassVar[tuple[str, str]]
     _checks: ClassVar[Mapping[str, Check]] = {"approximate": check_approximate}
 
-    # The class has one, too, for modules that were pickled without it.
+    # The class has a default, too, for modules that were pickled without it.
     approximate: str = "tanh"
 
     def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
@@ -56,22 +56,22 @@ class TwoForms(BasicOperation):
         return self._kinds[self.approximate == "none"]
 
     def extra_repr(self) -> str:
-        """The form where it is not the tanh one, and the flag where it is set."""
+        """The form if it is not the tanh one, and the flag if it is set."""
         form = "approximate='none'" if self.approximate == "none" else ""
         return ", ".join(filter(None, (form, super().extra_repr())))
 
 
 class _TanhGELU(_Activation, kind="GELU"):
-    """What a GELU takes from its declaration; the exact form's says the same."""
+    """The declaration of a GELU; that of the exact form is the same."""
 
 
 class GELU(TwoForms, _TanhGELU):
     """The tanh form of GELU unless `approximate="none"`, while `torch.nn.GELU()` is exact.
 
-    "tanh" is `x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`, "none" the exact
-    `x/2 * (1 + erf(x / sqrt(2)))` (Hendrycks and Gimpel 2016). `cache_quantized_input`: backward
-    keeps the input in 8 bits (E4M3, one scale). ValueError for another `approximate`, or a
-    `cache_quantized_input` that is no bool.
+    "tanh" is `x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`; "none" is the exact `x/2 * (1 +
+    erf(x / sqrt(2)))` (Hendrycks and Gimpel 2016). With `cache_quantized_input` the input is saved
+    for backward in 8 bits (E4M3, one scale). Raises ValueError for another `approximate`, or if
+    `cache_quantized_input` is no bool.
     """
 
     _kinds = ("GELU", "ExactGELU")
@@ -85,12 +85,12 @@ class QGELU(_Activation, kind="QGELU"):
 
 
 class ReLU(_InPlaceActivation, kind="ReLU"):
-    """`max(x, 0)`. Backward saves one exact bit an element.
+    """`max(x, 0)`. One exact bit for each element is saved for backward.
 
     `cache_quantized_input` changes nothing, because a bit is less than a byte: the same is saved,
-    and the gradient stays exact. `inplace=True`, as in `torch.nn.ReLU`, is taken behind an op that
-    makes the input, whose memory is reused anyway; ValueError at the call where it would overwrite
-    the caller's tensor. ValueError unless both are bools.
+    and the gradient stays exact. `inplace=True`, as in `torch.nn.ReLU`, is accepted after an op
+    that computes the input, whose memory is reused anyway. If it would overwrite the caller's
+    tensor, the call raises ValueError. Raises ValueError unless both are bools.
     """
 
 

@@ -14,8 +14,8 @@ __all__ = ["AddExtraInput"]
 class AddExtraInput(BasicOperation, kind="AddExtraInput"):
     """`x + extra`, both of one shape; the gradient goes to both.
 
-    `in_place=True` permits, and never requires, to overwrite the extra tensor. ValueError unless
-    the flag is a bool.
+    `in_place=True` allows, but never requires, overwriting the extra tensor. Raises ValueError
+    unless the flag is a bool.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"in_place": check_bool}

@@ -25,18 +25,18 @@ class BasicLinear(BasicOperation, SplitProductMixin, kind="BasicLinear"):
     """`x @ weight.T`.
 
     `x[..., in_features]`, `weight[out_features, in_features]` → `[..., out_features]` in the
-    weight's dtype; outside autocast the input is cast to it, and the input gradient comes back in
-    the input's dtype. The weight starts kaiming-uniform with a = sqrt(5) (He et al. 2015), as in
-    `torch.nn.Linear`.
+    weight's dtype. Outside autocast the input is cast to it, and the input gradient is returned in
+    the input's dtype. The weight is initialized kaiming-uniform with a = sqrt(5) (He et al. 2015),
+    as in `torch.nn.Linear`.
 
-    With `accumulate_into_main_grad` the weight gradient is added into `weight.main_grad` instead of
-    being returned. Where the parameter has `overwrite_main_grad` set, the first gradient of each
-    backward pass is written there, and those of further uses of the weight are added.
+    With `accumulate_into_main_grad` the weight gradient is added to `weight.main_grad` instead of
+    being returned. If the parameter's `overwrite_main_grad` is set, the first gradient of each
+    backward pass overwrites the buffer, and gradients of further uses of the weight are added.
     `rng_state_tracker_function` returns an object whose `fork()` is a context manager around the
     initialization of the weight.
 
     In a `tensor_parallel_group` (a ProcessGroup, a 1-dimensional DeviceMesh, or None for all ranks;
-    one rank alone splits nothing) the weight of each rank is a shard:
+    a single rank splits nothing) the weight of each rank is a shard:
 
         "column"  weight[out_features / ranks, in_features]: x is the same on all ranks, and each
                   has its columns of the output. With `sequence_parallel` each rank has its share of
@@ -44,12 +44,12 @@ class BasicLinear(BasicOperation, SplitProductMixin, kind="BasicLinear"):
         "row"     weight[out_features, in_features / ranks]: each rank has its columns of x, and all
                   have the sum, or with `sequence_parallel` their share of its rows.
 
-    It is then planned with a collective before or after it (Shoeybi et al. 2019; Korthikanti et al.
-    2022). What backward needs of gathered rows is gathered again.
+    The plan then has a collective before or after it (Shoeybi et al. 2019; Korthikanti et al.
+    2022). Gathered rows that backward needs are gathered again.
 
-    ValueError for sizes below 1, a flag that is no bool, a tracker that cannot be called; a mode
-    without a group, a group or `sequence_parallel` without a mode, features that the ranks do not
-    divide.
+    Raises ValueError if a size is below 1, a flag is no bool, or the tracker is not callable; also
+    if a mode is given without a group, a group or `sequence_parallel` without a mode, or if the
+    ranks do not divide the features.
     """
 
     _takes_scales: ClassVar[bool] = True
@@ -91,18 +91,18 @@ class BasicLinear(BasicOperation, SplitProductMixin, kind="BasicLinear"):
         hold_quantized(self)
 
     def reset_parameters(self) -> None:
-        """Draw `weight` anew, inside the tracker's `fork()` where there is one."""
+        """Initializes `weight` again, inside the tracker's `fork()` if there is one."""
         init_weight(self.weight, self._rng_state_tracker_function, self.in_features)
         renew_scales(self)
 
     @property
     def basic_ops(self) -> list[BasicOperation]:
-        """Itself, between its collectives where it is split."""
+        """Itself, between its collectives if it is split."""
         if self.tensor_parallel_mode is None:
             return [self]
         known = self.__dict__.get("_parts")
         key = (self.tensor_parallel_mode, self.sequence_parallel)
-        # A copy of the module brings the parts of the original along.
+        # A copy of the module also copies the parts of the original.
         if known is None or known[0] != key or self not in known[1]:
             before, after = collectives_around(self)
             known = self.__dict__["_parts"] = (key, [*before, self, *after])
@@ -117,7 +117,7 @@ class BasicLinear(BasicOperation, SplitProductMixin, kind="BasicLinear"):
 
 
 def check_rng_tracker(op: str, tracker: Callable[[], Any] | None) -> Callable[[], Any] | None:
-    """None, or something that can be called."""
+    """None, or something callable."""
     if tracker is not None and not callable(tracker):
         raise ValueError(
             f"[{op}] rng_state_tracker_function must be callable or None, got {tracker!r}"
@@ -126,7 +126,8 @@ def check_rng_tracker(op: str, tracker: Callable[[], Any] | None) -> Callable[[]
 
 
 def init_weight(weight: Tensor, tracker: Callable[[], Any] | None, in_features: int) -> None:
-    """Kaiming-uniform with a = sqrt(5), as `torch.nn.Linear`; a shard as a part of the whole."""
+    """Initializes kaiming-uniform with a = sqrt(5), as `torch.nn.Linear`; a shard as a part of the
+    whole."""
     with contextlib.nullcontext() if tracker is None else tracker().fork():
         nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
         if weight.shape[1] != in_features:

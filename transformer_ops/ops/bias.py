@@ -22,11 +22,11 @@ class Bias(BasicOperation, TensorParallelMixin, kind="Bias"):
     `x[..., size]`, `bias[size]` (zeros at start) → `[..., size]` in the input's dtype. The
     gradient of `bias` is the sum over the leading dimensions.
 
-    With `tensor_parallel` each rank of `tensor_parallel_group` (None: all ranks) has its share of
+    With `tensor_parallel` each rank of `tensor_parallel_group` (None: all ranks) has its part of
     the columns of x, and of the bias: `bias[size / ranks]`.
 
-    ValueError unless `size` >= 1; for a flag that is no bool, a group without it, ranks that do not
-    divide `size`.
+    Raises ValueError unless `size` >= 1; also if a flag is no bool, if there is a group without the
+    flag, or if the ranks do not divide `size`.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"size": check_size}
@@ -57,12 +57,12 @@ class Bias(BasicOperation, TensorParallelMixin, kind="Bias"):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set `bias` to zeros."""
+        """Sets `bias` to zeros."""
         nn.init.zeros_(self.bias)
 
     @property
     def local_size(self) -> int:
-        """Elements of the bias on this rank."""
+        """The number of elements of the bias on this rank."""
         return shard_size(type(self).__name__, "size", self.size, self.tensor_parallel_size)
 
     def _attributes(self) -> dict[str, Attribute]:

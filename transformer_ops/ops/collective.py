@@ -1,9 +1,9 @@
-"""Collectives: along the rows (the first dimension) of the ranks of a process group.
+"""Collectives along the rows (the first dimension) of the ranks of a process group.
 
 `process_group` is a ProcessGroup, a 1-dimensional DeviceMesh, or None for all ranks. Its size is
-read when the op is called; in a group of one rank the op hands its input on. All ranks must call
-the op, in the same order and with equal shapes. Copies share the group; a pickled op finds it by
-its name.
+read when the op is called; in a group of one rank the op passes its input through. All ranks must
+call the op, in the same order and with equal shapes. Copies share the group; a pickled op finds it
+by its name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Collective(BasicOperation):
 
     @property
     def process_group(self) -> Any:
-        """The group; None: all ranks. RuntimeError where this process has none of its name."""
+        """The group; None: all ranks. Raises RuntimeError if this process has no group of its
+        name."""
         name = self._name_of_group()
         return None if name is None else find_group(type(self).__name__, "process_group", name)
 
@@ -43,12 +44,12 @@ class Collective(BasicOperation):
 
     @property
     def group(self) -> str:
-        """The name of the group, also where it is that of all ranks."""
+        """The name of the group, also for the group of all ranks."""
         return self._ranks().group
 
     @property
     def group_size(self) -> int:
-        """The number of its ranks now."""
+        """The current number of its ranks."""
         return self._ranks().size
 
     def extra_repr(self) -> str:
@@ -59,33 +60,33 @@ class Collective(BasicOperation):
 class AllGather(Collective, kind="AllGather"):
     """The rows of all ranks, in their order.
 
-    `x[n, ...]` → `[ranks * n, ...]` in the input's dtype. The gradient is the sum of what all ranks
-    give for this rank's rows. ValueError for a group that is none.
+    `x[n, ...]` → `[ranks * n, ...]` in the input's dtype. The gradient is the sum of all ranks'
+    gradients for this rank's rows. Raises ValueError if the group is none.
     """
 
 
 class ReduceScatter(Collective, kind="ReduceScatter"):
     """This rank's rows of the sum over all ranks.
 
-    `x[n, ...]` → `[n / ranks, ...]` in the input's dtype; RuntimeError where the ranks do not
-    divide n. The gradient is gathered. ValueError for a group that is none.
+    `x[n, ...]` → `[n / ranks, ...]` in the input's dtype. Raises RuntimeError if the ranks do not
+    divide n. The gradient is gathered. Raises ValueError if the group is none.
     """
 
 
 class AllReduce(Collective, kind="AllReduce"):
     """The sum over all ranks, of any shape with rows, in the input's dtype.
 
-    All ranks go on with the same tensor, so each has its gradient already: it is handed on as it
-    is (Megatron's g; Shoeybi et al. 2019). ValueError for a group that is none.
+    All ranks continue with the same tensor, so each already has its gradient, which is passed
+    through (Megatron's g; Shoeybi et al. 2019). Raises ValueError if the group is none.
     """
 
 
 class ReduceGradient(Collective, kind="ReduceGradient"):
-    """The input, whose gradient is summed over all ranks (Megatron's f): what stands before a
+    """The input, whose gradient is summed over all ranks (Megatron's f). It is placed before a
     product whose weight is split by rows."""
 
 
-# ---- around a product that is split
+# ---- around a split product
 
 
 class _SplitView(View):
@@ -124,7 +125,7 @@ class _ReduceView(_SplitView, AllReduce):
 
 
 def collectives_around(product: Any) -> tuple[list[BasicOperation], list[BasicOperation]]:
-    """What runs before a split product, and what after it and its bias."""
+    """The ops before a split product, and those after it and its bias."""
     sequence = product.sequence_parallel
     if product.tensor_parallel_mode == "column":
         return [_GatherView(product) if sequence else _ReduceGradientView(product)], []

@@ -8,9 +8,9 @@ __all__ = ["ConstantScale"]
 
 
 class ConstantScale(BasicOperation, kind="ConstantScale"):
-    """`x * scale`, elementwise, in the input's dtype; backward scales the gradient too.
+    """`x * scale`, elementwise, in the input's dtype; backward also scales the gradient.
 
-    ValueError unless `scale` is a finite number.
+    Raises ValueError unless `scale` is a finite number.
     """
 
     def __init__(self, scale: float) -> None:

@@ -12,21 +12,21 @@ __all__ = ["Combine", "Dispatch"]
 
 
 class Dispatch(BasicOperation, kind="Dispatch"):
-    """A copy of each token for each of its experts, those of one expert one after another.
+    """A copy of each token for each of its experts, sorted by expert.
 
     `x[..., h]` and the extra inputs `expert_ids[..., k]`, integers, and `probs[..., k]` →
     `[n, h]`, where n is the number of ids, and the extra outputs
 
-    - `splits[local_experts]`, int64: how many rows each expert has;
+    - `splits[local_experts]`, int64: the number of rows of each expert;
     - `permuted_probs[n]`: the probability of each row;
-    - `positions[..., k]`, int32: where each copy lies, for `Combine`.
+    - `positions[..., k]`, int32: the position of each copy, for `Combine`.
 
-    Rows of one expert keep the order of their tokens. An id of -1 drops that copy: its position
-    is -1, and as many rows at the end are zeros. Where experts are shared out among processes, this
+    Rows of one expert keep the order of their tokens. An id of -1 drops that copy: its position is
+    -1, and there is a row of zeros at the end for it. If experts are split among processes, this
     one has `local_experts` of them (None: all) from `first_expert` on, and copies for others are
-    dropped here. Gradients go to `x` and `probs`. RuntimeError for an id outside [-1, num_experts)
-    on the CPU (on CUDA it is not looked at), and for local experts beyond `num_experts`; ValueError
-    unless the numbers of experts are >= 1 and `first_expert` >= 0.
+    dropped. Gradients go to `x` and `probs`. Raises RuntimeError for an id outside [-1,
+    num_experts) on the CPU (on CUDA it is not checked), and for local experts beyond `num_experts`.
+    Raises ValueError unless the numbers of experts are >= 1 and `first_expert` >= 0.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {
@@ -48,8 +48,8 @@ class Combine(BasicOperation, kind="Combine"):
     """The sum of the copies that `Dispatch` made of each token.
 
     `x[n, h]` and the extra input `positions[..., k]` of `Dispatch` → `[..., h]`, summed in float32
-    (float64 for float64) in the order of k and rounded once. A position of -1 counts as zero.
-    RuntimeError for a position that is no row, or given twice, on the CPU.
+    (float64 for float64) in the order of k and rounded once. A position of -1 counts as zero. On
+    the CPU, raises RuntimeError if a position is out of range, or given twice.
     """
 
     def __init__(self) -> None:

@@ -12,12 +12,13 @@ __all__ = ["DropPath"]
 
 
 class DropPath(BasicOperation, kind="DropPath"):
-    """Zeroes samples with probability `p` and scales the rest by `1 / (1 - p)`, when training.
+    """In training, zeroes samples with probability `p` and scales the rest by `1 / (1 - p)`.
 
     Samples are the first dimension (Huang et al. 2016, "stochastic depth"; `DropPath` in timm,
-    `StochasticDepth(p, "row")` in torchvision). Any shape with a dimension, the input's dtype.
-    Backward keeps one number a sample. Random bits are those of `Dropout`. `p = 1` gives zeros;
-    `p = 0`, and eval mode, draw no random number. ValueError unless `p` lies in [0, 1].
+    `StochasticDepth(p, "row")` in torchvision). The input has any shape with a dimension; the
+    result has its dtype. One number for each sample is saved for backward. Random bits are those of
+    `Dropout`. `p = 1` gives zeros; `p = 0`, and eval mode, draw no random number. Raises ValueError
+    unless `p` is in [0, 1].
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"p": check_probability}

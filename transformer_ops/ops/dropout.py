@@ -12,11 +12,12 @@ __all__ = ["Dropout"]
 
 
 class Dropout(BasicOperation, kind="Dropout"):
-    """Zeroes elements with probability `p` and scales the rest by `1 / (1 - p)`, when training.
+    """In training, zeroes elements with probability `p` and scales the rest by `1 / (1 - p)`.
 
-    Any shape, the input's dtype (Srivastava et al. 2014). Random bits are Philox counters (Salmon
-    et al. 2011) seeded by torch's generator of the device. `p = 1` gives zeros; `p = 0`, and eval
-    mode, draw no random number. ValueError unless `p` lies in [0, 1]. `inplace` as in `ReLU`.
+    The input has any shape, and the result has its dtype (Srivastava et al. 2014). Random bits are
+    Philox counters (Salmon et al. 2011) seeded by torch's generator of the device. `p = 1` gives
+    zeros; `p = 0`, and eval mode, draw no random number. Raises ValueError unless `p` is in [0, 1].
+    `inplace` is as in `ReLU`.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"p": check_probability, "inplace": check_bool}
@@ -27,5 +28,5 @@ class Dropout(BasicOperation, kind="Dropout"):
         self.inplace = inplace
 
     def extra_repr(self) -> str:
-        """The probability, and the flag where it is set."""
+        """The probability, and the flag if it is set."""
         return super().extra_repr() + ", inplace=True" * self.inplace

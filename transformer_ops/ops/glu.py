@@ -6,7 +6,7 @@
 The **first** half is activated; torch's GLU gates with the second. The output has the input's
 dtype, computed in float32 (float64 for float64).
 
-With `cache_quantized_input` the input is kept for backward as E4M3 codes with one scale for the
+With `cache_quantized_input` the input is saved for backward as E4M3 codes with one scale for the
 tensor, as in `GELU`.
 """
 
@@ -44,7 +44,7 @@ class GLU(_GLU, kind="GLU"):
 
 
 class _TanhGEGLU(_GLU, kind="GEGLU"):
-    """What a GEGLU takes from its declaration; the exact form's says the same."""
+    """The declaration of a GEGLU; that of the exact form is the same."""
 
 
 class GEGLU(TwoForms, _TanhGEGLU):
@@ -87,7 +87,7 @@ class SwiGLU(_InterleavedGLU, kind="SwiGLU"):
     """`SiLU(a) * b`.
 
     `glu_interleave_size`: blocks of that many elements of `a` and `b` alternate along the last
-    dimension; None: halves. ValueError unless it is None or >= 1.
+    dimension; None: halves. Raises ValueError unless it is None or >= 1.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class SwiGLU(_InterleavedGLU, kind="SwiGLU"):
 
 
 class _SiTUGLU(_InterleavedGLU):
-    """With the numbers of SiTUGLU."""
+    """A GLU with the numbers of SiTUGLU."""
 
     _checks: ClassVar[Mapping[str, Check]] = {"beta1": check_positive, "beta2": check_positive}
 
@@ -117,12 +117,12 @@ class _SiTUGLU(_InterleavedGLU):
 class SiTUGLU(_SiTUGLU, kind="SiTUGLU"):
     """`beta1 tanh(a/beta1) * sigmoid(a) * beta2 tanh(b/beta2)`.
 
-    ValueError unless both betas are finite and > 0; `glu_interleave_size` as in `SwiGLU`.
+    Raises ValueError unless both betas are finite and > 0. `glu_interleave_size` is as in `SwiGLU`.
     """
 
 
 class _ClampedGLU(_InterleavedGLU):
-    """With the numbers of ClampedSwiGLU."""
+    """A GLU with the numbers of ClampedSwiGLU."""
 
     _checks: ClassVar[Mapping[str, Check]] = {
         "limit": check_positive,
@@ -147,6 +147,6 @@ class ClampedSwiGLU(_ClampedGLU, kind="ClampedSwiGLU"):
     """`g * sigmoid(alpha g) * (l + glu_linear_offset)` of two clamped inputs.
 
     `g = min(a, limit)`, `l = clamp(b, -limit, limit)`: the activation of gpt-oss (OpenAI 2025).
-    ValueError unless `limit` is finite and > 0, `alpha` and `glu_linear_offset` finite;
-    `glu_interleave_size` as in `SwiGLU`.
+    Raises ValueError unless `limit` is finite and > 0, and `alpha` and `glu_linear_offset` are
+    finite. `glu_interleave_size` is as in `SwiGLU`.
     """

@@ -1,4 +1,4 @@
-"""A GroupedLinear that writes into tensors of the caller's."""
+"""A GroupedLinear that writes to tensors of the caller."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ops = torch.ops.transformer_ops
 
 
 class Buffers(NamedTuple):
-    """Tensors that take the output, and in backward the gradient of the input."""
+    """Tensors that receive the output and, in backward, the gradient of the input."""
 
     output: Tensor | None = None
     grad_input: Tensor | None = None
@@ -32,8 +32,8 @@ def run_into(
 ) -> Tensor:
     """One call of a GroupedLinear with the buffers `given`.
 
-    Raises TypeError for another keyword argument and for what is no plain tensor, ValueError for a
-    buffer that does not fit, RuntimeError for what only a plan can do.
+    Raises TypeError for another keyword argument and if a buffer is no plain tensor, ValueError if
+    a buffer does not fit, and RuntimeError for options that need a plan.
     """
     buffers = Buffers(**_checked_names(op, given))
     names = " and ".join(op._extra_input_names())
@@ -68,7 +68,7 @@ def _tensors_of(op: Any, name: str) -> list[Tensor]:
 
 
 class Layout(NamedTuple):
-    """How many of the parameters are weights, and which are one for all groups."""
+    """The number of parameters that are weights, and whether weights and biases are stacked."""
 
     weights: int
     single_weight: bool
@@ -130,8 +130,9 @@ class _Into(torch.autograd.Function):
 
 @contextmanager
 def _written_into(buffer: Tensor | None) -> Iterator[Any]:
-    """Has the next typed op write its first result into the buffer, and gives what to call on that
-    result: a tensor with the buffer's memory, whether the op could do that or not."""
+    """Makes the next typed op write its first result to the buffer. Yields a function to call on
+    that result, which returns a tensor with the buffer's memory, whether the op could do that or
+    not."""
 
     def written(result: Tensor) -> Tensor:
         if buffer is None:

@@ -1,4 +1,5 @@
-"""Matrix products of runs of rows, each with a weight of its own: the Linear of experts."""
+"""Matrix products of consecutive groups of rows, each with its own weight: the Linear of
+experts."""
 
 from __future__ import annotations
 
@@ -25,32 +26,32 @@ __all__ = ["GroupedLinear"]
 class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     """`x[rows of g] @ weight[g].T + bias[g]` for each group g.
 
-    `x[..., in_features]`, its rows sorted by group, and the extra input `splits[num_groups]`, how
-    many rows each group has, in any integer dtype and on the device of `x` → `[...,
-    out_features]` in the weight's dtype. Rows beyond the sum of the splits are zeros, in the output
-    and in the gradients. With `scale_bias` a second extra input has a number for each row that the
-    bias is multiplied by, and gets a gradient.
+    `x[..., in_features]`, its rows sorted by group, and the extra input `splits[num_groups]`, the
+    number of rows of each group, in any integer dtype and on the device of `x` → `[...,
+    out_features]` in the weight's dtype. Rows after the sum of the splits are zeros, in the output
+    and in the gradients. With `scale_bias` a second extra input has a number for each row by which
+    the bias is multiplied; it gets a gradient.
 
     With `single_grouped_weight` there is one parameter `weight[num_groups, out_features,
-    in_features]`; else `weight0`, `weight1`, ... of `[out_features, in_features]`, which products
-    take and give gradients of as they are. `single_grouped_bias` says the same of the bias. State
-    dicts of both kinds load into both. Weights start kaiming-uniform with a = sqrt(5), biases at
-    zero.
+    in_features]`; else `weight0`, `weight1`, ... of `[out_features, in_features]`, which are not
+    copied together. `single_grouped_bias` does the same for the bias. State dicts of both kinds
+    load into both. Weights are initialized kaiming-uniform with a = sqrt(5), biases with zeros.
 
     With `delay_wgrad_compute` backward leaves the gradient of the weight to `backward_dw()`; a bias
-    gets its own in backward. In compiled code the call is then a graph break. RuntimeError for a
-    weight that is no parameter.
+    gets its gradient in backward. In compiled code the call is then a graph break. Raises
+    RuntimeError if the weight is no parameter.
 
-    A call may name a contiguous tensor `output` that takes the output, and `grad_input`, which
-    takes the gradient of `x` in backward: keyword arguments of the op alone, or its `op_kwargs` in
-    a `Sequential`, where it is then a step of its own, outside of compiled code. What is returned
-    is the same memory. ValueError for a buffer of another shape, dtype or device; RuntimeError with
-    `accumulate_into_main_grad`, `delay_wgrad_compute` or a recipe; no second derivatives.
+    A call may pass a contiguous tensor `output` that receives the output, and `grad_input`, which
+    receives the gradient of `x` in backward. They are keyword arguments of the op alone, or its
+    `op_kwargs` in a `Sequential`, in which it is then a separate step, outside of compiled code.
+    The returned tensors have the same memory. Raises ValueError if a buffer has another shape,
+    dtype or device, and RuntimeError with `accumulate_into_main_grad`, `delay_wgrad_compute` or a
+    recipe. There are no second derivatives.
 
-    `accumulate_into_main_grad` and `rng_state_tracker_function` as in `BasicLinear`: each parameter
-    has a `main_grad` of its own. ValueError for sizes below 1, flags that are no bools, and
-    `scale_bias` without a bias. RuntimeError on the CPU where splits are negative or add up to more
-    rows than there are (on CUDA they are not looked at).
+    `accumulate_into_main_grad` and `rng_state_tracker_function` are as in `BasicLinear`; each
+    parameter has its own `main_grad`. Raises ValueError if sizes are below 1, if flags are no
+    bools, and for `scale_bias` without a bias. On the CPU, raises RuntimeError if splits are
+    negative or their sum exceeds the number of rows (on CUDA they are not checked).
     """
 
     _fixed_once_captured: ClassVar[tuple[str, ...]] = (
@@ -77,10 +78,10 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     out_features: int
     accumulate_into_main_grad: bool
     delay_wgrad_compute: bool
-    # Whether one parameter stands for those of all groups; a bias that is None is one.
+    # Whether one parameter is stacked for all groups; this includes a bias that is None.
     single_grouped_weight: bool
     single_grouped_bias: bool
-    # Where they are.
+    # The stacked parameters, if there are any.
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -136,12 +137,12 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
             self.register_parameter(f"{name}{i}", new_parameter(op, shape[1:], device, dtype))
 
     def _parts(self, name: str) -> list[Tensor]:
-        """The parameters of the groups; none where there is one for all."""
+        """The parameters of the groups; empty if one is stacked for all."""
         names = self._names_in(name)
         return [] if names == (name,) else [getattr(self, part) for part in names]
 
     def extra_repr(self) -> str:
-        """The attributes; layouts where there is one parameter for all groups."""
+        """The attributes, and the layouts if a parameter is stacked for all groups."""
         found = super().extra_repr()
         has_bias = self._parameters.get("bias", self) is not None
         return found if has_bias else found.replace(", single_grouped_bias=True", "")
@@ -156,11 +157,11 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Compute the weight gradient of the first backward that is still to be finished.
+        """Computes the weight gradient of the first backward that is not finished.
 
         It goes where backward would have put it: to `.grad`, with the hooks of the parameter, or to
-        `main_grad`. Nothing happens where no backward waits. RuntimeError, with nothing lost, where
-        what backward kept was modified in place since, or the weight has another shape.
+        `main_grad`. If no backward is waiting, nothing happens. Raises RuntimeError, with nothing
+        lost, if a saved tensor was modified in place since, or if the weight has another shape.
         """
         delayed = self.__dict__.get("_delayed")
         if not delayed:
@@ -176,7 +177,7 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
         self.__dict__.setdefault("_delayed", collections.deque()).append(finish)
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, inside the tracker's `fork()`, and set biases to zero."""
+        """Initializes the weights again, inside the tracker's `fork()`, and sets biases to zero."""
         tracker = self._rng_state_tracker_function
         with contextlib.nullcontext() if tracker is None else tracker().fork():
             for weight in self._parts("weight") or self.weight.detach():

@@ -14,8 +14,8 @@ __all__ = ["L2Normalization"]
 class L2Normalization(BasicOperation, kind="L2Normalization"):
     """`x * rsqrt(sum(x^2) + eps)` over the last dimension.
 
-    `x[..., h]` → the shape and dtype of `x`, computed in float32 (float64 for float64). No
-    parameters. ValueError for eps negative or not finite.
+    `x[..., h]` → the shape and dtype of `x`, computed in float32 (float64 for float64). It has no
+    parameters. Raises ValueError if eps is negative or not finite.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"eps": check_not_negative}

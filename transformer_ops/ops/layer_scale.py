@@ -19,9 +19,9 @@ class LayerScale(BasicOperation, kind="LayerScale"):
     """`x * gamma` over the last dimension; `gamma` starts at `init_values` (Touvron et al. 2021).
 
     `x[..., size]`, `gamma[size]` → the shape and dtype of `x`, computed in float32 (float64 for
-    float64). Backward keeps the input only where `gamma` needs a gradient. With a `DropPath` and an
-    `AddExtraInput` behind it, forward is one pass. The parameter has the name that it has in timm.
-    ValueError for a size below 1, or an `init_values` that is no finite number.
+    float64). The input is saved for backward only if `gamma` needs a gradient. Followed by a
+    `DropPath` and an `AddExtraInput`, forward is one pass. The parameter has the same name as in
+    timm. Raises ValueError if the size is below 1, or if `init_values` is no finite number.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"size": check_size}
@@ -41,5 +41,5 @@ class LayerScale(BasicOperation, kind="LayerScale"):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set `gamma` to `init_values`."""
+        """Sets `gamma` to `init_values`."""
         nn.init.constant_(self.gamma, self._init_values)

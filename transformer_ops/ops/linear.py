@@ -1,4 +1,4 @@
-"""Linear: the container that the fuser expands to BasicLinear and Bias."""
+"""Linear, the container that the fuser expands to BasicLinear and Bias."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .collective import collectives_around
 
 __all__ = ["Linear"]
 
-# Keys of the reference's state dict, whose Linear registers its basic ops.
+# The keys of the reference's state dict, whose Linear registers its basic ops.
 _REFERENCE_KEYS = {"basic_ops.0.weight": "weight", "basic_ops.1.bias": "bias"}
 _REFERENCE_STATES = ("basic_ops.0._extra_state", "basic_ops.1._extra_state")
 
@@ -65,7 +65,7 @@ class _BiasView(View, Bias):
 
 
 class _Views(NamedTuple):
-    """The basic ops of a Linear, by what they were made for."""
+    """The basic ops of a Linear, and the settings that they were made for."""
 
     key: tuple[str | None, bool]
     before: list[BasicOperation]
@@ -77,15 +77,15 @@ class _Views(NamedTuple):
 class Linear(FusibleOperation, SplitProductMixin):
     """`x @ weight.T + bias`, where `bias` starts at zero; that of `torch.nn.Linear` does not.
 
-    Planned as BasicLinear and Bias.
+    It is planned as BasicLinear and Bias.
 
     `x[..., in_features]`, `weight[out_features, in_features]`, `bias[out_features]` (absent with
     `bias=False`) → `[..., out_features]` in the weight's dtype. The state dict is that of
-    `torch.nn.Linear`; the reference's keys (`basic_ops.0.weight`, `basic_ops.1.bias`) load too.
-    The weight starts kaiming-uniform with a = sqrt(5). Further arguments, and errors, are those of
-    `BasicLinear`.
+    `torch.nn.Linear`; the reference's keys (`basic_ops.0.weight`, `basic_ops.1.bias`) load, too.
+    The weight is initialized kaiming-uniform with a = sqrt(5). Other arguments and errors are those
+    of `BasicLinear`.
 
-    Where it is split by "column", so is the bias. By "row", each rank has a whole bias, and the sum
+    If it is split by "column", so is the bias. By "row", each rank has a whole bias, and the sum
     over the ranks contains all of them, as in the reference.
     """
 
@@ -141,7 +141,7 @@ class Linear(FusibleOperation, SplitProductMixin):
         return views
 
     def reset_parameters(self) -> None:
-        """Draw `weight` anew and set `bias` to zeros."""
+        """Initializes `weight` again and sets `bias` to zeros."""
         init_weight(self.weight, self._rng_state_tracker_function, self.in_features)
         renew_scales(self)
         if self.bias is not None:
@@ -149,14 +149,14 @@ class Linear(FusibleOperation, SplitProductMixin):
 
     @property
     def basic_ops(self) -> list[BasicOperation]:
-        """Views on this Linear: a BasicLinear and, with a bias, a Bias; where it is split, between
-        its collectives. They own nothing."""
+        """Views on this Linear: a BasicLinear and, with a bias, a Bias; if it is split, its
+        collectives are around them. The views own nothing."""
         views: _Views = self.__dict__["_views"]
-        # A shallow copy of the module brings the views of the original along.
+        # A shallow copy of the module also has the views of the original.
         is_ours = views.product._parameter_owner is self
         if not is_ours or views.key != (self.tensor_parallel_mode, self.sequence_parallel):
             views = self._make_views()
-        # A bias that was deleted is missed by name when the Bias looks for it.
+        # If the bias was deleted, the Bias raises an error with its name.
         bias = [] if getattr(self, "bias", views) is None else [views.bias]
         return [*views.before, views.product, *bias, *views.after]
 

@@ -12,10 +12,10 @@ __all__ = ["MakeExtraOutput"]
 
 
 class MakeExtraOutput(BasicOperation, kind="MakeExtraOutput"):
-    """Hands its input out a second time, as an extra output on the same memory.
+    """Also returns its input as an extra output, in the same memory.
 
-    Backward adds the gradients of both; a missing one is zero. `in_place=True` permits, and never
-    requires, to overwrite the extra gradient. ValueError unless the flag is a bool.
+    Backward adds the gradients of both; a missing one is zero. `in_place=True` allows, but never
+    requires, overwriting the extra gradient. Raises ValueError unless the flag is a bool.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"in_place": check_bool}

@@ -16,7 +16,8 @@ __all__ = ["LayerNorm", "RMSNorm"]
 
 
 class _Norm(BasicOperation):
-    """What the two norms share: a scale over the trailing dimensions, which may be absent."""
+    """The common part of the two norms: a scale over the trailing dimensions, which may be
+    absent."""
 
     _checks: ClassVar[Mapping[str, Check]] = {
         "normalized_shape": check_sizes,
@@ -55,7 +56,7 @@ class _Norm(BasicOperation):
         return self.weight is not None
 
     def reset_parameters(self) -> None:
-        """Set the scale to one (a zero-centred `weight` to zero), and a bias to zero."""
+        """Sets the scale to one (a zero-centred `weight` to zero), and a bias to zero."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
@@ -68,12 +69,12 @@ class _Norm(BasicOperation):
 class LayerNorm(_Norm, kind="LayerNorm"):
     """`(x - mean) / sqrt(var + eps) * weight + bias` over the trailing dimensions.
 
-    Ba et al. 2016, var without Bessel's correction. `x[..., *normalized_shape]`, `weight` and
+    Ba et al. 2016; var is without Bessel's correction. `x[..., *normalized_shape]`, `weight` and
     `bias` `[*normalized_shape]` → the shape and dtype of `x`, computed in float32 (float64 for
     float64). With `zero_centered_gamma` the scale is `1 + weight` and `weight` starts at zero.
-    `bias=False` leaves out the bias, `elementwise_affine=False` the weight, too, as in
-    `torch.nn.LayerNorm`. ValueError for sizes below 1, eps negative or not finite, a flag that is
-    no bool, and `zero_centered_gamma` without a weight.
+    `bias=False` omits the bias, and `elementwise_affine=False` also the weight, as in
+    `torch.nn.LayerNorm`. Raises ValueError if sizes are below 1, if eps is negative or not finite,
+    if a flag is no bool, and for `zero_centered_gamma` without a weight.
     """
 
     bias: nn.Parameter | None
@@ -106,13 +107,13 @@ class LayerNorm(_Norm, kind="LayerNorm"):
 
 
 class RMSNorm(_Norm, kind="RMSNorm"):
-    """`eps` is 1e-5 unless given; that of `torch.nn.RMSNorm` is None, the machine epsilon of the
+    """The default `eps` is 1e-5. That of `torch.nn.RMSNorm` is None, the machine epsilon of the
     dtype that it computes in.
 
     `x / sqrt(mean(x^2) + eps) * weight` over the trailing dimensions (Zhang and Sennrich 2019).
     `x[..., *normalized_shape]`, `weight[*normalized_shape]` → the shape and dtype of `x`, computed
     in float32 (float64 for float64). With `zero_centered_gamma` the scale is `1 + weight` and
-    `weight` starts at zero; `elementwise_affine=False` leaves out the weight. Errors are those of
+    `weight` starts at zero; `elementwise_affine=False` omits the weight. Errors are those of
     `LayerNorm`.
     """
 

@@ -1,4 +1,4 @@
-"""Products of one input with several weights, whose outputs stand side by side."""
+"""Products of one input with several weights; the outputs are next to each other."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ __all__ = ["PackedLinear"]
 
 
 class PackedLinear(BasicOperation, kind="PackedLinear"):
-    """`x @ cat(weight0, weight1, ...).T + cat(bias0, bias1, ...)`: gate and up of an MLP, or query,
-    key and value. The weights are parameters of their own and are never concatenated.
+    """`x @ cat(weight0, weight1, ...).T + cat(bias0, bias1, ...)`, as for gate and up of an MLP, or
+    query, key and value. The weights are separate parameters and are never concatenated.
 
     `x[..., in_features]`, `weight<i>[out_features[i], in_features]`, `bias<i>[out_features[i]]`
-    (absent with `bias=False`) → `[..., sum(out_features)]`, columns in the order of the weights.
-    The result has the dtype of `weight0`; outside autocast the input and the other parameters are
-    cast to it. Each weight starts kaiming-uniform with a = sqrt(5), each bias at zero.
+    (absent with `bias=False`) → `[..., sum(out_features)]`, with columns in the order of the
+    weights. The result has the dtype of `weight0`; outside autocast the input and the other
+    parameters are cast to it. Weights are initialized kaiming-uniform with a = sqrt(5), biases with
+    zeros.
 
-    On the CPU, weights that follow each other in memory are multiplied as one matrix, and the
-    gradients of all weights are one product, whose memory they share without overlap. Where one
-    weight needs a gradient, those of all weights are computed.
+    On the CPU, weights that follow each other in memory are multiplied as one matrix. The gradients
+    of all weights are one product; they share its memory without overlap. If one weight needs a
+    gradient, those of all weights are computed.
 
-    Recipes round each weight on its own. `DelayedScaling` is a RuntimeError, because its scales are
-    those of one weight. `accumulate_into_main_grad` and `rng_state_tracker_function` are those of
-    `BasicLinear`; each weight has a `main_grad` of its own. ValueError for sizes below 1, no sizes,
-    a flag that is no bool, and a tracker that cannot be called.
+    Recipes round each weight separately. `DelayedScaling` raises RuntimeError, because its scales
+    are for a single weight. `accumulate_into_main_grad` and `rng_state_tracker_function` are those
+    of `BasicLinear`; each weight has its own `main_grad`. Raises ValueError if sizes are below 1 or
+    there are none, if a flag is no bool, and if the tracker is not callable.
     """
 
     _fixed_once_captured: ClassVar[tuple[str, ...]] = ("accumulate_into_main_grad",)
@@ -76,14 +77,14 @@ class PackedLinear(BasicOperation, kind="PackedLinear"):
 
     @property
     def num_weights(self) -> int:
-        """How many weights there are."""
+        """The number of weights."""
         return len(self.out_features)
 
     def _tensors_in(self, parameter: str) -> list[Tensor | None]:
         return [getattr(self, name) for name in self._names_in(parameter)]
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, inside the tracker's `fork()`, and set biases to zero."""
+        """Initializes the weights again, inside the tracker's `fork()`, and sets biases to zero."""
         for weight in self._tensors_in("weight"):
             assert weight is not None
             init_weight(weight, self._rng_state_tracker_function, self.in_features)

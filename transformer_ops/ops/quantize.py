@@ -13,14 +13,14 @@ __all__ = ["Quantize"]
 
 
 class Quantize(BasicOperation, kind="Quantize"):
-    """Rounds its input to the format that the recipe of `autocast` has for inputs, and its output's
-    gradient to that for gradients; shape and dtype stay. Outside of `autocast` it hands both on.
+    """Rounds its input to the format of the `autocast` recipe for inputs, and its output's gradient
+    to that for gradients; shape and dtype stay. Outside of `autocast` it passes both through.
 
     Args:
         forward: whether the input is rounded.
-        backward: whether the gradient is.
+        backward: whether the gradient is rounded.
 
-    ValueError unless both are bools.
+    Raises ValueError unless both are bools.
     """
 
     _takes_scales: ClassVar[bool] = True

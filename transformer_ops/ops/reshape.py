@@ -14,8 +14,8 @@ __all__ = ["Reshape"]
 class Reshape(BasicOperation, kind="Reshape"):
     """`x.reshape(shape)`; backward restores the shape of the input.
 
-    `shape`: ints >= 0, of which one may be -1 and follows from the input. Any dtype.
-    ValueError for a shape that no tensor can have.
+    `shape`: ints >= 0, one of which may be -1 and follows from the input. Any dtype is allowed.
+    Raises ValueError for a shape that no tensor can have.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"shape": check_shape}

@@ -1,4 +1,4 @@
-"""Which experts a token goes to."""
+"""Chooses the experts of each token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _check_score(op: str, name: str, value: object) -> str:
 
 
 class Router(BasicOperation, kind="Router"):
-    """Hands its input on, with the experts of each token and their probabilities beside it.
+    """Passes its input through, and returns the experts of each token and their probabilities.
 
     `x[..., in_features]` → the same tensor, and the extra outputs
 
@@ -36,12 +36,12 @@ class Router(BasicOperation, kind="Router"):
       (its share of the copies) (its mean score), which is 1 where all experts get as much (Fedus
       et al. 2021). Add it to the loss, times a small factor, or hide it.
 
-    The scores are the softmax, or the sigmoid, of `x @ weight.T` in the accumulate dtype; the
-    product is in the dtype of `weight[num_experts, in_features]`, to which `x` is cast.
-    `balanced` adds a buffer `balance[num_experts]`, zeros at first: it is added to the scores where
-    experts are chosen, and to no probability (Wang et al. 2024, auxiliary-loss-free balancing).
-    Whoever trains moves it. ValueError for sizes below 1, `top_k` above `num_experts`, another
-    score, or flags that are no bools.
+    The scores are the softmax, or the sigmoid, of `x @ weight.T` in the accumulate dtype. The
+    product is in the dtype of `weight[num_experts, in_features]`, to which `x` is cast. `balanced`
+    adds a buffer `balance[num_experts]` of zeros. It is added to the scores when experts are
+    chosen, but to no probability (Wang et al. 2024, auxiliary-loss-free balancing); the training
+    code updates it. Raises ValueError if sizes are below 1, if `top_k` is above `num_experts`, for
+    another score, or if flags are no bools.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {
@@ -90,7 +90,8 @@ class Router(BasicOperation, kind="Router"):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw `weight` anew, kaiming-uniform with a = sqrt(5), and set `balance` to zeros."""
+        """Initializes `weight` again, kaiming-uniform with a = sqrt(5), and sets `balance` to
+        zeros."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.balance is not None:
             nn.init.zeros_(self.balance)

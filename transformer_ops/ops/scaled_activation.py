@@ -1,12 +1,12 @@
-"""Activations whose rows are scaled, as the outputs of experts are by their probabilities.
+"""Activations whose rows are scaled, such as the outputs of experts by their probabilities.
 
 `x[..., n]` and the extra input `scales[...]`, a number for each row, → `scales * act(x)` in the
 dtype of `x`, computed in float32 (float64 for float64) and rounded once. The scales keep their own
 dtype and get a gradient.
 
-With `activation_recompute_in_mlp` backward computes the output again for the product that follows,
-in place of keeping it, under `Sequential(..., recompute="none")` too; under the default, "cheap",
-it does so anyway. `cache_quantized_input` as in `GELU`. ValueError unless both are bools.
+With `activation_recompute_in_mlp` backward recomputes the output for the product that follows,
+instead of saving it, also under `Sequential(..., recompute="none")`; under the default, "cheap", it
+does so anyway. `cache_quantized_input` is as in `GELU`. Raises ValueError unless both are bools.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _RECOMPUTE = {"activation_recompute_in_mlp": check_bool}
 class ScaledSwiGLU(_InterleavedGLU, kind="ScaledSwiGLU"):
     """`SwiGLU` times `scales`, an extra input with a number for each row.
 
-    Argument and error are those of `SwiGLU`; `activation_recompute_in_mlp`: backward computes the
-    output again for the next product, whatever the policy of the Sequential.
+    The argument and its error are those of `SwiGLU`. With `activation_recompute_in_mlp`, backward
+    recomputes the output for the next product, whatever the policy of the Sequential.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
@@ -49,8 +49,8 @@ class ScaledSwiGLU(_InterleavedGLU, kind="ScaledSwiGLU"):
 class ScaledSiTUGLU(_SiTUGLU, kind="ScaledSiTUGLU"):
     """`SiTUGLU` times `scales`, an extra input with a number for each row.
 
-    Arguments and errors are those of `SiTUGLU`; `activation_recompute_in_mlp`: backward computes
-    the output again for the next product, whatever the policy of the Sequential.
+    Arguments and errors are those of `SiTUGLU`. With `activation_recompute_in_mlp`, backward
+    recomputes the output for the next product, whatever the policy of the Sequential.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
@@ -78,8 +78,8 @@ class ScaledSiTUGLU(_SiTUGLU, kind="ScaledSiTUGLU"):
 class ScaledClampedQGeGLU(_ClampedGLU, kind="ScaledClampedQGeGLU"):
     """`ClampedSwiGLU` times `scales`, an extra input with a number for each row.
 
-    Arguments and errors are those of `ClampedSwiGLU`; `activation_recompute_in_mlp`: backward
-    computes the output again for the next product, whatever the policy of the Sequential.
+    Arguments and errors are those of `ClampedSwiGLU`. With `activation_recompute_in_mlp`, backward
+    recomputes the output for the next product, whatever the policy of the Sequential.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
@@ -109,8 +109,8 @@ class ScaledClampedQGeGLU(_ClampedGLU, kind="ScaledClampedQGeGLU"):
 class ScaledSReLU(_Activation, kind="ScaledSReLU"):
     """`max(x, 0)^2` times `scales`, an extra input with a number for each row.
 
-    `activation_recompute_in_mlp`: backward computes the output again for the next product, whatever
-    the policy of the Sequential.
+    With `activation_recompute_in_mlp`, backward recomputes the output for the next product,
+    whatever the policy of the Sequential.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = _RECOMPUTE
