@@ -1,1 +1,1 @@
-"""Plans as Python sees them: their steps, the bytes they keep, and how they are explained."""
+"""Plans as Python sees them: their steps, the bytes they save, and how they are explained."""

@@ -11,9 +11,9 @@ from ..op.fused import FusedOperation
 
 
 class Value(NamedTuple):
-    """A tensor of a plan. `kind`: "main", "grad" (at a boundary, `op` is the one behind it),
+    """A tensor of a plan. `kind`: "main", "grad" (at a boundary; `op` is the op after it),
     "parameter", "extra_input", "extra_output" and their "..._grad", "slot", "shape", "temporary".
-    `part` of a slot that is kept in 8 bits: "codes" or "scale".
+    `part` of a slot that is saved in 8 bits: "codes" or "scale".
     """
 
     kind: str
@@ -28,7 +28,7 @@ Argument = Value | list[Value] | tuple[Any] | None
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
-    """results = target(arguments); without a target the argument itself is handed on."""
+    """results = target(arguments); without a target, the results are the argument itself."""
 
     target: str
     arguments: tuple[Argument, ...]
@@ -36,12 +36,12 @@ class Instruction:
 
     @property
     def reads(self) -> list[Value]:
-        """The tensors among the arguments, those of lists one by one."""
+        """The tensors among the arguments, including those in lists."""
         return _flat(self.arguments)
 
     @property
     def writes(self) -> list[Value]:
-        """The results, those of lists one by one."""
+        """The results, including those in lists."""
         return _flat(self.results)
 
 
@@ -49,9 +49,9 @@ class Instruction:
 class Step:
     """One step of a pass.
 
-    Attributes: `name` of the op, rule or fused op; `ops`, the indices of the basic ops it covers;
-    `saves`, the slots it saves for backward as "op.slot"; `fused_op`, the user's `FusedOperation`,
-    None for native steps and single ops.
+    Attributes: `name` of the op, rule or fused op; `ops`, the indices of the basic ops that it
+    covers; `saves`, the slots that it saves for backward as "op.slot"; `fused_op`, the user's
+    `FusedOperation`, or None for native steps and single ops.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class NearMiss:
-    """A fusion that did not take a place it nearly matched, and why.
+    """A fusion that nearly matched, and the reason why it did not.
 
-    `matched` is how many ops fitted. `structural`: the op after them is another one, or there is
-    none; otherwise a guard refused, or another fusion had taken the ops.
+    `matched` is the number of ops that fitted. `structural`: the op after them is another one, or
+    there is none; otherwise a guard refused, or another fusion had taken the ops.
     """
 
     fusion: str
@@ -82,9 +82,9 @@ class NearMiss:
 
 
 class Plan:
-    """Forward and backward steps of one group, both in op order.
+    """The forward and backward steps of one group, both in op order.
 
-    `str(plan)` is its text, `Plan.parse(text)` the way back. `ops` holds (kind, attributes) of
+    `str(plan)` is its text, and `Plan.parse(text)` the inverse. `ops` has (kind, attributes) of
     each basic op.
     """
 
@@ -100,17 +100,17 @@ class Plan:
         self.native_ops = tuple(native for _, _, native in data["ops"])
         self.extra_inputs = _values(data["extra_inputs"])
         self.parameters = _values(data["parameters"])
-        # Buffers of ops, which a call gives behind the parameters.
+        # Buffers of ops, which a call passes after the parameters.
         self.states = _values(data["states"])
         self.extra_outputs = _values(data["extra_outputs"])
-        # Extra input -> the extra output that feeds it.
+        # Extra input -> the extra output that it reads.
         self.routes = {Value(*reader): Value(*source) for reader, source in data["routes"]}
-        # Names of each op's parameters, and whether backward yields a gradient of any.
+        # The names of each op's parameters, and whether backward returns a gradient of any.
         self.parameter_names: list[list[str]] = data["parameter_names"]
         self.wants_parameters: list[bool] = data["wants_parameters"]
-        # Names of what each native op may keep for backward.
+        # The names of the slots that each native op may save for backward.
         self.slots: list[list[str]] = data["slots"]
-        # (op, extra input) -> (op, extra output) that feeds it
+        # (op, extra input) -> the (op, extra output) that it reads
         self.fed_by: dict[tuple[int, int], tuple[int, int]] = data["fed_by"]
         self._visible = set(data["visible"])
         self.first_backward: int = data["first_backward"]
@@ -124,7 +124,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan of a text. RuntimeError, with the line, where it does not parse."""
+        """The plan of a text. If it cannot be parsed, raises RuntimeError with the line."""
         return cls(*_C.parse_plan(text))
 
     @property
@@ -138,12 +138,12 @@ class Plan:
         return any(step.python is not None for step in self.forward + self.backward)
 
     def is_read_outside(self, op: int, output: int, ops: tuple[int, ...]) -> bool:
-        """Whether an extra output of one of the ops is read by anybody but them."""
+        """Whether an extra output of one of the ops is read by others."""
         readers = (reader for (reader, _), source in self.fed_by.items() if source == (op, output))
         return (op, output) in self._visible or any(reader not in ops for reader in readers)
 
     def format_of(self, slot: Value) -> str:
-        """In what a slot of codes is kept: the name of the policy, or the op's own format."""
+        """The format of a slot with codes: the name of the policy, or the op's own format."""
         is_asked = slot.name == "input" and self.ops[slot.op][1].get("cache_quantized_input")
         return "e4m3" if is_asked else self.saved
 
@@ -163,7 +163,8 @@ class Plan:
 
 
 def declarations_of(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Of the native kinds of a plan; a library may have brought one since the last plan."""
+    """The declarations of a plan's native kinds. A library may have added one since the last
+    plan."""
     kinds = {kind for (kind, _), native in zip(plan.ops, plan.native_ops, strict=True) if native}
     return {kind: _C.declaration(kind) for kind in kinds}
 

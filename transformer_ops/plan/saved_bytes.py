@@ -1,4 +1,4 @@
-"""How many bytes a plan keeps for backward: each distinct tensor once, parameters left out."""
+"""The bytes that a plan saves for backward: each distinct tensor counts once, parameters do not."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Kept(NamedTuple):
 
 
 class SavedBytes(NamedTuple):
-    """What one call keeps. `slots` by op and name, (3, "input"); those that a Python op keeps for
-    itself are (3, "saved0")..."""
+    """The bytes that one call saves. `slots` is by op and name, such as (3, "input"); the tensors
+    that a Python op saves itself are (3, "saved0")..."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -26,32 +26,33 @@ class SavedBytes(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Elements in a row of the input."""
+        """The number of elements in a row of the input."""
         return self.shape[-1] if self.shape else 1
 
     @property
     def rows(self) -> int:
-        """Rows of the input: all its dimensions but the last."""
+        """The number of rows of the input: the product of all its dimensions but the last."""
         return math.prod(self.shape[:-1])
 
     @property
     def total(self) -> int:
-        """Bytes of the distinct tensors of the call."""
+        """The bytes of the distinct tensors of the call."""
         return sum({kept.storage: kept.bytes for kept in self.slots.values()}.values())
 
 
 def saved_bytes(
     shape: Sequence[int], dtype: torch.dtype, rows: Iterable[tuple[int, str, int, int]]
 ) -> SavedBytes:
-    """Of the rows (op, slot, bytes, storage) that C++ gives."""
+    """Converts the rows (op, slot, bytes, storage) of C++."""
     slots = {(op, name): Kept(size, storage) for op, name, size, storage in rows}
     return SavedBytes(tuple(shape), dtype, slots)
 
 
 def likely_shape(ops: Sequence[tuple[str, Mapping[str, Any]]], changes: set[str]) -> list[int]:
-    """An input that the ops of a plan would take, for a call whose sizes nobody saw (compiled).
+    """An input that the ops of a plan would accept, for a compiled call whose sizes are not known.
 
-    The first op that fixes a size decides, unless a kind that `changes` it comes before; else [].
+    The first op that fixes a size decides, unless a kind that `changes` it comes before; then it is
+    [].
     """
     rows = 8  # whole bytes for a bit mask of any width
     for kind, attributes in ops:

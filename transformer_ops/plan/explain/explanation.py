@@ -1,4 +1,4 @@
-"""What explain() returns."""
+"""The result of explain()."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Explanation:
     """What ran in the last call: the steps of each pass and the rules that made them, what every
     step saves, and the rules that nearly matched.
 
-    `str()` gives aligned text, a notebook shows a table, `save()` writes a picture. `parts` are the
-    groups and the plain modules between them, `plans` the plans of the groups.
+    `str()` returns aligned text, a notebook shows a table, and `save()` writes a picture. `parts`
+    are the groups and the plain modules between them; `plans` are the plans of the groups.
     """
 
     def __init__(self, parts: Sequence[Group | Plain]) -> None:
@@ -43,14 +43,14 @@ class Explanation:
         return html_table(self.parts)
 
     def svg(self) -> str:
-        """A standalone SVG picture: no scripts, no fonts or files from elsewhere."""
+        """A standalone SVG picture, without scripts, external fonts or external files."""
         return svg(self.parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the picture to a file.
+        """Writes the picture to a file.
 
         Raises:
-            ValueError: a path that does not end in ".svg".
+            ValueError: the path does not end in ".svg".
             OSError: the file cannot be written.
         """
         name = os.fspath(path)

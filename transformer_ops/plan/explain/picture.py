@@ -22,7 +22,7 @@ INK, MUTED, LINE = "#0f172a", "#64748b", "#94a3b8"
 
 
 class Style(NamedTuple):
-    """Colours of a box."""
+    """The colours of a box."""
 
     fill: str
     stroke: str
@@ -94,7 +94,7 @@ class _GroupPicture:
         self.backward = self.kept + max(map(len, self.chips)) * (CHIP + 6) + 12
 
     def draw(self, title: str) -> float:
-        """Draws everything; returns the y below it."""
+        """Draws everything; returns the y coordinate below it."""
         group, canvas = self.group, self.canvas
         canvas.text(
             LEFT, self.title + 12, title + summary_text(group), bold=True, anchor="start", size=13
@@ -231,7 +231,7 @@ class _GroupPicture:
 
 
 def _labels(row: StepRow) -> tuple[str, str]:
-    """What stands in the bar of a step."""
+    """The texts in the bar of a step."""
     if row.skipped:
         return "no gradient", ""
     if not row.rule:
@@ -252,7 +252,7 @@ def _chip_text(slot: Slot) -> str:
 
 
 def _rails(links: Sequence[Link]) -> list[tuple[Link, int]]:
-    """Each link on the first rail where nothing is in its way."""
+    """Puts each link on the first rail that is free."""
     busy: list[list[tuple[int, int]]] = []
     placed = []
     for link in links:

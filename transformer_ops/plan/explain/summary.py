@@ -1,4 +1,4 @@
-"""What text, table and picture show of a plan."""
+"""The parts of a plan that text, table and picture show."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ..saved_bytes import SavedBytes
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor kept for backward. `bytes` a row of the group's input, None where nobody knows;
-    `same_as` names the slot that holds the same memory and counts it; `format`: "fp8" or "int8",
-    empty for a tensor that is kept as it is."""
+    """A tensor saved for backward. `bytes` is for each row of the group's input, or None if
+    unknown. `same_as` names the slot that has the same memory and counts it. `format` is "fp8" or
+    "int8", or empty if the tensor is saved exactly."""
 
     op: int
     name: str
@@ -28,13 +28,13 @@ class Slot:
 
     @property
     def full_name(self) -> str:
-        """As in the plan's text, without the "s"."""
+        """The name in the plan's text, without the "s"."""
         return f"{self.op}.{self.name}"
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """One step of one pass. `rule` is the fusion that made it, empty for an op that runs as it is;
+    """One step of one pass. `rule` is the fusion that made it, or empty for an op that runs alone;
     `origin` says where that was registered."""
 
     ops: tuple[int, ...]
@@ -46,12 +46,12 @@ class StepRow:
     python: bool
     saves: tuple[Slot, ...]
     reads: tuple[str, ...]
-    # Main tensors, "x3" between ops 2 and 3, that the step computes again from what it reads.
+    # Main tensors ("x3" is between ops 2 and 3) that the step recomputes from what it reads.
     computes: tuple[str, ...]
 
     @property
     def made_by(self) -> str:
-        """The rule, with what is worth knowing of it."""
+        """The rule, with useful details."""
         marks = ["joint"] if self.joint and self.rule else []
         if self.rule and self.foreign_origin:
             marks.append(f"from {self.foreign_origin}")
@@ -59,7 +59,7 @@ class StepRow:
 
     @property
     def foreign_origin(self) -> str:
-        """Where the rule comes from, if it is not built in and its name does not say so."""
+        """The origin of the rule, if it is not built in and its name does not show it."""
         is_known = self.origin == "built-in" or self.rule.startswith(f"{self.origin}::")
         return "" if is_known else self.origin
 
@@ -89,7 +89,8 @@ class Group:
 
     @property
     def saved_a_row(self) -> float | None:
-        """Bytes kept for backward for each row of the group's input; parameters do not count."""
+        """The bytes saved for backward for each row of the group's input; parameters do not
+        count."""
         if not self.plan.needs_backward:
             return 0.0
         return None if self.saved is None else self.saved.total / max(1, self.saved.rows)
@@ -97,7 +98,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Plain:
-    """A module between groups that is no fusible op, or one that ran no group."""
+    """A module between groups that is no fusible op, or an op that ran no group."""
 
     place: int
     name: str
@@ -105,12 +106,12 @@ class Plain:
 
     @property
     def line(self) -> str:
-        """What text, table and picture say."""
+        """The line in text, table and picture."""
         return f"module {self.place}: {self.name}, {self.why}"
 
 
 def alone_note(module: nn.Module) -> str:
-    """Why a module is a group of its own."""
+    """The reason why a module is a group of its own."""
     members = [module, *getattr(module, "basic_ops", [])]
     kinds = {
         "forward pre-hooks": "_forward_pre_hooks",
@@ -131,7 +132,7 @@ def describe(
     saved: SavedBytes | None,
     note: str = "",
 ) -> Group:
-    """The summary of a plan. `made_by`: the user's fusion behind each Python fused op."""
+    """The summary of a plan. `made_by`: the user's fusion of each Python fused op."""
     origins = {(handle.pass_name, handle.name): handle.origin for handle in fusions()}
     owner: dict[int, tuple[int, str]] = {}
 
@@ -159,7 +160,7 @@ def describe(
 
 
 def _formats(plan: Plan) -> str:
-    """What a recipe asks of products."""
+    """The formats that a recipe gives products."""
     if plan.recipe is None:
         return ""
     every, *single = plan.recipe.split("; ")
@@ -212,7 +213,7 @@ _ENCODERS = {
 
 
 def _format_of_blocks(call: Instruction) -> str:
-    """Of a call that gives codes of an operand, and a scale for each of their blocks."""
+    """The format of a call that computes codes of an operand with block scales."""
     format = call.arguments[-1] if call.target in _ENCODERS else None
     value = call.results[0]
     is_operand = isinstance(value, Value) and value.kind == "temporary"
@@ -220,7 +221,7 @@ def _format_of_blocks(call: Instruction) -> str:
 
 
 def _quantized_weights(plan: Plan) -> str:
-    """The parameters that are held quantized."""
+    """The parameters that are stored quantized."""
     formats = {
         argument: call.arguments[2]
         for step in plan.forward
@@ -232,7 +233,7 @@ def _quantized_weights(plan: Plan) -> str:
     return f"weights held quantized: {', '.join(rows)}; decoded for each product" if rows else ""
 
 
-# Words behind the formats of a recipe.
+# The words after the formats of a recipe.
 _USES = {
     "hadamard": "both turned by a Hadamard transform for the weight's gradient",
     "stochastic": "gradients rounded stochastically",
@@ -253,7 +254,7 @@ def _use(word: str) -> str:
 
 
 def _relevant(plan: Plan, origins: Mapping[tuple[str, str], str]) -> tuple[NearMiss, ...]:
-    """Each near miss once that a reader may act on; none of the backward pass where there is
+    """Each near miss once, if a reader can act on it; none of the backward pass if there is
     none."""
     rows = {(miss.pass_name, miss.fusion, miss.ops, miss.reason): miss for miss in plan.near_misses}
     return tuple(
@@ -265,8 +266,8 @@ def _relevant(plan: Plan, origins: Mapping[tuple[str, str], str]) -> tuple[NearM
 
 
 def _may_matter(miss: NearMiss, origin: str) -> bool:
-    # One op, and often two, fit a pattern by chance; what kept a user's own fusion from its ops is
-    # always told.
+    # One op, and often two, fit a pattern by chance. What prevented a user's own fusion is always
+    # shown.
     if miss.structural:
         return miss.matched > 2
     return miss.matched > 1 or origin != "built-in"

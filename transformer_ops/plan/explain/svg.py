@@ -7,12 +7,12 @@ from html import escape
 
 FONT = "ui-sans-serif, system-ui, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
-# What XML cannot hold even when escaped, and lone surrogates.
+# The characters that XML cannot contain even when escaped, and lone surrogates.
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
-    """Pixels, on the safe side: the viewer's font is not known."""
+    """The width in pixels, estimated generously because the viewer's font is not known."""
     return len(text) * size * (0.66 if bold else 0.58)
 
 
@@ -55,7 +55,7 @@ class Canvas:
         bold: bool = False,
         anchor: str = "middle",
     ) -> None:
-        """A line of text, `y` its baseline."""
+        """A line of text; `y` is its baseline."""
         clean = escape(_ILLEGAL.sub("\ufffd", text))
         weight = ' font-weight="600"' if bold else ""
         self._elements.append(

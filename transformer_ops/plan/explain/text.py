@@ -12,7 +12,7 @@ WIDTH = 100
 
 
 def text(parts: Sequence[Group | Plain]) -> str:
-    """All parts, a blank line between them."""
+    """All parts, with a blank line between them."""
     groups = sum(isinstance(part, Group) for part in parts)
     blocks = []
     number = 0
@@ -32,19 +32,20 @@ def ops_text(ops: Sequence[int]) -> str:
 
 
 def bytes_text(count: float | None) -> str:
-    """Bytes a row, at most two decimals (a bit mask need not end with a row)."""
+    """The bytes for each row, with at most two decimals (a row of a bit mask may end within a
+    byte)."""
     return "?" if count is None else f"{round(count, 2):,.10g}"
 
 
 def slot_text(slot: Slot) -> str:
-    """The slot and its bytes a row."""
+    """The slot and its bytes for each row."""
     if slot.same_as is not None:
         return f"{slot.full_name} = {slot.same_as}"
     return f"{slot.full_name} {bytes_text(slot.bytes)}" + (f" ({slot.format})" * bool(slot.format))
 
 
 def summary_text(group: Group) -> str:
-    """What the group keeps for backward."""
+    """The tensors that the group saves for backward."""
     if not group.plan.needs_backward:
         return "no gradient is needed, nothing is kept"
     kept = f"{bytes_text(group.saved_a_row)} bytes a row kept for backward"
@@ -55,13 +56,13 @@ def summary_text(group: Group) -> str:
 
 
 def miss_text(miss: NearMiss) -> str:
-    """Where a rule nearly matched and why it did not."""
+    """The position where a rule nearly matched, and the reason why it did not."""
     label = {"forward_backward": "joint"}.get(miss.pass_name, miss.pass_name)
     return f"{miss.fusion} ({label}) at {ops_text(miss.ops)}: {miss.reason}"
 
 
 def link_text(link: Link) -> str:
-    """An extra tensor's way."""
+    """The source and the destination of an extra tensor."""
     if link.source is None:
         return f"{link.label} goes to op {link.target}"
     if link.target is None:
@@ -70,7 +71,7 @@ def link_text(link: Link) -> str:
 
 
 def reads_text(row: StepRow) -> str:
-    """What a backward step reads of what forward kept."""
+    """The saved tensors that a backward step reads."""
     if row.skipped:
         return "needs no gradient"
     again = f"computes {', '.join(row.computes)} again from " if row.computes else ""
