@@ -1,4 +1,4 @@
-"""What ranks that reduce magnitudes must have in common, and the error where they do not."""
+"""What ranks that reduce magnitudes must have in common, and the error if they do not."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ class _Survey(NamedTuple):
 
 def agree(recipe: DelayedScaling, group: Any) -> list[Any]:
     """The modules whose magnitudes are reduced: all of them if every rank has the same. If a rank
-    has others, as a copy for moving averages, those that have run, and copies that all have.
+    has others, such as a copy for moving averages: those that have run, and copies that all ranks
+    have.
 
-    RuntimeError on every rank of the group if modules that have run differ, or recipes, or scales.
-    It takes one small reduction. Checksums are compared only after scales were made, loaded or
-    dropped on some rank, or changed without this group.
+    Raises RuntimeError on every rank of the group if modules that have run differ, or recipes, or
+    scales. It takes one small reduction. Checksums are compared only after scales were made, loaded
+    or dropped on some rank, or changed without this group.
     """
     found = _survey(recipe, group)
     if not (found.same_modules or found.same_run):
-        # Modules that are gone may wait for the collector on some ranks.
+        # Deleted modules may wait for the garbage collector on some ranks.
         del found
         gc.collect()
         found = _survey(recipe, group)
@@ -99,7 +100,7 @@ def _crc(text: str) -> int:
 
 
 def _extremes(mine: Sequence[int], group: Any) -> tuple[list[int], list[int]]:
-    """The largest and the smallest of each number on any rank."""
+    """The largest and the smallest value of each number over all ranks."""
     both = torch.tensor([*mine, *(-number for number in mine)], device=_device_of(group))
     torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=group)
     largest, smallest = both.view(2, -1).tolist()
@@ -107,7 +108,7 @@ def _extremes(mine: Sequence[int], group: Any) -> tuple[list[int], list[int]]:
 
 
 def _device_of(group: Any) -> torch.device:
-    """The CPU, which needs no synchronization, where the group can reduce there."""
+    """The CPU, which needs no synchronization, if the group can reduce there."""
     devices = [device.type for device in group._device_types]
     return torch.device("cpu" if "cpu" in devices else devices[0])
 

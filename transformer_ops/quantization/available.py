@@ -1,4 +1,4 @@
-"""Which devices have what recipes ask for."""
+"""Checks which devices support which recipes."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def is_fp8_available(
 def is_fp8_available(
     device: _Device = None, *, return_reason: bool = False
 ) -> bool | tuple[bool, str]:
-    """Whether recipes in FP8 are of use on a device.
+    """Whether FP8 recipes are useful on a device.
 
-    On a GPU: whether it multiplies FP8, which begins with compute capability 8.9. On the CPU
-    always, because there a recipe shows what it does to a model: products are emulated. Recipes run
-    on a GPU where this is False, too, emulated.
+    On a GPU: whether it multiplies FP8, which requires compute capability 8.9. On the CPU it is
+    always True, because there a recipe shows its effect on a model: products are emulated. On a GPU
+    for which this is False, recipes also run emulated.
 
     Args:
-        device: as `torch.device` takes it; None for the current CUDA device, or the CPU where there
-            is none.
-        return_reason: also why it is False, or what is emulated; empty where neither is so.
+        device: as for `torch.device`; None for the current CUDA device, or the CPU if there is
+            none.
+        return_reason: also return why it is False, or what is emulated; empty if neither applies.
     """
     found = _look(device) or _capability(device, (8, 9), None, "at least 8.9")
     return found if return_reason else found[0]
@@ -63,8 +63,8 @@ def is_fp8_block_scaling_available(
 def is_fp8_block_scaling_available(
     device: _Device = None, *, return_reason: bool = False
 ) -> bool | tuple[bool, str]:
-    """Whether `Float8BlockScaling` is of use on a device: as `is_fp8_available`, but on a GPU it
-    takes compute capability 9.0, no later one, and a build with CUDA 12.9 or newer.
+    """Whether `Float8BlockScaling` is useful on a device: like `is_fp8_available`, but a GPU must
+    have exactly compute capability 9.0, and the build CUDA 12.9 or newer.
     """
     found = _look(device) or _toolkit() or _capability(device, (9, 0), (9, 0), "9.0")
     return found if return_reason else found[0]
@@ -85,8 +85,8 @@ def is_mxfp8_available(
 def is_mxfp8_available(
     device: _Device = None, *, return_reason: bool = False
 ) -> bool | tuple[bool, str]:
-    """Whether `MXFP8BlockScaling` is of use on a device: as `is_fp8_available`, but a GPU needs
-    compute capability 10.0, and the build CUDA 12.9 or newer.
+    """Whether `MXFP8BlockScaling` is useful on a device: like `is_fp8_available`, but a GPU must
+    have at least compute capability 10.0, and the build CUDA 12.9 or newer.
     """
     found = _look(device) or _toolkit() or _capability(device, (10, 0), None, "at least 10.0")
     return found if return_reason else found[0]
@@ -107,7 +107,7 @@ def is_nvfp4_available(
 def is_nvfp4_available(
     device: _Device = None, *, return_reason: bool = False
 ) -> bool | tuple[bool, str]:
-    """Whether `NVFP4BlockScaling` is of use on a device: as `is_mxfp8_available`."""
+    """Whether `NVFP4BlockScaling` is useful on a device: like `is_mxfp8_available`."""
     found = _look(device) or _toolkit() or _capability(device, (10, 0), None, "at least 10.0")
     return found if return_reason else found[0]
 
@@ -119,7 +119,7 @@ def _device(device: _Device) -> torch.device:
 
 
 def _look(given: _Device) -> tuple[bool, str] | None:
-    """The answer where it does not depend on the GPU."""
+    """The answer, if it does not depend on the GPU."""
     device = _device(given)
     if device.type == "cpu":
         return True, f"on the CPU {_EMULATED}"

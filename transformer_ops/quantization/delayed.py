@@ -1,4 +1,4 @@
-"""Delayed scaling from region to region: how scales follow from the magnitudes of earlier calls."""
+"""Delayed scaling between regions: how scales follow from the magnitudes of earlier calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .agreement import agree
 __all__ = ["KeptScales", "make_scales", "reset_scales", "update_scales"]
 
 _lock = new_lock()
-# By key, the version of the scales for which a missing group was last looked for.
+# By key, the version of the scales at which a missing group was last searched for.
 _looked_at: dict[str, int] = {}
 
 
@@ -87,8 +87,8 @@ def _warn_without_group(key: str) -> None:
 
 
 def make_scales(model: nn.Module, recipe: DelayedScaling) -> None:
-    """Makes the state of delayed scaling in every product of `model` that has none: all scales
-    are 1, and the state dict has their keys from now on. Without it the first call makes the state.
+    """Makes the state of delayed scaling in every product of `model` that has none: all scales are
+    1, and the state dict has their keys from now on. Without it the first call makes the state.
 
     Call it before `torch.distributed.checkpoint` loads a model: it loads the keys that the model
     has. (`load_state_dict` makes scales itself if the state dict has them.) Products that are
@@ -111,8 +111,8 @@ def make_scales(model: nn.Module, recipe: DelayedScaling) -> None:
 
 
 def reset_scales(model: nn.Module) -> None:
-    """Drops what delayed scaling keeps in a model's products: scales begin at 1 again, for a recipe
-    of any formats and length of history."""
+    """Drops the delayed scaling state of a model's products: scales start at 1 again, for a recipe
+    of any formats and history length."""
     with _lock:
         for module in model.modules():
             if isinstance(module, FusibleOperation) and has_scales(module):
@@ -122,9 +122,9 @@ def reset_scales(model: nn.Module) -> None:
 
 
 class KeptScales:
-    """The scales of a recipe as they were when this was made, for the calls of a second run.
+    """The scales of a recipe at the time when this object was made, for the calls of a second run.
 
-    `inner`: the one that calls of this thread have now. Unless it `records`, magnitudes of calls
+    `inner`: the scales that calls of this thread use now. Unless it `records`, magnitudes of calls
     are dropped.
     """
 
@@ -133,9 +133,10 @@ class KeptScales:
     ) -> None:
         self.recipe, self.records = recipe, records
         with _lock:
-            # By number of a module, the scale that it had, if it has another one now.
+            # By the number of a module, the scale that it had, if it has another one now.
             self._old: dict[int, Tensor] = {} if inner is None else dict(inner._old)
-            # What takes magnitudes that are dropped. Compiled code asks whether it is the same.
+            # This receives magnitudes that are dropped. Compiled code checks whether it is the same
+            # object.
             self._dropped: dict[int, Tensor] = {}
             _kept[:] = [known for known in _kept if known() is not None]
             _kept.append(weakref.ref(self))
@@ -146,7 +147,7 @@ class KeptScales:
 
     def state_of(self, owner: Any) -> dict[str, Tensor]:
         """The state of a module for a call."""
-        # Dispatch modes count calls of the first run, which are those of the second one.
+        # Dispatch modes must count the same calls in both runs.
         with _lock, torch._C._DisableTorchDispatch():
             found = dict(scales.tensors_of(owner))
             found["fp8_scale"] = self._old.get(owner._number, found["fp8_scale"])
@@ -158,7 +159,7 @@ class KeptScales:
             return found
 
 
-# A list: a region goes through it.
+# This is a list, because a region iterates over it.
 _kept: list[weakref.ref[KeptScales]] = []
 
 

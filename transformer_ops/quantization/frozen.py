@@ -10,9 +10,9 @@ __all__ = ["frozen_weights"]
 
 
 class frozen_weights:
-    """Within this context the caller does not change weights, as while gradients of several
-    microbatches add up: under a recipe, calls round each weight once for each format, forward and
-    backward, instead of at every call.
+    """Within this context the caller does not change weights, for example while gradients of
+    several microbatches add up. Under a recipe, calls then round each weight once for each format,
+    forward and backward, instead of at every call.
 
         with tops.frozen_weights():
             for x in microbatches:
@@ -21,13 +21,13 @@ class frozen_weights:
                 loss(y).backward()
         optimizer.step()
 
-    It counts for the thread that entered it and for no other, which leaves out backward on CUDA.
-    Rounded weights take their memory until the outermost context is left. What is computed does
-    not change: a backward that runs later, a call of another thread, a weight that is made anew
-    at each call (parametrized, distributed) and compiled code round as ever.
+    It applies only to the thread that entered it, which excludes backward on CUDA. Rounded weights
+    take memory until the outermost context is left. Results do not change: a backward that runs
+    later, a call of another thread, a weight that is new at each call (parametrized, distributed)
+    and compiled code round as usual.
 
     Raises:
-        RuntimeError: in a call with a weight that was modified in place since it was rounded.
+        RuntimeError: in a call, if a weight was modified in place since it was rounded.
     """
 
     def __enter__(self) -> frozen_weights:

@@ -1,4 +1,4 @@
-"""The region in which weights are made quantized: `quantized_model_init`."""
+"""The region in which weights are created quantized: `quantized_model_init`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["hold_quantized", "quantized_model_init"]
 
 class _State(threading.local):
     def __init__(self) -> None:
-        # The region of this thread, or None; and (region, outer) of the one around it.
+        # The region of this thread, or None; and (region, outer) of the surrounding one.
         self.region: quantized_model_init | None = None
         self.outer: tuple[Any, ...] = ()
 
@@ -28,23 +28,23 @@ _STATE = _State()
 
 class quantized_model_init:
     """Within this context, the weights of `Linear`, `BasicLinear`, `PackedLinear` and
-    `GroupedLinear` are made as `QuantizedTensor`s in the format that the recipe has for weights:
-    they take about a byte a number (half a byte in NVFP4) instead of two or four.
-    Under `DelayedScaling`, too, each write makes the scale anew from the numbers.
+    `GroupedLinear` are created as `QuantizedTensor`s in the recipe's format for weights. They take
+    about a byte for each number (half a byte in NVFP4) instead of two or four. Also under
+    `DelayedScaling`, each write computes the scale again from the numbers.
 
-    A region may lie within another one; `enabled=False` makes plain weights again. It counts for
-    the modules that the thread that entered it constructs.
+    Regions may nest; `enabled=False` creates plain weights again. A region applies to the modules
+    that its thread constructs.
 
     Args:
         enabled: False for plain weights.
-        recipe: whose format of weights is taken; None for the recipe of the surrounding
+        recipe: the recipe whose format for weights is used; None for the recipe of the surrounding
             `autocast`, and without one for `MXFP8BlockScaling()`.
-        preserve_high_precision_init_val: keep what was quantized, on the CPU, until
-            `weight.clear_high_precision_init_val()`, so that an optimizer can begin its master
+        preserve_high_precision_init_val: keep the tensors before quantization, on the CPU, until
+            `weight.clear_high_precision_init_val()`, so that an optimizer can initialize its master
             weights with `weight.get_high_precision_init_val()`.
 
     Raises:
-        TypeError: `recipe` is none, or a flag no bool.
+        TypeError: `recipe` is no recipe, or a flag is no bool.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class quantized_model_init:
         self.preserves = preserve_high_precision_init_val
 
     def __enter__(self) -> quantized_model_init:
-        # With the thread, not with this object, which several threads may enter.
+        # The thread stores this, not this object, because several threads may enter it.
         _STATE.outer = (_STATE.region, _STATE.outer)
         _STATE.region = self
         return self
@@ -79,8 +79,8 @@ class quantized_model_init:
 
 
 def hold_quantized(op: Any) -> None:
-    """For the constructor of a product: in the region, its owner's weight, or each tensor of its
-    list, becomes quantized. Scales of delayed scaling are there from the start."""
+    """The constructor of a product calls this. In the region, its owner's weight, or each tensor of
+    its list, becomes quantized. Scales of delayed scaling exist from the start."""
     region = _STATE.region
     hold_scales(op)
     if region is None or region.recipe is None:
@@ -91,7 +91,7 @@ def hold_quantized(op: Any) -> None:
     owner: Any = op._parameter_owner
     for name in op._names_in("weight"):
         plain = getattr(owner, name)
-        # A parameter made as an inference tensor could never be trained.
+        # A parameter created as an inference tensor could never be trained.
         with torch.inference_mode(False), torch.no_grad():
             held: Any = nn.Parameter(QuantizedTensor.quantize(plain, format))
             if region.preserves:
@@ -100,8 +100,8 @@ def hold_quantized(op: Any) -> None:
 
 
 def hold_scales(op: Any) -> None:
-    """For the constructor of an op that takes scales: within `autocast` with `DelayedScaling` it
-    has them from the start."""
+    """The constructor of an op with scales calls this. Within `autocast` with `DelayedScaling`, the
+    op has scales from the start."""
     recipe = current_recipe()
     if isinstance(recipe, DelayedScaling) and op._takes_scales:
         make_scales(op._parameter_owner, recipe.key)

@@ -1,4 +1,4 @@
-"""The quantizers that ops have by the recipe they follow."""
+"""The quantizers of ops, by the recipe that they follow."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def quantizer_of(op: Any, mode: str, i: int) -> Quantizer | None:
 
 
 def _roles(op: Any, mode: str) -> list[str]:
-    """What a recipe may quantize of the op; of a grouped one, group by group."""
+    """The tensors of an op that a recipe may quantize; for a grouped op, group by group."""
     if op.is_python or op._kind is None:
         return []
     operands: list[str] = list(_C.declaration(op._kind)["operands"])

@@ -26,10 +26,10 @@ __all__ = ["autocast", "checkpoint_contexts", "current_recipe"]
 
 
 class autocast:
-    """Within this context, products of ops run on quantized operands: those of `recipe`.
+    """Within this context, products of ops run on operands quantized according to `recipe`.
 
-    A context may lie within another one; `enabled=False` is exact again. It counts for the calls
-    of the thread that entered it; backward keeps to the recipe of its forward, wherever it runs.
+    Contexts may nest; `enabled=False` is exact again. A context applies to the calls of the thread
+    that entered it. Backward uses the recipe of its forward, wherever it runs.
 
     Args:
         enabled: False for exact operands.
@@ -84,12 +84,12 @@ class autocast:
                 "[autocast] a region of DelayedScaling must be entered outside of compiled "
                 "code, where scales are made, got one within"
             )
-        # With the thread, not with this object, which several threads may enter.
+        # The thread stores this, not this object, because several threads may enter it.
         enter_region(self.recipe, is_delayed, is_compiling())
         return self
 
     def _update(self) -> None:
-        # No inference tensors, which nobody could save for backward.
+        # Scales that are inference tensors could not be saved for backward.
         if (
             torch.is_grad_enabled()
             and not STATE.is_delayed
@@ -118,25 +118,25 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 def checkpoint_contexts(context_fn: Callable[[], Contexts] | None = None) -> Contexts:
     """Returns two contexts for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False,
-    context_fn=checkpoint_contexts)`, which runs a forward again in the backward pass: the second
-    run has the recipe of the first one, and its scales.
+    context_fn=checkpoint_contexts)`, which runs a forward again in the backward pass. The second
+    run has the recipe and the scales of the first one.
 
-    Calls follow their first run without it, too, eager and compiled ones. It is for programs that
-    name the contexts of every library.
+    Calls follow their first run without it, too, both eager and compiled. It is for programs that
+    list the contexts of every library.
 
     Args:
         context_fn: makes two further contexts, such as `create_selective_checkpoint_contexts` with
             a policy: `context_fn=partial(checkpoint_contexts, further)`. None for none.
 
     Raises:
-        TypeError: `context_fn` cannot be called.
+        TypeError: `context_fn` is not callable.
     """
     if context_fn is not None and not callable(context_fn):
         raise TypeError(
             f"[checkpoint_contexts] context_fn must be callable or None, got {context_fn!r}"
         )
     if is_compiling():
-        # The graph has the recipe. torch asks for two dispatch modes there.
+        # The graph contains the recipe. torch requires two dispatch modes there.
         return (context_fn or _recompute_all)()
     run = FirstRun()
     run.note(recipe_of_second_run())

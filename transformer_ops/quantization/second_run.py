@@ -1,10 +1,10 @@
-"""Forwards that run again in a backward pass, as activation checkpointing has them: the second run
-has the recipe and the scales of the first one.
+"""Forwards that run again in a backward pass, as in activation checkpointing. The second run has
+the recipe and the scales of the first one.
 
-`torch.utils.checkpoint` saves torch's own autocast state for the second run, and offers no place
-for ours. So the first run leaves a note on the object that torch makes for each checkpoint: the
-frame of a non-reentrant one, the context of the autograd function of a reentrant one. Both are
-found on Python's stack, as are checkpoints of other libraries that are autograd functions.
+`torch.utils.checkpoint` saves torch's own autocast state for the second run, but cannot save ours.
+The first run therefore leaves a note on the object that torch makes for each checkpoint: the frame
+of a non-reentrant one, the context of the autograd function of a reentrant one. Both are found on
+Python's stack, and so are checkpoints of other libraries that are autograd functions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NAME = "_transformer_ops_first_run"
 
 
 class FirstRun:
-    """What the first run of a forward had: the recipe around it, and the regions inside it."""
+    """The state of the first run of a forward: the recipe around it, and the regions inside it."""
 
     def __init__(self) -> None:
         self.is_noted = False
@@ -40,20 +40,20 @@ class FirstRun:
         self.kept: KeptScales | None = None
         # The regions that it entered, in order, with their scales.
         self.regions: list[tuple[Recipe | None, KeptScales | None]] = []
-        # The second run that is going on, and how many regions it has entered.
+        # The second run that is in progress, and the number of regions that it has entered.
         self._second: Any = None
         self._position = 0
 
     def note(self, recipe: Recipe | None, records: bool = True) -> None:
-        """Takes the recipe around it, unless one was taken before. The first run `records`
+        """Records the recipe around it, unless one is already recorded. The first run `records`
         magnitudes, or leaves that to the second one."""
         if not self.is_noted:
             self.is_noted, self.recipe = True, recipe
             self.kept = _kept(recipe, records)
 
     def next_region(self, recipe: Recipe | None, second: Any) -> KeptScales | None:
-        """The scales of a region that a second run enters. RuntimeError if the first run entered
-        another one there."""
+        """The scales of a region that a second run enters. Raises RuntimeError if the first run
+        entered another one there."""
         if second != self._second:
             self._second, self._position = second, 0
         known = self.regions[self._position : self._position + 1]
@@ -102,7 +102,7 @@ class Checkpoint(NamedTuple):
         return found
 
     def make_first_run(self) -> FirstRun:
-        """The note on it, which is made if there is none."""
+        """The note on it; one is made if there is none."""
         found: FirstRun = vars(self.holder).setdefault(_NAME, FirstRun())
         return found
 
@@ -160,7 +160,7 @@ def _is_torch(frame: FrameType) -> bool:
 
 
 def _non_reentrant(frame: FrameType) -> Checkpoint | None:
-    """`checkpoint()` runs the function. Its generator holds the frame of the checkpoint."""
+    """`checkpoint()` runs the function. Its generator owns the frame of the checkpoint."""
     generator = frame.f_locals.get("gen") if _is_torch(frame) else None
     if generator is None or generator.gi_frame is None:
         return None
@@ -187,7 +187,7 @@ def _reentrant(frame: FrameType) -> Checkpoint | None:
 
 
 def _reentrant_again(frame: FrameType) -> Checkpoint | None:
-    """Another autograd function may call modules in its backward for reasons of its own."""
+    """Another autograd function may call modules in its backward for its own reasons."""
     context = _function_context(frame)
     if context is None or not (_is_torch(frame) or _NAME in vars(context)):
         return None
@@ -207,14 +207,14 @@ _LOOKS: dict[str, Callable[[FrameType], Checkpoint | None]] = {
 
 
 def may_run_again() -> bool:
-    """Whether calls now may be the first or the second run of a checkpoint. Cheap, and true without
-    need at times: in a backward pass, under hooks of saved tensors, without gradient mode."""
+    """Whether calls now may be in the first or the second run of a checkpoint. It is cheap, and may
+    be true needlessly: in a backward pass, under hooks of saved tensors, without gradient mode."""
     return current_task() != -1 or _top_hooks(False) is not None or not torch.is_grad_enabled()
 
 
 def enter(region: Any, recipe: Recipe | None, update: Callable[[], None] | None) -> None:
     """Enters a region outside of compiled code, if `may_run_again()`. `update()` makes new scales;
-    a second run takes those of the first run instead. RuntimeError if there are none."""
+    a second run uses those of the first run instead. Raises RuntimeError if there are none."""
     task, checkpoint = current_task(), find_checkpoint()
     kept = None
     if checkpoint is not None and checkpoint.is_second:
@@ -253,7 +253,7 @@ def _add_entry(region: Any, task: int, holder: Any, kept: KeptScales | None) -> 
 
 
 def leave(region: Any) -> None:
-    """Leaves a region, in whatever order."""
+    """Leaves a region; the order does not matter."""
     entries = STATE.entries
     for i in range(len(entries) - 1, -1, -1):
         if entries[i].region is region:
@@ -316,7 +316,7 @@ class SecondRunContext:
 
 
 def note_call() -> None:
-    """Notes the recipe of a call on the checkpoints whose first run it is in."""
+    """Records the recipe of a call on the checkpoints whose first run it is in."""
     for checkpoint in _running():
         # The second run enters a region of its own if the first one did.
         is_inside = bool(STATE.entries) and STATE.entries[-1].holder is checkpoint.holder
@@ -327,11 +327,11 @@ def note_call() -> None:
 
 def region_of_call() -> _Region | None:
     """The region that a call in a backward pass has to enter: that of its first run. None if the
-    call is no second run, or is in the region already. RuntimeError if the first run was in a
-    region that the second one has not entered."""
+    call is not in a second run, or is already in the region. Raises RuntimeError if the first run
+    was in a region that the second one has not entered."""
     if _is_in_region_of_the_pass():
         return None
-    # A second run may make checkpoints of its own: their first run has the recipe around it.
+    # A second run may make checkpoints of its own; their first run has the recipe around it.
     checkpoint = next((found for found in _running() if found.is_second), None)
     if checkpoint is None:
         return None
@@ -350,7 +350,7 @@ def _is_in_region_of_the_pass() -> bool:
 
 
 def recipe_of_second_run() -> Recipe | None:
-    """The recipe that calls have now: in a second run, that of the first one."""
+    """The current recipe of calls: in a second run, that of the first one."""
     if current_task() != -1 and not _is_in_region_of_the_pass():
         checkpoint = find_checkpoint()
         if checkpoint is not None and checkpoint.is_second:
@@ -360,8 +360,8 @@ def recipe_of_second_run() -> Recipe | None:
 
 
 def _first_run_of_compiled_call() -> FirstRun | None:
-    """The first run that a compiled call in a backward pass has to follow, if that is not done by a
-    region. No region can be entered for it, as guards are checked before it."""
+    """The first run that a compiled call in a backward pass has to follow, if no region does that.
+    No region can be entered for it, because guards are checked before it."""
     if _is_in_region_of_the_pass():
         return None
     checkpoint = next((found for found in _running() if found.is_second), None)
@@ -373,8 +373,8 @@ def _lacks_region(run: FirstRun) -> bool:
 
 
 def key_of_call() -> str | None:
-    """The key of the recipe that a compiled call in a backward pass has. No graph is compiled for
-    the key that a call gets which lacks a region of its first run."""
+    """The key of the recipe of a compiled call in a backward pass. No graph is compiled for the key
+    of a call that lacks a region of its first run."""
     run = _first_run_of_compiled_call()
     if run is None:
         return STATE.key
@@ -382,7 +382,7 @@ def key_of_call() -> str | None:
 
 
 def check_traced_call() -> None:
-    """For a call that is traced: RuntimeError if it lacks a region of its first run."""
+    """Called while a call is traced. Raises RuntimeError if it lacks a region of its first run."""
     if current_task() != -1 and _C.has_used_recipes():
         run = _first_run_of_compiled_call()
         if run is not None and _lacks_region(run):
@@ -390,8 +390,8 @@ def check_traced_call() -> None:
 
 
 def state_of_call(owner: Any) -> dict[str, Tensor]:
-    """The state of a module with scales that a call uses, by name: its own, or, in a second run,
-    that of the first one."""
+    """The state of a module with scales that a call uses, by name: the module's own or, in a second
+    run, that of the first one."""
     kept = STATE.kept
     if kept is None and current_task() != -1:
         run = _first_run_of_compiled_call()

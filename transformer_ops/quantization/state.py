@@ -1,4 +1,4 @@
-"""What each thread knows of the regions that it is in."""
+"""What each thread knows about the regions that it is in."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class Entry(NamedTuple):
 
 
 class _State(threading.local):
-    # Compiled code guards on some of the values. They are no class attributes, because Dynamo of
+    # Compiled code guards on some of the values. They are not class attributes, because Dynamo of
     # torch 2.11 would find those for every thread.
     def __init__(self) -> None:
         self.recipe: Recipe | None = None
         self.key: str | None = None
         # The recipe of the region that was entered last.
         self.last: Recipe | None = None
-        # Whether a region of delayed scaling is around.
+        # Whether this is within a region of delayed scaling.
         self.is_delayed = False
         # Whether the innermost region was entered in compiled code.
         self.is_traced = False
-        # (recipe, is_delayed, is_traced, outer) of the region around this one.
+        # The (recipe, is_delayed, is_traced, outer) of the surrounding region.
         self.outer: tuple[Any, ...] = ()
-        # Whether gradient mode was on where the region was entered.
+        # Whether gradient mode was on when the region was entered.
         self.with_grad = False
         # Regions that a run of a checkpoint has entered, the innermost last.
         self.entries: list[Entry] = []
-        # The scales of the innermost entry that has some: those of a first run.
+        # The scales of the innermost entry that has some, which are those of a first run.
         self.kept: Any = None
 
 
@@ -48,7 +48,7 @@ _C.set_recipe_state(STATE)
 
 
 class _Compiled:
-    """What compiled code guards on, outside of regions within that code."""
+    """The values that compiled code guards on, outside of regions within that code."""
 
     key = property(_C.key_of_compiled_call)
 
@@ -57,7 +57,7 @@ COMPILED = _Compiled()
 
 
 def enter_region(recipe: Recipe | None, is_delayed: bool, is_traced: bool = False) -> None:
-    """Makes it the recipe of this thread's calls, until `leave_region()`."""
+    """Sets the recipe of this thread's calls, until `leave_region()`."""
     STATE.outer = (STATE.recipe, STATE.is_delayed, STATE.is_traced, STATE.outer)
     STATE.is_delayed = is_delayed or STATE.is_delayed
     STATE.is_traced = is_traced

@@ -18,7 +18,7 @@ from ..recipe import CustomRecipe, MXFP8BlockScaling, Recipe
 from .region import autocast
 
 ROLES = ("input", "weight", "grad_output")
-# As a byte; of E2M1, two codes.
+# The largest code as a byte; for E2M1, a byte of two codes.
 _LARGEST_CODE = {
     torch.float8_e4m3fn: 0x7E,
     torch.float8_e5m2: 0x7B,
@@ -31,9 +31,9 @@ _dequantize = torch.ops.transformer_ops.dequantize.default
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor in one format: `signal_to_noise` in dB, infinite where nothing is lost and NaN for
-    a tensor of zeros; the shares of its numbers other than zero that become zero (`underflow`), and
-    of those above the largest number of their block, which they become (`saturated`)."""
+    """One tensor in one format. `signal_to_noise` is in dB, infinite if nothing is lost, and NaN
+    for a tensor of zeros. `underflow` is the share of nonzero numbers that become zero; `saturated`
+    is the share of numbers above the largest number of their block, which they become."""
 
     module: str
     role: str
@@ -69,7 +69,8 @@ class Report:
         return f"<table>{''.join(lines)}</table>"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """A picture of the signal-to-noise ratios, by matplotlib, in the format of the suffix."""
+        """Saves a picture of the signal-to-noise ratios with matplotlib, in the format of the
+        suffix."""
         from matplotlib.figure import Figure
 
         places = list(dict.fromkeys((row.module, row.role) for row in self.rows))
@@ -112,23 +113,23 @@ def report(
     loss: Callable[[Any], Tensor] | None = None,
     **kwargs: Any,
 ) -> Report:
-    """Runs forward and backward once, and says what formats do to the operands of each product.
+    """Runs forward and backward once, and reports what formats do to the operands of each product.
 
     Args:
-        model: with `Linear`s or `BasicLinear`s of this package anywhere in it.
-        inputs, kwargs: what it is called with.
-        recipe: the run is one under this recipe, whose formats are reported, marked by `*`; None
-            for `MXFP8BlockScaling()`.
-        formats: further formats of `torch.ops.transformer_ops.quantize` to compare with.
-        loss: of what the model returns, a scalar. By default a scalar output is the loss itself,
-            and of another tensor the mean of its squares is.
+        model: a model that contains `Linear`s or `BasicLinear`s of this package.
+        inputs, kwargs: the arguments of the model.
+        recipe: the recipe of the run, whose formats are reported and marked with `*`; None for
+            `MXFP8BlockScaling()`.
+        formats: other formats of `torch.ops.transformer_ops.quantize` to compare with.
+        loss: computes a scalar from the model's result. By default a scalar output is the loss
+            itself, and for another tensor the loss is the mean of its squares.
 
-    Parameters get no gradients, and buffers and random numbers are as after any call.
+    Parameters get no gradients; buffers and random numbers change as in any call.
 
     Raises:
-        ValueError: a model without such a product, or one that none of its calls reached.
-        TypeError: an output that is no tensor, without `loss`.
-        RuntimeError: an unknown format.
+        ValueError: the model has no such product, or has one that none of its calls reached.
+        TypeError: the output is no tensor, and there is no `loss`.
+        RuntimeError: a format is unknown.
     """
     recipe = recipe or MXFP8BlockScaling()
     products = _products(model)
@@ -158,7 +159,7 @@ def report(
 
 
 def _products(model: nn.Module) -> dict[str, tuple[nn.Module, BasicOperation]]:
-    """By name, what is called, and the op in it that a recipe quantizes."""
+    """By name: the module that is called, and the op in it that a recipe quantizes."""
     found: dict[str, tuple[nn.Module, BasicOperation]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, FusibleOperation) or module.is_fused_op:
@@ -185,7 +186,7 @@ def _watched(
         def before(module: nn.Module, args: Any, name: str = name, op: BasicOperation = op) -> None:
             seen[name, "input"] = args[0].detach()
             weights = op._parameter_tensors()[: len(op._names_in("weight"))]
-            # Of groups, as one tensor.
+            # The weights of groups are stacked to one tensor.
             seen[name, "weight"] = (
                 weights[0] if len(weights) == 1 else torch.stack(weights)
             ).detach()
