@@ -1,5 +1,5 @@
-"""Python steps of a plan: what the C++ interpreter calls, and what a call keeps for them between
-forward and backward."""
+"""The Python steps of a plan, which the C++ interpreter calls, and what a call stores for them
+between forward and backward."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from .stand_ins import StandIns
 
 Kwargs = list[dict[str, Any]]
 Tensors = Sequence[Tensor | None]
-# An op, and which tensor of its weight.
+# An op, and the index of a tensor of its weight.
 Weight = tuple[int, int]
 
 _NO_STAND_INS = StandIns()
-# Attributes of a context that hold what it saves.
+# The attributes of a context that contain what it saves.
 _SAVED = ("to_save", "saved_tensors")
-# Stands for a tensor among other values.
+# A placeholder for a tensor among other values.
 _TENSOR = object()
 
 
 def check_kwargs(ops: Sequence[BasicOperation], kwargs: Kwargs) -> None:
-    """Raises ValueError for a wrong number of entries, TypeError for arguments of a native op."""
+    """Raises ValueError if the number of entries is wrong, and TypeError if a native op gets
+    arguments."""
     if len(kwargs) != len(ops):
         raise ValueError(
             f"[OperationFuser] basic_op_kwargs must have {len(ops)} entries, got {len(kwargs)}"
@@ -59,14 +60,14 @@ class HostStep:
         self.extra_outputs = [range(plan.basic_ops[i].num_extra_outputs) for i in step.ops]
 
     def note(self, error: Exception, direction: str) -> None:
-        """Says of an error that the user's methods raise which step it comes from."""
+        """Adds to an error of the user's methods the step that raised it."""
         if hasattr(error, "add_note"):  # Python 3.11
             name = type(self.op).__name__
             error.add_note(f"[{name}] raised in the {direction} of ops {list(self.ops)}")
 
 
 class HostPlan:
-    """What the Python steps of one plan share among calls. Only tracing changes it.
+    """The state of one plan's Python steps that calls share. Only tracing changes it.
 
     `rows`: the declaration of each native kind.
     """
@@ -82,7 +83,7 @@ class HostPlan:
         self.plan = plan
         self.program = program
         self.basic_ops = tuple(basic_ops)
-        # Ops whose contexts keep what they like; the others keep the slots of their declaration.
+        # The ops whose contexts save freely; the others save the slots of their declaration.
         self.is_free: list[bool] = program.keeps_own
         self.forward_steps = [
             HostStep(step, python_ops[step.python], self, "forward")
@@ -94,22 +95,22 @@ class HostPlan:
             for step in reversed(plan.backward)
             if step.python is not None and not step.skipped
         ]
-        # (op, slot) that backward reads.
+        # The (op, slot) pairs that backward reads.
         self.is_read = set(program.slots_read)
-        # Ops with a weight that accumulates.
+        # The ops with a weight that accumulates.
         self.accumulating: list[int] = []
-        # Ops that leave the gradient of their weight for later.
+        # The ops whose weight gradient is computed after backward.
         self.delaying: list[int] = []
         for op, (kind, attributes) in enumerate(plan.ops):
             for attribute, is_for_later in rows[kind]["states"] if plan.native_ops[op] else ():
                 if attributes.get(attribute):
                     (self.delaying if is_for_later else self.accumulating).append(op)
-        # The names of the tensors of their weights: with another number of them comes another plan.
+        # The names of their weights' tensors. Another number of tensors needs another plan.
         self.weight_names = {
             op: basic_ops[op]._names_in(basic_ops[op]._parameter_names[0])
             for op in (*self.accumulating, *self.delaying)
         }
-        # Under torch.compile it is found by number.
+        # Under torch.compile the plan is found by this number.
         self.number: int | None = None
         self.changed_by_tracing: set[tuple[int, str]] = set()
 
@@ -135,10 +136,10 @@ class HostPlan:
         buffers: Mapping[Weight, main_grad.Buffer] | None = None,
         backward_pass: int | None = None,
     ) -> HostCall:
-        """A new call. RuntimeError where a weight that accumulates has no buffer.
+        """A new call. Raises RuntimeError if a weight that accumulates has no buffer.
 
-        `buffers`: by weight, what a trace has in the place of the buffers that the weights have.
-        `backward_pass`: what the gradients belong to, where it is not the pass that runs.
+        `buffers`: by weight, the buffers that a trace uses instead of those of the weights.
+        `backward_pass`: the pass that the gradients belong to, if it is not the one that runs.
         """
         if self.plan.needs_backward:
             for op in self.accumulating:
@@ -151,8 +152,8 @@ class HostPlan:
 
 
 class HostCall:
-    """One call of a plan: the contexts of its ops, and the methods by which C++ runs its Python
-    steps. Lists of tensors are flat, op after op, in the order that executor/host.h gives."""
+    """One call of a plan: the contexts of its ops, and the methods with which C++ runs its Python
+    steps. Lists of tensors are flat, op after op, in the order given in executor/host.h."""
 
     def __init__(
         self,
@@ -169,24 +170,24 @@ class HostCall:
         self.given_pass = backward_pass
         self.contexts: dict[int, OperationContext] = {}
         self.own: dict[int, Tensors] = {}
-        # Weight gradients that Python steps gave, to be handed out later, by op.
+        # Weight gradients that Python steps computed, to be returned later, by op.
         self.finished: dict[int, delayed.Finished] = {}
-        # id -> (tensor handed to a Python step in its place, the tensor itself)
+        # id -> (tensor that a Python step got instead, the tensor itself)
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
-        # Ids of the tensors that steps were handed or returned; and of those that an op keeps as
-        # attributes of its context: (op, attribute, how to put it together, what is no tensor).
+        # The ids of the tensors that steps got or returned. Then, for tensors that an op stores as
+        # attributes of its context: (op, attribute, its structure, its parts that are no tensors).
         self.seen: set[int] = set()
         self.attributes: list[tuple[int, str, Any, list[Any]]] = []
 
     def original(self, tensor: Tensor | None) -> Tensor | None:
-        """The tensor that is kept for one that a Python step had in its hands."""
+        """The tensor that is saved for one that a Python step got."""
         tensor = self.stand_ins.replace(tensor)
         return self.copies[id(tensor)][1] if id(tensor) in self.copies else tensor
 
     # ---- forward
 
     def forward(self, number: int, dtypes: Sequence[torch.dtype], tensors: Tensors) -> list[Any]:
-        """Runs a step of forward: the main output, extra outputs, slots of native ops."""
+        """Runs a step of forward. Returns the main output, extra outputs, slots of native ops."""
         step = self.plan.forward_steps[number]
         op, first = step.op, self.plan.plan.first_backward
         input_ = cast(Tensor, tensors[0])
@@ -239,7 +240,7 @@ class HostCall:
             return tensor
         if source[0] < plan.first_backward or not torch.is_floating_point(tensor):
             return tensor
-        # Inside the node no tensor has a history: a copy of the handle says what the step asks.
+        # Inside the node no tensor has a history. A copy of the handle shows what the step needs.
         copy = tensor.detach().requires_grad_()
         self.copies[id(copy)] = (copy, tensor)
         return copy
@@ -255,12 +256,12 @@ class HostCall:
         return None
 
     def _slots_of(self, step: HostStep, op: int) -> Tensors:
-        """What the context of a native op has for its slots; any other keeps its own."""
+        """The slots of a native op from its context; any other op saves its own tensors."""
         context = self.contexts[op]
         kept, context.to_save = [self.original(tensor) for tensor in context.to_save], ()
         plan = self.plan
         if plan.is_free[op]:
-            # Of a joint fused op, all that it saved: its backward runs as a whole.
+            # A joint fused op saves everything, because its backward runs as a whole.
             if step.ops[-1] >= plan.plan.first_backward:
                 self.own[op] = kept
             return []
@@ -281,9 +282,9 @@ class HostCall:
         return kept or [None] * len(slots)
 
     def saved(self) -> list[Tensors]:
-        """What each op keeps for itself, then the tensors that stand in for others and those that
-        ops keep as attributes of their contexts. Autograd keeps them from now on: an output held
-        here would hold its graph, which holds this call."""
+        """The tensors that each op saves itself, then the tensors that replace others, and those
+        that ops store as attributes of their contexts. From now on autograd owns them: a reference
+        to an output here would keep its graph alive, which owns this call."""
         own, self.own, self.copies, self.kwargs = self.own, {}, {}, None
         attributes = [tensor for op in self.contexts for tensor in self._take_attributes(op)]
         self.seen.clear()
@@ -291,7 +292,7 @@ class HostCall:
         return [*rows, [*self.stand_ins.given, *attributes]]
 
     def _take_attributes(self, op: int) -> list[Tensor]:
-        """Takes attributes with tensors of this call off a context."""
+        """Removes attributes with tensors of this call from a context."""
         own = vars(self.contexts[op])
         taken: list[Tensor] = []
         for name, value in list(own.items()):
@@ -307,7 +308,7 @@ class HostCall:
         return taken
 
     def _attributes_of(self, tensors: Tensors) -> dict[int, dict[str, Any]]:
-        """The attributes that were taken off, by op."""
+        """The attributes that were removed, by op."""
         found: dict[int, dict[str, Any]] = {}
         given = iter(tensors)
         for op, name, spec, rest in self.attributes:
@@ -325,8 +326,8 @@ class HostCall:
         dtypes: Sequence[torch.dtype | None],
         standing: Tensors,
     ) -> list[Any]:
-        """Runs a step of backward: gradients of the main input, of the parameters of each op, of
-        the extra inputs of each op."""
+        """Runs a step of backward. Returns the gradients of the main input, of the parameters of
+        each op, and of the extra inputs of each op."""
         step = self.plan.backward_steps[number]
         given = iter(grads[1:])
         grad_extra_outputs = [tuple(next(given) for _ in count) for count in step.extra_outputs]
@@ -382,11 +383,13 @@ class HostCall:
     # ---- weights that accumulate
 
     def backward_pass(self) -> int:
-        """What the gradients belong to: the number of the pass that runs or that left them."""
+        """The number of the pass that the gradients belong to: the one that runs, or that left
+        them."""
         return _C.current_backward_pass() if self.given_pass is None else self.given_pass
 
     def accumulation(self, op: int) -> tuple[list[Tensor], bool] | None:
-        """The buffers that a product may add its weight gradients to, and whether it overwrites."""
+        """The buffers to which a product may add its weight gradients, and whether it overwrites
+        them."""
         weights = self.plan.weights_of(op)
         if len(weights) > 1 and not all(weight.requires_grad for weight in weights):
             return None
@@ -398,23 +401,23 @@ class HostCall:
         overwrites = {buffer.is_first(backward_pass) for buffer in given}
         if len(overwrites) > 1:
             return None
-        # One parameter in two places: its gradients add up.
+        # If one parameter is in two positions, its gradients are added.
         if len({id(buffer.tensor) for buffer in given}) < len(given):
             return None
         return [buffer.tensor for buffer in given], overwrites.pop()
 
     def accumulate(self, op: int, k: int, grad: Tensor | None) -> Tensor | None:
-        """Adds the gradient of tensor k of a weight to its buffer, unless a product did; returns
-        what autograd gets."""
+        """Adds the gradient of tensor k of a weight to its buffer, unless a product did. Returns
+        the gradient for autograd."""
         if op in self.plan.delaying:
-            # Of a Python step, which has computed it already.
+            # A Python step has already computed it.
             if grad is not None:
                 self._finished(op, k).grads[k] = grad
             return None
         return self.accumulate_now(op, k, grad)
 
     def _finished(self, op: int, k: int) -> delayed.Finished:
-        """What takes tensor k of this backward's gradients."""
+        """The object that collects tensor k of this backward's gradients."""
         found = self.finished.get(op)
         if found is None or any(grad is not None for grad in found.grads[k:]):
             found = self.finished[op] = delayed.Finished(len(self.plan.weight_names[op]))
@@ -422,7 +425,7 @@ class HostCall:
         return found
 
     def accumulate_now(self, op: int, k: int, grad: Tensor | None) -> Tensor | None:
-        """The same where the gradient does not wait."""
+        """The same for a gradient that is not computed later."""
         weight = self.plan.weight_of(op, k)
         buffer = self.buffers.get((op, k)) or main_grad.buffer_of(weight)
         backward_pass = self.backward_pass()
@@ -431,16 +434,17 @@ class HostCall:
         buffer.note(backward_pass)
         return main_grad.for_autograd(weight)
 
-    # ---- weights whose gradients are left for later
+    # ---- weights whose gradients are computed after backward
 
     def delay(self, op: int, product: delayed.Product) -> None:
-        """Keeps what gives the gradient of an op's weight until its `backward_dw()`."""
+        """Stores the call that computes the gradient of an op's weight until its
+        `backward_dw()`."""
         own: Any = self.plan.basic_ops[op]
         own._delay(functools.partial(finish, self.plan, op, product, self.backward_pass()))
 
 
 def finish(plan: HostPlan, op: int, product: delayed.Product, backward_pass: int) -> None:
-    """What backward left: the gradient of an op's weight, to its buffer or to autograd."""
+    """Computes the gradient that backward left, and passes it to its buffer or to autograd."""
     call, weights = plan.start(backward_pass=backward_pass), plan.weights_of(op)
     if op not in plan.accumulating:
         delayed.give_to_autograd(weights, product.run)

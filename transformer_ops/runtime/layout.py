@@ -19,39 +19,41 @@ from .policies import Policies
 
 
 class Segment(NamedTuple):
-    """A run of modules: a group of fusible ops, a fusible op that has to be called, or any other
+    """Consecutive modules: a group of fusible ops, a fusible op that has to be called, or any other
     module."""
 
     modules: tuple[int, ...]  # indices in the layout
     ops: tuple[int, ...]  # positions of its basic ops among all basic ops
-    group: Any  # an OperationFuser; None in a trace, and where the module is called
-    inputs: tuple[External | Routed, ...]  # where its extra inputs come from
-    outputs: tuple[Routed, ...]  # its extra outputs that somebody outside it reads
-    group_state: str | None = None  # by which a trace finds the group, or one that is its peer
+    group: Any  # an OperationFuser; None in a trace, and if the module is called
+    inputs: tuple[External | Routed, ...]  # the sources of its extra inputs
+    outputs: tuple[Routed, ...]  # its extra outputs that are read outside
+    group_state: str | None = None  # by which a trace finds the group, or an interchangeable one
 
 
 class Lenders(NamedTuple):
-    """What a layout takes for granted of modules that its ops borrow from."""
+    """What a layout assumes about modules that its ops borrow from."""
 
     guards: Any
-    called: tuple[FusibleOperation, ...]  # ops for which the modules themselves are called
+    called: tuple[FusibleOperation, ...]  # ops whose modules are called themselves
 
 
 class Layout(NamedTuple):
-    """The segments of a list of modules, and what travels between them and the caller."""
+    """The segments of a list of modules, and the tensors between them and the caller."""
 
-    names: tuple[str, ...]  # that lead to the modules from the Sequential
-    modules: tuple[nn.Module, ...]  # those of each Residual one by one
-    hooked: tuple[bool, ...]  # which modules have hooks
+    names: tuple[str, ...]  # the paths of the modules in the Sequential
+    modules: tuple[nn.Module, ...]  # including those of each Residual
+    hooked: tuple[bool, ...]  # for each module: has it hooks?
     hook_dicts: tuple[Mapping[int, Any], ...]  # of all fusible modules and their basic ops
-    state: str  # the same text for layouts that one compiled graph can serve; empty until asked for
+    state: str  # the same text for layouts that one compiled graph can serve; empty until it is
+    # read
     segments: tuple[Segment, ...]
     outputs: tuple[Routed, ...]
     wanted: WantedInputs
     lenders: Lenders | None  # the modules that its ops borrow from
-    # The OperationFuser of the only segment, which takes and gives just what the caller does.
+    # The OperationFuser of the only segment, if its inputs and outputs are those of the caller.
     whole: Any
-    # What the Sequential holds itself; each Residual, what it holds, and whether that is laid out.
+    # The modules of the Sequential itself; and for each Residual, its modules, and whether it is
+    # laid out.
     children: tuple[nn.Module | None, ...] = ()
     residuals: tuple[tuple[Any, tuple[nn.Module | None, ...], bool], ...] = ()
 
@@ -70,11 +72,11 @@ def make_layout(
     whole: str,
     called: Container[int] = (),
 ) -> Layout:
-    """The layout of the modules as they are now. `make_group`: the class `OperationFuser`; `names`
-    lead to the modules from the `whole`, as errors call what is called; `called`: indices of
-    modules that have to be called by themselves.
+    """The layout of the modules as they are now. `make_group`: the class `OperationFuser`. `names`:
+    the paths of the modules in the `whole`, for errors. `called`: the indices of modules that have
+    to be called themselves.
 
-    Raises ValueError where the channels of the ops do not fit together.
+    Raises ValueError if the channels of the ops do not match.
     """
     alone = [i in called or _has_to_be_called(module) for i, module in enumerate(modules)]
     basic_ops: list[BasicOperation] = []
@@ -132,7 +134,7 @@ def _lenders_of(
 
 
 def lenders_are_same(layout: Layout) -> bool:
-    """Whether the modules that ops borrow from are as the layout takes for granted."""
+    """Whether the modules that ops borrow from are as the layout assumes."""
     if layout.lenders is None:
         return True
     guards, called = layout.lenders
@@ -142,7 +144,7 @@ def lenders_are_same(layout: Layout) -> bool:
 def _read_outside(
     inputs: tuple[tuple[External | Routed, ...], ...], runs: list[list[int]]
 ) -> set[Routed]:
-    """The extra outputs that an op of another run reads."""
+    """The extra outputs that an op of another segment reads."""
     run_of = {position: i for i, positions in enumerate(runs) for position in positions}
     return {
         source
@@ -216,7 +218,7 @@ def _members(module: FusibleOperation) -> list[nn.Module]:
 
 
 def layout_content(layout: Layout) -> object | None:
-    """What a compiled graph depends on, beside what it reads of the modules. None where it depends
+    """What a compiled graph depends on, besides what it reads from the modules. None if it depends
     on these very modules."""
     contents = [segment.group and segment.group._content() for segment in layout.segments]
     for segment, content in zip(layout.segments, contents, strict=True):
@@ -288,11 +290,12 @@ def call_group(
     extra_inputs: tuple[Tensor, ...],
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
-    """The eager call of a group, which holds its modules."""
+    """The eager call of a group, which owns its modules."""
     group = segment.group
     if group is None:
         assert segment.group_state is not None
-        # A layout for traces, maybe of equal modules, in a frame that Dynamo left to Python.
+        # The layout is for traces, and may have equal modules, in a frame that Dynamo left to
+        # Python.
         group = group_of_members(segment.group_state, modules)
     return group(input, *extra_inputs, basic_op_kwargs=kwargs)
 
@@ -313,12 +316,12 @@ def _check_outputs(module: nn.Module, output: Any, count: int) -> None:
         )
 
 
-# ---- looking at plans
+# ---- inspecting plans
 
 
 def group_of(segment: Segment, modules: Sequence[nn.Module], asked: str) -> Any:
-    """The group that ran; None where a module does what it likes. `asked`: the method of the
-    user's call, for an error text."""
+    """The group that ran; None if the module is not run by a plan. `asked`: the method that the
+    user called, for an error text."""
     if segment.group is not None or not segment.ops:
         return segment.group
     module: Any = modules[segment.modules[0]]

@@ -1,4 +1,4 @@
-"""Weight gradients accumulated into `weight.main_grad` instead of being returned."""
+"""Weight gradients that are accumulated into `weight.main_grad` instead of being returned."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import _C
 
-# The numbers of buffers that are overwritten. Compiled code has them as constants, and reads them
-# from this attribute of the buffer, on which Dynamo guards.
+# The numbers of buffers that are overwritten. In compiled code they are constants, read from this
+# attribute of the buffer, on which Dynamo guards.
 _NUMBERS: Any = WeakTensorKeyDictionary()
 _NUMBER = "_transformer_ops_number"
 _counter = itertools.count(1)
@@ -21,18 +21,18 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Buffer(NamedTuple):
-    """Where the gradient of a weight goes, and whether the first one of a backward pass takes the
-    place of what is there. `number` is that of the buffer in compiled code, which does not know
-    what else writes in the pass."""
+    """The buffer of a weight's gradient, and whether the first gradient of a backward pass
+    overwrites it. `number` is that of the buffer in compiled code, which does not know about other
+    writes in the pass."""
 
     tensor: Tensor
     overwrites: bool
     number: int | None = None
 
     def is_first(self, backward_pass: int) -> bool:
-        """Whether the next gradient takes the place of what is there. RuntimeError if a later pass
-        has written to the buffer already. In compiled code it never does: the buffer is emptied
-        when the first gradient comes."""
+        """Whether the next gradient overwrites the buffer. Raises RuntimeError if a later pass has
+        already written to it. In compiled code it never does: the buffer is zeroed when the first
+        gradient comes."""
         if not self.overwrites:
             return False
         if self.number is not None:
@@ -47,13 +47,13 @@ class Buffer(NamedTuple):
         return last != backward_pass or backward_pass == 0
 
     def note(self, backward_pass: int) -> None:
-        """Takes down that this pass has written to the buffer."""
+        """Records that this pass has written to the buffer."""
         if self.overwrites and self.number is None:
             _C.note_pass_of(number_of(self.tensor), backward_pass)
 
 
 def number_of(buffer: Tensor) -> int:
-    """The number of a buffer that is overwritten, which it gets when it is first asked for."""
+    """The number of a buffer that is overwritten. It is assigned when it is first needed."""
     found: int | None = _NUMBERS.get(buffer)
     if found is None:
         found = _NUMBERS[buffer] = next(_counter)
@@ -63,7 +63,7 @@ def number_of(buffer: Tensor) -> int:
 
 
 def check(weight: Tensor, own: Any = None, k: int = 0) -> None:
-    """RuntimeError where a weight that accumulates, tensor k of those of the op `own`, has no
+    """Raises RuntimeError if a weight that accumulates (tensor k of the op `own`) has no
     `main_grad`, or one that does not fit."""
     if not weight.requires_grad:
         return
@@ -93,7 +93,7 @@ def _named(own: Any, k: int) -> str:
 
 
 def buffer_of(weight: Tensor, own: Any = None, k: int = 0) -> Buffer:
-    """`weight.main_grad`, which has to be there; written where `overwrite_main_grad` is set."""
+    """The required `weight.main_grad`; it is overwritten if `overwrite_main_grad` is set."""
     check(weight, own, k)
     overwrites = bool(getattr(weight, "overwrite_main_grad", False))
     return Buffer(weight.main_grad, overwrites)  # type: ignore[attr-defined]
@@ -102,13 +102,13 @@ def buffer_of(weight: Tensor, own: Any = None, k: int = 0) -> Buffer:
 def traced_buffer_of(
     weight: Tensor, own: Any = None, k: int = 0
 ) -> tuple[Tensor, bool, int | None]:
-    """The same for a trace, after `number_of` the buffer was asked for."""
+    """The same for a trace, after `number_of` the buffer was called."""
     tensor, overwrites, _ = buffer_of(weight, own, k)
     return tensor, overwrites, getattr(tensor, _NUMBER) if overwrites else None
 
 
 def takes_products(buffer: Tensor, weight: Tensor) -> bool:
-    """Whether a product may add the gradient of the weight to the buffer itself."""
+    """Whether a product may add the weight's gradient to the buffer directly."""
     return (
         type(buffer) in _PLAIN
         and type(weight) in _PLAIN
@@ -120,7 +120,7 @@ def takes_products(buffer: Tensor, weight: Tensor) -> bool:
 
 
 def accumulate(buffer: Buffer, grad: Tensor, backward_pass: int) -> None:
-    """Adds `grad` to the buffer, or writes it there."""
+    """Adds `grad` to the buffer, or overwrites it."""
     with torch.no_grad():
         if buffer.is_first(backward_pass):
             buffer.tensor.copy_(grad)
@@ -134,9 +134,10 @@ def is_marked(weight: Tensor) -> bool:
 
 
 def for_autograd(weight: Tensor) -> Tensor | None:
-    """None, or an empty-cost dummy for a marked weight, whose mark is now True."""
+    """Returns None, or a dummy without memory for a marked weight, and sets the weight's mark to
+    True."""
     if not is_marked(weight):
         return None
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    # Hooks that wait for a gradient get one of the right shape without memory behind it.
+    # Hooks that wait for a gradient get one with the right shape, but without memory.
     return weight.new_zeros(()).expand_as(weight)

@@ -1,5 +1,5 @@
 """How a step calls the Python methods of an op: the definition that counts, with the keywords that
-its signature takes. Lists have one entry for each basic op of the step."""
+its signature accepts. Lists have one entry for each basic op of the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..op.methods import unpacked
 
 Tensors = tuple[Tensor | None, ...]
 
-# What methods return most often.
+# The types that methods return most often.
 _PLAIN_LISTS = (tuple, list)
 
 
@@ -26,7 +26,7 @@ def forward(
     extra_inputs: list[Tensors],
     kwargs: list[dict[str, Any]],
 ) -> tuple[Tensor, list[Tensors]]:
-    """Single style: (output, extra outputs of each basic op); saves into `ctxs`."""
+    """Single style: returns (output, extra outputs of each basic op); saves tensors in `ctxs`."""
     keywords = _offer(op, "fuser_forward", extra_inputs, kwargs)
     if _delegates(op):
         basic = cast(BasicOperation, op)
@@ -45,7 +45,8 @@ def forward_compute(
     extra_inputs: list[Tensors],
     kwargs: list[dict[str, Any]],
 ) -> tuple[Tensor, list[Tensors], Any]:
-    """Split style, first half: (output, extra outputs of each basic op, tensors to save)."""
+    """Split style, first half: returns (output, extra outputs of each basic op, tensors to
+    save)."""
     name = "fuser_forward_compute"
     keywords = _offer(op, name, extra_inputs, kwargs, requires_grad)
     if _delegates(op):
@@ -67,7 +68,7 @@ def forward_save_ctx(
     extra_inputs: list[Tensors],
     kwargs: list[dict[str, Any]],
 ) -> None:
-    """Split style, second half: saves into `ctxs`."""
+    """Split style, second half: saves tensors in `ctxs`."""
     keywords = _offer(op, "fuser_forward_save_ctx", extra_inputs, kwargs, requires_grad)
     if _delegates(op):
         basic = cast(BasicOperation, op)
@@ -83,7 +84,8 @@ def backward(
     *,
     grad_extra_outputs: list[Tensors],
 ) -> tuple[Tensor | None, list[Tensors], list[Tensors]]:
-    """Gradients of (input, parameters of each basic op, extra inputs of each basic op)."""
+    """Returns the gradients of (input, parameters of each basic op, extra inputs of each basic
+    op)."""
     if op._python_backward == "op":
         basic = cast(BasicOperation, op)
         grads = BasicOperation.fuser_backward(
@@ -119,7 +121,8 @@ def _check_gradient(op: FusibleOperation, what: str, gradient: Any) -> None:
 
 
 def check_output(op: FusibleOperation, output: Any) -> Tensor:
-    """The main or an extra output of a Python forward; RuntimeError unless it is a tensor."""
+    """Checks the main or an extra output of a Python forward. Raises RuntimeError unless it is a
+    tensor."""
     if not isinstance(output, Tensor):
         raise RuntimeError(
             f"[{type(op).__name__}] forward must return tensors, got {type(output).__name__}"
@@ -128,7 +131,7 @@ def check_output(op: FusibleOperation, output: Any) -> Tensor:
 
 
 def _delegates(op: FusibleOperation) -> bool:
-    # A subclass may override op_* over an inherited fuser_*: the most derived definition wins.
+    # A subclass may override op_* over an inherited fuser_*: the most derived definition is used.
     return op._python_forward is not None and op._python_forward.family == "op"
 
 
@@ -197,7 +200,7 @@ def _per_basic_op(
 def _entries(op: FusibleOperation, method: str, what: str, entries: Any) -> tuple[Any, ...]:
     if type(entries) in _PLAIN_LISTS:
         return tuple(entries)
-    # A tensor would give its rows.
+    # Iterating over a tensor would give its rows.
     if isinstance(entries, Tensor) or not isinstance(entries, Iterable | None):
         raise RuntimeError(
             f"[{type(op).__name__}] {method} must return {what}, got {type(entries).__name__}"

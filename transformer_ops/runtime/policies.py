@@ -1,4 +1,4 @@
-"""What the owner of a group decides about its plans."""
+"""The settings of a group's owner for its plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Policies(NamedTuple):
     saved_inputs: bool = False
 
     def checked(self, op: str) -> Policies:
-        """The same; ValueError or TypeError where a value is none that there is."""
+        """Returns itself. Raises ValueError or TypeError if a value is not allowed."""
         if self.recompute not in ("cheap", "none"):
             raise ValueError(f'[{op}] recompute must be "cheap" or "none", got {self.recompute!r}')
         if self.saved not in ("exact", "fp8", "int8"):

@@ -1,4 +1,4 @@
-"""One planning call together with what becomes of it: the plan, and its Python steps."""
+"""One planning call and its results: the plan, and its Python steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .host import HostPlan
 
 
 class Session(PlanningSession):
-    """What C++ asks for users' fusions, and keeps with the plan that they lead to."""
+    """The object that C++ calls for users' fusions, and stores with the plan."""
 
     def __init__(self, basic_ops: list[BasicOperation], names: Sequence[OpName]) -> None:
         super().__init__(basic_ops, names)
-        self.plan: Plan | None = None  # made of the finished one, when first asked for
+        self.plan: Plan | None = None  # converted from the finished plan when it is first needed
 
     def plan_of(self, entry: Any) -> Plan:
         """The finished plan."""
@@ -28,8 +28,8 @@ class Session(PlanningSession):
         return self.plan
 
     def make_states(self, op: int, recipe: str, device: str, records: bool) -> None:
-        """Makes the state of a recipe for the parameters of an op, where it is not there yet; for
-        calls on devices of that type. The plan `records` magnitudes, or only reads scales."""
+        """Makes the state of a recipe for the parameters of an op, if it does not exist, for calls
+        on devices of that type. The plan `records` magnitudes, or only reads scales."""
         basic_op = self.basic_ops[op]
         owner = basic_op._parameter_owner
         if not basic_op._takes_scales:
@@ -43,7 +43,7 @@ class Session(PlanningSession):
             note_run(owner)
 
     def make_host(self, entry: Any) -> HostPlan:
-        """For a plan with Python steps."""
+        """Makes the object for a plan with Python steps."""
         plan = self.plan_of(entry)
         rows = declarations_of(plan)
         return HostPlan(plan, entry.program, self.basic_ops, self.python_ops, rows)

@@ -1,4 +1,4 @@
-"""Tensors of a trace in the place of those that Python methods find on their modules."""
+"""Tensors of a trace that replace those that Python methods find on their modules."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_map
 
 
 class StandIns:
-    """While it is entered, torch functions that are given one of the tensors `real` get the one at
-    the same place of `given`. A trace would take `self.weight` for a constant otherwise."""
+    """While it is entered, torch functions that get one of the tensors `real` use the one at the
+    same index of `given` instead. Otherwise a trace would treat `self.weight` as a constant."""
 
     def __init__(self, real: Sequence[Tensor] = (), given: Sequence[Tensor] = ()) -> None:
         self.real, self.given = tuple(real), tuple(given)
@@ -20,7 +20,7 @@ class StandIns:
         self._mode: _Mode | None = None
 
     def replace(self, value: Any) -> Any:
-        """What stands in for a tensor; anything else as it is."""
+        """The replacement of a tensor; other values are returned unchanged."""
         return self._by_id.get(id(value), value) if isinstance(value, Tensor) else value
 
     def __enter__(self) -> StandIns:
