@@ -158,7 +158,7 @@ class PlanningSession:
     def _add(self, op: FusedOperation) -> int:
         """Adds a fused op to the plan, and returns its number."""
         for basic in op.basic_ops:
-            # What compiled code reads of a Python op is guarded as it is.
+            # Compiled code guards on everything that it reads from a Python op.
             if not basic.is_python:
                 basic._watch()
         self.python_ops.append(op)
@@ -180,7 +180,7 @@ class PlanningSession:
     ) -> None:
         flat: list[Any] = []
         for op in returned:
-            # A container such as Linear is no step: its basic ops were given.
+            # A container such as Linear is no step, because the function got its basic ops.
             is_step = isinstance(op, BasicOperation | FusedOperation)
             flat += op.basic_ops if is_step else [op]
         same = len(flat) == len(self.basic_ops) and all(
@@ -214,7 +214,7 @@ class PlanningSession:
             count = len(op.basic_ops)
             index = starts.get(first)
             if index is not None and op is given[index]:
-                # As it was: C++ keeps what it knows of the group.
+                # The group has not changed, so C++ keeps its own data about it.
                 answer.append((-1, index, None, ""))
             elif isinstance(op, FusedOperation):
                 answer.append((first, count, self._add(op), type(op).__name__))

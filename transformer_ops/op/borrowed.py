@@ -32,9 +32,9 @@ def class_of(module: nn.Module) -> type[Any]:
 def find_obstacle(
     module: nn.Module, forward: Any, tensors: Iterable[str] = (), is_called: bool = True
 ) -> str | None:
-    """Returns why an op may not stand for this module now, or None: it has hooks, a `forward` other
-    than this function, or parameters of a class of their own (adapters, quantizers, DTensor).
-    Where the op runs within that `forward` (not `is_called`), hooks do not matter."""
+    """Returns the reason why an op may not replace this module now, or None. Reasons are hooks, a
+    `forward` other than this function, or parameters of a special class (adapters, quantizers,
+    DTensor). If the op runs within that `forward` (not `is_called`), hooks do not matter."""
     kind = class_of(module)
     if kind.forward is not forward or kind.__call__ is not nn.Module.__call__:
         return f"the forward of its class {kind.__name__} is another one"

@@ -42,7 +42,7 @@ class Layout(NamedTuple):
 
     names: tuple[str, ...]  # the paths of the modules in the Sequential
     modules: tuple[nn.Module, ...]  # including those of each Residual
-    hooked: tuple[bool, ...]  # for each module: has it hooks?
+    hooked: tuple[bool, ...]  # for each module: does it have hooks?
     hook_dicts: tuple[Mapping[int, Any], ...]  # of all fusible modules and their basic ops
     state: str  # the same text for layouts that one compiled graph can serve; empty until it is
     # read
