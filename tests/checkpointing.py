@@ -1,5 +1,5 @@
-"""Kinds of activation checkpointing, as scripts have them. Each calls the blocks of a model in
-turn: `way(blocks, x, region)`, where `region()`, if there is one, surrounds each block."""
+"""Kinds of activation checkpointing, as scripts use them. Each calls the blocks of a model in turn:
+`way(blocks, x, region)`, where the optional `region()` surrounds each block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One row of `op_cases.py` or `fusion_cases.py` against float64 on the CPU, on any device."""
+"""Checks one row of `op_cases.py` or `fusion_cases.py` against float64 on the CPU, on any
+device."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def check_op(
     expand_grads: bool = False,
     factor: float = 1,
 ) -> None:
-    """Outputs and all gradients of `op` against the reference in float64."""
+    """Checks outputs and all gradients of `op` against the reference in float64."""
     device = inputs[0].device
     outputs = as_tuple(run_seeded(op, *inputs))
     exact = [leaf(tensor.cpu(), torch.float64) for tensor in inputs]
@@ -56,7 +57,7 @@ def check_op(
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """No fusion at all."""
+    """Disables all fusions."""
     with ExitStack() as stack:
         for handle in tops.fusions():
             stack.enter_context(handle.disabled())
@@ -64,7 +65,7 @@ def unfused() -> Iterator[None]:
 
 
 class DrawnOn(tops.BasicOperation):
-    """A dropout on the CPU that drops what it drops on `device`."""
+    """A dropout on the CPU that drops the same elements as one on `device`."""
 
     def __init__(self, p: float, device: torch.device) -> None:
         super().__init__()
@@ -89,7 +90,8 @@ def exact_on_cpu(module: tops.Sequential, device: torch.device) -> tops.Sequenti
 
 
 def check_fusion(case: Case, dtype: torch.dtype, device: torch.device) -> None:
-    """As near to float64 as the unfused ops are: it rounds no more often."""
+    """The fused ops must be as close to float64 as the unfused ones, because they round no more
+    often."""
     module = tops.Sequential(*case.make()).to(device, dtype)
     inputs = [t.to(device) for t in case.inputs(torch.randn(7, 5, 16).to(dtype))]
     with unfused():
@@ -99,8 +101,8 @@ def check_fusion(case: Case, dtype: torch.dtype, device: torch.device) -> None:
         assert fused.dtype == other.dtype == dtype
         assert fused.device == other.device == inputs[0].device
         error, allowed = ((t.cpu().double() - exact).norm() for t in (fused, other))
-        # In float64 `exact` itself is rounded, and no better.
+        # In float64, `exact` is itself rounded, and is no more exact.
         roundings = 8 if dtype == torch.float64 else 2
         assert error <= 1.1 * allowed + roundings * torch.finfo(dtype).eps * exact.norm()
-        # Nor are the unfused ops far off: else both may be wrong alike.
+        # The unfused ops must be close, too: otherwise both may have the same error.
         assert allowed <= 32 * torch.finfo(dtype).eps * exact.norm()

@@ -1,4 +1,4 @@
-"""Projects of their own that tests build against an installed copy."""
+"""Separate projects that tests build against an installed copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Seeds, tolerances by dtype, and the one decision on tests that need a CUDA device."""
+"""Seeds, tolerances by dtype, and the one place that decides about tests that need a CUDA
+device."""
 
 from __future__ import annotations
 
@@ -62,15 +63,15 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture
 def device(request) -> torch.device:
-    """Where the CUDA bodies of the ops run."""
+    """The device on which the ops' CUDA kernel wrappers run."""
     emulated = request.config.getoption("--emulate-cuda") is not None
     return torch.device("cpu") if emulated else torch.device("cuda", 0)
 
 
 @pytest.fixture(scope="module")
 def few_objects():
-    """For tests that collect garbage: what is older than they are is left alone. With the objects
-    of a few thousand tests one collection takes seconds."""
+    """For tests that collect garbage: older objects are excluded. With the objects of a few
+    thousand tests, one collection takes seconds."""
     gc.collect()
     gc.freeze()
     yield

@@ -22,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def run(module: Callable[..., object], inputs: list[Tensor], parameters: list[Tensor]) -> None:
-    """Forward, and backward for all that takes a gradient."""
+    """Runs forward, and backward for every output with a gradient."""
     found = module(*inputs)
     outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t.requires_grad]
     wanted = [t for t in (*inputs, *parameters) if t.requires_grad]
@@ -30,7 +30,7 @@ def run(module: Callable[..., object], inputs: list[Tensor], parameters: list[Te
 
 
 def main() -> None:
-    """Run all rows on a device."""
+    """Runs all rows on a device."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     device = torch.device(parser.parse_args().device)
@@ -47,7 +47,8 @@ def main() -> None:
             tensors = fusion_case.inputs(torch.randn(7, 3, 16, dtype=dtype))
             run(module, [leaf(t, device) for t in tensors], list(module.parameters()))
             count += 1
-        # Rows of several blocks of threads, an odd number of them, and rows off the vectors' grid.
+        # These rows need several blocks of threads, an odd number of blocks, or are not aligned to
+        # vectors.
         for width in (4096, 1031):
             for make in (tops.RMSNorm, tops.LayerNorm):
                 block = tops.Sequential(
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def leaf(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device, and wanting a gradient if it can have one."""
+    """Moves a tensor to the device; it requires a gradient if it can have one."""
     return tensor.detach().to(device).requires_grad_(tensor.is_floating_point())
 
 

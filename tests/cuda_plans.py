@@ -1,5 +1,5 @@
-"""Plans for CUDA under a recipe, made without a GPU: products take codes and scales. Kernels of the
-CPU run them, or emulated ones."""
+"""Plans for CUDA under a recipe, made without a GPU: products take codes and scales. CPU kernels or
+emulated kernels run them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DTYPES = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 
 def on_cuda(module: tops.Sequential, x: Tensor, recipe: Recipe) -> tops.Sequential:
-    """A copy that has run under a recipe on a GPU, as far as its planner knows: no tensor of it has
-    memory."""
+    """A copy that, as far as its planner knows, has run under a recipe on a GPU: none of its
+    tensors has memory."""
     twin = copy.deepcopy(module)
     reset_scales(twin)
     with FakeTensorMode(), tops.autocast(recipe=recipe):
@@ -35,7 +35,7 @@ def on_cuda(module: tops.Sequential, x: Tensor, recipe: Recipe) -> tops.Sequenti
 
 def run_for_cuda(module: tops.Sequential, x: Tensor, recipe: Recipe) -> list[Tensor]:
     """The output and the gradients of the parameters by the plan for CUDA."""
-    # Another region makes new scales.
+    # Another region computes new scales.
     states = {name: value.clone() for name, value in module.state_dict().items()}
     return run(on_cuda(module, x, recipe).plans()[0], module, x, states)
 
@@ -49,7 +49,7 @@ def run(plan: Plan, module: tops.Sequential, x: Tensor, states: dict[str, Tensor
 
 
 def step(module: tops.Sequential, x: Tensor, recipe: Recipe) -> list[Tensor]:
-    """The same by the module's own plan under a recipe."""
+    """The same with the module's own plan under a recipe."""
     with tops.autocast(recipe=recipe):
         y = module(x)
     return [y, *torch.autograd.grad(y.float().square().sum(), list(module.parameters()))]
@@ -103,7 +103,7 @@ def check_that_compiled_code_has_no_break(
 
 
 def check_a_captured_step(module: tops.Sequential, x: Tensor, recipe: Recipe) -> None:
-    """On a GPU, in a CUDA graph."""
+    """Checks a step on a GPU, in a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -38,7 +38,7 @@ def batches() -> list[Tensor]:
 
 
 def train(model: nn.Module, rank: int | None) -> dict[str, Tensor]:
-    """A few steps; each rank sees its half of every batch. Returns the full parameters."""
+    """Trains a few steps; each rank sees its half of every batch. Returns the full parameters."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for batch in batches():
         mine = batch if rank is None else batch.chunk(2)[rank]
@@ -66,7 +66,7 @@ def check(rank: int) -> None:
     whole = fully_shard(make_model(), mesh=mesh)
     assert all(isinstance(p, DTensor) for p in whole.parameters())
     compare(train(whole, rank), want)
-    # One unit for each Linear, gathered and freed on its own.
+    # Each Linear is one unit, which is gathered and freed separately.
     parts = make_model()
     for module in (parts[2], parts[4], parts):
         fully_shard(module, mesh=mesh)
@@ -83,14 +83,14 @@ def quantized_model(recipe: tops.recipe.Recipe | None = None) -> nn.Module:
 
 
 def codes(tensor: Tensor) -> Tensor:
-    """The bytes of a quantized tensor of which this rank has all or a part."""
+    """The bytes of a quantized tensor, or of this rank's part of it."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     assert isinstance(local, tops.QuantizedTensor)
     return local.codes.view(torch.uint8)
 
 
 def check_quantized(rank: int) -> None:
-    """Codes are sharded, gathered and trained as such."""
+    """Codes are sharded and gathered as codes, and the model trains."""
     whole, sharded = quantized_model(), quantized_model()
     for op in (sharded[0], sharded[2]):
         fully_shard(op, mesh=init_device_mesh("cpu", (2,)))
@@ -107,7 +107,7 @@ def check_quantized(rank: int) -> None:
             torch.testing.assert_close(full(other.grad), one.grad, rtol=1e-4, atol=1e-6)
     for place in (0, 2):
         mine = codes(whole[place].weight).chunk(2)[rank]
-        # A sum in another order may change a code.
+        # Adding in another order may change a code.
         assert (mine != codes(sharded[place].weight)).float().mean() < 0.01
     check_checkpoint(rank, sharded)
     replicated = DistributedDataParallel(quantized_model())
@@ -131,7 +131,8 @@ def check_quantized(rank: int) -> None:
 
 
 def check_delayed_weights() -> None:
-    """Their numbers are sharded, and one rank makes the same codes of them again."""
+    """The numbers of delayed weights are sharded, and one rank computes the same codes from them
+    again."""
     whole, sharded = (quantized_model(tops.recipe.DelayedScaling()) for _ in range(2))
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     weights = {name: full(tensor) for name, tensor in sharded.state_dict().items()}
@@ -145,7 +146,8 @@ def check_delayed_weights() -> None:
 
 
 def check_delayed(rank: int) -> None:
-    """All ranks have the scales of the largest magnitude on any, by one reduction a step."""
+    """All ranks have scales from the largest magnitude on any rank, with one reduction in each
+    step."""
     recipe = tops.recipe.DelayedScaling(amax_history_len=2)
     torch.manual_seed(0)
     model = tops.Sequential(tops.Linear(8, 16), tops.GELU(), tops.Linear(16, 4))
@@ -162,7 +164,7 @@ def check_delayed(rank: int) -> None:
             model(torch.ones(2, 8))
     finally:
         dist.all_reduce = reduce
-    # Ranks agree on what is reduced; the first has nothing to reduce yet.
+    # Ranks first agree on what is reduced; the first time there is nothing to reduce.
     rows = [args[0] for args in reductions if args[0].is_floating_point()]
     assert [row.shape for row in rows] == [(6,)] * 2 and len(reductions) == 5
     assert model[0].fp8_amax_history[:, 0].tolist() == [3.0, 2.0]
@@ -173,7 +175,7 @@ def check_delayed(rank: int) -> None:
 
 
 def check_checkpoint(rank: int, sharded: nn.Module) -> None:
-    """Codes that two ranks save are those that one loads."""
+    """One rank loads the codes that two ranks saved."""
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     dcp.save({"model": sharded.state_dict()}, checkpoint_id=folder[0])

@@ -1,5 +1,5 @@
-"""What two gloo processes run for `test_distributed_failures.py`: one does something else, and
-the other one has to end with an error. Each writes into a file what it was told in each case."""
+"""What two gloo processes run for `test_distributed_failures.py`: one does something different, and
+the other must end with an error. Each writes the errors of all cases to a file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def step(module: tops.Sequential, with_grad: bool = True) -> None:
 
 
 def other_plan(rank: int, module: tops.Sequential) -> None:
-    """One rank has a backward, and its collectives meet those of the other's next forward."""
+    """One rank runs a backward, whose collectives meet those of the other rank's next forward."""
     step(module)
     for _ in range(2):
         step(module, with_grad=rank == 0)
@@ -46,7 +46,7 @@ def other_rows(rank: int, module: tops.Sequential) -> None:
 
 
 def death(rank: int, module: tops.Sequential) -> None:
-    """One process is gone, without a word."""
+    """One process ends without a message."""
     step(module)
     if rank == 1:
         os._exit(0)
@@ -54,11 +54,11 @@ def death(rank: int, module: tops.Sequential) -> None:
 
 
 def work(rank: int, folder: str) -> None:
-    """One rank of all cases, each in a group of its own."""
+    """Runs one rank of all cases, each in a group of its own."""
     start_group(rank, 2, folder)
     told = {}
     for case in (death,) if OLD_GROUPS else (other_plan, other_rows, death):
-        # As TORCH_DISTRIBUTED_DEBUG, which is read when torch is loaded.
+        # This has the effect of TORCH_DISTRIBUTED_DEBUG, which is read when torch is loaded.
         level = dist.DebugLevel.OFF if case is death else dist.DebugLevel.DETAIL
         dist.set_debug_level(level)
         module = mlp(dist.new_group())
@@ -67,5 +67,5 @@ def work(rank: int, folder: str) -> None:
         except RuntimeError as error:
             told[case.__name__] = str(error)
             Path(folder, f"told{rank}").write_text(json.dumps(told))
-    # At once: what is left of the groups would wait for the other one.
+    # This exits at once, because the rest of the groups would wait for the other process.
     os._exit(0)

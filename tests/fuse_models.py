@@ -56,7 +56,7 @@ class PlainMLP(nn.Module):
 
 
 class Mixer(nn.Module):
-    """In place of attention."""
+    """A module in the place of attention."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class DecoderLayer(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """With layer norms, a plain MLP, and dropout behind it."""
+    """A layer with layer norms, a plain MLP, and dropout after it."""
 
     def __init__(self, size: int = 16, inner: int = 24, p: float = 0.0) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class EncoderLayer(nn.Module):
 
 
 class SandwichLayer(nn.Module):
-    """Norms before and behind, as in Gemma 3."""
+    """A layer with norms before and after each part, as in Gemma 3."""
 
     def __init__(self, size: int = 16, inner: int = 24) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class SandwichLayer(nn.Module):
 
 
 class PostNormLayer(nn.Module):
-    """A norm behind the MLP alone, as in OLMo 2, in a function with a closure."""
+    """A layer with a norm only after the MLP, as in OLMo 2, in a function with a closure."""
 
     def __init__(self, size: int = 16, inner: int = 24) -> None:
         super().__init__()
@@ -171,6 +171,6 @@ class Model(nn.Module):
 
 
 def fused_rules(report: Any) -> dict[str, int]:
-    """How many parts each rule of `fuse` has, but for one that only some processors have."""
+    """The number of parts of each rule of `fuse`, except for one that only some processors have."""
     rules = [row.rule for row in report.fused if row.rule != "product"]
     return {rule: rules.count(rule) for rule in sorted(set(rules))}

@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[], tops.FusibleOperation]] = {
 class Case(NamedTuple):
     """A fusion, ops on which it fires, and the basic ops that it covers.
 
-    The first op takes rows of 16. `extra_inputs` of the input's shape come from the caller.
+    The first op takes rows of 16. The caller passes `extra_inputs` of the input's shape.
     """
 
     rule: str
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 
 def before(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
-    """A norm in front, so that the input of the fused op wants a gradient as well."""
+    """Adds a norm in front, so that the input of the fused op also requires a gradient."""
     return [tops.LayerNorm(16), *made]
 
 
@@ -72,8 +72,8 @@ SCALED: dict[str, Callable[[], tops.FusibleOperation]] = {
 
 
 def with_experts(*made: tops.BasicOperation, experts: int = 3) -> list[tops.FusibleOperation]:
-    """Each token goes to all experts, so that rounding changes no choice. Of the ops between
-    Dispatch and Combine, the extra inputs take what Dispatch gives."""
+    """Each token goes to all experts, so that rounding does not change the choice. The extra inputs
+    of the ops between Dispatch and Combine read the outputs of Dispatch."""
     router, dispatch = tops.Router(16, experts, experts), tops.Dispatch(experts)
     for op, names in (
         (router, ("expert_ids", "probs", None)),
@@ -92,7 +92,7 @@ def with_experts(*made: tops.BasicOperation, experts: int = 3) -> list[tops.Fusi
 
 
 def around(*made: tops.FusibleOperation, join: tops.AddExtraInput) -> list[tops.FusibleOperation]:
-    """The ops with a channel from the input past them to `join`, one of them."""
+    """The ops, with a channel from the input to `join`, one of the ops."""
     fork = tops.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
     join.set_extra_input_channel(0, "residual")
     return [fork, *made]
@@ -105,7 +105,7 @@ def residual_block() -> list[tops.FusibleOperation]:
 
 
 def two_blocks(norm: Callable[[], tops.FusibleOperation]) -> list[tops.FusibleOperation]:
-    """Where two pre-norm blocks meet: the new residual goes on by a channel."""
+    """Two consecutive pre-norm blocks: a channel passes the new residual on."""
     fork = tops.MakeExtraOutput().set_extra_output_channel(0, "next", output_to_caller=False)
     join = tops.AddExtraInput().set_extra_input_channel(0, "next")
     return [tops.GELU(), tops.AddExtraInput(), fork, norm(), tops.Bias(16), tops.GELU(), join]
@@ -168,7 +168,7 @@ def scaled_block() -> list[tops.FusibleOperation]:
 
 
 def linear_epilogues() -> Iterator[Case]:
-    """A product with every choice of what may come after it, and with idle ops between."""
+    """A product with every choice of ops that may follow it, and with idle ops in between."""
     made: dict[str, Callable[[], tops.FusibleOperation]] = {
         "bias": lambda: tops.Bias(16),
         "scale": lambda: tops.ConstantScale(-0.7),
@@ -186,7 +186,7 @@ def linear_epilogues() -> Iterator[Case]:
         covers = tuple(range(1, 2 + len(names.split())))
         extra_inputs = int(names.endswith("add"))
         yield Case("linear_epilogue", "forward", make, covers, names, extra_inputs)
-    # Backward takes the dropout with the bias, and what is split off with the scale.
+    # Backward fuses the dropout with the bias, and the fork with the scale.
     bias = lambda: before(tops.Linear(16, 24), tops.Dropout(0.3))  # noqa: E731
     yield Case("linear_epilogue", "forward", bias, (1, 2), "bias")
     scale = lambda: before(  # noqa: E731
@@ -234,7 +234,7 @@ def cases() -> Iterator[Case]:
 
 
 def residual(*made: tops.FusibleOperation) -> list[tops.FusibleOperation]:
-    """x + f(x), with ops in front so that x wants a gradient."""
+    """x + f(x), with ops in front so that x requires a gradient."""
     split = tops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
     join = tops.AddExtraInput().set_extra_input_channel(0, "x")
     return before(split, *made, join)
@@ -258,7 +258,7 @@ def backward_cases() -> Iterator[Case]:
     yield Case("linear_residual_scale", "backward", linear, (1, 2), "hidden")
     linear = lambda: before(tops.MakeExtraOutput(), tops.BasicLinear(16, 24))  # noqa: E731
     yield Case("linear_residual_scale", "backward", linear, (1, 2), "visible")
-    # Forward takes the residual with both.
+    # Forward fuses the residual with both.
     scale = lambda: before(  # noqa: E731
         tops.BasicLinear(16, 16), tops.ConstantScale(-0.7), tops.AddExtraInput()
     )
@@ -269,7 +269,7 @@ def backward_cases() -> Iterator[Case]:
         tops.Identity(), tops.BasicLinear(16, 16), tops.Dropout(0.0), tops.ConstantScale(-0.7)
     )
     yield Case("linear_residual_scale", "backward", idle, (1, 2, 3, 4, 5), "idle")
-    # Forward takes the residual with both.
+    # Forward fuses the residual with both.
     linear = lambda: before(tops.Linear(16, 16), tops.AddExtraInput())  # noqa: E731
     yield Case("bias_linear", "backward", linear, (1, 2), extra_inputs=1)
     dropout = lambda: before(tops.Linear(16, 24), tops.Dropout(0.3))  # noqa: E731

@@ -1,5 +1,5 @@
 """What several gloo processes run for `test_distributed.py`: the GPT of examples/train_lm.py with
-tensor and sequence parallelism and FSDP2, against one process, which `one_process` is."""
+tensor and sequence parallelism and FSDP2, compared with `one_process`."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ SAVED_AT, RESUMED = 10, 5
 
 
 def make_gpt() -> GPT:
-    """A block of GELU, and one of SwiGLU."""
+    """A block with GELU, and one with SwiGLU."""
     model = GPT("tops", context=CONTEXT, layers=2, width=WIDTH, dropout=0.0)
     gated: Any = model.blocks[1]
     parts = dict(gated.mlp.named_children())
     parts["gelu"] = tops.SwiGLU(glu_interleave_size=16)
     parts["down"] = tops.Linear(2 * WIDTH, WIDTH)
     gated.mlp = tops.Residual(parts)
-    # AdamW divides a gradient by its size: in float32 the smallest would be steps of roundings.
+    # AdamW divides a gradient by its size: in float32, the smallest steps would be rounding errors.
     model.double()
     initialize(model, 0)
     return model
 
 
 class Training:
-    """A model, its optimizer and the ranks that share them."""
+    """A model, its optimizer and the ranks that train it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -68,12 +68,12 @@ class Training:
         return torch.tensor(losses, dtype=double), torch.tensor(norms, dtype=double)
 
     def state(self) -> dict[str, Any]:
-        """What DCP saves and loads."""
+        """The state that DCP saves and loads."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def resume(self, folder: str) -> None:
-        """From a checkpoint of any number of ranks."""
+        """Resumes from a checkpoint of any number of ranks."""
         state = self.state()
         dcp.load(state, checkpoint_id=folder, no_dist=self.ranks.is_alone)
         set_state_dict(
@@ -89,7 +89,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def one_process() -> dict[str, Any]:
-    """Losses, norms and the parameters of a run on one process."""
+    """The losses, norms and parameters of a run on one process."""
     training = Training(Ranks(1, torch.device("cpu")))
     losses, norms = training.run(range(STEPS))
     parameters = {name: p.detach() for name, p in training.model.named_parameters()}
@@ -101,7 +101,7 @@ def close(got: Tensor, want: Tensor, name: str = "") -> None:
 
 
 def check_resumed(ranks: Ranks, folder: Path) -> None:
-    """The losses behind a checkpoint of four ranks."""
+    """Checks the losses after a checkpoint of four ranks."""
     want = torch.load(folder / "one_process.pt")
     training = Training(ranks)
     training.resume(str(folder / "checkpoint"))
@@ -111,7 +111,7 @@ def check_resumed(ranks: Ranks, folder: Path) -> None:
 
 
 def check(folder: Path) -> None:
-    """Four ranks train as one process does, and save; two resume."""
+    """Four ranks train as one process does, and save; two ranks resume."""
     size = dist.get_world_size()
     os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(size))
     ranks = Ranks(2, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""How near two results must be, by dtype; and tensors to compute with."""
+"""Tolerances of results, by dtype; and tensors for tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ every_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 )
 
-# (relative, absolute) for one op: a few roundings in that dtype, sums kept in a wider one.
+# (relative, absolute) for one op: a few roundings in that dtype, with sums in a wider one.
 TOLERANCES = {
     torch.float64: (1e-9, 1e-11),
     torch.float32: (1e-5, 1e-5),
@@ -32,7 +32,8 @@ TOLERANCES = {
 def assert_near(
     got: Tensor, want: Tensor, dtype: torch.dtype, what: str, factor: float = 1
 ) -> None:
-    """`got` (of any dtype, on any device) against `want` (float64), as near as `dtype` allows."""
+    """Checks `got` (of any dtype, on any device) against `want` (float64), within the tolerance of
+    `dtype`."""
     rtol, atol = TOLERANCES[dtype]
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     torch.testing.assert_close(
@@ -49,28 +50,28 @@ def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def differentiable(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Those with a gradient: not integers."""
+    """The tensors that require a gradient, which integers do not."""
     return tuple(tensor for tensor in tensors if tensor.requires_grad)
 
 
 def floating(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Those that do not hold integers."""
+    """The tensors that are not integers."""
     return tuple(tensor for tensor in tensors if tensor.is_floating_point())
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values, last dimension not contiguous."""
+    """The same values, with a last dimension that is not contiguous."""
     return tensor.clone().unsqueeze(-1).expand(*tensor.shape, 2).clone()[..., 0]
 
 
 def off_the_grid(tensor: Tensor) -> Tensor:
-    """The same behind an address that is a multiple of its element's size, and of no more."""
+    """The same values at an address that is aligned only to the size of one element."""
     memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
     return memory[1:].view_as(tensor).copy_(tensor)
 
 
 def leaf(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy that requires a gradient; integers stay as they are."""
+    """A copy that requires a gradient; integers do not."""
     if not tensor.is_floating_point():
         return tensor.clone()
     return tensor.detach().to(dtype or tensor.dtype).clone().requires_grad_()
@@ -78,7 +79,7 @@ def leaf(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Torch's setting for products of float32 on CUDA. `monkeypatch` cannot undo it."""
+    """Sets torch's option for float32 products on CUDA, which `monkeypatch` cannot undo."""
     settings = torch.backends.cuda.matmul
     before = settings.allow_tf32
     settings.allow_tf32 = allowed
@@ -95,14 +96,14 @@ def storage_bytes(tensors: list[Tensor]) -> int:
 
 
 def widened_bytes(rows: int, inner: int, columns: int) -> int:
-    """Bytes that a product of bfloat16 holds beside its operands and its result."""
+    """The bytes that a bfloat16 product needs besides its operands and its result."""
     return 0 if tops.processor().multiplies_bfloat16 else block_bytes(rows, inner, columns)
 
 
 def block_bytes(rows: int, inner: int, columns: int) -> int:
-    """The same without instructions for it: one block of each matrix, in float32.
+    """The same on a processor without bfloat16 instructions: one block of each matrix, in float32.
 
-    docs/architecture.md, "Memory".
+    See docs/architecture.md, "Memory".
     """
     rows, inner, columns = min(rows, 1024), min(inner, 512), min(columns, 1024)
     return 4 * (rows * inner + inner * columns + rows * columns)

@@ -1,4 +1,4 @@
-"""C++ libraries that tests compile and load beside the package."""
+"""C++ libraries that tests compile and load in addition to the package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def build_library(folder: Path, name: str, texts: dict[str, str]) -> Path:
-    """A library of these sources."""
+    """Builds a library of these sources."""
     library = folder / f"lib{name}.so"
     sources = []
     for stem, text in texts.items():

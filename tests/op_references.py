@@ -1,4 +1,4 @@
-"""What ops mean in plain PyTorch, and the extra inputs that they take."""
+"""The references of ops in plain PyTorch, and the ops' extra inputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def interleaved(size: int, reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The reference on halves, for blocks of `size` that alternate."""
+    """Applies the reference for halves to blocks of `size` that alternate."""
 
     def halves_first(x: Tensor) -> Tensor:
         blocks = x.unflatten(-1, (-1, 2, size))
@@ -48,7 +48,7 @@ def situ(x: Tensor, beta1: float = 4.0, beta2: float = 25.0) -> Tensor:
 
 def clamped(x: Tensor, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Tensor:
     a, b = x.chunk(2, dim=-1)
-    # Not torch.clamp: whether its gradient passes at the limit depends on torch's version.
+    # torch.clamp is not used, because its gradient at the limit depends on torch's version.
     gate = torch.where(a > limit, limit, a)
     linear = torch.where(b.abs() > limit, limit * b.sign(), b)
     return gate * torch.sigmoid(alpha * gate) * (linear + offset)
@@ -75,7 +75,7 @@ def l2_normalization(eps: float) -> Callable[[Tensor], Tensor]:
 
 
 def gather(x: Tensor) -> Tensor:
-    """Among two ranks, of which the other holds zeros."""
+    """A gather over two ranks; the other rank has zeros."""
     return torch.cat((x, torch.zeros_like(x)))
 
 
@@ -93,7 +93,7 @@ def split(mode: str, sequence: bool) -> Callable[..., Tensor]:
     return reference
 
 
-# Rows in three groups, of which one is empty; a sixth of them are in none.
+# Rows in three groups, one of which is empty; a sixth of the rows are in no group.
 GROUPS = 3
 
 
@@ -107,7 +107,7 @@ def splits_for(x: Tensor) -> Tensor:
 
 
 def row_numbers(x: Tensor) -> Tensor:
-    """One for each row, near 1."""
+    """A number for each row, near 1."""
     return 1 + 0.1 * torch.randn(x.shape[:-1]).to(x)
 
 
@@ -154,7 +154,7 @@ def ids_for(x: Tensor) -> Tensor:
 
 
 def places_of(ids: Tensor) -> Tensor:
-    """Where the copies lie, by Python's own sort."""
+    """The positions of the copies, computed with Python's own sort."""
     flat = ids.flatten().tolist()
     order = sorted((i for i in range(len(flat)) if flat[i] >= 0), key=lambda i: flat[i])
     places = torch.full((len(flat),), -1, dtype=torch.int32)
@@ -178,7 +178,7 @@ def dispatch(
 
 
 def places_for(x: Tensor) -> Tensor:
-    """Where the copies of tokens are, one of each, that make the rows of `x`."""
+    """Positions of tokens with one copy each, for which the copies are the rows of `x`."""
     ids = torch.tensor([0, 2, 2, -1, 0])[torch.arange(len(x)) % 5]
     return places_of(ids.unsqueeze(-1)).to(x.device)
 

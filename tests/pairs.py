@@ -22,8 +22,8 @@ def pairs_of_all(rows: Sequence[Row]) -> set[Pair]:
 
 
 def pairwise(axes: Mapping[str, Sequence[str]], is_allowed: Callable[[Row], bool]) -> list[Row]:
-    """Few rows that have every pair of values which an allowed row has: one after another, that
-    with the most pairs which are new."""
+    """Few rows that contain every pair of values of an allowed row. Each step adds the row with the
+    most new pairs."""
     allowed = [(row, pairs_of(row)) for row in all_rows(axes) if is_allowed(row)]
     missing = pairs_of_all([row for row, _ in allowed])
     table = []

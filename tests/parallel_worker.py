@@ -1,5 +1,5 @@
-"""What several gloo processes run for `test_distributed.py`, each against one process: collectives
-and tensor parallelism."""
+"""What several gloo processes run for `test_distributed.py`, each compared with one process:
+collectives and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def loss_of_all(op: type, inputs: list[Tensor], weights: list[Tensor]) -> Tensor
 
 
 def check_op(op: type, rank: int, size: int) -> None:
-    """Values, gradients and second derivatives."""
+    """Checks values, gradients and second derivatives."""
     whole = 2 * size
     rows, given_rows = {tops.AllGather: (2, whole), tops.ReduceScatter: (whole, 2)}.get(
         op, (whole, whole)
@@ -95,7 +95,7 @@ def check_op(op: type, rank: int, size: int) -> None:
 
 
 def check_linear(mode: str, sequence: bool, bias: bool, rank: int, size: int) -> None:
-    """A shard of the weight gives its share of what the whole one gives."""
+    """A shard of the weight gives its part of the result of the whole weight."""
     rows, h, f = 3 * size, 2 * size, 4 * size
     x, weight, b, c = (
         draw(k, 1, *shape)[0] for k, shape in enumerate(((rows, h), (f, h), (f,), (rows, f)))
@@ -121,7 +121,7 @@ def check_linear(mode: str, sequence: bool, bias: bool, rank: int, size: int) ->
     with torch.no_grad():
         layer.weight.copy_(part(weight, split))
         if bias:
-            # By "row" the biases of all ranks add up.
+            # By "row" the biases of all ranks are added.
             layer.bias.copy_(part(b, 0) if mode == "column" else b / size)
     mine = part(x, of_x).detach().requires_grad_()
     modules = [layer]
@@ -206,7 +206,8 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 def train_net(
     net: nn.Module, optimizer: torch.optim.Optimizer, steps: range, part: slice
 ) -> list[Tensor]:
-    """Losses of this rank's rows, as parts of the mean over all, and norms of the gradients."""
+    """The losses of this rank's rows, as parts of the mean over all, and the norms of the
+    gradients."""
     found = []
     for step in steps:
         x, target = data(step)
@@ -243,7 +244,7 @@ class Run:
         self.copies = 1 if sequence else size  # of each row, among the ranks
 
     def train(self, steps: range) -> tuple[Tensor, Tensor]:
-        """Losses over all rows, and norms of gradients."""
+        """The losses over all rows, and the norms of gradients."""
         found = train_net(self.net, self.optimizer, steps, self.part)
         losses = torch.stack(found[::2])
         dist.all_reduce(losses)
@@ -251,7 +252,7 @@ class Run:
 
 
 def check_net(gated: bool, sequence: bool) -> None:
-    """Training as one process does: losses, norms of gradients, parameters."""
+    """Training must equal that of one process: losses, norms of gradients, parameters."""
     steps = range(20)
     whole = make_net(gated)
     want = train_net(whole, adam(whole), steps, slice(None))
@@ -267,7 +268,7 @@ def check_net(gated: bool, sequence: bool) -> None:
 
 
 def expert_layer(delay: bool = False) -> tops.Sequential:
-    """On rows of all ranks, from the gather to the scatter, which one process passes over."""
+    """A layer on the rows of all ranks, from the gather to the scatter, which one process skips."""
     torch.manual_seed(0)
     router = tops.Router(8, 4, 2, dtype=torch.float64)
     router.set_extra_output_channel(0, "ids", output_to_caller=False)
@@ -295,7 +296,7 @@ def expert_layer(delay: bool = False) -> tops.Sequential:
 
 
 def shared_experts(mesh: DeviceMesh, delay: bool = False) -> tops.Sequential:
-    """The same layer, its experts on the ranks of a mesh."""
+    """The same layer, with its experts split over the ranks of a mesh."""
     parts = dict(expert_layer(delay).named_children())
     parts |= {"gather": tops.AllGather(mesh), "scatter": tops.ReduceScatter(mesh)}
     shared = tops.Sequential(parts)
@@ -305,7 +306,7 @@ def shared_experts(mesh: DeviceMesh, delay: bool = False) -> tops.Sequential:
 
 
 def train_experts(layer: nn.Module, replicas: int, parts: slice, part: int, of: int) -> Tensor:
-    """Losses of three steps, on the rows of some replicas, of which this rank has a part."""
+    """The losses of three steps on the rows of some replicas, of which this rank has a part."""
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.02)
     losses = []
     for step in range(3):
@@ -323,7 +324,8 @@ def train_experts(layer: nn.Module, replicas: int, parts: slice, part: int, of: 
 
 
 def check_sharded_experts(rank: int, size: int, experts: int) -> None:
-    """FSDP2 over replicas, in each of which `experts` ranks share the experts, as one process."""
+    """FSDP2 over replicas, in each of which `experts` ranks split the experts, equals one
+    process."""
     replicas = size // experts
     names = ("replica", "experts")
     mesh = init_device_mesh("cpu", (replicas, experts), mesh_dim_names=names)
@@ -342,7 +344,7 @@ def check_sharded_experts(rank: int, size: int, experts: int) -> None:
 
 
 def check_experts(rank: int, size: int) -> None:
-    """Each rank has its experts and its rows; the numbers are those of one process."""
+    """Each rank has its experts and its rows; the numbers equal those of one process."""
     x = draw(5, 1, 8, 8)[0].requires_grad_()
     whole = expert_layer()
     y, aux = whole(x)
@@ -376,7 +378,7 @@ def check_experts(rank: int, size: int) -> None:
 
 
 def check_delayed(rank: int, size: int) -> None:
-    """DDP averages a weight gradient that waits when `backward_dw()` gives it."""
+    """DDP averages a weight gradient that is computed later when `backward_dw()` returns it."""
     options = {"bias": False, "dtype": torch.float64}
     torch.manual_seed(0)
     late = tops.GroupedLinear(2, 3, 4, delay_wgrad_compute=True, **options)
@@ -396,8 +398,8 @@ def check_delayed(rank: int, size: int) -> None:
 
 
 def check_halves(mode: str, sequence: bool, rank: int, size: int) -> None:
-    """Each gradient alone is that of a backward for all; of a row product ranks may ask for
-    different ones, because the gather is the same for all of them."""
+    """Each gradient alone equals that of a backward for all. For a row product, ranks may want
+    different gradients, because the gather is the same for all of them."""
     rows = 640 * size  # so many that backward gathers them in chunks
     torch.manual_seed(rank)
     layer = tops.Linear(4 * size, 6 * size, tensor_parallel_mode=mode, sequence_parallel=sequence)
@@ -416,12 +418,12 @@ def check_halves(mode: str, sequence: bool, rank: int, size: int) -> None:
             assert torch.equal(got, whole[k]), (mode, sequence, k)
 
 
-# ---- no rank waits for ever
+# ---- no rank waits forever
 
 
 def check_modes() -> None:
     """All ranks alternate training, eval, no-grad and frozen layers; torch compares their calls."""
-    # As TORCH_DISTRIBUTED_DEBUG=DETAIL, for the groups that are made from now on.
+    # This has the effect of TORCH_DISTRIBUTED_DEBUG=DETAIL for groups that are made from now on.
     dist.set_debug_level(DETAIL)
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     run = Run(gated=False, sequence=True, mesh=mesh)
@@ -437,7 +439,7 @@ def check_modes() -> None:
 
 
 def work(rank: int, folder: str, size: int) -> None:
-    """One rank. The folder holds what one process and other jobs leave there."""
+    """Runs one rank. The folder has the results of one process and of other jobs."""
     with group_of_ranks(rank, size, folder):
         for op in OPS:
             check_op(op, rank, size)

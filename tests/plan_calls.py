@@ -1,4 +1,4 @@
-"""Ops that plans alone call, which torch has no schema of: as functions, by `run_call`."""
+"""Ops that only plans call, and that have no schema in torch, as functions that use `run_call`."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 class PlanOp:
-    """An op of plans, which is called as those of `torch.ops` are."""
+    """An op of plans, which is called like those of `torch.ops`."""
 
     tags: tuple[Any, ...] = ()
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # torch reads the name up to its dot.
+        # torch parses the name up to its dot.
         self._schema = torch._C.parse_schema(_C.typed_op_schema(name))
 
     def arguments(self, *values: Any) -> tuple[str, list[Tensor]]:
-        """What `run_call` takes."""
+        """The arguments of `run_call`."""
         return f"{self.name}({', '.join(map(_text, values))})", _tensors(values)
 
     def __call__(self, *values: Any) -> Any:
@@ -68,7 +68,7 @@ def called(func: Any, args: tuple[Any, ...]) -> tuple[str, list[Any]]:
     text, tensors = args
     name, _, rest = text.partition("(")
     schema = torch._C.parse_schema(_C.typed_op_schema(name))
-    # Texts stay as they are, and all other words have a meaning in Python.
+    # Quoted texts do not change; all other words are valid in Python.
     words = {"%": "next(left)", "true": "True", "false": "False", "none": "None"}
     code = _WORDS.sub(lambda found: words.get(found[0], found[0]), rest.removesuffix(")"))
     values = eval(f"[{code}]", {"left": iter(tensors), "inf": math.inf, "nan": math.nan})

@@ -1,7 +1,7 @@
-"""Process groups in one process: the other ranks hold zeros.
+"""Process groups in one process: the other ranks have zeros.
 
-A gather appends zeros, and a sum is what this rank gives: each collective is its own exact
-reference, and gather and scatter are each other's transpose.
+A gather appends zeros, and a sum is this rank's tensor. Each collective is therefore its own exact
+reference, and gather and scatter are transposes of each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def done(result: Any) -> Any:
 
 
 class GroupOfZeros(dist.ProcessGroup):
-    """Rank 0 of a group whose other ranks hold zeros. `calls`: (collective, bytes of the input)."""
+    """Rank 0 of a group whose other ranks have zeros. `calls`: (collective, bytes of the input)."""
 
     def __init__(self, size: int, name: str) -> None:
         super().__init__(0, size)
@@ -35,7 +35,7 @@ class GroupOfZeros(dist.ProcessGroup):
         self.calls: list[tuple[str, int]] = []
 
     def getGroupName(self) -> str:
-        """What torch asks for."""
+        """The name, which torch reads."""
         return self._name
 
     def _note(self, name: str, tensors: list[Tensor]) -> None:
@@ -98,7 +98,7 @@ def _take_over_the_gather() -> torch.library.Library:
 
 
 def group_of_zeros(size: int = 2) -> GroupOfZeros:
-    """One for each size, in every process that asks."""
+    """One group for each size, in every process that needs it."""
     if OLD_GROUPS:
         _take_over_the_gather()
     if size not in _groups:

@@ -1,4 +1,4 @@
-"""Jobs of several processes, which end in time: with a result or with an error."""
+"""Jobs of several processes, which always end within a limit: with a result or with an error."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# On two busy cores, several times what the longest job takes on free ones.
+# On two busy cores, this is several times as long as the longest job takes on free ones.
 LIMIT = 500
-# Longer than any collective takes on busy cores; what waits for nobody ends with an error then.
+# This is longer than any collective takes on busy cores. A rank that waits for nothing then ends
+# with an error.
 TIMEOUT = timedelta(seconds=60)
 
 
 def spawn(work: Callable[..., None], *arguments: Any, ranks: int, limit: float = LIMIT) -> None:
-    """`work(rank, *arguments)` in each of so many processes. What one raises ends all of them, and
-    is raised; so is AssertionError where they go on for longer than `limit` seconds."""
+    """Runs `work(rank, *arguments)` in each of `ranks` processes. An error in one ends all of them,
+    and is raised. If they run longer than `limit` seconds, raises AssertionError."""
     context = torch.multiprocessing.start_processes(work, arguments, ranks, join=False)
     end = time.monotonic() + limit
     try:
@@ -32,8 +33,7 @@ def spawn(work: Callable[..., None], *arguments: Any, ranks: int, limit: float =
 
 
 def start_group(rank: int, size: int, folder: str) -> None:
-    """The process joins the world of a job, whose processes have a core each and meet in
-    `folder`."""
+    """The process joins the world of a job. Its processes have a core each and meet in `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

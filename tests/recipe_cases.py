@@ -1,4 +1,4 @@
-"""Recipes as tests run them, what they mean in plain torch, and modules to run them on."""
+"""Recipes for tests, their references in plain torch, and modules to run them on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ RECIPES: dict[str, Recipe] = {
         disable_rht=True, disable_stochastic_rounding=True, nvfp4_4over6="all"
     ),
 }
-# With what draws numbers, and what has a tensor of its own format or none.
+# This includes recipes that draw random numbers, and those with tensors in different formats or
+# unquantized.
 EVERY_RECIPE: dict[str, Recipe] = {
     **RECIPES,
     "nvfp4 at random": recipes.NVFP4BlockScaling(),
@@ -37,7 +38,7 @@ without_state = pytest.mark.parametrize("name", [name for name in RECIPES if nam
 
 
 def rounded(tensor: Tensor, format: str) -> Tensor:
-    """In float64, where the numbers of all formats are exact but for a scale that is a float."""
+    """Rounds in float64, in which the numbers of all formats are exact except for a float scale."""
     wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     codes, scale = torch.ops.transformer_ops.quantize(tensor, format)
     name = str(wide).removeprefix("torch.")
@@ -45,7 +46,7 @@ def rounded(tensor: Tensor, format: str) -> Tensor:
 
 
 def by_columns(matrix: Tensor, format: str) -> Tensor:
-    """With the blocks of a row along the columns, if the format has such blocks."""
+    """Rounds with the blocks of a row along the columns, if the format has such blocks."""
     is_square = "128x128" in format or "16x16" in format
     flat = matrix.reshape(-1, matrix.shape[-1])
     turned = flat if is_square else flat.t().contiguous()
@@ -54,7 +55,7 @@ def by_columns(matrix: Tensor, format: str) -> Tensor:
 
 
 class Product(torch.autograd.Function):
-    """x W^T of float64 tensors that hold numbers of `dtype`, as a recipe has it."""
+    """x W^T of float64 tensors with numbers of `dtype`, as a recipe computes it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, dtype: torch.dtype) -> Tensor:
@@ -85,7 +86,7 @@ def outputs_and_gradients(run: Any, x: Tensor, parameters: list[Tensor], grad: T
 
 
 def settle(recipe: Recipe, run: Any, x: Tensor, grad: Tensor) -> None:
-    """A step on the same tensors before: delayed scales are then those of current scaling."""
+    """Runs a step on the same tensors first: delayed scales are then those of current scaling."""
     if isinstance(recipe, recipes.DelayedScaling):
         with tops.autocast(recipe=recipe):
             y = run(x.detach().requires_grad_())
@@ -94,7 +95,7 @@ def settle(recipe: Recipe, run: Any, x: Tensor, grad: Tensor) -> None:
 
 
 def linear(dtype: torch.dtype, bias: bool = True, rows: int = 70) -> tuple[Any, Tensor, Tensor]:
-    """A Linear, an input and a gradient whose sizes no block divides."""
+    """A Linear, an input and a gradient, with sizes that no block divides."""
     module = tops.Sequential(tops.Linear(72, 50, bias=bias)).to(dtype)
     return module, torch.randn(2, rows, 72).to(dtype), torch.randn(2, rows, 50).to(dtype)
 
@@ -115,7 +116,7 @@ def block(dtype: torch.dtype = torch.float32, **policies: Any) -> tops.Sequentia
 
 
 def gradients_of(run: Any, op: Any, inputs: list[Tensor]) -> list[Tensor]:
-    """Outputs and all gradients of the call from the same state of the generator."""
+    """The outputs and all gradients of the call, from the same generator state."""
     leaves = [t for t in (*inputs, *op.parameters()) if t.is_floating_point()]
     for leaf in leaves:
         leaf.requires_grad_()
@@ -137,11 +138,11 @@ def rounds(case: OpCase) -> bool:
 
 
 def refuses(case: OpCase, name: str) -> bool:
-    """Whether the op is an error under the recipe of that name."""
+    """Whether the op raises an error under the recipe of that name."""
     return name == "delayed" and case.name.startswith("PackedLinear")
 
 
 def assert_rounded(found: list[Tensor], exact: list[Tensor], name: str) -> None:
-    """As near as the formats of the recipe allow."""
+    """Checks that results are as close as the formats of the recipe allow."""
     for a, b in zip(found, exact, strict=True):
         assert (a - b).norm() <= (0.35 if "nvfp4" in name else 0.15) * b.norm()

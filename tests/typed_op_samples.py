@@ -18,7 +18,7 @@ import transformer_ops as tops
 from transformer_ops import _C
 
 ROWS = 3
-# Read before any test loads ops of its own.
+# These are read before any test loads ops of its own.
 PAIRS = dict(_C.typed_op_pairs())
 RECOMPUTED = sorted(name for name in _C.plan_ops() if name.startswith("recompute_"))
 NAMES = sorted([*PAIRS, *RECOMPUTED])
@@ -31,7 +31,7 @@ def overload(name: str) -> Any:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps what typed ops are called with, once for each set of constants, ranks, dtypes and
+    """Records the arguments of typed ops, once for each set of constants, ranks, dtypes and
     Nones."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Recorder(TorchDispatchMode):
             form = lambda v: (v.dim(), v.dtype) if isinstance(v, Tensor) else repr(v)  # noqa: E731
             leaves, spec = tree_flatten(values)
             key = (*map(form, leaves), str(spec))
-            # A call may be given the last reference to a tensor, and write to it.
+            # A call may get the last reference to a tensor, and write to it.
             sample = tree_map_only(Tensor, lambda v: v.detach().clone(), values)
             self.samples.setdefault(name, {})[key] = sample
         return func(*args, **(kwargs or {}))
@@ -65,7 +65,8 @@ def _run(module: torch.nn.Module, inputs: list[Tensor], twice: bool = False) -> 
 
 
 def _before_product(case: OpCase, dtype: torch.dtype, product: torch.dtype) -> tops.Sequential:
-    """The op where backward computes again what it may: from its input, for a product behind it."""
+    """The op in a model in which backward recomputes its output from its input, for a product after
+    it."""
     op = case.build(dtype)
     outputs = op(*case.inputs(dtype, (ROWS, *case.row)))
     width = (outputs[0] if isinstance(outputs, tuple) else outputs).shape[-1]
@@ -95,7 +96,7 @@ def _recorded(dtype: torch.dtype) -> dict[str, list[Sample]]:
             with recorder:
                 _run(module, inputs)
         for case in CASES:
-            # Second derivatives call ops that nothing else does.
+            # Only second derivatives call some of the ops.
             if case.distributed:
                 with recorder:
                     _run(case.build(dtype), case.inputs(dtype, (ROWS, *case.row)), twice=True)
@@ -104,5 +105,5 @@ def _recorded(dtype: torch.dtype) -> dict[str, list[Sample]]:
 
 def samples(name: str, dtype: torch.dtype = torch.float64) -> list[Sample]:
     """Arguments for one typed op: one set for each combination of constants, ranks, dtypes and
-    Nones that the rows give. KeyError where no row calls the op."""
+    Nones in the rows. Raises KeyError if no row calls the op."""
     return _recorded(dtype)[name]

@@ -1,4 +1,5 @@
-"""Fused ops and basic ops in Python, as users write them; each Python forward in both styles."""
+"""Fused ops and basic ops in Python, as users write them, with each Python forward in both
+styles."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def replacing(fused: type[tops.FusedOperation], *kinds: type, calls: list | None
     return fuse
 
 
-# ---- joint: Linear + SiLU that keeps its input alone
+# ---- joint: Linear + SiLU that saves only its input
 
 
 class JointSplit(tops.FusedOperation):
@@ -137,7 +138,7 @@ class ScaleShift(tops.BasicOperation):
     def op_backward(self, ctx, grad_output):
         x, scale = ctx.saved_tensors
         grad_scale = rows(grad_output * x).sum(0)
-        # Read from the module again, as users do.
+        # These are read from the module again, as in users' code.
         grad_weight = grad_scale * self.mask * self.gain * self.sign * ctx.factor
         return grad_output * scale, (grad_weight, rows(grad_output).sum(0))
 
@@ -158,7 +159,7 @@ class SingleSquare(tops.BasicOperation):
 
 
 class Gate(tops.BasicOperation):
-    """x * (its extra input); hands out x + 1 and, hidden or not, the gate doubled."""
+    """x * (its extra input); the extra outputs are x + 1 and, hidden or not, the doubled gate."""
 
     num_extra_inputs = 1
     num_extra_outputs = 2
@@ -193,13 +194,13 @@ class AddNorm(tops.FusedOperation):
 
 
 def output_gradients(*outputs: Tensor) -> list[Tensor]:
-    """The same in every dtype and on every device."""
+    """Output gradients that are the same in every dtype and on every device."""
     torch.manual_seed(5)
     return [torch.randn(output.shape).bfloat16().to(output) for output in outputs]
 
 
 def gradients(module, x: Tensor, *extra: Tensor, **kwargs) -> list[Tensor]:
-    """Outputs, then the gradients of inputs and parameters under fixed output gradients."""
+    """The outputs, then the gradients of inputs and parameters for fixed output gradients."""
     inputs = [t.detach().clone().requires_grad_() for t in (x, *extra)]
     torch.manual_seed(3)
     found = module(*inputs, **kwargs)

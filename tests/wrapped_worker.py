@@ -1,6 +1,6 @@
-"""What two gloo processes run for `test_wrapped_training.py`: training under recipes, with every
-kind of activation checkpointing and place of the region, in every wrapper of torch, straight and
-resumed, against data parallelism by hand."""
+"""What two gloo processes run for `test_wrapped_training.py`: training under recipes with every
+kind of activation checkpointing, every place of the region and every wrapper of torch,
+uninterrupted and resumed, compared with manual data parallelism."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 class Model(nn.Module):
-    """Two blocks and a head. `way` calls the blocks; `region()`, if there is one, surrounds each
+    """Two blocks and a head. `way` calls the blocks; the optional `region()` surrounds each block
     and the head."""
 
     def __init__(self) -> None:
@@ -124,8 +124,8 @@ def train(
     *,
     microbatches: int = 1,
 ) -> list[Tensor]:
-    """The outputs on this rank. Without a recipe regions are inside of the model, without a wrapper
-    gradients are averaged by hand."""
+    """The outputs on this rank. Without a recipe, regions are inside the model; without a wrapper,
+    gradients are averaged manually."""
     outputs = []
     for step in steps:
         model.zero_grad()
@@ -165,7 +165,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def annotated(row: str) -> Iterator[None]:
-    """Errors name the row of the table."""
+    """Adds the row of the table to errors."""
     try:
         yield
     except Exception as error:
@@ -188,7 +188,7 @@ KINDS: dict[str, Run] = {
     "compiled": plain,
     **{k: WAYS[k] for k in ("reentrant", "non-reentrant", "selective", "sequential")},
 }
-# What errors say of rows that are refused.
+# The errors of rows that are refused.
 REFUSED: list[tuple[Row, str]] = [
     (
         {"recipe": "delayed", "kind": "reentrant", "region": "inside"},
@@ -214,7 +214,7 @@ def model_of(row: Row) -> Model:
     if row["region"] == "inside":
         model.region = functools.partial(region, RECIPES[row["recipe"]])
     if row["kind"] == "compiled":
-        # Wrappers call what surrounds the compiled code.
+        # Wrappers call the code around the compiled code.
         for part in (*model.blocks, model.head):
             run = within(model.region, part.forward)
             part.forward = torch.compile(run, backend="aot_eager", fullgraph=True)
@@ -229,7 +229,7 @@ def train_row(model: nn.Module, row: Row, steps: range, rank: int) -> list[Tenso
 
 @functools.cache
 def wanted(recipe: str, place: str, rank: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Outputs of the plain run, and what it ends with."""
+    """The outputs of the plain run, and its final state."""
     row = {"recipe": recipe, "kind": "none", "region": place}
     model = model_of(row)
     outputs = train_row(model, row, range(STEPS), rank)
@@ -290,7 +290,7 @@ def resume_sharded(by: str, fresh: Model, recipe: Any, old: nn.Module, rank: int
 
 
 def resume_before(by: str, fresh: Model, recipe: Any, old: nn.Module, rank: int) -> nn.Module:
-    """The wrapper gets a model that has scales."""
+    """The wrapper gets a model that already has scales."""
     fresh.load_state_dict(shared_full_state(old))
     return wrapped(by, fresh)
 
@@ -305,7 +305,7 @@ def resume_from_one_rank(
     return model
 
 
-# How a run goes on in a new model; straight ones do not.
+# How a run continues in a new model; uninterrupted runs do not.
 RESUMES: dict[str, Run | None] = {
     "straight": None,
     "sharded": resume_sharded,
@@ -327,7 +327,7 @@ REFUSED_ROWS = [
 
 
 def check_microbatches(by: str, rank: int) -> None:
-    """Wrappers do not change the magnitudes that one microbatch of a region leaves to the next."""
+    """Wrappers do not change the magnitudes that one microbatch of a region passes to the next."""
     states = []
     for is_resumed in (False, True):
         model = Model()
@@ -351,7 +351,7 @@ def check_a_copy_on_one_rank(rank: int) -> None:
         if rank == 0 and step == 0:
             ema = copy.deepcopy(op)
     assert op.fp8_scale[0] == 448.0 / 3.0
-    # On every rank it takes part: a run that goes on with it.
+    # On every rank it takes part in a run that continues with it.
     again = copy.deepcopy(op)
     with region(DELAYED):
         pass
@@ -360,7 +360,8 @@ def check_a_copy_on_one_rank(rank: int) -> None:
 
 
 def check_modules_that_run_on_one_rank(rank: int) -> None:
-    """Every rank has both: what one of them met is reduced, and known to all."""
+    """Every rank has both modules. The magnitudes of one of them are reduced, so all ranks know
+    them."""
     modules = nn.ModuleList([tops.Linear(8, 8), tops.Linear(8, 8, bias=False)])
     make_scales(modules, DELAYED)
     for _ in range(2):
@@ -370,7 +371,7 @@ def check_modules_that_run_on_one_rank(rank: int) -> None:
 
 
 def check_two_groups(rank: int) -> None:
-    """Scales that another group has changed are noticed."""
+    """Scales that another group has changed are detected."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     op = tops.Linear(8, 8)
     for k, group in enumerate((dist.group.WORLD, alone, dist.group.WORLD)):

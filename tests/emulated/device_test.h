@@ -1,5 +1,5 @@
-// What the tests of emulated kernels share: memory that tells who writes beside it, and the fixture
-// that runs a test for each dtype, with memory that is aligned and that is not.
+// Code shared by the tests of emulated kernels: memory that detects writes beside it, and the
+// fixture that runs a test for each dtype, with aligned and with unaligned memory.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@
 namespace transformer_ops::cuda {
 
 #if defined(__SANITIZE_ADDRESS__)
-constexpr int64_t kGuard = 0;  // the sanitizer is one
+constexpr int64_t kGuard = 0;  // the sanitizer is the guard
 #else
 constexpr int64_t kGuard = 64;
 #endif
@@ -54,7 +54,7 @@ class Buffer {
     if (dtype_ == DType::Float32) return write(i, static_cast<float>(x));
     write(i, cpu::encode16(x, dtype_));
   }
-  // Bit for bit.
+  // Compares bitwise.
   bool operator==(const Buffer& other) const {
     return n_ == other.n_ && std::memcmp(data(), other.data(), n_ * size()) == 0;
   }
@@ -111,7 +111,7 @@ class DeviceTest : public testing::TestWithParam<Case> {
  protected:
   const DType dtype = GetParam().dtype;
   const DType acc = cpu::acc_of(dtype);
-  // A parameter's dtype that is not that of x.
+  // A dtype for a parameter, different from that of x.
   const DType other = dtype == DType::Float32 ? DType::BFloat16 : DType::Float32;
 
   Buffer make(int64_t n) { return make(dtype, n); }
@@ -132,7 +132,7 @@ class DeviceTest : public testing::TestWithParam<Case> {
     return mask;
   }
 
-  // One rounding to `type`, and a relative `error` of numbers of `size` in the compute type.
+  // Allows one rounding to `type`, and a relative `error` of numbers of `size` in the compute type.
   void expect_near(DType type, double actual, double expected, double size, const char* what,
                    int64_t i) {
     const double rounded = cpu::round_to(expected, type);

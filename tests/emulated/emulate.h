@@ -1,5 +1,6 @@
-// CUDA's execution model on the CPU: the threads of a block are fibers, blocks run one after
-// another. Between barriers threads run in an order that changes, so that a missing barrier shows.
+// CUDA's execution model on the CPU: the threads of a block are fibers, and blocks run one after
+// another. Between barriers, threads run in a changing order, so that a missing barrier is
+// detected.
 #pragma once
 
 #include <cmath>
@@ -39,22 +40,22 @@ __nv_bfloat16 __float2bfloat16_rn(float x);
 
 namespace emulated {
 
-// Poisoned with NaN before each block.
+// The memory is filled with NaN before each block.
 void* shared_memory();
 void run(int64_t blocks, int threads, int64_t shared_bytes, const std::function<void()>& kernel);
 
 void wait_for_block();
 void wait_for_warp();
-// Until `threads` threads wait at a barrier of this number.
+// Waits until `threads` threads are at a barrier of this number.
 void wait_for_threads(int barrier, int threads);
 
-// Copies to shared memory: some are done at once, some not before they are waited for.
+// Copies to shared memory: some are done at once, and some not before they are waited for.
 void copy_async(void* to, const void* from, int bytes);
 void commit_copies();
-// All but the last `pending` groups are done.
+// Waits until all but the last `pending` groups are done.
 void wait_for_copies(int pending);
 
-// 8 bytes each thread shows to its warp.
+// The 8 bytes that each thread shows to its warp.
 void* slot(unsigned thread);
 
 template <class T>
@@ -96,7 +97,7 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>((uint64_t{a} * b) >> 32);
 }
-// Threads take turns at barriers alone.
+// Threads switch only at barriers, so this is atomic.
 inline int atomicMax(int* address, int value) {
   const int before = *address;
   if (value > before) *address = value;

@@ -1,5 +1,5 @@
-// What cuBLASLt makes of a plan, taken at its word. Sums are formed in double, and what is stored
-// is rounded to its dtype.
+// Computes a plan exactly as cuBLASLt is told to. Sums are in double, and stored results are
+// rounded to their dtype.
 #pragma once
 
 #include "kernels/cuda/gemm_plan.h"

@@ -1,4 +1,4 @@
-// What the tests of norms share: the formulas in double, over one matrix and its parameters.
+// Code shared by the tests of norms: the formulas in double, over one matrix and its parameters.
 #pragma once
 
 #include "device_test.h"
@@ -6,7 +6,7 @@
 
 namespace transformer_ops::cuda {
 
-// Memory that knows what it holds.
+// Memory that also knows its values.
 class Array : public Buffer {
  public:
   Array(DType dtype, int64_t n, int shift) : Buffer(dtype, n, shift), dtype_(dtype), n_(n) {}
@@ -44,7 +44,7 @@ inline RowStatistics statistics(Norm norm, const double* row, int64_t h, double 
 
 class NormTest : public DeviceTest {
  protected:
-  // What forward and backward may differ by, of numbers of size 1.
+  // The allowed error of forward and backward, for numbers of size 1.
   const double error = dtype == DType::Float64 ? 1e-13 : 2e-6;
 
   Array make(int64_t n) const { return make(dtype, n); }
@@ -57,7 +57,7 @@ class NormTest : public DeviceTest {
     return array;
   }
 
-  // One rounding to the array's own dtype, and `scale` errors.
+  // Allows one rounding to the array's own dtype, and `scale` errors.
   void expect_value(const Array& actual, int64_t i, double expected, double scale,
                     const char* what) const {
     const double own = cpu::format(actual.dtype()).epsilon();

@@ -38,7 +38,7 @@ inline double get_number(kernel::DType dtype, const void* data, int64_t i) {
   return as(double());
 }
 
-// Rounds to nearest even, to 16 bits by way of float.
+// Rounds to nearest even; 16-bit types go through float.
 inline void set_number(kernel::DType dtype, void* data, int64_t i, double value) {
   char* const to = static_cast<char*>(data) + i * size_of(dtype);
   const auto store = [to](auto rounded) { std::memcpy(to, &rounded, sizeof(rounded)); };

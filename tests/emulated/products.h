@@ -1,5 +1,5 @@
-// Products against the formula of kernels/gemm.h, row by row and in double: of the emulated gemm()
-// in test_gemm.cpp, of cuBLASLt's in check_products.cpp.
+// Checks products against the formula of kernels/gemm.h, row by row and in double: those of the
+// emulated gemm() in test_gemm.cpp, and those of cuBLASLt in check_products.cpp.
 #pragma once
 
 #include <algorithm>
@@ -24,21 +24,21 @@ struct Product {
   DType dtype = DType::BFloat16;
   DType result_dtype = DType::BFloat16;
   bool a_transposed = false, b_transposed = false;
-  bool extra = false;  // aux, or a bias gradient where there is no aux or aux is read
+  bool extra = false;  // aux, or a bias gradient if there is no aux or aux is read
   int64_t m = 40, n = 128, k = 72;
   double alpha = 1.0, beta = 0.0;
   bool in_place = false;  // C is D
-  int64_t pad = 0;        // surplus elements of each row as stored
-  int64_t offset = 0;     // elements that A, B and C lie behind an aligned address
+  int64_t pad = 0;        // additional elements of each row as stored
+  int64_t offset = 0;     // the offset of A, B and C from an aligned address, in elements
   bool tf32 = false;
   bool factors_on_device = false;
   Codes a_codes = Codes::None, b_codes = Codes::None;
-  bool has_scales = false;  // of codes
+  bool has_scales = false;  // for codes
   Scaling a_scaling = Scaling::Matrix, b_scaling = Scaling::Matrix;
   bool fast_sums = false;
 };
 
-// Where gemm() finds its operands.
+// The memory of gemm()'s operands.
 struct Memory {
   std::function<void*(size_t bytes)> allocate;  // aligned by 256 bytes
   std::function<void(void*to, const void*from, size_t bytes)> upload, download;
@@ -48,13 +48,13 @@ struct Memory {
 
 namespace {
 
-// Half the distance of neighbouring numbers, relative.
+// Half the relative distance of neighbouring numbers.
 inline double unit(DType dtype) {
   if (dtype == DType::Float16) return 0x1p-11;
   return dtype == DType::BFloat16 ? 0x1p-8 : 0x1p-24;
 }
 
-// Numbers on the host, and their copy where gemm() works.
+// Numbers on the host, and a copy in gemm()'s memory.
 class Array {
  public:
   Array(const Memory& memory, DType dtype, int64_t count, int64_t offset = 0)
@@ -70,7 +70,7 @@ class Array {
       set_number(dtype_, bytes_.data(), i + offset_, normal(random));
     }
   }
-  // One or two a byte: an array of 16-bit numbers has room for as many.
+  // There are one or two codes in a byte; an array of 16-bit numbers has enough room.
   void fill_codes(Codes codes, std::mt19937& random) {
     std::normal_distribution<float> normal;
     for (char& byte : bytes_) {
@@ -107,7 +107,7 @@ class Array {
 
   double get(int64_t i) const { return get_number(dtype_, bytes_.data(), i + offset_); }
   bool bit(int64_t i) const { return (bytes_[static_cast<size_t>(i / 8)] >> (i % 8)) & 1; }
-  // What lies before and behind.
+  // The bytes before and after the numbers.
   bool guards_intact() const {
     const auto untouched = [](char byte) { return byte == kCanary; };
     const int64_t width = size_of(dtype_);
@@ -126,8 +126,9 @@ class Array {
   char* device_;
 };
 
-// Scales of codes as cuBLASLt reads them: of the rows of A and the columns of B, `outers` numbers,
-// and of blocks of `inners`, which are summed over. Powers of two, but for that of a whole matrix.
+// Scales of codes as cuBLASLt reads them: for the rows of A and the columns of B (`outers`), and
+// for blocks of `inners`, which are summed over. They are powers of two, except for that of a whole
+// matrix.
 struct Scales {
   Scales(const Memory& memory, Scaling scaling, int64_t outers, int64_t inners, double one)
       : scaling(scaling),
@@ -234,7 +235,7 @@ struct Differences {
 
 enum class Outcome { Right, Wrong, Unsupported };
 
-// Computes one, and says what differs first.
+// Computes a product, and reports the first difference.
 inline Outcome check_product(const Product& product, const Memory& memory, std::string& text) {
   const auto [m, n, k] = std::array{product.m, product.n, product.k};
   const DType result = product.result_dtype;
@@ -254,7 +255,7 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
   Stored b(memory, product.dtype, k, n, product.b_transposed, product, product.b_codes);
   Stored c(memory, result, m, n, false, product), d(memory, result, m, n, false, product);
   Array bias(memory, result, n), gradient(memory, result, of_a ? m : n);
-  // Bits of random numbers' bytes do for a mask.
+  // The bits of random numbers are good enough for a mask.
   Array aux(memory, relu ? DType::Float16 : result, relu ? m * n / 16 : m * n);
   for (Stored* stored : {&a, &b}) stored->fill(random);
   for (Array* array : {&c.array, &bias, &aux}) array->fill(random);
@@ -284,7 +285,7 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
       .c_stride = product.beta == 0 ? 0 : start.stride,
       .d = d.array.device(),
       .d_stride = d.stride,
-      // Not read, where the factors are elsewhere.
+      // It is not read if the factors are elsewhere.
       .alpha = product.factors_on_device ? 0.0 : product.alpha,
       .beta = product.beta,
       .factors =
@@ -302,8 +303,9 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
   if (!entry::gemm(nullptr, call)) return Outcome::Unsupported;
   for (Array* array : {&d.array, &gradient, &aux}) array->download();
 
-  // Errors of float sums grow with the terms; TF32 keeps 10 bits of each factor, and an H100's sums
-  // of products of codes are less exact than float32's: 2^-12 of them is lost, 2^-10 with few bits.
+  // Errors of float sums grow with the number of terms. TF32 keeps 10 bits of each factor. An
+  // H100's sums of products of codes are less exact than float32's: errors are up to 2^-12, or
+  // 2^-10 with fast sums.
   const bool of_codes = product.a_codes != Codes::None;
   const double sum_error = product.tf32 ? 0x1p-9 : !of_codes ? 0x1p-20 : 0x1p-10;
   const bool gelu = product.epilogue == Epilogue::GeluBias || product.epilogue == Epilogue::DGelu;
@@ -372,7 +374,7 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
   return text.empty() ? Outcome::Right : Outcome::Wrong;
 }
 
-// Every epilogue with every way to store the operands, then what is special.
+// Every epilogue with every way to store the operands, then special cases.
 inline std::vector<Product> products() {
   struct Row {
     const char* name;
@@ -463,7 +465,7 @@ inline std::vector<Product> products() {
   of_codes("e4m3_residual", Codes::E4M3, Codes::E4M3, {.epilogue = Epilogue::Bias, .beta = 1.0});
   of_codes("e5m2_accumulate", Codes::E5M2, Codes::E4M3,
            {.result_dtype = DType::Float32, .beta = 1.0, .in_place = true});
-  // The same with scales of blocks; in parts of blocks too, but for k.
+  // The same with block scales, also with partial blocks except along k.
   const auto of_blocks = [&](const char* name, Scaling a, Scaling b, Product product) {
     of_codes(name, product.a_codes == Codes::None ? Codes::E4M3 : product.a_codes, Codes::E4M3,
              product);
@@ -483,7 +485,7 @@ inline std::vector<Product> products() {
   of_blocks("mx_residual", mx, mx, {.epilogue = Epilogue::Bias, .m = 32, .beta = 1.0});
   of_blocks("mx_accumulate", mx, mx,
             {.result_dtype = DType::Float32, .m = 32, .beta = 1.0, .in_place = true});
-  // FP4, with factors in device memory, as the ops have it.
+  // FP4 with factors in device memory, as the ops use it.
   const auto of_nvfp4 = [&](const char* name, Product product) {
     product.a_codes = Codes::E2M1;
     product.factors_on_device = true;

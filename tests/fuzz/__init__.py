@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-# The fuzzers use the cases and helpers of the tests, which are no package.
+# The fuzzers use the cases and helpers of the tests, which are not a package.
 sys.path.append(str(FOLDER.parent))
 
 FUZZERS = tuple(

@@ -20,9 +20,9 @@ from . import FUZZERS, report
 from . import __name__ as package
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# A seed takes seconds at most, so that one which takes this long hangs.
+# A seed takes seconds at most, so one that takes this long hangs.
 SEED_LIMIT = 120.0
-# Imports of a child, which a busy machine may hold up.
+# The limit for the imports of a child, which may be slow on a busy machine.
 START_LIMIT = 600.0
 
 
@@ -73,7 +73,7 @@ class Isolated:
         raise SeedFailed(self._explain(answer, self.limit))
 
     def _read_answer(self, limit: float) -> list[str]:
-        """Its words; none after the child has ended."""
+        """The words of the answer; empty after the child has ended."""
         assert self.child is not None and self.child.stdout is not None
         ready, _, _ = select.select([self.child.stdout], [], [], limit)
         return self.child.stdout.readline().decode().split() if ready else ["hung"]
@@ -143,7 +143,7 @@ def run_one(name: str, runner: InProcess | Isolated, seed: int, count: Count) ->
 
 
 def run_all(names: list[str], options: argparse.Namespace) -> dict[str, Count]:
-    """Each in turn for as long as there is time; one that has failed is left out."""
+    """Runs the fuzzers in turn as long as there is time; one that has failed is left out."""
     runners = {name: make_runner(name, options.limit) for name in names}
     end = time.monotonic() + options.seconds
     counts = {name: Count() for name in names}
@@ -154,7 +154,8 @@ def run_all(names: list[str], options: argparse.Namespace) -> dict[str, Count]:
 
     try:
         while active := [name for name in names if goes_on(name)]:
-            # The one that had the least time: a seed of one takes as long as many of another.
+            # The fuzzer that had the least time is next: a seed of one takes as long as many of
+            # another.
             name = min(active, key=lambda name: counts[name].seconds)
             seed = options.seed + counts[name].seeds
             run_one(name, runners[name], seed, counts[name])

@@ -13,7 +13,7 @@ from . import __name__ as package
 
 
 def main(name: str, limit: float) -> None:
-    # The answers go where nothing that a fuzzer prints can reach.
+    # The answers go to a file that no output of a fuzzer can reach.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     fuzzer = importlib.import_module(f".{name}", package)
     print("ready", file=answers, flush=True)

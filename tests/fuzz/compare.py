@@ -1,4 +1,4 @@
-"""Outputs and gradients of a call, and how near two lists of them must be."""
+"""Outputs and gradients of a call, and how close two lists of them must be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ Results = list[Tensor | None]
 def gradients(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None], **kwargs
 ) -> Results:
-    """One for each leaf under these output gradients; None where an output counts for nothing."""
+    """One gradient for each leaf, for these output gradients; None means that the loss does not use
+    the output."""
     live = [
         (output, grad.clone() if grad._base is None else grad)
         for output, grad in zip(outputs, grads, strict=True)
@@ -28,9 +29,10 @@ def gradients(
 def assert_all_near(
     got: Results, want: Results, what: str, tolerance: float = 1e-7, *, zeros_for_none: bool = False
 ) -> int:
-    """`got` against `want`, by the size of each tensor; returns how many were compared.
+    """Compares `got` with `want`, relative to the size of each tensor; returns the number of
+    tensors.
 
-    With `zeros_for_none` zeros may stand where there is no gradient.
+    With `zeros_for_none`, a missing gradient may be zeros.
     """
     assert len(got) == len(want), f"{what}: {len(got)} results, not {len(want)}"
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -49,7 +51,7 @@ def assert_near(got: Tensor | None, want: Tensor | None, what: str, tolerance: f
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     size = want.detach().abs().max().item() if want.numel() else 0.0
     difference = (got.detach().double() - want.detach()).abs()
-    # Not `>`: that would let a NaN pass.
+    # This is not `>`, which would let a NaN pass.
     assert not difference.numel() or difference.max() <= tolerance * max(1.0, size), (
         f"{what} differs by {difference.max():.3g}, its size is {size:.3g}"
     )

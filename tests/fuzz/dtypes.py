@@ -20,7 +20,7 @@ ISOLATED = False
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PALETTES = (FLOATS, FLOATS[:1], FLOATS[:2], FLOATS[1:2], FLOATS[1:3], FLOATS[2:])
-# Rows enough that one element on the other side of a ReLU's kink does not decide.
+# There are enough rows that one element on the other side of a ReLU's kink does not matter.
 BATCHES = ((24,), (4, 8))
 KINKED = (tops.ClampedSwiGLU, tops.ReLU, tops.ReGLU)
 # Limits relative to the norm, by the coarsest dtype: roundings add up, and move numbers over kinks.
@@ -80,7 +80,7 @@ class Mixture:
         return grads
 
     def results(self, *, grad: bool = True) -> Results | str:
-        """Outputs and gradients, or the error's text."""
+        """The outputs and gradients, or the error's text."""
         torch.manual_seed(self.seed)
         on = self.autocast is not None
         try:
@@ -116,7 +116,7 @@ def policy(module: tops.Sequential, recompute: str) -> Iterator[None]:
 
 
 def assert_same_kind(got: Results, want: Results) -> None:
-    """Shapes, dtypes, and where there is no gradient."""
+    """Compares shapes, dtypes, and which gradients are missing."""
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         assert (a is None) == (b is None), f"result {i}: {a} against {b}"
         if a is not None and b is not None:
@@ -125,7 +125,8 @@ def assert_same_kind(got: Results, want: Results) -> None:
 
 
 def assert_near(got: Results, want: Results, tolerance: float) -> None:
-    """By norms. What overflows 16 bits is infinite or NaN on one side at least: not compared."""
+    """Compares by norms. Results that overflow 16 bits are infinite or NaN on one side at least,
+    and are not compared."""
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         if a is None or b is None:
             continue
@@ -165,7 +166,7 @@ def check(mixture: Mixture) -> int:
         for leaf, grad in zip(mixture.leaves, plain[-len(mixture.leaves) :], strict=False):
             assert grad is None or grad.dtype == leaf.dtype, f"{grad.dtype} of a {leaf.dtype}"
         exact = mixture.exact()
-        # A number that rounding takes across a kink has another gradient altogether.
+        # A number that rounding moves across a kink has a completely different gradient.
         kinked = KINKED if mixture.tolerance > 0.1 else (tops.ClampedSwiGLU,)
         has_kink = any(isinstance(op, kinked) for op in mixture.model.module.modules())
         compared = len(plain) - len(mixture.leaves) if has_kink else len(plain)

@@ -1,4 +1,4 @@
-"""Modules edited after they ran: they must give what a new copy gives, and what each op gives."""
+"""Modules that are edited after they ran must give the same as a new copy, and as each op alone."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ EDITS: tuple[Edit, ...] = (
 def results(
     module: tops.Sequential, call: Callable[[Tensor], Tensor], seed: int
 ) -> Results | Exception:
-    """Output and gradients, or the error."""
+    """The output and gradients, or the error."""
     x = torch.randn(3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     x.requires_grad_()
     torch.manual_seed(seed)
@@ -224,7 +224,7 @@ def check(module: tops.Sequential, seed: int) -> int:
 
 
 def described(module: tops.Sequential) -> str:
-    """Not its repr, which an odd attribute may break."""
+    """A description without repr, which an odd attribute may break."""
     names = ("eps", "scale", "p", "zero_centered_gamma", "training")
     return "\n".join(
         f"{type(op).__name__} { ({n: getattr(op, n) for n in names if hasattr(op, n)}) }"

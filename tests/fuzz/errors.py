@@ -1,9 +1,10 @@
-"""Which errors a caller's mistake may end in."""
+"""The errors that a caller's mistake may end in."""
 
 from __future__ import annotations
 
 EXPECTED = (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError)
-# Each says nothing of the op, the rule and the value, or asks to tell PyTorch's developers.
+# These texts do not name the op, the rule and the value, or ask for a report to PyTorch's
+# developers.
 UNCLEAR = ("INTERNAL ASSERT", "report a bug", "std::", "bad_function_call", "_M_", "stoi", "stoll")
 UNCLEAR += ("Unable to cast Python instance", "object has no attribute")
 

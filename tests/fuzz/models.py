@@ -1,4 +1,4 @@
-"""Random Sequentials, each with its meaning in plain PyTorch."""
+"""Random Sequentials, each with its reference in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import transformer_ops as tops
 
 WIDTHS = (8, 16, 32)
 BATCHES = ((5,), (3,), (2, 3), (2, 1, 3), (1,), (0,), (2, 0), ())
-# Above 64 KiB in float64, where the pool gives the memory.
+# These are above 64 KiB in float64, so that the pool provides the memory.
 LARGE = ((300,), (4, 130), (1100,))
 # (x, extra inputs, parameters by name) -> (output, extra outputs...)
 Meaning = Callable[[Tensor, list[Tensor], dict[str, Tensor]], tuple[Tensor, ...]]
@@ -26,7 +26,7 @@ Meaning = Callable[[Tensor, list[Tensor], dict[str, Tensor]], tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Features:
-    """What a model may hold besides native ops."""
+    """What a model may contain besides native ops."""
 
     python: bool = False
     plain: bool = False
@@ -64,7 +64,7 @@ class Model:
         return any(isinstance(m, tops.Dropout) and 0 < m.p < 1 and m.training for m in self.module)
 
     def all_parameters(self) -> dict[str, Tensor]:
-        """A tied parameter under each of its names."""
+        """All parameters; a tied one is listed under each of its names."""
         return dict(self.module.named_parameters(remove_duplicate=False))
 
     def meaning(self, tensors: list[Tensor], parameters: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -134,7 +134,7 @@ SAME_WIDTH = [
     name for name, case in ROWS.items() if case.elementwise and not name.startswith("Dropout")
 ]
 SAME_WIDTH += ["Dropout-eval", "Dropout-none", "L2Normalization"]
-# Their extra inputs are not like the main one: numbers of rows, places of rows.
+# Their extra inputs are not like the main one: numbers of rows, positions of rows.
 _OTHERS = {name for name, case in ROWS.items() if case.extras is not None}
 HALVING = [name for name in ROWS if "GLU" in name and name not in _OTHERS]
 PARAMETERS = ["Linear", "Linear-no-bias", "BasicLinear", "Bias", "LayerNorm", "RMSNorm"]
@@ -143,8 +143,9 @@ PARAMETERS += ["LayerNorm-zero-centered", "RMSNorm-zero-centered"]
 ROW_OF = {"LayerNorm-zero-centered": "LayerNorm-zero-centered-2d"}
 ROW_OF |= {"RMSNorm-zero-centered": "RMSNorm-zero-centered-2d"}
 _USED = {ROW_OF.get(name, name) for name in (*SAME_WIDTH, *HALVING, *PARAMETERS)}
-# torch.func refuses collectives. With the eps of a dtype the reference in another one differs.
-# The rest no model has yet: paths of samples, scales of layers, and norms without some parameter.
+# torch.func does not support collectives. With the eps of a dtype the reference in another one
+# differs. The other ops are not in any model yet: drop path, layer scale, and norms without some
+# parameter.
 _USED |= (
     _OTHERS
     | {name for name in ROWS if name.startswith(("DropPath", "LayerScale"))}
@@ -340,7 +341,7 @@ def keep_output(module: nn.Module, inputs: object, output: object) -> None:
 
 
 def make_strided(module: nn.Module, rng: random.Random) -> None:
-    """Some parameters are columns of a larger tensor."""
+    """Turns some parameters into columns of a larger tensor."""
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None and rng.random() < 0.5:
@@ -348,7 +349,7 @@ def make_strided(module: nn.Module, rng: random.Random) -> None:
 
 
 def tie_weights(module: tops.Sequential, rng: random.Random) -> None:
-    """Two products of one shape share their weight, if there are two."""
+    """Makes two products of one shape share their weight, if there are two."""
     products = [m for m in module if isinstance(m, tops.Linear | tops.BasicLinear)]
     rng.shuffle(products)
     for i, one in enumerate(products):

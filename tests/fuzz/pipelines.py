@@ -22,7 +22,7 @@ from .models import BATCHES, LARGE, Features, Model, random_model
 
 ISOLATED = False
 
-# Shares of the models.
+# The shares of the models.
 LARGE_SHARE, COMPILED_SHARE, EXPORTED_SHARE, FUSION_SHARE = 0.1, 0.02, 0.02, 0.15
 View = Callable[[Tensor], Tensor]
 
@@ -51,7 +51,7 @@ LAYOUTS = (as_it_is, as_it_is, as_it_is, transposed, expanded, sliced)
 
 @dataclass
 class Trial:
-    """A model with inputs and output gradients, and what plain torch makes of them."""
+    """A model with inputs and output gradients, and the results of plain torch."""
 
     model: Model
     bases: list[Tensor]
@@ -73,7 +73,7 @@ class Trial:
         return [t for t in (*self.bases, *parameters) if t.requires_grad]
 
     def call(self, function: Callable[..., object] | None = None) -> tuple[Tensor, ...]:
-        """The outputs, from the same state of the generator each time."""
+        """The outputs, always from the same generator state."""
         inputs = self.inputs()
         torch.manual_seed(self.seed)
         return as_tuple((self.module if function is None else function)(*inputs))
@@ -82,7 +82,7 @@ class Trial:
         return [*outputs, *gradients(outputs, self.leaves(module), self.grads)]
 
     def plain(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Outputs of the meaning, and the leaves that they depend on."""
+        """The outputs of the reference, and the leaves that they depend on."""
         own = {id(p): p.detach().clone() for p in self.module.parameters()}
         bases = [base.detach().clone() for base in self.bases]
         leaves = []
@@ -131,11 +131,11 @@ def random_gradient(rng: random.Random, output: Tensor) -> Tensor | None:
     return torch.randn(output.shape, dtype=torch.float64)
 
 
-# ---- ways to run a trial. Each returns how many results it compared.
+# ---- ways to run a trial. Each returns the number of results that it compared.
 
 
 def check(trial: Trial, results: Results, what: str) -> int:
-    # What a Python op gives for gradients that it does not get is the user's own.
+    # The result of a Python op for missing gradients is the user's choice.
     zeros = trial.model.has_python
     return assert_all_near(results, trial.want, what, zeros_for_none=zeros)
 
@@ -171,7 +171,7 @@ def checkpointed_reentrant(trial: Trial) -> int:
     found = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
-    # It gives zeros itself for outputs that no loss uses.
+    # It returns zeros for outputs that no loss uses.
     results = [*outputs, *found]
     return assert_all_near(results, trial.want, "reentrant checkpoint", zeros_for_none=True)
 
@@ -208,7 +208,7 @@ def double_backward(trial: Trial) -> int:
     try:
         got = second_gradients(trial.call(), trial.leaves(), trial.grads)
     except RuntimeError as error:
-        # A Python op or fusion has no meaning of its own that could be differentiated twice.
+        # A Python op or fusion has no decomposition that could be differentiated twice.
         assert "Python steps have no second derivative" in str(error), f"double backward: {error}"
         return 1
     want = second_gradients(*trial.plain(), trial.grads)
@@ -230,7 +230,8 @@ def second_gradients(
 
 
 def right_or_refused(trial: Trial, change: Callable[[tuple[Tensor, ...]], None], what: str) -> int:
-    """Tensors that change in place before backward: an error, or gradients as if they had not."""
+    """Changes tensors in place before backward. The result is an error, or gradients as if they had
+    not changed."""
     outputs = trial.call()
     before = [output.detach().clone() for output in outputs]
     state = [t.detach().clone() for t in (*trial.bases, *trial.module.parameters())]
@@ -261,14 +262,14 @@ def overwritten_outputs(trial: Trial) -> int:
         for output in outputs:
             output.mul_(3.0)
 
-    # Where an output is the input itself, that would change too.
+    # If an output is the input itself, this would change the input, too.
     if any(is_an_input(trial, output) for output in trial.call()):
         return 0
     return right_or_refused(trial, change, "outputs changed before backward")
 
 
 def is_an_input(trial: Trial, output: Tensor) -> bool:
-    """Whether the output is on an input's memory, as MakeExtraOutput's and Identity's are."""
+    """Whether the output shares an input's memory, as those of MakeExtraOutput and Identity do."""
     storage = output.untyped_storage()._cdata
     return any(base.untyped_storage()._cdata == storage for base in trial.bases)
 
@@ -366,7 +367,7 @@ def by_vjp(trial: Trial) -> int:
             lambda *bases: as_tuple(trial.module(*trial.inputs(list(bases)))), *trial.bases
         )
     except RuntimeError as error:
-        # A user's fusion that fits: its steps are Python.
+        # A user's fusion fits, and its steps are Python.
         assert "torch.func transforms must run over native ops only" in str(error), error
         return 1
     given = tuple(
@@ -410,13 +411,13 @@ def compiled(trial: Trial, *, dynamic: bool) -> int:
     torch._dynamo.reset()
     whole = not trial.model.has_python
     fast = torch.compile(trial.module, fullgraph=whole, backend="aot_eager", dynamic=dynamic)
-    # AOTAutograd gives zeros for outputs that no loss uses, also in plain torch.
+    # AOTAutograd returns zeros for outputs that no loss uses, also in plain torch.
     results = trial.results(trial.call(fast))
     return assert_all_near(results, trial.want, "torch.compile", zeros_for_none=True)
 
 
 def exported(trial: Trial, *, frozen: bool) -> int:
-    """Its plan must give the gradients that the call asks for, not those of the export."""
+    """Its plan must return the gradients that the call wants, not those of the export."""
     if trial.model.has_python or any(0 in shape for shape in trial.model.shapes):
         return 0
     module = copy.deepcopy(trial.module)
@@ -439,7 +440,7 @@ def exported(trial: Trial, *, frozen: bool) -> int:
 
 @contextmanager
 def random_fusions(rng: random.Random) -> Iterator[list[str]]:
-    """Sometimes a user's fusion is registered."""
+    """Sometimes registers a user's fusion."""
     registers = {
         tops.register_forward_fusion: (ForwardSplit, ForwardSingle),
         tops.register_backward_fusion: (Backward,),

@@ -34,7 +34,7 @@ Edit = Callable[[list[str], random.Random], None]
 
 
 def pick(lines: list[str], rng: random.Random, pattern: str = "") -> int | None:
-    """A line that holds the pattern; the first one says `plan 1`."""
+    """A line that contains the pattern, except for the first one, which is `plan 1`."""
     found = [i for i, line in enumerate(lines) if i > 0 and re.search(pattern, line)]
     return rng.choice(found) if found else None
 
@@ -176,7 +176,7 @@ def edited(text: str, rng: random.Random) -> str:
 
 
 class Subject:
-    """A plan's text, and the tensors that it takes: each may want a gradient or not."""
+    """A plan's text, and the tensors that it takes; each may require a gradient or not."""
 
     def __init__(self, model: Model, text: str, tensors: list[Tensor], extra_inputs: int) -> None:
         self.model, self.text, self.tensors = model, text, tensors
@@ -216,7 +216,7 @@ def random_grads(outputs: list[Tensor]) -> list[Tensor | None]:
 
 
 def check_parse(text: str) -> bool:
-    """Whether it parses; the text of what it gives must parse to the same."""
+    """Whether the text parses; the text of the parsed plan must parse to the same."""
     try:
         plan = tops.Plan.parse(text)
     except EXPECTED as error:
@@ -227,7 +227,7 @@ def check_parse(text: str) -> bool:
 
 
 def wanted_results(subject: Subject, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """What the model means in plain torch, and the leaves of it."""
+    """The results of the model in plain torch, and its leaves."""
     own = dict(zip(parameter_ids(subject.model), tensors[1 + subject.extra_inputs :], strict=True))
     named = {name: own[id(p)] for name, p in subject.model.all_parameters().items()}
     outputs = subject.model.meaning(tensors[: 1 + subject.extra_inputs], named)
@@ -239,7 +239,8 @@ def parameter_ids(model: Model) -> list[int]:
 
 
 def check_unchanged(subject: Subject) -> int:
-    """The text itself, whichever tensors want a gradient now: right numbers, none left out."""
+    """Runs the text itself with any tensors requiring a gradient: all numbers must be right, and
+    none may be missing."""
     about_to(f"run_plan({subject.text!r}, ...), {[t.requires_grad for t in subject.tensors]}")
     outputs = subject.run(subject.text, subject.tensors)
     grads = random_grads(outputs)
@@ -270,7 +271,7 @@ def check_edited(subject: Subject, text: str) -> int:
 
 
 def dropped_gradients(subject: Subject, text: str, found: Results) -> list[int]:
-    """Tensors that the decomposition gives a gradient to, and the text does not."""
+    """The tensors to which the decomposition gives a gradient, but the text does not."""
     tensors = [tensor.detach() for tensor in subject.tensors]
     try:
         outputs, pull = torch.func.vjp(lambda *given: subject.run(text, given), *tensors)

@@ -1,4 +1,4 @@
-"""A fuzzer with faults, which shows that the harness reports them: no part of a run."""
+"""A fuzzer with faults, which shows that the harness reports them. It is not part of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fuzzer is about to do, on disk: a process that crashes cannot say it afterwards."""
+"""Writes what a fuzzer is about to do to disk, because a process that crashes cannot report it."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ ISOLATED = True
 WORKERS = 4
 SECONDS = 1.5
 FORKS = 3
-# A forked child that takes longer is ended by a signal: it waits for a lock that nobody will open.
+# A forked child that takes longer is ended by a signal: it waits for a lock that is never released.
 CHILD_SECONDS = 10
 BATCHES = ((3,), (2, 3), *LARGE)
 
 
 class Job:
-    """A model with inputs of its own, and what one thread makes of them."""
+    """A model with its own inputs, and the results on one thread."""
 
     def __init__(self, rng: random.Random) -> None:
         features = Features(python=rng.random() < 0.3, plain=rng.random() < 0.2)
@@ -71,7 +71,7 @@ class Job:
 
 
 class Crowd:
-    """Threads that go on until time is up or one of them fails."""
+    """Threads that run until time is up or one of them fails."""
 
     def __init__(self, jobs: list[Job], own: list[list[Job]], seed: int) -> None:
         self.jobs, self.own, self.seed = jobs, own, seed
@@ -97,12 +97,12 @@ class Crowd:
         self.checks[index] += job.check(job.module) if rng.random() < 0.7 else job.check_forward()
 
     def run_texts(self, rng: random.Random, index: int) -> None:
-        """The programs of plans' texts, each new one compiled."""
+        """Runs the programs of plans' texts; each new text is compiled."""
         job = rng.choice(self.jobs)
         if not job.text:
             time.sleep(0.001)
             return
-        # Another name of a step makes another text.
+        # Another name of a step gives another text.
         name = rng.choice(["same", f"step{rng.randrange(10**9)}"])
         text = re.sub(r"^forward [\w:]+ ops", f"forward {name} ops", job.text, count=1, flags=re.M)
         parameters = [p.detach() for p in job.module.parameters()]
@@ -111,7 +111,7 @@ class Crowd:
         assert_all_near([*found], job.want[: len(found)], f"run_plan:\n{text}")
 
     def meddle(self, rng: random.Random, index: int) -> None:
-        """Does to shared modules and to the registry what leaves all results as they are."""
+        """Changes shared modules and the registry in ways that leave all results the same."""
         job = rng.choice(self.jobs)
         what = rng.choice([register, disable, edit, deep_copy, explain, trim, set_limit, switch])
         what(job, rng)
@@ -135,7 +135,7 @@ class Crowd:
         return sum(self.checks) + len(children)
 
 
-# ---- what meddling threads do
+# ---- what the other threads do
 
 
 def unchanged(ops: list, **unused: object) -> list:
@@ -160,7 +160,7 @@ def disable(job: Job, rng: random.Random) -> None:
 
 
 def edit(job: Job, rng: random.Random) -> None:
-    """An attribute set to what it is: all plans are made again."""
+    """Sets an attribute to its own value, so that all plans are made again."""
     for op in job.module:
         for name in ("eps", "scale", "p", "glu_interleave_size"):
             if hasattr(op, name):
@@ -180,7 +180,7 @@ def explain(job: Job, rng: random.Random) -> None:
 
 @contextmanager
 def unless_dropped() -> Iterator[None]:
-    """Another thread may just have dropped the plans that are looked at."""
+    """Another thread may just have dropped the plans that are being read."""
     try:
         yield
     except RuntimeError as error:
@@ -208,7 +208,7 @@ def fork_and_plan(index: int) -> int:
     child = os.fork()
     if child:
         return child
-    # In C: a handler of Python's would have to wait for the lock, too.
+    # This is set in C, because a Python handler would also have to wait for the lock.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     faulthandler.register(signal.SIGALRM, chain=True)
     signal.alarm(CHILD_SECONDS)

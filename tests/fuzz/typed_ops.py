@@ -1,8 +1,7 @@
-"""Every typed op with valid and with wrong arguments: right numbers or one clear error.
+"""Every typed op with valid and with wrong arguments must give right numbers or one clear error.
 
-What holds after each call: no crash, the arguments are as they were, and meta tensors are refused
-with the same words. A call that succeeds gives the numbers of the op's decomposition in float64,
-and its gradients.
+After each call: there is no crash, the arguments have not changed, and meta tensors raise the same
+error. A successful call gives the numbers of the op's decomposition in float64, and its gradients.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def attempt(call: Call, arguments: list[Any]) -> tuple[tuple[Tensor, ...] | None
     except ERRORS as error:
         text = str(error)
     assert "INTERNAL ASSERT" not in text and "please report a bug" not in text, f"{call}: {text}"
-    # A device without a kernel is the dispatcher's to refuse.
+    # A missing kernel for a device is an error of the dispatcher.
     clear = text.startswith(f"[{call.name}] ") or FOREIGN.search(text)
     assert clear, f"{call}: the error must name the op, got {text}"
     return None, text
@@ -150,9 +149,9 @@ def check_meta(call: Call, results: tuple[Tensor, ...] | None, text: str) -> int
     found, meta_text = attempt(call, moved)
     if results is None or found is None:
         same = (results is None) == (found is None) and (text == meta_text or FOREIGN.search(text))
-        # Copies on meta have memory and strides of their own.
+        # Copies on meta have their own memory and strides.
         same = same or "main_grad must" in text
-        # A trace may know of a group what this process does not.
+        # A trace may know a group that this process does not know.
         same = same or "process group" in text
         assert same, f"{call}: got {text!r}, on meta {meta_text!r}"
         return 1
@@ -209,7 +208,7 @@ def check_meaning(call: Call, results: tuple[Tensor, ...], main_grad: Tensor | N
         assert near(buffer, start + weight, dtype), f"{call}: wrong main_grad"
         checks += 1
     for field, got, ref in zip(overload(call.name)._schema.returns, results, want, strict=False):
-        # Results that nobody asked for are empty.
+        # Results that are not wanted are empty.
         if ref is not None and (got.numel() or not ref.numel()):
             assert near(got, ref, dtype), f"{call}: wrong {field.name}: {got}, not {ref}"
             checks += 1
@@ -217,7 +216,7 @@ def check_meaning(call: Call, results: tuple[Tensor, ...], main_grad: Tensor | N
 
 
 def jumps(call: Call) -> bool:
-    """Whether rounding of a product may move an element over a kink, where the slope jumps."""
+    """Whether rounding of a product may move an element over a kink, where the slope changes."""
     kinked = {"relu", "reglu", "clamped_swiglu"} & {v for v in call.arguments if isinstance(v, str)}
     return bool(kinked) and "linear" in call.name and lowest(call) != torch.float64
 
@@ -232,7 +231,7 @@ def check_gradients(call: Call) -> int:
         for i, v in enumerate(call.arguments)
         if isinstance(v, Tensor)
         and v.is_floating_point()
-        # The meaning takes them from the input.
+        # The decomposition computes them from the input.
         and names_[i] not in ("mean", "rstd")
         and call.random.random() < 0.7
     ]

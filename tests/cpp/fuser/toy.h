@@ -1,4 +1,4 @@
-// Toy ops and rules: these tests link the fuser alone, which knows no op of its own.
+// Toy ops and rules. These tests link only the fuser, which knows no ops of its own.
 #pragma once
 
 #include <string>
@@ -30,7 +30,7 @@ std::vector<OpNode> nodes(const std::vector<std::string>& kinds);
 // Feeds extra input 0 of ops[input] from extra output 0 of ops[output].
 void connect(std::vector<OpNode>& ops, int output, int input, bool visible = false);
 
-// Every tensor float32 and, with `grad`, in need of a gradient; every op in training.
+// All tensors are float32 and, with `grad`, require a gradient; all ops are in training mode.
 PlanKey key(const std::vector<OpNode>& ops, bool grad = true);
 // The metadata of an op's first parameter.
 TensorMeta& parameter(PlanKey& key, const std::vector<OpNode>& ops, int op);
@@ -52,7 +52,7 @@ std::string error_of(Function&& function) {
   return "no error";
 }
 
-// A rule for as long as it lives.
+// Registers a rule during its own lifetime.
 class ScopedRule {
  public:
   explicit ScopedRule(Rule rule) : id_(add_rule(std::move(rule), "test")) {}

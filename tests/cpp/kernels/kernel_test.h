@@ -1,4 +1,4 @@
-// What the tests of the CPU kernels share: arrays of every dtype, and the fixture that runs a test
+// Code shared by the tests of CPU kernels: arrays of every dtype, and the fixture that runs a test
 // for each instruction set of this machine and each dtype.
 #pragma once
 
@@ -79,7 +79,7 @@ inline uint16_t encode16(double x, DType dtype) {
   return static_cast<uint16_t>(sign | ((biased << f.mantissa) + significand));
 }
 
-// n elements of a dtype, in memory of exactly that size which is not aligned to a vector.
+// n elements of a dtype, in memory of exactly that size, which is not aligned to a vector.
 class Array {
  public:
   Array(DType dtype, int64_t n, double fill = 0.0)
@@ -177,7 +177,8 @@ class KernelTest : public testing::TestWithParam<Case> {
     return array;
   }
 
-  // One rounding to the dtype, and `slack` roundings of numbers of that size in the compute type.
+  // Allows one rounding to the dtype, and `slack` roundings of numbers of that size in the compute
+  // type.
   void expect_near(double actual, double expected, double slack, const char* what, int64_t i) {
     const double rounded = round_to(expected, dtype);
     if (std::isnan(rounded) || std::isinf(rounded)) {
@@ -190,8 +191,8 @@ class KernelTest : public testing::TestWithParam<Case> {
     const Format f = format(dtype);
     const double smallest = std::ldexp(1.0, f.min_exponent);
     const double own = dtype == acc ? 0.0 : f.epsilon() * std::max(std::abs(expected), smallest);
-    // The last term: subnormal intermediate results may be flushed, and std::exp and the numeric
-    // derivatives of this test are not exact in Float64.
+    // The last term is for subnormal intermediate results, which may be flushed, and because
+    // std::exp and the numeric derivatives of this test are not exact in Float64.
     const double tolerance = own + slack * compute_epsilon() + 1e-36;
     EXPECT_LE(std::abs(actual - expected), tolerance) << what << " " << i << " want " << expected;
   }

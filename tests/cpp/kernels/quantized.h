@@ -1,5 +1,5 @@
-// Quantized tensors by the scalar formulas of csrc/kernels/encoding.h, number by number: what the
-// kernels of all devices must equal.
+// Quantized tensors by the scalar formulas of csrc/kernels/encoding.h, number by number. The
+// kernels of all devices must give the same.
 #pragma once
 
 #include "../../../csrc/kernels/encoding.h"
@@ -41,7 +41,7 @@ struct Quantized {
 
   TensorScale of_tensor() const { return {tensor_scale, 1.0f / tensor_scale, tensor_amax}; }
 
-  // Bytes and floats alike.
+  // Sets scales that are bytes or floats.
   void set_scales(float scale) {
     for (size_t i = 0; i < scales.size(); ++i) {
       if (encoding::has_byte_scales(format->rule)) {
@@ -56,7 +56,7 @@ struct Quantized {
   }
 };
 
-// f(Number) with the formulas of a format's elements.
+// Calls f(Number) with the formulas of a format's elements.
 template <class F>
 auto with_formulas(const kernel::Format& format, F f) {
   using namespace encoding;
@@ -77,12 +77,13 @@ inline float largest_by_formula(const Array& x) {
   return best;
 }
 
-// Some rows and columns.
+// A range of rows and columns.
 struct Area {
   int64_t top, left, bottom, right;
 };
 
-// The sum of errors of a block, by a scale; rows of squares first, then those of their halves.
+// The sum of a block's errors for a scale. In square blocks the rows are summed first, then their
+// halves.
 inline float sum_of_errors(const encoding::ErrorRule& rule, bool rows_in_order, const Array& x,
                            int64_t h, const Area& block, const encoding::BlockScale& scale) {
   using namespace encoding;
@@ -183,7 +184,7 @@ inline Array hard_numbers(DType dtype, int64_t rows, int64_t h) {
   double scale = 1;
   for (int64_t i = 0; i < rows * h; ++i) {
     if (i % 50 == 0) scale = std::ldexp(1.0, exponent(generator));
-    // Every fifth is next to a tie.
+    // Every fifth number is next to a tie.
     const double drawn = normal(generator) * scale;
     x.set(i, i % 5 == 0 ? std::round(drawn * 16) / 16 + 0x1p-30 : i / 32 % 7 == 3 ? 0.0 : drawn);
   }

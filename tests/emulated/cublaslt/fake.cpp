@@ -16,9 +16,9 @@ FakeCublasLt& fake() {
 
 namespace {
 
-// Opaque structures hold attributes by their numbers, and here what they are made with.
+// Opaque structures store attributes by number, and here also how they were made.
 constexpr int kCompute = 0, kScale = 1, kMade = 31;
-// Those beyond the end of the structure are where no other is.
+// The numbers of attributes beyond the end of the structure are mapped to unused ones.
 constexpr int kAScaling = 29, kBScaling = 30;
 
 int place_of(cublasLtMatmulDescAttributes_t attribute) {
@@ -27,7 +27,7 @@ int place_of(cublasLtMatmulDescAttributes_t attribute) {
 }
 constexpr uint64_t kMark = 0x6d61646520736f21;
 
-// As cublasLt.h gives them; 0: not one that gemm.cpp needs.
+// The sizes in cublasLt.h; 0 for attributes that gemm.cpp does not need.
 size_t size_of_attribute(cublasLtMatmulDescAttributes_t attribute) {
   switch (attribute) {
     case CUBLASLT_MATMUL_DESC_TRANSA:
@@ -94,7 +94,7 @@ std::optional<Scaling> scaling_of(uint64_t mode) {
 }
 
 // The rules of the cuBLAS documentation, "128-element 1D and 128x128 2D Block Scaling For FP8 Data
-// Types"; torch has one more, that sums are not fast.
+// Types". torch has another one: fast sums are not allowed.
 bool takes_scales(const cublasLtMatmulDescOpaque_t& desc, const Layout& a, const Layout& b) {
   const auto a_scaling = scaling_of(desc.data[kAScaling]);
   const auto b_scaling = scaling_of(desc.data[kBScaling]);
@@ -305,7 +305,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
   if (!takes_scales(*desc, layout_of(*a_layout), layout_of(*b_layout))) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
-  // FP4 has scales of 16, and nothing else has.
+  // FP4 has scales for 16 numbers, and no other type has.
   for (const auto& [codes, mode] :
        {std::pair(a_codes, desc->data[kAScaling]), std::pair(b_codes, desc->data[kBScaling])}) {
     if ((codes == Codes::E2M1) != (scaling_of(mode) == Scaling::Vectors16)) {
@@ -320,7 +320,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
       c_layout->data[0] != d_layout->data[0]) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
-  // There is no other way to tell whose memory the factors are in.
+  // This is the only way to tell where the factors are.
   const bool on_device =
       desc->data[CUBLASLT_MATMUL_DESC_POINTER_MODE] == CUBLASLT_POINTER_MODE_DEVICE;
   if (on_device && beta != static_cast<const float*>(alpha) + 1) return CUBLAS_STATUS_INVALID_VALUE;
