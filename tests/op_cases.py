@@ -1,5 +1,5 @@
-"""One row per op: how to build it, what it takes, and what it means in plain PyTorch
-(op_references.py has what is longer than a line).
+"""One row for each op: how to build it, its inputs, and its reference in plain PyTorch
+(op_references.py has references longer than a line).
 
 A new op adds a row here and inherits every property of `test_ops.py`.
 """
@@ -51,10 +51,10 @@ Result = Tensor | tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class OpCase:
-    """`reference(x, *extra, **parameters)` gives the outputs in plain PyTorch.
+    """`reference(x, *extra, **parameters)` returns the outputs in plain PyTorch.
 
-    `saved(h, B)`: bytes a row that backward keeps, parameters left out; `bad`: an input shape and
-    the error it gives. `row` is the shape of the smallest valid input; the first dimension of an
+    `saved(h, B)`: the bytes saved for backward for each row, without parameters; `bad`: an input
+    shape and its error. `row` is the shape of the smallest valid input; the first dimension of an
     input is a multiple of `multiple`.
     """
 
@@ -65,10 +65,10 @@ class OpCase:
     row: tuple[int, ...] = (16,)
     batch: tuple[int, ...] = (3, 4)
     extra_inputs: int = 0
-    # Extra inputs for a main one, where they are not like it; integers get no gradient.
+    # The extra inputs for a main input, if they are not like it; integers get no gradient.
     extras: Callable[[Tensor], list[Tensor]] | None = None
     elementwise: bool = False
-    # Takes its rows in one dimension.
+    # The op takes its rows in one dimension.
     flat: bool = False
     bad: tuple[tuple[int, ...], str] | None = None
     any_dtype: bool = False
@@ -90,7 +90,7 @@ class OpCase:
     def inputs(
         self, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] | None = None
     ) -> list[Tensor]:
-        """Main input and extra inputs, each a leaf that requires a gradient if it may."""
+        """The main input and the extra inputs, each a leaf that requires a gradient if it can."""
         shape = self.shape if shape is None else shape
         shape = (*(-(-rows // self.multiple) * self.multiple for rows in shape[:1]), *shape[1:])
         tensors = [torch.randn(shape).to(dtype) for _ in range(1 + self.extra_inputs)]
@@ -99,14 +99,15 @@ class OpCase:
         return self.with_extras(tensors)
 
     def with_extras(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The main input and those extra inputs that are like it, with all others."""
+        """The given tensors, which are the main input and those extra inputs that are like it, with
+        the other extra inputs."""
         if self.extras is not None:
             tensors = [*tensors, *self.extras(tensors[0].detach())]
         return [t.requires_grad_() if t.is_floating_point() else t for t in tensors]
 
 
 def run_seeded(op: Callable[..., Any], *inputs: Tensor) -> Any:
-    """The call from the generator state that the references of random ops assume."""
+    """Calls with the generator state that the references of random ops assume."""
     torch.manual_seed(SEED)
     return op(*inputs)
 
@@ -129,7 +130,8 @@ def bit_mask(h: int, B: int) -> float:
 
 
 def dropout(p: float) -> Callable[[Tensor], Tensor]:
-    """What the op draws from `SEED` on the default device: `test_dropout.py` tests the draw."""
+    """The numbers that the op draws from `SEED` on the default device; `test_dropout.py` tests
+    them."""
 
     def reference(x: Tensor) -> Tensor:
         kept = run_seeded(tops.Dropout(p), torch.ones(x.shape)) != 0
@@ -139,7 +141,7 @@ def dropout(p: float) -> Callable[[Tensor], Tensor]:
 
 
 def drop_path(p: float) -> Callable[[Tensor], Tensor]:
-    """What the op draws from `SEED`, which does not depend on the sizes of a sample."""
+    """The numbers that the op draws from `SEED`, which do not depend on the sizes of a sample."""
 
     def reference(x: Tensor) -> Tensor:
         ones = torch.ones(len(x), *(1 for _ in x.shape[1:]))
@@ -175,7 +177,7 @@ def _glu(name: str, reference: Callable[..., Result], label: str = "", **kwargs:
 
 CASES = [
     OpCase("Identity", tops.Identity, lambda x: x, nothing, elementwise=True, any_dtype=True),
-    # It rounds under a recipe: tests/quantization/test_recipes.py.
+    # It rounds only under a recipe: tests/test_recipes.py.
     OpCase("Quantize", tops.Quantize, lambda x: x, nothing, elementwise=True, any_dtype=True),
     OpCase(
         "Reshape",

@@ -131,7 +131,7 @@ def site_text(path: Path, text: str | None = None) -> str:
 
 
 def sections() -> list[Section]:
-    """Those of the home page."""
+    """The links of the home page."""
     text = HOME.read_text(encoding="utf-8")
     return [
         Section(title, body, ENTRY.findall(body))

@@ -1,4 +1,4 @@
-"""Arguments for the typed ops: valid ones by the names of their schema, and what may be wrong."""
+"""Arguments for the typed ops: valid ones by the names of their schema, and wrong ones."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ GLUS = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "situglu", "clamp
 PAIRS = dict(_C.typed_op_pairs())
 
 
-# Tensors that say which rows belong together: test_grouped.py and test_router.py draw them.
-# Numbers that say to which weight a column belongs: tests/ops/test_products.py does.
-# A scale for each column and for each sample: the rows of op_cases.py have them.
+# tests/test_grouped.py and test_router.py draw tensors that say which rows belong together.
+# tests/test_products.py draws numbers that say to which weight a column belongs. The rows of
+# op_cases.py have scales for each column and for each sample.
 _OTHERS = {"splits", "scales", "positions", "expert_ids", "probs", "balance", "out_features"}
 _OTHERS |= {"gamma", "factors"}
 
 
 def names() -> list[str]:
-    """Every typed op of dense rows and one weight, and its variant that writes into a main_grad."""
+    """Every typed op of dense rows and one weight, and its variant that writes to a main_grad."""
     ops = torch.ops.transformer_ops
     dense = [n for n in PAIRS if not _OTHERS & {a.name for a in overload(n)._schema.arguments}]
     return sorted([*dense, *(f"{n}_into" for n in dense if hasattr(ops, f"{n}_into"))])
@@ -81,7 +81,7 @@ class Sampler:
         while math.prod(self.lead) > 4096:
             self.lead.pop()
         self.width, self.out = self.size(), self.size()
-        # What a norm takes as one row.
+        # The dimensions that a norm treats as one row.
         self.row_dims = (
             2 if "_norm" in self.base and self.lead and self.random.random() < 0.2 else 1
         )
@@ -145,7 +145,7 @@ class Sampler:
             return self.random.random() < 0.5
         if kind == "int":
             return self.interleave
-        # The statistics of a norm follow from a number, in every dtype.
+        # The statistics of a norm depend on such a number, in every dtype.
         if kind in ("float", "Optional[float]"):
             known = {"eps": self.eps, "p": self.p}
             return known.get(name, self.random.choice((0.5, 1.0, 1.7)))
@@ -272,7 +272,7 @@ LAYOUTS = (transposed, sliced, off_the_grid, with_gaps)
 
 
 def expanded(tensor: Tensor) -> Tensor:
-    """Other values: the first ones, repeated."""
+    """A tensor with other values: the first ones, repeated."""
     if tensor.dim() == 0 or tensor.shape[0] == 0:
         return tensor
     return tensor[:1].clone().expand(tensor.shape)
@@ -301,7 +301,7 @@ def bad_dtype(random: Random, tensor: Tensor) -> Tensor:
 
 
 def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In integers where torch does not cast to the dtype."""
+    """The tensor in the dtype, or integer zeros if torch does not cast to it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # complex halves are experimental

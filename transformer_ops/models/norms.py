@@ -114,7 +114,7 @@ else:
     H = F.rms_norm(H, self.normalized_shape, self.weight, self.any_eps)
 return H
 """
-# Of images, whose channels are no last dimension.
+# The tensors are images, whose channels are not the last dimension.
 _FAST_NORM_OF_CHANNELS = """
 if self.any_is_fast:
     H = fast_rms_norm2d(H, self.normalized_shape, self.weight, self.any_eps)

@@ -136,7 +136,7 @@ _TRANSPOSED_LINEARS = patterns(
     return H.view(S)
     """
 )
-# That of Falcon, which adds the bias in a statement of its own.
+# The product of Falcon, which adds its bias in a statement of its own.
 _LINEAR = Pattern(
     """
     Y = H @ self.weight.T

@@ -266,7 +266,7 @@ def read_first(statements: Sequence[ast.stmt], is_asked: Callable[[str], bool]) 
         yield from (
             name for name in _names(statement, ast.Load) if is_asked(name) and name not in assigned
         )
-        # Of a compound statement nobody knows which of its lines run.
+        # Nobody knows which lines of a compound statement run.
         if isinstance(statement, ast.Assign):
             assigned.update(_names(statement, ast.Store))
 

@@ -1,4 +1,4 @@
-"""Weight gradients that backward leaves for later: what is kept, and how autograd gets them."""
+"""Weight gradients that are computed after backward: what is stored, and how autograd gets them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..op.tensor_parallel import is_dtensor
 
 
 class Product(Protocol):
-    """What gives the gradients of a weight, or of its tensors: a `_C.DeferredCall`."""
+    """Computes the gradients of a weight, or of its tensors: a `_C.DeferredCall`."""
 
     def run(self) -> list[Tensor | None]:
-        """The gradients."""
+        """Returns the gradients."""
 
     def run_into(self, buffers: list[Tensor], overwrite: bool) -> bool:
-        """Adds them to the buffers, or writes them there; False where that cannot be done."""
+        """Adds them to the buffers, or overwrites these; returns False if that is not possible."""
 
 
 class Finished:
-    """Gradients that a Python step has given, by the number of the tensor among `count`."""
+    """Gradients that a Python step has computed, by the index of the tensor among `count`."""
 
     def __init__(self, count: int) -> None:
         self.grads: list[Tensor | None] = [None] * count
@@ -35,7 +35,8 @@ class Finished:
 
 
 def check(weights: Sequence[Tensor]) -> None:
-    """RuntimeError where a weight is no parameter, to which a gradient could be given later."""
+    """Raises RuntimeError if a weight is no parameter, because it could not get a gradient
+    later."""
     if not all(weight.is_leaf for weight in weights):
         raise RuntimeError(
             "[GroupedLinear] weight must be a parameter where its gradient is delayed, "
@@ -46,14 +47,14 @@ def check(weights: Sequence[Tensor]) -> None:
 def give_to_autograd(
     weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor | None]]
 ) -> None:
-    """Has autograd add gradients to `.grad`, as it would have done in backward: with hooks."""
+    """Makes autograd add gradients to `.grad` as it would in backward, with hooks."""
     if any(weight.requires_grad for weight in weights):
         with torch.enable_grad():
             _Later.apply(compute, *weights).backward()
 
 
 class _Later(torch.autograd.Function):
-    """Nothing, made of parameters; its backward computes their gradients."""
+    """Returns an empty result from parameters; its backward computes their gradients."""
 
     @staticmethod
     def forward(
