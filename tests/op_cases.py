@@ -177,7 +177,7 @@ def _glu(name: str, reference: Callable[..., Result], label: str = "", **kwargs:
 
 CASES = [
     OpCase("Identity", tops.Identity, lambda x: x, nothing, elementwise=True, any_dtype=True),
-    # It rounds only under a recipe: tests/test_recipes.py.
+    # It rounds only under a recipe: tests/quantization/test_recipes.py.
     OpCase("Quantize", tops.Quantize, lambda x: x, nothing, elementwise=True, any_dtype=True),
     OpCase(
         "Reshape",

@@ -25,8 +25,8 @@ GLUS = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "situglu", "clamp
 PAIRS = dict(_C.typed_op_pairs())
 
 
-# tests/test_grouped.py and test_router.py draw tensors that say which rows belong together.
-# tests/test_products.py draws numbers that say to which weight a column belongs. The rows of
+# tests/ops/test_grouped.py and test_router.py draw tensors that say which rows belong together.
+# tests/ops/test_products.py draws numbers that say to which weight a column belongs. The rows of
 # op_cases.py have scales for each column and for each sample.
 _OTHERS = {"splits", "scales", "positions", "expert_ids", "probs", "balance", "out_features"}
 _OTHERS |= {"gamma", "factors"}
