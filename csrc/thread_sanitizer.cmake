@@ -4,7 +4,7 @@ transformer_ops_glob(library_sources library.cpp executor/*.cpp runtime/*.cpp op
 set(built ${TRANSFORMER_OPS_PLAIN_BUILD}/CMakeFiles)
 set(objects ${built}/transformer_ops.dir)
 set(op_objects "")
-foreach(folder bodies ops fusions)
+foreach(folder wrappers quantization ops fusions)
   if(TRANSFORMER_OPS_UNITY)
     file(GLOB found CONFIGURE_DEPENDS ${objects}/Unity/unity_${folder}_*.o)
   else()
