@@ -337,7 +337,8 @@ def view(module: nn.Module) -> FusibleOperation:
         if isinstance(module, known) and is_torch(module, known):
             return make(module)
     names = ", ".join(known.__name__ for known in _MAKERS)
+    has_own = isinstance(module, tuple(_MAKERS))
     raise TypeError(
-        f"[view] module must be one of torch.nn's {names}, got {class_of(module).__name__} with a "
-        "forward of its own"
+        f"[view] module must be one of torch.nn's {names}, got {class_of(module).__name__}"
+        f"{' with a forward of its own' if has_own else ''}"
     )

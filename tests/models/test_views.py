@@ -272,7 +272,8 @@ class Other(nn.Module):
     ("make", "kind", "message"),
     [
         (lambda: 3, TypeError, r"^\[view\] module must be an nn.Module, got int$"),
-        (Other, TypeError, r"got Other with a forward of its own$"),
+        (Other, TypeError, r"got Other$"),
+        (lambda: nn.Conv2d(3, 4, 3), TypeError, r"Dropout, GELU, SiLU, ReLU, got Conv2d$"),
         (lambda: Doubled(4, 4), TypeError, r"got Doubled with a forward of its own$"),
         (lambda: nn.ReLU(inplace=True), ValueError, r"ReLU must not work in place"),
     ],

@@ -55,6 +55,10 @@ BAD_TENSORS = {
     "bool": (torch.ones(3, 8, dtype=torch.bool), r"\[RMSNorm\] input must be float16.*, got Bool"),
     "complex": (torch.ones(3, 8, dtype=torch.complex64), r"input must be float16.*, got Complex"),
     "meta": (torch.ones(3, 8, device="meta"), "tensors must be on one device, got meta and cpu"),
+    "nested": (
+        torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(1, 8)]),
+        r"tensors must be dense, got a nested tensor; pad it, or use one tensor of all rows",
+    ),
 }
 
 
