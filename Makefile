@@ -51,7 +51,7 @@ test: build
 	$(PARTS) --part "C++ tests" $(BIN)/python tools/cmake_build.py \
 	    --part "Python tests" $(PYTEST) -m "not slow" tests $(ARGS) \
 	    --part "Python tests on emulated CUDA kernels" $(PYTEST) $(EMULATED) $(ARGS)
-	@sed -n 's/^LEFT_OUT = "\(..*\)"/Left out: \1/p' transformer_ops/_build_info.py
+	@sed -n 's/^LEFT_OUT = "\(..*\)"/Left out: \1/p' transformer_ops/lib/torch*/_build_info.py
 
 # The first lane of CI, under 5 minutes on 2 cores once all is built: format and lint, the C++ tests
 # that need no libtorch, links of the documentation, and every op in two dtypes.
@@ -95,7 +95,7 @@ $(PACKAGES): constraints.txt
 # Every environment of this checkout shares the built files in transformer_ops/: build again after
 # a `make` with another TORCH, TRANSFORMER_OPS_CUDA or TRANSFORMER_OPS_NATIVE. The build folder of each
 # torch is kept, so that takes seconds.
-built = $(shell sed -n 's/^$(1) = "\(.*\)"/\1/p' transformer_ops/_build_info.py 2>/dev/null)
+built = $(shell sed -n 's/^$(1) = "\(.*\)"/\1/p' transformer_ops/lib/torch*/_build_info.py 2>/dev/null)
 installed := $(shell sed -n "s/^__version__ = '\(.*\)'/\1/p" \
     $(VENV)/lib/python3*/site-packages/torch/version.py 2>/dev/null)
 ifneq ($(call built,TORCH_VERSION) $(call built,CUDA_ASKED) $(call built,NATIVE),\
@@ -136,5 +136,4 @@ fuzz: build
 	$(BIN)/python -m tests.fuzz --seed random $(ARGS)
 
 clean:
-	rm -rf build transformer_ops/*.so transformer_ops/_build_info.py transformer_ops/include \
-	    transformer_ops/share $(BUILT)
+	rm -rf build transformer_ops/lib transformer_ops/include transformer_ops/share $(BUILT)

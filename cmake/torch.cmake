@@ -11,7 +11,7 @@ set(torch_info ${PROJECT_BINARY_DIR}/torch_info.cmake)
 execute_process(COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/torch_info.py
                 OUTPUT_FILE ${torch_info} ERROR_VARIABLE torch_error RESULT_VARIABLE torch_result)
 if(NOT torch_result EQUAL 0)
-  message(FATAL_ERROR "${Python_EXECUTABLE} cannot import torch: install torch >= 2.11 there "
+  message(FATAL_ERROR "${Python_EXECUTABLE} cannot find torch: install torch >= 2.11 there "
                       "first\n${torch_error}")
 endif()
 include(${torch_info})
@@ -22,7 +22,7 @@ message(STATUS "torch ${TORCH_VERSION} of ${Python_EXECUTABLE}")
 
 add_library(torch::torch INTERFACE IMPORTED)
 target_include_directories(torch::torch INTERFACE ${TORCH_INCLUDE_DIRS})
-target_compile_definitions(torch::torch INTERFACE _GLIBCXX_USE_CXX11_ABI=${TORCH_CXX11_ABI})
+target_compile_definitions(torch::torch INTERFACE _GLIBCXX_USE_CXX11_ABI=1)
 foreach(name torch torch_cpu c10)
   find_library(library_${name} ${name} PATHS ${TORCH_LIBRARY_DIRS} NO_CACHE REQUIRED
                NO_DEFAULT_PATH)

@@ -1,16 +1,25 @@
-"""Prints, as CMake code, what the build must know of this interpreter and its torch."""
+"""Prints, as CMake code, what the build must know of this interpreter and its torch.
 
+Torch is not imported: its headers and libraries suffice, so that the packages that it needs to run
+may be missing.
+"""
+
+import runpy
 import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
 
-import torch
-from torch.utils import cpp_extension
-
+found = find_spec("torch")
+if found is None or found.origin is None:
+    raise SystemExit("No module named 'torch'")
+torch = Path(found.origin).parent
+version = runpy.run_path(str(torch / "version.py"))
+include = torch / "include"
 facts = {
-    "TORCH_VERSION": torch.__version__,
-    "TORCH_INCLUDE_DIRS": ";".join(cpp_extension.include_paths()),
-    "TORCH_LIBRARY_DIRS": ";".join(cpp_extension.library_paths()),
-    "TORCH_CUDA_VERSION": torch.version.cuda or "",
-    "TORCH_CXX11_ABI": int(torch.compiled_with_cxx11_abi()),
+    "TORCH_VERSION": version["__version__"],
+    "TORCH_INCLUDE_DIRS": f"{include};{include / 'torch' / 'csrc' / 'api' / 'include'}",
+    "TORCH_LIBRARY_DIRS": torch / "lib",
+    "TORCH_CUDA_VERSION": version["cuda"] or "",
     "PYTHON_EXTENSION_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
 }
 for name, value in facts.items():

@@ -12,12 +12,11 @@ foreach(folder wrappers quantization ops fusions)
   endif()
   list(APPEND op_objects ${found})
 endforeach()
-file(GLOB_RECURSE kernel_objects CONFIGURE_DEPENDS ${built}/transformer_ops_kernels_*.dir/*.o)
-if(NOT op_objects OR NOT kernel_objects)
+set(TRANSFORMER_OPS_KERNELS ${TRANSFORMER_OPS_PLAIN_BUILD}/libtransformer_ops_kernels.so)
+if(NOT op_objects OR NOT EXISTS ${TRANSFORMER_OPS_KERNELS})
   message(FATAL_ERROR "TRANSFORMER_OPS_PLAIN_BUILD must name the folder of a build without "
                       "sanitizer, got '${TRANSFORMER_OPS_PLAIN_BUILD}'")
 endif()
 # Linked last: of an inline function that both builds have, the linker keeps the first copy, which
 # must be one that the sanitizer sees.
 set(plain_objects ${op_objects})
-set_source_files_properties(${kernel_objects} PROPERTIES EXTERNAL_OBJECT ON)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import include_paths
 
-import transformer_ops as tops
+from transformer_ops import _C
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,7 +21,7 @@ def build_library(folder: Path, name: str, texts: dict[str, str]) -> Path:
     for stem, text in texts.items():
         sources.append(folder / f"{stem}.cpp")
         sources[-1].write_text(text, encoding="utf-8")
-    package = Path(tops.__file__).parent
+    libraries = Path(_C.__file__).parent
     paths = [ROOT / "csrc", *include_paths()]
     subprocess.run(
         [
@@ -29,7 +29,7 @@ def build_library(folder: Path, name: str, texts: dict[str, str]) -> Path:
             f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
             *(f"-I{path}" for path in paths),
             *(str(source) for source in sources),
-            *("-o", str(library), f"-L{package}", "-ltransformer_ops"),
+            *("-o", str(library), f"-L{libraries}", "-ltransformer_ops"),
         ],
         check=True,
     )

@@ -83,12 +83,17 @@ class CMakeBuild(build_ext):
             folder, destination = build_folder(), ROOT
             options = {"TRANSFORMER_OPS_WERROR": "ON"}
         else:
-            folder, destination = ROOT / WHEEL_FOLDER / "cmake", Path(self.build_lib).resolve()
+            # tools/build_wheel.py keeps a folder for each torch, and builds the kernels once.
+            given = os.environ.get("TRANSFORMER_OPS_BUILD_FOLDER")
+            folder = ROOT / (given or WHEEL_FOLDER / "cmake")
+            destination = Path(self.build_lib).resolve()
             # A compiler newer than ours may warn of more; that must not stop a user's install. A
             # wheel may be installed on other machines.
             options = {
                 "TRANSFORMER_OPS_WERROR": "OFF",
                 "TRANSFORMER_OPS_NATIVE": os.environ.get("TRANSFORMER_OPS_NATIVE", "OFF"),
+                "TRANSFORMER_OPS_WHEEL": "ON",
+                "TRANSFORMER_OPS_KERNELS": os.environ.get("TRANSFORMER_OPS_KERNELS", ""),
             }
         cmake_build(folder, options, targets=("extension",))
         run([tool("cmake"), "--install", str(folder), "--prefix", str(destination)])

@@ -485,7 +485,7 @@ def test_what_is_no_library(late_ops: Path, tmp_path: Path) -> None:
         tops.load_library(3)  # type: ignore[arg-type]
     text = tmp_path / "text.so"
     text.write_text("no library")
-    no_tag = Path(tops.__file__).parent / "libtransformer_ops.so"
+    no_tag = Path(_C.__file__).parent / "libtransformer_ops.so"
     for file in (text, no_tag, Path(_C.__file__)):
         with pytest.raises(ImportError, match="must be a library that calls TRANSFORMER_OPS_LIBR"):
             tops.load_library(file)

@@ -142,7 +142,7 @@ def architectures_in(library: Path) -> set[str]:
 
 
 def test_the_architectures_are_those_of_the_build():
-    library = Path(tops.__file__).parent / "libtransformer_ops_cuda.so"
+    library = Path(_C.__file__).parent / "libtransformer_ops_cuda.so"
     if build_info().CUDA is None:
         assert not library.exists()
         return

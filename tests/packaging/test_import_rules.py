@@ -47,7 +47,7 @@ BUILT = ["_C", "_build_info"]
 def read_modules(package: Path) -> dict[str, str]:
     """The source of every module by its dotted name; "" is the package itself."""
     sources = {name: "" for name in BUILT}
-    for path in package.rglob("*.py"):
+    for path in set(package.rglob("*.py")) - set(package.glob("lib/*/*")):
         parts = path.relative_to(package).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         sources[name] = path.read_text(encoding="utf-8")
