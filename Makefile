@@ -45,7 +45,7 @@ PYTEST := env OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxpr
 # Every part runs, and the last lines list what failed in all of them.
 PARTS := $(BIN)/python tools/run_parts.py
 
-.PHONY: test test-processors check slow train bench docs build build-times lint format sanitize fuzz clean FORCE
+.PHONY: test test-processors check slow train bench docs build wheel build-times lint format sanitize fuzz clean FORCE
 
 test: build
 	$(PARTS) --part "C++ tests" $(BIN)/python tools/cmake_build.py \
@@ -107,6 +107,11 @@ $(BUILT): $(PACKAGES) $(SOURCES)
 	@echo "Building the C++ extension: minutes the first time, seconds later."
 	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
+
+# The wheel of a release, in dist/, from a clean clone: 5 minor versions of torch, tested with the oldest
+# and the newest (RELEASING.md). Quick: make wheel ARGS="--native --torch 2.11.0 2.15.0"
+wheel:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/build_wheel.py $(ARGS)
 
 # What .ci/run checks besides the tests.
 lint: $(PACKAGES)
