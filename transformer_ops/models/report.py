@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .fused_class import FusedModule
+from .layer_bytes import LayerBytes, LayerRow, bytes_by_layer
 from .unfuse import unfused
 
 __all__ = ["FuseReport", "FuseRow"]
@@ -75,8 +75,18 @@ class FuseReport:
         backward without and with the ops: storages of saved tensors, each counted once, without
         parameters."""
         with unfused(self._model):
-            before = _saved_bytes(self._model, args, kwargs)
-        return before, _saved_bytes(self._model, args, kwargs)
+            before = bytes_by_layer(self._model, args, kwargs)
+        after = bytes_by_layer(self._model, args, kwargs)
+        return sum(before.values()), sum(after.values())
+
+    def layers(self, *args: Any, **kwargs: Any) -> LayerBytes:
+        """Runs the model twice on these arguments, and returns the bytes that each layer saves for
+        backward, without and with the ops. Their sums are those of `saved_bytes`."""
+        with unfused(self._model):
+            before = bytes_by_layer(self._model, args, kwargs)
+        after = bytes_by_layer(self._model, args, kwargs)
+        rows = [LayerRow(path, count, after[path]) for path, count in before.items()]
+        return LayerBytes([row for row in rows if row.before or row.after])
 
     def _lines(self) -> Iterator[tuple[str, str, str, int]]:
         """(class, rule, reason, how many)."""
@@ -108,21 +118,3 @@ class FuseReport:
             for row in rows
         )
         return f"<table>{body}</table>"
-
-
-def _saved_bytes(model: nn.Module, args: Any, kwargs: Any) -> int:
-    own = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
-    sizes: dict[int, int] = {}
-    kept: list[Tensor] = []  # so that no address is used twice
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            sizes[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(*args, **kwargs)
-    del output
-    return sum(sizes.values())
