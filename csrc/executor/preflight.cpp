@@ -26,9 +26,6 @@ void preflight(const Program& program, at::TensorList tensors) {
     TORCH_CHECK(tensor.device() == tensors[0].device(),
                 "[run_plan] tensors must be on one device, got ", tensors[0].device(), " and ",
                 tensor.device());
-    TORCH_CHECK_NOT_IMPLEMENTED(!tensor.is_nested(),
-                                "[run_plan] tensors must be dense, got a nested tensor; pad it, or "
-                                "use one tensor of all rows");
   }
   // Fake tensors and proxies check while they are traced, and draw no numbers.
   if (!std::ranges::all_of(tensors, is_real)) return;

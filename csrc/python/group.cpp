@@ -204,6 +204,9 @@ bool Group::gather(PyObject* const* arguments, Py_ssize_t count, PyObject* param
     }
     if (!is_plain_tensor(arguments[i]) || is_quantized(arguments[i])) return false;
     tensors.push_back(THPVariable_Unpack(arguments[i]));
+    TORCH_CHECK_NOT_IMPLEMENTED(!tensors.back().is_nested(),
+                                "[run_plan] tensors must be dense, got a nested tensor; pad it, or "
+                                "use one tensor of all rows");
   }
   if (parameters != Py_None) {
     for (const auto& found : py::reinterpret_borrow<py::tuple>(parameters)) {

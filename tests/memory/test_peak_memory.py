@@ -24,6 +24,8 @@ BLOCKS = {
     "unfused": lambda f: [tops.SiLU(), tops.BasicLinear(HIDDEN, f), tops.Dropout(0.1), tops.SiLU()],
 }
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# The scripts import this module, and it imports helpers.
+FOLDERS = [str(Path(__file__).parents[n]) for n in (0, 1)]
 every_block = pytest.mark.parametrize("name", BLOCKS)
 
 
@@ -49,7 +51,13 @@ y.backward(torch.ones_like(y))
 print(memory.stats().peak_in_use_bytes)
 """
     )
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [
+            str(Path(__file__).parent),
+            str(Path(__file__).parents[1]),
+            os.environ.get("PYTHONPATH", ""),
+        ]
+    )
     forward, whole = map(int, run_script(script, PYTHONPATH=path).split())
     hidden, wide, weight = ROWS * HIDDEN, ROWS * WIDE, HIDDEN * WIDE
     assert whole == 4 * (hidden + kept * wide + (kept + 1) * weight + hidden)
@@ -108,7 +116,13 @@ y.backward(torch.ones_like(y))
 print(memory.stats().peak_in_use_bytes)
 """
     )
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [
+            str(Path(__file__).parent),
+            str(Path(__file__).parents[1]),
+            os.environ.get("PYTHONPATH", ""),
+        ]
+    )
     forward, whole = map(int, run_script(script, PYTHONPATH=path).split())
     return forward, whole
 

@@ -48,6 +48,7 @@ NAMES = [
     "torch._dynamo",
     "torch._dynamo.config.patch",
     "torch._subclasses.FakeTensor",
+    "torch.amp.autocast_mode._cast",  # in a pattern: the norm of Nemotron calls it
     "torch.distributed.distributed_c10d._resolve_process_group",
     "torch.utils._pytree",
 ]

@@ -61,14 +61,6 @@ class Reads(NamedTuple):
     training: tuple[int | None, ...]  # the modules whose training flag a basic op reads
 
 
-class Parameters(NamedTuple):
-    """The parameters of a call, and what a plan depends on besides tensors."""
-
-    tensors: list[Any]
-    formats: tuple[str | None, ...]  # of each that is quantized
-    training: tuple[bool, ...]  # for each basic op
-
-
 def traced_call(
     state: str,
     modules: Sequence[FusibleOperation],
@@ -77,73 +69,27 @@ def traced_call(
     kwargs: list[dict[str, Any]] | None,
 ) -> Any:
     """The call of a group of these modules as Dynamo sees it: plain tensors, and one op or Python
-    steps."""
-    parameters = _parameters_of(state, modules)
-    facts = _facts_of(input, extra_inputs, parameters)
-    members = _members_of(modules, facts[-1])
-    text = _native_plan(state, members, registry.VERSION, facts)
-    states = _states_of(state, members, registry.VERSION, facts) if _keeps(facts[-1]) else ()
-    if any(place < 0 for place, _ in states):
-        _because_of_scales(state, members, states)
-        return _run_outside(state, members, input, extra_inputs, kwargs)
-    extra = [tensor for tensor in extra_inputs if tensor is not None]
-    given = _given_tensors(modules, parameters, states)
-    is_native = text and not (kwargs and any(kwargs))
-    if is_exporting() and _exports_to_onnx():
-        if not is_native:
-            raise NotImplementedError(
-                "[Sequential] torch.onnx.export must run over native ops only, got a Python op or "
-                "keyword arguments for one; an nn.Module with the same forward is exported"
-            )
-        # ONNX has no op for our typed ops.
-        return _one_or_all(_run_plan_unfused(text, input, extra, given))
-    if is_native:
-        return _one_or_all(_run_plan(text, input, extra, given))
-    return _traced_steps(state, modules, input, extra_inputs, kwargs, parameters, facts, given)
-
-
-def _parameters_of(state: str, modules: Sequence[FusibleOperation]) -> Parameters:
-    """Reads the parameters from the modules. TypeError for one that is no tensor."""
+    steps. Each function that a trace calls is several guards, so the steps of most calls are here,
+    and those of rare ones are functions of their own."""
+    # What is read: parameters and training flags.
     reads = _reads_constant(state)
     if reads is None:
-        ops = _basic_ops(modules)
-        tensors = [tensor for op in ops for tensor in op._parameter_tensors()]
-        formats = tuple(
-            tensor.format if isinstance(tensor, QuantizedTensor) else None for tensor in tensors
-        )
-        training = tuple(op.training for op in ops)
+        parameters, formats, training = _read_all(modules)
     else:
-        tensors, formats = _tensors_by(reads, modules), reads.formats
+        formats = reads.formats
+        parameters = [getattr(modules[i], name) for i, name in reads.parameters]
+        if any(reads.distributed):
+            parameters = _local_tensors(modules, reads, parameters)
         training = tuple(i is not None and modules[i].training for i in reads.training)
-    for tensor in tensors:
+        for i, name in reads.absent:
+            if getattr(modules[i], name) is not None:
+                _fail_for_absent(modules[i], name)
+    for tensor in parameters:
         if not isinstance(tensor, Tensor):
             check_parameters(_basic_ops(modules))
             break
-    return Parameters(tensors, formats, training)
 
-
-def _tensors_by(reads: Reads, modules: Sequence[FusibleOperation]) -> list[Any]:
-    for i, name in reads.absent:
-        if getattr(modules[i], name) is not None:
-            raise RuntimeError(
-                f"[{type(modules[i]).__name__}] {name} must be assigned to the module, "
-                "got a tensor that was put in its place (torch.func.functional_call)"
-            )
-    tensors = [getattr(modules[i], name) for i, name in reads.parameters]
-    if not any(reads.distributed):
-        return tensors
-    return [
-        local_parameter(modules[i], name, tensor) if is_distributed else tensor
-        for (i, name), tensor, is_distributed in zip(
-            reads.parameters, tensors, reads.distributed, strict=True
-        )
-    ]
-
-
-def _facts_of(
-    input: Tensor, extra_inputs: tuple[Tensor | None, ...], parameters: Parameters
-) -> Facts:
-    """The key of the plan."""
+    # The key of the plan.
     device = input.device.type
     autocast = None
     if _has_autocast(device) and is_autocast_enabled(device):
@@ -152,47 +98,86 @@ def _facts_of(
     dtypes = tuple(
         None if tensor is None else (tensor.dtype, tensor.requires_grad, format)
         for tensor, format in zip(
-            [input, *extra_inputs, *parameters.tensors],
-            (*plain, *parameters.formats),
-            strict=True,
+            [input, *extra_inputs, *parameters], (*plain, *formats), strict=True
         )
     )
     recipe = RECIPE_STATE.key if RECIPE_STATE.is_traced else COMPILED_RECIPE.key
-    return (is_grad_enabled(), autocast, device, dtypes, parameters.training, recipe)
+    facts = (is_grad_enabled(), autocast, device, dtypes, training, recipe)
+    members: tuple[str, ...] = ()
+    if recipe is not None and (_keeps_scales(recipe) or _asks_modules(recipe)):
+        # Planning creates the buffers of these very modules, or passes the modules to the user's
+        # recipe.
+        members = tuple([module._traced_number for module in modules])
+    text = _native_plan(state, members, registry.VERSION, facts)
 
+    # What the plan takes: tensors, codes and scales of quantized ones, and states.
+    extra = [tensor for tensor in extra_inputs if tensor is not None]
+    given = [tensor for tensor in parameters if tensor is not None]
+    if any(formats):
+        given = with_parts(parameters)
+    if recipe is not None and _keeps_scales(recipe):
+        states = _states_of(state, members, registry.VERSION, facts)
+        if any(i < 0 for i, _ in states):
+            _because_of_scales(state, members, states)
+            return _run_outside(state, members, input, extra_inputs, kwargs)
+        own = [getattr(modules[i], name) for i, name in states]
+        # An exported program may not write to its constants, and no region updates their scales.
+        given = [*given, *(map(torch.clone, own) if is_exporting() else own)]
 
-def _keeps(recipe: str | None) -> bool:
-    # A function that is not called is no guard.
-    return recipe is not None and _keeps_scales(recipe)
-
-
-def _members_of(modules: Sequence[FusibleOperation], recipe: str | None) -> tuple[str, ...]:
-    """The modules by their numbers, where planning makes the buffers of these very modules, or
-    shows them to the user's recipe; else nothing, and a graph serves all modules of one state."""
-    if recipe is None or not (_keeps_scales(recipe) or _asks_modules(recipe)):
-        return ()
-    return tuple([module._traced_number for module in modules])
-
-
-def _given_tensors(
-    modules: Sequence[FusibleOperation],
-    parameters: Parameters,
-    states: tuple[tuple[int, str], ...],
-) -> list[Tensor]:
-    """What the plan takes behind the inputs: parameters, or their codes and scales, and states."""
-    if any(parameters.formats):
-        given = with_parts(parameters.tensors)
+    # The road: one op for a native plan, else Python steps.
+    is_native = text and not (kwargs and any(kwargs))
+    if is_exporting() and _exports_to_onnx():
+        outputs = _run_for_onnx(text if is_native else "", input, extra, given)
+    elif is_native:
+        outputs = tuple(_run_plan(text, input, extra, given))
     else:
-        given = [tensor for tensor in parameters.tensors if tensor is not None]
-    if not states:
-        return given
-    own = [getattr(modules[place], name) for place, name in states]
-    # An exported program may not write to its constants, and no region updates their scales.
-    return [*given, *(map(torch.clone, own) if is_exporting() else own)]
+        return _traced_steps(
+            state, modules, input, extra_inputs, kwargs, parameters, formats, facts, given
+        )
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
-def _one_or_all(outputs: Sequence[Tensor]) -> Any:
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+def _read_all(
+    modules: Sequence[FusibleOperation],
+) -> tuple[list[Any], tuple[str | None, ...], tuple[bool, ...]]:
+    """Parameters, formats of quantized ones, and training flags of a group that nobody has asked
+    for its reads."""
+    ops = _basic_ops(modules)
+    parameters = [tensor for op in ops for tensor in op._parameter_tensors()]
+    formats = tuple(
+        tensor.format if isinstance(tensor, QuantizedTensor) else None for tensor in parameters
+    )
+    return parameters, formats, tuple(op.training for op in ops)
+
+
+def _local_tensors(
+    modules: Sequence[FusibleOperation], reads: Reads, parameters: list[Any]
+) -> list[Any]:
+    return [
+        local_parameter(modules[i], name, tensor) if is_distributed else tensor
+        for (i, name), tensor, is_distributed in zip(
+            reads.parameters, parameters, reads.distributed, strict=True
+        )
+    ]
+
+
+def _fail_for_absent(module: FusibleOperation, name: str) -> None:
+    raise RuntimeError(
+        f"[{type(module).__name__}] {name} must be assigned to the module, "
+        "got a tensor that was put in its place (torch.func.functional_call)"
+    )
+
+
+def _run_for_onnx(
+    text: str, input: Tensor, extra: list[Tensor], given: list[Tensor]
+) -> tuple[Tensor, ...]:
+    if not text:
+        raise NotImplementedError(
+            "[Sequential] torch.onnx.export must run over native ops only, got a Python op or "
+            "keyword arguments for one; an nn.Module with the same forward is exported"
+        )
+    # ONNX has no op for our typed ops.
+    return tuple(_run_plan_unfused(text, input, extra, given))
 
 
 def _traced_steps(
@@ -201,11 +186,12 @@ def _traced_steps(
     input: Tensor,
     extra_inputs: tuple[Tensor | None, ...],
     kwargs: list[dict[str, Any]] | None,
-    parameters: Parameters,
+    parameters: list[Any],
+    formats: tuple[str | None, ...],
     facts: Facts,
     given: list[Tensor],
 ) -> Any:
-    """A plan with Python steps: inside of the graph, or outside of it with the reason why."""
+    """A plan with Python steps: inside the graph, or outside of it with the reason why."""
     # Other modules in the same state need another graph, so Dynamo guards on the numbers.
     members = tuple([module._traced_number for module in modules])
     plan = _python_plan(state, members, registry.VERSION, facts)
@@ -213,9 +199,9 @@ def _traced_steps(
         _because_of_plan(state, members, registry.VERSION, facts)
         return _run_outside(state, members, input, extra_inputs, kwargs)
     basic_ops = _basic_ops(modules)
-    if any(format is not None for format in parameters.formats):
+    if any(format is not None for format in formats):
         # In a Python step, a parameter is replaced by one tensor.
-        _because_of_formats(plan, parameters.formats)
+        _because_of_formats(plan, formats)
         return _run_outside(state, members, input, extra_inputs, kwargs)
     for state_place, value in plain_state(plan):
         # This is never true during tracing, but Dynamo guards on it.
@@ -226,7 +212,7 @@ def _traced_steps(
     own = kwargs if kwargs is not None else [{} for _ in basic_ops]
     buffers = []
     for op, k, position in accumulating(plan):
-        weight = parameters.tensors[position]
+        weight = parameters[position]
         if not (is_grad_enabled() and weight.requires_grad):
             continue
         if is_marked(weight):
@@ -235,7 +221,8 @@ def _traced_steps(
             return _run_outside(state, members, input, extra_inputs, kwargs)
         buffers.append((op, k, *traced_buffer_of(weight, basic_ops[op], k)))
     extra = [tensor for tensor in extra_inputs if tensor is not None]
-    return _one_or_all(run_in_graph(plan, [input, *extra, *given], current, own, buffers))
+    outputs = run_in_graph(plan, [input, *extra, *given], current, own, buffers)
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def _basic_ops(modules: Sequence[FusibleOperation]) -> list[BasicOperation]:
