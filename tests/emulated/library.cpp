@@ -5,9 +5,9 @@
 
 #include <sstream>
 
-#include "wrappers/cuda.h"
 #include "gemm.h"
 #include "op/typed_op.h"
+#include "wrappers/cuda.h"
 
 namespace transformer_ops::cuda {
 namespace {
