@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,6 +36,18 @@ def check_libraries(version: str) -> None:
     assert level is None or tops.processor().kernels == level, tops.processor()
 
 
+def check_unknown_torch() -> None:
+    """Another torch is an error that names the versions inside."""
+    code = "import torch; torch.__version__ = '2.99.0'; import transformer_ops"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    said = done.stderr.splitlines()[-1]
+    minors = [folder.name for folder in Path(_C.__file__).parents[1].glob("torch*")]
+    assert said.startswith("ImportError: transformer_ops is built for torch "), said
+    assert all(minor.removeprefix("torch") in said for minor in minors), said
+    assert "got torch 2.99.0: run `pip install 'torch==" in said, said
+    print(said)
+
+
 def check_fused_model() -> None:
     """A fused model trains as the plain one does, eager and compiled."""
     torch.manual_seed(0)
@@ -57,5 +70,6 @@ def check_fused_model() -> None:
 
 if __name__ == "__main__":
     check_libraries(sys.argv[1])
+    check_unknown_torch()
     check_fused_model()
     print(f"torch {torch.__version__}: {tops.processor()}")
