@@ -35,6 +35,7 @@ NAMES = {
     ROOT / "CHANGELOG.md": "changes.md",
     ROOT / "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     ROOT / "CONTRIBUTING.md": "contributing.md",
+    ROOT / "RELEASING.md": "releasing.md",
     ROOT / "SECURITY.md": "security.md",
     ROOT / "examples" / "cpp_extension" / "README.md": "example-library.md",
 }
