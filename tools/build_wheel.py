@@ -262,11 +262,15 @@ def repair(wheel: Path, folder: Path, out: Path, epoch: int) -> Path:
     return done
 
 
+# README's example imports one of them, and the others build the C++ example.
+TOOLS = ("cmake", "ninja", "transformers")
+
+
 def test(wheel: Path, torch: str, folder: Path, native: bool) -> None:
     """Installs the wheel in a fresh environment, and runs what a new user runs."""
     place = folder / f"test-{PYTHON}-torch{torch}"
     shutil.rmtree(place, ignore_errors=True)
-    python = make_environment(place / "env", f"torch=={torch}", wheel, *pinned("cmake", "ninja"))
+    python = make_environment(place / "env", f"torch=={torch}", wheel, *pinned(*TOOLS))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     example = re.search(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     assert example is not None, "README.md must have an example in Python"
