@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import NamedTuple
 
 import torch
 
 from . import _C
 
-__all__ = ["FORMATS", "NumberFormat", "format_named", "format_with"]
+__all__ = ["FORMATS", "NumberFormat", "format_with"]
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -55,17 +54,6 @@ class NumberFormat(NamedTuple):
 
 
 FORMATS = {row.name: row for row in (NumberFormat(*fields) for fields in _C.formats())}
-
-
-def format_named(name: str) -> NumberFormat:
-    """The format of a name. If there is none, a ValueError says the nearest name."""
-    if name in FORMATS:
-        return FORMATS[name]
-    (nearest,) = difflib.get_close_matches(name, FORMATS, n=1, cutoff=0)
-    raise ValueError(
-        f"[quantize] format must be one of kernels/format.h, got {name!r}; the nearest is "
-        f"{nearest!r}"
-    )
 
 
 def format_with(

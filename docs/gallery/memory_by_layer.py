@@ -30,67 +30,26 @@ tokens = torch.randint(0, 1024, (2, 128))
 # %%
 # Counting
 # --------
-# ``saved_tensors_hooks`` sees each tensor that is saved for backward. A hook in front of each part
-# says which part runs. Storages count once, and parameters do not count.
+# ``report.layers`` runs the model twice, and counts what each layer saves. Storages count once, and
+# parameters do not count.
 
-
-def saved_by_part(parts: dict[str, torch.nn.Module]) -> dict[str, int]:
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    counts = dict.fromkeys(["embedding", *parts, "loss"], 0)
-    seen = []
-    current = "embedding"
-
-    def enter(name):
-        def hook(module, args, kwargs):
-            nonlocal current
-            current = name
-
-        return hook
-
-    def leave(module, args, output):
-        nonlocal current
-        current = "loss"
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            own.add(storage.data_ptr())
-            counts[current] += storage.nbytes()
-            seen.append(storage)  # so that no address is used twice
-        return tensor
-
-    handles = [
-        module.register_forward_pre_hook(enter(name), with_kwargs=True)
-        for name, module in parts.items()
-    ]
-    handles.append(model.lm_head.register_forward_hook(leave))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = model(input_ids=tokens, labels=tokens)
-    for handle in handles:
-        handle.remove()
-    del output
-    return counts
-
-
-parts = {f"layer {i}": layer for i, layer in enumerate(model.model.layers)}
-parts |= {"norm": model.model.norm, "head": model.lm_head}
-before = saved_by_part(parts)
 report = tops.fuse(model)
 print(report)
-after = saved_by_part(parts)
+layers = report.layers(input_ids=tokens, labels=tokens)
+print(layers)
 
 # %%
 # The picture
 # -----------
-# The layers save less. The loss is PyTorch's, and saves what it saved before.
+# The layers save less. "(the model)" is the loss, which saves the same.
+# ``layers.save("layers.svg")`` draws this picture without matplotlib.
 
 figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
-for offset, (name, counts) in zip(
-    (-0.2, 0.2), {"plain": before, "fused": after}.items(), strict=True
-):
-    places = [place + offset for place in range(len(counts))]
-    axes.bar(places, [count / 1024 for count in counts.values()], 0.38, label=name)
-axes.set_xticks(range(len(before)), list(before), fontsize=8)
+for offset, label in ((-0.2, "before"), (0.2, "after")):
+    counts = [getattr(row, label) / 1024 for row in layers.rows]
+    axes.bar([i + offset for i in range(len(counts))], counts, 0.38, label=label)
+names = [row.path.removeprefix("model.") or "(the model)" for row in layers.rows]
+axes.set_xticks(range(len(names)), names, fontsize=8)
 axes.set_ylabel("KiB saved for backward")
 axes.legend()
 figure.show()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import products
 import profile_block
 import startup
 import weight_scales
-from suite import cases, check, guards, measure, pages, peak, tables, targets, timing
+from suite import cases, check, guards, measure, pages, peak, plots, tables, targets, timing
 from suite.cases import BLOCK_SIZE, COMPILED, EAGER, FORWARD, OP_SIZE, OURS, TRAINING
 from suite.results import Results
 from ways import NoWork
@@ -493,3 +494,15 @@ def test_overlap_measures_each_rule(capsys: pytest.CaptureFixture[str]) -> None:
         ["linear_scatter", "backward"],
         ["reduce_gradient_linear", "backward"],
     ]
+
+
+def test_pictures_are_short_and_keep_what_they_refer_to(tmp_path: Path) -> None:
+    recorded = Path(bench.__file__).parent / "recorded.json"
+    paths = plots.draw_all(Results.read(recorded), tmp_path)
+    assert len(paths) == len(plots.PICTURES)
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) < 300, path.name
+        referred = set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text))
+        names = {name for pair in referred for name in pair if name}
+        assert names and names <= set(re.findall(r' id="([^"]+)"', text)), path.name

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+import draw_layers
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
@@ -150,6 +155,13 @@ def test_the_table_of_the_docs_names_every_folder() -> None:
     for path in CSRC.iterdir():
         if path.is_dir():
             assert any(f"`csrc/{path.name}/`" in row for row in rows), path.name
+            # Two lines say what belongs there, and what does not.
+            text = (path / "README.md").read_text(encoding="utf-8")
+            assert len(text.splitlines()) == 2, path.name
+
+
+def test_the_picture_of_the_layers_is_that_of_the_rules() -> None:
+    assert draw_layers.draw() == draw_layers.TARGET.read_text(encoding="utf-8")
 
 
 # ---- the check itself
