@@ -1,6 +1,7 @@
 #include "op/run_call.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/jit_type.h>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 #include <torch/library.h>
 
@@ -28,6 +29,25 @@ c10::IValue constant_of(const std::string& text) {
   return std::visit([](const auto& value) { return c10::IValue(value); }, parse_attribute(text));
 }
 
+// The schemas of targets that are not registered with torch, in torch's form.
+struct FormSchemas {
+  ForkSafeMutex mutex;
+  std::map<std::string, c10::FunctionSchema> rows;
+};
+
+FormSchemas& form_schemas = *new FormSchemas;
+
+const c10::FunctionSchema& schema_of(const Variant& variant) {
+  {
+    const std::lock_guard lock(form_schemas.mutex);
+    const auto row = form_schemas.rows.find(variant.name);
+    if (row != form_schemas.rows.end()) return row->second;
+  }
+  c10::FunctionSchema schema = torch::jit::parseSchema(variant.schema);
+  const std::lock_guard lock(form_schemas.mutex);
+  return form_schemas.rows.try_emplace(variant.name, std::move(schema)).first->second;
+}
+
 // Returns 2 for "[%, %]", and none for a text that is not a list.
 std::optional<size_t> placeholders(const std::string& text) {
   if (!text.starts_with("[%")) return std::nullopt;
@@ -52,8 +72,9 @@ class ParsedCall {
       TORCH_CHECK(false, "[run_call] call must have arguments as a plan has them, got '", text,
                   "': ", error.what());
     }
-    TORCH_CHECK(places_.size() == variant_->arguments, "[run_call] call must have ",
-                variant_->arguments, " arguments, got '", text, "'");
+    const c10::FunctionSchema& schema = schema_of(*variant_);
+    TORCH_CHECK(fits(schema), "[run_call] call must fit the schema '", schema, "', got '", text,
+                "'");
   }
 
   const Variant& variant() const { return *variant_; }
@@ -82,7 +103,21 @@ class ParsedCall {
     c10::IValue constant = {};
     bool is_tensor = false;
     std::optional<size_t> list = {};
+
+    c10::TypePtr type() const {
+      if (list) return c10::ListType::ofTensors();
+      return is_tensor ? c10::TensorType::get() : constant.type();
+    }
   };
+
+  bool fits(const c10::FunctionSchema& schema) const {
+    const auto& arguments = schema.arguments();
+    if (places_.size() != arguments.size()) return false;
+    for (size_t i = 0; i < places_.size(); ++i) {
+      if (!places_[i].type()->isSubtypeOf(*arguments[i].type())) return false;
+    }
+    return true;
+  }
 
   void add(const std::string& word) {
     Place place{.is_tensor = word == "%", .list = placeholders(word)};
@@ -176,25 +211,6 @@ torch::CppFunction autograd() {
   for (const DispatchKey key : autograd_keys()) add<autograd>(key);
   return true;
 }();
-
-// The schemas of targets that are not registered with torch, in torch's form.
-struct FormSchemas {
-  ForkSafeMutex mutex;
-  std::map<std::string, c10::FunctionSchema> rows;
-};
-
-FormSchemas& form_schemas = *new FormSchemas;
-
-const c10::FunctionSchema& schema_of(const Variant& variant) {
-  {
-    const std::lock_guard lock(form_schemas.mutex);
-    const auto row = form_schemas.rows.find(variant.name);
-    if (row != form_schemas.rows.end()) return row->second;
-  }
-  c10::FunctionSchema schema = torch::jit::parseSchema(variant.schema);
-  const std::lock_guard lock(form_schemas.mutex);
-  return form_schemas.rows.try_emplace(variant.name, std::move(schema)).first->second;
-}
 
 }  // namespace
 

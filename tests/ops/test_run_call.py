@@ -1,0 +1,48 @@
+"""`run_call`: calls of ops that plans alone need, as text. Wrong ones are clear errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plan_calls import RUN_CALL, plan_op
+from torch import Tensor
+
+OPS = torch.ops.transformer_ops
+ROUNDED = 'silu.rounded(%, "mx e4m3", "")'
+
+
+def x() -> Tensor:
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_call_is_the_op_of_its_text() -> None:
+    found = RUN_CALL(ROUNDED, [x()])
+    want = OPS.quantize_dequantize(OPS.silu(x()), "mx e4m3", "float32")
+    assert torch.equal(found[0], want) and found[1].numel() == 0
+    (again,) = plan_op("quantize_dequantize_groups.saved")(x(), [x()], None, "mx e4m3", "float32")
+    assert torch.equal(again, OPS.quantize_dequantize(x(), "mx e4m3", "float32"))
+
+
+@pytest.mark.parametrize(
+    ("text", "tensors", "message"),
+    [
+        ("silu.rounded", 1, "call must read 'op(arguments)'"),
+        ('elu.rounded(%, "mx e4m3", "")', 1, "of an op that plans call, got 'elu.rounded"),
+        ('silu.doubled(%, "mx e4m3", "")', 1, "of an op that plans call"),
+        ('silu.rounded(%, "mx e4m3")', 1, "call must fit the schema 'silu.rounded"),
+        ('silu.rounded("mx e4m3", %, "")', 1, "call must fit the schema"),
+        ('silu.rounded([%], "mx e4m3", "")', 1, "call must fit the schema"),
+        ("silu.rounded(%, 3, true)", 1, "call must fit the schema"),
+        ("silu.rounded(%, mx, true)", 1, "call must have arguments as a plan has them"),
+        (ROUNDED, 2, "call must have 1 tensors, got 2"),
+    ],
+)
+def test_a_wrong_call_says_so(text: str, tensors: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=r"^\[run_call\] ") as caught:
+        RUN_CALL(text, [x()] * tensors)
+    assert message in str(caught.value)
+
+
+def test_no_gradient_passes() -> None:
+    with pytest.raises(NotImplementedError, match=r"\[run_call\] tensors must require no gradient"):
+        RUN_CALL(ROUNDED, [x().requires_grad_()])
