@@ -70,6 +70,7 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   entry["extra_inputs"] = row.extra_inputs;
   entry["extra_outputs"] = row.extra_outputs;
   entry["integers"] = row.integers;
+  entry["constants"] = row.constants;
   entry["operands"] = row.operands;
   std::vector<std::string> optional;
   for (const auto* names : {&row.parameters, &row.extra_inputs}) {
@@ -84,7 +85,7 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   entry["states"] = states;
   entry["needed_for"] = needed_for;
   entry["keeps_width"] = !row.width;
-  entry["asks_training"] = static_cast<bool>(row.inactive);
+  entry["asks_training"] = row.asks_training();
   entry["forward"] = row.forward;
   entry["backward"] = row.backward;
   return entry;
@@ -208,6 +209,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("declaration",
              [](const std::string& kind) { return declaration_to_python(declaration(kind)); });
   module.def("rules", &list_rules);
+  module.def("constants_of", [](const std::string& forward) {
+    const OpDeclaration* const row = find_declaration_of(forward);
+    return row == nullptr ? std::vector<std::string>() : row->constants;
+  });
   module.def("slot_bits", [](const std::string& kind, const std::string& slot, int64_t width,
                              int64_t element_bits) {
     return slot_bits(declaration(kind), slot, width, element_bits);

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from fusion_cases import Case
-from helpers import as_tuple, assert_near, differentiable, leaf
+from helpers import as_tuple, assert_near, differentiable, twin
 from op_cases import OpCase, run_seeded
 from torch import Tensor, nn
 from user_fusions import gradients
@@ -28,8 +28,8 @@ def check_op(
     """Checks outputs and all gradients of `op` against the reference in float64."""
     device = inputs[0].device
     outputs = as_tuple(run_seeded(op, *inputs))
-    exact = [leaf(tensor.cpu(), torch.float64) for tensor in inputs]
-    parameters = {name: leaf(p.cpu(), torch.float64) for name, p in op.named_parameters()}
+    exact = [twin(tensor.cpu(), torch.float64) for tensor in inputs]
+    parameters = {name: twin(p.cpu(), torch.float64) for name, p in op.named_parameters()}
     with device:  # where the references of random ops draw
         wanted = as_tuple(case.reference(*exact, **parameters))
     assert len(outputs) == len(wanted)

@@ -39,7 +39,8 @@ def main() -> None:
         for op_case in op_cases.CASES:
             op = op_case.build(dtype).to(device)
             shape = (77,) if op_case.elementwise else (7, 3, *op_case.row)
-            inputs = [leaf(t, device) for t in op_case.inputs(dtype, shape)]
+            given = op_case.inputs(dtype, shape)
+            inputs = [t.detach().to(device).requires_grad_(t.requires_grad) for t in given]
             run(op, inputs, list(op.parameters()))
             count += 1
         for fusion_case in fusion_cases.CASES:

@@ -77,6 +77,11 @@ def leaf(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return tensor.detach().to(dtype or tensor.dtype).clone().requires_grad_()
 
 
+def twin(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy that requires a gradient if the tensor does; others than numbers keep their dtype."""
+    return leaf(tensor, dtype).requires_grad_(tensor.requires_grad)
+
+
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
     """Sets torch's option for float32 products on CUDA, which `monkeypatch` cannot undo."""

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from op_references import (
     COPIES,
     GROUPS,
+    angles,
+    attention,
     clamped,
     combine,
     dispatch,
@@ -30,7 +32,9 @@ from op_references import (
     packed_linear,
     places_for,
     qgelu,
+    qk_norm,
     rms_norm,
+    rope,
     row_numbers,
     scaled,
     scatter,
@@ -67,6 +71,8 @@ class OpCase:
     extra_inputs: int = 0
     # The extra inputs for a main input, if they are not like it; integers get no gradient.
     extras: Callable[[Tensor], list[Tensor]] | None = None
+    # The extra inputs have no gradient.
+    constants: bool = False
     elementwise: bool = False
     # The op takes its rows in one dimension.
     flat: bool = False
@@ -101,9 +107,13 @@ class OpCase:
     def with_extras(self, tensors: list[Tensor]) -> list[Tensor]:
         """The given tensors, which are the main input and those extra inputs that are like it, with
         the other extra inputs."""
+        given = len(tensors) if self.constants else None
         if self.extras is not None:
             tensors = [*tensors, *self.extras(tensors[0].detach())]
-        return [t.requires_grad_() if t.is_floating_point() else t for t in tensors]
+        floating = [t for t in tensors[:given] if t.is_floating_point()]
+        for tensor in floating:
+            tensor.requires_grad_()
+        return tensors
 
 
 def run_seeded(op: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -136,6 +146,22 @@ def dropout(p: float) -> Callable[[Tensor], Tensor]:
     def reference(x: Tensor) -> Tensor:
         kept = run_seeded(tops.Dropout(p), torch.ones(x.shape)) != 0
         return torch.where(kept.to(x.device), x * (1 / (1 - p) if p < 1 else 0), 0)
+
+    return reference
+
+
+def attention_dropout(p: float, **kwargs: Any) -> Callable[..., Tensor]:
+    """The numbers that the op draws from `SEED`: rows without scores share one probability, and
+    values that are unit vectors show what is left of it."""
+
+    def reference(x: Tensor, *mask: Tensor) -> Tensor:
+        rows, heads, kv_heads = x.shape[-2], 4, 2
+        zeros = torch.zeros(*x.shape[:-1], (heads + kv_heads) * rows, dtype=torch.double)
+        values = torch.eye(rows, dtype=torch.double).repeat(1, kv_heads).expand(*x.shape[:-1], -1)
+        probe = tops.Attention(heads, kv_heads, head_dim=rows, p=p)
+        left = run_seeded(probe, torch.cat([zeros, values], -1)) * rows
+        factors = left.unflatten(-1, (heads, rows)).transpose(-2, -3)
+        return attention(heads, kv_heads, factors=factors.to(x), **kwargs)(x, *mask)
 
     return reference
 
@@ -376,6 +402,76 @@ CASES = [
             ("DropPath-eval", lambda: tops.DropPath(0.3).eval()),
             ("DropPath-none", lambda: tops.DropPath(0.0)),
         )
+    ),
+    OpCase(
+        "RoPE",
+        lambda: tops.RoPE(4, 3),
+        rope(3),
+        lambda h, B: 2 * 16 * B / 3,  # two tables for all samples
+        row=(4, 16),
+        batch=(3,),
+        extras=lambda x: angles(x, 4),
+        constants=True,
+        bad=((4, 11), r"input must have a last dimension of at least 12, got shape \[4, 11\]"),
+    ),
+    OpCase(
+        "RoPE-interleaved-part",
+        lambda: tops.RoPE(8, interleaved=True, rotary_dim=4),
+        rope(2, 4, interleaved=True),
+        lambda h, B: 2 * 8 * B,
+        row=(4, 16),
+        batch=(3,),
+        # A number for each pair, and a table for each sample.
+        extras=lambda x: [t.expand(*x.shape[:-1], 2).contiguous() for t in angles(x, 2)],
+        constants=True,
+        bad=((4, 15), r"input must have a last dimension that is a multiple of 8, got shape"),
+    ),
+    OpCase(
+        "QKNorm",
+        lambda: tops.QKNorm(2, 1, head_dim=4),
+        qk_norm(2, 1),
+        all_of_input,
+        bad=((3, 11), r"input must have a last dimension of at least 12, got shape \[3, 11\]"),
+    ),
+    OpCase(
+        "QKNorm-whole-rows",
+        lambda: tops.QKNorm(2, 1, head_dim=4, per_head=False, eps=0.1, zero_centered_gamma=True),
+        qk_norm(1, 1, 0.1, zero_centered=True),
+        all_of_input,
+        bad=((3, 11), r"input must have a last dimension of at least 12, got shape \[3, 11\]"),
+    ),
+    OpCase(
+        "Attention",
+        lambda: tops.Attention(2, 1, head_dim=4, causal=True),
+        attention(2, 1, causal=True),
+        # The input, half of it as output, and a statistic for each head of four rows.
+        lambda h, B: 1.5 * h * B + 4 * 2 * max(B, 4),
+        row=(4, 16),
+        batch=(3,),
+        bad=((4, 15), r"input must have last dimension 16 \(queries of 2 heads, keys and values"),
+    ),
+    OpCase(
+        "Attention-mask",
+        lambda: tops.Attention(2, head_dim=3, scale=0.7, mask=True),
+        attention(2, 2, scale=0.7),
+        lambda h, B: (h + h / 3) * B + 4 * 2 * max(B, 4) + 16 * B / 3,
+        row=(4, 18),
+        batch=(3,),
+        extras=lambda x: [torch.randn(2 * x.shape[-2:-1]).to(x)],
+        constants=True,
+        bad=((4, 17), r"input must have last dimension 18"),
+    ),
+    OpCase(
+        "Attention-dropout",
+        lambda: tops.Attention(4, 2, head_dim=2, p=0.4, causal=True, mask=True),
+        attention_dropout(0.4, causal=True),
+        # A mask and a seed serve all samples.
+        lambda h, B: 1.5 * h * B + 4 * 4 * max(B, 4) + (16 + 8) / 3,
+        row=(4, 16),
+        batch=(3,),
+        extras=lambda x: [torch.eye(x.shape[-2]) == 0],
+        constants=True,
+        bad=((4, 15), r"input must have last dimension 16"),
     ),
     OpCase("Dropout-all", lambda: tops.Dropout(1.0), dropout(1.0), bit_mask, elementwise=True),
     OpCase(

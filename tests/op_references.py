@@ -70,6 +70,84 @@ def rms_norm(eps: float = 1e-5, zero_centered: bool = False) -> Callable[..., Te
     return reference
 
 
+def qk_norm(
+    heads: int, kv_heads: int, eps: float = 1e-5, zero_centered: bool = False
+) -> Callable[..., Tensor]:
+    def reference(x: Tensor, *, q_weight: Tensor, k_weight: Tensor) -> Tensor:
+        widths = [heads * len(q_weight), kv_heads * len(k_weight)]
+        q, k, rest = x.split([*widths, x.shape[-1] - sum(widths)], -1)
+        norm = rms_norm(eps, zero_centered)
+        q = norm(q.unflatten(-1, (heads, -1)), weight=q_weight).flatten(-2)
+        k = norm(k.unflatten(-1, (kv_heads, -1)), weight=k_weight).flatten(-2)
+        return torch.cat([q, k, rest], -1)
+
+    return reference
+
+
+def angles(x: Tensor, width: int) -> list[Tensor]:
+    """Tables of cosines and sines, which are no rotation, for the rows of the last dimension."""
+    table = torch.arange(x.shape[-2] * width, dtype=torch.float32).reshape(-1, width)
+    return [torch.cos(table).to(x), torch.sin(table * 1.3).to(x)]
+
+
+def rope(
+    heads: int, rotary_dim: int | None = None, interleaved: bool = False
+) -> Callable[..., Tensor]:
+    """As transformers computes it, by whole tables."""
+
+    def turned(x: Tensor) -> Tensor:
+        if interleaved:
+            return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+        first, second = x.chunk(2, -1)
+        return torch.cat([-second, first], -1)
+
+    def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        width = rotary_dim or cos.shape[-1]
+        head_dim = 4 if rotary_dim is None else x.shape[-1] // heads
+        if cos.shape[-1] != width:
+            cos, sin = (t.repeat_interleave(2, -1) for t in (cos, sin))
+        head = x[..., : heads * head_dim].unflatten(-1, (heads, head_dim))
+        part, rest = head[..., :width], head[..., width:]
+        part = part * cos.unsqueeze(-2) + turned(part) * sin.unsqueeze(-2)
+        whole = torch.cat([part, rest], -1).flatten(-2)
+        return torch.cat([whole, x[..., heads * head_dim :]], -1)
+
+    return reference
+
+
+def attention(
+    heads: int,
+    kv_heads: int,
+    causal: bool = False,
+    scale: float | None = None,
+    factors: Tensor | None = None,
+) -> Callable[..., Tensor]:
+    """Step by step; `factors` multiply the probabilities."""
+
+    def reference(x: Tensor, mask: Tensor | None = None) -> Tensor:
+        head_dim = x.shape[-1] // (heads + 2 * kv_heads)
+        widths = [count * head_dim for count in (heads, kv_heads, kv_heads)]
+        q, k, v = (
+            part.unflatten(-1, (-1, head_dim)).transpose(-2, -3) for part in x.split(widths, -1)
+        )
+        k, v = (t.repeat_interleave(heads // kv_heads, -3) for t in (k, v))
+        scores = q @ k.transpose(-1, -2) * (head_dim**-0.5 if scale is None else scale)
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            scores = scores + mask
+        if causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        # A row that reads nothing gives zeros.
+        is_empty = (scores == -torch.inf).all(-1, keepdim=True)
+        p = torch.softmax(scores.masked_fill(is_empty, 0), -1).masked_fill(is_empty, 0)
+        p = p if factors is None else p * factors
+        return (p @ v).transpose(-2, -3).flatten(-2)
+
+    return reference
+
+
 def l2_normalization(eps: float) -> Callable[[Tensor], Tensor]:
     return lambda x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + eps)
 

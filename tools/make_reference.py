@@ -103,6 +103,7 @@ def op_row(row: dict[str, Any]) -> list[str]:
 def tensors(row: dict[str, Any], names: list[str]) -> str:
     """Tensors that an op takes or gives by name."""
     marks = {name: " (integers)" for name in row["integers"]}
+    marks |= {name: " (no gradient)" for name in row["constants"]}
     marks |= {name: " (a list)" for name in row["lists"]}
     marks |= {name: marks.get(name, "") + " (or None)" for name in row["optional"]}
     return ", ".join(f"`{name}`{marks.get(name, '')}" for name in names)

@@ -79,8 +79,15 @@ def _register_pair(forward: str, backward: str) -> None:
     results = [result.name for result in _overload(forward)._schema.returns]
     wanted = [argument.name for argument in _overload(backward)._schema.arguments]
     given = [result.name.removeprefix("grad_") for result in _overload(backward)._schema.returns]
+    constants = _C.constants_of(forward)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        # torch adds an argument of its own behind them.
+        for name, needed in zip(arguments, ctx.needs_input_grad, strict=False):
+            if needed and name in constants:
+                raise RuntimeError(
+                    f"[{forward}] {name} must not require a gradient, got one that does"
+                )
         outputs = output if isinstance(output, tuple) else (output,)
         values = dict(zip((*arguments, *results), (*inputs, *outputs), strict=True))
         kept = {n: v for n, v in values.items() if n in wanted}

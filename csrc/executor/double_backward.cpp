@@ -100,7 +100,7 @@ class Rerun {
     }
     substitute_extra_inputs(op);
     const auto& replay = find_replay(planned.kind);
-    if (replay && (!known.defined() || gives_integers(op))) {
+    if (replay && (!known.defined() || gives_integers(op) || draws(planned))) {
       const ReplayCall call{
           .input = input,
           .slot = [&](const std::string& name) { return saved_slot(op, name); },
@@ -128,6 +128,12 @@ class Rerun {
       const bool is_floating = at::isFloatingType(known.scalar_type());
       *value = is_floating && value->defined() ? Substitute::apply(*value, known) : known;
     }
+  }
+
+  // Does the op draw random numbers? A second run would draw others.
+  static bool draws(const PlannedOp& planned) {
+    const TypedOp* const forward = find_typed_op(declaration(planned.kind).forward_schema.name);
+    return forward != nullptr && forward->random;
   }
 
   // Does the op return integers, such as chosen experts? They may not have been saved.

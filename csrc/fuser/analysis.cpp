@@ -102,6 +102,8 @@ void Analysis::check_tensors() const {
             " must be a tensor, got None");
       check(!row.is_integer(name) || given.dtype == DType::Unknown, "[", op.kind, "] ", name,
             " must hold integers, got ", to_text(given.dtype));
+      check(!row.is_constant(name) || !key_.grad_enabled || !given.requires_grad, "[", op.kind,
+            "] ", name, " must not require a gradient, got one that does");
     }
     check_parameters(i);
   }
@@ -155,7 +157,7 @@ void Analysis::propagate_dtypes() {
       next = DType::Unknown;
     } else if (declaration(ops_[i].kind).dtype == DTypeRule::Promote) {
       for (int k = 0; k < std::ssize(ops_[i].extra_inputs); ++k) {
-        if (!is_integer(i, k) && has_extra_input(i, k)) {
+        if (has_gradient(i, k) && has_extra_input(i, k)) {
           next = promote(next, extra_input_dtype(i, k));
         }
       }
@@ -242,8 +244,14 @@ bool Analysis::parameter_requires_grad(int op, const std::string& name) const {
   });
 }
 
+bool Analysis::has_gradient(int op, int k) const {
+  const OpNode& node = ops_[op];
+  const bool is_constant = node.native && declaration(node.kind).is_constant(node.extra_inputs[k]);
+  return !is_constant && !is_integer(op, k);
+}
+
 bool Analysis::extra_input_requires_grad(int op, int k) const {
-  if (!key_.grad_enabled || is_integer(op, k)) return false;
+  if (!key_.grad_enabled || !has_gradient(op, k)) return false;
   const auto& source = ops_[op].sources[k];
   return source ? needs_grad_[source->op + 1] : from_caller(op, k).requires_grad;
 }

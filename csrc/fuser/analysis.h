@@ -66,6 +66,8 @@ class Analysis {
   bool extra_input_requires_grad(int op, int k) const;
   // Does an extra input hold integers, which have no gradient?
   bool is_integer(int op, int k) const;
+  // Can an extra input have a gradient?
+  bool has_gradient(int op, int k) const;
   // The first op that needs a backward; size() if none does.
   int first_backward() const { return first_backward_; }
 

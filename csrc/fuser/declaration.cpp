@@ -59,6 +59,10 @@ void check_names(const OpDeclaration& row) {
     check(row.has_extra_input(name) || row.has_extra_output(name), "[declaration] '", row.kind,
           "' must have integers among its extra tensors, got '", name, "'");
   }
+  for (const std::string& name : row.constants) {
+    check(row.has_extra_input(name), "[declaration] '", row.kind,
+          "' must have constants among its extra inputs, got '", name, "'");
+  }
   for (const State& state : row.states) {
     check(row.has_parameter(state.parameter) && row.has_attribute(state.attribute),
           "[declaration] '", row.kind, "' must have the parameter and the attribute of state '",
@@ -129,6 +133,14 @@ bool OpDeclaration::has_operand(const std::string& name) const { return contains
 
 bool OpDeclaration::is_integer(const std::string& extra_tensor) const {
   return contains(integers, extra_tensor);
+}
+
+bool OpDeclaration::is_constant(const std::string& extra_tensor) const {
+  return contains(constants, extra_tensor);
+}
+
+bool OpDeclaration::asks_training() const {
+  return inactive != nullptr || forward_schema.has_argument(kTraining);
 }
 
 const ListedParameter* OpDeclaration::list_of(const std::string& parameter) const {

@@ -54,10 +54,10 @@ struct ListedParameter {
 inline constexpr const char* kCacheQuantizedInput = "cache_quantized_input";
 
 // The planner's part of an op's declaration. Schema fields are bound by name:
-//   forward   input, a parameter, an attribute, an extra input, save_<slot> (is it needed?)
-//             -> output, an extra output, or a slot
+//   forward   input, a parameter, an attribute, an extra input, save_<slot> (is it needed?),
+//             training -> output, an extra output, or a slot
 //   backward  grad_output, grad_<extra output>, a slot, a parameter, an attribute, output_mask,
-//             input_shape -> grad_input, grad_<parameter>, grad_<extra input>
+//             input_shape, training -> grad_input, grad_<parameter>, grad_<extra input>
 //   recompute grad_output, input, a slot, a parameter, an attribute -> output
 // A parameter or an extra input is optional if forward takes it as `Tensor?`. A list is bound to
 // `Tensor[]` fields: all its tensors, and a gradient for each.
@@ -73,6 +73,8 @@ struct OpDeclaration {
   std::vector<std::string> extra_inputs = {};
   std::vector<std::string> extra_outputs = {};
   std::vector<std::string> integers = {};  // extra tensors of integers, which have no gradient
+  // Extra inputs without a gradient, such as a mask. A call raises if one requires a gradient.
+  std::vector<std::string> constants = {};
   std::vector<Slot> slots = {};
   std::vector<State> states = {};
   std::string forward = {};
@@ -112,6 +114,9 @@ struct OpDeclaration {
   bool has_slot(const std::string& name) const;
   bool has_operand(const std::string& name) const;
   bool is_integer(const std::string& extra_tensor) const;
+  bool is_constant(const std::string& extra_tensor) const;
+  // Does a plan depend on the op's training flag?
+  bool asks_training() const;
   // Null if the parameter is a single tensor.
   const ListedParameter* list_of(const std::string& parameter) const;
   // The names of a parameter's tensors, and those of all parameters. Throws PlanError if a count is
@@ -130,6 +135,9 @@ struct OpDeclaration {
   // attribute.
   bool is_optional(const std::string& name) const;
 };
+
+// The argument that is true while the op's module is in training mode.
+inline constexpr const char* kTraining = "training";
 
 // All declarations by kind. A row never moves.
 const std::map<std::string, OpDeclaration>& declarations();

@@ -226,9 +226,18 @@ class Lowering {
     return {is_slot ? Kind::Slot : Kind::Parameter, op, field.name};
   }
 
+  // Is the op that has this argument in training mode?
+  Attribute training(const Span& span) const {
+    const int op = find_op(
+        span, [](const OpDeclaration& row) { return row.forward_schema.has_argument(kTraining); });
+    check(op >= 0, "[plan] '", span.group.name, "' must cover an op with a training flag");
+    return Attribute(static_cast<bool>(key_.training[op]));
+  }
+
   Argument forward_argument(const Span& span, const Schema::Field& field) const {
     const std::string& name = field.name;
     if (name == "input") return Value{Kind::Main, span.first};
+    if (name == kTraining) return training(span);
     if (const auto bound = span.bindings.find(name); bound != span.bindings.end()) {
       if (const auto* constant = std::get_if<Attribute>(&bound->second)) return *constant;
       const auto& source = std::get<Field>(bound->second);
@@ -264,6 +273,7 @@ class Lowering {
       return Value{Kind::ExtraOutputGrad, op, *output};
     }
     if (name == "output_mask") return Attribute(output_mask(span, schema));
+    if (name == kTraining) return training(span);
     if (name == "input_shape") return Value{Kind::Shape, span.first};
     if (const auto bound = span.bindings.find(name); bound != span.bindings.end()) {
       if (const auto* constant = std::get_if<Attribute>(&bound->second)) return *constant;
@@ -440,7 +450,7 @@ class Lowering {
                             .results = {Value{Kind::Grad, step.first()}}};
     for (const int op : step.ops) {
       for (int k = 0; k < std::ssize(ops_[op].extra_inputs); ++k) {
-        if (analysis_.is_integer(op, k) || !analysis_.has_extra_input(op, k)) continue;
+        if (!analysis_.has_gradient(op, k) || !analysis_.has_extra_input(op, k)) continue;
         if (schema.has_result("grad_" + ops_[op].extra_inputs[k])) continue;
         instruction.results.emplace_back(gradient_of(extra_input(op, k)));
       }

@@ -367,9 +367,13 @@ void verify_gradients(const Plan& plan, const DataFlow& backward) {
         (gradient.kind == Kind::ParameterGrad && has_value(plan.parameters, parameter));
     check(is_input, "[plan] gradients must be those of the plan's inputs, got ", to_text(gradient));
     const PlannedOp& op = plan.ops[std::min(gradient.op, plan.size() - 1)];
-    const bool is_integer = gradient.kind == Kind::ExtraInputGrad && op.native &&
-                            declaration(op.kind).is_integer(gradient.name);
-    check(!is_integer, "[plan] gradients must be of floating tensors, got ", to_text(gradient));
+    if (gradient.kind == Kind::ExtraInputGrad && op.native) {
+      const OpDeclaration& row = declaration(op.kind);
+      check(!row.is_integer(gradient.name), "[plan] gradients must be of floating tensors, got ",
+            to_text(gradient));
+      check(!row.is_constant(gradient.name), "[plan] gradients must not be of constants, got ",
+            to_text(gradient));
+    }
     const Value result = plan.result_of(gradient);
     check(backward.has(result) || in_python_backward(plan, gradient.op),
           "[plan] backward must yield the gradients that the plan names, got no ", to_text(result));

@@ -52,7 +52,7 @@ struct Backward {
 };
 
 bool takes_gradient(const OpDeclaration& row, const Schema::Field& field) {
-  return is_tensor(field) && !row.is_integer(field.name);
+  return is_tensor(field) && !row.is_integer(field.name) && !row.is_constant(field.name);
 }
 
 // Raises if the derived backward reads a tensor that is not saved. Parameters are always available.

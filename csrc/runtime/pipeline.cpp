@@ -54,7 +54,7 @@ Pipeline::Pipeline(std::vector<OpNode> ops, Policies policies, PlanHost* host)
   for (size_t i = 0; i < ops_.size(); ++i) {
     parameters_ += ops_[i].parameters.size();
     note_optional(ops_[i]);
-    if (ops_[i].native && declaration(ops_[i].kind).inactive) {
+    if (ops_[i].native && declaration(ops_[i].kind).asks_training()) {
       ask_training_.push_back(static_cast<int>(i));
     }
   }

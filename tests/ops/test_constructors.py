@@ -29,7 +29,10 @@ def positional_of(cls: type) -> list[inspect.Parameter]:
 
 
 def required_of(cls: type) -> dict[str, object]:
-    return {p.name: object() for p in positional_of(cls) if p.default is p.empty}
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {
+        p.name: object() for p in parameters_of(cls) if p.kind in kinds and p.default is p.empty
+    }
 
 
 def takes_any(cls: type) -> bool:

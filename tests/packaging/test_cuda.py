@@ -12,7 +12,7 @@ import torch
 from checks import check_fusion, check_op
 from fusion_cases import CASES as FUSIONS
 from fusion_cases import Case as FusionCase
-from helpers import as_tuple, every_dtype, floating, leaf, off_the_grid, strided
+from helpers import as_tuple, every_dtype, floating, off_the_grid, strided, twin
 from op_cases import CASES, NAMES, OpCase, nothing, run_seeded
 from op_references import (
     clamped,
@@ -36,7 +36,7 @@ every_fusion = pytest.mark.parametrize("case", FUSIONS, ids=str)
 
 
 def on(device: torch.device, tensors: list[Tensor]) -> list[Tensor]:
-    return [leaf(tensor.to(device)) for tensor in tensors]
+    return [twin(tensor.to(device)) for tensor in tensors]
 
 
 # ---- numbers

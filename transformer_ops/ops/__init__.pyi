@@ -5,6 +5,8 @@ from .activation import ReLU as ReLU
 from .activation import SReLU as SReLU
 from .activation import SiLU as SiLU
 from .add_extra_input import AddExtraInput as AddExtraInput
+from .attention import Attention as Attention
+from .attention import QKNorm as QKNorm
 from .basic_linear import BasicLinear as BasicLinear
 from .bias import Bias as Bias
 from .collective import AllGather as AllGather
@@ -34,6 +36,7 @@ from .norm import RMSNorm as RMSNorm
 from .packed_linear import PackedLinear as PackedLinear
 from .quantize import Quantize as Quantize
 from .reshape import Reshape as Reshape
+from .rope import RoPE as RoPE
 from .router import Router as Router
 from .scaled_activation import ScaledClampedQGeGLU as ScaledClampedQGeGLU
 from .scaled_activation import ScaledSReLU as ScaledSReLU
@@ -47,6 +50,8 @@ __all__ = [
     "SReLU",
     "SiLU",
     "AddExtraInput",
+    "Attention",
+    "QKNorm",
     "BasicLinear",
     "Bias",
     "AllGather",
@@ -76,6 +81,7 @@ __all__ = [
     "PackedLinear",
     "Quantize",
     "Reshape",
+    "RoPE",
     "Router",
     "ScaledClampedQGeGLU",
     "ScaledSReLU",

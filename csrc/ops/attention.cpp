@@ -1,0 +1,149 @@
+// Attention: softmax(q k^T scale + mask) v for each head, of q, k and v side by side (Vaswani et
+// al. 2017).
+#include "wrappers/attention.h"
+
+#include "op/op.h"
+
+namespace transformer_ops::ops::attention {
+namespace {
+
+using Scale = std::optional<double>;
+
+Attention attention_of(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool causal,
+                       double p, Scale scale, bool training) {
+  return {num_heads, num_kv_heads, head_dim, causal, training ? p : 0, scale};
+}
+
+TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor* mask,
+                          int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool causal,
+                          double p, Scale scale, bool training) {
+  const Attention attention =
+      attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training);
+  check_attention(check, input, mask, attention);
+  return attention_outputs(input, attention);
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, const Tensor* mask,
+                                               int64_t num_heads, int64_t num_kv_heads,
+                                               int64_t head_dim, bool causal, double p, Scale scale,
+                                               bool training) {
+  return attention_cpu(input, mask,
+                       attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training));
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward_cuda(const Tensor& input, const Tensor* mask,
+                                                int64_t num_heads, int64_t num_kv_heads,
+                                                int64_t head_dim, bool causal, double p,
+                                                Scale scale, bool training) {
+  return attention_cuda(
+      input, mask, attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training));
+}
+
+Tensor forward_decomposed(const Tensor& input, const Tensor* mask, int64_t num_heads,
+                          int64_t num_kv_heads, int64_t head_dim, bool causal, double p,
+                          Scale scale, bool training) {
+  return attention_decomposed(
+      input, mask, attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training));
+}
+
+TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
+                           const Tensor* mask, const Tensor& output, const Tensor& log_sum_exp,
+                           const Tensor& seed, int64_t num_heads, int64_t num_kv_heads,
+                           int64_t head_dim, bool causal, double p, Scale scale, bool training) {
+  const TensorSpecs specs = forward_shape(check, input, mask, num_heads, num_kv_heads, head_dim,
+                                          causal, p, scale, training);
+  check.spec("grad_output", grad_output, specs[0]);
+  check.spec("output", output, specs[0]);
+  check.spec("log_sum_exp", log_sum_exp, specs[1]);
+  check.spec("seed", seed, specs[2]);
+  return {like(input)};
+}
+
+Tensor backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
+                    const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
+                    int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool causal,
+                    double p, Scale scale, bool training) {
+  return attention_backward_cpu(
+      grad_output, input, mask, output, log_sum_exp, seed,
+      attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training));
+}
+
+Tensor backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
+                     const Tensor&, const Tensor&, const Tensor& seed, int64_t num_heads,
+                     int64_t num_kv_heads, int64_t head_dim, bool causal, double p, Scale scale,
+                     bool training) {
+  return attention_backward_cuda(
+      grad_output, input, mask, seed,
+      attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training));
+}
+
+Tensor backward_decomposed(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
+                           const Tensor&, const Tensor&, const Tensor& seed, int64_t num_heads,
+                           int64_t num_kv_heads, int64_t head_dim, bool causal, double p,
+                           Scale scale, bool training) {
+  const Attention attention =
+      attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training);
+  const auto again = [&](const Tensor& x) {
+    return attention_decomposed(x, mask, attention, seed);
+  };
+  return std::get<0>(gradients(again, grad_output, input));
+}
+
+// Drops the same numbers as forward did.
+Tensor replay(const ReplayCall& call) {
+  const Tensor seed = call.slot("seed");
+  if (!seed.defined()) return {};
+  const auto& attributes = call.attributes;
+  const auto integer = [&](const char* name) { return std::get<int64_t>(attributes.at(name)); };
+  Attention attention{integer("num_heads"),
+                      integer("num_kv_heads"),
+                      integer("head_dim"),
+                      std::get<bool>(attributes.at("causal")),
+                      0,
+                      {}};
+  if (seed.numel() > 0) attention.p = std::get<double>(attributes.at("p"));
+  const auto scale = attributes.find("scale");
+  if (scale != attributes.end()) attention.scale = std::get<double>(scale->second);
+  const Tensor mask = call.slot("mask");
+  return attention_decomposed(call.input, mask.defined() ? &mask : nullptr, attention, seed);
+}
+
+// A number for each head, which a row does not tell, and one seed for all rows.
+int64_t bits_of_slot(const std::string& slot, int64_t width, int64_t element_bits) {
+  if (slot == "seed" || slot == "mask") return 0;
+  return slot == "input" ? width * element_bits : -1;
+}
+
+[[maybe_unused]] const bool registered = register_op({
+    .declaration = {.kind = "Attention",
+                    .summary = "softmax(q k^T scale + mask) v for each head",
+                    .attributes = {"num_heads", "num_kv_heads", "head_dim", "causal", "p", "scale"},
+                    .extra_inputs = {"mask"},
+                    .constants = {"mask"},
+                    .slots = {{"input"}, {"mask"}, {"output"}, {"log_sum_exp"}, {"seed"}},
+                    .dtype = DTypeRule::Autocast,
+                    .width =
+                        [](const Attributes& attributes, int64_t) {
+                          return std::get<int64_t>(attributes.at("num_heads")) *
+                                 std::get<int64_t>(attributes.at("head_dim"));
+                        },
+                    .slot_bits = bits_of_slot},
+    .forward = {.schema = "attention(Tensor input, Tensor? mask, int num_heads, int num_kv_heads, "
+                          "int head_dim, bool causal, float p, float? scale, bool training) -> "
+                          "(Tensor output, Tensor log_sum_exp, Tensor seed)",
+                .shape = forward_shape,
+                .any_strides = {"mask"},
+                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
+                .random = true},
+    .backward = {.schema = "attention_backward(Tensor grad_output, Tensor input, Tensor? mask, "
+                           "Tensor output, Tensor log_sum_exp, Tensor seed, int num_heads, "
+                           "int num_kv_heads, int head_dim, bool causal, float p, float? scale, "
+                           "bool training) -> Tensor grad_input",
+                 .shape = backward_shape,
+                 .any_strides = {"mask"},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
+    .replay = replay,
+});
+
+}  // namespace
+}  // namespace transformer_ops::ops::attention

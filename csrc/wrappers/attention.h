@@ -1,0 +1,42 @@
+// Scaled dot product attention over rows of queries, keys and values side by side.
+#pragma once
+
+#include <optional>
+
+#include "op/typed_op.h"
+
+namespace transformer_ops {
+
+struct Attention {
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t head_dim;
+  bool causal;
+  double p;  // of dropout; 0 unless training
+  std::optional<double> scale;
+
+  int64_t query_width() const { return heads * head_dim; }
+  int64_t width() const { return (heads + 2 * kv_heads) * head_dim; }
+};
+
+// Checks the input and the mask, which may be null.
+void check_attention(const Checks& check, const Tensor& input, const Tensor* mask,
+                     const Attention& attention);
+// The output, log(sum(exp(scores))) for each row and head, and a seed if numbers are dropped.
+TensorSpecs attention_outputs(const Tensor& input, const Attention& attention);
+
+std::tuple<Tensor, Tensor, Tensor> attention_cpu(const Tensor& input, const Tensor* mask,
+                                                 const Attention& attention);
+std::tuple<Tensor, Tensor, Tensor> attention_cuda(const Tensor& input, const Tensor* mask,
+                                                  const Attention& attention);
+// Plain ATen. With a seed, it drops what the forward with this seed has dropped.
+Tensor attention_decomposed(const Tensor& input, const Tensor* mask, const Attention& attention,
+                            const Tensor& seed = {});
+
+Tensor attention_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
+                              const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
+                              const Attention& attention);
+Tensor attention_backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
+                               const Tensor& seed, const Attention& attention);
+
+}  // namespace transformer_ops

@@ -1,0 +1,145 @@
+"""Scaled dot product attention, and norms of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ..op.base import BasicOperation, Check
+from ..op.checks import (
+    check_bool,
+    check_optional_float,
+    check_optional_not_negative,
+    check_probability,
+    check_size,
+)
+from ..op.parameters import new_parameter
+
+__all__ = ["Attention", "QKNorm"]
+
+
+class Attention(BasicOperation, kind="Attention"):
+    """Softmax(q k^T scale + mask) v for each head, of queries, keys and values side by side.
+
+    `x[..., t, (num_heads + 2 num_kv_heads) head_dim]` → `[..., t, num_heads head_dim]` (Vaswani et
+    al. 2017). A row holds the queries of `num_heads` heads, then the keys and the values of
+    `num_kv_heads` heads (None: as many), as `PackedLinear` returns them. Query head i reads key
+    head i // (num_heads / num_kv_heads); keys and values are not repeated. `scale` (None:
+    head_dim ** -0.5) multiplies the products. With `causal`, row i reads the rows up to i. In
+    training, probabilities are dropped with probability `p`.
+
+    With `mask`, there is an extra input: booleans that are True where a row reads another one, or
+    numbers that are added, of shape `[t, t]` or `[..., num_heads, t, t]`, where all sizes but the
+    last may be 1. It gets no gradient. A row that reads nothing gives zeros.
+
+    On the CPU without dropout, torch's own kernel runs (flash attention), and backward needs the
+    input, the output and a number for each row and head. With dropout, which that kernel lacks,
+    scores are made for a few heads at a time, in float32, and made again in backward: it needs the
+    input, that number and a seed. On CUDA, torch chooses the kernel, and backward runs forward
+    again. The cache of a decoder, windows and soft caps are left to the caller: a window is a mask.
+
+    Raises ValueError if sizes are below 1, if `num_heads` is no multiple of `num_kv_heads`, unless
+    `p` is in [0, 1], for a scale that is not finite, and if a flag is no bool. Raises RuntimeError
+    if sizes do not fit, and if the mask requires a gradient.
+    """
+
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "num_heads": check_size,
+        "num_kv_heads": check_size,
+        "head_dim": check_size,
+        "causal": check_bool,
+        "p": check_probability,
+        "scale": check_optional_float,
+    }
+
+    num_heads: int
+    num_kv_heads: int
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int,
+        causal: bool = False,
+        p: float = 0.0,
+        scale: float | None = None,
+        mask: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"[Attention] num_heads must be a multiple of num_kv_heads, got {self.num_heads} "
+                f"and {self.num_kv_heads}"
+            )
+        self.head_dim = head_dim
+        self.causal = causal
+        self.p = p
+        self.scale = scale
+        self.num_extra_inputs = int(check_bool("Attention", "mask", mask))
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        return text + ", mask=True" * bool(self.num_extra_inputs)
+
+
+class QKNorm(BasicOperation, kind="QKNorm"):
+    """RMS normalization of the queries and of the keys in rows of queries, keys and values.
+
+    `x[..., n]` → the shape and dtype of `x`. A row holds the queries of `num_heads` heads, the keys
+    of `num_kv_heads` heads, and more, which passes through. Each head is normalized by itself
+    (Dehghani et al. 2023; Qwen3) with `q_weight[head_dim]` and `k_weight[head_dim]`; with
+    `per_head=False`, all queries of a row together, and all keys, with weights of that width
+    (OLMo 2). `eps` and `zero_centered_gamma` are those of `RMSNorm`. Computes in float32 (float64
+    for float64). Backward needs the input. Raises ValueError if sizes are below 1, if eps is
+    negative or not finite, and if a flag is no bool; RuntimeError if sizes do not fit.
+    """
+
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "num_heads": check_size,
+        "num_kv_heads": check_size,
+        "head_dim": check_size,
+        "per_head": check_bool,
+        "eps": check_optional_not_negative,
+        "zero_centered_gamma": check_bool,
+    }
+
+    num_heads: int
+    num_kv_heads: int
+    q_weight: nn.Parameter
+    k_weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int,
+        per_head: bool = True,
+        eps: float | None = 1e-5,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = head_dim
+        self.per_head = per_head
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        for name, heads in (("q_weight", self.num_heads), ("k_weight", self.num_kv_heads)):
+            width = self.head_dim if self.per_head else heads * self.head_dim
+            made = new_parameter("QKNorm", (width,), device, dtype)
+            self.register_parameter(name, made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the scales to one (zero-centred weights to zero)."""
+        for weight in (self.q_weight, self.k_weight):
+            nn.init.constant_(weight, 0.0 if self.zero_centered_gamma else 1.0)
