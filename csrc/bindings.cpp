@@ -135,7 +135,7 @@ py::list list_counted_ops() {
       products.append(py::make_tuple(matrix, needed_for));
     }
     rows.append(py::make_tuple(torch_name(op.name), op.results, products, op.products.rows,
-                               op.products.rows_are_numbers));
+                               op.products.rows_are_numbers, op.products.of_heads));
   }
   return rows;
 }

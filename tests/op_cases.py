@@ -150,12 +150,14 @@ def dropout(p: float) -> Callable[[Tensor], Tensor]:
     return reference
 
 
-def attention_dropout(p: float, **kwargs: Any) -> Callable[..., Tensor]:
+def attention_dropout(
+    p: float, heads: int = 4, kv_heads: int = 2, **kwargs: Any
+) -> Callable[..., Tensor]:
     """The numbers that the op draws from `SEED`: rows without scores share one probability, and
     values that are unit vectors show what is left of it."""
 
     def reference(x: Tensor, *mask: Tensor) -> Tensor:
-        rows, heads, kv_heads = x.shape[-2], 4, 2
+        rows = x.shape[-2]
         zeros = torch.zeros(*x.shape[:-1], (heads + kv_heads) * rows, dtype=torch.double)
         values = torch.eye(rows, dtype=torch.double).repeat(1, kv_heads).expand(*x.shape[:-1], -1)
         probe = tops.Attention(heads, kv_heads, head_dim=rows, p=p)

@@ -71,6 +71,7 @@ class Formula:
         products: for each matrix, the results of a backward that need the gradient of the rows.
         rows: the argument or result that has the rows, if it is not the first one.
         rows_are_numbers: whether each number of `rows` counts as a row.
+        of_heads: the number of products of all rows of the input with each other, in heads.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Formula:
         products: list[tuple[str, list[str]]],
         rows: str,
         rows_are_numbers: bool,
+        of_heads: int,
     ) -> None:
         self._arguments = [argument.name for argument in schema.arguments]
         self._returned = [result.name for result in schema.returns]
@@ -87,6 +89,7 @@ class Formula:
         self._is_backward = results[0].startswith("grad_")
         self._rows = rows or (self._arguments if self._is_backward else self._returned)[0]
         self._rows_are_numbers = rows_are_numbers
+        self._of_heads = of_heads
 
     def __call__(self, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
         """The number of operations of a call with these tensors."""
@@ -96,6 +99,10 @@ class Formula:
         return 2 * sum(self._multiplications(values))
 
     def _multiplications(self, values: dict[str, Any]) -> Iterator[int]:
+        if self._of_heads:
+            *batches, rows, _ = values["input"].shape
+            width = values["num_heads"] * values["head_dim"]
+            yield self._of_heads * prod(batches) * rows * rows * width
         rows, splits = self._count_rows(values), values.get("splits")
         # Each row is multiplied by the matrix of its group, or by all matrices.
         groups = 1 if splits is None else max(len(splits), 1)

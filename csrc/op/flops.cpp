@@ -9,7 +9,7 @@ std::vector<CountedOp> counted_ops() {
   std::vector<CountedOp> found;
   for (const Variant* variant : all_variants()) {
     const TypedOp& op = variant->op;
-    if (op.products.list.empty()) continue;
+    if (op.products.list.empty() && op.products.of_heads == 0) continue;
     CountedOp row{.name = variant->name, .products = op.products};
     for (const auto& result : parse_schema(op.schema).results) row.results.push_back(result.name);
     found.push_back(std::move(row));

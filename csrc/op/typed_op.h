@@ -35,6 +35,9 @@ struct Products {
   // forward, or the first argument of a backward.
   std::string rows = {};
   bool rows_are_numbers = false;  // each number of `rows` stands for one row
+  // The number of products of all rows of `input` with each other, in heads: each takes
+  // num_heads * head_dim multiplications for two rows.
+  int of_heads = 0;
 };
 
 // One torch.ops.transformer_ops.<name>: functional, no result aliases an argument. An op of another

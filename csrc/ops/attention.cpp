@@ -133,6 +133,7 @@ int64_t bits_of_slot(const std::string& slot, int64_t width, int64_t element_bit
                           "(Tensor output, Tensor log_sum_exp, Tensor seed)",
                 .shape = forward_shape,
                 .any_strides = {"mask"},
+                .products = {.of_heads = 2},
                 .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .random = true},
     .backward = {.schema = "attention_backward(Tensor grad_output, Tensor input, Tensor? mask, "
@@ -141,6 +142,8 @@ int64_t bits_of_slot(const std::string& slot, int64_t width, int64_t element_bit
                            "bool training) -> Tensor grad_input",
                  .shape = backward_shape,
                  .any_strides = {"mask"},
+                 // The scores again, and four gradients.
+                 .products = {.of_heads = 5},
                  .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
     .replay = replay,
 });

@@ -50,7 +50,10 @@ def test_each_typed_op_counts_what_its_decomposition_counts(name: str) -> None:
         for arguments in with_masks(name, sample):
             found = count(overload(name), *arguments)
             wanted = count(_C.decomposition, name, tuple(arguments))
-            if multiplies_more:
+            if name == "attention_backward":
+                # That runs forward again as a whole; the op makes the scores alone, as torch's.
+                assert found * 6 == wanted * 5
+            elif multiplies_more:
                 assert found <= wanted and (found > 0) == (wanted > 0)
             else:
                 assert found == wanted

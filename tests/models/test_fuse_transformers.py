@@ -78,24 +78,25 @@ T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0}
 MPT = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 16}
 MODERNBERT = ENCODER | {"cls_token_id": 3, "sep_token_id": 4}
 
-# These have two layers, and three norms outside of the feed-forwards.
-LLAMA = {"norm": 3, "residual": 2}
-# Where the feed-forwards have adapters.
-REST = {"norm": 3}
+# These have two layers, and a norm behind them.
+LLAMA = {"layer": 2, "norm": 1}
+GEMMA = {"layer": 2, "norm of any dtype": 1}
+# Where attention has adapters, or the feed-forward: the residual is that of the other one.
+HALVES = {"norm": 3, "residual": 2}
 PARALLEL = {"parallel branches": 2}
-BERT = {"feed-forward, sum and norm": 2, "sum and norm": 2}
+BERT = {"attention": 2, "feed-forward, sum and norm": 2}
 # model -> (how it is made, how many parts each rule fuses)
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "Llama": (causal("Llama"), LLAMA),
     "Mistral": (causal("Mistral"), LLAMA),
     "Qwen2": (causal("Qwen2"), LLAMA),
-    "Qwen3": (causal("Qwen3"), {"norm": 7, "residual": 2}),
+    "Qwen3": (causal("Qwen3"), LLAMA),
     "Phi3": (causal("Phi3"), LLAMA),
-    "Olmo2": (causal("Olmo2"), {"norm": 7, "residual": 2}),
+    "Olmo2": (causal("Olmo2"), LLAMA),
     "Granite": (causal("Granite", residual_multiplier=0.5), LLAMA),
-    "Gemma": (causal("Gemma", head_dim=8), {"norm of any dtype": 3, "residual": 2}),
+    "Gemma": (causal("Gemma", head_dim=8), GEMMA),
     "Gemma2": (causal("Gemma2", head_dim=8), {"norm of any dtype": 5, "residual": 2}),
-    "Gemma3": (causal("Gemma3", head_dim=8), {"norm of any dtype": 9, "residual": 2}),
+    "Gemma3": (causal("Gemma3", head_dim=8), GEMMA),
     "Glm": (causal("Glm", head_dim=8), LLAMA),
     "GPT2": (small("GPT2LMHeadModel", "GPT2Config", **GPT2), {"residual": 2}),
     "GPTNeoX": (small("GPTNeoXForCausalLM", "GPTNeoXConfig", **ENCODER), PARALLEL),
@@ -104,13 +105,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "StableLm, parallel": (causal("StableLm", use_parallel_residual=True), {"feed-forward": 2}),
     "Starcoder2": (causal("Starcoder2"), {"residual": 2}),
     "Olmo": (causal("Olmo"), {"norm of any dtype": 3, "residual": 2}),
-    "Nemotron": (causal("Nemotron"), {"residual": 2}),
+    "Nemotron": (causal("Nemotron"), {"layer": 2}),
     "OPT": (small("OPTForCausalLM", "OPTConfig", **OPT), {"residual": 2}),
     "OPT, post-norm": (
         small("OPTForCausalLM", "OPTConfig", **OPT, do_layer_norm_before=False),
         {"residual and norm": 2},
     ),
-    "Helium": (causal("Helium", head_dim=8), {"norm of any dtype": 3, "residual": 2}),
+    "Helium": (causal("Helium", head_dim=8), GEMMA),
     "Falcon": (
         small("FalconForCausalLM", "FalconConfig", **ENCODER),
         {"feed-forward": 2},
@@ -128,16 +129,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "Electra": (masked("Electra"), BERT | {"feed-forward": 1}),
     "DistilBert": (
         small("DistilBertForMaskedLM", "DistilBertConfig", **DISTILBERT),
-        {"feed-forward": 1, "residual and norm": 2},
+        {"feed-forward": 1, "residual and norm": 4},
     ),
     "ModernBert": (
         small("ModernBertForMaskedLM", "ModernBertConfig", **MODERNBERT),
         {"feed-forward": 1, "residual": 2},
     ),
-    "CLIPVision": (vision("CLIPVision"), {"residual": 2}),
-    "SiglipVision": (vision("SiglipVision"), {"residual": 3}),
-    "ViT": (vision("ViT"), {"residual": 2}),
-    "Dinov2": (vision("Dinov2"), {"residual": 2}),
+    "CLIPVision": (vision("CLIPVision"), {"layer": 2}),
+    "SiglipVision": (vision("SiglipVision"), {"layer": 2, "residual": 1}),
+    "ViT": (vision("ViT"), {"layer": 2}),
+    "Dinov2": (vision("Dinov2"), {"layer": 2}),
     "DINOv3ViT": (vision("DINOv3ViT"), {"residual": 2}),
 }
 
@@ -163,16 +164,18 @@ def results(model: Any, run: Any = None) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), grads
 
 
-def assert_same(plain: nn.Module, model: nn.Module, run: Any = None) -> None:
+def assert_same(
+    plain: nn.Module, model: nn.Module, run: Any = None, tolerance: float = 1e-5
+) -> None:
     (loss, grads), (found, own) = results(plain), results(model, run)
     torch.testing.assert_close(found, loss)
     # Compiled code gives zeros to parameters that it does not use.
     assert grads.keys() <= own.keys()
     assert not any(own[name].any() for name in own.keys() - grads.keys())
     # Some gradients are zero but for rounding.
-    least = 1e-5 * max(float(grad.norm()) for grad in grads.values())
+    least = tolerance * max(float(grad.norm()) for grad in grads.values())
     for name, grad in grads.items():
-        assert (own[name] - grad).norm() <= 1e-5 * grad.norm() + least, name
+        assert (own[name] - grad).norm() <= tolerance * grad.norm() + least, name
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -229,12 +232,19 @@ def lora(model: Any, targets: Any) -> Any:
     return peft.get_peft_model(model, config)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
-    ("targets", "fused"),
-    [(["q_proj", "v_proj"], LLAMA), (["gate_proj", "down_proj"], REST), ("all-linear", REST)],
+    ("targets", "when", "fused"),
+    [
+        (["q_proj", "v_proj"], "before", HALVES),
+        (["q_proj", "v_proj"], "after", HALVES),
+        (["gate_proj", "down_proj"], "before", HALVES),
+        # The norms in front of feed-forwards had been in ops that do not run any more.
+        (["gate_proj", "down_proj"], "after", {"norm": 1, "residual": 2}),
+        ("all-linear", "before", {"norm": 5}),
+        ("all-linear", "after", {"norm": 3}),
+    ],
 )
-def test_adapters(targets: Any, fused: dict[str, int], when: str) -> None:
+def test_adapters(targets: Any, when: str, fused: dict[str, int]) -> None:
     plain, model = lora(make("Llama"), targets), make("Llama")
     if when == "after":
         report = tops.fuse(model)
@@ -244,8 +254,7 @@ def test_adapters(targets: Any, fused: dict[str, int], when: str) -> None:
         model = lora(model, targets)
         report = tops.fuse(model)
     assert_same(plain, model)
-    rest = {"norm": 5} if when == "before" and fused is REST else {}
-    assert fused_rules(report) == fused | rest
+    assert fused_rules(report) == fused
     assert all("lora" in name for name in results(model)[1])
 
 
@@ -277,7 +286,8 @@ def test_adapters_that_are_merged(targets: Any, way: str) -> None:
     (want, _), (losses, replaced) = (train_and_merge(one, targets) for one in (plain, model))
     assert losses == pytest.approx(want, rel=1e-6)
     if way == "a call":
-        assert_same(plain.requires_grad_(), model.requires_grad_())
+        # Each has been trained by itself.
+        assert_same(plain.requires_grad_(), model.requires_grad_(), tolerance=1e-4)
         assert fused_rules(report) == LLAMA and not report.skipped
     else:
         tops.unfuse(model)

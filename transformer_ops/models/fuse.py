@@ -65,9 +65,13 @@ def fuse(
                 if site.region().may_run(module)
             ]
         elif isinstance(module, FusedModule):
-            covered.update(
-                id(one) for region in module._regions() for one in region.covered(module)
-            )
+            # Whether attention runs as an op depends on the call; if not, its parts are called.
+            always = [
+                region
+                for site, region in zip(module._tops_sites, module._regions(), strict=True)
+                if site.arguments is None
+            ]
+            covered.update(id(one) for region in always for one in region.covered(module))
     report = FuseReport(model, skipped)
     if strict and not report.fused:
         raise ValueError(f"[fuse] model must have a part that a rule fuses, got {report}")

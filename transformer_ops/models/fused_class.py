@@ -19,7 +19,8 @@ from ..guard_groups import untraced
 from ..op.quantizers import passed_over
 from ..plan.explain.explanation import Explanation
 from ..sequential import Sequential
-from .pattern import Found, Pattern, Scope
+from .attention import AttentionInputs
+from .pattern import Arguments, Found, Pattern, Scope, arguments_in
 from .region import IS_OFF, REGIONS, Region
 from .rules import Condition, FuseRule, FuseSkip, FuseUnfit, rules_named
 from .statements import blocks_of, body_of, function_of, tree_of, windows_of, wrappers_of
@@ -39,6 +40,18 @@ class Site(NamedTuple):
         return Region(self.rule, self.found.names, self.found.window.conditions)
 
     @property
+    def arguments(self) -> Arguments | None:
+        """What a call of an attention module among its steps is given; None if there is none."""
+        return arguments_in(self.found.names)
+
+    def contains(self, other: Site) -> bool:
+        """Whether all lines of another one, of the same method, are its own."""
+        first, last = self.found.window.lines
+        start, end = other.found.window.lines
+        is_inside = first <= start and end <= last and (first, last) != (start, end)
+        return is_inside and self.rule.method == other.rule.method
+
+    @property
     def key(self) -> tuple[str, str, int, int]:
         """Which one of the class it is."""
         return self.rule.name, self.pattern.text, *self.found.window.lines
@@ -56,13 +69,30 @@ def find_sites(module: nn.Module, rules: Sequence[FuseRule]) -> tuple[Site, ...]
     two that overlap, one that fits now counts before one that does not, then the one that begins
     first, and then the one that is registered last."""
     candidates = all_sites(type(module), tuple(rules))
-    fits = [_fit(module, site) for site in candidates]
+    found = [(site, _fit(module, site)) for site in candidates]
+    # Whether attention runs as an op depends on the call; if it cannot, the sites within run.
+    attention = [pair for pair in found if pair[0].arguments is not None]
+    whole = _apart(attention)
+    halves = _apart([(s, fit) for s, fit in attention if any(one.contains(s) for one in whole)])
+    outer = [*whole, *halves]
+    inner = _apart(
+        [
+            (site, fit)
+            for site, fit in found
+            if site.arguments is None
+            and all(site.is_apart_from(other) or other.contains(site) for other in outer)
+        ]
+    )
+    return tuple(sorted([*outer, *inner], key=lambda site: site.found.window.lines))
+
+
+def _apart(found: Sequence[tuple[Site, _Fit]]) -> list[Site]:
     sites: list[Site] = []
     for wanted in (_Fit.NOW, _Fit.LATER):
-        for site, fit in zip(candidates, fits, strict=True):
+        for site, fit in found:
             if fit is wanted and all(site.is_apart_from(other) for other in sites):
                 sites.append(site)
-    return tuple(sorted(sites, key=lambda site: site.found.window.lines))
+    return sites
 
 
 class _Fit(enum.Enum):
@@ -104,8 +134,15 @@ def _sites_in(function: Any, rules: tuple[FuseRule, ...]) -> list[Site]:
         for rule in reversed(rules)
         for pattern in rule.patterns
         for place in pattern.find(windows, scope)
+        if _may_stand_for(place)
     ]
     return sorted(found, key=lambda site: site.found.window.lines[0])
+
+
+def _may_stand_for(place: Found) -> bool:
+    """Whether nothing but weights of attention is read later, which ops do not give."""
+    arguments, window = arguments_in(place.names), place.window
+    return all(window.value.seconds[name] == arguments for name in window.others)
 
 
 class FusedView:
@@ -122,7 +159,8 @@ class FusedView:
     def explain(self) -> Explanation | str:
         """The plan of the last call; or why there is none."""
         regions = self.regions
-        region = next((one for one in regions if one.may_run(self._module)), regions[0])
+        called = [one for one in regions if one.sequential is not None]
+        region = next((one for one in (*called, *regions) if one.may_run(self._module)), regions[0])
         why_not = region.why_not(self._module)
         if why_not or region.sequential is None:
             return f"{region.rule.name}: {why_not or region.reason}"
@@ -170,13 +208,22 @@ class FusedModule(nn.Module):
     def _open_regions(self) -> int:
         if self.__dict__.get(IS_OFF, False):
             return 0
-        return sum(region.is_open(self) << i for i, region in enumerate(self._regions()))
+        found = 0
+        for i, region in enumerate(self._regions()):
+            if region.is_open(self):
+                region.make_variants(self)
+                found |= 1 << i
+        return found
 
     # A bit for each region. Compiled graphs guard on it.
     _tops_open = property(untraced(_open_regions))
 
     def _tops_region(self, i: int, input: Any) -> Sequential | None:
         """The ops of a region, or None where the statements have to run."""
+        region = self._tops_ready(i, input)
+        return None if region is None else region.sequential
+
+    def _tops_ready(self, i: int, input: Any) -> Region | None:
         # What torch.fx traces with is no tensor.
         if not isinstance(input, Tensor) or is_exporting():
             return None
@@ -184,13 +231,50 @@ class FusedModule(nn.Module):
         if condition is not None and not condition(self, input):
             return None
         if not is_compiling():
-            region = self._regions()[i]
+            region: Region = self._regions()[i]
             is_open = not self.__dict__.get(IS_OFF, False) and region.is_open(self)
-            return region.sequential if is_open else None
+            return region if is_open else None
         if not self._tops_open >> i & 1:
             return None
-        found: Sequential = self.__dict__[REGIONS][i].sequential
+        found: Region = self.__dict__[REGIONS][i]
         return found
+
+    def _tops_attention(
+        self, i: int, input: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: bool
+    ) -> tuple[Region, Sequential, AttentionInputs] | None:
+        """The ops of a region with attention that is given these arguments, and what they take; or
+        None where the statements have to run. `weights`: whether its weights are wanted."""
+        region = self._tops_ready(i, input)
+        if region is None:
+            return None
+        attention = region.attention
+        assert attention is not None
+        found = attention.call.inputs(attention.module, args, kwargs, weights)
+        if found is None:
+            return None
+        sequential = region.variants.get(found.choice)
+        if sequential is None:
+            if is_compiling():
+                return None
+            sequential = region.make_variant(self, found.choice)
+        if not is_compiling():
+            region.sequential = sequential  # the last one that ran
+        return region, sequential, found
+
+    def _tops_run(
+        self, found: tuple[Region, Sequential, AttentionInputs], input: Tensor, *others: Tensor
+    ) -> Any:
+        """Runs what `_tops_attention` has found. The op that takes the other tensors is behind
+        attention."""
+        region, sequential, given = found
+        result = sequential(input, *given.extra_inputs, *others)
+        if given.cache is None:
+            return result
+        attention = region.attention
+        assert attention is not None
+        output, rows = result
+        attention.call.fill(attention.module, given.cache, rows)
+        return output
 
     def __repr__(self) -> str:
         return f"Fused{super().__repr__()}"
@@ -328,12 +412,10 @@ def _rewritten(function: Any, sites: tuple[Site, ...], method: str) -> Any:
     assert tree is not None
     text = isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Constant)
     body = tree.body[text:]
-    blocks = blocks_of(body)
-    for i, site in reversed(list(enumerate(sites))):
-        if site.rule.method == method:
-            window = site.found.window
-            block, place = blocks[window.block], slice(window.start, window.end)
-            block[place] = _choice(i, site, block[place])
+    own = [(i, site) for i, site in enumerate(sites) if site.rule.method == method]
+    for place, block in reversed(list(enumerate(blocks_of(body)))):
+        of_block = [(i, site) for i, site in own if site.found.window.block == place]
+        block[:] = _with_choices(block, 0, of_block)
     tree.body = [*tree.body[:text], _call_of_another(tree, method), *body]
     tree.decorator_list, tree.returns = [], None
     for argument in ast.walk(tree.args):
@@ -372,13 +454,49 @@ def _call_of_another(tree: ast.FunctionDef, method: str) -> ast.stmt:
     return found
 
 
+def _with_choices(
+    statements: list[ast.stmt], first: int, sites: list[tuple[int, Site]]
+) -> list[ast.stmt]:
+    """Statements of a block, from number `first` on, with these sites in place of theirs. Sites may
+    contain each other."""
+    found: list[ast.stmt] = []
+    at = 0
+    while at < len(statements):
+        here = [(i, site) for i, site in sites if site.found.window.start == first + at]
+        if not here:
+            found.append(statements[at])
+            at += 1
+            continue
+        outer = max(here, key=lambda pair: pair[1].found.window.end)
+        window = outer[1].found.window
+        end = window.end - first
+        inside = [
+            (i, site)
+            for i, site in sites
+            if (i, site) != outer and window.start <= site.found.window.start < window.end
+        ]
+        found += _choice(*outer, _with_choices(statements[at:end], window.start, inside))
+        at = end
+    return found
+
+
 def _choice(i: int, site: Site, statements: list[ast.stmt]) -> list[ast.stmt]:
-    names, target = site.found.names, site.found.window.value.target
+    names, window = site.found.names, site.found.window
     extra = [names[key] for key in site.pattern.inputs if key != "H"]
-    given = ", ".join([names["H"], *extra])
-    condition = f"(_tops_found := self._tops_region({i}, {names['H']})) is not None"
-    what = "return" if target is None else f"{target} ="
-    choice = ast.parse(f"if {condition}:\n    {what} _tops_found({given})").body[0]
+    what = "return" if window.value.target is None else f"{window.value.target} ="
+    arguments = site.arguments
+    if arguments is None:
+        condition = f"self._tops_region({i}, {names['H']})"
+        call = f"_tops_found({', '.join([names['H'], *extra])})"
+    else:
+        args = "".join(f"{ast.unparse(argument)}, " for argument in arguments.args)
+        keywords = ", ".join(ast.unparse(keyword) for keyword in arguments.keywords)
+        given = f"({args}), dict({keywords}), {bool(window.others)}"
+        condition = f"self._tops_attention({i}, {names['H']}, {given})"
+        call = f"self._tops_run({', '.join(['_tops_found', names['H'], *extra])})"
+    others = "".join(f"    {name} = None\n" for name in sorted(window.others))
+    source = f"if (_tops_found := {condition}) is not None:\n{others}    {what} {call}"
+    choice = ast.parse(source).body[0]
     assert isinstance(choice, ast.If)
     for node in ast.walk(choice):
         ast.copy_location(node, statements[0])

@@ -17,12 +17,18 @@ import torch
 from .statements import Value, Window, body_of, read_first, value_of
 
 __all__ = [
+    "Arguments",
+    "Choices",
     "Names",
     "Pattern",
     "Scope",
     "Steps",
     "Template",
+    "arguments_in",
+    "choices",
     "find_step",
+    "match_groups",
+    "register_call",
     "register_step",
 ]
 
@@ -117,6 +123,38 @@ class Pattern:
     def _match(self, value: Value, scope: Scope) -> Names | None:
         assert self._value is not None
         return _names_of(self._value.expression, value.expression, scope)
+
+
+Choices = tuple[Sequence[ast.stmt], ...]
+
+
+def choices(*texts: str) -> Choices:
+    """Ways to write some statements, for `match_groups`; an empty text for none."""
+    return tuple(ast.parse(textwrap.dedent(text)).body for text in texts)
+
+
+def match_groups(function: Callable[..., Any], groups: Sequence[Choices]) -> Names | None:
+    """The names that make one choice of each group, one after the other, the statements of a
+    function that nothing is wrapped around; None if there are none."""
+    is_plain = inspect.isfunction(function) and not hasattr(function, "__wrapped__")
+    body = body_of(function) if is_plain else None
+    if body is None:
+        return None
+    matches = _matches_groups(groups, body, _Match({}, {}), Scope.of(function))
+    first = next((match for match in matches if match.is_one_to_one()), None)
+    return None if first is None else first.names
+
+
+def _matches_groups(
+    groups: Sequence[Choices], body: list[ast.stmt], match: _Match, scope: Scope
+) -> Iterator[_Match]:
+    if not groups:
+        yield from () if body else (match,)
+        return
+    for statements in groups[0]:
+        count = len(statements)
+        for found in _matches(statements, body[:count], match, scope):
+            yield from _matches_groups(groups[1:], body[count:], found, scope)
 
 
 def _names_of(wanted: Any, found: Any, scope: Scope) -> Names | None:
@@ -297,13 +335,67 @@ class Template(NamedTuple):
     make: Callable[[Any, Names], Any]
 
 
+class Arguments(str):
+    """What a call of a submodule is given behind the tensor that steps go on with, as text.
+
+    Attributes:
+        args: the positional arguments.
+        keywords: the others.
+    """
+
+    args: Sequence[ast.expr]
+    keywords: Sequence[ast.keyword]
+
+
+def arguments_in(names: Names) -> Arguments | None:
+    """What the one attention module among steps is given; None if there is none, or several."""
+    steps = [name for name in names.values() if isinstance(name, Steps)]
+    found = [
+        arguments
+        for one in steps
+        for _, own in one.list
+        if isinstance(arguments := own.get("arguments"), Arguments)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
 _steps: list[Template] = []
+_calls: list[Template] = []
+# How submodules that take more than one argument name the first one.
+_FIRST_ARGUMENT = "hidden_states"
 
 
 def register_step(text: str, make: Callable[[Any, Names], Any]) -> None:
     """Adds an expression of `_` that is a step. Of two that fit, the one that was added first
     counts."""
     _steps.append(Template(ast.parse(text, mode="eval").body, make))
+
+
+def register_call(make: Callable[[Any, Names], Any]) -> None:
+    """Says what makes ops of a submodule that is called with more than one argument, or whose first
+    result alone is taken."""
+    _calls.append(Template(ast.Name(_HOLE), make))
+
+
+def _find_call(node: ast.expr) -> tuple[Template, Names, ast.expr] | None:
+    """`self.part(tensor, ...)`, or its first result."""
+    is_first = isinstance(node, ast.Subscript) and _is_zero(node.slice)
+    call = node.value if is_first and isinstance(node, ast.Subscript) else node
+    if not _calls or not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return None
+    given = [*call.args, *(k.value for k in call.keywords if k.arg == _FIRST_ARGUMENT)]
+    if not _is_self(call.func.value) or not given or isinstance(given[0], ast.Starred):
+        return None
+    rest = Arguments(ast.unparse(call))
+    rest.args = call.args[1:]
+    rest.keywords = [k for k in call.keywords if bool(call.args) or k.arg != _FIRST_ARGUMENT]
+    if not is_first and not rest.args and not rest.keywords:
+        return None
+    return _calls[0], {"part": call.func.attr, "arguments": rest}, given[0]
+
+
+def _is_zero(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 0 and type(node.value) is int
 
 
 def find_step(node: ast.expr, scope: Scope) -> tuple[Template, Names, ast.expr] | None:
@@ -313,7 +405,7 @@ def find_step(node: ast.expr, scope: Scope) -> tuple[Template, Names, ast.expr] 
             inner = match.nodes[_HOLE]
             assert isinstance(inner, ast.expr)
             return step, match.names, inner
-    return None
+    return _find_call(node)
 
 
 def _matches_steps(wanted: ast.Call, found: Any, match: _Match, scope: Scope) -> Iterator[_Match]:

@@ -15,6 +15,7 @@ from ..op.borrowed import Borrowed, add_guards, class_of, find_obstacle
 from ..op.hooks import HOOKS
 from ..op.tensor_parallel import is_dtensor
 from ..sequential import Sequential
+from .attention import AttentionChoice, BorrowedAttention, attention_in, chosen
 from .branches import may_run
 from .pattern import Names, Steps
 from .rules import FuseRule, FuseSkip
@@ -39,6 +40,8 @@ _WATCHED = (
 # So often the ops are made again, in less than twice as many calls, before the statements run for
 # good.
 _MOST_CHANGES = 32
+# A module with attention is called in few ways.
+_MOST_VARIANTS = 16
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _OF_MODULE = vars(nn.Module()).keys() | {"forward", REGIONS, IS_OFF}
 
@@ -52,6 +55,9 @@ class Region:
         self.rule, self.names, self._conditions = rule, names, conditions
         self.sequential: Sequential | None = None
         self.reason = "not called yet"
+        # With attention, the ops for each choice of its calls.
+        self.attention: BorrowedAttention | None = None
+        self.variants: dict[AttentionChoice, Sequential] = {}
         self._guards: _C.Guards | None = None
         self._calls = self._changes = 0
         self._is_closed = False
@@ -69,6 +75,11 @@ class Region:
                 return False
             self._look(module)
         return self.sequential is not None
+
+    def forget(self) -> None:
+        """Has the next call look again, and lets go of the modules that the last look saw."""
+        self._guards = self.sequential = self.attention = None
+        self.variants = {}
 
     def _changes_too_often(self) -> bool:
         self._changes += 1
@@ -119,13 +130,20 @@ class Region:
         """Makes the ops, or says why there are none; and what either takes for granted."""
         parts = self.parts(module)
         self.sequential, self.reason = None, ""
+        self.attention, self.variants = None, {}
         ops: Sequence[nn.Module] = ()
         try:
             ops = self.make(module)
             _leave_guards_to_region(ops, [module, *_unique(parts)])
             self.sequential = Sequential(*ops)
+            self.attention = attention_in(ops)
         except FuseSkip as skip:
             self.reason = str(skip)
+        if self.attention is not None:
+            # While this one runs, nobody asks those within it.
+            for other in vars(module).get(REGIONS, ()):
+                if other is not self:
+                    other.forget()
         own = {
             name
             for basic in _borrowed(ops)
@@ -150,6 +168,22 @@ class Region:
         for part in _unique(parts):
             _guard(guards, part, _name_in(module, part))
         return guards
+
+    def make_variant(self, module: nn.Module, choice: AttentionChoice) -> Sequential:
+        """The ops for one choice of the calls of attention."""
+        if len(self.variants) >= _MOST_VARIANTS:
+            self.variants.clear()
+        ops = chosen(self.make(module), choice)
+        _leave_guards_to_region(ops, [module, *_unique(self.parts(module))])
+        found = self.variants[choice] = Sequential(*ops)
+        return found
+
+    def make_variants(self, module: nn.Module) -> None:
+        """Those that a traced call may choose."""
+        choices = [] if self.attention is None else self.attention.choices()
+        for choice in choices:
+            if choice not in self.variants:
+                self.make_variant(module, choice)
 
     def make(self, module: nn.Module) -> Sequence[nn.Module]:
         """The ops; FuseSkip where they may not run now."""

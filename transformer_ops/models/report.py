@@ -42,15 +42,29 @@ class FuseReport:
     @property
     def rows(self) -> list[FuseRow]:
         """One for each part that a rule matches, but for those in branches of a `forward` that
-        attributes of the module rule out now."""
+        attributes of the module rule out now. Ops that stand for a whole layer run where a call of
+        attention allows it; rows of the parts within, which run elsewhere, are left out."""
         found = list(self._skipped)
+        inside: set[int] = set()  # modules that an op with attention stands for
         for path, module in self._model.named_modules():
-            if isinstance(module, FusedModule):
-                kind = module._tops_base.__name__
-                for region in module._regions():
-                    if region.may_run(module):
-                        reason = region.why_not(module)
-                        found.append(FuseRow(path, kind, region.rule.name, reason))
+            if not isinstance(module, FusedModule) or id(module) in inside:
+                continue
+            kind = module._tops_base.__name__
+            rows = [
+                (site, region, region.why_not(module))
+                for site, region in zip(module._tops_sites, module._regions(), strict=True)
+                if region.may_run(module)
+            ]
+            outer = [(s, r) for s, r, reason in rows if s.arguments is not None and not reason]
+            for _, region in outer:
+                inside.update(
+                    id(inner) for part in region.parts(module) for inner in part.modules()
+                )
+            found += [
+                FuseRow(path, kind, region.rule.name, reason)
+                for site, region, reason in rows
+                if not any(other.contains(site) for other, _ in outer)
+            ]
         return found
 
     @property

@@ -7,6 +7,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -86,6 +87,8 @@ class Value(NamedTuple):
     expression: ast.expr
     target: str | None  # the local variable that the last statement assigns; None: it returns
     assigned: frozenset[str]  # all that they assign
+    # The calls whose second results some of these are, as text.
+    seconds: Mapping[str, str] = MappingProxyType({})
 
 
 class _NoExpression(Exception):
@@ -101,13 +104,27 @@ def value_of(statements: Sequence[ast.stmt]) -> Value | None:
             _assign(statement, variables)
         last = statements[-1]
         if isinstance(last, ast.Return) and last.value is not None:
-            return Value(_replaced(last.value, variables), None, frozenset(variables))
+            value = _replaced(last.value, variables)
+            return Value(value, None, frozenset(variables), _seconds(variables))
         target = _assign(last, variables)
     except _NoExpression:
         return None
-    if len(target) != 1:
+    seconds = _seconds(variables)
+    # The first result of a call is the value, and the second one is something else.
+    if len(target) != 1 and not (len(target) == 2 and target[1] in seconds):
         return None
-    return Value(variables[target[0]], target[0], frozenset(variables))
+    return Value(variables[target[0]], target[0], frozenset(variables), seconds)
+
+
+def _seconds(variables: Mapping[str, ast.expr]) -> dict[str, str]:
+    return {
+        name: ast.unparse(value.value)
+        for name, value in variables.items()
+        if isinstance(value, ast.Subscript)
+        and isinstance(value.value, ast.Call)
+        and isinstance(value.slice, ast.Constant)
+        and value.slice.value == 1
+    }
 
 
 def _assign(statement: ast.stmt, variables: dict[str, ast.expr]) -> list[str]:
@@ -186,6 +203,8 @@ class Window(NamedTuple):
     lines: tuple[int, int]  # the first and the last one
     value: Value
     conditions: tuple[Condition, ...]  # they run where all of these hold
+    # Second results of calls, such as the weights of attention, that are read later.
+    others: frozenset[str] = frozenset()
 
 
 def windows_of(body: list[ast.stmt]) -> list[Window]:
@@ -202,10 +221,11 @@ def windows_of(body: list[ast.stmt]) -> list[Window]:
                     break
                 known, before = ast.dump(value.expression), known
                 inner = value.assigned - {value.target}
-                if known != before and not _reads([*block[end:], *after], inner):
+                read = _read(([*block[end:], *after]), inner)
+                if known != before and read <= value.seconds.keys():
                     lines = (block[start].lineno, block[end - 1].end_lineno or 0)
                     conditions = tuple(_conditions(body, block, start) or ())
-                    found.append(Window(i, start, end, lines, value, conditions))
+                    found.append(Window(i, start, end, lines, value, conditions, read))
     return found
 
 
@@ -271,6 +291,6 @@ def read_first(statements: Sequence[ast.stmt], is_asked: Callable[[str], bool]) 
             assigned.update(_names(statement, ast.Store))
 
 
-def _reads(statements: Sequence[ast.stmt], names: Set[str]) -> bool:
-    """Whether the statements may read one of these names before they assign it."""
-    return any(True for _ in read_first(statements, names.__contains__))
+def _read(statements: Sequence[ast.stmt], names: Set[str]) -> frozenset[str]:
+    """Those of these names that the statements may read before they assign them."""
+    return frozenset(read_first(statements, names.__contains__))

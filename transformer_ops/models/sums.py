@@ -9,20 +9,22 @@ from torch import nn
 
 from ..ops.add_extra_input import AddExtraInput
 from ..ops.make_extra_output import MakeExtraOutput
+from .attention import find_attention
+from .attention_forms import names_around
 from .parts import count_products, ops_of, part
-from .pattern import Names, Pattern
+from .pattern import Names, Pattern, arguments_in, register_call
 from .rules import FuseSkip, FuseUnfit, register_fuse_rule
 from .whole import whole
 
 _CHANNEL = "residual"
 
 
-def _begin() -> nn.Module:
-    return MakeExtraOutput().set_extra_output_channel(0, _CHANNEL, output_to_caller=False)
+def _begin(channel: str = _CHANNEL) -> nn.Module:
+    return MakeExtraOutput().set_extra_output_channel(0, channel, output_to_caller=False)
 
 
-def _end() -> nn.Module:
-    return AddExtraInput().set_extra_input_channel(0, _CHANNEL)
+def _end(channel: str = _CHANNEL) -> nn.Module:
+    return AddExtraInput().set_extra_input_channel(0, channel)
 
 
 def _steps(module: Any, names: Names, name: str, products: int = 0) -> Sequence[nn.Module]:
@@ -52,6 +54,13 @@ def _feed_forward(module: Any, names: Names) -> Sequence[nn.Module]:
     return _steps(module, names, "steps", products=2)
 
 
+def _attention_alone(module: Any, names: Names) -> Sequence[nn.Module]:
+    if arguments_in(names) is None:
+        raise FuseUnfit("no attention is among its steps")
+    return _steps(module, names, "steps", products=2)
+
+
+register_fuse_rule("attention", "H = any_steps(H)", _attention_alone)
 register_fuse_rule("feed-forward", "H = any_steps(H)", _feed_forward)
 register_fuse_rule("feed-forward in chunks", "H = any_steps(H)", _feed_forward, method="ff_chunk")
 
@@ -104,6 +113,25 @@ register_fuse_rule(
 )
 
 
+# ---- two sums with the input, one after the other: a whole layer
+
+
+def _layer(module: Any, names: Names) -> Sequence[nn.Module]:
+    first, second = (_steps(module, names, name, products=1) for name in ("first", "second"))
+    attention = "input of attention"
+    return [_begin(attention), *first, _end(attention), _begin(), *second, _end()]
+
+
+register_fuse_rule(
+    "layer",
+    """
+    Y = H + any_first(H)
+    H = Y + any_second(Y)
+    """,
+    _layer,
+)
+
+
 # ---- the sum in another module (BERT)
 
 _SUM_AND_NORM = Pattern("return any_after(X + any_steps(H))")
@@ -121,6 +149,28 @@ def _feed_forward_and_norm(module: Any, names: Names) -> Sequence[nn.Module]:
     ]
 
 
+def _attention(module: Any, names: Names) -> Sequence[nn.Module]:
+    """Attention, or attention and the sum around it."""
+    found = getattr(module, names["part"], None)
+    if not isinstance(found, nn.Module):
+        raise FuseUnfit(f"{names['part']} is no module")
+    around = names_around(found)
+    if around is None:
+        return find_attention(found).ops(found)
+    if found.is_cross_attention:
+        raise FuseSkip("it attends to another sequence")
+    inside, output = (getattr(found, around[name]) for name in ("attention", "output"))
+    inner = whole(output, _SUM_AND_NORM)
+    return [
+        _begin(),
+        *find_attention(inside, found).ops(inside),
+        *_steps(output, inner, "steps"),
+        _end(),
+        *_steps(output, inner, "after"),
+    ]
+
+
+register_call(_attention)
 register_fuse_rule(
     "feed-forward, sum and norm",
     "H = self.any_output(self.any_intermediate(H), H)",

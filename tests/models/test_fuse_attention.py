@@ -1,0 +1,165 @@
+"""Attention of whole models: which calls run as ops, and which as the model's own statements."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_fuse_transformers import TOKENS, make
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import transformer_ops as tops
+
+transformers: Any = pytest.importorskip("transformers")
+
+LAYERS = 2
+
+
+class Counted(TorchDispatchMode):
+    """Counts softmax and torch's attention, which ops with attention do not call as such."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        self.count += "scaled_dot_product" in name or name.startswith("_softmax.")
+        return func(*args, **(kwargs or {}))
+
+
+def padding() -> Tensor:
+    mask = torch.ones_like(TOKENS)
+    mask[0, :5] = 0
+    return mask
+
+
+def filled(model: Any, kind: str) -> Any:
+    """A cache with the keys and values of some tokens."""
+    if kind == "static":
+        return transformers.StaticCache(config=model.config, max_cache_len=32)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=TOKENS[:, :3], past_key_values=cache)
+    return cache
+
+
+def mine(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
+    found = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True
+    )
+    return found.transpose(1, 2) * 2, None
+
+
+# name -> (what is done to both models before, the arguments of a call, whether ops run)
+Row = tuple[Callable[[Any], Any], Callable[[Any], dict[str, Any]], bool]
+CALLS: dict[str, Row] = {
+    "no cache": (lambda m: None, lambda m: {"use_cache": False}, True),
+    "a new cache": (lambda m: None, lambda m: {"use_cache": True}, True),
+    "padding": (lambda m: None, lambda m: {"attention_mask": padding()}, True),
+    "positions": (lambda m: None, lambda m: {"position_ids": torch.arange(3, 15)[None]}, True),
+    "eager": (lambda m: m.set_attn_implementation("eager"), lambda m: {}, True),
+    "a filled cache": (lambda m: None, lambda m: {"past_key_values": filled(m, "dynamic")}, False),
+    "a static cache": (lambda m: None, lambda m: {"past_key_values": filled(m, "static")}, False),
+    "weights": (
+        lambda m: m.set_attn_implementation("eager"),
+        lambda m: {"output_attentions": True},
+        False,
+    ),
+    "a hook": (
+        lambda m: [
+            layer.self_attn.register_forward_hook(lambda _, __, found: (found[0] * 3, found[1]))
+            for layer in m.model.layers
+        ],
+        lambda m: {},
+        False,
+    ),
+    "another function": (lambda m: m.set_attn_implementation("mine"), lambda m: {}, False),
+    "another scale": (
+        lambda m: [setattr(layer.self_attn, "scaling", 0.1) for layer in m.model.layers],
+        lambda m: {},
+        True,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _with_a_function_of_ours() -> Any:
+    transformers.AttentionInterface.register("mine", mine)
+    yield
+    del transformers.AttentionInterface._global_mapping["mine"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_a_decoder(name: str, when: str) -> None:
+    change, arguments, runs_ops = CALLS[name]
+    plain: Any = make("Llama").train()
+    model: Any = copy.deepcopy(plain)
+    if when == "before":
+        tops.fuse(model)
+        model(input_ids=TOKENS, use_cache=False)
+    for one in (plain, model):
+        change(one)
+    if when == "after":
+        tops.fuse(model)
+    found = []
+    for one in (plain, model):
+        given = arguments(one)
+        with Counted() as counted:
+            output = one(input_ids=TOKENS, labels=TOKENS, **given)
+        output.loss.backward()
+        grads = [p.grad.clone() for p in one.parameters() if p.grad is not None]
+        found.append((output, grads, counted.count))
+    (want, right, plain_count), (output, grads, count) = found
+    torch.testing.assert_close(output.loss, want.loss)
+    torch.testing.assert_close(output.logits, want.logits, rtol=1e-4, atol=1e-5)
+    for a, b in zip(grads, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+    assert (count, plain_count) == (0 if runs_ops else LAYERS, LAYERS)
+    if want.attentions is not None:
+        assert all(map(torch.allclose, output.attentions, want.attentions))
+    if want.past_key_values is not None:
+        for own, other in zip(
+            output.past_key_values.layers, want.past_key_values.layers, strict=True
+        ):
+            torch.testing.assert_close(own.keys, other.keys)
+            torch.testing.assert_close(own.values, other.values)
+
+
+def test_gradients_through_a_cache() -> None:
+    found = []
+    for is_fused in (False, True):
+        model: Any = make("Llama").train()
+        if is_fused:
+            tops.fuse(model)
+        cache = transformers.DynamicCache(config=model.config)
+        model(input_ids=TOKENS[:, :5], past_key_values=cache)
+        model(input_ids=TOKENS[:, 5:], labels=TOKENS[:, 5:], past_key_values=cache).loss.backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+
+
+def test_bfloat16_is_as_exact() -> None:
+    """Against float64, the fused model errs no more than the plain one."""
+    plain: Any = make("Llama").train()
+    exact = copy.deepcopy(plain).double()
+    plain = plain.bfloat16()
+    model = copy.deepcopy(plain)
+    tops.fuse(model)
+    errors = []
+    want = exact(input_ids=TOKENS).logits
+    for one in (plain, model):
+        errors.append(float((one(input_ids=TOKENS).logits.double() - want).norm() / want.norm()))
+    assert errors[1] <= 1.1 * errors[0] < 0.1
+
+
+def test_the_plan_of_a_layer() -> None:
+    model: Any = make("Llama")
+    tops.fuse(model)
+    model(input_ids=TOKENS)
+    text = str(model.model.layers[0].fused.explain())
+    assert "Attention" in text and "RoPE" in text and "SwiGLU" in text

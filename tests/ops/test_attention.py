@@ -1,0 +1,239 @@
+"""What the rows of `op_cases.py` do not say of RoPE, QKNorm and Attention: bad calls, large scores,
+and a whole layer in one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from op_cases import attention_dropout, run_seeded
+from op_references import attention
+from torch import Tensor
+
+import transformer_ops as tops
+
+X = torch.randn(2, 4, 16)
+ONES = torch.ones(4, 4)
+
+
+def attend(mask: Any = None, x: Tensor = X, **options: Any) -> Tensor:
+    op = tops.Attention(2, 1, head_dim=4, mask=mask is not None, **options)
+    return op(x) if mask is None else op(x, mask)  # type: ignore[no-any-return]
+
+
+def rotate(cos: Tensor, sin: Tensor | None = None, x: Tensor = X, **options: Any) -> Tensor:
+    return tops.RoPE(4, **options)(x, cos, cos if sin is None else sin)  # type: ignore[no-any-return]
+
+
+GRAD = ONES.clone().requires_grad_()
+BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "heads": (
+        lambda: tops.Attention(3, 2, head_dim=4),
+        ValueError,
+        r"\[Attention\] num_heads must be a multiple of num_kv_heads, got 3 and 2",
+    ),
+    "no heads": (
+        lambda: tops.Attention(0, head_dim=4),
+        ValueError,
+        r"\[Attention\] num_heads must be an int >= 1, got 0",
+    ),
+    "p": (lambda: attend(p=1.5), ValueError, r"\[Attention\] p must be a number in \[0, 1\]"),
+    "width": (
+        lambda: attend(x=X[..., :15]),
+        RuntimeError,
+        r"\[Attention\] input must have last dimension 16 \(queries of 2 heads, keys and values",
+    ),
+    "a row alone": (
+        lambda: attend(x=X[0, 0]),
+        RuntimeError,
+        r"\[Attention\] input must have at least 2 dimensions, got shape \[16\]",
+    ),
+    "mask of another size": (
+        lambda: attend(ONES[:3]),
+        RuntimeError,
+        r"\[Attention\] mask must have shape \[2, 2, 4, 4\] \(all but the last may be 1\), or its "
+        r"last two dimensions, got shape \[3, 4\]",
+    ),
+    "mask of some columns": (
+        lambda: attend(torch.ones(2, 1, 4, 1)),
+        RuntimeError,
+        r"\[Attention\] mask must have shape .*, got shape \[2, 1, 4, 1\]",
+    ),
+    "mask of integers": (
+        lambda: attend(ONES.long()),
+        RuntimeError,
+        r"\[Attention\] mask must have a floating dtype or Bool, got Long",
+    ),
+    "mask with a gradient": (
+        lambda: attend(GRAD),
+        RuntimeError,
+        r"\[Attention\] mask must not require a gradient, got one that does",
+    ),
+    "mask with a gradient, typed op": (
+        lambda: torch.ops.transformer_ops.attention(X, GRAD, 2, 1, 4, False, 0.0, None, False),
+        RuntimeError,
+        r"\[attention\] mask must not require a gradient, got one that does",
+    ),
+    "tables with a gradient": (
+        lambda: rotate(GRAD),
+        RuntimeError,
+        r"\[RoPE\] cos must not require a gradient, got one that does",
+    ),
+    "tables too short": (
+        lambda: rotate(ONES[:3]),
+        RuntimeError,
+        r"\[RoPE\] cos must have a row for each of \[2, 4\], .*, got shape \[3, 4\]",
+    ),
+    "tables of more dimensions": (
+        lambda: rotate(torch.ones(3, 2, 4, 4)),
+        RuntimeError,
+        r"\[RoPE\] cos must have a row for each of \[2, 4\], .*, got shape \[3, 2, 4, 4\]",
+    ),
+    "tables of another width": (
+        lambda: rotate(ONES[:, :3]),
+        RuntimeError,
+        r"\[RoPE\] cos must have last dimension 4 or 2, got shape \[4, 3\]",
+    ),
+    "two tables": (
+        lambda: rotate(ONES, ONES[:, :2]),
+        RuntimeError,
+        r"\[RoPE\] sin must have shape \[4, 4\], got \[4, 2\]",
+    ),
+    "odd": (
+        lambda: rotate(ONES, rotary_dim=3),
+        RuntimeError,
+        r"\[RoPE\] rotary_dim must be even and lie in \[2, 4\], got 3",
+    ),
+    "too many heads": (
+        lambda: rotate(ONES, num_heads=5),
+        RuntimeError,
+        r"\[RoPE\] input must have a last dimension of at least 20, got shape \[2, 4, 16\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls(name: str) -> None:
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_row_that_reads_nothing_gives_zeros() -> None:
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    mask[0] = False
+    x = X.clone().requires_grad_()
+    found = attend(mask, x=x)
+    assert not found[:, 0].any() and found[:, 1:].all()
+    found.sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 4), (1, 2, 4, 4), (2, 1, 4, 4), (4, 4)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_masks_broadcast(shape: tuple[int, ...], is_causal: bool) -> None:
+    mask = torch.rand(shape) > 0.3
+    mask[..., 0] = True
+    wanted = attention(2, 1, causal=is_causal)(X, mask)
+    torch.testing.assert_close(attend(mask, causal=is_causal), wanted)
+    torch.testing.assert_close(attend(torch.where(mask, 0.0, -torch.inf), causal=is_causal), wanted)
+
+
+# Scores of one head, or of some rows of it, fill the memory that they may take at a time.
+@pytest.mark.parametrize(("rows", "heads"), [(600, 4), (1100, 1)])
+def test_dropout_of_scores_in_parts(rows: int, heads: int) -> None:
+    op = tops.Attention(heads, head_dim=2, p=0.5, causal=True)
+    x = torch.randn(1, rows, 6 * heads, requires_grad=True)
+    by = torch.randn(1, rows, 2 * heads)
+    found = run_seeded(op, x)
+    (grad,) = torch.autograd.grad(found, x, by)
+    exact = x.detach().double().requires_grad_()
+    wanted = attention_dropout(0.5, heads, heads, causal=True)(exact)
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-5)
+    (right,) = torch.autograd.grad(wanted, exact, by.double())
+    torch.testing.assert_close(grad, right.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_does_not_depend_on_threads() -> None:
+    op, x = tops.Attention(4, head_dim=8, p=0.3), torch.randn(2, 96, 96, requires_grad=True)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            output = run_seeded(op, x)
+            found.append((output, *torch.autograd.grad(output.square().sum(), x)))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert (run_seeded(op.eval(), x) != found[0][0]).any()
+
+
+def layer() -> tops.Sequential:
+    """A decoder layer with fewer heads of keys and values."""
+    return tops.Sequential(
+        tops.Residual(
+            tops.RMSNorm(32),
+            tops.PackedLinear(32, (32, 16, 16), bias=False),
+            tops.QKNorm(4, 2, head_dim=8),
+            tops.RoPE(8, 6),
+            tops.Attention(4, 2, head_dim=8, causal=True),
+            tops.Linear(32, 32, bias=False),
+        ),
+        tops.Residual(
+            tops.RMSNorm(32),
+            tops.PackedLinear(32, (48, 48), bias=False),
+            tops.SwiGLU(),
+            tops.Linear(48, 32, bias=False),
+        ),
+    )
+
+
+def test_a_layer_is_one_plan() -> None:
+    torch.manual_seed(0)
+    module = layer()
+    x, table = torch.randn(2, 8, 32, requires_grad=True), torch.randn(8, 8)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = module(x, table, table)
+    (plan,) = module.plans()
+    assert y.grad_fn is not None and "PlanFunction" in y.grad_fn.name()
+    text = str(plan)
+    assert all(f"recompute_{op}" in text for op in ("rms_norm", "qk_norm", "rope"))
+    # Two inputs of norms and their statistics, queries, keys and values before their norms, the
+    # output of attention and its statistics, gate and up, and the tables.
+    sizes = 2 * (32 + 1) + 64 + 32 + 4 + 96
+    own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in kept}
+    found = sum(size for key, size in storages.items() if key not in own)
+    # The seed of dropout is empty.
+    assert found == 4 * (16 * sizes + 64)
+    grads = torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
+    twin = layer()
+    twin.load_state_dict(module.state_dict())
+    fast = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    z = fast(x, table, table)
+    assert torch.equal(z, y)
+    others = torch.autograd.grad(z.square().sum(), [x, *twin.parameters()])
+    for a, b in zip(grads, others, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("options", [{"saved": "fp8"}, {"recompute": "none"}])
+def test_a_layer_under_policies(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = layer()
+    module = tops.Sequential(*plain, **options)
+    x, table = torch.randn(2, 8, 32), torch.randn(8, 8)
+    torch.testing.assert_close(module(x, table, table), plain(x, table, table))
+    for one in (plain, module):
+        one.zero_grad()
+        one(x, table, table).square().sum().backward()
+        grads = [p.grad.clone() for p in one.parameters() if p.grad is not None]
+        if one is plain:
+            wanted = grads
+    for a, b in zip(grads, wanted, strict=True):
+        assert (a - b).norm() <= (0.2 if "saved" in options else 1e-5) * b.norm()

@@ -1,0 +1,413 @@
+"""Attention modules: the ops that compute what they do, and what a call must give them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..op.base import FusibleOperation
+from ..op.borrowed import Borrowed, class_of
+from ..ops.attention import Attention, QKNorm
+from ..ops.make_extra_output import MakeExtraOutput
+from ..ops.rope import RoPE
+from ..views import BorrowedLinear, BorrowedPackedLinear, BorrowedRMSNorm, is_torch, view
+from .attention_forms import (
+    PARTS,
+    is_known_eager,
+    known_sdpa,
+    names_of_timm,
+    names_of_transformers,
+    rotation,
+)
+from .norms import norm
+from .parts import part
+from .pattern import Names
+from .rules import FuseSkip, FuseUnfit
+from .whole import name_of
+
+__all__ = [
+    "AttentionCall",
+    "AttentionChoice",
+    "AttentionInputs",
+    "BorrowedAttention",
+    "attention_in",
+    "chosen",
+    "find_attention",
+]
+
+
+# What makes a call something else than attention of a sequence to itself.
+_UNKNOWN = (
+    "past_key_value",
+    "encoder_hidden_states",
+    "position_bias",
+    "cache",
+    "softcap",
+    "output_attentions",
+)
+
+# ---- ops
+
+
+# What of a call decides which ops run: whether there is a mask, whether attention is causal, how
+# many numbers of each head the tables rotate, if there are tables, and whether a cache takes keys
+# and values. Dynamo traces it.
+AttentionChoice = tuple[bool, bool, int | None, bool]
+
+
+class AttentionInputs(NamedTuple):
+    """What a call gives ops: which ones, their extra inputs, and the cache that they fill."""
+
+    choice: AttentionChoice
+    extra_inputs: tuple[Tensor, ...]
+    cache: Any
+
+
+class BorrowedAttention(Borrowed, Attention):
+    """The attention of a module, between its products."""
+
+    _is_called = False
+    call: AttentionCall
+
+    def __init__(self, owner: nn.Module, call: AttentionCall) -> None:
+        super().__init__(owner)
+        own, names = self.__dict__, call.names
+        own["_names"], own["call"] = names, call
+        own["_watched"] = tuple(
+            names[name] for name in ("head_dim", "scaling", "dropout") if name in names
+        )
+        self.choose((False, False, None, False))
+
+    @property
+    def module(self) -> nn.Module:
+        """The attention module."""
+        return self._parameter_owner
+
+    def choices(self) -> list[AttentionChoice]:
+        """What calls usually choose."""
+        rotary_dim = self.head_dim if self.call.has_tables else None
+        kinds = ((False, False), (False, True), (True, False))
+        return [(*kind, rotary_dim, has_cache) for kind in kinds for has_cache in (False, True)]
+
+    def _tensors_of_owner(self) -> tuple[str, ...]:
+        return ()
+
+    def choose(self, choice: AttentionChoice) -> None:
+        """Takes what a call gives. No group has the op yet."""
+        self.__dict__["_choice"] = choice
+        self.__dict__["num_extra_inputs"] = int(choice[0])
+
+    @property
+    def head_dim(self) -> int:  # type: ignore[override]
+        return int(getattr(self._parameter_owner, self.__dict__["_names"]["head_dim"]))
+
+    @property
+    def num_heads(self) -> int:  # type: ignore[override]
+        return self.call.widths(self._parameter_owner)[0] // self.head_dim
+
+    @property
+    def num_kv_heads(self) -> int:  # type: ignore[override]
+        return self.call.widths(self._parameter_owner)[1] // self.head_dim
+
+    @property
+    def scale(self) -> float | None:  # type: ignore[override]
+        return float(getattr(self._parameter_owner, self.__dict__["_names"]["scaling"]))
+
+    @property
+    def p(self) -> float:  # type: ignore[override]
+        names = self.__dict__["_names"]
+        if "dropout_module" in names:
+            return float(getattr(self._parameter_owner, names["dropout_module"]).p)
+        return float(getattr(self._parameter_owner, names["dropout"]))
+
+    @property
+    def causal(self) -> bool:  # type: ignore[override]
+        return bool(self.__dict__["_choice"][1])
+
+
+class BorrowedRoPE(RoPE):
+    """The rotation of queries and keys, by as many numbers as the tables of a call have."""
+
+    def choose(self, choice: AttentionChoice) -> None:
+        self.rotary_dim = choice[2]
+
+
+class BorrowedQKNorm(Borrowed, QKNorm):
+    """The norms of queries and keys."""
+
+    def __init__(
+        self,
+        query: BorrowedRMSNorm,
+        key: BorrowedRMSNorm,
+        attention: BorrowedAttention,
+        whole: bool,
+    ) -> None:
+        super().__init__(query._parameter_owner)
+        own = self.__dict__
+        own["_norms"], own["_attention"], own["_is_whole"] = (query, key), attention, whole
+        own["_watched"] = query._watched
+
+    def _owners(self) -> list[nn.Module]:
+        return [one._parameter_owner for one in self.__dict__["_norms"]]
+
+    def _tensors_of_owner(self) -> tuple[str, ...]:
+        return ("weight",)
+
+    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
+        return [(owner, "weight") for owner in self._owners()]
+
+    @property
+    def q_weight(self) -> nn.Parameter:  # type: ignore[override]
+        return self.__dict__["_norms"][0].weight
+
+    @property
+    def k_weight(self) -> nn.Parameter:  # type: ignore[override]
+        return self.__dict__["_norms"][1].weight
+
+    @property
+    def eps(self) -> float | None:  # type: ignore[override]
+        return self.__dict__["_norms"][0].eps
+
+    @property
+    def zero_centered_gamma(self) -> bool:  # type: ignore[override]
+        return bool(self.__dict__["_norms"][0].zero_centered_gamma)
+
+    @property
+    def per_head(self) -> bool:  # type: ignore[override]
+        return not self.__dict__["_is_whole"]
+
+    @property
+    def head_dim(self) -> int:  # type: ignore[override]
+        return int(self.__dict__["_attention"].head_dim)
+
+    @property
+    def num_heads(self) -> int:  # type: ignore[override]
+        return int(self.__dict__["_attention"].num_heads)
+
+    @property
+    def num_kv_heads(self) -> int:  # type: ignore[override]
+        return int(self.__dict__["_attention"].num_kv_heads)
+
+
+# ---- finding it
+
+
+class AttentionCall:
+    """What is known of an attention module: its ops, and what a call of it gives them."""
+
+    has_tables = False
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+
+    def widths(self, module: Any) -> tuple[int, int]:
+        """The numbers of a row of queries, and of keys."""
+        raise NotImplementedError
+
+    def ops(self, module: Any) -> list[FusibleOperation]:
+        """All that the module computes. FuseSkip if ops do not."""
+        raise NotImplementedError
+
+    def inputs(
+        self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
+    ) -> AttentionInputs | None:
+        """What the ops take for a call of the module with these arguments behind the first one;
+        None if its statements have to run."""
+        raise NotImplementedError
+
+    def fill(self, module: Any, cache: Any, rows: Tensor) -> None:
+        """Gives keys and values in rows of queries, keys and values to an empty cache."""
+        query, key = self.widths(module)
+        head_dim = getattr(module, self.names["head_dim"])
+        found = (
+            rows[..., first : first + key].unflatten(-1, (-1, head_dim)).transpose(1, 2)
+            for first in (query, query + key)
+        )
+        cache.update(*found, module.layer_idx)
+
+
+class TransformersAttention(AttentionCall):
+    """A module of transformers."""
+
+    def __init__(self, module: nn.Module, names: Names, called: nn.Module) -> None:
+        super().__init__(names)
+        forward = class_of(module).forward
+        self._globals: Mapping[str, Any] = forward.__globals__
+        self._parameters = tuple(inspect.signature(class_of(called).forward).parameters)[2:]
+        self.has_tables = "position_embeddings" in forward.__code__.co_varnames and (
+            "apply_rotary_pos_emb" in forward.__code__.co_names
+        )
+        self._rotation = rotation(self._globals) if self.has_tables else None
+        self._interface = self._globals["ALL_ATTENTION_FUNCTIONS"]
+        self._sdpa = known_sdpa(self._interface)
+        self._eager = is_known_eager(self._globals["eager_attention_forward"])
+        if self._sdpa is None:
+            raise FuseSkip("its attention function is another one")
+
+    def widths(self, module: Any) -> tuple[int, int]:
+        names = self.names
+        if "packed" not in names:
+            query, key = (getattr(module, names[name]) for name in ("query", "key"))
+            return query.weight.shape[0], key.weight.shape[0]
+        head_dim = getattr(module, names["head_dim"])
+        return module.config.num_attention_heads * head_dim, module.num_key_value_heads * head_dim
+
+    def ops(self, module: Any) -> list[FusibleOperation]:
+        names = self.names
+        packed = self._products(module)
+        attention = BorrowedAttention(module, self)
+        heads = attention.num_heads, attention.num_kv_heads
+        if heads[0] % heads[1] or heads[0] < 1:
+            raise FuseSkip(f"{heads[0]} query heads are no multiple of {heads[1]}")
+        ops: list[FusibleOperation] = [packed]
+        for kind in ("", "whole_"):
+            if f"{kind}query_norm" in names:
+                norms = [getattr(module, names[f"{kind}{n}_norm"]) for n in ("query", "key")]
+                ops.append(_norms_of(norms, attention, is_whole=bool(kind)))
+        if self._rotation is not None:
+            is_interleaved = self._rotation.is_interleaved
+            ops.append(BorrowedRoPE(attention.head_dim, sum(heads), interleaved=is_interleaved))
+        ops.append(attention)
+        if "output" in names:
+            ops.append(BorrowedLinear(_linear(getattr(module, names["output"]))))
+        return ops
+
+    def _products(self, module: Any) -> FusibleOperation:
+        if "packed" in self.names:
+            return BorrowedLinear(_linear(getattr(module, self.names["packed"])))
+        found = [_linear(getattr(module, self.names[name])) for _, name in PARTS]
+        if len({one.bias is None for one in found}) > 1:
+            raise FuseSkip("some of its products have a bias, and some have none")
+        if len({parameter.dtype for one in found for parameter in one.parameters()}) > 1:
+            raise FuseSkip("its products have different dtypes")
+        if found[1].weight.shape != found[2].weight.shape:
+            raise FuseSkip("its keys and values have different widths")
+        return BorrowedPackedLinear(*found)
+
+    def inputs(
+        self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
+    ) -> AttentionInputs | None:
+        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        for name in _UNKNOWN:
+            if given.get(name) not in (None, False):
+                return None
+        cache = given.get("past_key_values")
+        if cache is not None and not _is_empty(cache, module.layer_idx):
+            return None
+        function = module.config._attn_implementation
+        mask, is_causal = given.get("attention_mask"), False
+        if function == "sdpa":
+            if self._interface["sdpa"] is not self._sdpa:
+                return None
+            flag = given.get("is_causal")
+            is_causal = getattr(module, "is_causal", True) if flag is None else flag
+        elif function != "eager" or not self._eager or gives_weights:
+            return None
+        if mask is not None and not isinstance(mask, Tensor):
+            return None
+        tables: tuple[Tensor, ...] = ()
+        rotary_dim = None
+        if self._rotation is not None:
+            tables = tuple(given["position_embeddings"])
+            rotary_dim = tables[0].shape[-1]
+            if self._rotation.is_by_pair:
+                tables = tuple(table[..., : rotary_dim // 2] for table in tables)
+        has_cache = cache is not None
+        if mask is None:
+            choice = (False, bool(is_causal), rotary_dim, has_cache)
+            return AttentionInputs(choice, tables, cache)
+        return AttentionInputs((True, False, rotary_dim, has_cache), (*tables, mask), cache)
+
+
+def _is_empty(cache: Any, layer: int) -> bool:
+    """Whether it is a cache that only grows, and that has nothing of this layer yet."""
+    kind = type(cache)
+    if (kind.__module__, kind.__name__) != ("transformers.cache_utils", "DynamicCache"):
+        return False
+    if cache.offloading or cache.get_seq_length(layer) != 0:
+        return False
+    if layer >= len(cache.layers):
+        return cache.layer_class_to_replicate.__name__ == "DynamicLayer"
+    return type(cache.layers[layer]).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer")
+
+
+class TimmAttention(AttentionCall):
+    """A module of timm, with one product for queries, keys and values."""
+
+    def widths(self, module: Any) -> tuple[int, int]:
+        width = module.num_heads * module.head_dim
+        return width, width
+
+    def ops(self, module: Any) -> list[FusibleOperation]:
+        if module.gate is not None:
+            raise FuseSkip("it has a gate")
+        attention = BorrowedAttention(module, self)
+        ops: list[FusibleOperation] = [BorrowedLinear(_linear(module.qkv))]
+        norms = module.q_norm, module.k_norm
+        if not all(is_torch(one, nn.Identity) for one in norms):
+            ops.append(_norms_of(norms, attention, is_whole=False))
+        after = (op for one in (module.norm, module.proj, module.proj_drop) for op in part(one))
+        return [*ops, attention, *after]
+
+    def inputs(
+        self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
+    ) -> AttentionInputs | None:
+        given = {**dict(zip(("attn_mask", "is_causal"), args, strict=False)), **kwargs}
+        mask, is_causal = given.get("attn_mask"), given.get("is_causal", False)
+        if gives_weights or (mask is not None and is_causal):
+            return None
+        if mask is None:
+            return AttentionInputs((False, bool(is_causal), None, False), (), None)
+        return AttentionInputs((True, False, None, False), (mask,), None)
+
+
+def _linear(module: Any) -> nn.Linear:
+    if not is_torch(module, nn.Linear):
+        raise FuseSkip(f"{name_of(module)} is not a torch.nn.Linear")
+    found: nn.Linear = module
+    return found
+
+
+def _norms_of(
+    modules: Sequence[nn.Module], attention: BorrowedAttention, is_whole: bool
+) -> BorrowedQKNorm:
+    found = [view(one) if is_torch(one, nn.RMSNorm) else norm(one) for one in modules]
+    query, key = found
+    if not isinstance(query, BorrowedRMSNorm) or not isinstance(key, BorrowedRMSNorm):
+        raise FuseSkip(f"{name_of(modules[0])} is no RMS norm that ops know")
+    same = (query.eps, query.zero_centered_gamma) == (key.eps, key.zero_centered_gamma)
+    if query.weight is None or key.weight is None or not same:
+        raise FuseSkip("its norms of queries and keys differ, or have no weight")
+    return BorrowedQKNorm(query, key, attention, is_whole)
+
+
+def find_attention(module: nn.Module, called: nn.Module | None = None) -> AttentionCall:
+    """What is known of an attention module that is called itself, or by a module that is called.
+    FuseUnfit for another one."""
+    names = names_of_transformers(module)
+    if names is not None:
+        return TransformersAttention(module, names, module if called is None else called)
+    names = names_of_timm(module)
+    if names is not None and called is None:
+        return TimmAttention(names)
+    raise FuseUnfit(f"the forward of {name_of(module)} is not known")
+
+
+def attention_in(ops: Sequence[nn.Module]) -> BorrowedAttention | None:
+    """The attention among ops."""
+    return next((op for op in ops if isinstance(op, BorrowedAttention)), None)
+
+
+def chosen(ops: Sequence[nn.Module], choice: AttentionChoice) -> list[nn.Module]:
+    """The ops for calls like this one. For a cache, the rows that attention takes are an output."""
+    found: list[nn.Module] = []
+    for op in ops:
+        if isinstance(op, BorrowedAttention | BorrowedRoPE):
+            op.choose(choice)
+        if isinstance(op, BorrowedAttention) and choice[3]:
+            found.append(MakeExtraOutput())
+        found.append(op)
+    return found

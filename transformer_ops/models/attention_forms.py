@@ -1,0 +1,349 @@
+"""How attention modules are written: the statements of their `forward`, and the functions that they
+call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..op.borrowed import class_of
+from .pattern import Choices, Names, choices, match_groups
+from .rules import FuseSkip
+from .whole import names_in, patterns
+
+__all__ = [
+    "PARTS",
+    "Rotation",
+    "is_known_eager",
+    "known_sdpa",
+    "names_around",
+    "names_of_timm",
+    "names_of_transformers",
+    "rotation",
+]
+
+# ---- the forward of transformers' modules
+
+_HEAD = choices(
+    "I = H.shape[:-1]\nS = (*I, -1, self.any_head_dim)",
+)
+
+
+def _projections(view: str) -> str:
+    lines = (f"{x} = self.any_{n}(H).view({view}).transpose(1, 2)" for x, n in PARTS)
+    return "\n".join(lines)
+
+
+PARTS = (("Q", "query"), ("K", "key"), ("V", "value"))
+_QUERY_KEY_VALUE = choices(
+    _projections("S"),
+    _projections("*S"),
+    # Qwen3: norms of heads.
+    """
+    Q = self.any_query_norm(self.any_query(H).view(S)).transpose(1, 2)
+    K = self.any_key_norm(self.any_key(H).view(S)).transpose(1, 2)
+    V = self.any_value(H).view(S).transpose(1, 2)
+    """,
+    # Gemma 3: the same, later.
+    _projections("S") + "\nQ = self.any_query_norm(Q)\nK = self.any_key_norm(K)",
+    # OLMo 2: norms of all heads together.
+    """
+    Q = self.any_whole_query_norm(self.any_query(H))
+    K = self.any_whole_key_norm(self.any_key(H))
+    V = self.any_value(H)
+    Q = Q.view(S).transpose(1, 2)
+    K = K.view(S).transpose(1, 2)
+    V = V.view(S).transpose(1, 2)
+    """,
+    # CLIP
+    """
+    Q = self.any_query(H)
+    K = self.any_key(H)
+    V = self.any_value(H)
+    Q = Q.view(S).transpose(1, 2)
+    K = K.view(S).transpose(1, 2)
+    V = V.view(S).transpose(1, 2)
+    """,
+    # Phi-3: one product.
+    """
+    X = self.any_packed(H)
+    R = self.config.num_attention_heads * self.any_head_dim
+    Q = X[..., :R]
+    K = X[..., R:R + self.num_key_value_heads * self.any_head_dim]
+    V = X[..., R + self.num_key_value_heads * self.any_head_dim:]
+    Q = Q.view(S).transpose(1, 2)
+    K = K.view(S).transpose(1, 2)
+    V = V.view(S).transpose(1, 2)
+    """,
+)
+_ROTATION = choices(
+    """
+    C, N = position_embeddings
+    Q, K = apply_rotary_pos_emb(Q, K, C, N)
+    """,
+    "",
+)
+_CACHE = choices(
+    """
+    if past_key_values is not None:
+        K, V = past_key_values.update(K, V, self.layer_idx)
+    """,
+    """
+    if past_key_values is not None:
+        D = past_key_values
+        if isinstance(past_key_values, EncoderDecoderCache):
+            D = past_key_values.self_attention_cache
+        K, V = D.update(K, V, self.layer_idx)
+    """,
+    "",
+)
+_INTERFACE = choices(
+    """
+    A: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+        self.config._attn_implementation, eager_attention_forward
+    )
+    """
+)
+_DROPOUTS = (
+    "0.0 if not self.training else self.any_dropout",
+    "self.any_dropout if self.training else 0.0",
+    "0.0 if not self.training else self.any_dropout_module.p",
+    "self.any_dropout_module.p if self.training else 0.0",
+)
+_OTHERS = (
+    "dropout={}, scaling=self.any_scaling, **kwargs",
+    "scaling=self.any_scaling, dropout={}, **kwargs",
+    "dropout={}, scaling=self.any_scaling, sliding_window=self.sliding_window, **kwargs",
+    "dropout={}, scaling=self.any_scaling, "
+    "sliding_window=getattr(self.config, 'sliding_window', None), **kwargs",
+    "is_causal=self.is_causal, scaling=self.any_scaling, dropout={}",
+)
+_CALL = choices(
+    *(
+        f"O, W = A(self, Q, K, V, attention_mask, {others.format(dropout)})"
+        for others in _OTHERS
+        for dropout in _DROPOUTS
+    )
+)
+_END = choices(
+    "O = O.reshape(*I, -1).contiguous()\nO = self.any_output(O)\nreturn O, W",
+    "O = O.reshape(*I, -1).contiguous()\nreturn O, W",
+)
+_TRANSFORMERS = (_HEAD, _QUERY_KEY_VALUE, _ROTATION, _CACHE, _INTERFACE, _CALL, _END)
+
+_TIMM = (
+    choices(
+        """
+        B, N, C = H.shape
+        G = self.gate(H).sigmoid() if self.gate is not None else None
+        X = self.qkv(H).reshape(B, N, 3, self.num_heads, self.any_head_dim).permute(2, 0, 3, 1, 4)
+        Q, K, V = X.unbind(0)
+        Q, K = self.q_norm(Q), self.k_norm(K)
+        if self.fused_attn:
+            H = F.scaled_dot_product_attention(
+                Q, K, V, attn_mask=attn_mask,
+                dropout_p=self.any_dropout_module.p if self.training else 0.0, is_causal=is_causal
+            )
+        else:
+            Q = Q * self.any_scaling
+            W = Q @ K.transpose(-2, -1)
+            M = resolve_self_attn_mask(N, W, attn_mask, is_causal)
+            W = maybe_add_mask(W, M)
+            W = W.softmax(dim=-1)
+            W = self.any_dropout_module(W)
+            H = W @ V
+        H = H.transpose(1, 2).reshape(B, N, self.attn_dim)
+        H = self.norm(H)
+        if G is not None:
+            H = H * G
+        H = self.proj(H)
+        H = self.proj_drop(H)
+        return H
+        """
+    ),
+)
+
+# BERT: the sum with the input, and its norm, in a module around it.
+_AROUND: tuple[Choices, ...] = (
+    choices(
+        "attention_mask = attention_mask if not self.is_cross_attention else encoder_attention_mask"
+    ),
+    choices(
+        """
+        O, W = self.any_attention(
+            H, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask,
+            past_key_values=past_key_values, **kwargs
+        )
+        """
+    ),
+    choices("O = self.any_output(O, H)\nreturn O, W"),
+)
+
+# ---- the functions that they call
+
+_HALVES = patterns(
+    """
+    X = H[..., : H.shape[-1] // 2]
+    Y = H[..., H.shape[-1] // 2 :]
+    return torch.cat((-Y, X), dim=-1)
+    """
+)
+_NEIGHBORS = patterns(
+    """
+    X = H[..., ::2]
+    Y = H[..., 1::2]
+    R = torch.stack([-Y, X], dim=-1).flatten(-2)
+    return R
+    """,
+    """
+    X = H[..., 0::2]
+    Y = H[..., 1::2]
+    return torch.stack((-Y, X), dim=-1).flatten(-2)
+    """,
+)
+_BEGIN_ROTATION = (
+    choices(
+        "",
+        "A, B = Q.dtype, K.dtype",
+        "A = Q.dtype",
+        "A = Q.dtype\nQ = Q.float()\nK = K.float()",
+    ),
+    choices("C = C.unsqueeze(U)\nN = N.unsqueeze(U)"),
+)
+# The tables have a number for each pair, in their first half.
+_BY_PAIR = choices(
+    """
+    C = C[..., : C.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    N = N[..., : N.shape[-1] // 2].repeat_interleave(2, dim=-1)
+    """
+)
+_PARTS_OF_HEADS = """
+R = C.shape[-1]
+D, E = Q[..., :R], Q[..., R:]
+G, J = K[..., :R], K[..., R:]
+"""
+_END_ROTATION = (
+    choices(
+        """
+        X = (Q * C) + (rotate_half(Q) * N)
+        Y = (K * C) + (rotate_half(K) * N)
+        """,
+        _PARTS_OF_HEADS
+        + """
+X = torch.cat([(D * C) + (rotate_half(D) * N), E], dim=-1)
+Y = torch.cat([(G * C) + (rotate_half(G) * N), J], dim=-1)
+        """,
+        _PARTS_OF_HEADS
+        + """
+X = (D * C) + (rotate_half(D) * N)
+Y = (G * C) + (rotate_half(G) * N)
+X = torch.cat([X, E], dim=-1)
+Y = torch.cat([Y, J], dim=-1)
+        """,
+        """
+        R = C.shape[-1]
+        Q, E = Q[..., :R], Q[..., R:]
+        K, J = K[..., :R], K[..., R:]
+        X = (Q * C) + (rotate_half(Q) * N)
+        Y = (K * C) + (rotate_half(K) * N)
+        """,
+    ),
+    choices(
+        "return X, Y",
+        "return torch.cat((X, E), dim=-1), torch.cat((Y, J), dim=-1)",
+        "return X.to(A), Y.to(B)",
+        "return X.to(dtype=A), Y.to(dtype=A)",
+        "return X.to(A), Y.to(A)",
+    ),
+)
+_REPEATED = """
+K = repeat_kv(K, M.num_key_value_groups)
+V = repeat_kv(V, M.num_key_value_groups)
+"""
+_EAGER = (
+    choices(_REPEATED.replace("K =", "X =").replace("V =", "Y ="), ""),
+    choices("if Z is None:\n    Z = Q.size(-1) ** -0.5", ""),
+    choices(
+        "W = torch.matmul(Q, X.transpose(2, 3)) * Z",
+        "W = torch.matmul(Q, K.transpose(2, 3)) * Z",
+    ),
+    choices("if A is not None:\n    W = W + A"),
+    choices(
+        "W = nn.functional.softmax(W, dim=-1, dtype=torch.float32).to(Q.dtype)",
+        "W = nn.functional.softmax(W, dim=-1)",
+    ),
+    choices("W = nn.functional.dropout(W, p=P, training=M.training)"),
+    choices("O = torch.matmul(W, Y)", "O = torch.matmul(W, V)"),
+    choices("O = O.transpose(1, 2).contiguous()"),
+    choices("return O, W"),
+)  # All that the function which transformers registers as "sdpa" takes.
+_OF_SDPA = {
+    "module",
+    "query",
+    "key",
+    "value",
+    "attention_mask",
+    "dropout",
+    "scaling",
+    "is_causal",
+    "position_bias",
+    "cache",
+    "kwargs",
+}
+
+# ---- looking for it
+
+
+def names_of_transformers(module: nn.Module) -> Names | None:
+    """The parts of an attention module of transformers; None of another one."""
+    return match_groups(class_of(module).forward, _TRANSFORMERS)
+
+
+def names_of_timm(module: nn.Module) -> Names | None:
+    """The parts of an attention module of timm; None of another one."""
+    return match_groups(class_of(module).forward, _TIMM)
+
+
+def names_around(module: nn.Module) -> Names | None:
+    """The parts of a module that adds its input to what attention gives; None of another one."""
+    return match_groups(class_of(module).forward, _AROUND)
+
+
+class Rotation(NamedTuple):
+    """How queries and keys are rotated."""
+
+    is_interleaved: bool
+    is_by_pair: bool
+
+
+def rotation(known: Mapping[str, Any]) -> Rotation:
+    """How the function of a module rotates, by the globals of the module. FuseSkip for another
+    one."""
+    apply: Any = known.get("apply_rotary_pos_emb")
+    rotate = known.get("rotate_half")
+    is_whole = match_groups(apply, (*_BEGIN_ROTATION, *_END_ROTATION)) is not None
+    by_pair = (*_BEGIN_ROTATION, _BY_PAIR, *_END_ROTATION)
+    if is_whole or match_groups(apply, by_pair) is not None:
+        for is_interleaved, forms in ((False, _HALVES), (True, _NEIGHBORS)):
+            if any(names_in(rotate, form) is not None for form in forms):
+                # A number for each pair, of pairs that are apart, would be another rotation.
+                if is_whole or is_interleaved:
+                    return Rotation(is_interleaved, not is_whole)
+    raise FuseSkip("its rotation of queries and keys is not known")
+
+
+def known_sdpa(interface: Any) -> Any:
+    """The function that transformers registers as "sdpa"; None if it is another one."""
+    function = interface["sdpa"]
+    own = getattr(function, "__module__", ""), getattr(function, "__name__", "")
+    if own != ("transformers.integrations.sdpa_attention", "sdpa_attention_forward"):
+        return None
+    return function if set(inspect.signature(function).parameters) <= _OF_SDPA else None
+
+
+def is_known_eager(function: Any) -> bool:
+    """Whether a function computes attention step by step."""
+    return match_groups(function, _EAGER) is not None
