@@ -122,10 +122,14 @@ Tensor flash_backward(const Tensor& grad_output, const Tensor& input, const Tens
           with_one_batch(log_sum_exp).transpose(1, 2), 0.0, attention.causal && mask == nullptr,
           added, scale_of(attention));
   Tensor result = empty_cpu(input.sizes(), input.scalar_type());
-  const auto [to_query, to_key, to_value] = heads_of(with_one_batch(result), attention);
-  to_query.copy_(grad_query);
-  to_key.copy_(grad_key);
-  to_value.copy_(grad_value);
+  const Tensor rows = with_one_batch(result);
+  int64_t first = 0;
+  for (const Tensor* gradient : {&grad_query, &grad_key, &grad_value}) {
+    // torch's kernel stores heads next to each other, so that rows are copied as a whole.
+    const Tensor part = gradient->transpose(1, 2).flatten(-2);
+    rows.slice(-1, first, first + part.size(-1)).copy_(part);
+    first += part.size(-1);
+  }
   return result;
 }
 

@@ -292,5 +292,5 @@ def read_first(statements: Sequence[ast.stmt], is_asked: Callable[[str], bool]) 
 
 
 def _read(statements: Sequence[ast.stmt], names: Set[str]) -> frozenset[str]:
-    """Those of these names that the statements may read before they assign them."""
+    """Which of these names the statements may read before they assign them."""
     return frozenset(read_first(statements, names.__contains__))
