@@ -101,7 +101,8 @@ def register_fuse_rule(
 
 
 def rules_named(names: Iterable[str | FuseRule] | None) -> tuple[FuseRule, ...]:
-    """The rules of these names, or all. ValueError for a name that no rule has."""
+    """The rules of these names, or all, in the order of their registration. ValueError for a name
+    that no rule has."""
     with _lock:
         known = dict(_rules)
     if names is None:
@@ -112,4 +113,5 @@ def rules_named(names: Iterable[str | FuseRule] | None) -> tuple[FuseRule, ...]:
             listed = ", ".join(known)
             raise ValueError(f"[fuse] rules must be some of {listed}, got {name!r}")
         found.append(name if isinstance(name, FuseRule) else known[name])
-    return tuple(found)
+    order = list(known.values())
+    return tuple(sorted(found, key=lambda r: order.index(r) if r in order else len(order)))
