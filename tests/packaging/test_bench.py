@@ -175,12 +175,21 @@ def test_the_table_of_calls_has_guards_where_they_were_counted() -> None:
     assert tables.calls(found, "b").headers == ["b", *call_cost.PASSES]
 
 
-def test_guards_grow_with_what_is_checked() -> None:
+def test_guards_grow_with_what_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 4)
     one, three = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(*(nn.Linear(4, 4) for _ in "abc"))
     few, many = (guards.look_at_guards(module, x) for module in (one, three))
     assert 0 < few.lines < many.lines
-    assert 0 < few.us < many.us
+    assert 0 < few.checks < many.checks
+    assert few.us > 0
+
+    def repeat(check: Any, number: int, repeat: int) -> list[float]:
+        assert check() is True
+        return [number * 3e-6, number * 2e-6, number * 4e-6]
+
+    monkeypatch.setattr(guards.timeit, "repeat", repeat)
+    torch._dynamo.reset()
+    assert guards.look_at_guards(one, x) == (few.lines, few.checks, pytest.approx(2.0))
 
 
 @pytest.mark.parametrize("block", blocks.BLOCKS, ids=lambda block: block.name)
