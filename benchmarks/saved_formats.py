@@ -25,6 +25,7 @@ from suite.timing import Call, Clock, interleave, ratio
 from torch import Tensor, nn
 
 import transformer_ops as tops
+from transformer_ops.memory import StepBytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -48,7 +49,7 @@ class Policy(NamedTuple):
         return f'saved="{self.saved}"' + ", saved_inputs=True" * self.inputs
 
 
-EXACT = Policy("exact")
+EXACT, SAVED = Policy("exact"), Policy("fp8")
 POLICIES = [Policy(saved, inputs) for saved in ("fp8", "int8") for inputs in (False, True)]
 BYTES = {False: 0.65, True: 0.55}  # by saved_inputs
 ERRORS = {"fp8": 0.01, "int8": 0.003}
@@ -117,6 +118,36 @@ def stack_peak_apart(policy: Policy, size: Size) -> int:
     return int(done.stdout)
 
 
+def held_in_step(policy: Policy, size: Size, in_backward: bool) -> StepBytes:
+    """The bytes that a step of the stack holds, with AdamW after backward or in it."""
+    module = nn.Sequential(*(make_block(policy, size) for _ in range(STACK)))
+    optimizers = {p: torch.optim.AdamW([p]) for p in module.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers if in_backward else ():
+        parameter.register_post_accumulate_grad_hook(step)
+    loss = lambda y: y.float().square().mean()  # noqa: E731
+    found: StepBytes = tops.memory.step_bytes(
+        module, make_input(size), optimizer=optimizers.values(), loss=loss
+    )
+    return found
+
+
+def print_steps(size: Size) -> None:
+    """A line for each way, in MiB."""
+    titles = [name.replace("_", " ") for name in (*StepBytes._fields, "peak")]
+    print(f"\na step of {STACK} blocks with AdamW holds, in MiB\n  {'':<26}", *titles, sep="  ")
+    for policy in (EXACT, SAVED):
+        for in_backward in (False, True):
+            found = held_in_step(policy, size, in_backward).as_dict().values()
+            name = policy.name + ", in backward" * in_backward
+            cells = (f"{n / 2**20:>{len(t)}.1f}" for n, t in zip(found, titles, strict=True))
+            print(f"  {name:<26}", *cells, sep="  ")
+
+
 # ---- a model
 
 
@@ -161,6 +192,7 @@ def main() -> int:
         )
         if share > BYTES[policy.inputs]:
             failures.append(f"{policy.name}: bytes must be at most {BYTES[policy.inputs]}x")
+    print_steps(size)
     print("\nall gradients of the example GPT, relative error")
     for saved, limit in ERRORS.items():
         found = {dtype: error(saved, dtype) for dtype in (torch.float32, torch.bfloat16)}

@@ -192,6 +192,7 @@ PYBIND11_MODULE(_C, module) {
   bind_guards(module);
   bind_group(module);
   bind_memory(module);
+  bind_allocations(module);
   bind_listeners(module);
   bind_delayed_scales(module);
   module.def("add_user_fusion",

@@ -1,5 +1,5 @@
-"""The memory of results on the CPU. It is recycled, because fresh memory costs more than the
-computation on it.
+"""The memory of a training step (`step_bytes`), and of results on the CPU. The latter is recycled,
+because fresh memory costs more than the computation on it.
 
 Tensors of 64 KiB and more that the library makes (outputs, gradients, saved and temporary tensors)
 take their memory from a pool. It returns there when the last reference to the tensor's storage is
@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from . import _C
+from .step_bytes import StepBytes, step_bytes
 
-__all__ = ["Stats", "limit", "set_limit", "stats", "trim"]
+__all__ = ["Stats", "StepBytes", "limit", "set_limit", "stats", "step_bytes", "trim"]
 
 
 class Stats(NamedTuple):

@@ -29,6 +29,7 @@ LAYERS = [
     "number_format",
     "cpu",
     "memory",
+    "step_bytes",
     "library",
     "flops",
     "constructors",

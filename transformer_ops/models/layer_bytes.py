@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..step_bytes import size_text
+
 __all__ = ["LayerBytes", "LayerRow", "bytes_by_layer"]
 
 _BAR = 24  # characters of the longest bar in a terminal
@@ -58,11 +60,13 @@ class LayerBytes:
 
     def __str__(self) -> str:
         most = max((row.before for row in self.rows), default=0) or 1
-        lines = [f"{_size(self.before)} saved for backward without ops, {_size(self.after)} with"]
+        lines = [
+            f"{size_text(self.before)} saved for backward without ops, {size_text(self.after)} with"
+        ]
         for row in self.rows:
             bar = "#" * round(_BAR * row.after / most)
             rest = "." * (round(_BAR * row.before / most) - len(bar))
-            sizes = f"{_size(row.before):>10} {_size(row.after):>10}"
+            sizes = f"{size_text(row.before):>10} {size_text(row.after):>10}"
             lines.append(f"  {_short(row.path, 28):28} {sizes}  {bar}{rest}".rstrip())
         return "\n".join(lines)
 
@@ -72,8 +76,8 @@ class LayerBytes:
         head = "<tr><th>layer</th><th>without ops</th><th>with ops</th></tr>"
         total = LayerRow("all", self.before, self.after)
         body = "".join(
-            f"<tr><td>{html.escape(row.path)}</td><td>{_size(row.before)}</td>"
-            f"<td>{_size(row.after)}</td></tr>"
+            f"<tr><td>{html.escape(row.path)}</td><td>{size_text(row.before)}</td>"
+            f"<td>{size_text(row.after)}</td></tr>"
             for row in (*self.rows, total)
         )
         return f"<table>{head}{body}</table>"
@@ -93,7 +97,8 @@ class LayerBytes:
         height = _ROW * (len(self.rows) + 1) + 2 * _MARGIN
         most = max((row.before for row in self.rows), default=0) or 1
         scale = (_WIDTH - _NAME - 2 * _MARGIN - 90) / most
-        title = f"saved for backward: {_size(self.before)} without ops, {_size(self.after)} with"
+        before, after = size_text(self.before), size_text(self.after)
+        title = f"saved for backward: {before} without ops, {after} with"
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
             f'width="{_WIDTH}" height="{height}" font-family="sans-serif" font-size="12">',
@@ -108,21 +113,13 @@ class LayerBytes:
                 f"{html.escape(_short(row.path, 32))}</text>",
                 _bar(y + 4, scale * row.before, 6, _BEFORE),
                 _bar(y + 11, scale * row.after, 6, _AFTER),
-                f'<text x="{end:.0f}" y="{y + 15}">{_size(row.after)}</text>',
+                f'<text x="{end:.0f}" y="{y + 15}">{size_text(row.after)}</text>',
             ]
         return "\n".join([*lines, "</svg>\n"])
 
 
 def _bar(y: float, width: float, height: int, color: str) -> str:
     return f'<rect x="{_NAME}" y="{y}" width="{width:.1f}" height="{height}" fill="{color}"/>'
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
 
 
 def _short(path: str, length: int) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ..step_bytes import step_bytes
 from .fused_class import FusedModule
 from .layer_bytes import LayerBytes, LayerRow, bytes_by_layer
+from .step_comparison import StepComparison
 from .unfuse import unfused
 
 __all__ = ["FuseReport", "FuseRow"]
@@ -101,6 +104,21 @@ class FuseReport:
         after = bytes_by_layer(self._model, args, kwargs)
         rows = [LayerRow(path, count, after[path]) for path, count in before.items()]
         return LayerBytes([row for row in rows if row.before or row.after])
+
+    def step(
+        self,
+        *args: Any,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        loss: Callable[[Any], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> StepComparison:
+        """Runs training steps of the model on these arguments, and returns the exact bytes that a
+        step holds at its peak, without and with the ops. `transformer_ops.memory.step_bytes`
+        describes the arguments, what is counted, and what is afterwards as before."""
+        model, options = self._model, {"optimizer": optimizer, "loss": loss, **kwargs}
+        with unfused(model):
+            before = step_bytes(model, *args, **options)
+        return StepComparison(before, step_bytes(model, *args, **options))
 
     def _lines(self) -> Iterator[tuple[str, str, str, int]]:
         """(class, rule, reason, how many)."""
