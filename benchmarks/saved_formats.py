@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import blocks
 import torch
@@ -123,7 +123,7 @@ def held_in_step(policy: Policy, size: Size, in_backward: bool) -> StepBytes:
     module = nn.Sequential(*(make_block(policy, size) for _ in range(STACK)))
     optimizers = {p: torch.optim.AdamW([p]) for p in module.parameters()}
 
-    def step(parameter: Tensor) -> None:
+    def step(parameter: Any) -> None:
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 

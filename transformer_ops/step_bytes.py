@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from . import _C
@@ -203,7 +202,9 @@ def _hook_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> Callable[[], 
     """Calls the hook before those that may release the gradient. Returns what removes it."""
     handle = tensor.register_post_accumulate_grad_hook(hook)
     hooks: Any = tensor._post_accumulate_grad_hooks
-    hooks.move_to_end(handle.id, last=False)
+    others = [item for item in hooks.items() if item[0] != handle.id]
+    hooks.clear()  # torch calls them in the order in which the dict received them
+    hooks.update([(handle.id, hook), *others])
     return handle.remove
 
 
@@ -294,7 +295,7 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
 
 def _storages(tensor: Tensor) -> dict[int, int]:
     """The bytes of its storages by address. A tensor of a subclass may have several."""
-    if is_traceable_wrapper_subclass(tensor):
+    if hasattr(tensor, "__tensor_flatten__"):
         names = tensor.__tensor_flatten__()[0]
         found: dict[int, int] = {}
         for name in names:

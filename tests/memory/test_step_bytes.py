@@ -281,5 +281,5 @@ def test_a_step_in_backward_holds_the_gradients_of_one_block() -> None:
     weights = after.parameters
     # All gradients but the first block's norm's and its last product's.
     assert after.gradients > 0.9 * weights
-    assert within.gradients <= weights / 6
+    assert 0.8 * weights / 6 < within.gradients <= weights / 6
     assert within.peak < after.peak - 0.5 * weights

@@ -112,6 +112,18 @@ def test_a_dtensor_keeps_its_local_tensor() -> None:
         dist.destroy_process_group()
 
 
+def test_hooks_behind_accumulation_have_an_order() -> None:
+    parameter, seen = nn.Parameter(torch.ones(1)), []
+    for name in ("second", "first"):
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    second, first = hooks.items()
+    hooks.clear()
+    hooks.update([first, second])
+    parameter.sum().backward()
+    assert seen == ["first", "second"]
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 def test_onednn_multiplies() -> None:
     # product.cpp declares it itself; without it, products in 16 bits take addmm's way.
