@@ -193,6 +193,7 @@ PYBIND11_MODULE(_C, module) {
   bind_group(module);
   bind_memory(module);
   bind_allocations(module);
+  bind_threads(module);
   bind_listeners(module);
   bind_delayed_scales(module);
   module.def("add_user_fusion",

@@ -85,6 +85,8 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "experts": lambda results: _limited(results, "experts"),
     "quantized": lambda results: _limited(results, "quantized"),
     "startup": lambda results: _limited(results, "startup"),
+    "threads": lambda results: _limited(results, "threads"),
+    "cores": lambda results: _table(tables.cores()),
     "models": lambda results: _limited(results, "models"),
     "calls": lambda results: _calls(results),
     "in short": lambda results: _in_short(results),

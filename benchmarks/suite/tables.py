@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from transformer_ops import _C
+
 from .cases import (
     ALLOCATORS,
     BLOCK_SIZE,
@@ -27,6 +29,7 @@ from .results import Results, Row
 from .targets import Outcome, outcomes
 
 NOTHING = "-"
+CORES = (1, 2, 4, 8, 16, 32, 64, 128)
 # Keys of call_cost.py.
 GUARDS, GUARDS_US = "guards", "guards us"
 
@@ -254,6 +257,25 @@ def limited(results: Results, name: str) -> Table:
     return Table(["what", "against", "at most", "found", "ours / theirs"], rows)
 
 
+def cores() -> Table:
+    """How many threads work on a loop, by the number of cores, from the library's own functions."""
+    shapes = [(16, 768), (128, 768), (1024, 768), (8192, 4096)]
+    headers = ["cores", *CORES]
+    rows = []
+    for count, width in shapes:
+        loop = [_C.threads_of_loop(count * width, 1, 1, n) for n in CORES]
+        rows.append([f"elements of {count} x {width}", *map(str, loop)])
+        norm = [_C.threads_of_loop(count, width, 1, n) for n in CORES]
+        rows.append([f"rows of {count} x {width}", *map(str, norm)])
+        parts = _C.parts_of_sum(count, width)
+        rows.append([f"sums over {count} rows of {width}", *(str(min(parts, n)) for n in CORES)])
+    for groups in (8, 64):
+        ways = [_C.groups_side_by_side(groups, 4096, 1024 * 1024, n) for n in CORES]
+        cells = (f"{n} groups" if side else "1 group" for n, side in zip(CORES, ways, strict=True))
+        rows.append([f"{groups} experts at once, 64 rows x 1024 x 1024", *cells])
+    return Table([str(header) for header in headers], rows)
+
+
 def everything(results: Results) -> str:
     """All tables with something in them, for the terminal."""
     times = "ms, forward / forward+backward"
@@ -273,6 +295,7 @@ def everything(results: Results) -> str:
     parts.append((title, limited(results, "experts")))
     parts.append(("tensors in 8 bits and fewer", limited(results, "quantized")))
     parts.append(("what happens once: the import, and a first call", limited(results, "startup")))
+    parts.append(("more threads than cores", limited(results, "threads")))
     parts.append(("whole models, with tops.fuse", limited(results, "models")))
     if any(set(outcome.found.values()) != {None} for outcome in outcomes(results)):
         parts.append(("to reach", targets(results)))

@@ -5,31 +5,26 @@
 #include <algorithm>
 
 #include "op/buffer.h"
+#include "op/split.h"
 #include "op/typed_op.h"
 
 namespace transformer_ops::cpu {
 
 void parallel(int64_t count, int64_t work, int64_t align,
               c10::function_ref<void(int64_t, int64_t)> function) {
-  // Fewer than 2 * kGrain elements take about as long as waking a second thread.
-  constexpr int64_t kGrain = 32768;
-  const int64_t units = (count + align - 1) / align;
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work * align));
-  if (units < 2 * grain) {
+  const LoopSplit split = split_loop(count, work, align);
+  if (split.is_serial()) {
     if (count > 0) function(0, count);
     return;
   }
-  at::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, split.units, split.grain, [&](int64_t begin, int64_t end) {
     function(begin * align, std::min(end * align, count));
   });
 }
 
 void sum_rows(int64_t rows, int64_t width, const at::Tensor& like, std::span<at::Tensor> results,
               AddRows add_rows) {
-  constexpr int64_t kMostParts = 16;
-  constexpr int64_t kElementsPerPart = 65536;
-  const int64_t parts =
-      std::clamp<int64_t>(rows * width / kElementsPerPart, 1, std::min(kMostParts, rows + 1));
+  const int64_t parts = sum_parts(rows, width);
   const auto accumulate = accumulate_dtype(like.scalar_type());
   const bool in_place = parts == 1 && std::ranges::all_of(results, [&](const at::Tensor& result) {
                           return result.scalar_type() == accumulate;

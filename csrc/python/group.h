@@ -130,6 +130,7 @@ class Group : private PlanHost {
 void bind_group(py::module_& module);
 void bind_memory(py::module_& module);
 void bind_allocations(py::module_& module);
+void bind_threads(py::module_& module);
 void bind_listeners(py::module_& module);
 void bind_delayed_scales(py::module_& module);
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "op/split.h"
 #include "wrappers/cpu.h"
 #include "wrappers/linear.h"
 #include "wrappers/product.h"
@@ -259,10 +260,7 @@ void parallel_over_groups(const Groups& groups, int64_t work,
   int64_t active = 0;
   for (int64_t group = 0; group < groups.count(); ++group) active += groups.size(group) > 0;
   const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-  // Products on several threads wake the threads for each group; those on one thread do not.
-  constexpr int64_t kMostWork = int64_t{1} << 26;
-  const bool in_parallel = threads > 1 && active >= 2 * threads &&
-                           groups.rows() / std::max<int64_t>(1, active) * work <= kMostWork;
+  const bool in_parallel = cpu::groups_side_by_side(active, groups.rows(), work, threads);
   if (!in_parallel) return function(0, groups.count());
   // The ranges have about the same number of rows.
   std::vector<int64_t> bounds = {0};
