@@ -465,6 +465,10 @@ class BasicOperation(ChannelMixin, FusibleOperation):
         flags = dict.fromkeys(cls._flag_names, check_bool)
         cls._checks = {**by_type, **flags, **cls._inherited_checks()}
 
+    def _plan_note(self) -> str:
+        """What `explain()` says of this op besides its steps."""
+        return ""
+
     def get_quantizer(self, mode: str, i: int) -> Quantizer | None:
         """The quantizer of a tensor of this op, under the recipe of the surrounding region, or else
         of the last region that this thread entered. i = 0 is the input in mode "forward", and the

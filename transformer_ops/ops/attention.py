@@ -83,6 +83,13 @@ class Attention(BasicOperation, kind="Attention"):
         self.scale = scale
         self.num_extra_inputs = int(check_bool("Attention", "mask", mask))
 
+    def _plan_note(self) -> str:
+        if not (self.training and self.p):
+            return ""
+        return (
+            "on CPU torch has no attention with dropout: ops make scores of a few heads at a time"
+        )
+
     def extra_repr(self) -> str:
         text = super().extra_repr()
         return text + ", mask=True" * bool(self.num_extra_inputs)

@@ -146,6 +146,7 @@ def describe(
 
     kept = [_slots(plan, step, saved, owner) for step in plan.forward]
     nothing: list[tuple[Slot, ...]] = [() for _ in plan.backward]
+    notes = [f"op {i}: {op._plan_note()}" for i, op in enumerate(basic_ops) if op._plan_note()]
     return Group(
         plan=plan,
         kinds=tuple(kind for kind, _ in plan.ops),
@@ -155,7 +156,7 @@ def describe(
         links=tuple(_links(plan, basic_ops)),
         near_misses=_relevant(plan, origins),
         saved=saved,
-        note="; ".join(filter(None, [note, _formats(plan), _quantized_weights(plan)])),
+        note="; ".join(filter(None, [note, _formats(plan), _quantized_weights(plan), *notes])),
     )
 
 
