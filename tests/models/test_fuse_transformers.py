@@ -103,8 +103,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "Cohere": (causal("Cohere"), {"feed-forward": 2}),
     "StableLm": (causal("StableLm"), {"residual": 2}),
     "StableLm, parallel": (causal("StableLm", use_parallel_residual=True), {"feed-forward": 2}),
-    "Starcoder2": (causal("Starcoder2"), {"residual": 2}),
-    "Olmo": (causal("Olmo"), {"norm of any dtype": 3, "residual": 2}),
+    "Starcoder2": (causal("Starcoder2"), {"layer": 2}),
+    "Olmo": (causal("Olmo"), GEMMA),
+    "SmolLM3": (causal("SmolLM3", no_rope_layers=[1, 0]), LLAMA),
+    "Phi": (causal("Phi"), {"attention": 2, "feed-forward": 2}),
     "Nemotron": (causal("Nemotron"), {"layer": 2}),
     "OPT": (small("OPTForCausalLM", "OPTConfig", **OPT), {"residual": 2}),
     "OPT, post-norm": (

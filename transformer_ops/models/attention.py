@@ -13,7 +13,14 @@ from ..op.borrowed import Borrowed, class_of
 from ..ops.attention import Attention, QKNorm
 from ..ops.make_extra_output import MakeExtraOutput
 from ..ops.rope import RoPE
-from ..views import BorrowedLinear, BorrowedPackedLinear, BorrowedRMSNorm, is_torch, view
+from ..views import (
+    BorrowedDropout,
+    BorrowedLinear,
+    BorrowedPackedLinear,
+    BorrowedRMSNorm,
+    is_torch,
+    view,
+)
 from .attention_forms import (
     PARTS,
     is_known_eager,
@@ -240,6 +247,13 @@ class TransformersAttention(AttentionCall):
         self.has_tables = "position_embeddings" in forward.__code__.co_varnames and (
             "apply_rotary_pos_emb" in forward.__code__.co_names
         )
+        if "rotates" in names:
+            self.has_tables = bool(getattr(module, names["rotates"]))
+        self._may_clip = "clip_qkv" in forward.__code__.co_names
+        if self._may_clip and module.config.clip_qkv is not None:  # type: ignore[union-attr]
+            raise FuseSkip("it clips queries, keys and values")
+        if "has_layer_norms" in names and getattr(module, names["has_layer_norms"]):
+            raise FuseSkip("its norms of queries and keys are no RMS norms")
         self._rotation = rotation(self._globals) if self.has_tables else None
         self._interface = self._globals["ALL_ATTENTION_FUNCTIONS"]
         self._sdpa = known_sdpa(self._interface)
@@ -273,6 +287,8 @@ class TransformersAttention(AttentionCall):
         ops.append(attention)
         if "output" in names:
             ops.append(BorrowedLinear(_linear(getattr(module, names["output"]))))
+        if "last_dropout" in names:
+            ops.append(BorrowedDropout(module, names["last_dropout"]))
         return ops
 
     def _products(self, module: Any) -> FusibleOperation:
@@ -296,6 +312,8 @@ class TransformersAttention(AttentionCall):
                 return None
         cache = given.get("past_key_values")
         if cache is not None and not _is_empty(cache, module.layer_idx):
+            return None
+        if self._may_clip and module.config.clip_qkv is not None:
             return None
         function = module.config._attn_implementation
         mask, is_causal = given.get("attention_mask"), False

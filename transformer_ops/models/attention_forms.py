@@ -79,10 +79,49 @@ _QUERY_KEY_VALUE = choices(
     V = V.view(S).transpose(1, 2)
     """,
 )
+# OLMo's, which are bounded if the configuration says so.
+_BOUNDED = choices(
+    """
+    Q = self.any_query(H)
+    K = self.any_key(H)
+    V = self.any_value(H)
+    if self.config.clip_qkv is not None:
+        Q.clamp_(min=-self.config.clip_qkv, max=self.config.clip_qkv)
+        K.clamp_(min=-self.config.clip_qkv, max=self.config.clip_qkv)
+        V.clamp_(min=-self.config.clip_qkv, max=self.config.clip_qkv)
+    Q = Q.view(S).transpose(1, 2)
+    K = K.view(S).transpose(1, 2)
+    V = V.view(S).transpose(1, 2)
+    """
+)
+# Phi's norms, which are no RMS norms.
+_LAYER_NORMS = choices(
+    """
+    if self.any_has_layer_norms:
+        Q = self.q_layernorm(Q)
+        K = self.k_layernorm(K)
+    """,
+    "",
+)
 _ROTATION = choices(
     """
     C, N = position_embeddings
     Q, K = apply_rotary_pos_emb(Q, K, C, N)
+    """,
+    # SmolLM 3: in some layers.
+    """
+    if self.any_rotates:
+        C, N = position_embeddings
+        Q, K = apply_rotary_pos_emb(Q, K, C, N)
+    """,
+    # Phi: a part of each head, as wide as the tables.
+    """
+    C, N = position_embeddings
+    D, E = Q[..., :self.rotary_ndims], Q[..., self.rotary_ndims:]
+    G, J = K[..., :self.rotary_ndims], K[..., self.rotary_ndims:]
+    D, G = apply_rotary_pos_emb(D, G, C, N)
+    Q = torch.cat((D, E), dim=-1)
+    K = torch.cat((G, J), dim=-1)
     """,
     "",
 )
@@ -130,9 +169,24 @@ _CALL = choices(
 )
 _END = choices(
     "O = O.reshape(*I, -1).contiguous()\nO = self.any_output(O)\nreturn O, W",
+    """
+    O = O.reshape(*I, -1).contiguous()
+    O = self.any_output(O)
+    O = nn.functional.dropout(O, p=self.any_last_dropout, training=self.training)
+    return O, W
+    """,
     "O = O.reshape(*I, -1).contiguous()\nreturn O, W",
 )
-_TRANSFORMERS = (_HEAD, _QUERY_KEY_VALUE, _ROTATION, _CACHE, _INTERFACE, _CALL, _END)
+_TRANSFORMERS = (
+    _HEAD,
+    (*_QUERY_KEY_VALUE, *_BOUNDED),
+    _LAYER_NORMS,
+    _ROTATION,
+    _CACHE,
+    _INTERFACE,
+    _CALL,
+    _END,
+)
 
 _TIMM = (
     choices(

@@ -49,6 +49,8 @@ def _steps(module: Any, names: Names, name: str, products: int = 0) -> Sequence[
 
 def _feed_forward(module: Any, names: Names) -> Sequence[nn.Module]:
     steps: Any = names["steps"]
+    if arguments_in(names) is not None:
+        raise FuseUnfit("attention is among its steps")
     if len(steps.list) == 1 and "part" in steps.list[0][1]:
         raise FuseUnfit(f"what {steps} calls is a module of its own")
     return _steps(module, names, "steps", products=2)
