@@ -103,15 +103,11 @@ class Pattern:
 
     def match_all(self, function: Callable[..., Any]) -> Names | None:
         """The names that make this the whole body of the function, or None."""
-        body = body_of(function)
-        value = value_of(body) if body else None
-        if value is None or value.target is not None:
-            return None
-        return self._match(value, Scope.of(function))
+        return _copied(_whole_match(self, function))
 
     def match_text(self, function: Callable[..., Any]) -> Names | None:
         """The names that make these, one by one, the statements of the function, or None."""
-        return _names_of(self._statements, body_of(function), Scope.of(function))
+        return _copied(_text_match(self, function))
 
     def find(self, windows: Sequence[Window], scope: Scope) -> Iterator[Found]:
         """Those that compute this."""
@@ -125,19 +121,51 @@ class Pattern:
         return _names_of(self._value.expression, value.expression, scope)
 
 
-Choices = tuple[Sequence[ast.stmt], ...]
+# Layers of a model share their functions: each is matched once.
+_remembered = functools.lru_cache(maxsize=4096)
+
+
+def _copied(names: Names | None) -> Names | None:
+    return None if names is None else dict(names)
+
+
+@_remembered
+def _whole_match(pattern: Pattern, function: Callable[..., Any]) -> Names | None:
+    value = _value_of_body(function)
+    if value is None or value.target is not None:
+        return None
+    return pattern._match(value, Scope.of(function))
+
+
+@_remembered
+def _value_of_body(function: Callable[..., Any]) -> Value | None:
+    body = body_of(function)
+    return value_of(body) if body else None
+
+
+@_remembered
+def _text_match(pattern: Pattern, function: Callable[..., Any]) -> Names | None:
+    return _names_of(pattern._statements, body_of(function), Scope.of(function))
+
+
+Choices = tuple[tuple[ast.stmt, ...], ...]
 
 
 def choices(*texts: str) -> Choices:
     """Ways to write some statements, for `match_groups`; an empty text for none."""
-    return tuple(ast.parse(textwrap.dedent(text)).body for text in texts)
+    return tuple(tuple(ast.parse(textwrap.dedent(text)).body) for text in texts)
 
 
-def match_groups(function: Callable[..., Any], groups: Sequence[Choices]) -> Names | None:
+def match_groups(function: Callable[..., Any], groups: tuple[Choices, ...]) -> Names | None:
     """The names that make one choice of each group, one after the other, the statements of a
     function that nothing is wrapped around; None if there are none."""
     is_plain = inspect.isfunction(function) and not hasattr(function, "__wrapped__")
-    body = body_of(function) if is_plain else None
+    return _copied(_groups_match(function, groups)) if is_plain else None
+
+
+@_remembered
+def _groups_match(function: Callable[..., Any], groups: tuple[Choices, ...]) -> Names | None:
+    body = body_of(function)
     if body is None:
         return None
     matches = _matches_groups(groups, body, _Match({}, {}), Scope.of(function))
@@ -153,7 +181,7 @@ def _matches_groups(
         return
     for statements in groups[0]:
         count = len(statements)
-        for found in _matches(statements, body[:count], match, scope):
+        for found in _matches(list(statements), body[:count], match, scope):
             yield from _matches_groups(groups[1:], body[count:], found, scope)
 
 
