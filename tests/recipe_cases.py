@@ -115,9 +115,13 @@ def block(dtype: torch.dtype = torch.float32, **policies: Any) -> tops.Sequentia
     return tops.Sequential(*mlp(), **policies).to(dtype)
 
 
-def gradients_of(run: Any, op: Any, inputs: list[Tensor]) -> list[Tensor]:
-    """The outputs and all gradients of the call, from the same generator state."""
-    leaves = [t for t in (*inputs, *op.parameters()) if t.is_floating_point()]
+def gradients_of(
+    run: Any, op: Any, inputs: list[Tensor], has_constants: bool = False
+) -> list[Tensor]:
+    """The outputs and all gradients of the call, from the same generator state. Constants are all
+    inputs but the first one; they have no gradient."""
+    given = inputs[:1] if has_constants else inputs
+    leaves = [t for t in (*given, *op.parameters()) if t.is_floating_point()]
     for leaf in leaves:
         leaf.requires_grad_()
     found = run_seeded(run, *inputs)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fusion_cases import CASES as FUSIONS
-from helpers import as_tuple, differentiable, twin
+from helpers import as_tuple, differentiable, leaf, twin
 from op_cases import CASES, NAMES, run_seeded
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -18,7 +18,8 @@ def compiled(module, backend="aot_eager"):
 
 def results(module, inputs, parameters):
     """Outputs and all gradients."""
-    inputs = [twin(tensor) for tensor in inputs]
+    copied = twin if differentiable(inputs) else leaf
+    inputs = [copied(tensor) for tensor in inputs]
     every = as_tuple(run_seeded(module, *inputs))
     outputs, inputs = differentiable(every), differentiable(inputs)
     grads = [torch.linspace(-1, 1, o.numel()).to(o).view(o.shape) for o in outputs]

@@ -144,13 +144,14 @@ ROW_OF = {"LayerNorm-zero-centered": "LayerNorm-zero-centered-2d"}
 ROW_OF |= {"RMSNorm-zero-centered": "RMSNorm-zero-centered-2d"}
 _USED = {ROW_OF.get(name, name) for name in (*SAME_WIDTH, *HALVING, *PARAMETERS)}
 # torch.func does not support collectives. With the eps of a dtype the reference in another one
-# differs. The other ops are not in any model yet: drop path, layer scale, and norms without some
-# parameter.
+# differs. The other ops are not in any model yet: drop path, layer scale, attention, and norms
+# without some parameter.
 _USED |= (
     _OTHERS
     | {name for name in ROWS if name.startswith(("DropPath", "LayerScale"))}
     | {name for name in ROWS if "-not-affine" in name or name == "LayerNorm-no-bias"}
-    | {"RMSNorm-eps-of-the-dtype"}
+    | {"RMSNorm-eps-of-the-dtype", "Attention"}
+    | {name for name in ROWS if name.startswith("QKNorm")}
     | {name for name, case in ROWS.items() if case.distributed}
 )
 assert _USED | {"Dropout", "Dropout-all", "Reshape"} == set(ROWS), (

@@ -27,9 +27,9 @@ PAIRS = dict(_C.typed_op_pairs())
 
 # tests/ops/test_grouped.py and test_router.py draw tensors that say which rows belong together.
 # tests/ops/test_products.py draws numbers that say to which weight a column belongs. The rows of
-# op_cases.py have scales for each column and for each sample.
+# op_cases.py have scales for each column and for each sample, and heads.
 _OTHERS = {"splits", "scales", "positions", "expert_ids", "probs", "balance", "out_features"}
-_OTHERS |= {"gamma", "factors"}
+_OTHERS |= {"gamma", "factors", "head_dim"}
 
 
 def names() -> list[str]:

@@ -307,13 +307,13 @@ def test_quantize_checks_its_arguments() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_op_under_every_recipe(case: OpCase, name: str) -> None:
     op, inputs = case.build(), case.inputs()
-    exact = gradients_of(op, op, inputs)
+    exact = gradients_of(op, op, inputs, case.constants)
     with tops.autocast(recipe=EVERY_RECIPE[name]):
         if refuses(case, name):
             with pytest.raises(RuntimeError, match="recipe must have no delayed scales"):
                 op(*inputs)
             return
-        found = gradients_of(op, op, inputs)
+        found = gradients_of(op, op, inputs, case.constants)
     assert all(map(torch.equal, found, exact)) != rounds(case)
     assert_rounded(found, exact, name)
 
