@@ -58,7 +58,7 @@ def reference() -> str:
         table(["rule", "pass", "benefit", "ops"], map(rule_row, rules)),
         "## Typed ops\n",
         "Each is `torch.ops.transformer_ops.<name>`: functional, never returns an alias of an\n"
-        "argument. `aten::` names an op of torch's own. Absent: the tensor is handed on.\n",
+        "argument. `aten::` names an op of torch's own. Absent: the tensor itself is the result.\n",
         *(typed_ops(row["kind"], row) for row in ops),
         *(typed_ops(f"fusion {row['name']}", row) for row in rules),
     ]

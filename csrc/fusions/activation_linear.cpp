@@ -105,7 +105,7 @@ LinearBackward backward_decomposed(const Checks& check, const Tensor& grad_outpu
 std::optional<std::string> why_not(const Match& match) {
   if (!match.key().grad_enabled) return "no gradient is wanted";
   if (match.parameter_requires_grad(1, 0)) return std::nullopt;
-  return "the weight needs no gradient, so the Linear keeps no input";
+  return "the weight needs no gradient, so the Linear saves no input";
 }
 
 Bindings bind(const Match& match) {

@@ -42,7 +42,7 @@ std::optional<std::string> why_not(const Match& match) {
   if (match.analysis.has_parameter(match.places[0], "bias")) return "the product has a bias";
   const auto& dtypes = match.analysis.dtypes();
   if (match.analysis.compute_dtype(match.places[0]) != dtypes[match.first()]) {
-    return "the product computes in another dtype than its input's";
+    return "the product computes in a dtype other than its input's";
   }
   return std::nullopt;
 }

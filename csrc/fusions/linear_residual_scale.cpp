@@ -92,11 +92,12 @@ bool commutes_with_rounding(double scale) {
 
 std::optional<std::string> why_not(const Match& match) {
   if (match.has(2) && std::get<double>(match.op(2).attributes.at("scale")) == 0) {
-    return "the scale is 0, with which a product may hide NaN and infinity";
+    return "the scale is 0, and a product with 0 in the weight may hide NaN and infinity";
   }
   if (match.has(2) && match.analysis.is_quantized(match.places[1]) &&
       !commutes_with_rounding(std::get<double>(match.op(2).attributes.at("scale")))) {
-    return "the scale is no power of two from 2^-17 to 2^15, so the scaled gradient is rounded";
+    return "the scale is not a power of two from 2^-17 to 2^15, so a scaled gradient would be "
+           "rounded";
   }
   return match.has(0) ? no_extra_gradient(match) : std::nullopt;
 }

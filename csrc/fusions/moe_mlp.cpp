@@ -180,15 +180,15 @@ bool takes(const Match& match, int op, int k, int output) {
 std::optional<std::string> why_not(const Match& match) {
   enum { kDispatch, kUp, kActivation, kDown, kCombine };
   enum { kSplits, kPermutedProbs, kPositions };
-  if (!match.key().policies.recompute) return "nothing is computed again (recompute=\"none\")";
+  if (!match.key().policies.recompute) return "nothing is recomputed (recompute=\"none\")";
   if (auto why = why_not_experts(match, kUp, kActivation, kDown)) return why;
   if (!takes(match, kUp, 0, kSplits) || !takes(match, kDown, 0, kSplits) ||
       !takes(match, kActivation, 0, kPermutedProbs) || !takes(match, kCombine, 0, kPositions)) {
-    return "an op takes splits, probabilities or positions from elsewhere";
+    return "an op does not take its splits, probabilities or positions from the dispatch";
   }
   if (match.op(kDispatch).visible[kPermutedProbs] ||
       match.analysis.readers(match.places[kDispatch], kPermutedProbs).size() > 1) {
-    return "the probabilities are read elsewhere";
+    return "another op reads the probabilities";
   }
   return std::nullopt;
 }

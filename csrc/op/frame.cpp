@@ -347,11 +347,12 @@ class AutogradShortcut final : public Kernel {
   // themselves.
   void check_differentiable(const OperatorHandle& handle, ptrdiff_t argument) const {
     const Form form = variant_.form;
-    TORCH_CHECK_NOT_IMPLEMENTED(op_.differentiable && !form.is_scaled && !form.is_into, "[",
-                                variant_.name, "] ", handle.schema().arguments()[argument].name(),
-                                " must require no gradient, as none passes through this op, got "
-                                "one that does; detach() it, "
-                                "or call the op under torch.no_grad()");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        op_.differentiable && !form.is_scaled && !form.is_into, "[", variant_.name, "] ",
+        handle.schema().arguments()[argument].name(),
+        " must not require a gradient, because none passes through this op, got "
+        "one that does; detach() it, "
+        "or call the op under torch.no_grad()");
   }
 
   mutable std::atomic<bool> is_made_ = false;

@@ -46,7 +46,8 @@ void check_apart(const Call& call, Tensors buffers) {
   for (size_t i = 1; i < buffers.size(); ++i) {
     const auto overlap = at::get_overlap_status(buffers[i - 1], buffers[i]);
     TORCH_CHECK(overlap != at::MemOverlapStatus::Full && overlap != at::MemOverlapStatus::Partial,
-                "[", call.op(), "] main_grad must be apart for each weight, got two of shape ",
+                "[", call.op(),
+                "] main_grad must be a separate buffer for each weight, got two of shape ",
                 buffers[i].sym_sizes(), " that share memory");
   }
 }

@@ -177,8 +177,9 @@ void run(const OperatorHandle&, DispatchKeySet, Stack* stack) {
 
 // The forms that only plans call have no gradient.
 void check_no_gradient(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient(stack->back()), "[run_call] tensors must require no ",
-                              "gradient, as none passes through this op, got one that does; "
+  TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient(stack->back()),
+                              "[run_call] tensors must not require ",
+                              "a gradient, because none passes through this op, got one that does; "
                               "detach() it, or call the op under torch.no_grad()");
   const at::AutoDispatchBelowAutograd below_autograd;
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);

@@ -95,7 +95,7 @@ const std::vector<std::string> kAttributes = {"group_size", "group"};
     }) &&
     register_op({
         .declaration = {.kind = "AllReduce",
-                        .summary = "the sum over all ranks; the gradient is handed on",
+                        .summary = "the sum over all ranks; the gradient passes through unchanged",
                         .attributes = kAttributes,
                         .inactive = is_alone},
         .forward = in_place(

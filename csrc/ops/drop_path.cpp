@@ -64,7 +64,7 @@ Tensor replay(const ReplayCall& call) {
     .declaration =
         {
             .kind = "DropPath",
-            .summary = "x / (1 - p) where a random bit of the sample is set, else 0",
+            .summary = "x / (1 - p) for each sample that is not dropped, else 0",
             .attributes = {"p"},
             .slots = {{"factors"}},
             .inactive =

@@ -79,7 +79,7 @@ Tensor replay(const ReplayCall& call) {
 
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "Dropout",
-                    .summary = "x / (1 - p) where a random bit is set, else 0",
+                    .summary = "x / (1 - p) where an element is not dropped, else 0",
                     .attributes = {"p"},
                     .slots = {{"mask"}},
                     .inactive =

@@ -25,7 +25,7 @@ void backward(const Tensor& grad_output, const Tensor& grad_extra_output, Tensor
 
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "MakeExtraOutput",
-                    .summary = "x, twice",
+                    .summary = "x; an extra output is x, too",
                     .attributes = {"in_place"},
                     .extra_outputs = {"extra_output"}},
     .backward = {.schema = "make_extra_output_backward(Tensor grad_output, "

@@ -160,7 +160,7 @@ Tensor replay(const ReplayCall& call) {
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "Router",
                     .summary = "the top_k experts of each row by act(x weight^T), and their "
-                               "probabilities; hands x on",
+                               "probabilities; the output is x",
                     .parameters = {"weight", "balance"},
                     .attributes = {"top_k", "score", "normalize"},
                     .extra_outputs = {"expert_ids", "probs", "aux_loss"},

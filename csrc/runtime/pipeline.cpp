@@ -48,7 +48,7 @@ void check_sources(const std::vector<OpNode>& ops) {
 
 Pipeline::Pipeline(std::vector<OpNode> ops, Policies policies, PlanHost* host)
     : ops_(std::move(ops)), policies_(policies), host_(host) {
-  TORCH_CHECK(!ops_.empty(), "[Pipeline] ops must be one at least, got none");
+  TORCH_CHECK(!ops_.empty(), "[Pipeline] ops must not be empty, got none");
   check_sources(ops_);
   extra_inputs_ = extra_inputs_from_caller(ops_);
   for (size_t i = 0; i < ops_.size(); ++i) {

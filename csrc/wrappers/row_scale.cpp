@@ -123,7 +123,7 @@ TensorSpecs scale_backward_shape(const Checks& check, const Tensor& grad_output,
   const auto [wants_input, wants_gamma] = wanted;
   check_gamma(check, grad_output, gamma);
   TORCH_CHECK(!wants_gamma || (gamma != nullptr && input != nullptr), "[", check.op(),
-              "] input and gamma must be there for the gradient of gamma, got None");
+              "] input and gamma must be given for the gradient of gamma, got None");
   if (input != nullptr) check.spec("input", *input, like(grad_output));
   const auto dtype = grad_output.scalar_type();
   const TensorSpec of_gamma = wants_gamma ? TensorSpec{{gamma->sym_size(0)}, dtype} : absent(dtype);

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import transformer_ops as tops
 
 GELU_MLP = """\
-328 bytes a row kept for backward; a row of the input is 16 x float32
+328 bytes a row saved for backward; a row of the input is 16 x float32
 
 0  LayerNorm    (16,), eps=1e-05
 1  BasicLinear  in_features=16, out_features=64
@@ -223,7 +223,7 @@ def test_reason_taken_by_an_earlier_rule() -> None:
 def test_reason_of_a_guard() -> None:
     module = relu_mlp()
     module[3].weight.requires_grad_(False)
-    expected = "the weight needs no gradient, so the Linear keeps no input"
+    expected = "the weight needs no gradient, so the Linear saves no input"
     assert reasons(called(module), "activation_linear") == [expected]
     assert f"activation_linear (joint) at 2-3: {expected}" in str(module.explain())
 

@@ -208,7 +208,7 @@ def two_dtypes():
             "activation_linear",
             half_frozen,
             (1, 2),
-            "the weight needs no gradient, so the Linear keeps no input",
+            "the weight needs no gradient, so the Linear saves no input",
         ),
         ("activation_bias", frozen_bias, (1, 2), "the bias needs no gradient"),
         ("linear_bias_activation", two_dtypes, (0, 1, 2), "weight and bias have different dtypes"),

@@ -376,4 +376,4 @@ def test_explain_tells():
     module(torch.randn(4, 16, requires_grad=True))
     text = str(module.explain())
     assert "computes x1 again from 0.input, 0.mean" in text
-    assert "168 bytes a row kept for backward" in text
+    assert "168 bytes a row saved for backward" in text

@@ -171,8 +171,11 @@ def visible_probs(ops: list[Any]) -> None:
         (with_bias, "a product has a bias"),
         (frozen, "a weight needs no gradient"),
         (accumulating, "a weight accumulates into main_grad"),
-        (other_splits, "an op takes splits, probabilities or positions from elsewhere"),
-        (visible_probs, "the probabilities are read elsewhere"),
+        (
+            other_splits,
+            "an op does not take its splits, probabilities or positions from the dispatch",
+        ),
+        (visible_probs, "another op reads the probabilities"),
     ],
 )
 def test_why_a_layer_is_not_one_step(change: Callable[[list[Any]], None], reason: str) -> None:
@@ -555,7 +558,7 @@ def test_why_two_products_are_no_one_step() -> None:
 
     assert misses(mlp()) == set()
     assert misses(mlp(bias=True)) == {"a product has a bias"}
-    assert misses(mlp("none")) == {'nothing is computed again (recompute="none")'}
+    assert misses(mlp("none")) == {'nothing is recomputed (recompute="none")'}
     frozen = mlp()
     frozen[0].weight.requires_grad_(False)
     assert misses(frozen) == {"a weight needs no gradient"}

@@ -61,7 +61,9 @@ def test_buffers_that_share_memory_are_refused() -> None:
     run(apart)
     torch.testing.assert_close(apart[0], grad[:7].T @ x[:7])
     for buffers in (shared, [apart[0], apart[0]]):
-        with pytest.raises(RuntimeError, match="main_grad must be apart for each weight"):
+        with pytest.raises(
+            RuntimeError, match="main_grad must be a separate buffer for each weight"
+        ):
             run(buffers)
 
 

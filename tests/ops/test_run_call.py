@@ -44,5 +44,7 @@ def test_a_wrong_call_says_so(text: str, tensors: int, message: str) -> None:
 
 
 def test_no_gradient_passes() -> None:
-    with pytest.raises(NotImplementedError, match=r"\[run_call\] tensors must require no gradient"):
+    with pytest.raises(
+        NotImplementedError, match=r"\[run_call\] tensors must not require a gradient"
+    ):
         RUN_CALL(ROUNDED, [x().requires_grad_()])

@@ -61,7 +61,7 @@ def test_a_gather_is_done_again_and_its_input_kept(group):
     module = tops.Sequential(tops.AllGather(group), tops.Linear(8, 16))
     module(torch.randn(4, 8, requires_grad=True)).sum().backward()
     assert [name for name, _ in group.calls] == ["gather", "gather", "scatter"]
-    assert "32 bytes a row kept for backward" in str(module.explain())
+    assert "32 bytes a row saved for backward" in str(module.explain())
     (plan,) = module.plans()
     # One step gathers beside a product, and scatters beside another.
     assert (
@@ -77,7 +77,7 @@ def test_a_gather_is_done_again_and_its_input_kept(group):
     group.calls.clear()
     module(torch.randn(4, 8)).sum().backward()
     assert [name for name, _ in group.calls] == ["gather"]
-    assert "64 bytes a row kept for backward" in str(module.explain())
+    assert "64 bytes a row saved for backward" in str(module.explain())
 
 
 # By name of a split product: how it is split, and the collectives of backward for the input, the
@@ -114,7 +114,7 @@ def test_each_gradient_has_its_own_collectives(group, name):
 def test_a_norm_before_a_gather_is_computed_again_too(group):
     module = tops.Sequential(tops.RMSNorm(8), tops.AllGather(group), tops.Linear(8, 16))
     module(torch.randn(4, 8, requires_grad=True)).sum().backward()
-    assert "36 bytes a row kept for backward" in str(module.explain())
+    assert "36 bytes a row saved for backward" in str(module.explain())
 
 
 @every_op
@@ -336,7 +336,7 @@ def test_what_an_mlp_keeps(group):
     module = mlp(group, True)
     module(torch.randn(4, 8, requires_grad=True)).sum().backward()
     # x as it was given, 32 bytes a row; and for both ranks' rows what GELU was given, 32 wide.
-    assert f"{32 + 2 * 128} bytes a row kept for backward" in str(module.explain())
+    assert f"{32 + 2 * 128} bytes a row saved for backward" in str(module.explain())
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

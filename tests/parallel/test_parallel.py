@@ -82,7 +82,7 @@ def test_one_group_without_hooks(mesh, sequence):
         assert parameter.grad.shape == parameter.shape
     # GELU's input: this rank's 32 columns, of all rows by sequence; and what the norm kept.
     kept = 16 * 4 + 4 + 32 * 4 * (2 if sequence else 1)
-    assert f"{kept} bytes a row kept for backward" in str(module.explain())
+    assert f"{kept} bytes a row saved for backward" in str(module.explain())
     state = block().state_dict()
     assert {name: t.shape for name, t in module.state_dict().items()} == {
         name: t.shape for name, t in state.items()

@@ -328,7 +328,8 @@ def test_no_gradient_passes(format: str) -> None:
     """Where autograd would record a call, that is an error: its result would have no history."""
     x = torch.randn(4, 64, requires_grad=True)
     refused = lambda op, name: pytest.raises(  # noqa: E731
-        NotImplementedError, match=rf"\[{op}\] {name} must require no gradient, as none passes"
+        NotImplementedError,
+        match=rf"\[{op}\] {name} must not require a gradient, because none passes",
     )
     for call in (quantize, lambda x, format: o.quantize_dequantize(x, format, "float32")):
         with refused(r"quantize\w*", "input"):

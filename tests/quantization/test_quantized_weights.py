@@ -173,7 +173,7 @@ def test_backward_keeps_codes_only():
     assert shapes == sorted(str((tuple(t.shape), t.dtype)) for t in wanted)
     told = str(model.explain())
     assert "weights held quantized: 0.weight mx e4m3; decoded for each product" in told
-    assert "128 bytes a row kept for backward" in told
+    assert "128 bytes a row saved for backward" in told
 
 
 def test_a_user_s_python_step_reads_numbers():

@@ -505,8 +505,7 @@ TEST(Pipeline, RefusesWhatDoesNotFit) {
               make_op("Bias", {{"size", int64_t{4}}, {"cache_quantized_input", true}});
             }),
             "[Bias] attributes must be declared, got 'cache_quantized_input'");
-  EXPECT_EQ(error_of([] { Pipeline pipeline({}); }),
-            "[Pipeline] ops must be one at least, got none");
+  EXPECT_EQ(error_of([] { Pipeline pipeline({}); }), "[Pipeline] ops must not be empty, got none");
 
   std::vector<OpNode> ops = {make_op("AddExtraInput", {{"in_place", false}}),
                              make_op("MakeExtraOutput", {{"in_place", false}})};

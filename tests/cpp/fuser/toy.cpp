@@ -159,7 +159,7 @@ bool declare() {
                    .integers = {"ids"},
                    .forward = "choose(Tensor input) -> Tensor ids"});
   add_declaration({.kind = "Fork",
-                   .summary = "x, twice",
+                   .summary = "x; an extra output is x, too",
                    .extra_outputs = {"extra_output"},
                    .backward = "fork_backward(Tensor grad_output, Tensor grad_extra_output) -> "
                                "Tensor grad_input"});

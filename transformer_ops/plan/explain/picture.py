@@ -41,7 +41,7 @@ LEGEND = {
     FORWARD: "fused in forward",
     BACKWARD: "fused in backward",
     JOINT: "joint: fused in both passes",
-    KEPT: "kept for backward, bytes a row",
+    KEPT: "saved for backward, bytes a row",
     PYTHON: "in Python",
 }
 

@@ -48,7 +48,7 @@ def summary_text(group: Group) -> str:
     """The tensors that the group saves for backward."""
     if not group.plan.needs_backward:
         return "no gradient is needed, nothing is kept"
-    kept = f"{bytes_text(group.saved_a_row)} bytes a row kept for backward"
+    kept = f"{bytes_text(group.saved_a_row)} bytes a row saved for backward"
     if group.saved is None:
         return kept
     dtype = str(group.saved.dtype).removeprefix("torch.")
