@@ -46,10 +46,11 @@ py::list list_fusions() {
 }
 
 py::dict declaration_to_python(const OpDeclaration& row) {
-  py::list slots, needed_for;
+  py::list slots, needed_for, when;
   for (const Slot& slot : row.slots) {
     slots.append(slot.name);
     needed_for.append(slot.needed_for);
+    when.append(slot.when ? slot.when->attribute + "=" + to_text(slot.when->value) : "");
   }
   py::dict entry;
   entry["kind"] = row.kind;
@@ -71,6 +72,7 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   entry["extra_outputs"] = row.extra_outputs;
   entry["integers"] = row.integers;
   entry["constants"] = row.constants;
+  entry["detached"] = row.detached;
   entry["operands"] = row.operands;
   std::vector<std::string> optional;
   for (const auto* names : {&row.parameters, &row.extra_inputs}) {
@@ -84,6 +86,7 @@ py::dict declaration_to_python(const OpDeclaration& row) {
   for (const State& state : row.states) states.emplace_back(state.attribute, state.later);
   entry["states"] = states;
   entry["needed_for"] = needed_for;
+  entry["when"] = when;
   entry["keeps_width"] = !row.width;
   entry["asks_training"] = row.asks_training();
   entry["forward"] = row.forward;

@@ -41,6 +41,7 @@ def assert_near(
         want,
         rtol=rtol * factor,
         atol=atol * factor,
+        equal_nan=True,
         msg=lambda text: f"{what}: {text}",
     )
 

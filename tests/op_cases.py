@@ -29,6 +29,7 @@ from op_references import (
     interleaved,
     l2_normalization,
     layer_norm,
+    linear_cross_entropy,
     packed_linear,
     places_for,
     qgelu,
@@ -42,6 +43,7 @@ from op_references import (
     split,
     splits_for,
     srelu,
+    targets_for,
 )
 from process_groups import group_of_zeros
 from torch import Tensor
@@ -80,6 +82,10 @@ class OpCase:
     any_dtype: bool = False
     multiple: int = 1
     distributed: bool = False
+    # The output is in float32 also for 16-bit parameters.
+    accumulates_output: bool = False
+    # Does backward read the input? Else the op has no second derivatives.
+    saves_input: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -562,6 +568,29 @@ CASES = [
         lambda h, B: 4,
         extras=lambda x: [places_for(x)],
         flat=True,
+    ),
+    *(
+        OpCase(
+            f"LinearCrossEntropy{label}",
+            functools.partial(tops.LinearCrossEntropy, 16, 21, **options),
+            linear_cross_entropy(**options),
+            # The gradients of all 12 rows together, or the input, the target and lse of each row.
+            (lambda h, B: h * B + (21 * (h + 1) * B + max(B, 4)) / 12)
+            if made
+            else (lambda h, B: h * B + 8 + max(B, 4)),
+            extras=lambda x: [targets_for(x, 21)],
+            bad=((3, 7), r"input must have last dimension 16, got shape \[3, 7\]"),
+            accumulates_output=True,
+            saves_input=not made,
+        )
+        for label, made, options in (
+            ("", True, {"bias": True, "chunk": 5}),
+            (
+                *("-recomputed", False),
+                {"label_smoothing": 0.1, "softcap": 2.0, "z_loss": 0.1, "gradients_in": "backward"},
+            ),
+            ("-rows", False, {"bias": True, "reduction": "none", "chunk": 7}),
+        )
     ),
     OpCase(
         "MakeExtraOutput",

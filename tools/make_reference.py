@@ -104,6 +104,7 @@ def tensors(row: dict[str, Any], names: list[str]) -> str:
     """Tensors that an op takes or gives by name."""
     marks = {name: " (integers)" for name in row["integers"]}
     marks |= {name: " (no gradient)" for name in row["constants"]}
+    marks |= {name: " (no gradient)" for name in row["detached"]}
     marks |= {name: " (a list)" for name in row["lists"]}
     marks |= {name: marks.get(name, "") + " (or None)" for name in row["optional"]}
     return ", ".join(f"`{name}`{marks.get(name, '')}" for name in names)
@@ -112,11 +113,13 @@ def tensors(row: dict[str, Any], names: list[str]) -> str:
 def keeps(row: dict[str, Any]) -> str:
     """The slots of an op with their bytes a row."""
     found = []
-    for slot, needed_for in zip(row["slots"], row["needed_for"], strict=True):
+    for slot, needed_for, when in zip(row["slots"], row["needed_for"], row["when"], strict=True):
         size = size_text(row["kind"], slot)
         if size:
             gradients = " or ".join(f"`{name}`" for name in needed_for)
-            condition = f" (where {gradients} needs a gradient)" if needed_for else ""
+            conditions = [f"{gradients} needs a gradient"] if needed_for else []
+            conditions += [f"`{when}`"] if when else []
+            condition = f" (where {' and '.join(conditions)})" if conditions else ""
             found.append(f"`{slot}` {size}{condition}")
     return ", ".join(found)
 

@@ -103,6 +103,8 @@ class Formula:
             *batches, rows, _ = values["input"].shape
             width = values["num_heads"] * values["head_dim"]
             yield self._of_heads * prod(batches) * rows * rows * width
+        if self._is_backward and values.get("gradients_in") == "forward":
+            return  # forward has made the gradients, and counts them
         rows, splits = self._count_rows(values), values.get("splits")
         # Each row is multiplied by the matrix of its group, or by all matrices.
         groups = 1 if splits is None else max(len(splits), 1)
@@ -111,6 +113,11 @@ class Formula:
         for matrix, needed_for in self._products:
             if not self._is_backward or asked.intersection(needed_for):
                 yield rows * _count_numbers(values[matrix]) // groups
+            if not self._is_backward:
+                if _is_made(values.get("grads_input")):
+                    yield rows * _count_numbers(values[matrix])
+                if _is_made(values.get(f"grads_{matrix}")):
+                    yield rows * _count_numbers(values[matrix])
             gradient = f"grad_{matrix}"
             if gradient in asked:
                 found = values["main_grad"] if "main_grad" in values else values[gradient]
@@ -129,6 +136,11 @@ class Formula:
 def _count_numbers(matrix: Tensor | list[Tensor]) -> int:
     tensors = matrix if isinstance(matrix, list) else [matrix]
     return sum(tensor.numel() * _codes_in_an_element(tensor) for tensor in tensors)
+
+
+def _is_made(gradient: Tensor | None) -> bool:
+    """Whether a forward op has made this gradient."""
+    return gradient is not None and gradient.numel() > 0
 
 
 def _codes_in_an_element(tensor: Tensor) -> int:

@@ -187,7 +187,8 @@ class OperationFuser(Observer):
         if self._own and len(self._basic_ops) == 1:
             # Its channels lead out of the group.
             op = self._basic_ops[0]
-            return [[None] * op.num_extra_inputs], [[True] * op.num_extra_outputs]
+            returned = [i not in op._unreturned for i in range(op.num_extra_outputs)]
+            return [[None] * op.num_extra_inputs], [returned]
         routing = resolve_channels(self._basic_ops, self._names)
         sources = [
             [(s.position, s.output) if isinstance(s, Routed) else None for s in row]

@@ -88,7 +88,12 @@ void Compiler::compile_forward() {
     program_.boundaries.push_back(forward_.find({Kind::Main, i}));
   for (const Value& value : plan.extra_outputs) {
     program_.outputs.push_back(forward_.find(value));
-    if (value.op < first_live_op()) ++program_.constants;
+    const PlannedOp& op = plan.ops[value.op];
+    if (value.op < first_live_op()) {
+      ++program_.constants;
+    } else if (op.native && declaration(op.kind).is_detached(value.name)) {
+      program_.detached.push_back(program_.outputs.size() - 1);
+    }
   }
   program_.forward.values = forward_.count();
 }

@@ -168,6 +168,7 @@ std::string named_error(const Program& program, const Program::Line& line, bool 
 void rethrow_as(const c10::Error& error, const std::string& text) {
   if (typeid(error) == typeid(c10::Error)) TORCH_CHECK(false, text);
   if (typeid(error) == typeid(c10::ValueError)) TORCH_CHECK_VALUE(false, text);
+  if (typeid(error) == typeid(c10::IndexError)) TORCH_CHECK_INDEX(false, text);
   if (typeid(error) == typeid(c10::NotImplementedError)) TORCH_CHECK_NOT_IMPLEMENTED(false, text);
   throw;
 }

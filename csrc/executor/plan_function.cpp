@@ -158,6 +158,11 @@ variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& ca
                 "[run_plan] outputs must be floating where a gradient is wanted, got ",
                 output.scalar_type());
   }
+  if (!program->detached.empty()) {
+    variable_list detached;
+    for (const size_t i : program->detached) detached.push_back(outputs[i - program->constants]);
+    context->mark_non_differentiable(detached);
+  }
   // An output that no loss uses gets no gradient, so that its backward is not computed.
   context->set_materialize_grads(false);
   if (!program->updated.empty()) {

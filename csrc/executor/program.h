@@ -167,6 +167,7 @@ struct Program {
   std::vector<int> boundaries;  // the main tensor before each op, and the last one
   // Outputs 1 to `constants` do not depend on anything that needs a gradient.
   size_t constants = 0;
+  std::vector<size_t> detached;      // the other outputs that have no gradient
   std::vector<int> saved;            // forward values to save, each once
   std::map<Value, int> saved_slots;  // slots and parameters -> index in saved
   // States that backward updates: forward value, backward value. They are not saved tensors,

@@ -162,6 +162,10 @@ void Analysis::propagate_dtypes() {
         }
       }
     }
+    const bool is_half = next == DType::Float16 || next == DType::BFloat16;
+    if (is_half && ops_[i].native && declaration(ops_[i].kind).accumulates_output) {
+      next = DType::Float32;
+    }
     dtypes_.push_back(next);
   }
 }
@@ -253,7 +257,11 @@ bool Analysis::has_gradient(int op, int k) const {
 bool Analysis::extra_input_requires_grad(int op, int k) const {
   if (!key_.grad_enabled || !has_gradient(op, k)) return false;
   const auto& source = ops_[op].sources[k];
-  return source ? needs_grad_[source->op + 1] : from_caller(op, k).requires_grad;
+  if (!source) return from_caller(op, k).requires_grad;
+  const OpNode& producer = ops_[source->op];
+  const std::string& name = producer.extra_outputs[source->output];
+  if (producer.native && declaration(producer.kind).is_detached(name)) return false;
+  return needs_grad_[source->op + 1];
 }
 
 }  // namespace transformer_ops

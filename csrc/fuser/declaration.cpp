@@ -63,6 +63,15 @@ void check_names(const OpDeclaration& row) {
     check(row.has_extra_input(name), "[declaration] '", row.kind,
           "' must have constants among its extra inputs, got '", name, "'");
   }
+  for (const std::string& name : row.detached) {
+    check(row.has_extra_output(name), "[declaration] '", row.kind,
+          "' must have what is detached among its extra outputs, got '", name, "'");
+  }
+  for (const Slot& slot : row.slots) {
+    check(!slot.when || row.has_attribute(slot.when->attribute), "[declaration] '", row.kind,
+          "' must have the attribute of slot '", slot.name, "', got '",
+          slot.when ? slot.when->attribute : "", "'");
+  }
   for (const State& state : row.states) {
     check(row.has_parameter(state.parameter) && row.has_attribute(state.attribute),
           "[declaration] '", row.kind, "' must have the parameter and the attribute of state '",
@@ -107,6 +116,12 @@ void check_delays(const OpDeclaration& row) {
 
 }  // namespace
 
+bool Slot::is_read_with(const Attributes& set) const {
+  if (!when) return true;
+  const auto found = set.find(when->attribute);
+  return found != set.end() && found->second == when->value;
+}
+
 bool OpDeclaration::has_parameter(const std::string& name) const {
   return contains(parameters, name);
 }
@@ -141,6 +156,10 @@ bool OpDeclaration::is_constant(const std::string& extra_tensor) const {
 
 bool OpDeclaration::asks_training() const {
   return inactive != nullptr || forward_schema.has_argument(kTraining);
+}
+
+bool OpDeclaration::is_detached(const std::string& extra_output) const {
+  return contains(detached, extra_output);
 }
 
 const ListedParameter* OpDeclaration::list_of(const std::string& parameter) const {

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,10 +21,19 @@ enum class DTypeRule {
 };
 
 // A tensor that is saved for backward. `needed_for` lists the gradients ("input" or a parameter)
-// that read it; if empty, all gradients do.
+// that read it; if empty, all gradients do. With `when`, backward reads it only if that attribute
+// has that value; its argument is a `Tensor?` then.
 struct Slot {
+  struct When {
+    std::string attribute;
+    Attribute value;
+  };
+
   std::string name;
   std::vector<std::string> needed_for = {};
+  std::optional<When> when = {};
+
+  bool is_read_with(const Attributes& attributes) const;
 };
 
 // A buffer of the caller, outside autograd. If the attribute is set, backward adds the parameter's
@@ -75,6 +85,7 @@ struct OpDeclaration {
   std::vector<std::string> integers = {};  // extra tensors of integers, which have no gradient
   // Extra inputs without a gradient, such as a mask. A call raises if one requires a gradient.
   std::vector<std::string> constants = {};
+  std::vector<std::string> detached = {};  // other extra outputs that have no gradient
   std::vector<Slot> slots = {};
   std::vector<State> states = {};
   std::string forward = {};
@@ -87,6 +98,8 @@ struct OpDeclaration {
   // Forward passes the tensor through; decomposed plans call its typed op for the derivative.
   bool hands_on = false;
   DTypeRule dtype = DTypeRule::Keep;
+  // Is the output in the accumulate dtype, as a loss is?
+  bool accumulates_output = false;
   // For a product y = x W^T, the names of x and W. A recipe quantizes these and the gradient of y.
   // An op without typed ops that names its input here is no product: it rounds its main tensor if
   // its attribute `rounds_input` is set, and the gradient if `rounds_grad_output` is.
@@ -117,6 +130,7 @@ struct OpDeclaration {
   bool is_constant(const std::string& extra_tensor) const;
   // Does a plan depend on the op's training flag?
   bool asks_training() const;
+  bool is_detached(const std::string& extra_output) const;
   // Null if the parameter is a single tensor.
   const ListedParameter* list_of(const std::string& parameter) const;
   // The names of a parameter's tensors, and those of all parameters. Throws PlanError if a count is

@@ -292,6 +292,7 @@ class Lowering {
     if (is_absent(slot)) return None{};
     const auto& slots = declaration(ops_[slot.op].kind).slots;
     const auto row = std::ranges::find(slots, slot.name, &Slot::name);
+    if (row != slots.end() && !row->is_read_with(ops_[slot.op].attributes)) return None{};
     if (row != slots.end() && !row->needed_for.empty() &&
         std::ranges::none_of(row->needed_for, [&](auto& name) { return wants(slot.op, name); })) {
       return None{};

@@ -37,12 +37,12 @@ def with_masks(name: str, sample: list[Any]) -> list[list[Any]]:
     return [[*sample[:place], list(mask), *sample[place + 1 :]] for mask in fits]
 
 
-# The meaning of this one computes scores again if somebody has used them; a whole layer of experts
-# below counts it.
-BY_LAYERS = "router_backward"
+# The decompositions of these compute scores and logits again, and that of the loss makes no
+# gradients. Two tests below count them.
+BY_LAYERS = {"router_backward", "linear_cross_entropy", "linear_cross_entropy_backward"}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != BY_LAYERS])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_LAYERS])
 def test_each_typed_op_counts_what_its_decomposition_counts(name: str) -> None:
     # The meaning of a product in groups multiplies all rows with every matrix.
     multiplies_more = "grouped" in name or "moe_mlp" in name
@@ -266,6 +266,19 @@ def test_a_layer_of_experts(fake: bool) -> None:
         assert count(lambda: run(module, x, backward=True)) == 3 * products
         text = str(module.plans()[0])
         assert "moe_mlp" in text and "moe_mlp_backward" in text
+
+
+@pytest.mark.parametrize("gradients_in", ["forward", "backward"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_head_and_its_loss(gradients_in: str, frozen: bool) -> None:
+    """Logits that are computed again do not count, as in a model without chunks."""
+    op = tops.LinearCrossEntropy(16, 21, gradients_in=gradients_in)
+    op.weight.requires_grad_(not frozen)
+    x, target = torch.randn(6, 16, requires_grad=True), torch.arange(6)
+    product = 2 * 6 * 16 * 21
+    with torch.no_grad():
+        assert count(lambda: op(x, target)) == product
+    assert count(lambda: op(x, target).backward()) == (2 if frozen else 3) * product
 
 
 RECIPES = {

@@ -67,7 +67,11 @@ def test_gradcheck(case):
         return floating(as_tuple(run_seeded(op, *tensors[: len(inputs)])))
 
     assert torch.autograd.gradcheck(function, (*inputs, *parameters))
-    assert torch.autograd.gradgradcheck(function, (*inputs, *parameters))
+    if case.saves_input:
+        assert torch.autograd.gradgradcheck(function, (*inputs, *parameters))
+        return
+    with pytest.raises(NotImplementedError, match=r"^\[\w+\] second derivatives must have .*, got"):
+        torch.autograd.grad(function(*inputs), inputs[0], create_graph=True)
 
 
 @every_dtype
@@ -141,7 +145,9 @@ def test_second_backward(case):
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in CASES if c.saved(32, 4) - c.saved(16, 4) >= 64], ids=lambda case: case.name
+    "case",
+    [c for c in CASES if c.saved(32, 4) - c.saved(16, 4) >= 64 and c.saves_input],
+    ids=lambda case: case.name,
 )
 def test_modified_saved_tensor_is_detected(case):
     op, inputs = case.build(), case.inputs()

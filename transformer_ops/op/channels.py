@@ -29,6 +29,8 @@ class ChannelMixin:
     _channels_captured: bool = False
     _bound_inputs: tuple[str | None, ...] | None = None
     _bound_outputs: tuple[tuple[str | None, bool], ...] | None = None
+    # The extra outputs that the op does not return unless a channel is set.
+    _unreturned: tuple[int, ...] = ()
 
     @property
     def _input_channels(self) -> tuple[str | None, ...]:
@@ -41,7 +43,7 @@ class ChannelMixin:
     def _output_channels(self) -> tuple[tuple[str | None, bool], ...]:
         """For each extra output, the channel that it feeds, and whether the caller gets it."""
         if self._bound_outputs is None:
-            return ((None, True),) * self.num_extra_outputs
+            return tuple((None, i not in self._unreturned) for i in range(self.num_extra_outputs))
         return self._bound_outputs
 
     def set_extra_input_channel(self: OpT, index: int, name: str | None) -> OpT:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -36,6 +36,11 @@ def check_size(op: str, name: str, value: object) -> int:
 def check_index(op: str, name: str, value: object) -> int:
     """An int (no bool) that is at least 0."""
     return check_int(op, name, value, minimum=0)
+
+
+def check_any_int(op: str, name: str, value: object) -> int:
+    """An int (no bool) of 64 bits."""
+    return check_int(op, name, value, minimum=-_MAXIMUM)
 
 
 def check_optional_size(op: str, name: str, value: object) -> int | None:
@@ -72,6 +77,17 @@ def check_bool(op: str, name: str, value: object) -> bool:
     return value
 
 
+def one_of(*values: str) -> Callable[[str, str, object], str]:
+    """The check of a text that is one of these."""
+
+    def check(op: str, name: str, value: object) -> str:
+        if not isinstance(value, str) or value not in values:
+            raise ValueError(f"[{op}] {name} must be one of {', '.join(values)}, got {value!r}")
+        return value
+
+    return check
+
+
 def check_approximate(op: str, name: str, value: object) -> str:
     """The name of a form of GELU, as in `torch.nn.GELU`."""
     if not isinstance(value, str) or value not in ("none", "tanh"):
@@ -103,6 +119,11 @@ def check_positive(op: str, name: str, value: object) -> float:
     """A finite number > 0."""
     smallest = math.ulp(0.0)
     return _check_number(op, name, value, "must be a finite number > 0", smallest, math.inf)
+
+
+def check_optional_positive(op: str, name: str, value: object) -> float | None:
+    """None, or a finite number > 0."""
+    return None if value is None else check_positive(op, name, value)
 
 
 def check_probability(op: str, name: str, value: object) -> float:

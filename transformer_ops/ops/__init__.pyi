@@ -30,6 +30,7 @@ from .identity import Identity as Identity
 from .l2_normalization import L2Normalization as L2Normalization
 from .layer_scale import LayerScale as LayerScale
 from .linear import Linear as Linear
+from .linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy
 from .make_extra_output import MakeExtraOutput as MakeExtraOutput
 from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm
@@ -75,6 +76,7 @@ __all__ = [
     "L2Normalization",
     "LayerScale",
     "Linear",
+    "LinearCrossEntropy",
     "MakeExtraOutput",
     "LayerNorm",
     "RMSNorm",
