@@ -83,6 +83,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "saved by ops": lambda results: _table(tables.saved_by_ops(results)),
     "peaks": lambda results: _table(tables.peaks(results)),
     "experts": lambda results: _limited(results, "experts"),
+    "head_loss": lambda results: _limited(results, "head_loss"),
     "quantized": lambda results: _limited(results, "quantized"),
     "startup": lambda results: _limited(results, "startup"),
     "threads": lambda results: _limited(results, "threads"),
