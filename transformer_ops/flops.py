@@ -7,6 +7,7 @@ M N K for each product, and in backward the products that the output mask select
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -60,6 +61,21 @@ def _register_in(counter: Any) -> None:
         if packet not in counter.flop_registry:
             formula = Formula(packet.default._schema, *row)
             counter.register_flop_formula(packet, get_raw=True)(formula)
+    for name in ("plan_forward", "plan_backward"):
+        packet = getattr(torch.ops.transformer_ops, name)
+        if packet not in counter.flop_registry:
+            count = functools.partial(_count_pass, counter, getattr(_C, name))
+            counter.register_flop_formula(packet, get_raw=True)(count)
+
+
+def _count_pass(
+    counter: Any, run: Any, plan: str, *lists: list[Tensor], out_val: Any = None
+) -> int:
+    """The number of operations of a pass that compiled code calls as one op: the sum of those of
+    its typed ops, without their work."""
+    with counter.FlopCounterMode(display=False) as found:
+        run(plan, *([tensor.to("meta") for tensor in tensors] for tensors in lists))
+    return int(found.get_total_flops())
 
 
 class Formula:

@@ -55,6 +55,7 @@ Program Compiler::run() {
   for (const auto& [forward, backward] : program_.updated) updated.push_back(forward);
   mark_dead(program_.forward, {&program_.outputs, &program_.saved, &updated});
   mark_dead(program_.backward, {&program_.input_grads});
+  note_results(program_);
   return std::move(program_);
 }
 

@@ -138,7 +138,8 @@ class Interpreter {
   }
 
   void run_call(const Program::Call& call) {
-    WeightCache* const made = call.weight_cache_key ? WeightCache::current() : nullptr;
+    const bool may_cache = call.weight_cache_key && frame_.caches_weights;
+    WeightCache* const made = may_cache ? WeightCache::current() : nullptr;
     const auto may_keep = [&](const WeightCache::Call::Weight& weight) {
       return WeightCache::may_keep(values_[weight.value]);
     };

@@ -21,6 +21,8 @@ struct Frame {
   std::vector<Tensors> own = {};  // the rows of HostCall::saved()
   // Runs every op by its decomposition, which is differentiable, instead of its kernel.
   bool is_decomposed = false;
+  // Compiled code may write to the results of its calls once it has no use for them.
+  bool caches_weights = true;
 };
 
 // Runs the lines of one pass over the values of the frame.

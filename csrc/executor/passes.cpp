@@ -16,6 +16,57 @@ bool has_only_views(const Program& program) {
          std::ranges::all_of(program.backward.lines, is_view);
 }
 
+bool contains(const std::vector<int>& values, int value) {
+  return std::ranges::find(values, value) != values.end();
+}
+
+// The values that lines compute anew, so that none is an alias of an argument. Empty if a line
+// changes a given value or a state.
+std::set<int> made_values(const Program::Code& code, const std::vector<int>& given) {
+  std::set<int> made, written;
+  for (const Program::Line& line : code.lines) {
+    if (std::holds_alternative<Program::Record>(line.what)) return {};
+    const auto* const copy = std::get_if<Program::Copy>(&line.what);
+    if (copy != nullptr && contains(given, copy->to)) return {};
+    const auto* const call = std::get_if<Program::Call>(&line.what);
+    for (const int value : values_written(line)) {
+      // The first copy is an alias; later ones are sums.
+      const bool is_new =
+          copy != nullptr ? written.contains(value) : call != nullptr && call->typed != nullptr;
+      is_new ? void(made.insert(value)) : void(made.erase(value));
+      written.insert(value);
+    }
+  }
+  return made;
+}
+
+// The values of `wanted`, each once, that are not given; none if the pass cannot be one op.
+std::vector<int> results_of(const Program::Code& code, const std::vector<int>& wanted,
+                            const std::vector<int>& given) {
+  const auto is_call = [](const Program::Line& line) {
+    return std::holds_alternative<Program::Call>(line.what);
+  };
+  if (std::ranges::count_if(code.lines, is_call) < 2) return {};
+  const std::set<int> made = made_values(code, given);
+  std::vector<int> results;
+  for (const int value : wanted) {
+    if (value < 0 || contains(given, value) || contains(results, value)) continue;
+    if (!made.contains(value)) return {};
+    results.push_back(value);
+  }
+  const auto is_known = [&](const Program::Line& line) {
+    const auto* const take = std::get_if<Program::TakeMetadata>(&line.what);
+    return take == nullptr || contains(given, take->value) || contains(results, take->value);
+  };
+  return std::ranges::all_of(code.lines, is_known) ? results : std::vector<int>();
+}
+
+std::vector<int> joined(std::initializer_list<const std::vector<int>*> lists) {
+  std::vector<int> all;
+  for (const auto* const list : lists) all.insert(all.end(), list->begin(), list->end());
+  return all;
+}
+
 }  // namespace
 
 void mark_skippable(Program::Code& code) {
@@ -85,6 +136,16 @@ void note_views(Program& program) {
     for (const int result : call->results) views[result] = true;
   }
   for (const int index : program.input_grads) program.views.push_back(index >= 0 && views[index]);
+}
+
+void note_results(Program& program) {
+  if (program.has_host_steps || !program.updated.empty()) return;
+  program.forward.results =
+      results_of(program.forward, joined({&program.outputs, &program.saved}), program.inputs);
+  if (program.always_reads_metadata) return;
+  std::vector<int> given = joined({&program.output_grads, &program.loads});
+  for (const auto& [_, value] : program.more_loads) given.push_back(value);
+  program.backward.results = results_of(program.backward, program.input_grads, given);
 }
 
 }  // namespace transformer_ops

@@ -18,4 +18,12 @@ void mark_dead(Program::Code& code, std::initializer_list<const std::vector<int>
 // program only returns a view of its input.
 void note_views(Program& program);
 
+// Records what each pass returns if it runs as one op, which it can if
+// - it has more than one call: a single call is an op already;
+// - each result is made by a typed op: others may be an alias of an argument, and a cast is not
+//   saved where the tensor itself is;
+// - it updates no state, and has no host steps;
+// - backward needs no metadata but that of results and inputs of forward.
+void note_results(Program& program);
+
 }  // namespace transformer_ops

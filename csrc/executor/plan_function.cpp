@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "executor/partial_backward.h"
+#include "executor/pass_ops.h"
 #include "executor/saved.h"
 
 namespace transformer_ops {
@@ -36,6 +37,7 @@ constexpr size_t kFirstTensor = 1;
 // the saved data of the native part of a call: its program; its id and metadata
 constexpr size_t kSavedData = 2;
 constexpr const char* kUpdated = "updated";
+constexpr const char* kRecorded = "recorded";  // a plan in one line; such a call has no host
 
 // Copies a gradient that shares its memory. A leaf takes a gradient without other references as its
 // own and adds to it in place, but does not notice views of the same memory.
@@ -122,12 +124,15 @@ std::vector<bool> wanted_gradients(const AutogradContext& context, const Program
 
 }  // namespace
 
-Tensors run_forward(const Program& program, at::TensorList tensors, Frame& frame) {
+Tensors run_forward(const Program& program, at::TensorList tensors, Frame& frame,
+                    std::string_view recorded) {
   Tensors& values = frame.values;
   values.resize(program.forward.values);
   frame.metadata.resize(program.metadata);
   for (size_t i = 0; i < tensors.size(); ++i) values[program.inputs[i]] = tensors[i];
-  interpret(program, program.forward, frame);
+  if (recorded.empty() || !record_forward(recorded, program, tensors, frame)) {
+    interpret(program, program.forward, frame);
+  }
   Tensors outputs;
   outputs.reserve(program.outputs.size());
   for (const int index : program.outputs) {
@@ -141,10 +146,10 @@ Tensors run_forward(const Program& program, at::TensorList tensors, Frame& frame
 
 variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& call,
                                     at::TensorList) {
-  const auto& [program, host, tensors, constants] = call;
+  const auto& [program, host, tensors, constants, recorded] = call;
   Frame frame{.host = host ? &*host : nullptr};
   const BelowAutograd below_autograd;
-  Tensors outputs = run_forward(*program, tensors, frame);
+  Tensors outputs = run_forward(*program, tensors, frame, recorded);
   context->saved_data.reserve(kSavedData);
   context->saved_data["program"] = program.owner();
   context->saved_data["metadata"] = pack(program->id, frame.metadata);
@@ -177,6 +182,7 @@ variable_list PlanFunction::forward(AutogradContext* context, const PlanCall& ca
     context->saved_data["host"] = host.owner();
     context->saved_data["host_id"] = static_cast<int64_t>(host->id);
   }
+  if (!recorded.empty()) context->saved_data[kRecorded] = std::string(recorded);
   if (program->has_host_steps) {
     const std::vector<Tensors> own = host->saved();
     save_own(context, own, saved);
@@ -194,7 +200,12 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
   const auto program =
       SharedProgram::from(context->saved_data["program"].toTensor(), unpack_id(metadata));
   SharedHostCall host;
-  if (context->saved_data.size() > kSavedData + (program->updated.empty() ? 0 : 1)) {
+  std::string recorded;
+  if (context->saved_data.size() <= kSavedData + (program->updated.empty() ? 0 : 1)) {
+    // The call is native, as most are.
+  } else if (context->saved_data.count(kRecorded) > 0) {
+    recorded = context->saved_data[kRecorded].toStringRef();
+  } else {
     host = SharedHostCall::from(context->saved_data["host"].toTensor(),
                                 context->saved_data["host_id"].toInt());
   }
@@ -245,7 +256,9 @@ variable_list PlanFunction::backward(AutogradContext* context, const variable_li
     part = program->parts->find_or_make(*program, wanted);
     for (const int value : part->unread) frame.values[value].reset();
   }
-  interpret(*program, part ? part->code : program->backward, frame);
+  if (part || recorded.empty() || !record_backward(recorded, *program, frame)) {
+    interpret(*program, part ? part->code : program->backward, frame);
+  }
   for (size_t i = 0; i < program->input_grads.size() - program->plan.states.size(); ++i) {
     const int index = program->input_grads[i];
     const bool is_wanted = index >= 0 && (wanted.empty() || wanted[i]);

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <string_view>
+
 #include "executor/interpreter.h"
 
 namespace transformer_ops {
@@ -13,6 +15,8 @@ struct PlanCall {
   const SharedHostCall& host;  // or none
   at::TensorList tensors;      // in the order of the plan
   Tensors& constants;
+  // The plan in one line, if a trace records one op for each pass; else empty.
+  std::string_view recorded = {};
 
   // The inputs of the node. States have no gradient, and each input of a node costs time.
   at::TensorList inputs() const {
@@ -45,8 +49,10 @@ class HostPlanFunction : public torch::autograd::Function<HostPlanFunction> {
   }
 };
 
-// Runs the forward lines and returns the outputs; the frame holds what may be saved.
-Tensors run_forward(const Program& program, at::TensorList tensors, Frame& frame);
+// Runs the forward lines and returns the outputs; the frame holds what may be saved. A trace
+// records one op for a plan that is given in one line, if it can.
+Tensors run_forward(const Program& program, at::TensorList tensors, Frame& frame,
+                    std::string_view recorded = {});
 
 // The backward of PlanFunction under create_graph=True: the gradients of the program's inputs, as a
 // differentiable function of the inputs and `grads`, some of which may be undefined. The ops are

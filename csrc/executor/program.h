@@ -148,6 +148,9 @@ struct Program {
   struct Code {
     std::vector<Line> lines;
     int values = 0;
+    // The values that plan_forward or plan_backward returns (executor/pass_ops.h); empty if only
+    // the lines can run, one by one.
+    std::vector<int> results = {};
   };
 
   Plan plan;
@@ -203,7 +206,7 @@ using SharedProgram = Handle<const Program>;
 using WeakProgram = WeakHandle<const Program>;
 SharedProgram share(Program program);
 
-// The program of a plan's text, which must have native steps only. Recently used programs are
+// The program of a plan's text, or of that text in one line (executor/plan_line.h), which must have native steps only. Recently used programs are
 // cached.
 SharedProgram program_for(std::string_view text);
 // The program of the same ops without fusions, for tensors with other flags than the plan was made

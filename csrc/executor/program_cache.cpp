@@ -6,6 +6,7 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "executor/plan_line.h"
 #include "executor/program.h"
 #include "executor/unfused.h"
 #include "fuser/error.h"
@@ -92,10 +93,14 @@ class Recent {
     std::shared_ptr<std::atomic<uint64_t>> asked_for;
   };
 
+  // A hash of the whole text would take as long as the search that it spares.
   static size_t slot(std::string_view text) {
-    const auto address = reinterpret_cast<uintptr_t>(text.data());
-    return (address / 64 + text.size()) % kSlots;
+    size_t sum = text.size();
+    for (size_t i = 0; i < text.size(); i += 1 + text.size() / kSampled) sum = 31 * sum + text[i];
+    return sum % kSlots;
   }
+
+  static constexpr size_t kSampled = 16;  // the number of characters
 
   static constexpr size_t kSlots = 64;
   std::array<Entry, kSlots> entries_;
@@ -112,7 +117,7 @@ SharedProgram program_for(std::string_view given) {
   const std::string text(given);
   const Cached made = cache.find_or_make(text, [&] {
     try {
-      const Plan plan = parse_plan(text);
+      const Plan plan = parse_plan(from_line(text));
       TORCH_CHECK(!plan.has_python_steps(),
                   "[plan] steps must be native to run without Python, got a Python step");
       return compile(plan);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "executor/backward_pass.h"
+#include "executor/pass_ops.h"
 #include "executor/plan_function.h"
 #include "executor/preflight.h"
 
@@ -26,6 +27,11 @@ bool under_functorch() {
       c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
+bool requires_gradient(at::TensorList tensors) {
+  return at::GradMode::is_enabled() &&
+         std::ranges::any_of(tensors, [](const Tensor& tensor) { return tensor.requires_grad(); });
+}
+
 // Does backward return a gradient for every tensor that requires one?
 bool serves(const Program& program, at::TensorList tensors) {
   if (!program.plan.needs_backward()) return false;
@@ -47,9 +53,10 @@ Tensors with_own_leaves(const Program& program, at::TensorList tensors) {
 }
 
 // The outputs of the node, with the outputs that need no gradient inserted at their positions.
-Tensors apply(const SharedProgram& program, const SharedHostCall& host, at::TensorList tensors) {
+Tensors apply(const SharedProgram& program, const SharedHostCall& host, at::TensorList tensors,
+              std::string_view recorded = {}) {
   Tensors constants;
-  const PlanCall call{program, host, tensors, constants};
+  const PlanCall call{program, host, tensors, constants, recorded};
   Tensors outputs = host ? HostPlanFunction::apply(call, call.inputs())
                          : PlanFunction::apply(call, call.inputs());
   outputs.insert(outputs.begin() + 1, std::make_move_iterator(constants.begin()),
@@ -110,6 +117,21 @@ Tensors run_decomposed(const SharedProgram& fused, at::TensorList tensors, const
   return run_forward(*program, tensors, frame);
 }
 
+Tensors run_recorded(std::string_view text, at::TensorList tensors) {
+  const SharedProgram program = program_for(text);
+  check_count(*program, tensors);
+  const bool is_plain = !under_functorch() && std::ranges::none_of(tensors, has_tangent);
+  const std::string line = is_plain && !program->only_views ? recorded_text(text, tensors) : "";
+  if (line.empty()) return run(program, tensors);
+  if (requires_gradient(tensors)) {
+    return serves(*program, tensors) ? apply(program, {}, tensors, line) : run(program, tensors);
+  }
+  Frame frame;
+  const BelowAutograd below_autograd;
+  // A plan with a backward would return what it saves, too.
+  return run_forward(*program, tensors, frame, program->saved.empty() ? line : "");
+}
+
 Tensors run(const SharedProgram& shared, at::TensorList tensors, const SharedHostCall& host) {
   const Program& program = *shared;
   check_count(program, tensors);
@@ -122,10 +144,7 @@ Tensors run(const SharedProgram& shared, at::TensorList tensors, const SharedHos
   Frame frame{.host = host ? &*host : nullptr};
   // A view is left to torch's autograd, which also handles in-place modifications.
   if (program.only_views) return run_forward(program, tensors, frame);
-  const bool wants_grad =
-      at::GradMode::is_enabled() &&
-      std::ranges::any_of(tensors, [](const Tensor& tensor) { return tensor.requires_grad(); });
-  if (wants_grad) {
+  if (requires_gradient(tensors)) {
     if (serves(program, tensors)) return run_differentiable(shared, host, tensors);
     refuse_host_steps(program, "flags of the call must be those of its plan");
     TORCH_CHECK_NOT_IMPLEMENTED(

@@ -13,6 +13,10 @@ namespace transformer_ops {
 // Without it, as for the text of a plan, autograd gets the gradients of those weights.
 Tensors run(const SharedProgram& program, at::TensorList tensors, const SharedHostCall& host = {});
 
+// The same for the text of a plan. A trace records one op for each pass instead of the typed ops,
+// if the plan and the way of the trace allow it (executor/pass_ops.h).
+Tensors run_recorded(std::string_view text, at::TensorList tensors);
+
 // The same by the decomposition of every op, in plain ATen calls that autograd tracks. Throws if
 // steps are not native, and under a recipe.
 Tensors run_decomposed(const SharedProgram& program, at::TensorList tensors, const char* what);

@@ -428,6 +428,21 @@ bool wants_gradient(const c10::IValue& value) {
   return (at::GradMode::is_enabled() && tensor.requires_grad()) || has_tangent(tensor);
 }
 
+void refuse_gradients(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient(values[i]), "[",
+                                op.schema().name().substr(op.schema().name().find("::") + 2), "] ",
+                                arguments[i].name(),
+                                " must not require a gradient, because none passes ",
+                                "through this op, got one that does; detach() it, or call the op ",
+                                "under torch.no_grad()");
+  }
+  const at::AutoDispatchBelowAutograd below_autograd;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
 void set_autograd_maker(std::function<void()> make) { autograd_maker() = std::move(make); }
 
 }  // namespace transformer_ops

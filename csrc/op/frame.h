@@ -2,6 +2,7 @@
 // and call the kernel wrapper for the device.
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/DispatchKey.h>
 
@@ -24,5 +25,8 @@ void run_kernel(const Variant& variant, KernelKind kind, torch::jit::Stack* stac
 const std::initializer_list<c10::DispatchKey>& autograd_keys();
 // Does autograd or forward-mode AD track the argument?
 bool wants_gradient(const c10::IValue& value);
+// The autograd kernel of ops that only plans call: it raises if an argument requires a gradient.
+void refuse_gradients(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                      torch::jit::Stack* stack);
 
 }  // namespace transformer_ops

@@ -1,6 +1,5 @@
 #include "op/run_call.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/jit_type.h>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 #include <torch/library.h>
@@ -175,16 +174,6 @@ void run(const OperatorHandle&, DispatchKeySet, Stack* stack) {
   stack->emplace_back(std::move(results));
 }
 
-// The forms that only plans call have no gradient.
-void check_no_gradient(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient(stack->back()),
-                              "[run_call] tensors must not require ",
-                              "a gradient, because none passes through this op, got one that does; "
-                              "detach() it, or call the op under torch.no_grad()");
-  const at::AutoDispatchBelowAutograd below_autograd;
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-}
-
 template <torch::CppFunction (*make)()>
 void add(DispatchKey key) {
   torch_library(kRunCall).impl("run_call", torch::dispatch(key, make()));
@@ -200,7 +189,7 @@ torch::CppFunction cuda() {
   return torch::CppFunction::makeFromBoxedFunction<run<KernelKind::Cuda>>();
 }
 torch::CppFunction autograd() {
-  return torch::CppFunction::makeFromBoxedFunction<check_no_gradient>();
+  return torch::CppFunction::makeFromBoxedFunction<refuse_gradients>();
 }
 
 [[maybe_unused]] const bool registered = [] {

@@ -4,6 +4,7 @@
 
 #include "executor/check_call.h"
 #include "executor/error_text.h"
+#include "executor/pass_ops.h"
 #include "python/group.h"
 #include "python/plan_data.h"
 #include "python/rename_error.h"
@@ -104,6 +105,16 @@ void bind_group(py::module_& module) {
   module.def("has_used_recipes", &has_used_recipes);
   module.def("set_quantized_class", &set_quantized_class);
   module.def("set_take_local", &set_take_local);
+  // The same as the ops, but dispatch modes see the typed ops.
+  module.def("plan_forward",
+             torch::wrap_pybind_function([](const std::string& plan, const Tensors& tensors) {
+               return plan_forward(plan, tensors);
+             }));
+  module.def("plan_backward",
+             torch::wrap_pybind_function(
+                 [](const std::string& plan, const Tensors& grads, const Tensors& saved) {
+                   return plan_backward(plan, grads, saved);
+                 }));
   module.def("parse_plan", torch::wrap_pybind_function([](const std::string& text) {
                const Plan plan = parse_plan(text);
                check_calls(plan);

@@ -24,7 +24,7 @@
 namespace transformer_ops {
 namespace {
 
-using Operands = CrossEntropyOperands;
+using LossOperands = CrossEntropyOperands;
 using Options = CrossEntropyOptions;
 
 bool is_finite(double number) { return std::isfinite(number); }
@@ -63,7 +63,8 @@ struct Device {
 // Adds up the gradients, chunk by chunk.
 class Gradients {
  public:
-  Gradients(const Device& device, const Operands& operands, const Tensor& x, CrossEntropyMask mask)
+  Gradients(const Device& device, const LossOperands& operands, const Tensor& x,
+            CrossEntropyMask mask)
       : device_(device), operands_(operands), x_(x) {
     const auto like = [&](const Tensor& tensor) {
       return empty(tensor.sizes(), tensor.scalar_type(), tensor.device());
@@ -99,7 +100,7 @@ class Gradients {
 
  private:
   const Device& device_;
-  const Operands& operands_;
+  const LossOperands& operands_;
   const Tensor& x_;
   Tensor input_, weight_, bias_;
 };
@@ -109,7 +110,7 @@ Tensor flat_target(const Tensor& target) { return target.reshape({-1}).to(at::kL
 
 // Calls f(first row, logits of the chunk) for each chunk.
 template <typename F>
-void for_chunks(const Device& device, const Operands& operands, const Tensor& x,
+void for_chunks(const Device& device, const LossOperands& operands, const Tensor& x,
                 std::optional<int64_t> chunk, F f) {
   const int64_t rows = x.size(0), step = rows_of_chunk(chunk, rows, operands.weight);
   for (int64_t first = 0; first < rows; first += step) {
@@ -141,7 +142,7 @@ void add_columns_cpu(const Tensor& rows, Tensor sums) {
 
 constexpr Device kCpu{logits_cpu, multiply, add_columns_cpu};
 
-cpu::CrossEntropy kernel_options(const Operands& operands, const Options& options) {
+cpu::CrossEntropy kernel_options(const LossOperands& operands, const Options& options) {
   return {.classes = operands.weight.size(0),
           .ignore_index = options.ignore_index,
           .label_smoothing = options.label_smoothing,
@@ -260,7 +261,7 @@ Tensor row_factors(const Tensor& grad_output, const Tensor& count, const Options
 
 }  // namespace
 
-void check_cross_entropy(const Checks& check, const Operands& operands, const Options& options,
+void check_cross_entropy(const Checks& check, const LossOperands& operands, const Options& options,
                          std::optional<int64_t> chunk) {
   const auto& [input, weight, bias, target] = operands;
   check.compute_dtype("input", input);
@@ -286,13 +287,13 @@ void check_cross_entropy(const Checks& check, const Operands& operands, const Op
               *chunk);
 }
 
-TensorSpec cross_entropy_output(const Operands& operands, const Options& options) {
+TensorSpec cross_entropy_output(const LossOperands& operands, const Options& options) {
   const auto dtype = accumulate_dtype(operands.input.scalar_type());
   if (!options.has_rows()) return {{}, dtype};
   return {c10::SymDimVector(operands.target.sym_sizes()), dtype};
 }
 
-CrossEntropyResults cross_entropy_cpu(const Checks& check, const Operands& operands,
+CrossEntropyResults cross_entropy_cpu(const Checks& check, const LossOperands& operands,
                                       const Options& options, std::optional<int64_t> chunk,
                                       CrossEntropyMask wanted) {
   const Tensor x = as_matrix(operands.input), target = flat_target(operands.target);
@@ -340,7 +341,7 @@ CrossEntropyResults cross_entropy_cpu(const Checks& check, const Operands& opera
           .factor = later ? factor : 1};
 }
 
-CrossEntropyResults cross_entropy_cuda(const Checks&, const Operands& operands,
+CrossEntropyResults cross_entropy_cuda(const Checks&, const LossOperands& operands,
                                        const Options& options, std::optional<int64_t> chunk,
                                        CrossEntropyMask wanted) {
   const Tensor x = as_matrix(operands.input), target = flat_target(operands.target);
@@ -374,7 +375,7 @@ CrossEntropyResults cross_entropy_cuda(const Checks&, const Operands& operands,
 }
 
 CrossEntropyGradients cross_entropy_backward_cpu(const Tensor& grad_output,
-                                                 const Operands& operands, const Tensor& lse,
+                                                 const LossOperands& operands, const Tensor& lse,
                                                  const Options& options,
                                                  std::optional<int64_t> chunk,
                                                  CrossEntropyMask wanted) {
@@ -391,7 +392,7 @@ CrossEntropyGradients cross_entropy_backward_cpu(const Tensor& grad_output,
 }
 
 CrossEntropyGradients cross_entropy_backward_cuda(const Tensor& grad_output,
-                                                  const Operands& operands, const Tensor& lse,
+                                                  const LossOperands& operands, const Tensor& lse,
                                                   const Options& options,
                                                   std::optional<int64_t> chunk,
                                                   CrossEntropyMask wanted) {
@@ -408,7 +409,7 @@ CrossEntropyGradients cross_entropy_backward_cuda(const Tensor& grad_output,
   return gradients.take();
 }
 
-std::tuple<Tensor, Tensor, Tensor> cross_entropy_decomposed(const Operands& operands,
+std::tuple<Tensor, Tensor, Tensor> cross_entropy_decomposed(const LossOperands& operands,
                                                             const Options& options) {
   const Targets targets(operands.target, options.ignore_index);
   const Tensor logits = logits_of(operands.input, operands.weight, operands.bias);

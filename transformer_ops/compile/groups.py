@@ -39,7 +39,8 @@ TensorFacts = tuple[torch.dtype, bool, str | None] | None
 # (grad enabled, autocast dtype, device type, tensors, training flags, formats of a recipe)
 Facts = tuple[bool, torch.dtype | None, str, tuple[TensorFacts, ...], tuple[bool, ...], str | None]
 # Each name on the way from a global to an object is a guard of a compiled graph.
-_run_plan = torch.ops.transformer_ops.run_plan
+_run_plan = torch.ops.transformer_ops.run_plan.default
+_run_plan_by_passes = torch.ops.transformer_ops.run_plan.by_passes
 _run_plan_unfused = torch.ops.transformer_ops.run_plan_unfused
 # The reason why the call that is being traced leaves the graph.
 _reason = Reason()
@@ -129,7 +130,9 @@ def traced_call(
     if is_exporting() and _exports_to_onnx():
         outputs = _run_for_onnx(text if is_native else "", input, extra, given)
     elif is_native:
-        outputs = tuple(_run_plan(text, input, extra, given))
+        # An exported program shows single ops to the compilers that run it.
+        run_plan = _run_plan if is_exporting() else _run_plan_by_passes
+        outputs = tuple(run_plan(text, input, extra, given))
     else:
         return _traced_steps(
             state, modules, input, extra_inputs, kwargs, parameters, formats, facts, given
