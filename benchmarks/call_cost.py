@@ -32,12 +32,18 @@ from torch import Tensor, nn
 
 Call = Callable[[], object]
 PASSES = ["forward", "forward+backward", "forward no grad"]
-OURS = "ours"
+EAGER, EAGER_COMPILED = "eager", "eager, compiled"
+OURS, OURS_COMPILED = "ours", "ours, compiled"
 OURS_IN_PYTHON = "ours, a fusion in Python"
 NO_WORK = "no work, compiled"
 GUARDS, GUARDS_US = "guards", "guards us"
-# What --check lets pass; the aims are 0.6, 0.7 and 2.5, and machines that others use are noisy.
-LIMITS = {OURS: {"forward": 0.8, "forward+backward": 0.85}, OURS_IN_PYTHON: {"forward": 3.0}}
+# What --check lets pass, by way and the way that it is compared to; the aims are 0.6, 0.7, 2.5 and
+# 0.9, and machines that others use are noisy.
+LIMITS = {
+    (OURS, EAGER): {"forward": 0.8, "forward+backward": 0.85},
+    (OURS_IN_PYTHON, EAGER): {"forward": 3.0},
+    (OURS_COMPILED, EAGER_COMPILED): {"forward+backward": 1.4},
+}
 BATCH_SECONDS = 0.002
 
 
@@ -74,13 +80,13 @@ def make_ways(block: blocks.Block, tokens: int, hidden: int, ffn: int, compiled:
     """Every way of a block, with the same parameter values."""
     eager, ours = block.eager(hidden, ffn), block.ours(hidden, ffn)
     blocks.copy_parameters(eager, ours)
-    modules: dict[str, Any] = {"eager": eager, OURS: ours}
+    modules: dict[str, Any] = {EAGER: eager, OURS: ours}
     guards: dict[str, Guards] = {}
     if compiled:
         x = torch.randn(tokens, hidden, requires_grad=True)
         to_compile = {
-            "eager, compiled": block.eager,
-            "ours, compiled": block.ours,
+            EAGER_COMPILED: block.eager,
+            OURS_COMPILED: block.ours,
             NO_WORK: lambda h, f: ways.NoWork(block.eager(h, f)),
         }
         guards = {name: look_at_guards(make(hidden, ffn), x) for name, make in to_compile.items()}
@@ -143,7 +149,7 @@ def summarize(
     for way in found:
         row: dict[str, object] = {"way": way.name}
         for name, values in times[way.name].items():
-            ratios = [a / b for a, b in zip(values, times["eager"][name], strict=True)]
+            ratios = [a / b for a, b in zip(values, times[EAGER][name], strict=True)]
             row[name] = {"us": statistics.median(values), "ratio": statistics.median(ratios)}
         if way.guards is not None:
             row[GUARDS], row[GUARDS_US] = way.guards.lines, way.guards.us
@@ -167,12 +173,16 @@ def too_slow(results: dict[str, list[dict[str, object]]]) -> list[str]:
     """One line for each of our ratios beyond its limit."""
     lines = []
     for block, rows in results.items():
-        for row in rows:
-            for name, limit in LIMITS.get(str(row["way"]), {}).items():
-                ratio = row[name]["ratio"]  # type: ignore[index]
+        by_way = {str(row["way"]): row for row in rows}
+        for (way, other), limits in LIMITS.items():
+            # Not every block is timed in every way.
+            if way not in by_way or other not in by_way:
+                continue
+            for name, limit in limits.items():
+                ratio = by_way[way][name]["ratio"] / by_way[other][name]["ratio"]  # type: ignore[index]
                 if ratio > limit:
                     lines.append(
-                        f"[call_cost] {block}, {row['way']}: {name} must be at most {limit}x, "
+                        f"[call_cost] {block}, {way}: {name} must be at most {limit}x of {other}, "
                         f"got {ratio:.2f}x"
                     )
     return lines
