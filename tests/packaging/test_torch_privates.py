@@ -40,6 +40,8 @@ def has_attribute(path: str) -> bool:
 # What Python code names; each must be there.
 NAMES = [
     "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch.Tensor._make_wrapper_subclass",
+    "torch._C.DisableTorchFunctionSubclass",
     "torch._C._DisableTorchDispatch",
     "torch._C._current_graph_task_id",
     "torch._C._disabled_torch_function_impl",

@@ -1,6 +1,6 @@
 """Whole models that were written with torch's modules."""
 
-from . import modules, sums  # register rules
+from . import heads, modules, sums  # register rules
 from .fuse import fuse
 from .report import FuseReport, FuseRow
 from .rules import FuseRule, FuseSkip, register_fuse_rule
@@ -16,4 +16,4 @@ __all__ = [
     "unfuse",
     "unfused",
 ]
-del modules, sums
+del heads, modules, sums

@@ -112,6 +112,9 @@ class Region:
 
     def covered(self, module: nn.Module) -> Iterator[nn.Module]:
         """The modules that nobody calls while the ops run."""
+        # The statements also call them where the rule has a condition.
+        if self.rule.when is not None:
+            return iter(())
         # What holds DTensors now may gather them for a call.
         is_ready = self.may_run(module) and (self._has_dtensors(module) or not self.why_not(module))
         return iter(_unique(self.parts(module)) if is_ready else ())

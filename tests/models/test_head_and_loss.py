@@ -1,0 +1,181 @@
+"""The rule for the head of a language model and its loss: numbers, and what users read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import transformer_ops as tops
+from transformer_ops.models.deferred import DeferredLogits
+
+V = 70
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": V,
+}
+RULES = ["head and loss"]
+
+
+def make(family: str, tied: bool = False) -> Any:
+    torch.manual_seed(0)
+    if family == "llama":
+        config: Any = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
+        return transformers.LlamaForCausalLM(config).train()
+    config = transformers.Gemma2Config(
+        **SIZES, head_dim=8, final_logit_softcapping=5.0, tie_word_embeddings=tied
+    )
+    return transformers.Gemma2ForCausalLM(config).train()
+
+
+def pair(family: str = "llama", tied: bool = False) -> tuple[Any, Any]:
+    plain = make(family, tied)
+    fused = copy.deepcopy(plain)
+    assert len(tops.fuse(fused, rules=RULES).fused) == 1
+    return plain, fused
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, V, (2, 9), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def is_deferred(logits: Any) -> bool:
+    return isinstance(logits, DeferredLogits) and vars(logits)["_dense"] is None
+
+
+def assert_same_gradients(plain: nn.Module, fused: nn.Module) -> None:
+    for a, b in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6)
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "items": {"num_items_in_batch": 7},
+    "items as a tensor": {"num_items_in_batch": torch.tensor(11)},
+    "some rows": {"logits_to_keep": 4, "shift_labels": batch()["labels"][:, -4:].contiguous()},
+    "another class ignored": {"ignore_index": 3},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_loss_and_gradients(family: str, tied: bool, extra: dict[str, Any]) -> None:
+    plain, fused = pair(family, tied)
+    given = batch()
+    if "ignore_index" in extra:
+        given["labels"] = given["labels"].clamp_min(0)
+    want, got = plain(**given, **extra), fused(**given, **extra)
+    torch.testing.assert_close(got.loss, want.loss)
+    assert is_deferred(got.logits)
+    assert got.logits.shape == want.logits.shape and got.logits.dtype == want.logits.dtype
+    want.loss.backward()
+    got.loss.backward()
+    assert is_deferred(got.logits)
+    assert_same_gradients(plain, fused)
+    torch.testing.assert_close(torch.Tensor.add(got.logits, 0), want.logits)
+
+
+USES: dict[str, Callable[[Any], Tensor]] = {
+    "logits": lambda out: out.logits.square().mean(),
+    "loss and logits": lambda out: out.loss + out.logits.logsumexp(-1).mean(),
+    "a loss of shifted rows": lambda out: F.cross_entropy(
+        out.logits[:, :-1].reshape(-1, V), batch()["input_ids"][:, 1:].reshape(-1)
+    ),
+    "a loss of all rows": lambda out: F.cross_entropy(
+        out.logits.view(-1, V), batch()["input_ids"].view(-1), label_smoothing=0.1
+    ),
+    "class weights": lambda out: F.cross_entropy(
+        out.logits.view(-1, V), batch()["input_ids"].view(-1), weight=torch.arange(V).float()
+    ),
+    "an autograd function": lambda out: Double.apply(out.logits).mean(),
+    "in place": lambda out: out.logits.mul_(2).mean(),
+}
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_whatever_is_done_with_logits(family: str, use: Callable[[Any], Tensor]) -> None:
+    plain, fused = pair(family)
+    want, got = use(plain(**batch())), use(fused(**batch()))
+    torch.testing.assert_close(got.detach(), want.detach(), rtol=1e-4, atol=1e-6)
+    want.backward()
+    got.backward()
+    assert_same_gradients(plain, fused)
+
+
+def test_a_loss_function_of_the_user() -> None:
+    plain, fused = pair()
+
+    def loss_function(logits: Tensor, labels: Tensor, **unused: Any) -> Tensor:
+        return (logits.softmax(-1).amax(-1) * (labels != -100)).sum()
+
+    for model in (plain, fused):
+        model.loss_function = loss_function
+    torch.testing.assert_close(fused(**batch()).loss, plain(**batch()).loss)
+
+
+def test_where_the_statements_run() -> None:
+    _, fused = pair()
+    given = batch()
+    fused.eval()
+    assert type(fused(**given).logits) is Tensor
+    fused.train()
+    with torch.no_grad():
+        assert type(fused(**given).logits) is Tensor
+    handle = fused.lm_head.register_forward_hook(lambda *_: None)
+    assert type(fused(**given).logits) is Tensor
+    handle.remove()
+    assert is_deferred(fused(**given).logits)
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**given).loss, fused(**given).loss)
+
+
+def test_logits_are_not_computed_from_other_weights() -> None:
+    _, fused = pair()
+    optimizer = torch.optim.SGD(fused.parameters(), lr=0.1)
+    out = fused(**batch())
+    out.loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"\[fuse\] logits must be read before the weight"):
+        out.logits.argmax(-1)
+
+
+def test_gradients_of_logits_are_refused_after_the_loss() -> None:
+    _, fused = pair()
+    out = fused(**batch())
+    for use in (lambda logits: logits.retain_grad(), lambda logits: logits.register_hook(print)):
+        with pytest.raises(RuntimeError, match=r"\[fuse\] .* must be called on logits before"):
+            use(out.logits)
+
+
+def test_under_autocast() -> None:
+    plain, fused = pair()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want, got = plain(**batch()), fused(**batch())
+    assert got.logits.dtype == want.logits.dtype == torch.bfloat16
+    assert got.loss.dtype == torch.float32
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-3, atol=1e-3)
