@@ -27,6 +27,7 @@ from suite.timing import Call, Clock, interleave
 from torch import Tensor, nn
 
 import transformer_ops as tops
+from transformer_ops.cpu import processor
 
 EAGER, INDUCTOR, OURS, AGAIN = "eager", "Inductor", "ours", "ours, logits again"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -52,7 +53,8 @@ class Limits(NamedTuple):
 
 
 SMOLLM = Size(1024, 576, 49152)
-LIMITS = {"fp32": Limits(0.85, 0.30, 0.35), "bf16": Limits(0.90, 0.30, 0.35)}
+# In fp32 the gradient of the weight, which forward makes, is 0.57 of what eager saves.
+LIMITS = {"fp32": Limits(0.85, 0.60, 0.35), "bf16": Limits(0.90, 0.30, 0.35)}
 
 
 class HeadAndLoss(nn.Module):
@@ -136,7 +138,9 @@ def rows_of(size: Size, name: str, quick: bool) -> Iterator[Row]:
 def rows(quick: bool) -> Iterator[Row]:
     """All rows, in the order in which they are measured."""
     for name in DTYPES:
-        yield from rows_of(SMOLLM, name, quick)
+        # Without instructions for it, torch's product in bfloat16 alone takes minutes.
+        if name == "fp32" or not quick or processor().multiplies_bfloat16:
+            yield from rows_of(SMOLLM, name, quick)
 
 
 if __name__ == "__main__":
