@@ -27,9 +27,9 @@ PAIRS = dict(_C.typed_op_pairs())
 
 # tests/ops/test_grouped.py and test_router.py draw tensors that say which rows belong together.
 # tests/ops/test_products.py draws numbers that say to which weight a column belongs. The rows of
-# op_cases.py have scales for each column and for each sample, and heads.
+# op_cases.py have scales for each column and for each sample, heads, and targets.
 _OTHERS = {"splits", "scales", "positions", "expert_ids", "probs", "balance", "out_features"}
-_OTHERS |= {"gamma", "factors", "head_dim"}
+_OTHERS |= {"gamma", "factors", "head_dim", "target"}
 
 
 def names() -> list[str]:

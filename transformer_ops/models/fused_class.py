@@ -202,6 +202,9 @@ class FusedModule(nn.Module):
         found: list[Region] | None = self.__dict__.get(REGIONS)
         if found is None:
             found = [site.region() for site in self._tops_sites]
+            pairs = list(zip(self._tops_sites, found, strict=True))
+            for site, region in pairs:
+                region.inside = [inner for other, inner in pairs if site.contains(other)]
             self.__dict__[REGIONS] = found
         return found
 

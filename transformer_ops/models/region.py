@@ -55,6 +55,8 @@ class Region:
         self.rule, self.names, self._conditions = rule, names, conditions
         self.sequential: Sequential | None = None
         self.reason = "not called yet"
+        # Regions within this one, which nobody asks while this one runs.
+        self.inside: list[Region] = []
         # With attention, the ops for each choice of its calls.
         self.attention: BorrowedAttention | None = None
         self.variants: dict[AttentionChoice, Sequential] = {}
@@ -143,10 +145,8 @@ class Region:
         except FuseSkip as skip:
             self.reason = str(skip)
         if self.attention is not None:
-            # While this one runs, nobody asks those within it.
-            for other in vars(module).get(REGIONS, ()):
-                if other is not self:
-                    other.forget()
+            for other in self.inside:
+                other.forget()
         own = {
             name
             for basic in _borrowed(ops)
