@@ -206,8 +206,8 @@ using SharedProgram = Handle<const Program>;
 using WeakProgram = WeakHandle<const Program>;
 SharedProgram share(Program program);
 
-// The program of a plan's text, or of that text in one line (executor/plan_line.h), which must have native steps only. Recently used programs are
-// cached.
+// The program of a plan's text, or of that text in one line (executor/plan_line.h), which must have
+// native steps only. Recently used programs are cached.
 SharedProgram program_for(std::string_view text);
 // The program of the same ops without fusions, for tensors with other flags than the plan was made
 // for. It is in the same cache.

@@ -124,22 +124,6 @@ Tensors decomposed_backward(const TypedOp& forward, const std::string& name,
   return results;
 }
 
-// Kernel wrappers run below autograd, but the decomposition of a backward needs it.
-class WithAutograd {
- public:
-  WithAutograd() : keys_(keys()) {}
-
- private:
-  static c10::impl::LocalDispatchKeySet keys() {
-    c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
-    keys.excluded_ = keys.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
-    return keys;
-  }
-
-  const c10::impl::ForceDispatchKeyGuard keys_;
-  const at::AutoGradMode no_graph_{false};
-};
-
 bool is_new(const Tensor& tensor, Values values) {
   return std::ranges::none_of(values, [&](const c10::IValue& value) {
     if (!value.isTensor() && !value.isTensorList()) return false;
@@ -169,6 +153,12 @@ Tensor as_result(const Checks& check, Values values, const std::string& name, co
 }
 
 }  // namespace
+
+c10::impl::LocalDispatchKeySet WithAutograd::keys() {
+  c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  keys.excluded_ = keys.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+  return keys;
+}
 
 Tensors call_decomposition(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
   const TypedOp* op = find_typed_op(name);

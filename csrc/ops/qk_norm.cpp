@@ -2,6 +2,7 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/rsqrt.h>
 
+#include "op/decomposition.h"
 #include "op/op.h"
 #include "op/recompute.h"
 #include "wrappers/cpu.h"
@@ -197,6 +198,21 @@ std::tuple<Tensor, Tensor, Tensor> backward_decomposed(const Tensor& grad_output
           wants_k ? found[2] : Tensor()};
 }
 
+std::tuple<Tensor, Tensor, Tensor> backward_cuda(const Tensor& grad_output, const Tensor& input,
+                                                 const Tensor& q_weight, const Tensor& k_weight,
+                                                 int64_t heads, int64_t kv_heads, int64_t head_dim,
+                                                 bool per_head, Eps eps, bool zero_centered_gamma,
+                                                 Mask wanted) {
+  const WithAutograd guard;
+  const auto found = backward_decomposed(grad_output, input, q_weight, k_weight, heads, kv_heads,
+                                         head_dim, per_head, eps, zero_centered_gamma, wanted);
+  const auto as_result = [](const Tensor& gradient, const Tensor& like) {
+    return gradient.defined() ? contiguous(gradient.detach()) : like.new_empty({0});
+  };
+  return {as_result(std::get<0>(found), input), as_result(std::get<1>(found), q_weight),
+          as_result(std::get<2>(found), k_weight)};
+}
+
 const TypedOp kForward = {
     .schema =
         "qk_norm(Tensor input, Tensor q_weight, Tensor k_weight, int num_heads, "
@@ -221,7 +237,7 @@ const TypedOp kForward = {
                            "bool[3] output_mask) -> (Tensor grad_input, Tensor grad_q_weight, "
                            "Tensor grad_k_weight)",
                  .shape = backward_shape,
-                 .bodies = {backward_cpu, backward_decomposed, backward_decomposed}},
+                 .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
     .recompute = recompute_by(kForward),
 });
 

@@ -18,6 +18,7 @@
 
 #include "kernels/attention.h"
 #include "kernels/dropout.h"
+#include "op/decomposition.h"
 #include "wrappers/cpu.h"
 #include "wrappers/cuda.h"
 #include "wrappers/dropout.h"
@@ -512,7 +513,8 @@ Tensor attention_backward_cuda(const Tensor& grad_output, const Tensor& input, c
     return attention.p > 0 ? attention_decomposed(x, mask, attention, seed)
                            : fused_attention(x, mask, attention);
   };
-  return std::get<0>(gradients(again, grad_output, input));
+  const WithAutograd guard;
+  return contiguous(std::get<0>(gradients(again, grad_output, input)).detach());
 }
 
 Tensor attention_backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor* mask,

@@ -48,8 +48,10 @@ def test_op(case: OpCase, dtype: torch.dtype, device: torch.device) -> None:
     op = case.build(dtype).to(device)
     # Tails that no vector fills, one row, none, and, where the op allows it, no dimension.
     shapes = [case.shape, (129, *case.row), case.row, (2, 0, 3, *case.row)]
+    # torch's product rounds the logits of the loss to 16 bits.
+    factor = 3 if case.accumulates_output else 1
     for shape in shapes + [()] * case.elementwise:
-        check_op(case, op, on(device, case.inputs(dtype, shape)), dtype)
+        check_op(case, op, on(device, case.inputs(dtype, shape)), dtype, factor=factor)
 
 
 @every_dtype
@@ -100,7 +102,8 @@ def test_fusion(case: FusionCase, dtype: torch.dtype, device: torch.device) -> N
     check_fusion(case, dtype, device)
 
 
-@every_case
+# The others have none: their gradients are made in forward.
+@pytest.mark.parametrize("case", [c for c in CASES if c.saves_input], ids=lambda c: c.name)
 def test_second_derivatives(case: OpCase, device: torch.device) -> None:
     op = case.build(torch.float64).to(device)
     inputs = on(device, case.inputs(torch.float64, (2, *case.row)))
