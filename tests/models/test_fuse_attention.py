@@ -76,6 +76,11 @@ CALLS: dict[str, Row] = {
         lambda m: {},
         False,
     ),
+    "a position bias": (
+        lambda m: None,
+        lambda m: {"position_bias": torch.linspace(-1, 1, 144).view(1, 1, 12, 12)},
+        False,
+    ),
     "another function": (lambda m: m.set_attn_implementation("mine"), lambda m: {}, False),
     "another scale": (
         lambda m: [setattr(layer.self_attn, "scaling", 0.1) for layer in m.model.layers],

@@ -308,7 +308,8 @@ class TransformersAttention(AttentionCall):
     ) -> AttentionInputs | None:
         given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         for name in _UNKNOWN:
-            if given.get(name) not in (None, False):
+            value = given.get(name)
+            if value is not None and value is not False:
                 return None
         cache = given.get("past_key_values")
         if cache is not None and not _is_empty(cache, module.layer_idx):
