@@ -18,6 +18,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -76,9 +77,12 @@ def stages() -> list[list[Part]]:
     machine = Part("machine", 60, lambda: [[python, "-c", MACHINE, str(WORK / "machine.json")]],
                    result=WORK / "machine.json")  # fmt: skip
     load = [python, "tests/cuda_load.py"]
+    # racecheck does not survive cuBLASLt's kernels for compute capability 9.0.
+    own = [*load, "--without-products"]
     table = [python, "-m", "suite.gpu"]
     compiled = Part("compile", 150, lambda: [[*table, "--compile-only"]], ("build",))
     bench = [python, "benchmarks/bench.py", "--device", "cuda", "--quick", "--out", str(WORK)]
+    bench += ["--only", "/"]  # not the programs that measure a CPU
     train = [python, "examples/train_lm.py", "--device", "cuda", "--dtype", "bfloat16"]
     return [
         [machine],
@@ -89,7 +93,7 @@ def stages() -> list[list[Part]]:
             # Each tensor in an allocation of its own: the ends of all are guarded.
             Part("memcheck", 170, lambda: [[*sanitizer("memcheck", 49152), *load]], ("build",),
                  {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
-            Part("racecheck", 170, lambda: [[*sanitizer("racecheck", 50152), *load]], ("build",)),
+            Part("racecheck", 170, lambda: [[*sanitizer("racecheck", 50152), *own]], ("build",)),
             compiled,
         ],
         # Before what can do with less time.
@@ -97,6 +101,7 @@ def stages() -> list[list[Part]]:
               ("build",))],
         [Part("targets", 130, lambda: [[*table, "--out", str(WORK / "targets.json")]], ("build",),
               result=WORK / "targets.json")],
+        [Part("models", 75, models, ("build",), result=WORK / "models.json")],
         [Part("bench", 90, lambda: [bench], ("build",), result=WORK / "bench.json")],
         [Part("profile", 45, lambda: [[python, "-m", "suite.gpu_profile"]], ("build",))],
     ]  # fmt: skip
@@ -164,10 +169,21 @@ def products() -> list[Command]:
 
 def tests() -> list[Command]:
     """All that is marked "cuda", side by side where pytest-xdist is there."""
+    # Only these files are imported: others want packages that the machine may lack.
+    found = sorted((ROOT / "tests").rglob("test_*.py"))
+    marks = re.compile(r"mark\.cuda|every_device")
+    files = [str(path) for path in found if marks.search(path.read_text(encoding="utf-8"))]
     parallel = ["-n", "8"] if importlib.util.find_spec("xdist") else []
     # A file that cannot be imported fails, and the others run.
     options = ["-m", "cuda", "-q", "-rfE", "--tb=short", "--continue-on-collection-errors"]
-    return [[sys.executable, "-m", "pytest", *options, *parallel]]
+    return [[sys.executable, "-m", "pytest", *options, *parallel, *files]]
+
+
+def models() -> list[Command]:
+    """Whole models of transformers, where it is there."""
+    if importlib.util.find_spec("transformers") is None:
+        raise Missing("[gpu_check] transformers must be installed, got none")
+    return [[sys.executable, "-m", "suite.gpu_models", "--out", str(WORK / "models.json")]]
 
 
 def sanitizer(name: str, port: int) -> Command:

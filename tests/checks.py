@@ -68,14 +68,14 @@ def unfused() -> Iterator[None]:
 
 
 class DrawnOn(tops.BasicOperation):
-    """A dropout on the CPU that drops the same elements as one on `device`."""
+    """An op that drops numbers, on the CPU; it drops those that it drops on `device`."""
 
-    def __init__(self, p: float, device: torch.device) -> None:
+    def __init__(self, op: tops.Dropout | tops.DropPath, device: torch.device) -> None:
         super().__init__()
-        self.p, self.device = p, device
+        self.make, self.p, self.device = type(op), op.p, device
 
     def op_forward(self, ctx, input_, **unused):
-        factor = tops.Dropout(self.p)(torch.ones(input_.shape, device=self.device)) != 0
+        factor = self.make(self.p)(torch.ones(input_.shape, device=self.device)) != 0
         factor = factor.to(input_) * (1 / (1 - self.p) if self.p < 1 else 0)
         ctx.save_for_backward(factor)
         return input_ * factor
@@ -85,11 +85,10 @@ class DrawnOn(tops.BasicOperation):
 
 
 def exact_on_cpu(module: tops.Sequential, device: torch.device) -> tops.Sequential:
-    """The module in float64 on the CPU; its dropouts draw on `device`."""
+    """The module in float64 on the CPU; its random ops draw on `device`."""
     twin = copy.deepcopy(module).cpu().double()
-    return tops.Sequential(
-        *(DrawnOn(op.p, device) if isinstance(op, tops.Dropout) else op for op in twin)
-    )
+    random = (tops.Dropout, tops.DropPath)
+    return tops.Sequential(*(DrawnOn(op, device) if isinstance(op, random) else op for op in twin))
 
 
 def check_fusion(case: Case, dtype: torch.dtype, device: torch.device) -> None:

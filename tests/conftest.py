@@ -33,6 +33,9 @@ def pytest_configure(config):
     emulated = config.getoption("--emulate-cuda")
     if emulated is not None:
         torch.ops.load_library(emulated)
+    # By default torch lets cuBLAS add up parts of a product in 16 bits.
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 def what_is_missing(devices: int = 1, backend: bool = True) -> str | None:

@@ -32,13 +32,13 @@ TOLERANCES = {
 def assert_near(
     got: Tensor, want: Tensor, dtype: torch.dtype, what: str, factor: float = 1
 ) -> None:
-    """Checks `got` (of any dtype, on any device) against `want` (float64), within the tolerance of
-    `dtype`."""
+    """Checks `got` (of any dtype) against `want` (float64), both on any device, within the
+    tolerance of `dtype`."""
     rtol, atol = TOLERANCES[dtype]
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
     torch.testing.assert_close(
         got.cpu().double(),
-        want,
+        want.cpu(),
         rtol=rtol * factor,
         atol=atol * factor,
         equal_nan=True,

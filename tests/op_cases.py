@@ -474,7 +474,7 @@ CASES = [
         lambda: tops.Attention(4, 2, head_dim=2, p=0.4, causal=True, mask=True),
         attention_dropout(0.4, causal=True),
         # A mask and a seed serve all samples.
-        lambda h, B: 1.5 * h * B + 4 * 4 * max(B, 4) + (16 + 8) / 3,
+        lambda h, B: 1.5 * h * B + 4 * 4 * max(B, 4) + (16 + 16) / 3,
         row=(4, 16),
         batch=(3,),
         extras=lambda x: [torch.eye(x.shape[-2]) == 0],

@@ -137,7 +137,7 @@ def attention(
         elif mask is not None:
             scores = scores + mask
         if causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
             scores = scores.masked_fill(later, -torch.inf)
         # A row that reads nothing gives zeros.
         is_empty = (scores == -torch.inf).all(-1, keepdim=True)

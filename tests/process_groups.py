@@ -93,7 +93,8 @@ def _take_over_the_gather() -> torch.library.Library:
     """Replaces the gather for old groups, because Python cannot override what this collective
     calls."""
     library = torch.library.Library("_c10d_functional", "IMPL")
-    library.impl("all_gather_into_tensor_out", _gather_into, "CPU")
+    for device in ("CPU", "CUDA"):
+        library.impl("all_gather_into_tensor_out", _gather_into, device)
     return library
 
 

@@ -90,12 +90,9 @@ void backward_cuda(const Call& call, const Tensor& grad_output, const Tensor& in
     linear_weight_gradient_cuda(grad_output, y, grad_weight, {.adds = call.main_grad().adds});
   }
   if (!wants_input && !wants_bias) return;
-  Tensor of_input = memory_for(grad_input, wants_input, input);
-  if (row.activation == kernel::Activation::GELU &&
-      linear_gelu_backward_cuda(grad_output, weight, input, of_input,
-                                wants_bias ? grad_bias : Tensor())) {
-    return;
-  }
+  const Tensor of_input = memory_for(grad_input, wants_input, input);
+  // cuBLASLt's DGELU epilogue rounds the product before it multiplies, and takes longer: on an H100
+  // a kernel of its own (docs/gpu/README.md).
   const Tensor grad_y = linear_input_gradient_cuda(grad_output, weight);
   const auto stream = cuda::stream_of(input);
   if (!wants_bias) {

@@ -10,7 +10,8 @@ enum class Epilogue : uint8_t {
   Bias,      // . + bias[n]
   GeluBias,  // gelu_tanh(. + bias[n]); aux, if wanted, receives its argument
   ReluBias,  // max(. + bias[n], 0); aux, if wanted, receives one bit for each element
-  DGelu,     // . gelu_tanh'(aux); bias_gradient, if wanted, receives the column sums of D
+  DGelu,     // . gelu_tanh'(aux); bias_gradient, if wanted, receives the column sums of D. No op
+             // uses it: on an H100 it rounds the product first, and takes a kernel of its own
   DRelu,     // . where the bit of aux is set; bias_gradient as for DGelu
   SumA,      // bias_gradient receives the sums over k of A: m numbers
   SumB,      // bias_gradient receives the sums over k of B: n numbers

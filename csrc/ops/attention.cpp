@@ -69,11 +69,11 @@ Tensor backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor
 }
 
 Tensor backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                     const Tensor&, const Tensor&, const Tensor& seed, int64_t num_heads,
-                     int64_t num_kv_heads, int64_t head_dim, bool causal, double p, Scale scale,
-                     bool training) {
+                     const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
+                     int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool causal,
+                     double p, Scale scale, bool training) {
   return attention_backward_cuda(
-      grad_output, input, mask, seed,
+      grad_output, input, mask, output, log_sum_exp, seed,
       attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training));
 }
 

@@ -22,14 +22,15 @@ struct Attention {
 // Checks the input and the mask, which may be null.
 void check_attention(const Checks& check, const Tensor& input, const Tensor* mask,
                      const Attention& attention);
-// The output, log(sum(exp(scores))) for each row and head, and a seed if numbers are dropped.
+// The output, log(sum(exp(scores))) for each row and head, and, if numbers are dropped, a seed and
+// where its numbers begin.
 TensorSpecs attention_outputs(const Tensor& input, const Attention& attention);
 
 std::tuple<Tensor, Tensor, Tensor> attention_cpu(const Tensor& input, const Tensor* mask,
                                                  const Attention& attention);
 std::tuple<Tensor, Tensor, Tensor> attention_cuda(const Tensor& input, const Tensor* mask,
                                                   const Attention& attention);
-// Plain ATen. With a seed, it drops what the forward with this seed has dropped.
+// Plain ATen. With a seed, it drops what the forward with this seed has dropped; only on CPU.
 Tensor attention_decomposed(const Tensor& input, const Tensor* mask, const Attention& attention,
                             const Tensor& seed = {});
 
@@ -37,6 +38,7 @@ Tensor attention_backward_cpu(const Tensor& grad_output, const Tensor& input, co
                               const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
                               const Attention& attention);
 Tensor attention_backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
-                               const Tensor& seed, const Attention& attention);
+                               const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
+                               const Attention& attention);
 
 }  // namespace transformer_ops

@@ -447,22 +447,4 @@ void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
   product(operands, grad_weight, how.scale, start);
 }
 
-bool linear_gelu_backward_cuda(const Tensor& grad_output, const Tensor& weight, const Tensor& input,
-                               Tensor& grad_input, const Tensor& grad_bias) {
-  if (!has_gelu_epilogue(input.scalar_type(), weight.size(1))) return false;
-  // A product may overwrite its operands before the epilogue has finished reading `input`.
-  const Tensor result = grad_input.is_alias_of(input)
-                            ? empty(input.sizes(), input.scalar_type(), input.device())
-                            : grad_input;
-  Operands operands{MatrixOperand(grad_output), MatrixOperand(weight)};
-  const bool done = run(operands, /*scale=*/1.0, result, [&](Gemm& gemm) {
-    gemm.epilogue = Epilogue::DGelu;
-    set_aux(gemm, const_cast<void*>(cuda::read(input)));
-    if (grad_bias.defined()) gemm.bias_gradient = cuda::write(grad_bias);
-  });
-  if (!done) return false;
-  grad_input = result;
-  return true;
-}
-
 }  // namespace transformer_ops

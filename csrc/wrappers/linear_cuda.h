@@ -48,10 +48,4 @@ void linear_input_gradient_cuda(const Tensor& grad_output, const Tensor& weight,
 void linear_weight_gradient_cuda(const Tensor& grad_output, const Tensor& input,
                                  const Tensor& grad_weight, const WeightGradient& how = {});
 
-// The backward of gelu and of the product after it by one kernel: gelu'(input) (grad_output W) into
-// `grad_input`, and its column sums into `grad_bias` if that is defined. Returns false, with
-// nothing computed, if there is no such kernel.
-bool linear_gelu_backward_cuda(const Tensor& grad_output, const Tensor& weight, const Tensor& input,
-                               Tensor& grad_input, const Tensor& grad_bias);
-
 }  // namespace transformer_ops

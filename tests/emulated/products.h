@@ -297,6 +297,7 @@ inline Outcome check_product(const Product& product, const Memory& memory, std::
       .aux_stride = has_aux ? n : 0,
       .tf32 = product.tf32,
       .fast_sums = product.fast_sums,
+      .partial_sums = PartialSums::FullPrecision,
       .allocate = [](void* owner,
                      uint64_t bytes) { return static_cast<const Memory*>(owner)->allocate(bytes); },
       .owner = const_cast<Memory*>(&memory)};

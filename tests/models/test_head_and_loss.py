@@ -27,11 +27,33 @@ SIZES = {
 RULES = ["head and loss"]
 
 
+class OlderLlama(transformers.LlamaForCausalLM):
+    """With the head of transformers before 5.18, which takes a part of a local variable."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        hidden_states = self.model(input_ids=input_ids).last_hidden_state
+        is_count = isinstance(logits_to_keep, int)
+        slice_indices = slice(-logits_to_keep, None) if is_count else logits_to_keep
+        logits = self.lm_head(hidden_states[:, slice_indices, :])
+        loss = None
+        if labels is not None:
+            size = self.config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, **kwargs)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
 def make(family: str, tied: bool = False) -> Any:
     torch.manual_seed(0)
-    if family == "llama":
+    if "llama" in family:
         config: Any = transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)
-        return transformers.LlamaForCausalLM(config).train()
+        make = OlderLlama if "older" in family else transformers.LlamaForCausalLM
+        return make(config).train()
     config = transformers.Gemma2Config(
         **SIZES, head_dim=8, final_logit_softcapping=5.0, tie_word_embeddings=tied
     )
@@ -72,7 +94,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "older llama", "gemma2"])
 def test_loss_and_gradients(family: str, tied: bool, extra: dict[str, Any]) -> None:
     plain, fused = pair(family, tied)
     given = batch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_near, every_dtype, off_the_grid, tf32
+from helpers import assert_near, every_dtype, tf32
 from torch import Tensor
 
 import transformer_ops as tops
@@ -46,40 +46,16 @@ def linear_activation(
 
 
 @every_half
+@pytest.mark.parametrize("name", ["gelu", "silu"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_gradient_of_gelu_comes_out_of_the_product(dtype: torch.dtype, bias: bool) -> None:
-    results, want, found = linear_activation(dtype, "gelu", bias)
-    assert found == ["plain 16x24x6", "dgelu_bgrad 6x24x16" if bias else "dgelu 6x24x16"]
+def test_the_gradient_of_an_activation_takes_a_pass(
+    dtype: torch.dtype, name: str, bias: bool
+) -> None:
+    """cuBLASLt's epilogue rounds the product before it multiplies by the derivative."""
+    results, want, found = linear_activation(dtype, name, bias)
+    assert found == ["plain 16x24x6", "plain 6x24x16"]
     for got, right in zip(results, want, strict=True):
         assert_near(got, right, dtype, "result", factor=8)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name", "width"),
-    [
-        (torch.float32, "gelu", 24),  # the epilogue's tanh may be too coarse
-        (torch.bfloat16, "silu", 24),
-        (torch.bfloat16, "gelu", 20),  # rows of what it reads must be multiples of 8
-    ],
-)
-def test_other_gradients_take_a_pass(dtype: torch.dtype, name: str, width: int) -> None:
-    results, want, found = linear_activation(dtype, name, True, width)
-    assert found == [f"plain 16x{width}x6", f"plain 6x{width}x16"]
-    for got, right in zip(results, want, strict=True):
-        assert_near(got, right, dtype, "result", factor=8)
-
-
-def test_a_misaligned_gelu_takes_a_pass() -> None:
-    g, x, w = made(torch.bfloat16, (6, 16), (6, 24), (16, 24))
-    want = typed.linear_activation_backward(g, x, w, "gelu", [True, True, False])
-    assert products()[1].startswith("dgelu")
-    for a, b in zip(
-        typed.linear_activation_backward(g, off_the_grid(x), w, "gelu", [True, True, False]),
-        want,
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b)
-    assert products()[1].startswith("plain")
 
 
 @every_half
@@ -111,7 +87,7 @@ def test_a_gelu_block_has_one_product_for_each() -> None:
     assert [line.split()[0] for line in products()] == ["gelu_aux_bias", "bias"]
     y.square().sum().backward()
     # linear_activation, the first product's gradients.
-    assert [line.split()[0] for line in products()] == ["plain", "dgelu_bgrad", "plain", "plain"]
+    assert [line.split()[0] for line in products()] == ["plain", "plain", "plain", "plain"]
 
 
 @every_dtype

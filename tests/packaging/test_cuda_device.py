@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fusion_cases import CASES, Case
-from helpers import as_tuple, leaf
+from helpers import as_tuple, assert_near, leaf, off_the_grid
 from op_cases import SEED, run_seeded
+from op_references import attention
 from torch import Tensor, nn
 
 import transformer_ops as tops
@@ -119,15 +120,21 @@ def test_streams_side_by_side() -> None:
                 assert torch.equal(a, b)
 
 
+def allocated_bytes() -> int:
+    """Without the tensors of tests that have ended."""
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
 @every_fusion
 def test_no_memory_is_left(case: Case) -> None:
     module = tops.Sequential(*case.make()).cuda()
     step = step_of(module, *inputs_of(case, 33))
     for _ in range(2):
         step()  # the first call may keep a workspace
-    before = torch.cuda.memory_allocated()
+    before = allocated_bytes()
     step()
-    assert torch.cuda.memory_allocated() == before
+    assert allocated_bytes() == before
 
 
 @contextmanager
@@ -176,17 +183,74 @@ def test_out_of_memory_in_the_middle_of_a_step(where: str) -> None:
         "forward": (start + after_forward) / 2,
         "backward": (after_forward + after_backward) / 2,
     }
-    allocated = torch.cuda.memory_allocated()
+    allocated = allocated_bytes()
     with at_most(limits[where]):
         with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
             step()
         assert reached == where
-        gc.collect()  # the traceback holds the graph
-        assert torch.cuda.memory_allocated() == allocated
+        assert allocated_bytes() == allocated  # the traceback held the graph
         for a, b in zip(small(), want, strict=True):
             assert torch.equal(a, b)
     step()
     assert reached == "backward"
+
+
+# ---- torch's kernels for attention
+
+
+def check_attention(op: tops.Attention, reference: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Output and gradient against float64 on the CPU."""
+    x, mask = inputs[0], [mask.cpu() for mask in inputs[1:]]
+    exact = x.detach().cpu().double().requires_grad_()
+    output, want = run_seeded(op, *inputs), reference(exact, *mask)
+    assert_near(output, want, x.dtype, "output", factor=4)
+    grad = torch.randn_like(output)
+    (found,) = torch.autograd.grad(output, x, grad)
+    (right,) = torch.autograd.grad(want, exact, grad.cpu().double())
+    assert_near(found, right, x.dtype, "gradient", factor=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [16, 64, 160])
+@pytest.mark.parametrize("stored", [torch.clone, off_the_grid])
+def test_flash_attention(
+    dtype: torch.dtype, causal: bool, head_dim: int, stored: Callable[[Tensor], Tensor]
+) -> None:
+    op = tops.Attention(6, 2, head_dim=head_dim, causal=causal)
+    x = stored(torch.randn(2, 3, 33, 10 * head_dim, dtype=dtype, device="cuda")).requires_grad_()
+    check_attention(op, attention(6, 2, causal=causal), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_of_attention(dtype: torch.dtype, masked: bool, causal: bool) -> None:
+    """Calls of the same shape drop the same numbers: without scores, values that are unit vectors
+    show which."""
+    rows, heads, kv_heads, p = 32, 4, 2, 0.3
+    op = tops.Attention(heads, kv_heads, head_dim=rows, p=p, causal=causal, mask=masked)
+    x = torch.randn(3, rows, (heads + 2 * kv_heads) * rows, dtype=dtype, device="cuda")
+    seen = torch.rand(rows, rows) + torch.eye(rows) > 0.2
+    mask = [seen.cuda()] * masked
+    probe = torch.zeros_like(x)
+    probe[..., -kv_heads * rows :] = torch.eye(rows).repeat(1, kv_heads)
+    left = run_seeded(op, probe, *mask).cpu().double()
+    factors = (left.unflatten(-1, (heads, rows)).transpose(-2, -3) > 0) / (1 - p)
+    allowed = torch.ones(rows, rows).bool()
+    allowed = allowed & seen if masked else allowed
+    allowed = allowed.tril() if causal else allowed
+    assert abs(factors[..., allowed].mean() - 1) < 0.05
+    reference = attention(heads, kv_heads, causal=causal, factors=factors.double())
+    check_attention(op, reference, x.requires_grad_(), *mask)
+
+
+def test_second_derivatives_with_dropout_of_attention_raise() -> None:
+    op = tops.Attention(2, head_dim=4, p=0.5)
+    x = torch.randn(3, 5, 24, device="cuda", requires_grad=True)
+    output = op(x)
+    with pytest.raises(RuntimeError, match="p must be 0 on CUDA where forward is computed again"):
+        torch.autograd.grad(output.square().sum(), x, create_graph=True)
 
 
 # ---- graphs

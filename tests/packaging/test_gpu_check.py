@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import cuda_load
 import gpu_check
 from gpu_check import Part
-from suite import gpu, gpu_profile
+from suite import gpu, gpu_models, gpu_profile
 from suite.cases import OURS
 
 ROOT = Path(__file__).parents[2]
@@ -229,8 +229,16 @@ def test_the_table_of_targets_is_whole(
     assert saved["ok"]
     assert saved["value"] == saved["limit"] == 2 * (32 + 2 * 64) + 4
     assert lines["RMSNorm forward, 8x32"]["ok"] is None
-    assert set(lines["RMSNorm backward, 8x32"]["details"]) == {"eager", "compiled", OURS}
+    assert set(lines["RMSNorm backward, 8x32"]["details"]) == {"eager", "compiled", OURS, "copy"}
     assert "SwiGLU backward, 8x32" in capsys.readouterr().out
+
+
+def test_the_table_of_models_is_whole(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--tiny", "--out", str(tmp_path / "m.json")]
+    assert gpu_models.main(arguments) == 0
+    lines = json.loads((tmp_path / "m.json").read_text())["lines"]
+    assert len(lines) == 4 * len(gpu_models.MODELS)
+    assert all(line["ok"] is not False for line in lines)
 
 
 def test_a_profile_of_the_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

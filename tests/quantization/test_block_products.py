@@ -13,10 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cuda_plans import (
+    assert_as_exact,
     assert_near_in_norm,
     check_a_captured_step,
     check_that_compiled_code_has_no_break,
     check_that_no_host_reads_a_number,
+    exact_step,
     on_cuda,
     run_for_cuda,
     step,
@@ -502,7 +504,7 @@ def test_a_gpu_has_the_cpus_numbers(recipe: Recipe, width: int) -> None:
     on_gpu = copy.deepcopy(module).cuda()
     want, got = step(module, x, recipe), step(on_gpu, x.cuda(), recipe)
     assert "= quantize(p1.weight, " in str(on_gpu.plans()[-1])
-    assert_near_in_norm(got, want, error=2**-5)
+    assert_as_exact(got, want, exact_step(module, x))
 
 
 @pytest.mark.cuda

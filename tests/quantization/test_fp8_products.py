@@ -12,10 +12,12 @@ import pytest
 import torch
 from cuda_plans import (
     DTYPES,
+    assert_as_exact,
     assert_near_in_norm,
     check_a_captured_step,
     check_that_compiled_code_has_no_break,
     check_that_no_host_reads_a_number,
+    exact_step,
     on_cuda,
     run_for_cuda,
     step,
@@ -380,7 +382,7 @@ def test_a_gpu_has_the_cpus_numbers(recipe: Recipe, width: int) -> None:
     on_gpu = copy.deepcopy(module).cuda()
     want, got = step(module, x, recipe), step(on_gpu, x.cuda(), recipe)
     assert '"float8_e4m3fn"' in str(on_gpu.plans()[-1])
-    assert_near_in_norm(got, want, error=2**-5)
+    assert_as_exact(got, want, exact_step(module, x))
 
 
 @pytest.mark.cuda

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cuda_plans import (
+    assert_as_exact,
     assert_near_in_norm,
     check_a_captured_step,
     check_that_compiled_code_has_no_break,
     check_that_no_host_reads_a_number,
+    exact_step,
     on_cuda,
     run_for_cuda,
     step,
@@ -495,8 +497,7 @@ def test_a_gpu_has_the_cpus_numbers(recipe: Recipe, rows: int, width: int) -> No
     on_gpu = copy.deepcopy(module).cuda()
     want, got = step(module, x, recipe), step(on_gpu, x.cuda(), recipe)
     assert "= quantize_columns.saved(" in str(on_gpu.plans()[-1])
-    for a, b in zip(got, want, strict=True):
-        assert (a.cpu() - b).double().norm() <= 2**-4 * b.double().norm()
+    assert_as_exact(got, want, exact_step(module, x))
 
 
 @pytest.mark.cuda

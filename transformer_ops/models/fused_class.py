@@ -20,7 +20,7 @@ from ..op.quantizers import passed_over
 from ..plan.explain.explanation import Explanation
 from ..sequential import Sequential
 from .attention import AttentionInputs
-from .pattern import Arguments, Found, Pattern, Scope, arguments_in
+from .pattern import INPUT, Arguments, Found, Pattern, Scope, arguments_in
 from .region import IS_OFF, REGIONS, Region
 from .rules import Condition, FuseRule, FuseSkip, FuseUnfit, rules_named
 from .statements import blocks_of, body_of, function_of, tree_of, windows_of, wrappers_of
@@ -485,21 +485,24 @@ def _with_choices(
 
 def _choice(i: int, site: Site, statements: list[ast.stmt]) -> list[ast.stmt]:
     names, window = site.found.names, site.found.window
-    extra = [names[key] for key in site.pattern.inputs if key != "H"]
+    extra = [names[key] for key in site.pattern.inputs if key != INPUT]
     what = "return" if window.value.target is None else f"{window.value.target} ="
-    arguments = site.arguments
+    arguments, source = site.arguments, names[INPUT]
+    # What is more than a name is computed once.
+    input = source if source.isidentifier() else "_tops_input"
+    given_input = source if input == source else f"({input} := {source})"
     if arguments is None:
-        condition = f"self._tops_region({i}, {names['H']})"
-        call = f"_tops_found({', '.join([names['H'], *extra])})"
+        condition = f"self._tops_region({i}, {given_input})"
+        call = f"_tops_found({', '.join([input, *extra])})"
     else:
         args = "".join(f"{ast.unparse(argument)}, " for argument in arguments.args)
         keywords = ", ".join(ast.unparse(keyword) for keyword in arguments.keywords)
         given = f"({args}), dict({keywords}), {bool(window.others)}"
-        condition = f"self._tops_attention({i}, {names['H']}, {given})"
-        call = f"self._tops_run({', '.join(['_tops_found', names['H'], *extra])})"
+        condition = f"self._tops_attention({i}, {given_input}, {given})"
+        call = f"self._tops_run({', '.join(['_tops_found', input, *extra])})"
     others = "".join(f"    {name} = None\n" for name in sorted(window.others))
-    source = f"if (_tops_found := {condition}) is not None:\n{others}    {what} {call}"
-    choice = ast.parse(source).body[0]
+    text = f"if (_tops_found := {condition}) is not None:\n{others}    {what} {call}"
+    choice = ast.parse(text).body[0]
     assert isinstance(choice, ast.If)
     for node in ast.walk(choice):
         ast.copy_location(node, statements[0])

@@ -17,6 +17,7 @@ import torch
 from .statements import Value, Window, body_of, read_first, value_of
 
 __all__ = [
+    "INPUT",
     "Arguments",
     "Choices",
     "Names",
@@ -36,6 +37,8 @@ __all__ = [
 _ANY = "any_"
 # What a step takes.
 _HOLE = "_"
+# The placeholder of the tensor that ops take.
+INPUT = "H"
 Names = dict[str, str]
 # What names of modules mean in patterns.
 _MODULES = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "math": math}
@@ -81,7 +84,8 @@ class Pattern:
     Statements match that compute the same expression of local variables, however they are divided
     into statements; the terms of a sum, and the factors of a product, may stand in any order, and
     arguments of a function of torch may have names. Each placeholder stands for one name, the same
-    one everywhere, and no two for the same one.
+    one everywhere, and no two for the same one; `H` may also stand for a part of a variable, such
+    as `x[:, i, :]`.
     """
 
     def __init__(self, text: str) -> None:
@@ -240,6 +244,8 @@ def _matches(wanted: Any, found: Any, match: _Match, scope: Scope) -> Iterator[_
     elif isinstance(wanted, ast.Name) and _is_placeholder(wanted.id):
         if isinstance(found, ast.Name) and found.id in scope.locals:
             yield from _some(match.with_name(wanted.id, found.id))
+        elif wanted.id == INPUT and _is_part_of_local(found, scope):
+            yield from _some(match.with_name(wanted.id, ast.unparse(found)))
     elif isinstance(wanted, ast.Name) and _is_any(wanted):
         if isinstance(found, ast.Constant) and type(found.value) in (int, float):
             yield from _some(match.with_name(wanted.id.removeprefix(_ANY), repr(found.value)))
@@ -258,6 +264,17 @@ def _matches(wanted: Any, found: Any, match: _Match, scope: Scope) -> Iterator[_
             yield from _matches_all([(wanted.func, found.func), *pairs], match, scope)
     elif type(wanted) is type(found):
         yield from _matches_fields(wanted, found, match, scope)
+
+
+def _is_part_of_local(node: Any, scope: Scope) -> bool:
+    """Whether it is a local variable with an index of constants, slices and local variables."""
+    if not isinstance(node, ast.Subscript):
+        return False
+    kinds = (ast.Name, ast.Constant, ast.Slice, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
+    inner = [node.value, *ast.walk(node.slice)]
+    names = [one.id for one in inner if isinstance(one, ast.Name)]
+    is_simple = isinstance(node.value, ast.Name) and all(isinstance(one, kinds) for one in inner)
+    return is_simple and scope.locals.issuperset(names)
 
 
 _PATTERNS = Scope(frozenset(), _MODULES)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..locks import new_lock
-from .pattern import Names, Pattern
+from .pattern import INPUT, Names, Pattern
 
 __all__ = ["FuseRule", "FuseSkip", "FuseUnfit", "register_fuse_rule", "rules_named"]
 
@@ -66,7 +66,8 @@ def register_fuse_rule(
 
     In `statements`, single upper-case letters stand for local variables, attributes that begin with
     `any_` for attributes of any name, `H = self.any_norm(H)`, and names that begin with `any_` for
-    numbers, `H = H * any_scale`. `H` is the tensor that the ops take; other variables that are read
+    numbers, `H = H * any_scale`. `H` is the tensor that the ops take, a variable or a part of one
+    (`x[:, i, :]`); other variables that are read
     before they are assigned are their extra inputs, in the order of reading. What the last
     statement assigns or returns is what they give. Names of variables, the division into statements
     and the order of the terms of a sum do not matter. A list of such texts has the ways in which
@@ -87,7 +88,7 @@ def register_fuse_rule(
     except SyntaxError as error:
         raise ValueError(f"[fuse] statements must be Python, got {error}") from None
     for pattern in patterns:
-        if not pattern.is_expression or "H" not in pattern.inputs:
+        if not pattern.is_expression or INPUT not in pattern.inputs:
             raise ValueError(
                 "[fuse] statements must read an H and compute one value, which the last one "
                 f"assigns or returns, got {pattern.text!r}"

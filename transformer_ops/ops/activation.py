@@ -53,7 +53,7 @@ class TwoForms(BasicOperation):
 
     @property
     def _kind(self) -> str:  # type: ignore[override]
-        return self._kinds[self.approximate == "none"]
+        return self._kinds[int(self.approximate == "none")]  # Dynamo of torch 2.11 takes no bool
 
     def extra_repr(self) -> str:
         """The form if it is not the tanh one, and the flag if it is set."""

@@ -1,0 +1,38 @@
+// The heads, masks and seeds that every way to compute attention shares.
+#pragma once
+
+#include "wrappers/attention.h"
+
+namespace transformer_ops {
+
+// Of [..., heads, rows, head_dim] each.
+struct Heads {
+  Tensor query, key, value;
+};
+
+double scale_of(const Attention& attention);
+
+// Heads of rows, without a copy.
+Tensor heads_at(const Tensor& rows, int64_t first, int64_t heads, int64_t head_dim);
+Heads heads_of(const Tensor& rows, const Attention& attention);
+
+// [batches, rows, width]
+Tensor with_one_batch(const Tensor& tensor);
+
+// Copies [batches, heads, rows, head_dim] gradients into an empty tensor like the input, which is
+// returned.
+Tensor rows_of_heads(const Heads& gradients, const Tensor& result);
+
+// The numbers to add to scores, or an undefined tensor if nothing is masked.
+Tensor mask_of(const Tensor& input, const Tensor* mask, const Attention& attention,
+               at::ScalarType dtype);
+
+// Those of a mask that is given: [batches or 1, heads or 1, rows or 1, columns], or without its
+// first two dimensions. Nothing without a mask.
+std::optional<Tensor> added_mask(const Tensor& input, const Tensor* mask,
+                                 const Attention& attention, at::ScalarType dtype);
+
+Tensor no_seed(const Tensor& input);
+Tensor seed_tensor(uint64_t seed, const Tensor& input);
+
+}  // namespace transformer_ops
