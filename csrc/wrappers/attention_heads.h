@@ -5,7 +5,7 @@
 
 namespace transformer_ops {
 
-// Of [..., heads, rows, head_dim] each.
+// Each has shape [..., heads, rows, head_dim].
 struct Heads {
   Tensor query, key, value;
 };
@@ -27,8 +27,8 @@ Tensor rows_of_heads(const Heads& gradients, const Tensor& result);
 Tensor mask_of(const Tensor& input, const Tensor* mask, const Attention& attention,
                at::ScalarType dtype);
 
-// Those of a mask that is given: [batches or 1, heads or 1, rows or 1, columns], or without its
-// first two dimensions. Nothing without a mask.
+// The same for kernels of torch, if a mask is given: [batches or 1, heads or 1, rows or 1,
+// columns], or without its first two dimensions.
 std::optional<Tensor> added_mask(const Tensor& input, const Tensor* mask,
                                  const Attention& attention, at::ScalarType dtype);
 
