@@ -51,8 +51,9 @@ class PlanOp:
         results = RUN_CALL(*self.arguments(*values))
         assert isinstance(results, list)
         returns = self._schema.returns
-        if len(returns) == 1 and str(returns[0].type) == "List[Tensor]":
-            return results
+        if str(returns[0].type) == "List[Tensor]":
+            count = len(results) - len(returns) + 1
+            return (results[:count], *results[count:]) if len(returns) > 1 else results
         return tuple(results) if len(returns) > 1 else results[0]
 
 

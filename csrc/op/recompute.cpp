@@ -62,12 +62,25 @@ TypedOp recompute_by(TypedOp op) {
   return op;
 }
 
-void register_for_both_passes(const TypedOp& op, LastResult last) {
+namespace {
+
+void register_for_backward(const TypedOp& op, LastResult last) {
   TypedOp saved = behind_gradient(op);
   saved.schema.insert(saved.schema.find('('), kSaved);
   if (last == LastResult::InForward) drop_last_result(saved);
-  register_typed_op(op);
   register_plan_op(std::move(saved));
+}
+
+}  // namespace
+
+void register_for_both_passes(const TypedOp& op, LastResult last) {
+  register_typed_op(op);
+  register_for_backward(op, last);
+}
+
+void register_plan_op_for_both_passes(const TypedOp& op, LastResult last) {
+  register_plan_op(op);
+  register_for_backward(op, last);
 }
 
 }  // namespace transformer_ops

@@ -15,5 +15,7 @@ TypedOp recompute_by(TypedOp forward);
 // result, a tensor; kernel wrappers then get an undefined one.
 enum class LastResult : uint8_t { InBoth, InForward };
 void register_for_both_passes(const TypedOp& op, LastResult last = LastResult::InBoth);
+// The same for an op that only plans call.
+void register_plan_op_for_both_passes(const TypedOp& op, LastResult last = LastResult::InBoth);
 
 }  // namespace transformer_ops

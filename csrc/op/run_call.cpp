@@ -174,9 +174,15 @@ void run(const OperatorHandle&, DispatchKeySet, Stack* stack) {
   stack->emplace_back(std::move(results));
 }
 
+// Ops that draw random numbers have an overload of their own, whose tag keeps compilers from
+// merging two calls.
+constexpr const char* kRandom = "random";
+
 template <torch::CppFunction (*make)()>
 void add(DispatchKey key) {
-  torch_library(kRunCall).impl("run_call", torch::dispatch(key, make()));
+  for (const auto* const name : {"run_call", "run_call.random"}) {
+    torch_library(kRunCall).impl(name, torch::dispatch(key, make()));
+  }
 }
 
 torch::CppFunction meta() {
@@ -195,6 +201,8 @@ torch::CppFunction autograd() {
 [[maybe_unused]] const bool registered = [] {
   torch_library(kRunCall).def("run_call(str call, Tensor[] tensors) -> Tensor[] results",
                               {at::Tag::pt2_compliant_tag});
+  torch_library(kRunCall).def("run_call.random(str call, Tensor[] tensors) -> Tensor[] results",
+                              {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   add<meta>(DispatchKey::Meta);
   add<cpu>(DispatchKey::CPU);
   add<cuda>(DispatchKey::CUDA);
@@ -213,7 +221,8 @@ std::optional<Callee> find_callee(const std::string& target) {
   const Variant* const variant = find_variant(target);
   if (variant == nullptr) return std::nullopt;
   static const auto run_call = torch_ops.findSchemaOrThrow(kRunCall, "");
-  return Callee{run_call, &schema_of(*variant), true};
+  static const auto run_random_call = torch_ops.findSchemaOrThrow(kRunCall, kRandom);
+  return Callee{variant->op.random ? run_random_call : run_call, &schema_of(*variant), true};
 }
 
 void add_run_call(c10::DispatchKey key) { add<cuda>(key); }

@@ -209,7 +209,7 @@ std::tuple<Tensors, Tensor> groups_decomposition(const Checks& check, const Tens
        .differentiable = false,
        .makes = "quantize_dequantize_scaled"},
       LastResult::InForward);
-  register_for_both_passes(
+  register_plan_op_for_both_passes(
       {.schema = "quantize_values_scaled(Tensor input, Tensor scale, int place, str format, "
                  "str dtype) -> (Tensor output, Tensor decodes, Tensor amax)",
        .shape = values_shape,
@@ -217,7 +217,7 @@ std::tuple<Tensors, Tensor> groups_decomposition(const Checks& check, const Tens
        .differentiable = false,
        .makes = "quantize_values_scaled"},
       LastResult::InForward);
-  register_for_both_passes(
+  register_plan_op_for_both_passes(
       {.schema = "quantize_dequantize_groups_scaled(Tensor[] input, Tensor scale, int place, "
                  "Tensor? splits, str format, str dtype) -> (Tensor[] output, Tensor amax)",
        .shape = groups_shape,

@@ -100,19 +100,19 @@ std::tuple<Tensor, Tensor> random_columns_decomposition(const Checks& check, con
        .bodies = {columns_decomposition, columns_cuda, columns_decomposition},
        .differentiable = false,
        .makes = "quantize_columns"});
-  register_typed_op(
+  register_plan_op(
       {.schema = "quantize_stochastic(Tensor input, str format) -> (Tensor codes, Tensor scale)",
        .shape = random_shape,
        .bodies = {random_decomposition, random_decomposition, random_decomposition},
        .random = true,
        .differentiable = false});
-  register_typed_op({.schema = "quantize_columns_stochastic(Tensor input, str format) -> "
-                               "(Tensor codes, Tensor scale)",
-                     .shape = columns_shape,
-                     .bodies = {random_columns_decomposition, random_columns_decomposition,
-                                random_columns_decomposition},
-                     .random = true,
-                     .differentiable = false});
+  register_plan_op({.schema = "quantize_columns_stochastic(Tensor input, str format) -> "
+                              "(Tensor codes, Tensor scale)",
+                    .shape = columns_shape,
+                    .bodies = {random_columns_decomposition, random_columns_decomposition,
+                               random_columns_decomposition},
+                    .random = true,
+                    .differentiable = false});
   return true;
 }();
 

@@ -123,24 +123,25 @@ Tensor turned_decomposition(const Tensor&, const Tensor& input, const Tensor& sp
 }
 
 [[maybe_unused]] const bool registered = [] {
-  register_for_both_passes({.schema = "quantize_dequantize_groups(Tensor[] input, Tensor? splits, "
-                                      "str format, str dtype) -> Tensor[] output",
-                            .shape = groups_shape,
-                            .bodies = {groups_cpu, groups_cuda, groups_decomposition},
-                            .differentiable = false,
-                            .makes = "quantize_dequantize_groups"});
-  register_typed_op({.schema = "quantize_dequantize_groups_stochastic(Tensor[] input, "
-                               "Tensor? splits, str format, str dtype) -> Tensor[] output",
-                     .shape = stochastic_shape,
-                     .bodies = {stochastic_cpu, stochastic_decomposition, stochastic_decomposition},
-                     .random = true,
-                     .differentiable = false});
-  register_typed_op({.schema = "hadamard_columns_groups(Tensor grad_output, Tensor input, "
-                               "Tensor splits) -> Tensor output",
-                     .shape = turned_shape,
-                     .bodies = {turned_cpu, turned_decomposition, turned_decomposition},
-                     .reads_first = false,
-                     .differentiable = false});
+  register_plan_op_for_both_passes(
+      {.schema = "quantize_dequantize_groups(Tensor[] input, Tensor? splits, "
+                 "str format, str dtype) -> Tensor[] output",
+       .shape = groups_shape,
+       .bodies = {groups_cpu, groups_cuda, groups_decomposition},
+       .differentiable = false,
+       .makes = "quantize_dequantize_groups"});
+  register_plan_op({.schema = "quantize_dequantize_groups_stochastic(Tensor[] input, "
+                              "Tensor? splits, str format, str dtype) -> Tensor[] output",
+                    .shape = stochastic_shape,
+                    .bodies = {stochastic_cpu, stochastic_decomposition, stochastic_decomposition},
+                    .random = true,
+                    .differentiable = false});
+  register_plan_op({.schema = "hadamard_columns_groups(Tensor grad_output, Tensor input, "
+                              "Tensor splits) -> Tensor output",
+                    .shape = turned_shape,
+                    .bodies = {turned_cpu, turned_decomposition, turned_decomposition},
+                    .reads_first = false,
+                    .differentiable = false});
   return true;
 }();
 

@@ -81,12 +81,12 @@ std::tuple<Tensor, Tensor> stochastic_decomposition(const Checks& check, const T
                             .bodies = {values_cpu, values_cuda, values_decomposition},
                             .differentiable = false,
                             .makes = "quantize_values"});
-  register_typed_op({.schema = "quantize_values_stochastic(Tensor input, str format, "
-                               "str dtype) -> (Tensor output, Tensor scale)",
-                     .shape = stochastic_shape,
-                     .bodies = {stochastic_cpu, stochastic_decomposition, stochastic_decomposition},
-                     .random = true,
-                     .differentiable = false});
+  register_plan_op({.schema = "quantize_values_stochastic(Tensor input, str format, "
+                              "str dtype) -> (Tensor output, Tensor scale)",
+                    .shape = stochastic_shape,
+                    .bodies = {stochastic_cpu, stochastic_decomposition, stochastic_decomposition},
+                    .random = true,
+                    .differentiable = false});
   return true;
 }();
 

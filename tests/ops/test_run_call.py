@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from cuda_plans import on_cuda, run
 from plan_calls import RUN_CALL, plan_op
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import transformer_ops as tops
+from transformer_ops.recipe import NVFP4BlockScaling
 
 OPS = torch.ops.transformer_ops
 ROUNDED = 'silu.rounded(%, "mx e4m3", "")'
@@ -21,6 +28,29 @@ def test_a_call_is_the_op_of_its_text() -> None:
     assert torch.equal(found[0], want) and found[1].numel() == 0
     (again,) = plan_op("quantize_dequantize_groups.saved")(x(), [x()], None, "mx e4m3", "float32")
     assert torch.equal(again, OPS.quantize_dequantize(x(), "mx e4m3", "float32"))
+
+
+def test_compilers_know_which_calls_are_random() -> None:
+    """A plan calls the overload that has torch's tag for random numbers."""
+    module = tops.Sequential(tops.Linear(32, 32)).bfloat16()
+    y = x().bfloat16()
+    plan = on_cuda(module, y, NVFP4BlockScaling()).plans()[-1]
+    called: dict[str, set[Any]] = {}
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket is RUN_CALL:
+                called.setdefault(args[0].partition("(")[0], set()).add(func)
+            return func(*args, **kwargs or {})
+
+    with Calls():
+        run(plan, module, y, {})
+    is_random = {name: "_stochastic" in name for name in called}
+    assert True in is_random.values() and False in is_random.values()
+    for name, found in called.items():
+        assert found == {RUN_CALL.random if is_random[name] else RUN_CALL.default}
+    tag = torch.Tag.nondeterministic_seeded
+    assert tag in RUN_CALL.random.tags and tag not in RUN_CALL.default.tags
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_calls import plan_op
 from test_delayed_scaling import SHORT, State, update
 from test_grouped import experts, routed
 from torch import Tensor, nn
@@ -218,7 +219,7 @@ def test_quantize_resumes() -> None:
 
 
 def test_bad_arguments_of_the_rounding() -> None:
-    run = torch.ops.transformer_ops.quantize_dequantize_groups_scaled
+    run = plan_op("quantize_dequantize_groups_scaled")
     x, scale, splits = torch.randn(4, 6), torch.ones(3, 2), torch.tensor([2, 1])
     for arguments, text in (
         ((x, torch.ones(3), 0, splits, "e4m3", "float32"), r"scale must have shape \[3, 2\]"),
@@ -232,7 +233,7 @@ def test_bad_arguments_of_the_rounding() -> None:
 
 
 def test_magnitudes_of_groups() -> None:
-    run = torch.ops.transformer_ops.quantize_dequantize_groups_scaled
+    run = plan_op("quantize_dequantize_groups_scaled")
     x = torch.arange(8.0).reshape(4, 2)
     x[3, 1] = torch.nan
     (y,), amax = run([x], torch.ones(3, 4), 0, torch.tensor([2, 0, 1, 1]), "e4m3", "float32")

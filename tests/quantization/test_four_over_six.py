@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import every_device
+from plan_calls import plan_op
 from torch import Tensor
 
 import transformer_ops as tops
@@ -225,7 +226,7 @@ def test_at_random(format: str) -> None:
 def test_groups_are_tensors_of_their_own(format: str, device: str) -> None:
     x, sizes = hard(70, 40).to(device), [33, 0, 20]
     splits = torch.tensor(sizes, device=device)
-    (got,) = ops.quantize_dequantize_groups([x], splits, format, "float32")
+    (got,) = plan_op("quantize_dequantize_groups")([x], splits, format, "float32")
     parts = [ops.quantize_dequantize(p, format, "float32") for p in x[:53].split(sizes)]
     assert torch.equal(got[:53], torch.cat(parts)) and not got[53:].any()
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_near
+from plan_calls import plan_op
 from recipe_cases import RECIPES, Product, without_state
 from test_grouped import experts, routed
 from torch import Tensor
@@ -110,10 +111,10 @@ def test_turned_groups(dtype: torch.dtype) -> None:
 
 
 def test_groups_rounded_at_random() -> None:
-    run = torch.ops.transformer_ops.quantize_dequantize_groups_stochastic
+    run = plan_op("quantize_dequantize_groups_stochastic")
     x = torch.randn(ROWS, 72)
     draws = torch.stack([run([x], SIZES, "mx e4m3", "float32")[0] for _ in range(300)])
-    rounded = torch.ops.transformer_ops.quantize_dequantize_groups
+    rounded = plan_op("quantize_dequantize_groups")
     (nearest,) = rounded([x], SIZES, "mx e4m3", "float32")
     assert not draws[:, -4:].any()
     error, own = (draws.mean(0) - x)[:-4], (nearest - x)[:-4]
@@ -123,7 +124,7 @@ def test_groups_rounded_at_random() -> None:
 
 
 def test_bad_arguments_of_the_rounding() -> None:
-    run = torch.ops.transformer_ops.quantize_dequantize_groups
+    run = plan_op("quantize_dequantize_groups")
     x = torch.randn(4, 6)
     for arguments, text in (
         (

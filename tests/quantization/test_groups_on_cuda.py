@@ -106,7 +106,7 @@ def test_rows_of_groups(format: str, dtype: torch.dtype) -> None:
     for rows, h, sizes in LAYOUTS:
         x, splits = hard_rows(rows, h, dtype), torch.tensor(sizes, dtype=torch.int64)
         for wanted in operand_dtypes(dtype):
-            (y,) = o.quantize_dequantize_groups([x], splits, format, wanted)
+            (y,) = plan_op("quantize_dequantize_groups")([x], splits, format, wanted)
             assert_same(meaning("quantize_dequantize_groups", [x], splits, format, wanted)[0], y)
             assert not y[sum(sizes) :].any()
             first = 0
@@ -126,7 +126,7 @@ def test_rows_by_given_scales(format: str, dtype: torch.dtype) -> None:
         scale = torch.rand(3, len(sizes)) * 10 + 0.1
         for wanted in operand_dtypes(dtype):
             arguments = ([x], scale, 1, splits, format, wanted)
-            (y,), amax = o.quantize_dequantize_groups_scaled(*arguments)
+            (y,), amax = plan_op("quantize_dequantize_groups_scaled")(*arguments)
             for a, b in zip(
                 meaning("quantize_dequantize_groups_scaled", *arguments), (y, amax), strict=True
             ):
@@ -152,7 +152,7 @@ def test_stacks_and_lists(format: str, shape: tuple[int, ...]) -> None:
         if not given:
             continue
         arguments = (given, None, format, "float32")
-        found = o.quantize_dequantize_groups(*arguments)
+        found = plan_op("quantize_dequantize_groups")(*arguments)
         for a, b in zip(meaning("quantize_dequantize_groups", *arguments), found, strict=True):
             assert_same(a, b)
         whole = found[0] if given[0].dim() == 3 else torch.stack(found)
@@ -160,7 +160,7 @@ def test_stacks_and_lists(format: str, shape: tuple[int, ...]) -> None:
             assert_same(a, o.quantize_dequantize(b, format, "float32"))
         if format in ("e4m3", "e5m2"):
             arguments = (given, scale, 2, None, format, "float32")
-            found, amax = o.quantize_dequantize_groups_scaled(*arguments)
+            found, amax = plan_op("quantize_dequantize_groups_scaled")(*arguments)
             want = meaning("quantize_dequantize_groups_scaled", *arguments)
             for a, b in zip([*found, amax], want, strict=True):
                 assert_same(a, b)
@@ -171,7 +171,7 @@ def test_the_largest_of_many_rows(sizes: list[int]) -> None:
     """More than a warp, a block of threads or one round of them has."""
     x, splits = torch.randn(9010, 16).bfloat16(), torch.tensor(sizes)
     arguments = ([x], torch.ones(3, len(sizes)), 0, splits, "e4m3", "float32")
-    amax = o.quantize_dequantize_groups_scaled(*arguments)[1]
+    amax = plan_op("quantize_dequantize_groups_scaled")(*arguments)[1]
     parts = x[: sum(sizes)].float().abs().split(sizes)
     want = [part.max() if len(part) > 0 else torch.tensor(-1.0) for part in parts]
     assert torch.equal(amax, torch.stack(want))
@@ -183,7 +183,7 @@ def test_turned_groups(dtype: torch.dtype) -> None:
         x, splits = torch.randn(rows, h).to(dtype), torch.tensor(sizes, dtype=torch.int64)
         if rows > 90:
             x[50, 3], x[-1] = torch.inf, torch.nan
-        y = o.hadamard_columns_groups(x, x, splits)
+        y = plan_op("hadamard_columns_groups")(x, x, splits)
         torch.testing.assert_close(
             *meaning("hadamard_columns_groups", x, x, splits), y, equal_nan=True
         )
@@ -203,9 +203,9 @@ def test_groups_rounded_at_random(format: str) -> None:
     x[:40] *= 1000
     splits = torch.tensor(sizes)
     arguments = ([x], splits, format, "float32")
-    (nearest,) = o.quantize_dequantize_groups(*arguments)
+    (nearest,) = plan_op("quantize_dequantize_groups")(*arguments)
     for draw in (
-        lambda: o.quantize_dequantize_groups_stochastic(*arguments)[0],
+        lambda: plan_op("quantize_dequantize_groups_stochastic")(*arguments)[0],
         lambda: meaning("quantize_dequantize_groups_stochastic", *arguments)[0],
     ):
         draws = torch.stack([draw() for _ in range(200)])
@@ -237,7 +237,7 @@ def test_kernels_stay_within_rows(format: str, sizes: list[int]) -> None:
     x, splits = torch.randn(20, 24), torch.tensor(sizes)
     arguments = ([x], splits, format, "float32")
     assert_same(
-        o.quantize_dequantize_groups(*arguments)[0],
+        plan_op("quantize_dequantize_groups")(*arguments)[0],
         meaning("quantize_dequantize_groups", *arguments)[0],
     )
 

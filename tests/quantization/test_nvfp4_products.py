@@ -23,7 +23,7 @@ from cuda_plans import (
     step,
 )
 from cuda_plans import block as block_of
-from plan_calls import plan_op
+from plan_calls import RUN_CALL, plan_op
 from test_fp8_products import assert_near_in_16_bits, by_columns, products
 from test_scaled_products import assert_near
 from torch import Tensor
@@ -102,20 +102,20 @@ def test_pairs_of_rows(format: str, dtype: torch.dtype, shape: tuple[int, ...]) 
 def test_codes_at_random() -> None:
     x = torch.randn(64, 48)
     for format in ("nvfp4", "nvfp4 16x1", "nvfp4 16x16", "nvfp4 4over6 16x1"):
-        codes, scale = o.quantize_stochastic(x, format)
+        codes, scale = plan_op("quantize_stochastic")(x, format)
         assert torch.equal(scale, o.quantize(x, format)[1])
         nearest = o.quantize_dequantize(x, format, "float64")
         found = o.dequantize(codes, scale, format, "float64")
         # A step of E2M1 is at most a third of the largest number of its block.
         assert (found - nearest).abs().max() <= x.abs().max() / 3 * 1.1
         assert (found != nearest).any()
-        assert not torch.equal(codes, o.quantize_stochastic(x, format)[0])
+        assert not torch.equal(codes, plan_op("quantize_stochastic")(x, format)[0])
         if format == "nvfp4":
             continue
         torch.manual_seed(1)
-        codes, scale = o.quantize_stochastic(x, format)
+        codes, scale = plan_op("quantize_stochastic")(x, format)
         torch.manual_seed(1)
-        got = o.quantize_columns_stochastic(x, format)
+        got = plan_op("quantize_columns_stochastic")(x, format)
         assert torch.equal(got[0], pairs_of_rows(codes, 64, 48)) and torch.equal(got[1], scale)
 
 
@@ -123,7 +123,7 @@ def test_the_mean_of_codes_at_random() -> None:
     x = torch.randn(32, 16)
     total = torch.zeros(32, 16, dtype=torch.float64)
     for _ in range(400):
-        total += o.dequantize(*o.quantize_stochastic(x, "nvfp4"), "nvfp4", "float64")
+        total += o.dequantize(*plan_op("quantize_stochastic")(x, "nvfp4"), "nvfp4", "float64")
     nearest = (o.quantize_dequantize(x, "nvfp4", "float64") - x).abs().mean()
     assert (total / 400 - x).abs().mean() <= nearest / 4
 
@@ -134,7 +134,8 @@ def test_what_compilers_know_of_codes(shape: tuple[int, ...]) -> None:
     x, test_utils = torch.randn(shape), ("test_schema", "test_faketensor")
     for name in ("quantize_columns", "quantize_columns_stochastic", "quantize_stochastic"):
         for format in ("nvfp4 16x1", "nvfp4 16x16"):
-            torch.library.opcheck(getattr(o, name).default, (x, format), test_utils=test_utils)
+            call = plan_op(name).arguments(x, format)
+            torch.library.opcheck(RUN_CALL.default, call, test_utils=test_utils)
 
 
 def test_other_formats_are_refused() -> None:
@@ -143,11 +144,11 @@ def test_other_formats_are_refused() -> None:
         for format in ("nvfp4", "mx e4m3 32x1"):
             text = rf"\[{name}\] format must be of NVFP4 with blocks of 16 rows, got '{format}'"
             with pytest.raises(RuntimeError, match=text):
-                getattr(o, name)(x, format)
+                plan_op(name)(x, format)
         with pytest.raises(RuntimeError, match=rf"\[{name}\] input must have at least 1 dimension"):
-            getattr(o, name)(x.sum(), "nvfp4 16x1")
+            plan_op(name)(x.sum(), "nvfp4 16x1")
     with pytest.raises(RuntimeError, match=r"\[quantize_stochastic\] format must be of NVFP4, got"):
-        o.quantize_stochastic(x, "e4m3")
+        plan_op("quantize_stochastic")(x, "e4m3")
 
 
 # ---- typed ops

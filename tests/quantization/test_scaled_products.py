@@ -176,7 +176,7 @@ def test_values_by_their_meaning(format):
 def test_values_by_a_given_scale(place):
     x, scale = torch.randn(40, 72), torch.tensor([3.0, 0.1, 70.0])
     arguments = (x, scale, place, "e4m3", "bfloat16")
-    got, decodes, amax = o.quantize_values_scaled(*arguments)
+    got, decodes, amax = plan_op("quantize_values_scaled")(*arguments)
     want, same = o.quantize_dequantize_scaled(x, scale, place, "e4m3", "float32")
     torch.testing.assert_close(got.float() * decodes, want, rtol=1e-6, atol=0)
     assert amax == same == x.abs().max() and decodes == 1 / scale[place]
@@ -190,20 +190,20 @@ def test_values_by_a_given_scale(place):
 
 def test_values_rounded_at_random_are_next_to_the_number():
     x = torch.randn(64, 64)
-    values, scale = o.quantize_values_stochastic(x, "nvfp4", "bfloat16")
+    values, scale = plan_op("quantize_values_stochastic")(x, "nvfp4", "bfloat16")
     up_or_down = values.double() * scale.double()
     nearest = o.quantize_dequantize(x, "nvfp4", "float64")
     # A step of E2M1 is at most a third of the largest number of its block.
     assert (up_or_down - nearest).abs().max() <= x.abs().max() / 3 * 1.1
     assert (up_or_down != nearest).any()
-    assert not torch.equal(values, o.quantize_values_stochastic(x, "nvfp4", "bfloat16")[0])
+    assert not torch.equal(values, plan_op("quantize_values_stochastic")(x, "nvfp4", "bfloat16")[0])
 
 
 def test_formats_without_a_scale_of_the_tensor_are_refused():
     for name in ("quantize_values", "quantize_values_stochastic"):
         text = rf"\[{name}\] format must have a scale of the tensor, got 'mx e4m3'"
         with pytest.raises(RuntimeError, match=text):
-            getattr(o, name)(torch.randn(2, 32), "mx e4m3", "bfloat16")
+            plan_op(name)(torch.randn(2, 32), "mx e4m3", "bfloat16")
 
 
 # ---- whole modules
