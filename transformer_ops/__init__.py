@@ -39,23 +39,24 @@ from .op import (  # noqa: E402
 )
 from .ops import *  # noqa: E402, F403
 from .plan.plan import Plan  # noqa: E402
-from .quantization import (  # noqa: E402
-    QuantizedTensor,
-    autocast,
-    frozen_weights,
+from .quantization import quantizer_of as _quantizer_of  # noqa: E402, F401
+from .quantization.available import (  # noqa: E402
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
-    quantized_model_init,
 )
-from .quantizers import (  # noqa: E402
+from .quantization.frozen import frozen_weights  # noqa: E402
+from .quantization.model_init import quantized_model_init  # noqa: E402
+from .quantization.quantized_tensor import QuantizedTensor  # noqa: E402
+from .quantization.quantizers import (  # noqa: E402
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from .quantization.region import autocast  # noqa: E402
 from .residual import Residual  # noqa: E402
 from .sequential import Sequential  # noqa: E402
 from .views import view  # noqa: E402

@@ -35,7 +35,7 @@ from .plan.explain.explanation import Explanation
 from .plan.explain.summary import Group, describe
 from .plan.plan import Plan, declarations_of
 from .plan.saved_bytes import SavedBytes, likely_shape, saved_bytes
-from .quantized_tensor import QuantizedTensor, decoded, with_parts
+from .quantization.quantized_tensor import QuantizedTensor, decoded, with_parts
 from .runtime.host import Kwargs, check_kwargs
 from .runtime.layout import (
     Layout,

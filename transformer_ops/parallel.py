@@ -29,11 +29,11 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .op.scales import drop_scales, has_scales, is_new
 from .ops.basic_linear import BasicLinear
 from .ops.dispatch import Dispatch
 from .ops.grouped_linear import GroupedLinear
 from .ops.linear import Linear
+from .quantization.scales import drop_scales, has_scales, is_new
 
 __all__ = [
     "ColwiseParallel",

@@ -265,7 +265,7 @@ Program::Record Compiler::record(const Instruction& instruction, const Value& st
   const auto* const place = has_place ? std::get_if<Attribute>(&scale[1]) : nullptr;
   const auto* const number = place == nullptr ? nullptr : std::get_if<int64_t>(place);
   TORCH_CHECK(number != nullptr, "[plan] a call that updates ", to_text(state),
-              " must take a scale and its place, got '", instruction.target, "'");
+              " must take a scale and its position, got '", instruction.target, "'");
   int index = values.find(state);
   if (index < 0) {
     index = values.define(state);

@@ -49,7 +49,7 @@ void quantize_backward(const Analysis& analysis, const Schema& schema, Step& ste
 // forward and backward have seen since the scales were computed. Each has an element for input,
 // weight and gradient.
 inline constexpr const char* kScaleStates[] = {"fp8_scale", "fp8_amax", "fp8_grad_amax"};
-inline constexpr int64_t kScalePlaces = 3;
+inline constexpr int64_t kScalePositions = 3;
 void list_states(Plan& plan);
 
 // The reason why a rule, or a fusion in the host language, may not take these ops: one of them is a

@@ -37,7 +37,7 @@ class Recompute {
   // The state of the main tensor at a boundary in backward.
   enum class State {
     Lost,      // neither saved nor recomputed
-    Kept,      // saved by forward
+    Saved,     // saved by forward
     Computed,  // recomputed
   };
 
@@ -81,7 +81,7 @@ class Recompute {
   State state(int boundary) {
     boundary = first_same(boundary);
     if (const auto known = states_.find(boundary); known != states_.end()) return known->second;
-    const State kept = main_slots_.contains(boundary) ? State::Kept : State::Lost;
+    const State kept = main_slots_.contains(boundary) ? State::Saved : State::Lost;
     return states_[boundary] = can_compute(boundary) ? State::Computed : kept;
   }
 
@@ -100,7 +100,7 @@ class Recompute {
   bool has_input(int op) {
     const State found = state(op);
     if (found == State::Computed) return computed_dtype(op) == input_dtype(op);
-    if (found == State::Kept && kept_slot(op) != nullptr) return true;
+    if (found == State::Saved && kept_slot(op) != nullptr) return true;
     return row(op).recompute_adds_input && step_that_takes(op) != nullptr;
   }
 

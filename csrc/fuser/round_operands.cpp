@@ -118,10 +118,10 @@ Instruction RoundOperands::call_by_given_scale(const std::string& operand, const
                                                const Result& to,
                                                const RoundingCase& rounding) const {
   const bool is_gradient = operand == "grad_output";
-  const int64_t place = is_gradient ? 2 : operand == "weight" ? 1 : 0;
+  const int64_t position = is_gradient ? 2 : operand == "weight" ? 1 : 0;
   const Value scale{Kind::State, op_, kScaleStates[0]};
   Instruction call{.target = rounding_target(rounding),
-                   .arguments = {from, scale, Attribute(place)},
+                   .arguments = {from, scale, Attribute(position)},
                    .results = {to}};
   if (rounding.in_groups) call.arguments.push_back(rows_of(operand));
   call.arguments.insert(call.arguments.end(), {Attribute(rounding.format.name()),

@@ -93,23 +93,23 @@ void round_blocks(Body Bodies::*on_device, const Call& call, const Tensor& x, Va
 // ---- by one scale for the whole tensor
 
 struct Scale {
-  const c10::IValue &scale, &place, &format;
+  const c10::IValue &scale, &position, &format;
   bool with_amax;
 
   explicit Scale(Values added)
-      : scale(added[0]), place(added[1]), format(added[2]), with_amax(added[3].toBool()) {}
+      : scale(added[0]), position(added[1]), format(added[2]), with_amax(added[3].toBool()) {}
 
   std::array<c10::IValue, 5> arguments(const Tensor& x) const {
-    return {x, scale, place, format, dtype_of(x)};
+    return {x, scale, position, format, dtype_of(x)};
   }
 };
 
 void check_scale(const Checks& check, Values added) {
   const Scale scale(added);
-  check.spec("fp8_scale", scale.scale.toTensor(), {{kScalePlaces}, at::kFloat});
-  const int64_t place = scale.place.toInt();
-  TORCH_CHECK(place >= 0 && place < kScalePlaces, "[", check.op(),
-              "] fp8_place must be 0, 1 or 2, got ", place);
+  check.spec("fp8_scale", scale.scale.toTensor(), {{kScalePositions}, at::kFloat});
+  const int64_t position = scale.position.toInt();
+  TORCH_CHECK(position >= 0 && position < kScalePositions, "[", check.op(),
+              "] fp8_position must be 0, 1 or 2, got ", position);
   TORCH_CHECK(NumberFormat::find(scale.format.toStringView()).has_one_scale(), "[", check.op(),
               "] format must have one scale for a tensor, got '", scale.format.toStringView(), "'");
 }
@@ -153,7 +153,7 @@ const std::vector<RowRounding>& row_roundings() {
        .run = round_blocks},
       {.suffix = kRoundedBy,
        .arguments = {{"Tensor", "fp8_scale"},
-                     {"int", "fp8_place"},
+                     {"int", "fp8_position"},
                      {"str", "format"},
                      {"bool", "with_amax"}},
        .results = {"decodes", "amax"},

@@ -28,7 +28,7 @@ struct RowRounding {
 // `column_format`. If that one is empty, its result has no elements.
 //   <op>.rounded(..., str format, str column_format) -> (..., Tensor <first result>_columns)
 // The second row rounds by a known scale of the tensor to values of codes (quantize_values_scaled).
-//   <op>.rounded_by(..., Tensor fp8_scale, int fp8_place, str format, bool with_amax)
+//   <op>.rounded_by(..., Tensor fp8_scale, int fp8_position, str format, bool with_amax)
 //       -> (..., Tensor <first result>_decodes, Tensor <first result>_amax)
 const std::vector<RowRounding>& row_roundings();
 

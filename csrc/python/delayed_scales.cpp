@@ -1,5 +1,5 @@
 // Delayed scaling for Python: transformer_ops/quantization/delayed.py.
-#include "runtime/delayed_scales.h"
+#include "quantization/delayed_scales.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>

@@ -2,14 +2,15 @@
 
 namespace transformer_ops::delayed_scaling {
 
-void check_place(const char* op, int64_t place) {
-  TORCH_CHECK(place >= 0 && place < kPlaces, "[", op, "] place must be 0, 1 or 2, got ", place);
+void check_position(const char* op, int64_t position) {
+  TORCH_CHECK(position >= 0 && position < kPositions, "[", op, "] position must be 0, 1 or 2, got ",
+              position);
 }
 
 void check_row(const char* op, const char* name, const Tensor& buffer) {
-  TORCH_CHECK((buffer.dim() == 1 || buffer.dim() == 2) && buffer.size(0) == kPlaces &&
+  TORCH_CHECK((buffer.dim() == 1 || buffer.dim() == 2) && buffer.size(0) == kPositions &&
                   buffer.scalar_type() == at::kFloat && buffer.is_contiguous(),
-              "[", op, "] ", name, " must hold ", kPlaces, " rows in float32, got ",
+              "[", op, "] ", name, " must hold ", kPositions, " rows in float32, got ",
               buffer.scalar_type(), " of shape ", buffer.sizes());
 }
 

@@ -13,10 +13,10 @@
 
 namespace transformer_ops::delayed_scaling {
 
-inline constexpr int64_t kPlaces = kScalePlaces;
+inline constexpr int64_t kPositions = kScalePositions;
 inline constexpr float kNothing = -1.0f;
 
-void check_place(const char* op, int64_t place);
+void check_position(const char* op, int64_t position);
 // Raises unless the buffer has a row for input, weight and gradient.
 void check_row(const char* op, const char* name, const Tensor& buffer);
 

@@ -32,10 +32,10 @@ const kernel::Format& scaled_format(const Checks& check, std::string_view name) 
 // ---- quantize_dequantize_scaled: the rounded tensor, and its largest magnitude
 
 TensorSpecs scaled_shape(const Checks& check, const Tensor& input, const Tensor& scale,
-                         int64_t place, std::string_view format, std::string_view dtype) {
+                         int64_t position, std::string_view format, std::string_view dtype) {
   check.compute_dtype("input", input);
-  check.spec("scale", scale, {{kPlaces}, at::kFloat});
-  check_place(check.op(), place);
+  check.spec("scale", scale, {{kPositions}, at::kFloat});
+  check_position(check.op(), position);
   scaled_format(check, format);
   TensorSpec spec = like(input);
   spec.dtype = dtype_named(check, dtype);
@@ -75,33 +75,33 @@ void round_and_note(const kernel::Format& format, const Tensor& x, float scale, 
   });
 }
 
-void scaled_cpu(const Checks& check, const Tensor& x, const Tensor& scale, int64_t place,
+void scaled_cpu(const Checks& check, const Tensor& x, const Tensor& scale, int64_t position,
                 std::string_view format, std::string_view, Tensor& output, Tensor& amax) {
-  const float encodes = scale.const_data_ptr<float>()[place];
+  const float encodes = scale.const_data_ptr<float>()[position];
   round_and_note(scaled_format(check, format), x, encodes, 1.0f / encodes, output, data_of(amax));
 }
 
 std::tuple<Tensor, Tensor> scaled_decomposition(const Checks& check, const Tensor& x,
-                                                const Tensor& scale, int64_t place,
+                                                const Tensor& scale, int64_t position,
                                                 std::string_view format, std::string_view dtype) {
-  return round_by_scale_decomposed(scaled_format(check, format), x, scale.select(0, place),
+  return round_by_scale_decomposed(scaled_format(check, format), x, scale.select(0, position),
                                    dtype_named(check, dtype));
 }
 
 // ---- quantize_values_scaled: the same as quantize_values, by such a scale
 
 TensorSpecs values_shape(const Checks& check, const Tensor& input, const Tensor& scale,
-                         int64_t place, std::string_view format, std::string_view dtype) {
-  TensorSpecs specs = scaled_shape(check, input, scale, place, format, "float32");
+                         int64_t position, std::string_view format, std::string_view dtype) {
+  TensorSpecs specs = scaled_shape(check, input, scale, position, format, "float32");
   specs[0].dtype = operand_dtype_named(check, scaled_format(check, format), dtype);
   return {specs[0], {{}, at::kFloat}, specs[1]};
 }
 
-void values_cpu(const Checks& check, const Tensor& x, const Tensor& scale, int64_t place,
+void values_cpu(const Checks& check, const Tensor& x, const Tensor& scale, int64_t position,
                 std::string_view format, std::string_view, Tensor& output, Tensor& decodes,
                 Tensor& amax) {
   const kernel::Format& row = scaled_format(check, format);
-  const float encodes = scale.const_data_ptr<float>()[place];
+  const float encodes = scale.const_data_ptr<float>()[position];
   if (is_codes(output.scalar_type())) {
     encode_operand_cpu(row, x, {encodes}, output);
     if (amax.defined()) *amax.mutable_data_ptr<float>() = largest_cpu(x);
@@ -111,19 +111,19 @@ void values_cpu(const Checks& check, const Tensor& x, const Tensor& scale, int64
   *decodes.mutable_data_ptr<float>() = 1.0f / encodes;
 }
 
-void values_cuda(const Checks& check, const Tensor& x, const Tensor& scale, int64_t place,
+void values_cuda(const Checks& check, const Tensor& x, const Tensor& scale, int64_t position,
                  std::string_view format, std::string_view, Tensor& output, Tensor& decodes,
                  Tensor& amax) {
   encode_operand_cuda(scaled_format(check, format), x, output, decodes,
-                      scale.const_data_ptr<float>() + place);
+                      scale.const_data_ptr<float>() + position);
   if (amax.defined()) amax.copy_(largest_cuda(x)[0]);
 }
 
 std::tuple<Tensor, Tensor, Tensor> values_decomposition(const Checks& check, const Tensor& x,
-                                                        const Tensor& scale, int64_t place,
+                                                        const Tensor& scale, int64_t position,
                                                         std::string_view format,
                                                         std::string_view dtype) {
-  const Tensor encodes = scale.select(0, place);
+  const Tensor encodes = scale.select(0, position);
   const kernel::Format& row = scaled_format(check, format);
   const auto [output, amax] = round_by_scale_decomposed(
       row, x, encodes, operand_dtype_named(check, row, dtype), /*decodes=*/false);
@@ -133,25 +133,25 @@ std::tuple<Tensor, Tensor, Tensor> values_decomposition(const Checks& check, con
 // ---- the same group by group, each with its own scale, for the operands of grouped products
 
 TensorSpecs groups_shape(const Checks& check, const Tensors& input, const Tensor& scale,
-                         int64_t place, const Tensor* splits, std::string_view format,
+                         int64_t position, const Tensor* splits, std::string_view format,
                          std::string_view dtype) {
   check_rounded_groups(check, input, splits);
   const c10::SymInt groups = count_rounded_groups(input, splits);
-  check.spec("scale", scale, {{kPlaces, groups}, at::kFloat});
-  check_place(check.op(), place);
+  check.spec("scale", scale, {{kPositions, groups}, at::kFloat});
+  check_position(check.op(), position);
   scaled_format(check, format);
   TensorSpec specs = like(input);
   for (TensorSpec& spec : *specs.list) spec.dtype = dtype_named(check, dtype);
   return {specs, {{groups}, at::kFloat}};
 }
 
-void groups_cpu(const Checks& check, const Tensors& input, const Tensor& scale, int64_t place,
+void groups_cpu(const Checks& check, const Tensors& input, const Tensor& scale, int64_t position,
                 const Tensor* splits, std::string_view format_name, std::string_view,
                 Tensors& output, Tensor& amax) {
   const kernel::Format& format = scaled_format(check, format_name);
   const RoundedGroups x = rounded_groups(check, input, splits);
   const RoundedGroups y = rounded_groups(check, output, splits);
-  const float* const scales = scale.const_data_ptr<float>() + place * std::ssize(x.matrices);
+  const float* const scales = scale.const_data_ptr<float>() + position * std::ssize(x.matrices);
   float* const amaxes = data_of(amax);
   for (size_t group = 0; group < x.matrices.size(); ++group) {
     float* const found = amaxes == nullptr ? nullptr : amaxes + group;
@@ -165,20 +165,20 @@ void groups_cpu(const Checks& check, const Tensors& input, const Tensor& scale, 
   if (y.rest.defined()) y.rest.zero_();
 }
 
-void groups_cuda(const Checks& check, const Tensors& input, const Tensor& scale, int64_t place,
+void groups_cuda(const Checks& check, const Tensors& input, const Tensor& scale, int64_t position,
                  const Tensor* splits, std::string_view format, std::string_view, Tensors& output,
                  Tensor& amax) {
-  round_groups_cuda(scaled_format(check, format), input, splits, output, scale.select(0, place));
+  round_groups_cuda(scaled_format(check, format), input, splits, output, scale.select(0, position));
   if (amax.defined()) largest_of_groups_cuda(input, splits, kNothing, amax);
 }
 
 std::tuple<Tensors, Tensor> groups_decomposition(const Checks& check, const Tensors& input,
-                                                 const Tensor& scale, int64_t place,
+                                                 const Tensor& scale, int64_t position,
                                                  const Tensor* splits, std::string_view format_name,
                                                  std::string_view dtype) {
   const kernel::Format& format = scaled_format(check, format_name);
   const auto wanted = dtype_named(check, dtype);
-  const Tensor scales = scale.select(0, place);
+  const Tensor scales = scale.select(0, position);
   if (splits != nullptr) {
     const auto [output, amax] =
         round_groups_by_scale_decomposed(format, input[0], scales, *splits, wanted, kNothing);
@@ -202,7 +202,7 @@ std::tuple<Tensors, Tensor> groups_decomposition(const Checks& check, const Tens
 
 [[maybe_unused]] const bool registered = [] {
   register_for_both_passes(
-      {.schema = "quantize_dequantize_scaled(Tensor input, Tensor scale, int place, str format, "
+      {.schema = "quantize_dequantize_scaled(Tensor input, Tensor scale, int position, str format, "
                  "str dtype) -> (Tensor output, Tensor amax)",
        .shape = scaled_shape,
        .bodies = {scaled_cpu, scaled_decomposition, scaled_decomposition},
@@ -210,7 +210,7 @@ std::tuple<Tensors, Tensor> groups_decomposition(const Checks& check, const Tens
        .makes = "quantize_dequantize_scaled"},
       LastResult::InForward);
   register_plan_op_for_both_passes(
-      {.schema = "quantize_values_scaled(Tensor input, Tensor scale, int place, str format, "
+      {.schema = "quantize_values_scaled(Tensor input, Tensor scale, int position, str format, "
                  "str dtype) -> (Tensor output, Tensor decodes, Tensor amax)",
        .shape = values_shape,
        .bodies = {values_cpu, values_cuda, values_decomposition},
@@ -218,7 +218,7 @@ std::tuple<Tensors, Tensor> groups_decomposition(const Checks& check, const Tens
        .makes = "quantize_values_scaled"},
       LastResult::InForward);
   register_plan_op_for_both_passes(
-      {.schema = "quantize_dequantize_groups_scaled(Tensor[] input, Tensor scale, int place, "
+      {.schema = "quantize_dequantize_groups_scaled(Tensor[] input, Tensor scale, int position, "
                  "Tensor? splits, str format, str dtype) -> (Tensor[] output, Tensor amax)",
        .shape = groups_shape,
        .bodies = {groups_cpu, groups_cuda, groups_decomposition},

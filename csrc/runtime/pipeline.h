@@ -11,7 +11,7 @@
 #include "fuser/fork_safe_mutex.h"
 #include "fuser/op_node.h"
 #include "fuser/planner.h"
-#include "runtime/op_scales.h"
+#include "runtime/pipeline_scales.h"
 
 namespace transformer_ops {
 
@@ -99,9 +99,9 @@ class Pipeline {
   void update_scales(const ScaleUpdate& how = {});
   // The delayed scaling buffers for a checkpoint: "op.name" -> tensor, with the names and shapes of
   // a Python module's buffers. set_scales() copies them.
-  OpScales::Named scales() const { return scales_.named(); }
+  PipelineScales::Named scales() const { return scales_.named(); }
   // Throws c10::Error, with nothing changed, if the tensors do not fit the ops.
-  void set_scales(const OpScales::Named& scales) { scales_.set(ops_, scales); }
+  void set_scales(const PipelineScales::Named& scales) { scales_.set(ops_, scales); }
   // Needed for a recipe with other formats, or another history length.
   void reset_scales() { scales_.clear(); }
   // The "op.name" of each parameter, in the order of the call.
@@ -131,7 +131,7 @@ class Pipeline {
   SharedPlan last_;
   std::atomic<bool> is_training_ = true;
   std::atomic<const Recipe*> recipe_ = nullptr;
-  OpScales scales_;
+  PipelineScales scales_;
 };
 
 }  // namespace transformer_ops

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import transformer_ops as tops
-from transformer_ops.quantizers import Quantizer
+from transformer_ops.quantization.quantizers import Quantizer
 
 BASES = (tops.FusibleOperation, tops.Sequential, tops.OperationFuser, tops.recipe.Recipe, Quantizer)
 PUBLIC = [getattr(tops, name) for name in tops.__all__]

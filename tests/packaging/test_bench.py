@@ -489,7 +489,10 @@ def test_weights_are_trained_by_each_scale() -> None:
     """A step leaves about eight bits per byte. The first delayed scale, 1, loses small numbers."""
     found = [weight_scales.bits_per_byte(way, 0, 1, masters=True) for way in weight_scales.FORMATS]
     assert max(found) - min(found) < 0.5 and 7 < min(found) < 9
-    assert weight_scales.QuantizedTensor._take.__module__ == "transformer_ops.quantized_tensor"
+    assert (
+        weight_scales.QuantizedTensor._take.__module__
+        == "transformer_ops.quantization.quantized_tensor"
+    )
 
 
 def test_overlap_measures_each_rule(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,8 +52,12 @@ FOLDERS = [
     Folder("cuda", ("wrappers", "op", "kernels"), ("torch", "cuda")),
     # No particular op, no body, no kernel: rows of the registry.
     Folder("executor", ("op", "fuser"), TORCH),
-    Folder("runtime", ("executor", "op", "fuser", "quantization/delayed_scaling.h"), TORCH),
-    Folder("python", ("runtime", "executor", "op", "fuser"), ("torch", "python")),
+    Folder("runtime", ("executor", "op", "fuser", "quantization/delayed_scales.h"), TORCH),
+    Folder(
+        "python",
+        ("runtime", "executor", "op", "fuser", "quantization/delayed_scales.h"),
+        ("torch", "python"),
+    ),
     Folder("pch.h", ("op",), TORCH),
     # For libraries of others: nothing of ours includes it.
     Folder("extension.h", ("op", "fuser"), TORCH),

@@ -223,7 +223,7 @@ def test_bad_arguments_of_the_rounding() -> None:
     x, scale, splits = torch.randn(4, 6), torch.ones(3, 2), torch.tensor([2, 1])
     for arguments, text in (
         ((x, torch.ones(3), 0, splits, "e4m3", "float32"), r"scale must have shape \[3, 2\]"),
-        ((x, scale, 3, splits, "e4m3", "float32"), "place must be 0, 1 or 2, got 3"),
+        ((x, scale, 3, splits, "e4m3", "float32"), "position must be 0, 1 or 2, got 3"),
         ((x, scale, 0, splits, "mx e4m3", "float32"), "format must have one scale"),
         ((x[None, None], scale, 0, None, "e4m3", "float32"), "input must have 2 or 3 dimensions"),
         ((x, scale, 0, torch.tensor([3, 2]), "e4m3", "float32"), "splits must add up to at most 4"),

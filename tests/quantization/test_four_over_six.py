@@ -16,7 +16,7 @@ from torch import Tensor
 import transformer_ops as tops
 from transformer_ops import recipe as recipes
 from transformer_ops.plan.plan import Plan
-from transformer_ops.quantizers import quantizer_for
+from transformer_ops.quantization.quantizers import quantizer_for
 
 ops = torch.ops.transformer_ops
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

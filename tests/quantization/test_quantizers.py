@@ -10,7 +10,7 @@ import torch
 
 import transformer_ops as tops
 from transformer_ops import recipe as recipes
-from transformer_ops.quantizers import quantizer_for
+from transformer_ops.quantization.quantizers import quantizer_for
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -31,9 +31,9 @@ from torch.export import Dim, export
 
 import transformer_ops as tops
 from transformer_ops import recipe as recipes
-from transformer_ops.op.scales import owners_of_scales
 from transformer_ops.quantization import current_recipe
-from transformer_ops.quantized_tensor import QuantizedTensor
+from transformer_ops.quantization.quantized_tensor import QuantizedTensor
+from transformer_ops.quantization.scales import owners_of_scales
 
 all_recipes = pytest.mark.parametrize("name", EVERY_RECIPE)
 

@@ -126,8 +126,8 @@ def test_norms_over_several_dimensions() -> None:
 BAD = {
     "[3]": ((torch.ones(2), 0, "e4m3"), "fp8_scale must have shape [3], got [2]"),
     "float": ((torch.ones(3).double(), 0, "e4m3"), "fp8_scale must have dtype Float, got Double"),
-    "place": ((torch.ones(3), 3, "e4m3"), "fp8_place must be 0, 1 or 2, got 3"),
-    "no place": ((torch.ones(3), -1, "e4m3"), "fp8_place must be 0, 1 or 2, got -1"),
+    "place": ((torch.ones(3), 3, "e4m3"), "fp8_position must be 0, 1 or 2, got 3"),
+    "no place": ((torch.ones(3), -1, "e4m3"), "fp8_position must be 0, 1 or 2, got -1"),
     "blocks": (
         (torch.ones(3), 0, "mx e4m3"),
         "format must have one scale for a tensor, got 'mx e4m3'",

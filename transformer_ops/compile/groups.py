@@ -16,12 +16,12 @@ from ..handles import handles
 from ..marks import Reason, constant, disabled
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.names import WantedInputs, check_count
-from ..op.scales import has_scales
 from ..op.tensor_parallel import is_dtensor, local_parameter
+from ..quantization.quantized_tensor import QuantizedTensor, with_parts
+from ..quantization.scales import has_scales
 from ..quantization.second_run import check_traced_call
 from ..quantization.state import COMPILED as COMPILED_RECIPE
 from ..quantization.state import STATE as RECIPE_STATE
-from ..quantized_tensor import QuantizedTensor, with_parts
 from ..runtime.layout import Segment, group_of_members
 from ..runtime.main_grad import is_marked, traced_buffer_of
 from .graph import (

@@ -9,9 +9,10 @@ from torch import nn
 
 from ..op.base import FusibleOperation
 from ..sequential import Sequential
-from .fused_class import FusedModule, Site, find_sites, fused_class
+from .fused_class import FusedModule, fused_class
 from .report import FuseReport, FuseRow
 from .rules import FuseRule, FuseSkip, rules_named
+from .sites import Site, find_sites
 
 __all__ = ["fuse"]
 

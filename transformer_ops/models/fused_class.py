@@ -3,14 +3,11 @@ but for the statements that ops stand for."""
 
 from __future__ import annotations
 
-import ast
-import copy
-import enum
 import functools
 import inspect
 import types
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
@@ -20,129 +17,13 @@ from ..op.quantizers import passed_over
 from ..plan.explain.explanation import Explanation
 from ..sequential import Sequential
 from .attention import AttentionInputs
-from .pattern import INPUT, Arguments, Found, Pattern, Scope, arguments_in
 from .region import IS_OFF, REGIONS, Region
-from .rules import Condition, FuseRule, FuseSkip, FuseUnfit, rules_named
-from .statements import blocks_of, body_of, function_of, tree_of, windows_of, wrappers_of
+from .rewriting import rewritten
+from .rules import Condition, FuseSkip, rules_named
+from .sites import Site, all_sites
+from .statements import function_of, wrappers_of
 
-__all__ = ["FusedModule", "Site", "find_sites", "fused_class"]
-
-
-class Site(NamedTuple):
-    """Statements of a class's method that a rule stands for."""
-
-    rule: FuseRule
-    pattern: Pattern
-    found: Found  # in the body of the function
-
-    def region(self) -> Region:
-        """Ops in its place, for one module."""
-        return Region(self.rule, self.found.names, self.found.window.conditions)
-
-    @property
-    def arguments(self) -> Arguments | None:
-        """What a call of an attention module among its steps is given; None if there is none."""
-        return arguments_in(self.found.names)
-
-    def contains(self, other: Site) -> bool:
-        """Whether all lines of another one, of the same method, are its own."""
-        first, last = self.found.window.lines
-        start, end = other.found.window.lines
-        is_inside = first <= start and end <= last and (first, last) != (start, end)
-        return is_inside and self.rule.method == other.rule.method
-
-    @property
-    def key(self) -> tuple[str, str, int, int]:
-        """Which one of the class it is."""
-        return self.rule.name, self.pattern.text, *self.found.window.lines
-
-    def is_apart_from(self, other: Site) -> bool:
-        """Whether they have no line of a method in common."""
-        first, last = self.found.window.lines
-        start, end = other.found.window.lines
-        is_apart = last < start or first > end
-        return is_apart or self.rule.method != other.rule.method
-
-
-def find_sites(module: nn.Module, rules: Sequence[FuseRule]) -> tuple[Site, ...]:
-    """Where rules gain something in the methods of a module, in order and apart from each other. Of
-    two that overlap, one that fits now counts before one that does not, then the one that begins
-    first, and then the one that is registered last."""
-    candidates = all_sites(type(module), tuple(rules))
-    found = [(site, _fit(module, site)) for site in candidates]
-    # Whether attention runs as an op depends on the call; if it cannot, the sites within run.
-    attention = [pair for pair in found if pair[0].arguments is not None]
-    whole = _apart(attention)
-    halves = _apart([(s, fit) for s, fit in attention if any(one.contains(s) for one in whole)])
-    outer = [*whole, *halves]
-    inner = _apart(
-        [
-            (site, fit)
-            for site, fit in found
-            if site.arguments is None
-            and all(site.is_apart_from(other) or other.contains(site) for other in outer)
-        ]
-    )
-    return tuple(sorted([*outer, *inner], key=lambda site: site.found.window.lines))
-
-
-def _apart(found: Sequence[tuple[Site, _Fit]]) -> list[Site]:
-    sites: list[Site] = []
-    for wanted in (_Fit.NOW, _Fit.LATER):
-        for site, fit in found:
-            if fit is wanted and all(site.is_apart_from(other) for other in sites):
-                sites.append(site)
-    return sites
-
-
-class _Fit(enum.Enum):
-    NOW = 1
-    LATER = 2  # something is in the way
-    NEVER = 3
-
-
-def _fit(module: nn.Module, site: Site) -> _Fit:
-    region = site.region()
-    try:
-        region.make(module)
-    except FuseUnfit:
-        return _Fit.NEVER
-    except FuseSkip:
-        return _Fit.LATER
-    return _Fit.NOW if region.may_run(module) else _Fit.LATER
-
-
-def all_sites(kind: type[nn.Module], rules: tuple[FuseRule, ...]) -> list[Site]:
-    """Where rules match the class's methods, by method and in order."""
-    methods = [(name, getattr(kind, name, None)) for name in dict.fromkeys(r.method for r in rules)]
-    return [
-        site
-        for name, method in methods
-        if method is not None
-        for site in _sites_in(function_of(method), tuple(r for r in rules if r.method == name))
-    ]
-
-
-@functools.lru_cache(maxsize=1024)
-def _sites_in(function: Any, rules: tuple[FuseRule, ...]) -> list[Site]:
-    body = body_of(function)
-    if body is None:
-        return []
-    scope, windows = Scope.of(function), windows_of(body)
-    found = [
-        Site(rule, pattern, place)
-        for rule in reversed(rules)
-        for pattern in rule.patterns
-        for place in pattern.find(windows, scope)
-        if _may_stand_for(place)
-    ]
-    return sorted(found, key=lambda site: site.found.window.lines[0])
-
-
-def _may_stand_for(place: Found) -> bool:
-    """Whether nothing but weights of attention is read later, which ops do not give."""
-    arguments, window = arguments_in(place.names), place.window
-    return all(window.value.seconds[name] == arguments for name in window.others)
+__all__ = ["FusedModule", "fused_class"]
 
 
 class FusedView:
@@ -312,7 +193,7 @@ def fused_class(base: type[nn.Module], sites: tuple[Site, ...]) -> type[nn.Modul
     found = _classes.get(key)
     if found is None:
         methods = {
-            method: _rewritten(function_of(getattr(base, method)), sites, method)
+            method: rewritten(function_of(getattr(base, method)), sites, method)
             for method in dict.fromkeys(site.rule.method for site in sites)
         }
         names = {
@@ -404,125 +285,4 @@ def _unless_patched(wrapped: Any, method: str) -> Any:
             return now(self, *args, **kwargs)
         return wrapped(self, *args, **kwargs)
 
-    return found
-
-
-def _rewritten(function: Any, sites: tuple[Site, ...], method: str) -> Any:
-    """The function with, at each site, `region = self._tops_region(i)`, and either a call of it or
-    the statements; and before them, a call of what the class has now, where somebody replaced the
-    method. Lines, globals and closure are those of the function."""
-    tree = copy.deepcopy(tree_of(function))
-    assert tree is not None
-    text = isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Constant)
-    body = tree.body[text:]
-    own = [(i, site) for i, site in enumerate(sites) if site.rule.method == method]
-    for place, block in reversed(list(enumerate(blocks_of(body)))):
-        of_block = [(i, site) for i, site in own if site.found.window.block == place]
-        block[:] = _with_choices(block, 0, of_block)
-    tree.body = [*tree.body[:text], _call_of_another(tree, method), *body]
-    tree.decorator_list, tree.returns = [], None
-    for argument in ast.walk(tree.args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
-    tree.args.kw_defaults = [default and ast.Constant(None) for default in tree.args.kw_defaults]
-    code = _compiled(tree, function.__code__)
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    closure = tuple(cells[name] for name in code.co_freevars)
-    made = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, closure
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__annotations__ = dict(function.__annotations__)
-    made.__doc__ = function.__doc__
-    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-    return made
-
-
-def _call_of_another(tree: ast.FunctionDef, method: str) -> ast.stmt:
-    given = tree.args
-    own, *arguments = [argument.arg for argument in (*given.posonlyargs, *given.args)]
-    if given.vararg is not None:
-        arguments.append(f"*{given.vararg.arg}")
-    arguments += [f"{argument.arg}={argument.arg}" for argument in given.kwonlyargs]
-    if given.kwarg is not None:
-        arguments.append(f"**{given.kwarg.arg}")
-    source = (
-        f"if {own}._tops_base.{method} is not {own}._tops_methods[{method!r}]:\n"
-        f"    return {own}._tops_base.{method}({', '.join([own, *arguments])})"
-    )
-    found = ast.parse(source).body[0]
-    for node in ast.walk(found):
-        ast.copy_location(node, tree.body[0])
-    return found
-
-
-def _with_choices(
-    statements: list[ast.stmt], first: int, sites: list[tuple[int, Site]]
-) -> list[ast.stmt]:
-    """Statements of a block, from number `first` on, with these sites in place of theirs. Sites may
-    contain each other."""
-    found: list[ast.stmt] = []
-    at = 0
-    while at < len(statements):
-        here = [(i, site) for i, site in sites if site.found.window.start == first + at]
-        if not here:
-            found.append(statements[at])
-            at += 1
-            continue
-        outer = max(here, key=lambda pair: pair[1].found.window.end)
-        window = outer[1].found.window
-        end = window.end - first
-        inside = [
-            (i, site)
-            for i, site in sites
-            if (i, site) != outer and window.start <= site.found.window.start < window.end
-        ]
-        found += _choice(*outer, _with_choices(statements[at:end], window.start, inside))
-        at = end
-    return found
-
-
-def _choice(i: int, site: Site, statements: list[ast.stmt]) -> list[ast.stmt]:
-    names, window = site.found.names, site.found.window
-    extra = [names[key] for key in site.pattern.inputs if key != INPUT]
-    what = "return" if window.value.target is None else f"{window.value.target} ="
-    arguments, source = site.arguments, names[INPUT]
-    # What is more than a name is computed once.
-    input = source if source.isidentifier() else "_tops_input"
-    given_input = source if input == source else f"({input} := {source})"
-    if arguments is None:
-        condition = f"self._tops_region({i}, {given_input})"
-        call = f"_tops_found({', '.join([input, *extra])})"
-    else:
-        args = "".join(f"{ast.unparse(argument)}, " for argument in arguments.args)
-        keywords = ", ".join(ast.unparse(keyword) for keyword in arguments.keywords)
-        given = f"({args}), dict({keywords}), {bool(window.others)}"
-        condition = f"self._tops_attention({i}, {given_input}, {given})"
-        call = f"self._tops_run({', '.join(['_tops_found', input, *extra])})"
-    others = "".join(f"    {name} = None\n" for name in sorted(window.others))
-    text = f"if (_tops_found := {condition}) is not None:\n{others}    {what} {call}"
-    choice = ast.parse(text).body[0]
-    assert isinstance(choice, ast.If)
-    for node in ast.walk(choice):
-        ast.copy_location(node, statements[0])
-    choice.orelse = statements
-    return [choice]
-
-
-def _compiled(tree: ast.FunctionDef, original: types.CodeType) -> types.CodeType:
-    # Free variables are those of a function around it.
-    names = original.co_freevars
-    inner: list[ast.stmt] = [tree, ast.Return(ast.Name(tree.name, ast.Load()))]
-    outer = ast.parse("def _tops_outer(): pass").body[0]
-    assert isinstance(outer, ast.FunctionDef)
-    outer.args.args = [ast.arg(name) for name in names]
-    outer.body = inner
-    module = ast.fix_missing_locations(ast.Module([outer], []))
-    code: Any = compile(module, original.co_filename, "exec", dont_inherit=True)
-    for name in ("_tops_outer", tree.name):
-        code = next(
-            c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name
-        )
-    found: types.CodeType = code
     return found

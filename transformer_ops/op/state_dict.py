@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .scales import scale_errors
+from ..quantization.scales import scale_errors
 
 
 class PickledState(str):

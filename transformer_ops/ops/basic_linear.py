@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..op.base import Attribute, BasicOperation, Check
 from ..op.checks import check_bool, check_size
 from ..op.parameters import new_parameter
-from ..op.scales import renew_scales
 from ..op.tensor_parallel import SplitProductMixin
 from ..quantization.model_init import hold_quantized
+from ..quantization.scales import renew_scales
 from .collective import collectives_around
 
 __all__ = ["BasicLinear"]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..op.base import BasicOperation, Check
 from ..op.checks import check_bool, check_size
 from ..op.parameters import new_parameter
-from ..op.scales import renew_scales
 from ..quantization.model_init import hold_quantized
+from ..quantization.scales import renew_scales
 from .basic_linear import check_rng_tracker
 from .grouped_buffers import run_into
 

@@ -12,11 +12,11 @@ from ..op.base import BasicOperation, FusibleOperation
 from ..op.checks import check_bool
 from ..op.parameters import new_parameter
 from ..op.quantizers import passed_over
-from ..op.scales import renew_scales
 from ..op.state_dict import take_extra_state
 from ..op.tensor_parallel import SplitProductMixin
 from ..op.view import View
 from ..quantization.model_init import hold_quantized
+from ..quantization.scales import renew_scales
 from .basic_linear import BasicLinear, check_rng_tracker, init_weight
 from .bias import Bias
 from .collective import collectives_around

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..op.scales import has_run, name_of, owners_of_scales, reduced, state_version, tensors_of
-from ..recipe import DelayedScaling
+from .recipe import DelayedScaling
+from .scales import has_run, name_of, owners_of_scales, reduced, state_version, tensors_of
 
 # The version of the scales that ranks have agreed on, by the name of the group and the key.
 _agreed: dict[tuple[str, str], int] = {}

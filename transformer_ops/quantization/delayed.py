@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from .. import _C
 from ..locks import new_lock
-from ..op import scales
 from ..op.base import FusibleOperation
-from ..op.scales import drop_scales, has_scales, owners_of_scales
-from ..recipe import DelayedScaling
+from . import scales
 from .agreement import agree
+from .recipe import DelayedScaling
+from .scales import drop_scales, has_scales, owners_of_scales
 
 __all__ = ["KeptScales", "make_scales", "reset_scales", "update_scales"]
 

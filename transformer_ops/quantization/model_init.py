@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..op.scales import make_scales
-from ..quantized_tensor import QuantizedTensor
-from ..recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, Recipe
+from .quantized_tensor import QuantizedTensor
+from .recipe import CustomRecipe, DelayedScaling, MXFP8BlockScaling, Recipe
 from .region import current_recipe
+from .scales import make_scales
 
 __all__ = ["hold_quantized", "quantized_model_init"]
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..number_format import FORMATS
 from ..op.base import quantizers_by
-from ..op.scales import has_scales, key_of
-from ..quantizers import Float8Quantizer, NVFP4Quantizer, Quantizer, quantizer_for
-from ..recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling, Recipe
+from .number_format import FORMATS
+from .quantizers import Float8Quantizer, NVFP4Quantizer, Quantizer, quantizer_for
+from .recipe import CustomRecipe, DelayedScaling, NVFP4BlockScaling, Recipe
+from .scales import has_scales, key_of
 from .second_run import state_of_call
 from .state import STATE
 

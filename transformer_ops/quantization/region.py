@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from ..recipe import DelayedScaling, MXFP8BlockScaling, Recipe
 from .delayed import update_scales
+from .recipe import DelayedScaling, MXFP8BlockScaling, Recipe
 from .second_run import (
     FirstRun,
     FirstRunContext,

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from .. import _C
 from ..op.base import FusibleOperation
-from ..recipe import DelayedScaling, Recipe
 from .delayed import KeptScales
+from .recipe import DelayedScaling, Recipe
 from .state import STATE, Entry, enter_region, leave_region
 
 __all__ = ["FirstRun", "FirstRunContext", "SecondRunContext", "enter", "leave"]

@@ -6,7 +6,7 @@ import threading
 from typing import Any, NamedTuple
 
 from .. import _C
-from ..recipe import Recipe
+from .recipe import Recipe
 
 __all__ = ["COMPILED", "STATE", "Entry", "enter_region", "leave_region"]
 

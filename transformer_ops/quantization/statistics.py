@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..op.base import BasicOperation, FusibleOperation
-from ..recipe import CustomRecipe, MXFP8BlockScaling, Recipe
+from .recipe import CustomRecipe, MXFP8BlockScaling, Recipe
 from .region import autocast
 
 ROLES = ("input", "weight", "grad_output")

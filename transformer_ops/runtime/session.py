@@ -8,8 +8,8 @@ from typing import Any
 from ..fusion.planning import PlanningSession
 from ..op.base import BasicOperation
 from ..op.names import OpName
-from ..op.scales import make_scales, note_run, warn_of_a_start
 from ..plan.plan import Plan, declarations_of
+from ..quantization.scales import make_scales, note_run, warn_of_a_start
 from .host import HostPlan
 
 

@@ -12,9 +12,9 @@ namespace {
 // single hardware instructions: their errors, a few units of float's last place and |x| units for
 // exp(x), are a thousandth of the last rounding. For float, the rounding errors of a sigmoid and of
 // its product are added back.
-enum class Kept { Bits16, Bits32 };
+enum class Precision { Bits16, Bits32 };
 
-template <Kept kept>
+template <Precision precision>
 struct Number {
   float value;
 
@@ -55,7 +55,7 @@ struct Number {
     return Number(::exp2f(x.value));
   }
   TRANSFORMER_OPS_MATH_MEMBER friend Number exp_of_nonpositive(Number x) {
-    if constexpr (kept == Kept::Bits32) return Number(::expf(x.value));
+    if constexpr (precision == Precision::Bits32) return Number(::expf(x.value));
     return Number(::exp2f(1.4426950408889634f * x.value));
   }
   TRANSFORMER_OPS_MATH_MEMBER friend Number share_beyond(Number t) {
@@ -80,42 +80,44 @@ TRANSFORMER_OPS_MATH float rest_of_reciprocal(float e, float r) {
 }
 
 // The sigmoids, which replace those of math.h.
-template <Kept kept>
-TRANSFORMER_OPS_MATH math::SigmoidParts<Number<kept>> sigmoid_parts(Number<kept> x,
-                                                                    Number<kept> e) {
+template <Precision precision>
+TRANSFORMER_OPS_MATH math::SigmoidParts<Number<precision>> sigmoid_parts(Number<precision> x,
+                                                                         Number<precision> e) {
   const float r = reciprocal_of_one_plus(e.value);
-  Number<kept> d(r), tail(e.value * r);
-  if constexpr (kept == Kept::Bits32) {
+  Number<precision> d(r), tail(e.value * r);
+  if constexpr (precision == Precision::Bits32) {
     const float rest = rest_of_reciprocal(e.value, r);
-    d = Number<kept>(r + rest);
-    tail = Number<kept>(::fmaf(e.value, r, e.value * rest));
+    d = Number<precision>(r + rest);
+    tail = Number<precision>(::fmaf(e.value, r, e.value * rest));
   }
   return {math::select_negative(x, tail, d), math::select_negative(x, d, tail)};
 }
 
-template <Kept kept>
-TRANSFORMER_OPS_MATH Number<kept> times_sigmoid(Number<kept> y, Number<kept> x, Number<kept> e) {
-  const float factor = math::select_negative(x, e, Number<kept>(1)).value;
+template <Precision precision>
+TRANSFORMER_OPS_MATH Number<precision> times_sigmoid(Number<precision> y, Number<precision> x,
+                                                     Number<precision> e) {
+  const float factor = math::select_negative(x, e, Number<precision>(1)).value;
   const float r = reciprocal_of_one_plus(e.value);
-  if constexpr (kept == Kept::Bits16) return Number<kept>(y.value * factor * r);
+  if constexpr (precision == Precision::Bits16) return Number<precision>(y.value * factor * r);
   const float rest = rest_of_reciprocal(e.value, r);
   // The bound prevents a product of infinity and a correction of zero.
   const float bounded = math::at_most(y.value, 1e30), product = bounded * factor;
   const float lost = ::fmaf(bounded, factor, -product);
-  return Number<kept>(::fmaf(y.value * factor, r, ::fmaf(product, rest, lost * r)));
+  return Number<precision>(::fmaf(y.value * factor, r, ::fmaf(product, rest, lost * r)));
 }
 
 template <class T>
-using Compute = std::conditional_t<std::is_same_v<T, double>, double,
-                                   Number<std::is_same_v<T, float> ? Kept::Bits32 : Kept::Bits16>>;
+using Compute =
+    std::conditional_t<std::is_same_v<T, double>, double,
+                       Number<std::is_same_v<T, float> ? Precision::Bits32 : Precision::Bits16>>;
 
 template <class T>
 TRANSFORMER_OPS_DEVICE Compute<T> to_compute(T x) {
   return Compute<T>(to_acc(x));
 }
 
-template <Kept kept>
-TRANSFORMER_OPS_DEVICE float to_acc(Number<kept> x) {
+template <Precision precision>
+TRANSFORMER_OPS_DEVICE float to_acc(Number<precision> x) {
   return x.value;
 }
 

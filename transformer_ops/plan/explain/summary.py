@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...fusion.registry import FusionHandle, fusions
-from ...number_format import FORMATS
 from ...op.base import BasicOperation
+from ...quantization.number_format import FORMATS
 from ..plan import Instruction, NearMiss, Plan, Step, Value
 from ..saved_bytes import SavedBytes
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _C
+from .. import _C
 
 __all__ = ["FORMATS", "NumberFormat", "format_with"]
 

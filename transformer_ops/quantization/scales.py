@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.compiler import is_exporting
 
 from ..locks import new_lock
-from ..number_format import FORMATS
+from .number_format import FORMATS
 
 __all__ = ["drop_scales", "has_scales", "make_scales", "note_run", "owners_of_scales"]
 

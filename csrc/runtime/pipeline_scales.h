@@ -10,7 +10,7 @@
 #include "fuser/fork_safe_mutex.h"
 #include "fuser/op_node.h"
 #include "fuser/plan.h"
-#include "runtime/delayed_scales.h"
+#include "quantization/delayed_scales.h"
 
 namespace transformer_ops {
 
@@ -24,7 +24,7 @@ struct ScaleUpdate {
 };
 
 // Several threads may call it, but only one at a time may call update() or set().
-class OpScales {
+class PipelineScales {
  public:
   // "op.name" -> tensor, with the names of the buffers in Python.
   using Named = std::map<std::string, at::Tensor>;
@@ -40,15 +40,15 @@ class OpScales {
   void clear();
 
  private:
-  struct Kept {
+  struct State {
     std::string recipe;  // the recipe that the buffers belong to
     delayed_scaling::Buffers buffers;
   };
-  using All = std::map<int, Kept>;  // by op
+  using All = std::map<int, State>;  // by op
 
   // The buffers of an op, and whether it has any.
-  std::pair<Kept, bool> find(int op) const;
-  Kept find_or_make(const Plan& plan, int op, c10::Device device);
+  std::pair<State, bool> find(int op) const;
+  State find_or_make(const Plan& plan, int op, c10::Device device);
   All copy() const;
 
   mutable ForkSafeMutex mutex_;

@@ -1,4 +1,4 @@
-#include "runtime/op_scales.h"
+#include "runtime/pipeline_scales.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
@@ -20,7 +20,7 @@ namespace {
 using at::Tensor;
 using delayed_scaling::Buffers;
 using delayed_scaling::kNothing;
-using delayed_scaling::kPlaces;
+using delayed_scaling::kPositions;
 
 constexpr std::pair<const char*, Tensor Buffers::*> kNames[] = {
     {"fp8_scale", &Buffers::scale},         {"fp8_amax", &Buffers::amax},
@@ -31,12 +31,12 @@ constexpr std::pair<const char*, Tensor Buffers::*> kNames[] = {
 // Returns [3], or [3, groups].
 std::vector<int64_t> shape_of(const Attributes& attributes) {
   const auto groups = attributes.find("num_groups");
-  if (groups == attributes.end()) return {kPlaces};
-  return {kPlaces, std::get<int64_t>(groups->second)};
+  if (groups == attributes.end()) return {kPositions};
+  return {kPositions, std::get<int64_t>(groups->second)};
 }
 
 // The formats of input, weight and gradient.
-std::array<NumberFormat, kPlaces> formats_of(const OperandFormats& formats) {
+std::array<NumberFormat, kPositions> formats_of(const OperandFormats& formats) {
   return {formats.input, formats.weight, formats.grad_output};
 }
 
@@ -61,9 +61,9 @@ Buffers make_buffers(const OperandFormats& formats, const std::vector<int64_t>& 
 std::string recipe_in(const Buffers& buffers) {
   const Tensor largest = buffers.largest.cpu();
   OperandFormats formats{.history = buffers.history.size(0)};
-  int64_t place = 0;
+  int64_t position = 0;
   for (NumberFormat* const format : {&formats.input, &formats.weight, &formats.grad_output}) {
-    const float number = largest.const_data_ptr<float>()[place++];
+    const float number = largest.const_data_ptr<float>()[position++];
     *format = NumberFormat::of_tensor(number);
     TORCH_CHECK(number == 0 || !format->is_exact(),
                 "[Pipeline] fp8_largest must hold the largest numbers of formats, got ", number);
@@ -89,7 +89,7 @@ int op_of(const std::string& name, const std::vector<OpNode>& ops) {
   return op;
 }
 
-Buffers buffers_of(int op, const OpNode& node, const OpScales::Named& named) {
+Buffers buffers_of(int op, const OpNode& node, const PipelineScales::Named& named) {
   Buffers buffers;
   for (const auto& [name, field] : kNames) {
     const std::string full = std::to_string(op) + "." + name;
@@ -113,19 +113,19 @@ Tensor Buffers::*field_of(const std::string& state) {
 
 }  // namespace
 
-std::pair<OpScales::Kept, bool> OpScales::find(int op) const {
+std::pair<PipelineScales::State, bool> PipelineScales::find(int op) const {
   const std::lock_guard lock(mutex_);
   const auto found = all_.find(op);
-  return found == all_.end() ? std::pair<Kept, bool>({}, false) : std::pair(found->second, true);
+  return found == all_.end() ? std::pair<State, bool>({}, false) : std::pair(found->second, true);
 }
 
-OpScales::Kept OpScales::find_or_make(const Plan& plan, int op, c10::Device device) {
+PipelineScales::State PipelineScales::find_or_make(const Plan& plan, int op, c10::Device device) {
   const OperandFormats& formats = plan.recipe->of(op);
   const std::string recipe = to_text(Recipe{.all = formats});
   auto [kept, is_there] = find(op);
   if (!is_there) {
     // The lock is not held here: a fork takes all these locks, including that of the memory pool.
-    Kept made{recipe, make_buffers(formats, shape_of(plan.ops[op].attributes), device)};
+    State made{recipe, make_buffers(formats, shape_of(plan.ops[op].attributes), device)};
     const std::lock_guard lock(mutex_);
     kept = all_.try_emplace(op, std::move(made)).first->second;
   }
@@ -134,8 +134,8 @@ OpScales::Kept OpScales::find_or_make(const Plan& plan, int op, c10::Device devi
   return kept;
 }
 
-void OpScales::add_states(const Plan& plan, c10::Device device, Tensors& tensors) {
-  std::map<int, Kept> ops;
+void PipelineScales::add_states(const Plan& plan, c10::Device device, Tensors& tensors) {
+  std::map<int, State> ops;
   for (const Value& state : plan.states) {
     auto found = ops.find(state.op);
     if (found == ops.end()) {
@@ -145,12 +145,12 @@ void OpScales::add_states(const Plan& plan, c10::Device device, Tensors& tensors
   }
 }
 
-OpScales::All OpScales::copy() const {
+PipelineScales::All PipelineScales::copy() const {
   const std::lock_guard lock(mutex_);
   return all_;
 }
 
-void OpScales::update(const ScaleUpdate& how) {
+void PipelineScales::update(const ScaleUpdate& how) {
   TORCH_CHECK(std::abs(how.margin) < 64, "[Pipeline] margin must be an integer below 64, got ",
               how.margin);
   const All before = copy();
@@ -168,7 +168,7 @@ void OpScales::update(const ScaleUpdate& how) {
   }
 }
 
-OpScales::Named OpScales::named() const {
+PipelineScales::Named PipelineScales::named() const {
   Named named;
   for (const auto& [op, kept] : copy()) {
     for (const auto& [name, field] : kNames) {
@@ -178,7 +178,7 @@ OpScales::Named OpScales::named() const {
   return named;
 }
 
-void OpScales::set(const std::vector<OpNode>& ops, const Named& named) {
+void PipelineScales::set(const std::vector<OpNode>& ops, const Named& named) {
   const c10::InferenceMode no_inference(false);
   std::set<int> given;
   for (const auto& [name, tensor] : named) given.insert(op_of(name, ops));
@@ -186,13 +186,13 @@ void OpScales::set(const std::vector<OpNode>& ops, const Named& named) {
   for (const int op : given) {
     Buffers buffers = buffers_of(op, ops[op], named);
     std::string recipe = recipe_in(buffers);
-    all.emplace(op, Kept{std::move(recipe), std::move(buffers)});
+    all.emplace(op, State{std::move(recipe), std::move(buffers)});
   }
   const std::lock_guard lock(mutex_);
   all_.swap(all);
 }
 
-void OpScales::clear() {
+void PipelineScales::clear() {
   All all;  // freed after the lock is released
   const std::lock_guard lock(mutex_);
   all_.swap(all);

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from . import _C
+from .. import _C
 from .number_format import FORMATS, format_with
 
 __all__ = ["QuantizedTensor"]

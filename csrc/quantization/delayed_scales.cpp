@@ -1,4 +1,4 @@
-#include "runtime/delayed_scales.h"
+#include "quantization/delayed_scales.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/amax.h>
@@ -93,7 +93,7 @@ struct History {
   std::vector<float> largest() const {
     std::vector<float> best(count, 0.0f);
     int64_t done = 0;
-    if (count == kPlaces) done = keep_largest_threes(best.data());
+    if (count == kPositions) done = keep_largest_threes(best.data());
     for (; done < length * count; done += count) {
       for (int64_t k = 0; k < count; ++k) best[k] = std::max(best[k], first[done + k]);
     }
@@ -104,7 +104,7 @@ struct History {
   // The same in vectors of eight rows of three at a time; returns the number of magnitudes that
   // were processed. One by one, a history of 1024 took more time than everything else in a region.
   int64_t keep_largest_threes(float* best) const {
-    constexpr int64_t kRows = 8, kWidth = kRows * kPlaces;
+    constexpr int64_t kRows = 8, kWidth = kRows * kPositions;
     typedef float Lanes __attribute__((vector_size(16)));
     std::array<Lanes, kWidth / 4> lanes{};
     const int64_t whole = length / kRows * kWidth;
@@ -118,14 +118,15 @@ struct History {
     }
     std::array<float, kWidth> all;
     std::memcpy(all.data(), lanes.data(), sizeof(all));
-    for (size_t k = 0; k < all.size(); ++k) best[k % kPlaces] = std::max(best[k % kPlaces], all[k]);
+    for (size_t k = 0; k < all.size(); ++k)
+      best[k % kPositions] = std::max(best[k % kPositions], all[k]);
     return whole;
   }
 };
 
 void next_scales_cpu(Owners owners, const float* met, int64_t margin, bool most_recent) {
   for (Buffers* owner : owners) {
-    const int64_t count = owner->scale.numel(), groups = count / kPlaces;
+    const int64_t count = owner->scale.numel(), groups = count / kPositions;
     const History history{owner->history.mutable_data_ptr<float>(), owner->history.size(0), count};
     history.take(met);
     auto next =
@@ -191,7 +192,7 @@ void check(const char* who, const Buffers& owner) {
                 owner.scale.sizes(), ", as fp8_scale has, got ", amax.sizes());
   }
   check_row(who, "fp8_largest", owner.largest);
-  TORCH_CHECK(owner.largest.dim() == 1, "[", who, "] fp8_largest must have shape [", kPlaces,
+  TORCH_CHECK(owner.largest.dim() == 1, "[", who, "] fp8_largest must have shape [", kPositions,
               "], got ", owner.largest.sizes());
   const Tensor& history = owner.history;
   TORCH_CHECK(history.dim() == owner.scale.dim() + 1 && history.size(0) > 0 &&

@@ -1,0 +1,135 @@
+"""Methods with calls of ops in place of the statements that rules match."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import types
+from typing import Any
+
+from .pattern import INPUT
+from .sites import Site
+from .statements import blocks_of, tree_of
+
+__all__ = ["rewritten"]
+
+
+def rewritten(function: Any, sites: tuple[Site, ...], method: str) -> Any:
+    """The function with, at each site, `region = self._tops_region(i)`, and either a call of it or
+    the statements; and before them, a call of what the class has now, where somebody replaced the
+    method. Lines, globals and closure are those of the function."""
+    tree = copy.deepcopy(tree_of(function))
+    assert tree is not None
+    text = isinstance(tree.body[0], ast.Expr) and isinstance(tree.body[0].value, ast.Constant)
+    body = tree.body[text:]
+    own = [(i, site) for i, site in enumerate(sites) if site.rule.method == method]
+    for place, block in reversed(list(enumerate(blocks_of(body)))):
+        of_block = [(i, site) for i, site in own if site.found.window.block == place]
+        block[:] = _with_choices(block, 0, of_block)
+    tree.body = [*tree.body[:text], _call_of_another(tree, method), *body]
+    tree.decorator_list, tree.returns = [], None
+    for argument in ast.walk(tree.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
+    tree.args.kw_defaults = [default and ast.Constant(None) for default in tree.args.kw_defaults]
+    code = _compiled(tree, function.__code__)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    closure = tuple(cells[name] for name in code.co_freevars)
+    made = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__annotations__ = dict(function.__annotations__)
+    made.__doc__ = function.__doc__
+    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
+    return made
+
+
+def _call_of_another(tree: ast.FunctionDef, method: str) -> ast.stmt:
+    given = tree.args
+    own, *arguments = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    if given.vararg is not None:
+        arguments.append(f"*{given.vararg.arg}")
+    arguments += [f"{argument.arg}={argument.arg}" for argument in given.kwonlyargs]
+    if given.kwarg is not None:
+        arguments.append(f"**{given.kwarg.arg}")
+    source = (
+        f"if {own}._tops_base.{method} is not {own}._tops_methods[{method!r}]:\n"
+        f"    return {own}._tops_base.{method}({', '.join([own, *arguments])})"
+    )
+    found = ast.parse(source).body[0]
+    for node in ast.walk(found):
+        ast.copy_location(node, tree.body[0])
+    return found
+
+
+def _with_choices(
+    statements: list[ast.stmt], first: int, sites: list[tuple[int, Site]]
+) -> list[ast.stmt]:
+    """Statements of a block, from number `first` on, with these sites in place of theirs. Sites may
+    contain each other."""
+    found: list[ast.stmt] = []
+    at = 0
+    while at < len(statements):
+        here = [(i, site) for i, site in sites if site.found.window.start == first + at]
+        if not here:
+            found.append(statements[at])
+            at += 1
+            continue
+        outer = max(here, key=lambda pair: pair[1].found.window.end)
+        window = outer[1].found.window
+        end = window.end - first
+        inside = [
+            (i, site)
+            for i, site in sites
+            if (i, site) != outer and window.start <= site.found.window.start < window.end
+        ]
+        found += _choice(*outer, _with_choices(statements[at:end], window.start, inside))
+        at = end
+    return found
+
+
+def _choice(i: int, site: Site, statements: list[ast.stmt]) -> list[ast.stmt]:
+    names, window = site.found.names, site.found.window
+    extra = [names[key] for key in site.pattern.inputs if key != INPUT]
+    what = "return" if window.value.target is None else f"{window.value.target} ="
+    arguments, source = site.arguments, names[INPUT]
+    # What is more than a name is computed once.
+    input = source if source.isidentifier() else "_tops_input"
+    given_input = source if input == source else f"({input} := {source})"
+    if arguments is None:
+        condition = f"self._tops_region({i}, {given_input})"
+        call = f"_tops_found({', '.join([input, *extra])})"
+    else:
+        args = "".join(f"{ast.unparse(argument)}, " for argument in arguments.args)
+        keywords = ", ".join(ast.unparse(keyword) for keyword in arguments.keywords)
+        given = f"({args}), dict({keywords}), {bool(window.others)}"
+        condition = f"self._tops_attention({i}, {given_input}, {given})"
+        call = f"self._tops_run({', '.join(['_tops_found', input, *extra])})"
+    others = "".join(f"    {name} = None\n" for name in sorted(window.others))
+    text = f"if (_tops_found := {condition}) is not None:\n{others}    {what} {call}"
+    choice = ast.parse(text).body[0]
+    assert isinstance(choice, ast.If)
+    for node in ast.walk(choice):
+        ast.copy_location(node, statements[0])
+    choice.orelse = statements
+    return [choice]
+
+
+def _compiled(tree: ast.FunctionDef, original: types.CodeType) -> types.CodeType:
+    # Free variables are those of a function around it.
+    names = original.co_freevars
+    inner: list[ast.stmt] = [tree, ast.Return(ast.Name(tree.name, ast.Load()))]
+    outer = ast.parse("def _tops_outer(): pass").body[0]
+    assert isinstance(outer, ast.FunctionDef)
+    outer.args.args = [ast.arg(name) for name in names]
+    outer.body = inner
+    module = ast.fix_missing_locations(ast.Module([outer], []))
+    code: Any = compile(module, original.co_filename, "exec", dont_inherit=True)
+    for name in ("_tops_outer", tree.name):
+        code = next(
+            c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name
+        )
+    found: types.CodeType = code
+    return found

@@ -1,0 +1,134 @@
+"""Where rules match the methods of a class."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .pattern import Arguments, Found, Pattern, Scope, arguments_in
+from .region import Region
+from .rules import FuseRule, FuseSkip, FuseUnfit
+from .statements import body_of, function_of, windows_of
+
+__all__ = ["Site", "all_sites", "find_sites"]
+
+
+class Site(NamedTuple):
+    """Statements of a class's method that a rule stands for."""
+
+    rule: FuseRule
+    pattern: Pattern
+    found: Found  # in the body of the function
+
+    def region(self) -> Region:
+        """Ops in its place, for one module."""
+        return Region(self.rule, self.found.names, self.found.window.conditions)
+
+    @property
+    def arguments(self) -> Arguments | None:
+        """What a call of an attention module among its steps is given; None if there is none."""
+        return arguments_in(self.found.names)
+
+    def contains(self, other: Site) -> bool:
+        """Whether all lines of another one, of the same method, are its own."""
+        first, last = self.found.window.lines
+        start, end = other.found.window.lines
+        is_inside = first <= start and end <= last and (first, last) != (start, end)
+        return is_inside and self.rule.method == other.rule.method
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        """Which one of the class it is."""
+        return self.rule.name, self.pattern.text, *self.found.window.lines
+
+    def is_apart_from(self, other: Site) -> bool:
+        """Whether they have no line of a method in common."""
+        first, last = self.found.window.lines
+        start, end = other.found.window.lines
+        is_apart = last < start or first > end
+        return is_apart or self.rule.method != other.rule.method
+
+
+def find_sites(module: nn.Module, rules: Sequence[FuseRule]) -> tuple[Site, ...]:
+    """Where rules gain something in the methods of a module, in order and apart from each other. Of
+    two that overlap, one that fits now counts before one that does not, then the one that begins
+    first, and then the one that is registered last."""
+    candidates = all_sites(type(module), tuple(rules))
+    found = [(site, _fit(module, site)) for site in candidates]
+    # Whether attention runs as an op depends on the call; if it cannot, the sites within run.
+    attention = [pair for pair in found if pair[0].arguments is not None]
+    whole = _apart(attention)
+    halves = _apart([(s, fit) for s, fit in attention if any(one.contains(s) for one in whole)])
+    outer = [*whole, *halves]
+    inner = _apart(
+        [
+            (site, fit)
+            for site, fit in found
+            if site.arguments is None
+            and all(site.is_apart_from(other) or other.contains(site) for other in outer)
+        ]
+    )
+    return tuple(sorted([*outer, *inner], key=lambda site: site.found.window.lines))
+
+
+def _apart(found: Sequence[tuple[Site, _Fit]]) -> list[Site]:
+    sites: list[Site] = []
+    for wanted in (_Fit.NOW, _Fit.LATER):
+        for site, fit in found:
+            if fit is wanted and all(site.is_apart_from(other) for other in sites):
+                sites.append(site)
+    return sites
+
+
+class _Fit(enum.Enum):
+    NOW = 1
+    LATER = 2  # something is in the way
+    NEVER = 3
+
+
+def _fit(module: nn.Module, site: Site) -> _Fit:
+    region = site.region()
+    try:
+        region.make(module)
+    except FuseUnfit:
+        return _Fit.NEVER
+    except FuseSkip:
+        return _Fit.LATER
+    return _Fit.NOW if region.may_run(module) else _Fit.LATER
+
+
+def all_sites(kind: type[nn.Module], rules: tuple[FuseRule, ...]) -> list[Site]:
+    """Where rules match the class's methods, by method and in order."""
+    methods = [(name, getattr(kind, name, None)) for name in dict.fromkeys(r.method for r in rules)]
+    return [
+        site
+        for name, method in methods
+        if method is not None
+        for site in _sites_in(function_of(method), tuple(r for r in rules if r.method == name))
+    ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _sites_in(function: Any, rules: tuple[FuseRule, ...]) -> list[Site]:
+    body = body_of(function)
+    if body is None:
+        return []
+    scope, windows = Scope.of(function), windows_of(body)
+    found = [
+        Site(rule, pattern, place)
+        for rule in reversed(rules)
+        for pattern in rule.patterns
+        for place in pattern.find(windows, scope)
+        if _may_stand_for(place)
+    ]
+    return sorted(found, key=lambda site: site.found.window.lines[0])
+
+
+def _may_stand_for(place: Found) -> bool:
+    """Whether nothing but weights of attention is read later, which ops do not give."""
+    arguments, window = arguments_in(place.names), place.window
+    return all(window.value.seconds[name] == arguments for name in window.others)
