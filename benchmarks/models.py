@@ -1,7 +1,7 @@
-"""Whole models of transformers: plain, compiled, and with `tops.fuse`.
+"""Whole models of transformers and timm: plain, compiled, and with `tops.fuse`.
 
-    python benchmarks/models.py              all of it, 10 minutes on 2 cores
-    python benchmarks/models.py --quick      without Inductor, a minute
+    python benchmarks/models.py              all of it, 15 minutes on 2 cores
+    python benchmarks/models.py --quick      three of them without Inductor, a minute
 
 A step is forward, loss and backward of a model with random weights; rounds of all ways are
 interleaved. Limits are the targets of the issue that asked for `fuse`.
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import timm
 import torch
 import transformers
 from suite.measure import saved_bytes
@@ -25,18 +26,25 @@ from torch import Tensor, nn
 import transformer_ops as tops
 
 CPU = torch.device("cpu")
+QUICK = (
+    "Llama h512 f1376, 4 layers, 512 tokens",
+    "MiniLM shape, 16 x 128 tokens, dropout 0.1",
+    "ViT-S/16, 8 images",
+)
 EAGER, INDUCTOR, FUSED, BOTH = "eager", "Inductor", "fused", "fused, compiled"
 
 
 class Model(NamedTuple):
-    """A model, its input, and the most that it may take: a step against eager and Inductor, saved
-    bytes against eager, and a call under `no_grad` against eager."""
+    """A model, its input, and the most that it may take: the time of a step against eager and
+    Inductor, and saved bytes and the peak of a step against eager, in float32 and in bfloat16."""
 
     make: Callable[[], nn.Module]
     inputs: Callable[[int], dict[str, Tensor]]
     batch: int
-    limits: dict[str, float]
+    time: tuple[float, float]
+    inductor: float | None  # None: not measured, since it takes minutes to compile
     saved: float
+    peak: float
 
 
 def llama() -> nn.Module:
@@ -71,6 +79,25 @@ def vit() -> nn.Module:
     return transformers.ViTModel(config)
 
 
+def smollm() -> nn.Module:
+    """The shape of SmolLM-135M: 30 layers of 576, with 9 heads and 3 of keys and values."""
+    config = transformers.LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def timm_vit() -> nn.Module:
+    """timm's ViT-S/16."""
+    return timm.create_model("vit_small_patch16_224", num_classes=1000)
+
+
 def tokens(batch: int, length: int) -> Tensor:
     """Random ones."""
     return torch.randint(0, 2048, (batch, length), generator=torch.Generator().manual_seed(0))
@@ -81,30 +108,60 @@ MODELS = {
         llama,
         lambda batch: {"input_ids": tokens(batch, 512), "labels": tokens(batch, 512)},
         1,
-        {EAGER: 0.82, INDUCTOR: 0.95},
-        0.55,
+        time=(0.82, 0.82),
+        inductor=0.95,
+        saved=0.55,
+        peak=0.70,
+    ),
+    "SmolLM-135M shape, 512 tokens": Model(
+        smollm,
+        lambda batch: {"input_ids": tokens(batch, 512), "labels": tokens(batch, 512)},
+        1,
+        time=(0.85, 0.80),
+        inductor=None,
+        saved=0.45,
+        peak=0.60,
     ),
     "MiniLM shape, 16 x 128 tokens, dropout 0.1": Model(
         minilm,
         lambda batch: {"input_ids": tokens(batch, 128)},
         16,
-        {EAGER: 0.80, INDUCTOR: 0.80},
-        0.60,
+        time=(0.78, 0.75),
+        inductor=0.80,
+        saved=0.50,
+        peak=0.65,
     ),
     "ViT-S/16, 8 images": Model(
         vit,
-        lambda batch: {"pixel_values": torch.randn(batch, 3, 224, 224)},
+        lambda batch: {"pixel_values": images(batch)},
         8,
-        {EAGER: 0.92, INDUCTOR: 0.92},
-        0.65,
+        time=(0.90, 0.85),
+        inductor=0.92,
+        saved=0.55,
+        peak=0.70,
+    ),
+    "timm's ViT-S/16, 8 images": Model(
+        timm_vit,
+        lambda batch: {"x": images(batch)},
+        8,
+        time=(0.90, 0.85),
+        inductor=None,
+        saved=0.55,
+        peak=0.70,
     ),
 }
 
 
+def images(batch: int) -> Tensor:
+    """Random ones."""
+    return torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+
+
 def loss_of(output: Any) -> Tensor:
-    """The loss of the model, or one of its hidden states."""
+    """The loss of the model, or one of what it gives."""
     loss: Tensor | None = getattr(output, "loss", None)
-    return output.last_hidden_state.float().square().mean() if loss is None else loss
+    found: Tensor = getattr(output, "last_hidden_state", output)
+    return found.float().square().mean() if loss is None else loss
 
 
 def step(model: nn.Module, run: Any, inputs: dict[str, Tensor]) -> Call:
@@ -132,23 +189,34 @@ def as_dtype(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
 
 
+def in_bytes(what: str, against: str, limit: float, ours: int, theirs: int) -> Row:
+    """A row of exact bytes."""
+    texts = [f"{count / 2**20:.1f} MiB" for count in (ours, theirs)]
+    return Row(what, against, limit, ours / theirs, *texts)
+
+
 def model_rows(name: str, dtype: torch.dtype, quick: bool) -> Iterator[Row]:
     """The rows of one model."""
-    make, inputs, batch, limits, most_saved = MODELS[name]
+    case = MODELS[name]
+    inputs, is_half = case.inputs, dtype == torch.bfloat16
     torch.manual_seed(0)
-    plain = make().to(dtype)
+    plain = case.make().to(dtype)
     model = copy.deepcopy(plain)
     begin = time.perf_counter()
     report = tops.fuse(model, strict=True)
     seconds = time.perf_counter() - begin
     what = f"{name}, {str(dtype).removeprefix('torch.')}"
     yield Row(f"{what}: seconds of fuse", "1 s", 1.0, seconds, f"{seconds:.2f} s", "1 s")
-    given = as_dtype(inputs(batch), dtype)
+    given = as_dtype(inputs(case.batch), dtype)
     before, after = report.saved_bytes(**given)
-    texts = [f"{count / 2**20:.1f} MiB" for count in (after, before)]
-    yield Row(f"{what}: saved for backward", EAGER, most_saved, after / before, *texts)
+    yield in_bytes(f"{what}: saved for backward", EAGER, case.saved, after, before)
+    # Parameters are there before and after, and no part of what a step takes.
+    own = sum(parameter.nbytes for parameter in model.parameters())
+    step_bytes = report.step(loss=loss_of, **given)
+    peaks = step_bytes.after.peak - own, step_bytes.before.peak - own
+    yield in_bytes(f"{what}: peak of a step", EAGER, case.peak, *peaks)
     calls = {EAGER: step(plain, plain, given), FUSED: step(model, model, given)}
-    is_compiled = dtype == torch.float32 and not quick
+    is_compiled = not is_half and not quick and case.inductor is not None
     if is_compiled:
         torch._dynamo.reset()
         compiled = torch.compile(plain)
@@ -156,17 +224,15 @@ def model_rows(name: str, dtype: torch.dtype, quick: bool) -> Iterator[Row]:
         calls[BOTH] = step(model, torch.compile(model), given)
         calls[INDUCTOR]()  # compiles, without the hooks that count
         theirs = saved_bytes(lambda: compiled(**given), (), plain.parameters())
-        texts = [f"{count / 2**20:.1f} MiB" for count in (after, theirs)]
-        yield Row(f"{what}: saved for backward", INDUCTOR, 1.0, after / theirs, *texts)
+        yield in_bytes(f"{what}: saved for backward", INDUCTOR, 1.0, after, theirs)
     times = interleave(calls, 3.0 if quick else 30.0, Clock(CPU))
-    for other, limit in limits.items():
-        if other in times:
-            yield timed(f"{what}: step", other, limit, times, FUSED, other)
-    if is_compiled:
+    yield timed(f"{what}: step", EAGER, case.time[is_half], times, FUSED, EAGER)
+    if is_compiled and case.inductor is not None:
+        yield timed(f"{what}: step", INDUCTOR, case.inductor, times, FUSED, INDUCTOR)
         yield timed(f"{what}: step, compiled", INDUCTOR, 1.0, times, BOTH, INDUCTOR)
     for module in (plain, model):
         module.eval()
-    for size in (1, 8):
+    for size in (1, 8) if case.inductor is not None else ():
         some = as_dtype(inputs(size), dtype)
         some.pop("labels", None)
         ways = {EAGER: inference(plain, some), FUSED: inference(model, some)}
@@ -176,7 +242,7 @@ def model_rows(name: str, dtype: torch.dtype, quick: bool) -> Iterator[Row]:
 
 def rows(quick: bool) -> Iterator[Row]:
     """All rows, in the order in which they are measured."""
-    for name in MODELS:
+    for name in QUICK if quick else MODELS:
         for dtype in (torch.float32,) if quick else (torch.float32, torch.bfloat16):
             yield from model_rows(name, dtype, quick)
 

@@ -58,15 +58,16 @@ def _in_short(results: Results) -> str:
             f"- {fewer('step')} less time** for a training step than eager PyTorch",
             f"- **{max(found('seconds of fuse')):.1f} s** to fuse a model: nothing is compiled",
             "",
-            _in_short_about(record["about"]),
+            _in_short_about(record["about"], len(found("step"))),
         ]
     )
 
 
-def _in_short_about(about: dict[str, Any]) -> str:
+def _in_short_about(about: dict[str, Any], models: int) -> str:
+    number = ("no", "one", "two", "three", "four", "five", "six")[models]
     features = "".join(f", {name}" for name in about["features"][:1])
     return (
-        "Measured in float32 on the three models of the picture "
+        f"Measured in float32 on the {number} models of the picture "
         f"({about['cpu']}{features}, {about['cores']} cores)."
     )
 

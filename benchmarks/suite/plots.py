@@ -242,7 +242,7 @@ def models(results: Results) -> Figure | None:
     names = [
         what.removesuffix(suffix)
         for what, against in rows
-        if what.endswith(suffix) and against == "Inductor"
+        if what.endswith(suffix) and against == EAGER
     ]
     if not names:
         return None
