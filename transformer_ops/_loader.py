@@ -5,13 +5,17 @@
     lib/torch2.15/_C.cpython-*.so         the bindings
     lib/torch2.15/_build_info.py          what the build was for
 
-A wheel has several folders lib/torch*; a build of a checkout has one.
+A wheel has several folders lib/torch*; a build of a checkout has one. A build with CUDA also has
+lib/torch2.15/libtransformer_ops_cuda.so. Beside a wheel, the package transformer-ops-cuda13 has it:
+
+    transformer_ops_cuda13/lib/torch2.15/libtransformer_ops_cuda.so
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -45,6 +49,11 @@ def load() -> ModuleType:
     if info.CUDA is not None and torch.version.cuda is not None:
         check_cuda(info.CUDA["toolkit"], torch.version.cuda)
         libraries.append(folder / _CUDA)
+    elif torch.version.cuda is not None:
+        package = find_cuda_package(torch.version.cuda)
+        if package is not None:
+            libraries.append(cuda_library(package, info.VERSION, folder.name))
+            vars(info)["CUDA"] = package.CUDA
     for library in libraries:
         load_library(library)
     return importlib.import_module(f"{__package__}._C")
@@ -114,6 +123,37 @@ def check_cuda(toolkit: str, runtime: str) -> None:
             f"transformer_ops was built for CUDA {built}, got a torch for CUDA {here}: "
             f"{_how_to_build(_PACKAGE)}"
         )
+
+
+def find_cuda_package(cuda: str) -> ModuleType | None:
+    """The package with the CUDA backend for that version of CUDA, where it is installed."""
+    name = f"transformer_ops_cuda{cuda.split('.')[0]}"
+    return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
+
+
+def cuda_library(package: ModuleType, version: str, folder: str) -> Path:
+    """The library of that package for a version of transformer_ops and the folder of a torch.
+
+    Raises:
+        ImportError: the package is of another version, or has none for that torch.
+    """
+    assert package.__file__ is not None
+    distribution = package.__name__.replace("_", "-")
+    if package.VERSION != version:
+        raise ImportError(
+            f"{distribution} must have the version of transformer_ops, {version}, got "
+            f"{package.VERSION}: run `pip install --force-reinstall --no-deps "
+            f"{distribution}=={version}`, or uninstall it"
+        )
+    root = Path(package.__file__).parent
+    library = root / "lib" / folder / _CUDA
+    if not library.exists():
+        found = sorted(map(_version, (root / "lib").glob("torch*")))
+        raise ImportError(
+            f"{distribution} is {_built_for(found)}, got torch {_text(_version(folder))}: install "
+            "one of these, or uninstall it"
+        )
+    return library
 
 
 def check_no_other_copy(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,14 +254,15 @@ def models(results: Results) -> Figure | None:
     for axes, (part, title, unit) in zip(panels, parts, strict=True):
         for place, name in enumerate(names):
             found = _of_three(rows, f"{name}, float32: {part}")
-            for offset, way in enumerate(ways):
-                if way not in found:
-                    continue
-                where = place + (offset - 1) * 0.27
+            # Not all models are compiled.
+            here = [way for way in ways if way in found]
+            for offset, way in enumerate(here):
+                where = place + (offset - (len(here) - 1) / 2) * 0.27
                 height = found[way] / found[EAGER]
                 axes.bar(where, height, 0.25, color=COLORS[way])
                 axes.text(where, height, f"{found[way]:.0f}", ha="center", va="bottom", fontsize=7)
-        axes.set_xticks(range(len(names)), [name.split(",")[0] for name in names], fontsize=9)
+        short = [textwrap.fill(name.split(",")[0], 11) for name in names]
+        axes.set_xticks(range(len(names)), short, fontsize=8)
         axes.tick_params(axis="x", length=0)
         axes.set_ylim(0, 1.2)
         axes.set_ylabel("relative to eager")

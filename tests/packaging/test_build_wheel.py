@@ -10,6 +10,7 @@ import os
 import subprocess
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cmake_projects import ROOT
@@ -141,6 +142,42 @@ def test_two_wheels_become_one(tmp_path: Path) -> None:
     text = files["transformer_ops-0.1.0.dev0+g1.dist-info/METADATA"].decode()
     assert "\nVersion: 0.1.0.dev0+g1\nRequires-Dist: torch>=2.11,<2.16,!=2.12" in text
     assert text.count("Requires-Dist") == 1
+
+
+def cuda_part(folder: Path, minor: str, toolkit: str = "13.0") -> Path:
+    """A wheel for one torch with the CUDA backend."""
+    info = f'VERSION = "0.1.0"\nCUDA = {{"toolkit": "{toolkit}", "architectures": "9.0a"}}\n'
+    library = f"lib/torch{minor}/libtransformer_ops_cuda.so"
+    more = {library: f"cuda {minor}".encode(), f"lib/torch{minor}/_build_info.py": info.encode()}
+    return part(folder, minor, **more)
+
+
+def test_the_wheel_of_the_cuda_backend(tmp_path: Path) -> None:
+    parts = [cuda_part(tmp_path, "2.11"), cuda_part(tmp_path, "2.15")]
+    files = tool.cuda_files(parts, MINORS, "0.1.0.dev0+g1")
+    package, about = "transformer_ops_cuda13", "transformer_ops_cuda13-0.1.0.dev0+g1.dist-info"
+    assert {name: content for name, content in files.items() if name.endswith(".so")} == {
+        f"{package}/lib/torch{minor}/libtransformer_ops_cuda.so": f"cuda {minor}".encode()
+        for minor in ("2.11", "2.15")
+    }
+    assert set(files) - {name for name in files if name.endswith(".so")} == {
+        f"{package}/__init__.py",
+        f"{about}/METADATA",
+        f"{about}/WHEEL",
+    }
+    module: dict[str, Any] = {}
+    exec(files[f"{package}/__init__.py"].decode(), module)
+    assert module["VERSION"] == "0.1.0" and module["CUDA"]["toolkit"] == "13.0"
+    text = files[f"{about}/METADATA"].decode()
+    assert "\nName: transformer-ops-cuda13\nVersion: 0.1.0.dev0+g1\n" in text
+    assert "\nRequires-Dist: transformer-ops==0.1.0.dev0+g1\n" in text
+    assert "\nTag: py3-none-linux_x86_64\n" in files[f"{about}/WHEEL"].decode()
+
+
+def test_parts_for_several_versions_of_cuda_are_refused(tmp_path: Path) -> None:
+    parts = [cuda_part(tmp_path, "2.11", "12.9"), cuda_part(tmp_path, "2.15")]
+    with pytest.raises(SystemExit, match="each part must be for the same CUDA, got"):
+        tool.cuda_files(parts, MINORS, "0.1.0")
 
 
 @pytest.mark.parametrize(

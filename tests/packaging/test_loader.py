@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -172,6 +173,50 @@ def message_of(library: Path) -> str:
     with pytest.raises(ImportError) as error:
         _loader.load_library(library)
     return str(error.value)
+
+
+def cuda_package(root: Path, version: str, *minors: str) -> ModuleType:
+    """A transformer_ops_cuda13 with empty libraries for these minor versions of torch."""
+    found = ModuleType("transformer_ops_cuda13")
+    found.__file__ = str(root / "transformer_ops_cuda13" / "__init__.py")
+    found.VERSION = version  # type: ignore[attr-defined]
+    for minor in minors:
+        file = Path(found.__file__).parent / "lib" / f"torch{minor}" / "libtransformer_ops_cuda.so"
+        file.parent.mkdir(parents=True)
+        file.touch()
+    return found
+
+
+def test_the_library_of_the_cuda_package(tmp_path: Path) -> None:
+    package = cuda_package(tmp_path, "0.1.0", "2.11", "2.15")
+    library = _loader.cuda_library(package, "0.1.0", "torch2.15")
+    assert library.parent.name == "torch2.15" and library.exists()
+    text = (
+        "transformer-ops-cuda13 must have the version of transformer_ops, 0.2.0, got 0.1.0: run "
+        "`pip install --force-reinstall --no-deps transformer-ops-cuda13==0.2.0`, or uninstall it"
+    )
+    with pytest.raises(ImportError, match=re.escape(text)):
+        _loader.cuda_library(package, "0.2.0", "torch2.15")
+    text = (
+        "transformer-ops-cuda13 is built for torch 2.11 and 2.15, got torch 2.13: install one of "
+        "these, or uninstall it"
+    )
+    with pytest.raises(ImportError, match=re.escape(text)):
+        _loader.cuda_library(package, "0.1.0", "torch2.13")
+
+
+def test_the_cuda_package_is_found_by_torchs_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _loader.find_cuda_package("13.0") is None
+    package = cuda_package(tmp_path, "0.1.0", "2.15")
+    assert package.__file__ is not None
+    Path(package.__file__).write_text('VERSION = "0.1.0"\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = _loader.find_cuda_package("13.2")
+    assert found is not None and found.__file__ == package.__file__
+    assert _loader.find_cuda_package("12.9") is None
+    sys.modules.pop("transformer_ops_cuda13")
 
 
 def test_an_older_glibc(tmp_path: Path) -> None:
