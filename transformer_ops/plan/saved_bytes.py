@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Kept(NamedTuple):
+class SavedSlot(NamedTuple):
     """One slot: its bytes, and a number that slots in the same memory share."""
 
     bytes: int
@@ -22,7 +22,7 @@ class SavedBytes(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    slots: dict[tuple[int, str], Kept]
+    slots: dict[tuple[int, str], SavedSlot]
 
     @property
     def width(self) -> int:
@@ -44,7 +44,7 @@ def saved_bytes(
     shape: Sequence[int], dtype: torch.dtype, rows: Iterable[tuple[int, str, int, int]]
 ) -> SavedBytes:
     """Converts the rows (op, slot, bytes, storage) of C++."""
-    slots = {(op, name): Kept(size, storage) for op, name, size, storage in rows}
+    slots = {(op, name): SavedSlot(size, storage) for op, name, size, storage in rows}
     return SavedBytes(tuple(shape), dtype, slots)
 
 
