@@ -98,6 +98,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "Gemma2": (causal("Gemma2", head_dim=8), {"norm of any dtype": 5, "residual": 2}),
     "Gemma3": (causal("Gemma3", head_dim=8), GEMMA),
     "Glm": (causal("Glm", head_dim=8), LLAMA),
+    "Ernie4_5": (causal("Ernie4_5", head_dim=8), LLAMA),
+    "Arcee": (causal("Arcee"), LLAMA),
     "GPT2": (small("GPT2LMHeadModel", "GPT2Config", **GPT2), {"residual": 2}),
     "GPTNeoX": (small("GPTNeoXForCausalLM", "GPTNeoXConfig", **ENCODER), PARALLEL),
     "Cohere": (causal("Cohere"), {"feed-forward": 2}),

@@ -285,6 +285,11 @@ _END_ROTATION = (
         X = (Q * C) + (rotate_half(Q) * N)
         Y = (K * C) + (rotate_half(K) * N)
         """,
+        # ERNIE
+        """
+        X = (Q.float() * C) + (rotate_half(Q).float() * N)
+        Y = (K.float() * C) + (rotate_half(K).float() * N)
+        """,
         _PARTS_OF_HEADS
         + """
 X = torch.cat([(D * C) + (rotate_half(D) * N), E], dim=-1)
