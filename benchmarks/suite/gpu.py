@@ -310,6 +310,13 @@ def table(device: torch.device, sizes: Sizes) -> Iterator[tuple[list[Line], list
         yield lines, errors
 
 
+def write_lines(path: Path, about: dict[str, Any], lines: list[Line], errors: list[str]) -> None:
+    """The table as JSON."""
+    rows = [{**line._asdict(), "ok": line.ok} for line in lines]
+    content = json.dumps({"about": about, "lines": rows, "errors": errors}, indent=1)
+    path.write_text(content + "\n", encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and write; 1 where a part failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -331,9 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
     for lines, errors in table(device, sizes):
         # Each time: whoever starts this may not let it come to its end.
         if options.out:
-            rows = [{**line._asdict(), "ok": line.ok} for line in lines]
-            content = json.dumps({"about": about, "lines": rows, "errors": errors}, indent=1)
-            options.out.write_text(content + "\n", encoding="utf-8")
+            write_lines(options.out, about, lines, errors)
     for error in errors:
         print(f"[gpu] {error}", file=sys.stderr)
     return 1 if errors else 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 import traceback
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 import transformer_ops as tops
 
 from .cases import COMPILED, EAGER
-from .gpu import Line, fresh
+from .gpu import Line, fresh, write_lines
 from .machine import caption, describe
 from .timing import Call, Clock, interleave, ratio
 
@@ -197,22 +196,20 @@ def main(arguments: list[str] | None = None) -> int:
     about = describe(device, torch.get_num_threads(), {})
     print(f"bfloat16; {caption(about)}", flush=True)
     lines: list[Line] = []
-    failed = False
+    errors: list[str] = []
     for name in MODELS:
         try:
             found = model_lines(name, device, size, options.inductor)
-        except Exception:
+        except Exception as error:
             traceback.print_exc()
-            failed = True
+            errors.append(f"{name}: {type(error).__name__}: {error}")
             continue
         lines += found
         for line in found:
             print(line, flush=True)
         if options.out:
-            rows = [{**line._asdict(), "ok": line.ok} for line in lines]
-            text = json.dumps({"about": about, "lines": rows}, indent=1)
-            options.out.write_text(text + "\n", encoding="utf-8")
-    return int(failed)
+            write_lines(options.out, about, lines, errors)
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 // transformer_ops::run_call(str call, Tensor[] tensors) -> Tensor[] calls an op that has no schema
-// in torch, because it is a form of another op that only plans call:
+// in torch, because only plans call it. Ops that draw random numbers are called by run_call.random,
+// which has torch's tag for them:
 //   run_call('rms_norm.rounded(%, %, 1e-05, false, "mx e4m3", "")', [x, weight])
 // A tensor is "%", and a list of two is "[%, %]". Constants are written as in the text of a plan.
 // The results are one list, with those of lists one after another.

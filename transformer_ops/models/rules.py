@@ -66,12 +66,11 @@ def register_fuse_rule(
 
     In `statements`, single upper-case letters stand for local variables, attributes that begin with
     `any_` for attributes of any name, `H = self.any_norm(H)`, and names that begin with `any_` for
-    numbers, `H = H * any_scale`. `H` is the tensor that the ops take, a variable or a part of one
-    (`x[:, i, :]`); other variables that are read
-    before they are assigned are their extra inputs, in the order of reading. What the last
-    statement assigns or returns is what they give. Names of variables, the division into statements
-    and the order of the terms of a sum do not matter. A list of such texts has the ways in which
-    the same may be written.
+    numbers, `H = H * any_scale`. `H` is the tensor that the ops take: a variable, or a part of one
+    (`x[:, i, :]`). Other variables that are read before they are assigned are extra inputs of the
+    ops, in the order of reading. What the last statement assigns or returns is what they give.
+    Names of variables, the division into statements and the order of the terms of a sum do not
+    matter. A list of such texts has the ways in which the same may be written.
 
     `make(module, names)` returns the ops for a module, which may be views of its submodules
     (`tops.view`), or raises `tops.FuseSkip` with a reason. `names` has, for each placeholder (`H`,
