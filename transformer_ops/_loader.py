@@ -14,6 +14,8 @@ lib/torch2.15/libtransformer_ops_cuda.so. Beside a wheel, the package transforme
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -62,6 +64,13 @@ def load() -> ModuleType:
 def build_info() -> ModuleType:
     """The module that the build wrote: versions and backends of the shared libraries."""
     return importlib.import_module(f"{__package__}._build_info")
+
+
+@functools.cache
+def build_digest() -> str:
+    """Tells this build of the ops from others: the start of the SHA-256 of their library."""
+    library = find_folder(_PACKAGE, torch.__version__) / _LIBRARY
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:16]
 
 
 def find_folder(package: Path, torch_version: str) -> Path:

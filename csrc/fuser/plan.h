@@ -177,7 +177,8 @@ struct Plan {
 };
 
 std::string to_text(const Plan& plan);
-// Parses a plan and verifies it. Throws PlanError that names the line.
+// Parses a plan and verifies it. Lines that begin with '#' are comments. Throws PlanError that
+// names the line.
 Plan parse_plan(const std::string& text);
 
 // The planner's postcondition. Each list covers every op once, in order. Every value is written

@@ -217,7 +217,7 @@ class Parser {
     check(line == kHeader, "[plan] text must begin with '", kHeader, "', got '", line, "'");
     for (int number = 2; std::getline(lines, line); ++number) {
       try {
-        if (!line.empty()) parse_line(line);
+        if (!line.empty() && !line.starts_with('#')) parse_line(line);
       } catch (const std::exception& error) {
         fail(error.what(), " (line ", number, ")");
       }

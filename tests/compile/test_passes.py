@@ -8,11 +8,14 @@ import torch
 from helpers import as_tuple, leaf
 from op_cases import run_seeded
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_ops as tops
 from transformer_ops import _C, recipe
+from transformer_ops._loader import build_digest
+from transformer_ops.compile import groups
 
 FORWARD, BACKWARD = "plan_forward", "plan_backward"
 VIEWS = ("alias", "detach", "view")
@@ -286,3 +289,38 @@ def test_weights_in_a_frozen_region_are_not_shared_with_compiled_code():
     with torch.no_grad(), region(), tops.frozen_weights():
         found = [fast(x) for _ in range(2)]
         assert_equal(found, [module(x)] * 2)
+
+
+# ---- torch's cache of compiled code
+
+
+@pytest.fixture
+def cache_counts(tmp_path, monkeypatch):
+    """Compiles a call anew with Inductor; returns (hits, misses) of the cache on disk."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", True)
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", True)
+
+    def count(call, x):
+        torch._dynamo.reset()
+        counters["aot_autograd"].clear()
+        torch.compile(call, fullgraph=True)(x).sum().backward()
+        found = counters["aot_autograd"]
+        return found["autograd_cache_hit"], found["autograd_cache_miss"]
+
+    yield count
+    torch._dynamo.reset()
+
+
+def test_cached_code_is_of_the_same_build(cache_counts, monkeypatch):
+    module, x = llama(), torch.randn(4, 16)
+    assert cache_counts(module, x) == (0, 1)
+    assert cache_counts(module, x) == (1, 0)
+    monkeypatch.setattr(groups, "build_digest", lambda: "another")
+    assert cache_counts(module, x) == (0, 1)
+
+
+def test_exported_programs_name_no_build():
+    program = torch.export.export(llama(), (torch.randn(4, 16),))
+    (text,) = (n.args[0] for n in program.graph.nodes if "run_plan" in str(n.target))
+    assert text.startswith("plan ") and build_digest() not in text

@@ -11,6 +11,7 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabl
 from torch.compiler import is_exporting
 
 from .. import _C, guard_groups
+from .._loader import build_digest
 from ..fusion import registry
 from ..handles import handles
 from ..marks import Reason, constant, disabled
@@ -379,7 +380,12 @@ def _native_plan(state: str, members: tuple[str, ...], version: int, facts: Fact
     if len(facts[3]) != 1 + group.num_extra_inputs + sum(group._num_parameters):
         group._capture()
     entry = group._entry(facts)
-    return str(entry.text) if entry.native else ""
+    if not entry.native:
+        return ""
+    # Torch caches compiled code on disk, by the graph with this text in it. Another build of ours
+    # may decompose the same plan into other ops, so the text of a graph names the build. An
+    # exported program runs with any build.
+    return str(entry.text) if is_exporting() else f"{entry.text}# build {build_digest()}\n"
 
 
 def _keeps_scales(recipe: str) -> bool:

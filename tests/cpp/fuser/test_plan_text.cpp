@@ -61,10 +61,10 @@ TEST(PlanText, RoundTripsNamesOfAnyText) {
   }
 }
 
-TEST(PlanText, ToleratesEmptyLines) {
+TEST(PlanText, ToleratesEmptyLinesAndComments) {
   const Plan plan = toy::plan(nodes({"Same"}));
   std::string text = to_text(plan);
-  text.replace(text.find("forward"), 0, "\n");
+  text.replace(text.find("forward"), 0, "\n# a comment\n");
   EXPECT_EQ(parse_plan(text + "\n"), plan);
 }
 
