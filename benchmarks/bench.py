@@ -8,8 +8,8 @@
 All ways of a case are timed in turn, round after round, in one process; a ratio is the median of
 the rounds' ratios. Each setting of the allocator has a process of its own, and so has each stack
 whose peak memory is measured. Cases are named as in rms_norm/fp32/8192x2048/default,
-peak/Llama block/bf16/1024x768x2048/ours, experts, head_loss, quantized, startup, threads and models
-(programs of those names) and calls (call_cost.py); --list shows them.
+peak/Llama block/bf16/1024x768x2048/ours, experts, head_loss, layer, quantized, startup, threads and
+models (programs of those names) and calls (call_cost.py); --list shows them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ from suite.results import Results
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded.json"
 CALLS = "calls"
-LIMITED = ("experts", "head_loss", "quantized", "startup", "threads", "models")  # of rows.py
+LIMITED = (
+    "experts",
+    "head_loss",
+    "layer",
+    "quantized",
+    "startup",
+    "threads",
+    "models",
+)  # of rows.py
 PEAK = "peak"
 TUNABLES = {
     # glibc keeps what it has got from the kernel, and gets it in large pieces.

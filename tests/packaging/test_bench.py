@@ -344,6 +344,13 @@ def test_a_page_takes_tables_between_its_marks() -> None:
     assert made.endswith("<!-- /bench -->\n")
 
 
+def test_every_part_of_the_record_has_its_place() -> None:
+    texts = (page.read_text(encoding="utf-8") for page in (pages.PAGE, pages.README))
+    shown = [found[2] for text in texts for found in pages.MARKED.finditer(text)]
+    assert sorted(shown) == sorted(pages.PARTS)
+    assert set(bench.LIMITED) <= set(shown)
+
+
 @pytest.mark.parametrize("page", [pages.PAGE, pages.README], ids=lambda page: page.name)
 def test_the_page_shows_what_is_recorded(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
