@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from . import _C
+from .progress import progress
 
 __all__ = ["StepBytes", "size_text", "step_bytes"]
 
@@ -142,8 +143,9 @@ def step_bytes(
     def step(count: Callable[[], int]) -> _Marks:
         return _step(lambda: _loss_of(module(*args, **kwargs), loss), leaves, optimizers, count)
 
-    with _restored(module, leaves, optimizers):
+    with _restored(module, leaves, optimizers), progress("bytes of a step", 2) as advance:
         step(lambda: 0)
+        advance()
         for tensor in leaves:
             tensor.grad = None
         gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import transformer_ops as tops
+from transformer_ops import progress
 from transformer_ops.memory import StepBytes, step_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -123,6 +125,40 @@ def contents(module: nn.Module, optimizer: Optimizer, x: Tensor) -> list[Any]:
     flags = [getattr(p, "grad_added_to_main_grad", None) for p in module.parameters()]
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     return [numbers, flags, groups, len(optimizer.state), torch.get_rng_state().tolist()]
+
+
+class Terminal(io.StringIO):
+    """Takes what a terminal would show."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stderr", "seconds", "has_tqdm", "shows"),
+    [
+        (Terminal, 0.0, True, True),
+        (Terminal, 60.0, True, False),
+        (io.StringIO, 0.0, True, False),
+        (Terminal, 0.0, False, False),
+    ],
+    ids=["slow", "quick", "no terminal", "no tqdm"],
+)
+def test_progress_shows_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+    stderr: type[io.StringIO],
+    seconds: float,
+    has_tqdm: bool,
+    shows: bool,
+) -> None:
+    seen = stderr()
+    monkeypatch.setattr(sys, "stderr", seen)
+    monkeypatch.setattr(progress, "_SILENT_SECONDS", seconds)
+    if not has_tqdm:
+        monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    found = step_bytes(nn.Linear(2, 2), torch.ones(1, 2), loss=Tensor.sum)
+    assert found.peak > 0
+    assert ("bytes of a step" in seen.getvalue()) == shows
 
 
 @pytest.mark.parametrize("steps", [0, 2])

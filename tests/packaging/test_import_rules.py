@@ -33,6 +33,7 @@ LAYERS = [
     "cpu",
     "memory",
     "step_bytes",
+    "progress",
     "library",
     "flops",
     "constructors",

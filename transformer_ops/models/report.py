@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..progress import progress
 from ..step_bytes import step_bytes
 from .fused_class import FusedModule
 from .layer_bytes import LayerBytes, LayerRow, bytes_by_layer
@@ -91,19 +92,22 @@ class FuseReport:
         """Runs the model twice on these arguments, and returns how many bytes forward keeps for
         backward without and with the ops: storages of saved tensors, each counted once, without
         parameters."""
-        with unfused(self._model):
-            before = bytes_by_layer(self._model, args, kwargs)
-        after = bytes_by_layer(self._model, args, kwargs)
+        before, after = self._bytes_by_layer(args, kwargs)
         return sum(before.values()), sum(after.values())
 
     def layers(self, *args: Any, **kwargs: Any) -> LayerBytes:
         """Runs the model twice on these arguments, and returns the bytes that each layer saves for
         backward, without and with the ops. Their sums are those of `saved_bytes`."""
-        with unfused(self._model):
-            before = bytes_by_layer(self._model, args, kwargs)
-        after = bytes_by_layer(self._model, args, kwargs)
+        before, after = self._bytes_by_layer(args, kwargs)
         rows = [LayerRow(path, count, after[path]) for path, count in before.items()]
         return LayerBytes([row for row in rows if row.before or row.after])
+
+    def _bytes_by_layer(self, args: Any, kwargs: Any) -> tuple[dict[str, int], dict[str, int]]:
+        with progress("saved bytes", 2) as advance:
+            with unfused(self._model):
+                before = bytes_by_layer(self._model, args, kwargs)
+            advance()
+            return before, bytes_by_layer(self._model, args, kwargs)
 
     def step(
         self,
