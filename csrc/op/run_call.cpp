@@ -1,6 +1,7 @@
 #include "op/run_call.h"
 
 #include <ATen/core/jit_type.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 #include <torch/library.h>
 
@@ -158,6 +159,9 @@ void run(const OperatorHandle&, DispatchKeySet, Stack* stack) {
   stack->pop_back();
   const auto call = parsed(stack->back().toStringView());
   stack->pop_back();
+  const std::string& name = call->variant().name;
+  // The profiler shows the op within run_call.
+  RECORD_FUNCTION(torch_name(name), c10::ArrayRef<const c10::IValue>());
   const size_t below = stack->size();
   call->push(tensors, *stack);
   run_kernel(call->variant(), kind, stack);

@@ -53,6 +53,14 @@ def test_compilers_know_which_calls_are_random() -> None:
     assert tag in RUN_CALL.random.tags and tag not in RUN_CALL.default.tags
 
 
+def test_a_profiler_shows_the_op() -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        RUN_CALL(ROUNDED, [x()])
+    names = [event.name for event in profile.events()]
+    assert {"transformer_ops::run_call", "transformer_ops::silu.rounded"} <= set(names)
+
+
 @pytest.mark.parametrize(
     ("text", "tensors", "message"),
     [
