@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import distributed_worker
 import gpt_worker
@@ -26,6 +27,7 @@ from transformer_ops.parallel import (
     ReplicateParallel,
     RowwiseParallel,
     SequenceParallel,
+    local,
 )
 
 OPS = (tops.AllGather, tops.ReduceScatter, tops.AllReduce, ReduceGradient)
@@ -137,6 +139,101 @@ def check_linear(mode: str, sequence: bool, bias: bool, rank: int, size: int) ->
         torch.testing.assert_close(dw, part(want[1], split))
         if bias:
             torch.testing.assert_close(db[0], part(want[2], 0 if mode == "column" else None))
+
+
+# ---- a decoder layer, split by heads
+
+WIDTH, HEADS, KV_HEADS, HEAD_DIM = 16, 8, 4, 4
+
+
+def decoder_layer(ranks: int, split: dict[str, Any] | None = None) -> tops.Sequential:
+    """The layer of a rank. Without `split`, its products are whole."""
+    heads, kv_heads = HEADS // ranks, KV_HEADS // ranks
+    column: dict[str, Any] = {"dtype": torch.float64}
+    row: dict[str, Any] = {"dtype": torch.float64, "bias": False}
+    if split is not None:
+        column |= {"tensor_parallel_mode": "column", **split}
+        row |= {"tensor_parallel_mode": "row", **split}
+    sizes = [n * HEAD_DIM for n in (HEADS, KV_HEADS, KV_HEADS)]
+    return tops.Sequential(
+        tops.Residual(
+            {
+                "norm": tops.RMSNorm(WIDTH, dtype=torch.float64),
+                "qkv": tops.PackedLinear(WIDTH, sizes, **column),
+                "qk": tops.QKNorm(heads, kv_heads, head_dim=HEAD_DIM, dtype=torch.float64),
+                "rope": tops.RoPE(HEAD_DIM, heads + kv_heads),
+                "attention": tops.Attention(heads, kv_heads, head_dim=HEAD_DIM, causal=True),
+                "out": tops.Linear(HEADS * HEAD_DIM, WIDTH, **row),
+            }
+        ),
+        tops.Residual(
+            {
+                "norm": tops.RMSNorm(WIDTH, dtype=torch.float64),
+                "up": tops.PackedLinear(WIDTH, (24, 24), **column),
+                "act": tops.SwiGLU(),
+                "down": tops.Linear(24, WIDTH, **row),
+            }
+        ),
+    )
+
+
+def by_styles(mesh: DeviceMesh, sequence: bool) -> tops.Sequential:
+    """The same layer, split by the styles of `transformer_ops.parallel`."""
+    rows = Shard(0) if sequence else Replicate()
+    norm = SequenceParallel() if sequence else ReplicateParallel()
+    # A rank's heads alone give a part of the gradients of QKNorm.
+    plan = {"*.norm": norm, "0.qk": SequenceParallel()}
+    plan |= dict.fromkeys(("0.qkv", "1.up"), ColwiseParallel(input_layouts=rows))
+    plan |= dict.fromkeys(("0.out", "1.down"), RowwiseParallel(output_layouts=rows))
+    return parallelize_module(decoder_layer(mesh.size()), mesh, plan)
+
+
+def check_decoder_layer(sequence: bool, shape: tuple[int, ...], rank: int, size: int) -> None:
+    """A rank's heads and columns give its part of what the whole layer gives."""
+    table, x, c = (draw(k, 1, *sizes)[0] for k, sizes in enumerate(((8, 4), shape, shape)))
+    torch.manual_seed(0)
+    whole = decoder_layer(1)
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    leaf = x.requires_grad_()
+    y = whole(leaf, table, table)
+    wanted = torch.autograd.grad((y.square() * c).sum(), [leaf, *whole.parameters()])
+    of_names = dict(zip((n for n, _ in whole.named_parameters()), wanted[1:], strict=True))
+
+    def part(name: str, tensor: Tensor) -> Tensor:
+        module = name.split(".")[1]
+        dim = {"qkv": 0, "up": 0, "out": 1, "down": 1}.get(module)
+        return tensor if dim is None else tensor.chunk(size, dim)[rank]
+
+    def of_rows(tensor: Tensor) -> Tensor:
+        return tensor.chunk(size)[rank] if sequence else tensor
+
+    split = decoder_layer(size, {"sequence_parallel": sequence})
+    split.load_state_dict({name: part(name, t) for name, t in whole.state_dict().items()})
+    torch.manual_seed(0)
+    styled = by_styles(init_device_mesh("cpu", (size,)), sequence)
+    state = styled.state_dict()
+    assert state.keys() == whole.state_dict().keys()
+    for name, tensor in whole.state_dict().items():
+        local(state[name]).copy_(part(name, tensor))
+    runs = [(split, split), (styled, styled)]
+    if size == 2 and sequence and len(shape) == 2:  # which takes its time
+        runs.append((split, torch.compile(split, fullgraph=True, backend="aot_eager")))
+    for module, run in runs:
+        mine = of_rows(x.detach()).requires_grad_()
+        got = run(mine, table, table)
+        torch.testing.assert_close(got, of_rows(y))
+        loss = (got.square() * of_rows(c)).sum()
+        dx, *grads = torch.autograd.grad(loss, [mine, *module.parameters()])
+        torch.testing.assert_close(dx, of_rows(wanted[0]))
+        for (name, _), grad in zip(module.named_parameters(), grads, strict=True):
+            if isinstance(grad, DTensor):
+                torch.testing.assert_close(grad.full_tensor(), of_names[name])
+                continue
+            if "qk." in name or (sequence and "norm" in name):
+                dist.all_reduce(grad)  # of this rank's heads or rows
+            torch.testing.assert_close(grad, part(name, of_names[name]))
 
 
 # ---- whole models: DTensor parameters
@@ -449,6 +546,8 @@ def work(rank: int, folder: str, size: int) -> None:
             check_linear(mode, sequence, bias, rank, size)
         for mode, sequence in (("column", True), ("row", True), ("column", False)):
             check_halves(mode, sequence, rank, size)
+        for sequence, shape in ((False, (8, WIDTH)), (True, (8, WIDTH)), (True, (4, 8, WIDTH))):
+            check_decoder_layer(sequence, shape, rank, size)
         check_experts(rank, size)
         check_delayed(rank, size)
         for experts in (1, 2):

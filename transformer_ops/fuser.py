@@ -30,7 +30,7 @@ from .op.hooks import has_hooks
 from .op.in_place import check_in_place
 from .op.names import OpName, WantedInputs, names_of, wanted_inputs
 from .op.observers import Observer
-from .op.tensor_parallel import check_gates, is_dtensor, local_parameters, local_sizes
+from .op.tensor_parallel import check_columns, is_dtensor, local_parameters, local_sizes
 from .plan.explain.explanation import Explanation
 from .plan.explain.summary import Group, describe
 from .plan.plan import Plan, declarations_of
@@ -101,7 +101,7 @@ class OperationFuser(Observer):
     def _capture(self) -> None:
         """Captures the ops as they are now."""
         self._is_stale = False
-        check_gates(self._basic_ops)
+        check_columns(self._basic_ops)
         check_in_place(self._basic_ops)
         for op in (*self._ops, *self._basic_ops):
             op._add_observer(self)

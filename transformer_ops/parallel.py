@@ -29,10 +29,12 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .op.tensor_parallel import SplitProductMixin
 from .ops.basic_linear import BasicLinear
 from .ops.dispatch import Dispatch
 from .ops.grouped_linear import GroupedLinear
 from .ops.linear import Linear
+from .ops.packed_linear import PackedLinear
 from .quantization.scales import drop_scales, has_scales, is_new
 
 __all__ = [
@@ -50,10 +52,11 @@ ROWS, COLUMNS = Shard(0), Shard(-1)
 
 
 class _SplitProduct(ParallelStyle):
-    """A Linear or BasicLinear whose weight is split."""
+    """A product whose weights are split."""
 
     mode: str
     dim: int  # of the weight
+    products: tuple[type[nn.Module], ...]
 
     def __init__(self, sequence_parallel: bool) -> None:
         super().__init__()
@@ -61,17 +64,21 @@ class _SplitProduct(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = type(self).__name__
-        if not isinstance(module, (Linear, BasicLinear)):
+        if not isinstance(module, self.products):
+            *others, last = [product.__name__ for product in self.products]
             raise TypeError(
-                f"[{style}] module must be a Linear or BasicLinear of transformer_ops, "
+                f"[{style}] module must be a {', '.join(others)} or {last} of transformer_ops, "
                 f"got {type(module).__name__}"
             )
+        assert isinstance(module, SplitProductMixin)
         if module.tensor_parallel_mode is not None:
             raise ValueError(
                 f"[{style}] module must not be split yet, got {module.tensor_parallel_mode!r}"
             )
         module._check_split(self.mode, device_mesh.size())
-        placements = {"weight": Shard(self.dim), "bias": self._place_bias()}
+        names = [name for name, parameter in module.named_parameters(recurse=False)]
+        of_bias = self._place_bias()
+        placements = {n: of_bias if n.startswith("bias") else Shard(self.dim) for n in names}
         _distribute(module, device_mesh, placements, self.src_data_rank)
         module._split_parameters(self.mode, device_mesh, self.sequence_parallel)
         return module
@@ -81,16 +88,17 @@ class _SplitProduct(ParallelStyle):
 
 
 class ColwiseParallel(_SplitProduct):
-    """Splits the output features: the weight and the bias by rows, `Shard(0)`.
+    """Splits the output features: the weight and the bias by rows, `Shard(0)`; each weight and bias
+    of a `PackedLinear` separately.
 
     Args:
         input_layouts: `Replicate()` (None), or `Shard(0)`: each rank has its share of the rows,
             which are gathered.
         output_layouts: `Shard(-1)` (None).
 
-    Before a gated linear unit, each rank needs matching parts of both halves of the output. It
-    needs a `glu_interleave_size`, and the weight rows in that order (`interleave_glu`); otherwise
-    the first call raises ValueError.
+    Before a gated linear unit, each rank needs matching parts of both halves of the output. A
+    `PackedLinear` gives them. Behind a `Linear`, the unit needs a `glu_interleave_size`, and the
+    weight rows in that order (`interleave_glu`); otherwise the first call raises ValueError.
 
     Raises:
         ValueError: the layout is another one; the module is already split; the ranks do not divide
@@ -99,6 +107,7 @@ class ColwiseParallel(_SplitProduct):
     """
 
     mode, dim = "column", 0
+    products = (Linear, BasicLinear, PackedLinear)
 
     def __init__(
         self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None
@@ -119,6 +128,7 @@ class RowwiseParallel(_SplitProduct):
     """
 
     mode, dim = "row", 1
+    products = (Linear, BasicLinear)
 
     def __init__(
         self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None
@@ -199,7 +209,8 @@ class ReplicateParallel(ParallelStyle):
 
 
 class SequenceParallel(ReplicateParallel):
-    """The same for ops that see only this rank's rows: the gradients of all ranks are summed."""
+    """The same for ops that see only this rank's rows, or only its heads, such as a QKNorm behind a
+    split product: the gradients of all ranks are summed."""
 
     _is_partial = True
 

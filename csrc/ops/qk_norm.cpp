@@ -37,8 +37,8 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor
   check.has_rows("input", input);
   const int64_t width = (heads + kv_heads) * head_dim;
   TORCH_CHECK(input.sym_size(-1) >= width, "[", check.op(),
-              "] input must have a last dimension of at least ", width, ", got shape ",
-              input.sym_sizes());
+              "] input must have a last dimension of at least ", width, " (queries of ", heads,
+              " heads, keys of ", kv_heads, " heads), got shape ", input.sym_sizes());
   const auto [q, k] = parts_of(heads, kv_heads, head_dim, per_head);
   check.compute_dtype("q_weight", q_weight);
   check.spec("q_weight", q_weight, {{q.width}, q_weight.scalar_type()});

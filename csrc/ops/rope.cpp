@@ -46,8 +46,8 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor
   const c10::SymInt width = input.sym_size(-1);
   if (num_heads) {
     TORCH_CHECK(width >= *num_heads * head_dim, "[", check.op(),
-                "] input must have a last dimension of at least ", *num_heads * head_dim,
-                ", got shape ", input.sym_sizes());
+                "] input must have a last dimension of at least ", *num_heads * head_dim, " (",
+                *num_heads, " heads), got shape ", input.sym_sizes());
   } else {
     TORCH_CHECK(width % head_dim == 0, "[", check.op(),
                 "] input must have a last dimension that is a multiple of ", head_dim,

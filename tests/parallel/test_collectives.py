@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -339,6 +340,131 @@ def test_what_an_mlp_keeps(group):
     assert f"{32 + 2 * 128} bytes a row saved for backward" in str(module.explain())
 
 
+# ---- a layer whose heads are split
+
+
+def decoder_layer(group, sequence):
+    split = {"tensor_parallel_group": group, "sequence_parallel": sequence}
+    column, row = ({"tensor_parallel_mode": mode, **split} for mode in ("column", "row"))
+    return tops.Sequential(
+        tops.Residual(
+            tops.RMSNorm(32),
+            tops.PackedLinear(32, (32, 16, 16), bias=False, **column),
+            tops.QKNorm(2, 1, head_dim=8),
+            tops.RoPE(8, 3),
+            tops.Attention(2, 1, head_dim=8, causal=True),
+            tops.Linear(32, 32, bias=False, **row),
+        ),
+        tops.Residual(
+            tops.RMSNorm(32),
+            tops.PackedLinear(32, (48, 48), bias=False, **column),
+            tops.SwiGLU(),
+            tops.Linear(48, 32, bias=False, **row),
+        ),
+    )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_split_layer_is_one_plan(group, sequence):
+    module = decoder_layer(group, sequence)
+    rows = 8  # of all ranks
+    mine = rows // 2 if sequence else rows
+    x, table = torch.randn(mine, 32, requires_grad=True), torch.randn(rows, 8)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = module(x, table, table)
+    whole = rows * 32 * 4
+    ends = [("gather", whole // 2), ("scatter", whole)] if sequence else [("reduce", whole)]
+    assert group.calls == 2 * ends
+    assert y.shape == x.shape and "PlanFunction" in y.grad_fn.name()
+    (plan,) = module.plans()
+    kinds = [kind for kind, _ in plan.ops]
+    before = "AllGather" if sequence else "ReduceGradient"
+    assert [kinds[k - 1] for k, kind in enumerate(kinds) if kind == "PackedLinear"] == 2 * [before]
+    # Half of what one process saves of the heads and columns: queries, keys and values before
+    # their norms, the output of attention and its statistics, gate and up. Besides: the inputs of
+    # the norms and their statistics, of this rank's rows, and the tables.
+    split, norms = (64 + 32 + 4 + 96) // 2, 2 * (32 + 1)
+    own = {parameter.data_ptr() for parameter in module.parameters()}
+    sizes = {t.data_ptr(): t.nbytes for t in kept if t.data_ptr() not in own}
+    assert sum(sizes.values()) == 4 * (rows * split + mine * norms + table.numel())
+    group.calls.clear()
+    y.sum().backward()
+    # Gathered rows that backward needs are gathered again.
+    back = [("gather", whole // 2), *ends] if sequence else ends
+    assert sorted(group.calls) == sorted(2 * back)
+
+
+BAD_SPLITS: dict[str, tuple[dict[str, Any], str]] = {
+    "sizes that do not divide": (
+        {"out_features": (8, 5)},
+        r"out_features\[1\] must be divisible by the 2 ranks of tensor_parallel_group, got 5",
+    ),
+    "row": (
+        {"tensor_parallel_mode": "row"},
+        r'tensor_parallel_mode must be "column" or None, because each weight is split by its own '
+        r"rows .*, got 'row'",
+    ),
+    "group without mode": (
+        {"tensor_parallel_mode": None},
+        "tensor_parallel_group must come with a tensor_parallel_mode, got .* alone",
+    ),
+    "sequence without mode": (
+        {"tensor_parallel_mode": None, "tensor_parallel_group": None, "sequence_parallel": True},
+        "sequence_parallel must come with a tensor_parallel_mode, got True alone",
+    ),
+    "no group": (
+        {"tensor_parallel_group": 2},
+        "tensor_parallel_group must be a ProcessGroup .*, got 2",
+    ),
+    "no flag": ({"sequence_parallel": 1}, "sequence_parallel must be a bool, got 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SPLITS)
+def test_products_that_cannot_be_split(group, name):
+    arguments, message = BAD_SPLITS[name]
+    column = {"tensor_parallel_mode": "column", "tensor_parallel_group": group}
+    with pytest.raises(ValueError, match=rf"\[PackedLinear\] {message}"):
+        tops.PackedLinear(**{"in_features": 4, "out_features": (8, 8), **column, **arguments})
+
+
+# The heads of all ranks instead of this rank's two and one.
+GLOBAL_HEADS = {
+    "Attention": (
+        lambda: tops.Attention(4, 2, head_dim=8),
+        r"last dimension 64 \(queries of 4 heads, .* of 2 heads\), got shape \[4, 32\]",
+    ),
+    "RoPE": (
+        lambda: tops.RoPE(8, 6),
+        r"last dimension of at least 48 \(6 heads\), got shape \[4, 32\]",
+    ),
+    "QKNorm": (
+        lambda: tops.QKNorm(4, 2, head_dim=8),
+        r"at least 48 \(queries of 4 heads, keys of 2 heads\), got shape \[4, 32\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GLOBAL_HEADS)
+def test_heads_of_all_ranks(group, name):
+    make, message = GLOBAL_HEADS[name]
+    module = tops.Sequential(decoder_layer(group, False)[0][1], make())
+    tables = [torch.ones(4, 8)] * module[1].num_extra_inputs
+    with pytest.raises(RuntimeError, match=rf"\[{name}\] input must have .*{message}"):
+        module(torch.randn(4, 32), *tables)
+
+
+@pytest.mark.parametrize("product", [tops.PackedLinear, tops.Linear])
+def test_a_norm_over_all_heads_needs_those_of_other_ranks(group, product):
+    column = {"tensor_parallel_mode": "column", "tensor_parallel_group": group}
+    sizes = (16, 16) if product is tops.PackedLinear else 32
+    norm = tops.QKNorm(1, 1, head_dim=8, per_head=False)
+    module = tops.Sequential(product(32, sizes, **column), norm)
+    with pytest.raises(ValueError, match=r"\[QKNorm\] per_head must be True behind a product"):
+        module(torch.randn(4, 32))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_what_a_compiled_mlp_keeps(group, backend):
     module = mlp(group, True)
@@ -360,24 +486,27 @@ def test_what_a_compiled_mlp_keeps(group, backend):
     assert sorted(name for name, _ in group.calls) == ["gather", "gather", "scatter"]
 
 
-def test_a_group_of_one_rank_splits_nothing():
-    layer = tops.Linear(
+@pytest.mark.parametrize("product", [tops.Linear, tops.PackedLinear])
+def test_a_group_of_one_rank_splits_nothing(product):
+    layer = product(
         4,
-        6,
+        6 if product is tops.Linear else (6, 3),
         tensor_parallel_mode="column",
         tensor_parallel_group=group_of_zeros(1),
         sequence_parallel=True,
     )
     assert layer.tensor_parallel_mode is None and not layer.sequence_parallel
-    assert layer.weight.shape == (6, 4) and len(layer.basic_ops) == 2
+    assert next(layer.parameters()).shape == (6, 4)
+    assert len(layer.basic_ops) == (2 if product is tops.Linear else 1)
 
 
-def test_a_group_of_another_size(group):
-    layer = mlp(group, True)[0]
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_group_of_another_size(group, is_packed):
+    layer = decoder_layer(group, True)[0][1] if is_packed else mlp(group, True)[0]
     layer._group_name = group_of_zeros(4).group_name
-    want = r"\[Linear\] tensor_parallel_group must have the 2 ranks .*, got 4"
+    want = r"\[\w*Linear\] tensor_parallel_group must have the 2 ranks .*, got 4"
     with pytest.raises(RuntimeError, match=want):
-        layer(torch.ones(4, 8))
+        layer(torch.ones(4, layer.in_features))
 
 
 def test_a_shard_starts_as_a_part_of_the_whole(group):
@@ -390,5 +519,5 @@ def test_a_shard_starts_as_a_part_of_the_whole(group):
 def test_repr_of_split_products(group):
     layer = mlp(group, True)[0]
     want = "tensor_parallel_mode='column', tensor_parallel_size=2, sequence_parallel=True"
-    assert want in repr(layer)
+    assert want in repr(layer) and want in repr(decoder_layer(group, True)[0][1])
     assert next(str(op) for op in layer.basic_ops) == "AllGather(process_group='zeros2')"

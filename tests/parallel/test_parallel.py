@@ -144,13 +144,43 @@ def test_what_cannot_be_interleaved(bad):
             function(torch.ones(16, 2), bad)
 
 
+@pytest.mark.parametrize("sequence", [False, True])
+def test_packed_products_give_matching_gates(mesh, sequence):
+    """Each weight is split by itself, so that the unit needs no interleaved order."""
+    parts = dict(block(tops.SwiGLU()).named_children())
+    module = tops.Sequential(parts | {"up": tops.PackedLinear(16, (32, 32))})
+    module = split(module, mesh, plan_for(sequence))
+    x = torch.randn(4, 16, requires_grad=True)
+    module(x).sum().backward()
+    up = module.up
+    for parameter in up.parameters():
+        assert parameter.placements == parameter.grad.placements == (Shard(0),)
+        assert parameter.shape[0] == 32 and parameter.to_local().shape[0] == 16
+    around = "AllGather" if sequence else "ReduceGradient"
+    assert [op._kind for op in up.basic_ops] == [around, "PackedLinear"]
+
+
 BAD = [
     (lambda m: ColwiseParallel(input_layouts=Shard(1)), ValueError, "input_layouts must be"),
     (lambda m: ColwiseParallel(output_layouts=Replicate()), ValueError, "output_layouts must be"),
     (lambda m: RowwiseParallel(input_layouts=Replicate()), ValueError, "input_layouts must be"),
-    (lambda m: split(nn.Linear(4, 4), m, ColwiseParallel()), TypeError, "must be a Linear or"),
+    (
+        lambda m: split(nn.Linear(4, 4), m, ColwiseParallel()),
+        TypeError,
+        "be a Linear, BasicLinear or",
+    ),
     (lambda m: split(tops.Linear(4, 5), m, ColwiseParallel()), ValueError, "out_features must be"),
     (lambda m: split(tops.Linear(5, 4), m, RowwiseParallel()), ValueError, "in_features must be"),
+    (
+        lambda m: split(tops.PackedLinear(4, (4, 3)), m, ColwiseParallel()),
+        ValueError,
+        r"out_features\[1\] must be divisible by the 2 ranks",
+    ),
+    (
+        lambda m: split(tops.PackedLinear(4, (4, 4)), m, RowwiseParallel()),
+        TypeError,
+        "must be a Linear or BasicLinear of transformer_ops, got PackedLinear",
+    ),
     (
         lambda m: split(split(tops.Linear(4, 4), m, RowwiseParallel()), m, RowwiseParallel()),
         ValueError,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,6 @@ from torch.compiler import is_compiling
 from .. import _C
 from .checks import check_bool
 from .process_group import find_group, group_name
-
-MODES = ("column", "row")
 
 
 def shard_size(op: str, name: str, size: int, ranks: int) -> int:
@@ -52,8 +50,11 @@ class TensorParallelMixin:
 class SplitProductMixin(TensorParallelMixin):
     """A product that is split: "column" splits its output features, "row" its input features."""
 
+    _modes: ClassVar[tuple[str, ...]] = ("column", "row")
+    _mode_rule: ClassVar[str] = '"column", "row" or None'
+
     in_features: int
-    out_features: int
+    out_features: Any  # an int, or one for each of several products
     tensor_parallel_mode: str | None = None
     sequence_parallel: bool = False
     _are_parts_of_whole: bool = False
@@ -69,10 +70,8 @@ class SplitProductMixin(TensorParallelMixin):
                         f"[{op}] {name} must come with a tensor_parallel_mode, got {value!r} alone"
                     )
             return
-        if mode not in MODES:
-            raise ValueError(
-                f'[{op}] tensor_parallel_mode must be "column", "row" or None, got {mode!r}'
-            )
+        if mode not in self._modes:
+            raise ValueError(f"[{op}] tensor_parallel_mode must be {self._mode_rule}, got {mode!r}")
         self._take_group(group)
         if self.tensor_parallel_size > 1:
             self.tensor_parallel_mode = mode
@@ -229,10 +228,19 @@ def _local_size(owner: Any, name: str, parameter: Any) -> Tensor:
     return torch.empty(sizes, dtype=parameter.dtype, device="meta")
 
 
-def check_gates(ops: list[Any]) -> None:
-    """Raises ValueError if a gated linear unit would need columns that are on other ranks."""
+def check_columns(ops: list[Any]) -> None:
+    """Raises ValueError if a gated linear unit or a norm over all heads would need columns that are
+    on other ranks."""
     product: Any = None
+    is_split = False
     for op in ops:
+        if op._kind in ("BasicLinear", "PackedLinear"):
+            is_split = getattr(op._parameter_owner, "tensor_parallel_mode", None) == "column"
+        if is_split and op._kind == "QKNorm" and not op.per_head:
+            raise ValueError(
+                "[QKNorm] per_head must be True behind a product that is split by columns, "
+                "got False: a norm over all heads needs those of other ranks"
+            )
         size: Any = getattr(op, "glu_interleave_size", None)
         if op._is_gated and product is not None and not size:
             raise ValueError(
@@ -251,5 +259,5 @@ def check_gates(ops: list[Any]) -> None:
             mode = getattr(owner, "tensor_parallel_mode", None)
             is_column = mode == "column" and owner._are_parts_of_whole
             product = owner if is_column else None
-        elif op._is_gated or op._kind == "Reshape":
+        elif op._is_gated or op._kind in ("PackedLinear", "Reshape"):
             product = None

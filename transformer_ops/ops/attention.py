@@ -41,6 +41,9 @@ class Attention(BasicOperation, kind="Attention"):
     input, that number and a seed. On CUDA, torch chooses the kernel, and backward runs forward
     again. The cache of a decoder, windows and soft caps are left to the caller: a window is a mask.
 
+    Under tensor parallelism the numbers of heads are those of a rank, which has the queries, keys
+    and values of its heads: `PackedLinear(..., tensor_parallel_mode="column")`.
+
     Raises ValueError if sizes are below 1, if `num_heads` is no multiple of `num_kv_heads`, unless
     `p` is in [0, 1], for a scale that is not finite, and if a flag is no bool. Raises RuntimeError
     if sizes do not fit, and if the mask requires a gradient.
@@ -105,6 +108,11 @@ class QKNorm(BasicOperation, kind="QKNorm"):
     (OLMo 2). `eps` and `zero_centered_gamma` are those of `RMSNorm`. Computes in float32 (float64
     for float64). Backward needs the input. Raises ValueError if sizes are below 1, if eps is
     negative or not finite, and if a flag is no bool; RuntimeError if sizes do not fit.
+
+    Under tensor parallelism the numbers of heads are those of a rank. The ranks share the weights,
+    and each has a part of their gradients, from its heads: sum them over the ranks, or use
+    `parallel.SequenceParallel`. Behind a product that is split by columns, `per_head=False` raises
+    ValueError, because a rank lacks the heads of the others.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {

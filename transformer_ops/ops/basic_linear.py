@@ -16,7 +16,7 @@ from ..op.parameters import new_parameter
 from ..op.tensor_parallel import SplitProductMixin
 from ..quantization.model_init import hold_quantized
 from ..quantization.scales import renew_scales
-from .collective import collectives_around
+from .collective import between_collectives
 
 __all__ = ["BasicLinear"]
 
@@ -98,15 +98,7 @@ class BasicLinear(BasicOperation, SplitProductMixin, kind="BasicLinear"):
     @property
     def basic_ops(self) -> list[BasicOperation]:
         """Itself, between its collectives if it is split."""
-        if self.tensor_parallel_mode is None:
-            return [self]
-        known = self.__dict__.get("_parts")
-        key = (self.tensor_parallel_mode, self.sequence_parallel)
-        # A copy of the module also copies the parts of the original.
-        if known is None or known[0] != key or self not in known[1]:
-            before, after = collectives_around(self)
-            known = self.__dict__["_parts"] = (key, [*before, self, *after])
-        return list(known[1])
+        return between_collectives(self)
 
     def _attributes(self) -> dict[str, Attribute]:
         local = {"in_features": self.local_in_features, "out_features": self.local_out_features}

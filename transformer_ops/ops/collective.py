@@ -132,3 +132,16 @@ def collectives_around(product: Any) -> tuple[list[BasicOperation], list[BasicOp
     if product.tensor_parallel_mode == "row":
         return [], [_ScatterView(product) if sequence else _ReduceView(product)]
     return [], []
+
+
+def between_collectives(product: Any) -> list[BasicOperation]:
+    """A basic op that is a product; if it is split, its collectives are around it."""
+    if product.tensor_parallel_mode is None:
+        return [product]
+    known = product.__dict__.get("_parts")
+    key = (product.tensor_parallel_mode, product.sequence_parallel)
+    # A copy of the module also copies the parts of the original.
+    if known is None or known[0] != key or product not in known[1]:
+        before, after = collectives_around(product)
+        known = product.__dict__["_parts"] = (key, [*before, product, *after])
+    return list(known[1])

@@ -8,16 +8,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..op.base import BasicOperation, Check
+from ..op.base import Attribute, BasicOperation, Check
 from ..op.checks import check_bool, check_size, check_sizes
 from ..op.parameters import new_parameter
+from ..op.tensor_parallel import SplitProductMixin, shard_size
 from ..quantization.model_init import hold_quantized
 from .basic_linear import check_rng_tracker, init_weight
+from .collective import between_collectives
 
 __all__ = ["PackedLinear"]
 
 
-class PackedLinear(BasicOperation, kind="PackedLinear"):
+class PackedLinear(BasicOperation, SplitProductMixin, kind="PackedLinear"):
     """`x @ cat(weight0, weight1, ...).T + cat(bias0, bias1, ...)`, as for gate and up of an MLP, or
     query, key and value. The weights are separate parameters and are never concatenated.
 
@@ -33,10 +35,23 @@ class PackedLinear(BasicOperation, kind="PackedLinear"):
 
     Recipes round each weight separately. `DelayedScaling` raises RuntimeError, because its scales
     are for a single weight. `accumulate_into_main_grad` and `rng_state_tracker_function` are those
-    of `BasicLinear`; each weight has its own `main_grad`. Raises ValueError if sizes are below 1 or
-    there are none, if a flag is no bool, and if the tracker is not callable.
+    of `BasicLinear`; each weight has its own `main_grad`.
+
+    With `tensor_parallel_mode="column"`, each weight and bias is split by its own rows over the
+    ranks of `tensor_parallel_group`: a rank has `out_features[i] / ranks` rows of each. The output
+    has this rank's part of each product side by side: queries, keys and values of some heads, or
+    matching columns of gate and up, which need no `glu_interleave_size`. The collectives, the group
+    and `sequence_parallel` are those of `BasicLinear`. The ops behind it get the number of heads of
+    a rank, for example `Attention(heads // ranks, kv_heads // ranks)`.
+
+    Raises ValueError if sizes are below 1 or there are none, if a flag is no bool, if the tracker
+    is not callable, for `tensor_parallel_mode="row"` and the errors of `BasicLinear` about ranks.
     """
 
+    _modes: ClassVar[tuple[str, ...]] = ("column",)
+    _mode_rule: ClassVar[str] = (
+        '"column" or None, because each weight is split by its own rows ("row" is for a Linear)'
+    )
     _fixed_once_captured: ClassVar[tuple[str, ...]] = ("accumulate_into_main_grad",)
     _checks: ClassVar[Mapping[str, Check]] = {
         "in_features": check_size,
@@ -58,6 +73,9 @@ class PackedLinear(BasicOperation, kind="PackedLinear"):
         dtype: torch.dtype | None = None,
         accumulate_into_main_grad: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any = None,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         op = type(self).__name__
@@ -66,10 +84,11 @@ class PackedLinear(BasicOperation, kind="PackedLinear"):
         check_bool(op, "bias", bias)
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self._rng_state_tracker_function = check_rng_tracker(op, rng_state_tracker_function)
-        for i, size in enumerate(self.out_features):
+        self._split(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+        for i, size in enumerate(self.local_out_features):
             weight = new_parameter(op, (size, self.in_features), device, dtype)
             self.register_parameter(f"weight{i}", weight)
-        for i, size in enumerate(self.out_features):
+        for i, size in enumerate(self.local_out_features):
             parameter = new_parameter(op, (size,), device, dtype) if bias else None
             self.register_parameter(f"bias{i}", parameter)
         self.reset_parameters()
@@ -79,6 +98,29 @@ class PackedLinear(BasicOperation, kind="PackedLinear"):
     def num_weights(self) -> int:
         """The number of weights."""
         return len(self.out_features)
+
+    @property
+    def local_out_features(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The number of rows of each weight on this rank."""
+        ranks = 1 if self.tensor_parallel_mode is None else self.tensor_parallel_size
+        return self._shards(ranks)
+
+    def _shards(self, ranks: int) -> tuple[int, ...]:
+        sizes = enumerate(self.out_features)
+        return tuple(
+            shard_size(type(self).__name__, f"out_features[{i}]", n, ranks) for i, n in sizes
+        )
+
+    def _check_split(self, mode: str, ranks: int) -> None:
+        self._shards(ranks)
+
+    @property
+    def basic_ops(self) -> list[BasicOperation]:
+        """Itself, after its collective if it is split."""
+        return between_collectives(self)
+
+    def _attributes(self) -> dict[str, Attribute]:
+        return {**super()._attributes(), "out_features": list(self.local_out_features)}
 
     def _tensors_in(self, parameter: str) -> list[Tensor | None]:
         return [getattr(self, name) for name in self._names_in(parameter)]
@@ -95,4 +137,5 @@ class PackedLinear(BasicOperation, kind="PackedLinear"):
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}"
         text += f", bias={self._tensors_in('bias')[0] is not None}"
-        return text + ", accumulate_into_main_grad=True" * self.accumulate_into_main_grad
+        text += ", accumulate_into_main_grad=True" * self.accumulate_into_main_grad
+        return text + self._tensor_parallel_repr()

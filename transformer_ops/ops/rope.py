@@ -21,7 +21,8 @@ class RoPE(BasicOperation, kind="RoPE"):
     head are rotated. A pair (a, b) becomes (a cos - b sin, b cos + a sin). Pairs are numbers i and
     i + `rotary_dim` / 2, as in Llama, or 2 i and 2 i + 1 with `interleaved`, as in GPT-J. Tables
     have a number for each number that is rotated (r is `rotary_dim`), or one for each pair (half of
-    that). They may be scaled, as YaRN does. A table of `[t, r]` serves all rows before.
+    that). They may be scaled, as YaRN does. A table of `[t, r]` serves all rows before. Under
+    tensor parallelism `num_heads` is that of a rank, and every rank has the tables of all rows.
 
     Computes in float32 (float64 for float64) and rounds once. Backward rotates the gradient back;
     only the tables are saved. The tables get no gradient: RuntimeError if one requires a gradient,
