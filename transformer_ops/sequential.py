@@ -18,7 +18,7 @@ from .handles import handles
 from .marks import constant, disabled, may_be_traced
 from .op.base import FusibleOperation
 from .op.fx import symbolic_call
-from .op.hooks import has_hooks
+from .op.hooks import HookDicts, has_hooks
 from .op.names import check_count
 from .op.observers import Observer
 from .op.state_dict import modules_with_known_shapes, shape_mismatches
@@ -576,7 +576,7 @@ def _for_traces(layout: Layout) -> Layout:
     )
     return layout._replace(
         modules=(),
-        hook_dicts=(),
+        hooks=HookDicts(()),
         segments=segments,
         lenders=None,
         whole=None,

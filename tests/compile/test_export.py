@@ -42,6 +42,18 @@ def test_export_with_a_dynamic_batch(strict, grad):
         torch.testing.assert_close(program.module()(x), module(x))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("index", [2, 3])
+def test_hooks_that_come_after_an_export_fire(strict, index):
+    module, x = block(), torch.randn(4, 16)
+    want = module(x)
+    exported(module, x, strict=strict)
+    calls = []
+    module[index].register_forward_hook(lambda *_: calls.append(index))
+    torch.testing.assert_close(module(x), want)
+    assert calls == [index]
+
+
 def test_export_is_of_typed_ops_after_decomposition():
     program = exported(block(), torch.randn(4, 16)).run_decompositions()
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}

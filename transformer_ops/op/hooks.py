@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
@@ -19,6 +18,16 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     )
 
 
-def hook_dicts(module: nn.Module) -> list[dict[int, Any]]:
-    """The dicts that contain the hooks of a module. Replacing one is an edit of the module."""
-    return [getattr(module, name) for name in HOOKS]
+class HookDicts:
+    """The dicts that contain the hooks of modules; true if one contains any. Replacing one of the
+    dicts is an edit of its module.
+
+    It is no tuple: `torch.export` rebuilds the tuples and dicts among the attributes of a module,
+    and hooks that are registered later would be missing in the copies.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._dicts = [getattr(module, name) for module in modules for name in HOOKS]
+
+    def __bool__(self) -> bool:
+        return any(self._dicts)

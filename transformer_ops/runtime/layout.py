@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..op.base import BasicOperation, FusibleOperation
 from ..op.borrowed import borrowed_from, guards_of
 from ..op.channels import External, Routed, resolve_channels
-from ..op.hooks import has_hooks, hook_dicts
+from ..op.hooks import HookDicts, has_hooks
 from ..op.names import OpName, WantedInputs, names_of, wanted_inputs
 from ..plan.explain.explanation import Explanation
 from ..plan.explain.summary import Group, Plain, alone_note
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
     names: tuple[str, ...]  # the paths of the modules in the Sequential
     modules: tuple[nn.Module, ...]  # including those of each Residual
     hooked: tuple[bool, ...]  # for each module: does it have hooks?
-    hook_dicts: tuple[Mapping[int, Any], ...]  # of all fusible modules and their basic ops
+    hooks: HookDicts  # of all fusible modules and their basic ops
     state: str  # the same text for layouts that one compiled graph can serve; empty until it is
     # read
     segments: tuple[Segment, ...]
@@ -108,12 +108,11 @@ def make_layout(
     only = segments[0].group if len(segments) == 1 else None
     fusible = (module for module in modules if isinstance(module, FusibleOperation))
     members = (member for module in fusible for member in _members(module))
-    dicts = tuple(found for member in members for found in hook_dicts(member))
     return Layout(
         tuple(names),
         tuple(modules),
         _hook_flags(modules),
-        dicts,
+        HookDicts(members),
         "",
         segments,
         tuple(visible),
@@ -233,7 +232,7 @@ def layout_content(layout: Layout) -> object | None:
 
 def hooked_now(layout: Layout) -> tuple[bool, ...]:
     """For each module, whether hooks have to fire around it."""
-    if not any(layout.hook_dicts):
+    if not layout.hooks:
         return (False,) * len(layout.modules)
     return _hook_flags(layout.modules)
 
