@@ -255,6 +255,13 @@ def test_dir_holds_the_public_api_alone() -> None:
         assert module not in names
 
 
+def test_names_that_load_late_are_the_public_ones() -> None:
+    package = tops.quantization
+    assert set(package._HOMES) == set(package.__all__) == set(dir(package))
+    for name, home in package._HOMES.items():
+        assert getattr(package, name).__module__ == f"{package.__name__}.{home}"
+
+
 def test_torch_has_a_typed_op_for_what_programs_call() -> None:
     """Forms that plans alone need have no schema: `run_call` names them."""
     names = run_fresh(
