@@ -8,8 +8,8 @@
 All ways of a case are timed in turn, round after round, in one process; a ratio is the median of
 the rounds' ratios. Each setting of the allocator has a process of its own, and so has each stack
 whose peak memory is measured. Cases are named as in rms_norm/fp32/8192x2048/default,
-peak/Llama block/bf16/1024x768x2048/ours, experts, head_loss, layer, quantized, startup, threads and
-models (programs of those names) and calls (call_cost.py); --list shows them.
+peak/Llama block/bf16/1024x768x2048/ours, avx2, experts, head_loss, layer, quantized, startup,
+threads and models (programs of those names) and calls (call_cost.py); --list shows them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 RECORDED = HERE / "recorded.json"
 CALLS = "calls"
 LIMITED = (
+    "avx2",
     "experts",
     "head_loss",
     "layer",

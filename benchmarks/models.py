@@ -10,13 +10,9 @@ interleaved. Limits are the targets of the issue that asked for `fuse`.
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
@@ -28,11 +24,6 @@ from suite.timing import Call, Clock, interleave
 from torch import Tensor, nn
 
 import transformer_ops as tops
-from transformer_ops import _C
-
-sys.path.append(str(Path(__file__).parents[1] / "tools"))
-
-from run_on_processors import VARIABLES
 
 CPU = torch.device("cpu")
 QUICK = (
@@ -249,46 +240,8 @@ def model_rows(name: str, dtype: torch.dtype, quick: bool) -> Iterator[Row]:
         yield timed(f"{what}: no_grad, batch {size}", EAGER, 0.92, times, FUSED, EAGER)
 
 
-def avx2_rows() -> list[Row]:
-    """The rows of `measure_as_on_avx2`, from a process in which nobody finds more than AVX2."""
-    if "avx2" not in _C.processor_levels():
-        print("left out: as on AVX2, without kernels for it (TRANSFORMER_OPS_NATIVE=OFF has them)")
-        return []
-    call = "import json, models; print(json.dumps(list(models.measure_as_on_avx2())))"
-    variables = {name: str(value) for name, value in VARIABLES["avx2"].items()}
-    variables |= {"TRANSFORMER_OPS_ISA": "avx2", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(
-        [sys.executable, "-c", call],
-        cwd=Path(__file__).parent,
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return [Row(*row) for row in json.loads(done.stdout.splitlines()[-1])]
-
-
-def measure_as_on_avx2() -> Iterator[Row]:
-    """A model in bfloat16 on a processor without instructions for it: torch's products take ten
-    times as long there, so a step has a quarter of the sequences of the other rows."""
-    name = "MiniLM shape, 16 x 128 tokens, dropout 0.1"
-    case = MODELS[name]
-    torch.manual_seed(0)
-    plain = case.make().bfloat16()
-    model = copy.deepcopy(plain)
-    report = tops.fuse(model, strict=True)
-    given = case.inputs(case.batch // 4)
-    before, after = report.saved_bytes(**given)
-    what = f"{name.replace('16 x', '4 x')}, bfloat16, as on AVX2"
-    calls = {EAGER: step(plain, plain, given), FUSED: step(model, model, given)}
-    times = interleave(calls, 30.0, Clock(CPU))
-    yield timed(f"{what}: step", EAGER, 0.10, times, FUSED, EAGER)
-    yield in_bytes(f"{what}: saved for backward", EAGER, 0.60, after, before)
-
-
 def rows(quick: bool) -> Iterator[Row]:
     """All rows, in the order in which they are measured."""
-    yield from () if quick else avx2_rows()
     for name in QUICK if quick else MODELS:
         for dtype in (torch.float32,) if quick else (torch.float32, torch.bfloat16):
             yield from model_rows(name, dtype, quick)

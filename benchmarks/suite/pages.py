@@ -85,6 +85,7 @@ PARTS: dict[str, Callable[[Results], str]] = {
     "peaks": lambda results: _table(tables.peaks(results)),
     "experts": lambda results: _limited(results, "experts"),
     "head_loss": lambda results: _limited(results, "head_loss"),
+    "avx2": lambda results: _limited(results, "avx2"),
     "layer": lambda results: _limited(results, "layer"),
     "quantized": lambda results: _limited(results, "quantized"),
     "startup": lambda results: _limited(results, "startup"),

@@ -294,6 +294,7 @@ def everything(results: Results) -> str:
     title = "layers of experts, forward+backward unless it says otherwise"
     parts.append((title, limited(results, "experts")))
     parts.append(("the head of a language model and its loss", limited(results, "head_loss")))
+    parts.append(("bfloat16 on a processor with AVX2 alone", limited(results, "avx2")))
     parts.append(("a decoder layer in one plan, and in parts", limited(results, "layer")))
     parts.append(("tensors in 8 bits and fewer", limited(results, "quantized")))
     parts.append(("what happens once: the import, and a first call", limited(results, "startup")))
