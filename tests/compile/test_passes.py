@@ -298,8 +298,6 @@ def test_weights_in_a_frozen_region_are_not_shared_with_compiled_code():
 def cache_counts(tmp_path, monkeypatch):
     """Compiles a call anew with Inductor; returns (hits, misses) of the cache on disk."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", True)
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", True)
 
     def count(call, x):
         torch._dynamo.reset()
@@ -308,7 +306,11 @@ def cache_counts(tmp_path, monkeypatch):
         found = counters["aot_autograd"]
         return found["autograd_cache_hit"], found["autograd_cache_miss"]
 
-    yield count
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=True),
+        torch._inductor.config.patch(fx_graph_cache=True),
+    ):
+        yield count
     torch._dynamo.reset()
 
 
