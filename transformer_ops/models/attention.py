@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -73,6 +74,10 @@ class AttentionInputs(NamedTuple):
     cache: Any
 
 
+# Attributes of attention modules that ops read.
+_NUMBERS = ("head_dim", "scaling", "query_scaling", "dropout")
+
+
 class BorrowedAttention(Borrowed, Attention):
     """The attention of a module, between its products."""
 
@@ -83,9 +88,7 @@ class BorrowedAttention(Borrowed, Attention):
         super().__init__(owner)
         own, names = self.__dict__, call.names
         own["_names"], own["call"] = names, call
-        own["_watched"] = tuple(
-            names[name] for name in ("head_dim", "scaling", "dropout") if name in names
-        )
+        own["_watched"] = tuple(names[name] for name in _NUMBERS if name in names)
         self.choose((False, False, None, False))
 
     @property
@@ -121,7 +124,9 @@ class BorrowedAttention(Borrowed, Attention):
 
     @property
     def scale(self) -> float | None:  # type: ignore[override]
-        return float(getattr(self._parameter_owner, self.__dict__["_names"]["scaling"]))
+        names = self.__dict__["_names"]
+        factors = [names[name] for name in ("scaling", "query_scaling") if name in names]
+        return math.prod(float(getattr(self._parameter_owner, name)) for name in factors)
 
     @property
     def p(self) -> float:  # type: ignore[override]
@@ -266,6 +271,9 @@ class TransformersAttention(AttentionCall):
         if "packed" not in names:
             query, key = (getattr(module, names[name]) for name in ("query", "key"))
             return query.weight.shape[0], key.weight.shape[0]
+        if "part_size" in names:
+            width = getattr(module, names["part_size"])
+            return width, width
         head_dim = getattr(module, names["head_dim"])
         return module.config.num_attention_heads * head_dim, module.num_key_value_heads * head_dim
 
@@ -276,6 +284,10 @@ class TransformersAttention(AttentionCall):
         heads = attention.num_heads, attention.num_kv_heads
         if heads[0] % heads[1] or heads[0] < 1:
             raise FuseSkip(f"{heads[0]} query heads are no multiple of {heads[1]}")
+        if "num_heads" in names:
+            kinds = names["num_heads"], names.get("num_kv_heads", names["num_heads"])
+            if heads != tuple(getattr(module, name) for name in kinds):
+                raise FuseSkip(f"its products are as wide as {heads[0]} and {heads[1]} heads")
         ops: list[FusibleOperation] = [packed]
         for kind in ("", "whole_"):
             if f"{kind}query_norm" in names:
@@ -286,14 +298,20 @@ class TransformersAttention(AttentionCall):
             ops.append(BorrowedRoPE(attention.head_dim, sum(heads), interleaved=is_interleaved))
         ops.append(attention)
         if "output" in names:
-            ops.append(BorrowedLinear(_linear(getattr(module, names["output"]))))
+            ops.append(_product(getattr(module, names["output"])))
         if "last_dropout" in names:
             ops.append(BorrowedDropout(module, names["last_dropout"]))
+        if "last" in names:
+            ops += part(getattr(module, names["last"]))
         return ops
 
     def _products(self, module: Any) -> FusibleOperation:
         if "packed" in self.names:
-            return BorrowedLinear(_linear(getattr(module, self.names["packed"])))
+            packed = _product(getattr(module, self.names["packed"]))
+            product: Any = packed.basic_ops[0]
+            if "part_size" in self.names and product.out_features != 3 * self.widths(module)[0]:
+                raise FuseSkip("it attends to another sequence")
+            return packed
         found = [_linear(getattr(module, self.names[name])) for _, name in PARTS]
         if len({one.bias is None for one in found}) > 1:
             raise FuseSkip("some of its products have a bias, and some have none")
@@ -324,6 +342,8 @@ class TransformersAttention(AttentionCall):
             flag = given.get("is_causal")
             is_causal = getattr(module, "is_causal", True) if flag is None else flag
         elif function != "eager" or not self._eager or gives_weights:
+            return None
+        elif "is_upcast" in self.names and getattr(module, self.names["is_upcast"]):
             return None
         if mask is not None and not isinstance(mask, Tensor):
             return None
@@ -388,6 +408,14 @@ def _linear(module: Any) -> nn.Linear:
         raise FuseSkip(f"{name_of(module)} is not a torch.nn.Linear")
     found: nn.Linear = module
     return found
+
+
+def _product(module: Any) -> BorrowedLinear:
+    """The product of a `torch.nn.Linear`, or of a module that computes the same."""
+    found = [] if isinstance(module, nn.Linear) else part(module)
+    if len(found) == 1 and isinstance(found[0], BorrowedLinear):
+        return found[0]
+    return BorrowedLinear(_linear(module))
 
 
 def _norms_of(

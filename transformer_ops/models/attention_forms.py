@@ -29,6 +29,7 @@ __all__ = [
 
 _HEAD = choices(
     "I = H.shape[:-1]\nS = (*I, -1, self.any_head_dim)",
+    "B, T, Z = H.size()",
 )
 
 
@@ -78,6 +79,41 @@ _QUERY_KEY_VALUE = choices(
     K = K.view(S).transpose(1, 2)
     V = V.view(S).transpose(1, 2)
     """,
+)
+_IN_HEADS = "view(B, {}, self.any_{}, self.any_head_dim).transpose(1, 2)"
+_WITH_NUMBERS_OF_HEADS = choices(
+    # OPT: queries are scaled.
+    f"""
+    Q = self.any_query(H) * self.any_query_scaling
+    Q = Q.{_IN_HEADS.format(-1, "num_heads")}
+    K = self.any_key(H)
+    V = self.any_value(H)
+    K = K.{_IN_HEADS.format(-1, "num_heads")}
+    V = V.{_IN_HEADS.format(-1, "num_heads")}
+    """,
+    # StableLM
+    f"""
+    Q = self.any_query(H)
+    K = self.any_key(H)
+    V = self.any_value(H)
+    Q = Q.{_IN_HEADS.format("T", "num_heads")}
+    K = K.{_IN_HEADS.format("T", "num_kv_heads")}
+    V = V.{_IN_HEADS.format("T", "num_kv_heads")}
+    """,
+)
+# Cohere's, with LayerNorms if an attribute says so.
+_WITH_LAYER_NORMS = choices(
+    """
+    Q = self.any_query(H).view(S)
+    K = self.any_key(H).view(S)
+    V = self.any_value(H).view(S)
+    if self.any_has_layer_norms:
+        Q = self.q_norm(Q)
+        K = self.k_norm(K)
+    Q = Q.transpose(1, 2)
+    K = K.transpose(1, 2)
+    V = V.transpose(1, 2)
+    """
 )
 # OLMo's, which are bounded if the configuration says so.
 _BOUNDED = choices(
@@ -159,6 +195,8 @@ _OTHERS = (
     "dropout={}, scaling=self.any_scaling, "
     "sliding_window=getattr(self.config, 'sliding_window', None), **kwargs",
     "is_causal=self.is_causal, scaling=self.any_scaling, dropout={}",
+    "dropout={}, scaling=1.0, **kwargs",
+    "dropout={}, scaling=self.any_scaling, position_ids=position_ids, **kwargs",
 )
 _CALL = choices(
     *(
@@ -176,16 +214,63 @@ _END = choices(
     return O, W
     """,
     "O = O.reshape(*I, -1).contiguous()\nreturn O, W",
+    "O = O.reshape(B, T, -1).contiguous()\nO = self.any_output(O)\nreturn O, W",
+    "O = O.reshape(B, T, -1)\nO = self.any_output(O)\nreturn O, W",
 )
 _TRANSFORMERS = (
     _HEAD,
-    (*_QUERY_KEY_VALUE, *_BOUNDED),
+    (*_QUERY_KEY_VALUE, *_WITH_NUMBERS_OF_HEADS, *_WITH_LAYER_NORMS, *_BOUNDED),
     _LAYER_NORMS,
     _ROTATION,
     _CACHE,
     _INTERFACE,
     _CALL,
     _END,
+)
+
+# GPT-2: one product whose parts have the same width, or, for another sequence, two.
+_GPT2 = (
+    choices(
+        """
+        X = encoder_hidden_states is not None
+        if past_key_values is not None:
+            if isinstance(past_key_values, EncoderDecoderCache):
+                any_statements
+            else:
+                D = past_key_values
+        if X:
+            any_statements
+        else:
+            Q, K, V = self.any_packed(H).split(self.any_part_size, dim=2)
+            S = (*K.shape[:-1], -1, self.any_head_dim)
+            K = K.view(S).transpose(1, 2)
+            V = V.view(S).transpose(1, 2)
+        R = (*Q.shape[:-1], -1, self.any_head_dim)
+        Q = Q.view(R).transpose(1, 2)
+        if (past_key_values is not None and not X) or (
+            past_key_values is not None and X and not U
+        ):
+            K, V = D.update(K, V, self.layer_idx)
+            if X:
+                any_statements
+        E = self.config._attn_implementation == "eager"
+        A: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        if E and self.any_is_upcast:
+            any_statements
+        else:
+            O, W = A(
+                self, Q, K, V, attention_mask,
+                dropout=self.any_dropout_module.p if self.training else 0.0,
+                scaling=self.any_scaling, **kwargs
+            )
+        O = O.reshape(*O.shape[:-2], -1).contiguous()
+        O = self.any_output(O)
+        O = self.any_last(O)
+        return O, W
+        """
+    ),
 )
 
 _TIMM = (
@@ -328,17 +413,20 @@ _EAGER = (
     choices(
         "W = torch.matmul(Q, X.transpose(2, 3)) * Z",
         "W = torch.matmul(Q, K.transpose(2, 3)) * Z",
+        "W = torch.matmul(Q, K.transpose(-1, -2)) * Z",
     ),
     choices("if A is not None:\n    W = W + A"),
     choices(
         "W = nn.functional.softmax(W, dim=-1, dtype=torch.float32).to(Q.dtype)",
         "W = nn.functional.softmax(W, dim=-1)",
+        "W = nn.functional.softmax(W, dim=-1)\nW = W.type(V.dtype)",
     ),
     choices("W = nn.functional.dropout(W, p=P, training=M.training)"),
     choices("O = torch.matmul(W, Y)", "O = torch.matmul(W, V)"),
-    choices("O = O.transpose(1, 2).contiguous()"),
+    choices("O = O.transpose(1, 2).contiguous()", "O = O.transpose(1, 2)"),
     choices("return O, W"),
-)  # All that the function which transformers registers as "sdpa" takes.
+)
+# All that the function which transformers registers as "sdpa" takes.
 _OF_SDPA = {
     "module",
     "query",
@@ -358,7 +446,9 @@ _OF_SDPA = {
 
 def names_of_transformers(module: nn.Module) -> Names | None:
     """The parts of an attention module of transformers; None of another one."""
-    return match_groups(class_of(module).forward, _TRANSFORMERS)
+    forward = class_of(module).forward
+    found = match_groups(forward, _TRANSFORMERS)
+    return match_groups(forward, _GPT2) if found is None else found
 
 
 def names_of_timm(module: nn.Module) -> Names | None:

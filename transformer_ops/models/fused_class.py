@@ -20,7 +20,7 @@ from .attention import AttentionInputs
 from .region import IS_OFF, REGIONS, Region
 from .rewriting import rewritten
 from .rules import Condition, FuseSkip, rules_named
-from .sites import Site, all_sites
+from .sites import Site, SiteKey, all_sites
 from .statements import function_of, wrappers_of
 
 __all__ = ["FusedModule", "fused_class"]
@@ -173,7 +173,7 @@ class FusedModule(nn.Module):
         return _new, (self._tops_base, keys), self.__getstate__()
 
 
-def _new(base: type[nn.Module], keys: tuple[tuple[str, str, int, int], ...]) -> nn.Module:
+def _new(base: type[nn.Module], keys: tuple[SiteKey, ...]) -> nn.Module:
     rules = rules_named(dict.fromkeys(name for name, *_ in keys))
     known = {site.key: site for site in all_sites(base, rules)}
     kind = fused_class(base, tuple(known[key] for key in keys))
