@@ -93,7 +93,7 @@ CALLS: dict[str, Row] = {
     ),
 }
 # Their attention is written in other ways.
-OTHERS = ["GPT2", "OPT", "StableLm", "Cohere"]
+OTHERS = ["GPT2", "OPT", "StableLm", "Cohere", "GPTNeoX"]
 # The layer does not hand it on.
 IGNORED = ("StableLm", "a position bias")
 

@@ -70,7 +70,12 @@ def small(kind: str, config: str, **options: Any) -> Callable[[], nn.Module]:
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": 64}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
-OPT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 64, "num_attention_heads": 4}
+OPT: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "ffn_dim": 64,
+    "num_attention_heads": 4,
+}
 OPT |= {"dropout": 0.0, "vocab_size": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 16}
 DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64, "vocab_size": 64}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
@@ -83,7 +88,7 @@ LLAMA = {"layer": 2, "norm": 1}
 GEMMA = {"layer": 2, "norm of any dtype": 1}
 # Where attention has adapters, or the feed-forward: the residual is that of the other one.
 HALVES = {"norm": 3, "residual": 2}
-PARALLEL = {"parallel branches": 2}
+PARALLEL = {"attention": 2, "parallel branches": 2}
 PARALLEL_HALVES = {"attention": 2, "feed-forward": 2}
 BERT = {"attention": 2, "feed-forward, sum and norm": 2}
 # model -> (how it is made, how many parts each rule fuses)
@@ -117,6 +122,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         {"layer": 2},
     ),
     "GPTNeoX": (small("GPTNeoXForCausalLM", "GPTNeoXConfig", **ENCODER), PARALLEL),
+    "GPTNeoX, one after the other": (
+        small("GPTNeoXForCausalLM", "GPTNeoXConfig", **ENCODER, use_parallel_residual=False),
+        {"layer": 2},
+    ),
     "Cohere": (causal("Cohere"), PARALLEL_HALVES | {"norm of any dtype": 3}),
     "StableLm": (causal("StableLm"), {"layer": 2}),
     "StableLm, parallel": (causal("StableLm", use_parallel_residual=True), PARALLEL_HALVES),

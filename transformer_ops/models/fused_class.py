@@ -40,7 +40,12 @@ class FusedView:
     def explain(self) -> Explanation | str:
         """The plan of the last call; or why there is none."""
         regions = self.regions
-        called = [one for one in regions if one.sequential is not None]
+        # The ops with attention are made for each kind of call.
+        called = [
+            one
+            for one in regions
+            if one.sequential is not None and (one.variants or not one.attention)
+        ]
         region = next((one for one in (*called, *regions) if one.may_run(self._module)), regions[0])
         why_not = region.why_not(self._module)
         if why_not or region.sequential is None:
