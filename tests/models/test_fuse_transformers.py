@@ -89,7 +89,7 @@ GEMMA = {"layer": 2, "norm of any dtype": 1}
 # Where attention has adapters, or the feed-forward: the residual is that of the other one.
 HALVES = {"norm": 3, "residual": 2}
 PARALLEL = {"attention": 2, "parallel branches": 2}
-PARALLEL_HALVES = {"attention": 2, "feed-forward": 2}
+PARALLEL_HALVES = {"attention": 2, "parallel branches of a norm": 2}
 BERT = {"attention": 2, "feed-forward, sum and norm": 2}
 # model -> (how it is made, how many parts each rule fuses)
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {

@@ -84,7 +84,13 @@ def _parallel(module: Any, names: Names) -> Sequence[nn.Module]:
     return [_begin(), *steps, AddExtraInput(), _end()]
 
 
+def _parallel_from_norm(module: Any, names: Names) -> Sequence[nn.Module]:
+    return [*_steps(module, names, "steps", products=1), AddExtraInput(), AddExtraInput()]
+
+
 register_fuse_rule("parallel branches", "H = X + H + any_steps(H)", _parallel)
+# Both branches take the norm of the input.
+register_fuse_rule("parallel branches of a norm", "H = X + Y + any_steps(H)", _parallel_from_norm)
 
 
 # ---- the sum with the input
