@@ -203,9 +203,10 @@ def test_gradients_through_a_cache() -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
 
 
-def test_bfloat16_is_as_exact() -> None:
+@pytest.mark.parametrize("name", ["Llama", *OTHERS])
+def test_bfloat16_is_as_exact(name: str) -> None:
     """Against float64, the fused model errs no more than the plain one."""
-    plain: Any = make("Llama").train()
+    plain: Any = make(name)
     exact = copy.deepcopy(plain).double()
     plain = plain.bfloat16()
     model = copy.deepcopy(plain)

@@ -68,7 +68,13 @@ def small(kind: str, config: str, **options: Any) -> Callable[[], nn.Module]:
     return lambda: getattr(transformers, kind)(getattr(transformers, config)(**options))
 
 
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": 64}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 16,
+    "vocab_size": 64,
+}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 OPT: dict[str, Any] = {
     "hidden_size": 32,
@@ -224,10 +230,16 @@ def test_loss_gradients_and_state_dict(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, want[key]) for key, tensor in again.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GPTNeoX", "Bert", "DistilBert", "Dinov2"])
+@pytest.mark.parametrize(
+    "name",
+    ["Llama", "Gemma3", "GPT2", "GPTNeoX", "OPT", "StableLm", "Bert", "DistilBert", "Dinov2"],
+)
 def test_compiled(name: str) -> None:
     torch._dynamo.reset()
     plain, model = make(name), make(name)
+    for one in (plain, model):
+        if getattr(one, "loss_type", "") is None:  # transformers warns, which ends a graph
+            one.loss_type = "ForCausalLM"
     tops.fuse(model)
     assert_same(plain, model, torch.compile(model, backend="aot_eager", fullgraph=True))
 
@@ -243,9 +255,10 @@ def test_training_with_checkpoints() -> None:
     assert fused_rules(report) == LLAMA
 
 
-def test_generation_with_a_cache() -> None:
-    plain: Any = make("Llama")
-    model: Any = make("Llama")
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "GPTNeoX", "OPT"])
+def test_generation_with_a_cache(name: str) -> None:
+    plain: Any = make(name)
+    model: Any = make(name)
     tops.fuse(model)
     found = [
         one.generate(TOKENS[:1, :4], max_new_tokens=6, do_sample=False) for one in (plain, model)
@@ -283,6 +296,26 @@ def test_adapters(targets: Any, when: str, fused: dict[str, int]) -> None:
     assert_same(plain, model)
     assert fused_rules(report) == fused
     assert all("lora" in name for name in results(model)[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "fused"),
+    [
+        ("GPT2", "c_attn", {"residual": 2}),
+        ("GPTNeoX", "query_key_value", {"parallel branches": 2}),
+        ("OPT", "v_proj", {"residual": 2}),
+        ("OPT, post-norm", "k_proj", {"residual and norm": 2}),
+        ("Cohere", "o_proj", {"norm of any dtype": 3, "parallel branches of a norm": 2}),
+    ],
+)
+def test_adapters_on_attention(name: str, target: str, fused: dict[str, int]) -> None:
+    """They run, and the rest of the layer is fused."""
+    plain, model = lora(make(name), [target]), make(name)
+    report = tops.fuse(model)
+    assert_same(make(name), model)
+    model = lora(model, [target])
+    assert_same(plain, model)
+    assert fused_rules(report) == fused
 
 
 def train_and_merge(model: Any, targets: Any) -> tuple[list[float], list[weakref.ref[Any]]]:
