@@ -115,6 +115,22 @@ def rope(
     return reference
 
 
+def by_head(
+    heads: int, reference: Callable[..., Tensor], is_back: bool = False
+) -> Callable[..., Tensor]:
+    """For rows with the query, the key and the value of each head next to each other; `is_back`:
+    the result is such rows, too."""
+
+    def found(x: Tensor, *others: Tensor) -> Tensor:
+        rows = x.unflatten(-1, (heads, 3, -1)).transpose(-2, -3).flatten(-3)
+        y = reference(rows, *others)
+        if is_back:
+            y = y.unflatten(-1, (3, heads, -1)).transpose(-2, -3).flatten(-3)
+        return y
+
+    return found
+
+
 def attention(
     heads: int,
     kv_heads: int,

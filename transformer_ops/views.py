@@ -28,6 +28,7 @@ __all__ = [
     "BorrowedLinear",
     "BorrowedLinearCrossEntropy",
     "BorrowedPackedLinear",
+    "BorrowedProduct",
     "BorrowedRMSNorm",
     "is_torch",
     "view",

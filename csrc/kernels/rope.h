@@ -19,6 +19,8 @@ struct Rope {
   int64_t rotary_dim = 0;
   // Pairs are (2 i, 2 i + 1) instead of (i, i + rotary_dim / 2).
   bool interleaved = false;
+  // Every third head is copied: heads are the query, the key and the value of one, and so on.
+  bool by_head = false;
   // Multiplies by the transposed matrix, as backward does.
   bool transposed = false;
 };

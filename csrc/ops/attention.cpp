@@ -9,49 +9,53 @@ namespace {
 
 using Scale = std::optional<double>;
 
-Attention attention_of(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool causal,
-                       double p, Scale scale, bool training) {
-  return {num_heads, num_kv_heads, head_dim, causal, training ? p : 0, scale};
+Attention attention_of(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
+                       bool causal, double p, Scale scale, bool training) {
+  return {num_heads, num_kv_heads, head_dim, by_head, causal, training ? p : 0, scale};
 }
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor* mask,
-                          int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool causal,
-                          double p, Scale scale, bool training) {
+                          int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
+                          bool causal, double p, Scale scale, bool training) {
   const Attention attention =
-      attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training);
+      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training);
   check_attention(check, input, mask, attention);
   return attention_outputs(input, attention);
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward_cpu(const Tensor& input, const Tensor* mask,
                                                int64_t num_heads, int64_t num_kv_heads,
-                                               int64_t head_dim, bool causal, double p, Scale scale,
-                                               bool training) {
-  return attention_cpu(input, mask,
-                       attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training));
+                                               int64_t head_dim, bool by_head, bool causal,
+                                               double p, Scale scale, bool training) {
+  return attention_cpu(
+      input, mask,
+      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training));
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward_cuda(const Tensor& input, const Tensor* mask,
                                                 int64_t num_heads, int64_t num_kv_heads,
-                                                int64_t head_dim, bool causal, double p,
-                                                Scale scale, bool training) {
+                                                int64_t head_dim, bool by_head, bool causal,
+                                                double p, Scale scale, bool training) {
   return attention_cuda(
-      input, mask, attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training));
+      input, mask,
+      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training));
 }
 
 Tensor forward_decomposed(const Tensor& input, const Tensor* mask, int64_t num_heads,
-                          int64_t num_kv_heads, int64_t head_dim, bool causal, double p,
-                          Scale scale, bool training) {
+                          int64_t num_kv_heads, int64_t head_dim, bool by_head, bool causal,
+                          double p, Scale scale, bool training) {
   return attention_decomposed(
-      input, mask, attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training));
+      input, mask,
+      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training));
 }
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& input,
                            const Tensor* mask, const Tensor& output, const Tensor& log_sum_exp,
                            const Tensor& seed, int64_t num_heads, int64_t num_kv_heads,
-                           int64_t head_dim, bool causal, double p, Scale scale, bool training) {
+                           int64_t head_dim, bool by_head, bool causal, double p, Scale scale,
+                           bool training) {
   const TensorSpecs specs = forward_shape(check, input, mask, num_heads, num_kv_heads, head_dim,
-                                          causal, p, scale, training);
+                                          by_head, causal, p, scale, training);
   check.spec("grad_output", grad_output, specs[0]);
   check.spec("output", output, specs[0]);
   check.spec("log_sum_exp", log_sum_exp, specs[1]);
@@ -61,28 +65,28 @@ TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const
 
 Tensor backward_cpu(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
                     const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
-                    int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool causal,
-                    double p, Scale scale, bool training) {
+                    int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
+                    bool causal, double p, Scale scale, bool training) {
   return attention_backward_cpu(
       grad_output, input, mask, output, log_sum_exp, seed,
-      attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training));
+      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training));
 }
 
 Tensor backward_cuda(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
                      const Tensor& output, const Tensor& log_sum_exp, const Tensor& seed,
-                     int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool causal,
-                     double p, Scale scale, bool training) {
+                     int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool by_head,
+                     bool causal, double p, Scale scale, bool training) {
   return attention_backward_cuda(
       grad_output, input, mask, output, log_sum_exp, seed,
-      attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training));
+      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training));
 }
 
 Tensor backward_decomposed(const Tensor& grad_output, const Tensor& input, const Tensor* mask,
                            const Tensor&, const Tensor&, const Tensor& seed, int64_t num_heads,
-                           int64_t num_kv_heads, int64_t head_dim, bool causal, double p,
-                           Scale scale, bool training) {
+                           int64_t num_kv_heads, int64_t head_dim, bool by_head, bool causal,
+                           double p, Scale scale, bool training) {
   const Attention attention =
-      attention_of(num_heads, num_kv_heads, head_dim, causal, p, scale, training);
+      attention_of(num_heads, num_kv_heads, head_dim, by_head, causal, p, scale, training);
   const auto again = [&](const Tensor& x) {
     return attention_decomposed(x, mask, attention, seed);
   };
@@ -98,6 +102,7 @@ Tensor replay(const ReplayCall& call) {
   Attention attention{integer("num_heads"),
                       integer("num_kv_heads"),
                       integer("head_dim"),
+                      std::get<bool>(attributes.at("by_head")),
                       std::get<bool>(attributes.at("causal")),
                       0,
                       {}};
@@ -117,7 +122,8 @@ int64_t bits_of_slot(const std::string& slot, int64_t width, int64_t element_bit
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "Attention",
                     .summary = "softmax(q k^T scale + mask) v for each head",
-                    .attributes = {"num_heads", "num_kv_heads", "head_dim", "causal", "p", "scale"},
+                    .attributes = {"num_heads", "num_kv_heads", "head_dim", "by_head", "causal",
+                                   "p", "scale"},
                     .extra_inputs = {"mask"},
                     .constants = {"mask"},
                     .slots = {{"input"}, {"mask"}, {"output"}, {"log_sum_exp"}, {"seed"}},
@@ -128,23 +134,27 @@ int64_t bits_of_slot(const std::string& slot, int64_t width, int64_t element_bit
                                  std::get<int64_t>(attributes.at("head_dim"));
                         },
                     .slot_bits = bits_of_slot},
-    .forward = {.schema = "attention(Tensor input, Tensor? mask, int num_heads, int num_kv_heads, "
-                          "int head_dim, bool causal, float p, float? scale, bool training) -> "
-                          "(Tensor output, Tensor log_sum_exp, Tensor seed)",
-                .shape = forward_shape,
-                .any_strides = {"mask"},
-                .products = {.of_heads = 2},
-                .bodies = {forward_cpu, forward_cuda, forward_decomposed},
-                .random = true},
-    .backward = {.schema = "attention_backward(Tensor grad_output, Tensor input, Tensor? mask, "
-                           "Tensor output, Tensor log_sum_exp, Tensor seed, int num_heads, "
-                           "int num_kv_heads, int head_dim, bool causal, float p, float? scale, "
-                           "bool training) -> Tensor grad_input",
-                 .shape = backward_shape,
-                 .any_strides = {"mask"},
-                 // The scores again, and four gradients.
-                 .products = {.of_heads = 5},
-                 .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
+    .forward =
+        {.schema =
+             "attention(Tensor input, Tensor? mask, int num_heads, int num_kv_heads, "
+             "int head_dim, bool by_head, bool causal, float p, float? scale, bool training) -> "
+             "(Tensor output, Tensor log_sum_exp, Tensor seed)",
+         .shape = forward_shape,
+         .any_strides = {"mask"},
+         .products = {.of_heads = 2},
+         .bodies = {forward_cpu, forward_cuda, forward_decomposed},
+         .random = true},
+    .backward =
+        {.schema =
+             "attention_backward(Tensor grad_output, Tensor input, Tensor? mask, "
+             "Tensor output, Tensor log_sum_exp, Tensor seed, int num_heads, "
+             "int num_kv_heads, int head_dim, bool by_head, bool causal, float p, float? scale, "
+             "bool training) -> Tensor grad_input",
+         .shape = backward_shape,
+         .any_strides = {"mask"},
+         // The scores again, and four gradients.
+         .products = {.of_heads = 5},
+         .bodies = {backward_cpu, backward_cuda, backward_decomposed}},
     .replay = replay,
 });
 

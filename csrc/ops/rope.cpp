@@ -36,8 +36,8 @@ void check_tables(const Checks& check, const Tensor& input, const Tensor& cos, c
 }
 
 TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor& cos,
-                          const Tensor& sin, int64_t head_dim, OptionalInt num_heads, bool,
-                          OptionalInt rotary_dim) {
+                          const Tensor& sin, int64_t head_dim, OptionalInt num_heads, bool by_head,
+                          bool, OptionalInt rotary_dim) {
   check.compute_dtype("input", input);
   check.has_rows("input", input);
   const int64_t rotated = rotary_dim.value_or(head_dim);
@@ -53,13 +53,22 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor
                 "] input must have a last dimension that is a multiple of ", head_dim,
                 ", got shape ", input.sym_sizes());
   }
+  if (by_head && num_heads) {
+    TORCH_CHECK(*num_heads % 3 == 0, "[", check.op(),
+                "] num_heads must be a multiple of 3 with by_head, got ", *num_heads);
+  } else if (by_head) {
+    TORCH_CHECK(width % (3 * head_dim) == 0, "[", check.op(),
+                "] input must have a last dimension that is a multiple of ", 3 * head_dim,
+                " with by_head, got shape ", input.sym_sizes());
+  }
   check_tables(check, input, cos, sin, rotated);
   return {like(input)};
 }
 
 template <bool transposed>
 void rotate_cpu(const Tensor& input, const Tensor& cos, const Tensor& sin, int64_t head_dim,
-                OptionalInt num_heads, bool interleaved, OptionalInt rotary_dim, Tensor& output) {
+                OptionalInt num_heads, bool by_head, bool interleaved, OptionalInt rotary_dim,
+                Tensor& output) {
   const cpu::Rows x{input, input.size(-1)}, y{output, x.width};
   const Tensor cosines = cpu::to_accumulate(cos, input), sines = cpu::to_accumulate(sin, input);
   const int64_t rotated = rotary_dim.value_or(head_dim), width = cos.size(-1);
@@ -71,6 +80,7 @@ void rotate_cpu(const Tensor& input, const Tensor& cos, const Tensor& sin, int64
                        .head_dim = head_dim,
                        .rotary_dim = rotated,
                        .interleaved = interleaved,
+                       .by_head = by_head,
                        .transposed = transposed};
   cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
     cpu::rope(cpu::kernel_dtype(input), x.read(begin), rope, y.write(begin), begin, end - begin,
@@ -104,7 +114,7 @@ Tensor quarter_turn(const Tensor& x, bool interleaved, bool transposed) {
 
 template <bool transposed>
 Tensor rotate_decomposed(const Tensor& input, const Tensor& cos, const Tensor& sin,
-                         int64_t head_dim, OptionalInt num_heads, bool interleaved,
+                         int64_t head_dim, OptionalInt num_heads, bool by_head, bool interleaved,
                          OptionalInt rotary_dim) {
   const int64_t rotated = rotary_dim.value_or(head_dim);
   const Tensor x = to_accumulate(input);
@@ -112,29 +122,41 @@ Tensor rotate_decomposed(const Tensor& input, const Tensor& cos, const Tensor& s
   const c10::SymInt heads = num_heads ? c10::SymInt(*num_heads) : width / head_dim;
   const Tensor in_heads =
       x.slice_symint(-1, 0, heads * head_dim).unflatten_symint(-1, {heads, head_dim});
-  const Tensor part = in_heads.slice(-1, 0, rotated);
+  const auto rotate = [&](const Tensor& of_heads, const Tensor& c, const Tensor& s) {
+    const Tensor part = of_heads.slice(-1, 0, rotated);
+    // Backward multiplies by the sines before the turn.
+    const Tensor turned = transposed ? quarter_turn(part * s, interleaved, true)
+                                     : quarter_turn(part, interleaved, false) * s;
+    return at::cat({part * c + turned, of_heads.slice(-1, rotated)}, -1);
+  };
   const Tensor c = whole_table(cos, input, rotated, interleaved);
   const Tensor s = whole_table(sin, input, rotated, interleaved);
-  // Backward multiplies by the sines before the turn.
-  const Tensor turned = transposed ? quarter_turn(part * s, interleaved, true)
-                                   : quarter_turn(part, interleaved, false) * s;
-  const Tensor result = at::cat({part * c + turned, in_heads.slice(-1, rotated)}, -1);
+  Tensor result;
+  if (by_head) {
+    // [..., heads, query | key | value, head_dim]
+    const Tensor parts = in_heads.unflatten(-2, {-1, 3});
+    const Tensor turned = rotate(parts.slice(-2, 0, 2), c.unsqueeze(-2), s.unsqueeze(-2));
+    result = at::cat({turned, parts.slice(-2, 2)}, -2).flatten(-3);
+  } else {
+    result = rotate(in_heads, c, s).flatten(-2);
+  }
   const Tensor rest = x.slice_symint(-1, heads * head_dim);
-  return at::cat({result.flatten(-2), rest}, -1).to(input.scalar_type());
+  return at::cat({result, rest}, -1).to(input.scalar_type());
 }
 
 const TypedOp kForward = {
     .schema =
         "rope(Tensor input, Tensor cos, Tensor sin, int head_dim, int? num_heads, "
-        "bool interleaved, int? rotary_dim) -> Tensor output",
+        "bool by_head, bool interleaved, int? rotary_dim) -> Tensor output",
     .shape = forward_shape,
     .overwrites = {"input"},
     .bodies = {rotate_cpu<false>, rotate_decomposed<false>, rotate_decomposed<false>}};
 
 TensorSpecs backward_shape(const Checks& check, const Tensor& grad_output, const Tensor& cos,
-                           const Tensor& sin, int64_t head_dim, OptionalInt num_heads,
+                           const Tensor& sin, int64_t head_dim, OptionalInt num_heads, bool by_head,
                            bool interleaved, OptionalInt rotary_dim) {
-  return forward_shape(check, grad_output, cos, sin, head_dim, num_heads, interleaved, rotary_dim);
+  return forward_shape(check, grad_output, cos, sin, head_dim, num_heads, by_head, interleaved,
+                       rotary_dim);
 }
 
 // The tables belong to the caller, who has them once for all layers.
@@ -143,15 +165,15 @@ int64_t no_bits(const std::string&, int64_t, int64_t) { return 0; }
 [[maybe_unused]] const bool registered = register_op({
     .declaration = {.kind = "RoPE",
                     .summary = "each head of x, rotated by the angles of its row",
-                    .attributes = {"head_dim", "num_heads", "interleaved", "rotary_dim"},
+                    .attributes = {"head_dim", "num_heads", "by_head", "interleaved", "rotary_dim"},
                     .extra_inputs = {"cos", "sin"},
                     .constants = {"cos", "sin"},
                     .slots = {{"cos"}, {"sin"}},
                     .slot_bits = no_bits},
     .forward = kForward,
     .backward = {.schema = "rope_backward(Tensor grad_output, Tensor cos, Tensor sin, "
-                           "int head_dim, int? num_heads, bool interleaved, int? rotary_dim) -> "
-                           "Tensor grad_input",
+                           "int head_dim, int? num_heads, bool by_head, bool interleaved, "
+                           "int? rotary_dim) -> Tensor grad_input",
                  .shape = backward_shape,
                  .overwrites = {"grad_output"},
                  .bodies = {rotate_cpu<true>, rotate_decomposed<true>, rotate_decomposed<true>}},

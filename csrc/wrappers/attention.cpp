@@ -33,7 +33,7 @@ Tensor flash_backward(const Tensor& grad_output, const Tensor& input, const Tens
           in_heads(grad_output), query, key, value, in_heads(output),
           with_one_batch(log_sum_exp).transpose(1, 2), 0.0, attention.causal && mask == nullptr,
           added, scale_of(attention));
-  return rows_of_heads({grad_query, grad_key, grad_value},
+  return rows_of_heads({grad_query, grad_key, grad_value}, attention,
                        empty_cpu(input.sizes(), input.scalar_type()));
 }
 
@@ -48,6 +48,9 @@ void check_attention(const Checks& check, const Tensor& input, const Tensor* mas
   TORCH_CHECK(attention.heads % attention.kv_heads == 0, "[", check.op(),
               "] num_heads must be a multiple of num_kv_heads, got ", attention.heads, " and ",
               attention.kv_heads);
+  TORCH_CHECK(!attention.by_head || attention.heads == attention.kv_heads, "[", check.op(),
+              "] num_kv_heads must be num_heads with by_head, got ", attention.kv_heads, " and ",
+              attention.heads);
   TORCH_CHECK(input.dim() >= 2, "[", check.op(),
               "] input must have at least 2 dimensions, got shape ", input.sym_sizes());
   TORCH_CHECK(input.sym_size(-1) == attention.width(), "[", check.op(),

@@ -11,6 +11,9 @@ struct Attention {
   int64_t heads;
   int64_t kv_heads;
   int64_t head_dim;
+  // The query, the key and the value of each head are next to each other, instead of all queries,
+  // all keys and all values.
+  bool by_head;
   bool causal;
   double p;  // of dropout; 0 unless training
   std::optional<double> scale;

@@ -63,7 +63,7 @@ Tensor flash_backward(const Tensor& grad_output, const Tensor& input, const Tens
       with_one_batch(log_sum_exp).transpose(1, 2).contiguous(), {}, {}, rows.size(1), rows.size(1),
       attention.p, attention.causal, generator.view(at::kUInt64),
       at::empty({}, generator.options()), scale_of(attention));
-  return rows_of_heads({grad_query, grad_key, grad_value},
+  return rows_of_heads({grad_query, grad_key, grad_value}, attention,
                        at::empty(input.sizes(), input.options()));
 }
 

@@ -82,6 +82,10 @@ class AttentionWithDropout {
  private:
   // [rows, kv heads, query heads of each, head_dim]; keys and values have no third dimension.
   Heads grouped(const Tensor& rows) const {
+    if (attention_.by_head) {
+      return {part_by_head(rows, attention_, 0).unsqueeze(2), part_by_head(rows, attention_, 1),
+              part_by_head(rows, attention_, 2)};
+    }
     const int64_t keys = attention_.heads * attention_.head_dim;
     const int64_t values = keys + attention_.kv_heads * attention_.head_dim;
     const auto in_heads = [&](int64_t first) {

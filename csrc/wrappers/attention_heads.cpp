@@ -43,7 +43,17 @@ Tensor heads_at(const Tensor& rows, int64_t first, int64_t heads, int64_t head_d
       .transpose(-2, -3);
 }
 
+Tensor part_by_head(const Tensor& rows, const Attention& attention, int64_t which) {
+  return rows.unflatten(-1, {attention.heads, 3, attention.head_dim}).select(-2, which);
+}
+
 Heads heads_of(const Tensor& rows, const Attention& attention) {
+  if (attention.by_head) {
+    const auto part = [&](int64_t which) {
+      return part_by_head(rows, attention, which).transpose(-2, -3);
+    };
+    return {part(0), part(1), part(2)};
+  }
   const int64_t keys = attention.heads, values = keys + attention.kv_heads;
   return {heads_at(rows, 0, attention.heads, attention.head_dim),
           heads_at(rows, keys, attention.kv_heads, attention.head_dim),
@@ -54,8 +64,15 @@ Tensor with_one_batch(const Tensor& tensor) {
   return tensor.reshape({-1, tensor.size(-2), tensor.size(-1)});
 }
 
-Tensor rows_of_heads(const Heads& gradients, const Tensor& result) {
+Tensor rows_of_heads(const Heads& gradients, const Attention& attention, const Tensor& result) {
   const Tensor rows = with_one_batch(result);
+  if (attention.by_head) {
+    int64_t which = 0;
+    for (const Tensor* gradient : {&gradients.query, &gradients.key, &gradients.value}) {
+      part_by_head(rows, attention, which++).copy_(gradient->transpose(1, 2));
+    }
+    return result;
+  }
   int64_t first = 0;
   for (const Tensor* gradient : {&gradients.query, &gradients.key, &gradients.value}) {
     // torch's kernels store heads next to each other, so that rows are copied as a whole.

@@ -15,13 +15,15 @@ double scale_of(const Attention& attention);
 // Heads of rows, without a copy.
 Tensor heads_at(const Tensor& rows, int64_t first, int64_t heads, int64_t head_dim);
 Heads heads_of(const Tensor& rows, const Attention& attention);
+// [..., rows, heads, head_dim] of rows that are by head: 0 for queries, 1 for keys, 2 for values.
+Tensor part_by_head(const Tensor& rows, const Attention& attention, int64_t which);
 
 // [batches, rows, width]
 Tensor with_one_batch(const Tensor& tensor);
 
 // Copies [batches, heads, rows, head_dim] gradients into an empty tensor like the input, which is
 // returned.
-Tensor rows_of_heads(const Heads& gradients, const Tensor& result);
+Tensor rows_of_heads(const Heads& gradients, const Attention& attention, const Tensor& result);
 
 // The numbers to add to scores, or an undefined tensor if nothing is masked.
 Tensor mask_of(const Tensor& input, const Tensor* mask, const Attention& attention,

@@ -150,8 +150,8 @@ _USED |= (
     _OTHERS
     | {name for name in ROWS if name.startswith(("DropPath", "LayerScale"))}
     | {name for name in ROWS if "-not-affine" in name or name == "LayerNorm-no-bias"}
-    | {"RMSNorm-eps-of-the-dtype", "Attention"}
-    | {name for name in ROWS if name.startswith("QKNorm")}
+    | {"RMSNorm-eps-of-the-dtype"}
+    | {name for name in ROWS if name.startswith(("QKNorm", "Attention"))}
     | {name for name, case in ROWS.items() if case.distributed}
 )
 assert _USED | {"Dropout", "Dropout-all", "Reshape"} == set(ROWS), (

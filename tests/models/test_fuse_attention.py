@@ -46,6 +46,10 @@ def filled(model: Any, kind: str) -> Any:
     return cache
 
 
+def attentions(model: Any) -> list[Any]:
+    return [one for one in model.modules() if type(one).__name__.endswith("Attention")]
+
+
 def mine(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
     found = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, enable_gqa=True
@@ -70,8 +74,8 @@ CALLS: dict[str, Row] = {
     ),
     "a hook": (
         lambda m: [
-            layer.self_attn.register_forward_hook(lambda _, __, found: (found[0] * 3, found[1]))
-            for layer in m.model.layers
+            one.register_forward_hook(lambda _, __, found: (found[0] * 3, found[1]))
+            for one in attentions(m)
         ],
         lambda m: {},
         False,
@@ -83,11 +87,15 @@ CALLS: dict[str, Row] = {
     ),
     "another function": (lambda m: m.set_attn_implementation("mine"), lambda m: {}, False),
     "another scale": (
-        lambda m: [setattr(layer.self_attn, "scaling", 0.1) for layer in m.model.layers],
+        lambda m: [setattr(one, "scaling", 0.1) for one in attentions(m)],
         lambda m: {},
         True,
     ),
 }
+# Their attention is written in other ways.
+OTHERS = ["GPT2", "OPT", "StableLm", "Cohere", "GPTNeoX"]
+# The layer does not hand it on.
+IGNORED = ("StableLm", "a position bias")
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +108,22 @@ def _with_a_function_of_ours() -> Any:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_a_decoder(name: str, when: str) -> None:
+    check_calls("Llama", name, when)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("model", OTHERS)
+def test_calls_of_other_decoders(model: str, name: str) -> None:
+    check_calls(model, name, "before")
+
+
+def check_calls(kind: str, name: str, when: str) -> None:
     change, arguments, runs_ops = CALLS[name]
-    plain: Any = make("Llama").train()
+    runs_ops = runs_ops or (kind, name) == IGNORED
+    plain: Any = make(kind).train()
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
     model: Any = copy.deepcopy(plain)
     if when == "before":
         tops.fuse(model)
@@ -134,6 +156,39 @@ def test_calls_of_a_decoder(name: str, when: str) -> None:
             torch.testing.assert_close(own.values, other.values)
 
 
+def test_attention_to_another_sequence() -> None:
+    """It runs as statements, and the halves of the layer as ops."""
+    found = []
+    for is_fused in (False, True):
+        model: Any = make("GPT2, cross attention")
+        model.config.use_cache = False
+        if is_fused:
+            tops.fuse(model)
+            model(input_ids=TOKENS)
+        other = torch.linspace(-1, 1, 2 * 5 * 32).view(2, 5, 32)
+        with Counted() as counted:
+            output = model(input_ids=TOKENS, labels=TOKENS, encoder_hidden_states=other)
+        output.loss.backward()
+        found.append((output.loss, [p.grad for p in model.parameters()], counted.count))
+    (want, right, plain_count), (loss, grads, count) = found
+    torch.testing.assert_close(loss, want)
+    for a, b in zip(grads, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
+    assert (count, plain_count) == (LAYERS, 2 * LAYERS)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_scores_in_float32_run_as_statements(implementation: str) -> None:
+    """GPT-2 has a method of its own for them, which "sdpa" does not call."""
+    model: Any = make("GPT2, other scores")
+    want = model(input_ids=TOKENS).logits
+    model.set_attn_implementation(implementation)
+    tops.fuse(model)
+    with Counted() as counted:
+        torch.testing.assert_close(model(input_ids=TOKENS).logits, want, rtol=1e-4, atol=1e-5)
+    assert counted.count == (LAYERS if implementation == "eager" else 0)
+
+
 def test_gradients_through_a_cache() -> None:
     found = []
     for is_fused in (False, True):
@@ -148,9 +203,10 @@ def test_gradients_through_a_cache() -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
 
 
-def test_bfloat16_is_as_exact() -> None:
+@pytest.mark.parametrize("name", ["Llama", *OTHERS])
+def test_bfloat16_is_as_exact(name: str) -> None:
     """Against float64, the fused model errs no more than the plain one."""
-    plain: Any = make("Llama").train()
+    plain: Any = make(name)
     exact = copy.deepcopy(plain).double()
     plain = plain.bfloat16()
     model = copy.deepcopy(plain)

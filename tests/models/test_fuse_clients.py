@@ -53,7 +53,13 @@ VISION: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "vit_small_patch14_dinov2": (PATCHES_OF_14, {"layer": 2}),
     "vit_base_patch16_clip_224": (SMALL, {"layer": 2}),
     "vit_base_patch16_siglip_224": (SMALL, {"layer": 2, "residual": 1}),
-    "eva02_tiny_patch14_224": (PATCHES_OF_14, {"residual": 2}),
+    # One product without its biases, three of which one has no bias, and halves that rotate.
+    "eva02_tiny_patch14_224": (PATCHES_OF_14, {"layer": 2}),
+    "eva02_base_patch14_224": (PATCHES_OF_14, {"layer": 2}),
+    "vit_small_patch16_dinov3": (SMALL, {"layer": 2}),
+    "vit_small_patch16_rope_224": (SMALL, {"layer": 2}),
+    # Each layer and head has its own trained tables, so that attention runs as statements.
+    "vit_small_patch16_rope_mixed_224": (SMALL, {"layer": 2}),
     "beit_base_patch16_224": (SMALL, {"residual": 2}),
     "swin_tiny_patch4_window7_224": (SWIN, {"residual": 2}),
 }
@@ -70,6 +76,9 @@ def vision(name: str, **options: Any) -> tuple[nn.Module, Tensor]:
 @pytest.mark.parametrize("name", VISION)
 def test_models_of_timm(name: str, tmp_path: Path) -> None:
     plain, pixels = vision(name)
+    for parameter in plain.parameters():
+        if parameter.dim() == 1:  # biases are zero
+            nn.init.normal_(parameter, 0.5, 0.2)
     model = copy.deepcopy(plain)
     report = tops.fuse(model, strict=True)
     assert_same(plain, model, pixels)
@@ -81,7 +90,9 @@ def test_models_of_timm(name: str, tmp_path: Path) -> None:
     assert state.keys() == want.keys() and all(torch.equal(state[key], want[key]) for key in want)
 
 
-@pytest.mark.parametrize("name", ["deit3_small_patch16_224", "beit_base_patch16_224"])
+@pytest.mark.parametrize(
+    "name", ["deit3_small_patch16_224", "beit_base_patch16_224", "eva02_tiny_patch14_224"]
+)
 def test_models_of_timm_compiled(name: str) -> None:
     torch._dynamo.reset()
     plain, pixels = vision(name)
@@ -89,6 +100,42 @@ def test_models_of_timm_compiled(name: str) -> None:
     tops.fuse(model, strict=True)
     run = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert_same(plain, model, pixels, run)
+
+
+ROPE = torch.randn(4, 16)
+# name -> (what is done to attention before, the arguments of a call, whether attention is an op)
+ROTATED: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
+    "tables": ({}, {"rope": ROPE}, True),
+    "no tables": ({}, {}, True),
+    "causal": ({}, {"rope": ROPE, "is_causal": True}, True),
+    "a mask": ({}, {"rope": ROPE, "attn_mask": torch.randn(5, 5)}, True),
+    "halves": ({"rotate_half": True}, {"rope": ROPE}, True),
+    "step by step": ({"fused_attn": False, "scale": 0.1}, {"rope": ROPE}, True),
+    "a scale that torch does not get": ({"scale": 0.1}, {"rope": ROPE}, False),
+    "a bias that is added apart": ({"qkv_bias_separate": True}, {"rope": ROPE}, True),
+    "tables of each head": ({}, {"rope": torch.randn(4, 4, 16)}, False),
+    "trained tables": ({}, {"rope": ROPE.clone().requires_grad_()}, False),
+}
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_calls_of_a_block_that_rotates(name: str) -> None:
+    attributes, arguments, is_op = ROTATED[name]
+    model, _ = vision("eva02_tiny_patch14_224")
+    plain: Any = model.blocks[0]  # type: ignore[index]
+    nn.init.normal_(plain.attn.q_bias)
+    block = copy.deepcopy(plain)
+    tops.fuse(block)
+    x, tables = torch.randn(2, 5, 32), arguments.get("rope", torch.zeros(0))
+    found = []
+    for one in (plain, block):
+        for key, value in attributes.items():
+            setattr(one.attn, key, value)
+        y = one(x, **arguments)
+        wanted = [p for p in (*one.parameters(), tables) if p.requires_grad]
+        found.append((y, *torch.autograd.grad(y.square().mean(), wanted)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+    assert ("Attention" in str(block.fused.explain())) == is_op
 
 
 def test_paths_that_timm_drops() -> None:

@@ -122,6 +122,46 @@ class ReadLater(Form):
         return z * y
 
 
+class AroundABranch(Form):
+    """The branch between the sums runs for some calls."""
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        x = x + self.mlp(self.norm(x))
+        if other is not None:
+            other = self.norm(other)
+            x = x + other
+        x = x + self.down(self.act(self.up(self.after(x))))
+        return x
+
+
+class IntoABranch(Form):
+    """The second sum is in a branch that an attribute decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mlp(self.norm(x))
+        if self.is_first:
+            x = x + y
+            y = self.down(self.act(self.up(self.after(x))))
+            x = x + y
+        else:
+            z = self.down(self.act(self.up(self.norm(x))))
+            x = x + y + z
+        return x
+
+
+class AroundATestOfItsOwn(Form):
+    """Nobody knows before the first sum which branch runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(self.norm(x))
+        y = self.no_gamma if self.is_first else x
+        if y is not None:
+            y = y.cumsum(-1)
+            x = x + y
+        x = x + self.down(self.act(self.up(self.after(x))))
+        return x
+
+
 FUSED: dict[type[Form], dict[str, int]] = {
     OneLine: {"residual": 1},
     InSteps: {"residual": 1},
@@ -134,6 +174,9 @@ FUSED: dict[type[Form], dict[str, int]] = {
     SumWithAnother: {"sum": 1},
     Parallel: {"parallel branches": 1},
     ReadLater: {"sum": 1},
+    AroundABranch: {"layer": 1},
+    IntoABranch: {"layer": 1},
+    AroundATestOfItsOwn: {"residual": 2},
 }
 
 
@@ -306,6 +349,28 @@ def test_branches_that_do_not_run() -> None:
         torch.testing.assert_close(results(module), results(plain), rtol=1e-4, atol=1e-5)
         assert len(report.rows) == (2 if value == 0.5 else 1)
         assert "ReLU" in str(module.fused.explain())
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_branches_within_what_ops_compute(is_compiled: bool) -> None:
+    """The ops run where the branch is the one that they stand for."""
+    torch._dynamo.reset()
+    found = []
+    for is_fused in (False, True):
+        around, into = AroundABranch(), IntoABranch()
+        if is_fused:
+            tops.fuse(around, strict=True)
+            tops.fuse(into, strict=True)
+            around, into = (copy.deepcopy(one) for one in (around, into))
+        calls: list[Any] = [around, lambda x, m=around: m(x, x.cos())]
+        calls += [into, lambda x, m=into: m(x)]
+        for i, call in enumerate(calls):
+            into.is_first = i < 3
+            run = torch.compile(call, backend="aot_eager") if is_compiled else call
+            found.append(results(around if i < 2 else into, run))
+    torch.testing.assert_close(found[4:], found[:4], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[2][0], found[3][0])
 
 
 def test_what_a_branch_that_does_not_run_calls_is_fused_on_its_own() -> None:

@@ -34,6 +34,16 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"\[Attention\] num_heads must be a multiple of num_kv_heads, got 3 and 2",
     ),
+    "heads by head": (
+        lambda: tops.Attention(2, 1, head_dim=4, by_head=True),
+        ValueError,
+        r"\[Attention\] num_kv_heads must be num_heads with by_head, got 1 and 2",
+    ),
+    "rotated heads by head": (
+        lambda: rotate(ONES, num_heads=4, by_head=True),
+        RuntimeError,
+        r"\[RoPE\] num_heads must be a multiple of 3 with by_head, got 4",
+    ),
     "no heads": (
         lambda: tops.Attention(0, head_dim=4),
         ValueError,
@@ -72,7 +82,9 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"\[Attention\] mask must not require a gradient, got one that does",
     ),
     "mask with a gradient, typed op": (
-        lambda: torch.ops.transformer_ops.attention(X, GRAD, 2, 1, 4, False, 0.0, None, False),
+        lambda: torch.ops.transformer_ops.attention(
+            X, GRAD, 2, 1, 4, False, False, 0.0, None, False
+        ),
         RuntimeError,
         r"\[attention\] mask must not require a gradient, got one that does",
     ),
@@ -154,6 +166,26 @@ def test_dropout_of_scores_in_parts(rows: int, heads: int) -> None:
     torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-5)
     (right,) = torch.autograd.grad(wanted, exact, by.double())
     torch.testing.assert_close(grad, right.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_by_head_drop_the_same() -> None:
+    heads = torch.randn(2, 9, 2, 3, 4).requires_grad_()
+    found = []
+    for by_head in (False, True):
+        rows = heads if by_head else heads.transpose(-2, -3)
+        op = tops.Attention(2, head_dim=4, p=0.4, by_head=by_head, causal=True)
+        y = run_seeded(op, rows.flatten(-3))
+        found.append((y, *torch.autograd.grad(y.square().sum(), heads)))
+    torch.testing.assert_close(*found)
+    assert not torch.equal(found[0][0], tops.Attention(2, head_dim=4)(rows.flatten(-3)))
+
+
+def test_some_heads_by_head() -> None:
+    """The rest of a row passes through."""
+    x, cos, sin = torch.randn(4, 20), torch.rand(4, 4), torch.rand(4, 4)
+    found = tops.RoPE(4, 3, by_head=True)(x, cos, sin)
+    want = tops.RoPE(4, 2)(x, cos, sin)
+    assert torch.equal(found, want) and not torch.equal(found, x)
 
 
 def test_dropout_does_not_depend_on_threads() -> None:

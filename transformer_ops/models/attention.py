@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..op.base import FusibleOperation
 from ..op.borrowed import Borrowed, class_of
 from ..ops.attention import Attention, QKNorm
+from ..ops.bias import Bias
 from ..ops.make_extra_output import MakeExtraOutput
 from ..ops.rope import RoPE
 from ..views import (
     BorrowedDropout,
     BorrowedLinear,
     BorrowedPackedLinear,
+    BorrowedProduct,
     BorrowedRMSNorm,
     is_torch,
     view,
 )
 from .attention_forms import (
     PARTS,
+    check_rotation_of_timm,
     is_known_eager,
     known_sdpa,
     names_of_timm,
@@ -73,6 +78,10 @@ class AttentionInputs(NamedTuple):
     cache: Any
 
 
+# Attributes of attention modules that ops read.
+_NUMBERS = ("head_dim", "scaling", "query_scaling", "dropout")
+
+
 class BorrowedAttention(Borrowed, Attention):
     """The attention of a module, between its products."""
 
@@ -83,9 +92,7 @@ class BorrowedAttention(Borrowed, Attention):
         super().__init__(owner)
         own, names = self.__dict__, call.names
         own["_names"], own["call"] = names, call
-        own["_watched"] = tuple(
-            names[name] for name in ("head_dim", "scaling", "dropout") if name in names
-        )
+        own["_watched"] = tuple(names[name] for name in _NUMBERS if name in names)
         self.choose((False, False, None, False))
 
     @property
@@ -95,9 +102,9 @@ class BorrowedAttention(Borrowed, Attention):
 
     def choices(self) -> list[AttentionChoice]:
         """What calls usually choose."""
-        rotary_dim = self.head_dim if self.call.has_tables else None
         kinds = ((False, False), (False, True), (True, False))
-        return [(*kind, rotary_dim, has_cache) for kind in kinds for has_cache in (False, True)]
+        rotary_dims = self.call.rotary_dims(self.module)
+        return [(*kind, n, has) for kind in kinds for n in rotary_dims for has in (False, True)]
 
     def _tensors_of_owner(self) -> tuple[str, ...]:
         return ()
@@ -121,7 +128,9 @@ class BorrowedAttention(Borrowed, Attention):
 
     @property
     def scale(self) -> float | None:  # type: ignore[override]
-        return float(getattr(self._parameter_owner, self.__dict__["_names"]["scaling"]))
+        names = self.__dict__["_names"]
+        factors = [names[name] for name in ("scaling", "query_scaling") if name in names]
+        return math.prod(float(getattr(self._parameter_owner, name)) for name in factors)
 
     @property
     def p(self) -> float:  # type: ignore[override]
@@ -131,8 +140,60 @@ class BorrowedAttention(Borrowed, Attention):
         return float(getattr(self._parameter_owner, names["dropout"]))
 
     @property
+    def by_head(self) -> bool:  # type: ignore[override]
+        return "packed_by_head" in self.__dict__["_names"]
+
+    @property
     def causal(self) -> bool:  # type: ignore[override]
         return bool(self.__dict__["_choice"][1])
+
+
+class _NoKeyBias(BorrowedPackedLinear):
+    """Products of which that for keys has no bias."""
+
+    def _tensors_in(self, parameter: str) -> list[Tensor | None]:
+        return [
+            self.key_bias if found is None else found for found in super()._tensors_in(parameter)
+        ]
+
+    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
+        return [
+            (self, "key_bias") if getattr(owner, name) is None else (owner, name)
+            for owner, name in super()._tensor_places()
+        ]
+
+    @property
+    def key_bias(self) -> Tensor:
+        weight = self._weights()[1]
+        return weight.new_zeros(weight.shape[0])
+
+
+class _JoinedBias(Borrowed, Bias):
+    """A bias in parts that belong to an attention module."""
+
+    _is_called = False
+
+    def __init__(self, owner: nn.Module, names: Sequence[str]) -> None:
+        super().__init__(owner)
+        self.__dict__["_parts"] = tuple(names)
+
+    def _tensors_of_owner(self) -> tuple[str, ...]:
+        return ()
+
+    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
+        # The gradients of the parts are those of the whole.
+        return [(self, "bias")]
+
+    def _all_parts(self) -> list[Tensor]:
+        return [getattr(self._parameter_owner, name) for name in self.__dict__["_parts"]]
+
+    @property
+    def bias(self) -> Tensor:  # type: ignore[override]
+        return torch.cat(self._all_parts())
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return sum(map(len, self._all_parts()))
 
 
 class BorrowedRoPE(RoPE):
@@ -205,10 +266,12 @@ class BorrowedQKNorm(Borrowed, QKNorm):
 class AttentionCall:
     """What is known of an attention module: its ops, and what a call of it gives them."""
 
-    has_tables = False
-
     def __init__(self, names: Names) -> None:
         self.names = names
+
+    def rotary_dims(self, module: Any) -> list[int | None]:
+        """How many numbers of a head calls usually rotate; None for calls without tables."""
+        raise NotImplementedError
 
     def widths(self, module: Any) -> tuple[int, int]:
         """The numbers of a row of queries, and of keys."""
@@ -229,10 +292,14 @@ class AttentionCall:
         """Gives keys and values in rows of queries, keys and values to an empty cache."""
         query, key = self.widths(module)
         head_dim = getattr(module, self.names["head_dim"])
-        found = (
-            rows[..., first : first + key].unflatten(-1, (-1, head_dim)).transpose(1, 2)
-            for first in (query, query + key)
-        )
+        if "packed_by_head" in self.names:
+            heads = rows.unflatten(-1, (-1, 3 * head_dim)).transpose(1, 2)
+            _, *found = heads.chunk(3, dim=-1)
+        else:
+            found = [
+                rows[..., first : first + key].unflatten(-1, (-1, head_dim)).transpose(1, 2)
+                for first in (query, query + key)
+            ]
         cache.update(*found, module.layer_idx)
 
 
@@ -244,28 +311,38 @@ class TransformersAttention(AttentionCall):
         forward = class_of(module).forward
         self._globals: Mapping[str, Any] = forward.__globals__
         self._parameters = tuple(inspect.signature(class_of(called).forward).parameters)[2:]
-        self.has_tables = "position_embeddings" in forward.__code__.co_varnames and (
+        has_tables = "position_embeddings" in forward.__code__.co_varnames and (
             "apply_rotary_pos_emb" in forward.__code__.co_names
         )
         if "rotates" in names:
-            self.has_tables = bool(getattr(module, names["rotates"]))
+            has_tables = bool(getattr(module, names["rotates"]))
         self._may_clip = "clip_qkv" in forward.__code__.co_names
         if self._may_clip and module.config.clip_qkv is not None:  # type: ignore[union-attr]
             raise FuseSkip("it clips queries, keys and values")
         if "has_layer_norms" in names and getattr(module, names["has_layer_norms"]):
             raise FuseSkip("its norms of queries and keys are no RMS norms")
-        self._rotation = rotation(self._globals) if self.has_tables else None
+        self._rotation = rotation(self._globals) if has_tables else None
         self._interface = self._globals["ALL_ATTENTION_FUNCTIONS"]
         self._sdpa = known_sdpa(self._interface)
         self._eager = is_known_eager(self._globals["eager_attention_forward"])
         if self._sdpa is None:
             raise FuseSkip("its attention function is another one")
 
+    def rotary_dims(self, module: Any) -> list[int | None]:
+        head_dim: int = getattr(module, self.names["head_dim"])
+        return [None if self._rotation is None else head_dim]
+
     def widths(self, module: Any) -> tuple[int, int]:
         names = self.names
-        if "packed" not in names:
+        if "query" in names:
             query, key = (getattr(module, names[name]) for name in ("query", "key"))
             return query.weight.shape[0], key.weight.shape[0]
+        if "packed_by_head" in names:
+            third = getattr(module, names["packed_by_head"]).weight.shape[0] // 3
+            return third, third
+        if "part_size" in names:
+            width = getattr(module, names["part_size"])
+            return width, width
         head_dim = getattr(module, names["head_dim"])
         return module.config.num_attention_heads * head_dim, module.num_key_value_heads * head_dim
 
@@ -276,24 +353,45 @@ class TransformersAttention(AttentionCall):
         heads = attention.num_heads, attention.num_kv_heads
         if heads[0] % heads[1] or heads[0] < 1:
             raise FuseSkip(f"{heads[0]} query heads are no multiple of {heads[1]}")
+        if "num_heads" in names:
+            kinds = names["num_heads"], names.get("num_kv_heads", names["num_heads"])
+            if heads != tuple(getattr(module, name) for name in kinds):
+                raise FuseSkip(f"its products are as wide as {heads[0]} and {heads[1]} heads")
         ops: list[FusibleOperation] = [packed]
         for kind in ("", "whole_"):
             if f"{kind}query_norm" in names:
                 norms = [getattr(module, names[f"{kind}{n}_norm"]) for n in ("query", "key")]
                 ops.append(_norms_of(norms, attention, is_whole=bool(kind)))
         if self._rotation is not None:
-            is_interleaved = self._rotation.is_interleaved
-            ops.append(BorrowedRoPE(attention.head_dim, sum(heads), interleaved=is_interleaved))
+            ops.append(
+                BorrowedRoPE(
+                    attention.head_dim,
+                    None if attention.by_head else sum(heads),
+                    by_head=attention.by_head,
+                    interleaved=self._rotation.is_interleaved,
+                )
+            )
         ops.append(attention)
         if "output" in names:
-            ops.append(BorrowedLinear(_linear(getattr(module, names["output"]))))
+            ops.append(_product(getattr(module, names["output"])))
         if "last_dropout" in names:
             ops.append(BorrowedDropout(module, names["last_dropout"]))
+        if "last" in names:
+            ops += part(getattr(module, names["last"]))
         return ops
 
     def _products(self, module: Any) -> FusibleOperation:
+        if "packed_by_head" in self.names:
+            packed = _product(getattr(module, self.names["packed_by_head"]))
+            if self.widths(module)[0] % getattr(module, self.names["head_dim"]):
+                raise FuseSkip("its product is no multiple of its heads")
+            return packed
         if "packed" in self.names:
-            return BorrowedLinear(_linear(getattr(module, self.names["packed"])))
+            packed = _product(getattr(module, self.names["packed"]))
+            product: Any = packed.basic_ops[0]
+            if "part_size" in self.names and product.out_features != 3 * self.widths(module)[0]:
+                raise FuseSkip("it attends to another sequence")
+            return packed
         found = [_linear(getattr(module, self.names[name])) for _, name in PARTS]
         if len({one.bias is None for one in found}) > 1:
             raise FuseSkip("some of its products have a bias, and some have none")
@@ -312,6 +410,8 @@ class TransformersAttention(AttentionCall):
             if value is not None and value is not False:
                 return None
         cache = given.get("past_key_values")
+        if cache is None:
+            cache = given.get("layer_past")
         if cache is not None and not _is_empty(cache, module.layer_idx):
             return None
         if self._may_clip and module.config.clip_qkv is not None:
@@ -324,6 +424,8 @@ class TransformersAttention(AttentionCall):
             flag = given.get("is_causal")
             is_causal = getattr(module, "is_causal", True) if flag is None else flag
         elif function != "eager" or not self._eager or gives_weights:
+            return None
+        elif "is_upcast" in self.names and getattr(module, self.names["is_upcast"]):
             return None
         if mask is not None and not isinstance(mask, Tensor):
             return None
@@ -354,33 +456,84 @@ def _is_empty(cache: Any, layer: int) -> bool:
 
 
 class TimmAttention(AttentionCall):
-    """A module of timm, with one product for queries, keys and values."""
+    """A module of timm."""
+
+    def __init__(self, module: nn.Module, names: Names) -> None:
+        super().__init__({"head_dim": "head_dim", **names})
+        self._may_rotate = "prefix" in names
+        if self._may_rotate:
+            check_rotation_of_timm(class_of(module).forward.__globals__)
+        self._parameters = tuple(inspect.signature(class_of(module).forward).parameters)[2:]
+
+    def rotary_dims(self, module: Any) -> list[int | None]:
+        return [None, module.head_dim] if self._may_rotate else [None]
 
     def widths(self, module: Any) -> tuple[int, int]:
-        width = module.num_heads * module.head_dim
-        return width, width
+        kv_heads = getattr(module, self.names.get("num_kv_heads", "num_heads"))
+        return module.num_heads * module.head_dim, kv_heads * module.head_dim
 
     def ops(self, module: Any) -> list[FusibleOperation]:
         if module.gate is not None:
             raise FuseSkip("it has a gate")
+        if module.fused_attn and not math.isclose(module.scale, module.head_dim**-0.5):
+            raise FuseSkip("torch's attention does not get its scale")
         attention = BorrowedAttention(module, self)
-        ops: list[FusibleOperation] = [BorrowedLinear(_linear(module.qkv))]
+        heads = attention.num_heads, attention.num_kv_heads
+        if "groups" in self.names and heads[0] != heads[1] * getattr(module, self.names["groups"]):
+            raise FuseSkip(f"{heads[1]} key heads are not repeated to {heads[0]}")
+        ops = self._products(module)
         norms = module.q_norm, module.k_norm
         if not all(is_torch(one, nn.Identity) for one in norms):
             ops.append(_norms_of(norms, attention, is_whole=False))
+        if self._may_rotate:
+            is_interleaved = not getattr(module, "rotate_half", False)
+            ops.append(BorrowedRoPE(module.head_dim, sum(heads), interleaved=is_interleaved))
         after = (op for one in (module.norm, module.proj, module.proj_drop) for op in part(one))
         return [*ops, attention, *after]
+
+    def _products(self, module: Any) -> list[FusibleOperation]:
+        query, key = self.widths(module)
+        if module.qkv is None:
+            found = [_linear(getattr(module, self.names[name])) for _, name in PARTS]
+            if [one.weight.shape[0] for one in found] != [query, key, key]:
+                raise FuseSkip("its products are not as wide as its heads")
+            has_bias = [one.bias is not None for one in found]
+            return [BorrowedPackedLinear(*found) if len({*has_bias}) == 1 else _NoKeyBias(*found)]
+        packed = _linear(module.qkv)
+        if packed.weight.shape[0] != query + 2 * key:
+            raise FuseSkip("its product is not as wide as its heads")
+        biases = [self.names.get(f"{name}_bias", "") for _, name in PARTS]
+        if not all(biases) or getattr(module, biases[0]) is None:
+            return [BorrowedLinear(packed)]
+        if packed.bias is not None:
+            raise FuseSkip("its product has two biases")
+        return [BorrowedProduct(packed), _JoinedBias(module, biases)]
 
     def inputs(
         self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
     ) -> AttentionInputs | None:
-        given = {**dict(zip(("attn_mask", "is_causal"), args, strict=False)), **kwargs}
+        given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         mask, is_causal = given.get("attn_mask"), given.get("is_causal", False)
         if gives_weights or (mask is not None and is_causal):
             return None
+        tables: tuple[Tensor, ...] = ()
+        rope = given.get("rope")
+        if rope is not None:
+            # Tables of their own for heads, or for images, are not what ops take.
+            if rope.dim() != 2 or rope.requires_grad or rope.shape[-1] % 4:
+                return None
+            tables = _tables_of_timm(rope, getattr(module, self.names["prefix"]))
+        rotary_dim = tables[0].shape[-1] if tables else None
         if mask is None:
-            return AttentionInputs((False, bool(is_causal), None, False), (), None)
-        return AttentionInputs((True, False, None, False), (mask,), None)
+            return AttentionInputs((False, bool(is_causal), rotary_dim, False), tables, None)
+        return AttentionInputs((True, False, rotary_dim, False), (*tables, mask), None)
+
+
+def _tables_of_timm(rope: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all tokens: the first ones are not rotated."""
+    sin, cos = rope.chunk(2, -1)
+    shape = prefix, cos.shape[-1]
+    return torch.cat([cos.new_ones(shape), cos]), torch.cat([sin.new_zeros(shape), sin])
 
 
 def _linear(module: Any) -> nn.Linear:
@@ -388,6 +541,14 @@ def _linear(module: Any) -> nn.Linear:
         raise FuseSkip(f"{name_of(module)} is not a torch.nn.Linear")
     found: nn.Linear = module
     return found
+
+
+def _product(module: Any) -> BorrowedLinear:
+    """The product of a `torch.nn.Linear`, or of a module that computes the same."""
+    found = [] if isinstance(module, nn.Linear) else part(module)
+    if len(found) == 1 and isinstance(found[0], BorrowedLinear):
+        return found[0]
+    return BorrowedLinear(_linear(module))
 
 
 def _norms_of(
@@ -411,7 +572,7 @@ def find_attention(module: nn.Module, called: nn.Module | None = None) -> Attent
         return TransformersAttention(module, names, module if called is None else called)
     names = names_of_timm(module)
     if names is not None and called is None:
-        return TimmAttention(names)
+        return TimmAttention(module, names)
     raise FuseUnfit(f"the forward of {name_of(module)} is not known")
 
 
@@ -424,6 +585,8 @@ def chosen(ops: Sequence[nn.Module], choice: AttentionChoice) -> list[nn.Module]
     """The ops for calls like this one. For a cache, the rows that attention takes are an output."""
     found: list[nn.Module] = []
     for op in ops:
+        if isinstance(op, BorrowedRoPE) and choice[2] is None:
+            continue
         if isinstance(op, BorrowedAttention | BorrowedRoPE):
             op.choose(choice)
         if isinstance(op, BorrowedAttention) and choice[3]:

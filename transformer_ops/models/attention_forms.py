@@ -4,6 +4,7 @@ call."""
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from .whole import names_in, patterns
 __all__ = [
     "PARTS",
     "Rotation",
+    "check_rotation_of_timm",
     "is_known_eager",
     "known_sdpa",
     "names_around",
@@ -29,6 +31,8 @@ __all__ = [
 
 _HEAD = choices(
     "I = H.shape[:-1]\nS = (*I, -1, self.any_head_dim)",
+    "B, T, Z = H.size()",
+    "I = H.shape[:-1]\nS = (*I, -1, 3 * self.any_head_dim)",
 )
 
 
@@ -78,6 +82,48 @@ _QUERY_KEY_VALUE = choices(
     K = K.view(S).transpose(1, 2)
     V = V.view(S).transpose(1, 2)
     """,
+)
+_IN_HEADS = "view(B, {}, self.any_{}, self.any_head_dim).transpose(1, 2)"
+_WITH_NUMBERS_OF_HEADS = choices(
+    # OPT: queries are scaled.
+    f"""
+    Q = self.any_query(H) * self.any_query_scaling
+    Q = Q.{_IN_HEADS.format(-1, "num_heads")}
+    K = self.any_key(H)
+    V = self.any_value(H)
+    K = K.{_IN_HEADS.format(-1, "num_heads")}
+    V = V.{_IN_HEADS.format(-1, "num_heads")}
+    """,
+    # StableLM
+    f"""
+    Q = self.any_query(H)
+    K = self.any_key(H)
+    V = self.any_value(H)
+    Q = Q.{_IN_HEADS.format("T", "num_heads")}
+    K = K.{_IN_HEADS.format("T", "num_kv_heads")}
+    V = V.{_IN_HEADS.format("T", "num_kv_heads")}
+    """,
+)
+# GPT-NeoX: the query, the key and the value of a head are next to each other.
+_BY_HEAD = choices(
+    """
+    X = self.any_packed_by_head(H).view(S).transpose(1, 2)
+    Q, K, V = X.chunk(3, dim=-1)
+    """
+)
+# Cohere's, with LayerNorms if an attribute says so.
+_WITH_LAYER_NORMS = choices(
+    """
+    Q = self.any_query(H).view(S)
+    K = self.any_key(H).view(S)
+    V = self.any_value(H).view(S)
+    if self.any_has_layer_norms:
+        Q = self.q_norm(Q)
+        K = self.k_norm(K)
+    Q = Q.transpose(1, 2)
+    K = K.transpose(1, 2)
+    V = V.transpose(1, 2)
+    """
 )
 # OLMo's, which are bounded if the configuration says so.
 _BOUNDED = choices(
@@ -137,6 +183,10 @@ _CACHE = choices(
             D = past_key_values.self_attention_cache
         K, V = D.update(K, V, self.layer_idx)
     """,
+    """
+    if layer_past is not None:
+        K, V = layer_past.update(K, V, self.layer_idx)
+    """,
     "",
 )
 _INTERFACE = choices(
@@ -159,6 +209,8 @@ _OTHERS = (
     "dropout={}, scaling=self.any_scaling, "
     "sliding_window=getattr(self.config, 'sliding_window', None), **kwargs",
     "is_causal=self.is_causal, scaling=self.any_scaling, dropout={}",
+    "dropout={}, scaling=1.0, **kwargs",
+    "dropout={}, scaling=self.any_scaling, position_ids=position_ids, **kwargs",
 )
 _CALL = choices(
     *(
@@ -176,10 +228,12 @@ _END = choices(
     return O, W
     """,
     "O = O.reshape(*I, -1).contiguous()\nreturn O, W",
+    "O = O.reshape(B, T, -1).contiguous()\nO = self.any_output(O)\nreturn O, W",
+    "O = O.reshape(B, T, -1)\nO = self.any_output(O)\nreturn O, W",
 )
 _TRANSFORMERS = (
     _HEAD,
-    (*_QUERY_KEY_VALUE, *_BOUNDED),
+    (*_QUERY_KEY_VALUE, *_WITH_NUMBERS_OF_HEADS, *_BY_HEAD, *_WITH_LAYER_NORMS, *_BOUNDED),
     _LAYER_NORMS,
     _ROTATION,
     _CACHE,
@@ -188,28 +242,136 @@ _TRANSFORMERS = (
     _END,
 )
 
-_TIMM = (
+# GPT-2: one product whose parts have the same width, or, for another sequence, two.
+_GPT2 = (
     choices(
         """
-        B, N, C = H.shape
-        G = self.gate(H).sigmoid() if self.gate is not None else None
+        X = encoder_hidden_states is not None
+        if past_key_values is not None:
+            if isinstance(past_key_values, EncoderDecoderCache):
+                any_statements
+            else:
+                D = past_key_values
+        if X:
+            any_statements
+        else:
+            Q, K, V = self.any_packed(H).split(self.any_part_size, dim=2)
+            S = (*K.shape[:-1], -1, self.any_head_dim)
+            K = K.view(S).transpose(1, 2)
+            V = V.view(S).transpose(1, 2)
+        R = (*Q.shape[:-1], -1, self.any_head_dim)
+        Q = Q.view(R).transpose(1, 2)
+        if (past_key_values is not None and not X) or (
+            past_key_values is not None and X and not U
+        ):
+            K, V = D.update(K, V, self.layer_idx)
+            if X:
+                any_statements
+        E = self.config._attn_implementation == "eager"
+        A: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        if E and self.any_is_upcast:
+            any_statements
+        else:
+            O, W = A(
+                self, Q, K, V, attention_mask,
+                dropout=self.any_dropout_module.p if self.training else 0.0,
+                scaling=self.any_scaling, **kwargs
+            )
+        O = O.reshape(*O.shape[:-2], -1).contiguous()
+        O = self.any_output(O)
+        O = self.any_last(O)
+        return O, W
+        """
+    ),
+)
+
+
+def _one_or_three(one: str, kv_heads: str, head_dim: str) -> str:
+    """What timm writes for one product for queries, keys and values, or three."""
+    three = "\n".join(
+        f"{x} = self.any_{name}(H).reshape(B, N, self.{heads}, {head_dim}).transpose(1, 2)"
+        for (x, name), heads in zip(PARTS, ("num_heads", kv_heads, kv_heads), strict=True)
+    )
+    heads = f"""
+        X = X.reshape(B, N, 3, self.num_heads, {head_dim}).permute(2, 0, 3, 1, 4)
+        Q, K, V = X.unbind(0)
+        """
+    branches = (textwrap.dedent(one), textwrap.dedent(heads), three)
+    one, heads, three = (textwrap.indent(text, "    ") for text in branches)
+    return f"if self.qkv is not None:\n{one}{heads}\nelse:\n{three}"
+
+
+_ROTATION_OF_TIMM = """
+if rope is not None:
+    P = self.any_prefix
+    R = getattr(self, "rotate_half", False)
+    Q = torch.cat(
+        [Q[:, :, :P, :], apply_rot_embed_cat(Q[:, :, P:, :], rope, half=R)], dim=2
+    ).type_as(V)
+    K = torch.cat(
+        [K[:, :, :P, :], apply_rot_embed_cat(K[:, :, P:, :], rope, half=R)], dim=2
+    ).type_as(V)
+"""
+_CALL_OF_TIMM = """
+if self.fused_attn:
+    H = F.scaled_dot_product_attention(
+        Q, K, V, attn_mask=attn_mask,
+        dropout_p=self.any_dropout_module.p if self.training else 0.0, is_causal=is_causal
+    )
+else:
+    Q = Q * self.any_scaling
+    W = Q @ K.transpose(-2, -1)
+    M = resolve_self_attn_mask(N, W, attn_mask, {})
+    W = maybe_add_mask(W, M)
+    W = W.softmax(dim=-1)
+    W = self.any_dropout_module(W)
+    H = W @ V
+"""
+_TIMM = (
+    choices("B, N, C = H.shape"),
+    choices("G = self.gate(H).sigmoid() if self.gate is not None else None"),
+    choices(
+        """
         X = self.qkv(H).reshape(B, N, 3, self.num_heads, self.any_head_dim).permute(2, 0, 3, 1, 4)
         Q, K, V = X.unbind(0)
-        Q, K = self.q_norm(Q), self.k_norm(K)
-        if self.fused_attn:
-            H = F.scaled_dot_product_attention(
-                Q, K, V, attn_mask=attn_mask,
-                dropout_p=self.any_dropout_module.p if self.training else 0.0, is_causal=is_causal
-            )
-        else:
-            Q = Q * self.any_scaling
-            W = Q @ K.transpose(-2, -1)
-            M = resolve_self_attn_mask(N, W, attn_mask, is_causal)
-            W = maybe_add_mask(W, M)
-            W = W.softmax(dim=-1)
-            W = self.any_dropout_module(W)
-            H = W @ V
-        H = H.transpose(1, 2).reshape(B, N, self.attn_dim)
+        """,
+        _one_or_three("X = self.qkv(H)", "any_num_kv_heads", "self.any_head_dim"),
+        # EVA-02: biases that are no parameters of the products.
+        _one_or_three(
+            """
+            if self.any_query_bias is None:
+                X = self.qkv(H)
+            else:
+                Y = torch.cat((self.any_query_bias, self.any_key_bias, self.any_value_bias))
+                if self.qkv_bias_separate:
+                    X = self.qkv(H)
+                    X += Y
+                else:
+                    X = F.linear(H, weight=self.qkv.weight, bias=Y)
+            """,
+            "num_heads",
+            "-1",
+        ),
+    ),
+    choices("Q, K = self.q_norm(Q), self.k_norm(K)"),
+    choices(_ROTATION_OF_TIMM, ""),
+    choices(
+        """
+        if self.any_groups > 1:
+            K = K.repeat_interleave(self.any_groups, dim=1)
+            V = V.repeat_interleave(self.any_groups, dim=1)
+        """,
+        "",
+    ),
+    choices(*(_CALL_OF_TIMM.format(flag) for flag in ("is_causal", "is_causal=is_causal"))),
+    choices(
+        "H = H.transpose(1, 2).reshape(B, N, self.attn_dim)",
+        "H = H.transpose(1, 2).reshape(B, N, C)",
+    ),
+    choices(
+        """
         H = self.norm(H)
         if G is not None:
             H = H * G
@@ -318,6 +480,21 @@ Y = torch.cat([Y, J], dim=-1)
         "return X.to(A), Y.to(A)",
     ),
 )
+# timm's, whose tables are next to each other.
+_APPLY_OF_TIMM = choices("S, C = E.chunk(2, -1)\nreturn apply_rot_embed(X, S, C, half=Z)")
+_APPLY_PARTS_OF_TIMM = choices(
+    """
+    if Z:
+        Y = X * C + rope_rotate_half(X) * S
+    else:
+        Y = X * C + rot(X) * S
+    return Y.to(dtype=X.dtype)
+    """
+)
+_NEIGHBORS_OF_TIMM = choices(
+    "return torch.stack([-X[..., 1::2], X[..., ::2]], -1).reshape(X.shape)"
+)
+_HALVES_OF_TIMM = choices("A, B = X.chunk(2, dim=-1)\nreturn torch.cat([-B, A], dim=-1)")
 _REPEATED = """
 K = repeat_kv(K, M.num_key_value_groups)
 V = repeat_kv(V, M.num_key_value_groups)
@@ -328,17 +505,20 @@ _EAGER = (
     choices(
         "W = torch.matmul(Q, X.transpose(2, 3)) * Z",
         "W = torch.matmul(Q, K.transpose(2, 3)) * Z",
+        "W = torch.matmul(Q, K.transpose(-1, -2)) * Z",
     ),
     choices("if A is not None:\n    W = W + A"),
     choices(
         "W = nn.functional.softmax(W, dim=-1, dtype=torch.float32).to(Q.dtype)",
         "W = nn.functional.softmax(W, dim=-1)",
+        "W = nn.functional.softmax(W, dim=-1)\nW = W.type(V.dtype)",
     ),
     choices("W = nn.functional.dropout(W, p=P, training=M.training)"),
     choices("O = torch.matmul(W, Y)", "O = torch.matmul(W, V)"),
-    choices("O = O.transpose(1, 2).contiguous()"),
+    choices("O = O.transpose(1, 2).contiguous()", "O = O.transpose(1, 2)"),
     choices("return O, W"),
-)  # All that the function which transformers registers as "sdpa" takes.
+)
+# All that the function which transformers registers as "sdpa" takes.
 _OF_SDPA = {
     "module",
     "query",
@@ -358,7 +538,9 @@ _OF_SDPA = {
 
 def names_of_transformers(module: nn.Module) -> Names | None:
     """The parts of an attention module of transformers; None of another one."""
-    return match_groups(class_of(module).forward, _TRANSFORMERS)
+    forward = class_of(module).forward
+    found = match_groups(forward, _TRANSFORMERS)
+    return match_groups(forward, _GPT2) if found is None else found
 
 
 def names_of_timm(module: nn.Module) -> Names | None:
@@ -392,6 +574,20 @@ def rotation(known: Mapping[str, Any]) -> Rotation:
                 if is_whole or is_interleaved:
                     return Rotation(is_interleaved, not is_whole)
     raise FuseSkip("its rotation of queries and keys is not known")
+
+
+def check_rotation_of_timm(known: Mapping[str, Any]) -> None:
+    """FuseSkip if the function of a module rotates in a way that is not known."""
+    whole = known.get("apply_rot_embed_cat")
+    others = getattr(whole, "__globals__", {})
+    wanted: tuple[tuple[Any, Choices], ...] = (
+        (whole, _APPLY_OF_TIMM),
+        (others.get("apply_rot_embed"), _APPLY_PARTS_OF_TIMM),
+        (others.get("rot"), _NEIGHBORS_OF_TIMM),
+        (others.get("rope_rotate_half"), _HALVES_OF_TIMM),
+    )
+    if any(match_groups(function, (form,)) is None for function, form in wanted):
+        raise FuseSkip("its rotation of queries and keys is not known")
 
 
 def known_sdpa(interface: Any) -> Any:

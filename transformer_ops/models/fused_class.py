@@ -20,7 +20,7 @@ from .attention import AttentionInputs
 from .region import IS_OFF, REGIONS, Region
 from .rewriting import rewritten
 from .rules import Condition, FuseSkip, rules_named
-from .sites import Site, all_sites
+from .sites import Site, SiteKey, all_sites
 from .statements import function_of, wrappers_of
 
 __all__ = ["FusedModule", "fused_class"]
@@ -40,7 +40,12 @@ class FusedView:
     def explain(self) -> Explanation | str:
         """The plan of the last call; or why there is none."""
         regions = self.regions
-        called = [one for one in regions if one.sequential is not None]
+        # The ops with attention are made for each kind of call.
+        called = [
+            one
+            for one in regions
+            if one.sequential is not None and (one.variants or not one.attention)
+        ]
         region = next((one for one in (*called, *regions) if one.may_run(self._module)), regions[0])
         why_not = region.why_not(self._module)
         if why_not or region.sequential is None:
@@ -173,7 +178,7 @@ class FusedModule(nn.Module):
         return _new, (self._tops_base, keys), self.__getstate__()
 
 
-def _new(base: type[nn.Module], keys: tuple[tuple[str, str, int, int], ...]) -> nn.Module:
+def _new(base: type[nn.Module], keys: tuple[SiteKey, ...]) -> nn.Module:
     rules = rules_named(dict.fromkeys(name for name, *_ in keys))
     known = {site.key: site for site in all_sites(base, rules)}
     kind = fused_class(base, tuple(known[key] for key in keys))

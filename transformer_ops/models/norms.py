@@ -87,6 +87,17 @@ B = self.bias.float() if self.bias is not None else None
 return F.layer_norm(H.float(), self.normalized_shape, W, B, self.eps).to(H.dtype)
 """
 
+# Cohere's: no bias, and always in float32.
+_LAYER_NORM_WRITTEN_OUT = """
+D = H.dtype
+H = H.to(torch.float32)
+M = H.mean(-1, keepdim=True)
+V = (H - M).pow(2).mean(-1, keepdim=True)
+H = (H - M) * torch.rsqrt(V + self.any_eps)
+H = self.weight.to(torch.float32) * H
+return H.to(D)
+"""
+
 # What a rule for norms on their own takes: the first ones give the weight's dtype where that is
 # wider than the input's.
 NORMS_THAT_PROMOTE = (*_WRITTEN_OUT, _RMS_NORM)
@@ -97,6 +108,7 @@ NORMS_OF_INPUT_DTYPE = (
     _PLAIN_IN_FLOAT32,
     _RMS_NORM_IN_FLOAT32,
     _LAYER_NORM_IN_FLOAT32,
+    _LAYER_NORM_WRITTEN_OUT,
 )
 
 # timm's, which have other functions for where apex is installed.
@@ -166,6 +178,30 @@ class _PlainLayerNorm(BorrowedLayerNorm):
         return [(self, name) for name in self._tensor_names()]
 
 
+class _LayerNormWithoutBias(BorrowedLayerNorm):
+    """A LayerNorm whose shape is that of its weight; `eps`: the attribute name."""
+
+    bias = None
+
+    def __init__(self, owner: nn.Module, eps: str) -> None:
+        super().__init__(owner)
+        self.__dict__["_watched"] = (eps,)
+
+    def _tensors_of_owner(self) -> tuple[str, ...]:
+        return ("weight",)
+
+    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
+        return [(self._parameter_owner, "weight"), (self, "bias")]
+
+    @property
+    def normalized_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.weight.shape)  # type: ignore[union-attr]
+
+    @property
+    def eps(self) -> float:  # type: ignore[override]
+        return float(getattr(self._parameter_owner, self._watched[0]))
+
+
 class _CenteredLayerNorm(BorrowedLayerNorm):
     """A LayerNorm whose scale is `1 + weight`."""
 
@@ -204,6 +240,12 @@ def _layer_if_not_fast(module: Any, names: Names) -> FusibleOperation:
     return _layer(module, names)
 
 
+def _layer_without_bias(module: Any, names: Names) -> FusibleOperation:
+    if module.weight.dim() != 1:
+        raise FuseSkip(f"{class_of(module).__name__} has a weight for each head")
+    return _LayerNormWithoutBias(module, names["eps"])
+
+
 def _check_not_fast(module: Any, names: Names) -> None:
     if getattr(module, names["is_fast"]):
         raise FuseSkip(f"{class_of(module).__name__} calls a faster function of another library")
@@ -225,6 +267,7 @@ _NORMS: tuple[tuple[tuple[Pattern, ...], Callable[[Any, Names], FusibleOperation
     (patterns(_FAST_RMS_NORM), _rms_if_not_fast),
     (patterns(_LAYER_NORM_IN_FLOAT32), _layer),
     (patterns(_FAST_LAYER_NORM), _layer_if_not_fast),
+    (patterns(_LAYER_NORM_WRITTEN_OUT), _layer_without_bias),
     (
         patterns(_PLAIN_IN_FLOAT32),
         lambda module, names: _PlainLayerNorm(module, float(names["eps"])),

@@ -35,6 +35,8 @@ __all__ = [
 
 # What begins an attribute that stands for any, or a name that stands for steps.
 _ANY = "any_"
+# What stands for all statements of a branch.
+_ANY_STATEMENTS = "any_statements"
 # What a step takes.
 _HOLE = "_"
 # The placeholder of the tensor that ops take.
@@ -83,7 +85,8 @@ class Pattern:
 
     Statements match that compute the same expression of local variables, however they are divided
     into statements; the terms of a sum, and the factors of a product, may stand in any order, and
-    arguments of a function of torch may have names. Each placeholder stands for one name, the same
+    arguments of a function of torch may have names. A branch that is `any_statements` does not
+    matter. Each placeholder stands for one name, the same
     one everywhere, and no two for the same one; `H` may also stand for a part of a variable, such
     as `x[:, i, :]`.
     """
@@ -234,7 +237,9 @@ def _is_placeholder(name: str) -> bool:
 def _matches(wanted: Any, found: Any, match: _Match, scope: Scope) -> Iterator[_Match]:
     """All ways in which `found` is `wanted`, beyond what is known from `match`."""
     if isinstance(wanted, list):
-        if isinstance(found, list) and len(found) == len(wanted):
+        if len(wanted) == 1 and _is_any_statements(wanted[0]):
+            yield match
+        elif isinstance(found, list) and len(found) == len(wanted):
             yield from _matches_all(list(zip(wanted, found, strict=True)), match, scope)
     elif not isinstance(wanted, ast.AST):
         if _is_same_constant(wanted, found):
@@ -292,6 +297,10 @@ def _is_same_constant(wanted: Any, found: Any) -> bool:
 
 def _is_any(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id.startswith(_ANY)
+
+
+def _is_any_statements(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and getattr(node.value, "id", "") == _ANY_STATEMENTS
 
 
 def _matches_all(pairs: Sequence[tuple[Any, Any]], match: _Match, scope: Scope) -> Iterator[_Match]:

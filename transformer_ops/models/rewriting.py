@@ -108,7 +108,8 @@ def _choice(i: int, site: Site, statements: list[ast.stmt]) -> list[ast.stmt]:
         condition = f"self._tops_attention({i}, {given_input}, {given})"
         call = f"self._tops_run({', '.join(['_tops_found', input, *extra])})"
     others = "".join(f"    {name} = None\n" for name in sorted(window.others))
-    text = f"if (_tops_found := {condition}) is not None:\n{others}    {what} {call}"
+    tests = " and ".join([*map(str, window.assumed), f"(_tops_found := {condition}) is not None"])
+    text = f"if {tests}:\n{others}    {what} {call}"
     choice = ast.parse(text).body[0]
     assert isinstance(choice, ast.If)
     for node in ast.walk(choice):

@@ -14,7 +14,11 @@ from .region import Region
 from .rules import FuseRule, FuseSkip, FuseUnfit
 from .statements import body_of, function_of, windows_of
 
-__all__ = ["Site", "all_sites", "find_sites"]
+__all__ = ["Site", "SiteKey", "all_sites", "find_sites"]
+
+
+# The rule, its statements, the lines of the method, and what is assumed there.
+SiteKey = tuple[str, str, int, int, str]
 
 
 class Site(NamedTuple):
@@ -41,9 +45,11 @@ class Site(NamedTuple):
         return is_inside and self.rule.method == other.rule.method
 
     @property
-    def key(self) -> tuple[str, str, int, int]:
+    def key(self) -> SiteKey:
         """Which one of the class it is."""
-        return self.rule.name, self.pattern.text, *self.found.window.lines
+        window = self.found.window
+        assumed = " and ".join(map(str, window.assumed))
+        return self.rule.name, self.pattern.text, *window.lines, assumed
 
     def is_apart_from(self, other: Site) -> bool:
         """Whether they have no line of a method in common."""

@@ -25,7 +25,9 @@ __all__ = [
 ]
 
 # More statements than any pattern stands for.
-_LONGEST = 12
+_LONGEST = 18
+# So many ways through the branches of a window are looked at.
+_MOST_WAYS = 4
 
 
 def wrappers_of(method: Any) -> list[Any]:
@@ -192,6 +194,10 @@ class Condition(NamedTuple):
     test: ast.expr
     is_true: bool
 
+    def __str__(self) -> str:
+        text = ast.unparse(self.test)
+        return f"({text})" if self.is_true else f"not ({text})"
+
 
 class Window(NamedTuple):
     """Consecutive statements of a function that compute one value, and nothing else that is read
@@ -205,6 +211,9 @@ class Window(NamedTuple):
     conditions: tuple[Condition, ...]  # they run where all of these hold
     # Second results of calls, such as the weights of attention, that are read later.
     others: frozenset[str] = frozenset()
+    # The statements compute the value if these hold before the first one: other branches of theirs
+    # do something else.
+    assumed: tuple[Condition, ...] = ()
 
 
 def windows_of(body: list[ast.stmt]) -> list[Window]:
@@ -214,19 +223,97 @@ def windows_of(body: list[ast.stmt]) -> list[Window]:
     for i, block in enumerate(blocks_of(body)):
         after = _after(body, block)
         for end in range(1, len(block) + 1):
-            known = ""
+            known: set[str] = set()
             for start in range(end - 1, max(-1, end - 1 - _LONGEST), -1):
-                value = value_of(block[start:end])
-                if value is None:
+                ways = [
+                    (value, assumed)
+                    for statements, assumed in _ways_through(block[start:end])
+                    if (value := value_of(statements)) is not None
+                ]
+                if not ways:
                     break
-                known, before = ast.dump(value.expression), known
-                inner = value.assigned - {value.target}
-                read = _read(([*block[end:], *after]), inner)
-                if known != before and read <= value.seconds.keys():
-                    lines = (block[start].lineno, block[end - 1].end_lineno or 0)
-                    conditions = tuple(_conditions(body, block, start) or ())
-                    found.append(Window(i, start, end, lines, value, conditions, read))
+                for value, assumed in ways:
+                    text = ast.dump(value.expression)
+                    inner = value.assigned - {value.target}
+                    read = _read(([*block[end:], *after]), inner)
+                    if text not in known and read <= value.seconds.keys():
+                        lines = (block[start].lineno, block[end - 1].end_lineno or 0)
+                        around = tuple(_conditions(body, block, start) or ())
+                        conditions = (*around, *assumed)
+                        found.append(Window(i, start, end, lines, value, conditions, read, assumed))
+                    known.add(text)
     return found
+
+
+_Way = tuple[list[ast.stmt], tuple[Condition, ...]]
+
+
+def _ways_through(statements: Sequence[ast.stmt]) -> list[_Way]:
+    """The statements without branches that may run, and what has to hold for that before the first
+    one. Branches that assign one variable stay: they are an expression."""
+    # A branch without statements adds nothing in the end.
+    last = statements[-1]
+    return [way for way in _ways(statements, set()) if not _is_skipped(last, way)]
+
+
+def _is_skipped(last: ast.stmt, way: _Way) -> bool:
+    inside = {id(node) for node in ast.walk(last)}
+    return not way[0] or id(way[0][-1]) not in inside
+
+
+def _ways(statements: Sequence[ast.stmt], assigned: Set[str]) -> list[_Way]:
+    found: list[_Way] = [([], ())]
+    assigned = set(assigned)
+    for statement in statements:
+        choices = _choices(statement, assigned)
+        found = [([*a, *c], (*b, *d)) for a, b in found for c, d in choices][:_MOST_WAYS]
+        assigned.update(_names(statement, ast.Store))
+    return found
+
+
+def _choices(statement: ast.stmt, assigned: Set[str]) -> list[_Way]:
+    if not isinstance(statement, ast.If) or _is_assignment(statement):
+        return [([statement], ())]
+    test = statement.test
+    if not _is_known_before(test) or not assigned.isdisjoint(_names(test, ast.Load)):
+        return []
+    return [
+        (own, (Condition(test, is_true), *others))
+        for branch, is_true in ((statement.body, True), (statement.orelse, False))
+        for own, others in _ways(branch, assigned)
+    ]
+
+
+def _is_assignment(statement: ast.If) -> bool:
+    try:
+        _as_assignment(statement)
+    except _NoExpression:
+        return False
+    return True
+
+
+def _is_known_before(test: ast.expr) -> bool:
+    """Whether a test reads attributes, or asks whether a variable is None: it may be asked early,
+    and twice."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _is_known_before(test.operand)
+    if isinstance(test, ast.BoolOp):
+        return all(map(_is_known_before, test.values))
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        other = test.comparators[0]
+        is_none = isinstance(other, ast.Constant) and other.value is None
+        if isinstance(test.ops[0], ast.Is | ast.IsNot) and is_none:
+            return isinstance(test.left, ast.Name) or _is_attribute(test.left)
+        return _is_attribute(test.left) and isinstance(other, ast.Constant)
+    return _is_attribute(test)
+
+
+def _is_attribute(node: ast.expr) -> bool:
+    """Whether it is an attribute of `self`, or of one."""
+    is_first = isinstance(node, ast.Attribute)
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return is_first and isinstance(node, ast.Name) and node.id == "self"
 
 
 def _conditions(body: list[ast.stmt], block: list[ast.stmt], start: int) -> list[Condition] | None:

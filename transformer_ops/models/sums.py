@@ -84,7 +84,13 @@ def _parallel(module: Any, names: Names) -> Sequence[nn.Module]:
     return [_begin(), *steps, AddExtraInput(), _end()]
 
 
+def _parallel_from_norm(module: Any, names: Names) -> Sequence[nn.Module]:
+    return [*_steps(module, names, "steps", products=1), AddExtraInput(), AddExtraInput()]
+
+
 register_fuse_rule("parallel branches", "H = X + H + any_steps(H)", _parallel)
+# Both branches take the norm of the input.
+register_fuse_rule("parallel branches of a norm", "H = X + Y + any_steps(H)", _parallel_from_norm)
 
 
 # ---- the sum with the input
@@ -120,16 +126,31 @@ register_fuse_rule(
 
 def _layer(module: Any, names: Names) -> Sequence[nn.Module]:
     first, second = (_steps(module, names, name, products=1) for name in ("first", "second"))
+    between, after = (_steps(module, names, name) for name in ("between", "after"))
     attention = "input of attention"
-    return [_begin(attention), *first, _end(attention), _begin(), *second, _end()]
+    halves = [_begin(attention), *first, _end(attention), *between], [_begin(), *second, _end()]
+    return [*halves[0], *halves[1], *after]
 
 
 register_fuse_rule(
     "layer",
-    """
-    Y = H + any_first(H)
-    H = Y + any_second(Y)
-    """,
+    (
+        """
+        Y = H + any_first(H)
+        H = Y + any_second(Y)
+        """,
+        # Norms behind the sums.
+        """
+        Y = any_between(H + any_first(H))
+        H = any_after(Y + any_second(Y))
+        """,
+        # OPT, with norms before or behind.
+        """
+        Y = any_between(H + any_first(H))
+        X = Y.reshape(-1, Y.size(-1))
+        H = any_after((X + any_second(X)).view(Y.shape))
+        """,
+    ),
     _layer,
 )
 

@@ -26,8 +26,9 @@ class Attention(BasicOperation, kind="Attention"):
 
     `x[..., t, (num_heads + 2 num_kv_heads) head_dim]` → `[..., t, num_heads head_dim]` (Vaswani et
     al. 2017). A row holds the queries of `num_heads` heads, then the keys and the values of
-    `num_kv_heads` heads (None: as many), as `PackedLinear` returns them. Query head i reads key
-    head i // (num_heads / num_kv_heads); keys and values are not repeated. `scale` (None:
+    `num_kv_heads` heads (None: as many), as `PackedLinear` returns them; or, with `by_head`, the
+    query, the key and the value of each head next to each other, as in GPT-NeoX. Query head i reads
+    key head i // (num_heads / num_kv_heads); keys and values are not repeated. `scale` (None:
     head_dim ** -0.5) multiplies the products. With `causal`, row i reads the rows up to i. In
     training, probabilities are dropped with probability `p`.
 
@@ -44,15 +45,16 @@ class Attention(BasicOperation, kind="Attention"):
     Under tensor parallelism the numbers of heads are those of a rank, which has the queries, keys
     and values of its heads: `PackedLinear(..., tensor_parallel_mode="column")`.
 
-    Raises ValueError if sizes are below 1, if `num_heads` is no multiple of `num_kv_heads`, unless
-    `p` is in [0, 1], for a scale that is not finite, and if a flag is no bool. Raises RuntimeError
-    if sizes do not fit, and if the mask requires a gradient.
+    Raises ValueError if sizes are below 1, if `num_heads` is no multiple of `num_kv_heads` (with
+    `by_head`, if they differ), unless `p` is in [0, 1], for a scale that is not finite, and if a
+    flag is no bool. Raises RuntimeError if sizes do not fit, and if the mask requires a gradient.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {
         "num_heads": check_size,
         "num_kv_heads": check_size,
         "head_dim": check_size,
+        "by_head": check_bool,
         "causal": check_bool,
         "p": check_probability,
         "scale": check_optional_float,
@@ -67,6 +69,7 @@ class Attention(BasicOperation, kind="Attention"):
         num_kv_heads: int | None = None,
         *,
         head_dim: int,
+        by_head: bool = False,
         causal: bool = False,
         p: float = 0.0,
         scale: float | None = None,
@@ -81,6 +84,12 @@ class Attention(BasicOperation, kind="Attention"):
                 f"and {self.num_kv_heads}"
             )
         self.head_dim = head_dim
+        self.by_head = by_head
+        if by_head and self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                "[Attention] num_kv_heads must be num_heads with by_head, got "
+                f"{self.num_kv_heads} and {self.num_heads}"
+            )
         self.causal = causal
         self.p = p
         self.scale = scale

@@ -82,6 +82,10 @@ void rotate_row(const T* x, const Rope& rope, T* y, int64_t row, int64_t h) {
   };
   for (int64_t head = 0; head < rope.heads; ++head) {
     const int64_t at = head * rope.head_dim;
+    if (rope.by_head && head % 3 == 2) {
+      copy(at, at + rope.head_dim);
+      continue;
+    }
     if (rope.interleaved) {
       rotate_interleaved(x + at, y + at, tables, rope);
     } else if (rope.transposed) {
