@@ -28,6 +28,7 @@ from ..views import (
 from .attention_forms import (
     PARTS,
     check_rotation_of_timm,
+    forward_of,
     is_known_eager,
     known_sdpa,
     names_of_timm,
@@ -56,10 +57,12 @@ _UNKNOWN = (
     "past_key_value",
     "encoder_hidden_states",
     "position_bias",
-    "cache",
     "softcap",
     "output_attentions",
 )
+
+# The names of the cache in transformers: since 5.24, before, and in some models.
+_CACHES = ("cache", "past_key_values", "layer_past")
 
 # ---- ops
 
@@ -308,7 +311,7 @@ class TransformersAttention(AttentionCall):
 
     def __init__(self, module: nn.Module, names: Names, called: nn.Module) -> None:
         super().__init__(names)
-        forward = class_of(module).forward
+        forward = forward_of(module)
         self._globals: Mapping[str, Any] = forward.__globals__
         self._parameters = tuple(inspect.signature(class_of(called).forward).parameters)[2:]
         has_tables = "position_embeddings" in forward.__code__.co_varnames and (
@@ -409,9 +412,8 @@ class TransformersAttention(AttentionCall):
             value = given.get(name)
             if value is not None and value is not False:
                 return None
-        cache = given.get("past_key_values")
-        if cache is None:
-            cache = given.get("layer_past")
+        caches = (given.get(name) for name in _CACHES)
+        cache = next((found for found in caches if found is not None), None)
         if cache is not None and not _is_empty(cache, module.layer_idx):
             return None
         if self._may_clip and module.config.clip_qkv is not None:

@@ -4,6 +4,7 @@ call."""
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ __all__ = [
     "PARTS",
     "Rotation",
     "check_rotation_of_timm",
+    "forward_of",
     "is_known_eager",
     "known_sdpa",
     "names_around",
@@ -171,18 +173,29 @@ _ROTATION = choices(
     """,
     "",
 )
+
+
+def _with_each_cache(*texts: str) -> tuple[str, ...]:
+    """The texts for both names of the cache: that before transformers 5.24, and that since then."""
+    update, newer = "self.layer_idx)", "self.layer_idx, kwargs=kwargs)"
+    since = (text.replace("past_key_values", "cache").replace(update, newer) for text in texts)
+    return (*texts, *since)
+
+
 _CACHE = choices(
-    """
-    if past_key_values is not None:
-        K, V = past_key_values.update(K, V, self.layer_idx)
-    """,
-    """
-    if past_key_values is not None:
-        D = past_key_values
-        if isinstance(past_key_values, EncoderDecoderCache):
-            D = past_key_values.self_attention_cache
-        K, V = D.update(K, V, self.layer_idx)
-    """,
+    *_with_each_cache(
+        """
+        if past_key_values is not None:
+            K, V = past_key_values.update(K, V, self.layer_idx)
+        """,
+        """
+        if past_key_values is not None:
+            D = past_key_values
+            if isinstance(past_key_values, EncoderDecoderCache):
+                D = past_key_values.self_attention_cache
+            K, V = D.update(K, V, self.layer_idx)
+        """,
+    ),
     """
     if layer_past is not None:
         K, V = layer_past.update(K, V, self.layer_idx)
@@ -245,7 +258,8 @@ _TRANSFORMERS = (
 # GPT-2: one product whose parts have the same width, or, for another sequence, two.
 _GPT2 = (
     choices(
-        """
+        *_with_each_cache(
+            """
         X = encoder_hidden_states is not None
         if past_key_values is not None:
             if isinstance(past_key_values, EncoderDecoderCache):
@@ -284,6 +298,7 @@ _GPT2 = (
         O = self.any_last(O)
         return O, W
         """
+        )
     ),
 )
 
@@ -388,12 +403,14 @@ _AROUND: tuple[Choices, ...] = (
         "attention_mask = attention_mask if not self.is_cross_attention else encoder_attention_mask"
     ),
     choices(
-        """
-        O, W = self.any_attention(
-            H, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask,
-            past_key_values=past_key_values, **kwargs
+        *_with_each_cache(
+            """
+            O, W = self.any_attention(
+                H, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask,
+                past_key_values=past_key_values, **kwargs
+            )
+            """
         )
-        """
     ),
     choices("O = self.any_output(O, H)\nreturn O, W"),
 )
@@ -536,9 +553,22 @@ _OF_SDPA = {
 # ---- looking for it
 
 
+def forward_of(module: nn.Module) -> Any:
+    """The function of a module's `forward`, without the decorator of transformers that renames an
+    argument. Another decorator stays around it."""
+    found: Any = class_of(module).forward
+    deprecation = sys.modules.get("transformers.utils.deprecation")
+    rename = getattr(deprecation, "deprecate_kwarg", None)
+    if rename is None or not hasattr(found, "__wrapped__"):
+        return found
+    # All that it returns have the same code.
+    code = rename("old", version="0", new_name="new")(lambda new: new).__code__
+    return found.__wrapped__ if getattr(found, "__code__", None) is code else found
+
+
 def names_of_transformers(module: nn.Module) -> Names | None:
     """The parts of an attention module of transformers; None of another one."""
-    forward = class_of(module).forward
+    forward = forward_of(module)
     found = match_groups(forward, _TRANSFORMERS)
     return match_groups(forward, _GPT2) if found is None else found
 
@@ -550,7 +580,7 @@ def names_of_timm(module: nn.Module) -> Names | None:
 
 def names_around(module: nn.Module) -> Names | None:
     """The parts of a module that adds its input to what attention gives; None of another one."""
-    return match_groups(class_of(module).forward, _AROUND)
+    return match_groups(forward_of(module), _AROUND)
 
 
 class Rotation(NamedTuple):
