@@ -16,6 +16,12 @@ import transformer_ops as tops
 
 transformers: Any = pytest.importorskip("transformers")
 
+from transformers.models.llama import modeling_llama as llama  # noqa: E402
+
+ALL_ATTENTION_FUNCTIONS: Any = llama.ALL_ATTENTION_FUNCTIONS
+apply_rotary_pos_emb, rotate_half = llama.apply_rotary_pos_emb, llama.rotate_half
+eager_attention_forward = llama.eager_attention_forward
+
 LAYERS = 2
 
 
@@ -224,3 +230,60 @@ def test_the_plan_of_a_layer() -> None:
     model(input_ids=TOKENS)
     text = str(model.model.layers[0].fused.explain())
     assert "Attention" in text and "RoPE" in text and "SwiGLU" in text
+
+
+# ---- names of arguments
+
+
+class LlamaAttentionBefore(llama.LlamaAttention):  # type: ignore[misc]
+    """The attention of Llama as transformers had it before 5.24."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+        if past_key_values is not None:
+            key_states, value_states = past_key_values.update(
+                key_states, value_states, self.layer_idx
+            )
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            query_states,
+            key_states,
+            value_states,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        attn_output = attn_output.reshape(*input_shape, -1).contiguous()
+        attn_output = self.o_proj(attn_output)
+        return attn_output, attn_weights
+
+
+@pytest.mark.parametrize("kind", [llama.LlamaAttention, LlamaAttentionBefore])
+def test_the_cache_has_two_names(kind: type[Any]) -> None:
+    plain = make("Llama")
+    for layer in plain.model.layers:
+        layer.self_attn.__class__ = kind
+    model = copy.deepcopy(plain)
+    report = tops.fuse(model)
+    assert [row.rule for row in report.fused].count("layer") == LAYERS
+    with Counted() as seen:
+        found = model(input_ids=TOKENS, use_cache=False).logits
+    assert seen.count == 0
+    torch.testing.assert_close(found, plain(input_ids=TOKENS, use_cache=False).logits)
