@@ -85,10 +85,9 @@ class Pattern:
 
     Statements match that compute the same expression of local variables, however they are divided
     into statements; the terms of a sum, and the factors of a product, may stand in any order, and
-    arguments of a function of torch may have names. A branch that is `any_statements` does not
-    matter. Each placeholder stands for one name, the same
-    one everywhere, and no two for the same one; `H` may also stand for a part of a variable, such
-    as `x[:, i, :]`.
+    arguments of a function of torch may have names. A branch that is `any_statements` matches every
+    branch. Each placeholder stands for one name, the same one everywhere, and no two for the same
+    one; `H` may also stand for a part of a variable, such as `x[:, i, :]`.
     """
 
     def __init__(self, text: str) -> None:
