@@ -40,7 +40,8 @@ class Attention(BasicOperation, kind="Attention"):
     input, the output and a number for each row and head. With dropout, which that kernel lacks,
     scores are made for a few heads at a time, in float32, and made again in backward: it needs the
     input, that number and a seed. On CUDA, torch's flash kernels run where they can, else torch
-    chooses the kernel, and backward runs forward again. The cache of a decoder, windows and soft caps are left to the caller: a window is a mask.
+    chooses the kernel, and backward runs forward again. The cache of a decoder, windows and soft
+    caps are left to the caller: a window is a mask.
 
     Under tensor parallelism the numbers of heads are those of a rank, which has the queries, keys
     and values of its heads: `PackedLinear(..., tensor_parallel_mode="column")`.
