@@ -71,7 +71,7 @@ def _before_product(case: OpCase, dtype: torch.dtype, product: torch.dtype) -> t
     outputs = op(*case.inputs(dtype, (ROWS, *case.row)))
     width = (outputs[0] if isinstance(outputs, tuple) else outputs).shape[-1]
     ops = (tops.GELU(), op, tops.ConstantScale(0.5), tops.BasicLinear(width, 8, dtype=product))
-    return tops.Sequential(*ops)
+    return tops.Sequential(*ops, recompute="products")
 
 
 def _modules(dtype: torch.dtype) -> Iterator[tuple[torch.nn.Module, list[Tensor]]]:

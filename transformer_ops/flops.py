@@ -8,6 +8,7 @@ M N K for each product, and in backward the products that the output mask select
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -55,17 +56,47 @@ class _CounterFinder:
 
 
 def _register_in(counter: Any) -> None:
+    only_in_plans = frozenset(_C.plan_ops())
+    by_text: dict[str, Formula] = {}
     for name, *row in _C.counted_ops():
         namespace, _, base = name.partition("::")
+        if base in only_in_plans:
+            by_text[base] = Formula(torch._C.parse_schema(_C.typed_op_schema(base)), *row)
+            continue
         packet = getattr(getattr(torch.ops, namespace), base)
         if packet not in counter.flop_registry:
             formula = Formula(packet.default._schema, *row)
             counter.register_flop_formula(packet, get_raw=True)(formula)
+    run_call = torch.ops.transformer_ops.run_call
+    if run_call not in counter.flop_registry:
+        count_call = functools.partial(_count_call, by_text)
+        counter.register_flop_formula(run_call, get_raw=True)(count_call)
     for name in ("plan_forward", "plan_backward"):
         packet = getattr(torch.ops.transformer_ops, name)
         if packet not in counter.flop_registry:
             count = functools.partial(_count_pass, counter, getattr(_C, name))
             counter.register_flop_formula(packet, get_raw=True)(count)
+
+
+# One argument of a call by text (csrc/op/run_call.h).
+_ARGUMENT = re.compile(r'\[[^]]*\]|"[^"]*"|[^, ()]+')
+
+
+def _count_call(
+    formulas: dict[str, Formula], call: str, tensors: list[Tensor], *, out_val: list[Tensor]
+) -> int:
+    """The number of operations of an op that only plans call. Its constants do not matter."""
+    target, _, text = call.partition("(")
+    formula = formulas.get(target)
+    if formula is None:
+        return 0
+    rest, values = iter(tensors), list[Any]()
+    for argument in _ARGUMENT.findall(text):
+        if argument == "%":
+            values.append(next(rest))
+        else:
+            values.append([next(rest) for _ in range(argument.count("%"))])
+    return formula(*values, out_val=out_val)
 
 
 def _count_pass(

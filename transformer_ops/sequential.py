@@ -59,7 +59,9 @@ class Sequential(nn.Module, Observer):
     Args:
         recompute: "cheap": the output of a norm, activation, gated linear unit, dropout, scale or
             bias is not saved for backward if it can be recomputed from tensors that are saved
-            anyway; "none": everything that backward reads is saved.
+            anyway; "products": nor is the output of a matrix product (`Linear`, `PackedLinear`),
+            unless a recipe or its quantized weight rounds the operands; "none": everything that
+            backward reads is saved.
         saved: the format in which main tensors are saved for backward. "exact": unchanged; "fp8":
             as E4M3 codes with a power-of-two scale for each 128 elements of a row, 1.03 bytes for
             each element; "int8": as integers with such a scale, of the same size, and more precise
@@ -107,7 +109,7 @@ class Sequential(nn.Module, Observer):
 
     @property
     def recompute(self) -> str:
-        """The policy: "cheap" or "none". Setting it drops the cached plans."""
+        """The policy: "none", "cheap" or "products". Setting it drops the cached plans."""
         return self._policies.recompute
 
     @recompute.setter

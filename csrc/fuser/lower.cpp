@@ -49,7 +49,7 @@ class Lowering {
       quantize_forward(analysis_, step);
     }
     list_states(plan_);
-    recompute_cheap_outputs(plan_, dtypes(), /*all=*/key_.policies.recompute);
+    recompute_outputs(plan_, analysis_);
     compress_saved(plan_, dtypes());
     // Only the CPU has kernels that round in the same pass.
     if (key_.recipe != nullptr && key_.device == Device::Cpu && !key_.decomposed) {

@@ -24,9 +24,20 @@ struct SavedAs {
   bool operator==(const SavedAs&) const = default;
 };
 
+// The outputs that backward recomputes instead of reading saved ones. Each value includes those
+// before it.
+enum class Recompute : uint8_t {
+  None,      // those of ops whose attributes ask for it
+  Cheap,     // those of ops that cost little compared to a matrix product
+  Products,  // those of matrix products
+};
+
+// "none", "cheap", "products".
+Recompute parse_recompute(const std::string& text);
+
 // Settings of a group's owner for its plans.
 struct Policies {
-  bool recompute = false;  // recompute cheap outputs in backward instead of saving them
+  Recompute recompute = Recompute::None;
   SavedAs saved = {};
 
   bool operator==(const Policies&) const = default;

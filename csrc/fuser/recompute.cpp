@@ -14,10 +14,13 @@ namespace {
 using Kind = Value::Kind;
 
 // Boundaries between which ops only pass the tensor through count as one: the first of them.
-class Recompute {
+class Recomputation {
  public:
-  Recompute(Plan& plan, const std::vector<DType>& dtypes, bool all)
-      : plan_(plan), dtypes_(dtypes), all_(all) {
+  Recomputation(Plan& plan, const Analysis& analysis)
+      : plan_(plan),
+        analysis_(analysis),
+        dtypes_(analysis.dtypes()),
+        policy_(analysis.key().policies.recompute) {
     for (const Step& step : plan_.forward) {
       casts_.insert(casts_.end(), step.ops.size(), input_cast(step));
     }
@@ -85,14 +88,30 @@ class Recompute {
     return states_[boundary] = can_compute(boundary) ? State::Computed : kept;
   }
 
+  // Does the policy cover the op?
+  bool is_covered(int op) const {
+    if (asks_for_recompute(plan_.ops[op].attributes)) return true;
+    if (!is_product(op)) return policy_ >= Recompute::Cheap;
+    // Operands that forward rounds or decodes are not there in backward.
+    return policy_ == Recompute::Products && !analysis_.is_quantized(op) &&
+           !has_quantized_parameter(op);
+  }
+
+  bool is_product(int op) const { return !row(op).operands.empty(); }
+
+  bool has_quantized_parameter(int op) const {
+    return std::ranges::any_of(row(op).parameters, [&](const std::string& name) {
+      return !analysis_.parameter_format(op, name).is_exact();
+    });
+  }
+
   bool can_compute(int boundary) {
     const int op = boundary - 1;
     if (op < 0 || !is_native(op) || row(op).recompute_schema.empty()) return false;
-    if (!all_ && !asks_for_recompute(plan_.ops[op].attributes)) return false;
+    if (!is_covered(op)) return false;
     return std::ranges::all_of(row(op).recompute_schema.arguments, [&](const auto& field) {
       if (field.name == "input") return has_input(op);
-      const auto& slots = row(op).slots;
-      const bool is_slot = std::ranges::find(slots, field.name, &Slot::name) != slots.end();
+      const bool is_slot = row(op).has_slot(field.name) && !row(op).has_parameter(field.name);
       return !is_slot || read_.contains({Kind::Slot, op, field.name});
     });
   }
@@ -189,24 +208,39 @@ class Recompute {
       const Value* const kept = kept_slot(op);
       return kept != nullptr ? *kept : added_slot(op);
     }
-    const auto& parameters = row(op).parameters;
-    if (std::ranges::find(parameters, name) != parameters.end()) {
-      const Value parameter{Kind::Parameter, op, name};
-      // An optional parameter that is None is not in the plan.
-      if (std::ranges::find(plan_.parameters, parameter) == plan_.parameters.end()) return None{};
-      return parameter;
-    }
+    if (row(op).has_parameter(name)) return parameter(op, name, code);
     const auto attribute = plan_.ops[op].attributes.find(name);
     if (attribute != plan_.ops[op].attributes.end()) return attribute->second;
     if (row(op).has_attribute(name)) return None{};
     return Value{Kind::Slot, op, name};
   }
 
+  // A parameter, or all tensors of a list; none if it is optional and None.
+  Argument parameter(int op, const std::string& name, std::vector<Instruction>& code) const {
+    ValueList found;
+    for (const std::string& tensor : analysis_.tensors_of(op, name)) {
+      if (analysis_.has_parameter(op, tensor)) found.push_back(cast_parameter(op, tensor, code));
+    }
+    if (found.empty()) return None{};
+    return row(op).list_of(name) != nullptr ? Argument(found) : Argument(found[0]);
+  }
+
+  // A parameter in the dtype that the op reads. Only products need that of their input.
+  Value cast_parameter(int op, const std::string& name, std::vector<Instruction>& code) const {
+    const Value parameter{Kind::Parameter, op, name};
+    const int k = position_of(analysis_.ops()[op].parameters, name);
+    if (!is_product(op) || analysis_.parameters(op)[k].dtype == input_dtype(op)) return parameter;
+    const Value cast{Kind::Temporary, op, "recompute_" + name};
+    code.push_back(make_cast(parameter, input_dtype(op), cast));
+    return cast;
+  }
+
   static Value gradient(const Step& step) { return {Kind::Grad, step.last() + 1}; }
 
   Plan& plan_;
-  const std::vector<DType>& dtypes_;
-  bool all_;
+  const Analysis& analysis_;
+  const std::vector<DType>& dtypes_;  // those of the main tensor, by boundary
+  Recompute policy_;
   std::vector<std::optional<DType>> casts_;  // the dtype to which the step that covers an op casts
                                              // the main tensor
   std::set<Value> read_;
@@ -218,8 +252,8 @@ class Recompute {
 
 }  // namespace
 
-void recompute_cheap_outputs(Plan& plan, const std::vector<DType>& dtypes, bool all) {
-  Recompute(plan, dtypes, all).run();
+void recompute_outputs(Plan& plan, const Analysis& analysis) {
+  Recomputation(plan, analysis).run();
 }
 
 bool asks_for_recompute(const Attributes& attributes) {

@@ -180,7 +180,8 @@ bool takes(const Match& match, int op, int k, int output) {
 std::optional<std::string> why_not(const Match& match) {
   enum { kDispatch, kUp, kActivation, kDown, kCombine };
   enum { kSplits, kPermutedProbs, kPositions };
-  if (!match.key().policies.recompute) return "nothing is recomputed (recompute=\"none\")";
+  if (match.key().policies.recompute == Recompute::None)
+    return "nothing is recomputed (recompute=\"none\")";
   if (auto why = why_not_experts(match, kUp, kActivation, kDown)) return why;
   if (!takes(match, kUp, 0, kSplits) || !takes(match, kDown, 0, kSplits) ||
       !takes(match, kActivation, 0, kPermutedProbs) || !takes(match, kCombine, 0, kPositions)) {

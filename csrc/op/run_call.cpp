@@ -5,6 +5,7 @@
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -73,6 +74,7 @@ class ParsedCall {
                   "': ", error.what());
     }
     const c10::FunctionSchema& schema = schema_of(*variant_);
+    take_empty_lists(schema);
     TORCH_CHECK(fits(schema), "[run_call] call must fit the schema '", schema, "', got '", text,
                 "'");
   }
@@ -117,6 +119,18 @@ class ParsedCall {
       if (!places_[i].type()->isSubtypeOf(*arguments[i].type())) return false;
     }
     return true;
+  }
+
+  // "[]" reads as a list of integers, and may be one of tensors.
+  void take_empty_lists(const c10::FunctionSchema& schema) {
+    const size_t size = std::min(places_.size(), schema.arguments().size());
+    for (size_t i = 0; i < size; ++i) {
+      const bool is_tensors = *schema.arguments()[i].type() == *c10::ListType::ofTensors();
+      const c10::IValue& constant = places_[i].constant;
+      if (is_tensors && constant.isList() && constant.toListRef().empty()) {
+        places_[i] = {.list = 0};
+      }
+    }
   }
 
   void add(const std::string& word) {

@@ -2,6 +2,7 @@
 #include <ATen/ops/linear.h>
 
 #include "op/op.h"
+#include "op/recompute.h"
 #include "wrappers/linear.h"
 #include "wrappers/linear_cuda.h"
 
@@ -81,6 +82,11 @@ LinearBackward backward_decomposed(const Tensor& grad_output, const Tensor* inpu
                  .bodies = {backward_cpu, backward_cuda, backward_decomposed},
                  .accumulates = true,
                  .scalable = true},
+    .recompute = recompute_by({.schema = "linear(Tensor input, Tensor weight) -> Tensor output",
+                               .shape = forward_shape,
+                               .any_strides = {"input", "weight"},
+                               .products = {.list = {{"weight"}}},
+                               .bodies = {forward_cpu, forward_cuda, forward_decomposed}}),
 });
 
 }  // namespace

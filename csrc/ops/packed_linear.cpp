@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "op/op.h"
+#include "op/recompute.h"
 
 namespace transformer_ops::ops::packed_linear {
 namespace {
@@ -54,6 +55,14 @@ PackedBackward backward_decomposed(const Tensor& grad_output, const Tensor* inpu
   return packed_linear_backward_decomposed(grad_output, input, weight, out_features, wanted);
 }
 
+const TypedOp kForward = {.schema =
+                              "packed_linear(Tensor input, Tensor[] weight, Tensor[] bias, "
+                              "int[] out_features) -> Tensor output",
+                          .shape = forward_shape,
+                          .any_strides = {"input", "weight"},
+                          .products = {.list = {{"weight"}}},
+                          .bodies = {forward_cpu, forward_cuda, forward_decomposed}};
+
 [[maybe_unused]] const bool registered = register_op({
     .declaration =
         {.kind = "PackedLinear",
@@ -71,12 +80,7 @@ PackedBackward backward_decomposed(const Tensor& grad_output, const Tensor* inpu
                const auto& columns = std::get<std::vector<int64_t>>(attributes.at("out_features"));
                return std::accumulate(columns.begin(), columns.end(), int64_t{0});
              }},
-    .forward = {.schema = "packed_linear(Tensor input, Tensor[] weight, Tensor[] bias, "
-                          "int[] out_features) -> Tensor output",
-                .shape = forward_shape,
-                .any_strides = {"input", "weight"},
-                .products = {.list = {{"weight"}}},
-                .bodies = {forward_cpu, forward_cuda, forward_decomposed}},
+    .forward = kForward,
     .backward = {.schema = "packed_linear_backward(Tensor grad_output, Tensor? input, "
                            "Tensor[] weight, int[] out_features, bool[3] output_mask) -> "
                            "(Tensor grad_input, Tensor[] grad_weight, Tensor[] grad_bias)",
@@ -85,6 +89,7 @@ PackedBackward backward_decomposed(const Tensor& grad_output, const Tensor* inpu
                  .products = {.list = {{"weight"}}},
                  .bodies = {backward_cpu, backward_cuda, backward_decomposed},
                  .accumulates = true},
+    .recompute = recompute_by(kForward),
 });
 
 }  // namespace

@@ -65,7 +65,7 @@ OpNode node_from(const py::handle& row) {
 }
 
 Policies policies_from(const py::tuple& values) {
-  return {.recompute = values[0].cast<std::string>() == "cheap",
+  return {.recompute = parse_recompute(values[0].cast<std::string>()),
           .saved = {parse_saved_format(values[1].cast<std::string>()), values[2].cast<bool>()}};
 }
 

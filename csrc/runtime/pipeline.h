@@ -52,7 +52,7 @@ class PlanHost {
 class Pipeline {
  public:
   // Throws c10::Error if there are no ops, or if channels do not match.
-  explicit Pipeline(std::vector<OpNode> ops, Policies policies = {.recompute = true},
+  explicit Pipeline(std::vector<OpNode> ops, Policies policies = {.recompute = Recompute::Cheap},
                     PlanHost* host = nullptr);
 
   const std::vector<OpNode>& ops() const { return ops_; }

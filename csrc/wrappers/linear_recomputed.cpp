@@ -28,8 +28,8 @@ int64_t slice_width(int64_t rows, const Tensor& weight, int64_t before, int64_t 
 }  // namespace
 
 std::optional<std::string> why_not_recomputed(const Match& match, int k) {
-  const bool recomputes =
-      match.key().policies.recompute || asks_for_recompute(match.op(k).attributes);
+  const bool recomputes = match.key().policies.recompute != Recompute::None ||
+                          asks_for_recompute(match.op(k).attributes);
   if (!recomputes) return "nothing is recomputed (recompute=\"none\")";
   if (!match.parameter_requires_grad(k + 1, 0)) return "the weight needs no gradient";
   if (!match.input_requires_grad()) return "the input needs no gradient";

@@ -154,7 +154,7 @@ def unset_forward(module: tops.Sequential, rng: random.Random) -> None:
 
 
 def set_policy(module: tops.Sequential, rng: random.Random) -> None:
-    module.recompute = rng.choice(["cheap", "none"])
+    module.recompute = rng.choice(["cheap", "none", "products"])
 
 
 EDITS: tuple[Edit, ...] = (

@@ -323,7 +323,7 @@ def random_model(
     if not builder.pieces:
         builder.add_product()
     pieces = builder.pieces
-    recompute = rng.choice(["cheap", "cheap", "none"])
+    recompute = rng.choice(["cheap", "cheap", "none", "products"])
     module = tops.Sequential(*(piece.module for piece in pieces), recompute=recompute).to(dtype)
     with torch.no_grad():
         for parameter in module.parameters():

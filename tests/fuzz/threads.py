@@ -197,7 +197,7 @@ def set_limit(job: Job, rng: random.Random) -> None:
 
 
 def switch(job: Job, rng: random.Random) -> None:
-    job.module.recompute = rng.choice(["cheap", "none"])
+    job.module.recompute = rng.choice(["cheap", "none", "products"])
 
 
 # ---- fork

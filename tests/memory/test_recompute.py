@@ -360,7 +360,7 @@ def test_what_is_made_of_it_keeps_the_policy():
 
 @pytest.mark.parametrize("value", ["all", "", None, True, 1])
 def test_bad_policies(value):
-    message = r'recompute must be "cheap" or "none", got '
+    message = r'recompute must be "none", "cheap" or "products", got '
     with pytest.raises(ValueError, match=r"\[Sequential\] " + message):
         tops.Sequential(tops.Identity(), recompute=value)
     with pytest.raises(ValueError, match=r"\[OperationFuser\] " + message):

@@ -46,6 +46,7 @@ NAMES = [
     "torch._C._current_graph_task_id",
     "torch._C._disabled_torch_function_impl",
     "torch._C._is_torch_function_enabled",
+    "torch._C.parse_schema",
     "torch._disable_dynamo",
     "torch._dynamo",
     "torch._dynamo.config.patch",

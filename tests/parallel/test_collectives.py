@@ -291,6 +291,26 @@ def test_collectives_of_an_mlp(group):
     assert group.calls == [("reduce", shard), ("reduce", shard)]
 
 
+def test_products_are_computed_again_from_what_is_gathered_again(group):
+    split = {"tensor_parallel_group": group, "sequence_parallel": True}
+    module = tops.Sequential(
+        tops.LayerNorm(8),
+        tops.Linear(8, 6, tensor_parallel_mode="column", **split),
+        tops.GELU(),
+        tops.Linear(6, 8, tensor_parallel_mode="row", **split),
+        recompute="products",
+    )
+    x = torch.randn(203, 8, requires_grad=True)
+    leaves = [x, *module.parameters()]
+    got = torch.autograd.grad(module(x).square().sum(), leaves)
+    (plan,) = module.plans()
+    text = str(plan)
+    assert "recompute_all_gather" in text and "recompute_linear" in text
+    with unfused():
+        want = torch.autograd.grad(module(x).square().sum(), leaves)
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("recompute", ["cheap", "none"])
 @pytest.mark.parametrize(
     ("shape", "forward", "backward"),

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from ..op.base import FusibleOperation
+from ..runtime.policies import Policies
 from ..sequential import Sequential
 from .fused_class import FusedModule, fused_class
+from .region import set_recompute
 from .report import FuseReport, FuseRow
 from .rules import FuseRule, FuseSkip, rules_named
 from .sites import Site, find_sites
@@ -22,6 +24,8 @@ def fuse(
     only: str | Iterable[str] | None = None,
     rules: Iterable[str | FuseRule] | None = None,
     strict: bool = False,
+    *,
+    recompute: str = "cheap",
 ) -> FuseReport:
     """Has fused ops run parts of a model that was written with torch's modules, in place.
 
@@ -33,27 +37,34 @@ def fuse(
     class (adapters), parameters of another class (quantizers, DTensor); and in `torch.export`.
 
     Call it on the plain model: before `DistributedDataParallel` or `fully_shard`, before or after
-    `torch.compile` and adapters. Calling it again changes nothing.
+    `torch.compile` and adapters. Calling it again changes nothing but `recompute`.
 
     Args:
         model: of any class.
         only: names of modules, as of `named_modules()`, with wildcards: `"model.layers.*"`.
         rules: the rules to use, or their names; None for all.
         strict: raise if nothing is fused.
+        recompute: what backward recomputes, as in `Sequential`: "products" saves fewest bytes, and
+            computes most outputs of linear layers twice. It is set for all modules that `only`
+            selects, so that a second call may set it for some of them.
 
     Returns:
         What was fused, and what was not and why. `print` shows it.
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: `rules` has an unknown name; with `strict`, nothing was fused.
+        ValueError: `rules` has an unknown name; `recompute` has another value; with `strict`,
+            nothing was fused.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"[fuse] model must be an nn.Module, got {type(model).__name__}")
+    Policies(recompute=recompute).checked("fuse")
     chosen = rules_named(rules)
     skipped: list[FuseRow] = []
     covered: set[int] = set()
     for path, module in _candidates(model, only):
+        if isinstance(module, FusedModule):
+            set_recompute(module, recompute)
         if id(module) in covered:
             continue
         base = type(module)
@@ -66,6 +77,7 @@ def fuse(
                 if site.region().may_run(module)
             ]
         elif isinstance(module, FusedModule):
+            set_recompute(module, recompute)
             # Whether attention runs as an op depends on the call; if not, its parts are called.
             always = [
                 region

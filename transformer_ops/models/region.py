@@ -14,6 +14,7 @@ from ..op.base import FusibleOperation
 from ..op.borrowed import Borrowed, add_guards, class_of, find_obstacle
 from ..op.hooks import HOOKS
 from ..op.tensor_parallel import is_dtensor
+from ..runtime.policies import Policies
 from ..sequential import Sequential
 from .attention import AttentionChoice, BorrowedAttention, attention_in, chosen
 from .branches import may_run
@@ -21,10 +22,12 @@ from .pattern import Names, Steps
 from .rules import FuseRule, FuseSkip
 from .statements import Condition
 
-__all__ = ["IS_OFF", "REGIONS", "Region"]
+__all__ = ["IS_OFF", "RECOMPUTE", "REGIONS", "Region", "set_recompute"]
 
 # The attributes of a fused module that are ours.
 REGIONS, IS_OFF = "_tops_regions", "_tops_is_off"
+# The policy of its ops, unless it is the default.
+RECOMPUTE = "_tops_recompute"
 
 # Attributes of these classes are watched.
 _WATCHED = (
@@ -43,7 +46,7 @@ _MOST_CHANGES = 32
 # A module with attention is called in few ways.
 _MOST_VARIANTS = 16
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
-_OF_MODULE = vars(nn.Module()).keys() | {"forward", REGIONS, IS_OFF}
+_OF_MODULE = vars(nn.Module()).keys() | {"forward", REGIONS, IS_OFF, RECOMPUTE}
 
 
 class Region:
@@ -140,7 +143,7 @@ class Region:
         try:
             ops = self.make(module)
             _leave_guards_to_region(ops, [module, *_unique(parts)])
-            self.sequential = Sequential(*ops)
+            self.sequential = _sequential_of(module, ops)
             self.attention = attention_in(ops)
         except FuseSkip as skip:
             self.reason = str(skip)
@@ -178,7 +181,7 @@ class Region:
             self.variants.clear()
         ops = chosen(self.make(module), choice)
         _leave_guards_to_region(ops, [module, *_unique(self.parts(module))])
-        found = self.variants[choice] = Sequential(*ops)
+        found = self.variants[choice] = _sequential_of(module, ops)
         return found
 
     def make_variants(self, module: nn.Module) -> None:
@@ -270,3 +273,18 @@ def _guard(guards: _C.Guards, part: nn.Module, name: str) -> None:
 
 def _name_in(module: nn.Module, part: nn.Module) -> str:
     return next((name for name, found in module.named_modules() if found is part), "a part")
+
+
+def set_recompute(module: nn.Module, recompute: str) -> None:
+    """Sets the policy of a fused module's ops."""
+    before = module.__dict__.get(RECOMPUTE, Policies().recompute)
+    if recompute == before:
+        return
+    module.__dict__[RECOMPUTE] = recompute
+    for region in module.__dict__.get(REGIONS, ()):
+        region.forget()
+
+
+def _sequential_of(module: nn.Module, ops: Sequence[nn.Module]) -> Sequential:
+    recompute = module.__dict__.get(RECOMPUTE, Policies().recompute)
+    return Sequential(*ops, recompute=recompute)

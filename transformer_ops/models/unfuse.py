@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from .fused_class import FusedModule
-from .region import IS_OFF, REGIONS
+from .region import IS_OFF, RECOMPUTE, REGIONS
 
 __all__ = ["unfuse", "unfused"]
 
@@ -17,7 +17,7 @@ def unfuse(model: nn.Module) -> None:
     """Takes `fuse` back: each module has its own class again."""
     for module in list(model.modules()):
         if isinstance(module, FusedModule):
-            for name in (REGIONS, IS_OFF):
+            for name in (REGIONS, IS_OFF, RECOMPUTE):
                 module.__dict__.pop(name, None)
             module.__class__ = module._tops_base  # type: ignore[assignment]
 

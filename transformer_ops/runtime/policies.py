@@ -14,8 +14,10 @@ class Policies(NamedTuple):
 
     def checked(self, op: str) -> Policies:
         """Returns itself. Raises ValueError or TypeError if a value is not allowed."""
-        if self.recompute not in ("cheap", "none"):
-            raise ValueError(f'[{op}] recompute must be "cheap" or "none", got {self.recompute!r}')
+        if self.recompute not in ("none", "cheap", "products"):
+            raise ValueError(
+                f'[{op}] recompute must be "none", "cheap" or "products", got {self.recompute!r}'
+            )
         if self.saved not in ("exact", "fp8", "int8"):
             raise ValueError(f'[{op}] saved must be "exact", "fp8" or "int8", got {self.saved!r}')
         if not isinstance(self.saved_inputs, bool):

@@ -11,14 +11,15 @@ using toy::nodes;
 using toy::ScopedRule;
 using toy::steps_text;
 
-PlanKey key_of(const std::vector<OpNode>& ops, SavedAs saved, bool recompute = false) {
+PlanKey key_of(const std::vector<OpNode>& ops, SavedAs saved,
+               Recompute recompute = Recompute::None) {
   PlanKey key = toy::key(ops);
   key.policies = {.recompute = recompute, .saved = saved};
   return key;
 }
 
 Plan plan_of(const std::vector<OpNode>& ops, SavedAs saved = {SavedFormat::Int8},
-             bool recompute = false) {
+             Recompute recompute = Recompute::None) {
   return toy::plan(ops, key_of(ops, saved, recompute));
 }
 
@@ -96,7 +97,8 @@ backward Square ops=[2]
 }
 
 TEST(Compress, WhatIsComputedAgainIsComputedFromWhatIsDecoded) {
-  const Plan plan = plan_of(nodes({"Product", "Square", "Product"}), {SavedFormat::Int8}, true);
+  const Plan plan =
+      plan_of(nodes({"Product", "Square", "Product"}), {SavedFormat::Int8}, Recompute::Cheap);
   EXPECT_EQ(saved(plan), "s0.input s1.input.codes s1.input.scale ");
   EXPECT_NE(to_text(plan).find(R"(
 backward Product ops=[2]

@@ -12,7 +12,7 @@ using toy::steps_text;
 
 PlanKey recomputing(const std::vector<OpNode>& ops) {
   PlanKey key = toy::key(ops);
-  key.policies.recompute = true;
+  key.policies.recompute = Recompute::Cheap;
   return key;
 }
 

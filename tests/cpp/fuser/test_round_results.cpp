@@ -25,7 +25,7 @@ using toy::steps_text;
 PlanKey key_of(const std::vector<OpNode>& ops, const char* recipe = "mx e4m3, mx e4m3, mx e4m3") {
   PlanKey key = toy::key(ops);
   key.recipe = recipe_of(recipe);
-  key.policies.recompute = true;
+  key.policies.recompute = Recompute::Cheap;
   return key;
 }
 
@@ -82,7 +82,7 @@ TEST(RoundResults, AValueThatOthersReadStaysAsItIs) {
   // Saved, or handed to the caller, or the output itself.
   PlanKey key = key_of(ops);
   EXPECT_TRUE(has(ops, key, " = norm.rounded("));
-  key.policies.recompute = false;
+  key.policies.recompute = Recompute::None;
   EXPECT_FALSE(has(ops, key, ".rounded("));
   const auto forked = nodes({"Norm", "Fork", "Product"});
   EXPECT_FALSE(has(forked, key_of(forked), " = norm.rounded("));
@@ -153,7 +153,7 @@ backward Product ops=[3]
   g3, t3.unused = product_backward_scaled(t3.rounded_grad_output, none, t3.rounded_weight, [true, false], t3.rounded_grad_output_scale, t3.rounded_weight_scale)
   t3.unused, dp3.weight = product_backward_scaled(t3.rounded_grad_output, x3, none, [false, true], t3.rounded_grad_output_scale, t3.rounded_input_scale)
 )");
-  key.policies.recompute = false;
+  key.policies.recompute = Recompute::None;
   EXPECT_FALSE(has(ops, key, " = norm.rounded_by("));
 }
 
