@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import torch
@@ -14,6 +16,27 @@ from transformer_ops import _C
 ROOT = Path(__file__).parent.parent
 
 
+def compiler() -> list[str]:
+    """The command that compiles against the headers of the source tree."""
+    return [
+        *(os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-fPIC", "-w"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-I{path}" for path in (ROOT / "csrc", *include_paths())),
+    ]
+
+
+@functools.cache
+def precompiled_header() -> tuple[tempfile.TemporaryDirectory[str], Path]:
+    """op/op.h, which takes most of the time of a small source, and the folder in which it lasts as
+    long as this process."""
+    folder = tempfile.TemporaryDirectory(prefix="transformer-ops-header-")
+    header = Path(folder.name) / "precompiled.h"
+    header.write_text('#include "op/op.h"\n', encoding="utf-8")
+    made = ("-x", "c++-header", str(header), "-o", f"{header}.gch")
+    subprocess.run([*compiler(), *made], check=True)
+    return folder, header
+
+
 def build_library(folder: Path, name: str, texts: dict[str, str]) -> Path:
     """Builds a library of these sources."""
     library = folder / f"lib{name}.so"
@@ -21,15 +44,12 @@ def build_library(folder: Path, name: str, texts: dict[str, str]) -> Path:
     for stem, text in texts.items():
         sources.append(folder / f"{stem}.cpp")
         sources[-1].write_text(text, encoding="utf-8")
-    libraries = Path(_C.__file__).parent
-    paths = [ROOT / "csrc", *include_paths()]
+    _, header = precompiled_header()
     subprocess.run(
         [
-            *(os.environ.get("CXX", "c++"), "-std=c++20", "-O0", "-shared", "-fPIC", "-w"),
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            *(f"-I{path}" for path in paths),
+            *(*compiler(), "-shared", "-include", str(header)),
             *(str(source) for source in sources),
-            *("-o", str(library), f"-L{libraries}", "-ltransformer_ops"),
+            *("-o", str(library), f"-L{Path(_C.__file__).parent}", "-ltransformer_ops"),
         ],
         check=True,
     )

@@ -2,8 +2,8 @@
 
 python tools/run_parts.py --part NAME COMMAND... --part NAME COMMAND...
 
-The last lines name every part, and every test that pytest or ctest says failed. Exits with 1 if any
-part failed.
+The last lines name every part, and every test that pytest, ctest or GoogleTest says failed. Exits
+with 1 if any part failed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,13 @@ from glob import glob
 from typing import NamedTuple
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# pytest's short summary; and ctest's list, such as "  12 - fuser.Plan.Parses (Failed)".
-FAILURES = re.compile(r"(?:FAILED|ERROR) \S+.*|\s*\d+ - \S+ \([^()]+\)(?: .*)?")
+# pytest's short summary; GoogleTest's, such as "[  FAILED  ] Plan.Parses"; and ctest's list, such
+# as "  12 - fuser.1 (Failed)".
+FAILURES = re.compile(
+    r"(?:FAILED|ERROR) \S+.*"
+    r"|\[  FAILED  \] [^\s,]+\.[^\s,]+(?:, where .*(?<! ms\)))?"
+    r"|\s*\d+ - \S+ \([^()]+\)(?: .*)?"
+)
 
 
 class Outcome(NamedTuple):

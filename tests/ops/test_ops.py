@@ -68,7 +68,8 @@ def test_gradcheck(case):
 
     assert torch.autograd.gradcheck(function, (*inputs, *parameters))
     if case.saves_input:
-        assert torch.autograd.gradgradcheck(function, (*inputs, *parameters))
+        # In random directions: a column for each number of each gradient takes minutes in all.
+        assert torch.autograd.gradgradcheck(function, (*inputs, *parameters), fast_mode=True)
         return
     with pytest.raises(NotImplementedError, match=r"^\[\w+\] second derivatives must have .*, got"):
         torch.autograd.grad(function(*inputs), inputs[0], create_graph=True)

@@ -65,10 +65,12 @@ def tensors_in(values):
 
 
 def form(sample):
-    """What of a sample the tracer sees: all but which activation it is."""
+    """What of a sample the tracer sees: all but which activation it is, and which factor other than
+    0 and 1."""
+    alike = lambda v: isinstance(v, str) or (isinstance(v, float) and v not in (0, 1))  # noqa: E731
     return str(
         [
-            (v.dim(), v.dtype) if isinstance(v, torch.Tensor) else isinstance(v, str) or v
+            (v.dim(), v.dtype) if isinstance(v, torch.Tensor) else type(v) if alike(v) else v
             for v in tree_leaves(list(sample))
         ]
     )

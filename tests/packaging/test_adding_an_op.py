@@ -146,6 +146,8 @@ def softcap(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "body_softcap": with_bodies("BodySoftcap", "body_softcap", "input"),
         "lacking": LACKING,
     }
+    # build_library would hide that it is missing.
+    assert '#include "op/op.h"' in texts["softcap"]
     torch.ops.load_library(str(build_library(tmp_path_factory.mktemp("softcap"), "softcap", texts)))
     names: dict[str, Any] = {}
     exec(block("py"), names)

@@ -26,22 +26,32 @@ def test_later_parts_run_and_all_failures_are_listed(tmp_path: Path) -> None:
     first.write_text("def test_a():\n    assert 1 == 2\ndef test_b(nothing):\n    pass\n")
     last.write_text("import pytest\n@pytest.mark.parametrize('x', ['a-b'])\n"
                     "def test_c(x):\n    assert 0, x\n")  # fmt: skip
-    ctest = (
-        "print('The following tests FAILED:'); print('\t  7 - fuser.Plan.Parses (Failed)'); "
-        "raise SystemExit(8)"
-    )
+    # GoogleTest names a test where it fails, with its time, and again at its end.
+    at_the_end = [
+        "[  FAILED  ] 2 tests, listed below:",
+        "[  FAILED  ] Plan.Parses",
+        "[  FAILED  ] Norms/1.Rounds, where TypeParam = float",
+    ]
+    ctest = [
+        *(f"{line} (3 ms)" for line in at_the_end[1:]),
+        *at_the_end,
+        "The following tests FAILED:",
+        "\t  7 - fuser.0 (Failed)",
+    ]
     status, output = run_parts(
-        *("--part", "C++ tests", sys.executable, "-c", ctest),
+        *("--part", "C++ tests", sys.executable, "-c", f"print({chr(10).join(ctest)!r}); exit(8)"),
         *("--part", "Python tests", *PYTEST, first),
         *("--part", "format", sys.executable, "-c", "print('1 - all (well)')"),
         *("--part", "emulated CUDA", *PYTEST, last),
     )
     assert status == 1
     lines = output.splitlines()
-    names = [*(re.sub(r" \S*(test_\w+\.py\S*).*", r" \1", line) for line in lines[-8:])]
+    names = [*(re.sub(r" \S*(test_\w+\.py\S*).*", r" \1", line) for line in lines[-10:])]
     assert names == [
         "C++ tests: failed (exit status 8)",
-        "  7 - fuser.Plan.Parses (Failed)",
+        "  [  FAILED  ] Plan.Parses",
+        "  [  FAILED  ] Norms/1.Rounds, where TypeParam = float",
+        "  7 - fuser.0 (Failed)",
         "Python tests: failed (exit status 1)",
         "  FAILED test_first.py::test_a",
         "  ERROR test_first.py::test_b",
