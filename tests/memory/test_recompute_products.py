@@ -34,7 +34,7 @@ def decoder_layer(h=32, f=48):
     return [tops.Residual(*attention(h)), tops.Residual(*feed_forward)]
 
 
-# Name: ops, their extra inputs, and the products that backward computes again.
+# By name: the ops, their extra inputs, and the products that backward computes again.
 CASES = {
     "llama": (lambda: llama(32, 24), (), ["recompute_linear"]),
     "mlp": (lambda: mlp(32, 24), (), ["recompute_linear"]),
@@ -43,7 +43,7 @@ CASES = {
         (),
         ["recompute_linear", "recompute_linear"],
     ),
-    "relu": (
+    "squared relu": (
         lambda: [tops.Linear(32, 16), tops.SReLU(), tops.Linear(16, 8)],
         (),
         ["recompute_linear"],
@@ -149,7 +149,7 @@ def test_a_decoder_layer_saves_three_tensors():
     assert 0 <= seeds <= 16
 
 
-def test_scratch_is_counted_as_operations():
+def test_recomputed_products_are_counted():
     counts = {}
     for recompute in ("cheap", "products"):
         module, _ = make("llama", recompute=recompute)

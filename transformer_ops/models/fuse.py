@@ -44,9 +44,9 @@ def fuse(
         only: names of modules, as of `named_modules()`, with wildcards: `"model.layers.*"`.
         rules: the rules to use, or their names; None for all.
         strict: raise if nothing is fused.
-        recompute: what backward recomputes, as in `Sequential`: "products" saves fewest bytes, and
-            computes most outputs of linear layers twice. It is set for all modules that `only`
-            selects, so that a second call may set it for some of them.
+        recompute: what backward recomputes, as in `Sequential`. "products" saves the fewest bytes,
+            and computes the outputs of most linear layers twice. A call sets it for the modules
+            that `only` selects; a later call may set it for some of them.
 
     Returns:
         What was fused, and what was not and why. `print` shows it.
@@ -62,9 +62,8 @@ def fuse(
     chosen = rules_named(rules)
     skipped: list[FuseRow] = []
     covered: set[int] = set()
-    for path, module in _candidates(model, only):
-        if isinstance(module, FusedModule):
-            set_recompute(module, recompute)
+    candidates = list(_candidates(model, only))
+    for path, module in candidates:
         if id(module) in covered:
             continue
         base = type(module)
@@ -77,7 +76,6 @@ def fuse(
                 if site.region().may_run(module)
             ]
         elif isinstance(module, FusedModule):
-            set_recompute(module, recompute)
             # Whether attention runs as an op depends on the call; if not, its parts are called.
             always = [
                 region
@@ -85,6 +83,9 @@ def fuse(
                 if site.arguments is None
             ]
             covered.update(id(one) for region in always for one in region.covered(module))
+    for _, module in candidates:
+        if isinstance(module, FusedModule):
+            set_recompute(module, recompute)
     report = FuseReport(model, skipped)
     if strict and not report.fused:
         raise ValueError(f"[fuse] model must have a part that a rule fuses, got {report}")
