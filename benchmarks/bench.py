@@ -1,7 +1,7 @@
 """Time, saved bytes and peak memory of ops and blocks, against eager torch.nn and torch.compile.
 
     python benchmarks/bench.py                      all of it, under 15 minutes on 2 quiet cores
-    python benchmarks/bench.py --quick --check      what CI runs, about a minute
+    python benchmarks/bench.py --quick --check      what CI runs, about five minutes
     python benchmarks/bench.py --only rms_norm/bf16 --ways eager,ours
     python benchmarks/bench.py --record             also writes benchmarks/recorded.json and docs/
 
@@ -30,6 +30,7 @@ import torch
 from suite import cases, check, pages, plots, tables
 from suite.machine import ROOT, caption, describe
 from suite.results import Results
+from suite.rows import WORSE
 
 HERE = Path(__file__).parent
 RECORDED = HERE / "recorded.json"
@@ -255,8 +256,7 @@ def measure_calls(options: argparse.Namespace, results: Results) -> int:
     """What a call costs: call_cost.py, on one thread."""
     one_thread = {**environment(options), "OMP_NUM_THREADS": "1"}
     found, status = run_program("call_cost.py", options, one_thread, "--rounds", "30")
-    if found is None:
-        results.errors[CALLS] = f"call_cost.py ended with status {status}"
+    refused(CALLS, "call_cost.py", found, status, results)
     results.calls = found
     return status
 
@@ -267,11 +267,17 @@ def measure_limited(name: str, options: argparse.Namespace, results: Results) ->
     found, status = run_program(
         f"{name}.py", options, environment(options, cases.WARM), "--threads", threads
     )
-    if found is None:
-        results.errors[name] = f"{name}.py ended with status {status}"
-    else:
+    refused(name, f"{name}.py", found, status, results)
+    if found is not None:
         results.limited[name] = found
     return status
+
+
+def refused(name: str, program: str, found: Any, status: int, results: Results) -> None:
+    """Add what --check refuses of a program's rows to the errors, for those are printed last."""
+    lines = found.pop(WORSE) if found else []
+    if lines or status:
+        results.errors[name] = "\n".join(lines) or f"{program} ended with status {status}"
 
 
 def run_program(

@@ -8,6 +8,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ RECORDED = Path(__file__).parents[1] / "recorded.json"
 # --check lets a ratio be so many times its limit: machines that others use are noisy, and other
 # processors than the recorded one copy or compute faster.
 SLACK, SLACK_ELSEWHERE = 1.5, 2.0
+WORSE = "worse"  # what a program writes beside its results: a line for each that --check refuses
 
 
 class Row(NamedTuple):
@@ -70,22 +72,45 @@ def run(name: str, doc: str, rows: Callable[[bool], Iterable[Row]]) -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     about = describe(torch.device("cpu"), options.threads, dict(os.environ))
-    found = []
-    for row in rows(options.quick):
-        found.append(row)
-        print(row.text(), flush=True)
-    content: dict[str, Any] = {"about": about, "rows": [row._asdict() for row in found]}
-    if options.out:
-        options.out.write_text(json.dumps(content) + "\n", encoding="utf-8")
     results = Results.read(RECORDED)
     recorded = results.limited.get(name, {}).get("about", {})
     slack = SLACK if about["cpu"] == recorded.get("cpu") else SLACK_ELSEWHERE
+    found = printed(rows(options.quick))
+    if options.check and too_high(found, slack):
+        # A neighbour on a shared machine spoils one measurement, hardly the same row twice.
+        print(f"[{name}] measuring again", file=sys.stderr, flush=True)
+        found = lower(found, printed(rows(options.quick)))
+    worse = [f"[{name}] {row.text()}" for row in too_high(found, slack)] if options.check else []
+    content: dict[str, Any] = {"about": about, "rows": [row._asdict() for row in found]}
+    if options.out:
+        options.out.write_text(json.dumps({**content, WORSE: worse}) + "\n", encoding="utf-8")
     if options.record:
         results.limited[name] = content
         RECORDED.write_text(results.text(), encoding="utf-8")
         pages.write(results)
         plots.draw_all(results, pages.PAGE.parent)
-    worse = [row for row in found if row.found > (slack if row.found < 100 else 1) * row.limit]
-    for row in worse if options.check else ():
-        print(f"[{name}] {row.text()}", file=sys.stderr)
-    return int(options.check and bool(worse))
+    for line in worse:
+        print(line, file=sys.stderr)
+    return 1 if worse else 0
+
+
+def printed(rows: Iterable[Row]) -> list[Row]:
+    """The rows, each printed as soon as it is measured."""
+    found = []
+    for row in rows:
+        found.append(row)
+        print(row.text(), flush=True)
+    return found
+
+
+def too_high(rows: list[Row], slack: float) -> list[Row]:
+    """The rows beyond their limits: ratios by more than `slack`, bytes by anything."""
+    return [row for row in rows if row.found > (slack if row.found < 100 else 1) * row.limit]
+
+
+def lower(first: list[Row], second: list[Row]) -> list[Row]:
+    """The lower one of the two measurements of each row."""
+    again = {(row.what, row.against): row for row in second}
+    return [
+        min(row, again.get((row.what, row.against), row), key=attrgetter("found")) for row in first
+    ]

@@ -26,7 +26,7 @@ import products
 import profile_block
 import startup
 import weight_scales
-from suite import cases, check, guards, measure, pages, peak, plots, tables, targets, timing
+from suite import cases, check, guards, measure, pages, peak, plots, rows, tables, targets, timing
 from suite.cases import BLOCK_SIZE, COMPILED, EAGER, FORWARD, OP_SIZE, OURS, TRAINING
 from suite.results import Results
 from ways import NoWork
@@ -525,3 +525,32 @@ def test_pictures_are_short_and_keep_what_they_refer_to(tmp_path: Path) -> None:
         referred = set(re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text))
         names = {name for pair in referred for name in pair if name}
         assert names and names <= set(re.findall(r' id="([^"]+)"', text)), path.name
+
+
+# ---- rows with limits
+
+
+def limited(*found: float) -> list[rows.Row]:
+    """Rows of limit 1, named by their position."""
+    return [rows.Row(f"row {i}", "eager", 1.0, value, "", "") for i, value in enumerate(found)]
+
+
+@pytest.mark.parametrize(
+    ("second", "status", "kept"), [((3.0, 1.0), 0, [1.2, 1.0]), ((0.5, 2.5), 1, [0.5, 2.5])]
+)
+def test_a_row_beyond_its_limit_is_measured_again(
+    second: tuple[float, ...],
+    status: int,
+    kept: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "rows.json"
+    threads = str(torch.get_num_threads())
+    arguments = ["rows", "--check", "--quick", "--out", str(out), "--threads", threads]
+    monkeypatch.setattr(sys, "argv", arguments)
+    turns = iter([limited(1.2, 3.0), limited(*second)])
+    assert rows.run("rows", "", lambda quick: next(turns)) == status
+    content = json.loads(out.read_text(encoding="utf-8"))
+    assert [row["found"] for row in content["rows"]] == kept
+    assert len(content[rows.WORSE]) == status
