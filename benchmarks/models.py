@@ -4,7 +4,8 @@
     python benchmarks/models.py --quick      three of them without Inductor, a minute
 
 A step is forward, loss and backward of a model with random weights; rounds of all ways are
-interleaved. Limits are the targets of the issue that asked for `fuse`.
+interleaved. Limits are the targets of the issue that asked for `fuse`. A model that recomputes
+products (`fuse(model, recompute="products")`) has those of bytes, and may take as long as eager.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ QUICK = (
     "ViT-S/16, 8 images",
 )
 EAGER, INDUCTOR, FUSED, BOTH = "eager", "Inductor", "fused", "fused, compiled"
+PRODUCTS = "products recomputed"
 
 
 class Model(NamedTuple):
@@ -201,21 +203,26 @@ def model_rows(name: str, dtype: torch.dtype, quick: bool) -> Iterator[Row]:
     inputs, is_half = case.inputs, dtype == torch.bfloat16
     torch.manual_seed(0)
     plain = case.make().to(dtype)
-    model = copy.deepcopy(plain)
+    model, recomputed = copy.deepcopy(plain), copy.deepcopy(plain)
     begin = time.perf_counter()
     report = tops.fuse(model, strict=True)
     seconds = time.perf_counter() - begin
+    reports = {"": report, f", {PRODUCTS}": tops.fuse(recomputed, recompute="products")}
     what = f"{name}, {str(dtype).removeprefix('torch.')}"
     yield Row(f"{what}: seconds of fuse", "1 s", 1.0, seconds, f"{seconds:.2f} s", "1 s")
     given = as_dtype(inputs(case.batch), dtype)
-    before, after = report.saved_bytes(**given)
-    yield in_bytes(f"{what}: saved for backward", EAGER, case.saved, after, before)
     # Parameters are there before and after, and no part of what a step takes.
     own = sum(parameter.nbytes for parameter in model.parameters())
-    step_bytes = report.step(loss=loss_of, **given)
-    peaks = step_bytes.after.peak - own, step_bytes.before.peak - own
-    yield in_bytes(f"{what}: peak of a step", EAGER, case.peak, *peaks)
-    calls = {EAGER: step(plain, plain, given), FUSED: step(model, model, given)}
+    saved = {}
+    for policy, each in reports.items():
+        before, saved[policy] = each.saved_bytes(**given)
+        label = f"{what}{policy}: saved for backward"
+        yield in_bytes(label, EAGER, case.saved, saved[policy], before)
+        step_bytes = each.step(loss=loss_of, **given)
+        peaks = step_bytes.after.peak - own, step_bytes.before.peak - own
+        yield in_bytes(f"{what}{policy}: peak of a step", EAGER, case.peak, *peaks)
+    modules = {EAGER: plain, FUSED: model, PRODUCTS: recomputed}
+    calls = {way: step(module, module, given) for way, module in modules.items()}
     is_compiled = not is_half and not quick and case.inductor is not None
     if is_compiled:
         torch._dynamo.reset()
@@ -224,9 +231,10 @@ def model_rows(name: str, dtype: torch.dtype, quick: bool) -> Iterator[Row]:
         calls[BOTH] = step(model, torch.compile(model), given)
         calls[INDUCTOR]()  # compiles, without the hooks that count
         theirs = saved_bytes(lambda: compiled(**given), (), plain.parameters())
-        yield in_bytes(f"{what}: saved for backward", INDUCTOR, 1.0, after, theirs)
+        yield in_bytes(f"{what}: saved for backward", INDUCTOR, 1.0, saved[""], theirs)
     times = interleave(calls, 3.0 if quick else 30.0, Clock(CPU))
     yield timed(f"{what}: step", EAGER, case.time[is_half], times, FUSED, EAGER)
+    yield timed(f"{what}, {PRODUCTS}: step", EAGER, 1.0, times, PRODUCTS, EAGER)
     if is_compiled and case.inductor is not None:
         yield timed(f"{what}: step", INDUCTOR, case.inductor, times, FUSED, INDUCTOR)
         yield timed(f"{what}: step, compiled", INDUCTOR, 1.0, times, BOTH, INDUCTOR)
