@@ -42,7 +42,7 @@ class Row(NamedTuple):
         found = rounded(self.found)
         verdict = "ok" if float(found) <= self.limit else "NO"
         return (
-            f"{self.what:<72}{self.against:<12}{self.limit:>8g}{found:>8} {verdict}"
+            f"{self.what:<72} {self.against:<11}{self.limit:>8g}{found:>8} {verdict}"
             f"  ({self.ours} against {self.theirs})"
         )
 
