@@ -88,8 +88,8 @@ $(PACKAGES): constraints.txt
 	    { echo "make: no Python >= 3.10 found, name one: make PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(CONSTRAIN) > $(VENV)/packages.txt
-	$(BIN)/python -m pip install --disable-pip-version-check -r $(VENV)/packages.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps $(LITGPT)
+	$(BIN)/python tools/install_packages.py -r $(VENV)/packages.txt
+	$(BIN)/python tools/install_packages.py --no-deps $(LITGPT)
 	@touch $@
 
 # Every environment of this checkout shares the built files in transformer_ops/: build again after
@@ -115,7 +115,7 @@ wheel:
 
 # What .ci/run checks besides the tests.
 lint: $(PACKAGES)
-	$(PARTS) --part clang-format $(BIN)/clang-format --dry-run -Werror $(CPP) \
+	$(PARTS) --together --part clang-format $(BIN)/clang-format --dry-run -Werror $(CPP) \
 	    --part ruff $(BIN)/ruff check . \
 	    --part "ruff format" $(BIN)/ruff format --check . \
 	    --part comments $(BIN)/python tools/check_comments.py \

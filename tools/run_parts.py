@@ -1,6 +1,10 @@
 """Runs the parts of a make target one after another, the later ones too where one fails.
 
 python tools/run_parts.py --part NAME COMMAND... --part NAME COMMAND...
+python tools/run_parts.py --together --part NAME COMMAND... --part NAME COMMAND...
+
+With --together, two parts and more run side by side, as many as there are cores. The output of each
+is shown in order, once the parts before it have ended.
 
 The last lines name every part, and every test that pytest, ctest or GoogleTest says failed. Exits
 with 1 if any part failed.
@@ -12,6 +16,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from typing import NamedTuple
 
@@ -36,20 +42,27 @@ def expanded(command: list[str]) -> list[str]:
     return [name for word in command for name in (glob(word) if "*" in word else []) or [word]]
 
 
-def run_part(name: str, command: list[str]) -> Outcome:
-    """Passes the output of the command on as it comes."""
+def show(output: bytes) -> None:
+    sys.stdout.buffer.write(output)
+    sys.stdout.buffer.flush()
+
+
+def run_part(name: str, command: list[str], pass_on: Callable[[bytes], None] = show) -> Outcome:
+    """Passes the output of the command on as it comes; where it is not shown, errors too."""
     environment = {**os.environ, **({"FORCE_COLOR": "1"} if sys.stdout.isatty() else {})}
     try:
-        process = subprocess.Popen(expanded(command), stdout=subprocess.PIPE, env=environment)
+        errors = None if pass_on is show else subprocess.STDOUT
+        process = subprocess.Popen(
+            expanded(command), stdout=subprocess.PIPE, stderr=errors, env=environment
+        )
     except OSError as error:
-        print(error, flush=True)
+        pass_on(f"{error}\n".encode())
         return Outcome(name, 127, [])
     assert process.stdout is not None
     output = b""
     while chunk := os.read(process.stdout.fileno(), 65536):
         output += chunk
-        sys.stdout.buffer.write(chunk)
-        sys.stdout.buffer.flush()
+        pass_on(chunk)
     status = process.wait()
     lines = (COLOUR.sub("", line) for line in output.decode(errors="replace").splitlines())
     failures = [line.strip() for line in lines if FAILURES.fullmatch(line)] if status else []
@@ -78,11 +91,30 @@ def summary(outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str]) -> int:
-    outcomes = []
-    for name, command in read_parts(arguments):
+def one_by_one(parts: list[tuple[str, list[str]]]) -> Iterator[Outcome]:
+    for name, command in parts:
         print(f"== {name}", flush=True)
-        outcomes.append(run_part(name, command))
+        yield run_part(name, command)
+
+
+def together(parts: list[tuple[str, list[str]]]) -> Iterator[Outcome]:
+    outputs: list[list[bytes]] = [[] for _ in parts]
+    with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)))) as pool:
+        running = [
+            pool.submit(run_part, name, command, output.append)
+            for (name, command), output in zip(parts, outputs, strict=True)
+        ]
+        for (name, _), part, output in zip(parts, running, outputs, strict=True):
+            outcome = part.result()
+            print(f"== {name}", flush=True)
+            show(b"".join(output))
+            yield outcome
+
+
+def main(arguments: list[str]) -> int:
+    is_together = arguments[:1] == ["--together"]
+    parts = read_parts(arguments[is_together:])
+    outcomes = list(together(parts) if is_together else one_by_one(parts))
     print(summary(outcomes))
     return int(any(outcome.status for outcome in outcomes))
 

@@ -85,3 +85,17 @@ def test_bad_arguments_are_refused() -> None:
     for arguments in ([], ["--part", "a"], ["echo", "--part", "a", "true"]):
         status, output = run_parts(*arguments)
         assert status == 1 and "--part NAME COMMAND..." in output
+
+
+def test_parts_side_by_side_are_shown_in_order(tmp_path: Path) -> None:
+    made = tmp_path / "made-by-b"
+    # The first part ends only once the second one runs.
+    wait = f"import os, time\nwhile not os.path.exists({str(made)!r}): time.sleep(0.01)\nprint('a')"
+    fail = f"open({str(made)!r}, 'w').close(); raise SystemExit('b')"
+    status, output = run_parts(
+        "--together",
+        *("--part", "waits", sys.executable, "-c", wait),
+        *("--part", "fails", sys.executable, "-c", fail),
+    )
+    assert status == 1
+    assert output == "== waits\na\n== fails\nb\n\nwaits: passed\nfails: failed (exit status 1)\n"
