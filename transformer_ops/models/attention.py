@@ -1,21 +1,18 @@
-"""Attention modules: the ops that compute what they do, and what a call must give them."""
+"""Attention modules of transformers and timm: the ops that compute what they do, and what a call
+must give them."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..op.base import FusibleOperation
-from ..op.borrowed import Borrowed, class_of
-from ..ops.attention import Attention, QKNorm
-from ..ops.bias import Bias
-from ..ops.make_extra_output import MakeExtraOutput
-from ..ops.rope import RoPE
+from ..op.borrowed import class_of
 from ..views import (
     BorrowedDropout,
     BorrowedLinear,
@@ -35,21 +32,22 @@ from .attention_forms import (
     names_of_transformers,
     rotation,
 )
+from .attention_ops import (
+    AttentionCall,
+    AttentionInputs,
+    BorrowedAttention,
+    BorrowedQKNorm,
+    BorrowedRoPE,
+    JoinedBias,
+    NoKeyBias,
+)
 from .norms import norm
 from .parts import part
 from .pattern import Names
 from .rules import FuseSkip, FuseUnfit
 from .whole import name_of
 
-__all__ = [
-    "AttentionCall",
-    "AttentionChoice",
-    "AttentionInputs",
-    "BorrowedAttention",
-    "attention_in",
-    "chosen",
-    "find_attention",
-]
+__all__ = ["find_attention"]
 
 
 # What makes a call something else than attention of a sequence to itself.
@@ -63,247 +61,6 @@ _UNKNOWN = (
 
 # The names of the cache in transformers: since 5.24, before, and in some models.
 _CACHES = ("cache", "past_key_values", "layer_past")
-
-# ---- ops
-
-
-# What of a call decides which ops run: whether there is a mask, whether attention is causal, how
-# many numbers of each head the tables rotate, if there are tables, and whether a cache takes keys
-# and values. Dynamo traces it.
-AttentionChoice = tuple[bool, bool, int | None, bool]
-
-
-class AttentionInputs(NamedTuple):
-    """What a call gives ops: which ones, their extra inputs, and the cache that they fill."""
-
-    choice: AttentionChoice
-    extra_inputs: tuple[Tensor, ...]
-    cache: Any
-
-
-# Attributes of attention modules that ops read.
-_NUMBERS = ("head_dim", "scaling", "query_scaling", "dropout")
-
-
-class BorrowedAttention(Borrowed, Attention):
-    """The attention of a module, between its products."""
-
-    _is_called = False
-    call: AttentionCall
-
-    def __init__(self, owner: nn.Module, call: AttentionCall) -> None:
-        super().__init__(owner)
-        own, names = self.__dict__, call.names
-        own["_names"], own["call"] = names, call
-        own["_watched"] = tuple(names[name] for name in _NUMBERS if name in names)
-        self.choose((False, False, None, False))
-
-    @property
-    def module(self) -> nn.Module:
-        """The attention module."""
-        return self._parameter_owner
-
-    def choices(self) -> list[AttentionChoice]:
-        """What calls usually choose."""
-        kinds = ((False, False), (False, True), (True, False))
-        rotary_dims = self.call.rotary_dims(self.module)
-        return [(*kind, n, has) for kind in kinds for n in rotary_dims for has in (False, True)]
-
-    def _tensors_of_owner(self) -> tuple[str, ...]:
-        return ()
-
-    def choose(self, choice: AttentionChoice) -> None:
-        """Takes what a call gives. No group has the op yet."""
-        self.__dict__["_choice"] = choice
-        self.__dict__["num_extra_inputs"] = int(choice[0])
-
-    @property
-    def head_dim(self) -> int:  # type: ignore[override]
-        return int(getattr(self._parameter_owner, self.__dict__["_names"]["head_dim"]))
-
-    @property
-    def num_heads(self) -> int:  # type: ignore[override]
-        return self.call.widths(self._parameter_owner)[0] // self.head_dim
-
-    @property
-    def num_kv_heads(self) -> int:  # type: ignore[override]
-        return self.call.widths(self._parameter_owner)[1] // self.head_dim
-
-    @property
-    def scale(self) -> float | None:  # type: ignore[override]
-        names = self.__dict__["_names"]
-        factors = [names[name] for name in ("scaling", "query_scaling") if name in names]
-        return math.prod(float(getattr(self._parameter_owner, name)) for name in factors)
-
-    @property
-    def p(self) -> float:  # type: ignore[override]
-        names = self.__dict__["_names"]
-        if "dropout_module" in names:
-            return float(getattr(self._parameter_owner, names["dropout_module"]).p)
-        return float(getattr(self._parameter_owner, names["dropout"]))
-
-    @property
-    def by_head(self) -> bool:  # type: ignore[override]
-        return "packed_by_head" in self.__dict__["_names"]
-
-    @property
-    def causal(self) -> bool:  # type: ignore[override]
-        return bool(self.__dict__["_choice"][1])
-
-
-class _NoKeyBias(BorrowedPackedLinear):
-    """Products of which that for keys has no bias."""
-
-    def _tensors_in(self, parameter: str) -> list[Tensor | None]:
-        return [
-            self.key_bias if found is None else found for found in super()._tensors_in(parameter)
-        ]
-
-    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
-        return [
-            (self, "key_bias") if getattr(owner, name) is None else (owner, name)
-            for owner, name in super()._tensor_places()
-        ]
-
-    @property
-    def key_bias(self) -> Tensor:
-        weight = self._weights()[1]
-        return weight.new_zeros(weight.shape[0])
-
-
-class _JoinedBias(Borrowed, Bias):
-    """A bias in parts that belong to an attention module."""
-
-    _is_called = False
-
-    def __init__(self, owner: nn.Module, names: Sequence[str]) -> None:
-        super().__init__(owner)
-        self.__dict__["_parts"] = tuple(names)
-
-    def _tensors_of_owner(self) -> tuple[str, ...]:
-        return ()
-
-    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
-        # The gradients of the parts are those of the whole.
-        return [(self, "bias")]
-
-    def _all_parts(self) -> list[Tensor]:
-        return [getattr(self._parameter_owner, name) for name in self.__dict__["_parts"]]
-
-    @property
-    def bias(self) -> Tensor:  # type: ignore[override]
-        return torch.cat(self._all_parts())
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return sum(map(len, self._all_parts()))
-
-
-class BorrowedRoPE(RoPE):
-    """The rotation of queries and keys, by as many numbers as the tables of a call have."""
-
-    def choose(self, choice: AttentionChoice) -> None:
-        self.rotary_dim = choice[2]
-
-
-class BorrowedQKNorm(Borrowed, QKNorm):
-    """The norms of queries and keys."""
-
-    def __init__(
-        self,
-        query: BorrowedRMSNorm,
-        key: BorrowedRMSNorm,
-        attention: BorrowedAttention,
-        whole: bool,
-    ) -> None:
-        super().__init__(query._parameter_owner)
-        own = self.__dict__
-        own["_norms"], own["_attention"], own["_is_whole"] = (query, key), attention, whole
-        own["_watched"] = query._watched
-
-    def _owners(self) -> list[nn.Module]:
-        return [one._parameter_owner for one in self.__dict__["_norms"]]
-
-    def _tensors_of_owner(self) -> tuple[str, ...]:
-        return ("weight",)
-
-    def _tensor_places(self) -> list[tuple[nn.Module, str]]:
-        return [(owner, "weight") for owner in self._owners()]
-
-    @property
-    def q_weight(self) -> nn.Parameter:  # type: ignore[override]
-        return self.__dict__["_norms"][0].weight
-
-    @property
-    def k_weight(self) -> nn.Parameter:  # type: ignore[override]
-        return self.__dict__["_norms"][1].weight
-
-    @property
-    def eps(self) -> float | None:  # type: ignore[override]
-        return self.__dict__["_norms"][0].eps
-
-    @property
-    def zero_centered_gamma(self) -> bool:  # type: ignore[override]
-        return bool(self.__dict__["_norms"][0].zero_centered_gamma)
-
-    @property
-    def per_head(self) -> bool:  # type: ignore[override]
-        return not self.__dict__["_is_whole"]
-
-    @property
-    def head_dim(self) -> int:  # type: ignore[override]
-        return int(self.__dict__["_attention"].head_dim)
-
-    @property
-    def num_heads(self) -> int:  # type: ignore[override]
-        return int(self.__dict__["_attention"].num_heads)
-
-    @property
-    def num_kv_heads(self) -> int:  # type: ignore[override]
-        return int(self.__dict__["_attention"].num_kv_heads)
-
-
-# ---- finding it
-
-
-class AttentionCall:
-    """What is known of an attention module: its ops, and what a call of it gives them."""
-
-    def __init__(self, names: Names) -> None:
-        self.names = names
-
-    def rotary_dims(self, module: Any) -> list[int | None]:
-        """How many numbers of a head calls usually rotate; None for calls without tables."""
-        raise NotImplementedError
-
-    def widths(self, module: Any) -> tuple[int, int]:
-        """The numbers of a row of queries, and of keys."""
-        raise NotImplementedError
-
-    def ops(self, module: Any) -> list[FusibleOperation]:
-        """All that the module computes. FuseSkip if ops do not."""
-        raise NotImplementedError
-
-    def inputs(
-        self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
-    ) -> AttentionInputs | None:
-        """What the ops take for a call of the module with these arguments behind the first one;
-        None if its statements have to run."""
-        raise NotImplementedError
-
-    def fill(self, module: Any, cache: Any, rows: Tensor) -> None:
-        """Gives keys and values in rows of queries, keys and values to an empty cache."""
-        query, key = self.widths(module)
-        head_dim = getattr(module, self.names["head_dim"])
-        if "packed_by_head" in self.names:
-            heads = rows.unflatten(-1, (-1, 3 * head_dim)).transpose(1, 2)
-            _, *found = heads.chunk(3, dim=-1)
-        else:
-            found = [
-                rows[..., first : first + key].unflatten(-1, (-1, head_dim)).transpose(1, 2)
-                for first in (query, query + key)
-            ]
-        cache.update(*found, module.layer_idx)
 
 
 class TransformersAttention(AttentionCall):
@@ -500,7 +257,7 @@ class TimmAttention(AttentionCall):
             if [one.weight.shape[0] for one in found] != [query, key, key]:
                 raise FuseSkip("its products are not as wide as its heads")
             has_bias = [one.bias is not None for one in found]
-            return [BorrowedPackedLinear(*found) if len({*has_bias}) == 1 else _NoKeyBias(*found)]
+            return [BorrowedPackedLinear(*found) if len({*has_bias}) == 1 else NoKeyBias(*found)]
         packed = _linear(module.qkv)
         if packed.weight.shape[0] != query + 2 * key:
             raise FuseSkip("its product is not as wide as its heads")
@@ -509,7 +266,7 @@ class TimmAttention(AttentionCall):
             return [BorrowedLinear(packed)]
         if packed.bias is not None:
             raise FuseSkip("its product has two biases")
-        return [BorrowedProduct(packed), _JoinedBias(module, biases)]
+        return [BorrowedProduct(packed), JoinedBias(module, biases)]
 
     def inputs(
         self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any], gives_weights: bool
@@ -576,22 +333,3 @@ def find_attention(module: nn.Module, called: nn.Module | None = None) -> Attent
     if names is not None and called is None:
         return TimmAttention(module, names)
     raise FuseUnfit(f"the forward of {name_of(module)} is not known")
-
-
-def attention_in(ops: Sequence[nn.Module]) -> BorrowedAttention | None:
-    """The attention among ops."""
-    return next((op for op in ops if isinstance(op, BorrowedAttention)), None)
-
-
-def chosen(ops: Sequence[nn.Module], choice: AttentionChoice) -> list[nn.Module]:
-    """The ops for calls like this one. For a cache, the rows that attention takes are an output."""
-    found: list[nn.Module] = []
-    for op in ops:
-        if isinstance(op, BorrowedRoPE) and choice[2] is None:
-            continue
-        if isinstance(op, BorrowedAttention | BorrowedRoPE):
-            op.choose(choice)
-        if isinstance(op, BorrowedAttention) and choice[3]:
-            found.append(MakeExtraOutput())
-        found.append(op)
-    return found

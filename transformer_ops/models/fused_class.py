@@ -16,7 +16,7 @@ from ..guard_groups import untraced
 from ..op.quantizers import passed_over
 from ..plan.explain.explanation import Explanation
 from ..sequential import Sequential
-from .attention import AttentionInputs
+from .attention_ops import AttentionInputs
 from .region import IS_OFF, REGIONS, Region
 from .rewriting import rewritten
 from .rules import Condition, FuseSkip, rules_named

@@ -16,7 +16,7 @@ from ..op.hooks import HOOKS
 from ..op.tensor_parallel import is_dtensor
 from ..runtime.policies import Policies
 from ..sequential import Sequential
-from .attention import AttentionChoice, BorrowedAttention, attention_in, chosen
+from .attention_ops import AttentionChoice, BorrowedAttention, attention_in, chosen
 from .branches import may_run
 from .pattern import Names, Steps
 from .rules import FuseRule, FuseSkip
