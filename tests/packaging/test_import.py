@@ -12,6 +12,8 @@ import torch
 import transformer_ops as tops
 from transformer_ops import marks
 
+pytestmark = pytest.mark.takes(seconds=45)
+
 # What takes as long as `import torch`, and packages that torch does without.
 HEAVY = {
     "matplotlib",
