@@ -38,9 +38,11 @@ ON_PROCESSORS := tests/ops/test_processor.py tests/quantization/test_widened_pro
 # The tests read one file of it: the whole package wants another huggingface_hub than transformers.
 LITGPT := litgpt==0.5.13
 
-# Files of tests side by side: most of their time is one thread of a compiler. Threads that wait for
-# their next loop must not take the cores from the tests beside them: small products take 20 times as long.
-PYTEST := env OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+# Files of tests side by side, the slowest first: most of their time is one thread of a compiler. Threads
+# that wait for their next loop must not take the cores from the tests beside them: small products take
+# 20 times as long.
+PYTEST := env OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxprocesses 4 \
+    --dist loadfile --no-loadscope-reorder
 
 # Every part runs, and the last lines list what failed in all of them.
 PARTS := $(BIN)/python tools/run_parts.py

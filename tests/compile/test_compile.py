@@ -9,6 +9,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.takes(seconds=70)
+
 
 def compiled(module, backend="aot_eager"):
     """The compiled module and the counter of its graphs."""

@@ -17,6 +17,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.takes(seconds=25)
+
 # More than torch._dynamo.config.recompile_limit.
 COUNT = 10
 

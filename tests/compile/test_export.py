@@ -10,6 +10,8 @@ from torch.export import Dim, export
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.takes(seconds=35)
+
 tops_ops = torch.ops.transformer_ops
 
 

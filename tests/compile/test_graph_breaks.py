@@ -13,6 +13,8 @@ from user_fusions import JointSingle, JointSplit, ScaleShift, SingleSquare
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.takes(seconds=15)
+
 SPLITS = torch.tensor([1, 3])
 
 

@@ -9,6 +9,8 @@ from user_fusions import SingleSquare, gradients
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.takes(seconds=110)
+
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.takes(seconds=50)
+
 SHORT, LONG = 800, 12800
 # Times of one machine, and one process: quadratic parts made the ratio 2 to 9.
 MOST = 1.7

@@ -20,6 +20,8 @@ from user_fusions import (
 import transformer_ops as tops
 from transformer_ops.testing import check_fusion
 
+pytestmark = pytest.mark.takes(seconds=15)
+
 REGISTER = {
     "forward": tops.register_forward_fusion,
     "backward": tops.register_backward_fusion,

@@ -19,6 +19,8 @@ from user_fusions import (
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.takes(seconds=15)
+
 
 class Reference(nn.Module):
     """The same numbers by plain autograd."""

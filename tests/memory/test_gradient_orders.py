@@ -14,6 +14,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.takes(seconds=30)
+
 SPLITS = torch.tensor([3, 0, 5])
 ROWS = 8
 

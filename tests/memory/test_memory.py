@@ -19,7 +19,7 @@ from torch import Tensor
 import transformer_ops as tops
 from transformer_ops import memory
 
-pytestmark = pytest.mark.usefixtures("few_objects")
+pytestmark = [pytest.mark.usefixtures("few_objects"), pytest.mark.takes(seconds=20)]
 
 ROWS, WIDTH = 256, 512
 BYTES = ROWS * WIDTH * 4

@@ -13,6 +13,8 @@ from test_memory import HEADER, run_script
 import transformer_ops as tops
 from transformer_ops import memory
 
+pytestmark = pytest.mark.takes(seconds=25)
+
 ROWS, HIDDEN, WIDE = 512, 512, 2048
 BLOCKS = {
     "GELU": lambda f: [tops.Linear(HIDDEN, f), tops.GELU(), tops.Linear(f, HIDDEN)],

@@ -10,6 +10,8 @@ from user_fusions import gradients
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.takes(seconds=20)
+
 
 def residual(*body, p=None):
     """x + body(x)."""

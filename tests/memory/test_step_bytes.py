@@ -23,6 +23,8 @@ import fuse_models
 import saved_formats
 from suite import measure
 
+pytestmark = pytest.mark.takes(seconds=35)
+
 COUNT = 4096
 BYTES = 4 * COUNT
 

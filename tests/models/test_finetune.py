@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.takes(seconds=20)
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "finetune.py"
 
 

@@ -16,6 +16,8 @@ from typed_op_samples import NAMES, overload, samples
 import transformer_ops as tops
 from transformer_ops import _C, flops, recipe
 
+pytestmark = pytest.mark.takes(seconds=25)
+
 COUNTED = {name.partition("::")[2] for name, *_ in _C.counted_ops()}
 
 

@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.takes(seconds=40)
+
 
 def tokens() -> Tensor:
     return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(1))

@@ -23,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.takes(seconds=25)
+
 
 def results(model: nn.Module, input: Tensor, run: Any = None) -> list[Tensor]:
     """The output, and the gradients of all parameters that have some."""

@@ -25,6 +25,8 @@ from torchao.quantization import (
 
 import transformer_ops as tops
 
+pytestmark = pytest.mark.takes(seconds=80)
+
 DECODER = {
     "hidden_size": 32,
     "intermediate_size": 80,

@@ -25,6 +25,8 @@ from lm import checkpoint, data, model, options, report, training  # noqa: E402
 from lm.failure import Failure  # noqa: E402
 from lm.options import parse  # noqa: E402
 
+pytestmark = pytest.mark.takes(seconds=65)
+
 SMALL = ["--batch", "2", "--context", "32", "--layers", "2", "--width", "32"]
 
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 import transformer_ops  # noqa: F401  (registers the ops)
 
+pytestmark = pytest.mark.takes(seconds=15)
+
 Real = np.longdouble
 Array = Any
 OPS = torch.ops.transformer_ops

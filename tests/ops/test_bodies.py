@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import transformer_ops as tops
 from transformer_ops.op import BasicOperation
 
+pytestmark = pytest.mark.takes(seconds=25)
+
 CSRC = Path(__file__).parents[2] / "csrc"
 
 WRONG = """

@@ -1,8 +1,11 @@
 """More than 2^31 elements: indices must not wrap. About 9 GB of memory."""
 
+import pytest
 import torch
 
 import transformer_ops  # noqa: F401  (registers the ops)
+
+pytestmark = pytest.mark.takes(seconds=25)
 
 OPS = torch.ops.transformer_ops
 WIDTH = 4096

@@ -18,6 +18,8 @@ import transformer_ops as tops
 from transformer_ops.op import BasicOperation
 from transformer_ops.plan.plan import Plan
 
+pytestmark = pytest.mark.takes(seconds=35)
+
 # y[r] = x[r] * weight[ids[r]] + shift[ids[r]]; without shifts, nothing is added.
 SOURCE = """
 #include <ATen/ops/stack.h>

@@ -16,6 +16,8 @@ import transformer_ops as tops
 from transformer_ops.op import BasicOperation
 from transformer_ops.plan.plan import Plan
 
+pytestmark = pytest.mark.takes(seconds=15)
+
 # y[r] = x[r] * probs[r] * weight[ids[r]]; without probs, or without a weight, its factor is 1.
 SOURCE = """
 #include <ATen/ops/embedding.h>

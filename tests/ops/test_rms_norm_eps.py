@@ -16,6 +16,8 @@ import transformer_ops as tops
 from transformer_ops import _C
 from transformer_ops.recipe import MXFP8BlockScaling
 
+pytestmark = pytest.mark.takes(seconds=20)
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 EPS = {dtype: torch.finfo(torch.float32).eps for dtype in DTYPES}
 EPS[torch.float64] = torch.finfo(torch.float64).eps

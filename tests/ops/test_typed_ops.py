@@ -14,6 +14,8 @@ import transformer_ops as tops
 from transformer_ops import _C
 from transformer_ops._loader import build_info
 
+pytestmark = pytest.mark.takes(seconds=180)
+
 GLUS = {"glu", "geglu", "exact_geglu", "qgeglu", "reglu", "sreglu", "swiglu", "situglu"}
 GLUS |= {"clamped_swiglu"}
 # The largest samples whose derivatives are checked number by number.

@@ -18,6 +18,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import transformer_ops as tops
 from transformer_ops.fusion import registry
 
+pytestmark = pytest.mark.takes(seconds=80)
+
 ROOT = Path(__file__).parents[2]
 
 

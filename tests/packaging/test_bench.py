@@ -31,6 +31,8 @@ from suite.cases import BLOCK_SIZE, COMPILED, EAGER, FORWARD, OP_SIZE, OURS, TRA
 from suite.results import Results
 from ways import NoWork
 
+pytestmark = pytest.mark.takes(seconds=40)
+
 CPU = torch.device("cpu")
 ABOUT = {
     "cpu": "a CPU", "cores": 2, "features": ["AVX2"], "threads": 2, "torch": "2.15.0",

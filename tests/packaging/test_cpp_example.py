@@ -10,6 +10,8 @@ from cmake_projects import ROOT, build, configure, install_copy, run, tool
 
 import transformer_ops
 
+pytestmark = pytest.mark.takes(seconds=25)
+
 INCLUDE = "include/transformer_ops/runtime/pipeline.h"
 
 

@@ -26,6 +26,8 @@ from transformer_ops import _C
 from transformer_ops.fusion import registry
 from transformer_ops.testing import check_fusion
 
+pytestmark = pytest.mark.takes(seconds=35)
+
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:

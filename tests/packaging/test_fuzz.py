@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from fuzz import FUZZERS
 
+pytestmark = pytest.mark.takes(seconds=65)
+
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 10
 
@@ -24,12 +26,25 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture(scope="module")
+def all_fuzzers() -> subprocess.CompletedProcess[str]:
+    """One process for all: each takes seconds to load what it tests."""
+    return run("--seconds", SECONDS * len(FUZZERS))
+
+
 @pytest.mark.parametrize("name", FUZZERS)
-def test_fuzzer(name):
-    found = run("--only", name, "--seconds", SECONDS)
-    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
-    seeds, checks = map(int, re.findall(r"(\d+) seeds +(\d+) checks", found.stdout)[0])
+def test_fuzzer(name, all_fuzzers):
+    found = all_fuzzers
+    assert f"FAILED {name} " not in found.stdout, found.stdout[-8000:] + found.stderr[-2000:]
+    lines = re.findall(rf"^{name} +(\d+) seeds +(\d+) checks", found.stdout, re.MULTILINE)
+    assert len(lines) == 1, found.stdout[-8000:] + found.stderr[-2000:]
+    seeds, checks = map(int, lines[0])
     assert seeds >= 1 and checks >= seeds
+
+
+def test_no_fuzzer_fails(all_fuzzers):
+    found = all_fuzzers
+    assert found.returncode == 0, found.stdout[-8000:] + found.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

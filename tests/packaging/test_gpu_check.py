@@ -21,6 +21,8 @@ from gpu_check import Part
 from suite import gpu, gpu_models, gpu_profile
 from suite.cases import OURS
 
+pytestmark = pytest.mark.takes(seconds=45)
+
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 PYTHON = sys.executable
@@ -83,22 +85,48 @@ def test_a_part_that_takes_too_long_ends_with_its_children(work: Path) -> None:
 def test_a_part_out_of_time_says_how_far_it_came(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reached = work / "reached"
+
+    class Reaching(subprocess.Popen[bytes]):
+        """Its time is over once it has written the file, however busy the machine is."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None or reached.exists():
+                return super().wait(timeout)
+            end = time.monotonic() + timeout
+            while self.poll() is None and not reached.exists() and time.monotonic() < end:
+                time.sleep(0.02)
+            return super().wait(0)
+
+    monkeypatch.setattr(subprocess, "Popen", Reaching)
     tests = work / "test_some.py"
     tests.write_text(
-        "def test_bad(): assert 2 == 3\ndef test_long(): __import__('time').sleep(600)"
+        f"""
+def test_bad():
+    assert 2 == 3
+
+def test_long():
+    open({str(reached)!r}, "w").close()
+    __import__("time").sleep(600)
+"""
     )
     command = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", str(tests)]
-    # The machine may be busy.
     monkeypatch.setattr(gpu_check, "GRACE_SECONDS", 60)
-    outcome = run(Part("a part", 20, lambda: [command]))
+    outcome = run(Part("a part", 300, lambda: [command]), seconds=300)
     assert outcome.status == "timed out"
     said = "\n".join(outcome.log)
     assert "assert 2 == 3" in said
     assert "1 failed" in said
     # What does not listen is ended.
     monkeypatch.setattr(gpu_check, "GRACE_SECONDS", 0.5)
-    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
-    outcome = run(python(deaf), seconds=3)
+    reached.unlink()
+    deaf = f"""
+import signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+open({str(reached)!r}, "w").close()
+time.sleep(600)
+"""
+    outcome = run(python(deaf), seconds=20)
     assert outcome.status == "timed out"
     assert outcome.seconds < 300
 

@@ -2,9 +2,12 @@
 
 import gpt_worker
 import parallel_worker
+import pytest
 import torch
 from lm.parallel import Ranks
 from ranks import spawn
+
+pytestmark = pytest.mark.takes(seconds=40)
 
 
 def test_parallel(tmp_path):

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 import wrapped_worker
 from pairs import all_rows, pairs_of_all
 from ranks import spawn
 from wrapped_worker import AXES, REFUSED, REFUSED_ROWS, TABLE, WRAPPERS, refusal
+
+pytestmark = pytest.mark.takes(seconds=35)
 
 
 def test_every_two_values_meet() -> None:

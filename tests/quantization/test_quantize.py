@@ -13,6 +13,8 @@ from torch import Tensor
 
 from transformer_ops import _C
 
+pytestmark = pytest.mark.takes(seconds=80)
+
 o = torch.ops.transformer_ops
 quantize = torch.ops.transformer_ops.quantize.default
 dequantize = torch.ops.transformer_ops.dequantize.default

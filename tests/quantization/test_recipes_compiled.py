@@ -35,6 +35,8 @@ from transformer_ops.quantization import current_recipe
 from transformer_ops.quantization.quantized_tensor import QuantizedTensor
 from transformer_ops.quantization.scales import owners_of_scales
 
+pytestmark = pytest.mark.takes(seconds=80)
+
 all_recipes = pytest.mark.parametrize("name", EVERY_RECIPE)
 
 

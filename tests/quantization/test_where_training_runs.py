@@ -18,6 +18,8 @@ import transformer_ops as tops
 from transformer_ops import recipe as recipes
 from transformer_ops.quantization import checkpoint_contexts, make_scales
 
+pytestmark = pytest.mark.takes(seconds=40)
+
 DELAYED = recipes.DelayedScaling(amax_history_len=3)
 RECIPES: dict[str, recipes.Recipe] = {
     "mxfp8": recipes.MXFP8BlockScaling(),

@@ -122,7 +122,7 @@ class Groups {
   std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups_;
 };
 
-OpNode linear(int64_t in_features, int64_t out_features) {
+OpNode product(int64_t in_features, int64_t out_features) {
   return make_op("BasicLinear", {{"in_features", in_features},
                                  {"out_features", out_features},
                                  {"accumulate_into_main_grad", false}});
@@ -153,7 +153,7 @@ TEST(Collectives, TensorAndSequenceParallelPipelines) {
   std::vector<std::vector<at::Tensor>> grads(kRanks);
   std::vector<std::string> steps(kRanks);
   const auto run_rank = [&](int rank) {
-    Pipeline block({collective("AllGather", rank), linear(8, 8), make_op("GELU"), linear(8, 8),
+    Pipeline block({collective("AllGather", rank), product(8, 8), make_op("GELU"), product(8, 8),
                     collective("ReduceScatter", rank)});
     const at::Tensor rows = x.chunk(kRanks)[rank].clone().requires_grad_();
     const at::Tensor mine = up.chunk(kRanks)[rank].clone().requires_grad_();

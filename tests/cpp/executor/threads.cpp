@@ -50,7 +50,7 @@ backward ConstantScale ops=[3]
          number + ")\n";
 }
 
-Tensor run(const std::string& text, const Tensors& inputs) {
+Tensor output_of(const std::string& text, const Tensors& inputs) {
   using Signature = Tensors(c10::string_view, const Tensor&, at::TensorList, at::TensorList);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("transformer_ops::run_plan", "")
@@ -98,16 +98,16 @@ class RunPlanThreads : public testing::Test {
   }
 
   const Tensors inputs_ = random_inputs();
-  const Tensors want_ = gradients(run(plan_text(1), inputs_), inputs_);
+  const Tensors want_ = gradients(output_of(plan_text(1), inputs_), inputs_);
 };
 
 TEST_F(RunPlanThreads, RunOneText) {
   const std::string text = plan_text(new_scale());
-  const Tensors want = gradients(run(text, inputs_), inputs_);
+  const Tensors want = gradients(output_of(text, inputs_), inputs_);
   EXPECT_EQ(0, wrong_results([&](int) {
               int wrong = 0;
               for (int i = 0; i < kRuns; ++i) {
-                wrong += !all_close(gradients(run(text, inputs_), inputs_), want);
+                wrong += !all_close(gradients(output_of(text, inputs_), inputs_), want);
               }
               return wrong;
             }));
@@ -118,7 +118,7 @@ TEST_F(RunPlanThreads, CompileNewTexts) {
               int wrong = 0;
               for (int i = 0; i < kRuns; ++i) {
                 const double scale = new_scale();
-                const Tensor output = run(plan_text(scale), inputs_);
+                const Tensor output = output_of(plan_text(scale), inputs_);
                 wrong += !all_close(gradients(output, inputs_), want_, scale);
               }
               return wrong;
@@ -129,14 +129,14 @@ TEST_F(RunPlanThreads, CompileTheSameNewText) {
   for (int i = 0; i < kRuns; ++i) {
     const double scale = new_scale();
     EXPECT_EQ(0, wrong_results([&](int) {
-                const Tensor output = run(plan_text(scale), inputs_);
+                const Tensor output = output_of(plan_text(scale), inputs_);
                 return !all_close(gradients(output, inputs_), want_, scale);
               }));
   }
 }
 
 TEST_F(RunPlanThreads, GoBackwardThroughOneGraph) {
-  const Tensor output = run(plan_text(1), inputs_);
+  const Tensor output = output_of(plan_text(1), inputs_);
   EXPECT_EQ(0, wrong_results([&](int) {
               int wrong = 0;
               for (int i = 0; i < kRuns; ++i)
@@ -148,7 +148,8 @@ TEST_F(RunPlanThreads, GoBackwardThroughOneGraph) {
 TEST_F(RunPlanThreads, FreeWhatOthersMade) {
   std::vector<Tensor> made(kThreads * kRuns);
   EXPECT_EQ(0, wrong_results([&](int id) {
-              for (int i = 0; i < kRuns; ++i) made[id * kRuns + i] = run(plan_text(1), inputs_);
+              for (int i = 0; i < kRuns; ++i)
+                made[id * kRuns + i] = output_of(plan_text(1), inputs_);
               return 0;
             }));
   EXPECT_EQ(0, wrong_results([&](int id) {
@@ -166,7 +167,7 @@ TEST_F(RunPlanThreads, AForkedProcessCompiles) {
   for (int id = 0; id < 2; ++id) {
     threads.emplace_back([&] {
       const at::NoGradGuard no_grad;
-      while (!stop) run(plan_text(new_scale()), inputs_);
+      while (!stop) output_of(plan_text(new_scale()), inputs_);
     });
   }
   bool hung = false;
@@ -179,7 +180,7 @@ TEST_F(RunPlanThreads, AForkedProcessCompiles) {
       // As a worker of a DataLoader does: the team of libgomp is the parent's.
       at::set_num_threads(1);
       const at::NoGradGuard no_grad;
-      run(plan_text(-1 - i), {at::ones({2, 6}), at::ones({32, 6}), at::ones({32})});
+      output_of(plan_text(-1 - i), {at::ones({2, 6}), at::ones({32, 6}), at::ones({32})});
       _exit(0);
     }
     int status = 1;
@@ -196,7 +197,7 @@ TEST_F(RunPlanThreads, AForkedProcessCompiles) {
 void race(const Tensors& inputs) {
   int calls = 0;
   wrong_results([&](int) {
-    const Tensor output = run(plan_text(1), inputs);
+    const Tensor output = output_of(plan_text(1), inputs);
     output.register_hook([&](const Tensor&) { ++calls; });
     for (int i = 0; i < 10 * kRuns; ++i) gradients(output, inputs);
     return 0;

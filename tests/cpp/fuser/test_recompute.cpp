@@ -19,7 +19,7 @@ PlanKey recomputing(const std::vector<OpNode>& ops) {
 Plan recomputing_plan(const std::vector<OpNode>& ops) { return toy::plan(ops, recomputing(ops)); }
 
 // The slots that forward saves, parameters left out.
-std::string saved(const Plan& plan) {
+std::string saved_slots(const Plan& plan) {
   std::string text;
   for (const Step& step : plan.forward) {
     for (const Save& save : step.saves) {
@@ -60,13 +60,13 @@ backward Product ops=[3]
 
 TEST(Recompute, IsOffUnlessAskedFor) {
   const auto ops = nodes({"Norm", "Product"});
-  EXPECT_EQ(saved(toy::plan(ops)), "s0.input s0.rstd s1.input ");
+  EXPECT_EQ(saved_slots(toy::plan(ops)), "s0.input s0.rstd s1.input ");
 }
 
 TEST(Recompute, GoesBackThroughChains) {
   const Plan plan =
       recomputing_plan(nodes({"Product", "Square", "Shift", "Same", "Mask", "Scale", "Product"}));
-  EXPECT_EQ(saved(plan), "s0.input s1.input s4.mask ");
+  EXPECT_EQ(saved_slots(plan), "s0.input s1.input s4.mask ");
   const std::string text = to_text(plan);
   EXPECT_NE(text.find(R"(backward Product ops=[6]
   x2 = recompute_square(g7, s1.input)
@@ -81,7 +81,7 @@ TEST(Recompute, GoesBackThroughChains) {
 
 TEST(Recompute, IsDoneOnceForSeveralReaders) {
   const Plan plan = recomputing_plan(nodes({"Norm", "Square", "Product"}));
-  EXPECT_EQ(saved(plan), "s0.input s0.rstd ");
+  EXPECT_EQ(saved_slots(plan), "s0.input s0.rstd ");
   const std::string text = to_text(plan);
   EXPECT_NE(text.find("g1 = square_backward(g2, x1)\n"), std::string::npos) << text;
   EXPECT_EQ(text.find("x1 = recompute_norm"), text.rfind("x1 = recompute_norm")) << text;
@@ -89,15 +89,16 @@ TEST(Recompute, IsDoneOnceForSeveralReaders) {
 
 TEST(Recompute, KeepsWhatNothingKeptLeadsTo) {
   // Nobody keeps the input of a Scale, a Shift or a Mask.
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Scale", "Product"}))), "s1.input ");
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Product", "Shift", "Product"}))), "s0.input s2.input ");
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Mask", "Product"}))), "s0.mask s1.input ");
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Add", "Product"}))), "s1.input ");
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Scale", "Product"}))), "s1.input ");
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Product", "Shift", "Product"}))),
+            "s0.input s2.input ");
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Mask", "Product"}))), "s0.mask s1.input ");
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Add", "Product"}))), "s1.input ");
 }
 
 TEST(Recompute, SavesTheSmallInputOfAProducerInsteadOfItsOutput) {
   const Plan plan = recomputing_plan(nodes({"Repeat", "Product"}));
-  EXPECT_EQ(saved(plan), "s0.input ");
+  EXPECT_EQ(saved_slots(plan), "s0.input ");
   const std::string text = to_text(plan);
   EXPECT_NE(text.find("\n  x1 = recompute_repeat(g2, s0.input)\n"), std::string::npos) << text;
   EXPECT_EQ(to_text(parse_plan(text)), text);
@@ -105,11 +106,13 @@ TEST(Recompute, SavesTheSmallInputOfAProducerInsteadOfItsOutput) {
   const auto ops = nodes({"Repeat", "Product"});
   PlanKey key = recomputing(ops);
   key.tensors[0].requires_grad = false;
-  EXPECT_EQ(saved(toy::plan(ops, key)), "s0.input ");
+  EXPECT_EQ(saved_slots(toy::plan(ops, key)), "s0.input ");
   // What is kept anyway, or computed again, serves instead.
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Norm", "Repeat", "Product"}))), "s0.input s0.rstd ");
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Square", "Same", "Repeat", "Product"}))), "s0.input ");
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Repeat", "Shift"}))), "");
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Norm", "Repeat", "Product"}))),
+            "s0.input s0.rstd ");
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Square", "Same", "Repeat", "Product"}))),
+            "s0.input ");
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Repeat", "Shift"}))), "");
 }
 
 TEST(Recompute, AnAddedInputIsSavedAsItsStepTookIt) {
@@ -135,18 +138,18 @@ TEST(Recompute, AddsNoInputThatIsInsideAStep) {
             .pattern = {{"Shift"}, {"Repeat"}},
             .forward = "shift_repeat(Tensor input, Tensor shift) -> Tensor output"};
   const ScopedRule forward(std::move(rule));
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Shift", "Repeat", "Product"}))), "s2.input ");
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Shift", "Repeat", "Product"}))), "s2.input ");
 }
 
 TEST(Recompute, KeepsWhatAProducerWithoutBackwardGives) {
   const auto ops = nodes({"Norm", "Product"});
   PlanKey key = recomputing(ops);
   key.tensors[0].requires_grad = false;
-  EXPECT_EQ(saved(toy::plan(ops, key)), "s1.input ");
+  EXPECT_EQ(saved_slots(toy::plan(ops, key)), "s1.input ");
 }
 
 TEST(Recompute, ASecondNameOfAKeptTensorStays) {
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Product", "Same", "Product", "Square", "Same"}))),
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Product", "Same", "Product", "Square", "Same"}))),
             "s0.input s2.input s3.input ");
 }
 
@@ -167,13 +170,13 @@ TEST(Recompute, CastsWhereForwardDid) {
 TEST(Recompute, WorksAcrossFusions) {
   const ScopedRule forward(toy::forward_rule()), backward(toy::backward_rule());
   const Plan plan = recomputing_plan(nodes({"Norm", "Product", "Shift", "Square", "Product"}));
-  EXPECT_EQ(saved(plan), "s0.input s0.rstd s3.input ");
+  EXPECT_EQ(saved_slots(plan), "s0.input s0.rstd s3.input ");
   EXPECT_EQ(plan.forward[1].name, "product_shift_square");
 }
 
 TEST(Recompute, AJointFusionKeepsItsOwnWhereNothingLeadsToIt) {
   const ScopedRule joint(toy::joint_rule());
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Square", "Product"}))), "s1.input ");
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Square", "Product"}))), "s1.input ");
 }
 
 TEST(Recompute, FeedsAPythonStepThroughItsSlots) {
@@ -186,7 +189,7 @@ TEST(Recompute, FeedsAPythonStepThroughItsSlots) {
     return taken;
   };
   const Plan plan = make_plan(ops, recomputing(ops), take_product).plan;
-  EXPECT_EQ(saved(plan), "s0.input s0.rstd ");
+  EXPECT_EQ(saved_slots(plan), "s0.input s0.rstd ");
   EXPECT_NE(to_text(plan).find(R"(
 backward Mine ops=[1] python=2
   x1 = recompute_norm(g2, s0.input, s0.rstd)
@@ -198,23 +201,24 @@ backward Mine ops=[1] python=2
 
 TEST(Recompute, AddsTheInputOfAProducerThatSaysSo) {
   const Plan plan = recomputing_plan(nodes({"Spread", "Product"}));
-  EXPECT_EQ(saved(plan), "s0.places s0.input ");
+  EXPECT_EQ(saved_slots(plan), "s0.places s0.input ");
   EXPECT_NE(to_text(plan).find("x1 = recompute_spread(g2, s0.input, s0.places)"), std::string::npos)
       << to_text(plan);
   EXPECT_EQ(to_text(parse_plan(to_text(plan))), to_text(plan));
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Spread", "Square", "Product"}))), "s0.places s0.input ");
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Spread", "Square", "Product"}))),
+            "s0.places s0.input ");
 }
 
 TEST(Recompute, AddsNoInputThatIsThereAnyway) {
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Norm", "Spread", "Product"}))),
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Norm", "Spread", "Product"}))),
             "s0.input s0.rstd s1.places ");
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Spread", "Scale"}))), "s0.places ");
-  EXPECT_EQ(saved(toy::plan(nodes({"Spread", "Product"}))), "s0.places s1.input ");
+  EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Spread", "Scale"}))), "s0.places ");
+  EXPECT_EQ(saved_slots(toy::plan(nodes({"Spread", "Product"}))), "s0.places s1.input ");
 }
 
 TEST(Recompute, AnOpThatHandsOnChangesNothing) {
   const Plan plan = recomputing_plan(nodes({"Norm", "Choose", "Spread", "Product"}));
-  EXPECT_EQ(saved(plan), "s0.input s0.rstd s2.places ");
+  EXPECT_EQ(saved_slots(plan), "s0.input s0.rstd s2.places ");
   const std::string text = to_text(plan);
   EXPECT_NE(text.find("  x2 = x1\n  o1.ids = choose(x1)\n"), std::string::npos) << text;
   EXPECT_EQ(to_text(parse_plan(text)), text);
