@@ -49,7 +49,7 @@ class Lowering {
       quantize_forward(analysis_, step);
     }
     list_states(plan_);
-    recompute_outputs(plan_, analysis_);
+    recompute_outputs(plan_, analysis_, groups.forward);
     for (size_t k = 0; k < groups.forward.size(); ++k) {
       if (!plan_.forward[k].python) stop_saving(groups.forward[k], plan_.forward[k]);
     }
