@@ -32,7 +32,7 @@ EMULATED := --emulate-cuda build/cp*-torch$(TORCH)/tests/cpp/emulated/libtransfo
 
 # What depends on how products run: numbers, bytes and plans.
 ON_PROCESSORS := tests/ops/test_processor.py tests/quantization/test_widened_products.py tests/memory/test_peak_memory.py \
-    tests/ops/test_products.py tests/ops/test_epilogues.py tests/memory/test_recompute.py tests/fuser/test_residual_fusions.py \
+    tests/ops/test_products.py tests/ops/test_epilogues.py tests/memory/test_recompute.py tests/memory/test_recompute_products.py tests/fuser/test_residual_fusions.py \
     tests/quantization/test_scaled_products.py tests/fuser/test_fusions_under_recipes.py tests/ops/test_main_grad.py tests/ops/test_attention.py tests/models/test_fuse_forms.py
 
 # The tests read one file of it: the whole package wants another huggingface_hub than transformers.

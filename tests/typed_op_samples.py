@@ -86,6 +86,11 @@ def _modules(dtype: torch.dtype) -> Iterator[tuple[torch.nn.Module, list[Tensor]
         x = torch.randn(ROWS, 16, dtype=dtype, requires_grad=True)
         inputs = [tensor.detach().requires_grad_() for tensor in fusion.inputs(x)]
         yield tops.Sequential(*fusion.make()).to(dtype), inputs
+    # Backward recomputes what a fused product returns.
+    for op in (tops.GELU(), tops.SwiGLU(), tops.LayerNorm(32)):
+        x = torch.randn(ROWS, 16, dtype=dtype, requires_grad=True)
+        module = tops.Sequential(tops.Linear(16, 32), op, recompute="products")
+        yield module.to(dtype), [x]
 
 
 @functools.cache

@@ -49,7 +49,10 @@ class Lowering {
       quantize_forward(analysis_, step);
     }
     list_states(plan_);
-    recompute_outputs(plan_, analysis_);
+    recompute_outputs(plan_, analysis_, groups.forward);
+    for (size_t k = 0; k < groups.forward.size(); ++k) {
+      if (!plan_.forward[k].python) stop_saving(groups.forward[k], plan_.forward[k]);
+    }
     compress_saved(plan_, dtypes());
     // Only the CPU has kernels that round in the same pass.
     if (key_.recipe != nullptr && key_.device == Device::Cpu && !key_.decomposed) {
@@ -502,6 +505,23 @@ class Lowering {
     for (auto slot = needed_slots_.lower_bound({Kind::Slot, span.first}); slot != end; ++slot) {
       const auto source = slot_source(span, call, *slot);
       if (source) step.saves.push_back({*slot, *source});
+    }
+  }
+
+  // Sets save_<slot> to false for slots that backward recomputes instead.
+  void stop_saving(const StepGroup& group, Step& step) const {
+    const Span span = make_span(group);
+    const Schema& schema = forward_schema(group);
+    for (size_t k = 0; k < schema.arguments.size(); ++k) {
+      const auto slot = suffix(schema.arguments[k].name, "save_");
+      if (!slot) continue;
+      const Value value = result_value(span, *slot);
+      const bool is_saved = std::ranges::find(step.saves, value, &Save::slot) != step.saves.end();
+      if (is_saved || !needed_slots_.contains(value)) continue;
+      for (Instruction& call : step.instructions) {
+        // If a cast writes the slot, the call still has to return the tensor.
+        if (call.target != kCast && call.writes(value)) call.arguments[k] = Attribute(false);
+      }
     }
   }
 

@@ -16,9 +16,10 @@ using Kind = Value::Kind;
 // Boundaries between which ops only pass the tensor through count as one: the first of them.
 class Recomputation {
  public:
-  Recomputation(Plan& plan, const Analysis& analysis)
+  Recomputation(Plan& plan, const Analysis& analysis, const std::vector<StepGroup>& groups)
       : plan_(plan),
         analysis_(analysis),
+        groups_(groups),
         dtypes_(analysis.dtypes()),
         policy_(analysis.key().policies.recompute) {
     for (const Step& step : plan_.forward) {
@@ -42,6 +43,14 @@ class Recomputation {
     Lost,      // neither saved nor recomputed
     Saved,     // saved by forward
     Computed,  // recomputed
+  };
+
+  // What recomputes the main tensor at a boundary: an op, or in one call the ops of a fused forward
+  // step up to there.
+  struct Producer {
+    const Schema* schema;
+    std::vector<int> ops;
+    Bindings bindings = {};
   };
 
   const OpDeclaration& row(int op) const { return declaration(plan_.ops[op].kind); }
@@ -105,15 +114,48 @@ class Recomputation {
     });
   }
 
+  // Finds the producer at a boundary, the one of most ops first.
   bool can_compute(int boundary) {
     const int op = boundary - 1;
-    if (op < 0 || !is_native(op) || row(op).recompute_schema.empty()) return false;
-    if (!is_covered(op)) return false;
-    return std::ranges::all_of(row(op).recompute_schema.arguments, [&](const auto& field) {
-      if (field.name == "input") return has_input(op);
-      const bool is_slot = row(op).has_slot(field.name) && !row(op).has_parameter(field.name);
-      return !is_slot || read_.contains({Kind::Slot, op, field.name});
+    if (op < 0 || !is_native(op)) return false;
+    std::vector<Producer> producers = {{&row(op).recompute_schema, {op}}};
+    if (auto fused = fused_producer(op)) producers.insert(producers.begin(), std::move(*fused));
+    for (Producer& each : producers) {
+      if (!can_run(each)) continue;
+      producers_.emplace(boundary, std::move(each));
+      return true;
+    }
+    return false;
+  }
+
+  // None if `op` is not the last op whose output the call of its forward step recomputes.
+  std::optional<Producer> fused_producer(int op) const {
+    const auto group = std::prev(std::ranges::upper_bound(groups_, op, {}, &StepGroup::first));
+    if (group->rule == nullptr || group->rule->recompute_schema.empty()) return std::nullopt;
+    const Match match{analysis_, group->places};
+    const int entry = group->rule->recomputed;
+    if (op != (entry < 0 ? match.last() : match.places[entry])) return std::nullopt;
+    Producer producer{.schema = &group->rule->recompute_schema, .ops = group->places};
+    std::erase_if(producer.ops, [&](int each) { return each < 0 || each > op; });
+    if (group->rule->bind) producer.bindings = group->rule->bind(match);
+    return producer;
+  }
+
+  bool can_run(const Producer& producer) {
+    if (producer.schema->empty()) return false;
+    if (!std::ranges::all_of(producer.ops, [&](int op) { return is_covered(op); })) return false;
+    return std::ranges::all_of(producer.schema->arguments, [&](const Schema::Field& field) {
+      if (field.name == "input") return has_input(producer.ops.front());
+      return std::ranges::all_of(producer.ops,
+                                 [&](int op) { return has_value_of(op, field.name); });
     });
+  }
+
+  // Is the argument of that name there in backward, if the op has it?
+  bool has_value_of(int op, const std::string& name) const {
+    if (row(op).has_parameter(name)) return true;
+    if (row(op).has_slot(name)) return read_.contains({Kind::Slot, op, name});
+    return !row(op).has_extra_input(name);
   }
 
   bool has_input(int op) {
@@ -190,47 +232,60 @@ class Recomputation {
     boundary = first_same(boundary);
     const Value result{Kind::Main, boundary};
     if (!written_.insert(boundary).second) return result;
-    const int op = boundary - 1;
-    const Schema& schema = row(op).recompute_schema;
-    Instruction call{.target = schema.name, .results = {result}};
-    for (const auto& field : schema.arguments) {
-      call.arguments.push_back(argument(op, field.name, step, code));
+    const Producer& producer = producers_.at(boundary);
+    Instruction call{.target = producer.schema->name, .results = {result}};
+    for (const auto& field : producer.schema->arguments) {
+      call.arguments.push_back(argument(producer, field.name, step, code));
     }
     code.push_back(std::move(call));
     return result;
   }
 
-  Argument argument(int op, const std::string& name, const Step& step,
+  Argument argument(const Producer& producer, const std::string& name, const Step& step,
                     std::vector<Instruction>& code) {
     if (name == "grad_output") return gradient(step);
-    if (name == "input") {
-      if (state(op) == State::Computed) return compute(op, step, code);
-      const Value* const kept = kept_slot(op);
-      return kept != nullptr ? *kept : added_slot(op);
+    if (name == "input") return input(producer.ops.front(), step, code);
+    if (const auto bound = producer.bindings.find(name); bound != producer.bindings.end()) {
+      return std::get<Attribute>(bound->second);
     }
-    if (row(op).has_parameter(name)) return parameter(op, name, code);
-    const auto attribute = plan_.ops[op].attributes.find(name);
-    if (attribute != plan_.ops[op].attributes.end()) return attribute->second;
-    if (row(op).has_attribute(name)) return None{};
-    return Value{Kind::Slot, op, name};
+    for (const int op : producer.ops) {
+      if (row(op).has_parameter(name)) return parameter(op, name, has_product(producer), code);
+      const auto attribute = plan_.ops[op].attributes.find(name);
+      if (attribute != plan_.ops[op].attributes.end()) return attribute->second;
+      if (row(op).has_slot(name)) return Value{Kind::Slot, op, name};
+    }
+    return None{};
+  }
+
+  Argument input(int op, const Step& step, std::vector<Instruction>& code) {
+    if (state(op) == State::Computed) return compute(op, step, code);
+    const Value* const kept = kept_slot(op);
+    return kept != nullptr ? *kept : added_slot(op);
+  }
+
+  bool has_product(const Producer& producer) const {
+    return std::ranges::any_of(producer.ops, [&](int op) { return is_product(op); });
   }
 
   // A parameter, or all tensors of a list; none if it is optional and None.
-  Argument parameter(int op, const std::string& name, std::vector<Instruction>& code) const {
+  Argument parameter(int op, const std::string& name, bool of_product,
+                     std::vector<Instruction>& code) const {
     ValueList found;
     for (const std::string& tensor : analysis_.tensors_of(op, name)) {
-      if (analysis_.has_parameter(op, tensor)) found.push_back(cast_parameter(op, tensor, code));
+      if (!analysis_.has_parameter(op, tensor)) continue;
+      const Value parameter{Kind::Parameter, op, tensor};
+      found.push_back(of_product ? cast_parameter(parameter, code) : parameter);
     }
     if (found.empty()) return None{};
     return row(op).list_of(name) != nullptr ? Argument(found) : Argument(found[0]);
   }
 
-  // A parameter in the dtype that the op reads. Only products need that of their input.
-  Value cast_parameter(int op, const std::string& name, std::vector<Instruction>& code) const {
-    const Value parameter{Kind::Parameter, op, name};
-    const int k = position_of(analysis_.ops()[op].parameters, name);
-    if (!is_product(op) || analysis_.parameters(op)[k].dtype == input_dtype(op)) return parameter;
-    const Value cast{Kind::Temporary, op, "recompute_" + name};
+  // A parameter in the dtype that its op reads. Only products need that of their input.
+  Value cast_parameter(const Value& parameter, std::vector<Instruction>& code) const {
+    const int op = parameter.op;
+    const int k = position_of(analysis_.ops()[op].parameters, parameter.name);
+    if (analysis_.parameters(op)[k].dtype == input_dtype(op)) return parameter;
+    const Value cast{Kind::Temporary, op, "recompute_" + parameter.name};
     code.push_back(make_cast(parameter, input_dtype(op), cast));
     return cast;
   }
@@ -239,21 +294,24 @@ class Recomputation {
 
   Plan& plan_;
   const Analysis& analysis_;
-  const std::vector<DType>& dtypes_;  // those of the main tensor, by boundary
+  const std::vector<StepGroup>& groups_;  // of forward
+  const std::vector<DType>& dtypes_;      // those of the main tensor, by boundary
   Recompute policy_;
   std::vector<std::optional<DType>> casts_;  // the dtype to which the step that covers an op casts
                                              // the main tensor
   std::set<Value> read_;
   std::map<int, std::vector<Value>> main_slots_;  // by boundary
   std::map<int, State> states_;                   // by boundary
+  std::map<int, Producer> producers_;             // by boundary that can be recomputed
   std::set<int> written_;                         // boundaries that an earlier step recomputes
   std::set<Value> replaced_;
 };
 
 }  // namespace
 
-void recompute_outputs(Plan& plan, const Analysis& analysis) {
-  Recomputation(plan, analysis).run();
+void recompute_outputs(Plan& plan, const Analysis& analysis,
+                       const std::vector<StepGroup>& forward) {
+  Recomputation(plan, analysis, forward).run();
 }
 
 bool asks_for_recompute(const Attributes& attributes) {

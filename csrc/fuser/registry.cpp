@@ -66,6 +66,7 @@ void check_name(const Registry& all, const Rule& rule) {
 Rule with_schemas(Rule rule) {
   rule.forward_schema = parse_schema(rule.forward);
   rule.backward_schema = parse_schema(rule.backward);
+  rule.recompute_schema = parse_schema(rule.recompute);
   return rule;
 }
 

@@ -89,12 +89,17 @@ struct Rule {
   std::string forward = {};
   std::string backward = {};
   std::function<Bindings(const Match&)> bind = {};
+  // Recomputes, in backward and in one call, the output of the entry `recomputed` from what the
+  // first op reads. Its fields are named as those of forward; its result is "output".
+  std::string recompute = {};
+  int recomputed = -1;  // -1: the last entry that is there
   // Does <forward>_scaled (<backward>_scaled) exist, for operands with a scale?
   bool scalable = false;
   UnderRecipe under_recipe = UnderRecipe::Refused;  // for backward
 
   Schema forward_schema = {};
   Schema backward_schema = {};
+  Schema recompute_schema = {};
 };
 
 }  // namespace transformer_ops

@@ -4,6 +4,7 @@
 
 #include "op/buffer.h"
 #include "op/op.h"
+#include "op/recompute.h"
 #include "wrappers/activation.h"
 #include "wrappers/bias.h"
 #include "wrappers/linear.h"
@@ -70,6 +71,27 @@ Tensor forward_decomposed(const Checks& check, const Tensor& input, const Tensor
   return activation_of(check, activation).decomposition(at::linear(input, weight, bias));
 }
 
+// ---- the activation's input, recomputed
+
+TensorSpecs sum_shape(const Checks& check, const Tensor& input, const Tensor& weight,
+                      const Tensor& bias) {
+  const TensorSpec sum = linear_output(check, input, weight);
+  check_linear_bias(check, bias, sum);
+  return {sum};
+}
+
+Tensor sum_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  return linear_cpu(input, weight, bias);
+}
+
+Tensor sum_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  return linear_cuda(input, weight, bias);
+}
+
+Tensor sum_decomposed(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  return at::linear(input, weight, bias);
+}
+
 Bindings bind(const Match& match) {
   const ActivationRow& row = activation_of_kind(match.kind(2));
   return {{"activation", Attribute(row.name)},
@@ -83,7 +105,8 @@ Bindings bind(const Match& match) {
              .benefit = 48,
              .pattern = {{"BasicLinear"}, {"Bias"}, activation_kinds()},
              .why_not = different_linear_dtypes,
-             .bind = bind},
+             .bind = bind,
+             .recomputed = 1},
     .forward = {.schema = "linear_bias_activation(Tensor input, Tensor weight, Tensor bias, "
                           "str activation, bool save_kept) -> (Tensor output, Tensor kept)",
                 .shape = shape,
@@ -91,6 +114,12 @@ Bindings bind(const Match& match) {
                 .products = {.list = {{"weight"}}},
                 .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .scalable = true},
+    .recompute = recompute_by({.schema = "linear_bias(Tensor input, Tensor weight, Tensor bias) -> "
+                                         "Tensor output",
+                               .shape = sum_shape,
+                               .any_strides = {"input", "weight"},
+                               .products = {.list = {{"weight"}}},
+                               .bodies = {sum_cpu, sum_cuda, sum_decomposed}}),
 });
 
 }  // namespace

@@ -4,6 +4,8 @@
 
 #include "kernels/glu.h"
 #include "op/op.h"
+#include "op/recompute.h"
+#include "wrappers/bias.h"
 #include "wrappers/cpu.h"
 #include "wrappers/cuda.h"
 #include "wrappers/glu.h"
@@ -66,6 +68,32 @@ Tensor forward_decomposed(const Checks& check, const Tensor& input, const Tensor
   return glu_decomposed(glu_of(check, arguments), sum, read_glu(check, arguments));
 }
 
+// ---- the GLU's input, recomputed: it is rounded as in forward, which adds the bias to a product
+// that is already rounded
+
+TensorSpecs sum_shape(const Checks& check, const Tensor& input, const Tensor& weight,
+                      const Tensor& bias) {
+  const TensorSpec sum = linear_output(check, input, weight);
+  check_linear_bias(check, bias, sum);
+  return {sum};
+}
+
+Tensor sum_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  const Tensor product = linear_cpu(input, weight);
+  add_bias_cpu(product, bias, product);
+  return product;
+}
+
+Tensor sum_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  const Tensor product = linear_cuda(input, weight);
+  add_bias_cuda(product, bias, product);
+  return product;
+}
+
+Tensor sum_decomposed(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  return at::linear(input, weight, bias);
+}
+
 Bindings bind(const Match& match) {
   Bindings bindings = bind_glu(match, 2);
   bindings["kept"] = Field{2, "input"};
@@ -79,7 +107,8 @@ Bindings bind(const Match& match) {
              .benefit = 48,
              .pattern = {{"BasicLinear"}, {"Bias"}, glu_kinds()},
              .why_not = different_linear_dtypes,
-             .bind = bind},
+             .bind = bind,
+             .recomputed = 1},
     .forward = {.schema =
                     std::string("linear_bias_glu(Tensor input, Tensor weight, Tensor bias, ") +
                     kGluArguments + ", bool save_kept) -> (Tensor output, Tensor kept)",
@@ -88,6 +117,12 @@ Bindings bind(const Match& match) {
                 .products = {.list = {{"weight"}}},
                 .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .scalable = true},
+    .recompute = recompute_by({.schema = "linear_then_bias(Tensor input, Tensor weight, "
+                                         "Tensor bias) -> Tensor output",
+                               .shape = sum_shape,
+                               .any_strides = {"input", "weight"},
+                               .products = {.list = {{"weight"}}},
+                               .bodies = {sum_cpu, sum_cuda, sum_decomposed}}),
 });
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "kernels/bias.h"
 #include "kernels/dropout.h"
 #include "op/op.h"
+#include "op/recompute.h"
 #include "wrappers/add_extra_input.h"
 #include "wrappers/cpu.h"
 #include "wrappers/linear.h"
@@ -143,6 +144,13 @@ Bindings bind(const Match& match) {
                 .products = {.list = {{"weight"}}},
                 .bodies = {forward_cpu, forward_cuda, forward_decomposed},
                 .scalable = true},
+    .recompute = recompute_by({.schema = "linear_epilogue(Tensor input, Tensor weight, "
+                                         "Tensor? bias, Tensor? extra_input, float scale) -> "
+                                         "Tensor output",
+                               .shape = shape,
+                               .any_strides = {"input", "weight", "extra_input"},
+                               .products = {.list = {{"weight"}}},
+                               .bodies = {forward_cpu, forward_cuda, forward_decomposed}}),
 });
 
 }  // namespace

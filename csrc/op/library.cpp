@@ -69,7 +69,7 @@ class LibraryRows {
 
   void take(FusedOp& op) {
     Rule& rule = op.rule;
-    for (TypedOp* typed : {&op.forward, &op.backward}) take(*typed);
+    for (TypedOp* typed : {&op.forward, &op.backward, &op.recompute}) take(*typed);
     rule.name = full(rule.name);
     for (PatternOp& entry : rule.pattern) {
       for (std::string& kind : entry.kinds) {
@@ -83,6 +83,7 @@ class LibraryRows {
                 "'");
     rule.forward = op.forward.schema;
     rule.backward = op.backward.schema;
+    rule.recompute = op.recompute.schema;
     checked(rule);
   }
 

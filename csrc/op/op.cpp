@@ -34,6 +34,12 @@ bool belongs_to(const std::string& library, const std::string& name) {
   return colons == std::string::npos || name.substr(0, colons) == library;
 }
 
+// An op that only backward steps of plans call.
+void register_recompute(const std::string& library, TypedOp op) {
+  const std::string name = parse_schema(op.schema).name;
+  if (!name.empty() && belongs_to(library, name)) register_plan_op(std::move(op));
+}
+
 void register_pair(const std::string& library, TypedOp forward, TypedOp backward) {
   const auto name_of = [&](const TypedOp& op) {
     const std::string name = parse_schema(op.schema).name;
@@ -63,9 +69,7 @@ void register_op(const std::string& library, Op op) {
   if (op.replay) add_replay(op.declaration.kind, std::move(op.replay));
   if (!op.declaration.kind.empty()) add_declaration(std::move(op.declaration));
   register_pair(library, std::move(op.forward), std::move(op.backward));
-  const std::string recompute = parse_schema(op.recompute.schema).name;
-  if (!recompute.empty() && belongs_to(library, recompute))
-    register_plan_op(std::move(op.recompute));
+  register_recompute(library, std::move(op.recompute));
 }
 
 bool register_op(Op op) {
@@ -83,8 +87,10 @@ const Replay& find_replay(const std::string& kind) {
 void register_fused_op(const std::string& library, FusedOp op) {
   op.rule.forward = op.forward.schema;
   op.rule.backward = op.backward.schema;
+  op.rule.recompute = op.recompute.schema;
   op.rule.scalable = op.rule.pass == Pass::Backward ? op.backward.scalable : op.forward.scalable;
   register_pair(library, std::move(op.forward), std::move(op.backward));
+  register_recompute(library, std::move(op.recompute));
   // This comes last, because plans may call the typed ops from now on.
   add_rule(std::move(op.rule), library);
 }

@@ -43,6 +43,7 @@ struct FusedOp {
   Rule rule;
   TypedOp forward = {};
   TypedOp backward = {};
+  TypedOp recompute = {};
 };
 void register_fused_op(const std::string& library, FusedOp op);
 bool register_fused_op(FusedOp op);

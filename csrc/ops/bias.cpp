@@ -1,12 +1,9 @@
 // Bias: y = x + b over the last dimension.
 #include <ATen/ops/add.h>
 
-#include "kernels/bias.h"
 #include "op/op.h"
 #include "op/recompute.h"
 #include "wrappers/bias.h"
-#include "wrappers/cpu.h"
-#include "wrappers/cuda.h"
 
 namespace transformer_ops::ops::bias {
 namespace {
@@ -18,17 +15,11 @@ TensorSpecs forward_shape(const Checks& check, const Tensor& input, const Tensor
 }
 
 void forward_cpu(const Tensor& input, const Tensor& bias, Tensor& output) {
-  const cpu::Rows x{input, bias.numel()}, y{output, x.width};
-  const Tensor added = cpu::to_accumulate(bias, input);
-  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
-    cpu::bias_add(cpu::kernel_dtype(input), x.read(begin), added.const_data_ptr(), y.write(begin),
-                  end - begin, x.width);
-  });
+  add_bias_cpu(input, bias, output);
 }
 
 void forward_cuda(const Tensor& input, const Tensor& bias, Tensor& output) {
-  cuda::bias_add(cuda::stream_of(input), kernel_dtype(input), cuda::read(input), cuda::vector(bias),
-                 cuda::write(output), cuda::rows_of(input), input.size(-1));
+  add_bias_cuda(input, bias, output);
 }
 
 Tensor forward_decomposed(const Tensor& input, const Tensor& bias) {

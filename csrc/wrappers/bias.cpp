@@ -3,6 +3,7 @@
 #include "kernels/bias.h"
 #include "wrappers/column_sums.h"
 #include "wrappers/cpu.h"
+#include "wrappers/cuda.h"
 
 namespace transformer_ops {
 
@@ -11,6 +12,20 @@ void check_bias(const Checks& check, const Tensor& input, const Tensor& bias) {
   TORCH_CHECK(bias.dim() == 1, "[", check.op(), "] bias must have 1 dimension, got shape ",
               bias.sym_sizes());
   check.trailing("input", input, bias);
+}
+
+void add_bias_cpu(const Tensor& input, const Tensor& bias, const Tensor& output) {
+  const cpu::Rows x{input, bias.numel()}, y{output, x.width};
+  const Tensor added = cpu::to_accumulate(bias, input);
+  cpu::parallel(x.count(), x.width, 1, [&](int64_t begin, int64_t end) {
+    cpu::bias_add(cpu::kernel_dtype(input), x.read(begin), added.const_data_ptr(), y.write(begin),
+                  end - begin, x.width);
+  });
+}
+
+void add_bias_cuda(const Tensor& input, const Tensor& bias, const Tensor& output) {
+  cuda::bias_add(cuda::stream_of(input), kernel_dtype(input), cuda::read(input), cuda::vector(bias),
+                 cuda::write(output), cuda::rows_of(input), input.size(-1));
 }
 
 TensorSpec bias_gradient(const Tensor& grad_output) {

@@ -8,6 +8,10 @@ namespace transformer_ops {
 // Raises unless the bias has one number for each element of the input's last dimension.
 void check_bias(const Checks& check, const Tensor& input, const Tensor& bias);
 
+// output = input + bias in each row; the output may be the input.
+void add_bias_cpu(const Tensor& input, const Tensor& bias, const Tensor& output);
+void add_bias_cuda(const Tensor& input, const Tensor& bias, const Tensor& output);
+
 // The bias gradient: one number for each element of the last dimension, in the gradient's dtype.
 TensorSpec bias_gradient(const Tensor& grad_output);
 

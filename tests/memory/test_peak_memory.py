@@ -67,6 +67,23 @@ print(memory.stats().peak_in_use_bytes)
     assert forward <= 4 * (hidden + (kept + 1) * wide + hidden)
 
 
+def test_forward_does_not_hold_what_backward_recomputes() -> None:
+    """The norm's output, and the sum in whose memory the activation runs."""
+    script = (
+        HEADER
+        + """
+from test_peak_memory import *
+module = block("GELU")
+module.recompute = "products"
+module(torch.randn(ROWS, HIDDEN, requires_grad=True))
+print(memory.stats().peak_in_use_bytes)
+"""
+    )
+    path = os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")])
+    found = run_script(script, PYTHONPATH=path)
+    assert int(found) == 4 * ROWS * (HIDDEN + WIDE)
+
+
 @pytest.mark.parametrize("saved", ["exact", "fp8"])
 def test_many_rows_a_stack_holds_most_at_the_end_of_forward(saved: str) -> None:
     """Inputs of all blocks but the first, and what is kept of the units' inputs.

@@ -174,6 +174,29 @@ TEST(Recompute, WorksAcrossFusions) {
   EXPECT_EQ(plan.forward[1].name, "product_shift_square");
 }
 
+TEST(Recompute, AFusedStepDoesNotReturnWhatIsRecomputed) {
+  Rule rule{.name = "shift_square",
+            .pass = Pass::Forward,
+            .benefit = 1,
+            .pattern = {{"Shift"}, {"Square"}},
+            .forward = "shift_square(Tensor input, Tensor shift, bool save_kept) -> "
+                       "(Tensor output, Tensor kept)",
+            .bind = [](const Match&) {
+              return Bindings{{"kept", Field{1, "input"}}};
+            }};
+  const ScopedRule forward(std::move(rule));
+  // Norm's output is recomputed, and the sum from it.
+  const Plan plan = recomputing_plan(nodes({"Norm", "Shift", "Square"}));
+  EXPECT_EQ(saved(plan), "s0.input s0.rstd ");
+  const std::string text = to_text(plan);
+  EXPECT_NE(text.find("  x3, s2.input = shift_square(x1, p1.shift, false)\n"), std::string::npos)
+      << text;
+  EXPECT_EQ(to_text(parse_plan(text)), text);
+  // Nothing leads to the sum.
+  EXPECT_NE(to_text(recomputing_plan(nodes({"Shift", "Square"}))).find("p0.shift, true)"),
+            std::string::npos);
+}
+
 TEST(Recompute, AJointFusionKeepsItsOwnWhereNothingLeadsToIt) {
   const ScopedRule joint(toy::joint_rule());
   EXPECT_EQ(saved_slots(recomputing_plan(nodes({"Square", "Product"}))), "s1.input ");

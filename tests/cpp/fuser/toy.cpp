@@ -30,6 +30,8 @@ bool declare() {
                    .backward = "product_backward(Tensor grad_output, Tensor? input, "
                                "Tensor? weight, bool[2] output_mask) -> "
                                "(Tensor grad_input, Tensor grad_weight)",
+                   .recompute = "recompute_product(Tensor grad_output, Tensor input, "
+                                "Tensor weight) -> Tensor output",
                    .dtype = DTypeRule::Parameter,
                    .operands = {"input", "weight"},
                    .scalable = true});

@@ -1,0 +1,167 @@
+// Outputs of products that backward recomputes (recompute="products").
+#include <gtest/gtest.h>
+
+#include "toy.h"
+
+namespace transformer_ops {
+namespace {
+
+using toy::nodes;
+using toy::ScopedRule;
+using toy::steps_text;
+
+PlanKey recomputing(const std::vector<OpNode>& ops) {
+  PlanKey key = toy::key(ops);
+  key.policies.recompute = Recompute::Products;
+  return key;
+}
+
+Plan recomputing_plan(const std::vector<OpNode>& ops) { return toy::plan(ops, recomputing(ops)); }
+
+// The slots that forward saves, without parameters.
+std::string saved(const Plan& plan) {
+  std::string text;
+  for (const Step& step : plan.forward) {
+    for (const Save& save : step.saves) {
+      if (save.source.kind != Value::Kind::Parameter) text += to_text(save.slot) + " ";
+    }
+  }
+  return text;
+}
+
+bool contains(const Plan& plan, const std::string& part) {
+  return to_text(plan).find(part) != std::string::npos;
+}
+
+TEST(RecomputeProducts, OneCallForEachProduct) {
+  const Plan plan = recomputing_plan(nodes({"Norm", "Product", "Square", "Product"}));
+  EXPECT_EQ(steps_text(plan), R"(first_backward 0
+forward Norm ops=[0]
+  x1, s0.rstd = norm(x0, 1e-05)
+  save s0.input=x0, s0.rstd=s0.rstd
+forward Product ops=[1]
+  x2 = product(x1, p1.weight)
+  save s1.weight=p1.weight
+forward Square ops=[2]
+  x3 = square(x2)
+forward Product ops=[3]
+  x4 = product(x3, p3.weight)
+  save s3.weight=p3.weight
+backward Norm ops=[0]
+  g0 = norm_backward(g1, s0.input, s0.rstd)
+backward Product ops=[1]
+  g1, dp1.weight = product_backward(g2, x1, s1.weight, [true, true])
+backward Square ops=[2]
+  g2 = square_backward(g3, x2)
+backward Product ops=[3]
+  x1 = recompute_norm(g4, s0.input, s0.rstd)
+  x2 = recompute_product(g4, x1, p1.weight)
+  x3 = recompute_square(g4, x2)
+  g3, dp3.weight = product_backward(g4, x3, s3.weight, [true, true])
+)");
+  EXPECT_EQ(to_text(parse_plan(to_text(plan))), to_text(plan));
+}
+
+TEST(RecomputeProducts, OtherPoliciesSaveOutputsOfProducts) {
+  const auto ops = nodes({"Product", "Square"});
+  EXPECT_EQ(saved(recomputing_plan(ops)), "s0.input ");
+  PlanKey key = recomputing(ops);
+  key.policies.recompute = Recompute::Cheap;
+  EXPECT_EQ(saved(toy::plan(ops, key)), "s0.input s1.input ");
+  key.policies.recompute = Recompute::None;
+  EXPECT_EQ(saved(toy::plan(ops, key)), "s0.input s1.input ");
+}
+
+TEST(RecomputeProducts, AnInputIsNotSavedForIt) {
+  const auto ops = nodes({"Product", "Square"});
+  PlanKey key = recomputing(ops);
+  toy::parameter(key, ops, 0).requires_grad = false;
+  EXPECT_EQ(saved(toy::plan(ops, key)), "s1.input ");
+}
+
+TEST(RecomputeProducts, TheWeightIsCastAsInForward) {
+  const auto ops = nodes({"Product", "Square", "Product"});
+  PlanKey key = recomputing(ops);
+  key.autocast = DType::BFloat16;
+  const Plan plan = toy::plan(ops, key);
+  EXPECT_TRUE(contains(plan, R"(
+  t0.recompute_weight = cast(p0.weight, "bfloat16")
+  x1 = recompute_product(g3, s0.input, t0.recompute_weight)
+)")) << to_text(plan);
+}
+
+TEST(RecomputeProducts, RoundedOperandsAreNotThereInBackward) {
+  const auto ops = nodes({"Product", "Square"});
+  PlanKey key = recomputing(ops);
+  key.recipe = recipe_of("mx e4m3, mx e4m3, mx e4m3");
+  EXPECT_EQ(saved(toy::plan(ops, key)), "s0.input s1.input ");
+  key.recipe = nullptr;
+  toy::parameter(key, ops, 0).format = NumberFormat::named("mx e4m3");
+  EXPECT_EQ(saved(toy::plan(ops, key)), "s0.input s1.input ");
+}
+
+TEST(RecomputeProducts, OpsWithoutACallForItAreSaved) {
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Tally", "Square"}))), "s0.input s1.input ");
+}
+
+// ---- fused forward steps
+
+Rule fused_rule() {
+  Rule rule = toy::forward_rule();
+  rule.recompute =
+      "recompute_product_shift(Tensor grad_output, Tensor input, Tensor weight, "
+      "Tensor shift) -> Tensor output";
+  rule.recomputed = 1;
+  return rule;
+}
+
+TEST(RecomputeProducts, OneCallForWhatAFusedStepComputes) {
+  const ScopedRule forward(fused_rule());
+  const Plan plan = recomputing_plan(nodes({"Norm", "Product", "Shift", "Square"}));
+  EXPECT_EQ(saved(plan), "s0.input s0.rstd ");
+  EXPECT_TRUE(contains(plan, R"(
+  x1 = recompute_norm(g4, s0.input, s0.rstd)
+  x3 = recompute_product_shift(g4, x1, p1.weight, p2.shift)
+  g3 = square_backward(g4, x3)
+)")) << to_text(plan);
+  EXPECT_TRUE(contains(plan, "product_shift_square(x1, p1.weight, p2.shift, false)"));
+  EXPECT_EQ(to_text(parse_plan(to_text(plan))), to_text(plan));
+}
+
+TEST(RecomputeProducts, AFusedCallCastsAllItsParameters) {
+  const ScopedRule forward(fused_rule());
+  const auto ops = nodes({"Product", "Same", "Shift", "Square"});
+  PlanKey key = recomputing(ops);
+  key.autocast = DType::BFloat16;
+  const Plan plan = toy::plan(ops, key);
+  EXPECT_TRUE(contains(plan, R"(
+  t0.recompute_weight = cast(p0.weight, "bfloat16")
+  t2.recompute_shift = cast(p2.shift, "bfloat16")
+  x3 = recompute_product_shift(g4, s0.input, t0.recompute_weight, t2.recompute_shift)
+)")) << to_text(plan);
+}
+
+TEST(RecomputeProducts, WhatAFusedStepReadsBesideItIsNotThere) {
+  const ScopedRule forward({.name = "product_add",
+                            .pass = Pass::Forward,
+                            .benefit = 10,
+                            .pattern = {{"Product"}, optional_op({"Scale"}), optional_op({"Add"})},
+                            .forward = "product_add(Tensor input, Tensor weight, "
+                                       "Tensor? extra_input, float factor) -> Tensor output",
+                            .bind =
+                                [](const Match& match) {
+                                  if (match.has(1)) return Bindings();
+                                  return Bindings{{"factor", Attribute(1.0)}};
+                                },
+                            .recompute = "recompute_product_add(Tensor grad_output, Tensor input, "
+                                         "Tensor weight, Tensor? extra_input, float factor) -> "
+                                         "Tensor output"});
+  EXPECT_EQ(saved(recomputing_plan(nodes({"Product", "Add", "Square"}))), "s0.input s2.input ");
+  const Plan scaled = recomputing_plan(nodes({"Product", "Scale", "Square"}));
+  EXPECT_EQ(saved(scaled), "s0.input ");
+  EXPECT_TRUE(contains(scaled, "x2 = recompute_product_add(g3, s0.input, p0.weight, none, 2.0)\n"))
+      << to_text(scaled);
+}
+
+}  // namespace
+}  // namespace transformer_ops
