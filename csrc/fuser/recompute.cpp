@@ -285,7 +285,7 @@ class Recomputation {
     const int op = parameter.op;
     const int k = position_of(analysis_.ops()[op].parameters, parameter.name);
     if (analysis_.parameters(op)[k].dtype == input_dtype(op)) return parameter;
-    const Value cast{Kind::Temporary, op, "recompute_" + parameter.name};
+    const Value cast{Kind::Temporary, op, parameter.name};
     code.push_back(make_cast(parameter, input_dtype(op), cast));
     return cast;
   }

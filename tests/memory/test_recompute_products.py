@@ -13,7 +13,8 @@ from user_fusions import gradients
 import transformer_ops as tops
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
-TABLES = torch.randn(6, HEAD_DIM // 2), torch.randn(6, HEAD_DIM // 2)
+ANGLES = torch.randn(6, HEAD_DIM // 2, generator=torch.Generator().manual_seed(0))
+TABLES = ANGLES.cos(), ANGLES.sin()
 
 
 def attention(h):
@@ -227,6 +228,18 @@ def test_under_autocast():
     for a, b in zip(found, want, strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_weights_of_different_dtypes():
+    packed = tops.PackedLinear(32, (24, 24), bias=False)
+    module = tops.Sequential(packed, tops.SwiGLU(), recompute="products")
+    packed.weight1.data = packed.weight1.data.double()
+    cheap = copy.deepcopy(module)
+    cheap.recompute = "cheap"
+    x = torch.randn(6, 32)
+    for a, b in zip(gradients(module, x), gradients(cheap, x), strict=True):
+        assert torch.equal(a, b)
+    assert products(module) == ["recompute_packed_linear"]
 
 
 def test_products_of_a_recipe_are_saved():

@@ -179,8 +179,9 @@ TEST(Recompute, AFusedStepDoesNotReturnWhatIsRecomputed) {
             .pass = Pass::Forward,
             .benefit = 1,
             .pattern = {{"Shift"}, {"Square"}},
-            .forward = "shift_square(Tensor input, Tensor shift, bool save_kept) -> "
-                       "(Tensor output, Tensor kept)",
+            .forward =
+                "shift_square(Tensor input, Tensor shift, bool save_kept) -> "
+                "(Tensor output, Tensor kept)",
             .bind = [](const Match&) {
               return Bindings{{"kept", Field{1, "input"}}};
             }};

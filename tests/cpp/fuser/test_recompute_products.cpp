@@ -85,9 +85,22 @@ TEST(RecomputeProducts, TheWeightIsCastAsInForward) {
   key.autocast = DType::BFloat16;
   const Plan plan = toy::plan(ops, key);
   EXPECT_TRUE(contains(plan, R"(
-  t0.recompute_weight = cast(p0.weight, "bfloat16")
-  x1 = recompute_product(g3, s0.input, t0.recompute_weight)
+  t0.weight = cast(p0.weight, "bfloat16")
+  x1 = recompute_product(g3, s0.input, t0.weight)
 )")) << to_text(plan);
+}
+
+TEST(RecomputeProducts, OneTensorOfAListIsCast) {
+  const auto ops = nodes({"Blend", "Square"});
+  PlanKey key = recomputing(ops);
+  TensorMeta* const weights = &toy::parameter(key, ops, 0);
+  weights[1].dtype = DType::BFloat16;
+  const Plan plan = toy::plan(ops, key);
+  EXPECT_TRUE(contains(plan, R"(
+  t0.weight1 = cast(p0.weight1, "float32")
+  x1 = recompute_blend(g2, s0.input, [p0.weight0, t0.weight1, p0.weight2], [p0.shift0..2])
+)")) << to_text(plan);
+  EXPECT_EQ(to_text(parse_plan(to_text(plan))), to_text(plan));
 }
 
 TEST(RecomputeProducts, RoundedOperandsAreNotThereInBackward) {
@@ -135,9 +148,9 @@ TEST(RecomputeProducts, AFusedCallCastsAllItsParameters) {
   key.autocast = DType::BFloat16;
   const Plan plan = toy::plan(ops, key);
   EXPECT_TRUE(contains(plan, R"(
-  t0.recompute_weight = cast(p0.weight, "bfloat16")
-  t2.recompute_shift = cast(p2.shift, "bfloat16")
-  x3 = recompute_product_shift(g4, s0.input, t0.recompute_weight, t2.recompute_shift)
+  t0.weight = cast(p0.weight, "bfloat16")
+  t2.shift = cast(p2.shift, "bfloat16")
+  x3 = recompute_product_shift(g4, s0.input, t0.weight, t2.shift)
 )")) << to_text(plan);
 }
 

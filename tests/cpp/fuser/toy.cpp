@@ -59,7 +59,10 @@ bool declare() {
                                "Tensor[] weight, Tensor[] shift, int count, "
                                "bool[3] output_mask) -> (Tensor grad_input, "
                                "Tensor[] grad_weight, Tensor[] grad_shift)",
-                   .dtype = DTypeRule::Parameter});
+                   .recompute = "recompute_blend(Tensor grad_output, Tensor input, "
+                                "Tensor[] weight, Tensor[] shift) -> Tensor output",
+                   .dtype = DTypeRule::Parameter,
+                   .operands = {"input", "weight"}});
   add_declaration({.kind = "Shift",
                    .summary = "x + b",
                    .parameters = {"shift"},
