@@ -7,6 +7,7 @@ namespace transformer_ops {
 namespace {
 
 using toy::nodes;
+using toy::saved_slots;
 using toy::ScopedRule;
 using toy::steps_text;
 
@@ -17,17 +18,6 @@ PlanKey recomputing(const std::vector<OpNode>& ops) {
 }
 
 Plan recomputing_plan(const std::vector<OpNode>& ops) { return toy::plan(ops, recomputing(ops)); }
-
-// The slots that forward saves, parameters left out.
-std::string saved_slots(const Plan& plan) {
-  std::string text;
-  for (const Step& step : plan.forward) {
-    for (const Save& save : step.saves) {
-      if (save.source.kind != Value::Kind::Parameter) text += to_text(save.slot) + " ";
-    }
-  }
-  return text;
-}
 
 TEST(Recompute, TheStepThatReadsAnOutputComputesIt) {
   const Plan plan = recomputing_plan(nodes({"Norm", "Product", "Square", "Product"}));
@@ -188,7 +178,7 @@ TEST(Recompute, AFusedStepDoesNotReturnWhatIsRecomputed) {
   const ScopedRule forward(std::move(rule));
   // Norm's output is recomputed, and the sum from it.
   const Plan plan = recomputing_plan(nodes({"Norm", "Shift", "Square"}));
-  EXPECT_EQ(saved(plan), "s0.input s0.rstd ");
+  EXPECT_EQ(saved_slots(plan), "s0.input s0.rstd ");
   const std::string text = to_text(plan);
   EXPECT_NE(text.find("  x3, s2.input = shift_square(x1, p1.shift, false)\n"), std::string::npos)
       << text;

@@ -7,34 +7,24 @@ namespace transformer_ops {
 namespace {
 
 using toy::nodes;
+using toy::saved_slots;
 using toy::ScopedRule;
 using toy::steps_text;
 
-PlanKey recomputing(const std::vector<OpNode>& ops) {
+PlanKey products_key(const std::vector<OpNode>& ops) {
   PlanKey key = toy::key(ops);
   key.policies.recompute = Recompute::Products;
   return key;
 }
 
-Plan recomputing_plan(const std::vector<OpNode>& ops) { return toy::plan(ops, recomputing(ops)); }
-
-// The slots that forward saves, without parameters.
-std::string saved(const Plan& plan) {
-  std::string text;
-  for (const Step& step : plan.forward) {
-    for (const Save& save : step.saves) {
-      if (save.source.kind != Value::Kind::Parameter) text += to_text(save.slot) + " ";
-    }
-  }
-  return text;
-}
+Plan products_plan(const std::vector<OpNode>& ops) { return toy::plan(ops, products_key(ops)); }
 
 bool contains(const Plan& plan, const std::string& part) {
   return to_text(plan).find(part) != std::string::npos;
 }
 
 TEST(RecomputeProducts, OneCallForEachProduct) {
-  const Plan plan = recomputing_plan(nodes({"Norm", "Product", "Square", "Product"}));
+  const Plan plan = products_plan(nodes({"Norm", "Product", "Square", "Product"}));
   EXPECT_EQ(steps_text(plan), R"(first_backward 0
 forward Norm ops=[0]
   x1, s0.rstd = norm(x0, 1e-05)
@@ -64,24 +54,24 @@ backward Product ops=[3]
 
 TEST(RecomputeProducts, OtherPoliciesSaveOutputsOfProducts) {
   const auto ops = nodes({"Product", "Square"});
-  EXPECT_EQ(saved(recomputing_plan(ops)), "s0.input ");
-  PlanKey key = recomputing(ops);
+  EXPECT_EQ(saved_slots(products_plan(ops)), "s0.input ");
+  PlanKey key = products_key(ops);
   key.policies.recompute = Recompute::Cheap;
-  EXPECT_EQ(saved(toy::plan(ops, key)), "s0.input s1.input ");
+  EXPECT_EQ(saved_slots(toy::plan(ops, key)), "s0.input s1.input ");
   key.policies.recompute = Recompute::None;
-  EXPECT_EQ(saved(toy::plan(ops, key)), "s0.input s1.input ");
+  EXPECT_EQ(saved_slots(toy::plan(ops, key)), "s0.input s1.input ");
 }
 
 TEST(RecomputeProducts, AnInputIsNotSavedForIt) {
   const auto ops = nodes({"Product", "Square"});
-  PlanKey key = recomputing(ops);
+  PlanKey key = products_key(ops);
   toy::parameter(key, ops, 0).requires_grad = false;
-  EXPECT_EQ(saved(toy::plan(ops, key)), "s1.input ");
+  EXPECT_EQ(saved_slots(toy::plan(ops, key)), "s1.input ");
 }
 
 TEST(RecomputeProducts, TheWeightIsCastAsInForward) {
   const auto ops = nodes({"Product", "Square", "Product"});
-  PlanKey key = recomputing(ops);
+  PlanKey key = products_key(ops);
   key.autocast = DType::BFloat16;
   const Plan plan = toy::plan(ops, key);
   EXPECT_TRUE(contains(plan, R"(
@@ -92,7 +82,7 @@ TEST(RecomputeProducts, TheWeightIsCastAsInForward) {
 
 TEST(RecomputeProducts, OneTensorOfAListIsCast) {
   const auto ops = nodes({"Blend", "Square"});
-  PlanKey key = recomputing(ops);
+  PlanKey key = products_key(ops);
   TensorMeta* const weights = &toy::parameter(key, ops, 0);
   weights[1].dtype = DType::BFloat16;
   const Plan plan = toy::plan(ops, key);
@@ -105,16 +95,16 @@ TEST(RecomputeProducts, OneTensorOfAListIsCast) {
 
 TEST(RecomputeProducts, RoundedOperandsAreNotThereInBackward) {
   const auto ops = nodes({"Product", "Square"});
-  PlanKey key = recomputing(ops);
+  PlanKey key = products_key(ops);
   key.recipe = recipe_of("mx e4m3, mx e4m3, mx e4m3");
-  EXPECT_EQ(saved(toy::plan(ops, key)), "s0.input s1.input ");
+  EXPECT_EQ(saved_slots(toy::plan(ops, key)), "s0.input s1.input ");
   key.recipe = nullptr;
   toy::parameter(key, ops, 0).format = NumberFormat::named("mx e4m3");
-  EXPECT_EQ(saved(toy::plan(ops, key)), "s0.input s1.input ");
+  EXPECT_EQ(saved_slots(toy::plan(ops, key)), "s0.input s1.input ");
 }
 
 TEST(RecomputeProducts, OpsWithoutACallForItAreSaved) {
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Tally", "Square"}))), "s0.input s1.input ");
+  EXPECT_EQ(saved_slots(products_plan(nodes({"Tally", "Square"}))), "s0.input s1.input ");
 }
 
 // ---- fused forward steps
@@ -130,8 +120,8 @@ Rule fused_rule() {
 
 TEST(RecomputeProducts, OneCallForWhatAFusedStepComputes) {
   const ScopedRule forward(fused_rule());
-  const Plan plan = recomputing_plan(nodes({"Norm", "Product", "Shift", "Square"}));
-  EXPECT_EQ(saved(plan), "s0.input s0.rstd ");
+  const Plan plan = products_plan(nodes({"Norm", "Product", "Shift", "Square"}));
+  EXPECT_EQ(saved_slots(plan), "s0.input s0.rstd ");
   EXPECT_TRUE(contains(plan, R"(
   x1 = recompute_norm(g4, s0.input, s0.rstd)
   x3 = recompute_product_shift(g4, x1, p1.weight, p2.shift)
@@ -144,7 +134,7 @@ TEST(RecomputeProducts, OneCallForWhatAFusedStepComputes) {
 TEST(RecomputeProducts, AFusedCallCastsAllItsParameters) {
   const ScopedRule forward(fused_rule());
   const auto ops = nodes({"Product", "Same", "Shift", "Square"});
-  PlanKey key = recomputing(ops);
+  PlanKey key = products_key(ops);
   key.autocast = DType::BFloat16;
   const Plan plan = toy::plan(ops, key);
   EXPECT_TRUE(contains(plan, R"(
@@ -169,9 +159,9 @@ TEST(RecomputeProducts, WhatAFusedStepReadsBesideItIsNotThere) {
                             .recompute = "recompute_product_add(Tensor grad_output, Tensor input, "
                                          "Tensor weight, Tensor? extra_input, float factor) -> "
                                          "Tensor output"});
-  EXPECT_EQ(saved(recomputing_plan(nodes({"Product", "Add", "Square"}))), "s0.input s2.input ");
-  const Plan scaled = recomputing_plan(nodes({"Product", "Scale", "Square"}));
-  EXPECT_EQ(saved(scaled), "s0.input ");
+  EXPECT_EQ(saved_slots(products_plan(nodes({"Product", "Add", "Square"}))), "s0.input s2.input ");
+  const Plan scaled = products_plan(nodes({"Product", "Scale", "Square"}));
+  EXPECT_EQ(saved_slots(scaled), "s0.input ");
   EXPECT_TRUE(contains(scaled, "x2 = recompute_product_add(g3, s0.input, p0.weight, none, 2.0)\n"))
       << to_text(scaled);
 }

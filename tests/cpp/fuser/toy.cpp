@@ -225,6 +225,16 @@ Plan plan(const std::vector<OpNode>& ops) { return plan(ops, key(ops)); }
 
 Plan plan(const std::vector<OpNode>& ops, const PlanKey& key) { return make_plan(ops, key).plan; }
 
+std::string saved_slots(const Plan& plan) {
+  std::string text;
+  for (const Step& step : plan.forward) {
+    for (const Save& save : step.saves) {
+      if (save.source.kind != Value::Kind::Parameter) text += to_text(save.slot) + " ";
+    }
+  }
+  return text;
+}
+
 std::string steps_text(const Plan& plan) {
   const std::string text = to_text(plan);
   return text.substr(text.find("first_backward"));

@@ -41,6 +41,9 @@ Plan plan(const std::vector<OpNode>& ops, const PlanKey& key);
 // The part of a plan's text from `first_backward` on.
 std::string steps_text(const Plan& plan);
 
+// The slots that forward saves, without parameters.
+std::string saved_slots(const Plan& plan);
+
 // The message of the PlanError that `function` throws.
 template <typename Function>
 std::string error_of(Function&& function) {
