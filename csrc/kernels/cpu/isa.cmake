@@ -14,7 +14,7 @@ set(TRANSFORMER_OPS_KERNEL_OBJECTS $<TARGET_OBJECTS:transformer_ops_kernels_disp
 # undefined behaviour and of stack arrays are left out for them. Those of the heap stay.
 set(kernel_options -O3 -fno-math-errno -fno-trapping-math -fopenmp-simd -Wno-pass-failed)
 if(TRANSFORMER_OPS_SANITIZE)
-  list(APPEND kernel_options -O1 -g0 -fno-sanitize=undefined)
+  list(APPEND kernel_options -O2 -g0 -fno-sanitize=undefined)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     list(APPEND kernel_options --param=asan-stack=0 -fno-sanitize-address-use-after-scope)
   endif()
