@@ -276,7 +276,7 @@ def measure_limited(name: str, options: argparse.Namespace, results: Results) ->
 def refused(name: str, program: str, found: Any, status: int, results: Results) -> None:
     """Add what --check refuses of a program's rows to the errors, for those are printed last."""
     lines = found.pop(WORSE) if found else []
-    if lines or status:
+    if status:
         results.errors[name] = "\n".join(lines) or f"{program} ended with status {status}"
 
 

@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.nn.functional as F
+from suite.cases import PRODUCTS
 from suite.measure import saved_bytes
 from suite.rows import Row, run, timed
 from suite.timing import Call, Clock, interleave
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 import transformer_ops as tops
 
-PLAN, PRODUCTS, PARTS = "one plan", "products", "parts"
+PLAN, PARTS = "one plan", "parts"
 WIDTH, HEADS, KV_HEADS, HIDDEN, HEAD_DIM = 576, 9, 3, 1536, 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The most that one plan may take against the parts, and one that recomputes products.
@@ -121,7 +122,7 @@ def rows_of(length: int, name: str, quick: bool) -> Iterator[Row]:
     yield timed(f"{what}: step", PARTS, STEP, times, PLAN, PARTS)
     texts = {way: f"{saved[way] / 2**20:.2f} MiB" for way in ways}
     yield Row(f"{what}: saved", PARTS, SAVED, saved[PLAN] / saved[PARTS], texts[PLAN], texts[PARTS])
-    recomputes = f"{what}, products recomputed"
+    recomputes = f"{what}, {PRODUCTS}"
     yield timed(f"{recomputes}: step", PARTS, STEP_PRODUCTS, times, PRODUCTS, PARTS)
     ratio = saved[PRODUCTS] / saved[PARTS]
     row = (f"{recomputes}: saved", PARTS, SAVED_PRODUCTS, ratio, texts[PRODUCTS], texts[PARTS])

@@ -17,6 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EAGER, COMPILED, OURS, OURS_COMPILED = WAYS = ("eager", "compiled", "ours", "ours compiled")
 REFERENCES = (EAGER, COMPILED)
 COMPILED_WAYS = (COMPILED, OURS_COMPILED)
+PRODUCTS = "products recomputed"  # in rows of layers and whole models: recompute="products"
 FORWARD, TRAINING = PASSES = ("forward", "forward+backward")
 DEFAULT, WARM = ALLOCATORS = ("default", "warm")
 

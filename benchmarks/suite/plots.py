@@ -27,6 +27,7 @@ from .cases import (
     OTHER_OP_SIZES,
     OURS,
     OURS_COMPILED,
+    PRODUCTS,
     SMALL_BLOCK_SIZE,
     STACK,
     WARM,
@@ -36,17 +37,16 @@ from .results import Results
 from .tables import input_bytes
 from .targets import OP_LIMITS
 
-RECOMPUTED = "products recomputed"  # as models.py names its rows
 COLORS = {EAGER: "#8c8c8c", COMPILED: "#d98032", OURS: "#1f5f99", OURS_COMPILED: "#86b3d9"}
 LABELS = {
     EAGER: "eager torch.nn",
     COMPILED: "torch.compile (Inductor)",
     OURS: "transformer_ops",
     OURS_COMPILED: "transformer_ops, compiled",
-    RECOMPUTED: 'transformer_ops, recompute="products"',
+    PRODUCTS: 'transformer_ops, recompute="products"',
 }
-MODEL_WAYS = (EAGER, COMPILED, OURS, RECOMPUTED)
-MODEL_COLORS = {**COLORS, RECOMPUTED: "#5d9c6b"}
+MODEL_WAYS = (EAGER, COMPILED, OURS, PRODUCTS)
+MODEL_COLORS = {**COLORS, PRODUCTS: "#5d9c6b"}
 LIMIT = {"color": "#b3262e", "linestyle": "--", "linewidth": 1.0}
 
 
@@ -284,7 +284,7 @@ def models(results: Results) -> Figure | None:
 def _by_way(rows: dict[tuple[str, str], Any], name: str, part: str) -> dict[str, float]:
     """A number of every way, from the rows that compare two of them."""
     found = {}
-    for policy, ours in (("", OURS), (f", {RECOMPUTED}", RECOMPUTED)):
+    for policy, ours in (("", OURS), (f", {PRODUCTS}", PRODUCTS)):
         for way, against in ((EAGER, "eager"), (COMPILED, "Inductor")):
             row = rows.get((f"{name}{policy}: {part}", against))
             if row is not None:

@@ -128,7 +128,8 @@ class Recomputation {
     return false;
   }
 
-  // None if `op` is not the last op whose output the call of its forward step recomputes.
+  // The call that recomputes the output of `op` for its fused forward step; None if the step has no
+  // such call, or its call recomputes the output of another op.
   std::optional<Producer> fused_producer(int op) const {
     const auto group = std::prev(std::ranges::upper_bound(groups_, op, {}, &StepGroup::first));
     if (group->rule == nullptr || group->rule->recompute_schema.empty()) return std::nullopt;

@@ -375,6 +375,20 @@ def test_three_numbers_of_the_models() -> None:
     assert "**0.2 s** to fuse" in text
 
 
+def test_models_that_recompute_products_in_short() -> None:
+    found = Results.read(bench.RECORDED)
+    what = f"float32, {cases.PRODUCTS}"
+    rows = [(f"m, {what}: saved for backward", 0.2), (f"m, {what}: step", 0.9)]
+    rows += [(f"n, {what}: saved for backward", 0.3), (f"n, {what}: step", 1.1)]
+    rows += [("n, float32: step", 0.1), ("n, bfloat16, products recomputed: step", 0.1)]
+    about = found.limited["models"]["about"]
+    made = [{"what": name, "against": "eager", "found": ratio} for name, ratio in rows]
+    found.limited["models"] = {"about": about, "rows": made}
+    text = pages.rendered("<!-- bench products in short -->\n<!-- /bench -->", found)
+    assert "**70 to\n80 % fewer bytes**" in text
+    assert "0.90 to 1.10 of its time" in text
+
+
 def test_only_chooses_by_name() -> None:
     ids = [case.id for case in cases.timed_cases(quick=False)]
     assert cases.selected(ids, []) == set(ids)
