@@ -45,12 +45,22 @@ class Recomputation {
     Computed,  // recomputed
   };
 
+  // What an argument of a recomputation is: of an op the parameter, slot, extra input or attribute
+  // of that name.
+  struct OpField {
+    int op;
+    std::string name;
+  };
+  struct FirstInput {};  // the input of the first op
+  struct LastGradient {};
+  using Source = std::variant<None, FirstInput, LastGradient, OpField, Attribute>;
+
   // What recomputes the main tensor at a boundary: an op, or in one call the ops of a fused forward
   // step up to there.
   struct Producer {
     const Schema* schema;
     std::vector<int> ops;
-    Bindings bindings = {};
+    std::vector<Source> sources = {};  // for each argument
   };
 
   const OpDeclaration& row(int op) const { return declaration(plan_.ops[op].kind); }
@@ -94,7 +104,10 @@ class Recomputation {
     boundary = first_same(boundary);
     if (const auto known = states_.find(boundary); known != states_.end()) return known->second;
     const State kept = main_slots_.contains(boundary) ? State::Saved : State::Lost;
-    return states_[boundary] = can_compute(boundary) ? State::Computed : kept;
+    auto producer = find_producer(boundary);
+    if (!producer) return states_[boundary] = kept;
+    producers_.emplace(boundary, std::move(*producer));
+    return states_[boundary] = State::Computed;
   }
 
   // Does the policy cover the op?
@@ -114,18 +127,23 @@ class Recomputation {
     });
   }
 
-  // Finds the producer at a boundary, the one of most ops first.
-  bool can_compute(int boundary) {
+  // The producer at a boundary, if one can run: that of most ops.
+  std::optional<Producer> find_producer(int boundary) {
     const int op = boundary - 1;
-    if (op < 0 || !is_native(op)) return false;
-    std::vector<Producer> producers = {{&row(op).recompute_schema, {op}}};
-    if (auto fused = fused_producer(op)) producers.insert(producers.begin(), std::move(*fused));
-    for (Producer& each : producers) {
-      if (!can_run(each)) continue;
-      producers_.emplace(boundary, std::move(each));
-      return true;
+    if (op < 0 || !is_native(op)) return std::nullopt;
+    auto fused = fused_producer(op);
+    if (fused && can_run(*fused)) return fused;
+    Producer alone = op_producer(op);
+    if (can_run(alone)) return alone;
+    return std::nullopt;
+  }
+
+  Producer op_producer(int op) const {
+    Producer producer{&row(op).recompute_schema, {op}};
+    for (const Schema::Field& field : producer.schema->arguments) {
+      producer.sources.push_back(find_source(producer.ops, field.name).value_or(None{}));
     }
-    return false;
+    return producer;
   }
 
   // The call that recomputes the output of `op` for its fused forward step; None if the step has no
@@ -136,27 +154,64 @@ class Recomputation {
     const Match match{analysis_, group->places};
     const int entry = group->rule->recomputed;
     if (op != (entry < 0 ? match.last() : match.places[entry])) return std::nullopt;
-    Producer producer{.schema = &group->rule->recompute_schema, .ops = group->places};
+    Producer producer{&group->rule->recompute_schema, group->places};
     std::erase_if(producer.ops, [&](int each) { return each < 0 || each > op; });
-    if (group->rule->bind) producer.bindings = group->rule->bind(match);
+    const Bindings bindings = group->rule->bind ? group->rule->bind(match) : Bindings();
+    for (const Schema::Field& field : producer.schema->arguments) {
+      producer.sources.push_back(fused_source(*group, producer.ops, bindings, field));
+    }
     return producer;
+  }
+
+  Source fused_source(const StepGroup& group, const std::vector<int>& ops, const Bindings& bindings,
+                      const Schema::Field& field) const {
+    if (const auto bound = bindings.find(field.name); bound != bindings.end()) {
+      if (const auto* constant = std::get_if<Attribute>(&bound->second)) return *constant;
+      const auto& source = std::get<Field>(bound->second);
+      const int op = group.places[source.op];
+      const bool is_computed = source.name == "input" && op != ops.front();
+      const bool may_be = std::ranges::count(ops, op) > 0 && !is_computed;
+      const auto found = may_be ? find_source({op}, source.name) : std::nullopt;
+      check(found.has_value(), "[plan] recompute of '", group.name, "' must bind '", field.name,
+            "' to what an op that it covers reads, got '", source.name, "' of op ", source.op);
+      return *found;
+    }
+    if (const auto found = find_source(ops, field.name)) return *found;
+    const bool is_of_absent_op =
+        std::ranges::count(group.places, -1) > 0 && field.type == "Tensor?";
+    check(is_of_absent_op, "[plan] recompute of '", group.name, "' must bind argument '",
+          field.name, "'");
+    return None{};
+  }
+
+  // The argument of that name of a call that covers these ops.
+  std::optional<Source> find_source(const std::vector<int>& ops, const std::string& name) const {
+    if (name == "input") return FirstInput{};
+    if (name == "grad_output") return LastGradient{};
+    for (const int op : ops) {
+      const bool has_tensor =
+          row(op).has_parameter(name) || row(op).has_slot(name) || row(op).has_extra_input(name);
+      if (has_tensor || row(op).has_attribute(name)) return OpField{op, name};
+    }
+    return std::nullopt;
   }
 
   bool can_run(const Producer& producer) {
     if (producer.schema->empty()) return false;
     if (!std::ranges::all_of(producer.ops, [&](int op) { return is_covered(op); })) return false;
-    return std::ranges::all_of(producer.schema->arguments, [&](const Schema::Field& field) {
-      if (field.name == "input") return has_input(producer.ops.front());
-      return std::ranges::all_of(producer.ops,
-                                 [&](int op) { return has_value_of(op, field.name); });
+    return std::ranges::all_of(producer.sources, [&](const Source& source) {
+      if (std::holds_alternative<FirstInput>(source)) return has_input(producer.ops.front());
+      const auto* const field = std::get_if<OpField>(&source);
+      return field == nullptr || is_there(*field);
     });
   }
 
-  // Is the argument of that name there in backward, if the op has it?
-  bool has_value_of(int op, const std::string& name) const {
-    if (row(op).has_parameter(name)) return true;
-    if (row(op).has_slot(name)) return read_.contains({Kind::Slot, op, name});
-    return !row(op).has_extra_input(name);
+  // Does backward have it?
+  bool is_there(const OpField& field) const {
+    const OpDeclaration& op = row(field.op);
+    if (op.has_parameter(field.name)) return true;
+    if (op.has_slot(field.name)) return read_.contains({Kind::Slot, field.op, field.name});
+    return !op.has_extra_input(field.name);
   }
 
   bool has_input(int op) {
@@ -235,26 +290,26 @@ class Recomputation {
     if (!written_.insert(boundary).second) return result;
     const Producer& producer = producers_.at(boundary);
     Instruction call{.target = producer.schema->name, .results = {result}};
-    for (const auto& field : producer.schema->arguments) {
-      call.arguments.push_back(argument(producer, field.name, step, code));
+    for (const Source& source : producer.sources) {
+      call.arguments.push_back(argument(producer, source, step, code));
     }
     code.push_back(std::move(call));
     return result;
   }
 
-  Argument argument(const Producer& producer, const std::string& name, const Step& step,
+  Argument argument(const Producer& producer, const Source& source, const Step& step,
                     std::vector<Instruction>& code) {
-    if (name == "grad_output") return gradient(step);
-    if (name == "input") return input(producer.ops.front(), step, code);
-    if (const auto bound = producer.bindings.find(name); bound != producer.bindings.end()) {
-      return std::get<Attribute>(bound->second);
+    if (std::holds_alternative<LastGradient>(source)) return gradient(step);
+    if (std::holds_alternative<FirstInput>(source)) {
+      return input(producer.ops.front(), step, code);
     }
-    for (const int op : producer.ops) {
-      if (row(op).has_parameter(name)) return parameter(op, name, has_product(producer), code);
-      const auto attribute = plan_.ops[op].attributes.find(name);
-      if (attribute != plan_.ops[op].attributes.end()) return attribute->second;
-      if (row(op).has_slot(name)) return Value{Kind::Slot, op, name};
-    }
+    if (const auto* constant = std::get_if<Attribute>(&source)) return *constant;
+    if (std::holds_alternative<None>(source)) return None{};
+    const auto& [op, name] = std::get<OpField>(source);
+    if (row(op).has_parameter(name)) return parameter(op, name, has_product(producer), code);
+    const auto attribute = plan_.ops[op].attributes.find(name);
+    if (attribute != plan_.ops[op].attributes.end()) return attribute->second;
+    if (row(op).has_slot(name)) return Value{Kind::Slot, op, name};
     return None{};
   }
 

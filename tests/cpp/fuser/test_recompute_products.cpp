@@ -6,6 +6,7 @@
 namespace transformer_ops {
 namespace {
 
+using toy::error_of;
 using toy::nodes;
 using toy::saved_slots;
 using toy::ScopedRule;
@@ -164,6 +165,52 @@ TEST(RecomputeProducts, WhatAFusedStepReadsBesideItIsNotThere) {
   EXPECT_EQ(saved_slots(scaled), "s0.input ");
   EXPECT_TRUE(contains(scaled, "x2 = recompute_product_add(g3, s0.input, p0.weight, none, 2.0)\n"))
       << to_text(scaled);
+}
+
+// The error of a plan whose fused step is recomputed by this schema, with these bindings.
+std::string error_with(const std::string& schema, const Bindings& bindings = {}) {
+  Rule rule = fused_rule();
+  rule.recompute = schema;
+  rule.bind = [=](const Match&) {
+    Bindings all = bindings;
+    all.emplace("kept", Field{2, "input"});
+    return all;
+  };
+  const ScopedRule forward(rule);
+  return error_of([] { products_plan(nodes({"Product", "Shift", "Square"})); });
+}
+
+TEST(RecomputeProducts, AFusedCallMayNameItsArgumentsOtherwise) {
+  Rule rule = fused_rule();
+  rule.recompute = "again(Tensor input, Tensor matrix, Tensor row, float factor) -> Tensor output";
+  rule.bind = [](const Match&) {
+    return Bindings{{"kept", Field{2, "input"}},
+                    {"matrix", Field{0, "weight"}},
+                    {"row", Field{1, "shift"}},
+                    {"factor", Attribute(2.0)}};
+  };
+  const ScopedRule forward(rule);
+  const Plan plan = products_plan(nodes({"Product", "Shift", "Square"}));
+  EXPECT_TRUE(contains(plan, "x2 = again(s0.input, p0.weight, p1.shift, 2.0)\n")) << to_text(plan);
+}
+
+TEST(RecomputeProducts, EveryArgumentOfAFusedCallMustBeKnown) {
+  const std::string weight = "recompute_product_shift(Tensor input, Tensor weight, ";
+  EXPECT_EQ(error_with(weight + "Tensor shift) -> Tensor output"), "no error");
+  EXPECT_EQ(error_with(weight + "Tensor shifts) -> Tensor output"),
+            "[plan] recompute of 'product_shift_square' must bind argument 'shifts'");
+  EXPECT_EQ(error_with(weight + "Tensor? shifts) -> Tensor output"),
+            "[plan] recompute of 'product_shift_square' must bind argument 'shifts'");
+}
+
+TEST(RecomputeProducts, AFusedCallReadsOnlyWhatItsOpsRead) {
+  const std::string error =
+      "[plan] recompute of 'product_shift_square' must bind 'row' to what an op that it covers "
+      "reads, got ";
+  const std::string schema = "again(Tensor input, Tensor weight, Tensor row) -> Tensor output";
+  EXPECT_EQ(error_with(schema, {{"row", Field{1, "none"}}}), error + "'none' of op 1");
+  EXPECT_EQ(error_with(schema, {{"row", Field{1, "input"}}}), error + "'input' of op 1");
+  EXPECT_EQ(error_with(schema, {{"row", Field{2, "input"}}}), error + "'input' of op 2");
 }
 
 }  // namespace
