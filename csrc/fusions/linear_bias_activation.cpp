@@ -15,8 +15,7 @@ namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
                   const Tensor& bias, std::string_view activation, bool save_kept) {
-  const TensorSpec output = linear_output(check, input, weight);
-  check_linear_bias(check, bias, output);
+  const TensorSpec output = linear_output(check, input, weight, &bias);
   const bool mask = activation_of(check, activation).keeps_mask;
   if (!save_kept) return {output, absent(mask ? at::kByte : output.dtype)};
   if (!mask) return {output, output};
@@ -73,23 +72,12 @@ Tensor forward_decomposed(const Checks& check, const Tensor& input, const Tensor
 
 // ---- the activation's input, recomputed
 
-TensorSpecs sum_shape(const Checks& check, const Tensor& input, const Tensor& weight,
-                      const Tensor& bias) {
-  const TensorSpec sum = linear_output(check, input, weight);
-  check_linear_bias(check, bias, sum);
-  return {sum};
-}
-
 Tensor sum_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias) {
   return linear_cpu(input, weight, bias);
 }
 
 Tensor sum_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias) {
   return linear_cuda(input, weight, bias);
-}
-
-Tensor sum_decomposed(const Tensor& input, const Tensor& weight, const Tensor& bias) {
-  return at::linear(input, weight, bias);
 }
 
 Bindings bind(const Match& match) {
@@ -116,10 +104,10 @@ Bindings bind(const Match& match) {
                 .scalable = true},
     .recompute = recompute_by({.schema = "linear_bias(Tensor input, Tensor weight, Tensor bias) -> "
                                          "Tensor output",
-                               .shape = sum_shape,
+                               .shape = linear_bias_shape,
                                .any_strides = {"input", "weight"},
                                .products = {.list = {{"weight"}}},
-                               .bodies = {sum_cpu, sum_cuda, sum_decomposed}}),
+                               .bodies = {sum_cpu, sum_cuda, linear_bias_decomposed}}),
 });
 
 }  // namespace

@@ -17,8 +17,7 @@ namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
                   const Tensor& bias, const GluArguments& arguments, bool save_kept) {
-  const TensorSpec sum = linear_output(check, input, weight);
-  check_linear_bias(check, bias, sum);
+  const TensorSpec sum = linear_output(check, input, weight, &bias);
   return {glu_output(check, "the product", sum, read_glu(check, arguments)),
           save_kept ? sum : absent(sum.dtype)};
 }
@@ -71,13 +70,6 @@ Tensor forward_decomposed(const Checks& check, const Tensor& input, const Tensor
 // ---- the GLU's input, recomputed: it is rounded as in forward, which adds the bias to a product
 // that is already rounded
 
-TensorSpecs sum_shape(const Checks& check, const Tensor& input, const Tensor& weight,
-                      const Tensor& bias) {
-  const TensorSpec sum = linear_output(check, input, weight);
-  check_linear_bias(check, bias, sum);
-  return {sum};
-}
-
 Tensor sum_cpu(const Tensor& input, const Tensor& weight, const Tensor& bias) {
   const Tensor product = linear_cpu(input, weight);
   add_bias_cpu(product, bias, product);
@@ -88,10 +80,6 @@ Tensor sum_cuda(const Tensor& input, const Tensor& weight, const Tensor& bias) {
   const Tensor product = linear_cuda(input, weight);
   add_bias_cuda(product, bias, product);
   return product;
-}
-
-Tensor sum_decomposed(const Tensor& input, const Tensor& weight, const Tensor& bias) {
-  return at::linear(input, weight, bias);
 }
 
 Bindings bind(const Match& match) {
@@ -119,10 +107,10 @@ Bindings bind(const Match& match) {
                 .scalable = true},
     .recompute = recompute_by({.schema = "linear_then_bias(Tensor input, Tensor weight, "
                                          "Tensor bias) -> Tensor output",
-                               .shape = sum_shape,
+                               .shape = linear_bias_shape,
                                .any_strides = {"input", "weight"},
                                .products = {.list = {{"weight"}}},
-                               .bodies = {sum_cpu, sum_cuda, sum_decomposed}}),
+                               .bodies = {sum_cpu, sum_cuda, linear_bias_decomposed}}),
 });
 
 }  // namespace

@@ -24,8 +24,7 @@ namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
                   const Tensor* bias, const Tensor* extra_input, double) {
-  const TensorSpec output = linear_output(check, input, weight);
-  if (bias != nullptr) check_linear_bias(check, *bias, output);
+  const TensorSpec output = linear_output(check, input, weight, bias);
   if (extra_input != nullptr) check_extra_input(check, *extra_input, output);
   return {output};
 }

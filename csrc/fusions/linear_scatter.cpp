@@ -15,8 +15,7 @@ namespace {
 
 TensorSpecs shape(const Checks& check, const Tensor& input, const Tensor& weight,
                   const Tensor* bias, int64_t group_size, std::string_view) {
-  TensorSpec output = linear_output(check, input, weight);
-  if (bias != nullptr) check_linear_bias(check, *bias, output);
+  TensorSpec output = linear_output(check, input, weight, bias);
   output.sizes[0] = scattered_rows(check, input, group_size);
   return {output};
 }

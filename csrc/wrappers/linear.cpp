@@ -1,5 +1,6 @@
 #include "wrappers/linear.h"
 
+#include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 
 #include <algorithm>
@@ -91,9 +92,17 @@ void check_backward_scales(const Checks& check, const Tensor& grad_output, const
   check_scale(check, "right_scale", right, name, operand, /*sums_rows=*/true);
 }
 
+void check_bias(const Checks& check, const Tensor& bias, const TensorSpec& output) {
+  TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == output.sizes.back(), "[", check.op(),
+              "] bias must have shape [", output.sizes.back(), "], got ", bias.sym_sizes());
+  TORCH_CHECK(bias.scalar_type() == output.dtype, "[", check.op(), "] bias must have dtype ",
+              output.dtype, ", got ", bias.scalar_type());
+}
+
 }  // namespace
 
-TensorSpec linear_output(const Checks& check, const Tensor& input, const Tensor& weight) {
+TensorSpec linear_output(const Checks& check, const Tensor& input, const Tensor& weight,
+                         const Tensor* bias) {
   check.operand_dtype("input", input);
   TORCH_CHECK(weight.dim() == 2, "[", check.op(), "] weight must have 2 dimensions, got shape ",
               weight.sym_sizes());
@@ -108,14 +117,18 @@ TensorSpec linear_output(const Checks& check, const Tensor& input, const Tensor&
   check_pairs(check, "weight", weight, "input", input);
   check_scale(check, "left_scale", check.scales().left, "input", input, /*sums_rows=*/false);
   check_scale(check, "right_scale", check.scales().right, "weight", weight, /*sums_rows=*/false);
-  return last_size(input, weight.sym_size(0));
+  TensorSpec output = last_size(input, weight.sym_size(0));
+  if (bias != nullptr) check_bias(check, *bias, output);
+  return output;
 }
 
-void check_linear_bias(const Checks& check, const Tensor& bias, const TensorSpec& output) {
-  TORCH_CHECK(bias.dim() == 1 && bias.sym_size(0) == output.sizes.back(), "[", check.op(),
-              "] bias must have shape [", output.sizes.back(), "], got ", bias.sym_sizes());
-  TORCH_CHECK(bias.scalar_type() == output.dtype, "[", check.op(), "] bias must have dtype ",
-              output.dtype, ", got ", bias.scalar_type());
+TensorSpecs linear_bias_shape(const Checks& check, const Tensor& input, const Tensor& weight,
+                              const Tensor& bias) {
+  return {linear_output(check, input, weight, &bias)};
+}
+
+Tensor linear_bias_decomposed(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+  return at::linear(input, weight, bias);
 }
 
 double factor_of(at::ScalarType dtype, double scale) {

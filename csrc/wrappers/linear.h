@@ -10,11 +10,15 @@
 
 namespace transformer_ops {
 
-// Raises if input and weight do not fit.
-TensorSpec linear_output(const Checks& check, const Tensor& input, const Tensor& weight);
+// Raises if input and weight do not fit, or the bias is not one number for each output feature in
+// the output's dtype.
+TensorSpec linear_output(const Checks& check, const Tensor& input, const Tensor& weight,
+                         const Tensor* bias = nullptr);
 
-// The bias of a fused Linear + Bias: one number for each output feature, in the output's dtype.
-void check_linear_bias(const Checks& check, const Tensor& bias, const TensorSpec& output);
+// Shape and decomposition of a typed op that is only a product with its bias.
+TensorSpecs linear_bias_shape(const Checks& check, const Tensor& input, const Tensor& weight,
+                              const Tensor& bias);
+Tensor linear_bias_decomposed(const Tensor& input, const Tensor& weight, const Tensor& bias);
 
 // The factor by which ATen multiplies tensors of that dtype: one that float32 cannot hold becomes
 // infinite. A product does not accept a factor that its dtype cannot hold.

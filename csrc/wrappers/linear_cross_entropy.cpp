@@ -266,9 +266,8 @@ void check_cross_entropy(const Checks& check, const LossOperands& operands, cons
   const auto& [input, weight, bias, target] = operands;
   check.compute_dtype("input", input);
   check.compute_dtype("weight", weight);
-  const TensorSpec logits = linear_output(check, input, weight);
+  linear_output(check, input, weight, bias);
   TORCH_CHECK(weight.sym_size(0) > 0, "[", check.op(), "] weight must have at least 1 row, got 0");
-  if (bias != nullptr) check_linear_bias(check, *bias, logits);
   TORCH_CHECK(target.scalar_type() == at::kLong || target.scalar_type() == at::kInt, "[",
               check.op(), "] target must have dtype Long or Int, got ", target.scalar_type());
   const auto rows = input.sym_sizes().slice(0, input.dim() - 1);
