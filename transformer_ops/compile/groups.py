@@ -451,7 +451,8 @@ def check_call(
             raise TypeError(
                 f"[{wanted.caller}] inputs must be tensors, got {type(tensor).__name__}"
             )
-        if is_dtensor(tensor):
+        # Dynamo would wrap each entry of the table of modules that `is_dtensor` reads.
+        if type(tensor) is not Tensor and is_dtensor(tensor):
             raise TypeError(
                 f"[{wanted.caller}] inputs must be local tensors, got a DTensor; call its "
                 "to_local()"
