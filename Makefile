@@ -68,7 +68,8 @@ check: lint
 test-processors: build
 	$(BIN)/python tools/run_on_processors.py $(PYTEST) $(ON_PROCESSORS) $(ARGS)
 
-# What `make test` leaves out: adding and deleting an op in a copy of the tree, with a build of its own.
+# What `make test` leaves out: adding and deleting an op in a copy of the tree, with a build of its own,
+# and graphs that differ little from those that it has.
 slow: build
 	$(BIN)/python -m pytest -q -m slow tests $(ARGS)
 
@@ -107,6 +108,7 @@ endif
 
 $(BUILT): $(PACKAGES) $(SOURCES)
 	@echo "Building the C++ extension: minutes the first time, seconds later."
+	$(BIN)/python tools/cmake_build.py --extension
 	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 

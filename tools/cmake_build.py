@@ -75,13 +75,17 @@ def run(command: list[str], *, folder: Path = ROOT) -> None:
         raise SystemExit(f"transformer_ops: {Path(command[0]).name} failed, see above")
 
 
+# The options of a build that belongs to this checkout.
+EDITABLE = {"TRANSFORMER_OPS_WERROR": "ON"}
+
+
 class CMakeBuild(build_ext):
     """Builds and installs into the source folder (editable) or into the wheel."""
 
     def run(self) -> None:
         if self.inplace or self.editable_mode:
             folder, destination = build_folder(), ROOT
-            options = {"TRANSFORMER_OPS_WERROR": "ON"}
+            options = EDITABLE
         else:
             # tools/build_wheel.py keeps a folder for each torch, and builds the kernels once.
             given = os.environ.get("TRANSFORMER_OPS_BUILD_FOLDER")
@@ -123,6 +127,11 @@ def build_and_run_tests(sanitizer: str | None, parts: list[str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Builds and runs the C++ tests.")
     parser.add_argument(
+        "--extension",
+        action="store_true",
+        help="only build what `pip install -e .` installs: pip does not show how far it is",
+    )
+    parser.add_argument(
         "--sanitize",
         choices=("address", "thread"),
         help="address: with ASan and UBSan; thread: those that use threads, with TSan",
@@ -135,4 +144,9 @@ if __name__ == "__main__":
         help="programs of tests/cpp, such as fuser memory, which need no libtorch",
     )
     given = parser.parse_args()
-    build_and_run_tests(given.sanitize, given.only)
+    if given.extension and (given.sanitize or given.only):
+        parser.error("--extension must be alone: it builds no tests")
+    if given.extension:
+        cmake_build(build_folder(), EDITABLE, targets=("extension",))
+    else:
+        build_and_run_tests(given.sanitize, given.only)
