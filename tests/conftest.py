@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch._dynamo.guards
 
 from transformer_ops._loader import build_info
 
@@ -30,13 +31,20 @@ def pytest_configure(config):
         "(FAIL_WITHOUT_CUDA=N insists on N devices)",
     )
     config.addinivalue_line("markers", "emulated: needs --emulate-cuda")
-    config.addinivalue_line("markers", 'slow: takes a minute or more (leave out: -m "not slow")')
+    config.addinivalue_line(
+        "markers",
+        "slow: takes a minute or more, or differs little from a row beside it "
+        '(leave out: -m "not slow")',
+    )
     config.addinivalue_line(
         "markers", "takes(seconds): of a whole file; the files that take longest start first"
     )
     emulated = config.getoption("--emulate-cuda")
     if emulated is not None:
         torch.ops.load_library(emulated)
+    # Dynamo empties the processor's caches to time the guards of each new graph, 25 ms of 80, and
+    # only logs the time.
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     # By default torch lets cuBLAS add up parts of a product in 16 bits.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import fcntl
 import os
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
@@ -25,26 +24,29 @@ def compiler() -> list[str]:
     ]
 
 
-@functools.cache
-def precompiled_header() -> tuple[tempfile.TemporaryDirectory[str], Path]:
-    """op/op.h, which takes most of the time of a small source, and the folder in which it lasts as
-    long as this process."""
-    folder = tempfile.TemporaryDirectory(prefix="transformer-ops-header-")
-    header = Path(folder.name) / "precompiled.h"
-    header.write_text('#include "op/op.h"\n', encoding="utf-8")
-    made = ("-x", "c++-header", str(header), "-o", f"{header}.gch")
-    subprocess.run([*compiler(), *made], check=True)
-    return folder, header
+def precompiled_header(folder: Path) -> Path:
+    """op/op.h, which takes most of the time of a small source. All processes of one run of pytest
+    share it."""
+    worker = next((path for path in folder.parents if path.name.startswith("popen-")), folder)
+    run = worker.parent
+    header = run / "precompiled.h"
+    with (run / "precompiled.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not header.exists():
+            header.write_text('#include "op/op.h"\n', encoding="utf-8")
+            made = ("-x", "c++-header", str(header), "-o", f"{header}.gch")
+            subprocess.run([*compiler(), *made], check=True)
+    return header
 
 
 def build_library(folder: Path, name: str, texts: dict[str, str]) -> Path:
-    """Builds a library of these sources."""
+    """Builds a library of these sources in a folder of pytest's."""
     library = folder / f"lib{name}.so"
     sources = []
     for stem, text in texts.items():
         sources.append(folder / f"{stem}.cpp")
         sources[-1].write_text(text, encoding="utf-8")
-    _, header = precompiled_header()
+    header = precompiled_header(folder)
     subprocess.run(
         [
             *(*compiler(), "-shared", "-include", str(header)),

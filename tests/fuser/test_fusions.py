@@ -94,7 +94,16 @@ def test_shapes_and_layouts(case, shape):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@every_case
+# The graph of an op of a rule differs from that of another by its constants alone.
+FIRST_OF_RULE = {c.rule: c for c in reversed(CASES)}.values()
+by_rule = pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if c in FIRST_OF_RULE else pytest.mark.slow) for c in CASES],
+    ids=str,
+)
+
+
+@by_rule
 def test_fullgraph(case):
     module = tops.Sequential(*case.make())
     inputs = case.inputs(torch.randn(4, 16))
@@ -105,8 +114,7 @@ def test_fullgraph(case):
         torch.testing.assert_close(seeded(compiled, *inputs), seeded(module, *inputs))
 
 
-# The graph of an op of a rule differs from that of another by its constants alone.
-@pytest.mark.parametrize("case", {c.rule: c for c in reversed(CASES)}.values(), ids=str)
+@pytest.mark.parametrize("case", FIRST_OF_RULE, ids=str)
 def test_fullgraph_with_an_input_that_needs_no_gradient(case):
     module = tops.Sequential(*case.make())
     inputs = case.inputs(torch.randn(4, 16))

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import transformer_ops as tops
 
-pytestmark = pytest.mark.takes(seconds=50)
+pytestmark = pytest.mark.takes(seconds=40)
 
 SHORT, LONG = 800, 12800
 # Times of one machine, and one process: quadratic parts made the ratio 2 to 9.
@@ -74,8 +75,13 @@ RECIPES: dict[str, tops.recipe.Recipe | None] = {
     "mxfp8": tops.recipe.MXFP8BlockScaling(),
     "delayed": tops.recipe.DelayedScaling(amax_history_len=2),
 }
-CASES = [(f, "exact") for f in (seen_outputs, plain_modules, joint_steps, python_steps)]
-CASES += [(f, name) for f in (products, residuals) for name in RECIPES]
+MAKERS = (seen_outputs, plain_modules, joint_steps, python_steps, products, residuals)
+CASES: list[Any] = [(make, "exact") for make in MAKERS]
+CASES += [(residuals, "mxfp8"), (products, "delayed")]
+CASES += [
+    pytest.param(residuals, "delayed", marks=pytest.mark.slow),
+    pytest.param(products, "mxfp8", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture

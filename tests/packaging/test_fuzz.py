@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from fuzz import FUZZERS
 
-pytestmark = pytest.mark.takes(seconds=65)
+pytestmark = pytest.mark.takes(seconds=50)
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 10
+SECONDS = 7
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
