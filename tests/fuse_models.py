@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import transformer_ops as tops
 
 
 class RootNorm(nn.Module):
@@ -176,3 +179,36 @@ def fused_rules(report: Any) -> dict[str, int]:
     others = ("product", "head and loss")
     rules = [row.rule for row in report.fused if row.rule not in others]
     return {rule: rules.count(rule) for rule in sorted(set(rules))}
+
+
+# ---- a plain model and a fused one
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(1))
+
+
+def results(model: nn.Module, run: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """The output, and the gradients of all parameters that have some."""
+    model.zero_grad()
+    y = (model if run is None else run)(tokens())
+    y.square().mean().backward()
+    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def pair(kind: str = "decoder") -> tuple[Model, Model, tops.FuseReport]:
+    plain, model = Model(kind), Model(kind)
+    report = tops.fuse(model)
+    return plain, model, report
+
+
+def assert_same(plain: nn.Module, model: nn.Module, run: Any = None) -> None:
+    torch.testing.assert_close(results(plain), results(model, run), rtol=1e-4, atol=1e-4)
+
+
+def of_layers(rows: list[Any]) -> list[Any]:
+    return sorted(row for row in rows if row.kind in {kind.__name__ for kind in LAYERS.values()})
+
+
+def is_fused(report: tops.FuseReport) -> list[bool]:
+    return [not row.reason for row in of_layers(report.rows)]

@@ -7,8 +7,7 @@ import pickle
 
 import pytest
 import torch
-from fuse_models import Model
-from test_fuse import assert_same, pair, results, tokens
+from fuse_models import Model, assert_same, pair, results, tokens
 
 import transformer_ops as tops
 
