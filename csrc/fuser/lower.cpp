@@ -214,9 +214,9 @@ class Lowering {
   }
 
   static int place_of(const Span& span, const Field& field) {
-    const int op = span.group.places[field.op];
+    const int op = span.group.place(field.op);
     check(op >= 0, "[plan] '", span.group.name, "' must bind '", field.name,
-          "' to an op it covers");
+          "' to an op it covers, got entry ", field.op);
     return op;
   }
 

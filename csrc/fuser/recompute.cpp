@@ -168,12 +168,12 @@ class Recomputation {
     if (const auto bound = bindings.find(field.name); bound != bindings.end()) {
       if (const auto* constant = std::get_if<Attribute>(&bound->second)) return *constant;
       const auto& source = std::get<Field>(bound->second);
-      const int op = group.places[source.op];
+      const int op = group.place(source.op);
       const bool is_computed = source.name == "input" && op != ops.front();
       const bool may_be = std::ranges::count(ops, op) > 0 && !is_computed;
       const auto found = may_be ? find_source({op}, source.name) : std::nullopt;
       check(found.has_value(), "[plan] recompute of '", group.name, "' must bind '", field.name,
-            "' to what an op that it covers reads, got '", source.name, "' of op ", source.op);
+            "' to what an op it covers reads, got '", source.name, "' of entry ", source.op);
       return *found;
     }
     if (const auto found = find_source(ops, field.name)) return *found;

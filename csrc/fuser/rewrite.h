@@ -19,6 +19,11 @@ struct StepGroup {
   std::string name = {};
   bool joint = false;
   std::vector<int> places = {};  // Match::places, if there is a rule
+
+  // The op of that entry of the pattern, or -1 if it is absent or there is no such entry.
+  int place(int entry) const {
+    return entry >= 0 && entry < std::ssize(places) ? places[entry] : -1;
+  }
 };
 
 // A rule or a user's function that nearly matched, and the reason why it did not.

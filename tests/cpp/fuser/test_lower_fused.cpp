@@ -181,6 +181,19 @@ TEST(LowerFused, FusedOpMustBindEveryArgument) {
             "[plan] 'square_shift' must bind argument 'kept'");
 }
 
+TEST(LowerFused, WhatIsBoundMustBeOfAnEntryThatIsThere) {
+  for (const int entry : {-1, 2}) {
+    Rule rule = toy::backward_rule();
+    rule.bind = [=](const Match&) { return Bindings{{"kept", Field{entry, "input"}}}; };
+    const ScopedRule scoped(rule);
+    EXPECT_EQ(error_of([] {
+                toy::plan(nodes({"Shift", "Square"}));
+              }),
+              "[plan] 'square_shift' must bind 'input' to an op it covers, got entry " +
+                  std::to_string(entry));
+  }
+}
+
 TEST(LowerFused, FusedForwardThatFillsNoSlotIsAnError) {
   Rule rule = toy::forward_rule();
   rule.forward =

@@ -205,12 +205,13 @@ TEST(RecomputeProducts, EveryArgumentOfAFusedCallMustBeKnown) {
 
 TEST(RecomputeProducts, AFusedCallReadsOnlyWhatItsOpsRead) {
   const std::string error =
-      "[plan] recompute of 'product_shift_square' must bind 'row' to what an op that it covers "
-      "reads, got ";
+      "[plan] recompute of 'product_shift_square' must bind 'row' to what an op it covers reads, "
+      "got ";
   const std::string schema = "again(Tensor input, Tensor weight, Tensor row) -> Tensor output";
-  EXPECT_EQ(error_with(schema, {{"row", Field{1, "none"}}}), error + "'none' of op 1");
-  EXPECT_EQ(error_with(schema, {{"row", Field{1, "input"}}}), error + "'input' of op 1");
-  EXPECT_EQ(error_with(schema, {{"row", Field{2, "input"}}}), error + "'input' of op 2");
+  EXPECT_EQ(error_with(schema, {{"row", Field{1, "none"}}}), error + "'none' of entry 1");
+  EXPECT_EQ(error_with(schema, {{"row", Field{1, "input"}}}), error + "'input' of entry 1");
+  EXPECT_EQ(error_with(schema, {{"row", Field{2, "input"}}}), error + "'input' of entry 2");
+  EXPECT_EQ(error_with(schema, {{"row", Field{3, "shift"}}}), error + "'shift' of entry 3");
 }
 
 }  // namespace
