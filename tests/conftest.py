@@ -45,6 +45,11 @@ def pytest_configure(config):
     # Dynamo empties the processor's caches to time the guards of each new graph, 25 ms of 80, and
     # only logs the time.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    # For each kind of device that is not there, `torch.manual_seed` stores the stack as a text.
+    # That takes longer than most calls that are tested.
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not kind.is_available():
+            kind.manual_seed_all = lambda seed: None
     # By default torch lets cuBLAS add up parts of a product in 16 bits.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
