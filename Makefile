@@ -69,7 +69,7 @@ test-processors: build
 	$(BIN)/python tools/run_on_processors.py $(PYTEST) $(ON_PROCESSORS) $(ARGS)
 
 # What `make test` leaves out: adding and deleting an op in a copy of the tree, with a build of its own,
-# and graphs that differ little from those that it has.
+# and graphs that differ little from others.
 slow: build
 	$(BIN)/python -m pytest -q -m slow tests $(ARGS)
 

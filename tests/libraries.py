@@ -32,9 +32,10 @@ def precompiled_header(folder: Path) -> Path:
     header = run / "precompiled.h"
     with (run / "precompiled.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not header.exists():
+        compiled = run / "precompiled.h.gch"
+        if not compiled.exists():
             header.write_text('#include "op/op.h"\n', encoding="utf-8")
-            made = ("-x", "c++-header", str(header), "-o", f"{header}.gch")
+            made = ("-x", "c++-header", str(header), "-o", str(compiled))
             subprocess.run([*compiler(), *made], check=True)
     return header
 

@@ -172,11 +172,6 @@ class Lowering {
     return -1;
   }
 
-  // Is an optional op of the rule absent?
-  static bool lacks_an_op(const Span& span) {
-    return std::ranges::find(span.group.places, -1) != span.group.places.end();
-  }
-
   int op_with_slot(const Span& span, const std::string& name) const {
     return find_op(span, [&](const OpDeclaration& row) { return row.has_slot(name); });
   }
@@ -208,7 +203,7 @@ class Lowering {
 
   // The value for an argument of an absent op.
   None absent(const Span& span, const Schema::Field& field) const {
-    check(lacks_an_op(span) && field.type == "Tensor?", "[plan] '", span.group.name,
+    check(span.group.lacks_an_op() && field.type == "Tensor?", "[plan] '", span.group.name,
           "' must bind argument '", field.name, "'");
     return {};
   }
@@ -332,7 +327,7 @@ class Lowering {
       op = place_of(span, source);
       target = source.name;
     }
-    if (op < 0 && lacks_an_op(span)) return {unused(span, field), false};
+    if (op < 0 && span.group.lacks_an_op()) return {unused(span, field), false};
     check(op >= 0, "[plan] '", span.group.name,
           "' must name results grad_<parameter or extra input>, got '", name, "'");
     const Argument found = tensor(op, target);

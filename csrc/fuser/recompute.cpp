@@ -45,14 +45,14 @@ class Recomputation {
     Computed,  // recomputed
   };
 
-  // What an argument of a recomputation is: of an op the parameter, slot, extra input or attribute
-  // of that name.
+  // A parameter, slot, extra input or attribute of an op, by its name.
   struct OpField {
     int op;
     std::string name;
   };
-  struct FirstInput {};  // the input of the first op
-  struct LastGradient {};
+  struct FirstInput {};    // the input of the first op
+  struct LastGradient {};  // the gradient of the output of the step in backward
+  // Where an argument of a recomputation comes from.
   using Source = std::variant<None, FirstInput, LastGradient, OpField, Attribute>;
 
   // What recomputes the main tensor at a boundary: an op, or in one call the ops of a fused forward
@@ -177,10 +177,8 @@ class Recomputation {
       return *found;
     }
     if (const auto found = find_source(ops, field.name)) return *found;
-    const bool is_of_absent_op =
-        std::ranges::count(group.places, -1) > 0 && field.type == "Tensor?";
-    check(is_of_absent_op, "[plan] recompute of '", group.name, "' must bind argument '",
-          field.name, "'");
+    check(group.lacks_an_op() && field.type == "Tensor?", "[plan] recompute of '", group.name,
+          "' must bind argument '", field.name, "'");
     return None{};
   }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <optional>
 #include <string>
@@ -24,6 +25,8 @@ struct StepGroup {
   int place(int entry) const {
     return entry >= 0 && entry < std::ssize(places) ? places[entry] : -1;
   }
+  // Is an optional op of the rule absent?
+  bool lacks_an_op() const { return std::ranges::find(places, -1) != places.end(); }
 };
 
 // A rule or a user's function that nearly matched, and the reason why it did not.
