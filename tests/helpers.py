@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -93,6 +94,12 @@ def tf32(allowed: bool) -> Iterator[None]:
         yield
     finally:
         settings.allow_tf32 = before
+
+
+def html_cells(table: str) -> list[list[str]]:
+    """The texts of a table, by rows."""
+    rows = ElementTree.fromstring(table).iter("tr")
+    return [[cell.text or "" for cell in row] for row in rows]
 
 
 def storage_bytes(tensors: list[Tensor]) -> int:

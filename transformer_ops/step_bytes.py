@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import html
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from math import inf
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from . import _C
 from .progress import progress
+from .tables import html_table
 
 __all__ = ["StepBytes", "size_text", "step_bytes"]
 
@@ -79,11 +79,8 @@ class StepBytes(NamedTuple):
 
     def _repr_html_(self) -> str:
         rows = {**self.titled(), "peak": self.peak}
-        body = "".join(
-            f"<tr><td>{html.escape(title)}</td><td>{size_text(count)}</td></tr>"
-            for title, count in rows.items()
-        )
-        return f"<table><tr><th></th><th>bytes at the peak</th></tr>{body}</table>"
+        cells = [(title, size_text(count)) for title, count in rows.items()]
+        return html_table(("", "bytes at the peak"), cells)
 
 
 def size_text(count: float) -> str:

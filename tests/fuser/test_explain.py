@@ -23,17 +23,20 @@ GELU_MLP = """\
 4  BasicLinear  in_features=64, out_features=16
 5  Bias         size=16
 
-forward   op                         made by                 saves, bytes a row
-  0       LayerNorm                  -                       0.input 64, 0.mean 4, 0.rstd 4
-  1-3     BasicLinear + Bias + GELU  linear_bias_activation  3.input 256
-  4-5     BasicLinear + Bias         linear_epilogue
+forward   op                    made by                 saves, bytes a row
+  0       LayerNorm             -                       0.input 64, 0.mean 4,
+                                                        0.rstd 4
+  1-3     BasicLinear + Bias +  linear_bias_activation  3.input 256
+          GELU
+  4-5     BasicLinear + Bias    linear_epilogue
 
-backward  op                         made by                 reads
-  5       Bias                       -
-  2-4     Bias + GELU + BasicLinear  linear_activation       3.input
-  1       BasicLinear                -                       computes x1 again from 0.input, 0.mean,
-                                                             0.rstd
-  0       LayerNorm                  -                       0.input, 0.mean, 0.rstd
+backward  op                    made by                 reads
+  5       Bias                  -
+  2-4     Bias + GELU +         linear_activation       3.input
+          BasicLinear
+  1       BasicLinear           -                       computes x1 again from
+                                                        0.input, 0.mean, 0.rstd
+  0       LayerNorm             -                       0.input, 0.mean, 0.rstd
 """.rstrip()
 
 
@@ -105,6 +108,11 @@ def measured_bytes(module: Any, *inputs: Tensor) -> int:
     return sum(seen.values())
 
 
+def words(explanation: Any) -> str:
+    """The text, with its lines joined."""
+    return " ".join(str(explanation).split())
+
+
 # ---- text
 
 
@@ -112,6 +120,30 @@ def test_text_of_a_block() -> None:
     explanation = called(gelu_mlp())
     assert str(explanation) == GELU_MLP
     assert repr(explanation) == GELU_MLP
+
+
+@pytest.mark.parametrize("recompute", ["cheap", "none"])
+def test_text_fits_a_terminal(recompute: str) -> None:
+    options = {"num_kv_heads": 2, "head_dim": 16, "causal": True, "scale": 0.25}
+    attention = [
+        tops.PackedLinear(64, (64, 32, 32)),
+        tops.RoPE(16, 6),
+        tops.Attention(4, **options),
+        tops.Linear(64, 64),
+    ]
+    module = tops.Sequential(
+        tops.Residual(tops.LayerNorm(64), *attention),
+        tops.Residual(tops.RMSNorm(64), tops.Linear(64, 128), tops.SwiGLU(), tops.Linear(64, 64)),
+        nn.Softmax(-1),
+        tops.GELU(),
+        recompute=recompute,
+    )
+    module[3].register_forward_hook(lambda *unused: None)
+    table = torch.randn(5, 16)
+    module(torch.randn(2, 5, 64, requires_grad=True), table, table)
+    lines = str(module.explain()).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "scale=0.25" in " ".join(lines) and "GELU has forward hooks" in " ".join(lines)
 
 
 def test_fuser_explains_as_sequential_does() -> None:
@@ -152,7 +184,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad():
         module(torch.randn(6, 16))
     text = str(module.explain())
-    assert text.startswith("no gradient is needed, nothing is kept\n")
+    assert text.startswith("no gradient is needed, nothing is saved\n")
     assert "\nbackward" not in text and "(backward)" not in text
 
 
@@ -225,7 +257,7 @@ def test_reason_of_a_guard() -> None:
     module[3].weight.requires_grad_(False)
     expected = "the weight needs no gradient, so the Linear saves no input"
     assert reasons(called(module), "activation_linear") == [expected]
-    assert f"activation_linear (joint) at 2-3: {expected}" in str(module.explain())
+    assert f"activation_linear (joint) at 2-3: {expected}" in words(module.explain())
 
 
 def fuse_linears(ops: list[Any], **unused: Any) -> list[Any]:
@@ -247,7 +279,7 @@ def test_a_function_that_changed_nothing(pass_name: str) -> None:
     assert (miss.pass_name, miss.ops) == (pass_name, (0, 1, 2))
     label = {"forward_backward": "joint"}.get(pass_name, pass_name)
     start = f"fuse_linears ({label}) at 0-2: it changed nothing of [BasicLinear, Bias, GELU]"
-    for shown in (str(explanation), explanation._repr_html_(), explanation.svg()):
+    for shown in (words(explanation), explanation._repr_html_(), explanation.svg()):
         assert start in shown
     # Nobody else: neither a function that did change something, nor one that is gone.
     assert reasons(called(module), "fuse_linears") == []

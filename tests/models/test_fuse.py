@@ -8,6 +8,8 @@ import json
 import pickle
 import traceback
 import weakref
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -24,7 +26,8 @@ from fuse_models import (
     results,
     tokens,
 )
-from torch import Tensor
+from helpers import html_cells
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import transformer_ops as tops
@@ -211,11 +214,41 @@ def test_reports() -> None:
     results(model)
     assert str(report).splitlines() == [
         "2 fused, 0 left as they are",
-        "    2 x DecoderLayer                 residual                 fused",
+        "    2 x DecoderLayer  residual  fused",
     ]
     assert json.loads(json.dumps(report.as_dict()))["fused"][0]["path"] == "layers.0"
-    assert "<td>DecoderLayer</td>" in report._repr_html_()
+    table = html_cells(report._repr_html_())
+    assert table == [
+        ["modules", "class", "rule", "state"],
+        ["2", "DecoderLayer", "residual", "fused"],
+    ]
     assert "SwiGLU" in str(model.layers[0].fused.explain())
+
+
+def test_a_report_has_lines_for_a_terminal_and_a_picture(tmp_path: Path) -> None:
+    class ADecoderLayerForConditionalGeneration(DecoderLayer):
+        pass
+
+    model = Model()
+    model.layers[1] = ADecoderLayerForConditionalGeneration()
+    model.layers[1].mlp.register_forward_hook(lambda *unused: None)
+    report = tops.fuse(model)
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= 80
+    words = " ".join(text.split())
+    for row in report.rows:
+        assert row.kind in words and (row.reason or "fused").split()[-1] in words
+    assert "GatedMLP: it has hooks" in words
+    report.save(tmp_path / "report.svg")
+    picture = ElementTree.parse(tmp_path / "report.svg").getroot()
+    shown = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"GatedMLP: it has hooks", "1 x DecoderLayer", text.splitlines()[0]} <= shown
+    with pytest.raises(ValueError, match=r"^\[fuse\] path must end in \.svg, got .*report.png"):
+        report.save(tmp_path / "report.png")
+    nothing = tops.fuse(nn.Sequential(nn.Tanh()))
+    nothing.save(tmp_path / "nothing.svg")
+    assert str(nothing) == nothing._repr_html_() == "nothing to fuse: no rule matches a module"
+    assert str(nothing) in (tmp_path / "nothing.svg").read_text()
 
 
 def test_a_traceback_shows_the_lines_of_the_model() -> None:

@@ -8,9 +8,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from fuse_models import Model
+from helpers import html_cells
 from torch import Tensor, nn
 
 import transformer_ops as tops
+from transformer_ops.models.layer_bytes import LayerBytes, LayerRow
+from transformer_ops.step_bytes import size_text
 
 
 def tokens() -> Tensor:
@@ -31,14 +34,37 @@ def test_bytes_by_layer(tmp_path: Path) -> None:
     assert len(text.splitlines()) == 1 + len(paths) and "layers.1" in text
     assert all(len(line) <= 80 for line in text.splitlines())
     assert layers.as_dict()["layers"][0] == layers.rows[0]._asdict()
-    assert "<td>layers.0</td>" in layers._repr_html_()
+    assert [row[0] for row in html_cells(layers._repr_html_())[1:-1]] == [
+        path or "(the model)" for path in paths
+    ]
     layers.save(tmp_path / "layers.svg")
     picture = ElementTree.parse(tmp_path / "layers.svg").getroot()
-    assert len(list(picture)) == 2 + 4 * len(paths)
-    with pytest.raises(ValueError, match=r"^\[fuse\] path of a picture must end in \.svg"):
+    shown = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
+    total = f"{size_text(layers.after)} with ops"
+    assert total in shown and set(paths) - {""} <= set(shown)
+    bars = [float(e.get("width", "")) for e in picture if e.get("height") == "6.0"]
+    sizes = [size for row in layers.rows for size in row[1:]]
+    assert bars == pytest.approx([size * max(bars) / max(sizes) for size in sizes], abs=0.06)
+    with pytest.raises(ValueError, match=r"^\[fuse\] path must end in \.svg"):
         layers.save(tmp_path / "layers.png")
     # The model runs as before: its modules' calls are torch's own.
     assert "noting" not in repr(nn.Module.__call__)
+
+
+def test_a_layer_that_is_fused_otherwise_is_one_of_the_list() -> None:
+    model = Model()
+    report = tops.fuse(model, only="layers.0*")
+    assert type(model.layers[0]) is not type(model.layers[1])
+    paths = [row.path for row in report.layers(tokens()).rows]
+    assert {"layers.0", "layers.1"} <= set(paths)
+    assert not any(path.startswith("layers.0.") for path in paths)
+
+
+def test_ops_may_save_more_than_the_statements() -> None:
+    layers = LayerBytes([LayerRow("head", 1000, 4000), LayerRow("norm", 500, 300)])
+    head, norm = str(layers).splitlines()[1:]
+    assert head.count("#") == 24 and "." * 3 not in head and len(head) <= 80
+    assert norm.endswith("##.")
 
 
 def test_layers_are_items_of_lists_of_one_class() -> None:

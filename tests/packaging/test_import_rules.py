@@ -34,6 +34,8 @@ LAYERS = [
     "memory",
     "step_bytes",
     "progress",
+    "svg",
+    "tables",
     "library",
     "flops",
     "constructors",

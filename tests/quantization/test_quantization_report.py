@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import html_cells
 from torch import Tensor, nn
 
 import transformer_ops as tops
@@ -82,10 +83,16 @@ def test_what_is_above_the_largest_number_saturates() -> None:
 def test_shows() -> None:
     found = report(Model(), torch.randn(16, 32), formats=["nvfp4"])
     head, *lines = str(found).splitlines()
-    assert head.split() == ["module", "tensor", "format", "SNR", "dB", "underflow", "saturated"]
-    assert len(lines) == len(found.rows) == 18
-    assert lines[0].split()[:5] == ["embed", "input", "mx", "e4m3", "*"]
-    assert found._repr_html_().count("<tr>") == 19
+    assert head.split() == ["tensor", "format", "SNR", "dB", "underflow", "saturated"]
+    modules = [line for line in lines if not line.startswith(" ")]
+    assert modules == ["embed", "mlp.0", "mlp.2"]
+    assert len(lines) - len(modules) == len(found.rows) == 18
+    assert [line.split()[0] for line in lines[1:7:2]] == ["input", "weight", "grad_output"]
+    assert lines[1].split()[:4] == ["input", "mx", "e4m3", "*"]
+    assert max(map(len, str(found).splitlines())) <= 80
+    row = found.rows[-1]
+    assert lines[-1].split()[-3] == f"{row.signal_to_noise:.1f}"
+    assert [row[0] for row in html_cells(found._repr_html_())[1:]] == [r.module for r in found.rows]
     assert found.to_dicts()[0]["module"] == "embed"
 
 

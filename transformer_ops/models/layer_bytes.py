@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..step_bytes import size_text
+from ..svg import Canvas, save_svg
+from ..tables import html_table
+from .fused_class import FusedModule
 
 __all__ = ["LayerBytes", "LayerRow", "bytes_by_layer"]
 
@@ -53,13 +54,17 @@ class LayerBytes:
         """The bytes of all layers with ops."""
         return sum(row.after for row in self.rows)
 
+    def _most(self) -> int:
+        """What the longest bar stands for."""
+        return max((max(row.before, row.after) for row in self.rows), default=0) or 1
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON: `{"before": ..., "after": ..., "layers": [...]}`, each layer as a dict."""
         layers = [row._asdict() for row in self.rows]
         return {"before": self.before, "after": self.after, "layers": layers}
 
     def __str__(self) -> str:
-        most = max((row.before for row in self.rows), default=0) or 1
+        most = self._most()
         lines = [
             f"{size_text(self.before)} saved for backward without ops, {size_text(self.after)} with"
         ]
@@ -73,14 +78,9 @@ class LayerBytes:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head = "<tr><th>layer</th><th>without ops</th><th>with ops</th></tr>"
-        total = LayerRow("all", self.before, self.after)
-        body = "".join(
-            f"<tr><td>{html.escape(row.path)}</td><td>{size_text(row.before)}</td>"
-            f"<td>{size_text(row.after)}</td></tr>"
-            for row in (*self.rows, total)
-        )
-        return f"<table>{head}{body}</table>"
+        rows = [*self.rows, LayerRow("all", self.before, self.after)]
+        cells = [(_name(row.path), size_text(row.before), size_text(row.after)) for row in rows]
+        return html_table(("layer", "without ops", "with ops"), cells)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a picture.
@@ -88,42 +88,36 @@ class LayerBytes:
         Raises:
             ValueError: the path does not end in ".svg".
         """
-        target = Path(path)
-        if target.suffix != ".svg":
-            raise ValueError(f"[fuse] path of a picture must end in .svg, got {str(path)!r}")
-        target.write_text(self._picture(), encoding="utf-8")
+        save_svg("fuse", path, self._picture())
 
     def _picture(self) -> str:
-        height = _ROW * (len(self.rows) + 1) + 2 * _MARGIN
-        most = max((row.before for row in self.rows), default=0) or 1
+        most = self._most()
         scale = (_WIDTH - _NAME - 2 * _MARGIN - 90) / most
         before, after = size_text(self.before), size_text(self.after)
-        title = f"saved for backward: {before} without ops, {after} with"
-        lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
-            f'width="{_WIDTH}" height="{height}" font-family="sans-serif" font-size="12">',
-            f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-            f'<text x="{_MARGIN}" y="{_MARGIN + 12}" font-weight="bold">{title}</text>',
-        ]
+        title = "saved for backward"
+        canvas = Canvas()
+        canvas.text(_MARGIN, _MARGIN + 12, title, bold=True, anchor="start")
+        totals = ((_BEFORE, f"{before} without ops"), (_AFTER, f"{after} with ops"))
+        for x, (color, total) in zip((_NAME, _NAME + 180), totals, strict=True):
+            canvas.box(x, _MARGIN + 3, 10, 10, fill=color, stroke=color, radius=2)
+            canvas.text(x + 16, _MARGIN + 12, total, anchor="start")
         for number, row in enumerate(self.rows, start=1):
             y = _MARGIN + number * _ROW
+            canvas.text(_NAME - 8, y + 15, _short(row.path, 32), anchor="end")
+            for top, count, color in ((4, row.before, _BEFORE), (11, row.after, _AFTER)):
+                width = scale * count
+                canvas.box(_NAME, y + top, width, 6, fill=color, stroke=color, radius=0)
             end = _NAME + scale * max(row.before, row.after) + 6
-            lines += [
-                f'<text x="{_NAME - 8}" y="{y + 15}" text-anchor="end">'
-                f"{html.escape(_short(row.path, 32))}</text>",
-                _bar(y + 4, scale * row.before, 6, _BEFORE),
-                _bar(y + 11, scale * row.after, 6, _AFTER),
-                f'<text x="{end:.0f}" y="{y + 15}">{size_text(row.after)}</text>',
-            ]
-        return "\n".join([*lines, "</svg>\n"])
+            canvas.text(end, y + 15, size_text(row.after), anchor="start")
+        return canvas.document(title, margin=_MARGIN)
 
 
-def _bar(y: float, width: float, height: int, color: str) -> str:
-    return f'<rect x="{_NAME}" y="{y}" width="{width:.1f}" height="{height}" fill="{color}"/>'
+def _name(path: str) -> str:
+    return path or "(the model)"
 
 
 def _short(path: str, length: int) -> str:
-    name = path or "(the model)"
+    name = _name(path)
     return name if len(name) <= length else f"...{name[3 - length :]}"
 
 
@@ -189,4 +183,5 @@ def _has_layers(module: nn.Module) -> bool:
     products and an activation is none."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
-    return len(module) > 1 and len({type(item) for item in module}) == 1
+    kinds = {item._tops_base if isinstance(item, FusedModule) else type(item) for item in module}
+    return len(module) > 1 and len(kinds) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -12,12 +12,18 @@ from torch.optim import Optimizer
 
 from ..progress import progress
 from ..step_bytes import step_bytes
+from ..svg import Canvas, save_svg, text_width
+from ..tables import html_table, text_table, unbroken
 from .fused_class import FusedModule
 from .layer_bytes import LayerBytes, LayerRow, bytes_by_layer
 from .step_comparison import StepComparison
 from .unfuse import unfused
 
 __all__ = ["FuseReport", "FuseRow"]
+
+_NOTHING = "nothing to fuse: no rule matches a module"
+_ROW, _MARGIN = 22, 10  # of the picture, in pixels
+_FUSED, _LEFT = "#1f5f99", "#8c8c8c"
 
 
 class FuseRow(NamedTuple):
@@ -37,8 +43,9 @@ class FuseRow(NamedTuple):
 
 
 class FuseReport:
-    """What was fused in a model, and what was not and why. It looks at the model whenever it is
-    read, so a hook that is registered later shows."""
+    """What was fused in a model, and what was not and why: as text, as a table in a notebook, and
+    as a picture. It looks at the model whenever it is read, so a hook that is registered later
+    shows."""
 
     def __init__(self, model: nn.Module, skipped: list[FuseRow]) -> None:
         self._model, self._skipped = model, skipped
@@ -130,16 +137,15 @@ class FuseReport:
         for (kind, rule, reason), count in counts.items():
             yield kind, rule, reason, count
 
+    def _head(self) -> str:
+        return f"{len(self.fused)} fused, {len(self.skipped)} left as they are"
+
     def __str__(self) -> str:
-        lines = list(self._lines())
-        if not lines:
-            return "nothing to fuse: no rule matches a module"
-        head = f"{len(self.fused)} fused, {len(self.skipped)} left as they are"
         rows = [
-            f"  {count:3d} x {kind:28s} {rule:24s} {reason or 'fused'}"
-            for kind, rule, reason, count in lines
+            (unbroken(f"{count:3d} x {kind}"), rule, reason or "fused")
+            for kind, rule, reason, count in self._lines()
         ]
-        return "\n".join([head, *rows])
+        return "\n".join([self._head(), *text_table(rows, indent="  ")]) if rows else _NOTHING
 
     __repr__ = __str__
 
@@ -148,9 +154,31 @@ class FuseReport:
             (str(count), kind, rule, reason or "fused")
             for kind, rule, reason, count in self._lines()
         ]
-        rows = [("", "class", "rule", ""), *cells]
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in rows
-        )
-        return f"<table>{body}</table>"
+        return html_table(("modules", "class", "rule", "state"), cells) if cells else _NOTHING
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as a picture.
+
+        Raises:
+            ValueError: the path does not end in ".svg".
+            OSError: the file cannot be written.
+        """
+        save_svg("fuse", path, self._picture())
+
+    def _picture(self) -> str:
+        rows = [
+            (_LEFT if reason else _FUSED, (f"{count} x {kind}", rule, reason or "fused"))
+            for kind, rule, reason, count in self._lines()
+        ]
+        canvas, title = Canvas(), self._head() if rows else _NOTHING
+        canvas.text(_MARGIN, _MARGIN + 12, title, bold=True, anchor="start")
+        columns = zip(*(cells for _, cells in rows), strict=True)
+        widths = [max(text_width(cell, 12) for cell in column) + 16 for column in columns]
+        for number, (color, cells) in enumerate(rows, start=1):
+            y = _MARGIN + number * _ROW
+            canvas.box(_MARGIN, y + 6, 10, 10, fill=color, stroke=color, radius=2)
+            x: float = _MARGIN + 20
+            for cell, width in zip(cells, widths, strict=True):
+                canvas.text(x, y + 15, cell, anchor="start")
+                x += width
+        return canvas.document(title, margin=_MARGIN)

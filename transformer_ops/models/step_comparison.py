@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..step_bytes import StepBytes, size_text
+from ..tables import html_table
 
 __all__ = ["StepComparison"]
 
@@ -47,12 +47,6 @@ class StepComparison(NamedTuple):
         return str(self)
 
     def _repr_html_(self) -> str:
-        rows: list[tuple[str, Any, Any]] = [*self._rows()]
-        rows.append(("peak", self.before.peak, self.after.peak))
-        body = "".join(
-            f"<tr><td>{html.escape(title)}</td><td>{size_text(before)}</td>"
-            f"<td>{size_text(after)}</td></tr>"
-            for title, before, after in rows
-        )
-        head = "<tr><th>at the peak</th><th>without ops</th><th>with ops</th></tr>"
-        return f"<table>{head}{body}</table>"
+        rows = [*self._rows(), ("peak", self.before.peak, self.after.peak)]
+        cells = [(title, size_text(before), size_text(after)) for title, before, after in rows]
+        return html_table(("at the peak", "without ops", "with ops"), cells)

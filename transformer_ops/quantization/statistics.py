@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import html
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..op.base import BasicOperation, FusibleOperation
+from ..progress import progress
+from ..tables import html_table, text_table
 from .recipe import CustomRecipe, MXFP8BlockScaling, Recipe
 from .region import autocast
 
@@ -46,7 +47,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Rows by module, role and format; prints as a table, also in a notebook."""
+    """Rows by module, role and format: as text, as a table in a notebook, and as a picture. `*`
+    marks the format of the recipe."""
 
     rows: tuple[Row, ...]
 
@@ -55,18 +57,17 @@ class Report:
         return [asdict(row) for row in self.rows]
 
     def __str__(self) -> str:
-        table = [_HEAD, *map(_cells, self.rows)]
-        widths = [max(len(row[k]) for row in table) for k in range(len(_HEAD))]
-        lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table)
-        return "\n".join(line.rstrip() for line in lines)
+        head, *lines = text_table([_HEAD[1:], *(_cells(row)[1:] for row in self.rows)], indent="  ")
+        found, module = [head], ""
+        for row, line in zip(self.rows, lines, strict=True):
+            if row.module != module:
+                module = row.module
+                found.append(module)
+            found.append(line)
+        return "\n".join(found)
 
     def _repr_html_(self) -> str:
-        def line(tag: str, cells: Iterable[str]) -> str:
-            inner = "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-            return f"<tr>{inner}</tr>"
-
-        lines = [line("th", _HEAD), *(line("td", _cells(row)) for row in self.rows)]
-        return f"<table>{''.join(lines)}</table>"
+        return html_table(_HEAD, map(_cells, self.rows))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Saves a picture of the signal-to-noise ratios with matplotlib, in the format of the
@@ -146,15 +147,17 @@ def report(
     if not seen:
         raise ValueError("[report] model must call one of its products, got none that ran")
     rows = []
-    for name, (_, op) in products.items():
-        own = _formats_of(recipe, op)
-        for role, format in zip(ROLES, own, strict=True):
-            tensor = seen.get((name, role))
-            if tensor is None:
-                continue
-            for found in dict.fromkeys((format, *formats)):
-                if found != "exact":
-                    rows.append(Row(name, role, found, *measure(tensor, found), found == format))
+    with progress("formats", len(products)) as advance:
+        for name, (_, op) in products.items():
+            for role, own in zip(ROLES, _formats_of(recipe, op), strict=True):
+                tensor = seen.get((name, role))
+                if tensor is None:
+                    continue
+                for format in dict.fromkeys((own, *formats)):
+                    if format != "exact":
+                        noise = measure(tensor, format)
+                        rows.append(Row(name, role, format, *noise, is_recipe=format == own))
+            advance()
     return Report(tuple(rows))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from ...svg import save_svg
 from ..plan import Plan
 from .picture import svg
 from .summary import Group, Plain
@@ -53,8 +54,4 @@ class Explanation:
             ValueError: the path does not end in ".svg".
             OSError: the file cannot be written.
         """
-        name = os.fspath(path)
-        if not name.lower().endswith(".svg"):
-            raise ValueError(f"[explain] path must end in .svg, got {name!r}")
-        with open(name, "w", encoding="utf-8") as file:
-            file.write(self.svg())
+        save_svg("explain", path, self.svg())

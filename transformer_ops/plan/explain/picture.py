@@ -12,8 +12,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ...svg import Canvas, text_width
 from .summary import Group, Link, Plain, Slot, StepRow
-from .svg import Canvas, text_width
 from .text import bytes_text, miss_text, summary_text
 
 LEFT, TOP, GAP = 104.0, 20.0, 16.0

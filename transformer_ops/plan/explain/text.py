@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
+from ...tables import text_table, unbroken, wrapped
 from ..plan import NearMiss
 from .summary import Group, Link, Plain, Slot, StepRow
-
-WIDTH = 100
 
 
 def text(parts: Sequence[Group | Plain]) -> str:
@@ -18,7 +16,7 @@ def text(parts: Sequence[Group | Plain]) -> str:
     number = 0
     for part in parts:
         if isinstance(part, Plain):
-            blocks.append([part.line])
+            blocks.append(wrapped(part.line))
             continue
         title = f"group {number}: " if groups > 1 else ""
         blocks.append(_group(part, title))
@@ -47,7 +45,7 @@ def slot_text(slot: Slot) -> str:
 def summary_text(group: Group) -> str:
     """The tensors that the group saves for backward."""
     if not group.plan.needs_backward:
-        return "no gradient is needed, nothing is kept"
+        return "no gradient is needed, nothing is saved"
     kept = f"{bytes_text(group.saved_a_row)} bytes a row saved for backward"
     if group.saved is None:
         return kept
@@ -79,57 +77,33 @@ def reads_text(row: StepRow) -> str:
 
 
 def _group(group: Group, title: str) -> list[str]:
-    lines = [f"{title}{summary_text(group)}"]
-    if group.note:
-        lines.append(group.note)
-    lines += ["", *_ops(group)]
-    saves = [_row(row, ", ".join(map(slot_text, row.saves))) for row in group.forward]
-    tables = [["forward", "op", "made by", "saves, bytes a row"], *saves]
-    backward = []
+    lines = [*wrapped(title + summary_text(group)), *wrapped(group.note), "", *_ops(group)]
+    saves = [
+        _row(row, ", ".join(unbroken(slot_text(slot)) for slot in row.saves))
+        for row in group.forward
+    ]
+    rows = [["forward", "op", "made by", "saves, bytes a row"], *saves]
     if group.plan.needs_backward:
         reads = [_row(row, reads_text(row)) for row in reversed(group.backward)]
-        backward = [["backward", "op", "made by", "reads"], *reads]
-    widths = [max(len(row[k]) for row in tables + backward) for k in range(3)]
-    for table in (tables, backward):
-        lines += [""] * bool(table)
-        for row in table:
-            lines += _aligned(row, widths)
+        # One table with an empty line, so that both have the same columns.
+        rows += [[""] * 4, ["backward", "op", "made by", "reads"], *reads]
+    lines += ["", *text_table(rows)]
     if group.near_misses:
         lines += ["", "nearly matched"]
         for miss in group.near_misses:
-            lines += _wrapped("  ", miss_text(miss))
+            lines += wrapped(miss_text(miss), indent="  ")
     return lines
 
 
 def _ops(group: Group) -> list[str]:
-    number = len(str(len(group.kinds) - 1))
-    kind = max(map(len, group.kinds))
-    lines = []
-    for i, name in enumerate(group.kinds):
-        detail = group.details[i] if i < len(group.details) else ""
-        lines.append(f"{i:>{number}}  {name:<{kind}}  {detail}".rstrip())
-    return lines + [line for link in group.links for line in _wrapped("", link_text(link))]
+    digits = len(str(len(group.kinds) - 1))
+    details = [*group.details, *[""] * (len(group.kinds) - len(group.details))]
+    rows = [
+        [f"{i:>{digits}}", kind, detail]
+        for i, (kind, detail) in enumerate(zip(group.kinds, details, strict=True))
+    ]
+    return text_table(rows) + [line for link in group.links for line in wrapped(link_text(link))]
 
 
 def _row(row: StepRow, last: str) -> list[str]:
     return [f"  {ops_text(row.ops)}", row.runs, row.made_by or "-", last]
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    start = "  ".join(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)) + "  "
-    if not row[3]:
-        return [start.rstrip()]
-    room = max(30, WIDTH - len(start))
-    first, *rest = textwrap.wrap(row[3], room, break_long_words=False, break_on_hyphens=False)
-    return [start + first, *(" " * len(start) + line for line in rest)]
-
-
-def _wrapped(indent: str, line: str) -> list[str]:
-    return textwrap.wrap(
-        line,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent + "    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from html import escape
+from pathlib import Path
+
+__all__ = ["Canvas", "save_svg", "text_width"]
 
 FONT = "ui-sans-serif, system-ui, 'Segoe UI', 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
@@ -14,6 +18,19 @@ _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
     """The width in pixels, estimated generously because the viewer's font is not known."""
     return len(text) * size * (0.66 if bold else 0.58)
+
+
+def save_svg(what: str, path: str | os.PathLike[str], picture: str) -> None:
+    """Writes a picture of `what` to a file.
+
+    Raises:
+        ValueError: the path does not end in ".svg".
+        OSError: the file cannot be written.
+    """
+    name = os.fspath(path)
+    if not name.lower().endswith(".svg"):
+        raise ValueError(f"[{what}] path must end in .svg, got {name!r}")
+    Path(name).write_text(picture, encoding="utf-8")
 
 
 class Canvas:
