@@ -55,7 +55,7 @@ test: build
 	    --part "Python tests on emulated CUDA kernels" $(PYTEST) $(EMULATED) $(ARGS)
 	@sed -n 's/^LEFT_OUT = "\(..*\)"/Left out: \1/p' transformer_ops/lib/torch*/_build_info.py
 
-# The first lane of CI, under 5 minutes on 2 cores once all is built: format and lint, the C++ tests
+# The first lane of CI, a minute or so on 2 cores once all is built: format and lint, the C++ tests
 # that need no libtorch, links of the documentation, and every op in two dtypes.
 check: lint
 	$(BIN)/python tools/cmake_build.py --only fuser memory
@@ -68,8 +68,8 @@ check: lint
 test-processors: build
 	$(BIN)/python tools/run_on_processors.py $(PYTEST) $(ON_PROCESSORS) $(ARGS)
 
-# What `make test` leaves out: adding and deleting an op in a copy of the tree, with a build of its own,
-# and graphs that differ little from others.
+# The tests that `make test` skips: they add an op to a copy of the tree, with a build of its own,
+# delete it again, and compile more graphs.
 slow: build
 	$(BIN)/python -m pytest -q -m slow tests $(ARGS)
 
@@ -112,8 +112,8 @@ $(BUILT): $(PACKAGES) $(SOURCES)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-# The wheel of a release, in dist/, from a clean clone: 5 minor versions of torch, tested with the oldest
-# and the newest (RELEASING.md). Quick: make wheel ARGS="--native --torch 2.11.0 2.15.0"
+# The wheel of a release, in dist/, from a clean clone: each minor version of torch, tested with the
+# oldest and the newest (RELEASING.md). Quick: make wheel ARGS="--native --torch 2.11.0 2.15.0"
 wheel:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/build_wheel.py $(ARGS)
 

@@ -1,6 +1,6 @@
 """Time, saved bytes and peak memory of ops and blocks, against eager torch.nn and torch.compile.
 
-    python benchmarks/bench.py                      all of it, under 15 minutes on 2 quiet cores
+    python benchmarks/bench.py                      all of it, over half an hour on 2 quiet cores
     python benchmarks/bench.py --quick --check      what CI runs, about five minutes
     python benchmarks/bench.py --only rms_norm/bf16 --ways eager,ours
     python benchmarks/bench.py --record             also writes benchmarks/recorded.json and docs/

@@ -283,8 +283,8 @@ def rows(quick: bool) -> Iterator[Row]:
     for dtype in DTYPES:
         yield from step_rows(FEW, dtype, {GROUPED_MM: 0.70, LOOP: 0.45}, seconds)
         yield from step_rows(MANY, dtype, {GROUPED_MM: 0.80}, seconds)
-    for size in (FEW, MANY):
-        yield changing_row(size, "bf16", OURS, 1.15, seconds)
+    for size, dtype in ((FEW, "fp32"), (FEW, "bf16"), (MANY, "bf16")):
+        yield changing_row(size, dtype, OURS, 1.15, seconds)
     for size in (FEW, MANY):
         yield from layout_rows(size, {"stacked": 1.0, "one": 1.1}, seconds)
     yield bytes_row(FEW, 4624)

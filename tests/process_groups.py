@@ -83,7 +83,7 @@ def _gather_into(tensor: Tensor, size: int, name: str, *, out: Tensor) -> Tensor
     return out.copy_(torch.ops._c10d_functional.wait_tensor(gather(tensor, size, name)))
 
 
-# Torch 2.11's groups refuse to compare a scatter of rows under DETAIL.
+# Groups of torch 2.11 and 2.12 refuse to compare a scatter of rows under DETAIL.
 OLD_GROUPS = not hasattr(dist.ProcessGroup, "all_gather_single")
 DETAIL = dist.DebugLevel.OFF if OLD_GROUPS else dist.DebugLevel.DETAIL
 

@@ -209,8 +209,8 @@ class ReplicateParallel(ParallelStyle):
 
 
 class SequenceParallel(ReplicateParallel):
-    """The same for ops that see only this rank's rows, or only its heads, such as a QKNorm behind a
-    split product: the gradients of all ranks are summed."""
+    """Parameters that are whole on every rank, for ops that see only this rank's rows or heads,
+    such as a QKNorm behind a split product. Their gradients are summed over the ranks."""
 
     _is_partial = True
 

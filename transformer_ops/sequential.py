@@ -57,11 +57,12 @@ class Sequential(nn.Module, Observer):
     `FusibleOperation` run between groups and are called with only the main tensor.
 
     Args:
-        recompute: "cheap": the output of a norm, activation, gated linear unit, dropout, scale or
-            bias is not saved for backward if it can be recomputed from tensors that are saved
-            anyway; "products": nor is the output of a matrix product (`Linear`, `PackedLinear`),
-            unless a recipe or its quantized weight rounds the operands; "none": everything that
-            backward reads is saved.
+        recompute: "cheap": the output of an op that costs little compared to a matrix product
+            (norms, activations, gated linear units, dropout, scales, biases, RoPE, ...) is not
+            saved for backward if it can be recomputed from tensors that are saved anyway;
+            "products": nor is the output of a matrix product (`Linear`, `PackedLinear`), unless a
+            recipe or its quantized weight rounds the operands; "none": everything that backward
+            reads is saved.
         saved: the format in which main tensors are saved for backward. "exact": unchanged; "fp8":
             as E4M3 codes with a power-of-two scale for each 128 elements of a row, 1.03 bytes for
             each element; "int8": as integers with such a scale, of the same size, and more precise

@@ -270,7 +270,7 @@ def cores() -> Table:
         parts = _C.parts_of_sum(count, width)
         rows.append([f"sums over {count} rows of {width}", *(str(min(parts, n)) for n in CORES)])
     for groups in (8, 64):
-        ways = [_C.groups_side_by_side(groups, 4096, 1024 * 1024, n) for n in CORES]
+        ways = [_C.groups_side_by_side(groups, 64 * groups, 1024 * 1024, n) for n in CORES]
         cells = (f"{n} groups" if side else "1 group" for n, side in zip(CORES, ways, strict=True))
         rows.append([f"{groups} experts at once, 64 rows x 1024 x 1024", *cells])
     return Table([str(header) for header in headers], rows)

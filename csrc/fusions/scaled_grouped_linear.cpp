@@ -47,13 +47,14 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
       in_place ? grad_scales.view({-1, 1}) : empty_cpu(scale.sizes(), scale.scalar_type());
   const Groups groups(call, splits, grad.size(0));
   const GroupTensors weights = group_weights(weight), found = group_weights(grad_weight);
+  const int64_t work = weights.size(0) * weights.size(1);
   const auto run_group = [&](int64_t group) {
     const int64_t first = groups.begin(group), count = groups.size(group);
     if (count == 0) {
       if (wants_weight && !call.main_grad().adds) weight_of(found, group).zero_();
       return;
     }
-    const int64_t rounded = rounded_rows(count, grad.scalar_type());
+    const int64_t rounded = rounded_rows(count, work, grad.scalar_type());
     const Tensor rows = padded_rows_cpu(grad, first, count, rounded);
     // This holds the gradient of y, then y. Rows of zeros stay zeros.
     const Tensor buffer = empty_cpu({rounded, weights.size(1)}, grad.scalar_type());
@@ -70,10 +71,9 @@ void backward_cpu(const Call& call, const Tensor& grad_output, const Tensor& inp
     if (!wants_weight) return;
     product_cpu(weight_of(found, group), transposed(rows), buffer, call.main_grad().adds);
   };
-  parallel_over_groups(groups, 2 * weights.size(0) * weights.size(1),
-                       [&](int64_t begin, int64_t end) {
-                         for (int64_t group = begin; group < end; ++group) run_group(group);
-                       });
+  parallel_over_groups(groups, 2 * work, [&](int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; ++group) run_group(group);
+  });
   if (wants_input) zero_rest_cpu(groups, grad_x);
   if (!wants_scales) return;
   zero_rest_cpu(groups, sums);

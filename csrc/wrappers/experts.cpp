@@ -18,9 +18,9 @@ int64_t work_of(const Experts& experts) {
 
 // The rows of a group after the first product: in `hidden`, or in temporary memory.
 RoundedRows hidden_rows(const GroupTensors& up, const Groups& groups, int64_t group,
-                        const GroupedRows& rows, const Tensor& hidden, int64_t limit) {
+                        int64_t rounded, const GroupedRows& rows, const Tensor& hidden,
+                        int64_t limit) {
   const int64_t first = groups.begin(group), count = groups.size(group);
-  const int64_t rounded = rounded_rows(count, up.scalar_type());
   RoundedRows wide = hidden.defined()
                          ? RoundedRows(hidden, first, count, rounded, limit)
                          : RoundedRows(empty_cpu({rounded, up.size(0)}, up.scalar_type()));
@@ -73,17 +73,19 @@ Tensors scratch_like(const Tensors& weights) {
 void scaled_product_cpu(const ScaledActivation& activation, const GroupTensors& up,
                         const Groups& groups, const GroupedRows& rows, const Tensor& scales,
                         const Tensor& hidden, const Tensor& output) {
+  const int64_t work = up.size(0) * up.size(1);
   const auto run = [&](int64_t begin, int64_t end) {
     const int64_t limit = groups.end(end - 1);
     for (int64_t group = begin; group < end; ++group) {
       const int64_t first = groups.begin(group), count = groups.size(group);
       if (count == 0) continue;
-      const RoundedRows wide = hidden_rows(up, groups, group, rows, hidden, limit);
+      const int64_t rounded = rounded_rows(count, work, up.scalar_type());
+      const RoundedRows wide = hidden_rows(up, groups, group, rounded, rows, hidden, limit);
       scaled_rows_forward_cpu(activation, rows_of(wide.matrix(), 0, count),
                               rows_of(scales, first, count), rows_of(output, first, count));
     }
   };
-  parallel_over_groups(groups, up.size(0) * up.size(1), run);
+  parallel_over_groups(groups, work, run);
   zero_rest_cpu(groups, output);
   if (hidden.defined()) zero_rest_cpu(groups, hidden);
 }
@@ -92,13 +94,14 @@ void experts_forward_cpu(const Experts& experts, const Groups& groups, const Gro
                          const Tensor& scales, const Tensor& hidden, const Tensor& output) {
   const auto& [activation, up, down] = experts;
   const auto dtype = up.scalar_type();
+  const int64_t work = work_of(experts);
   const auto run = [&](int64_t begin, int64_t end) {
     const int64_t limit = groups.end(end - 1);
     for (int64_t group = begin; group < end; ++group) {
       const int64_t first = groups.begin(group), count = groups.size(group);
       if (count == 0) continue;
-      const int64_t rounded = rounded_rows(count, dtype);
-      const RoundedRows wide = hidden_rows(up, groups, group, rows, hidden, limit);
+      const int64_t rounded = rounded_rows(count, work, dtype);
+      const RoundedRows wide = hidden_rows(up, groups, group, rounded, rows, hidden, limit);
       const Tensor activated = empty_cpu({rounded, down.size(1)}, dtype);
       scaled_rows_forward_cpu(activation, rows_of(wide.matrix(), 0, count),
                               rows_of(scales, first, count), rows_of(activated, 0, count));
@@ -108,7 +111,7 @@ void experts_forward_cpu(const Experts& experts, const Groups& groups, const Gro
       out.finish();
     }
   };
-  parallel_over_groups(groups, work_of(experts), run);
+  parallel_over_groups(groups, work, run);
   zero_rest_cpu(groups, output);
   if (hidden.defined()) zero_rest_cpu(groups, hidden);
 }
@@ -119,6 +122,7 @@ void experts_backward_cpu(const Experts& experts, const Groups& groups,
                           const ExpertGradients& gradients) {
   const auto& [activation, up, down] = experts;
   const auto dtype = up.scalar_type();
+  const int64_t work = work_of(experts);
   const auto run = [&](int64_t begin, int64_t end) {
     const int64_t limit = groups.end(end - 1);
     for (int64_t group = begin; group < end; ++group) {
@@ -130,7 +134,7 @@ void experts_backward_cpu(const Experts& experts, const Groups& groups,
         grad_down.zero_();
         continue;
       }
-      const int64_t rounded = rounded_rows(count, dtype);
+      const int64_t rounded = rounded_rows(count, work, dtype);
       const Tensor grad = grad_output.padded(first, count, rounded);
       // This holds the gradient of the activation's result first, then the activation's result.
       const Tensor activated = empty_cpu({rounded, down.size(1)}, dtype);
@@ -150,7 +154,7 @@ void experts_backward_cpu(const Experts& experts, const Groups& groups,
       out.finish();
     }
   };
-  parallel_over_groups(groups, work_of(experts), run);
+  parallel_over_groups(groups, work, run);
   zero_rest_cpu(groups, gradients.scales);
   if (gradients.rows.defined()) zero_rest_cpu(groups, gradients.rows);
 }

@@ -181,10 +181,10 @@ TensorSpec grouped_linear_output(const Checks& check, const Tensor& input, const
   return output;
 }
 
-int64_t rounded_rows(int64_t count, at::ScalarType dtype) {
+int64_t rounded_rows(int64_t count, int64_t work, at::ScalarType dtype) {
   constexpr int64_t kUnit = 16;
   // Up to 16 rows, one kernel for each number of rows costs less than twice the work for each row.
-  if (c10::elementSize(dtype) != 2 || count <= kUnit) return count;
+  if (count <= kUnit || !may_compile_kernel(dtype, count * work)) return count;
   return (count + kUnit - 1) / kUnit * kUnit;
 }
 
@@ -217,12 +217,13 @@ void RoundedRows::finish() const {
 void grouped_product_cpu(const Groups& groups, const Tensor& out, const Tensor& left,
                          const GroupTensors& weights, bool transposes) {
   const auto dtype = left.scalar_type();
+  const int64_t work = weights.size(0) * weights.size(1);
   const auto multiply = [&](int64_t first_group, int64_t last_group) {
     const int64_t limit = groups.end(last_group - 1);
     for (int64_t group = first_group; group < last_group; ++group) {
       const int64_t count = groups.size(group), first = groups.begin(group);
       if (count == 0) continue;
-      const int64_t rounded = rounded_rows(count, dtype);
+      const int64_t rounded = rounded_rows(count, work, dtype);
       const Tensor weight = weight_of(weights, group);
       const RoundedRows product(out, first, count, rounded, limit);
       // The next groups of this thread write their rows later.
@@ -233,11 +234,12 @@ void grouped_product_cpu(const Groups& groups, const Tensor& out, const Tensor& 
       product.finish();
     }
   };
-  parallel_over_groups(groups, weights.size(0) * weights.size(1), multiply);
+  parallel_over_groups(groups, work, multiply);
 }
 
 void grouped_weight_gradient_cpu(const Groups& groups, const GroupTensors& out, const Tensor& left,
                                  const Tensor& right, bool adds) {
+  const int64_t work = out.size(0) * out.size(1);
   const auto multiply = [&](int64_t first_group, int64_t last_group) {
     for (int64_t group = first_group; group < last_group; ++group) {
       const int64_t count = groups.size(group), first = groups.begin(group);
@@ -246,12 +248,12 @@ void grouped_weight_gradient_cpu(const Groups& groups, const GroupTensors& out, 
         if (!adds) result.zero_();
         continue;
       }
-      const int64_t rounded = rounded_rows(count, left.scalar_type());
+      const int64_t rounded = rounded_rows(count, work, left.scalar_type());
       product_cpu(result, transposed(padded_rows_cpu(left, first, count, rounded)),
                   padded_rows_cpu(right, first, count, rounded), adds);
     }
   };
-  parallel_over_groups(groups, out.size(0) * out.size(1), multiply);
+  parallel_over_groups(groups, work, multiply);
 }
 
 void parallel_over_groups(const Groups& groups, int64_t work,

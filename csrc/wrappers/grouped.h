@@ -98,9 +98,10 @@ TensorSpec grouped_linear_output(const Checks& check, const Tensor& input, const
 // The flags of the wanted results among (grad_input, grad_weight, grad_bias, grad_scales).
 using GroupedMask = std::array<bool, 4>;
 
-// The number of rows that a product takes for a group of `count` rows. oneDNN compiles a kernel for
-// each new number of rows (1.4 ms), so 16-bit rows are rounded up to a multiple of 16.
-int64_t rounded_rows(int64_t count, at::ScalarType dtype);
+// The number of rows that a product takes for a group of `count` rows: a multiple of 16 where
+// oneDNN multiplies, which compiles a kernel for each new number of rows (1.4 ms for 16-bit
+// numbers). `work` is the number of multiplications for a row.
+int64_t rounded_rows(int64_t count, int64_t work, at::ScalarType dtype);
 
 // The rows from `first` on as a matrix of `rounded` rows; those past `count` are zeros. It is a
 // copy unless both numbers are the same.

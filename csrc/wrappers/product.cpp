@@ -59,13 +59,18 @@ bool is_dense(const Tensor& matrix) {
 // large, and 0.84 to 0.97 for those of a large block. Errors are up to 2.3 times MKL's
 // (benchmarks/products.py). Smaller products do not pay for its call, which takes 14 us longer, and
 // for the kernel of each new shape, which takes 0.4 ms.
-bool is_for_onednn(const Tensor& out, const Tensor& left, const Tensor& right) {
+bool is_work_for_onednn(at::ScalarType dtype, int64_t multiplications) {
   static const bool preferred = prefers_onednn();
-  constexpr int64_t kLeastSize = 8, kLeastWork = int64_t{1} << 24;
-  if (!preferred || left.scalar_type() != at::kFloat) return false;
+  constexpr int64_t kLeastWork = int64_t{1} << 24;
+  return preferred && dtype == at::kFloat && multiplications >= kLeastWork &&
+         at::globalContext().userEnabledMkldnn();
+}
+
+bool is_for_onednn(const Tensor& out, const Tensor& left, const Tensor& right) {
+  constexpr int64_t kLeastSize = 8;
   const int64_t rows = left.size(0), inner = left.size(1), columns = right.size(1);
-  return std::min({rows, inner, columns}) >= kLeastSize && rows * inner * columns >= kLeastWork &&
-         out.stride(1) == 1 && is_dense(right) && at::globalContext().userEnabledMkldnn();
+  return std::min({rows, inner, columns}) >= kLeastSize && out.stride(1) == 1 && is_dense(right) &&
+         is_work_for_onednn(left.scalar_type(), rows * inner * columns);
 }
 
 // Is it stored by rows or by columns, with gaps, as some columns of a larger matrix are?
@@ -127,6 +132,10 @@ Tensor columns_of(const Tensor& matrix, int64_t first, int64_t count) {
 Tensor matrix_of(const Tensor& stack, int64_t index) {
   return strided(stack, stack.size(1), stack.size(2), stack.stride(1), stack.stride(2),
                  index * stack.stride(0));
+}
+
+bool may_compile_kernel(at::ScalarType dtype, int64_t multiplications) {
+  return c10::elementSize(dtype) == 2 || is_work_for_onednn(dtype, multiplications);
 }
 
 void multiply_cpu(const Tensor& out, const Tensor& left, const Tensor& right, double beta,

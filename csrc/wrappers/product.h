@@ -18,4 +18,7 @@ at::Tensor matrix_of(const at::Tensor& stack, int64_t index);
 void multiply_cpu(const at::Tensor& out, const at::Tensor& left, const at::Tensor& right,
                   double beta = 0.0, double scale = 1.0);
 
+// May a product of this size run in oneDNN, which compiles a kernel for each new shape?
+bool may_compile_kernel(at::ScalarType dtype, int64_t multiplications);
+
 }  // namespace transformer_ops

@@ -41,7 +41,8 @@ print(layers)
 # %%
 # The picture
 # -----------
-# The layers save less. "(the model)" is the loss, which saves the same.
+# The layers save less. "(the model)" is the head and its loss. Without ops it saves the logits of
+# all rows. With ops it saves the gradients of the head's weight and input, which forward computes.
 # ``layers.save("layers.svg")`` draws this picture without matplotlib.
 
 figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")

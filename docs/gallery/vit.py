@@ -2,8 +2,8 @@
 Train a vision transformer
 ==========================
 
-A small ViT of transformers learns to tell a square, a disc, a cross and a ring apart, with its
-feed-forwards, norms and products fused.
+A small ViT of transformers learns to tell a square, a disc, a cross and a ring apart, with whole
+layers fused, attention included.
 """
 
 import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -246,16 +247,67 @@ def test_splits_of_any_integer_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(op(x, strided), op(x, sizes))
 
 
-def test_a_nan_stays_in_its_group() -> None:
+# Float32 products of this size run in oneDNN on AMD processors with AVX-512.
+WIDE = (torch.float32, 512, 1024)
+
+
+@pytest.mark.parametrize(("dtype", "width", "hidden"), [(torch.bfloat16, 16, 8), WIDE])
+def test_a_nan_stays_in_its_group(dtype: torch.dtype, width: int, hidden: int) -> None:
     """Rows that a product takes along to be of a round number change nothing."""
-    op = tops.GroupedLinear(2, 16, 8, single_grouped_weight=True, bias=False).bfloat16()
-    x = torch.randn(40, 16).bfloat16()
-    x[21:] = torch.nan
+    op = tops.GroupedLinear(2, width, hidden, single_grouped_weight=True, bias=False).to(dtype)
+    x = torch.randn(80, width).to(dtype)
+    x[41:] = torch.nan
     x.requires_grad_()
-    y = op(x, torch.tensor([21, 19]))
-    assert y[:21].isfinite().all()
+    y = op(x, torch.tensor([41, 39]))
+    assert y[:41].isfinite().all()
     grads = torch.autograd.grad(y, [x, op.weight], torch.ones_like(y))
     assert grads[0].isfinite().all() and grads[1][0].isfinite().all()
+
+
+@pytest.mark.skipif(not tops.processor().prefers_onednn, reason="MKL multiplies float32")
+def test_few_shapes_are_compiled(capfd: pytest.CaptureFixture[str]) -> None:
+    """oneDNN compiles a kernel for each new shape; all numbers of rows are rounded up alike."""
+    _, width, hidden = WIDE
+    op = tops.GroupedLinear(3, width, hidden, bias=False, single_grouped_weight=True)
+    x = torch.randn(120, width, requires_grad=True)
+    with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON):
+        op(x, torch.tensor([33, 47, 40])).sum().backward()
+    lines = [line.split(",") for line in capfd.readouterr().out.splitlines()]
+    found = [line[-2] for line in lines if "exec" in line and "matmul" in line]
+    shapes = {
+        f"48x{width}:{width}x{hidden}",
+        f"48x{hidden}:{hidden}x{width}",
+        f"{hidden}x48:48x{width}",
+    }
+    assert set(found) - {"8x8:8x8"} == shapes
+
+
+def test_wide_experts_are_a_loop_over_them() -> None:
+    """Each of the three ways in which a layer runs, with experts of 33 to 47 rows."""
+    _, width, hidden = WIDE
+    options = {"bias": False, "single_grouped_weight": True}
+    up = tops.GroupedLinear(3, width, 2 * hidden, **options)
+    down = tops.GroupedLinear(3, hidden, width, **options)
+    splits, probs = torch.tensor([33, 47, 40]), torch.rand(120)
+    x = torch.randn(120, width, requires_grad=True)
+    exact_x, exact_up, exact_down = (leaf(t, torch.float64) for t in (x, up.weight, down.weight))
+    a, b = grouped_linear(exact_x, splits, weight=exact_up).chunk(2, -1)
+    want = grouped_linear(F.silu(a) * b * probs.double()[:, None], splits, weight=exact_down)
+    grad = torch.randn(120, width)
+    exact = torch.autograd.grad(want, [exact_x, exact_up, exact_down], grad.double())
+    layer = tops.Sequential(up, tops.ScaledSwiGLU(), down)
+    parts = ("grouped_mlp", "grouped_linear_scaled", "scaled_grouped_linear")
+    for first, count in (("grouped_mlp", 0), ("grouped_linear_scaled", 1), ("GroupedLinear", 3)):
+        rules = [rule for rule in tops.fusions() if rule.name in parts[:count]]
+        with ExitStack() as stack:
+            for rule in rules:
+                stack.enter_context(rule.disabled())
+            y = layer(x, splits, probs, splits)
+            found = torch.autograd.grad(y, [x, up.weight, down.weight], grad)
+            (plan,) = layer.plans()
+        assert plan.forward[0].name == first and len(rules) == count
+        for mine, right in zip((y, *found), (want, *exact), strict=True):
+            torch.testing.assert_close(mine.double(), right, rtol=1e-4, atol=1e-3)
 
 
 BAD_SPLITS = {

@@ -39,7 +39,7 @@ FOLDERS = [
     Folder("kernels/cpu", ("kernels",)),
     Folder("kernels/cuda", ("kernels",), ("cuda",)),
     Folder("memory"),
-    # Knows neither tensors nor devices nor Python.
+    # Knows neither tensors nor Python.
     Folder("fuser", ("kernels/format.h",)),
     # The frame knows no kernel, so nothing above sees one by including it.
     Folder("op", ("fuser", "memory"), TORCH),

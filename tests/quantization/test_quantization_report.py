@@ -43,12 +43,32 @@ def test_rows() -> None:
         ("grad_output", "int8 1x32"),
     ]
     assert first["weight", "e4m3"].is_recipe and not first["weight", "int8 1x32"].is_recipe
-    want = measure(model.embed.weight.detach(), "e4m3")
+    want = measure([model.embed.weight.detach()], "e4m3")
     row = first["weight", "e4m3"]
     assert (row.signal_to_noise, row.underflow, row.saturated) == want
     assert first["input", "int8 1x32"].signal_to_noise > first["input", "e4m3"].signal_to_noise > 25
     assert all(p.grad is None for p in model.parameters())
     assert not model.embed._forward_pre_hooks and not model.embed._backward_pre_hooks
+
+
+@pytest.mark.parametrize("format", ["e4m3", "nvfp4 16x16"])
+def test_several_weights_are_one_row(format: str) -> None:
+    packed = tops.PackedLinear(32, (48, 16, 16))
+    with torch.no_grad():
+        packed.weight0.mul_(100)
+    recipe = recipes.CustomRecipe(lambda role: format if role.tensor_type == "weight" else None)
+    rows = rows_of(report(tops.Sequential(packed), torch.randn(4, 32), recipe=recipe), "0")
+    row, weights = rows["weight", format], [p.detach() for p in packed.parameters() if p.ndim == 2]
+    # Each weight has a scale of its own: their noise adds up.
+    noise = [measure([weight], format)[0] for weight in weights]
+    power = [float(weight.double().square().sum()) for weight in weights]
+    total = sum(p / 10 ** (ratio / 10) for p, ratio in zip(power, noise, strict=True))
+    assert row.signal_to_noise == pytest.approx(10 * math.log10(sum(power) / total))
+    assert rows_of(report(grouped(), torch.randn(6, 32), torch.tensor([4, 2])), "0")
+
+
+def grouped() -> tops.Sequential:
+    return tops.Sequential(tops.GroupedLinear(2, 32, 16))
 
 
 def test_inputs_are_those_of_the_run() -> None:

@@ -37,7 +37,7 @@ class FusionHandle:
     fusion on exit.
 
     Attributes: `name`; `pass_name` ("forward", "backward" or "forward_backward"); `origin`
-    ("built-in", the file name of a C++ library, or the module of the function); `func` (None for a
+    ("built-in", the name of a C++ library, or the module of the function); `func` (None for a
     native rule); `pattern` (None for a function that rewrites the list of ops); `guard`.
     """
 

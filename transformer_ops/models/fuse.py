@@ -36,8 +36,9 @@ def fuse(
     anything about these modules is not as the rule knows it: hooks, a `forward` of its own, another
     class (adapters), parameters of another class (quantizers, DTensor); and in `torch.export`.
 
-    Call it on the plain model: before `DistributedDataParallel` or `fully_shard`, before or after
-    `torch.compile` and adapters. Calling it again changes nothing but `recompute`.
+    Call it before `DistributedDataParallel`, and before or after `fully_shard`, `torch.compile` and
+    adapters. Calling it again fuses modules that are not fused yet, and sets `recompute` for all.
+    The rules that fused a module stay.
 
     Args:
         model: of any class.

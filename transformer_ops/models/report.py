@@ -33,7 +33,7 @@ class FuseRow(NamedTuple):
         path: of the module in the model.
         kind: its class.
         rule: the name of the rule.
-        reason: why ops do not stand for it now; empty if they do.
+        reason: why no ops replace it at the moment; empty if ops do.
     """
 
     path: str
@@ -52,9 +52,10 @@ class FuseReport:
 
     @property
     def rows(self) -> list[FuseRow]:
-        """One for each part that a rule matches, but for those in branches of a `forward` that
-        attributes of the module rule out now. Ops that stand for a whole layer run where a call of
-        attention allows it; rows of the parts within, which run elsewhere, are left out."""
+        """One row for each part that a rule matches. Branches of a `forward` that the module's
+        attributes disable at the moment are omitted. If ops replace a whole layer with attention,
+        its inner parts have no rows of their own: they run only in calls that those ops cannot
+        compute."""
         found = list(self._skipped)
         inside: set[int] = set()  # modules that an op with attention stands for
         for path, module in self._model.named_modules():
@@ -80,7 +81,7 @@ class FuseReport:
 
     @property
     def fused(self) -> list[FuseRow]:
-        """The rows of parts that ops stand for."""
+        """The rows of parts that ops replace."""
         return [row for row in self.rows if not row.reason]
 
     @property
@@ -96,7 +97,7 @@ class FuseReport:
         }
 
     def saved_bytes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Runs the model twice on these arguments, and returns how many bytes forward keeps for
+        """Runs the model twice on these arguments, and returns how many bytes forward saves for
         backward without and with the ops: storages of saved tensors, each counted once, without
         parameters."""
         before, after = self._bytes_by_layer(args, kwargs)

@@ -70,7 +70,7 @@ def register_fuse_rule(
     (`x[:, i, :]`). Other variables that are read before they are assigned are extra inputs of the
     ops, in the order of reading. What the last statement assigns or returns is what they give.
     Names of variables, the division into statements and the order of the terms of a sum do not
-    matter. A list of such texts has the ways in which the same may be written.
+    matter. Pass a list of texts if the same computation can be written in several ways.
 
     `make(module, names)` returns the ops for a module, which may be views of its submodules
     (`tops.view`), or raises `tops.FuseSkip` with a reason. `names` has, for each placeholder (`H`,

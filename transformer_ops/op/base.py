@@ -48,7 +48,7 @@ class BasicOperation(ChannelMixin, FusibleOperation):
 
     `class Softcap(BasicOperation, kind="Softcap")` is native: it gets parameters, extra tensors and
     attributes, each under its own name, from the C++ declaration of that kind, which must be
-    loaded. Raises PlanError if there is none.
+    loaded. Raises RuntimeError if there is none.
 
     A Python op implements `op_backward` and `op_forward`, or the pair `op_forward_compute` and
     `op_forward_save_ctx` instead of the latter. With extra tensors (`num_extra_inputs`,

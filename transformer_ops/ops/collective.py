@@ -61,7 +61,10 @@ class AllGather(Collective, kind="AllGather"):
     """The rows of all ranks, in their order.
 
     `x[n, ...]` → `[ranks * n, ...]` in the input's dtype. The gradient is the sum of all ranks'
-    gradients for this rank's rows. Raises ValueError if the group is none.
+    gradients for this rank's rows.
+
+    `process_group` is a ProcessGroup, a 1-dimensional DeviceMesh, or None for all ranks. Raises
+    ValueError if it is anything else.
     """
 
 
@@ -69,7 +72,10 @@ class ReduceScatter(Collective, kind="ReduceScatter"):
     """This rank's rows of the sum over all ranks.
 
     `x[n, ...]` → `[n / ranks, ...]` in the input's dtype. Raises RuntimeError if the ranks do not
-    divide n. The gradient is gathered. Raises ValueError if the group is none.
+    divide n. The gradient is gathered.
+
+    `process_group` is a ProcessGroup, a 1-dimensional DeviceMesh, or None for all ranks. Raises
+    ValueError if it is anything else.
     """
 
 
@@ -77,7 +83,10 @@ class AllReduce(Collective, kind="AllReduce"):
     """The sum over all ranks, of any shape with rows, in the input's dtype.
 
     All ranks continue with the same tensor, so each already has its gradient, which is passed
-    through (Megatron's g; Shoeybi et al. 2019). Raises ValueError if the group is none.
+    through (Megatron's g; Shoeybi et al. 2019).
+
+    `process_group` is a ProcessGroup, a 1-dimensional DeviceMesh, or None for all ranks. Raises
+    ValueError if it is anything else.
     """
 
 

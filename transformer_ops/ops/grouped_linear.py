@@ -38,14 +38,15 @@ class GroupedLinear(BasicOperation, kind="GroupedLinear"):
     load into both. Weights are initialized kaiming-uniform with a = sqrt(5), biases with zeros.
 
     With `delay_wgrad_compute` backward leaves the gradient of the weight to `backward_dw()`; a bias
-    gets its gradient in backward. In compiled code the call is then a graph break. Raises
+    gets its gradient in backward. A compiled call with gradients is then a graph break. Raises
     RuntimeError if the weight is no parameter.
 
     A call may pass a contiguous tensor `output` that receives the output, and `grad_input`, which
-    receives the gradient of `x` in backward. They are keyword arguments of the op alone, or its
-    `op_kwargs` in a `Sequential`, in which it is then a separate step, outside of compiled code.
-    The returned tensors have the same memory. Raises ValueError if a buffer has another shape,
-    dtype or device, and RuntimeError with `accumulate_into_main_grad`, `delay_wgrad_compute` or a
+    receives the gradient of `x` in backward. Pass them as keyword arguments if the op is called
+    alone, and as its `op_kwargs` in a `Sequential`. The op is then a step of its own, which runs
+    outside of compiled code. The returned tensors have the same memory. Raises ValueError if a
+    buffer has another shape, dtype or device, requires a gradient, or shares storage with a tensor
+    that the op reads, and RuntimeError with `accumulate_into_main_grad`, `delay_wgrad_compute` or a
     recipe. There are no second derivatives.
 
     `accumulate_into_main_grad` and `rng_state_tracker_function` are as in `BasicLinear`; each

@@ -107,14 +107,13 @@ class LayerNorm(_Norm, kind="LayerNorm"):
 
 
 class RMSNorm(_Norm, kind="RMSNorm"):
-    """The default `eps` is 1e-5. That of `torch.nn.RMSNorm` is None, the machine epsilon of the
-    dtype that it computes in.
+    """`x / sqrt(mean(x^2) + eps) * weight` over the trailing dimensions (Zhang and Sennrich 2019).
 
-    `x / sqrt(mean(x^2) + eps) * weight` over the trailing dimensions (Zhang and Sennrich 2019).
     `x[..., *normalized_shape]`, `weight[*normalized_shape]` → the shape and dtype of `x`, computed
-    in float32 (float64 for float64). With `zero_centered_gamma` the scale is `1 + weight` and
-    `weight` starts at zero; `elementwise_affine=False` omits the weight. Errors are those of
-    `LayerNorm`.
+    in float32 (float64 for float64). The default `eps` is 1e-5. That of `torch.nn.RMSNorm` is None,
+    the machine epsilon of the dtype that it computes in. With `zero_centered_gamma` the scale is
+    `1 + weight` and `weight` starts at zero; `elementwise_affine=False` omits the weight. Errors
+    are those of `LayerNorm`.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {"eps": check_optional_not_negative}

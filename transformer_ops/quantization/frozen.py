@@ -10,7 +10,7 @@ __all__ = ["frozen_weights"]
 
 
 class frozen_weights:
-    """Within this context the caller does not change weights, for example while gradients of
+    """The caller promises not to change weights within this context, for example while gradients of
     several microbatches add up. Under a recipe, calls then round each weight once for each format,
     forward and backward, instead of at every call.
 

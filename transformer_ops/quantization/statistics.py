@@ -117,7 +117,8 @@ def report(
     """Runs forward and backward once, and reports what formats do to the operands of each product.
 
     Args:
-        model: a model that contains `Linear`s or `BasicLinear`s of this package.
+        model: a model with products of this package: `Linear`, `BasicLinear`, `PackedLinear` or
+            `GroupedLinear`. Several weights of one op are one row.
         inputs, kwargs: the arguments of the model.
         recipe: the recipe of the run, whose formats are reported and marked with `*`; None for
             `MXFP8BlockScaling()`.
@@ -135,8 +136,10 @@ def report(
     recipe = recipe or MXFP8BlockScaling()
     products = _products(model)
     if not products:
-        raise ValueError("[report] model must have a Linear or BasicLinear of transformer_ops")
-    seen: dict[tuple[str, str], Tensor] = {}
+        raise ValueError(
+            "[report] model must have a Linear, PackedLinear or GroupedLinear of transformer_ops"
+        )
+    seen: dict[tuple[str, str], list[Tensor]] = {}
     with _watched(products, seen):
         with autocast(recipe=recipe):
             output = model(*inputs, **kwargs)
@@ -150,12 +153,12 @@ def report(
     with progress("formats", len(products)) as advance:
         for name, (_, op) in products.items():
             for role, own in zip(ROLES, _formats_of(recipe, op), strict=True):
-                tensor = seen.get((name, role))
-                if tensor is None:
+                tensors = seen.get((name, role))
+                if tensors is None:
                     continue
                 for format in dict.fromkeys((own, *formats)):
                     if format != "exact":
-                        noise = measure(tensor, format)
+                        noise = measure(tensors, format)
                         rows.append(Row(name, role, format, *noise, is_recipe=format == own))
             advance()
     return Report(tuple(rows))
@@ -181,22 +184,19 @@ def _formats_of(recipe: Recipe, op: BasicOperation) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _watched(
-    products: dict[str, tuple[nn.Module, BasicOperation]], seen: dict[tuple[str, str], Tensor]
+    products: dict[str, tuple[nn.Module, BasicOperation]], seen: dict[tuple[str, str], list[Tensor]]
 ) -> Iterator[None]:
     handles = []
     for name, (module, op) in products.items():
 
         def before(module: nn.Module, args: Any, name: str = name, op: BasicOperation = op) -> None:
-            seen[name, "input"] = args[0].detach()
+            seen[name, "input"] = [args[0].detach()]
             weights = op._parameter_tensors()[: len(op._names_in("weight"))]
-            # The weights of groups are stacked to one tensor.
-            seen[name, "weight"] = (
-                weights[0] if len(weights) == 1 else torch.stack(weights)
-            ).detach()
+            seen[name, "weight"] = [weight.detach() for weight in weights]
 
         def after(module: nn.Module, grads: Any, name: str = name) -> None:
             if grads[0] is not None:
-                seen[name, "grad_output"] = grads[0].detach()
+                seen[name, "grad_output"] = [grads[0].detach()]
 
         handles.append(module.register_forward_pre_hook(before))
         handles.append(module.register_full_backward_pre_hook(after))
@@ -215,18 +215,23 @@ def _loss_of(output: Any) -> Tensor:
     return output if output.dim() == 0 else output.float().square().mean()
 
 
-def measure(tensor: Tensor, format: str) -> tuple[float, float, float]:
-    """The signal-to-noise ratio in dB, and the shares that underflow and saturate."""
-    dtype = "float64" if tensor.dtype is torch.float64 else "float32"
-    codes, scale = _quantize(tensor, format)
-    back = _dequantize(codes, scale, format, dtype, tensor.shape)
-    signal, noise = _power(tensor), _power(tensor.to(back.dtype) - back)
+def measure(tensors: Sequence[Tensor], format: str) -> tuple[float, float, float]:
+    """The signal-to-noise ratio in dB, and the shares that underflow and saturate, of tensors that
+    are rounded one by one."""
+    signal = noise = 0.0
+    there = lost = clipped = 0
+    for tensor in tensors:
+        dtype = "float64" if tensor.dtype is torch.float64 else "float32"
+        codes, scale = _quantize(tensor, format)
+        back = _dequantize(codes, scale, format, dtype, tensor.shape)
+        signal += _power(tensor)
+        noise += _power(tensor.to(back.dtype) - back)
+        there += int(tensor.count_nonzero())
+        lost += int(((back == 0) & (tensor != 0)).sum())
+        codes.view(torch.uint8).fill_(_LARGEST_CODE[codes.dtype])
+        largest = _dequantize(codes, scale, format, dtype, tensor.shape)
+        clipped += int((tensor.abs() > largest).sum())
     ratio = math.nan if signal == 0 else math.inf if noise == 0 else 10 * math.log10(signal / noise)
-    there = int(tensor.count_nonzero())
-    lost = int(((back == 0) & (tensor != 0)).sum())
-    codes.view(torch.uint8).fill_(_LARGEST_CODE[codes.dtype])
-    largest = _dequantize(codes, scale, format, dtype, tensor.shape)
-    clipped = int((tensor.abs() > largest).sum())
     return ratio, lost / max(1, there), clipped / max(1, there)
 
 
