@@ -10,7 +10,8 @@
 namespace transformer_ops {
 namespace {
 
-// The work for a row in the larger product, which decides whether threads inside of products pay.
+// The multiplications for a row in the larger product. They decide whether threads inside of
+// products pay, and whether rows are rounded up.
 int64_t work_of(const Experts& experts) {
   return std::max(experts.up.size(0) * experts.up.size(1),
                   experts.down.size(0) * experts.down.size(1));
