@@ -102,7 +102,17 @@ def main(arguments: list[str] | None = None) -> int:
         if not chosen:
             print(f"[bench] --only must match a case, got {options.only}", file=sys.stderr)
             return 2
+        if options.record and options.only and not is_of_programs(chosen):
+            names = ", ".join((*LIMITED, CALLS))
+            print(
+                f"[bench] --only must name programs alone ({names}) where --record would drop all "
+                f"other cases, got {options.only}",
+                file=sys.stderr,
+            )
+            return 2
         results, status = measure(options, chosen)
+        if options.record and options.only:
+            results = in_place_of_recorded(results)
     print(tables.everything(results))
     print(f"\n{caption(results.about)}")
     write(results, options)
@@ -123,6 +133,11 @@ def choose(options: argparse.Namespace) -> list[str]:
     everything += [*LIMITED, CALLS]
     chosen = cases.selected(everything, options.only)
     return [name for name in everything if name in chosen]
+
+
+def is_of_programs(chosen: list[str]) -> bool:
+    """Whether programs of their own measure all of it."""
+    return set(chosen) <= {*LIMITED, CALLS}
 
 
 def timed(options: argparse.Namespace) -> list[cases.Case]:
@@ -293,6 +308,15 @@ def run_program(
 
 
 # ---- what becomes of it
+
+
+def in_place_of_recorded(results: Results) -> Results:
+    """The recorded results, with what programs of their own measured now in its place."""
+    recorded = Results.read(RECORDED)
+    recorded.limited |= results.limited
+    recorded.calls = results.calls or recorded.calls
+    recorded.errors = results.errors
+    return recorded
 
 
 def write(results: Results, options: argparse.Namespace) -> None:

@@ -464,6 +464,31 @@ def test_a_pattern_that_matches_nothing(capsys: pytest.CaptureFixture[str]) -> N
     assert "--only must match a case, got ['softmax']" in capsys.readouterr().err
 
 
+def test_a_part_of_the_record_replaces_that_part_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded, page = tmp_path / "recorded.json", tmp_path / "performance.md"
+    recorded.write_text(bench.RECORDED.read_text(encoding="utf-8"))
+    page.write_text(pages.PAGE.read_text(encoding="utf-8"))
+    for module in (bench, rows):
+        monkeypatch.setattr(module, "RECORDED", recorded)
+    monkeypatch.setattr(pages, "PAGE", page)
+    monkeypatch.setattr(pages, "README", page)
+    before = Results.read(recorded)
+    calls = {**(before.calls or {}), "about": {**ABOUT, "cpu": "a new CPU"}, bench.WORSE: []}
+    monkeypatch.setattr(bench, "run_program", lambda *unused: (dict(calls), 0))
+    assert bench.main(["--only", "calls", "--record", "--out", str(tmp_path)]) == 0
+    after = Results.read(recorded)
+    assert after.calls is not None and after.calls["about"]["cpu"] == "a new CPU"
+    assert len(after.rows) == len(before.rows) > 0
+    assert (after.peaks, after.limited, after.about) == (before.peaks, before.limited, before.about)
+    assert "a new CPU" in page.read_text(encoding="utf-8")
+    text = recorded.read_text()
+    assert bench.main(["--only", "gelu", "--record"]) == 2
+    assert "[bench] --only must name programs alone (" in capsys.readouterr().err
+    assert recorded.read_text() == text
+
+
 # ---- the tools beside it
 
 
