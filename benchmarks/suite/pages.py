@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from . import tables
@@ -130,8 +129,8 @@ def rendered(text: str, results: Results) -> str:
     return MARKED.sub(part, text)
 
 
-def write(results: Results, pages: Sequence[Path] = (PAGE, README)) -> None:
+def write(results: Results) -> None:
     """Write the numbers into the pages."""
-    for page in pages:
+    for page in (PAGE, README):
         text = page.read_text(encoding="utf-8")
         page.write_text(rendered(text, results), encoding="utf-8")

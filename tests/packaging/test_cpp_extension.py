@@ -162,9 +162,10 @@ def test_the_plan_names_rule_and_ops(my_ops: Any) -> None:
     assert str(tops.Plan.parse(text)) == text
     (rule,) = (handle for handle in tops.fusions() if handle.origin == "my_ops")
     assert (rule.name, rule.pass_name) == ("my_ops::linear_softcap", "forward")
-    explained = str(module.explain())
-    assert "BasicLinear + my_ops::Softcap" in explained and rule.name in explained
-    assert "from my_ops" not in explained
+    explanation = module.explain()
+    (row,) = explanation.groups[0].forward
+    assert (row.runs, row.made_by) == ("BasicLinear + my_ops::Softcap", rule.name)
+    assert rule.name in str(explanation) and "from my_ops" not in str(explanation)
 
 
 def test_an_op_made_of_rows_rounds_what_a_product_takes(my_ops: Any) -> None:
