@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -94,6 +95,11 @@ def tf32(allowed: bool) -> Iterator[None]:
         yield
     finally:
         settings.allow_tf32 = before
+
+
+def explained(module: Any) -> str:
+    """What explain() prints, in one line."""
+    return " ".join(str(module.explain()).split())
 
 
 def html_cells(table: str) -> list[list[str]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import explained
 from torch import Tensor, nn
 
 import transformer_ops as tops
@@ -106,11 +107,6 @@ def measured_bytes(module: Any, *inputs: Tensor) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         module(*inputs)
     return sum(seen.values())
-
-
-def words(explanation: Any) -> str:
-    """The text, with its lines joined."""
-    return " ".join(str(explanation).split())
 
 
 # ---- text
@@ -257,7 +253,7 @@ def test_reason_of_a_guard() -> None:
     module[3].weight.requires_grad_(False)
     expected = "the weight needs no gradient, so the Linear saves no input"
     assert reasons(called(module), "activation_linear") == [expected]
-    assert f"activation_linear (joint) at 2-3: {expected}" in words(module.explain())
+    assert f"activation_linear (joint) at 2-3: {expected}" in explained(module)
 
 
 def fuse_linears(ops: list[Any], **unused: Any) -> list[Any]:
@@ -279,7 +275,7 @@ def test_a_function_that_changed_nothing(pass_name: str) -> None:
     assert (miss.pass_name, miss.ops) == (pass_name, (0, 1, 2))
     label = {"forward_backward": "joint"}.get(pass_name, pass_name)
     start = f"fuse_linears ({label}) at 0-2: it changed nothing of [BasicLinear, Bias, GELU]"
-    for shown in (words(explanation), explanation._repr_html_(), explanation.svg()):
+    for shown in (explained(module), explanation._repr_html_(), explanation.svg()):
         assert start in shown
     # Nobody else: neither a function that did change something, nor one that is gone.
     assert reasons(called(module), "fuse_linears") == []

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from helpers import explained
 from test_fusions import saved_bytes
 from user_fusions import gradients
 
@@ -376,6 +377,6 @@ def test_bad_policies(value):
 def test_explain_tells():
     module = tops.Sequential(*mlp(16, 24))
     module(torch.randn(4, 16, requires_grad=True))
-    text = str(module.explain())
+    text = explained(module)
     assert "computes x1 again from 0.input, 0.mean" in text
     assert "168 bytes a row saved for backward" in text

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers import explained
 from test_fusions import saved_bytes
 from test_recompute import PIPELINES, kept_bytes, llama, mlp, one_call, recomputed
 from torch import nn
@@ -281,6 +282,6 @@ def test_every_pipeline(name):
 def test_explain_tells():
     module, _ = make("llama")
     module(torch.randn(4, 32, requires_grad=True))
-    text = str(module.explain())
+    text = explained(module)
     assert "computes x1, x2 again from 0.input, 0.rstd" in text
     assert "132 bytes a row saved for backward" in text

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import explained
 from test_fusions import saved_bytes
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -173,7 +174,7 @@ def test_the_plan_shows_scales_as_states() -> None:
     )
     assert "st0.fp8_grad_amax = quantize_dequantize_scaled(g1, st0.fp8_scale, 2," in text
     assert Plan.parse(text) == plan
-    shown = str(module.explain())
+    shown = explained(module)
     assert "input e4m3, weight e4m3, output gradient e5m2, scales from the last 4 regions" in shown
     with torch.no_grad(), tops.autocast(recipe=SHORT):
         module(inputs(0)[0])

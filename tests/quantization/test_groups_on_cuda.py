@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import explained
 from plan_calls import plan_op
 from recipe_cases import EVERY_RECIPE, RECIPES
 from test_cuda_build import default_dtype, fake_cuda
@@ -406,7 +407,7 @@ def test_on_fake_cuda_tensors(name: str, dtype: torch.dtype, make: Any) -> None:
     # The dtype of a gradient is that of the product until the engine takes it.
     for a, b in zip(results, real, strict=True):
         assert (a.device.type, a.shape) == ("cuda", b.shape)
-    assert "emulated, by products of decoded tensors" in str(module.explain())
+    assert "emulated, by products of decoded tensors" in explained(module)
 
 
 @pytest.mark.emulated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import explained
 from plan_calls import plan_op
 from torch import Tensor
 
@@ -181,7 +182,7 @@ def test_the_plan_says_so() -> None:
     assert Plan.parse(plan.text) == plan and plan.recipe == recipes.NVFP4BlockScaling().key
     assert plan.text.count("hadamard_columns(") == 2
     assert plan.text.count("quantize_dequantize_stochastic(") == 3
-    told = str(model.explain())
+    told = explained(model)
     assert "both turned by a Hadamard transform for the weight's gradient" in told
     assert "gradients rounded stochastically" in told
 
