@@ -69,8 +69,8 @@ bool is_work_for_onednn(at::ScalarType dtype, int64_t multiplications) {
 bool is_for_onednn(const Tensor& out, const Tensor& left, const Tensor& right) {
   constexpr int64_t kLeastSize = 8;
   const int64_t rows = left.size(0), inner = left.size(1), columns = right.size(1);
-  return std::min({rows, inner, columns}) >= kLeastSize && out.stride(1) == 1 && is_dense(right) &&
-         is_work_for_onednn(left.scalar_type(), rows * inner * columns);
+  return is_work_for_onednn(left.scalar_type(), rows * inner * columns) &&
+         std::min({rows, inner, columns}) >= kLeastSize && out.stride(1) == 1 && is_dense(right);
 }
 
 // Is it stored by rows or by columns, with gaps, as some columns of a larger matrix are?
@@ -90,7 +90,7 @@ Tensor without_gaps(const Tensor& matrix) {
 void multiply_whole(const Tensor& out, const Tensor& left, const Tensor& right, double beta,
                     double scale) {
   // oneDNN with a scale was not measured.
-  if (scale == 1 && is_dense(left) && is_for_onednn(out, left, right)) {
+  if (scale == 1 && is_for_onednn(out, left, right) && is_dense(left)) {
     at::native::mkldnn_matmul(left, right, out, static_cast<float>(beta), /*alpha=*/1);
     return;
   }
@@ -143,7 +143,7 @@ void multiply_cpu(const Tensor& out, const Tensor& left, const Tensor& right, do
   if (is_widened(left, right)) return multiply_widened(out, left, right, beta, scale);
   // Copies of this many rows and oneDNN together took 0.87 to 0.99 of MKL's time.
   constexpr int64_t kRowsOfCopy = 512;
-  const bool copies = scale == 1 && has_gaps(left) && is_for_onednn(out, left, right);
+  const bool copies = scale == 1 && is_for_onednn(out, left, right) && has_gaps(left);
   const int64_t rows = left.size(0), part = copies ? kRowsOfCopy : rows_at_once(left);
   if (!copies && part == rows) return multiply_whole(out, left, right, beta, scale);
   for (int64_t first = 0; first < rows; first += part) {
