@@ -112,8 +112,8 @@ $(BUILT): $(PACKAGES) $(SOURCES)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
-# The wheel of a release, in dist/, from a clean clone: each minor version of torch, tested with the
-# oldest and the newest (RELEASING.md). Quick: make wheel ARGS="--native --torch 2.11.0 2.15.0"
+# Builds the wheel of a release in dist/, for each minor version of torch, and tests it with the oldest
+# and the newest (RELEASING.md). This is quicker: make wheel ARGS="--native --torch 2.11.0 2.15.0"
 wheel:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/build_wheel.py $(ARGS)
 

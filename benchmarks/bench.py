@@ -136,7 +136,7 @@ def choose(options: argparse.Namespace) -> list[str]:
 
 
 def is_of_programs(chosen: list[str]) -> bool:
-    """Whether programs of their own measure all of it."""
+    """Returns whether a program of its own measures each of these."""
     return set(chosen) <= {*LIMITED, CALLS}
 
 
@@ -311,7 +311,7 @@ def run_program(
 
 
 def in_place_of_recorded(results: Results) -> Results:
-    """The recorded results, with what programs of their own measured now in its place."""
+    """Returns the recorded results, in which the parts that were measured now are replaced."""
     recorded = Results.read(RECORDED)
     recorded.limited |= results.limited
     recorded.calls = results.calls or recorded.calls

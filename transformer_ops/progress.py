@@ -1,4 +1,4 @@
-"""A progress bar for calls that run a whole model several times."""
+"""A progress bar for calls that run a whole model, or look at all of its products."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SILENT_SECONDS = 2.0
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], object]]:
-    """A bar of tqdm, and the function that moves it by one of `total` runs.
+def progress(what: str, total: int, unit: str = "run") -> Iterator[Callable[[], object]]:
+    """Shows a bar of tqdm, and yields the function that moves it by one of `total` units.
 
     It appears after two seconds, in a terminal or a notebook, and disappears at the end. Without
     tqdm there is none.
@@ -27,7 +27,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], object]]:
     with tqdm(
         desc=what,
         total=total,
-        unit="run",
+        unit=unit,
         delay=_SILENT_SECONDS,
         leave=False,
         disable=not is_seen,

@@ -21,7 +21,7 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
 
 
 def save_svg(what: str, path: str | os.PathLike[str], picture: str) -> None:
-    """Writes a picture of `what` to a file.
+    """Writes a picture to a file. `what` is the name that an error gives.
 
     Raises:
         ValueError: the path does not end in ".svg".

@@ -17,12 +17,12 @@ CELL_STYLE = ' style="text-align:left;vertical-align:top;padding:2px 10px"'
 
 
 def text_table(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
-    """The rows as lines of `WIDTH` characters at most. Cells that do not fit are wrapped between
-    words, those of the last column first; a line is longer only if its words are.
+    """Returns the rows as lines of at most `WIDTH` characters. Cells that do not fit are wrapped
+    between words, those of the last column first. A line is longer only if its words are.
 
     Args:
-        rows: as many cells in each; `unbroken` marks words that stay together.
-        indent: in front of each line.
+        rows: Each has the same number of cells. `unbroken` marks words that stay together.
+        indent: It comes before each line.
     """
     columns = list(zip(*rows, strict=True))
     *widths, last = (max(map(len, cells)) for cells in columns)
@@ -34,7 +34,7 @@ def text_table(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
         if not any(spare):
             break
         widths[spare.index(max(spare))] -= 1
-    # Lines of words may be shorter than their column.
+    # Wrapped lines may be shorter than their column, and the last column takes what they leave.
     wrapped_columns = [
         [_wrap(cell, width) for cell in cells]
         for cells, width in zip(columns, widths, strict=False)
@@ -51,38 +51,38 @@ def text_table(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
 
 
 def unbroken(text: str) -> str:
-    """The text as a single word of a table."""
+    """Returns the text as a single word, which `text_table` does not wrap."""
     return text.replace(" ", _UNBROKEN)
 
 
-def wrapped(text: str, indent: str = "", hanging: str = "    ") -> list[str]:
-    """The text as lines of `WIDTH` characters at most, if its words are no longer; those after the
-    first one are indented by `hanging` more."""
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """Returns the text as lines of at most `WIDTH` characters, unless a word is longer. Lines after
+    the first one are indented by four more characters."""
     return textwrap.wrap(
         text,
         WIDTH,
         initial_indent=indent,
-        subsequent_indent=indent + hanging,
+        subsequent_indent=indent + 4 * " ",
         break_long_words=False,
         break_on_hyphens=False,
     )
 
 
 def html_row(tag: str, *cells: str) -> str:
-    """A row of `th` or `td`, escaped."""
+    """Returns a row whose cells are `th` or `td`, with their texts escaped."""
     return (
         "<tr>" + "".join(f"<{tag}{CELL_STYLE}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
     )
 
 
 def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with a head."""
+    """Returns a table whose first row is the head."""
     lines = [html_row("th", *head), *(html_row("td", *row) for row in rows)]
     return f"<table>{''.join(lines)}</table>"
 
 
 def _wrap(cell: str, width: int) -> list[str]:
-    if len(cell) <= width:  # with the spaces that it begins with
+    if len(cell) <= width:  # textwrap would drop the spaces that it begins with
         return [cell]
     return textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
 

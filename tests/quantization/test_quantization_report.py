@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from helpers import html_cells
 from torch import Tensor, nn
 
 import transformer_ops as tops
+from transformer_ops import progress
 from transformer_ops import recipe as recipes
 from transformer_ops.quantization import Row, report
 from transformer_ops.quantization.statistics import measure
@@ -64,11 +67,32 @@ def test_several_weights_are_one_row(format: str) -> None:
     power = [float(weight.double().square().sum()) for weight in weights]
     total = sum(p / 10 ** (ratio / 10) for p, ratio in zip(power, noise, strict=True))
     assert row.signal_to_noise == pytest.approx(10 * math.log10(sum(power) / total))
-    assert rows_of(report(grouped(), torch.randn(6, 32), torch.tensor([4, 2])), "0")
 
 
-def grouped() -> tops.Sequential:
-    return tops.Sequential(tops.GroupedLinear(2, 32, 16))
+def test_weights_of_experts_are_one_row() -> None:
+    op = tops.GroupedLinear(2, 32, 16)
+    with torch.no_grad():
+        op.weight0.mul_(100)
+    found = report(tops.Sequential(op), torch.randn(6, 32), torch.tensor([4, 2]))
+    want = measure([op.weight0.detach(), op.weight1.detach()], "mx e4m3")
+    row = rows_of(found, "0")["weight", "mx e4m3"]
+    assert (row.signal_to_noise, row.underflow, row.saturated) == want
+
+
+def test_progress_counts_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tqdm")
+    seen = Terminal()
+    monkeypatch.setattr(sys, "stderr", seen)
+    monkeypatch.setattr(progress, "_SILENT_SECONDS", 0.0)
+    report(Model(), torch.randn(16, 32))
+    assert "formats" in seen.getvalue() and "product/s" in seen.getvalue()
+
+
+class Terminal(io.StringIO):
+    """A terminal, as far as `progress` asks."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def test_inputs_are_those_of_the_run() -> None:

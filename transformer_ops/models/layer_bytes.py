@@ -55,7 +55,7 @@ class LayerBytes:
         return sum(row.after for row in self.rows)
 
     def _most(self) -> int:
-        """What the longest bar stands for."""
+        """Returns the bytes of the longest bar."""
         return max((max(row.before, row.after) for row in self.rows), default=0) or 1
 
     def as_dict(self) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def report(
     if not seen:
         raise ValueError("[report] model must call one of its products, got none that ran")
     rows = []
-    with progress("formats", len(products)) as advance:
+    with progress("formats", len(products), "product") as advance:
         for name, (_, op) in products.items():
             for role, own in zip(ROLES, _formats_of(recipe, op), strict=True):
                 tensors = seen.get((name, role))
