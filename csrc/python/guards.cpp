@@ -1,9 +1,12 @@
 #include "python/guards.h"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
 #include <utility>
+#include <vector>
 
 namespace transformer_ops::python {
 namespace {
@@ -23,6 +26,36 @@ PyObject* type_of(PyObject* object) {
 Py_ssize_t size_of(PyObject* found) {
   if (found == nullptr) return 0;
   return PyDict_Check(found) ? PyDict_Size(found) : -1;
+}
+
+// Returns a borrowed reference, found without running code of the class; null if there is none.
+PyObject* class_attribute_of(const py::object& type, const py::str& name) {
+  return _PyType_Lookup(reinterpret_cast<PyTypeObject*>(type.ptr()), name.ptr());
+}
+
+// Returns null if the object has no such attribute.
+py::object attribute_of(const py::object& object, const py::str& name) {
+  PyObject* const found = PyObject_GetAttr(object.ptr(), name.ptr());
+  if (found == nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_AttributeError) == 0) throw py::error_already_set();
+    PyErr_Clear();
+  }
+  return py::reinterpret_steal<py::object>(found);
+}
+
+// Returns nothing for what is no tensor.
+std::optional<std::vector<int64_t>> shape_of(PyObject* found) {
+  if (found == nullptr || !THPVariable_Check(found)) return std::nullopt;
+  const at::Tensor& tensor = THPVariable_Unpack(found);
+  if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return std::nullopt;
+  return tensor.sizes().vec();
+}
+
+bool has_shape(PyObject* found, const std::optional<std::vector<int64_t>>& shape) {
+  if (!shape) return !shape_of(found);
+  if (found == nullptr || !THPVariable_Check(found)) return false;
+  const at::Tensor& tensor = THPVariable_Unpack(found);
+  return !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.sizes() == *shape;
 }
 
 bool is_plain(PyObject* object) {
@@ -65,8 +98,13 @@ void Guards::add_type(const py::object& object, std::string text) {
 }
 
 void Guards::add_attribute(const py::object& object, const py::str& name, std::string text) {
-  py::object value = py::getattr(object, name, py::none());
+  py::object value = attribute_of(object, name);
   conditions_.push_back({Kind::Attribute, object, name, std::move(value), 0, std::move(text)});
+}
+
+void Guards::add_class_attribute(const py::type& type, const py::str& name, std::string text) {
+  auto value = py::reinterpret_borrow<py::object>(class_attribute_of(type, name));
+  conditions_.push_back({Kind::ClassAttribute, type, name, std::move(value), 0, std::move(text)});
 }
 
 void Guards::add_value(const py::dict& dict, const py::str& key, std::string text) {
@@ -79,22 +117,32 @@ void Guards::add_type_of_value(const py::dict& dict, const py::str& key, std::st
   conditions_.push_back({Kind::TypeOfValue, dict, key, std::move(type), 0, std::move(text)});
 }
 
+void Guards::add_shape(const py::dict& dict, const py::str& key, std::string text) {
+  Condition added{Kind::Shape, dict, key, {}, 0, std::move(text)};
+  added.shape = shape_of(value_of(dict, key));
+  conditions_.push_back(std::move(added));
+}
+
 void Guards::add_size(const py::dict& dict, const py::str& key, std::string text) {
   const Py_ssize_t size = size_of(value_of(dict, key));
   conditions_.push_back({Kind::Size, dict, key, {}, size, std::move(text)});
 }
 
 bool Guards::holds(const Condition& condition) {
-  const auto& [kind, object, key, expected, size, text] = condition;
+  const auto& [kind, object, key, expected, size, text, shape] = condition;
   switch (kind) {
     case Kind::Type:
       return type_of(object.ptr()) == expected.ptr();
     case Kind::Attribute:
-      return py::getattr(object, key, py::none()).is(expected);
+      return is_same(attribute_of(object, key).ptr(), expected.ptr());
+    case Kind::ClassAttribute:
+      return class_attribute_of(object, key) == expected.ptr();
     case Kind::Value:
       return is_same(value_of(object, key), expected.ptr());
     case Kind::TypeOfValue:
       return type_of(value_of(object, key)) == expected.ptr();
+    case Kind::Shape:
+      return has_shape(value_of(object, key), shape);
     case Kind::Size:
       return size_of(value_of(object, key)) == size;
   }
@@ -127,6 +175,8 @@ void bind_guards(py::module_& module) {
       .def(py::init<>())
       .def("add_type", &Guards::add_type)
       .def("add_attribute", &Guards::add_attribute)
+      .def("add_class_attribute", &Guards::add_class_attribute)
+      .def("add_shape", &Guards::add_shape)
       .def("add_value", &Guards::add_value)
       .def("add_type_of_value", &Guards::add_type_of_value)
       .def("add_size", &Guards::add_size)

@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,13 +18,18 @@ class Guards {
  public:
   // The class of an object must be the same.
   void add_type(const py::object& object, std::string text);
-  // The attribute of that name, such as the `forward` of a class, must be the same object.
+  // The attribute of that name, which may be absent, must be the same object, or an equal number,
+  // string or tuple. Reading it may run code of the object's class.
   void add_attribute(const py::object& object, const py::str& name, std::string text);
+  // The class or its bases must have the same attribute of that name, such as `forward`, or none.
+  void add_class_attribute(const py::type& type, const py::str& name, std::string text);
   // The value of a key of a dict, which may be absent, must be the same object, or an equal number,
   // string or tuple.
   void add_value(const py::dict& dict, const py::str& key, std::string text);
   // The class of the value of a key must be the same.
   void add_type_of_value(const py::dict& dict, const py::str& key, std::string text);
+  // The value of a key must be a tensor of the same shape, or no tensor as before.
+  void add_shape(const py::dict& dict, const py::str& key, std::string text);
   // The value of a key, a dict, must have the same number of entries; an absent one has none.
   void add_size(const py::dict& dict, const py::str& key, std::string text);
 
@@ -35,7 +42,7 @@ class Guards {
   void clear() { conditions_.clear(); }
 
  private:
-  enum class Kind { Type, Attribute, Value, TypeOfValue, Size };
+  enum class Kind { Type, Attribute, ClassAttribute, Value, TypeOfValue, Shape, Size };
   struct Condition {
     Kind kind;
     py::object object;
@@ -43,6 +50,7 @@ class Guards {
     py::object expected;  // null if the key is absent
     Py_ssize_t size = 0;
     std::string text;
+    std::optional<std::vector<int64_t>> shape{};
   };
 
   static bool holds(const Condition& condition);

@@ -14,7 +14,7 @@ from .fused_class import FusedModule, fused_class
 from .region import set_recompute
 from .report import FuseReport, FuseRow
 from .rules import FuseRule, FuseSkip, rules_named
-from .sites import Site, find_sites
+from .sites import Site, blocked_sites, find_sites
 
 __all__ = ["fuse"]
 
@@ -70,6 +70,11 @@ def fuse(
         base = type(module)
         sites = () if isinstance(module, FusedModule) else find_sites(module, chosen)
         why = _swap_class(module, sites) if sites else ""
+        fused = module._tops_sites if isinstance(module, FusedModule) else ()
+        skipped += [
+            FuseRow(path, base.__name__, site.rule.name, site.found.window.obstacle)
+            for site in blocked_sites(module, chosen, fused)
+        ]
         if why:
             skipped += [
                 FuseRow(path, base.__name__, site.rule.name, why)

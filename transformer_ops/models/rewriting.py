@@ -9,7 +9,7 @@ from typing import Any
 
 from .pattern import INPUT
 from .sites import Site
-from .statements import blocks_of, tree_of
+from .statements import blocks_of, compiled, tree_of
 
 __all__ = ["rewritten"]
 
@@ -27,13 +27,12 @@ def rewritten(function: Any, sites: tuple[Site, ...], method: str) -> Any:
         of_block = [(i, site) for i, site in own if site.found.window.block == place]
         block[:] = _with_choices(block, 0, of_block)
     tree.body = [*tree.body[:text], _call_of_another(tree, method), *body]
-    tree.decorator_list, tree.returns = [], None
     for argument in ast.walk(tree.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
     tree.args.defaults = [ast.Constant(None) for _ in tree.args.defaults]
     tree.args.kw_defaults = [default and ast.Constant(None) for default in tree.args.kw_defaults]
-    code = _compiled(tree, function.__code__)
+    code = compiled(tree, function.__code__)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     closure = tuple(cells[name] for name in code.co_freevars)
     made = types.FunctionType(
@@ -116,21 +115,3 @@ def _choice(i: int, site: Site, statements: list[ast.stmt]) -> list[ast.stmt]:
         ast.copy_location(node, statements[0])
     choice.orelse = statements
     return [choice]
-
-
-def _compiled(tree: ast.FunctionDef, original: types.CodeType) -> types.CodeType:
-    # Free variables are those of a function around it.
-    names = original.co_freevars
-    inner: list[ast.stmt] = [tree, ast.Return(ast.Name(tree.name, ast.Load()))]
-    outer = ast.parse("def _tops_outer(): pass").body[0]
-    assert isinstance(outer, ast.FunctionDef)
-    outer.args.args = [ast.arg(name) for name in names]
-    outer.body = inner
-    module = ast.fix_missing_locations(ast.Module([outer], []))
-    code: Any = compile(module, original.co_filename, "exec", dont_inherit=True)
-    for name in ("_tops_outer", tree.name):
-        code = next(
-            c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name
-        )
-    found: types.CodeType = code
-    return found

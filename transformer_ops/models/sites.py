@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..op.borrowed import class_of
 from .pattern import Arguments, Found, Pattern, Scope, arguments_in
 from .region import Region
 from .rules import FuseRule, FuseSkip, FuseUnfit
-from .statements import body_of, function_of, windows_of
+from .statements import function_of, windows_of
 
-__all__ = ["Site", "SiteKey", "all_sites", "find_sites"]
+__all__ = ["Site", "SiteKey", "all_sites", "blocked_sites", "find_sites"]
 
 
 # The rule, its statements, the lines of the method, and what is assumed there.
@@ -64,7 +65,7 @@ def find_sites(module: nn.Module, rules: Sequence[FuseRule]) -> tuple[Site, ...]
     two that overlap, one that fits now counts before one that does not, then the one that begins
     first, and then the one that is registered last."""
     candidates = all_sites(type(module), tuple(rules))
-    found = [(site, _fit(module, site)) for site in candidates]
+    found = [(site, _fit(module, site)) for site in candidates if not site.found.window.obstacle]
     # Whether attention runs as an op depends on the call; if it cannot, the sites within run.
     attention = [pair for pair in found if pair[0].arguments is not None]
     whole = _apart(attention)
@@ -79,6 +80,20 @@ def find_sites(module: nn.Module, rules: Sequence[FuseRule]) -> tuple[Site, ...]
         ]
     )
     return tuple(sorted([*outer, *inner], key=lambda site: site.found.window.lines))
+
+
+def blocked_sites(
+    module: nn.Module, rules: Sequence[FuseRule], found: Sequence[Site]
+) -> list[Site]:
+    """Where a rule would gain something if other statements were not in the way, outside of what
+    was found."""
+    blocked = [
+        (site, _fit(module, site))
+        for site in all_sites(class_of(module), tuple(rules))
+        if site.found.window.obstacle
+        and all(site.is_apart_from(other) or site.contains(other) for other in found)
+    ]
+    return [site for site in _apart(blocked) if _fit(module, site) is _Fit.NOW]
 
 
 def _apart(found: Sequence[tuple[Site, _Fit]]) -> list[Site]:
@@ -120,10 +135,10 @@ def all_sites(kind: type[nn.Module], rules: tuple[FuseRule, ...]) -> list[Site]:
 
 @functools.lru_cache(maxsize=1024)
 def _sites_in(function: Any, rules: tuple[FuseRule, ...]) -> list[Site]:
-    body = body_of(function)
-    if body is None:
+    windows = windows_of(function)
+    if not windows:
         return []
-    scope, windows = Scope.of(function), windows_of(body)
+    scope = Scope.of(function)
     found = [
         Site(rule, pattern, place)
         for rule in reversed(rules)

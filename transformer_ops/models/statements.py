@@ -1,11 +1,16 @@
 """The source of a `forward`, and what its statements compute."""
 
 from __future__ import annotations
+import __future__
 
 import ast
+import bisect
+import dis
 import functools
 import inspect
+import itertools
 import textwrap
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +21,7 @@ __all__ = [
     "Window",
     "blocks_of",
     "body_of",
+    "compiled",
     "function_of",
     "read_first",
     "tree_of",
@@ -45,10 +51,16 @@ def function_of(owner: Any) -> Callable[..., Any]:
     return found
 
 
+_FUTURE = functools.reduce(
+    int.__or__, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+_GENERATES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
 @functools.lru_cache(maxsize=1024)
 def tree_of(function: Callable[..., Any]) -> ast.FunctionDef | None:
-    """The definition of a function, with its line numbers in the file; None if there is no source
-    to read."""
+    """The definition of a function, with its line numbers in the file. None if there is no source
+    to read, if the source is no longer that of the function, or if it makes a generator."""
     try:
         lines, first = inspect.getsourcelines(function)
     except (OSError, TypeError):
@@ -61,7 +73,56 @@ def tree_of(function: Callable[..., Any]) -> ast.FunctionDef | None:
     ast.increment_lineno(module, max(first, 1) - 1)
     if not isinstance(found, ast.FunctionDef) or any(map(_is_mangled, ast.walk(found))):
         return None
+    code = function.__code__
+    is_current = found.name == code.co_name and _is_same_code(compiled(found, code), code)
+    return found if is_current and not code.co_flags & _GENERATES else None
+
+
+def compiled(tree: ast.FunctionDef, original: types.CodeType) -> types.CodeType:
+    """The code of a definition, with the free variables of an original."""
+    definition = ast.FunctionDef(**{field: getattr(tree, field, None) for field in tree._fields})
+    # Its body may use its own name.
+    definition.name, definition.decorator_list, definition.returns = "_tops_inner", [], None
+    # Free variables are those of a function around it.
+    outer = ast.parse("def _tops_outer(): pass").body[0]
+    assert isinstance(outer, ast.FunctionDef)
+    outer.args.args = [ast.arg(name) for name in original.co_freevars]
+    outer.body = [ast.copy_location(definition, tree)]
+    module = ast.fix_missing_locations(ast.Module([outer], []))
+    flags = original.co_flags & _FUTURE
+    code: Any = compile(module, original.co_filename, "exec", flags, dont_inherit=True)
+    for name in ("_tops_outer", "_tops_inner"):
+        code = next(
+            c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name
+        )
+    found: types.CodeType = code.replace(co_name=original.co_name)
     return found
+
+
+# How names are called depends on the imports of the file.
+_PLUMBING = {"EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL"}
+_SAME = {"LOAD_METHOD": "LOAD_ATTR", "CALL_METHOD": "CALL_FUNCTION"}
+
+
+def _is_same_code(first: Any, second: Any) -> bool:
+    """Whether two codes, or constants of codes, do the same."""
+    if isinstance(first, types.CodeType) and isinstance(second, types.CodeType):
+        pairs = itertools.zip_longest(_instructions(first), _instructions(second))
+        return all(a and b and a[0] == b[0] and _is_same_code(a[1], b[1]) for a, b in pairs)
+    return type(first) is type(second) and repr(first) == repr(second)
+
+
+def _instructions(code: types.CodeType) -> list[tuple[str, Any]]:
+    found = [one for one in dis.get_instructions(code) if one.opname not in _PLUMBING]
+    offsets = [one.offset for one in found]
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    return [
+        (
+            _SAME.get(one.opname, one.opname),
+            bisect.bisect_left(offsets, one.argval) if one.opcode in jumps else one.argval,
+        )
+        for one in found
+    ]
 
 
 def body_of(function: Callable[..., Any]) -> list[ast.stmt] | None:
@@ -91,6 +152,8 @@ class Value(NamedTuple):
     assigned: frozenset[str]  # all that they assign
     # The calls whose second results some of these are, as text.
     seconds: Mapping[str, str] = MappingProxyType({})
+    # Assignments whose values are no part of the expression.
+    idle: tuple[ast.stmt, ...] = ()
 
 
 class _NoExpression(Exception):
@@ -101,21 +164,41 @@ def value_of(statements: Sequence[ast.stmt]) -> Value | None:
     """What they compute, or None for statements that do more. A local variable that they assign is
     replaced by its value, always by the same node: a call that is used twice is called once."""
     variables: dict[str, ast.expr] = {}
+    values: list[tuple[ast.stmt, ast.expr]] = []
+    last = statements[-1]
+    target: str | None = None
     try:
         for statement in statements[:-1]:
-            _assign(statement, variables)
-        last = statements[-1]
+            _, value = _assign(statement, variables)
+            values.append((statement, value))
         if isinstance(last, ast.Return) and last.value is not None:
-            value = _replaced(last.value, variables)
-            return Value(value, None, frozenset(variables), _seconds(variables))
-        target = _assign(last, variables)
+            expression = _replaced(last.value, variables)
+        else:
+            names, _ = _assign(last, variables)
+            # The first result of a call is the value, and the second one is something else.
+            if len(names) != 1 and not (len(names) == 2 and names[1] in _seconds(variables)):
+                return None
+            target = names[0]
+            expression = variables[target]
     except _NoExpression:
         return None
-    seconds = _seconds(variables)
-    # The first result of a call is the value, and the second one is something else.
-    if len(target) != 1 and not (len(target) == 2 and target[1] in seconds):
-        return None
-    return Value(variables[target[0]], target[0], frozenset(variables), seconds)
+    used = set(map(id, ast.walk(expression)))
+    idle = tuple(
+        statement for statement, value in values if id(value) not in used and not _is_idle(value)
+    )
+    return Value(expression, target, frozenset(variables), _seconds(variables), idle)
+
+
+_OF_TENSORS = {"shape", "dtype", "device", "ndim"}
+
+
+def _is_idle(value: ast.expr) -> bool:
+    """Whether nothing happens when the value is computed: a name, a constant, or a property of a
+    tensor."""
+    if isinstance(value, ast.Attribute):
+        owner = value.value
+        return value.attr in _OF_TENSORS and isinstance(owner, ast.Name) and owner.id != "self"
+    return isinstance(value, ast.Name | ast.Constant)
 
 
 def _seconds(variables: Mapping[str, ast.expr]) -> dict[str, str]:
@@ -129,7 +212,8 @@ def _seconds(variables: Mapping[str, ast.expr]) -> dict[str, str]:
     }
 
 
-def _assign(statement: ast.stmt, variables: dict[str, ast.expr]) -> list[str]:
+def _assign(statement: ast.stmt, variables: dict[str, ast.expr]) -> tuple[list[str], ast.expr]:
+    """The names that a statement assigns, and what it computes for them."""
     if isinstance(statement, ast.If):
         statement = _as_assignment(statement)
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
@@ -138,7 +222,7 @@ def _assign(statement: ast.stmt, variables: dict[str, ast.expr]) -> list[str]:
     target = statement.targets[0]
     if isinstance(target, ast.Name):
         variables[target.id] = value
-        return [target.id]
+        return [target.id], value
     if not isinstance(target, ast.Tuple):
         raise _NoExpression
     names = [element.id for element in target.elts if isinstance(element, ast.Name)]
@@ -146,19 +230,19 @@ def _assign(statement: ast.stmt, variables: dict[str, ast.expr]) -> list[str]:
         raise _NoExpression
     for i, name in enumerate(names):
         variables[name] = ast.Subscript(value, ast.Constant(i), ast.Load())
-    return names
+    return names, value
 
 
 def _as_assignment(branches: ast.If) -> ast.Assign:
     """`x = a if c else b` for branches that assign one variable; without `else`, `b` is `x`."""
     first: dict[str, ast.expr] = {}
     second: dict[str, ast.expr] = {}
-    if len(branches.body) != 1 or len(_assign(branches.body[0], first)) != 1:
+    if len(branches.body) != 1 or len(_assign(branches.body[0], first)[0]) != 1:
         raise _NoExpression
     ((name, value),) = first.items()
     if not branches.orelse:
         second[name] = ast.Name(name, ast.Load())
-    elif len(branches.orelse) != 1 or _assign(branches.orelse[0], second) != [name]:
+    elif len(branches.orelse) != 1 or _assign(branches.orelse[0], second)[0] != [name]:
         raise _NoExpression
     choice = ast.IfExp(branches.test, value, second[name])
     return ast.Assign([ast.Name(name, ast.Store())], choice)
@@ -200,8 +284,7 @@ class Condition(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Consecutive statements of a function that compute one value, and nothing else that is read
-    later."""
+    """Consecutive statements of a function that compute one value."""
 
     block: int  # of `blocks_of` its body
     start: int
@@ -214,12 +297,18 @@ class Window(NamedTuple):
     # The statements compute the value if these hold before the first one: other branches of theirs
     # do something else.
     assumed: tuple[Condition, ...] = ()
+    # Why nothing else may run in their place; empty if nothing stands in the way.
+    obstacle: str = ""
 
 
-def windows_of(body: list[ast.stmt]) -> list[Window]:
+def windows_of(function: Callable[..., Any]) -> list[Window]:
     """All such statements of a function. A first one that adds nothing to a value is no part of
     it."""
-    found = []
+    body = body_of(function)
+    if body is None:
+        return []
+    found: list[Window] = []
+    code, sees_all = function.__code__, _what_sees_all(body)
     for i, block in enumerate(blocks_of(body)):
         after = _after(body, block)
         for end in range(1, len(block) + 1):
@@ -232,17 +321,66 @@ def windows_of(body: list[ast.stmt]) -> list[Window]:
                 ]
                 if not ways:
                     break
+                behind = [*block[end:], *after]
                 for value, assumed in ways:
                     text = ast.dump(value.expression)
-                    inner = value.assigned - {value.target}
-                    read = _read(([*block[end:], *after]), inner)
-                    if text not in known and read <= value.seconds.keys():
-                        lines = (block[start].lineno, block[end - 1].end_lineno or 0)
-                        around = tuple(_conditions(body, block, start) or ())
-                        conditions = (*around, *assumed)
-                        found.append(Window(i, start, end, lines, value, conditions, read, assumed))
+                    if text in known:
+                        continue
                     known.add(text)
+                    inner = value.assigned - {value.target}
+                    read = _read(behind, inner)
+                    lines = (block[start].lineno, block[end - 1].end_lineno or 0)
+                    around = tuple(_conditions(body, block, start) or ())
+                    conditions = (*around, *assumed)
+                    obstacle = sees_all or _obstacle(value, inner, read, behind, code)
+                    others = read & value.seconds.keys()
+                    found.append(
+                        Window(i, start, end, lines, value, conditions, others, assumed, obstacle)
+                    )
     return found
+
+
+def _obstacle(
+    value: Value,
+    inner: Set[str],
+    read: Set[str],
+    behind: Sequence[ast.stmt],
+    code: types.CodeType,
+) -> str:
+    """Why nothing else may run in place of the statements with this value, or an empty text."""
+    if value.idle:
+        return f"between its statements is {_quoted(value.idle[0])}"
+    shared = sorted(name for name in inner if name not in code.co_varnames)
+    shared += sorted(inner & set(code.co_cellvars))
+    if shared:
+        return f"another function sees {shared[0]}"
+    kept = sorted(read - value.seconds.keys())
+    if not kept:
+        return ""
+    reader = next(one for one in behind if kept[0] in _reads(one))
+    return f"{kept[0]} is read by {_quoted(reader)}"
+
+
+def _quoted(statement: ast.stmt) -> str:
+    first, *others = ast.unparse(statement).splitlines()
+    return f"`{first}{' ...' if others else ''}` in line {statement.lineno}"
+
+
+# Calls that may read all local variables, and those that do so without arguments.
+_SEE_ALL = {"locals", "eval", "exec", "_getframe", "currentframe"}
+_SEE_ALL_ALONE = {"vars", "dir"}
+
+
+def _what_sees_all(body: Sequence[ast.stmt]) -> str:
+    """Says what may read all local variables of a function, or an empty text."""
+    for node in (inner for one in body for inner in ast.walk(one)):
+        name = getattr(node, "id", None) or getattr(node, "attr", None)
+        if isinstance(node, ast.Name | ast.Attribute) and name in _SEE_ALL:
+            return f"{name} sees all variables"
+        if isinstance(node, ast.Call) and not node.args and not node.keywords:
+            if getattr(node.func, "id", None) in _SEE_ALL_ALONE:
+                return f"{ast.unparse(node)} sees all variables"
+    return ""
 
 
 _Way = tuple[list[ast.stmt], tuple[Condition, ...]]
@@ -367,12 +505,17 @@ def _names(node: ast.AST, context: type[ast.expr_context]) -> list[str]:
     return [name.id for name in found if isinstance(name.ctx, context)]
 
 
+def _reads(node: ast.AST) -> list[str]:
+    """The names that have to have a value where a node runs, also to be deleted or changed."""
+    changed = (inner.target for inner in ast.walk(node) if isinstance(inner, ast.AugAssign))
+    names = (target.id for target in changed if isinstance(target, ast.Name))
+    return [*_names(node, ast.Load), *_names(node, ast.Del), *names]
+
+
 def read_first(statements: Sequence[ast.stmt], is_asked: Callable[[str], bool]) -> Iterator[str]:
     assigned: set[str] = set()
     for statement in statements:
-        yield from (
-            name for name in _names(statement, ast.Load) if is_asked(name) and name not in assigned
-        )
+        yield from (name for name in _reads(statement) if is_asked(name) and name not in assigned)
         # Nobody knows which lines of a compound statement run.
         if isinstance(statement, ast.Assign):
             assigned.update(_names(statement, ast.Store))
