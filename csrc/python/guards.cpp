@@ -94,38 +94,44 @@ int clear_guards(PyObject* self) {
 
 void Guards::add_type(const py::object& object, std::string text) {
   auto type = py::reinterpret_borrow<py::object>(type_of(object.ptr()));
-  conditions_.push_back({Kind::Type, object, {}, std::move(type), 0, std::move(text)});
+  add({Kind::Type, object, {}, std::move(type), 0, std::move(text)});
 }
 
 void Guards::add_attribute(const py::object& object, const py::str& name, std::string text) {
   py::object value = attribute_of(object, name);
-  conditions_.push_back({Kind::Attribute, object, name, std::move(value), 0, std::move(text)});
+  add({Kind::Attribute, object, name, std::move(value), 0, std::move(text)});
 }
 
 void Guards::add_class_attribute(const py::type& type, const py::str& name, std::string text) {
   auto value = py::reinterpret_borrow<py::object>(class_attribute_of(type, name));
-  conditions_.push_back({Kind::ClassAttribute, type, name, std::move(value), 0, std::move(text)});
+  add({Kind::ClassAttribute, type, name, std::move(value), 0, std::move(text)});
 }
 
 void Guards::add_value(const py::dict& dict, const py::str& key, std::string text) {
   auto value = py::reinterpret_borrow<py::object>(value_of(dict, key));
-  conditions_.push_back({Kind::Value, dict, key, std::move(value), 0, std::move(text)});
+  add({Kind::Value, dict, key, std::move(value), 0, std::move(text)});
 }
 
 void Guards::add_type_of_value(const py::dict& dict, const py::str& key, std::string text) {
   auto type = py::reinterpret_borrow<py::object>(type_of(value_of(dict, key)));
-  conditions_.push_back({Kind::TypeOfValue, dict, key, std::move(type), 0, std::move(text)});
+  add({Kind::TypeOfValue, dict, key, std::move(type), 0, std::move(text)});
 }
 
 void Guards::add_shape(const py::dict& dict, const py::str& key, std::string text) {
   Condition added{Kind::Shape, dict, key, {}, 0, std::move(text)};
   added.shape = shape_of(value_of(dict, key));
-  conditions_.push_back(std::move(added));
+  add(std::move(added));
 }
 
 void Guards::add_size(const py::dict& dict, const py::str& key, std::string text) {
   const Py_ssize_t size = size_of(value_of(dict, key));
-  conditions_.push_back({Kind::Size, dict, key, {}, size, std::move(text)});
+  add({Kind::Size, dict, key, {}, size, std::move(text)});
+}
+
+void Guards::add(Condition condition) {
+  const bool is_new =
+      known_.emplace(condition.kind, condition.object.ptr(), py::hash(condition.key)).second;
+  if (is_new) conditions_.push_back(std::move(condition));
 }
 
 bool Guards::holds(const Condition& condition) {
@@ -180,6 +186,7 @@ void bind_guards(py::module_& module) {
       .def("add_value", &Guards::add_value)
       .def("add_type_of_value", &Guards::add_type_of_value)
       .def("add_size", &Guards::add_size)
+      .def("__len__", &Guards::size)
       .def("hold", &Guards::hold)
       .def("broken", [](const Guards& guards) -> std::optional<std::string> {
         const std::string* const text = guards.broken();

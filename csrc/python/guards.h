@@ -5,7 +5,9 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace transformer_ops::python {
@@ -39,7 +41,12 @@ class Guards {
 
   // For Python's garbage collector: visits all Python objects, and releases them.
   int traverse(visitproc visit, void* arg) const;
-  void clear() { conditions_.clear(); }
+  void clear() {
+    conditions_.clear();
+    known_.clear();
+  }
+  // How many conditions there are.
+  size_t size() const { return conditions_.size(); }
 
  private:
   enum class Kind { Type, Attribute, ClassAttribute, Value, TypeOfValue, Shape, Size };
@@ -53,9 +60,12 @@ class Guards {
     std::optional<std::vector<int64_t>> shape{};
   };
 
+  // Does nothing for a condition that is there.
+  void add(Condition condition);
   static bool holds(const Condition& condition);
 
   std::vector<Condition> conditions_;
+  std::set<std::tuple<Kind, const PyObject*, Py_ssize_t>> known_;  // by kind, object and key
 };
 
 void bind_guards(py::module_& module);

@@ -88,6 +88,9 @@ class TransformersAttention(AttentionCall):
         if self._sdpa is None:
             raise FuseSkip("its attention function is another one")
 
+    def functions(self) -> list[Any]:
+        return [self._sdpa]
+
     def rotary_dims(self, module: Any) -> list[int | None]:
         head_dim: int = getattr(module, self.names["head_dim"])
         return [None if self._rotation is None else head_dim]

@@ -70,6 +70,10 @@ class AttentionCall:
         None if its statements have to run."""
         raise NotImplementedError
 
+    def functions(self) -> list[Any]:
+        """The functions that a call of the module reaches, and its source does not name."""
+        return []
+
     def fill(self, module: Any, cache: Any, rows: Tensor) -> None:
         """Gives keys and values in rows of queries, keys and values to an empty cache."""
         query, key = self.widths(module)

@@ -9,8 +9,10 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
+from torch.utils._device import DeviceContext
 
 from ..guard_groups import untraced
 from ..op.quantizers import passed_over
@@ -24,6 +26,15 @@ from .sites import Site, SiteKey, all_sites
 from .statements import function_of, wrappers_of
 
 __all__ = ["FusedModule", "fused_class"]
+
+
+def _sees_functions() -> bool:
+    """Whether a TorchFunctionMode is active, which sees each function that statements call. The one
+    that is there for a default device is none."""
+    count = torch._C._len_torch_function_stack()
+    return count > 0 and not all(
+        isinstance(torch._C._get_function_stack_at(i), DeviceContext) for i in range(count)
+    )
 
 
 class FusedView:
@@ -44,12 +55,12 @@ class FusedView:
         called = [
             one
             for one in regions
-            if one.sequential is not None and (one.variants or not one.attention)
+            if one.sequential is not None and (one.state.variants or not one.state.attention)
         ]
         region = next((one for one in (*called, *regions) if one.may_run(self._module)), regions[0])
         why_not = region.why_not(self._module)
         if why_not or region.sequential is None:
-            return f"{region.rule.name}: {why_not or region.reason}"
+            return f"{region.rule.name}: {why_not or region.state.reason}"
         return region.sequential.explain()
 
 
@@ -95,7 +106,7 @@ class FusedModule(nn.Module):
         return found
 
     def _open_regions(self) -> int:
-        if self.__dict__.get(IS_OFF, False):
+        if self.__dict__.get(IS_OFF, False) or _sees_functions():
             return 0
         found = 0
         for i, region in enumerate(self._regions()):
@@ -107,47 +118,59 @@ class FusedModule(nn.Module):
     # A bit for each region. Compiled graphs guard on it.
     _tops_open = property(untraced(_open_regions))
 
-    def _tops_region(self, i: int, input: Any) -> Sequential | None:
-        """The ops of a region, or None where the statements have to run."""
-        region = self._tops_ready(i, input)
+    def _tops_region(self, i: int, input: Any, *others: Any) -> Sequential | None:
+        """The ops of a region that is given these tensors, or None where the statements have to
+        run."""
+        region = self._tops_ready(i, input, others)
         return None if region is None else region.sequential
 
-    def _tops_ready(self, i: int, input: Any) -> Region | None:
+    def _tops_ready(self, i: int, input: Any, others: tuple[Any, ...]) -> Region | None:
         # What torch.fx traces with is no tensor.
         if not isinstance(input, Tensor) or is_exporting():
             return None
         condition = self._tops_conditions[i]
         if condition is not None and not condition(self, input):
             return None
-        if not is_compiling():
-            region: Region = self._regions()[i]
-            is_open = not self.__dict__.get(IS_OFF, False) and region.is_open(self)
-            return region if is_open else None
-        if not self._tops_open >> i & 1:
+        if is_compiling():
+            is_open = bool(self._tops_open >> i & 1)
+            region: Region = self.__dict__[REGIONS][i] if is_open else None
+        elif self.__dict__.get(IS_OFF, False) or _sees_functions():
             return None
-        found: Region = self.__dict__[REGIONS][i]
-        return found
+        else:
+            region = self._regions()[i]
+            is_open = region.is_open(self)
+        if not is_open:
+            return None
+        widths = region.state.widths
+        return region if widths is None or widths.fit(input, others) else None
 
     def _tops_attention(
-        self, i: int, input: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: bool
+        self,
+        i: int,
+        input: Any,
+        others: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        weights: bool,
     ) -> tuple[Region, Sequential, AttentionInputs] | None:
         """The ops of a region with attention that is given these arguments, and what they take; or
-        None where the statements have to run. `weights`: whether its weights are wanted."""
-        region = self._tops_ready(i, input)
+        None where the statements have to run. `others`: the tensors that they add. `weights`:
+        whether its weights are wanted."""
+        region = self._tops_ready(i, input, others)
         if region is None:
             return None
-        attention = region.attention
+        attention = region.state.attention
         assert attention is not None
         found = attention.call.inputs(attention.module, args, kwargs, weights)
         if found is None:
             return None
-        sequential = region.variants.get(found.choice)
+        sequential = region.state.variants.get(found.choice)
         if sequential is None:
             if is_compiling():
                 return None
             sequential = region.make_variant(self, found.choice)
         if not is_compiling():
-            region.sequential = sequential  # the last one that ran
+            region.state.sequential = sequential  # the last one that ran
         return region, sequential, found
 
     def _tops_run(
@@ -159,7 +182,7 @@ class FusedModule(nn.Module):
         result = sequential(input, *given.extra_inputs, *others)
         if given.cache is None:
             return result
-        attention = region.attention
+        attention = region.state.attention
         assert attention is not None
         output, rows = result
         attention.call.fill(attention.module, given.cache, rows)

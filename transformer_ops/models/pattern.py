@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .reads import is_replaced, objects_of
 from .statements import Value, Window, body_of, read_first, value_of
 
 __all__ = [
@@ -62,9 +63,12 @@ class Scope(NamedTuple):
         return cls(frozenset(found), function.__globals__)
 
     def object_of(self, node: ast.expr) -> Any:
-        """What a name of a module or `module.name` is; None for a local variable."""
+        """What a name of a module or `module.name` is; None for a local variable, and for what took
+        the place of a function of torch."""
         if isinstance(node, ast.Attribute):
-            return getattr(self.object_of(node.value), node.attr, None)
+            owner = self.object_of(node.value)
+            found = getattr(owner, node.attr, None)
+            return None if is_replaced(owner, node.attr, found) else found
         if isinstance(node, ast.Name) and node.id not in self.locals:
             return self.globals.get(node.id, getattr(builtins, node.id, None))
         return None
@@ -109,11 +113,11 @@ class Pattern:
 
     def match_all(self, function: Callable[..., Any]) -> Names | None:
         """The names that make this the whole body of the function, or None."""
-        return _copied(_whole_match(self, function))
+        return _whole_match(self, function)
 
     def match_text(self, function: Callable[..., Any]) -> Names | None:
         """The names that make these, one by one, the statements of the function, or None."""
-        return _copied(_text_match(self, function))
+        return _text_match(self, function)
 
     def find(self, windows: Sequence[Window], scope: Scope) -> Iterator[Found]:
         """Those that compute this."""
@@ -127,23 +131,29 @@ class Pattern:
         return _names_of(self._value.expression, value.expression, scope)
 
 
-# Layers of a model share their functions: each is matched once.
-_remembered = functools.lru_cache(maxsize=4096)
+def _remembered(match: Callable[[Any, Any], Names | None]) -> Callable[[Any, Any], Names | None]:
+    """Matches each function once, as layers of a model share theirs, as long as its names are what
+    they were."""
+    remembered = functools.lru_cache(maxsize=4096)(
+        lambda wanted, function, _: match(wanted, function)
+    )
 
+    def found(wanted: Any, function: Any) -> Names | None:
+        names = remembered(wanted, function, objects_of(function))
+        return None if names is None else dict(names)
 
-def _copied(names: Names | None) -> Names | None:
-    return None if names is None else dict(names)
+    return found
 
 
 @_remembered
 def _whole_match(pattern: Pattern, function: Callable[..., Any]) -> Names | None:
     value = _value_of_body(function)
-    if value is None or value.target is not None:
+    if value is None or value.target is not None or value.idle:
         return None
     return pattern._match(value, Scope.of(function))
 
 
-@_remembered
+@functools.lru_cache(maxsize=1024)
 def _value_of_body(function: Callable[..., Any]) -> Value | None:
     body = body_of(function)
     return value_of(body) if body else None
@@ -166,11 +176,11 @@ def match_groups(function: Callable[..., Any], groups: tuple[Choices, ...]) -> N
     """The names that make one choice of each group, one after the other, the statements of a
     function that nothing is wrapped around; None if there are none."""
     is_plain = inspect.isfunction(function) and not hasattr(function, "__wrapped__")
-    return _copied(_groups_match(function, groups)) if is_plain else None
+    return _groups_match(groups, function) if is_plain else None
 
 
 @_remembered
-def _groups_match(function: Callable[..., Any], groups: tuple[Choices, ...]) -> Names | None:
+def _groups_match(groups: tuple[Choices, ...], function: Callable[..., Any]) -> Names | None:
     body = body_of(function)
     if body is None:
         return None

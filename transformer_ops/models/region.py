@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,18 +18,21 @@ from ..runtime.policies import Policies
 from ..sequential import Sequential
 from .attention_ops import AttentionChoice, BorrowedAttention, attention_in, chosen
 from .branches import may_run
+from .facts import Facts
 from .pattern import Names, Steps
+from .reads import Reads
 from .rules import FuseRule, FuseSkip
 from .statements import Condition
+from .widths import Widths, widths_of
 
-__all__ = ["IS_OFF", "RECOMPUTE", "REGIONS", "Region", "set_recompute"]
+__all__ = ["IS_OFF", "RECOMPUTE", "REGIONS", "Region", "State", "set_recompute"]
 
 # The attributes of a fused module that are ours.
 REGIONS, IS_OFF = "_tops_regions", "_tops_is_off"
 # The policy of its ops, unless it is the default.
 RECOMPUTE = "_tops_recompute"
 
-# Attributes of these classes are watched.
+# Attributes of these classes are watched, also where statements do not name them.
 _WATCHED = (
     bool,
     int,
@@ -45,66 +48,116 @@ _WATCHED = (
 _MOST_CHANGES = 32
 # A module with attention is called in few ways.
 _MOST_VARIANTS = 16
+# So many states of the modules have ops at a time: adapters that are on and off, weights that are
+# tensors in `functional_call`.
+_MOST_STATES = 4
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _OF_MODULE = vars(nn.Module()).keys() | {"forward", REGIONS, IS_OFF, RECOMPUTE}
 
 
-class Region:
-    """Ops in place of statements. They run as long as all modules that the statements call are as
-    they were when the ops were made: of the same class, without hooks and without a `forward` of
-    their own, with the same submodules, attributes and classes of parameters."""
+class State:
+    """What statements read and call, and what runs then: ops, or the statements."""
 
-    def __init__(self, rule: FuseRule, names: Names, conditions: Sequence[Condition] = ()) -> None:
-        self.rule, self.names, self._conditions = rule, names, conditions
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.guards = _C.Guards()
+        self.modules = list(map(id, modules))
         self.sequential: Sequential | None = None
         self.reason = "not called yet"
-        # Regions within this one, which nobody asks while this one runs.
-        self.inside: list[Region] = []
         # With attention, the ops for each choice of its calls.
         self.attention: BorrowedAttention | None = None
         self.variants: dict[AttentionChoice, Sequential] = {}
-        self._guards: _C.Guards | None = None
+        self.widths: Widths | None = None
+
+
+_NO_STATE = State([])
+
+
+class Region:
+    """Ops in place of statements. They run as long as all that the statements read is as it was
+    when the ops were made: the classes, hooks, submodules, attributes and classes of parameters of
+    the modules that they call, and the functions."""
+
+    def __init__(
+        self,
+        rule: FuseRule,
+        names: Names,
+        function: Any,
+        reads: Reads,
+        conditions: Sequence[Condition] = (),
+    ) -> None:
+        self.rule, self.names, self._conditions = rule, names, conditions
+        self._function, self._reads = function, reads
+        # Regions within this one, which nobody asks while this one runs.
+        self.inside: list[Region] = []
+        self.state = _NO_STATE
+        self._states: list[State] = []  # the last one that was current comes last
         self._calls = self._changes = 0
-        self._is_closed = False
+        # While these hold, the statements run.
+        self._closed: _C.Guards | None = None
+
+    @property
+    def sequential(self) -> Sequential | None:
+        """The ops, or None where the statements run. With attention, those of the last call."""
+        return self.state.sequential
 
     def is_open(self, module: nn.Module) -> bool:
         """For a call: whether the ops may run. They are made, or refused, when they are first asked
         for, and when something has changed since."""
-        if self._is_closed:
-            return False
-        self._calls += 1
-        guards = self._guards
-        if guards is None or not guards.hold():
-            if guards is not None and self._changes_too_often():
-                self._close(f"it changes from call to call: {guards.broken()}")
+        if self._closed is not None:
+            if self._closed.hold():
                 return False
-            self._look(module)
-        return self.sequential is not None
+            self._closed, self._calls, self._changes = None, 0, 0
+        self._calls += 1
+        state = self.state
+        if state is _NO_STATE or not state.guards.hold():
+            known = next((one for one in self._states if one.guards.hold()), None)
+            if known is not None:
+                self._states.remove(known)
+                self._states.append(known)
+                self.state = known
+            elif state is not _NO_STATE and self._changes_too_often():
+                self._close(module, f"it changes from call to call: {state.guards.broken()}")
+                return False
+            else:
+                self._look(module)
+        return self.state.sequential is not None
 
     def forget(self) -> None:
         """Has the next call look again, and lets go of the modules that the last look saw."""
-        self._guards = self.sequential = self.attention = None
-        self.variants = {}
+        self.state, self._states = _NO_STATE, []
 
     def _changes_too_often(self) -> bool:
         self._changes += 1
         return self._changes > _MOST_CHANGES and 2 * self._changes > self._calls
 
-    def _close(self, reason: str) -> None:
-        """From now on the statements run."""
-        self._is_closed, self.sequential, self.reason = True, None, reason
+    def _close(self, module: nn.Module, reason: str) -> None:
+        """From now on the statements run, until other modules take the place of these."""
+        self.forget()
+        self.state = State([])
+        self.state.reason = reason
+        self._closed = _C.Guards()
+        for part in _unique(self.parts(module)):
+            self._closed.add_type(part, "")
+            for name in part._modules:
+                self._closed.add_value(part._modules, name, "")
+        for name in self._attributes() & module._modules.keys():
+            self._closed.add_value(module._modules, name, "")
 
     def why_not(self, module: nn.Module) -> str:
         """For a report: why the ops would not run now, or an empty text."""
-        if self._is_closed:
-            return self.reason
+        if self._closed is not None and self._closed.hold():
+            return self.state.reason
         if self.sequential is not None and self._has_dtensors(module):
             return ""  # between two calls FSDP has split what it gathers for a call
         try:
-            self.make(module)
+            self.check(module)
         except FuseSkip as skip:
             return str(skip)
         return ""
+
+    def check(self, module: nn.Module) -> None:
+        """FuseSkip with the reason where the ops may not run now."""
+        self._add_facts(_C.Guards(), module, self.make(module))
 
     def may_run(self, module: nn.Module) -> bool:
         """Whether its statements are in no branch that attributes of the module rule out."""
@@ -136,59 +189,71 @@ class Region:
 
     def _look(self, module: nn.Module) -> None:
         """Makes the ops, or says why there are none; and what either takes for granted."""
-        parts = self.parts(module)
-        self.sequential, self.reason = None, ""
-        self.attention, self.variants = None, {}
+        modules = [module, *_unique(self.parts(module))]
+        state = State(modules)
         ops: Sequence[nn.Module] = ()
         try:
             ops = self.make(module)
-            _leave_guards_to_region(ops, [module, *_unique(parts)])
-            self.sequential = _sequential_of(module, ops)
-            self.attention = attention_in(ops)
+            self._add_facts(state.guards, module, ops)
+            _leave_guards_to_region(ops, modules)
+            state.sequential = _sequential_of(module, ops)
+            state.attention = attention_in(ops)
+            state.widths = widths_of(ops)
+            state.reason = ""
         except FuseSkip as skip:
-            self.reason = str(skip)
-        if self.attention is not None:
+            state.reason = str(skip)
+        self._add_guards(state.guards, module, ops)
+        if state.attention is not None:
             for other in self.inside:
                 other.forget()
+        # Modules that are not here any more are let go.
+        known = [one for one in self._states if one.modules == state.modules]
+        self.state, self._states = state, [*known[1 - _MOST_STATES :], state]
+
+    def _add_facts(self, guards: _C.Guards, module: nn.Module, ops: Sequence[nn.Module]) -> None:
+        """Adds what the statements depend on. FuseSkip for what cannot be watched."""
+        facts = Facts(guards)
+        facts.add_reads(self._function, self._reads, module, "the module")
+        for part in _unique(self.parts(module)):
+            facts.add_module(part, _name_in(module, part))
+        attention = attention_in(ops)
+        for function in () if attention is None else attention.call.functions():
+            facts.add_function(function)
+
+    def _add_guards(self, guards: _C.Guards, module: nn.Module, ops: Sequence[nn.Module]) -> None:
+        """Adds what is known of all modules, whatever the statements read."""
+        for name in _GLOBAL_HOOKS:
+            guards.add_size(vars(nn.modules.module), name, "there are other hooks for all modules")
         own = {
             name
             for basic in _borrowed(ops)
             if any(owner is module for owner in basic._owners())
             for name in basic._watched
         }
-        self._guards = self._guards_of(module, parts, self._attributes() | own)
-
-    @staticmethod
-    def _guards_of(
-        module: nn.Module, parts: Sequence[nn.Module], attributes: Set[str]
-    ) -> _C.Guards:
-        guards = _C.Guards()
-        for name in _GLOBAL_HOOKS:
-            guards.add_size(vars(nn.modules.module), name, "there are other hooks for all modules")
-        for name in sorted(attributes & module._modules.keys()):
+        for name in sorted(self._attributes() & module._modules.keys()):
             guards.add_value(module._modules, name, f"{name} is another module")
-        for name in sorted(attributes & vars(module).keys()):
+        for name in sorted((self._attributes() | own) & vars(module).keys()):
             guards.add_value(vars(module), name, f"{name} has changed")
-        own = "the module"
-        add_guards(guards, module, own, tensors=module._parameters, is_called=False)
-        for part in _unique(parts):
+        tensors = module._parameters
+        add_guards(guards, module, "the module", tensors=tensors, is_called=False)
+        for part in _unique(self.parts(module)):
             _guard(guards, part, _name_in(module, part))
-        return guards
 
     def make_variant(self, module: nn.Module, choice: AttentionChoice) -> Sequential:
         """The ops for one choice of the calls of attention."""
-        if len(self.variants) >= _MOST_VARIANTS:
-            self.variants.clear()
+        variants = self.state.variants
+        if len(variants) >= _MOST_VARIANTS:
+            variants.clear()
         ops = chosen(self.make(module), choice)
         _leave_guards_to_region(ops, [module, *_unique(self.parts(module))])
-        found = self.variants[choice] = _sequential_of(module, ops)
+        found = variants[choice] = _sequential_of(module, ops)
         return found
 
     def make_variants(self, module: nn.Module) -> None:
         """Those that a traced call may choose."""
-        choices = [] if self.attention is None else self.attention.choices()
-        for choice in choices:
-            if choice not in self.variants:
+        attention = self.state.attention
+        for choice in [] if attention is None else attention.choices():
+            if choice not in self.state.variants:
                 self.make_variant(module, choice)
 
     def make(self, module: nn.Module) -> Sequence[nn.Module]:
@@ -198,6 +263,7 @@ class Region:
             if getattr(kind._tops_base, name) is not method:
                 raise FuseSkip(f"its class has another {name}")
         ops = self._ops(module)
+        widths_of(ops)
         self._check(self.parts(module))
         for basic in _borrowed(ops):
             if module in basic._owners():
@@ -269,6 +335,7 @@ def _guard(guards: _C.Guards, part: nn.Module, name: str) -> None:
         tensors=part._parameters,
         children=part._modules,
     )
+    guards.add_size(own, "_modules", f"{name} has other submodules")
 
 
 def _name_in(module: nn.Module, part: nn.Module) -> str:

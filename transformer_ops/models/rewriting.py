@@ -98,12 +98,13 @@ def _choice(i: int, site: Site, statements: list[ast.stmt]) -> list[ast.stmt]:
     input = source if source.isidentifier() else "_tops_input"
     given_input = source if input == source else f"({input} := {source})"
     if arguments is None:
-        condition = f"self._tops_region({i}, {given_input})"
+        condition = f"self._tops_region({', '.join([str(i), given_input, *extra])})"
         call = f"_tops_found({', '.join([input, *extra])})"
     else:
         args = "".join(f"{ast.unparse(argument)}, " for argument in arguments.args)
         keywords = ", ".join(ast.unparse(keyword) for keyword in arguments.keywords)
-        given = f"({args}), dict({keywords}), {bool(window.others)}"
+        others = "".join(f"{name}, " for name in extra)
+        given = f"({others}), ({args}), dict({keywords}), {bool(window.others)}"
         condition = f"self._tops_attention({i}, {given_input}, {given})"
         call = f"self._tops_run({', '.join(['_tops_found', input, *extra])})"
     others = "".join(f"    {name} = None\n" for name in sorted(window.others))

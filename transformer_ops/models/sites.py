@@ -11,6 +11,7 @@ from torch import nn
 
 from ..op.borrowed import class_of
 from .pattern import Arguments, Found, Pattern, Scope, arguments_in
+from .reads import Objects, objects_of, reads_of
 from .region import Region
 from .rules import FuseRule, FuseSkip, FuseUnfit
 from .statements import function_of, windows_of
@@ -28,10 +29,14 @@ class Site(NamedTuple):
     rule: FuseRule
     pattern: Pattern
     found: Found  # in the body of the function
+    function: Any
 
     def region(self) -> Region:
         """Ops in its place, for one module."""
-        return Region(self.rule, self.found.names, self.found.window.conditions)
+        window = self.found.window
+        tests = (test for test, _ in window.assumed)
+        reads = reads_of((*window.statements, *tests), self.function.__code__)
+        return Region(self.rule, self.found.names, self.function, reads, window.conditions)
 
     @property
     def arguments(self) -> Arguments | None:
@@ -91,9 +96,13 @@ def blocked_sites(
         (site, _fit(module, site))
         for site in all_sites(class_of(module), tuple(rules))
         if site.found.window.obstacle
-        and all(site.is_apart_from(other) or site.contains(other) for other in found)
+        and all(site.is_apart_from(other) or _is_more(site, other) for other in found)
     ]
     return [site for site in _apart(blocked) if _fit(module, site) is _Fit.NOW]
+
+
+def _is_more(site: Site, inner: Site) -> bool:
+    return site.contains(inner) and site.rule is not inner.rule
 
 
 def _apart(found: Sequence[tuple[Site, _Fit]]) -> list[Site]:
@@ -114,7 +123,7 @@ class _Fit(enum.Enum):
 def _fit(module: nn.Module, site: Site) -> _Fit:
     region = site.region()
     try:
-        region.make(module)
+        region.check(module)
     except FuseUnfit:
         return _Fit.NEVER
     except FuseSkip:
@@ -129,18 +138,22 @@ def all_sites(kind: type[nn.Module], rules: tuple[FuseRule, ...]) -> list[Site]:
         site
         for name, method in methods
         if method is not None
-        for site in _sites_in(function_of(method), tuple(r for r in rules if r.method == name))
+        for site in _sites_in(
+            function_of(method),
+            tuple(rule for rule in rules if rule.method == name),
+            objects_of(function_of(method)),
+        )
     ]
 
 
 @functools.lru_cache(maxsize=1024)
-def _sites_in(function: Any, rules: tuple[FuseRule, ...]) -> list[Site]:
+def _sites_in(function: Any, rules: tuple[FuseRule, ...], objects: Objects) -> list[Site]:
     windows = windows_of(function)
     if not windows:
         return []
     scope = Scope.of(function)
     found = [
-        Site(rule, pattern, place)
+        Site(rule, pattern, place, function)
         for rule in reversed(rules)
         for pattern in rule.patterns
         for place in pattern.find(windows, scope)

@@ -289,6 +289,7 @@ class Window(NamedTuple):
     block: int  # of `blocks_of` its body
     start: int
     end: int  # where the statements behind them begin
+    statements: tuple[ast.stmt, ...]  # those that compute the value
     lines: tuple[int, int]  # the first and the last one
     value: Value
     conditions: tuple[Condition, ...]  # they run where all of these hold
@@ -315,14 +316,14 @@ def windows_of(function: Callable[..., Any]) -> list[Window]:
             known: set[str] = set()
             for start in range(end - 1, max(-1, end - 1 - _LONGEST), -1):
                 ways = [
-                    (value, assumed)
-                    for statements, assumed in _ways_through(block[start:end])
-                    if (value := value_of(statements)) is not None
+                    (way, value, assumed)
+                    for way, assumed in _ways_through(block[start:end])
+                    if (value := value_of(way)) is not None
                 ]
                 if not ways:
                     break
                 behind = [*block[end:], *after]
-                for value, assumed in ways:
+                for way, value, assumed in ways:
                     text = ast.dump(value.expression)
                     if text in known:
                         continue
@@ -331,11 +332,13 @@ def windows_of(function: Callable[..., Any]) -> list[Window]:
                     read = _read(behind, inner)
                     lines = (block[start].lineno, block[end - 1].end_lineno or 0)
                     around = tuple(_conditions(body, block, start) or ())
-                    conditions = (*around, *assumed)
-                    obstacle = sees_all or _obstacle(value, inner, read, behind, code)
-                    others = read & value.seconds.keys()
+                    window = Window(i, start, end, tuple(way), lines, value, (*around, *assumed))
                     found.append(
-                        Window(i, start, end, lines, value, conditions, others, assumed, obstacle)
+                        window._replace(
+                            others=read & value.seconds.keys(),
+                            assumed=assumed,
+                            obstacle=sees_all or _obstacle(value, inner, read, behind, code),
+                        )
                     )
     return found
 

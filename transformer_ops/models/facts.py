@@ -1,0 +1,158 @@
+"""What statements of a function depend on, as guards: attributes of a module, and names of modules
+and functions. The function's own source says which ones it reads."""
+
+from __future__ import annotations
+
+import builtins
+import types
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import _C
+from ..op.borrowed import class_of
+from .reads import Chain, Reads, is_of_torch, is_replaced, reads_of_function
+from .rules import FuseSkip
+from .statements import function_of
+
+__all__ = ["Facts"]
+
+_ABSENT = object()
+_PROPERTY_OR_SLOT = ("__set__", "__delete__")
+# The contents of these may change.
+_MUTABLE = (list, dict, set, bytearray)
+# Ops read these at each call.
+_READ_AT_EACH_CALL = {"training", "_attn_implementation"}
+# Functions that patterns know by name -> where they have to come from.
+_HOMES = {
+    "apply_chunking_to_forward": "transformers",
+    "maybe_add_mask": "timm",
+    "resolve_self_attn_mask": "timm",
+}
+
+
+class Facts:
+    """Adds guards on what functions read. FuseSkip for what no guard can watch."""
+
+    def __init__(self, guards: _C.Guards) -> None:
+        self._guards = guards
+        self._known: set[tuple[Any, ...]] = set()
+
+    def _is_new(self, *what: Any) -> bool:
+        is_new = what not in self._known
+        self._known.add(what)
+        return is_new
+
+    def add_module(self, module: nn.Module, name: str) -> None:
+        """All that a call of the module reads: its `forward` and the methods that this calls."""
+        for called in ("__call__", "__getattr__"):
+            self._guards.add_class_attribute(
+                class_of(module), called, f"the class of {name} has another {called}"
+            )
+        self.add_function(class_of(module).forward, module, name)
+
+    def add_function(self, method: Any, module: nn.Module | None = None, name: str = "") -> None:
+        """All that a function reads, or a method of a module."""
+        function = function_of(method)
+        if isinstance(function, types.FunctionType) and self._is_new(function, id(module)):
+            self.add_reads(function, reads_of_function(function), module, name)
+
+    def add_reads(
+        self,
+        function: types.FunctionType,
+        reads: Reads,
+        module: nn.Module | None = None,
+        name: str = "",
+    ) -> None:
+        """What statements of a function read."""
+        for chain in sorted(reads.others):
+            self._add_name(function, chain)
+        if module is not None:
+            for chain in sorted(reads.own):
+                self._add_attributes(module, chain, name)
+
+    # ---- names
+
+    def _add_name(self, function: types.FunctionType, chain: Chain) -> None:
+        name, *attributes = chain
+        if name in function.__code__.co_freevars:
+            cell = (function.__closure__ or ())[function.__code__.co_freevars.index(name)]
+            self._guards.add_attribute(cell, "cell_contents", f"{name} has changed")
+            found = getattr(cell, "cell_contents", _ABSENT)
+        else:
+            found = self._value_in(function.__globals__, name, name)
+            if found is _ABSENT:
+                found = self._value_in(vars(builtins), name, name)
+        home = _HOMES.get(name)
+        if home is not None and getattr(found, "__module__", "").split(".")[0] != home:
+            raise FuseSkip(f"{name} is not that of {home}")
+        for attribute in attributes:
+            name = f"{name}.{attribute}"
+            if isinstance(found, type):
+                self._guards.add_class_attribute(found, attribute, f"{name} has changed")
+                return
+            if not isinstance(found, types.ModuleType):
+                self._attribute(found, attribute, name)
+                return
+            owner, found = found, self._value_in(vars(found), attribute, name)
+            if is_replaced(owner, attribute, found):
+                raise FuseSkip(f"{name} is not torch's own function")
+        if isinstance(found, types.FunctionType) and not is_of_torch(found.__module__):
+            self.add_function(found)
+
+    def _value_in(self, table: dict[str, Any], key: str, name: str) -> Any:
+        if self._is_new(id(table), key):
+            self._guards.add_value(table, key, f"{name} has changed")
+        return table.get(key, _ABSENT)
+
+    # ---- attributes
+
+    def _add_attributes(self, module: nn.Module, chain: Chain, name: str) -> None:
+        found: Any = module
+        for attribute in chain:
+            if attribute in _READ_AT_EACH_CALL or isinstance(found, Tensor):
+                return
+            owner, found = found, self._attribute(found, attribute, name)
+            name = f"{attribute} of {name}"
+            if isinstance(found, types.FunctionType) and isinstance(owner, nn.Module):
+                self.add_function(found, owner, name)
+                return
+            if isinstance(found, _MUTABLE) or type(found).__name__ == "ndarray":
+                raise FuseSkip(f"{name} is a {type(found).__name__}, whose contents may change")
+            if found is _ABSENT:
+                return
+
+    def _attribute(self, owner: Any, attribute: str, name: str) -> Any:
+        kind, text = class_of(owner), f"{attribute} of {name} has changed"
+        if not self._is_new(id(owner), attribute):
+            return getattr(owner, attribute, _ABSENT)
+        static = next((vars(c)[attribute] for c in kind.__mro__ if attribute in vars(c)), _ABSENT)
+        is_computed = any(hasattr(type(static), special) for special in _PROPERTY_OR_SLOT)
+        is_module, own = isinstance(owner, nn.Module), getattr(owner, "__dict__", None)
+        if is_module and (is_computed or kind.__getattribute__ is not object.__getattribute__):
+            raise FuseSkip(f"{attribute} of {name} is a property")
+        is_plain = not hasattr(kind, "__getattr__") and not is_computed and own is not None
+        if not is_module and not (is_plain and kind.__getattribute__ is object.__getattribute__):
+            self._guards.add_attribute(owner, attribute, text)
+            return getattr(owner, attribute, _ABSENT)
+        self._guards.add_class_attribute(kind, attribute, text)
+        if self._is_in(own, attribute, text):
+            return own[attribute]
+        if static is not _ABSENT or not isinstance(owner, nn.Module):
+            return static
+        if kind.__getattr__ is not nn.Module.__getattr__:
+            raise FuseSkip(f"{name} has a __getattr__ of its own")
+        for table in (owner._parameters, owner._buffers, owner._modules):
+            if self._is_in(table, attribute, text):
+                return table[attribute]
+        return _ABSENT
+
+    def _is_in(self, table: dict[str, Any], key: str, text: str) -> bool:
+        """Whether a dict has a key, which is watched: of tensors the class and the shape, since ops
+        read their numbers at each call."""
+        if isinstance(table.get(key), Tensor):
+            self._guards.add_type_of_value(table, key, text)
+            self._guards.add_shape(table, key, text)
+        else:
+            self._guards.add_value(table, key, text)
+        return key in table

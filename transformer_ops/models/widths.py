@@ -1,0 +1,104 @@
+"""How many numbers the rows have that ops take. Statements may broadcast others, ops do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..op.base import FusibleOperation
+from ..ops.activation import GELU, QGELU, ReLU, SiLU, SReLU
+from ..ops.add_extra_input import AddExtraInput
+from ..ops.attention import Attention, QKNorm
+from ..ops.basic_linear import BasicLinear
+from ..ops.bias import Bias
+from ..ops.constant_scale import ConstantScale
+from ..ops.drop_path import DropPath
+from ..ops.dropout import Dropout
+from ..ops.glu import GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU
+from ..ops.identity import Identity
+from ..ops.layer_scale import LayerScale
+from ..ops.make_extra_output import MakeExtraOutput
+from ..ops.norm import LayerNorm, RMSNorm
+from ..ops.packed_linear import PackedLinear
+from ..ops.rope import RoPE
+from .rules import FuseSkip
+
+__all__ = ["Widths", "widths_of"]
+
+_SAME = (GELU, QGELU, ReLU, SiLU, SReLU, ConstantScale, DropPath, Dropout, Identity, QKNorm, RoPE)
+_HALF = (GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU)
+
+
+class Widths(NamedTuple):
+    """The numbers in a row of what ops take; None for any number."""
+
+    input: int | None
+    # Of the tensors that are added, in their order; None for as many as the input has.
+    others: tuple[int | None, ...]
+
+    def fit(self, input: Tensor, others: tuple[Any, ...]) -> bool:
+        """Whether these tensors have rows of these widths, and others as many as the input."""
+        shape = input.shape
+        if not shape or self.input not in (None, shape[-1]):
+            return False
+        return all(
+            isinstance(other, Tensor)
+            and other.shape[:-1] == shape[:-1]
+            and other.dim() == len(shape)
+            and other.shape[-1] == (shape[-1] if width is None else width)
+            for other, width in zip(others, self.others, strict=True)
+        )
+
+
+def widths_of(ops: Iterable[nn.Module]) -> Widths | None:
+    """The widths of what ops take; None if there are ops that are not known here. FuseSkip if rows
+    that are added, normalized or scaled do not have the same width."""
+    first: int | None = None
+    width: int | None = None  # that of the input
+    channels: dict[str | None, int | None] = {}
+    others: list[int | None] = []
+    basics = [b for op in ops if isinstance(op, FusibleOperation) for b in op.basic_ops]
+    if not all(isinstance(op, FusibleOperation) for op in ops):
+        return None
+    for op in basics:
+        wanted, given = _of(op)
+        if wanted is not None and wanted != width:
+            if width is not None or (first is not None and first != wanted):
+                raise FuseSkip(f"{op._kind} broadcasts rows of {width or first} to {wanted}")
+            first = width = wanted
+        if isinstance(op, MakeExtraOutput):
+            channels[op._output_channels[0][0]] = width
+        elif isinstance(op, AddExtraInput):
+            channel = op._input_channels[0]
+            if channel is None:
+                others.append(width)
+            elif channel in channels and (channels[channel] or first) != (width or first):
+                raise FuseSkip(
+                    f"the sum broadcasts rows of {width} to {channels[channel] or first}"
+                )
+        elif isinstance(op, _HALF):
+            width = None if width is None else width // 2
+            if width is None:
+                return None
+        elif given is not None:
+            width = given
+        elif wanted is None and not isinstance(op, _SAME):
+            return None
+    return Widths(first, tuple(others))
+
+
+def _of(op: Any) -> tuple[int | None, int | None]:
+    """The width of rows that an op needs, and that of rows that it gives, if it needs one."""
+    if isinstance(op, BasicLinear):
+        return op.in_features, op.out_features
+    if isinstance(op, PackedLinear):
+        return op.in_features, sum(op.out_features)
+    if isinstance(op, RMSNorm | LayerNorm):
+        return (op.normalized_shape[-1],) * 2
+    if isinstance(op, Bias | LayerScale):
+        return op.size, op.size
+    if isinstance(op, Attention):
+        return None, op.num_heads * op.head_dim
+    return None, None
